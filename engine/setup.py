@@ -46,7 +46,6 @@ from engine.measure.task import task_of
 from engine.optim.build import build_optimizer, compiles_step, scaled_learning_rates
 from engine.optim.class_weights import class_weights
 from engine.optim.ema import Ema
-from engine.optim.groups import list_groups
 from engine.optim.layer_rates import describe_parameters
 from engine.optim.schedule import Schedule, build_scheduler
 from engine.parallel.fsdp import Sharding
@@ -142,8 +141,6 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
         # FSDP decides once, when it shards them, in which dtype it gathers weights.
         force_fp32(ready.model, checkpoint.state(mapped=True)["fp32_modules"], device.type)
     parts = update_parts(config, world, device, in_precision, updates, sharding, weights)
-    if train.OPTIMIZER.LIST:
-        log.info(list_groups(ready.model, parts.optimizer))
     loader.on_arrival(partial(parts.stages.lap, DATA))
     if teacher := teacher_of(parts.change):
         check_teacher_matches(teacher, train_set.classes, checkpoint.meta.get("choices", {}) if checkpoint else {})

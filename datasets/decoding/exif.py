@@ -31,16 +31,8 @@ class Turned(Stored):
     def __init__(self, stored: Stored, orientation: int) -> None:
         self.stored = stored
         self.mirrored, self.upside_down, self.swapped = TURNS[orientation]
-        self._measure()
-
-    def _measure(self) -> None:
-        size = self.stored.width, self.stored.height
+        size = stored.width, stored.height
         self.width, self.height = size[::-1] if self.swapped else size
-
-    def shrink(self, factor: int) -> int:
-        factor = self.stored.shrink(factor)
-        self._measure()
-        return factor
 
     def cut(self, box: Box) -> np.ndarray:
         left, top, width, height = box

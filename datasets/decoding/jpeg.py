@@ -31,25 +31,19 @@ class JpegStored(Stored):
         import simplejpeg
 
         self.decode = simplejpeg.decode_jpeg
-        self.data, self.channels, self.factor = data, channels, 1
+        self.data, self.channels = data, channels
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
         self.height, self.width = int(height), int(width)
-        self.whole = self.width, self.height
         if colours not in COLOURS or self.width * self.height > MOST_PIXELS:
             raise ValueError("PIL must read or refuse this file")
         self.colours, self.depth = COLOURS[colours]
-
-    def shrink(self, factor: int) -> int:
-        self.factor = factor
-        self.width, self.height = (-(-side // factor) for side in self.whole)
-        return factor
 
     def cut(self, box: Box) -> np.ndarray:
         left, top, width, height = box
         try:
             pixels = self._rows(top + height)
         except ValueError:  # PIL tolerates some damage, and reports the rest
-            return self._by_pil(box)
+            return PilStored(self.data, self.channels).cut(box)
         return in_channels(pixels[top : top + height, left : left + width], self.channels)
 
     def _rows(self, bottom: int) -> np.ndarray:
@@ -58,31 +52,18 @@ class JpegStored(Stored):
         The library has no function for this. But with a smaller height in the header, the same bytes are a complete
         image followed by surplus data, about which the decoder complains only after it has decoded the image.
         """
-        across, down = self.whole
-        rows = -(-(bottom + BLEED) * self.factor // BLOCK) * BLOCK
-        if rows < down and (offset := _height_offset(self.data)):
+        rows = -(-(bottom + BLEED) // BLOCK) * BLOCK
+        if rows < self.height and (offset := _height_offset(self.data)):
             shortened = bytearray(self.data)
             shortened[offset : offset + 2] = rows.to_bytes(2, "big")
-            pixels = np.empty((rows // self.factor, self.width, self.depth), dtype=np.uint8)
+            pixels = np.empty((rows, self.width, self.depth), dtype=np.uint8)
             try:
-                self._decode(shortened, across, rows, pixels)
+                self.decode(shortened, self.colours, buffer=pixels)
                 return pixels
             except ValueError as error:
                 if ONLY_CUT_OFF.search(str(error)):
                     return pixels
-        return self._decode(self.data, across, down, None)
-
-    def _decode(self, data: bytes | bytearray, across: int, down: int, out: np.ndarray | None) -> np.ndarray:
-        if self.factor == 1:
-            return self.decode(data, self.colours, buffer=out)
-        height, width = -(-down // self.factor), -(-across // self.factor)
-        return self.decode(data, self.colours, min_height=height, min_width=width, buffer=out)
-
-    def _by_pil(self, box: Box) -> np.ndarray:
-        stored = PilStored(self.data, self.channels)
-        if self.factor > 1:
-            stored.shrink(self.factor)
-        return stored.cut(box)
+        return self.decode(self.data, self.colours, buffer=None)
 
 
 def damage_of(data: bytes) -> str:

@@ -38,10 +38,6 @@ class Stored(ABC):
     width: int
     height: int
 
-    def shrink(self, factor: int) -> int:  # noqa: ARG002 - most formats do not support it
-        """Decode at 1/factor (2, 4 or 8) of the size if possible; changes `width` and `height`. Returns the factor."""
-        return 1
-
     @abstractmethod
     def cut(self, box: Box) -> np.ndarray:
         """The pixels of `box`, height x width x channels. Grey images may have one channel in place of three."""
@@ -68,12 +64,6 @@ class PilStored(Stored):
         self.image = Image.open(io.BytesIO(data), formats=_formats())
         self.channels, self.background = channels, background
         self.width, self.height = self.image.size
-
-    def shrink(self, factor: int) -> int:
-        if not self.image.draft(self.image.mode, (self.width // factor, self.height // factor)):
-            return 1
-        self.width, self.height = self.image.size
-        return factor
 
     def cut(self, box: Box) -> np.ndarray:
         left, top, width, height = box

@@ -32,22 +32,6 @@ class View(NamedTuple):
     rows: int
     cut_first: bool = True
 
-    def shrunk(self, factor: int, width: int, height: int) -> View:
-        """This view in the image decoded at 1/factor, to `width` x `height`. The last row and column may be partial."""
-        box = self.box
-        if self.cut_first:
-            left, top = round(box.left / factor), round(box.top / factor)
-            right, bottom = round((box.left + box.width) / factor), round((box.top + box.height) / factor)
-            return square(Box(left, top, min(right, width) - left, min(bottom, height) - top), self.columns)
-        box = Box(0, 0, min(math.ceil(box.width / factor), width), min(math.ceil(box.height / factor), height))
-        return self._replace(
-            box=box,
-            left=self.left / factor,
-            top=self.top / factor,
-            across=self.across / factor,
-            down=self.down / factor,
-        )
-
 
 Views = Callable[[int, int], View]
 """(width, height) of an image -> its view"""

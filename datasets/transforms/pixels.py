@@ -22,9 +22,6 @@ from datasets.transforms.resize import PilResize, Resize, TorchResize
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 
-SHRINKS = (8, 4, 2)
-"""JPEG files can be decoded at 1/8, 1/4 and 1/2 of their size"""
-
 
 class Pixels:
     """Writes the pixels of one sample into its batch.
@@ -37,7 +34,6 @@ class Pixels:
         self.reader = Reader(data)
         self.views = training_views(data) if train else validation_views(data)
         self.resize: Resize = (PilResize if decoder_of(data) == "pil" else TorchResize)(data.INTERPOLATION)
-        self.shrinks = data.DCT_SCALE
         self.pad = data.CROP_PAD if train and data.CROP == "pad" else 0
         self.flip = data.FLIP if train else 0.0
         self.border = mean_colour(data)[: self.channels]
@@ -57,9 +53,6 @@ class Pixels:
         with decoding_errors(encoded):
             stored = self.reader.open(encoded)
             view = self.views(stored.width, stored.height)
-            if self.shrinks and (factor := _shrink(view)) > 1:
-                factor = stored.shrink(factor)
-                view = view.shrunk(factor, stored.width, stored.height)
             return stored.cut(view.box), view
 
     def finish(self, pixels: np.ndarray, place: np.ndarray) -> None:
@@ -88,12 +81,6 @@ class Pixels:
         for change in self.changes:
             image = change(image)
         return np.asarray(image).reshape(self.size, self.size, self.channels)
-
-
-def _shrink(view: View) -> int:
-    """The largest factor at which the decoded image still has a pixel for each one of the view."""
-    spare = min(view.across, view.down)
-    return next((factor for factor in SHRINKS if spare >= factor), 1)
 
 
 def _padded_crop(pixels: np.ndarray, pad: int) -> np.ndarray:

@@ -18,7 +18,6 @@ from engine.optim.groups import USES_MUON
 from engine.optim.layer_rates import SCALE, rate_scales
 from engine.parallel.fsdp import is_sharded
 from models import weights_to_train
-from utils.config.kinds import AUTO
 from utils.config.train import TrainConfig
 from utils.errors import UserError, nearest
 from utils.log import log
@@ -149,10 +148,9 @@ def _muon(
 
     settings = train.OPTIMIZER
     momentum = MUON_MOMENTUM if settings.MOMENTUM is None else settings.MOMENTUM
-    half = amp if settings.MUON.NS_DTYPE == AUTO else settings.MUON.NS_DTYPE == "bf16"
-    dtype = torch.bfloat16 if half else torch.float32
+    dtype = torch.bfloat16 if amp else torch.float32
     options |= settings.arguments()
-    return Muon(groups, base_lr, momentum, settings.MUON.NS_STEPS, dtype, **options)
+    return Muon(groups, base_lr, momentum, dtype, **options)
 
 
 def _torch_optimizer(
@@ -179,7 +177,6 @@ def _timm_optimizer(
         momentum = (parameters["momentum"].default if "momentum" in parameters else None) or DEFAULT_MOMENTUM
     options |= settings.arguments()  # the factory drops those that the optimiser does not take
     if name in ADAMUON:
-        options["ns_steps"] = settings.MUON.NS_STEPS
         log.info("TRAIN.OPTIMIZER.NAME %s is timm's: it orthogonalises a fused qkv as one matrix.", name)
     if info.has_betas and settings.BETAS is not None and info.num_betas != len(settings.BETAS):
         log.info("TRAIN.OPTIMIZER.BETAS has no effect: %s takes %d betas; its defaults are used.", name, info.num_betas)

@@ -1,4 +1,4 @@
-"""Which parameters an optimiser updates in which way, for the log."""
+"""Which parameters Muon updates and which AdamW, for the log."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from engine.amp.precision import dtype_name
@@ -29,32 +28,6 @@ def describe_muon(optimizer: Optimizer, rate: float) -> str:
         return text
     ends = [f"{rate * end(group.get(SCALE, 1.0) for group in others):.3g}" for end in (min, max)]
     return f"{text}; AdamW {_size(others)}, learning rate {' to '.join(dict.fromkeys(ends))}"
-
-
-def list_groups(model: nn.Module, optimizer: Optimizer) -> str:
-    """Each group of the optimiser with the names of its parameters (TRAIN.OPTIMIZER.LIST)."""
-    names = {id(weight): name for name, weight in model.named_parameters()}
-    lines = ["Parameters by group of the optimiser (TRAIN.OPTIMIZER.LIST):"]
-    for group in optimizer.param_groups:
-        lines.append(
-            f"  {_updated_by(group, optimizer)}, weight decay {group['weight_decay']:g}, learning rate x "
-            f"{group.get(SCALE, 1.0):g}: {_size([group])}"
-        )
-        lines += [f"    {names[id(weight)]} {_shape(weight)}" for weight in group["params"]]
-    return "\n".join(lines)
-
-
-def _updated_by(group: dict[str, Any], optimizer: Optimizer) -> str:
-    if USES_MUON not in group:
-        return type(optimizer).__name__
-    if not group[USES_MUON]:
-        return "AdamW"
-    number = group["matrices"]
-    return "Muon" if number == 1 else f"Muon (each tensor split into {number} matrices)"
-
-
-def _shape(weight: torch.Tensor) -> str:
-    return " x ".join(str(size) for size in weight.shape) or "scalar"
 
 
 def _size(groups: Sequence[dict[str, Any]]) -> str:

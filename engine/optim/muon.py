@@ -26,6 +26,7 @@ MATRICES = "matrices"
 """Key of a parameter group: number of matrices in each of its weights, 3 for a fused qkv; 0: AdamW updates it."""
 COEFFICIENTS = [(3.4445, -4.7750, 2.0315)]
 """The author's, repeated at each step: unlike timm's default, they suit any number of steps."""
+NS_STEPS = 5
 FUSED_PROJECTIONS = {"qkv": 3, "qk": 2, "kv": 2}
 """Linear layers whose rows are several matrices one below the other, by the name that timm's models give them."""
 
@@ -69,7 +70,6 @@ class Muon(Optimizer):
         groups: list[dict[str, Any]],
         lr: float,
         momentum: float,
-        ns_steps: int,
         dtype: torch.dtype,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -84,7 +84,7 @@ class Muon(Optimizer):
                 "lr": lr,
                 "momentum": momentum,
                 "nesterov": True,
-                "ns_steps": ns_steps,
+                "ns_steps": NS_STEPS,
                 "betas": betas,
                 "eps": eps,
                 "fused": fused,
@@ -131,8 +131,7 @@ class Muon(Optimizer):
     def _step_muon(self, shape: torch.Size, same: list[tuple[Tensor, Tensor, float]]) -> None:
         """Update matrices of one shape: (matrix, direction, learning rate). One batch for all: few, large products."""
         directions = torch.stack([direction for _, direction, _ in same])
-        steps = self.defaults["ns_steps"]
-        orthogonal = zeropower_via_newtonschulz(directions, steps, COEFFICIENTS, dtype=self.dtype)
+        orthogonal = zeropower_via_newtonschulz(directions, NS_STEPS, COEFFICIENTS, dtype=self.dtype)
         for (matrix, _, rate), change in zip(same, orthogonal.unbind(), strict=True):
             matrix.add_(change.to(matrix.dtype), alpha=-rate * 0.2 * max(shape) ** 0.5)
 

@@ -26,13 +26,11 @@ def weights(run: Path) -> list[bytes]:
     return [(folder / name).read_bytes() for name in ("model.safetensors", "ema.safetensors")]
 
 
-def test_log_has_the_groups_and_on_request_their_parameters(vitamp: Vitamp, tiny: Path) -> None:
-    done = vitamp("-cfg", tiny, "-dry_run", *MUON, "TRAIN.OPTIMIZER.LIST=true")
+def test_log_has_the_groups(vitamp: Vitamp, tiny: Path) -> None:
+    done = vitamp("-cfg", tiny, "-dry_run", *MUON)
     assert done.code == 0, done.text
     assert "optimiser  Muon 4 tensors (3,072 parameters), 5 Newton-Schulz steps in fp32; AdamW 16 tensors" in done.out
     assert "muon (betas 0.9 and 0.999, momentum 0.95, nesterov, eps 1e-08)" in done.out
-    assert "    blocks.0.attn.qkv.weight 48 x 16" in done.text
-    assert "blocks.0" not in vitamp("-cfg", tiny, "-dry_run", *MUON).text
 
 
 @pytest.mark.parametrize(
@@ -43,7 +41,6 @@ def test_log_has_the_groups_and_on_request_their_parameters(vitamp: Vitamp, tiny
             ["TRAIN.OPTIMIZER.NAME muon orthogonalises whole matrices, which is not possible with DIST.STRATEGY fsdp"],
         ),
         ((*MUON, "MODEL.FREEZE=backbone"), ["Muon finds no matrix to train in VisionTransformer", "Use AdamW"]),
-        ((*MUON, "TRAIN.OPTIMIZER.MUON.NS_STEPS=0"), ["TRAIN.OPTIMIZER.MUON.NS_STEPS", "1"]),
         ((*MUON, "TRAIN.OPTIMIZER.MUON.ADAM_LR=1"), ["Did you mean", "TRAIN.OPTIMIZER.MUON.ADAMW_LR"]),
     ],
 )

@@ -130,7 +130,6 @@ def test_unbroken_rule_is_silent(words: list[str]) -> None:
         ("TRAIN.BCE_TARGET_THRESH=0.2", [], ": TRAIN.LOSS is ce, not bce"),
         ("TRAIN.LR_SCHEDULER.DECAY_FRACTION=0.5", [], ": TRAIN.LR_SCHEDULER.NAME is warmupcosine, not wsd"),
         ("TRAIN.OPTIMIZER.MUON.ADAMW_LR=0.1", [], ": TRAIN.OPTIMIZER.NAME is AdamW, not *Muon"),
-        ("TRAIN.OPTIMIZER.MUON.NS_DTYPE=fp32", ["TRAIN.OPTIMIZER.NAME=adamuon"], "with TRAIN.OPTIMIZER.NAME adamuon: "),
         ("TRAIN.COLOR_JITTER=0.4", ["TRAIN.TRIVIAL_AUGMENT=true"], "with TRAIN.TRIVIAL_AUGMENT"),
         ("TRAIN.AUTO_AUGMENT=true", ["TRAIN.RAND_AUGMENT=true"], "with TRAIN.RAND_AUGMENT"),
         ("AMP.LEVEL=O2", [], ": AMP.ENABLED is false; -amp turns AMP on"),

@@ -88,7 +88,7 @@ class _Scanner(Dataset[Any]):
     def __init__(self, samples: Samples, data: DataConfig) -> None:
         self.samples, self.channels = samples, data.IMAGE_CHANNELS
         # Images are decoded whole: training's fastest decoders may stop at the end of a crop and miss damage behind it.
-        whole = {"DCT_SCALE": False, "DECODER": "pil" if data.DECODER == "pil" else "auto"}
+        whole = {"DECODER": "pil" if data.DECODER == "pil" else "auto"}
         self.pixels = Pixels(data.model_copy(update=whole), train=False)
         self.by_simplejpeg = decoder_of(data.model_copy(update={"DECODER": "auto"})) == "simplejpeg"
         self.out = torch.empty(data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE, dtype=torch.uint8)

@@ -183,9 +183,6 @@ class DataConfig(Section):
     DECODER: Literal["auto", "simplejpeg", "pil"] = setting(
         "auto", "Decoder of JPEG files; auto: simplejpeg if it is installed, else PIL. PIL decodes all other files."
     )
-    DCT_SCALE: bool = setting(
-        False, "Decode JPEG files at half the size or less, if the crop is at least twice IMAGE_SIZE."
-    )
     BACKGROUND: Background = setting(
         "white",
         "Colour behind transparent pixels: white, black, mean (IMAGENET_MEAN) or [r, g, b], each from 0 to 255; drop: "

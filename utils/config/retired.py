@@ -34,6 +34,12 @@ RETIRED: dict[str, Retired] = {
         "checkpoints are written while training continues, unless there is no memory for a copy",
         in_runs=("false",),
     ),
+    "DATA.DCT_SCALE": Retired(("false",), "JPEG files are decoded in full size"),
+    "TRAIN.OPTIMIZER.LIST": Retired(
+        ("false",), "the log names the optimiser and the size of Muon's groups", in_runs=("true",)
+    ),
+    "TRAIN.OPTIMIZER.MUON.NS_STEPS": Retired(("5",), "Muon orthogonalises by 5 Newton-Schulz steps"),
+    "TRAIN.OPTIMIZER.MUON.NS_DTYPE": Retired(("auto",), "Newton-Schulz steps compute in bf16 with AMP, else in fp32"),
     "TRAIN.OOM": Retired(
         ("stop", "split"), "no update is split; DATA.BATCH_SIZE=auto finds a batch that fits into memory"
     ),

@@ -40,13 +40,6 @@ class MuonConfig(Section):
         _MUON,
         needs("TRAIN.BASE_LR", why="its schedule is that of BASE_LR, which is 0", do="set TRAIN.BASE_LR above 0"),
     )
-    NS_STEPS: Positive = setting(5, "Newton-Schulz steps per update; they orthogonalise the momentum.", _MUON)
-    NS_DTYPE: Annotated[Literal["auto", "bf16", "fp32"], BeforeValidator(folded)] = setting(
-        "auto",
-        "dtype of the Newton-Schulz steps; auto: bf16 with AMP, otherwise fp32.",
-        _MUON,
-        overridden_by("TRAIN.OPTIMIZER.NAME=*AdaMuon", why="timm computes it in bf16"),
-    )
 
 
 class OptimizerConfig(Section):
@@ -57,9 +50,6 @@ class OptimizerConfig(Section):
     BETAS: Pair | None = setting(None, "betas of Adam and its relatives; null: the optimiser's default.")
     MOMENTUM: FractionBelowOne | None = setting(
         None, "Momentum of SGD and its relatives; null: the optimiser's default, or 0.9 if that default is 0."
-    )
-    LIST: bool = setting(
-        False, "Log the parameters of each group, with the group's optimiser, weight decay and learning-rate factor."
     )
     MUON: MuonConfig = Field(default_factory=MuonConfig, description="Muon and its relatives.")
 

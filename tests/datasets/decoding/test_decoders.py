@@ -21,8 +21,7 @@ from datasets import check_dataset
 from datasets.decoding.jpeg import JpegStored
 from datasets.decoding.reader import decoder_of
 from datasets.decoding.stored import Box, PilStored
-from datasets.transforms.crops import square as whole
-from tests.datasets.pictures import apart, encoded, picture, square
+from tests.datasets.pictures import encoded, picture, square
 from tests.program import Result
 from utils.config.data import DataConfig
 from utils.errors import UserError
@@ -36,12 +35,9 @@ def jpeg(subsampling: str, width: int, height: int) -> bytes:
 
 @pytest.mark.parametrize("subsampling", ["444", "422", "420", "440", "411"])
 @pytest.mark.parametrize("size", [(97, 131), (160, 128)])
-@pytest.mark.parametrize("factor", [1, 2, 4])
-def test_partial_jpeg_decoding_equals_full_decoding(subsampling: str, size: tuple[int, int], factor: int) -> None:
+def test_partial_jpeg_decoding_equals_full_decoding(subsampling: str, size: tuple[int, int]) -> None:
     file = jpeg(subsampling, *size)
     stored = JpegStored(file, 3)
-    if factor > 1:
-        stored.shrink(factor)
     width, height = stored.width, stored.height
     complete = stored.cut(Box(0, 0, width, height))
     assert complete.shape == (height, width, 3)
@@ -49,7 +45,7 @@ def test_partial_jpeg_decoding_equals_full_decoding(subsampling: str, size: tupl
         rows = stored._rows(bottom)
         assert bottom <= len(rows) <= height
         assert np.array_equal(rows[:bottom], complete[:bottom])
-    assert len(stored._rows(1)) <= 32 // factor
+    assert len(stored._rows(1)) <= 32
 
 
 def test_a_format_for_which_pil_would_start_a_program_is_refused() -> None:
@@ -79,33 +75,6 @@ def test_no_file_is_decoded_twice(how: dict[str, Any], monkeypatch: pytest.Monke
     monkeypatch.setattr(stored, "decode", counted)
     stored.cut(Box(5, 3, 20, 9))
     assert len(calls) == 1
-
-
-def test_dct_scale_shows_the_same_crop(settings: Settings) -> None:
-    """Differences to full size come from a crop shifted by less than a pixel, and from another filter."""
-    for seed in range(8):
-        file = encoded(picture(641, 483, seed), subsampling="4:2:0")
-        for train in (False, True):
-            values = {"IMAGE_SIZE": 64, "CROP_SCALE": (0.3, 1.0), "FLIP": 0.0}
-            exact, quick = (settings(**values, DCT_SCALE=scale) for scale in (False, True))
-            assert (
-                0 < apart(square(quick, train, file, seed), square(exact, train, file, seed))[0] < (6 if train else 2)
-            )
-
-
-def test_dct_scale_decodes_small_crops_in_full(settings: Settings) -> None:
-    file = encoded(picture(200, 150))
-    for train in (False, True):
-        exact, quick = (settings(IMAGE_SIZE=80, CROP_PCT=1.0, DCT_SCALE=scale) for scale in (False, True))
-        assert torch.equal(square(quick, train, file), square(exact, train, file))
-
-
-@pytest.mark.parametrize("box", [Box(3, 5, 448, 450), Box(101, 77, 500, 701)])
-def test_dct_scale_keeps_a_pixel_for_each_of_the_models(box: Box) -> None:
-    small = whole(box, 224).shrunk(2, 500, 400).box
-    assert min(small.width, small.height) >= 224
-    assert abs(small.left * 2 - box.left) <= 1
-    assert abs((small.left + small.width) * 2 - box.left - box.width) <= 1
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ from datasets.sources import (
     pets,
     synthetic,
 )
-from datasets.transforms.affine import check_ranges
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
 from utils.log import log
@@ -82,7 +81,6 @@ def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> Non
     `train=False`: check the validation split alone, for a run that only evaluates.
     """
     source = _source(data)
-    check_ranges(data)
     check_exclude(data)
     check_decoder(data)
     if data.DOWNLOAD and not source.fetches:

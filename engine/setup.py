@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -58,7 +57,7 @@ from utils.config.kinds import AUTO
 from utils.config.retired import without_retired
 from utils.distributed.world import ALONE, World, on_every_rank
 from utils.log import log
-from utils.passwords import redacted
+from utils.passwords import redacted_values
 from utils.seeding import seed_all
 
 BATCH_CHOICE = "batch_size"
@@ -305,7 +304,7 @@ def checkpoint_meta(run: Run, ready: ReadyToTrain) -> dict[str, Any]:
         },
         "choices": ready.choices,
         "samples": identity_of(ready.train_set, ready.train_loader.order),
-        "settings": json.loads(redacted(json.dumps(values_to_keep(config)))),
+        "settings": redacted_values(values_to_keep(config)),
         "model": config.MODEL.NAME,
         "classes": ready.train_set.classes,
         "num_classes": config.MODEL.NUM_CLASSES,

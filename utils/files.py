@@ -83,13 +83,15 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, sync: bool = True) -> Iterator[Path]:
+def replacing(path: Path, sync: bool = True, one_writer: bool = False) -> Iterator[Path]:
     """Yield a hidden path to write to; then sync that file to the disk, if wanted, and rename it to `path`.
 
-    An error removes it. An OSError about it names `path`.
+    An error removes it. An OSError about it names `path`. `one_writer`: no two processes write `path` at once, so
+    that what a killed process leaves has a fixed name and is overwritten.
     """
-    # A name by chance: the number of a process is not unique on a disk that several machines share.
-    unfinished = path.with_name(f".{path.name}.{int.from_bytes(os.urandom(4))}")
+    # Else a random name: the number of a process is not unique on a disk that several machines share.
+    ending = "part" if one_writer else int.from_bytes(os.urandom(4))
+    unfinished = path.with_name(f".{path.name}.{ending}")
     try:
         yield unfinished
         if sync:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 from torchvision.transforms import InterpolationMode, v2
 
 from datasets.transforms.augment import ImageChange
 from utils.config.data import DataConfig
-from utils.errors import UserError
 
 
 def affine_changes(data: DataConfig) -> list[ImageChange]:
@@ -29,17 +26,6 @@ def affine_changes(data: DataConfig) -> list[ImageChange]:
 def has_affine(data: DataConfig) -> bool:
     """Whether SHIFT, ZOOM or ROTATE has any effect."""
     return data.AFFINE_PROB > 0 and (data.SHIFT > 0 or data.ZOOM > 0 or data.ROTATE > 0)
-
-
-def check_ranges(data: DataConfig) -> None:
-    """Raise UserError unless CROP_SCALE and CROP_RATIO are (least, greatest) within their limits."""
-    for name, (least, greatest), top in (
-        ("CROP_SCALE", data.CROP_SCALE, 1.0),
-        ("CROP_RATIO", data.CROP_RATIO, math.inf),
-    ):
-        if not 0 < least <= greatest <= top:
-            wanted = "0 < least <= greatest" + (" <= 1" if top == 1 else "")
-            raise UserError(f"DATA.{name} is ({least:g}, {greatest:g}); it needs {wanted}, as in (0.08, 1.0).")
 
 
 class BatchAffine:

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
-from engine.report.tracker import About, Note, is_installed, without_password
+from engine.report.tracker import About, Note, is_installed
 from utils.log import log
+from utils.passwords import redacted
 
 URI = "MLFLOW_TRACKING_URI"
 STORE = "mlflow.db"
@@ -61,7 +62,7 @@ class Mlflow:
             for first in range(0, len(parameters), MOST_PARAMETERS):
                 self._client.log_batch(note.id, params=parameters[first : first + MOST_PARAMETERS])
         self._run, self._metric = str(note.id), mlflow.entities.Metric
-        log.info("MLflow: the metrics go to the experiment %s in %s", about.project, without_password(uri))
+        log.info("MLflow: the metrics go to the experiment %s in %s", about.project, redacted(uri))
 
     def _experiment(self, name: str) -> str:
         if found := self._client.get_experiment_by_name(name):

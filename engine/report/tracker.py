@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +17,7 @@ from typing import Any, Protocol
 from engine.measure.progress import Best
 from utils.files import parse_json, write_atomically
 from utils.log import log
+from utils.passwords import redacted
 
 
 @dataclass(frozen=True)
@@ -118,12 +118,7 @@ class TrackedRun:
 
 
 def first_line(error: Exception) -> str:
-    return without_password((str(error).strip() or type(error).__name__).partition("\n")[0])
-
-
-def without_password(text: str) -> str:
-    """`text` without user and password in the addresses in it."""
-    return re.sub(r"//[^/@\s]*@", "//", text)
+    return redacted((str(error).strip() or type(error).__name__).partition("\n")[0])
 
 
 def is_installed(package: str) -> bool:

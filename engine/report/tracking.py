@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from engine.report.mlflow import Mlflow
@@ -11,7 +10,7 @@ from engine.report.wandb import Wandb
 from utils.config import Config
 from utils.errors import UserError
 from utils.files import parse_json
-from utils.passwords import redacted
+from utils.passwords import redacted_values
 
 TRACKERS: dict[str, type[Tracker]] = {"WANDB": Wandb, "MLFLOW": Mlflow}
 
@@ -32,7 +31,7 @@ def open_trackers(config: Config, folder: Path, precision: str, metrics: Path) -
     """Start or resume the run at each tracker in use. `metrics`: what earlier starts of this run have sent."""
     projects = _projects(config)
     sent = _last_sent(metrics) if projects else {}
-    settings = json.loads(redacted(config.model_dump_json()))
+    settings = redacted_values(config.model_dump(mode="json"))
     return [
         TrackedRun(TRACKERS[setting](), About(project, folder, settings, precision, config.TAG), sent)
         for setting, project in projects.items()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 import signal
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -20,7 +19,7 @@ from datasets.shards.tar import TarWriter
 from tools.pack_images.encode import Encoder, Packed
 from utils.config.data import DataConfig
 from utils.errors import TrainingError
-from utils.files import parse_json, write_atomically
+from utils.files import parse_json, replacing, write_atomically
 from utils.parent import die_with_parent
 
 RECORDS = ".packing"
@@ -93,14 +92,12 @@ def make_shard(shard: Shard) -> Record:
     if record is not None:
         _count(work, len(shard.indices))
         return record
-    temporary = path.with_name(f".{path.name}.part")
     try:
-        record = _write(shard, temporary, work, encoder)
-        # The record comes first, so that every tar file under its final name has one.
-        write_atomically(record_path, json.dumps(asdict(record)).encode())
-        os.replace(temporary, path)
+        with replacing(path, sync=False, one_writer=True) as unfinished:
+            record = _write(shard, unfinished, work, encoder)
+            # The record comes first, so that every tar file under its final name has one.
+            write_atomically(record_path, json.dumps(asdict(record)))
     except OSError as error:
-        temporary.unlink(missing_ok=True)  # frees disk space
         if error.errno in DISK_FULL:
             raise TrainingError(
                 f"The disk has no space for {path}: {error.strerror}. Finished tar files stay; free some space, and "
@@ -109,9 +106,6 @@ def make_shard(shard: Shard) -> Record:
         raise TrainingError(
             f"{path} cannot be written: {error}. Once it can be written, the same command resumes."
         ) from None
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
     return record
 
 

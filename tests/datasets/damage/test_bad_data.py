@@ -126,11 +126,3 @@ def test_validation_class_missing_in_training_is_refused(class_tree, settings: S
     said = complaint(settings(DATASET="imagefolder", DATA_PATH=str(root)), 4)
     assert str(root / "val" / "cats") in said
     assert "Did you mean cat?" in said
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("CROP_SCALE", (0.9, 0.1)), ("CROP_SCALE", (0.0, 1.0)), ("CROP_SCALE", (0.1, 2.0)), ("CROP_RATIO", (2.0, 0.5))],
-)
-def test_invalid_crop_ranges_are_refused(settings: Settings, complaint, key: str, value: tuple[float, float]) -> None:
-    assert f"DATA.{key}" in complaint(settings(DATASET="digits", **{key: value}), 10)

@@ -115,7 +115,7 @@ def test_unreachable_server_is_logged_once_and_without_its_password(
     run.add("train", {"loss": 1.0}, 1)
     run.ended(Best())
     run.close()
-    assert said.messages == ["MLflow cannot be used (no answer from https://there/path); the run is not affected."]
+    assert said.messages == ["MLflow cannot be used (no answer from https://***@there/path); the run is not affected."]
 
 
 def test_store_that_fails_later_is_logged_once(

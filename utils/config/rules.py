@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 from utils.config.values import one_line
 from utils.errors import either
@@ -55,10 +55,8 @@ class Condition:
 class Rule:
     """A rule of one setting about others; the four functions below make them."""
 
-    is_error: bool
-    """Whether settings that break the rule are refused; otherwise the rule's own setting has no effect."""
-    wanted: bool
-    """Whether one of the others must hold; otherwise none of them may."""
+    kind: Literal["needs", "not with", "only with", "no effect with"]
+    """In the words of the reference."""
     others: tuple[Condition, ...]
     why: str
     do: str
@@ -66,6 +64,16 @@ class Rule:
     """The values of its own setting that the rule is about; (): all but the default."""
     when: tuple[Condition, ...]
     """Conditions without which the rule says nothing."""
+
+    @property
+    def is_error(self) -> bool:
+        """Whether settings that break the rule are refused; otherwise the rule's own setting has no effect."""
+        return self.kind in ("needs", "not with")
+
+    @property
+    def wanted(self) -> bool:
+        """Whether one of the others must hold; otherwise none of them may."""
+        return self.kind in ("needs", "only with")
 
     def is_broken(self, value: Any, default: Any, read: Read) -> bool:
         concerned = _matches(value, self.at) if self.at else value != default
@@ -88,14 +96,7 @@ class Rule:
 
     def __str__(self) -> str:
         """The rule as a sentence for the reference."""
-        words = (
-            ("needs" if self.wanted else "not with")
-            if self.is_error
-            else "only with"
-            if self.wanted
-            else "no effect with"
-        )
-        text = " if ".join([f"{words} {either(self.others)}", *map(str, self.when)])
+        text = " if ".join([f"{self.kind} {either(self.others)}", *map(str, self.when)])
         return f"{either(self.at)}: {text}." if self.at else f"{text[0].upper()}{text[1:]}."
 
     def _met(self, read: Read) -> str:
@@ -106,30 +107,27 @@ class Rule:
 
 def needs(*others: str, why: str, do: str = "", at: str = "", when: str = "") -> Rule:
     """An error where none of the others holds."""
-    return _rule(True, True, others, why, do, at, when)
+    return _rule("needs", others, why, do, at, when)
 
 
 def excludes(*others: str, why: str, do: str = "", at: str = "", when: str = "") -> Rule:
     """An error where one of the others holds."""
-    return _rule(True, False, others, why, do, at, when)
+    return _rule("not with", others, why, do, at, when)
 
 
 def only_with(*others: str, why: str = "", at: str = "") -> Rule:
     """Where none of the others holds, the setting has no effect, and its other rules say nothing."""
-    return _rule(False, True, others, why, at=at)
+    return _rule("only with", others, why, at=at)
 
 
 def overridden_by(*others: str, why: str = "", when: str = "") -> Rule:
     """Where one of the others holds, the setting has no effect, and its other rules say nothing."""
-    return _rule(False, False, others, why, when=when)
+    return _rule("no effect with", others, why, when=when)
 
 
-def _rule(
-    is_error: bool, wanted: bool, others: Iterable[str], why: str, do: str = "", at: str = "", when: str = ""
-) -> Rule:
-    conditions = tuple(map(Condition.of, others))
+def _rule(kind: Any, others: Iterable[str], why: str, do: str = "", at: str = "", when: str = "") -> Rule:
     values = tuple(at.split("|")) if at else ()
-    return Rule(is_error, wanted, conditions, why, do, values, (Condition.of(when),) if when else ())
+    return Rule(kind, tuple(map(Condition.of, others)), why, do, values, (Condition.of(when),) if when else ())
 
 
 def broken(rules: Iterable[Rule], value: Any, default: Any, read: Read) -> list[Rule]:

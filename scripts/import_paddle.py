@@ -1,12 +1,17 @@
 #!/usr/bin/env python3
-"""Convert PaddleViT weights (.pdparams) to a safetensors file for timm and vitamp."""
+"""The same as `export.py FILE.pdparams -to safetensors`: turn PaddleViT's weights into a file for timm and vitamp."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.import_paddle.command import main
+from tools.export.command import main as export
+
+
+def main(argv: list[str]) -> int:
+    return export([*argv, "-to", "safetensors"])
+
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

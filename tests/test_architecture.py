@@ -57,7 +57,7 @@ FLOORS: dict[str, list[str]] = {
     "tools": [
         "common",
         "benchmark_amp benchmark_data check_data checkpoint choose_precision compare evaluate export "
-        "import_paddle pack_images predict report show_batch",
+        "pack_images predict report show_batch",
         "__init__",
     ],
 }

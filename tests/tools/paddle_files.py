@@ -17,7 +17,7 @@ from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from tools.import_paddle import command as import_paddle
+from tools.export.command import main
 
 Arrays = dict[str, np.ndarray]
 Tool = Callable[..., tuple[int, str]]
@@ -148,7 +148,7 @@ def tool_of(capsys: pytest.CaptureFixture[str]) -> Tool:
 
     def call(*words: object) -> tuple[int, str]:
         capsys.readouterr()
-        code = import_paddle.main([str(word) for word in words])
+        code = main([*map(str, words), "-to", "safetensors"])
         return code, "".join(capsys.readouterr())
 
     return call

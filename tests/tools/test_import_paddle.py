@@ -1,4 +1,4 @@
-"""scripts/import_paddle.py converts weights to models with the same outputs."""
+"""scripts/export.py converts PaddleViT's weights to models with the same outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last line of scripts/import_paddle.py has flags that build the imported model."""
+"""The last line of export.py for PaddleViT's weights has flags that build the imported model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from models import build_model, load_pretrained
 from tests.tools.paddle_files import BLOCKS, MODELS, TODAY, VIT, of_paddle, random_weights, write
-from tools.import_paddle import command as import_paddle
+from tools.export.command import main
 from utils.cli import parse
 from utils.config import load_config
 
@@ -28,7 +28,7 @@ def grey() -> tuple[nn.Module, Any]:
 def test_flags_in_the_last_line_build_the_model(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, arrays = (grey if kind == "grey" else MODELS[kind])()
     file = write(tmp_path / "my weights.pdparams", arrays)
-    assert import_paddle.main([str(file)]) == 0
+    assert main([str(file), "-to", "safetensors"]) == 0
     last = capsys.readouterr().out.strip().splitlines()[-1]
     line = last[last.index("-pretrained") :]
     assert not re.search(r"(^| )[^' ]*\[", line), "a shell would expand it"

@@ -5,6 +5,7 @@
     python scripts/export.py runs/a -to safetensors -out vit.safetensors
     python scripts/export.py runs/a -to onnx,torch,safetensors -out vit       (vit.onnx, vit.pt2, vit.safetensors)
     python scripts/export.py runs/a -to hub         -output vit -push me/vit
+    python scripts/export.py vit_base_patch16_224.pdparams -to safetensors
 
 The path is a run's folder (its best checkpoint), a checkpoint, or weights written by scripts/checkpoint.py strip. onnx
 is for ONNX Runtime and other programs that read ONNX; torch is a torch.export program; safetensors has weights for
@@ -12,11 +13,17 @@ timm.create_model(..., checkpoint_path=...). hub is a folder for timm.create_mod
 -push uploads it to the Hugging Face Hub. Every format takes any batch size and contains class names, mean, standard
 deviation, image size and crop. docs/export.md has code that uses them.
 
-Every export is run by onnxruntime, torch or timm on validation images of the run, and its outputs are compared with the
-model's. If they differ, no file is left.
+From PaddleViT's weights (.pdparams), -to safetensors makes a file for timm and vitamp: ViT, DeiT (also distilled) and
+Swin from every PaddleViT version, as plain weights or a training checkpoint. The model follows from the file's name or
+from the tensor sizes, unless -name gives it. The log lists every tensor: used (and under which name), unused, or
+missing. The file is a pickle, but nothing in it is executed: only arrays of numbers are read, and a file that asks for
+any other object is refused. docs/paddlevit_weights.md has more.
 
-Exit codes: 0 done, 1 the model cannot be exported, or the check or the upload failed, 2 anything wrong with the
-command, the files, or the disk.
+Every other export is run by onnxruntime, torch or timm on validation images of the run, and its outputs are compared
+with the model's. If they differ, no file is left.
+
+Exit codes: 0 done, 1 the model cannot be exported, or the check or the upload failed, or tensors of PaddleViT's weights
+are missing or left over, apart from the classifier's; 2 anything wrong with the command, the files, or the disk.
 """
 
 from __future__ import annotations
@@ -27,7 +34,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tools.common.command_line import OVERWRITE, PART, WEIGHTS, Tool, run_tool
-from tools.common.output_file import check_output_file, check_output_folder
+from tools.common.output_file import check_output_file, check_output_folder, check_weights_file
 from tools.export.hub_files import HUB_FILES
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional, whole
@@ -35,7 +42,7 @@ from utils.log import log
 
 ENDINGS = {"onnx": ".onnx", "torch": ".pt2", "safetensors": ".safetensors"}
 """Formats that are one file each"""
-HUB = "hub"
+HUB, PADDLE = "hub", ".pdparams"
 KNOWN = (*ENDINGS, HUB)
 DTYPES = ("fp32", "fp16", "bf16")
 OPSETS = range(18, 24)
@@ -70,7 +77,12 @@ def _fraction(text: str) -> float:
 
 OWN = (
     Flag("to", f"one or several of {NAMES}, separated by commas", "FORMAT[,FORMAT]", required=True),
-    Flag("out", "file to write; for several formats, the name without an ending", "FILE", kind=Path),
+    Flag(
+        "out",
+        "file to write; for several formats, the name without an ending; of a .pdparams file by default its name",
+        "FILE",
+        kind=Path,
+    ),
     Flag("output", "hub: folder to write", "DIR", kind=Path),
     Flag("push", "hub: upload the folder to this repository of the Hugging Face Hub", "OWNER/NAME", kind=_repository),
     Flag("public", "with -push: a new repository is public; without this flag it is private"),
@@ -95,9 +107,10 @@ OWN = (
     Flag("images", "check on images in this folder instead of validation images", "DIR", kind=Path),
     replace(PART, about="check on images of this split of the run's data", default_text="val"),
     Flag("check", "number of images to check on", "N|all", default=IMAGES_CHECKED, kind=_image_count),
+    Flag("name", "of a .pdparams file: the timm model, if neither its name nor its sizes identify it", "NAME"),
     Flag("tolerance", "largest difference allowed, as a fraction of the largest output", "X", kind=_fraction),
 )
-PLACES = (Positional("path", "RUN_OR_CHECKPOINT", "the model", kind=Path),)
+PLACES = (Positional("path", "PATH", "the model: a run, a checkpoint or weights", kind=Path),)
 TOOL = Tool("export.py", __doc__, OWN, PLACES, settings=False)
 
 
@@ -106,7 +119,12 @@ def main(argv: list[str]) -> int:
 
 
 def _export(argv: list[str]) -> int:
-    asked = TOOL.read(argv).asked
+    line = TOOL.read(argv)
+    asked = line.asked
+    if asked.path.suffix == PADDLE:
+        return _import_paddle(asked, line.given)
+    if asked.name is not None:
+        raise UserError(f"-name {asked.name}: works only with PaddleViT's weights, a {PADDLE} file; leave it out.")
     formats = _formats(asked)
     files = _files(asked, formats)
 
@@ -141,6 +159,22 @@ def _export(argv: list[str]) -> int:
     if repository is not None:
         repository.push(files[HUB])
     return EXIT_DONE
+
+
+def _import_paddle(asked: Namespace, given: frozenset[str]) -> int:
+    if asked.to != "safetensors":
+        raise UserError(f"-to {asked.to}: PaddleViT's weights become safetensors only; use -to safetensors.")
+    if others := sorted(given - {"path", "to", "out", "overwrite", "name"}):
+        raise UserError(f"-{others[0]}: has no effect on PaddleViT's weights ({PADDLE}); leave it out.")
+    file = asked.path.expanduser()
+    out = (asked.out or file.with_suffix(ENDINGS["safetensors"])).expanduser()
+    if not file.is_file():
+        raise UserError(f"{file}: no such file.")
+    check_weights_file(out, fresh=not asked.overwrite)
+
+    from tools.export.paddle import import_weights
+
+    return import_weights(file, out, asked.name)
 
 
 def _formats(asked: Namespace) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from datasets.base import PADDING, Batch, Broken, ImageDataset, Key
 from datasets.damage.broken import BrokenImages, BrokenInValidation
@@ -20,16 +20,13 @@ from datasets.decoding.background import take_transparent
 from datasets.loading.order import EpochOrder, Share, validation_batches
 from datasets.loading.plan import Plan
 from datasets.loading.transparent import Transparent
-from datasets.loading.workers import WatchedIterator, WatchedLoader, WorkerDied
+from datasets.loading.workers import LoadingProcesses
 from utils.distributed.world import ALONE, World
 from utils.errors import TrainingError
 from utils.heap import keep_freed_memory
-from utils.log import log
 from utils.parent import die_with_parent
 
 MOST_WORKERS = 16
-MOST_DEATHS = 3
-"""Deaths of loading processes in a row, without a batch in between, that end training."""
 
 
 def auto_workers(world: World = ALONE) -> int:
@@ -143,10 +140,10 @@ class _Feed:
         self._plan = Plan()
         self._wait = 0.0
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" and not dataset.in_memory else None
-        self._workers: WatchedIterator | None = None
-        self._loader: WatchedLoader | None = None
+        self._processes: LoadingProcesses | None = None
+        self._loader: DataLoader[Any] | None = None
         if not dataset.in_memory:
-            self._loader = WatchedLoader(
+            self._loader = DataLoader(
                 self._fetch,
                 batch_sampler=self._plan,
                 num_workers=workers,
@@ -160,18 +157,10 @@ class _Feed:
 
     def batches(self, epoch: int, plan: Iterable[np.ndarray]) -> Iterator[Batch]:
         self._plan.begin(epoch, plan)
-        source: Iterator[Fetched] | None = None
-        deaths, begin = 0, time.perf_counter()
+        begin = time.perf_counter()
+        source = self._start()
         while True:
-            try:
-                source = self._start() if source is None else source
-                fetched = next(source, None)
-            except WorkerDied as death:
-                deaths += 1
-                self._restart_workers(death, deaths)
-                source = None
-                continue
-            deaths = 0
+            fetched = next(source, None)
             batch = None if fetched is None else self._receive(fetched)
             self._wait += time.perf_counter() - begin
             if batch is None:
@@ -186,37 +175,21 @@ class _Feed:
     def _start(self) -> Iterator[Fetched]:
         if self._loader is None:
             return map(self._fetch.__getitems__, self._plan)
-        iterator = iter(self._loader)
-        if isinstance(iterator, WatchedIterator):
-            self._workers = iterator
-        return iterator
-
-    def _restart_workers(self, death: WorkerDied, deaths: int) -> None:
-        """End all loading processes, so that the next batch starts new ones: the dead one may hold a lock."""
-        if deaths == MOST_DEATHS:
-            raise TrainingError(
-                f"Loading processes died {deaths} times without one batch in between; the last time, {death}. Provide "
-                "more memory, or use fewer processes (DATA.NUM_WORKERS, -num_workers; 0 loads in the main process). "
-                "Then repeat the command, or resume a training run from its last checkpoint with -resume."
-            )
-        log.warning("Restarting the loading processes, because %s. No sample is lost.", death)
-        self._end_workers(kill=True)
-        self._plan.requeue()
+        if not self._loader.num_workers:
+            return iter(self._loader)
+        if self._processes is None:
+            self._processes = LoadingProcesses(self._loader)
+        else:
+            self._processes.begin_epoch()
+        return iter(self._processes)
 
     def close(self) -> None:
-        """End the workers now: otherwise they would live as long as the iterator."""
-        self._end_workers(kill=False)
-        self._loader = None
-
-    def _end_workers(self, kill: bool) -> None:
-        if self._workers is not None:
-            self._workers.end(kill)
-            self._workers = None
-        if self._loader is not None:
-            self._loader._iterator = None
+        """End the processes now: otherwise they would live as long as the iterator."""
+        if self._processes is not None:
+            self._processes.end()
+        self._processes = self._loader = None
 
     def _receive(self, fetched: Fetched) -> Batch:
-        self._plan.mark_received()
         if self.on_arrival is not None:
             self.on_arrival()
         self._broken.add(fetched.broken)

@@ -1,7 +1,4 @@
-"""Monitored loading processes: if one dies, the code that waits for its batch gets an error at once.
-
-torch uses a SIGCHLD handler that raises an error at any point of the program, and a check every five seconds.
-"""
+"""Loading processes: if one dies, the code that waits for its batch gets an error with the reason."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import atexit
 import contextlib
 import multiprocessing
 import multiprocessing.util
-import queue
 import signal
 import threading
 import time
@@ -18,100 +14,71 @@ from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
-SECONDS_BETWEEN_CHECKS = 0.25
-SECONDS_TO_BEGIN = 60.0
-"""Time limit for the start. A process forked from a threaded one can hang on a lock that a thread held at the fork."""
+from utils.errors import TrainingError
 
+SECONDS_TO_DIE = 0.25
+"""Time between the end of a process's files and of the process."""
 BEFORE_QUEUES_CLOSE = 100
 """Priority of an exit hook of multiprocessing: higher ones run first, and queues close at 10."""
+REMEDY = (
+    "Provide more memory, or use fewer processes (DATA.NUM_WORKERS, -num_workers; 0 loads in the main process). Then "
+    "repeat the command, or resume a training run from its last checkpoint with -resume."
+)
 
 
-class WorkerDied(Exception):
-    """A loading process ended unexpectedly or could not start. The text says which one, and how."""
+class LoadingProcesses:
+    """The batches of a DataLoader with persistent processes, which end with `end`, or with this process."""
 
-
-class WatchedLoader(DataLoader[Any]):
-    """torch's DataLoader with monitored processes."""
-
-    def __init__(self, *args: Any, worker_init_fn: Callable[[int], None], num_workers: int, **kwargs: Any) -> None:
-        self.begun = multiprocessing.RawArray("b", max(num_workers, 1))
-        """Flags of the processes that have started; shared with them."""
-        begin = _Begin(worker_init_fn, self.begun)
-        super().__init__(*args, worker_init_fn=begin, num_workers=num_workers, **kwargs)
-
-    def _get_iterator(self) -> _BaseDataLoaderIter:
-        if not self.num_workers:
-            return super()._get_iterator()
-        try:
-            return WatchedIterator(self)
-        except OSError as error:  # out of memory, or too many processes
-            raise WorkerDied(f"loading processes could not be started: {error.strerror or error}") from None
-
-
-class _Begin:
-    """Initialisation of a loading process, which then sets its flag."""
-
-    def __init__(self, initialise: Callable[[int], None], begun: Any) -> None:
-        self._initialise, self._begun = initialise, begun
-
-    def __call__(self, number: int) -> None:
-        self._initialise(number)
-        self._begun[number] = 1
-
-
-class WatchedIterator(_MultiProcessingDataLoaderIter):
-    """Batches from loading processes; raises WorkerDied if the process of the next batch is dead.
-
-    The loading processes end with `end`, or with this process.
-    """
-
-    def __init__(self, loader: WatchedLoader) -> None:
-        self._begun, self._until = loader.begun, time.monotonic() + SECONDS_TO_BEGIN
-        self._begun[:] = bytes(len(self._begun))
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+        self._batches: Any = None
+        others = set(multiprocessing.active_children())
         try:
             with _signals_held_back():
-                super().__init__(loader)
-        except OSError:  # some processes could not be started
-            self._kill()
-            self._shutdown = True  # otherwise torch would wait for processes that have ended
-            raise
+                self._batches = iter(loader)
+        except OSError as error:  # out of memory, or too many processes
+            for process in set(multiprocessing.active_children()) - others:
+                process.kill()
+            reason = error.strerror or error
+            raise TrainingError(f"Loading processes could not be started: {reason}. {REMEDY}") from None
         self._forget_exit = call_at_exit(self.end)
 
-    def _get_data(self) -> Any:
-        while True:
-            try:
-                return self._data_queue.get(timeout=SECONDS_BETWEEN_CHECKS)
-            except queue.Empty:
-                self._check()
-            except Exception:  # a process that dies while it sends can raise nearly anything here
-                time.sleep(SECONDS_BETWEEN_CHECKS)  # its files close some time before it counts as dead
-                self._check()
-                raise
+    def begin_epoch(self) -> None:
+        self._guarded(lambda: iter(self._loader))
 
-    def _check(self) -> None:
-        dead = [worker for worker in self._workers if not worker.is_alive()]
-        if dead:
-            raise WorkerDied(
-                ", ".join(f"the loading process {worker.pid} {_cause(worker.exitcode)}" for worker in dead)
-            )
-        not_begun = [worker for worker, begun in zip(self._workers, self._begun, strict=False) if not begun]
-        if not_begun and time.monotonic() > self._until:
-            raise WorkerDied(f"the loading process {not_begun[0].pid} did not begin in {SECONDS_TO_BEGIN:.0f} s")
-        if self._pin_memory and not self._pin_memory_thread.is_alive():
-            raise WorkerDied("the thread that pins memory died while it received a batch from a loading process")
+    def __iter__(self) -> Iterator[Any]:
+        return self
 
-    def end(self, kill: bool = False) -> None:
-        """End the processes. `kill`: without waiting for the batches that they are loading."""
+    def __next__(self) -> Any:
+        return self._guarded(lambda: next(self._batches))
+
+    def _guarded(self, call: Callable[[], Any]) -> Any:
+        """`call`, with a TrainingError if a process is dead. torch checks that every five seconds."""
+        try:
+            return call()
+        except StopIteration:
+            raise
+        except Exception:  # a process that dies while it sends can raise nearly anything here
+            time.sleep(SECONDS_TO_DIE)
+            if dead := self._dead():
+                causes = ", ".join(f"the loading process {worker.pid} {_cause(worker.exitcode)}" for worker in dead)
+                raise TrainingError(f"A batch could not be loaded: {causes}. {REMEDY}") from None
+            raise
+
+    def _dead(self) -> list[Any]:
+        return [worker for worker in self._batches._workers if not worker.is_alive()]
+
+    def end(self) -> None:
+        """End the processes, without waiting for the batches of others if one is dead: it may hold a lock."""
         self._forget_exit()
-        if kill:
+        if self._dead():
             self._kill()
-        self._shutdown_workers()
+        self._batches._shutdown_workers()
         self._kill()
 
     def _kill(self) -> None:
-        for worker in getattr(self, "_workers", ()):
+        for worker in self._batches._workers:
             if worker.is_alive():
                 worker.kill()
 
@@ -138,7 +105,10 @@ def _cause(code: int | None) -> str:
 
 @contextlib.contextmanager
 def _signals_held_back() -> Iterator[None]:
-    """Block Ctrl-C while processes start, so that they start with it blocked, and restore the SIGCHLD handler."""
+    """Block Ctrl-C while processes start, so that they start with it blocked, and restore the SIGCHLD handler.
+
+    torch's SIGCHLD handler raises an error at any point of the program, say within an update.
+    """
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     handler = signal.getsignal(signal.SIGCHLD)
     try:

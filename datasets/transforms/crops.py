@@ -30,7 +30,6 @@ class View(NamedTuple):
     down: float
     columns: int
     rows: int
-    cut_first: bool = True
 
 
 Views = Callable[[int, int], View]
@@ -111,7 +110,7 @@ class MiddleViews:
         across, down = width / wide, height / high
         left, top = round((wide - columns) / 2), round((high - rows) / 2)
         box = Box(0, 0, self._end(left + columns, across, width), self._end(top + rows, down, height))
-        return View(box, left * across, top * down, across, down, columns, rows, cut_first=False)
+        return View(box, left * across, top * down, across, down, columns, rows)
 
     def _end(self, end: int, scale: float, length: int) -> int:
         """End of the last image pixel that contributes to those before `end`."""

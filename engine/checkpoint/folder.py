@@ -86,15 +86,6 @@ def place_of(path: Path) -> tuple[Path | None, Path]:
     return None, folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
 
 
-def save_checkpoint(
-    root: Path, update: int, tensors: Mapping[str, dict[str, Tensor]], state: dict[str, Any], meta: dict[str, Any]
-) -> Path:
-    """Write a checkpoint from one process that holds all weights."""
-    with new_checkpoint(root, update, meta) as folder:
-        write_files(folder, tensors, state)
-    return root / folder_name(update)
-
-
 def write_files(folder: Path, tensors: Mapping[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
     write_tensors(folder, tensors)
     with raising_os_errors(folder / STATE), (folder / STATE).open("wb") as file:

@@ -12,9 +12,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from engine.checkpoint.folder import EMA, MODEL, inspect, save_checkpoint, verify
+from engine.checkpoint.folder import EMA, MODEL, inspect, verify
 from engine.parallel.fsdp import _can_choose_by_weight
 from tests.program import ROOT, TINY_DIGITS, Result, Started, metrics, run_program, write_meta
+from tests.saved import save_checkpoint
 from tests.waiting import free_port
 
 FSDP = "DIST.STRATEGY=fsdp"

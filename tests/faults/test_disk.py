@@ -16,7 +16,7 @@ import torch
 
 from engine.checkpoint import saver as saving
 from engine.checkpoint.find import newest_good
-from engine.checkpoint.folder import MODEL, inspect, read_index, save_checkpoint, verify
+from engine.checkpoint.folder import MODEL, inspect, read_index, verify
 from engine.checkpoint.host_copy import HostCopy
 from engine.checkpoint.saver import Saver, Snapshot
 from engine.machine.stopping import signals
@@ -24,6 +24,7 @@ from engine.report.tensorboard import Board
 from tests.faults.killing import Run, reported
 from tests.faults.small_disk import SmallDisk, small_disk
 from tests.program import Result, made_meta, metrics
+from tests.saved import save_checkpoint
 from tests.waiting import until
 from utils.config.schema import Config
 from utils.errors import TrainingError

@@ -22,6 +22,7 @@ from engine.checkpoint.folder import MODEL, STATE, bring_back, folder_name, insp
 from engine.checkpoint.host_copy import HostCopy
 from engine.checkpoint.saver import Saver, Snapshot
 from tests.program import made_meta
+from tests.saved import save_checkpoint
 from utils.config.schema import Config
 
 
@@ -209,7 +210,7 @@ def test_memory_that_cannot_be_reserved(
 def test_killed_between_two_renames_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An update saved again replaces what stands there; for a moment neither has the name."""
     root = tmp_path / "checkpoints"
-    disk.save_checkpoint(root, 5, {MODEL: {"weight": torch.ones(1)}}, {}, meta(5))
+    save_checkpoint(root, 5, {MODEL: {"weight": torch.ones(1)}}, {}, meta(5))
     rename = Path.rename
 
     def killed(self: Path, target: Path) -> Path:
@@ -220,7 +221,7 @@ def test_killed_between_two_renames_nothing_is_lost(tmp_path: Path, monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", killed)
         with pytest.raises(KeyboardInterrupt):
-            disk.save_checkpoint(root, 5, {MODEL: {"weight": torch.zeros(1)}}, {}, meta(5))
+            save_checkpoint(root, 5, {MODEL: {"weight": torch.zeros(1)}}, {}, meta(5))
     assert names(root) == []
     bring_back(root)
     assert verify(inspect(root / folder_name(5))).tensors()["weight"].item() == 1

@@ -21,11 +21,12 @@ from PIL import Image
 
 from datasets.given import open_given
 from datasets.memory import ArraySamples, open_arrays
-from engine.checkpoint.folder import MODEL, save_checkpoint
+from engine.checkpoint.folder import MODEL
 from engine.saved.predictions import split_of_run, validation_predictions
 from engine.saved.trained import load_trained
 from engine.setup import model_in_precision
 from tests.program import ROOT, made_meta, metrics, save_image
+from tests.saved import save_checkpoint
 from tools.predict import command as predict
 from tools.predict import find
 from utils.config import load_config

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from datasets import Batch, Share, Window
 from engine.amp.precision import Precision, check_amp
 from engine.amp.prepare_model import tile_size_hint
-from engine.checkpoint.folder import MODEL, save_checkpoint
+from engine.checkpoint.folder import MODEL
 from engine.evaluate import evaluate
 from engine.setup import ReadyToTrain
 from engine.update import train_update
@@ -24,6 +24,7 @@ from tests.engine.amp.modes import BF16, FP16, FP32, MODES, PLAIN_STEPS, SCALED,
 from tests.engine.small import CPU, build, train, windows
 from tests.engine.test_no_host_copies import read_backs
 from tests.program import made_meta
+from tests.saved import save_checkpoint
 from utils.config import TrainConfig
 from utils.distributed.world import ALONE
 from utils.errors import UserError

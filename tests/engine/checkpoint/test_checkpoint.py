@@ -28,12 +28,12 @@ from engine.checkpoint.folder import (
     inspect,
     prune,
     read_index,
-    save_checkpoint,
     update_in,
     verify,
     write_index,
 )
 from tests.program import made_meta
+from tests.saved import save_checkpoint
 from utils.errors import UserError
 from utils.log import log
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from engine.checkpoint.find import find
-from engine.checkpoint.folder import MODEL, STATE, folder_name, save_checkpoint, write_index
+from engine.checkpoint.folder import MODEL, STATE, folder_name, write_index
 from tests.program import made_meta
+from tests.saved import save_checkpoint
 from utils.errors import UserError
 
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.checkpoint.folder import EMA, MODEL, Checkpoint, inspect, save_checkpoint
+from engine.checkpoint.folder import EMA, MODEL, Checkpoint, inspect
 from engine.checkpoint.state import finite, restore, state_of
 from engine.measure.progress import Best, Position
 from engine.setup import ReadyToTrain
 from tests.engine.small import build, train, windows
 from tests.program import made_meta
+from tests.saved import save_checkpoint
 from utils.errors import UserError
 
 GLOBAL_BATCH = 32

@@ -1,0 +1,20 @@
+"""Saves a checkpoint in the test's own process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from engine.checkpoint.folder import folder_name, new_checkpoint, write_files
+
+
+def save_checkpoint(
+    root: Path, update: int, tensors: Mapping[str, dict[str, Tensor]], state: dict[str, Any], meta: dict[str, Any]
+) -> Path:
+    """Write a checkpoint from one process that holds all weights."""
+    with new_checkpoint(root, update, meta) as folder:
+        write_files(folder, tensors, state)
+    return root / folder_name(update)

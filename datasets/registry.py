@@ -16,11 +16,8 @@ from datasets.sources import (
     cifar,
     csv_table,
     digits,
-    flowers102,
-    food101,
     imagefolder,
     imagenet2012,
-    pets,
     synthetic,
 )
 from utils.config.data import DataConfig
@@ -34,14 +31,14 @@ SOURCES: dict[str, Source] = {
     "cifar100": cifar.CIFAR100,
     "csv": csv_table.SOURCE,
     "digits": digits.SOURCE,
-    "flowers102": flowers102.SOURCE,
-    "food101": food101.SOURCE,
     "imagefolder": imagefolder.SOURCE,
     "imagenet2012": imagenet2012.SOURCE,
-    "pets": pets.SOURCE,
     "shards": shards.SOURCE,
     "synthetic": synthetic.SOURCE,
 }
+
+ON_HUB = {"flowers102": "hf:OWNER/NAME", "food101": "hf:ethz/food101", "pets": "hf:timm/oxford-iiit-pet"}
+"""Retired data sets -> the data set that has the same images"""
 
 
 def names() -> list[str]:
@@ -136,6 +133,11 @@ def _source(data: DataConfig) -> Source:
 def _named(data: DataConfig) -> Source:
     if data.DATASET.startswith(hub.PREFIX):
         return hub.SOURCE
+    if data.DATASET in ON_HUB:
+        raise UserError(
+            f"DATA.DATASET {data.DATASET} is retired: the Hugging Face Hub has it. Use -dataset {ON_HUB[data.DATASET]} "
+            f"DATA.DOWNLOAD=true. Version 0.1.0 of vitamp is the last that has it."
+        )
     if data.DATASET not in SOURCES:
         raise UserError(
             f"DATA.DATASET (-dataset): unknown data set {data.DATASET!r}.{nearest(data.DATASET, SOURCES)} "

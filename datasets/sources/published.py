@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
-from datasets.base import TITLES, Part, Source, parts_read
-from datasets.images import image_source
-from datasets.labels import check_class_count, log_unused_outputs, warn_empty_classes
 from datasets.sources.download import fetch_once
-from datasets.sources.files import FileList, FileSamples, data_folder
+from datasets.sources.files import data_folder
 from utils.config.data import DataConfig
 from utils.errors import UserError
 
@@ -92,49 +85,3 @@ class Published:
 
     def _by_hand(self, root: Path) -> str:
         return f"Try again, or fetch it yourself from {self.page} and unpack it. {self._expected(root)}"
-
-
-class PublishedLists(Published, ABC):
-    """A published data set with lists of the images of its splits."""
-
-    parts: ClassVar[tuple[Part, ...]] = ("train", "val")
-    """Its splits. Without "test", the published test split is used for validation."""
-
-    @abstractmethod
-    def read_split(self, folder: Path, part: Part) -> FileList:
-        """Read the list of a split."""
-
-    def source(self) -> Source:
-        return image_source(self.samples, self.check, fetches=True, parts=lambda _data: self.parts)
-
-    def samples(self, data: DataConfig, part: Part, num_classes: int) -> FileSamples:
-        return self._checked_split(self.existing_folder(data), data, part, num_classes).samples()
-
-    def check(self, data: DataConfig, num_classes: int, train: bool) -> None:
-        folder, classes = self.fetched_folder(data), range(0)
-        for part in parts_read(data, train, self.parts):
-            _, paths, labels, classes, _ = self._checked_split(folder, data, part, num_classes)
-            self._check_files(folder, paths)
-            warn_empty_classes(labels, classes, f"The {TITLES[part]} of the data set {data.DATASET}")
-        log_unused_outputs(len(classes), num_classes, f"The data set {data.DATASET}")
-
-    def _checked_split(self, folder: Path, data: DataConfig, part: Part, num_classes: int) -> FileList:
-        files = self.read_split(folder, part)
-        check_class_count(len(files.classes), num_classes, f"The data set {data.DATASET}")
-        return files
-
-    def _check_files(self, folder: Path, paths: Sequence[str]) -> None:
-        """Raise UserError unless every listed file exists: an interrupted download lacks some."""
-        by_folder: dict[str, set[str]] = defaultdict(set)
-        for path in paths:
-            inside, _, name = path.rpartition("/")
-            by_folder[inside].add(name)
-        missing = sorted(
-            f"{inside}/{name}" for inside, names in by_folder.items() for name in names - _names(folder / inside)
-        )
-        if missing:
-            raise self.damaged(folder, f"{len(missing):,} of {len(paths):,} images are missing, such as {missing[0]}")
-
-
-def _names(folder: Path) -> set[str]:
-    return {entry.name for entry in os.scandir(folder)} if folder.is_dir() else set()

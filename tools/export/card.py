@@ -24,8 +24,6 @@ TASK = "image-classification"
 HUB_IDS = {
     "cifar10": "uoft-cs/cifar10",
     "cifar100": "uoft-cs/cifar100",
-    "food101": "ethz/food101",
-    "pets": "timm/oxford-iiit-pet",
 }
 """DATA.DATASET -> its name on the Hub, where that differs"""
 IMAGENET, IMAGENET_SAMPLES = "ILSVRC/imagenet-1k", {"train": 1_281_167, "val": 50_000}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import pickle
 import struct
 from collections.abc import Callable
@@ -86,69 +85,23 @@ def caltech256(root: Path) -> None:
     (folder / "002.american-flag" / "RENAME2").write_text("a script that lies in the real one too")
 
 
-def flowers102(root: Path) -> None:
-    from scipy.io import savemat
-
-    folder = root / "flowers-102"
-    for number in range(1, 10):
-        image(folder / "jpg" / f"image_{number:05d}.jpg", 20 * number)
-    labels = np.array([[1, 102, 3, 77, 3, 1, 5, 6, 102]], dtype=np.uint8)
-    parts = {"trnid": [[5, 1, 9]], "valid": [[2, 4]], "tstid": [[3, 6, 7, 8]]}
-    savemat(folder / "imagelabels.mat", {"labels": labels})
-    savemat(folder / "setid.mat", {name: np.array(ids, dtype=np.uint16) for name, ids in parts.items()})
-
-
-def food101(root: Path) -> None:
-    folder, lists = root / "food-101", {"train": {}, "test": {}}
-    for label, dish in enumerate(("waffles", "apple_pie")):
-        lists["train"][dish] = [f"{dish}/{number}" for number in (1005649, 100057, 134 + label)]
-        lists["test"][dish] = [f"{dish}/{number}" for number in (99, 7)]
-    for part, of_dish in lists.items():
-        (folder / "meta").mkdir(parents=True, exist_ok=True)
-        (folder / "meta" / f"{part}.json").write_text(json.dumps(of_dish))
-        for paths in of_dish.values():
-            for path in paths:
-                image(folder / "images" / f"{path}.jpg", len(path))
-
-
-def pets(root: Path) -> None:
-    folder = root / "oxford-iiit-pet"
-    (folder / "annotations").mkdir(parents=True)
-    header = "#Image CLASS-ID SPECIES BREED ID\n"
-    trainval = ["Abyssinian_100 1 1 1", "american_bulldog_10 2 2 1", "Abyssinian_7 1 1 1", "Bengal_1 3 1 2"]
-    test = ["Bengal_2 3 1 2", "american_bulldog_11 2 2 1"]
-    for name, lines, opening in (("trainval", trainval, ""), ("test", test, ""), ("list", trainval + test, header)):
-        (folder / "annotations" / f"{name}.txt").write_text(opening + "\n".join(lines) + "\n")
-    for line in trainval + test:
-        image(folder / "images" / f"{line.split()[0]}.jpg", len(line))
-
-
 MAKERS: dict[str, Callable[[Path], None]] = {
     "caltech101": caltech101,
     "caltech256": caltech256,
     "cifar10": cifar10,
     "cifar100": cifar100,
-    "flowers102": flowers102,
-    "food101": food101,
-    "pets": pets,
 }
 FOLDERS = {
     "caltech101": "caltech101",
     "caltech256": "caltech256",
     "cifar10": "cifar-10-batches-py",
     "cifar100": "cifar-100-python",
-    "flowers102": "flowers-102",
-    "food101": "food-101",
-    "pets": "oxford-iiit-pet",
 }
 FETCHERS = {
     "caltech101": "Caltech101",
     "caltech256": "Caltech256",
     "cifar10": "CIFAR10",
     "cifar100": "CIFAR100",
-    "flowers102": "Flowers102",
-    "food101": "Food101",
-    "pets": "OxfordIIITPet",
 }
 """Classes in torchvision.datasets"""
 
@@ -157,11 +110,6 @@ def torchvisions(monkeypatch: Any, name: str, root: Path, train: bool) -> Any:
     """The data set as torchvision reads it, without its checks of checksums, which a generated tree cannot have."""
     import torchvision.datasets as theirs
 
-    for module in ("cifar", "flowers102"):
-        monkeypatch.setattr(f"torchvision.datasets.{module}.check_integrity", lambda *_: True)
-    part: dict[str, Any] = {
-        "flowers102": {"split": "train" if train else "val"},
-        "food101": {"split": "train" if train else "test"},
-        "pets": {"split": "trainval" if train else "test"},
-    }.get(name, {"train": train})
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
+    part = {"train": train}
     return getattr(theirs, FETCHERS[name])(str(root), **part)

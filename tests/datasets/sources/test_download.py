@@ -190,14 +190,14 @@ def test_download_by_torchvision(
 def test_nothing_is_downloaded_without_download_true(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: Settings
 ) -> None:
-    monkeypatch.setattr("torchvision.datasets.Food101", lambda *_, **__: pytest.fail("it was fetched"))
+    monkeypatch.setattr("torchvision.datasets.CIFAR10", lambda *_, **__: pytest.fail("it was fetched"))
     with pytest.raises(UserError, match=r"DATA\.DOWNLOAD=true fetches it"):
-        check_dataset(settings(DATASET="food101", DATA_PATH=str(tmp_path)), 101)
+        check_dataset(settings(DATASET="cifar10", DATA_PATH=str(tmp_path)), 10)
 
 
 def test_download_without_data_path_is_refused(settings: Settings) -> None:
     with pytest.raises(UserError, match=r"needs DATA\.DATA_PATH"):
-        check_dataset(settings(DATASET="food101", DOWNLOAD=True), 101)
+        check_dataset(settings(DATASET="cifar10", DOWNLOAD=True), 10)
 
 
 def test_download_warns_for_data_sets_without_one(
@@ -207,8 +207,8 @@ def test_download_warns_for_data_sets_without_one(
         check_dataset(settings(DATASET="digits", DOWNLOAD=True), 10)
         assert "DATA.DOWNLOAD has no effect on the data set digits" in caplog.text
         caplog.clear()
-        MAKERS["pets"](tmp_path)
-        check_dataset(settings(DATASET="pets", DATA_PATH=str(tmp_path), DOWNLOAD=True), 3)
+        MAKERS["cifar10"](tmp_path)
+        check_dataset(settings(DATASET="cifar10", DATA_PATH=str(tmp_path), DOWNLOAD=True), 10)
     assert "DOWNLOAD" not in caplog.text
 
 

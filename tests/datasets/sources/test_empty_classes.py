@@ -10,7 +10,6 @@ import pytest
 
 from datasets import check_dataset
 from tests.datasets.shards.tar_files import samples, write_tar
-from tests.datasets.sources.published import MAKERS
 from utils.config.data import DataConfig
 
 Settings = Callable[..., DataConfig]
@@ -54,26 +53,3 @@ def test_warns_of_empty_classes_in_split_shards(
     ]
     write_tar(tmp_path / "0.tar", samples([0, 3, 6, 9, 2, 1]))
     assert told(data, 3) == [f"{tmp_path}: the validation split has no image of 2 of 3 classes (1, 2), {rare}"]
-
-
-@pytest.mark.parametrize(
-    ("name", "classes", "said"),
-    [
-        (
-            "flowers102",
-            102,
-            ["training: 99 of its 102 classes (the first: 1)", "validation: 100 of its 102 classes (the first: 0)"],
-        ),
-        ("pets", 3, ["validation: 1 of its 3 classes (the first: Abyssinian)"]),
-        ("food101", 2, []),
-    ],
-)
-def test_warns_of_empty_classes_in_published_data_sets(
-    tmp_path: Path, settings: Settings, told: Callable[..., list[str]], name: str, classes: int, said: list[str]
-) -> None:
-    MAKERS[name](tmp_path)
-    wanted = []
-    for line in said:
-        part, rest = line.split(": ", 1)
-        wanted.append(f"The {part} split of the data set {name} has no image for {rest}.")
-    assert told(settings(DATASET=name, DATA_PATH=str(tmp_path)), classes) == wanted

@@ -35,33 +35,6 @@ def listed(dataset: Images, root: Path) -> list[tuple[str, int]]:
     return [(os.path.relpath(samples.name(k), root), int(samples.labels[k])) for k in range(len(samples))]
 
 
-@pytest.mark.parametrize("name", ["flowers102", "food101", "pets"])
-@pytest.mark.parametrize("train", [True, False])
-def test_published_lists_equal_torchvisions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: Settings, name: str, train: bool
-) -> None:
-    MAKERS[name](tmp_path)
-    data = settings(DATASET=name, DATA_PATH=str(tmp_path))
-    check_dataset(data, 257)
-    theirs = torchvisions(monkeypatch, name, tmp_path, train)
-    paths = theirs._images if name == "pets" else theirs._image_files
-    expected = [(os.path.relpath(path, tmp_path), label) for path, label in zip(paths, theirs._labels, strict=True)]
-    dataset = opened(data, train)
-    assert sorted(listed(dataset, tmp_path)) == sorted(expected)
-    batch = dataset.__getitems__([(1, index) for index in range(len(dataset))])
-    assert batch.labels.tolist() == [label for _, label in listed(dataset, tmp_path)]
-    assert batch.images.flatten(1).any(1).all()
-
-
-def test_pets_and_food_have_class_names(tmp_path: Path, settings: Settings) -> None:
-    for name, classes in (
-        ("pets", ["Abyssinian", "american_bulldog", "Bengal"]),
-        ("food101", ["apple_pie", "waffles"]),
-    ):
-        MAKERS[name](tmp_path)
-        assert opened(settings(DATASET=name, DATA_PATH=str(tmp_path)), False).classes == classes
-
-
 @pytest.mark.parametrize(
     ("name", "classes", "dropped", "images"),
     [
@@ -142,12 +115,6 @@ def test_missing_published_data_set_error_shows_the_layout(tmp_path: Path, setti
     [
         ("cifar10", "data_batch_4", "there is no data_batch_4"),
         ("cifar100", "meta", "there is no meta"),
-        ("flowers102", "setid.mat", "there is no setid.mat"),
-        ("flowers102", "jpg/image_00009.jpg", "1 of 3 images are missing, such as jpg/image_00009.jpg"),
-        ("food101", "images/waffles/7.jpg", "1 of 4 images are missing, such as images/waffles/7.jpg"),
-        ("food101", "images/waffles", "3 of 6 images are missing, such as images/waffles/1"),
-        ("pets", "images/Bengal_2.jpg", "1 of 2 images are missing, such as images/Bengal_2.jpg"),
-        ("pets", "annotations/test.txt", "there is no annotations/test.txt"),
         ("caltech101", "101_ObjectCategories", "there is no 101_ObjectCategories"),
     ],
 )
@@ -172,30 +139,12 @@ def test_caltech_with_too_few_images_is_logged(
 
 
 def test_more_published_classes_than_num_classes_are_refused(tmp_path: Path, settings: Settings) -> None:
-    for name, classes in (("cifar10", 10), ("flowers102", 102), ("pets", 3), ("food101", 2), ("caltech256", 2)):
+    for name, classes in (("cifar10", 10), ("caltech256", 2)):
         MAKERS[name](tmp_path)
         data = settings(DATASET=name, DATA_PATH=str(tmp_path))
         with pytest.raises(UserError, match=f"has {classes} classes, .* -num_classes {classes}"):
             check_dataset(data, classes - 1)
         check_dataset(data, classes)
-
-
-@pytest.mark.parametrize("name", ["setid.mat", "imagelabels.mat"])
-def test_damaged_flowers_list_is_refused(tmp_path: Path, settings: Settings, name: str) -> None:
-    MAKERS["flowers102"](tmp_path)
-    (tmp_path / "flowers-102" / name).write_bytes(b"<html>not found</html>")
-    with pytest.raises(UserError, match=f"{name} cannot be read"):
-        check_dataset(settings(DATASET="flowers102", DATA_PATH=str(tmp_path)), 102)
-
-
-def test_damaged_food_and_pets_lists_are_refused(tmp_path: Path, settings: Settings) -> None:
-    MAKERS["food101"](tmp_path)
-    MAKERS["pets"](tmp_path)
-    (tmp_path / "food-101" / "meta" / "test.json").write_text('{"waffles": ["waf')
-    (tmp_path / "oxford-iiit-pet" / "annotations" / "trainval.txt").write_text("Abyssinian_100 one 1 1\n")
-    for name, file in (("food101", "meta/test.json"), ("pets", "annotations/trainval.txt")):
-        with pytest.raises(UserError, match=f"{file} cannot be read"):
-            check_dataset(settings(DATASET=name, DATA_PATH=str(tmp_path)), 101)
 
 
 @pytest.mark.parametrize("damage", ["cut", "shape", "type", "label", "no labels", "text"])

@@ -10,7 +10,6 @@ import torch
 from datasets import balanced_order, comes_unsplit
 from engine.distill.targets import teacher_of
 from engine.evaluated_data import images_of_all, title_of
-from engine.inputs.token_drop import describe_shortcuts
 from engine.machine.context import Run, global_batch
 from engine.machine.device import describe_devices
 from engine.machine.environment import arguments, libraries
@@ -54,11 +53,10 @@ def banner(run: Run, ready: Ready, folder: Path | None) -> str:
             rows.append(("trained", words))
         if words := describe_muon(ready.parts.optimizer, rate):
             rows.append(("optimiser", words))
-        if words := describe_shortcuts(config.TRAIN):
-            rows.append(("shortcuts", words))
         if teacher := teacher_of(ready.parts.change):
             rows.append(("teacher", teacher.words()))
         rows += [("batch", _batch(config, ready, world)), ("training", _training(config, ready.parts.optimizer, world))]
+        rows = _joined([*rows, *(row for ability in ready.parts.abilities for row in ability.rows().items())])
     rows.append(("output", f"{folder}" if folder else "nothing is written (-dry_run)"))
     if world.size == 1:
         rows.insert(0, ("libraries", ", ".join(f"{name} {what}" for name, what in libraries().items())))
@@ -67,6 +65,11 @@ def banner(run: Run, ready: Ready, folder: Path | None) -> str:
         rows.insert(0, ("tag", config.TAG))
     head = ", ".join(version_text().splitlines())
     return "\n".join([head, *(f"  {name:<10} {text}" for name, text in rows)])
+
+
+def _joined(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Rows of the same name as one."""
+    return [(name, "; ".join(words for other, words in rows if other == name)) for name in dict(rows)]
 
 
 def _data(config: Config, ready: Ready) -> str:
@@ -135,4 +138,4 @@ def _training(config: Config, optimizer: torch.optim.Optimizer, world: World) ->
         text += f"; {loss}"
     if train.GRAD_CLIP is not None:
         text += f"; gradient norm at most {train.GRAD_CLIP:g}"
-    return text + (f"; EMA {train.MODEL_EMA_DECAY:g}" if train.MODEL_EMA else "")
+    return text

@@ -40,7 +40,6 @@ from engine.run_folder import lock_existing_folder, make_run_folder, write_run_f
 from engine.run_lock import FolderLock
 from engine.setup import ReadyToTrain, build_for_training, model_in_precision
 from engine.trainer import Trainer
-from engine.wrapping import wrap
 from utils.config import Config, Loaded
 from utils.distributed.group import leave
 from utils.distributed.world import ALONE, World, on_every_rank, on_rank_0
@@ -105,13 +104,13 @@ def train(given: Run, lock: FolderLock | None, lists: OpLists) -> int:
     compiling = _choose_compiling(run, ready, checkpoint)
     folder = _announce(run, ready, checkpoint, lock)
     if folder is None:
-        wrap(ready.parts, run.config)
+        ready.parts.assemble()
         try_out(run, ready, _updates_left(run, ready))
         return EXIT_DONE
     if _finished(run, ready, folder):
         return EXIT_DONE
     peak = _open_folder(run, ready, checkpoint, folder)
-    wrap(ready.parts, run.config)
+    ready.parts.assemble()
     on_every_rank(run.world, lambda: compile_update(ready.parts, compiling, run.config))
     return _fit(run, ready, folder, peak, lists)
 
@@ -209,7 +208,7 @@ def show_precisions(config: Config) -> str:
     check_precision(config.AMP, device)
     model, inputs, precision = model_in_precision(config, device)
     if precision.computes_in_copy:
-        model = half_copy_of(model, precision).model
+        model, _ = half_copy_of(model, precision)
     size = (2, config.DATA.IMAGE_CHANNELS, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_SIZE)
     images = torch.randint(0, 256, size, dtype=torch.uint8, device=device)
 

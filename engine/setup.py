@@ -35,7 +35,7 @@ from engine.distill.targets import distil, teacher_of
 from engine.distill.teacher import check_teacher_matches
 from engine.inputs.mixup import build_batch_transform
 from engine.inputs.normalize import Inputs, per_channel
-from engine.inputs.token_drop import shortcuts_of, token_drop_of
+from engine.inputs.token_drop import shortcuts_of
 from engine.machine.context import Run, global_batch
 from engine.measure.bottleneck import Setting
 from engine.measure.meters import TrainMeters
@@ -44,9 +44,9 @@ from engine.measure.stage_times import DATA, stages_of
 from engine.measure.task import task_of
 from engine.optim.build import build_optimizer, compiles_step, scaled_learning_rates
 from engine.optim.class_weights import class_weights
-from engine.optim.ema import Ema
 from engine.optim.layer_rates import describe_parameters
 from engine.optim.schedule import Schedule, build_scheduler
+from engine.order import Site, abilities
 from engine.parallel.fsdp import Sharding
 from engine.speed.tuning import Tuning, tune
 from engine.update import Parts
@@ -153,7 +153,6 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
         check_samples(checkpoint, position, identity_of(train_set, loader.order), config, world)
     elif train.LAST_EPOCH:
         parts.schedule.restore(position.update)
-    parts.set_up_forward()
     return ReadyToTrain(
         **vars(ready), train_set=train_set, train_loader=loader, parts=parts, position=position, best=best
     )
@@ -233,9 +232,12 @@ def update_parts(
     change, criterion = distil(
         config, model, precision, stages, build_batch_transform(train, config.MODEL.NUM_CLASSES, device), weights
     )
-    ema = _ema(config, device, model)
+    site = Site(config, model, precision, world, sharding is not None)
+    built = tuple(abilities(site))
     if sharding is not None:
-        _shard(model, ema, precision, sharding)
+        sharding.shard(model, precision)
+        for other in site.others.values():
+            sharding.shard(other, precision, computing=False)
     rates = scaled_learning_rates(train, global_batch(config, world))
     optimizer = build_optimizer(model, train, rates[0], device, amp=precision.level != "O0")
     if compiles_step(optimizer):
@@ -255,28 +257,15 @@ def update_parts(
         schedule=schedule,
         precision=precision,
         meters=TrainMeters(device, world, task_of(config)),
-        ema=ema,
         grad_clip=train.GRAD_CLIP,
         seed=config.SEED,
         world=world,
         change=change,
         sharding=sharding,
         stages=stages,
-        token_drop=token_drop_of(train),
+        abilities=built,
+        others=site.others,
     )
-
-
-def _ema(config: Config, device: torch.device, model: nn.Module) -> Ema | None:
-    train = config.TRAIN
-    home = torch.device("cpu") if train.MODEL_EMA_FORCE_CPU else device
-    return Ema(model, train.MODEL_EMA_DECAY, train.MODEL_EMA_WARMUP, home) if train.MODEL_EMA else None
-
-
-def _shard(model: nn.Module, ema: Ema | None, precision: Precision, sharding: Sharding) -> None:
-    sharding.shard(model, precision)
-    if ema is not None:
-        sharding.shard(ema.module, precision, computing=False)
-        ema.track(model)
 
 
 def setting_of(ready: ReadyToTrain) -> Setting:

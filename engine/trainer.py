@@ -28,7 +28,6 @@ from engine.report.curves import Curves, title_of
 from engine.report.reporter import Reporter
 from engine.report.skips import Health
 from engine.setup import ReadyToTrain, checkpoint_meta, setting_of
-from engine.unfreeze import unfreeze_if_due
 from engine.update import train_update
 from utils.distributed.group import group_timeout
 from utils.distributed.world import broadcast, broadcast_buffers
@@ -117,10 +116,9 @@ class Trainer:
     def _epoch(self) -> None:
         """Train from the current position to the end of the epoch, or to TRAIN.MAX_UPDATES."""
         position, began = self.position, perf_counter()
-        if unfreeze_if_due(self.parts, self.config, position.epoch):
+        if self.parts.enter(position.epoch):
             self._meta = checkpoint_meta(self.run, self.ready)
             self._restart_clocks()
-        self.parts.start_epoch(position.epoch)
         for window in self.train_loader.epoch(position.epoch, start=position.step):
             train_update(self.parts, window, position.update + 1)
             self.throughput.count(self.train_loader.order.samples_of(position.step))
@@ -241,11 +239,8 @@ class Trainer:
         self._stop_on_nan(self._read())
         parts, began = self.parts, perf_counter()
         self._health.report(self.position, together=True)  # report skips before a validation that may be interrupted
-        models: dict[str, nn.Module] = {"": parts.model}
-        if parts.ema is not None:
-            models["ema_"] = parts.ema.module
         try:
-            metrics = {prefix: self._evaluate(model) for prefix, model in models.items()}
+            metrics = {which.prefix: self._evaluate(model) for which, model in parts.weights.items()}
         except AllRanksError as error:  # raised by all ranks alike; the training so far must not be lost with it
             if self._saved_at != self.position.update:
                 self._save()

@@ -12,21 +12,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from datasets import Batch, Window
+from engine.ability import A, Ability
 from engine.amp.fp32_modules import force_fp32
-from engine.amp.half_copy import HalfCopy, half_copy_of
-from engine.amp.overflow_replay import Replay
 from engine.amp.precision import Precision
-from engine.amp.skip_watch import MicroBatches, OverflowWatch, SkipRecord
 from engine.inputs.mixup import BatchTransform, no_transform
-from engine.inputs.token_drop import TokenDrop
 from engine.measure.meters import TrainMeters
 from engine.measure.stage_times import BACKWARD, COPY, FORWARD, OPTIMISER, OTHER, Stages
 from engine.optim.clip import Gradients
-from engine.optim.ema import Ema
 from engine.optim.schedule import Schedule
 from engine.parallel.fsdp import Sharding
 from utils.distributed.world import World
 from utils.seeding import seed_all
+from utils.weight_sets import PLAIN, WeightSet
 
 
 class ForwardResult(NamedTuple):
@@ -52,55 +49,65 @@ class CompiledCall(Protocol):
 
 @dataclass
 class Parts:
-    """Everything that an update uses. `forward` is the module that is called: the model, DDP around it, or a copy."""
+    """Everything that an update uses. Its abilities (engine/order.py) hold on to it from `assemble` on."""
 
     model: nn.Module
     forward: nn.Module
+    """The module that is called: the model, DDP around it, or a copy."""
     inputs: nn.Module
     criterion: Callable[[Tensor, Tensor], Tensor]
     optimizer: Optimizer
     schedule: Schedule
     precision: Precision
     meters: TrainMeters
-    ema: Ema | None
     grad_clip: float | None
     seed: int
     world: World
     change: BatchTransform = no_transform
-    half_copy: HalfCopy | None = None
+    abilities: tuple[Ability, ...] = ()
+    others: dict[WeightSet, nn.Module] = field(default_factory=dict)
+    """Weights beside the trained ones: validated, saved, sharded and moved to fp32 with them."""
     sharding: Sharding | None = None
-    watch: OverflowWatch | None = None
     compiled: CompiledCall | None = None
     stages: Stages = field(default_factory=Stages)
-    token_drop: TokenDrop | None = None
     moved_to_fp32: list[str] = field(default_factory=list)
     """Modules that AMP.AUTO_FP32 has moved to fp32, besides AMP.FP32_MODULES."""
-    skips: SkipRecord = field(default_factory=SkipRecord)
+    phase: str = ""
+    """What is special in this epoch; see `Ability.phase`."""
+    _assembled: bool = False
 
     def __post_init__(self) -> None:
         self.gradients = Gradients(self.model)
 
-    def set_up_forward(self) -> None:
-        """Make the half-precision copy and the overflow watch, where the precision needs them.
+    @property
+    def weights(self) -> dict[WeightSet, nn.Module]:
+        """All that is validated and saved."""
+        return {PLAIN: self.model, **self.others}
 
-        Call it once the weights are loaded, and again when modules were forced to fp32.
+    def ability(self, kind: type[A]) -> A | None:
+        """The ability of this kind, if the run has it."""
+        return next((one for one in self.abilities if isinstance(one, kind)), None)
+
+    def assemble(self) -> None:
+        """Let the abilities hold on to what computes, and compile it.
+
+        A collective call: once the weights are loaded and every rank is ready, and again when others are trained or
+        modules move to fp32.
         """
-        if self.sharding is not None:  # FSDP casts to half precision by itself, and its updates are not replayed
-            return
-        if self.precision.computes_in_copy:
-            self.half_copy = half_copy_of(self.model, self.precision)
-            self.forward = self.half_copy.model
-        if self.precision.scaler.is_enabled():
-            model = self.half_copy.model if self.half_copy else self.model
-            replay = Replay(model, self.inputs, self.criterion, self.precision.autocast, self.change)
-            self.watch = OverflowWatch(replay, self.seed, self.precision.device, self.skips)
+        self.forward = self.model
+        for ability in self.abilities:
+            ability.attach(self)
         if self.compiled is not None:
             self.compiled.start()
+        self._assembled = True
 
-    def start_epoch(self, epoch: int) -> None:
-        """Apply the changes to the model that depend on the epoch."""
-        if self.token_drop is not None:
-            self.token_drop.set(epoch, self.model, self.forward)
+    def enter(self, epoch: int) -> bool:
+        """Prepare for an epoch. Returns whether other weights are trained from now on. A collective call."""
+        changed = [ability.enter(epoch, self.model, self.forward) for ability in self.abilities]
+        self.phase = ", ".join(filter(None, (ability.phase(epoch) for ability in self.abilities)))
+        if any(changed):
+            self.assemble()
+        return any(changed)
 
     def compute(self, batch: Batch) -> ForwardResult:
         """Forward pass of a micro-batch, compiled or eager."""
@@ -115,42 +122,35 @@ class Parts:
 
     def force_fp32(self, modules: list[str]) -> None:
         """Make these modules compute in fp32 from the next update on."""
-        self.moved_to_fp32 += force_fp32(self.model, modules, self.precision.device.type)
-        if self.ema is not None:
-            force_fp32(self.ema.module, modules, self.precision.device.type)
-        self.skips = SkipRecord(blamed=self.skips.blamed)  # the next overflows are replayed like the first ones
-        self.set_up_forward()
+        device = self.precision.device.type
+        self.moved_to_fp32 += force_fp32(self.model, modules, device)
+        for other in self.others.values():
+            force_fp32(other, modules, device)
+        if self._assembled:
+            self.assemble()
 
 
 def train_update(parts: Parts, window: Window, update: int) -> None:
     """Train on the micro-batches of `window`, with one optimiser step. `update` counts from 1 through the run."""
-    precision, optimizer, half_copy, watch = parts.precision, parts.optimizer, parts.half_copy, parts.watch
-    lap = parts.stages.lap
+    precision, optimizer, lap = parts.precision, parts.optimizer, parts.stages.lap
     parts.stages.begin()
-    micro_batches = accumulate(parts, window, update)
-    if half_copy is not None:
-        half_copy.sum_gradients(parts.world)
-    if watch is not None:
-        watch.remember(update, micro_batches, precision.scale_tensor())
+    accumulate(parts, window, update)
+    for ability in parts.abilities:
+        ability.before_step(update)
     precision.unscale(optimizer)
     norm = parts.gradients.clip(parts.grad_clip)
     moved = precision.step(optimizer)
     optimizer.zero_grad(set_to_none=True)
-    if half_copy is not None:
-        half_copy.refresh()
     parts.schedule.advance(moved)
-    if parts.ema is not None:
-        parts.ema.update(moved)
+    for ability in parts.abilities:
+        ability.after_update(update, moved)
     lap(OPTIMISER)
     parts.meters.close_update(update, norm, moved, precision.scaler.is_enabled())
-    if watch is not None:
-        watch.record(update, moved)
 
 
-def accumulate(parts: Parts, window: Window, update: int) -> MicroBatches | None:
-    """Compute the gradients of all micro-batches of `window`. Returns those that the overflow watch holds."""
-    precision, half_copy, lap = parts.precision, parts.half_copy, parts.stages.lap
-    micro_batches: MicroBatches | None = []
+def accumulate(parts: Parts, window: Window, update: int) -> None:
+    """Compute the gradients of all micro-batches of `window`."""
+    precision, lap = parts.precision, parts.stages.lap
     for nth, (share, batch) in enumerate(window, start=1):
         lap(COPY)
         # Erasing, mixing, dropout and stochastic depth depend on the position of a micro-batch in the run, not on the
@@ -160,14 +160,11 @@ def accumulate(parts: Parts, window: Window, update: int) -> MicroBatches | None
             loss, logits, labels = parts.compute(batch)
             lap(FORWARD)
             precision.backward(loss * share.weight)
-        if half_copy is not None:
-            half_copy.collect_gradients()
+        for ability in parts.abilities:
+            ability.after_backward(share, batch)
         lap(BACKWARD)
-        if parts.watch is not None:
-            micro_batches = parts.watch.collect(micro_batches, share, batch)
         parts.meters.add(loss.detach(), logits, labels, share.weight)
         lap(OTHER)
-    return micro_batches
 
 
 def sync_gradients(parts: Parts, last: bool) -> AbstractContextManager[None]:

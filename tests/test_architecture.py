@@ -42,7 +42,8 @@ FLOORS: dict[str, list[str]] = {
         "__init__",
     ],
     "engine": [
-        "machine inputs __init__",
+        "machine ability __init__",
+        "inputs",
         "amp",
         "measure",
         "parallel",
@@ -50,7 +51,7 @@ FLOORS: dict[str, list[str]] = {
         "update",
         "checkpoint compile",
         "report distill",
-        "trainer+setup+wrapping+unfreeze+evaluate+preflight+resolve+banner+run_folder+run_lock+branch+evaluated_data",
+        "trainer+setup+order+unfreeze+evaluate+preflight+resolve+banner+run_folder+run_lock+branch+evaluated_data",
         "fit saved",
         "entry+run+run_evaluation",
     ],

@@ -71,7 +71,7 @@ def test_timms_drop_acts_before_the_classifier_only() -> None:
 
 def test_the_two_warm_ups_of_an_ema() -> None:
     theirs = ModelEmaV3(nn.Linear(1, 1), decay=0.9999, use_warmup=True).get_decay(101)  # its count begins at 1
-    ours = Ema(nn.Linear(1, 1), 0.9999, True, CPU)._decay_at(100)
+    ours = Ema(nn.Linear(1, 1), TrainConfig(MODEL_EMA_DECAY=0.9999), CPU)._decay_at(100)
     assert f"at t = 100, {ours:.3f} and {theirs:.3f}" in row_of("--model-ema-warmup")
 
 

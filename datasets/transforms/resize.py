@@ -56,7 +56,7 @@ class PilResize:
     def __init__(self, interpolation: str) -> None:
         self.filter = Image.Resampling[interpolation.upper()]
 
-    def __call__(self, pixels: np.ndarray, view: View, place: np.ndarray | None = None) -> np.ndarray:  # noqa: ARG002 - PIL has no output argument
+    def __call__(self, pixels: np.ndarray, view: View, place: np.ndarray | None = None) -> np.ndarray:
         left, top = view.left - view.box.left, view.top - view.box.top
         right, bottom = left + view.columns * view.across, top + view.rows * view.down
         height, width, channels = pixels.shape

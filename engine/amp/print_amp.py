@@ -93,7 +93,7 @@ class _DtypeRecorder(TorchDispatchMode):
         self._inside.append(module)
         self.dtypes[module].inputs.update(dict.fromkeys(_dtypes((args, kwargs))))
 
-    def _leave_module(self, module: nn.Module, args: Any, outputs: Any) -> None:  # noqa: ARG002
+    def _leave_module(self, module: nn.Module, args: Any, outputs: Any) -> None:
         self._inside.pop()
         self.dtypes[module].outputs.update(dict.fromkeys(_dtypes(outputs)))
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from datasets import PADDING, Batch, Share
+from engine.ability import Ability, Computing
 from engine.amp.overflow_replay import BACKWARD, BATCH, LOSS, Overflow, Replay
-from engine.amp.precision import dtype_name
+from engine.amp.precision import Precision, dtype_name
 from utils.log import log
 from utils.seeding import fork_host_rng, seed_all
 from utils.text import counted
@@ -123,27 +125,59 @@ class _Pending:
         return _size(self.micro_batches)
 
 
-class OverflowWatch:
+class OverflowWatch(Ability):
     """Holds the micro-batches of recent updates and replays those that were skipped. Other updates cost nothing.
 
-    Call `remember` before the scaler's step, `record` after it, and `take` for each report. The model inside `replay`
-    must be neither compiled nor wrapped by DDP; `seed` is that of the updates.
+    Call `take` for each report. `seed` is that of the updates.
     """
 
-    def __init__(
-        self,
-        replay: Replay,
-        seed: int,
-        device: torch.device,
-        skips: SkipRecord,
-        send: Callable[[Tensor], Answer] | None = None,
-    ) -> None:
-        self._replay, self._seed, self._device, self._skips = replay, seed, device, skips
+    def __init__(self, seed: int, precision: Precision, send: Callable[[Tensor], Answer] | None = None) -> None:
+        self._seed, self._precision = seed, precision
         self._send = send or send_to_host
+        self._replay: Replay | None = None
+        self.skips = SkipRecord()
+        self._now: MicroBatches | None = []
         self._pending: deque[_Pending] = deque()
         self._blames: list[Blame] = []
         self._update = 0
         self._limit_was_logged = False
+
+    def attach(self, to: Computing) -> None:
+        """What computes now is replayed. It must be neither compiled nor wrapped by DDP."""
+        if any(isinstance(module, nn.SyncBatchNorm) for module in to.forward.modules()):
+            # A replay is a forward pass of one rank alone, which would wait for the others for ever.
+            self._replay = None
+            log.info(
+                "With DIST.SYNC_BATCHNORM, skipped updates are not replayed, and the log names no module that "
+                "overflowed."
+            )
+            return
+        self._replay = Replay(to.forward, to.inputs, to.criterion, self._precision.autocast, to.change)
+
+    def after_backward(self, share: Share, batch: Batch) -> None:
+        if self._replay is not None:
+            self._now = self.collect(self._now, share, batch)
+
+    def before_step(self, update: int) -> None:
+        if self._replay is not None:
+            self.remember(update, self._now, self._precision.scale_tensor())
+        self._now = []
+
+    def after_update(self, update: int, moved: bool | Tensor) -> None:
+        if self._replay is not None:
+            self.record(update, moved)
+
+    def state(self) -> dict[str, Any]:
+        return {"skips": asdict(self.skips)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.skips = SkipRecord(**state.get("skips", {}))
+
+    def begin_anew(self) -> None:
+        """Replay the next overflows like the first ones: what computes has changed."""
+        self.skips = SkipRecord(blamed=self.skips.blamed)
+        self._pending.clear()
+        self._blames.clear()
 
     def collect(self, micro_batches: MicroBatches | None, share: Share, batch: Batch) -> MicroBatches | None:
         """Add a micro-batch to those of the current update; None once these alone exceed MAX_BYTES.
@@ -191,7 +225,7 @@ class OverflowWatch:
                 self._on_skip(update)
 
     def _on_skip(self, skipped: _Pending) -> None:
-        skips = self._skips
+        skips = self.skips
         early = skips.replays < FIRST_REPLAYS
         if not skipped.micro_batches and not self._limit_was_logged:
             self._limit_was_logged = True
@@ -233,12 +267,13 @@ class OverflowWatch:
             kernel=overflow.kernel if overflow else "",
             parameter=overflow.parameter if overflow else "",
             bad_samples=tuple(samples[row] for row in rows if samples[row] != PADDING),
-            passed_over=self._skips.passed_over,
+            passed_over=self.skips.passed_over,
             reason=reason,
         )
 
     def _run_replay(self, skipped: _Pending) -> tuple[Overflow | None, MicroBatches]:
         """The first overflow and its micro-batch; without an overflow, all micro-batches."""
+        assert self._replay is not None
         for share, batch in skipped.micro_batches:
             seed_all(self._seed, "micro", skipped.update, share.number)  # the same mixing and dropout
             overflow = self._replay.run(batch.images, batch.labels, share.weight, skipped.scale)
@@ -256,10 +291,10 @@ class OverflowWatch:
         return f"the replay did not overflow; possible reasons: {', '.join(reasons[:-1])}, or {reasons[-1]}"
 
     def _device_generator_kept(self) -> AbstractContextManager[None]:
-        if self._device.type == "cpu":
+        device = self._precision.device
+        if device.type == "cpu":
             return contextlib.nullcontext()
-        index = self._device.index or 0
-        return torch.random.fork_rng([index], device_type=self._device.type)
+        return torch.random.fork_rng([device.index or 0], device_type=device.type)
 
 
 def replay_bytes(window: int) -> int:

@@ -166,8 +166,8 @@ class State(MovedModules):
     moved: Count
     scaler: Annotated[dict[str, Any], Field(max_length=0)] | ScalerState
     """Empty if loss scaling is off."""
-    skips: Skips
-    ema_updates: Count
+    skips: Skips = Skips()
+    ema_updates: Count = 0
     position: PositionState
     best: BestState
     meters: MeterState

@@ -95,7 +95,7 @@ def progress(position: Position, finished_epoch: int | None, metrics: dict[str, 
 def estimate_seconds(parts: Parts) -> float:
     """Cautious estimate for the first checkpoint: weights, EMA, and two optimiser moments of each weight."""
     weights = sum(p.nbytes for p in parts.model.parameters())
-    return (4 if parts.ema else 3) * weights / BYTES_SAVED_PER_SECOND
+    return (3 + len(parts.others)) * weights / BYTES_SAVED_PER_SECOND
 
 
 class RankSaver:

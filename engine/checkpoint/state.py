@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.amp.skip_watch import SkipRecord
 from engine.checkpoint.folder import EMA, MODEL, STATE, Checkpoint
 from engine.checkpoint.optimizer_state import load_optimizer, trained_weights
 from engine.checkpoint.saver import Snapshot
@@ -34,8 +33,7 @@ from utils.text import counted
 
 def tensors_of(parts: Parts) -> dict[str, dict[str, Tensor]]:
     """Weights to save, by the file that they are written to."""
-    ema = {EMA: parts.ema.module.state_dict()} if parts.ema else {}
-    return {MODEL: parts.model.state_dict(), **ema}
+    return {which.file: module.state_dict() for which, module in parts.weights.items()}
 
 
 def state_of(parts: Parts, position: Position, best: Best, global_batch: int, meters: dict[str, Any]) -> dict[str, Any]:
@@ -50,12 +48,11 @@ def state_of(parts: Parts, position: Position, best: Best, global_batch: int, me
         "fp32_modules": list(parts.moved_to_fp32),
         "moved": parts.schedule.moved,
         "scaler": _plain(parts.precision.scaler.state_dict()),
-        "skips": asdict(parts.skips),
-        "ema_updates": int(parts.ema.updates) if parts.ema else 0,
         "position": asdict(position),
         "best": asdict(best),
         "meters": meters,
         "global_batch": global_batch,
+        **{key: value for ability in parts.abilities for key, value in ability.state().items()},
     }
 
 
@@ -114,14 +111,13 @@ def _restore(
         log.info("Modules that AMP.AUTO_FP32 moved to fp32 before the resume: %s", ", ".join(state["fp32_modules"]))
     if state["scaler"] and parts.precision.scaler.is_enabled():
         parts.precision.scaler.load_state_dict(state["scaler"])
-        parts.skips = SkipRecord(**state["skips"])
-    if parts.ema is not None:
-        name = EMA if checkpoint.has(EMA) else MODEL
-        load_weights(parts.ema.module, checkpoint.lazy_tensors(name), f"{checkpoint.folder / name}", sharding)
-        if name == EMA:
-            parts.ema.updates = state["ema_updates"]
-        else:
-            log.info("The EMA starts from the checkpoint's weights, since the checkpoint has no EMA.")
+    for which, module in parts.others.items():
+        name = which.file if checkpoint.has(which.file) else MODEL
+        load_weights(module, checkpoint.lazy_tensors(name), f"{checkpoint.folder / name}", sharding)
+        if name == MODEL:
+            log.info("The %s starts from the checkpoint's weights, since the checkpoint has no %s.", *[which.label] * 2)
+    for ability in parts.abilities:
+        ability.restore(state)
     parts.schedule.restore(_place_on_schedule(state["moved"], checkpoint.meta["samples"]["updates"], per_epoch))
     parts.meters.restore(**state["meters"])
     return Position(**state["position"]), Best(**state["best"])

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from datasets import Batch
 from engine.amp.precision import Precision
@@ -60,7 +61,7 @@ class Compiled:
         """Time spent compiling so far."""
         self.after_compiling: Callable[[], None] = lambda: None
         self._parts, self._samples = parts, samples
-        self._done: set[tuple[torch.Size, float]] = set()
+        self._done: set[tuple[torch.Size, str]] = set()
         self.start()
 
     def start(self) -> None:
@@ -75,19 +76,18 @@ class Compiled:
         if len(batch.images) != self._samples:
             with uncompiled():
                 return self._parts.eager(batch)
-        drop = self._parts.token_drop
-        kind = batch.images.shape, drop.now if drop else 0.0
+        kind = batch.images.shape, self._parts.phase
         return self._compute(batch) if kind in self._done else self._compile_for(batch, kind)
 
-    def _compile_for(self, batch: Batch, kind: tuple[torch.Size, float]) -> ForwardResult:
+    def _compile_for(self, batch: Batch, kind: tuple[torch.Size, str]) -> ForwardResult:
         """Forward pass of the first micro-batch of its kind. It compiles the backward pass too."""
         from torch._dynamo.exc import TorchDynamoException
 
-        began, (size, dropped) = perf_counter(), kind
+        began, (size, phase) = perf_counter(), kind
         what = "each block" if self.choice.how == BLOCKS else "the forward and backward pass"
         duration = "minutes on a CPU" if batch.images.device.type == "cpu" else "about a minute"
-        tokens = f", {100 * dropped:g} % of the patches left out" if dropped else ""
-        log.info("Compiling %s for %d x %d pixels%s: this update takes %s.", what, *size[-2:], tokens, duration)
+        special = f", {phase}" if phase else ""
+        log.info("Compiling %s for %d x %d pixels%s: this update takes %s.", what, *size[-2:], special, duration)
         try:
             computed = self._compute(batch)
         except TorchDynamoException as error:
@@ -106,7 +106,7 @@ class Compiled:
     def _blocks(self, options: dict[str, Any]) -> Callable[[Batch], ForwardResult]:
         """Compile each block by itself, so that the last blocks' gradients are all-reduced during the backward pass."""
         parts = self._parts
-        for _, block in blocks_of(_computing(parts)):
+        for _, block in blocks_of(_without_ddp(parts.forward)):
             if parts.sharding is None:
                 block.compile(**options)
             else:  # only the block's own code: FSDP's hooks around it gather and free the weights
@@ -141,8 +141,8 @@ class Compiled:
         return compute
 
 
-def _computing(parts: Parts) -> nn.Module:
-    return parts.half_copy.model if parts.half_copy is not None else parts.model
+def _without_ddp(forward: nn.Module) -> nn.Module:
+    return forward.module if isinstance(forward, DistributedDataParallel) else forward
 
 
 def _copy_gradients(model: nn.Module) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from datasets import Batch, ImageDataset, Share, Window, open_dataset
-from engine.amp.skip_watch import replay_bytes
+from engine.amp.skip_watch import OverflowWatch, replay_bytes
 from engine.machine.device import synchronize
 from engine.machine.memory import is_out_of_memory
 from engine.setup import model_in_precision, update_parts
@@ -97,9 +97,10 @@ class Trial:
         numbered = self._config.model_copy(update={"DATA": self._config.DATA.model_copy(update={"BATCH_SIZE": STEP})})
         unfreeze(self._model[0])  # MODEL.UNFREEZE_EPOCH: the batch must fit in every epoch
         parts = update_parts(numbered, ALONE, self._device, self._model, per_epoch=1000)
-        parts.set_up_forward()
-        self._keeps_images = parts.watch is not None
-        parts.watch = None  # it would replay overflows; `_replay_memory` takes the memory that it would
+        self._keeps_images = parts.ability(OverflowWatch) is not None
+        # It would replay overflows; `_replay_memory` takes the memory that it would.
+        parts.abilities = tuple(one for one in parts.abilities if not isinstance(one, OverflowWatch))
+        parts.assemble()
         return parts
 
     def most(self, each: int | None, world: World) -> Limit:

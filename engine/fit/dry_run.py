@@ -29,7 +29,6 @@ from engine.measure.bottleneck import advise_faster_loading
 from engine.optim.ema import on_device
 from engine.parallel.fsdp import local_shard
 from engine.setup import ReadyToTrain, setting_of
-from engine.unfreeze import unfreeze_if_due
 from utils.distributed.world import World, all_gather, broadcast, on_every_rank
 from utils.errors import TrainingError, UserError
 from utils.log import log
@@ -44,7 +43,7 @@ UNLIMITED = 2**62
 def try_out(run: Run, ready: ReadyToTrain, updates_left: int) -> None:
     """Make a few updates and report what a run would cost. A collective call."""
     config, world = run.config, run.world
-    if unfreeze_if_due(ready.parts, config, config.MODEL.UNFREEZE_EPOCH or ready.position.epoch):
+    if ready.parts.enter(config.MODEL.UNFREEZE_EPOCH or ready.position.epoch):
         log.info(
             "The dry run trains the frozen weights too; epochs before MODEL.UNFREEZE_EPOCH need less memory and time."
         )
@@ -82,7 +81,7 @@ def _windows(ready: ReadyToTrain) -> Iterator[Window]:
     if 0 < step == ready.train_loader.order.updates - 1:  # the last window of an epoch may be short
         begin, step = begin + 1, 0
     for epoch in itertools.count(begin):
-        ready.parts.start_epoch(epoch)
+        ready.parts.enter(epoch)
         yield from ready.train_loader.epoch(epoch, step if epoch == begin else 0)
 
 
@@ -115,12 +114,15 @@ def _time_updates(ready: ReadyToTrain, world: World, window: Window, batch: Batc
 
 def _measure_memory(ready: ReadyToTrain, update: Callable[[], object]) -> Memory:
     parts, device = ready.parts, ready.precision.device
-    ema = [] if parts.ema is None else list(parts.ema.module.state_dict().values())
-    copies = [] if parts.half_copy is None else list(parts.half_copy.model.parameters())
-    teacher = teacher_of(parts.change)
-    teacher_weights = {} if teacher is None else dict(teacher.model.state_dict())
-    own = parts.model.state_dict().values()
-    standing = [*own, *copies, *ema, *teacher_weights.values(), *tensors_in(parts.optimizer.state)]
+    held = {"weights": list(parts.model.state_dict().values())}
+    held |= {"gradients": [p for p in parts.model.parameters() if p.requires_grad]}
+    held |= {"optimiser": tensors_in(parts.optimizer.state)}
+    for ability in parts.abilities:
+        for name, tensors in ability.holds().items():
+            held[name] = [*held.get(name, []), *tensors]
+    if teacher := teacher_of(parts.change):
+        held["teacher"] = list(teacher.model.state_dict().values())
+    standing = [tensor for name, tensors in held.items() for tensor in tensors if name != "gradients"]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         update()
@@ -134,15 +136,8 @@ def _measure_memory(ready: ReadyToTrain, update: Callable[[], object]) -> Memory
     else:
         update()
         peak = round(1e9 * peak_memory_gb(device))
-    trained = [p for p in parts.model.parameters() if p.requires_grad]
-    return Memory(
-        peak,
-        weights=bytes_in([dict(parts.model.state_dict()), copies]),
-        gradients=bytes_in(trained),
-        optimiser=bytes_in(parts.optimizer.state),
-        ema=bytes_in([t for t in ema if t.device.type == device.type]),
-        teacher=bytes_in(teacher_weights),
-    )
+    here = {name: [t for t in tensors if t.device.type == device.type] for name, tensors in held.items()}
+    return Memory(peak, {name: bytes_in(tensors) for name, tensors in here.items()})
 
 
 def _log_first_batch(ready: ReadyToTrain, batch: Batch) -> None:
@@ -180,7 +175,7 @@ def _time_loading(ready: ReadyToTrain, world: World, windows: Iterator[Window]) 
 def _time_validation(ready: ReadyToTrain, world: World) -> float:
     """Seconds that a validation of the model and its EMA takes, estimated from its first batches."""
     parts, passed, count = ready.parts, 0.0, 0
-    models = [parts.model, *([] if parts.ema is None else [on_device(parts.ema.module, ready.precision.device)])]
+    models = [on_device(model, ready.precision.device) for model in parts.weights.values()]
     for batch in ready.val_loader:
         began = time.perf_counter()
         for model in models:

@@ -29,15 +29,12 @@ class Memory:
     """Bytes on a device at the peak of an update, and what takes them."""
 
     peak: int
-    weights: int
-    gradients: int
-    optimiser: int
-    ema: int
-    teacher: int = 0
+    held: dict[str, int]
+    """Weights, gradients, optimiser, and what the run's abilities keep."""
 
     @property
     def rest(self) -> int:
-        return max(0, self.peak - self.weights - self.gradients - self.optimiser - self.ema - self.teacher)
+        return max(0, self.peak - sum(self.held.values()))
 
 
 @dataclass(frozen=True)
@@ -90,14 +87,7 @@ def _memory(config: Config, costs: Costs, world: World, device: torch.device) ->
     on_cpu = "for each process, its libraries included" if whole else "for the tensors of each process"
     what = on_cpu if device.type == "cpu" else "on each GPU"
     yield f"memory     {in_gib(memory.peak)}{of} at the peak of an update, {what}:"
-    shares = {
-        "weights": memory.weights,
-        "gradients": memory.gradients,
-        "optimiser": memory.optimiser,
-        "EMA": memory.ema,
-        "teacher": memory.teacher,
-        "activations and the rest": memory.rest,
-    }
+    shares = {**memory.held, "activations and the rest": memory.rest}
     yield "           " + ", ".join(f"{name} {in_gib(size)}" for name, size in shares.items() if size)
     if costs.total and memory.peak > NEARLY_FULL * costs.total:
         yield f"           this is nearly all memory; to save some: {_savings(config)}"

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from engine.amp.precision import Precision
-from engine.inputs.token_drop import shortcuts_of, token_drop_of
+from engine.inputs.token_drop import TokenDrop, shortcuts_of
 from engine.measure.progress import Position
 from models import build_without_weights
 from utils.config import Config
@@ -122,12 +122,10 @@ class Utilisation:
         return train.size_in(epoch, self._config.DATA.IMAGE_SIZE), drops, bool(self._config.MODEL.frozen_in(epoch))
 
     def _count(self, size: int) -> float | None:
-        config, data, drop = self._config, self._config.DATA, token_drop_of(self._config.TRAIN)
-        epoch = self._position.epoch
+        config, data, epoch = self._config, self._config.DATA, self._position.epoch
         settings = config.MODEL.model_copy(update={"FREEZE": config.MODEL.frozen_in(epoch)})
         model = build_without_weights(settings, data.IMAGE_SIZE, data.IMAGE_CHANNELS, shortcuts_of(config))
-        if drop is not None:
-            drop.set(epoch, model)
+        TokenDrop(config.TRAIN).enter(epoch, model)
         return training_flops(model, data.IMAGE_CHANNELS, size)
 
 

@@ -200,7 +200,7 @@ class MultiLabel(Task):
         chosen, truth = logits >= 0, labels > 0
         return 2 * (chosen & truth).sum().to(sum_type), (chosen.sum() + truth.sum()).to(sum_type)
 
-    def training_metrics(self, loss: float, counts: tuple[float, float], samples: float) -> F1Means:  # noqa: ARG002
+    def training_metrics(self, loss: float, counts: tuple[float, float], samples: float) -> F1Means:
         return F1Means(loss, 100 * counts[0] / max(counts[1], 1.0))
 
     def tally(self, samples: int, device: torch.device) -> Tally:

@@ -9,35 +9,56 @@ The lists of tensors are made once: walking two state dicts at every update cost
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from engine.ability import Ability
 from engine.parallel.fsdp import local_shard
+from utils.config.train import TrainConfig
 
 
-class Ema:
-    def __init__(self, model: nn.Module, decay: float, warmup: bool, device: torch.device) -> None:
+class Ema(Ability):
+    """TRAIN.MODEL_EMA. `module` is validated, saved, sharded and moved to fp32 with the trained weights."""
+
+    def __init__(self, model: nn.Module, train: TrainConfig, device: torch.device) -> None:
+        self.device = torch.device("cpu") if train.MODEL_EMA_FORCE_CPU else device
         # Always in fp32: half precision rounds the average's small steps away.
-        self.module = copy.deepcopy(model).to(device).float().eval().requires_grad_(False)
-        self.decay, self.warmup, self.device = decay, warmup, device
+        self.module = copy.deepcopy(model).to(self.device).float().eval().requires_grad_(False)
+        self.decay, self.warmup = train.MODEL_EMA_DECAY, train.MODEL_EMA_WARMUP
         self.updates: int | Tensor = 0
-        self.track(model)
+        self._model = model
+        self._averages: list[Tensor] = []
 
-    def track(self, model: nn.Module) -> None:
-        """Average the weights of `model`. Call it again after both were sharded: each rank averages its shard."""
-        self._sources = [local_shard(p.detach()) for p in model.parameters()]
+    def state(self) -> dict[str, Any]:
+        return {"ema_updates": int(self.updates)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.updates = state.get("ema_updates", 0)  # 0: the checkpoint is of a run without an EMA
+
+    def rows(self) -> dict[str, str]:
+        return {"training": f"EMA {self.decay:g}"}
+
+    def holds(self) -> dict[str, list[Tensor]]:
+        return {"EMA": list(self.module.state_dict().values())}
+
+    def _track(self) -> None:
+        """List the tensors, at the first update: by then both models are sharded, and each rank averages its shard."""
+        self._sources = [local_shard(p.detach()) for p in self._model.parameters()]
         self._averages = [local_shard(p.detach()) for p in self.module.parameters()]
         # Running statistics are averages already, so they are copied.
-        self._buffers = _by_dtype(zip(self.module.buffers(), model.buffers(), strict=True))
+        self._buffers = _by_dtype(zip(self.module.buffers(), self._model.buffers(), strict=True))
 
     @torch.no_grad()
-    def update(self, moved: bool | Tensor) -> None:
+    def after_update(self, update: int, moved: bool | Tensor) -> None:
         """Move the average one step towards the weights, unless the update was skipped."""
         if moved is False:
             return
+        if not self._averages:
+            self._track()
         averages, sources = self._averages, self._sources
         if sources[0].device != self.device or sources[0].dtype != averages[0].dtype:
             sources = [s.to(self.device, torch.float32) for s in sources]

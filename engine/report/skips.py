@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engine.amp.op_lists import OpLists
 from engine.amp.overflow_replay import FORWARD
-from engine.amp.skip_watch import Blame
+from engine.amp.skip_watch import Blame, OverflowWatch
 from engine.checkpoint.folder import read_index
 from engine.measure.meters import NEVER, Reading
 from engine.measure.progress import Position
@@ -42,7 +42,7 @@ class Health:
         if self.op_lists is not None:  # the model has been computed by now
             self.op_lists.warn_uncalled()
             self.op_lists = None
-        watch = self.parts.watch
+        watch = self.parts.ability(OverflowWatch)
         if watch is None or (self.world.size > 1 and not together):
             return
         for blame in _clearest(all_gather(watch.take(), self.world)):
@@ -50,9 +50,9 @@ class Health:
             self.reporter.skip(position, blame)
             self._last = blame
             if self.amp.AUTO_FP32:
-                self._move_to_fp32(blame)
+                self._move_to_fp32(blame, watch)
 
-    def _move_to_fp32(self, blame: Blame) -> None:
+    def _move_to_fp32(self, blame: Blame, watch: OverflowWatch) -> None:
         """Move a module that was blamed often enough to fp32.
 
         A backward overflow counts only at the smallest loss scale; a forward one does not depend on it.
@@ -61,10 +61,11 @@ class Health:
             return
         if blame.direction != FORWARD and blame.scale > 1:
             return
-        blamed = self.parts.skips.blamed
+        blamed = watch.skips.blamed
         blamed[blame.module] = blamed.get(blame.module, 0) + 1
         if blamed[blame.module] == TIMES_TO_BLAME:
             self.parts.force_fp32([blame.module])
+            watch.begin_anew()
             log.info(
                 "AMP.AUTO_FP32: %s overflowed %d times and computes in fp32 from now on", blame.module, TIMES_TO_BLAME
             )

@@ -14,10 +14,13 @@ from safetensors.torch import load_file
 
 TIMES = {"time", "perf", "seconds", "eval_seconds", "train_seconds", "epoch_seconds", "images_per_second"}
 """Fields of a line of metrics that depend on time."""
-NO_LONGER_SAVED = {"state.pt.most_at_once"}
-"""Fields of older checkpoints that are no longer read."""
+WITHOUT_ABILITY = {
+    "state.pt.ema_updates": 0,
+    **{f"state.pt.skips.{name}": 0 for name in ("replays", "last_replay", "passed_over")},
+}
+"""Fields that older commits saved without their ability too, with these values."""
 NUMBERS_OF_META = ("epoch", "epoch_finished", "update", "metrics", "best")
-NOT_COMPARED = (*NUMBERS_OF_META, "format", "files", "config_hash")
+NOT_COMPARED = (*NUMBERS_OF_META, "format", "files", "config_hash", "meta_sha256")
 """Of meta.json: compared as numbers, or not comparable: sizes and hashes of files whose contents are compared."""
 RUN_RECORD = ("choices", "samples", "parameters")
 """Fields of run.json that do not name the folder, the machine or the commit."""
@@ -117,7 +120,10 @@ def _differing_tensors(one: Path, other: Path) -> Iterator[str]:
 def _contents(folder: Path) -> dict[str, Any]:
     """All values in a checkpoint's files, by name."""
     return {
-        name: value for file in sorted(folder.iterdir()) for name, value in _read(file) if name not in NO_LONGER_SAVED
+        name: value
+        for file in sorted(folder.iterdir())
+        for name, value in _read(file)
+        if isinstance(value, torch.Tensor) or name not in WITHOUT_ABILITY or value != WITHOUT_ABILITY[name]
     }
 
 

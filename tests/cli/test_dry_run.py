@@ -24,7 +24,7 @@ from utils.distributed.world import ALONE
 
 MIB = 2**20
 COSTS = Costs(
-    memory=Memory(peak=8 * MIB, weights=MIB, gradients=MIB, optimiser=2 * MIB, ema=MIB),
+    memory=Memory(8 * MIB, {"weights": MIB, "gradients": MIB, "optimiser": 2 * MIB, "EMA": MIB}),
     total=10 * MIB,
     speed=Speed(updates=[9.0, 2.0, 2.0], loading=0.5, in_memory=False, faster="Do this", validation=100.0),
     checkpoint=4_000_000,

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 
 from datasets import Window
 from engine.machine.context import Run
+from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain, build_for_training
 from engine.update import train_update
-from engine.wrapping import wrap
 from tests.engine.small import CPU, build
 from tests.program import Result, metrics
 from utils.config import load_config
@@ -49,7 +49,7 @@ def train(config_file: Path, words: dict[str, str], world: World, overflow_at: i
     torch.set_num_threads(1)
     config = load_config(str(config_file), words=words).config
     ready = build_for_training(Run(config, world, CPU, threads=1), None)
-    wrap(ready.parts, config)
+    ready.parts.assemble()
     seen: list[int] = []
     exchanges = 0
     exchange = torch.distributed.all_reduce
@@ -73,14 +73,15 @@ def train(config_file: Path, words: dict[str, str], world: World, overflow_at: i
 
 def outcome(ready: ReadyToTrain) -> dict[str, Any]:
     parts = ready.parts
-    assert parts.ema is not None
+    ema = parts.ability(Ema)
+    assert ema is not None
     reading = parts.meters.read(parts.precision.scale_tensor(), 0.0)
     return {
         "weights": torch.cat([p.detach().flatten() for p in parts.model.parameters()]),
         "computing": torch.cat([p.detach().flatten().float() for p in parts.forward.parameters()]),
-        "average": torch.cat([p.detach().flatten() for p in parts.ema.module.parameters()]),
+        "average": torch.cat([p.detach().flatten() for p in ema.module.parameters()]),
         "moved": parts.schedule.moved,
-        "averaged": int(parts.ema.updates),
+        "averaged": int(ema.updates),
         "scale": reading.scale,
         "norm": reading.grad_norm,
         "skipped": reading.skipped,

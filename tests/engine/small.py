@@ -9,14 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from datasets import Batch, Share, Window
+from engine.ability import Ability
 from engine.amp.precision import Precision
+from engine.amp.skip_watch import OverflowWatch
 from engine.checkpoint.folder import Checkpoint
 from engine.machine.context import Run
 from engine.measure.meters import TrainMeters
 from engine.optim.schedule import Schedule, build_scheduler
+from engine.order import Site, abilities
 from engine.setup import ReadyToTrain, build_for_training
 from engine.update import Parts, train_update
-from utils.config import AmpConfig, TrainConfig, load_config
+from utils.config import AmpConfig, Config, TrainConfig, load_config
 from utils.distributed.world import ALONE
 
 CPU = torch.device("cpu")
@@ -33,7 +36,10 @@ def build(
     settings = {key.replace("__", "."): str(value) for key, value in words.items()}
     if device.type != "cpu":
         settings["DEVICE"] = device.type
-    return build_for_training(Run(load_config(str(tiny), words=settings).config, ALONE, device, threads=1), checkpoint)
+    config = load_config(str(tiny), words=settings).config
+    ready = build_for_training(Run(config, ALONE, device, threads=1), checkpoint)
+    ready.parts.assemble()
+    return ready
 
 
 def windows(ready: ReadyToTrain) -> Iterator[Window]:
@@ -78,6 +84,8 @@ def parts_of(
     settings = train_config or TrainConfig(NUM_EPOCHS=1, WARMUP_EPOCHS=0, BASE_LR=1.0, END_LR=1.0)
     rates = (settings.BASE_LR, settings.WARMUP_START_LR, settings.END_LR)
     schedule = Schedule(build_scheduler(optimizer, settings, rates, updates), optimizer, updates, None)
+    precision = Precision(amp, CPU)
+    site = Site(Config(AMP=amp, TRAIN=settings), model, precision, ALONE, sharded=False)
     return Parts(
         model=model,
         forward=model,
@@ -85,13 +93,19 @@ def parts_of(
         criterion=criterion,
         optimizer=optimizer,
         schedule=schedule,
-        precision=Precision(amp, CPU),
+        precision=precision,
         meters=TrainMeters(CPU, ALONE),
-        ema=None,
         grad_clip=grad_clip,
         seed=0,
         world=ALONE,
+        abilities=tuple(abilities(site)),
+        others=site.others,
     )
+
+
+def without_watch(parts: Parts) -> tuple[Ability, ...]:
+    """Abilities that never wait for the device: replaying a skipped update does, and is meant to."""
+    return tuple(one for one in parts.abilities if not isinstance(one, OverflowWatch))
 
 
 def window_of(*images: Tensor, weights: tuple[float, ...] | None = None) -> Window:

@@ -15,12 +15,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from engine.checkpoint.state import log_resumption, restore
 from engine.evaluate import evaluate
 from engine.measure.mfu import training_flops
-from engine.parallel.sync_batch_norm import sync_batch_norm
+from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain
 from models import build_without_weights, classifiers, frozen_weights
 from models.freeze import freeze
 from tests.engine.checkpoint.test_restore import PER_EPOCH, everything, save
-from tests.engine.parallel.test_sync_batch_norm import TWO, precision_on
+from tests.engine.parallel.test_sync_batch_norm import precision_on, share
 from tests.engine.small import build, train, windows
 from utils.config import Config, load_config
 from utils.config.model import ModelConfig
@@ -77,12 +77,13 @@ FP8 = pytest.param({**AMP, "AMP__DTYPE": "fp8", "MODEL__EMBED_DIM": 32}, marks=p
 @pytest.mark.parametrize("how", [*HOW.values(), FP8], ids=[*HOW, "fp8"])
 def test_frozen_backbone_does_not_change_and_saves_no_activations(tiny: Path, how: dict[str, object]) -> None:
     ready = build(tiny, **how, **RANDOM, **EMA, **BACKBONE)
-    assert ready.parts.ema is not None
+    ema = ready.parts.ability(Ema)
+    assert ema is not None
     assert kept_for_backward(ready) < 0.1 * kept_for_backward(build(tiny, TRAIN__GRAD_CHECKPOINT="none", **RANDOM))
     before = copies(ready.model)
     train(ready, 3)
     assert moved(ready.model, before) == {"head.weight", "head.bias"}
-    assert moved(ready.parts.ema.module, before) == {"head.weight", "head.bias"}
+    assert moved(ema.module, before) == {"head.weight", "head.bias"}
     groups = ready.parts.optimizer.param_groups
     head = [ready.model.get_parameter(name) for name in ("head.bias", "head.weight")]
     assert [id(weight) for group in groups for weight in group["params"]] == [id(weight) for weight in head]
@@ -141,7 +142,7 @@ def test_frozen_norms_are_not_synchronised() -> None:
     for frozen in (True, False):
         model = timm.create_model("test_resnet", num_classes=3)
         freeze(model, ["backbone"] if frozen else [])
-        sync_batch_norm(model, precision_on(), Config(), TWO)
+        share(model, precision_on(), Config())
         joined = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
         assert bool(joined) is not frozen
 
@@ -316,13 +317,15 @@ def equal_moments(one: ReadyToTrain, other: ReadyToTrain, name: str) -> bool:
 def test_resume_from_the_ema_with_frozen_weights(tiny: Path, tmp_path: Path) -> None:
     trained = build(tiny, **EMA)
     train(trained, 3)
-    assert trained.parts.ema is not None
-    average = trained.parts.ema.module.state_dict()
+    ema = trained.parts.ability(Ema)
+    assert ema is not None
+    average = ema.module.state_dict()
     resumed = build(tiny, **EMA, **BACKBONE)
     restore(resumed.parts, save(trained, tmp_path / "a", 3), PER_EPOCH, from_ema=True)
-    assert resumed.parts.ema is not None
+    ema = resumed.parts.ability(Ema)
+    assert ema is not None
     assert not moved(resumed.model, average)
-    assert not moved(resumed.parts.ema.module, average)
+    assert not moved(ema.module, average)
     assert moved(trained.model, average)
     train(resumed, 1, done=3)
     assert moved(resumed.model, average) == {"head.weight", "head.bias"}

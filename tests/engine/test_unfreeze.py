@@ -14,14 +14,12 @@ from datasets import identity_of
 from engine.measure.mfu import Peak, Utilisation
 from engine.measure.progress import Position
 from engine.optim.build import FUSED, MUON, build_optimizer
-from engine.setup import ReadyToTrain
-from engine.unfreeze import unfreeze_if_due
 from models import frozen_weights, unfreeze
 from models.freeze import freeze
 from tests.engine.checkpoint.test_restore import everything, save
 from tests.engine.small import CPU, build, train
 from tests.engine.test_freeze import AMP, EMA, RANDOM, copies, moved, resnet, training_parts
-from utils.config import Config, OptimizerConfig, TrainConfig, load_config
+from utils.config import OptimizerConfig, TrainConfig, load_config
 from utils.errors import UserError
 
 BACKBONE = {"MODEL__FREEZE": "backbone", "MODEL__UNFREEZE_EPOCH": 2}
@@ -30,14 +28,6 @@ COUNT_BY_GROUP = ("adan", "lamb")
 """timm's optimisers that count the steps of a whole group, which bias correction depends on."""
 UNTESTED = ["adahessian", "bnb*", "fused*", "kron*"]
 """Refused, only on GPUs, or with steps that depend on random numbers."""
-
-
-def settings(words: dict[str, object]) -> Config:
-    return load_config(None, words={key.replace("__", "."): str(value) for key, value in words.items()}).config
-
-
-def next_epoch(ready: ReadyToTrain, words: dict[str, object]) -> bool:
-    return unfreeze_if_due(ready.parts, settings(words), 2)
 
 
 @pytest.mark.parametrize(
@@ -61,18 +51,19 @@ def test_unfrozen_run_equals_one_resumed_at_that_epoch(tiny: Path, tmp_path: Pat
     before = copies(whole.model)
     train(whole, 6, whole.train_loader.epoch(1))
     assert moved(whole.model, before) == HEAD
-    assert not unfreeze_if_due(whole.parts, settings(words), 1)
+    assert not whole.parts.enter(1)
     checkpoint = save(whole, tmp_path, 6, (2, 0))
     samples = identity_of(whole.train_set, whole.train_loader.order)  # as if six updates were an epoch
     checkpoint.meta.update(epoch_finished=True, samples=samples)
-    assert next_epoch(whole, words)
-    assert not next_epoch(whole, words), "once"
+    assert whole.parts.enter(2)
+    assert not whole.parts.enter(2), "once"
     train(whole, 4, whole.train_loader.epoch(2), done=6)
     assert moved(whole.model, before) == set(before)
     assert frozen_weights(whole.model) == []
 
     resumed = build(tiny, CPU, checkpoint, **words)
     assert frozen_weights(resumed.model) == []
+    assert not resumed.parts.enter(2)
     train(resumed, 4, islice(resumed.train_loader.epoch(2), 4), done=6)
     ended, expected = everything(resumed), everything(whole)
     assert {key for key in expected if expected[key] != ended.get(key)} == set()
@@ -81,7 +72,9 @@ def test_unfrozen_run_equals_one_resumed_at_that_epoch(tiny: Path, tmp_path: Pat
 def test_run_resumed_in_the_frozen_epochs_is_frozen(tiny: Path, tmp_path: Path) -> None:
     whole = build(tiny, **BACKBONE)
     train(whole, 3, whole.train_loader.epoch(1))
-    resumed = build(tiny, CPU, save(whole, tmp_path, 3, (1, 3)), **BACKBONE)
+    checkpoint = save(whole, tmp_path, 3, (1, 3))
+    checkpoint.meta["samples"] = identity_of(whole.train_set, whole.train_loader.order)
+    resumed = build(tiny, CPU, checkpoint, **BACKBONE)
     assert frozen_weights(resumed.model) == frozen_weights(whole.model) != []
 
 
@@ -124,7 +117,7 @@ def test_modules_train_again_and_norms_update_their_statistics(tiny: Path) -> No
     before = copies(ready.model)
     train(ready, 1)
     assert moved(ready.model, before) == {"fc.weight", "fc.bias"}
-    assert next_epoch(ready, BACKBONE)
+    assert ready.parts.enter(2)
     assert training_parts(ready.model) == {name for name, _ in ready.model.named_modules() if name}
     ready.model.eval()
     assert training_parts(ready.model) == set()
@@ -170,7 +163,7 @@ def test_mfu_counts_the_backward_pass_of_unfrozen_epochs(tiny: Path) -> None:
 def test_rates_of_the_unfrozen_weights_are_logged(tiny: Path, said: pytest.LogCaptureFixture) -> None:
     ready = build(tiny, **BACKBONE, MODEL__DEPTH=2, TRAIN__LAYER_DECAY=0.5, TRAIN__WARMUP_EPOCHS=0)
     said.clear()
-    assert next_epoch(ready, BACKBONE)
+    assert ready.parts.enter(2)
     (line,) = said.messages
     number = sum(weight.numel() for weight in ready.model.parameters())
     head = sum(ready.model.get_parameter(name).numel() for name in HEAD)

@@ -10,9 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from engine.amp.half_copy import HalfCopy
+from engine.amp.skip_watch import OverflowWatch
+from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain
 from engine.update import train_update
-from tests.engine.small import build, windows
+from tests.engine.small import build, windows, without_watch
 from tests.gpu.runs import KIND, PLACE, Train
 
 TOO_LARGE_FOR_FP16 = 7e4
@@ -39,8 +42,8 @@ class Training:
             assert bool((self.bias == TOO_LARGE_FOR_FP16).all()), "a skipped update moves nothing"
             with torch.no_grad():
                 self.bias.copy_(before)
-            if self.parts.half_copy is not None:
-                self.parts.half_copy.refresh()
+            if copy := self.parts.ability(HalfCopy):
+                copy.after_update(0, True)
         return float(self.parts.precision.scale_tensor())
 
     def reading(self) -> Any:
@@ -48,11 +51,12 @@ class Training:
 
     def state(self) -> list[Any]:
         """All that an update changes; the optimiser's own count of steps among it."""
-        assert self.parts.ema is not None
+        ema = self.parts.ability(Ema)
+        assert ema is not None
         optimizer = self.parts.optimizer.state_dict()
         rates = [float(group["lr"]) for group in optimizer["param_groups"]]
-        held = [self.ready.model.state_dict(), self.parts.ema.module.state_dict(), optimizer["state"], rates]
-        return copy.deepcopy([held, int(self.parts.ema.updates), self.parts.schedule.moved])
+        held = [self.ready.model.state_dict(), ema.module.state_dict(), optimizer["state"], rates]
+        return copy.deepcopy([held, int(ema.updates), self.parts.schedule.moved])
 
 
 def equal(ours: Any, theirs: Any) -> bool:
@@ -74,10 +78,8 @@ def test_an_overflow_moves_nothing_and_is_counted(small: Path, level: str, optim
     for _ in range(3):
         assert training.update() == 1024
     if level == "O2":  # a copy computes, and takes the bias over only after an update
-        computing = training.parts.half_copy
-        assert computing is not None
         before = training.state()
-        halved = computing.model.get_parameter("blocks.1.mlp.fc1.bias")
+        halved = training.parts.forward.get_parameter("blocks.1.mlp.fc1.bias")
         with torch.no_grad():
             halved.fill_(torch.inf)
         training.done += 1
@@ -98,7 +100,7 @@ def test_an_overflow_moves_nothing_and_is_counted(small: Path, level: str, optim
 @pytest.mark.parametrize("accumulated", [1, 3])
 def test_what_overflowed_is_named_without_waiting_for_it(small: Path, accumulated: int) -> None:
     training = Training(small, TRAIN__ACCUM_ITER=accumulated)
-    watch = training.parts.watch
+    watch = training.parts.ability(OverflowWatch)
     assert watch is not None
     training.update()
     if KIND == "cuda":
@@ -122,7 +124,7 @@ def test_the_replay_leaves_the_gpus_random_numbers_alone(small: Path) -> None:
     for watched in (True, False):
         training = Training(small, MODEL__DROPOUT=0.1, MODEL__DROPPATH=0.1, MODEL__ATTENTION="plain")
         if not watched:
-            training.parts.watch = None
+            training.parts.abilities = without_watch(training.parts)
         for overflows in (False, True, False, False):
             training.update(overflows)
             if KIND == "cuda":

@@ -9,7 +9,8 @@ import torch
 from timm.layers.patch_dropout import PatchDropout
 from torch import Tensor, nn
 
-from engine.inputs.token_drop import TokenDrop, describe_shortcuts
+from engine.inputs.growing import GrowingImages
+from engine.inputs.token_drop import TokenDrop
 from models import Shortcuts, build_model, check_model
 from utils.config.model import ModelConfig
 from utils.config.train import TrainConfig
@@ -53,7 +54,7 @@ def kept_patches(model: Any) -> list[set[int]]:
 
 def test_token_drop_drops_a_fraction_per_sample() -> None:
     model = tiny(Shortcuts(token_drop=0.25)).train()
-    TokenDrop(training(TOKEN_DROP=0.25)).set(1, model)
+    TokenDrop(training(TOKEN_DROP=0.25)).enter(1, model)
     kept = kept_patches(model)
     assert [len(patches) for patches in kept] == [48] * 4
     assert len({frozenset(patches) for patches in kept}) == 4
@@ -61,14 +62,14 @@ def test_token_drop_drops_a_fraction_per_sample() -> None:
 
 def test_token_drop_keeps_the_class_token() -> None:
     model = tiny(Shortcuts(token_drop=0.5)).train()
-    TokenDrop(training(TOKEN_DROP=0.5)).set(1, model)
+    TokenDrop(training(TOKEN_DROP=0.5)).enter(1, model)
     first = tokens_of(model, images())[:, 0]
     assert torch.equal(first, tokens_of(tiny(Shortcuts()).eval(), images())[:, 0])
 
 
 def test_token_drop_keeps_the_distillation_token() -> None:
     model = tiny(Shortcuts(token_drop=0.5), "deit_tiny_distilled_patch16_224").train()
-    TokenDrop(training(TOKEN_DROP=0.5)).set(1, model)
+    TokenDrop(training(TOKEN_DROP=0.5)).enter(1, model)
     plain = tiny(Shortcuts(), "deit_tiny_distilled_patch16_224").eval()
     found, expected = tokens_of(model, images()), tokens_of(plain, images())
     assert found.shape[1] == 2 + PATCHES // 2
@@ -77,7 +78,7 @@ def test_token_drop_keeps_the_distillation_token() -> None:
 
 def test_validation_sees_all_patches() -> None:
     model = tiny(Shortcuts(token_drop=0.5))
-    TokenDrop(training(TOKEN_DROP=0.5)).set(1, model)
+    TokenDrop(training(TOKEN_DROP=0.5)).enter(1, model)
     with torch.no_grad():
         assert torch.equal(model.eval()(images()), tiny(Shortcuts()).eval()(images()))
 
@@ -87,7 +88,7 @@ def test_token_drop_is_off_in_the_last_epochs() -> None:
     drop = TokenDrop(training(TOKEN_DROP=0.5, TOKEN_DROP_TAIL=2))
     counts = []
     for epoch in (8, 9, 10, 1):
-        drop.set(epoch, model)
+        drop.enter(epoch, model)
         counts.append(tokens_of(model, images()).shape[1] - 1)
     assert counts == [32, 64, 64, 32]
 
@@ -137,10 +138,8 @@ def test_scheduled_sizes_must_be_multiples_of_the_patch_size() -> None:
 
 def test_banner_shows_token_drop_and_size_schedule() -> None:
     train = training(TOKEN_DROP=0.25, TOKEN_DROP_TAIL=2, SIZE_SCHEDULE=[[0, 16], [0.75, 32]])
-    assert describe_shortcuts(train) == (
-        "25 % of the patches left out, none in the last 2 epochs; images of 16 from epoch 1, 32 from epoch 9"
-    )
-    assert describe_shortcuts(training()) == ""
+    assert TokenDrop(train).rows() == {"shortcuts": "25 % of the patches left out, none in the last 2 epochs"}
+    assert GrowingImages(train).rows() == {"shortcuts": "images of 16 from epoch 1, 32 from epoch 9"}
 
 
 def test_banner_shows_the_first_epoch_of_each_size() -> None:

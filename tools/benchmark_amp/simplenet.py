@@ -136,7 +136,7 @@ class SimpleNet:
         trained = model, nn.Identity(), Precision(config.AMP, self._device)
         parts = update_parts(config, ALONE, self._device, trained, len(self._batches))
         parts.criterion, parts.change = nn.MSELoss(), inputs_and_targets
-        parts.set_up_forward()
+        parts.assemble()
         return parts
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from datasets import TrainLoader, Window
+from engine.amp.skip_watch import OverflowWatch
 from engine.machine.device import synchronize
 from engine.machine.memory import peak_memory_gb
 from engine.measure.meters import NEVER
@@ -111,8 +112,8 @@ def _train(job: Job, ready: ReadyToTrain, windows: Iterator[Window], device: tor
         train_update(parts, window, update)
         curve.close_update(window)
         timer.count(update, sum(len(share.indices) for share in window.shares))
-        if parts.watch is not None:
-            result.notes += [blame.words() for blame in parts.watch.take()]
+        if watch := parts.ability(OverflowWatch):
+            result.notes += [blame.words() for blame in watch.take()]
         if time.monotonic() > job.deadline and update > timer.warmup and update < job.updates:
             result.out_of_time = True
             break

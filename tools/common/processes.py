@@ -26,7 +26,6 @@ from engine.machine.environment import join_run
 from engine.machine.memory import is_out_of_memory
 from engine.parallel.fsdp import build_sharding
 from engine.setup import ReadyToTrain, build_for_training, training_data
-from engine.wrapping import wrap
 from utils.config import Config
 from utils.distributed.group import leave
 from utils.distributed.world import ALONE, World, on_every_rank
@@ -79,7 +78,7 @@ def opened(config: Config, world: World = ALONE, compiled: bool = True) -> Itera
             run = Run(config, world, device, threads)
             ready = on_every_rank(world, lambda: build_for_training(run, None, sharding))
             training = Training(ready, device)
-            wrap(ready.parts, config)
+            ready.parts.assemble()
             updates = config.TRAIN.NUM_EPOCHS * ready.train_loader.order.updates
             compiling = choose_compiling(config, ready.parts, world, updates, {})
             ready.choices |= compiling.as_noted()

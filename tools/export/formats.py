@@ -70,7 +70,7 @@ class Format(ABC):
     def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Tensor:
         """Logits of the written file."""
 
-    def how_to_load(self, export: Export, out: Path) -> str:  # noqa: ARG002
+    def how_to_load(self, export: Export, out: Path) -> str:
         """Line of Python that loads the file, for the log; '' if it takes more than a line."""
         return ""
 
@@ -104,7 +104,7 @@ class Onnx(Format):
             raise TrainingError(f"-opset {export.options.opset}: torch can write this model only for opset {opset}.")
         return f"opset {opset}, {export.input_summary}"
 
-    def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Tensor:  # noqa: ARG002
+    def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Tensor:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
@@ -133,7 +133,7 @@ class Torch(Format):
         file.write_bytes(buffer.getbuffer())
         return export.input_summary
 
-    def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Tensor:  # noqa: ARG002
+    def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Tensor:
         module = torch.export.load(file).module()
         return torch.cat([module(batch) for batch in batches])
 

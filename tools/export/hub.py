@@ -64,7 +64,7 @@ class Hub(Format):
             raise TrainingError(f"timm would prepare images differently: {'; '.join(wrong)}")
         return torch.cat([model(batch) for batch in batches])
 
-    def how_to_load(self, export: Export, out: Path) -> str:  # noqa: ARG002
+    def how_to_load(self, export: Export, out: Path) -> str:
         return f'timm.create_model("local-dir:{out}", pretrained=True)'
 
 

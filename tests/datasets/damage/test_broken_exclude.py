@@ -87,7 +87,7 @@ def test_exclude_keeps_the_order_of_the_source() -> None:
         def name(self, index: int) -> str:
             return str(index)
 
-        def shuffled(self, generator: np.random.Generator) -> np.ndarray:  # noqa: ARG002
+        def shuffled(self, generator: np.random.Generator) -> np.ndarray:
             return np.arange(6)[::-1]
 
     left = Remaining(Backwards(), np.array([0, 2, 3, 5]), set())

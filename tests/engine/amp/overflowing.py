@@ -11,10 +11,10 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from datasets import Batch, Share
-from engine.amp.overflow_replay import Replay
-from engine.amp.skip_watch import Blame, OverflowWatch, SkipRecord
+from engine.amp.precision import Precision
+from engine.amp.skip_watch import Blame, OverflowWatch
+from tests.engine.small import CPU, FP16, parts_of
 
-CPU = torch.device("cpu")
 SAMPLES = 4
 
 
@@ -37,7 +37,10 @@ def half() -> torch.autocast:
 
 
 def watch_of(model: nn.Module, **options: Any) -> OverflowWatch:
-    return OverflowWatch(Replay(model, nn.Identity(), F.cross_entropy, half), 7, CPU, SkipRecord(), **options)
+    precision = Precision(FP16, CPU)
+    watch = OverflowWatch(7, precision, **options)
+    watch.attach(parts_of(model, torch.optim.SGD([nn.Parameter(torch.zeros(1))]), criterion=F.cross_entropy))
+    return watch
 
 
 def blame_of(model: nn.Module, *micro_batches: tuple[Share, Batch], scale: float = 1.0) -> Blame:

@@ -9,11 +9,10 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from engine.amp.half_copy import HalfCopy
-from engine.update import Parts, train_update
+from engine.amp.half_copy import in_half
+from engine.update import Parts, accumulate, train_update
 from tests.engine.small import flat, parts_of, window_of
 from utils.config import AmpConfig
-from utils.distributed.world import ALONE
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -31,7 +30,7 @@ class Sum(nn.Module):
 
 def parts_at(level: str, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Parts:
     parts = parts_of(model, optimizer, AmpConfig(ENABLED=True, DTYPE="bf16", LEVEL=level), **options)  # pyright: ignore[reportArgumentType]
-    parts.set_up_forward()
+    parts.assemble()
     return parts
 
 
@@ -120,20 +119,20 @@ def test_fp32_parameters_are_shared_and_others_copied() -> None:
         "vit_tiny_patch16_224", img_size=16, patch_size=8, depth=1, embed_dim=16, num_heads=2, num_classes=4
     )
     model.get_parameter("pos_embed").requires_grad_(False)
-    copy = HalfCopy(model, BF16, norms_in_fp32=True, in_fp32=["blocks.0.mlp"]).model
+    copy = in_half(model, BF16, norms_in_fp32=True, in_fp32=["blocks.0.mlp"])[0]
     for name, parameter in model.named_parameters():
         shared = "norm" in name or "mlp" in name
         assert (copy.get_parameter(name) is parameter) is shared, name
         assert copy.get_parameter(name).dtype is (FP32 if shared else BF16), name
         assert copy.get_parameter(name).requires_grad is parameter.requires_grad
         assert parameter.dtype is FP32
-    naive = HalfCopy(model, BF16, norms_in_fp32=False, in_fp32=[]).model
+    naive = in_half(model, BF16, norms_in_fp32=False, in_fp32=[])[0]
     assert {p.dtype for p in naive.parameters()} == {BF16}
 
 
 def test_fp32_module_name_does_not_match_a_longer_name() -> None:
     model = nn.ModuleDict({"fc": nn.Linear(2, 2), "fc1": nn.Linear(2, 2)})
-    copy = HalfCopy(model, BF16, norms_in_fp32=True, in_fp32=["fc"]).model
+    copy = in_half(model, BF16, norms_in_fp32=True, in_fp32=["fc"])[0]
     assert copy.get_parameter("fc.weight").dtype is FP32
     assert copy.get_parameter("fc1.weight").dtype is BF16
 
@@ -141,9 +140,7 @@ def test_fp32_module_name_does_not_match_a_longer_name() -> None:
 def test_frozen_weights_get_no_gradients() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.Linear(4, 3))
     model[1].requires_grad_(False)
-    copy = HalfCopy(model, BF16, norms_in_fp32=False, in_fp32=[])
-    copy.model(torch.ones(2, 1, 2, 2)).float().sum().backward()
-    copy.collect_gradients()
-    copy.sum_gradients(ALONE)
+    parts = parts_at("NAIVE", model, torch.optim.SGD(model.parameters()))
+    accumulate(parts, window_of(torch.ones(2, 1, 2, 2)), 1)
     assert [p.grad is None for p in model.parameters()] == [True, True, False, False]
-    assert all(p.grad is None for p in copy.model.parameters())
+    assert all(p.grad is None for p in parts.forward.parameters())

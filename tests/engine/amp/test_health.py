@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.amp.fp32_modules import forced_modules
-from engine.amp.skip_watch import Blame
+from engine.amp.precision import Precision
+from engine.amp.skip_watch import Blame, OverflowWatch
 from engine.measure.meters import TrainMeters
 from engine.measure.progress import Position
 from engine.report.skips import Health
@@ -152,10 +153,11 @@ class Told:
         self.blames.append(blame)
 
 
-class Found:
-    """Stands in for the watch: what it found, look by look."""
+class Found(OverflowWatch):
+    """A watch that has found, look by look."""
 
-    def __init__(self, *looks: list[Blame]) -> None:
+    def __init__(self, precision: Precision, *looks: list[Blame]) -> None:
+        super().__init__(0, precision)
         self.looks = list(looks)
 
     def take(self) -> list[Blame]:
@@ -170,7 +172,7 @@ def blame(module: str, update: int = 1, direction: str = "forward", scale: float
 def health(tiny: Path) -> Callable[..., Health]:
     def make(*looks: list[Blame], **keys: Any) -> Health:
         parts = build(tiny, AMP__ENABLED="true", AMP__DTYPE="fp16").parts
-        parts.watch = Found(*looks)  # pyright: ignore[reportAttributeAccessIssue]
+        parts.abilities = (Found(parts.precision, *looks),)
         settings = AmpConfig(ENABLED=True, DTYPE="fp16", **{"AUTO_FP32": True, **keys})
         return Health(settings, parts, ALONE, Told())  # pyright: ignore[reportArgumentType]
 

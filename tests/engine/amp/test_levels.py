@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from datasets import Batch, Share, Window
 from engine.amp.precision import Precision, check_amp
 from engine.amp.prepare_model import tile_size_hint
+from engine.amp.skip_watch import OverflowWatch
 from engine.checkpoint.folder import MODEL
 from engine.evaluate import evaluate
+from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain
 from engine.update import train_update
 from tests.engine.amp.modes import BF16, FP16, FP32, MODES, PLAIN_STEPS, SCALED, WITH_MASTERS, amp, change
@@ -87,9 +89,10 @@ def test_logged_norm_and_clipping_use_unscaled_gradients(tiny: Path, mode: str) 
 def standing(ready: ReadyToTrain) -> dict[str, Any]:
     """All that a skipped update must leave alone."""
     parts = ready.parts
-    assert parts.ema is not None
-    found: dict[str, Any] = {"moved": parts.schedule.moved, "averaged": int(parts.ema.updates)}
-    modules = {"model": parts.model, "average": parts.ema.module, "forward": parts.forward}
+    ema = parts.ability(Ema)
+    assert ema is not None
+    found: dict[str, Any] = {"moved": parts.schedule.moved, "averaged": int(ema.updates)}
+    modules = {"model": parts.model, "average": ema.module, "forward": parts.forward}
     found |= {f"{key}.{name}": t.tolist() for key, m in modules.items() for name, t in m.state_dict().items()}
     state = parts.optimizer.state_dict()["state"]
     found |= {f"optimizer.{i}.{k}": torch.as_tensor(v).tolist() for i, s in state.items() for k, v in s.items()}
@@ -139,7 +142,9 @@ def test_skip_changes_nothing_and_training_continues(tiny: Path, mode: str, opti
 def test_no_precision_copies_to_the_host_in_an_update(tiny: Path, words: dict[str, object]) -> None:
     ready = build(tiny, **words, TRAIN__ACCUM_ITER=2, TRAIN__MODEL_EMA="true")
     scaled = ready.parts.precision.scaler.is_enabled()
-    assert (ready.parts.watch is not None) is scaled, "the watch over overflows is on wherever something is scaled"
+    assert (ready.parts.ability(OverflowWatch) is not None) is scaled, (
+        "the watch over overflows is on wherever something is scaled"
+    )
     assert read_backs(ready) == set()
     assert ready.parts.meters.read(ready.parts.precision.scale_tensor(), 0.0).skipped == 0
 
@@ -155,7 +160,8 @@ def dtypes(tensors: Any) -> set[torch.dtype]:
 def test_dtypes_of_weights_gradients_optimizer_state_and_file(tiny: Path, tmp_path: Path, mode: str) -> None:
     ready = build(tiny, **MODES[mode], TRAIN__MODEL_EMA="true")
     parts = ready.parts
-    assert parts.ema is not None
+    ema = parts.ability(Ema)
+    assert ema is not None
     gradients: dict[str, torch.dtype] = {}
 
     def noted(*_: Any) -> None:
@@ -170,7 +176,7 @@ def test_dtypes_of_weights_gradients_optimizer_state_and_file(tiny: Path, tmp_pa
     assert len(gradients) == len(list(parts.model.parameters()))
     moments = [v for s in parts.optimizer.state.values() for k, v in s.items() if k != "step"]
     assert dtypes(moments) == {held}
-    assert dtypes(parts.ema.module.parameters()) == {FP32}
+    assert dtypes(ema.module.parameters()) == {FP32}
     # The model that computes.
     computing = {n: p.dtype for n, p in parts.forward.named_parameters()}
     norms = {n for n in computing if "norm" in n}

@@ -14,7 +14,7 @@ from engine.amp.precision import Precision, check_precision, choose, switch_tf32
 from engine.optim.ema import Ema
 from engine.update import Parts, train_update
 from tests.engine.small import BF16, CPU, FP16, OFF, Scale, flat, parts_of, window_of
-from utils.config import AmpConfig
+from utils.config import AmpConfig, TrainConfig
 from utils.errors import UserError
 
 AUTO = AmpConfig(ENABLED=True)
@@ -183,14 +183,15 @@ def sgd(amp: AmpConfig, clip: float | None = None, fused: bool = True, momentum:
     model = Scale()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=momentum, fused=fused)
     parts = parts_of(model, optimizer, amp, grad_clip=clip)
-    parts.ema = Ema(model, 0.5, False, CPU)
+    parts.abilities = (*parts.abilities, Ema(model, TrainConfig(MODEL_EMA_DECAY=0.5, MODEL_EMA_WARMUP=False), CPU))
     return parts
 
 
 def state(parts: Parts) -> tuple[float, int, float, int]:
-    assert parts.ema is not None
-    weight, average = (next(m.parameters()).item() for m in (parts.model, parts.ema.module))
-    return weight, parts.schedule.moved, average, int(parts.ema.updates)
+    ema = parts.ability(Ema)
+    assert ema is not None
+    weight, average = (next(m.parameters()).item() for m in (parts.model, ema.module))
+    return weight, parts.schedule.moved, average, int(ema.updates)
 
 
 @pytest.mark.parametrize("fused", [True, False])

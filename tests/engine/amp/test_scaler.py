@@ -141,7 +141,7 @@ def saved(ready: ReadyToTrain, root: Path, update: int) -> Checkpoint:
 def gone_on(tiny: Path, checkpoint: Checkpoint, **words: object) -> ReadyToTrain:
     ready = build(tiny, **words)
     restore(ready.parts, checkpoint, 44)
-    ready.parts.set_up_forward()
+    ready.parts.assemble()
     return ready
 
 

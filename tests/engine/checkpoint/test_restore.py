@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.checkpoint.folder import EMA, MODEL, Checkpoint, inspect
 from engine.checkpoint.state import finite, restore, state_of
 from engine.measure.progress import Best, Position
+from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain
 from tests.engine.small import build, train, windows
 from tests.program import made_meta
@@ -28,8 +29,8 @@ RICH = {"TRAIN__MODEL_EMA": "true", "MODEL__DROPOUT": 0.1, "AMP__ENABLED": "true
 def save(ready: ReadyToTrain, root: Path, update: int, epoch_step: tuple[int, int] = (1, 0)) -> Checkpoint:
     parts = ready.parts
     tensors = {MODEL: parts.model.state_dict()}
-    if parts.ema:
-        tensors[EMA] = parts.ema.module.state_dict()
+    if ema := parts.ability(Ema):
+        tensors[EMA] = ema.module.state_dict()
     best = Best(12.5, "ema_acc1", 3, 1, 2)
     state = state_of(parts, Position(*epoch_step, update), best, GLOBAL_BATCH, parts.meters.state())
     return inspect(save_checkpoint(root, update, tensors, state, made_meta(update)))
@@ -38,7 +39,7 @@ def save(ready: ReadyToTrain, root: Path, update: int, epoch_step: tuple[int, in
 def everything(ready: ReadyToTrain) -> dict[str, Any]:
     """All state that training depends on, in a form that `==` compares bit for bit."""
     parts = ready.parts
-    models = {"model": parts.model} | ({"ema": parts.ema.module} if parts.ema else {})
+    models = {which.name: module for which, module in parts.weights.items()}
     found: dict[str, Any] = {f"{k}.{n}": bits(t) for k, m in models.items() for n, t in m.state_dict().items()}
     for index, state in parts.optimizer.state_dict()["state"].items():
         found |= {f"optimizer.{index}.{n}": bits(v) for n, v in state.items()}
@@ -46,7 +47,7 @@ def everything(ready: ReadyToTrain) -> dict[str, Any]:
         found |= {f"group.{index}.{n}": bits(v) for n, v in group.items() if n != "params"}
     found["scaler"] = parts.precision.scaler.state_dict()
     found["moved"], found["last_rate"] = parts.schedule.moved, float(parts.schedule.last_rate())
-    found["ema_updates"] = int(parts.ema.updates) if parts.ema else 0
+    found["averaged"] = ema.state() if (ema := parts.ability(Ema)) else {}
     found["meters"] = parts.meters.state()
     return found
 
@@ -132,11 +133,12 @@ def test_resume_may_add_or_drop_ema(tiny: Path, tmp_path: Path) -> None:
     train(without, 2)
     later = build(tiny, TRAIN__MODEL_EMA="true")
     restore(later.parts, save(without, tmp_path / "a", 2), PER_EPOCH)
-    assert later.parts.ema is not None
-    for name, tensor in later.parts.ema.module.state_dict().items():
+    ema = later.parts.ability(Ema)
+    assert ema is not None
+    for name, tensor in ema.module.state_dict().items():
         assert torch.equal(tensor, without.parts.model.state_dict()[name]), "it begins with the weights there are"
     train(later, 1, done=2)
-    assert int(later.parts.ema.updates) == 1
+    assert int(ema.updates) == 1
     restore(build(tiny).parts, save(later, tmp_path / "b", 3), PER_EPOCH)
 
 

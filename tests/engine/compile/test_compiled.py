@@ -15,12 +15,14 @@ import pytest
 import torch
 
 from engine.amp.precision import Precision
+from engine.amp.skip_watch import OverflowWatch
 from engine.compile import compiled as compiling
 from engine.compile.cache import CACHE
 from engine.compile.choice import BLOCKS, WHOLE, CompileChoice
 from engine.compile.compiled import compile_update
 from engine.evaluate import evaluate
 from engine.machine.late_compiler import uncompiled
+from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain
 from engine.speed.attention import apply_attention
 from tests.engine.small import build, train, windows
@@ -103,7 +105,7 @@ def test_compiled_updates_equal_eager_ones(tiny: Path, how: str, precision: str)
     assert moved > 0
     # Compiled code casts to 16 bits in other places, and Adam's first steps are large for the smallest gradients too.
     assert (weights(ours) - weights(written)).norm() <= (1e-6 if precision == "fp32" else 0.1) * moved
-    ema = ours.parts.ema
+    ema = ours.parts.ability(Ema)
     assert ema is not None
     assert [*ours.parts.model.state_dict()] == [*ema.module.state_dict()] == [*written.parts.model.state_dict()]
 
@@ -127,7 +129,7 @@ def test_end_of_token_dropping_is_logged_as_compiling_and_not_counted_as_trainin
     assert parts.compiled is not None
     parts.compiled.after_compiling = lambda: compiled_at.append(graphs())
     for epoch in (1, 1, 2, 2):
-        parts.start_epoch(epoch)
+        parts.enter(epoch)
         train(ready, 1)
     assert compiled_at == [1, 2], "not at the second update of an epoch"
     lines = [line for line in said.messages if line.startswith("Compiling")]
@@ -175,8 +177,7 @@ def test_modules_forced_to_fp32_during_training_are_compiled_again(tiny: Path) -
         ready.parts.force_fp32(["blocks.0.mlp"])
         train(ready, 1, source, done=1)
     assert torch.allclose(weights(ours), weights(written), atol=1e-4)
-    assert ours.parts.half_copy is not None
-    half = ours.parts.half_copy.model.get_submodule("blocks.0.mlp.fc1").weight
+    half = ours.parts.forward.get_submodule("blocks.0.mlp.fc1").weight
     assert half.dtype is torch.float32
 
 
@@ -186,8 +187,9 @@ def test_skipped_update_is_replayed_in_eager_mode(tiny: Path) -> None:
     with torch.no_grad():
         dict(ready.model.named_parameters())["blocks.1.mlp.fc1.bias"].fill_(7e4)
     train(ready, 1)
-    assert ready.parts.watch is not None
-    (blame,) = ready.parts.watch.take()
+    watch = ready.parts.ability(OverflowWatch)
+    assert watch is not None
+    (blame,) = watch.take()
     assert (blame.operation, blame.module) == ("linear", "blocks.1.mlp.fc1")
 
 

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from engine.amp.precision import Precision
+from engine.amp.skip_watch import OverflowWatch
 from engine.distill.targets import teacher_of
 from engine.distill.teacher import Teacher, check_teacher_matches, load_teacher
 from engine.inputs.mixup import build_batch_transform
+from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain
 from tests.engine.small import CPU, build, train, windows
 from tests.engine.test_no_host_copies import read_backs
@@ -142,8 +144,9 @@ def test_teacher_is_frozen_and_neither_trained_nor_saved(
     assert not any(part.training for part in teacher.model.modules())
     trained = {id(weight) for group in ready.parts.optimizer.param_groups for weight in group["params"]}
     assert trained == {id(weight) for weight in ready.parts.model.parameters()}
-    assert ready.parts.ema is not None
-    assert ready.parts.ema.module.state_dict().keys() == ready.parts.model.state_dict().keys()
+    ema = ready.parts.ability(Ema)
+    assert ema is not None
+    assert ema.module.state_dict().keys() == ready.parts.model.state_dict().keys()
     assert not any("teacher" in name for name in ready.parts.model.state_dict())
     assert ready.choices["teacher"].startswith("tiny of ")
 
@@ -199,8 +202,9 @@ def test_skipped_update_is_replayed_with_the_teacher(student: Callable[..., Read
     scale = {"AMP__ENABLED": "true", "AMP__DTYPE": "fp16", "AMP__INIT_LOSS_SCALING": 1e38}
     ready = student("soft", **scale, **DISTILLED)
     losses_of(ready, 1)
-    assert ready.parts.watch is not None
-    (blame,) = ready.parts.watch.take()
+    watch = ready.parts.ability(OverflowWatch)
+    assert watch is not None
+    (blame,) = watch.take()
     assert blame.operation, blame.words()
     assert "replay failed" not in blame.words()
 
@@ -209,8 +213,9 @@ def test_overflow_in_the_teacher_is_named(student: Callable[..., ReadyToTrain]) 
     ready = student("soft", AMP__ENABLED="true", AMP__DTYPE="fp16", AMP__INIT_LOSS_SCALING=1)
     teacher_in(ready).model.get_parameter("blocks.0.mlp.fc2.weight").fill_(1e5)
     losses_of(ready, 1)
-    assert ready.parts.watch is not None
-    (blame,) = ready.parts.watch.take()
+    watch = ready.parts.ability(OverflowWatch)
+    assert watch is not None
+    (blame,) = watch.take()
     assert blame.module == "teacher.blocks.0.mlp.fc2"
 
 

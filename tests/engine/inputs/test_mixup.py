@@ -15,6 +15,7 @@ from timm.loss.cross_entropy import SoftTargetCrossEntropy
 from torch import Tensor
 
 from datasets import Window
+from engine.amp.skip_watch import OverflowWatch
 from engine.evaluate import evaluate
 from engine.inputs.mixup import Mixing, TransformedBatch, build_batch_transform, no_transform
 from tests.engine.small import CPU, build, train, windows
@@ -165,10 +166,11 @@ def test_batch_transform_depends_on_the_micro_batch_only(tiny: Path) -> None:
 def test_replay_of_a_skipped_update_mixes_the_same_images(tiny: Path) -> None:
     ready = build(tiny, AMP__ENABLED="true", AMP__DTYPE="fp16", AMP__INIT_LOSS_SCALING=1e30, **ALL_ON)
     found = keeping(ready.parts)
-    ready.parts.set_up_forward()  # so that the replay is watched as well
+    ready.parts.assemble()  # so that the replay is watched as well
     train(ready, 1)
-    assert ready.parts.watch is not None
-    assert len(ready.parts.watch.take()) == 1
+    watch = ready.parts.ability(OverflowWatch)
+    assert watch is not None
+    assert len(watch.take()) == 1
     update, replay = found
     assert torch.equal(update.images, replay.images)
     assert torch.equal(update.targets, replay.targets)

@@ -15,6 +15,7 @@ from engine.measure.task import SINGLE_LABEL, Means
 from engine.optim.ema import Ema
 from engine.trainer import Trainer
 from tests.engine.small import CPU
+from utils.config import TrainConfig
 from utils.distributed.world import ALONE
 
 STEPS = 30
@@ -43,10 +44,10 @@ def wander(model: nn.Module, step: int) -> None:
 def averaged(decay: float, warmup: bool, moved: list[bool], as_tensor: bool) -> tuple[Ema, Net]:
     torch.manual_seed(0)
     model = Net()
-    ema = Ema(model, decay, warmup, CPU)
+    ema = Ema(model, TrainConfig(MODEL_EMA_DECAY=decay, MODEL_EMA_WARMUP=warmup), CPU)
     for step, yes in enumerate(moved):
         wander(model, step)
-        ema.update(torch.tensor(yes) if as_tensor else yes)
+        ema.after_update(1, torch.tensor(yes) if as_tensor else yes)
     return ema, model
 
 
@@ -82,7 +83,7 @@ def test_skipped_update_does_not_change_the_ema(as_tensor: bool) -> None:
     before = {name: tensor.clone() for name, tensor in ema.module.state_dict().items()}
     wander(model, 7)
     model.norm.running_mean.fill_(float("inf"))  # pyright: ignore[reportOptionalMemberAccess]
-    ema.update(torch.tensor(False) if as_tensor else False)
+    ema.after_update(1, torch.tensor(False) if as_tensor else False)
     assert int(ema.updates) == 2
     assert all(torch.equal(before[name], tensor) for name, tensor in ema.module.state_dict().items())
 
@@ -106,7 +107,7 @@ def test_ema_copies_or_leaves_buffers_of_any_dtype_bit_for_bit(as_tensor: bool) 
         "one": torch.tensor(0.1, dtype=torch.float64),
     }.items():
         model.register_buffer(name, buffer)
-    ema = Ema(model, 0.5, False, CPU)
+    ema = Ema(model, TrainConfig(MODEL_EMA_DECAY=0.5, MODEL_EMA_WARMUP=False), CPU)
     taken = {name: buffer.clone() for name, buffer in ema.module.named_buffers()}
     for moved in (True, False, True):
         for buffer in model.buffers():
@@ -115,7 +116,7 @@ def test_ema_copies_or_leaves_buffers_of_any_dtype_bit_for_bit(as_tensor: bool) 
             )
         if moved:
             taken = {name: buffer.to(taken[name].dtype) for name, buffer in model.named_buffers()}
-        ema.update(torch.tensor(moved) if as_tensor else moved)
+        ema.after_update(1, torch.tensor(moved) if as_tensor else moved)
         for name, buffer in ema.module.named_buffers():
             assert torch.equal(buffer, taken[name]), name
         taken = {name: buffer.clone() for name, buffer in taken.items()}
@@ -134,16 +135,16 @@ def test_number_of_kernels_does_not_grow_with_the_layers(as_tensor: bool) -> Non
 
     counts = []
     for layers in (2, 20):
-        ema = Ema(nn.Sequential(*(Net() for _ in range(layers))), 0.5, False, CPU)
+        ema = Ema(nn.Sequential(*(Net() for _ in range(layers))), TrainConfig(MODEL_EMA=True), CPU)
         with Calls() as calls:
-            ema.update(torch.tensor(True) if as_tensor else True)
+            ema.after_update(1, torch.tensor(True) if as_tensor else True)
         counts.append(calls.count)
     assert counts[0] == counts[1] > 0
 
 
 def test_ema_starts_as_the_model_and_is_not_trained() -> None:
     model = Net().train()
-    ema = Ema(model, 0.9, True, CPU)
+    ema = Ema(model, TrainConfig(MODEL_EMA_DECAY=0.9, MODEL_EMA_WARMUP=True), CPU)
     assert all(torch.equal(a, b) for a, b in zip(ema.module.parameters(), model.parameters(), strict=True))
     assert not any(p.requires_grad for p in ema.module.parameters())
     assert not any(m.training for m in ema.module.modules())
@@ -155,7 +156,7 @@ def test_ema_continues_from_loaded_weights() -> None:
     ema, model = averaged(0.5, False, [True], as_tensor=False)
     saved = {name: torch.zeros_like(tensor) for name, tensor in ema.module.state_dict().items()}
     ema.module.load_state_dict(saved)
-    ema.update(True)
+    ema.after_update(1, True)
     for ours, theirs in zip(ema.module.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs / 2)
 
@@ -182,7 +183,7 @@ def test_ema_in_host_memory_stays_there(monkeypatch: pytest.MonkeyPatch) -> None
     Trainer._evaluate(loop, ema.module)  # pyright: ignore[reportArgumentType]
     assert seen == [{"meta"}]
     before = next(ema.module.parameters()).clone()
-    ema.update(True)
+    ema.after_update(1, True)
     after = next(ema.module.parameters())
     assert after.device == CPU
     torch.testing.assert_close(after.detach(), (before + next(model.parameters()).detach()) / 2)

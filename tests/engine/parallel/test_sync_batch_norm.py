@@ -11,14 +11,13 @@ import torch
 from timm.layers.norm_act import BatchNormAct2d
 from torch import nn
 
-from engine import wrapping
 from engine.amp.precision import Precision
 from engine.amp.skip_watch import OverflowWatch
-from engine.parallel.sync_batch_norm import sync_batch_norm
+from engine.parallel.sync_batch_norm import SharedBatchNorm
 from tests.engine.small import CPU, FP16, OFF, parts_of
 from tests.program import Result
 from utils.config import Config
-from utils.distributed.world import ALONE, World
+from utils.distributed.world import World
 
 TWO = World(rank=0, size=2)
 GPU = torch.device("cuda", 0)
@@ -35,6 +34,11 @@ def plain() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), BatchNormAct2d(4), nn.Flatten(), nn.Linear(4, 2))
 
 
+def share(model: nn.Module, precision: Precision, config: Config) -> None:
+    parts = parts_of(model, torch.optim.SGD(model.parameters(), 1.0))
+    SharedBatchNorm(precision, config.DIST, TWO).attach(parts)
+
+
 def kinds(model: nn.Module) -> list[str]:
     return [type(module).__name__ for module in model.modules() if "BatchNorm" in type(module).__name__]
 
@@ -43,7 +47,7 @@ def test_sync_batch_norm_converts_norms_on_gpus(said: pytest.LogCaptureFixture) 
     model = plain()
     before, weights = {name: id(value) for name, value in model.named_parameters()}, list(model.state_dict())
     buffers = {name: id(value) for name, value in model.named_buffers()}
-    assert sync_batch_norm(model, precision_on(), Config(), TWO)
+    share(model, precision_on(), Config())
     assert kinds(model) == ["SyncBatchNorm", "SyncBatchNormAct"]
     assert isinstance(model[2].act, nn.ReLU)  # pyright: ignore[reportIndexIssue]
     assert {name: id(value) for name, value in model.named_parameters()} == before, "the optimiser holds these"
@@ -64,32 +68,27 @@ def test_log_says_once_why_norms_are_not_synchronised(
     settings: dict[str, object], device: str, why: str, said: pytest.LogCaptureFixture
 ) -> None:
     model = plain()
-    assert not sync_batch_norm(model, precision_on(torch.device(device)), Config.model_validate(settings), TWO)
+    share(model, precision_on(torch.device(device)), Config.model_validate(settings))
     assert kinds(model) == ["BatchNorm2d", "BatchNormAct2d"]
     assert said.text.count(OWN_IMAGES) == 1
     assert why in said.text
 
 
-def test_sync_batch_norm_does_nothing_with_one_process_or_no_norms(said: pytest.LogCaptureFixture) -> None:
-    model = plain()
-    assert not sync_batch_norm(model, precision_on(), Config(), ALONE)
-    assert kinds(model) == ["BatchNorm2d", "BatchNormAct2d"]
-    vit = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=12, num_heads=1)
-    assert not sync_batch_norm(vit, precision_on(), Config(), TWO)
+def test_sync_batch_norm_does_nothing_without_norms(said: pytest.LogCaptureFixture) -> None:
+    share(timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=12, num_heads=1), precision_on(), Config())
     assert not said.records
 
 
-def test_overflow_watch_is_removed_with_sync_batch_norm(
-    said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_replayed_with_sync_batch_norm(said: pytest.LogCaptureFixture) -> None:
     model = plain()
     parts = parts_of(model, torch.optim.SGD(model.parameters(), 1.0), amp=FP16)
-    parts.set_up_forward()
-    assert isinstance(parts.watch, OverflowWatch)
-    parts.precision.device, parts.world = GPU, TWO
-    monkeypatch.setattr(wrapping, "wrap_ddp", lambda model, *_: model)
-    wrapping.wrap(parts, Config())
-    assert parts.watch is None
+    watch = parts.ability(OverflowWatch)
+    assert watch is not None
+    parts.abilities = (SharedBatchNorm(precision_on(), Config().DIST, TWO), *parts.abilities)
+    parts.assemble()
+    watch.before_step(1)
+    watch.after_update(1, False)
+    assert watch.take() == []
     assert "With DIST.SYNC_BATCHNORM, skipped updates are not replayed" in said.text
 
 

@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from engine.amp.fp32_modules import force_fp32
 from engine.amp.op_lists import OpLists
+from engine.amp.skip_watch import OverflowWatch
 from engine.setup import ReadyToTrain
 from engine.speed.grad_checkpoint import checkpoint_blocks, describe_recomputed
 from models.blocks import blocks_of
@@ -129,8 +130,9 @@ def test_overflow_in_a_recomputed_block_is_named(tiny: Path) -> None:
         with torch.no_grad():
             ready.model.get_parameter("blocks.0.mlp.fc1.bias").fill_(7e4)
         train(ready, 1, windows(ready))
-        assert ready.parts.watch is not None
-        named.append([(blame.module, blame.direction, blame.operation) for blame in ready.parts.watch.take()])
+        watch = ready.parts.ability(OverflowWatch)
+        assert watch is not None
+        named.append([(blame.module, blame.direction, blame.operation) for blame in watch.take()])
     assert named[0]
     assert named[0][0][0] == "blocks.0.mlp.fc1"
     assert named[0] == named[1]

@@ -44,7 +44,7 @@ class Ours:
         in_precision, tuning = tuned_model(config, device, ALONE, {})
         in_precision[0].train()
         self._parts = update_parts(config, ALONE, device, in_precision, UPDATES_PER_EPOCH)
-        self._parts.set_up_forward()
+        self._parts.assemble()
         compiling = choose_compiling(config, self._parts, ALONE, 0, {})
         self.choices = tuning.choices() | compiling.as_noted()
         compile_update(self._parts, compiling, config)

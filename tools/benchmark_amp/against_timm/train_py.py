@@ -139,7 +139,7 @@ class _ContinuedSchedule:
     def __init__(self, timm_loop: Timm) -> None:
         self._timm = timm_loop
 
-    def step_update(self, num_updates: int, metric: float | None = None) -> None:  # noqa: ARG002
+    def step_update(self, num_updates: int, metric: float | None = None) -> None:
         self._timm.done += 1
         self._timm.schedule.step_update(self._timm.done, metric=metric)
 

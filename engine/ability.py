@@ -1,0 +1,69 @@
+"""An ability: what a run may or may not have, such as an EMA. engine/order.py names them all, in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from datasets import Batch, Share
+
+
+class Computing(Protocol):
+    """What computes a micro-batch, and what trains it."""
+
+    model: nn.Module
+    """The module that is trained and saved."""
+    forward: nn.Module
+    """The module that is called: the model, DDP around it, or a copy."""
+    inputs: nn.Module
+    criterion: Callable[[Tensor, Tensor], Tensor]
+    change: Callable[[Tensor, Tensor], Any]
+    optimizer: Optimizer
+
+
+class Ability:
+    """A method does nothing unless an ability needs it. The updates' methods must not wait for the device."""
+
+    def attach(self, to: Computing) -> None:
+        """Hold on to what computes, or replace `to.forward`. Called anew when other weights train, or move to fp32.
+
+        A collective call.
+        """
+
+    def phase(self, epoch: int) -> str:
+        """What this epoch computes otherwise than others, in words; code is compiled once for each phase."""
+        return ""
+
+    def enter(self, epoch: int, *models: nn.Module) -> bool:
+        """Prepare these models for an epoch. Returns whether other weights are trained from now on."""
+        return False
+
+    def after_backward(self, share: Share, batch: Batch) -> None:
+        """The gradients of a micro-batch are there."""
+
+    def before_step(self, update: int) -> None:
+        """The gradients of all micro-batches of an update are there, still scaled."""
+
+    def after_update(self, update: int, moved: bool | Tensor) -> None:
+        """`moved`: whether the optimiser changed the weights; a tensor where only the device knows."""
+
+    def state(self) -> dict[str, Any]:
+        """Entries of a checkpoint's state.pt."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state` returned."""
+
+    def rows(self) -> dict[str, str]:
+        """Row of the banner -> words."""
+        return {}
+
+    def holds(self) -> dict[str, list[Tensor]]:
+        """Name in the dry run's table of memory -> tensors that it keeps."""
+        return {}
+
+
+A = TypeVar("A", bound=Ability)

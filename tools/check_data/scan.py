@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from datasets.base import Encoded, Samples
 from datasets.damage.retry import failure_of
 from datasets.decoding.jpeg import damage_of
 from datasets.decoding.reader import JPEG_START, decoder_of
 from datasets.loading.loader import start_worker
-from datasets.loading.workers import WatchedIterator, WatchedLoader, WorkerDied
+from datasets.loading.workers import LoadingProcesses
 from datasets.transforms.pixels import Pixels
 from tools.common.progress import progress_bar
 from utils.config.data import DataConfig
@@ -57,7 +57,7 @@ class Split:
 def scan_split(title: str, samples: Samples, data: DataConfig, workers: int) -> Split:
     """Scan every image of a split."""
     chunks = [list(range(begin, min(begin + CHUNK, len(samples)))) for begin in range(0, len(samples), CHUNK)]
-    loader = WatchedLoader(
+    loader = DataLoader(
         _Scanner(samples, data),
         batch_sampler=chunks,
         num_workers=min(workers, len(chunks)),
@@ -65,22 +65,23 @@ def scan_split(title: str, samples: Samples, data: DataConfig, workers: int) -> 
         collate_fn=list,
         worker_init_fn=start_worker,
         generator=torch.Generator(),
+        persistent_workers=bool(workers and chunks),
     )
     scans: list[Scan] = []
     with warnings.catch_warnings(action="ignore"), progress_bar(len(samples), "images", title) as bar:
-        iterator = iter(loader)
+        processes = LoadingProcesses(loader) if loader.num_workers else None
         try:
-            for chunk in iterator:
+            for chunk in processes or loader:
                 scans.extend(chunk)
                 bar.update(len(chunk))
-        except WorkerDied as death:
+        except TrainingError as death:
             raise TrainingError(
-                f"{death}. If an image caused this, it is {samples.name(len(scans))} or one of the next "
-                f"{CHUNK * workers * PREFETCH - 1} images of the {title} split. Use fewer processes with -num_workers."
+                f"{death} If an image caused this, it is {samples.name(len(scans))} or one of the next "
+                f"{CHUNK * workers * PREFETCH - 1} images of the {title} split."
             ) from None
         finally:
-            if isinstance(iterator, WatchedIterator):
-                iterator.end(kill=True)
+            if processes is not None:
+                processes.end()
     return Split(title, samples, scans)
 
 

@@ -78,7 +78,7 @@ def _metrics(meta: Mapping[str, Any]) -> dict[str, float]:
 
 def _deciding_metric(meta: Mapping[str, Any]) -> str:
     """The run's SAVE_BEST_BY; acc1 if it is missing or unknown."""
-    by = meta["settings"].get("SAVE_BEST_BY")
+    by = meta.get("settings", {}).get("SAVE_BEST_BY")  # of a foreign meta.json too
     return by if by in ("loss", *NAMES) else "acc1"
 
 

@@ -105,7 +105,7 @@ def test_sums_are_restored_from_a_checkpoint() -> None:
     closed(meters, 1, moved=False, scaled=True)
     state = meters.state()
     fresh = TrainMeters(CPU, ALONE)
-    fresh.restore(state["epoch"], state["skipped"])  # pyright: ignore[reportArgumentType]
+    fresh.restore(**state)  # pyright: ignore[reportArgumentType]
     for one in (meters, fresh):
         one.add(torch.tensor(5.0), logits(0), torch.tensor([0]), 1.0)
     assert closed(fresh, 2, scaled=True) == closed(meters, 2, scaled=True)
@@ -115,7 +115,7 @@ def test_sums_are_restored_from_a_checkpoint() -> None:
 def test_only_rank_0_restores_the_sums() -> None:
     """Each rank's share would else be added once a rank."""
     second = TrainMeters(CPU, World(rank=1, size=2))
-    second.restore([8.0, 4.0, 4.0, 4.0], 3)
+    second.restore([8.0, 4.0, 4.0, 4.0], 3, 0)
     assert second._epoch.tolist() == [0.0] * 4
     assert int(second._skipped) == 3
 

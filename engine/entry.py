@@ -120,7 +120,8 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
         return EXIT_DONE
     if command.action == "print_amp":
         return _print_amp(loaded)
-    world = read_world(loaded.config.DIST)
+    # main_single_gpu.py needs no address where ranks meet, which read_world would ask for.
+    world = (None if many else world_from_launcher()) or read_world(loaded.config.DIST)
     if world is not None and not world.first:  # a rank set with -rank is known only now
         start_log(to_terminal=False)
     if world is None:

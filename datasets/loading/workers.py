@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader
 
 from utils.errors import TrainingError
 
+SECONDS_TO_BEGIN = 60.0
+"""Time limit for the start. A process forked from a threaded one can hang on a lock that a thread held at the fork."""
 SECONDS_TO_DIE = 0.25
 """Time between the end of a process's files and of the process."""
 BEFORE_QUEUES_CLOSE = 100
@@ -33,6 +35,9 @@ class LoadingProcesses:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self._batches: Any = None
+        self._hung: list[Any] = []
+        self._begun = multiprocessing.RawArray("b", loader.num_workers)
+        loader.worker_init_fn = partial(_begin, loader.worker_init_fn, self._begun)
         others = set(multiprocessing.active_children())
         try:
             with _signals_held_back():
@@ -43,6 +48,9 @@ class LoadingProcesses:
             reason = error.strerror or error
             raise TrainingError(f"Loading processes could not be started: {reason}. {REMEDY}") from None
         self._forget_exit = call_at_exit(self.end)
+        self._limit = threading.Timer(SECONDS_TO_BEGIN, self._kill_hung)
+        self._limit.daemon = True
+        self._limit.start()
 
     def begin_epoch(self) -> None:
         self._guarded(lambda: iter(self._loader))
@@ -62,7 +70,7 @@ class LoadingProcesses:
         except Exception:  # a process that dies while it sends can raise nearly anything here
             time.sleep(SECONDS_TO_DIE)
             if dead := self._dead():
-                causes = ", ".join(f"the loading process {worker.pid} {_cause(worker.exitcode)}" for worker in dead)
+                causes = ", ".join(f"the loading process {worker.pid} {self._cause(worker)}" for worker in dead)
                 raise TrainingError(f"A batch could not be loaded: {causes}. {REMEDY}") from None
             raise
 
@@ -72,6 +80,7 @@ class LoadingProcesses:
     def end(self) -> None:
         """End the processes, without waiting for the batches of others if one is dead: it may hold a lock."""
         self._forget_exit()
+        self._limit.cancel()
         if self._dead():
             self._kill()
         self._batches._shutdown_workers()
@@ -81,6 +90,20 @@ class LoadingProcesses:
         for worker in self._batches._workers:
             if worker.is_alive():
                 worker.kill()
+
+    def _kill_hung(self) -> None:
+        self._hung = [worker for worker, begun in zip(self._batches._workers, self._begun, strict=True) if not begun]
+        for worker in self._hung:
+            worker.kill()
+
+    def _cause(self, worker: Any) -> str:
+        return f"did not begin in {SECONDS_TO_BEGIN:g} s" if worker in self._hung else _cause(worker.exitcode)
+
+
+def _begin(initialise: Callable[[int], None], begun: Any, number: int) -> None:
+    """Initialise a loading process, and then set its flag."""
+    initialise(number)
+    begun[number] = 1
 
 
 def call_at_exit(call: Callable[[], None]) -> Callable[[], object]:

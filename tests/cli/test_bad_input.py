@@ -126,6 +126,7 @@ def test_ngpus_0_is_refused(refuses: Callable[..., Result]) -> None:
 
 
 def test_main_single_gpu_in_two_ranks_is_refused(refuses: Callable[..., Result]) -> None:
+    """Also where its launcher gives no address for the ranks to meet."""
     env = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
     refuses(env=env, said=("main_single_gpu.py was started 2 times", "main_multi_gpu.py"))
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from datasets import Batch, EpochOrder, ImageDataset, TrainLoader, open_dataset
+from datasets.loading.loader import start_worker
 from tests.datasets.processes import children, gone, in_order
 from utils.config.data import DataConfig
 from utils.errors import TrainingError
@@ -173,6 +174,23 @@ def test_processes_killed_between_epochs_end_the_run(training) -> None:
     time.sleep(0.1)  # a signal handler that raises would do so here
     with pytest.raises(TrainingError, match="was killed by SIGKILL"):
         in_order(loader, 2)
+
+
+def test_loading_process_that_never_begins_ends_the_run(training, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is forked while a thread holds a lock that it needs waits for it for ever."""
+    before = set(children(os.getpid()))
+
+    def stuck(number: int) -> None:
+        time.sleep(600 * number)
+        start_worker(number)
+
+    monkeypatch.setattr("datasets.loading.loader.start_worker", stuck)
+    monkeypatch.setattr("datasets.loading.workers.SECONDS_TO_BEGIN", 1.0)
+    loader = training(batch=2, workers=2)
+    with pytest.raises(TrainingError, match=r"the loading process \d+ did not begin in 1 s\. Provide more"):
+        in_order(loader, 1)
+    loader.close()
+    assert gone(set(children(os.getpid())) - before)
 
 
 def test_started_processes_end_if_another_cannot_start(training, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from engine.ability import Ability
 from engine.amp.precision import Precision
 from utils.config import Config
 from utils.distributed.world import World
-from utils.weight_sets import AVERAGE, WeightSet
+from utils.record.weight_sets import AVERAGE, WeightSet
 
 
 @dataclass(frozen=True)

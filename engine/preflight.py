@@ -38,6 +38,6 @@ def check(config: Config) -> None:
     check_teacher(config)
     starts_new_run = config.MODEL.RESUME is None or (config.MODEL.RESUME == AUTO and resumed_run(config) is None)
     if config.MODEL.PRETRAINED and starts_new_run:
-        check_pretrained(config.MODEL.PRETRAINED, config.MODEL.RESUME_EMA)
+        check_pretrained(config.MODEL.PRETRAINED, config.MODEL.pretrained_weights)
     memory = total_memory(torch.device("cpu"))  # in which weights are initialised
     check_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config), memory)

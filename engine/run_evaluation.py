@@ -7,7 +7,6 @@ import time
 from engine.amp.fp32_modules import force_fp32
 from engine.banner import banner
 from engine.checkpoint.chosen import chosen_checkpoint
-from engine.checkpoint.folder import EMA
 from engine.checkpoint.state import load_weights
 from engine.evaluate import evaluate
 from engine.fit.batch_size import settle_batch
@@ -19,11 +18,12 @@ from engine.run_folder import make_run_folder, write_run_files
 from engine.setup import build_for_evaluation
 from utils.distributed.world import on_every_rank
 from utils.log import log
-from utils.record.better_weights import best_prefix
+from utils.record.better_weights import best_set
+from utils.record.weight_sets import PLAIN, SETS, WeightSet
 
 
 def evaluate_only(given: Run, dry: bool) -> None:
-    """Validate the given weights, and their EMA if the checkpoint has one."""
+    """Validate the given weights; of a checkpoint, all that it has."""
     world, device = given.world, given.device
     checkpoint = chosen_checkpoint(given.config, world)
     began = time.perf_counter()
@@ -46,14 +46,13 @@ def evaluate_only(given: Run, dry: bool) -> None:
         log.info("Dry run: %s. Nothing was validated or written.", weights)
         return
     write_run_files(run, ready, folder)
-    metrics: dict[str, Metrics] = {}
-    files = {"": "model.safetensors", "ema_": EMA} if checkpoint else {"": None}
-    for prefix, name in files.items():
-        if checkpoint and name:
-            if not checkpoint.has(name):
+    metrics: dict[WeightSet, Metrics] = {}
+    for which in SETS if checkpoint else (PLAIN,):
+        if checkpoint:
+            if not checkpoint.has(which.file):
                 continue
-            load_weights(ready.model, checkpoint.tensors(name), str(checkpoint.folder / name))
-        metrics[prefix] = evaluate(
+            load_weights(ready.model, checkpoint.tensors(which.file), str(checkpoint.folder / which.file))
+        metrics[which] = evaluate(
             ready.model,
             ready.val_loader,
             len(ready.val_set),
@@ -71,12 +70,12 @@ def evaluate_only(given: Run, dry: bool) -> None:
     log.info("Done: %s%s; everything is in %s", name, _in_words(metrics, config.SAVE_BEST_BY), folder)
 
 
-def _in_words(metrics: dict[str, Metrics], by: str) -> str:
+def _in_words(metrics: dict[WeightSet, Metrics], by: str) -> str:
     """All metrics of the better weights; of the other weights, the metric `by` that they are compared by."""
-    prefix = best_prefix({f"{name}{by}": getattr(means, by) for name, means in metrics.items()}, by) or ""
-    text = ", ".join(f"{name} {value:.4f}" for name, value in metrics[prefix].fields().items() if value is not None)
+    values = {which: getattr(means, by) for which, means in metrics.items()}
+    better = best_set(values, by) or PLAIN
+    text = ", ".join(f"{name} {value:.4f}" for name, value in metrics[better].fields().items() if value is not None)
     if len(metrics) == 1:
         return text
-    other = "" if prefix else "ema_"
-    names = {"": "plain", "ema_": "EMA"}
-    return f"{names[prefix]} weights, {text}; {names[other]}: {by} {getattr(metrics[other], by):.4f}"
+    others = [f"{which.label}: {by} {value:.4f}" for which, value in values.items() if which != better]
+    return f"{better.label} weights, {text}; {'; '.join(others)}"

@@ -53,7 +53,6 @@ from engine.update import Parts
 from models import build_model, frozen_weights, load_pretrained, unfreeze
 from utils.config import Config, config_hash
 from utils.config.keys import values_to_keep
-from utils.config.kinds import AUTO
 from utils.config.retired import without_retired
 from utils.distributed.world import ALONE, World, on_every_rank
 from utils.log import log
@@ -146,10 +145,9 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
         ready.choices.update(teacher.as_noted())
     position, best = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * updates), Best()
     if checkpoint is not None:
-        from_ema = bool(config.MODEL.RESUME_EMA) and config.MODEL.RESUME != AUTO
         without_retired(checkpoint.meta["settings"], checkpoint.folder)
         check_batch(checkpoint, config, world)
-        position, best = restore(parts, checkpoint, updates, from_ema)
+        position, best = restore(parts, checkpoint, updates, config.MODEL.resumed_weights)
         check_samples(checkpoint, position, identity_of(train_set, loader.order), config, world)
     elif train.LAST_EPOCH:
         parts.schedule.restore(position.update)
@@ -202,7 +200,7 @@ def _model(config: Config, device: torch.device, replaced: bool) -> nn.Module:
     seed_all(config.SEED, "init")
     model = build_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config))
     if config.MODEL.PRETRAINED and not replaced:
-        options = config.MODEL.RESUME_EMA, config.MODEL.NEW_CLASSIFIER, config.EVAL
+        options = config.MODEL.pretrained_weights, config.MODEL.NEW_CLASSIFIER, config.EVAL
         log.info(load_pretrained(model, config.MODEL.PRETRAINED, config.MODEL.NAME, *options))
     elif not replaced:
         log.info("The weights are freshly initialised, from SEED %d.", config.SEED)

@@ -33,6 +33,7 @@ from utils.distributed.group import group_timeout
 from utils.distributed.world import broadcast, broadcast_buffers
 from utils.errors import EXIT_DONE, AllRanksError
 from utils.log import log
+from utils.record.weight_sets import WeightSet
 
 
 class Trainer:
@@ -63,7 +64,7 @@ class Trainer:
         self._saver = saver_of(folder, config, self.parts, world)
         self._saved_at = self.position.update
         self._saved_when = perf_counter()
-        self._last_metrics: dict[str, Metrics] = {}
+        self._last_metrics: dict[WeightSet, Metrics] = {}
         limit = config.MAX_TIME
         deadline = Deadline(
             seconds_of(limit) if limit else None, lambda: self._saver.longest or estimate_seconds(self.parts)
@@ -235,12 +236,12 @@ class Trainer:
         self._health.stop_on_nan(reading, self.position, self.folder)
 
     def _validate(self) -> bool:
-        """Validate the model and, if there is one, its EMA. True if one of them is the best so far."""
+        """Validate all weights that the run keeps. True if one of them is the best so far."""
         self._stop_on_nan(self._read())
         parts, began = self.parts, perf_counter()
         self._health.report(self.position, together=True)  # report skips before a validation that may be interrupted
         try:
-            metrics = {which.prefix: self._evaluate(model) for which, model in parts.weights.items()}
+            metrics = {which: self._evaluate(model) for which, model in parts.weights.items()}
         except AllRanksError as error:  # raised by all ranks alike; the training so far must not be lost with it
             if self._saved_at != self.position.update:
                 self._save()

@@ -22,8 +22,8 @@ from engine.optim.clip import Gradients
 from engine.optim.schedule import Schedule
 from engine.parallel.fsdp import Sharding
 from utils.distributed.world import World
+from utils.record.weight_sets import PLAIN, WeightSet
 from utils.seeding import seed_all
-from utils.weight_sets import PLAIN, WeightSet
 
 
 class ForwardResult(NamedTuple):

@@ -10,18 +10,29 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from utils.errors import UserError
 from utils.files import parse_json
+from utils.record.weight_sets import SETS
 
 FORMAT = 1
 META_HASH = "meta_sha256"
 """Field of meta.json with the hash of its other fields. Older versions did not write it."""
 MOST_LISTED = 3
+BY = ("acc1", "acc5", "map", "loss")
 
 Count = Annotated[int, Field(ge=0)]
 Number = Annotated[int, Field(ge=1)]
+
+
+def _one_of(*known: str) -> AfterValidator:
+    def check(value: str) -> str:
+        if value not in known:
+            raise ValueError(f"Input should be {', '.join(map(repr, known[:-1]))} or {known[-1]!r}")
+        return value
+
+    return AfterValidator(check)
 
 
 class _Fields(BaseModel):
@@ -71,13 +82,13 @@ class WeightsMeta(_Fields):
     samples: Samples | None = None
     settings: dict[str, Any]
     """By dotted key; checked when they are loaded."""
-    thresholds: dict[Literal["model", "ema"], list[float]] = {}
+    thresholds: dict[Annotated[str, _one_of(*(which.name for which in SETS))], list[float]] = {}
     """Several labels per sample: the probability from which on each class is predicted, by weights."""
 
 
 class BestState(_Fields):
     figure: float | None = None
-    kind: Literal["acc1", "acc5", "map", "loss", "ema_acc1", "ema_acc5", "ema_map", "ema_loss"] = "acc1"
+    kind: Annotated[str, _one_of(*(f"{which.prefix}{by}" for which in SETS for by in BY))] = "acc1"
     update: Count = 0
     epoch: Count = 0
     stale: Count = 0

@@ -22,12 +22,13 @@ from engine.checkpoint.fields import FORMAT, META_HASH, hash_of, read_meta
 from engine.checkpoint.shard_files import JoinedShards, files_of
 from utils.errors import UserError
 from utils.files import parse_json, write_atomically
+from utils.record.weight_sets import PLAIN
 
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar", ".npz", ".ckpt")
 REPLACED, REMOVED = ".tmp-old-", ".tmp-gone-"
 _NAME = r"step-(\d{9}|[1-9]\d{9,})"
 _HIDDEN = rf"\.tmp-(\d+-\d+|(old|gone)-{_NAME})"
-MODEL, EMA, STATE, META, INDEX = "model.safetensors", "ema.safetensors", "state.pt", "meta.json", "index.json"
+MODEL, STATE, META, INDEX = PLAIN.file, "state.pt", "meta.json", "index.json"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.checkpoint.chosen import checkpoint_of
 from engine.checkpoint.fields import MovedModules, check_fields
-from engine.checkpoint.folder import EMA, META, MODEL, STATE, Checkpoint, inspect, verify
+from engine.checkpoint.folder import META, STATE, Checkpoint, inspect, verify
 from engine.checkpoint.shard_files import files_of
 from engine.checkpoint.weights_file import read_weights_meta
 from utils.cli import CommandLine
@@ -20,9 +20,8 @@ from utils.config.keys import settings
 from utils.config.resumed import read_saved
 from utils.errors import UserError
 from utils.files import kind_of_path
-from utils.record.better_weights import BOTH, Choice, Wanted, Which, choose_weights
-
-FILES: dict[Which, str] = {"model": MODEL, "ema": EMA}
+from utils.record.better_weights import Choice, choose_weights
+from utils.record.weight_sets import BETTER, SETS, WeightSet, set_named
 
 
 @dataclass(frozen=True)
@@ -33,29 +32,31 @@ class Saved:
     meta: dict[str, Any]
     checkpoint: Checkpoint | None = None
     """None: a file of weights alone."""
-    only: Which | None = None
+    only: WeightSet | None = None
     """Weights that such a file has."""
 
-    def has(self, which: Which) -> bool:
-        return self.checkpoint.has(FILES[which]) if self.checkpoint else which == self.only
+    def has(self, which: WeightSet) -> bool:
+        return self.checkpoint.has(which.file) if self.checkpoint else which == self.only
 
-    def require(self, which: Which) -> None:
+    def require(self, which: WeightSet) -> None:
         if not self.has(which):
-            missing, instead = ("EMA (TRAIN.MODEL_EMA)", "model") if which == "ema" else ("plain", "ema")
-            raise UserError(f"-weights {which}: {self.path} has no {missing} weights; use -weights {instead}.")
+            instead = next(other.name for other in SETS if self.has(other))
+            raise UserError(
+                f"-weights {which.name}: {self.path} has no {which.described} weights; use -weights {instead}."
+            )
 
-    def where(self, which: Which) -> Path:
-        return self.path / FILES[which] if self.checkpoint else self.path
+    def where(self, which: WeightSet) -> Path:
+        return self.path / which.file if self.checkpoint else self.path
 
-    def tensors(self, which: Which) -> dict[str, Tensor]:
+    def tensors(self, which: WeightSet) -> dict[str, Tensor]:
         """Load the weights, after a check of their hashes."""
         if self.checkpoint is None:
             with safe_open(str(self.path), framework="pt") as file:
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
         files = self.checkpoint.meta["files"]
-        wanted = {name: files[name] for name in files_of(FILES[which], files)}
+        wanted = {name: files[name] for name in files_of(which.file, files)}
         verify(replace(self.checkpoint, meta={**self.checkpoint.meta, "files": wanted}))
-        return self.checkpoint.tensors(FILES[which])
+        return self.checkpoint.tensors(which.file)
 
     def settings(self) -> dict[str, Any]:
         """The run's settings by dotted key."""
@@ -70,8 +71,8 @@ class Saved:
         return state["fp32_modules"]
 
 
-def find_saved(path: Path, weights: Wanted) -> tuple[Saved, Choice]:
-    """Weights at `path`, and the choice between the plain ones and the EMA."""
+def find_saved(path: Path, weights: str) -> tuple[Saved, Choice]:
+    """What is saved at `path`, and the choice of its weights. `weights`: a value of -weights."""
     if not path.exists():
         raise UserError(f"{path}: no such file or folder. Name a run, a checkpoint, or a file of weights.")
     if not path.is_file() and not path.is_dir():
@@ -84,12 +85,12 @@ def find_saved(path: Path, weights: Wanted) -> tuple[Saved, Choice]:
         folder, why = checkpoint_of(path)
         checkpoint = inspect(folder)
         saved = Saved(checkpoint.folder, checkpoint.meta, checkpoint)
-    named: Which | None = next((which for which, file in FILES.items() if path.name == file), None)
-    asked = weights if weights != "auto" else named or "auto"
-    if asked != "auto":
-        saved.require(asked)
-    reason = f"-weights {weights}" if weights != "auto" else ""
-    choice = choose_weights(saved.meta, [which for which in BOTH if saved.has(which)], asked, reason)
+    named = next((which.name for which in SETS if path.name == which.file), BETTER)
+    asked = weights if weights != BETTER else named
+    if asked != BETTER:
+        saved.require(set_named(asked))
+    reason = f"-weights {weights}" if weights != BETTER else ""
+    choice = choose_weights(saved.meta, [which for which in SETS if saved.has(which)], asked, reason)
     return saved, replace(choice, words=f"{saved.path.name}{f' ({why})' if why else ''}, {choice.words}")
 
 

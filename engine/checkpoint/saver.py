@@ -11,6 +11,7 @@ import queue
 import shutil
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from engine.update import Parts
 from utils.config.schema import Config
 from utils.errors import TrainingError
 from utils.log import log
-from utils.record.better_weights import PREFIX
+from utils.record.weight_sets import WeightSet
 
 PAUSES = (5.0, 20.0, 60.0)
 """Seconds between attempts while training continues; the last one repeats."""
@@ -76,16 +77,17 @@ class _Failed:
     error: Exception
 
 
-def progress(position: Position, finished_epoch: int | None, metrics: dict[str, Metrics], best: Best) -> dict[str, Any]:
+def progress(
+    position: Position, finished_epoch: int | None, metrics: Mapping[WeightSet, Metrics], best: Best
+) -> dict[str, Any]:
     """Position and metrics of a checkpoint, for its meta.json. `metrics`: of a validation after this very update."""
-    chosen = {which: metrics[prefix].thresholds for which, prefix in PREFIX.items() if prefix in metrics}
-    thresholds = {which: list(values) for which, values in chosen.items() if values}
+    thresholds = {which.name: list(means.thresholds) for which, means in metrics.items() if means.thresholds}
     return {
         "epoch": finished_epoch or position.epoch,
         "epoch_finished": finished_epoch is not None,
         "update": position.update,
         "metrics": {
-            f"{prefix}{name}": value for prefix, means in metrics.items() for name, value in means.fields().items()
+            f"{which.prefix}{name}": value for which, means in metrics.items() for name, value in means.fields().items()
         },
         "best": best.record(),
         **({"thresholds": thresholds} if thresholds else {}),
@@ -93,7 +95,7 @@ def progress(position: Position, finished_epoch: int | None, metrics: dict[str, 
 
 
 def estimate_seconds(parts: Parts) -> float:
-    """Cautious estimate for the first checkpoint: weights, EMA, and two optimiser moments of each weight."""
+    """Cautious estimate for the first checkpoint: all weights, and two optimiser moments of each weight."""
     weights = sum(p.nbytes for p in parts.model.parameters())
     return (3 + len(parts.others)) * weights / BYTES_SAVED_PER_SECOND
 

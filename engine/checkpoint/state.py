@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoint.folder import EMA, MODEL, STATE, Checkpoint
+from engine.checkpoint.folder import STATE, Checkpoint
 from engine.checkpoint.optimizer_state import load_optimizer, trained_weights
 from engine.checkpoint.saver import Snapshot
 from engine.checkpoint.shard_files import OPTIMIZER, into_shards
@@ -28,6 +28,7 @@ from utils.config.resumed import read_saved
 from utils.distributed.world import sum_over_ranks
 from utils.errors import UserError
 from utils.log import log
+from utils.record.weight_sets import PLAIN, WeightSet
 from utils.text import counted
 
 
@@ -78,28 +79,29 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else str(value)
 
 
-def restore(parts: Parts, checkpoint: Checkpoint, per_epoch: int, from_ema: bool = False) -> tuple[Position, Best]:
+def restore(parts: Parts, checkpoint: Checkpoint, per_epoch: int, which: WeightSet = PLAIN) -> tuple[Position, Best]:
     """Restore all of the training state but the optimiser's settings, which come from the config.
 
-    `from_ema`: resume with the saved EMA as the model's weights.
+    `which`: the saved weights that the model resumes with (MODEL.RESUME_EMA).
     """
-    if from_ema and not checkpoint.has(EMA):
+    if which != PLAIN and not checkpoint.has(which.file):
         raise UserError(
-            f"MODEL.RESUME_EMA: {checkpoint.folder} has no {EMA}; the run had no EMA. Leave the setting out."
+            f"MODEL.RESUME_EMA: {checkpoint.folder} has no {which.file}; the run had no {which.label}. "
+            "Leave the setting out."
         )
     try:
-        return _restore(parts, checkpoint, checkpoint.state(), per_epoch, EMA if from_ema else MODEL)
+        return _restore(parts, checkpoint, checkpoint.state(), per_epoch, which)
     except (KeyError, TypeError) as error:
         raise UserError(f"{checkpoint.folder / STATE}: not a state that vitamp saved ({error!r}).") from None
 
 
 def _restore(
-    parts: Parts, checkpoint: Checkpoint, state: dict[str, Any], per_epoch: int, weights: str
+    parts: Parts, checkpoint: Checkpoint, state: dict[str, Any], per_epoch: int, start: WeightSet
 ) -> tuple[Position, Best]:
     sharding = parts.sharding
-    load_weights(parts.model, checkpoint.lazy_tensors(weights), f"{checkpoint.folder / weights}", sharding)
-    if weights == EMA:
-        log.info("MODEL.RESUME_EMA: the model resumes from the EMA weights.")
+    load_weights(parts.model, checkpoint.lazy_tensors(start.file), f"{checkpoint.folder / start.file}", sharding)
+    if start != PLAIN:
+        log.info("MODEL.RESUME_EMA: the model resumes from the %s weights.", start.label)
     moments = checkpoint.lazy_tensors(OPTIMIZER) if checkpoint.has(OPTIMIZER) else {}
     load_optimizer(parts.model, parts.optimizer, state, moments, sharding)
     match_memory_format(parts.optimizer)
@@ -112,9 +114,9 @@ def _restore(
     if state["scaler"] and parts.precision.scaler.is_enabled():
         parts.precision.scaler.load_state_dict(state["scaler"])
     for which, module in parts.others.items():
-        name = which.file if checkpoint.has(which.file) else MODEL
+        name = which.file if checkpoint.has(which.file) else PLAIN.file
         load_weights(module, checkpoint.lazy_tensors(name), f"{checkpoint.folder / name}", sharding)
-        if name == MODEL:
+        if name == PLAIN.file:
             log.info("The %s starts from the checkpoint's weights, since the checkpoint has no %s.", *[which.label] * 2)
     for ability in parts.abilities:
         ability.restore(state)

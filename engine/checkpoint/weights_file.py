@@ -13,13 +13,11 @@ from engine.checkpoint.fields import WeightsMeta, check_fields
 from engine.checkpoint.folder import WEIGHTS
 from utils.errors import UserError
 from utils.files import parse_json
-from utils.record.better_weights import Which
+from utils.record.weight_sets import PLAIN, SETS, WeightSet
 
 MADE_BY, EXPORTED = "vitamp", "vitamp"
 """Value of `made_by` in the header; and the one key under which an export has all its fields."""
 NEEDED = ("settings", "classes", "choices", "fp32_modules")
-EMA_WORDS = re.compile(r"\bema\b", re.IGNORECASE)
-"""In `weights` of the header: "ema" of an export, "the EMA" of strip."""
 PROGRAMS = (".onnx", ".pt2")
 
 
@@ -37,7 +35,7 @@ def read_header(file: Path) -> dict[str, Any]:
     return exported if isinstance(exported, dict) else fields
 
 
-def read_weights_meta(file: Path) -> tuple[dict[str, Any], Which]:
+def read_weights_meta(file: Path) -> tuple[dict[str, Any], WeightSet]:
     """Fields that a checkpoint's meta.json would have for these weights, and which weights they are.
 
     UserError if the header does not have them.
@@ -53,7 +51,13 @@ def read_weights_meta(file: Path) -> tuple[dict[str, Any], Which]:
         )
     meta = {key: header[key] for key in (*NEEDED, "metrics", "samples", "thresholds") if key in header}
     check_fields(WeightsMeta, meta, file)
-    return meta, "ema" if EMA_WORDS.search(str(header.get("weights"))) else "model"
+    return meta, _set_in(str(header.get("weights")))
+
+
+def _set_in(words: str) -> WeightSet:
+    """The weights that the header's `weights` names: "ema" in an export, "the EMA" in a file of strip."""
+    others = [which for which in SETS if which != PLAIN]
+    return next((one for one in others if re.search(rf"\b{one.name}\b", words, re.IGNORECASE)), PLAIN)
 
 
 def _decoded(text: str) -> Any:

@@ -28,6 +28,7 @@ from models.names import is_timm_name, similar_models
 from utils.config import Config
 from utils.errors import UserError
 from utils.log import log
+from utils.record.weight_sets import BETTER
 
 KEY = "TRAIN.TEACHER_MODEL"
 EXAMPLE = "regnety_160.deit_in1k"
@@ -177,7 +178,7 @@ def _load_source(setting: str, config: Config, precision: Precision) -> Source:
 def _load_run(place: Path, setting: str, config: Config, precision: Precision) -> Source:
     """Model of a run or checkpoint. Its precision follows from the student's settings."""
     with _errors_name_teacher():
-        saved, choice = find_saved(place, "auto")
+        saved, choice = find_saved(place, BETTER)
         theirs = config_of(saved)
     data = theirs.DATA
     if data.IMAGE_CHANNELS != config.DATA.IMAGE_CHANNELS:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from engine.measure.task import Metrics
 from utils.config import Config
 from utils.log import log
-from utils.record.better_weights import best_prefix, metric_words
+from utils.record.better_weights import best_set, metric_words
+from utils.record.weight_sets import PLAIN, WeightSet, set_of
 
 
 @dataclass
@@ -40,7 +42,7 @@ class Best:
     figure: float | None = None
     """Value of the metric."""
     kind: str = "acc1"
-    """Metric: acc1, acc5, map or loss; ema_acc1 and so on if the EMA was better."""
+    """Value of SAVE_BEST_BY, with the prefix of the better weights."""
     update: int = 0
     epoch: int = 0
     stale: int = 0
@@ -48,7 +50,7 @@ class Best:
 
     @property
     def by(self) -> str:
-        return self.kind.removeprefix("ema_")
+        return set_of(self.kind)[1]
 
     def is_beaten_by(self, figure: float) -> bool:
         if self.figure is None:
@@ -58,8 +60,8 @@ class Best:
     def words(self) -> str:
         if self.figure is None:
             return "no validation yet"
-        ema = "EMA " if self.kind.startswith("ema_") else ""
-        return f"{ema}{metric_words(self.by, self.figure)} (epoch {self.epoch})"
+        which, by = set_of(self.kind)
+        return f"{which.marked(metric_words(by, self.figure))} (epoch {self.epoch})"
 
     def record(self) -> dict[str, Any] | None:
         """Entry for meta.json."""
@@ -68,10 +70,11 @@ class Best:
         return {"kind": self.kind, "figure": self.figure, "update": self.update, "epoch": self.epoch}
 
 
-def best_of_validation(figures: dict[str, Metrics], by: str, position: Position) -> Best:
-    """The better one of the model and its EMA in one validation."""
-    prefix = best_prefix({f"{name}{by}": getattr(means, by) for name, means in figures.items()}, by) or ""
-    return Best(getattr(figures[prefix], by), f"{prefix}{by}", position.update, position.epoch)
+def best_of_validation(figures: Mapping[WeightSet, Metrics], by: str, position: Position) -> Best:
+    """The best weights of one validation."""
+    values = {which: getattr(means, by) for which, means in figures.items()}
+    which = best_set(values, by) or PLAIN
+    return Best(values[which], f"{which.prefix}{by}", position.update, position.epoch)
 
 
 def resumed_best(best: Best, by: str) -> Best:

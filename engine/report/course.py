@@ -7,9 +7,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
+from utils.record.weight_sets import SETS
+
 Line = dict[str, Any]
 Points = list[tuple[float, float]]
-EMA_PREFIX = "ema_"
 
 
 class Course:
@@ -54,13 +55,13 @@ class Course:
         return "map" if any(line.get("map") is not None for line in self.of("val")) else "acc1"
 
     def best(self, key: str, by_epoch: bool | None = None) -> Points:
-        """Validation with the highest top-1 or mAP, of the model or its EMA: one point, or none."""
+        """Validation with the highest top-1 or mAP, of any of the weights: one point, or none."""
         metric = self.metric
         candidates = [
-            (line[f"{prefix}{metric}"], line["update"], line.get(f"{prefix}{key}"))
+            (line[f"{which.prefix}{metric}"], line["update"], line.get(f"{which.prefix}{key}"))
             for line in self.of("val")
-            for prefix in ("", EMA_PREFIX)
-            if line.get(f"{prefix}{metric}") is not None
+            for which in SETS
+            if line.get(f"{which.prefix}{metric}") is not None
         ]
         _, update, value = max(candidates, key=lambda one: one[0], default=(None, 0, None))
         return [] if value is None else [(self.place(update, by_epoch), float(value))]

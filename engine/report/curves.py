@@ -8,11 +8,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from engine.report.course import EMA_PREFIX, Course, Points
+from engine.report.course import Course, Points
 from utils.config import Config
 from utils.files import write_atomically
 from utils.line_file import read_json_lines
 from utils.log import log
+from utils.record.weight_sets import SETS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -106,11 +107,12 @@ def _warn_once(path: Path, failure: str) -> None:
 
 
 def _train_and_validation(axes: Axes, course: Course, key: str) -> None:
-    """Training, validation, EMA and the best validation, in the report's line styles and words."""
+    """Training, validation of all weights, and the best validation, in the report's line styles and words."""
     means = ", means of epochs" if course.by_epoch else ""
     _curve(axes, course.trained(key), f"training{means}", alpha=0.45, linewidth=1)
-    _curve(axes, course.points("val", key), "validation")
-    _curve(axes, course.points("val", f"{EMA_PREFIX}{key}"), "validation of the EMA", linestyle="--")
+    for which in SETS:
+        whose, look = (f" of {which.words}", {"linestyle": "--"}) if which.mark else ("", {})
+        _curve(axes, course.points("val", f"{which.prefix}{key}"), f"validation{whose}", **look)
     if best := course.best(key):
         axes.plot(*zip(*best, strict=True), "D", color="tab:red", markersize=6, label="best validation")
 

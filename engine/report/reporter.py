@@ -27,14 +27,14 @@ from utils.line_file import LineFile
 from utils.log import log
 from utils.passwords import redacted
 from utils.record.run_folder import os_errors_as_user_errors
+from utils.record.weight_sets import SETS, WeightSet
 
 METRICS = "metrics.jsonl"
 OF_MULTI_LABEL = ("map", "f1_micro", "f1_macro", "f1_micro_tuned", "f1_macro_tuned", "exact_match")
 METRIC_NAMES = ("loss", "acc1", "acc5", *OF_MULTI_LABEL)
 DRAWN = (
     *(
-        *METRIC_NAMES,
-        *(f"ema_{name}" for name in METRIC_NAMES),
+        *(f"{which.prefix}{name}" for which in SETS for name in METRIC_NAMES),
         "lr",
         "grad_norm",
         "scale",
@@ -154,12 +154,11 @@ class Reporter:
         self.event("epoch", position, _perf(seconds, verdict), **fields)
         self._log_verdict(verdict)
 
-    def validation(self, position: Position, metrics: dict[str, Metrics], seconds: float) -> None:
-        """`metrics`: '' for the model, 'ema_' for its EMA."""
+    def validation(self, position: Position, metrics: Mapping[WeightSet, Metrics], seconds: float) -> None:
         fields: dict[str, float | None] = {}
-        for prefix, means in metrics.items():
-            fields |= {f"{prefix}{name}": value for name, value in means.fields().items()}
-            self._summary("Validation", position, means, seconds, " (EMA)" if prefix else "")
+        for which, means in metrics.items():
+            fields |= {f"{which.prefix}{name}": value for name, value in means.fields().items()}
+            self._summary("Validation", position, means, seconds, f" ({which.mark})" if which.mark else "")
         self.event("val", position, {"seconds": round(seconds, 3)}, update=position.update, **fields)
         self._plot("val", fields, position.update)
 

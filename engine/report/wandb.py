@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from engine.report.late_wandb import let_wandb_in
 from engine.report.tracker import About, Note, first_line, is_installed
 from utils.log import log
+from utils.record.weight_sets import SETS
 
 if TYPE_CHECKING:
     import wandb
@@ -62,8 +63,8 @@ class Wandb:
         self._run.define_metric("update")
         self._run.define_metric("train/*", step_metric="update")
         self._run.define_metric("val/*", step_metric="update")
-        for figure in ("val/acc1", "val/ema_acc1", "val/map", "val/ema_map"):
-            self._run.define_metric(figure, step_metric="update", summary="max")
+        for figure in (f"{which.prefix}{name}" for name in ("acc1", "map") for which in SETS):
+            self._run.define_metric(f"val/{figure}", step_metric="update", summary="max")
 
     def add(self, values: dict[str, float], update: int) -> None:
         self._run.log({"update": update, **values})

@@ -29,7 +29,7 @@ from utils.config import Config
 from utils.distributed.world import ALONE
 from utils.errors import TrainingError, UserError
 from utils.log import log
-from utils.record.better_weights import Wanted, Which
+from utils.record.weight_sets import BETTER, WeightSet
 from utils.text import counted
 
 
@@ -46,7 +46,7 @@ class Trained:
     """Names in the order of the labels, if the training data had names."""
     source: Path
     """The checkpoint's folder, or the file of weights."""
-    weights: Which
+    weights: WeightSet
     saved: Saved
     choice: str
     """For the log: the checkpoint, the choice of its weights, and the metrics of each."""
@@ -85,7 +85,7 @@ class Trained:
 
     def thresholds(self) -> tuple[list[float], str]:
         """With several labels: the probability from which on each class is predicted, and its origin for the log."""
-        found = self.saved.meta.get("thresholds", {}).get(self.weights)
+        found = self.saved.meta.get("thresholds", {}).get(self.weights.name)
         classes = int(self.config.MODEL.NUM_CLASSES)
         if found is not None and len(found) == classes:
             words = "a class is predicted if its probability reaches its own threshold, found in the model's validation"
@@ -95,24 +95,23 @@ class Trained:
         words = f"a class is predicted if its probability reaches {HALF}, because these weights have no thresholds"
         return [HALF] * classes, words
 
-    def has(self, which: Which) -> bool:
+    def has(self, which: WeightSet) -> bool:
         return self.saved.has(which)
 
-    def take(self, which: Which) -> None:
-        """Load the plain weights, or those of the EMA."""
+    def take(self, which: WeightSet) -> None:
+        """Load another set of the saved weights."""
         self.saved.require(which)
         load_weights(self.model, self.saved.tensors(which), f"{self.saved.where(which)}")
         self.weights = which
 
     def words(self) -> str:
         """Model, weights and precision in words."""
-        which = "the EMA" if self.weights == "ema" else "the model's weights"
-        return f"{self.config.MODEL.NAME}, {which} of {self.source}, in {self.precision.name}"
+        return f"{self.config.MODEL.NAME}, {self.weights.words} of {self.source}, in {self.precision.name}"
 
 
 def load_trained(
     path: Path | str,
-    weights: Wanted = "auto",
+    weights: str = BETTER,
     device: str | None = None,
     amp: str | None = None,
     given: CommandLine | None = None,
@@ -120,7 +119,7 @@ def load_trained(
     """Load the model at `path`: a run (its best checkpoint, or else its last), a checkpoint, a file in one, or weights
     that scripts/checkpoint.py or scripts/export.py wrote.
 
-    `weights` auto: the plain ones or the EMA, whichever validated better. `device` None: the run's, if it exists here.
+    `weights`: a value of -weights; auto: those that validated better. `device` None: the run's, if it exists here.
     `amp` None: as the run validates; otherwise a value of -amp, or `on`. `given`: settings that override the run's.
     """
     saved, choice = find_saved(Path(path).expanduser(), weights)

@@ -20,13 +20,13 @@ from safetensors import SafetensorError, safe_open
 from models.names import is_timm_name, similar_models
 from utils.errors import UserError, nearest
 from utils.files import NotRegular, parse_json, require_regular
-from utils.record.better_weights import BOTH, Wanted, Which, choose_weights
+from utils.record.better_weights import choose_weights
+from utils.record.weight_sets import BETTER, PLAIN, SETS, WeightSet, set_named
 
 TORCH_ENDINGS = (".pth", ".pt", ".bin", ".pth.tar")
 PADDLE = ".pdparams"
 ENDINGS = (".safetensors", *TORCH_ENDINGS, ".npz", PADDLE)
-EMA_FILE = "ema.safetensors"
-HUB_FILES = ("model.safetensors", "pytorch_model.bin")
+HUB_FILES = (PLAIN.file, "pytorch_model.bin")
 PROBE_SECONDS = 4.0
 """Time limit for the hub's answer; its own client tries for more than 20 s."""
 
@@ -39,12 +39,12 @@ class Source:
     label_offset: int = 0
     """Leading classes of its classifier that are not in the data set, such as a background class"""
     description: str = ""
-    """For a run or checkpoint: plain or EMA weights, and their validation metrics"""
+    """For a run or checkpoint: which weights, and their validation metrics"""
 
 
-def check_pretrained(source: str, ema: bool | None = False) -> None:
+def check_pretrained(source: str, wanted: str = PLAIN.name) -> None:
     """Raise UserError unless the weights exist and can be read, as far as that is known without a model."""
-    found = _local(source, ema)
+    found = _local(source, wanted)
     if found is not None:
         check_file(found.file)
     else:
@@ -53,19 +53,19 @@ def check_pretrained(source: str, ema: bool | None = False) -> None:
 
 def local_weights(source: str) -> Path | None:
     """The file of these weights at a path, checked, of a run the plain ones; None if `source` is a timm name."""
-    found = _local(source, ema=False)
+    found = _local(source, PLAIN.name)
     if found is None:
         return None
     check_file(found.file)
     return found.file
 
 
-def locate(source: str, ema: bool | None = False) -> Source:
+def locate(source: str, wanted: str = PLAIN.name) -> Source:
     """The file of these weights, downloaded if `source` is a timm name that is not in the cache.
 
-    `ema`: for a run or checkpoint, the EMA (True), the plain weights (False), or those with the better metrics (None).
+    `wanted`: of a run or checkpoint, a set of weights by its name, or auto for the one with the better metrics.
     """
-    found = _local(source, ema)
+    found = _local(source, wanted)
     if found is not None:
         check_file(found.file)
         return found
@@ -105,17 +105,19 @@ def unreadable(path: Path, reason: object) -> str:
     return f"Pretrained weights {path}: the file is damaged, or its extension does not match its format ({reason})."
 
 
-def _local(source: str, ema: bool | None) -> Source | None:
+def _local(source: str, wanted: str) -> Source | None:
     """The file at a path; None if `source` is a timm name."""
     path = Path(source).expanduser()
+    other = _other_than_plain(wanted)
     if path.is_dir():
-        return _of_checkpoint(_in_folder(path), ema)
+        return _of_checkpoint(_in_folder(path), wanted)
     if path.exists():
-        return Source(_ema_beside(path) if ema else path)
+        return Source(_beside(path, other) if other else path)
     if is_timm_name(source):
-        if ema:
+        if other:
             raise UserError(
-                f"MODEL.RESUME_EMA is true, but '{source}' is a timm model, which has no EMA; name a run instead."
+                f"MODEL.RESUME_EMA is true, but '{source}' is a timm model, which has no {other.label}; name a run "
+                "instead."
             )
         return None
     with_paddle_extension = path.with_name(path.name + PADDLE)
@@ -165,16 +167,16 @@ def _in_folder(folder: Path) -> Path:
     )
 
 
-def _of_checkpoint(plain: Path, ema: bool | None) -> Source:
+def _of_checkpoint(plain: Path, wanted: str) -> Source:
     """The requested weights of a checkpoint, by default those with the better metrics in its meta.json."""
-    if ema:
-        _ema_beside(plain)
-    available: tuple[Which, ...] = BOTH if plain.with_name(EMA_FILE).is_file() else ("model",)
-    wanted: Wanted = "auto" if ema is None else "ema" if ema else "model"
-    reason = "" if ema is None else f"MODEL.RESUME_EMA {str(ema).lower()}"
+    other = _other_than_plain(wanted)
+    if other:
+        _beside(plain, other)
+    available = [which for which in SETS if which == PLAIN or plain.with_name(which.file).is_file()]
+    reason = "" if wanted == BETTER else f"MODEL.RESUME_EMA {str(other is not None).lower()}"
     meta = _meta_beside(plain)
     choice = choose_weights(meta, available, wanted, reason)
-    file = plain if choice.which == "model" else plain.with_name(EMA_FILE)
+    file = plain if choice.which == PLAIN else plain.with_name(choice.which.file)
     return Source(file, description=f"{plain.parent.name}, {choice.words}" if meta else "")
 
 
@@ -187,12 +189,16 @@ def _meta_beside(weights: Path) -> dict[str, Any]:
     return meta if isinstance(meta, dict) else {}
 
 
-def _ema_beside(weights: Path) -> Path:
-    """The EMA that was saved with these weights."""
-    file = weights.with_name(EMA_FILE)
+def _other_than_plain(wanted: str) -> WeightSet | None:
+    return None if wanted in (BETTER, PLAIN.name) else set_named(wanted)
+
+
+def _beside(weights: Path, which: WeightSet) -> Path:
+    """The other set that was saved with these weights."""
+    file = weights.with_name(which.file)
     if not file.is_file():
         raise UserError(
-            f"MODEL.RESUME_EMA: there is no {EMA_FILE} beside {weights}. Use a run with an EMA (TRAIN.MODEL_EMA), or "
+            f"MODEL.RESUME_EMA: there is no {which.file} beside {weights}. Use a run with an {which.described}, or "
             "leave MODEL.RESUME_EMA out."
         )
     return file

@@ -22,6 +22,7 @@ from models.weights.paddle_names import convert
 from utils.errors import UserError
 from utils.log import log
 from utils.record.run_folder import run_folder_of
+from utils.record.weight_sets import PLAIN
 
 MOST_NAMED = 5
 """Tensors of each kind that an error names"""
@@ -34,16 +35,16 @@ def load_pretrained(
     module: nn.Module,
     source: str,
     name: str,
-    ema: bool | None = False,
+    wanted: str = PLAIN.name,
     new_classifier: bool = False,
     complete: bool = False,
 ) -> str:
     """Load weights from `source` into the model called `name`; returns a sentence for the log about what was loaded.
 
-    `ema`: see `locate`. `new_classifier`: keep the model's own classifier. `complete`: refuse weights that leave a
+    `wanted`: see `locate`. `new_classifier`: keep the model's own classifier. `complete`: refuse weights that leave a
     classifier freshly initialised, as evaluation needs.
     """
-    found = locate(source, ema)
+    found = locate(source, wanted)
     loaded, changes = _load(module, found, name, new_classifier)
     sentence = f"Pretrained weights: {'; '.join([f'{loaded} from {found.file}', *changes])}"
     if complete and any(FRESH in change for change in changes):

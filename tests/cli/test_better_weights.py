@@ -18,6 +18,7 @@ from tests.conftest import TINY_DIGITS
 from tests.program import Result, metrics, run_program, write_meta
 from tools.common.runs import RunMetrics, read_lines
 from utils.record.better_weights import choose_weights
+from utils.record.weight_sets import SETS
 
 LAST, BEFORE, MIDDLE = "step-000000088", "step-000000044", "step-000000066"
 
@@ -148,7 +149,7 @@ def test_assumption_without_validation_metrics_is_reported(
 )
 def test_save_best_by_decides_which_weights_are_better(metrics: dict[str, Any], by: str, words: str) -> None:
     meta = {"metrics": metrics, "settings": {"SAVE_BEST_BY": by}}
-    assert choose_weights(meta, ("model", "ema"), "auto").words == words
+    assert choose_weights(meta, SETS, "auto").words == words
 
 
 def test_best_top1_is_equal_in_run_report_and_results(

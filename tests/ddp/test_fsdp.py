@@ -12,13 +12,14 @@ import pytest
 import safetensors.torch
 import torch
 
-from engine.checkpoint.folder import EMA, MODEL, inspect, verify
+from engine.checkpoint.folder import MODEL, inspect, verify
 from engine.parallel.fsdp import _can_choose_by_weight
 from tests.program import ROOT, TINY_DIGITS, Result, Started, metrics, run_program, write_meta
 from tests.saved import save_checkpoint
 from tests.waiting import free_port
+from utils.record.weight_sets import AVERAGE
 
-FSDP = "DIST.STRATEGY=fsdp"
+FSDP, EMA = "DIST.STRATEGY=fsdp", AVERAGE.file
 # Whatever could differ from rank to rank; 30 weights in the head do not divide by 4, and 101 images not by 2.
 WORDS = [
     *("DATA.DATASET=synthetic", "DATA.SYNTHETIC_TRAIN=400", "DATA.SYNTHETIC_VAL=101", "-batch_size", "4"),

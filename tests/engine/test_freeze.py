@@ -26,6 +26,7 @@ from utils.config import Config, load_config
 from utils.config.model import ModelConfig
 from utils.distributed.world import ALONE
 from utils.errors import UserError
+from utils.record.weight_sets import AVERAGE
 
 BACKBONE = {"MODEL__FREEZE": "backbone"}
 RANDOM = {"MODEL__DEPTH": 3, "MODEL__DROPOUT": 0.2, "MODEL__ATTENTION_DROPOUT": 0.1, "MODEL__DROPPATH": 0.3}
@@ -321,7 +322,7 @@ def test_resume_from_the_ema_with_frozen_weights(tiny: Path, tmp_path: Path) -> 
     assert ema is not None
     average = ema.module.state_dict()
     resumed = build(tiny, **EMA, **BACKBONE)
-    restore(resumed.parts, save(trained, tmp_path / "a", 3), PER_EPOCH, from_ema=True)
+    restore(resumed.parts, save(trained, tmp_path / "a", 3), PER_EPOCH, AVERAGE)
     ema = resumed.parts.ability(Ema)
     assert ema is not None
     assert not moved(resumed.model, average)
@@ -331,4 +332,4 @@ def test_resume_from_the_ema_with_frozen_weights(tiny: Path, tmp_path: Path) -> 
     assert moved(resumed.model, average) == {"head.weight", "head.bias"}
     without = build(tiny)
     with pytest.raises(UserError, match=r"MODEL\.RESUME_EMA.*the run had no EMA"):
-        restore(without.parts, save(without, tmp_path / "b", 1), PER_EPOCH, from_ema=True)
+        restore(without.parts, save(without, tmp_path / "b", 1), PER_EPOCH, AVERAGE)

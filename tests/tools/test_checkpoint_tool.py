@@ -14,10 +14,13 @@ import timm
 import torch
 from safetensors import safe_open
 
-from engine.checkpoint.folder import EMA, MODEL
+from engine.checkpoint.folder import MODEL
 from engine.checkpoint.weights_file import read_header
 from tests.program import Result, made_meta, metrics, save_image, train_tiny, write_meta
 from tests.saved import save_checkpoint
+from utils.record.weight_sets import AVERAGE
+
+EMA = AVERAGE.file
 
 TOOL = "scripts/checkpoint.py"
 NAMES = [f"step-{update:09d}" for update in (22, 44, 66, 88)]

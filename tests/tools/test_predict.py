@@ -32,7 +32,7 @@ from tools.predict import find
 from utils.config import load_config
 from utils.config.data import DataConfig
 from utils.config.keys import values_to_keep
-from utils.record.better_weights import LABELS
+from utils.record.weight_sets import AVERAGE, PLAIN
 
 Row = dict[str, Any]
 
@@ -71,7 +71,7 @@ def test_predictions_have_the_accuracy_of_validation(
 ) -> None:
     done = say(digits_run, digits, "-weights", weights, "-topk", 1, "-out", tmp_path / "found.csv")
     assert (done.code, done.out, done.err.count("\n")) == (0, "", 1)
-    assert f"step-000000088 (the run's best), {LABELS['ema' if prefix else 'model']} weights" in done.err
+    assert f"step-000000088 (the run's best), {(AVERAGE if prefix else PLAIN).label} weights" in done.err
     with (tmp_path / "found.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["image"] for row in rows] == [str(path) for path in sorted(digits.iterdir())]

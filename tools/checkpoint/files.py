@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from engine.checkpoint.find import resumable
@@ -12,12 +13,11 @@ from tools.common.progress import progress
 from tools.common.weights import folders_of
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.log import log
+from utils.record.weight_sets import SETS
 from utils.text import aligned, counted
 
-COLUMNS = ("checkpoint", "epoch", "update", "loss", "top-1", "EMA top-1", "size", "written", "")
-METRICS = (("loss", ".4f"), ("acc1", ".2f"), ("ema_acc1", ".2f"))
-WITHOUT_TOP1 = (("loss", ".4f"), ("map", ".2f"), ("ema_map", ".2f"))
-"""With several labels per image"""
+ONE_LABEL, SEVERAL_LABELS = ("acc1", "top-1"), ("map", "mAP")
+"""Metric, and its words"""
 
 
 def list_checkpoints(path: Path) -> int:
@@ -25,10 +25,12 @@ def list_checkpoints(path: Path) -> int:
     folders = folders_of(path)
     index = read_index(folders[0].parent)
     several = any("map" in (_metrics(folder) or {}) for folder in folders)
-    columns = [name.replace("top-1", "mAP") for name in COLUMNS] if several else COLUMNS
-    shown = WITHOUT_TOP1 if several else METRICS
+    metric, words = SEVERAL_LABELS if several else ONE_LABEL
+    shown = {"loss": ("loss", ".4f"), **{which.marked(words): (f"{which.prefix}{metric}", ".2f") for which in SETS}}
+    columns = ["checkpoint", "epoch", "update", *shown, "size", "written", ""]
     rows = [
-        _row(folder, shown, [name for name in ("last", "best") if index.get(name) == folder.name]) for folder in folders
+        _row(folder, [*shown.values()], [name for name in ("last", "best") if index.get(name) == folder.name])
+        for folder in folders
     ]
     for line in aligned([columns, *rows]):
         log.info("%s", line)
@@ -44,12 +46,12 @@ def _metrics(folder: Path) -> dict[str, float | None] | None:
         return None
 
 
-def _row(folder: Path, shown: tuple[tuple[str, str], ...], marks: list[str]) -> tuple[str, ...]:
+def _row(folder: Path, shown: Sequence[tuple[str, str]], marks: list[str]) -> tuple[str, ...]:
     try:
         meta = inspect(folder).meta
     except UserError as error:
         reason = str(error).removeprefix(f"{folder}: ")
-        return (folder.name, *["-"] * 5, size_words(_size(folder)), "-", reason)
+        return (folder.name, *["-"] * (2 + len(shown)), size_words(_size(folder)), "-", reason)
     metrics = meta.get("metrics", {})
     written = time.strftime("%Y-%m-%d %H:%M", time.localtime((folder / META).stat().st_mtime))
     epoch = f"{meta['epoch']}" if meta.get("epoch_finished") else f"in {meta['epoch']}"

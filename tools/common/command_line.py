@@ -22,6 +22,7 @@ from utils.flags import BY_NAME, HELP, Flag, Positional
 from utils.gpus import limit_visible_gpus
 from utils.log import log, start_log
 from utils.parent import die_with_starting_tool
+from utils.record.weight_sets import AVERAGE, BETTER, CHOICES, PLAIN
 from utils.standard_output import OutputError, discard_output, flush_after, watch_standard_output
 
 PAGES = {
@@ -42,10 +43,10 @@ PAGES = {
 """Documentation page of each tool."""
 WEIGHTS = Flag(
     "weights",
-    "plain weights (model) or their EMA; auto: whichever validated better",
-    "auto|model|ema",
-    default="auto",
-    choices=("auto", "model", "ema"),
+    f"plain weights ({PLAIN.name}) or their {AVERAGE.label}; {BETTER}: whichever validated better",
+    "|".join(CHOICES),
+    default=BETTER,
+    choices=CHOICES,
 )
 """For tools that load a trained model."""
 PART = Flag(

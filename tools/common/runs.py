@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.line_file import parse_json_lines, read_json_lines
-from utils.record.better_weights import LABELS, PREFIX
+from utils.record.weight_sets import SETS
 
 TAIL = 2**16
 """Bytes at the end of the file that hold at least one whole line."""
@@ -48,7 +48,7 @@ class BestMetric:
     percent: float
     epoch: int
     weights: str
-    """'EMA' if the EMA was the better one, else ''."""
+    """The mark of the better ones."""
 
 
 @dataclass(frozen=True)
@@ -108,16 +108,16 @@ class RunMetrics:
 
     @property
     def best_top1(self) -> BestMetric | None:
-        """Best top-1 of all validations, of the plain weights and of their EMA, as the run itself computes it."""
+        """Best top-1 of all validations, of any of the weights, as the run itself computes it."""
         return self.best("acc1")
 
     def best(self, metric: str) -> BestMetric | None:
         """The same by any metric in percent."""
         validations = [
-            BestMetric(line[f"{prefix}{metric}"], line["epoch"], LABELS[which] if prefix else "")
+            BestMetric(line[f"{which.prefix}{metric}"], line["epoch"], which.mark)
             for line in self.of("val")
-            for which, prefix in PREFIX.items()
-            if line.get(f"{prefix}{metric}") is not None
+            for which in SETS
+            if line.get(f"{which.prefix}{metric}") is not None
         ]
         return max(validations, key=lambda best: best.percent, default=None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch import Tensor
 
 from datasets.shards import hub
 from engine.checkpoint.chosen import checkpoint_of
-from engine.checkpoint.folder import EMA, Checkpoint, checkpoints_in, inspect, place_of, raising_os_errors, verify
-from engine.checkpoint.saved import FILES, Saved, find_saved
+from engine.checkpoint.folder import Checkpoint, checkpoints_in, inspect, place_of, raising_os_errors, verify
+from engine.checkpoint.saved import Saved, find_saved
 from engine.checkpoint.weights_file import MADE_BY
 from engine.optim.class_weights import BALANCED
 from engine.optim.class_weights import KEY as CLASS_WEIGHTS
@@ -22,7 +23,8 @@ from tools.common.progress import progress
 from utils.errors import EXIT_DONE, UserError
 from utils.files import replacing
 from utils.log import log
-from utils.record.better_weights import BOTH, LABELS, Wanted, Which, choose_weights
+from utils.record.better_weights import choose_weights
+from utils.record.weight_sets import BETTER, PLAIN, SETS, WeightSet, set_named
 from utils.text import counted
 
 COPIED = (
@@ -59,29 +61,31 @@ PRIVATE = ("MODEL.PRETRAINED", "DATA.DATA_PATH", "DATA.CACHE", "DATA.EXCLUDE", "
 DATASET = "DATA.DATASET"
 
 
-def strip(path: Path, out: Path, weights: Wanted) -> int:
+def strip(path: Path, out: Path, weights: str) -> int:
     saved, choice = find_saved(path, weights)
     if saved.checkpoint is None:
         raise UserError(f"{path}: this file already holds only weights; name a run or a checkpoint.")
-    source, name = verify(saved.checkpoint), FILES[choice.which]
+    source, which = verify(saved.checkpoint), choice.which
     log.info("%s", choice.words)
-    write_weights(out, source.tensors(name), _header(source, {"weights": _words(name), "from": source.folder.name}))
-    log.info("%s holds only %s of %s, without the optimiser's state", out, _words(name), source.folder)
+    write_weights(
+        out, source.tensors(which.file), _header(source, {"weights": which.words, "from": source.folder.name})
+    )
+    log.info("%s holds only %s of %s, without the optimiser's state", out, which.words, source.folder)
     return EXIT_DONE
 
 
-def average(paths: list[Path], last: int | None, out: Path, weights: Wanted) -> int:
+def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int:
     sources = [
         verify(inspect(folder))
         for folder in (_last(paths[0], last) if last else (checkpoint_of(path)[0] for path in paths))
     ]
-    name, words = _file(sources, weights)
+    which, words = _set_to_average(sources, weights)
     log.info("%s", words)
-    mean = _mean(sources, name)
+    mean = _mean(sources, which.file)
     names = [source.folder.name if last else f"{source.folder}" for source in sources]
-    header = _header(sources[-1], {"weights": f"average of {_words(name)}", "from": names}, averaged=True)
+    header = _header(sources[-1], {"weights": f"average of {which.words}", "from": names}, averaged=True)
     write_weights(out, mean, header)
-    log.info("%s: uniform average of %s of %d checkpoints:", out, _words(name), len(sources))
+    log.info("%s: uniform average of %s of %d checkpoints:", out, which.words, len(sources))
     for source in sources:
         log.info("  %s", source.folder)
     log.info(
@@ -115,21 +119,21 @@ def _last(path: Path, count: int) -> list[Path]:
     return folders[-count:]
 
 
-def _file(sources: list[Checkpoint], weights: Wanted) -> tuple[str, str]:
-    """File to average, the EMA if it validated better in most checkpoints, and its description for the log."""
-    without = [source.folder for source in sources if not source.has(EMA)]
-    if weights == "ema" and without:
-        raise UserError(f"-weights ema: {without[0]} has no EMA (TRAIN.MODEL_EMA); give -weights model.")
-    available: tuple[Which, ...] = ("model",) if without else BOTH
-    reason = "" if weights == "auto" else f"-weights {weights}"
-    votes = sum(choose_weights(source.meta, available, weights).which == "ema" for source in sources)
-    which: Which = "ema" if 2 * votes > len(sources) else "model"
-    why = reason if reason or without else f"the EMA is better in {votes} of {len(sources)} checkpoints"
-    return FILES[which], f"{LABELS[which]} weights{f' ({why})' if why else ''}"
-
-
-def _words(name: str) -> str:
-    return "the EMA" if name == EMA else "the model's weights"
+def _set_to_average(sources: list[Checkpoint], weights: str) -> tuple[WeightSet, str]:
+    """Which weights: others than the plain ones if they validated better in most checkpoints. And words for the log."""
+    available = [one for one in SETS if one == PLAIN or all(source.has(one.file) for source in sources)]
+    if weights != BETTER:
+        which = set_named(weights)
+        if which not in available:
+            lacking = next(source.folder for source in sources if not source.has(which.file))
+            raise UserError(f"-weights {weights}: {lacking} has no {which.described}; give -weights {PLAIN.name}.")
+        return which, f"{which.label} weights (-weights {weights})"
+    votes = Counter(choose_weights(source.meta, available, BETTER).which for source in sources)
+    which = next((one for one in available if 2 * votes[one] > len(sources)), PLAIN)
+    why = "; ".join(
+        f"{one.words} is better in {votes[one]} of {len(sources)} checkpoints" for one in available if one != PLAIN
+    )
+    return which, f"{which.label} weights{f' ({why})' if why else ''}"
 
 
 def _mean(sources: list[Checkpoint], name: str) -> dict[str, Tensor]:

@@ -18,23 +18,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from tools.common.command_line import OVERWRITE, PART, Tool, ToolLine, run_tool
 from tools.common.output_file import check_output_file, writing
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional, whole
 from utils.log import log
-from utils.record.better_weights import BOTH, Wanted, Which
 from utils.record.run_folder import write_json
+from utils.record.weight_sets import AVERAGE, BETTER, CHOICES, PLAIN, SETS, WeightSet
+
+BOTH = "both"
 
 OWN = (
     Flag(
         "weights",
-        "auto (whichever validated better), model (plain weights), ema, or both side by side",
+        f"{BETTER} (whichever validated better), {PLAIN.name} (plain weights), {AVERAGE.name}, or {BOTH} side by side",
         "WHICH",
-        default="auto",
-        choices=("auto", "model", "ema", "both"),
+        default=BETTER,
+        choices=(*CHOICES, BOTH),
     ),
     PART,
     Flag("json", "write all metrics as JSON", "FILE.json"),
@@ -55,9 +57,9 @@ def _evaluate(argv: list[str]) -> int:
     model, weights, bins = (getattr(line.asked, name) for name in ("model", "weights", "bins"))
     out, matrix = line.file("json", ".json"), line.file("confusion", ".csv", ".png")
     _check(line)
-    both = weights == "both"
+    both = weights == BOTH
     if both and matrix is not None:
-        for which in BOTH:
+        for which in SETS:
             check_output_file(_matrix_of(matrix, which), "-confusion", fresh=not line.asked.overwrite)
     line.show_gpus()
 
@@ -71,8 +73,8 @@ def _evaluate(argv: list[str]) -> int:
     log.setLevel("WARNING")  # building the model logs what the training has logged already
     part = {"DATA.PART": (line.asked.part, "-part")} if line.asked.part else {}
     given = replace(line.run, flags={**line.run.flags, "EVAL": (True, "evaluate.py"), **part})
-    trained = load_trained(model, "auto" if both else cast(Wanted, weights), given=given)
-    for which in BOTH if both else ():
+    trained = load_trained(model, BETTER if both else weights, given=given)
+    for which in SETS if both else ():
         trained.saved.require(which)
     if trained.multi_label and matrix is not None:
         raise UserError("-confusion: a confusion matrix needs one label per image; -json has each class's metrics.")
@@ -82,8 +84,8 @@ def _evaluate(argv: list[str]) -> int:
         log.info("%s: %s", model, trained.choice)
     for note in notes:
         log.info("%s.", note)
-    found: dict[Which, Any] = {}
-    for which in BOTH if both else (trained.weights,):
+    found: dict[WeightSet, Any] = {}
+    for which in SETS if both else (trained.weights,):
         if which != trained.weights:
             trained.take(which)
         found[which] = label_figures_of(trained, data) if trained.multi_label else figures_of(trained, data, bins)
@@ -95,16 +97,16 @@ def _evaluate(argv: list[str]) -> int:
             show.write_matrix(path, figures, trained.names())
             log.info("Confusion matrix: %s", path)
     if out is not None:
-        fields = {which: shown.figures_as_json(figures) for which, figures in found.items()}
+        fields = {which.name: shown.figures_as_json(figures) for which, figures in found.items()}
         with writing(out, "-json"):
             write_json(out, show.as_json(trained, data, fields))
         log.info("All metrics: %s", out)
     return EXIT_DONE
 
 
-def _matrix_of(matrix: Path, which: Which) -> Path:
+def _matrix_of(matrix: Path, which: WeightSet) -> Path:
     """File of one of both matrices."""
-    return matrix.with_stem(f"{matrix.stem}_{which}")
+    return matrix.with_stem(f"{matrix.stem}_{which.name}")
 
 
 def _check(line: ToolLine) -> None:

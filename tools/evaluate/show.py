@@ -14,28 +14,32 @@ from tools.common.figures import Figures
 from tools.common.output_file import writing
 from tools.common.parts import Part
 from tools.common.tables import in_columns, shown
+from utils.record.weight_sets import WeightSet
 
 ALL_SHOWN, WORST_SHOWN = 20, 10
 MOST_IN_JSON = 1000
 """Most classes for which the JSON file has the confusion matrix"""
 NAMES_IN_PICTURE, NUMBERS_IN_PICTURE = 60, 20
-TITLES = {"model": "model", "ema": "EMA"}
 
 
-def text(trained: Trained, part: Part, found: dict[Any, Figures]) -> str:
-    """Metrics of the model, the EMA or both, and a table of classes."""
+def text(trained: Trained, part: Part, found: dict[WeightSet, Figures]) -> str:
+    """Metrics of one or several sets of weights, and a table of classes."""
     first = next(iter(found.values()))
     counted = f"{part.title}: {part.counted} of {int((first.support > 0).sum())} classes"
     counted += f"; calibration in {len(first.bins)} bins"
     what = f"{trained.config.MODEL.NAME} of {trained.source}, in {trained.precision.name}"
-    rows = [["", *(TITLES[which] for which in found)]]
+    rows = [["", *(title_of(which) for which in found)]]
     rows += [[name, *(cell(figures) for figures in found.values())] for name, cell in CELLS.items()]
     parts = [what, counted, "", "\n".join(in_columns(rows))]
     for which, figures in found.items():
         if figures.not_finite:
-            parts += [f"{figures.not_finite} images have NaN or infinite logits ({TITLES[which]})."]
-    parts += ["", *_classes(trained, first, TITLES[next(iter(found))] if len(found) > 1 else "")]
+            parts += [f"{figures.not_finite} images have NaN or infinite logits ({title_of(which)})."]
+    parts += ["", *_classes(trained, first, title_of(next(iter(found))) if len(found) > 1 else "")]
     return "\n".join(parts)
+
+
+def title_of(which: WeightSet) -> str:
+    return which.mark or which.name
 
 
 CELLS = {
@@ -79,7 +83,7 @@ def _mistaken_for(trained: Trained, figures: Figures, label: int) -> str:
     return f"{shown(trained.name_of(other))} ({times})" if times else "-"
 
 
-def as_json(trained: Trained, part: Part, found: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+def as_json(trained: Trained, part: Part, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Content of the -json file. `found`: weights -> their metrics, by `figures_as_json`, with fractions in percent."""
     return {
         "model": trained.config.MODEL.NAME,

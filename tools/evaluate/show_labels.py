@@ -11,7 +11,8 @@ from engine.saved.trained import Trained
 from tools.common.label_figures import LabelFigures
 from tools.common.parts import Part
 from tools.common.tables import in_columns, shown
-from tools.evaluate.show import ALL_SHOWN, TITLES, WORST_SHOWN
+from tools.evaluate.show import ALL_SHOWN, WORST_SHOWN, title_of
+from utils.record.weight_sets import WeightSet
 
 CELLS = {
     "mAP": lambda one: _percent(100 * one.scores.map),
@@ -25,19 +26,19 @@ CELLS = {
 }
 
 
-def text(trained: Trained, part: Part, found: dict[Any, LabelFigures]) -> str:
-    """Metrics of the model, the EMA or both, and a table of classes."""
+def text(trained: Trained, part: Part, found: dict[WeightSet, LabelFigures]) -> str:
+    """Metrics of one or several sets of weights, and a table of classes."""
     first = next(iter(found.values()))
     counted = f"{part.title}: {part.counted} with {int(first.support.sum())} labels of "
     counted += f"{int((first.support > 0).sum())} classes; {first.unlabelled} images without a label"
     what = f"{trained.config.MODEL.NAME} of {trained.source}, in {trained.precision.name}; {trained.thresholds()[1]}"
-    rows = [["", *(TITLES[which] for which in found)]]
+    rows = [["", *(title_of(which) for which in found)]]
     rows += [[name, *(cell(figures) for figures in found.values())] for name, cell in CELLS.items()]
     parts = [what, counted, "", "\n".join(in_columns(rows))]
     for which, figures in found.items():
         if figures.not_finite:
-            parts += [f"{figures.not_finite} images have NaN or infinite logits ({TITLES[which]})."]
-    return "\n".join([*parts, "", *_classes(trained, first, TITLES[next(iter(found))] if len(found) > 1 else "")])
+            parts += [f"{figures.not_finite} images have NaN or infinite logits ({title_of(which)})."]
+    return "\n".join([*parts, "", *_classes(trained, first, title_of(next(iter(found))) if len(found) > 1 else "")])
 
 
 def _classes(trained: Trained, figures: LabelFigures, of: str) -> list[str]:

@@ -18,7 +18,7 @@ from tools.export.formats import Export
 from tools.export.hub_files import CURVES
 from utils.config.keys import default_of
 from utils.config.values import one_line
-from utils.record.better_weights import LABELS, PREFIX, metric_words
+from utils.record.better_weights import metric_words
 
 TASK = "image-classification"
 HUB_IDS = {
@@ -67,7 +67,7 @@ class Card:
     def metrics(self) -> dict[str, float]:
         """Validation metrics of the exported weights, as far as they are known."""
         trained = self.export.trained
-        metrics, prefix = trained.saved.meta.get("metrics") or {}, PREFIX[trained.weights]
+        metrics, prefix = trained.saved.meta.get("metrics") or {}, trained.weights.prefix
         values = {name: metrics.get(prefix + name) for name in METRICS}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -229,7 +229,7 @@ class Card:
         stored = "" if dtype == "fp32" else f" They are stored in {dtype} here."
         rows = {METRICS[by]: metric_words(by, value, named=False) for by, value in self.metrics.items()}
         about = (
-            f"Measured in training, on the validation split, with the {LABELS[trained.weights]} weights{when}.{stored}"
+            f"Measured in training, on the validation split, with the {trained.weights.label} weights{when}.{stored}"
         )
         curves = f"\n\n![Loss and accuracy by epoch]({CURVES})" if self.has_curves else ""
         return f"{about}\n\n{_table(('metric', 'value'), rows)}{curves}"

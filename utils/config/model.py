@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator
 
 from utils.config.fields import Section, setting
-from utils.config.kinds import AboveZero, FractionBelowOne, Integers, Names, Positive, PositiveOrAuto, folded
+from utils.config.kinds import AUTO, AboveZero, FractionBelowOne, Integers, Names, Positive, PositiveOrAuto, folded
 from utils.config.rules import TRAINING, needs, only_with, overridden_by
+from utils.record.weight_sets import AVERAGE, BETTER, PLAIN, WeightSet
 
 
 class ModelConfig(Section):
@@ -100,3 +101,13 @@ class ModelConfig(Section):
     def frozen_in(self, epoch: int) -> tuple[str, ...]:
         """What FREEZE freezes in an epoch."""
         return self.FREEZE if self.UNFREEZE_EPOCH is None or epoch < self.UNFREEZE_EPOCH else ()
+
+    @property
+    def pretrained_weights(self) -> str:
+        """Which weights of PRETRAINED to load: the name of a set, or auto."""
+        return BETTER if self.RESUME_EMA is None else (AVERAGE if self.RESUME_EMA else PLAIN).name
+
+    @property
+    def resumed_weights(self) -> WeightSet:
+        """The weights of RESUME that training continues with."""
+        return AVERAGE if self.RESUME_EMA and self.RESUME != AUTO else PLAIN

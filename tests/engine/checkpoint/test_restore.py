@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.checkpoint.folder import EMA, MODEL, Checkpoint, inspect
+from engine.checkpoint.folder import MODEL, Checkpoint, inspect
 from engine.checkpoint.state import finite, restore, state_of
 from engine.measure.progress import Best, Position
 from engine.optim.ema import Ema
@@ -20,6 +20,9 @@ from tests.engine.small import build, train, windows
 from tests.program import made_meta
 from tests.saved import save_checkpoint
 from utils.errors import UserError
+from utils.record.weight_sets import AVERAGE
+
+EMA = AVERAGE.file
 
 GLOBAL_BATCH = 32
 PER_EPOCH = 44

@@ -21,6 +21,7 @@ from engine.measure.throughput import Perf, Throughput
 from engine.report.reporter import Reporter
 from tests.engine.small import CPU
 from utils.config import Config
+from utils.record.weight_sets import AVERAGE, PLAIN
 
 PERF = Perf(images_per_second=1234.56789, data_wait_percent=1.5, peak_memory_gb=0.25, seconds=3725.4)
 READING = Reading(
@@ -73,8 +74,8 @@ def test_train_line_has_exactly_its_fields(tmp_path: Path) -> None:
 
 def test_val_line_has_exactly_its_fields(tmp_path: Path) -> None:
     made = reporter(tmp_path)
-    made.validation(Position(2, 0, 200), {"": Means(1.0, 2.0, 3.0)}, 4.0)
-    made.validation(Position(2, 0, 200), {"": Means(1.0, 2.0, 3.0), "ema_": Means(4.0, 5.0, 6.0)}, 4.0)
+    made.validation(Position(2, 0, 200), {PLAIN: Means(1.0, 2.0, 3.0)}, 4.0)
+    made.validation(Position(2, 0, 200), {PLAIN: Means(1.0, 2.0, 3.0), AVERAGE: Means(4.0, 5.0, 6.0)}, 4.0)
     plain, averaged = lines(tmp_path)
     own = {"event": "val", "epoch": 2, "update": 200, "loss": 1.0, "acc1": 2.0, "acc5": 3.0}
     assert plain == {**own, "perf": {"seconds": 4.0}}
@@ -89,7 +90,7 @@ def test_all_that_depends_on_time_is_under_perf(tmp_path: Path) -> None:
         made.run("start", Position(), seconds)
         made.train(Position(1, 1, 1), READING, Perf(seconds, seconds, seconds, seconds))
         made.epoch(Position(1, 100, 100), Means(1.0, 2.0, 3.0), seconds)
-        made.validation(Position(1, 100, 100), {"": Means(1.0, 2.0, 3.0)}, seconds)
+        made.validation(Position(1, 100, 100), {PLAIN: Means(1.0, 2.0, 3.0)}, seconds)
     first, second = (lines(tmp_path / name) for name in "01")
     assert [line["event"] for line in first] == ["run", "train", "epoch", "val"]
     assert all(set(line) >= ALWAYS for line in first)
@@ -121,7 +122,7 @@ def test_skip_line_has_noticed_at_under_perf(tmp_path: Path) -> None:
 def test_nan_and_infinity_become_null(tmp_path: Path, bad: float) -> None:
     reading = Reading(Means(bad, 0.0, 0.0), Means(bad, 0.0, 0.0), bad, 1.0, 0.1, 0, 0, 3)
     reporter(tmp_path).train(Position(1, 1, 1), reading, PERF)
-    reporter(tmp_path, Position(1, 1, 1)).validation(Position(1, 1, 1), {"": Means(bad, 0.0, 0.0)}, 1.0)
+    reporter(tmp_path, Position(1, 1, 1)).validation(Position(1, 1, 1), {PLAIN: Means(bad, 0.0, 0.0)}, 1.0)
     train, val = lines(tmp_path)
     assert (train["loss"], train["grad_norm"], train["scale"], val["loss"]) == (None, None, 1.0, None)
 
@@ -131,7 +132,7 @@ def test_resume_removes_lines_that_are_repeated(tmp_path: Path) -> None:
     before.run("start", Position(), 0.0)
     for update in range(1, 6):
         before.train(Position(1, update, update), READING, PERF)
-    before.validation(Position(1, 5, 5), {"": Means(1.0, 2.0, 3.0)}, 1.0)
+    before.validation(Position(1, 5, 5), {PLAIN: Means(1.0, 2.0, 3.0)}, 1.0)
     with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"event": "train", "epoch": 1, "st')  # killed while writing
     after = reporter(tmp_path, Position(1, 3, 3))
@@ -157,7 +158,7 @@ def test_resume_keeps_lines_at_the_same_update_that_are_not_repeated(
     before.run("start", Position(), 0.0)
     before.train(at, READING, PERF)
     before.epoch(at, Means(1.0, 2.0, 3.0), 1.0)
-    before.validation(at, {"": Means(1.0, 2.0, 3.0)}, 1.0)
+    before.validation(at, {PLAIN: Means(1.0, 2.0, 3.0)}, 1.0)
     reporter(tmp_path, start)
     assert [line["event"] for line in lines(tmp_path)] == kept
 
@@ -175,7 +176,7 @@ def test_paddlevit_log_lines(tmp_path: Path, said: pytest.LogCaptureFixture) -> 
     made = reporter(tmp_path, TRAIN={"NUM_EPOCHS": 300})
     made.train(Position(1, 20, 20), READING, PERF)
     made.epoch(Position(1, 100, 100), Means(6.0, 1.0, 2.0), 3.0)
-    made.validation(Position(1, 0, 100), {"": Means(5.0, 3.0, 4.0), "ema_": Means(4.5, 3.5, 4.5)}, 2.0)
+    made.validation(Position(1, 0, 100), {PLAIN: Means(5.0, 3.0, 4.0), AVERAGE: Means(4.5, 3.5, 4.5)}, 2.0)
     train, epoch, val, ema = said.messages
     assert train.startswith(
         "Epoch[001/300], Step[0020/0100], Lr: 1.000000e-03, Loss: 0.2004 (0.2500), Avg Acc: 25.0000"

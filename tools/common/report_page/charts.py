@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from engine.report.course import Points
+from utils.record.weight_sets import SETS
 
 HUES, SHADES = 8, 4
 """Colours in page.html, and variants of each: a shade and a marker shape."""
@@ -41,7 +42,7 @@ class Curve:
     faint: bool = False
     """Thin and pale: training beside validation"""
     dashed: bool = False
-    """Validation of the EMA"""
+    """Validation of other weights than the plain ones"""
 
 
 class Mark(NamedTuple):
@@ -130,7 +131,7 @@ class Chart:
         entries = {
             "faint": ("training, epoch means" if self.x_name == "epoch" else "training", "faint"),
             "strong": ("validation", "strong"),
-            "dashed": ("EMA validation", "dashed"),
+            "dashed": (f"{'/'.join(filter(None, (which.mark for which in SETS)))} validation", "dashed"),
         }
         kinds = ["faint" if curve.faint else "dashed" if curve.dashed else "strong" for curve in self.drawn]
         found = [(symbol, meaning) for kind, (meaning, symbol) in entries.items() if kind in kinds]

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.report.course import EMA_PREFIX
 from tools.common.report_page.charts import HUES, SHADES, Chart, Curve, Mark, Style
 from tools.common.report_page.runs import Run
+from utils.record.weight_sets import SETS
 
 MOST_SIDE_BY_SIDE = 6
 
@@ -81,12 +81,10 @@ def _training_and_validation(title: str, axis: _Axis, key: str) -> Chart:
     curves, best = [], []
     for run, style in axis.runs:
         course = run.course
-        ema = course.points("val", f"{EMA_PREFIX}{key}", axis.by_epoch)
-        curves += [
-            Curve(course.trained(key, axis.by_epoch), axis.label(run, "training"), style, faint=True),
-            Curve(course.points("val", key, axis.by_epoch), axis.label(run, "validation"), style),
-            Curve(ema, axis.label(run, "EMA validation"), style, dashed=True),
-        ]
+        curves.append(Curve(course.trained(key, axis.by_epoch), axis.label(run, "training"), style, faint=True))
+        for which in SETS:
+            points = course.points("val", f"{which.prefix}{key}", axis.by_epoch)
+            curves.append(Curve(points, axis.label(run, which.marked("validation")), style, dashed=bool(which.mark)))
         best.append(Mark(course.best(key, axis.by_epoch), axis.label(run, "best validation"), style))
     return axis.chart(title, curves, best=best)
 

@@ -21,6 +21,7 @@ from utils.config.values import one_line
 from utils.errors import UserError
 from utils.files import parse_json
 from utils.record.run_folder import is_run_folder, run_folder_of
+from utils.record.weight_sets import BETTER, SETS
 
 Line = dict[str, Any]
 OF_ONE_START = ("OUTPUT", "SAVE", "BASE", "MODEL.RESUME", "MAX_TIME", "LOCAL_RANK", "NGPUS")
@@ -94,7 +95,7 @@ class Run:
     def best_checkpoint(self) -> str:
         """Best checkpoint, its better weights, and their metrics."""
         try:
-            return find_saved(self.folder, "auto")[1].words
+            return find_saved(self.folder, BETTER)[1].words
         except UserError:  # there is no complete checkpoint
             return ""
 
@@ -180,8 +181,8 @@ def _last_text(run: Run, metric: str = "acc1") -> str:
     lines = [line for line in run.of("val") if line.get(metric) is not None]
     if not lines:
         return ""
-    ema = lines[-1].get(f"ema_{metric}")
-    return f"{lines[-1][metric]:.2f} %" + (f", EMA {ema:.2f} %" if ema is not None else "")
+    values = {which: lines[-1].get(f"{which.prefix}{metric}") for which in SETS}
+    return ", ".join(which.marked(f"{value:.2f} %") for which, value in values.items() if value is not None)
 
 
 def _parameters(run: Run) -> str:

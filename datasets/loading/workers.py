@@ -100,9 +100,10 @@ class LoadingProcesses:
         return f"did not begin in {SECONDS_TO_BEGIN:g} s" if worker in self._hung else _cause(worker.exitcode)
 
 
-def _begin(initialise: Callable[[int], None], begun: Any, number: int) -> None:
+def _begin(initialise: Callable[[int], None] | None, begun: Any, number: int) -> None:
     """Initialise a loading process, and then set its flag."""
-    initialise(number)
+    if initialise is not None:
+        initialise(number)
     begun[number] = 1
 
 

@@ -35,7 +35,7 @@ def banner(run: Run, ready: Ready, folder: Path | None) -> str:
     rows = [
         ("device", describe_devices(run.device, world, run.threads)),
         ("precision", ready.precision.line()),
-        ("computing", ready.tuning.words()),
+        ("computing", ready.tuning.words),
         ("model", describe_model(ready.model)),
         ("data", _data(config, ready)),
         ("inputs", _inputs(config.DATA)),

@@ -92,7 +92,7 @@ def build_for_evaluation(run: Run, checkpoint: Checkpoint | None = None) -> Read
     data, saved_choices = config.DATA, checkpoint.meta.get("choices", {}) if checkpoint else {}
     built, tuning = tuned_model(config, device, world, saved_choices, replaced=checkpoint is not None)
     model, inputs, precision = built
-    choices = tuning.choices() | ({BATCH_CHOICE: data.BATCH_SIZE} if run.auto_batch_size else {})
+    choices = tuning.choices | ({BATCH_CHOICE: data.BATCH_SIZE} if run.auto_batch_size else {})
     val_set = open_dataset(data, False, config.MODEL.NUM_CLASSES, config.SEED, device)
     val_batch = data.BATCH_SIZE_EVAL or data.BATCH_SIZE
     val_loader = ValLoader(val_set, val_batch, world.rank, world.size, _workers(config, world), device)

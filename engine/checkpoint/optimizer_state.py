@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -45,6 +46,17 @@ def load_optimizer(
     # Settings are those of now. A key that a new group lacks is no setting: LAMB counts its steps there.
     groups = [{**old, **new} for old, new in zip(saved[GROUPS], now[GROUPS], strict=True)]
     optimizer.load_state_dict({"state": saved["state"], GROUPS: groups})
+    _match_memory_format(optimizer)
+
+
+def _match_memory_format(optimizer: Optimizer) -> None:
+    """Bring state from a file into the memory format of its weights, as fused kernels need."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if not isinstance(value, Tensor) or value.shape != parameter.shape:
+                continue
+            if value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _regrouped(saved: dict[str, Any], before: list[str], now: dict[str, Any], names: list[str]) -> dict[str, Any]:

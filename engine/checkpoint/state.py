@@ -19,7 +19,6 @@ from engine.checkpoint.saver import Snapshot
 from engine.checkpoint.shard_files import OPTIMIZER, into_shards
 from engine.measure.progress import Best, Position
 from engine.parallel.fsdp import Sharding, is_sharded, local_shard, local_shards
-from engine.speed.channels_last import match_memory_format
 from engine.update import Parts
 from models import frozen_weights
 from utils.config import Config, differences, load_config
@@ -104,7 +103,6 @@ def _restore(
         log.info("MODEL.RESUME_EMA: the model resumes from the %s weights.", start.label)
     moments = checkpoint.lazy_tensors(OPTIMIZER) if checkpoint.has(OPTIMIZER) else {}
     load_optimizer(parts.model, parts.optimizer, state, moments, sharding)
-    match_memory_format(parts.optimizer)
     if state["fp32_modules"] and parts.precision.level in ("O1", "O2"):
         if sharding is None:
             parts.force_fp32(state["fp32_modules"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import median
@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from engine.amp.precision import Precision
-from engine.speed.attention import (
+from engine.speed.attention_kinds import (
     FUSED,
     KINDS,
     PACKED,
     PLAIN,
-    Attention,
     attention_layers,
     backends_of,
     packed_is_possible,
 )
+from engine.speed.shape import BuiltModel, Choice
 from utils.errors import UserError
 
 ROUNDS, WARM_UPS = 5, 2
@@ -82,24 +82,16 @@ class Call:
         return sdpa_kernel(backends) if backends else nullcontext()
 
 
-def race_attention(
-    wanted: str,
-    model: nn.Module,
-    images: Tensor,
-    precision: Precision,
-    listed: Iterable[str] = (),
-    previous: str | None = None,
-) -> Attention:
-    """The fastest kind, or the one asked for, or that of the resumed run, if it works here.
-
-    `listed`: operators on AMP's lists. `previous`: choice of the run that is resumed.
-    """
+def race_attention(built: BuiltModel) -> Choice:
+    """The fastest kind, or the one asked for, or that of the resumed run, if it works here."""
+    wanted, before, precision = built.config.MODEL.ATTENTION, built.before.get("attention"), built.precision
+    images = _some_images(built)
     _start_autograd_thread(images.device)
     with torch.random.fork_rng(devices=[images.device] if images.is_cuda else []):
-        call = first_call(model, images, precision)
-        known = [kind for kind in KINDS["cuda"] if kind != PACKED or packed_is_possible(listed)]
-        if wanted == "auto" and previous in known and _works(call, previous):
-            return Attention(previous, "as before the resume")
+        call = first_call(built.model, images, precision)
+        known = [kind for kind in KINDS["cuda"] if kind != PACKED or packed_is_possible(built.listed)]
+        if wanted == "auto" and before in known and _works(call, before):
+            return Choice(before, "as before the resume")
         kinds = [kind for kind in known if _works(call, kind)]
         if not kinds:
             call.run(FUSED)  # raises the error that stopped all kinds: out of memory
@@ -109,10 +101,17 @@ def race_attention(
                     f"MODEL.ATTENTION {wanted} does not support this GPU, model and precision "
                     f"({precision.name}); use {', '.join(kinds)}, or leave it auto."
                 )
-            return Attention(wanted, "as asked for")
+            return Choice(wanted, "as asked for")
         if call.tokens > MAX_TOKENS_OF_PLAIN and PLAIN in kinds:
             kinds.remove(PLAIN)
         return winner(race(call.run, kinds, _time_by_events))
+
+
+def _some_images(built: BuiltModel) -> Tensor:
+    data, device = built.config.DATA, built.precision.device
+    random = torch.Generator(device).manual_seed(built.config.SEED)
+    size = (data.BATCH_SIZE, data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE)
+    return built.inputs(torch.randint(0, 256, size, dtype=torch.uint8, device=device, generator=random))
 
 
 def first_call(model: nn.Module, images: Tensor, precision: Precision) -> Call:
@@ -149,15 +148,15 @@ def race(run: Callable[[str], None], kinds: list[str], seconds_of: Timer) -> dic
     return {kind: median(seconds) for kind, seconds in times.items()}
 
 
-def winner(seconds: dict[str, float]) -> Attention:
+def winner(seconds: dict[str, float]) -> Choice:
     fastest = min(seconds, key=lambda kind: seconds[kind])
     if FUSED not in seconds:
-        return Attention(fastest, "the fastest that works here")
+        return Choice(fastest, "the fastest that works here")
     speedup = seconds[FUSED] / seconds[fastest]
     if speedup < MIN_SPEEDUP:
         others = ", ".join(kind for kind in seconds if kind != FUSED)
-        return Attention(FUSED, f"torch's choice; timed against {others}")
-    return Attention(fastest, f"{speedup:.2f}x as fast as fused; timed: {', '.join(seconds)}")
+        return Choice(FUSED, f"torch's choice; timed against {others}")
+    return Choice(fastest, f"{speedup:.2f}x as fast as fused; timed: {', '.join(seconds)}")
 
 
 def _start_autograd_thread(device: torch.device) -> None:

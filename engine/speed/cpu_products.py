@@ -6,11 +6,12 @@ overhead is larger than the gain.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
+from torch import nn
 
+from engine.speed.shape import BuiltModel, Choice, Shape
 from utils.cpus import first_processor
 from utils.errors import UserError
 
@@ -23,53 +24,58 @@ LARGEST_ERROR = 1e-5
 """Error of a product relative to its largest value; fp32 stays below 2e-6, bf16 reaches 3e-3."""
 
 
-@dataclass(frozen=True)
-class Products:
-    library: str
-    reason: str
+class CpuProducts(Shape):
+    key = "cpu_fp32"
 
+    def choose(self, built: BuiltModel) -> Choice:
+        wanted, before = built.config.CPU_FP32, built.before.get(self.key)
+        if built.precision.device.type != "cpu":
+            return Choice(MKL if wanted == "auto" else wanted)
+        if wanted != "auto":
+            if wanted == ONEDNN and (why := _why_not_onednn()):
+                raise UserError(f"CPU_FP32 {wanted}: {why}; use mkl.")
+            ignored = wanted == ONEDNN and torch.backends.cpu.get_cpu_capability() == "AVX2"
+            note = ", but this CPU has no AVX-512, so torch uses MKL" if ignored else ""
+            return Choice(wanted, f"as asked for{note}")
+        here = _by_machine(built)
+        if before not in (MKL, ONEDNN) or before == here.value or (before == ONEDNN and _why_not_onednn()):
+            return here
+        return Choice(before, f"as before the resume; a new run here would use {here.value}: {here.why}")
 
-def choose_products(wanted: str, device: torch.device, fp32: bool, values: int, previous: str | None) -> Products:
-    """The library for fp32 products.
+    def apply(self, built: BuiltModel, value: str) -> None:
+        apply_products(value)
 
-    `fp32`: whether the run computes in it. `values`: number of values between two blocks. `previous`: choice of the run
-    that is resumed.
-    """
-    if wanted != "auto":
-        if wanted == ONEDNN and device.type == "cpu" and (why := _why_not_onednn()):
-            raise UserError(f"CPU_FP32 {wanted}: {why}; use mkl.")
-        ignored = wanted == ONEDNN and device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2"
-        note = ", but this CPU has no AVX-512, so torch uses MKL" if ignored else ""
-        return Products(wanted, f"as asked for{note}")
-    here = _by_machine(device, fp32, values)
-    if previous not in (MKL, ONEDNN) or previous == here.library:
-        return here
-    if previous == ONEDNN and (device.type != "cpu" or _why_not_onednn()):
-        return here
-    return Products(previous, f"as before the resume; a new run here would use {here.library}: {here.reason}")
+    def words(self, choice: Choice) -> str:
+        return f"fp32 products by {choice.value} ({choice.why})" if choice.why else ""
 
 
 def apply_products(library: str) -> None:
     """Set torch's library for fp32 products, always: an earlier run in this process may have set another."""
-    # `bf16` allows oneDNN to use bf16. `choose_products` has excluded CPUs on which oneDNN would do so.
+    # `bf16` allows oneDNN to use bf16. `CpuProducts.choose` has excluded CPUs on which oneDNN would do so.
     precision = "bf16" if library == ONEDNN else "ieee"
     torch.backends.mkldnn.matmul.fp32_precision = precision  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _by_machine(device: torch.device, fp32: bool, values: int) -> Products:
+def _by_machine(built: BuiltModel) -> Choice:
     """The library by facts about the machine. Timing could vary, and the same command must give the same bits."""
-    if device.type != "cpu":
-        return Products(MKL, "on a CPU only")
-    if not fp32:
-        return Products(MKL, "most products are in half precision")
-    if values < MIN_VALUES:
-        return Products(MKL, "small matrices")
+    if built.precision.level != "O0":
+        return Choice(MKL, "most products are in half precision")
+    if _values_between_blocks(built.model, built.config.DATA.BATCH_SIZE) < MIN_VALUES:
+        return Choice(MKL, "small matrices")
     vendor, family = processor_kind()
     if vendor != "AuthenticAMD" or family < ZEN_5:
-        return Products(MKL, "oneDNN is faster only on AMD's Zen 5 and later")
+        return Choice(MKL, "oneDNN is faster only on AMD's Zen 5 and later")
     if why := _why_not_onednn():
-        return Products(MKL, why)
-    return Products(ONEDNN, "Zen 5 or later")
+        return Choice(MKL, why)
+    return Choice(ONEDNN, "Zen 5 or later")
+
+
+def _values_between_blocks(model: nn.Module, batch: int) -> int:
+    """Number of values between two transformer blocks; 0 for other models, and while the batch size is unknown."""
+    patches = getattr(getattr(model, "patch_embed", None), "num_patches", 0)
+    width = getattr(model, "embed_dim", 0)
+    known = all(isinstance(number, int) for number in (patches, width, batch))
+    return patches * width * batch if known else 0
 
 
 def processor_kind() -> tuple[str, int]:

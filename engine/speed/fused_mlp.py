@@ -6,8 +6,7 @@ Between an MLP's products only memory is moved, and torch reads it once more tha
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from engine.amp.fp32_modules import HALVES, is_forced
 from engine.amp.precision import Precision
 from engine.speed.replace_forward import mix_in
+from engine.speed.shape import BuiltModel, Choice, Shape
 from utils.errors import UserError
 from utils.log import log
 
@@ -45,43 +45,42 @@ class FusedMlp(nn.Module):
         return self.drop2(self.fc2(self.norm(self.drop1(y))))
 
 
-def mlps_are_fused(
-    wanted: Any, model: nn.Module, precision: Precision, listed: Iterable[str], sharded: bool = False
-) -> bool:
-    """Whether to fuse MLPs. `auto`: on a GPU in half precision if the kernels work.
+class FusedMlps(Shape):
+    """`auto`: on a GPU in half precision if the kernels work."""
 
-    `sharded`: whether FSDP shards the weights.
-    """
-    if wanted is False:
-        return False
-    if precision.level == "O0":
-        if wanted is True:
+    key = "fused_mlp"
+
+    def choose(self, built: BuiltModel) -> Choice:
+        wanted = built.config.MODEL.FUSED_MLP
+        if built.precision.level == "O0":
             log.info("MODEL.FUSED_MLP true has no effect: AMP is off")
-        return False
-    obstacle = _obstacle(model, precision, listed, sharded)
-    if not obstacle and (obstacle := _why_kernels_fail(precision)) and wanted == "auto":
-        log.info("MODEL.FUSED_MLP auto has no effect: %s", obstacle)
-    if obstacle and wanted is True:
-        raise UserError(f"MODEL.FUSED_MLP true: {obstacle}; leave it auto.")
-    return not obstacle
+            return Choice(False)
+        obstacle = _obstacle(built)
+        if not obstacle and (obstacle := _why_kernels_fail(built.precision)) and wanted == "auto":
+            log.info("MODEL.FUSED_MLP auto has no effect: %s", obstacle)
+        if obstacle and wanted is True:
+            raise UserError(f"MODEL.FUSED_MLP true: {obstacle}; leave it auto.")
+        return Choice(not obstacle)
+
+    def apply(self, built: BuiltModel, value: bool) -> None:
+        import engine.speed.kernels.gelu  # noqa: F401
+
+        for mlp in _plain_mlps(built.model):
+            mix_in(mlp, FusedMlp)
+
+    def words(self, choice: Choice) -> str:
+        return "bias and GELU in one kernel"
 
 
-def fuse_mlps(model: nn.Module) -> None:
-    import engine.speed.kernels.gelu  # noqa: F401
-
-    for mlp in _plain_mlps(model):
-        mix_in(mlp, FusedMlp)
-
-
-def _obstacle(model: nn.Module, precision: Precision, listed: Iterable[str], sharded: bool) -> str:
-    named = LISTED.intersection(listed)
-    if not any(True for _ in _plain_mlps(model)):
-        return f"{type(model).__name__} has no MLP with linear layers, biases and exact GELU"
+def _obstacle(built: BuiltModel) -> str:
+    precision, named = built.precision, LISTED & built.listed
+    if not any(True for _ in _plain_mlps(built.model)):
+        return f"{built.name} has no MLP with linear layers, biases and exact GELU"
     if precision.device.type != "cuda" or torch.version.hip is not None:
         return "its kernels need an NVIDIA GPU"
     if precision.fp8:
         return "fp8 has its own linear layers"
-    if sharded:
+    if built.sharded:
         return "it was not tested with DIST.STRATEGY fsdp"
     if named:
         return f"AMP's lists would have no effect on {', '.join(sorted(named))} inside a fused operator"

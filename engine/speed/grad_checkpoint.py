@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.amp.half_copy import BATCH_NORM
 from engine.speed.replace_forward import mix_in
+from engine.speed.shape import BuiltModel, Choice, Shape
 from models.blocks import blocks_of
 from utils.errors import UserError
 
@@ -38,27 +39,26 @@ class Recomputed(nn.Module):
         return nullcontext(), _running_statistics_kept(self)
 
 
-def describe_recomputed(model: nn.Module, wanted: str | int) -> str:
-    """Recomputed blocks for the banner: '6 of 12 blocks'; empty if there are none."""
-    if wanted == "none":
-        return ""
-    count = len(list(blocks_of(model)))
-    if not count:
-        raise UserError(
-            f"TRAIN.GRAD_CHECKPOINT {wanted}: {type(model).__name__} has no sequence of equal blocks to recompute; "
-            "set it to none."
-        )
-    return f"{len(range(0, count, _every(wanted)))} of {count} blocks"
+class RecomputedBlocks(Shape):
+    """All blocks (`blocks`), or the first of every N."""
 
+    def choose(self, built: BuiltModel) -> Choice:
+        wanted, count = built.config.TRAIN.GRAD_CHECKPOINT, len(list(blocks_of(built.model)))
+        if not count:
+            raise UserError(
+                f"TRAIN.GRAD_CHECKPOINT {wanted}: {built.name} has no sequence of equal blocks to recompute; set it to "
+                "none."
+            )
+        return Choice(wanted, f"{len(range(0, count, _every(wanted)))} of {count} blocks")
 
-def checkpoint_blocks(model: nn.Module, wanted: str | int) -> None:
-    """Recompute all blocks (`blocks`), or the first of every N."""
-    if wanted == "none":
-        return
-    for number, (_, block) in enumerate(list(blocks_of(model))):
-        mix_in(block, Recomputed)  # all of them, so that blocks keep a common class
-        block.recomputed = number % _every(wanted) == 0  # pyright: ignore[reportArgumentType]
-        block.frozen = not any(weight.requires_grad for weight in block.parameters())  # pyright: ignore[reportArgumentType]
+    def apply(self, built: BuiltModel, value: str | int) -> None:
+        for number, (_, block) in enumerate(list(blocks_of(built.model))):
+            mix_in(block, Recomputed)  # all of them, so that blocks keep a common class
+            block.recomputed = number % _every(value) == 0  # pyright: ignore[reportArgumentType]
+            block.frozen = not any(weight.requires_grad for weight in block.parameters())  # pyright: ignore[reportArgumentType]
+
+    def words(self, choice: Choice) -> str:
+        return f"{choice.why} recomputed in the backward pass"
 
 
 def _every(wanted: str | int) -> int:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.amp.precision import Precision
 from engine.speed.replace_forward import mix_in
+from engine.speed.shape import BuiltModel, Choice, Shape
 from utils.errors import UserError
 
 MODULE = "patch_embed.proj"
 LARGE_PATCH = 16
 """Patches of this size and larger gain nothing in fp32 on a CPU; see docs/dev/kernels.md."""
-MEASURED = ("cpu", "cuda")
 LISTED = frozenset({"conv2d", "linear", "fc", "matmul_v2", "fused_gemm_epilogue"})
 
 
@@ -41,29 +39,30 @@ class LinearPatches(nn.Module):
         return tokens.transpose(1, 2).unflatten(2, (rows, columns))
 
 
-def patches_are_linear(wanted: Any, model: nn.Module, precision: Precision, listed: Iterable[str]) -> bool:
-    """Whether to embed patches by a matrix product. `auto`: where it was faster in measurements.
+class PatchesByProduct(Shape):
+    """`auto`: where it was faster in measurements."""
 
-    `listed`: operators on AMP's lists, which may name the convolution.
-    """
-    convolutions = list(_patch_convolutions(model))
-    if wanted is True and not convolutions:
-        raise UserError(
-            f"MODEL.LINEAR_PATCHES true: {type(model).__name__} has no embedding of non-overlapping patches; leave it "
-            "auto."
-        )
-    if wanted != "auto":
-        return bool(wanted)
-    if not convolutions or precision.device.type not in MEASURED or LISTED.intersection(listed):
-        return False
-    if precision.level != "O0":
-        return True
-    return precision.device.type == "cpu" and max(convolutions[0].kernel_size) < LARGE_PATCH
+    key = "linear_patches"
 
+    def choose(self, built: BuiltModel) -> Choice:
+        convolutions = list(_patch_convolutions(built.model))
+        if built.config.MODEL.LINEAR_PATCHES is True:
+            if not convolutions:
+                raise UserError(
+                    f"MODEL.LINEAR_PATCHES true: {built.name} has no embedding of non-overlapping patches; leave it "
+                    "auto."
+                )
+            return Choice(True)
+        if not convolutions or LISTED & built.listed:
+            return Choice(False)
+        return Choice(built.precision.level != "O0" or max(convolutions[0].kernel_size) < LARGE_PATCH)
 
-def use_linear_patches(model: nn.Module) -> None:
-    for convolution in _patch_convolutions(model):
-        mix_in(convolution, LinearPatches)
+    def apply(self, built: BuiltModel, value: bool) -> None:
+        for convolution in _patch_convolutions(built.model):
+            mix_in(convolution, LinearPatches)
+
+    def words(self, choice: Choice) -> str:
+        return "patches by a matrix product"
 
 
 def _patch_convolutions(model: nn.Module) -> Iterator[nn.Conv2d]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +14,14 @@ from engine.ability import Ability
 from engine.amp.precision import Precision
 from engine.amp.skip_watch import OverflowWatch
 from engine.checkpoint.folder import Checkpoint
+from engine.inputs.normalize import Inputs
 from engine.machine.context import Run
 from engine.measure.meters import TrainMeters
 from engine.optim.schedule import Schedule, build_scheduler
 from engine.order import Site, abilities
 from engine.setup import ReadyToTrain, build_for_training
+from engine.speed.shape import BuiltModel, Choice, Shape
+from engine.speed.tuning import shapes
 from engine.update import Parts, train_update
 from utils.config import AmpConfig, Config, TrainConfig, load_config
 from utils.distributed.world import ALONE
@@ -40,6 +44,21 @@ def build(
     ready = build_for_training(Run(config, ALONE, device, threads=1), checkpoint)
     ready.parts.assemble()
     return ready
+
+
+def built_of(
+    model: nn.Module, precision: Any = None, before: Mapping[str, Any] | None = None, **settings: Any
+) -> BuiltModel:
+    """A model of one's own for the choice of its shapes, in fp32 on a CPU unless told otherwise."""
+    config = Config.model_validate(settings)
+    return BuiltModel(config, model, Inputs(config.DATA), precision or Precision(OFF, CPU), ALONE, before or {})
+
+
+def chosen(kind: type[Shape], built: BuiltModel) -> Choice:
+    """The choice of a shape; that not to have it where its settings and the device exclude it."""
+    return next(
+        (one.choose(built) for one in shapes(built.config, built.precision) if type(one) is kind), Choice(False)
+    )
 
 
 def windows(ready: ReadyToTrain) -> Iterator[Window]:

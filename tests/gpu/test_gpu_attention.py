@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.speed.attention import KINDS
+from engine.speed.attention_kinds import KINDS
 from tests.gpu.runs import Train, apart, on_a_gpu_alone
 
 pytestmark = on_a_gpu_alone

@@ -13,9 +13,11 @@ from timm.layers.attention import Attention
 from torch import Tensor
 
 from engine.compile.cache import CACHE
-from engine.speed.attention import PACKED, apply_attention
+from engine.speed.attention import AttentionKernel
+from engine.speed.attention_kinds import PACKED
 from engine.speed.kernels.attention import packed_attention
 from engine.speed.packed_attention import PackedAttention
+from tests.engine.small import built_of
 from tests.engine.speed.exact_attention import apart, exact_attention
 from tests.gpu.runs import Train, on_a_gpu_alone, skip_if_missing
 
@@ -87,7 +89,7 @@ def test_a_compiled_layer_gives_the_numbers_of_the_one_as_written(
     torch.compiler.reset()
     torch.manual_seed(0)
     layer = Attention(128, num_heads=2, qkv_bias=True).cuda()
-    apply_attention(PACKED, layer)
+    AttentionKernel().apply(built_of(layer), PACKED)
     assert isinstance(layer, PackedAttention)
     vars(layer)["strict"] = True
     compiled = torch.compile(layer, fullgraph=True, mode=mode)

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from timm.layers.mlp import Mlp
 from torch import Tensor, nn
 
-from engine.speed.fused_mlp import fuse_mlps
+from engine.speed.fused_mlp import FusedMlps
+from tests.engine.small import built_of
 from tests.gpu.runs import PLACE, Train, apart, on_a_gpu_alone, skip_if_missing
 
 pytestmark = on_a_gpu_alone
@@ -82,7 +83,7 @@ def test_an_mlp_under_autocast_is_as_near_to_float64_as_timms(mode: str | None) 
     fused, exact = Mlp(96, 384).to(PLACE), Mlp(96, 384).to(PLACE).double()
     fused.load_state_dict(theirs.state_dict())
     exact.load_state_dict(theirs.state_dict())
-    fuse_mlps(fused)
+    FusedMlps().apply(built_of(fused), True)
     x = torch.randn(8, 197, 96, device=PLACE)
     y = exact(x.double())
     wanted = [y.detach(), *torch.autograd.grad(y.square().sum(), list(exact.parameters()))]

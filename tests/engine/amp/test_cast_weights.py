@@ -11,7 +11,8 @@ from torch import nn
 
 from engine.amp.cast_weights import cast_weights
 from engine.amp.fp32_modules import force_fp32
-from engine.speed.linear_patches import use_linear_patches
+from engine.speed.linear_patches import PatchesByProduct
+from tests.engine.small import built_of
 
 
 def names_of(model: nn.Module, *black_list: str) -> set[str]:
@@ -31,7 +32,7 @@ def test_only_linear_layers_and_convolutions_of_a_vit_are_cast() -> None:
     without_linear = {"patch_embed.proj.weight", "patch_embed.proj.bias"}
     assert names_of(model, "fc") == without_linear, "Paddle's name of linear"
     assert names_of(model, "linear", "conv2d") == set()
-    use_linear_patches(model)
+    PatchesByProduct().apply(built_of(model), True)
     assert names_of(model) >= without_linear
     assert names_of(model, "fc") == set()
     force_fp32(model, ["blocks.0", "head"], "cpu")

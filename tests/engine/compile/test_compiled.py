@@ -24,8 +24,8 @@ from engine.evaluate import evaluate
 from engine.machine.late_compiler import uncompiled
 from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain
-from engine.speed.attention import apply_attention
-from tests.engine.small import build, train, windows
+from engine.speed.attention import AttentionKernel
+from tests.engine.small import build, built_of, train, windows
 from utils.config import Config
 from utils.config.amp import AmpConfig
 from utils.config.data import DataConfig
@@ -224,14 +224,14 @@ def test_cached_graphs_are_kept_apart_by_attention() -> None:
     kept: list[int] = []
     try:
         for kind in ("flash", "efficient", "flash"):
-            apply_attention(kind, torch.nn.Identity())
+            AttentionKernel().apply(built_of(torch.nn.Identity()), kind)
             compiling._configure_compiler(DataConfig(), in_precision("O0"), ALONE)
             torch.compiler.reset()
             counters.clear()
             torch.compile(torch.nn.functional.scaled_dot_product_attention)(values, values, values)
             kept.append(counters["aot_autograd"]["autograd_cache_hit"])
     finally:
-        apply_attention("fused", torch.nn.Identity())
+        AttentionKernel().apply(built_of(torch.nn.Identity()), "fused")
     assert kept == [0, 0, 1]
     assert config.cache_key_tag.startswith(" lists attention=")
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from engine.amp.fp32_modules import force_fp32
 from engine.speed import fused_mlp
 from engine.speed.kernels import gelu
+from tests.engine.small import built_of
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -132,7 +133,7 @@ def mlps(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     theirs = nn.Sequential(Mlp(12, 40))
     fused = copy.deepcopy(theirs)
-    fused_mlp.fuse_mlps(fused)
+    fused_mlp.FusedMlps().apply(built_of(fused), True)
     return theirs, fused
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -17,15 +17,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import engine.speed.attention_race as attention_race
 from engine.amp.precision import Precision
 from engine.inputs.normalize import Inputs
-from engine.speed import cpu_products, tuning
-from engine.speed.attention import Attention, apply_attention, attention_by_rule, attention_layers
+from engine.speed import cpu_products
+from engine.speed.attention import AttentionKernel, attention_by_rule
+from engine.speed.attention_kinds import attention_layers
 from engine.speed.attention_race import Call, first_call, race, race_attention, winner
+from engine.speed.shape import BuiltModel, Choice
 from engine.speed.tuning import tune
-from tests.engine.small import BF16, CPU, OFF, build, train
+from tests.engine.small import BF16, CPU, OFF, build, built_of, chosen, train
 from tests.program import metrics
-from utils.config import load_config
+from utils.config import AmpConfig, load_config
 from utils.distributed.world import ALONE
 from utils.errors import UserError
+
+TWO_IMAGES = {"BATCH_SIZE": 2, "IMAGE_SIZE": 160}
 
 
 class OnGpu:
@@ -38,10 +42,14 @@ def kinds_of(model: nn.Module) -> set[str]:
     return {"fused" if layer.fused_attn else "plain" for layer in attention_layers(model)}
 
 
+def raced_on_cpu(model: nn.Module, wanted: str, amp: AmpConfig = OFF) -> BuiltModel:
+    return built_of(model, Precision(amp, CPU), MODEL={"ATTENTION": wanted}, DATA=TWO_IMAGES)
+
+
 @pytest.fixture(autouse=True)
 def torchs_own_choice():
     yield
-    apply_attention("fused", nn.Identity())
+    AttentionKernel().apply(built_of(nn.Identity()), "fused")
 
 
 @pytest.fixture
@@ -66,7 +74,7 @@ def test_cpu_uses_a_rule_unless_a_kind_is_given(
 ) -> None:
     monkeypatch.setattr(cpu_products, "_onednn_error", lambda: 0.0)  # some CPUs compute in bf16 by it, and refuse it
     ready = build(tiny, **settings)
-    assert ready.tuning.attention.kind == ready.choices["attention"] == kind
+    assert ready.choices["attention"] == kind
     computing = ready.parts.forward  # a half-precision copy where there is one
     assert kinds_of(computing) == {kind}
     calls: list[int] = []
@@ -101,10 +109,10 @@ def test_gpu_kinds_are_rejected_on_a_cpu_before_the_run(vitamp, tiny: Path) -> N
 def test_model_without_timm_attention_has_no_choice() -> None:
     model = create_model("test_resnet", num_classes=3)
     with pytest.raises(UserError, match="has no attention layer whose kernel"):
-        attention_by_rule("plain", model, Precision(OFF, CPU), "mkl", (), None)
-    found = attention_by_rule("auto", model, Precision(OFF, CPU), "mkl", (), None)
+        attention_by_rule(built_of(model, MODEL={"ATTENTION": "plain"}))
+    found = attention_by_rule(built_of(model))
     assert found is not None
-    assert found.kind == "the model's own"
+    assert found.value == "the model's own"
 
 
 @pytest.mark.slow  # two runs; what a checkpoint keeps of choices is tested with tuning
@@ -127,32 +135,29 @@ def test_resumed_run_with_another_precision_decides_again(tiny: Path) -> None:
     for precision, kind, words in ((OFF, "plain", "as before the resume"), (BF16, "plain", "half precision on a CPU")):
         amp = config.model_copy(update={"AMP": precision})
         found = tune(amp, ready.model, inputs, Precision(precision, CPU), ALONE, ready.choices)
-        assert (found.attention.kind, found.attention.reason) == (kind, words)
+        assert found.choices["attention"] == kind
+        assert f"attention {kind} ({words})" in found.words
 
 
-@pytest.mark.parametrize(("wanted", "kept", "kind"), [("auto", None, None), ("auto", "cudnn", "cudnn")])
-def test_gpu_times_kinds_unless_resumed(vit: nn.Module, wanted: str, kept: str | None, kind: str | None) -> None:
-    precision: Any = OnGpu()
-    found = attention_by_rule(wanted, vit, precision, "mkl", (), kept)
-    assert (found and found.kind) == kind
-    assert attention_by_rule("flash", vit, precision, "mkl", (), None) is None, (
-        "it is tried whether there is such a one"
-    )
-    listed = attention_by_rule("auto", vit, precision, "mkl", ("bmm",), None)
+@pytest.mark.parametrize(("kept", "kind"), [(None, None), ("cudnn", "cudnn")])
+def test_gpu_times_kinds_unless_resumed(vit: nn.Module, kept: str | None, kind: str | None) -> None:
+    found = attention_by_rule(built_of(vit, OnGpu(), {"attention": kept} if kept else {}))
+    assert (found and found.value) == kind
+    flash = built_of(vit, OnGpu(), MODEL={"ATTENTION": "flash"})
+    assert attention_by_rule(flash) is None, "it is tried whether there is such a one"
+    listed = attention_by_rule(built_of(vit, OnGpu(), AMP={"CUSTOM_BLACK_LIST": ["bmm"]}))
     assert listed is not None
-    assert listed.kind == "plain"
+    assert listed.value == "plain"
 
 
 @pytest.mark.parametrize(("deterministic", "races"), [(True, 0), (False, 1)])
 def test_deterministic_run_does_not_time_kinds(
-    tiny: Path, vit: nn.Module, monkeypatch: pytest.MonkeyPatch, deterministic: bool, races: int
+    vit: nn.Module, monkeypatch: pytest.MonkeyPatch, deterministic: bool, races: int
 ) -> None:
-    raced: list[Attention] = []
-    monkeypatch.setattr(tuning, "_raced", lambda *_: raced.append(Attention("flash", "")) or raced[0])
-    words = {"DETERMINISTIC": str(deterministic), "MODEL.FUSED_MLP": "false"}
-    config, precision = load_config(str(tiny), words=words).config, cast(Any, OnGpu())
-    found = tuning._choose(config, vit, Inputs(config.DATA), precision, ALONE, {}).attention
-    assert (len(raced), found.kind) == (races, "flash" if races else "fused")
+    raced: list[Choice] = []
+    monkeypatch.setattr(attention_race, "race_attention", lambda _: raced.append(Choice("flash")) or raced[0])
+    found = chosen(AttentionKernel, built_of(vit, OnGpu(), DETERMINISTIC=deterministic, DATA=TWO_IMAGES))
+    assert (len(raced), found.value) == (races, "flash" if races else "fused")
 
 
 def test_race_uses_the_models_call_and_has_no_side_effects(vit: nn.Module) -> None:
@@ -166,7 +171,7 @@ def test_race_uses_the_models_call_and_has_no_side_effects(vit: nn.Module) -> No
     assert vit.training
     assert not any(layer._forward_pre_hooks for layer in attention_layers(vit))
     assert all(parameter.grad is None for parameter in vit.parameters())
-    race_attention("plain", vit, images, Precision(BF16, CPU))
+    race_attention(raced_on_cpu(vit, "plain", BF16))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -177,13 +182,12 @@ def test_race_includes_only_kinds_that_work(vit: nn.Module, monkeypatch: pytest.
     monkeypatch.setattr(
         attention_race, "race", lambda run, kinds, clock: raced.extend(kinds) or race(run, kinds, clock)
     )
-    images = torch.randn(2, 3, 160, 160)
-    race_attention("auto", vit, images, Precision(OFF, CPU))
+    race_attention(raced_on_cpu(vit, "auto"))
     assert "fused" in raced
     assert "cudnn" not in raced
     assert "plain" not in raced, "101 tokens: its matrices may not fit where a batch was found to"
     with pytest.raises(UserError, match=r"MODEL\.ATTENTION cudnn does not support this GPU.*use fused, plain"):
-        race_attention("cudnn", vit, images, Precision(OFF, CPU))
+        race_attention(raced_on_cpu(vit, "cudnn"))
 
 
 def test_race_hides_torchs_warnings_about_missing_kernels(
@@ -194,8 +198,8 @@ def test_race_hides_torchs_warnings_about_missing_kernels(
         raise RuntimeError("No available kernel.")
 
     monkeypatch.setattr(Call, "run", lambda call, kind: None if kind == "fused" else run(call, kind))
-    found = race_attention("fused", vit, torch.randn(2, 3, 160, 160), Precision(OFF, CPU))
-    assert found.kind == "fused"
+    found = race_attention(raced_on_cpu(vit, "fused"))
+    assert found.value == "fused"
     assert not recwarn.list
 
 
@@ -212,7 +216,7 @@ def test_race_starts_autograds_thread_without_a_matrix_product(vit: nn.Module) -
 
     first, images = [], torch.randn(2, 3, 160, 160)
     for race_or_run in (
-        lambda: race_attention("plain", vit, images, Precision(OFF, CPU)),
+        lambda: race_attention(raced_on_cpu(vit, "plain")),
         lambda: first_call(vit, images, Precision(OFF, CPU)).run("plain"),
     ):
         with Backward() as backward:
@@ -230,7 +234,7 @@ def test_race_raises_out_of_memory_if_no_kind_fits(vit: nn.Module, monkeypatch: 
     monkeypatch.setattr(Call, "run", full)
     for wanted in ("auto", "flash"):
         with pytest.raises(torch.OutOfMemoryError):
-            race_attention(wanted, vit, torch.randn(2, 3, 160, 160), Precision(OFF, CPU))
+            race_attention(raced_on_cpu(vit, wanted))
 
 
 def test_race_alternates_kinds_and_uses_medians() -> None:
@@ -256,19 +260,19 @@ def test_race_alternates_kinds_and_uses_medians() -> None:
 )
 def test_winner_must_be_faster_by_a_margin(seconds: dict[str, float], kind: str, words: str) -> None:
     found = winner(seconds)
-    assert found.kind == kind
-    assert words in found.reason
+    assert found.value == kind
+    assert words in found.why
 
 
 def test_apply_attention_sets_and_resets_torchs_backends(vit: nn.Module) -> None:
     flags = torch.backends.cuda
     own = torch._C._get_sdp_priority_order()  # pyright: ignore[reportAttributeAccessIssue]
-    apply_attention("efficient", vit)
+    AttentionKernel().apply(built_of(vit), "efficient")
     assert flags.mem_efficient_sdp_enabled()
     assert flags.math_sdp_enabled()
     assert not flags.flash_sdp_enabled()
     assert kinds_of(vit) == {"fused"}
-    apply_attention("plain", vit)
+    AttentionKernel().apply(built_of(vit), "plain")
     assert flags.flash_sdp_enabled()
     assert kinds_of(vit) == {"plain"}
     assert torch._C._get_sdp_priority_order() == own  # pyright: ignore[reportAttributeAccessIssue]

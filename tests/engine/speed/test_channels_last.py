@@ -10,12 +10,9 @@ import torch
 from timm.models import create_model
 from torch import Tensor, nn
 
-from engine.amp.precision import Precision
-from engine.inputs.normalize import Inputs
-from engine.speed.channels_last import convert_to_channels_last, uses_channels_last
-from tests.engine.small import CPU, OFF, build, train
+from engine.speed.channels_last import ChannelsLast
+from tests.engine.small import build, built_of, chosen, train
 from tests.program import metrics
-from utils.config.data import DataConfig
 from utils.errors import UserError
 
 LAST = torch.channels_last
@@ -51,16 +48,17 @@ def test_auto_is_for_convolutions_on_a_gpu_in_half_precision(name: str, level: s
     with torch.device("meta"):
         model = create_model(name)
     precision: Any = OnGpu(level)
-    assert uses_channels_last("auto", model, precision, sharded) is last
-    assert uses_channels_last("auto", model, Precision(OFF, CPU), sharded) is False
+    strategy = {"STRATEGY": "fsdp" if sharded else "ddp"}
+    assert chosen(ChannelsLast, built_of(model, precision, DIST=strategy)).value is last
+    assert chosen(ChannelsLast, built_of(model, DIST=strategy)).value is False
 
 
 @pytest.mark.parametrize(
-    ("name", "sharded", "words"), [("test_vit", False, "no convolutions"), ("test_resnet", True, "fsdp")]
+    ("name", "strategy", "words"), [("test_vit", "ddp", "no convolutions"), ("test_resnet", "fsdp", "fsdp does not")]
 )
-def test_channels_last_is_rejected_without_convolutions_or_with_fsdp(name: str, sharded: bool, words: str) -> None:
+def test_channels_last_is_rejected_without_convolutions_or_with_fsdp(name: str, strategy: str, words: str) -> None:
     with pytest.raises(UserError, match=f"TRAIN.CHANNELS_LAST true: .*{words}"):
-        uses_channels_last(True, create_model(name), Precision(OFF, CPU), sharded)
+        chosen(ChannelsLast, built_of(create_model(name), TRAIN={"CHANNELS_LAST": True}, DIST={"STRATEGY": strategy}))
 
 
 def test_training_in_channels_last_is_the_same_to_rounding(convolving: Path) -> None:
@@ -86,10 +84,10 @@ def test_training_in_channels_last_is_the_same_to_rounding(convolving: Path) -> 
 @pytest.mark.parametrize("by_pixel", [False, True])
 def test_images_are_converted_to_the_models_memory_format(by_pixel: bool) -> None:
     images = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
-    inputs = Inputs(DataConfig())
-    wanted = inputs(images)
-    convert_to_channels_last(nn.Conv2d(3, 4, 3), inputs)
-    found = inputs(images.contiguous(memory_format=LAST) if by_pixel else images)
+    built = built_of(nn.Conv2d(3, 4, 3))
+    wanted = built.inputs(images)
+    ChannelsLast().apply(built, True)
+    found = built.inputs(images.contiguous(memory_format=LAST) if by_pixel else images)
     assert wanted.is_contiguous()
     assert found.is_contiguous(memory_format=LAST)
     assert torch.equal(found, wanted)

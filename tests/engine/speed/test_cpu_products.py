@@ -5,17 +5,30 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import engine.speed.cpu_products as matmul
-from engine.speed.cpu_products import apply_products, choose_products
-from tests.engine.small import CPU, build
+from engine.amp.precision import Precision
+from engine.speed.cpu_products import CpuProducts, apply_products
+from engine.speed.shape import Choice
+from tests.engine.small import BF16, CPU, OFF, build, built_of, chosen
 from utils.errors import UserError
 
 ZEN_5, ZEN_4, INTEL = ("AuthenticAMD", 26), ("AuthenticAMD", 25), ("GenuineIntel", 6)
 LARGE = 8 * 196 * 192
+
+
+def library(values: int, precision: Any = None, before: str | None = None, wanted: str = "auto") -> Choice:
+    """The choice for a model with so many values between its blocks."""
+    model: Any = nn.Identity()
+    model.patch_embed, model.embed_dim = SimpleNamespace(num_patches=1), values
+    built = built_of(model, precision, {"cpu_fp32": before}, CPU_FP32=wanted, DATA={"BATCH_SIZE": 1})
+    return chosen(CpuProducts, built)
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +43,7 @@ def on(monkeypatch: pytest.MonkeyPatch, machine: tuple[str, int], error: float =
 
 
 @pytest.mark.parametrize(
-    ("machine", "error", "fp32", "values", "library"),
+    ("machine", "error", "fp32", "values", "expected"),
     [
         (ZEN_5, 1e-6, True, LARGE, "onednn"),
         (ZEN_5, 1e-6, True, 1000, "mkl"),
@@ -41,28 +54,30 @@ def on(monkeypatch: pytest.MonkeyPatch, machine: tuple[str, int], error: float =
     ],
 )
 def test_auto_depends_on_the_machine_and_the_sizes(
-    monkeypatch: pytest.MonkeyPatch, machine: tuple[str, int], error: float, fp32: bool, values: int, library: str
+    monkeypatch: pytest.MonkeyPatch, machine: tuple[str, int], error: float, fp32: bool, values: int, expected: str
 ) -> None:
     on(monkeypatch, machine, error)
-    assert choose_products("auto", CPU, fp32, values, None).library == library
-    assert choose_products("auto", torch.device("cuda"), fp32, values, None).library == "mkl"
+    precision = Precision(OFF if fp32 else BF16, CPU)
+    assert library(values, precision).value == expected
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), level=precision.level)
+    assert library(values, on_gpu).value == "mkl"
 
 
 def test_resumed_run_keeps_its_library_and_reports_the_machines_own(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, ZEN_4)
-    found = choose_products("auto", CPU, True, LARGE, "onednn")
-    assert found.library == "onednn"
-    assert "a new run here would use mkl" in found.reason
+    found = library(LARGE, before="onednn")
+    assert found.value == "onednn"
+    assert "a new run here would use mkl" in found.why
     on(monkeypatch, ZEN_5, error=3e-3)
-    assert choose_products("auto", CPU, True, LARGE, "onednn").library == "mkl", "it cannot compute in fp32 by it"
-    assert choose_products("mkl", CPU, True, LARGE, "onednn").library == "mkl", "asked for"
-    assert choose_products("auto", CPU, True, LARGE, "amx").library == "mkl", "kernels of an earlier version"
+    assert library(LARGE, before="onednn").value == "mkl", "it cannot compute in fp32 by it"
+    assert library(LARGE, before="onednn", wanted="mkl").value == "mkl", "asked for"
+    assert library(LARGE, before="amx").value == "mkl", "kernels of an earlier version"
 
 
 def test_onednn_is_rejected_where_it_computes_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, INTEL, error=3e-3)
     with pytest.raises(UserError, match=r"CPU_FP32 onednn: .*less exact than fp32.*use mkl"):
-        choose_products("onednn", CPU, True, LARGE, None)
+        library(LARGE, wanted="onednn")
 
 
 def test_onednn_error_distinguishes_fp32_from_bf16(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.speed import fused_mlp
-from engine.speed.fused_mlp import FusedMlp, fuse_mlps, mlps_are_fused
-from tests.engine.small import build
+from engine.speed.fused_mlp import FusedMlp, FusedMlps
+from tests.engine.small import build, built_of, chosen
 from tests.program import ROOT
 from utils.errors import UserError
 
@@ -47,6 +47,14 @@ def on(device: str = "cuda", level: str = "O1", fp8: bool = False) -> Any:
     return SimpleNamespace(device=torch.device(device), level=level, fp8=fp8, choice=SimpleNamespace(dtype=torch.half))
 
 
+def fused(
+    wanted: object, model: nn.Module, precision: Any, listed: tuple[str, ...] = (), sharded: bool = False
+) -> bool:
+    settings = {"MODEL": {"FUSED_MLP": wanted}, "AMP": {"CUSTOM_BLACK_LIST": listed}}
+    strategy = {"STRATEGY": "fsdp" if sharded else "ddp"}
+    return chosen(FusedMlps, built_of(model, precision, DIST=strategy, **settings)).value
+
+
 @pytest.fixture
 def works(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU on which the kernels work."""
@@ -61,9 +69,8 @@ def vit() -> nn.Module:
 @pytest.mark.usefixtures("works")
 @pytest.mark.parametrize("level", ["O1", "O2", "NAIVE", "O3"])
 def test_auto_fuses_mlps_on_a_gpu_in_half_precision(vit: nn.Module, level: str) -> None:
-    assert mlps_are_fused("auto", vit, on(level=level), ()) is True
-    assert mlps_are_fused(True, vit, on(level=level), ()) is True
-    assert mlps_are_fused(False, vit, on(level=level), ()) is False
+    for wanted in ("auto", True, False):
+        assert fused(wanted, vit, on(level=level)) is bool(wanted)
 
 
 @pytest.mark.usefixtures("works")
@@ -81,31 +88,31 @@ def test_auto_fuses_mlps_on_a_gpu_in_half_precision(vit: nn.Module, level: str) 
 def test_fused_mlp_true_is_rejected_with_the_reason(
     vit: nn.Module, given: dict[str, Any], listed: tuple[str, ...], sharded: bool, words: str
 ) -> None:
-    assert mlps_are_fused("auto", vit, on(**given), listed, sharded) is False
+    assert fused("auto", vit, on(**given), listed, sharded) is False
     with pytest.raises(UserError, match=r"MODEL\.FUSED_MLP true: .*" + words + ".*; leave it auto"):
-        mlps_are_fused(True, vit, on(**given), listed, sharded)
+        fused(True, vit, on(**given), listed, sharded)
 
 
 @pytest.mark.usefixtures("works")
 def test_unrelated_amp_lists_do_not_prevent_fusing(vit: nn.Module) -> None:
-    assert mlps_are_fused("auto", vit, on(), ("softmax", "layer_norm", "conv2d")) is True
+    assert fused("auto", vit, on(), ("softmax", "layer_norm", "conv2d")) is True
 
 
 @pytest.mark.usefixtures("works")
 def test_fused_mlp_in_fp32_is_logged_as_without_effect(vit: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "vitamp")
-    assert mlps_are_fused("auto", vit, on(level="O0"), ()) is False
+    assert fused("auto", vit, on(level="O0")) is False
     assert not caplog.text
-    assert mlps_are_fused(True, vit, on(level="O0"), ()) is False
+    assert fused(True, vit, on(level="O0")) is False
     assert "MODEL.FUSED_MLP true has no effect: AMP is off" in caplog.text
 
 
 @pytest.mark.usefixtures("works")
 def test_fused_mlp_true_is_rejected_for_models_without_mlps() -> None:
     model = create_model("test_resnet", num_classes=3)
-    assert mlps_are_fused("auto", model, on(), ()) is False
+    assert fused("auto", model, on()) is False
     with pytest.raises(UserError, match=r"MODEL\.FUSED_MLP true: ResNet has no MLP"):
-        mlps_are_fused(True, model, on(), ())
+        fused(True, model, on())
 
 
 def test_failing_kernels_prevent_fusing(
@@ -120,15 +127,15 @@ def test_failing_kernels_prevent_fusing(
 
     gelu = pytest.importorskip("engine.speed.kernels.gelu")
     monkeypatch.setattr(gelu, "self_test", no_compiler)
-    assert mlps_are_fused("auto", vit, on(), ()) is False
+    assert fused("auto", vit, on()) is False
     assert "auto has no effect: its kernels fail here (RuntimeError: Failed to find C compiler.)" in caplog.text
     with pytest.raises(UserError, match=r"its kernels fail here \(RuntimeError: Failed to find C compiler\.\); leave"):
-        mlps_are_fused(True, vit, on(), ())
+        fused(True, vit, on())
     monkeypatch.setattr(gelu, "self_test", lambda _device, _dtype: None)
-    assert mlps_are_fused("auto", vit, on(), ()) is True
+    assert fused("auto", vit, on()) is True
     capability = (7, 5)
     with pytest.raises(UserError, match=r"older than compute capability 8\.0"):
-        mlps_are_fused(True, vit, on(), ())
+        fused(True, vit, on())
 
 
 class OwnMlp(Mlp):
@@ -154,7 +161,7 @@ class OwnMlp(Mlp):
 def test_only_plain_mlps_are_fused(mlp: Mlp, fused: bool) -> None:
     model = nn.Sequential(copy.deepcopy(mlp))
     keys = list(model.state_dict())
-    fuse_mlps(model)
+    FusedMlps().apply(built_of(model), True)
     assert isinstance(model[0], FusedMlp) is fused
     assert list(model.state_dict()) == keys
     assert "FusedMlp" not in repr(model)
@@ -184,7 +191,7 @@ def test_fused_operator_is_called_on_a_gpu_in_half_precision(device: str, dtype:
     """Of tensors without values, which need no GPU."""
     with FakeTensorMode():
         mlp = Mlp(8, 20, device=device, dtype=dtype)
-        fuse_mlps(mlp)
+        FusedMlps().apply(built_of(mlp), True)
         x = torch.randn(2, 3, 8, device=device, dtype=dtype)
         with Seen() as seen:
             y = mlp(x)
@@ -196,6 +203,6 @@ def test_fused_operator_is_called_on_a_gpu_in_half_precision(device: str, dtype:
 def test_fused_mlp_is_in_the_banner_and_in_run_json(tiny: Path) -> None:
     ready = build(tiny, MODEL__FUSED_MLP="auto", AMP__ENABLED="true", AMP__DTYPE="bf16")
     assert ready.choices["fused_mlp"] is False
-    assert "one kernel" not in ready.tuning.words()
+    assert "one kernel" not in ready.tuning.words
     with pytest.raises(UserError, match=r"MODEL\.FUSED_MLP true: its kernels need an NVIDIA GPU"):
         build(tiny, MODEL__FUSED_MLP="true", AMP__ENABLED="true", AMP__DTYPE="bf16")

@@ -15,9 +15,9 @@ from engine.amp.fp32_modules import force_fp32
 from engine.amp.op_lists import OpLists
 from engine.amp.skip_watch import OverflowWatch
 from engine.setup import ReadyToTrain
-from engine.speed.grad_checkpoint import checkpoint_blocks, describe_recomputed
+from engine.speed.grad_checkpoint import RecomputedBlocks
 from models.blocks import blocks_of
-from tests.engine.small import build, train, windows
+from tests.engine.small import build, built_of, chosen, train, windows
 from tests.engine.test_no_host_copies import read_backs
 from tests.program import metrics
 from utils.errors import UserError
@@ -63,7 +63,7 @@ def test_checkpointing_gives_the_same_weights_bit_for_bit(tiny: Path, how: dict[
     for wanted in ("blocks", 2):
         ready = build(tiny, **how, **RANDOM, TRAIN__GRAD_CHECKPOINT=wanted)
         assert all(map(torch.equal, trained(ready), plain))
-        assert f"{3 if wanted == 'blocks' else 2} of 3 blocks recomputed" in ready.tuning.words()
+        assert f"{3 if wanted == 'blocks' else 2} of 3 blocks recomputed" in ready.tuning.words
 
 
 def test_amp_lists_act_in_recomputed_blocks(tiny: Path) -> None:
@@ -77,7 +77,8 @@ def test_more_recomputed_blocks_save_more_memory() -> None:
     kept = {}
     for wanted in ("none", 3, 2, "blocks"):
         model = create_model("test_vit", num_classes=3, depth=6, proj_drop_rate=0.1)
-        checkpoint_blocks(model, wanted)
+        if wanted != "none":
+            RecomputedBlocks().apply(built_of(model), wanted)
         kept[wanted] = bytes_kept(model, torch.randn(8, 3, 160, 160))
         model.eval()
         assert bytes_kept(model, torch.randn(8, 3, 160, 160)) > 0.5 * kept["none"], "only training recomputes"
@@ -94,7 +95,8 @@ def test_recomputing_updates_running_statistics_once(name: str) -> None:
     for wanted in ("none", "blocks"):
         torch.manual_seed(0)
         model = create_model(name, num_classes=3, **(SMALL_SWIN if "swin" in name else {}))
-        checkpoint_blocks(model, wanted)
+        if wanted != "none":
+            RecomputedBlocks().apply(built_of(model), wanted)
         images = torch.randn(4, 3, 56, 56)
         torch.manual_seed(1)
         model(images).square().sum().backward()
@@ -110,12 +112,11 @@ def test_blocks_keep_their_class_and_names(tiny: Path) -> None:
     ready = build(tiny, MODEL__DEPTH=3, TRAIN__GRAD_CHECKPOINT=2)
     assert [name for name, _ in blocks_of(ready.model)] == ["blocks.0", "blocks.1", "blocks.2"]
     assert force_fp32(ready.model, ["Block"], "cpu") == ["blocks.0", "blocks.1", "blocks.2"]
-    assert describe_recomputed(ready.model, "none") == ""
 
 
 def test_checkpointing_is_rejected_for_models_without_blocks() -> None:
     with pytest.raises(UserError, match=r"TRAIN\.GRAD_CHECKPOINT blocks: Linear has no sequence of equal blocks"):
-        describe_recomputed(nn.Linear(2, 2), "blocks")
+        chosen(RecomputedBlocks, built_of(nn.Linear(2, 2), TRAIN={"GRAD_CHECKPOINT": "blocks"}))
 
 
 def test_checkpointing_copies_nothing_to_the_host(tiny: Path) -> None:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from engine.amp.fp32_modules import force_fp32
 from engine.amp.precision import Precision
-from engine.speed.linear_patches import LinearPatches, patches_are_linear, use_linear_patches
+from engine.speed.linear_patches import LinearPatches, PatchesByProduct
 from engine.speed.replace_forward import mix_in
-from tests.engine.small import BF16, CPU, OFF, build, train
+from tests.engine.small import BF16, CPU, OFF, build, built_of, chosen, train
 from utils.errors import UserError
 
 
@@ -44,7 +44,7 @@ def test_linear_patches_change_neither_weights_nor_outputs(name: str) -> None:
     images, before = torch.randn(1, 3, 112, 112), {key: value.shape for key, value in model.state_dict().items()}
     with torch.no_grad():
         expected = model(images)
-        use_linear_patches(model)
+        PatchesByProduct().apply(built_of(model), True)
         assert isinstance(model.get_submodule("patch_embed.proj"), LinearPatches)
         found = model(images)
     assert {key: value.shape for key, value in model.state_dict().items()} == before
@@ -53,7 +53,7 @@ def test_linear_patches_change_neither_weights_nor_outputs(name: str) -> None:
 
 def test_tokens_are_not_copied() -> None:
     model = create_model("test_vit", num_classes=3)
-    use_linear_patches(model)
+    PatchesByProduct().apply(built_of(model), True)
     tokens = model.patch_embed(torch.randn(2, 3, 160, 160))  # type: ignore[operator]
     assert tokens.is_contiguous()
     assert "LinearPatches" not in repr(model)
@@ -65,9 +65,9 @@ def test_tokens_are_not_copied() -> None:
 )
 def test_auto_uses_linear_patches_where_they_are_faster(amp, patch: int, listed: tuple[str, ...], linear: bool) -> None:
     model = create_model("vit_tiny_patch16_224", img_size=32, patch_size=patch, embed_dim=16, num_heads=2, depth=1)
-    assert patches_are_linear("auto", model, Precision(amp, CPU), listed) is linear
-    assert patches_are_linear(True, model, Precision(amp, CPU), listed) is True
-    assert patches_are_linear(False, model, Precision(amp, CPU), listed) is False
+    for wanted, found in (("auto", linear), (True, True), (False, False)):
+        settings = {"MODEL": {"LINEAR_PATCHES": wanted}, "AMP": {"CUSTOM_BLACK_LIST": listed}}
+        assert chosen(PatchesByProduct, built_of(model, Precision(amp, CPU), **settings)).value is found
 
 
 @pytest.mark.parametrize(
@@ -76,14 +76,14 @@ def test_auto_uses_linear_patches_where_they_are_faster(amp, patch: int, listed:
 def test_auto_on_other_devices(level: str, kind: str, linear: bool) -> None:
     model = create_model("vit_tiny_patch16_224", img_size=32, patch_size=4, embed_dim=16, num_heads=2, depth=1)
     precision: Any = SimpleNamespace(level=level, device=torch.device(kind))
-    assert patches_are_linear("auto", model, precision, ()) is linear
+    assert chosen(PatchesByProduct, built_of(model, precision)).value is linear
 
 
 def test_linear_patches_are_rejected_for_models_without_patches() -> None:
     model = create_model("test_resnet", num_classes=3)
-    assert patches_are_linear("auto", model, Precision(OFF, CPU), ()) is False
+    assert chosen(PatchesByProduct, built_of(model)).value is False
     with pytest.raises(UserError, match=r"MODEL\.LINEAR_PATCHES true: ResNet"):
-        patches_are_linear(True, model, Precision(OFF, CPU), ())
+        chosen(PatchesByProduct, built_of(model, MODEL={"LINEAR_PATCHES": True}))
 
 
 def test_training_with_linear_patches_follows_the_convolution(tiny: Path) -> None:
@@ -99,7 +99,7 @@ def test_training_with_linear_patches_follows_the_convolution(tiny: Path) -> Non
 def test_linear_patches_can_be_forced_to_fp32_by_name_and_class() -> None:
     for pattern in ("patch_embed.proj", "Conv2d"):
         model = create_model("test_vit", num_classes=3)
-        use_linear_patches(model)
+        PatchesByProduct().apply(built_of(model), True)
         assert force_fp32(model, [pattern], "cpu") == ["patch_embed.proj"]
         with torch.autocast("cpu", torch.bfloat16):
             out = model.patch_embed.proj(torch.randn(1, 3, 160, 160))  # type: ignore[operator, union-attr]

@@ -19,14 +19,17 @@ import engine.speed.kernels.attention as kernels
 import engine.speed.packed_attention as packed
 from engine.amp.precision import Precision
 from engine.speed import attention_race
-from engine.speed.attention import PACKED, apply_attention, attention_by_rule, attention_layers
+from engine.speed.attention import AttentionKernel, attention_by_rule
+from engine.speed.attention_kinds import PACKED, attention_layers
 from engine.speed.attention_race import race_attention
 from engine.speed.kernels.attention import key_blocks, supports
 from engine.speed.packed_attention import PackedAttention, can_be_packed, packed_only
-from tests.engine.small import BF16, CPU
+from tests.engine.small import BF16, CPU, built_of
 from tests.engine.speed.exact_attention import apart, exact_attention
 from utils.errors import UserError
 
+TWO_IMAGES = {"BATCH_SIZE": 2, "IMAGE_SIZE": 160}
+TORCHS_OPERATOR = "scaled_dot_product_attention"
 ROOT = Path(__file__).resolve().parents[3]
 BOUNDS = {"bfloat16": 2.0**-5, "float16": 2.0**-9}
 """The interpreter cuts bf16 off where a GPU rounds."""
@@ -178,18 +181,18 @@ def test_layers_with_norms_or_gates_are_not_packed(options: dict[str, Any]) -> N
 def test_other_attention_classes_are_not_packed() -> None:
     swin = create_model("swin_tiny_patch4_window7_224", img_size=32, window_size=4, depths=(1, 1, 1, 1))
     assert attention_layers(swin)
-    apply_attention(PACKED, swin)
+    AttentionKernel().apply(built_of(swin), PACKED)
     assert not any(isinstance(module, PackedAttention) for module in swin.modules())
-    apply_attention("fused", swin)
+    AttentionKernel().apply(built_of(swin), "fused")
 
 
 def test_applied_kinds_replace_each_other(layer: Any, taken: list[tuple[int, ...]]) -> None:
     x, calls = torch.randn(2, 17, 64), []
     for kind in (PACKED, "fused", PACKED, "plain"):
-        apply_attention(kind, layer)
+        AttentionKernel().apply(built_of(layer), kind)
         under_autocast(layer, x)
         calls.append(len(taken))
-    apply_attention("fused", layer)
+    AttentionKernel().apply(built_of(layer), "fused")
     assert calls == [1, 1, 2, 2]
 
 
@@ -198,24 +201,24 @@ def test_packed_is_rejected_without_kernels(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("no kernel")
 
     monkeypatch.setattr(packed, "_check_kernels", none_here)
-    vit, images = create_model("test_vit", num_classes=3), torch.randn(2, 3, 160, 160)
+    vit = create_model("test_vit", num_classes=3)
+    built = built_of(vit, Precision(BF16, CPU), MODEL={"ATTENTION": PACKED}, DATA=TWO_IMAGES)
     with pytest.raises(UserError, match=r"MODEL\.ATTENTION packed does not support this GPU.*use fused, plain"):
-        race_attention(PACKED, vit, images, Precision(BF16, CPU))
+        race_attention(built)
     assert not any(isinstance(module, PackedAttention) for module in vit.modules())
     with pytest.raises(UserError, match=r"packed: cpu supports only fused and plain; use one of these"):
-        attention_by_rule(PACKED, vit, Precision(BF16, CPU), "mkl", (), None)
+        attention_by_rule(built)
 
 
 def test_amp_lists_with_torchs_operator_exclude_packed() -> None:
-    vit, precision = create_model("test_vit", num_classes=3), OnGpu()
-    ours: Any = precision
-    listed = ("scaled_dot_product_attention",)
+    vit, packed_attention, listed = create_model("test_vit", num_classes=3), {"ATTENTION": PACKED}, [TORCHS_OPERATOR]
+    amp, kept = {"CUSTOM_BLACK_LIST": listed}, {"attention": PACKED}
     with pytest.raises(UserError, match=r"packed: AMP's lists, which affect .* name scaled_dot"):
-        attention_by_rule(PACKED, vit, ours, "mkl", listed, None)
-    assert attention_by_rule("auto", vit, ours, "mkl", listed, PACKED) is None, "another kind has to be found"
-    assert attention_by_rule("auto", vit, ours, "mkl", (), PACKED) is None, "it has to be tried on this GPU"
+        attention_by_rule(built_of(vit, OnGpu(), MODEL=packed_attention, AMP=amp))
+    assert attention_by_rule(built_of(vit, OnGpu(), kept, AMP=amp)) is None, "another kind has to be found"
+    assert attention_by_rule(built_of(vit, OnGpu(), kept)) is None, "it has to be tried on this GPU"
     with pytest.raises(UserError, match="no effect on softmax"):
-        attention_by_rule(PACKED, vit, ours, "mkl", ("softmax",), None)
+        attention_by_rule(built_of(vit, OnGpu(), MODEL=packed_attention, AMP={"CUSTOM_BLACK_LIST": ["softmax"]}))
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -230,15 +233,15 @@ def test_resumed_run_keeps_packed_where_its_kernels_work(monkeypatch: pytest.Mon
     monkeypatch.setattr(packed, "supports_call", lambda *_: True)
     monkeypatch.setattr(packed, "packed_attention", lambda qkv, _heads: (qkv[..., : qkv.shape[2] // 3] * 1.0, None))
     monkeypatch.setattr(attention_race, "_time_by_events", lambda work: work() or 1.0)
-    vit, images = create_model("test_vit", num_classes=3), torch.randn(2, 3, 160, 160)
-    found = race_attention("auto", vit, images, Precision(BF16, CPU), previous=PACKED)
-    assert (found.kind, found.reason == "as before the resume") == ((PACKED, True) if there else ("fused", False))
+    vit = create_model("test_vit", num_classes=3)
+    found = race_attention(built_of(vit, Precision(BF16, CPU), {"attention": PACKED}, DATA=TWO_IMAGES))
+    assert (found.value, found.why == "as before the resume") == ((PACKED, True) if there else ("fused", False))
 
 
 @pytest.mark.slow
 def test_packed_is_not_timed_without_triton() -> None:
     code = "import sys; sys.modules['triton'] = None; import engine.speed.packed_attention"
-    code += "; import engine.speed.attention as a; assert not a.packed_is_possible(())"
+    code += "; import engine.speed.attention_kinds as a; assert not a.packed_is_possible(frozenset())"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 

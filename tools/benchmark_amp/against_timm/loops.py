@@ -46,7 +46,7 @@ class Ours:
         self._parts = update_parts(config, ALONE, device, in_precision, UPDATES_PER_EPOCH)
         self._parts.assemble()
         compiling = choose_compiling(config, self._parts, ALONE, 0, {})
-        self.choices = tuning.choices() | compiling.as_noted()
+        self.choices = tuning.choices | compiling.as_noted()
         compile_update(self._parts, compiling, config)
         self._done = 0
 

@@ -1,0 +1,45 @@
+"""Shapes of a model: which of them are asked, and what is recorded of the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine.speed.tuning import shapes
+from tests.engine.small import build
+from utils.config import Config
+
+ALWAYS, ON_GPUS = ["attention", "cpu_fp32"], ["linear_patches", "fused_mlp", "channels_last"]
+
+
+@pytest.mark.parametrize(
+    ("device", "level", "keys"),
+    [
+        ("cpu", "O0", [*ALWAYS, "linear_patches"]),
+        ("cpu", "O1", [*ALWAYS, "linear_patches"]),
+        ("cuda", "O0", ALWAYS),
+        ("cuda", "O1", [*ALWAYS, *ON_GPUS]),
+        ("mps", "O1", ALWAYS),
+    ],
+)
+def test_only_what_can_be_chosen_is_asked(device: str, level: str, keys: list[str]) -> None:
+    precision: Any = SimpleNamespace(device=torch.device(device), level=level)
+    assert [shape.key for shape in shapes(Config(), precision)] == keys
+
+
+def test_settings_choose_on_any_device() -> None:
+    precision: Any = SimpleNamespace(device=torch.device("mps"), level="O0")
+    model = {"LINEAR_PATCHES": True, "FUSED_MLP": True}
+    settings = {"MODEL": model, "TRAIN": {"CHANNELS_LAST": True, "GRAD_CHECKPOINT": "blocks"}}
+    possible = shapes(Config.model_validate(settings), precision)
+    assert [shape.key for shape in possible] == [*ALWAYS, *ON_GPUS, ""]
+
+
+def test_shapes_that_are_not_asked_are_recorded_as_false(tiny: Path) -> None:
+    choices = build(tiny, MODEL__LINEAR_PATCHES="false").choices
+    assert [choices[key] for key in ON_GPUS] == [False] * 3
+    assert choices["computed_in"] == "cpu fp32"

@@ -67,7 +67,7 @@ IN_META: list[tuple[str, Any, str]] = [
 IN_STATE: list[tuple[str, Any, str]] = [
     *((key, GONE, f"{key} is missing") for key in ("optimizer", "optimizer_name", "fp32_modules", "moved", "scaler")),
     ("trained", GONE, "trained is missing"),
-    *((key, GONE, f"{key} is missing") for key in ("skips", "ema_updates", "position", "best", "meters")),
+    *((key, GONE, f"{key} is missing") for key in ("position", "best", "meters")),
     ("global_batch", GONE, "global_batch is missing"),
     ("optimizer", [], "optimizer: "),
     ("optimizer state", GONE, "optimizer.state is missing"),

@@ -79,9 +79,10 @@ OWN = (
     Flag("to", f"one or several of {NAMES}, separated by commas", "FORMAT[,FORMAT]", required=True),
     Flag(
         "out",
-        "file to write; for several formats, the name without an ending; of a .pdparams file by default its name",
+        "file to write; for several formats, the name without an ending",
         "FILE",
         kind=Path,
+        default_text="for a .pdparams file, its name",
     ),
     Flag("output", "hub: folder to write", "DIR", kind=Path),
     Flag("push", "hub: upload the folder to this repository of the Hugging Face Hub", "OWNER/NAME", kind=_repository),

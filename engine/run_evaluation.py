@@ -19,6 +19,7 @@ from engine.setup import build_for_evaluation
 from utils.distributed.world import on_every_rank
 from utils.log import log
 from utils.record.better_weights import best_set
+from utils.record.tasks import METRICS
 from utils.record.weight_sets import PLAIN, SETS, WeightSet
 
 
@@ -73,7 +74,7 @@ def evaluate_only(given: Run, dry: bool) -> None:
 def _in_words(metrics: dict[WeightSet, Metrics], by: str) -> str:
     """All metrics of the better weights; of the other weights, the metric `by` that they are compared by."""
     values = {which: getattr(means, by) for which, means in metrics.items()}
-    better = best_set(values, by) or PLAIN
+    better = best_set(values, METRICS[by]) or PLAIN
     text = ", ".join(f"{name} {value:.4f}" for name, value in metrics[better].fields().items() if value is not None)
     if len(metrics) == 1:
         return text

@@ -8,19 +8,21 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from utils.errors import UserError
 from utils.files import parse_json
+from utils.record.tasks import ONE_LABEL, BestBy
 from utils.record.weight_sets import SETS
 
 FORMAT = 1
 META_HASH = "meta_sha256"
 """Field of meta.json with the hash of its other fields. Older versions did not write it."""
 MOST_LISTED = 3
-BY = ("acc1", "acc5", "map", "loss")
+KINDS_OF_BEST = [f"{which.prefix}{by}" for which in SETS for by in get_args(BestBy)]
+KINDS_OF_BEST = [f"{which.prefix}{by}" for which in SETS for by in get_args(BestBy)]
 
 Count = Annotated[int, Field(ge=0)]
 Number = Annotated[int, Field(ge=1)]
@@ -88,7 +90,7 @@ class WeightsMeta(_Fields):
 
 class BestState(_Fields):
     figure: float | None = None
-    kind: Annotated[str, _one_of(*(f"{which.prefix}{by}" for which in SETS for by in BY))] = "acc1"
+    kind: Annotated[str, _one_of(*KINDS_OF_BEST)] = ONE_LABEL.best.name
     update: Count = 0
     epoch: Count = 0
     stale: Count = 0

@@ -10,7 +10,8 @@ from typing import Any
 from engine.measure.task import Metrics
 from utils.config import Config
 from utils.log import log
-from utils.record.better_weights import best_set, metric_words
+from utils.record.better_weights import best_set
+from utils.record.tasks import METRICS, ONE_LABEL
 from utils.record.weight_sets import PLAIN, WeightSet, set_of
 
 
@@ -41,7 +42,7 @@ class Best:
 
     figure: float | None = None
     """Value of the metric."""
-    kind: str = "acc1"
+    kind: str = ONE_LABEL.best.name
     """Value of SAVE_BEST_BY, with the prefix of the better weights."""
     update: int = 0
     epoch: int = 0
@@ -55,13 +56,14 @@ class Best:
     def is_beaten_by(self, figure: float) -> bool:
         if self.figure is None:
             return math.isfinite(figure)
-        return figure < self.figure if self.by == "loss" else figure > self.figure
+        return figure > self.figure if METRICS[self.by].higher else figure < self.figure
 
     def words(self) -> str:
         if self.figure is None:
             return "no validation yet"
         which, by = set_of(self.kind)
-        return f"{which.marked(metric_words(by, self.figure))} (epoch {self.epoch})"
+        metric = METRICS[by]
+        return f"{which.marked(metric.words)} {metric.number(self.figure)} (epoch {self.epoch})"
 
     def record(self) -> dict[str, Any] | None:
         """Entry for meta.json."""
@@ -73,7 +75,7 @@ class Best:
 def best_of_validation(figures: Mapping[WeightSet, Metrics], by: str, position: Position) -> Best:
     """The best weights of one validation."""
     values = {which: getattr(means, by) for which, means in figures.items()}
-    which = best_set(values, by) or PLAIN
+    which = best_set(values, METRICS[by]) or PLAIN
     return Best(values[which], f"{which.prefix}{by}", position.update, position.epoch)
 
 

@@ -18,13 +18,14 @@ from engine.measure.ranking import scores_of
 from utils.config import Config
 from utils.distributed.world import World, broadcast, sum_over_ranks
 from utils.errors import AllRanksError
+from utils.record.tasks import ONE_LABEL
 
 BYTES_AT_ONCE = 64 * 2**20
 """Most memory of a device that gathering the scores of several labels takes."""
 
 
 class Metrics:
-    """Metrics of an update, an epoch or a validation. All but the loss are in percent."""
+    """Metrics of an update, an epoch or a validation: attributes have the names of utils/record/tasks.py."""
 
     loss: float
     acc1: Any = None
@@ -36,7 +37,7 @@ class Metrics:
     def fields(self) -> dict[str, float | None]:
         """Fields for metrics.jsonl and meta.json."""
         own = {name: value for name, value in vars(self).items() if name != "thresholds"}
-        return {"loss": self.loss, "acc1": self.acc1, "acc5": self.acc5, **own}
+        return {metric.name: getattr(self, metric.name) for metric in ONE_LABEL.metrics} | own
 
     def average(self) -> str:
         """The mean of the epoch so far, for a training log line."""

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
+from utils.record.tasks import TaskKind, task_of
 from utils.record.weight_sets import SETS
 
 Line = dict[str, Any]
@@ -50,13 +51,13 @@ class Course:
         return self.points("epoch" if (self.by_epoch if by_epoch is None else by_epoch) else "train", key, by_epoch)
 
     @property
-    def metric(self) -> str:
-        """Metric in percent that curves show and the best validation is found by; `map` without top-1."""
-        return "map" if any(line.get("map") is not None for line in self.of("val")) else "acc1"
+    def task(self) -> TaskKind:
+        """The task, whose best metric curves show, and find the best validation by."""
+        return task_of(self.of("val"))
 
     def best(self, key: str, by_epoch: bool | None = None) -> Points:
-        """Validation with the highest top-1 or mAP, of any of the weights: one point, or none."""
-        metric = self.metric
+        """Validation with the best value of the task's best metric, of any of the weights: one point, or none."""
+        metric = self.task.best.name
         candidates = [
             (line[f"{which.prefix}{metric}"], line["update"], line.get(f"{which.prefix}{key}"))
             for line in self.of("val")

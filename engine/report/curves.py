@@ -13,6 +13,7 @@ from utils.config import Config
 from utils.files import write_atomically
 from utils.line_file import read_json_lines
 from utils.log import log
+from utils.record.tasks import LOSS
 from utils.record.weight_sets import SETS
 
 if TYPE_CHECKING:
@@ -70,10 +71,10 @@ def draw_curves(folder: Path, title: str) -> Path | None:
     figure, axes = plt.subplots(2, 3, figsize=(15, 7), constrained_layout=True)
     figure.suptitle(title, parse_math=False)  # a TAG may contain dollar signs
     (loss, accuracy, rate), (norm, scale, speed) = axes
-    _train_and_validation(loss, course, "loss")
-    _finish(loss, course, "loss")
-    _train_and_validation(accuracy, course, course.metric)
-    _finish(accuracy, course, "top-1 accuracy (%)" if course.metric == "acc1" else "mAP (%)")
+    _train_and_validation(loss, course, LOSS.name)
+    _finish(loss, course, LOSS.words)
+    _train_and_validation(accuracy, course, course.task.best.name)
+    _finish(accuracy, course, course.task.axis)
     _curve(rate, course.points("train", "lr"), "learning rate")
     _finish(rate, course, "learning rate")
     _curve(norm, course.points("train", "grad_norm"), "gradient norm, unscaled")

@@ -26,15 +26,14 @@ from utils.files import parse_json, write_atomically
 from utils.line_file import LineFile
 from utils.log import log
 from utils.passwords import redacted
+from utils.record import tasks
 from utils.record.run_folder import os_errors_as_user_errors
-from utils.record.weight_sets import SETS, WeightSet
+from utils.record.weight_sets import SETS, WeightSet, set_of
 
 METRICS = "metrics.jsonl"
-OF_MULTI_LABEL = ("map", "f1_micro", "f1_macro", "f1_micro_tuned", "f1_macro_tuned", "exact_match")
-METRIC_NAMES = ("loss", "acc1", "acc5", *OF_MULTI_LABEL)
 DRAWN = (
     *(
-        *(f"{which.prefix}{name}" for which in SETS for name in METRIC_NAMES),
+        *(f"{which.prefix}{name}" for which in SETS for name in tasks.METRICS),
         "lr",
         "grad_norm",
         "scale",
@@ -177,8 +176,10 @@ class Reporter:
             if line["update"] >= since and line["event"] in ("train", "val"):
                 values = {**line, **line["perf"]}
                 drawn = {name: values[name] for name in DRAWN if name in values}
-                if "f1_micro" in line:  # several labels per sample: there is no top-1
-                    drawn = {name: value for name, value in drawn.items() if "acc" not in name}
+                own = {metric.name for metric in tasks.task_of([line]).metrics}  # others' are null
+                drawn = {
+                    name: value for name, value in drawn.items() if set_of(name)[1] not in tasks.METRICS.keys() - own
+                }
                 self._plot(line["event"], {k: math.nan if v is None else v for k, v in drawn.items()}, line["update"])
 
     def flush(self) -> None:

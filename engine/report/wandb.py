@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from engine.report.late_wandb import let_wandb_in
 from engine.report.tracker import About, Note, first_line, is_installed
 from utils.log import log
+from utils.record.tasks import TASKS
 from utils.record.weight_sets import SETS
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class Wandb:
         self._run.define_metric("update")
         self._run.define_metric("train/*", step_metric="update")
         self._run.define_metric("val/*", step_metric="update")
-        for figure in (f"{which.prefix}{name}" for name in ("acc1", "map") for which in SETS):
+        for figure in (f"{which.prefix}{kind.best.name}" for kind in TASKS for which in SETS):
             self._run.define_metric(f"val/{figure}", step_metric="update", summary="max")
 
     def add(self, values: dict[str, float], update: int) -> None:

@@ -37,6 +37,7 @@ from tools.common.tables import at_commit  # noqa: E402
 from tools.compare.table import markdown as comparison_as_markdown  # noqa: E402
 from utils.config import config_of_run  # noqa: E402
 from utils.errors import UserError  # noqa: E402
+from utils.record.tasks import ONE_LABEL  # noqa: E402
 from utils.text import counted  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results"
@@ -50,7 +51,7 @@ def one_run(folder: Path) -> Row:
     about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     config = config_of_run(str(folder / "config.yaml"))
     metrics = RunMetrics(read_lines(folder))
-    best = metrics.best_top1
+    best = metrics.best(ONE_LABEL.best)
     if not metrics.lines or not is_end(metrics.lines[-1]) or best is None:
         raise UserError(f"{folder}: this run did not finish; only finished runs are results.")
     return {
@@ -63,7 +64,7 @@ def one_run(folder: Path) -> Row:
         "epochs": config.TRAIN.NUM_EPOCHS,
         "best_acc1": best.percent,
         "best_of": "plain weights and EMA",
-        "last_acc1": metrics.last_acc1,
+        "last_acc1": metrics.last(ONE_LABEL.best),
         "skipped": metrics.skipped,
         "seconds": metrics.seconds,
         "images_per_second": metrics.images_per_second,

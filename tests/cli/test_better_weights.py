@@ -18,6 +18,7 @@ from tests.conftest import TINY_DIGITS
 from tests.program import Result, metrics, run_program, write_meta
 from tools.common.runs import RunMetrics, read_lines
 from utils.record.better_weights import choose_weights
+from utils.record.tasks import ONE_LABEL
 from utils.record.weight_sets import SETS
 
 LAST, BEFORE, MIDDLE = "step-000000088", "step-000000044", "step-000000066"
@@ -163,7 +164,7 @@ def test_best_top1_is_equal_in_run_report_and_results(
     best = max(line[key] for line in metrics(run, "val") for key in ("acc1", "ema_acc1"))
     assert best > max(line["acc1"] for line in metrics(run, "val"))
     assert f"Done: best EMA top-1 {best:.2f} % (epoch" in done.out.splitlines()[-1]
-    found = RunMetrics(read_lines(run)).best_top1
+    found = RunMetrics(read_lines(run)).best(ONE_LABEL.best)
     assert found is not None
     assert (found.percent, found.weights) == (best, "EMA")
     assert (one_run(run)["best_acc1"], one_run(run)["best_of"]) == (best, "plain weights and EMA")

@@ -85,9 +85,9 @@ def answers() -> tuple[torch.Tensor, torch.Tensor]:
 def test_metrics_agree_with_scikit_learn(answers: tuple[torch.Tensor, torch.Tensor]) -> None:
     logits, labels = answers
     found, guess, shares = of_logits(logits, labels), logits.argmax(1), logits.double().softmax(1).numpy()
-    assert found.acc1 == pytest.approx(100 * sklearn.accuracy_score(labels, guess))
+    assert found.top1 == pytest.approx(100 * sklearn.accuracy_score(labels, guess))
     among = sklearn.top_k_accuracy_score(labels, shares, k=5, labels=range(CLASSES))
-    assert found.acc5 == pytest.approx(100 * among)
+    assert found.top5 == pytest.approx(100 * among)
     present = sorted(set(labels.tolist()))
     for average, mean in (("macro", found.macro), ("weighted", found.weighted)):
         wanted: Any = SCORES(labels, guess, labels=present, average=average, zero_division=0)
@@ -126,7 +126,7 @@ def test_confidence_at_an_edge_is_in_the_lower_bin() -> None:
 def test_certain_model_and_model_with_nan() -> None:
     labels = torch.arange(5)
     certain = of_logits(200 * torch.eye(5), labels)
-    assert (certain.acc1, certain.ece, certain.brier) == pytest.approx((100, 0, 0))
+    assert (certain.top1, certain.ece, certain.brier) == pytest.approx((100, 0, 0))
     assert certain.bins[-1].images == 5
     broken = of_logits(torch.full((5, 5), torch.nan), labels)
     assert broken.not_finite == 5

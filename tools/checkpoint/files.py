@@ -13,20 +13,18 @@ from tools.common.progress import progress
 from tools.common.weights import folders_of
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.log import log
+from utils.record.tasks import LOSS, Metric, task_of
 from utils.record.weight_sets import SETS
 from utils.text import aligned, counted
-
-ONE_LABEL, SEVERAL_LABELS = ("acc1", "top-1"), ("map", "mAP")
-"""Metric, and its words"""
 
 
 def list_checkpoints(path: Path) -> int:
     """Log a table of the checkpoints in `path`."""
     folders = folders_of(path)
     index = read_index(folders[0].parent)
-    several = any("map" in (_metrics(folder) or {}) for folder in folders)
-    metric, words = SEVERAL_LABELS if several else ONE_LABEL
-    shown = {"loss": ("loss", ".4f"), **{which.marked(words): (f"{which.prefix}{metric}", ".2f") for which in SETS}}
+    best = task_of(_metrics(folder) for folder in folders).best
+    shown = {LOSS.words: (LOSS.name, LOSS)}
+    shown |= {which.marked(best.words): (which.prefix + best.name, best) for which in SETS}
     columns = ["checkpoint", "epoch", "update", *shown, "size", "written", ""]
     rows = [
         _row(folder, [*shown.values()], [name for name in ("last", "best") if index.get(name) == folder.name])
@@ -39,14 +37,14 @@ def list_checkpoints(path: Path) -> int:
     return EXIT_DONE
 
 
-def _metrics(folder: Path) -> dict[str, float | None] | None:
+def _metrics(folder: Path) -> dict[str, float | None]:
     try:
-        return inspect(folder).meta.get("metrics")
+        return inspect(folder).meta.get("metrics") or {}
     except UserError:  # its row says why
-        return None
+        return {}
 
 
-def _row(folder: Path, shown: Sequence[tuple[str, str]], marks: list[str]) -> tuple[str, ...]:
+def _row(folder: Path, shown: Sequence[tuple[str, Metric]], marks: list[str]) -> tuple[str, ...]:
     try:
         meta = inspect(folder).meta
     except UserError as error:
@@ -59,7 +57,7 @@ def _row(folder: Path, shown: Sequence[tuple[str, str]], marks: list[str]) -> tu
         folder.name,
         epoch,
         f"{meta.get('update', '-')}",
-        *(f"{metrics[key]:{form}}" if metrics.get(key) is not None else "-" for key, form in shown),
+        *(metric.number_in_table(metrics[key]) if metrics.get(key) is not None else "-" for key, metric in shown),
         size_words(_size(folder)),
         written,
         ", ".join(marks),

@@ -31,8 +31,8 @@ class Figures:
     """Fractions are in percent."""
 
     images: int
-    acc1: float
-    acc5: float
+    top1: float
+    top5: float
     nll: float
     """Mean negative log-likelihood: the validation loss without label smoothing."""
     brier: float
@@ -121,8 +121,8 @@ def figures_from(seen: Rows, classes: int, bins: int) -> Figures:
     ece, bins_of_ece = calibration(seen.confidence, seen.label == seen.guess, bins)
     return Figures(
         images=images,
-        acc1=100 * int((seen.label == seen.guess).sum()) / images,
-        acc5=100 * int(seen.among_five.sum()) / images,
+        top1=100 * int((seen.label == seen.guess).sum()) / images,
+        top5=100 * int(seen.among_five.sum()) / images,
         nll=float(seen.nll.sum()) / images,
         brier=float(seen.brier.sum()) / images,
         ece=ece,

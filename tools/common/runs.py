@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.line_file import parse_json_lines, read_json_lines
+from utils.record.tasks import Metric
 from utils.record.weight_sets import SETS
 
 TAIL = 2**16
@@ -106,26 +107,20 @@ class RunMetrics:
             for lines in self.starts
         )
 
-    @property
-    def best_top1(self) -> BestMetric | None:
-        """Best top-1 of all validations, of any of the weights, as the run itself computes it."""
-        return self.best("acc1")
-
-    def best(self, metric: str) -> BestMetric | None:
-        """The same by any metric in percent."""
+    def best(self, metric: Metric) -> BestMetric | None:
+        """Best of all validations, of any of the weights, as the run itself computes it. `metric`: in percent."""
         validations = [
-            BestMetric(line[f"{which.prefix}{metric}"], line["epoch"], which.mark)
+            BestMetric(line[f"{which.prefix}{metric.name}"], line["epoch"], which.mark)
             for line in self.of("val")
             for which in SETS
-            if line.get(f"{which.prefix}{metric}") is not None
+            if line.get(f"{which.prefix}{metric.name}") is not None
         ]
         return max(validations, key=lambda best: best.percent, default=None)
 
-    @property
-    def last_acc1(self) -> float | None:
-        """Top-1 of the plain weights in the last validation."""
+    def last(self, metric: Metric) -> float | None:
+        """Of the plain weights in the last validation."""
         validations = self.of("val")
-        return validations[-1]["acc1"] if validations else None
+        return validations[-1][metric.name] if validations else None
 
     @property
     def skipped(self) -> int:

@@ -33,6 +33,7 @@ from utils.files import kind_of_path
 from utils.flags import Flag
 from utils.log import log
 from utils.record.run_folder import git_state, write_json
+from utils.record.tasks import ONE_LABEL
 from utils.text import counted
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ OWN = (
     Flag("folds", "cross-validation with N folds of the data, instead of seeds", "N", kind=_number_of_folds),
     Flag("output", "folder of all runs", "DIR", default="output/compare", kind=Path),
 )
-TOOL = Tool("compare.py", __doc__, OWN, one_label="compare.py compares top-1, which needs one label per image")
+COMPARES = f"compare.py compares {ONE_LABEL.best.words}, which needs one label per image"
+TOOL = Tool("compare.py", __doc__, OWN, one_label=COMPARES)
 
 
 def main(argv: list[str]) -> int:

@@ -9,8 +9,12 @@ from typing import Any
 from tools.common.runs import Lines, RunMetrics, is_end, is_start, last_line, read_lines
 from utils.config import config_of_run
 from utils.files import parse_json
+from utils.record.tasks import LOSS, ONE_LABEL
 
 Metrics = dict[str, Any]
+COMPARED = ONE_LABEL.best
+LAST, BEST = f"last_{COMPARED.name}", f"best_{COMPARED.name}"
+"""Its values after the last epoch, and in the best validation"""
 DIVERGED = 1.1
 """A run diverged if its last losses exceed this multiple of the first; smaller rises may be noise of the batches."""
 
@@ -33,8 +37,7 @@ def metrics_of(folder: Path) -> Metrics:
     about = parse_json((folder / "run.json").read_text(encoding="utf-8"))
     config = config_of_run(str(folder / "config.yaml"))
     metrics = RunMetrics(read_lines(folder))
-    speed, speeds, best = metrics.images_per_second, metrics.speeds, metrics.best_top1
-    validations = metrics.of("val")
+    speed, speeds, best = metrics.images_per_second, metrics.speeds, metrics.best(COMPARED)
     batch = config.DATA.BATCH_SIZE * config.TRAIN.ACCUM_ITER * about["choices"]["world_size"]
     return {
         "precision": about["choices"]["precision"],
@@ -47,9 +50,9 @@ def metrics_of(folder: Path) -> Metrics:
         "updates": max((line["update"] for line in metrics.lines), default=0),
         "skipped": metrics.skipped,
         "diverged": _diverged(metrics.of("train")),
-        "last_acc1": metrics.last_acc1,
-        "best_acc1": best.percent if best else None,
-        "last_loss": validations[-1]["loss"] if validations else None,
+        LAST: metrics.last(COMPARED),
+        BEST: best.percent if best else None,
+        "last_loss": metrics.last(LOSS),
         "seconds": metrics.seconds,
         "starts": sum(map(is_start, metrics.lines)),
         "validation_images": about.get("samples", {}).get("val"),

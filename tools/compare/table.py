@@ -8,6 +8,7 @@ from typing import Any
 
 from engine.measure.bottleneck import shown_rate
 from tools.common.tables import at_commit, in_markdown, source
+from tools.compare.metrics import BEST, COMPARED, LAST
 from tools.compare.verdict import ByMode, Metrics, by_mode, judge, spread, times_as_fast, unit, values_of, variation
 
 
@@ -20,8 +21,8 @@ def table(runs: ByMode, modes: Sequence[str]) -> list[list[str]]:
         "s/epoch",
         "speed",
         "peak memory",
-        "last top-1 (%)",
-        "best top-1 (%)",
+        f"last {COMPARED.heading}",
+        f"best {COMPARED.heading}",
         "skipped",
     ]
     base = runs.get(modes[0], {})
@@ -37,7 +38,7 @@ def table(runs: ByMode, modes: Sequence[str]) -> list[list[str]]:
             return form(statistics.median(values)) if values else "-"
 
         speed = times_as_fast(ours, base, len(modes) - 1)
-        last, best = (values_of(list(ours.values()), key) for key in ("last_acc1", "best_acc1"))
+        last, best = (values_of(list(ours.values()), key) for key in (LAST, BEST))
         rows.append(
             [
                 mode,

@@ -18,7 +18,7 @@ from typing import IO
 from tqdm import tqdm
 
 from engine.measure.progress import clock
-from tools.compare.metrics import fraction_done, is_finished, metrics_of
+from tools.compare.metrics import COMPARED, LAST, fraction_done, is_finished, metrics_of
 from tools.compare.plan import Plan, Run, command_of, write_settings
 from utils.log import log
 from utils.parent import as_child
@@ -135,8 +135,8 @@ def _log_run(nth: int, total: int, run: Run, why: str | None, seconds: float, le
     if why is not None:
         log.warning("%d of %d: %s failed: %s%s", nth, total, run.name, why, rest)
         return
-    top1 = metrics_of(run.folder)["last_acc1"]
-    accuracy = "" if top1 is None else f"top-1 {top1:.2f} %, "
+    last = metrics_of(run.folder)[LAST]
+    accuracy = "" if last is None else f"{COMPARED.words} {COMPARED.number(last)}, "
     log.info("%d of %d: %s: %sin %s%s", nth, total, run.name, accuracy, clock(seconds), rest)
 
 

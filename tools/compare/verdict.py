@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-Metrics = dict[str, Any]
+from tools.compare.metrics import LAST, Metrics
+
 ByMode = dict[str, dict[int, Metrics]]
 """Mode -> seed, or fold of a cross-validation -> metrics of a finished run."""
 
@@ -103,8 +104,8 @@ def times_the_memory(mode: dict[int, Metrics], base: dict[int, Metrics]) -> Diff
 
 
 def points_of_accuracy(mode: dict[int, Metrics], base: dict[int, Metrics], comparisons: int) -> Difference | None:
-    """Difference in top-1 after the last epoch, in percentage points."""
-    pairs = _pairs(mode, base, "last_acc1")
+    """Difference in accuracy after the last epoch, in percentage points."""
+    pairs = _pairs(mode, base, LAST)
     if not pairs:
         return None
     images = next((row["validation_images"] for row in mode.values() if row.get("validation_images")), None)
@@ -190,7 +191,7 @@ def _memory_words(memory: Difference | None, rows: dict[int, Metrics]) -> str:
 def _accuracy_words(accuracy: Difference | None, mode: dict[int, Metrics], base: dict[int, Metrics]) -> str:
     if accuracy is None:
         return ""
-    ours, theirs = (spread(values_of(list(rows.values()), "last_acc1")) for rows in (mode, base))
+    ours, theirs = (spread(values_of(list(rows.values()), LAST)) for rows in (mode, base))
     text = f"accuracy {ours} against {theirs}: "
     if accuracy.low is None:
         return text + f"one {unit(mode.values())} is too few to compare accuracy"

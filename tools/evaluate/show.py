@@ -14,6 +14,7 @@ from tools.common.figures import Figures
 from tools.common.output_file import writing
 from tools.common.parts import Part
 from tools.common.tables import in_columns, shown
+from utils.record.tasks import TOP1, TOP5
 from utils.record.weight_sets import WeightSet
 
 ALL_SHOWN, WORST_SHOWN = 20, 10
@@ -43,8 +44,8 @@ def title_of(which: WeightSet) -> str:
 
 
 CELLS = {
-    "top-1": lambda one: f"{one.acc1:.2f} %",
-    "top-5": lambda one: f"{one.acc5:.2f} %",
+    TOP1.words: lambda one: TOP1.number(one.top1),
+    TOP5.words: lambda one: TOP5.number(one.top5),
     "precision, macro": lambda one: f"{one.macro(one.precision):.2f} %",
     "precision, weighted": lambda one: f"{one.weighted(one.precision):.2f} %",
     "recall, macro": lambda one: f"{one.macro(one.recall):.2f} %",
@@ -100,7 +101,7 @@ def figures_as_json(one: Figures) -> dict[str, Any]:
     means = {f"{name}_macro": one.macro(values) for name, values in of_class.items()}
     means |= {f"{name}_weighted": one.weighted(values) for name, values in of_class.items()}
     whole = one.classes <= MOST_IN_JSON
-    plain = {"acc1": one.acc1, "acc5": one.acc5, **means, "nll": one.nll, "brier": one.brier, "ece": one.ece}
+    plain = {TOP1.name: one.top1, TOP5.name: one.top5, **means, "nll": one.nll, "brier": one.brier, "ece": one.ece}
     return {
         "images": one.images,
         **_numbers(plain),
@@ -138,7 +139,9 @@ def _write_picture(path: Path, figures: Figures, names: list[str]) -> None:
     figure = Figure(figsize=(side, side), layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=100)
-    axes.set(xlabel="predicted", ylabel="actual", title=f"{figures.images} images, top-1 {figures.acc1:.2f} %")
+    axes.set(
+        xlabel="predicted", ylabel="actual", title=f"{figures.images} images, {TOP1.words} {TOP1.number(figures.top1)}"
+    )
     if len(names) <= NAMES_IN_PICTURE:
         places, labels = range(len(names)), [shown(name)[:30] for name in names]
         axes.set_xticks(places, labels, rotation=90, parse_math=False)

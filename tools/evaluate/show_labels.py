@@ -12,17 +12,18 @@ from tools.common.label_figures import LabelFigures
 from tools.common.parts import Part
 from tools.common.tables import in_columns, shown
 from tools.evaluate.show import ALL_SHOWN, WORST_SHOWN, title_of
+from utils.record.tasks import LOSS, MAP, TOP1, TOP5
 from utils.record.weight_sets import WeightSet
 
 CELLS = {
-    "mAP": lambda one: _percent(100 * one.scores.map),
+    MAP.words: lambda one: _percent(100 * one.scores.map),
     "F1 at 0.5, micro": lambda one: _percent(100 * one.scores.f1_micro),
     "F1 at 0.5, macro": lambda one: _percent(100 * one.scores.f1_macro),
     "F1 at class thresholds, micro": lambda one: _percent(one.f1_micro),
     "F1 at class thresholds, macro": lambda one: _percent(one.f1_macro),
     "exact match at 0.5": lambda one: _percent(100 * one.scores.exact_match),
     "exact match at class thresholds": lambda one: _percent(one.exact_match),
-    "loss": lambda one: f"{one.loss:.4f}",
+    LOSS.words: lambda one: f"{one.loss:.4f}",
 }
 
 
@@ -66,8 +67,8 @@ def _classes(trained: Trained, figures: LabelFigures, of: str) -> list[str]:
 def figures_as_json(one: LabelFigures) -> dict[str, Any]:
     scores = one.scores
     plain = {
-        "loss": one.loss,
-        "map": 100 * scores.map,
+        LOSS.name: one.loss,
+        MAP.name: 100 * scores.map,
         "f1_micro": 100 * scores.f1_micro,
         "f1_macro": 100 * scores.f1_macro,
         "exact_match": 100 * scores.exact_match,
@@ -86,8 +87,7 @@ def figures_as_json(one: LabelFigures) -> dict[str, Any]:
     return {
         "images": one.images,
         "images_without_label": one.unlabelled,
-        "acc1": None,
-        "acc5": None,
+        **dict.fromkeys((TOP1.name, TOP5.name)),  # those of one label
         **{name: _number(value) for name, value in plain.items()},
         "per_class": {"images": one.support.tolist(), **columns},
     }

@@ -18,7 +18,7 @@ from tools.export.formats import Export
 from tools.export.hub_files import CURVES
 from utils.config.keys import default_of
 from utils.config.values import one_line
-from utils.record.better_weights import metric_words
+from utils.record.tasks import LOSS, METRICS, ONE_LABEL
 
 TASK = "image-classification"
 HUB_IDS = {
@@ -39,7 +39,8 @@ RESIZED = {
     "border": "resized with a border of the mean colour",
 }
 """What happens before the centre is cropped, by `crop_mode`"""
-METRICS = {"acc1": "top-1", "acc5": "top-5", "loss": "loss"}
+SHOWN = (*(metric.name for metric in ONE_LABEL.metrics if metric != LOSS), LOSS.name)
+"""Metrics in the card"""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Card:
         """Validation metrics of the exported weights, as far as they are known."""
         trained = self.export.trained
         metrics, prefix = trained.saved.meta.get("metrics") or {}, trained.weights.prefix
-        values = {name: metrics.get(prefix + name) for name in METRICS}
+        values = {name: metrics.get(prefix + name) for name in SHOWN}
         return {name: value for name, value in values.items() if value is not None}
 
     @property
@@ -114,11 +115,11 @@ class Card:
                 dataset_name=self.dataset or UNKNOWN,
                 dataset_split="validation",
                 metric_type="accuracy",
-                metric_name=f"{METRICS[name]} (%)",
+                metric_name=METRICS[name].heading,
                 metric_value=round(value, 4),
             )
             for name, value in self.metrics.items()
-            if name != "loss"
+            if name != LOSS.name
         ]
         return ModelCardData(
             tags=[TASK, "timm", "vitamp"],
@@ -227,7 +228,7 @@ class Card:
         when = f" after epoch {epoch} (update {update:,})" if epoch is not None and update is not None else ""
         dtype = self.export.options.dtype
         stored = "" if dtype == "fp32" else f" They are stored in {dtype} here."
-        rows = {METRICS[by]: metric_words(by, value, named=False) for by, value in self.metrics.items()}
+        rows = {METRICS[by].words: METRICS[by].number(value) for by, value in self.metrics.items()}
         about = (
             f"Measured in training, on the validation split, with the {trained.weights.label} weights{when}.{stored}"
         )

@@ -15,11 +15,12 @@ from typing import Any
 from utils.config.keys import default_of
 from utils.config.read import Entry
 from utils.config.values import one_line
+from utils.record.tasks import SEVERAL_LABELS
 
 TYPE, NAME, MULTI_LABEL = "MODEL.TYPE", "MODEL.NAME", "DATA.MULTI_LABEL"
 TRUE_WORDS = ("true", "yes", "on", "1", "t", "y")
 """Words that pydantic reads as true"""
-OF_MULTI_LABEL: dict[str, Any] = {"TRAIN.LOSS": "bce", "SAVE_BEST_BY": "map"}
+OF_MULTI_LABEL: dict[str, Any] = {"TRAIN.LOSS": "bce", "SAVE_BEST_BY": SEVERAL_LABELS.best.name}
 _DEIT_AND_SWIN: dict[str, Any] = {
     "DATA.IMAGENET_MEAN": (0.485, 0.456, 0.406),
     "DATA.IMAGENET_STD": (0.229, 0.224, 0.225),

@@ -17,6 +17,7 @@ from utils.config.model import ModelConfig
 from utils.config.rules import excludes, needs
 from utils.config.train import TrainConfig
 from utils.config.values import parse_text
+from utils.record.tasks import ONE_LABEL, BestBy
 
 
 class DistConfig(Section):
@@ -72,8 +73,8 @@ class Config(Section):
     )
     SAVE_EVERY_UPDATES: Positive | None = setting(None, "Also save a checkpoint every N updates.")
     SAVE_EVERY_MINUTES: AboveZero | None = setting(None, "Also save a checkpoint every N minutes.")
-    SAVE_BEST_BY: Literal["acc1", "acc5", "map", "loss"] = setting(
-        "acc1",
+    SAVE_BEST_BY: BestBy = setting(
+        ONE_LABEL.best.name,
         "Validation metric that decides which checkpoint is best; with DATA.MULTI_LABEL, the default "
         "is map (mean average precision).",
         needs(

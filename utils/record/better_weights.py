@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
+from utils.record.tasks import METRICS, ONE_LABEL, BestBy, Metric
 from utils.record.weight_sets import BETTER, PLAIN, SETS, WeightSet, set_named, set_of
-
-NAMES = {"acc1": "top-1", "acc5": "top-5", "map": "mAP"}
-"""Names of the metrics in percent that SAVE_BEST_BY can decide by."""
 
 
 @dataclass(frozen=True)
@@ -20,9 +18,9 @@ class Choice:
     """Text for the log: "plain weights, top-1 95.00 %; EMA: 92.50 %"."""
 
 
-def best_set(values: Mapping[WeightSet, Any], by: str) -> WeightSet | None:
+def best_set(values: Mapping[WeightSet, Any], by: Metric) -> WeightSet | None:
     """The better weights by their values of the metric `by`; the first if they are equal, None without a value."""
-    scores = {which: float(-value if by == "loss" else value) for which, value in values.items() if _is_number(value)}
+    scores = {which: float(value if by.higher else -value) for which, value in values.items() if _is_number(value)}
     return max(scores, key=lambda which: scores[which]) if scores else None
 
 
@@ -32,24 +30,19 @@ def choose_weights(meta: Mapping[str, Any], available: Collection[WeightSet], wa
     `wanted`: a value of -weights. `reason`: why, if not auto.
     """
     metrics, by = _metrics(meta), _deciding_metric(meta)
-    values = {which: metrics[which.prefix + by] for which in SETS if which.prefix + by in metrics}
+    values = {which: metrics[which.prefix + by.name] for which in SETS if which.prefix + by.name in metrics}
     which, why = _decide(meta, values, by, available) if wanted == BETTER else (set_named(wanted), reason)
     words = f"{which.label} weights" + (f" ({why})" if why else "")
     if which in values:
-        words += f", {metric_words(by, values[which])}"
+        words += f", {by.words} {by.number(values[which])}"
     for other, value in values.items():
         if other != which and other in available:
-            words += f"; {other.label}: {metric_words(by, value, named=False)}"
+            words += f"; {other.label}: {by.number(value)}"
     return Choice(which, words)
 
 
-def metric_words(by: str, value: float, named: bool = True) -> str:
-    name, number = ("loss", f"{value:.4f}") if by == "loss" else (NAMES[by], f"{value:.2f} %")
-    return f"{name} {number}" if named else number
-
-
 def _decide(
-    meta: Mapping[str, Any], values: Mapping[WeightSet, float], by: str, available: Collection[WeightSet]
+    meta: Mapping[str, Any], values: Mapping[WeightSet, float], by: Metric, available: Collection[WeightSet]
 ) -> tuple[WeightSet, str]:
     """The better weights, and what was assumed if this checkpoint was not validated."""
     if len(available) == 1:
@@ -71,10 +64,10 @@ def _metrics(meta: Mapping[str, Any]) -> dict[str, float]:
     return {key: value for key, value in metrics.items() if _is_number(value)} if isinstance(metrics, Mapping) else {}
 
 
-def _deciding_metric(meta: Mapping[str, Any]) -> str:
-    """The run's SAVE_BEST_BY; acc1 if it is missing or unknown."""
+def _deciding_metric(meta: Mapping[str, Any]) -> Metric:
+    """The run's SAVE_BEST_BY; its default if it is missing or unknown."""
     by = meta.get("settings", {}).get("SAVE_BEST_BY")  # of a foreign meta.json too
-    return by if by in ("loss", *NAMES) else "acc1"
+    return METRICS[by] if by in get_args(BestBy) else ONE_LABEL.best
 
 
 def _is_number(value: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from tools.common.report_page.charts import HUES, SHADES, Chart, Curve, Mark, Style
 from tools.common.report_page.runs import Run
+from utils.record.tasks import LOSS, METRICS, TASKS
 from utils.record.weight_sets import SETS
 
 MOST_SIDE_BY_SIDE = 6
@@ -29,10 +30,7 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
     """Charts of all runs: loss, accuracy, speed, learning rate, gradient norm, loss scale. Empty ones are left out."""
     axis = _Axis.of(runs)
     found = [
-        _training_and_validation("Loss", axis, "loss"),
-        _training_and_validation("Accuracy, top-1 (%)", axis, "acc1"),
-        _training_and_validation("Mean average precision (%)", axis, "map"),
-        _training_and_validation("F1 at 0.5, micro (%)", axis, "f1_micro"),
+        *(_training_and_validation(metric.title, axis, metric.name) for metric in METRICS.values() if metric.title),
         _training("Speed (images/s)", axis, "images_per_second"),
         _training("Learning rate", axis, "lr"),
         _training("Gradient norm, unscaled", axis, "grad_norm"),
@@ -47,11 +45,11 @@ def side_by_side(runs: Sequence[Run]) -> list[list[Chart]]:
         return []
     together = _Axis.of(runs)
     rows = []
-    for title, key in (("loss", "loss"), ("top-1 (%)", "acc1"), ("mAP (%)", "map")):
+    for metric in (LOSS, *(kind.best for kind in TASKS)):
         row = []
         for run, style in together.runs:
             alone = _Axis([(run, style)], together.by_epoch)
-            row.append(_training_and_validation(f"{run.name}: {title}", alone, key))
+            row.append(_training_and_validation(f"{run.name}: {metric.heading}", alone, metric.name))
         rows.append([replace(chart, shared_axes=row) for chart in row if not chart.empty])
     return [row for row in rows if row]
 

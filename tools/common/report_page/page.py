@@ -16,13 +16,17 @@ from tools.common.report_page.curves import charts, side_by_side, styles_of
 from tools.common.report_page.runs import NOTHING, Run, differing_settings, read_runs, summary
 from utils.files import write_atomically
 from utils.log import log
+from utils.record.tasks import TASKS
 
 if TYPE_CHECKING:
     from tools.common.report_page.labels import LabelEvaluation
     from tools.common.report_page.predictions import Evaluation
 
 TEMPLATE = "page.html"
-MAIN_FIGURES = ("best top-1", "best mAP", "precision", "images/s", "peak memory", "training time", "updates skipped")
+MAIN_FIGURES = (
+    *(f"best {kind.best.words}" for kind in TASKS),
+    *("precision", "images/s", "peak memory", "training time", "updates skipped"),
+)
 MOST_SKIPS = 20
 
 

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from utils.config.values import one_line
 from utils.errors import UserError
 from utils.files import parse_json
 from utils.record.run_folder import is_run_folder, run_folder_of
+from utils.record.tasks import TASKS, Metric
 from utils.record.weight_sets import BETTER, SETS
 
 Line = dict[str, Any]
@@ -86,8 +87,8 @@ class Run:
         verdicts = [line["perf"]["verdict"] for line in self.lines if "verdict" in line.get("perf", {})]
         return verdicts[-1] if verdicts else {}
 
-    def best(self, metric: str = "acc1") -> tuple[float, str] | None:
-        """Best top-1 (or `metric`) of all validations in percent, and its epoch and weights."""
+    def best(self, metric: Metric) -> tuple[float, str] | None:
+        """Best of all validations in percent, and its epoch and weights."""
         best = self.metrics.best(metric)
         return (best.percent, f"epoch {best.epoch}{best.weights and f', {best.weights}'}") if best else None
 
@@ -172,16 +173,16 @@ def _text(value: Any) -> str:
     return NOTHING if value is None or value == "" else str(value)
 
 
-def _best_text(run: Run, metric: str = "acc1") -> str:
+def _best_text(run: Run, metric: Metric) -> str:
     best = run.best(metric)
     return f"{best[0]:.2f} % ({best[1]})" if best else ""
 
 
-def _last_text(run: Run, metric: str = "acc1") -> str:
-    lines = [line for line in run.of("val") if line.get(metric) is not None]
+def _last_text(run: Run, metric: Metric) -> str:
+    lines = [line for line in run.of("val") if line.get(metric.name) is not None]
     if not lines:
         return ""
-    values = {which: lines[-1].get(f"{which.prefix}{metric}") for which in SETS}
+    values = {which: lines[-1].get(f"{which.prefix}{metric.name}") for which in SETS}
     return ", ".join(which.marked(f"{value:.2f} %") for which, value in values.items() if value is not None)
 
 
@@ -211,10 +212,11 @@ def _versions(run: Run) -> str:
 
 
 _ROWS = (
-    ("best top-1", _best_text),
-    ("last top-1", _last_text),
-    ("best mAP", lambda run: _best_text(run, "map")),
-    ("last mAP", lambda run: _last_text(run, "map")),
+    *(
+        (f"{what} {kind.best.words}", partial(text, metric=kind.best))
+        for kind in TASKS
+        for what, text in (("best", _best_text), ("last", _last_text))
+    ),
     ("checkpoint", lambda run: run.best_checkpoint),
     ("precision", lambda run: run.precision),
     ("images/s", lambda run: shown_rate(run.speed) if run.speed else ""),

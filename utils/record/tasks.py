@@ -1,0 +1,70 @@
+"""What is measured, by the labels of a run: one class per image, or several. Names and words of the metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+BestBy = Literal["acc1", "acc5", "map", "loss"]
+"""Values of SAVE_BEST_BY"""
+
+
+class Metric(NamedTuple):
+    name: str
+    """In metrics.jsonl, meta.json and SAVE_BEST_BY"""
+    words: str
+    title: str = ""
+    """Of its chart in a report; none: it has no chart"""
+    percent: bool = True
+    higher: bool = True
+    """Whether a higher value is better"""
+
+    @property
+    def heading(self) -> str:
+        """The words with their unit."""
+        return f"{self.words} (%)" if self.percent else self.words
+
+    def number(self, value: float) -> str:
+        return f"{value:.2f} %" if self.percent else f"{value:.4f}"
+
+    def number_in_table(self, value: float) -> str:
+        """Without the unit, which is in the heading."""
+        return self.number(value).removesuffix(" %")
+
+
+@dataclass(frozen=True)
+class TaskKind:
+    metrics: tuple[Metric, ...]
+    best: Metric
+    """Which decides about the best checkpoint, unless SAVE_BEST_BY is set; curves show it beside the loss"""
+    axis: str
+    """Its words in curves.png"""
+
+
+LOSS = Metric("loss", "loss", "Loss", percent=False, higher=False)
+TOP1 = Metric("acc1", "top-1", "Accuracy, top-1 (%)")
+TOP5 = Metric("acc5", "top-5")
+MAP = Metric("map", "mAP", "Mean average precision (%)")
+ONE_LABEL = TaskKind((LOSS, TOP1, TOP5), TOP1, "top-1 accuracy (%)")
+SEVERAL_LABELS = TaskKind(
+    (
+        LOSS,
+        MAP,
+        Metric("f1_micro", "F1 at 0.5, micro", "F1 at 0.5, micro (%)"),
+        Metric("f1_macro", "F1 at 0.5, macro"),
+        Metric("f1_micro_tuned", "F1 at tuned thresholds, micro"),
+        Metric("f1_macro_tuned", "F1 at tuned thresholds, macro"),
+        Metric("exact_match", "exact match"),
+    ),
+    MAP,
+    "mAP (%)",
+)
+TASKS = (ONE_LABEL, SEVERAL_LABELS)
+METRICS = {metric.name: metric for kind in TASKS for metric in kind.metrics}
+
+
+def task_of(lines: Iterable[Mapping[str, Any]]) -> TaskKind:
+    """The task whose metrics have values in these lines of metrics.jsonl, or metrics of meta.json."""
+    measured = {name for line in lines for name, value in line.items() if value is not None} - {LOSS.name}
+    return next((kind for kind in TASKS if any(metric.name in measured for metric in kind.metrics)), ONE_LABEL)

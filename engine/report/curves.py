@@ -72,7 +72,7 @@ def draw_curves(folder: Path, title: str) -> Path | None:
     figure.suptitle(title, parse_math=False)  # a TAG may contain dollar signs
     (loss, accuracy, rate), (norm, scale, speed) = axes
     _train_and_validation(loss, course, LOSS.name)
-    _finish(loss, course, LOSS.words)
+    _finish(loss, course, "loss")
     _train_and_validation(accuracy, course, course.task.best.name)
     _finish(accuracy, course, course.task.axis)
     _curve(rate, course.points("train", "lr"), "learning rate")

@@ -176,10 +176,8 @@ class Reporter:
             if line["update"] >= since and line["event"] in ("train", "val"):
                 values = {**line, **line["perf"]}
                 drawn = {name: values[name] for name in DRAWN if name in values}
-                own = {metric.name for metric in tasks.task_of([line]).metrics}  # others' are null
-                drawn = {
-                    name: value for name, value in drawn.items() if set_of(name)[1] not in tasks.METRICS.keys() - own
-                }
+                of_others = tasks.METRICS.keys() - {metric.name for metric in tasks.task_of([line]).metrics}  # null
+                drawn = {name: value for name, value in drawn.items() if set_of(name)[1] not in of_others}
                 self._plot(line["event"], {k: math.nan if v is None else v for k, v in drawn.items()}, line["update"])
 
     def flush(self) -> None:

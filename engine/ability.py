@@ -61,6 +61,10 @@ class Ability:
         """Row of the banner -> words."""
         return {}
 
+    def noted(self) -> dict[str, Any]:
+        """Choices for run.json and checkpoints, which a resumed run repeats or checks."""
+        return {}
+
     def holds(self) -> dict[str, list[Tensor]]:
         """Name in the dry run's table of memory -> tensors that it keeps."""
         return {}

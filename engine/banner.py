@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from datasets import balanced_order, comes_unsplit
-from engine.distill.targets import teacher_of
 from engine.evaluated_data import images_of_all, title_of
 from engine.machine.context import Run, global_batch
 from engine.machine.device import describe_devices
@@ -53,8 +52,6 @@ def banner(run: Run, ready: Ready, folder: Path | None) -> str:
             rows.append(("trained", words))
         if words := describe_muon(ready.parts.optimizer, rate):
             rows.append(("optimiser", words))
-        if teacher := teacher_of(ready.parts.change):
-            rows.append(("teacher", teacher.words()))
         rows += [("batch", _batch(config, ready, world)), ("training", _training(config, ready.parts.optimizer, world))]
         rows = _joined([*rows, *(row for ability in ready.parts.abilities for row in ability.rows().items())])
     rows.append(("output", f"{folder}" if folder else "nothing is written (-dry_run)"))

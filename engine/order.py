@@ -5,21 +5,24 @@ A room is imported only where its ability is in use.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
 from engine.ability import Ability
 from engine.amp.precision import Precision
+from engine.inputs.mixup import BatchTransform
+from engine.measure.stage_times import Stages
 from utils.config import Config
 from utils.distributed.world import World
 from utils.record.weight_sets import AVERAGE, WeightSet
 
 
-@dataclass(frozen=True)
+@dataclass
 class Site:
-    """What abilities are built from."""
+    """What abilities are built from, and what they add or replace."""
 
     config: Config
     model: nn.Module
@@ -27,12 +30,27 @@ class Site:
     world: World
     sharded: bool
     """Whether FSDP shards the model, casts its weights, and sums gradients, so that no copy and no DDP does."""
+    stages: Stages
+    change: BatchTransform
+    criterion: nn.Module
+    classes: list[str] | None = None
+    """Of the data, if they are known."""
+    resumed: Mapping[str, Any] = field(default_factory=dict)
+    """Choices of the run that is resumed."""
     others: dict[WeightSet, nn.Module] = field(default_factory=dict)
     """Weights beside the trained ones, which abilities add; see `Parts.others`."""
 
 
 def abilities(site: Site) -> Iterator[Ability]:
     config, train, precision = site.config, site.config.TRAIN, site.precision
+    if train.DISTILLATION_TYPE is not None:  # changes what the model returns, so before it is copied
+        from engine.distill.targets import Distillation
+        from engine.distill.teacher import check_teacher_matches
+
+        taught = Distillation(config, site.model, precision, site.stages, site.change, site.criterion)
+        check_teacher_matches(taught.teacher, site.classes, site.resumed)
+        site.change, site.criterion = taught.change, taught.criterion
+        yield taught
     if config.MODEL.UNFREEZE_EPOCH is not None:
         from engine.unfreeze import Unfreezing
 

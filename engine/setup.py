@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,8 +32,6 @@ from engine.checkpoint.folder import Checkpoint
 from engine.checkpoint.refusals import check_batch, check_samples
 from engine.checkpoint.state import restore
 from engine.compile.cache import prepare_compiler_cache
-from engine.distill.targets import distil, teacher_of
-from engine.distill.teacher import check_teacher_matches
 from engine.inputs.mixup import build_batch_transform
 from engine.inputs.normalize import Inputs, per_channel
 from engine.inputs.token_drop import shortcuts_of
@@ -45,6 +44,7 @@ from engine.measure.task import task_of
 from engine.optim.build import build_optimizer, compiles_step, scaled_learning_rates
 from engine.optim.class_weights import class_weights
 from engine.optim.layer_rates import describe_parameters
+from engine.optim.loss import label_loss
 from engine.optim.schedule import Schedule, build_scheduler
 from engine.order import Site, abilities
 from engine.parallel.fsdp import Sharding
@@ -134,15 +134,14 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
         warn_of_links(*splits)
     train, updates = config.TRAIN, loader.order.updates
     in_precision = ready.model, ready.inputs, ready.precision
-    weights = weights_of_classes(config, train_set)
+    choices = checkpoint.meta.get("choices", {}) if checkpoint else {}
     if sharding is not None and checkpoint is not None and ready.precision.level in ("O1", "O2"):
         # FSDP decides once, when it shards them, in which dtype it gathers weights.
         force_fp32(ready.model, checkpoint.state(mapped=True)["fp32_modules"], device.type)
-    parts = update_parts(config, world, device, in_precision, updates, sharding, weights)
+    parts = update_parts(config, world, device, in_precision, updates, sharding, train_set, choices)
     loader.on_arrival(partial(parts.stages.lap, DATA))
-    if teacher := teacher_of(parts.change):
-        check_teacher_matches(teacher, train_set.classes, checkpoint.meta.get("choices", {}) if checkpoint else {})
-        ready.choices.update(teacher.as_noted())
+    for ability in parts.abilities:
+        ready.choices |= ability.noted()
     position, best = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * updates), Best()
     if checkpoint is not None:
         without_retired(checkpoint.meta["settings"], checkpoint.folder)
@@ -219,18 +218,16 @@ def update_parts(
     in_precision: tuple[nn.Module, nn.Module, Precision],
     per_epoch: int,
     sharding: Sharding | None = None,
-    weights: np.ndarray | None = None,
+    train_set: ImageDataset | None = None,
+    resumed: Mapping[str, Any] | None = None,
 ) -> Parts:
     """Optimiser, schedule and all else that an update needs, for what `model_in_precision` returned.
 
-    `weights`: class weights of the loss; None: all classes are equal.
+    `train_set` None: a trial, with equal classes. `resumed`: choices of the run that is resumed.
     """
     train, (model, inputs, precision) = config.TRAIN, in_precision
-    stages = stages_of(config.REPORT_STAGES, device)
-    change, criterion = distil(
-        config, model, precision, stages, build_batch_transform(train, config.MODEL.NUM_CLASSES, device), weights
-    )
-    site = Site(config, model, precision, world, sharding is not None)
+    site = _site(config, world, model, precision, sharding is not None, train_set)
+    site.resumed = resumed or {}
     built = tuple(abilities(site))
     if sharding is not None:
         sharding.shard(model, precision)
@@ -250,7 +247,7 @@ def update_parts(
         model=model,
         forward=model,
         inputs=inputs,
-        criterion=criterion,
+        criterion=site.criterion,
         optimizer=optimizer,
         schedule=schedule,
         precision=precision,
@@ -258,11 +255,29 @@ def update_parts(
         grad_clip=train.GRAD_CLIP,
         seed=config.SEED,
         world=world,
-        change=change,
+        change=site.change,
         sharding=sharding,
-        stages=stages,
+        stages=site.stages,
         abilities=built,
         others=site.others,
+    )
+
+
+def _site(
+    config: Config, world: World, model: nn.Module, precision: Precision, sharded: bool, train_set: ImageDataset | None
+) -> Site:
+    train, device = config.TRAIN, precision.device
+    weights = None if train_set is None else weights_of_classes(config, train_set)
+    return Site(
+        config,
+        model,
+        precision,
+        world,
+        sharded,
+        stages=stages_of(config.REPORT_STAGES, device),
+        change=build_batch_transform(train, config.MODEL.NUM_CLASSES, device),
+        criterion=label_loss(train, weights, config.DATA.MULTI_LABEL).to(device),
+        classes=None if train_set is None else train_set.classes,
     )
 
 

@@ -7,16 +7,15 @@ logits.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.ability import Ability
 from engine.amp.precision import Precision
 from engine.distill.teacher import Teacher, load_teacher
 from engine.inputs.mixup import BatchTransform, TransformedBatch
 from engine.measure.stage_times import FORWARD, TEACHER, Stages
-from engine.optim.loss import label_loss
 from engine.speed.replace_forward import mix_in
 from utils.config import Config
 from utils.config.train import TrainConfig
@@ -76,27 +75,30 @@ class StackedHeads(nn.Module):
         return torch.stack(logits, dim=1) if isinstance(logits, tuple) else logits
 
 
-def distil(
-    config: Config,
-    model: nn.Module,
-    precision: Precision,
-    stages: Stages,
-    change: BatchTransform,
-    class_weights: np.ndarray | None = None,
-) -> tuple[BatchTransform, nn.Module]:
-    """The change of a batch, and the loss; both with a teacher if TRAIN.DISTILLATION_TYPE asks for one.
+class Distillation(Ability):
+    """TRAIN.DISTILLATION_TYPE: the model learns from a teacher too. `change` and `criterion` replace those given."""
 
-    Call it before the model is copied or wrapped: it makes both classifiers learn if the model has two.
-    """
-    loss = label_loss(config.TRAIN, class_weights, config.DATA.MULTI_LABEL).to(precision.device)
-    if config.TRAIN.DISTILLATION_TYPE is None:
-        return change, loss
-    if hasattr(model, "set_distilled_training"):  # timm's method; in validation, the mean of both is returned as before
-        model.set_distilled_training(True)  # pyright: ignore[reportCallIssue]
-        mix_in(model, StackedHeads)
-    teacher = load_teacher(config, precision)
-    return AskTeacher(teacher, change, precision.device, stages), DistillationLoss(loss, config.TRAIN)
+    def __init__(
+        self,
+        config: Config,
+        model: nn.Module,
+        precision: Precision,
+        stages: Stages,
+        change: BatchTransform,
+        criterion: nn.Module,
+    ) -> None:
+        if hasattr(model, "set_distilled_training"):  # timm's; in validation, the mean of both is returned as before
+            model.set_distilled_training(True)  # pyright: ignore[reportCallIssue]
+            mix_in(model, StackedHeads)
+        self.teacher = load_teacher(config, precision)
+        self.change = AskTeacher(self.teacher, change, precision.device, stages)
+        self.criterion = DistillationLoss(criterion, config.TRAIN)
 
+    def rows(self) -> dict[str, str]:
+        return {"teacher": self.teacher.words()}
 
-def teacher_of(change: BatchTransform) -> Teacher | None:
-    return change.teacher if isinstance(change, AskTeacher) else None
+    def noted(self) -> dict[str, str]:
+        return self.teacher.noted()
+
+    def holds(self) -> dict[str, list[Tensor]]:
+        return {"teacher": list(self.teacher.model.state_dict().values())}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ class Teacher:
         total, _ = count_parameters(self.model)
         return f"{self.source.where}, {total:,} parameters, frozen; images of {self.source.image_size}"
 
-    def as_noted(self) -> dict[str, str]:
+    def noted(self) -> dict[str, str]:
         """Fields for run.json and checkpoints."""
         return {"teacher_model": self.setting, "teacher": self.source.where, "teacher_sha256": self.fingerprint}
 
@@ -127,7 +127,7 @@ def load_teacher(config: Config, precision: Precision) -> Teacher:
     return teacher
 
 
-def check_teacher_matches(teacher: Teacher, names: list[str] | None, saved_choices: dict[str, Any]) -> None:
+def check_teacher_matches(teacher: Teacher, names: list[str] | None, saved_choices: Mapping[str, Any]) -> None:
     """Check that the teacher has the data's classes, and that a resumed run still has the teacher it began with."""
     source = teacher.source
     same_setting = saved_choices.get("teacher_model") == teacher.setting

@@ -19,7 +19,6 @@ from datasets import Batch, Window
 from engine.checkpoint.state import state_of, tensors_of
 from engine.compile.choice import NONE
 from engine.compile.gain import SECONDS_TO_COMPILE
-from engine.distill.targets import teacher_of
 from engine.fit.dry_run_report import Costs, Memory, Speed, cost_lines
 from engine.fit.out_of_memory import describe
 from engine.machine.context import Run
@@ -120,8 +119,6 @@ def _measure_memory(ready: ReadyToTrain, update: Callable[[], object]) -> Memory
     for ability in parts.abilities:
         for name, tensors in ability.holds().items():
             held[name] = [*held.get(name, []), *tensors]
-    if teacher := teacher_of(parts.change):
-        held["teacher"] = list(teacher.model.state_dict().values())
     standing = [tensor for name, tensors in held.items() for tensor in tensors if name != "gradients"]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

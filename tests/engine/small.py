@@ -15,8 +15,10 @@ from engine.amp.precision import Precision
 from engine.amp.skip_watch import OverflowWatch
 from engine.checkpoint.folder import Checkpoint
 from engine.inputs.normalize import Inputs
+from engine.inputs.mixup import no_transform
 from engine.machine.context import Run
 from engine.measure.meters import TrainMeters
+from engine.measure.stage_times import Stages
 from engine.optim.schedule import Schedule, build_scheduler
 from engine.order import Site, abilities
 from engine.setup import ReadyToTrain, build_for_training
@@ -104,7 +106,8 @@ def parts_of(
     rates = (settings.BASE_LR, settings.WARMUP_START_LR, settings.END_LR)
     schedule = Schedule(build_scheduler(optimizer, settings, rates, updates), optimizer, updates, None)
     precision = Precision(amp, CPU)
-    site = Site(Config(AMP=amp, TRAIN=settings), model, precision, ALONE, sharded=False)
+    config = Config(AMP=amp, TRAIN=settings)
+    site = Site(config, model, precision, ALONE, False, Stages(), no_transform, nn.CrossEntropyLoss())
     return Parts(
         model=model,
         forward=model,

@@ -20,7 +20,7 @@ from torch.optim import AdamW
 
 from engine.amp.precision import Precision
 from engine.amp.skip_watch import OverflowWatch
-from engine.distill.targets import teacher_of
+from engine.distill.targets import Distillation
 from engine.distill.teacher import Teacher, check_teacher_matches, load_teacher
 from engine.inputs.mixup import build_batch_transform
 from engine.optim.ema import Ema
@@ -54,9 +54,9 @@ def student(tiny: Path, teacher_run: Path) -> Callable[..., ReadyToTrain]:
 
 
 def teacher_in(ready: ReadyToTrain) -> Teacher:
-    teacher = teacher_of(ready.parts.change)
-    assert teacher is not None
-    return teacher
+    taught = ready.parts.ability(Distillation)
+    assert taught is not None
+    return taught.teacher
 
 
 def weights_of(run: Path) -> dict[str, Tensor]:
@@ -268,7 +268,7 @@ def test_teacher_with_other_class_order_is_refused(student: Callable[..., ReadyT
 
 def test_resume_refuses_a_changed_teacher(student: Callable[..., ReadyToTrain]) -> None:
     teacher = teacher_in(student())
-    kept = teacher.as_noted()
+    kept = teacher.noted()
     check_teacher_matches(teacher, None, kept)
     check_teacher_matches(teacher, None, {**kept, "teacher_model": "another", "teacher_sha256": "other"})
     with pytest.raises(UserError, match="the teacher's weights have changed since this run began"):

@@ -22,15 +22,23 @@ class Computing(Protocol):
     criterion: Callable[[Tensor, Tensor], Tensor]
     change: Callable[[Tensor, Tensor], Any]
     optimizer: Optimizer
+    compute: Callable[[Batch], Any]
+    """Forward pass of a micro-batch."""
+    eager: Callable[[Batch], Any]
+    """The same without compiled code around it."""
+    phase: str
+    """What is special in this epoch; see `Ability.phase`."""
+    after_pause: Callable[[], None]
+    """To be called after what is no training, such as compiling."""
 
 
 class Ability:
     """A method does nothing unless an ability needs it. The updates' methods must not wait for the device."""
 
     def attach(self, to: Computing) -> None:
-        """Hold on to what computes, or replace `to.forward`. Called anew when other weights train, or move to fp32.
+        """Hold on to what computes, or replace `to.forward` or `to.compute`. A collective call.
 
-        A collective call.
+        Called anew when other weights train, or modules move to fp32.
         """
 
     def phase(self, epoch: int) -> str:

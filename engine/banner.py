@@ -46,7 +46,6 @@ def banner(run: Run, ready: Ready, folder: Path | None) -> str:
             rows.append(("strategy", ready.parts.sharding.words()))
         if words := _classes(config, ready):
             rows.append(("classes", words))
-        rows.append(("compile", "{compile} ({compile_why})".format(**ready.choices)))
         rate = scaled_learning_rates(config.TRAIN, global_batch(config, world))[0]
         if words := describe_fine_tuning(config, ready.model, ready.parts.optimizer, rate):
             rows.append(("trained", words))

@@ -13,6 +13,7 @@ from torch import nn
 
 from engine.ability import Ability
 from engine.amp.precision import Precision
+from engine.compile.compiled import Compiling
 from engine.inputs.mixup import BatchTransform
 from engine.measure.stage_times import Stages
 from utils.config import Config
@@ -75,6 +76,7 @@ def abilities(site: Site) -> Iterator[Ability]:
         from engine.amp.skip_watch import OverflowWatch
 
         yield OverflowWatch(config.SEED, precision)
+    yield Compiling(config.DATA, precision, site.world, site.sharded)  # what is inside DDP
     if site.world.size > 1 and not site.sharded and not precision.computes_in_copy:  # the copy sums gradients itself
         from engine.parallel.ddp import Ddp
 

@@ -17,8 +17,7 @@ from engine.branch import start_branch
 from engine.checkpoint.chosen import chosen_checkpoint
 from engine.checkpoint.folder import Checkpoint
 from engine.checkpoint.state import log_resumption
-from engine.compile.choice import CompileChoice, choose_compiling
-from engine.compile.compiled import compile_update
+from engine.compile.compiled import Compiling
 from engine.fit.batch_size import settle_batch
 from engine.fit.dry_run import try_out
 from engine.fit.out_of_memory import before_training, while_training
@@ -101,9 +100,9 @@ def train(given: Run, lock: FolderLock | None, lists: OpLists) -> int:
     signals.saved = checkpoint is not None if given.world.first else None
     run = settle_batch(given, checkpoint)
     ready = _build(run, checkpoint)
-    compiling = _choose_compiling(run, ready, checkpoint)
     folder = _announce(run, ready, checkpoint, lock)
     if folder is None:
+        ready.parts.leave_out(Compiling)
         ready.parts.assemble()
         try_out(run, ready, _updates_left(run, ready))
         return EXIT_DONE
@@ -111,7 +110,6 @@ def train(given: Run, lock: FolderLock | None, lists: OpLists) -> int:
         return EXIT_DONE
     peak = _open_folder(run, ready, checkpoint, folder)
     ready.parts.assemble()
-    on_every_rank(run.world, lambda: compile_update(ready.parts, compiling, run.config))
     return _fit(run, ready, folder, peak, lists)
 
 
@@ -119,13 +117,6 @@ def _build(run: Run, checkpoint: Checkpoint | None) -> ReadyToTrain:
     """Build all that training needs. If one rank fails, all do."""
     sharding = build_sharding(run.config, run.world, run.device)
     return on_every_rank(run.world, lambda: build_for_training(run, checkpoint, sharding))
-
-
-def _choose_compiling(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None) -> CompileChoice:
-    before = checkpoint.meta.get("choices", {}) if checkpoint else {}
-    choice = choose_compiling(run.config, ready.parts, run.world, _updates_left(run, ready), before)
-    ready.choices |= choice.as_noted()
-    return choice
 
 
 def _updates_left(run: Run, ready: ReadyToTrain) -> int:

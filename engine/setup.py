@@ -32,13 +32,15 @@ from engine.checkpoint.folder import Checkpoint
 from engine.checkpoint.refusals import check_batch, check_samples
 from engine.checkpoint.state import restore
 from engine.compile.cache import prepare_compiler_cache
+from engine.compile.choice import choose_compiling
+from engine.compile.compiled import Compiling
 from engine.inputs.mixup import build_batch_transform
 from engine.inputs.normalize import Inputs, per_channel
 from engine.inputs.token_drop import shortcuts_of
 from engine.machine.context import Run, global_batch
 from engine.measure.bottleneck import Setting
 from engine.measure.meters import TrainMeters
-from engine.measure.progress import Best, Position
+from engine.measure.progress import Best, Position, updates_left
 from engine.measure.stage_times import DATA, stages_of
 from engine.measure.task import task_of
 from engine.optim.build import build_optimizer, compiles_step, scaled_learning_rates
@@ -140,8 +142,6 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
         force_fp32(ready.model, checkpoint.state(mapped=True)["fp32_modules"], device.type)
     parts = update_parts(config, world, device, in_precision, updates, sharding, train_set, choices)
     loader.on_arrival(partial(parts.stages.lap, DATA))
-    for ability in parts.abilities:
-        ready.choices |= ability.noted()
     position, best = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * updates), Best()
     if checkpoint is not None:
         without_retired(checkpoint.meta["settings"], checkpoint.folder)
@@ -150,6 +150,11 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
         check_samples(checkpoint, position, identity_of(train_set, loader.order), config, world)
     elif train.LAST_EPOCH:
         parts.schedule.restore(position.update)
+    if compiling := parts.ability(Compiling):
+        left = updates_left(config, position, updates)
+        compiling.choice = choose_compiling(config, parts, world, left, choices)
+    for ability in parts.abilities:
+        ready.choices |= ability.noted()
     return ReadyToTrain(
         **vars(ready), train_set=train_set, train_loader=loader, parts=parts, position=position, best=best
     )

@@ -71,8 +71,7 @@ class Trainer:
         )
         self._stopping = Stopping(world, deadline.passed, group_timeout(config.DIST))
         self.train_loader.broken.write_into(folder)
-        if self.parts.compiled is not None:
-            self.parts.compiled.after_compiling = self._restart_clocks
+        self.parts.after_pause = self._restart_clocks
 
     def fit(self) -> int:
         """Train to the end of the plan, or until something ends the run early. Returns the exit code."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -35,18 +35,6 @@ class ForwardResult(NamedTuple):
     """One label per image, as in `TransformedBatch`."""
 
 
-class CompiledCall(Protocol):
-    """Compiled forward pass of a micro-batch."""
-
-    after_compiling: Callable[[], None]
-    """Called after each compilation, whose time is no training time."""
-
-    def start(self) -> None:
-        """Compile the modules that compute now; called again when they change."""
-
-    def __call__(self, batch: Batch) -> ForwardResult: ...
-
-
 @dataclass
 class Parts:
     """Everything that an update uses. Its abilities (engine/order.py) hold on to it from `assemble` on."""
@@ -68,16 +56,20 @@ class Parts:
     others: dict[WeightSet, nn.Module] = field(default_factory=dict)
     """Weights beside the trained ones: validated, saved, sharded and moved to fp32 with them."""
     sharding: Sharding | None = None
-    compiled: CompiledCall | None = None
     stages: Stages = field(default_factory=Stages)
     moved_to_fp32: list[str] = field(default_factory=list)
     """Modules that AMP.AUTO_FP32 has moved to fp32, besides AMP.FP32_MODULES."""
     phase: str = ""
     """What is special in this epoch; see `Ability.phase`."""
+    after_pause: Callable[[], None] = lambda: None
+    """Called after compiling, whose time is no training time."""
+    compute: Callable[[Batch], ForwardResult] = field(init=False)
+    """Forward pass of a micro-batch, compiled or eager."""
     _assembled: bool = False
 
     def __post_init__(self) -> None:
         self.gradients = Gradients(self.model)
+        self.compute = self.eager
 
     @property
     def weights(self) -> dict[WeightSet, nn.Module]:
@@ -88,17 +80,19 @@ class Parts:
         """The ability of this kind, if the run has it."""
         return next((one for one in self.abilities if isinstance(one, kind)), None)
 
+    def leave_out(self, kind: type[Ability]) -> None:
+        """Do without an ability, in a trial."""
+        self.abilities = tuple(one for one in self.abilities if not isinstance(one, kind))
+
     def assemble(self) -> None:
-        """Let the abilities hold on to what computes, and compile it.
+        """Let the abilities hold on to what computes.
 
         A collective call: once the weights are loaded and every rank is ready, and again when others are trained or
         modules move to fp32.
         """
-        self.forward = self.model
+        self.forward, self.compute = self.model, self.eager
         for ability in self.abilities:
             ability.attach(self)
-        if self.compiled is not None:
-            self.compiled.start()
         self._assembled = True
 
     def enter(self, epoch: int) -> bool:
@@ -108,10 +102,6 @@ class Parts:
         if any(changed):
             self.assemble()
         return any(changed)
-
-    def compute(self, batch: Batch) -> ForwardResult:
-        """Forward pass of a micro-batch, compiled or eager."""
-        return self.eager(batch) if self.compiled is None else self.compiled(batch)
 
     def eager(self, batch: Batch) -> ForwardResult:
         """Forward pass of a micro-batch without compiled code around it."""

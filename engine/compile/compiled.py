@@ -17,17 +17,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from datasets import Batch
+from engine.ability import Ability, Computing
 from engine.amp.precision import Precision
 from engine.compile.cache import CACHE, prepare_compiler_cache
 from engine.compile.choice import BLOCKS, CUDA_GRAPHS, NONE, CompileChoice
 from engine.inputs.mixup import no_transform
 from engine.machine.late_compiler import uncompiled
-from engine.update import ForwardResult, Parts
+from engine.update import ForwardResult
 from models.blocks import blocks_of
-from utils.config import Config
 from utils.config.data import DataConfig
 from utils.distributed.world import World
 from utils.errors import TrainingError, UserError
@@ -40,43 +39,45 @@ MAX_GRAPHS = 256
 """Per function. Each stochastic-depth rate of a block and each image size need a graph."""
 
 
-def compile_update(parts: Parts, choice: CompileChoice, config: Config) -> None:
-    """Let updates run compiled code, if `choice` says so. The first update compiles."""
-    if choice.how != NONE:
-        _configure_compiler(config.DATA, parts.precision, parts.world)
-        parts.compiled = Compiled(parts, choice, config.DATA.BATCH_SIZE)
-
-
-class Compiled:
-    """Compiled forward pass for micro-batches of `samples` images.
+class Compiling(Ability):
+    """Compiles the forward and backward pass of whole micro-batches, once `choice` says so.
 
     Each image size, and each fraction of tokens that is left out, is compiled when it first occurs.
 
     The last micro-batch of an epoch may be smaller. It runs in eager mode, as it is not worth another graph.
     """
 
-    def __init__(self, parts: Parts, choice: CompileChoice, samples: int) -> None:
-        self.choice = choice
+    def __init__(self, data: DataConfig, precision: Precision, world: World, sharded: bool) -> None:
+        self.choice = CompileChoice(NONE, "default", "a trial")
         self.seconds = 0.0
         """Time spent compiling so far."""
-        self.after_compiling: Callable[[], None] = lambda: None
-        self._parts, self._samples = parts, samples
+        self._data, self._precision, self._world, self._sharded = data, precision, world, sharded
         self._done: set[tuple[torch.Size, str]] = set()
-        self.start()
 
-    def start(self) -> None:
-        """Compile the modules that compute now; called again when they change."""
+    def noted(self) -> dict[str, str]:
+        return self.choice.as_noted()
+
+    def rows(self) -> dict[str, str]:
+        return {"compile": f"{self.choice.how} ({self.choice.reason})"}
+
+    def attach(self, to: Computing) -> None:
+        """Compile the modules that compute now."""
+        if self.choice.how == NONE:
+            return
+        _configure_compiler(self._data, self._precision, self._world)
+        self._to = to
         self._done.clear()
         options: dict[str, Any] = {"backend": BACKEND, "fullgraph": True, "dynamic": False}
         if BACKEND == "inductor":
             options["mode"] = self.choice.torch_mode
         self._compute = self._blocks(options) if self.choice.how == BLOCKS else self._one_graph(options)
+        to.compute = self
 
     def __call__(self, batch: Batch) -> ForwardResult:
-        if len(batch.images) != self._samples:
+        if len(batch.images) != self._data.BATCH_SIZE:
             with uncompiled():
-                return self._parts.eager(batch)
-        kind = batch.images.shape, self._parts.phase
+                return self._to.eager(batch)
+        kind = batch.images.shape, self._to.phase
         return self._compute(batch) if kind in self._done else self._compile_for(batch, kind)
 
     def _compile_for(self, batch: Batch, kind: tuple[torch.Size, str]) -> ForwardResult:
@@ -100,24 +101,23 @@ class Compiled:
         self.seconds += took
         self._done.add(kind)
         log.info("Compiled in %.1f s; cached in %s for other runs.", took, os.environ[CACHE])
-        self.after_compiling()
+        self._to.after_pause()
         return computed
 
     def _blocks(self, options: dict[str, Any]) -> Callable[[Batch], ForwardResult]:
         """Compile each block by itself, so that the last blocks' gradients are all-reduced during the backward pass."""
-        parts = self._parts
-        for _, block in blocks_of(_without_ddp(parts.forward)):
-            if parts.sharding is None:
-                block.compile(**options)
-            else:  # only the block's own code: FSDP's hooks around it gather and free the weights
+        for _, block in blocks_of(self._to.forward):
+            if self._sharded:  # only the block's own code: FSDP's hooks around it gather and free the weights
                 block.forward = torch.compile(block.forward, **options)
-        return parts.eager
+            else:
+                block.compile(**options)
+        return self._to.eager
 
     def _one_graph(self, options: dict[str, Any]) -> Callable[[Batch], ForwardResult]:
         """Compile from uint8 images to loss; if a batch transform draws random numbers on the host, after it."""
-        parts = self._parts
-        forward, inputs, criterion, precision = parts.forward, parts.inputs, parts.criterion, parts.precision
-        from_uint8 = parts.change is no_transform
+        forward, inputs, criterion, precision = self._to.forward, self._to.inputs, self._to.criterion, self._precision
+        change = self._to.change
+        from_uint8 = change is no_transform
 
         def to_loss(images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             # Autocast is inside the graph: around it, the compiled backward pass would run under autocast too.
@@ -131,7 +131,7 @@ class Compiled:
             images, targets, labels = batch.images, batch.labels, batch.labels
             if not from_uint8:
                 with precision.autocast():
-                    images, targets, labels = parts.change(inputs(images), labels)
+                    images, targets, labels = change(inputs(images), labels)
             if self.choice.mode != CUDA_GRAPHS:
                 return ForwardResult(*graph(images, targets), labels)
             _copy_gradients(forward)
@@ -139,10 +139,6 @@ class Compiled:
             return ForwardResult(loss.clone(), logits.clone(), labels)
 
         return compute
-
-
-def _without_ddp(forward: nn.Module) -> nn.Module:
-    return forward.module if isinstance(forward, DistributedDataParallel) else forward
 
 
 def _copy_gradients(model: nn.Module) -> None:

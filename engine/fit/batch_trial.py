@@ -99,7 +99,7 @@ class Trial:
         parts = update_parts(numbered, ALONE, self._device, self._model, per_epoch=1000)
         self._keeps_images = parts.ability(OverflowWatch) is not None
         # It would replay overflows; `_replay_memory` takes the memory that it would.
-        parts.abilities = tuple(one for one in parts.abilities if not isinstance(one, OverflowWatch))
+        parts.leave_out(OverflowWatch)
         parts.assemble()
         return parts
 

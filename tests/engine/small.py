@@ -10,12 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from datasets import Batch, Share, Window
-from engine.ability import Ability
 from engine.amp.precision import Precision
-from engine.amp.skip_watch import OverflowWatch
 from engine.checkpoint.folder import Checkpoint
-from engine.inputs.normalize import Inputs
 from engine.inputs.mixup import no_transform
+from engine.inputs.normalize import Inputs
 from engine.machine.context import Run
 from engine.measure.meters import TrainMeters
 from engine.measure.stage_times import Stages
@@ -123,11 +121,6 @@ def parts_of(
         abilities=tuple(abilities(site)),
         others=site.others,
     )
-
-
-def without_watch(parts: Parts) -> tuple[Ability, ...]:
-    """Abilities that never wait for the device: replaying a skipped update does, and is meant to."""
-    return tuple(one for one in parts.abilities if not isinstance(one, OverflowWatch))
 
 
 def window_of(*images: Tensor, weights: tuple[float, ...] | None = None) -> Window:

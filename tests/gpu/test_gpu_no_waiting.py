@@ -12,8 +12,9 @@ import torch
 
 from datasets import Window
 from engine.amp.op_lists import OpLists
+from engine.amp.skip_watch import OverflowWatch
 from engine.setup import ReadyToTrain
-from tests.engine.small import build, train, windows, without_watch
+from tests.engine.small import build, train, windows
 from tests.gpu.runs import PLACE, on_a_gpu_alone
 
 pytestmark = on_a_gpu_alone
@@ -92,7 +93,7 @@ def test_an_update_with_lists(small: Path) -> None:
 
 def test_an_overflow_is_skipped_without_waiting_either(small: Path) -> None:
     ready = build(small, PLACE, **{**FP16, "AMP__INIT_LOSS_SCALING": 1e30, "TRAIN__MODEL_EMA": "true"})
-    ready.parts.abilities = without_watch(ready.parts)  # replaying a skipped update does wait, and is meant to
+    ready.parts.leave_out(OverflowWatch)  # replaying a skipped update does wait, and is meant to
     updates(ready)
     assert ready.parts.meters.read(ready.parts.precision.scale_tensor(), 0.0).skipped == 6
 

@@ -15,7 +15,7 @@ from engine.amp.skip_watch import OverflowWatch
 from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain
 from engine.update import train_update
-from tests.engine.small import build, windows, without_watch
+from tests.engine.small import build, windows
 from tests.gpu.runs import KIND, PLACE, Train
 
 TOO_LARGE_FOR_FP16 = 7e4
@@ -124,7 +124,7 @@ def test_the_replay_leaves_the_gpus_random_numbers_alone(small: Path) -> None:
     for watched in (True, False):
         training = Training(small, MODEL__DROPOUT=0.1, MODEL__DROPPATH=0.1, MODEL__ATTENTION="plain")
         if not watched:
-            training.parts.abilities = without_watch(training.parts)
+            training.parts.leave_out(OverflowWatch)
         for overflows in (False, True, False, False):
             training.update(overflows)
             if KIND == "cuda":

@@ -18,8 +18,7 @@ import torch
 
 from datasets import Window
 from engine.amp.op_lists import OpLists
-from engine.compile.choice import choose_compiling
-from engine.compile.compiled import compile_update
+from engine.compile.compiled import Compiling
 from engine.machine.context import Run
 from engine.machine.device import pick_device, set_up_device
 from engine.machine.environment import join_run
@@ -78,12 +77,9 @@ def opened(config: Config, world: World = ALONE, compiled: bool = True) -> Itera
             run = Run(config, world, device, threads)
             ready = on_every_rank(world, lambda: build_for_training(run, None, sharding))
             training = Training(ready, device)
+            if not compiled:
+                ready.parts.leave_out(Compiling)
             ready.parts.assemble()
-            updates = config.TRAIN.NUM_EPOCHS * ready.train_loader.order.updates
-            compiling = choose_compiling(config, ready.parts, world, updates, {})
-            ready.choices |= compiling.as_noted()
-            if compiled:
-                compile_update(ready.parts, compiling, config)
             yield training
     finally:
         if training is not None:

@@ -19,7 +19,7 @@ from engine.amp.skip_watch import OverflowWatch
 from engine.compile import compiled as compiling
 from engine.compile.cache import CACHE
 from engine.compile.choice import BLOCKS, WHOLE, CompileChoice
-from engine.compile.compiled import compile_update
+from engine.compile.compiled import Compiling
 from engine.evaluate import evaluate
 from engine.machine.late_compiler import uncompiled
 from engine.optim.ema import Ema
@@ -69,7 +69,10 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 def compiled(ready: ReadyToTrain, how: str, samples: int = 16) -> ReadyToTrain:
-    compile_update(ready.parts, CompileChoice(how, "default", "a test"), Config(DATA=DataConfig(BATCH_SIZE=samples)))
+    compiling = ready.parts.ability(Compiling)
+    assert compiling is not None
+    compiling.choice, compiling._data = CompileChoice(how, "default", "a test"), DataConfig(BATCH_SIZE=samples)
+    ready.parts.assemble()
     return ready
 
 
@@ -126,8 +129,7 @@ def test_end_of_token_dropping_is_logged_as_compiling_and_not_counted_as_trainin
 ) -> None:
     ready = compiled(build(tiny, DATA__BATCH_SIZE=16, TRAIN__TOKEN_DROP=0.5, TRAIN__TOKEN_DROP_TAIL=1), WHOLE)
     parts, compiled_at = ready.parts, []
-    assert parts.compiled is not None
-    parts.compiled.after_compiling = lambda: compiled_at.append(graphs())
+    parts.after_pause = lambda: compiled_at.append(graphs())
     for epoch in (1, 1, 2, 2):
         parts.enter(epoch)
         train(ready, 1)

@@ -327,7 +327,7 @@ def test_distillation_on_two_processes_equals_one(
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["blocks", "whole"])
 def test_compiled_distillation_equals_eager(
-    student: Callable[..., ReadyToTrain], tiny: Path, monkeypatch: pytest.MonkeyPatch, how: str
+    student: Callable[..., ReadyToTrain], monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     from engine.compile import compiled as compiling
     from engine.compile.choice import CompileChoice
@@ -335,6 +335,8 @@ def test_compiled_distillation_equals_eager(
     monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
     words = {**DISTILLED, **MIXED}
     plain, compiled = student("soft", **words), student("soft", **words)
-    choice = CompileChoice(how, "default", "as asked for")
-    compiling.compile_update(compiled.parts, choice, load_config(str(tiny)).config)
+    ability = compiled.parts.ability(compiling.Compiling)
+    assert ability is not None
+    ability.choice = CompileChoice(how, "default", "as asked for")
+    compiled.parts.assemble()
     assert losses_of(compiled) == pytest.approx(losses_of(plain), abs=1e-5)

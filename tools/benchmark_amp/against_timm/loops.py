@@ -13,7 +13,7 @@ import torch
 
 from datasets import Batch, Share, Window
 from engine.compile.choice import NONE, WHOLE, choose_compiling
-from engine.compile.compiled import compile_update
+from engine.compile.compiled import Compiling
 from engine.machine.device import set_up_device
 from engine.setup import tuned_model, update_parts
 from engine.update import train_update
@@ -44,10 +44,11 @@ class Ours:
         in_precision, tuning = tuned_model(config, device, ALONE, {})
         in_precision[0].train()
         self._parts = update_parts(config, ALONE, device, in_precision, UPDATES_PER_EPOCH)
+        compiling = self._parts.ability(Compiling)
+        assert compiling is not None  # every training has it
+        compiling.choice = choose_compiling(config, self._parts, ALONE, 0, {})
+        self.choices = tuning.choices | compiling.noted()
         self._parts.assemble()
-        compiling = choose_compiling(config, self._parts, ALONE, 0, {})
-        self.choices = tuning.choices | compiling.as_noted()
-        compile_update(self._parts, compiling, config)
         self._done = 0
 
     def train(self, batches: list[Batch]) -> None:

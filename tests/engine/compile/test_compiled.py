@@ -26,7 +26,6 @@ from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain
 from engine.speed.attention import AttentionKernel
 from tests.engine.small import build, built_of, train, windows
-from utils.config import Config
 from utils.config.amp import AmpConfig
 from utils.config.data import DataConfig
 from utils.distributed.world import ALONE, World

@@ -113,7 +113,7 @@ def test_only_skips_for_what_ci_cannot_have_are_allowed(reason: str, allowed: bo
     assert is_allowed(reason) == allowed
 
 
-@pytest.mark.parametrize(("reason", "code"), [("there is no GPU here", 0), ("zsh is not installed", 1)])
+@pytest.mark.parametrize(("reason", "code"), [("there is no GPU here", 0), ("slurmd is not installed", 1)])
 def test_an_unknown_skip_fails_the_run(reason: str, code: int) -> None:
     rule, session = NoUnknownSkips(), cast(Any, SimpleNamespace(exitstatus=pytest.ExitCode.OK))
     skipped = SimpleNamespace(skipped=True, longrepr=("test_x.py", 1, f"Skipped: {reason}"), nodeid="test_x.py::test_a")
@@ -126,7 +126,7 @@ APT = """\
 #!/usr/bin/env bash
 echo "$1" >>"{place}/asked"
 if (($(grep -c update "{place}/asked") <= {failures})) || [[ $1 == "{failing}" ]]; then
-    echo "E: Unable to locate package zsh" >&2
+    echo "E: Unable to locate package slurmd" >&2
     exit 100
 fi
 """
@@ -156,7 +156,7 @@ def test_packages_that_cannot_be_installed_fail_the_gate(tmp_path: Path, failure
     """They would be skipped otherwise, and nobody would know."""
     done = run_ci(tmp_path, failures, failing)
     assert done.returncode == 1
-    assert "E: Unable to locate package zsh" in done.stderr, "apt-get's own reason"
+    assert "E: Unable to locate package slurmd" in done.stderr, "apt-get's own reason"
     assert "ci: apt-get failed 3 times to install slurmd " in done.stderr
     assert (tmp_path / "asked").read_text().split() == (["update"] if failures else ["update", "install"]) * 3
     assert not (tmp_path / "went_on").exists()

@@ -9,7 +9,6 @@ import torch
 from datasets import check_dataset
 from engine.amp.precision import check_amp
 from engine.checkpoint.find import check_resumable
-from engine.distill.teacher import check_teacher
 from engine.inputs.token_drop import shortcuts_of
 from engine.machine.memory import total_memory
 from engine.optim.build import optimizer_name
@@ -35,7 +34,10 @@ def check(config: Config) -> None:
         check_class_weights(config.TRAIN)
         check_trackers(config)
     check_amp(config.AMP, config.TRAIN)
-    check_teacher(config)
+    if config.TRAIN.DISTILLATION_TYPE is not None or config.TRAIN.TEACHER_MODEL is not None:
+        from engine.distill.teacher import check_teacher
+
+        check_teacher(config)
     starts_new_run = config.MODEL.RESUME is None or (config.MODEL.RESUME == AUTO and resumed_run(config) is None)
     if config.MODEL.PRETRAINED and starts_new_run:
         check_pretrained(config.MODEL.PRETRAINED, config.MODEL.pretrained_weights)

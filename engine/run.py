@@ -7,11 +7,9 @@ from pathlib import Path
 
 import torch
 
-from engine.amp.half_copy import half_copy_of
 from engine.amp.op_lists import OpLists
 from engine.amp.precision import check_precision
 from engine.amp.prepare_model import tile_size_hint
-from engine.amp.print_amp import amp_table
 from engine.banner import banner
 from engine.branch import start_branch
 from engine.checkpoint.chosen import chosen_checkpoint
@@ -19,7 +17,6 @@ from engine.checkpoint.folder import Checkpoint
 from engine.checkpoint.state import log_resumption
 from engine.compile.compiled import Compiling
 from engine.fit.batch_size import settle_batch
-from engine.fit.dry_run import try_out
 from engine.fit.out_of_memory import before_training, while_training
 from engine.machine import no_gpu
 from engine.machine.context import Run
@@ -34,7 +31,6 @@ from engine.parallel.fsdp import build_sharding
 from engine.report.next_commands import next_commands
 from engine.report.reporter import METRICS, Reporter
 from engine.report.tracking import open_trackers
-from engine.run_evaluation import evaluate_only
 from engine.run_folder import lock_existing_folder, make_run_folder, write_run_files
 from engine.run_lock import FolderLock
 from engine.setup import ReadyToTrain, build_for_training, model_in_precision
@@ -65,6 +61,8 @@ def _train_or_evaluate(this: Run, dry: bool) -> int:
             OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST) as lists,
         ):
             if config.EVAL:
+                from engine.run_evaluation import evaluate_only
+
                 evaluate_only(this, dry)
                 return EXIT_DONE
             return train(this, None if dry else lock, lists)
@@ -102,6 +100,8 @@ def train(given: Run, lock: FolderLock | None, lists: OpLists) -> int:
     ready = _build(run, checkpoint)
     folder = _announce(run, ready, checkpoint, lock)
     if folder is None:
+        from engine.fit.dry_run import try_out
+
         ready.parts.leave_out(Compiling)
         ready.parts.assemble()
         try_out(run, ready, _updates_left(run, ready))
@@ -194,6 +194,9 @@ def _finished(run: Run, ready: ReadyToTrain, folder: Path) -> bool:
 
 def show_precisions(config: Config) -> str:
     """Table for -print_amp: the precision that each module computes in, observed in one forward pass."""
+    from engine.amp.half_copy import half_copy_of
+    from engine.amp.print_amp import amp_table
+
     device = pick_device(config.DEVICE, ALONE)
     set_up_device(config, device, ALONE)
     check_precision(config.AMP, device)

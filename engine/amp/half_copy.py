@@ -36,10 +36,12 @@ class HalfCopy(Ability):
     def attach(self, to: Computing) -> None:
         """A copy has gradients only where its master has them now, and fp32 only where it computes in fp32 now."""
         self._master = to.model
-        to.forward, self._pairs = half_copy_of(to.model, self._precision)
+        self._copy, self._pairs = half_copy_of(to.model, self._precision)
+        to.forward = self._copy
 
     def holds(self) -> dict[str, list[Tensor]]:
-        return {"weights": [half.detach() for _, half in self._pairs]}
+        pairs = zip(self._copy.parameters(), self._master.parameters(), strict=True)
+        return {"weights": [ours.detach() for ours, theirs in pairs if ours is not theirs]}  # frozen ones too
 
     @torch.no_grad()
     def after_backward(self, share: Share, batch: Batch) -> None:

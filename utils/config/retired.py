@@ -18,7 +18,7 @@ class Retired(NamedTuple):
     last: str = "0.1.0"
     """The last version that has the setting."""
     in_runs: tuple[str, ...] = ()
-    """Values that a run may have been saved with besides; resuming logs what changes."""
+    """Values that a saved run may have besides, since it goes on without them."""
 
 
 RETIRED: dict[str, Retired] = {

@@ -144,3 +144,11 @@ def test_frozen_weights_get_no_gradients() -> None:
     accumulate(parts, window_of(torch.ones(2, 1, 2, 2)), 1)
     assert [p.grad is None for p in model.parameters()] == [True, True, False, False]
     assert all(p.grad is None for p in parts.forward.parameters())
+
+
+def test_dry_run_counts_frozen_weights_of_the_copy_and_no_shared_ones() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+    model[1].requires_grad_(False)
+    parts = parts_at("O2", model, torch.optim.SGD(model.parameters()))
+    (held,) = (one.holds()["weights"] for one in parts.abilities if one.holds())
+    assert sum(tensor.numel() for tensor in held) == (4 * 4 + 4) + (4 * 3 + 3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -32,6 +32,14 @@ class Computing(Protocol):
     """To be called after what is no training, such as compiling."""
 
 
+class Figure(NamedTuple):
+    """A value that an ability reports with the metrics of an update."""
+
+    value: float
+    words: str
+    """For the log line, such as 'Size: 96'"""
+
+
 class Ability:
     """A method does nothing unless an ability needs it. The updates' methods must not wait for the device."""
 
@@ -57,6 +65,13 @@ class Ability:
 
     def after_update(self, update: int, moved: bool | Tensor) -> None:
         """`moved`: whether the optimiser changed the weights; a tensor where only the device knows."""
+
+    def figures(self) -> dict[str, Figure]:
+        """What the log line, metrics.jsonl and charts show of the last update, by its name there.
+
+        A collective call, which may wait for the device. The values must not depend on time or machine.
+        """
+        return {}
 
     def state(self) -> dict[str, Any]:
         """Entries of a checkpoint's state.pt."""

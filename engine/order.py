@@ -63,7 +63,7 @@ def abilities(site: Site) -> Iterator[Ability]:
     if train.SIZE_SCHEDULE:
         from engine.inputs.growing import GrowingImages
 
-        yield GrowingImages(train)
+        yield GrowingImages(train, config.DATA.IMAGE_SIZE)
     if site.world.size > 1:  # changes the modules that the rest holds on to
         from engine.parallel.sync_batch_norm import SharedBatchNorm
 

@@ -214,7 +214,7 @@ class Trainer:
         reading = self._read()
         perf = self.throughput.read(self.train_loader.take_wait())
         self._health.report(self.position, together=True)
-        self.reporter.train(self.position, reading, perf)
+        self.reporter.train(self.position, reading, perf, self.parts.figures())
         self._stop_on_nan(reading)
         self._stop_on_skips(reading)
         self._saver.report()

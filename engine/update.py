@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from datasets import Batch, Window
-from engine.ability import A, Ability
+from engine.ability import A, Ability, Figure
 from engine.amp.fp32_modules import force_fp32
 from engine.amp.precision import Precision
 from engine.inputs.mixup import BatchTransform, no_transform
@@ -102,6 +102,10 @@ class Parts:
         if any(changed):
             self.assemble()
         return any(changed)
+
+    def figures(self) -> dict[str, Figure]:
+        """What the abilities report of the last update. A collective call."""
+        return {name: figure for ability in self.abilities for name, figure in ability.figures().items()}
 
     def eager(self, batch: Batch) -> ForwardResult:
         """Forward pass of a micro-batch without compiled code around it."""

@@ -12,11 +12,11 @@ from typing import Any
 
 from tqdm import tqdm
 
+from engine.ability import Figure
 from engine.amp.skip_watch import Blame
 from engine.measure.bottleneck import Bottleneck
 from engine.measure.meters import Reading
 from engine.measure.progress import Best, Position, clock, updates_left
-from engine.measure.stage_times import STAGES, TEACHER
 from engine.measure.task import Metrics
 from engine.measure.throughput import Perf
 from engine.report.tensorboard import Board
@@ -28,20 +28,11 @@ from utils.log import log
 from utils.passwords import redacted
 from utils.record import tasks
 from utils.record.run_folder import os_errors_as_user_errors
-from utils.record.weight_sets import SETS, WeightSet, set_of
+from utils.record.weight_sets import WeightSet, set_of
 
 METRICS = "metrics.jsonl"
-DRAWN = (
-    *(
-        *(f"{which.prefix}{name}" for which in SETS for name in tasks.METRICS),
-        "lr",
-        "grad_norm",
-        "scale",
-        "skipped",
-        "images_per_second",
-    ),
-    *(*(f"{stage}_ms" for stage in (*STAGES, TEACHER)), "mfu"),
-)
+NOT_DRAWN = ("event", "epoch", "step", "update", "perf", "data_wait_percent", "peak_memory_gb", "seconds")
+"""Fields of a line of metrics.jsonl that TensorBoard and trackers do not get."""
 
 
 class Reporter:
@@ -110,13 +101,17 @@ class Reporter:
         self._bar.update(1)
         self._bar.set_description(f"epoch {position.epoch}/{self.config.TRAIN.NUM_EPOCHS}", refresh=False)
 
-    def train(self, position: Position, reading: Reading, perf: Perf) -> None:
-        now = reading.update
+    def train(
+        self, position: Position, reading: Reading, perf: Perf, figures: Mapping[str, Figure] | None = None
+    ) -> None:
+        """`figures`: those of the run's abilities."""
+        now, figures = reading.update, figures or {}
+        health = self._health(position, reading, perf) + "".join(f", {one.words}" for one in figures.values())
         if self._fleet:
             log.info(_fleet_line(position, reading))
-            log.info("Lr: %.6e, %s", reading.lr, self._health(position, reading, perf))
+            log.info("Lr: %.6e, %s", reading.lr, health)
         else:
-            log.info("%s, %s", self._paddlevit_line(position, reading), self._health(position, reading, perf))
+            log.info("%s, %s", self._paddlevit_line(position, reading), health)
         self._bar.set_postfix_str(f"loss {now.loss:.4f}, {perf.images_per_second:,.0f} img/s", refresh=False)
         metrics = {
             **now.fields(),
@@ -124,6 +119,7 @@ class Reporter:
             "grad_norm": reading.grad_norm,
             "scale": reading.scale,
             "skipped": reading.skipped,
+            **{name: figure.value for name, figure in figures.items()},
         }
         fields = {"step": position.step, "update": position.update, **metrics}
         self.event("train", position, perf.as_dict(), **fields)
@@ -175,7 +171,7 @@ class Reporter:
         for line in map(parse_json, lines):
             if line["update"] >= since and line["event"] in ("train", "val"):
                 values = {**line, **line["perf"]}
-                drawn = {name: values[name] for name in DRAWN if name in values}
+                drawn = {name: value for name, value in values.items() if name not in NOT_DRAWN}
                 of_others = tasks.METRICS.keys() - {metric.name for metric in tasks.task_of([line]).metrics}  # null
                 drawn = {name: value for name, value in drawn.items() if set_of(name)[1] not in of_others}
                 self._plot(line["event"], {k: math.nan if v is None else v for k, v in drawn.items()}, line["update"])

@@ -42,6 +42,14 @@ def test_log_describes_token_drop_and_size_schedule(whole: tuple[Path, Result]) 
     assert words in whole[1].out
 
 
+def test_train_lines_say_the_size_and_what_is_left_out_in_each_epoch(whole: tuple[Path, Result]) -> None:
+    shown = {(line["epoch"], line["image_size"], line["token_drop"]) for line in told(whole[0]) if "lr" in line}
+    assert shown == {(1, 8, 0.5), (2, 8, 0.5), (3, 16, 0.5), (4, 16, 0.0)}
+    steps = (line for line in whole[1].out.splitlines() if "Step[" in line)
+    ends = {line.partition(", Patches")[2] for line in steps}
+    assert ends == {" left out: 50%, Size: 8", " left out: 50%, Size: 16", " left out: 0%, Size: 16"}
+
+
 # Within small images and dropped tokens, where images grow, and within the epoch that shows all.
 @pytest.mark.parametrize(
     "stop",

@@ -9,14 +9,14 @@ from pathlib import Path
 from engine.checkpoint.folder import Checkpoint, best_of, checkpoints_in, folder_name, write_index
 from engine.measure.progress import Best
 from engine.report.mlflow import STORE
-from engine.report.reporter import METRICS
 from engine.report.tracking import TRACKERS
 from utils.distributed.world import World, broadcast, on_rank_0
 from utils.log import log
-from utils.record.run_folder import os_errors_as_user_errors
+from utils.record.metrics_file import METRICS
+from utils.record.run_folder import ABOUT, CONFIG, os_errors_as_user_errors
 
 ABANDONED = "before-resume-{}"
-COPIED = ("config.yaml", "run.json", METRICS, "curves.png", "broken.txt", STORE)
+COPIED = (CONFIG, ABOUT, METRICS, "curves.png", "broken.txt", STORE)
 """Files that make a folder a run's. The resumed run truncates its metrics and rewrites the others."""
 MOVED = ("tensorboard", *(tracker.note for tracker in TRACKERS.values()))
 """TensorBoard's files are rewritten from the metrics; trackers get a new run."""

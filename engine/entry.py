@@ -34,7 +34,7 @@ from utils.gpus import limit_visible_gpus
 from utils.log import log, logs_to_terminal, start_log
 from utils.parent import die_with_starting_tool
 from utils.passwords import redacted
-from utils.record.run_folder import run_folder_of
+from utils.record.run_folder import CONFIG, run_folder_of
 from utils.standard_output import ClosedPipe, OutputError, discard_output, flush_after, watch_standard_output
 
 SECONDS_TO_FIND_LOST_RANK = 12
@@ -151,7 +151,7 @@ def _config_of_resumed_run(command: CommandLine) -> str | None:
     output, _ = command.flags.get("OUTPUT", (None, ""))
     place = output if wanted == "auto" else wanted
     run = run_folder_of(Path(place)) if place else None
-    saved = run / "config.yaml" if run else None
+    saved = run / CONFIG if run else None
     return str(saved) if saved and saved.exists() else None
 
 

@@ -29,7 +29,7 @@ from engine.measure.progress import clock, updates_left
 from engine.measure.throughput import Throughput
 from engine.parallel.fsdp import build_sharding
 from engine.report.next_commands import next_commands
-from engine.report.reporter import METRICS, Reporter
+from engine.report.reporter import Reporter
 from engine.report.tracking import open_trackers
 from engine.run_folder import lock_existing_folder, make_run_folder, write_run_files
 from engine.run_lock import FolderLock
@@ -149,7 +149,7 @@ def _open_folder(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None, f
 def _fit(run: Run, ready: ReadyToTrain, folder: Path, peak: Peak | None, lists: OpLists) -> int:
     """Train, close what was opened, and log how it ended."""
     config, world = run.config, run.world
-    trackers = open_trackers(config, folder, ready.precision.name, folder / METRICS) if world.first else ()
+    trackers = open_trackers(config, folder, ready.precision.name) if world.first else ()
     reporter = Reporter(
         config, ready.train_loader.order.updates, folder if world.first else None, world.first, ready.position, trackers
     )

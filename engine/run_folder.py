@@ -21,8 +21,11 @@ from utils.errors import UserError
 from utils.files import kind_of_path, try_to_write, write_atomically
 from utils.log import log, log_into
 from utils.passwords import redacted
+from utils.record.metrics_file import METRICS
 from utils.record.resumed_run import resumed_run, target_folder
 from utils.record.run_folder import (
+    ABOUT,
+    CONFIG,
     check_output,
     describe_run,
     is_run_folder,
@@ -32,7 +35,7 @@ from utils.record.run_folder import (
 )
 
 NOTES = tuple(tracker.note for tracker in TRACKERS.values())
-WRITTEN_WHOLE = ("broken.txt", "config.yaml", "curves.png", "index.json", "metrics.jsonl", "run.json", *NOTES)
+WRITTEN_WHOLE = ("broken.txt", "curves.png", INDEX, CONFIG, ABOUT, METRICS, *NOTES)
 """Files of a run that are named .NAME.NUMBER until they are complete."""
 
 
@@ -89,7 +92,7 @@ def write_run_files(run: Run, ready: Ready, folder: Path) -> Peak | None:
     if not world.first:
         return None
     with os_errors_as_user_errors(folder):  # first: a run that is killed from here on resumes with these settings
-        write_atomically(folder / "config.yaml", redacted(to_yaml(config)))
+        write_atomically(folder / CONFIG, redacted(to_yaml(config)))
     peak = peak_of(ready.precision)
     if peak is not None and not config.EVAL:
         log.info(peak.words())
@@ -106,5 +109,5 @@ def write_run_files(run: Run, ready: Ready, folder: Path) -> Peak | None:
     about["samples"] = {name: len(split) for name, split in splits.items() if split is not None}
     about["parameters"] = dict(zip(("all", "trainable"), count_parameters(ready.model), strict=True))
     with os_errors_as_user_errors(folder):
-        write_json(folder / "run.json", about)
+        write_json(folder / ABOUT, about)
     return peak

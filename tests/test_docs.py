@@ -273,7 +273,7 @@ def test_remedies_do_not_name_the_recipe_of_the_example() -> None:
 
 def test_panels_of_the_curves_are_those_of_the_page() -> None:
     page = " ".join((ROOT / "docs" / "report.md").read_text(encoding="utf-8").split())
-    names = re.findall(r"_finish\(\w+, course, \"([a-z ]+)\"\)", (ROOT / "engine/report/curves.py").read_text())
+    names = re.findall(r"_finish\(\w+, history, \"([a-z ]+)\"\)", (ROOT / "engine/report/curves.py").read_text())
     assert {"loss", "learning rate", "gradient norm", "loss scale"} <= set(names)
     (panels,) = re.findall(r"has six panels: (.+?)\. Training", page)
     assert [name for name in names if name not in panels] == []

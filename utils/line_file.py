@@ -6,9 +6,6 @@ import contextlib
 import logging
 import os
 from pathlib import Path
-from typing import Any
-
-from utils.files import parse_json
 
 log = logging.getLogger("vitamp")  # not from utils.log, which imports this file
 
@@ -83,20 +80,3 @@ class LineFile:
             rest = rest[os.write(file, rest) :]
         self._whole_bytes = os.fstat(file).st_size
         self._unwritten.clear()
-
-
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a JSON Lines file, which may be missing, or be written at this moment."""
-    try:
-        return parse_json_lines(path.read_text(encoding="utf-8", errors="replace"))
-    except OSError:
-        return []
-
-
-def parse_json_lines(text: str) -> list[dict[str, Any]]:
-    """The JSON objects in `text`, one per line; other lines are skipped."""
-    values: list[Any] = []
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError):
-            values.append(parse_json(line))
-    return [value for value in values if isinstance(value, dict)]

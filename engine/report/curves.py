@@ -8,11 +8,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from engine.report.course import Course, Points
 from utils.config import Config
 from utils.files import write_atomically
-from utils.line_file import read_json_lines
 from utils.log import log
+from utils.record.history import History, Points
 from utils.record.tasks import LOSS
 from utils.record.weight_sets import SETS
 
@@ -59,9 +58,9 @@ def draw_curves(folder: Path, title: str) -> Path | None:
 
     Over epochs, or over updates until the first epoch is complete. None if there is nothing to draw.
     """
-    course = Course(read_json_lines(folder / "metrics.jsonl"))
-    train = course.of("train")
-    if not train and not course.of("val"):
+    history = History.of_run(folder)
+    train = history.of("train")
+    if not train and not history.of("val"):
         return None
     import matplotlib  # here, since it is slow to import and would delay the first update
 
@@ -71,25 +70,25 @@ def draw_curves(folder: Path, title: str) -> Path | None:
     figure, axes = plt.subplots(2, 3, figsize=(15, 7), constrained_layout=True)
     figure.suptitle(title, parse_math=False)  # a TAG may contain dollar signs
     (loss, accuracy, rate), (norm, scale, speed) = axes
-    _train_and_validation(loss, course, LOSS.name)
-    _finish(loss, course, "loss")
-    _train_and_validation(accuracy, course, course.task.best.name)
-    _finish(accuracy, course, course.task.axis)
-    _curve(rate, course.points("train", "lr"), "learning rate")
-    _finish(rate, course, "learning rate")
-    _curve(norm, course.points("train", "grad_norm"), "gradient norm, unscaled")
-    _finish(norm, course, "gradient norm")
+    _train_and_validation(loss, history, LOSS.name)
+    _finish(loss, history, "loss")
+    _train_and_validation(accuracy, history, history.task.best.name)
+    _finish(accuracy, history, history.task.axis)
+    _curve(rate, history.points("train", "lr"), "learning rate")
+    _finish(rate, history, "learning rate")
+    _curve(norm, history.points("train", "grad_norm"), "gradient norm, unscaled")
+    _finish(norm, history, "gradient norm")
     if any(line["scale"] not in (None, 1) for line in train):
-        _curve(scale, course.points("train", "scale"), "loss scale")
-        if skips := course.skips():
+        _curve(scale, history.points("train", "scale"), "loss scale")
+        if skips := history.skips():
             scale.plot(*zip(*skips, strict=True), "x", color="tab:red", label="updates skipped")
         scale.set_yscale("log", base=2)
-        _finish(scale, course, "loss scale")
+        _finish(scale, history, "loss scale")
     else:  # the loss is not scaled
-        _curve(scale, course.points("train", "data_wait_percent"), "waiting for data")
-        _finish(scale, course, "time (%)")
-    _curve(speed, course.points("train", "images_per_second"), "images/s")
-    _finish(speed, course, "images/s")
+        _curve(scale, history.points("train", "data_wait_percent"), "waiting for data")
+        _finish(scale, history, "time (%)")
+    _curve(speed, history.points("train", "images_per_second"), "images/s")
+    _finish(speed, history, "images/s")
     picture = io.BytesIO()
     figure.savefig(picture, dpi=110, format="png")
     plt.close(figure)
@@ -107,14 +106,14 @@ def _warn_once(path: Path, failure: str) -> None:
     log.warning("%s cannot be %s; training continues.", path, failure)
 
 
-def _train_and_validation(axes: Axes, course: Course, key: str) -> None:
+def _train_and_validation(axes: Axes, history: History, key: str) -> None:
     """Training, validation of all weights, and the best validation, in the report's line styles and words."""
-    means = ", means of epochs" if course.by_epoch else ""
-    _curve(axes, course.trained(key), f"training{means}", alpha=0.45, linewidth=1)
+    means = ", means of epochs" if history.by_epoch else ""
+    _curve(axes, history.trained(key), f"training{means}", alpha=0.45, linewidth=1)
     for which in SETS:
         whose, look = (f" of {which.words}", {"linestyle": "--"}) if which.mark else ("", {})
-        _curve(axes, course.points("val", f"{which.prefix}{key}"), f"validation{whose}", **look)
-    if best := course.best(key):
+        _curve(axes, history.points("val", f"{which.prefix}{key}"), f"validation{whose}", **look)
+    if best := history.best_point(key):
         axes.plot(*zip(*best, strict=True), "D", color="tab:red", markersize=6, label="best validation")
 
 
@@ -126,10 +125,10 @@ def _curve(axes: Axes, points: Points, label: str, **look: Any) -> None:
         axes.plot(*zip(*points, strict=True), label=label, **look)
 
 
-def _finish(axes: Axes, course: Course, name: str) -> None:
-    for number, place in enumerate(course.resumes()):
+def _finish(axes: Axes, history: History, name: str) -> None:
+    for number, place in enumerate(history.resumes()):
         axes.axvline(place, color="tab:gray", linestyle=":", linewidth=1, label="" if number else "resumed")
-    axes.set_xlabel("epoch" if course.by_epoch else "update")
+    axes.set_xlabel("epoch" if history.by_epoch else "update")
     axes.set_ylabel(name)
     axes.grid(alpha=0.3)
     if axes.lines:

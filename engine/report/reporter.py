@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,12 @@ from engine.measure.throughput import Perf
 from engine.report.tensorboard import Board
 from engine.report.tracker import TrackedRun
 from utils.config.schema import Config
-from utils.files import parse_json, write_atomically
-from utils.line_file import LineFile
 from utils.log import log
-from utils.passwords import redacted
 from utils.record import tasks
+from utils.record.metrics_file import Line, MetricsFile, read_lines
 from utils.record.run_folder import os_errors_as_user_errors
 from utils.record.weight_sets import WeightSet, set_of
 
-METRICS = "metrics.jsonl"
 NOT_DRAWN = ("event", "epoch", "step", "update", "perf", "data_wait_percent", "peak_memory_gb", "seconds")
 """Fields of a line of metrics.jsonl that TensorBoard and trackers do not get."""
 
@@ -54,18 +51,17 @@ class Reporter:
             log.info(
                 "LOG_STYLE fleet: epoch and batch lines count from 0, all other output (best, metrics.jsonl) from 1."
             )
-        self._metrics: LineFile | None = None
+        self._metrics: MetricsFile | None = None
         self._board: Board | None = None
         self._trackers = trackers
         self._last_verdict: Bottleneck | None = None
         self._first_update = start.update
         if folder:
             with os_errors_as_user_errors(folder):
-                _remove_repeated(folder / METRICS, start)
-            self._metrics = LineFile(folder / METRICS)
+                self._metrics = MetricsFile(folder, partial(_is_repeated, start))
             exists = (folder / "tensorboard").exists()
             self._board = Board(folder / "tensorboard", start.update)
-            self._redraw(folder / METRICS, start.update if exists else 0)
+            self._redraw(folder, start.update if exists else 0)
         total = start.update + updates_left(config, start, per_epoch)
         on_terminal = prints and sys.stderr.isatty() and not config.EVAL
         self._bar = tqdm(
@@ -76,7 +72,7 @@ class Reporter:
         """Write a line of metrics.jsonl. All that depends on time or machine goes under `perf`."""
         line = {"event": kind, "epoch": position.epoch, **fields, "perf": perf or {}}
         if self._metrics:
-            self._metrics.add(redacted(json.dumps(_plain(line))))
+            self._metrics.add_values(line)
 
     def run(self, what: str, position: Position, seconds: float, verdict: Bottleneck | None = None) -> None:
         """Report that the run starts, resumes, is paused or ends."""
@@ -165,10 +161,9 @@ class Reporter:
             epoch = f"Epoch {position.epoch - 1}, "
         log.info(f"----- {epoch}{means.summary(what)}, time: {seconds:.2f}{whose}")
 
-    def _redraw(self, metrics: Path, since: int) -> None:
+    def _redraw(self, folder: Path, since: int) -> None:
         """Draw the points from update `since` on again: a resumed Board hides them, as it may repeat a validation."""
-        lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
-        for line in map(parse_json, lines):
+        for line in read_lines(folder):
             if line["update"] >= since and line["event"] in ("train", "val"):
                 values = {**line, **line["perf"]}
                 drawn = {name: value for name, value in values.items() if name not in NOT_DRAWN}
@@ -216,31 +211,15 @@ def _perf(seconds: float, verdict: Bottleneck | None) -> dict[str, Any]:
     return {"seconds": round(seconds, 3)} | ({} if verdict is None else {"verdict": verdict.as_dict()})
 
 
-def _plain(value: Any) -> Any:
-    """Replace NaN and infinity by null: JSON has neither."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _remove_repeated(metrics: Path, start: Position) -> None:
-    """Remove the lines after `start`, which a resumed run repeats."""
-    if not metrics.exists():
-        return
-    lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines()
-    write_atomically(metrics, "".join(f"{line}\n" for line in lines if _is_before(line, start)))
-
-
-def _is_before(line: str, start: Position) -> bool:
-    """Whether a line is about something before `start`."""
+def _is_repeated(start: Position, line: Line) -> bool:
+    """Whether a run that is resumed at `start` writes such a line again."""
     try:
-        content = parse_json(line)
-        event, update = content["event"], content["update"]
+        event, update = line["event"], line["update"]
         if update != start.update:
-            return update < start.update
+            return update > start.update
         if event == "val":
-            return start.validated == update
+            return start.validated != update
         # A run that is resumed at update 0 starts over.
-        return content["epoch"] < start.epoch if event == "epoch" else update > 0
-    except (ValueError, KeyError, TypeError):  # cut short when the run was killed
-        return False
+        return line["epoch"] >= start.epoch if event == "epoch" else update == 0
+    except (KeyError, TypeError):
+        return True

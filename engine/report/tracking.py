@@ -9,8 +9,8 @@ from engine.report.tracker import About, TrackedRun, Tracker
 from engine.report.wandb import Wandb
 from utils.config import Config
 from utils.errors import UserError
-from utils.files import parse_json
 from utils.passwords import redacted_values
+from utils.record.history import History
 
 TRACKERS: dict[str, type[Tracker]] = {"WANDB": Wandb, "MLFLOW": Mlflow}
 
@@ -27,10 +27,10 @@ def check_trackers(config: Config) -> None:
         raise UserError("\n".join(lines))
 
 
-def open_trackers(config: Config, folder: Path, precision: str, metrics: Path) -> list[TrackedRun]:
-    """Start or resume the run at each tracker in use. `metrics`: what earlier starts of this run have sent."""
+def open_trackers(config: Config, folder: Path, precision: str) -> list[TrackedRun]:
+    """Start or resume the run at each tracker in use."""
     projects = _projects(config)
-    sent = _last_sent(metrics) if projects else {}
+    sent = _last_updates(History.of_run(folder)) if projects else {}
     settings = redacted_values(config.model_dump(mode="json"))
     return [
         TrackedRun(TRACKERS[setting](), About(project, folder, settings, precision, config.TAG), sent)
@@ -43,12 +43,6 @@ def _projects(config: Config) -> dict[str, str]:
     return {setting: project for setting in TRACKERS if (project := getattr(config, setting)) is not None}
 
 
-def _last_sent(metrics: Path) -> dict[str, int]:
-    """Event -> the last update in metrics.jsonl."""
-    last: dict[str, int] = {}
-    try:
-        for line in map(parse_json, metrics.read_text(encoding="utf-8", errors="replace").splitlines()):
-            last[line["event"]] = max(line["update"], last.get(line["event"], -1))
-    except (OSError, ValueError, KeyError, TypeError):  # no file yet, or the last line was cut short
-        return last
-    return last
+def _last_updates(history: History) -> dict[str, int]:
+    """Event -> the last update in metrics.jsonl: earlier starts of this run have sent them."""
+    return {kind: max((line.get("update", -1) for line in history.of(kind)), default=-1) for kind in ("train", "val")}

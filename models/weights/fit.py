@@ -21,7 +21,7 @@ from models.weights.paddle_file import EMA_KEYS, WEIGHTS_KEYS, read_pdparams
 from models.weights.paddle_names import convert
 from utils.errors import UserError
 from utils.log import log
-from utils.record.run_folder import run_folder_of
+from utils.record.run_folder import CONFIG, run_folder_of
 from utils.record.weight_sets import PLAIN
 
 MOST_NAMED = 5
@@ -183,7 +183,7 @@ def _replaced(prefix: str, there: int, here: int) -> str:
 def _misfit(file: Path, name: str) -> str:
     """Beginning of an error; for weights of a run, with the settings that build its model."""
     run = run_folder_of(file)
-    settings = run / "config.yaml" if run else None
+    settings = run / CONFIG if run else None
     advice = f" (-cfg {settings} builds the model of their run)" if settings and settings.is_file() else ""
     return f"Pretrained weights {file} do not fit {name}{advice}"
 

@@ -33,6 +33,9 @@ sys.path.insert(0, str(ROOT))
 from datasets.sources.digits import read_digits  # noqa: E402
 from engine.machine.device import processor  # noqa: E402
 from utils.parent import as_child  # noqa: E402
+from utils.record.history import History  # noqa: E402
+from utils.record.tasks import TOP1  # noqa: E402
+from utils.record.weight_sets import PLAIN  # noqa: E402
 
 MODEL, SIDE = "vit_tiny_patch16_224", 48
 OLD_CLASSES, NEW_CLASSES = range(5, 10), range(5)
@@ -129,9 +132,7 @@ class Bench:
         files = ["-cfg", RECIPE, "-data_path", images, "-pretrained", weights, "-output", run]
         words = f"-model {MODEL} -lr 1e-3 -amp bf16 -seed {seed} -device cpu".split()
         self._execute(ROOT / "main_single_gpu.py", *files, *words)
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-        last = [line for line in lines if line["event"] == "val"][-1]
-        return {"program": "vitamp", "seed": seed, "acc1": last["acc1"]}
+        return {"program": "vitamp", "seed": seed, "acc1": History.of_run(run).last(TOP1)[PLAIN]}
 
     def _run_timm(self, images: Path, name: str, seed: int, *words: str, model: str = MODEL) -> Path:
         files = ["--data-dir", images, "--output", self._folder, "--experiment", name, "--model", model]

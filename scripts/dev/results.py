@@ -32,12 +32,14 @@ from tools.benchmark_amp.report import markdown as table_as_markdown  # noqa: E4
 from tools.benchmark_amp.results import Results  # noqa: E402
 from tools.benchmark_amp.tables import TABLES  # noqa: E402
 from tools.benchmark_data.report import markdown  # noqa: E402
-from tools.common.runs import RunMetrics, is_end, read_lines  # noqa: E402
 from tools.common.tables import at_commit  # noqa: E402
 from tools.compare.table import markdown as comparison_as_markdown  # noqa: E402
 from utils.config import config_of_run  # noqa: E402
 from utils.errors import UserError  # noqa: E402
+from utils.record.history import History  # noqa: E402
+from utils.record.run_folder import read_about  # noqa: E402
 from utils.record.tasks import ONE_LABEL  # noqa: E402
+from utils.record.weight_sets import PLAIN  # noqa: E402
 from utils.text import counted  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results"
@@ -48,11 +50,9 @@ Row = dict[str, Any]
 
 def one_run(folder: Path) -> Row:
     """Metrics of a finished run."""
-    about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    config = config_of_run(str(folder / "config.yaml"))
-    metrics = RunMetrics(read_lines(folder))
-    best = metrics.best(ONE_LABEL.best)
-    if not metrics.lines or not is_end(metrics.lines[-1]) or best is None:
+    about, config, history = read_about(folder), config_of_run(folder), History.of_run(folder)
+    best = history.best(ONE_LABEL.best)
+    if not history.ended or best is None:
         raise UserError(f"{folder}: this run did not finish; only finished runs are results.")
     return {
         "model": config.MODEL.NAME,
@@ -62,12 +62,12 @@ def one_run(folder: Path) -> Row:
         "processes": about["choices"]["world_size"],
         "seed": config.SEED,
         "epochs": config.TRAIN.NUM_EPOCHS,
-        "best_acc1": best.percent,
+        "best_acc1": best.value,
         "best_of": "plain weights and EMA",
-        "last_acc1": metrics.last(ONE_LABEL.best),
-        "skipped": metrics.skipped,
-        "seconds": metrics.seconds,
-        "images_per_second": metrics.images_per_second,
+        "last_acc1": history.last(ONE_LABEL.best).get(PLAIN),
+        "skipped": history.skipped,
+        "seconds": history.seconds,
+        "images_per_second": history.images_per_second,
         "command": _portable(about["command"]),
         "device": about["device"],
         "versions": about["versions"],

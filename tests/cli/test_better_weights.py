@@ -16,8 +16,8 @@ from engine.checkpoint.weights_file import read_header
 from scripts.dev.results import one_run
 from tests.conftest import TINY_DIGITS
 from tests.program import Result, metrics, run_program, write_meta
-from tools.common.runs import RunMetrics, read_lines
 from utils.record.better_weights import choose_weights
+from utils.record.history import History
 from utils.record.tasks import ONE_LABEL
 from utils.record.weight_sets import SETS
 
@@ -164,13 +164,13 @@ def test_best_top1_is_equal_in_run_report_and_results(
     best = max(line[key] for line in metrics(run, "val") for key in ("acc1", "ema_acc1"))
     assert best > max(line["acc1"] for line in metrics(run, "val"))
     assert f"Done: best EMA top-1 {best:.2f} % (epoch" in done.out.splitlines()[-1]
-    found = RunMetrics(read_lines(run)).best(ONE_LABEL.best)
+    found = History.of_run(run).best(ONE_LABEL.best)
     assert found is not None
-    assert (found.percent, found.weights) == (best, "EMA")
+    assert (found.value, found.which.label) == (best, "EMA")
     assert (one_run(run)["best_acc1"], one_run(run)["best_of"]) == (best, "plain weights and EMA")
     assert vitamp(run, "-out", tmp_path / "report.html", script="scripts/report.py").code == 0
     page = (tmp_path / "report.html").read_text()
-    assert f"{best:.2f} % (epoch {found.epoch}, EMA)" in page
+    assert f"{best:.2f} % (epoch {found.line['epoch']}, EMA)" in page
     assert re.search(rf"step-\d+ \(the run.{{1,6}}s best\), EMA weights, top-1 {best:.2f} %", page)
 
 

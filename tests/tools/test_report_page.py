@@ -109,7 +109,7 @@ def test_time_and_speed_of_a_resumed_run(page: Page, tmp_path: Path) -> None:
     metrics.write_text("".join([begun, *lines[:half], f"{again}\n", *lines[half:]]), encoding="utf-8")
     assert "1:30:00 training time" in page(run).text
     [read] = read_runs([run])
-    assert read.speed == 150.0, "the median of 120 to 140 and 160 to 180"
+    assert read.history.images_per_second == 150.0, "the median of 120 to 140 and 160 to 180"
 
 
 def test_two_runs_are_compared(page: Page, tmp_path: Path) -> None:

@@ -6,10 +6,12 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from tools.common.runs import Lines, RunMetrics, is_end, is_start, last_line, read_lines
 from utils.config import config_of_run
-from utils.files import parse_json
+from utils.record.history import History
+from utils.record.metrics_file import Line, is_end, is_start, last_line
+from utils.record.run_folder import read_about
 from utils.record.tasks import LOSS, ONE_LABEL
+from utils.record.weight_sets import PLAIN
 
 Metrics = dict[str, Any]
 COMPARED = ONE_LABEL.best
@@ -34,27 +36,25 @@ def fraction_done(folder: Path, epochs: int, updates: int | None) -> float:
 
 def metrics_of(folder: Path) -> Metrics:
     """Metrics of a finished run, as compare.json holds them."""
-    about = parse_json((folder / "run.json").read_text(encoding="utf-8"))
-    config = config_of_run(str(folder / "config.yaml"))
-    metrics = RunMetrics(read_lines(folder))
-    speed, speeds, best = metrics.images_per_second, metrics.speeds, metrics.best(COMPARED)
+    about, config, history = read_about(folder), config_of_run(folder), History.of_run(folder)
+    speed, speeds, best = history.images_per_second, history.speeds, history.best(COMPARED)
     batch = config.DATA.BATCH_SIZE * config.TRAIN.ACCUM_ITER * about["choices"]["world_size"]
     return {
         "precision": about["choices"]["precision"],
         "images_per_second": speed,
         "images_per_second_quartiles": statistics.quantiles(speeds, n=4)[::2] if len(speeds) > 3 else None,
         "seconds_per_update": batch / speed if speed else None,
-        "seconds_per_epoch": metrics.seconds_per_epoch,
-        "start_up_counted": metrics.speed_includes_start,
-        "peak_memory_gb": metrics.peak_memory_gb,
-        "updates": max((line["update"] for line in metrics.lines), default=0),
-        "skipped": metrics.skipped,
-        "diverged": _diverged(metrics.of("train")),
-        LAST: metrics.last(COMPARED),
-        BEST: best.percent if best else None,
-        "last_loss": metrics.last(LOSS),
-        "seconds": metrics.seconds,
-        "starts": sum(map(is_start, metrics.lines)),
+        "seconds_per_epoch": history.seconds_per_epoch,
+        "start_up_counted": history.speed_includes_start,
+        "peak_memory_gb": history.peak_memory_gb,
+        "updates": max((line["update"] for line in history.lines), default=0),
+        "skipped": history.skipped,
+        "diverged": _diverged(history.of("train")),
+        LAST: history.last(COMPARED).get(PLAIN),
+        BEST: best.value if best else None,
+        "last_loss": history.last(LOSS).get(PLAIN),
+        "seconds": history.seconds,
+        "starts": sum(map(is_start, history.lines)),
         "validation_images": about.get("samples", {}).get("val"),
         "device": about["device"],
         "versions": about["versions"],
@@ -62,7 +62,7 @@ def metrics_of(folder: Path) -> Metrics:
     }
 
 
-def _diverged(train: Lines) -> bool:
+def _diverged(train: list[Line]) -> bool:
     """Whether the loss ended as NaN, or clearly above its start."""
     if not train:
         return False

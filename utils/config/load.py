@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -27,6 +28,7 @@ from utils.config.resumed import FORMER, former_defaults, resolved_by_run
 from utils.config.schema import Config
 from utils.config.values import is_no_value
 from utils.errors import UserError, closest, nearest
+from utils.record.run_folder import CONFIG
 
 DEFAULT = "default"
 
@@ -94,8 +96,9 @@ def load_config(
     return Loaded(config, sources, tuple(lines), tuple(warnings(config, layers, sources)))
 
 
-def config_of_run(file: str) -> Config:
+def config_of_run(folder: Path) -> Config:
     """The settings in the config.yaml of a run."""
+    file = str(folder / CONFIG)
     known = {key for layer in read_files(file) for key in layer.entries}
     newer = {key: (value, file) for key, value in FORMER.items() if key not in known}
     return load_config(file, newer).config

@@ -17,7 +17,7 @@ from utils.config.schema import Config
 from utils.config.values import one_line
 from utils.errors import UserError
 from utils.files import parse_json
-from utils.record.run_folder import run_folder_of
+from utils.record.run_folder import CONFIG, run_folder_of
 
 FORMER: dict[str, Any] = {
     "TRAIN.OPTIMIZER.EPS": 1e-8,
@@ -112,8 +112,8 @@ def _settings_of_run(resume: Any, output: Any) -> tuple[Config, Path] | None:
     run = run_folder_of(path)
     try:
         values = parse_json(meta.read_text(encoding="utf-8"))["settings"] if meta.is_file() else None
-        if values is None and run is not None and (run / "config.yaml").is_file():
-            values = {key: e.value for key, e in read_files(str(run / "config.yaml"))[-1].entries.items()}
+        if values is None and run is not None and (run / CONFIG).is_file():
+            values = {key: e.value for key, e in read_files(str(run / CONFIG))[-1].entries.items()}
         known = {key: value for key, value in (values or {}).items() if key in settings()}
         return (Config.model_validate(nested({**FORMER, **known})), run or meta.parent) if known else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError, ValidationError):

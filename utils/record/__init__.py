@@ -1,1 +1,1 @@
-"""What is recorded of a run: its folder, the run that it resumes, and which of its weights are best."""
+"""What is recorded of a run: its folder, its metrics, and which of its weights are best."""

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from utils.errors import UserError
-from utils.files import write_atomically
+from utils.files import parse_json, write_atomically
 from utils.passwords import redacted
+from utils.record.metrics_file import METRICS
 
-FILES_OF_A_RUN = ("config.yaml", "run.json", "metrics.jsonl", "checkpoints")
+CONFIG, ABOUT, CHECKPOINTS = "config.yaml", "run.json", "checkpoints"
+FILES_OF_A_RUN = (CONFIG, ABOUT, METRICS, CHECKPOINTS)
 
 
 def is_run_folder(folder: Path) -> bool:
@@ -138,3 +140,15 @@ def git_state() -> dict[str, Any] | None:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     write_atomically(path, redacted(json.dumps(content, indent=2, ensure_ascii=False)) + "\n")
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    """The content of a run's run.json."""
+    file = folder / ABOUT
+    try:
+        about = parse_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read ({error}).") from None
+    if not isinstance(about, dict):
+        raise UserError(f"{file}: damaged, it is not a JSON object.")
+    return about

@@ -45,7 +45,7 @@ def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Track
     monkeypatch.setitem(sys.modules, "mlflow", fake_mlflow)
 
     def make(config: Config = MINE) -> TrackedRun:
-        (found,) = open_trackers(config, tmp_path, "fp32", tmp_path / "metrics.jsonl")
+        (found,) = open_trackers(config, tmp_path, "fp32")
         return found
 
     return make
@@ -189,7 +189,7 @@ def test_one_tracker_fails_and_the_other_goes_on(
     assert board  # its stand-in is in place
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setattr("engine.report.wandb.let_wandb_in", lambda: None)
-    both = open_trackers(Config(MLFLOW="mine", WANDB="ours"), tmp_path, "fp32", tmp_path / "metrics.jsonl")
+    both = open_trackers(Config(MLFLOW="mine", WANDB="ours"), tmp_path, "fp32")
     assert len(both) == 2
     for run in both:
         run.add("train", {"loss": 1.0}, 1)

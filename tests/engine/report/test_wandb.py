@@ -155,7 +155,7 @@ def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Service]
 
     def make(service: Service) -> TrackedRun:
         monkeypatch.setitem(sys.modules, "wandb", service)
-        (found,) = open_trackers(Config(WANDB="mine"), tmp_path, "fp32", tmp_path / "metrics.jsonl")
+        (found,) = open_trackers(Config(WANDB="mine"), tmp_path, "fp32")
         return found
 
     return make
@@ -218,7 +218,7 @@ def test_wandb_mode_variable_is_respected(
 def test_wandb_is_not_imported_when_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would fail
     runpy.run_path(str(ROOT / "engine" / "report" / "wandb.py"))
-    assert open_trackers(Config(), tmp_path, "fp32", tmp_path / "metrics.jsonl") == []
+    assert open_trackers(Config(), tmp_path, "fp32") == []
     assert list(tmp_path.iterdir()) == []
 
 

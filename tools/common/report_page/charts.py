@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from engine.report.course import Points
+from utils.record.history import Points
 from utils.record.weight_sets import SETS
 
 HUES, SHADES = 8, 4

@@ -64,31 +64,31 @@ class _Axis:
     @classmethod
     def of(cls, runs: Sequence[Run]) -> _Axis:
         """Epochs if every run has whole ones, else updates."""
-        return cls(list(zip(runs, styles_of(runs), strict=True)), all(run.course.by_epoch for run in runs))
+        return cls(list(zip(runs, styles_of(runs), strict=True)), all(run.history.by_epoch for run in runs))
 
     def label(self, run: Run, what: str) -> str:
         """Name of the run, where there are several, and of the curve."""
         return f"{run.name}, {what}" if len(self.runs) > 1 else what
 
     def chart(self, title: str, curves: list[Curve], **more: Any) -> Chart:
-        resumed = [(x, self.label(run, "resumed")) for run, _ in self.runs for x in run.course.resumes(self.by_epoch)]
+        resumed = [(x, self.label(run, "resumed")) for run, _ in self.runs for x in run.history.resumes(self.by_epoch)]
         return Chart(title, curves, resumed=resumed, x_name="epoch" if self.by_epoch else "update", **more)
 
 
 def _training_and_validation(title: str, axis: _Axis, key: str) -> Chart:
     curves, best = [], []
     for run, style in axis.runs:
-        course = run.course
-        curves.append(Curve(course.trained(key, axis.by_epoch), axis.label(run, "training"), style, faint=True))
+        history = run.history
+        curves.append(Curve(history.trained(key, axis.by_epoch), axis.label(run, "training"), style, faint=True))
         for which in SETS:
-            points = course.points("val", f"{which.prefix}{key}", axis.by_epoch)
+            points = history.points("val", f"{which.prefix}{key}", axis.by_epoch)
             curves.append(Curve(points, axis.label(run, which.marked("validation")), style, dashed=bool(which.mark)))
-        best.append(Mark(course.best(key, axis.by_epoch), axis.label(run, "best validation"), style))
+        best.append(Mark(history.best_point(key, axis.by_epoch), axis.label(run, "best validation"), style))
     return axis.chart(title, curves, best=best)
 
 
 def _training(title: str, axis: _Axis, key: str) -> Chart:
-    curves = [Curve(run.course.points("train", key, axis.by_epoch), run.name, style) for run, style in axis.runs]
+    curves = [Curve(run.history.points("train", key, axis.by_epoch), run.name, style) for run, style in axis.runs]
     return axis.chart(title, curves)
 
 
@@ -96,8 +96,8 @@ def _loss_scale(axis: _Axis) -> Chart:
     """Loss scale of the runs that scale the loss: without scaling it is always 1."""
     curves, skips = [], []
     for run, style in axis.runs:
-        points = run.course.points("train", "scale", axis.by_epoch)
+        points = run.history.points("train", "scale", axis.by_epoch)
         if any(scale != 1 for _, scale in points):
             curves.append(Curve(points, run.name, style))
-            skips.append(Mark(run.course.skips(axis.by_epoch), axis.label(run, "update skipped"), style))
+            skips.append(Mark(run.history.skips(axis.by_epoch), axis.label(run, "update skipped"), style))
     return axis.chart("Loss scale", curves, skips=skips, logarithmic=True)

@@ -141,13 +141,13 @@ def _subtitle(runs: Sequence[Run]) -> str:
 def _amp(run: Run) -> Amp:
     why = run.about.get("choices", {}).get("why")
     text = f"{run.precision}{f' ({why})' if why else ''}."
-    scales = [line["scale"] for line in run.of("train") if line.get("scale")]
+    scales = [line["scale"] for line in run.history.of("train") if line.get("scale")]
     if any(scale != 1 for scale in scales):
         text += f" The loss scale went from {short(scales[0])} to {short(scales[-1])}."
-        text += f" {run.skipped} updates were skipped." if run.skipped else " No update was skipped."
+        text += f" {run.history.skipped} updates were skipped." if run.history.skipped else " No update was skipped."
     elif scales:
         text += " The loss needed no scaling, and no update was skipped."
-    skips = [Skip(str(skip.get("update", NOTHING)), _overflowed(skip), _scale(skip)) for skip in run.of("skip")]
+    skips = [Skip(str(skip.get("update", NOTHING)), _overflowed(skip), _scale(skip)) for skip in run.history.of("skip")]
     return Amp(text, skips[:MOST_SKIPS], max(0, len(skips) - MOST_SKIPS))
 
 

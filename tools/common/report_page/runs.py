@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -13,18 +14,16 @@ from typing import Any
 from engine.checkpoint.saved import find_saved
 from engine.measure.bottleneck import shown_rate
 from engine.measure.progress import clock
-from engine.report.course import Course
-from tools.common.runs import RunMetrics, read_lines
 from utils.config import Config, config_of_run
 from utils.config.keys import settings, value_of
 from utils.config.values import one_line
 from utils.errors import UserError
-from utils.files import parse_json
-from utils.record.run_folder import is_run_folder, run_folder_of
+from utils.record.history import History
+from utils.record.metrics_file import Line
+from utils.record.run_folder import is_run_folder, read_about, run_folder_of
 from utils.record.tasks import TASKS, Metric
-from utils.record.weight_sets import BETTER, SETS
+from utils.record.weight_sets import BETTER
 
-Line = dict[str, Any]
 OF_ONE_START = ("OUTPUT", "SAVE", "BASE", "MODEL.RESUME", "MAX_TIME", "LOCAL_RANK", "NGPUS")
 """Settings of one start, which do not tell two runs apart"""
 
@@ -38,19 +37,7 @@ class Run:
     config: Config | None
     about: Line
     """run.json"""
-    lines: list[Line]
-    """Complete lines of metrics.jsonl"""
-
-    @cached_property
-    def metrics(self) -> RunMetrics:
-        return RunMetrics(self.lines)
-
-    @cached_property
-    def course(self) -> Course:
-        return Course(self.lines)
-
-    def of(self, event: str) -> list[Line]:
-        return self.course.of(event)
+    history: History
 
     @property
     def precision(self) -> str:
@@ -59,38 +46,17 @@ class Run:
     @property
     def state(self) -> str:
         """How the run ended, or that it has not."""
-        events = self.of("run")
+        events = self.history.of("run")
         last = events[-1].get("what", "") if events else ""
         if last in ("end", "paused"):
             return {"end": "finished", "paused": "paused, to be resumed"}[last]
-        return "running, or cut off" if self.lines else "no metrics yet"
-
-    @property
-    def peak_memory(self) -> float | None:
-        return self.metrics.peak_memory_gb
-
-    @property
-    def speed(self) -> float | None:
-        return self.metrics.images_per_second
-
-    @property
-    def skipped(self) -> int:
-        return max((line.get("skipped") or 0 for line in self.of("train")), default=0)
-
-    @property
-    def seconds(self) -> float | None:
-        return self.metrics.seconds or None
+        return "running, or cut off" if self.history.lines else "no metrics yet"
 
     @cached_property
     def verdict(self) -> Line:
         """Last verdict of the run on where its time went, as `Bottleneck.as_dict` has it; empty without one."""
-        verdicts = [line["perf"]["verdict"] for line in self.lines if "verdict" in line.get("perf", {})]
+        verdicts = [line["perf"]["verdict"] for line in self.history.lines if "verdict" in line.get("perf", {})]
         return verdicts[-1] if verdicts else {}
-
-    def best(self, metric: Metric) -> tuple[float, str] | None:
-        """Best of all validations in percent, and its epoch and weights."""
-        best = self.metrics.best(metric)
-        return (best.percent, f"epoch {best.epoch}{best.weights and f', {best.weights}'}") if best else None
 
     @property
     def best_checkpoint(self) -> str:
@@ -106,7 +72,7 @@ class Run:
         if shares := self.verdict.get("shares"):
             return {stage: percent for stage, percent in shares.items() if percent > 0}
         reports, before = [], 0
-        for line in self.of("train"):
+        for line in self.history.of("train"):
             updates, perf = max(line["update"] - before, 1), line.get("perf", {})
             before = line["update"]
             if (rate := perf.get("images_per_second")) and perf.get("data_wait_percent") is not None:
@@ -130,22 +96,12 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def _read(folder: Path, name: str) -> Run:
-    return Run(folder, name, _config(folder), _json(folder / "run.json"), read_lines(folder))
-
-
-def _config(folder: Path) -> Config | None:
-    try:
-        return config_of_run(str(folder / "config.yaml"))
-    except UserError:  # perhaps of a later version, or not written yet: the rest of the run can be shown
-        return None
-
-
-def _json(path: Path) -> Line:
-    try:
-        found = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    config, about = None, {}
+    with contextlib.suppress(UserError):  # perhaps of a later version, or not written yet: the rest can be shown
+        config = config_of_run(folder)
+    with contextlib.suppress(UserError):
+        about = read_about(folder)
+    return Run(folder, name, config, about, History.of_run(folder))
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
@@ -174,16 +130,13 @@ def _text(value: Any) -> str:
 
 
 def _best_text(run: Run, metric: Metric) -> str:
-    best = run.best(metric)
-    return f"{best[0]:.2f} % ({best[1]})" if best else ""
+    best = run.history.best(metric)
+    mark = f", {best.which.mark}" if best and best.which.mark else ""
+    return f"{best.value:.2f} % (epoch {best.line['epoch']}{mark})" if best else ""
 
 
 def _last_text(run: Run, metric: Metric) -> str:
-    lines = [line for line in run.of("val") if line.get(metric.name) is not None]
-    if not lines:
-        return ""
-    values = {which: lines[-1].get(f"{which.prefix}{metric.name}") for which in SETS}
-    return ", ".join(which.marked(f"{value:.2f} %") for which, value in values.items() if value is not None)
+    return ", ".join(which.marked(f"{value:.2f} %") for which, value in run.history.last(metric).items())
 
 
 def _parameters(run: Run) -> str:
@@ -202,9 +155,9 @@ def _data(run: Run) -> str:
 
 
 def _epochs(run: Run) -> str:
-    done = max((line.get("epoch") or 0 for line in run.of("epoch")), default=0)
+    done = max((line.get("epoch") or 0 for line in run.history.of("epoch")), default=0)
     of_all = f" of {run.config.TRAIN.NUM_EPOCHS}" if run.config else ""
-    return f"{done}{of_all}" if run.lines else ""
+    return f"{done}{of_all}" if run.history.lines else ""
 
 
 def _versions(run: Run) -> str:
@@ -219,11 +172,11 @@ _ROWS = (
     ),
     ("checkpoint", lambda run: run.best_checkpoint),
     ("precision", lambda run: run.precision),
-    ("images/s", lambda run: shown_rate(run.speed) if run.speed else ""),
-    ("peak memory", lambda run: f"{run.peak_memory:.2f} GB" if run.peak_memory else ""),
-    ("training time", lambda run: clock(run.seconds) if run.seconds is not None else ""),
+    ("images/s", lambda run: shown_rate(rate) if (rate := run.history.images_per_second) else ""),
+    ("peak memory", lambda run: f"{memory:.2f} GB" if (memory := run.history.peak_memory_gb) else ""),
+    ("training time", lambda run: clock(run.history.seconds) if run.history.seconds else ""),
     ("epochs", _epochs),
-    ("updates skipped", lambda run: run.skipped if run.of("train") else ""),
+    ("updates skipped", lambda run: run.history.skipped if run.history.of("train") else ""),
     ("state", lambda run: run.state),
     ("model", lambda run: run.config.MODEL.NAME if run.config else ""),
     ("parameters", _parameters),

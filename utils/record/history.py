@@ -1,0 +1,173 @@
+"""What a run measured, computed from its metrics.jsonl: speed, time, best validation, and points of curves."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import bisect_left
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from utils.record.metrics_file import Line, is_end, is_start, read_lines
+from utils.record.tasks import Metric, TaskKind, task_of
+from utils.record.weight_sets import SETS, WeightSet
+
+Points = list[tuple[float, float]]
+
+
+class BestValidation(NamedTuple):
+    value: float
+    which: WeightSet
+    """The better weights"""
+    line: Line
+
+
+class History:
+    """The lines of a run, however often it was resumed.
+
+    Positions on an axis count epochs (`by_epoch`), or updates; by default epochs, once the first one is complete.
+    """
+
+    def __init__(self, lines: Sequence[Line]) -> None:
+        self.lines = lines
+
+    @classmethod
+    def of_run(cls, folder: Path) -> History:
+        return cls(read_lines(folder))
+
+    def of(self, event: str) -> list[Line]:
+        return [line for line in self.lines if line.get("event") == event]
+
+    @cached_property
+    def starts(self) -> list[list[Line]]:
+        """The lines since each start or resume; each has a clock of its own."""
+        starts: list[list[Line]] = [[]]
+        for line in self.lines:
+            if is_start(line):
+                starts.append([])
+            starts[-1].append(line)
+        return [lines for lines in starts if lines]
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.lines) and is_end(self.lines[-1])
+
+    @property
+    def images_per_second(self) -> float | None:
+        """Median over the reports; the first one after each start is left out, because it includes warming up."""
+        speeds = self.speeds
+        return statistics.median(speeds) if speeds else None
+
+    @property
+    def speeds(self) -> list[float]:
+        return self._warm("train", "images_per_second") or _perf(self.lines, "train", "images_per_second")
+
+    @property
+    def speed_includes_start(self) -> bool:
+        """Whether the run is so short that its speed includes warming up."""
+        return not self._warm("train", "images_per_second")
+
+    @property
+    def seconds_per_epoch(self) -> float | None:
+        seconds = self._warm("epoch", "seconds") or _perf(self.lines, "epoch", "seconds")
+        return statistics.median(seconds) if seconds else None
+
+    def _warm(self, event: str, metric: str) -> list[float]:
+        """A metric in all lines of a kind except the first after each start."""
+        return [value for lines in self.starts for value in _perf(lines, event, metric)[1:]]
+
+    @property
+    def peak_memory_gb(self) -> float | None:
+        return max(_perf(self.lines, "train", "peak_memory_gb"), default=None)
+
+    @property
+    def seconds(self) -> float:
+        """Training time: from each start to its last line with a time, added up."""
+        return sum(
+            max([*_perf(lines, "train", "seconds"), *_perf(lines, "run", "seconds")], default=0.0)
+            for lines in self.starts
+        )
+
+    @property
+    def skipped(self) -> int:
+        """Updates skipped by loss scaling."""
+        return max((line.get("skipped") or 0 for line in self.of("train")), default=0)
+
+    @property
+    def task(self) -> TaskKind:
+        """The task, whose best metric curves show, and find the best validation by."""
+        return task_of(self.of("val"))
+
+    def best(self, metric: Metric) -> BestValidation | None:
+        """Best of all validations, of any of the weights, as the run itself computes it. `metric`: in percent."""
+        validations = [
+            BestValidation(line[f"{which.prefix}{metric.name}"], which, line)
+            for line in self.of("val")
+            for which in SETS
+            if line.get(f"{which.prefix}{metric.name}") is not None
+        ]
+        return max(validations, key=lambda best: best.value, default=None)
+
+    def last(self, metric: Metric) -> dict[WeightSet, float]:
+        """Of each set of weights, in the last validation; without those that have no value."""
+        values = {which: line.get(f"{which.prefix}{metric.name}") for line in self.of("val")[-1:] for which in SETS}
+        return {which: value for which, value in values.items() if value is not None}
+
+    @cached_property
+    def _ends(self) -> Points:
+        """(update, epoch) at the end of each epoch."""
+        ends = [(0.0, 0.0)]
+        for line in self.of("epoch"):
+            if line["update"] > ends[-1][0] and line["epoch"] > ends[-1][1]:
+                ends.append((float(line["update"]), float(line["epoch"])))
+        return ends
+
+    @property
+    def by_epoch(self) -> bool:
+        return len(self._ends) > 1
+
+    def place(self, update: float, by_epoch: bool | None = None) -> float:
+        """Position of an update on the axis; the last update of an epoch is at the epoch's number."""
+        if not (self.by_epoch if by_epoch is None else by_epoch):
+            return float(update)
+        after = min(max(bisect_left(self._ends, (float(update), 0.0)), 1), len(self._ends) - 1)
+        (u0, e0), (u1, e1) = self._ends[after - 1], self._ends[after]
+        return e0 + (update - u0) * (e1 - e0) / (u1 - u0)
+
+    def points(self, event: str, key: str, by_epoch: bool | None = None) -> Points:
+        """(position, value) of each line that has a finite value."""
+        pairs = [(line.get("update"), line.get(key, line.get("perf", {}).get(key))) for line in self.of(event)]
+        known = [(update, float(value)) for update, value in pairs if update is not None and value is not None]
+        return [(self.place(update, by_epoch), value) for update, value in known if math.isfinite(value)]
+
+    def trained(self, key: str, by_epoch: bool | None = None) -> Points:
+        """Training metric: means of epochs, comparable with validations; single updates until the first epoch ends."""
+        return self.points("epoch" if (self.by_epoch if by_epoch is None else by_epoch) else "train", key, by_epoch)
+
+    def best_point(self, key: str, by_epoch: bool | None = None) -> Points:
+        """A metric in the best validation of the run's task: one point, or none."""
+        best = self.best(self.task.best)
+        value = best.line.get(f"{best.which.prefix}{key}") if best else None
+        return [(self.place(best.line["update"], by_epoch), float(value))] if best and value is not None else []
+
+    def resumes(self, by_epoch: bool | None = None) -> list[float]:
+        """Positions where the run was resumed."""
+        return [self.place(line["update"], by_epoch) for line in self.of("run") if line.get("what") == "resume"]
+
+    def skips(self, by_epoch: bool | None = None) -> Points:
+        """(position, loss scale) of each report that has more skipped updates than the one before."""
+        points: Points = []
+        before = 0
+        for line in self.of("train"):
+            if (line.get("skipped") or 0) > before and line.get("scale"):
+                points.append((self.place(line["update"], by_epoch), float(line["scale"])))
+            before = line.get("skipped") or before
+        return points
+
+
+def _perf(lines: Sequence[Line], event: str, metric: str) -> list[float]:
+    """A metric in all lines of a kind that have it."""
+    values = [line.get("perf", {}).get(metric) for line in lines if line.get("event") == event]
+    return [value for value in values if value]

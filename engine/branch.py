@@ -6,12 +6,12 @@ import os
 import shutil
 from pathlib import Path
 
-from engine.checkpoint.folder import Checkpoint, best_of, checkpoints_in, folder_name, write_index
 from engine.measure.progress import Best
 from engine.report.mlflow import STORE
 from engine.report.tracking import TRACKERS
 from utils.distributed.world import World, broadcast, on_rank_0
 from utils.log import log
+from utils.record.checkpoints import Checkpoint, best_of, checkpoints_in, folder_name, write_index
 from utils.record.metrics_file import METRICS
 from utils.record.run_folder import ABOUT, CONFIG, os_errors_as_user_errors
 

@@ -13,10 +13,7 @@ from typing import Any
 import timm
 
 from datasets import count_classes, recognise, source_of
-from engine.checkpoint.fields import Input, check_fields
-from engine.checkpoint.folder import META
 from engine.checkpoint.saved import Saved, find_saved
-from engine.checkpoint.weights_file import read_header
 from engine.evaluated_data import settings_for_evaluation
 from models import local_weights
 from models.names import is_timm_name
@@ -26,8 +23,11 @@ from utils.config.kinds import AUTO
 from utils.config.read import Entry
 from utils.config.values import one_line
 from utils.errors import UserError
-from utils.files import parse_json
+from utils.files import read_json
+from utils.record.checkpoints import META
+from utils.record.meta import Input, check_fields
 from utils.record.resumed_run import resumed_run
+from utils.record.weights_file import read_header
 
 CLASSES, DATASET = "MODEL.NUM_CLASSES", "DATA.DATASET"
 INTERPOLATION, CROP_MODE = "DATA.INTERPOLATION", "DATA.CROP_MODE"
@@ -156,11 +156,11 @@ def preprocessing_of(source: str) -> Preprocessing | None:
         return _of_timms_name(source, f"timm's {source}")
     meta, config = file.with_name(META), file.with_name(TIMMS_CONFIG)
     if meta.is_file():
-        return _of_fields(_json(meta).get("input"), meta)
+        return _of_fields(read_json(meta).get("input"), meta)
     if (header := read_header(file)) and (fields := header if "timm_name" in header else header.get("input")):
         return _of_fields(fields, file)
     if config.is_file():
-        return _of_timm(_json(config).get("pretrained_cfg"), config)
+        return _of_timm(read_json(config).get("pretrained_cfg"), config)
     name = next((name for name in (file.stem, file.name.partition(".")[0]) if is_timm_name(name)), None)
     return _of_timms_name(name, f"timm's {name} (recognised by the name of {file})") if name else None
 
@@ -187,14 +187,6 @@ def _of_fields(fields: Any, where: Path | str) -> Preprocessing | None:
 def _of_timms_name(name: str, where: str) -> Preprocessing | None:
     cfg = timm.get_pretrained_cfg(name)
     return None if cfg is None else _of_timm(asdict(cfg), where)
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        content = parse_json(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: cannot be read ({error}).") from None
-    return content if isinstance(content, dict) else {}
 
 
 def _as_json(value: Any) -> Any:

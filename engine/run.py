@@ -13,7 +13,6 @@ from engine.amp.prepare_model import tile_size_hint
 from engine.banner import banner
 from engine.branch import start_branch
 from engine.checkpoint.chosen import chosen_checkpoint
-from engine.checkpoint.folder import Checkpoint
 from engine.checkpoint.state import log_resumption
 from engine.compile.compiled import Compiling
 from engine.fit.batch_size import settle_batch
@@ -40,6 +39,7 @@ from utils.distributed.group import leave
 from utils.distributed.world import ALONE, World, on_every_rank, on_rank_0
 from utils.errors import EXIT_DONE, TrainingError, UserError
 from utils.log import log
+from utils.record.checkpoints import Checkpoint
 from utils.record.resumed_run import resumed_run
 from utils.text import counted
 

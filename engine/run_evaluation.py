@@ -7,6 +7,7 @@ import time
 from engine.amp.fp32_modules import force_fp32
 from engine.banner import banner
 from engine.checkpoint.chosen import chosen_checkpoint
+from engine.checkpoint.folder import read_state, read_tensors
 from engine.checkpoint.state import load_weights
 from engine.evaluate import evaluate
 from engine.fit.batch_size import settle_batch
@@ -39,10 +40,10 @@ def evaluate_only(given: Run, dry: bool) -> None:
             "-eval without -pretrained or a checkpoint: no weights are loaded, the model is randomly initialised."
         )
     if checkpoint and ready.precision.level in ("O1", "O2"):
-        force_fp32(ready.model, checkpoint.state()["fp32_modules"], device.type)
+        force_fp32(ready.model, read_state(checkpoint)["fp32_modules"], device.type)
     if folder is None:
         if checkpoint:
-            load_weights(ready.model, checkpoint.tensors(), str(checkpoint.folder))
+            load_weights(ready.model, read_tensors(checkpoint), str(checkpoint.folder))
         weights = "the weights match the model" if has_weights else "no weights were loaded"
         log.info("Dry run: %s. Nothing was validated or written.", weights)
         return
@@ -52,7 +53,7 @@ def evaluate_only(given: Run, dry: bool) -> None:
         if checkpoint:
             if not checkpoint.has(which.file):
                 continue
-            load_weights(ready.model, checkpoint.tensors(which.file), str(checkpoint.folder / which.file))
+            load_weights(ready.model, read_tensors(checkpoint, which.file), str(checkpoint.folder / which.file))
         metrics[which] = evaluate(
             ready.model,
             ready.val_loader,

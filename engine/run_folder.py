@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 from datasets import decoder_of
-from engine.checkpoint.folder import INDEX
 from engine.machine.context import Run
 from engine.machine.device import describe_devices
 from engine.measure.mfu import Peak, as_noted, peak_of
@@ -21,6 +20,7 @@ from utils.errors import UserError
 from utils.files import kind_of_path, try_to_write, write_atomically
 from utils.log import log, log_into
 from utils.passwords import redacted
+from utils.record.checkpoints import INDEX
 from utils.record.metrics_file import METRICS
 from utils.record.resumed_run import resumed_run, target_folder
 from utils.record.run_folder import (

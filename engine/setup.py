@@ -28,7 +28,7 @@ from datasets import (
 from engine.amp.fp32_modules import force_fp32
 from engine.amp.precision import Precision
 from engine.amp.prepare_model import prepare_model
-from engine.checkpoint.folder import Checkpoint
+from engine.checkpoint.folder import read_state
 from engine.checkpoint.refusals import check_batch, check_samples
 from engine.checkpoint.state import restore
 from engine.compile.cache import prepare_compiler_cache
@@ -59,6 +59,7 @@ from utils.config.retired import without_retired
 from utils.distributed.world import ALONE, World, on_every_rank
 from utils.log import log
 from utils.passwords import redacted_values
+from utils.record.checkpoints import Checkpoint
 from utils.seeding import seed_all
 
 BATCH_CHOICE = "batch_size"
@@ -139,7 +140,7 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
     choices = checkpoint.meta.get("choices", {}) if checkpoint else {}
     if sharding is not None and checkpoint is not None and ready.precision.level in ("O1", "O2"):
         # FSDP decides once, when it shards them, in which dtype it gathers weights.
-        force_fp32(ready.model, checkpoint.state(mapped=True)["fp32_modules"], device.type)
+        force_fp32(ready.model, read_state(checkpoint, mapped=True)["fp32_modules"], device.type)
     parts = update_parts(config, world, device, in_precision, updates, sharding, train_set, choices)
     loader.on_arrival(partial(parts.stages.lap, DATA))
     position, best = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * updates), Best()

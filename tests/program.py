@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from engine.checkpoint.fields import META_HASH, hash_of
 from tests.forking import ROOT, start_process
+from utils.record.meta import META_HASH, hash_of
 
 
 @dataclass(frozen=True)

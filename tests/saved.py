@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.checkpoint.folder import folder_name, new_checkpoint, write_files
+from engine.checkpoint.folder import new_checkpoint, write_files
+from utils.record.checkpoints import folder_name
 
 
 def save_checkpoint(

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from utils.errors import UserError
+
 _KINDS = {
     stat.S_IFREG: "a file",
     stat.S_IFDIR: "a folder",
@@ -121,6 +123,15 @@ def _error_for(path: str | os.PathLike[str], mode: int) -> OSError:
 
 def _kind(mode: int) -> str:
     return _KINDS.get(stat.S_IFMT(mode), "something unknown")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, empty if it has another value. UserError if it cannot be read."""
+    try:
+        content = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({type(error).__name__}: {error}).") from None
+    return content if isinstance(content, dict) else {}
 
 
 def parse_json(text: str | bytes) -> Any:

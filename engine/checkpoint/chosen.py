@@ -8,12 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.checkpoint.find import find, newest_good, resumable
-from engine.checkpoint.folder import Checkpoint, bring_back, checkpoints_in, inspect, place_of, read_index, verify
+from engine.checkpoint.folder import bring_back
 from utils.config import Config
 from utils.config.kinds import AUTO
 from utils.distributed.world import World, broadcast, on_every_rank, on_rank_0
 from utils.errors import UserError
 from utils.log import log
+from utils.record.checkpoints import Checkpoint, checkpoint_of, checkpoints_in, inspect, verify
 from utils.record.resumed_run import resumed_run
 
 
@@ -29,20 +30,6 @@ def chosen_checkpoint(config: Config, world: World) -> Checkpoint | None:
         log.info("-resume auto: %s", what or nothing)
     # A rank that cannot see the folder is reported now, not when it loads the weights.
     return on_every_rank(world, lambda: checkpoint if world.first or name is None else inspect(Path(name)))
-
-
-def checkpoint_of(path: Path) -> tuple[Path, str]:
-    """The checkpoint at a path, and the reason: of a run its best, else its last; no reason for a checkpoint itself."""
-    folder, root = place_of(path)
-    if folder is not None:
-        return folder, ""
-    checkpoints = [*checkpoints_in(root).values()]
-    if not checkpoints:
-        raise UserError(f"{path}: no checkpoint found (looked for {root}/step-*).")
-    by_name, index = {found.name: found for found in checkpoints}, read_index(root)
-    if best := by_name.get(index["best"] or ""):
-        return best, "the run's best"
-    return by_name.get(index["last"] or "", checkpoints[-1]), "the run's last; no best is recorded"
 
 
 def _best_good(run: Path | None) -> Checkpoint | None:

@@ -1,170 +1,52 @@
-"""Fields of a checkpoint's files, and their check: a missing or wrong field is an error that names it.
-
-Only fields that the program reads are listed. Those that older versions did not write are optional; others are ignored.
-"""
+"""Fields of a checkpoint's state.pt that a resumed run or a tool reads. Others are ignored."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from utils.errors import UserError
-from utils.files import parse_json
-from utils.record.tasks import ONE_LABEL, BestBy
-from utils.record.weight_sets import SETS
-
-FORMAT = 1
-META_HASH = "meta_sha256"
-"""Field of meta.json with the hash of its other fields. Older versions did not write it."""
-MOST_LISTED = 3
-KINDS_OF_BEST = [f"{which.prefix}{by}" for which in SETS for by in get_args(BestBy)]
-KINDS_OF_BEST = [f"{which.prefix}{by}" for which in SETS for by in get_args(BestBy)]
-
-Count = Annotated[int, Field(ge=0)]
-Number = Annotated[int, Field(ge=1)]
+from utils.record.meta import BestState, Count, Fields, Number
 
 
-def _one_of(*known: str) -> AfterValidator:
-    def check(value: str) -> str:
-        if value not in known:
-            raise ValueError(f"Input should be {', '.join(map(repr, known[:-1]))} or {known[-1]!r}")
-        return value
-
-    return AfterValidator(check)
-
-
-class _Fields(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-
-
-class Seal(_Fields):
-    """Size and hash of one file."""
-
-    size: Count
-    sha256: str
-
-
-class Batch(_Fields):
-    per_process: Number
-    accumulated: Number
-    processes: Number
-    asked: Number | None = None
-    """TRAIN.ACCUM_ITER of the settings."""
-
-
-class Samples(_Fields):
-    number: Number
-    updates: Number
-    order: str
-    data: str | None = None
-
-
-class Choices(_Fields):
-    """Choices that a resumed run repeats. An unknown kind of attention counts as none."""
-
-    attention: str = ""
-    batch_size: Number = 1
-    compile: Literal["none", "blocks", "whole"] = "none"
-    computed_in: str = ""
-    cpu_fp32: Literal["mkl", "onednn", "amx"] = "mkl"
-    """Version 0.1.0 had `amx`."""
-
-
-class WeightsMeta(_Fields):
-    """Fields that users of the weights need; in a file of weights alone they are in the header."""
-
-    choices: Choices = Choices()
-    classes: list[str] | None = None
-    fp32_modules: list[str] = []
-    metrics: dict[str, float | None] = {}
-    samples: Samples | None = None
-    settings: dict[str, Any]
-    """By dotted key; checked when they are loaded."""
-    thresholds: dict[Annotated[str, _one_of(*(which.name for which in SETS))], list[float]] = {}
-    """Several labels per sample: the probability from which on each class is predicted, by weights."""
-
-
-class BestState(_Fields):
-    figure: float | None = None
-    kind: Annotated[str, _one_of(*KINDS_OF_BEST)] = ONE_LABEL.best.name
-    update: Count = 0
-    epoch: Count = 0
-    stale: Count = 0
-
-
-class Meta(WeightsMeta):
-    """meta.json"""
-
-    format: int
-    files: dict[str, Seal]
-    epoch: Number
-    update: Count
-    epoch_finished: bool
-    best: BestState | None = None
-    batch: Batch
-    frozen: list[str] = []
-    samples: Samples  # pyright: ignore[reportIncompatibleVariableOverride,reportGeneralTypeIssues]
-
-    @model_validator(mode="after")
-    def _lists_files_of_its_own(self) -> Meta:
-        if strange := next((name for name in self.files if Path(name).name != name), None):
-            raise ValueError(f"the field 'files' lists {strange!r}, which is not the name of a file in this folder")
-        return self
-
-
-class Input(_Fields):
-    """Preprocessing of images, in meta.json and in the header of a file of weights alone."""
-
-    image_size: Number = 1
-    crop_pct: float = 1.0
-    crop_mode: str = ""
-    interpolation: str = ""
-    mean: list[float] = []
-    std: list[float] = []
-
-
-class Group(_Fields):
+class Group(Fields):
     params: list[Count]
 
 
-class OptimizerState(_Fields):
+class OptimizerState(Fields):
     state: dict[int, dict[str, Any]]
     param_groups: Annotated[list[Group], Field(min_length=1)]
 
 
-class ScalerState(_Fields):
+class ScalerState(Fields):
     scale: Annotated[float, Field(gt=0)]
     growth_tracker: Annotated[Count, Field(alias="_growth_tracker")]
     bad_in_a_row: Count
 
 
-class Skips(_Fields):
+class Skips(Fields):
     model_config = ConfigDict(extra="forbid")
 
     replays: Count = 0
     last_replay: Count = 0
     passed_over: Count = 0
-    blamed: dict[str, Count] = {}
+    blamed: dict[str, Count] = Field(default_factory=dict)
 
 
-class PositionState(_Fields):
+class PositionState(Fields):
     epoch: Number
     step: Count
     update: Count
     validated: Count
 
 
-class MeterState(_Fields):
+class MeterState(Fields):
     epoch: Annotated[list[float], Field(min_length=4, max_length=4)]
     skipped: Count
     skipped_in_a_row: Count
 
 
-class MovedModules(_Fields):
+class MovedModules(Fields):
     """Fields of state.pt that tools read."""
 
     fp32_modules: list[str]
@@ -192,44 +74,3 @@ class State(MovedModules):
         if len(self.trained) != groups:
             raise ValueError(f"'trained' names {len(self.trained)} weights, but the optimizer has {groups}")
         return self
-
-
-def read_meta(path: Path) -> dict[str, Any]:
-    """Read and check a meta.json."""
-    try:
-        meta = parse_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path.parent}: incomplete checkpoint, {path.name} is missing.") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({type(error).__name__}: {error}).") from None
-    version = meta.get("format", FORMAT) if isinstance(meta, dict) else FORMAT
-    if isinstance(version, int) and version != FORMAT:
-        raise UserError(f"{path.parent}: written in format {version}; this version of vitamp reads format {FORMAT}.")
-    check_fields(Meta, meta, path)
-    if meta.get(META_HASH, hash_of(meta)) != hash_of(meta):
-        raise UserError(f"{path}: damaged or edited, its contents are not what was written.")
-    return meta
-
-
-def hash_of(meta: dict[str, Any]) -> str:
-    """Hash of the fields of a meta.json but its own, independent of their layout in the file."""
-    fields = {key: value for key, value in json.loads(json.dumps(meta)).items() if key != META_HASH}
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-
-
-def check_fields(fields: type[BaseModel], content: object, path: Path) -> None:
-    """Raise UserError if a field of `content`, read from `path`, is missing or wrong."""
-    try:
-        fields.model_validate(content)
-    except ValidationError as error:
-        problems = [_in_words(details) for details in error.errors(include_url=False, include_input=False)]
-        more = f"; and {len(problems) - MOST_LISTED} more" if len(problems) > MOST_LISTED else ""
-        raise UserError(f"{path}: damaged, {'; '.join(problems[:MOST_LISTED])}{more}.") from None
-
-
-def _in_words(details: Any) -> str:
-    place = ".".join(str(part) for part in details["loc"])
-    if details["type"] == "missing":
-        return f"{place} is missing"
-    text = details["msg"].removeprefix("Value error, ")
-    return f"{place}: {text}" if place else text

@@ -6,10 +6,12 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.checkpoint.fields import State, check_fields
-from engine.checkpoint.folder import META, STATE, WEIGHTS, Checkpoint, checkpoints_in, inspect, place_of, verify
+from engine.checkpoint.fields import State
+from engine.checkpoint.folder import read_state
 from utils.errors import UserError
 from utils.log import log
+from utils.record.checkpoints import META, STATE, WEIGHTS, Checkpoint, checkpoints_in, inspect, place_of, verify
+from utils.record.meta import check_fields
 
 PADDLE_ENDINGS = (".pdparams", ".pdopt", ".pdema", ".pdstates")
 Check = Callable[[Checkpoint], Checkpoint]
@@ -18,7 +20,7 @@ Check = Callable[[Checkpoint], Checkpoint]
 
 def resumable(checkpoint: Checkpoint) -> Checkpoint:
     """Check that the files are undamaged and that the state has every field that a resumed run reads."""
-    check_fields(State, verify(checkpoint).state(mapped=True), checkpoint.folder / STATE)
+    check_fields(State, read_state(verify(checkpoint), mapped=True), checkpoint.folder / STATE)
     return checkpoint
 
 

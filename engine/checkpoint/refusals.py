@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.find import ended_epochs
-from engine.checkpoint.folder import Checkpoint
+from engine.checkpoint.folder import read_state
 from engine.machine.context import global_batch
 from engine.measure.progress import Position
 from utils.config import Config, DataConfig
@@ -16,12 +16,13 @@ from utils.distributed.launch import start_again
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.log import log
+from utils.record.checkpoints import Checkpoint
 from utils.record.run_folder import run_folder_of
 
 
 def check_batch(checkpoint: Checkpoint, config: Config, world: World) -> None:
     """Raise UserError for another global batch within an epoch: the rest of the epoch would have other samples."""
-    state = checkpoint.state(mapped=True)
+    state = read_state(checkpoint, mapped=True)
     saved, done = state["global_batch"], state["position"]
     position = Position(done["epoch"], done["step"], done["update"])
     now = global_batch(config, world)

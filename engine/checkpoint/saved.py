@@ -9,11 +9,8 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from engine.checkpoint.chosen import checkpoint_of
-from engine.checkpoint.fields import MovedModules, check_fields
-from engine.checkpoint.folder import META, STATE, Checkpoint, inspect, verify
-from engine.checkpoint.shard_files import files_of
-from engine.checkpoint.weights_file import read_weights_meta
+from engine.checkpoint.fields import MovedModules
+from engine.checkpoint.folder import read_state, read_tensors
 from utils.cli import CommandLine
 from utils.config import Config, load_config
 from utils.config.keys import settings
@@ -21,7 +18,10 @@ from utils.config.resumed import read_saved
 from utils.errors import UserError
 from utils.files import kind_of_path
 from utils.record.better_weights import Choice, choose_weights
+from utils.record.checkpoints import META, STATE, Checkpoint, checkpoint_of, inspect, verify
+from utils.record.meta import check_fields
 from utils.record.weight_sets import BETTER, SETS, WeightSet, set_named
+from utils.record.weights_file import read_weights_meta
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,7 @@ class Saved:
         if self.checkpoint is None:
             with safe_open(str(self.path), framework="pt") as file:
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-        files = self.checkpoint.meta["files"]
-        wanted = {name: files[name] for name in files_of(which.file, files)}
-        verify(replace(self.checkpoint, meta={**self.checkpoint.meta, "files": wanted}))
-        return self.checkpoint.tensors(which.file)
+        return read_tensors(verify(self.checkpoint, which.file), which.file)
 
     def settings(self) -> dict[str, Any]:
         """The run's settings by dotted key."""
@@ -66,7 +63,7 @@ class Saved:
         """Modules that AMP.AUTO_FP32 had moved to fp32."""
         if self.checkpoint is None:
             return self.meta["fp32_modules"]
-        state = self.checkpoint.state(mapped=True)  # nearly all of it is the optimiser's, and not read
+        state = read_state(self.checkpoint, mapped=True)  # nearly all of it is the optimiser's, and not read
         check_fields(MovedModules, state, self.path / STATE)
         return state["fp32_modules"]
 

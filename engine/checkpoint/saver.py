@@ -18,15 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.checkpoint.folder import (
-    best_of,
-    folder_name,
-    new_checkpoint,
-    prune,
-    read_index,
-    write_files,
-    write_index,
-)
+from engine.checkpoint.folder import new_checkpoint, prune, write_files
 from engine.checkpoint.host_copy import HostCopy, on_host, size_words
 from engine.machine.stopping import signals
 from engine.measure.progress import Best, Position
@@ -35,6 +27,7 @@ from engine.update import Parts
 from utils.config.schema import Config
 from utils.errors import TrainingError
 from utils.log import log
+from utils.record.checkpoints import best_of, folder_name, read_index, write_index
 from utils.record.weight_sets import WeightSet
 
 PAUSES = (5.0, 20.0, 60.0)

@@ -7,8 +7,7 @@ number wrote, and all files are safetensors.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +16,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from engine.parallel.fsdp import Sharding, is_sharded, local_shard
+from utils.record.checkpoints import shard_name
 
 OPTIMIZER = "optimizer.safetensors"
-_SHARD = re.compile(r"\.shard-(\d+)-of-(\d+)\.safetensors$")
-
-
-def shard_name(name: str, nth: int, count: int) -> str:
-    """Name of the shard `nth` (from 0) of `count`."""
-    return f"{name.removesuffix('.safetensors')}.shard-{nth + 1}-of-{count}.safetensors"
-
-
-def files_of(name: str, files: Collection[str]) -> list[str]:
-    """The file `name`, or its shards in order; empty if neither is complete."""
-    if name in files:
-        return [name]
-    counts = {int(found[2]) for found in map(_SHARD.search, files) if found}
-    wanted = [shard_name(name, nth, max(counts, default=0)) for nth in range(max(counts, default=0))]
-    return wanted if set(wanted) <= set(files) else []
 
 
 class JoinedShards(Mapping[str, Tensor]):

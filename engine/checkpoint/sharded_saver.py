@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from engine.checkpoint.folder import folder_name, write_files, write_tensors
+from engine.checkpoint.folder import write_files, write_tensors
 from engine.checkpoint.host_copy import HostCopy
 from engine.checkpoint.saver import SECONDS_AFTER_A_FAILURE, RankSaver, Saver, Snapshot
 from engine.update import Parts
@@ -26,6 +26,7 @@ from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import TrainingError
 from utils.log import log
+from utils.record.checkpoints import folder_name
 
 if TYPE_CHECKING:
     from torch.distributed import Store

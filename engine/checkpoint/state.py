@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoint.folder import STATE, Checkpoint
+from engine.checkpoint.folder import open_tensors, read_state
 from engine.checkpoint.optimizer_state import load_optimizer, trained_weights
 from engine.checkpoint.saver import Snapshot
 from engine.checkpoint.shard_files import OPTIMIZER, into_shards
@@ -27,6 +27,7 @@ from utils.config.resumed import read_saved
 from utils.distributed.world import sum_over_ranks
 from utils.errors import UserError
 from utils.log import log
+from utils.record.checkpoints import STATE, Checkpoint
 from utils.record.weight_sets import PLAIN, WeightSet
 from utils.text import counted
 
@@ -89,7 +90,7 @@ def restore(parts: Parts, checkpoint: Checkpoint, per_epoch: int, which: WeightS
             "Leave the setting out."
         )
     try:
-        return _restore(parts, checkpoint, checkpoint.state(), per_epoch, which)
+        return _restore(parts, checkpoint, read_state(checkpoint), per_epoch, which)
     except (KeyError, TypeError) as error:
         raise UserError(f"{checkpoint.folder / STATE}: not a state that vitamp saved ({error!r}).") from None
 
@@ -98,10 +99,10 @@ def _restore(
     parts: Parts, checkpoint: Checkpoint, state: dict[str, Any], per_epoch: int, start: WeightSet
 ) -> tuple[Position, Best]:
     sharding = parts.sharding
-    load_weights(parts.model, checkpoint.lazy_tensors(start.file), f"{checkpoint.folder / start.file}", sharding)
+    load_weights(parts.model, open_tensors(checkpoint, start.file), f"{checkpoint.folder / start.file}", sharding)
     if start != PLAIN:
         log.info("MODEL.RESUME_EMA: the model resumes from the %s weights.", start.label)
-    moments = checkpoint.lazy_tensors(OPTIMIZER) if checkpoint.has(OPTIMIZER) else {}
+    moments = open_tensors(checkpoint, OPTIMIZER) if checkpoint.has(OPTIMIZER) else {}
     load_optimizer(parts.model, parts.optimizer, state, moments, sharding)
     if state["fp32_modules"] and parts.precision.level in ("O1", "O2"):
         if sharding is None:
@@ -113,7 +114,7 @@ def _restore(
         parts.precision.scaler.load_state_dict(state["scaler"])
     for which, module in parts.others.items():
         name = which.file if checkpoint.has(which.file) else PLAIN.file
-        load_weights(module, checkpoint.lazy_tensors(name), f"{checkpoint.folder / name}", sharding)
+        load_weights(module, open_tensors(checkpoint, name), f"{checkpoint.folder / name}", sharding)
         if name == PLAIN.file:
             log.info("The %s starts from the checkpoint's weights, since the checkpoint has no %s.", *[which.label] * 2)
     for ability in parts.abilities:

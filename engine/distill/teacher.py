@@ -16,11 +16,8 @@ from torch import Tensor, nn
 
 from engine.amp.fp32_modules import force_fp32
 from engine.amp.precision import Precision
-from engine.checkpoint.fields import Input, check_fields
-from engine.checkpoint.folder import META
 from engine.checkpoint.saved import config_of, find_saved
 from engine.checkpoint.state import load_weights
-from engine.checkpoint.weights_file import read_header
 from engine.inputs.normalize import per_channel
 from engine.machine.memory import is_out_of_memory
 from models import build_model, check_pretrained, count_parameters, load_pretrained
@@ -28,7 +25,10 @@ from models.names import is_timm_name, similar_models
 from utils.config import Config
 from utils.errors import UserError
 from utils.log import log
+from utils.record.checkpoints import META
+from utils.record.meta import Input, check_fields
 from utils.record.weight_sets import BETTER
+from utils.record.weights_file import read_header
 
 KEY = "TRAIN.TEACHER_MODEL"
 EXAMPLE = "regnety_160.deit_in1k"

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.folder import Checkpoint
 from engine.fit.batch_trial import STEP, Trial, largest_that_fits
 from engine.machine.context import Run, global_batch
 from engine.machine.memory import GIB, free_memory, in_gib, is_out_of_memory, limited
@@ -24,6 +23,7 @@ from utils.config.kinds import AUTO
 from utils.distributed.world import World, all_gather, on_every_rank
 from utils.errors import UserError
 from utils.log import log
+from utils.record.checkpoints import Checkpoint
 from utils.seeding import fork_host_rng
 from utils.text import counted
 

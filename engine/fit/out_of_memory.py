@@ -7,7 +7,6 @@ import re
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoint.folder import read_index
 from engine.machine.context import Run
 from engine.machine.device import describe_device
 from engine.machine.memory import IN_VALIDATION, in_gib, largest_blocks, peak_memory_gb, total_memory
@@ -16,6 +15,7 @@ from engine.update import Parts
 from utils.config import Config
 from utils.config.kinds import AUTO
 from utils.errors import TrainingError
+from utils.record.checkpoints import read_index
 from utils.text import counted
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from engine.amp.op_lists import OpLists
 from engine.amp.overflow_replay import FORWARD
 from engine.amp.skip_watch import Blame, OverflowWatch
-from engine.checkpoint.folder import read_index
 from engine.measure.meters import NEVER, Reading
 from engine.measure.progress import Position
 from engine.report.reporter import Reporter
@@ -17,6 +16,7 @@ from utils.config.amp import AmpConfig
 from utils.distributed.world import World, all_gather
 from utils.errors import AllRanksError
 from utils.log import log
+from utils.record.checkpoints import read_index
 
 TIMES_TO_BLAME = 2
 """A module that is blamed this often moves to fp32 (AMP.AUTO_FP32)."""

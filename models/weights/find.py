@@ -19,8 +19,10 @@ from safetensors import SafetensorError, safe_open
 
 from models.names import is_timm_name, similar_models
 from utils.errors import UserError, nearest
-from utils.files import NotRegular, parse_json, require_regular
+from utils.files import NotRegular, read_json, require_regular
 from utils.record.better_weights import choose_weights
+from utils.record.checkpoints import INDEX, META, best_in_index
+from utils.record.run_folder import CHECKPOINTS
 from utils.record.weight_sets import BETTER, PLAIN, SETS, WeightSet, set_named
 
 TORCH_ENDINGS = (".pth", ".pt", ".bin", ".pth.tar")
@@ -141,17 +143,9 @@ def _no_such_file(path: Path) -> UserError:
 
 def _in_folder(folder: Path) -> Path:
     """Weights in the folder of a checkpoint, or of a run's best checkpoint."""
-    index = folder / "checkpoints" / "index.json"
-    index = index if index.is_file() else folder / "index.json"
-    if index.is_file():
-        try:
-            known = parse_json(index.read_text(encoding="utf-8"))
-            name = known.get("best") or known.get("last")
-        except (ValueError, AttributeError, OSError) as error:
-            raise UserError(f"{index} cannot be read: {error}.") from None
-        if not isinstance(name, str) or Path(name).name != name:
-            raise UserError(f"{index} names no checkpoint as 'best' or 'last'.")
-        folder = index.parent / name
+    root = folder / CHECKPOINTS if (folder / CHECKPOINTS / INDEX).is_file() else folder
+    if (root / INDEX).is_file():
+        folder = root / best_in_index(root)
     for file in HUB_FILES:
         if (folder / file).is_file():
             return folder / file
@@ -162,7 +156,7 @@ def _in_folder(folder: Path) -> Path:
             "-pretrained."
         )
     raise UserError(
-        f"Pretrained weights {folder}: the folder has no {' or '.join(HUB_FILES)}, and no checkpoints/index.json of a "
+        f"Pretrained weights {folder}: the folder has no {' or '.join(HUB_FILES)}, and no {CHECKPOINTS}/{INDEX} of a "
         "run."
     )
 
@@ -174,19 +168,10 @@ def _of_checkpoint(plain: Path, wanted: str) -> Source:
         _beside(plain, other)
     available = [which for which in SETS if which == PLAIN or plain.with_name(which.file).is_file()]
     reason = "" if wanted == BETTER else f"MODEL.RESUME_EMA {str(other is not None).lower()}"
-    meta = _meta_beside(plain)
+    meta = read_json(plain.with_name(META)) if plain.with_name(META).is_file() else {}
     choice = choose_weights(meta, available, wanted, reason)
     file = plain if choice.which == PLAIN else plain.with_name(choice.which.file)
     return Source(file, description=f"{plain.parent.name}, {choice.words}" if meta else "")
-
-
-def _meta_beside(weights: Path) -> dict[str, Any]:
-    """The meta.json of a checkpoint; empty for a folder with nothing but weights."""
-    try:
-        meta = parse_json(weights.with_name("meta.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return meta if isinstance(meta, dict) else {}
 
 
 def _other_than_plain(wanted: str) -> WeightSet | None:

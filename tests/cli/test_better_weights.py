@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from engine.checkpoint.weights_file import read_header
 from scripts.dev.results import one_run
 from tests.conftest import TINY_DIGITS
 from tests.program import Result, metrics, run_program, write_meta
@@ -20,6 +19,7 @@ from utils.record.better_weights import choose_weights
 from utils.record.history import History
 from utils.record.tasks import ONE_LABEL
 from utils.record.weight_sets import SETS
+from utils.record.weights_file import read_header
 
 LAST, BEFORE, MIDDLE = "step-000000088", "step-000000044", "step-000000066"
 

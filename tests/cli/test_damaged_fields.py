@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from engine.checkpoint.chosen import chosen_checkpoint
-from engine.checkpoint.fields import META_HASH
-from engine.checkpoint.folder import META, STATE
 from tests.program import Result, metrics, run_program, train_tiny, write_meta
 from utils.config import load_config
 from utils.distributed.world import ALONE
+from utils.record.checkpoints import META, STATE
+from utils.record.meta import META_HASH
 
 FIRST, NEWEST = "step-000000044", "step-000000088"
 GONE = "(left out)"

@@ -12,11 +12,12 @@ import pytest
 import safetensors.torch
 import torch
 
-from engine.checkpoint.folder import MODEL, inspect, verify
+from engine.checkpoint.folder import read_state, read_tensors
 from engine.parallel.fsdp import _can_choose_by_weight
 from tests.program import ROOT, TINY_DIGITS, Result, Started, metrics, run_program, write_meta
 from tests.saved import save_checkpoint
 from tests.waiting import free_port
+from utils.record.checkpoints import MODEL, inspect, verify
 from utils.record.weight_sets import AVERAGE
 
 FSDP, EMA = "DIST.STRATEGY=fsdp", AVERAGE.file
@@ -181,9 +182,11 @@ def test_modules_moved_to_fp32_stay_there(place: Path, whole: Path, tmp_path: Pa
     """AMP.AUTO_FP32 of a ddp run moved them. FSDP must know them before it shards the weights."""
     modules = ["blocks.0.mlp.fc1", "blocks.1.attn"]
     source = inspect(whole / "checkpoints" / f"step-{STOPPED_AT:09d}")
-    state = {**source.state(), "fp32_modules": modules}
+    state = {**read_state(source), "fp32_modules": modules}
     meta = {key: value for key, value in source.meta.items() if key not in ("format", "files")}
-    moved = save_checkpoint(tmp_path, STOPPED_AT, {name: source.tensors(name) for name in (MODEL, EMA)}, state, meta)
+    moved = save_checkpoint(
+        tmp_path, STOPPED_AT, {name: read_tensors(source, name) for name in (MODEL, EMA)}, state, meta
+    )
     words = ("-amp", "bf16", f"AMP.LEVEL={level}", "-resume", moved, f"TRAIN.MAX_UPDATES={STOPPED_AT + 2}")
     ours, theirs = (
         start(place, f"moved {level} {strategy}", *words, f"DIST.STRATEGY={strategy}")[0]
@@ -192,7 +195,7 @@ def test_modules_moved_to_fp32_stay_there(place: Path, whole: Path, tmp_path: Pa
     losses = [[line["loss"] for line in metrics(run, "train")] for run in (ours, theirs)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     saved = inspect(ours / "checkpoints" / f"step-{STOPPED_AT + 2:09d}")
-    assert saved.state()["fp32_modules"] == modules, "for the next resume"
+    assert read_state(saved)["fp32_modules"] == modules, "for the next resume"
 
 
 def test_saved_weights_can_be_looked_at_and_handed_on(

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from datasets import Batch, Share, Window
 from engine.amp.precision import Precision
-from engine.checkpoint.folder import Checkpoint
 from engine.inputs.mixup import no_transform
 from engine.inputs.normalize import Inputs
 from engine.machine.context import Run
@@ -25,6 +24,7 @@ from engine.speed.tuning import shapes
 from engine.update import Parts, train_update
 from utils.config import AmpConfig, Config, TrainConfig, load_config
 from utils.distributed.world import ALONE
+from utils.record.checkpoints import Checkpoint
 
 CPU = torch.device("cpu")
 FP16 = AmpConfig(ENABLED=True, DTYPE="fp16")

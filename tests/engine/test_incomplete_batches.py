@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from datasets import Batch, Window
-from engine.checkpoint.folder import inspect
+from engine.checkpoint.folder import read_tensors
 from engine.measure.meters import TrainMeters
 from engine.measure.task import MultiLabel
 from engine.setup import ReadyToTrain
@@ -21,6 +21,7 @@ from tests.engine.amp.modes import MODES, PLAIN_STEPS, WITH_MASTERS, change
 from tests.engine.small import CPU, build, windows
 from tests.program import Result, metrics, train_tiny, write_meta
 from utils.distributed.world import ALONE
+from utils.record.checkpoints import inspect
 from utils.seeding import seed_all
 
 SIZES = [24, 24, 24, 24, 4]
@@ -121,7 +122,7 @@ def test_two_processes_move_by_the_mean_over_the_images(
     start = {name: weight.detach().clone() for name, weight in plain.model.named_parameters()}
     batches = [batch for _, batch in only_window(plain)]
     expected = plain_gradient(plain, batches, summed)
-    saved = inspect(run / "checkpoints" / "step-000000001").tensors()
+    saved = read_tensors(inspect(run / "checkpoints" / "step-000000001"))
     moved = torch.cat([(weight - saved[name]).flatten() for name, weight in start.items()])
     assert (moved - expected).norm() < 1e-5 * expected.norm()
     (line,) = metrics(run, "train")

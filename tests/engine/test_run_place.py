@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.folder import MODEL
 from utils.errors import UserError
 from utils.files import replacing, write_atomically
 from utils.record import run_folder
+from utils.record.checkpoints import MODEL
 from utils.record.run_folder import check_output, make_folder, run_folder_of
 
 

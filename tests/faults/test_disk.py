@@ -16,7 +16,7 @@ import torch
 
 from engine.checkpoint import saver as saving
 from engine.checkpoint.find import newest_good
-from engine.checkpoint.folder import MODEL, inspect, read_index, verify
+from engine.checkpoint.folder import read_state, read_tensors
 from engine.checkpoint.host_copy import HostCopy
 from engine.checkpoint.saver import Saver, Snapshot
 from engine.machine.stopping import signals
@@ -29,6 +29,7 @@ from tests.waiting import until
 from utils.config.schema import Config
 from utils.errors import TrainingError
 from utils.line_file import LineFile
+from utils.record.checkpoints import MODEL, inspect, read_index, verify
 
 ENDLESS = ["TRAIN.NUM_EPOCHS=100000", "SAVE_FREQ=100000", "VALIDATE_FREQ=100000", "REPORT_FREQ=5"]
 TENSORS = {MODEL: {"weight": torch.arange(50_000.0)}}  # 200 kB
@@ -200,8 +201,8 @@ def test_tried_again_after_a_pause(
     disk.make_room()
     until(lambda: bool(saver.report()) or "Checkpoint step-000000001" in said.text, 30)
     found = verify(inspect(root / "step-000000001"))
-    assert torch.equal(found.tensors()["weight"], torch.ones(1000))
-    assert torch.equal(found.state()["moments"], torch.full((1000,), 2.0))
+    assert torch.equal(read_tensors(found)["weight"], torch.ones(1000))
+    assert torch.equal(read_state(found)["moments"], torch.full((1000,), 2.0))
     saver.finish()
 
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from engine.checkpoint.find import newest_good
-from engine.checkpoint.folder import MODEL, STATE, folder_name
 from tests.faults.killing import Run
 from tests.program import Result, made_meta, write_meta
 from tests.saved import save_checkpoint
+from utils.record.checkpoints import MODEL, STATE, folder_name
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.folder import folder_name, read_index
 from tests.program import Result, metrics
+from utils.record.checkpoints import folder_name, read_index
 
 
 def names(root: Path) -> list[str]:

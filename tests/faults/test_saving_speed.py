@@ -13,10 +13,10 @@ import timm
 import torch
 from torch.utils._pytree import tree_leaves
 
-from engine.checkpoint.folder import MODEL
 from engine.checkpoint.saver import Saver, Snapshot
 from tests.program import made_meta
 from utils.config.schema import Config
+from utils.record.checkpoints import MODEL
 from utils.record.weight_sets import AVERAGE
 
 EMA = AVERAGE.file

@@ -14,11 +14,11 @@ import timm
 import torch
 from safetensors import safe_open
 
-from engine.checkpoint.folder import MODEL
-from engine.checkpoint.weights_file import read_header
 from tests.program import Result, made_meta, metrics, save_image, train_tiny, write_meta
 from tests.saved import save_checkpoint
+from utils.record.checkpoints import MODEL
 from utils.record.weight_sets import AVERAGE
+from utils.record.weights_file import read_header
 
 EMA = AVERAGE.file
 

@@ -13,8 +13,8 @@ import pytest
 import safetensors.torch
 from PIL import Image
 
-from engine.checkpoint.weights_file import read_header
 from tests.program import Result, metrics
+from utils.record.weights_file import read_header
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,6 @@ from PIL import Image
 
 from datasets.given import open_given
 from datasets.memory import ArraySamples, open_arrays
-from engine.checkpoint.folder import MODEL
 from engine.saved.predictions import split_of_run, validation_predictions
 from engine.saved.trained import load_trained
 from engine.setup import model_in_precision
@@ -32,6 +31,7 @@ from tools.predict import find
 from utils.config import load_config
 from utils.config.data import DataConfig
 from utils.config.keys import values_to_keep
+from utils.record.checkpoints import MODEL
 from utils.record.weight_sets import AVERAGE, PLAIN
 
 Row = dict[str, Any]

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.checkpoint.find import resumable
-from engine.checkpoint.folder import META, inspect, read_index
 from engine.checkpoint.host_copy import size_words
 from tools.common.progress import progress
 from tools.common.weights import folders_of
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.log import log
+from utils.record.checkpoints import META, inspect, read_index
 from utils.record.tasks import LOSS, Metric, task_of
 from utils.record.weight_sets import SETS
 from utils.text import aligned, counted

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from datasets.shards import hub
-from engine.checkpoint.chosen import checkpoint_of
-from engine.checkpoint.folder import Checkpoint, checkpoints_in, inspect, place_of, raising_os_errors, verify
+from engine.checkpoint.folder import open_tensors, raising_os_errors, read_tensors
 from engine.checkpoint.saved import Saved, find_saved
-from engine.checkpoint.weights_file import MADE_BY
 from engine.optim.class_weights import BALANCED
 from engine.optim.class_weights import KEY as CLASS_WEIGHTS
 from tools.common.output_file import writing
@@ -24,7 +22,9 @@ from utils.errors import EXIT_DONE, UserError
 from utils.files import replacing
 from utils.log import log
 from utils.record.better_weights import choose_weights
+from utils.record.checkpoints import Checkpoint, checkpoint_of, checkpoints_in, inspect, place_of, verify
 from utils.record.weight_sets import BETTER, PLAIN, SETS, WeightSet, set_named
+from utils.record.weights_file import MADE_BY
 from utils.text import counted
 
 COPIED = (
@@ -68,7 +68,7 @@ def strip(path: Path, out: Path, weights: str) -> int:
     source, which = verify(saved.checkpoint), choice.which
     log.info("%s", choice.words)
     write_weights(
-        out, source.tensors(which.file), _header(source, {"weights": which.words, "from": source.folder.name})
+        out, read_tensors(source, which.file), _header(source, {"weights": which.words, "from": source.folder.name})
     )
     log.info("%s holds only %s of %s, without the optimiser's state", out, which.words, source.folder)
     return EXIT_DONE
@@ -138,7 +138,7 @@ def _set_to_average(sources: list[Checkpoint], weights: str) -> tuple[WeightSet,
 
 def _mean(sources: list[Checkpoint], name: str) -> dict[str, Tensor]:
     """Uniform average in double precision. Only one tensor of each checkpoint is in memory at a time."""
-    files = [source.lazy_tensors(name) for source in sources]
+    files = [open_tensors(source, name) for source in sources]
     shapes = [{key: file.shape(key) for key in file} for file in files]
     for source, own in zip(sources, shapes, strict=True):
         if own != shapes[0]:

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from engine.checkpoint.folder import raising_os_errors
 from engine.checkpoint.saved import Saved
-from engine.checkpoint.weights_file import EXPORTED
 from engine.saved.trained import Trained
 from tools.common.weights import needed_by_tools
 from tools.export.model import DTYPES, ExportModule, Options, TimmModel
 from utils.errors import TrainingError, UserError
+from utils.record.weights_file import EXPORTED
 
 INPUT, OUTPUT, BATCH = "images", "logits", "batch"
 TORCH_KEYS = ("pkg.", "namespace")

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from datasets.decoding.background import background_of
 from datasets.given import crop_of, squeezes
 from engine.checkpoint.state import load_weights
-from engine.checkpoint.weights_file import MADE_BY
 from engine.inputs.normalize import Inputs, per_channel
 from engine.saved.trained import Trained
 from models import timm_call
+from utils.record.weights_file import MADE_BY
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -16,7 +16,8 @@ from utils.config.retired import without_retired
 from utils.config.schema import Config
 from utils.config.values import one_line
 from utils.errors import UserError
-from utils.files import parse_json
+from utils.files import read_json
+from utils.record.checkpoints import META
 from utils.record.run_folder import CONFIG, run_folder_of
 
 FORMER: dict[str, Any] = {
@@ -108,10 +109,10 @@ def _settings_of_run(resume: Any, output: Any) -> tuple[Config, Path] | None:
     if not isinstance(name, str) or not name:
         return None
     path = Path(name).expanduser()
-    meta = (path.parent if path.is_file() else path) / "meta.json"
+    meta = (path.parent if path.is_file() else path) / META
     run = run_folder_of(path)
     try:
-        values = parse_json(meta.read_text(encoding="utf-8"))["settings"] if meta.is_file() else None
+        values = read_json(meta)["settings"] if meta.is_file() else None
         if values is None and run is not None and (run / CONFIG).is_file():
             values = {key: e.value for key, e in read_files(str(run / CONFIG))[-1].entries.items()}
         known = {key: value for key, value in (values or {}).items() if key in settings()}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.errors import UserError
-from utils.files import parse_json, write_atomically
+from utils.files import read_json, write_atomically
 from utils.passwords import redacted
 from utils.record.metrics_file import METRICS
 
@@ -144,11 +144,4 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def read_about(folder: Path) -> dict[str, Any]:
     """The content of a run's run.json."""
-    file = folder / ABOUT
-    try:
-        about = parse_json(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: cannot be read ({error}).") from None
-    if not isinstance(about, dict):
-        raise UserError(f"{file}: damaged, it is not a JSON object.")
-    return about
+    return read_json(folder / ABOUT)

@@ -17,7 +17,6 @@ from datasets import Batch, Share, Window
 from engine.amp.precision import Precision, check_amp
 from engine.amp.prepare_model import tile_size_hint
 from engine.amp.skip_watch import OverflowWatch
-from engine.checkpoint.folder import MODEL
 from engine.evaluate import evaluate
 from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain
@@ -31,6 +30,7 @@ from utils.config import TrainConfig
 from utils.distributed.world import ALONE
 from utils.errors import UserError
 from utils.log import log
+from utils.record.checkpoints import MODEL
 
 
 def noting(outputs: set[torch.dtype]) -> Any:

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from engine.amp.scaler import LossScaler
-from engine.checkpoint.folder import MODEL, Checkpoint, inspect
 from engine.checkpoint.state import restore, state_of
 from engine.measure.progress import Best, Position
 from engine.setup import ReadyToTrain
@@ -20,6 +19,7 @@ from tests.engine.small import build, train
 from tests.program import made_meta
 from tests.saved import save_checkpoint
 from utils.config import AmpConfig
+from utils.record.checkpoints import MODEL, Checkpoint, inspect
 
 INF = float("inf")
 

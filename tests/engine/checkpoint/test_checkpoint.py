@@ -15,9 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine.checkpoint.fields import META_HASH
 from engine.checkpoint.find import newest_good
-from engine.checkpoint.folder import (
+from engine.checkpoint.folder import prune, read_state, read_tensors
+from tests.program import made_meta
+from tests.saved import save_checkpoint
+from utils.errors import UserError
+from utils.log import log
+from utils.record.checkpoints import (
     META,
     MODEL,
     STATE,
@@ -26,16 +30,12 @@ from engine.checkpoint.folder import (
     checkpoints_in,
     folder_name,
     inspect,
-    prune,
     read_index,
     update_in,
     verify,
     write_index,
 )
-from tests.program import made_meta
-from tests.saved import save_checkpoint
-from utils.errors import UserError
-from utils.log import log
+from utils.record.meta import META_HASH
 
 TENSORS = {MODEL: {"weight": torch.arange(6.0).reshape(2, 3).t(), "count": torch.tensor(3)}}
 STATE_DICT = {"position": {"epoch": 1, "step": 0, "update": 1}, "numbers": [1, 2.5, None, "x"], "t": torch.ones(2)}
@@ -63,8 +63,8 @@ def test_checkpoint_restores_tensors_and_state(tmp_path: Path) -> None:
     assert folder.name == "step-000000123"
     found = verify(inspect(folder))
     for name, tensor in TENSORS[MODEL].items():
-        assert torch.equal(found.tensors()[name], tensor)
-    state = found.state()
+        assert torch.equal(read_tensors(found)[name], tensor)
+    state = read_state(found)
     assert state["numbers"] == [1, 2.5, None, "x"]
     assert torch.equal(state["t"], torch.ones(2))
     assert sorted(path.name for path in folder.iterdir()) == [META, MODEL, STATE]
@@ -83,7 +83,7 @@ def test_state_with_pickled_objects_is_refused(tmp_path: Path) -> None:
     """An object that could run code when it is unpickled is refused, even with the right hash."""
     folder = save_checkpoint(tmp_path, 1, TENSORS, {"x": Path("/")}, made_meta(1))
     with pytest.raises(UserError, match=STATE):
-        verify(inspect(folder)).state()
+        read_state(verify(inspect(folder)))
 
 
 def keep_saving(root: Path, first: int, began: Any) -> None:
@@ -116,7 +116,7 @@ def test_kill_while_saving_leaves_no_partial_checkpoint(tmp_path: Path) -> None:
             verify(inspect(folder))
         newest = newest_good(root)
         assert newest is None if not folders else newest is not None and newest.folder == folders[-1]
-        assert newest is None or newest.state() == {"update": newest.meta["update"]}
+        assert newest is None or read_state(newest) == {"update": newest.meta["update"]}
     assert read_index(root)["last"], "the saver never came to save"
     assert halves, "no kill hit a save: this proves nothing"
     save(root, 10**8)
@@ -348,6 +348,6 @@ def test_checkpoint_of_another_update_than_its_name_is_refused(tmp_path: Path) -
 def test_inspect_names_missing_or_unreadable_file(tmp_path: Path) -> None:
     (tmp_path / MODEL).write_bytes(b"nonsense")
     with pytest.raises(UserError, match=MODEL):
-        Checkpoint(tmp_path, {}).tensors()
+        read_tensors(Checkpoint(tmp_path, {}))
     with pytest.raises(UserError, match=STATE):
-        Checkpoint(tmp_path, {}).state()
+        read_state(Checkpoint(tmp_path, {}))

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from engine.checkpoint.find import find
-from engine.checkpoint.folder import MODEL, STATE, folder_name, write_index
 from tests.program import made_meta
 from tests.saved import save_checkpoint
 from utils.errors import UserError
+from utils.record.checkpoints import MODEL, STATE, folder_name, write_index
 
 
 def save(root: Path, update: int, epoch: int = 1) -> Path:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.checkpoint.folder import MODEL, Checkpoint, inspect
 from engine.checkpoint.state import finite, restore, state_of
 from engine.measure.progress import Best, Position
 from engine.optim.ema import Ema
@@ -20,6 +19,7 @@ from tests.engine.small import build, train, windows
 from tests.program import made_meta
 from tests.saved import save_checkpoint
 from utils.errors import UserError
+from utils.record.checkpoints import MODEL, Checkpoint, inspect
 from utils.record.weight_sets import AVERAGE
 
 EMA = AVERAGE.file

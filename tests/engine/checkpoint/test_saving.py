@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.folder import inspect, read_index, verify
 from tests.program import Result, metrics
 from utils.config import config_hash, load_config
+from utils.record.checkpoints import inspect, read_index, verify
 
 
 def names(run: Path) -> list[str]:

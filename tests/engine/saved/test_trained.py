@@ -15,15 +15,14 @@ import torch.nn.functional as F
 from safetensors import safe_open
 
 from engine.amp.fp32_modules import forced_modules
-from engine.checkpoint.folder import MODEL
 from engine.checkpoint.saved import find_saved
-from engine.checkpoint.shard_files import shard_name
 from engine.saved.predictions import Predictions, guesses, validation_predictions
 from engine.saved.trained import load_trained
 from tests.program import Result, metrics, write_meta
 from tests.saved import save_checkpoint
 from tools.checkpoint import command as checkpoint
 from utils.errors import TrainingError, UserError
+from utils.record.checkpoints import MODEL, shard_name
 from utils.record.weight_sets import AVERAGE, PLAIN
 
 EMA = AVERAGE.file

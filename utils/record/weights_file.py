@@ -9,10 +9,10 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from engine.checkpoint.fields import WeightsMeta, check_fields
-from engine.checkpoint.folder import WEIGHTS
 from utils.errors import UserError
 from utils.files import parse_json
+from utils.record.checkpoints import WEIGHTS
+from utils.record.meta import WeightsMeta, check_fields
 from utils.record.weight_sets import PLAIN, SETS, WeightSet
 
 MADE_BY, EXPORTED = "vitamp", "vitamp"
@@ -26,7 +26,7 @@ def read_header(file: Path) -> dict[str, Any]:
     if file.suffix != ".safetensors" or not file.is_file():
         return {}
     try:
-        with safe_open(str(file), framework="pt") as opened:
+        with safe_open(str(file), framework="np") as opened:
             header = dict(opened.metadata() or {})
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file}: cannot be read as safetensors ({error}).") from None

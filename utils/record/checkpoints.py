@@ -1,0 +1,149 @@
+"""A run's checkpoints on disk: their names, the index of the last and the best, and their check by size and hash."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from utils.errors import UserError
+from utils.files import read_json, write_atomically
+from utils.record.meta import read_meta
+from utils.record.run_folder import CHECKPOINTS
+from utils.record.weight_sets import PLAIN
+
+WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar", ".npz", ".ckpt")
+MODEL, STATE, META, INDEX = PLAIN.file, "state.pt", "meta.json", "index.json"
+NAME = r"step-(\d{9}|[1-9]\d{9,})"
+_SHARD = re.compile(r"\.shard-(\d+)-of-(\d+)\.safetensors$")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Folder of a checkpoint, with the content of its meta.json."""
+
+    folder: Path
+    meta: dict[str, Any]
+
+    def has(self, name: str) -> bool:
+        """Whether the file `name` or its shards are there."""
+        return bool(files_of(name, self.meta["files"]))
+
+
+def folder_name(update: int) -> str:
+    return f"step-{update:09d}"
+
+
+def update_in(name: str) -> int | None:
+    """The update in a name that `folder_name` makes; None for any other, such as a user's `step-000000005.mine`."""
+    match = re.fullmatch(NAME, name, re.ASCII)
+    return int(match[1]) if match else None
+
+
+def checkpoints_in(root: Path) -> dict[int, Path]:
+    """A run's checkpoints by their update, oldest first. Folders under names of the user's own are not among them."""
+    found = {
+        update: path for path in root.glob("step-*") if (update := update_in(path.name)) is not None and path.is_dir()
+    }
+    return dict(sorted(found.items()))
+
+
+def place_of(path: Path) -> tuple[Path | None, Path]:
+    """The checkpoint that `path` is, or is in, if there is one; and the folder of a run's checkpoints."""
+    folder = path.parent if path.is_file() else path
+    if (folder / META).exists() or update_in(folder.name) is not None:
+        return folder, folder.parent
+    return None, folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
+
+
+def checkpoint_of(path: Path) -> tuple[Path, str]:
+    """The checkpoint at a path, and the reason: of a run its best, else its last; no reason for a checkpoint itself."""
+    folder, root = place_of(path)
+    if folder is not None:
+        return folder, ""
+    checkpoints = [*checkpoints_in(root).values()]
+    if not checkpoints:
+        raise UserError(f"{path}: no checkpoint found (looked for {root}/step-*).")
+    by_name, index = {found.name: found for found in checkpoints}, read_index(root)
+    if best := by_name.get(index["best"] or ""):
+        return best, "the run's best"
+    return by_name.get(index["last"] or "", checkpoints[-1]), "the run's last; no best is recorded"
+
+
+def read_index(root: Path) -> dict[str, Any]:
+    """Names of the last and the best checkpoint, where index.json has them."""
+    names: dict[str, Any] = {}
+    with contextlib.suppress(UserError):
+        names = read_json(root / INDEX)
+    return {key: names[key] if isinstance(names.get(key), str) else None for key in ("last", "best")}
+
+
+def best_in_index(root: Path) -> str:
+    """Name of the best checkpoint, or else of the last one. UserError if index.json does not name one."""
+    index = read_json(root / INDEX)
+    name = index.get("best") or index.get("last")
+    if not isinstance(name, str) or Path(name).name != name:
+        raise UserError(f"{root / INDEX} names no checkpoint as 'best' or 'last'.")
+    return name
+
+
+def write_index(root: Path, last: str, best: str | None) -> None:
+    write_atomically(root / INDEX, json.dumps({"last": last, "best": best}, indent=2) + "\n")
+
+
+def best_of(root: Path, update: int | None) -> str | None:
+    """Name of the best existing checkpoint: that of `update`, or else the best one before it."""
+    newest = folder_name(update) if update is not None else None
+    existing = (name for name in (newest, read_index(root)["best"]) if name is not None and (root / name).is_dir())
+    return next(existing, None)
+
+
+def inspect(folder: Path) -> Checkpoint:
+    """Read a checkpoint's meta.json, and check that its files exist with the recorded sizes."""
+    meta = read_meta(folder / META)
+    files = meta["files"]
+    try:
+        wrong_size = [name for name, seal in files.items() if (folder / name).stat().st_size != seal["size"]]
+    except FileNotFoundError as error:
+        raise UserError(f"{folder}: incomplete checkpoint, {Path(error.filename).name} is missing.") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: cannot be read ({type(error).__name__}: {error}).") from None
+    if not files_of(MODEL, files) or STATE not in files:
+        raise UserError(f"{folder / META}: damaged, the field 'files' does not name {MODEL} and {STATE}.")
+    if update_in(folder.name) not in (None, meta["update"]):
+        raise UserError(
+            f"{folder}: damaged, {META} is of update {meta['update']}. If you renamed the folder, name it "
+            f"{folder_name(meta['update'])} again."
+        )
+    if wrong_size:
+        raise UserError(f"{folder}: damaged, {', '.join(wrong_size)} does not have the size that was written.")
+    return Checkpoint(folder, meta)
+
+
+def verify(checkpoint: Checkpoint, only: str | None = None) -> Checkpoint:
+    """Check the hashes of all files, or of the file `only` and its shards: a flipped bit is an error."""
+    files = checkpoint.meta["files"]
+    for name in files if only is None else files_of(only, files):
+        with (checkpoint.folder / name).open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != files[name]["sha256"]:
+                raise UserError(f"{checkpoint.folder}: damaged, the contents of {name} are not what was written.")
+    return checkpoint
+
+
+def shard_name(name: str, nth: int, count: int) -> str:
+    """Name of the shard `nth` (from 0) of `count`."""
+    return f"{name.removesuffix('.safetensors')}.shard-{nth + 1}-of-{count}.safetensors"
+
+
+def files_of(name: str, files: Collection[str]) -> list[str]:
+    """The file `name`, or its shards in order; empty if neither is complete."""
+    if name in files:
+        return [name]
+    counts = {int(found[2]) for found in map(_SHARD.search, files) if found}
+    wanted = [shard_name(name, nth, max(counts, default=0)) for nth in range(max(counts, default=0))]
+    return wanted if set(wanted) <= set(files) else []

@@ -40,8 +40,8 @@ def listed(tmp_path: Path) -> Path:
 def class_tree(tmp_path: Path) -> Callable[..., Path]:
     """Class folders: class k has k + 1 images, all of colour k."""
 
-    def make(validation: str = "val") -> Path:
-        for part in ("train", validation):
+    def make() -> Path:
+        for part in ("train", "val"):
             for label, name in enumerate(("ant", "bee", "cat")):
                 folder = tmp_path / part / name
                 folder.mkdir(parents=True)

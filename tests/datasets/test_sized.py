@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from datasets import Batch, EpochOrder, ImageDataset, Sized, TrainLoader, open_dataset
+from datasets import Batch, ImageDataset, Sized, open_dataset
 from datasets.variants import Repeated
 from tests.program import save_image
 from utils.config.data import DataConfig
@@ -58,23 +58,6 @@ def test_sized_data_sets_share_memory(imagenet: Path) -> None:
     assert other.images.data_ptr() == vars(digits)["images"].data_ptr()
     folder = opened(data_of(imagenet, "imagenet2012"))
     assert folder.at_size(8).single_images() is folder.single_images() is Sized(folder, TRAIN, 16).single_images()
-
-
-def epochs(dataset: ImageDataset, workers: int) -> list[Batch]:
-    order = EpochOrder(len(dataset), 4, 1, 0, 1, seed=5, drop_last=True)
-    loader = TrainLoader(dataset, order, 0, workers, CPU)
-    try:
-        return [b for epoch in SIZES for window in loader.epoch(epoch) for _, b in window]
-    finally:
-        loader.close()
-
-
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")
-def test_sized_batches_do_not_depend_on_workers(imagenet: Path) -> None:
-    found = [epochs(Sized(opened(data_of(imagenet, "imagenet2012")), TRAIN, 16), workers) for workers in (0, 2)]
-    assert [b.images.shape[-1] for b in found[0]] == [size for size in SIZES.values() for _ in range(6)]
-    for ours, theirs in zip(*found, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_sized_reports_broken_images_of_all_sizes(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -40,44 +41,44 @@ def test_unknown_data_set_is_refused_with_the_closest_name(settings: Settings, c
 
 
 @pytest.mark.parametrize("name", ["imagenet2012", "imagefolder"])
-def test_missing_data_path_is_refused(settings: Settings, complaint, name: str) -> None:
-    assert "DATA.DATA_PATH (-data_path)" in complaint(settings(DATASET=name))
-
-
-@pytest.mark.parametrize("name", ["imagenet2012", "imagefolder"])
-def test_data_path_that_is_not_a_folder_is_refused(settings: Settings, complaint, tmp_path: Path, name: str) -> None:
-    assert f"{tmp_path / 'none'} does not exist" in complaint(settings(DATASET=name, DATA_PATH=str(tmp_path / "none")))
+def test_data_path_without_data_is_refused(settings: Settings, complaint, tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()
-    assert "is a file" in complaint(settings(DATASET=name, DATA_PATH=str(tmp_path / "file")))
+    (tmp_path / "empty").mkdir()
+    expected = tmp_path / "empty" / {"imagenet2012": "train_list.txt", "imagefolder": "train"}[name]
+    for place, *said in (
+        (None, "DATA.DATA_PATH (-data_path)"),
+        ("none", f"{tmp_path / 'none'} does not exist"),
+        ("file", "is a file"),
+        ("empty", str(expected), "Expected layout"),
+    ):
+        found = complaint(settings(DATASET=name, DATA_PATH=place and str(tmp_path / place)))
+        assert all(words in found for words in said), found
 
 
-@pytest.mark.parametrize(("name", "looked_for"), [("imagenet2012", "train_list.txt"), ("imagefolder", "train")])
-def test_empty_folder_error_shows_the_expected_layout(
-    settings: Settings, complaint, tmp_path: Path, name: str, looked_for: str
-) -> None:
-    said = complaint(settings(DATASET=name, DATA_PATH=str(tmp_path)))
-    assert str(tmp_path / looked_for) in said
-    assert "Expected layout" in said
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        *(
+            (f"train/0.png 0\n\n{line}\n", r"\S+/train_list\.txt:3: .*relative/path\.JPEG label")
+            for line in ("train/0.png", "train/0.png x", "train/0.png 1.5", "7")
+        ),
+        *(
+            (f"{path} 0\n", rf"\S+/train_list\.txt:1: {path} ")
+            for path in ("/etc/passwd", "../other/1.png", "train/../../1.png")
+        ),
+        ("images/0.png 0\n", r".*there is no file \S+/images/0\.png"),
+        ("\n", r".*train_list\.txt is empty"),
+        (b"\xff\xfe\x00\x81", r".*train_list\.txt cannot be read"),
+    ],
+)
+def test_bad_list_is_refused(listed: Path, settings: Settings, complaint, content: str | bytes, said: str) -> None:
+    (listed / "train_list.txt").write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert re.match(f"(?s){said}", complaint(settings(DATA_PATH=str(listed))))
 
 
 def test_missing_second_list_is_refused(listed: Path, settings: Settings, complaint) -> None:
     (listed / "val_list.txt").unlink()
     assert str(listed / "val_list.txt") in complaint(settings(DATA_PATH=str(listed)))
-
-
-@pytest.mark.parametrize("line", ["train/0.png", "train/0.png x", "train/0.png 1.5", "7"])
-def test_malformed_list_line_is_refused_with_its_number(listed: Path, settings: Settings, complaint, line: str) -> None:
-    (listed / "train_list.txt").write_text(f"train/0.png 0\n\n{line}\n")
-    said = complaint(settings(DATA_PATH=str(listed)))
-    assert said.startswith(f"{listed / 'train_list.txt'}:3: ")
-    assert "relative/path.JPEG label" in said
-
-
-@pytest.mark.parametrize("path", ["/etc/passwd", "../other/1.png", "train/../../1.png"])
-def test_list_paths_that_leave_the_folder_are_refused(listed: Path, settings: Settings, complaint, path: str) -> None:
-    (listed / "train_list.txt").write_text(f"{path} 0\n")
-    said = complaint(settings(DATA_PATH=str(listed)))
-    assert said.startswith(f"{listed / 'train_list.txt'}:1: {path} ")
 
 
 @pytest.mark.parametrize("label", [3, -1])
@@ -90,18 +91,6 @@ def test_label_outside_the_classes_is_refused(
     assert "NUM_CLASSES 3" in said
     with pytest.raises(UserError, match=f"label {label}"):
         open_dataset(settings(DATA_PATH=str(listed)), False, 3, 0, cpu)
-
-
-def test_list_for_another_folder_is_refused(listed: Path, settings: Settings, complaint) -> None:
-    (listed / "train_list.txt").write_text("images/0.png 0\n")
-    assert f"there is no file {listed / 'images' / '0.png'}" in complaint(settings(DATA_PATH=str(listed)))
-
-
-def test_empty_and_binary_lists_are_refused(listed: Path, settings: Settings, complaint) -> None:
-    (listed / "train_list.txt").write_text("\n")
-    assert "train_list.txt is empty" in complaint(settings(DATA_PATH=str(listed)))
-    (listed / "train_list.txt").write_bytes(b"\xff\xfe\x00\x81")
-    assert "train_list.txt cannot be read" in complaint(settings(DATA_PATH=str(listed)))
 
 
 def test_more_class_folders_than_num_classes_are_refused(class_tree, settings: Settings, complaint) -> None:

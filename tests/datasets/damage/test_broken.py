@@ -230,16 +230,6 @@ def test_number_of_retries_by_kind_of_failure(
     assert slept == list(retry.PAUSES) * (error is EIO), "network file systems are waited for, nothing else"
 
 
-def test_storage_failures_in_a_row_end_training(loaders: Loaders, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "PAUSES", ())
-    loader = loaders(MAX_BAD=1000)
-    images = loader._feed._fetch.dataset
-    assert isinstance(images, Images)
-    images.samples = Flaky(images.samples, dict.fromkeys(range(12), 99), EIO)
-    with pytest.raises(TrainingError, match=r"Storage failure: 8 training images .*Input/output error.*-resume"):
-        epoch(loader)
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("spoil", SPOILS)
 def test_validation_raises_instead_of_replacing_broken_images(

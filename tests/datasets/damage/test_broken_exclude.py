@@ -67,16 +67,6 @@ def test_exclude_matches_absolute_lines_with_a_relative_data_path(
         assert "4.png" not in names(line, path=listed.name)[0], line
 
 
-def test_excluded_images_leave_labels_pixels_and_order_of_the_rest(
-    listed: Path, settings: Settings, cpu: torch.device
-) -> None:
-    (listed / "exclude.txt").write_text("train/0.png\ntrain/7.png\n")
-    part = open_dataset(settings(DATA_PATH=str(listed), EXCLUDE=str(listed / "exclude.txt")), True, 3, 0, cpu)
-    assert len(part) == 10
-    assert part.__getitems__([(0, 0), (0, 9)]).labels.tolist() == [1, 2]
-    assert sorted(part.shuffled(np.random.default_rng(0))) == list(range(10))
-
-
 def test_exclude_keeps_the_order_of_the_source() -> None:
     class Backwards(Samples):
         labels = np.arange(6)

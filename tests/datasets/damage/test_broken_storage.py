@@ -40,13 +40,14 @@ def failing(listed: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch) -
     return make
 
 
-@pytest.mark.parametrize("max_bad", [0, 1, 7, 8])
+@pytest.mark.parametrize("max_bad", [0, 1, 7, 8, 1000])
 def test_storage_failures_end_training_whatever_max_bad_is(failing: Callable[..., TrainLoader], max_bad: int) -> None:
     with pytest.raises(TrainingError) as caught:
         epoch(failing(list(range(12)), max_bad))
     text = str(caught.value)
+    assert text.startswith("Storage failure: 8 training images in a row") == (max_bad >= 8)
+    assert text.startswith("8 training images could not be read, and DATA.MAX_BAD allows") == (max_bad < 8)
     assert "Input/output error" in text
-    assert "storage" in text
     assert "-resume" in text
     assert "DATA.EXCLUDE" not in text
     assert "raise DATA.MAX_BAD" not in text
@@ -66,14 +67,6 @@ def test_validation_error_after_storage_failure_does_not_blame_the_file(
     ) as caught:
         loader.broken.raise_together(ALONE)
     assert "DATA.EXCLUDE" not in str(caught.value)
-
-
-@pytest.mark.parametrize("max_bad", [0, 3])
-def test_eight_storage_failures_in_a_row_end_training(failing: Callable[..., TrainLoader], max_bad: int) -> None:
-    loader = failing(list(range(12)), max_bad)
-    images = loader._feed._fetch.dataset
-    with pytest.raises(TrainingError, match="Storage failure: 8 training images in a row"):
-        images.__getitems__([(1, 0)])
 
 
 def test_storage_failures_are_comments_in_the_broken_list(

@@ -113,31 +113,6 @@ def test_training_replaces_images_that_are_not_files(tree: Path, tmp_path: Path,
         assert f"{name}.png cannot be read: it is a {called}, not a file. The next image replaces it." in done.text
 
 
-def test_check_data_reports_images_that_are_not_files(
-    tree: Path, tmp_path: Path, vitamp: Callable[..., Result]
-) -> None:
-    odd(tree / "val" / "class_1" / "pipe.png", "pipe")
-    words = ("-dataset", "imagefolder", "-data_path", tree, "-num_classes", "2", "-out", tmp_path / "list.txt")
-    done = vitamp(*words, script="scripts/check_data.py", timeout=SECONDS)
-    assert done.code == 1, done.text
-    assert "val/class_1/pipe.png: it is a named pipe, not a file" in done.text
-    assert "val/class_1/pipe.png" in (tmp_path / "list.txt").read_text()
-
-
-def test_pack_images_leaves_out_images_that_are_not_files(
-    tree: Path, tmp_path: Path, vitamp: Callable[..., Result]
-) -> None:
-    odd(tree / "train" / "class_1" / "pipe.png", "pipe")
-    done = vitamp(
-        *(tree, tmp_path / "packed", "-dataset", "imagefolder", "-num_workers", "1"),
-        script="scripts/pack_images.py",
-        timeout=SECONDS,
-    )
-    assert done.code == 0, done.text
-    assert "pipe.png: it is a named pipe, not a file" in done.text
-    assert "20 images in 2 tar files" in done.text
-
-
 @pytest.mark.parametrize(
     "words",
     [("-cfg", "{pipe}"), ("-cfg", "configs/vit_digits.yaml", "DATA.EXCLUDE={pipe}", "-dataset", "digits")],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from datasets import EpochOrder
 from datasets.base import Batch, ImageDataset, Key
 from datasets.loading.balanced import BalancedOrder, balanced_order
 from engine.setup import training_data
-from tests.datasets.sources.published import image
 from utils.config import Config, load_config
 from utils.distributed.world import ALONE, World
 from utils.errors import UserError
@@ -58,21 +56,6 @@ def test_images_of_a_class_repeat_only_after_all_others() -> None:
 def test_epochs_draw_different_images_of_large_classes() -> None:
     samples = [set((order_of(LABELS).permutation(epoch) % len(LABELS)).tolist()) for epoch in (1, 2)]
     assert len(samples[0] ^ samples[1]) > 200
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_global_batches_do_not_depend_on_the_number_of_ranks(world: int) -> None:
-    alone = [np.concatenate([share.indices for share in window]) for window in order_of(LABELS).windows(2)]
-    ranks = [order_of(LABELS, rank, world).windows(2) for rank in range(world)]
-    for expected, *shares in zip(alone, *ranks, strict=True):
-        found = sorted((share for rank in shares for share in rank if share.weight), key=lambda share: share.number)
-        assert np.array_equal(np.concatenate([share.indices for share in found]), expected)
-
-
-def test_epoch_can_begin_in_its_middle() -> None:
-    whole, rest = list(order_of(LABELS).windows(2)), list(order_of(LABELS).windows(2, start=7))
-    for one, other in zip(whole[7:], rest, strict=True):
-        assert np.array_equal(np.concatenate([s.indices for s in one]), np.concatenate([s.indices for s in other]))
 
 
 def test_repeated_augmentation_repeats_drawn_samples() -> None:
@@ -127,21 +110,3 @@ def test_copies_of_an_image_are_augmented_differently() -> None:
     twice = [copies for copies in seen.values() if len(copies) == 2]
     assert twice
     assert not any(torch.equal(*copies) for copies in twice)
-
-
-@pytest.fixture
-def folders(tmp_path: Path) -> Path:
-    """Class folders with 9 and 3 training images."""
-    for name, count in (("train/a", 9), ("train/b", 3), ("val/a", 1), ("val/b", 1)):
-        for number in range(count):
-            image(tmp_path / name / f"{number}.png", number)
-    return tmp_path
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_batches_do_not_depend_on_loading_processes(folders: Path, workers: int) -> None:
-    words = {"DATA.DATASET": "imagefolder", "DATA.DATA_PATH": folders, "DATA.BATCH_SIZE": 4, "DATA.IMAGE_CHANNELS": 3}
-    expected, found = (epoch_of(digits(**words, **{"DATA.NUM_WORKERS": number})) for number in (0, workers))
-    assert torch.cat([batch.labels for batch in expected]).bincount().tolist() == [6, 6]
-    for one, other in zip(expected, found, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

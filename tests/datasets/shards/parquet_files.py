@@ -29,7 +29,7 @@ def write(
     numbers: range,
     *,
     notes: dict[str, Any] | None = NOTES,
-    labels: list[Any] | None = None,
+    labels: Any = None,
     columns: tuple[str, str] = ("image", "label"),
     struct: bool = True,
     kind: str = "PNG",

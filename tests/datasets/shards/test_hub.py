@@ -42,26 +42,6 @@ def test_hub_images_are_copied_unchanged(tmp_path: Path, of_hub: Callable[..., D
     assert open_dataset(of_hub(tmp_path), True, 3, 0, CPU).__getitems__([(0, 3)]).images.any()
 
 
-@pytest.mark.parametrize(
-    "names",
-    [("train/0000.parquet", "validation/0000.parquet"), ("a-train.parquet", "a-val.parquet"), ("x.parquet", None)],
-)
-def test_hub_splits_by_file_or_folder_name(
-    tmp_path: Path, of_hub: Callable[..., DataConfig], names: tuple[str, str | None]
-) -> None:
-    write(tmp_path / names[0], range(12))
-    if names[1]:
-        write(tmp_path / names[1], range(20, 24))
-        write(tmp_path / names[1].replace("val", "test"), range(30, 34))
-    data = of_hub(tmp_path, VAL_FRACTION=0.25)
-    train, val = content(part(data)), content(part(data, train=False))
-    if names[1]:
-        assert (train, val) == ([picture(k) for k in range(12)], [picture(k) for k in range(20, 24)])
-    else:
-        assert (len(train), len(val)) == (9, 3)
-        assert sorted(train + val) == sorted(picture(k) for k in range(12))
-
-
 def test_hub_columns_by_metadata_or_name(tmp_path: Path, of_hub: Callable[..., DataConfig]) -> None:
     notes = {"pixels": {"_type": "Image"}, "species": {"_type": "ClassLabel", "names": ["a", "b", "c"]}}
     write(tmp_path / "noted" / "train.parquet", range(9), notes=notes, columns=("pixels", "species"))

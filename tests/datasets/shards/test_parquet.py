@@ -4,39 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from datasets import check_dataset, open_dataset
-from datasets.images import Images
+from tests.datasets.shards.parquet_files import content, pa, part, write
 from tests.datasets.shards.tar_files import picture
 from utils.config.data import DataConfig
 
-pa = pytest.importorskip("pyarrow", reason="parquet files need pyarrow")
-pq = pytest.importorskip("pyarrow.parquet", reason="parquet files need pyarrow")
-
-
-@pytest.fixture
-def samples(settings: Callable[..., DataConfig], tmp_path: Path) -> Callable[[bool], Any]:
-    """Training or validation images of tmp_path/set."""
-
-    def call(train: bool) -> Any:
-        data = settings(DATASET=f"hf:{tmp_path}/set", CACHE=str(tmp_path / "cache"))
-        check_dataset(data, 3)
-        dataset = open_dataset(data, train, 3, 0, torch.device("cpu"))
-        assert isinstance(dataset, Images)
-        return dataset.samples
-
-    return call
-
-
-def write(path: Path, numbers: range, labels: Any = None) -> None:
-    """Image k has the label k modulo 3."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    labels = labels if labels is not None else [k % 3 for k in numbers]
-    pq.write_table(pa.table({"image": pa.array([picture(k) for k in numbers], pa.binary()), "label": labels}), path)
+OfHub = Callable[..., DataConfig]
 
 
 @pytest.mark.parametrize(
@@ -44,36 +19,32 @@ def write(path: Path, numbers: range, labels: Any = None) -> None:
     [("train/a/0000", "train/b/0000"), ("train/" + "ä" * 90, "train/" + "ä" * 90 + "b"), ("train/x", "train/x.y")],
     ids=["of one name", "of long names that begin alike", "with dots"],
 )
-def test_parquet_files_of_any_name_are_read(
-    tmp_path: Path, samples: Callable[[bool], Any], first: str, second: str
-) -> None:
+def test_parquet_files_of_any_name_are_read(tmp_path: Path, of_hub: OfHub, first: str, second: str) -> None:
     write(tmp_path / "set" / f"{first}.parquet", range(4))
     write(tmp_path / "set" / f"{second}.parquet", range(4, 7))
     write(tmp_path / "set" / "val.parquet", range(7, 9))
-    train = samples(True)
-    assert [train.read(k) for k in range(7)] == [picture(k) for k in range(7)]
+    train = part(of_hub(tmp_path / "set"))
+    assert content(train) == [picture(k) for k in range(7)]
     assert train.labels.tolist() == [k % 3 for k in range(7)]
     assert train.name(6).endswith("/train/00000.tar/00001/00000002.png"), "the second file, and the row in it"
 
 
-def test_parquet_files_in_no_split_are_named(
-    tmp_path: Path, samples: Callable[[bool], Any], said: pytest.LogCaptureFixture
-) -> None:
+def test_parquet_files_in_no_split_are_named(tmp_path: Path, of_hub: OfHub, said: pytest.LogCaptureFixture) -> None:
     for name in ("train", "val", "extra/part"):
         write(tmp_path / "set" / f"{name}.parquet", range(4))
-    assert len(samples(True).labels) == 4
+    assert len(part(of_hub(tmp_path / "set"))) == 4
     assert said.text.count("nor in the validation split: extra/part.parquet") == 1
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_parquet_labels_may_be_categories(tmp_path: Path, samples: Callable[[bool], Any], large: bool) -> None:
+def test_parquet_labels_may_be_categories(tmp_path: Path, of_hub: OfHub, large: bool) -> None:
     """A column of categories as pandas writes it: numbers and their names."""
     text = pa.large_string() if large else pa.string()
     for name, numbers, categories in (("train", range(6), ["cat", "ant", "bee"]), ("val", range(3), ["bee", "ant"])):
         codes = pa.array([k % len(categories) for k in numbers], pa.int8())
         labels = pa.DictionaryArray.from_arrays(codes, pa.array(categories, text))
-        write(tmp_path / "set" / f"{name}.parquet", numbers, labels)
-    train, val = samples(True), samples(False)
+        write(tmp_path / "set" / f"{name}.parquet", numbers, notes=None, labels=labels)
+    train, val = (part(of_hub(tmp_path / "set"), split) for split in (True, False))
     assert train.classes == ["ant", "bee", "cat"]
     assert train.labels.tolist() == [2, 0, 1] * 2
     assert val.labels.tolist() == [1, 0, 1]

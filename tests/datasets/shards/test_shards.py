@@ -21,7 +21,6 @@ from datasets.shards.source import pixels_of
 from datasets.shards.stores import MOST_OPEN
 from tests.datasets.opened import part, pixels
 from tests.datasets.shards.tar_files import picture, samples, write_set, write_tar
-from tests.program import Result
 from utils.config.data import DataConfig
 
 CPU = torch.device("cpu")
@@ -56,25 +55,6 @@ def test_shards_give_the_same_pixels_as_folders(
         keys = [(2, k) for k in [*range(count), -1]]
         for ours, theirs in zip(here.__getitems__(keys), there.__getitems__(keys), strict=True):
             assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize(
-    ("train", "val"),
-    [
-        ("train/a.tar", "validation/a.tar"),
-        ("train/a.tar", "test/a.tar"),
-        ("flowers-train-0.tar", "flowers-val-0.tar"),
-        ("imagenet1k-train-0000.tar", "imagenet1k-validation-00.tar"),
-    ],
-)
-def test_shard_splits_by_folder_or_name(
-    tmp_path: Path, of_shards: Callable[..., DataConfig], train: str, val: str
-) -> None:
-    write_tar(tmp_path / train, samples(range(6)))
-    write_tar(tmp_path / val, samples(range(6, 9)))
-    data = of_shards(tmp_path)
-    assert part(data).read(0) == picture(0)
-    assert [part(data, train=False).read(k) for k in range(3)] == [picture(k) for k in (6, 7, 8)]
 
 
 @pytest.mark.parametrize(
@@ -243,15 +223,3 @@ def test_epoch_reads_one_window_of_shards_at_a_time(
     assert np.array_equal(orders[3], part(data).shuffled(np.random.default_rng(3)))
     firsts = {int(home[order[0]]) for order in orders}
     assert len(firsts) > 3, "shards come in any order"
-
-
-def test_training_and_validation_on_shards(tmp_path: Path, vitamp: Callable[..., Result]) -> None:
-    place = write_set(tmp_path / "set", [20, 12])
-    done = vitamp(
-        *("-dataset", "shards", "-data_path", place, "-num_classes", 3, "-image_size", 16, "-batch_size", 8),
-        *("-output", tmp_path / "run", "-device", "cpu", "-num_workers", 1, "MODEL.NAME=tiny", "MODEL.PATCH_SIZE=8"),
-        *("MODEL.EMBED_DIM=16", "MODEL.DEPTH=1", "MODEL.NUM_HEADS=2", "TRAIN.NUM_EPOCHS=1", "TRAIN.WARMUP_EPOCHS=0"),
-        f"DATA.CACHE={tmp_path}",
-    )
-    assert done.code == 0, done.text
-    assert "Saved the index of 32 images as" in done.out

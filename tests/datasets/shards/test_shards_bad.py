@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import logging
 import os
@@ -33,54 +32,36 @@ def check(settings: Callable[..., DataConfig], tmp_path_factory: pytest.TempPath
     )
 
 
-def cut_image(content: bytes) -> tuple[bytes, str]:
-    """Cut in the middle of the last image, whose header begins 4 blocks before the final zeros."""
-    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
-        last = tar.getmembers()[-2]
-    return content[: last.offset_data + last.size // 2], f"{last.offset:,}"
+Members = list[tarfile.TarInfo]
+DAMAGES: dict[str, Callable[[bytes, Members], tuple[bytes, int]]] = {
+    "cut in the last image": lambda tar, found: (tar[: found[-2].offset_data + found[-2].size // 2], found[-2].offset),
+    "cut between members": lambda tar, found: (tar[: found[-2].offset], found[-2].offset),
+    "cut in a header": lambda tar, found: (tar[: found[-2].offset + 100], found[-2].offset),
+    "a header overwritten": lambda tar, found: (
+        tar[: found[2].offset] + b"x" * 512 + tar[found[2].offset + 512 :],
+        found[2].offset,
+    ),
+    "a hole over two members": lambda tar, found: (
+        tar[: found[2].offset] + bytes(found[4].offset - found[2].offset) + tar[found[4].offset :],
+        found[2].offset,
+    ),
+    "only room after the first image": lambda tar, found: (
+        tar[: found[2].offset] + bytes((1 << 20) + 512),
+        found[2].offset,
+    ),
+}
+"""The damaged tar file, and the offset of the first lost member."""
 
 
-def cut_between(content: bytes) -> tuple[bytes, str]:
-    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
-        last = tar.getmembers()[-2]
-    return content[: last.offset], f"{last.offset:,}"
-
-
-def cut_header(content: bytes) -> tuple[bytes, str]:
-    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
-        last = tar.getmembers()[-2]
-    return content[: last.offset + 100], f"{last.offset:,}"
-
-
-def overwritten(content: bytes) -> tuple[bytes, str]:
-    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
-        third = tar.getmembers()[2]
-    return content[: third.offset] + b"x" * 512 + content[third.offset + 512 :], f"{third.offset:,}"
-
-
-def zeroed(content: bytes) -> tuple[bytes, str]:
-    """A hole from the second image to the middle of later members."""
-    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
-        _, _, third, _, fifth, *_ = tar.getmembers()
-    return content[: third.offset] + bytes(fifth.offset - third.offset) + content[fifth.offset :], f"{third.offset:,}"
-
-
-def room_only(content: bytes) -> tuple[bytes, str]:
-    """A copy with its full size, but only its first image."""
-    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
-        third = tar.getmembers()[2]
-    return content[: third.offset] + bytes((1 << 20) + 512), f"{third.offset:,}"
-
-
-@pytest.mark.parametrize("damage", [cut_image, cut_between, cut_header, overwritten, zeroed, room_only])
-def test_damaged_shard_is_refused_with_the_offset(
-    tmp_path: Path, check: Callable[..., None], damage: Callable[[bytes], tuple[bytes, str]]
-) -> None:
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_shard_is_refused_with_the_offset(tmp_path: Path, check: Callable[..., None], damage: str) -> None:
     """Samples behind the damage are never lost silently."""
     shard = write_set(tmp_path) / "train" / "0001.tar"
-    content, place = damage(shard.read_bytes())
+    with tarfile.open(shard) as tar:
+        members = tar.getmembers()
+    content, place = DAMAGES[damage](shard.read_bytes(), members)
     shard.write_bytes(content)
-    with pytest.raises(UserError, match=rf"train/0001\.tar is damaged or cut off.* data at byte {place} "):
+    with pytest.raises(UserError, match=rf"train/0001\.tar is damaged or cut off.* data at byte {place:,} "):
         check(tmp_path)
 
 

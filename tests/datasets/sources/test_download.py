@@ -125,18 +125,6 @@ def test_killed_download_is_restarted_by_a_waiting_process(tmp_path: Path) -> No
     assert not half.parents[1].exists()
 
 
-def test_interrupted_download_is_restarted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    process = started(tmp_path, "first", lambda: time.sleep(600))
-    until((target_of(tmp_path).parent / ".flowers.part" / "flowers" / "0.txt").is_file)
-    os.kill(process.pid or 0, signal.SIGKILL)
-    process.join(60)
-    (target_of(tmp_path).parent / ".flowers.part" / "leftover").write_text("of another version")
-    with caplog.at_level(logging.WARNING, "vitamp"):
-        fetch(tmp_path)
-    assert "An earlier download was interrupted" in caplog.text
-    assert whole(tmp_path)
-
-
 def test_existing_data_set_is_not_downloaded(tmp_path: Path) -> None:
     fetch(tmp_path)
     fetch(tmp_path)

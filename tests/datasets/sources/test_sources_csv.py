@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -104,19 +103,6 @@ def test_csv_fields_may_be_quoted_and_lines_blank(
     assert parts(settings(DATASET="csv", DATA_PATH=str(path))) == [expected, expected]
 
 
-def test_single_csv_file_is_split(table: Callable[..., Path], settings: Settings) -> None:
-    path = table(rows(["a", "b"] * 6))
-    found = {
-        seed: parts(settings(DATASET="csv", DATA_PATH=str(path), VAL_FRACTION=0.3, SPLIT_SEED=seed)) for seed in (0, 1)
-    }
-    train, validation = found[0]
-    assert (len(train), len(validation)) == (8, 4)
-    assert sorted(train + validation) == sorted((f"{number}.png", number % 2) for number in range(12))
-    assert [label for _, label in sorted(validation, key=lambda item: item[1])] == [0, 0, 1, 1]
-    assert found[1] != found[0]
-    assert parts(settings(DATASET="csv", DATA_PATH=str(path), VAL_FRACTION=0.3)) == found[0]
-
-
 BAD = {
     "no path": (
         ["0,cat"],
@@ -175,15 +161,6 @@ def test_csv_validation_class_missing_in_training_is_refused(table: Callable[...
         check_dataset(data, 10)
 
 
-def test_csv_empty_class_is_logged(
-    table: Callable[..., Path], settings: Settings, caplog: pytest.LogCaptureFixture
-) -> None:
-    data = settings(DATASET="csv", DATA_PATH=str(two(table, rows(["0", "3", "3"]), rows(["0"]))))
-    with caplog.at_level(logging.WARNING, "vitamp"):
-        check_dataset(data, 4)
-    assert "train.csv has no image for 2 of its 4 classes (the first: 1)" in caplog.text
-
-
 @pytest.mark.parametrize("missing", ["train.csv", "val.csv", "both", "folder", "path"])
 def test_missing_csv_error_shows_the_expected_layout(
     tmp_path: Path, table: Callable[..., Path], vitamp: Callable[..., Result], tiny: Path, missing: str
@@ -202,13 +179,3 @@ def test_missing_csv_error_shows_the_expected_layout(
     assert named.get(missing, f"no file {root / missing}") in done.err
     assert "val.csv" in done.err
     assert "images/cat 1.jpg,cat" in done.err
-
-
-def test_training_from_a_table(
-    tmp_path: Path, table: Callable[..., Path], vitamp: Callable[..., Result], tiny: Path
-) -> None:
-    path = table(rows(["a", "b"] * 6))
-    changes = ("DATA.BATCH_SIZE=5", "DATA.IMAGE_CHANNELS=3", "DATA.NUM_WORKERS=0", "DATA.VAL_FRACTION=0.3")
-    done = vitamp("-cfg", tiny, "-dataset", "csv", "-data_path", path, "-output", tmp_path / "run", *changes)
-    assert done.code == 0, done.text
-    assert "2 classes; 8 of the model's outputs stay unused (MODEL.NUM_CLASSES)" in done.out

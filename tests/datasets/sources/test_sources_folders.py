@@ -108,38 +108,3 @@ def test_split_folders_without_class_folders_are_not_classes(tmp_path: Path, set
             image(tmp_path / part / f"{number}.png")
     with pytest.raises(UserError, match="has no images in class folders"):
         check_dataset(settings(DATASET="imagefolder", DATA_PATH=str(tmp_path)), 2)
-
-
-def test_empty_class_folders_of_a_split_are_logged(
-    class_tree: Callable[..., Path], settings: Settings, caplog: pytest.LogCaptureFixture
-) -> None:
-    root = class_tree()
-    (root / "train" / "dog").mkdir()
-    with caplog.at_level(logging.WARNING, "vitamp"):
-        check_dataset(settings(DATASET="imagefolder", DATA_PATH=str(root)), 10)
-    assert f"{root / 'train'} has no image for 1 of its 4 classes (the first: dog)" in caplog.text
-
-
-def test_folder_without_images_error_shows_the_expected_layout(tmp_path: Path, settings: Settings) -> None:
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "plan.txt").write_text("buy a camera")
-    with pytest.raises(UserError) as error:
-        check_dataset(settings(DATASET="imagefolder", DATA_PATH=str(tmp_path)), 10)
-    assert f"{tmp_path}/train/<class>/image.jpg" in str(error.value)
-    assert f"{tmp_path}/<class>/image.jpg" in str(error.value)
-
-
-def test_empty_class_folders_are_logged(unparted: Path, settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
-    (unparted / "tulip").mkdir()
-    with caplog.at_level(logging.WARNING, "vitamp"):
-        check_dataset(settings(DATASET="imagefolder", DATA_PATH=str(unparted)), 10)
-    assert f"{unparted} has no image for 1 of its 3 classes (the first: tulip)" in caplog.text
-
-
-def test_list_without_some_labels_is_logged(listed: Path, settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
-    lines = (listed / "train_list.txt").read_text().replace(" 1\n", " 4\n")
-    (listed / "train_list.txt").write_text(lines)
-    with caplog.at_level(logging.WARNING, "vitamp"):
-        check_dataset(settings(DATA_PATH=str(listed)), 10)
-    assert "train_list.txt has no image for 2 of its 5 classes (the first: 1)" in caplog.text
-    assert "val_list.txt has" not in caplog.text

@@ -10,7 +10,6 @@ import pytest
 from datasets.registry import count_classes
 from tests.datasets.shards.tar_files import picture, write_tar
 from tests.datasets.sources.published import image
-from tests.program import Result
 from utils.config.data import DataConfig
 from utils.errors import UserError
 
@@ -79,12 +78,3 @@ def test_label_of_thousands_of_digits_is_refused(kind: str, tmp_path: Path, sett
     data = settings(**write(tmp_path, kind, "1" * 5000))
     with pytest.raises(UserError, match=r"too large for a class|the label is a whole number"):
         count_classes(data, True)
-
-
-def test_command_line_names_the_row(vitamp: Callable[..., Result], tmp_path: Path) -> None:
-    write(tmp_path, "csv", STRAY)
-    words = ("-data_path", tmp_path, "-num_classes", "auto", "-output", tmp_path / "run", "-device", "cpu")
-    done = vitamp(*words, "-model", "tiny")
-    assert done.code == 2, done.text
-    assert f"{tmp_path}/train.csv:4: label 30000000 would make 30,000,001 classes" in done.err
-    assert not (tmp_path / "run").exists()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +10,6 @@ import pytest
 import torch
 from PIL import Image, ImageFilter, ImageOps
 
-from datasets import Batch, EpochOrder, Repeated, TrainLoader, open_dataset
 from datasets.base import seed_sample
 from datasets.transforms.augment import image_changes
 from datasets.transforms.pixels import Pixels
@@ -133,39 +130,3 @@ def test_the_strongest_posterising_leaves_two_shades(settings: Settings) -> None
     (posterize,) = (operation for operation in augment.ops if "Posterize" in operation.name)  # pyright: ignore
     posterize.prob, posterize.magnitude_std = 1.0, 0
     assert np.unique(np.asarray(posterize(picture()))).tolist() == [0, 128]
-
-
-def batches(data: DataConfig, cpu: torch.device, workers: int, copies: int = 1, **train: Any) -> list[Batch]:
-    dataset = open_dataset(data, True, 10, 5, cpu)
-    dataset.augment(TrainConfig.model_validate(train))
-    order = EpochOrder(len(dataset), data.BATCH_SIZE, 1, 0, 1, 5, True, copies)
-    source = Repeated(dataset, copies) if copies > 1 else dataset
-    loader = TrainLoader(source, order, 5, workers, cpu)
-    try:
-        return [batch for epoch in (1, 2) for window in loader.epoch(epoch) for _, batch in window]
-    finally:
-        loader.close()
-
-
-@pytest.mark.parametrize("copies", [1, 3])
-def test_augmented_pixels_do_not_depend_on_workers(
-    settings: Settings, cpu: torch.device, listed: Path, copies: int
-) -> None:
-    data = settings(DATASET="imagenet2012", DATA_PATH=str(listed))
-    alone, helped = (batches(data, cpu, workers, copies, RAND_AUGMENT=True) for workers in (0, 2))
-    for one, two in zip(alone, helped, strict=True):
-        assert torch.equal(one.images, two.images)
-        assert torch.equal(one.indices, two.indices)
-    plain = batches(data, cpu, 0, copies)
-    assert not all(torch.equal(one.images, two.images) for one, two in zip(alone, plain, strict=True))
-
-
-def test_memory_data_set_warns_of_augmentation_without_effect(
-    settings: Settings, cpu: torch.device, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("vitamp"), "propagate", True)
-    dataset = open_dataset(settings(DATASET="digits", IMAGE_CHANNELS=1), True, 10, 0, cpu)
-    dataset.augment(TrainConfig(MIXUP_ALPHA=0.8))
-    assert caplog.text == ""
-    dataset.augment(TrainConfig(RAND_AUGMENT=True, COLOR_JITTER=0.4))
-    assert "TRAIN.RAND_AUGMENT, TRAIN.COLOR_JITTER: no effect on this data set" in caplog.text

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.label_sets import CLASSES, write_recipe, write_set
-from tests.program import ROOT, Result, metrics, run_program, write_meta
-from tests.waiting import until
+from tests.program import Result, metrics, run_program, write_meta
 
 Vitamp = Callable[..., Result]
 SHORT = ("TRAIN.MIXUP_ALPHA=0.2", "TRAIN.SMOOTHING=0.02", "MODEL.DROPOUT=0.1", "DATA.BATCH_SIZE=8", "-accum_iter", "2")
@@ -33,21 +30,6 @@ def whole(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = run_program("-cfg", recipe, "-output", place / "run", *SHORT, streams=place)
     assert done.code == 0, done.text
     return place / "run"
-
-
-def saved(run: Path) -> tuple[bytes, dict[str, object]]:
-    meta = json.loads((run / LAST / "meta.json").read_text())
-    return (run / LAST / "model.safetensors").read_bytes(), {k: meta[k] for k in ("metrics", "thresholds", "best")}
-
-
-def assert_equal(run: Path, whole: Path) -> None:
-    assert saved(run) == saved(whole)
-    for event in ("train", "val", "epoch"):
-        assert metrics(run, event) == metrics(whole, event)
-
-
-def numbers(line: dict[str, object]) -> dict[str, object]:
-    return {name: value for name, value in line.items() if isinstance(value, float)}
 
 
 def test_log_metrics_and_checkpoint(whole: Path) -> None:
@@ -81,43 +63,6 @@ def test_evaluation_repeats_the_metrics_of_the_run(vitamp: Vitamp, whole: Path, 
 
 
 @pytest.mark.slow
-def test_stopped_and_resumed_run_equals_a_whole_one(vitamp: Vitamp, recipe: Path, tmp_path: Path, whole: Path) -> None:
-    run = tmp_path / "run"
-    words = ("-cfg", recipe, "-output", run, *SHORT)
-    assert vitamp(*words, "TRAIN.MAX_UPDATES=16").code == 0
-    again = vitamp("-resume", run, "TRAIN.MAX_UPDATES=null")
-    assert again.code == 0, again.text
-    assert saved(run) == saved(whole)
-    assert metrics(run, "train") == metrics(whole, "train")
-
-
-@pytest.mark.slow
-def test_killed_and_resumed_run_equals_a_whole_one(vitamp: Vitamp, recipe: Path, tmp_path: Path, whole: Path) -> None:
-    run = tmp_path / "run"
-    words = ["-cfg", recipe, "-output", run, *SHORT]
-    command = [sys.executable, ROOT / "main_single_gpu.py", *words, "SAVE_EVERY_UPDATES=2"]
-    with subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL) as process:
-        until(lambda: any((run / "checkpoints").glob("step-*")))
-        process.kill()
-    again = vitamp(*words, "-resume", "auto")
-    assert again.code == 0, again.text
-    assert "resuming from" in again.out
-    assert_equal(run, whole)
-
-
-def test_two_processes_equal_one(vitamp: Vitamp, recipe: Path, tmp_path: Path, whole: Path) -> None:
-    """Training bit for bit; validation, whose batches have other shapes on two processes, to rounding."""
-    run = tmp_path / "run"
-    words = ("-cfg", recipe, "-output", run, *SHORT, "-accum_iter", 1, "-ngpus", 2)
-    done = vitamp(*words, script="main_multi_gpu.py")
-    assert done.code == 0, done.text
-    assert saved(run)[0] == saved(whole)[0]
-    assert metrics(run, "train") == metrics(whole, "train")
-    for ours, theirs in zip(metrics(run, "val"), metrics(whole, "val"), strict=True):
-        assert numbers(ours) == pytest.approx(numbers(theirs), rel=1e-4)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -137,17 +82,6 @@ def test_every_precision_learns(vitamp: Vitamp, recipe: Path, tmp_path: Path, wo
     assert val[-1]["loss"] < val[0]["loss"]
     if "fp16" in words:
         assert metrics(run, "train")[-1]["skipped"] > 0
-
-
-@pytest.mark.slow
-def test_fsdp_learns_as_ddp(vitamp: Vitamp, recipe: Path, tmp_path: Path) -> None:
-    runs = [tmp_path / strategy for strategy in ("ddp", "fsdp")]
-    for run in runs:
-        words = ("-cfg", recipe, "-output", run, f"DIST.STRATEGY={run.name}", "-ngpus", 2, "TRAIN.MODEL_EMA=true")
-        done = vitamp(*words, script="main_multi_gpu.py")
-        assert done.code == 0, done.text
-    ddp, fsdp = (numbers(metrics(run, "val")[-1]) for run in runs)
-    assert ddp == pytest.approx(fsdp, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -208,27 +142,3 @@ def forget_setting(run: Path, name: str) -> None:
         meta = json.loads(file.read_text())
         del meta["settings"][f"DATA.{name}"]
         write_meta(file, meta)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (
-            ["TRAIN.LOSS=ce", "SAVE_BEST_BY=acc1"],
-            ["2 settings are wrong", "TRAIN.LOSS: ce is not possible", "SAVE_BEST_BY: acc1 is not possible"],
-        ),
-        (["-dataset", "digits"], ["DATA.MULTI_LABEL: the data set digits has one label per image", "csv", "hf:NAME"]),
-        (
-            ["TRAIN.SMOOTHING=0.1", "TRAIN.BCE_TARGET_THRESH=0.01"],
-            ["BCE_TARGET_THRESH: 0.01 makes all targets equal: TRAIN.SMOOTHING 0.1 turns 0 and 1 into 0.05 and 0.95"],
-        ),
-    ],
-)
-def test_impossible_settings_are_refused(
-    vitamp: Vitamp, recipe: Path, tmp_path: Path, words: list[str], said: list[str]
-) -> None:
-    done = vitamp("-cfg", recipe, "-num_classes", 4, *words, cwd=tmp_path)
-    assert done.code == 2, done.text
-    assert done.err.count("error:") == 1
-    for part in said:
-        assert part in done.err

@@ -32,13 +32,3 @@ def test_run_made_longer_before_its_decay_equals_a_long_one(vitamp: Vitamp, tiny
     rates = [line["lr"] for line in metrics(long, "train")]
     assert rates.count(max(rates)) == 10, "two epochs of five reports, between warm-up and decay"
     assert rates[-1] < max(rates) / 20
-
-
-def test_wsd_settings_with_another_effect_are_logged(vitamp: Vitamp, tiny: Path) -> None:
-    done = vitamp("-cfg", tiny, "-dry_run", WSD[0], "TRAIN.WARMUP_EPOCHS=1.75")
-    assert "TRAIN.WARMUP_EPOCHS 1.75 leaves 0.25 of TRAIN.NUM_EPOCHS 2 for the decay of wsd" in done.text
-    done = vitamp("-cfg", tiny, "-dry_run", WSD[0], "TRAIN.WARMUP_EPOCHS=2", "TRAIN.END_LR=1")
-    assert "wsd: the warm-up leaves no epoch for the constant learning rate or the decay" in done.text
-    assert "TRAIN.END_LR 1 is above TRAIN.BASE_LR 0.002: the learning rate will rise" in done.text
-    done = vitamp("-cfg", tiny, "-dry_run", WSD[1])
-    assert "DECAY_FRACTION has no effect: TRAIN.LR_SCHEDULER.NAME is warmupcosine, not wsd" in done.text

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +11,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
-from tests.program import ROOT, Result, metrics
-from tests.waiting import until
+from tests.program import Result, metrics
 
 Vitamp = Callable[..., Result]
 FROZEN = ("MODEL.FREEZE=backbone", "MODEL.UNFREEZE_EPOCH=2", "TRAIN.NUM_EPOCHS=3", "TRAIN.LAYER_DECAY=0.6")
@@ -60,36 +57,6 @@ def test_run_resumed_before_at_and_after_the_epoch_equals_an_uninterrupted_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [PER_EPOCH - 10, PER_EPOCH + 10])
-def test_killed_run_equals_an_uninterrupted_one(vitamp: Vitamp, tiny: Path, tmp_path: Path, at: int) -> None:
-    words = ("-cfg", tiny, *RICH, *O2, "SAVE_EVERY_UPDATES=5", "KEEP_LAST=0")
-    assert vitamp("-output", tmp_path / "whole", *words).code == 0
-    command = [sys.executable, ROOT / "main_single_gpu.py", "-output", tmp_path / "run", *map(str, words)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        until(lambda: any(int(f.name[5:]) >= at for f in (tmp_path / "run" / "checkpoints").glob("step-*")))
-        process.kill()
-    assert not (tmp_path / "run" / "checkpoints" / f"step-{UPDATES:09d}").exists()
-    done = vitamp("-output", tmp_path / "run", *words, "-resume", "auto")
-    assert done.code == 0, done.text
-    assert files(tmp_path / "run") == files(tmp_path / "whole")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("amp", [(), O2], ids=["DDP", "O2"])
-def test_two_processes_equal_one_that_accumulates(
-    vitamp: Vitamp, tiny: Path, tmp_path: Path, amp: tuple[object, ...]
-) -> None:
-    words = ("-cfg", tiny, *RICH, *amp)
-    done = vitamp("-output", tmp_path / "one", *words, "-accum_iter", 2)
-    assert done.code == 0, done.text
-    done = vitamp("-output", tmp_path / "two", *words, "-ngpus", 2, script="main_multi_gpu.py")
-    assert done.code == 0, done.text
-    assert done.out.count(UNFROZEN) == 1
-    one, two = (files(tmp_path / name, UPDATES // 2) for name in ("one", "two"))
-    assert [two[name] == one[name] for name in ("model.safetensors", "ema.safetensors")] == [True, True]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("amp", [(), O2, ("-amp", "bf16")], ids=["fp32", "O2", "O1"])
 def test_sharded_run_agrees_with_ddp_and_resumes(
     vitamp: Vitamp, tiny: Path, tmp_path: Path, amp: tuple[object, ...]
@@ -125,30 +92,6 @@ def test_compiled_run_compiles_again_and_resumes(vitamp: Vitamp, tiny: Path, tmp
     assert eager.code == 0
     losses = [[line["loss"] for line in metrics(tmp_path / name, "train")] for name in ("whole", "eager")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (
-            ("MODEL.FREEZE=backbone", "MODEL.UNFREEZE_EPOCH=3"),
-            ["MODEL.UNFREEZE_EPOCH: 3 is after the last epoch, TRAIN.NUM_EPOCHS 2; give 2 or less"],
-        ),
-        (
-            ("MODEL.UNFREEZE_EPOCH=1",),
-            ["1 needs MODEL.FREEZE", "1 leaves no epoch in which MODEL.FREEZE has an effect; give 2 or more"],
-        ),
-        (("MODEL.FREEZE=backbone", "MODEL.UNFREEZE_EPOCH=0"), ["MODEL.UNFREEZE_EPOCH", "whole number >= 1"]),
-    ],
-)
-def test_refusals_come_before_training(
-    vitamp: Vitamp, tiny: Path, tmp_path: Path, words: tuple[str, ...], expected: list[str]
-) -> None:
-    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *words)
-    assert done.code == 2, done.text
-    for text in expected:
-        assert text in done.err
-    assert not (tmp_path / "run").exists()
 
 
 def test_dry_run_trains_all_weights(vitamp: Vitamp, tiny: Path) -> None:

@@ -15,6 +15,8 @@ import termios
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.program import ROOT, Result
 
 TIMES = r"Time: \d+:\d\d:\d\d, Left: \d+:\d\d:\d\d"
@@ -38,6 +40,8 @@ def test_paddlevit_log_lines(vitamp: Callable[..., Result], tiny: Path, tmp_path
     done = vitamp("-cfg", tiny, "-output", tmp_path / "run", "TRAIN.NUM_EPOCHS=1")
     assert len(lines_like(PADDLEVIT, done.out)) == 5
     assert len(lines_like(VALIDATION, done.out)) == 1
+    assert not [mark for mark in ("\r", "\x1b", "%|") if mark in done.text], "a pipe gets no progress bar"
+    assert done.err == ""
 
 
 def test_fleet_log_lines_count_from_0(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
@@ -64,14 +68,6 @@ def test_start_says_how_many_images_an_epoch_leaves_out(vitamp: Callable[..., Re
     assert "The last update of each epoch has 7 images, the others 286" in done.err
 
 
-def test_piped_output_has_plain_lines(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
-    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", "TRAIN.NUM_EPOCHS=1")
-    assert "\r" not in done.text
-    assert "\x1b" not in done.text
-    assert "%|" not in done.text
-    assert done.err == ""
-
-
 def test_terminal_shows_a_progress_bar(tiny: Path, tmp_path: Path) -> None:
     """It has loss, images per second and the time left, and log lines do not break it."""
     command = [sys.executable, ROOT / "main_single_gpu.py", "-cfg", tiny, "-output", tmp_path / "run"]
@@ -96,16 +92,6 @@ def test_terminal_shows_a_progress_bar(tiny: Path, tmp_path: Path) -> None:
         for bar in bars
     ), bars[-3:]
     assert "Done: best" in text
-
-
-def test_dry_run_writes_no_files(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
-    place = tmp_path / "empty"
-    place.mkdir()
-    done = vitamp("-cfg", tiny, "-output", place / "run", "-dry_run", cwd=place)
-    assert done.code == 0, done.text
-    assert "First batch: (32, 1, 8, 8), loss 2." in done.out
-    assert "Nothing was kept or written." in done.out
-    assert list(place.iterdir()) == []
 
 
 def test_print_config_shows_values_with_sources(vitamp: Callable[..., Result], tiny: Path) -> None:
@@ -174,6 +160,30 @@ def test_next_commands_have_the_folder_and_come_before_the_last_line(
 def test_banner_has_mean_std_and_crop(vitamp: Callable[..., Result], tiny: Path) -> None:
     done = vitamp("-cfg", tiny, "-dry_run")
     assert re.search(r"inputs +mean 0\.5; std 0\.5; crop random, CROP_PCT 0\.875, bicubic\n", done.out), done.out
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        (["TRAIN.OPTIMIZER.NAME=NAdaMuon"], "nadamuon is timm's: it orthogonalises a fused qkv as one matrix"),
+        (
+            ["TRAIN.LR_SCHEDULER.NAME=wsd", "TRAIN.WARMUP_EPOCHS=1.75"],
+            "TRAIN.WARMUP_EPOCHS 1.75 leaves 0.25 of TRAIN.NUM_EPOCHS 2 for the decay of wsd",
+        ),
+        (
+            ["TRAIN.LR_SCHEDULER.NAME=wsd", "TRAIN.WARMUP_EPOCHS=2"],
+            "wsd: the warm-up leaves no epoch for the constant learning rate or the decay",
+        ),
+        (
+            ["TRAIN.LR_SCHEDULER.NAME=wsd", "TRAIN.END_LR=1"],
+            "TRAIN.END_LR 1 is above TRAIN.BASE_LR 0.002: the learning rate will rise",
+        ),
+    ],
+)
+def test_effect_that_may_surprise_is_noted(
+    vitamp: Callable[..., Result], tiny: Path, words: list[str], note: str
+) -> None:
+    assert note in vitamp("-cfg", tiny, "-dry_run", *words).text
 
 
 def test_training_survives_a_closed_pipe(tiny: Path, tmp_path: Path) -> None:

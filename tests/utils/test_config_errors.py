@@ -173,6 +173,33 @@ def test_invalid_flag_that_sets_two_keys_is_reported_once() -> None:
         ({"DATA.CROP_RATIO": "[2, 1]"}, "DATA.CROP_RATIO: [2.0, 1.0] must be"),
         ({"DIST.HOST": "a", "DIST.RANK": "0"}, "are needed together; missing: -port -world_size"),
         ({"DIST.HOST": "a", "DIST.PORT": "1", "DIST.RANK": "2", "DIST.WORLD_SIZE": "2"}, "DIST.RANK: 2 is not below"),
+        (
+            {"MODEL.FREEZE": "backbone", "MODEL.UNFREEZE_EPOCH": "3", "TRAIN.NUM_EPOCHS": "2"},
+            "MODEL.UNFREEZE_EPOCH: 3 is after the last epoch, TRAIN.NUM_EPOCHS 2; give 2 or less",
+        ),
+        (
+            {"MODEL.FREEZE": "backbone", "MODEL.UNFREEZE_EPOCH": "1"},
+            "1 leaves no epoch in which MODEL.FREEZE has an effect; give 2 or more",
+        ),
+        (
+            {"DATA.MULTI_LABEL": "true", "TRAIN.SMOOTHING": "0.1", "TRAIN.BCE_TARGET_THRESH": "0.01"},
+            "BCE_TARGET_THRESH: 0.01 makes all targets equal: TRAIN.SMOOTHING 0.1 turns 0 and 1 into 0.05 and 0.95",
+        ),
+        ({"TRAIN.TOKEN_DROP": "1"}, "TRAIN.TOKEN_DROP: expected number >= 0 and < 1, got 1"),
+        ({"TRAIN.TOKEN_DROP": "-0.1"}, "TRAIN.TOKEN_DROP: expected number >= 0 and < 1, got -0.1"),
+        ({"TRAIN.TOKEN_DROP": "0.5", "TRAIN.TOKEN_DROP_TAIL": "300"}, "TRAIN.TOKEN_DROP_TAIL: 300 leaves no epoch"),
+        *(
+            ({"DATA.IMAGE_SIZE": "64", "MODEL.PATCH_SIZE": "16", "TRAIN.SIZE_SCHEDULE": sizes}, message)
+            for sizes, message in (
+                ("[[0,40],[0.5,64]]", "TRAIN.SIZE_SCHEDULE: [40]: not divisible by MODEL.PATCH_SIZE 16"),
+                ("[[0.1,32],[0.5,64]]", "the first start must be 0"),
+                ("[[0,32],[300,64]]", "below TRAIN.NUM_EPOCHS 300"),
+                ("[[0,32],[0,64]]", "each later start above the previous one"),
+                ("[[0,32]]", "ends with size 32; it must end with DATA.IMAGE_SIZE 64"),
+                ("[[0,32,64]]", "list of lists of two numbers"),
+                ("32", "list of lists of two numbers"),
+            )
+        ),
         ({"MAX_TIME": "90"}, "MAX_TIME: 90 is not a time above 0 in the form HH:MM:SS"),
         ({"MAX_TIME": "1:60:00"}, "MAX_TIME: 1:60:00 is not a time"),
         ({"MAX_TIME": "00:00:00"}, "MAX_TIME: 00:00:00 is not a time"),

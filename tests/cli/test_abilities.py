@@ -1,0 +1,197 @@
+"""Abilities through the command line: a run that is resumed, or trained by two processes, equals a whole one.
+
+tests/faults kills runs, tests/cli/test_resume.py has more ways to resume, tests/ddp more processes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.label_sets import write_recipe, write_set
+from tests.program import TINY_DIGITS, Result, metrics, run_program
+
+Vitamp = Callable[..., Result]
+
+
+class Ability(NamedTuple):
+    """Words of the command line, and what the log says of them."""
+
+    words: tuple[str, ...]
+    log: tuple[str, ...]
+    images: int = 1437
+
+
+COMMON = (
+    *("TRAIN.NUM_EPOCHS=3", "DATA.BATCH_SIZE=16", "REPORT_FREQ=5", "MODEL.DROPOUT=0.1", "MODEL.DEPTH=2"),
+    *("TRAIN.MODEL_EMA=true", "DATA.SHIFT=0.1"),
+)
+BATCH = 32
+O2 = ("-amp", "bf16", "AMP.LEVEL=O2")
+ABILITIES = {
+    "muon": Ability(
+        ("TRAIN.OPTIMIZER.NAME=muon", "TRAIN.OPTIMIZER.MUON.ADAMW_LR=1e-3", "TRAIN.LAYER_DECAY=0.7", *O2),
+        ("optimiser  Muon 8 tensors (6,144 parameters), 5 Newton-Schulz steps in bf16; AdamW 24 tensors",),
+    ),
+    "balanced classes": Ability(
+        ("DATA.SAMPLER=balanced", "TRAIN.CLASS_WEIGHTS=balanced"),
+        (
+            "sampler balanced: 143 or 144 images of each of 10 classes per epoch, each image at most 2 times",
+            "class weights balanced: 0.98",
+            "TRAIN.CLASS_WEIGHTS balanced weighs their images besides",  # rare classes would count twice
+        ),
+    ),
+    "bce": Ability(
+        (
+            *("TRAIN.LOSS=bce", "TRAIN.BCE_TARGET_THRESH=0", "TRAIN.MIXUP_ALPHA=0.8", "TRAIN.CUTMIX_ALPHA=1.0"),
+            *("TRAIN.RANDOM_ERASE_PROB=0.5", "DATA.REPEATED_AUGMENT=3"),
+        ),
+        ("; loss bce, mean over classes, targets above 0 count as 1",),
+    ),
+    "distillation": Ability(
+        (
+            *("TRAIN.DISTILLATION_TYPE=soft", "-teacher_model", "{digits_run}", "REPORT_STAGES=true"),
+            *("MODEL.NAME=deit_tiny_distilled_patch16_224", "MODEL.DEPTH=1", "-amp", "bf16"),
+        ),
+        ("  teacher    tiny of ",),
+    ),
+    "recomputed blocks": Ability(("TRAIN.GRAD_CHECKPOINT=blocks",), ()),
+    "fewer patches and growing images": Ability(
+        (
+            *("TRAIN.TOKEN_DROP=0.5", "TRAIN.TOKEN_DROP_TAIL=1", "TRAIN.SIZE_SCHEDULE=[[0,8],[1,16]]"),
+            "DATA.IMAGE_SIZE=16",
+        ),
+        (
+            "50 % of the patches left out, none in the last epoch; images of 8 from epoch 1, 16 from epoch 2",
+            *(f", Patches left out: {what}\n" for what in ("50%, Size: 8", "50%, Size: 16", "0%, Size: 16")),
+        ),
+    ),
+    "unfreezing": Ability(
+        ("MODEL.FREEZE=backbone", "MODEL.UNFREEZE_EPOCH=2", "TRAIN.LAYER_DECAY=0.6", "MODEL.DROPPATH=0.2", *O2),
+        ("30 of 32 tensors frozen (backbone), trained from epoch 2 on", "MODEL.UNFREEZE_EPOCH: from epoch 2 on, "),
+    ),
+    "fine-tuning": Ability(
+        (
+            *("-pretrained", "{digits_run}", "MODEL.RESUME_EMA=true", "MODEL.NEW_CLASSIFIER=true", "MODEL.DEPTH=1"),
+            *("MODEL.FREEZE=patch_embed,pos_embed,cls_token", "TRAIN.LAYER_DECAY=0.6", "TRAIN.HEAD_LR=3"),
+        ),
+        (
+            "ema.safetensors; head left as freshly initialised (MODEL.NEW_CLASSIFIER)",
+            "4 of 20 tensors frozen",
+            "(layer decay 0.6, classifier x 3)",
+        ),
+    ),
+    "several labels": Ability(
+        ("TRAIN.MIXUP_ALPHA=0.2", "TRAIN.SMOOTHING=0.02", "DATA.SHIFT=0"),
+        ("160 training and 61 validation images of 16 x 16 x 1, 4 classes, several labels per image",),
+        images=160,
+    ),
+}
+
+
+def cases(fast: tuple[str, ...]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in ABILITIES]
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory, digits_run: Path) -> Callable[[str], list[object]]:
+    """The words of a run with this ability."""
+    place = tmp_path_factory.mktemp("recipes")
+    (place / "tiny.yaml").write_text(TINY_DIGITS, encoding="utf-8")
+    write_set(place / "labels")
+    recipes = {"several labels": write_recipe(place / "labels")}
+
+    def words(name: str) -> list[object]:
+        given = [word.format(digits_run=digits_run) for word in ABILITIES[name].words]
+        return ["-cfg", recipes.get(name, place / "tiny.yaml"), *COMMON, *given]
+
+    return words
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, command: Callable[[str], list[object]]) -> Callable[[str], Path]:
+    """An uninterrupted run of one process, made once for each ability."""
+    made: dict[str, Path] = {}
+
+    def run(name: str) -> Path:
+        if name not in made:
+            place = tmp_path_factory.mktemp("whole")
+            done = run_program(*command(name), "-accum_iter", 2, "-output", place / "run", streams=place, timeout=300)
+            assert done.code == 0, done.text
+            made[name] = place / "run"
+        return made[name]
+
+    return run
+
+
+def trained(run: Path) -> dict[str, Any]:
+    """What must be equal, bit for bit."""
+    last = max((run / "checkpoints").glob("step-*"))
+    weights = {file.name: file.read_bytes() for file in last.glob("*.safetensors")}
+    return {**weights, "metrics": [line for line in metrics(run) if line["event"] in ("train", "epoch")]}
+
+
+def validated(run: Path) -> dict[str, Any]:
+    """The last validation, with the thresholds of several labels."""
+    meta = json.loads((max((run / "checkpoints").glob("step-*")) / "meta.json").read_text(encoding="utf-8"))
+    return {key: meta.get(key) for key in ("metrics", "thresholds")}
+
+
+@pytest.mark.parametrize("name", ABILITIES)
+def test_log_names_the_ability(name: str, whole: Callable[[str], Path]) -> None:
+    log = (whole(name) / "log.txt").read_text(encoding="utf-8")
+    assert [words for words in ABILITIES[name].log if words not in log] == []
+    losses = [line["loss"] for line in metrics(whole(name), "train")]
+    assert losses[-1] < losses[0]
+
+
+def test_train_lines_say_the_size_and_what_is_left_out_in_each_epoch(whole: Callable[[str], Path]) -> None:
+    lines = metrics(whole("fewer patches and growing images"), "train")
+    shown = {(line["epoch"], line["image_size"], line["token_drop"]) for line in lines}
+    assert shown == {(1, 8, 0.5), (2, 16, 0.5), (3, 16, 0.0)}
+
+
+@pytest.mark.parametrize("name", cases(fast=("balanced classes", "bce", "fewer patches and growing images")))
+@pytest.mark.parametrize("epochs", [1.2, pytest.param(0.8, marks=pytest.mark.slow)])
+def test_stopped_and_resumed_run_equals_a_whole_one(
+    vitamp: Vitamp,
+    tmp_path: Path,
+    command: Callable[[str], list[object]],
+    whole: Callable[[str], Path],
+    name: str,
+    epochs: float,
+) -> None:
+    """Stopped within the second epoch, or within the first, before weights thaw and images grow."""
+    words = (*command(name), "-accum_iter", 2, "-output", tmp_path / "run", "-resume", "auto")
+    stop = int(epochs * ABILITIES[name].images / BATCH)
+    first = vitamp(*words, f"TRAIN.MAX_UPDATES={stop}", timeout=300)
+    assert first.code == 0, first.text
+    assert metrics(tmp_path / "run", "run")[-1]["update"] == stop
+    again = vitamp(*words, timeout=300)
+    assert again.code == 0, again.text
+    assert trained(tmp_path / "run") == trained(whole(name))
+    assert validated(tmp_path / "run") == validated(whole(name))
+
+
+@pytest.mark.parametrize("name", cases(fast=("bce", "several labels")))
+def test_two_processes_equal_one_that_accumulates(
+    vitamp: Vitamp,
+    tmp_path: Path,
+    command: Callable[[str], list[object]],
+    whole: Callable[[str], Path],
+    name: str,
+) -> None:
+    """Training bit for bit; validation, whose batches have other shapes on two processes, to rounding."""
+    words = (*command(name), "-ngpus", 2, "-output", tmp_path / "run")
+    done = vitamp(*words, script="main_multi_gpu.py", timeout=300)
+    assert done.code == 0, done.text
+    assert trained(tmp_path / "run") == trained(whole(name))
+    ours, theirs = (
+        {key: value for key, value in validated(run)["metrics"].items() if isinstance(value, float)}
+        for run in (tmp_path / "run", whole(name))
+    )
+    assert ours == pytest.approx(theirs, rel=1e-3)

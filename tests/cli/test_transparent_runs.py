@@ -114,5 +114,6 @@ def test_packed_images_are_composited_and_kept_ones_follow_the_training(
     assert (done.code, "set it when training" in done.text) == (2, True), done.text
     done = vitamp(*keep, script="scripts/pack_images.py")
     assert done.code == 0, done.text
+    assert f"Train with: -dataset shards -data_path {tmp_path / 'keep'}" in done.out
     run = train_tiny(tmp_path, *of_icons(tmp_path / "keep"), "-dataset", "shards", f"{KEY}=black")
     assert "8 of 24 training images have transparent pixels: composited on black" in (run / "log.txt").read_text()

@@ -244,18 +244,6 @@ def test_tables_and_shards_are_checked(
     assert done.err == "", "each line names an image"
 
 
-def test_image_lists_are_checked_for_labels_and_missing_files(check: Check, tree: Path) -> None:
-    lines = [f"train/{CLASSES[i % 3]}/{i}.jpg {i % 3}" for i in range(24)]
-    lines[5], lines[7] = lines[5][:-1] + "3", "train/ant/nowhere.jpg 1"
-    (tree / "train_list.txt").write_text("\n".join(lines))
-    (tree / "val_list.txt").write_text("\n".join(f"val/{CLASSES[i % 3]}/{i}.jpg {i % 3}" for i in range(6)))
-    done, found = check(tree, dataset="imagenet2012")
-    assert done.code == 1, done.text
-    assert names(found["defects"]["label_out_of_range"]) == ["train/cat/5.jpg"]
-    assert "label 3; MODEL.NUM_CLASSES 3 allows 0 to 2" in done.out
-    assert names(found["defects"]["unreadable"]) == ["train/ant/nowhere.jpg"]
-
-
 def as_lists(tree: Path, labels: list[int]) -> Path:
     (tree / "train_list.txt").write_text("".join(f"train/{CLASSES[i % 3]}/{i}.jpg {k}\n" for i, k in enumerate(labels)))
     (tree / "val_list.txt").write_text("".join(f"val/{CLASSES[i % 3]}/{i}.jpg {i % 3}\n" for i in range(6)))
@@ -333,10 +321,7 @@ def test_class_without_training_images_is_a_defect(check: Check, tree: Path) -> 
 def test_bad_command_lines_are_refused(vitamp: Callable[..., Result], tree: Path, tmp_path: Path) -> None:
     for words, said in (
         (("-data_path", tmp_path / "none"), "none does not exist"),
-        (("-data_path", tree, "-out", tmp_path / "none" / "x.txt"), "does not exist; name a file"),
         (("-data_path", tree, "-exclude_small"), "-out FILE"),
-        (("-data_path", tree, "-datset", "x"), "-dataset"),
-        (("-data_path", tree, "-dry_run"), "no -dry_run"),
     ):
         done = vitamp("-dataset", "imagefolder", *words, script=SCRIPT)
         assert (done.code, said in done.err) == (2, True), done.text

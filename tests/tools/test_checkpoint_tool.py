@@ -183,7 +183,6 @@ def test_bad_commands_are_refused(tool: Callable[..., Result], run: Path, tmp_pa
     damaged = tmp_path / "damaged"
     shutil.copytree(run / "checkpoints" / NAMES[0], damaged / NAMES[0])
     (damaged / NAMES[0] / MODEL).unlink()
-    (tmp_path / "there.safetensors").touch()
     out = ("-out", tmp_path / "new.safetensors")
     for words, said in (
         ((), "one of list, verify, average, strip"),
@@ -192,8 +191,6 @@ def test_bad_commands_are_refused(tool: Callable[..., Result], run: Path, tmp_pa
         (("list", tmp_path), "no checkpoint found"),
         (("strip", run), "-out"),
         (("strip", run, "-out", tmp_path / "x.pth"), f"use -out {tmp_path}/x.safetensors"),
-        (("strip", run, "-out", tmp_path / "no" / "x.safetensors"), "does not exist"),
-        (("strip", run, "-out", tmp_path / "there.safetensors"), "already exists"),
         (("strip", damaged / NAMES[0], *out), f"{MODEL} is missing"),
         (("strip", other, "-weights", "ema", *out), "has no EMA"),
         (("average", run, *out), "give one run with -last K"),
@@ -206,9 +203,3 @@ def test_bad_commands_are_refused(tool: Callable[..., Result], run: Path, tmp_pa
         assert said in done.err, (words, done.text)
         assert "Traceback" not in done.text
     assert not (tmp_path / "new.safetensors").exists()
-
-
-def test_help_shows_the_commands(tool: Callable[..., Result]) -> None:
-    done = tool("-h")
-    assert done.code == 0
-    assert "scripts/checkpoint.py average runs/a -last 5 -out averaged.safetensors" in done.out

@@ -19,7 +19,7 @@ from sklearn import metrics as sklearn
 from datasets.base import Batch, ImageDataset, Key
 from engine.saved.predictions import split_of_run, validation_predictions
 from engine.saved.trained import load_trained
-from tests.program import Result, metrics
+from tests.program import metrics
 from tools.checkpoint import command as checkpoint
 from tools.common.figures import Figures, figures_of
 from tools.common.parts import Part
@@ -155,22 +155,6 @@ def test_metrics_are_those_of_validation(say: Callable[..., SimpleNamespace], di
     assert done.out.count("\n  9 ") == 1, "one line per class"
 
 
-def test_metrics_are_those_of_eval_with_other_settings(
-    vitamp: Callable[..., Result], say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path
-) -> None:
-    """Another precision and batch size."""
-    words = ("-amp", "off", "-batch_size", 100)
-    validated = vitamp("-eval", "-resume", digits_run, "-output", tmp_path / "eval", *words)
-    assert validated.code == 0, validated.text
-    (wanted,) = metrics(tmp_path / "eval", "val")
-    done = say(digits_run, "-weights", "both", "-json", tmp_path / "eval.json", *words)
-    assert done.code == 0, done.err
-    told = json.loads((tmp_path / "eval.json").read_text(encoding="utf-8"))
-    assert told["precision"] == "fp32"
-    assert (told["figures"]["model"]["acc1"], told["figures"]["ema"]["acc1"]) == (wanted["acc1"], wanted["ema_acc1"])
-    assert told["figures"]["model"]["nll"] == pytest.approx(wanted["loss"], rel=1e-12)
-
-
 @pytest.fixture
 def tree(digits_run: Path, tmp_path: Path) -> Callable[..., Path]:
     """Validation images of the run in class folders with these names."""
@@ -240,16 +224,6 @@ def test_training_split_is_evaluated_without_augmentation(
     assert twice[0].out.partition("top-1")[2].splitlines()[:20] == plain.out.partition("top-1")[2].splitlines()[:20]
 
 
-def test_stripped_weights_take_data_from_the_command_line(
-    say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path
-) -> None:
-    assert checkpoint.main(["strip", str(digits_run), "-out", str(tmp_path / "w.safetensors")]) == 0
-    done = say(tmp_path / "w.safetensors", "-json", tmp_path / "eval.json")
-    assert done.code == 0, done.err
-    told = json.loads((tmp_path / "eval.json").read_text(encoding="utf-8"))
-    assert told["figures"]["model"]["acc1"] == metrics(digits_run, "val")[-1]["acc1"]
-
-
 def test_unreadable_image_ends_the_evaluation(
     say: Callable[..., SimpleNamespace], digits_run: Path, tree: Callable[..., Path]
 ) -> None:
@@ -271,7 +245,6 @@ def test_bad_command_lines_are_refused(say: Callable[..., SimpleNamespace], digi
         ((digits_run, "-part", "vol"), "takes train, val, test or all. Did you mean val?"),
         ((digits_run, "-bins", "0"), "-bins 0: takes a whole number from 1 to 1000"),
         ((digits_run, "-json", tmp_path / "x.txt"), "name a file that ends in .json"),
-        ((digits_run, "-confusion", tmp_path / "no" / "x.png"), "does not exist"),
         ((digits_run, "-weights", "both", "-confusion", tmp_path / "m.csv"), "m_ema.csv: already exists"),
         (
             (digits_run, "-cfg", "x.yaml"),
@@ -279,7 +252,6 @@ def test_bad_command_lines_are_refused(say: Callable[..., SimpleNamespace], digi
         ),
         ((digits_run, "-pretrained", "x.pth"), "the model is the first argument"),
         ((digits_run, "-dataset", "imagefolder"), "needs DATA.DATA_PATH"),
-        ((digits_run, "-dataset", "imagefoldr"), "Did you mean imagefolder?"),
         ((digits_run, "MODEL.DEPTH=3"), "weights of another architecture"),
         ((digits_run, "DEVICE=mps"), "-device mps: this machine has no mps device"),
     ):

@@ -177,8 +177,6 @@ def test_onnx_names_missing_packages(tool: Export, run: Path, tmp_path: Path, mo
         (("-to", "onxn", "-out", "m.onnx"), "unknown format 'onxn'; formats are onnx, torch, safetensors and hub"),
         (("-to", "onnx", "-out", "m.pt"), "onnx files end in .onnx; use -out m.onnx"),
         (("-to", "onnx,torch", "-out", "m.onnx"), "give the name without ending, m"),
-        (("-to", "onnx", "-out", "there/m.onnx"), "does not exist"),
-        (("-to", "torch", "-out", "old.pt2"), "old.pt2: already exists"),
         (("-to", "onnx", "-out", "large.onnx"), "large.onnx.data: already exists"),
         (("-to", "torch,onnx", "-out", "large"), "large.onnx.data: already exists"),
         (("-to", "onnx", "-out", "m.onnx", "-dtype", "bf16"), "use fp16"),
@@ -194,7 +192,6 @@ def test_bad_command_lines_are_refused(
     tool: Export, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], expected: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("old.pt2").touch()
     Path("large.onnx.data").touch()
     code, said = tool(run, *words)
     assert code == 2

@@ -252,7 +252,6 @@ def test_bad_command_lines_are_refused(
         ([source, tmp_path / "new", "-short_side", "big"], "-short_side big: takes a whole number"),
         ([source, tmp_path / "new", "-data_path", source], "-data_path: give the path as SRC"),
         ([source, tmp_path / "new", "-dataset", "digits"], "is held in memory"),
-        ([source, tmp_path / "new", "-qualty", 80], "unknown flag -qualty. Did you mean -quality?"),
         (["-verify", tmp_path / "full"], "dataset.json cannot be read"),
         (["-verify", done, source], "packs nothing"),
     ):

@@ -19,8 +19,6 @@ import pytest
 import torch
 from PIL import Image
 
-from datasets.given import open_given
-from datasets.memory import ArraySamples, open_arrays
 from engine.saved.predictions import split_of_run, validation_predictions
 from engine.saved.trained import load_trained
 from engine.setup import model_in_precision
@@ -29,7 +27,6 @@ from tests.saved import save_checkpoint
 from tools.predict import command as predict
 from tools.predict import find
 from utils.config import load_config
-from utils.config.data import DataConfig
 from utils.config.keys import values_to_keep
 from utils.record.checkpoints import MODEL
 from utils.record.weight_sets import AVERAGE, PLAIN
@@ -77,14 +74,6 @@ def test_predictions_have_the_accuracy_of_validation(
     assert [row["image"] for row in rows] == [str(path) for path in sorted(digits.iterdir())]
     right = sum(row["class"] == Path(row["image"]).stem[-1] for row in rows)
     assert 100 * right / len(rows) == metrics(digits_run, "val")[-1][f"{prefix}acc1"]
-
-
-def test_workers_do_not_change_results(say: Callable[..., SimpleNamespace], digits_run: Path, digits: Path) -> None:
-    words = (digits_run, digits, "-format", "jsonl", "-amp", "off", "-batch_size", 50)
-    here, elsewhere = (say(*words, "-num_workers", workers) for workers in (0, 2))
-    assert here.code == 0
-    assert len(lines_of(here.out)) == 360
-    assert here.out == elsewhere.out
 
 
 @pytest.mark.parametrize("settings", [{}, {"DATA.EXIF_ROTATE": "true", "DATA.CROP_PCT": "1.0"}, {"DATA.CROP": "none"}])
@@ -239,8 +228,6 @@ def test_bad_command_lines_are_refused(
         ((digits_run, image, "-topk", 0), "-topk 0: takes a whole number from 1 on"),
         ((digits_run, image, "-format", "xml"), "xml"),
         ((digits_run, image, "-amp=fp7"), "fp7"),
-        ((digits_run, image, "-out", tmp_path / "no" / "x.csv"), "does not exist"),
-        ((digits_run, image, "-out", tmp_path / "empty"), "is a folder"),
         ((digits_run, image, "-cfg", "x.yaml"), "-cfg"),
     ):
         done = say(*words)
@@ -314,18 +301,3 @@ def test_missing_decoder_falls_back_with_a_warning(
     assert (done.code, len(lines_of(done.out))) == (0, 1)
     assert "simplejpeg cannot be loaded" in done.err
     assert "pixels differ slightly" in done.err
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("crop", ["random", "none"])
-def test_images_are_cropped_as_data_in_memory(tmp_path: Path, channels: int, crop: str) -> None:
-    """A file with the pixels of a CIFAR image gives the same bytes, in colour and in grey."""
-    pixels = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
-    values = {"DATASET": "cifar10", "IMAGE_SIZE": 24, "IMAGE_CHANNELS": channels, "CROP": crop, "CROP_PCT": 0.8}
-    data = DataConfig.model_validate(values)
-    paths = [f"{tmp_path}/{number}.png" for number in range(3)]
-    for path, image in zip(paths, pixels, strict=True):
-        Image.fromarray(image).save(path)
-    keys = [(0, number) for number in range(3)]
-    there = open_arrays(ArraySamples(pixels, np.arange(3), [], "x"), data, False, 0, torch.device("cpu"))
-    assert torch.equal(open_given(paths, data).__getitems__(keys).images, there.__getitems__(keys).images)

@@ -12,23 +12,6 @@ from tests.tools.made_runs import make_run
 from utils.errors import UserError
 
 
-def test_time_and_speed_of_a_resumed_run(tmp_path: Path) -> None:
-    """Each start has a clock and a first report of its own, as in scripts/report.py and scripts/compare.py."""
-    run = make_run(tmp_path / "run", seconds=60.0)
-    file = run / "metrics.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    at = next(number for number, line in enumerate(lines) if line.get("update") == 50)
-    for line in lines[at:]:
-        if "seconds" in line["perf"]:
-            line["perf"]["seconds"] -= 30
-    lines.insert(at, {"event": "run", "epoch": 3, "what": "resume", "update": 40, "perf": {}})
-    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    row = one_run(run)
-    assert row["seconds"] == 60
-    assert row["images_per_second"] == 100 + (20 + 30 + 40 + 60 + 70 + 80) / 6, "of 10 and 50 were the first"
-    assert (row["best_acc1"], row["last_acc1"], row["skipped"]) == (90.0, 90.0, 0)
-
-
 @pytest.mark.parametrize("cut", [0, 1])
 def test_unfinished_run_is_refused(tmp_path: Path, cut: int) -> None:
     run = make_run(tmp_path / "run")

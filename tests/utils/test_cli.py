@@ -32,10 +32,6 @@ def error_of(line: str) -> str:
     return str(caught.value)
 
 
-def test_no_arguments_mean_training() -> None:
-    assert read("") == CommandLine()
-
-
 def test_paddlevit_command_line_is_read() -> None:
     line = read("-cfg=./configs/vit.yaml -dataset=imagenet2012 -batch_size=64 -data_path=/dataset/imagenet -amp")
     assert (line.cfg, line.action, line.words) == ("./configs/vit.yaml", "train", {})

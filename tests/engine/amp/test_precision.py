@@ -132,13 +132,6 @@ def test_only_fp16_uses_loss_scaling(amp: AmpConfig, dtype: torch.dtype, scaled:
     assert ("with loss scaling" if scaled else "no loss scaling") in chosen.line()
 
 
-def test_amp_eval_selects_autocast_in_validation() -> None:
-    for evaluates, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        chosen = Precision(AmpConfig(ENABLED=True, DTYPE="bf16", EVAL=evaluates), CPU)
-        with chosen.autocast(training=False):
-            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is dtype
-
-
 @pytest.mark.filterwarnings("error")
 def test_banner_says_that_tf32_has_no_effect_on_a_cpu() -> None:
     try:
@@ -209,37 +202,12 @@ def test_overflow_skips_weights_schedule_and_ema_and_is_counted(fused: bool) -> 
     assert parts.meters.read(parts.precision.scale_tensor(), 0.0).skipped == 1
 
 
-def test_overflow_in_one_micro_batch_skips_the_update() -> None:
-    parts = sgd(FP16)
-    train_update(parts, window_of(flat(0.25), OVERFLOW, flat(0.25)), 1)
-    assert state(parts)[0] == 1.0
-    train_update(parts, window_of(flat(0.25), flat(0.25)), 2)
-    assert state(parts)[0] == 0.75, "nothing of the skipped update is left in the gradients"
-
-
 def test_bf16_records_the_first_bad_update() -> None:
     parts = sgd(BF16)
     for update, images in enumerate((flat(0.25), flat(float("nan")), flat(0.25), flat(float("inf"))), start=1):
         train_update(parts, window_of(images), update)
     reading = parts.meters.read(parts.precision.scale_tensor(), 0.0)
     assert (reading.skipped, reading.scale, reading.first_bad) == (0, 1.0, 2)
-
-
-def test_scale_grows_after_the_interval_and_falls_at_once() -> None:
-    settings = {"INIT_LOSS_SCALING": 8, "INCR_EVERY_N_STEPS": 3, "INCR_RATIO": 4.0, "DECR_RATIO": 0.25}
-    parts = sgd(AmpConfig(ENABLED=True, DTYPE="fp16", **settings))
-    scales = []
-    for update, bad in enumerate([False, False, True, False, False, False, False], start=1):
-        train_update(parts, window_of(OVERFLOW if bad else flat(1e-3)), update)
-        scales.append(float(parts.precision.scale_tensor()))
-    assert scales == [8, 8, 2, 2, 2, 8, 8]
-
-
-@pytest.mark.parametrize("amp", [OFF, BF16, FP16])
-def test_reported_norm_is_unscaled(amp: AmpConfig) -> None:
-    parts = sgd(amp)
-    train_update(parts, window_of(flat(0.5), flat(0.25)), 1)
-    assert parts.meters.read(parts.precision.scale_tensor(), 0.0).grad_norm == pytest.approx(0.375, rel=1e-3)
 
 
 @pytest.mark.parametrize("amp", [OFF, FP16])

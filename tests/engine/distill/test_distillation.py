@@ -278,31 +278,6 @@ def test_resume_refuses_a_changed_teacher(student: Callable[..., ReadyToTrain]) 
 
 
 @pytest.mark.slow
-def test_resumed_distillation_equals_uninterrupted(
-    vitamp: Callable[..., Result], tiny: Path, teacher_run: Path, tmp_path: Path
-) -> None:
-    """With all augmentation, two classifiers, EMA and accumulation."""
-    given = [f"{key.replace('__', '.')}={value}" for key, value in {**DISTILLED, **MIXED}.items()]
-    words = ("-cfg", tiny, *given, "TRAIN.DISTILLATION_TYPE=soft", "-teacher_model_path", teacher_run, "-accum_iter", 2)
-    words = (*words, "TRAIN.MODEL_EMA=true", "-amp", "bf16", "REPORT_STAGES=true")
-    whole = vitamp(*words, "-output", tmp_path / "whole")
-    assert whole.code == 0, whole.text
-    assert "  teacher    tiny of " in whole.text
-    assert " teacher " in next(line for line in whole.out.splitlines() if "Stages:" in line)
-    parts = tmp_path / "parts"
-    stopped = vitamp(*words, "-output", parts, "TRAIN.MAX_UPDATES=27")
-    assert stopped.code == 0, stopped.text
-    again = vitamp(*words, "-output", parts, "-resume", "auto")
-    assert again.code == 0, again.text
-    assert metrics(parts, "val")[-1] == metrics(tmp_path / "whole", "val")[-1]
-    last = [sorted(run.glob("checkpoints/step-*/*model.safetensors"))[-1] for run in (parts, tmp_path / "whole")]
-    assert last[0].read_bytes() == last[1].read_bytes()
-    noted = json.loads((parts / "run.json").read_text())["choices"]
-    assert noted["teacher"].startswith("tiny of ")
-    assert len(noted["teacher_sha256"]) == 64
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_distillation_on_two_processes_equals_one(
     vitamp: Callable[..., Result], tiny: Path, teacher_run: Path, tmp_path: Path, strategy: str

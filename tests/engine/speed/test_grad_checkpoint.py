@@ -19,7 +19,6 @@ from engine.speed.grad_checkpoint import RecomputedBlocks
 from models.blocks import blocks_of
 from tests.engine.small import build, built_of, chosen, train, windows
 from tests.engine.test_no_host_copies import read_backs
-from tests.program import metrics
 from utils.errors import UserError
 
 RANDOM = {"MODEL__DEPTH": 3, "MODEL__DROPOUT": 0.2, "MODEL__ATTENTION_DROPOUT": 0.1, "MODEL__DROPPATH": 0.3}
@@ -137,18 +136,3 @@ def test_overflow_in_a_recomputed_block_is_named(tiny: Path) -> None:
     assert named[0]
     assert named[0][0][0] == "blocks.0.mlp.fc1"
     assert named[0] == named[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_train_the_same_with_checkpointing(vitamp, tiny: Path, tmp_path: Path, strategy: str) -> None:
-    losses = []
-    for wanted in ("none", "blocks"):
-        words = (f"TRAIN.GRAD_CHECKPOINT={wanted}", f"DIST.STRATEGY={strategy}", "MODEL.DROPOUT=0.1", "MODEL.DEPTH=2")
-        more = ("-ngpus", 2, "-amp", "bf16", "TRAIN.MAX_UPDATES=4", "REPORT_FREQ=1", "-accum_iter", 2)
-        flags = ("-cfg", tiny, "-output", tmp_path / wanted, *more, *words)
-        done = vitamp(*flags, script="main_multi_gpu.py", timeout=400)
-        assert done.code == 0, done.text
-        losses.append([line["loss"] for line in metrics(tmp_path / wanted, "train")])
-    assert losses[0] == losses[1]
-    assert len(losses[0]) == 4

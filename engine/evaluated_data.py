@@ -10,7 +10,6 @@ import torch
 
 from datasets import comes_unsplit, data_identity, identity_of, open_dataset, source_of, validates_on_test
 from datasets.base import TITLES
-from engine.checkpoint.saved import Saved
 from engine.setup import training_data
 from utils.config import Config
 from utils.config.data import DataConfig
@@ -19,6 +18,7 @@ from utils.config.kinds import AUTO
 from utils.distributed.world import ALONE
 from utils.errors import UserError
 from utils.log import unheard
+from utils.record.chosen import Chosen
 
 PART = "DATA.PART"
 OF_OWN_DATA = ("DATA.EXCLUDE", "DATA.FOLD", "DATA.LISTING")
@@ -26,7 +26,7 @@ OF_OWN_DATA = ("DATA.EXCLUDE", "DATA.FOLD", "DATA.LISTING")
 
 
 def settings_for_evaluation(
-    config: Config, saved: Saved | None, given: Collection[str]
+    config: Config, saved: Chosen | None, given: Collection[str]
 ) -> tuple[dict[str, Any], list[str]]:
     """Settings of DATA that an evaluation of the weights `saved` changes, by key, and notes for the log.
 
@@ -65,9 +65,9 @@ def settings_for_evaluation(
 
 
 def _is_data_of_run(
-    config: Config, saved: Saved | None
+    config: Config, saved: Chosen | None
 ) -> Literal["same place", "moved", "training images", "other", "unknown"]:
-    own, samples = (saved.settings(), saved.meta.get("samples")) if saved else ({}, None)
+    own, samples = (saved.settings, saved.samples) if saved else ({}, None)
     if "DATA.DATASET" not in own:
         return "unknown"
     place = {"DATASET": own["DATA.DATASET"], "DATA_PATH": own.get("DATA.DATA_PATH")}
@@ -120,7 +120,7 @@ def _with(config: Config, changes: dict[str, Any]) -> Config:
     return config.model_copy(update={"DATA": data})
 
 
-def data_for_evaluation(config: Config, saved: Saved, given: Collection[str]) -> tuple[DataConfig, list[str]]:
+def data_for_evaluation(config: Config, saved: Chosen, given: Collection[str]) -> tuple[DataConfig, list[str]]:
     """DATA as `settings_for_evaluation` changes it, and the notes."""
     changes, notes = settings_for_evaluation(config, saved, given)
     return _with(config, changes).DATA, notes

@@ -13,7 +13,6 @@ from typing import Any
 import timm
 
 from datasets import count_classes, recognise, source_of
-from engine.checkpoint.saved import Saved, find_saved
 from engine.evaluated_data import settings_for_evaluation
 from models import local_weights
 from models.names import is_timm_name
@@ -25,6 +24,7 @@ from utils.config.values import one_line
 from utils.errors import UserError
 from utils.files import read_json
 from utils.record.checkpoints import META
+from utils.record.chosen import Chosen, chosen_at
 from utils.record.meta import Input, check_fields
 from utils.record.resumed_run import resumed_run
 from utils.record.weights_file import read_header
@@ -135,16 +135,16 @@ def _with_part(loaded: Loaded) -> Loaded:
     return loaded.with_values({key: Entry(value, "the evaluated data") for key, value in found.items()}, notes)
 
 
-def _evaluated(config: Config) -> Saved | None:
+def _evaluated(config: Config) -> Chosen | None:
     """The weights that -eval evaluates; None if nothing is known of their training."""
     wanted, source = config.MODEL.RESUME, config.MODEL.PRETRAINED
     try:
         if run := resumed_run(config):
-            return find_saved(run, "auto")[0]
+            return chosen_at(run)
         if wanted not in (None, AUTO):
-            return find_saved(Path(str(wanted)), "auto")[0]
+            return chosen_at(Path(str(wanted)))
         file = local_weights(source) if source else None
-        return find_saved(file, "auto")[0] if file else None
+        return chosen_at(file) if file else None
     except UserError:  # loading the weights reports it, if it is one
         return None
 

@@ -19,7 +19,7 @@ from engine.run_folder import make_run_folder, write_run_files
 from engine.setup import build_for_evaluation
 from utils.distributed.world import on_every_rank
 from utils.log import log
-from utils.record.better_weights import best_set
+from utils.record.chosen import best_set
 from utils.record.tasks import METRICS
 from utils.record.weight_sets import PLAIN, SETS, WeightSet
 

@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from engine.checkpoint.fields import MovedModules
 from engine.checkpoint.shard_files import JoinedShards
 from utils.errors import UserError
 from utils.record.checkpoints import (
@@ -30,8 +31,10 @@ from utils.record.checkpoints import (
     folder_name,
     inspect,
     update_in,
+    verify,
 )
-from utils.record.meta import FORMAT, META_HASH, hash_of
+from utils.record.chosen import Chosen
+from utils.record.meta import FORMAT, META_HASH, check_fields, hash_of
 
 REPLACED, REMOVED = ".tmp-old-", ".tmp-gone-"
 _HIDDEN = rf"\.tmp-(\d+-\d+|(old|gone)-{NAME})"
@@ -58,6 +61,23 @@ def read_state(checkpoint: Checkpoint, mapped: bool = False) -> dict[str, Any]:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # a damaged file makes the unpickler raise nearly anything
         raise UserError(f"{file}: cannot be read ({type(error).__name__}).") from None
+
+
+def read_chosen(chosen: Chosen) -> dict[str, Tensor]:
+    """The chosen weights, after a check of their hashes."""
+    if chosen.checkpoint is not None:
+        return read_tensors(verify(chosen.checkpoint, chosen.which.file), chosen.which.file)
+    with safetensors.safe_open(str(chosen.place), framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+
+
+def fp32_modules(chosen: Chosen) -> list[str]:
+    """Modules that AMP.AUTO_FP32 had moved to fp32."""
+    if chosen.checkpoint is None:
+        return chosen.meta["fp32_modules"]
+    state = read_state(chosen.checkpoint, mapped=True)  # nearly all of it is the optimiser's, and not read
+    check_fields(MovedModules, state, chosen.place / STATE)
+    return state["fp32_modules"]
 
 
 def write_files(folder: Path, tensors: Mapping[str, dict[str, Tensor]], state: dict[str, Any]) -> None:

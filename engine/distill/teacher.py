@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from engine.amp.fp32_modules import force_fp32
 from engine.amp.precision import Precision
-from engine.checkpoint.saved import config_of, find_saved
+from engine.checkpoint.folder import fp32_modules, read_chosen
 from engine.checkpoint.state import load_weights
 from engine.inputs.normalize import per_channel
 from engine.machine.memory import is_out_of_memory
@@ -26,8 +26,8 @@ from utils.config import Config
 from utils.errors import UserError
 from utils.log import log
 from utils.record.checkpoints import META
+from utils.record.chosen import chosen_at
 from utils.record.meta import Input, check_fields
-from utils.record.weight_sets import BETTER
 from utils.record.weights_file import read_header
 
 KEY = "TRAIN.TEACHER_MODEL"
@@ -178,8 +178,8 @@ def _load_source(setting: str, config: Config, precision: Precision) -> Source:
 def _load_run(place: Path, setting: str, config: Config, precision: Precision) -> Source:
     """Model of a run or checkpoint. Its precision follows from the student's settings."""
     with _errors_name_teacher():
-        saved, choice = find_saved(place, BETTER)
-        theirs = config_of(saved)
+        chosen = chosen_at(place)
+        theirs = chosen.config()
     data = theirs.DATA
     if data.IMAGE_CHANNELS != config.DATA.IMAGE_CHANNELS:
         raise UserError(
@@ -187,13 +187,12 @@ def _load_run(place: Path, setting: str, config: Config, precision: Precision) -
             f"{config.DATA.IMAGE_CHANNELS}."
         )
     model = build_model(theirs.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
-    load_weights(model, saved.tensors(choice.which), f"{saved.where(choice.which)}")
-    log.info("Teacher %s: %s", setting, choice.words)
+    load_weights(model, read_chosen(chosen), f"{chosen.file}")
+    log.info("Teacher %s: %s", setting, chosen.words)
     if precision.level != "O0":
-        force_fp32(model, [*theirs.AMP.FP32_MODULES, *saved.fp32_modules()], precision.device.type)
-    names = saved.meta.get("classes")
-    where = f"{theirs.MODEL.NAME} of {saved.where(choice.which)}"
-    return Source(model, where, data.IMAGE_SIZE, data.IMAGENET_MEAN, data.IMAGENET_STD, theirs.MODEL.NUM_CLASSES, names)
+        force_fp32(model, [*theirs.AMP.FP32_MODULES, *fp32_modules(chosen)], precision.device.type)
+    where, classes = f"{theirs.MODEL.NAME} of {chosen.file}", theirs.MODEL.NUM_CLASSES
+    return Source(model, where, data.IMAGE_SIZE, data.IMAGENET_MEAN, data.IMAGENET_STD, classes, chosen.classes)
 
 
 def _parse(setting: str) -> tuple[str | None, str]:

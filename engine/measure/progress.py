@@ -10,7 +10,7 @@ from typing import Any
 from engine.measure.task import Metrics
 from utils.config import Config
 from utils.log import log
-from utils.record.better_weights import best_set
+from utils.record.chosen import best_set
 from utils.record.tasks import METRICS, ONE_LABEL
 from utils.record.weight_sets import PLAIN, WeightSet, set_of
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from engine.amp.fp32_modules import force_fp32
 from engine.amp.op_lists import OpLists
 from engine.amp.precision import Precision, check_amp, check_precision
-from engine.checkpoint.saved import Saved, config_of, find_saved
+from engine.checkpoint.folder import fp32_modules, read_chosen
 from engine.checkpoint.state import load_weights
 from engine.machine.device import pick_device, set_up_device
 from engine.machine.memory import is_out_of_memory
@@ -29,6 +29,7 @@ from utils.config import Config
 from utils.distributed.world import ALONE
 from utils.errors import TrainingError, UserError
 from utils.log import log
+from utils.record.chosen import Chosen, chosen_at
 from utils.record.weight_sets import BETTER, WeightSet
 from utils.text import counted
 
@@ -42,14 +43,8 @@ class Trained:
     """Normalises uint8 images for the model"""
     precision: Precision
     config: Config
-    classes: list[str] | None
-    """Names in the order of the labels, if the training data had names."""
-    source: Path
-    """The checkpoint's folder, or the file of weights."""
-    weights: WeightSet
-    saved: Saved
-    choice: str
-    """For the log: the checkpoint, the choice of its weights, and the metrics of each."""
+    chosen: Chosen
+    """The weights that it has"""
 
     @torch.no_grad()  # not inference mode: fp8 layers do not run in it
     def logits(self, images: Tensor) -> Tensor:
@@ -71,7 +66,7 @@ class Trained:
 
     def name_of(self, label: int) -> str:
         """Name of a class; its number if it has no name."""
-        names = self.classes or []
+        names = self.chosen.classes or []
         return names[label] if label < len(names) else str(label)
 
     def names(self) -> list[str]:
@@ -85,7 +80,7 @@ class Trained:
 
     def thresholds(self) -> tuple[list[float], str]:
         """With several labels: the probability from which on each class is predicted, and its origin for the log."""
-        found = self.saved.meta.get("thresholds", {}).get(self.weights.name)
+        found = self.chosen.thresholds
         classes = int(self.config.MODEL.NUM_CLASSES)
         if found is not None and len(found) == classes:
             words = "a class is predicted if its probability reaches its own threshold, found in the model's validation"
@@ -95,18 +90,14 @@ class Trained:
         words = f"a class is predicted if its probability reaches {HALF}, because these weights have no thresholds"
         return [HALF] * classes, words
 
-    def has(self, which: WeightSet) -> bool:
-        return self.saved.has(which)
-
     def take(self, which: WeightSet) -> None:
-        """Load another set of the saved weights."""
-        self.saved.require(which)
-        load_weights(self.model, self.saved.tensors(which), f"{self.saved.where(which)}")
-        self.weights = which
+        """Load a set of the saved weights."""
+        self.chosen = self.chosen.other(which)
+        load_weights(self.model, read_chosen(self.chosen), f"{self.chosen.file}")
 
     def words(self) -> str:
         """Model, weights and precision in words."""
-        return f"{self.config.MODEL.NAME}, {self.weights.words} of {self.source}, in {self.precision.name}"
+        return f"{self.config.MODEL.NAME}, {self.chosen.which.words} of {self.chosen.place}, in {self.precision.name}"
 
 
 def load_trained(
@@ -122,21 +113,20 @@ def load_trained(
     `weights`: a value of -weights; auto: those that validated better. `device` None: the run's, if it exists here.
     `amp` None: as the run validates; otherwise a value of -amp, or `on`. `given`: settings that override the run's.
     """
-    saved, choice = find_saved(Path(path).expanduser(), weights)
-    config = config_of(saved, _flags(device, amp, given), given)
+    chosen = chosen_at(Path(path).expanduser(), weights)
+    config = chosen.config(_flags(device, amp, given), given)
     check_amp(config.AMP, config.TRAIN)
     overridden = {**given.flags, **given.words}.keys() if given else ()
-    chosen = _device(device or (config.DEVICE if "DEVICE" in overridden else None), config)
-    check_precision(config.AMP, chosen)
-    set_up_device(config, chosen, ALONE)
+    where = _device(device or (config.DEVICE if "DEVICE" in overridden else None), config)
+    check_precision(config.AMP, where)
+    set_up_device(config, where, ALONE)
     with _quietly():
-        model, inputs, precision = model_in_precision(config, chosen, saved.meta.get("choices", {}))
-    if precision.level in ("O1", "O2") and (moved := saved.fp32_modules()):
-        force_fp32(model, moved, chosen.type)
+        model, inputs, precision = model_in_precision(config, where, chosen.choices)
+    if precision.level in ("O1", "O2") and (moved := fp32_modules(chosen)):
+        force_fp32(model, moved, where.type)
     model.eval()
-    classes = saved.meta.get("classes")
-    trained = Trained(model, inputs, precision, config, classes, saved.path, choice.which, saved, choice.words)
-    trained.take(choice.which)
+    trained = Trained(model, inputs, precision, config, chosen)
+    trained.take(chosen.which)
     return trained
 
 

@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from models.names import is_timm_name, similar_models
 from utils.errors import UserError, nearest
 from utils.files import NotRegular, read_json, require_regular
-from utils.record.better_weights import choose_weights
 from utils.record.checkpoints import INDEX, META, best_in_index
+from utils.record.chosen import choose_weights
 from utils.record.run_folder import CHECKPOINTS
 from utils.record.weight_sets import BETTER, PLAIN, SETS, WeightSet, set_named
 
@@ -169,9 +169,9 @@ def _of_checkpoint(plain: Path, wanted: str) -> Source:
     available = [which for which in SETS if which == PLAIN or plain.with_name(which.file).is_file()]
     reason = "" if wanted == BETTER else f"MODEL.RESUME_EMA {str(other is not None).lower()}"
     meta = read_json(plain.with_name(META)) if plain.with_name(META).is_file() else {}
-    choice = choose_weights(meta, available, wanted, reason)
-    file = plain if choice.which == PLAIN else plain.with_name(choice.which.file)
-    return Source(file, description=f"{plain.parent.name}, {choice.words}" if meta else "")
+    which, words = choose_weights(meta, available, wanted, reason)
+    file = plain if which == PLAIN else plain.with_name(which.file)
+    return Source(file, description=f"{plain.parent.name}, {words}" if meta else "")
 
 
 def _other_than_plain(wanted: str) -> WeightSet | None:

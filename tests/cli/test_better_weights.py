@@ -15,7 +15,7 @@ from PIL import Image
 from scripts.dev.results import one_run
 from tests.conftest import TINY_DIGITS
 from tests.program import Result, metrics, run_program, write_meta
-from utils.record.better_weights import choose_weights
+from utils.record.chosen import choose_weights
 from utils.record.history import History
 from utils.record.tasks import ONE_LABEL
 from utils.record.weight_sets import SETS
@@ -150,7 +150,7 @@ def test_assumption_without_validation_metrics_is_reported(
 )
 def test_save_best_by_decides_which_weights_are_better(metrics: dict[str, Any], by: str, words: str) -> None:
     meta = {"metrics": metrics, "settings": {"SAVE_BEST_BY": by}}
-    assert choose_weights(meta, SETS, "auto").words == words
+    assert choose_weights(meta, SETS, "auto")[1] == words
 
 
 def test_best_top1_is_equal_in_run_report_and_results(

@@ -73,7 +73,7 @@ def test_digits_are_classified_alike_by_timm_alone(export_tool: Tool, digits_run
     found = validation_predictions(trained)
     logits, names = in_timm_alone(f"local-dir:{folder}", "L", pictures_of(found, tmp_path), tmp_path)
     check_equal(found, logits)
-    assert names == trained.classes
+    assert names == trained.chosen.classes
 
 
 @pytest.mark.slow

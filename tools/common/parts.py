@@ -50,7 +50,7 @@ def open_part(trained: Trained, given: Collection[str]) -> tuple[Part, list[str]
     `given`: the settings on the command line.
     """
     config = trained.config
-    data, notes = data_for_evaluation(config, trained.saved, given)
+    data, notes = data_for_evaluation(config, trained.chosen, given)
     dataset = _open(trained, data)
     title = title_of(data)
     if not len(dataset):
@@ -72,14 +72,14 @@ def _open(trained: Trained, data: DataConfig) -> ImageDataset:
             dataset = open_dataset(data, False, ANY_LABEL, config.SEED, device)
         except UserError:
             raise error from None
-        if dataset.classes is None or trained.classes is None:
+        if dataset.classes is None or trained.chosen.classes is None:
             raise error from None
         return dataset
 
 
 def _to_models(trained: Trained, dataset: ImageDataset, title: str) -> Tensor | None:
     """Match classes by name if both have names; otherwise labels stay as they are."""
-    theirs, ours = dataset.classes, trained.classes
+    theirs, ours = dataset.classes, trained.chosen.classes
     if theirs is None or ours is None or theirs == ours:
         return None
     places = {name: label for label, name in enumerate(ours)}

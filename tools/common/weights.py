@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from datasets.shards import hub
-from engine.checkpoint.folder import open_tensors, raising_os_errors, read_tensors
-from engine.checkpoint.saved import Saved, find_saved
+from engine.checkpoint.folder import fp32_modules, open_tensors, raising_os_errors, read_tensors
 from engine.optim.class_weights import BALANCED
 from engine.optim.class_weights import KEY as CLASS_WEIGHTS
 from tools.common.output_file import writing
@@ -21,9 +20,9 @@ from tools.common.progress import progress
 from utils.errors import EXIT_DONE, UserError
 from utils.files import replacing
 from utils.log import log
-from utils.record.better_weights import choose_weights
-from utils.record.checkpoints import Checkpoint, checkpoint_of, checkpoints_in, inspect, place_of, verify
-from utils.record.weight_sets import BETTER, PLAIN, SETS, WeightSet, set_named
+from utils.record.checkpoints import Checkpoint, checkpoint_of, checkpoints_in, place_of, verify
+from utils.record.chosen import Chosen, chosen_at
+from utils.record.weight_sets import BETTER, PLAIN, SETS, WeightSet
 from utils.record.weights_file import MADE_BY
 from utils.text import counted
 
@@ -62,32 +61,29 @@ DATASET = "DATA.DATASET"
 
 
 def strip(path: Path, out: Path, weights: str) -> int:
-    saved, choice = find_saved(path, weights)
-    if saved.checkpoint is None:
+    source = chosen_at(path, weights)
+    if source.checkpoint is None:
         raise UserError(f"{path}: this file already holds only weights; name a run or a checkpoint.")
-    source, which = verify(saved.checkpoint), choice.which
-    log.info("%s", choice.words)
-    write_weights(
-        out, read_tensors(source, which.file), _header(source, {"weights": which.words, "from": source.folder.name})
-    )
-    log.info("%s holds only %s of %s, without the optimiser's state", out, which.words, source.folder)
+    which, tensors = source.which, read_tensors(verify(source.checkpoint), source.which.file)
+    log.info("%s", source.words)
+    write_weights(out, tensors, _header(source, {"weights": which.words, "from": source.place.name}))
+    log.info("%s holds only %s of %s, without the optimiser's state", out, which.words, source.place)
     return EXIT_DONE
 
 
 def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int:
-    sources = [
-        verify(inspect(folder))
-        for folder in (_last(paths[0], last) if last else (checkpoint_of(path)[0] for path in paths))
-    ]
+    folders = _last(paths[0], last) if last else [checkpoint_of(path)[0] for path in paths]
+    sources = [chosen_at(folder, weights) for folder in folders]
+    checkpoints = [verify(source.checkpoint) for source in sources if source.checkpoint]
     which, words = _set_to_average(sources, weights)
     log.info("%s", words)
-    mean = _mean(sources, which.file)
-    names = [source.folder.name if last else f"{source.folder}" for source in sources]
+    mean = _mean(checkpoints, which.file)
+    names = [folder.name if last else f"{folder}" for folder in folders]
     header = _header(sources[-1], {"weights": f"average of {which.words}", "from": names}, averaged=True)
     write_weights(out, mean, header)
     log.info("%s: uniform average of %s of %d checkpoints:", out, which.words, len(sources))
-    for source in sources:
-        log.info("  %s", source.folder)
+    for folder in folders:
+        log.info("  %s", folder)
     log.info(
         "The accuracy of the average is unknown; validate it with main_single_gpu.py, the run's settings and "
         "-eval -pretrained %s.",
@@ -119,16 +115,12 @@ def _last(path: Path, count: int) -> list[Path]:
     return folders[-count:]
 
 
-def _set_to_average(sources: list[Checkpoint], weights: str) -> tuple[WeightSet, str]:
+def _set_to_average(sources: list[Chosen], weights: str) -> tuple[WeightSet, str]:
     """Which weights: others than the plain ones if they validated better in most checkpoints. And words for the log."""
-    available = [one for one in SETS if one == PLAIN or all(source.has(one.file) for source in sources)]
     if weights != BETTER:
-        which = set_named(weights)
-        if which not in available:
-            lacking = next(source.folder for source in sources if not source.has(which.file))
-            raise UserError(f"-weights {weights}: {lacking} has no {which.described}; give -weights {PLAIN.name}.")
-        return which, f"{which.label} weights (-weights {weights})"
-    votes = Counter(choose_weights(source.meta, available, BETTER).which for source in sources)
+        return sources[0].which, f"{sources[0].which.label} weights (-weights {weights})"
+    available = [one for one in SETS if all(one in source.sets for source in sources)]
+    votes = Counter(source.which for source in sources)
     which = next((one for one in available if 2 * votes[one] > len(sources)), PLAIN)
     why = "; ".join(
         f"{one.words} is better in {votes[one]} of {len(sources)} checkpoints" for one in available if one != PLAIN
@@ -159,18 +151,18 @@ def _mean_of(tensors: list[Tensor]) -> Tensor:
     return (total / len(tensors)).to(tensors[0].dtype)
 
 
-def _header(source: Checkpoint, origin: dict[str, Any], averaged: bool = False) -> dict[str, str]:
+def _header(source: Chosen, origin: dict[str, Any], averaged: bool = False) -> dict[str, str]:
     """Header of the file. safetensors stores strings only; other values are JSON."""
     known = {key: source.meta[key] for key in COPIED if key in source.meta and not (averaged and key in OF_VALIDATION)}
-    known |= needed_by_tools(Saved(source.folder, source.meta, source))
+    known |= needed_by_tools(source)
     content = {**known, **origin, "made_by": MADE_BY}
     plain = {key: value if isinstance(value, str) else json.dumps(value) for key, value in content.items()}
     return {"format": "pt", **plain}
 
 
-def needed_by_tools(saved: Saved) -> dict[str, Any]:
+def needed_by_tools(chosen: Chosen) -> dict[str, Any]:
     """Settings that rebuild the model, for the header of a file that predict.py and other tools read."""
-    return {"settings": _public(saved.settings()), "fp32_modules": saved.fp32_modules()}
+    return {"settings": _public(chosen.settings), "fp32_modules": fp32_modules(chosen)}
 
 
 def _public(settings: dict[str, Any]) -> dict[str, Any]:

@@ -75,18 +75,18 @@ def _evaluate(argv: list[str]) -> int:
     given = replace(line.run, flags={**line.run.flags, "EVAL": (True, "evaluate.py"), **part})
     trained = load_trained(model, BETTER if both else weights, given=given)
     for which in SETS if both else ():
-        trained.saved.require(which)
+        trained.chosen.other(which)  # an error if it is not there
     if trained.multi_label and matrix is not None:
         raise UserError("-confusion: a confusion matrix needs one label per image; -json has each class's metrics.")
     data, notes = open_part(trained, {*given.flags, *given.words})
     log.setLevel("INFO")
     if not both:
-        log.info("%s: %s", model, trained.choice)
+        log.info("%s: %s", model, trained.chosen.words)
     for note in notes:
         log.info("%s.", note)
     found: dict[WeightSet, Any] = {}
-    for which in SETS if both else (trained.weights,):
-        if which != trained.weights:
+    for which in SETS if both else (trained.chosen.which,):
+        if which != trained.chosen.which:
             trained.take(which)
         found[which] = label_figures_of(trained, data) if trained.multi_label else figures_of(trained, data, bins)
     shown = show_labels if trained.multi_label else show

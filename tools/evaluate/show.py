@@ -28,7 +28,7 @@ def text(trained: Trained, part: Part, found: dict[WeightSet, Figures]) -> str:
     first = next(iter(found.values()))
     counted = f"{part.title}: {part.counted} of {int((first.support > 0).sum())} classes"
     counted += f"; calibration in {len(first.bins)} bins"
-    what = f"{trained.config.MODEL.NAME} of {trained.source}, in {trained.precision.name}"
+    what = f"{trained.config.MODEL.NAME} of {trained.chosen.place}, in {trained.precision.name}"
     rows = [["", *(title_of(which) for which in found)]]
     rows += [[name, *(cell(figures) for figures in found.values())] for name, cell in CELLS.items()]
     parts = [what, counted, "", "\n".join(in_columns(rows))]
@@ -88,7 +88,7 @@ def as_json(trained: Trained, part: Part, found: dict[str, dict[str, Any]]) -> d
     """Content of the -json file. `found`: weights -> their metrics, by `figures_as_json`, with fractions in percent."""
     return {
         "model": trained.config.MODEL.NAME,
-        "source": str(trained.source),
+        "source": str(trained.chosen.place),
         "precision": trained.precision.name,
         "data": part.title,
         "classes": trained.names(),

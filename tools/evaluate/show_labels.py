@@ -32,7 +32,8 @@ def text(trained: Trained, part: Part, found: dict[WeightSet, LabelFigures]) -> 
     first = next(iter(found.values()))
     counted = f"{part.title}: {part.counted} with {int(first.support.sum())} labels of "
     counted += f"{int((first.support > 0).sum())} classes; {first.unlabelled} images without a label"
-    what = f"{trained.config.MODEL.NAME} of {trained.source}, in {trained.precision.name}; {trained.thresholds()[1]}"
+    name, place = trained.config.MODEL.NAME, trained.chosen.place
+    what = f"{name} of {place}, in {trained.precision.name}; {trained.thresholds()[1]}"
     rows = [["", *(title_of(which) for which in found)]]
     rows += [[name, *(cell(figures) for figures in found.values())] for name, cell in CELLS.items()]
     parts = [what, counted, "", "\n".join(in_columns(rows))]

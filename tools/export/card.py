@@ -67,15 +67,13 @@ class Card:
     @property
     def metrics(self) -> dict[str, float]:
         """Validation metrics of the exported weights, as far as they are known."""
-        trained = self.export.trained
-        metrics, prefix = trained.saved.meta.get("metrics") or {}, trained.weights.prefix
-        values = {name: metrics.get(prefix + name) for name in SHOWN}
-        return {name: value for name, value in values.items() if value is not None}
+        metrics = self.export.trained.chosen.metrics
+        return {name: metrics[name] for name in SHOWN if name in metrics}
 
     @property
     def public_settings(self) -> dict[str, Any]:
         """The run's settings without those that hold paths of its machine."""
-        return needed_by_tools(self.export.trained.saved)["settings"]
+        return needed_by_tools(self.export.trained.chosen)["settings"]
 
     @property
     def dataset(self) -> str | None:
@@ -101,7 +99,7 @@ class Card:
     @property
     def base_model(self) -> str | None:
         """Name on the Hub of the timm weights that training began with; None if it began without, or with a file."""
-        name = self.export.trained.saved.settings().get("MODEL.PRETRAINED")
+        name = self.export.trained.chosen.settings.get("MODEL.PRETRAINED")
         if not isinstance(name, str) or not is_timm_name(name):
             return None
         config = timm.get_pretrained_cfg(name)
@@ -144,7 +142,7 @@ class Card:
         )
 
     def _loading(self) -> str:
-        names = 'model.pretrained_cfg["label_names"]' if self.export.trained.classes else None
+        names = 'model.pretrained_cfg["label_names"]' if self.export.trained.chosen.classes else None
         rotated = self.export.metadata["exif_rotate"]
         source = f"hf-hub:{self.repository}" if self.repository else f"local-dir:{self.title}"
         return "\n".join(
@@ -197,7 +195,7 @@ class Card:
 
     def _data(self) -> str:
         about, samples = self.export.metadata, self.samples
-        size, names = about["image_size"], self.export.trained.classes
+        size, names = about["image_size"], self.export.trained.chosen.classes
         colours = "grey" if about["channels"] == 1 else "RGB"
         if about["crop"] == "none":
             how = f"resized to {size} x {size} without keeping the aspect ratio"
@@ -223,15 +221,13 @@ class Card:
     def _results(self) -> str:
         if not self.metrics:
             return "These weights were not validated by their run: their accuracy is unknown."
-        trained = self.export.trained
-        epoch, update = (trained.saved.meta.get(key) for key in ("epoch", "update"))
+        chosen = self.export.trained.chosen
+        epoch, update = chosen.meta.get("epoch"), chosen.meta.get("update")
         when = f" after epoch {epoch} (update {update:,})" if epoch is not None and update is not None else ""
         dtype = self.export.options.dtype
         stored = "" if dtype == "fp32" else f" They are stored in {dtype} here."
         rows = {METRICS[by].words: METRICS[by].number(value) for by, value in self.metrics.items()}
-        about = (
-            f"Measured in training, on the validation split, with the {trained.weights.label} weights{when}.{stored}"
-        )
+        about = f"Measured in training, on the validation split, with the {chosen.which.label} weights{when}.{stored}"
         curves = f"\n\n![Loss and accuracy by epoch]({CURVES})" if self.has_curves else ""
         return f"{about}\n\n{_table(('metric', 'value'), rows)}{curves}"
 

@@ -143,7 +143,7 @@ def _export(argv: list[str]) -> int:
         kinds[name].check_packages()
     repository = check_push(asked.push, bool(asked.public), bool(asked.overwrite)) if asked.push else None
     trained = load_trained(asked.path, asked.weights, device="cpu", amp="off")
-    log.info("%s: %s", asked.path, trained.choice)
+    log.info("%s: %s", asked.path, trained.chosen.words)
     if HUB in formats and trained.multi_label:
         raise UserError(
             f"-to {HUB}: this model has several labels per image, but the Hub and timm's example code apply a "

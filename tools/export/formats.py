@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from engine.checkpoint.folder import raising_os_errors
-from engine.checkpoint.saved import Saved
 from engine.saved.trained import Trained
 from tools.common.weights import needed_by_tools
 from tools.export.model import DTYPES, ExportModule, Options, TimmModel
 from utils.errors import TrainingError, UserError
+from utils.record.chosen import Chosen
 from utils.record.weights_file import EXPORTED
 
 INPUT, OUTPUT, BATCH = "images", "logits", "batch"
@@ -149,7 +149,7 @@ class Safetensors(Format):
         tensors = {key: value.to(dtype) if value.is_floating_point() else value for key, value in state.items()}
         with raising_os_errors(file):
             # One key: safetensors writes several in a different order each time.
-            header = {EXPORTED: json.dumps({**export.metadata, **_tool_metadata(export.trained.saved)})}
+            header = {EXPORTED: json.dumps({**export.metadata, **_tool_metadata(export.trained.chosen)})}
             safetensors.torch.save_file({k: v.contiguous() for k, v in tensors.items()}, file, metadata=header)
         return "weights under timm's names"
 
@@ -168,10 +168,10 @@ class Safetensors(Format):
 FORMATS: dict[str, Format] = {format.name: format for format in (Onnx(), Torch(), Safetensors())}
 
 
-def _tool_metadata(saved: Saved) -> dict[str, Any]:
+def _tool_metadata(chosen: Chosen) -> dict[str, Any]:
     """What vitamp's own tools need besides the metadata."""
-    known = {key: saved.meta[key] for key in ("choices", "metrics", "thresholds") if key in saved.meta}
-    return known | needed_by_tools(saved)
+    known = {key: chosen.meta[key] for key in ("choices", "metrics", "thresholds") if key in chosen.meta}
+    return known | needed_by_tools(chosen)
 
 
 @contextlib.contextmanager

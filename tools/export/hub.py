@@ -38,7 +38,7 @@ class Hub(Format):
     def write(self, export: Export, file: Path) -> str:
         module = export.model.module
         vars(module)["pretrained_cfg"] = _pretrained_cfg(export)
-        names = {"label_names": export.trained.names()} if export.trained.classes else {}
+        names = {"label_names": export.trained.names()} if export.trained.chosen.classes else {}
         with raising_os_errors(file):
             timm.models.save_for_hf(
                 module, str(file), model_config=names, model_args=export.model.arguments, safe_serialization=True
@@ -89,6 +89,6 @@ def _data_config(export: Export) -> dict[str, Any]:
 
 def _run_of(export: Export) -> Run | None:
     """The run of a checkpoint; None for a checkpoint that was moved out of its run, or a file of weights alone."""
-    saved = export.trained.saved
-    folder = run_folder_of(saved.path) if saved.checkpoint else None
+    chosen = export.trained.chosen
+    folder = run_folder_of(chosen.place) if chosen.checkpoint else None
     return read_runs([folder])[0] if folder is not None and is_run_folder(folder) else None

@@ -47,7 +47,7 @@ class TimmModel:
         config = trained.config
         name, arguments = timm_call(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
         module = timm.create_model(name, **arguments)
-        load_weights(module, trained.model.state_dict(), f"{trained.source}")
+        load_weights(module, trained.model.state_dict(), f"{trained.chosen.place}")
         return cls(name, arguments, module.eval().requires_grad_(False))
 
     def create_call(self, file: str) -> str:
@@ -77,11 +77,11 @@ def metadata(trained: Trained, model: TimmModel, options: Options) -> dict[str, 
     return {
         "made_by": MADE_BY,
         "model": trained.config.MODEL.NAME,
-        "checkpoint": trained.source.name,
-        "weights": trained.weights.name,
+        "checkpoint": trained.chosen.place.name,
+        "weights": trained.chosen.which.name,
         "timm_name": model.timm_name,
         "timm_arguments": model.arguments,
-        "classes": trained.classes,
+        "classes": trained.chosen.classes,
         "num_classes": trained.config.MODEL.NUM_CLASSES,
         "input": "pixels" if options.with_preprocess else "normalised",
         "dtype": options.dtype,

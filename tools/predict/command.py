@@ -112,7 +112,7 @@ def _predict(argv: list[str]) -> int:
     trained = load_trained(asked.path, asked.weights, asked.device, asked.amp)
     dataset = split_of_run(trained, asked.part) if asked.part else open_given(paths, trained.config.DATA)
     paths = paths or [name_of(dataset, index) for index in range(len(dataset))]
-    print(f"{asked.path}: {trained.choice}{_how(trained, asked.threshold)}", file=sys.stderr)
+    print(f"{asked.path}: {trained.chosen.words}{_how(trained, asked.threshold)}", file=sys.stderr)
     shown = asked.topk or (len(trained.names()) if trained.multi_label else TOP)
     with _opened(asked.out) as stream:
         form = FORMATS[_format(asked)](stream, trained.names(), shown, paths)

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from safetensors import safe_open
 
 from engine.amp.fp32_modules import forced_modules
-from engine.checkpoint.saved import find_saved
 from engine.saved.predictions import Predictions, guesses, validation_predictions
 from engine.saved.trained import load_trained
 from tests.program import Result, metrics, write_meta
@@ -23,6 +22,7 @@ from tests.saved import save_checkpoint
 from tools.checkpoint import command as checkpoint
 from utils.errors import TrainingError, UserError
 from utils.record.checkpoints import MODEL, shard_name
+from utils.record.chosen import chosen_at
 from utils.record.weight_sets import AVERAGE, PLAIN
 
 EMA = AVERAGE.file
@@ -79,7 +79,7 @@ def test_predictions_equal_validation_of_a_distilled_model(
     done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *words)
     assert done.code == 0, done.text
     trained = load_trained(tmp_path / "run")
-    assert trained.weights == PLAIN
+    assert trained.chosen.which == PLAIN
     assert type(trained.model).__name__ == "VisionTransformerDistilled"
     assert forced_modules(trained.model) == ["blocks.0.mlp"]
     found = validation_predictions(trained, workers=0)
@@ -92,8 +92,8 @@ def test_weights_are_the_better_ones_or_as_named(digits_run: Path) -> None:
     validated = metrics(digits_run, "val")[-1]
     assert validated["acc1"] > validated["ema_acc1"], "the EMA of a run this short lags behind"
     folder = digits_run / "checkpoints" / BEST
-    assert [load_trained(path).weights for path in (digits_run, folder, folder / "meta.json")] == [PLAIN] * 3
-    assert load_trained(folder / EMA).weights == AVERAGE, "a file that is named is the one meant"
+    assert [load_trained(path).chosen.which for path in (digits_run, folder, folder / "meta.json")] == [PLAIN] * 3
+    assert load_trained(folder / EMA).chosen.which == AVERAGE, "a file that is named is the one meant"
     trained = load_trained(folder, "model")
     before = {name: tensor.clone() for name, tensor in trained.model.state_dict().items()}
     trained.take(AVERAGE)
@@ -108,19 +108,19 @@ def test_run_folder_loads_its_best_checkpoint(digits_run: Path, tmp_path: Path) 
     shutil.copytree(digits_run, run)
     index = run / "checkpoints" / "index.json"
     index.write_text(json.dumps({"last": BEST, "best": "step-000000044"}), encoding="utf-8")
-    assert load_trained(run).source.name == "step-000000044"
-    assert load_trained(run / "checkpoints").source.name == "step-000000044"
+    assert load_trained(run).chosen.place.name == "step-000000044"
+    assert load_trained(run / "checkpoints").chosen.place.name == "step-000000044"
     index.write_text(json.dumps({"last": BEST, "best": None}), encoding="utf-8")
-    assert load_trained(run).source.name == BEST
+    assert load_trained(run).chosen.place.name == BEST
 
 
 def test_checkpoint_or_weights_alone_can_be_loaded(digits_run: Path, stripped: Path, tmp_path: Path) -> None:
     inside = logits(digits_run)
     outside = load_trained(alone(digits_run, tmp_path / "mine"))
-    assert outside.classes == [str(digit) for digit in range(10)]
+    assert outside.chosen.classes == [str(digit) for digit in range(10)]
     assert torch.equal(validation_predictions(outside, workers=0).logits, inside)
     weights = load_trained(stripped)
-    assert (weights.weights, weights.classes) == (PLAIN, outside.classes)
+    assert (weights.chosen.which, weights.chosen.classes) == (PLAIN, outside.chosen.classes)
     assert torch.equal(validation_predictions(weights, workers=0).logits, inside)
 
 
@@ -180,13 +180,13 @@ def test_header_says_which_weights_a_file_has(stripped: Path, tmp_path: Path, wo
     with safe_open(str(stripped), framework="pt") as file:
         header = {**file.metadata(), "weights": words}
     safetensors.torch.save_file(safetensors.torch.load_file(stripped), tmp_path / "w.safetensors", metadata=header)
-    assert find_saved(tmp_path / "w.safetensors", "auto")[1].which.name == which
+    assert chosen_at(tmp_path / "w.safetensors").which.name == which
 
 
 def test_stripped_ema_is_the_ema(digits_run: Path, tmp_path: Path) -> None:
     out = tmp_path / "ema.safetensors"
     assert checkpoint.main(["strip", str(digits_run), "-weights", "ema", "-out", str(out)]) == 0
-    assert load_trained(out, "ema").weights == load_trained(out).weights == AVERAGE
+    assert load_trained(out, "ema").chosen.which == load_trained(out).chosen.which == AVERAGE
 
 
 def test_precision_is_the_runs_or_as_given(digits_run: Path) -> None:
@@ -251,4 +251,4 @@ def test_unloadable_paths_are_refused(digits_run: Path, tmp_path: Path) -> None:
     for path, how, said in wrong:
         with pytest.raises(UserError, match=said):
             load_trained(path, **how)
-    assert load_trained(damaged).weights == PLAIN, "what is not used is not in the way"
+    assert load_trained(damaged).chosen.which == PLAIN, "what is not used is not in the way"

@@ -61,7 +61,7 @@ def evaluate_labels(trained: Trained, dataset: ImageDataset, image: str) -> Labe
     ]
     rows.sort(key=lambda row: (row.average_precision, row.name))
     return LabelEvaluation(
-        weights=f"{trained.words()}: {trained.choice}",
+        weights=f"{trained.words()}: {trained.chosen.words}",
         thresholds=trained.thresholds()[1],
         figures=figures,
         labels=rows[:MOST_ROWS],

@@ -100,7 +100,7 @@ def evaluate(folder: Path, part: str = "val") -> Evaluation | LabelEvaluation | 
     listed = _of_classes(trained, figures)
     chosen = _matrix_classes(figures)
     return Evaluation(
-        weights=f"{trained.words()}: {trained.choice}",
+        weights=f"{trained.words()}: {trained.chosen.words}",
         figures=figures,
         reliability=Reliability(figures.bins, figures.ece),
         classes=listed[:MOST_ROWS],

@@ -11,18 +11,17 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.saved import find_saved
 from engine.measure.bottleneck import shown_rate
 from engine.measure.progress import clock
 from utils.config import Config, config_of_run
 from utils.config.keys import settings, value_of
 from utils.config.values import one_line
 from utils.errors import UserError
+from utils.record.chosen import chosen_at
 from utils.record.history import History
 from utils.record.metrics_file import Line
 from utils.record.run_folder import is_run_folder, read_about, run_folder_of
 from utils.record.tasks import TASKS, Metric
-from utils.record.weight_sets import BETTER
 
 OF_ONE_START = ("OUTPUT", "SAVE", "BASE", "MODEL.RESUME", "MAX_TIME", "LOCAL_RANK", "NGPUS")
 """Settings of one start, which do not tell two runs apart"""
@@ -62,7 +61,7 @@ class Run:
     def best_checkpoint(self) -> str:
         """Best checkpoint, its better weights, and their metrics."""
         try:
-            return find_saved(self.folder, BETTER)[1].words
+            return chosen_at(self.folder).words
         except UserError:  # there is no complete checkpoint
             return ""
 

@@ -1,0 +1,176 @@
+"""Which weights are chosen: of a run its best checkpoint, and of a checkpoint the set that validated better."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from utils.cli import CommandLine
+from utils.config import Config, load_config
+from utils.config.keys import settings
+from utils.config.resumed import read_saved
+from utils.errors import UserError
+from utils.files import kind_of_path
+from utils.record.checkpoints import META, Checkpoint, checkpoint_of, inspect
+from utils.record.tasks import METRICS, ONE_LABEL, BestBy, Metric
+from utils.record.weight_sets import BETTER, PLAIN, SETS, WeightSet, set_named, set_of
+from utils.record.weights_file import read_weights_meta
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Weights at a path, checked but not loaded, and what is recorded of them."""
+
+    place: Path
+    """The checkpoint's folder, or the file of weights alone"""
+    which: WeightSet
+    words: str
+    """For the log: step-000000088 (the run's best), plain weights, top-1 95.00 %; EMA: 92.50 %"""
+    sets: tuple[WeightSet, ...]
+    """All that are there"""
+    meta: Mapping[str, Any]
+    """Fields of meta.json, or those of them that the header of the file has"""
+    checkpoint: Checkpoint | None = None
+    """None: a file of weights alone"""
+
+    def other(self, which: WeightSet) -> Chosen:
+        """Another set at the same place."""
+        if which not in self.sets:
+            instead = self.sets[0].name
+            raise UserError(
+                f"-weights {which.name}: {self.place} has no {which.described} weights; use -weights {instead}."
+            )
+        return replace(self, which=which)
+
+    @property
+    def file(self) -> Path:
+        """The file of the weights, which may be in shards."""
+        return self.place / self.which.file if self.checkpoint else self.place
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The run's settings by dotted key."""
+        return read_saved(self.meta["settings"], self.place)
+
+    @property
+    def classes(self) -> list[str] | None:
+        """Names in the order of the labels, if the training data had names."""
+        return self.meta.get("classes")
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        return self.meta.get("choices", {})
+
+    @property
+    def samples(self) -> dict[str, Any] | None:
+        """Identity of the training split."""
+        return self.meta.get("samples")
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of these weights by their names without a prefix, as far as they are known."""
+        return _metrics(self.meta).get(self.which, {})
+
+    @property
+    def thresholds(self) -> list[float] | None:
+        """With several labels: the probability from which on each class is predicted."""
+        return self.meta.get("thresholds", {}).get(self.which.name)
+
+    def config(self, flags: dict[str, tuple[Any, str]] | None = None, given: CommandLine | None = None) -> Config:
+        """The run's settings, overridden by `flags` and `given`."""
+        own = self.settings
+        if unknown := sorted(set(own) - settings().keys()):
+            names = ", ".join(unknown)
+            raise UserError(f"{self.place}: unknown settings {names}; use the version of vitamp that trained it.")
+        base = {key: (value, f"{self.place}") for key, value in own.items()}
+        unset = dict.fromkeys(("MODEL.RESUME", "MODEL.PRETRAINED"), (None, ""))
+        return load_config(None, {**base, **unset, **(flags or {})}, given.words if given else {}).config
+
+
+def chosen_at(path: Path, weights: str = BETTER) -> Chosen:
+    """The weights of a run, of a checkpoint, or in a file of weights alone. `weights`: a value of -weights."""
+    if not path.exists():
+        raise UserError(f"{path}: no such file or folder. Name a run, a checkpoint, or a file of weights.")
+    if not path.is_file() and not path.is_dir():
+        raise UserError(f"{path}: this is {kind_of_path(path)}. Name a run, a checkpoint, or a file of weights.")
+    if path.is_file() and not (path.parent / META).exists():
+        meta, only = read_weights_meta(path)
+        found, why = Chosen(path, only, "", (only,), meta), ""
+    else:
+        folder, why = checkpoint_of(path)
+        checkpoint = inspect(folder)
+        sets = tuple(which for which in SETS if checkpoint.has(which.file))
+        found = Chosen(folder, sets[0], "", sets, checkpoint.meta, checkpoint)
+    named = next((which.name for which in SETS if path.name == which.file), BETTER)
+    asked = weights if weights != BETTER else named
+    if asked != BETTER:
+        found = found.other(set_named(asked))
+    reason = f"-weights {weights}" if weights != BETTER else ""
+    which, words = choose_weights(found.meta, found.sets, asked, reason)
+    return replace(found, which=which, words=f"{found.place.name}{f' ({why})' if why else ''}, {words}")
+
+
+def best_set(values: Mapping[WeightSet, Any], by: Metric) -> WeightSet | None:
+    """The better weights by their values of the metric `by`; the first if they are equal, None without a value."""
+    scores = {which: float(value if by.higher else -value) for which, value in values.items() if _is_number(value)}
+    return max(scores, key=lambda which: scores[which]) if scores else None
+
+
+def choose_weights(
+    meta: Mapping[str, Any], available: Collection[WeightSet], wanted: str, reason: str = ""
+) -> tuple[WeightSet, str]:
+    """Choose among the weights that are there, at least one. And words for the log.
+
+    `meta`: of a checkpoint, perhaps a foreign one. `wanted`: a value of -weights. `reason`: why, if not auto.
+    """
+    by = _deciding_metric(meta)
+    values = {which: metrics[by.name] for which, metrics in _metrics(meta).items() if by.name in metrics}
+    which, why = _decide(meta, values, by, available) if wanted == BETTER else (set_named(wanted), reason)
+    words = f"{which.label} weights" + (f" ({why})" if why else "")
+    if which in values:
+        words += f", {by.words} {by.number(values[which])}"
+    for other, value in values.items():
+        if other != which and other in available:
+            words += f"; {other.label}: {by.number(value)}"
+    return which, words
+
+
+def _decide(
+    meta: Mapping[str, Any], values: Mapping[WeightSet, float], by: Metric, available: Collection[WeightSet]
+) -> tuple[WeightSet, str]:
+    """The better weights, and what was assumed if this checkpoint was not validated."""
+    if len(available) == 1:
+        return next(iter(available)), ""
+    if (better := best_set(values, by)) is not None:
+        return better, ""
+    best = meta.get("best")
+    if isinstance(best, Mapping) and isinstance(best.get("kind"), str):
+        which, _ = set_of(best["kind"])
+        return (
+            which,
+            f"chosen without metrics of this update: the run's best validation was that of its {which.label} weights",
+        )
+    return PLAIN, "by default: this checkpoint has no validation metrics"
+
+
+def _metrics(meta: Mapping[str, Any]) -> dict[WeightSet, dict[str, float]]:
+    """The metrics of each set of weights by their names without its prefix."""
+    metrics, found = meta.get("metrics"), {which: {} for which in SETS}
+    for key, value in metrics.items() if isinstance(metrics, Mapping) else ():
+        which, name = set_of(key)
+        if _is_number(value):
+            found[which][name] = value
+    return found
+
+
+def _deciding_metric(meta: Mapping[str, Any]) -> Metric:
+    """The run's SAVE_BEST_BY; its default if it is missing or unknown."""
+    by = meta.get("settings", {}).get("SAVE_BEST_BY")  # of a foreign meta.json too
+    return METRICS[by] if by in get_args(BestBy) else ONE_LABEL.best
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -94,7 +94,9 @@ class Trial:
         return open_dataset(config.DATA, train, config.MODEL.NUM_CLASSES, config.SEED, self._device)
 
     def _build_parts(self) -> Parts:
-        numbered = self._config.model_copy(update={"DATA": self._config.DATA.model_copy(update={"BATCH_SIZE": STEP})})
+        data = self._config.DATA.model_copy(update={"BATCH_SIZE": STEP})
+        train = self._config.TRAIN.model_copy(update={"ACCUM_ITER": self._micro_batches})
+        numbered = self._config.model_copy(update={"DATA": data, "TRAIN": train})
         unfreeze(self._model[0])  # MODEL.UNFREEZE_EPOCH: the batch must fit in every epoch
         parts = update_parts(numbered, ALONE, self._device, self._model, per_epoch=1000)
         self._keeps_images = parts.ability(OverflowWatch) is not None

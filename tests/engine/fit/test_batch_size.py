@@ -22,6 +22,8 @@ from engine.fit.batch_trial import Trial, largest_that_fits
 from engine.machine import memory
 from engine.machine.context import Run
 from engine.machine.memory import GIB, LiveMemory, free_memory, limited
+from engine.setup import update_parts
+from engine.update import Parts
 from tests.engine.small import CPU
 from tests.program import Result, metrics
 from utils import cpus
@@ -114,6 +116,22 @@ def test_trial_counts_all_memory_of_a_run(tiny: Path) -> None:
             peaks.append(attempt.peaks[8])
             weights = 4 * sum(p.numel() for p in attempt._model[0].parameters())
     assert min(peaks[1:]) > peaks[0] + weights / 3, "beside weights, gradients and the optimiser's state"
+
+
+@pytest.mark.parametrize(("accumulates", "asked", "computed"), [(False, 1, 1), (True, 1, 2), (False, 4, 2)])
+def test_settings_of_a_trial_say_how_many_micro_batches_it_computes(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, accumulates: bool, asked: int, computed: int
+) -> None:
+    given = []
+
+    def remember(config: Config, *args: Any, **words: Any) -> Parts:
+        given.append(config.TRAIN.ACCUM_ITER)
+        return update_parts(config, *args, **words)
+
+    monkeypatch.setattr(batch_trial, "update_parts", remember)
+    with limited(CPU, GIB) as peak:
+        assert Trial(settings(tiny, TRAIN__ACCUM_ITER=asked), accumulates, CPU, peak).fits(8)
+    assert given == [computed]
 
 
 def test_trial_counts_images_kept_for_replays(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,10 @@ def abilities(site: Site) -> Iterator[Ability]:
         from engine.amp.half_copy import HalfCopy
 
         yield HalfCopy(precision, site.world)
+    if train.NOISE_SCALE:  # reads the gradients that the copy hands over
+        from engine.measure.noise_scale import NoiseScale
+
+        yield NoiseScale(train, precision, site.world)
     if precision.scaler.is_enabled() and not site.sharded:  # it replays the copy, or the model without DDP
         from engine.amp.skip_watch import OverflowWatch
 

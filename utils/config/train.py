@@ -104,6 +104,20 @@ class TrainConfig(Section):
         "Images per update over all processes, from which ACCUM_ITER follows; null: BATCH_SIZE x processes x "
         "ACCUM_ITER.",
     )
+    NOISE_SCALE: bool = setting(
+        False,
+        "Report the gradient noise scale, which tells how large a global batch is worth it; see docs/performance.md.",
+        needs(
+            "TRAIN.ACCUM_ITER!=1",
+            "TRAIN.GLOBAL_BATCH",
+            when=TRAINING,
+            why="it compares the gradient of a micro-batch with that of an update of several",
+            do="use half of -batch_size with -accum_iter 2, which keeps the global batch",
+        ),
+        excludes(
+            "DIST.STRATEGY=fsdp", when=TRAINING, why="no process has the gradient of its own micro-batch", do="use ddp"
+        ),
+    )
     MEMORY_LIMIT: AboveZero | None = setting(
         None, "DATA.BATCH_SIZE auto: GiB that a process may use; null: the device's free memory."
     )

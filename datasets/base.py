@@ -41,6 +41,9 @@ Encoded = bytes | np.ndarray
 Stored = Literal["files", "tar files", "pixels"]
 """How images are stored: as single files, as encoded images in tar files, or as raw pixels."""
 
+HUB_PREFIX = "hf:"
+"""Beginning of DATA.DATASET for a data set of the Hugging Face hub, or a folder of such files."""
+
 Part = Literal["train", "val", "test", "all"]
 TITLES = {"train": "training split", "val": "validation split", "test": "test split", "all": "all images"}
 """Values of DATA.PART -> what they are called in messages."""
@@ -203,8 +206,8 @@ class Source:
     are not checked."""
     check: Callable[[DataConfig, int, bool], None]
     """(data, num_classes, train): raise UserError for problems that show without opening an image"""
-    single: Callable[[DataConfig], Callable[[Encoded, torch.Tensor], None]] | None = None
-    """Makes a function that writes the validation pixels of one image; None: `transforms.pixels.Pixels` does"""
+    arrays: Literal["cropped", "whole"] | None = None
+    """Its images are arrays in memory, which validation crops or leaves whole; see `given.ArrayPixels`"""
     count: Callable[[DataConfig, bool], int] | None = None
     """(data, train) -> number of classes, where it is known without listing every image; None: open the split"""
     is_unsplit: Callable[[DataConfig], bool] = comes_split

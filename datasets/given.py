@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
-from torch import Tensor
+import torch
 
 from datasets.base import Broken, Encoded, Samples
 from datasets.damage.broken import BrokenInValidation
-from datasets.decoding.reader import check_decoder
+from datasets.decoding.choice import check_decoder
+from datasets.decoding.reader import Reader, decoding_errors
+from datasets.decoding.stored import Box
 from datasets.images import Images
-from datasets.registry import SOURCES
+from datasets.memory import planes, resized
+from datasets.registry import source_named
 from datasets.sources.files import PathTable
 from utils.config.data import DataConfig
 from utils.errors import UserError
@@ -50,10 +53,10 @@ def crop_of(data: DataConfig) -> tuple[str, float]:
     return ("squash", 1.0) if squeezes(data) else (data.CROP_MODE, data.CROP_PCT)
 
 
-def _pixels_of_source(data: DataConfig) -> Callable[[Encoded, Tensor], None] | None:
-    """See `Source.single`; None for sources without their own preprocessing."""
-    source = SOURCES.get(data.DATASET)
-    return source.single(data) if source is not None and source.single is not None else None
+def _pixels_of_source(data: DataConfig) -> ArrayPixels | None:
+    """See `Source.arrays`; None for sources without their own preprocessing."""
+    source = source_named(data.DATASET)
+    return None if source is None or source.arrays is None else ArrayPixels(data, source.arrays == "cropped")
 
 
 def _available_decoder(data: DataConfig) -> str:
@@ -64,6 +67,21 @@ def _available_decoder(data: DataConfig) -> str:
         log.warning("%s PIL decodes JPEG files here, so pixels differ slightly from those of training.", error)
         return "auto"
     return data.DECODER
+
+
+class ArrayPixels:
+    """Writes the pixels of a single image as `InMemory` makes them in validation."""
+
+    def __init__(self, data: DataConfig, cropped: bool = True) -> None:
+        self.data, self.reader = data, Reader(data)
+        self.squeezed = not cropped or data.CROP == "none"
+
+    def __call__(self, encoded: Encoded, out: torch.Tensor) -> None:
+        """Decode, resize and write one image to `out`. Raises Unreadable for a file that is not a readable image."""
+        with decoding_errors(encoded):
+            stored = self.reader.open(encoded)
+            pixels = stored.cut(Box(0, 0, stored.width, stored.height))
+        out.copy_(resized(planes(pixels[None], self.data.IMAGE_CHANNELS), self.data, self.squeezed)[0])
 
 
 class Unread(BrokenInValidation):

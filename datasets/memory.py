@@ -13,11 +13,8 @@ import torch
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
-from datasets.base import PADDING, Batch, Encoded, ImageDataset, Key, Samples, sample_table
+from datasets.base import PADDING, Batch, ImageDataset, Key, Samples, sample_table
 from datasets.decoding.background import mean_colour
-from datasets.decoding.reader import Reader, decoding_errors
-from datasets.decoding.stored import Box
-from datasets.images import Images
 from datasets.transforms.affine import BatchAffine, has_affine
 from datasets.transforms.crops import resized_size
 from utils.config.data import DataConfig
@@ -42,8 +39,14 @@ class ArraySamples(Samples):
 def open_arrays(samples: ArraySamples, data: DataConfig, train: bool, seed: int, device: torch.device) -> ImageDataset:
     """The split in memory, unless its crops are random: these are made one image at a time, in loading processes."""
     if train and data.CROP == "random":
-        return Images(samples, data, train, seed)
+        return _one_by_one(samples, data, train, seed)
     return InMemory(samples, data, train, seed, device)
+
+
+def _one_by_one(samples: ArraySamples, data: DataConfig, train: bool, seed: int) -> ImageDataset:
+    from datasets.images import Images
+
+    return Images(samples, data, train, seed)
 
 
 @dataclass
@@ -73,7 +76,7 @@ class InMemory(ImageDataset):
         """`cropped=False`: no crop and no flip, in training and in validation."""
         self.samples, self.classes = samples, samples.classes
         self.data, self.seed, self.device, self.train, self.cropped = data, seed, device, train, cropped
-        self.images = _planes(samples.pixels, data.IMAGE_CHANNELS).to(device)
+        self.images = planes(samples.pixels, data.IMAGE_CHANNELS).to(device)
         self.labels = torch.from_numpy(samples.labels).to(device)
         self.squeezed = not cropped or train or data.CROP == "none"
         self.margin = data.CROP_PAD if train and cropped and data.CROP == "pad" else 0
@@ -94,7 +97,7 @@ class InMemory(ImageDataset):
         if not self.cropped:
             return super().augment(train)
         if self.train and train.single_image_keys:
-            return Images(self.samples, self.data, self.train, self.seed).augment(train)
+            return _one_by_one(self.samples, self.data, self.train, self.seed).augment(train)
         return self
 
     def at_size(self, size: int) -> ImageDataset:
@@ -164,21 +167,6 @@ def resized(images: torch.Tensor, data: DataConfig, squeezed: bool) -> torch.Ten
     return functional.center_crop(images, [size, size])
 
 
-class ArrayPixels:
-    """Writes the pixels of a single image as `InMemory` makes them in validation."""
-
-    def __init__(self, data: DataConfig, cropped: bool = True) -> None:
-        self.data, self.reader = data, Reader(data)
-        self.squeezed = not cropped or data.CROP == "none"
-
-    def __call__(self, encoded: Encoded, out: torch.Tensor) -> None:
-        """Decode, resize and write one image to `out`. Raises Unreadable for a file that is not a readable image."""
-        with decoding_errors(encoded):
-            stored = self.reader.open(encoded)
-            pixels = stored.cut(Box(0, 0, stored.width, stored.height))
-        out.copy_(resized(_planes(pixels[None], self.data.IMAGE_CHANNELS), self.data, self.squeezed)[0])
-
-
 def _crop(images: torch.Tensor, margin: int, crops: torch.Tensor) -> torch.Tensor:
     """Pad the images with a black margin, crop each to its size at its own place, and mirror some."""
     size = images.shape[-1]
@@ -193,7 +181,7 @@ def _crop(images: torch.Tensor, margin: int, crops: torch.Tensor) -> torch.Tenso
     return cropped.unflatten(2, (size, size))
 
 
-def _planes(pixels: np.ndarray, channels: int) -> torch.Tensor:
+def planes(pixels: np.ndarray, channels: int) -> torch.Tensor:
     """Convert N x H x W x C to N x C x H x W, and colour to grey with PIL's weights if `channels` is 1."""
     if channels == 1 and pixels.shape[-1] == 3:
         weighed = pixels @ np.array([19595, 38470, 7471], dtype=np.uint32) + np.uint32(0x8000)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 from datasets.sources import csv_table, imagenet2012
 from datasets.sources.files import readable_folder
 from datasets.sources.imagefolder import layout_of
-from datasets.sources.split import SPLIT_NAMES, TEST
+from datasets.sources.named_splits import SPLIT_NAMES, TEST
 from utils.config.data import DataConfig
 from utils.errors import UserError
 
@@ -41,17 +39,13 @@ def recognise(place: str) -> tuple[str, str] | None:
     return name, f"{path} has {what}{more}"
 
 
-@contextlib.contextmanager
-def offering_layout(data: DataConfig) -> Iterator[None]:
-    """Extend an error of a data set that is not in DATA_PATH by the layouts that are there."""
-    try:
-        yield
-    except UserError as error:
-        found = _layouts(Path(data.DATA_PATH)) if data.DATA_PATH and Path(data.DATA_PATH).is_dir() else {}
-        if not found or data.DATASET in found:
-            raise
-        offers = [f"{data.DATA_PATH} has {what}: -dataset {name} reads them." for name, what in found.items()]
-        raise UserError("\n".join([str(error), *offers])) from None
+def offering_layout(error: UserError, data: DataConfig) -> UserError:
+    """An error of a data set that is not in DATA_PATH, with the layouts that are there."""
+    found = _layouts(Path(data.DATA_PATH)) if data.DATA_PATH and Path(data.DATA_PATH).is_dir() else {}
+    if not found or data.DATASET in found:
+        return error
+    offers = [f"{data.DATA_PATH} has {what}: -dataset {name} reads them." for name, what in found.items()]
+    return UserError("\n".join([str(error), *offers]))
 
 
 def _layouts(root: Path) -> dict[str, str]:

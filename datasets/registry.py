@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 
-from datasets.base import ImageDataset, Source
-from datasets.damage.exclude import check_exclude
-from datasets.decoding.reader import check_decoder
+from datasets.base import HUB_PREFIX, ImageDataset, Samples, Source
+from datasets.decoding.choice import check_decoder
 from datasets.labels import ANY_LABEL, check_gaps
-from datasets.recognise import offering_layout
-from datasets.shards import hub
-from datasets.shards import source as shards
-from datasets.sources import (
-    caltech,
-    cifar,
-    csv_table,
-    digits,
-    imagefolder,
-    imagenet2012,
-    synthetic,
-)
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
 from utils.log import log
 
-SOURCES: dict[str, Source] = {
-    "caltech101": caltech.CALTECH101,
-    "caltech256": caltech.CALTECH256,
-    "cifar10": cifar.CIFAR10,
-    "cifar100": cifar.CIFAR100,
-    "csv": csv_table.SOURCE,
-    "digits": digits.SOURCE,
-    "imagefolder": imagefolder.SOURCE,
-    "imagenet2012": imagenet2012.SOURCE,
-    "shards": shards.SOURCE,
-    "synthetic": synthetic.SOURCE,
+PLACES = {
+    "caltech101": "sources.caltech:CALTECH101",
+    "caltech256": "sources.caltech:CALTECH256",
+    "cifar10": "sources.cifar:CIFAR10",
+    "cifar100": "sources.cifar:CIFAR100",
+    "csv": "sources.csv_table:SOURCE",
+    "digits": "sources.digits:SOURCE",
+    "imagefolder": "sources.imagefolder:SOURCE",
+    "imagenet2012": "sources.imagenet2012:SOURCE",
+    "shards": "shards.source:SOURCE",
+    "synthetic": "sources.synthetic:SOURCE",
 }
+"""Name -> file and `Source` in it, below this folder. Only the data set that a run reads is imported."""
 
 ON_HUB = {"flowers102": "hf:OWNER/NAME", "food101": "hf:ethz/food101", "pets": "hf:timm/oxford-iiit-pet"}
 """Retired data sets -> the data set that has the same images"""
@@ -43,7 +33,15 @@ ON_HUB = {"flowers102": "hf:OWNER/NAME", "food101": "hf:ethz/food101", "pets": "
 
 def names() -> list[str]:
     """Names of all data sets, in alphabetical order."""
-    return sorted(SOURCES)
+    return sorted(PLACES)
+
+
+def source_named(name: str) -> Source | None:
+    """The data set of this name; None if the name is unknown, or one of the hub's."""
+    if name not in PLACES:
+        return None
+    file, _, variable = PLACES[name].partition(":")
+    return getattr(importlib.import_module(f"datasets.{file}"), variable)
 
 
 def open_dataset(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> ImageDataset:
@@ -59,10 +57,12 @@ def count_classes(data: DataConfig, train: bool) -> int:
     source = _source(data)
     if source.fetches and data.DOWNLOAD:
         source.check(data, ANY_LABEL, train)
-    with offering_layout(data):
+    try:
         if source.count is not None:
             return source.count(data, train)
         split = source.open(data, train, ANY_LABEL, 0, torch.device("cpu"))
+    except UserError as error:
+        raise _offering_layout(error, data) from None
     samples = split.single_images()
     if split.classes is None and samples is not None:
         if data.MULTI_LABEL:
@@ -78,7 +78,10 @@ def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> Non
     `train=False`: check the validation split alone, for a run that only evaluates.
     """
     source = _source(data)
-    check_exclude(data)
+    if data.EXCLUDE is not None:
+        from datasets.damage.exclude import check_exclude
+
+        check_exclude(data)
     check_decoder(data)
     if data.DOWNLOAD and not source.fetches:
         log.warning("DATA.DOWNLOAD has no effect on the data set %s: it cannot be downloaded.", data.DATASET)
@@ -89,9 +92,23 @@ def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> Non
             data.DATA_PATH,
             data.DATASET,
         )
-    with offering_layout(data):
+    try:
         source.check(data, num_classes, train)
+    except UserError as error:
+        raise _offering_layout(error, data) from None
     _check_fold(source, data)
+
+
+def warn_of_splits(data: DataConfig, train: Samples | None, validation: Samples | None) -> None:
+    """Warn of what shows only once both splits are open. None stands for a split in memory."""
+    if data.EXCLUDE is not None:
+        from datasets.damage.exclude import warn_unmatched
+
+        warn_unmatched(data, (train, validation))
+    if train is not None and validation is not None and (train.links or validation.links):
+        from datasets.damage.links import warn_of_links
+
+        warn_of_links(train, validation)
 
 
 def comes_unsplit(data: DataConfig) -> bool:
@@ -122,7 +139,8 @@ def _check_fold(source: Source, data: DataConfig) -> None:
 def _source(data: DataConfig) -> Source:
     source = _named(data)
     if data.MULTI_LABEL and not source.multi_label:
-        able = ", ".join([*(name for name in names() if SOURCES[name].multi_label), f"{hub.PREFIX}NAME"])
+        multi = [name for name in names() if (other := source_named(name)) and other.multi_label]
+        able = ", ".join([*multi, f"{HUB_PREFIX}NAME"])
         raise UserError(
             f"DATA.MULTI_LABEL: the data set {data.DATASET} has one label per image. Use a data set with several: "
             f"{able} (shards only as a copy that hf:NAME made); see docs/data.md."
@@ -131,16 +149,25 @@ def _source(data: DataConfig) -> Source:
 
 
 def _named(data: DataConfig) -> Source:
-    if data.DATASET.startswith(hub.PREFIX):
+    if data.DATASET.startswith(HUB_PREFIX):
+        from datasets.shards import hub
+
         return hub.SOURCE
     if data.DATASET in ON_HUB:
         raise UserError(
             f"DATA.DATASET {data.DATASET} is retired: the Hugging Face Hub has it. Use -dataset {ON_HUB[data.DATASET]} "
             f"DATA.DOWNLOAD=true. Version 0.1.0 of vitamp is the last that has it."
         )
-    if data.DATASET not in SOURCES:
+    source = source_named(data.DATASET)
+    if source is None:
         raise UserError(
-            f"DATA.DATASET (-dataset): unknown data set {data.DATASET!r}.{nearest(data.DATASET, SOURCES)} "
+            f"DATA.DATASET (-dataset): unknown data set {data.DATASET!r}.{nearest(data.DATASET, PLACES)} "
             f"Known data sets: {', '.join(names())}, and hf:NAME_OR_PATH."
         )
-    return SOURCES[data.DATASET]
+    return source
+
+
+def _offering_layout(error: UserError, data: DataConfig) -> UserError:
+    from datasets.recognise import offering_layout
+
+    return offering_layout(error, data)

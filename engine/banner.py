@@ -7,14 +7,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from datasets import balanced_order, comes_unsplit
-from engine.evaluated_data import images_of_all, title_of
+from datasets import comes_unsplit
 from engine.machine.context import Run, global_batch
 from engine.machine.device import describe_devices
 from engine.machine.environment import arguments, libraries
 from engine.measure.ranking import describe_untuned
 from engine.optim.build import describe_learning_rate, describe_optimizer, scaled_learning_rates
-from engine.optim.class_weights import describe_class_weights
 from engine.optim.groups import describe_muon
 from engine.optim.layer_rates import describe_fine_tuning
 from engine.optim.loss import describe_loss
@@ -74,6 +72,8 @@ def _data(config: Config, ready: Ready) -> str:
     )
     size = f"{config.DATA.IMAGE_SIZE} x {config.DATA.IMAGE_SIZE} x {config.DATA.IMAGE_CHANNELS}"
     if not isinstance(ready, ReadyToTrain):
+        from engine.evaluated_data import images_of_all, title_of
+
         text = f"{title_of(config.DATA)}: {images_of_all(config, config.DATA, len(ready.val_set))} of {size}, {classes}"
     else:
         text = (
@@ -101,8 +101,12 @@ def _classes(config: Config, ready: ReadyToTrain) -> str:
     """How classes of different frequency are treated; '' if they are not."""
     words = []
     if config.DATA.SAMPLER == "balanced":
+        from datasets.loading.balanced import balanced_order
+
         words.append(balanced_order(ready.train_set, config.DATA.DATASET).words())
     if (weights := weights_of_classes(config, ready.train_set)) is not None:
+        from engine.optim.class_weights import describe_class_weights
+
         words.append(describe_class_weights(config.TRAIN, weights))
     return "; ".join(words)
 

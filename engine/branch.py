@@ -8,7 +8,7 @@ from pathlib import Path
 
 from engine.measure.progress import Best
 from engine.report.mlflow import STORE
-from engine.report.tracking import TRACKERS
+from engine.report.tracking import NOTES
 from utils.distributed.world import World, broadcast, on_rank_0
 from utils.log import log
 from utils.record.checkpoints import Checkpoint, best_of, checkpoints_in, folder_name, write_index
@@ -18,7 +18,7 @@ from utils.record.run_folder import ABOUT, CONFIG, os_errors_as_user_errors
 ABANDONED = "before-resume-{}"
 COPIED = (CONFIG, ABOUT, METRICS, "curves.png", "broken.txt", STORE)
 """Files that make a folder a run's. The resumed run truncates its metrics and rewrites the others."""
-MOVED = ("tensorboard", *(tracker.note for tracker in TRACKERS.values()))
+MOVED = ("tensorboard", *NOTES.values())
 """TensorBoard's files are rewritten from the metrics; trackers get a new run."""
 
 

@@ -211,9 +211,10 @@ def _run(loaded: Loaded, world: World, command: CommandLine) -> int:
     from engine.preflight import check
     from engine.resolve import resolve
     from engine.run import run
-    from utils.distributed.launch import die_with_launcher
 
     if world.size > 1:
+        from utils.distributed.launch import die_with_launcher
+
         die_with_launcher()
     try:
         loaded = resolve(loaded)

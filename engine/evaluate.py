@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -48,3 +49,12 @@ def evaluate(
     loader.broken.raise_together(world)
     loader.transparent.log_once(world)
     return tally.metrics(world)
+
+
+def on_device(model: nn.Module, device: torch.device) -> nn.Module:
+    """`model`, or a copy of it on `device` if it is elsewhere, as an EMA in host memory is.
+
+    Moving it there and back would replace the tensors that the EMA updates.
+    """
+    elsewhere = next(model.parameters()).device.type != device.type
+    return copy.deepcopy(model).to(device) if elsewhere else model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from datasets import comes_unsplit, data_identity, identity_of, open_dataset, source_of, validates_on_test
 from datasets.base import TITLES
 from engine.setup import training_data
+from models.weights.find import local_weights
 from utils.config import Config
 from utils.config.data import DataConfig
 from utils.config.keys import default_of, value_of
@@ -18,7 +20,8 @@ from utils.config.kinds import AUTO
 from utils.distributed.world import ALONE
 from utils.errors import UserError
 from utils.log import unheard
-from utils.record.chosen import Chosen
+from utils.record.chosen import Chosen, chosen_at
+from utils.record.resumed_run import resumed_run
 
 PART = "DATA.PART"
 OF_OWN_DATA = ("DATA.EXCLUDE", "DATA.FOLD", "DATA.LISTING")
@@ -139,3 +142,17 @@ def images_of_all(config: Config, data: DataConfig, images: int) -> str:
     everything = data.model_copy(update={"PART": "all", "EXCLUDE": None})
     whole = open_dataset(everything, False, value_of(config, "MODEL.NUM_CLASSES"), config.SEED, torch.device("cpu"))
     return f"{images:,} of {len(whole):,} images"
+
+
+def evaluated_weights(config: Config) -> Chosen | None:
+    """The weights that -eval evaluates; None if nothing is known of their training."""
+    wanted, source = config.MODEL.RESUME, config.MODEL.PRETRAINED
+    try:
+        if run := resumed_run(config):
+            return chosen_at(run)
+        if wanted not in (None, AUTO):
+            return chosen_at(Path(str(wanted)))
+        file = local_weights(source) if source else None
+        return chosen_at(file) if file else None
+    except UserError:  # loading the weights reports it, if it is one
+        return None

@@ -13,7 +13,7 @@ from torch import nn
 
 from engine.ability import Ability
 from engine.amp.precision import Precision
-from engine.compile.compiled import Compiling
+from engine.compile.compiling import Compiling
 from engine.inputs.mixup import BatchTransform
 from engine.measure.stage_times import Stages
 from utils.config import Config

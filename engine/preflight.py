@@ -8,14 +8,11 @@ import torch
 
 from datasets import check_dataset
 from engine.amp.precision import check_amp
-from engine.checkpoint.find import check_resumable
 from engine.inputs.token_drop import shortcuts_of
 from engine.machine.memory import total_memory
 from engine.optim.build import optimizer_name
-from engine.optim.class_weights import check_class_weights
-from engine.parallel.fsdp import check_sharding
 from engine.report.tracking import check_trackers
-from models import check_model, check_pretrained
+from models import check_model
 from utils.config import Config
 from utils.config.kinds import AUTO
 from utils.record.resumed_run import resumed_run, target_folder
@@ -25,13 +22,21 @@ from utils.record.run_folder import check_output
 def check(config: Config) -> None:
     """Raise UserError for the first problem."""
     if config.MODEL.RESUME not in (None, AUTO):
+        from engine.checkpoint.find import check_resumable
+
         check_resumable(Path(str(config.MODEL.RESUME)), config.TRAIN.LAST_EPOCH)
     check_output(target_folder(config), config.SAVE, resumed_run(config))
     check_dataset(config.DATA, config.MODEL.NUM_CLASSES, train=not config.EVAL)
     optimizer_name(config.TRAIN.OPTIMIZER.NAME)
-    check_sharding(config)
+    if config.DIST.STRATEGY == "fsdp":
+        from engine.parallel.fsdp import check_sharding
+
+        check_sharding(config)
     if not config.EVAL:
-        check_class_weights(config.TRAIN)
+        if config.TRAIN.CLASS_WEIGHTS is not None:
+            from engine.optim.class_weights import check_class_weights
+
+            check_class_weights(config.TRAIN)
         check_trackers(config)
     check_amp(config.AMP, config.TRAIN)
     if config.TRAIN.DISTILLATION_TYPE is not None or config.TRAIN.TEACHER_MODEL is not None:
@@ -40,6 +45,8 @@ def check(config: Config) -> None:
         check_teacher(config)
     starts_new_run = config.MODEL.RESUME is None or (config.MODEL.RESUME == AUTO and resumed_run(config) is None)
     if config.MODEL.PRETRAINED and starts_new_run:
+        from models.weights.find import check_pretrained
+
         check_pretrained(config.MODEL.PRETRAINED, config.MODEL.pretrained_weights)
     memory = total_memory(torch.device("cpu"))  # in which weights are initialised
     check_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config), memory)

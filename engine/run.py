@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from engine.amp.op_lists import OpLists
 from engine.amp.precision import check_precision
 from engine.amp.prepare_model import tile_size_hint
 from engine.banner import banner
-from engine.branch import start_branch
-from engine.checkpoint.chosen import chosen_checkpoint
-from engine.checkpoint.state import log_resumption
-from engine.compile.compiled import Compiling
 from engine.fit.batch_size import settle_batch
-from engine.fit.out_of_memory import before_training, while_training
 from engine.machine import no_gpu
 from engine.machine.context import Run
 from engine.machine.device import pick_device, set_up_device
@@ -26,7 +22,6 @@ from engine.machine.stopping import signals
 from engine.measure.mfu import Peak, Utilisation
 from engine.measure.progress import clock, updates_left
 from engine.measure.throughput import Throughput
-from engine.parallel.fsdp import build_sharding
 from engine.report.next_commands import next_commands
 from engine.report.reporter import Reporter
 from engine.report.tracking import open_trackers
@@ -43,6 +38,9 @@ from utils.record.checkpoints import Checkpoint
 from utils.record.resumed_run import resumed_run
 from utils.text import counted
 
+if TYPE_CHECKING:
+    from engine.amp.op_lists import OpLists
+
 
 def run(loaded: Loaded, world: World, dry: bool) -> int:
     """Join the other ranks, train or evaluate, and return the exit code. Errors are raised."""
@@ -58,7 +56,7 @@ def _train_or_evaluate(this: Run, dry: bool) -> int:
         check_precision(config.AMP, device)
         with (
             FolderLock() as lock,
-            OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST) as lists,
+            _op_lists(config, device) as lists,
         ):
             if config.EVAL:
                 from engine.run_evaluation import evaluate_only
@@ -69,10 +67,22 @@ def _train_or_evaluate(this: Run, dry: bool) -> int:
     except Exception as error:
         signals.deferred = True  # report the error before a signal ends this rank because another rank exited first
         if is_out_of_memory(error):
+            from engine.fit.out_of_memory import before_training
+
             raise (UserError if this.world.size == 1 else TrainingError)(
                 before_training(error, config, device)
             ) from None
         raise
+
+
+def _op_lists(config: Config, device: torch.device) -> AbstractContextManager[OpLists | None]:
+    """AMP's lists of operators, which act inside the context; None if both are empty."""
+    white, black = config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST
+    if not white and not black:
+        return nullcontext()
+    from engine.amp.op_lists import OpLists
+
+    return OpLists(device.type, white, black)
 
 
 def join(loaded: Loaded, world: World) -> Run:
@@ -90,11 +100,15 @@ def join(loaded: Loaded, world: World) -> Run:
     return Run(config, world, device, threads)
 
 
-def train(given: Run, lock: FolderLock | None, lists: OpLists) -> int:
+def train(given: Run, lock: FolderLock | None, lists: OpLists | None) -> int:
     """Train from start to end, and return the exit code. `lock` None: a dry run."""
     if lock is not None:
         on_rank_0(given.world, lambda: lock_existing_folder(given.config, lock))
-    checkpoint = chosen_checkpoint(given.config, given.world)
+    checkpoint = None
+    if given.config.MODEL.RESUME is not None:
+        from engine.checkpoint.chosen import chosen_checkpoint
+
+        checkpoint = chosen_checkpoint(given.config, given.world)
     signals.saved = checkpoint is not None if given.world.first else None
     run = settle_batch(given, checkpoint)
     ready = _build(run, checkpoint)
@@ -102,8 +116,6 @@ def train(given: Run, lock: FolderLock | None, lists: OpLists) -> int:
     if folder is None:
         from engine.fit.dry_run import try_out
 
-        ready.parts.leave_out(Compiling)
-        ready.parts.assemble()
         try_out(run, ready, _updates_left(run, ready))
         return EXIT_DONE
     if _finished(run, ready, folder):
@@ -115,7 +127,11 @@ def train(given: Run, lock: FolderLock | None, lists: OpLists) -> int:
 
 def _build(run: Run, checkpoint: Checkpoint | None) -> ReadyToTrain:
     """Build all that training needs. If one rank fails, all do."""
-    sharding = build_sharding(run.config, run.world, run.device)
+    sharding = None
+    if run.config.DIST.STRATEGY == "fsdp":
+        from engine.parallel.fsdp import build_sharding
+
+        sharding = build_sharding(run.config, run.world, run.device)
     return on_every_rank(run.world, lambda: build_for_training(run, checkpoint, sharding))
 
 
@@ -135,6 +151,8 @@ def _announce(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None, lock
     for warning in ready.train_loader.order.warnings():
         log.warning(warning)
     if checkpoint:
+        from engine.checkpoint.restore import log_resumption
+
         log_resumption(checkpoint, run.config, ready.parts, ready.position)
     return folder
 
@@ -142,11 +160,13 @@ def _announce(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None, lock
 def _open_folder(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None, folder: Path) -> Peak | None:
     """Write the run's files into its folder. Returns the peak that MFU is relative to, if it is known."""
     if checkpoint:
+        from engine.branch import start_branch
+
         ready.best = start_branch(folder, checkpoint, ready.best, run.world)
     return write_run_files(run, ready, folder)
 
 
-def _fit(run: Run, ready: ReadyToTrain, folder: Path, peak: Peak | None, lists: OpLists) -> int:
+def _fit(run: Run, ready: ReadyToTrain, folder: Path, peak: Peak | None, lists: OpLists | None) -> int:
     """Train, close what was opened, and log how it ended."""
     config, world = run.config, run.world
     trackers = open_trackers(config, folder, ready.precision.name) if world.first else ()
@@ -162,6 +182,8 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, peak: Peak | None, lists: 
         reporter.ended(trainer.best)
     except Exception as error:
         if is_out_of_memory(error):
+            from engine.fit.out_of_memory import while_training
+
             raise while_training(error, trainer) from None
         raise
     finally:
@@ -210,5 +232,5 @@ def show_precisions(config: Config) -> str:
         with precision.autocast():
             model(inputs(images))
 
-    with OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST):
+    with _op_lists(config, device):
         return f"{config.MODEL.NAME} in {precision.line()}\n\n{amp_table(model, run_forward)}"

@@ -8,7 +8,7 @@ from engine.amp.fp32_modules import force_fp32
 from engine.banner import banner
 from engine.checkpoint.chosen import chosen_checkpoint
 from engine.checkpoint.folder import read_state, read_tensors
-from engine.checkpoint.state import load_weights
+from engine.checkpoint.restore import load_weights
 from engine.evaluate import evaluate
 from engine.fit.batch_size import settle_batch
 from engine.machine.context import Run

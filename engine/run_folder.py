@@ -10,7 +10,7 @@ from datasets import decoder_of
 from engine.machine.context import Run
 from engine.machine.device import describe_devices
 from engine.measure.mfu import Peak, as_noted, peak_of
-from engine.report.tracking import TRACKERS
+from engine.report.tracking import NOTES
 from engine.run_lock import FolderLock
 from engine.setup import Ready
 from models import count_parameters
@@ -34,8 +34,7 @@ from utils.record.run_folder import (
     write_json,
 )
 
-NOTES = tuple(tracker.note for tracker in TRACKERS.values())
-WRITTEN_WHOLE = ("broken.txt", "curves.png", INDEX, CONFIG, ABOUT, METRICS, *NOTES)
+WRITTEN_WHOLE = ("broken.txt", "curves.png", INDEX, CONFIG, ABOUT, METRICS, *NOTES.values())
 """Files of a run that are named .NAME.NUMBER until they are complete."""
 
 

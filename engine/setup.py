@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,26 +14,19 @@ from torch import nn
 from datasets import (
     EpochOrder,
     ImageDataset,
-    Repeated,
-    Sized,
     TrainLoader,
     ValLoader,
     auto_workers,
-    balanced_order,
     identity_of,
     open_dataset,
-    warn_of_links,
-    warn_unmatched,
+    warn_of_splits,
 )
 from engine.amp.fp32_modules import force_fp32
 from engine.amp.precision import Precision
 from engine.amp.prepare_model import prepare_model
 from engine.checkpoint.folder import read_state
-from engine.checkpoint.refusals import check_batch, check_samples
-from engine.checkpoint.state import restore
-from engine.compile.cache import prepare_compiler_cache
 from engine.compile.choice import choose_compiling
-from engine.compile.compiled import Compiling
+from engine.compile.compiling import Compiling
 from engine.inputs.mixup import build_batch_transform
 from engine.inputs.normalize import Inputs, per_channel
 from engine.inputs.token_drop import shortcuts_of
@@ -44,23 +37,23 @@ from engine.measure.progress import Best, Position, updates_left
 from engine.measure.stage_times import DATA, stages_of
 from engine.measure.task import task_of
 from engine.optim.build import build_optimizer, compiles_step, scaled_learning_rates
-from engine.optim.class_weights import class_weights
 from engine.optim.layer_rates import describe_parameters
 from engine.optim.loss import label_loss
 from engine.optim.schedule import Schedule, build_scheduler
 from engine.order import Site, abilities
-from engine.parallel.fsdp import Sharding
 from engine.speed.tuning import Tuning, tune
 from engine.update import Parts
-from models import build_model, frozen_weights, load_pretrained, unfreeze
+from models import build_model, frozen_weights, unfreeze
 from utils.config import Config, config_hash
 from utils.config.keys import values_to_keep
-from utils.config.retired import without_retired
 from utils.distributed.world import ALONE, World, on_every_rank
 from utils.log import log
 from utils.passwords import redacted_values
 from utils.record.checkpoints import Checkpoint
 from utils.seeding import seed_all
+
+if TYPE_CHECKING:
+    from engine.parallel.fsdp import Sharding
 
 BATCH_CHOICE = "batch_size"
 """Key under which a run's choices keep the batch size that `auto` found."""
@@ -131,10 +124,8 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
         log.info("All weights are trained: from MODEL.UNFREEZE_EPOCH %s on, MODEL.FREEZE has no effect.", epoch)
     log.info(describe_parameters(ready.model))
     train_set, loader = training_data(config, world, device)
-    splits = train_set.single_images(), ready.val_set.single_images()
-    warn_unmatched(config.DATA, splits)
     if world.first:
-        warn_of_links(*splits)
+        warn_of_splits(config.DATA, train_set.single_images(), ready.val_set.single_images())
     train, updates = config.TRAIN, loader.order.updates
     in_precision = ready.model, ready.inputs, ready.precision
     choices = checkpoint.meta.get("choices", {}) if checkpoint else {}
@@ -145,6 +136,10 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
     loader.on_arrival(partial(parts.stages.lap, DATA))
     position, best = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * updates), Best()
     if checkpoint is not None:
+        from engine.checkpoint.refusals import check_batch, check_samples
+        from engine.checkpoint.restore import restore
+        from utils.config.retired import without_retired
+
         without_retired(checkpoint.meta["settings"], checkpoint.folder)
         check_batch(checkpoint, config, world)
         position, best = restore(parts, checkpoint, updates, config.MODEL.resumed_weights)
@@ -172,7 +167,11 @@ def training_data(config: Config, world: World, device: torch.device) -> tuple[I
     """Training split with its augmentation, and the loader of its batches."""
     data = config.DATA
     train_set = open_dataset(data, True, config.MODEL.NUM_CLASSES, config.SEED, device).augment(config.TRAIN)
-    balanced = balanced_order(train_set, data.DATASET) if data.SAMPLER == "balanced" else None
+    balanced = None
+    if data.SAMPLER == "balanced":
+        from datasets.loading.balanced import balanced_order
+
+        balanced = balanced_order(train_set, data.DATASET)
     weights = weights_of_classes(config, train_set) if config.TRAIN.LOSS == "ce" else None
     order = EpochOrder(
         len(train_set),
@@ -188,14 +187,22 @@ def training_data(config: Config, world: World, device: torch.device) -> tuple[I
         data.LAST_BATCH_WEIGHT == "full",
     )
     if (copies := data.REPEATED_AUGMENT * (balanced.copies if balanced else 1)) > 1:
+        from datasets.variants import Repeated
+
         train_set = Repeated(train_set, copies)
     if config.TRAIN.SIZE_SCHEDULE:
+        from datasets.variants import Sized
+
         train_set = Sized(train_set, config.TRAIN, data.IMAGE_SIZE)
     return train_set, TrainLoader(train_set, order, config.SEED, _workers(config, world), device)
 
 
 def weights_of_classes(config: Config, train_set: ImageDataset) -> np.ndarray | None:
     """Weight of each class in the loss, or with bce of its positives; None without TRAIN.CLASS_WEIGHTS."""
+    if config.TRAIN.CLASS_WEIGHTS is None:
+        return None
+    from engine.optim.class_weights import class_weights
+
     labels, classes = train_set.sample_labels(), config.MODEL.NUM_CLASSES
     return class_weights(config.TRAIN, classes, labels, train_set.classes, config.DATA.DATASET)
 
@@ -205,6 +212,8 @@ def _model(config: Config, device: torch.device, replaced: bool) -> nn.Module:
     seed_all(config.SEED, "init")
     model = build_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config))
     if config.MODEL.PRETRAINED and not replaced:
+        from models.weights.fit import load_pretrained
+
         options = config.MODEL.pretrained_weights, config.MODEL.NEW_CLASSIFIER, config.EVAL
         log.info(load_pretrained(model, config.MODEL.PRETRAINED, config.MODEL.NAME, *options))
     elif not replaced:
@@ -242,6 +251,8 @@ def update_parts(
     rates = scaled_learning_rates(train, global_batch(config, world))
     optimizer = build_optimizer(model, train, rates[0], device, amp=precision.level != "O0")
     if compiles_step(optimizer):
+        from engine.compile.cache import prepare_compiler_cache
+
         prepare_compiler_cache(config.DATA)
     schedule = Schedule(
         build_scheduler(optimizer, train, rates, per_epoch),

@@ -6,15 +6,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from engine.amp.op_lists import OpLists
 from engine.checkpoint.saver import Snapshot, estimate_seconds, progress
-from engine.checkpoint.sharded_saver import saver_of
-from engine.checkpoint.state import finite_everywhere, snapshot_of
-from engine.evaluate import evaluate
+from engine.checkpoint.state import finite_everywhere, saver_of, snapshot_of
+from engine.evaluate import evaluate, on_device
 from engine.machine.context import Run, global_batch
 from engine.machine.stopping import TIME_IS_UP, Deadline, Stopped, Stopping, signals
 from engine.measure.bottleneck import BottleneckMonitor
@@ -23,17 +21,19 @@ from engine.measure.profile import UpdateProfiler
 from engine.measure.progress import best_of_validation, resumed_best, seconds_of
 from engine.measure.task import Metrics, task_of
 from engine.measure.throughput import Throughput
-from engine.optim.ema import on_device
 from engine.report.curves import Curves, title_of
+from engine.report.health import Health
 from engine.report.reporter import Reporter
-from engine.report.skips import Health
 from engine.setup import ReadyToTrain, checkpoint_meta, setting_of
-from engine.update import train_update
+from engine.update import Parts, train_update
 from utils.distributed.group import group_timeout
 from utils.distributed.world import broadcast, broadcast_buffers
 from utils.errors import EXIT_DONE, AllRanksError
 from utils.log import log
 from utils.record.weight_sets import WeightSet
+
+if TYPE_CHECKING:
+    from engine.amp.op_lists import OpLists
 
 
 class Trainer:
@@ -60,7 +60,8 @@ class Trainer:
         self._meta, self._task = checkpoint_meta(run, ready), task_of(config)
         self._title = title_of(config, ready.precision.name, ready.precision.level != "O0")
         self._curves = Curves(folder)
-        self._health = Health(config.AMP, self.parts, world, reporter, op_lists)
+        kind = _kind_of_health(self.parts)
+        self._health = kind(config.AMP, self.parts, world, reporter, op_lists)
         self._saver = saver_of(folder, config, self.parts, world)
         self._saved_at = self.position.update
         self._saved_when = perf_counter()
@@ -222,10 +223,10 @@ class Trainer:
             self._saver.reserve(self._snapshot({}, {}))
 
     def _stop_on_skips(self, reading: Reading) -> None:
-        if self._health.too_many(reading):
+        if error := self._health.too_many_skips(reading, self.position.update):
             self._save()
             self._finish_saving()
-            raise self._health.diagnosis(reading, self.position.update)
+            raise error
 
     def _read(self) -> Reading:
         parts = self.parts
@@ -297,3 +298,11 @@ class Trainer:
 
     def best_words(self, before: str = "") -> str:
         return before + self.best.words() if self.best.figure is not None else ""
+
+
+def _kind_of_health(parts: Parts) -> type[Health]:
+    if not parts.precision.scaler.is_enabled():
+        return Health
+    from engine.report.skips import ScaledHealth
+
+    return ScaledHealth

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -20,10 +20,12 @@ from engine.measure.meters import TrainMeters
 from engine.measure.stage_times import BACKWARD, COPY, FORWARD, OPTIMISER, OTHER, Stages
 from engine.optim.clip import Gradients
 from engine.optim.schedule import Schedule
-from engine.parallel.fsdp import Sharding
 from utils.distributed.world import World
 from utils.record.weight_sets import PLAIN, WeightSet
 from utils.seeding import seed_all
+
+if TYPE_CHECKING:
+    from engine.parallel.fsdp import Sharding
 
 
 class ForwardResult(NamedTuple):

@@ -22,7 +22,6 @@ from typing import Any, NoReturn
 from utils.config.keys import default_of, settings, suggest
 from utils.errors import EXIT_DONE, UserError, either, nearest
 from utils.flags import BY_NAME, FLAGS, IGNORED, Action, Flag, Positional
-from utils.foreign_flags import suggest_flag
 from utils.precisions import AMP_WORDS, amp_settings_of
 
 __all__ = ["BY_NAME", "FLAG", "FLAGS", "WORD", "CommandLine", "Flag", "Parser", "parse", "usage"]
@@ -192,6 +191,8 @@ def split(
         if flag is None:
             name = match[1].replace("-", "_")
             value = ",".join(_take_values(rest)) if value is None else value
+            from utils.foreign_flags import suggest_flag
+
             unknown[text.partition("=")[0]] = suggest_flag(name, value, names, takes_settings)
             continue
         if value is not None and not flag.value:

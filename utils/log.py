@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 from collections.abc import Iterator
@@ -27,6 +28,17 @@ def unheard() -> Iterator[None]:
         yield
     finally:
         log.setLevel(level)
+
+
+def warn_once(text: str) -> None:
+    """Log a warning, once per process. What `unheard` keeps from the log does not count."""
+    if log.isEnabledFor(logging.WARNING):
+        _warn_once(text)
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    log.warning("%s", text)
 
 
 class _Terminal(logging.Handler):

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from datasets.base import Broken
-from datasets.damage.exclude import REMARK
 from utils.distributed.world import World, all_gather
 from utils.errors import AllRanksError, TrainingError
 from utils.files import write_atomically
@@ -15,6 +14,8 @@ from utils.log import log
 from utils.text import counted
 
 LIST = "broken.txt"
+REMARK = "  # "
+"""Between a name in the list and the reason, which DATA.EXCLUDE ignores."""
 MOST_NAMED_IN_TRAINING, MOST_NAMED_IN_VALIDATION = 3, 10
 
 

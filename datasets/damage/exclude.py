@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from datasets.base import Encoded, Samples
+from datasets.damage.broken import REMARK
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
 from utils.files import read_regular_text
 from utils.log import log
 
-REMARK = "  # "
 MARK = re.compile(r"(?:^|\s)#")
 MOST_NAMED, MOST_COMPARED = 5, 2000
 

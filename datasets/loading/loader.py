@@ -8,7 +8,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,11 +21,13 @@ from datasets.decoding.background import take_transparent
 from datasets.loading.order import EpochOrder, Share, validation_batches
 from datasets.loading.plan import Plan
 from datasets.loading.transparent import Transparent
-from datasets.loading.workers import LoadingProcesses
 from utils.distributed.world import ALONE, World
 from utils.errors import TrainingError
 from utils.heap import keep_freed_memory
 from utils.parent import die_with_parent
+
+if TYPE_CHECKING:
+    from datasets.loading.workers import LoadingProcesses
 
 MOST_WORKERS = 16
 
@@ -154,6 +157,10 @@ class _Feed:
                 # Without a generator, every epoch would draw from the global one.
                 generator=torch.Generator().manual_seed(seed),
             )
+            if workers:
+                from datasets.loading.workers import LoadingProcesses
+
+                self._begin_processes = partial(LoadingProcesses, self._loader)
 
     def batches(self, epoch: int, plan: Iterable[np.ndarray]) -> Iterator[Batch]:
         self._plan.begin(epoch, plan)
@@ -178,7 +185,7 @@ class _Feed:
         if not self._loader.num_workers:
             return iter(self._loader)
         if self._processes is None:
-            self._processes = LoadingProcesses(self._loader)
+            self._processes = self._begin_processes()
         else:
             self._processes.begin_epoch()
         return iter(self._processes)

@@ -15,7 +15,7 @@ import re
 import shutil
 from pathlib import Path
 
-from datasets.base import Part
+from datasets.base import HUB_PREFIX, Part
 from datasets.images import image_source
 from datasets.shards.layout import LABEL_SETS, MANIFEST, ShardSet, finish_set
 from datasets.shards.parquet import Columns, choose_files, columns_of, find_splits, require_pyarrow, rows, size_in_tar
@@ -28,7 +28,6 @@ from utils.errors import UserError
 from utils.files import write_atomically
 from utils.log import log
 
-PREFIX = "hf:"
 SHARD_BYTES = 256 << 20
 ALL_SHARDS = 1 << 30
 """Shuffle window, in shards: the copy is on a local disk, where random reads are cheap."""
@@ -40,7 +39,7 @@ CONVERTED = "refs/convert/parquet"
 
 def _copied_folder(data: DataConfig) -> Path:
     """The folder of the copy, made at the first use."""
-    place = data.DATASET.removeprefix(PREFIX)
+    place = data.DATASET.removeprefix(HUB_PREFIX)
     if not place:
         raise UserError(
             "DATA.DATASET 'hf:' lacks a name or a folder; give one, as in hf:ylecun/mnist or hf:/data/mnist."
@@ -114,7 +113,7 @@ def _download(place: str, data: DataConfig) -> Path:
             f"Files fetched so far are kept. Try again, or fetch its parquet files yourself and give their folder as "
             f"hf:/folder."
         ) from None
-    again = f"{PREFIX}{place.partition('@')[0]}@{folder.name}"  # the folder is named by the commit
+    again = f"{HUB_PREFIX}{place.partition('@')[0]}@{folder.name}"  # the folder is named by the commit
     log.info("%s is fetched; to get the same files again, name its revision: %s", data.DATASET, again)
     return folder / inside
 

@@ -15,13 +15,13 @@ from datasets.shards.index import ReadShards, ShardIndex, from_bytes, make_index
 from datasets.shards.stores import Folder, ShardFile, Store
 from datasets.shards.tar import DOTS
 from datasets.sources.files import leads_out
-from datasets.sources.split import distinct, named_parts, no_such_part, split_named_in, split_names, warn_of_skipped
-from datasets.sources.walk import warn_once
+from datasets.sources.named_splits import distinct, named_parts, split_named_in, split_names, warn_of_skipped
+from datasets.sources.split import no_such_part
 from utils.cache import cache_folder, process_lock
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.files import parse_json, write_atomically
-from utils.log import log
+from utils.log import log, warn_once
 
 MANIFEST, CLASS_NAMES = "dataset.json", "classes.txt"
 LABEL_SETS = "label_sets"

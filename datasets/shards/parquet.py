@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from datasets.sources.split import SPLIT_NAMES, distinct, named_parts, split_named_in, warn_of_skipped
+from datasets.sources.named_splits import SPLIT_NAMES, distinct, named_parts, split_named_in, warn_of_skipped
 from utils.errors import UserError
 from utils.files import parse_json, require_regular
 

@@ -8,10 +8,9 @@ from pathlib import Path
 from datasets.base import Part, Source, parts_read
 from datasets.images import image_source
 from datasets.labels import check_class_count, log_unused_outputs
-from datasets.sources.files import FileList, FileSamples
+from datasets.sources.files import FileList, FileSamples, split_files
 from datasets.sources.imagefolder import class_files, subfolders
 from datasets.sources.published import Published
-from datasets.sources.split import split_files
 from utils.config.data import DataConfig
 from utils.log import log
 

@@ -12,7 +12,7 @@ import torch
 
 from datasets.base import ImageDataset, Source, part_of
 from datasets.labels import check_class_count, log_unused_outputs
-from datasets.memory import ArrayPixels, ArraySamples, open_arrays
+from datasets.memory import ArraySamples, open_arrays
 from datasets.sources.published import Published
 from utils.config.data import DataConfig
 from utils.errors import UserError
@@ -101,7 +101,7 @@ def _cifar(classes: int, folder: str, megabytes: int, **files: Any) -> Source:
         page="https://www.cs.toronto.edu/~kriz/cifar.html (the python version)",
         **files,
     )
-    return Source(cifar.open, cifar.check, single=ArrayPixels, fetches=True)
+    return Source(cifar.open, cifar.check, arrays="cropped", fetches=True)
 
 
 CIFAR10 = _cifar(

@@ -23,9 +23,10 @@ from datasets.labels import (
     number_of_digits,
     warn_empty_classes,
 )
-from datasets.sources.files import FileList, FileSamples, check_first_files, check_path, no_file
+from datasets.sources.files import FileList, FileSamples, check_first_files, check_path, no_file, split_files
 from datasets.sources.label_sets import LabelSet, classes_in, labels_in, labels_marked, rows_of, warn_of_lists
-from datasets.sources.split import distinct, no_such_part, parts_in_files, split_files
+from datasets.sources.named_splits import distinct, parts_in_files
+from datasets.sources.split import no_such_part
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
 from utils.files import kind_of_path, only_regular

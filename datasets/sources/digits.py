@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 
 from datasets.base import Source, part_of
 from datasets.labels import check_class_count, log_unused_outputs
-from datasets.memory import ArrayPixels, ArraySamples, InMemory
+from datasets.memory import ArraySamples, InMemory
 from datasets.sources.split import no_such_part, split, split_by_fold
 from utils.config.data import DataConfig
 from utils.errors import UserError
@@ -76,6 +76,4 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:  # noqa: AR
     log_unused_outputs(len(CLASSES), num_classes, "The data set digits")
 
 
-SOURCE = Source(
-    _open, _check, single=partial(ArrayPixels, cropped=False), is_unsplit=lambda _data: True, reads_path=False
-)
+SOURCE = Source(_open, _check, arrays="whole", is_unsplit=lambda _data: True, reads_path=False)

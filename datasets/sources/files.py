@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from datasets.base import Samples
+from datasets.base import Part, Samples
 from datasets.labels import check_label, log_unused_outputs, warn_empty_classes
+from datasets.sources.split import split_rows
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.files import kind_of_path, only_regular, read_regular
@@ -73,6 +74,12 @@ class FileList(NamedTuple):
     def samples(self) -> FileSamples:
         names = self.classes if isinstance(self.classes, list) else None
         return FileSamples(self.root, PathTable(self.paths), self.labels, names, self.links)
+
+
+def split_files(files: FileList, data: DataConfig, part: Part) -> FileSamples:
+    """One split of these files, as `split_rows` chooses it."""
+    chosen = split_rows(files.labels, data, part, files.root, files.classes)
+    return files._replace(paths=[files.paths[index] for index in chosen], labels=files.labels[chosen]).samples()
 
 
 def data_folder(data: DataConfig) -> Path:

@@ -11,16 +11,9 @@ from datasets.base import TITLES, Part, part_of, parts_read
 from datasets.decoding.stored import ENDINGS
 from datasets.images import image_source
 from datasets.labels import check_class_count, log_unused_outputs, warn_empty_classes
-from datasets.sources.files import FileList, FileSamples, data_folder
-from datasets.sources.split import (
-    TEST,
-    VALIDATION_NAMES,
-    distinct,
-    named_parts,
-    no_such_part,
-    split_files,
-    split_names,
-)
+from datasets.sources.files import FileList, FileSamples, data_folder, split_files
+from datasets.sources.named_splits import TEST, VALIDATION_NAMES, distinct, named_parts, split_names
+from datasets.sources.split import no_such_part
 from datasets.sources.walk import HIDDEN_FOLDER, SkippedFiles, images_below
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest

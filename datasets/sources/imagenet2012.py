@@ -14,7 +14,8 @@ from datasets.sources.imagefolder import (
     split_folder_samples,
     split_folders_of,
 )
-from datasets.sources.split import distinct, no_such_part, parts_in_files, split_names
+from datasets.sources.named_splits import distinct, parts_in_files, split_names
+from datasets.sources.split import no_such_part
 from utils.config.data import DataConfig
 from utils.errors import UserError
 

@@ -1,89 +1,28 @@
-"""Splits by name, and splitting a data set that has no validation split of its own."""
+"""Splitting a data set that has no validation split of its own."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 
-from datasets.base import TITLES, Part, part_of
+from datasets.base import TITLES, Part
 from datasets.labels import images_of_classes, members_of_classes
-from datasets.sources.files import FileList, FileSamples
-from datasets.sources.stratify import stratified
-from datasets.sources.walk import warn_once
 from utils.config.data import DataConfig
 from utils.config.kinds import Fold
 from utils.errors import UserError
+from utils.log import warn_once
 from utils.seeding import key
 from utils.text import counted
 
 MOST_NAMED = 5
-TRAIN, TEST = "train", "test"
-VALIDATION_NAMES = ("val", "valid", "validation", "dev")
-"""Names of a validation split, in all kinds of data sets. The first that exists is read."""
-SPLIT_NAMES = (TRAIN, *VALIDATION_NAMES, TEST)
-
-
-def split_names(data: DataConfig) -> tuple[str, ...]:
-    """All names of splits, by DATA.LISTING."""
-    return SPLIT_NAMES if data.LISTING > 1 else (TRAIN, "val", "validation", TEST)
-
-
-def named_parts(names: Sequence[str], where: object, read: Part = "val") -> dict[Part, str]:
-    """Which of the names that `where` has is which split. They are in the order of SPLIT_NAMES. `read`: to evaluate."""
-    parts: dict[Part, str] = {"train": TRAIN} if TRAIN in names else {}
-    validation = [name for name in names if name not in (TRAIN, TEST)]
-    if validation:
-        parts["val"] = validation[0]
-    elif TEST in names:
-        parts["val"] = TEST
-        if TRAIN in names and read == "val":
-            warn_once(
-                f"{where}: the split test is used for validation, because no other split is read for it. It "
-                "then chooses the best checkpoint, so accuracy on it is a little too high for a test result."
-            )
-    if len(validation) > 1:
-        warn_once(f"{where}: {validation[0]} is the validation split; {', '.join(validation[1:])} not read.")
-    if TEST in names:
-        parts["test"] = TEST
-    return parts
-
-
-def parts_in_files(root: Path, data: DataConfig, file_name: Callable[[str], str]) -> dict[Part, str]:
-    """The files in `root` that are splits, by DATA.LISTING. `file_name`: of a split, from its name."""
-    names = split_names(data) if data.LISTING > 1 else (TRAIN, "val")
-    parts = named_parts([name for name in names if (root / file_name(name)).is_file()], root, part_of(data, False))
-    return {part: file_name(name) for part, name in parts.items()}
-
-
-def distinct(parts: Mapping[Part, object]) -> list[Part]:
-    """The splits of `named_parts`, without `test` if it is the validation split."""
-    return [part for part in parts if part != "test" or parts["val"] != parts["test"]]
 
 
 def no_such_part(part: str, where: object) -> UserError:
     """The error for a split that the data set does not have."""
     instead = "-part all evaluates all images" if part == "val" else "-part val evaluates the validation split"
     return UserError(f"DATA.PART (-part) {part}: {where} has no {TITLES[part]}; {instead}.")
-
-
-def split_named_in(name: str, names: Iterable[str] = SPLIT_NAMES) -> str | None:
-    """The word in a file or folder name that names a split."""
-    match = re.search(rf"(?<![a-z])({'|'.join(names)})(?![a-z])", name.lower())
-    return match[1] if match else None
-
-
-def warn_of_skipped(root: str, files: Sequence[str]) -> None:
-    """Name the files that are in no split although folders or file names name splits."""
-    if files:
-        more = f" and {len(files) - MOST_NAMED} more" if len(files) > MOST_NAMED else ""
-        warn_once(
-            f"{root}: skipping files that are neither in the training split nor in the validation split: "
-            f"{', '.join(files[:MOST_NAMED])}{more}"
-        )
 
 
 def split(
@@ -163,6 +102,8 @@ def split_several_labels(labels: np.ndarray, data: DataConfig) -> tuple[np.ndarr
     if data.LABEL_SPLIT == "sets":
         subset_of = _subsets_by_label_sets(labels, sizes, data, purpose)
     else:
+        from datasets.sources.stratify import stratified
+
         generator = np.random.Generator(np.random.Philox(key=key(data.SPLIT_SEED, purpose)))
         subset_of = stratified(labels, sizes, generator.permutation(images))
     return np.flatnonzero(subset_of != validation), np.flatnonzero(subset_of == validation)
@@ -226,9 +167,3 @@ def _warn_unvalidated(
             f"{where}: {len(validation):,} of {len(labels):,} images validate, more than DATA.VAL_FRACTION "
             f"{data.VAL_FRACTION:g}, because each class gives at least one."
         )
-
-
-def split_files(files: FileList, data: DataConfig, part: Part) -> FileSamples:
-    """One split of these files, as `split_rows` chooses it."""
-    chosen = split_rows(files.labels, data, part, files.root, files.classes)
-    return files._replace(paths=[files.paths[index] for index in chosen], labels=files.labels[chosen]).samples()

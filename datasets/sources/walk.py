@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import os
 from collections import Counter
 from collections.abc import Iterator
 
 from datasets.decoding.stored import ENDINGS
-from utils.log import log
+from utils.log import log, warn_once
 
 MOST_NAMES, MOST_KINDS = 2, 8
 """Files named of each kind, and kinds named, in one line"""
@@ -60,17 +58,6 @@ class SkippedFiles:
         """Log the line, once per process and place."""
         if line := self.line():
             warn_once(f"{where}: {line}")
-
-
-def warn_once(text: str) -> None:
-    """Log a warning, once per process. What `unheard` keeps from the log does not count."""
-    if log.isEnabledFor(logging.WARNING):
-        _warn_once(text)
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    log.warning("%s", text)
 
 
 FileId = tuple[int, int]

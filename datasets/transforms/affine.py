@@ -1,26 +1,11 @@
-"""Random affine transforms (shift, zoom, rotation) of one image or of a whole batch."""
+"""Random affine transforms (shift, zoom, rotation) of a whole batch; `augment` has those of one image."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
-from torchvision.transforms import InterpolationMode, v2
 
-from datasets.transforms.augment import ImageChange
 from utils.config.data import DataConfig
-
-
-def affine_changes(data: DataConfig) -> list[ImageChange]:
-    """The transform for single images by SHIFT, ZOOM and ROTATE; none if they are off."""
-    if not has_affine(data):
-        return []
-    affine = v2.RandomAffine(
-        degrees=(-data.ROTATE, data.ROTATE),
-        translate=(data.SHIFT, data.SHIFT),
-        scale=(1 - data.ZOOM, 1 + data.ZOOM),
-        interpolation=InterpolationMode.BILINEAR,
-    )
-    return [v2.RandomApply([affine], p=data.AFFINE_PROB)]
 
 
 def has_affine(data: DataConfig) -> bool:

@@ -10,6 +10,7 @@ from timm.data import auto_augment as timm_augment
 from torchvision.transforms import InterpolationMode, v2
 
 from datasets.decoding.background import mean_colour
+from datasets.transforms.affine import has_affine
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 
@@ -40,6 +41,19 @@ def image_changes(data: DataConfig, train: TrainConfig) -> list[ImageChange]:
         strength = train.COLOR_JITTER
         changes.append(v2.ColorJitter(brightness=strength, contrast=strength, saturation=strength))
     return changes
+
+
+def affine_changes(data: DataConfig) -> list[ImageChange]:
+    """The transform for single images by SHIFT, ZOOM and ROTATE; none if they are off."""
+    if not has_affine(data):
+        return []
+    affine = v2.RandomAffine(
+        degrees=(-data.ROTATE, data.ROTATE),
+        translate=(data.SHIFT, data.SHIFT),
+        scale=(1 - data.ZOOM, 1 + data.ZOOM),
+        interpolation=InterpolationMode.BILINEAR,
+    )
+    return [v2.RandomApply([affine], p=data.AFFINE_PROB)]
 
 
 def jitters(train: TrainConfig) -> bool:

@@ -14,9 +14,9 @@ from PIL import Image
 
 from datasets.base import Encoded
 from datasets.decoding.background import mean_colour
-from datasets.decoding.reader import Reader, decoder_of, decoding_errors
-from datasets.transforms.affine import affine_changes
-from datasets.transforms.augment import ImageChange, image_changes
+from datasets.decoding.choice import decoder_of
+from datasets.decoding.reader import Reader, decoding_errors
+from datasets.transforms.augment import ImageChange, affine_changes, image_changes
 from datasets.transforms.crops import View, training_views, validation_views
 from datasets.transforms.resize import PilResize, Resize, TorchResize
 from utils.config.data import DataConfig

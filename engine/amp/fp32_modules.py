@@ -11,10 +11,10 @@ import torch
 import torch._functorch.config as autograd_config
 from torch import nn
 
-from engine.amp.op_lists import cast_floats
 from utils.errors import UserError, nearest
 
 HALVES = (torch.float16, torch.bfloat16)
+FLOATS = (*HALVES, torch.float32)
 # Models and activation checkpointing call the members of these one by one, never the container itself.
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -106,3 +106,14 @@ def _no_match(pattern: str, modules: dict[str, nn.Module]) -> UserError:
         f"AMP.FP32_MODULES: no module's name or class matches {pattern!r}.{nearest(pattern, [*modules, *classes])} "
         f"Top-level modules: {', '.join(tops)}. Classes: {', '.join(sorted(classes))}."
     )
+
+
+def cast_floats(value: Any, dtype: torch.dtype, device_type: str) -> Any:
+    """Cast the device's floating tensors inside tuples, lists and dicts; fp64 is left alone, as autocast does."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.dtype in FLOATS and value.device.type == device_type else value
+    if isinstance(value, list | tuple):
+        return type(value)(cast_floats(item, dtype, device_type) for item in value)
+    if isinstance(value, dict):
+        return {key: cast_floats(item, dtype, device_type) for key, item in value.items()}
+    return value

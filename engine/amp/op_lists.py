@@ -18,10 +18,9 @@ import torch
 import torch._functorch.config as autograd_config
 from torch.compiler import config as compiler_config
 
+from engine.amp.fp32_modules import cast_floats
 from utils.errors import UserError, nearest
 from utils.log import log
-
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 # Name on a list -> overloads of the aten operator that Python calls by it. In-place variants (`+=`, `relu_`) cannot be
 # listed: their precision is that of the tensor they write to.
@@ -243,14 +242,3 @@ def _kernel(name: str, overload: str, device_type: str, low: bool, called: set[s
             return operator(*args, **cast_floats(kwargs, dtype, device_type))
 
     return kernel
-
-
-def cast_floats(value: Any, dtype: torch.dtype, device_type: str) -> Any:
-    """Cast the device's floating tensors inside tuples, lists and dicts; fp64 is left alone, as autocast does."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.dtype in FLOATS and value.device.type == device_type else value
-    if isinstance(value, list | tuple):
-        return type(value)(cast_floats(item, dtype, device_type) for item in value)
-    if isinstance(value, dict):
-        return {key: cast_floats(item, dtype, device_type) for key, item in value.items()}
-    return value

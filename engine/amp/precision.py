@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from engine.amp.fp8 import check_fp8
-from engine.amp.op_lists import check_names
 from engine.amp.scaler import LossScaler
 from utils.config.amp import AmpConfig
 from utils.config.train import TrainConfig
@@ -212,12 +210,17 @@ def switch_tf32(on: bool) -> None:
 
 def check_amp(amp: AmpConfig, train: TrainConfig) -> None:
     """Reject AMP settings that work on no device; called before processes start."""
-    check_names(amp.CUSTOM_WHITE_LIST, amp.CUSTOM_BLACK_LIST)
+    if amp.CUSTOM_WHITE_LIST or amp.CUSTOM_BLACK_LIST:
+        from engine.amp.op_lists import check_names
+
+        check_names(amp.CUSTOM_WHITE_LIST, amp.CUSTOM_BLACK_LIST)
     if not amp.ENABLED:
         return
     if amp.DTYPE == "fp8":
         if amp.LEVEL != "O1":
             raise UserError(f"AMP.DTYPE fp8 works with AMP.LEVEL O1 only, not {amp.LEVEL}.")
+        from engine.amp.fp8 import check_fp8
+
         check_fp8()
     if amp.LEVEL in ("NAIVE", "O3"):
         autocast_only = ("CUSTOM_WHITE_LIST", "CUSTOM_BLACK_LIST", "FP32_MODULES", "AUTO_FP32")

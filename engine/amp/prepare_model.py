@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from engine.amp.fp8 import convert
 from engine.amp.fp32_modules import force_fp32, forced_modules
-from engine.amp.half_copy import convert_to_half
 from engine.amp.precision import Precision
 from utils.config.amp import AmpConfig
 from utils.log import log
@@ -22,9 +20,13 @@ def prepare_model(model: nn.Module, amp: AmpConfig, precision: Precision) -> Non
         forced = force_fp32(model, amp.FP32_MODULES, precision.device.type)
         log.info("AMP.FP32_MODULES: modules in fp32: %s", _names(forced))
     if precision.fp8:
+        from engine.amp.fp8 import convert
+
         left_out = convert(model, precision.device, classifier(model), forced_modules(model))
         log.info("fp8: linear layers left in bf16 (the classifier, or sizes not multiples of 16): %s", _names(left_out))
     if precision.level == "O3":
+        from engine.amp.half_copy import convert_to_half
+
         convert_to_half(model, precision.choice.dtype)
         log.warning(
             "AMP.LEVEL O3 keeps no fp32 master weights: updates smaller than a weight's last bit are lost, and weights "

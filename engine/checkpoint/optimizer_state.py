@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from engine.checkpoint.shard_files import add_moments, shard_state
-from engine.parallel.fsdp import Sharding
 from utils.errors import UserError
+
+if TYPE_CHECKING:
+    from engine.parallel.fsdp import Sharding
 
 GROUPS = "param_groups"
 

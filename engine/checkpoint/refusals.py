@@ -12,7 +12,7 @@ from engine.machine.context import global_batch
 from engine.measure.progress import Position
 from utils.config import Config, DataConfig
 from utils.config.kinds import AUTO
-from utils.distributed.launch import start_again
+from utils.distributed.again import start_again
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.log import log

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from engine.parallel.fsdp import Sharding, is_sharded, local_shard
+from engine.parallel.shards import is_sharded, local_shard
 from utils.record.checkpoints import shard_name
+
+if TYPE_CHECKING:
+    from engine.parallel.fsdp import Sharding
 
 OPTIMIZER = "optimizer.safetensors"
 

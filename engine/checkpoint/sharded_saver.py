@@ -21,9 +21,7 @@ from torch import Tensor
 from engine.checkpoint.folder import write_files, write_tensors
 from engine.checkpoint.host_copy import HostCopy
 from engine.checkpoint.saver import SECONDS_AFTER_A_FAILURE, RankSaver, Saver, Snapshot
-from engine.update import Parts
 from utils.config import Config
-from utils.distributed.world import World
 from utils.errors import TrainingError
 from utils.log import log
 from utils.record.checkpoints import folder_name
@@ -39,18 +37,6 @@ def connect_to_store() -> Store:
     from torch.distributed import PrefixStore, distributed_c10d
 
     return PrefixStore("saving", distributed_c10d._get_default_store().clone())
-
-
-def saver_of(folder: Path, config: Config, parts: Parts, world: World) -> RankSaver:
-    """Build this rank's saver."""
-    root, pinned, sharding = folder / "checkpoints", parts.precision.device.type == "cuda", parts.sharding
-    if sharding is None:
-        return Saver(root, config, pinned) if world.first else RankSaver()
-    if not sharding.writes:
-        return RankSaver()
-    if world.first:
-        return ShardedSaver(root, config, pinned, connect_to_store(), sharding.count)
-    return ShardWriter(root, world.rank, connect_to_store(), pinned)
 
 
 class ShardedSaver(Saver):

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.compile.gain import estimate_gain
 from engine.measure.mfu import training_flops
 from engine.update import Parts
 from models import build_without_weights
@@ -100,6 +99,8 @@ def _by_gain(config: Config, parts: Parts, updates: int) -> tuple[str, str]:
         return NONE, f"auto: on {device.type} compiling takes longer than it saves"
     if missing := _missing_tool(device):
         return NONE, f"auto: {missing}"
+    from engine.compile.gain import estimate_gain
+
     without_weights = build_without_weights(config.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
     flops = training_flops(without_weights, data.IMAGE_CHANNELS, data.IMAGE_SIZE)
     saved = estimate_gain(flops, data.BATCH_SIZE, config.TRAIN.ACCUM_ITER, updates, parts.precision.level != "O0")

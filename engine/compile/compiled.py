@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from datasets import Batch
-from engine.ability import Ability, Computing
+from engine.ability import Computing
 from engine.amp.precision import Precision
 from engine.compile.cache import CACHE, prepare_compiler_cache
-from engine.compile.choice import BLOCKS, CUDA_GRAPHS, NONE, CompileChoice
+from engine.compile.choice import BLOCKS, CUDA_GRAPHS, CompileChoice
 from engine.inputs.mixup import no_transform
 from engine.machine.late_compiler import uncompiled
 from engine.update import ForwardResult
@@ -39,31 +39,25 @@ MAX_GRAPHS = 256
 """Per function. Each stochastic-depth rate of a block and each image size need a graph."""
 
 
-class Compiling(Ability):
-    """Compiles the forward and backward pass of whole micro-batches, once `choice` says so.
+class Compiled:
+    """Compiles the forward and backward pass of whole micro-batches.
 
     Each image size, and each fraction of tokens that is left out, is compiled when it first occurs.
 
     The last micro-batch of an epoch may be smaller. It runs in eager mode, as it is not worth another graph.
     """
 
-    def __init__(self, data: DataConfig, precision: Precision, world: World, sharded: bool) -> None:
-        self.choice = CompileChoice(NONE, "default", "a trial")
+    def __init__(
+        self, choice: CompileChoice, data: DataConfig, precision: Precision, world: World, sharded: bool
+    ) -> None:
+        self.choice = choice
         self.seconds = 0.0
         """Time spent compiling so far."""
         self._data, self._precision, self._world, self._sharded = data, precision, world, sharded
         self._done: set[tuple[torch.Size, str]] = set()
 
-    def noted(self) -> dict[str, str]:
-        return self.choice.as_noted()
-
-    def rows(self) -> dict[str, str]:
-        return {"compile": f"{self.choice.how} ({self.choice.reason})"}
-
     def attach(self, to: Computing) -> None:
-        """Compile the modules that compute now."""
-        if self.choice.how == NONE:
-            return
+        """Compile the modules that compute now, and compute in their place."""
         _configure_compiler(self._data, self._precision, self._world)
         self._to = to
         self._done.clear()

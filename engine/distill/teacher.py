@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from engine.amp.fp32_modules import force_fp32
 from engine.amp.precision import Precision
 from engine.checkpoint.folder import fp32_modules, read_chosen
-from engine.checkpoint.state import load_weights
+from engine.checkpoint.restore import load_weights
 from engine.inputs.normalize import per_channel
 from engine.machine.memory import is_out_of_memory
-from models import build_model, check_pretrained, count_parameters, load_pretrained
+from models import build_model, count_parameters
 from models.names import is_timm_name, similar_models
+from models.weights.find import check_pretrained
+from models.weights.fit import load_pretrained
 from utils.config import Config
 from utils.errors import UserError
 from utils.log import log

@@ -18,15 +18,16 @@ from torch.utils._pytree import tree_leaves
 from datasets import Batch, Window
 from engine.checkpoint.state import state_of, tensors_of
 from engine.compile.choice import NONE
+from engine.compile.compiling import Compiling
 from engine.compile.gain import SECONDS_TO_COMPILE
+from engine.evaluate import on_device
 from engine.fit.dry_run_report import Costs, Memory, Speed, cost_lines
 from engine.fit.out_of_memory import describe
 from engine.machine.context import Run
 from engine.machine.device import synchronize
 from engine.machine.memory import LiveMemory, is_out_of_memory, peak_memory_gb, total_memory
 from engine.measure.bottleneck import advise_faster_loading
-from engine.optim.ema import on_device
-from engine.parallel.fsdp import local_shard
+from engine.parallel.shards import local_shard
 from engine.setup import ReadyToTrain, setting_of
 from utils.distributed.world import World, all_gather, broadcast, on_every_rank
 from utils.errors import TrainingError, UserError
@@ -42,6 +43,8 @@ UNLIMITED = 2**62
 def try_out(run: Run, ready: ReadyToTrain, updates_left: int) -> None:
     """Make a few updates and report what a run would cost. A collective call."""
     config, world = run.config, run.world
+    ready.parts.leave_out(Compiling)
+    ready.parts.assemble()
     if ready.parts.enter(config.MODEL.UNFREEZE_EPOCH or ready.position.epoch):
         log.info(
             "The dry run trains the frozen weights too; epochs before MODEL.UNFREEZE_EPOCH need less memory and time."

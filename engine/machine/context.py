@@ -30,3 +30,16 @@ class Run:
 def global_batch(config: Config, world: World) -> int:
     """Images per update."""
     return config.DATA.BATCH_SIZE * world.size * config.TRAIN.ACCUM_ITER
+
+
+def with_batch(config: Config, batch: int, accumulated: int) -> Config:
+    """The settings with these numbers for DATA.BATCH_SIZE and TRAIN.ACCUM_ITER."""
+    data = config.DATA.model_copy(update={"BATCH_SIZE": batch})
+    train = config.TRAIN.model_copy(update={"ACCUM_ITER": accumulated})
+    return config.model_copy(update={"DATA": data, "TRAIN": train})
+
+
+def multiples_near(number: int, unit: int, times: int = 1) -> str:
+    """The two multiples of `unit` around `number`, each times `times`, for messages."""
+    below = number // unit * unit
+    return f"{below * times} or {(below + unit) * times}" if below else str(unit * times)

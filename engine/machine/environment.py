@@ -20,8 +20,8 @@ from engine.machine.device import describe_device
 from utils.cli import version_text
 from utils.config import Config
 from utils.config.keys import settings, value_of
-from utils.distributed.group import backend_of, check_agreement, join
-from utils.distributed.launch import LAUNCHER_PID
+from utils.distributed.again import LAUNCHER_PID
+from utils.distributed.group import backend_of, join
 from utils.distributed.processes import start_time_of
 from utils.distributed.world import World
 from utils.errors import AllRanksUserError
@@ -40,6 +40,8 @@ def join_run(config: Config, world: World, device: torch.device, threads: int) -
     if world.size == 1:
         return
     _check_devices(members)  # first: NCCL cannot communicate between ranks on one GPU
+    from utils.distributed.joining import check_agreement
+
     check_agreement(world, members, common)
     log.info(environment_table(config, world, device, members))
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from engine.optim.groups import USES_MUON
 from engine.optim.layer_rates import SCALE, rate_scales
-from engine.parallel.fsdp import is_sharded
+from engine.parallel.shards import is_sharded
 from models import weights_to_train
 from utils.config.train import TrainConfig
 from utils.errors import UserError, nearest

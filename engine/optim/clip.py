@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from engine.parallel.fsdp import is_sharded
+from engine.parallel.shards import is_sharded
 
 
 class Gradients:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from engine.ability import Ability
-from engine.parallel.fsdp import local_shard
+from engine.parallel.shards import local_shard
 from utils.config.train import TrainConfig
 
 
@@ -100,12 +100,3 @@ def _by_dtype(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[list[Tensor]
         group[0].append(ours)
         group[1].append(theirs)
     return list(groups.values())
-
-
-def on_device(model: nn.Module, device: torch.device) -> nn.Module:
-    """`model`, or a copy of it on `device` if it is elsewhere, as an EMA in host memory is.
-
-    Moving it there and back would replace the tensors that the EMA updates.
-    """
-    elsewhere = next(model.parameters()).device.type != device.type
-    return copy.deepcopy(model).to(device) if elsewhere else model

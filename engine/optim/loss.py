@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.optim.class_weights import WeightedCrossEntropy
 from utils.config.train import TrainConfig
 
 
@@ -48,6 +47,8 @@ def label_loss(train: TrainConfig, weights: np.ndarray | None, multi_label: bool
         return BinaryCrossEntropy(train, multi_label, tensor)
     if tensor is None:
         return nn.CrossEntropyLoss(label_smoothing=train.SMOOTHING)
+    from engine.optim.class_weights import WeightedCrossEntropy
+
     return WeightedCrossEntropy(tensor, train.SMOOTHING)
 
 

@@ -8,7 +8,6 @@ Each rank holds rows of every tensor. A block's weights are gathered while the b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -38,7 +37,7 @@ OPTIMIZERS = frozenset({"adam", "adamw", "nadamw", "sgd", "momentum", "nesterov"
 def check_sharding(config: Config) -> None:
     """Reject settings that FSDP does not support with any model or machine."""
     name = config.TRAIN.OPTIMIZER.NAME
-    if config.DIST.STRATEGY == "fsdp" and name.casefold() not in OPTIMIZERS:
+    if name.casefold() not in OPTIMIZERS:
         whole = name.casefold().endswith("muon")
         why = "orthogonalises whole matrices, which is not possible" if whole else "was not tested"
         raise UserError(
@@ -48,9 +47,7 @@ def check_sharding(config: Config) -> None:
 
 
 def build_sharding(config: Config, world: World, device: torch.device) -> Sharding | None:
-    """The sharding that DIST asks for, or None. A collective call."""
-    if config.DIST.STRATEGY != "fsdp":
-        return None
+    """The sharding that DIST asks for; None with one process. A collective call."""
     if world.size == 1:
         log.info("DIST.STRATEGY fsdp has no effect with one process.")
         return None
@@ -199,19 +196,6 @@ def _half_policy(precision: Precision, in_fp32: list[nn.Parameter] | None = None
         cast_forward_inputs=precision.level == "NAIVE",
         **options,
     )
-
-
-def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's shard as an ordinary tensor that shares its memory; an unsharded tensor as it is."""
-    return cast(Any, tensor).to_local() if is_sharded(tensor) else tensor
-
-
-def is_sharded(tensor: object) -> bool:
-    return hasattr(tensor, "to_local")
-
-
-def local_shards(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: local_shard(tensor.detach()) for name, tensor in tensors.items()}
 
 
 def read_trained_weights(model: nn.Module) -> None:

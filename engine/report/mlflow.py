@@ -29,7 +29,6 @@ MOST_PARAMETERS = 100
 
 class Mlflow:
     title = "MLflow"
-    note = "mlflow.json"
     _client: Any
     _run: str
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from engine.machine.context import Run
 from engine.measure.progress import Position
 from utils.config import Config
-from utils.distributed.launch import entry_script, start_again
+from utils.distributed.again import entry_script, start_again
 
 
 def next_commands(run: Run, position: Position, folder: Path, paused: bool = False) -> str:

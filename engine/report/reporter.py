@@ -8,25 +8,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from engine.ability import Figure
-from engine.amp.skip_watch import Blame
 from engine.measure.bottleneck import Bottleneck
 from engine.measure.meters import Reading
 from engine.measure.progress import Best, Position, clock, updates_left
 from engine.measure.task import Metrics
 from engine.measure.throughput import Perf
 from engine.report.tensorboard import Board
-from engine.report.tracker import TrackedRun
 from utils.config.schema import Config
 from utils.log import log
 from utils.record import tasks
 from utils.record.metrics_file import Line, MetricsFile, read_lines
 from utils.record.run_folder import os_errors_as_user_errors
 from utils.record.weight_sets import WeightSet, set_of
+
+if TYPE_CHECKING:
+    from engine.amp.skip_watch import Blame
+    from engine.report.tracker import TrackedRun
 
 NOT_DRAWN = ("event", "epoch", "step", "update", "perf", "data_wait_percent", "peak_memory_gb", "seconds")
 """Fields of a line of metrics.jsonl that TensorBoard and trackers do not get."""

@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from engine.amp.op_lists import OpLists
 from engine.amp.overflow_replay import FORWARD
 from engine.amp.skip_watch import Blame, OverflowWatch
-from engine.measure.meters import NEVER, Reading
+from engine.measure.meters import Reading
 from engine.measure.progress import Position
-from engine.report.reporter import Reporter
-from engine.update import Parts
-from utils.config.amp import AmpConfig
-from utils.distributed.world import World, all_gather
+from engine.report.health import Health
+from utils.distributed.world import all_gather
 from utils.errors import AllRanksError
 from utils.log import log
-from utils.record.checkpoints import read_index
 
 TIMES_TO_BLAME = 2
 """A module that is blamed this often moves to fp32 (AMP.AUTO_FP32)."""
 
 
 @dataclass
-class Health:
-    """Watches for skipped updates and NaN."""
+class ScaledHealth(Health):
+    """Watches for skipped updates and NaN, where the loss is scaled."""
 
-    amp: AmpConfig
-    parts: Parts
-    world: World
-    reporter: Reporter
-    op_lists: OpLists | None = None
-    """AMP's lists, until the operators in them that the model never calls are reported."""
     _last: Blame | None = None
 
     def report(self, position: Position, together: bool) -> None:
@@ -39,9 +28,7 @@ class Health:
 
         One process reports at once; several ranks only when all of them call it.
         """
-        if self.op_lists is not None:  # the model has been computed by now
-            self.op_lists.warn_uncalled()
-            self.op_lists = None
+        super().report(position, together)
         watch = self.parts.ability(OverflowWatch)
         if watch is None or (self.world.size > 1 and not together):
             return
@@ -71,43 +58,18 @@ class Health:
             )
 
     def check_is_due(self, position: Position) -> bool:
-        """Whether to check for too many skips now: reports may be too far apart to notice them."""
         limit = self.amp.STOP_AFTER_SKIPS
-        scaled = self.parts.precision.scaler.is_enabled()
-        return scaled and limit is not None and position.update % limit == 0
+        return limit is not None and position.update % limit == 0
 
-    def too_many(self, reading: Reading) -> bool:
+    def too_many_skips(self, reading: Reading, update: int) -> AllRanksError | None:
         limit = self.amp.STOP_AFTER_SKIPS
-        return limit is not None and reading.skipped_in_a_row >= limit
-
-    def diagnosis(self, reading: Reading, update: int) -> AllRanksError:
+        if limit is None or reading.skipped_in_a_row < limit:
+            return None
         last = f" The last that was replayed to find the overflow: {self._last.words()}." if self._last else ""
         return AllRanksError(
             f"{reading.skipped_in_a_row} updates in a row were skipped, up to update {update} "
             f"(AMP.STOP_AFTER_SKIPS {self.amp.STOP_AFTER_SKIPS}); the loss scale is {reading.scale:g}.{last} The "
             f"weights from before these updates are saved. {self._advice()}"
-        )
-
-    def stop_on_nan(self, reading: Reading, position: Position, folder: Path) -> None:
-        """Raise AllRanksError if a gradient was NaN: without loss scaling, no bad update is skipped."""
-        if reading.first_bad == NEVER:
-            return
-        update = reading.first_bad
-        since = position.update - update  # in the same epoch: the device is read at the end of each
-        rate = self.parts.schedule.rate_at(self.parts.schedule.moved - since - 1)
-        last = read_index(folder / "checkpoints")["last"]
-        without_amp = "; or use -amp off to see whether the precision is the cause" * (
-            self.parts.precision.level != "O0"
-        )
-        raise AllRanksError(
-            f"the gradients became NaN or infinite at update {update} (epoch {position.epoch}, step "
-            f"{position.step - since}; learning rate {rate:.3e}). No checkpoint was saved after it. Try a "
-            f"lower TRAIN.BASE_LR, a longer TRAIN.WARMUP_EPOCHS, or TRAIN.GRAD_CLIP=1.0{without_amp}. "
-            + (
-                f"The last checkpoint is {last}; resume from it with -resume."
-                if last
-                else "There is no checkpoint yet."
-            )
         )
 
     def _advice(self) -> str:

@@ -27,6 +27,8 @@ class About:
     project: str
     """The value of the tracker's setting."""
     folder: Path
+    note: str
+    """Name of the file of `Note`."""
     settings: dict[str, Any]
     """All settings, by section."""
     precision: str
@@ -55,8 +57,6 @@ class Tracker(Protocol):
 
     title: str
     """Name of the service, for the log."""
-    note: str
-    """Name of the file of `Note`."""
 
     def missing(self) -> str | None:
         """What has to be installed first; None if nothing. It imports nothing."""
@@ -82,7 +82,7 @@ class TrackedRun:
 
     def __init__(self, tracker: Tracker, about: About, sent: dict[str, int]) -> None:
         """`sent`: train or val -> the last update in metrics.jsonl, which an earlier start of this run has sent."""
-        note = Note(about.folder / tracker.note)
+        note = Note(about.folder / about.note)
         self._tracker: Tracker | None = tracker
         self._title = tracker.title
         self._sent = {} if note.id is None else sent

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from engine.report.mlflow import Mlflow
-from engine.report.tracker import About, TrackedRun, Tracker
-from engine.report.wandb import Wandb
 from utils.config import Config
 from utils.errors import UserError
 from utils.passwords import redacted_values
 from utils.record.history import History
 
-TRACKERS: dict[str, type[Tracker]] = {"WANDB": Wandb, "MLFLOW": Mlflow}
+if TYPE_CHECKING:
+    from engine.report.tracker import TrackedRun, Tracker
+
+NOTES = {"WANDB": "wandb.json", "MLFLOW": "mlflow.json"}
+"""Setting of each tracker -> file in the run's folder with the id of the run at the service."""
+
+
+def _tracker(setting: str) -> Tracker:
+    if setting == "WANDB":
+        from engine.report.wandb import Wandb
+
+        return Wandb()
+    from engine.report.mlflow import Mlflow
+
+    return Mlflow()
 
 
 def check_trackers(config: Config) -> None:
     """Check that the packages of the trackers in use are installed."""
-    missing = {setting: TRACKERS[setting]().missing() for setting in _projects(config)}
+    missing = {setting: _tracker(setting).missing() for setting in _projects(config)}
     lines = [
         f"{setting} {getattr(config, setting)}: {what}   or leave {setting} out."
         for setting, what in missing.items()
@@ -30,17 +42,21 @@ def check_trackers(config: Config) -> None:
 def open_trackers(config: Config, folder: Path, precision: str) -> list[TrackedRun]:
     """Start or resume the run at each tracker in use."""
     projects = _projects(config)
-    sent = _last_updates(History.of_run(folder)) if projects else {}
+    if not projects:
+        return []
+    from engine.report.tracker import About, TrackedRun
+
+    sent = _last_updates(History.of_run(folder))
     settings = redacted_values(config.model_dump(mode="json"))
     return [
-        TrackedRun(TRACKERS[setting](), About(project, folder, settings, precision, config.TAG), sent)
+        TrackedRun(_tracker(setting), About(project, folder, NOTES[setting], settings, precision, config.TAG), sent)
         for setting, project in projects.items()
     ]
 
 
 def _projects(config: Config) -> dict[str, str]:
     """Setting -> project of the trackers in use."""
-    return {setting: project for setting in TRACKERS if (project := getattr(config, setting)) is not None}
+    return {setting: project for setting in NOTES if (project := getattr(config, setting)) is not None}
 
 
 def _last_updates(history: History) -> dict[str, int]:

@@ -22,7 +22,6 @@ SECONDS_TO_BEGIN, SECONDS_TO_LOG_IN, SECONDS_TO_END = 30, 60, 30
 
 class Wandb:
     title = "Weights & Biases"
-    note = "wandb.json"
     _run: wandb.Run
 
     def missing(self) -> str | None:

@@ -19,7 +19,7 @@ from engine.amp.fp32_modules import force_fp32
 from engine.amp.op_lists import OpLists
 from engine.amp.precision import Precision, check_amp, check_precision
 from engine.checkpoint.folder import fp32_modules, read_chosen
-from engine.checkpoint.state import load_weights
+from engine.checkpoint.restore import load_weights
 from engine.machine.device import pick_device, set_up_device
 from engine.machine.memory import is_out_of_memory
 from engine.measure.ranking import HALF, describe_untuned

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from datasets import PADDING, EpochOrder, Repeated, open_dataset
+from datasets import PADDING, EpochOrder, open_dataset
+from datasets.variants import Repeated
 from utils.config.data import DataConfig
 
 Settings = Callable[..., DataConfig]

@@ -12,10 +12,12 @@ import torch
 from PIL import Image
 from timm.data.transforms_factory import transforms_imagenet_eval
 
-from datasets import PADDING, Repeated
+from datasets import PADDING
 from datasets.base import sample_table
+from datasets.given import ArrayPixels
 from datasets.images import Images
-from datasets.memory import ArrayPixels, ArraySamples, InMemory, open_arrays
+from datasets.memory import ArraySamples, InMemory, open_arrays
+from datasets.variants import Repeated
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 

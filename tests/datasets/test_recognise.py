@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from datasets import count_classes, recognise
+from datasets import count_classes
+from datasets.recognise import recognise
 from tests.program import save_image
 from utils.config import DataConfig
 from utils.errors import UserError

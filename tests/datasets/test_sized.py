@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from datasets import Batch, ImageDataset, Sized, open_dataset
-from datasets.variants import Repeated
+from datasets import Batch, ImageDataset, open_dataset
+from datasets.variants import Repeated, Sized
 from tests.program import save_image
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.machine.context import Run
 from engine.parallel import fsdp
-from engine.parallel.fsdp import build_sharding, local_shard
+from engine.parallel.fsdp import build_sharding
+from engine.parallel.shards import local_shard
 from engine.setup import ReadyToTrain, build_for_training
 from engine.update import accumulate
 from tests.engine.small import CPU

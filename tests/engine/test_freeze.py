@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from engine.checkpoint.state import log_resumption, restore
+from engine.checkpoint.restore import log_resumption, restore
 from engine.evaluate import evaluate
 from engine.measure.mfu import training_flops
 from engine.optim.ema import Ema

@@ -12,8 +12,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from models import build_model, check_pretrained, load_pretrained
+from models import build_model
 from models.weights import find
+from models.weights.find import check_pretrained
+from models.weights.fit import load_pretrained
 from utils.config.model import ModelConfig
 from utils.errors import UserError
 

@@ -12,7 +12,8 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from models import build_model, load_pretrained
+from models import build_model
+from models.weights.fit import load_pretrained
 from tests.tools.paddle_files import BLOCKS, MODELS, TODAY, VIT, of_paddle, random_weights, write
 from tools.export.command import main
 from utils.cli import parse

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from torch import nn
 
-from models import load_pretrained
+from models.weights.fit import load_pretrained
 from models.weights.paddle_file import read_pdparams
 from tests.tools.paddle_files import Tool, tool_of, write
 from utils.errors import UserError

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import DistNetworkError  # pyright: ignore[reportPrivateImportUsage]
 
 from tests.waiting import until
-from utils.distributed import group
+from utils.distributed import group, joining
 from utils.distributed.processes import Process, start_time_of
 from utils.distributed.watchdog import Watchdog
 from utils.distributed.world import TORCHRUN, World
@@ -129,4 +129,4 @@ def test_processes_of_other_containers_are_not_watched_by_pid() -> None:
     same_number = {**me, "rank": 1, "started": "1"}
     elsewhere = {**me, "rank": 2, "host": "b"}
     unknown = {**me, "rank": 3, "started": None}
-    assert set(group._on_this_machine([me, same_number, elsewhere, unknown], me)) == {0}
+    assert set(joining.on_this_machine([me, same_number, elsewhere, unknown], me)) == {0}

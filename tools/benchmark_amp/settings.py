@@ -108,7 +108,7 @@ def users_data(setup: Setup) -> Config | None:
     if setup.is_default("DATA.DATASET"):
         if config.DATA.DATA_PATH is None:
             return None
-        from datasets import recognise
+        from datasets.recognise import recognise
 
         if found := recognise(config.DATA.DATA_PATH):
             config = changed(config, "DATA", DATASET=found[0])

@@ -86,12 +86,11 @@ def _check(argv: list[str]) -> int:
 
 def _scan(config: Config) -> list[Split]:
     """Scans of both splits, training first; without those that are held in memory."""
-    from datasets import auto_workers, warn_of_links, warn_unmatched
+    from datasets import auto_workers, warn_of_splits
     from tools.check_data.scan import scan_split
 
     splits = {title: _open(config, title == "training") for title in ("training", "validation")}
-    warn_unmatched(config.DATA, splits.values())
-    warn_of_links(splits["training"], splits["validation"])
+    warn_of_splits(config.DATA, splits["training"], splits["validation"])
     workers = auto_workers() if config.DATA.NUM_WORKERS is None else config.DATA.NUM_WORKERS
     scans = []
     for title, samples in splits.items():

@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from datasets.base import Encoded, Samples
 from datasets.damage.retry import failure_of
+from datasets.decoding.choice import decoder_of
 from datasets.decoding.jpeg import damage_of
-from datasets.decoding.reader import JPEG_START, decoder_of
+from datasets.decoding.reader import JPEG_START
 from datasets.loading.loader import start_worker
 from datasets.loading.workers import LoadingProcesses
 from datasets.transforms.pixels import Pixels

@@ -18,7 +18,7 @@ import torch
 
 from datasets import Window
 from engine.amp.op_lists import OpLists
-from engine.compile.compiled import Compiling
+from engine.compile.compiling import Compiling
 from engine.machine.context import Run
 from engine.machine.device import pick_device, set_up_device
 from engine.machine.environment import join_run

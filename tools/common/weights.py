@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from datasets.base import HUB_PREFIX
 from datasets.shards import hub
 from engine.checkpoint.folder import fp32_modules, open_tensors, raising_os_errors, read_tensors
 from engine.optim.class_weights import BALANCED
@@ -171,8 +172,8 @@ def _public(settings: dict[str, Any]) -> dict[str, Any]:
     if public.get(CLASS_WEIGHTS) not in (None, BALANCED):  # a file
         del public[CLASS_WEIGHTS]
     dataset = str(public.get(DATASET))
-    if dataset.startswith(hub.PREFIX) and hub.is_path(dataset.removeprefix(hub.PREFIX)):
-        public[DATASET] = hub.PREFIX  # without the key, the default would name another data set
+    if dataset.startswith(HUB_PREFIX) and hub.is_path(dataset.removeprefix(HUB_PREFIX)):
+        public[DATASET] = HUB_PREFIX  # without the key, the default would name another data set
     return public
 
 

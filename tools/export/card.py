@@ -8,6 +8,7 @@ from typing import Any
 import timm
 from huggingface_hub import EvalResult, ModelCardData
 
+from datasets.base import HUB_PREFIX
 from datasets.decoding.background import OPAQUE
 from datasets.shards import hub as hub_data
 from models import count_parameters
@@ -79,8 +80,8 @@ class Card:
     def dataset(self) -> str | None:
         """Name of the data set, if the run knows it; None for a layout. Never a path."""
         name = self.export.trained.config.DATA.DATASET
-        if name.startswith(hub_data.PREFIX):
-            place = name.removeprefix(hub_data.PREFIX)
+        if name.startswith(HUB_PREFIX):
+            place = name.removeprefix(HUB_PREFIX)
             return None if hub_data.is_path(place) else hub_data.repository_of(place)[0]
         if name == "imagenet2012" and self.samples == IMAGENET_SAMPLES and self.export.metadata["num_classes"] == 1000:
             return IMAGENET
@@ -237,7 +238,7 @@ class Card:
             for key, value in self.public_settings.items()
             if key.startswith(SHOWN_SECTIONS) and one_line(value) != one_line(_listed(default_of(key)))
         }
-        if hub_data.PREFIX in str(differing.get("DATA.DATASET")):
+        if HUB_PREFIX in str(differing.get("DATA.DATASET")):
             differing["DATA.DATASET"] = self.dataset or "parquet"
         lines = "\n".join(f"{key}={one_line(value)}" for key, value in differing.items())
         versions = self.run.about.get("versions", {}) if self.run else {}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from datasets.decoding.background import background_of
 from datasets.given import crop_of, squeezes
-from engine.checkpoint.state import load_weights
+from engine.checkpoint.restore import load_weights
 from engine.inputs.normalize import Inputs, per_channel
 from engine.saved.trained import Trained
 from models import timm_call

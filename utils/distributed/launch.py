@@ -5,21 +5,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shlex
 import signal
 import socket
 import sys
 import threading
 import uuid
-from pathlib import Path
 from types import FrameType
 
-from utils.distributed.world import BY_HAND, World
+from utils.distributed.again import LAUNCHER_PID
 from utils.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 from utils.parent import die_with
 from utils.text import counted
 
-LAUNCHER_PID = "VITAMP_LAUNCHER_PID"
 SECONDS_TO_SAVE = 60
 SECONDS_TO_EXIT = 5  # after a second Ctrl-C
 
@@ -60,23 +57,6 @@ def self_launch(script: str, argv: list[str], processes: int) -> int:
         print(f"vitamp: stopped by {error.sigval.name}", file=sys.stderr)
         return 128 + int(error.sigval)
     return 0
-
-
-def entry_script() -> Path:
-    """The script that was started, relative to the current folder if it is below."""
-    path, here = Path(sys.argv[0]).absolute(), Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
-
-
-def start_again(world: World, flags: str) -> str:
-    """Command that starts this script again with `flags` and as many processes."""
-    script = shlex.quote(str(entry_script()))
-    if world.size == 1:
-        return f"python {script} {flags}"
-    if LAUNCHER_PID in os.environ:
-        return f"python {script} -ngpus {world.size} {flags}"
-    how = "by hand, each with its rank" if world.launcher == BY_HAND else f"by {world.launcher}"
-    return f"{script} {flags}  # start its {world.size} processes {how}, as before"
 
 
 class _SignalForwarder:

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from datasets import PADDING, Batch, EpochOrder, Repeated, TrainLoader, ValLoader, open_dataset
+from datasets import PADDING, Batch, EpochOrder, TrainLoader, ValLoader, open_dataset
 from datasets.base import Samples
 from datasets.damage import retry
 from datasets.damage.broken import allowed
 from datasets.images import Images
+from datasets.variants import Repeated
 from utils.config.data import DataConfig
 from utils.distributed.world import ALONE, World
 from utils.errors import TrainingError

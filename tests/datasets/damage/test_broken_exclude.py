@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from datasets import check_dataset, open_dataset, warn_unmatched
+from datasets import check_dataset, open_dataset
 from datasets.base import Samples
-from datasets.damage.exclude import Remaining
+from datasets.damage.exclude import Remaining, warn_unmatched
 from utils.config.data import DataConfig
 from utils.errors import UserError
 

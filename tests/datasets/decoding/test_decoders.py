@@ -18,8 +18,8 @@ import torch
 from PIL import Image, UnidentifiedImageError
 
 from datasets import check_dataset
+from datasets.decoding.choice import decoder_of
 from datasets.decoding.jpeg import JpegStored
-from datasets.decoding.reader import decoder_of
 from datasets.decoding.stored import Box, PilStored
 from tests.datasets.pictures import encoded, picture, square
 from tests.program import Result

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from datasets import EpochOrder, Repeated, identity_of, open_dataset
+from datasets import EpochOrder, identity_of, open_dataset
 from datasets.memory import InMemory
+from datasets.variants import Repeated
 from tests.datasets.shards.tar_files import samples, write_tar
 from tests.program import save_image
 from utils.config.data import DataConfig

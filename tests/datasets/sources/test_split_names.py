@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from datasets import check_dataset, open_dataset, recognise
+from datasets import check_dataset, open_dataset
+from datasets.recognise import recognise
 from tests.datasets.shards.parquet_files import write as write_parquet
 from tests.datasets.shards.tar_files import samples, write_tar
 from tests.datasets.sources.published import image

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from datasets.decoding.background import take_transparent
-from datasets.memory import ArrayPixels
+from datasets.given import ArrayPixels
 from tests.datasets.pictures import encoded, square
 from tools.pack_images.encode import Encoder
 from utils.config.data import DataConfig

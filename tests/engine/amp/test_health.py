@@ -17,7 +17,7 @@ from engine.amp.precision import Precision
 from engine.amp.skip_watch import Blame, OverflowWatch
 from engine.measure.meters import TrainMeters
 from engine.measure.progress import Position
-from engine.report.skips import Health
+from engine.report.skips import ScaledHealth
 from tests.engine.small import CPU, build
 from tests.program import Result, metrics
 from utils.config import AmpConfig
@@ -169,12 +169,12 @@ def blame(module: str, update: int = 1, direction: str = "forward", scale: float
 
 
 @pytest.fixture
-def health(tiny: Path) -> Callable[..., Health]:
-    def make(*looks: list[Blame], **keys: Any) -> Health:
+def health(tiny: Path) -> Callable[..., ScaledHealth]:
+    def make(*looks: list[Blame], **keys: Any) -> ScaledHealth:
         parts = build(tiny, AMP__ENABLED="true", AMP__DTYPE="fp16").parts
         parts.abilities = (Found(parts.precision, *looks),)
         settings = AmpConfig(ENABLED=True, DTYPE="fp16", **{"AUTO_FP32": True, **keys})
-        return Health(settings, parts, ALONE, Told())  # pyright: ignore[reportArgumentType]
+        return ScaledHealth(settings, parts, ALONE, Told())  # pyright: ignore[reportArgumentType]
 
     return make
 
@@ -197,7 +197,7 @@ def health(tiny: Path) -> Callable[..., Health]:
     ids=lambda value: str(len(value)),
 )
 def test_module_that_overflows_twice_moves_to_fp32(
-    health: Callable[..., Health], blames: list[Blame], moved: list[str]
+    health: Callable[..., ScaledHealth], blames: list[Blame], moved: list[str]
 ) -> None:
     made = health(blames)
     made.report(Position(), together=False)
@@ -205,13 +205,13 @@ def test_module_that_overflows_twice_moves_to_fp32(
     assert made.reporter.blames == blames  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_no_module_moves_without_auto_fp32(health: Callable[..., Health]) -> None:
+def test_no_module_moves_without_auto_fp32(health: Callable[..., ScaledHealth]) -> None:
     made = health([blame("head", 1), blame("head", 2)], AUTO_FP32=False)
     made.report(Position(), together=False)
     assert forced_modules(made.parts.model) == []
 
 
-def test_ranks_log_one_line_per_skipped_update(health: Callable[..., Health]) -> None:
+def test_ranks_log_one_line_per_skipped_update(health: Callable[..., ScaledHealth]) -> None:
     """A rank whose own gradients were fine finds nothing; the other's word is the better one."""
     nothing, named = blame("", 1, operation="", reason="not seen again"), blame("head", 1)
     made = health([nothing, blame("head", 2), named])
@@ -219,10 +219,11 @@ def test_ranks_log_one_line_per_skipped_update(health: Callable[..., Health]) ->
     assert made.reporter.blames == [named, blame("head", 2)]  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_stop_after_skips_counts_consecutive_skips_and_null_disables_it(health: Callable[..., Health]) -> None:
+def test_stop_after_skips_counts_consecutive_skips_and_null_disables_it(health: Callable[..., ScaledHealth]) -> None:
     meters = TrainMeters(CPU, ALONE)
     for update, moved in enumerate((False, False, False, True, False, False), start=1):
         meters.close_update(update, torch.tensor(1.0), moved, scaled=True)
     reading = meters.read(torch.tensor(1.0), 0.0)
     assert (reading.skipped, reading.skipped_in_a_row) == (5, 2)
-    assert [health(STOP_AFTER_SKIPS=limit).too_many(reading) for limit in (1, 2, 3, None)] == [True, True, False, False]
+    errors = [health(STOP_AFTER_SKIPS=limit).too_many_skips(reading, 6) for limit in (1, 2, 3, None)]
+    assert [error is not None for error in errors] == [True, True, False, False]

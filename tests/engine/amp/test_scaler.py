@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from engine.amp.scaler import LossScaler
-from engine.checkpoint.state import restore, state_of
+from engine.checkpoint.restore import restore
+from engine.checkpoint.state import state_of
 from engine.measure.progress import Best, Position
 from engine.setup import ReadyToTrain
 from tests.engine.small import build, train

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.checkpoint.state import finite, restore, state_of
+from engine.checkpoint.restore import restore
+from engine.checkpoint.state import finite, state_of
 from engine.measure.progress import Best, Position
 from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain

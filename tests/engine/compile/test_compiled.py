@@ -19,7 +19,7 @@ from engine.amp.skip_watch import OverflowWatch
 from engine.compile import compiled as compiling
 from engine.compile.cache import CACHE
 from engine.compile.choice import BLOCKS, WHOLE, CompileChoice
-from engine.compile.compiled import Compiling
+from engine.compile.compiling import Compiling
 from engine.evaluate import evaluate
 from engine.machine.late_compiler import uncompiled
 from engine.optim.ema import Ema

@@ -306,11 +306,12 @@ def test_compiled_distillation_equals_eager(
 ) -> None:
     from engine.compile import compiled as compiling
     from engine.compile.choice import CompileChoice
+    from engine.compile.compiling import Compiling
 
     monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
     words = {**DISTILLED, **MIXED}
     plain, compiled = student("soft", **words), student("soft", **words)
-    ability = compiled.parts.ability(compiling.Compiling)
+    ability = compiled.parts.ability(Compiling)
     assert ability is not None
     ability.choice = CompileChoice(how, "default", "as asked for")
     compiled.parts.assemble()

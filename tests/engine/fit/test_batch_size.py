@@ -16,9 +16,10 @@ import torch
 import yaml
 
 from engine.amp import skip_watch
-from engine.fit import batch_size, batch_trial
-from engine.fit.batch_size import largest_divisor, settle_batch
+from engine.fit import batch_size, batch_trial, largest_batch
+from engine.fit.batch_size import settle_batch
 from engine.fit.batch_trial import Trial, largest_that_fits
+from engine.fit.largest_batch import largest_divisor
 from engine.machine import memory
 from engine.machine.context import Run
 from engine.machine.memory import GIB, LiveMemory, free_memory, limited
@@ -58,7 +59,7 @@ def memory_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Pretend that the machine has this many MiB free."""
 
     def set_to(mib: float) -> None:
-        monkeypatch.setattr(batch_size, "free_memory", lambda *_: int(mib * 2**20))
+        monkeypatch.setattr(largest_batch, "free_memory", lambda *_: int(mib * 2**20))
 
     return set_to
 
@@ -98,7 +99,7 @@ def test_found_batch_fits_and_eight_more_do_not(tiny: Path, memory_of: Callable[
         memory_of(mib)
         size, _ = found(config)
         sizes.append(size)
-        with limited(CPU, int(mib * 2**20 * (1 - batch_size.MARGIN))) as peak:
+        with limited(CPU, int(mib * 2**20 * (1 - largest_batch.MARGIN))) as peak:
             again = Trial(config, False, CPU, peak)
             assert again.fits(size)
             assert not again.fits(size + 8)
@@ -165,7 +166,7 @@ def test_global_batch_without_a_fitting_divisor_is_named_with_better_ones(
     tiny: Path, memory_of: Callable[[float], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     memory_of(1000)
-    monkeypatch.setattr(batch_size, "all_gather", lambda items, _: [*items, 24])
+    monkeypatch.setattr(largest_batch, "all_gather", lambda items, _: [*items, 24])
     assert found(settings(tiny, TRAIN__GLOBAL_BATCH=401)) == (1, 401), "a prime number"
     assert caplog.messages == [
         "The batch size is only 1, although 24 fits, because it must divide the 401 images of each process in an "
@@ -187,7 +188,7 @@ def test_all_ranks_take_the_smallest_fitting_batch(
     tiny: Path, memory_of: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory_of(1000)
-    monkeypatch.setattr(batch_size, "all_gather", lambda items, _: [*items, 24])
+    monkeypatch.setattr(largest_batch, "all_gather", lambda items, _: [*items, 24])
     assert found(settings(tiny, TRAIN__GLOBAL_BATCH=120)) == (24, 5)
 
 
@@ -203,7 +204,7 @@ def test_too_little_memory_for_one_image_is_refused(
 
 
 def test_unknown_memory_asks_for_memory_limit(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_size, "free_memory", lambda *_: None)
+    monkeypatch.setattr(largest_batch, "free_memory", lambda *_: None)
     with pytest.raises(UserError, match=r"TRAIN\.MEMORY_LIMIT"):
         found(settings(tiny))
     assert found(settings(tiny, TRAIN__MEMORY_LIMIT=1))[0] == 176
@@ -299,7 +300,8 @@ def test_evaluation_ignores_the_global_batch(
     """97 cannot be divided among two processes."""
     memory_of(0.5)
     monkeypatch.setattr(batch_size, "on_every_rank", lambda _, work: work())
-    monkeypatch.setattr(batch_size, "all_gather", lambda items, _: items)
+    monkeypatch.setattr(largest_batch, "on_every_rank", lambda _, work: work())
+    monkeypatch.setattr(largest_batch, "all_gather", lambda items, _: items)
     two = World(0, 2, 0, 2)
     configs = [settings(tiny, EVAL="true", **words) for words in ({}, {"TRAIN__GLOBAL_BATCH": 97})]
     sizes = [settle_batch(Run(config, two, CPU, threads=1), None).config.DATA.BATCH_SIZE for config in configs]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from utils.distributed.launch import LAUNCHER_PID, start_again
+from utils.distributed.again import LAUNCHER_PID, start_again
 from utils.distributed.world import BY_HAND, SLURM, World
 
 

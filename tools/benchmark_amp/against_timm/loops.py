@@ -13,7 +13,7 @@ import torch
 
 from datasets import Batch, Share, Window
 from engine.compile.choice import NONE, WHOLE, choose_compiling
-from engine.compile.compiled import Compiling
+from engine.compile.compiling import Compiling
 from engine.machine.device import set_up_device
 from engine.setup import tuned_model, update_parts
 from engine.update import train_update

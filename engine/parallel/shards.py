@@ -1,0 +1,21 @@
+"""Tensors that FSDP may have sharded, and this rank's shard of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from torch import Tensor
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's shard as an ordinary tensor that shares its memory; an unsharded tensor as it is."""
+    return cast(Any, tensor).to_local() if is_sharded(tensor) else tensor
+
+
+def is_sharded(tensor: object) -> bool:
+    return hasattr(tensor, "to_local")
+
+
+def local_shards(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: local_shard(tensor.detach()) for name, tensor in tensors.items()}

@@ -6,7 +6,9 @@ import contextlib
 import os
 from pathlib import Path
 
-from datasets import decoder_of
+import numpy as np
+
+from datasets import ImageDataset, decoder_of
 from engine.machine.context import Run
 from engine.machine.device import describe_devices
 from engine.measure.mfu import Peak, as_noted, peak_of
@@ -85,6 +87,14 @@ def _remove_unfinished(folder: Path) -> None:
                 path.unlink()
 
 
+def _largest_class(val_set: ImageDataset) -> float | None:
+    """Top-1 of always guessing the most frequent class, in percent; None where labels are unknown or several."""
+    labels = val_set.sample_labels()
+    if labels is None or labels.ndim > 1 or not len(labels):
+        return None
+    return 100 * float(np.bincount(labels).max()) / len(labels)
+
+
 def write_run_files(run: Run, ready: Ready, folder: Path) -> Peak | None:
     """Write config.yaml and run.json. Returns the peak that MFU is relative to, if it is known."""
     config, world, threads = run.config, run.world, run.threads
@@ -106,6 +116,7 @@ def write_run_files(run: Run, ready: Ready, folder: Path) -> Peak | None:
     about = describe_run(describe_devices(run.device, world, threads), choices, config.TAG) | as_noted(peak)
     splits = {"train": getattr(ready, "train_set", None), "val": ready.val_set}
     about["samples"] = {name: len(split) for name, split in splits.items() if split is not None}
+    about["largest_class_percent"] = _largest_class(ready.val_set)
     about["parameters"] = dict(zip(("all", "trainable"), count_parameters(ready.model), strict=True))
     with os_errors_as_user_errors(folder):
         write_json(folder / ABOUT, about)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare precisions: train in each, with several seeds or folds, and report speed, memory and accuracy."""
+"""Compare settings, recipes or precisions: train with each, with several seeds or folds, and say which is better."""
 
 import sys
 from pathlib import Path

@@ -15,12 +15,13 @@ from typing import IO, Any
 import pytest
 import torch
 
+from tests.label_sets import write_recipe, write_set
 from tests.program import ROOT, Started, metrics
 from tests.waiting import until
 from tools.compare import plan, train
 from tools.compare.command import main
 from tools.compare.plan import read_modes, read_seeds
-from utils.config import Config
+from utils.config import Config, load_config
 from utils.errors import UserError
 
 Call = Callable[..., int]
@@ -242,6 +243,20 @@ def test_ngpus_starts_main_multi_gpu(
         (["TRAIN.OPTIMIZER.NAME=Adamm"], "Adamm"),
         (["-batch_size", "auto"], "auto does not work in this tool; give a number"),
         (["-dry_run"], "compare.py has no -dry_run"),
+        (["-vary", "DATA.SAMPLER=shuffle"], "-vary DATA.SAMPLER=shuffle: name a setting or flag and at least two"),
+        (["-vary", "DATA.SAMPLERS=a,b"], "-vary DATA.SAMPLERS: unknown key. Did you mean DATA.SAMPLER?"),
+        (["-vary", "lrs=a,b"], "neither a setting nor a flag that sets one. Did you mean lr?"),
+        (["-vary", "SEED=1,2"], "SEED cannot be varied; give -seeds"),
+        (["-vary", "lr=1e-3,1e-4", "TRAIN.BASE_LR=0.1"], "TRAIN.BASE_LR (on the command line): cannot be given here"),
+        (["-vary", "lr=1e-3,1e-3"], "a value is listed twice"),
+        (["-vary", "lr=1e-3,0.001"], "lr=1e-3 and lr=0.001 have the same settings here"),
+        (["-vary", "lr=1,2,3", "-vary", "seed=1,2"], "SEED cannot be varied"),
+        (["-vary", "lr=1,2,3", "-vary", "epochs=1,2", "-pairs"], "lr has 3, epochs has 2"),
+        (["-vary", "DATA.SAMPLER=shuffle,sorted"], "DATA.SAMPLER"),
+        (["-vary", "amp=fp32,bf16", "-modes", "fp32,bf16"], "the precisions are listed twice"),
+        (["-metric", "map"], "-metric map: not a metric of these runs. It takes loss, acc1, acc5."),
+        (["-weights", "ema"], "no run has an EMA; it needs TRAIN.MODEL_EMA=true"),
+        (["-baseline", "fp23"], "-baseline fp23: not compared. Did you mean fp32? Compared: fp32; bf16."),
     ],
 )
 def test_bad_input_is_refused_before_training(
@@ -299,6 +314,124 @@ def test_read_seeds() -> None:
     assert read_seeds("3") == (0, 1, 2)
     assert read_seeds("0,1,5") == (0, 1, 5)
     assert read_seeds("7,") == (7,)
+
+
+def test_grid_of_settings(
+    compare: Call, trainings: Trainings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["-vary", "DATA.SAMPLER=shuffle,balanced", "-vary", "TRAIN.MODEL_EMA=false,true", "-seeds", "3,"]
+    assert compare(*words, "-amp", "bf16", "-baseline", "SAMPLER=balanced, MODEL_EMA=false") == 0
+    results = metrics_file(tmp_path / "out")
+    assert results["compared"] == [
+        f"SAMPLER={sampler}, MODEL_EMA={ema}"
+        for sampler, ema in (("balanced", "false"), ("shuffle", "false"), ("shuffle", "true"), ("balanced", "true"))
+    ]
+    assert trainings.started[:2] == ["SAMPLER-balanced-MODEL-EMA-false-3", "SAMPLER-shuffle-MODEL-EMA-false-3"]
+    assert (results["varied"], results["metric"], results["weights"]) == (
+        ["DATA.SAMPLER", "TRAIN.MODEL_EMA"],
+        "acc1",
+        "ema",
+    )
+    row = results["runs"][2]
+    (val,) = metrics(tmp_path / "out" / row["folder"], "val")
+    assert (row["last_ema_acc1"], row["precision"]) == (val["ema_acc1"], "bf16")
+    assert row["largest_class_percent"] == pytest.approx(100 * 37 / 360, abs=2)
+    said = capsys.readouterr().out
+    assert "accuracy: after the last epoch, of the EMA in runs that have one" in said
+    assert "4 runs: SAMPLER=balanced, MODEL_EMA=false; SAMPLER=shuffle, MODEL_EMA=false; " in said
+
+
+def test_pairs_recipes_and_lists(compare: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """-pairs goes through all -vary side by side; a comma within brackets belongs to the value."""
+    monkeypatch.setattr(train, "start", lambda *_: SimpleNamespace(wait=lambda _: 1))
+    sizes = "TRAIN.OPTIMIZER.BETAS=[0.9,0.95],[0.9,0.999]"
+    assert compare("-vary", sizes, "-vary", "lr=1e-3,1e-4", "-pairs", "-seeds", "0,") == 1
+    out = tmp_path / "out"
+    assert metrics_file(out)["compared"] == ["BETAS=[0.9,0.95], lr=1e-3", "BETAS=[0.9,0.999], lr=1e-4"]
+    second = load_config(str(out / "BETAS-0.9-0.999-lr-1e-4-0.yaml")).config
+    assert (second.TRAIN.OPTIMIZER.BETAS, second.TRAIN.BASE_LR) == ((0.9, 0.999), 1e-4)
+
+
+def test_recipes_are_compared(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "start", lambda *_: SimpleNamespace(wait=lambda _: 1))
+    (tmp_path / "deeper.yaml").write_text(f"BASE: ['{tiny}']\nMODEL: {{DEPTH: 2}}\n", encoding="utf-8")
+    words = ["-vary", f"cfg={tiny},{tmp_path / 'deeper.yaml'}", "-seeds", "0,", "-output", str(tmp_path / "out")]
+    assert main(words) == 1
+    assert metrics_file(tmp_path / "out")["compared"] == [tiny.stem, "deeper"]
+    assert load_config(str(tmp_path / "out" / "deeper-0.yaml")).config.MODEL.DEPTH == 2
+
+
+def test_halving_trains_the_better_half_on(
+    tiny: Path, trainings: Trainings, tmp_path: Path, capsys: pytest.CaptureFixture[str], vitamp: Callable[..., Any]
+) -> None:
+    """The survivors' weights equal those of a run that was never stopped."""
+    words = ["-cfg", str(tiny), "TRAIN.NUM_EPOCHS=4", "DATA.BATCH_SIZE=256", "DATA.BATCH_SIZE_EVAL=360"]
+    varied = [*words, "-vary", "lr=1e-9,3e-3,1e-3", "-seeds", "0,", "-halving", "-output", str(tmp_path / "out")]
+    assert main(varied) == 0
+    assert trainings.started == ["lr-1e-9-0", "lr-3e-3-0", "lr-1e-3-0", "lr-3e-3-0", "lr-1e-3-0"]
+    results = metrics_file(tmp_path / "out")
+    assert results["compared"] == ["lr=3e-3", "lr=1e-3"]
+    assert list(results["dropped"]) == ["lr=1e-9"]
+    said = capsys.readouterr().out
+    assert "lr=1e-9: dropped after 2 epochs of 4, top-1 " in said
+    plain = vitamp(*words, "-lr", "1e-3", "-output", tmp_path / "plain")
+    assert plain.code == 0, plain.text
+    assert metrics(tmp_path / "out/lr-1e-3-0", "train") == metrics(tmp_path / "plain", "train")
+
+    trainings.started.clear()
+    assert main(varied) == 0
+    assert trainings.started == []
+    assert metrics_file(tmp_path / "out")["verdicts"] == results["verdicts"]
+
+
+def test_budget_leaves_runs_out_and_goes_on(
+    compare: Call, trainings: Trainings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["-modes", "fp32,bf16", "-seeds", "2"]
+    assert compare(*words, "-budget_min", "0.0001") == 0
+    assert trainings.started == ["fp32-0"], "a run whose time is not known is started"
+    assert metrics_file(tmp_path / "out")["left_out"] == ["bf16, seed 0", "bf16, seed 1", "fp32, seed 1"]
+    assert "-budget_min: no time for 3 runs: bf16, seed 0; " in capsys.readouterr().err
+    assert compare(*words) == 0
+    assert len(metrics_file(tmp_path / "out")["runs"]) == 4
+
+
+@pytest.mark.usefixtures("trainings")
+def test_several_labels_are_compared_by_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_set(tmp_path)
+    words = [
+        "-cfg",
+        str(write_recipe(tmp_path)),
+        "-vary",
+        "lr=1e-3,1e-4",
+        "-seeds",
+        "0,",
+        "-output",
+        str(tmp_path / "out"),
+    ]
+    assert main([*words, "TRAIN.MAX_UPDATES=2"]) == 0
+    results = metrics_file(tmp_path / "out")
+    (val,) = metrics(tmp_path / "out/lr-1e-4-0", "val")
+    assert (results["metric"], results["runs"][1]["last_map"]) == ("map", val["map"])
+    assert "last mAP (%)" in capsys.readouterr().out
+
+
+def test_search_of_the_page_runs(tmp_path: Path) -> None:
+    """The code for Optuna in docs/compare.md, with one epoch and a smaller model."""
+    page = (ROOT / "docs/compare.md").read_text(encoding="utf-8")
+    code = page.partition("```python\n")[2].partition("```")[0]
+    for theirs, ours in (
+        ('"-epochs", "3"', '"-epochs", "1", "MODEL.DEPTH=1", "-device", "cpu"'),
+        ("n_trials=20", "n_trials=1"),
+        ('"main_single_gpu.py"', f'"{ROOT}/main_single_gpu.py"'),
+        ('"configs/', f'"{ROOT}/configs/'),
+    ):
+        assert code.count(theirs) == 1
+        code = code.replace(theirs, ours)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "{'lr': " in done.stdout
+    assert (tmp_path / "output/search/0/metrics.jsonl").exists()
 
 
 def processes_of(out: Path) -> list[str]:

@@ -12,21 +12,21 @@ from typing import Any
 import pytest
 from scipy import stats
 
-from tests.tools.test_compare_verdict import run
+from tests.tools.test_compare_verdict import ACCURACY, run
 from tools.compare import train
 from tools.compare.command import main
 from tools.compare.table import notes
-from tools.compare.verdict import ByMode, by_mode, judge, points_of_accuracy, troubles
+from tools.compare.verdict import ByName, by_name, difference_in_metric, judge, troubles
 from utils.config import load_config
 
 Compare = Callable[..., int]
 MODES = ("fp32", "bf16")
 
 
-def folds(count: int, **by_name: list[float]) -> ByMode:
-    return by_mode(
+def folds(count: int, **modes: list[float]) -> ByName:
+    return by_name(
         run(mode, 0, fold=f"{number}/{count}", last_acc1=value, validation_images=None)
-        for mode, values in by_name.items()
+        for mode, values in modes.items()
         for number, value in enumerate(values, start=1)
     )
 
@@ -34,7 +34,7 @@ def folds(count: int, **by_name: list[float]) -> ByMode:
 def test_modes_are_compared_fold_by_fold() -> None:
     """Folds differ by more than modes do: unpaired, the difference would be within noise."""
     results = folds(4, fp32=[90.0, 94.0, 97.0, 99.0], bf16=[88.0, 92.1, 94.9, 97.0])
-    (verdict,) = judge(results, MODES)
+    (verdict,) = judge(results, MODES, ACCURACY)
     assert "accuracy 93.0 ± 3.9 against 95.0 ± 3.9: 2.00 points lower" in verdict["text"]
     assert "(95 % interval, 4 folds)" in verdict["details"]
 
@@ -42,7 +42,7 @@ def test_modes_are_compared_fold_by_fold() -> None:
 def test_interval_is_nadeau_and_bengios() -> None:
     ours, theirs = [97.1, 96.8, 97.9, 96.5, 97.0], [97.6, 97.4, 98.2, 97.5, 97.3]
     results = folds(5, fp32=theirs, bf16=ours)
-    found = points_of_accuracy(results["bf16"], results["fp32"], 1)
+    found = difference_in_metric(results["bf16"], results["fp32"], 1, ACCURACY)
     assert found is not None
     assert found.low is not None
     assert found.high is not None
@@ -63,7 +63,7 @@ def test_folds_are_named_in_troubles_and_notes() -> None:
     lines = notes({"runs": rows, "device": "cuda: a GPU", "seeds": [0], "folds": 3})
     assert "accuracy: after the last epoch, mean ± standard deviation over the folds" in lines
     assert "3 folds are few: only large differences in accuracy show" in lines
-    (verdict,) = judge(folds(5, fp32=[97.0], bf16=[98.0]), MODES)
+    (verdict,) = judge(folds(5, fp32=[97.0], bf16=[98.0]), MODES, ACCURACY)
     assert "one fold is too few to compare accuracy" in verdict["text"]
 
 

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from scipy import stats
 
+from tools.compare.judged import Judged
 from tools.compare.table import notes, sentences, table
 from tools.compare.verdict import (
-    ByMode,
-    by_mode,
+    ByName,
+    by_name,
+    difference_in_metric,
     interval,
     judge,
-    points_of_accuracy,
     times_as_fast,
     times_the_memory,
     troubles,
 )
+from utils.record.tasks import LOSS, TOP1
+from utils.record.weight_sets import AVERAGE, PLAIN
 
 MODES = ("fp32", "bf16")
+ACCURACY = Judged(TOP1, PLAIN)
 
 
 def run(mode: str, seed: int, **metrics: Any) -> dict[str, Any]:
@@ -39,17 +44,17 @@ def run(mode: str, seed: int, **metrics: Any) -> dict[str, Any]:
     return {"mode": mode, "seed": seed, **usual, **metrics}
 
 
-def runs(**by_name: dict[str, list[float]]) -> ByMode:
+def runs(**modes: dict[str, list[float]]) -> ByName:
     """`runs(fp32={"last_acc1": [97, 98]}, ...)`: a metric for each seed."""
-    return by_mode(
+    return by_name(
         run(mode, seed, **{key: values[seed] for key, values in metrics.items()})
-        for mode, metrics in by_name.items()
+        for mode, metrics in modes.items()
         for seed in range(len(next(iter(metrics.values()))))
     )
 
 
-def text_of(results: ByMode) -> str:
-    (verdict,) = judge(results, MODES)
+def text_of(results: ByName) -> str:
+    (verdict,) = judge(results, MODES, ACCURACY)
     return verdict["text"]
 
 
@@ -68,7 +73,7 @@ def test_interval_equals_the_paired_t_test() -> None:
     results = runs(fp32={"last_acc1": theirs}, bf16={"last_acc1": ours})
     for row in (*results["fp32"].values(), *results["bf16"].values()):
         row["validation_images"] = None  # without the grain of the validation set
-    difference = points_of_accuracy(results["bf16"], results["fp32"], 1)
+    difference = difference_in_metric(results["bf16"], results["fp32"], 1, ACCURACY)
     assert difference is not None
     expected: Any = stats.ttest_rel(ours, theirs)
     assert (difference.low, difference.high) == pytest.approx(tuple(expected.confidence_interval(0.95)))
@@ -79,7 +84,7 @@ def test_seed_counts_only_in_pairs() -> None:
     """The effect of a seed is the same in both modes, so a seed that one mode lacks would look like a difference."""
     results = runs(fp32={"last_acc1": [90.0, 95.0, 99.0]}, bf16={"last_acc1": [90.0, 95.0]})
     for mode, base in (MODES, MODES[::-1]):
-        difference = points_of_accuracy(results[mode], results[base], 1)
+        difference = difference_in_metric(results[mode], results[base], 1, ACCURACY)
         assert difference is not None
         assert (difference.value, difference.runs) == (0.0, 2)
 
@@ -91,7 +96,7 @@ def test_clear_loss_of_accuracy_is_reported() -> None:
 
 def test_details_bound_the_unseen_loss() -> None:
     results = runs(fp32={"last_acc1": [97.0, 98.0, 97.5]}, bf16={"last_acc1": [97.5, 97.2, 97.6]})
-    (verdict,) = judge(results, MODES)
+    (verdict,) = judge(results, MODES, ACCURACY)
     low = verdict["accuracy"]["low"]
     assert low < -1
     assert "difference within noise" in verdict["text"]
@@ -102,7 +107,7 @@ def test_one_seed_is_too_few() -> None:
     results = runs(
         fp32={"images_per_second": [1000], "last_acc1": [98.0]}, bf16={"images_per_second": [1900], "last_acc1": [90.0]}
     )
-    (verdict,) = judge(results, MODES)
+    (verdict,) = judge(results, MODES, ACCURACY)
     assert "1.9x faster in one run each" in verdict["text"]
     assert "accuracy 90.0 against 98.0: one seed is too few to compare accuracy" in verdict["text"]
     assert not verdict["speed"]["seen"]
@@ -113,7 +118,7 @@ def test_differences_of_one_image_are_noise() -> None:
     """Three equal differences of one image: a standard deviation of zero is not certainty."""
     image = 100 / 360
     results = runs(fp32={"last_acc1": [97.5] * 3}, bf16={"last_acc1": [97.5 - image] * 3})
-    difference = points_of_accuracy(results["bf16"], results["fp32"], 1)
+    difference = difference_in_metric(results["bf16"], results["fp32"], 1, ACCURACY)
     assert difference is not None
     assert not difference.seen
     assert not interval([0.0, 0.0, 0.0], 1, grain=image).seen
@@ -174,7 +179,7 @@ def test_troubles_are_reported() -> None:
 def test_mode_without_runs_gets_no_verdict() -> None:
     results = runs(fp32={"last_acc1": [97.0, 98.0]})
     assert text_of(results) == "bf16: no verdict, because bf16 and fp32 have no finished run with the same seed or fold"
-    head, first, second = table(results, MODES)
+    head, first, second = table(results, MODES, ACCURACY)
     assert first[:2] == ["fp32", "2"]
     assert second[:3] == ["bf16", "0", "-"]
     assert len(head) == len(first) == len(second)
@@ -187,7 +192,7 @@ def test_table_and_notes() -> None:
     )
     rows = [row for each in results.values() for row in each.values()]
     about = {"runs": rows, "device": "cpu: a CPU", "seeds": [0, 1], "compared": list(MODES), "troubles": ["a trouble"]}
-    assert table(results, MODES)[2] == [
+    assert table(results, MODES, ACCURACY)[2] == [
         *("bf16", "2", "2,100", "1.5", "2.00", "2.00 GB", "97.00 ± 1.41", "98.00 ± 0.00", "0"),
     ]
     lines = notes(about)
@@ -195,4 +200,74 @@ def test_table_and_notes() -> None:
     assert "2 seeds are few: only large differences in accuracy show" in lines
     assert any(note.startswith("memory: peak of the whole process") for note in lines)
     assert not any("slow first updates" in note for note in lines)
-    assert sentences({**about, "verdicts": judge(results, MODES)})[-1] == "a trouble"
+    assert sentences({**about, "verdicts": judge(results, MODES, ACCURACY)})[-1] == "a trouble"
+
+
+def test_says_how_many_more_seeds_would_tell() -> None:
+    """Checked by adding pairs with the same mean and spread until the interval excludes 0."""
+    ours, theirs = [97.4, 97.0, 97.6], [97.0, 97.1, 97.0]
+    results = runs(fp32={"last_acc1": theirs}, bf16={"last_acc1": ours})
+    for row in (*results["fp32"].values(), *results["bf16"].values()):
+        row["validation_images"] = None
+    (verdict,) = judge(results, MODES, ACCURACY)
+    needed = verdict["accuracy"]["runs_needed"]
+    differences = np.array(ours) - np.array(theirs)
+    spread, mean = differences.std(ddof=1), differences.mean()
+    reaches = [stats.t.ppf(0.975, n - 1) * spread / np.sqrt(n) for n in (needed - 1, needed)]
+    assert reaches[0] >= mean > reaches[1]
+    assert (
+        f"too few seeds to tell: {needed - 3} more would show a difference as large as this one" in verdict["details"]
+    )
+    same = runs(fp32={"last_acc1": theirs}, bf16={"last_acc1": theirs[::-1]})
+    (verdict,) = judge(same, MODES, ACCURACY)
+    assert "too few" not in verdict["details"], "no number of seeds shows a difference that is not there"
+
+
+def test_loss_is_better_when_it_is_lower() -> None:
+    results = runs(fp32={"last_loss": [0.5, 0.52, 0.51, 0.49]}, bf16={"last_loss": [0.4, 0.42, 0.405, 0.39]})
+    (verdict,) = judge(results, MODES, Judged(LOSS, PLAIN))
+    assert "loss 0.4037 ± 0.0125 against 0.5050 ± 0.0129: 0.1012 lower" in verdict["text"]
+    noisy = runs(fp32={"last_loss": [0.5, 0.6, 0.4]}, bf16={"last_loss": [0.5, 0.5, 0.45]})
+    (verdict,) = judge(noisy, MODES, Judged(LOSS, PLAIN))
+    assert f"a rise in loss of up to {verdict['accuracy']['high']:.4f} could be hidden" in verdict["details"]
+
+
+def test_average_is_judged_in_runs_that_have_one() -> None:
+    results = runs(
+        plain={"last_acc1": [90.0, 91.0]}, averaged={"last_acc1": [80.0, 81.0], "last_ema_acc1": [95.0, 96.0]}
+    )
+    (verdict,) = judge(results, ("plain", "averaged"), Judged(TOP1, AVERAGE))
+    assert verdict["accuracy"]["value"] == 5.0
+    (verdict,) = judge(results, ("plain", "averaged"), ACCURACY)
+    assert verdict["accuracy"]["value"] == -10.0
+
+
+def test_best_two_are_compared_with_each_other() -> None:
+    values = {"a": [90.0, 90.1, 90.2], "b": [95.0, 95.2, 95.3], "c": [93.0, 93.1, 93.3]}
+    results = runs(**{name: {"last_acc1": each} for name, each in values.items()})
+    verdicts = judge(results, ("a", "b", "c"), ACCURACY)
+    assert [(verdict["mode"], verdict["against"]) for verdict in verdicts] == [("b", "a"), ("c", "a"), ("b", "c")]
+    assert verdicts[-1]["text"].startswith("b against c: ")
+    wide, narrow = (verdict["accuracy"]["high"] - verdict["accuracy"]["low"] for verdict in (verdicts[-1], verdicts[0]))
+    quantiles = [stats.t.ppf(1 - 0.05 / comparisons / 2, 2) for comparisons in (3, 2)]
+    assert wide / narrow > quantiles[0] / quantiles[1] * 0.5, "any pair could have been the best two"
+    assert len(judge(results, ("b", "a", "c"), ACCURACY)) == 2, "the baseline is one of the best two"
+
+
+def test_contenders_no_better_than_guessing_are_named() -> None:
+    results = runs(fp32={"last_acc1": [34.0, 36.0]}, bf16={"last_acc1": [35.0, 35.0]})
+    rows = [{**row, "largest_class_percent": 35.0} for each in results.values() for row in each.values()]
+    about = {"runs": rows, "verdicts": [], "troubles": []}
+    assert "none is better than always guessing the largest class, which has 35.0 %" in sentences(about)[0]
+    rows[0]["last_acc1"] = 37.0
+    assert sentences(about) == []
+
+
+@pytest.mark.parametrize("names", ["ab", "abc"])
+def test_false_claims_between_equal_contenders_are_rare(names: str) -> None:
+    """The same distribution under several names, 5 seeds: at most 6 % of comparisons claim any difference."""
+    random, claims = np.random.default_rng(1), 0
+    for _ in range(1000):
+        results = runs(**{name: {"last_acc1": list(random.normal(90, 2, 5))} for name in names})
+        claims += any(verdict["accuracy"]["seen"] for verdict in judge(results, names, ACCURACY))
+    assert 0.03 <= claims / 1000 <= 0.06

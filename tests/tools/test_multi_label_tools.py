@@ -214,7 +214,6 @@ def test_show_batch_names_all_labels(vitamp: Vitamp, run: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("script", "words", "said"),
     [
-        ("compare.py", (), "compare.py compares top-1, which needs one label per image"),
         ("pack_images.py", ("{root}", "packed"), "packed tar files hold one label per image"),
         ("benchmark_data.py", (), "the compared loaders support one label per image"),
         ("benchmark_amp.py", ("amp",), "benchmark_amp.py measures models with one label per image"),

@@ -171,13 +171,21 @@ class ToolLine:
     one_label: str = ""
     """As in `Tool`."""
 
-    def load(self, more: dict[str, tuple[Any, str]] | None = None, resolved: bool = True) -> Loaded:
+    def load(
+        self,
+        more: dict[str, tuple[Any, str]] | None = None,
+        resolved: bool = True,
+        cfg: str | None = None,
+        words: Mapping[str, str] | None = None,
+    ) -> Loaded:
         """Checked settings. `more`: further settings, by key, with their source. Does not initialise CUDA.
 
-        `resolved`: with what the data and the weights say (engine/resolve.py), for a tool that reads them.
+        `resolved`: with what the data and the weights say (engine/resolve.py), for a tool that reads them. `cfg`,
+        `words`: a recipe in place of -cfg, and further KEY=VALUE.
         """
         self.show_gpus()
-        loaded = load_config(self.run.cfg, {**self.run.flags, **(more or {})}, self.run.words)
+        flags, typed = {**self.run.flags, **(more or {})}, {**self.run.words, **(words or {})}
+        loaded = load_config(cfg or self.run.cfg, flags, typed)
         if loaded.config.DATA.BATCH_SIZE == AUTO:
             where = loaded.sources["DATA.BATCH_SIZE"]
             raise UserError(

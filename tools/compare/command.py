@@ -1,17 +1,19 @@
-"""Compare precisions: train in each, with several seeds or folds, and report speed, memory and accuracy.
+"""Compare settings: train with each, with several seeds or folds, and say which is better, or that it cannot be told.
 
     python scripts/compare.py -cfg configs/vit_digits.yaml -modes fp32,bf16 -seeds 3
-    python scripts/compare.py -cfg mine.yaml -modes fp32,fp16,bf16,O2-bf16 -seeds 3 -output runs/compared -ngpus 4
-    python scripts/compare.py -cfg mine.yaml -modes fp32,bf16 -folds 5
+    python scripts/compare.py -cfg mine.yaml -vary DATA.SAMPLER=shuffle,balanced -seeds 5
+    python scripts/compare.py -cfg mine.yaml -vary lr=1e-3,3e-4 -vary TRAIN.MODEL_EMA=false,true -budget_min 60
+    python scripts/compare.py -vary cfg=vit.yaml,swin.yaml -data_path /data/flowers -folds 5
 
-The first mode is the baseline. Every run has a process and a folder of its own: DIR/bf16-0 is bf16 with seed 0,
-DIR/bf16-fold2 is bf16 validated on fold 2. The modes alternate, in reverse order for every other seed or fold. When
-run again, the command skips finished runs and resumes an interrupted one; modes and seeds may then be added. The
-report is a verdict and a table; all metrics are in DIR/compare.json and DIR/report.html. docs/compare.md explains the
-verdict.
+-vary takes a setting, a flag that sets one, or cfg; several -vary make a grid, and with -pairs go side by side. -modes
+varies the precision: fp32 (or off), tf32, fp16, bf16, fp8, auto; O2-bf16, O2-fp16, NAIVE-bf16, NAIVE-fp16, O3-bf16,
+O3-fp16, apex; and every other value of -amp, as it is resolved on this device. O2:bf16 means O2-bf16.
 
-Modes: fp32 (or off), tf32, fp16, bf16, fp8, auto; O2-bf16, O2-fp16, NAIVE-bf16, NAIVE-fp16, O3-bf16, O3-fp16, apex; and
-every other value of -amp, as it is resolved on this device. O2:bf16 means O2-bf16.
+The first values are the baseline. Every run has a process and a folder of its own: DIR/bf16-0 is bf16 with seed 0,
+DIR/SAMPLER-balanced-fold2 the balanced sampler on fold 2. Runs alternate, in reverse order for every other seed or
+fold. When run again, the command skips finished runs and resumes an interrupted one; values and seeds may then be
+added. The report is a verdict and a table; all metrics are in DIR/compare.json and DIR/report.html. docs/compare.md
+explains the verdict.
 
 Exit codes: 0 done, 1 a run failed (the others are compared), 2 an error found before training, 130 interrupted.
 
@@ -27,17 +29,18 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.common.command_line import Tool, run_tool
+from tools.common.command_line import Tool, above_zero, run_tool
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, UserError
 from utils.files import kind_of_path
 from utils.flags import Flag
 from utils.log import log
 from utils.record.run_folder import git_state, write_json
-from utils.record.tasks import ONE_LABEL
+from utils.record.weight_sets import AVERAGE, PLAIN
 from utils.text import counted
 
 if TYPE_CHECKING:
     from tools.compare.plan import Plan
+    from tools.compare.train import Trained
 
 
 def _number_of_folds(text: str) -> int:
@@ -47,13 +50,25 @@ def _number_of_folds(text: str) -> int:
 
 
 OWN = (
-    Flag("modes", "modes to compare, the baseline first", "A,B", default="fp32,auto"),
+    Flag("modes", "precisions to compare, the baseline first", "A,B", default_text="fp32,auto without -vary"),
+    Flag("vary", "a setting or flag and the values to compare; may be given several times", "KEY=A,B", append=True),
+    Flag("pairs", "compare the first value of every -vary, then the second of every, instead of the grid"),
+    Flag("baseline", "name of what the others are compared with", "NAME", default_text="the first values"),
     Flag("seeds", "number of seeds, such as 3, or a list of seeds, such as 0,1,5", "N", default="3"),
     Flag("folds", "cross-validation with N folds of the data, instead of seeds", "N", kind=_number_of_folds),
+    Flag("metric", "metric that decides, such as acc5 or loss", "NAME", default_text="acc1; several labels: map"),
+    Flag(
+        "weights",
+        f"weights that are judged: plain ({PLAIN.name}), or the {AVERAGE.label} of runs that have one",
+        f"{PLAIN.name}|{AVERAGE.name}",
+        default_text=f"{PLAIN.name}; {AVERAGE.name} if {AVERAGE.setting} varies",
+        choices=(PLAIN.name, AVERAGE.name),
+    ),
+    Flag("halving", "train all for a few epochs; only the better half goes on, again and again, until two are left"),
+    Flag("budget_min", "start no run that would end after so many minutes", "N", kind=above_zero),
     Flag("output", "folder of all runs", "DIR", default="output/compare", kind=Path),
 )
-COMPARES = f"compare.py compares {ONE_LABEL.best.words}, which needs one label per image"
-TOOL = Tool("compare.py", __doc__, OWN, one_label=COMPARES)
+TOOL = Tool("compare.py", __doc__, OWN)
 
 
 def main(argv: list[str]) -> int:
@@ -75,44 +90,46 @@ def _compare(argv: list[str]) -> int:
     log.info(
         "%s: %s, %s; in %s",
         counted(len(plan.runs), "run"),
-        ", ".join(mode.name for mode in plan.modes),
+        "; ".join(plan.contenders) if plan.varied else ", ".join(plan.contenders),
         plan.rounds(),
         out,
     )
     try:
-        failed = train_all(plan, lambda failed: _write(plan, failed, out))
-        _report(_write(plan, failed, out), out)
+        trained = train_all(plan, lambda so_far: _write(plan, so_far, out))
+        _report(_write(plan, trained, out), out)
     except (KeyboardInterrupt, Terminated) as error:
         log.warning("interrupted; finished runs are in %s, and the same command resumes", out)
         return EXIT_STOPPED if isinstance(error, Terminated) else EXIT_INTERRUPTED
-    return EXIT_FAILED if failed else EXIT_DONE
+    return EXIT_FAILED if trained.failed else EXIT_DONE
 
 
-def _write(plan: Plan, failed: dict[str, str], out: Path) -> dict[str, Any]:
+def _write(plan: Plan, trained: Trained, out: Path) -> dict[str, Any]:
     """Write compare.json with all metrics so far, and return its contents."""
     from tools.compare.metrics import is_finished, metrics_of
     from tools.compare.plan import compared_settings
-    from tools.compare.verdict import by_mode, judge, troubles
+    from tools.compare.verdict import by_name, judge, troubles
 
-    modes = [mode.name for mode in plan.modes]
+    names, failed = [name for name in plan.contenders if name not in trained.dropped], trained.failed
     rows = [
         {
-            "mode": run.mode,
+            "mode": run.contender,
             "seed": run.seed,
             **({} if run.fold is None else {"fold": str(run.fold)}),
             "folder": run.folder.name,
             **metrics_of(run.folder),
         }
         for run in plan.runs
-        if is_finished(run.folder)
+        if run.contender in names and is_finished(run.folder, plan.last_stage.updates)
     ]
-    runs = by_mode(rows)
+    runs = by_name(rows)
     reasons = {
-        mode: [failed[run.folder.name] for run in plan.runs if run.mode == mode and run.folder.name in failed]
-        for mode in modes
+        name: [failed[run.folder.name] for run in plan.runs if run.contender == name and run.folder.name in failed]
+        for name in names
     }
     about = {
-        "compared": modes,
+        "compared": names,
+        **({"varied": list(plan.varied)} if plan.varied else {}),
+        **plan.judged.as_noted(),
         "seeds": list(plan.seeds),
         **({} if plan.folds is None else {"folds": plan.folds}),
         "date": time.strftime("%Y-%m-%d"),
@@ -123,8 +140,10 @@ def _write(plan: Plan, failed: dict[str, str], out: Path) -> dict[str, Any]:
         "settings": compared_settings(plan.runs[0].config),
         "runs": [{key: value for key, value in row.items() if key not in ("device", "versions")} for row in rows],
         "failed": failed,
-        "verdicts": judge(runs, modes),
-        "troubles": troubles(runs, reasons, modes),
+        **({"left_out": trained.left_out} if trained.left_out else {}),
+        **({"dropped": trained.dropped} if trained.dropped else {}),
+        "verdicts": judge(runs, names, plan.judged),
+        "troubles": troubles(runs, reasons, names),
     }
     try:
         write_json(out / "compare.json", about)
@@ -136,14 +155,22 @@ def _write(plan: Plan, failed: dict[str, str], out: Path) -> dict[str, Any]:
 
 def _report(about: dict[str, Any], out: Path) -> None:
     from tools.common.tables import in_columns
+    from tools.compare.judged import judged_of
     from tools.compare.table import notes, sentences, table
-    from tools.compare.verdict import by_mode
+    from tools.compare.verdict import by_name
 
     page = _page(about, sentences(about), out)
-    print("\n".join(["", *in_columns(table(by_mode(about["runs"]), about["compared"])), ""]))
+    what = "settings" if "varied" in about else "mode"
+    print("\n".join(["", *in_columns(table(by_name(about["runs"]), about["compared"], judged_of(about), what)), ""]))
     for note in notes(about):
         print(f"  {note}")
     print("\n".join(["", *sentences(about), ""]))
+    if left_out := about.get("left_out"):
+        log.warning(
+            "-budget_min: no time for %s: %s; repeat the command to go on",
+            counted(len(left_out), "run"),
+            "; ".join(left_out),
+        )
     if "unwritten" not in about:
         log.info("all metrics: %s", out / "compare.json")
     if page is not None:

@@ -8,21 +8,19 @@ from typing import Any
 
 from utils.config import config_of_run
 from utils.record.history import History
-from utils.record.metrics_file import Line, is_end, is_start, last_line
+from utils.record.metrics_file import Line, is_end, is_start, last_line, read_lines
 from utils.record.run_folder import read_about
-from utils.record.tasks import LOSS, ONE_LABEL
 from utils.record.weight_sets import PLAIN
 
 Metrics = dict[str, Any]
-COMPARED = ONE_LABEL.best
-LAST, BEST = f"last_{COMPARED.name}", f"best_{COMPARED.name}"
-"""Its values after the last epoch, and in the best validation"""
 DIVERGED = 1.1
 """A run diverged if its last losses exceed this multiple of the first; smaller rises may be noise of the batches."""
 
 
-def is_finished(folder: Path) -> bool:
-    return is_end(last_line(folder))
+def is_finished(folder: Path, updates: int | None = None) -> bool:
+    """Whether the run ended. `updates`: so far, or further."""
+    last = last_line(folder)
+    return is_end(last) and (updates is None or last["update"] >= updates)
 
 
 def fraction_done(folder: Path, epochs: int, updates: int | None) -> float:
@@ -34,10 +32,11 @@ def fraction_done(folder: Path, epochs: int, updates: int | None) -> float:
     return min(1.0, max(whole / epochs, last.get("update", 0) / updates if updates else 0.0))
 
 
-def metrics_of(folder: Path) -> Metrics:
-    """Metrics of a finished run, as compare.json holds them."""
-    about, config, history = read_about(folder), config_of_run(folder), History.of_run(folder)
-    speed, speeds, best = history.images_per_second, history.speeds, history.best(COMPARED)
+def metrics_of(folder: Path, updates: int | None = None) -> Metrics:
+    """Metrics of a finished run, as compare.json holds them. `updates`: only of these first ones."""
+    about, config = read_about(folder), config_of_run(folder)
+    history = History([line for line in read_lines(folder) if updates is None or line.get("update", 0) <= updates])
+    speed, speeds = history.images_per_second, history.speeds
     batch = config.DATA.BATCH_SIZE * config.TRAIN.ACCUM_ITER * about["choices"]["world_size"]
     return {
         "precision": about["choices"]["precision"],
@@ -50,12 +49,16 @@ def metrics_of(folder: Path) -> Metrics:
         "updates": max((line["update"] for line in history.lines), default=0),
         "skipped": history.skipped,
         "diverged": _diverged(history.of("train")),
-        LAST: history.last(COMPARED).get(PLAIN),
-        BEST: best.value if best else None,
-        "last_loss": history.last(LOSS).get(PLAIN),
+        **{
+            f"last_{which.prefix}{metric.name}": value
+            for metric in history.task.metrics
+            for which, value in {PLAIN: None, **history.last(metric)}.items()
+        },
+        **{f"best_{metric.name}": best.value for metric in history.task.metrics if (best := history.best(metric))},
         "seconds": history.seconds,
         "starts": sum(map(is_start, history.lines)),
         "validation_images": about.get("samples", {}).get("val"),
+        "largest_class_percent": about.get("largest_class_percent"),
         "device": about["device"],
         "versions": about["versions"],
         "date": about["started"][:10],

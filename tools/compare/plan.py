@@ -1,9 +1,12 @@
-"""Plan of a comparison: modes, seeds, the settings of every run, and whether this machine can train all of them."""
+"""Plan of a comparison: contenders, seeds, the settings of every run, and whether this machine can train them all."""
 
 from __future__ import annotations
 
+import math
 import multiprocessing
-from collections.abc import Callable, Iterable
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +15,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tools.common.command_line import ToolLine, check_one_training
 from tools.common.settings import non_defaults
 from tools.common.turns import alternating_order
+from tools.compare.contenders import (
+    MODES,
+    Axis,
+    Contender,
+    contenders_of,
+    first_as_baseline,
+    modes_axis,
+    read_axes,
+    refuse_equal,
+    refuse_fixed,
+)
+from tools.compare.judged import Judged, judged_by
 from utils.config import Config, differences, load_config, to_yaml
 from utils.config.kinds import Fold
 from utils.errors import UserError
@@ -23,14 +38,19 @@ if TYPE_CHECKING:
     import torch
 
     from tools.common.precisions import Mode
+    from utils.config import TrainConfig
 
 T = TypeVar("T")
+DEFAULT_MODES = "fp32,auto"
 USE_MODES = "list the precisions to compare in -modes"
-SET_PER_RUN = {
+SET_BY_MODE = {
     "AMP.ENABLED": USE_MODES,
     "AMP.DTYPE": USE_MODES,
     "AMP.LEVEL": USE_MODES,
     "AMP.TF32": "list tf32 in -modes",
+}
+"""Settings that each of -modes sets -> what to give instead."""
+SET_PER_RUN = {
     "SEED": "give -seeds",
     "OUTPUT": "give -output DIR, the folder of all runs",
     "TRAIN.LAST_EPOCH": "leave it out, since every run starts at epoch 1",
@@ -41,15 +61,17 @@ SET_PER_FOLD = {
     "DATA.FOLD": "leave out DATA.FOLD to validate on each fold, or leave out -folds to validate only on this one"
 }
 """The same with -folds."""
+DATA = ("DATA.DATASET", "DATA.DATA_PATH", "DATA.VAL_FRACTION", "DATA.EXCLUDE", "DATA.PART", "cfg")
+"""What may choose other validation images."""
 MAY_DIFFER = ("OUTPUT", "SAVE", "MODEL.RESUME")
 """Settings that may change when a run is resumed."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training: a mode with a seed and perhaps a fold, its settings and its folder."""
+    """One training: a contender with a seed and perhaps a fold, its settings and its folder."""
 
-    mode: str
+    contender: str
     seed: int
     config: Config
     folder: Path
@@ -57,7 +79,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        return f"{self.mode}, seed {self.seed}" if self.fold is None else f"{self.mode}, fold {self.fold}"
+        return f"{self.contender}, " + (f"seed {self.seed}" if self.fold is None else f"fold {self.fold}")
 
     @property
     def settings_file(self) -> Path:
@@ -66,9 +88,19 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """How far all runs are trained before the better half of the contenders goes on (-halving)."""
+
+    updates: int | None = None
+    """None: to the end of the training, without -halving."""
+    words: str = ""
+
+
+@dataclass(frozen=True)
 class Plan:
-    modes: tuple[Mode, ...]
+    contenders: tuple[str, ...]
     """The first is the baseline."""
+    judged: Judged
     seeds: tuple[int, ...]
     folds: int | None
     """Number of folds; None without cross-validation."""
@@ -79,9 +111,18 @@ class Plan:
     many: bool
     """Whether -ngpus was given, so that main_multi_gpu.py trains the runs."""
     remarks: tuple[str, ...]
+    varied: tuple[str, ...] = ()
+    """What varies beside -modes."""
+    budget_min: float | None = None
+    """Minutes after which no run is started."""
+    stages: tuple[Stage, ...] = (Stage(),)
+
+    @property
+    def last_stage(self) -> Stage:
+        return self.stages[-1]
 
     def rounds(self) -> str:
-        """The seeds or folds of every mode, for the log."""
+        """The seeds or folds of every contender, for the log."""
         if self.folds is not None:
             return f"each on {self.folds} folds, with seed {self.seeds[0]}"
         return f"each with seed{'s' * (len(self.seeds) > 1)} {', '.join(map(str, self.seeds))}"
@@ -100,7 +141,7 @@ def read_seeds(text: str) -> tuple[int, ...]:
 
 
 def read_rounds(line: ToolLine) -> tuple[tuple[int, Fold | None], ...]:
-    """Seed and fold of each run of a mode, from -seeds and -folds."""
+    """Seed and fold of each run of a contender, from -seeds and -folds."""
     folds = line.asked.folds
     if folds is None:
         return tuple((seed, None) for seed in read_seeds(line.asked.seeds))
@@ -138,34 +179,87 @@ def _mode(name: str, config: Config, device: torch.device) -> Mode:
 
 def make_plan(line: ToolLine, out: Path) -> Plan:
     """Plan the runs. Every error that can be found before training is found here."""
-    loaded = line.load()
-    rounds = read_rounds(line)
-    for key, instead in (SET_PER_RUN if line.asked.folds is None else SET_PER_RUN | SET_PER_FOLD).items():
-        given_by = "on the command line" if key in line.run.words else line.run.flags.get(key, ("", ""))[1]
-        if given_by:
-            raise UserError(f"{key} ({given_by}): cannot be given here; {instead}.")
-    check_one_training(loaded, "compare.py")
+    rounds, (modes_text, axes) = read_rounds(line), what_varies(line.asked)
+    _refuse_given(line, SET_PER_RUN | (SET_PER_FOLD if line.asked.folds else {}) | (SET_BY_MODE if modes_text else {}))
+    refuse_fixed(axes, line)
+    base = Contender(tuple(axis.values[0] for axis in axes)).load(line)
+    check_one_training(base, "compare.py")
 
     from engine.machine.device import pick_device
     from utils.distributed.world import ALONE
 
-    device = pick_device(loaded.config.DEVICE, ALONE)
+    device = pick_device(base.config.DEVICE, ALONE)
     # A process that queries a GPU keeps a CUDA context on it until it ends, and in exclusive mode the whole GPU.
-    many = loaded.config.NGPUS != -1 or "NGPUS" in {**line.run.flags, **line.run.words}
-    query = line.asked.modes, loaded.config, device, many
-    modes, remarks, name = in_another_process(_query, *query) if device.type == "cuda" else _query(*query)
+    many = base.config.NGPUS != -1 or "NGPUS" in {**line.run.flags, **line.run.words}
+    query = modes_text, base.config, device, many
+    modes, remarks, name, processes = in_another_process(_query, *query) if device.type == "cuda" else _query(*query)
+    axes = (*([modes_axis(modes)] if modes else []), *axes)
+    contenders = first_as_baseline(contenders_of(axes, line.asked.pairs), line.asked.baseline)
+    loaded = {contender.name: contender.load(line) for contender in contenders}
+    refuse_equal(loaded)
+    judged = judged_by(line.asked.metric, line.asked.weights, [one.config for one in loaded.values()])
     runs = tuple(
-        Run(mode.name, seed, _settings(line, mode, seed, fold), out / _folder(mode, seed, fold), fold)
-        for (seed, fold), mode in alternating_order(modes, rounds)
+        Run(contender.name, seed, _settings(line, contender, seed, fold), out / _folder(contender, seed, fold), fold)
+        for (seed, fold), contender in alternating_order(contenders, rounds)
     )
     _check_all(runs)
+    if any(key in DATA for axis in axes for key in (axis.name, *axis.values[0].keys)):
+        remarks.append("what varies may choose other validation images: then the metrics cannot be compared")
     seeds = tuple(dict.fromkeys(seed for seed, _ in rounds))
-    remarks = (*loaded.notes, *loaded.warnings, *remarks)
-    return Plan(modes, seeds, line.asked.folds, runs, name, many, remarks)
+    notes = dict.fromkeys(text for one in loaded.values() for text in (*one.notes, *one.warnings))
+    varied = tuple(axis.name for axis in axes if axis.name != MODES)
+    counted_rounds, remarks = (seeds, line.asked.folds), (*notes, *remarks)
+    stages = (Stage(),)
+    if line.asked.halving:
+        stages = halving_stages(len(contenders), base.config.TRAIN, updates_per_epoch(base.config, processes))
+    more = varied, line.asked.budget_min, stages
+    return Plan(tuple(loaded), judged, *counted_rounds, runs, name, many, remarks, *more)
 
 
-def _folder(mode: Mode, seed: int, fold: Fold | None) -> str:
-    return f"{mode.name}-{seed}" if fold is None else f"{mode.name}-fold{fold.number}"
+def updates_per_epoch(config: Config, processes: int) -> int:
+    import torch
+
+    from engine.setup import training_data
+    from utils.distributed.world import World
+
+    _, loader = training_data(config, World(size=processes, local_size=processes), torch.device("cpu"))
+    loader.close()
+    return loader.order.updates
+
+
+def halving_stages(contenders: int, train: TrainConfig, per_epoch: int) -> tuple[Stage, ...]:
+    """Each stage is twice as long as the one before; the last two contenders train to the end."""
+    stages: dict[int, Stage] = {}
+    end = min(train.NUM_EPOCHS * per_epoch, train.MAX_UPDATES or sys.maxsize)
+    for left in range(max(1, math.ceil(math.log2(contenders))) - 1, -1, -1):
+        updates = max(1, round(end / 2**left / per_epoch)) * per_epoch if left else end
+        updates = min(updates, end)
+        epochs = f"{counted(updates / per_epoch, 'epoch')} of {train.NUM_EPOCHS}"
+        stages[updates] = Stage(updates, epochs if updates % per_epoch == 0 else counted(updates, "update"))
+    return tuple(stages.values())
+
+
+def what_varies(asked: Namespace) -> tuple[str | None, tuple[Axis, ...]]:
+    """The text of -modes, if precisions vary, and the other axes. `-vary amp=A,B` is `-modes A,B`."""
+    texts = [*(asked.vary or ())]
+    modes = [text.partition("=")[2] for text in texts if text.partition("=")[0].lstrip("-") == "amp"]
+    axes = read_axes([text for text in texts if text.partition("=")[0].lstrip("-") != "amp"])
+    if len(modes) + (asked.modes is not None) > 1:
+        raise UserError("the precisions are listed twice; give one -modes, or one -vary amp=...")
+    if not axes and not modes and asked.modes is None:
+        return DEFAULT_MODES, ()
+    return asked.modes or next(iter(modes), None), axes
+
+
+def _refuse_given(line: ToolLine, refused: Mapping[str, str]) -> None:
+    for key, instead in refused.items():
+        given_by = "on the command line" if key in line.run.words else line.run.flags.get(key, ("", ""))[1]
+        if given_by:
+            raise UserError(f"{key} ({given_by}): cannot be given here; {instead}.")
+
+
+def _folder(contender: Contender, seed: int, fold: Fold | None) -> str:
+    return f"{contender.file_name}-{seed}" if fold is None else f"{contender.file_name}-fold{fold.number}"
 
 
 def in_another_process(work: Callable[..., T], *given: object) -> T:
@@ -174,27 +268,23 @@ def in_another_process(work: Callable[..., T], *given: object) -> T:
         return process.submit(work, *given).result()
 
 
-def _query(words: str, config: Config, device: torch.device, many: bool) -> tuple[tuple[Mode, ...], list[str], str]:
-    """Everything that needs the device itself: the modes, remarks on them, and the name of the device."""
+def _query(
+    modes_text: str | None, config: Config, device: torch.device, many: bool
+) -> tuple[tuple[Mode, ...], list[str], str, int]:
+    """Everything that needs the device itself: modes, remarks on them, the device's name, processes of a run."""
     from engine.machine.device import describe_device, visible_devices
 
-    modes = read_modes(words, config, device)
-    remarks = _remarks(modes, config, device)
+    modes = () if modes_text is None else read_modes(modes_text, config, device)
+    remarks, processes = _remarks(modes, config, device), 1
     if many:
-        remarks.append(
-            f"each run: {counted(visible_devices(config), 'process')}, started by main_multi_gpu.py (-ngpus)"
-        )
-    return modes, remarks, describe_device(device)
+        processes = visible_devices(config)
+        remarks.append(f"each run: {counted(processes, 'process')}, started by main_multi_gpu.py (-ngpus)")
+    return modes, remarks, describe_device(device), processes
 
 
-def _settings(line: ToolLine, mode: Mode, seed: int, fold: Fold | None) -> Config:
-    amp = mode.amp(line.load().config.AMP)
-    keys = dict.fromkeys(("ENABLED", "DTYPE", "LEVEL", "TF32", *mode.settings))
-    given = {f"AMP.{key}": (getattr(amp, key), "-modes") for key in keys}
-    given["SEED"] = seed, "-seeds"
-    if fold is not None:
-        given["DATA.FOLD"] = str(fold), "-folds"
-    return line.load(given).config
+def _settings(line: ToolLine, contender: Contender, seed: int, fold: Fold | None) -> Config:
+    of_fold = {} if fold is None else {"DATA.FOLD": (str(fold), "-folds")}
+    return contender.load(line, {"SEED": (seed, "-seeds"), **of_fold}).config
 
 
 def _remarks(modes: Iterable[Mode], config: Config, device: torch.device) -> list[str]:
@@ -245,12 +335,14 @@ def write_settings(run: Run) -> None:
         write_atomically(run.settings_file, f"# {run.name}; made by scripts/compare.py\n{to_yaml(run.config)}")
 
 
-def command_of(run: Run, many: bool) -> list[str]:
+def command_of(run: Run, many: bool, stage: Stage) -> list[str]:
     """Command line that trains or resumes the run."""
     script = "main_multi_gpu.py" if many else "main_single_gpu.py"
-    return [script, "-cfg", str(run.settings_file), "-output", str(run.folder), "-resume", "auto"]
+    command = [script, "-cfg", str(run.settings_file), "-output", str(run.folder), "-resume", "auto"]
+    return [*command, f"TRAIN.MAX_UPDATES={stage.updates}"] if stage.updates else command
 
 
 def compared_settings(config: Config) -> dict[str, Any]:
-    """Settings of all runs that differ from the defaults."""
-    return {key: value for key, value in non_defaults(config).items() if key not in SET_PER_RUN | SET_PER_FOLD}
+    """Settings of the baseline's runs that differ from the defaults."""
+    set_here = SET_BY_MODE | SET_PER_RUN | SET_PER_FOLD
+    return {key: value for key, value in non_defaults(config).items() if key not in set_here}

@@ -1,40 +1,45 @@
-"""Verdict of a comparison: differences with confidence intervals, and one sentence per mode."""
+"""Verdict of a comparison: differences with confidence intervals, and one sentence per contender."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tools.compare.metrics import LAST, Metrics
+from tools.compare.judged import Judged
+from tools.compare.metrics import Metrics
 
-ByMode = dict[str, dict[int, Metrics]]
-"""Mode -> seed, or fold of a cross-validation -> metrics of a finished run."""
+ByName = dict[str, dict[int, Metrics]]
+"""Contender -> seed, or fold of a cross-validation -> metrics of a finished run."""
 
 CONFIDENCE = 0.95
 LEAST_MEMORY = 0.01
 """Smaller differences in memory are not reported."""
 MANY_SKIPPED = 0.05
+MOST_ROUNDS = 50
+"""Beyond so many seeds or folds it is not said how many would show a difference: nobody trains them."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of a mode from the baseline, over pairs of runs with the same seed or fold."""
+    """Difference of a contender from the baseline, over pairs of runs with the same seed or fold."""
 
     value: float
     low: float | None
     high: float | None
-    """Ends of the 95 % interval, corrected for the number of modes compared; None with a single pair."""
+    """Ends of the 95 % interval, corrected for the number of comparisons; None with a single pair."""
     runs: int
     """Number of pairs."""
     seen: bool = False
     """Whether it is larger than the noise."""
+    runs_needed: int | None = None
+    """So many pairs would show a difference of this size; None if it is seen, or if they are too many."""
 
 
-def by_mode(rows: Iterable[Metrics]) -> ByMode:
-    runs: ByMode = {}
+def by_name(rows: Iterable[Metrics]) -> ByName:
+    runs: ByName = {}
     for row in rows:
         runs.setdefault(row["mode"], {})[number_of(row)] = row
     return runs
@@ -64,102 +69,125 @@ def interval(values: Sequence[float], comparisons: int, grain: float = 0.0, over
     mean = statistics.fmean(values)
     if len(values) < 2:
         return Difference(mean, None, None, len(values))
-    from scipy import stats  # a second to import
-
     # Standard deviation of the difference of two values rounded to the grain.
     spread = math.hypot(statistics.stdev(values), grain / math.sqrt(6))
-    quantile = float(stats.t.ppf(1 - (1 - CONFIDENCE) / comparisons / 2, len(values) - 1))
-    reach = quantile * spread * math.sqrt(1 / len(values) + overlap)
+    level = 1 - (1 - CONFIDENCE) / comparisons / 2
+    reach = _reach(spread, level, len(values), overlap)
     low, high = mean - reach, mean + reach
-    return Difference(mean, low, high, len(values), seen=not low <= 0 <= high)
+    seen = not low <= 0 <= high
+    more = range(len(values) + 1, MOST_ROUNDS + 1)
+    needed = None if seen else next((n for n in more if _reach(spread, level, n, overlap) < abs(mean)), None)
+    return Difference(mean, low, high, len(values), seen, needed)
+
+
+def _reach(spread: float, level: float, runs: int, overlap: float) -> float:
+    """Half the width of the interval of so many runs."""
+    from scipy import stats  # a second to import
+
+    return float(stats.t.ppf(level, runs - 1)) * spread * math.sqrt(1 / runs + overlap)
 
 
 def variation(rows: Sequence[Metrics], key: str) -> float:
-    """Largest over smallest value of a metric among runs of the same mode."""
+    """Largest over smallest value of a metric among runs of the same contender."""
     values = values_of(rows, key)
     return max(values) / min(values) if values else 1.0
 
 
-def times_as_fast(mode: dict[int, Metrics], base: dict[int, Metrics], comparisons: int) -> Difference | None:
+def times_as_fast(ours: dict[int, Metrics], theirs: dict[int, Metrics], comparisons: int) -> Difference | None:
     """Ratio of speeds. It is seen if the interval excludes 1 and it exceeds the variation between equal runs."""
-    pairs = _pairs(mode, base, "images_per_second")
+    pairs = _pairs(ours, theirs, lambda row: row["images_per_second"])
     if not pairs:
         return None
     difference = interval([math.log(one / other) for one, other in pairs], comparisons)
-    noise = max(variation(list(rows.values()), "images_per_second") for rows in (mode, base))
+    noise = max(variation(list(rows.values()), "images_per_second") for rows in (ours, theirs))
     low, high = (None if end is None else math.exp(end) for end in (difference.low, difference.high))
     seen = difference.seen and math.exp(abs(difference.value)) > noise
     return Difference(math.exp(difference.value), low, high, difference.runs, seen)
 
 
-def times_the_memory(mode: dict[int, Metrics], base: dict[int, Metrics]) -> Difference | None:
-    """Ratio of the median peak memories. It is seen if the ranges of the two modes do not overlap."""
-    ours, theirs = (values_of(list(rows.values()), "peak_memory_gb") for rows in (mode, base))
-    if not ours or not theirs:
+def times_the_memory(ours: dict[int, Metrics], theirs: dict[int, Metrics]) -> Difference | None:
+    """Ratio of the median peak memories. It is seen if the ranges of the two do not overlap."""
+    one, other = (values_of(list(rows.values()), "peak_memory_gb") for rows in (ours, theirs))
+    if not one or not other:
         return None
-    ratio = statistics.median(ours) / statistics.median(theirs)
-    apart = max(ours) < min(theirs) or min(ours) > max(theirs)
-    low, high = min(ours) / max(theirs), max(ours) / min(theirs)
-    return Difference(ratio, low, high, min(len(ours), len(theirs)), apart and abs(ratio - 1) >= LEAST_MEMORY)
+    ratio = statistics.median(one) / statistics.median(other)
+    apart = max(one) < min(other) or min(one) > max(other)
+    low, high = min(one) / max(other), max(one) / min(other)
+    return Difference(ratio, low, high, min(len(one), len(other)), apart and abs(ratio - 1) >= LEAST_MEMORY)
 
 
-def points_of_accuracy(mode: dict[int, Metrics], base: dict[int, Metrics], comparisons: int) -> Difference | None:
-    """Difference in accuracy after the last epoch, in percentage points."""
-    pairs = _pairs(mode, base, LAST)
+def difference_in_metric(
+    ours: dict[int, Metrics], theirs: dict[int, Metrics], comparisons: int, judged: Judged
+) -> Difference | None:
+    """Difference in the metric after the last epoch; in percentage points, if it is in percent."""
+    pairs = _pairs(ours, theirs, judged.of)
     if not pairs:
         return None
-    images = next((row["validation_images"] for row in mode.values() if row.get("validation_images")), None)
-    grain = 100 / images if images else 0.0
-    return interval([one - other for one, other in pairs], comparisons, grain, _overlap(mode.values()))
+    images = next((row["validation_images"] for row in ours.values() if row.get("validation_images")), None)
+    grain = 100 / images if images and judged.metric.counts_images else 0.0
+    return interval([one - other for one, other in pairs], comparisons, grain, _overlap(ours.values()))
 
 
-def judge(runs: ByMode, modes: Sequence[str]) -> list[dict[str, Any]]:
-    """Compare each mode with the first one."""
-    base, *others = modes
-    judged = []
-    for mode in others:
-        ours, theirs = runs.get(mode, {}), runs.get(base, {})
-        speed = times_as_fast(ours, theirs, len(others))
-        memory = times_the_memory(ours, theirs)
-        accuracy = points_of_accuracy(ours, theirs, len(others))
-        parts = [_speed_words(speed), _memory_words(memory, ours), _accuracy_words(accuracy, ours, theirs)]
-        text = (
-            f"{mode}: {', '.join(part for part in parts if part)}"
-            if accuracy or speed
-            else f"{mode}: no verdict, because {mode} and {base} have no finished run with the same seed or fold"
-        )
-        judged.append(
-            {
-                "mode": mode,
-                "against": base,
-                **{
-                    key: None if each is None else asdict(each)
-                    for key, each in (("speed", speed), ("memory", memory), ("accuracy", accuracy))
-                },
-                "text": text,
-                "details": _details(speed, accuracy, unit(ours.values())),
-            }
-        )
-    return judged
+def judge(runs: ByName, names: Sequence[str], judged: Judged) -> list[dict[str, Any]]:
+    """Compare each contender with the first one; of three or more, also the two with the best means."""
+    base, *others = names
+    verdicts = [_verdict(runs, name, base, len(others), judged) for name in others]
+    best = _best_two(runs, names, judged)
+    if len(names) > 2 and len(best) == 2 and base not in best:
+        # Any two of them could have been the best: the interval allows for all pairs.
+        verdicts.append(_verdict(runs, best[0], best[1], math.comb(len(names), 2), judged, named=True))
+    return verdicts
 
 
-def troubles(runs: ByMode, failed: dict[str, list[str]], modes: Sequence[str]) -> list[str]:
-    """Problems of the modes: failed runs, diverged losses, many skipped updates."""
+def _best_two(runs: ByName, names: Sequence[str], judged: Judged) -> list[str]:
+    means = {name: judged.values(list(runs.get(name, {}).values())) for name in names}
+    known = {name: statistics.fmean(values) for name, values in means.items() if values}
+    return sorted(known, key=lambda name: known[name], reverse=judged.metric.higher)[:2]
+
+
+def _verdict(
+    runs: ByName, name: str, against: str, comparisons: int, judged: Judged, named: bool = False
+) -> dict[str, Any]:
+    """`named`: say in the sentence what it is compared with, because that is not the baseline."""
+    ours, theirs = runs.get(name, {}), runs.get(against, {})
+    speed, memory = times_as_fast(ours, theirs, comparisons), times_the_memory(ours, theirs)
+    metric = difference_in_metric(ours, theirs, comparisons, judged)
+    parts = [_speed_words(speed), _memory_words(memory, ours), _metric_words(metric, ours, theirs, judged)]
+    who = f"{name} against {against}" if named else name
+    text = (
+        f"{who}: {', '.join(part for part in parts if part)}"
+        if metric or speed
+        else f"{who}: no verdict, because {name} and {against} have no finished run with the same seed or fold"
+    )
+    return {
+        "mode": name,
+        "against": against,
+        **{
+            key: None if each is None else asdict(each)
+            for key, each in (("speed", speed), ("memory", memory), ("accuracy", metric))
+        },
+        "text": text,
+        "details": _details(speed, metric, unit(ours.values()), judged),
+    }
+
+
+def troubles(runs: ByName, failed: dict[str, list[str]], names: Sequence[str]) -> list[str]:
+    """Problems of the contenders: failed runs, diverged losses, many skipped updates."""
     problems = []
-    for mode in modes:
-        rows = runs.get(mode, {})
-        count = len(rows) + len(failed.get(mode, ()))
-        if failed.get(mode):
-            problems.append(f"{mode}: {len(failed[mode])} of {count} runs failed: {failed[mode][0]}")
+    for name in names:
+        rows = runs.get(name, {})
+        count = len(rows) + len(failed.get(name, ()))
+        if failed.get(name):
+            problems.append(f"{name}: {len(failed[name])} of {count} runs failed: {failed[name][0]}")
         by = unit(rows.values())
         if diverged := [number for number, row in rows.items() if row["diverged"]]:
             which = f"{by}{'s' * (len(diverged) > 1)} {', '.join(map(str, diverged))}"
-            problems.append(f"{mode}: diverged with {which}: the loss ended as NaN or well above its start")
+            problems.append(f"{name}: diverged with {which}: the loss ended as NaN or well above its start")
         for number, row in rows.items():
             fraction = row["skipped"] / max(row["updates"], 1)
             if fraction > MANY_SKIPPED:
                 problems.append(
-                    f"{mode}: with {by} {number}, {row['skipped']} of {row['updates']} updates were skipped "
+                    f"{name}: with {by} {number}, {row['skipped']} of {row['updates']} updates were skipped "
                     f"({100 * fraction:.0f} %); docs/amp.md says what to do"
                 )
     return problems
@@ -188,30 +216,33 @@ def _memory_words(memory: Difference | None, rows: dict[int, Metrics]) -> str:
     return f"{percent:.0f} % {'less' if memory.value < 1 else 'more'} {of}"
 
 
-def _accuracy_words(accuracy: Difference | None, mode: dict[int, Metrics], base: dict[int, Metrics]) -> str:
-    if accuracy is None:
+def _metric_words(
+    difference: Difference | None, ours: dict[int, Metrics], theirs: dict[int, Metrics], judged: Judged
+) -> str:
+    if difference is None:
         return ""
-    ours, theirs = (spread(values_of(list(rows.values()), LAST)) for rows in (mode, base))
-    text = f"accuracy {ours} against {theirs}: "
-    if accuracy.low is None:
-        return text + f"one {unit(mode.values())} is too few to compare accuracy"
-    if not accuracy.seen:
+    mine, other = (spread(judged.values(list(rows.values())), judged.digits) for rows in (ours, theirs))
+    text = f"{judged.words} {mine} against {other}: "
+    if difference.low is None:
+        return text + f"one {unit(ours.values())} is too few to compare {judged.words}"
+    if not difference.seen:
         return text + "difference within noise"
-    return text + f"{abs(accuracy.value):.2f} points {'higher' if accuracy.value > 0 else 'lower'}"
+    return text + f"{judged.difference(abs(difference.value))} {'higher' if difference.value > 0 else 'lower'}"
 
 
-def _details(speed: Difference | None, accuracy: Difference | None, by: str) -> str:
-    """Confidence intervals, and the loss of accuracy that these seeds or folds could not have shown."""
+def _details(speed: Difference | None, metric: Difference | None, by: str, judged: Judged) -> str:
+    """Confidence intervals, and the loss that these seeds or folds could not have shown."""
     details = []
-    if accuracy is not None and accuracy.low is not None and accuracy.high is not None:
-        details.append(
-            f"difference in accuracy {accuracy.low:+.2f} to {accuracy.high:+.2f} points "
-            f"(95 % interval, {accuracy.runs} {by}s)"
-        )
-        if not accuracy.seen:
-            details.append(
-                f"a drop in accuracy of up to {max(0.0, -accuracy.low):.2f} points could be hidden in the noise"
-            )
+    if metric is not None and metric.low is not None and metric.high is not None:
+        low, high = judged.signed(metric.low), judged.difference(metric.high, "+")
+        details.append(f"difference in {judged.words} {low} to {high} (95 % interval, {metric.runs} {by}s)")
+        if not metric.seen:
+            worse, change = (-metric.low, "a drop") if judged.metric.higher else (metric.high, "a rise")
+            hidden = judged.difference(max(0.0, worse))
+            details.append(f"{change} in {judged.words} of up to {hidden} could be hidden in the noise")
+        if metric.runs_needed is not None:
+            more = metric.runs_needed - metric.runs
+            details.append(f"too few {by}s to tell: {more} more would show a difference as large as this one")
     if speed is not None and speed.low is not None and speed.high is not None:
         details.append(f"speed {speed.low:.2f}x to {speed.high:.2f}x")
     return "; ".join(details)
@@ -223,10 +254,12 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
     return f"{mean:.{digits}f} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else f"{mean:.{digits}f}"
 
 
-def _pairs(mode: dict[int, Metrics], base: dict[int, Metrics], key: str) -> list[tuple[float, float]]:
-    """A metric of both modes, paired by seed or fold: the effect of it is the same in both."""
-    common = [each for each in mode if each in base and mode[each][key] is not None and base[each][key] is not None]
-    return [(mode[each][key], base[each][key]) for each in common]
+def _pairs(
+    ours: dict[int, Metrics], theirs: dict[int, Metrics], value_of: Callable[[Metrics], float | None]
+) -> list[tuple[float, float]]:
+    """A value of both, paired by seed or fold: the effect of it is the same in both."""
+    values = [(value_of(ours[each]), value_of(theirs[each])) for each in ours if each in theirs]
+    return [(one, other) for one, other in values if one is not None and other is not None]
 
 
 def values_of(rows: Sequence[Metrics], key: str) -> list[float]:

@@ -101,14 +101,14 @@ class History:
         return task_of(self.of("val"))
 
     def best(self, metric: Metric) -> BestValidation | None:
-        """Best of all validations, of any of the weights, as the run itself computes it. `metric`: in percent."""
+        """Best of all validations, of any of the weights, as the run itself computes it."""
         validations = [
             BestValidation(line[f"{which.prefix}{metric.name}"], which, line)
             for line in self.of("val")
             for which in SETS
             if line.get(f"{which.prefix}{metric.name}") is not None
         ]
-        return max(validations, key=lambda best: best.value, default=None)
+        return max(validations, key=lambda best: best.value if metric.higher else -best.value, default=None)
 
     def last(self, metric: Metric) -> dict[WeightSet, float]:
         """Of each set of weights, in the last validation; without those that have no value."""

@@ -19,6 +19,8 @@ class Metric(NamedTuple):
     percent: bool = True
     higher: bool = True
     """Whether a higher value is better"""
+    counts_images: bool = False
+    """Whether it is a share of the images, so that it changes by whole images"""
 
     @property
     def heading(self) -> str:
@@ -43,8 +45,8 @@ class TaskKind:
 
 
 LOSS = Metric("loss", "loss", "Loss", percent=False, higher=False)
-TOP1 = Metric("acc1", "top-1", "Accuracy, top-1 (%)")
-TOP5 = Metric("acc5", "top-5")
+TOP1 = Metric("acc1", "top-1", "Accuracy, top-1 (%)", counts_images=True)
+TOP5 = Metric("acc5", "top-5", counts_images=True)
 MAP = Metric("map", "mAP", "Mean average precision (%)")
 ONE_LABEL = TaskKind((LOSS, TOP1, TOP5), TOP1, "top-1 accuracy (%)")
 SEVERAL_LABELS = TaskKind(
@@ -55,7 +57,7 @@ SEVERAL_LABELS = TaskKind(
         Metric("f1_macro", "F1 at 0.5, macro"),
         Metric("f1_micro_tuned", "F1 at tuned thresholds, micro"),
         Metric("f1_macro_tuned", "F1 at tuned thresholds, macro"),
-        Metric("exact_match", "exact match"),
+        Metric("exact_match", "exact match", counts_images=True),
     ),
     MAP,
     "mAP (%)",

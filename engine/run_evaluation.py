@@ -19,9 +19,8 @@ from engine.run_folder import make_run_folder, write_run_files
 from engine.setup import build_for_evaluation
 from utils.distributed.world import on_every_rank
 from utils.log import log
-from utils.record.chosen import best_set
 from utils.record.tasks import METRICS
-from utils.record.weight_sets import PLAIN, SETS, WeightSet
+from utils.record.weight_sets import PLAIN, SETS, WeightSet, best_set
 
 
 def evaluate_only(given: Run, dry: bool) -> None:

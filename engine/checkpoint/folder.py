@@ -10,7 +10,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import safetensors
 import safetensors.torch
@@ -33,8 +33,10 @@ from utils.record.checkpoints import (
     update_in,
     verify,
 )
-from utils.record.chosen import Chosen
 from utils.record.meta import FORMAT, META_HASH, check_fields, hash_of
+
+if TYPE_CHECKING:
+    from utils.record.chosen import Chosen
 
 REPLACED, REMOVED = ".tmp-old-", ".tmp-gone-"
 _HIDDEN = rf"\.tmp-(\d+-\d+|(old|gone)-{NAME})"

@@ -10,9 +10,8 @@ from typing import Any
 from engine.measure.task import Metrics
 from utils.config import Config
 from utils.log import log
-from utils.record.chosen import best_set
 from utils.record.tasks import METRICS, ONE_LABEL
-from utils.record.weight_sets import PLAIN, WeightSet, set_of
+from utils.record.weight_sets import PLAIN, WeightSet, best_set, set_of
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from utils.errors import UserError
 from utils.files import kind_of_path
 from utils.record.checkpoints import META, Checkpoint, checkpoint_of, inspect
 from utils.record.tasks import METRICS, ONE_LABEL, BestBy, Metric
-from utils.record.weight_sets import BETTER, PLAIN, SETS, WeightSet, set_named, set_of
+from utils.record.weight_sets import BETTER, PLAIN, SETS, WeightSet, best_set, is_number, set_named, set_of
 from utils.record.weights_file import read_weights_meta
 
 
@@ -113,12 +112,6 @@ def chosen_at(path: Path, weights: str = BETTER) -> Chosen:
     return replace(found, which=which, words=f"{found.place.name}{f' ({why})' if why else ''}, {words}")
 
 
-def best_set(values: Mapping[WeightSet, Any], by: Metric) -> WeightSet | None:
-    """The better weights by their values of the metric `by`; the first if they are equal, None without a value."""
-    scores = {which: float(value if by.higher else -value) for which, value in values.items() if _is_number(value)}
-    return max(scores, key=lambda which: scores[which]) if scores else None
-
-
 def choose_weights(
     meta: Mapping[str, Any], available: Collection[WeightSet], wanted: str, reason: str = ""
 ) -> tuple[WeightSet, str]:
@@ -161,7 +154,7 @@ def _metrics(meta: Mapping[str, Any]) -> dict[WeightSet, dict[str, float]]:
     metrics, found = meta.get("metrics"), {which: {} for which in SETS}
     for key, value in metrics.items() if isinstance(metrics, Mapping) else ():
         which, name = set_of(key)
-        if _is_number(value):
+        if is_number(value):
             found[which][name] = value
     return found
 
@@ -170,7 +163,3 @@ def _deciding_metric(meta: Mapping[str, Any]) -> Metric:
     """The run's SAVE_BEST_BY; its default if it is missing or unknown."""
     by = meta.get("settings", {}).get("SAVE_BEST_BY")  # of a foreign meta.json too
     return METRICS[by] if by in get_args(BestBy) else ONE_LABEL.best
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from utils.record.tasks import Metric
 
 
 class WeightSet(NamedTuple):
@@ -50,3 +54,13 @@ def set_of(metric: str) -> tuple[WeightSet, str]:
     """'ema_acc1' -> the EMA, 'acc1'."""
     which = next((one for one in SETS if one.prefix and metric.startswith(one.prefix)), PLAIN)
     return which, metric.removeprefix(which.prefix)
+
+
+def best_set(values: Mapping[WeightSet, Any], by: Metric) -> WeightSet | None:
+    """The better weights by their values of the metric `by`; the first if they are equal, None without a value."""
+    scores = {which: float(value if by.higher else -value) for which, value in values.items() if is_number(value)}
+    return max(scores, key=lambda which: scores[which]) if scores else None
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from datasets import comes_unsplit
 from engine.machine.context import Run, global_batch
 from engine.machine.device import describe_devices
 from engine.machine.environment import arguments, libraries
-from engine.measure.ranking import describe_untuned
 from engine.optim.build import describe_learning_rate, describe_optimizer, scaled_learning_rates
 from engine.optim.groups import describe_muon
 from engine.optim.layer_rates import describe_fine_tuning
-from engine.optim.loss import describe_loss
 from engine.optim.schedule import describe_schedule
 from engine.setup import Ready, ReadyToTrain, weights_of_classes
+from engine.task.losses import describe_loss
 from models import describe as describe_model
 from utils.cli import version_text
 from utils.config import Config
@@ -36,9 +34,8 @@ def banner(run: Run, ready: Ready, folder: Path | None) -> str:
         ("model", describe_model(ready.model)),
         ("data", _data(config, ready)),
         ("inputs", _inputs(config.DATA)),
+        *ready.task.rows(ready.val_set).items(),
     ]
-    if words := _thresholds(config, ready):
-        rows.append(("thresholds", words))
     if isinstance(ready, ReadyToTrain):
         if ready.parts.sharding is not None:
             rows.append(("strategy", ready.parts.sharding.words()))
@@ -67,9 +64,7 @@ def _joined(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def _data(config: Config, ready: Ready) -> str:
-    classes = (
-        f"{counted(int(config.MODEL.NUM_CLASSES), 'class')}{', several labels per image' * config.DATA.MULTI_LABEL}"
-    )
+    classes = ready.task.words()
     size = f"{config.DATA.IMAGE_SIZE} x {config.DATA.IMAGE_SIZE} x {config.DATA.IMAGE_CHANNELS}"
     if not isinstance(ready, ReadyToTrain):
         from engine.evaluated_data import images_of_all, title_of
@@ -85,16 +80,6 @@ def _data(config: Config, ready: Ready) -> str:
     if config.DATA.PART == "all" or not comes_unsplit(config.DATA):
         return text
     return f"{text}; split at random by DATA.VAL_FRACTION {config.DATA.VAL_FRACTION:g}"
-
-
-def _thresholds(config: Config, ready: Ready) -> str:
-    """Classes with too few validation images for a threshold of their own; '' with one label per image."""
-    labels = ready.val_set.sample_labels() if config.DATA.MULTI_LABEL else None
-    if labels is None:
-        return ""
-    names, least = ready.val_set.classes or [], config.DATA.THRESHOLD_IMAGES
-    untuned = np.flatnonzero(labels.sum(0, dtype=np.int64) < least)
-    return describe_untuned(untuned, [*names, *range(len(names), labels.shape[1])], least)
 
 
 def _classes(config: Config, ready: ReadyToTrain) -> str:

@@ -12,7 +12,7 @@ from datasets import ValLoader
 from engine.amp.precision import Precision
 from engine.machine.late_compiler import uncompiled
 from engine.machine.memory import IN_VALIDATION, is_out_of_memory
-from engine.measure.task import SINGLE_LABEL, Metrics, Task
+from engine.task.base import Metrics, Task
 from utils.distributed.world import World
 
 
@@ -24,8 +24,8 @@ def evaluate(
     inputs: nn.Module,
     precision: Precision,
     world: World,
+    task: Task,
     between: Callable[[], None] = lambda: None,
-    task: Task = SINGLE_LABEL,
 ) -> Metrics:
     """Metrics of the validation split. A collective call.
 

@@ -7,6 +7,7 @@ from its checkpoint instead (utils/config/resumed.py).
 from __future__ import annotations
 
 from datasets import count_classes, source_of
+from engine.task import task_of
 from utils.config import Loaded
 from utils.config.kinds import AUTO
 from utils.config.read import Entry
@@ -55,7 +56,7 @@ def _with_classes(loaded: Loaded) -> Loaded:
     number = max(number, 1)  # the check of the data reports negative labels, with their lines
     name = source_of(config.DATA)
     note = f"{CLASSES} {number}: classes of {name}"
-    if number == 1 and not config.DATA.MULTI_LABEL:
+    if number < task_of(config).fewest_classes:
         note += ". With one class there is nothing to learn: is DATA.DATA_PATH the folder that holds the class folders?"
     return loaded.with_values({CLASSES: Entry(number, f"classes of {name}")}, [note])
 

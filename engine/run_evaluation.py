@@ -13,10 +13,10 @@ from engine.evaluate import evaluate
 from engine.fit.batch_size import settle_batch
 from engine.machine.context import Run
 from engine.measure.progress import Position
-from engine.measure.task import Metrics, task_of
 from engine.report.reporter import Reporter
 from engine.run_folder import make_run_folder, write_run_files
 from engine.setup import build_for_evaluation
+from engine.task.base import Metrics
 from utils.distributed.world import on_every_rank
 from utils.log import log
 from utils.record.tasks import METRICS
@@ -60,7 +60,7 @@ def evaluate_only(given: Run, dry: bool) -> None:
             ready.inputs,
             ready.precision,
             world,
-            task=task_of(config),
+            ready.task,
         )
     # The epoch that the weights come from; the saved position may already be the start of the next one.
     position = Position(epoch=checkpoint.meta["epoch"], update=checkpoint.meta["update"]) if checkpoint else Position()

@@ -35,13 +35,12 @@ from engine.measure.bottleneck import Setting
 from engine.measure.meters import TrainMeters
 from engine.measure.progress import Best, Position, updates_left
 from engine.measure.stage_times import DATA, stages_of
-from engine.measure.task import task_of
 from engine.optim.build import build_optimizer, compiles_step, scaled_learning_rates
 from engine.optim.layer_rates import describe_parameters
-from engine.optim.loss import label_loss
 from engine.optim.schedule import Schedule, build_scheduler
 from engine.order import Site, abilities
 from engine.speed.tuning import Tuning, tune
+from engine.task import Task, task_of
 from engine.update import Parts
 from models import build_model, frozen_weights, unfreeze
 from utils.config import Config, config_hash
@@ -63,6 +62,7 @@ BATCH_CHOICE = "batch_size"
 class Ready:
     """All that validation needs."""
 
+    task: Task
     model: nn.Module
     inputs: nn.Module
     precision: Precision
@@ -92,7 +92,7 @@ def build_for_evaluation(run: Run, checkpoint: Checkpoint | None = None) -> Read
     val_set = open_dataset(data, False, config.MODEL.NUM_CLASSES, config.SEED, device)
     val_batch = data.BATCH_SIZE_EVAL or data.BATCH_SIZE
     val_loader = ValLoader(val_set, val_batch, world.rank, world.size, _workers(config, world), device)
-    return Ready(model, inputs, precision, val_set, val_loader, tuning, choices)
+    return Ready(task_of(config), model, inputs, precision, val_set, val_loader, tuning, choices)
 
 
 def model_in_precision(
@@ -283,8 +283,9 @@ def update_parts(
 def _site(
     config: Config, world: World, model: nn.Module, precision: Precision, sharded: bool, train_set: ImageDataset | None
 ) -> Site:
-    train, device = config.TRAIN, precision.device
+    train, device, task = config.TRAIN, precision.device, task_of(config)
     weights = None if train_set is None else weights_of_classes(config, train_set)
+    weights = None if weights is None else torch.tensor(weights, dtype=torch.float32)
     return Site(
         config,
         model,
@@ -292,8 +293,8 @@ def _site(
         world,
         sharded,
         stages=stages_of(config.REPORT_STAGES, device),
-        change=build_batch_transform(train, config.MODEL.NUM_CLASSES, device),
-        criterion=label_loss(train, weights, config.DATA.MULTI_LABEL).to(device),
+        change=build_batch_transform(train, task, device),
+        criterion=task.loss(train, weights).to(device),
         classes=None if train_set is None else train_set.classes,
     )
 

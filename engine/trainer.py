@@ -19,12 +19,12 @@ from engine.measure.bottleneck import BottleneckMonitor
 from engine.measure.meters import Reading
 from engine.measure.profile import UpdateProfiler
 from engine.measure.progress import best_of_validation, resumed_best, seconds_of
-from engine.measure.task import Metrics, task_of
 from engine.measure.throughput import Throughput
 from engine.report.curves import Curves, title_of
 from engine.report.health import Health
 from engine.report.reporter import Reporter
 from engine.setup import ReadyToTrain, checkpoint_meta, setting_of
+from engine.task.base import Metrics
 from engine.update import Parts, train_update
 from utils.distributed.group import group_timeout
 from utils.distributed.world import broadcast, broadcast_buffers
@@ -57,7 +57,7 @@ class Trainer:
         self.per_epoch = self.train_loader.order.updates
         self.paused = False
         self._judge = BottleneckMonitor(setting_of(ready), world)
-        self._meta, self._task = checkpoint_meta(run, ready), task_of(config)
+        self._meta = checkpoint_meta(run, ready)
         self._title = title_of(config, ready.precision.name, ready.precision.level != "O0")
         self._curves = Curves(folder)
         kind = _kind_of_health(self.parts)
@@ -263,9 +263,7 @@ class Trainer:
         model = on_device(model, ready.precision.device)
         broadcast_buffers(model, self.world)
         samples, precision = len(ready.val_set), ready.precision
-        return evaluate(
-            model, ready.val_loader, samples, ready.inputs, precision, self.world, between=check, task=self._task
-        )
+        return evaluate(model, ready.val_loader, samples, ready.inputs, precision, self.world, ready.task, check)
 
     def _save(self, finished_epoch: int | None = None) -> None:
         """Save a checkpoint. `finished_epoch`: the epoch that has just ended, if one has."""

@@ -42,7 +42,7 @@ FLOORS: dict[str, list[str]] = {
         "__init__",
     ],
     "engine": [
-        "machine ability __init__",
+        "machine ability task __init__",
         "inputs",
         "amp",
         "measure",

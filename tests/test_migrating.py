@@ -17,6 +17,7 @@ from torchvision.transforms import RandomErasing, RandomResizedCrop
 from engine.inputs.mixup import build_batch_transform
 from engine.optim.build import build_optimizer
 from engine.optim.ema import Ema
+from engine.task.one import OneLabel
 from models import build_model
 from tests.documents import blocks, commands
 from tests.program import Result
@@ -77,7 +78,7 @@ def test_the_two_warm_ups_of_an_ema() -> None:
 
 def test_torchvisions_erasing_is_const() -> None:
     assert RandomErasing().value == 0
-    change = build_batch_transform(TrainConfig(RANDOM_ERASE_PROB=1.0, RANDOM_ERASE_MODE="const"), 10, CPU)
+    change = build_batch_transform(TrainConfig(RANDOM_ERASE_PROB=1.0, RANDOM_ERASE_MODE="const"), OneLabel(10), CPU)
     torch.manual_seed(0)
     images = change(torch.ones(4, 3, 32, 32), torch.zeros(4, dtype=torch.long)).images
     assert images.unique().tolist() == [0.0, 1.0]
@@ -89,7 +90,7 @@ def test_images_are_erased_before_they_are_mixed() -> None:
     """Halfway between an image and its erased partner: a value that erasing after mixing could not leave."""
     train = TrainConfig(RANDOM_ERASE_PROB=1.0, RANDOM_ERASE_MODE="const", MIXUP_ALPHA=1.0)
     torch.manual_seed(0)
-    images = build_batch_transform(train, 10, CPU)(torch.ones(8, 3, 32, 32), torch.arange(8)).images
+    images = build_batch_transform(train, OneLabel(10), CPU)(torch.ones(8, 3, 32, 32), torch.arange(8)).images
     assert len(images.unique()) > 2
 
 

@@ -22,7 +22,7 @@ from engine.checkpoint.folder import new_checkpoint, prune, write_files
 from engine.checkpoint.host_copy import HostCopy, on_host, size_words
 from engine.machine.stopping import signals
 from engine.measure.progress import Best, Position
-from engine.measure.task import Metrics
+from engine.task.base import Metrics
 from engine.update import Parts
 from utils.config.schema import Config
 from utils.errors import TrainingError

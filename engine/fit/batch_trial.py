@@ -18,6 +18,7 @@ from engine.amp.skip_watch import OverflowWatch, replay_bytes
 from engine.machine.device import synchronize
 from engine.machine.memory import is_out_of_memory
 from engine.setup import model_in_precision, update_parts
+from engine.task import task_of
 from engine.update import Parts, train_update
 from models import unfreeze
 from utils.config import Config
@@ -181,7 +182,4 @@ class Trial:
         data, device = self._config.DATA, self._device
         shape = (size, data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE)
         images = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
-        labels = torch.randint(0, self._config.MODEL.NUM_CLASSES, (size,), device=device)
-        if self._config.DATA.MULTI_LABEL:
-            labels = torch.nn.functional.one_hot(labels, self._config.MODEL.NUM_CLASSES).float()
-        return Batch(images, labels, torch.arange(size))
+        return Batch(images, task_of(self._config).example(size, device), torch.arange(size))

@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from timm.data.mixup import Mixup, cutmix_bbox_and_lam, mixup_target
+from timm.data.mixup import Mixup, cutmix_bbox_and_lam
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
+from engine.task.base import Task
 from utils.config.train import TrainConfig
 
 ERASE_SPLITS = 2
@@ -39,10 +40,10 @@ def no_transform(images: Tensor, labels: Tensor) -> TransformedBatch:
     return TransformedBatch(images, labels, labels)
 
 
-def build_batch_transform(train: TrainConfig, classes: int, device: torch.device) -> BatchTransform:
+def build_batch_transform(train: TrainConfig, task: Task, device: torch.device) -> BatchTransform:
     """The batch transform that TRAIN asks for. Validation has none."""
     erase = _random_erasing(train, device) if train.RANDOM_ERASE_PROB else None
-    mix = Mixing(train, classes) if train.mixes else None
+    mix = Mixing(train, task) if train.mixes else None
     if erase is None and mix is None:
         return no_transform
 
@@ -90,7 +91,8 @@ class Mixing(Mixup):
     in timm, the i-th from the end; the middle one of an odd batch is its own partner and stays unmixed.
     """
 
-    def __init__(self, train: TrainConfig, classes: int) -> None:
+    def __init__(self, train: TrainConfig, task: Task) -> None:
+        self._task = task
         super().__init__(
             mixup_alpha=train.MIXUP_ALPHA,
             cutmix_alpha=train.CUTMIX_ALPHA,
@@ -99,7 +101,6 @@ class Mixing(Mixup):
             switch_prob=train.MIXUP_SWITCH_PROB,
             mode=train.MIXUP_MODE,
             label_smoothing=0.0,  # the loss smooths, with the same result: both are linear in the target
-            num_classes=classes,
         )
 
     def mixed(self, images: Tensor, labels: Tensor) -> TransformedBatch:
@@ -115,12 +116,7 @@ class Mixing(Mixup):
         in_box = (row >= top) & (row < bottom) & (column >= left) & (column < right)
         own = torch.where(is_mixup > 0, lam, 1.0).masked_fill(in_box, 0.0)
         mixed = torch.lerp(images.flip(0), images, own.to(images.dtype))
-        lam = lam.reshape(count, 1)
-        if labels.is_floating_point():  # several labels per image
-            partners = labels.flip(0)
-            return TransformedBatch(mixed, torch.lerp(partners, labels, lam), labels.where(lam >= 0.5, partners))
-        targets = mixup_target(labels, self.num_classes, lam)  # pyright: ignore[reportArgumentType]  # a row per image
-        return TransformedBatch(mixed, targets, torch.where(lam[:, 0] >= 0.5, labels, labels.flip(0)))
+        return TransformedBatch(mixed, *self._task.mixed(labels, lam.reshape(count, 1)))
 
     def _draw(self, count: int, size: tuple[int, int]) -> _Draw:
         """Draw random numbers in timm's order, so that the same seed gives the same ones."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.measure.task import SINGLE_LABEL, Metrics, Task, sum_type_of
+from engine.task.base import Metrics, Task, sum_type_of
 from utils.distributed.world import World, sum_over_ranks
 
 # Indices into the rows of sums; between them are the two counts of the task.
@@ -35,7 +35,7 @@ class Reading:
 
 
 class TrainMeters:
-    def __init__(self, device: torch.device, world: World, task: Task = SINGLE_LABEL) -> None:
+    def __init__(self, device: torch.device, world: World, task: Task) -> None:
         self._world, self._task = world, task
         self._sum_type = sum_type_of(device)
         self._update, self._epoch = (torch.zeros(4, dtype=self._sum_type, device=device) for _ in range(2))

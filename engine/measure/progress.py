@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.measure.task import Metrics
+from engine.task.base import Metrics
 from utils.config import Config
 from utils.log import log
 from utils.record.tasks import METRICS, ONE_LABEL

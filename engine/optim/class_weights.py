@@ -3,7 +3,7 @@
 The loss of an update is the sum of (class weight x loss) over all its images, divided by the sum of their class
 weights: what torch's weighted cross-entropy gives for the whole global batch, however it is cut into micro-batches.
 `WeightedCrossEntropy` gives that mean for a micro-batch, and `Share.weight` weighs the micro-batches. With TRAIN.LOSS
-bce they weigh the positives of each class instead (`engine/optim/loss.py`).
+bce they weigh the positives of each class instead (`engine/task/losses.py`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 from datasets.labels import images_of_classes
 from utils.config.train import TrainConfig
@@ -23,29 +21,6 @@ from utils.files import read_regular_text
 
 BALANCED = "balanced"
 KEY = "TRAIN.CLASS_WEIGHTS"
-
-
-class WeightedCrossEntropy(nn.Module):
-    """Mean cross-entropy of a micro-batch, in which each image counts with the weight of its class.
-
-    For labels it is torch's. For mixed targets, one row of probabilities per image, torch divides by the number of
-    images; this divides by the sum of the images' weights, each the mean of its classes' weights by their
-    probabilities. So a target that is one class alone gives the same as its label.
-    """
-
-    weights: Tensor
-
-    def __init__(self, weights: Tensor, smoothing: float) -> None:
-        super().__init__()
-        self.register_buffer("weights", weights)
-        self.smoothing = smoothing
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        if not targets.is_floating_point():
-            return F.cross_entropy(logits, targets, self.weights, label_smoothing=self.smoothing)
-        total = F.cross_entropy(logits, targets, self.weights, label_smoothing=self.smoothing, reduction="sum")
-        # Not a matrix product, which autocast would compute in half precision.
-        return total / (targets * self.weights).sum()
 
 
 def class_weights(

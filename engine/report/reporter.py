@@ -16,9 +16,9 @@ from engine.ability import Figure
 from engine.measure.bottleneck import Bottleneck
 from engine.measure.meters import Reading
 from engine.measure.progress import Best, Position, clock, updates_left
-from engine.measure.task import Metrics
 from engine.measure.throughput import Perf
 from engine.report.tensorboard import Board
+from engine.task.base import Metrics
 from utils.config.schema import Config
 from utils.log import log
 from utils.record import tasks

@@ -22,8 +22,8 @@ from engine.checkpoint.folder import fp32_modules, read_chosen
 from engine.checkpoint.restore import load_weights
 from engine.machine.device import pick_device, set_up_device
 from engine.machine.memory import is_out_of_memory
-from engine.measure.ranking import HALF, describe_untuned
 from engine.setup import model_in_precision
+from engine.task.ranking import HALF, describe_untuned
 from utils.cli import CommandLine, amp_settings
 from utils.config import Config
 from utils.distributed.world import ALONE

@@ -21,6 +21,7 @@ from engine.order import Site, abilities
 from engine.setup import ReadyToTrain, build_for_training
 from engine.speed.shape import BuiltModel, Choice, Shape
 from engine.speed.tuning import shapes
+from engine.task.one import OneLabel
 from engine.update import Parts, train_update
 from utils.config import AmpConfig, Config, TrainConfig, load_config
 from utils.distributed.world import ALONE
@@ -114,7 +115,7 @@ def parts_of(
         optimizer=optimizer,
         schedule=schedule,
         precision=precision,
-        meters=TrainMeters(CPU, ALONE),
+        meters=TrainMeters(CPU, ALONE, OneLabel(10)),
         grad_clip=grad_clip,
         seed=0,
         world=ALONE,

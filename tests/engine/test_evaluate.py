@@ -14,7 +14,7 @@ from datasets.damage.broken import BrokenInValidation
 from datasets.loading.transparent import Transparent
 from engine.amp.precision import Precision
 from engine.evaluate import evaluate
-from engine.measure.task import Means
+from engine.task.one import Means, OneLabel
 from tests.engine.small import BF16, CPU, OFF
 from utils.config import AmpConfig
 from utils.distributed.world import ALONE
@@ -51,7 +51,7 @@ def model() -> nn.Module:
 
 
 def figures(net: nn.Module, loader: Loader, amp: AmpConfig = OFF, samples: int = SAMPLES) -> Means:
-    found = evaluate(net, loader, samples, Floats(), Precision(amp, CPU), ALONE)  # pyright: ignore[reportArgumentType]
+    found = evaluate(net, loader, samples, Floats(), Precision(amp, CPU), ALONE, OneLabel(10))  # pyright: ignore[reportArgumentType]
     assert isinstance(found, Means)
     return found
 
@@ -116,7 +116,7 @@ def test_evaluation_disables_dropout_and_restores_the_mode() -> None:
 def test_mode_is_restored_after_a_failure() -> None:
     net = model().train()
     with pytest.raises(IndexError):
-        evaluate(net, Loader(4, [0], 1), SAMPLES, nn.Flatten(0), Precision(OFF, CPU), ALONE)  # pyright: ignore[reportArgumentType]
+        evaluate(net, Loader(4, [0], 1), SAMPLES, nn.Flatten(0), Precision(OFF, CPU), ALONE, OneLabel(10))  # pyright: ignore[reportArgumentType]
     assert net.training
 
 

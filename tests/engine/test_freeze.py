@@ -125,7 +125,7 @@ def test_frozen_norms_keep_their_statistics_after_validation(tiny: Path) -> None
         train(ready, updates)
         train(whole, updates)
         loader, parts = ready.val_loader, ready.parts
-        evaluate(ready.model, loader, len(ready.val_set), parts.inputs, parts.precision, ALONE)
+        evaluate(ready.model, loader, len(ready.val_set), parts.inputs, parts.precision, ALONE, ready.task)
         assert ready.model.training
     assert moved(ready.model, before) == {"fc.weight", "fc.bias"}
     assert any(name.endswith("running_mean") for name in moved(whole.model, before)), "others do move"

@@ -15,8 +15,8 @@ from torch import Tensor
 from datasets import Batch, Window
 from engine.checkpoint.folder import read_tensors
 from engine.measure.meters import TrainMeters
-from engine.measure.task import MultiLabel
 from engine.setup import ReadyToTrain
+from engine.task.several import SeveralLabels
 from tests.engine.amp.modes import MODES, PLAIN_STEPS, WITH_MASTERS, change
 from tests.engine.small import CPU, build, windows
 from tests.program import Result, metrics, train_tiny, write_meta
@@ -96,7 +96,7 @@ def test_gradient_is_the_mean_over_the_images(tiny: Path, teacher: Path, path: s
     ours, plain = build(tiny, **{**fp32, **words}), build(tiny, **fp32)
     several = path == "several labels"
     if several:
-        ours.parts.meters = TrainMeters(CPU, ALONE, MultiLabel(10, 1))
+        ours.parts.meters = TrainMeters(CPU, ALONE, SeveralLabels(10, 1))
     window = only_window(ours, several)
     batches = list(window)
     expected = plain_gradient(plain, [batch for _, batch in batches], loss)

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.measure.task import correct
 from engine.saved.predictions import batches_of, guesses
 from engine.saved.trained import Trained
+from engine.task.one import correct
 from tools.common.parts import Part
 from tools.common.progress import progress_bar
 

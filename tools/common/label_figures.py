@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.measure.ranking import Scores, f1, scores_of
 from engine.saved.predictions import batches_of
 from engine.saved.trained import Trained
+from engine.task.ranking import Scores, f1, scores_of
 from tools.common.parts import Part
 from tools.common.progress import progress_bar
 

@@ -20,6 +20,7 @@ from engine.inputs.mixup import build_batch_transform
 from engine.inputs.normalize import Inputs
 from engine.machine.device import pick_device, set_up_device
 from engine.setup import training_data
+from engine.task import task_of
 from tools.common.output_file import writing
 from utils.config import Config
 from utils.distributed.world import ALONE
@@ -47,7 +48,7 @@ def first_images(config: Config, count: int) -> list[Shown]:
     set_up_device(config, device, ALONE)
     samples, loader = training_data(config, ALONE, device)
     inputs = Inputs(config.DATA).to(device)
-    change = build_batch_transform(config.TRAIN, config.MODEL.NUM_CLASSES, device)
+    change = build_batch_transform(config.TRAIN, task_of(config), device)
 
     def images() -> Iterator[Shown]:
         for update, window in enumerate(loader.epoch(1), start=1):

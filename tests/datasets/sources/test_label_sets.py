@@ -13,6 +13,7 @@ import torch
 from datasets import check_dataset, open_dataset
 from datasets.registry import count_classes
 from engine.inputs.mixup import Mixing
+from engine.task.several import SeveralLabels
 from tests.datasets.sources.published import image
 from utils.config import TrainConfig
 from utils.config.data import DataConfig
@@ -207,7 +208,7 @@ def test_mixup_mixes_rows(mode: str) -> None:
     labels = torch.tensor(label_rows()[:24]).float()
     train: Any = TrainConfig.model_validate({"MIXUP_ALPHA": 0.8, "MIXUP_MODE": mode, "LOSS": "bce"})
     images = torch.rand(24, 1, 1, 1).expand(24, 1, 4, 4).clone()
-    mixed = Mixing(train, 7).mixed(images, labels)
+    mixed = Mixing(train, SeveralLabels(7, 1)).mixed(images, labels)
     for row in range(24):
         own, partner = images[row, 0, 0, 0], images[23 - row, 0, 0, 0]
         lam = (mixed.images[row, 0, 0, 0] - partner) / (own - partner)

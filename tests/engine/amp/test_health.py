@@ -18,6 +18,7 @@ from engine.amp.skip_watch import Blame, OverflowWatch
 from engine.measure.meters import TrainMeters
 from engine.measure.progress import Position
 from engine.report.skips import ScaledHealth
+from engine.task.one import OneLabel
 from tests.engine.small import CPU, build
 from tests.program import Result, metrics
 from utils.config import AmpConfig
@@ -220,7 +221,7 @@ def test_ranks_log_one_line_per_skipped_update(health: Callable[..., ScaledHealt
 
 
 def test_stop_after_skips_counts_consecutive_skips_and_null_disables_it(health: Callable[..., ScaledHealth]) -> None:
-    meters = TrainMeters(CPU, ALONE)
+    meters = TrainMeters(CPU, ALONE, OneLabel(10))
     for update, moved in enumerate((False, False, False, True, False, False), start=1):
         meters.close_update(update, torch.tensor(1.0), moved, scaled=True)
     reading = meters.read(torch.tensor(1.0), 0.0)

@@ -20,6 +20,7 @@ from engine.amp.skip_watch import OverflowWatch
 from engine.evaluate import evaluate
 from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain
+from engine.task.one import Means
 from engine.update import train_update
 from tests.engine.amp.modes import BF16, FP16, FP32, MODES, PLAIN_STEPS, SCALED, WITH_MASTERS, amp, change
 from tests.engine.small import CPU, build, train, windows
@@ -196,8 +197,11 @@ def test_every_precision_learns(tiny: Path, mode: str) -> None:
     updates = 60 if mode.endswith(("bf16", "fp8")) else 30  # fp16 is slow on a CPU
     ready = build(tiny, **words)
     train(ready, updates)
-    means = evaluate(ready.model, ready.val_loader, len(ready.val_set), ready.inputs, ready.precision, ALONE)
+    means = evaluate(
+        ready.model, ready.val_loader, len(ready.val_set), ready.inputs, ready.precision, ALONE, ready.task
+    )
     assert means.loss < 1.9 if updates == 60 else means.loss < 2.2
+    assert isinstance(means, Means)
     assert means.acc1 > 25
 
 
@@ -209,7 +213,9 @@ def test_amp_eval_selects_validation_precision_and_does_not_affect_training(tiny
         before = {key: tensor.clone() for key, tensor in ready.model.state_dict().items()}
         seen: set[torch.dtype] = set()
         handle = ready.model.get_submodule("head").register_forward_hook(noting(seen))
-        means = evaluate(ready.model, ready.val_loader, len(ready.val_set), ready.inputs, ready.precision, ALONE)
+        means = evaluate(
+            ready.model, ready.val_loader, len(ready.val_set), ready.inputs, ready.precision, ALONE, ready.task
+        )
         handle.remove()
         figures[name] = means.loss
         assert seen == {ready.precision.choice.dtype if name == mode else FP32}

@@ -144,7 +144,7 @@ def test_smaller_micro_batches_and_validation_are_not_compiled(tiny: Path, how: 
     source = windows(ready)
     train(ready, 1, source)
     before = graphs()
-    evaluate(ready.model, ready.val_loader, len(ready.val_set), ready.inputs, ready.precision, ALONE)
+    evaluate(ready.model, ready.val_loader, len(ready.val_set), ready.inputs, ready.precision, ALONE, ready.task)
     sizes = []
     for window in source:
         _, batch = next(iter(window))

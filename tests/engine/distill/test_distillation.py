@@ -25,6 +25,7 @@ from engine.distill.teacher import Teacher, check_teacher_matches, load_teacher
 from engine.inputs.mixup import build_batch_transform
 from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain
+from engine.task.one import OneLabel
 from tests.engine.small import CPU, build, train, windows
 from tests.engine.test_no_host_copies import read_backs
 from tests.program import Result, metrics, train_tiny
@@ -90,7 +91,7 @@ def plain_losses(ready: ReadyToTrain, run: Path, mixing: dict[str, Any], kind: s
     teacher.load_state_dict(weights_of(run))
     train_config = TrainConfig.model_validate({key.removeprefix("TRAIN__"): value for key, value in mixing.items()})
     change, optimizer = (
-        build_batch_transform(train_config, 10, CPU),
+        build_batch_transform(train_config, OneLabel(10), CPU),
         AdamW(student.parameters(), lr=2e-3, weight_decay=0.0),
     )
     losses = []

@@ -234,7 +234,7 @@ def test_failed_validation_restores_training_mode(
 ) -> None:
     monkeypatch.setattr("engine.fit.out_of_memory.largest_blocks", lambda _device: "2 x 0.6 GiB")
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        evaluate(full.model, full.val_loader, len(full.val_set), full.inputs, full.precision, ALONE)
+        evaluate(full.model, full.val_loader, len(full.val_set), full.inputs, full.precision, ALONE, full.task)
     assert full.model.training
     run = Run(load_config(str(tiny)).config, ALONE, torch.device("cpu"), threads=1)
     told = describe(caught.value, run, full.parts, 7)

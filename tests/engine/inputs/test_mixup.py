@@ -18,6 +18,7 @@ from datasets import Window
 from engine.amp.skip_watch import OverflowWatch
 from engine.evaluate import evaluate
 from engine.inputs.mixup import Mixing, TransformedBatch, build_batch_transform, no_transform
+from engine.task.one import OneLabel
 from tests.engine.small import CPU, build, train, windows
 from tests.engine.test_no_host_copies import read_backs
 from tests.program import Result, metrics
@@ -56,7 +57,7 @@ def test_mixed_images_and_loss_equal_timms(kind: str, mode: str) -> None:
         label_smoothing=0.1,
         num_classes=CLASSES,
     )
-    ours = Mixing(settings, CLASSES)
+    ours = Mixing(settings, OneLabel(CLASSES))
     logits = torch.randn(6, CLASSES, generator=torch.Generator().manual_seed(2))
     mixed = 0
     for seed in range(20):
@@ -74,7 +75,7 @@ def test_mixed_images_and_loss_equal_timms(kind: str, mode: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_label_of_a_mixed_image_is_that_of_the_larger_weight(kind: str) -> None:
-    mix = Mixing(TrainConfig.model_validate({**KINDS[kind], "MIXUP_MODE": "elem"}), CLASSES)
+    mix = Mixing(TrainConfig.model_validate({**KINDS[kind], "MIXUP_MODE": "elem"}), OneLabel(CLASSES))
     images, labels = samples()
     np.random.seed(0)
     swapped = 0
@@ -89,7 +90,7 @@ def test_label_of_a_mixed_image_is_that_of_the_larger_weight(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["mixup", "cutmix"])
 def test_middle_image_of_an_odd_batch_is_not_mixed(kind: str, mode: str) -> None:
     """A last micro-batch may be of any size where DATA.DROP_LAST is off."""
-    mix = Mixing(TrainConfig.model_validate({**KINDS[kind], "MIXUP_MODE": mode}), CLASSES)
+    mix = Mixing(TrainConfig.model_validate({**KINDS[kind], "MIXUP_MODE": mode}), OneLabel(CLASSES))
     for count in (1, 5):
         images, labels = samples(count)
         np.random.seed(3)
@@ -105,13 +106,13 @@ def test_middle_image_of_an_odd_batch_is_not_mixed(kind: str, mode: str) -> None
 def test_mixing_does_not_write_to_its_input() -> None:
     images, labels = samples()
     before = images.clone()
-    Mixing(TrainConfig(CUTMIX_ALPHA=1.0), CLASSES).mixed(images, labels)
+    Mixing(TrainConfig(CUTMIX_ALPHA=1.0), OneLabel(CLASSES)).mixed(images, labels)
     assert torch.equal(images, before)
 
 
 def erased(**settings: object) -> Tensor:
     """Which pixels of a batch of 40 images of ones were put out, and with what."""
-    change = build_batch_transform(TrainConfig.model_validate(settings), CLASSES, CPU)
+    change = build_batch_transform(TrainConfig.model_validate(settings), OneLabel(CLASSES), CPU)
     seed_all(0, "erasing")
     return change(torch.ones(40, 3, 16, 16), torch.zeros(40, dtype=torch.int64)).images
 
@@ -132,7 +133,9 @@ def test_random_erasing_follows_its_settings() -> None:
 
 
 def test_no_batch_transform_by_default() -> None:
-    assert build_batch_transform(TrainConfig(MIXUP_PROB=1.0, RANDOM_ERASE_COUNT=3), CLASSES, CPU) is no_transform
+    assert (
+        build_batch_transform(TrainConfig(MIXUP_PROB=1.0, RANDOM_ERASE_COUNT=3), OneLabel(CLASSES), CPU) is no_transform
+    )
 
 
 def keeping(parts: Any) -> list[TransformedBatch]:
@@ -186,13 +189,13 @@ def test_reported_accuracy_uses_the_labels_of_the_larger_weight(tiny: Path) -> N
 
     ready.parts.change = always_right
     train(ready, 1)
-    assert ready.parts.meters.read(ready.parts.precision.scale_tensor(), 0.0).update.acc1 == 100.0
+    assert ready.parts.meters.read(ready.parts.precision.scale_tensor(), 0.0).update.fields()["acc1"] == 100.0
 
 
 def test_validation_has_no_batch_transform(tiny: Path) -> None:
     plain, mixing = build(tiny), build(tiny, **ALL_ON)
     figures = [
-        evaluate(ready.model, ready.val_loader, len(ready.val_set), ready.inputs, ready.precision, ALONE)
+        evaluate(ready.model, ready.val_loader, len(ready.val_set), ready.inputs, ready.precision, ALONE, ready.task)
         for ready in (plain, mixing)
     ]
     assert figures[0] == figures[1]

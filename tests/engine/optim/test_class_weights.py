@@ -13,8 +13,9 @@ from torch import Tensor
 
 from datasets import EpochOrder
 from engine.inputs.mixup import Mixing
-from engine.optim.class_weights import WeightedCrossEntropy, class_weights
-from engine.optim.loss import label_loss
+from engine.optim.class_weights import class_weights
+from engine.task.losses import WeightedCrossEntropy
+from engine.task.one import OneLabel
 from engine.update import accumulate
 from tests.engine.small import build, windows
 from utils.config import TrainConfig
@@ -78,15 +79,15 @@ def test_mixing_keeps_the_sum_of_weights_of_a_micro_batch(mode: str) -> None:
     _, labels = batch()
     seed_all("mixing")
     train = TrainConfig.model_validate({"MIXUP_ALPHA": 0.8, "CUTMIX_ALPHA": 1.0, "MIXUP_MODE": mode})
-    targets = Mixing(train, 5).mixed(torch.zeros(len(labels), 1, 4, 4), labels).targets
+    targets = Mixing(train, OneLabel(5)).mixed(torch.zeros(len(labels), 1, 4, 4), labels).targets
     assert float((targets * WEIGHTS).sum()) == pytest.approx(float(WEIGHTS[labels].sum()), rel=1e-6)
 
 
 def test_equal_weights_are_the_plain_loss() -> None:
     logits, labels = batch()
     train = TrainConfig(SMOOTHING=0.1)
-    assert float(label_loss(train, np.full(5, 7.0))(logits, labels)) == pytest.approx(
-        float(label_loss(train, None)(logits, labels)), rel=1e-6
+    assert float(OneLabel(5).loss(train, torch.full((5,), 7.0))(logits, labels)) == pytest.approx(
+        float(OneLabel(5).loss(train, None)(logits, labels)), rel=1e-6
     )
 
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import trainer
-from engine.measure.task import SINGLE_LABEL, Means
 from engine.optim.ema import Ema
+from engine.task.one import Means, OneLabel
 from engine.trainer import Trainer
 from tests.engine.small import CPU
 from utils.config import TrainConfig
@@ -168,17 +168,18 @@ def test_ema_in_host_memory_stays_there(monkeypatch: pytest.MonkeyPatch) -> None
     """
     seen = []
 
-    def look(model: nn.Module, *_: object, between: object, task: object) -> Means:
+    def look(model: nn.Module, *others: object) -> Means:
+        task, between = others[-2:]
         assert callable(between)
-        assert task is SINGLE_LABEL
+        assert task == OneLabel(10)
         seen.append({p.device.type for p in model.parameters()})
         return Means(0.0, 0.0, 0.0)
 
     monkeypatch.setattr(trainer, "evaluate", look)
     ema, model = averaged(0.5, False, [True], as_tensor=False)
     precision = SimpleNamespace(device=torch.device("meta"))
-    ready = SimpleNamespace(precision=precision, inputs=None, val_set=[0], val_loader=None)
-    loop = SimpleNamespace(ready=ready, world=ALONE, _task=SINGLE_LABEL)
+    ready = SimpleNamespace(precision=precision, inputs=None, val_set=[0], val_loader=None, task=OneLabel(10))
+    loop = SimpleNamespace(ready=ready, world=ALONE)
     loop._stopping = SimpleNamespace(check=print)
     Trainer._evaluate(loop, ema.module)  # pyright: ignore[reportArgumentType]
     assert seen == [{"meta"}]

@@ -16,9 +16,9 @@ from engine.measure import throughput
 from engine.measure.meters import Reading
 from engine.measure.progress import Position, clock, seconds_of
 from engine.measure.stage_times import DATA, FORWARD, HostStages
-from engine.measure.task import Means
 from engine.measure.throughput import Perf, Throughput
 from engine.report.reporter import Reporter
+from engine.task.one import Means
 from tests.engine.small import CPU
 from utils.config import Config
 from utils.record.weight_sets import AVERAGE, PLAIN

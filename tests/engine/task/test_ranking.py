@@ -10,10 +10,11 @@ from sklearn.metrics import average_precision_score, f1_score
 from torch import Tensor
 
 from datasets import PADDING, Batch, validation_batches
-from engine.measure import task
 from engine.measure.meters import TrainMeters
-from engine.measure.ranking import HALF, describe_untuned, rank, scores_of
-from engine.measure.task import F1Means, MultiLabel, MultiLabelMetrics, SingleLabel, _ScoreTable
+from engine.task import several
+from engine.task.one import OneLabel
+from engine.task.ranking import HALF, describe_untuned, rank, scores_of
+from engine.task.several import F1Means, LabelMetrics, SeveralLabels, _ScoreTable
 from tests.engine.small import CPU
 from utils.distributed.world import ALONE
 from utils.errors import AllRanksError
@@ -45,9 +46,9 @@ def by_sklearn(logits: Tensor, labels: Tensor) -> dict[str, float]:
     }
 
 
-def tallied(logits: Tensor, labels: Tensor, batch_size: int, ranks: int) -> MultiLabelMetrics:
+def tallied(logits: Tensor, labels: Tensor, batch_size: int, ranks: int) -> LabelMetrics:
     """Metrics of a validation on so many ranks, with padded batches, as the ranks' sums give them."""
-    tallies = [_ScoreTable(SAMPLES, MultiLabel(CLASSES, 1), CPU) for _ in range(ranks)]
+    tallies = [_ScoreTable(SAMPLES, SeveralLabels(CLASSES, 1), CPU) for _ in range(ranks)]
     for rank_number, tally in enumerate(tallies):
         for plan in validation_batches(SAMPLES, batch_size, rank_number, ranks):
             indices = torch.from_numpy(plan)
@@ -75,7 +76,7 @@ def test_metrics_equal_scikit_learn(batch_size: int, ranks: int, coarse: bool) -
 def test_several_ranks_give_the_same_bits_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     one = tallied(*made(), 10, 1)
     assert one == tallied(*made(), 10, 2) == tallied(*made(), 7, 3)
-    monkeypatch.setattr(task, "BYTES_AT_ONCE", 1000)  # 103 rows in many parts
+    monkeypatch.setattr(several, "BYTES_AT_ONCE", 1000)  # 103 rows in many parts
     assert one == tallied(*made(), 7, 3)
     assert set(one.fields()) >= {"loss", "acc1", "acc5", "map", "f1_micro_tuned", "exact_match"}
     assert one.fields()["acc1"] is None
@@ -85,7 +86,7 @@ def test_several_ranks_give_the_same_bits_as_one(monkeypatch: pytest.MonkeyPatch
 def test_a_sample_counted_twice_or_never_is_an_error() -> None:
     logits, labels = made()
     for indices in (torch.arange(SAMPLES - 1), torch.tensor([*range(SAMPLES), 0])):
-        tally = MultiLabel(CLASSES, 1).tally(SAMPLES, CPU)
+        tally = SeveralLabels(CLASSES, 1).tally(SAMPLES, CPU)
         tally.add(logits[indices], Batch(torch.empty(0), labels[indices], indices))
         with pytest.raises(AllRanksError, match="validation counted 102 samples, not 103"):
             tally.metrics(ALONE)
@@ -150,7 +151,7 @@ def test_split_without_any_label_has_no_map() -> None:
 
 def test_training_f1_counts_all_decisions() -> None:
     logits, labels = made()
-    meters = TrainMeters(CPU, ALONE, MultiLabel(CLASSES, 1))
+    meters = TrainMeters(CPU, ALONE, SeveralLabels(CLASSES, 1))
     for rows in torch.arange(SAMPLES).split(25):
         meters.add(torch.ones(()), logits[rows], labels[rows], 0.2)
     meters.close_update(1, torch.zeros(()), True, False)
@@ -159,4 +160,4 @@ def test_training_f1_counts_all_decisions() -> None:
     expected = 100 * float(f1_score(labels.numpy().astype(int), (logits >= 0).numpy().astype(int), average="micro"))
     assert read.epoch.f1_micro == pytest.approx(expected, abs=1e-9)
     assert read.epoch.loss == pytest.approx(1.0)
-    assert isinstance(SingleLabel().training_metrics(1.0, (1.0, 2.0), 2.0).fields()["acc1"], float)
+    assert isinstance(OneLabel(4).training_metrics(1.0, (1.0, 2.0), 2.0).fields()["acc1"], float)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from engine.distill.targets import DistillationLoss
 from engine.inputs.mixup import Mixing
-from engine.optim.loss import BinaryCrossEntropy, label_loss
+from engine.task.losses import BinaryCrossEntropy
+from engine.task.one import OneLabel
 from engine.update import accumulate
 from tests.engine.small import build, windows
 from utils.config import TrainConfig, load_config
@@ -60,14 +61,14 @@ def test_loss_and_gradient_equal_timm_and_fp64(
 ) -> None:
     logits, labels = batch()
     train = TrainConfig(LOSS="bce", SMOOTHING=smoothing, BCE_TARGET_THRESH=threshold, BCE_SUM=sums, MIXUP_ALPHA=0.8)
-    ours = label_loss(train, None if weights is None else weights.numpy())
+    ours = OneLabel(5).loss(train, weights)
     theirs = TimmsBce(smoothing, threshold, sum_classes=sums, pos_weight=weights)
     one_hot = F.one_hot(labels, 5).float()
     targets = their_targets = labels
     if mixed:
         images = torch.zeros(len(labels), 1, 4, 4)
         seed_all("mixing")
-        targets = Mixing(train, 5).mixed(images, labels).targets
+        targets = Mixing(train, OneLabel(5)).mixed(images, labels).targets
         one_hot = targets
         seed_all("mixing")  # timm smooths in its mixup
         their_targets = Mixup(0.8, label_smoothing=smoothing, num_classes=5)(images.clone(), labels)[1]
@@ -95,7 +96,7 @@ def test_teacher_is_added_to_it(kind: str) -> None:
         else F.kl_div(logits.log_softmax(1), teacher.log_softmax(1), reduction="batchmean", log_target=True)
     )
     expected = 0.7 * TimmsBce(0.0, 0.0)(logits, labels) + 0.3 * of_teacher
-    found = DistillationLoss(label_loss(train, None), train)(logits, both)
+    found = DistillationLoss(OneLabel(5).loss(train, None), train)(logits, both)
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
@@ -144,7 +145,7 @@ def test_threshold_that_takes_all_classes_from_mixed_images_is_noted(
     loaded = load_config(None, words=words | mixing)
     noted = any(f"with a threshold below {needed:g}, every mixed image has one" in note for note in loaded.notes)
     assert noted == (bool(mixing) and float(threshold) >= needed)
-    loss = label_loss(loaded.config.TRAIN, None)
+    loss = OneLabel(4).loss(loaded.config.TRAIN, None)
     assert isinstance(loss, BinaryCrossEntropy)
     targets = loss._targets(torch.zeros(1, 4), torch.tensor([[0.5, 0.5, 0.0, 0.0]]))
     assert bool(targets.any()) == (float(threshold) < needed)

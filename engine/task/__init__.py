@@ -1,0 +1,16 @@
+"""The task of a run: what its labels are, and so its loss, its metrics, and what a prediction is."""
+
+from __future__ import annotations
+
+from engine.task.base import Task
+from utils.config import Config
+
+
+def task_of(config: Config) -> Task:
+    if config.DATA.MULTI_LABEL:
+        from engine.task.several import SeveralLabels
+
+        return SeveralLabels(config.MODEL.NUM_CLASSES, config.DATA.THRESHOLD_IMAGES)
+    from engine.task.one import OneLabel
+
+    return OneLabel(config.MODEL.NUM_CLASSES)

@@ -1,0 +1,110 @@
+"""What every task has: its loss, the targets of mixed images, and metrics of updates and of a validation."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from datasets import Batch, ImageDataset
+from utils.config.train import TrainConfig
+from utils.distributed.world import World
+from utils.errors import AllRanksError
+from utils.record.tasks import ONE_LABEL, TaskKind
+from utils.text import counted
+
+
+class Metrics:
+    """Metrics of an update, an epoch or a validation: attributes have the names of utils/record/tasks.py."""
+
+    loss: float
+    thresholds: tuple[float, ...] = ()
+    """The probability from which on each class is predicted, if the validation chose it."""
+
+    def fields(self) -> dict[str, float | None]:
+        """Fields for metrics.jsonl and meta.json. A task without top-1 and top-5 has them too, as null."""
+        own = {name: value for name, value in vars(self).items() if name != "thresholds"}
+        return dict.fromkeys(metric.name for metric in ONE_LABEL.metrics) | own
+
+    def average(self) -> str:
+        """The mean of the epoch so far, for a training log line."""
+        raise NotImplementedError
+
+    def summary(self, what: str) -> str:
+        """For the log line of a whole epoch or validation. `what`: Train or Validation."""
+        raise NotImplementedError
+
+    def fleet(self) -> str:
+        """For LOG_STYLE fleet."""
+        raise NotImplementedError
+
+
+class Tally(ABC):
+    """Sums of one validation."""
+
+    @abstractmethod
+    def add(self, logits: Tensor, batch: Batch) -> None:
+        """Count the samples of a batch. `logits`: float32."""
+
+    @abstractmethod
+    def metrics(self, world: World) -> Metrics:
+        """The metrics of all ranks together. A collective call."""
+
+
+@dataclass(frozen=True)
+class Task(ABC):
+    kind: ClassVar[TaskKind]
+    """Names and words of its metrics"""
+    fewest_classes: ClassVar[int] = 1
+    """With fewer there is nothing to learn."""
+    classes: int
+
+    def words(self) -> str:
+        """For the banner."""
+        return counted(self.classes, "class")
+
+    def rows(self, val_set: ImageDataset) -> dict[str, str]:
+        """More rows of the banner, by name."""
+        return {}
+
+    @abstractmethod
+    def loss(self, train: TrainConfig, weights: Tensor | None) -> nn.Module:
+        """(logits, targets) -> loss. `weights`: float32, of the classes; None: all are equal."""
+
+    @abstractmethod
+    def mixed(self, labels: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
+        """Targets and labels of images that are mixed with those of `labels.flip(0)`.
+
+        `lam`: weight of each image itself, B x 1. The label is that of the image with the larger weight.
+        """
+
+    @abstractmethod
+    def example(self, size: int, device: torch.device) -> Tensor:
+        """Made-up labels of a batch, for trials."""
+
+    @abstractmethod
+    def counts(self, logits: Tensor, labels: Tensor, sum_type: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The two counts of a micro-batch that `TrainMeters` adds up beside the loss."""
+
+    @abstractmethod
+    def training_metrics(self, loss: float, counts: tuple[float, float], samples: float) -> Metrics:
+        """Metrics of these sums."""
+
+    @abstractmethod
+    def tally(self, samples: int, device: torch.device) -> Tally:
+        """For a validation of so many samples."""
+
+
+def sum_type_of(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def check_count(counted_samples: float, samples: int) -> None:
+    """Raise if a validation did not count each sample once."""
+    if counted_samples != samples:
+        raise AllRanksError(
+            f"validation counted {counted_samples:.0f} samples, not {samples}; its metrics are not usable."
+        )

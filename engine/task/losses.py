@@ -1,0 +1,71 @@
+"""Losses for labels (TRAIN.LOSS). A task chooses among them; a teacher's loss is added in `engine/distill`."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from utils.config.train import TrainConfig
+
+
+class BinaryCrossEntropy(nn.Module):
+    """Binary cross-entropy of each class, as timm's `BinaryCrossEntropy` computes it.
+
+    Labels are made one-hot. Smoothing mixes targets with 1 / `outcomes`. timm does that in its mixup; here the loss
+    does it, with the same result. With one label, the outcomes are the classes; with several, each class has two, so
+    that targets move towards 0.5, as timm's `smooth_dense` does.
+    """
+
+    positive_weights: Tensor | None
+
+    def __init__(self, train: TrainConfig, outcomes: int, positive_weights: Tensor | None = None) -> None:
+        super().__init__()
+        self.outcomes = outcomes
+        self.smoothing, self.threshold, self.sums = train.SMOOTHING, train.BCE_TARGET_THRESH, train.BCE_SUM
+        self.register_buffer("positive_weights", positive_weights)
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        total = F.binary_cross_entropy_with_logits(
+            logits, self._targets(logits, targets), pos_weight=self.positive_weights, reduction="sum"
+        )
+        return total / (len(logits) if self.sums else logits.numel())
+
+    def _targets(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if not targets.is_floating_point():
+            classes = torch.arange(logits.shape[-1], device=logits.device)
+            targets = (targets.unsqueeze(1) == classes).to(logits.dtype)
+        if self.smoothing:
+            targets = targets * (1 - self.smoothing) + self.smoothing / self.outcomes
+        return targets if self.threshold is None else (targets > self.threshold).to(targets.dtype)
+
+
+class WeightedCrossEntropy(nn.Module):
+    """Mean cross-entropy of a micro-batch, in which each image counts with the weight of its class.
+
+    For labels it is torch's. For mixed targets, one row of probabilities per image, torch divides by the number of
+    images; this divides by the sum of the images' weights, each the mean of its classes' weights by their
+    probabilities. So a target that is one class alone gives the same as its label.
+    """
+
+    weights: Tensor
+
+    def __init__(self, weights: Tensor, smoothing: float) -> None:
+        super().__init__()
+        self.register_buffer("weights", weights)
+        self.smoothing = smoothing
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if not targets.is_floating_point():
+            return F.cross_entropy(logits, targets, self.weights, label_smoothing=self.smoothing)
+        total = F.cross_entropy(logits, targets, self.weights, label_smoothing=self.smoothing, reduction="sum")
+        # Not a matrix product, which autocast would compute in half precision.
+        return total / (targets * self.weights).sum()
+
+
+def describe_loss(train: TrainConfig) -> str:
+    """For the banner of a run; '' for cross-entropy."""
+    if train.LOSS == "ce":
+        return ""
+    threshold = "" if train.BCE_TARGET_THRESH is None else f", targets above {train.BCE_TARGET_THRESH:g} count as 1"
+    return f"loss bce, {'summed' if train.BCE_SUM else 'mean'} over classes{threshold}"

@@ -23,7 +23,7 @@ from engine.checkpoint.restore import load_weights
 from engine.machine.device import pick_device, set_up_device
 from engine.machine.memory import is_out_of_memory
 from engine.setup import model_in_precision
-from engine.task.ranking import HALF, describe_untuned
+from engine.task import Task, task_of
 from utils.cli import CommandLine, amp_settings
 from utils.config import Config
 from utils.distributed.world import ALONE
@@ -74,21 +74,8 @@ class Trained:
         return [self.name_of(label) for label in range(self.config.MODEL.NUM_CLASSES)]
 
     @property
-    def multi_label(self) -> bool:
-        """Whether an image has several labels, each with a probability of its own."""
-        return self.config.DATA.MULTI_LABEL
-
-    def thresholds(self) -> tuple[list[float], str]:
-        """With several labels: the probability from which on each class is predicted, and its origin for the log."""
-        found = self.chosen.thresholds
-        classes = int(self.config.MODEL.NUM_CLASSES)
-        if found is not None and len(found) == classes:
-            words = "a class is predicted if its probability reaches its own threshold, found in the model's validation"
-            least = self.config.DATA.THRESHOLD_IMAGES
-            untuned = [label for label, threshold in enumerate(found) if threshold == HALF]
-            return list(found), "; ".join(filter(None, (words, describe_untuned(untuned, self.names(), least))))
-        words = f"a class is predicted if its probability reaches {HALF}, because these weights have no thresholds"
-        return [HALF] * classes, words
+    def task(self) -> Task:
+        return task_of(self.config)
 
     def take(self, which: WeightSet) -> None:
         """Load a set of the saved weights."""

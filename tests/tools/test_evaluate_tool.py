@@ -24,7 +24,7 @@ from tools.checkpoint import command as checkpoint
 from tools.common.figures import Figures, figures_of
 from tools.common.parts import Part
 from tools.evaluate import command as evaluate
-from tools.evaluate.show import figures_as_json
+from tools.evaluate.one import figures_as_json
 
 CLASSES = 7
 SCORES: Any = sklearn.precision_recall_fscore_support  # its type stubs do not know the values it takes

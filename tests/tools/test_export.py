@@ -24,6 +24,7 @@ from datasets.decoding.background import background_of
 from datasets.transforms.pixels import Pixels
 from engine.saved.predictions import validation_predictions
 from engine.saved.trained import Trained, load_trained
+from engine.task.one import OneLabel
 from tests.program import ROOT, Result, train_tiny, write_meta
 from tools.export.check import CheckImages, compare
 from utils.config.data import DataConfig
@@ -203,7 +204,7 @@ def _images(count: int) -> CheckImages:
 
 
 class _Named:
-    multi_label = False
+    task = OneLabel(3)
 
     def name_of(self, label: int) -> str:
         return f"class {label}"

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.saved.predictions import batches_of
+from engine.saved.thresholds import thresholds_of
 from engine.saved.trained import Trained
 from engine.task.ranking import Scores, f1, scores_of
 from tools.common.parts import Part
@@ -71,7 +72,7 @@ def label_figures_from(trained: Trained, rows: Iterable[tuple[Tensor, Tensor]]) 
     """`rows`: logits and labels of the batches, on the host."""
     logits, labels = (torch.cat(column).double() for column in zip(*rows, strict=True))
     probabilities, truth = logits.sigmoid().numpy(), labels.numpy() > 0
-    thresholds = np.array(trained.thresholds()[0])
+    thresholds = np.array(thresholds_of(trained)[0])
     chosen = probabilities >= thresholds
     _, micro, macro = f1(chosen, truth)
     return LabelFigures(

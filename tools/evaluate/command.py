@@ -26,6 +26,7 @@ from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional, whole
 from utils.log import log
 from utils.record.run_folder import write_json
+from utils.record.tasks import ONE_LABEL, SEVERAL_LABELS
 from utils.record.weight_sets import AVERAGE, BETTER, CHOICES, PLAIN, SETS, WeightSet
 
 BOTH = "both"
@@ -65,10 +66,8 @@ def _evaluate(argv: list[str]) -> int:
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from engine.saved.trained import load_trained
-    from tools.common.figures import figures_of
-    from tools.common.label_figures import label_figures_of
     from tools.common.parts import open_part
-    from tools.evaluate import show, show_labels
+    from tools.evaluate import one, several
 
     log.setLevel("WARNING")  # building the model logs what the training has logged already
     part = {"DATA.PART": (line.asked.part, "-part")} if line.asked.part else {}
@@ -76,8 +75,9 @@ def _evaluate(argv: list[str]) -> int:
     trained = load_trained(model, BETTER if both else weights, given=given)
     for which in SETS if both else ():
         trained.chosen.other(which)  # an error if it is not there
-    if trained.multi_label and matrix is not None:
-        raise UserError("-confusion: a confusion matrix needs one label per image; -json has each class's metrics.")
+    task = {ONE_LABEL: one, SEVERAL_LABELS: several}[trained.task.kind]
+    if task.NO_MATRIX and matrix is not None:
+        raise UserError(f"-confusion: {task.NO_MATRIX}.")
     data, notes = open_part(trained, {*given.flags, *given.words})
     log.setLevel("INFO")
     if not both:
@@ -88,18 +88,24 @@ def _evaluate(argv: list[str]) -> int:
     for which in SETS if both else (trained.chosen.which,):
         if which != trained.chosen.which:
             trained.take(which)
-        found[which] = label_figures_of(trained, data) if trained.multi_label else figures_of(trained, data, bins)
-    shown = show_labels if trained.multi_label else show
-    log.info("%s", shown.text(trained, data, found))
+        found[which] = task.evaluated(trained, data, bins)
+    log.info("%s", task.text(trained, data, found))
     if matrix is not None:
         for which, figures in found.items():
             path = _matrix_of(matrix, which) if both else matrix
-            show.write_matrix(path, figures, trained.names())
+            task.write_matrix(path, figures, trained.names())
             log.info("Confusion matrix: %s", path)
     if out is not None:
-        fields = {which.name: shown.figures_as_json(figures) for which, figures in found.items()}
+        about = {
+            "model": trained.config.MODEL.NAME,
+            "source": str(trained.chosen.place),
+            "precision": trained.precision.name,
+            "data": data.title,
+            "classes": trained.names(),
+            "figures": {which.name: task.figures_as_json(figures) for which, figures in found.items()},
+        }
         with writing(out, "-json"):
-            write_json(out, show.as_json(trained, data, fields))
+            write_json(out, about)
         log.info("All metrics: %s", out)
     return EXIT_DONE
 

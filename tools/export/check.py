@@ -17,6 +17,7 @@ from datasets.sources.walk import SkippedFiles, images_below
 from engine.saved.predictions import name_of, split_of_run
 from engine.saved.trained import Trained
 from tools.common.progress import progress_bar
+from tools.export.outputs import outputs_of
 from utils.errors import TrainingError, UserError
 from utils.log import log
 from utils.text import counted
@@ -73,32 +74,9 @@ def compare(trained: Trained, images: CheckImages, expected: Tensor, logits: Ten
     worst = float(errors.max())
     if not worst <= tolerance:  # also for NaN
         raise TrainingError(_describe_differences(trained, images, (expected, logits), errors, tolerance))
-    if trained.multi_label:
-        return _labels_compared(trained, images, (expected, logits), worst, tolerance)
-    same = expected.argmax(1) == logits.argmax(1)
-    count = f"{counted(len(same), 'image')} {images.source}"
-    text = f"checked on {count}: largest difference {worst:.1e} x the largest output ({tolerance:g} allowed), top-1 "
-    if bool(same.all()):
-        return f"{text}the same on all"
-    row = int(torch.nonzero(~same)[0])
-    return (
-        f"{text}different on {int((~same).sum())}, where two classes are nearly equal: {images.names[row]} is "
-        f"{trained.name_of(int(expected[row].argmax()))} to the model, {trained.name_of(int(logits[row].argmax()))} "
-        "to the exported file"
-    )
-
-
-def _labels_compared(
-    trained: Trained, images: CheckImages, outputs: tuple[Tensor, Tensor], worst: float, tolerance: float
-) -> str:
-    """`compare` where an image has several labels; the exported file has logits, too, so its users need a sigmoid."""
-    thresholds = torch.tensor(trained.thresholds()[0], dtype=torch.float64)
-    expected, logits = (output.double().sigmoid() >= thresholds for output in outputs)
-    other = int((expected != logits).any(1).sum())
     return (
         f"checked on {counted(len(logits), 'image')} {images.source}: largest difference {worst:.1e} x the largest "
-        f"output ({tolerance:g} allowed), labels {f'different on {other}' if other else 'the same on all'}; apply a "
-        "sigmoid to the logits"
+        f"output ({tolerance:g} allowed), {outputs_of(trained).agreement(trained, images.names, expected, logits)}"
     )
 
 

@@ -135,6 +135,7 @@ def _export(argv: list[str]) -> int:
     from tools.export.formats import FORMATS
     from tools.export.hub import Hub
     from tools.export.model import Options
+    from tools.export.outputs import outputs_of
     from tools.export.push import check_push
     from tools.export.write import write_checked
 
@@ -144,11 +145,8 @@ def _export(argv: list[str]) -> int:
     repository = check_push(asked.push, bool(asked.public), bool(asked.overwrite)) if asked.push else None
     trained = load_trained(asked.path, asked.weights, device="cpu", amp="off")
     log.info("%s: %s", asked.path, trained.chosen.words)
-    if HUB in formats and trained.multi_label:
-        raise UserError(
-            f"-to {HUB}: this model has several labels per image, but the Hub and timm's example code apply a "
-            "softmax, which fits only one label; use safetensors, whose header names the sigmoid."
-        )
+    if HUB in formats and (why := outputs_of(trained).no_hub):
+        raise UserError(f"-to {HUB}: {why}.")
     images = images_for_check(trained, asked.images, asked.check, asked.part or "val")
     expected = reference_logits(trained, images)
     tolerance = asked.tolerance or TOLERANCES[asked.dtype]

@@ -19,6 +19,7 @@ from engine.checkpoint.restore import load_weights
 from engine.inputs.normalize import Inputs, per_channel
 from engine.saved.trained import Trained
 from models import timm_call
+from tools.export.outputs import outputs_of
 from utils.record.weights_file import MADE_BY
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -95,10 +96,5 @@ def metadata(trained: Trained, model: TimmModel, options: Options) -> dict[str, 
         "interpolation": data.INTERPOLATION,
         "exif_rotate": data.EXIF_ROTATE,
         "background": background_of(data),
-        **(_of_multi_label(trained) if trained.multi_label else {}),
+        **outputs_of(trained).metadata(trained),
     }
-
-
-def _of_multi_label(trained: Trained) -> dict[str, Any]:
-    """How to read the logits of a model with several labels per image."""
-    return {"multi_label": True, "activation": "sigmoid", "class_thresholds": trained.thresholds()[0]}

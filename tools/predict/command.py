@@ -24,7 +24,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from tools.common.command_line import OVERWRITE, PART, WEIGHTS, Tool, run_tool
 from tools.common.output_file import check_output_file, writing
@@ -33,9 +33,7 @@ from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError
 from utils.files import replacing
 from utils.flags import BY_NAME, Flag, Positional, whole
 from utils.log import log
-
-if TYPE_CHECKING:
-    from engine.saved.trained import Trained
+from utils.record.tasks import ONE_LABEL, SEVERAL_LABELS
 
 
 def _probability(text: str) -> float:
@@ -106,28 +104,24 @@ def _predict(argv: list[str]) -> int:
     from engine.saved.predictions import name_of, split_of_run
     from engine.saved.trained import load_trained
     from tools.predict.find import find_images
-    from tools.predict.images import TOP, predict_images
+    from tools.predict.images import predict_images
+    from tools.predict.one import BestClasses
+    from tools.predict.several import LikelyClasses
 
     paths = find_images(asked.images) if asked.images else []
     trained = load_trained(asked.path, asked.weights, asked.device, asked.amp)
     dataset = split_of_run(trained, asked.part) if asked.part else open_given(paths, trained.config.DATA)
     paths = paths or [name_of(dataset, index) for index in range(len(dataset))]
-    print(f"{asked.path}: {trained.chosen.words}{_how(trained, asked.threshold)}", file=sys.stderr)
-    shown = asked.topk or (len(trained.names()) if trained.multi_label else TOP)
+    choose = {ONE_LABEL: BestClasses, SEVERAL_LABELS: LikelyClasses}[trained.task.kind](
+        trained, asked.topk, asked.threshold
+    )
+    print(f"{asked.path}: {trained.chosen.words}{choose.words}", file=sys.stderr)
     with _opened(asked.out) as stream:
-        form = FORMATS[_format(asked)](stream, trained.names(), shown, paths)
+        form = FORMATS[_format(asked)](stream, trained.names(), choose.most, paths)
         progress = sys.stderr.isatty() and not (asked.out is None and sys.stdout.isatty())
         try:
             unreadable = predict_images(
-                trained,
-                dataset,
-                paths,
-                form,
-                asked.topk,
-                asked.batch_size,
-                asked.num_workers,
-                progress,
-                asked.threshold,
+                trained, dataset, paths, form, choose, asked.batch_size, asked.num_workers, progress
             )
             stream.flush()
         except KeyboardInterrupt:
@@ -136,17 +130,6 @@ def _predict(argv: list[str]) -> int:
             log.warning("interrupted")  # the rows written so far are valid
             return EXIT_INTERRUPTED
     return EXIT_FAILED if unreadable else EXIT_DONE
-
-
-def _how(trained: Trained, threshold: float | None) -> str:
-    """For the log: from which probability on a class is predicted, if an image has several labels."""
-    if not trained.multi_label:
-        if threshold is not None:
-            raise UserError(f"-threshold {threshold:g}: this model has one label per image, so it needs no threshold.")
-        return ""
-    if threshold is None:
-        return f"; {trained.thresholds()[1]}"
-    return f"; a class is predicted if its probability reaches {threshold:g}"
 
 
 def _check(asked: Namespace) -> None:

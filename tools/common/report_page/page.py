@@ -19,7 +19,6 @@ from utils.log import log
 from utils.record.tasks import TASKS
 
 if TYPE_CHECKING:
-    from tools.common.report_page.labels import LabelEvaluation
     from tools.common.report_page.predictions import Evaluation
 
 TEMPLATE = "page.html"
@@ -63,7 +62,7 @@ def write_report(
     out = check_output_file(
         out or _common_folder(read) / "report.html", "-out", fresh=out is not None and not overwrite
     )
-    evaluations: list[Evaluation | LabelEvaluation | str] = []
+    evaluations: list[Evaluation | str] = []
     if predictions:
         # Imports torch and timm, which the rest does not need.
         from tools.common.report_page.predictions import IMAGE_OF, evaluate
@@ -87,7 +86,7 @@ def _common_folder(runs: Sequence[Run]) -> Path:
     return Path.cwd() if above.parent == above else above
 
 
-def _page(runs: Sequence[Run], verdict: str | None, evaluations: Sequence[Evaluation | LabelEvaluation | str]) -> str:
+def _page(runs: Sequence[Run], verdict: str | None, evaluations: Sequence[Evaluation | str]) -> str:
     here = Path(__file__).parent
     pages = Environment(loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     rows = summary(runs)

@@ -7,14 +7,16 @@ from typing import Any
 
 import numpy as np
 
+from engine.saved.thresholds import thresholds_of
 from engine.saved.trained import Trained
-from tools.common.label_figures import LabelFigures
+from tools.common.label_figures import LabelFigures, label_figures_of
 from tools.common.parts import Part
 from tools.common.tables import in_columns, shown
-from tools.evaluate.show import ALL_SHOWN, WORST_SHOWN, title_of
+from tools.evaluate.one import ALL_SHOWN, WORST_SHOWN, title_of
 from utils.record.tasks import LOSS, MAP, TOP1, TOP5
 from utils.record.weight_sets import WeightSet
 
+NO_MATRIX = "a confusion matrix needs one label per image; -json has each class's metrics"
 CELLS = {
     MAP.words: lambda one: _percent(100 * one.scores.map),
     "F1 at 0.5, micro": lambda one: _percent(100 * one.scores.f1_micro),
@@ -27,13 +29,17 @@ CELLS = {
 }
 
 
+def evaluated(trained: Trained, part: Part, _bins: int) -> LabelFigures:
+    return label_figures_of(trained, part)
+
+
 def text(trained: Trained, part: Part, found: dict[WeightSet, LabelFigures]) -> str:
     """Metrics of one or several sets of weights, and a table of classes."""
     first = next(iter(found.values()))
     counted = f"{part.title}: {part.counted} with {int(first.support.sum())} labels of "
     counted += f"{int((first.support > 0).sum())} classes; {first.unlabelled} images without a label"
     name, place = trained.config.MODEL.NAME, trained.chosen.place
-    what = f"{name} of {place}, in {trained.precision.name}; {trained.thresholds()[1]}"
+    what = f"{name} of {place}, in {trained.precision.name}; {thresholds_of(trained)[1]}"
     rows = [["", *(title_of(which) for which in found)]]
     rows += [[name, *(cell(figures) for figures in found.values())] for name, cell in CELLS.items()]
     parts = [what, counted, "", "\n".join(in_columns(rows))]

@@ -1,4 +1,4 @@
-"""Output of scripts/evaluate.py: text, JSON, and the confusion matrix as CSV or PNG."""
+"""Output of scripts/evaluate.py for a model with one label per image: text, JSON, confusion matrix as CSV or PNG."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from engine.saved.trained import Trained
-from tools.common.figures import Figures
+from tools.common.figures import Figures, figures_of
 from tools.common.output_file import writing
 from tools.common.parts import Part
 from tools.common.tables import in_columns, shown
@@ -21,6 +21,9 @@ ALL_SHOWN, WORST_SHOWN = 20, 10
 MOST_IN_JSON = 1000
 """Most classes for which the JSON file has the confusion matrix"""
 NAMES_IN_PICTURE, NUMBERS_IN_PICTURE = 60, 20
+NO_MATRIX = ""
+"""Why there is no confusion matrix; '': there is one"""
+evaluated = figures_of
 
 
 def text(trained: Trained, part: Part, found: dict[WeightSet, Figures]) -> str:
@@ -82,18 +85,6 @@ def _classes(trained: Trained, figures: Figures, of: str) -> list[str]:
 def _mistaken_for(trained: Trained, figures: Figures, label: int) -> str:
     other, times = figures.taken_for(label)
     return f"{shown(trained.name_of(other))} ({times})" if times else "-"
-
-
-def as_json(trained: Trained, part: Part, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Content of the -json file. `found`: weights -> their metrics, by `figures_as_json`, with fractions in percent."""
-    return {
-        "model": trained.config.MODEL.NAME,
-        "source": str(trained.chosen.place),
-        "precision": trained.precision.name,
-        "data": part.title,
-        "classes": trained.names(),
-        "figures": found,
-    }
 
 
 def figures_as_json(one: Figures) -> dict[str, Any]:

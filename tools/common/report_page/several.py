@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from datasets import ImageDataset
+from engine.saved.thresholds import thresholds_of
 from engine.saved.trained import Trained
 from tools.common.label_figures import LabelFigures, label_figures_of
 from tools.common.parts import Part
@@ -28,7 +29,8 @@ class OfLabel(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LabelEvaluation:
+class Evaluation:
+    template: ClassVar[str] = "several.html"
     weights: str
     """Model, checkpoint, and which of its weights were used"""
     thresholds: str
@@ -44,7 +46,7 @@ class LabelEvaluation:
     """What an image of its split is called"""
 
 
-def evaluate_labels(trained: Trained, dataset: ImageDataset, image: str) -> LabelEvaluation:
+def evaluated(trained: Trained, dataset: ImageDataset, image: str) -> Evaluation:
     """`image`: what an image of this split is called."""
     figures = label_figures_of(trained, Part(dataset, "validation", None))
     rows = [
@@ -60,9 +62,9 @@ def evaluate_labels(trained: Trained, dataset: ImageDataset, image: str) -> Labe
         for label in np.flatnonzero(figures.support).tolist()
     ]
     rows.sort(key=lambda row: (row.average_precision, row.name))
-    return LabelEvaluation(
+    return Evaluation(
         weights=f"{trained.words()}: {trained.chosen.words}",
-        thresholds=trained.thresholds()[1],
+        thresholds=thresholds_of(trained)[1],
         figures=figures,
         labels=rows[:MOST_ROWS],
         left_out=max(0, len(rows) - MOST_ROWS),

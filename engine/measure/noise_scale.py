@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from datasets import Batch, Share
 from engine.ability import Ability, Computing, Figure
 from engine.amp.precision import Precision
-from engine.measure.task import sum_type_of
+from engine.task.base import sum_type_of
 from utils.config.train import TrainConfig
 from utils.distributed.world import World, sum_over_ranks
 from utils.errors import UserError

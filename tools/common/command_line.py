@@ -22,7 +22,7 @@ from utils.flags import BY_NAME, HELP, Flag, Positional
 from utils.gpus import limit_visible_gpus
 from utils.log import log, start_log
 from utils.parent import die_with_starting_tool
-from utils.record.weight_sets import AVERAGE, BETTER, CHOICES, PLAIN
+from utils.record.weight_sets import BETTER, CHOICES, CHOICES_IN_WORDS
 from utils.standard_output import OutputError, discard_output, flush_after, watch_standard_output
 
 PAGES = {
@@ -43,7 +43,7 @@ PAGES = {
 """Documentation page of each tool."""
 WEIGHTS = Flag(
     "weights",
-    f"plain weights ({PLAIN.name}) or their {AVERAGE.label}; {BETTER}: whichever validated better",
+    CHOICES_IN_WORDS,
     "|".join(CHOICES),
     default=BETTER,
     choices=CHOICES,

@@ -27,14 +27,14 @@ from utils.flags import Flag, Positional, whole
 from utils.log import log
 from utils.record.run_folder import write_json
 from utils.record.tasks import ONE_LABEL, SEVERAL_LABELS
-from utils.record.weight_sets import AVERAGE, BETTER, CHOICES, PLAIN, SETS, WeightSet
+from utils.record.weight_sets import BETTER, CHOICES, CHOICES_IN_WORDS, SETS, WeightSet
 
 BOTH = "both"
 
 OWN = (
     Flag(
         "weights",
-        f"{BETTER} (whichever validated better), {PLAIN.name} (plain weights), {AVERAGE.name}, or {BOTH} side by side",
+        f"{CHOICES_IN_WORDS}, or {BOTH} side by side",
         "WHICH",
         default=BETTER,
         choices=(*CHOICES, BOTH),

@@ -44,6 +44,9 @@ BETTER = "auto"
 """In -weights: the set that validated better"""
 CHOICES = (BETTER, *(which.name for which in SETS))
 """Values of -weights"""
+CHOICES_IN_WORDS = ", ".join(
+    (f"{BETTER} (whichever validated better)", *(f"{which.name} ({which.label} weights)" for which in SETS))
+)
 
 
 def set_named(name: str) -> WeightSet:

@@ -13,7 +13,7 @@ from utils.distributed.world import World, broadcast, on_rank_0
 from utils.log import log
 from utils.record.checkpoints import Checkpoint, best_of, checkpoints_in, folder_name, write_index
 from utils.record.metrics_file import METRICS
-from utils.record.run_folder import ABOUT, CONFIG, os_errors_as_user_errors
+from utils.record.run_folder import ABOUT, CHECKPOINTS, CONFIG, os_errors_as_user_errors
 
 ABANDONED = "before-resume-{}"
 COPIED = (CONFIG, ABOUT, METRICS, "curves.png", "broken.txt", STORE)
@@ -27,22 +27,22 @@ def move_later_checkpoints(folder: Path, checkpoint: Checkpoint, best: Best) -> 
 
     Other files are copied first, so that after an interruption everything is in one of the two folders.
     """
-    root, update = folder / "checkpoints", int(checkpoint.meta["update"])
+    root, update = folder / CHECKPOINTS, int(checkpoint.meta["update"])
     later = [found for number, found in reversed(checkpoints_in(root).items()) if number > update]
     if not later:
         return None
     with os_errors_as_user_errors(folder):
         place = _new_folder(folder, ABANDONED.format(update))
-        (place / "checkpoints").mkdir()
+        (place / CHECKPOINTS).mkdir()
         for name in filter(lambda name: (folder / name).exists(), COPIED):
             shutil.copy2(folder / name, place / name)
         for name in filter(lambda name: (folder / name).exists(), MOVED):
             os.rename(folder / name, place / name)
         before = best_of(root, None)
         for found in later:
-            os.rename(found, place / "checkpoints" / found.name)
+            os.rename(found, place / CHECKPOINTS / found.name)
         moved = {found.name for found in later}
-        write_index(place / "checkpoints", later[0].name, before if before in moved else None)
+        write_index(place / CHECKPOINTS, later[0].name, before if before in moved else None)
         write_index(root, folder_name(update), best_of(root, best.update))
     log.warning(
         "Resuming from an older checkpoint. The later checkpoints (%d, up to %s), their metrics and TensorBoard files "
@@ -68,7 +68,7 @@ def best_to_beat(best: Best, folder: Path, checkpoint: Checkpoint, world: World)
     if best.figure is None:
         return best
     name = folder_name(best.update)
-    exists = world.first and (folder / "checkpoints" / name).is_dir()
+    exists = world.first and (folder / CHECKPOINTS / name).is_dir()
     if broadcast(exists, world):
         return best
     elsewhere = checkpoint.folder.parent / name

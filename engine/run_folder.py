@@ -27,6 +27,7 @@ from utils.record.metrics_file import METRICS
 from utils.record.resumed_run import resumed_run, target_folder
 from utils.record.run_folder import (
     ABOUT,
+    CHECKPOINTS,
     CONFIG,
     check_output,
     describe_run,
@@ -59,7 +60,7 @@ def make_run_folder(run: Run, kind: str, lock: FolderLock | None = None) -> Path
             raise UserError(f"{folder}: another run has just started in this folder; name another -output.")
         if lock is not None:  # no run is alive in this folder
             _remove_unfinished(folder)
-            _check_checkpoints(folder / "checkpoints")
+            _check_checkpoints(folder / CHECKPOINTS)
         return str(folder)
 
     folder = Path(broadcast(on_rank_0(world, make), world))
@@ -80,7 +81,7 @@ def _check_checkpoints(root: Path) -> None:
 
 def _remove_unfinished(folder: Path) -> None:
     """Remove files that a killed run was still writing."""
-    for path in (*folder.glob(".*"), *(folder / "checkpoints").glob(".*")):
+    for path in (*folder.glob(".*"), *(folder / CHECKPOINTS).glob(".*")):
         name, _, number = path.name[1:].rpartition(".")
         if name in WRITTEN_WHOLE and number.isdecimal():
             with contextlib.suppress(OSError):

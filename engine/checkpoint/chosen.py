@@ -16,6 +16,7 @@ from utils.errors import UserError
 from utils.log import log
 from utils.record.checkpoints import Checkpoint, checkpoint_of, checkpoints_in, inspect, verify
 from utils.record.resumed_run import resumed_run
+from utils.record.run_folder import CHECKPOINTS
 
 
 def chosen_checkpoint(config: Config, world: World) -> Checkpoint | None:
@@ -49,12 +50,12 @@ def _best_good(run: Path | None) -> Checkpoint | None:
 def _choose(config: Config) -> Checkpoint | None:
     wanted, run = str(config.MODEL.RESUME), resumed_run(config)
     if run is not None:
-        bring_back(run / "checkpoints")
+        bring_back(run / CHECKPOINTS)
     if config.EVAL and not config.TRAIN.LAST_EPOCH and (best := _best_good(run if wanted == AUTO else Path(wanted))):
         return best
     if wanted != AUTO:
         return find(Path(wanted), config.TRAIN.LAST_EPOCH, resumable)
-    if run is not None and (checkpoint := _newest_usable(run / "checkpoints", config.EVAL)):
+    if run is not None and (checkpoint := _newest_usable(run / CHECKPOINTS, config.EVAL)):
         return checkpoint
     if config.EVAL and not config.MODEL.PRETRAINED:
         raise UserError(

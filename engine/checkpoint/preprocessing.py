@@ -19,7 +19,7 @@ from utils.files import read_json
 from utils.record.checkpoints import META
 from utils.record.meta import Input, check_fields
 from utils.record.resumed_run import resumed_run
-from utils.record.weights_file import read_header
+from utils.record.weights_file import preprocessing_in, read_header
 
 INTERPOLATION, CROP_MODE = "DATA.INTERPOLATION", "DATA.CROP_MODE"
 FIELDS = {
@@ -89,7 +89,7 @@ def preprocessing_of(source: str) -> Preprocessing | None:
     meta, config = file.with_name(META), file.with_name(TIMMS_CONFIG)
     if meta.is_file():
         return _of_fields(read_json(meta).get("input"), meta)
-    if (header := read_header(file)) and (fields := header if "timm_name" in header else header.get("input")):
+    if fields := preprocessing_in(read_header(file)):
         return _of_fields(fields, file)
     if config.is_file():
         return _of_timm(read_json(config).get("pretrained_cfg"), config)

@@ -20,6 +20,7 @@ from engine.parallel.shards import is_sharded, local_shards
 from engine.update import Parts
 from utils.config import Config
 from utils.distributed.world import World, sum_over_ranks
+from utils.record.run_folder import CHECKPOINTS
 
 
 def tensors_of(parts: Parts) -> dict[str, dict[str, Tensor]]:
@@ -94,7 +95,7 @@ def _all_finite(tensors: list[Tensor], order: float) -> bool:
 
 def saver_of(folder: Path, config: Config, parts: Parts, world: World) -> RankSaver:
     """Build this rank's saver."""
-    root, pinned, sharding = folder / "checkpoints", parts.precision.device.type == "cuda", parts.sharding
+    root, pinned, sharding = folder / CHECKPOINTS, parts.precision.device.type == "cuda", parts.sharding
     if sharding is None:
         return Saver(root, config, pinned) if world.first else RankSaver()
     if not sharding.writes:

@@ -30,7 +30,7 @@ from utils.log import log
 from utils.record.checkpoints import META
 from utils.record.chosen import chosen_at
 from utils.record.meta import Input, check_fields
-from utils.record.weights_file import read_header
+from utils.record.weights_file import preprocessing_in, read_header
 
 KEY = "TRAIN.TEACHER_MODEL"
 EXAMPLE = "regnety_160.deit_in1k"
@@ -228,9 +228,7 @@ def _parse(setting: str) -> tuple[str | None, str]:
 def _read_input(file: Path) -> dict[str, Any]:
     """Preprocessing in the header of a file of weights; empty if it has none."""
     with _errors_name_teacher():
-        header = read_header(file)
-        exported = "timm_name" in header  # an export has these fields at the top level, not under `input`
-        fields = header if exported else header.get("input", {})
+        fields = preprocessing_in(read_header(file)) or {}
         check_fields(Input, fields, file)
     return fields
 

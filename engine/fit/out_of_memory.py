@@ -16,13 +16,14 @@ from utils.config import Config
 from utils.config.kinds import AUTO
 from utils.errors import TrainingError
 from utils.record.checkpoints import read_index
+from utils.record.run_folder import CHECKPOINTS
 from utils.text import counted
 
 
 def while_training(error: BaseException, trainer: Trainer) -> TrainingError:
     """Error for a training that ran out of memory, with the checkpoint to resume from."""
     words = describe(error, trainer.run, trainer.parts, trainer.position.update + 1)
-    last = read_index(trainer.folder / "checkpoints")["last"]
+    last = read_index(trainer.folder / CHECKPOINTS)["last"]
     resume = f"The last checkpoint is {last}: resume from it with -resume {trainer.folder} and one of these."
     return TrainingError(f"{words}\n{resume if last else 'There is no checkpoint yet: start again with one of these.'}")
 

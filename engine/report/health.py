@@ -14,6 +14,7 @@ from utils.config.amp import AmpConfig
 from utils.distributed.world import World
 from utils.errors import AllRanksError
 from utils.record.checkpoints import read_index
+from utils.record.run_folder import CHECKPOINTS
 
 if TYPE_CHECKING:
     from engine.amp.op_lists import OpLists
@@ -51,7 +52,7 @@ class Health:
         update = reading.first_bad
         since = position.update - update  # in the same epoch: the device is read at the end of each
         rate = self.parts.schedule.rate_at(self.parts.schedule.moved - since - 1)
-        last = read_index(folder / "checkpoints")["last"]
+        last = read_index(folder / CHECKPOINTS)["last"]
         without_amp = "; or use -amp off to see whether the precision is the cause" * (
             self.parts.precision.level != "O0"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from utils.log import log
 from utils.record.checkpoints import Checkpoint, checkpoint_of, checkpoints_in, place_of, verify
 from utils.record.chosen import Chosen, chosen_at
 from utils.record.weight_sets import BETTER, PLAIN, SETS, WeightSet
-from utils.record.weights_file import MADE_BY
+from utils.record.weights_file import MADE_BY, encoded
 from utils.text import counted
 
 COPIED = (
@@ -153,12 +152,10 @@ def _mean_of(tensors: list[Tensor]) -> Tensor:
 
 
 def _header(source: Chosen, origin: dict[str, Any], averaged: bool = False) -> dict[str, str]:
-    """Header of the file. safetensors stores strings only; other values are JSON."""
+    """Header of the file."""
     known = {key: source.meta[key] for key in COPIED if key in source.meta and not (averaged and key in OF_VALIDATION)}
     known |= needed_by_tools(source)
-    content = {**known, **origin, "made_by": MADE_BY}
-    plain = {key: value if isinstance(value, str) else json.dumps(value) for key, value in content.items()}
-    return {"format": "pt", **plain}
+    return {"format": "pt", **encoded({**known, **origin, "made_by": MADE_BY})}
 
 
 def needed_by_tools(chosen: Chosen) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from tools.common.weights import needed_by_tools
 from tools.export.model import DTYPES, ExportModule, Options, TimmModel
 from utils.errors import TrainingError, UserError
 from utils.record.chosen import Chosen
-from utils.record.weights_file import EXPORTED
+from utils.record.weights_file import EXPORTED, encoded
 
 INPUT, OUTPUT, BATCH = "images", "logits", "batch"
 TORCH_KEYS = ("pkg.", "namespace")
@@ -149,7 +149,7 @@ class Safetensors(Format):
         tensors = {key: value.to(dtype) if value.is_floating_point() else value for key, value in state.items()}
         with raising_os_errors(file):
             # One key: safetensors writes several in a different order each time.
-            header = {EXPORTED: json.dumps({**export.metadata, **_tool_metadata(export.trained.chosen)})}
+            header = encoded({EXPORTED: {**export.metadata, **_tool_metadata(export.trained.chosen)}})
             safetensors.torch.save_file({k: v.contiguous() for k, v in tensors.items()}, file, metadata=header)
         return "weights under timm's names"
 

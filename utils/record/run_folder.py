@@ -32,11 +32,11 @@ def run_folder_of(path: Path) -> Path | None:
     """The run folder of a checkpoint, of a file in one, or of the run folder itself; None if there is none."""
     # No further up than this: a single checkpoint may be in any folder, and one above may be called `checkpoints`.
     folder_of_path = path.parent if path.is_file() else path
-    if (folder_of_path / "checkpoints").is_dir():
+    if (folder_of_path / CHECKPOINTS).is_dir():
         return folder_of_path
     absolute = folder_of_path.absolute()
     for folder in (absolute, absolute.parent):
-        if folder.name == "checkpoints":
+        if folder.name == CHECKPOINTS:
             return folder.parent
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,11 @@ def read_header(file: Path) -> dict[str, Any]:
     return exported if isinstance(exported, dict) else fields
 
 
+def preprocessing_in(header: dict[str, Any]) -> Any:
+    """Fields of `Input`; None if the header has none."""
+    return header if "timm_name" in header else header.get("input")  # an export has them at the top level
+
+
 def read_weights_meta(file: Path) -> tuple[dict[str, Any], WeightSet]:
     """Fields that a checkpoint's meta.json would have for these weights, and which weights they are.
 
@@ -58,6 +64,11 @@ def _set_in(words: str) -> WeightSet:
     """The weights that the header's `weights` names: "ema" in an export, "the EMA" in a file of strip."""
     others = [which for which in SETS if which != PLAIN]
     return next((one for one in others if re.search(rf"\b{one.name}\b", words, re.IGNORECASE)), PLAIN)
+
+
+def encoded(fields: dict[str, Any]) -> dict[str, str]:
+    """The header of a file: safetensors stores strings only; other values are JSON."""
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in fields.items()}
 
 
 def _decoded(text: str) -> Any:

@@ -14,7 +14,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from engine.checkpoint.restore import log_resumption, restore
 from engine.evaluate import evaluate
-from engine.measure.mfu import training_flops
 from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain
 from models import build_without_weights, classifiers, frozen_weights
@@ -248,18 +247,6 @@ def test_frozen_blocks_between_trained_ones_can_be_recomputed(tiny: Path) -> Non
     assert all(map(torch.equal, *found))
     assert kept[1] < 0.35 * kept[0]
     assert kept[1] <= kept_for_backward(build(tiny, **RANDOM, TRAIN__GRAD_CHECKPOINT="blocks"))
-
-
-def test_mfu_counts_only_the_operations_of_a_frozen_model() -> None:
-    """They are what MFU is made of. A frozen backbone's are forward alone: a third of a training's."""
-    flops = []
-    for patterns in ((), ("backbone",)):
-        bare = build_without_weights(ModelConfig(NAME="test_vit", FREEZE=patterns), 160, 3)
-        flops.append(training_flops(bare, 3, 160))
-    whole, frozen = flops
-    assert whole
-    assert frozen
-    assert frozen / whole == pytest.approx(1 / 3, abs=0.02)
 
 
 @pytest.mark.parametrize(

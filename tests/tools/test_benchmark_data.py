@@ -112,11 +112,9 @@ def test_images_of_the_user_are_measured(imagenet: Path, tmp_path: Path, vitamp:
         (["-appetite", "much"], ["-appetite much", "above 0"]),
         (["-budget_min", "-1"], ["-budget_min", "above 0"]),
         (["-json", "speed.txt"], ["-json speed.txt", "speed.json"]),
-        (["-plot", "nowhere/speed.png"], ["-plot nowhere/speed.png", "nowhere does not exist"]),
         (["-made", "5", "-data_path", "here"], ["-made", "here", "one or the other"]),
         (["-dataset", "digits"], ["digits", "are in memory"]),
         (["-dataset", "imagefolder", "-data_path", "/nowhere"], ["/nowhere", "does not exist"]),
-        (["-dry_run"], ["-dry_run", "main_single_gpu.py"]),
     ],
     ids=lambda value: str(value[0]),
 )
@@ -124,12 +122,6 @@ def test_bad_input_is_refused(capsys: pytest.CaptureFixture[str], words: list[st
     assert main(words) == 2
     output = capsys.readouterr().err
     assert all(word in output for word in said), output
-
-
-def test_help_lists_flags(vitamp: Callable[..., Result]) -> None:
-    done = vitamp("-h", script=SCRIPT)
-    assert done.code == 0
-    assert all(flag in done.out for flag in ("-made N", "-appetite N", "-budget_min M", "-json FILE"))
 
 
 def test_contenders_alternate_over_the_same_samples() -> None:

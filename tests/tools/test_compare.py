@@ -176,20 +176,22 @@ def test_failed_run_is_reported_and_the_others_are_compared(
     assert "bf16: no verdict" in said.out
 
 
-def test_order_is_reversed_for_every_other_seed(compare: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the runs that were started; each fails at once."""
+    started: list[str] = []
 
-    class Fails:
-        def __init__(self, command: list[str], _output: IO[bytes]) -> None:
-            order.append(Path(command[command.index("-output") + 1]).name)
+    def start(command: list[str], _output: IO[bytes]) -> Any:
+        started.append(Path(command[command.index("-output") + 1]).name)
+        return SimpleNamespace(wait=lambda _: 1)
 
-        def wait(self, timeout: float) -> int:
-            del timeout
-            return 1
+    monkeypatch.setattr(train, "start", start)
+    return started
 
-    monkeypatch.setattr(train, "start", Fails)
+
+def test_order_is_reversed_for_every_other_seed(compare: Call, failing: list[str]) -> None:
     assert compare("-modes", "bf16,fp32,O2", "-seeds", "3") == 1
-    assert order == [
+    assert failing == [
         *("bf16-0", "fp32-0", "O2-bf16-0"),
         *("O2-bf16-1", "fp32-1", "bf16-1"),
         *("bf16-2", "fp32-2", "O2-bf16-2"),
@@ -273,18 +275,10 @@ def test_bad_input_is_refused_before_training(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("failing")
 def test_folder_with_other_settings_is_refused(
-    compare: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    compare: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Fails:
-        def __init__(self, command: list[str], _output: IO[bytes]) -> None:
-            del command
-
-        def wait(self, timeout: float) -> int:
-            del timeout
-            return 1
-
-    monkeypatch.setattr(train, "start", Fails)
     assert compare("-modes", "fp32,bf16", "-seeds", "1") == 1
     capsys.readouterr()
     assert compare("-modes", "fp32,bf16", "-seeds", "2", "TRAIN.BASE_LR=0.5", "TAG=mine") == 2

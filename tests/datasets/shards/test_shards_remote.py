@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler
@@ -14,7 +13,7 @@ import torch
 from datasets import EpochOrder, TrainLoader, check_dataset, open_dataset
 from datasets.images import Images
 from tests.datasets.opened import pixels
-from tests.datasets.shards.serving import serving
+from tests.datasets.shards.serving import ByteRanges, serving
 from tests.datasets.shards.tar_files import write_set
 from tests.program import Result
 from utils.config.data import DataConfig
@@ -26,25 +25,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def address(tmp_path: Path) -> Iterator[str]:
-    """A web server over tmp_path that supports byte ranges, like object stores."""
-
-    class Handler(SimpleHTTPRequestHandler):
-        def send_head(self) -> io.BytesIO | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-            path, wanted = Path(self.translate_path(self.path)), self.headers.get("Range")
-            if not path.is_file() or not wanted:
-                return super().send_head()  # pyright: ignore[reportReturnType]
-            first, last = (int(word) for word in wanted.removeprefix("bytes=").split("-"))
-            content = path.read_bytes()
-            self.send_response(206)
-            self.send_header("Content-Range", f"bytes {first}-{min(last, len(content) - 1)}/{len(content)}")
-            body = content[first : last + 1]
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            return io.BytesIO(body)
-
-        def log_message(self, format: str, *args: object) -> None: ...
-
-    with serving(partial(Handler, directory=str(tmp_path))) as place:
+    """A web server over tmp_path."""
+    with serving(partial(ByteRanges, directory=str(tmp_path))) as place:
         yield place
 
 

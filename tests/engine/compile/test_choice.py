@@ -148,6 +148,9 @@ def test_gpu_checkpoint_resumes_on_a_cpu_without_compiling(vitamp: Callable, tin
     assert done.code == 0, done.text
     assert "The resumed run used TRAIN.COMPILE whole, but on cuda instead of cpu" in done.out
     assert "compile    none (auto: on cpu compiling takes longer than it saves)" in done.out
+    assert json.loads((run / "run.json").read_text())["choices"]["compile"] == "none"
+    last = max(run.glob("checkpoints/step-*"))
+    assert json.loads((last / "meta.json").read_text())["choices"]["compile"] == "none"
 
 
 @pytest.mark.parametrize(
@@ -195,16 +198,6 @@ def test_estimated_gain_grows_with_the_work() -> None:
     assert large.is_worthwhile
     assert not small.is_worthwhile
     assert not estimate_gain(None, 256, 1, 1000, half=True).is_worthwhile
-
-
-def test_compile_choice_is_saved_with_the_run(vitamp: Callable, tiny: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    done = vitamp("-cfg", tiny, "-output", run, "TRAIN.MAX_UPDATES=2", "TRAIN.NUM_EPOCHS=1")
-    assert done.code == 0, done.text
-    assert "compile    none (auto: on cpu compiling takes longer than it saves)" in done.text
-    assert '"compile": "none"' in (run / "run.json").read_text()
-    (meta,) = run.glob("checkpoints/step-*/meta.json")
-    assert '"compile": "none"' in meta.read_text()
 
 
 def test_missing_python_headers_prevent_compiling(gpu: Path) -> None:

@@ -184,14 +184,6 @@ def test_search_stops_early_on_a_slow_cpu(
     assert found(settings(tiny)) == (8, 1)
 
 
-def test_all_ranks_take_the_smallest_fitting_batch(
-    tiny: Path, memory_of: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    memory_of(1000)
-    monkeypatch.setattr(largest_batch, "all_gather", lambda items, _: [*items, 24])
-    assert found(settings(tiny, TRAIN__GLOBAL_BATCH=120)) == (24, 5)
-
-
 def test_too_little_memory_for_one_image_is_refused(
     tiny: Path, memory_of: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from engine.evaluate import evaluate
 from engine.fit.out_of_memory import before_training, describe
 from engine.machine.context import Run
 from engine.machine.memory import IN_VALIDATION, is_out_of_memory, largest_blocks
-from engine.setup import ReadyToTrain
 from tests.engine.small import build
 from tests.program import ROOT, Result, metrics
 from utils.config import load_config
@@ -49,34 +47,6 @@ def small_device(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> C
         return vitamp("-cfg", tiny, *words, script=str(script), env={k: str(v) for k, v in env.items()})
 
     return call
-
-
-class Room:
-    """Makes a model run out of memory above a number of images, from its nth forward pass on.
-
-    `passes`: forward passes so far, and how many of them failed.
-    """
-
-    def __init__(self, model: nn.Module, images: int, since: int, in_backward: bool) -> None:
-        self.images, self.since, self.in_backward = images, since, in_backward
-        self.passes = self.failed = 0
-        first = next(module for module in model.modules() if isinstance(module, nn.LayerNorm))
-        model.register_forward_pre_hook(self._count)
-        first.register_forward_hook(self._look)
-
-    def _count(self, *_: object) -> None:
-        self.passes += 1
-
-    def _look(self, _module: nn.Module, _args: object, out: Tensor) -> None:
-        if len(out) <= self.images or self.passes < self.since:
-            return
-        if not self.in_backward:
-            self._fail()
-        out.register_hook(lambda _: self._fail())  # by then most layers' gradients have been added up
-
-    def _fail(self) -> None:
-        self.failed += 1
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
 
 def test_other_errors_are_not_out_of_memory() -> None:
@@ -127,15 +97,6 @@ def test_out_of_memory_without_a_checkpoint_says_start_again(
     assert "\nThere is no checkpoint yet: start again with one of these." in done.err
 
 
-def test_auto_batch_is_not_advised_when_in_use(small_device: Callable[..., Result], tmp_path: Path) -> None:
-    words = ("-batch_size", "auto", "TRAIN.MEMORY_LIMIT=0.0005", "TRAIN.NUM_EPOCHS=9", "-output", tmp_path / "run")
-    done = small_device(*words, ABOVE=1, FROM=150)
-    assert done.code == 1, done.text
-    assert "out of memory in update" in done.err
-    assert "-accum_iter 2" in done.err
-    assert "-batch_size auto" not in done.err
-
-
 def test_evaluation_with_auto_batch_advises_a_smaller_one(tiny: Path) -> None:
     error = torch.OutOfMemoryError("out of memory")
     error.add_note(IN_VALIDATION)
@@ -172,16 +133,6 @@ def test_out_of_memory_before_the_first_update_exits_with_2(
     assert f"out of memory {IN_VALIDATION}: " in done.err
     assert "-batch_size_eval 16" in done.err
     assert "Traceback" not in done.text
-
-
-@pytest.mark.slow  # a run; how it is told is tested in test_ways_out.py
-def test_out_of_memory_in_validation_names_its_batch(small_device: Callable[..., Result], tmp_path: Path) -> None:
-    done = small_device("-output", tmp_path / "run", "-batch_size_eval", 100, ABOVE_EVAL=60)
-    assert done.code == 1, done.text
-    assert f"out of memory {IN_VALIDATION} after update 44" in done.err
-    assert "100 images at a time" in done.err
-    assert "-batch_size_eval 50" in done.err
-    assert "-accum_iter" not in done.err
 
 
 @pytest.fixture
@@ -222,16 +173,13 @@ def test_largest_blocks_of_gpu_memory_are_named(monkeypatch: pytest.MonkeyPatch)
     assert largest_blocks(torch.device("cpu")) is None
 
 
-@pytest.fixture
-def full(tiny: Path) -> ReadyToTrain:
-    ready = build(tiny)
-    Room(ready.parts.model, 10, 1, in_backward=False)
-    return ready
+def test_failed_validation_restores_training_mode(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = build(tiny)
 
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
-def test_failed_validation_restores_training_mode(
-    full: ReadyToTrain, tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    full.model.register_forward_pre_hook(fail)
     monkeypatch.setattr("engine.fit.out_of_memory.largest_blocks", lambda _device: "2 x 0.6 GiB")
     with pytest.raises(torch.OutOfMemoryError) as caught:
         evaluate(full.model, full.val_loader, len(full.val_set), full.inputs, full.precision, ALONE, full.task)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ import pytest
 from engine.measure.bottleneck import Bottleneck, BottleneckMonitor, Setting, Tally, find_bottleneck
 from engine.measure.stage_times import BACKWARD, COPY, DATA, FORWARD, OPTIMISER, OTHER, HostStages, StageTimes
 from engine.measure.throughput import Throughput
-from tests.datasets.shards.serving import serving
+from tests.datasets.shards.serving import ByteRanges, serving
 from tests.datasets.shards.tar_files import write_set
 from tests.engine.small import CPU
 from tests.program import Result
@@ -227,26 +224,8 @@ def test_tally_leaves_out_set_up_and_validation(monkeypatch: pytest.MonkeyPatch)
 def slow_source(tmp_path: Path) -> Iterator[str]:
     """The address of shards of 48 images, of which each answer takes its time."""
     pytest.importorskip("aiohttp", reason="reading over http needs aiohttp")
-
-    class Handler(SimpleHTTPRequestHandler):
-        def send_head(self) -> io.BytesIO | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-            path, wanted = Path(self.translate_path(self.path)), self.headers.get("Range")
-            if not path.is_file() or not wanted:
-                return super().send_head()  # pyright: ignore[reportReturnType]
-            time.sleep(NAP)
-            first, last = (int(word) for word in wanted.removeprefix("bytes=").split("-"))
-            content = path.read_bytes()
-            body = content[first : last + 1]
-            self.send_response(206)
-            self.send_header("Content-Range", f"bytes {first}-{first + len(body) - 1}/{len(content)}")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            return io.BytesIO(body)
-
-        def log_message(self, format: str, *args: object) -> None: ...
-
     write_set(tmp_path / "set", [48])
-    with serving(partial(Handler, directory=str(tmp_path))) as place:
+    with serving(partial(ByteRanges, directory=str(tmp_path), nap=NAP)) as place:
         yield f"{place}/set/"
 
 
@@ -278,23 +257,6 @@ def test_slow_data_source_is_reported_as_input_bound(
     assert found["epoch"]["verdict"]["percent"] > 30
     assert found["epoch"]["verdict"] == found["end"]["verdict"]
     assert found["end"]["verdict"]["text"] == sentence
-
-
-@pytest.mark.slow
-def test_fast_data_source_is_reported_as_compute_bound(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
-) -> None:
-    words = ("DATA.IMAGE_SIZE=32", "MODEL.EMBED_DIM=64", "MODEL.DEPTH=4", "-batch_size", 32, "REPORT_STAGES=true")
-    run = tmp_path / "run"
-    done = vitamp(
-        *("-cfg", tiny, "-dataset", "synthetic", "-output", run, *words),
-        *("DATA.SYNTHETIC_TRAIN=512", "DATA.SYNTHETIC_VAL=32", "TRAIN.NUM_EPOCHS=1", "REPORT_FREQ=4"),
-    )
-    assert done.code == 0, done.text
-    (sentence,) = told(done)
-    assert sentence.startswith("compute-bound: the CPU waited for data ")
-    assert "-amp" in sentence
-    assert perfs(run)["end"]["verdict"]["bound"] == "compute"
 
 
 def test_short_run_reports_no_bottleneck(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:

@@ -136,12 +136,6 @@ def test_gradient_equals_torch_in_fp64(tiny: Path, weights_file: Path) -> None:
         assert torch.allclose(ours[name].double(), weight.grad, atol=1e-5), name
 
 
-def test_accumulated_gradient_is_that_of_one_large_batch(tiny: Path, weights_file: Path) -> None:
-    whole, parts = gradients(tiny, 32, 1, weights_file), gradients(tiny, 8, 4, weights_file)
-    for name, gradient in whole.items():
-        assert torch.allclose(gradient, parts[name], atol=1e-6), name
-
-
 def weights_of(setting: str | None, labels: np.ndarray = SKEWED, names: list[str] | None = None) -> np.ndarray | None:
     train = TrainConfig.model_validate({"CLASS_WEIGHTS": setting})
     return class_weights(train, 6, labels, names, "made")

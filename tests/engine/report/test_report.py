@@ -189,14 +189,6 @@ def test_paddlevit_log_lines(tmp_path: Path, said: pytest.LogCaptureFixture) -> 
     assert ema.endswith("time: 2.00 (EMA)")
 
 
-def test_fleet_log_line(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
-    reporter(tmp_path, LOG_STYLE="fleet").train(Position(1, 6, 6), READING, PERF)
-    note, line, rest = said.messages
-    assert note == "LOG_STYLE fleet: epoch and batch lines count from 0, all other output (best, metrics.jsonl) from 1."
-    assert line == "[Epoch 0, batch 5] loss: 0.20044, acc1: 12.50000, acc5: 50.00000"
-    assert rest.startswith("Lr: 1.000000e-03, Img/s: 1234.6, Data: 2%, Grad: 1.5000, Scale: 1024, Skipped: 2, ")
-
-
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0, "0:00:00"), (0.6, "0:00:01"), (59.6, "0:01:00"), (3599.6, "1:00:00"), (3725.4, "1:02:05"), (1e6, "277:46:40")],

@@ -23,6 +23,10 @@ IMPORTED = (
     *("pydantic", "safetensors.torch", "huggingface_hub", "simplejpeg"),
     *("engine.entry", "engine.run", "engine.run_evaluation", "engine.saved.trained", "engine.saved.predictions"),
     *("engine.preflight", "engine.resolve", "engine.speed.packed_attention", "tools.common.command_line"),
+    # What settings choose, in many tests.
+    *("datasets.recognise", "datasets.shards.hub", "models.weights.fit", "engine.evaluated_data", "engine.branch"),
+    *("engine.checkpoint.chosen", "engine.checkpoint.refusals", "engine.checkpoint.restore", "engine.report.skips"),
+    *("engine.checkpoint.preprocessing", "engine.amp.half_copy", "engine.optim.ema", "engine.fit.dry_run"),
 )
 for name in IMPORTED:
     importlib.import_module(name)

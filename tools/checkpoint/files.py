@@ -9,10 +9,9 @@ from pathlib import Path
 from engine.checkpoint.find import resumable
 from engine.checkpoint.host_copy import size_words
 from tools.common.progress import progress
-from tools.common.weights import folders_of
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.log import log
-from utils.record.checkpoints import META, inspect, read_index
+from utils.record.checkpoints import META, checkpoints_at, inspect, read_index
 from utils.record.tasks import LOSS, Metric, task_of
 from utils.record.weight_sets import SETS
 from utils.text import aligned, counted
@@ -20,7 +19,7 @@ from utils.text import aligned, counted
 
 def list_checkpoints(path: Path) -> int:
     """Log a table of the checkpoints in `path`."""
-    folders = folders_of(path)
+    folders = checkpoints_at(path)
     index = read_index(folders[0].parent)
     best = task_of(_metrics(folder) for folder in folders).best
     shown = {LOSS.words: (LOSS.name, LOSS)}
@@ -71,7 +70,7 @@ def _size(folder: Path) -> int:
 def verify_checkpoints(paths: list[Path]) -> int:
     """Verify every checkpoint, also after a damaged one. Exit code 1 if any is damaged."""
     damaged = 0
-    for folder in progress([folder for path in paths for folder in folders_of(path)], "checkpoints"):
+    for folder in progress([folder for path in paths for folder in checkpoints_at(path)], "checkpoints"):
         began = time.perf_counter()
         try:
             resumable(inspect(folder))

@@ -20,7 +20,7 @@ from tools.common.progress import progress
 from utils.errors import EXIT_DONE, UserError
 from utils.files import replacing
 from utils.log import log
-from utils.record.checkpoints import Checkpoint, checkpoint_of, checkpoints_in, place_of, verify
+from utils.record.checkpoints import Checkpoint, checkpoint_of, checkpoints_at, verify
 from utils.record.chosen import Chosen, chosen_at
 from utils.record.weight_sets import BETTER, PLAIN, SETS, WeightSet
 from utils.record.weights_file import MADE_BY, encoded
@@ -92,21 +92,8 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
     return EXIT_DONE
 
 
-def folders_of(path: Path) -> list[Path]:
-    """Checkpoint folders of a path, oldest first: all of a run, or the one that the path is or is in."""
-    if not path.exists():
-        raise UserError(f"{path}: no such file or folder.")
-    folder, root = place_of(path)
-    if folder is not None:
-        return [folder]
-    found = checkpoints_in(root)
-    if not found:
-        raise UserError(f"{path}: no checkpoint found (looked for {root}/step-*).")
-    return [*found.values()]
-
-
 def _last(path: Path, count: int) -> list[Path]:
-    folders = folders_of(path)
+    folders = checkpoints_at(path)
     if len(folders) < count:
         raise UserError(
             f"-last {count}: {path} has {counted(len(folders), 'checkpoint')}. "

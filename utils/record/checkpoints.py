@@ -61,14 +61,22 @@ def place_of(path: Path) -> tuple[Path | None, Path]:
     return None, folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
 
 
+def checkpoints_at(path: Path) -> list[Path]:
+    """Checkpoint folders of a path, oldest first, at least one: all of a run, or the one that the path is or is in."""
+    if not path.exists():
+        raise UserError(f"{path}: no such file or folder.")
+    folder, root = place_of(path)
+    found = [folder] if folder is not None else [*checkpoints_in(root).values()]
+    if not found:
+        raise UserError(f"{path}: no checkpoint found (looked for {root}/step-*).")
+    return found
+
+
 def checkpoint_of(path: Path) -> tuple[Path, str]:
     """The checkpoint at a path, and the reason: of a run its best, else its last; no reason for a checkpoint itself."""
-    folder, root = place_of(path)
+    checkpoints, (folder, root) = checkpoints_at(path), place_of(path)
     if folder is not None:
         return folder, ""
-    checkpoints = [*checkpoints_in(root).values()]
-    if not checkpoints:
-        raise UserError(f"{path}: no checkpoint found (looked for {root}/step-*).")
     by_name, index = {found.name: found for found in checkpoints}, read_index(root)
     if best := by_name.get(index["best"] or ""):
         return best, "the run's best"

@@ -74,7 +74,7 @@ class Ability:
         return {}
 
     def state(self) -> dict[str, Any]:
-        """Entries of a checkpoint's state.pt."""
+        """Entries of a checkpoint's state.pt. No collective call: some ranks ask more often than others."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -227,6 +227,16 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert circle(module_imports()) == []
 
 
+def test_the_page_has_the_order_of_the_abilities() -> None:
+    """docs/architecture.md says why each has its place; engine/order.py is where it has it."""
+    code = ast.parse((ROOT / "engine/order.py").read_text(encoding="utf-8"))
+    imported = [name.name for node in ast.walk(code) if isinstance(node, ast.ImportFrom) for name in node.names]
+    built = re.findall(r"(?:yield|=) ([A-Z]\w+)\(", (ROOT / "engine/order.py").read_text(encoding="utf-8"))
+    shown = re.findall(r"(?m)^\| `([A-Z]\w+)` \| ", (ROOT / "docs/architecture.md").read_text(encoding="utf-8"))
+    assert set(built) <= set(imported)
+    assert shown == built
+
+
 @for_each(CODE)
 def test_nothing_is_loaded_that_could_run_code(path: Path) -> None:
     assert unsafe_calls(tree_of(path)) == []

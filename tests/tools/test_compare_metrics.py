@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tools.compare.metrics import fraction_done, is_finished, metrics_of
+from tools.common.comparison.metrics import fraction_done, is_finished, metrics_of
 from tools.compare.plan import Run
 from tools.compare.train import Durations
 from utils.config import Config, to_yaml

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tools.compare.judged import Judged
-from tools.compare.table import notes, sentences, table
-from tools.compare.verdict import (
+from tools.common.comparison.judged import Judged
+from tools.common.comparison.verdict import (
     ByName,
     by_name,
     difference_in_metric,
@@ -20,6 +19,7 @@ from tools.compare.verdict import (
     times_the_memory,
     troubles,
 )
+from tools.compare.table import notes, sentences, table
 from utils.record.tasks import LOSS, TOP1
 from utils.record.weight_sets import AVERAGE, PLAIN
 

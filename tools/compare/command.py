@@ -105,9 +105,9 @@ def _compare(argv: list[str]) -> int:
 
 def _write(plan: Plan, trained: Trained, out: Path) -> dict[str, Any]:
     """Write compare.json with all metrics so far, and return its contents."""
-    from tools.compare.metrics import is_finished, metrics_of
+    from tools.common.comparison.metrics import is_finished, metrics_of
+    from tools.common.comparison.verdict import by_name, judge, troubles
     from tools.compare.plan import compared_settings
-    from tools.compare.verdict import by_name, judge, troubles
 
     names, failed = [name for name in plan.contenders if name not in trained.dropped], trained.failed
     rows = [
@@ -154,10 +154,10 @@ def _write(plan: Plan, trained: Trained, out: Path) -> dict[str, Any]:
 
 
 def _report(about: dict[str, Any], out: Path) -> None:
+    from tools.common.comparison.judged import judged_of
+    from tools.common.comparison.verdict import by_name
     from tools.common.tables import in_columns
-    from tools.compare.judged import judged_of
     from tools.compare.table import notes, sentences, table
-    from tools.compare.verdict import by_name
 
     page = _page(about, sentences(about), out)
     what = "settings" if "varied" in about else "mode"
@@ -181,8 +181,8 @@ def _page(about: dict[str, Any], verdict: list[str], out: Path) -> Path | None:
     """Write report.html with the runs side by side. An error there is a warning, so that the verdict still appears."""
     if not about["runs"]:
         return None
+    from tools.common.comparison.verdict import number_of
     from tools.common.report_page.page import write_report
-    from tools.compare.verdict import number_of
 
     rows = sorted(about["runs"], key=lambda row: (about["compared"].index(row["mode"]), number_of(row)))
     try:

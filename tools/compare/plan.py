@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tools.common.command_line import ToolLine, check_one_training
+from tools.common.comparison.judged import Judged, judged_by
 from tools.common.settings import non_defaults
 from tools.common.turns import alternating_order
 from tools.compare.contenders import (
@@ -26,7 +27,6 @@ from tools.compare.contenders import (
     refuse_equal,
     refuse_fixed,
 )
-from tools.compare.judged import Judged, judged_by
 from utils.config import Config, differences, load_config, to_yaml
 from utils.config.kinds import Fold
 from utils.errors import UserError

@@ -7,9 +7,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.measure.bottleneck import shown_rate
+from tools.common.comparison.judged import Judged, judged_of
+from tools.common.comparison.verdict import (
+    ByName,
+    Metrics,
+    by_name,
+    judge,
+    spread,
+    times_as_fast,
+    unit,
+    values_of,
+    variation,
+)
 from tools.common.tables import at_commit, in_markdown, source
-from tools.compare.judged import Judged, judged_of
-from tools.compare.verdict import ByName, Metrics, by_name, judge, spread, times_as_fast, unit, values_of, variation
 from utils.record.tasks import ONE_LABEL
 
 

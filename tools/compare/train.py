@@ -20,9 +20,9 @@ from typing import IO
 from tqdm import tqdm
 
 from engine.measure.progress import clock
+from tools.common.comparison.judged import Judged
+from tools.common.comparison.metrics import fraction_done, is_finished, metrics_of
 from tools.common.turns import Budget
-from tools.compare.judged import Judged
-from tools.compare.metrics import fraction_done, is_finished, metrics_of
 from tools.compare.plan import Plan, Run, Stage, command_of, write_settings
 from utils.log import log
 from utils.parent import as_child

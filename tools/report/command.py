@@ -38,10 +38,15 @@ def _report(argv: list[str]) -> int:
     if out is not None and out.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"-out {out}: name a file that ends in .html.")
 
+    from tools.common.comparison.of_runs import verdict_of
     from tools.common.report_page.page import write_report
+    from tools.common.report_page.runs import folders_of
 
+    verdict, again = verdict_of(folders_of(asked.runs)), bool(asked.overwrite)
     page = write_report(
-        asked.runs, out, predictions=not asked.no_predictions, overwrite=bool(asked.overwrite), part=asked.part
+        asked.runs, out, "\n".join(verdict) or None, not asked.no_predictions, overwrite=again, part=asked.part
     )
+    for line in verdict:
+        log.info("%s", line)
     log.info("Report: %s", page)
     return EXIT_DONE

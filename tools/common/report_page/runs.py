@@ -83,7 +83,8 @@ class Run:
         return {"computing": 100 - waited, "waiting for data": waited}
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
+def folders_of(paths: Sequence[Path]) -> list[Path]:
+    """The folders of the runs that these paths are in, each once."""
     folders: list[Path] = []
     for path in paths:
         folder = run_folder_of(path) or path
@@ -91,6 +92,11 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
             raise UserError(f"{path}: no run there (looked for config.yaml, run.json, metrics.jsonl).")
         if folder.resolve() not in [known.resolve() for known in folders]:
             folders.append(folder)
+    return folders
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    folders = folders_of(paths)
     return [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
 
 

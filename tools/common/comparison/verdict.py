@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tools.compare.judged import Judged
-from tools.compare.metrics import Metrics
+from tools.common.comparison.judged import Judged
+from tools.common.comparison.metrics import Metrics
 
 ByName = dict[str, dict[int, Metrics]]
 """Contender -> seed, or fold of a cross-validation -> metrics of a finished run."""

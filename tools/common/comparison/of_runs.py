@@ -1,0 +1,138 @@
+"""Verdict on runs that were trained separately, as far as they allow one."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.common.comparison.judged import Judged, judged_by
+from tools.common.comparison.metrics import Metrics, is_finished, metrics_of
+from tools.common.comparison.verdict import CONFIDENCE, ByName, by_name, judge, number_of
+from utils.config import Config, config_of_run
+from utils.config.keys import OF_ONE_START, settings, value_of
+from utils.config.values import one_line
+from utils.errors import UserError
+
+PAIRED_BY = ("SEED", "DATA.FOLD")
+PLACES = ("SAVE", "TAG", "DATA.CACHE", "MODEL.RESUME_EMA")
+"""Settings that do not make another contender of a run, beside those of one start."""
+VALIDATION = ("DATA.DATASET", "DATA.DATA_PATH", "DATA.VAL_FRACTION", "DATA.SPLIT_SEED", "DATA.EXCLUDE", "DATA.LISTING")
+MOST_NAMED = 3
+"""Contenders that differ in more settings are called by a run's folder."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    folder: Path
+    config: Config
+    metrics: Metrics
+
+
+def verdict_of(folders: Sequence[Path]) -> list[str]:
+    """Sentences about these runs, the first of which is the baseline; none about a single run."""
+    if len(folders) < 2:
+        return []
+    try:
+        runs = [Finished(each, config_of_run(each), metrics_of(each)) for each in folders if is_finished(each)]
+    except UserError as error:
+        return [f"No verdict: {error}"]
+    if len(runs) < 2:
+        return ["No verdict: fewer than two of these runs are finished."]
+    names = _names(runs)
+    if len(set(names)) == 1:
+        return ["No verdict: these runs have the same settings but for the seed or fold."]
+    if problem := _not_comparable(runs):
+        return [f"No verdict: {problem}"]
+    judged = judged_by(None, None, [run.config for run in runs])
+    rows = [{"mode": name, **_round(run.config), **run.metrics} for name, run in zip(names, runs, strict=True)]
+    return _sentences(by_name(rows), list(dict.fromkeys(names)), judged)
+
+
+def _round(config: Config) -> dict[str, object]:
+    fold = config.DATA.FOLD
+    return {"seed": config.SEED, **({} if fold is None else {"fold": str(fold)})}
+
+
+def _names(runs: Sequence[Finished]) -> list[str]:
+    """The settings in which each run differs from others, without seed and fold; runs with equal names are paired."""
+    keys = [key for key in settings() if key not in (*OF_ONE_START, *PAIRED_BY, *PLACES)]
+    texts = {key: [one_line(value_of(run.config, key)) for run in runs] for key in keys}
+    varied = [key for key, of_runs in texts.items() if len(set(of_runs)) > 1]
+    contenders = list(zip(*(texts[key] for key in varied), strict=True)) or [()] * len(runs)
+    if varied and all(key.startswith("AMP.") for key in varied):
+        precisions = [run.metrics["precision"] for run in runs]
+        if len(set(precisions)) == len(set(contenders)):
+            return precisions
+    if len(varied) <= MOST_NAMED:
+        tails = [key.rpartition(".")[2] for key in varied]
+        return [", ".join(f"{tail}={text}" for tail, text in zip(tails, each, strict=True)) for each in contenders]
+    return [runs[contenders.index(each)].folder.name for each in contenders]
+
+
+def _not_comparable(runs: Sequence[Finished]) -> str:
+    kinds = {run.config.DATA.MULTI_LABEL for run in runs}
+    if len(kinds) > 1:
+        return "the metrics of one and of several labels per image differ."
+    different = [key for key in VALIDATION if len({one_line(value_of(run.config, key)) for run in runs}) > 1]
+    by_fold: dict[object, set[object]] = {}
+    for run in runs:
+        by_fold.setdefault(run.config.DATA.FOLD, set()).add(run.metrics["validation_images"])
+    if different or any(len(images) > 1 for images in by_fold.values()):
+        return f"the runs may validate on different images ({', '.join(different) or 'their number differs'})."
+    return ""
+
+
+def _sentences(runs: ByName, names: Sequence[str], judged: Judged) -> list[str]:
+    base, *others = names
+    if all(len(runs[name].keys() & runs[base].keys()) < 2 for name in others):
+        return [_one_run_each(name, base, runs, judged) for name in others]
+    lines = []
+    for verdict in judge(runs, names, judged):
+        lines += [verdict["text"], *([f"  ({verdict['details']})"] if verdict["details"] else [])]
+    return lines
+
+
+def _one_run_each(name: str, against: str, runs: ByName, judged: Judged) -> str:
+    """What one run each can tell: whether the images alone could explain the difference."""
+    rows = [next(iter(runs[which].values())) for which in (name, against)]
+    ours, theirs = (judged.of(row) for row in rows)
+    images = rows[0]["validation_images"]
+    if ours is None or theirs is None:
+        return f"{name} against {against}: no verdict, because a run was never validated."
+    difference = ours - theirs
+    word = "higher" if difference > 0 else "lower"
+    said = f"{name} against {against}: {judged.words} {judged.difference(abs(difference))} {word}, with "
+    said += "one seed each" if number_of(rows[0]) == number_of(rows[1]) else "one run each, of different seeds"
+    if not judged.metric.counts_images or not images:
+        return f"{said}. That is too few to tell: repeat both with more seeds."
+    low, high = chance((ours, theirs), images)
+    within = "within chance" if low <= 0 <= high else "more than the choice of images explains"
+    return (
+        f"{said}. On {images:,} images this is {within}: 95 % interval {low:+.1f} to {high:+.1f} points. "
+        "Whether another seed would give the same, only more seeds can tell."
+    )
+
+
+def chance(percents: tuple[float, float], images: int) -> tuple[float, float]:
+    """Newcombe's interval of the difference of two shares of as many images, in percentage points.
+
+    It takes the images of the two for independent, which makes it wider than that of the same images, not narrower.
+    """
+    quantile = statistics.NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / 2)
+    (one, low_one, high_one), (other, low_other, high_other) = (
+        wilson(each / 100, images, quantile) for each in percents
+    )
+    low = one - other - math.hypot(one - low_one, high_other - other)
+    high = one - other + math.hypot(high_one - one, other - low_other)
+    return 100 * low, 100 * high
+
+
+def wilson(share: float, images: int, quantile: float) -> tuple[float, float, float]:
+    """A share, and Wilson's interval of it."""
+    z = quantile * quantile / images
+    middle = (share + z / 2) / (1 + z)
+    reach = quantile / (1 + z) * math.sqrt(share * (1 - share) / images + z / images / 4)
+    return share, middle - reach, middle + reach

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from engine.task.base import Task
 from utils.config import Config
+from utils.record.tasks import SEVERAL_LABELS
 
 
 def task_of(config: Config) -> Task:
-    if config.DATA.MULTI_LABEL:
+    if config.DATA.task == SEVERAL_LABELS:
         from engine.task.several import SeveralLabels
 
         return SeveralLabels(config.MODEL.NUM_CLASSES, config.DATA.THRESHOLD_IMAGES)

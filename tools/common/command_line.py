@@ -22,6 +22,7 @@ from utils.flags import BY_NAME, HELP, Flag, Positional
 from utils.gpus import limit_visible_gpus
 from utils.log import log, start_log
 from utils.parent import die_with_starting_tool
+from utils.record.tasks import ONE_LABEL
 from utils.record.weight_sets import BETTER, CHOICES, CHOICES_IN_WORDS
 from utils.standard_output import OutputError, discard_output, flush_after, watch_standard_output
 
@@ -191,7 +192,7 @@ class ToolLine:
             raise UserError(
                 f"{where}: DATA.BATCH_SIZE auto does not work in this tool; give a number, say -batch_size 64."
             )
-        if loaded.config.DATA.MULTI_LABEL and self.one_label:
+        if self.one_label and loaded.config.DATA.task != ONE_LABEL:
             raise UserError(f"{loaded.sources['DATA.MULTI_LABEL']}: DATA.MULTI_LABEL true: {self.one_label}.")
         if resolved:
             from engine.resolve import resolve  # imports torch, which takes seconds, so only for valid settings

@@ -26,6 +26,7 @@ from utils.config.kinds import (
     read_fold,
 )
 from utils.config.rules import TRAINING, excludes, needs, overridden_by
+from utils.record.tasks import ONE_LABEL, SEVERAL_LABELS, TaskKind
 
 
 def _true_is_batch(value: str | bool) -> str | bool:
@@ -199,6 +200,10 @@ class DataConfig(Section):
         "Folder for compiled code, for copies of data sets hf:NAME, and for an index of tar files if it cannot be "
         "stored beside them; null: ~/.cache/vitamp.",
     )
+
+    @property
+    def task(self) -> TaskKind:
+        return SEVERAL_LABELS if self.MULTI_LABEL else ONE_LABEL
 
     @property
     def fold(self) -> Fold | None:

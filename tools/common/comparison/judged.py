@@ -9,7 +9,7 @@ from typing import Any
 from utils.config import Config
 from utils.config.keys import value_of
 from utils.errors import UserError, nearest
-from utils.record.tasks import ONE_LABEL, SEVERAL_LABELS, Metric
+from utils.record.tasks import METRICS, ONE_LABEL, Metric
 from utils.record.weight_sets import AVERAGE, PLAIN, WeightSet, set_named
 
 
@@ -56,16 +56,16 @@ class Judged:
 def judged_of(about: Mapping[str, Any]) -> Judged:
     """Of a compare.json; one of earlier versions compared the accuracy of plain weights."""
     name = about.get("metric", ONE_LABEL.best.name)
-    metric = next(one for kind in (ONE_LABEL, SEVERAL_LABELS) for one in kind.metrics if one.name == name)
+    metric = METRICS[name]
     return Judged(metric, set_named(about.get("weights", PLAIN.name)))
 
 
 def judged_by(name: str | None, weights: str | None, configs: Sequence[Config]) -> Judged:
     """-metric and -weights. By default the task's best metric; of the average if only some of the runs have one."""
-    kinds = {config.DATA.MULTI_LABEL: SEVERAL_LABELS if config.DATA.MULTI_LABEL else ONE_LABEL for config in configs}
+    kinds = {config.DATA.task for config in configs}
     if len(kinds) > 1:
         raise UserError("DATA.MULTI_LABEL cannot be varied: the metrics of one and of several labels differ.")
-    (kind,) = kinds.values()
+    (kind,) = kinds
     known = {metric.name: metric for metric in kind.metrics}
     if name is not None and name not in known:
         raise UserError(

@@ -16,8 +16,7 @@ from utils.config.kinds import AUTO
 from utils.config.read import Entry
 from utils.config.values import one_line
 from utils.files import read_json
-from utils.record.checkpoints import META
-from utils.record.meta import Input, check_fields
+from utils.record.meta import META, Input, check_fields, unchecked_meta
 from utils.record.resumed_run import resumed_run
 from utils.record.weights_file import preprocessing_in, read_header
 
@@ -88,7 +87,7 @@ def preprocessing_of(source: str) -> Preprocessing | None:
         return _of_timms_name(source, f"timm's {source}")
     meta, config = file.with_name(META), file.with_name(TIMMS_CONFIG)
     if meta.is_file():
-        return _of_fields(read_json(meta).get("input"), meta)
+        return _of_fields(unchecked_meta(file.parent).get("input"), meta)
     if fields := preprocessing_in(read_header(file)):
         return _of_fields(fields, file)
     if config.is_file():

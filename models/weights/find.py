@@ -19,9 +19,10 @@ from safetensors import SafetensorError, safe_open
 
 from models.names import is_timm_name, similar_models
 from utils.errors import UserError, nearest
-from utils.files import NotRegular, read_json, require_regular
-from utils.record.checkpoints import INDEX, META, best_in_index
+from utils.files import NotRegular, require_regular
+from utils.record.checkpoints import INDEX, best_in_index
 from utils.record.chosen import choose_weights
+from utils.record.meta import unchecked_meta
 from utils.record.run_folder import CHECKPOINTS
 from utils.record.weight_sets import BETTER, PLAIN, SETS, WeightSet, set_named
 
@@ -168,7 +169,7 @@ def _of_checkpoint(plain: Path, wanted: str) -> Source:
         _beside(plain, other)
     available = [which for which in SETS if which == PLAIN or plain.with_name(which.file).is_file()]
     reason = "" if wanted == BETTER else f"MODEL.RESUME_EMA {str(other is not None).lower()}"
-    meta = read_json(plain.with_name(META)) if plain.with_name(META).is_file() else {}
+    meta = unchecked_meta(plain.parent)
     which, words = choose_weights(meta, available, wanted, reason)
     file = plain if which == PLAIN else plain.with_name(which.file)
     return Source(file, description=f"{plain.parent.name}, {words}" if meta else "")

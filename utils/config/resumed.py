@@ -16,8 +16,7 @@ from utils.config.retired import without_retired
 from utils.config.schema import Config
 from utils.config.values import one_line
 from utils.errors import UserError
-from utils.files import read_json
-from utils.record.checkpoints import META
+from utils.record.meta import unchecked_meta
 from utils.record.run_folder import CONFIG, run_folder_of
 
 FORMER: dict[str, Any] = {
@@ -109,13 +108,13 @@ def _settings_of_run(resume: Any, output: Any) -> tuple[Config, Path] | None:
     if not isinstance(name, str) or not name:
         return None
     path = Path(name).expanduser()
-    meta = (path.parent if path.is_file() else path) / META
+    folder = path.parent if path.is_file() else path
     run = run_folder_of(path)
     try:
-        values = read_json(meta)["settings"] if meta.is_file() else None
+        values = unchecked_meta(folder).get("settings")
         if values is None and run is not None and (run / CONFIG).is_file():
             values = {key: e.value for key, e in read_files(str(run / CONFIG))[-1].entries.items()}
         known = {key: value for key, value in (values or {}).items() if key in settings()}
-        return (Config.model_validate(nested({**FORMER, **known})), run or meta.parent) if known else None
+        return (Config.model_validate(nested({**FORMER, **known})), run or folder) if known else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError, ValidationError):
         return None

@@ -13,12 +13,12 @@ from typing import Any
 
 from utils.errors import UserError
 from utils.files import read_json, write_atomically
-from utils.record.meta import read_meta
+from utils.record.meta import META, read_meta
 from utils.record.run_folder import CHECKPOINTS
 from utils.record.weight_sets import PLAIN
 
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar", ".npz", ".ckpt")
-MODEL, STATE, META, INDEX = PLAIN.file, "state.pt", "meta.json", "index.json"
+MODEL, STATE, INDEX = PLAIN.file, "state.pt", "index.json"
 NAME = r"step-(\d{9}|[1-9]\d{9,})"
 _SHARD = re.compile(r"\.shard-(\d+)-of-(\d+)\.safetensors$")
 

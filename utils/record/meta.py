@@ -17,6 +17,7 @@ from utils.files import read_json
 from utils.record.tasks import ONE_LABEL, BestBy
 from utils.record.weight_sets import SETS
 
+META = "meta.json"
 FORMAT = 1
 META_HASH = "meta_sha256"
 """Field of meta.json with the hash of its other fields. Older versions did not write it."""
@@ -138,6 +139,12 @@ def read_meta(path: Path) -> dict[str, Any]:
     if meta.get(META_HASH, hash_of(meta)) != hash_of(meta):
         raise UserError(f"{path}: damaged or edited, its contents are not what was written.")
     return meta
+
+
+def unchecked_meta(folder: Path) -> dict[str, Any]:
+    """The meta.json beside weights, perhaps of another program; empty without one. UserError if it cannot be read."""
+    path = folder / META
+    return read_json(path) if path.is_file() else {}
 
 
 def hash_of(meta: dict[str, Any]) -> str:

@@ -63,6 +63,19 @@ def write_meta(path: Path, meta: dict[str, Any]) -> None:
     path.write_text(json.dumps({**meta, META_HASH: hash_of(meta)}), encoding="utf-8")
 
 
+def change_settings(run: Path, values: dict[str, Any], without: str | None = None) -> None:
+    """Change the settings that the run's checkpoints keep; `without` makes it one of a version without this setting."""
+    for file in run.glob("checkpoints/*/meta.json"):
+        meta = json.loads(file.read_text())
+        meta["settings"] |= values
+        if without is not None:
+            meta["settings"].pop(without, None)
+        write_meta(file, meta)
+    if without is not None:
+        config, key = run / "config.yaml", f" {without.rpartition('.')[2]}:"
+        config.write_text("".join(line for line in config.read_text().splitlines(True) if key not in line))
+
+
 def made_meta(update: int, epoch: int = 1, **more: Any) -> dict[str, Any]:
     """The fields that every meta.json has, made up, for epochs of 44 updates."""
     batch = {"per_process": 32, "accumulated": 1, "processes": 1}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.program import Result, metrics, write_meta
+from tests.program import Result, change_settings, metrics
 from utils.config import load_config
 
 SWIN = """\
@@ -71,11 +70,8 @@ def as_begun_earlier(run: Path) -> None:
     text = (run / "config.yaml").read_text()
     text = text.replace("EPS: null", "EPS: 1.0e-08").replace("BETAS: null", "BETAS: [0.9, 0.999]")
     (run / "config.yaml").write_text(text.replace("MOMENTUM: null", "MOMENTUM: 0.9"))
-    for meta in run.glob("checkpoints/step-*/meta.json"):
-        values = json.loads(meta.read_text())
-        optimizer = {"EPS": 1e-8, "BETAS": [0.9, 0.999], "MOMENTUM": 0.9}
-        values["settings"] |= {f"TRAIN.OPTIMIZER.{key}": value for key, value in optimizer.items()}
-        write_meta(meta, values)
+    optimizer = {"EPS": 1e-8, "BETAS": [0.9, 0.999], "MOMENTUM": 0.9}
+    change_settings(run, {f"TRAIN.OPTIMIZER.{key}": value for key, value in optimizer.items()})
 
 
 @pytest.mark.parametrize("what", ["run", "checkpoint"])

@@ -149,20 +149,3 @@ def test_timm_alone_squeezes_images_as_the_run_does(
         found = validation_predictions(model, open_given([str(path) for path in paths], data), workers=0)
         # timm resizes the whole image, vitamp only what remains of it; this rounds a few pixels differently.
         assert torch.allclose(found.logits, logits, rtol=0, atol=1e-3) is agrees, mode
-
-
-def test_a_value_of_the_user_is_kept_and_the_difference_is_logged(
-    vitamp: Callable[..., Result], place: Path, tmp_path: Path
-) -> None:
-    done = vitamp(
-        *one_line(place, tmp_path / "run"),
-        "-dry_run",
-        "DATA.CROP_PCT=0.8",
-        "DATA.CROP_MODE=center",
-        "DATA.IMAGENET_STD=0.2,0.21,0.22",
-    )
-    assert done.code == 0, done.text
-    where = place / "weights" / "config.json"
-    assert f"command line: DATA.CROP_PCT 0.8 is used; {where} has 0.95" in done.out
-    assert f"command line: DATA.CROP_MODE center is used; {where} has squash" in done.out
-    assert "DATA.IMAGENET_STD [" not in done.out, "equal values need no line"

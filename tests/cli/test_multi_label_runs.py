@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.label_sets import CLASSES, write_recipe, write_set
-from tests.program import Result, metrics, run_program, write_meta
+from tests.program import Result, change_settings, metrics, run_program
 
 Vitamp = Callable[..., Result]
 SHORT = ("TRAIN.MIXUP_ALPHA=0.2", "TRAIN.SMOOTHING=0.02", "MODEL.DROPOUT=0.1", "DATA.BATCH_SIZE=8", "-accum_iter", "2")
@@ -99,7 +99,7 @@ def test_run_of_an_earlier_version_keeps_its_split(vitamp: Vitamp, recipe: Path,
     run, former = tmp_path / "run", "DATA.LABEL_SPLIT=sets"
     words = ("-cfg", recipe, "-data_path", recipe.parent / "train.csv", "-output", run)
     assert vitamp(*words, former, "TRAIN.MAX_UPDATES=4", "SAVE_FREQ=1").code == 0
-    forget_setting(run, "LABEL_SPLIT")
+    change_settings(run, {}, without="DATA.LABEL_SPLIT")
     (meta,) = run.glob("checkpoints/step-*/meta.json")
     map_then = json.loads(meta.read_text())["metrics"]["map"]
     done = vitamp(run, "-json", tmp_path / "e.json", "-weights", "model", script="scripts/evaluate.py")
@@ -122,7 +122,7 @@ def test_run_of_an_earlier_version_keeps_thresholds_from_few_images(
     run, words = tmp_path / "run", ("-cfg", recipe, "TRAIN.MAX_UPDATES=4", "SAVE_FREQ=1", "DATA.THRESHOLD_IMAGES=1")
     assert vitamp(*words, "-output", run).code == 0
     tuned = metrics(run, "val")[-1]["f1_macro_tuned"]
-    forget_setting(run, "THRESHOLD_IMAGES")
+    change_settings(run, {}, without="DATA.THRESHOLD_IMAGES")
     then, now = (
         vitamp("-eval", "-resume", run, "-output", tmp_path / name, *extra)
         for name, extra in (("then", ()), ("now", ("DATA.THRESHOLD_IMAGES=1000",)))
@@ -132,13 +132,3 @@ def test_run_of_an_earlier_version_keeps_thresholds_from_few_images(
     assert values[0]["f1_macro_tuned"] == pytest.approx(tuned, abs=1e-4)
     assert values[1]["f1_macro_tuned"] == pytest.approx(values[1]["f1_macro"], abs=1e-9)
     assert values[0]["f1_macro_tuned"] != values[1]["f1_macro_tuned"]
-
-
-def forget_setting(run: Path, name: str) -> None:
-    """Make the run one of a version without this setting of DATA."""
-    config = run / "config.yaml"
-    config.write_text("".join(line for line in config.read_text().splitlines(True) if f" {name}:" not in line))
-    for file in run.glob("checkpoints/step-*/meta.json"):
-        meta = json.loads(file.read_text())
-        del meta["settings"][f"DATA.{name}"]
-        write_meta(file, meta)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
-import yaml
-
-from tests.program import Result, metrics, save_image
+from tests.program import Result, change_settings, metrics, save_image
 
 RECIPE = """\
 DATA: {{DATASET: imagefolder, DATA_PATH: {path}, IMAGE_SIZE: 8, BATCH_SIZE: 4, NUM_WORKERS: 0, LISTING: 1}}
@@ -17,18 +14,6 @@ TRAIN: {{NUM_EPOCHS: 2, WARMUP_EPOCHS: 0, BASE_LR: 2e-3}}
 THREADS: 1
 DEVICE: cpu
 """
-
-
-def make_older(run: Path) -> None:
-    """Remove the setting that earlier versions did not have."""
-    settings = yaml.safe_load((run / "config.yaml").read_text())
-    settings["DATA"].pop("LISTING")
-    (run / "config.yaml").write_text(yaml.safe_dump(settings))
-    for file in run.glob("checkpoints/*/meta.json"):
-        meta = json.loads(file.read_text())
-        meta["settings"].pop("DATA.LISTING", None)
-        meta.pop("meta_sha256", None)
-        file.write_text(json.dumps(meta))
 
 
 def test_older_run_resumes_within_an_epoch_with_its_own_images(vitamp: Callable[..., Result], tmp_path: Path) -> None:
@@ -43,7 +28,7 @@ def test_older_run_resumes_within_an_epoch_with_its_own_images(vitamp: Callable[
         done = vitamp("-cfg", tmp_path / "recipe.yaml", "-output", tmp_path / name, *more)
         assert done.code == 0, done.text
         assert "17 training and 6 validation images" in done.text
-    make_older(tmp_path / "older")
+    change_settings(tmp_path / "older", {}, without="DATA.LISTING")
     done = vitamp(
         *("-eval", "-cfg", tmp_path / "older" / "config.yaml", "-pretrained", tmp_path / "older"),
         *("-output", tmp_path / "eval-pretrained"),
@@ -55,7 +40,7 @@ def test_older_run_resumes_within_an_epoch_with_its_own_images(vitamp: Callable[
     assert "keeps the defaults it started with, although they have changed since: DATA.LISTING 1 (2 now)" in done.text
     assert "  changed since: DATA.LISTING" not in done.text
     assert metrics(tmp_path / "older", "val")[-1] == metrics(tmp_path / "whole", "val")[-1]
-    make_older(tmp_path / "older")
+    change_settings(tmp_path / "older", {}, without="DATA.LISTING")
     done = vitamp("-eval", "-resume", tmp_path / "older", "-output", tmp_path / "eval")
     assert done.code == 0, done.text
     assert "test split: 6 images" in done.text

@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.program import ROOT, Result, metrics, save_image, write_meta
-from tests.waiting import until
+from tests.program import Result, metrics, save_image, train_tiny, write_meta
 
 # Everything that has a state or draws random numbers.
 ALL_ON = [
@@ -43,14 +39,9 @@ def weights(run: Path, update: int) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run of four epochs."""
-    from tests.program import TINY_DIGITS, run_program
-
-    place = tmp_path_factory.mktemp("whole")
-    (place / "tiny.yaml").write_text(TINY_DIGITS)
-    done = run_program("-cfg", place / "tiny.yaml", "-output", place / "run", *ALL_ON, "KEEP_LAST=0", streams=place)
-    assert done.code == 0, done.text
-    assert metrics(place / "run", "train")[-1]["skipped"] > 0, "the scaler is to be seen at work"
-    return place / "run"
+    run = train_tiny(tmp_path_factory.mktemp("whole"), *ALL_ON, "KEEP_LAST=0")
+    assert metrics(run, "train")[-1]["skipped"] > 0, "the scaler is to be seen at work"
+    return run
 
 
 def equal(run: Path, whole: Path) -> None:
@@ -77,23 +68,6 @@ def test_stopped_and_resumed_run_equals_an_uninterrupted_one(
     told = [line["what"] for line in metrics(run, "run")]
     assert told[0] == "start"
     assert told[-2:] == ["resume", "end"]
-
-
-@pytest.mark.slow  # tests/faults kills runs every day
-def test_killed_and_resumed_run_equals_an_uninterrupted_one(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, whole: Path
-) -> None:
-    """SIGKILL leaves no time to save: updates after the last checkpoint are repeated."""
-    run, words = tmp_path / "run", [*ALL_ON, "SAVE_EVERY_UPDATES=5"]
-    command = [sys.executable, ROOT / "main_single_gpu.py", "-cfg", tiny, "-output", run, *words]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        until(lambda: newest(run) > PER_EPOCH)
-        process.send_signal(signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL
-    assert newest(run) < 4 * PER_EPOCH, "killed too late to show anything"
-    done = vitamp("-cfg", tiny, "-output", run, *words, "-resume", "auto")
-    assert done.code == 0, done.text
-    equal(run, whole)
 
 
 def newest(run: Path) -> int:

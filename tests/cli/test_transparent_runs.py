@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.program import Result, metrics, train_tiny, write_meta
+from tests.program import Result, change_settings, metrics, train_tiny
 
 WHITE = "composited on white (DATA.BACKGROUND)"
 DROPPED = "their transparency is dropped, and the colours stored under it appear (DATA.BACKGROUND: drop)"
@@ -45,12 +43,7 @@ def of_icons(icons: Path) -> list[object]:
 def dropping(icons: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of an earlier version, which did not have the key."""
     run = train_tiny(tmp_path_factory.mktemp("dropping"), *of_icons(icons), f"{KEY}=drop", "TRAIN.NUM_EPOCHS=1")
-    config = run / "config.yaml"
-    config.write_text(re.sub(r"\n +BACKGROUND: .*", "", config.read_text()))
-    for meta in run.glob("checkpoints/*/meta.json"):
-        content = json.loads(meta.read_text())
-        assert content["settings"].pop(KEY) == "drop"
-        write_meta(meta, content)
+    change_settings(run, {}, without=KEY)
     return run
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from engine.setup import ReadyToTrain
 from engine.task.several import SeveralLabels
 from tests.engine.amp.modes import MODES, PLAIN_STEPS, WITH_MASTERS, change
 from tests.engine.small import CPU, build, windows
-from tests.program import Result, metrics, train_tiny, write_meta
+from tests.program import Result, change_settings, metrics, train_tiny
 from utils.distributed.world import ALONE
 from utils.record.checkpoints import inspect
 from utils.seeding import seed_all
@@ -132,18 +131,6 @@ def test_two_processes_move_by_the_mean_over_the_images(
     assert line["loss"] == pytest.approx(float(sum(losses)) / 100, rel=1e-5), "the meter weighs by images too"
 
 
-def as_begun_earlier(run: Path) -> None:
-    """Take the key from the run's files: an earlier version did not have it."""
-    config = run / "config.yaml"
-    lines = config.read_text().splitlines(keepends=True)
-    config.write_text("".join(line for line in lines if "LAST_BATCH_WEIGHT" not in line))
-    for meta in run.glob("checkpoints/step-*/meta.json"):
-        values = json.loads(meta.read_text())
-        del values["settings"]["DATA.LAST_BATCH_WEIGHT"]
-        values["settings"]["DATA.DROP_LAST"] = False
-        write_meta(meta, values)
-
-
 def test_resumed_run_of_an_earlier_version_keeps_its_weights(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     """The same numbers as an uninterrupted run with that version's weights, and other ones than with those of today."""
     words = as_words({**DATA, "DATA__DROP_LAST": "false", "TRAIN__ACCUM_ITER": 3, "REPORT_FREQ": 1, "SAVE_FREQ": 1})
@@ -152,7 +139,7 @@ def test_resumed_run_of_an_earlier_version_keeps_its_weights(vitamp: Vitamp, tin
     assert vitamp("-cfg", tiny, "-output", whole, *words, former).code == 0
     assert vitamp("-cfg", tiny, "-output", today, *words).code == 0
     assert vitamp("-cfg", tiny, "-output", run, *words, former, "TRAIN.MAX_UPDATES=3").code == 0
-    as_begun_earlier(run)
+    change_settings(run, {"DATA.DROP_LAST": False}, without="DATA.LAST_BATCH_WEIGHT")
     done = vitamp("-cfg", tiny, "-output", run, "-resume", "auto", *words)
     assert done.code == 0, done.text
     losses = [[line["loss"] for line in metrics(place, "train")] for place in (run, whole, today)]

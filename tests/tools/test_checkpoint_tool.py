@@ -14,7 +14,7 @@ import timm
 import torch
 from safetensors import safe_open
 
-from tests.program import Result, made_meta, metrics, save_image, train_tiny, write_meta
+from tests.program import Result, change_settings, made_meta, metrics, save_image, train_tiny
 from tests.saved import save_checkpoint
 from utils.record.checkpoints import MODEL
 from utils.record.weight_sets import AVERAGE
@@ -160,9 +160,7 @@ def test_written_files_have_no_paths(vitamp: Callable[..., Result], run: Path, t
     paths = {"DATA.DATASET": f"hf:{tmp_path}", "TRAIN.CLASS_WEIGHTS": f"{tmp_path / 'classes.txt'}"}
     public = {"DATA.DATASET": "hf:ylecun/mnist", "TRAIN.CLASS_WEIGHTS": "balanced"}
     for given, kept in ((paths, {"DATA.DATASET": "hf:"}), (public, public)):
-        for file in copy.glob("checkpoints/*/meta.json"):
-            meta = json.loads(file.read_text())
-            write_meta(file, {**meta, "settings": {**meta["settings"], **given}})
+        change_settings(copy, given)
         for name, script, *words in (
             ("strip", TOOL, "strip", copy),
             ("average", TOOL, "average", copy, "-last", 2),

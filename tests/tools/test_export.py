@@ -25,7 +25,7 @@ from datasets.transforms.pixels import Pixels
 from engine.saved.predictions import validation_predictions
 from engine.saved.trained import Trained, load_trained
 from engine.task.one import OneLabel
-from tests.program import ROOT, Result, train_tiny, write_meta
+from tests.program import ROOT, Result, change_settings, train_tiny
 from tools.export.check import CheckImages, compare
 from utils.config.data import DataConfig
 from utils.errors import TrainingError
@@ -142,10 +142,7 @@ def test_check_on_images_of_a_folder(tool: Export, run: Path, tmp_path: Path) ->
 def test_without_data_the_check_uses_noise_and_says_so(tool: Export, run: Path, tmp_path: Path) -> None:
     moved = tmp_path / "moved"
     shutil.copytree(run, moved)
-    for meta in moved.glob("checkpoints/*/meta.json"):
-        held = json.loads(meta.read_text())
-        held["settings"] |= {"DATA.DATASET": "imagefolder", "DATA.DATA_PATH": str(tmp_path / "gone")}
-        write_meta(meta, held)
+    change_settings(moved, {"DATA.DATASET": "imagefolder", "DATA.DATA_PATH": str(tmp_path / "gone")})
     code, said = tool(moved, "-to", "safetensors", "-out", tmp_path / "m.safetensors")
     assert code == 0, said
     assert f"{tmp_path / 'gone'} does not exist" in said

@@ -20,7 +20,7 @@ from PIL import Image
 from datasets.given import open_given
 from engine.saved.predictions import validation_predictions
 from engine.saved.trained import load_trained
-from tests.program import Result, metrics, save_image, train_tiny, write_meta
+from tests.program import Result, change_settings, metrics, save_image, train_tiny
 from tests.tools.timm_alone import Tool, check_equal, in_timm_alone, pictures_of
 
 NAMES = ["a cat", "dog|wolf", "élan"]
@@ -162,11 +162,8 @@ def test_card_names_public_sources_alone(export_tool: Tool, digits_run: Path, tm
     ):
         moved = tmp_path / "moved"
         shutil.copytree(digits_run, moved, dirs_exist_ok=True)
-        for meta in moved.glob("checkpoints/*/meta.json"):
-            held = json.loads(meta.read_text())
-            held["settings"] |= {"DATA.DATASET": data, "MODEL.PRETRAINED": weights}
-            held["settings"]["TRAIN.CLASS_WEIGHTS"] = "/secret/classes.txt"
-            write_meta(meta, held)
+        secret = {"TRAIN.CLASS_WEIGHTS": "/secret/classes.txt"}
+        change_settings(moved, {"DATA.DATASET": data, "MODEL.PRETRAINED": weights, **secret})
         words = ("-to", "hub", "-output", tmp_path / "hub", "-overwrite", "-dtype", "bf16")
         code, said = export_tool(moved, *words, "-images", tmp_path / "pictures")
         assert code == 0, said

@@ -212,32 +212,25 @@ def test_show_batch_names_all_labels(vitamp: Vitamp, run: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("script", "words", "said"),
+    ("line", "said"),
     [
-        ("pack_images.py", ("{root}", "packed"), "packed tar files hold one label per image"),
-        ("benchmark_data.py", (), "the compared loaders support one label per image"),
-        ("benchmark_amp.py", ("amp",), "benchmark_amp.py measures models with one label per image"),
+        ("pack_images.py {data} packed {labels}", "{key}: packed tar files hold one label per image"),
+        ("benchmark_data.py {labels} -data_path {data}", "{key}: the compared loaders support one label per image"),
+        (
+            "benchmark_amp.py amp {labels} -data_path {data}",
+            "{key}: benchmark_amp.py measures models with one label per image",
+        ),
+        ("export.py {run} -to hub -output hub", "-to hub: this model has several labels per image"),
+        ("evaluate.py {run} -confusion m.csv", "-confusion: a confusion matrix needs one label per image"),
     ],
 )
-def test_other_tools_refuse_it(
-    vitamp: Vitamp, run: Path, tmp_path: Path, script: str, words: tuple[str, ...], said: str
+def test_what_needs_one_label_per_image_refuses_it(
+    vitamp: Vitamp, run: Path, tmp_path: Path, line: str, said: str
 ) -> None:
-    more = [word.format(root=run.parent) for word in words]
-    path = () if script == "pack_images.py" else ("-data_path", run.parent)
-    done = vitamp(*more, "-dataset", "csv", *path, "DATA.MULTI_LABEL=true", script=f"scripts/{script}", cwd=tmp_path)
+    labels = "-dataset csv DATA.MULTI_LABEL=true"
+    script, *words = line.format(data=run.parent, run=run, labels=labels).split()
+    done = vitamp(*words, script=f"scripts/{script}", cwd=tmp_path)
     assert done.code == 2, done.text
-    assert f"DATA.MULTI_LABEL true: {said}" in done.err
+    assert said.format(key="DATA.MULTI_LABEL true") in done.err
     assert "Traceback" not in done.text
-
-
-def test_export_to_the_hub_is_refused(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
-    done = vitamp(run, "-to", "hub", "-output", tmp_path / "hub", script="scripts/export.py")
-    assert done.code == 2, done.text
-    assert "-to hub: this model has several labels per image" in done.err
-    assert not (tmp_path / "hub").exists()
-
-
-def test_confusion_is_refused(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
-    done = vitamp(run, "-confusion", tmp_path / "m.csv", script="scripts/evaluate.py")
-    assert done.code == 2
-    assert "-confusion: a confusion matrix needs one label per image" in done.err
+    assert list(tmp_path.iterdir()) == []

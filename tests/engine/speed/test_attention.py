@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from engine.speed.attention_race import Call, first_call, race, race_attention, 
 from engine.speed.shape import BuiltModel, Choice
 from engine.speed.tuning import tune
 from tests.engine.small import BF16, CPU, OFF, build, built_of, chosen, train
-from tests.program import metrics
 from utils.config import AmpConfig, load_config
 from utils.distributed.world import ALONE
 from utils.errors import UserError
@@ -99,13 +97,6 @@ def test_what_cannot_be_is_refused(tiny: Path, settings: dict[str, str], words: 
         build(tiny, **settings)
 
 
-@pytest.mark.slow  # a process for a line of text
-def test_gpu_kinds_are_rejected_on_a_cpu_before_the_run(vitamp, tiny: Path) -> None:
-    done = vitamp("-cfg", tiny, "-output", tiny.parent / "run", "MODEL.ATTENTION=cudnn")
-    assert done.code == 2
-    assert "MODEL.ATTENTION cudnn: cpu supports only fused and plain" in done.err
-
-
 def test_model_without_timm_attention_has_no_choice() -> None:
     model = create_model("test_resnet", num_classes=3)
     with pytest.raises(UserError, match="has no attention layer whose kernel"):
@@ -113,20 +104,6 @@ def test_model_without_timm_attention_has_no_choice() -> None:
     found = attention_by_rule(built_of(model))
     assert found is not None
     assert found.value == "the model's own"
-
-
-@pytest.mark.slow  # two runs; what a checkpoint keeps of choices is tested with tuning
-def test_resumed_run_keeps_its_attention(vitamp, tiny: Path, tmp_path: Path) -> None:
-    """fp32 on a CPU would be fused by itself; a run begun with plain attention goes on with it, bit for bit."""
-    flags = ("-cfg", tiny, "REPORT_FREQ=1", "SAVE_EVERY_UPDATES=3")
-    whole, parted = tmp_path / "whole", tmp_path / "parted"
-    for folder, updates in ((whole, 6), (parted, 3)):
-        done = vitamp(*flags, "-output", folder, "MODEL.ATTENTION=plain", f"TRAIN.MAX_UPDATES={updates}")
-        assert done.code == 0, done.text
-    done = vitamp(*flags, "-output", parted, "-resume", "auto", "TRAIN.MAX_UPDATES=6")
-    assert "attention plain (as before the resume)" in done.text, done.text
-    assert json.loads((parted / "run.json").read_text())["choices"]["attention"] == "plain"
-    assert [line["loss"] for line in metrics(parted, "train")] == [line["loss"] for line in metrics(whole, "train")]
 
 
 def test_resumed_run_with_another_precision_decides_again(tiny: Path) -> None:

@@ -19,7 +19,7 @@ from sklearn import metrics as sklearn
 from datasets.base import Batch, ImageDataset, Key
 from engine.saved.predictions import split_of_run, validation_predictions
 from engine.saved.trained import load_trained
-from tests.program import metrics
+from tests.program import Result, metrics
 from tools.checkpoint import command as checkpoint
 from tools.common.figures import Figures, figures_of
 from tools.common.parts import Part
@@ -31,16 +31,8 @@ SCORES: Any = sklearn.precision_recall_fscore_support  # its type stubs do not k
 
 
 @pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]) -> Callable[..., SimpleNamespace]:
-    """Run the tool in this process: exit code, standard output, standard error."""
-
-    def call(*words: object) -> SimpleNamespace:
-        capsys.readouterr()
-        code = evaluate.main([str(word) for word in words])
-        said = capsys.readouterr()
-        return SimpleNamespace(code=code, out=said.out, err=said.err)
-
-    return call
+def say(in_process: Callable[..., Callable[..., Result]]) -> Callable[..., Result]:
+    return in_process(evaluate.main)
 
 
 class IndexDataset(ImageDataset):
@@ -134,7 +126,7 @@ def test_certain_model_and_model_with_nan() -> None:
     assert json.loads(told)["ece"] is None
 
 
-def test_metrics_are_those_of_validation(say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path) -> None:
+def test_metrics_are_those_of_validation(say: Callable[..., Result], digits_run: Path, tmp_path: Path) -> None:
     files = ("-json", tmp_path / "eval.json", "-confusion", tmp_path / "matrix.csv")
     done = say(digits_run, "-weights", "both", *files)
     assert done.code == 0, done.err
@@ -176,7 +168,7 @@ OTHER = ("-dataset", "imagefolder", "DATA.CROP=none")
 
 
 def test_classes_of_other_data_are_matched_by_name(
-    say: Callable[..., SimpleNamespace], digits_run: Path, tree: Callable[..., Path], tmp_path: Path
+    say: Callable[..., Result], digits_run: Path, tree: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Folders 3, 4 and 8 have labels 0, 1 and 2 in that data set."""
     root = tree({3: "3", 4: "4", 8: "8"})
@@ -198,7 +190,7 @@ def test_classes_of_other_data_are_matched_by_name(
 
 @pytest.mark.parametrize("more", [{}, {label: f"{label}" for label in range(10) if label != 7}])
 def test_unknown_classes_are_named(
-    say: Callable[..., SimpleNamespace], digits_run: Path, tree: Callable[..., Path], more: dict[int, str]
+    say: Callable[..., Result], digits_run: Path, tree: Callable[..., Path], more: dict[int, str]
 ) -> None:
     root = tree({1: "1", 7: "seven", **more})
     if more:  # eleven classes: more than the model has
@@ -214,7 +206,7 @@ def test_unknown_classes_are_named(
 
 
 def test_training_split_is_evaluated_without_augmentation(
-    say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path
+    say: Callable[..., Result], digits_run: Path, tmp_path: Path
 ) -> None:
     words = ("-part", "train", "DATA.SHIFT=0.5", "DATA.ROTATE=180")
     twice = [say(digits_run, *words, "-json", tmp_path / f"{n}.json") for n in range(2)]
@@ -225,7 +217,7 @@ def test_training_split_is_evaluated_without_augmentation(
 
 
 def test_unreadable_image_ends_the_evaluation(
-    say: Callable[..., SimpleNamespace], digits_run: Path, tree: Callable[..., Path]
+    say: Callable[..., Result], digits_run: Path, tree: Callable[..., Path]
 ) -> None:
     root = tree({3: "3", 4: "4"})
     (root / "val" / "3" / "bad.png").write_text("no image")
@@ -235,7 +227,7 @@ def test_unreadable_image_ends_the_evaluation(
     assert "top-5" not in done.out, "no metrics of the other images alone"
 
 
-def test_bad_command_lines_are_refused(say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path) -> None:
+def test_bad_command_lines_are_refused(say: Callable[..., Result], digits_run: Path, tmp_path: Path) -> None:
     (tmp_path / "m_ema.csv").write_text("of another evaluation")
     for words, said in (
         ((), "required: RUN_OR_CHECKPOINT"),
@@ -262,7 +254,7 @@ def test_bad_command_lines_are_refused(say: Callable[..., SimpleNamespace], digi
 
 
 def test_missing_ema_is_refused_before_the_evaluation(
-    say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    say: Callable[..., Result], digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tools.common.figures.batches_of", lambda *_: pytest.fail("it was evaluated"))
     plain = tmp_path / "plain.safetensors"
@@ -273,7 +265,7 @@ def test_missing_ema_is_refused_before_the_evaluation(
 
 
 def test_full_disk_does_not_lose_the_metrics(
-    say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    say: Callable[..., Result], digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(path: Path, _content: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))

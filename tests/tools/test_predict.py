@@ -22,7 +22,7 @@ from PIL import Image
 from engine.saved.predictions import split_of_run, validation_predictions
 from engine.saved.trained import load_trained
 from engine.setup import model_in_precision
-from tests.program import ROOT, made_meta, metrics, save_image
+from tests.program import ROOT, Result, made_meta, metrics, save_image
 from tests.saved import save_checkpoint
 from tools.predict import command as predict
 from tools.predict import find
@@ -46,16 +46,8 @@ def digits(digits_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]) -> Callable[..., SimpleNamespace]:
-    """Run the tool in this process: exit code, standard output, standard error."""
-
-    def call(*words: object) -> SimpleNamespace:
-        capsys.readouterr()
-        code = predict.main([str(word) for word in words])
-        said = capsys.readouterr()
-        return SimpleNamespace(code=code, out=said.out, err=said.err)
-
-    return call
+def say(in_process: Callable[..., Callable[..., Result]]) -> Callable[..., Result]:
+    return in_process(predict.main)
 
 
 def lines_of(text: str) -> list[Row]:
@@ -64,7 +56,7 @@ def lines_of(text: str) -> list[Row]:
 
 @pytest.mark.parametrize(("weights", "prefix"), [("model", ""), ("ema", "ema_"), ("auto", "")])
 def test_predictions_have_the_accuracy_of_validation(
-    say: Callable[..., SimpleNamespace], digits_run: Path, digits: Path, tmp_path: Path, weights: str, prefix: str
+    say: Callable[..., Result], digits_run: Path, digits: Path, tmp_path: Path, weights: str, prefix: str
 ) -> None:
     done = say(digits_run, digits, "-weights", weights, "-topk", 1, "-out", tmp_path / "found.csv")
     assert (done.code, done.out, done.err.count("\n")) == (0, "", 1)
@@ -78,7 +70,7 @@ def test_predictions_have_the_accuracy_of_validation(
 
 @pytest.mark.parametrize("settings", [{}, {"DATA.EXIF_ROTATE": "true", "DATA.CROP_PCT": "1.0"}, {"DATA.CROP": "none"}])
 def test_photographs_are_prepared_as_in_validation(
-    say: Callable[..., SimpleNamespace], tmp_path: Path, settings: dict[str, str]
+    say: Callable[..., Result], tmp_path: Path, settings: dict[str, str]
 ) -> None:
     """Bit for bit, with every setting that affects the preparation."""
     val = tmp_path / "data" / "val"
@@ -112,7 +104,7 @@ def untrained(place: Path, settings: dict[str, str], classes: tuple[str, ...] = 
 
 
 def test_images_from_files_folders_globs_and_lists(
-    say: Callable[..., SimpleNamespace], digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    say: Callable[..., Result], digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("b.png", "deep/er/z.PNG", "deep/a.png", ".hidden.png", "deep/notes.txt", "odd[1].png", "line\nfeed.png")
     for name in names:
@@ -139,7 +131,7 @@ def test_images_from_files_folders_globs_and_lists(
 
 
 def test_unreadable_images_are_named_and_the_rest_predicted(
-    say: Callable[..., SimpleNamespace], digits_run: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    say: Callable[..., Result], digits_run: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = sorted(digits.iterdir())[:3]
     bad = tmp_path / "bad.png"
@@ -168,9 +160,7 @@ def test_unreadable_images_are_named_and_the_rest_predicted(
         assert lines_of(alone.out) == [rows[0], rows[2], rows[4]]
 
 
-def test_table_fits_the_terminal(
-    say: Callable[..., SimpleNamespace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_table_fits_the_terminal(say: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     classes = ("ant", "a class with quite a long name, and a comma", "蚂蚁", "\x1b[31mred")
     checkpoint = untrained(tmp_path, {"DATA.DATASET": "imagefolder"}, classes)
     long = tmp_path / f"{'long' * 20}.png"
@@ -191,7 +181,7 @@ def test_table_fits_the_terminal(
     assert "\\x1b[31mred" in done.out
 
 
-def test_odd_names_survive_csv_and_json(say: Callable[..., SimpleNamespace], tmp_path: Path) -> None:
+def test_odd_names_survive_csv_and_json(say: Callable[..., Result], tmp_path: Path) -> None:
     classes = ('comma, "quote"', "line\nfeed")
     checkpoint = untrained(tmp_path, {"DATA.DATASET": "imagefolder"}, classes)
     odd = os.fsencode(tmp_path) + b"/latin-\xe9, x.png"
@@ -211,7 +201,7 @@ def test_odd_names_survive_csv_and_json(say: Callable[..., SimpleNamespace], tmp
 
 
 def test_bad_command_lines_are_refused(
-    say: Callable[..., SimpleNamespace], digits_run: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    say: Callable[..., Result], digits_run: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "empty").mkdir()
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
@@ -238,7 +228,7 @@ def test_bad_command_lines_are_refused(
 
 
 def test_folder_without_images_is_skipped(
-    say: Callable[..., SimpleNamespace], digits_run: Path, digits: Path, tmp_path: Path
+    say: Callable[..., Result], digits_run: Path, digits: Path, tmp_path: Path
 ) -> None:
     image = min(digits.iterdir())
     done = say(digits_run, tmp_path, image, "-format", "jsonl")
@@ -257,7 +247,7 @@ def test_folder_without_images_is_skipped(
     ],
 )
 def test_input_that_is_no_list_is_refused_early(
-    say: Callable[..., SimpleNamespace],
+    say: Callable[..., Result],
     digits_run: Path,
     monkeypatch: pytest.MonkeyPatch,
     chunks: Iterable[bytes],
@@ -272,7 +262,7 @@ def test_input_that_is_no_list_is_refused_early(
     assert said in done.err
 
 
-def test_amp_takes_no_image_as_its_value(say: Callable[..., SimpleNamespace], digits_run: Path, digits: Path) -> None:
+def test_amp_takes_no_image_as_its_value(say: Callable[..., Result], digits_run: Path, digits: Path) -> None:
     image = min(digits.iterdir())
     rows = [
         say(digits_run, *words, "-format", "jsonl").out for words in (("-amp", image), (image,), ("-amp", "off", image))
@@ -292,7 +282,7 @@ def test_closed_pipe_ends_quietly(digits_run: Path, digits: Path) -> None:
 
 
 def test_missing_decoder_falls_back_with_a_warning(
-    say: Callable[..., SimpleNamespace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    say: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_image(tmp_path / "a.jpg", seed=1)
     checkpoint = untrained(tmp_path, {"DATA.DATASET": "imagefolder", "DATA.DECODER": "simplejpeg"})

@@ -185,6 +185,8 @@ def test_invalid_flag_that_sets_two_keys_is_reported_once() -> None:
             {"DATA.MULTI_LABEL": "true", "TRAIN.SMOOTHING": "0.1", "TRAIN.BCE_TARGET_THRESH": "0.01"},
             "BCE_TARGET_THRESH: 0.01 makes all targets equal: TRAIN.SMOOTHING 0.1 turns 0 and 1 into 0.05 and 0.95",
         ),
+        ({"AMP.DECR_RATIO": "1"}, "AMP.DECR_RATIO: expected number > 0 and < 1, got 1"),
+        ({"AMP.DECR_EVERY_N_NAN_OR_INF": "0"}, "AMP.DECR_EVERY_N_NAN_OR_INF: expected whole number >= 1, got 0"),
         ({"TRAIN.TOKEN_DROP": "1"}, "TRAIN.TOKEN_DROP: expected number >= 0 and < 1, got 1"),
         ({"TRAIN.TOKEN_DROP": "-0.1"}, "TRAIN.TOKEN_DROP: expected number >= 0 and < 1, got -0.1"),
         ({"TRAIN.TOKEN_DROP": "0.5", "TRAIN.TOKEN_DROP_TAIL": "300"}, "TRAIN.TOKEN_DROP_TAIL: 300 leaves no epoch"),

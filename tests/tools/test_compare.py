@@ -477,3 +477,25 @@ def test_interrupted_comparison_resumes(
     assert plain.code == 0, plain.text
     assert metrics(out / "bf16-0", "train") == metrics(tmp_path / "plain", "train")
     assert (out / "report.html").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_grid_that_is_killed_twice_equals_an_uninterrupted_one(tiny: Path, tmp_path: Path) -> None:
+    """2 x 2 settings with 3 seeds; SIGKILL to the tool, with whose death its run ends."""
+    grid = ["-vary", "DATA.SAMPLER=shuffle,balanced", "-vary", "lr=1e-3,3e-3", "-seeds", "3", "SAVE_EVERY_UPDATES=5"]
+    command = [sys.executable, str(ROOT / "scripts/compare.py"), "-cfg", str(tiny), *grid, "-output"]
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    for finished in (1, 6):
+        with subprocess.Popen([*command, str(killed)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as tool:
+            until(lambda now=finished: len(list(killed.glob("*/checkpoints/index.json"))) > now, 300)
+            tool.kill()
+        until(lambda: not processes_of(killed), 60)
+    for out in (killed, whole):
+        done = subprocess.run([*command, str(out)], capture_output=True, text=True, timeout=900, check=False)
+        assert done.returncode == 0, done.stderr
+    rows, expected = metrics_file(killed)["runs"], metrics_file(whole)["runs"]
+    assert len(rows) == 12
+    assert max(row["starts"] for row in rows) > 1, "at least one run was cut off in the middle"
+    for name in ("folder", "last_acc1", "best_acc1", "last_loss", "updates"):
+        assert [row[name] for row in rows] == [row[name] for row in expected]

@@ -113,6 +113,10 @@ def train(given: Run, lock: FolderLock | None, lists: OpLists | None) -> int:
     run = settle_batch(given, checkpoint)
     ready = _build(run, checkpoint)
     folder = _announce(run, ready, checkpoint, lock)
+    if run.world.first and run.config.DATA.CHECK != "off":
+        from engine.data_check import check_data
+
+        check_data(run.config, ready.train_set, ready.val_set, folder)
     if folder is None:
         from engine.fit.dry_run import try_out
 

@@ -29,6 +29,7 @@ from utils.record.run_folder import (
     ABOUT,
     CHECKPOINTS,
     CONFIG,
+    DATA,
     check_output,
     describe_run,
     is_run_folder,
@@ -37,7 +38,7 @@ from utils.record.run_folder import (
     write_json,
 )
 
-WRITTEN_WHOLE = ("broken.txt", "curves.png", INDEX, CONFIG, ABOUT, METRICS, *NOTES.values())
+WRITTEN_WHOLE = ("broken.txt", "curves.png", INDEX, CONFIG, ABOUT, DATA, METRICS, *NOTES.values())
 """Files of a run that are named .NAME.NUMBER until they are complete."""
 
 

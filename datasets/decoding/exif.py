@@ -57,11 +57,11 @@ def upright(stored: Stored, data: bytes) -> Stored:
         by_pil = stored
     if by_pil.image.format == "TIFF":
         return stored  # PIL always rotates TIFF files itself
-    orientation = _orientation(by_pil.image)
+    orientation = orientation_of(by_pil.image)
     return Turned(stored, orientation) if isinstance(orientation, int) and orientation in TURNS else stored
 
 
-def _orientation(image: Image.Image) -> object:
+def orientation_of(image: Image.Image) -> object:
     """The orientation in the EXIF data alone: Pillow would also read XMP, which no other code here does."""
     if image.format == "PNG" and EXIF[0] not in image.info:
         image.load()  # the EXIF data may come after the pixels

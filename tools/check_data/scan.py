@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from datasets.base import Encoded, Samples
 from datasets.damage.retry import failure_of
 from datasets.decoding.choice import decoder_of
+from datasets.decoding.header import header_of
 from datasets.decoding.jpeg import damage_of
 from datasets.decoding.reader import JPEG_START
 from datasets.loading.loader import start_worker
@@ -121,7 +122,8 @@ class _Scanner(Dataset[Any]):
             height, width, _ = encoded.shape
             return Scan("", "", _digest(encoded.tobytes()), "", (width, height))
         damage = damage_of(encoded) if self.by_simplejpeg and encoded.startswith(JPEG_START) else ""
-        return Scan("", "", _digest(encoded), *_mode_and_size(encoded, self.channels), damage)
+        header = header_of(encoded, self.channels)
+        return Scan("", "", _digest(encoded), header.mode, header.size, damage)
 
 
 def _digest(content: bytes) -> bytes:
@@ -140,23 +142,3 @@ def _kind_of_damage(encoded: bytes) -> str:
         return "too large"
     except Exception:  # a damaged header can raise nearly anything
         return "damaged"
-
-
-def _mode_and_size(encoded: bytes, channels: int) -> tuple[str, tuple[int, int]]:
-    """Colour mode, '' where the model takes it as it is, and size."""
-    try:
-        with Image.open(io.BytesIO(encoded)) as image:
-            return _unusual_mode(image, channels), image.size
-    except Exception:  # only another decoder than Pillow can read it
-        return "", (0, 0)
-
-
-def _unusual_mode(image: Image.Image, channels: int) -> str:
-    if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "La", "RGBa"):
-        return "transparent"
-    if image.mode.startswith("I") or image.mode == "F":
-        return "16 bits and more"
-    if image.mode in ("L", "1"):
-        return "" if channels == 1 else "grey"
-    names = {"RGB": "" if channels == 3 else "coloured", "P": "palette"}
-    return names.get(image.mode, image.mode)

@@ -33,6 +33,11 @@ def _true_is_batch(value: str | bool) -> str | bool:
     return "batch" if value is True else value
 
 
+def _false_is_off(value: object) -> object:
+    """YAML reads a bare `off` as false."""
+    return "off" if value is False else folded(value)
+
+
 DropLast = Annotated[Literal["batch", "update"] | bool, BeforeValidator(folded), AfterValidator(_true_is_batch)]
 
 
@@ -175,6 +180,11 @@ class DataConfig(Section):
         "Several labels: validation images that a class needs for a threshold of its own; with fewer it keeps 0.5.",
     )
     DOWNLOAD: bool = setting(False, "Download the data set into DATA_PATH if it is missing.")
+    CHECK: Annotated[Literal["quick", "full", "off"], BeforeValidator(_false_is_off)] = setting(
+        "quick",
+        "What is said of image files before training: classes, copies of images in both splits, odd images. quick: as "
+        "much as a few seconds allow. full: all images. No training changes by it.",
+    )
     EXCLUDE: str | None = setting(None, "File with images to leave out, one per line; scripts/check_data.py writes it.")
     MAX_BAD: NonNegative = setting(
         0.01,

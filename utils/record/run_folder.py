@@ -21,6 +21,8 @@ from utils.passwords import redacted
 from utils.record.metrics_file import METRICS
 
 CONFIG, ABOUT, CHECKPOINTS = "config.yaml", "run.json", "checkpoints"
+DATA = "data.json"
+"""What was said of the data before training"""
 FILES_OF_A_RUN = (CONFIG, ABOUT, METRICS, CHECKPOINTS)
 
 
@@ -145,3 +147,11 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def read_about(folder: Path) -> dict[str, Any]:
     """The content of a run's run.json."""
     return read_json(folder / ABOUT)
+
+
+def read_data_notes(folder: Path) -> list[str]:
+    """What a run said of its data before training, warnings first; nothing for a run without image files."""
+    if not (folder / DATA).exists():
+        return []
+    found = read_json(folder / DATA)
+    return [str(line) for key in ("warnings", "notes") for line in found.get(key, [])]

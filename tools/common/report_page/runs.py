@@ -20,7 +20,7 @@ from utils.errors import UserError
 from utils.record.chosen import chosen_at
 from utils.record.history import History
 from utils.record.metrics_file import Line
-from utils.record.run_folder import is_run_folder, read_about, run_folder_of
+from utils.record.run_folder import is_run_folder, read_about, read_data_notes, run_folder_of
 from utils.record.tasks import TASKS, Metric
 
 OF_ONE_START = ("OUTPUT", "SAVE", "BASE", "MODEL.RESUME", "MAX_TIME", "LOCAL_RANK", "NGPUS")
@@ -56,6 +56,14 @@ class Run:
         """Last verdict of the run on where its time went, as `Bottleneck.as_dict` has it; empty without one."""
         verdicts = [line["perf"]["verdict"] for line in self.history.lines if "verdict" in line.get("perf", {})]
         return verdicts[-1] if verdicts else {}
+
+    @property
+    def data_notes(self) -> list[str]:
+        """What was said of the data before training."""
+        try:
+            return read_data_notes(self.folder)
+        except UserError:  # damaged
+            return []
 
     @property
     def best_checkpoint(self) -> str:

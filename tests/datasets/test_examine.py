@@ -1,0 +1,140 @@
+"""What is said of image files before training (DATA.CHECK)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from datasets import examine as examining
+from datasets.examine import examine, notes_of, warnings_of
+from datasets.sources.files import FileSamples, PathTable
+from tests.program import TINY_DIGITS, Result, metrics
+from utils.config import load_config
+from utils.config.data import DataConfig
+
+Vitamp = Callable[..., Result]
+COUNTS = {"arrow": 40, "bell": 12, "cog": 3}
+
+
+def write(path: Path, seed: int, mode: str = "RGB", size: tuple[int, int] = (20, 16), turned: bool = False) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], len(mode)), dtype=np.uint8)
+    image = Image.fromarray(pixels.squeeze(), mode)
+    exif = image.getexif()
+    if turned:
+        exif[0x112] = 6
+    image.save(path, exif=exif)
+
+
+@pytest.fixture
+def icons(tmp_path: Path) -> Path:
+    """train/ and val/: three copies in val, a class without validation images; RGBA, grey, and turned images."""
+    root, number = tmp_path / "icons", 0
+    for name, count in COUNTS.items():
+        for index in range(count):
+            mode = "RGBA" if name == "bell" else "L" if name == "cog" else "RGB"
+            write(root / "train" / name / f"{index}.png", number, mode)
+            number += 1
+    write(root / "train/arrow/turned.jpg", number, turned=True)
+    for name in ("arrow", "bell"):
+        for index in range(5):
+            write(root / "val" / name / f"{index}.png", 1000 + number + index)
+            number += 10
+    for index in range(3):
+        shutil.copy(root / f"train/bell/{index}.png", root / f"val/bell/copy{index}.png")
+    return root
+
+
+def lines(root: Path, run: Path, vitamp: Vitamp, *words: str) -> Result:
+    small = ("DATA.IMAGE_CHANNELS=3", "-num_classes", "auto", "TRAIN.MAX_UPDATES=2", "-batch_size", "8")
+    recipe = root.parent / "tiny.yaml"
+    recipe.write_text(TINY_DIGITS, encoding="utf-8")
+    words = ("-dataset", "imagefolder", "-data_path", str(root), *small, *words)
+    return vitamp("-cfg", recipe, "-output", run, *words)
+
+
+def test_training_says_what_its_data_is_like(icons: Path, vitamp: Vitamp, tmp_path: Path) -> None:
+    done = lines(icons, tmp_path / "run", vitamp)
+    assert done.code == 0, done.text
+    assert (
+        "Data: 56 training, 13 validation images in 3 classes, from 3 (cog) to 41 (arrow) training images. "
+        "Always guessing the largest class would give 61.5 % in validation." in done.out
+    )
+    assert "The largest class has 14 times as many images as the smallest" in done.out
+    assert "With transparent pixels, composited by DATA.BACKGROUND=white: 12 of 56 training images." in done.out
+    assert "Grey, read as colour images: 3 of 56 training images." in done.out
+    assert "read as they are stored: 1 of 56 training images. DATA.EXIF_ROTATE=true turns them." in done.out
+    assert "Copies of training images, on which a model does better than on new ones: 3 of 13 validation" in done.err
+    assert "1 class without a validation image: cog." in done.err
+    told = json.loads((tmp_path / "run/data.json").read_text())
+    assert (told["copies"]["found"], told["copies"]["compared"]) == (3, 13)
+    assert told["classes"]["training"] == {"arrow": 41, "bell": 12, "cog": 3}
+    assert len(told["warnings"]) == 2
+
+    page = tmp_path / "report.html"
+    assert vitamp(tmp_path / "run", "-no_predictions", "-out", page, script="scripts/report.py").code == 0
+    text = page.read_text(encoding="utf-8")
+    assert "<h2>The data</h2>" in text
+    assert "Copies of training images" in text
+    assert "Always guessing the largest class would give 61.5 % in validation" in text
+
+
+def test_the_command_it_names_removes_the_copies(icons: Path, vitamp: Vitamp, tmp_path: Path) -> None:
+    first = lines(icons, tmp_path / "run", vitamp)
+    command = first.err.partition("`python ")[2].partition("`")[0].replace("exclude.txt", str(tmp_path / "out.txt"))
+    script, *words = command.split()
+    assert script == "scripts/check_data.py"
+    assert vitamp(*words, script=script).code == 1, "there are defects"
+    again = lines(icons, tmp_path / "again", vitamp, f"DATA.EXCLUDE={tmp_path / 'out.txt'}")
+    assert again.code == 0, again.text
+    assert "Copies of training images" not in again.err
+    assert json.loads((tmp_path / "again/data.json").read_text())["images"] == {"training": 53, "validation": 13}
+
+
+def test_check_changes_no_number_and_can_be_off(icons: Path, vitamp: Vitamp, tmp_path: Path) -> None:
+    for how in ("quick", "full", "off"):
+        done = lines(icons, tmp_path / how, vitamp, f"DATA.CHECK={how}")
+        assert done.code == 0, done.text
+        assert ("Data: 56 training" in done.out) == (how != "off")
+        assert metrics(tmp_path / how, "val") == metrics(tmp_path / "quick", "val")
+    assert not (tmp_path / "off/data.json").exists()
+    assert load_config(None, None, {"DATA.CHECK": "off"}).config.DATA.CHECK == "off", "which YAML reads as false"
+
+
+def samples(root: Path, split: str) -> FileSamples:
+    paths = sorted(str(path.relative_to(root)) for path in (root / split).glob("*/*"))
+    names = sorted(COUNTS)
+    return FileSamples(root, PathTable(paths), np.array([names.index(path.split("/")[1]) for path in paths]), names)
+
+
+def test_a_part_is_compared_where_the_time_is_short(icons: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time that each look at a clock takes is made up: what is compared does not depend on the machine."""
+    now = iter(np.arange(0.0, 1e5, 0.04))
+    monkeypatch.setattr(examining.time, "monotonic", lambda: float(next(now)))
+    found = examine(samples(icons, "train"), samples(icons, "val"), DataConfig(IMAGE_CHANNELS=3))
+    assert found.copies is not None
+    assert 0 < found.copies.compared < 13
+    assert 0 < found.looked_at < 56
+    said = notes_of(found, DataConfig(), False, "check")
+    assert any(f"only {found.copies.compared} of 13 validation images" in line and "`check`" in line for line in said)
+    assert any(f"of {found.looked_at} training images looked at" in line for line in said)
+    everything = examine(samples(icons, "train"), samples(icons, "val"), DataConfig(CHECK="full"))
+    assert everything.copies is not None
+    assert everything.copies.compared == 13
+
+
+def test_unreadable_files_are_no_copies_of_each_other(icons: Path) -> None:
+    for split in ("train", "val"):
+        (icons / split / "bell/gone.png").symlink_to("nowhere")
+        (icons / split / "bell/0.png").write_bytes(b"")
+        (icons / split / "bell/1.png").write_bytes(b"\xff" * 10)
+    found = examine(samples(icons, "train"), samples(icons, "val"), DataConfig())
+    assert found.copies is not None
+    assert found.copies.found == 3, "copy2, the empty file, and the damaged one"
+    assert warnings_of(found, "check")[0].startswith("Copies of training images")

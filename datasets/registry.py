@@ -1,4 +1,7 @@
-"""Data sets that DATA.DATASET can name. A new source is one file with a SOURCE and one line here."""
+"""Data sets that DATA.DATASET can name. A new source is one file with a SOURCE and one line here.
+
+A layout of folders that people have is also recognised (recognise.py) and described in model cards.
+"""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Trainer:
         self._judge = BottleneckMonitor(setting_of(ready), world)
         self._meta = checkpoint_meta(run, ready)
         self._title = title_of(config, ready.precision.name, ready.precision.level != "O0")
-        self._curves = Curves(folder)
+        self._curves = Curves(folder, config.SAVE_BEST_BY)
         kind = _kind_of_health(self.parts)
         self._health = kind(config.AMP, self.parts, world, reporter, op_lists)
         self._saver = saver_of(folder, config, self.parts, world)

@@ -12,7 +12,7 @@ from utils.config import Config
 from utils.files import write_atomically
 from utils.log import log
 from utils.record.history import History, Points
-from utils.record.tasks import LOSS
+from utils.record.tasks import LOSS, METRICS, TOP1, Metric
 from utils.record.weight_sets import SETS
 
 if TYPE_CHECKING:
@@ -37,8 +37,9 @@ def title_of(config: Config, precision: str, amp: bool) -> str:
 class Curves:
     """Draws the curves after an epoch, if enough time has passed for it to cost next to nothing."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, by: str) -> None:
+        """`by`: SAVE_BEST_BY."""
+        self._folder, self._by = folder, by
         self._drawn, self._took = perf_counter(), FIRST_SECONDS
 
     def draw(self, title: str, force: bool = False) -> None:
@@ -46,17 +47,18 @@ class Curves:
         began = perf_counter()
         if force or self._took <= TIME_FRACTION * (began - self._drawn):
             try:
-                draw_curves(self._folder, title)
+                draw_curves(self._folder, title, METRICS[self._by])
             except Exception as error:  # of matplotlib or its fonts: no picture is worth a run
                 _warn_once(self._folder / "curves.png", f"drawn ({type(error).__name__}: {error})")
             self._drawn = perf_counter()
             self._took = self._drawn - began
 
 
-def draw_curves(folder: Path, title: str) -> Path | None:
+def draw_curves(folder: Path, title: str, by: Metric = TOP1) -> Path | None:
     """Draw loss, accuracy, learning rate, gradient norm, loss scale with skipped updates, and speed.
 
-    Over epochs, or over updates until the first epoch is complete. None if there is nothing to draw.
+    Over epochs, or over updates until the first epoch is complete. `by`: decides which validation is marked as the
+    best. None if there is nothing to draw.
     """
     history = History.of_run(folder)
     train = history.of("train")
@@ -70,9 +72,9 @@ def draw_curves(folder: Path, title: str) -> Path | None:
     figure, axes = plt.subplots(2, 3, figsize=(15, 7), constrained_layout=True)
     figure.suptitle(title, parse_math=False)  # a TAG may contain dollar signs
     (loss, accuracy, rate), (norm, scale, speed) = axes
-    _train_and_validation(loss, history, LOSS.name)
+    _train_and_validation(loss, history, LOSS.name, by)
     _finish(loss, history, "loss")
-    _train_and_validation(accuracy, history, history.task.best.name)
+    _train_and_validation(accuracy, history, history.task.best.name, by)
     _finish(accuracy, history, history.task.axis)
     _curve(rate, history.points("train", "lr"), "learning rate")
     _finish(rate, history, "learning rate")
@@ -106,14 +108,14 @@ def _warn_once(path: Path, failure: str) -> None:
     log.warning("%s cannot be %s; training continues.", path, failure)
 
 
-def _train_and_validation(axes: Axes, history: History, key: str) -> None:
+def _train_and_validation(axes: Axes, history: History, key: str, by: Metric) -> None:
     """Training, validation of all weights, and the best validation, in the report's line styles and words."""
     means = ", means of epochs" if history.by_epoch else ""
     _curve(axes, history.trained(key), f"training{means}", alpha=0.45, linewidth=1)
     for which in SETS:
         whose, look = (f" of {which.words}", {"linestyle": "--"}) if which.mark else ("", {})
         _curve(axes, history.points("val", f"{which.prefix}{key}"), f"validation{whose}", **look)
-    if best := history.best_point(key):
+    if best := history.best_point(key, by):
         axes.plot(*zip(*best, strict=True), "D", color="tab:red", markersize=6, label="best validation")
 
 

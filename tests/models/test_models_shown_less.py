@@ -139,7 +139,7 @@ def test_scheduled_sizes_must_be_multiples_of_the_patch_size() -> None:
 def test_banner_shows_token_drop_and_size_schedule() -> None:
     train = training(TOKEN_DROP=0.25, TOKEN_DROP_TAIL=2, SIZE_SCHEDULE=[[0, 16], [0.75, 32]])
     assert TokenDrop(train).rows() == {"shortcuts": "25 % of the patches left out, none in the last 2 epochs"}
-    assert GrowingImages(train).rows() == {"shortcuts": "images of 16 from epoch 1, 32 from epoch 9"}
+    assert GrowingImages(train, 32).rows() == {"shortcuts": "images of 16 from epoch 1, 32 from epoch 9"}
 
 
 def test_banner_shows_the_first_epoch_of_each_size() -> None:

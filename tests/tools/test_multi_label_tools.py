@@ -16,6 +16,7 @@ from sklearn.metrics import average_precision_score
 from engine.report.curves import draw_curves
 from tests.label_sets import CLASSES, named, truth, write_images, write_recipe, write_set
 from tests.program import Result, metrics, run_program
+from utils.record.tasks import MAP
 
 Vitamp = Callable[..., Result]
 LONGER = ("TRAIN.NUM_EPOCHS=4", "DATA.BATCH_SIZE=8", "TRAIN.MODEL_EMA=true", "SAVE_FREQ=1", "REPORT_FREQ=40")
@@ -158,7 +159,7 @@ def test_report_has_average_precision_of_each_class(vitamp: Vitamp, run: Path, t
     assert "top-1" not in page.partition("Details of the run")[0].partition("<body")[2]
     top = max(line[key] for line in metrics(run, "val") for key in ("map", "ema_map"))
     assert f"{top:.2f} % (epoch" in page
-    assert (curves := draw_curves(run, "labelled")) is not None
+    assert (curves := draw_curves(run, "labelled", MAP)) is not None
     assert curves.stat().st_size > 10_000
 
 

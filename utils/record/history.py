@@ -97,7 +97,7 @@ class History:
 
     @property
     def task(self) -> TaskKind:
-        """The task, whose best metric curves show, and find the best validation by."""
+        """The task, whose best metric curves show."""
         return task_of(self.of("val"))
 
     def best(self, metric: Metric) -> BestValidation | None:
@@ -146,9 +146,9 @@ class History:
         """Training metric: means of epochs, comparable with validations; single updates until the first epoch ends."""
         return self.points("epoch" if (self.by_epoch if by_epoch is None else by_epoch) else "train", key, by_epoch)
 
-    def best_point(self, key: str, by_epoch: bool | None = None) -> Points:
-        """A metric in the best validation of the run's task: one point, or none."""
-        best = self.best(self.task.best)
+    def best_point(self, key: str, by: Metric, by_epoch: bool | None = None) -> Points:
+        """A metric in the best validation by the metric `by`: one point, or none."""
+        best = self.best(by)
         value = best.line.get(f"{best.which.prefix}{key}") if best else None
         return [(self.place(best.line["update"], by_epoch), float(value))] if best and value is not None else []
 

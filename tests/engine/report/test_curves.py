@@ -18,6 +18,7 @@ from engine.report.curves import MOST_POINTS, Curves, draw_curves, title_of
 from tests.program import Result
 from utils.config import Config
 from utils.log import log
+from utils.record.tasks import LOSS, TOP1, Metric
 
 Drawn = dict[str, dict[str, list[tuple[float, float]]]]
 
@@ -51,9 +52,9 @@ def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Dr
 
     monkeypatch.setattr(Figure, "savefig", look)
 
-    def call(title: str = "title") -> Drawn:
+    def call(title: str = "title", by: Metric = TOP1) -> Drawn:
         found.clear()
-        assert draw_curves(tmp_path, title) == tmp_path / "curves.png"
+        assert draw_curves(tmp_path, title, by) == tmp_path / "curves.png"
         with Image.open(tmp_path / "curves.png") as picture:
             picture.load()  # to its last byte
         assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.png", "metrics.jsonl"]
@@ -70,6 +71,17 @@ def test_curves_show_training_and_validation(drawn: Callable[..., Drawn], tmp_pa
     assert found["loss"] == {"training": [(10, 2.0), (20, 1.0)], "validation": [(20, 0.5)]}
     assert found["top-1 accuracy (%)"]["validation of the EMA"] == [(20, 90.0)]
     assert found["images/s"] == {"images/s": [(10, 100), (20, 100)]}
+
+
+def test_the_best_validation_is_that_of_the_deciding_metric(drawn: Callable[..., Drawn], tmp_path: Path) -> None:
+    figures = ((10, 0.5, 80.0), (20, 0.4, 79.0))  # the lowest loss is not of the highest accuracy
+    vals = [
+        {"event": "val", "epoch": 1, "update": n, "loss": loss, "acc1": top, "perf": {}} for n, loss, top in figures
+    ]
+    write(tmp_path, line(10), line(20), *vals)
+    assert drawn()["loss"]["best validation"] == [(10, 0.5)]
+    assert drawn("title", LOSS)["loss"]["best validation"] == [(20, 0.4)]
+    assert drawn("title", LOSS)["top-1 accuracy (%)"]["best validation"] == [(20, 79.0)]
 
 
 def test_curves_show_epoch_means_and_validations_over_epochs(drawn: Callable[..., Drawn], tmp_path: Path) -> None:
@@ -189,14 +201,14 @@ def test_failing_matplotlib_does_not_end_the_training(
 def test_short_epochs_are_not_all_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, made = 0.0, []
 
-    def drawing(_folder: Path, _title: str) -> None:
+    def drawing(*_: object) -> None:
         nonlocal now
         made.append(now)
         now += 0.6
 
     monkeypatch.setattr(curves, "perf_counter", lambda: now)
     monkeypatch.setattr(curves, "draw_curves", drawing)
-    kept = Curves(tmp_path)
+    kept = Curves(tmp_path, "acc1")
     for _ in range(100):
         now += 1.0
         kept.draw("")

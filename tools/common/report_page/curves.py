@@ -83,7 +83,9 @@ def _training_and_validation(title: str, axis: _Axis, key: str) -> Chart:
         for which in SETS:
             points = history.points("val", f"{which.prefix}{key}", axis.by_epoch)
             curves.append(Curve(points, axis.label(run, which.marked("validation")), style, dashed=bool(which.mark)))
-        best.append(Mark(history.best_point(key, axis.by_epoch), axis.label(run, "best validation"), style))
+        best.append(
+            Mark(history.best_point(key, run.deciding, axis.by_epoch), axis.label(run, "best validation"), style)
+        )
     return axis.chart(title, curves, best=best)
 
 

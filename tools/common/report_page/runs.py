@@ -14,17 +14,14 @@ from typing import Any
 from engine.measure.bottleneck import shown_rate
 from engine.measure.progress import clock
 from utils.config import Config, config_of_run
-from utils.config.keys import settings, value_of
+from utils.config.keys import OF_ONE_START, settings, value_of
 from utils.config.values import one_line
 from utils.errors import UserError
 from utils.record.chosen import chosen_at
 from utils.record.history import History
 from utils.record.metrics_file import Line
 from utils.record.run_folder import is_run_folder, read_about, read_data_notes, run_folder_of
-from utils.record.tasks import TASKS, Metric
-
-OF_ONE_START = ("OUTPUT", "SAVE", "BASE", "MODEL.RESUME", "MAX_TIME", "LOCAL_RANK", "NGPUS")
-"""Settings of one start, which do not tell two runs apart"""
+from utils.record.tasks import METRICS, TASKS, Metric
 
 
 @dataclass(frozen=True)
@@ -41,6 +38,11 @@ class Run:
     @property
     def precision(self) -> str:
         return str(self.about.get("choices", {}).get("precision", "unknown"))
+
+    @property
+    def deciding(self) -> Metric:
+        """The metric that decides which validation is the best."""
+        return METRICS[self.config.SAVE_BEST_BY] if self.config else self.history.task.best
 
     @property
     def state(self) -> str:
@@ -210,6 +212,6 @@ def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     rows = []
     for key in settings() if len(configs) == len(runs) else ():
         texts = [one_line(value_of(config, key)) for config in configs]
-        if key not in OF_ONE_START and len(set(texts)) > 1:
+        if key not in (*OF_ONE_START, "SAVE") and len(set(texts)) > 1:
             rows.append((key, texts))
     return rows

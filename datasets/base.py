@@ -220,6 +220,8 @@ class Source:
     """Whether a sample may have several labels (DATA.MULTI_LABEL)"""
     reads_path: bool = True
     """Whether the data set is in DATA.DATA_PATH"""
+    groups: bool = False
+    """Whether its paths or columns can name groups (DATA.GROUP)"""
 
 
 def seed_sample(seed: int, epoch: int, index: int) -> None:

@@ -167,6 +167,7 @@ def image_source(
     reads_path: bool = True,
     parts: Callable[[DataConfig], Sequence[Part]] = _two_parts,
     tests: Callable[[DataConfig], bool] = comes_split,
+    groups: bool = False,
 ) -> Source:
     """A source whose images are read one by one.
 
@@ -189,6 +190,7 @@ def image_source(
         fetches=fetches,
         multi_label=multi_label,
         reads_path=reads_path,
+        groups=groups,
     )
 
 

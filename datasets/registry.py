@@ -130,6 +130,12 @@ def source_of(data: DataConfig) -> str:
 
 
 def _check_fold(source: Source, data: DataConfig) -> None:
+    if data.GROUP is not None and not (source.groups and source.is_unsplit(data)):
+        why = "comes with its own validation split" if source.groups else "names no groups"
+        raise UserError(
+            f"DATA.GROUP {data.GROUP}: the data set {source_of(data)} {why}. Leave DATA.GROUP out, or use class "
+            "folders alone or one csv file."
+        )
     if data.fold is not None and not source.is_unsplit(data):
         where = "" if data.DATA_PATH is None else f" in {data.DATA_PATH}"
         raise UserError(

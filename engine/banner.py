@@ -75,11 +75,12 @@ def _data(config: Config, ready: Ready) -> str:
             f"{config.DATA.DATASET}: {len(ready.train_set):,} training and {len(ready.val_set):,} validation images "
             f"of {size}, {classes}"
         )
+    groups = f", groups by DATA.GROUP {config.DATA.GROUP}" if config.DATA.GROUP is not None else ""
     if config.DATA.FOLD is not None:
-        return f"{text}; validation on fold {config.DATA.FOLD}"
+        return f"{text}; validation on fold {config.DATA.FOLD}{groups}"
     if config.DATA.PART == "all" or not comes_unsplit(config.DATA):
         return text
-    return f"{text}; split at random by DATA.VAL_FRACTION {config.DATA.VAL_FRACTION:g}"
+    return f"{text}; split at random by DATA.VAL_FRACTION {config.DATA.VAL_FRACTION:g}{groups}"
 
 
 def _classes(config: Config, ready: ReadyToTrain) -> str:

@@ -24,7 +24,7 @@ from utils.record.chosen import Chosen, chosen_at
 from utils.record.resumed_run import resumed_run
 
 PART = "DATA.PART"
-OF_OWN_DATA = ("DATA.EXCLUDE", "DATA.FOLD", "DATA.LISTING")
+OF_OWN_DATA = ("DATA.EXCLUDE", "DATA.FOLD", "DATA.GROUP", "DATA.LISTING")
 """Settings that fit the run's own data alone."""
 
 

@@ -61,6 +61,8 @@ class _Table:
     """With DATA.MULTI_LABEL: the labels of each line"""
     columns: list[str] | None = None
     """With DATA.MULTI_LABEL: the classes, if each has a column"""
+    groups: list[str] = field(default_factory=list)
+    """Of the column DATA.GROUP; empty without"""
 
     def where(self, row: int) -> str:
         return f"{self.file}:{self.numbers[row]}"
@@ -68,7 +70,7 @@ class _Table:
     def labelled(self, training: _Table, num_classes: int) -> FileList:
         """The images with checked labels. `training`: the table that defines the classes."""
         classes, labels = _labels(self, training, num_classes)
-        return FileList(self.file.parent, self.paths, labels, classes)
+        return FileList(self.file.parent, self.paths, labels, classes, groups=self.groups or None)
 
 
 def table_name(split: str) -> str:
@@ -159,6 +161,7 @@ class _Head(NamedTuple):
     targets: list[int]
     """One column, or one per class"""
     name: int | None
+    group: int | None
     last: int
 
 
@@ -168,7 +171,8 @@ def _read(file: Path, data: DataConfig) -> _Table:
         with open(file, encoding="utf-8-sig", newline="", opener=only_regular) as opened:
             rows = csv.reader(opened, strict=True)
             header = next(rows, [])
-            head = _read_sets_head(file, header) if several else _read_head(file, header)
+            group = _group_column(header, data)
+            head = _read_sets_head(file, header, group) if several else _read_head(file, header, group)
             columns = [header[place].strip() for place in head.targets]
             table = _Table(file, [], [], [], [], columns=columns if len(columns) > 1 else None)
             for row in rows:
@@ -187,6 +191,8 @@ def _read(file: Path, data: DataConfig) -> _Table:
                     table.sets.append(labels_marked(targets, table.columns, where))
                 if head.name is not None:
                     table.names.append(row[head.name].strip())
+                if head.group is not None:
+                    table.groups.append(row[head.group].strip())
                 table.numbers.append(rows.line_num)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"The table {file} cannot be read: {error}.") from None
@@ -195,20 +201,26 @@ def _read(file: Path, data: DataConfig) -> _Table:
     return table
 
 
-def _read_head(file: Path, header: list[str]) -> _Head:
+def _group_column(header: list[str], data: DataConfig) -> int | None:
+    """The column that DATA.GROUP names; None if it is a pattern, or none."""
+    names = [text.strip() for text in header]
+    return names.index(data.GROUP) if data.GROUP in names else None
+
+
+def _read_head(file: Path, header: list[str], group: int | None) -> _Head:
     path, target = _column(file, header, PATHS), _column(file, header, TARGETS)
     name = next((place for place, text in enumerate(header) if text.strip().casefold() == NAMES), None)
-    return _Head(path, [target], name, max(path, target, name or 0))
+    return _Head(path, [target], name, group, max(path, target, name or 0, group or 0))
 
 
-def _read_sets_head(file: Path, header: list[str]) -> _Head:
+def _read_sets_head(file: Path, header: list[str], group: int | None) -> _Head:
     """With DATA.MULTI_LABEL: a column of labels; without one, all columns but the path are classes."""
     path = _column(file, header, PATHS)
     names = [text.strip() for text in header]
     target = next((place for place, name in enumerate(names) if name.casefold() in (*TARGETS, *PLURALS)), None)
     if target is not None:
-        return _Head(path, [target], None, max(path, target))
-    classes = [place for place in range(len(header)) if place != path]
+        return _Head(path, [target], None, group, max(path, target, group or 0))
+    classes = [place for place in range(len(header)) if place not in (path, group)]
     if len(classes) < 2:
         raise UserError(
             f"{file} has neither a column called {' or '.join((*TARGETS, *PLURALS))} nor one column per class. "
@@ -216,7 +228,7 @@ def _read_sets_head(file: Path, header: list[str]) -> _Head:
         )
     if repeated := next((names[place] for place in classes if names.count(names[place]) > 1), None):
         raise UserError(f"{file}: two columns are called {repeated!r}; give each class one column.")
-    return _Head(path, classes, None, len(header) - 1)
+    return _Head(path, classes, None, group, len(header) - 1)
 
 
 def _column(file: Path, header: list[str], names: tuple[str, ...]) -> int:
@@ -318,5 +330,5 @@ def _tests(data: DataConfig) -> bool:
 
 
 SOURCE = image_source(
-    _samples, _check, count=_count, is_unsplit=_is_unsplit, multi_label=True, parts=_existing, tests=_tests
+    _samples, _check, count=_count, is_unsplit=_is_unsplit, multi_label=True, parts=_existing, tests=_tests, groups=True
 )

@@ -70,6 +70,8 @@ class FileList(NamedTuple):
     """Names of the classes, or their numbers if they have no names"""
     links: int = 0
     """See `Samples.links`."""
+    groups: list[str] | None = None
+    """Of the images, if a column names them (DATA.GROUP); None: a pattern finds them in the paths"""
 
     def samples(self) -> FileSamples:
         names = self.classes if isinstance(self.classes, list) else None
@@ -78,8 +80,14 @@ class FileList(NamedTuple):
 
 def split_files(files: FileList, data: DataConfig, part: Part) -> FileSamples:
     """One split of these files, as `split_rows` chooses it."""
-    chosen = split_rows(files.labels, data, part, files.root, files.classes)
+    chosen = split_rows(files.labels, data, part, files.root, files.classes, lambda: _groups_of(files, data))
     return files._replace(paths=[files.paths[index] for index in chosen], labels=files.labels[chosen]).samples()
+
+
+def _groups_of(files: FileList, data: DataConfig) -> list[str]:
+    from datasets.sources.groups import groups_in_paths
+
+    return groups_in_paths(files.paths, data) if files.groups is None else files.groups
 
 
 def data_folder(data: DataConfig) -> Path:

@@ -220,4 +220,6 @@ def _tests(data: DataConfig) -> bool:
     return _has_splits(root, data) and _parts(root, data).get("val") == TEST
 
 
-SOURCE = image_source(_samples, _check, count=_count, is_unsplit=_is_unsplit, parts=_existing, tests=_tests)
+SOURCE = image_source(
+    _samples, _check, count=_count, is_unsplit=_is_unsplit, parts=_existing, tests=_tests, groups=True
+)

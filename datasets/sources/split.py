@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -128,17 +128,28 @@ def _subsets_by_label_sets(labels: np.ndarray, sizes: list[int], data: DataConfi
 
 
 def split_rows(
-    labels: np.ndarray, data: DataConfig, part: Part, where: object, classes: Sequence[object] | None
+    labels: np.ndarray,
+    data: DataConfig,
+    part: Part,
+    where: object,
+    classes: Sequence[object] | None,
+    groups: Callable[[], Sequence[str]] | None = None,
 ) -> np.ndarray:
     """Indices of one split of samples with these labels, by DATA.FOLD or else DATA.VAL_FRACTION; for `all`, of all.
 
-    `where` has these samples, of these classes; None: they have no names.
+    `where` has these samples, of these classes; None: they have no names. `groups`: those of DATA.GROUP.
     """
     if part == "test":
         raise no_such_part(part, where)
     if part == "all":
         return np.arange(len(labels))
-    if labels.ndim == 2:
+    if data.GROUP is not None and groups is not None:
+        from datasets.sources.groups import split_by_group
+
+        splits = split_by_group(labels, groups(), data)
+        if labels.ndim == 1:
+            _warn_unvalidated(labels, splits[1], data, where, classes)
+    elif labels.ndim == 2:
         splits = split_several_labels(labels, data)
     elif data.fold is not None:
         splits = split_by_fold(labels, data.fold, data.SPLIT_SEED, classes)
@@ -146,6 +157,10 @@ def split_rows(
         splits = split(labels, data.VAL_FRACTION, data.SPLIT_SEED, of_each=data.LISTING > 1)
         _warn_unvalidated(labels, splits[1], data, where, classes)
     return splits[0 if part == "train" else 1]
+
+
+def _share(data: DataConfig) -> str:
+    return f"DATA.VAL_FRACTION {data.VAL_FRACTION:g}" if data.fold is None else f"DATA.FOLD {data.FOLD}"
 
 
 def _warn_unvalidated(
@@ -159,10 +174,10 @@ def _warn_unvalidated(
         more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
         warn_once(
             f"{where}: the validation split has no image of {len(missing)} of {len(names)} classes "
-            f"({', '.join(missing[:MOST_NAMED])}{more}), which have too few images for DATA.VAL_FRACTION "
-            f"{data.VAL_FRACTION:g}."
+            f"({', '.join(missing[:MOST_NAMED])}{more}), which have too few "
+            f"{'groups' if data.GROUP else 'images'} for {_share(data)}."
         )
-    if len(validation) > 1.5 * data.VAL_FRACTION * len(labels) + 1:
+    if data.GROUP is None and len(validation) > 1.5 * data.VAL_FRACTION * len(labels) + 1:
         warn_once(
             f"{where}: {len(validation):,} of {len(labels):,} images validate, more than DATA.VAL_FRACTION "
             f"{data.VAL_FRACTION:g}, because each class gives at least one."

@@ -59,8 +59,8 @@ def check_samples(
         return
     raise UserError(
         f"{checkpoint.folder}: saved within epoch {position.epoch}, but the training samples have changed since: "
-        f"{change}. They depend on SEED, DATA.SAMPLER, DATA.EXCLUDE, DATA.VAL_FRACTION and the files. Restore the "
-        f"former samples and order, or go back:\n{_go_back(checkpoint, position, config, world)}"
+        f"{change}. They depend on SEED, DATA.SAMPLER, DATA.EXCLUDE, DATA.VAL_FRACTION, DATA.GROUP and the files. "
+        f"Restore the former samples and order, or go back:\n{_go_back(checkpoint, position, config, world)}"
     )
 
 
@@ -81,6 +81,11 @@ def _check_fold(checkpoint: Checkpoint, data: DataConfig) -> None:
             f"{checkpoint.folder}: trained with DATA.FOLD {saved or 'null'} and DATA.SPLIT_SEED {seed}; with DATA.FOLD "
             f"{data.FOLD or 'null'} and DATA.SPLIT_SEED {data.SPLIT_SEED} it would be validated on images that it was "
             "trained on. Set both back, or start a new run."
+        )
+    if (group := settings.get("DATA.GROUP")) != data.GROUP:
+        raise UserError(
+            f"{checkpoint.folder}: trained with DATA.GROUP {group or 'null'}; with {data.GROUP or 'null'} it would be "
+            "validated on images that it was trained on. Set it back, or start a new run."
         )
 
 

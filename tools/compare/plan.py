@@ -61,7 +61,7 @@ SET_PER_FOLD = {
     "DATA.FOLD": "leave out DATA.FOLD to validate on each fold, or leave out -folds to validate only on this one"
 }
 """The same with -folds."""
-DATA = ("DATA.DATASET", "DATA.DATA_PATH", "DATA.VAL_FRACTION", "DATA.EXCLUDE", "DATA.PART", "cfg")
+DATA = ("DATA.DATASET", "DATA.DATA_PATH", "DATA.VAL_FRACTION", "DATA.GROUP", "DATA.EXCLUDE", "DATA.PART", "cfg")
 """What may choose other validation images."""
 MAY_DIFFER = ("OUTPUT", "SAVE", "MODEL.RESUME")
 """Settings that may change when a run is resumed."""

@@ -161,6 +161,11 @@ class DataConfig(Section):
         "Cross-validation: validate on fold K of N stratified folds and train on the others; "
         "null: the data set's own validation split, else one by VAL_FRACTION.",
     )
+    GROUP: str | None = setting(
+        None,
+        "Keeps images of a group, such as a patient or a video, on one side of the split by VAL_FRACTION or FOLD. A "
+        "column of a csv table, or a regular expression that finds the group in each path.",
+    )
     SPLIT_SEED: Count = setting(0, "Seed of the split by VAL_FRACTION and of the folds; independent of SEED.")
     MULTI_LABEL: bool = setting(
         False,

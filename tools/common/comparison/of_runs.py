@@ -19,7 +19,15 @@ from utils.errors import UserError
 PAIRED_BY = ("SEED", "DATA.FOLD")
 PLACES = ("SAVE", "TAG", "DATA.CACHE", "MODEL.RESUME_EMA")
 """Settings that do not make another contender of a run, beside those of one start."""
-VALIDATION = ("DATA.DATASET", "DATA.DATA_PATH", "DATA.VAL_FRACTION", "DATA.SPLIT_SEED", "DATA.EXCLUDE", "DATA.LISTING")
+VALIDATION = (
+    "DATA.DATASET",
+    "DATA.DATA_PATH",
+    "DATA.VAL_FRACTION",
+    "DATA.SPLIT_SEED",
+    "DATA.GROUP",
+    "DATA.EXCLUDE",
+    "DATA.LISTING",
+)
 MOST_NAMED = 3
 """Contenders that differ in more settings are called by a run's folder."""
 

@@ -1,0 +1,116 @@
+"""DATA.GROUP: images of a group are on one side of the split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from datasets.sources.groups import split_by_group
+from tests.program import TINY_DIGITS, Result
+from utils.config.data import DataConfig
+
+Vitamp = Callable[..., Result]
+
+
+def made(groups: int, classes: int = 4, seed: int = 0) -> tuple[np.ndarray, list[str]]:
+    """Labels and groups of images; groups differ in size and have more of some classes than of others."""
+    random = np.random.default_rng(seed)
+    of = np.repeat(np.arange(groups), random.integers(5, 40, groups))
+    weights = random.dirichlet(np.ones(classes), groups)
+    labels = np.array([random.choice(classes, p=weights[group]) for group in of])
+    order = random.permutation(len(of))
+    return labels[order], [f"g{group}" for group in of[order]]
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_no_group_is_on_both_sides_and_classes_are_in_proportion(several: bool) -> None:
+    labels, groups = made(60)
+    rows = np.eye(4, dtype=np.uint8)[labels] if several else labels
+    train, validation = split_by_group(rows, groups, DataConfig(VAL_FRACTION=0.2, GROUP="g"))
+    assert sorted([*train, *validation]) == list(range(len(labels)))
+    assert {groups[i] for i in train}.isdisjoint({groups[i] for i in validation})
+    assert len(validation) == pytest.approx(0.2 * len(labels), rel=0.1)
+    shares = [np.bincount(labels[side], minlength=4) / len(side) for side in (train, validation)]
+    assert np.abs(shares[0] - shares[1]).max() < 0.04
+
+
+def test_folds_are_disjoint_cover_all_and_keep_groups() -> None:
+    labels, groups = made(30)
+    folds = [split_by_group(labels, groups, DataConfig(FOLD=f"{k}/5", GROUP="g"))[1] for k in range(1, 6)]
+    assert sorted(np.concatenate(folds)) == list(range(len(labels)))
+    assert sum(len({groups[i] for i in fold}) for fold in folds) == 30
+    assert max(map(len, folds)) < 1.2 * min(map(len, folds))
+    other = split_by_group(labels, groups, DataConfig(FOLD="1/5", GROUP="g", SPLIT_SEED=1))[1]
+    assert list(other) != list(folds[0])
+
+
+def test_few_large_groups_leave_no_side_empty() -> None:
+    labels, groups = np.array([0, 1] * 30), ["a"] * 20 + ["b"] * 20 + ["c"] * 20
+    train, validation = split_by_group(labels, groups, DataConfig(VAL_FRACTION=0.1, GROUP="g"))
+    assert (len(train), len(validation)) == (40, 20)
+
+
+def patients(root: Path) -> None:
+    for name in ("ill", "well"):
+        for patient in range(6):
+            for shot in range(4):
+                pixels = np.random.default_rng(100 * patient + shot).integers(0, 255, (8, 8), dtype=np.uint8)
+                (root / name).mkdir(parents=True, exist_ok=True)
+                Image.fromarray(pixels).save(root / name / f"patient{patient}_{shot}.png")
+
+
+def train(vitamp: Vitamp, tmp_path: Path, *words: object) -> Result:
+    (tmp_path / "tiny.yaml").write_text(TINY_DIGITS, encoding="utf-8")
+    small = ("-num_classes", "auto", "TRAIN.MAX_UPDATES=1", "-batch_size", "8", "-dry_run")
+    return vitamp("-cfg", tmp_path / "tiny.yaml", *words, *small)
+
+
+def test_paths_and_columns_name_groups(vitamp: Vitamp, tmp_path: Path) -> None:
+    patients(tmp_path / "data")
+    folder = ("-dataset", "imagefolder", "-data_path", tmp_path / "data")
+    done = train(vitamp, tmp_path, *folder, r"DATA.GROUP=(patient\d+)_", "DATA.VAL_FRACTION=0.3")
+    assert done.code == 0, done.text
+    # Both classes have images of each patient, so whole patients are 8 images.
+    assert "32 training and 16 validation images" in done.out
+    assert r"split at random by DATA.VAL_FRACTION 0.3, groups by DATA.GROUP (patient\d+)_" in done.out
+
+    rows = [f"{p.relative_to(tmp_path)},{p.parent.name},{p.name[7]}" for p in sorted(tmp_path.glob("data/*/*.png"))]
+    (tmp_path / "all.csv").write_text("\n".join(["path,target,who", *rows]) + "\n", encoding="utf-8")
+    table = ("-dataset", "csv", "-data_path", tmp_path / "all.csv")
+    done = train(vitamp, tmp_path, *table, "DATA.GROUP=who", "DATA.FOLD=2/3")
+    assert done.code == 0, done.text
+    assert "32 training and 16 validation images" in done.out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("DATA.GROUP=(",), "DATA.GROUP (: not a regular expression"),
+        (("DATA.GROUP=visit[0-9]",), "DATA.GROUP visit[0-9]: not found in 'ill/patient0_0.png'. Name a pattern"),
+        (("DATA.GROUP=(p)(a)",), "has 2 pairs of parentheses; put one around what names the group"),
+        (("DATA.GROUP=png",), "1 group, too few for two splits, since a group is not divided"),
+        ((r"DATA.GROUP=patient\d", "DATA.FOLD=1/9"), "6 groups, fewer than the 9 folds"),
+        (("DATA.GROUP=x", "-dataset", "digits"), "the data set digits names no groups"),
+    ],
+)
+def test_bad_groups_are_refused(vitamp: Vitamp, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    patients(tmp_path / "data")
+    done = train(vitamp, tmp_path, "-dataset", "imagefolder", "-data_path", tmp_path / "data", *words)
+    assert done.code == 2
+    assert said in done.err
+
+
+def test_a_run_is_not_resumed_with_another_group(vitamp: Vitamp, tmp_path: Path) -> None:
+    patients(tmp_path / "data")
+    (tmp_path / "tiny.yaml").write_text(TINY_DIGITS, encoding="utf-8")
+    run, place = tmp_path / "run", ("-dataset", "imagefolder", "-data_path", tmp_path / "data")
+    words = ("-num_classes", "auto", "-batch_size", "8", "-epochs", "1", "DATA.GROUP=patient[0-9]")
+    assert vitamp("-cfg", tmp_path / "tiny.yaml", "-output", run, *place, *words).code == 0
+    again = vitamp("-resume", run, "-epochs", "2", "DATA.GROUP=_[0-9]")
+    assert again.code == 2
+    assert "trained with DATA.GROUP patient[0-9]; with _[0-9] it would be validated on images" in again.err
+    assert vitamp("-resume", run, "-epochs", "2").code == 0

@@ -27,7 +27,7 @@ from engine.report.reporter import Reporter
 from engine.report.tracking import open_trackers
 from engine.run_folder import lock_existing_folder, make_run_folder, write_run_files
 from engine.run_lock import FolderLock
-from engine.setup import ReadyToTrain, build_for_training, model_in_precision
+from engine.setup import ReadyToTrain, build_for_training, model_in_precision, sharding_of
 from engine.trainer import Trainer
 from utils.config import Config, Loaded
 from utils.distributed.group import leave
@@ -131,11 +131,7 @@ def train(given: Run, lock: FolderLock | None, lists: OpLists | None) -> int:
 
 def _build(run: Run, checkpoint: Checkpoint | None) -> ReadyToTrain:
     """Build all that training needs. If one rank fails, all do."""
-    sharding = None
-    if run.config.DIST.STRATEGY == "fsdp":
-        from engine.parallel.fsdp import build_sharding
-
-        sharding = build_sharding(run.config, run.world, run.device)
+    sharding = sharding_of(run.config, run.world, run.device)
     return on_every_rank(run.world, lambda: build_for_training(run, checkpoint, sharding))
 
 

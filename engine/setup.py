@@ -115,6 +115,15 @@ def tuned_model(
     return (model, inputs, precision), tune(config, model, inputs, precision, world, saved_choices)
 
 
+def sharding_of(config: Config, world: World, device: torch.device) -> Sharding | None:
+    """The sharding that DIST.STRATEGY asks for, if it does. A collective call."""
+    if config.DIST.STRATEGY != "fsdp":
+        return None
+    from engine.parallel.fsdp import build_sharding
+
+    return build_sharding(config, world, device)
+
+
 def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Sharding | None = None) -> ReadyToTrain:
     """Build all that training needs, and restore `checkpoint` if there is one. A collective call."""
     config, world, device = run.config, run.world, run.device

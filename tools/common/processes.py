@@ -23,8 +23,7 @@ from engine.machine.context import Run
 from engine.machine.device import pick_device, set_up_device
 from engine.machine.environment import join_run
 from engine.machine.memory import is_out_of_memory
-from engine.parallel.fsdp import build_sharding
-from engine.setup import ReadyToTrain, build_for_training, training_data
+from engine.setup import ReadyToTrain, build_for_training, sharding_of, training_data
 from utils.config import Config
 from utils.distributed.group import leave
 from utils.distributed.world import ALONE, World, on_every_rank
@@ -73,7 +72,7 @@ def opened(config: Config, world: World = ALONE, compiled: bool = True) -> Itera
     try:
         join_run(config, world, device, threads)
         with OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST):
-            sharding = build_sharding(config, world, device)
+            sharding = sharding_of(config, world, device)
             run = Run(config, world, device, threads)
             ready = on_every_rank(world, lambda: build_for_training(run, None, sharding))
             training = Training(ready, device)

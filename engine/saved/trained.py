@@ -45,6 +45,8 @@ class Trained:
     config: Config
     chosen: Chosen
     """The weights that it has"""
+    mirrors: bool = False
+    """Whether the logits are means over each image and its mirror image"""
 
     @torch.no_grad()  # not inference mode: fp8 layers do not run in it
     def logits(self, images: Tensor) -> Tensor:
@@ -55,7 +57,9 @@ class Trained:
             self.precision.autocast(training=False),
         ):
             try:
-                return self.model(self.inputs(images.to(device))).float()
+                pixels = images.to(device)
+                logits = self.model(self.inputs(pixels)).float()
+                return (logits + self.model(self.inputs(pixels.flip(-1))).float()) / 2 if self.mirrors else logits
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise

@@ -58,6 +58,13 @@ PART = Flag(
     choices=("train", "val", "test", "all"),
 )
 """For tools that read the images of the run's data set."""
+TTA = Flag(
+    "tta",
+    "test-time augmentation: flip takes the mean of the logits of each image and its mirror image; twice the time",
+    "flip",
+    choices=("flip",),
+)
+"""For tools that predict."""
 OVERWRITE = Flag("overwrite", "replace existing output files")
 """For tools that write a file named by the user."""
 

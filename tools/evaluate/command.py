@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tools.common.command_line import OVERWRITE, PART, Tool, ToolLine, run_tool
+from tools.common.command_line import OVERWRITE, PART, TTA, Tool, ToolLine, run_tool
 from tools.common.output_file import check_output_file, writing
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional, whole
@@ -40,6 +40,7 @@ OWN = (
         choices=(*CHOICES, BOTH),
     ),
     PART,
+    TTA,
     Flag("json", "write all metrics as JSON", "FILE.json"),
     Flag("confusion", "write the confusion matrix", "FILE.csv|png"),
     Flag("bins", "number of bins of the calibration error", "N", default=15, kind=whole(1, 1000)),
@@ -73,6 +74,7 @@ def _evaluate(argv: list[str]) -> int:
     part = {"DATA.PART": (line.asked.part, "-part")} if line.asked.part else {}
     given = replace(line.run, flags={**line.run.flags, "EVAL": (True, "evaluate.py"), **part})
     trained = load_trained(model, BETTER if both else weights, given=given)
+    trained.mirrors = line.asked.tta is not None
     for which in SETS if both else ():
         trained.chosen.other(which)  # an error if it is not there
     task = {ONE_LABEL: one, SEVERAL_LABELS: several}[trained.task.kind]
@@ -84,6 +86,8 @@ def _evaluate(argv: list[str]) -> int:
         log.info("%s: %s", model, trained.chosen.words)
     for note in notes:
         log.info("%s.", note)
+    if trained.mirrors:
+        log.info("Each image and its mirror image: the mean of their logits (-tta flip).")
     found: dict[WeightSet, Any] = {}
     for which in SETS if both else (trained.chosen.which,):
         if which != trained.chosen.which:
@@ -100,6 +104,7 @@ def _evaluate(argv: list[str]) -> int:
             "model": trained.config.MODEL.NAME,
             "source": str(trained.chosen.place),
             "precision": trained.precision.name,
+            "tta": line.asked.tta,
             "data": data.title,
             "classes": trained.names(),
             "figures": {which.name: task.figures_as_json(figures) for which, figures in found.items()},

@@ -378,6 +378,16 @@ def test_halving_trains_the_better_half_on(
     assert metrics_file(tmp_path / "out")["verdicts"] == results["verdicts"]
 
 
+def test_halving_within_the_warm_up_is_remarked_on(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "start", lambda *_: SimpleNamespace(wait=lambda _: 1))
+    words = ["-cfg", str(tiny), "TRAIN.NUM_EPOCHS=4", "-vary", "lr=1,2,3", "-halving", "-output"]
+    for warm_up, said in ((1, False), (2, True)):
+        assert main([*words, str(tmp_path / str(warm_up)), f"TRAIN.WARMUP_EPOCHS={warm_up}"]) == 1
+        assert ("while the learning rate still rises (TRAIN.WARMUP_EPOCHS 2)" in capsys.readouterr().out) == said
+
+
 def test_budget_leaves_runs_out_and_goes_on(
     compare: Call, trainings: Trainings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

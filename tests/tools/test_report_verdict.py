@@ -56,9 +56,8 @@ RATE = "BASE_LR: 0.002 -> BASE_LR: 0.004"
 def test_one_seed_each_is_judged_by_the_number_of_images(vitamp: Vitamp, first: Path, tmp_path: Path) -> None:
     low, high = copied(first, "a", 90.0), copied(first, "b", 91.0, RATE)
     said, page = report(vitamp, tmp_path, low, high)
-    words = (
-        "BASE_LR=0.004 against BASE_LR=0.002: accuracy 1.00 points higher, with one seed each. On 360 images this is "
-    )
+    words = "BASE_LR=0.004 against BASE_LR=0.002: accuracy after the last epoch 1.00 points higher, with one seed each."
+    words += " On 360 images this is "
     assert f"{words}within chance: 95 % interval -3.3 to +5.4 points" in said
     assert words in page
     far = copied(first, "c", 99.0, RATE)

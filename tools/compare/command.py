@@ -108,6 +108,7 @@ def _write(plan: Plan, trained: Trained, out: Path) -> dict[str, Any]:
     from tools.common.comparison.metrics import is_finished, metrics_of
     from tools.common.comparison.verdict import by_name, judge, troubles
     from tools.compare.plan import compared_settings
+    from utils.record.run_folder import read_data_warnings
 
     names, failed = [name for name in plan.contenders if name not in trained.dropped], trained.failed
     rows = [
@@ -142,8 +143,9 @@ def _write(plan: Plan, trained: Trained, out: Path) -> dict[str, Any]:
         "failed": failed,
         **({"left_out": trained.left_out} if trained.left_out else {}),
         **({"dropped": trained.dropped} if trained.dropped else {}),
-        "verdicts": judge(runs, names, plan.judged),
+        "verdicts": judge(runs, names, plan.judged, len(plan.contenders)),
         "troubles": troubles(runs, reasons, names),
+        "data": next((read_data_warnings(out / row["folder"]) for row in rows), []),
     }
     try:
         write_json(out / "compare.json", about)

@@ -212,8 +212,20 @@ def make_plan(line: ToolLine, out: Path) -> Plan:
     stages = (Stage(),)
     if line.asked.halving:
         stages = halving_stages(len(contenders), base.config.TRAIN, updates_per_epoch(base.config, processes))
+        if (first := stages[0].updates) is not None and len(stages) > 1:
+            remarks = (*remarks, *_within_warm_up(first, base.config.TRAIN, stages[-1].updates or first))
     more = varied, line.asked.budget_min, stages
     return Plan(tuple(loaded), judged, *counted_rounds, runs, name, many, remarks, *more)
+
+
+def _within_warm_up(first: int, train: TrainConfig, end: int) -> list[str]:
+    """A remark, if contenders are dropped before their learning rate is reached."""
+    if first > train.WARMUP_EPOCHS * end / train.NUM_EPOCHS:
+        return []
+    return [
+        f"-halving drops contenders after {counted(first, 'update')}, while the learning rate still rises "
+        f"(TRAIN.WARMUP_EPOCHS {train.WARMUP_EPOCHS}): for a comparison of learning rates, use a shorter warm-up"
+    ]
 
 
 def updates_per_epoch(config: Config, processes: int) -> int:

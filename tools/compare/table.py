@@ -77,7 +77,7 @@ def sentences(about: dict[str, Any]) -> list[str]:
             lines.append(f"  ({verdict['details']})")
     if about["runs"] and (words := no_better_than_guessing(about["runs"], judged_of(about))):
         lines.append(words)
-    return [*lines, *about.get("dropped", {}).values(), *about["troubles"]]
+    return [*lines, *about.get("dropped", {}).values(), *about["troubles"], *about.get("data", ())]
 
 
 def no_better_than_guessing(rows: Sequence[Metrics], judged: Judged) -> str:
@@ -102,6 +102,7 @@ def notes(about: dict[str, Any]) -> list[str]:
         f"images/s: median over a run's log lines except the first, then over the {by}s",
         f"speed: geometric mean, over the {by}s, of the ratio to the baseline's images/s",
         f"{judged.words}: after the last epoch{judged.whose}, mean ± standard deviation over the {by}s",
+        f"best {judged.metric.words}: over all validations of any of the weights that a run keeps",
     ]
     if about["device"].startswith("cpu"):
         lines.append("memory: peak of the whole process, libraries and data included, because there is no GPU")
@@ -122,7 +123,7 @@ def markdown(about: dict[str, Any], link: str) -> str:
     runs = by_name({**row, "device": about["device"]} for row in about["runs"])
     # Worded anew from the metrics, so that the page of an old comparison has the present wording.
     judged = judged_of(about)
-    verdicts = judge(runs, about["compared"], judged)
+    verdicts = judge(runs, about["compared"], judged, len(about["compared"]) + len(about.get("dropped", ())))
     lines = [*in_markdown(table(runs, about["compared"], judged)), ""]
     lines += [f"> {line.strip()}" for line in sentences({**about, "verdicts": verdicts})]
     lines += ["", *(f"- {note}" for note in notes(about)), ""]

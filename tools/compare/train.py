@@ -142,6 +142,8 @@ def _worse_half(judged: Judged, runs: list[Run], stage: Stage) -> dict[str, str]
     """The contenders that go no further, with the reason: all but the better half, and but two."""
     values: dict[str, list[float]] = {run.contender: [] for run in runs}
     for run in runs:
+        if not is_finished(run.folder, stage.updates):  # it failed
+            continue
         if (value := judged.of(metrics_of(run.folder, stage.updates))) is not None:
             values[run.contender].append(value)
     sign = -1 if judged.metric.higher else 1

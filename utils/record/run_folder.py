@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -149,9 +149,16 @@ def read_about(folder: Path) -> dict[str, Any]:
     return read_json(folder / ABOUT)
 
 
-def read_data_notes(folder: Path) -> list[str]:
+def read_data_notes(folder: Path, kinds: Sequence[str] = ("warnings", "notes")) -> list[str]:
     """What a run said of its data before training, warnings first; nothing for a run without image files."""
     if not (folder / DATA).exists():
         return []
     found = read_json(folder / DATA)
-    return [str(line) for key in ("warnings", "notes") for line in found.get(key, [])]
+    return [str(line) for kind in kinds for line in found.get(kind, [])]
+
+
+def read_data_warnings(folder: Path) -> list[str]:
+    """The warnings alone; none if the file is damaged."""
+    with contextlib.suppress(UserError):
+        return read_data_notes(folder, ("warnings",))
+    return []

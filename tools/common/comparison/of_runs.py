@@ -112,7 +112,8 @@ def _one_run_each(name: str, against: str, runs: ByName, judged: Judged) -> str:
         return f"{name} against {against}: no verdict, because a run was never validated."
     difference = ours - theirs
     word = "higher" if difference > 0 else "lower"
-    said = f"{name} against {against}: {judged.words} {judged.difference(abs(difference))} {word}, with "
+    how = f"{judged.difference(abs(difference))} {word}" if difference else "equal"
+    said = f"{name} against {against}: {judged.words} after the last epoch{judged.whose} {how}, with "
     said += "one seed each" if number_of(rows[0]) == number_of(rows[1]) else "one run each, of different seeds"
     if not judged.metric.counts_images or not images:
         return f"{said}. That is too few to tell: repeat both with more seeds."

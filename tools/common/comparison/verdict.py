@@ -18,6 +18,8 @@ CONFIDENCE = 0.95
 LEAST_MEMORY = 0.01
 """Smaller differences in memory are not reported."""
 MANY_SKIPPED = 0.05
+POWER = 0.8
+"""Chance with which so many seeds, as are named, would show a difference of the size that was found."""
 MOST_ROUNDS = 50
 """Beyond so many seeds or folds it is not said how many would show a difference: nobody trains them."""
 
@@ -35,7 +37,7 @@ class Difference:
     seen: bool = False
     """Whether it is larger than the noise."""
     runs_needed: int | None = None
-    """So many pairs would show a difference of this size; None if it is seen, or if they are too many."""
+    """So many pairs would probably show a difference of this size; None if it is seen, or if they are too many."""
 
 
 def by_name(rows: Iterable[Metrics]) -> ByName:
@@ -72,19 +74,20 @@ def interval(values: Sequence[float], comparisons: int, grain: float = 0.0, over
     # Standard deviation of the difference of two values rounded to the grain.
     spread = math.hypot(statistics.stdev(values), grain / math.sqrt(6))
     level = 1 - (1 - CONFIDENCE) / comparisons / 2
-    reach = _reach(spread, level, len(values), overlap)
+    reach = _reach(spread, len(values), overlap, level)
     low, high = mean - reach, mean + reach
     seen = not low <= 0 <= high
     more = range(len(values) + 1, MOST_ROUNDS + 1)
-    needed = None if seen else next((n for n in more if _reach(spread, level, n, overlap) < abs(mean)), None)
+    needed = None if seen else next((n for n in more if _reach(spread, n, overlap, level, POWER) < abs(mean)), None)
     return Difference(mean, low, high, len(values), seen, needed)
 
 
-def _reach(spread: float, level: float, runs: int, overlap: float) -> float:
-    """Half the width of the interval of so many runs."""
+def _reach(spread: float, runs: int, overlap: float, *levels: float) -> float:
+    """Student's quantiles of these levels, added up, times the standard error of so many runs."""
     from scipy import stats  # a second to import
 
-    return float(stats.t.ppf(level, runs - 1)) * spread * math.sqrt(1 / runs + overlap)
+    quantiles = sum(float(stats.t.ppf(level, runs - 1)) for level in levels)
+    return quantiles * spread * math.sqrt(1 / runs + overlap)
 
 
 def variation(rows: Sequence[Metrics], key: str) -> float:
@@ -128,14 +131,19 @@ def difference_in_metric(
     return interval([one - other for one, other in pairs], comparisons, grain, _overlap(ours.values()))
 
 
-def judge(runs: ByName, names: Sequence[str], judged: Judged) -> list[dict[str, Any]]:
-    """Compare each contender with the first one; of three or more, also the two with the best means."""
+def judge(runs: ByName, names: Sequence[str], judged: Judged, started: int = 0) -> list[dict[str, Any]]:
+    """Compare each contender with the first one; of three or more, also the two with the best means.
+
+    `started`: the number of contenders before the worse ones were dropped; any of them could have been left.
+    """
     base, *others = names
-    verdicts = [_verdict(runs, name, base, len(others), judged) for name in others]
+    dropped = started > len(names)
+    pairs = math.comb(max(started, len(names)), 2)
+    verdicts = [_verdict(runs, name, base, pairs if dropped else len(others), judged) for name in others]
     best = _best_two(runs, names, judged)
     if len(names) > 2 and len(best) == 2 and base not in best:
         # Any two of them could have been the best: the interval allows for all pairs.
-        verdicts.append(_verdict(runs, best[0], best[1], math.comb(len(names), 2), judged, named=True))
+        verdicts.append(_verdict(runs, best[0], best[1], pairs, judged, named=True))
     return verdicts
 
 
@@ -242,7 +250,7 @@ def _details(speed: Difference | None, metric: Difference | None, by: str, judge
             details.append(f"{change} in {judged.words} of up to {hidden} could be hidden in the noise")
         if metric.runs_needed is not None:
             more = metric.runs_needed - metric.runs
-            details.append(f"too few {by}s to tell: {more} more would show a difference as large as this one")
+            details.append(f"too few {by}s to tell: {more} more would probably show a difference as large as this one")
     if speed is not None and speed.low is not None and speed.high is not None:
         details.append(f"speed {speed.low:.2f}x to {speed.high:.2f}x")
     return "; ".join(details)

@@ -224,7 +224,7 @@ def _within_warm_up(first: int, train: TrainConfig, end: int) -> list[str]:
         return []
     return [
         f"-halving drops contenders after {counted(first, 'update')}, while the learning rate still rises "
-        f"(TRAIN.WARMUP_EPOCHS {train.WARMUP_EPOCHS}): for a comparison of learning rates, use a shorter warm-up"
+        f"(TRAIN.WARMUP_EPOCHS {train.WARMUP_EPOCHS:g}): for a comparison of learning rates, use a shorter warm-up"
     ]
 
 

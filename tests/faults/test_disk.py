@@ -23,7 +23,7 @@ from engine.machine.stopping import signals
 from engine.report.tensorboard import Board
 from tests.faults.killing import Run, reported
 from tests.faults.small_disk import SmallDisk, small_disk
-from tests.program import Result, made_meta, metrics
+from tests.program import Result, Started, made_meta, metrics
 from tests.saved import save_checkpoint
 from tests.waiting import until
 from utils.config.schema import Config
@@ -86,24 +86,31 @@ def test_full_in_mid_run_and_free_again(start: Callable[..., Run], disk: SmallDi
 
 
 @pytest.mark.slow
-def test_a_run_that_ends_unsaved_has_failed(vitamp: Callable[..., Result], tiny: Path, disk: SmallDisk) -> None:
+def test_a_run_that_ends_unsaved_has_failed(
+    begin: Callable[..., Started], vitamp: Callable[..., Result], tiny: Path, disk: SmallDisk
+) -> None:
+    """The place of the checkpoints becomes read-only in mid-run; before a start it is seen at once."""
     folder = disk.folder / "run"
-    words = ("-cfg", tiny, "-output", folder, "TRAIN.NUM_EPOCHS=1")
-    assert vitamp(*words, "TRAIN.MAX_UPDATES=10").code == 0
+    words = ("-output", folder, "TRAIN.NUM_EPOCHS=40", "SAVE_FREQ=100", "VALIDATE_FREQ=100", "SAVE_EVERY_UPDATES=1000")
+    assert vitamp("-cfg", tiny, *words, "TRAIN.MAX_UPDATES=10").code == 0
     before = {path: path.read_bytes() for path in (folder / "checkpoints" / "step-000000010").iterdir()}
+    run = begin(*words, "-resume", "auto", "TRAIN.MAX_UPDATES=900", "REPORT_FREQ=5")
+    until(lambda: reported(folder) > 20, 60)
     disk.freeze(folder / "checkpoints")
-    done = vitamp(*words, "-resume", "auto")
+    done = run.end(120)
     assert done.code == 1, done.text
-    assert "the state after update 44 could not be saved and is lost" in done.err
+    assert "the state after update 900 could not be saved and is lost" in done.err
     assert "Read-only file system" in done.err
     assert "The last checkpoint is step-000000010" in done.err
     assert "Traceback" not in done.text
-    assert metrics(folder, "val"), "it trained and validated to its end"
     assert {path: path.read_bytes() for path in before} == before
+    again = vitamp("-cfg", tiny, *words, "-resume", "auto", "TRAIN.MAX_UPDATES=20")
+    assert again.code == 2, again.text
+    assert "cannot be written (Read-only file system)" in again.err
     disk.thaw(folder / "checkpoints")
-    again = vitamp(*words, "-resume", "auto")
+    again = vitamp("-cfg", tiny, *words, "-resume", "auto", "TRAIN.MAX_UPDATES=20")
     assert again.code == 0, again.text
-    assert names(folder / "checkpoints")[-1] == "step-000000044"
+    assert names(folder / "checkpoints")[-1] == "step-000000020"
 
 
 def test_a_full_disk_is_seen_before_training(vitamp: Callable[..., Result], tiny: Path, disk: SmallDisk) -> None:

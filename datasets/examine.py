@@ -259,7 +259,10 @@ def _unfinished(found: Findings) -> bool:
 
 
 def _not_compared(found: Findings, check: str) -> str:
-    """That copies in both splits were not, or only partly, looked for."""
-    compared = found.copies.compared if found.copies is not None else 0
-    how = f"only {compared:,} of {found.images['validation']:,} validation images" if compared else "no images"
-    return f"Looked for copies in both splits: {how} in the time of DATA.CHECK quick; `{check}` compares all"
+    """Says that not all images were searched for copies in both splits."""
+    if found.copies is None:
+        return (
+            f"Not searched for copies in both splits, because the images are not single local files; `{check}` does it"
+        )
+    some = f"{found.copies.compared:,} of {found.images['validation']:,} validation images"
+    return f"Searched for copies in both splits: only {some}, in the time of DATA.CHECK quick; `{check}` compares all"

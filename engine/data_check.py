@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 
 from datasets import ImageDataset
@@ -19,8 +20,10 @@ def check_data(config: Config, train_set: ImageDataset, val_set: ImageDataset, f
     if train is None or validation is None:
         return
     found = examine(train, validation, config.DATA)
-    settings = "with these settings" if folder is None else f"-cfg {shlex.quote(str(folder / CONFIG))}"
-    check = f"python {entry_script().parent / 'scripts/check_data.py'} {settings}"
+    # A dry run has no config.yaml: check_data.py takes the same flags.
+    same = [word for word in sys.argv[1:] if word.lstrip("-") != "dry_run"]
+    settings = same if folder is None else ["-cfg", str(folder / CONFIG)]
+    check = shlex.join(["python", str(entry_script().parent / "scripts/check_data.py"), *settings])
     notes = notes_of(found, config.DATA, config.TRAIN.CLASS_WEIGHTS is not None, check)
     warnings = warnings_of(found, check)
     for note in notes:

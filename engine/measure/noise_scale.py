@@ -1,4 +1,4 @@
-"""TRAIN.NOISE_SCALE: the gradient noise scale, which tells how large a global batch is worth it.
+"""TRAIN.NOISE_SCALE: the gradient noise scale, the global batch from which larger batches save little time.
 
 It is B_simple = tr(S) / |G|^2 of McCandlish et al. 2018, "An Empirical Model of Large-Batch Training": G is the mean
 gradient, and S the covariance of the gradients of single images. On average, the squared norm of a gradient over n

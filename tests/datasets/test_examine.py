@@ -138,3 +138,22 @@ def test_unreadable_files_are_no_copies_of_each_other(icons: Path) -> None:
     assert found.copies is not None
     assert found.copies.found == 3, "copy2, the empty file, and the damaged one"
     assert warnings_of(found, "check")[0].startswith("Copies of training images")
+
+
+def test_images_in_tar_files_are_said_not_to_be_searched(icons: Path) -> None:
+    split = samples(icons, "train")
+    split.stored = "tar files"
+    for check in ("quick", "full"):
+        data = DataConfig(CHECK=check)
+        said = notes_of(examine(split, samples(icons, "val"), data), data, False, "check")
+        assert any("Not searched for copies" in line and "not single local files" in line for line in said)
+        assert not any("DATA.CHECK quick" in line for line in said)
+
+
+def test_a_dry_run_names_a_command_that_runs(icons: Path, vitamp: Vitamp, tmp_path: Path) -> None:
+    done = lines(icons, tmp_path / "run", vitamp, "-dry_run")
+    assert done.code == 0, done.text
+    script, *words = done.err.partition("`python ")[2].partition("`")[0].replace("exclude.txt", "o.txt").split()
+    found = vitamp(*[str(tmp_path / word) if word == "o.txt" else word for word in words], script=script)
+    assert found.code == 1, found.text
+    assert "There are defects" in found.out

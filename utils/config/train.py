@@ -106,7 +106,8 @@ class TrainConfig(Section):
     )
     NOISE_SCALE: bool = setting(
         False,
-        "Report the gradient noise scale, which tells how large a global batch is worth it; see docs/performance.md.",
+        "Report the gradient noise scale, the global batch from which larger batches save little time; see "
+        "docs/performance.md.",
         needs(
             "TRAIN.ACCUM_ITER!=1",
             "TRAIN.GLOBAL_BATCH",

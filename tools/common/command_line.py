@@ -213,6 +213,10 @@ class ToolLine:
             )
         return loaded
 
+    def given_by(self, key: str) -> str:
+        """The flag that gave a setting, or 'on the command line'; '' if neither did."""
+        return "on the command line" if key in self.run.words else self.run.flags.get(key, ("", ""))[1]
+
     def show_gpus(self) -> None:
         """Hide all GPUs but those of -gpus. Call it before CUDA is initialised."""
         limit_visible_gpus(self.run, one_process=False)

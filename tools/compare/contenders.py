@@ -186,8 +186,7 @@ def refuse_fixed(axes: Sequence[Axis], line: ToolLine) -> None:
         raise UserError(f"-cfg {line.run.cfg}: cannot be given here; list it in -vary cfg=...")
     for axis in axes:
         for key in sorted(set().union(*(value.keys for value in axis.values))):
-            given_by = "on the command line" if key in line.run.words else line.run.flags.get(key, ("", ""))[1]
-            if given_by:
+            if given_by := line.given_by(key):
                 raise UserError(f"{key} ({given_by}): cannot be given here, because it varies ({axis.name}).")
 
 

@@ -265,8 +265,7 @@ def what_varies(asked: Namespace) -> tuple[str | None, tuple[Axis, ...]]:
 
 def _refuse_given(line: ToolLine, refused: Mapping[str, str]) -> None:
     for key, instead in refused.items():
-        given_by = "on the command line" if key in line.run.words else line.run.flags.get(key, ("", ""))[1]
-        if given_by:
+        if given_by := line.given_by(key):
             raise UserError(f"{key} ({given_by}): cannot be given here; {instead}.")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,23 @@ def text(trained: Trained, part: Part, found: dict[WeightSet, Figures]) -> str:
     counted = f"{part.title}: {part.counted} of {int((first.support > 0).sum())} classes"
     counted += f"; calibration in {len(first.bins)} bins"
     what = f"{trained.config.MODEL.NAME} of {trained.chosen.place}, in {trained.precision.name}"
-    rows = [["", *(title_of(which) for which in found)]]
-    rows += [[name, *(cell(figures) for figures in found.values())] for name, cell in CELLS.items()]
-    parts = [what, counted, "", "\n".join(in_columns(rows))]
-    for which, figures in found.items():
-        if figures.not_finite:
-            parts += [f"{figures.not_finite} images have NaN or infinite logits ({title_of(which)})."]
+    parts = [what, counted, "", *table_of(found, CELLS)]
     parts += ["", *_classes(trained, first, title_of(next(iter(found))) if len(found) > 1 else "")]
     return "\n".join(parts)
+
+
+def table_of(found: Mapping[WeightSet, Any], cells: Mapping[str, Callable[[Any], str]]) -> list[str]:
+    """A table with a column for each set of weights, and a line for each that has logits that are not finite."""
+    rows = [["", *(title_of(which) for which in found)]]
+    rows += [[name, *(cell(figures) for figures in found.values())] for name, cell in cells.items()]
+    return [
+        *in_columns(rows),
+        *(
+            f"{figures.not_finite} images have NaN or infinite logits ({title_of(which)})."
+            for which, figures in found.items()
+            if figures.not_finite
+        ),
+    ]
 
 
 def title_of(which: WeightSet) -> str:

@@ -12,7 +12,7 @@ from engine.saved.trained import Trained
 from tools.common.label_figures import LabelFigures, label_figures_of
 from tools.common.parts import Part
 from tools.common.tables import in_columns, shown
-from tools.evaluate.one import ALL_SHOWN, WORST_SHOWN, title_of
+from tools.evaluate.one import ALL_SHOWN, WORST_SHOWN, table_of, title_of
 from utils.record.tasks import LOSS, MAP, TOP1, TOP5
 from utils.record.weight_sets import WeightSet
 
@@ -40,12 +40,7 @@ def text(trained: Trained, part: Part, found: dict[WeightSet, LabelFigures]) -> 
     counted += f"{int((first.support > 0).sum())} classes; {first.unlabelled} images without a label"
     name, place = trained.config.MODEL.NAME, trained.chosen.place
     what = f"{name} of {place}, in {trained.precision.name}; {thresholds_of(trained)[1]}"
-    rows = [["", *(title_of(which) for which in found)]]
-    rows += [[name, *(cell(figures) for figures in found.values())] for name, cell in CELLS.items()]
-    parts = [what, counted, "", "\n".join(in_columns(rows))]
-    for which, figures in found.items():
-        if figures.not_finite:
-            parts += [f"{figures.not_finite} images have NaN or infinite logits ({title_of(which)})."]
+    parts = [what, counted, "", *table_of(found, CELLS)]
     return "\n".join([*parts, "", *_classes(trained, first, title_of(next(iter(found))) if len(found) > 1 else "")])
 
 

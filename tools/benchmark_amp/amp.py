@@ -7,8 +7,9 @@ import statistics
 from tools.benchmark_amp.ceiling import of_peak, peak_line
 from tools.benchmark_amp.results import AGAIN, Results, shown
 from tools.benchmark_amp.settings import MODEL, changed, images_of, set_up, synthetic, users_data
-from tools.benchmark_amp.table import Chart, Contender, Plan, Section, Table
+from tools.benchmark_amp.table import Contender, Plan, Table
 from tools.common.command_line import ToolLine
+from tools.common.results.section import Chart, Section
 from tools.common.settings import non_defaults
 from utils.flags import Flag, whole
 

@@ -84,7 +84,7 @@ def _report(table: Table, results: Results, json_file: Path | None, picture: Pat
     if json_file is not None:
         log.info("all measurements: %s", json_file)
     if picture is not None:
-        from tools.benchmark_amp.picture import draw
+        from tools.common.results.picture import draw
 
         draw(picture, table.charts(results), f"{results.machine()}: {results['command']}")
         log.info("chart written to %s", picture)

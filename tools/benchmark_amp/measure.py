@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import subprocess
 import time
 from collections.abc import Sequence
@@ -13,15 +12,13 @@ from typing import Any
 from tools.benchmark_amp.results import Metrics, Results
 from tools.benchmark_amp.table import Plan, Table
 from tools.common.output_file import writing
+from tools.common.results.section import as_typed
 from tools.common.turns import Budget, alternate
 from utils.cpus import processors
 from utils.errors import TrainingError, UserError
 from utils.files import parse_json
 from utils.log import log
 from utils.record.run_folder import git_state, versions, write_json
-
-NOT_MEASURED = ("-budget_min", "-json", "-plot", "-out")
-"""Flags that may differ when a -json file is resumed."""
 
 
 class Recorder:
@@ -32,7 +29,7 @@ class Recorder:
         self.results = Results(
             table=table,
             date=time.strftime("%Y-%m-%d"),
-            command=command_line(words),
+            command=as_typed("benchmark_amp.py", words),
             device=plan.machine.device,
             versions=versions(),
             git=git_state(),
@@ -130,22 +127,6 @@ def measure(
 def _log_turn(turn: str, metrics: Metrics, seconds: float) -> None:
     numbers = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items() if isinstance(value, float))
     log.info("  %s: %s [%.1f s]", turn, metrics.get("failed") or numbers, seconds)
-
-
-def command_line(words: Sequence[str]) -> str:
-    """The command as a reader would type it, without flags for files of this machine."""
-    kept, rest = [], list(words)
-    while rest:
-        word = rest.pop(0)
-        flag, _, value = word.replace("--", "-", 1).partition("=")
-        if flag == "-overwrite":
-            continue
-        if flag in NOT_MEASURED:
-            if not value and rest:
-                rest.pop(0)
-        elif not word.startswith("DATA.CACHE="):
-            kept.append(word)
-    return shlex.join(["python", "scripts/benchmark_amp.py", *kept])
 
 
 def clock_mhz(gpu: str | None) -> float | None:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from tools.benchmark_amp.ceiling import of_peak, peak_line
 from tools.benchmark_amp.results import AGAIN, Results, percent, shown
 from tools.benchmark_amp.settings import MODEL, ON_THE_DEVICE, Setup, changed, images_of, set_up, synthetic, users_data
-from tools.benchmark_amp.table import ROUNDS, Chart, Contender, Plan, Section, Table
+from tools.benchmark_amp.table import ROUNDS, Contender, Plan, Table
 from tools.common.command_line import ToolLine
+from tools.common.results.section import Chart, Section
 from tools.common.settings import non_defaults
 from utils.config import Config
 from utils.errors import UserError

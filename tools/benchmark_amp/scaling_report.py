@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tools.benchmark_amp.results import Results, percent, shown
-from tools.benchmark_amp.table import Chart, Section
+from tools.common.results.section import Chart, Section
 
 NO_EXCHANGE = ", no exchange"
 TITLES = {"batch": "batch size", "image": "image size (pixels)", "model": "model (GFLOP per image)"}
@@ -113,7 +113,9 @@ def charts(results: Results) -> list[Chart]:
             )
         )
         lines = {"measured": speed, "predicted": predicted}
-        drawn.append(Chart(f"against {TITLES[axis]}", "images/s", lines=lines, below=TITLES[axis]))
+        drawn.append(
+            Chart(f"against {TITLES[axis]}", "images/s", lines=lines, below=TITLES[axis], dashed=("predicted",))
+        )
         drawn.append(Chart(f"against {TITLES[axis]}", "peak memory (GB)", lines={"memory": memory}, below=TITLES[axis]))
     return drawn + _charts_of_processes(results, settings["processes"])
 
@@ -133,4 +135,4 @@ def _charts_of_processes(results: Results, numbers: list[int]) -> list[Chart]:
         "measured": [(float(n), value) for n, value in speed.items()],
         "predicted": [(float(n), speed[first] / first * n) for n in speed],
     }
-    return [Chart("against processes", "images/s", lines=lines, below="processes")]
+    return [Chart("against processes", "images/s", lines=lines, below="processes", dashed=("predicted",))]

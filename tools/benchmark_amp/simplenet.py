@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from tools.benchmark_amp.results import AGAIN, Metrics, Results, shown
 from tools.benchmark_amp.settings import changed, set_up
-from tools.benchmark_amp.table import ROUNDS, Chart, Contender, Plan, Section, Table
+from tools.benchmark_amp.table import ROUNDS, Contender, Plan, Table
 from tools.common.command_line import ToolLine
+from tools.common.results.section import Chart, Section
 from utils.config import Config
 from utils.flags import Flag, whole
 from utils.text import counted

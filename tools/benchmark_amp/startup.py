@@ -15,8 +15,9 @@ from pathlib import Path
 
 from tools.benchmark_amp.results import AGAIN, Metrics, Results, percent, shown
 from tools.benchmark_amp.settings import images_of, set_up
-from tools.benchmark_amp.table import Chart, Contender, Plan, Section, Table
+from tools.benchmark_amp.table import Contender, Plan, Table
 from tools.common.command_line import ToolLine
+from tools.common.results.section import Chart, Section
 from tools.common.settings import non_defaults
 from utils.flags import Flag, whole
 from utils.parent import as_child

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from tools.benchmark_amp.results import Metrics, Results
 from tools.common.command_line import ToolLine
+from tools.common.results.section import Chart, Section
 from utils.flags import Flag, whole
 
 ROUNDS = Flag("rounds", "how often each contender is measured", "N", default=3, kind=whole(1))
@@ -48,28 +49,6 @@ class Plan:
     left_out: dict[str, str] = field(default_factory=dict)
     """Name -> why it cannot be measured here."""
     remarks: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Section:
-    """One table of the report."""
-
-    title: str
-    rows: list[list[str]]
-    """The first row is the heading."""
-    notes: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Chart:
-    """One chart of the picture: bars (name -> value), or lines (name -> points)."""
-
-    title: str
-    unit: str
-    bars: Mapping[str, float] = field(default_factory=dict)
-    lines: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
-    below: str = ""
-    """Label of the x axis."""
 
 
 @dataclass(frozen=True)

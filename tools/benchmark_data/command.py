@@ -79,7 +79,7 @@ def _benchmark(argv: list[str]) -> int:
 
     # Imported after all checks: importing torch takes seconds.
     from engine.machine.device import pick_device
-    from tools.benchmark_data.report import report
+    from tools.benchmark_data.report import charts, report
     from tools.benchmark_data.run import Benchmark, Plan
     from tools.common.made_images import on_made_images
     from utils.distributed.world import ALONE
@@ -95,9 +95,9 @@ def _benchmark(argv: list[str]) -> int:
     results = Benchmark(config, plan, device).run()
     report(results, asked.appetite, json_file)
     if picture is not None:
-        from tools.benchmark_data.picture import draw
+        from tools.common.results.picture import draw
 
-        draw(picture, results, asked.appetite)
+        draw(picture, charts(results, asked.appetite), f"{results['machine']}, {results['date']}: {results['command']}")
         log.info("chart written to %s", picture)
     return EXIT_DONE
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from tools.benchmark_data.rates import OURS, TIMM, TORCHVISION
 from tools.common.output_file import writing
-from tools.common.tables import in_columns, in_markdown, source
+from tools.common.results.section import Chart, Section, for_docs, for_terminal
+from tools.common.tables import source
 from tools.common.turns import Ratio
 from utils.files import write_atomically
 from utils.log import log
@@ -21,6 +22,7 @@ TITLES = {
     "val": "Validation: images per second of CPU time",
 }
 LOADER_RATIOS = f"ratios of {OURS} to {TIMM} by wall-clock time, then by CPU time (of all processes)"
+NEEDED = "needed by the model (-appetite)"
 ENOUGH = 1.1
 """How many times as fast as the model a loader must be, so that the model never waits."""
 
@@ -28,20 +30,40 @@ ENOUGH = 1.1
 def lines(results: Results) -> list[str]:
     """All tables for the terminal."""
     about = results["images"]
-    text = [
+    images = (
         f"{about['count']} images, about {about['width']} x {about['height']} and {about['kilobytes']:.0f} KB, "
         f"{100 * about['jpeg']:.0f} % JPEG; {counted(results['rounds'], 'round')} of {results['images_a_round']} images"
-    ]
-    for part, title in TITLES.items():
-        if results.get(part):
-            text += ["", title, *in_columns(_per_core_rows(results[part]))]
+    )
+    return [images, *for_terminal(sections(results))]
+
+
+def sections(results: Results) -> list[Section]:
+    """One table per part that was measured."""
+    made = [Section(title, _per_core_rows(results[part])) for part, title in TITLES.items() if results.get(part)]
     if results.get("loader"):
-        text += ["", f"Through the loaders, batches of {results['batch']}: images per second; {LOADER_RATIOS}"]
-        text += in_columns(_loader_rows(results["loader"]))
+        title = f"Through the loaders, batches of {results['batch']}: images per second; {LOADER_RATIOS}"
+        made.append(Section(title, _loader_rows(results["loader"])))
     if results.get("stages"):
-        text += ["", "CPU time by stage: milliseconds per image (training)"]
-        text += in_columns([["stage", "ms"], *([name, f"{ms:.3f}"] for name, ms in results["stages"].items())])
-    return text
+        rows = [["stage", "ms"], *([name, f"{ms:.3f}"] for name, ms in results["stages"].items())]
+        made.append(Section("CPU time by stage: milliseconds per image (training)", rows))
+    return made
+
+
+def charts(results: Results, appetite: float | None) -> list[Chart]:
+    """One chart per part that was measured."""
+    drawn = []
+    for part, title in TITLES.items():
+        if rows := results.get(part):
+            drawn.append(Chart(title, "images/s", bars={name: row["images_per_second"] for name, row in rows.items()}))
+    if rows := results.get("loader"):
+        lines = {name: [(float(workers), row[name]) for workers, row in rows.items()] for name in (OURS, TIMM)}
+        if appetite is not None:
+            lines[NEEDED] = [(float(workers), appetite) for workers in rows]
+        title = "Through the loaders"
+        drawn.append(Chart(title, "images/s", lines=lines, below="loading processes", dashed=(NEEDED,)))
+    if results.get("stages"):
+        drawn.append(Chart("CPU time by stage (training)", "ms per image", bars=results["stages"]))
+    return drawn
 
 
 def _per_core_rows(part: Results) -> list[list[str]]:
@@ -93,20 +115,11 @@ def verdict(results: Results, appetite: float) -> str:
 
 def markdown(results: Results, link: str) -> str:
     """All tables for a page of the docs, and how they were measured. `link`: the file with all measurements."""
-    text: list[str] = []
-    for part, title in TITLES.items():
-        if results.get(part):
-            text += [f"{title}; ratios are the median, minimum and maximum over the rounds:", ""]
-            text += [*in_markdown(_per_core_rows(results[part])), ""]
-    if results.get("loader"):
-        text += [f"Batches that arrive in the training process, in images per second; {LOADER_RATIOS}:", ""]
-        text += [*in_markdown(_loader_rows(results["loader"])), ""]
-    if results.get("stages"):
-        stages = ", ".join(f"{name} {ms:.2f}" for name, ms in results["stages"].items())
-        text += [f"Our training path by stage, in CPU milliseconds per image: {stages}.", ""]
+    text = for_docs(sections(results))
     cut = ", fewer where the time ran out" if results["cut"] else ""
     about, versions = results["images"], ", ".join(f"{name} {v}" for name, v in results["versions"].items())
     text.append(
+        "Ratios are the median, minimum and maximum over the rounds. "
         f"{about['count']} JPEGs of about {about['width']} x {about['height']}, {about['kilobytes']:.0f} KB; "
         f"{counted(results['rounds'], 'round')} of {results['images_a_round']} images{cut}. Measured on "
         f"{results['machine']}, {versions}, {results['date']}: `{results['command']}`. {source(link)}"

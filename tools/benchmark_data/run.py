@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import shlex
 import statistics
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from tools.benchmark_data.packed import Packed, pack
 from tools.benchmark_data.paths import bound, is_jpeg, opened, ours, paths
 from tools.benchmark_data.rates import OURS, TIMM, TORCHVISION, Rates, measure
 from tools.benchmark_data.stages import stage_runs, stages, transfer_milliseconds
+from tools.common.results.section import as_typed
 from tools.common.turns import Budget, Ratio, ratio
 from utils.cache import cache_folder
 from utils.config import Config
@@ -87,7 +87,7 @@ class Benchmark:
         opening = (time.monotonic() - begin) / min(LOOKED_AT, self.images)
         results: Results = {
             "date": time.strftime("%Y-%m-%d"),
-            "command": _command(),
+            "command": as_typed("benchmark_data.py", sys.argv[1:]),
             "machine": f"{processor()}, {cores()} cores",
             "versions": library_versions(),
             "images": about,
@@ -166,12 +166,6 @@ def through_loaders(rates: dict[str, Rates], counts: tuple[int, ...]) -> Results
                 "to_by_core_time": _plain(ratio(mine.cpu, other.cpu)),
             }
     return rows
-
-
-def _command() -> str:
-    """The command as a reader would type it, without the cache folder of this machine."""
-    words = [word for word in sys.argv[1:] if not word.startswith("DATA.CACHE=")]
-    return shlex.join(["python", "scripts/benchmark_data.py", *words])
 
 
 def library_versions() -> dict[str, str]:

@@ -12,8 +12,9 @@ from tools.benchmark_amp.against_timm.ways import LOOPS, TIMM, Way, ways
 from tools.benchmark_amp.ceiling import of_peak, peak_line
 from tools.benchmark_amp.results import AGAIN, Results, shown
 from tools.benchmark_amp.settings import MODEL, set_up
-from tools.benchmark_amp.table import Chart, Contender, Plan, Section, Table
+from tools.benchmark_amp.table import Contender, Plan, Table
 from tools.common.command_line import ToolLine, some_of
+from tools.common.results.section import Chart, Section
 from tools.common.settings import non_defaults
 from utils.config import Config
 from utils.errors import TrainingError, UserError

@@ -1,4 +1,4 @@
-"""Picture of a table of benchmark_amp.py: its charts side by side, with device and command below."""
+"""Picture of a measurement: its charts side by side, with device and command below."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from tools.benchmark_amp.table import Chart
 from tools.common.output_file import writing
+from tools.common.results.section import Chart
 
 CHARTS_PER_ROW = 3
 
@@ -43,8 +43,8 @@ def _draw_bars(axes: Axes, chart: Chart) -> None:
 
 def _draw_lines(axes: Axes, chart: Chart) -> None:
     for name, points in chart.lines.items():
-        dashed = "--" if name.startswith("predicted") else "o-"
-        axes.plot([x for x, _ in points], [y for _, y in points], dashed, label=name)
+        style = "--" if name in chart.dashed else "o-"
+        axes.plot([x for x, _ in points], [y for _, y in points], style, label=name)
     axes.set_ylim(bottom=0)
     axes.set_xlabel(chart.below)
     axes.set_ylabel(chart.unit)

@@ -46,7 +46,7 @@ class DataConfig(Section):
 
     BATCH_SIZE: PositiveOrAuto = setting(
         256,
-        "Images per process and micro-batch; auto: as many as fit into memory, see docs/performance.md.",
+        "Images per process and micro-batch; auto: as many as fit into memory, see docs/performance_settings.md.",
         excludes(
             "DIST.STRATEGY=fsdp",
             at="auto",

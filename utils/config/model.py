@@ -89,7 +89,7 @@ class ModelConfig(Section):
     ] = setting(
         "auto",
         "Implementation of attention. fused: torch chooses the kernel; auto: the fastest measured "
-        "(docs/performance.md).",
+        "(docs/performance_settings.md).",
     )
     LINEAR_PATCHES: Literal["auto"] | bool = setting(
         "auto", "Patch embedding as a matrix product instead of a convolution; auto: where it is faster."

@@ -107,7 +107,7 @@ class TrainConfig(Section):
     NOISE_SCALE: bool = setting(
         False,
         "Report the gradient noise scale, the global batch from which larger batches save little time; see "
-        "docs/performance.md.",
+        "docs/performance_settings.md.",
         needs(
             "TRAIN.ACCUM_ITER!=1",
             "TRAIN.GLOBAL_BATCH",

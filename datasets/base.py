@@ -62,6 +62,15 @@ def parts_read(data: DataConfig, train: bool, existing: Sequence[Part] = ("train
     return existing if part == "all" else (part,)
 
 
+class Stamp(NamedTuple):
+    """What changes with a stored image, known without reading it."""
+
+    size: int
+    """Bytes"""
+    changed: int
+    """When it was changed last, in nanoseconds"""
+
+
 class Samples(ABC):
     """One split of a data set, read image by image.
 
@@ -88,6 +97,11 @@ class Samples(ABC):
     @abstractmethod
     def name(self, index: int) -> str:
         """Name of a sample in messages and in lists of broken images, such as its path."""
+
+    def stamp(self, index: int) -> Stamp:
+        """Size and time of change of a stored image. Raises OSError."""
+        stat = os.stat(self.name(index))
+        return Stamp(stat.st_size, stat.st_mtime_ns)
 
     def names(self) -> Iterator[bytes]:
         """Bytes that depend on the names of all samples and their order, but not on where the data set is."""
@@ -181,6 +195,10 @@ class Joined(Samples):
     def name(self, index: int) -> str:
         split, inside = self._place(index)
         return split.name(inside)
+
+    def stamp(self, index: int) -> Stamp:
+        split, inside = self._place(index)
+        return split.stamp(inside)
 
     def prefetch(self, indices: Sequence[int]) -> None:
         for begin, split in zip(self._begins.tolist(), self.splits, strict=False):

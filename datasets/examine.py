@@ -5,51 +5,28 @@ Nothing here changes a training. In a large data set, only as much is looked at 
 
 from __future__ import annotations
 
-import hashlib
-import os
-import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from datasets.base import Samples
+from datasets.copies import MOST_NAMED, QUICK_SECONDS, Clock, Copies, can_compare, find_copies
 from datasets.decoding.header import GREY, TRANSPARENT, Header, header_of
+from datasets.hashes import hashes_of
 from datasets.labels import images_of_classes
 from utils.config.data import DataConfig
 from utils.text import counted
 
-QUICK_SECONDS = {"copies": 3.0, "headers": 1.0}
-"""Most seconds for each with DATA.CHECK quick"""
+HEADER_SECONDS = 1.0
+"""Most seconds of reading headers with DATA.CHECK quick"""
 LOOKED_AT = 400
 """Images whose headers are read."""
 UNEQUAL = 5
 """Largest class over smallest, from which on the classes are called unequal."""
 HUGE = 16
 """Times as many pixels as the model sees, from which on an image is called huge."""
-MOST_NAMED = 5
-
-
-class _Clock:
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
-
-    @property
-    def is_up(self) -> bool:
-        return time.monotonic() > self._end
-
-
-@dataclass
-class Copies:
-    """Validation images whose bytes are those of a training image."""
-
-    found: int
-    compared: int
-    """Validation images that were compared with all training images of their size"""
-    examples: list[tuple[str, str]] = field(default_factory=list)
-    """Names in validation and in training"""
 
 
 @dataclass
@@ -88,10 +65,12 @@ def examine(train: Samples, validation: Samples, data: DataConfig) -> Findings:
         share = 100 * max(by_class["validation"].values(), default=0) / len(validation)
     findings = Findings({title: len(samples) for title, samples in splits.items()}, by_class, share)
     findings.links = train.links + validation.links
-    seconds = QUICK_SECONDS if data.CHECK == "quick" else dict.fromkeys(QUICK_SECONDS, float("inf"))
-    if train.stored == "files" and validation.stored == "files" and not (train.remote or validation.remote):
-        findings.copies = _copies(train, validation, _Clock(seconds["copies"]))
-    _add_headers(findings, train, data, _Clock(seconds["headers"]))
+    quick = data.CHECK == "quick"
+    if can_compare(train) and can_compare(validation):
+        hashes = hashes_of(data)
+        findings.copies = find_copies(train, validation, hashes, QUICK_SECONDS if quick else float("inf"))
+        hashes.save()
+    _add_headers(findings, train, data, Clock(HEADER_SECONDS if quick else float("inf")))
     return findings
 
 
@@ -105,54 +84,12 @@ def _class_names(splits: dict[str, Samples]) -> list[str]:
     return [f"label {label}" for label in range(most + 1)]
 
 
-def _copies(train: Samples, validation: Samples, clock: _Clock) -> Copies:
-    """Files of equal size are compared by their contents; a validation image whose turn does not come is left out."""
-    by_size: dict[int, list[int]] = {}
-    for index, size in _sizes(train, range(len(train)), clock):
-        by_size.setdefault(size, []).append(index)
-    if clock.is_up:
-        return Copies(0, 0)
-    digests: dict[int, dict[bytes, int]] = {}
-    copies = Copies(0, 0)
-    # In random order, so that a part of them stands for all; seeded, so that the same ones are looked at again.
-    order = np.random.default_rng(0).permutation(len(validation)).tolist()
-    for index, size in _sizes(validation, order, clock):
-        if size in by_size and size not in digests:
-            digests[size] = {_digest(train, other): other for other in by_size[size]}
-        if clock.is_up:
-            break
-        copies.compared += 1
-        if size in digests and (twin := digests[size].get(_digest(validation, index))) is not None:
-            copies.found += 1
-            if len(copies.examples) < MOST_NAMED:
-                copies.examples.append((validation.name(index), train.name(twin)))
-    return copies
-
-
-def _sizes(samples: Samples, order: Sequence[int], clock: _Clock) -> Iterator[tuple[int, int]]:
-    """(index, bytes) of files, until the time is up; without files that cannot be read."""
-    for index in order:
-        if clock.is_up:
-            return
-        try:
-            yield index, os.stat(samples.name(index)).st_size
-        except (OSError, ValueError):
-            continue
-
-
-def _digest(samples: Samples, index: int) -> bytes:
-    try:
-        return hashlib.blake2b(bytes(samples.read(index)), digest_size=16).digest()
-    except OSError:  # unreadable: reported when it is trained on
-        return b"%d of %d" % (index, id(samples))
-
-
-def _add_headers(findings: Findings, train: Samples, data: DataConfig, clock: _Clock) -> None:
+def _add_headers(findings: Findings, train: Samples, data: DataConfig, clock: Clock) -> None:
     """Modes, sizes and rotation of some training images."""
     count = len(train) if data.CHECK == "full" else min(LOOKED_AT, len(train))
     headers: list[Header] = []
     for index in np.random.default_rng(0).permutation(len(train))[:count].tolist():
-        if clock.is_up:
+        if clock.is_past():
             break
         try:
             encoded = train.read(index)
@@ -255,14 +192,21 @@ def _odd_images(found: Findings, data: DataConfig) -> list[str]:
 
 
 def _unfinished(found: Findings) -> bool:
-    return found.copies is not None and found.copies.compared < found.images["validation"]
+    copies = found.copies
+    return copies is not None and (
+        copies.compared < found.images["validation"] or copies.training < found.images["training"]
+    )
 
 
 def _not_compared(found: Findings, check: str) -> str:
     """Says that not all images were searched for copies in both splits."""
-    if found.copies is None:
+    copies = found.copies
+    if copies is None:
         return (
-            f"Not searched for copies in both splits, because the images are not single local files; `{check}` does it"
+            "Not searched for copies in both splits, because the images are raw pixels or not on this machine; "
+            f"`{check}` does it"
         )
-    some = f"{found.copies.compared:,} of {found.images['validation']:,} validation images"
+    some = f"{copies.compared:,} of {found.images['validation']:,} validation images"
+    if copies.training < found.images["training"]:
+        some += f" with {copies.training:,} of {found.images['training']:,} training images"
     return f"Searched for copies in both splits: only {some}, in the time of DATA.CHECK quick; `{check}` compares all"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from datasets.base import Encoded, Samples
+from datasets.base import Encoded, Samples, Stamp
 from datasets.damage.broken import REMARK
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
@@ -37,6 +37,9 @@ class Remaining(Samples):
 
     def name(self, index: int) -> str:
         return self.samples.name(int(self._old_index[index]))
+
+    def stamp(self, index: int) -> Stamp:
+        return self.samples.stamp(int(self._old_index[index]))
 
     def names(self) -> Iterator[bytes]:
         yield from self.samples.names()

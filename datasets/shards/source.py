@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
 
-from datasets.base import TITLES, Encoded, Part, Samples, parts_read
+from datasets.base import TITLES, Encoded, Part, Samples, Stamp, parts_read
 from datasets.decoding.reader import Unreadable
 from datasets.images import image_source
 from datasets.labels import ANY_LABEL, check_class_count, check_gaps, log_unused_outputs, warn_empty_classes
@@ -44,6 +45,7 @@ class ShardSamples(Samples):
         self.stored = "pixels" if self._is_array.all() else "tar files"
         self.remote = store.remote
         self._prefetched: dict[int, np.ndarray] = {}
+        self._changed: dict[int, int] = {}
 
     def read(self, index: int) -> Encoded:
         row = self._row(index)
@@ -60,6 +62,14 @@ class ShardSamples(Samples):
     def name(self, index: int) -> str:
         row = self._row(index)
         return f"{self.store.root}/{self._index.shards[self._index.shard[row]]}/{self._index.name(row)}"
+
+    def stamp(self, index: int) -> Stamp:
+        row = self._row(index)
+        shard = int(self._index.shard[row])
+        if shard not in self._changed:
+            self._changed[shard] = os.stat(f"{self.store.root}/{self._index.shards[shard]}").st_mtime_ns
+        # The offset tells members of the same name apart.
+        return Stamp(int(self._index.size[row]), self._changed[shard] + int(self._index.offset[row]))
 
     def names(self) -> Iterator[bytes]:
         index, rows = self._index, slice(None) if self._rows is None else self._rows

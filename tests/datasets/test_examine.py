@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import shutil
+import tarfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from datasets import examine as examining
+from datasets import copies as searching
+from datasets import hashes as hashing
+from datasets import open_dataset
+from datasets.copies import find_copies
 from datasets.examine import examine, notes_of, warnings_of
 from datasets.sources.files import FileSamples, PathTable
 from tests.program import TINY_DIGITS, Result, metrics
@@ -115,8 +123,8 @@ def samples(root: Path, split: str) -> FileSamples:
 
 def test_a_part_is_compared_where_the_time_is_short(icons: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time that each look at a clock takes is made up: what is compared does not depend on the machine."""
-    now = iter(np.arange(0.0, 1e5, 0.04))
-    monkeypatch.setattr(examining.time, "monotonic", lambda: float(next(now)))
+    now = iter(np.arange(0.0, 1e5, 0.055))
+    monkeypatch.setattr(searching.time, "monotonic", lambda: float(next(now)))
     found = examine(samples(icons, "train"), samples(icons, "val"), DataConfig(IMAGE_CHANNELS=3))
     assert found.copies is not None
     assert 0 < found.copies.compared < 13
@@ -126,7 +134,76 @@ def test_a_part_is_compared_where_the_time_is_short(icons: Path, monkeypatch: py
     assert any(f"of {found.looked_at} training images looked at" in line for line in said)
     everything = examine(samples(icons, "train"), samples(icons, "val"), DataConfig(CHECK="full"))
     assert everything.copies is not None
-    assert everything.copies.compared == 13
+    assert (everything.copies.compared, everything.copies.training) == (13, 56)
+
+    monkeypatch.setattr(searching, "BLOCK", 4)
+    now = iter(np.arange(0.0, 1e5, 0.4))
+    found = examine(samples(icons, "train"), samples(icons, "val"), DataConfig(IMAGE_CHANNELS=3))
+    assert found.copies is not None
+    assert 0 < found.copies.training < 56
+    said = notes_of(found, DataConfig(), False, "check")
+    assert any(f"images with {found.copies.training} of 56 training images, in the time" in line for line in said)
+
+
+def aged(root: Path) -> None:
+    """Files of yesterday: what was changed just now may change again at the same time of the clock."""
+    yesterday = time.time() - 86400
+    for path in root.rglob("*.*"):
+        os.utime(path, (yesterday, yesterday))
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], tuple[int, int]]:
+    """Search once for copies: (images that were read, copies found)."""
+    monkeypatch.setattr(hashing, "WORTH_KEEPING", 0.0)
+
+    def search(root: Path) -> tuple[int, int]:
+        hashes = hashing.hashes_of(DataConfig(DATA_PATH=str(root), CACHE=str(tmp_path / "cache")))
+        found = find_copies(samples(root, "train"), samples(root, "val"), hashes, 1e9)
+        hashes.save()
+        return hashes.read, found.found
+
+    return search
+
+
+def test_hashes_are_kept_for_the_next_start(icons: Path, kept: Callable[[Path], tuple[int, int]]) -> None:
+    aged(icons)
+    first, copies = kept(icons)
+    assert first > 6
+    assert copies == 3
+    assert kept(icons) == (0, 3), "nothing is read again"
+    write(icons / "train/bell/new.png", 99, "RGBA")
+    shutil.copyfile(icons / "train/bell/new.png", icons / "val/bell/new.png")
+    assert kept(icons) == (2, 4), "only the new files are read"
+    assert kept(icons) == (2, 4), "they are new, so they may still change"
+
+    changed = icons / "val/bell/copy0.png"
+    content = bytearray(changed.read_bytes())
+    content[-20] ^= 1  # same size
+    changed.write_bytes(content)
+    assert kept(icons) == (3, 3), "a changed file is read again"
+
+
+@pytest.mark.parametrize("harm", ["damaged", "cut", "pickled", "unsorted", "a folder", "no folder"])
+def test_no_cache_prevents_the_search(
+    icons: Path, kept: Callable[[Path], tuple[int, int]], harm: str, tmp_path: Path
+) -> None:
+    aged(icons)
+    first = kept(icons)
+    (file,) = (tmp_path / "cache/hashes").iterdir()
+    whole = file.read_bytes()
+    if harm in ("damaged", "cut"):
+        file.write_bytes(b"\x93NUMPY\1\0\xff\xff" + whole[:40] if harm == "damaged" else whole[:-9])
+    elif harm == "pickled":
+        np.save(file, np.array([{}], dtype=object), allow_pickle=True)
+    elif harm == "unsorted":
+        np.save(file, np.load(file)[::-1])
+    else:
+        shutil.rmtree(tmp_path / "cache")
+        (file if harm == "a folder" else tmp_path / "cache").mkdir(parents=True)
+        if harm == "no folder":
+            (tmp_path / "cache/hashes").write_text("in the way")
+    assert kept(icons) == first
 
 
 def test_unreadable_files_are_no_copies_of_each_other(icons: Path) -> None:
@@ -140,14 +217,33 @@ def test_unreadable_files_are_no_copies_of_each_other(icons: Path) -> None:
     assert warnings_of(found, "check")[0].startswith("Copies of training images")
 
 
-def test_images_in_tar_files_are_said_not_to_be_searched(icons: Path) -> None:
-    split = samples(icons, "train")
-    split.stored = "tar files"
-    for check in ("quick", "full"):
-        data = DataConfig(CHECK=check)
-        said = notes_of(examine(split, samples(icons, "val"), data), data, False, "check")
-        assert any("Not searched for copies" in line and "not single local files" in line for line in said)
-        assert not any("DATA.CHECK quick" in line for line in said)
+def test_images_that_are_not_compared_are_named(icons: Path) -> None:
+    for change in ({"remote": True}, {"stored": "pixels"}):
+        split = samples(icons, "train")
+        vars(split).update(change)
+        for check in ("quick", "full"):
+            data = DataConfig(CHECK=check)
+            said = notes_of(examine(split, samples(icons, "val"), data), data, False, "check")
+            assert any(
+                "Not searched for copies" in line and "raw pixels or not on this machine" in line for line in said
+            )
+            assert not any("DATA.CHECK quick" in line for line in said)
+
+
+def test_images_in_tar_files_are_compared(icons: Path) -> None:
+    for split in ("train", "val"):
+        with tarfile.open(icons / f"{split}-0.tar", "w") as tar:
+            for number, path in enumerate(sorted((icons / split).rglob("*.*g"))):
+                tar.add(path, f"{number}.{path.suffix[1:]}")
+                label = tarfile.TarInfo(f"{number}.cls")
+                label.size = 1
+                tar.addfile(label, io.BytesIO(b"0"))
+    data = DataConfig(DATASET="shards", DATA_PATH=str(icons))
+    train, validation = (open_dataset(data, part, 3, 0, torch.device("cpu")).single_images() for part in (True, False))
+    assert train is not None
+    assert validation is not None
+    found = find_copies(train, validation, hashing.Hashes(None), 1e9)
+    assert (found.found, found.compared, found.training) == (3, 13, 56)
 
 
 def test_a_dry_run_names_a_command_that_runs(icons: Path, vitamp: Vitamp, tmp_path: Path) -> None:

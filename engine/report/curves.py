@@ -75,6 +75,8 @@ def draw_curves(folder: Path, title: str, by: Metric = TOP1) -> Path | None:
     _train_and_validation(loss, history, LOSS.name, by)
     _finish(loss, history, "loss")
     _train_and_validation(accuracy, history, history.task.best.name, by)
+    if by not in (LOSS, history.task.best):  # the metric of SAVE_BEST_BY, for which the best validation is marked
+        _curve(accuracy, history.points("val", by.name), f"validation, {by.words}", color="tab:green")
     _finish(accuracy, history, history.task.axis)
     _curve(rate, history.points("train", "lr"), "learning rate")
     _finish(rate, history, "learning rate")

@@ -161,7 +161,7 @@ class Reporter:
             epoch = ""
         elif self._fleet:
             epoch = f"Epoch {position.epoch - 1}, "
-        log.info(f"----- {epoch}{means.summary(what)}, time: {seconds:.2f}{whose}")
+        log.info(f"----- {epoch}{means.summary(what)}, time: {seconds:.2f}{means.after_time()}{whose}")
 
     def _redraw(self, folder: Path, since: int) -> None:
         """Draw the points from update `since` on again: a resumed Board hides them, as it may repeat a validation."""

@@ -13,7 +13,7 @@ from datasets import Batch, ImageDataset
 from utils.config.train import TrainConfig
 from utils.distributed.world import World
 from utils.errors import AllRanksError
-from utils.record.tasks import ONE_LABEL, TaskKind
+from utils.record.tasks import OF_EVERY_TASK, TaskKind
 from utils.text import counted
 
 
@@ -27,7 +27,7 @@ class Metrics:
     def fields(self) -> dict[str, float | None]:
         """Fields for metrics.jsonl and meta.json. A task without top-1 and top-5 has them too, as null."""
         own = {name: value for name, value in vars(self).items() if name != "thresholds"}
-        return dict.fromkeys(metric.name for metric in ONE_LABEL.metrics) | own
+        return dict.fromkeys(OF_EVERY_TASK) | own
 
     def average(self) -> str:
         """The mean of the epoch so far, for a training log line."""
@@ -36,6 +36,10 @@ class Metrics:
     def summary(self, what: str) -> str:
         """For the log line of a whole epoch or validation. `what`: Train or Validation."""
         raise NotImplementedError
+
+    def after_time(self) -> str:
+        """What follows in that line: PaddleViT's own fields come first."""
+        return ""
 
     def fleet(self) -> str:
         """For LOG_STYLE fleet."""

@@ -1,4 +1,4 @@
-"""One class per image: top-1 and top-5 accuracy. Labels are int64, B."""
+"""One class per image: accuracy, and metrics that weigh all classes alike. Labels are int64, B."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from datasets import Batch
 from engine.task.base import Metrics, Tally, Task, check_count, sum_type_of
+from engine.task.class_counts import ClassCounts
 from engine.task.losses import BinaryCrossEntropy, WeightedCrossEntropy
 from utils.config.train import TrainConfig
 from utils.distributed.world import World, sum_over_ranks
@@ -35,6 +36,17 @@ class Means(Metrics):
         return f"loss: {self.loss:.5f}, acc1: {self.acc1:.5f}, acc5: {self.acc5:.5f}"
 
 
+@dataclass(frozen=True)
+class ValidationMeans(Means):
+    """Validation metrics, as `ClassCounts` explains them, in percent."""
+
+    balanced_acc: float
+    macro_f1: float
+
+    def after_time(self) -> str:
+        return f", Balanced Acc: {self.balanced_acc:.4f}, Macro F1: {self.macro_f1:.4f}"
+
+
 class OneLabel(Task):
     kind = ONE_LABEL
     fewest_classes = 2
@@ -54,41 +66,59 @@ class OneLabel(Task):
         return torch.randint(0, self.classes, (size,), device=device)
 
     def counts(self, logits: Tensor, labels: Tensor, sum_type: torch.dtype) -> tuple[Tensor, Tensor]:
-        hits = _hits(logits, labels).sum(0).to(sum_type)
+        hits = _hits(logits, labels)[0].sum(0).to(sum_type)
         return hits[0], hits.sum()
 
     def training_metrics(self, loss: float, counts: tuple[float, float], samples: float) -> Means:
         return Means(loss, 100 * counts[0] / samples, 100 * counts[1] / samples)
 
     def tally(self, samples: int, device: torch.device) -> Tally:
-        return _Accuracy(samples, device)
+        return _Accuracy(samples, self.classes, device)
 
 
 class _Accuracy(Tally):
-    def __init__(self, samples: int, device: torch.device) -> None:
+    def __init__(self, samples: int, classes: int, device: torch.device) -> None:
         self._samples = samples
         self._sums = torch.zeros(4, dtype=sum_type_of(device), device=device)
+        # Summed apart: a longer all-reduce may add the losses of several ranks in another order.
+        self._of_classes = torch.zeros(len(ClassCounts._fields), classes, dtype=self._sums.dtype, device=device)
 
     def add(self, logits: Tensor, batch: Batch) -> None:
-        first, five = correct(logits, batch.labels)
+        hits, guesses = _hits(logits, batch.labels)
+        first, five = hits[:, 0], hits.any(dim=-1)
         real = batch.indices >= 0  # False for samples that only pad the batch
         losses = F.cross_entropy(logits, batch.labels, reduction="none").to(self._sums.dtype)
         losses = losses.where(real, 0.0)  # not a product: 0 times an infinite loss is NaN
         self._sums += torch.stack((losses.sum(), (first & real).sum(), (five & real).sum(), real.sum()))
+        right, labelled, predicted = self._of_classes  # index_add_ does not wait for the device, unlike bincount
+        right.index_add_(0, batch.labels, (first & real).to(right.dtype))
+        labelled.index_add_(0, batch.labels, real.to(right.dtype))
+        predicted.index_add_(0, guesses, real.to(right.dtype))
 
-    def metrics(self, world: World) -> Means:
+    def metrics(self, world: World) -> ValidationMeans:
         loss, top1, top5, counted = sum_over_ranks(self._sums, world).tolist()
         check_count(counted, self._samples)
-        return Means(loss / self._samples, 100 * top1 / self._samples, 100 * top5 / self._samples)
+        counts = ClassCounts(*sum_over_ranks(self._of_classes, world).long().tolist())
+        return ValidationMeans(
+            loss / self._samples,
+            100 * top1 / self._samples,
+            100 * top5 / self._samples,
+            100 * counts.balanced_accuracy(),
+            100 * counts.macro_f1(),
+        )
 
 
 def correct(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Whether the label is the top-1 prediction, and whether it is in the top 5; one value per sample."""
-    hits = _hits(logits, labels)
+    hits, _ = _hits(logits, labels)
     return hits[:, 0], hits.any(dim=-1)
 
 
-def _hits(logits: Tensor, labels: Tensor) -> Tensor:
-    """Which of a sample's top 5 predictions is its label, at most one of them. Two classifiers are averaged."""
+def _hits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Which of a sample's top 5 predictions is its label, at most one of them, and the first prediction.
+
+    Two classifiers are averaged.
+    """
     logits = logits.mean(1) if logits.ndim == 3 else logits
-    return logits.topk(min(5, logits.shape[-1]), dim=-1).indices == labels.unsqueeze(-1)
+    guesses = logits.topk(min(5, logits.shape[-1]), dim=-1).indices
+    return guesses == labels.unsqueeze(-1), guesses[:, 0]

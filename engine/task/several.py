@@ -1,4 +1,4 @@
-"""Several classes per image, or none (DATA.MULTI_LABEL): mAP and F1. Labels are rows of zeros and ones, B x C."""
+"""Several classes per image, or none (DATA.MULTI_LABEL): mAP, AUROC, F1. Labels are rows of zeros and ones, B x C."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ class LabelMetrics(F1Means):
 
     f1_macro: float
     map: float
+    auroc: float
     exact_match: float
     f1_micro_tuned: float
     f1_macro_tuned: float
@@ -52,8 +53,9 @@ class LabelMetrics(F1Means):
 
     def summary(self, what: str) -> str:
         return (
-            f"{what} Loss: {self.loss:.4f}, {what} mAP: {self.map:.4f}, {what} F1: micro {self.f1_micro:.4f}, "
-            f"macro {self.f1_macro:.4f} (at tuned thresholds {self.f1_micro_tuned:.4f}, {self.f1_macro_tuned:.4f}), "
+            f"{what} Loss: {self.loss:.4f}, {what} mAP: {self.map:.4f}, {what} AUROC: {self.auroc:.4f}, "
+            f"{what} F1: micro {self.f1_micro:.4f}, macro {self.f1_macro:.4f} "
+            f"(at tuned thresholds {self.f1_micro_tuned:.4f}, {self.f1_macro_tuned:.4f}), "
             f"{what} Exact match: {self.exact_match:.4f}"
         )
 
@@ -140,7 +142,7 @@ class _ScoreTable(Tally):
     def _computed(self, rows: Tensor) -> dict[str, Any]:
         logits, labels = rows[:, : self._classes].double(), rows[:, self._classes : -1].double()
         found = scores_of(logits.sigmoid().numpy(), labels.numpy() > 0, self._threshold_images)._asdict()
-        del found["average_precision"]
+        del found["average_precision"], found["aurocs"]
         thresholds = tuple(found.pop("thresholds").tolist())
         loss = float(F.binary_cross_entropy_with_logits(logits, labels))
         return {"loss": loss, **{name: 100 * value for name, value in found.items()}, "thresholds": thresholds}

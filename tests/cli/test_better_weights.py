@@ -93,6 +93,7 @@ def test_eval_uses_the_best_checkpoint_of_a_run(vitamp: Callable[..., Result], r
         (found,) = metrics(tmp_path / f"{number}", "val")
         assert found == next(line for line in metrics(run, "val") if line["update"] == int(name[5:]))
         ending = f"plain weights, loss {found['loss']:.4f}, acc1 {found['acc1']:.4f}, acc5 {found['acc5']:.4f}"
+        ending += f", balanced_acc {found['balanced_acc']:.4f}, macro_f1 {found['macro_f1']:.4f}"
         assert f"Done: {name}, {ending}; EMA: acc1 {found['ema_acc1']:.4f};" in done.out.splitlines()[-1]
         assert (f"Evaluating {BEFORE}, the run's best." in done.out) == (name == BEFORE)
     (copy / "checkpoints" / BEFORE / "model.safetensors").write_bytes(b"damaged")

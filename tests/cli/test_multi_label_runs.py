@@ -40,7 +40,9 @@ def test_log_metrics_and_checkpoint(whole: Path) -> None:
     assert "Avg Acc" not in log
     assert "Done: best mAP " in log
     val = metrics(whole, "val")
-    assert f"Validation mAP: {val[-1]['map']:.4f}, Validation F1: micro {val[-1]['f1_micro']:.4f}, macro " in log
+    of_last = f"Validation mAP: {val[-1]['map']:.4f}, Validation AUROC: {val[-1]['auroc']:.4f}"
+    assert f"{of_last}, Validation F1: micro {val[-1]['f1_micro']:.4f}, macro " in log
+    assert not {"balanced_acc", "macro_f1"} & val[-1].keys()
     assert {"map", "f1_micro", "f1_macro", "f1_micro_tuned", "f1_macro_tuned", "exact_match"} <= val[-1].keys()
     assert all(line["acc1"] is None and line["acc5"] is None for line in (*val, *metrics(whole, "train")))
     assert val[-1]["loss"] < val[0]["loss"]

@@ -22,7 +22,14 @@ FIELDS = {
         *("epoch", "step", "update", "loss", "acc1", "acc5"),
         *("lr", "grad_norm", "scale", "skipped"),
     },
-    "val": {"epoch", "update", "loss", "acc1", "acc5", "ema_loss", "ema_acc1", "ema_acc5"},
+    "val": {
+        *("epoch", "update"),
+        *(
+            f"{prefix}{name}"
+            for prefix in ("", "ema_")
+            for name in ("loss", "acc1", "acc5", "balanced_acc", "macro_f1")
+        ),
+    },
     "epoch": {"epoch", "update", "loss", "acc1", "acc5"},
     "run": {"epoch", "update", "what"},
     "skip": {

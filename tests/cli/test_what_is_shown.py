@@ -28,7 +28,7 @@ PADDLEVIT = (
 FLEET = r"\[Epoch 0, batch (0|20|40)\] loss: \d+\.\d{5}, acc1: \d+\.\d{5}, acc5: \d+\.\d{5}"
 VALIDATION = (
     r"----- Epoch\[001/001\], Validation Loss: \d+\.\d{4}, Validation Acc@1: \d+\.\d{4}, "
-    r"Validation Acc@5: \d+\.\d{4}, time: \d+\.\d\d"
+    r"Validation Acc@5: \d+\.\d{4}, time: \d+\.\d\d, Balanced Acc: \d+\.\d{4}, Macro F1: \d+\.\d{4}"
 )
 
 
@@ -52,8 +52,8 @@ def test_fleet_log_lines_count_from_0(vitamp: Callable[..., Result], tiny: Path,
     summary = (
         r"----- Epoch 0, {0} Loss: \d+\.\d{{4}}, {0} Acc@1: \d+\.\d{{4}}, {0} Acc@5: \d+\.\d{{4}}, time: \d+\.\d\d"
     )
-    for part in ("Train", "Validation"):
-        assert len(lines_like(summary.format(part), done.out)) == 1
+    for part, more in (("Train", ""), ("Validation", r", Balanced Acc: \d+\.\d{4}, Macro F1: \d+\.\d{4}")):
+        assert len(lines_like(summary.format(part) + more, done.out)) == 1
     assert "Step[" not in done.out
     assert "Epoch[" not in done.out
     assert "epoch and batch lines count from 0" in done.out

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from sklearn.metrics import balanced_accuracy_score, f1_score
 from torch import Tensor, nn
 
 from datasets import PADDING, Batch, validation_batches
@@ -14,7 +15,7 @@ from datasets.damage.broken import BrokenInValidation
 from datasets.loading.transparent import Transparent
 from engine.amp.precision import Precision
 from engine.evaluate import evaluate
-from engine.task.one import Means, OneLabel
+from engine.task.one import OneLabel, ValidationMeans
 from tests.engine.small import BF16, CPU, OFF
 from utils.config import AmpConfig
 from utils.distributed.world import ALONE
@@ -50,19 +51,22 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(4, 16), nn.Dropout(0.5), nn.Linear(16, 8))
 
 
-def figures(net: nn.Module, loader: Loader, amp: AmpConfig = OFF, samples: int = SAMPLES) -> Means:
+def figures(net: nn.Module, loader: Loader, amp: AmpConfig = OFF, samples: int = SAMPLES) -> ValidationMeans:
     found = evaluate(net, loader, samples, Floats(), Precision(amp, CPU), ALONE, OneLabel(10))  # pyright: ignore[reportArgumentType]
-    assert isinstance(found, Means)
+    assert isinstance(found, ValidationMeans)
     return found
 
 
-def plain(net: nn.Module) -> Means:
+def plain(net: nn.Module) -> ValidationMeans:
     net.eval()
     with torch.no_grad():
         logits = net(IMAGES.float() / 255)
     hits = logits.topk(5).indices == LABELS.unsqueeze(1)
     five, first = hits.any(1).float().mean().item(), hits[:, 0].float().mean().item()
-    return Means(F.cross_entropy(logits, LABELS).item(), 100 * first, 100 * five)
+    guesses = logits.argmax(1)
+    balanced = 100 * float(balanced_accuracy_score(LABELS, guesses))
+    macro_f1 = 100 * float(f1_score(LABELS, guesses, average="macro"))
+    return ValidationMeans(F.cross_entropy(logits, LABELS).item(), 100 * first, 100 * five, balanced, macro_f1)
 
 
 @pytest.mark.parametrize(("batch_size", "world"), [(1, 1), (4, 1), (23, 1), (64, 1), (4, 2), (5, 3), (7, 8)])

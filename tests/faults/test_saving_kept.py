@@ -15,19 +15,24 @@ def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.glob("step-*"))
 
 
-@pytest.mark.parametrize(("by", "better"), [("acc5", max), ("loss", min)])
+@pytest.mark.parametrize(("by", "better"), [("acc5", max), ("balanced_acc", max), ("loss", min)])
 def test_the_best_by_another_figure(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, by: str, better: Callable[..., float]
 ) -> None:
-    words = (f"SAVE_BEST_BY={by}", "TRAIN.NUM_EPOCHS=5", "TRAIN.MODEL_EMA=true", "TRAIN.BASE_LR=0.3", "KEEP_LAST=1")
-    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *words, "TRAIN.GRAD_CLIP=null")
+    given = (f"SAVE_BEST_BY={by}", "TRAIN.NUM_EPOCHS=5", "TRAIN.MODEL_EMA=true", "TRAIN.BASE_LR=0.3", "KEEP_LAST=1")
+    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *given, "TRAIN.GRAD_CLIP=null")
     assert done.code == 0, done.text
     figures = {line["update"]: better(line[by], line[f"ema_{by}"]) for line in metrics(tmp_path / "run", "val")}
     best = better(figures.values())
     index = read_index(tmp_path / "run" / "checkpoints")
     assert index["best"] == folder_name(min(update for update, figure in figures.items() if figure == best))
     assert set(names(tmp_path / "run" / "checkpoints")) == {index["best"], index["last"]}
-    assert {"acc5": f"top-5 {best:.2f} %", "loss": f"loss {best:.4f}"}[by] in done.out.splitlines()[-1]
+    words = {
+        "acc5": f"top-5 {best:.2f} %",
+        "balanced_acc": f"balanced accuracy {best:.2f} %",
+        "loss": f"loss {best:.4f}",
+    }
+    assert words[by] in done.out.splitlines()[-1]
 
 
 def test_another_figure_on_resuming_begins_anew(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ def test_ngpus_starts_main_multi_gpu(
         (["-vary", "lr=1,2,3", "-vary", "epochs=1,2", "-pairs"], "lr has 3, epochs has 2"),
         (["-vary", "DATA.SAMPLER=shuffle,sorted"], "DATA.SAMPLER"),
         (["-vary", "amp=fp32,bf16", "-modes", "fp32,bf16"], "the precisions are listed twice"),
-        (["-metric", "map"], "-metric map: not a metric of these runs. It takes loss, acc1, acc5."),
+        (["-metric", "map"], "-metric map: not a metric of these runs. It takes loss, acc1, acc5, "),
         (["-weights", "ema"], "no run has an EMA; it needs TRAIN.MODEL_EMA=true"),
         (["-baseline", "fp23"], "-baseline fp23: not compared. Did you mean fp32? Compared: fp32; bf16."),
     ],

@@ -74,12 +74,16 @@ def answers() -> tuple[torch.Tensor, torch.Tensor]:
     return logits, labels
 
 
+@pytest.mark.filterwarnings("ignore:y_pred contains classes not in y_true")
 def test_metrics_agree_with_scikit_learn(answers: tuple[torch.Tensor, torch.Tensor]) -> None:
     logits, labels = answers
     found, guess, shares = of_logits(logits, labels), logits.argmax(1), logits.double().softmax(1).numpy()
     assert found.top1 == pytest.approx(100 * sklearn.accuracy_score(labels, guess))
     among = sklearn.top_k_accuracy_score(labels, shares, k=5, labels=range(CLASSES))
     assert found.top5 == pytest.approx(100 * among)
+    assert found.balanced_acc == pytest.approx(100 * sklearn.balanced_accuracy_score(labels, guess), abs=1e-9)
+    assert found.macro_f1 == pytest.approx(100 * float(sklearn.f1_score(labels, guess, average="macro")), abs=1e-9)
+    assert found.macro_f1 != found.macro(found.f1), "class 6 is predicted and has no images"
     present = sorted(set(labels.tolist()))
     for average, mean in (("macro", found.macro), ("weighted", found.weighted)):
         wanted: Any = SCORES(labels, guess, labels=present, average=average, zero_division=0)
@@ -136,7 +140,8 @@ def test_metrics_are_those_of_validation(say: Callable[..., Result], digits_run:
     assert told["precision"] == "bf16"
     for which, prefix in (("model", ""), ("ema", "ema_")):
         found = told["figures"][which]
-        assert (found["acc1"], found["acc5"]) == (validated[f"{prefix}acc1"], validated[f"{prefix}acc5"])
+        for name in ("acc1", "acc5", "balanced_acc", "macro_f1"):
+            assert found[name] == validated[f"{prefix}{name}"]
         assert found["nll"] == pytest.approx(validated[f"{prefix}loss"], rel=1e-12)
         assert f"{found['acc1']:.2f} %" in done.out
         assert sum(map(sum, found["confusion"])) == found["images"] == 360

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.saved.predictions import batches_of, guesses
 from engine.saved.trained import Trained
+from engine.task.class_counts import ClassCounts
 from engine.task.one import correct
 from tools.common.parts import Part
 from tools.common.progress import progress_bar
@@ -89,6 +90,19 @@ class Figures:
         scores: Any = precision_recall_fscore_support  # its type stubs lack zero_division=0
         fractions = scores(self.labels, self.guesses, labels=range(self.classes), zero_division=0)[:3]
         return [100 * torch.as_tensor(fraction, dtype=torch.float64) for fraction in fractions]
+
+    @property
+    def class_counts(self) -> ClassCounts:
+        return ClassCounts(self.right.tolist(), self.support.tolist(), self.guessed.tolist())
+
+    @cached_property
+    def balanced_acc(self) -> float:
+        return 100 * self.class_counts.balanced_accuracy()
+
+    @cached_property
+    def macro_f1(self) -> float:
+        """Over the classes that have images or are predicted; `macro(f1)` is over those that have images."""
+        return 100 * self.class_counts.macro_f1()
 
     def taken_for(self, label: int) -> tuple[int, int]:
         """The class most often predicted for images of this class by mistake, and how often; 0 if never."""

@@ -46,6 +46,11 @@ class LabelFigures:
         return 100 * self.scores.average_precision
 
     @property
+    def aurocs(self) -> np.ndarray:
+        """NaN for a class that no image or every image has."""
+        return 100 * self.scores.aurocs
+
+    @property
     def precision(self) -> np.ndarray:
         return 100 * self.right / np.maximum(self.guessed, 1)
 

@@ -56,7 +56,9 @@ OWN = (
     Flag("baseline", "name of what the others are compared with", "NAME", default_text="the first values"),
     Flag("seeds", "number of seeds, such as 3, or a list of seeds, such as 0,1,5", "N", default="3"),
     Flag("folds", "cross-validation with N folds of the data, instead of seeds", "N", kind=_number_of_folds),
-    Flag("metric", "metric that decides, such as acc5 or loss", "NAME", default_text="acc1; several labels: map"),
+    Flag(
+        "metric", "metric that decides, such as balanced_acc or loss", "NAME", default_text="acc1; several labels: map"
+    ),
     Flag(
         "weights",
         f"weights that are judged: plain ({PLAIN.name}), or the {AVERAGE.label} of runs that have one",

@@ -15,7 +15,7 @@ from tools.common.figures import Figures, figures_of
 from tools.common.output_file import writing
 from tools.common.parts import Part
 from tools.common.tables import in_columns, shown
-from utils.record.tasks import TOP1, TOP5
+from utils.record.tasks import BALANCED, MACRO_F1, TOP1, TOP5
 from utils.record.weight_sets import WeightSet
 
 ALL_SHOWN, WORST_SHOWN = 20, 10
@@ -59,11 +59,11 @@ def title_of(which: WeightSet) -> str:
 CELLS = {
     TOP1.words: lambda one: TOP1.number(one.top1),
     TOP5.words: lambda one: TOP5.number(one.top5),
+    BALANCED.words: lambda one: BALANCED.number(one.balanced_acc),
+    MACRO_F1.words: lambda one: MACRO_F1.number(one.macro_f1),
     "precision, macro": lambda one: f"{one.macro(one.precision):.2f} %",
     "precision, weighted": lambda one: f"{one.weighted(one.precision):.2f} %",
-    "recall, macro": lambda one: f"{one.macro(one.recall):.2f} %",
     "recall, weighted": lambda one: f"{one.weighted(one.recall):.2f} %",
-    "F1, macro": lambda one: f"{one.macro(one.f1):.2f} %",
     "F1, weighted": lambda one: f"{one.weighted(one.f1):.2f} %",
     "calibration error": lambda one: f"{one.ece:.2f} %",
     "NLL": lambda one: f"{one.nll:.4f}",
@@ -102,7 +102,8 @@ def figures_as_json(one: Figures) -> dict[str, Any]:
     means = {f"{name}_macro": one.macro(values) for name, values in of_class.items()}
     means |= {f"{name}_weighted": one.weighted(values) for name, values in of_class.items()}
     whole = one.classes <= MOST_IN_JSON
-    plain = {TOP1.name: one.top1, TOP5.name: one.top5, **means, "nll": one.nll, "brier": one.brier, "ece": one.ece}
+    whole_set = {TOP1.name: one.top1, TOP5.name: one.top5, BALANCED.name: one.balanced_acc, MACRO_F1.name: one.macro_f1}
+    plain = {**whole_set, **means, "nll": one.nll, "brier": one.brier, "ece": one.ece}
     return {
         "images": one.images,
         **_numbers(plain),

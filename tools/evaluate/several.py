@@ -13,12 +13,13 @@ from tools.common.label_figures import LabelFigures, label_figures_of
 from tools.common.parts import Part
 from tools.common.tables import in_columns, shown
 from tools.evaluate.one import ALL_SHOWN, WORST_SHOWN, table_of, title_of
-from utils.record.tasks import LOSS, MAP, TOP1, TOP5
+from utils.record.tasks import AUROC, LOSS, MAP, TOP1, TOP5
 from utils.record.weight_sets import WeightSet
 
 NO_MATRIX = "a confusion matrix needs one label per image; -json has each class's metrics"
 CELLS = {
     MAP.words: lambda one: _percent(100 * one.scores.map),
+    AUROC.words: lambda one: _percent(100 * one.scores.auroc),
     "F1 at 0.5, micro": lambda one: _percent(100 * one.scores.f1_micro),
     "F1 at 0.5, macro": lambda one: _percent(100 * one.scores.f1_macro),
     "F1 at class thresholds, micro": lambda one: _percent(one.f1_micro),
@@ -51,7 +52,7 @@ def _classes(trained: Trained, figures: LabelFigures, of: str) -> list[str]:
     if many:
         present = sorted(present, key=lambda label: (figures.average_precision[label], label))[:WORST_SHOWN]
     head = f"The {WORST_SHOWN} classes with the lowest average precision" if many else "Each class"
-    rows = [["class", "images", "AP", "threshold", "precision", "recall", "F1"]]
+    rows = [["class", "images", "AP", "AUROC", "threshold", "precision", "recall", "F1"]]
     for label in present:
         values = (figures.precision[label], figures.recall[label], figures.f1[label])
         rows.append(
@@ -59,6 +60,7 @@ def _classes(trained: Trained, figures: LabelFigures, of: str) -> list[str]:
                 shown(trained.name_of(label)),
                 f"{figures.support[label]}",
                 f"{figures.average_precision[label]:.1f} %",
+                f"{auroc:.1f} %" if math.isfinite(auroc := figures.aurocs[label]) else "-",
                 f"{figures.thresholds[label]:.3f}",
                 *(f"{value:.1f} %" for value in values),
             ]
@@ -71,6 +73,7 @@ def figures_as_json(one: LabelFigures) -> dict[str, Any]:
     plain = {
         LOSS.name: one.loss,
         MAP.name: 100 * scores.map,
+        AUROC.name: 100 * scores.auroc,
         "f1_micro": 100 * scores.f1_micro,
         "f1_macro": 100 * scores.f1_macro,
         "exact_match": 100 * scores.exact_match,
@@ -80,6 +83,7 @@ def figures_as_json(one: LabelFigures) -> dict[str, Any]:
     }
     of_class = {
         "average_precision": one.average_precision,
+        "auroc": one.aurocs,
         "threshold": one.thresholds,
         "precision": one.precision,
         "recall": one.recall,

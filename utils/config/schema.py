@@ -79,15 +79,15 @@ class Config(Section):
         "is map (mean average precision).",
         needs(
             "DATA.MULTI_LABEL",
-            at="map",
+            at="map|auroc",
             why="with one label per image there is no ranking of labels",
-            do="use acc1, acc5 or loss, or set DATA.MULTI_LABEL=true",
+            do="use acc1, acc5, balanced_acc, macro_f1 or loss, or set DATA.MULTI_LABEL=true",
         ),
         excludes(
             "DATA.MULTI_LABEL",
-            at="acc1|acc5",
+            at="acc1|acc5|balanced_acc|macro_f1",
             why="accuracy has one class per image",
-            do="leave SAVE_BEST_BY out, or use map or loss",
+            do="leave SAVE_BEST_BY out, or use map, auroc or loss",
         ),
     )
     KEEP_LAST: Count = setting(3, "Number of latest checkpoints kept besides the best one; 0: all are kept.")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-BestBy = Literal["acc1", "acc5", "map", "loss"]
+BestBy = Literal["acc1", "acc5", "balanced_acc", "macro_f1", "map", "auroc", "loss"]
 """Values of SAVE_BEST_BY"""
 
 
@@ -47,12 +47,18 @@ class TaskKind:
 LOSS = Metric("loss", "loss", "Loss", percent=False, higher=False)
 TOP1 = Metric("acc1", "top-1", "Accuracy, top-1 (%)", counts_images=True)
 TOP5 = Metric("acc5", "top-5", counts_images=True)
+BALANCED = Metric("balanced_acc", "balanced accuracy", "Balanced accuracy (%)")
+MACRO_F1 = Metric("macro_f1", "macro F1", "F1, macro (%)")
 MAP = Metric("map", "mAP", "Mean average precision (%)")
-ONE_LABEL = TaskKind((LOSS, TOP1, TOP5), TOP1, "top-1 accuracy (%)")
+AUROC = Metric("auroc", "AUROC", "AUROC, mean over classes (%)")
+OF_EVERY_TASK = tuple(metric.name for metric in (LOSS, TOP1, TOP5))
+"""Fields of every line of metrics.jsonl; those that a task does not measure are null."""
+ONE_LABEL = TaskKind((LOSS, TOP1, TOP5, BALANCED, MACRO_F1), TOP1, "top-1 accuracy (%)")
 SEVERAL_LABELS = TaskKind(
     (
         LOSS,
         MAP,
+        AUROC,
         Metric("f1_micro", "F1 at 0.5, micro", "F1 at 0.5, micro (%)"),
         Metric("f1_macro", "F1 at 0.5, macro"),
         Metric("f1_micro_tuned", "F1 at tuned thresholds, micro"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from sklearn.metrics import average_precision_score, f1_score
+from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
 from torch import Tensor
 
 from datasets import PADDING, Batch, validation_batches
@@ -39,6 +39,7 @@ def by_sklearn(logits: Tensor, labels: Tensor) -> dict[str, float]:
     chosen = (scores >= 0.5).astype(int)
     return {
         "map": 100 * float(average_precision_score(truth[:, present], scores[:, present], average="macro")),
+        "auroc": 100 * float(roc_auc_score(truth[:, present], scores[:, present], average="macro")),
         "f1_micro": 100 * float(f1_score(truth, chosen, average="micro")),
         "f1_macro": 100 * float(f1_score(truth[:, present], chosen[:, present], average="macro")),
         "exact_match": 100 * float((chosen == truth).all(1).mean()),
@@ -134,12 +135,27 @@ def test_rare_classes_keep_a_threshold_of_a_half() -> None:
 
 def test_rank_of_odd_scores() -> None:
     yes, no = np.array([True, True]), np.array([False, False])
-    assert rank(np.array([0.2, 0.9]), no)[1] == HALF
-    assert rank(np.array([0.2, 0.9]), yes) == (1.0, 0.1)
-    assert rank(np.array([0.7, 0.7]), np.array([True, False]))[0] == 0.5
+    assert rank(np.array([0.2, 0.9]), no).threshold == HALF
+    assert rank(np.array([0.2, 0.9]), yes)[:2] == (1.0, 0.1)
+    assert np.isnan(rank(np.array([0.2, 0.9]), yes).auroc), "no negative to rank the positives above"
+    equal = rank(np.array([0.7, 0.7]), np.array([True, False]))
+    assert (equal.average_precision, equal.auroc) == (0.5, 0.5)
     assert np.isnan(rank(np.array([np.nan, 0.9]), yes)[0])
     near = np.nextafter(0.5, 1)
-    assert rank(np.array([near, 0.5]), np.array([True, False])) == (1.0, near), "no number is between them"
+    assert rank(np.array([near, 0.5]), np.array([True, False])) == (1.0, near, 1.0), "no number is between them"
+
+
+def test_auroc_leaves_out_classes_without_positives_or_negatives() -> None:
+    logits, labels = made()
+    labels[:, 0] = 1
+    scores, truth = logits.double().sigmoid().numpy(), labels.numpy() > 0
+    found = scores_of(scores, truth, LEAST)
+    both = [label for label in range(CLASSES) if label not in (0, NO_POSITIVE)]
+    assert np.isnan(found.aurocs).nonzero()[0].tolist() == [0, NO_POSITIVE]
+    for label in both:
+        assert found.aurocs[label] == pytest.approx(roc_auc_score(truth[:, label], scores[:, label]), abs=1e-12)
+    assert found.auroc == pytest.approx(found.aurocs[both].mean(), abs=1e-12)
+    assert found.map == pytest.approx(found.average_precision[[0, *both]].mean(), abs=1e-12)
 
 
 def test_split_without_any_label_has_no_map() -> None:

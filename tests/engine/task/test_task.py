@@ -8,12 +8,12 @@ from typing import get_args
 import pytest
 
 from engine.task.base import Metrics
-from engine.task.one import Means
+from engine.task.one import ValidationMeans
 from engine.task.several import LabelMetrics
 from utils.record.tasks import METRICS, ONE_LABEL, SEVERAL_LABELS, BestBy, TaskKind
 
 
-@pytest.mark.parametrize(("metrics", "kind"), [(Means, ONE_LABEL), (LabelMetrics, SEVERAL_LABELS)])
+@pytest.mark.parametrize(("metrics", "kind"), [(ValidationMeans, ONE_LABEL), (LabelMetrics, SEVERAL_LABELS)])
 def test_computed_metrics_are_those_of_the_task(metrics: type[Metrics], kind: TaskKind) -> None:
     computed = {field.name for field in fields(metrics)} - {"thresholds"}  # pyright: ignore[reportArgumentType]
     assert computed == {metric.name for metric in kind.metrics}

@@ -22,6 +22,7 @@ class OfLabel(NamedTuple):
     name: str
     images: int
     average_precision: float
+    auroc: str
     threshold: float
     recall: float
     precision: float
@@ -54,6 +55,7 @@ def evaluated(trained: Trained, dataset: ImageDataset, image: str) -> Evaluation
             trained.name_of(label),
             int(figures.support[label]),
             float(figures.average_precision[label]),
+            f"{auroc:.1f} %" if np.isfinite(auroc := figures.aurocs[label]) else "-",
             float(figures.thresholds[label]),
             float(figures.recall[label]),
             float(figures.precision[label]),

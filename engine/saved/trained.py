@@ -47,6 +47,9 @@ class Trained:
     """The weights that it has"""
     mirrors: bool = False
     """Whether the logits are means over each image and its mirror image"""
+    calibrated: bool = False
+    """Whether the logits are divided by the temperature of the weights, if one was fitted"""
+    temperature: float = 1.0
 
     @torch.no_grad()  # not inference mode: fp8 layers do not run in it
     def logits(self, images: Tensor) -> Tensor:
@@ -59,7 +62,9 @@ class Trained:
             try:
                 pixels = images.to(device)
                 logits = self.model(self.inputs(pixels)).float()
-                return (logits + self.model(self.inputs(pixels.flip(-1))).float()) / 2 if self.mirrors else logits
+                if self.mirrors:
+                    logits = (logits + self.model(self.inputs(pixels.flip(-1))).float()) / 2
+                return logits / self.temperature if self.temperature != 1 else logits
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -85,6 +90,8 @@ class Trained:
         """Load a set of the saved weights."""
         self.chosen = self.chosen.other(which)
         load_weights(self.model, read_chosen(self.chosen), f"{self.chosen.file}")
+        kept = self.chosen.calibration if self.calibrated else None
+        self.temperature = kept.temperature if kept else 1.0
 
     def words(self) -> str:
         """Model, weights and precision in words."""
@@ -97,12 +104,14 @@ def load_trained(
     device: str | None = None,
     amp: str | None = None,
     given: CommandLine | None = None,
+    calibrated: bool = False,
 ) -> Trained:
     """Load the model at `path`: a run (its best checkpoint, or else its last), a checkpoint, a file in one, or weights
     that scripts/checkpoint.py or scripts/export.py wrote.
 
     `weights`: a value of -weights; auto: those that validated better. `device` None: the run's, if it exists here.
     `amp` None: as the run validates; otherwise a value of -amp, or `on`. `given`: settings that override the run's.
+    `calibrated`: divide the logits by the temperature that evaluate.py -calibrate fitted to these weights.
     """
     chosen = chosen_at(Path(path).expanduser(), weights)
     config = chosen.config(_flags(device, amp, given), given)
@@ -116,7 +125,7 @@ def load_trained(
     if precision.level in ("O1", "O2") and (moved := fp32_modules(chosen)):
         force_fp32(model, moved, where.type)
     model.eval()
-    trained = Trained(model, inputs, precision, config, chosen)
+    trained = Trained(model, inputs, precision, config, chosen, calibrated=calibrated)
     trained.take(chosen.which)
     return trained
 

@@ -65,6 +65,8 @@ TTA = Flag(
     choices=("flip",),
 )
 """For tools that predict."""
+NO_CALIBRATION = Flag("no_calibration", "leave out the temperature that evaluate.py -calibrate fitted to the weights")
+"""For tools that apply it."""
 OVERWRITE = Flag("overwrite", "replace existing output files")
 """For tools that write a file named by the user."""
 

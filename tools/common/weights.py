@@ -65,8 +65,11 @@ def strip(path: Path, out: Path, weights: str) -> int:
     if source.checkpoint is None:
         raise UserError(f"{path}: this file already holds only weights; name a run or a checkpoint.")
     which, tensors = source.which, read_tensors(verify(source.checkpoint), source.which.file)
-    log.info("%s", source.words)
-    write_weights(out, tensors, _header(source, {"weights": which.words, "from": source.place.name}))
+    log.info("%s", "; ".join(filter(None, (source.words, source.describe_calibration(applied=True)))))
+    kept = source.calibration
+    header = {"weights": which.words, "from": source.place.name}
+    calibration = {"calibration": kept.model_dump(include={"temperature", "images"})} if kept else {}
+    write_weights(out, tensors, _header(source, {**header, **calibration}))
     log.info("%s holds only %s of %s, without the optimiser's state", out, which.words, source.place)
     return EXIT_DONE
 

@@ -2,6 +2,7 @@
 
     python scripts/evaluate.py runs/flowers
     python scripts/evaluate.py runs/flowers -weights both -json eval.json
+    python scripts/evaluate.py runs/flowers -calibrate
     python scripts/evaluate.py runs/flowers -dataset imagefolder -data_path /data/other_flowers -confusion matrix.png
 
 The model is a run (its best checkpoint), a checkpoint, or weights written by scripts/checkpoint.py. Settings are those
@@ -12,15 +13,18 @@ those of the model. Other data than the run's is evaluated whole, unless it has 
 Precision, recall and F1 are means over the classes that have images. The calibration error is ECE: the mean distance
 between confidence and accuracy, over bins of equal width. A model with several labels per image gets mAP, F1 and exact
 match, and average precision for each class.
+
+-calibrate fits a temperature to the weights, so that the probabilities are as often right as they say. It is kept in
+the run's calibration.json; predict.py, export.py and later evaluations of these weights divide the logits by it.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tools.common.command_line import OVERWRITE, PART, TTA, Tool, ToolLine, run_tool
+from tools.common.command_line import NO_CALIBRATION, OVERWRITE, PART, TTA, Tool, ToolLine, run_tool
 from tools.common.output_file import check_output_file, writing
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional, whole
@@ -28,6 +32,9 @@ from utils.log import log
 from utils.record.run_folder import write_json
 from utils.record.tasks import ONE_LABEL, SEVERAL_LABELS
 from utils.record.weight_sets import BETTER, CHOICES, CHOICES_IN_WORDS, SETS, WeightSet
+
+if TYPE_CHECKING:
+    from engine.saved.trained import Trained
 
 BOTH = "both"
 
@@ -44,9 +51,13 @@ OWN = (
     Flag("json", "write all metrics as JSON", "FILE.json"),
     Flag("confusion", "write the confusion matrix", "FILE.csv|png"),
     Flag("bins", "number of bins of the calibration error", "N", default=15, kind=whole(1, 1000)),
+    Flag("calibrate", "fit a temperature to the weights on these images, and keep it in the run; no other metrics"),
+    NO_CALIBRATION,
     OVERWRITE,
 )
 TOOL = Tool("evaluate.py", __doc__, OWN, (Positional("model", "RUN_OR_CHECKPOINT", "the model"),))
+MEMORISED = ("train", "all")
+"""Values of -part that include training images"""
 REFUSED = ("MODEL.RESUME", "MODEL.PRETRAINED", "TRAIN.LAST_EPOCH", "MODEL.NUM_CLASSES")
 
 
@@ -68,31 +79,41 @@ def _evaluate(argv: list[str]) -> int:
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from engine.saved.trained import load_trained
     from tools.common.parts import open_part
-    from tools.evaluate import one, several
+    from tools.evaluate import calibrate, one, several
 
     log.setLevel("WARNING")  # building the model logs what the training has logged already
     part = {"DATA.PART": (line.asked.part, "-part")} if line.asked.part else {}
     given = replace(line.run, flags={**line.run.flags, "EVAL": (True, "evaluate.py"), **part})
-    trained = load_trained(model, BETTER if both else weights, given=given)
+    trained = load_trained(model, BETTER if both else weights, given=given, calibrated=_is_calibrated(line))
     trained.mirrors = line.asked.tta is not None
     for which in SETS if both else ():
         trained.chosen.other(which)  # an error if it is not there
     task = {ONE_LABEL: one, SEVERAL_LABELS: several}[trained.task.kind]
     if task.NO_MATRIX and matrix is not None:
         raise UserError(f"-confusion: {task.NO_MATRIX}.")
+    if line.asked.calibrate:
+        calibrate.check(trained)
     data, notes = open_part(trained, {*given.flags, *given.words})
     log.setLevel("INFO")
     if not both:
         log.info("%s: %s", model, trained.chosen.words)
     for note in notes:
         log.info("%s.", note)
+    sets = SETS if both else (trained.chosen.which,)
+    if line.asked.calibrate:
+        for which in sets:
+            trained.take(which)
+            log.info("%s", calibrate.calibrate(trained, data, bins))
+        return EXIT_DONE
     if trained.mirrors:
         log.info("Each image and its mirror image: the mean of their logits (-tta flip).")
     found: dict[WeightSet, Any] = {}
-    for which in SETS if both else (trained.chosen.which,):
+    temperatures: dict[str, float] = {}
+    for which in sets:
         if which != trained.chosen.which:
             trained.take(which)
-        found[which] = task.evaluated(trained, data, bins)
+        _say_calibration(trained)
+        found[which], temperatures[which.name] = task.evaluated(trained, data, bins), trained.temperature
     log.info("%s", task.text(trained, data, found))
     if matrix is not None:
         for which, figures in found.items():
@@ -100,19 +121,34 @@ def _evaluate(argv: list[str]) -> int:
             task.write_matrix(path, figures, trained.names())
             log.info("Confusion matrix: %s", path)
     if out is not None:
-        about = {
-            "model": trained.config.MODEL.NAME,
-            "source": str(trained.chosen.place),
-            "precision": trained.precision.name,
-            "tta": line.asked.tta,
-            "data": data.title,
-            "classes": trained.names(),
-            "figures": {which.name: task.figures_as_json(figures) for which, figures in found.items()},
-        }
-        with writing(out, "-json"):
-            write_json(out, about)
-        log.info("All metrics: %s", out)
+        figures_as_json = {which.name: task.figures_as_json(figures) for which, figures in found.items()}
+        _write_json(out, {**_about(line, trained, data.title, temperatures), "figures": figures_as_json})
     return EXIT_DONE
+
+
+def _say_calibration(trained: Trained) -> None:
+    if words := trained.chosen.describe_calibration(trained.calibrated):
+        label = trained.chosen.which.label
+        log.info("%s%s weights: %s.", label[0].upper(), label[1:], words)
+
+
+def _about(line: ToolLine, trained: Trained, title: str, temperatures: dict[str, float]) -> dict[str, Any]:
+    """What the JSON file says of the evaluation."""
+    return {
+        "model": trained.config.MODEL.NAME,
+        "source": str(trained.chosen.place),
+        "precision": trained.precision.name,
+        "tta": line.asked.tta,
+        "temperature": temperatures,
+        "data": title,
+        "classes": trained.names(),
+    }
+
+
+def _write_json(out: Path, about: dict[str, Any]) -> None:
+    with writing(out, "-json"):
+        write_json(out, about)
+    log.info("All metrics: %s", out)
 
 
 def _matrix_of(matrix: Path, which: WeightSet) -> Path:
@@ -120,7 +156,20 @@ def _matrix_of(matrix: Path, which: WeightSet) -> Path:
     return matrix.with_stem(f"{matrix.stem}_{which.name}")
 
 
+def _is_calibrated(line: ToolLine) -> bool:
+    return not (line.asked.no_calibration or line.asked.calibrate)
+
+
 def _check(line: ToolLine) -> None:
+    if line.asked.calibrate:
+        for name in ("tta", "json", "confusion", "no_calibration"):
+            if getattr(line.asked, name):
+                raise UserError(f"-{name}: does not go with -calibrate, which only fits a temperature; leave it out.")
+        if line.asked.part in MEMORISED:
+            raise UserError(
+                f"-part {line.asked.part}: the model was trained on these images, and is surer of them than of others; "
+                "-calibrate needs val or test."
+            )
     if line.run.cfg is not None:
         raise UserError(
             f"-cfg {line.run.cfg}: leave this out. The model is evaluated with the settings that it was trained with; "

@@ -168,12 +168,16 @@ class Card:
                 "for path in sys.argv[1:]:",
                 "    image = transform(opened(path))",
                 "    with torch.no_grad():",
-                "        probabilities = model(image[None]).softmax(1)[0]",
+                f"        probabilities = {self._calibrated('model(image[None])')}.softmax(1)[0]",
                 "    label = int(probabilities.argmax())",
                 '    print(path, names[label], f"{probabilities[label]:.3f}")',
                 "```",
             )
         )
+
+    def _calibrated(self, logits: str) -> str:
+        temperature = self.export.trained.temperature
+        return f"({logits} / {temperature:.6g})" if temperature != 1 else logits
 
     def _opening(self) -> list[str]:
         """A function that opens an image as vitamp does."""
@@ -214,10 +218,20 @@ class Card:
             "transparent pixels": "dropped alpha"
             if about["background"] is None
             else f"composited on RGB {', '.join(map(str, about['background']))}",
+            "temperature": self._temperature(),
             "mean": ", ".join(f"{value:g}" for value in about["mean"]),
             "standard deviation": ", ".join(f"{value:g}" for value in about["std"]),
         }
         return _table(("", ""), rows)
+
+    def _temperature(self) -> str:
+        kept = self.export.metadata.get("calibration")
+        if kept is None:
+            return ""
+        return (
+            f"{kept['temperature']:.6g}, fitted on {kept['images']:,} validation images: divide the logits by it, and "
+            "the probabilities are calibrated. The weights are as they were trained"
+        )
 
     def _results(self) -> str:
         if not self.metrics:

@@ -33,7 +33,7 @@ from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
-from tools.common.command_line import OVERWRITE, PART, WEIGHTS, Tool, run_tool
+from tools.common.command_line import NO_CALIBRATION, OVERWRITE, PART, WEIGHTS, Tool, run_tool
 from tools.common.output_file import check_output_file, check_output_folder, check_weights_file
 from tools.export.hub_files import HUB_FILES
 from utils.errors import EXIT_DONE, UserError
@@ -90,6 +90,7 @@ OWN = (
     Flag("license", "hub: license in the model card, such as mit or cc-by-4.0", "ID", default_text="none"),
     OVERWRITE,
     WEIGHTS,
+    NO_CALIBRATION,
     Flag(
         "dtype",
         "dtype of the stored weights; fp16 and bf16 halve the file",
@@ -143,8 +144,9 @@ def _export(argv: list[str]) -> int:
     for name in formats:
         kinds[name].check_packages()
     repository = check_push(asked.push, bool(asked.public), bool(asked.overwrite)) if asked.push else None
-    trained = load_trained(asked.path, asked.weights, device="cpu", amp="off")
-    log.info("%s: %s", asked.path, trained.chosen.words)
+    trained = load_trained(asked.path, asked.weights, device="cpu", amp="off", calibrated=not asked.no_calibration)
+    calibration = trained.chosen.describe_calibration(trained.calibrated)
+    log.info("%s: %s", asked.path, "; ".join(filter(None, (trained.chosen.words, calibration))))
     if HUB in formats and (why := outputs_of(trained).no_hub):
         raise UserError(f"-to {HUB}: {why}.")
     images = images_for_check(trained, asked.images, asked.check, asked.part or "val")

@@ -53,6 +53,8 @@ class Format(ABC):
     name: str
     flag = "-out"
     """The flag that names the file"""
+    program = False
+    """Whether the file computes outputs itself, rather than holding only weights"""
     packages: tuple[str, ...] = ()
     """Packages besides vitamp's requirements"""
 
@@ -68,7 +70,7 @@ class Format(ABC):
 
     @abstractmethod
     def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Tensor:
-        """Logits of the written file."""
+        """Logits of the written file. Those of weights alone are not calibrated."""
 
     def how_to_load(self, export: Export, out: Path) -> str:
         """Line of Python that loads the file, for the log; '' if it takes more than a line."""
@@ -77,6 +79,7 @@ class Format(ABC):
 
 class Onnx(Format):
     name = "onnx"
+    program = True
     packages = ("onnx", "onnxscript", "onnxruntime")
 
     def write(self, export: Export, file: Path) -> str:
@@ -120,6 +123,7 @@ class Onnx(Format):
 
 class Torch(Format):
     name = "torch"
+    program = True
 
     def write(self, export: Export, file: Path) -> str:
         batch = torch.export.Dim(BATCH, min=1)

@@ -58,21 +58,22 @@ class TimmModel:
 
 
 class ExportModule(nn.Module):
-    """Module that is exported: pixels or normalised images in, fp32 logits out."""
+    """Module that is exported: pixels or normalised images in, fp32 logits out, calibrated if the model is."""
 
     def __init__(self, trained: Trained, module: nn.Module, options: Options) -> None:
         super().__init__()
         self.dtype = DTYPES[options.dtype]
         self.inputs = Inputs(trained.config.DATA) if options.with_preprocess else nn.Identity()
-        self.module = module.to(self.dtype)
+        self.module, self.temperature = module.to(self.dtype), trained.temperature
         self.eval()
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.module(self.inputs(images).to(self.dtype)).float()
+        logits = self.module(self.inputs(images).to(self.dtype)).float()
+        return logits * (1 / self.temperature) if self.temperature != 1 else logits
 
 
-def metadata(trained: Trained, model: TimmModel, options: Options) -> dict[str, Any]:
-    """Metadata of the file, without anything about the machine that wrote it."""
+def metadata(trained: Trained, model: TimmModel, options: Options, program: bool) -> dict[str, Any]:
+    """Metadata of the file, without anything about the machine that wrote it. `program`: not weights alone."""
     data, channels = trained.config.DATA, trained.config.DATA.IMAGE_CHANNELS
     crop_mode, crop_pct = crop_of(data)
     return {
@@ -96,5 +97,14 @@ def metadata(trained: Trained, model: TimmModel, options: Options) -> dict[str, 
         "interpolation": data.INTERPOLATION,
         "exif_rotate": data.EXIF_ROTATE,
         "background": background_of(data),
+        **_calibration(trained, applied=program),
         **outputs_of(trained).metadata(trained),
     }
+
+
+def _calibration(trained: Trained, applied: bool) -> dict[str, Any]:
+    """`applied`: whether the outputs of the file are divided by the temperature already."""
+    kept = trained.chosen.calibration if trained.calibrated else None
+    if kept is None:
+        return {}
+    return {"calibration": {"temperature": kept.temperature, "images": kept.images, "applied": applied}}

@@ -31,7 +31,7 @@ def write_checked(
     first = next(images.batches(trained, options.with_preprocess))
     example = torch.cat([first, first])
     module = ExportModule(trained, model.module, options)
-    export = Export(model, module, example, metadata(trained, model, options), trained, options)
+    export = Export(model, module, example, metadata(trained, model, options, kind.program), trained, options)
     with writing(out, kind.flag):
         folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
         try:
@@ -41,6 +41,7 @@ def write_checked(
                 batches = _with_progress(images.batches(trained, options.with_preprocess), bar)
                 with torch.no_grad():
                     logits = kind.run(export, folder / out.name, batches)
+                    logits = logits if kind.program else logits / trained.temperature
             agreement = compare(trained, images, expected, logits, options.tolerance)
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
             _move_into_place(folder, out)

@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-from tools.common.command_line import OVERWRITE, PART, TTA, WEIGHTS, Tool, run_tool
+from tools.common.command_line import NO_CALIBRATION, OVERWRITE, PART, TTA, WEIGHTS, Tool, run_tool
 from tools.common.output_file import check_output_file, writing
 from tools.predict.show import ENDINGS, FORMATS
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError
@@ -73,6 +73,7 @@ OWN = (
     OVERWRITE,
     WEIGHTS,
     TTA,
+    NO_CALIBRATION,
     replace(BY_NAME["amp"], default_text="as in the run's validation", append=False),
     Flag(
         "device",
@@ -110,14 +111,16 @@ def _predict(argv: list[str]) -> int:
     from tools.predict.several import LikelyClasses
 
     paths = find_images(asked.images) if asked.images else []
-    trained = load_trained(asked.path, asked.weights, asked.device, asked.amp)
+    trained = load_trained(asked.path, asked.weights, asked.device, asked.amp, calibrated=not asked.no_calibration)
     trained.mirrors = asked.tta is not None
     dataset = split_of_run(trained, asked.part) if asked.part else open_given(paths, trained.config.DATA)
     paths = paths or [name_of(dataset, index) for index in range(len(dataset))]
     choose = {ONE_LABEL: BestClasses, SEVERAL_LABELS: LikelyClasses}[trained.task.kind](
         trained, asked.topk, asked.threshold
     )
-    print(f"{asked.path}: {trained.chosen.words}{choose.words}{', mirrored too' * trained.mirrors}", file=sys.stderr)
+    calibration = trained.chosen.describe_calibration(trained.calibrated)
+    words = "; ".join(filter(None, (trained.chosen.words, choose.words, calibration)))
+    print(f"{asked.path}: {words}{', mirrored too' * trained.mirrors}", file=sys.stderr)
     with _opened(asked.out) as stream:
         form = FORMATS[_format(asked)](stream, trained.names(), choose.most, paths)
         progress = sys.stderr.isatty() and not (asked.out is None and sys.stdout.isatty())

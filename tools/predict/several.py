@@ -19,7 +19,7 @@ class LikelyClasses:
         limits, words = thresholds_of(trained)
         if threshold is not None:
             limits, words = [threshold] * classes, f"a class is predicted if its probability reaches {threshold:g}"
-        self._limits, self.words = torch.tensor(limits, dtype=torch.float64), f"; {words}"
+        self._limits, self.words = torch.tensor(limits, dtype=torch.float64), words
 
     def __call__(self, images: Tensor) -> list[list[Guess]]:
         # In fp64, in which validation compares them too.

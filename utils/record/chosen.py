@@ -13,7 +13,8 @@ from utils.config.keys import settings
 from utils.config.resumed import read_saved
 from utils.errors import UserError
 from utils.files import kind_of_path
-from utils.record.checkpoints import META, Checkpoint, checkpoint_of, inspect
+from utils.record.calibration import FILE, Calibration, read_calibrations
+from utils.record.checkpoints import META, Checkpoint, checkpoint_of, files_of, inspect
 from utils.record.tasks import METRICS, ONE_LABEL, BestBy, Metric
 from utils.record.weight_sets import BETTER, PLAIN, SETS, WeightSet, best_set, is_number, set_named, set_of
 from utils.record.weights_file import read_weights_meta
@@ -77,6 +78,27 @@ class Chosen:
     def thresholds(self) -> list[float] | None:
         """With several labels: the probability from which on each class is predicted."""
         return self.meta.get("thresholds", {}).get(self.which.name)
+
+    @property
+    def hashes(self) -> list[str]:
+        """Of the file of these weights, or of its shards: what tells them from those of other checkpoints."""
+        files = self.meta.get("files", {})
+        return [files[name]["sha256"] for name in files_of(self.which.file, files)]
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """The temperature that was fitted to exactly these weights."""
+        if self.checkpoint is None:
+            kept = self.meta.get("calibration")
+            return Calibration.model_validate(kept) if kept else None
+        return next((one for one in read_calibrations(self.place) if one.sha256 == self.hashes), None)
+
+    def describe_calibration(self, applied: bool) -> str:
+        """For the log; '' if the run has no temperature at all."""
+        if (own := self.calibration) is not None:
+            return f"calibrated ({own.words})" if applied else "not calibrated (-no_calibration)"
+        others = self.checkpoint is not None and read_calibrations(self.place)
+        return f"not calibrated (the temperatures in {FILE} are of other weights)" if others else ""
 
     def config(self, flags: dict[str, tuple[Any, str]] | None = None, given: CommandLine | None = None) -> Config:
         """The run's settings, overridden by `flags` and `given`."""

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from utils.errors import UserError
 from utils.files import parse_json
+from utils.record.calibration import Calibration
 from utils.record.checkpoints import WEIGHTS
 from utils.record.meta import WeightsMeta, check_fields
 from utils.record.weight_sets import PLAIN, SETS, WeightSet
@@ -55,8 +56,10 @@ def read_weights_meta(file: Path) -> tuple[dict[str, Any], WeightSet]:
             f"Validate it with the settings of its model: python main_single_gpu.py -cfg CONFIG.yaml -eval -pretrained "
             f"{file}"
         )
-    meta = {key: header[key] for key in (*NEEDED, "metrics", "samples", "thresholds") if key in header}
+    meta = {key: header[key] for key in (*NEEDED, "metrics", "samples", "thresholds", "calibration") if key in header}
     check_fields(WeightsMeta, meta, file)
+    if meta.get("calibration"):
+        check_fields(Calibration, meta["calibration"], file)
     return meta, _set_in(str(header.get("weights")))
 
 

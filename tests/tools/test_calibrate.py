@@ -1,0 +1,165 @@
+"""evaluate.py -calibrate: the temperature of lowest NLL, kept for exactly its weights and applied by other tools."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from engine.saved.predictions import validation_predictions
+from engine.saved.trained import load_trained
+from tests.program import Result
+from tools.evaluate import command as evaluate
+from tools.evaluate.calibrate import fit_temperature, measure
+from utils.errors import UserError
+
+FILE = "calibration.json"
+PREDICT = ("-part", "val", "-topk", "1", "-format", "csv")
+
+
+@pytest.fixture
+def say(in_process: Callable[..., Callable[..., Result]]) -> Callable[..., Result]:
+    return in_process(evaluate.main)
+
+
+def overconfident(count: int = 4000) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits that are three times as large as their labels justify."""
+    generator = torch.Generator().manual_seed(5)
+    logits = 2 * torch.randn(count, 6, generator=generator)
+    return 3 * logits, torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
+
+
+def test_fit_finds_the_temperature_of_lowest_nll() -> None:
+    logits, labels = overconfident()
+    found = fit_temperature(logits, labels)
+    assert found == pytest.approx(3, rel=0.05)
+    losses = [float(F.cross_entropy(logits.double() / (found * factor), labels)) for factor in (0.999, 1, 1.001)]
+    assert losses[1] == min(losses)
+    before, after = (measure(logits, labels, torch.full((len(labels),), t, dtype=torch.float64), 15) for t in (1, 3))
+    assert (after.nll, after.ece) < (before.nll, before.ece)
+    assert after.nll == pytest.approx(float(F.cross_entropy(logits.double() / 3, labels)))
+    assert before.ece > 10 > 3 > after.ece
+
+
+def test_fit_without_a_minimum_is_refused() -> None:
+    labels = torch.arange(60) % 3
+    with pytest.raises(UserError, match="all of them are classified correctly"):
+        fit_temperature(F.one_hot(labels, 3).float(), labels)
+
+
+@pytest.fixture(scope="module")
+def run(digits_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the run that has a temperature for its plain weights."""
+    copy = Path(shutil.copytree(digits_run, tmp_path_factory.mktemp("calibrate") / "run"))
+    assert evaluate.main([f"{copy}", "-calibrate", "-weights", "model"]) == 0
+    return copy
+
+
+def kept_in(run: Path) -> dict[str, Any]:
+    (kept,) = json.loads((run / FILE).read_text())["temperatures"]
+    return kept
+
+
+def test_temperature_is_crossfitted_kept_and_applied(
+    say: Callable[..., Result], vitamp: Callable[..., Result], run: Path, tmp_path: Path
+) -> None:
+    out, kept = say(run, "-calibrate", "-weights", "model").out, kept_in(run)
+    found = validation_predictions(load_trained(run, "model"), workers=0)
+    logits, labels, temperature = found.logits.double(), found.labels, kept["temperature"]
+    assert temperature == pytest.approx(fit_temperature(logits, labels))
+    halves = (order := torch.randperm(360, generator=torch.Generator().manual_seed(0)))[::2], order[1::2]
+    nll = [
+        float(F.cross_entropy(logits[own] / fit_temperature(logits[other], labels[other]), labels[own]))
+        for own, other in (halves, halves[::-1])
+    ]
+    assert kept["crossfitted"]["nll"] == pytest.approx(np.mean(nll))
+    assert kept["before"]["nll"] == pytest.approx(float(F.cross_entropy(logits, labels)))
+    assert kept["crossfitted"]["nll"] < kept["before"]["nll"]
+    assert "by cross-fitting" in out
+    assert f"{kept['crossfitted']['nll']:.4f}" in out
+
+    told = {}
+    for name, weights, words in (
+        ("after", "model", ()),
+        ("left_out", "model", ("-no_calibration",)),
+        ("ema", "ema", ()),
+    ):
+        done = say(run, "-weights", weights, *words, "-json", tmp_path / f"{name}.json")
+        assert done.code == 0, done.text
+        written = json.loads((tmp_path / f"{name}.json").read_text())
+        assert written["temperature"] == {weights: temperature if name == "after" else 1}
+        told[name] = done.out, written["figures"][weights]
+    assert f"calibrated (temperature {temperature:.4g}, fitted on 360 images)" in told["after"][0]
+    assert "-no_calibration" in told["left_out"][0]
+    assert "of other weights" in told["ema"][0], "another set of weights has no temperature"
+    scaled = float(F.cross_entropy(logits / temperature, labels))
+    assert told["after"][1]["nll"] == pytest.approx(scaled, rel=1e-6)
+    assert told["left_out"][1]["nll"] == pytest.approx(kept["before"]["nll"], rel=1e-6)
+    assert told["after"][1]["acc1"] == told["left_out"][1]["acc1"]
+    best = load_trained(run, "ema")
+    assert told["ema"][1]["nll"] == pytest.approx(
+        float(F.cross_entropy(validation_predictions(best, workers=0).logits, labels)), rel=1e-6
+    )
+
+    guessed = vitamp(run, "-weights", "model", *PREDICT, script="scripts/predict.py")
+    assert "calibrated (temperature" in guessed.err
+    probabilities = [float(row["probability"]) for row in csv.DictReader(guessed.out.splitlines())]
+    assert probabilities == pytest.approx((logits / temperature).softmax(1).max(1).values.tolist(), abs=2e-6)
+
+
+def test_exports_are_calibrated(export_tool: Callable[..., tuple[int, str]], run: Path, tmp_path: Path) -> None:
+    import onnxruntime
+
+    kept = kept_in(run)
+    code, said = export_tool(run, "-weights", "model", "-to", "onnx,safetensors", "-out", tmp_path / "m")
+    assert code == 0, said
+    assert "calibrated (temperature" in said
+    session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"))
+    about = json.loads(session.get_modelmeta().custom_metadata_map["calibration"])
+    assert about == {"temperature": kept["temperature"], "images": 360, "applied": True}
+    plain = load_trained(run, "model", device="cpu", amp="off")
+    pixels = torch.randint(0, 256, (3, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    logits = session.run(["logits"], {"images": plain.inputs(pixels).numpy()})[0]
+    assert logits == pytest.approx((plain.logits(pixels) / kept["temperature"]).numpy(), abs=1e-5)
+    file = load_trained(tmp_path / "m.safetensors", amp="off", calibrated=True)
+    assert file.temperature == kept["temperature"], "weights alone take the temperature along"
+    assert file.chosen.meta["calibration"]["applied"] is False
+
+    code, said = export_tool(run, "-weights", "model", "-no_calibration", "-to", "hub", "-output", tmp_path / "plain")
+    assert code == 0, said
+    assert "model(image[None]).softmax(1)" in (tmp_path / "plain" / "README.md").read_text()
+    code, said = export_tool(run, "-weights", "model", "-to", "hub", "-output", tmp_path / "hub")
+    assert code == 0, said
+    assert (
+        f"(model(image[None]) / {kept['temperature']:.6g}).softmax(1)" in (tmp_path / "hub" / "README.md").read_text()
+    )
+
+
+def test_what_cannot_be_calibrated_is_refused(say: Callable[..., Result], run: Path, tmp_path: Path) -> None:
+    before = (run / FILE).read_bytes()
+    lone = Path(shutil.copytree(next((run / "checkpoints").glob("step-*")), tmp_path / "lone"))
+    for model, words, wanted in (
+        (run, ("-tta", "flip"), "-tta: does not go with -calibrate"),
+        (run, ("-part", "train"), "the model was trained on these images"),
+        (lone, (), "is not in a run's folder"),
+    ):
+        done = say(model, "-calibrate", *words)
+        assert done.code == 2
+        assert wanted in done.text
+    assert (run / FILE).read_bytes() == before
+
+
+def test_damaged_file_is_an_error_that_names_it(say: Callable[..., Result], run: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    (copy / FILE).write_text(json.dumps({"temperatures": [{"temperature": 1.5}]}))
+    done = say(copy, "-weights", "model")
+    assert done.code == 2
+    assert f"{copy / FILE}: damaged, temperatures.0.images is missing" in done.text

@@ -1,0 +1,162 @@
+"""evaluate.py -calibrate: fits a temperature to a model's weights, measures it by cross-fitting, and keeps it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.saved.predictions import batches_of, guesses
+from engine.saved.trained import Trained
+from tools.common.figures import calibration
+from tools.common.parts import Part
+from tools.common.progress import progress_bar
+from tools.common.tables import in_columns
+from utils.errors import UserError
+from utils.files import try_to_write
+from utils.record.calibration import Fitted, file_for, keep_calibration
+from utils.record.tasks import ONE_LABEL
+
+FEWEST = 50
+"""Images. With fewer, the temperature is mostly noise."""
+SMALLEST, LARGEST = 0.01, 100.0
+AT_ONCE = 1 << 24
+"""Logits in double precision at once: 128 MiB"""
+
+
+class Measured(NamedTuple):
+    nll: float
+    ece: float
+    """In percent"""
+
+
+def check(trained: Trained) -> None:
+    """Refuse what cannot be calibrated, or not kept, before the images are read."""
+    place = trained.chosen.place
+    if trained.task.kind != ONE_LABEL:
+        raise UserError(
+            "-calibrate: needs one label per image. With several, each class has a threshold of its own, which belongs "
+            "to the probabilities as they are."
+        )
+    file = file_for(place) if trained.chosen.checkpoint else None
+    if file is None:
+        raise UserError(f"-calibrate: {place} is not in a run's folder, where the temperature is kept; name the run.")
+    try:
+        try_to_write(file)
+    except OSError as error:
+        raise UserError(f"-calibrate: {file} cannot be written ({error.strerror}).") from None
+
+
+def calibrate(trained: Trained, part: Part, bins: int) -> str:
+    """Fit a temperature, keep it if it helps on images that it was not fitted on, and describe both."""
+    logits, labels = _logits_of(trained, part)
+    halves = _halves(len(labels))
+    fitted = [fit_temperature(logits[half], labels[half]) for half in halves]
+    of_others = torch.empty(len(labels), dtype=torch.float64)
+    for half, temperature in zip(halves, reversed(fitted), strict=True):
+        of_others[half] = temperature
+    before = measure(logits, labels, torch.ones_like(of_others), bins)
+    after = measure(logits, labels, of_others, bins)
+    temperature, chosen = fit_temperature(logits, labels), trained.chosen
+    helps = after.nll < before.nll
+    kept = Fitted(
+        temperature=temperature,
+        images=len(labels),
+        sha256=chosen.hashes,
+        checkpoint=chosen.place.name,
+        weights=chosen.which.name,
+        data=part.title,
+        precision=trained.precision.name,
+        before=before._asdict(),
+        crossfitted=after._asdict(),
+    )
+    keep_calibration(chosen.place, chosen.hashes, kept if helps else None)
+    return "\n".join((*_text(trained, part, bins, before, after), *_verdict(trained, kept, helps, fitted)))
+
+
+def _text(trained: Trained, part: Part, bins: int, before: Measured, after: Measured) -> list[str]:
+    rows = [
+        ["", "before", "after"],
+        ["calibration error", f"{before.ece:.2f} %", f"{after.ece:.2f} %"],
+        ["NLL", f"{before.nll:.4f}", f"{after.nll:.4f}"],
+    ]
+    return [trained.words(), f"{part.title}: {part.counted}; calibration in {bins} bins", "", *in_columns(rows), ""]
+
+
+def _verdict(trained: Trained, kept: Fitted, helps: bool, fitted: list[float]) -> list[str]:
+    first, second = (f"{one:.4g}" for one in fitted)
+    how = (
+        "After: by cross-fitting. Each half of the images is measured with the temperature fitted on the other half "
+        f"({first} and {second})."
+    )
+    if not helps:
+        return [how, "No temperature is kept: on images that it was not fitted on, the NLL does not fall."]
+    return [
+        how,
+        f"Kept in {file_for(trained.chosen.place)}: {kept.words}, all of these. predict.py, export.py and evaluate.py "
+        "divide the logits of these weights by it; -no_calibration leaves it out.",
+    ]
+
+
+def _logits_of(trained: Trained, part: Part) -> tuple[Tensor, Tensor]:
+    rows = []
+    with progress_bar(len(part.dataset), "images") as bar:
+        for logits, labels, _ in batches_of(trained, part.dataset):
+            rows.append((logits.cpu(), part.labels(labels).cpu()))
+            bar.update(len(labels))
+    logits, labels = (torch.cat(column) for column in zip(*rows, strict=True))
+    if not bool(logits.isfinite().all()):
+        raise UserError("-calibrate: the model has NaN or infinite logits on these images; nothing can be fitted.")
+    if len(labels) < FEWEST:
+        raise UserError(f"-calibrate: {len(labels)} images are too few; a temperature needs at least {FEWEST}.")
+    return logits, labels
+
+
+def _halves(count: int) -> tuple[Tensor, Tensor]:
+    """Two random halves of the images, the same each time: a data set is often in the order of its classes."""
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    return order[::2], order[1::2]
+
+
+def fit_temperature(logits: Tensor, labels: Tensor) -> float:
+    """The temperature with the lowest NLL, in double precision. The NLL has one minimum in log T."""
+    from scipy.optimize import minimize_scalar  # takes a while to import
+
+    def nll(log_temperature: float) -> float:
+        return _nll(logits, labels, torch.full((len(labels),), math.exp(log_temperature), dtype=torch.float64))
+
+    bounds = math.log(SMALLEST), math.log(LARGEST)
+    found: Any = minimize_scalar(nll, bounds=bounds, method="bounded", options={"xatol": 1e-6})
+    log_temperature = float(found.x)
+    separable = bool((logits.argmax(1) == labels).all())  # the NLL then falls to 0 with the temperature
+    if separable or min(abs(log_temperature - bound) for bound in bounds) < 1e-3:
+        raise UserError(
+            f"-calibrate: these {len(labels)} images have no temperature of lowest NLL between {SMALLEST:g} and "
+            f"{LARGEST:g}, as when all of them are classified correctly, or at random. Use more images."
+        )
+    return math.exp(log_temperature)
+
+
+def measure(logits: Tensor, labels: Tensor, temperatures: Tensor, bins: int) -> Measured:
+    """NLL and ECE, if the logits of each image are divided by its temperature."""
+    guess, confidence = guesses(logits)[:, 0], torch.empty(len(labels), dtype=torch.float64)
+    for rows in _in_parts(logits):
+        probabilities = (logits[rows].double() / temperatures[rows, None]).softmax(1)
+        confidence[rows] = probabilities.gather(1, guess[rows, None])[:, 0]
+    return Measured(_nll(logits, labels, temperatures), calibration(confidence, guess == labels, bins)[0])
+
+
+def _nll(logits: Tensor, labels: Tensor, temperatures: Tensor) -> float:
+    total = 0.0
+    for rows in _in_parts(logits):
+        scaled = logits[rows].double() / temperatures[rows, None]
+        total += float(F.cross_entropy(scaled, labels[rows], reduction="sum"))
+    return total / len(labels)
+
+
+def _in_parts(logits: Tensor) -> list[slice]:
+    step = max(1, AT_ONCE // logits.shape[1])
+    return [slice(first, first + step) for first in range(0, len(logits), step)]

@@ -212,8 +212,8 @@ class DataConfig(Section):
     )
     CACHE: str | None = setting(
         None,
-        "Folder for compiled code, for copies of data sets hf:NAME, for hashes of images (DATA.CHECK), and for an index "
-        "of tar files if it cannot be stored beside them; null: ~/.cache/vitamp.",
+        "Folder for compiled code, for copies of data sets hf:NAME, for hashes of images (DATA.CHECK), and for an "
+        "index of tar files if it cannot be stored beside them; null: ~/.cache/vitamp.",
     )
 
     @property

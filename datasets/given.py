@@ -94,6 +94,6 @@ class Unread(BrokenInValidation):
     def add(self, images: Iterable[Broken]) -> None:
         self._reasons |= {broken.sample: broken.reason for broken in images}
 
-    def take(self, index: int) -> str:
-        """Remove and return the reason why an image could not be read."""
-        return self._reasons.pop(index)
+    def take(self, index: int) -> str | None:
+        """Remove and return the reason why an image could not be read; None if it could."""
+        return self._reasons.pop(index, None)

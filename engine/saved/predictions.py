@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from datasets.base import PADDING
 from engine.saved.trained import Trained
 from utils.config.kinds import AUTO
 from utils.distributed.world import ALONE
+from utils.errors import UserError
 
 VALIDATED = 5
 """Highest logits that validation looks at."""
@@ -111,6 +112,14 @@ def batch_size(trained: Trained) -> int:
 def name_of(dataset: ImageDataset, index: int) -> str:
     samples = dataset.single_images()
     return samples.name(index) if samples is not None else str(index)
+
+
+def names_of(datasets: Sequence[ImageDataset], where: str) -> list[str]:
+    """Names of the images, which are the same in each data set. UserError, beginning with `where`, if they are not."""
+    names = [[name_of(dataset, index) for index in range(len(dataset))] for dataset in datasets]
+    if any(other != names[0] for other in names[1:]):
+        raise UserError(f"{where}: the runs have different images, so their probabilities cannot be averaged.")
+    return names[0]
 
 
 def picture_of(dataset: ImageDataset, index: int) -> Image.Image:

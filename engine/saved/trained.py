@@ -1,6 +1,7 @@
 """Loading a trained model for use: from a run, a checkpoint, or a file of weights alone.
 
-Only one at a time: the kinds of attention and of fp32 matrix products are switches of the process.
+The kinds of attention and of fp32 matrix products are switches of the process: those of the model loaded last hold for
+all, which may change the last bits of the others' logits.
 """
 
 from __future__ import annotations

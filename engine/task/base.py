@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -96,6 +97,10 @@ class Task(ABC):
     @abstractmethod
     def training_metrics(self, loss: float, counts: tuple[float, float], samples: float) -> Metrics:
         """Metrics of these sums."""
+
+    @abstractmethod
+    def averaged(self, outputs: Sequence[Tensor]) -> Tensor:
+        """Logits of the mean probabilities of several logits."""
 
     @abstractmethod
     def tally(self, samples: int, device: torch.device) -> Tally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +73,9 @@ class OneLabel(Task):
 
     def training_metrics(self, loss: float, counts: tuple[float, float], samples: float) -> Means:
         return Means(loss, 100 * counts[0] / samples, 100 * counts[1] / samples)
+
+    def averaged(self, outputs: Sequence[Tensor]) -> Tensor:
+        return torch.stack([logits.log_softmax(-1) for logits in outputs]).logsumexp(0) - math.log(len(outputs))
 
     def tally(self, samples: int, device: torch.device) -> Tally:
         return _Accuracy(samples, self.classes, device)

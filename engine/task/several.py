@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +96,11 @@ class SeveralLabels(Task):
 
     def training_metrics(self, loss: float, counts: tuple[float, float], samples: float) -> F1Means:
         return F1Means(loss, 100 * counts[0] / max(counts[1], 1.0))
+
+    def averaged(self, outputs: Sequence[Tensor]) -> Tensor:
+        logits = torch.stack([*outputs])
+        # log p - log (1 - p), of the mean p; the number of outputs cancels out
+        return F.logsigmoid(logits).logsumexp(0) - F.logsigmoid(-logits).logsumexp(0)
 
     def tally(self, samples: int, device: torch.device) -> Tally:
         return _ScoreTable(samples, self, device)

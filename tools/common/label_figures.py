@@ -10,12 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.saved.predictions import batches_of
 from engine.saved.thresholds import thresholds_of
 from engine.saved.trained import Trained
-from engine.task.ranking import Scores, f1, scores_of
-from tools.common.parts import Part
-from tools.common.progress import progress_bar
+from engine.task.ranking import HALF, Scores, f1, scores_of
+from tools.common.parts import Part, outputs_of
 
 
 @dataclass(frozen=True)
@@ -65,19 +63,14 @@ class LabelFigures:
 
 def label_figures_of(trained: Trained, part: Part) -> LabelFigures:
     """Evaluate the model on a split."""
-    rows = []
-    with progress_bar(len(part.dataset), "images") as bar:
-        for logits, labels, _ in batches_of(trained, part.dataset):
-            rows.append((logits.cpu(), part.labels(labels).cpu()))
-            bar.update(len(labels))
-    return label_figures_from(trained, rows)
+    return label_figures_from(trained, [outputs_of(trained, part)])
 
 
-def label_figures_from(trained: Trained, rows: Iterable[tuple[Tensor, Tensor]]) -> LabelFigures:
-    """`rows`: logits and labels of the batches, on the host."""
+def label_figures_from(trained: Trained, rows: Iterable[tuple[Tensor, Tensor]], averaged: bool = False) -> LabelFigures:
+    """`rows`: logits and labels of the batches, on the host. `averaged`: means of models, which have no thresholds."""
     logits, labels = (torch.cat(column).double() for column in zip(*rows, strict=True))
     probabilities, truth = logits.sigmoid().numpy(), labels.numpy() > 0
-    thresholds = np.array(thresholds_of(trained)[0])
+    thresholds = np.full(truth.shape[1], HALF) if averaged else np.array(thresholds_of(trained)[0])
     chosen = probabilities >= thresholds
     _, micro, macro = f1(chosen, truth)
     return LabelFigures(

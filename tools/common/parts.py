@@ -12,7 +12,9 @@ from torch import Tensor
 from datasets import ImageDataset, check_dataset, open_dataset
 from datasets.labels import ANY_LABEL
 from engine.evaluated_data import data_for_evaluation, images_of_all, title_of
+from engine.saved.predictions import batches_of
 from engine.saved.trained import Trained
+from tools.common.progress import progress_bar
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
 
@@ -58,6 +60,17 @@ def open_part(trained: Trained, given: Collection[str]) -> tuple[Part, list[str]
     classes = int(config.MODEL.NUM_CLASSES)
     to_models = _to_models(trained, dataset, title)
     return Part(dataset, title, to_models, classes, images_of_all(config, data, len(dataset))), notes
+
+
+def outputs_of(trained: Trained, part: Part) -> tuple[Tensor, Tensor]:
+    """Logits and labels of all images, on the host."""
+    rows = []
+    with progress_bar(len(part.dataset), "images") as bar:
+        for logits, labels, _ in batches_of(trained, part.dataset):
+            rows.append((logits.cpu(), part.labels(labels).cpu()))
+            bar.update(len(labels))
+    logits, labels = (torch.cat(column) for column in zip(*rows, strict=True))
+    return logits, labels
 
 
 def _open(trained: Trained, data: DataConfig) -> ImageDataset:

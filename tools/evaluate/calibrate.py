@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.saved.predictions import batches_of, guesses
+from engine.saved.predictions import guesses
 from engine.saved.trained import Trained
 from tools.common.figures import calibration
-from tools.common.parts import Part
-from tools.common.progress import progress_bar
+from tools.common.parts import Part, outputs_of
 from tools.common.tables import in_columns
 from utils.errors import UserError
 from utils.files import try_to_write
@@ -102,12 +101,7 @@ def _verdict(trained: Trained, kept: Fitted, helps: bool, fitted: list[float]) -
 
 
 def _logits_of(trained: Trained, part: Part) -> tuple[Tensor, Tensor]:
-    rows = []
-    with progress_bar(len(part.dataset), "images") as bar:
-        for logits, labels, _ in batches_of(trained, part.dataset):
-            rows.append((logits.cpu(), part.labels(labels).cpu()))
-            bar.update(len(labels))
-    logits, labels = (torch.cat(column) for column in zip(*rows, strict=True))
+    logits, labels = outputs_of(trained, part)
     if not bool(logits.isfinite().all()):
         raise UserError("-calibrate: the model has NaN or infinite logits on these images; nothing can be fitted.")
     if len(labels) < FEWEST:

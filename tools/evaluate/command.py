@@ -3,6 +3,7 @@
     python scripts/evaluate.py runs/flowers
     python scripts/evaluate.py runs/flowers -weights both -json eval.json
     python scripts/evaluate.py runs/flowers -calibrate
+    python scripts/evaluate.py runs/a runs/b runs/c
     python scripts/evaluate.py runs/flowers -dataset imagefolder -data_path /data/other_flowers -confusion matrix.png
 
 The model is a run (its best checkpoint), a checkpoint, or weights written by scripts/checkpoint.py. Settings are those
@@ -13,6 +14,8 @@ those of the model. Other data than the run's is evaluated whole, unless it has 
 Precision, recall and F1 are means over the classes that have images. The calibration error is ECE: the mean distance
 between confidence and accuracy, over bins of equal width. A model with several labels per image gets mAP, F1 and exact
 match, and average precision for each class.
+
+Several models are evaluated one by one, and then the mean of their probabilities.
 
 -calibrate fits a temperature to the weights, so that the probabilities are as often right as they say. It is kept in
 the run's calibration.json; predict.py, export.py and later evaluations of these weights divide the logits by it.
@@ -26,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from tools.common.command_line import NO_CALIBRATION, OVERWRITE, PART, TTA, Tool, ToolLine, run_tool
 from tools.common.output_file import check_output_file, writing
+from utils.cli import CommandLine
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional, whole
 from utils.log import log
@@ -55,7 +59,7 @@ OWN = (
     NO_CALIBRATION,
     OVERWRITE,
 )
-TOOL = Tool("evaluate.py", __doc__, OWN, (Positional("model", "RUN_OR_CHECKPOINT", "the model"),))
+TOOL = Tool("evaluate.py", __doc__, OWN, (Positional("model", "RUN_OR_CHECKPOINT", "the model, or several", "+"),))
 MEMORISED = ("train", "all")
 """Values of -part that include training images"""
 REFUSED = ("MODEL.RESUME", "MODEL.PRETRAINED", "TRAIN.LAST_EPOCH", "MODEL.NUM_CLASSES")
@@ -67,7 +71,7 @@ def main(argv: list[str]) -> int:
 
 def _evaluate(argv: list[str]) -> int:
     line = TOOL.read(argv)
-    model, weights, bins = (getattr(line.asked, name) for name in ("model", "weights", "bins"))
+    (model, *others), weights, bins = (getattr(line.asked, name) for name in ("model", "weights", "bins"))
     out, matrix = line.file("json", ".json"), line.file("confusion", ".csv", ".png")
     _check(line)
     both = weights == BOTH
@@ -76,14 +80,16 @@ def _evaluate(argv: list[str]) -> int:
             check_output_file(_matrix_of(matrix, which), "-confusion", fresh=not line.asked.overwrite)
     line.show_gpus()
 
+    given = _given(line)
+    log.setLevel("WARNING")  # building the model logs what the training has logged already
+
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from engine.saved.trained import load_trained
     from tools.common.parts import open_part
-    from tools.evaluate import calibrate, one, several
+    from tools.evaluate import averaged, calibrate, one, several
 
-    log.setLevel("WARNING")  # building the model logs what the training has logged already
-    part = {"DATA.PART": (line.asked.part, "-part")} if line.asked.part else {}
-    given = replace(line.run, flags={**line.run.flags, "EVAL": (True, "evaluate.py"), **part})
+    if others:
+        return _written(out, *averaged.evaluate_average(line, given, bins, matrix))
     trained = load_trained(model, BETTER if both else weights, given=given, calibrated=_is_calibrated(line))
     trained.mirrors = line.asked.tta is not None
     for which in SETS if both else ():
@@ -120,10 +126,14 @@ def _evaluate(argv: list[str]) -> int:
             path = _matrix_of(matrix, which) if both else matrix
             task.write_matrix(path, figures, trained.names())
             log.info("Confusion matrix: %s", path)
-    if out is not None:
-        figures_as_json = {which.name: task.figures_as_json(figures) for which, figures in found.items()}
-        _write_json(out, {**_about(line, trained, data.title, temperatures), "figures": figures_as_json})
-    return EXIT_DONE
+    figures_as_json = {which.name: task.figures_as_json(figures) for which, figures in found.items()}
+    return _written(out, _about(line, trained, data.title, temperatures), figures_as_json)
+
+
+def _given(line: ToolLine) -> CommandLine:
+    """Settings that override the run's."""
+    part = {"DATA.PART": (line.asked.part, "-part")} if line.asked.part else {}
+    return replace(line.run, flags={**line.run.flags, "EVAL": (True, "evaluate.py"), **part})
 
 
 def _say_calibration(trained: Trained) -> None:
@@ -145,10 +155,12 @@ def _about(line: ToolLine, trained: Trained, title: str, temperatures: dict[str,
     }
 
 
-def _write_json(out: Path, about: dict[str, Any]) -> None:
-    with writing(out, "-json"):
-        write_json(out, about)
-    log.info("All metrics: %s", out)
+def _written(out: Path | None, about: dict[str, Any], figures: dict[str, Any]) -> int:
+    if out is not None:
+        with writing(out, "-json"):
+            write_json(out, {**about, "figures": figures})
+        log.info("All metrics: %s", out)
+    return EXIT_DONE
 
 
 def _matrix_of(matrix: Path, which: WeightSet) -> Path:
@@ -161,6 +173,10 @@ def _is_calibrated(line: ToolLine) -> bool:
 
 
 def _check(line: ToolLine) -> None:
+    several = len(line.asked.model) > 1
+    for given, flag in ((line.asked.calibrate, "-calibrate"), (line.asked.weights == BOTH, f"-weights {BOTH}")):
+        if several and given:
+            raise UserError(f"{flag}: takes one model, but {len(line.asked.model)} are given.")
     if line.asked.calibrate:
         for name in ("tta", "json", "confusion", "no_calibration"):
             if getattr(line.asked, name):

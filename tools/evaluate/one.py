@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from engine.saved.trained import Trained
-from tools.common.figures import Figures, figures_of
+from tools.common.figures import Figures, Rows, figures_from, figures_of
 from tools.common.output_file import writing
 from tools.common.parts import Part
 from tools.common.tables import in_columns, shown
@@ -24,7 +25,16 @@ MOST_IN_JSON = 1000
 NAMES_IN_PICTURE, NUMBERS_IN_PICTURE = 60, 20
 NO_MATRIX = ""
 """Why there is no confusion matrix; '': there is one"""
+AT_ONCE = 1024
+"""Images whose probabilities are in memory at once"""
 evaluated = figures_of
+
+
+def of_outputs(trained: Trained, logits: Tensor, labels: Tensor, bins: int, _averaged: bool = False) -> Figures:
+    """Metrics of logits on the host, of one model or averaged ones."""
+    rows = [Rows.of(*pair) for pair in zip(logits.split(AT_ONCE), labels.split(AT_ONCE), strict=True)]
+    seen = Rows(*(torch.cat(column) for column in zip(*rows, strict=True)))
+    return figures_from(seen, trained.config.MODEL.NUM_CLASSES, bins)
 
 
 def text(trained: Trained, part: Part, found: dict[WeightSet, Figures]) -> str:
@@ -38,8 +48,10 @@ def text(trained: Trained, part: Part, found: dict[WeightSet, Figures]) -> str:
     return "\n".join(parts)
 
 
-def table_of(found: Mapping[WeightSet, Any], cells: Mapping[str, Callable[[Any], str]]) -> list[str]:
-    """A table with a column for each set of weights, and a line for each that has logits that are not finite."""
+def table_of(
+    found: Mapping[WeightSet, Any] | Mapping[str, Any], cells: Mapping[str, Callable[[Any], str]]
+) -> list[str]:
+    """A table with a column for each set of weights or name, and a line for each with logits that are not finite."""
     rows = [["", *(title_of(which) for which in found)]]
     rows += [[name, *(cell(figures) for figures in found.values())] for name, cell in cells.items()]
     return [
@@ -52,8 +64,8 @@ def table_of(found: Mapping[WeightSet, Any], cells: Mapping[str, Callable[[Any],
     ]
 
 
-def title_of(which: WeightSet) -> str:
-    return which.mark or which.name
+def title_of(which: WeightSet | str) -> str:
+    return which if isinstance(which, str) else which.mark or which.name
 
 
 CELLS = {

@@ -6,10 +6,11 @@ import math
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from engine.saved.thresholds import thresholds_of
 from engine.saved.trained import Trained
-from tools.common.label_figures import LabelFigures, label_figures_of
+from tools.common.label_figures import LabelFigures, label_figures_from, label_figures_of
 from tools.common.parts import Part
 from tools.common.tables import in_columns, shown
 from tools.evaluate.one import ALL_SHOWN, WORST_SHOWN, table_of, title_of
@@ -32,6 +33,10 @@ CELLS = {
 
 def evaluated(trained: Trained, part: Part, _bins: int) -> LabelFigures:
     return label_figures_of(trained, part)
+
+
+def of_outputs(trained: Trained, logits: Tensor, labels: Tensor, _bins: int, averaged: bool = False) -> LabelFigures:
+    return label_figures_from(trained, [(logits, labels)], averaged)
 
 
 def text(trained: Trained, part: Part, found: dict[WeightSet, LabelFigures]) -> str:

@@ -4,9 +4,11 @@
     python scripts/predict.py runs/flowers 'holiday/*.jpg' more_photos/ -topk 3
     python scripts/predict.py runs/flowers photos/ -format csv -out found.csv
     python scripts/predict.py runs/flowers -part test -out found.csv
+    python scripts/predict.py runs/a runs/b runs/c photos/
     find /data -name '*.jpg' | python scripts/predict.py runs/flowers - -format jsonl -amp bf16 | gzip > all.jsonl.gz
 
-The model is a run (its best checkpoint), a checkpoint, or weights written by scripts/checkpoint.py. Images are files,
+The model is a run (its best checkpoint), a checkpoint, or weights written by scripts/checkpoint.py. More of them, right
+after the first, are models too, and the mean of their probabilities is predicted. Images are files,
 folders with their subfolders, globs, or `-` for a list of files on standard input; or with -part a split of the run's
 data. They are prepared exactly as in the run's validation. Results keep the order of the images and are written batch
 by batch.
@@ -21,10 +23,10 @@ import contextlib
 import io
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from tools.common.command_line import NO_CALIBRATION, OVERWRITE, PART, TTA, WEIGHTS, Tool, run_tool
 from tools.common.output_file import check_output_file, writing
@@ -33,7 +35,11 @@ from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError
 from utils.files import replacing
 from utils.flags import BY_NAME, Flag, Positional, whole
 from utils.log import log
+from utils.record.chosen import holds_weights
 from utils.record.tasks import ONE_LABEL, SEVERAL_LABELS
+
+if TYPE_CHECKING:
+    from engine.saved.trained import Trained
 
 
 def _probability(text: str) -> float:
@@ -103,7 +109,8 @@ def _predict(argv: list[str]) -> int:
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from datasets.given import open_given
-    from engine.saved.predictions import name_of, split_of_run
+    from engine.saved.averaged import check_same_classes
+    from engine.saved.predictions import names_of, split_of_run
     from engine.saved.trained import load_trained
     from tools.predict.find import find_images
     from tools.predict.images import predict_images
@@ -111,22 +118,27 @@ def _predict(argv: list[str]) -> int:
     from tools.predict.several import LikelyClasses
 
     paths = find_images(asked.images) if asked.images else []
-    trained = load_trained(asked.path, asked.weights, asked.device, asked.amp, calibrated=not asked.no_calibration)
-    trained.mirrors = asked.tta is not None
-    dataset = split_of_run(trained, asked.part) if asked.part else open_given(paths, trained.config.DATA)
-    paths = paths or [name_of(dataset, index) for index in range(len(dataset))]
+    calibrated = not asked.no_calibration
+    models = [load_trained(at, asked.weights, asked.device, asked.amp, calibrated=calibrated) for at in asked.models]
+    for trained in models:
+        trained.mirrors = asked.tta is not None
+    check_same_classes(models)
+    datasets = [
+        split_of_run(trained, asked.part) if asked.part else open_given(paths, trained.config.DATA)
+        for trained in models
+    ]
+    paths = paths or names_of(datasets, f"-part {asked.part}")
+    trained, averaged = models[0], len(models) > 1
     choose = {ONE_LABEL: BestClasses, SEVERAL_LABELS: LikelyClasses}[trained.task.kind](
-        trained, asked.topk, asked.threshold
+        trained, asked.topk, asked.threshold, averaged
     )
-    calibration = trained.chosen.describe_calibration(trained.calibrated)
-    words = "; ".join(filter(None, (trained.chosen.words, choose.words, calibration)))
-    print(f"{asked.path}: {words}{', mirrored too' * trained.mirrors}", file=sys.stderr)
+    _describe(asked, models, choose.words)
     with _opened(asked.out) as stream:
         form = FORMATS[_format(asked)](stream, trained.names(), choose.most, paths)
         progress = sys.stderr.isatty() and not (asked.out is None and sys.stdout.isatty())
         try:
             unreadable = predict_images(
-                trained, dataset, paths, form, choose, asked.batch_size, asked.num_workers, progress
+                models, datasets, paths, form, choose, asked.batch_size, asked.num_workers, progress
             )
             stream.flush()
         except KeyboardInterrupt:
@@ -137,7 +149,28 @@ def _predict(argv: list[str]) -> int:
     return EXIT_FAILED if unreadable else EXIT_DONE
 
 
+def _describe(asked: Namespace, models: Sequence[Trained], choice: str) -> None:
+    """One line on standard error for each model, and one for the mean of several."""
+    for path, trained in zip(asked.models, models, strict=True):
+        calibration = trained.chosen.describe_calibration(trained.calibrated)
+        words = (trained.chosen.words, choice if len(models) == 1 else "", calibration)
+        print(f"{path}: {'; '.join(filter(None, words))}{', mirrored too' * trained.mirrors}", file=sys.stderr)
+    if len(models) > 1:
+        words = f"the mean of the probabilities of {len(models)} models"
+        print("; ".join(filter(None, (words, choice))), file=sys.stderr)
+
+
+def _take_models(asked: Namespace) -> None:
+    """Move further models from the images to `asked.models`."""
+    asked.models = [asked.path]
+    if not holds_weights(asked.path.expanduser()):
+        return  # an error that names this path follows
+    while asked.images and holds_weights(Path(asked.images[0]).expanduser()):
+        asked.models.append(Path(asked.images.pop(0)))
+
+
 def _check(asked: Namespace) -> None:
+    _take_models(asked)
     if bool(asked.images) == bool(asked.part):
         if asked.part:
             raise UserError(f"-part {asked.part} predicts the images of the run's data; leave {asked.images[0]} out.")

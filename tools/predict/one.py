@@ -17,13 +17,12 @@ TOP = 5
 class BestClasses:
     words = ""
 
-    def __init__(self, trained: Trained, topk: int | None, threshold: float | None) -> None:
+    def __init__(self, trained: Trained, topk: int | None, threshold: float | None, _averaged: bool) -> None:
         if threshold is not None:
             raise UserError(f"-threshold {threshold:g}: this model has one label per image, so it needs no threshold.")
         self.most, self._trained = topk or TOP, trained
 
-    def __call__(self, images: Tensor) -> list[list[Guess]]:
-        logits = self._trained.logits(images)
+    def __call__(self, logits: Tensor) -> list[list[Guess]]:
         labels = guesses(logits, self.most)
         probabilities = torch.softmax(logits, dim=-1).gather(-1, labels)
         return [

@@ -7,23 +7,28 @@ from torch import Tensor
 
 from engine.saved.thresholds import thresholds_of
 from engine.saved.trained import Trained
+from engine.task.ranking import HALF
 from tools.predict.show import Guess
 
 
 class LikelyClasses:
-    """The most probable first, at most `topk`. `threshold`: of all classes; None: their own."""
+    """The most probable first, at most `topk`. `threshold`: of all classes; None: their own.
 
-    def __init__(self, trained: Trained, topk: int | None, threshold: float | None) -> None:
+    `averaged`: of several models, whose mean has no thresholds of its own.
+    """
+
+    def __init__(self, trained: Trained, topk: int | None, threshold: float | None, averaged: bool) -> None:
         classes = int(trained.config.MODEL.NUM_CLASSES)
         self.most, self._trained = topk or classes, trained
         limits, words = thresholds_of(trained)
+        threshold = HALF if averaged and threshold is None else threshold
         if threshold is not None:
             limits, words = [threshold] * classes, f"a class is predicted if its probability reaches {threshold:g}"
         self._limits, self.words = torch.tensor(limits, dtype=torch.float64), words
 
-    def __call__(self, images: Tensor) -> list[list[Guess]]:
+    def __call__(self, logits: Tensor) -> list[list[Guess]]:
         # In fp64, in which validation compares them too.
-        probabilities = self._trained.logits(images).cpu().double().sigmoid()
+        probabilities = logits.cpu().double().sigmoid()
         return [self._guesses(row) for row in probabilities]
 
     def _guesses(self, probabilities: Tensor) -> list[Guess]:

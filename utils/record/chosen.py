@@ -15,6 +15,7 @@ from utils.errors import UserError
 from utils.files import kind_of_path
 from utils.record.calibration import FILE, Calibration, read_calibrations
 from utils.record.checkpoints import META, Checkpoint, checkpoint_of, files_of, inspect
+from utils.record.run_folder import CHECKPOINTS
 from utils.record.tasks import METRICS, ONE_LABEL, BestBy, Metric
 from utils.record.weight_sets import BETTER, PLAIN, SETS, WeightSet, best_set, is_number, set_named, set_of
 from utils.record.weights_file import read_weights_meta
@@ -109,6 +110,11 @@ class Chosen:
         base = {key: (value, f"{self.place}") for key, value in own.items()}
         unset = dict.fromkeys(("MODEL.RESUME", "MODEL.PRETRAINED"), (None, ""))
         return load_config(None, {**base, **unset, **(flags or {})}, given.words if given else {}).config
+
+
+def holds_weights(path: Path) -> bool:
+    """Whether a path looks like what `chosen_at` takes: a run, a checkpoint, or a file of weights."""
+    return path.suffix == ".safetensors" if path.is_file() else (path / CHECKPOINTS).is_dir() or (path / META).is_file()
 
 
 def chosen_at(path: Path, weights: str = BETTER) -> Chosen:

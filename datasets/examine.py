@@ -126,7 +126,7 @@ def warnings_of(found: Findings, check: str) -> list[str]:
         one, other = found.copies.examples[0]
         lines.append(
             f"Copies of training images, on which a model does better than on new ones: {of}. {one} has the bytes of "
-            f"{other}. `{check} -out exclude.txt -exclude_duplicates` lists the copies; train with "
+            f"{other}. `{check} -fix exclude.txt` lists the copies; train with "
             "DATA.EXCLUDE=exclude.txt."
         )
     validation = found.classes["validation"]

@@ -1,11 +1,12 @@
 """Check a data set: read every image once, as training does, and report defects.
 
     python scripts/check_data.py -dataset imagefolder -data_path /data/flowers -num_classes 102
-    python scripts/check_data.py -cfg configs/vit_base_patch16_224.yaml -data_path /data/imagenet -out exclude.txt
+    python scripts/check_data.py -cfg configs/vit_base_patch16_224.yaml -data_path /data/imagenet -fix exclude.txt
 
 Defects: unreadable and damaged images, labels out of range, classes without training images, duplicates (equal bytes),
-images in both splits. Notes: classes without validation images, images that must be converted, and images smaller than
-IMAGE_SIZE.
+images that are in both splits, or nearly so (encoded again, resized, slightly brighter).
+Notes: near duplicates within a split, images of one colour, tiny classes, classes without validation images, images
+that must be converted, and images smaller than IMAGE_SIZE.
 Exit codes: 0 no defects, 1 defects or an unfinished check, 2 anything wrong with the command or the data set.
 
 Takes the flags and settings of main_single_gpu.py; -num_workers is the number of checking processes.
@@ -30,12 +31,14 @@ if TYPE_CHECKING:
     from tools.check_data.scan import Split
 
 OWN = (
-    Flag("out", "write a list of unreadable and damaged images for DATA.EXCLUDE", "FILE"),
     Flag(
-        "exclude_duplicates",
-        "also list training images that are in validation too, all duplicates with conflicting labels, and all but the "
-        "first of other duplicates",
+        "fix",
+        "write a list for DATA.EXCLUDE: unreadable and damaged images, and training images that are duplicates, have "
+        "conflicting labels, or are (nearly) in validation too",
+        "FILE",
     ),
+    Flag("out", "write a list of unreadable and damaged images for DATA.EXCLUDE", "FILE"),
+    Flag("exclude_duplicates", "with -out: write the list of -fix"),
     Flag("exclude_small", "also list images smaller than IMAGE_SIZE"),
     Flag("json", "write all findings as JSON", "FILE"),
     OVERWRITE,
@@ -49,16 +52,21 @@ def main(argv: list[str]) -> int:
 
 def _check(argv: list[str]) -> int:
     line = TOOL.read(argv)
-    out, json_file = line.file("out"), line.file("json")
+    fix, json_file = line.file("fix"), line.file("json")
+    out = line.file("out")
+    if fix is not None and out is not None:
+        raise UserError("-fix and -out both name the list to write; give one of them.")
+    duplicates = fix is not None or bool(line.asked.exclude_duplicates)
+    out = fix or out
     if out is not None and out == json_file:
-        raise UserError(f"-out and -json both name {out}; give each its own file.")
-    if out is None and (line.asked.exclude_duplicates or line.asked.exclude_small):
-        raise UserError("-exclude_duplicates and -exclude_small extend the list of -out FILE; give -out too.")
+        raise UserError(f"{'-out' if fix is None else '-fix'} and -json both name {out}; give each its own file.")
+    if out is None and (duplicates or line.asked.exclude_small):
+        raise UserError("-exclude_duplicates and -exclude_small extend the list of -out FILE; give -out or -fix too.")
     config = line.load().config
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from tools.check_data import report
-    from tools.check_data.findings import CONFLICTS, find_problems
+    from tools.check_data.findings import find_problems
 
     splits = _scan(config)
     if not splits:
@@ -69,16 +77,11 @@ def _check(argv: list[str]) -> int:
         with writing(json_file, "-json"):
             write_atomically(json_file, json.dumps(report.as_json(findings), indent=1) + "\n")
     if out is not None:
-        chosen = report.to_exclude(findings, bool(line.asked.exclude_duplicates), bool(line.asked.exclude_small))
-        with writing(out, "-out"):
+        chosen = report.to_exclude(findings, duplicates, bool(line.asked.exclude_small))
+        with writing(out, "-out" if fix is None else "-fix"):
             write_atomically(out, report.exclude_list(chosen, config.DATA))
-        conflicts = len(findings.defects[CONFLICTS]) if line.asked.exclude_duplicates else 0
-        if conflicts:
-            log.info(
-                "\n%d of the images to exclude have the same bytes as others but a different label. Which label is "
-                "right is unknown, so all copies are excluded. Correct the labels to keep one copy.",
-                conflicts,
-            )
+        if chosen:
+            log.info("\nExcluded by %s:\n%s", out, report.excluded_words(chosen, findings))
         log.info("\n%s to exclude; to exclude them, add DATA.EXCLUDE=%s", counted(len(chosen), "image"), out)
     log.info("\n%s", "No defects." if findings.clean else "There are defects.")
     return EXIT_DONE if findings.clean else EXIT_FAILED

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from datasets.labels import images_of_classes
+from tools.check_data.near import SIDE, Thumbnails, near_pairs
 from tools.check_data.scan import Split
 
 
@@ -52,6 +53,8 @@ class Findings:
     """Classes without training images: a defect"""
     unvalidated: list[str] = field(default_factory=list)
     """Other classes without validation images: a note"""
+    tiny: list[str] = field(default_factory=list)
+    """Classes with fewer than FEW training images, with their number: a note"""
 
     @property
     def clean(self) -> bool:
@@ -62,6 +65,9 @@ UNREADABLE, DAMAGED = "unreadable", "damaged but readable"
 LABELS, DUPLICATES, OVERLAP = "label out of range", "duplicate", "in both parts"
 CONFLICTS = "conflicting labels"
 SMALL, MODES = "smaller than IMAGE_SIZE", "not plain"
+NEAR_OVERLAP, NEAR_DUPLICATES, FLAT_IMAGES = "nearly in both parts", "nearly duplicate", "of one colour"
+FEW = 5
+"""Training images below which a class is called tiny"""
 
 
 def find_problems(splits: list[Split], num_classes: int, image_size: int) -> Findings:
@@ -71,6 +77,9 @@ def find_problems(splits: list[Split], num_classes: int, image_size: int) -> Fin
     empty = {classes.split: classes.empty for classes in findings.classes}
     findings.empty = empty.get("training", [])
     findings.unvalidated = [name for name in empty.get("validation", []) if name not in findings.empty]
+    if splits[0].title == "training":
+        counts = findings.classes[0].counts
+        findings.tiny = [f"{name} ({count})" for name, count in counts.items() if 0 < count < FEW]
     for split in splits:
         for index, scan in enumerate(split.scans):
             if scan.problem:
@@ -87,6 +96,7 @@ def find_problems(splits: list[Split], num_classes: int, image_size: int) -> Fin
                 findings.notes[SMALL].append(_found(split, index, f"{scan.size[0]} x {scan.size[1]}"))
     for copies in _copies(splits):
         _add_copies(findings, copies)
+    _add_near(findings, splits)
     return findings
 
 
@@ -138,18 +148,23 @@ class _Copy(NamedTuple):
     def name(self) -> str:
         return self.split.samples.name(self.number)
 
-    def found(self, other: _Copy) -> Found:
-        """Finding of this image, which has the bytes of `other`."""
+    def found(self, other: _Copy, alike: str = "the same bytes as") -> Found:
+        """Finding of this image, which has the bytes of `other`, or nearly its pixels."""
         labels = "" if self.label == other.label else f", but {self.label} instead of {other.label}"
-        link = "; one is a link to the other" if _is_one_file(self.name, other.name) else ""
-        return _found(self.split, self.number, f"the same bytes as {other.name}{link}{labels}")
+        return _found(self.split, self.number, f"{alike} {other.name}{_link(self.name, other.name)}{labels}")
 
 
-def _is_one_file(name: str, other: str) -> bool:
+def _link(name: str, other: str) -> str:
     try:
-        return os.path.samefile(name, other)
+        if not os.path.samefile(name, other):
+            return ""
     except (OSError, ValueError):  # not files, but images in a tar file or a table
-        return False
+        return ""
+    if os.path.islink(name) or os.path.islink(other):
+        return "; one is a symbolic link to the other"
+    if os.path.realpath(name) != os.path.realpath(other):
+        return "; one is a hard link to the other"
+    return "; one is in a folder that is a link"
 
 
 def _copies(splits: list[Split]) -> Iterator[list[_Copy]]:
@@ -175,3 +190,36 @@ def _add_copies(findings: Findings, copies: list[_Copy]) -> None:
     if len(by_split) == 2:
         training, validation = by_split
         findings.defects[OVERLAP] += [copy.found(validation[0]) for copy in training]
+
+
+def _add_near(findings: Findings, splits: list[Split]) -> None:
+    """Images that are nearly the same, though not byte for byte; of byte-identical ones, one stands for all.
+
+    Validation comes first, so that an image of the training split is reported as a copy of one in validation.
+    """
+    copies: list[_Copy] = []
+    known: set[bytes] = set()
+    for split in reversed(splits):
+        for index, scan in enumerate(split.scans):
+            if scan.thumbnail and scan.digest not in known:
+                known.add(scan.digest)
+                copies.append(_Copy(split, index))
+    if not copies:
+        return
+    pixels = np.frombuffer(b"".join(copy.split.scans[copy.number].thumbnail for copy in copies), dtype=np.uint8)
+    thumbnails = Thumbnails(pixels.reshape(len(copies), -1, SIDE, SIDE))
+    findings.notes[FLAT_IMAGES] += [
+        _found(copies[index].split, copies[index].number, "of one colour, as the model sees it")
+        for index in np.flatnonzero(thumbnails.flat).tolist()
+    ]
+    reported: set[int] = set()
+    for first, second in near_pairs(thumbnails, np.arange(len(copies))).tolist():
+        if second in reported:
+            continue
+        reported.add(second)
+        one, other = copies[first], copies[second]
+        found = other.found(one, "nearly the same image as")
+        if one.split is other.split:
+            findings.notes[NEAR_DUPLICATES].append(found)
+        else:
+            findings.defects[NEAR_OVERLAP].append(found)

@@ -12,8 +12,12 @@ from tools.check_data.findings import (
     CONFLICTS,
     DAMAGED,
     DUPLICATES,
+    FEW,
+    FLAT_IMAGES,
     LABELS,
     MODES,
+    NEAR_DUPLICATES,
+    NEAR_OVERLAP,
     OVERLAP,
     SMALL,
     UNREADABLE,
@@ -32,6 +36,9 @@ HEADINGS = {
     CONFLICTS: "the same bytes with different labels",
     DUPLICATES: "duplicates within a split",
     OVERLAP: "in the training and in the validation split",
+    NEAR_OVERLAP: "nearly the same in the training and in the validation split (encoded again, resized, brighter)",
+    NEAR_DUPLICATES: "nearly the same within a split",
+    FLAT_IMAGES: "of one colour; if they should not be, see DATA.BACKGROUND",
     MODES: "stored in another colour mode; converted when read (transparent images by DATA.BACKGROUND)",
     SMALL: "smaller than IMAGE_SIZE; enlarged when read",
 }
@@ -45,6 +52,8 @@ def text(findings: Findings) -> str:
     blocks += [_listing("DEFECT: ", kind, found) for kind, found in findings.defects.items() if found]
     if findings.unvalidated:
         blocks.append(f"note: classes without validation images: {_named(findings.unvalidated)}")
+    if findings.tiny:
+        blocks.append(f"note: classes with fewer than {FEW} training images: {_named(findings.tiny)}")
     blocks += [_listing("note: ", kind, found) for kind, found in findings.notes.items() if found]
     return "\n\n".join(blocks)
 
@@ -97,7 +106,11 @@ def as_json(findings: Findings) -> dict[str, Any]:
         "classes": {classes.split: classes.counts for classes in findings.classes},
         **({"images_without_label": unlabelled} if (unlabelled := _unlabelled(findings)) else {}),
         "defects": {"empty_classes": findings.empty, **listed(findings.defects)},
-        "notes": {"classes_without_validation_images": findings.unvalidated, **listed(findings.notes)},
+        "notes": {
+            "classes_without_validation_images": findings.unvalidated,
+            "tiny_classes": findings.tiny,
+            **listed(findings.notes),
+        },
     }
 
 
@@ -107,13 +120,38 @@ def _unlabelled(findings: Findings) -> dict[str, int]:
 
 
 def to_exclude(findings: Findings, duplicates: bool, small: bool) -> list[Found]:
-    """Images for the exclude list, each once."""
+    """Images for the exclude list, each once.
+
+    Duplicates are removed from the training split alone, so that results on the validation split stay comparable.
+    """
     chosen = findings.defects[UNREADABLE] + findings.defects[DAMAGED]
     if duplicates:
-        chosen += findings.defects[CONFLICTS] + findings.defects[DUPLICATES] + findings.defects[OVERLAP]
+        kinds = (OVERLAP, NEAR_OVERLAP, CONFLICTS, DUPLICATES)
+        chosen += [found for kind in kinds for found in findings.defects[kind] if found.split == "training"]
     if small:
         chosen += findings.notes[SMALL]
     return list({(found.split, found.number): found for found in reversed(chosen)}.values())[::-1]
+
+
+def excluded_words(chosen: list[Found], findings: Findings) -> str:
+    """What the list removes and why, one line per split and reason."""
+    reasons = {
+        UNREADABLE: "cannot be read",
+        DAMAGED: "damaged",
+        OVERLAP: "also in validation, byte for byte",
+        NEAR_OVERLAP: "nearly the same as an image in validation",
+        CONFLICTS: "copies with different labels, of which none is known to be right",
+        DUPLICATES: "duplicates",
+        SMALL: "smaller than IMAGE_SIZE",
+    }
+    counts: Counter[tuple[str, str]] = Counter()
+    listed = {
+        kind: {(f.split, f.number) for f in {**findings.defects, **findings.notes}.get(kind, [])} for kind in reasons
+    }
+    for found in chosen:
+        kind = next(kind for kind, places in listed.items() if (found.split, found.number) in places)
+        counts[found.split, kind] += 1
+    return "\n".join(f"  {count:>7,} {split} images: {reasons[kind]}" for (split, kind), count in counts.items())
 
 
 def exclude_list(chosen: list[Found], data: DataConfig) -> str:

@@ -22,6 +22,7 @@ from datasets.decoding.reader import JPEG_START
 from datasets.loading.loader import start_worker
 from datasets.loading.workers import LoadingProcesses
 from datasets.transforms.pixels import Pixels
+from tools.check_data.near import SIDE
 from tools.common.progress import progress_bar
 from utils.config.data import DataConfig
 from utils.errors import TrainingError
@@ -45,6 +46,8 @@ class Scan(NamedTuple):
     """Width and height; (0, 0) where unknown"""
     damage: str = ""
     """The decoder's warning about an image that it could read all the same"""
+    thumbnail: bytes = b""
+    """Pixels of the whole image, channels x SIDE x SIDE; b'' where it cannot be read"""
 
 
 @dataclass
@@ -91,10 +94,12 @@ class _Scanner(Dataset[Any]):
     def __init__(self, samples: Samples, data: DataConfig) -> None:
         self.samples, self.channels = samples, data.IMAGE_CHANNELS
         # Images are decoded whole: training's fastest decoders may stop at the end of a crop and miss damage behind it.
-        whole = {"DECODER": "pil" if data.DECODER == "pil" else "auto"}
+        # And they are resized whole, to the thumbnails that are compared with each other.
+        decoder = "pil" if data.DECODER == "pil" else "auto"
+        whole = {"DECODER": decoder, "CROP": "none", "IMAGE_SIZE": SIDE}
         self.pixels = Pixels(data.model_copy(update=whole), train=False)
         self.by_simplejpeg = decoder_of(data.model_copy(update={"DECODER": "auto"})) == "simplejpeg"
-        self.out = torch.empty(data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE, dtype=torch.uint8)
+        self.out = torch.empty(data.IMAGE_CHANNELS, SIDE, SIDE, dtype=torch.uint8)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -120,10 +125,10 @@ class _Scanner(Dataset[Any]):
         assert encoded is not None
         if isinstance(encoded, np.ndarray):
             height, width, _ = encoded.shape
-            return Scan("", "", _digest(encoded.tobytes()), "", (width, height))
+            return Scan("", "", _digest(encoded.tobytes()), "", (width, height), "", self.out.numpy().tobytes())
         damage = damage_of(encoded) if self.by_simplejpeg and encoded.startswith(JPEG_START) else ""
         header = header_of(encoded, self.channels)
-        return Scan("", "", _digest(encoded), header.mode, header.size, damage)
+        return Scan("", "", _digest(encoded), header.mode, header.size, damage, self.out.numpy().tobytes())
 
 
 def _digest(content: bytes) -> bytes:

@@ -22,10 +22,11 @@ from engine.machine.stopping import signals
 from engine.measure.mfu import Peak, Utilisation
 from engine.measure.progress import clock, updates_left
 from engine.measure.throughput import Throughput
+from engine.report.in_context import in_context
 from engine.report.next_commands import next_commands
 from engine.report.reporter import Reporter
 from engine.report.tracking import open_trackers
-from engine.run_folder import lock_existing_folder, make_run_folder, write_run_files
+from engine.run_folder import largest_class, lock_existing_folder, make_run_folder, write_run_files
 from engine.run_lock import FolderLock
 from engine.setup import ReadyToTrain, build_for_training, model_in_precision, sharding_of
 from engine.trainer import Trainer
@@ -36,6 +37,7 @@ from utils.errors import EXIT_DONE, TrainingError, UserError
 from utils.log import log
 from utils.record.checkpoints import Checkpoint
 from utils.record.resumed_run import resumed_run
+from utils.record.tasks import METRICS
 from utils.text import counted
 
 if TYPE_CHECKING:
@@ -191,6 +193,9 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, peak: Peak | None, lists: 
     if broken := ready.train_loader.broken.summary():
         log.warning(broken)
     if world.first:
+        best = trainer.best
+        if words := in_context(METRICS[best.by], best.figure, len(ready.val_set), largest_class(ready.val_set)):
+            log.info(words)
         log.info(next_commands(run, trainer.position, folder, trainer.paused))
     words = "Paused, to be resumed with -resume" if trainer.paused else "Done"
     best, total = trainer.best_words(": best "), clock(trainer.throughput.total)

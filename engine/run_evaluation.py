@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from datasets import ImageDataset
 from engine.amp.fp32_modules import force_fp32
 from engine.banner import banner
 from engine.checkpoint.chosen import chosen_checkpoint
@@ -13,8 +14,9 @@ from engine.evaluate import evaluate
 from engine.fit.batch_size import settle_batch
 from engine.machine.context import Run
 from engine.measure.progress import Position
+from engine.report.in_context import in_context
 from engine.report.reporter import Reporter
-from engine.run_folder import make_run_folder, write_run_files
+from engine.run_folder import largest_class, make_run_folder, write_run_files
 from engine.setup import build_for_evaluation
 from engine.task.base import Metrics
 from utils.distributed.world import on_every_rank
@@ -68,13 +70,25 @@ def evaluate_only(given: Run, dry: bool) -> None:
     reporter.validation(position, metrics, time.perf_counter() - began)
     reporter.close()
     name = f"{checkpoint.folder.name}, " if checkpoint else ""
+    if words := _in_context(metrics, config.SAVE_BEST_BY, ready.val_set):
+        log.info(words)
     log.info("Done: %s%s; everything is in %s", name, _in_words(metrics, config.SAVE_BEST_BY), folder)
+
+
+def _compared(metrics: dict[WeightSet, Metrics], by: str) -> tuple[dict[WeightSet, float], WeightSet]:
+    """The metric `by` of all weights, and the better weights."""
+    values = {which: getattr(means, by) for which, means in metrics.items()}
+    return values, best_set(values, METRICS[by]) or PLAIN
+
+
+def _in_context(metrics: dict[WeightSet, Metrics], by: str, images: ImageDataset) -> str:
+    values, better = _compared(metrics, by)
+    return in_context(METRICS[by], values[better], len(images), largest_class(images))
 
 
 def _in_words(metrics: dict[WeightSet, Metrics], by: str) -> str:
     """All metrics of the better weights; of the other weights, the metric `by` that they are compared by."""
-    values = {which: getattr(means, by) for which, means in metrics.items()}
-    better = best_set(values, METRICS[by]) or PLAIN
+    values, better = _compared(metrics, by)
     text = ", ".join(f"{name} {value:.4f}" for name, value in metrics[better].fields().items() if value is not None)
     if len(metrics) == 1:
         return text

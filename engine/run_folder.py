@@ -89,7 +89,7 @@ def _remove_unfinished(folder: Path) -> None:
                 path.unlink()
 
 
-def _largest_class(val_set: ImageDataset) -> float | None:
+def largest_class(val_set: ImageDataset) -> float | None:
     """Top-1 of always guessing the most frequent class, in percent; None where labels are unknown or several."""
     labels = val_set.sample_labels()
     if labels is None or labels.ndim > 1 or not len(labels):
@@ -118,7 +118,7 @@ def write_run_files(run: Run, ready: Ready, folder: Path) -> Peak | None:
     about = describe_run(describe_devices(run.device, world, threads), choices, config.TAG) | as_noted(peak)
     splits = {"train": getattr(ready, "train_set", None), "val": ready.val_set}
     about["samples"] = {name: len(split) for name, split in splits.items() if split is not None}
-    about["largest_class_percent"] = _largest_class(ready.val_set)
+    about["largest_class_percent"] = largest_class(ready.val_set)
     about["parameters"] = dict(zip(("all", "trainable"), count_parameters(ready.model), strict=True))
     with os_errors_as_user_errors(folder):
         write_json(folder / ABOUT, about)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.program import Result, metrics
+from utils.intervals import wilson
 
 
 def test_max_updates_ends_with_validation_and_checkpoint(
@@ -96,6 +97,10 @@ def test_eval_reproduces_the_metrics_of_training(vitamp: Callable[..., Result], 
         key: validated[key] for key in ("loss", "acc1", "acc5")
     }
     assert f"acc1 {validated['acc1']:.4f}" in done.out.splitlines()[-1]
+    interval = wilson(validated["acc1"], 360).words()
+    guessing = json.loads((evaluated / "run.json").read_text())["largest_class_percent"]
+    said = f"Top-1 {validated['acc1']:.2f} % on 360 images: 95 % interval {interval}"
+    assert f"{said}; always guessing the largest class: {guessing:.1f} % top-1." in done.out
     assert "----- Validation Loss: " in done.out
     assert "Epoch[" not in done.out, "these weights are of no known epoch"
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before

@@ -143,7 +143,13 @@ def test_metrics_are_those_of_validation(say: Callable[..., Result], digits_run:
         for name in ("acc1", "acc5", "balanced_acc", "macro_f1"):
             assert found[name] == validated[f"{prefix}{name}"]
         assert found["nll"] == pytest.approx(validated[f"{prefix}loss"], rel=1e-12)
-        assert f"{found['acc1']:.2f} %" in done.out
+        low, high = found["intervals"]["acc1"]
+        assert low < found["acc1"] < high
+        assert f"{found['acc1']:.2f} % ({low:.2f} to {high:.2f})" in done.out
+        assert found["intervals"].keys() == {"acc1", "acc5", "balanced_acc", "macro_f1"}
+        about = json.loads((digits_run / "run.json").read_text())
+        assert found["largest_class_percent"] == about["largest_class_percent"]
+        assert f"always guessing the largest class: {found['largest_class_percent']:.1f} % top-1" in done.out
         assert sum(map(sum, found["confusion"])) == found["images"] == 360
         with (tmp_path / f"matrix_{which}.csv").open(newline="") as file:
             rows = list(csv.reader(file))

@@ -48,12 +48,16 @@ def test_evaluate_has_the_metrics_of_the_run(vitamp: Vitamp, run: Path, tmp_path
     meta = best(run)
     for which, prefix in (("model", ""), ("ema", "ema_")):
         ours, theirs = found["figures"][which], meta["metrics"]
-        for name in ("map", "f1_micro", "f1_macro", "exact_match", "loss"):
+        for name in ("map", "auroc", "f1_micro", "f1_macro", "exact_match", "loss"):
             assert ours[name] == pytest.approx(theirs[prefix + name], abs=1e-4), name
         # Thresholds from the same images, so the tuned F1 of the validation.
         assert ours["f1_macro_at_thresholds"] == pytest.approx(theirs[f"{prefix}f1_macro_tuned"], abs=1e-9)
         assert ours["per_class"]["threshold"] == meta["thresholds"][which]
         assert ours["acc1"] is None
+        for name in ("map", "auroc", "exact_match", "exact_match_at_thresholds"):
+            low, high = ours["intervals"][name]
+            assert low < ours[name] < high
+            assert f"{ours[name]:.2f} % ({low:.2f} to {high:.2f})" in text
         assert np.mean(ours["per_class"]["average_precision"]) == pytest.approx(ours["map"])
     rows = truth(61, seed=1)
     assert found["figures"]["model"]["per_class"]["images"] == rows.sum(0).tolist()

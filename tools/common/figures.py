@@ -15,8 +15,11 @@ from engine.saved.predictions import batches_of, guesses
 from engine.saved.trained import Trained
 from engine.task.class_counts import ClassCounts
 from engine.task.one import correct
+from tools.common.intervals import balanced_accuracy_interval, macro_f1_interval
 from tools.common.parts import Part
 from tools.common.progress import progress_bar
+from utils.intervals import Interval, wilson
+from utils.record.tasks import BALANCED, MACRO_F1, TOP1, TOP5
 
 
 class Bin(NamedTuple):
@@ -103,6 +106,22 @@ class Figures:
     def macro_f1(self) -> float:
         """Over the classes that have images or are predicted; `macro(f1)` is over those that have images."""
         return 100 * self.class_counts.macro_f1()
+
+    @cached_property
+    def intervals(self) -> dict[str, Interval]:
+        """By the metric's name."""
+        seen = self.labels.numpy(), self.guesses.numpy(), self.classes
+        return {
+            TOP1.name: wilson(self.top1, self.images),
+            TOP5.name: wilson(self.top5, self.images),
+            BALANCED.name: balanced_accuracy_interval(*seen),
+            MACRO_F1.name: macro_f1_interval(*seen),
+        }
+
+    @property
+    def largest_class_percent(self) -> float:
+        """Top-1 of a model that always guesses the most frequent class."""
+        return 100 * int(self.support.max()) / self.images
 
     def taken_for(self, label: int) -> tuple[int, int]:
         """The class most often predicted for images of this class by mistake, and how often; 0 if never."""

@@ -13,7 +13,10 @@ from torch import Tensor
 from engine.saved.thresholds import thresholds_of
 from engine.saved.trained import Trained
 from engine.task.ranking import HALF, Scores, f1, scores_of
+from tools.common.intervals import ranking_intervals
 from tools.common.parts import Part, outputs_of
+from utils.intervals import Interval, wilson
+from utils.record.tasks import AUROC, MAP
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class LabelFigures:
     exact_match: float
     not_finite: int
     """Number of images whose logits are NaN or infinite"""
+    intervals: dict[str, Interval | None]
+    """By the metric's name in JSON; None where it is unknown"""
 
     @property
     def average_precision(self) -> np.ndarray:
@@ -73,10 +78,13 @@ def label_figures_from(trained: Trained, rows: Iterable[tuple[Tensor, Tensor]], 
     thresholds = np.full(truth.shape[1], HALF) if averaged else np.array(thresholds_of(trained)[0])
     chosen = probabilities >= thresholds
     _, micro, macro = f1(chosen, truth)
+    scores = scores_of(probabilities, truth, trained.config.DATA.THRESHOLD_IMAGES)
+    exact_match = 100 * float((chosen == truth).all(1).mean())
+    of_map, of_auroc = ranking_intervals(probabilities, truth)
     return LabelFigures(
         images=len(truth),
         loss=float(F.binary_cross_entropy_with_logits(logits, labels)),
-        scores=scores_of(probabilities, truth, trained.config.DATA.THRESHOLD_IMAGES),
+        scores=scores,
         thresholds=thresholds,
         support=truth.sum(0),
         guessed=chosen.sum(0),
@@ -84,6 +92,12 @@ def label_figures_from(trained: Trained, rows: Iterable[tuple[Tensor, Tensor]], 
         unlabelled=int((~truth.any(1)).sum()),
         f1_micro=100 * micro,
         f1_macro=100 * macro,
-        exact_match=100 * float((chosen == truth).all(1).mean()),
+        exact_match=exact_match,
         not_finite=int((~logits.isfinite().all(1)).sum()),
+        intervals={
+            MAP.name: of_map,
+            AUROC.name: of_auroc,
+            "exact_match": wilson(100 * scores.exact_match, len(truth)),
+            "exact_match_at_thresholds": wilson(exact_match, len(truth)),
+        },
     )

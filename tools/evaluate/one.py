@@ -16,7 +16,8 @@ from tools.common.figures import Figures, Rows, figures_from, figures_of
 from tools.common.output_file import writing
 from tools.common.parts import Part
 from tools.common.tables import in_columns, shown
-from utils.record.tasks import BALANCED, MACRO_F1, TOP1, TOP5
+from utils.intervals import Interval
+from utils.record.tasks import BALANCED, MACRO_F1, TOP1, TOP5, always_guessing
 from utils.record.weight_sets import WeightSet
 
 ALL_SHOWN, WORST_SHOWN = 20, 10
@@ -41,7 +42,7 @@ def text(trained: Trained, part: Part, found: dict[WeightSet, Figures]) -> str:
     """Metrics of one or several sets of weights, and a table of classes."""
     first = next(iter(found.values()))
     counted = f"{part.title}: {part.counted} of {int((first.support > 0).sum())} classes"
-    counted += f"; calibration in {len(first.bins)} bins"
+    counted += f"; calibration in {len(first.bins)} bins; {always_guessing(first.largest_class_percent)}"
     what = f"{trained.config.MODEL.NAME} of {trained.chosen.place}, in {trained.precision.name}"
     parts = [what, counted, "", *table_of(found, CELLS)]
     parts += ["", *_classes(trained, first, title_of(next(iter(found))) if len(found) > 1 else "")]
@@ -56,6 +57,7 @@ def table_of(
     rows += [[name, *(cell(figures) for figures in found.values())] for name, cell in cells.items()]
     return [
         *in_columns(rows),
+        INTERVALS,
         *(
             f"{figures.not_finite} images have NaN or infinite logits ({title_of(which)})."
             for which, figures in found.items()
@@ -64,15 +66,24 @@ def table_of(
     ]
 
 
+INTERVALS = "In brackets: 95 % interval of the metric, as chance in which images are evaluated gives it."
+
+
+def measured(percent: float, interval: Interval | None = None) -> str:
+    """'98.33 % (96.41 to 99.24)'"""
+    brackets = f" ({interval.words().removesuffix(' %')})" if interval else ""
+    return f"{percent:.2f} %{brackets}" if math.isfinite(percent) else "-"
+
+
 def title_of(which: WeightSet | str) -> str:
     return which if isinstance(which, str) else which.mark or which.name
 
 
 CELLS = {
-    TOP1.words: lambda one: TOP1.number(one.top1),
-    TOP5.words: lambda one: TOP5.number(one.top5),
-    BALANCED.words: lambda one: BALANCED.number(one.balanced_acc),
-    MACRO_F1.words: lambda one: MACRO_F1.number(one.macro_f1),
+    TOP1.words: lambda one: measured(one.top1, one.intervals[TOP1.name]),
+    TOP5.words: lambda one: measured(one.top5, one.intervals[TOP5.name]),
+    BALANCED.words: lambda one: measured(one.balanced_acc, one.intervals[BALANCED.name]),
+    MACRO_F1.words: lambda one: measured(one.macro_f1, one.intervals[MACRO_F1.name]),
     "precision, macro": lambda one: f"{one.macro(one.precision):.2f} %",
     "precision, weighted": lambda one: f"{one.weighted(one.precision):.2f} %",
     "recall, weighted": lambda one: f"{one.weighted(one.recall):.2f} %",
@@ -119,6 +130,8 @@ def figures_as_json(one: Figures) -> dict[str, Any]:
     return {
         "images": one.images,
         **_numbers(plain),
+        "intervals": {name: list(interval) for name, interval in one.intervals.items()},
+        "largest_class_percent": one.largest_class_percent,
         "bins": [_numbers(bin._asdict()) for bin in one.bins],
         "per_class": {"images": one.support.tolist(), **{name: values.tolist() for name, values in of_class.items()}},
         "confusion": one.confusion().tolist() if whole else None,

@@ -13,20 +13,22 @@ from engine.saved.trained import Trained
 from tools.common.label_figures import LabelFigures, label_figures_from, label_figures_of
 from tools.common.parts import Part
 from tools.common.tables import in_columns, shown
-from tools.evaluate.one import ALL_SHOWN, WORST_SHOWN, table_of, title_of
+from tools.evaluate.one import ALL_SHOWN, WORST_SHOWN, measured, table_of, title_of
 from utils.record.tasks import AUROC, LOSS, MAP, TOP1, TOP5
 from utils.record.weight_sets import WeightSet
 
 NO_MATRIX = "a confusion matrix needs one label per image; -json has each class's metrics"
 CELLS = {
-    MAP.words: lambda one: _percent(100 * one.scores.map),
-    AUROC.words: lambda one: _percent(100 * one.scores.auroc),
-    "F1 at 0.5, micro": lambda one: _percent(100 * one.scores.f1_micro),
-    "F1 at 0.5, macro": lambda one: _percent(100 * one.scores.f1_macro),
-    "F1 at class thresholds, micro": lambda one: _percent(one.f1_micro),
-    "F1 at class thresholds, macro": lambda one: _percent(one.f1_macro),
-    "exact match at 0.5": lambda one: _percent(100 * one.scores.exact_match),
-    "exact match at class thresholds": lambda one: _percent(one.exact_match),
+    MAP.words: lambda one: measured(100 * one.scores.map, one.intervals[MAP.name]),
+    AUROC.words: lambda one: measured(100 * one.scores.auroc, one.intervals[AUROC.name]),
+    "F1 at 0.5, micro": lambda one: measured(100 * one.scores.f1_micro),
+    "F1 at 0.5, macro": lambda one: measured(100 * one.scores.f1_macro),
+    "F1 at class thresholds, micro": lambda one: measured(one.f1_micro),
+    "F1 at class thresholds, macro": lambda one: measured(one.f1_macro),
+    "exact match at 0.5": lambda one: measured(100 * one.scores.exact_match, one.intervals["exact_match"]),
+    "exact match at class thresholds": lambda one: measured(
+        one.exact_match, one.intervals["exact_match_at_thresholds"]
+    ),
     LOSS.words: lambda one: f"{one.loss:.4f}",
 }
 
@@ -100,6 +102,7 @@ def figures_as_json(one: LabelFigures) -> dict[str, Any]:
         "images_without_label": one.unlabelled,
         **dict.fromkeys((TOP1.name, TOP5.name)),  # those of one label
         **{name: _number(value) for name, value in plain.items()},
+        "intervals": {name: interval and list(interval) for name, interval in one.intervals.items()},
         "per_class": {"images": one.support.tolist(), **columns},
     }
 
@@ -107,7 +110,3 @@ def figures_as_json(one: LabelFigures) -> dict[str, Any]:
 def _number(value: float) -> float | None:
     """JSON has no NaN: null takes its place."""
     return value if math.isfinite(value) else None
-
-
-def _percent(value: float) -> str:
-    return f"{value:.2f} %" if math.isfinite(value) else "-"

@@ -76,3 +76,8 @@ def task_of(lines: Iterable[Mapping[str, Any]]) -> TaskKind:
     """The task whose metrics have values in these lines of metrics.jsonl, or metrics of meta.json."""
     measured = {name for line in lines for name, value in line.items() if value is not None} - {LOSS.name}
     return next((kind for kind in TASKS if any(metric.name in measured for metric in kind.metrics)), ONE_LABEL)
+
+
+def always_guessing(percent: float) -> str:
+    """`percent`: share of the largest class among the images, the top-1 of a model that looks at none of them."""
+    return f"always guessing the largest class: {percent:.1f} % top-1"

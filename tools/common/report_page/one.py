@@ -18,6 +18,7 @@ from tools.common.figures import Figures, Rows, figures_from
 from tools.common.progress import progress_bar
 from tools.common.report_page.calibration import Reliability
 from tools.common.report_page.several import MOST_ROWS
+from utils.record.tasks import always_guessing
 
 BINS = 15
 MOST_CLASSES = 20
@@ -82,6 +83,8 @@ class Evaluation:
     mistakes: list[Mistake]
     image: str
     """What an image of its split is called"""
+    guessing: str
+    """What a model that always guesses the largest class reaches"""
 
 
 def evaluated(trained: Trained, dataset: ImageDataset, image: str) -> Evaluation:
@@ -102,6 +105,7 @@ def evaluated(trained: Trained, dataset: ImageDataset, image: str) -> Evaluation
         pairs=_pairs(trained, figures),
         mistakes=_mistakes(trained, dataset, rows, numbers),
         image=image,
+        guessing=always_guessing(figures.largest_class_percent),
     )
 
 

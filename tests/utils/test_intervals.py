@@ -1,0 +1,39 @@
+"""Wilson's interval: as SciPy computes it, and how often it holds the true value."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy.stats import binom, binomtest
+
+from engine.report.in_context import in_context
+from utils.intervals import wilson
+from utils.record.tasks import BALANCED, MAP, TOP1
+
+
+@pytest.mark.parametrize(("right", "images"), [(0, 1), (1, 1), (30, 30), (7, 30), (354, 360), (49_000, 50_000)])
+def test_it_equals_scipy(right: int, images: int) -> None:
+    theirs = binomtest(right, images).proportion_ci(method="wilson")
+    assert wilson(100 * right / images, images) == pytest.approx((100 * theirs.low, 100 * theirs.high), abs=1e-9)
+
+
+@pytest.mark.parametrize("images", [30, 100, 1000])
+def test_it_holds_the_true_value_in_93_to_98_percent_of_all_sets(images: int) -> None:
+    """Exact, as the sum over all numbers of right images."""
+    counts = np.arange(images + 1)
+    low, high = np.array([wilson(100 * count / images, images) for count in counts]).T
+    shares = np.arange(10, 91)
+    covered = [
+        binom.pmf(counts, images, share / 100)[(low <= share) & (share <= high)].sum() for share in shares.tolist()
+    ]
+    assert min(covered) > 0.9295
+    assert max(covered) < 0.98
+    assert np.mean(covered) == pytest.approx(0.95, abs=0.002)
+
+
+def test_words_for_the_end_of_a_run() -> None:
+    assert in_context(TOP1, 90.0, 100, 34.9) == (
+        "Top-1 90.00 % on 100 images: 95 % interval 82.56 to 94.48 %; always guessing the largest class: 34.9 % top-1."
+    )
+    assert in_context(BALANCED, 50.0, 100, 34.9) == "Always guessing the largest class: 34.9 % top-1."
+    assert in_context(TOP1, None, 100, None) == in_context(MAP, 80.0, 100, None) == ""

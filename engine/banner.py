@@ -16,6 +16,7 @@ from engine.optim.layer_rates import describe_fine_tuning
 from engine.optim.schedule import describe_schedule
 from engine.setup import Ready, ReadyToTrain, weights_of_classes
 from engine.task.losses import describe_loss
+from models import count_parameters
 from models import describe as describe_model
 from utils.cli import version_text
 from utils.config import Config
@@ -125,3 +126,23 @@ def _training(config: Config, optimizer: torch.optim.Optimizer, world: World) ->
     if train.GRAD_CLIP is not None:
         text += f"; gradient norm at most {train.GRAD_CLIP:g}"
     return text
+
+
+def short_banner(run: Run, ready: ReadyToTrain, folder: Path) -> tuple[str, dict[str, str]]:
+    """First line, and one short row per topic; log.txt has the banner with everything."""
+    config, world = run.config, run.world
+    train, images = config.TRAIN, global_batch(config, world)
+    rate, _, end = scaled_learning_rates(train, images)
+    warmup = counted(min(train.WARMUP_EPOCHS, train.NUM_EPOCHS), "epoch")
+    updates = counted(ready.train_loader.order.updates, "update")
+    parameters, trainable = count_parameters(ready.model)
+    some = "" if trainable == parameters else f", {trainable:,} trainable"
+    rows = {
+        "device": f"{describe_devices(run.device, world, run.threads)}; {ready.precision.line()}",
+        "model": f"{config.MODEL.NAME}, {parameters:,} parameters{some}",
+        "data": _data(config, ready),
+        "training": f"{counted(train.NUM_EPOCHS, 'epoch')} of {updates} of {counted(images, 'image')}; "
+        f"{train.OPTIMIZER.NAME}, learning rate {rate:.3g}, warm-up {warmup}, {describe_schedule(train, end)}",
+        "output": f"{folder} (all settings and messages: log.txt)",
+    }
+    return ", ".join(version_text().splitlines()), rows

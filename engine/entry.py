@@ -31,7 +31,7 @@ from utils.errors import (
     UserError,
 )
 from utils.gpus import limit_visible_gpus
-from utils.log import log, logs_to_terminal, start_log
+from utils.log import log, logs_to_terminal, shorten_on_terminal, start_log
 from utils.parent import die_with_starting_tool
 from utils.passwords import redacted
 from utils.record.run_folder import CONFIG, run_folder_of
@@ -124,6 +124,8 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
     world = (None if many else world_from_launcher()) or read_world(loaded.config.DIST)
     if world is not None and not world.first:  # a rank set with -rank is known only now
         start_log(to_terminal=False)
+    if loaded.config.LOG_STYLE == "auto" and command.action == "train" and not loaded.config.EVAL:
+        shorten_on_terminal()
     if world is None:
         check_rank_is_known()
     if many and world is None:

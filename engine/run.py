@@ -11,7 +11,7 @@ import torch
 
 from engine.amp.precision import check_precision
 from engine.amp.prepare_model import tile_size_hint
-from engine.banner import banner
+from engine.banner import banner, short_banner
 from engine.fit.batch_size import settle_batch
 from engine.machine import no_gpu
 from engine.machine.context import Run
@@ -23,7 +23,7 @@ from engine.measure.mfu import Peak, Utilisation
 from engine.measure.progress import clock, updates_left
 from engine.measure.throughput import Throughput
 from engine.report.in_context import in_context
-from engine.report.next_commands import next_commands
+from engine.report.next_commands import as_lines, next_commands
 from engine.report.reporter import Reporter
 from engine.report.tracking import open_trackers
 from engine.run_folder import largest_class, lock_existing_folder, make_run_folder, write_run_files
@@ -34,10 +34,11 @@ from utils.config import Config, Loaded
 from utils.distributed.group import leave
 from utils.distributed.world import ALONE, World, on_every_rank, on_rank_0
 from utils.errors import EXIT_DONE, TrainingError, UserError
-from utils.log import log
+from utils.log import brief_terminal, log, print_on_terminal
 from utils.record.checkpoints import Checkpoint
 from utils.record.resumed_run import resumed_run
 from utils.record.tasks import METRICS
+from utils.terminal import DETAIL
 from utils.text import counted
 
 if TYPE_CHECKING:
@@ -149,7 +150,9 @@ def _announce(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None, lock
     if advice and ready.precision.level != "O0":
         log.info(advice)
     folder = None if lock is None else make_run_folder(run, "train", lock)
-    log.info(banner(run, ready, folder))
+    log.info(banner(run, ready, folder), extra=DETAIL)
+    if (brief := brief_terminal()) and folder is not None:
+        print_on_terminal(brief.banner(*short_banner(run, ready, folder)))
     for warning in ready.train_loader.order.warnings():
         log.warning(warning)
     if checkpoint:
@@ -192,14 +195,18 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, peak: Peak | None, lists: 
         reporter.close()
     if broken := ready.train_loader.broken.summary():
         log.warning(broken)
+    commands = next_commands(run, trainer.position, folder, trainer.paused)
+    by, figure = METRICS[trainer.best.by], trainer.best.figure
+    context = in_context(by, figure, len(ready.val_set), largest_class(ready.val_set)) if world.first else ""
     if world.first:
-        best = trainer.best
-        if words := in_context(METRICS[best.by], best.figure, len(ready.val_set), largest_class(ready.val_set)):
-            log.info(words)
-        log.info(next_commands(run, trainer.position, folder, trainer.paused))
+        if context:
+            log.info(context, extra=DETAIL)
+        log.info(as_lines(commands), extra=DETAIL)
     words = "Paused, to be resumed with -resume" if trainer.paused else "Done"
     best, total = trainer.best_words(": best "), clock(trainer.throughput.total)
-    log.info("%s%s; total time %s; everything is in %s", words, best, total, folder)
+    log.info("%s%s; total time %s; everything is in %s", words, best, total, folder, extra=DETAIL)
+    if brief := brief_terminal():
+        print_on_terminal(trainer.summary(context, commands, brief.looks))
     return code
 
 
@@ -212,7 +219,7 @@ def _finished(run: Run, ready: ReadyToTrain, folder: Path) -> bool:
         return False
     place = resumed_run(config) or folder
     if run.world.first:
-        log.info(next_commands(run, position, place))
+        log.info(as_lines(next_commands(run, position, place)))
     validated = f", best {best.words()}" if best.figure is not None else ""
     updates = counted(position.update, "update")
     log.info("This run had already finished: %s%s; its folder is %s", updates, validated, place)

@@ -37,6 +37,7 @@ from utils.record.run_folder import (
     os_errors_as_user_errors,
     write_json,
 )
+from utils.terminal import DETAIL
 
 WRITTEN_WHOLE = ("broken.txt", "curves.png", INDEX, CONFIG, ABOUT, DATA, METRICS, *NOTES.values())
 """Files of a run that are named .NAME.NUMBER until they are complete."""
@@ -106,7 +107,7 @@ def write_run_files(run: Run, ready: Ready, folder: Path) -> Peak | None:
         write_atomically(folder / CONFIG, redacted(to_yaml(config)))
     peak = peak_of(ready.precision)
     if peak is not None and not config.EVAL:
-        log.info(peak.words())
+        log.info(peak.words(), extra=DETAIL)
     choices = {
         "precision": ready.precision.name,
         "why": ready.precision.choice.reason,

@@ -50,6 +50,7 @@ from utils.log import log
 from utils.passwords import redacted_values
 from utils.record.checkpoints import Checkpoint
 from utils.seeding import seed_all
+from utils.terminal import DETAIL
 
 if TYPE_CHECKING:
     from engine.parallel.fsdp import Sharding
@@ -131,7 +132,7 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
     if not config.MODEL.frozen_in(_next_epoch(config, checkpoint)) and unfreeze(ready.model):
         epoch = config.MODEL.UNFREEZE_EPOCH
         log.info("All weights are trained: from MODEL.UNFREEZE_EPOCH %s on, MODEL.FREEZE has no effect.", epoch)
-    log.info(describe_parameters(ready.model))
+    log.info(describe_parameters(ready.model), extra=DETAIL)
     train_set, loader = training_data(config, world, device)
     if world.first:
         warn_of_splits(config.DATA, train_set.single_images(), ready.val_set.single_images())
@@ -226,7 +227,7 @@ def _model(config: Config, device: torch.device, replaced: bool) -> nn.Module:
         options = config.MODEL.pretrained_weights, config.MODEL.NEW_CLASSIFIER, config.EVAL
         log.info(load_pretrained(model, config.MODEL.PRETRAINED, config.MODEL.NAME, *options))
     elif not replaced:
-        log.info("The weights are freshly initialised, from SEED %d.", config.SEED)
+        log.info("The weights are freshly initialised, from SEED %d.", config.SEED, extra=DETAIL)
     return model.to(device)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from engine.measure.throughput import Throughput
 from engine.report.curves import Curves, title_of
 from engine.report.health import Health
 from engine.report.reporter import Reporter
+from engine.report.summary import summary
 from engine.setup import ReadyToTrain, checkpoint_meta, setting_of
 from engine.task.base import Metrics
 from engine.update import Parts, train_update
@@ -31,6 +33,7 @@ from utils.distributed.world import broadcast, broadcast_buffers
 from utils.errors import EXIT_DONE, AllRanksError
 from utils.log import log
 from utils.record.weight_sets import WeightSet
+from utils.terminal import Looks
 
 if TYPE_CHECKING:
     from engine.amp.op_lists import OpLists
@@ -240,6 +243,7 @@ class Trainer:
         self._stop_on_nan(self._read())
         parts, began = self.parts, perf_counter()
         self._health.report(self.position, together=True)  # report skips before a validation that may be interrupted
+        self.reporter.validating(self.position)
         try:
             metrics = {which: self._evaluate(model) for which, model in parts.weights.items()}
         except AllRanksError as error:  # raised by all ranks alike; the training so far must not be lost with it
@@ -249,14 +253,15 @@ class Trainer:
             raise AllRanksError(f"{error} The training so far is saved; -resume repeats this validation.") from None
         self._last_metrics = metrics
         self.position.validated = self.position.update
-        self.reporter.validation(self.position, metrics, perf_counter() - began)
-        self._restart_clocks()
         best_now = best_of_validation(metrics, self.config.SAVE_BEST_BY, self.position)
-        if best_now.figure is not None and self.best.is_beaten_by(best_now.figure):
+        improved = best_now.figure is not None and self.best.is_beaten_by(best_now.figure)
+        self.reporter.validation(self.position, metrics, perf_counter() - began, improved)
+        self._restart_clocks()
+        if improved:
             self.best = best_now
-            return True
-        self.best.stale += 1
-        return False
+        else:
+            self.best.stale += 1
+        return improved
 
     def _evaluate(self, model: nn.Module) -> Metrics:
         ready, check = self.ready, partial(self._stopping.check, what="batches")
@@ -296,6 +301,12 @@ class Trainer:
 
     def best_words(self, before: str = "") -> str:
         return before + self.best.words() if self.best.figure is not None else ""
+
+    def summary(self, context: str, commands: Mapping[str, str], looks: Looks) -> str:
+        """For the end of the run on a terminal. `context`: of the best metric. `commands`: what can be done next."""
+        pace, best = self.throughput, self.best
+        ended = pace.total, pace.tally, self.folder, commands, self.paused
+        return summary(self.config, best, context, self._last_metrics, *ended, looks)
 
 
 def _kind_of_health(parts: Parts) -> type[Health]:

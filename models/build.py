@@ -33,6 +33,7 @@ from models.sizes import (
 from utils.config.model import ModelConfig
 from utils.errors import UserError
 from utils.log import log
+from utils.terminal import DETAIL
 
 LABEL = "vitamp_name"
 """Attribute of a built model with its MODEL.NAME"""
@@ -57,12 +58,12 @@ def build_model(model: ModelConfig, image_size: int, channels: int, shortcuts: S
     """A model with weights initialised by timm, from torch's random generator in its current state."""
     plan = _plan(model, image_size, channels, shortcuts)
     for note in plan.notes:
-        log.info(note)
+        log.info(note, extra=DETAIL)
     module = timm.create_model(plan.timm_name, **plan.arguments)
     vars(module)[LABEL] = model.NAME.strip()
     shortcuts.finish(module)
     freeze(module, model.FREEZE, for_now=model.UNFREEZE_EPOCH is not None)
-    log.info("Model %s: timm's %s", model.NAME, type(module).__name__)
+    log.info("Model %s: timm's %s", model.NAME, type(module).__name__, extra=DETAIL)
     return module
 
 

@@ -8,12 +8,14 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 from tqdm import tqdm
 
 from utils.line_file import LineFile
 from utils.passwords import redacted
 from utils.standard_output import discard_output
+from utils.terminal import Brief
 
 log = logging.getLogger("vitamp")
 LOG = "log.txt"
@@ -47,11 +49,19 @@ class _Terminal(logging.Handler):
     def __init__(self, survives_closed_pipe: bool) -> None:
         super().__init__()
         self._survives_closed_pipe = survives_closed_pipe
+        self.brief: Brief | None = None
+        """What chooses the lines that are shown; None: all are."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
+        text = self.format(record)
+        if self.brief is not None:
+            text = self.brief.shown(record, text)
+        if text is not None:
+            self.print(text, sys.stderr if record.levelno >= logging.WARNING else sys.stdout)
+
+    def print(self, text: str, stream: TextIO) -> None:
         try:
-            tqdm.write(self.format(record), file=stream)
+            tqdm.write(text, file=stream)
             stream.flush()
         except BrokenPipeError:
             if not self._survives_closed_pipe:
@@ -149,7 +159,31 @@ def write_to_files(text: str, rank_0_is_lost: bool = False) -> None:
 
 def logs_to_terminal() -> bool:
     """Whether this process logs to the terminal."""
-    return any(isinstance(handler, _Terminal) for handler in log.handlers)
+    return _terminal() is not None
+
+
+def _terminal() -> _Terminal | None:
+    return next((handler for handler in log.handlers if isinstance(handler, _Terminal)), None)
+
+
+def shorten_on_terminal() -> None:
+    """From now on, the terminal leaves out details, if this process logs to one and no pipe or file takes its place."""
+    if (terminal := _terminal()) and sys.stdout.isatty():
+        terminal.brief = Brief()
+
+
+def brief_terminal() -> Brief | None:
+    """What chooses the lines on the terminal; None where it shows all of them, as pipes and files do."""
+    terminal = _terminal()
+    return None if terminal is None else terminal.brief
+
+
+def print_on_terminal(text: str) -> None:
+    """Print text that log.txt does not get."""
+    if terminal := _terminal():
+        if terminal.brief is not None:
+            terminal.brief.count(text)
+        terminal.print(redacted(text), sys.stdout)
 
 
 class _WithLevel(logging.Formatter):

@@ -22,6 +22,7 @@ from utils.errors import UserError
 from utils.log import log
 from utils.record.checkpoints import STATE, Checkpoint
 from utils.record.weight_sets import PLAIN, WeightSet
+from utils.terminal import IN_FULL
 from utils.text import counted
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ def log_resumption(checkpoint: Checkpoint, config: Config, parts: Parts, positio
         position.epoch,
         counted(position.update, "update"),
         rate if position.epoch <= config.TRAIN.NUM_EPOCHS else "",
+        extra=IN_FULL,
     )
     _log_frozen_changes(checkpoint, parts)
     try:

@@ -29,6 +29,7 @@ from utils.errors import TrainingError
 from utils.log import log
 from utils.record.checkpoints import best_of, folder_name, read_index, write_index
 from utils.record.weight_sets import WeightSet
+from utils.terminal import DETAIL
 
 PAUSES = (5.0, 20.0, 60.0)
 """Seconds between attempts while training continues; the last one repeats."""
@@ -147,6 +148,7 @@ class Saver(RankSaver):
             log.info(
                 "Training continues while checkpoints are written, from a copy that takes %s of host memory.",
                 size_words(size),
+                extra=DETAIL,
             )
 
     def save(self, snapshot: Snapshot) -> None:
@@ -192,7 +194,8 @@ class Saver(RankSaver):
         self.wait_for_writer()
         self.report()
         if self._saves > 1:
-            log.info("Saving %d checkpoints paused training for %.3f s in all.", self._saves, self.seconds_paused)
+            words = "Saving %d checkpoints paused training for %.3f s in all."
+            log.info(words, self._saves, self.seconds_paused, extra=DETAIL)
         for pause in PAUSES_AT_THE_END:
             if self._unsaved is None:
                 return
@@ -269,6 +272,7 @@ class Saver(RankSaver):
             size_words(outcome.size),
             outcome.seconds,
             self._pauses.pop(outcome.folder.name, 0.0),
+            extra=None if self._failing else DETAIL,
         )
         self._failing = {}
         if outcome.index_error:

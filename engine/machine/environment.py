@@ -26,6 +26,7 @@ from utils.distributed.processes import start_time_of
 from utils.distributed.world import World
 from utils.errors import AllRanksUserError
 from utils.log import log
+from utils.terminal import DETAIL
 from utils.text import aligned, counted
 
 MAX_ROWS = 16
@@ -43,7 +44,7 @@ def join_run(config: Config, world: World, device: torch.device, threads: int) -
     from utils.distributed.joining import check_agreement
 
     check_agreement(world, members, common)
-    log.info(environment_table(config, world, device, members))
+    log.info(environment_table(config, world, device, members), extra=DETAIL)
 
 
 def arguments() -> str:

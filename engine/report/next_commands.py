@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 
 from engine.machine.context import Run
@@ -11,16 +12,20 @@ from utils.config import Config
 from utils.distributed.again import entry_script, start_again
 
 
-def next_commands(run: Run, position: Position, folder: Path, paused: bool = False) -> str:
-    """One line per command: evaluate, predict, export, report, and resume."""
+def next_commands(run: Run, position: Position, folder: Path, paused: bool = False) -> dict[str, str]:
+    """Commands by name: evaluate, predict, export, report, and resume."""
     scripts, quoted = entry_script().parent / "scripts", shlex.quote(str(folder))
-    commands = {
+    return {
         "evaluate": f"python {scripts / 'evaluate.py'} {quoted}",
         "predict": f"python {scripts / 'predict.py'} {quoted} IMAGE.jpg",
         "export": f"python {scripts / 'export.py'} {quoted} -to onnx -out {shlex.quote(str(folder / 'model.onnx'))}",
         "report": f"python {scripts / 'report.py'} {quoted}",
         "resume": start_again(run.world, f"-resume {quoted}{'' if paused else _longer(run.config, position)}"),
     }
+
+
+def as_lines(commands: Mapping[str, str]) -> str:
+    """For the log: one line per command."""
     return "\n".join(["Next:", *(f"  {name:<8}  {command}" for name, command in commands.items())])
 
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from engine.ability import Figure
-from engine.measure.bottleneck import Bottleneck
+from engine.measure.bottleneck import COMPUTE, Bottleneck
 from engine.measure.meters import Reading
 from engine.measure.progress import Best, Position, clock, updates_left
 from engine.measure.throughput import Perf
+from engine.report.live import live_of
 from engine.report.tensorboard import Board
 from engine.task.base import Metrics
 from utils.config.schema import Config
@@ -25,6 +23,7 @@ from utils.record import tasks
 from utils.record.metrics_file import Line, MetricsFile, read_lines
 from utils.record.run_folder import os_errors_as_user_errors
 from utils.record.weight_sets import WeightSet, set_of
+from utils.terminal import DETAIL
 
 if TYPE_CHECKING:
     from engine.amp.skip_watch import Blame
@@ -46,7 +45,7 @@ class Reporter:
         start: Position,
         trackers: Sequence[TrackedRun] = (),
     ) -> None:
-        """`folder` None: write no files. `prints`: show a progress bar. `start`: position to start at."""
+        """`folder` None: write no files. `prints`: show the progress on the terminal. `start`: position to start at."""
         self.config, self.per_epoch, self.folder = config, per_epoch, folder
         self._fleet = config.LOG_STYLE == "fleet"
         if self._fleet:
@@ -64,11 +63,7 @@ class Reporter:
             exists = (folder / "tensorboard").exists()
             self._board = Board(folder / "tensorboard", start.update)
             self._redraw(folder, start.update if exists else 0)
-        total = start.update + updates_left(config, start, per_epoch)
-        on_terminal = prints and sys.stderr.isatty() and not config.EVAL
-        self._bar = tqdm(
-            total=total, initial=start.update, unit="update", dynamic_ncols=True, disable=not on_terminal, leave=False
-        )
+        self._live = live_of(config, per_epoch, start, prints)
 
     def event(self, kind: str, position: Position, perf: dict[str, Any] | None = None, **fields: Any) -> None:
         """Write a line of metrics.jsonl. All that depends on time or machine goes under `perf`."""
@@ -83,7 +78,9 @@ class Reporter:
 
     def _log_verdict(self, verdict: Bottleneck | None) -> None:
         if verdict is not None and verdict != self._last_verdict:
-            log.info("Where the time went: %s", verdict.text)
+            same = self._last_verdict is not None and verdict.bound == self._last_verdict.bound
+            extra = DETAIL if same or verdict.bound == COMPUTE else None  # nothing new, or nothing wrong
+            log.info("Where the time went: %s", verdict.text, extra=extra)
             self._last_verdict = verdict
 
     def skip(self, position: Position, blame: Blame) -> None:
@@ -95,9 +92,8 @@ class Reporter:
         self.event("skip", replace(position, epoch=position.epoch - before), perf, **fields)
 
     def moved(self, position: Position) -> None:
-        """Advance the progress bar by one update."""
-        self._bar.update(1)
-        self._bar.set_description(f"epoch {position.epoch}/{self.config.TRAIN.NUM_EPOCHS}", refresh=False)
+        """Show that an update was done."""
+        self._live.moved(position)
 
     def train(
         self, position: Position, reading: Reading, perf: Perf, figures: Mapping[str, Figure] | None = None
@@ -109,8 +105,8 @@ class Reporter:
             log.info(_fleet_line(position, reading))
             log.info("Lr: %.6e, %s", reading.lr, health)
         else:
-            log.info("%s, %s", self._paddlevit_line(position, reading), health)
-        self._bar.set_postfix_str(f"loss {now.loss:.4f}, {perf.images_per_second:,.0f} img/s", refresh=False)
+            log.info("%s, %s", self._paddlevit_line(position, reading), health, extra=DETAIL)
+        self._live.reported(position, reading, perf)
         metrics = {
             **now.fields(),
             "lr": reading.lr,
@@ -145,15 +141,24 @@ class Reporter:
         self._summary("Train", position, means, seconds)
         fields = {"update": position.update, **means.fields()}
         self.event("epoch", position, _perf(seconds, verdict), **fields)
+        self._live.epoch_ended(position, means, seconds)
         self._log_verdict(verdict)
 
-    def validation(self, position: Position, metrics: Mapping[WeightSet, Metrics], seconds: float) -> None:
+    def validating(self, position: Position) -> None:
+        """Show that a validation begins."""
+        self._live.validating(position)
+
+    def validation(
+        self, position: Position, metrics: Mapping[WeightSet, Metrics], seconds: float, improved: bool = False
+    ) -> None:
+        """`improved`: whether some weights are the best so far."""
         fields: dict[str, float | None] = {}
         for which, means in metrics.items():
             fields |= {f"{which.prefix}{name}": value for name, value in means.fields().items()}
             self._summary("Validation", position, means, seconds, f" ({which.mark})" if which.mark else "")
         self.event("val", position, {"seconds": round(seconds, 3)}, update=position.update, **fields)
         self._plot("val", fields, position.update)
+        self._live.validated(position, metrics, seconds, improved)
 
     def _summary(self, what: str, position: Position, means: Metrics, seconds: float, whose: str = "") -> None:
         epoch = f"Epoch[{position.epoch:03d}/{self.config.TRAIN.NUM_EPOCHS:03d}], "
@@ -161,7 +166,8 @@ class Reporter:
             epoch = ""
         elif self._fleet:
             epoch = f"Epoch {position.epoch - 1}, "
-        log.info(f"----- {epoch}{means.summary(what)}, time: {seconds:.2f}{means.after_time()}{whose}")
+        words = f"----- {epoch}{means.summary(what)}, time: {seconds:.2f}{means.after_time()}{whose}"
+        log.info(words, extra=DETAIL)
 
     def _redraw(self, folder: Path, since: int) -> None:
         """Draw the points from update `since` on again: a resumed Board hides them, as it may repeat a validation."""
@@ -195,7 +201,7 @@ class Reporter:
             tracker.ended(best)
 
     def close(self) -> None:
-        self._bar.close()
+        self._live.close()
         if self._metrics:
             self._metrics.close()
         if self._board:

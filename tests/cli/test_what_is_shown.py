@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import pty
 import re
 import shlex
-import struct
 import subprocess
 import sys
-import termios
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.program import ROOT, Result
+from tests.terminal import on_terminal
 
 TIMES = r"Time: \d+:\d\d:\d\d, Left: \d+:\d\d:\d\d"
 HEALTH = r"Img/s: [\d.]+, Data: \d+%, Grad: \d+\.\d{4}, Scale: 1, Skipped: 0, Mem: \d+\.\d\dGB, " + TIMES
@@ -68,30 +64,18 @@ def test_start_says_how_many_images_an_epoch_leaves_out(vitamp: Callable[..., Re
     assert "The last update of each epoch has 7 images, the others 286" in done.err
 
 
-def test_terminal_shows_a_progress_bar(tiny: Path, tmp_path: Path) -> None:
+def test_paddlevit_lines_on_a_terminal_have_a_progress_bar(tiny: Path, tmp_path: Path) -> None:
     """It has loss, images per second and the time left, and log lines do not break it."""
-    command = [sys.executable, ROOT / "main_single_gpu.py", "-cfg", tiny, "-output", tmp_path / "run"]
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 40, 160, 0, 0))
-    with subprocess.Popen(
-        [*command, "TRAIN.NUM_EPOCHS=8", "REPORT_FREQ=4"], stdin=theirs, stdout=theirs, stderr=theirs
-    ) as process:
-        os.close(theirs)
-        shown = b""
-        while True:
-            try:
-                shown += os.read(ours, 65536)
-            except OSError:  # the other end has gone
-                break
-    os.close(ours)
-    assert process.returncode == 0, shown.decode()
-    text = shown.decode()
-    bars = [piece for piece in re.split(r"[\r\n]+", text) if "%|" in piece]
+    words = ("TRAIN.NUM_EPOCHS=8", "REPORT_FREQ=4", "LOG_STYLE=paddlevit")
+    shown = on_terminal("-cfg", tiny, "-output", tmp_path / "run", *words, columns=160)
+    assert shown.code == 0, shown.raw
+    bars = [piece for piece in re.split(r"[\r\n]+", shown.raw) if "%|" in piece]
     assert any(
         re.search(r"epoch \d/8: +\d+%\|.*\| \d+/352 \[\d\d:\d\d<\d\d:\d\d, .*loss \d+\.\d{4}, [\d,]+ img/s", bar)
         for bar in bars
     ), bars[-3:]
-    assert "Done: best" in text
+    assert sum("Step[" in line for line in shown.lines) == 88
+    assert "Done: best" in shown.raw
 
 
 def test_print_config_shows_values_with_sources(vitamp: Callable[..., Result], tiny: Path) -> None:

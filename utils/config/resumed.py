@@ -29,6 +29,7 @@ FORMER: dict[str, Any] = {
     "DATA.LISTING": 1,
     "DATA.BACKGROUND": "drop",
     "DIST.FSDP_NO_SYNC": True,
+    "LOG_STYLE": "paddlevit",
 }
 """Defaults of earlier versions that have changed since. A run that is older than a setting behaved like this, too."""
 CLIPPED = "TRAIN.WARMUP_EPOCHS"

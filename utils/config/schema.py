@@ -103,7 +103,11 @@ class Config(Section):
     EVAL: bool = setting(False, "Validate once and exit.")
     WANDB: str | None = setting(None, "Project of Weights & Biases to log the metrics to; see docs/trackers.md.")
     MLFLOW: str | None = setting(None, "Experiment of MLflow to log the metrics to; see docs/trackers.md.")
-    LOG_STYLE: Literal["paddlevit", "fleet"] = setting("paddlevit", "Format of the training log lines.")
+    LOG_STYLE: Literal["auto", "paddlevit", "fleet"] = setting(
+        "auto",
+        "Format of the training log lines. auto: on a terminal a table with one row per epoch and a progress bar, "
+        "elsewhere paddlevit.",
+    )
     DEVICE: Literal["cpu", "cuda", "mps"] | None = setting(None, "Device to train on; null: the best available.")
     NGPUS: int = setting(-1, "Processes that main_multi_gpu.py starts; -1: one per visible GPU.", ge=-1, le=1024)
     THREADS: Threads | None = setting(

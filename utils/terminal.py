@@ -1,0 +1,88 @@
+"""What a terminal can show, and which log lines one with a table of epochs shows (LOG_STYLE auto)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TextIO
+
+DETAIL = {"detail": True}
+"""`extra` of a log line that such a terminal leaves out; log.txt and pipes have it."""
+IN_FULL = {"in_full": True}
+"""`extra` of a log line that such a terminal does not shorten before training begins."""
+MOST_LINES = 10
+"""Before the first update, warnings aside."""
+GLYPHS = "━…·"
+
+
+@dataclass(frozen=True)
+class Looks:
+    moves: bool = True
+    """Whether a line can be drawn again in place."""
+    colours: bool = True
+    unicode: bool = True
+
+    def coloured(self, text: str, code: str) -> str:
+        return f"\x1b[{code}m{text}\x1b[0m" if self.colours else text
+
+    def shortened(self, text: str, width: int) -> str:
+        """Cut at a blank to one line of at most `width` characters."""
+        end = "…" if self.unicode else "..."
+        if len(text) <= width:
+            return text
+        cut = text[: max(width - len(end), 1)]
+        return f"{cut.rpartition(' ')[0].rstrip(' ,;:') or cut}{end}"
+
+
+def looks_of(stream: TextIO, env: Mapping[str, str] = os.environ) -> Looks:
+    moves = env.get("TERM") != "dumb"
+    try:
+        GLYPHS.encode(stream.encoding or "ascii")
+    except (LookupError, UnicodeEncodeError):
+        return Looks(moves, moves and not env.get("NO_COLOR"), unicode=False)
+    return Looks(moves, moves and not env.get("NO_COLOR"))
+
+
+def terminal_width() -> int:
+    """Columns that a line may fill: some terminals wrap a line that fills the last one."""
+    return max(shutil.get_terminal_size().columns - 1, 20)
+
+
+class Brief:
+    """Chooses what the terminal shows of each log line: before training begins, one line each, and no details."""
+
+    def __init__(self) -> None:
+        self.looks = looks_of(sys.stdout)
+        self.training = False
+        """From the first update on, lines are shown in full."""
+        self.lines = 0
+        """Lines shown so far."""
+        self.left_out = 0
+        """Notes that there was no room for."""
+        self._banner = False
+
+    def shown(self, record: logging.LogRecord, text: str) -> str | None:
+        """The text as it is shown; None: not at all."""
+        if record.levelno < logging.WARNING and not self.training:
+            if getattr(record, "detail", False) or (self._banner and self.lines >= MOST_LINES - 2):
+                self.left_out += not getattr(record, "detail", False)
+                return None
+            if not getattr(record, "in_full", False):
+                text = self.looks.shortened(text.partition("\n")[0], terminal_width())
+        elif getattr(record, "detail", False):
+            return None
+        self.count(text)
+        return text
+
+    def count(self, text: str) -> None:
+        self.lines += text.count("\n") + 1
+
+    def banner(self, head: str, rows: Mapping[str, str]) -> str:
+        """The banner, one line per row. From now on, only as many notes are shown as there is room for."""
+        self._banner = True
+        lines = [head, *(f"  {name:<9} {words}" for name, words in rows.items())]
+        return "\n".join(self.looks.shortened(line, terminal_width()) for line in lines)

@@ -38,13 +38,15 @@ def screen(raw: str) -> list[str]:
     return lines
 
 
-def on_terminal(*args: object, columns: int = 100, interrupt_at: str | None = None, **env: str) -> Shown:
+def on_terminal(
+    *args: object, columns: int = 100, interrupt_at: str | None = None, env: dict[str, str] | None = None
+) -> Shown:
     """Run main_single_gpu.py. `interrupt_at`: send SIGINT once this was written."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 40, columns, 0, 0))
     command = [sys.executable, str(ROOT / "main_single_gpu.py"), *map(str, args)]
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
-    environment |= {"TERM": "xterm", "PYTHONIOENCODING": "utf-8", **env}
+    environment |= {"TERM": "xterm", "PYTHONIOENCODING": "utf-8", **(env or {})}
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
         os.close(theirs)
         raw = b""

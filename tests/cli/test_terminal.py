@@ -68,7 +68,7 @@ def test_narrow_terminal_and_ctrl_c(tiny: Path, tmp_path: Path) -> None:
 def test_plain_terminals(tiny: Path, tmp_path: Path) -> None:
     """Without cursor movement, colours and Unicode; `paddlevit` are the lines that a pipe gets."""
     plain = {"TERM": "dumb", "PYTHONIOENCODING": "ascii"}
-    shown = on_terminal("-cfg", tiny, "-output", tmp_path / "dumb", **plain)
+    shown = on_terminal("-cfg", tiny, "-output", tmp_path / "dumb", env=plain)
     assert shown.code == 0
     assert "\x1b" not in shown.raw
     assert "\r" not in shown.raw.replace("\r\n", "")

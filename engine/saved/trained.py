@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from engine.amp.fp32_modules import force_fp32
 from engine.amp.op_lists import OpLists
 from engine.amp.precision import Precision, check_amp, check_precision
-from engine.checkpoint.folder import fp32_modules, read_chosen
+from engine.checkpoint.folder import fp32_modules
+from engine.checkpoint.mean import mean_at, read_weights
 from engine.checkpoint.restore import load_weights
 from engine.machine.device import pick_device, set_up_device
 from engine.machine.memory import is_out_of_memory
@@ -90,13 +91,13 @@ class Trained:
     def take(self, which: WeightSet) -> None:
         """Load a set of the saved weights."""
         self.chosen = self.chosen.other(which)
-        load_weights(self.model, read_chosen(self.chosen), f"{self.chosen.file}")
+        load_weights(self.model, read_weights(self.chosen), f"{self.chosen.file}")
         kept = self.chosen.calibration if self.calibrated else None
         self.temperature = kept.temperature if kept else 1.0
 
     def words(self) -> str:
         """Model, weights and precision in words."""
-        return f"{self.config.MODEL.NAME}, {self.chosen.which.words} of {self.chosen.place}, in {self.precision.name}"
+        return f"{self.config.MODEL.NAME}, {self.chosen.which.words} of {self.chosen.origin}, in {self.precision.name}"
 
 
 def load_trained(
@@ -106,6 +107,7 @@ def load_trained(
     amp: str | None = None,
     given: CommandLine | None = None,
     calibrated: bool = False,
+    average: int | None = None,
 ) -> Trained:
     """Load the model at `path`: a run (its best checkpoint, or else its last), a checkpoint, a file in one, or weights
     that scripts/checkpoint.py or scripts/export.py wrote.
@@ -113,8 +115,10 @@ def load_trained(
     `weights`: a value of -weights; auto: those that validated better. `device` None: the run's, if it exists here.
     `amp` None: as the run validates; otherwise a value of -amp, or `on`. `given`: settings that override the run's.
     `calibrated`: divide the logits by the temperature that evaluate.py -calibrate fitted to these weights.
+    `average`: the mean of the weights of a run's last so many checkpoints.
     """
-    chosen = chosen_at(Path(path).expanduser(), weights)
+    place = Path(path).expanduser()
+    chosen = chosen_at(place, weights) if average is None else mean_at(place, weights, average)
     config = chosen.config(_flags(device, amp, given), given)
     check_amp(config.AMP, config.TRAIN)
     overridden = {**given.flags, **given.words}.keys() if given else ()

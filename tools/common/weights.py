@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
 from torch import Tensor
 
 from datasets.base import HUB_PREFIX
 from datasets.shards import hub
-from engine.checkpoint.folder import fp32_modules, open_tensors, raising_os_errors, read_tensors
+from engine.checkpoint.folder import fp32_modules, raising_os_errors, read_tensors
+from engine.checkpoint.mean import OF_VALIDATION, last_checkpoints, mean_of, set_to_average
 from engine.optim.class_weights import BALANCED
 from engine.optim.class_weights import KEY as CLASS_WEIGHTS
 from tools.common.output_file import writing
@@ -20,11 +19,9 @@ from tools.common.progress import progress
 from utils.errors import EXIT_DONE, UserError
 from utils.files import replacing
 from utils.log import log
-from utils.record.checkpoints import Checkpoint, checkpoint_of, checkpoints_at, verify
+from utils.record.checkpoints import checkpoint_of, verify
 from utils.record.chosen import Chosen, chosen_at
-from utils.record.weight_sets import BETTER, PLAIN, SETS, WeightSet
 from utils.record.weights_file import MADE_BY, encoded
-from utils.text import counted
 
 COPIED = (
     "model",
@@ -40,8 +37,6 @@ COPIED = (
     "samples",
 )
 """Fields of meta.json that the header gets."""
-OF_VALIDATION = ("metrics", "thresholds")
-"""Fields that hold for the validated weights alone, not for an average"""
 SECTIONS = (
     "MODEL.",
     "DATA.",
@@ -75,12 +70,12 @@ def strip(path: Path, out: Path, weights: str) -> int:
 
 
 def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int:
-    folders = _last(paths[0], last) if last else [checkpoint_of(path)[0] for path in paths]
+    folders = last_checkpoints(paths[0], last, f"-last {last}") if last else [checkpoint_of(path)[0] for path in paths]
     sources = [chosen_at(folder, weights) for folder in folders]
     checkpoints = [verify(source.checkpoint) for source in sources if source.checkpoint]
-    which, words = _set_to_average(sources, weights)
+    which, words = set_to_average(sources, weights)
     log.info("%s", words)
-    mean = _mean(checkpoints, which.file)
+    mean = mean_of(checkpoints, which.file, lambda names: progress(names, "tensors"))
     names = [folder.name if last else f"{folder}" for folder in folders]
     header = _header(sources[-1], {"weights": f"average of {which.words}", "from": names}, averaged=True)
     write_weights(out, mean, header)
@@ -93,52 +88,6 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
         out,
     )
     return EXIT_DONE
-
-
-def _last(path: Path, count: int) -> list[Path]:
-    folders = checkpoints_at(path)
-    if len(folders) < count:
-        raise UserError(
-            f"-last {count}: {path} has {counted(len(folders), 'checkpoint')}. "
-            "KEEP_LAST and KEEP_EVERY set how many a run keeps."
-        )
-    return folders[-count:]
-
-
-def _set_to_average(sources: list[Chosen], weights: str) -> tuple[WeightSet, str]:
-    """Which weights: others than the plain ones if they validated better in most checkpoints. And words for the log."""
-    if weights != BETTER:
-        return sources[0].which, f"{sources[0].which.label} weights (-weights {weights})"
-    available = [one for one in SETS if all(one in source.sets for source in sources)]
-    votes = Counter(source.which for source in sources)
-    which = next((one for one in available if 2 * votes[one] > len(sources)), PLAIN)
-    why = "; ".join(
-        f"{one.words} is better in {votes[one]} of {len(sources)} checkpoints" for one in available if one != PLAIN
-    )
-    return which, f"{which.label} weights{f' ({why})' if why else ''}"
-
-
-def _mean(sources: list[Checkpoint], name: str) -> dict[str, Tensor]:
-    """Uniform average in double precision. Only one tensor of each checkpoint is in memory at a time."""
-    files = [open_tensors(source, name) for source in sources]
-    shapes = [{key: file.shape(key) for key in file} for file in files]
-    for source, own in zip(sources, shapes, strict=True):
-        if own != shapes[0]:
-            key = next(k for k in sorted({*own, *shapes[0]}) if own.get(k) != shapes[0].get(k))
-            raise UserError(
-                f"{source.folder} and {sources[0].folder} have different architectures and cannot be averaged: "
-                f"the shape of {key} is {own.get(key, 'missing')} and {shapes[0].get(key, 'missing')}."
-            )
-    return {key: _mean_of([file[key] for file in files]) for key in progress(list(shapes[0]), "tensors")}
-
-
-def _mean_of(tensors: list[Tensor]) -> Tensor:
-    if not tensors[-1].is_floating_point():  # the batch counter of batch norm cannot be averaged
-        return tensors[-1]
-    total = torch.zeros_like(tensors[0], dtype=torch.float64)
-    for tensor in tensors:
-        total += tensor
-    return (total / len(tensors)).to(tensors[0].dtype)
 
 
 def _header(source: Chosen, origin: dict[str, Any], averaged: bool = False) -> dict[str, str]:

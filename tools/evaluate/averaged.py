@@ -27,8 +27,8 @@ def evaluate_average(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Log the metrics. What the JSON file says of the evaluation, and the metrics for it."""
     asked = line.asked
-    calibrated = not asked.no_calibration
-    models = [load_trained(path, asked.weights, given=given, calibrated=calibrated) for path in asked.model]
+    how = {"calibrated": not asked.no_calibration, "average": asked.average}
+    models = [load_trained(path, asked.weights, given=given, **how) for path in asked.model]
     for trained in models:
         trained.mirrors = asked.tta is not None
     check_same_classes(models)
@@ -90,7 +90,7 @@ def _short_names(paths: list[str]) -> list[str]:
 def _about(line: ToolLine, models: list[Trained], part: Part) -> dict[str, Any]:
     return {
         "model": [trained.config.MODEL.NAME for trained in models],
-        "source": [str(trained.chosen.place) for trained in models],
+        "source": [trained.chosen.origin for trained in models],
         "precision": [trained.precision.name for trained in models],
         "tta": line.asked.tta,
         "temperature": [trained.temperature for trained in models],

@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.common.command_line import NO_CALIBRATION, OVERWRITE, PART, TTA, Tool, ToolLine, run_tool
+from tools.common.command_line import AVERAGE, NO_CALIBRATION, OVERWRITE, PART, TTA, Tool, ToolLine, run_tool
 from tools.common.output_file import check_output_file, writing
 from utils.cli import CommandLine
 from utils.errors import EXIT_DONE, UserError
@@ -50,6 +50,7 @@ OWN = (
         default=BETTER,
         choices=(*CHOICES, BOTH),
     ),
+    AVERAGE,
     PART,
     TTA,
     Flag("json", "write all metrics as JSON", "FILE.json"),
@@ -90,7 +91,7 @@ def _evaluate(argv: list[str]) -> int:
 
     if others:
         return _written(out, *averaged.evaluate_average(line, given, bins, matrix))
-    trained = load_trained(model, BETTER if both else weights, given=given, calibrated=_is_calibrated(line))
+    trained = load_trained(model, BETTER if both else weights, given=given, **_how(line))
     trained.mirrors = line.asked.tta is not None
     for which in SETS if both else ():
         trained.chosen.other(which)  # an error if it is not there
@@ -146,7 +147,7 @@ def _about(line: ToolLine, trained: Trained, title: str, temperatures: dict[str,
     """What the JSON file says of the evaluation."""
     return {
         "model": trained.config.MODEL.NAME,
-        "source": str(trained.chosen.place),
+        "source": trained.chosen.origin,
         "precision": trained.precision.name,
         "tta": line.asked.tta,
         "temperature": temperatures,
@@ -168,8 +169,10 @@ def _matrix_of(matrix: Path, which: WeightSet) -> Path:
     return matrix.with_stem(f"{matrix.stem}_{which.name}")
 
 
-def _is_calibrated(line: ToolLine) -> bool:
-    return not (line.asked.no_calibration or line.asked.calibrate)
+def _how(line: ToolLine) -> dict[str, Any]:
+    """More arguments of `load_trained`."""
+    plain = line.asked.no_calibration or line.asked.calibrate
+    return {"calibrated": not plain, "average": line.asked.average}
 
 
 def _check(line: ToolLine) -> None:
@@ -178,7 +181,7 @@ def _check(line: ToolLine) -> None:
         if several and given:
             raise UserError(f"{flag}: takes one model, but {len(line.asked.model)} are given.")
     if line.asked.calibrate:
-        for name in ("tta", "json", "confusion", "no_calibration"):
+        for name in ("average", "tta", "json", "confusion", "no_calibration"):
             if getattr(line.asked, name):
                 raise UserError(f"-{name}: does not go with -calibrate, which only fits a temperature; leave it out.")
         if line.asked.part in MEMORISED:
@@ -186,6 +189,8 @@ def _check(line: ToolLine) -> None:
                 f"-part {line.asked.part}: the model was trained on these images, and is surer of them than of others; "
                 "-calibrate needs val or test."
             )
+    if line.asked.average and line.asked.weights == BOTH:
+        raise UserError(f"-average: takes one set of weights; give -weights model or ema instead of {BOTH}.")
     if line.run.cfg is not None:
         raise UserError(
             f"-cfg {line.run.cfg}: leave this out. The model is evaluated with the settings that it was trained with; "

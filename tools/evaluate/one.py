@@ -43,7 +43,7 @@ def text(trained: Trained, part: Part, found: dict[WeightSet, Figures]) -> str:
     first = next(iter(found.values()))
     counted = f"{part.title}: {part.counted} of {int((first.support > 0).sum())} classes"
     counted += f"; calibration in {len(first.bins)} bins; {always_guessing(first.largest_class_percent)}"
-    what = f"{trained.config.MODEL.NAME} of {trained.chosen.place}, in {trained.precision.name}"
+    what = f"{trained.config.MODEL.NAME} of {trained.chosen.origin}, in {trained.precision.name}"
     parts = [what, counted, "", *table_of(found, CELLS)]
     parts += ["", *_classes(trained, first, title_of(next(iter(found))) if len(found) > 1 else "")]
     return "\n".join(parts)

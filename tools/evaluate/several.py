@@ -46,7 +46,7 @@ def text(trained: Trained, part: Part, found: dict[WeightSet, LabelFigures]) -> 
     first = next(iter(found.values()))
     counted = f"{part.title}: {part.counted} with {int(first.support.sum())} labels of "
     counted += f"{int((first.support > 0).sum())} classes; {first.unlabelled} images without a label"
-    name, place = trained.config.MODEL.NAME, trained.chosen.place
+    name, place = trained.config.MODEL.NAME, trained.chosen.origin
     what = f"{name} of {place}, in {trained.precision.name}; {thresholds_of(trained)[1]}"
     parts = [what, counted, "", *table_of(found, CELLS)]
     return "\n".join([*parts, "", *_classes(trained, first, title_of(next(iter(found))) if len(found) > 1 else "")])

@@ -235,7 +235,8 @@ class Card:
 
     def _results(self) -> str:
         if not self.metrics:
-            return "These weights were not validated by their run: their accuracy is unknown."
+            mean = f" They are the mean of {len(averaged)} checkpoints." if (averaged := self._averaged) else ""
+            return f"These weights were not validated by their run: their accuracy is unknown.{mean}"
         chosen = self.export.trained.chosen
         epoch, update = chosen.meta.get("epoch"), chosen.meta.get("update")
         when = f" after epoch {epoch} (update {update:,})" if epoch is not None and update is not None else ""
@@ -245,6 +246,10 @@ class Card:
         about = f"Measured in training, on the validation split, with the {chosen.which.label} weights{when}.{stored}"
         curves = f"\n\n![Loss and accuracy by epoch]({CURVES})" if self.has_curves else ""
         return f"{about}\n\n{_table(('metric', 'value'), rows)}{curves}"
+
+    @property
+    def _averaged(self) -> list[str]:
+        return self.export.metadata.get("averaged", [])
 
     def _settings(self) -> str:
         differing = {

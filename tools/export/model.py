@@ -81,6 +81,7 @@ def metadata(trained: Trained, model: TimmModel, options: Options, program: bool
         "model": trained.config.MODEL.NAME,
         "checkpoint": trained.chosen.place.name,
         "weights": trained.chosen.which.name,
+        **({"averaged": [one.folder.name for one in averaged]} if (averaged := trained.chosen.averaged) else {}),
         "timm_name": model.timm_name,
         "timm_arguments": model.arguments,
         "classes": trained.chosen.classes,

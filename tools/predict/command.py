@@ -28,7 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from tools.common.command_line import NO_CALIBRATION, OVERWRITE, PART, TTA, WEIGHTS, Tool, run_tool
+from tools.common.command_line import AVERAGE, NO_CALIBRATION, OVERWRITE, PART, TTA, WEIGHTS, Tool, run_tool
 from tools.common.output_file import check_output_file, writing
 from tools.predict.show import ENDINGS, FORMATS
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError
@@ -78,6 +78,7 @@ OWN = (
     replace(PART, about="predict the images of this split of the run's data", default_text="none"),
     OVERWRITE,
     WEIGHTS,
+    AVERAGE,
     TTA,
     NO_CALIBRATION,
     replace(BY_NAME["amp"], default_text="as in the run's validation", append=False),
@@ -118,8 +119,8 @@ def _predict(argv: list[str]) -> int:
     from tools.predict.several import LikelyClasses
 
     paths = find_images(asked.images) if asked.images else []
-    calibrated = not asked.no_calibration
-    models = [load_trained(at, asked.weights, asked.device, asked.amp, calibrated=calibrated) for at in asked.models]
+    how = {"calibrated": not asked.no_calibration, "average": asked.average}
+    models = [load_trained(at, asked.weights, asked.device, asked.amp, **how) for at in asked.models]
     for trained in models:
         trained.mirrors = asked.tta is not None
     check_same_classes(models)

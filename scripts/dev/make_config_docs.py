@@ -43,7 +43,7 @@ contradict each other are reported, also together.
 
 ## PaddleViT's files
 
-The YAML files of PaddleViT's ViT, DeiT and Swin load unchanged ([migrating.md](migrating.md#paddlevit)). `None`,
+The YAML files of PaddleViT's models load unchanged, if timm has the model ([migrating.md](migrating.md#paddlevit)). `None`,
 `(0.9, 0.999)` and `1e-6` are read as a null, a tuple and a number. `AMP: true` means `AMP.ENABLED: true`, and the older
 nesting `MODEL.TRANS.PATCH_SIZE` means `MODEL.PATCH_SIZE`. These older names are accepted:
 
@@ -57,10 +57,11 @@ FAMILY = """
 ## Defaults by family
 
 `MODEL.TYPE` chooses the defaults of settings that are not set, because in PaddleViT each model has its own `config.py`.
-An empty cell means the default of `vit`; any other `TYPE` has the defaults of `vit` too. For grey images
-(`DATA.IMAGE_CHANNELS: 1`), mean and standard deviation are those of `vit`. `-print_config` marks a default from this
-table, for example as `default (swin)`, and a run logs these defaults. `MODEL.NAME` does not choose defaults: if you set
-`NAME` to a Swin or DeiT but do not set `TYPE`, the defaults are those of `vit`, and the log says so.
+An empty cell means the default of `vit`. PaddleViT's [other families](migrating.md#other-families) have their own
+defaults too. Any other `TYPE` has the defaults of `vit`. For grey images (`DATA.IMAGE_CHANNELS: 1`), mean and standard
+deviation are those of `vit`. `-print_config` marks a default of a family, for example as `default (swin)`, and a run
+logs these defaults. `MODEL.NAME` does not choose defaults: if you set `NAME` to a Swin or DeiT but do not set `TYPE`,
+the defaults are those of `vit`, and the log says so.
 
 If `DATA.DATASET` is not set, the layout of `DATA_PATH` is recognised ([data.md](data.md)). With `MODEL.PRETRAINED`,
 the weights determine image size, normalisation, crop and interpolation, unless you set them

@@ -97,15 +97,16 @@ def test_error_in_a_file_is_described(tmp_path: Path, text: str, message: str) -
 
 def test_foreign_type_is_reported_with_its_keys(tmp_path: Path) -> None:
     """A file of a model that vitamp does not build: its keys are no misspelt keys of ours."""
-    keys = "MODEL: {TYPE: CaiT, DEPTH: 24, DEPTH_TOKEN_ONLY: 2}\nDATA: {FMAP_SIZE: 14}\n"
+    keys = "MODEL: {TYPE: Sequencer, DEPTH: 24, DEPTH_TOKEN_ONLY: 2}\nDATA: {FMAP_SIZE: 14}\n"
     message = file_error(tmp_path, f"{keys}TRAIN: {{NUM_EPOCH: 3}}\n")
     first, second = [line.strip() for line in message.splitlines()[1:]]
     assert first == (
-        "run.yaml:1: MODEL.TYPE cait is not one of vit, deit, swin. To train a model of timm instead, set MODEL.NAME "
-        "(-list_models '*cait*' lists names) and leave out MODEL.DEPTH_TOKEN_ONLY, DATA.FMAP_SIZE"
+        "run.yaml:1: MODEL.TYPE sequencer is not one of vit, deit, swin, nor a family of docs/migrating.md. To train "
+        "a model of timm instead, set MODEL.NAME (-list_models '*sequencer*' lists names) and leave out "
+        "MODEL.DEPTH_TOKEN_ONLY, DATA.FMAP_SIZE"
     )
     assert second == "run.yaml:3: unknown key TRAIN.NUM_EPOCH. Did you mean TRAIN.NUM_EPOCHS?"
-    ours = file_error(tmp_path, keys.replace("CaiT", "ViT"))
+    ours = file_error(tmp_path, keys.replace("Sequencer", "ViT"))
     assert "unknown key MODEL.DEPTH_TOKEN_ONLY. Did you mean MODEL.DEPTH?" in ours
 
 

@@ -9,11 +9,11 @@ The values are those of PaddleViT, whose ViT, DeiT and Swin have a `config.py` e
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from utils.config.keys import default_of
-from utils.config.read import Entry
+from utils.config.read import Entry, Layer
 from utils.config.values import one_line
 from utils.record.tasks import SEVERAL_LABELS
 
@@ -55,19 +55,43 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 """TYPE -> dotted key -> the family's default, where it differs from the schema's."""
+TAUGHT = ("deit", "levit")
+"""Families that PaddleViT distils by default"""
 RGB_ONLY = ("DATA.IMAGENET_MEAN", "DATA.IMAGENET_STD")
 
 
 def family_of(given: Mapping[str, Entry]) -> str:
     """The family of TYPE; vit, whose defaults are the schema's, for any other word."""
     word = _type_of(given)
-    return word if word in FAMILIES else "vit"
+    return word if of_type(word) is not None else "vit"
 
 
 def foreign_type(given: Mapping[str, Entry]) -> str:
     """TYPE, if it is none of the families; else ''."""
     word = _type_of(given)
-    return "" if word in FAMILIES else word
+    return "" if of_type(word) is not None else word
+
+
+def of_type(word: str) -> Mapping[str, Any] | None:
+    """The defaults of a TYPE; None if it is no family."""
+    if word in FAMILIES:
+        return FAMILIES[word]
+    from utils.config.paddlevit.table import families
+
+    return families()[word].defaults if word in families() else None
+
+
+def translated(given: Mapping[str, Entry], layers: Sequence[Layer]) -> list[str]:
+    """Make the layers' settings ours, if they describe a model of another family of PaddleViT; lines for the log."""
+    word = _type_of(given)
+    if word in FAMILIES:
+        return []
+    from utils.config.paddlevit.table import families, missing
+    from utils.config.paddlevit.translate import refuse_missing, translate
+
+    if word in missing():
+        refuse_missing(missing()[word], layers)
+    return translate(families()[word], layers) if word in families() else []
 
 
 def _type_of(given: Mapping[str, Entry]) -> str:
@@ -79,7 +103,7 @@ def defaults_of(family: str, given: Mapping[str, Entry]) -> dict[str, Any]:
     """The family's defaults; for grey images without the mean and standard deviation of ImageNet's colours."""
     channels = given.get("DATA.IMAGE_CHANNELS")
     left_out = RGB_ONLY if channels is not None and str(channels.value).strip() == "1" else ()
-    return {key: value for key, value in FAMILIES[family].items() if key not in left_out}
+    return {key: value for key, value in (of_type(family) or {}).items() if key not in left_out}
 
 
 def implied_by(given: Mapping[str, Entry]) -> dict[str, Any]:
@@ -103,10 +127,10 @@ def family_note(family: str, defaults: Mapping[str, Any], given: Mapping[str, En
     notes = []
     if taken := [f"{key} {one_line(value)}" for key, value in defaults.items() if key not in given]:
         notes.append(f"MODEL.TYPE {family} ({given[TYPE].source}): defaults of this family: {', '.join(taken)}")
-    if family == "deit" and "TRAIN.DISTILLATION_TYPE" not in given:
+    if family in TAUGHT and "TRAIN.DISTILLATION_TYPE" not in given:
         notes.append(
-            "MODEL.TYPE deit: TRAIN.DISTILLATION_TYPE is not set, so there is no teacher; PaddleViT's default is hard "
-            "distillation, with the teacher from a file"
+            f"MODEL.TYPE {family}: TRAIN.DISTILLATION_TYPE is not set, so there is no teacher; PaddleViT's default is "
+            "hard distillation, with the teacher from a file"
         )
     return notes
 

@@ -19,11 +19,12 @@ from utils.config.families import (
     foreign_type,
     implied_by,
     implied_note,
+    translated,
 )
 from utils.config.fields import retired_values
 from utils.config.keys import allowed, choices, default_of, nested, settings, suggest, value_of
 from utils.config.kinds import folded
-from utils.config.read import Entry, read_files, read_words
+from utils.config.read import Entry, Layer, Unknown, read_files, read_words
 from utils.config.resumed import FORMER, former_defaults, resolved_by_run
 from utils.config.schema import Config
 from utils.config.values import is_no_value
@@ -68,9 +69,11 @@ def load_config(
     """Load and check the settings; one UserError reports all problems."""
     files = read_files(cfg) if cfg is not None else []
     word_layer = read_words(words or {})
-    typed = {key: Entry(value, source) for key, (value, source) in (flags or {}).items()} | word_layer.entries
-    layers = [*(layer.entries for layer in files), typed]
-    given = {key: entry for layer in layers for key, entry in layer.items()}
+    typed = {key: Entry(value, source) for key, (value, source) in (flags or {}).items()}
+    word_layer.entries = typed | word_layer.entries
+    layers = [*files, word_layer]
+    of_paddlevit = translated(_merged(layers), layers)
+    given = _merged(layers)
     family = family_of(given)
     defaults = defaults_of(family, given)
     resolved = resolved_by_run(given)
@@ -80,8 +83,8 @@ def load_config(
     implied_entries = {key: Entry(value, f"{DEFAULT} (DATA.MULTI_LABEL)") for key, value in implied.items()}
     entries = {**family_entries, **implied_entries, **former, **given, **resolved}
 
-    problems = list(_unknown_keys(given, [key for layer in [*files, word_layer] for key in layer.unknown]))
-    problems += [problem for layer in [*files, word_layer] for problem in layer.problems]
+    problems = list(_unknown_keys(given, [key for layer in layers for key in layer.unknown]))
+    problems += [problem for layer in layers for problem in layer.problems]
     config, invalid = _validate(entries)
     problems += invalid
     sources = {key: entries[key].source if key in entries else DEFAULT for key in settings()}
@@ -89,11 +92,15 @@ def load_config(
         raise UserError(_report(problems))
     _raise_conflicts(config, sources)
     set_before = {**former, **given, **resolved}
-    lines = family_note(family, defaults, set_before) + implied_note(implied, set_before) + former_note
+    lines = of_paddlevit + family_note(family, defaults, set_before) + implied_note(implied, set_before) + former_note
     lines += _retired(given)
     sources_given = {key: entry.source for key, entry in given.items()}
     lines += [f"{note}{_of_family(sources, note)}" for note in notes(config, sources_given)]
-    return Loaded(config, sources, tuple(lines), tuple(warnings(config, layers, sources)))
+    return Loaded(config, sources, tuple(lines), tuple(warnings(config, [layer.entries for layer in layers], sources)))
+
+
+def _merged(layers: Sequence[Layer]) -> dict[str, Entry]:
+    return {key: entry for layer in layers for key, entry in layer.entries.items()}
 
 
 def config_of_run(folder: Path) -> Config:
@@ -104,18 +111,20 @@ def config_of_run(folder: Path) -> Config:
     return load_config(file, newer).config
 
 
-def _unknown_keys(given: Mapping[str, Entry], unknown: Sequence[tuple[str, str]]) -> Iterator[str]:
+def _unknown_keys(given: Mapping[str, Entry], unknown: Sequence[Unknown]) -> Iterator[str]:
     """One line per key; the keys of a model that vitamp does not build are reported with its MODEL.TYPE."""
     kind = foreign_type(given)
-    of_type = [key for key, _ in unknown if kind and (key.startswith("MODEL.") or not closest(key, settings(), 0.9))]
+    keys = [one.key for one in unknown]
+    of_type = [key for key in keys if kind and (key.startswith("MODEL.") or not closest(key, settings(), 0.9))]
     if of_type:
         yield (
-            f"{_where(given[TYPE].source)}MODEL.TYPE {kind} is not one of {', '.join(FAMILIES)}. To train a model of "
-            f"timm instead, set MODEL.NAME (-list_models '*{kind}*' lists names) and leave out {', '.join(of_type)}"
+            f"{_where(given[TYPE].source)}MODEL.TYPE {kind} is not one of {', '.join(FAMILIES)}, nor a family of "
+            "docs/migrating.md. To train a model of timm instead, set MODEL.NAME "
+            f"(-list_models '*{kind}*' lists names) and leave out {', '.join(of_type)}"
         )
-    for key, source in unknown:
-        if key not in of_type:
-            yield f"{source}: unknown key {key}.{suggest(key)}"
+    for one in unknown:
+        if one.key not in of_type:
+            yield f"{one.source}: unknown key {one.key}.{suggest(one.key)}"
 
 
 def _raise_conflicts(config: Config, sources: Mapping[str, str]) -> None:

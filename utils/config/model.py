@@ -17,7 +17,8 @@ class ModelConfig(Section):
 
     TYPE: Annotated[str, BeforeValidator(folded)] = setting(
         "vit",
-        "Model family: vit, deit or swin; it chooses defaults. With any other type, NAME must be a timm model.",
+        "Model family: vit, deit, swin, or one of docs/migrating.md; it chooses defaults. With any other type, NAME "
+        "must be a timm model.",
     )
     NAME: str = setting(
         "vit_base_patch16_224",
@@ -66,6 +67,9 @@ class ModelConfig(Section):
     )
     ATTENTION_DROPOUT: FractionBelowOne = setting(0.0, "Dropout of attention weights.")
     DROPPATH: FractionBelowOne = setting(0.0, "Stochastic depth rate of the last block; lower in earlier ones.")
+    INIT_VALUES: AboveZero | None = setting(
+        None, "Initial value of layer scale (CaiT, BEiT, XCiT, ConvNeXt, ...; adds it to a ViT); null: timm's."
+    )
     PATCH_SIZE: Positive | None = setting(None, "Height and width of a patch, in pixels; 16 for ViT-B/16.")
     EMBED_DIM: Positive | None = setting(None, "Embedding dimension (width); 768 for ViT-B.")
     NUM_HEADS: Positive | Integers | None = setting(None, "Attention heads (Swin: one number per stage).")

@@ -30,6 +30,20 @@ class Entry:
     source: str
 
 
+@dataclass(frozen=True)
+class Unknown:
+    """A key that is none of ours."""
+
+    key: str
+    source: str
+    leaves: dict[str, Entry]
+    """The MODEL settings in it by dotted key, which may be those of another program's family of models"""
+
+    def leaf(self, key: str) -> Unknown:
+        """One of the leaves as an unknown key of its own."""
+        return Unknown(key, self.leaves[key].source, {key: self.leaves[key]})
+
+
 @dataclass
 class Layer:
     """The settings of one file, or of the words on the command line, and the problems found in it."""
@@ -37,8 +51,7 @@ class Layer:
     name: str
     entries: dict[str, Entry] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    unknown: list[tuple[str, str]] = field(default_factory=list)
-    """(key as written, source)"""
+    unknown: list[Unknown] = field(default_factory=list)
 
     def at(self, node: yaml.Node) -> str:
         return f"{self.name}:{node.start_mark.line + 1}"
@@ -161,7 +174,17 @@ def _take(key: str, node: yaml.Node, source: str, layer: Layer) -> None:
     elif today in RETIRED:
         layer.refuse(today, _plain(node, source, layer), source)
     else:
-        layer.unknown.append((key, source))
+        leaves = dict(_leaves(today, node, source, layer)) if today.startswith("MODEL.") else {}
+        layer.unknown.append(Unknown(key, source, leaves))
+
+
+def _leaves(key: str, node: yaml.Node, source: str, layer: Layer, deepest: int = 2) -> Iterator[tuple[str, Entry]]:
+    """The settings in an unknown key. Sections in sections end at `deepest`: no family's file has deeper ones."""
+    if isinstance(node, yaml.MappingNode) and deepest:
+        for inner, value, place in _pairs(node, key + ".", layer):
+            yield from _leaves(inner, value, place, layer, deepest - 1)
+    else:
+        yield key, Entry(_plain(node, source, layer), source)
 
 
 def _plain(node: yaml.Node, source: str, layer: Layer) -> Any:
@@ -225,7 +248,8 @@ def read_words(words: Mapping[str, str]) -> Layer:
         elif key == "BASE":
             layer.problems.append(f"{layer.name}: BASE belongs in a YAML file")
         else:
-            layer.unknown.append((key, layer.name))
+            leaves = {today: Entry(value, layer.name)} if today.startswith("MODEL.") else {}
+            layer.unknown.append(Unknown(key, layer.name, leaves))
     return layer
 
 

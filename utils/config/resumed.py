@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from utils.config.families import FAMILIES
+from utils.config.families import of_type
 from utils.config.keys import default_of, nested, settings, value_of
 from utils.config.kinds import AUTO, folded
 from utils.config.read import Entry, read_files
@@ -90,7 +90,7 @@ def former_defaults(given: Mapping[str, Entry], defaults: Mapping[str, Any]) -> 
 
 def _possible_defaults(key: str, family: str) -> list[Any]:
     """The defaults that a key may have had: its family's, the schema's, an earlier version's."""
-    defaults = [FAMILIES.get(family, {}).get(key, default_of(key)), default_of(key)]
+    defaults = [(of_type(family) or {}).get(key, default_of(key)), default_of(key)]
     return [*defaults, FORMER[key]] if key in FORMER else defaults
 
 

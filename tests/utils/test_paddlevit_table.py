@@ -1,0 +1,252 @@
+"""The table of PaddleViT's families says what timm's models are, and their files become settings of vitamp."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import timm
+import yaml
+
+from models import check_model
+from models.build import timm_call
+from tests.program import Result
+from utils.config import Loaded, ModelConfig, load_config, to_yaml
+from utils.config.keys import settings
+from utils.config.paddlevit.table import families, missing
+from utils.errors import UserError
+
+Vitamp = Callable[..., Result]
+MODELS = {name: family for family in families().values() for name in family.models}
+ARGUMENTS = {
+    "DOWNSAMPLES": "downsamples",
+    "MIXER.DEPTH": "num_blocks",
+    "CNN.ACTIVATION": "act_layer",
+    "LINEAR": "linear",
+    "USE_POS": "use_pos_embed",
+    "LAYER_SCALE_INIT_VALUE": "layer_scale_init_values",
+}
+"""MODEL key -> argument of timm's constructor, where the name differs by more than a plural"""
+NOT_ARGUMENTS = {
+    *("IMG_SIZE", "USE_CONV", "ATTN_RATIO", "OUTLOOK_ATTENTION"),
+    *("pit NUM_HEADS", "poolformer MLP_RATIOS", "poolformer DOWNSAMPLES", "levit PATCH_SIZE", "pvtv2 PATCH_SIZE"),
+}
+"""Keys that timm's constructor has no argument of that meaning for, or another name in one family"""
+
+
+def load(folder: Path, text: str, **words: str) -> Loaded:
+    (folder / "run.yaml").write_text(text, encoding="utf-8")
+    return load_config(str(folder / "run.yaml"), words={key.replace("__", "."): word for key, word in words.items()})
+
+
+def error(folder: Path, text: str, **words: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load(folder, text, **words)
+    return str(caught.value).replace(f"{folder}/", "")
+
+
+def section(sizes: dict[str, Any]) -> dict[str, Any]:
+    """Sizes by dotted key as a MODEL section."""
+    tree: dict[str, Any] = {}
+    for key, value in sizes.items():
+        outer, _, inner = key.rpartition(".")
+        (tree.setdefault(outer, {}) if outer else tree)[inner] = value
+    return tree
+
+
+def timm_arguments(name: str) -> dict[str, Any]:
+    """What timm gives a model's constructor, with the constructor's defaults."""
+    entry, seen = timm.models.model_entrypoint(name), {}
+
+    def build(kind: type, *_: Any, **arguments: Any) -> None:
+        for base in kind.__mro__:
+            for key, parameter in inspect.signature(base.__init__).parameters.items():
+                seen.setdefault(key, parameter.default)
+        seen.update(arguments)
+
+    with mock.patch.object(sys.modules[entry.__module__], "build_model_with_cfg", build):
+        entry()
+    return seen
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, type):
+        return value.__name__.casefold()
+    if isinstance(value, tuple | list):
+        return [plain(item) for item in value]
+    return value.casefold() if isinstance(value, str) else value
+
+
+def argument_of(key: str, arguments: dict[str, Any]) -> Any:
+    base = key.rpartition(".")[2].casefold()
+    names = [ARGUMENTS.get(key, ""), base, f"{base}s", base.removesuffix("s"), base.removeprefix("stage_") + "s"]
+    return next((arguments[name] for name in names if name in arguments), None)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("mobile") and "halo" not in name])
+def test_sizes_in_the_table_are_those_of_timms_model(name: str) -> None:
+    arguments, word = timm_arguments(name), next(word for word, one in families().items() if one is MODELS[name])
+    arguments["layers"] = arguments.get("layers", arguments.get("depths"))
+    compared = 0
+    for key, value in MODELS[name].models[name].items():
+        has = argument_of(key, arguments)
+        if key in NOT_ARGUMENTS or f"{word} {key}" in NOT_ARGUMENTS:
+            continue
+        if isinstance(value, list) and isinstance(has, int | float):
+            has = [has] * len(value)  # timm gives one number for all stages
+        if word == "poolformer" and key == "EMBED_DIMS":
+            has = arguments["dims"]
+        assert plain(has) == plain(value), f"{name}: MODEL.{key}"
+        compared += 1
+    assert compared >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_model_of_the_table_is_built_from_its_sizes(name: str, tmp_path: Path) -> None:
+    word = next(word for word, family in families().items() if family is MODELS[name])
+    sizes = {key: value for key, value in MODELS[name].models[name].items() if value is not None}
+    image = timm.get_pretrained_cfg(name).input_size[1]  # pyright: ignore[reportOptionalMemberAccess]
+    text = yaml.safe_dump({"MODEL": {"TYPE": word, "NAME": name, **section(sizes)}, "DATA": {"IMAGE_SIZE": image}})
+    config = load(tmp_path, text).config
+    assert name == config.MODEL.NAME
+    assert image == config.DATA.IMAGE_SIZE
+    check_model(config.MODEL, image, 3)
+
+
+def test_defaults_of_the_table_are_settings(tmp_path: Path) -> None:
+    for word, family in families().items():
+        assert set(family.defaults) <= set(settings())
+        loaded = load(tmp_path, f"MODEL: {{TYPE: {word}, NAME: {next(iter(family.models))}}}")
+        chosen = {key for key, source in loaded.sources.items() if source == f"default ({word})"}
+        assert chosen == set(family.defaults)
+    assert loaded.config.TRAIN.END_LR == 1e-5, "a number, not the text 1e-5"
+
+
+def test_nearest_models_of_missing_families_are_timms(tmp_path: Path) -> None:
+    for word, family in missing().items():
+        assert timm.is_model(family.nearest)
+        assert word not in families()
+        line = error(tmp_path, f"MODEL:\n  NAME: any\n  TYPE: {word}\n  EMBED_DIM: 96\n  X: {{SIZES: [1, 2]}}\n")
+        assert line == (
+            f"run.yaml:3: MODEL.TYPE {word}: timm has no {family.title}; its nearest model is {family.nearest}. To "
+            "train that one, set MODEL.NAME to it, and leave out MODEL.TYPE and X.SIZES, EMBED_DIM"
+        )
+        named = load(tmp_path, f"MODEL: {{NAME: {family.nearest}, TYPE: {word}}}")
+        assert family.nearest == named.config.MODEL.NAME, "without sizes, NAME alone is clear"
+
+
+@pytest.mark.parametrize(
+    ("word", "name", "timms"),
+    [
+        ("BEiT", "beit_base_patch16_224_finetune", "beit_base_patch16_224"),
+        ("ConvMixer", "convmixer_1024_20", "convmixer_1024_20_ks9_p14"),
+        ("CrossViT", "crossvit_vit_15_dagger_384", "crossvit_15_dagger_408"),
+        ("halo", "halonet_50ts", "halonet50ts"),
+        ("levit", "levie_128s", "levit_128s"),
+        ("Mixer", "mixer_base_patch16_224", "mixer_b16_224"),
+        ("GatedMLP", "gmlp_s16_224", "gmlp_s16_224"),
+        ("PiT", "pit_xs_distilled", "pit_xs_distilled_224"),
+        ("PVTv2", "pvtv2_b2_linear", "pvt_v2_b2_li"),
+        ("coat_lite", "coat_lite_mini", "coat_lite_mini"),
+        ("convnext", "convnext_atto", "convnext_atto"),
+    ],
+)
+def test_name_becomes_timms(word: str, name: str, timms: str, tmp_path: Path) -> None:
+    loaded = load(tmp_path, f"MODEL: {{TYPE: {word}, NAME: {name}}}")
+    assert timms == loaded.config.MODEL.NAME
+    assert any(f"MODEL.NAME {name} is timm's {timms}" in note for note in loaded.notes) == (name != timms)
+
+
+CAIT = "MODEL:\n  TYPE: cait\n  NAME: cait_xxs24_224\n  EMBED_DIM: 192\n  DEPTH: 24\n  INIT_VALUES: 1e-6\n"
+
+
+def test_equal_sizes_are_accepted_in_one_line(tmp_path: Path) -> None:
+    loaded = load(tmp_path, CAIT)
+    assert loaded.notes[0] == "MODEL.NAME cait_xxs24_224; the file restates its sizes (EMBED_DIM, DEPTH)"
+    assert loaded.config.MODEL.EMBED_DIM is None
+    assert loaded.config.MODEL.INIT_VALUES == 1e-6
+    assert loaded.config.TRAIN.BASE_LR == 5e-4
+    nested = "MODEL: {TYPE: Mixer, NAME: mixer_base_patch16_224, MIXER: {PATCH_SIZE: 16, EMBED_DIM: 768.0}}"
+    assert "restates its sizes (MIXER.PATCH_SIZE, MIXER.EMBED_DIM)" in load(tmp_path, nested).notes[0]
+    volo = "MODEL: {TYPE: volo, NAME: volo_d1_224, TRANS: {LAYERS: [4, 4, 8, 2], QKV_BIAS: False}}"
+    assert "restates its sizes (QKV_BIAS, LAYERS)" in load(tmp_path, volo).notes[0]
+
+
+def test_other_sizes_are_refused_with_both_values(tmp_path: Path) -> None:
+    assert error(tmp_path, CAIT.replace("192", "200")) == (
+        "run.yaml:4: MODEL.EMBED_DIM 200 (timm's: 192): MODEL.NAME cait_xxs24_224 is timm's cait_xxs24_224, whose "
+        "sizes cannot be changed; leave the keys out, or name another model"
+    )
+    typed = error(tmp_path, CAIT, MODEL__NAME="cait_s24_224")
+    assert "run.yaml:4: MODEL.EMBED_DIM 192 (timm's: 384): MODEL.NAME cait_s24_224 is timm's" in typed
+    assert "timm has no CaiT of these sizes (EMBED_DIM 7)" in error(tmp_path, "MODEL: {TYPE: cait, EMBED_DIM: 7}")
+
+
+def test_wrong_or_missing_name_is_replaced_by_the_model_of_the_sizes(tmp_path: Path) -> None:
+    loaded = load(tmp_path, CAIT.replace("192", "384"))
+    assert loaded.config.MODEL.NAME == "cait_s24_224"
+    assert loaded.notes[0].endswith(
+        "run.yaml:3: MODEL.NAME cait_xxs24_224 is not the CaiT that the file describes: its sizes are those of timm's "
+        "cait_s24_224, which is built"
+    )
+    unnamed = load(tmp_path, "MODEL: {TYPE: convnext, DIMS: [256, 512, 1024, 2048]}")
+    assert unnamed.config.MODEL.NAME == "convnext_xlarge"
+    assert "are those of pvt_v2_b1, pvt_v2_b2" in error(
+        tmp_path, "MODEL: {TYPE: pvtv2, EMBED_DIM: [64, 128, 320, 512]}"
+    )
+    assert "MODEL.NAME is not set; timm has coat_tiny" in error(tmp_path, "MODEL: {TYPE: coat}")
+
+
+def test_keys_of_other_families_stay_unknown(tmp_path: Path) -> None:
+    text = "MODEL:\n  TYPE: cait\n  NAME: cait_xxs24_224\n  SERIAL_DEPTHS: [2, 2]\n  MIXER: {DEPTH: 12}\n"
+    message = error(tmp_path, text)
+    assert "run.yaml:4: unknown key MODEL.SERIAL_DEPTHS" in message
+    assert "run.yaml:5: unknown key MODEL.MIXER" in message
+    mixed = "MODEL: {TYPE: Mixer, NAME: mixer_b16_224, MIXER: {DEPTH: 12, DEPHT: 12}}"
+    assert error(tmp_path, mixed).startswith("run.yaml:1: unknown key MODEL.MIXER.DEPHT.")
+
+
+def test_image_size_of_crossvit_is_the_one_that_the_model_computes_with(tmp_path: Path) -> None:
+    text = "DATA: {IMAGE_SIZE: 224}\nMODEL: {TYPE: CrossViT, NAME: crossvit_vit_9_224, IMG_SIZE: [240, 224]}"
+    loaded = load(tmp_path, text)
+    assert (loaded.config.MODEL.NAME, loaded.config.DATA.IMAGE_SIZE) == ("crossvit_9_240", 240)
+    assert "images of 240 pixels: PaddleViT loads 224" in loaded.notes[0]
+    assert load(tmp_path, text, DATA__IMAGE_SIZE="480").config.DATA.IMAGE_SIZE == 480
+
+
+@pytest.mark.slow
+def test_paddlevit_file_runs_from_the_command_line(vitamp: Vitamp, tmp_path: Path) -> None:
+    """A file of XCiT, with a key that has another name here; wrong sizes exit with 2."""
+    file = tmp_path / "xcit.yaml"
+    file.write_text(
+        "DATA: {IMAGE_SIZE: 32, DATASET: digits, IMAGE_CHANNELS: 1, BATCH_SIZE: 4}\nMODEL: {TYPE: xcit, NAME: "
+        "xcit_nano_12_p16_224, PATCH_SIZE: 16, EMBED_DIM: 128, DEPTH: 12, NUM_HEADS: 4, ETA: 0.5, TOKENS_NORM: False, "
+        "NUM_CLASSES: 10}\nTHREADS: 1\nDEVICE: cpu\n"
+    )
+    done = vitamp("-cfg", file, "-dry_run")
+    assert done.code == 0, done.text
+    assert "MODEL.NAME xcit_nano_12_p16_224; the file restates its sizes (PATCH_SIZE, EMBED_DIM, " in done.text
+    refused = vitamp("-cfg", file, "-print_config", "MODEL.DEPTH=13")
+    assert refused.code == 2
+    assert "MODEL.DEPTH 13 (timm's: 12)" in refused.text
+
+
+def test_settings_of_a_run_are_read_again(tmp_path: Path) -> None:
+    """The config.yaml of a run names timm's model, and has no sizes."""
+    loaded = load(tmp_path, CAIT)
+    again = load(tmp_path, to_yaml(loaded.config))
+    assert again.config == loaded.config
+    assert not any("sizes" in note for note in again.notes)
+
+
+def test_initial_layer_scale_reaches_the_model() -> None:
+    kind = {"TYPE": "cait", "NAME": "cait_xxs24_224", "INIT_VALUES": 0.5}
+    assert timm_call(ModelConfig.model_validate(kind), 224, 3)[1]["init_values"] == 0.5
+    with pytest.raises(UserError, match=r"MODEL.INIT_VALUES 0.5: ResNet takes no initial value of layer scale"):
+        check_model(ModelConfig.model_validate(kind | {"NAME": "resnet18"}), 224, 3)

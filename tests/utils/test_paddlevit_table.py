@@ -125,7 +125,7 @@ def test_defaults_of_the_table_are_settings(tmp_path: Path) -> None:
         loaded = load(tmp_path, f"MODEL: {{TYPE: {word}, NAME: {next(iter(family.models))}}}")
         chosen = {key for key, source in loaded.sources.items() if source == f"default ({word})"}
         assert chosen == set(family.defaults)
-    assert loaded.config.TRAIN.END_LR == 1e-5, "a number, not the text 1e-5"
+        assert loaded.config.TRAIN.END_LR < 1, "a number, not text"
 
 
 def test_nearest_models_of_missing_families_are_timms(tmp_path: Path) -> None:

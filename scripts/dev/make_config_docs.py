@@ -43,7 +43,7 @@ contradict each other are reported, also together.
 
 ## PaddleViT's files
 
-The YAML files of PaddleViT's models load unchanged, if timm has the model ([migrating.md](migrating.md#paddlevit)). `None`,
+PaddleViT's YAML files load unchanged, if timm has the model ([migrating.md](migrating.md#paddlevit)). `None`,
 `(0.9, 0.999)` and `1e-6` are read as a null, a tuple and a number. `AMP: true` means `AMP.ENABLED: true`, and the older
 nesting `MODEL.TRANS.PATCH_SIZE` means `MODEL.PATCH_SIZE`. These older names are accepted:
 

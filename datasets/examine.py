@@ -5,8 +5,11 @@ Nothing here changes a training. In a large data set, only as much is looked at 
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -23,6 +26,8 @@ HEADER_SECONDS = 1.0
 """Most seconds of reading headers with DATA.CHECK quick"""
 LOOKED_AT = 400
 """Images whose headers are read."""
+MEASURED = 100
+"""Images whose sides give `median_side`."""
 UNEQUAL = 5
 """Largest class over smallest, from which on the classes are called unequal."""
 HUGE = 16
@@ -87,16 +92,7 @@ def _class_names(splits: dict[str, Samples]) -> list[str]:
 def _add_headers(findings: Findings, train: Samples, data: DataConfig, clock: Clock) -> None:
     """Modes, sizes and rotation of some training images."""
     count = len(train) if data.CHECK == "full" else min(LOOKED_AT, len(train))
-    headers: list[Header] = []
-    for index in np.random.default_rng(0).permutation(len(train))[:count].tolist():
-        if clock.is_past():
-            break
-        try:
-            encoded = train.read(index)
-        except OSError:
-            continue
-        if not isinstance(encoded, np.ndarray):
-            headers.append(header_of(bytes(encoded), data.IMAGE_CHANNELS))
+    headers = list(takewhile(lambda _: not clock.is_past(), _headers(train, count, data)))
     findings.looked_at = len(headers)
     findings.modes = dict(Counter(header.mode for header in headers if header.mode))
     findings.turned = sum(header.turned for header in headers)
@@ -106,6 +102,26 @@ def _add_headers(findings: Findings, train: Samples, data: DataConfig, clock: Cl
         findings.smallest, findings.median, findings.largest = (
             (width, height) for width, height in (by_area[0], by_area[len(by_area) // 2], by_area[-1])
         )
+
+
+def _headers(samples: Samples, count: int, data: DataConfig) -> Iterator[Header]:
+    """Headers of `count` images, always the same ones; without images whose file cannot be read."""
+    for index in np.random.default_rng(0).permutation(len(samples))[:count].tolist():
+        try:
+            encoded = samples.read(index)
+        except OSError:
+            continue
+        if not isinstance(encoded, np.ndarray):
+            yield header_of(bytes(encoded), data.IMAGE_CHANNELS)
+
+
+def median_side(samples: Samples, data: DataConfig) -> int | None:
+    """Median of the shorter sides of some images, in pixels; None if no image has a readable header.
+
+    Other than `examine`, it reads the same images however long that takes, because every rank has to find the same.
+    """
+    sides = [min(header.size) for header in _headers(samples, MEASURED, data) if header.size != (0, 0)]
+    return statistics.median_low(sides) if sides else None
 
 
 def notes_of(found: Findings, data: DataConfig, weighted: bool, check: str) -> list[str]:

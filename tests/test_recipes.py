@@ -32,6 +32,7 @@ OWN_SIZES = {
     "fleet_amp",
     "paddle_amp",
     "vit_digits_distilled",
+    "small_images",
     *SHOWN_LESS,
 }
 TIMM_SIZES = [name for name in RECIPES if name not in OWN_SIZES]
@@ -232,15 +233,20 @@ def test_the_list_of_recipes_has_the_right_parameter_counts(name: str) -> None:
 
 @cache
 def built(name: str) -> tuple[dict[str, tuple[int, ...]], int]:
-    """Names and shapes in the state dict of a recipe's model, and its number of parameters; `auto` is 1000 classes."""
+    """Names and shapes in the state dict of a recipe's model, and its number of parameters.
+
+    `auto` is 1000 classes, images of 48x48 and patches of 6x6.
+    """
     import torch
 
     from models import build_model, count_parameters
 
     config = settings(name)
     with torch.device("meta"):
-        sized = config.MODEL.model_copy(update={"NUM_CLASSES": classes_of(config.MODEL)})
-        model = build_model(sized, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
+        patch = 6 if config.MODEL.PATCH_SIZE == AUTO else config.MODEL.PATCH_SIZE
+        sized = config.MODEL.model_copy(update={"NUM_CLASSES": classes_of(config.MODEL), "PATCH_SIZE": patch})
+        side = 48 if config.DATA.IMAGE_SIZE == AUTO else config.DATA.IMAGE_SIZE
+        model = build_model(sized, side, config.DATA.IMAGE_CHANNELS)
     return shapes(model), count_parameters(model)[0]
 
 

@@ -131,7 +131,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             ("DATA.BATCH_SIZE_EVAL",),
             default_text="-batch_size",
         ),
-        Flag("image_size", "height and width of the model's input", "PIXELS", ("DATA.IMAGE_SIZE",)),
+        Flag("image_size", "height and width of the model's input", "PIXELS|auto", ("DATA.IMAGE_SIZE",)),
         Flag(
             "num_workers",
             "loading processes per rank",

@@ -50,7 +50,7 @@ def with_preprocessing(loaded: Loaded, source: str) -> Loaded:
     if resumes:
         return loaded.with_values({}, _other_crop_mode(loaded, source))
     known = preprocessing_of(source)
-    unset = [key for key in FIELDS.values() if loaded.is_default(key)]
+    unset = [key for key in FIELDS.values() if loaded.is_default(key) or value_of(loaded.config, key) == AUTO]
     if known is None or not known.values:
         now = _in_words({key: value_of(loaded.config, key) for key in FIELDS.values()})
         note = f"MODEL.PRETRAINED {source}: the preprocessing of its training images is unknown; this run uses {now}"

@@ -65,7 +65,7 @@ def main() -> int:
         for seed in range(args.seeds):
             runs += [bench.by_timm(weights, seed), bench.by_vitamp(weights, seed)]
             print(*(f"{run['program']}, seed {seed}: {run['acc1']:.2f} %" for run in runs[-2:]), sep="; ", flush=True)
-    fields = {"runs": runs, "timm_train": args.timm_version, **about()}
+    fields = {"runs": runs, "timm_train": args.timm_version, **about(SAME)}
     args.json.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     for program in ("timm", "vitamp"):
         found = [run["acc1"] for run in runs if run["program"] == program]
@@ -77,7 +77,7 @@ class Bench:
     """The folder of images, weights and runs."""
 
     def __init__(self, timm_train: Path, folder: Path) -> None:
-        self._timm_train, self._folder = timm_train, folder
+        self._timm_train, self.folder = timm_train, folder
 
     def write_images(self, name: str, classes: range, train: int, val: int) -> Path:
         """Write so many JPEGs of each class for training and for validation."""
@@ -88,23 +88,23 @@ class Bench:
                 continue
             split = "train" if written[label] < train else "val"
             written[label] += 1
-            file = self._folder / name / split / str(label) / f"{number}.jpg"
+            file = self.folder / name / split / str(label) / f"{number}.jpg"
             file.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(digit).convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC).save(file, quality=95)
-        return self._folder / name
+        return self.folder / name
 
     def pretrain(self) -> Path:
         """Train on the other digits with timm's train.py; return its weights as a folder for timm's hub."""
         images = self.write_images("old", OLD_CLASSES, train=140, val=30)
         size = f"--img-size {SIDE} --model-kwargs img_size={SIDE}"
         words = f"{size} --epochs 15 -b 32 --opt adamw --lr 1e-3 --weight-decay 0.05 --clip-grad 1 --hflip 0"
-        run = self._run_timm(images, "pretrain", 0, *words.split())
+        run = self.run_timm(images, "pretrain", 0, *words.split())
         # As many outputs as ImageNet has classes: timm would keep a classifier of as many as the new images have.
         model: Any = timm.create_model(MODEL, img_size=SIDE)
         with torch.serialization.safe_globals([argparse.Namespace]):  # train.py stores its arguments, too
             state = torch.load(run / "last.pth.tar", map_location="cpu", weights_only=True)["state_dict"]
         model.load_state_dict(state)
-        weights = self._folder / "weights"
+        weights = self.folder / "weights"
         given = {
             "mean": MEAN_STD,
             "std": MEAN_STD,
@@ -122,34 +122,38 @@ class Bench:
 
     def by_timm(self, weights: Path, seed: int) -> dict[str, Any]:
         words = f"{SAME} --pretrained --num-classes {len(NEW_CLASSES)} --amp --amp-dtype bfloat16".split()
-        run = self._run_timm(self._folder / "new", f"timm-{seed}", seed, *words, model=f"local-dir:{weights}")
-        with (run / "summary.csv").open(encoding="utf-8") as file:
-            last = list(csv.DictReader(file))[-1]
-        return {"program": "timm", "seed": seed, "acc1": float(last["eval_top1"])}
+        run = self.run_timm(self.folder / "new", f"timm-{seed}", seed, *words, model=f"local-dir:{weights}")
+        return {"program": "timm", "seed": seed, "acc1": last_of_timm(run)}
 
     def by_vitamp(self, weights: Path, seed: int) -> dict[str, Any]:
-        images, run = self._folder / "new", self._folder / f"vitamp-{seed}"
+        images, run = self.folder / "new", self.folder / f"vitamp-{seed}"
         files = ["-cfg", RECIPE, "-data_path", images, "-pretrained", weights, "-output", run]
         words = f"-model {MODEL} -lr 1e-3 -amp bf16 -seed {seed} -device cpu".split()
-        self._execute(ROOT / "main_single_gpu.py", *files, *words)
+        self.execute(ROOT / "main_single_gpu.py", *files, *words)
         return {"program": "vitamp", "seed": seed, "acc1": History.of_run(run).last(TOP1)[PLAIN]}
 
-    def _run_timm(self, images: Path, name: str, seed: int, *words: str, model: str = MODEL) -> Path:
-        files = ["--data-dir", images, "--output", self._folder, "--experiment", name, "--model", model]
+    def run_timm(self, images: Path, name: str, seed: int, *words: str, model: str = MODEL) -> Path:
+        files = ["--data-dir", images, "--output", self.folder, "--experiment", name, "--model", model]
         more = f"--train-split train --val-split val --seed {seed} --device cpu -j 1 --checkpoint-hist 1".split()
-        self._execute(self._timm_train, *files, *more, *words)
-        return self._folder / name
+        self.execute(self._timm_train, *files, *more, *words)
+        return self.folder / name
 
-    def _execute(self, *words: Path | str) -> None:
+    def execute(self, *words: Path | str) -> None:
         command = [sys.executable, *map(str, words)]
-        done = subprocess.run(command, cwd=self._folder, env=as_child(), capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=self.folder, env=as_child(), capture_output=True, text=True, check=False)
         if done.returncode:
             sys.exit(f"{shlex.join(command)} failed:\n{(done.stdout + done.stderr)[-3000:]}")
 
 
-def about() -> dict[str, Any]:
+def last_of_timm(run: Path) -> float:
+    """Top-1 of timm's last validation."""
+    with (run / "summary.csv").open(encoding="utf-8") as file:
+        return float(list(csv.DictReader(file))[-1]["eval_top1"])
+
+
+def about(settings: str) -> dict[str, Any]:
     return {
-        "settings": SAME,
+        "settings": settings,
         "device": f"cpu: {processor()}",
         "versions": {name: version(name) for name in ("torch", "timm")},
         "date": datetime.now(UTC).date().isoformat(),

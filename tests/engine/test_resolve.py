@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from engine.inputs.normalize import Inputs
 from engine.resolve import resolve
+from tests.program import save_image
 from utils.config import Loaded, load_config
 from utils.errors import UserError
 
@@ -123,3 +124,68 @@ def test_auto_classes_are_counted_and_named() -> None:
     assert "MODEL.NUM_CLASSES 10: classes of digits" in loaded.notes
     with_path = resolved(MODEL__NUM_CLASSES="auto", DATA__IMAGE_CHANNELS="1", DATA__DATA_PATH="/data")
     assert "MODEL.NUM_CLASSES 10: classes of digits" in with_path.notes, "which are not in /data"
+
+
+def of_images(folder: Path, *sizes: tuple[int, int], **words: str) -> Loaded:
+    """Image size and patch size `auto`, for two classes of images of these sizes."""
+    for number, size in enumerate(2 * sizes):
+        for label in range(2):
+            save_image(folder / "images" / f"class_{label}" / f"{number}.png", seed=number, size=size)
+    auto = {"DATA.IMAGE_SIZE": "auto", "MODEL.PATCH_SIZE": "auto", "DATA.DATA_PATH": str(folder / "images")}
+    return resolve(load_config(None, words=auto | {key.replace("__", "."): value for key, value in words.items()}))
+
+
+def sizes_of(loaded: Loaded) -> tuple[int, int | None]:
+    return loaded.config.DATA.IMAGE_SIZE, loaded.config.MODEL.PATCH_SIZE
+
+
+@pytest.mark.parametrize(
+    ("side", "size", "patch"), [(20, 32, 4), (37, 40, 5), (45, 48, 6), (64, 64, 8), (90, 88, 8), (95, 96, 8)]
+)
+def test_auto_sizes_are_those_of_the_images(tmp_path: Path, side: int, size: int, patch: int) -> None:
+    loaded = of_images(tmp_path, (side, side + 30))
+    assert sizes_of(loaded) == (size, patch)
+    said = "\n".join(loaded.notes)
+    assert f"DATA.IMAGE_SIZE {size}: the median image of imagefolder" in said
+    assert f"has {side} pixels (shorter side)" in said
+    assert f"MODEL.PATCH_SIZE {patch}: {size // patch} x {size // patch} patches" in said
+
+
+def test_auto_image_size_is_a_median_a_multiple_of_the_patch_and_at_most_96(tmp_path: Path) -> None:
+    one_large = of_images(tmp_path / "a", (32, 32), (34, 33), (900, 900))
+    assert sizes_of(one_large) == (32, 4)
+    assert sizes_of(of_images(tmp_path / "b", (50, 50), MODEL__PATCH_SIZE="7")) == (49, 7)
+    assert sizes_of(of_images(tmp_path / "c", (50, 50), MODEL__PATCH_SIZE="null")) == (48, None), "of a timm model"
+    large = of_images(tmp_path / "d", (300, 200))
+    assert sizes_of(large) == (96, 8)
+    assert "auto chooses at most 96" in "\n".join(large.notes)
+
+
+def test_a_given_image_size_gets_a_patch_that_divides_it(tmp_path: Path) -> None:
+    assert sizes_of(of_images(tmp_path, (48, 48), DATA__IMAGE_SIZE="28")) == (28, 4)
+    with pytest.raises(UserError, match=r"PATCH_SIZE auto: no patch of 4 to 8 .* 37\. .* -image_size 40"):
+        of_images(tmp_path, (48, 48), DATA__IMAGE_SIZE="37")
+
+
+def test_auto_sizes_need_images_with_a_known_size(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"IMAGE_SIZE auto: .* digits is unknown, because they are in memory"):
+        resolved(DATA__IMAGE_SIZE="auto", DATA__IMAGE_CHANNELS="1", MODEL__NUM_CLASSES="auto")
+    for number in range(2):
+        (tmp_path / "images" / f"class_{number}").mkdir(parents=True)
+        (tmp_path / "images" / f"class_{number}" / "1.png").write_bytes(b"no image")
+        (tmp_path / "images" / f"class_{number}" / "2.png").write_bytes(b"nor this")
+    with pytest.raises(UserError, match="because none of those tried can be read"):
+        of_images(tmp_path)
+
+
+def test_auto_image_size_is_that_of_pretrained_weights(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(1)}, tmp_path / "a.safetensors", metadata={"input": json.dumps({"image_size": 64})})
+    loaded = of_images(tmp_path, (40, 40), MODEL__PRETRAINED=str(tmp_path / "a.safetensors"))
+    assert sizes_of(loaded) == (64, 8)
+
+
+def test_a_resumed_run_keeps_its_auto_sizes(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text("DATA: {IMAGE_SIZE: 64}\nMODEL: {PATCH_SIZE: 4}\n")
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    assert sizes_of(of_images(tmp_path, (40, 40), MODEL__RESUME=str(tmp_path / "run"))) == (64, 4)

@@ -15,7 +15,9 @@ from typing import Any
 from tools.common.output_file import check_output_file, describe_written_files, forget_written_files
 from utils.cli import WIDTH, CommandLine, Parser, command_line
 from utils.config import Loaded, load_config
+from utils.config.keys import value_of
 from utils.config.kinds import AUTO
+from utils.config.resumed import AUTO_BY_DATA, CLASSES, IMAGE_SIZE, PATCH_SIZE
 from utils.distributed.world import read_world
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainingError, UserError, nearest
 from utils.flags import BY_NAME, HELP, Flag, Positional
@@ -50,6 +52,8 @@ PAGES = {
     "show_batch.py": "docs/data.md",
 }
 """Documentation page of each tool."""
+SAY = {CLASSES: 1000, IMAGE_SIZE: 224, PATCH_SIZE: 16}
+"""Numbers to suggest in place of `auto` to tools that read no data"""
 WEIGHTS = Flag(
     "weights",
     CHOICES_IN_WORDS,
@@ -217,11 +221,11 @@ class ToolLine:
             from engine.resolve import resolve  # imports torch, which takes seconds, so only for valid settings
 
             return resolve(loaded)
-        if loaded.config.MODEL.NUM_CLASSES == AUTO:
-            where = loaded.sources["MODEL.NUM_CLASSES"]
+        if unknown := [key for key in AUTO_BY_DATA if value_of(loaded.config, key) == AUTO]:
+            where, key = loaded.sources[unknown[0]], unknown[0]
             raise UserError(
-                f"{where}: MODEL.NUM_CLASSES auto does not work in this tool, which does not count the classes of the "
-                "data set; give a number, say -num_classes 1000."
+                f"{where}: {key} auto does not work in this tool, which does not read the data set; give a number, "
+                f"say {key}={SAY[key]}."
             )
         return loaded
 

@@ -13,6 +13,7 @@ from itertools import pairwise
 from utils.config.data import DataConfig
 from utils.config.fields import rules_of, why_without_effect
 from utils.config.keys import default_of, settings, value_of
+from utils.config.kinds import AUTO
 from utils.config.read import Entry
 from utils.config.rules import Rule, broken
 from utils.config.schema import Config, DistConfig
@@ -67,7 +68,7 @@ def _data(data: DataConfig) -> Iterator[Problem]:
 
 def _model(config: Config) -> Iterator[Problem]:
     model, size = config.MODEL, config.DATA.IMAGE_SIZE
-    if model.PATCH_SIZE and size % model.PATCH_SIZE:
+    if model.PATCH_SIZE and AUTO not in (model.PATCH_SIZE, size) and size % model.PATCH_SIZE:
         below = size - size % model.PATCH_SIZE
         near = either([below, below + model.PATCH_SIZE] if below else [model.PATCH_SIZE])
         yield "DATA.IMAGE_SIZE", f"{size} is not divisible by MODEL.PATCH_SIZE {model.PATCH_SIZE}; nearest: {near}"
@@ -154,13 +155,13 @@ def _shortcuts(config: Config) -> Iterator[Problem]:
             f"TRAIN.NUM_EPOCHS {train.NUM_EPOCHS}, as in [[0, 160], [0.75, 224]]; a start below 1 is a fraction of the "
             "run and is converted to epochs before this check",
         )
-    if steps[-1][1] != full:
+    if full != AUTO and steps[-1][1] != full:
         yield (
             "TRAIN.SIZE_SCHEDULE",
             f"{one_line(steps)} ends with size {steps[-1][1]}; it must end with DATA.IMAGE_SIZE {full}, the size of "
             "validation",
         )
-    if patch and (odd := sorted({size for _, size in steps if size % patch and size != full})):
+    if patch and patch != AUTO and (odd := sorted({size for _, size in steps if size % patch and size != full})):
         yield "TRAIN.SIZE_SCHEDULE", f"{one_line(tuple(odd))}: not divisible by MODEL.PATCH_SIZE {patch}"
 
 

@@ -68,7 +68,11 @@ class DataConfig(Section):
         "Name of a data set or layout (docs/data.md). If it is not set, the layout of DATA_PATH is recognised; the "
         "default applies only if DATA_PATH is not set or does not exist.",
     )
-    IMAGE_SIZE: Positive = setting(224, "Height and width of the model's input, in pixels.")
+    IMAGE_SIZE: PositiveOrAuto = setting(
+        224,
+        "Height and width of the model's input, in pixels; auto: that of the pretrained weights, or without any the "
+        "median of the training images, within 32 to 96 (docs/small_images.md).",
+    )
     IMAGE_CHANNELS: Annotated[Literal[1, 3], BeforeValidator(as_integer)] = setting(3, "3 for RGB, 1 for grey.")
     CROP_PCT: float = setting(
         0.875, "Validation: side of the centre crop, as a fraction of the image's short side.", gt=0, le=1

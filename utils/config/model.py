@@ -70,7 +70,10 @@ class ModelConfig(Section):
     INIT_VALUES: AboveZero | None = setting(
         None, "Initial value of layer scale (CaiT, BEiT, XCiT, ConvNeXt, ...; adds it to a ViT); null: timm's."
     )
-    PATCH_SIZE: Positive | None = setting(None, "Height and width of a patch, in pixels; 16 for ViT-B/16.")
+    PATCH_SIZE: PositiveOrAuto | None = setting(
+        None,
+        "Height and width of a patch, in pixels; 16 for ViT-B/16; auto: 4 to 8, so that a row has about 8 patches.",
+    )
     EMBED_DIM: Positive | None = setting(None, "Embedding dimension (width); 768 for ViT-B.")
     NUM_HEADS: Positive | Integers | None = setting(None, "Attention heads (Swin: one number per stage).")
     ATTN_HEAD_SIZE: Positive | None = setting(

@@ -35,8 +35,11 @@ FORMER: dict[str, Any] = {
 CLIPPED = "TRAIN.WARMUP_EPOCHS"
 RESUME, OUTPUT, PRETRAINED, EVAL = "MODEL.RESUME", "OUTPUT", "MODEL.PRETRAINED", "EVAL"
 DATASET, CLASSES = "DATA.DATASET", "MODEL.NUM_CLASSES"
+IMAGE_SIZE, PATCH_SIZE = "DATA.IMAGE_SIZE", "MODEL.PATCH_SIZE"
+AUTO_BY_DATA = (CLASSES, IMAGE_SIZE, PATCH_SIZE)
+"""Settings for which engine/resolve.py replaces `auto` by a number, mostly from the data."""
 FROM_WEIGHTS = (
-    *("DATA.IMAGE_SIZE", "DATA.CROP_PCT", "DATA.CROP_MODE", "DATA.INTERPOLATION"),
+    *(IMAGE_SIZE, "DATA.CROP_PCT", "DATA.CROP_MODE", "DATA.INTERPOLATION"),
     *("DATA.IMAGENET_MEAN", "DATA.IMAGENET_STD"),
 )
 """Settings that a new run takes from its pretrained weights if they are not set; see engine/resolve.py."""
@@ -57,7 +60,7 @@ def resolved_by_run(given: Mapping[str, Entry]) -> dict[str, Entry]:
         return {}
     saved, where = loaded
     keys = [key for key in (DATASET, *(FROM_WEIGHTS if saved.MODEL.PRETRAINED else ())) if key not in given]
-    keys += [CLASSES] if CLASSES in given and folded(given[CLASSES].value) == AUTO else []
+    keys += [key for key in AUTO_BY_DATA if key in given and folded(given[key].value) == AUTO]
     values = {key: value_of(saved, key) for key in keys}
     return {key: Entry(value, f"run in {where}") for key, value in values.items() if value != AUTO}
 

@@ -11,7 +11,7 @@ from engine.measure.bottleneck import shown_rate
 from engine.measure.progress import clock
 from engine.task.base import Metrics
 from utils.config import Config
-from utils.record.tasks import LOSS, METRICS, TOP5, Metric
+from utils.record.tasks import LOSS, MACRO_F1, METRICS, TOP5, Metric
 from utils.record.weight_sets import AVERAGE, PLAIN, WeightSet
 from utils.terminal import Looks
 
@@ -109,6 +109,8 @@ def _shown_metrics(config: Config) -> dict[tuple[WeightSet, Metric], int]:
         shown[AVERAGE, main if by == LOSS else by] = 2
     if TOP5 in config.DATA.task.metrics and by != TOP5 and (config.MODEL.NUM_CLASSES or 0) > 10:
         shown[PLAIN, TOP5] = 9
+    if MACRO_F1 in config.DATA.task.metrics and by != MACRO_F1:
+        shown[PLAIN, MACRO_F1] = 10
     return shown
 
 

@@ -11,7 +11,7 @@ from tests.program import Result
 from tests.terminal import on_terminal
 
 BAR = r"epoch \d/8  (━+)  +\d+/44  loss \d+\.\d{4}  [\d,.]+ images/s  epoch \d:\d\d:\d\d left  run \d:\d\d:\d\d left"
-ROW = r" +{}/{}  0:00:\d\d  +\d+\.\d{{4}}  +\d+\.\d{{4}}  +\d+\.\d\d  +\d\.\d\de-\d\d  +[\d,]+(  best)?"
+ROW = r" +{}/{}  0:00:\d\d  +\d+\.\d{{4}}  +\d+\.\d{{4}}  +\d+\.\d\d  +\d+\.\d\d  +\d\.\d\de-\d\d  +[\d,]+(  best)?"
 
 
 def forms(log: str) -> Counter[str]:

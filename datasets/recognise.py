@@ -19,7 +19,7 @@ LAYOUTS = """Expected layout, one of:
   {root}/<class>/1.jpg                              class folders, to be split (imagefolder)"""
 
 
-def recognise(place: str) -> tuple[str, str] | None:
+def recognise(place: str, needs_labels: bool = True) -> tuple[str, str] | None:
     """(value for DATA.DATASET, what was recognised) of the data set at `place`; None if `place` does not exist."""
     if "://" in place:
         return "shards", "a URL is read as tar files"
@@ -29,6 +29,8 @@ def recognise(place: str) -> tuple[str, str] | None:
     if not path.is_dir():
         return None
     found = _layouts(readable_folder(place))
+    if not found and not needs_labels:
+        return "images", "no layout with labels; all images below it are used, without labels"
     if not found:
         raise UserError(
             f"DATA.DATA_PATH (-data_path): the layout of {path} is not recognised. Name the data set with -dataset "

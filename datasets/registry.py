@@ -25,6 +25,7 @@ PLACES = {
     "digits": "sources.digits:SOURCE",
     "imagefolder": "sources.imagefolder:SOURCE",
     "imagenet2012": "sources.imagenet2012:SOURCE",
+    "images": "sources.unlabelled:SOURCE",
     "shards": "shards.source:SOURCE",
     "synthetic": "sources.synthetic:SOURCE",
 }

@@ -42,7 +42,7 @@ def _with_dataset(loaded: Loaded) -> Loaded:
         return loaded
     from datasets.recognise import recognise
 
-    found = recognise(place)
+    found = recognise(place, needs_labels=not loaded.config.MODEL.MAE_PRETRAIN)
     if found is None:
         return loaded
     name, what = found

@@ -61,8 +61,7 @@ def build_model(model: ModelConfig, image_size: int, channels: int, shortcuts: S
         log.info(note, extra=DETAIL)
     module = timm.create_model(plan.timm_name, **plan.arguments)
     vars(module)[LABEL] = model.NAME.strip()
-    shortcuts.finish(module)
-    freeze(module, model.FREEZE, for_now=model.UNFREEZE_EPOCH is not None)
+    module = _finished(module, model, shortcuts)
     log.info("Model %s: timm's %s", model.NAME, type(module).__name__, extra=DETAIL)
     return module
 
@@ -70,8 +69,17 @@ def build_model(model: ModelConfig, image_size: int, channels: int, shortcuts: S
 def build_without_weights(model: ModelConfig, image_size: int, channels: int, shortcuts: Shortcuts = NONE) -> nn.Module:
     """The model on torch's meta device, without weights in memory."""
     plan = _plan(model, image_size, channels, shortcuts)
-    module = _without_weights(plan.timm_name, plan.arguments)
+    with torch.device("meta"), _NoInitialisation():
+        return _finished(_without_weights(plan.timm_name, plan.arguments), model, shortcuts)
+
+
+def _finished(module: nn.Module, model: ModelConfig, shortcuts: Shortcuts) -> nn.Module:
+    """What timm's model becomes: a masked autoencoder, or one with frozen parts."""
     shortcuts.finish(module)
+    if model.MAE_PRETRAIN:
+        from models.masked import masked_autoencoder
+
+        module = masked_autoencoder(module, model)
     freeze(module, model.FREEZE, for_now=model.UNFREEZE_EPOCH is not None)
     return module
 
@@ -148,13 +156,18 @@ def _make_plan(model: ModelConfig, image_size: int, channels: int, shortcuts: Sh
     has, takes = sizes_of(reference), arguments_of(reference)
     edited = {key: value for key, value in wanted.items() if key in takes and not same(key, value, has)}
     rates, problems = rate_arguments(model, reference)
-    arguments: dict[str, Any] = {"num_classes": model.NUM_CLASSES, "in_chans": channels}
+    classes = 0 if model.MAE_PRETRAIN else model.NUM_CLASSES
+    arguments: dict[str, Any] = {"num_classes": classes, "in_chans": channels}
     if takes or pretrained_cfg(reference).get("fixed_input_size"):
         arguments["img_size"] = image_size
     arguments |= {takes[key]: value for key, value in edited.items()} | rates
     unsupported = shortcuts.problems(reference, edited.get("PATCH_SIZE"))
     arguments |= {} if unsupported else shortcuts.arguments()
 
+    if model.MAE_PRETRAIN:
+        from models.masked import masking_problems
+
+        problems += masking_problems(reference, model)
     geometry = heads_problems({**has, **edited}) if takes else []
     if "img_size" in arguments:
         geometry += patch_problems(reference, edited.get("PATCH_SIZE"), image_size)

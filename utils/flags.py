@@ -145,6 +145,11 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("num_classes", "number of classes; auto: as many as the data set has", "N|auto", ("MODEL.NUM_CLASSES",)),
         Flag("pretrained", "weights to start from: a file, a run or a timm model", "FROM", ("MODEL.PRETRAINED",)),
         Flag(
+            "mae_pretrain",
+            "learn without labels: hide most patches and predict their pixels (docs/pretraining.md)",
+            keys=("MODEL.MAE_PRETRAIN",),
+        ),
+        Flag(
             "teacher_model",
             "teacher for distillation: a timm model, a run, or NAME=FILE (timm's name and a file of weights)",
             "FROM",

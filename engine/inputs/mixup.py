@@ -42,6 +42,8 @@ def no_transform(images: Tensor, labels: Tensor) -> TransformedBatch:
 
 def build_batch_transform(train: TrainConfig, task: Task, device: torch.device) -> BatchTransform:
     """The batch transform that TRAIN asks for. Validation has none."""
+    if not task.mixes:
+        return no_transform
     erase = _random_erasing(train, device) if train.RANDOM_ERASE_PROB else None
     mix = Mixing(train, task) if train.mixes else None
     if erase is None and mix is None:

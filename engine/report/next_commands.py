@@ -10,18 +10,23 @@ from engine.machine.context import Run
 from engine.measure.progress import Position
 from utils.config import Config
 from utils.distributed.again import entry_script, start_again
+from utils.record.tasks import NO_LABELS
 
 
 def next_commands(run: Run, position: Position, folder: Path, paused: bool = False) -> dict[str, str]:
-    """Commands by name: evaluate, predict, export, report, and resume."""
+    """Commands by name: evaluate, predict, export, report, and resume; without labels those that need none."""
     scripts, quoted = entry_script().parent / "scripts", shlex.quote(str(folder))
-    return {
+    commands = {
         "evaluate": f"python {scripts / 'evaluate.py'} {quoted}",
         "predict": f"python {scripts / 'predict.py'} {quoted} IMAGE.jpg",
         "export": f"python {scripts / 'export.py'} {quoted} -to onnx -out {shlex.quote(str(folder / 'model.onnx'))}",
         "report": f"python {scripts / 'report.py'} {quoted}",
         "resume": start_again(run.world, f"-resume {quoted}{'' if paused else _longer(run.config, position)}"),
     }
+    if run.config.task != NO_LABELS:
+        return commands
+    finetune = start_again(run.world, f"-cfg RECIPE.yaml -data_path LABELLED_IMAGES -pretrained {quoted}")
+    return {"finetune": finetune, "report": commands["report"], "resume": commands["resume"]}
 
 
 def as_lines(commands: Mapping[str, str]) -> str:

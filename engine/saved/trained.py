@@ -32,6 +32,7 @@ from utils.distributed.world import ALONE
 from utils.errors import TrainingError, UserError
 from utils.log import log
 from utils.record.chosen import Chosen, chosen_at
+from utils.record.tasks import NO_LABELS
 from utils.record.weight_sets import BETTER, WeightSet
 from utils.text import counted
 
@@ -108,6 +109,7 @@ def load_trained(
     given: CommandLine | None = None,
     calibrated: bool = False,
     average: int | None = None,
+    needs_labels: bool = True,
 ) -> Trained:
     """Load the model at `path`: a run (its best checkpoint, or else its last), a checkpoint, a file in one, or weights
     that scripts/checkpoint.py or scripts/export.py wrote.
@@ -116,10 +118,16 @@ def load_trained(
     `amp` None: as the run validates; otherwise a value of -amp, or `on`. `given`: settings that override the run's.
     `calibrated`: divide the logits by the temperature that evaluate.py -calibrate fitted to these weights.
     `average`: the mean of the weights of a run's last so many checkpoints.
+    `needs_labels`: refuse a model that learned without them.
     """
     place = Path(path).expanduser()
     chosen = chosen_at(place, weights) if average is None else mean_at(place, weights, average)
     config = chosen.config(_flags(device, amp, given), given)
+    if needs_labels and config.task == NO_LABELS:
+        raise UserError(
+            f"{path}: this model learned without labels and has no classes yet. Train it on images with labels: "
+            f"-pretrained {path}, with the settings of a ViT of its size (docs/pretraining.md)."
+        )
     check_amp(config.AMP, config.TRAIN)
     overridden = {**given.flags, **given.words}.keys() if given else ()
     where = _device(device or (config.DEVICE if "DEVICE" in overridden else None), config)

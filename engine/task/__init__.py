@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from engine.task.base import Task
 from utils.config import Config
-from utils.record.tasks import SEVERAL_LABELS
+from utils.record.tasks import NO_LABELS, SEVERAL_LABELS
 
 
 def task_of(config: Config) -> Task:
-    if config.DATA.task == SEVERAL_LABELS:
+    kind = config.task
+    if kind == NO_LABELS:
+        from engine.task.pixels import NoLabels
+
+        return NoLabels(config.MODEL.NUM_CLASSES)
+    if kind == SEVERAL_LABELS:
         from engine.task.several import SeveralLabels
 
         return SeveralLabels(config.MODEL.NUM_CLASSES, config.DATA.THRESHOLD_IMAGES)

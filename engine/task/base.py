@@ -63,6 +63,8 @@ class Tally(ABC):
 class Task(ABC):
     kind: ClassVar[TaskKind]
     """Names and words of its metrics"""
+    mixes: ClassVar[bool] = True
+    """Whether images may be erased and mixed, with their labels."""
     fewest_classes: ClassVar[int] = 1
     """With fewer there is nothing to learn."""
     classes: int
@@ -79,12 +81,12 @@ class Task(ABC):
     def loss(self, train: TrainConfig, weights: Tensor | None) -> nn.Module:
         """(logits, targets) -> loss. `weights`: float32, of the classes; None: all are equal."""
 
-    @abstractmethod
     def mixed(self, labels: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
-        """Targets and labels of images that are mixed with those of `labels.flip(0)`.
+        """Targets and labels of images that are mixed with those of `labels.flip(0)`, if the task `mixes`.
 
         `lam`: weight of each image itself, B x 1. The label is that of the image with the larger weight.
         """
+        raise NotImplementedError("images without labels are not mixed")
 
     @abstractmethod
     def example(self, size: int, device: torch.device) -> Tensor:
@@ -98,9 +100,9 @@ class Task(ABC):
     def training_metrics(self, loss: float, counts: tuple[float, float], samples: float) -> Metrics:
         """Metrics of these sums."""
 
-    @abstractmethod
     def averaged(self, outputs: Sequence[Tensor]) -> Tensor:
         """Logits of the mean probabilities of several logits."""
+        raise NotImplementedError("without labels there are no probabilities")
 
     @abstractmethod
     def tally(self, samples: int, device: torch.device) -> Tally:

@@ -16,6 +16,7 @@ from timm.models import adapt_input_conv, load_state_dict
 from torch import Tensor, nn
 
 from models.freeze import classifiers, is_inside, names_in_cfg
+from models.masked import DECODER
 from models.weights.find import PADDLE, Source, locate, unreadable
 from models.weights.paddle_file import EMA_KEYS, WEIGHTS_KEYS, read_pdparams
 from models.weights.paddle_names import convert
@@ -70,6 +71,7 @@ def _load(module: nn.Module, found: Source, name: str, new_classifier: bool) -> 
 def _load_tensors(
     module: nn.Module, weights: Weights, file: Path, name: str, label_offset: int, fresh_modules: tuple[str, ...]
 ) -> tuple[str, list[str]]:
+    weights, left_out = _without_decoder(module, weights)
     before = {key: tuple(value.shape) for key, value in weights.items()}
     weights = _adapt_channels(module, _filter(module, weights, file, name))
     target = module.state_dict()
@@ -81,7 +83,16 @@ def _load_tensors(
     fresh, replacements = _replace_classifier(module, weights, target, label_offset, fresh_modules)
     _require_match(weights, before, target, fresh, _misfit(file, name))
     module.load_state_dict(weights, strict=False)
-    return f"{len(weights)} of {len(target)} tensors", [*changes, *replacements]
+    return f"{len(weights)} of {len(target)} tensors", [*left_out, *changes, *replacements]
+
+
+def _without_decoder(module: nn.Module, weights: Weights) -> tuple[Weights, list[str]]:
+    """Leave out the decoder of a masked autoencoder, unless the model has one; and a phrase for the log."""
+    inside = f"{DECODER}."
+    kept = {key: value for key, value in weights.items() if not key.startswith(inside)}
+    if len(kept) == len(weights) or hasattr(module, DECODER):
+        return weights, []
+    return kept, [f"{len(weights) - len(kept)} tensors of its decoder left out"]
 
 
 def _read(file: Path) -> Weights:

@@ -215,7 +215,7 @@ class ToolLine:
             raise UserError(
                 f"{where}: DATA.BATCH_SIZE auto does not work in this tool; give a number, say -batch_size 64."
             )
-        if self.one_label and loaded.config.DATA.task != ONE_LABEL:
+        if self.one_label and loaded.config.task != ONE_LABEL:
             raise UserError(f"{loaded.sources['DATA.MULTI_LABEL']}: DATA.MULTI_LABEL true: {self.one_label}.")
         if resolved:
             from engine.resolve import resolve  # imports torch, which takes seconds, so only for valid settings

@@ -15,12 +15,19 @@ from typing import Any
 from utils.config.keys import default_of
 from utils.config.read import Entry, Layer
 from utils.config.values import one_line
-from utils.record.tasks import SEVERAL_LABELS
+from utils.record.tasks import NO_LABELS, SEVERAL_LABELS
 
 TYPE, NAME, MULTI_LABEL = "MODEL.TYPE", "MODEL.NAME", "DATA.MULTI_LABEL"
+Implied = dict[str, tuple[Any, str]]
 TRUE_WORDS = ("true", "yes", "on", "1", "t", "y")
 """Words that pydantic reads as true"""
-OF_MULTI_LABEL: dict[str, Any] = {"TRAIN.LOSS": "bce", "SAVE_BEST_BY": SEVERAL_LABELS.best.name}
+MAE = "MODEL.MAE_PRETRAIN"
+IMPLIED: dict[str, dict[str, Any]] = {
+    MULTI_LABEL: {"TRAIN.LOSS": "bce", "SAVE_BEST_BY": SEVERAL_LABELS.best.name},
+    MAE: {"SAVE_BEST_BY": NO_LABELS.best.name, "MODEL.NUM_CLASSES": "auto"},
+}
+"""A setting that is on -> the defaults that it changes."""
+WORDS = {MULTI_LABEL: "for several labels", MAE: "without labels"}
 _DEIT_AND_SWIN: dict[str, Any] = {
     "DATA.IMAGENET_MEAN": (0.485, 0.456, 0.406),
     "DATA.IMAGENET_STD": (0.229, 0.224, 0.225),
@@ -106,18 +113,25 @@ def defaults_of(family: str, given: Mapping[str, Entry]) -> dict[str, Any]:
     return {key: value for key, value in (of_type(family) or {}).items() if key not in left_out}
 
 
-def implied_by(given: Mapping[str, Entry]) -> dict[str, Any]:
-    """Defaults that DATA.MULTI_LABEL changes."""
-    value = str(given[MULTI_LABEL].value) if MULTI_LABEL in given else ""
-    return dict(OF_MULTI_LABEL) if value.strip().casefold() in TRUE_WORDS else {}
+def implied_by(given: Mapping[str, Entry]) -> Implied:
+    """Defaults that other settings than TYPE change: key -> (value, the setting that is on)."""
+    return {
+        key: (value, by) for by, defaults in IMPLIED.items() if _is_on(by, given) for key, value in defaults.items()
+    }
 
 
-def implied_note(implied: Mapping[str, Any], given: Mapping[str, Entry]) -> list[str]:
-    """A line for the log about the defaults that DATA.MULTI_LABEL changed."""
-    taken = [f"{key} {one_line(value)}" for key, value in implied.items() if key not in given]
-    if not taken:
-        return []
-    return [f"{MULTI_LABEL} true ({given[MULTI_LABEL].source}): defaults for several labels: {', '.join(taken)}"]
+def _is_on(key: str, given: Mapping[str, Entry]) -> bool:
+    value = str(given[key].value) if key in given else ""
+    return value.strip().casefold() in TRUE_WORDS
+
+
+def implied_notes(implied: Implied, given: Mapping[str, Entry]) -> list[str]:
+    """A line for the log per setting that changed defaults."""
+    taken: dict[str, list[str]] = {}
+    for key, (value, by) in implied.items():
+        if key not in given:
+            taken.setdefault(by, []).append(f"{key} {one_line(value)}")
+    return [f"{by} true ({given[by].source}): defaults {WORDS[by]}: {', '.join(keys)}" for by, keys in taken.items()]
 
 
 def family_note(family: str, defaults: Mapping[str, Any], given: Mapping[str, Entry]) -> list[str]:

@@ -21,7 +21,7 @@ RENAMED = {
 }
 # The first ViT files give the width of the MLP; with MODEL.EMBED_DIM beside it, it becomes MODEL.MLP_RATIO.
 MLP_WIDTH = "MODEL.MLP_DIM"
-NESTED = "MODEL.TRANS"
+NESTED = ("MODEL.TRANS.ENCODER", "MODEL.TRANS")
 OF_ONE_START = (
     *("OUTPUT", "TRAIN.LAST_EPOCH", "MODEL.RESUME", "MAX_TIME", "PROFILE", "EVAL", "DATA.PART", "NGPUS"),
     *("DIST.HOST", "DIST.PORT", "DIST.RANK", "DIST.WORLD_SIZE"),
@@ -57,9 +57,10 @@ def sections() -> dict[str, str]:
 
 
 def canonical(key: str) -> str:
-    """The name of today of a key; MODEL.TRANS.* is the older nesting of MODEL.*."""
-    if key == NESTED or key.startswith(NESTED + "."):
-        key = "MODEL" + key.removeprefix(NESTED)
+    """The name of today of a key; MODEL.TRANS.* and MODEL.TRANS.ENCODER.* are older nestings of MODEL.*."""
+    for outer in NESTED:
+        if key == outer or key.startswith(outer + "."):
+            key = "MODEL" + key.removeprefix(outer)
     return RENAMED.get(key, key)
 
 
@@ -169,7 +170,8 @@ def suggest(key: str) -> str:
     known = [*settings(), *sections(), "BASE"]
     same_name = [k for k in known if _last(k) == name.upper()]
     if same_name:
-        return f" Did you mean {either(same_name)}?"
+        outermost = min(key.count(".") for key in same_name)
+        return f" Did you mean {either([key for key in same_name if key.count('.') == outermost])}?"
     same_section = {_last(k): k for k in known if k.rpartition(".")[0] == canonical(section)}
     any_section = {_last(k): k for k in known}
     match = _closest(name, same_section) or closest(key, known) or _closest(name, any_section)

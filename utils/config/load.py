@@ -18,7 +18,7 @@ from utils.config.families import (
     family_of,
     foreign_type,
     implied_by,
-    implied_note,
+    implied_notes,
     translated,
 )
 from utils.config.fields import retired_values
@@ -78,9 +78,11 @@ def load_config(
     defaults = defaults_of(family, given)
     resolved = resolved_by_run(given)
     implied = implied_by(given)
-    former, former_note = former_defaults({**given, **resolved}, {**defaults, **implied})
+    former, former_note = former_defaults(
+        {**given, **resolved}, {**defaults, **{key: value for key, (value, _) in implied.items()}}
+    )
     family_entries = {key: Entry(value, f"{DEFAULT} ({family})") for key, value in defaults.items()}
-    implied_entries = {key: Entry(value, f"{DEFAULT} (DATA.MULTI_LABEL)") for key, value in implied.items()}
+    implied_entries = {key: Entry(value, f"{DEFAULT} ({by})") for key, (value, by) in implied.items()}
     entries = {**family_entries, **implied_entries, **former, **given, **resolved}
 
     problems = list(_unknown_keys(given, [key for layer in layers for key in layer.unknown]))
@@ -92,7 +94,8 @@ def load_config(
         raise UserError(_report(problems))
     _raise_conflicts(config, sources)
     set_before = {**former, **given, **resolved}
-    lines = of_paddlevit + family_note(family, defaults, set_before) + implied_note(implied, set_before) + former_note
+    lines = of_paddlevit + family_note(family, defaults, set_before) + implied_notes(implied, set_before)
+    lines += former_note
     lines += _retired(given)
     sources_given = {key: entry.source for key, entry in given.items()}
     lines += [f"{note}{_of_family(sources, note)}" for note in notes(config, sources_given)]

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from utils.config.fields import Section, setting
 from utils.config.kinds import AUTO, AboveZero, FractionBelowOne, Integers, Names, Positive, PositiveOrAuto, folded
-from utils.config.rules import TRAINING, needs, only_with, overridden_by
+from utils.config.rules import TRAINING, excludes, needs, only_with, overridden_by
 from utils.record.weight_sets import AVERAGE, BETTER, PLAIN, WeightSet
+
+_MASKED = only_with("MODEL.MAE_PRETRAIN")
+
+
+class DecoderConfig(Section):
+    """The decoder of a masked autoencoder (MODEL.MAE_PRETRAIN)."""
+
+    EMBED_DIM: Positive = setting(512, "Embedding dimension (width).", _MASKED)
+    DEPTH: Positive = setting(8, "Number of blocks.", _MASKED)
+    NUM_HEADS: Positive = setting(16, "Attention heads.", _MASKED)
+
+
+_LABELS = "it learns without labels"
 
 
 class ModelConfig(Section):
@@ -61,6 +74,20 @@ class ModelConfig(Section):
             do="set MODEL.FREEZE too, for example to backbone, or leave MODEL.UNFREEZE_EPOCH out",
         ),
     )
+    MAE_PRETRAIN: bool = setting(
+        False,
+        "Learn without labels, as a masked autoencoder: most patches are hidden, and the model predicts their pixels; "
+        "see docs/pretraining.md.",
+        excludes("DATA.MULTI_LABEL", why=_LABELS),
+        excludes("TRAIN.DISTILLATION_TYPE", when=TRAINING, why="the teacher predicts classes"),
+        excludes("TRAIN.CLASS_WEIGHTS", when=TRAINING, why=_LABELS),
+        excludes("TRAIN.TOKEN_DROP", "TRAIN.SIZE_SCHEDULE", when=TRAINING, why="it leaves out patches itself"),
+    )
+    MASK_RATIO: FractionBelowOne = setting(0.75, "Fraction of the patches that are hidden.", _MASKED)
+    NORM_PIX_LOSS: bool = setting(
+        True, "Normalise the pixels of each hidden patch by their own mean and standard deviation.", _MASKED
+    )
+    DECODER: DecoderConfig = Field(default_factory=DecoderConfig, description="The decoder of a masked autoencoder.")
     NUM_CLASSES: PositiveOrAuto = setting(1000, "Number of classes; auto: as many as the data set has.")
     DROPOUT: FractionBelowOne = setting(
         0.0, "Dropout after the position embedding and the projections, and in MLPs; in ResNets, before the classifier."

@@ -17,7 +17,7 @@ from utils.config.model import ModelConfig
 from utils.config.rules import excludes, needs
 from utils.config.train import TrainConfig
 from utils.config.values import parse_text
-from utils.record.tasks import ONE_LABEL, BestBy
+from utils.record.tasks import NO_LABELS, ONE_LABEL, BestBy, TaskKind
 
 
 class DistConfig(Section):
@@ -76,7 +76,7 @@ class Config(Section):
     SAVE_BEST_BY: BestBy = setting(
         ONE_LABEL.best.name,
         "Validation metric that decides which checkpoint is best; with DATA.MULTI_LABEL, the default "
-        "is map (mean average precision).",
+        "is map (mean average precision), with MODEL.MAE_PRETRAIN explained (variance).",
         needs(
             "DATA.MULTI_LABEL",
             at="map|auroc",
@@ -89,6 +89,13 @@ class Config(Section):
             why="accuracy has one class per image",
             do="leave SAVE_BEST_BY out, or use map, auroc or loss",
         ),
+        excludes(
+            "MODEL.MAE_PRETRAIN",
+            at="acc1|acc5|balanced_acc|macro_f1|map|auroc",
+            why="there are no labels",
+            do="leave SAVE_BEST_BY out, or use explained or loss",
+        ),
+        needs("MODEL.MAE_PRETRAIN", at="explained", why="it says how well hidden patches are predicted"),
     )
     KEEP_LAST: Count = setting(3, "Number of latest checkpoints kept besides the best one; 0: all are kept.")
     KEEP_EVERY: Positive | None = setting(None, "Keep the checkpoint of every Nth epoch permanently.")
@@ -125,6 +132,10 @@ class Config(Section):
     )
     PROFILE: Count = setting(0, "Write a torch profiler trace of this many updates.")
     LOCAL_RANK: int = without_effect(0, "A key of PaddleViT.", "each process gets its rank from the launcher")
+
+    @property
+    def task(self) -> TaskKind:
+        return NO_LABELS if self.MODEL.MAE_PRETRAIN else self.DATA.task
 
     @model_validator(mode="before")
     @classmethod

@@ -28,6 +28,7 @@ _MUON = only_with("TRAIN.OPTIMIZER.NAME=*Muon")
 _RAND, _AUTO, _TRIVIAL = "TRAIN.RAND_AUGMENT", "TRAIN.AUTO_AUGMENT", "TRAIN.TRIVIAL_AUGMENT"
 _apart_from = partial(excludes, why="these policies were never meant to be combined", do="set only one of them to true")
 _BCE = only_with("TRAIN.LOSS=bce")
+_LABELLED = overridden_by("MODEL.MAE_PRETRAIN", why="images without labels are not mixed or erased")
 
 
 class MuonConfig(Section):
@@ -159,7 +160,7 @@ class TrainConfig(Section):
         _BCE,
     )
     BCE_SUM: bool = setting(False, "Sum over the classes, mean over the samples; false: mean over both.", _BCE)
-    SMOOTHING: FractionBelowOne = setting(0.0, "Label smoothing.")
+    SMOOTHING: FractionBelowOne = setting(0.0, "Label smoothing.", _LABELLED)
     CLASS_WEIGHTS: str | None = setting(
         None,
         "Class weights in the training loss; with LOSS bce they weigh only positive targets. balanced: inversely "
@@ -197,7 +198,7 @@ class TrainConfig(Section):
         "ThreeAugment of DeiT III: one of greyscale, solarise and blur.",
         _apart_from(_RAND, _AUTO, _TRIVIAL),
     )
-    MIXUP_ALPHA: NonNegative = setting(0.0, "Mixup: alpha of its Beta distribution; 0: off.")
+    MIXUP_ALPHA: NonNegative = setting(0.0, "Mixup: alpha of its Beta distribution; 0: off.", _LABELLED)
     MIXUP_PROB: Fraction = setting(
         1.0, "Probability that mixup or CutMix is applied: to a batch, a pair or a sample, as MIXUP_MODE says."
     )
@@ -205,11 +206,13 @@ class TrainConfig(Section):
     MIXUP_MODE: Literal["batch", "pair", "elem"] = setting(
         "batch", "Mixup and CutMix: parameters drawn once per batch, per pair or per sample (elem)."
     )
-    CUTMIX_ALPHA: NonNegative = setting(0.0, "CutMix: alpha of its Beta distribution; 0: off.")
+    CUTMIX_ALPHA: NonNegative = setting(0.0, "CutMix: alpha of its Beta distribution; 0: off.", _LABELLED)
     CUTMIX_MINMAX: Pair | None = setting(
-        None, "CutMix: smallest and largest side of the box, as fractions of the image; replaces CUTMIX_ALPHA."
+        None,
+        "CutMix: smallest and largest side of the box, as fractions of the image; replaces CUTMIX_ALPHA.",
+        _LABELLED,
     )
-    RANDOM_ERASE_PROB: Fraction = setting(0.0, "Probability of random erasing; 0: off.")
+    RANDOM_ERASE_PROB: Fraction = setting(0.0, "Probability of random erasing; 0: off.", _LABELLED)
     RANDOM_ERASE_MODE: Literal["const", "rand", "pixel"] = setting(
         "pixel", "Random erasing: fill with zeros (const), one random colour (rand), or random pixels (pixel)."
     )

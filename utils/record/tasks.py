@@ -1,4 +1,4 @@
-"""What is measured, by the labels of a run: one class per image, or several. Names and words of the metrics."""
+"""What is measured, by the labels of a run: one class per image, several, or none. Names and words of the metrics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-BestBy = Literal["acc1", "acc5", "balanced_acc", "macro_f1", "map", "auroc", "loss"]
+BestBy = Literal["acc1", "acc5", "balanced_acc", "macro_f1", "map", "auroc", "explained", "loss"]
 """Values of SAVE_BEST_BY"""
 
 
@@ -68,7 +68,9 @@ SEVERAL_LABELS = TaskKind(
     MAP,
     "mAP (%)",
 )
-TASKS = (ONE_LABEL, SEVERAL_LABELS)
+EXPLAINED = Metric("explained", "explained variance", "Explained variance of hidden patches (%)")
+NO_LABELS = TaskKind((LOSS, EXPLAINED), EXPLAINED, "explained variance (%)")
+TASKS = (ONE_LABEL, SEVERAL_LABELS, NO_LABELS)
 METRICS = {metric.name: metric for kind in TASKS for metric in kind.metrics}
 
 

@@ -62,7 +62,7 @@ def judged_of(about: Mapping[str, Any]) -> Judged:
 
 def judged_by(name: str | None, weights: str | None, configs: Sequence[Config]) -> Judged:
     """-metric and -weights. By default the task's best metric; of the average if only some of the runs have one."""
-    kinds = {config.DATA.task for config in configs}
+    kinds = {config.task for config in configs}
     if len(kinds) > 1:
         raise UserError("DATA.MULTI_LABEL cannot be varied: the metrics of one and of several labels differ.")
     (kind,) = kinds

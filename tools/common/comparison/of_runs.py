@@ -81,7 +81,7 @@ def _names(runs: Sequence[Finished]) -> list[str]:
 
 
 def _not_comparable(runs: Sequence[Finished]) -> str:
-    kinds = {run.config.DATA.task for run in runs}
+    kinds = {run.config.task for run in runs}
     if len(kinds) > 1:
         return "the metrics of one and of several labels per image differ."
     different = [key for key in VALIDATION if len({one_line(value_of(run.config, key)) for run in runs}) > 1]

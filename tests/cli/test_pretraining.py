@@ -1,0 +1,141 @@
+"""MODEL.MAE_PRETRAIN, as a user meets it: learning without labels, then fine-tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.program import TINY_DIGITS, Result, metrics, run_program
+
+Vitamp = Callable[..., Result]
+DECODER = ("MODEL.DECODER.EMBED_DIM=16", "MODEL.DECODER.DEPTH=1", "MODEL.DECODER.NUM_HEADS=2")
+PATCHES = "MODEL.PATCH_SIZE=2"
+MASKED = (
+    "-mae_pretrain",
+    PATCHES,
+    *DECODER,
+    "TRAIN.NUM_EPOCHS=2",
+    "TRAIN.WARMUP_EPOCHS=0",
+    "DATA.BATCH_SIZE=16",
+)
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    """Of the last checkpoints, byte by byte."""
+    last = [max((run / "checkpoints").glob("step-*")) for run in (one, other)]
+    assert last[0].name == last[1].name
+    return all((last[0] / file.name).read_bytes() == file.read_bytes() for file in last[1].glob("*.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("recipe") / "tiny.yaml"
+    path.write_text(TINY_DIGITS, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("whole")
+    words = ("-accum_iter", "2", "TRAIN.MODEL_EMA=true", "SAVE_FREQ=1", "-amp", "bf16")
+    done = run_program("-cfg", recipe, "-output", place / "run", *MASKED, *words, streams=place)
+    assert done.code == 0, done.text
+    return place / "run"
+
+
+def test_log_and_metrics(run: Path) -> None:
+    log = (run / "log.txt").read_text()
+    assert "MODEL.MAE_PRETRAIN true (-mae_pretrain): defaults without labels: SAVE_BEST_BY explained" in log
+    assert "no labels" in log
+    assert "finetune  python" in log
+    assert "predict " not in log
+    val = metrics(run, "val")
+    assert val[-1]["explained"] > val[0]["explained"]
+    assert val[-1]["loss"] < val[0]["loss"]
+    assert val[-1]["acc1"] is None
+    assert "Done: best" in log
+    assert "explained variance" in log
+
+
+def test_a_resumed_run_equals_one_that_was_not_stopped(vitamp: Vitamp, recipe: Path, run: Path, tmp_path: Path) -> None:
+    more = ("-accum_iter", "2", "TRAIN.MODEL_EMA=true", "-amp", "bf16")
+    words = ("-cfg", recipe, "-output", tmp_path / "run", *MASKED, *more)
+    assert vitamp(*words, "TRAIN.MAX_UPDATES=30").code == 0
+    done = vitamp(*words, "-resume", "auto")
+    assert done.code == 0, done.text
+    assert same_weights(run, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(vitamp: Vitamp, recipe: Path, tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert vitamp("-cfg", recipe, "-output", one, *MASKED, "-accum_iter", "2").code == 0
+    done = vitamp("-cfg", recipe, "-output", two, *MASKED, "-ngpus", "2", "-device", "cpu", script="main_multi_gpu.py")
+    assert done.code == 0, done.text
+    assert same_weights(one, two)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("-amp", "fp16", "AMP.INIT_LOSS_SCALING=1e8"),
+        ("-amp", "O2"),
+        ("TRAIN.COMPILE=whole",),
+        ("TRAIN.GRAD_CHECKPOINT=blocks", "MODEL.DROPPATH=0.1"),
+        ("DATA.BATCH_SIZE=auto", "TRAIN.MEMORY_LIMIT=2"),
+        ("-ngpus", "2", "DIST.STRATEGY=fsdp"),
+    ],
+)
+def test_other_ways_of_training(vitamp: Vitamp, recipe: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
+    script = "main_multi_gpu.py" if "-ngpus" in words else "main_single_gpu.py"
+    done = vitamp("-cfg", recipe, "-output", tmp_path / "run", "-device", "cpu", *MASKED, *words, script=script)
+    assert done.code == 0, done.text
+    losses = [line["loss"] for line in metrics(tmp_path / "run", "val")]
+    assert losses[-1] < losses[0]
+
+
+def test_fine_tuning_takes_the_encoder(vitamp: Vitamp, recipe: Path, run: Path, tmp_path: Path) -> None:
+    done = vitamp("-cfg", recipe, PATCHES, "-pretrained", run, "-output", tmp_path / "run", "TRAIN.NUM_EPOCHS=1")
+    assert done.code == 0, done.text
+    assert "tensors of its decoder left out; the file has no head" in done.text
+
+
+def test_images_without_classes(vitamp: Vitamp, recipe: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "images" / "deep"
+    folder.mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    for number in range(40):
+        where = folder if number % 2 else folder.parent
+        Image.fromarray(generator.integers(0, 255, (8, 8), dtype=np.uint8)).save(where / f"{number}.png")
+    words = ("-cfg", recipe, "-data_path", tmp_path / "images", "DATA.DATASET=images", "DATA.VAL_FRACTION=0.2")
+    done = vitamp(*words, *MASKED, "-output", tmp_path / "run", "-num_workers", "0")
+    assert done.code == 0, done.text
+    assert "images: 32 training and 8 validation images of 8 x 8 x 1, no labels" in done.text
+    report = vitamp(tmp_path / "run", script="scripts/report.py")
+    assert report.code == 0, report.text
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert page.count("hidden, predicted, original") == 8
+
+
+def test_what_has_no_meaning_without_labels_is_refused(vitamp: Vitamp, recipe: Path, run: Path) -> None:
+    for words, message in (
+        (("TRAIN.CLASS_WEIGHTS=balanced",), "TRAIN.CLASS_WEIGHTS"),
+        (("SAVE_BEST_BY=acc1",), "there are no labels"),
+        (("TRAIN.TOKEN_DROP=0.5",), "it leaves out patches itself"),
+    ):
+        done = vitamp("-cfg", recipe, *MASKED, *words)
+        assert done.code == 2
+        assert message in done.text
+    for tool in (
+        ("scripts/predict.py", "-part", "val"),
+        ("scripts/evaluate.py",),
+        ("scripts/export.py", "-to", "onnx", "-out", "unwritten.onnx"),
+    ):
+        done = vitamp(run, *tool[1:], script=tool[0])
+        assert done.code == 2
+        assert "this model learned without labels and has no classes yet" in done.text

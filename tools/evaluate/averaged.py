@@ -63,6 +63,8 @@ def _describe(paths: list[str], models: list[Trained]) -> None:
         calibration = trained.chosen.describe_calibration(trained.calibrated)
         log.info("%s: %s", path, "; ".join(filter(None, (trained.chosen.words, calibration))))
     log.info("%s: the mean of the probabilities of these %d models.", MEAN, len(models))
+    if models[0].mirrors:
+        log.info("Each model sees each image and its mirror image: the mean of their logits (-tta flip).")
     identities = [(trained.chosen.samples or {}).get("data") for trained in models]
     if len(set(identities)) > 1:
         log.info(

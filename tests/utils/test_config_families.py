@@ -176,6 +176,15 @@ def test_deit_without_a_teacher_is_noted(tmp_path: Path) -> None:
     assert len(given(cfg=file).notes) == 1
 
 
+def test_distilled_deit_without_its_second_classifier_is_noted() -> None:
+    """PaddleViT's files of distilled models have the names of the plain ones."""
+    taught = {"MODEL__TYPE": "deit", "TRAIN__DISTILLATION_TYPE": "hard"}
+    note = given(**taught, MODEL__NAME="deit_tiny_patch16_224").notes[-1]
+    assert note.endswith("MODEL.NAME=deit_tiny_distilled_patch16_224")
+    assert len(given(**taught, MODEL__NAME="deit_tiny_distilled_patch16_224").notes) == 1
+    assert len(given(**taught | {"TRAIN__DISTILLATION_TYPE": "none"}, MODEL__NAME="deit_tiny_patch16_224").notes) == 1
+
+
 def test_grey_images_keep_the_mean_of_vit() -> None:
     loaded = given(MODEL__TYPE="swin", DATA__IMAGE_CHANNELS="1")
     assert loaded.config.DATA.IMAGENET_MEAN == (0.5, 0.5, 0.5)

@@ -9,12 +9,12 @@ The values are those of PaddleViT, whose ViT, DeiT and Swin have a `config.py` e
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from utils.config.keys import default_of
 from utils.config.read import Entry, Layer
-from utils.config.values import one_line
+from utils.config.values import is_no_value, one_line
 from utils.record.tasks import NO_LABELS, SEVERAL_LABELS
 
 TYPE, NAME, MULTI_LABEL = "MODEL.TYPE", "MODEL.NAME", "DATA.MULTI_LABEL"
@@ -146,7 +146,20 @@ def family_note(family: str, defaults: Mapping[str, Any], given: Mapping[str, En
             f"MODEL.TYPE {family}: TRAIN.DISTILLATION_TYPE is not set, so there is no teacher; PaddleViT's default is "
             "hard distillation, with the teacher from a file"
         )
-    return notes
+    return [*notes, *_one_classifier(family, given)]
+
+
+def _one_classifier(family: str, given: Mapping[str, Entry]) -> Iterator[str]:
+    """A line about a distilled DeiT by the name of the plain one; PaddleViT's has the teacher's token in any case."""
+    taught = given["TRAIN.DISTILLATION_TYPE"].value if "TRAIN.DISTILLATION_TYPE" in given else None
+    name = given[NAME].value if NAME in given else None
+    if family != "deit" or not isinstance(name, str) or taught is None or is_no_value(taught):
+        return
+    if plain := re.fullmatch(r"(deit_(?:tiny|small|base))(_patch16_\d+)", name.strip()):
+        yield (
+            f"MODEL.NAME {name} has one classifier, for the labels and the teacher; PaddleViT's DeiT has a second one "
+            f"for the teacher: MODEL.NAME={plain[1]}_distilled{plain[2]}"
+        )
 
 
 def _name_of_another_family(given: Mapping[str, Entry]) -> list[str]:

@@ -9,7 +9,8 @@
 
 The sets are icons of 48x48 pixels, whose classes are the categories of Debian's icon themes, and letters and digits in
 many fonts. The validation split has other font families than the training split. Both programs train the same model for
-the same number of epochs. timm first trains one seed with each setting of TRIED, and then all seeds with the best.
+the same number of epochs. vitamp trains all seeds with each of RATES. timm first trains
+one seed with each setting of TRIED, and then all seeds with the best.
 """
 
 from __future__ import annotations
@@ -48,8 +49,11 @@ ICON_CLASSES = ("actions", "apps", "categories", "devices", "mimetypes", "places
 MOST_ICONS = 150
 """Icons per category, so that actions do not outnumber all others"""
 RECIPE = ROOT / "configs" / "small_images.yaml"
-SMALLER = "MODEL.EMBED_DIM=64 MODEL.DEPTH=4 MODEL.NUM_HEADS=2 TRAIN.NUM_EPOCHS=30 TRAIN.WARMUP_EPOCHS=2 THREADS=1"
-"""A smaller model and fewer epochs than the recipe's, to train on one core in about a minute"""
+SMALLER = (
+    "MODEL.EMBED_DIM=64 MODEL.DEPTH=4 MODEL.NUM_HEADS=2 TRAIN.NUM_EPOCHS=30 TRAIN.WARMUP_EPOCHS=2 VALIDATE_FREQ=30 "
+    "THREADS=1"
+)
+"""A smaller model and fewer epochs than the recipe's, to train on one core in some minutes"""
 SAME = (
     f"--model-kwargs img_size={SIDE} patch_size=6 embed_dim=64 depth=4 num_heads=2 --img-size {SIDE} --epochs 30 -b 32 "
     "--weight-decay 0.05 --clip-grad 1 --sched cosine --sched-on-updates --warmup-epochs 2 --warmup-lr 1e-6 "
@@ -58,6 +62,7 @@ SAME = (
     "--model-ema-decay 0.998 --model-ema-warmup"
 )
 """The recipe's settings, with SMALLER, as timm's train.py spells them"""
+RATES = ("TRAIN.BASE_LR=4e-3", "TRAIN.BASE_LR=1e-2")
 TRIED = ("--opt adamw --lr 2e-3", "--opt muon --lr 2e-3", "--opt muon --lr 4e-3")
 
 
@@ -68,6 +73,7 @@ def main() -> int:
     parser.add_argument("-timm_version", required=True, help="release or commit of that repository, for the results")
     parser.add_argument("-seeds", type=int, default=3, help="runs of each (default 3)")
     parser.add_argument("-jobs", type=int, default=1, help="runs at the same time (default 1)")
+    parser.add_argument("-sets", nargs="+", choices=["icons", "letters"], default=["icons", "letters"])
     parser.add_argument("-json", type=Path, required=True, help="where the results go")
     args = parser.parse_args()
     runs, tried = [], []
@@ -79,9 +85,9 @@ def main() -> int:
         begun = {
             name: (
                 [pool.submit(by_timm, bench, name, 0, words) for words in TRIED],
-                [pool.submit(by_vitamp, bench, name, seed) for seed in seeds],
+                [pool.submit(by_vitamp, bench, name, seed, words) for words in RATES for seed in seeds],
             )
-            for name in ("icons", "letters")
+            for name in args.sets
         }
         for name, (first, ours) in begun.items():
             tried += (results := [run.result() for run in first])
@@ -93,12 +99,12 @@ def main() -> int:
     return 0
 
 
-def by_vitamp(bench: Bench, name: str, seed: int) -> dict[str, Any]:
+def by_vitamp(bench: Bench, name: str, seed: int, rate: str) -> dict[str, Any]:
     """As many updates as timm's, which leaves out the incomplete batch at the end of an epoch."""
-    images, run = bench.folder / name, bench.folder / f"{name}-vitamp-{seed}"
-    words = f"{SMALLER} DATA.DROP_LAST=batch DATA.NUM_WORKERS=1 VALIDATE_FREQ=30 -device cpu -seed {seed}".split()
+    images, run = bench.folder / name, bench.folder / f"{name}-vitamp-{rate}-{seed}"
+    words = f"{SMALLER} {rate} DATA.DROP_LAST=batch DATA.NUM_WORKERS=1 -device cpu SEED={seed}".split()
     bench.execute(ROOT / "main_single_gpu.py", "-cfg", RECIPE, "-data_path", images, "-output", run, *words)
-    return noted({"program": f"{name}: vitamp", "seed": seed, "acc1": History.of_run(run).last(TOP1)[AVERAGE]})
+    return noted({"program": f"{name}: vitamp, {rate}", "seed": seed, "acc1": History.of_run(run).last(TOP1)[AVERAGE]})
 
 
 def by_timm(bench: Bench, name: str, seed: int, flags: str) -> dict[str, Any]:

@@ -153,7 +153,7 @@ def _source(data: DataConfig) -> Source:
         able = ", ".join([*multi, f"{HUB_PREFIX}NAME"])
         raise UserError(
             f"DATA.MULTI_LABEL: the data set {data.DATASET} has one label per image. Use a data set with several: "
-            f"{able} (shards only as a copy that hf:NAME made); see docs/data.md."
+            f"{able} (shards only as a copy that hf:NAME made); see docs/several_labels.md."
         )
     return source
 

@@ -49,7 +49,7 @@ PAGES = {
     "pack_images.py": "docs/shards.md",
     "predict.py": "docs/predict.md",
     "report.py": "docs/report.md",
-    "show_batch.py": "docs/data.md",
+    "show_batch.py": "docs/augmentation.md",
 }
 """Documentation page of each tool."""
 SAY = {CLASSES: 1000, IMAGE_SIZE: 224, PATCH_SIZE: 16}

@@ -65,7 +65,7 @@ class DataConfig(Section):
     DATA_PATH: str | None = setting(None, "Folder of the data set; a csv file, or the URL of tar files, also works.")
     DATASET: str = setting(
         "imagenet2012",
-        "Name of a data set or layout (docs/data.md). If it is not set, the layout of DATA_PATH is recognised; the "
+        "Name of a data set or layout (docs/datasets.md). If it is not set, the layout of DATA_PATH is recognised; the "
         "default applies only if DATA_PATH is not set or does not exist.",
     )
     IMAGE_SIZE: PositiveOrAuto = setting(
@@ -174,7 +174,7 @@ class DataConfig(Section):
     MULTI_LABEL: bool = setting(
         False,
         "An image can have several labels, one or none; they are read from a csv table, or from lists in parquet files "
-        "(docs/data.md).",
+        "(docs/several_labels.md).",
     )
     LABEL_SEPARATOR: Annotated[Literal["semicolon", "bar", "comma", "space"], BeforeValidator(folded)] = setting(
         "semicolon", "What separates the labels of an image in a csv table (MULTI_LABEL): ; or | or , or spaces."

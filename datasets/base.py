@@ -240,6 +240,8 @@ class Source:
     """Whether the data set is in DATA.DATA_PATH"""
     groups: bool = False
     """Whether its paths or columns can name groups (DATA.GROUP)"""
+    labelled: bool = True
+    """Whether its labels mean something; those of images alone are placeholders"""
 
 
 def seed_sample(seed: int, epoch: int, index: int) -> None:

@@ -125,6 +125,11 @@ def validates_on_test(data: DataConfig) -> bool:
     return _named(data).tests(data)
 
 
+def has_labels(data: DataConfig) -> bool:
+    """Whether the data has labels that mean something."""
+    return _named(data).labelled
+
+
 def source_of(data: DataConfig) -> str:
     """The data set, and where it is read from, for messages."""
     return f"{data.DATASET} in {data.DATA_PATH}" if data.DATA_PATH and _named(data).reads_path else data.DATASET

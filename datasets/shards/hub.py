@@ -52,7 +52,7 @@ def _copied_folder(data: DataConfig) -> Path:
         return folder
     with process_lock(folder.with_name(f"{folder.name}.lock"), f"copies {data.DATASET}"):
         if not (folder / MANIFEST).is_file():
-            require_pyarrow(data.DATASET)
+            require_pyarrow(f"DATA.DATASET {data.DATASET}: reading")
             source = Path(place).expanduser() if local else _download(place, data)
             _copy(source, folder, data)
     return folder

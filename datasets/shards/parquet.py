@@ -34,13 +34,10 @@ class Row(NamedTuple):
     """One; with `Columns.several` any number, ascending"""
 
 
-def require_pyarrow(dataset: str) -> None:
-    """Raise UserError unless pyarrow, which nothing else needs, is installed."""
+def require_pyarrow(what: str) -> None:
+    """Raise UserError, beginning with `what`, unless pyarrow is installed, which only parquet files need."""
     if importlib.util.find_spec("pyarrow") is None:
-        raise UserError(
-            f"DATA.DATASET {dataset}: reading parquet files needs pyarrow, which is not installed. "
-            "Run: pip install pyarrow"
-        )
+        raise UserError(f"{what} parquet files needs pyarrow, which is not installed. Run: pip install pyarrow")
 
 
 def find_splits(root: Path, dataset: str) -> dict[str, list[Path]]:

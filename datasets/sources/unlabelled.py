@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from datasets.base import Part, parts_read
@@ -31,11 +33,14 @@ def _check(data: DataConfig, _num_classes: int, train: bool) -> None:
     split_files(_files(data), data, parts_read(data, train, ("all",))[-1])
 
 
-SOURCE = image_source(
-    _samples,
-    _check,
-    count=lambda _data, _train: 1,
-    is_unsplit=lambda _data: True,
-    parts=lambda _data: ["all"],
-    groups=True,
+SOURCE = replace(
+    image_source(
+        _samples,
+        _check,
+        count=lambda _data, _train: 1,
+        is_unsplit=lambda _data: True,
+        parts=lambda _data: ["all"],
+        groups=True,
+    ),
+    labelled=False,
 )

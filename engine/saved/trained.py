@@ -54,25 +54,32 @@ class Trained:
     """Whether the logits are divided by the temperature of the weights, if one was fitted"""
     temperature: float = 1.0
 
-    @torch.no_grad()  # not inference mode: fp8 layers do not run in it
     def logits(self, images: Tensor) -> Tensor:
         """Logits in fp32 of uint8 images (B x C x S x S), computed as in validation."""
+        with self.computing(len(images)):
+            pixels = images.to(self.precision.device)
+            logits = self.model(self.inputs(pixels)).float()
+            if self.mirrors:
+                logits = (logits + self.model(self.inputs(pixels.flip(-1))).float()) / 2
+            return logits / self.temperature if self.temperature != 1 else logits
+
+    @contextlib.contextmanager
+    def computing(self, images: int) -> Iterator[None]:
+        """Compute in the precision of validation, without gradients. `images`: at once, for the error if memory runs
+        out."""
         amp, device = self.config.AMP, self.precision.device
         with (
+            torch.no_grad(),  # not inference mode: fp8 layers do not run in it
             OpLists(device.type, amp.CUSTOM_WHITE_LIST, amp.CUSTOM_BLACK_LIST),
             self.precision.autocast(training=False),
         ):
             try:
-                pixels = images.to(device)
-                logits = self.model(self.inputs(pixels)).float()
-                if self.mirrors:
-                    logits = (logits + self.model(self.inputs(pixels.flip(-1))).float()) / 2
-                return logits / self.temperature if self.temperature != 1 else logits
+                yield
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 raise TrainingError(
-                    f"out of memory with {counted(len(images), 'image')} at once on {device.type}: use a smaller "
+                    f"out of memory with {counted(images, 'image')} at once on {device.type}: use a smaller "
                     "-batch_size (in predict.py and evaluate.py), or -amp."
                 ) from None
 

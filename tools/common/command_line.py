@@ -81,6 +81,15 @@ AVERAGE = Flag("average", "the mean of the weights of the run's last N checkpoin
 """For tools that load a trained model."""
 NO_CALIBRATION = Flag("no_calibration", "leave out the temperature that evaluate.py -calibrate fitted to the weights")
 """For tools that apply it."""
+POOLED = "pooled"
+POOL = Flag(
+    "pool",
+    "the features: what the classifier sees (pooled), the class token, the mean of all patches, or each of the patches",
+    "POOL",
+    default_text=POOLED,
+    choices=(POOLED, "class", "mean", "patches"),
+)
+"""For tools that take a model's features; engine/saved/features.py has the choices too."""
 OVERWRITE = Flag("overwrite", "replace existing output files")
 """For tools that write a file named by the user."""
 

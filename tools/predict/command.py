@@ -5,6 +5,7 @@
     python scripts/predict.py runs/flowers photos/ -format csv -out found.csv
     python scripts/predict.py runs/flowers -part test -out found.csv
     python scripts/predict.py runs/a runs/b runs/c photos/
+    python scripts/predict.py runs/flowers photos/ -features photos.npz
     find /data -name '*.jpg' | python scripts/predict.py runs/flowers - -format jsonl -amp bf16 | gzip > all.jsonl.gz
 
 The model is a run (its best checkpoint), a checkpoint, or weights written by scripts/checkpoint.py. More of them, right
@@ -12,6 +13,9 @@ after the first, are models too, and the mean of their probabilities is predicte
 folders with their subfolders, globs, or `-` for a list of files on standard input; or with -part a split of the run's
 data. They are prepared exactly as in the run's validation. Results keep the order of the images and are written batch
 by batch.
+
+-features FILE writes what the model has learned to see in each image, in place of classes: vectors of numbers, for
+search, clustering, or another classifier. A model that learned without labels has these alone.
 
 Exit codes: 0 done, 1 some images could not be read (each is named; the others are predicted), 2 anything wrong with
 the command, the model, or the disk.
@@ -28,7 +32,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from tools.common.command_line import AVERAGE, NO_CALIBRATION, OVERWRITE, PART, TTA, WEIGHTS, Tool, run_tool
+from tools.common.command_line import (
+    AVERAGE,
+    NO_CALIBRATION,
+    OVERWRITE,
+    PART,
+    POOL,
+    POOLED,
+    TTA,
+    WEIGHTS,
+    Tool,
+    ToolLine,
+    run_tool,
+)
 from tools.common.output_file import check_output_file, writing
 from tools.predict.show import ENDINGS, FORMATS
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError
@@ -39,7 +55,9 @@ from utils.record.chosen import holds_weights
 from utils.record.tasks import ONE_LABEL, SEVERAL_LABELS
 
 if TYPE_CHECKING:
+    from datasets import Batch
     from engine.saved.trained import Trained
+    from tools.predict.show import Guess
 
 
 def _probability(text: str) -> float:
@@ -75,6 +93,8 @@ OWN = (
         choices=tuple(FORMATS),
     ),
     Flag("out", "write to a file, which appears only when complete", "FILE", kind=Path),
+    Flag("features", "write the features of the images, in place of their classes", "FILE.npz|parquet", kind=Path),
+    replace(POOL, about=f"-features: {POOL.about}"),
     replace(PART, about="predict the images of this split of the run's data", default_text="none"),
     OVERWRITE,
     WEIGHTS,
@@ -96,6 +116,8 @@ PLACES = (
     Positional("path", "RUN_OR_CHECKPOINT", "the model", kind=Path),
     Positional("images", "IMAGE", "file, folder, glob, or - for a list on stdin", "*"),
 )
+OF_CLASSES = ("topk", "threshold", "format", "out", "tta", "no_calibration")
+"""Own flags about classes"""
 TOOL = Tool("predict.py", __doc__, OWN, PLACES, settings=False)
 
 
@@ -104,8 +126,10 @@ def main(argv: list[str]) -> int:
 
 
 def _predict(argv: list[str]) -> int:
-    asked = TOOL.read(argv).asked
+    line = TOOL.read(argv)
+    asked = line.asked
     _check(asked)
+    _check_features(line)
     log.setLevel("WARNING")  # standard output is for the results
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
@@ -119,7 +143,7 @@ def _predict(argv: list[str]) -> int:
     from tools.predict.several import LikelyClasses
 
     paths = find_images(asked.images) if asked.images else []
-    how = {"calibrated": not asked.no_calibration, "average": asked.average}
+    how = {"calibrated": not asked.no_calibration, "average": asked.average, "needs_labels": asked.features is None}
     models = [load_trained(at, asked.weights, asked.device, asked.amp, **how) for at in asked.models]
     for trained in models:
         trained.mirrors = asked.tta is not None
@@ -129,17 +153,26 @@ def _predict(argv: list[str]) -> int:
         for trained in models
     ]
     paths = paths or names_of(datasets, f"-part {asked.part}")
+    if asked.features is not None:
+        from tools.predict.features import write_features
+
+        return write_features(asked, models[0], datasets[0], paths)
     trained, averaged = models[0], len(models) > 1
     choose = {ONE_LABEL: BestClasses, SEVERAL_LABELS: LikelyClasses}[trained.task.kind](
         trained, asked.topk, asked.threshold, averaged
     )
     _describe(asked, models, choose.words)
+
+    def results(batches: Sequence[Batch]) -> list[list[Guess]]:
+        outputs = [trained.logits(one.images) for trained, one in zip(models, batches, strict=True)]
+        return choose(outputs[0] if len(outputs) == 1 else trained.task.averaged(outputs))
+
     with _opened(asked.out) as stream:
         form = FORMATS[_format(asked)](stream, trained.names(), choose.most, paths)
         progress = sys.stderr.isatty() and not (asked.out is None and sys.stdout.isatty())
         try:
             unreadable = predict_images(
-                models, datasets, paths, form, choose, asked.batch_size, asked.num_workers, progress
+                models, datasets, paths, form, results, asked.batch_size, asked.num_workers, progress
             )
             stream.flush()
         except KeyboardInterrupt:
@@ -180,6 +213,28 @@ def _check(asked: Namespace) -> None:
         asked.out = check_output_file(asked.out, "-out", fresh=not asked.overwrite)
     if not asked.path.expanduser().exists():
         raise UserError(f"{asked.path}: no such run, checkpoint or file; the model comes before the images.")
+
+
+def _check_features(line: ToolLine) -> None:
+    asked = line.asked
+    if asked.features is None:
+        if asked.pool is not None:
+            raise UserError(f"-pool {asked.pool}: chooses the features that -features FILE writes; give that too.")
+        return
+    asked.pool = asked.pool or POOLED
+    if len(asked.models) > 1:
+        raise UserError(f"-features: takes one model, but {len(asked.models)} are given; their features differ.")
+    if others := [name for name in OF_CLASSES if name in line.given]:
+        raise UserError(f"-{others[0]}: does not go with -features, which writes no classes; leave it out.")
+    asked.features = check_output_file(asked.features, "-features", fresh=not asked.overwrite)
+    ending = asked.features.suffix.lower()
+    if ending not in (".npz", ".parquet"):
+        such = asked.features.with_suffix(".npz").name
+        raise UserError(f"-features {asked.features}: name a file that ends in .npz or .parquet, such as {such}.")
+    if ending == ".parquet":
+        from datasets.shards.parquet import require_pyarrow
+
+        require_pyarrow(f"-features {asked.features}: writing")
 
 
 def _format(asked: Namespace) -> str:

@@ -3,34 +3,48 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
-from datasets import ImageDataset, ValLoader, auto_workers
+from datasets import Batch, ImageDataset, ValLoader, auto_workers
 from datasets.base import PADDING
 from datasets.given import Unread
 from engine.saved.predictions import batch_size
 from engine.saved.trained import Trained
-from tools.predict.show import Form, Guess
 from utils.log import log
+
+Result = TypeVar("Result")
+Taken = TypeVar("Taken", contravariant=True)
+
+
+class Output(Protocol[Taken]):
+    """Where results are written, in the order of the images."""
+
+    def begin(self) -> None: ...
+
+    def image(self, path: str, best: Taken, /) -> None: ...
+
+    def failure(self, path: str, reason: str, /) -> None: ...
+
+    def end(self) -> None: ...
 
 
 def predict_images(
     models: Sequence[Trained],
     datasets: Sequence[ImageDataset],
     paths: list[str],
-    form: Form,
-    choose: Callable[[Tensor], list[list[Guess]]],
+    form: Output[Result],
+    results: Callable[[Sequence[Batch]], Iterable[Result]],
     batch: int | None = None,
     workers: int | None = None,
     progress: bool = False,
 ) -> int:
     """Write one result per image, in order, with its name in `paths`. Returns the number of unreadable images.
 
-    `datasets`: the images as each model takes them. `choose`: what is predicted from the logits of a batch.
+    `datasets`: the images as each model takes them. `results`: those of a batch, from the batches of all models.
     """
     workers = auto_workers() if workers is None else workers
     failed, row = 0, 0
@@ -45,16 +59,14 @@ def predict_images(
     form.begin()
     try:
         for batches in zip(*loaders, strict=True):
-            outputs = [trained.logits(one.images) for trained, one in zip(models, batches, strict=True)]
-            logits = outputs[0] if len(outputs) == 1 else models[0].task.averaged(outputs)
             indices = torch.stack([one.indices.cpu() for one in batches]).amin(0)  # PADDING is below all others
-            for index, best in zip(indices.tolist()[: len(paths) - row], choose(logits), strict=False):
+            for index, result in zip(indices.tolist()[: len(paths) - row], results(batches), strict=False):
                 if index == PADDING:
                     failed, reason = failed + 1, _reason(unread, row)
                     log.warning("%s cannot be read: %s", paths[row], reason)
                     form.failure(paths[row], reason)
                 else:
-                    form.image(paths[row], best)
+                    form.image(paths[row], result)
                 row += 1
                 bar.update()
     finally:

@@ -69,6 +69,11 @@ def problems_of_run(args: list[str], script: str) -> list[str]:
     return missing
 
 
+def _mention(flag: str) -> str:
+    """Matches a flag in quotes, or the constant of a shared one."""
+    return rf"""["']-{{0,2}}{re.escape(flag)}["']|\b{re.escape(flag.upper())}\b"""
+
+
 def problems_of_tool(script: str, args: list[str]) -> list[str]:
     """Its flags are read in its own files, or are those of the entry scripts."""
     text = (ROOT / script).read_text(encoding="utf-8")
@@ -78,7 +83,7 @@ def problems_of_tool(script: str, args: list[str]) -> list[str]:
     wrong = []
     for arg in args:
         flag, word = FLAG.fullmatch(arg), WORD.fullmatch(arg)
-        if flag and flag[1] not in BY_NAME and not re.search(rf"""["']-{{0,2}}{re.escape(flag[1])}["']""", source):
+        if flag and flag[1] not in BY_NAME and not re.search(_mention(flag[1]), source):
             wrong.append(f"{script} has no -{flag[1]}")
         if word and word[1] not in settings() and not script.endswith(".sh"):
             wrong.append(f"there is no setting {word[1]}")

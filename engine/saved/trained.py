@@ -24,6 +24,7 @@ from engine.checkpoint.mean import mean_at, read_weights
 from engine.checkpoint.restore import load_weights
 from engine.machine.device import pick_device, set_up_device
 from engine.machine.memory import is_out_of_memory
+from engine.saved.views import Views
 from engine.setup import model_in_precision
 from engine.task import Task, task_of
 from utils.cli import CommandLine, amp_settings
@@ -48,20 +49,23 @@ class Trained:
     config: Config
     chosen: Chosen
     """The weights that it has"""
-    mirrors: bool = False
-    """Whether the logits are means over each image and its mirror image"""
+    views: Views
+    """Views of an image over which the probabilities are averaged; mostly one, the image itself"""
     calibrated: bool = False
     """Whether the logits are divided by the temperature of the weights, if one was fitted"""
     temperature: float = 1.0
 
     def logits(self, images: Tensor) -> Tensor:
-        """Logits in fp32 of uint8 images (B x C x S x S), computed as in validation."""
+        """Logits in fp32 of uint8 images (B x C x S x S), computed as in validation.
+
+        Of several views, they are the logits of the mean of the views' probabilities.
+        """
         with self.computing(len(images)):
-            pixels = images.to(self.precision.device)
-            logits = self.model(self.inputs(pixels)).float()
-            if self.mirrors:
-                logits = (logits + self.model(self.inputs(pixels.flip(-1))).float()) / 2
-            return logits / self.temperature if self.temperature != 1 else logits
+            views = self.views.of(images.to(self.precision.device))
+            logits = [self.model(self.inputs(view)).float() for view in views]
+            if self.temperature != 1:
+                logits = [output / self.temperature for output in logits]
+            return logits[0] if len(logits) == 1 else self.task.averaged(logits)
 
     @contextlib.contextmanager
     def computing(self, images: int) -> Iterator[None]:
@@ -95,6 +99,11 @@ class Trained:
     @property
     def task(self) -> Task:
         return task_of(self.config)
+
+    def look(self, tta: str | None) -> None:
+        """Average over the views of -tta, from now on. Images opened with `config` have the size that these need."""
+        self.views = Views.asked(tta, self.config.DATA, f"{self.chosen.place}")
+        self.config = self.config.model_copy(update={"DATA": self.views.data(self.config.DATA)})
 
     def take(self, which: WeightSet) -> None:
         """Load a set of the saved weights."""
@@ -145,7 +154,8 @@ def load_trained(
     if precision.level in ("O1", "O2") and (moved := fp32_modules(chosen)):
         force_fp32(model, moved, where.type)
     model.eval()
-    trained = Trained(model, inputs, precision, config, chosen, calibrated=calibrated)
+    views = Views(config.DATA.IMAGE_SIZE, config.DATA.IMAGE_SIZE)
+    trained = Trained(model, inputs, precision, config, chosen, views, calibrated=calibrated)
     trained.take(chosen.which)
     return trained
 

@@ -164,13 +164,13 @@ def test_mirrored_images_are_averaged(
     """Against the model itself, called by hand; predict.py gives the same classes."""
     done = say(digits_run, "-tta", "flip", "-amp", "off", "-json", tmp_path / "eval.json")
     assert done.code == 0, done.err
-    assert "the mean of their logits (-tta flip)" in done.out
+    assert "-tta flip: mean of the probabilities of each image and its mirror image." in done.out
     trained = load_trained(digits_run, amp="off")
     dataset = split_of_run(trained)
     batch = dataset.__getitems__([(0, index) for index in range(len(dataset))])
     with torch.no_grad():
         views = [trained.model(trained.inputs(images)) for images in (batch.images, batch.images.flip(-1))]
-    logits = torch.stack(views).mean(0)
+    logits = torch.stack([view.softmax(1) for view in views]).mean(0).log()
     found = json.loads((tmp_path / "eval.json").read_text())["figures"][trained.chosen.which.name]
     assert found["acc1"] == pytest.approx(100 * float((logits.argmax(1) == batch.labels).float().mean()))
     assert found["nll"] == pytest.approx(float(torch.nn.functional.cross_entropy(logits, batch.labels)), rel=1e-5)
@@ -180,7 +180,7 @@ def test_mirrored_images_are_averaged(
     assert other["nll"] != found["nll"]
     words = ("-part", "val", "-tta", "flip", "-amp", "off", "-topk", "1", "-format", "csv")
     guessed = vitamp(digits_run, *words, script="scripts/predict.py")
-    assert "mirrored too" in guessed.err
+    assert "mean of the probabilities of each image and its mirror image" in guessed.err
     rows = list(csv.DictReader(guessed.out.splitlines()))
     assert [int(row["label"]) for row in rows] == logits.argmax(1).tolist()
 

@@ -10,12 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from sklearn.metrics import average_precision_score
 
 from engine.report.curves import draw_curves
+from engine.saved.predictions import split_of_run
+from engine.saved.trained import load_trained
 from tests.label_sets import CLASSES, named, truth, write_images, write_recipe, write_set
 from tests.program import Result, metrics, run_program
+from utils.cli import CommandLine
 from utils.record.tasks import MAP
 
 Vitamp = Callable[..., Result]
@@ -68,6 +73,21 @@ def test_evaluate_has_the_metrics_of_the_run(vitamp: Vitamp, run: Path, tmp_path
     assert words in text
     assert words in (run / "log.txt").read_text()
     assert found["figures"]["model"]["per_class"]["threshold"][CLASSES.index("north")] == 0.5
+
+
+def test_evaluate_averages_the_labels_of_views(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
+    words = ("-tta", "crops", "DATA.CROP=random")
+    found = evaluated(vitamp, run, tmp_path / "e.json", *words)[1]["figures"]
+    trained = load_trained(run, given=CommandLine(words={"DATA.CROP": "random"}))
+    trained.look("crops")
+    dataset = split_of_run(trained)
+    batch = dataset.__getitems__([(0, index) for index in range(len(dataset))])
+    with torch.no_grad():
+        outputs = [trained.model(trained.inputs(view)).double() for view in trained.views.of(batch.images)]
+    assert len(outputs) == 5
+    probabilities = torch.stack([logits.sigmoid() for logits in outputs]).mean(0)
+    loss = F.binary_cross_entropy(probabilities, batch.labels.double())
+    assert found[trained.chosen.which.name]["loss"] == pytest.approx(float(loss), rel=1e-4)
 
 
 def test_evaluate_matches_classes_of_other_data_by_name(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:

@@ -36,6 +36,15 @@ def _last(text: str) -> int:
     return int(number)
 
 
+def _views(text: str) -> str:
+    kinds = text.split(",")
+    if any(kind not in VIEWS or kinds.count(kind) > 1 for kind in kinds):
+        raise ValueError("takes flip, crops or flip,crops")
+    return ",".join(kind for kind in VIEWS if kind in kinds)
+
+
+VIEWS = ("flip", "crops")
+"""Values of -tta"""
 PAGES = {
     "benchmark_amp.py": "docs/benchmarks.md",
     "benchmark_data.py": "docs/data_speed.md",
@@ -72,9 +81,10 @@ PART = Flag(
 """For tools that read the images of the run's data set."""
 TTA = Flag(
     "tta",
-    "test-time augmentation: flip takes the mean of the logits of each image and its mirror image; twice the time",
-    "flip",
-    choices=("flip",),
+    "test-time augmentation, the mean of the probabilities of several views: flip: the image and its mirror image, in "
+    "twice the time; crops: centre and four corners, in 5 times; flip,crops: both, in 10 times",
+    "flip|crops|flip,crops",
+    kind=_views,
 )
 """For tools that predict."""
 AVERAGE = Flag("average", "the mean of the weights of the run's last N checkpoints", "last:N", kind=_last)

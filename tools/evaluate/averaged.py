@@ -30,7 +30,7 @@ def evaluate_average(
     how = {"calibrated": not asked.no_calibration, "average": asked.average}
     models = [load_trained(path, asked.weights, given=given, **how) for path in asked.model]
     for trained in models:
-        trained.mirrors = asked.tta is not None
+        trained.look(asked.tta)
     check_same_classes(models)
     first = models[0]
     task = {ONE_LABEL: one, SEVERAL_LABELS: several}[first.task.kind]
@@ -61,10 +61,9 @@ def evaluate_average(
 def _describe(paths: list[str], models: list[Trained]) -> None:
     for path, trained in zip(paths, models, strict=True):
         calibration = trained.chosen.describe_calibration(trained.calibrated)
-        log.info("%s: %s", path, "; ".join(filter(None, (trained.chosen.words, calibration))))
+        words = (trained.chosen.words, calibration, trained.views.words())
+        log.info("%s: %s", path, "; ".join(filter(None, words)))
     log.info("%s: the mean of the probabilities of these %d models.", MEAN, len(models))
-    if models[0].mirrors:
-        log.info("Each model sees each image and its mirror image: the mean of their logits (-tta flip).")
     identities = [(trained.chosen.samples or {}).get("data") for trained in models]
     if len(set(identities)) > 1:
         log.info(

@@ -92,7 +92,7 @@ def _evaluate(argv: list[str]) -> int:
     if others:
         return _written(out, *averaged.evaluate_average(line, given, bins, matrix))
     trained = load_trained(model, BETTER if both else weights, given=given, **_how(line))
-    trained.mirrors = line.asked.tta is not None
+    trained.look(line.asked.tta)
     for which in SETS if both else ():
         trained.chosen.other(which)  # an error if it is not there
     task = {ONE_LABEL: one, SEVERAL_LABELS: several}[trained.task.kind]
@@ -112,8 +112,8 @@ def _evaluate(argv: list[str]) -> int:
             trained.take(which)
             log.info("%s", calibrate.calibrate(trained, data, bins))
         return EXIT_DONE
-    if trained.mirrors:
-        log.info("Each image and its mirror image: the mean of their logits (-tta flip).")
+    if views := trained.views.words():
+        log.info("-tta %s: %s.", line.asked.tta, views)
     found: dict[WeightSet, Any] = {}
     temperatures: dict[str, float] = {}
     for which in sets:

@@ -146,7 +146,7 @@ def _predict(argv: list[str]) -> int:
     how = {"calibrated": not asked.no_calibration, "average": asked.average, "needs_labels": asked.features is None}
     models = [load_trained(at, asked.weights, asked.device, asked.amp, **how) for at in asked.models]
     for trained in models:
-        trained.mirrors = asked.tta is not None
+        trained.look(asked.tta)
     check_same_classes(models)
     datasets = [
         split_of_run(trained, asked.part) if asked.part else open_given(paths, trained.config.DATA)
@@ -187,8 +187,8 @@ def _describe(asked: Namespace, models: Sequence[Trained], choice: str) -> None:
     """One line on standard error for each model, and one for the mean of several."""
     for path, trained in zip(asked.models, models, strict=True):
         calibration = trained.chosen.describe_calibration(trained.calibrated)
-        words = (trained.chosen.words, choice if len(models) == 1 else "", calibration)
-        print(f"{path}: {'; '.join(filter(None, words))}{', mirrored too' * trained.mirrors}", file=sys.stderr)
+        words = (trained.chosen.words, choice if len(models) == 1 else "", calibration, trained.views.words())
+        print(f"{path}: {'; '.join(filter(None, words))}", file=sys.stderr)
     if len(models) > 1:
         words = f"the mean of the probabilities of {len(models)} models"
         print("; ".join(filter(None, (words, choice))), file=sys.stderr)

@@ -130,12 +130,12 @@ def test_missing_base_is_named(tmp_path: Path) -> None:
 
 def test_yaml_bombs_are_refused_at_once(tmp_path: Path) -> None:
     bomb = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
-    start = time.perf_counter()
+    start = time.process_time()  # of this process: other programs must not make the test fail
     assert "unknown key a11" in file_error(tmp_path, bomb)
     assert "TRAIN.OPTIMIZER.BETAS" in file_error(tmp_path, "TRAIN: {OPTIMIZER: {BETAS: &a [*a]}}\n")
     assert "nested too deeply" in file_error(tmp_path, "[" * 50_000)
     assert "FLIP" in file_error(tmp_path, f"DATA: {{FLIP: '{'(' * 5000}{')' * 5000}'}}\n")
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_error_in_key_value_words_is_described() -> None:

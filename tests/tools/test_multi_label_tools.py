@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,9 @@ def test_report_has_average_precision_of_each_class(vitamp: Vitamp, run: Path, t
     done = vitamp(run, "-out", tmp_path / "r.html", script="scripts/report.py")
     assert done.code == 0, done.text
     page = (tmp_path / "r.html").read_text()
+    assert "to tell 4 classes apart, several per image. Its mean average precision (mAP) is " in page
+    assert "ordering the images at random gives 39.75\N{NO-BREAK SPACE}%" in page, "the mean prevalence of the classes"
+    assert "Weakest class: north (average precision " in page
     assert "Classes, lowest average precision first" in page
     assert "1 of 4 classes keep a threshold of 0.5, with fewer than 20 validation images: north" in page
     assert "Confusion matrix" not in page
@@ -183,8 +187,24 @@ def test_report_has_average_precision_of_each_class(vitamp: Vitamp, run: Path, t
     assert "top-1" not in page.partition("Details of the run")[0].partition("<body")[2]
     top = max(line[key] for line in metrics(run, "val") for key in ("map", "ema_map"))
     assert f"{top:.2f} % (epoch" in page
+    _check_examples(page, run.parent)
     assert (curves := draw_curves(run, "labelled", MAP)) is not None
     assert curves.stat().st_size > 10_000
+
+
+def _check_examples(page: str, root: Path) -> None:
+    """The labels of the example images are the true ones, and images with wrong ones come first."""
+    figures = re.findall(r'<figure title="(\S+)">(.*?)</figure>', page, re.DOTALL)
+    assert len(figures) == 12
+    rows = (row.split(",") for row in (root / "val.csv").read_text().splitlines()[1:])
+    true = {path: set(names.split(";")) - {""} for path, names in rows}
+    wrong = []
+    for path, figure in figures:
+        kinds = {label: kind for kind, label in re.findall(r'class="label (\w+)">(\w+) ', figure)}
+        assert {label for label, kind in kinds.items() if kind != "extra"} == true[path[path.index("images/") :]]
+        wrong.append(sum(kind != "right" for kind in kinds.values()))
+    assert wrong == sorted(wrong, reverse=True)
+    assert wrong[0] > 0 == wrong[-1]
 
 
 def test_check_data_counts_labels(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:

@@ -180,12 +180,16 @@ def test_predictions_agree_with_validation(digits_run: Path, page: Page) -> None
     seen = page(digits_run, predictions=True)
     lines = [json.loads(line) for line in (digits_run / "metrics.jsonl").read_text().splitlines()]
     best = max(line[key] for line in lines if line["event"] == "val" for key in ("acc1", "ema_acc1"))
-    at = r"\([\d.]+ to [\d.]+ %\)"
-    others = (
-        rf"top-5 [\d.]+ % {at}, balanced accuracy [\d.]+ % {at} and macro F1 [\d.]+ % {at} on 360 validation images"
-    )
-    words = f"Top-1 {best:.2f} % {at}, {others}; always guessing the largest class: "
-    assert re.search(words, " ".join(seen.text.split()))
+    at = r"[\d.]+ to [\d.]+ %"
+    others = rf"[\d.]+ % top-5 {at} [\d.]+ % balanced accuracy {at} [\d.]+ % macro F1 {at}"
+    after = "With 95 % intervals, on 360 validation images. Always guessing the largest class: "
+    assert re.search(f"{best:.2f} % top-1 {at} {others} {after}", seen.text)
+    first = f"Its accuracy \\(top-1\\) is {best:.2f} % on 360 validation images \\(95 % interval {at}\\)"
+    assert re.search(f"tiny was trained on 1,437 images of digits to tell 10 classes apart. {first}; always", seen.text)
+    assert re.search(r"class training images validation images prevalence recall precision F1", seen.text)
+    assert re.search(r"3 146 37 10.3 % [\d.]+ % [\d.]+ % [\d.]+ %", seen.text)
+    parts = ["Predictions", "Curves", "Where the time went", "Mixed precision", "Details of the run"]
+    assert re.findall("<h2>(.*?)</h2>", seen.html) == parts
     wrong = round(360 * (1 - best / 100))
     assert len(seen.named("figure")) == min(12, wrong)
     guesses = [float(percent) for percent in re.findall(r"predicted \S+ \(([\d.]+)\s%\)", seen.text)]

@@ -74,6 +74,27 @@ def test_several_seeds_get_the_verdict_of_a_comparison(vitamp: Vitamp, first: Pa
     assert "(95 % interval, 3 seeds)" in page
 
 
+def test_three_settings_are_drawn_and_the_best_two_compared_first(vitamp: Vitamp, first: Path, tmp_path: Path) -> None:
+    rates = {"a": (0.002, 90.0), "b": (0.004, 94.0), "c": (0.008, 92.0)}
+    runs = [
+        copied(first, f"{name}-{seed}", top1 + seed, f"SEED: 0 -> SEED: {seed}", f"BASE_LR: 0.002 -> BASE_LR: {rate}")
+        for name, (rate, top1) in rates.items()
+        for seed in range(1, 4)
+    ]
+    said, page = report(vitamp, tmp_path, *runs)
+    sentences = re.findall(r"(?m)BASE_LR=(\S+) against BASE_LR=(\S+): .*accuracy", said)
+    assert sentences == [("0.004", "0.008"), ("0.004", "0.002"), ("0.008", "0.002")]
+    rows = re.findall(r'aria-label="BASE_LR=(\S+): ([\d.]+) ± 1.00">(.*?)</span>', page)
+    assert [(rate, mean, row.count('class="dot"')) for rate, mean, row in rows] == [
+        *(("0.002", "92.00", 3), ("0.004", "96.00", 3), ("0.008", "94.00", 3))
+    ]
+    assert re.search(r'class="contender best"><span class="who">BASE_LR=0.004<', page)
+    assert "mean and its 95 % interval over the seeds" in page
+    assert "contenders" not in report(vitamp, tmp_path / "two", runs[0], runs[3])[1].partition("<body>")[2]
+    page = report(vitamp, tmp_path / "one seed each", *runs[::3])[1]
+    assert "95 % interval of one run on 360 images" in page
+
+
 def test_reasons_for_no_verdict(vitamp: Vitamp, first: Path, tmp_path: Path) -> None:
     same = copied(first, "same", 90.0, SEED)
     assert (

@@ -149,11 +149,14 @@ def read_about(folder: Path) -> dict[str, Any]:
     return read_json(folder / ABOUT)
 
 
+def read_data(folder: Path) -> dict[str, Any]:
+    """The content of a run's data.json; empty for a run without image files."""
+    return read_json(folder / DATA) if (folder / DATA).exists() else {}
+
+
 def read_data_notes(folder: Path, kinds: Sequence[str] = ("warnings", "notes")) -> list[str]:
     """What a run said of its data before training, warnings first; nothing for a run without image files."""
-    if not (folder / DATA).exists():
-        return []
-    found = read_json(folder / DATA)
+    found = read_data(folder)
     return [str(line) for kind in kinds for line in found.get(kind, [])]
 
 

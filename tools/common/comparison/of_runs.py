@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tools.common.comparison.judged import Judged, judged_by
 from tools.common.comparison.metrics import Metrics, is_finished, metrics_of
-from tools.common.comparison.verdict import CONFIDENCE, ByName, by_name, judge, number_of
+from tools.common.comparison.verdict import CONFIDENCE, ByName, best_two, by_name, judge, number_of
 from utils.config import Config, config_of_run
 from utils.config.keys import OF_ONE_START, settings, value_of
 from utils.config.values import one_line
@@ -39,24 +39,42 @@ class Finished:
     metrics: Metrics
 
 
+@dataclass(frozen=True)
+class Contenders:
+    """Finished runs by their settings, seeds and folds aside. The first contender is the baseline."""
+
+    runs: ByName
+    names: list[str]
+    judged: Judged
+
+
 def verdict_of(folders: Sequence[Path]) -> list[str]:
-    """Sentences about these runs, the first of which is the baseline; none about a single run."""
+    """Sentences about these runs, the first of which is the baseline; none about a single run.
+
+    Of three or more contenders, the first sentence compares the best two.
+    """
     if len(folders) < 2:
         return []
+    found = contenders_of(folders)
+    return _sentences(found) if isinstance(found, Contenders) else [f"No verdict: {found}"]
+
+
+def contenders_of(folders: Sequence[Path]) -> Contenders | str:
+    """The contenders among these runs, or why they cannot be compared."""
     try:
         runs = [Finished(each, config_of_run(each), metrics_of(each)) for each in folders if is_finished(each)]
     except UserError as error:
-        return [f"No verdict: {error}"]
+        return str(error)
     if len(runs) < 2:
-        return ["No verdict: fewer than two of these runs are finished."]
+        return "fewer than two of these runs are finished."
     names = _names(runs)
     if len(set(names)) == 1:
-        return ["No verdict: these runs have the same settings but for the seed or fold."]
+        return "these runs have the same settings but for the seed or fold."
     if problem := _not_comparable(runs):
-        return [f"No verdict: {problem}"]
+        return problem
     judged = judged_by(None, None, [run.config for run in runs])
     rows = [{"mode": name, **_round(run.config), **run.metrics} for name, run in zip(names, runs, strict=True)]
-    return _sentences(by_name(rows), list(dict.fromkeys(names)), judged)
+    return Contenders(by_name(rows), list(dict.fromkeys(names)), judged)
 
 
 def _round(config: Config) -> dict[str, object]:
@@ -93,13 +111,21 @@ def _not_comparable(runs: Sequence[Finished]) -> str:
     return ""
 
 
-def _sentences(runs: ByName, names: Sequence[str], judged: Judged) -> list[str]:
-    base, *others = names
+def _sentences(found: Contenders) -> list[str]:
+    runs, (base, *others), judged = found.runs, found.names, found.judged
+    best = best_two(runs, found.names, judged) if len(others) > 1 else []
     if all(len(runs[name].keys() & runs[base].keys()) < 2 for name in others):
-        return [_one_run_each(name, base, runs, judged) for name in others]
+        pairs = [(name, base) for name in others]
+        first = [] if len(best) < 2 or base in best else [(best[0], best[1])]
+        pairs = sorted([*first, *pairs], key=lambda pair: set(pair) != set(best))
+        return [_one_run_each(name, against, runs, judged) for name, against in pairs]
     lines = []
-    for verdict in judge(runs, names, judged):
-        lines += [verdict["text"], *([f"  ({verdict['details']})"] if verdict["details"] else [])]
+    verdicts = judge(runs, found.names, judged)
+    for verdict in sorted(verdicts, key=lambda each: {each["mode"], each["against"]} != set(best)):
+        name, text = verdict["mode"], verdict["text"]
+        if not text.startswith(f"{name} against "):
+            text = text.replace(name, f"{name} against {verdict['against']}", 1)
+        lines += [text, *([f"  ({verdict['details']})"] if verdict["details"] else [])]
     return lines
 
 

@@ -140,14 +140,14 @@ def judge(runs: ByName, names: Sequence[str], judged: Judged, started: int = 0) 
     dropped = started > len(names)
     pairs = math.comb(max(started, len(names)), 2)
     verdicts = [_verdict(runs, name, base, pairs if dropped else len(others), judged) for name in others]
-    best = _best_two(runs, names, judged)
+    best = best_two(runs, names, judged)
     if len(names) > 2 and len(best) == 2 and base not in best:
         # Any two of them could have been the best: the interval allows for all pairs.
         verdicts.append(_verdict(runs, best[0], best[1], pairs, judged, named=True))
     return verdicts
 
 
-def _best_two(runs: ByName, names: Sequence[str], judged: Judged) -> list[str]:
+def best_two(runs: ByName, names: Sequence[str], judged: Judged) -> list[str]:
     means = {name: judged.values(list(runs.get(name, {}).values())) for name in names}
     known = {name: statistics.fmean(values) for name, values in means.items() if values}
     return sorted(known, key=lambda name: known[name], reverse=judged.metric.higher)[:2]

@@ -1,4 +1,4 @@
-"""Reliability diagram of a model: accuracy against confidence, as page.html draws it."""
+"""Reliability diagram of a model: accuracy against confidence, as templates/charts.html draws it."""
 
 from __future__ import annotations
 

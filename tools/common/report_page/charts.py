@@ -1,4 +1,4 @@
-"""Geometry of the report's charts: what page.html draws as SVG. Colours are CSS classes, to follow light and dark."""
+"""Geometry of the charts that templates/charts.html draws as SVG. Colours are CSS classes, for light and dark."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from utils.record.history import Points
 from utils.record.weight_sets import SETS
 
 HUES, SHADES = 8, 4
-"""Colours in page.html, and variants of each: a shade and a marker shape."""
+"""Colours in style.html, and variants of each: a shade and a marker shape."""
 MOST_POINTS = 300
 """Points of a line: more would not be visible."""
 MOST_MARKERS, SPARSE_MARKERS = 60, 12

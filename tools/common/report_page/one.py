@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
-from PIL import Image
 
 from datasets import ImageDataset
 from engine.saved.predictions import batches_of, name_of, picture_of
 from engine.saved.trained import Trained
+from engine.task.class_counts import ClassCounts
 from tools.common.figures import Figures, Rows, figures_from
 from tools.common.progress import progress_bar
 from tools.common.report_page.calibration import Reliability
-from tools.common.report_page.several import MOST_ROWS
-from utils.record.tasks import always_guessing
+from tools.common.report_page.opening import Headline
+from tools.common.report_page.pictures import data_uri, short_name
+from tools.common.report_page.several import MOST_ROWS, training_images
+from utils.record.tasks import BALANCED, MACRO_F1, TOP1, TOP5, Metric, always_guessing
 
 BINS = 15
 MOST_CLASSES = 20
 """Classes in the confusion matrix: more would not be readable on a screen."""
 MOST_PAIRS, MOST_MISTAKES = 15, 12
-THUMBNAIL = 112
+NOTABLE_IMAGES, NOTABLE_PERCENT = 2, 5.0
+"""Images, and percent of its class, from which on a confusion is named at the top"""
 
 
 class OfClass(NamedTuple):
     """Metrics of one class in percent."""
 
     name: str
+    training: str
+    """Number of training images, if it is known"""
     images: int
+    prevalence: float
     recall: float
     precision: float
+    f1: float
     mistaken_for: str
 
 
@@ -55,6 +60,7 @@ class Pair(NamedTuple):
 
 class Mistake(NamedTuple):
     image: str
+    short: str
     true: str
     guess: str
     confidence: float
@@ -86,12 +92,25 @@ class Evaluation:
     guessing: str
     """What a model that always guesses the largest class reaches"""
 
+    def headline(self, deciding: Metric) -> Headline:
+        """By the metric that decides which validation is the best, or accuracy."""
+        figures, known = self.figures, {TOP1: "top1", TOP5: "top5", BALANCED: "balanced_acc", MACRO_F1: "macro_f1"}
+        metric = deciding if deciding in known else TOP1
+        value, guess = getattr(figures, known[metric]), _always_largest(figures)[metric]
+        remarks = []
+        if self.pairs and self.pairs[0].images >= NOTABLE_IMAGES and self.pairs[0].percent >= NOTABLE_PERCENT:
+            true, predicted, images, percent = self.pairs[0]
+            of = round(100 * images / percent)
+            remarks = [f"Most frequent mistake: {true} is taken for {predicted} ({images:,} of {of:,} images)."]
+        guessing, at = "always guessing the largest class", figures.intervals[metric.name]
+        return Headline(metric, value, at, figures.images, self.image, guess, guessing, remarks)
+
 
 def evaluated(trained: Trained, dataset: ImageDataset, image: str) -> Evaluation:
     """`image`: what an image of this split is called."""
     rows, numbers = _rows(trained, dataset)
     figures = figures_from(rows, trained.config.MODEL.NUM_CLASSES, BINS)
-    listed = _of_classes(trained, figures)
+    listed = _of_classes(trained, figures, training_images(trained))
     chosen = _matrix_classes(figures)
     return Evaluation(
         weights=f"{trained.words()}: {trained.chosen.words}",
@@ -120,14 +139,30 @@ def _rows(trained: Trained, dataset: ImageDataset) -> tuple[Rows, torch.Tensor]:
     return Rows(*(torch.cat(column) for column in zip(*rows, strict=True))), torch.cat(numbers)
 
 
-def _of_classes(trained: Trained, figures: Figures) -> list[OfClass]:
-    recall, precision, support = figures.recall.tolist(), figures.precision.tolist(), figures.support.tolist()
+def _always_largest(figures: Figures) -> dict[Metric, float]:
+    """Metrics of a model that always predicts the class with the most images."""
+    support, largest = figures.support.tolist(), int(figures.support.argmax())
+    right, guessed = [0] * figures.classes, [0] * figures.classes
+    right[largest], guessed[largest] = support[largest], figures.images
+    counts = ClassCounts(right, support, guessed)
+    return {
+        TOP1: figures.largest_class_percent,
+        TOP5: 100 * sum(sorted(support)[-5:]) / figures.images,
+        BALANCED: 100 * counts.balanced_accuracy(),
+        MACRO_F1: 100 * counts.macro_f1(),
+    }
+
+
+def _of_classes(trained: Trained, figures: Figures, training: list[str]) -> list[OfClass]:
+    measured = (figures.support, figures.recall, figures.precision, figures.f1)
     rows = []
-    for label in range(figures.classes):
-        if support[label]:
+    for label, (images, recall, precision, f1) in enumerate(zip(*(each.tolist() for each in measured), strict=True)):
+        if images:
             other, count = figures.taken_for(label)
             mistaken_for = f"{trained.name_of(other)} ({count})" if count else ""
-            rows.append(OfClass(trained.name_of(label), support[label], recall[label], precision[label], mistaken_for))
+            share = 100 * images / figures.images
+            name = trained.name_of(label)
+            rows.append(OfClass(name, training[label], images, share, recall, precision, f1, mistaken_for))
     return sorted(rows, key=lambda row: (row.recall, row.precision))
 
 
@@ -167,7 +202,8 @@ def _mistakes(trained: Trained, dataset: ImageDataset, rows: Rows, numbers: torc
     worst = wrong[rows.confidence[wrong].argsort(descending=True, stable=True)][:MOST_MISTAKES]
     return [
         Mistake(
-            name_of(dataset, int(numbers[row])),
+            name := name_of(dataset, int(numbers[row])),
+            short_name(name),
             trained.name_of(int(rows.label[row])),
             trained.name_of(int(rows.guess[row])),
             100 * float(rows.confidence[row]),
@@ -176,17 +212,3 @@ def _mistakes(trained: Trained, dataset: ImageDataset, rows: Rows, numbers: torc
         )
         for row in worst.tolist()
     ]
-
-
-def data_uri(picture: Image.Image) -> str:
-    """Thumbnail as a data: URI."""
-    size = max(picture.size)
-    if size > THUMBNAIL:
-        picture = picture.copy()
-        picture.thumbnail((THUMBNAIL, THUMBNAIL))
-    elif size < THUMBNAIL // 2:  # so that single pixels are visible
-        factor = THUMBNAIL // size
-        picture = picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
-    content = io.BytesIO()
-    picture.save(content, "PNG", optimize=True)
-    return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"

@@ -12,7 +12,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from tools.common.output_file import check_output_file, writing
 from tools.common.report_page.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, short
+from tools.common.report_page.contenders import figure_of
 from tools.common.report_page.curves import charts, side_by_side, styles_of
+from tools.common.report_page.opening import opening_of
 from tools.common.report_page.runs import NOTHING, Run, differing_settings, read_runs, summary
 from utils.files import write_atomically
 from utils.log import log
@@ -87,8 +89,12 @@ def _common_folder(runs: Sequence[Run]) -> Path:
 
 
 def _page(runs: Sequence[Run], verdict: str | None, evaluations: Sequence[Evaluation | str]) -> str:
-    here = Path(__file__).parent
+    here = Path(__file__).parent / "templates"
     pages = Environment(loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    headlines = [
+        None if isinstance(found, str) else found.headline(run.deciding)
+        for run, found in zip(runs, evaluations, strict=False)
+    ]
     rows = summary(runs)
     by_name = dict(rows)
     tiles = [
@@ -99,6 +105,9 @@ def _page(runs: Sequence[Run], verdict: str | None, evaluations: Sequence[Evalua
         title=_title(runs),
         subtitle=_subtitle(runs),
         verdict=verdict,
+        opening=opening_of(runs[0], headlines[0] if headlines else None) if len(runs) == 1 else None,
+        headlines=headlines,
+        figure=figure_of([run.folder for run in runs]) if len(runs) > 2 else None,
         runs=runs,
         styles=styles_of(runs),
         tiles=tiles,

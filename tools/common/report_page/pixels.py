@@ -12,7 +12,9 @@ from torch import Tensor
 from datasets import ImageDataset
 from engine.saved.predictions import name_of
 from engine.saved.trained import Trained
-from tools.common.report_page.one import data_uri
+from tools.common.report_page.opening import Headline
+from tools.common.report_page.pictures import data_uri, short_name
+from utils.record.tasks import Metric
 
 SHOWN = 8
 
@@ -21,6 +23,7 @@ class Painted(NamedTuple):
     """One image, as data: URIs."""
 
     name: str
+    short: str
     hidden: str
     predicted: str
     original: str
@@ -38,6 +41,10 @@ class Evaluation:
     image: str
     """What an image of its split is called"""
 
+    def headline(self, deciding: Metric) -> Headline | None:
+        """None: only validation measures how much of the images is explained."""
+        return None
+
 
 def evaluated(trained: Trained, dataset: ImageDataset, image: str) -> Evaluation:
     """`image`: what an image of this split is called."""
@@ -51,7 +58,7 @@ def evaluated(trained: Trained, dataset: ImageDataset, image: str) -> Evaluation
         weights=f"{trained.words()}: {trained.chosen.words}",
         hidden=100 * trained.config.MODEL.MASK_RATIO,
         normalised=trained.config.MODEL.NORM_PIX_LOSS,
-        images=[Painted(name_of(dataset, index), *pictures) for index, *pictures in rows],
+        images=[Painted(name := name_of(dataset, index), short_name(name), *pictures) for index, *pictures in rows],
         image=image,
     )
 

@@ -20,7 +20,7 @@ from utils.errors import UserError
 from utils.record.chosen import chosen_at
 from utils.record.history import History
 from utils.record.metrics_file import Line
-from utils.record.run_folder import is_run_folder, read_about, read_data_notes, run_folder_of
+from utils.record.run_folder import is_run_folder, read_about, read_data, read_data_notes, run_folder_of
 from utils.record.tasks import AUROC, BALANCED, MACRO_F1, MAP, METRICS, TOP1, Metric
 
 
@@ -66,6 +66,29 @@ class Run:
             return read_data_notes(self.folder)
         except UserError:  # damaged
             return []
+
+    @cached_property
+    def data_check(self) -> dict[str, Any]:
+        """data.json, which a run without image files does not have; empty if it is damaged."""
+        try:
+            return read_data(self.folder)
+        except UserError:
+            return {}
+
+    @property
+    def class_counts(self) -> list[tuple[str, int, int]]:
+        """(name, training images, validation images) of each class by data.json, the largest first."""
+        found = self.data_check.get("classes", {})
+        validation = found.get("validation", {})
+        rows = [(name, count, validation.get(name, 0)) for name, count in found.get("training", {}).items()]
+        return sorted(rows, key=lambda row: -row[1])
+
+    @property
+    def epochs(self) -> str:
+        """'2 of 40'; empty without metrics."""
+        done = max((line.get("epoch") or 0 for line in self.history.of("epoch")), default=0)
+        of_all = f" of {self.config.TRAIN.NUM_EPOCHS}" if self.config else ""
+        return f"{done}{of_all}" if self.history.lines else ""
 
     @property
     def best_checkpoint(self) -> str:
@@ -169,12 +192,6 @@ def _data(run: Run) -> str:
     return f"{name} ({counts})" if name and counts else name or counts
 
 
-def _epochs(run: Run) -> str:
-    done = max((line.get("epoch") or 0 for line in run.history.of("epoch")), default=0)
-    of_all = f" of {run.config.TRAIN.NUM_EPOCHS}" if run.config else ""
-    return f"{done}{of_all}" if run.history.lines else ""
-
-
 def _versions(run: Run) -> str:
     return ", ".join(f"{name} {number}" for name, number in run.about.get("versions", {}).items())
 
@@ -190,7 +207,7 @@ _ROWS = (
     ("images/s", lambda run: shown_rate(rate) if (rate := run.history.images_per_second) else ""),
     ("peak memory", lambda run: f"{memory:.2f} GB" if (memory := run.history.peak_memory_gb) else ""),
     ("training time", lambda run: clock(run.history.seconds) if run.history.seconds else ""),
-    ("epochs", _epochs),
+    ("epochs", lambda run: run.epochs),
     ("updates skipped", lambda run: run.history.skipped if run.history.of("train") else ""),
     ("state", lambda run: run.state),
     ("model", lambda run: run.config.MODEL.NAME if run.config else ""),

@@ -1,0 +1,101 @@
+"""First sentences of a report of one run, from its files: what was learnt, how well, and what to doubt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.tools.made_runs import make_run
+from tools.common.report_page.opening import Headline, opening_of
+from tools.common.report_page.page import write_report
+from tools.common.report_page.pictures import short_name
+from tools.common.report_page.runs import read_runs
+from utils.intervals import wilson
+from utils.record.tasks import TOP1
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = make_run(tmp_path / "run", best=90.0)
+    about = json.loads((folder / "run.json").read_text())
+    changed = about | {"samples": {"train": 100, "val": 400}, "largest_class_percent": 60.0}
+    (folder / "run.json").write_text(json.dumps(changed))
+    return folder
+
+
+def said(run: Path, headline: Headline | None = None) -> str:
+    found = opening_of(read_runs([run])[0], headline)
+    return " ".join([found.learnt, found.before + found.figure + found.after, *found.remarks])
+
+
+def change(run: Path, name: str, edit: Callable[[str], str]) -> None:
+    (run / name).write_text(edit((run / name).read_text()))
+
+
+def test_run_without_predictions_is_judged_by_its_validation(run: Path) -> None:
+    text = said(run)
+    assert "on 100 images of digits" in text
+    assert "accuracy (top-1) is 90.00 % on 400 validation images (95 % interval 86.67 to 92.57 %); always" in text
+    assert "guessing the largest class gives 60.00 %." in text
+    assert "not finished" not in text
+    change(run, "config.yaml", lambda _: "{ no end")
+    assert said(run).startswith("run was trained on 100 images.")
+
+
+def test_figure_that_guessing_also_reaches_is_named_so(run: Path) -> None:
+    change(run, "run.json", lambda text: text.replace("60.0", "88.0"))
+    assert "; always guessing the largest class gives 88.00 %, so it may be no better than that." in said(run)
+    change(run, "run.json", lambda text: text.replace("88.0", "95.0"))
+    assert ", which is no better than always guessing the largest class (95.00 %)." in said(run)
+
+
+def test_unfinished_run_says_so(run: Path) -> None:
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    change(run, "metrics.jsonl", lambda _: "".join(lines[:10]))
+    assert "The run has not finished (2 of 4 epochs), so this may still change." in said(run)
+    change(run, "metrics.jsonl", lambda _: "".join(lines[:2]))
+    assert "The run has not finished (0 of 4 epochs); no validation yet." in said(run)
+    change(run, "metrics.jsonl", lambda _: "")
+    assert "The run has no metrics yet." in said(run)
+
+
+def test_copies_of_training_images_are_named(run: Path) -> None:
+    for found, compared, words in (
+        (23, 400, "23 validation images have a copy in training: expect less on new images."),
+        (1, 300, "1 validation image has a copy in training (of 300 compared): expect less on new images."),
+        (0, 400, "No validation image is a copy of a training image."),
+    ):
+        data = {"images": {"validation": 400}, "copies": {"found": found, "compared": compared}}
+        (run / "data.json").write_text(json.dumps(data))
+        assert words in said(run)
+    (run / "data.json").write_text(json.dumps({"images": {"validation": 400}, "copies": {"found": 0, "compared": 9}}))
+    assert "copy" not in said(run), "most were not compared"
+
+
+def test_few_images_are_named(run: Path) -> None:
+    few = Headline(TOP1, 90.0, wilson(90.0, 10), 10, "test image", None, "", ["A remark."])
+    assert "on 10 test images (95 % interval 59.58 to 98.21 %). A remark. 10 test images are few: the interval" in (
+        text := said(run, few)
+    )
+    assert text.endswith("is wide.")
+    assert "are few" not in said(run)
+
+
+def test_data_check_counts_the_classes_of_a_page_without_predictions(run: Path) -> None:
+    data = {"classes": {"training": {"cat": 1, "dog": 70}, "validation": {"dog": 30}}, "notes": ["A note."]}
+    (run / "data.json").write_text(json.dumps(data))
+    page = write_report([run], predictions=False).read_text()
+    rows = [row.split("</td>")[:3] for row in page.split("Images of each class")[1].split("<tr>")[2:4]]
+    assert [[cell.rpartition(">")[2] for cell in row] for row in rows] == [["dog", "70", "30"], ["cat", "1", "0"]]
+
+
+def test_names_of_images_are_short() -> None:
+    assert short_name("/data/pets/val/cat/12.png") == "cat/12.png"
+    assert short_name("245") == "245"
+    long = f"/data/{'folder' * 9}/IMG_2026.jpg"
+    assert short_name(long) == "IMG_2026.jpg"
+    assert len(short_name(f"/data/{'x' * 90}.jpg")) == 36
+    assert short_name(f"/data/{'x' * 90}.jpg").endswith("x.jpg")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,19 +76,24 @@ def validation_predictions(
 
 
 def batches_of(
-    trained: Trained, dataset: ImageDataset, workers: int | None = None
+    trained: Trained,
+    dataset: ImageDataset,
+    workers: int | None = None,
+    compute: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Logits, labels and indices, one batch at a time, on the device, in order.
 
-    Raises TrainingError at the end if an image could not be read.
+    `compute`: gives something else than logits for uint8 images. Raises TrainingError at the end if an image could not
+    be read.
     """
     number = workers if workers is not None else trained.config.DATA.NUM_WORKERS
     number = auto_workers() if number is None else number
+    compute = compute or trained.logits
     loader = ValLoader(dataset, batch_size(trained), 0, 1, number, trained.precision.device)
     try:
         for batch in loader:
             real = batch.indices != PADDING
-            yield trained.logits(batch.images)[real], batch.labels[real], batch.indices[real]
+            yield compute(batch.images)[real], batch.labels[real], batch.indices[real]
         loader.broken.raise_together(ALONE)
         loader.transparent.log_once(ALONE)
     finally:

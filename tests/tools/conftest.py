@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from tests.program import Result
+from tests.program import Result, train_tiny
 from tests.tools.packing import Pack
 from tests.tools.timm_alone import Tool
 from tools.export import command as export
@@ -48,3 +51,16 @@ def export_tool(capfd: pytest.CaptureFixture[str]) -> Iterator[Tool]:
 
     yield call
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def unlabelled_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that learned from 12 images without labels. Not to be changed: tests share it."""
+    place = tmp_path_factory.mktemp("unlabelled_run")
+    (place / "images").mkdir()
+    for number in range(12):
+        pixels = np.random.default_rng(number).integers(0, 255, (8, 8), dtype=np.uint8)
+        Image.fromarray(pixels).save(place / "images" / f"{number}.png")
+    words = ("-mae_pretrain", "MODEL.DECODER.EMBED_DIM=16", "MODEL.DECODER.DEPTH=1", "MODEL.DECODER.NUM_HEADS=2")
+    data = ("-dataset", "images", "-data_path", place / "images", "-batch_size", 4)
+    return train_tiny(place, *words, *data, "TRAIN.NUM_EPOCHS=1", "TRAIN.WARMUP_EPOCHS=0")

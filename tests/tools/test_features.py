@@ -14,7 +14,7 @@ from PIL import Image
 from engine.saved.features import features_of
 from engine.saved.predictions import split_of_run, validation_predictions
 from engine.saved.trained import load_trained
-from tests.program import TINY_DIGITS, Result, run_program
+from tests.program import Result
 from tools.predict import command as predict
 
 
@@ -140,23 +140,16 @@ def test_no_readable_image_leaves_no_file(
     assert [path.name for path in tmp_path.iterdir()] == ["digits"]
 
 
-def test_features_of_a_model_that_learned_without_labels(say: Callable[..., Result], tmp_path: Path) -> None:
+def test_features_of_a_model_that_learned_without_labels(
+    say: Callable[..., Result], unlabelled_run: Path, tmp_path: Path
+) -> None:
     """All patches are seen, and images without labels get none."""
-    recipe = tmp_path / "tiny.yaml"
-    recipe.write_text(TINY_DIGITS, encoding="utf-8")
-    for number in range(12):
-        pixels = np.random.default_rng(number).integers(0, 255, (8, 8), dtype=np.uint8)
-        (tmp_path / "images").mkdir(exist_ok=True)
-        Image.fromarray(pixels).save(tmp_path / "images" / f"{number}.png")
-    words = ("-mae_pretrain", "MODEL.DECODER.EMBED_DIM=16", "MODEL.DECODER.DEPTH=1", "MODEL.DECODER.NUM_HEADS=2")
-    data = ("-dataset", "images", "-data_path", tmp_path / "images", "-batch_size", 4, "TRAIN.NUM_EPOCHS=1")
-    run = tmp_path / "run"
-    done = run_program("-cfg", recipe, "-output", run, *words, *data, "TRAIN.WARMUP_EPOCHS=0", streams=tmp_path)
-    assert done.code == 0, done.text
     out = tmp_path / "f.npz"
-    done = say(run, "-part", "all", "-features", out, "-pool", "patches")
+    done = say(unlabelled_run, "-part", "all", "-features", out, "-pool", "patches")
     assert done.code == 0, done.err
     found = np.load(out)
     assert sorted(found.files) == ["features", "paths"]
     assert found["features"].shape == (12, 4, 16)
-    assert say(run, tmp_path / "images").code == 2
+    done = say(unlabelled_run, found["paths"][0])
+    assert done.code == 2
+    assert "learned without labels" in done.err

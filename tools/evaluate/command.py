@@ -3,6 +3,7 @@
     python scripts/evaluate.py runs/flowers
     python scripts/evaluate.py runs/flowers -weights both -json eval.json
     python scripts/evaluate.py runs/flowers -calibrate
+    python scripts/evaluate.py runs/flowers -knn
     python scripts/evaluate.py runs/a runs/b runs/c
     python scripts/evaluate.py runs/flowers -dataset imagefolder -data_path /data/other_flowers -confusion matrix.png
 
@@ -19,6 +20,10 @@ Several models are evaluated one by one, and then the mean of their probabilitie
 
 -calibrate fits a temperature to the weights, so that the probabilities are as often right as they say. It is kept in
 the run's calibration.json; predict.py, export.py and later evaluations of these weights divide the logits by it.
+
+-knn classifies each image by its nearest training images, without the classifier: it says how well the features of a
+model separate the classes, also those of a model that learned without labels. -dataset and -data_path name images with
+labels, if the run's have none.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.common.command_line import AVERAGE, NO_CALIBRATION, OVERWRITE, PART, TTA, Tool, ToolLine, run_tool
+from tools.common.command_line import AVERAGE, NO_CALIBRATION, OVERWRITE, PART, POOL, TTA, Tool, ToolLine, run_tool
 from tools.common.output_file import check_output_file, writing
 from utils.cli import CommandLine
 from utils.errors import EXIT_DONE, UserError
@@ -58,11 +63,26 @@ OWN = (
     Flag("bins", "number of bins of the calibration error", "N", default=15, kind=whole(1, 1000)),
     Flag("calibrate", "fit a temperature to the weights on these images, and keep it in the run; no other metrics"),
     NO_CALIBRATION,
+    Flag(
+        "knn",
+        "accuracy of the K nearest training images instead of the classifier; no other metrics",
+        "[K]",
+        kind=whole(1),
+        const="20",
+        accepts=str.isdecimal,
+    ),
+    replace(
+        POOL,
+        about="-knn: what the classifier sees (pooled), the class token, or the mean of all patches",
+        choices=tuple(choice for choice in POOL.choices if choice != "patches"),
+    ),
     OVERWRITE,
 )
 TOOL = Tool("evaluate.py", __doc__, OWN, (Positional("model", "RUN_OR_CHECKPOINT", "the model, or several", "+"),))
 MEMORISED = ("train", "all")
 """Values of -part that include training images"""
+OF_CLASSIFIER = ("calibrate", "no_calibration", "tta", "confusion", "bins")
+"""Own flags about the classifier and its probabilities"""
 REFUSED = ("MODEL.RESUME", "MODEL.PRETRAINED", "TRAIN.LAST_EPOCH", "MODEL.NUM_CLASSES")
 
 
@@ -74,11 +94,8 @@ def _evaluate(argv: list[str]) -> int:
     line = TOOL.read(argv)
     (model, *others), weights, bins = (getattr(line.asked, name) for name in ("model", "weights", "bins"))
     out, matrix = line.file("json", ".json"), line.file("confusion", ".csv", ".png")
-    _check(line)
     both = weights == BOTH
-    if both and matrix is not None:
-        for which in SETS:
-            check_output_file(_matrix_of(matrix, which), "-confusion", fresh=not line.asked.overwrite)
+    _check(line, matrix if both else None)
     line.show_gpus()
 
     given = _given(line)
@@ -87,8 +104,10 @@ def _evaluate(argv: list[str]) -> int:
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from engine.saved.trained import load_trained
     from tools.common.parts import open_part
-    from tools.evaluate import averaged, calibrate, one, several
+    from tools.evaluate import averaged, calibrate, knn, one, several
 
+    if line.asked.knn is not None:
+        return _written(out, *knn.evaluate_neighbours(line, given))
     if others:
         return _written(out, *averaged.evaluate_average(line, given, bins, matrix))
     trained = load_trained(model, BETTER if both else weights, given=given, **_how(line))
@@ -133,7 +152,8 @@ def _evaluate(argv: list[str]) -> int:
 
 def _given(line: ToolLine) -> CommandLine:
     """Settings that override the run's."""
-    part = {"DATA.PART": (line.asked.part, "-part")} if line.asked.part else {}
+    default = None if line.asked.knn is None else "val"  # its training images vote, so it needs both splits
+    part = {"DATA.PART": (line.asked.part or default, "-part")} if line.asked.part or default else {}
     return replace(line.run, flags={**line.run.flags, "EVAL": (True, "evaluate.py"), **part})
 
 
@@ -175,7 +195,12 @@ def _how(line: ToolLine) -> dict[str, Any]:
     return {"calibrated": not plain, "average": line.asked.average}
 
 
-def _check(line: ToolLine) -> None:
+def _check(line: ToolLine, matrix: Path | None) -> None:
+    """`matrix`: the file given, of which both sets of weights get one."""
+    if matrix is not None:
+        for which in SETS:
+            check_output_file(_matrix_of(matrix, which), "-confusion", fresh=not line.asked.overwrite)
+    _check_knn(line)
     several = len(line.asked.model) > 1
     for given, flag in ((line.asked.calibrate, "-calibrate"), (line.asked.weights == BOTH, f"-weights {BOTH}")):
         if several and given:
@@ -202,3 +227,17 @@ def _check(line: ToolLine) -> None:
             raise UserError(
                 f"{where}: leave this out; the model is the first argument, and is evaluated as it was trained."
             )
+
+
+def _check_knn(line: ToolLine) -> None:
+    asked = line.asked
+    if asked.knn is None:
+        if asked.pool is not None:
+            raise UserError(f"-pool {asked.pool}: chooses the features that -knn compares; give that too.")
+        return
+    if len(asked.model) > 1:
+        raise UserError(f"-knn: takes one model, but {len(asked.model)} are given.")
+    if others := [name for name in OF_CLASSIFIER if name in line.given]:
+        raise UserError(f"-{others[0]}: does not go with -knn, which has no classifier and no probabilities.")
+    if asked.part in MEMORISED:
+        raise UserError(f"-part {asked.part}: the training images vote, so -knn needs other ones: val or test.")

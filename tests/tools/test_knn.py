@@ -1,0 +1,137 @@
+"""evaluate.py -knn: nearest neighbours as scikit-learn finds them, for models with and without labels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from sklearn.neighbors import KNeighborsClassifier
+
+from engine.saved.features import features_of
+from engine.saved.predictions import split_of_run
+from engine.saved.trained import Trained, load_trained
+from tests.program import ROOT, Result, run_program
+from tools.evaluate import command as evaluate
+from tools.evaluate import knn
+from utils.intervals import wilson
+
+
+@pytest.fixture
+def say(in_process: Callable[..., Callable[..., Result]]) -> Callable[..., Result]:
+    return in_process(evaluate.main)
+
+
+@pytest.fixture(scope="module")
+def flowers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two classes of images that any features separate."""
+    folder = tmp_path_factory.mktemp("flowers")
+    for number in range(40):
+        path = folder / ("dark" if number % 2 else "striped") / f"{number}.png"
+        path.parent.mkdir(exist_ok=True)
+        pixels = np.random.default_rng(number).integers(0, 40, (8, 8), dtype=np.uint8)
+        pixels[:, :: 2 + 6 * (number % 2)] += 200 - 190 * (number % 2)
+        Image.fromarray(pixels).save(path)
+    return folder
+
+
+def _scikit_learn(bank: np.ndarray, labels: np.ndarray, count: int) -> KNeighborsClassifier:
+    """Its distance is 1 - similarity."""
+    weights: Any = lambda distance: np.exp((1 - distance) / knn.TEMPERATURE)  # noqa: E731
+    return KNeighborsClassifier(count, metric="cosine", weights=weights).fit(bank, labels)
+
+
+def test_guesses_agree_with_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the batches in which the training images come, and the chunks in which they are compared."""
+    monkeypatch.setattr(knn, "AT_ONCE", 33)
+    draw = np.random.default_rng(0)
+    bank, labels = draw.normal(size=(500, 24)), draw.integers(0, 7, 500)
+    bank[np.arange(500), labels] += 2
+    images = draw.normal(size=(100, 24))
+    images[np.arange(100), np.arange(100) % 7] += 2
+    for count in (1, 5, 40):
+        nearest = knn.Nearest(torch.from_numpy(images), count)
+        for rows, own in zip(torch.from_numpy(bank).split(64), torch.from_numpy(labels).split(64), strict=True):
+            nearest.add(rows, own)
+        found = nearest.guesses().numpy()
+        assert (found == _scikit_learn(bank, labels, count).predict(images)).all()
+        assert 0.3 < (found == np.arange(100) % 7).mean() < 1
+
+
+def _seen(trained: Trained, part: str, pool: str) -> tuple[np.ndarray, np.ndarray]:
+    dataset = split_of_run(trained, part)
+    batch = dataset.__getitems__([(0, index) for index in range(len(dataset))])
+    return features_of(trained, batch.images, pool).numpy(), batch.labels.numpy()  # pyright: ignore[reportArgumentType]
+
+
+def test_accuracy_of_a_run(say: Callable[..., Result], digits_run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "knn.json"
+    done = say(digits_run, "-knn", 15, "-pool", "mean", "-weights", "both", "-amp", "off", "-json", out)
+    assert done.code == 0, done.err
+    found = json.loads(out.read_text())
+    assert (found["knn"], found["pool"], found["bank_images"]) == (15, "mean", 1437)
+    assert found["data"] == "digits, validation split"
+    for weights in ("model", "ema"):
+        trained = load_trained(digits_run, weights, amp="off")
+        images, truth = _seen(trained, "val", "mean")
+        right = (_scikit_learn(*_seen(trained, "train", "mean"), 15).predict(images) == truth).mean()
+        figures = found["figures"][weights]
+        assert figures["acc1"] == pytest.approx(100 * right, abs=0.3)  # one image: similarities are rounded
+        assert figures["intervals"]["acc1"] == pytest.approx(wilson(figures["acc1"], 360))
+        assert f"{figures['acc1']:.2f} % (" in done.text
+    assert found["figures"]["model"] != found["figures"]["ema"]
+
+
+def test_a_model_without_labels_on_other_images(
+    say: Callable[..., Result], unlabelled_run: Path, flowers: Path, tmp_path: Path
+) -> None:
+    done = say(unlabelled_run, "-knn")
+    assert done.code == 2
+    assert "has no labels. Name images with labels, as in -dataset imagefolder -data_path DIR" in done.err
+    words = ("-dataset", "imagefolder", "-data_path", flowers, "DATA.VAL_FRACTION=0.25")
+    done = say(unlabelled_run, "-knn", *words, "-json", tmp_path / "knn.json")
+    assert done.code == 0, done.err
+    found = json.loads((tmp_path / "knn.json").read_text())
+    assert (found["knn"], found["bank_images"], found["figures"]["model"]["images"]) == (20, 30, 10)
+    assert found["figures"]["model"]["acc1"] == 100
+    done = say(unlabelled_run, "-knn", 31, *words)
+    assert done.code == 2
+    assert "has only 30 training images" in done.err
+
+
+def test_a_linear_probe_of_a_model_without_labels(unlabelled_run: Path, flowers: Path, tmp_path: Path) -> None:
+    """Its encoder stays as it is, and only the new classifier is trained."""
+    recipe = ROOT / "configs" / "linear_probe_vit_base.yaml"
+    data = ("-dataset", "imagefolder", "-data_path", flowers, "DATA.VAL_FRACTION=0.25", "DATA.IMAGE_CHANNELS=1")
+    sizes = ("MODEL.NAME=tiny", "MODEL.PATCH_SIZE=4", "MODEL.EMBED_DIM=16", "MODEL.DEPTH=1", "MODEL.NUM_HEADS=2")
+    short = ("-batch_size", 8, "TRAIN.NUM_EPOCHS=1", "DEVICE=cpu", "THREADS=1", "-output", tmp_path / "run")
+    done = run_program("-cfg", recipe, "-pretrained", unlabelled_run, *data, *sizes, *short, streams=tmp_path)
+    assert done.code == 0, done.text
+    before, after = (
+        load_file(max((run / "checkpoints").glob("step-*")) / "model.safetensors")
+        for run in (unlabelled_run, tmp_path / "run")
+    )
+    encoder = {name for name in before if not name.startswith("decoder.")}
+    assert after.keys() - encoder == {"head.weight", "head.bias"}
+    assert all(torch.equal(after[name], before[name]) for name in encoder)
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("-knn", "-part", "train"), "the training images vote, so -knn needs other ones"),
+        (("-knn", "-calibrate"), "-calibrate: does not go with -knn"),
+        (("-pool", "mean"), "-pool mean: chooses the features that -knn compares"),
+        (("-knn", "-pool", "patches"), "-pool"),
+    ],
+)
+def test_refusals(say: Callable[..., Result], digits_run: Path, words: tuple[str, ...], error: str) -> None:
+    done = say(digits_run, *words)
+    assert done.code == 2
+    assert error in done.err

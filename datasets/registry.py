@@ -6,6 +6,7 @@ A layout of folders that people have is also recognised (recognise.py) and descr
 from __future__ import annotations
 
 import importlib
+import sys
 
 import torch
 
@@ -174,6 +175,10 @@ def _named(data: DataConfig) -> Source:
             f"DATA.DOWNLOAD=true. Version 0.1.0 of vitamp is the last that has it."
         )
     source = source_named(data.DATASET)
+    if source is None and "utils.own.registry" in sys.modules:
+        from datasets.sources.own import source_of_own
+
+        source = source_of_own(data.DATASET)
     if source is None:
         raise UserError(
             f"DATA.DATASET (-dataset): unknown data set {data.DATASET!r}.{nearest(data.DATASET, PLACES)} "

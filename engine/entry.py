@@ -90,8 +90,14 @@ def _exit_code(script: str, argv: list[str], many: bool) -> int:
             time.sleep(SECONDS_TO_FIND_LOST_RANK)
             signals.exit_if_asked(ENDED)
         name = rank_name()
-        _report((f"{name} failed:\n" if name else "") + traceback.format_exc(), aloud=True)
+        _report((f"{name} failed:\n" if name else "") + (_in_own_code(error) or traceback.format_exc()), aloud=True)
         return EXIT_FAILED
+
+
+def _in_own_code(error: Exception) -> str:
+    """An error in the user's own code, with its lines there; '' for another."""
+    own = sys.modules.get("utils.own.execute")
+    return own.own_lines(error) if own else ""
 
 
 def _report(text: str, aloud: bool) -> None:
@@ -115,6 +121,8 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
     if command.action == "list_models":
         return _list_models(command.pattern)
     loaded = _load(command)
+    if loaded.config.USE:
+        _use_own_code(loaded, command)
     if command.action == "print_config":
         print(format_config(loaded), end="")
         return EXIT_DONE
@@ -136,6 +144,16 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
             "model of its own. Start main_multi_gpu.py with the same flags, or start one process."
         )
     return _run(loaded, world or ALONE, command)
+
+
+def _use_own_code(loaded: Loaded, command: CommandLine) -> None:
+    """Execute the files of USE. Those in the settings of the resumed run count as the run's, not as given."""
+    given = command.cfg is not None or "USE" in {**command.flags, **command.words}
+    if command.action == "print_config" and not given:
+        return
+    from engine.own_code.use import use_own_code
+
+    use_own_code(loaded.config, given, command.trust)
 
 
 def _load(command: CommandLine) -> Loaded:

@@ -48,5 +48,9 @@ def check(config: Config) -> None:
         from models.weights.find import check_pretrained
 
         check_pretrained(config.MODEL.PRETRAINED, config.MODEL.pretrained_weights)
+    if config.USE:
+        from engine.own_code.trial import try_own_code
+
+        try_own_code(config)
     memory = total_memory(torch.device("cpu"))  # in which weights are initialised
     check_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config), memory)

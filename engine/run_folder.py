@@ -122,5 +122,9 @@ def write_run_files(run: Run, ready: Ready, folder: Path) -> Peak | None:
     about["largest_class_percent"] = largest_class(ready.val_set)
     about["parameters"] = dict(zip(("all", "trainable"), count_parameters(ready.model), strict=True))
     with os_errors_as_user_errors(folder):
+        if config.USE:
+            from utils.record.own_code import keep_own_code
+
+            about |= keep_own_code(folder)
         write_json(folder / ABOUT, about)
     return peak

@@ -217,6 +217,12 @@ def weights_of_classes(config: Config, train_set: ImageDataset) -> np.ndarray | 
     return class_weights(config.TRAIN, classes, labels, train_set.classes, config.DATA.DATASET)
 
 
+def _own_code() -> list[dict[str, Any]]:
+    from utils.own.execute import noted_files
+
+    return noted_files()
+
+
 def _model(config: Config, device: torch.device, replaced: bool) -> nn.Module:
     """Model with pretrained weights, or with initial ones from SEED, which are the same on every rank."""
     seed_all(config.SEED, "init")
@@ -335,6 +341,7 @@ def checkpoint_meta(run: Run, ready: ReadyToTrain) -> dict[str, Any]:
         "choices": ready.choices,
         "samples": identity_of(ready.train_set, ready.train_loader.order),
         "settings": redacted_values(values_to_keep(config)),
+        **({"own_code": _own_code()} if config.USE else {}),
         "model": config.MODEL.NAME,
         "classes": ready.train_set.classes,
         "num_classes": config.MODEL.NUM_CLASSES,

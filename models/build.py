@@ -62,7 +62,8 @@ def build_model(model: ModelConfig, image_size: int, channels: int, shortcuts: S
     module = timm.create_model(plan.timm_name, **plan.arguments)
     vars(module)[LABEL] = model.NAME.strip()
     module = _finished(module, model, shortcuts)
-    log.info("Model %s: timm's %s", model.NAME, type(module).__name__, extra=DETAIL)
+    whose = "timm's" if type(module).__module__.startswith("timm.") else "your own"
+    log.info("Model %s: %s %s", model.NAME, whose, type(module).__name__, extra=DETAIL)
     return module
 
 

@@ -49,6 +49,8 @@ class CommandLine:
     """The pattern of -list_models."""
     gpus: str | None = None
     """The value of -gpus, for utils.gpus.limit_visible_gpus."""
+    trust: bool = False
+    """-trust: execute the user's own code in the folder of a run."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -245,7 +247,8 @@ def command_line(given: Mapping[str, Any], words: dict[str, str]) -> CommandLine
         names = " and ".join(f"-{flag.name}" for flag in actions)
         raise UserError(f"{names} exclude each other; give only one")
     action = actions[0].action if actions else None
-    return CommandLine(given.get("cfg"), flags, words, action or "train", given.get("list_models"), given.get("gpus"))
+    pattern, gpus, trust = given.get("list_models"), given.get("gpus"), "trust" in given
+    return CommandLine(given.get("cfg"), flags, words, action or "train", pattern, gpus, trust)
 
 
 def amp_settings(value: str) -> dict[str, Any]:

@@ -102,6 +102,15 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             append=True,
         ),
     ),
+    "Your own code": (
+        Flag(
+            "use",
+            "your own losses, models, augmentations or data sets: Python files, separated by commas (docs/own_code.md)",
+            "FILE",
+            ("USE",),
+        ),
+        Flag("trust", "execute the copies of such files in the folder of the run that is opened"),
+    ),
     "Data": (
         Flag(
             "dataset",

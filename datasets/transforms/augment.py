@@ -40,6 +40,10 @@ def image_changes(data: DataConfig, train: TrainConfig) -> list[ImageChange]:
     if train.COLOR_JITTER and jitters(train):
         strength = train.COLOR_JITTER
         changes.append(v2.ColorJitter(brightness=strength, contrast=strength, saturation=strength))
+    if train.AUGMENT:
+        from datasets.transforms.own import OwnChange
+
+        changes += map(OwnChange, train.AUGMENT)
     return changes
 
 

@@ -16,6 +16,8 @@ from utils.record.tasks import NO_LABELS
 def next_commands(run: Run, position: Position, folder: Path, paused: bool = False) -> dict[str, str]:
     """Commands by name: evaluate, predict, export, report, and resume; without labels those that need none."""
     scripts, quoted = entry_script().parent / "scripts", shlex.quote(str(folder))
+    if run.config.USE:  # the user's own code, which has just been executed
+        quoted += " -trust"
     commands = {
         "evaluate": f"python {scripts / 'evaluate.py'} {quoted}",
         "predict": f"python {scripts / 'predict.py'} {quoted} IMAGE.jpg",

@@ -144,6 +144,10 @@ def load_trained(
             f"{path}: this model learned without labels and has no classes yet. Train it on images with labels: "
             f"-pretrained {path}, with the settings of a ViT of its size (docs/pretraining.md)."
         )
+    if config.USE:
+        from engine.own_code.use import use_of_meta
+
+        use_of_meta(chosen.meta, config, place)
     check_amp(config.AMP, config.TRAIN)
     overridden = {**given.flags, **given.words}.keys() if given else ()
     where = _device(device or (config.DEVICE if "DEVICE" in overridden else None), config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -63,9 +65,32 @@ class WeightedCrossEntropy(nn.Module):
         return total / (targets * self.weights).sum()
 
 
+def own_loss(name: str) -> nn.Module:
+    """The loss that a file of USE has registered."""
+    from utils.own.registry import own_named
+
+    own = own_named("loss", name)
+    assert own is not None  # checked with the settings
+    made = own.made()
+    return made if isinstance(made, nn.Module) else OwnFunction(made)
+
+
+class OwnFunction(nn.Module):
+    """A function (logits, targets) as a module."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return self.function(logits, targets)
+
+
 def describe_loss(train: TrainConfig) -> str:
     """For the banner of a run; '' for cross-entropy."""
     if train.LOSS == "ce":
         return ""
+    if train.own_loss:
+        return f"loss {train.LOSS}, of your own"
     threshold = "" if train.BCE_TARGET_THRESH is None else f", targets above {train.BCE_TARGET_THRESH:g} count as 1"
     return f"loss bce, {'summed' if train.BCE_SUM else 'mean'} over classes{threshold}"

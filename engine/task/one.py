@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from datasets import Batch
 from engine.task.base import Metrics, Tally, Task, check_count, sum_type_of
 from engine.task.class_counts import ClassCounts
-from engine.task.losses import BinaryCrossEntropy, WeightedCrossEntropy
+from engine.task.losses import BinaryCrossEntropy, WeightedCrossEntropy, own_loss
 from utils.config.train import TrainConfig
 from utils.distributed.world import World, sum_over_ranks
 from utils.record.tasks import ONE_LABEL
@@ -54,6 +54,8 @@ class OneLabel(Task):
     fewest_classes = 2
 
     def loss(self, train: TrainConfig, weights: Tensor | None) -> nn.Module:
+        if train.own_loss:
+            return own_loss(train.LOSS)
         if train.LOSS == "bce":
             return BinaryCrossEntropy(train, self.classes, weights)
         if weights is None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from datasets import Batch, ImageDataset
 from engine.task.base import Metrics, Tally, Task, check_count
-from engine.task.losses import BinaryCrossEntropy
+from engine.task.losses import BinaryCrossEntropy, own_loss
 from engine.task.ranking import describe_untuned, scores_of
 from utils.config.train import TrainConfig
 from utils.distributed.world import World, broadcast, sum_over_ranks
@@ -80,7 +80,7 @@ class SeveralLabels(Task):
         return {"thresholds": words} if words else {}
 
     def loss(self, train: TrainConfig, weights: Tensor | None) -> nn.Module:
-        return BinaryCrossEntropy(train, 2, weights)
+        return own_loss(train.LOSS) if train.own_loss else BinaryCrossEntropy(train, 2, weights)
 
     def mixed(self, labels: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
         partners = labels.flip(0)

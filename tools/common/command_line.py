@@ -23,6 +23,7 @@ from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, T
 from utils.flags import BY_NAME, HELP, Flag, Positional
 from utils.gpus import limit_visible_gpus
 from utils.log import log, start_log
+from utils.own.trust import allow
 from utils.parent import die_with_starting_tool
 from utils.record.tasks import ONE_LABEL
 from utils.record.weight_sets import BETTER, CHOICES, CHOICES_IN_WORDS
@@ -100,6 +101,8 @@ POOL = Flag(
     choices=(POOLED, "class", "mean", "patches"),
 )
 """For tools that take a model's features; engine/saved/features.py has the choices too."""
+TRUST = (BY_NAME["use"], BY_NAME["trust"])
+"""For tools that load a trained model: which code of its run may be executed."""
 OVERWRITE = Flag("overwrite", "replace existing output files")
 """For tools that write a file named by the user."""
 
@@ -191,6 +194,7 @@ class Tool:
             self.settings,
         )
         given, words = parser.read(argv)
+        allow(given.get("use"), "trust" in given)
         defaults = {place.name: None for place in self.places} | {flag.name: flag.default for flag in self.flags}
         own = {name: value for name, value in given.items() if name in defaults}
         run = command_line({name: value for name, value in given.items() if name not in own}, words)
@@ -234,6 +238,10 @@ class ToolLine:
             raise UserError(
                 f"{where}: DATA.BATCH_SIZE auto does not work in this tool; give a number, say -batch_size 64."
             )
+        if loaded.config.USE:
+            from engine.own_code.use import use_own_code
+
+            use_own_code(loaded.config, given=True)
         if self.one_label and loaded.config.task != ONE_LABEL:
             raise UserError(f"{loaded.sources['DATA.MULTI_LABEL']}: DATA.MULTI_LABEL true: {self.one_label}.")
         if resolved:

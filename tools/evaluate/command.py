@@ -32,7 +32,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.common.command_line import AVERAGE, NO_CALIBRATION, OVERWRITE, PART, POOL, TTA, Tool, ToolLine, run_tool
+from tools.common.command_line import (
+    AVERAGE,
+    NO_CALIBRATION,
+    OVERWRITE,
+    PART,
+    POOL,
+    TRUST,
+    TTA,
+    Tool,
+    ToolLine,
+    run_tool,
+)
 from tools.common.output_file import check_output_file, writing
 from utils.cli import CommandLine
 from utils.errors import EXIT_DONE, UserError
@@ -76,6 +87,7 @@ OWN = (
         about="-knn: what the classifier sees (pooled), the class token, or the mean of all patches",
         choices=tuple(choice for choice in POOL.choices if choice != "patches"),
     ),
+    *TRUST,
     OVERWRITE,
 )
 TOOL = Tool("evaluate.py", __doc__, OWN, (Positional("model", "RUN_OR_CHECKPOINT", "the model, or several", "+"),))

@@ -34,7 +34,7 @@ from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
-from tools.common.command_line import AVERAGE, NO_CALIBRATION, OVERWRITE, PART, WEIGHTS, Tool, run_tool
+from tools.common.command_line import AVERAGE, NO_CALIBRATION, OVERWRITE, PART, TRUST, WEIGHTS, Tool, run_tool
 from tools.common.output_file import check_output_file, check_output_folder, check_weights_file
 from tools.export.hub_files import HUB_FILES
 from utils.errors import EXIT_DONE, UserError
@@ -93,6 +93,7 @@ OWN = (
     WEIGHTS,
     AVERAGE,
     NO_CALIBRATION,
+    *TRUST,
     Flag(
         "dtype",
         "dtype of the stored weights; fp16 and bf16 halve the file",

@@ -174,7 +174,7 @@ FORMATS: dict[str, Format] = {format.name: format for format in (Onnx(), Torch()
 
 def _tool_metadata(chosen: Chosen) -> dict[str, Any]:
     """What vitamp's own tools need besides the metadata."""
-    known = {key: chosen.meta[key] for key in ("choices", "metrics", "thresholds") if key in chosen.meta}
+    known = {key: chosen.meta[key] for key in ("choices", "metrics", "thresholds", "own_code") if key in chosen.meta}
     return known | needed_by_tools(chosen)
 
 

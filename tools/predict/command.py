@@ -39,6 +39,7 @@ from tools.common.command_line import (
     PART,
     POOL,
     POOLED,
+    TRUST,
     TTA,
     WEIGHTS,
     Tool,
@@ -101,6 +102,7 @@ OWN = (
     AVERAGE,
     TTA,
     NO_CALIBRATION,
+    *TRUST,
     replace(BY_NAME["amp"], default_text="as in the run's validation", append=False),
     Flag(
         "device",

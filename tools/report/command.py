@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tools.common.command_line import OVERWRITE, PART, Tool, run_tool
+from tools.common.command_line import OVERWRITE, PART, TRUST, Tool, run_tool
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional
 from utils.log import log
@@ -24,6 +24,7 @@ OWN = (
     OVERWRITE,
     replace(PART, about="evaluate the best checkpoint on this split of the run's data", default="val", default_text=""),
     Flag("no_predictions", "leave out predictions, and do not evaluate the best checkpoint"),
+    *TRUST,
 )
 TOOL = Tool("report.py", __doc__, OWN, (Positional("runs", "RUN", "a run's folder", "+", Path),), settings=False)
 

@@ -12,14 +12,14 @@ from itertools import pairwise
 
 from utils.config.data import DataConfig
 from utils.config.fields import rules_of, why_without_effect
-from utils.config.keys import default_of, settings, value_of
+from utils.config.keys import allowed, choices, default_of, settings, value_of
 from utils.config.kinds import AUTO
 from utils.config.read import Entry
 from utils.config.rules import Rule, broken
 from utils.config.schema import Config, DistConfig
 from utils.config.train import TrainConfig
 from utils.config.values import one_line
-from utils.errors import either
+from utils.errors import either, nearest
 
 Problem = tuple[str, str]
 """(the key to change, what is wrong with its value)"""
@@ -94,6 +94,12 @@ def _train(config: Config) -> Iterator[Problem]:
     train = config.TRAIN
     if train.LAST_EPOCH >= train.NUM_EPOCHS and not config.EVAL:
         yield "TRAIN.LAST_EPOCH", f"{train.LAST_EPOCH} leaves no epoch of TRAIN.NUM_EPOCHS {train.NUM_EPOCHS} to train"
+    if train.own_loss and not config.USE:
+        near = nearest(train.LOSS, choices("TRAIN.LOSS"))
+        yield (
+            "TRAIN.LOSS",
+            f"expected {allowed('TRAIN.LOSS')}, got {train.LOSS}.{near} A loss of your own needs -use FILE",
+        )
     yield from _bce(config)
     yield from _cutmix(train, config.DATA.IMAGE_SIZE)
     betas = train.OPTIMIZER.BETAS

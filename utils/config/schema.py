@@ -14,7 +14,7 @@ from utils.config.data import DataConfig
 from utils.config.fields import Section, setting, with_retired, without_effect
 from utils.config.kinds import AboveZero, Count, Names, Positive, Threads, folded
 from utils.config.model import ModelConfig
-from utils.config.rules import excludes, needs
+from utils.config.rules import excludes, needs, only_with
 from utils.config.train import TrainConfig
 from utils.config.values import parse_text
 from utils.record.tasks import NO_LABELS, ONE_LABEL, BestBy, TaskKind
@@ -56,6 +56,16 @@ class Config(Section):
     """All settings of a run."""
 
     BASE: Names = setting((), "YAML files that this one extends, relative to it; later ones override earlier ones.")
+    USE: Names = setting(
+        (),
+        "Python files of your own (-use), which register losses, models, augmentations and data sets; see "
+        "docs/own_code.md.",
+    )
+    USE_SETTINGS: Names = setting(
+        (),
+        "Settings of what the files of USE register, as NAME.SETTING=VALUE.",
+        only_with("USE"),
+    )
     DATA: DataConfig = Field(default_factory=DataConfig, description="Data.")
     MODEL: ModelConfig = Field(default_factory=ModelConfig, description="Model.")
     TRAIN: TrainConfig = Field(default_factory=TrainConfig, description="Training.")

@@ -15,7 +15,9 @@ from utils.config.kinds import (
     FractionAboveZero,
     FractionBelowOne,
     Integers,
+    Names,
     NonNegative,
+    OwnName,
     Pair,
     Positive,
     SizeSteps,
@@ -29,6 +31,15 @@ _RAND, _AUTO, _TRIVIAL = "TRAIN.RAND_AUGMENT", "TRAIN.AUTO_AUGMENT", "TRAIN.TRIV
 _apart_from = partial(excludes, why="these policies were never meant to be combined", do="set only one of them to true")
 _BCE = only_with("TRAIN.LOSS=bce")
 _LABELLED = overridden_by("MODEL.MAE_PRETRAIN", why="images without labels are not mixed or erased")
+
+
+_OF_PROGRAM = only_with("TRAIN.LOSS=ce|bce")
+_LOSSES = ("ce", "bce")
+
+
+def _own_or_folded(value: Any) -> Any:
+    """The name of a loss of ours in any case; another is the name of a function."""
+    return folded(value) if folded(value) in _LOSSES else value
 
 
 class MuonConfig(Section):
@@ -142,10 +153,10 @@ class TrainConfig(Section):
     )
     OPTIMIZER: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The optimiser.")
     LR_SCHEDULER: SchedulerConfig = Field(default_factory=SchedulerConfig, description="The schedule.")
-    LOSS: Annotated[Literal["ce", "bce"], BeforeValidator(folded)] = setting(
+    LOSS: Annotated[Literal["ce", "bce"] | OwnName, BeforeValidator(_own_or_folded)] = setting(
         "ce",
         "Loss for the labels. ce: cross-entropy. bce: binary cross-entropy, each class by itself, as in DeiT III; the "
-        "default with DATA.MULTI_LABEL.",
+        "default with DATA.MULTI_LABEL. Or a loss of your own, by its name in a file of USE.",
         excludes(
             "DATA.MULTI_LABEL",
             at="ce",
@@ -160,12 +171,13 @@ class TrainConfig(Section):
         _BCE,
     )
     BCE_SUM: bool = setting(False, "Sum over the classes, mean over the samples; false: mean over both.", _BCE)
-    SMOOTHING: FractionBelowOne = setting(0.0, "Label smoothing.", _LABELLED)
+    SMOOTHING: FractionBelowOne = setting(0.0, "Label smoothing.", _LABELLED, _OF_PROGRAM)
     CLASS_WEIGHTS: str | None = setting(
         None,
         "Class weights in the training loss; with LOSS bce they weigh only positive targets. balanced: inversely "
         "proportional to the number of images per class. Or a file with one line per class, NAME WEIGHT; see "
         "docs/training.md.",
+        _OF_PROGRAM,
         excludes(
             "TRAIN.DISTILLATION_TYPE",
             when=TRAINING,
@@ -197,6 +209,12 @@ class TrainConfig(Section):
         False,
         "ThreeAugment of DeiT III: one of greyscale, solarise and blur.",
         _apart_from(_RAND, _AUTO, _TRIVIAL),
+    )
+    AUGMENT: Names = setting(
+        (),
+        "Augmentations of your own, by their names in the files of USE: applied to single images, in this order, after "
+        "the others.",
+        needs("USE", why="its files register them", do="name their file with -use"),
     )
     MIXUP_ALPHA: NonNegative = setting(0.0, "Mixup: alpha of its Beta distribution; 0: off.", _LABELLED)
     MIXUP_PROB: Fraction = setting(
@@ -264,8 +282,13 @@ class TrainConfig(Section):
     @property
     def single_image_keys(self) -> list[str]:
         """The enabled settings that augment single images."""
-        keys = ("RAND_AUGMENT", "AUTO_AUGMENT", "TRIVIAL_AUGMENT", "THREE_AUGMENT", "COLOR_JITTER")
+        keys = ("RAND_AUGMENT", "AUTO_AUGMENT", "TRIVIAL_AUGMENT", "THREE_AUGMENT", "COLOR_JITTER", "AUGMENT")
         return [f"TRAIN.{key}" for key in keys if getattr(self, key)]
+
+    @property
+    def own_loss(self) -> bool:
+        """Whether LOSS names one of the user's own."""
+        return self.LOSS not in _LOSSES
 
     @property
     def mixes(self) -> bool:

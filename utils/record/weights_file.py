@@ -56,7 +56,11 @@ def read_weights_meta(file: Path) -> tuple[dict[str, Any], WeightSet]:
             f"Validate it with the settings of its model: python main_single_gpu.py -cfg CONFIG.yaml -eval -pretrained "
             f"{file}"
         )
-    meta = {key: header[key] for key in (*NEEDED, "metrics", "samples", "thresholds", "calibration") if key in header}
+    meta = {
+        key: header[key]
+        for key in (*NEEDED, "metrics", "samples", "thresholds", "calibration", "own_code")
+        if key in header
+    }
     check_fields(WeightsMeta, meta, file)
     if meta.get("calibration"):
         check_fields(Calibration, meta["calibration"], file)

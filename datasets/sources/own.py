@@ -1,0 +1,97 @@
+"""A data set of the user's own: a function that returns the images, labels and classes of a split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from datasets.base import Encoded, Part, Samples, Source, Stamp, parts_read
+from datasets.images import image_source
+from datasets.labels import check_class_count, check_label
+from utils.config.data import DataConfig
+from utils.errors import UserError
+from utils.files import read_regular
+from utils.own.execute import own_lines
+from utils.own.registry import Own, own_named
+
+
+class OwnSamples(Samples):
+    """Paths of image files, or arrays of pixels."""
+
+    def __init__(self, name: str, images: Sequence[str | np.ndarray], labels: np.ndarray, classes: list[str]) -> None:
+        self._name, self._images, self.labels, self.classes = name, images, labels, classes
+
+    def read(self, index: int) -> Encoded:
+        image = self._images[index]
+        return read_regular(image) if isinstance(image, str) else image
+
+    def name(self, index: int) -> str:
+        image = self._images[index]
+        return image if isinstance(image, str) else f"{self._name} {index}"
+
+    def stamp(self, index: int) -> Stamp:
+        image = self._images[index]
+        return super().stamp(index) if isinstance(image, str) else Stamp(image.nbytes, 0)
+
+
+def source_of_own(name: str) -> Source | None:
+    """The data set that a file of USE has registered under this name."""
+    own = own_named("dataset", name)
+    if own is None:
+        return None
+    return image_source(_samples, _check, count=_count, reads_path=own.takes("data_path"))
+
+
+def _samples(data: DataConfig, part: Part, num_classes: int) -> OwnSamples:
+    samples = _opened(data.DATASET, data.DATA_PATH, part)
+    check_class_count(len(samples.classes or ()), num_classes, f"The data set {data.DATASET}")
+    return samples
+
+
+def _check(data: DataConfig, num_classes: int, train: bool) -> None:
+    for part in parts_read(data, train):
+        _samples(data, part, num_classes)
+
+
+def _count(data: DataConfig, train: bool) -> int:
+    return len(_opened(data.DATASET, data.DATA_PATH, parts_read(data, train)[0]).classes or ())
+
+
+@cache
+def _opened(name: str, path: str | None, part: Part) -> OwnSamples:
+    """What the function returns for a split, checked."""
+    own = own_named("dataset", name)
+    assert own is not None  # source_of_own found it
+    where = f"{own.file}: data set {name}, split {part}"
+    try:
+        returned = own.made()(**{"split": part, **({"data_path": path} if own.takes("data_path") else {})})
+        images, labels, classes = returned
+        return _checked(own, where, part, list(images), np.asarray(labels), [str(one) for one in classes])
+    except UserError:
+        raise
+    except Exception as error:
+        what = own_lines(error) or f"{where}: must return (images, labels, classes): {error}"
+        raise UserError(what) from None
+
+
+def _checked(
+    own: Own, where: str, part: Part, images: list[object], labels: np.ndarray, classes: list[str]
+) -> OwnSamples:
+    if not images or labels.shape != (len(images),) or not np.issubdtype(labels.dtype, np.integer):
+        raise UserError(
+            f"{where}: {len(images)} images and labels of shape {labels.shape} ({labels.dtype}); there must be a "
+            "whole number per image, and at least one image."
+        )
+    for index, label in enumerate(labels.tolist()):
+        check_label(label, len(classes), f"{where}, image {index}")
+    found = [str(one) if isinstance(one, str | Path) else np.asarray(one) for one in images]
+    for index, one in enumerate(found):
+        if not isinstance(one, str) and (one.dtype != np.uint8 or one.ndim != 3):
+            raise UserError(
+                f"{where}, image {index}: an array of {one.dtype} of shape {one.shape}. Images are paths, or arrays "
+                "of uint8 of height x width x channels."
+            )
+    return OwnSamples(f"{own.name}, {part} image", found, labels.astype(np.int64), classes)

@@ -1,0 +1,165 @@
+"""Code of the user's own (-use): the examples of docs/own_code.md, errors in it, and whose code is executed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.documents import blocks
+from tests.program import Result
+from utils.record.run_folder import read_about
+
+Vitamp = Callable[..., Result]
+SETTINGS = ("USE_SETTINGS=focal.gamma=1.5,Small.width=8,square.size=5,stripes.count=16", "TRAIN.WARMUP_EPOCHS=0")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The examples of the page, each in a file of its own."""
+    folder = tmp_path_factory.mktemp("own")
+    for block in blocks():
+        if block.page == "docs/own_code.md" and (found := re.search(r"@\w+\n(?:def|class) (\w+)", block.text)):
+            (folder / f"{found[1]}.py").write_text(block.text + "\n", encoding="utf-8")
+    return folder
+
+
+def _train(vitamp: Vitamp, files: Path, output: Path, *more: object, **how: Any) -> Result:
+    use = ",".join(str(files / f"{name}.py") for name in ("focal", "Small", "square", "stripes"))
+    chosen = ("-dataset", "stripes", "-model", "Small", "TRAIN.LOSS=focal", "TRAIN.AUGMENT=square", *SETTINGS)
+    sizes = ("-batch_size", 8, "-image_size", 24, "-num_workers", 1, "-epochs", 1, "-device", "cpu")
+    return vitamp("-use", use, *chosen, *sizes, "-num_classes", 2, "-output", output, *more, **how)
+
+
+def test_the_examples_of_the_page_train_resume_and_predict(vitamp: Vitamp, files: Path, tmp_path: Path) -> None:
+    assert sorted(path.stem for path in files.iterdir()) == ["Small", "focal", "square", "stripes"]
+    assert all(len(path.read_text().splitlines()) < 25 for path in files.iterdir())
+    run = tmp_path / "run"
+    done = _train(vitamp, files, run)
+    assert done.code == 0, done.text
+    assert "loss focal, of your own" in done.text
+    assert "16 training and 16 validation images of 24 x 24 x 3" in done.text  # count=16
+    assert "Small), 242 parameters" in done.text  # width=8
+    noted = {one["file"]: one for one in read_about(run)["own_code"]}
+    assert noted["Small.py"]["registers"] == {"Small": "model"}
+    (meta,) = run.glob("checkpoints/*/meta.json")
+    assert json.loads(meta.read_text())["own_code"] == [*noted.values()]
+    assert len([*(run / "own_code").iterdir()]) == 4
+
+    refused = vitamp("-resume", run, "TRAIN.NUM_EPOCHS=2")
+    assert refused.code == 2
+    assert "not executed without your consent" in refused.err
+    assert all(one["sha256"] in refused.err for one in noted.values())
+    resumed = vitamp("-resume", run, "-trust", "TRAIN.NUM_EPOCHS=2")
+    assert resumed.code == 0, resumed.text
+    assert "Epoch[002/002]" in resumed.out
+    assert len([*(run / "own_code").iterdir()]) == 4
+
+    refused = vitamp(run, "-part", "val", script="scripts/predict.py")
+    assert refused.code == 2
+    assert "Small.py (model Small)" in refused.err
+    assert "focal.py" not in refused.err  # not needed
+    own = ",".join(str(files / f"{name}.py") for name in ("Small", "stripes"))
+    for consent in (("-trust",), ("-use", own)):
+        predicted = vitamp(run, "-part", "val", *consent, script="scripts/predict.py")
+        assert predicted.code == 0, predicted.text
+        assert "horizontal" in predicted.out
+
+    copy = next((run / "own_code").glob("Small-*.py"))
+    copy.write_text(copy.read_text() + "\nprint('changed')\n")
+    refused = vitamp(run, "-part", "val", "-trust", script="scripts/predict.py")
+    assert refused.code == 2
+    assert "the copy was changed" in refused.err
+
+
+@pytest.mark.slow
+def test_own_code_computes_the_same_in_two_processes(vitamp: Vitamp, files: Path, tmp_path: Path) -> None:
+    one = _train(vitamp, files, tmp_path / "one", "-accum_iter", 2)
+    assert one.code == 0, one.text
+    two = _train(vitamp, files, tmp_path / "two", "-ngpus", 2, script="main_multi_gpu.py")
+    assert two.code == 0, two.text
+    first, second = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    )
+    losses = [[line["loss"] for line in lines if line["event"] == "train"] for lines in (first, second)]
+    assert losses[0]
+    assert losses[0] == losses[1]
+
+
+BAD = {
+    "syntax": ("def focal(:\n", (), "line 1: "),
+    "import": ("import no_such_package\n", (), "line 1: ModuleNotFoundError"),
+    "nothing": ("x = 1\n", (), "registers nothing"),
+    "taken": ("from vitamp import loss\n@loss\ndef ce(logits, targets): ...\n", (), "has a loss ce already"),
+    "arguments": ("from vitamp import loss\n@loss\ndef bad(logits): ...\n", (), "line 2: loss 'bad' must take"),
+    "shape": ("from vitamp import loss\n@loss\ndef bad(logits, targets): return logits\n", (), "as a scalar"),
+    "within": (
+        "from vitamp import loss\n@loss\ndef bad(logits, targets):\n    return logits[99]\n",
+        (),
+        "line 4: IndexError",
+    ),
+    "unknown": ("from vitamp import loss\n@loss\ndef bade(logits, targets): ...\n", (), "Did you mean bade?"),
+    "type": (
+        "from vitamp import loss\n@loss\ndef bad(logits, targets, gamma: float = 2): ...\n",
+        ("USE_SETTINGS=bad.gamma=high",),
+        "USE_SETTINGS bad.gamma=high: input should be a valid number",
+    ),
+    "setting": (
+        "from vitamp import loss\n@loss\ndef bad(logits, targets, gamma: float = 2): ...\n",
+        ("USE_SETTINGS=bad.gama=1",),
+        "Did you mean bad.gamma?",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_an_error_in_own_code_names_file_and_line(vitamp: Vitamp, tiny: Path, tmp_path: Path, case: str) -> None:
+    text, more, words = BAD[case]
+    file = tmp_path / "mine.py"
+    file.write_text(text, encoding="utf-8")
+    chosen = "ce" if case == "taken" else "bad"
+    done = vitamp("-cfg", tiny, "-use", file, f"TRAIN.LOSS={chosen}", *more, "-output", tmp_path / "run")
+    assert done.code == 2, done.text
+    assert words in done.err, done.err
+    assert "Traceback" not in done.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_error_in_a_loading_process_names_the_line(vitamp: Vitamp, files: Path, tmp_path: Path) -> None:
+    file = tmp_path / "late.py"
+    file.write_text(
+        "import torch.utils.data\nfrom vitamp import augmentation\n\n\n@augmentation\ndef late(image):\n"
+        "    if torch.utils.data.get_worker_info():\n        raise KeyError('lost')\n    return image\n"
+    )
+    settings = ("-dataset", "stripes", "-use", f"{files / 'stripes.py'},{file}", "TRAIN.AUGMENT=late")
+    sizes = ("-model", "vit_tiny_patch16_224", "-image_size", 32, "-num_workers", 1, "-batch_size", 8, "-epochs", 1)
+    done = vitamp(*settings, *sizes, "-device", "cpu", "-output", tmp_path / "run")
+    assert done.code == 1, done.text
+    assert f"{file}, line 8: KeyError: 'lost'" in done.err
+    assert "Traceback" not in done.err
+
+
+def test_a_changed_file_is_named_on_resuming(vitamp: Vitamp, tiny: Path, files: Path, tmp_path: Path) -> None:
+    file, run = tmp_path / "focal.py", tmp_path / "run"
+    file.write_text((files / "focal.py").read_text())
+    assert vitamp("-cfg", tiny, "-use", file, "TRAIN.LOSS=focal", "-epochs", 1, "-output", run).code == 0
+    file.write_text(file.read_text() + "\n# changed\n")
+    done = vitamp("-resume", run, "-use", file, "-epochs", 2)
+    assert done.code == 0, done.text
+    assert f"{file} has changed since the run's last start" in done.text
+    assert len([*(run / "own_code").iterdir()]) == 2
+    shown = vitamp("-cfg", tiny, "-use", file, "TRAIN.LOSS=focal", "USE_SETTINGS=focal.gamma=3", "-print_config")
+    assert "focal.gamma=3" in shown.out
+    evaluated = vitamp(run, script="scripts/evaluate.py")  # a loss is not needed
+    assert evaluated.code == 0, evaluated.text
+
+
+def test_a_loss_of_no_file_is_a_typo(vitamp: Vitamp, tiny: Path) -> None:
+    done = vitamp("-cfg", tiny, "TRAIN.LOSS=bcee", "-print_config")
+    assert done.code == 2
+    assert "Did you mean bce?" in done.err

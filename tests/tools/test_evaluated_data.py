@@ -216,7 +216,7 @@ def test_other_tools_take_a_part_of_the_runs_data(vitamp: Callable[..., Result],
         done = vitamp(run, "-part", part, "-out", page, script="scripts/report.py")
         assert done.code == 0, done.text
         called = {"val": "validation images", "train": "training images", "all": "images"}[part]
-        assert f"on {images} {called};" in page.read_text(encoding="utf-8")
+        assert f"on {images} {called}." in page.read_text(encoding="utf-8")
     exported = ("-to", "safetensors", "-out", tmp_path / "w.safetensors", "-part", "train")
     done = vitamp(run, *exported, script="scripts/export.py")
     assert done.code == 0, done.text

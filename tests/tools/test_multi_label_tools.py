@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
@@ -143,6 +144,20 @@ def test_predict_names_the_labels_that_reach_their_thresholds(vitamp: Vitamp, ru
     assert all(len(row["guesses"]) <= 1 for row in predicted(vitamp, run, "-topk", 1))
 
 
+def test_features_have_all_labels_of_an_image(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
+    known = truth(61, seed=1)
+    for name in ("val.npz", "val.parquet"):
+        done = vitamp(run, "-part", "val", "-features", tmp_path / name, script="scripts/predict.py")
+        assert done.code == 0, done.err
+    arrays = np.load(tmp_path / "val.npz")
+    assert tuple(arrays["classes"]) == CLASSES
+    assert (arrays["labels"] == known).all()
+    columns = pq.read_table(tmp_path / "val.parquet").to_pydict()
+    assert columns["label"] == [np.flatnonzero(row).tolist() for row in known]
+    assert columns["class"] == [[CLASSES[label] for label in labels] for labels in columns["label"]]
+    assert np.allclose(np.array(columns["features"], dtype=np.float32), arrays["features"])
+
+
 def test_predict_shows_images_without_a_label(vitamp: Vitamp, run: Path, digits_run: Path) -> None:
     image = run.parent / "images/val0.png"
     done = vitamp(run, image, "-threshold", 1, "-format", "csv", script="scripts/predict.py")
@@ -267,6 +282,7 @@ def test_show_batch_names_all_labels(vitamp: Vitamp, run: Path, tmp_path: Path) 
         ),
         ("export.py {run} -to hub -output hub", "-to hub: this model has several labels per image"),
         ("evaluate.py {run} -confusion m.csv", "-confusion: a confusion matrix needs one label per image"),
+        ("evaluate.py {run} -knn", "-knn: needs one label per image"),
     ],
 )
 def test_what_needs_one_label_per_image_refuses_it(

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from tests.tools.made_runs import make_run
+from tools.common.figures import Rows, figures_from
+from tools.common.report_page.one import Evaluation, _of_classes, _pairs
 from tools.common.report_page.opening import Headline, opening_of
 from tools.common.report_page.page import write_report
 from tools.common.report_page.pictures import short_name
 from tools.common.report_page.runs import read_runs
 from utils.intervals import wilson
-from utils.record.tasks import TOP1
+from utils.record.tasks import MACRO_F1, TOP1
 
 
 @pytest.fixture
@@ -90,6 +95,32 @@ def test_data_check_counts_the_classes_of_a_page_without_predictions(run: Path) 
     page = write_report([run], predictions=False).read_text()
     rows = [row.split("</td>")[:3] for row in page.split("Images of each class")[1].split("<tr>")[2:4]]
     assert [[cell.rpartition(">")[2] for cell in row] for row in rows] == [["dog", "70", "30"], ["cat", "1", "0"]]
+
+
+def test_confusion_and_classes_that_are_never_recognised_are_named() -> None:
+    """Of guesses for 8 images of class a, 4 of b, 1 of c."""
+
+    def remarks(guesses: str) -> list[str]:
+        labels = torch.tensor([0] * 8 + [1] * 4 + [2])
+        found = torch.tensor(["abc".index(letter) for letter in guesses])
+        sure = torch.ones(13, dtype=torch.float64)
+        figures = figures_from(Rows(labels, found, labels == found, sure, sure, sure), 3, 5)
+        trained: Any = SimpleNamespace(name_of=lambda label: "abc"[label])
+        classes, pairs = _of_classes(trained, figures, [""] * 3), _pairs(trained, figures)
+        dummy: Any = None
+        page = Evaluation("", figures, dummy, classes, 0, [], [], True, pairs, [], "validation image", "")
+        headline = page.headline(MACRO_F1)
+        assert headline.value == figures.macro_f1
+        assert headline.guess == pytest.approx(100 * 2 * 8 / (8 + 13) / 3), "precision 8/13, recall 1, two classes 0"
+        return list(headline.remarks)
+
+    assert remarks("aaaaaaaabbbbc") == []
+    assert remarks("aaaaaaabbbbbc") == [], "a single image"
+    assert remarks("aaaaabbbbbbba") == [
+        "Most frequent mistake: a is taken for b (3 of 8 images).",
+        "1 class of 3 is never recognised: c.",
+    ]
+    assert remarks("aaaaaabbaabbc") == ["Among the most frequent mistakes: a is taken for b (2 of 8 images)."]
 
 
 def test_names_of_images_are_short() -> None:

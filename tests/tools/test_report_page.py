@@ -321,6 +321,8 @@ def test_seeds_share_the_hue_of_their_precision_and_differ_in_shade(page: Page, 
     made = [make_run(tmp_path / f"{kind}-{seed}", precision=kind) for kind in ("fp32", "bf16") for seed in (0, 1)]
     assert styles_of(read_runs(made)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert styles_of(read_runs(made[:2])) == [(0, 0), (1, 0)]
+    made += [make_run(tmp_path / f"fast-{seed}", precision="bf16", rate="5e-3") for seed in (0, 1)]
+    assert styles_of(read_runs(made[2:])) == [(0, 0), (0, 1), (1, 0), (1, 1)], "or that of other settings"
     marks = [mark["class"] for mark in page(*made).named("rect") if mark["class"].startswith("mark")]
     assert {"mark hue0 shade1", "mark hue1 shade1"} <= set(marks), "the second seed has square markers"
 

@@ -88,7 +88,7 @@ def test_three_settings_are_drawn_and_the_best_two_compared_first(vitamp: Vitamp
     assert [(rate, mean, row.count('class="dot"')) for rate, mean, row in rows] == [
         *(("0.002", "92.00", 3), ("0.004", "96.00", 3), ("0.008", "94.00", 3))
     ]
-    assert re.search(r'class="contender best"><span class="who">BASE_LR=0.004<', page)
+    assert re.search(r'class="contender hue1 shade0 best"><span class="who">BASE_LR=0.004<', page)
     assert "mean and its 95 % interval over the seeds" in page
     assert "contenders" not in report(vitamp, tmp_path / "two", runs[0], runs[3])[1].partition("<body>")[2]
     page = report(vitamp, tmp_path / "one seed each", *runs[::3])[1]

@@ -46,6 +46,8 @@ class Contenders:
     runs: ByName
     names: list[str]
     judged: Judged
+    folders: dict[str, Path]
+    """A run of each contender"""
 
 
 def verdict_of(folders: Sequence[Path]) -> list[str]:
@@ -74,7 +76,8 @@ def contenders_of(folders: Sequence[Path]) -> Contenders | str:
         return problem
     judged = judged_by(None, None, [run.config for run in runs])
     rows = [{"mode": name, **_round(run.config), **run.metrics} for name, run in zip(names, runs, strict=True)]
-    return Contenders(by_name(rows), list(dict.fromkeys(names)), judged)
+    first = dict(zip(reversed(names), (run.folder for run in reversed(runs)), strict=True))
+    return Contenders(by_name(rows), list(dict.fromkeys(names)), judged, first)
 
 
 def _round(config: Config) -> dict[str, object]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from tools.common.comparison.judged import Judged
 from tools.common.comparison.of_runs import Contenders, contenders_of
 from tools.common.comparison.verdict import interval, unit
-from tools.common.report_page.charts import labelled, round_numbers
+from tools.common.report_page.charts import Style, labelled, round_numbers
 from utils.intervals import Interval, wilson
 
 LEAST_RUNS = 3
@@ -34,6 +34,8 @@ class Row(NamedTuple):
     """Start and width of its interval"""
     dots: list[Dot]
     best: bool
+    hue: str
+    """Colour of its runs in the curves, as a CSS class"""
 
 
 @dataclass(frozen=True)
@@ -55,15 +57,15 @@ class _Contender(NamedTuple):
         return statistics.fmean(self.values.values())
 
 
-def figure_of(folders: Sequence[Path]) -> Figure | None:
-    """None where the runs cannot be compared, or only two can."""
+def figure_of(folders: Sequence[Path], styles: Sequence[Style]) -> Figure | None:
+    """`styles`: of each run. None where the runs cannot be compared, or only two can."""
     found = contenders_of(folders)
     if isinstance(found, str) or sum(map(len, found.runs.values())) < LEAST_RUNS:
         return None
     rows, kind = _contenders(found)
     if len(rows) < 2:
         return None
-    judged = found.judged
+    judged, hues = found.judged, {folder: style.hue for folder, style in zip(folders, styles, strict=True)}
     ends = [end for row in rows for end in (*row.values.values(), *(row.at or ()))]
     margin = (max(ends) - min(ends)) * 0.04 or 0.5
     low, high = min(ends) - margin, max(ends) + margin
@@ -80,6 +82,7 @@ def figure_of(folders: Sequence[Path]) -> Figure | None:
             (place(row.at.low), round(place(row.at.high) - place(row.at.low), 2)) if row.at else None,
             [Dot(place(value), f"{which}: {judged.metric.number(value)}") for which, value in row.values.items()],
             row is best,
+            Style(hues[found.folders[row.name]]).css,
         )
         for row in rows
     ]

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tools.common.comparison.of_runs import PAIRED_BY, PLACES
 from tools.common.report_page.charts import HUES, SHADES, Chart, Curve, Mark, Style
-from tools.common.report_page.runs import Run
+from tools.common.report_page.runs import Run, differing_settings
 from utils.record.tasks import LOSS, METRICS, TASKS
 from utils.record.weight_sets import SETS
 
@@ -15,15 +16,20 @@ MOST_SIDE_BY_SIDE = 6
 
 
 def styles_of(runs: Sequence[Run]) -> list[Style]:
-    """One hue per run, or, where a precision has several runs (seeds), one hue per precision and one shade per run."""
-    precisions = list(dict.fromkeys(run.precision for run in runs))
-    if not 1 < len(precisions) < len(runs):
-        return [Style(number % HUES, number // HUES % SHADES) for number in range(len(runs))]
-    styles, seen = [], dict.fromkeys(precisions, 0)
-    for run in runs:
-        styles.append(Style(precisions.index(run.precision) % HUES, seen[run.precision] % SHADES))
-        seen[run.precision] += 1
-    return styles
+    """One hue per run, or, where settings or a precision have several runs (seeds), one hue for these, in shades."""
+    by_precision: list[tuple[str, ...]] = [(run.precision,) for run in runs]
+    for groups in (_settings_of(runs), by_precision):
+        order = list(dict.fromkeys(groups))
+        if 1 < len(order) < len(runs):
+            places = [(order.index(group), groups[:number].count(group)) for number, group in enumerate(groups)]
+            return [Style(hue % HUES, shade % SHADES) for hue, shade in places]
+    return [Style(number % HUES, number // HUES % SHADES) for number in range(len(runs))]
+
+
+def _settings_of(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+    """Precision of each run, and the settings in which it differs from others, without seed and fold."""
+    different = [texts for key, texts in differing_settings(runs) if key not in (*PAIRED_BY, *PLACES)]
+    return list(zip([run.precision for run in runs], *different, strict=True))
 
 
 def charts(runs: Sequence[Run]) -> list[Chart]:

@@ -19,6 +19,7 @@ from tools.common.report_page.opening import Headline
 from tools.common.report_page.pictures import data_uri, short_name
 from tools.common.report_page.several import MOST_ROWS, training_images
 from utils.record.tasks import BALANCED, MACRO_F1, TOP1, TOP5, Metric, always_guessing
+from utils.text import counted
 
 BINS = 15
 MOST_CLASSES = 20
@@ -26,6 +27,8 @@ MOST_CLASSES = 20
 MOST_PAIRS, MOST_MISTAKES = 15, 12
 NOTABLE_IMAGES, NOTABLE_PERCENT = 2, 5.0
 """Images, and percent of its class, from which on a confusion is named at the top"""
+MOST_NAMED = 3
+"""Classes that are never recognised, of which the names are listed at the top"""
 
 
 class OfClass(NamedTuple):
@@ -97,13 +100,29 @@ class Evaluation:
         figures, known = self.figures, {TOP1: "top1", TOP5: "top5", BALANCED: "balanced_acc", MACRO_F1: "macro_f1"}
         metric = deciding if deciding in known else TOP1
         value, guess = getattr(figures, known[metric]), _always_largest(figures)[metric]
-        remarks = []
-        if self.pairs and self.pairs[0].images >= NOTABLE_IMAGES and self.pairs[0].percent >= NOTABLE_PERCENT:
-            true, predicted, images, percent = self.pairs[0]
-            of = round(100 * images / percent)
-            remarks = [f"Most frequent mistake: {true} is taken for {predicted} ({images:,} of {of:,} images)."]
         guessing, at = "always guessing the largest class", figures.intervals[metric.name]
+        remarks = [*self._confusion(), *self._never_right()]
         return Headline(metric, value, at, figures.images, self.image, guess, guessing, remarks)
+
+    def _confusion(self) -> list[str]:
+        """The most frequent confusion, if it is notable."""
+        if not self.pairs or self.pairs[0].images < NOTABLE_IMAGES or self.pairs[0].percent < NOTABLE_PERCENT:
+            return []
+        true, predicted, images, percent = self.pairs[0]
+        alone = len(self.pairs) == 1 or self.pairs[1].images < images
+        which = "Most frequent mistake" if alone else "Among the most frequent mistakes"
+        return [f"{which}: {true} is taken for {predicted} ({images:,} of {round(100 * images / percent):,} images)."]
+
+    def _never_right(self) -> list[str]:
+        """Classes of which no image is recognised."""
+        figures = self.figures
+        never = int(((figures.support > 0) & (figures.right == 0)).sum())
+        if not never:
+            return []
+        names = [row.name for row in self.classes[:never]]
+        which = f": {', '.join(names)}" if never <= MOST_NAMED else ""
+        of = f"{counted(never, 'class')} of {int((figures.support > 0).sum()):,}"
+        return [f"{of} {'is' if never == 1 else 'are'} never recognised{which}."]
 
 
 def evaluated(trained: Trained, dataset: ImageDataset, image: str) -> Evaluation:

@@ -107,7 +107,7 @@ def _page(runs: Sequence[Run], verdict: str | None, evaluations: Sequence[Evalua
         verdict=verdict,
         opening=opening_of(runs[0], headlines[0] if headlines else None) if len(runs) == 1 else None,
         headlines=headlines,
-        figure=figure_of([run.folder for run in runs]) if len(runs) > 2 else None,
+        figure=figure_of([run.folder for run in runs], styles_of(runs)) if len(runs) > 2 else None,
         runs=runs,
         styles=styles_of(runs),
         tiles=tiles,

@@ -158,12 +158,11 @@ def warnings_of(found: Findings, check: str) -> list[str]:
 def _classes(found: Findings) -> str:
     training = found.classes["training"]
     images = ", ".join(f"{count:,} {title}" for title, count in found.images.items())
-    smallest, largest = (
-        (pick(training, key=lambda name: training[name]) for pick in (min, max)) if training else ("", "")
-    )
+    if not training:
+        return f"Data: {images} images"
+    smallest, largest = (pick(training, key=lambda name: training[name]) for pick in (min, max))
     text = f"Data: {images} images in {len(training):,} classes"
-    if training:
-        text += f", from {training[smallest]:,} ({smallest}) to {training[largest]:,} ({largest}) training images"
+    text += f", from {training[smallest]:,} ({smallest}) to {training[largest]:,} ({largest}) training images"
     if found.largest_class_percent is not None:
         text += f". Always guessing the largest class would give {found.largest_class_percent:.1f} % in validation"
     return text

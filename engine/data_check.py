@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from datasets import ImageDataset
@@ -12,6 +13,7 @@ from utils.config import Config
 from utils.distributed.again import entry_script
 from utils.log import log
 from utils.record.run_folder import CONFIG, DATA, write_json
+from utils.record.tasks import NO_LABELS
 
 
 def check_data(config: Config, train_set: ImageDataset, val_set: ImageDataset, folder: Path | None) -> None:
@@ -20,6 +22,8 @@ def check_data(config: Config, train_set: ImageDataset, val_set: ImageDataset, f
     if train is None or validation is None:
         return
     found = examine(train, validation, config.DATA)
+    if config.task == NO_LABELS:
+        found = replace(found, classes={title: {} for title in found.classes}, largest_class_percent=None)
     # A dry run has no config.yaml: check_data.py takes the same flags.
     same = [word for word in sys.argv[1:] if word.lstrip("-") != "dry_run"]
     settings = same if folder is None else ["-cfg", str(folder / CONFIG)]

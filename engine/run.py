@@ -197,7 +197,7 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, peak: Peak | None, lists: 
         log.warning(broken)
     commands = next_commands(run, trainer.position, folder, trainer.paused)
     by, figure = METRICS[trainer.best.by], trainer.best.figure
-    context = in_context(by, figure, len(ready.val_set), largest_class(ready.val_set)) if world.first else ""
+    context = in_context(by, figure, len(ready.val_set), largest_class(ready)) if world.first else ""
     if world.first:
         if context:
             log.info(context, extra=DETAIL)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-from datasets import ImageDataset
 from engine.amp.fp32_modules import force_fp32
 from engine.banner import banner
 from engine.checkpoint.chosen import chosen_checkpoint
@@ -17,7 +16,7 @@ from engine.measure.progress import Position
 from engine.report.in_context import in_context
 from engine.report.reporter import Reporter
 from engine.run_folder import largest_class, make_run_folder, write_run_files
-from engine.setup import build_for_evaluation
+from engine.setup import Ready, build_for_evaluation
 from engine.task.base import Metrics
 from utils.distributed.world import on_every_rank
 from utils.log import log
@@ -70,7 +69,7 @@ def evaluate_only(given: Run, dry: bool) -> None:
     reporter.validation(position, metrics, time.perf_counter() - began)
     reporter.close()
     name = f"{checkpoint.folder.name}, " if checkpoint else ""
-    if words := _in_context(metrics, config.SAVE_BEST_BY, ready.val_set):
+    if words := _in_context(metrics, config.SAVE_BEST_BY, ready):
         log.info(words)
     log.info("Done: %s%s; everything is in %s", name, _in_words(metrics, config.SAVE_BEST_BY), folder)
 
@@ -81,9 +80,9 @@ def _compared(metrics: dict[WeightSet, Metrics], by: str) -> tuple[dict[WeightSe
     return values, best_set(values, METRICS[by]) or PLAIN
 
 
-def _in_context(metrics: dict[WeightSet, Metrics], by: str, images: ImageDataset) -> str:
+def _in_context(metrics: dict[WeightSet, Metrics], by: str, ready: Ready) -> str:
     values, better = _compared(metrics, by)
-    return in_context(METRICS[by], values[better], len(images), largest_class(images))
+    return in_context(METRICS[by], values[better], len(ready.val_set), largest_class(ready))
 
 
 def _in_words(metrics: dict[WeightSet, Metrics], by: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from datasets import ImageDataset, decoder_of
+from datasets import decoder_of
 from engine.machine.context import Run
 from engine.machine.device import describe_devices
 from engine.measure.mfu import Peak, as_noted, peak_of
@@ -37,6 +37,7 @@ from utils.record.run_folder import (
     os_errors_as_user_errors,
     write_json,
 )
+from utils.record.tasks import NO_LABELS
 from utils.terminal import DETAIL
 
 WRITTEN_WHOLE = ("broken.txt", "curves.png", INDEX, CONFIG, ABOUT, DATA, METRICS, *NOTES.values())
@@ -90,10 +91,10 @@ def _remove_unfinished(folder: Path) -> None:
                 path.unlink()
 
 
-def largest_class(val_set: ImageDataset) -> float | None:
-    """Top-1 of always guessing the most frequent class, in percent; None where labels are unknown or several."""
-    labels = val_set.sample_labels()
-    if labels is None or labels.ndim > 1 or not len(labels):
+def largest_class(ready: Ready) -> float | None:
+    """Top-1 of always guessing the most frequent class, in percent; None without labels, or with several."""
+    labels = ready.val_set.sample_labels()
+    if ready.task.kind == NO_LABELS or labels is None or labels.ndim > 1 or not len(labels):
         return None
     return 100 * float(np.bincount(labels).max()) / len(labels)
 
@@ -119,7 +120,7 @@ def write_run_files(run: Run, ready: Ready, folder: Path) -> Peak | None:
     about = describe_run(describe_devices(run.device, world, threads), choices, config.TAG) | as_noted(peak)
     splits = {"train": getattr(ready, "train_set", None), "val": ready.val_set}
     about["samples"] = {name: len(split) for name, split in splits.items() if split is not None}
-    about["largest_class_percent"] = largest_class(ready.val_set)
+    about["largest_class_percent"] = largest_class(ready)
     about["parameters"] = dict(zip(("all", "trainable"), count_parameters(ready.model), strict=True))
     with os_errors_as_user_errors(folder):
         if config.USE:

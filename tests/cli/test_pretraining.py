@@ -51,6 +51,7 @@ def test_log_and_metrics(run: Path) -> None:
     log = (run / "log.txt").read_text()
     assert "MODEL.MAE_PRETRAIN true (-mae_pretrain): defaults without labels: SAVE_BEST_BY explained" in log
     assert "no labels" in log
+    assert "always guessing" not in log
     assert "finetune  python" in log
     assert "predict " not in log
     val = metrics(run, "val")
@@ -115,6 +116,7 @@ def test_images_without_classes(vitamp: Vitamp, recipe: Path, tmp_path: Path) ->
     words = ("-cfg", recipe, "-data_path", tmp_path / "images", "DATA.DATASET=images", "DATA.VAL_FRACTION=0.2")
     done = vitamp(*words, *MASKED, "-output", tmp_path / "run", "-num_workers", "0")
     assert done.code == 0, done.text
+    assert "Data: 32 training, 8 validation images." in done.text
     assert "images: 32 training and 8 validation images of 8 x 8 x 1, no labels" in done.text
     report = vitamp(tmp_path / "run", script="scripts/report.py")
     assert report.code == 0, report.text

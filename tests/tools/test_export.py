@@ -226,7 +226,8 @@ def test_comparison_counts_classes_and_lists_differences() -> None:
 def consumers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("elsewhere")
     blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert [name for name, _ in blocks] == ["prepare.py", "with_onnxruntime.py", "with_torch.py", "with_timm.py"]
+    wanted = ["prepare.py", "with_onnxruntime.py", "with_torch.py", "with_timm.py", "from_image.py"]
+    assert [name for name, _ in blocks] == wanted
     for name, code in blocks:
         (folder / name).write_text(code, encoding="utf-8")
     return folder

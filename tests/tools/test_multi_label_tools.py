@@ -258,6 +258,10 @@ def test_export_notes_the_sigmoid(vitamp: Vitamp, run: Path, tmp_path: Path) -> 
         header = json.loads(file.metadata()["vitamp"])
     assert (header["multi_label"], header["activation"]) == (True, "sigmoid")
     assert header["class_thresholds"] == best(run)["thresholds"]["model"]
+    words = ("-to", "onnx", "-with_resize", "-weights", "model", "-check", 8, "-out", tmp_path / "whole.onnx")
+    done = vitamp(run, *words, script="scripts/export.py")
+    assert done.code == 0, done.text
+    assert done.out.count("labels the same on all\n") == 1, "they are probabilities"
     image = run.parent / "images/val1.png"
     alone = vitamp(tmp_path / "m.safetensors", image, script="scripts/predict.py")
     assert alone.out == vitamp(run, image, "-weights", "model", script="scripts/predict.py").out

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from datasets import PADDING, ImageDataset
-from datasets.base import TITLES
+from datasets.base import TITLES, Samples
 from datasets.given import open_given
 from datasets.sources.walk import SkippedFiles, images_below
 from engine.saved.predictions import name_of, split_of_run
@@ -24,6 +25,7 @@ from utils.text import counted
 
 TOLERANCES = {"fp32": 2e-5, "fp16": 1e-2, "bf16": 5e-2}
 """Fractions of the largest output; docs/benchmarks.md has measured differences."""
+LOGITS = "logits"
 BATCH = 32
 WORST_SHOWN = 3
 NOISE_IMAGES = 16
@@ -36,12 +38,27 @@ class CheckImages:
     names: list[str]
     source: str
     """Where they are from, for the log"""
+    samples: Samples | None = None
+    """The stored images, unless they are held in memory"""
+    indices: tuple[int, ...] = ()
+    """Index of each in `samples`"""
+    output: ClassVar[str] = LOGITS
+    """What the file computes of them"""
 
     def batches(self, trained: Trained, with_preprocess: bool) -> Iterator[Tensor]:
         """Inputs of the exported file. The first batch has one image, since the file must take any number."""
         for part in (self.pixels[:1], *self.pixels[1:].split(BATCH)):
             if len(part):
                 yield (part if with_preprocess else trained.inputs(part)).contiguous()
+
+    def example(self, trained: Trained, with_preprocess: bool) -> Tensor:
+        """Input to export with."""
+        first = next(self.batches(trained, with_preprocess))
+        return torch.cat([first, first])
+
+    def about(self) -> dict[str, Any]:
+        """What the file says of its input besides."""
+        return {}
 
 
 def images_for_check(trained: Trained, folder: Path | None, count: int | None, part: str = "val") -> CheckImages:
@@ -76,7 +93,8 @@ def compare(trained: Trained, images: CheckImages, expected: Tensor, logits: Ten
         raise TrainingError(_describe_differences(trained, images, (expected, logits), errors, tolerance))
     return (
         f"checked on {counted(len(logits), 'image')} {images.source}: largest difference {worst:.1e} x the largest "
-        f"output ({tolerance:g} allowed), {outputs_of(trained).agreement(trained, images.names, expected, logits)}"
+        f"output ({tolerance:g} allowed), "
+        + outputs_of(trained).agreement(trained, images.names, expected, logits, images.output == LOGITS)
     )
 
 
@@ -125,7 +143,8 @@ def _choose(dataset: ImageDataset, most: int | None, source: str) -> CheckImages
         log.warning("%d images cannot be read and are left out, such as %s", len(broken), broken[0].name)
     if not indices:
         raise UserError(f"none of the {count} images {source} can be read; name other images with -images DIR.")
-    return CheckImages(torch.cat(parts), [name_of(dataset, index) for index in indices], source)
+    names = [name_of(dataset, index) for index in indices]
+    return CheckImages(torch.cat(parts), names, source, dataset.single_images(), tuple(indices))
 
 
 def _noise(trained: Trained) -> CheckImages:

@@ -102,6 +102,7 @@ OWN = (
         choices=DTYPES,
     ),
     Flag("with_preprocess", "the model takes pixels (0 to 255) and normalises them itself"),
+    Flag("with_resize", "onnx: the model takes one RGB image of any size, and returns probabilities"),
     Flag(
         "opset",
         f"ONNX opset, {OPSETS[0]} to {OPSETS[-1]}",
@@ -154,9 +155,15 @@ def _export(argv: list[str]) -> int:
     if HUB in formats and (why := outputs_of(trained).no_hub):
         raise UserError(f"-to {HUB}: {why}.")
     images = images_for_check(trained, asked.images, asked.check, asked.part or "val")
-    expected = reference_logits(trained, images)
+    if asked.with_resize:
+        from tools.export.from_image import OnnxFromImage, whole_images
+
+        kinds["onnx"], images = OnnxFromImage(), whole_images(trained, images)
+        expected = outputs_of(trained).probabilities(reference_logits(trained, images))
+    else:
+        expected = reference_logits(trained, images)
     tolerance = asked.tolerance or TOLERANCES[asked.dtype]
-    options = Options(asked.dtype, asked.with_preprocess, asked.opset, tolerance)
+    options = Options(asked.dtype, asked.with_preprocess, asked.with_resize, asked.opset, tolerance)
     for name in formats:
         write_checked(kinds[name], trained, images, expected, options, files[name])
     if HUB in formats and asked.license is None:
@@ -188,6 +195,10 @@ def _formats(asked: Namespace) -> list[str]:
         raise UserError(f"-to {asked.to}: unknown format {unknown[0]!r}; formats are {NAMES}.")
     if asked.with_preprocess and (weights := [name for name in names if name in ("safetensors", HUB)]):
         raise UserError(f"-with_preprocess: {weights[0]} holds only weights; leave out the flag or {weights[0]}.")
+    if asked.with_resize and (others := [name for name in names if name != "onnx"]):
+        raise UserError(f"-with_resize: works only with -to onnx; export {others[0]} by a command of its own.")
+    if asked.with_resize and asked.with_preprocess:
+        raise UserError("-with_preprocess: -with_resize normalises pixels too; leave -with_preprocess out.")
     if asked.opset is not None and "onnx" not in names:
         raise UserError(f"-opset {asked.opset}: only onnx has opsets; leave it out.")
     if asked.dtype == "bf16" and "onnx" in names:

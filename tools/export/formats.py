@@ -13,18 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from engine.checkpoint.folder import raising_os_errors
 from engine.saved.trained import Trained
 from tools.common.weights import needed_by_tools
+from tools.export.check import LOGITS
 from tools.export.model import DTYPES, ExportModule, Options, TimmModel
 from utils.errors import TrainingError, UserError
 from utils.record.chosen import Chosen
 from utils.record.weights_file import EXPORTED, encoded
 
-INPUT, OUTPUT, BATCH = "images", "logits", "batch"
+INPUT, OUTPUT, BATCH = "images", LOGITS, "batch"
 TORCH_KEYS = ("pkg.", "namespace")
 """Prefixes of what torch notes at each node, paths of source files on this machine among it"""
 
@@ -36,7 +38,7 @@ class Export:
     model: TimmModel
     module: ExportModule
     example: Tensor
-    """Two input images: with one, torch would fix the batch size at 1"""
+    """Two input images, because torch would fix the batch size at that of one; one, if the file takes one"""
     metadata: dict[str, Any]
     trained: Trained
     options: Options
@@ -81,6 +83,9 @@ class Onnx(Format):
     name = "onnx"
     program = True
     packages = ("onnx", "onnxscript", "onnxruntime")
+    output = OUTPUT
+    any_number = True
+    """Whether it takes any number of images at once"""
 
     def write(self, export: Export, file: Path) -> str:
         with _torch_exporter(self.name, export.metadata["model"]):
@@ -88,10 +93,10 @@ class Onnx(Format):
                 export.module,
                 (export.example,),
                 input_names=[INPUT],
-                output_names=[OUTPUT],
+                output_names=[self.output],
                 opset_version=export.options.opset,
                 dynamo=True,
-                dynamic_shapes=({0: BATCH},),
+                dynamic_shapes=({0: BATCH},) if self.any_number else None,
                 verbose=False,
             )
         assert program is not None
@@ -100,24 +105,22 @@ class Onnx(Format):
         for part in (model.graph, *model.graph.all_nodes(), *_values(model.graph)):
             for key in [key for key in part.metadata_props if key.startswith(TORCH_KEYS)]:
                 del part.metadata_props[key]
+        self.finish(export, model)
         with raising_os_errors(file):
             program.save(str(file))
         opset = model.opset_imports[""]
         if export.options.opset not in (None, opset):
             raise TrainingError(f"-opset {export.options.opset}: torch can write this model only for opset {opset}.")
-        return f"opset {opset}, {export.input_summary}"
+        return f"opset {opset}, {self.summary(export)}"
+
+    def finish(self, export: Export, model: Any) -> None:
+        """Change the graph before it is saved."""
+
+    def summary(self, export: Export) -> str:
+        return export.input_summary
 
     def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Tensor:
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = torch.get_num_threads()
-        options.log_severity_level = 3  # errors only
-        try:
-            session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-            outputs = [session.run([OUTPUT], {INPUT: batch.numpy()})[0] for batch in batches]
-        except Exception as error:  # onnxruntime's exceptions have no common base class
-            raise TrainingError(f"{file.name}: onnxruntime cannot run the file: {first_line(error)}") from None
+        outputs = run_onnx(str(file), file.name, INPUT, OUTPUT, (batch.numpy() for batch in batches))
         return torch.cat([torch.from_numpy(output) for output in outputs])
 
 
@@ -170,6 +173,20 @@ class Safetensors(Format):
 
 
 FORMATS: dict[str, Format] = {format.name: format for format in (Onnx(), Torch(), Safetensors())}
+
+
+def run_onnx(model: str | bytes, name: str, taken: str, given: str, inputs: Iterable[np.ndarray]) -> list[np.ndarray]:
+    """Outputs of a model, a file or its bytes, for each input. `name`: of the model, for errors."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3  # errors only
+    try:
+        session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        return [np.asarray(session.run([given], {taken: one})[0]) for one in inputs]
+    except Exception as error:  # onnxruntime's exceptions have no common base class
+        raise TrainingError(f"{name}: onnxruntime cannot run the file: {first_line(error)}") from None
 
 
 def _tool_metadata(chosen: Chosen) -> dict[str, Any]:

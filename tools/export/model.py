@@ -27,10 +27,11 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the export: -dtype, -with_preprocess, -opset, -tolerance."""
+    """Options of the export: -dtype, -with_preprocess, -with_resize, -opset, -tolerance."""
 
     dtype: str
     with_preprocess: bool
+    with_resize: bool
     opset: int | None
     tolerance: float
 
@@ -58,18 +59,24 @@ class TimmModel:
 
 
 class ExportModule(nn.Module):
-    """Module that is exported: pixels or normalised images in, fp32 logits out, calibrated if the model is."""
+    """Module that is exported: pixels or normalised images in, fp32 logits out, calibrated if the model is.
+
+    With -with_resize, one image in and its probabilities out.
+    """
 
     def __init__(self, trained: Trained, module: nn.Module, options: Options) -> None:
         super().__init__()
         self.dtype = DTYPES[options.dtype]
-        self.inputs = Inputs(trained.config.DATA) if options.with_preprocess else nn.Identity()
+        takes_pixels = options.with_preprocess or options.with_resize
+        self.inputs = Inputs(trained.config.DATA) if takes_pixels else nn.Identity()
+        self.probabilities = outputs_of(trained).probabilities if options.with_resize else None
         self.module, self.temperature = module.to(self.dtype), trained.temperature
         self.eval()
 
     def forward(self, images: Tensor) -> Tensor:
         logits = self.module(self.inputs(images).to(self.dtype)).float()
-        return logits * (1 / self.temperature) if self.temperature != 1 else logits
+        logits = logits * (1 / self.temperature) if self.temperature != 1 else logits
+        return logits if self.probabilities is None else self.probabilities(logits)[0]
 
 
 def metadata(trained: Trained, model: TimmModel, options: Options, program: bool) -> dict[str, Any]:

@@ -21,7 +21,17 @@ class OneLabel:
         """What the file says besides; nothing, since a softmax is what everyone expects."""
         return {}
 
-    def agreement(self, trained: Trained, names: Sequence[str], expected: Tensor, logits: Tensor) -> str:
+    def probabilities(self, logits: Tensor) -> Tensor:
+        return logits.softmax(-1)
+
+    def clearly_other(self, _trained: Trained, expected: Tensor, found: Tensor, clear: float) -> Tensor:
+        """Rows of probabilities whose prediction differs, although it is not within `clear` of another."""
+        first, second = expected.topk(2, dim=1).values.unbind(1)
+        return (expected.argmax(1) != found.argmax(1)) & (first - second > clear)
+
+    def agreement(
+        self, trained: Trained, names: Sequence[str], expected: Tensor, logits: Tensor, _are_logits: bool = True
+    ) -> str:
         """Whether the file predicts what the model does for the images of these names."""
         same = expected.argmax(1) == logits.argmax(1)
         if bool(same.all()):
@@ -43,11 +53,25 @@ class SeveralLabels:
     def metadata(self, trained: Trained) -> dict[str, Any]:
         return {"multi_label": True, "activation": "sigmoid", "class_thresholds": thresholds_of(trained)[0]}
 
-    def agreement(self, trained: Trained, _names: Sequence[str], expected: Tensor, logits: Tensor) -> str:
-        thresholds = torch.tensor(thresholds_of(trained)[0], dtype=torch.float64)
-        by_model, by_file = (output.double().sigmoid() >= thresholds for output in (expected, logits))
+    def probabilities(self, logits: Tensor) -> Tensor:
+        return logits.sigmoid()
+
+    def clearly_other(self, trained: Trained, expected: Tensor, found: Tensor, clear: float) -> Tensor:
+        thresholds = self._thresholds(trained)
+        other = (expected >= thresholds) != (found >= thresholds)
+        return (other & ((expected - thresholds).abs() > clear)).any(1)
+
+    def agreement(
+        self, trained: Trained, _names: Sequence[str], expected: Tensor, logits: Tensor, are_logits: bool = True
+    ) -> str:
+        thresholds, both = self._thresholds(trained), (expected.double(), logits.double())
+        by_model, by_file = ((output.sigmoid() if are_logits else output) >= thresholds for output in both)
         other = int((by_model != by_file).any(1).sum())
-        return f"labels {f'different on {other}' if other else 'the same on all'}; apply a sigmoid to the logits"
+        advice = "; apply a sigmoid to the logits" if are_logits else ""
+        return f"labels {f'different on {other}' if other else 'the same on all'}{advice}"
+
+    def _thresholds(self, trained: Trained) -> Tensor:
+        return torch.tensor(thresholds_of(trained)[0], dtype=torch.float64)
 
 
 def outputs_of(trained: Trained) -> OneLabel | SeveralLabels:

@@ -28,10 +28,10 @@ def write_checked(
 ) -> None:
     """Write `out` if its logits agree with `expected`; otherwise raise TrainingError and leave no file."""
     model = TimmModel.of(trained)
-    first = next(images.batches(trained, options.with_preprocess))
-    example = torch.cat([first, first])
+    example = images.example(trained, options.with_preprocess)
     module = ExportModule(trained, model.module, options)
-    export = Export(model, module, example, metadata(trained, model, options, kind.program), trained, options)
+    about = metadata(trained, model, options, kind.program) | images.about()
+    export = Export(model, module, example, about, trained, options)
     with writing(out, kind.flag):
         folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
         try:

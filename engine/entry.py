@@ -34,7 +34,7 @@ from utils.gpus import limit_visible_gpus
 from utils.log import log, logs_to_terminal, shorten_on_terminal, start_log
 from utils.parent import die_with_starting_tool
 from utils.passwords import redacted
-from utils.record.run_folder import CONFIG, run_folder_of
+from utils.record.run_folder import CONFIG, is_of_user, run_folder_of
 from utils.standard_output import ClosedPipe, OutputError, discard_output, flush_after, watch_standard_output
 
 SECONDS_TO_FIND_LOST_RANK = 12
@@ -147,8 +147,8 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
 
 
 def _use_own_code(loaded: Loaded, command: CommandLine) -> None:
-    """Execute the files of USE. Those in the settings of the resumed run count as the run's, not as given."""
-    given = command.cfg is not None or "USE" in {**command.flags, **command.words}
+    """Execute the files of USE. Those in the settings of a run count as the run's, not as given."""
+    given = is_of_user(loaded.sources["USE"])
     if command.action == "print_config" and not given:
         return
     from engine.own_code.use import use_own_code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -103,7 +104,12 @@ def check_model(
 def timm_call(model: ModelConfig, image_size: int, channels: int) -> tuple[str, dict[str, Any]]:
     """Arguments of timm.create_model for using the weights without vitamp; without rates, which matter in training."""
     plan = _plan(model, image_size, channels, NONE)
-    return plan.timm_name, {name: value for name, value in plan.arguments.items() if not name.endswith("_rate")}
+    arguments = {name: value for name, value in plan.arguments.items() if not name.endswith("_rate")}
+    if "models.own" in sys.modules:
+        from models.own import values_of
+
+        arguments |= values_of(plan.timm_name)
+    return plan.timm_name, arguments
 
 
 def count_parameters(module: nn.Module) -> tuple[int, int]:

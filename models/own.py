@@ -23,6 +23,11 @@ def offer_models() -> None:
             _offer(registered[name])
 
 
+def values_of(name: str) -> dict[str, Any]:
+    """The settings of its own of a model; none of timm's models has any."""
+    return registered[name].values if name in _offered else {}
+
+
 def _offer(own: Own) -> None:
     if timm.is_model(own.name) and timm.model_entrypoint(own.name).__module__ != __name__:
         raise UserError(f"-use {own.file}: timm has a model {own.name} already; rename yours.")

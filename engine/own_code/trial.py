@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import timm
 import torch
 from PIL import Image
 from torch import Tensor
@@ -28,6 +29,8 @@ def try_own_code(config: Config) -> None:
                 _try_loss(config)
             for name in config.TRAIN.AUGMENT:
                 _try_augmentation(name, config)
+            if own_named("model", config.MODEL.NAME) and not config.MODEL.MAE_PRETRAIN:
+                _try_model(config)
         except OwnCodeError as error:
             raise UserError(str(error)) from None
         except UserError:
@@ -64,6 +67,24 @@ def _try_augmentation(name: str, config: Config) -> None:
     pixels = np.random.randint(0, 256, (size, size, 3), dtype=np.uint8)
     image = Image.fromarray(pixels if config.DATA.IMAGE_CHANNELS == 3 else pixels[:, :, 0])
     OwnChange(name)(image)
+
+
+def _try_model(config: Config) -> None:
+    """Run the model once without weights."""
+    name, classes = config.MODEL.NAME.strip(), config.MODEL.NUM_CLASSES
+    channels, size = config.DATA.IMAGE_CHANNELS, config.DATA.IMAGE_SIZE
+    with torch.no_grad(), torch.device("meta"):
+        module = timm.create_model(name, num_classes=classes, in_chans=channels, img_size=size).eval()
+        try:
+            logits = module(torch.empty(SAMPLES, channels, size, size))
+        except NotImplementedError:  # an operation that needs values
+            return
+    shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    if shape != (SAMPLES, classes):
+        raise UserError(
+            f"{_file('model', name)}: model {name} returned {shape} for {SAMPLES} images of {size} x {size} x "
+            f"{channels}; it must return logits of {SAMPLES} x {classes} (MODEL.NUM_CLASSES)."
+        )
 
 
 def _file(kind: str, name: str) -> str:

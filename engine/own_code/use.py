@@ -24,7 +24,7 @@ IN_TOOLS = ("model", "dataset")
 
 def use_own_code(config: Config, given: bool, trust: bool = False) -> None:
     """For the entry scripts: execute the files of USE, if they are `given` now, else the resumed run's copies."""
-    allowed.trust = trust
+    allowed.trust |= trust
     run = resumed_run(config)
     noted = noted_by_run(run) if run is not None else []
     if given:
@@ -42,8 +42,6 @@ def use_of_weights(noted: Sequence[Noted], config: Config, run: Path | None, kin
     """Execute what `config` uses of the files that are noted beside weights, as -use and -trust allow."""
     used = _used(config)
     needed = [one for one in noted if any(kind in kinds and name in used for name, kind in one.registers.items())]
-    if not needed:
-        return
     own = {read(path)[1]: path for path in allowed.files}
     strange = [one for one in needed if one.sha256 not in own]
     if strange and not allowed.trust:
@@ -109,5 +107,5 @@ def _check_name(kind: str, name: str, built_in: Sequence[str] = ()) -> None:
     if name not in known:
         raise UserError(
             f"{KINDS[kind].setting} {name}: there is no {kind} of this name.{nearest(name, known)} "
-            f"Known: {', '.join(known) or 'none; the files of USE register no ' + kind}."
+            f"Known: {', '.join(known) or 'none'}. One of your own needs its file: -use FILE."
         )

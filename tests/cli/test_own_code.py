@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
+from datasets.transforms.own import OwnChange
 from tests.documents import blocks
 from tests.program import Result
+from utils.own import registry
+from utils.own.execute import execute, executed
 from utils.record.run_folder import read_about
 
 Vitamp = Callable[..., Result]
@@ -68,6 +74,16 @@ def test_the_examples_of_the_page_train_resume_and_predict(vitamp: Vitamp, files
         predicted = vitamp(run, "-part", "val", *consent, script="scripts/predict.py")
         assert predicted.code == 0, predicted.text
         assert "horizontal" in predicted.out
+
+    alone = tmp_path / "alone.safetensors"
+    exported = vitamp("strip", run, "-out", alone, script="scripts/checkpoint.py")
+    assert exported.code == 0, exported.text
+    given = ("-dataset", "stripes", "-part", "val", "-num_workers", 0)
+    refused = vitamp(alone, "-trust", *given, script="scripts/evaluate.py")
+    assert refused.code == 2
+    assert "There is no copy of Small.py" in refused.err
+    evaluated = vitamp(alone, "-use", own, *given, script="scripts/evaluate.py")
+    assert evaluated.code == 0, evaluated.text
 
     copy = next((run / "own_code").glob("Small-*.py"))
     copy.write_text(copy.read_text() + "\nprint('changed')\n")
@@ -128,6 +144,46 @@ def test_an_error_in_own_code_names_file_and_line(vitamp: Vitamp, tiny: Path, tm
     assert words in done.err, done.err
     assert "Traceback" not in done.err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_model_is_tried_before_training(vitamp: Vitamp, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    head = "from torch import nn\nfrom vitamp import model\n\n@model\nclass Mine(nn.Module):\n"
+    init = "    def __init__(self, num_classes, in_chans=1):\n        super().__init__()\n"
+    for forward, words in (("x.mean()", "model Mine returned () for 4 images"), ("x.no", "line 9: AttributeError")):
+        file.write_text(f"{head}{init}    def forward(self, x):\n        return {forward}\n", encoding="utf-8")
+        plain = ("-dataset", "digits", "-image_size", 8, "DATA.IMAGE_CHANNELS=1", "-device", "cpu")
+        done = vitamp(*plain, "-use", file, "-model", "Mine", "-output", tmp_path / "run")
+        assert done.code == 2, done.text
+        assert words in done.err
+
+
+def test_the_settings_of_a_run_execute_nothing(vitamp: Vitamp, tmp_path: Path) -> None:
+    run, file = tmp_path / "run", tmp_path / "evil.py"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").write_text(f"USE: [{file}]\nTRAIN: {{LOSS: evil}}\n", encoding="utf-8")
+    file.write_text("from pathlib import Path\nPath(__file__).with_suffix('.done').touch()\n", encoding="utf-8")
+    based = tmp_path / "based.yaml"
+    based.write_text("BASE: [run/config.yaml]\n", encoding="utf-8")
+    for words in (("-cfg", run / "config.yaml"), ("-cfg", based), ("-resume", run), ("-resume", run, "-trust")):
+        done = vitamp(*words, "-dataset", "digits", "-device", "cpu", "-dry_run")
+        assert done.code == 2, done.text
+        assert "there is no loss of this name" in done.err
+    assert not file.with_suffix(".done").exists()
+    assert vitamp("-use", file, "-dry_run").code == 2
+    assert file.with_suffix(".done").exists()
+
+
+def test_an_augmentation_can_be_sent_to_a_process_that_is_spawned(files: Path) -> None:
+    execute(files / "square.py")
+    registry.bind(["square.probability=1", "square.size=8"], ["square"], all_files=True)
+    sent = pickle.dumps(OwnChange("square"))
+    registry.registered.clear()
+    executed.clear()
+    changed = pickle.loads(sent)(Image.new("L", (9, 9), 255))
+    assert np.count_nonzero(np.asarray(changed) == 0) == 64
+    registry.registered.clear()
+    executed.clear()
 
 
 def test_an_error_in_a_loading_process_names_the_line(vitamp: Vitamp, files: Path, tmp_path: Path) -> None:

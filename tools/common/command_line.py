@@ -25,6 +25,7 @@ from utils.gpus import limit_visible_gpus
 from utils.log import log, start_log
 from utils.own.trust import allow
 from utils.parent import die_with_starting_tool
+from utils.record.run_folder import is_of_user
 from utils.record.tasks import ONE_LABEL
 from utils.record.weight_sets import BETTER, CHOICES, CHOICES_IN_WORDS
 from utils.standard_output import OutputError, discard_output, flush_after, watch_standard_output
@@ -241,7 +242,7 @@ class ToolLine:
         if loaded.config.USE:
             from engine.own_code.use import use_own_code
 
-            use_own_code(loaded.config, given=True)
+            use_own_code(loaded.config, is_of_user(loaded.sources["USE"]), self.run.trust)
         if self.one_label and loaded.config.task != ONE_LABEL:
             raise UserError(f"{loaded.sources['DATA.MULTI_LABEL']}: DATA.MULTI_LABEL true: {self.one_label}.")
         if resolved:

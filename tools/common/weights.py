@@ -27,6 +27,7 @@ COPIED = (
     "model",
     "classes",
     "num_classes",
+    "own_code",
     "input",
     "choices",
     "epoch",
@@ -107,6 +108,8 @@ def _public(settings: dict[str, Any]) -> dict[str, Any]:
     public = {key: value for key, value in settings.items() if key.startswith(SECTIONS) and key not in PRIVATE}
     if public.get(CLASS_WEIGHTS) not in (None, BALANCED):  # a file
         del public[CLASS_WEIGHTS]
+    if settings.get("USE"):
+        public |= {"USE": [Path(name).name for name in settings["USE"]], "USE_SETTINGS": settings["USE_SETTINGS"]}
     dataset = str(public.get(DATASET))
     if dataset.startswith(HUB_PREFIX) and hub.is_path(dataset.removeprefix(HUB_PREFIX)):
         public[DATASET] = HUB_PREFIX  # without the key, the default would name another data set

@@ -43,6 +43,12 @@ def run_folder_of(path: Path) -> Path | None:
     return None
 
 
+def is_of_user(source: str) -> bool:
+    """Whether a setting comes from the user, by its `Loaded.sources`. A run's config.yaml may be someone else's."""
+    file = Path(source.rpartition(":")[0])
+    return file.name != CONFIG or not is_run_folder(file.parent)
+
+
 def check_output(output: str | None, save: str, resumed: Path | None) -> None:
     """Check, before anything is built, that the run's folder can be used; create nothing."""
     if output is None:

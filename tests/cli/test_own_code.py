@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from torch.nn import functional as F
 
 from datasets.transforms.own import OwnChange
+from engine.task.one import OneLabel
 from tests.documents import blocks
 from tests.program import Result
+from utils.config import TrainConfig
 from utils.own import registry
 from utils.own.execute import execute, executed
 from utils.record.run_folder import read_about
@@ -174,6 +178,27 @@ def test_the_settings_of_a_run_execute_nothing(vitamp: Vitamp, tmp_path: Path) -
     assert file.with_suffix(".done").exists()
 
 
+@pytest.fixture
+def nothing_registered() -> Iterator[None]:
+    """For tests that execute files in this process."""
+    yield
+    registry.registered.clear()
+    executed.clear()
+
+
+@pytest.mark.usefixtures("nothing_registered")
+def test_a_loss_gets_its_settings(files: Path) -> None:
+    execute(files / "focal.py")
+    logits, labels = torch.randn(8, 3), torch.arange(8) % 3
+    train = TrainConfig.model_validate({"LOSS": "focal"})
+    registry.bind(["focal.gamma=0"], ["focal"], all_files=True)
+    expected = F.cross_entropy(logits, labels)
+    assert torch.allclose(OneLabel(3).loss(train, None)(logits, labels), expected)
+    registry.bind([], ["focal"], all_files=True)  # the default
+    assert OneLabel(3).loss(train, None)(logits, labels) < expected
+
+
+@pytest.mark.usefixtures("nothing_registered")
 def test_an_augmentation_can_be_sent_to_a_process_that_is_spawned(files: Path) -> None:
     execute(files / "square.py")
     registry.bind(["square.probability=1", "square.size=8"], ["square"], all_files=True)
@@ -182,8 +207,6 @@ def test_an_augmentation_can_be_sent_to_a_process_that_is_spawned(files: Path) -
     executed.clear()
     changed = pickle.loads(sent)(Image.new("L", (9, 9), 255))
     assert np.count_nonzero(np.asarray(changed) == 0) == 64
-    registry.registered.clear()
-    executed.clear()
 
 
 def test_an_error_in_a_loading_process_names_the_line(vitamp: Vitamp, files: Path, tmp_path: Path) -> None:

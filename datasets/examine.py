@@ -24,8 +24,8 @@ from utils.text import counted
 
 HEADER_SECONDS = 1.0
 """Most seconds of reading headers with DATA.CHECK quick"""
-LOOKED_AT = 400
-"""Images whose headers are read."""
+LOOKED_AT = 2000
+"""Images whose headers are read, if there is time."""
 MEASURED = 100
 """Images whose sides give `median_side`."""
 UNEQUAL = 5
@@ -69,7 +69,7 @@ def examine(train: Samples, validation: Samples, data: DataConfig) -> Findings:
     if validation.labels.ndim == 1 and len(validation):
         share = 100 * max(by_class["validation"].values(), default=0) / len(validation)
     findings = Findings({title: len(samples) for title, samples in splits.items()}, by_class, share)
-    findings.links = train.links + validation.links
+    findings.links = train.links if _one_folder(train, validation) else train.links + validation.links
     quick = data.CHECK == "quick"
     if can_compare(train) and can_compare(validation):
         hashes = hashes_of(data)
@@ -77,6 +77,12 @@ def examine(train: Samples, validation: Samples, data: DataConfig) -> Findings:
         hashes.save()
     _add_headers(findings, train, data, Clock(HEADER_SECONDS if quick else float("inf")))
     return findings
+
+
+def _one_folder(train: Samples, validation: Samples) -> bool:
+    """Whether both splits are of one list of files, whose links each of them counts."""
+    roots = [getattr(samples, "root", None) for samples in (train, validation)]
+    return roots[0] is not None and roots[0] == roots[1]
 
 
 def _class_names(splits: dict[str, Samples]) -> list[str]:
@@ -198,7 +204,8 @@ def _odd_images(found: Findings, data: DataConfig) -> list[str]:
     model = data.IMAGE_SIZE
     if found.median != (0, 0):
         sizes = (f"{width} x {height}" for width, height in (found.median, found.smallest, found.largest))
-        lines.append("Sizes {} (median), {} to {}; the model sees {} x {}".format(*sizes, model, model))
+        text = "Sizes {} (median), {} to {}".format(*sizes)
+        lines.append(f"{text}, {of}; the model sees {model} x {model}")
         if min(found.median) < model / 2:
             lines[-1] += ": most images are enlarged, so a smaller -image_size would see as much"
         elif found.median[0] * found.median[1] > HUGE * model * model:

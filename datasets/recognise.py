@@ -18,6 +18,8 @@ LAYOUTS = """Expected layout, one of:
   {root}/train/<class>/1.jpg, {root}/val/<class>/2.jpg    class folders (imagefolder)
   {root}/<class>/1.jpg                              class folders, to be split (imagefolder)"""
 
+UNLABELLED = "all images below the folder are used, without labels"
+
 
 def recognise(place: str, needs_labels: bool = True) -> tuple[str, str] | None:
     """(value for DATA.DATASET, what was recognised) of the data set at `place`; None if `place` does not exist."""
@@ -29,8 +31,8 @@ def recognise(place: str, needs_labels: bool = True) -> tuple[str, str] | None:
     if not path.is_dir():
         return None
     found = _layouts(readable_folder(place))
-    if not found and not needs_labels:
-        return "images", "no layout with labels; all images below it are used, without labels"
+    if not needs_labels and not found.keys() - {"imagefolder"}:
+        return "images", UNLABELLED
     if not found:
         raise UserError(
             f"DATA.DATA_PATH (-data_path): the layout of {path} is not recognised. Name the data set with -dataset "

@@ -81,7 +81,10 @@ def _data(config: Config, ready: Ready) -> str:
         return f"{text}; validation on fold {config.DATA.FOLD}{groups}"
     if config.DATA.PART == "all" or not comes_unsplit(config.DATA):
         return text
-    return f"{text}; split at random by DATA.VAL_FRACTION {config.DATA.VAL_FRACTION:g}{groups}"
+    if config.DATA.DATASET == "digits":  # which has folds, but one fixed split
+        return text
+    less = ", then without those in DATA.EXCLUDE" if config.DATA.EXCLUDE is not None else ""
+    return f"{text}; split at random by DATA.VAL_FRACTION {config.DATA.VAL_FRACTION:g}{groups}{less}"
 
 
 def _classes(config: Config, ready: ReadyToTrain) -> str:

@@ -13,6 +13,7 @@ from utils.config.kinds import AUTO
 from utils.config.read import Entry
 from utils.config.resumed import CLASSES, DATASET, IMAGE_SIZE, PATCH_SIZE
 from utils.errors import UserError
+from utils.record.tasks import NO_LABELS
 
 SIZES = range(32, 97)
 """Image sizes that `auto` chooses from"""
@@ -57,6 +58,8 @@ def _with_classes(loaded: Loaded) -> Loaded:
     try:
         number = count_classes(_of_any_size(config.DATA), train=True)
     except UserError:
+        if config.task == NO_LABELS:  # of a data set without classes of its own
+            return loaded.with_values({CLASSES: Entry(1, "no labels are read")}, [])
         if not config.EVAL:
             raise
         number = count_classes(_of_any_size(config.DATA), train=False)  # an evaluation needs no training split

@@ -62,10 +62,10 @@ def build_model(model: ModelConfig, image_size: int, channels: int, shortcuts: S
         log.info(note, extra=DETAIL)
     module = timm.create_model(plan.timm_name, **plan.arguments)
     vars(module)[LABEL] = model.NAME.strip()
-    module = _finished(module, model, shortcuts)
     whose = "timm's" if type(module).__module__.startswith("timm.") else "your own"
-    log.info("Model %s: %s %s", model.NAME, whose, type(module).__name__, extra=DETAIL)
-    return module
+    masked = ", as the encoder of a masked autoencoder" * model.MAE_PRETRAIN
+    log.info("Model %s: %s %s%s", model.NAME, whose, type(module).__name__, masked, extra=DETAIL)
+    return _finished(module, model, shortcuts)
 
 
 def build_without_weights(model: ModelConfig, image_size: int, channels: int, shortcuts: Shortcuts = NONE) -> nn.Module:
@@ -133,6 +133,8 @@ def describe(module: nn.Module) -> str:
     sizes = sizes_of(module)
     kind = type(module).__name__.removeprefix("FSDP")  # torch's fully_shard renames the class
     parts = [kind, *(text.format(as_text(sizes[key])) for key, text in formats.items() if key in sizes)]
+    if (words := getattr(module, "masking_words", None)) is not None:
+        parts.append(words())
     total, trainable = count_parameters(module)
     fraction = "all trainable" if trainable == total else f"{trainable:,} trainable, {100 * trainable / total:.1f} %"
     return f"{vars(module).get(LABEL, kind)} ({', '.join(parts)}), {total:,} parameters ({fraction})"

@@ -96,6 +96,11 @@ class MaskedAutoencoder(VisionTransformer):
         hidden = self.joined(patches.scatter(1, places, 0.0))
         return hidden, self.joined(patches.scatter(1, places, predicted))
 
+    def masking_words(self) -> str:
+        """For the banner."""
+        width, depth = self.decoder.embed.out_features, len(self.decoder.blocks)
+        return f"{100 * self.mask_ratio:g} % of the patches hidden, decoder of width {width} and depth {depth}"
+
     def mask(self, images: Tensor) -> Masked:
         """The patches to hide: in training by random numbers, which are seeded for each micro-batch; in evaluation
         the same ones in every image."""

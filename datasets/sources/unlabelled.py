@@ -1,8 +1,14 @@
-"""`images`: all images below a folder, without labels, for learning without them. Split by DATA.VAL_FRACTION."""
+"""`images`: all images below a folder, without labels, for learning without them.
+
+Those in a folder val (or valid, ...) are for validation, those in a folder test are left out, and all others are for
+training. Without a folder val, DATA.VAL_FRACTION splits them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -10,37 +16,65 @@ from datasets.base import Part, parts_read
 from datasets.decoding.stored import ENDINGS
 from datasets.images import image_source
 from datasets.sources.files import FileList, FileSamples, data_folder, split_files
+from datasets.sources.named_splits import TEST, VALIDATION_NAMES
+from datasets.sources.split import no_such_part
 from datasets.sources.walk import SkippedFiles, images_below
 from utils.config.data import DataConfig
 from utils.errors import UserError
 
 
-def _files(data: DataConfig) -> FileList:
+def _samples(data: DataConfig, part: Part, _num_classes: int) -> FileSamples:
     root = data_folder(data)
     skipped = SkippedFiles()
     paths = sorted(images_below(str(root), skipped))
-    if not paths:
-        raise UserError(f"DATA.DATA_PATH (-data_path): {root} has no images (image files end in {' '.join(ENDINGS)}).")
     skipped.warn(str(root))
-    return FileList(root, paths, np.zeros(len(paths), dtype=np.int64), range(1), skipped.links)
+    files = _file_list(root, _of_part(root, paths, part), skipped.links)
+    return split_files(files, data, part) if _validation_folder(root) is None and part != "test" else files.samples()
 
 
-def _samples(data: DataConfig, part: Part, _num_classes: int) -> FileSamples:
-    return split_files(_files(data), data, part)
+def _of_part(root: Path, paths: Sequence[str], part: Part) -> list[str]:
+    """The images of a split; without a folder for validation, those from which it is taken."""
+    validation = _validation_folder(root)
+    wanted = {"train": None, "val": validation, "test": TEST}
+    if part == "all":
+        return list(paths)
+    if part == "test" and not (root / TEST).is_dir():
+        raise no_such_part(part, root)
+    chosen = [path for path in paths if _split_of(path, validation) == wanted[part]]
+    if not chosen:
+        where = root if wanted[part] is None else root / str(wanted[part])
+        raise UserError(f"DATA.DATA_PATH (-data_path): {where} has no images (image files end in {' '.join(ENDINGS)}).")
+    return chosen
 
 
-def _check(data: DataConfig, _num_classes: int, train: bool) -> None:
-    split_files(_files(data), data, parts_read(data, train, ("all",))[-1])
+def _split_of(path: str, validation: str | None) -> str | None:
+    """The folder of a split that an image is in; None: it is for training."""
+    folder = path.partition("/")[0] if "/" in path else None
+    return folder if folder in (validation, TEST) else None
+
+
+def _validation_folder(root: Path) -> str | None:
+    return next((name for name in VALIDATION_NAMES if (root / name).is_dir()), None)
+
+
+def _file_list(root: Path, paths: list[str], links: int) -> FileList:
+    return FileList(root, paths, np.zeros(len(paths), dtype=np.int64), range(1), links)
+
+
+def _check(data: DataConfig, num_classes: int, train: bool) -> None:
+    for part in parts_read(data, train, ("all",)):
+        _samples(data, part, num_classes)
+
+
+def _is_unsplit(data: DataConfig) -> bool:
+    return _validation_folder(data_folder(data)) is None
+
+
+def _existing(data: DataConfig) -> list[Part]:
+    return ["all"] if _is_unsplit(data) else ["train", "val"]
 
 
 SOURCE = replace(
-    image_source(
-        _samples,
-        _check,
-        count=lambda _data, _train: 1,
-        is_unsplit=lambda _data: True,
-        parts=lambda _data: ["all"],
-        groups=True,
-    ),
+    image_source(_samples, _check, count=lambda _data, _train: 1, is_unsplit=_is_unsplit, parts=_existing, groups=True),
     labelled=False,
 )

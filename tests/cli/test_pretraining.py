@@ -7,9 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from datasets import open_dataset
+from datasets.recognise import UNLABELLED, recognise
 from tests.program import TINY_DIGITS, Result, metrics, run_program
+from utils.config import load_config
+from utils.config.data import DataConfig
+from utils.errors import UserError
 
 Vitamp = Callable[..., Result]
 DECODER = ("MODEL.DECODER.EMBED_DIM=16", "MODEL.DECODER.DEPTH=1", "MODEL.DECODER.NUM_HEADS=2")
@@ -117,6 +123,7 @@ def test_images_without_classes(vitamp: Vitamp, recipe: Path, tmp_path: Path) ->
     done = vitamp(*words, *MASKED, "-output", tmp_path / "run", "-num_workers", "0")
     assert done.code == 0, done.text
     assert "Data: 32 training, 8 validation images." in done.text
+    assert recognise(str(tmp_path / "images"), needs_labels=False) == ("images", UNLABELLED)
     assert "images: 32 training and 8 validation images of 8 x 8 x 1, no labels" in done.text
     report = vitamp(tmp_path / "run", script="scripts/report.py")
     assert report.code == 0, report.text
@@ -144,3 +151,40 @@ def test_what_has_no_meaning_without_labels_is_refused(vitamp: Vitamp, recipe: P
         done = vitamp(run, *tool[1:], script=tool[0])
         assert done.code == 2
         assert "this model learned without labels and has no classes yet" in done.text
+
+
+def test_a_folder_val_is_for_validation_and_all_other_images_for_training(tmp_path: Path) -> None:
+    for name in ("1.png", "train/x/2.png", "more/3.png", "val/4.png", "val/y/5.png", "test/6.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (8, 8)).save(tmp_path / name)
+    data = DataConfig(DATASET="images", DATA_PATH=str(tmp_path))
+    names = {}
+    for train in (True, False):
+        samples = open_dataset(data, train, 1, 0, torch.device("cpu")).single_images()
+        assert samples is not None
+        names[train] = [Path(samples.name(index)).name for index in range(len(samples))]
+    assert sorted(names[True]) == ["1.png", "2.png", "3.png"]
+    assert sorted(names[False]) == ["4.png", "5.png"]
+
+
+def test_paddlevits_files_have_its_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "mae.yaml"
+    path.write_text(
+        "MODEL: {TYPE: MAE, NAME: vit_base_patch16_224, MAE_PRETRAIN: True, TRANS: {MASK_RATIO: 0.6,\n"
+        "  ENCODER: {DEPTH: 12}, DECODER: {DEPTH: 2}}}\nTRAIN: {NORMALIZE_TARGET: False}\n",
+        encoding="utf-8",
+    )
+    config = load_config(str(path)).config
+    assert (config.TRAIN.BASE_LR, config.TRAIN.LINEAR_SCALED_LR, config.TRAIN.OPTIMIZER.BETAS) == (
+        1.5e-4,
+        256,
+        (0.9, 0.95),
+    )
+    assert config.DATA.IMAGENET_MEAN == (0.485, 0.456, 0.406)
+    assert (config.MODEL.MASK_RATIO, config.MODEL.DECODER.DEPTH, config.MODEL.NORM_PIX_LOSS) == (0.6, 2, False)
+
+
+@pytest.mark.parametrize("ratio", ["0", "1"])
+def test_a_mask_of_nothing_or_all_is_refused(ratio: str) -> None:
+    with pytest.raises(UserError, match="MASK_RATIO"):
+        load_config(words={"MODEL.MAE_PRETRAIN": "true", "MODEL.MASK_RATIO": ratio})

@@ -111,8 +111,8 @@ def test_duplicates_that_are_links_are_called_links(check: Check, tree: Path) ->
     done, found = check(tree)
     assert done.code == 1, done.text
     about = {Path(one["name"]).name: one["about"] for one in found["defects"]["duplicate"]}
-    assert about["z0.jpg"].endswith("; one is a symbolic link to the other")
-    assert about["z1.jpg"].endswith("; one is a hard link to the other")
+    assert about["z0.jpg"].endswith("; the same file by a symbolic link")
+    assert about["z1.jpg"].endswith("; the same file by a hard link")
     assert about["z2.jpg"].endswith("/6.jpg")
 
 

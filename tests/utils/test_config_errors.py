@@ -101,8 +101,8 @@ def test_foreign_type_is_reported_with_its_keys(tmp_path: Path) -> None:
     message = file_error(tmp_path, f"{keys}TRAIN: {{NUM_EPOCH: 3}}\n")
     first, second = [line.strip() for line in message.splitlines()[1:]]
     assert first == (
-        "run.yaml:1: MODEL.TYPE sequencer is not one of vit, deit, swin, nor a family of docs/migrating.md. To train "
-        "a model of timm instead, set MODEL.NAME (-list_models '*sequencer*' lists names) and leave out "
+        "run.yaml:1: MODEL.TYPE sequencer is not one of vit, deit, swin, mae, nor a family of docs/migrating.md. To "
+        "train a model of timm instead, set MODEL.NAME (-list_models '*sequencer*' lists names) and leave out "
         "MODEL.DEPTH_TOKEN_ONLY, DATA.FMAP_SIZE"
     )
     assert second == "run.yaml:3: unknown key TRAIN.NUM_EPOCH. Did you mean TRAIN.NUM_EPOCHS?"

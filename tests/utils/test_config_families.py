@@ -178,11 +178,12 @@ def test_deit_without_a_teacher_is_noted(tmp_path: Path) -> None:
 
 def test_distilled_deit_without_its_second_classifier_is_noted() -> None:
     """PaddleViT's files of distilled models have the names of the plain ones."""
-    taught = {"MODEL__TYPE": "deit", "TRAIN__DISTILLATION_TYPE": "hard"}
+    taught: dict[str, Any] = {"MODEL__TYPE": "deit", "TRAIN__DISTILLATION_TYPE": "hard"}
     note = given(**taught, MODEL__NAME="deit_tiny_patch16_224").notes[-1]
     assert note.endswith("MODEL.NAME=deit_tiny_distilled_patch16_224")
     assert len(given(**taught, MODEL__NAME="deit_tiny_distilled_patch16_224").notes) == 1
-    assert len(given(**taught | {"TRAIN__DISTILLATION_TYPE": "none"}, MODEL__NAME="deit_tiny_patch16_224").notes) == 1
+    untaught: dict[str, Any] = {**taught, "TRAIN__DISTILLATION_TYPE": "none"}
+    assert len(given(**untaught, MODEL__NAME="deit_tiny_patch16_224").notes) == 1
 
 
 def test_grey_images_keep_the_mean_of_vit() -> None:

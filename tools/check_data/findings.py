@@ -161,10 +161,10 @@ def _link(name: str, other: str) -> str:
     except (OSError, ValueError):  # not files, but images in a tar file or a table
         return ""
     if os.path.islink(name) or os.path.islink(other):
-        return "; one is a symbolic link to the other"
+        return "; the same file by a symbolic link"
     if os.path.realpath(name) != os.path.realpath(other):
-        return "; one is a hard link to the other"
-    return "; one is in a folder that is a link"
+        return "; the same file by a hard link"
+    return "; the same file by a folder that is a link"
 
 
 def _copies(splits: list[Split]) -> Iterator[list[_Copy]]:

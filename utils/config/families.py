@@ -60,6 +60,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "TRAIN.END_LR": 5e-6,
         "TRAIN.GRAD_CLIP": 5.0,
     },
+    "mae": {
+        "DATA.IMAGENET_MEAN": (0.485, 0.456, 0.406),
+        "DATA.IMAGENET_STD": (0.229, 0.224, 0.225),
+        "DATA.CROP_SCALE": (0.05, 1.0),
+        "TRAIN.NUM_EPOCHS": 800,
+        "TRAIN.WARMUP_EPOCHS": 40,
+        "TRAIN.WEIGHT_DECAY": 0.05,
+        "TRAIN.BASE_LR": 1.5e-4,
+        "TRAIN.LINEAR_SCALED_LR": 256,
+        "TRAIN.OPTIMIZER.BETAS": (0.9, 0.95),
+        "TRAIN.SMOOTHING": 0.1,
+        "TRAIN.MIXUP_ALPHA": 0.8,
+        "TRAIN.CUTMIX_ALPHA": 1.0,
+    },
 }
 """TYPE -> dotted key -> the family's default, where it differs from the schema's."""
 TAUGHT = ("deit", "levit")

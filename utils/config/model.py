@@ -83,7 +83,7 @@ class ModelConfig(Section):
         excludes("TRAIN.CLASS_WEIGHTS", when=TRAINING, why=_LABELS),
         excludes("TRAIN.TOKEN_DROP", "TRAIN.SIZE_SCHEDULE", when=TRAINING, why="it leaves out patches itself"),
     )
-    MASK_RATIO: FractionBelowOne = setting(0.75, "Fraction of the patches that are hidden.", _MASKED)
+    MASK_RATIO: float = setting(0.75, "Fraction of the patches that are hidden.", _MASKED, gt=0, lt=1)
     NORM_PIX_LOSS: bool = setting(
         True, "Normalise the pixels of each hidden patch by their own mean and standard deviation.", _MASKED
     )

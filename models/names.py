@@ -15,9 +15,9 @@ from utils.errors import UserError, either, nearest
 # Model of each TYPE for a NAME that is no timm model. PaddleViT's default for NAME is the TYPE itself.
 DEFAULTS = {
     "vit": "vit_base_patch16_224",
-    "mae": "vit_base_patch16_224",
     "deit": "deit_base_patch16_224",
     "swin": "swin_tiny_patch4_window7_224",
+    "mae": "vit_base_patch16_224",
 }
 
 # Models of PaddleViT's recipes that timm has under another name.

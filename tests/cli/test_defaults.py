@@ -51,7 +51,7 @@ def test_run_uses_and_logs_the_defaults_of_its_family(vitamp: Vitamp, swin: Path
 def test_unknown_type_is_refused(vitamp: Vitamp, swin: Path) -> None:
     done = vitamp("-cfg", swin, "MODEL.TYPE=swinn")
     assert done.code == 2
-    said = "MODEL.TYPE: 'swinn' cannot be built from sizes (MODEL.EMBED_DIM, ...); only vit, deit, swin can: "
+    said = "MODEL.TYPE: 'swinn' cannot be built from sizes (MODEL.EMBED_DIM, ...); only vit, deit, swin, mae can: "
     assert f"{said}set TYPE to one of them. Did you mean swin?" in done.text
 
 

@@ -133,6 +133,7 @@ def test_the_run_is_evaluated_used_and_exported_with_the_preprocessing_of_the_we
     assert (header["crop"], header["crop_mode"]) == ("middle", "squash")
 
 
+@pytest.mark.slow
 def test_timm_alone_squeezes_images_as_the_run_does(
     vitamp: Callable[..., Result], place: Path, trained: tuple[Path, Result], tmp_path: Path
 ) -> None:

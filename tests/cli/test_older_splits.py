@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.program import Result, change_settings, metrics, save_image
 
 RECIPE = """\
@@ -16,6 +18,7 @@ DEVICE: cpu
 """
 
 
+@pytest.mark.slow
 def test_older_run_resumes_within_an_epoch_with_its_own_images(vitamp: Callable[..., Result], tmp_path: Path) -> None:
     """It validated on test/ although valid/ is there, and trained on an image in a hidden folder."""
     for split, each in (("train", 8), ("valid", 2), ("test", 3)):

@@ -45,6 +45,7 @@ def _train(vitamp: Vitamp, files: Path, output: Path, *more: object, **how: Any)
     return vitamp("-use", use, *chosen, *sizes, "-num_classes", 2, "-output", output, *more, **how)
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_page_train_resume_and_predict(vitamp: Vitamp, files: Path, tmp_path: Path) -> None:
     assert sorted(path.stem for path in files.iterdir()) == ["Small", "focal", "square", "stripes"]
     assert all(len(path.read_text().splitlines()) < 25 for path in files.iterdir())

@@ -170,6 +170,7 @@ def test_effect_that_may_surprise_is_noted(
     assert note in vitamp("-cfg", tiny, "-dry_run", *words).text
 
 
+@pytest.mark.slow
 def test_training_survives_a_closed_pipe(tiny: Path, tmp_path: Path) -> None:
     """`| head -1` ends reading, not training; log.txt has all lines."""
     run = tmp_path / "run"

@@ -355,6 +355,7 @@ def test_recipes_are_compared(tiny: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert load_config(str(tmp_path / "out" / "deeper-0.yaml")).config.MODEL.DEPTH == 2
 
 
+@pytest.mark.slow
 def test_halving_trains_the_better_half_on(
     tiny: Path, trainings: Trainings, tmp_path: Path, capsys: pytest.CaptureFixture[str], vitamp: Callable[..., Any]
 ) -> None:
@@ -388,6 +389,7 @@ def test_halving_within_the_warm_up_is_remarked_on(
         assert ("while the learning rate still rises (TRAIN.WARMUP_EPOCHS 2)" in capsys.readouterr().out) == said
 
 
+@pytest.mark.slow
 def test_budget_leaves_runs_out_and_goes_on(
     compare: Call, trainings: Trainings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -400,6 +402,7 @@ def test_budget_leaves_runs_out_and_goes_on(
     assert len(metrics_file(tmp_path / "out")["runs"]) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("trainings")
 def test_several_labels_are_compared_by_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_set(tmp_path)
@@ -420,6 +423,7 @@ def test_several_labels_are_compared_by_map(tmp_path: Path, capsys: pytest.Captu
     assert "last mAP (%)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_search_of_the_page_runs(tmp_path: Path) -> None:
     """The code for Optuna in docs/compare.md, with one epoch and a smaller model."""
     page = (ROOT / "docs/compare.md").read_text(encoding="utf-8")

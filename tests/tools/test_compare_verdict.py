@@ -272,6 +272,7 @@ def test_contenders_no_better_than_guessing_are_named() -> None:
     assert sentences(about) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", ["ab", "abc"])
 def test_false_claims_between_equal_contenders_are_rare(names: str) -> None:
     """The same distribution under several names, 5 seeds: at most 6 % of comparisons claim any difference."""

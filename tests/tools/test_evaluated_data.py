@@ -74,6 +74,7 @@ def test_each_part_of_the_runs_own_data(vitamp: Callable[..., Result], run: Path
     assert "has no test split; -part val evaluates the validation split" in done.err
 
 
+@pytest.mark.slow
 def test_all_of_other_data_is_evaluated_without_the_runs_exclusions(
     vitamp: Callable[..., Result], run: Path, place: Path, tmp_path: Path
 ) -> None:
@@ -109,6 +110,7 @@ def of_splits(root: Path) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_the_runs_training_images_are_recognised_in_their_folder(vitamp: Callable[..., Result], tmp_path: Path) -> None:
     own = of_splits(tmp_path / "own")
     (tmp_path / "icons.yaml").write_text(RECIPE.format(path=own, exclude="null"))
@@ -136,6 +138,7 @@ def test_the_runs_training_images_are_recognised_in_their_folder(vitamp: Callabl
         assert "cannot be read" not in done.text
 
 
+@pytest.mark.slow
 def test_no_warning_of_a_split_that_is_not_evaluated(
     vitamp: Callable[..., Result], run: Path, place: Path, tmp_path: Path
 ) -> None:

@@ -127,6 +127,7 @@ def test_card_has_metadata_results_settings_and_no_path(
     assert not [place for place in (photos, photo_run, tmp_path, sys.prefix) if str(place).encode() in held]
 
 
+@pytest.mark.slow
 def test_code_of_the_card_reads_odd_files_as_the_run_does(export_tool: Tool, photo_run: Path, tmp_path: Path) -> None:
     """Transparent pixels and 16 bits; rotated photographs are prepared by the same function."""
     disc = Image.radial_gradient("L").resize((70, 61))

@@ -165,7 +165,10 @@ def test_no_warning_of_a_split_that_is_not_evaluated(
 
 
 def test_the_log_says_that_a_validation_split_was_made(run: Path) -> None:
-    said = "26 training and 3 validation images of 8 x 8 x 3, 3 classes; split at random by DATA.VAL_FRACTION 0.1\n"
+    said = (
+        "26 training and 3 validation images of 8 x 8 x 3, 3 classes; split at random by DATA.VAL_FRACTION 0.1, then "
+    )
+    said += "without those in DATA.EXCLUDE\n"
     assert said in (run / "log.txt").read_text(encoding="utf-8")
 
 

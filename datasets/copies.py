@@ -43,7 +43,7 @@ class Copies:
 
 @dataclass
 class _Stamps:
-    """What is known of the files of a split without opening them; size -1 where it was not looked up."""
+    """Size and time of change of each file of a split; size -1 where it was not looked up."""
 
     sizes: np.ndarray
     changed: np.ndarray

@@ -34,7 +34,7 @@ class Column(NamedTuple):
 
 @dataclass
 class Row:
-    """What is known of an epoch, or of a part of it before a validation."""
+    """Metrics of an epoch, or of its part before a validation."""
 
     place: str
     seconds: float = 0.0
@@ -100,16 +100,16 @@ class EpochTable:
 
 def _shown_metrics(config: Config) -> dict[tuple[WeightSet, Metric], int]:
     """Validation metrics of the table, with the ranks of their columns."""
-    main = config.DATA.task.best
+    main = config.task.best
     by = METRICS[config.SAVE_BEST_BY]
     shown = {(PLAIN, main): 1}
     if by not in (main, LOSS):
         shown[PLAIN, by] = 2
     if config.TRAIN.MODEL_EMA:
         shown[AVERAGE, main if by == LOSS else by] = 2
-    if TOP5 in config.DATA.task.metrics and by != TOP5 and (config.MODEL.NUM_CLASSES or 0) > 10:
+    if TOP5 in config.task.metrics and by != TOP5 and (config.MODEL.NUM_CLASSES or 0) > 10:
         shown[PLAIN, TOP5] = 9
-    if MACRO_F1 in config.DATA.task.metrics and by != MACRO_F1:
+    if MACRO_F1 in config.task.metrics and by != MACRO_F1:
         shown[PLAIN, MACRO_F1] = 10
     return shown
 

@@ -31,22 +31,22 @@ def summary(
     looks: Looks,
 ) -> str:
     """`context`: how far to trust the best metric. `last`: of the last validation. `tally`: of the training here."""
-    by = {metric.name: metric for metric in (METRICS[best.by], config.DATA.task.best, LOSS)}
+    by = {metric.name: metric for metric in (METRICS[best.by], config.task.best, LOSS)}
     metrics = [
         f"{which.marked(metric.words)} {metric.number(getattr(means, metric.name))}"
         for which, means in last.items()
         for metric in by.values()
         if which == PLAIN or metric.name == best.by
     ]
-    others = ", ".join(name for name in commands if name != "evaluate")
+    first, *others = commands
     rows = [
         ("best", best.words() if best.figure is not None else ""),
         ("", context),
         ("last", ", ".join(metrics)),
         ("speed", f"{shown_rate(tally.images / tally.seconds)} images/s in training" if tally.images else ""),
         ("run", f"{folder}"),
-        ("next", commands["resume" if paused else "evaluate"]),
-        ("", "" if paused else f"log.txt has the commands to {others}"),
+        ("next", commands["resume" if paused else first]),
+        ("", "" if paused else f"log.txt has the commands to {', '.join(others)}"),
     ]
     lines = [looks.coloured(f"{'Paused' if paused else 'Done'} after {clock(seconds)}", BOLD)]
     for name, words in rows:

@@ -13,7 +13,7 @@ Pool = Literal["pooled", "class", "mean", "patches"]
 
 
 def check_pool(model: nn.Module, pool: Pool) -> None:
-    """Raise UserError unless the model has what is asked for."""
+    """Raise UserError if the model has no tokens, or no class token, for this pooling."""
     if pool == "pooled":
         return
     kind = type(model).__name__

@@ -13,6 +13,7 @@ from PIL import Image
 from datasets import open_dataset
 from datasets.recognise import UNLABELLED, recognise
 from tests.program import TINY_DIGITS, Result, metrics, run_program
+from tests.terminal import on_terminal
 from utils.config import load_config
 from utils.config.data import DataConfig
 from utils.errors import UserError
@@ -188,3 +189,12 @@ def test_paddlevits_files_have_its_defaults(tmp_path: Path) -> None:
 def test_a_mask_of_nothing_or_all_is_refused(ratio: str) -> None:
     with pytest.raises(UserError, match="MASK_RATIO"):
         load_config(words={"MODEL.MAE_PRETRAIN": "true", "MODEL.MASK_RATIO": ratio})
+
+
+def test_a_terminal_shows_the_table_and_how_to_go_on(recipe: Path, tmp_path: Path) -> None:
+    shown = on_terminal("-cfg", recipe, *MASKED, "-output", tmp_path / "run", columns=120)
+    assert shown.code == 0, shown.raw
+    text = "\n".join(shown.lines)
+    assert "explained variance %" in text
+    assert "finetune" not in text.partition("Done after")[0]
+    assert "-pretrained" in text.partition("  next ")[2].splitlines()[0]

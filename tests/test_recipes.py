@@ -33,6 +33,7 @@ OWN_SIZES = {
     "paddle_amp",
     "vit_digits_distilled",
     "small_images",
+    "mae_small_images",
     *SHOWN_LESS,
 }
 TIMM_SIZES = [name for name in RECIPES if name not in OWN_SIZES]

@@ -152,8 +152,9 @@ def against_timm_train(fields: Row, name: str) -> str:
         f"| --- |{' --- |' * (len(seeds) + 1)}",
     ]
     for program in dict.fromkeys(run["program"] for run in runs):
-        found = [run["acc1"] for run in sorted(runs, key=lambda run: run["seed"]) if run["program"] == program]
-        lines.append(f"| {program} | {' | '.join(f'{value:.2f}' for value in found)} | {_spread(found)} |")
+        of = {run["seed"]: run["acc1"] for run in runs if run["program"] == program}
+        cells = [f"{of[seed]:.2f}" if seed in of else "-" for seed in seeds]
+        lines.append(f"| {program} | {' | '.join(cells)} | {_spread(list(of.values()))} |")
     how = f"Measured on {fields['device']}, torch {versions['torch']}, timm {versions['timm']}, {fields['date']}"
     settings = f"train.py of timm {fields['timm_train']} had `{fields['settings']}`"
     return "\n".join([*lines, "", f"{how}; {settings}. All runs: [{name}.json](LINK/{name}.json)."]) + "\n"

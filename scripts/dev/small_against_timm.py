@@ -5,12 +5,13 @@
     apt-get download gnome-icon-theme oxygen-icon-theme fonts-dejavu-core fonts-lato ...    # see ICONS and FONTS
     for file in *.deb; do dpkg -x $file ${file%%_*}; done
     python scripts/dev/small_against_timm.py -packages /tmp/packages -json docs/results/small_images.json \
-        -timm_train ~/pytorch-image-models/train.py -timm_version 1.0.28
+        -length short -timm_train ~/pytorch-image-models/train.py -timm_version 1.0.28
 
 The sets are icons of 48x48 pixels, whose classes are the categories of Debian's icon themes, and letters and digits in
 many fonts. The validation split has other font families than the training split. Both programs train the same model for
-the same number of epochs. vitamp trains all seeds with each of RATES. timm first trains
-one seed with each setting of TRIED, and then all seeds with the best.
+the same number of epochs: with `-length recipe` those of the recipe, with `-length short` fewer, and a smaller model.
+vitamp trains each seed with each of `-rates`. timm first trains one seed with each of `-tried`, and then each seed with
+the best. The same command goes on with the runs that the results lack.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import json
 import string
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -49,21 +51,32 @@ ICON_CLASSES = ("actions", "apps", "categories", "devices", "mimetypes", "places
 MOST_ICONS = 150
 """Icons per category, so that actions do not outnumber all others"""
 RECIPE = ROOT / "configs" / "small_images.yaml"
-SMALLER = (
-    "MODEL.EMBED_DIM=64 MODEL.DEPTH=4 MODEL.NUM_HEADS=2 TRAIN.NUM_EPOCHS=30 TRAIN.WARMUP_EPOCHS=2 VALIDATE_FREQ=30 "
-    "THREADS=1"
-)
-"""A smaller model and fewer epochs than the recipe's, to train on one core in some minutes"""
-SAME = (
-    f"--model-kwargs img_size={SIDE} patch_size=6 embed_dim=64 depth=4 num_heads=2 --img-size {SIDE} --epochs 30 -b 32 "
-    "--weight-decay 0.05 --clip-grad 1 --sched cosine --sched-on-updates --warmup-epochs 2 --warmup-lr 1e-6 "
-    "--min-lr 1e-5 --scale 0.6 1.0 --crop-pct 1.0 --hflip 0 --color-jitter 0 --train-interpolation bicubic "
-    "--interpolation bicubic --mean 0.5 0.5 0.5 --std 0.5 0.5 0.5 --smoothing 0.1 --drop-path 0.1 --model-ema "
-    "--model-ema-decay 0.998 --model-ema-warmup"
-)
-"""The recipe's settings, with SMALLER, as timm's train.py spells them"""
-RATES = ("TRAIN.BASE_LR=4e-3", "TRAIN.BASE_LR=1e-2")
-TRIED = ("--opt adamw --lr 2e-3", "--opt muon --lr 2e-3", "--opt muon --lr 4e-3")
+EPOCHS = {"short": (30, 2), "recipe": (200, 10)}
+"""Of training and of warm-up, for each length"""
+SIZES = {"short": (64, 4, 2), "recipe": (128, 6, 4)}
+"""Width, blocks and heads. The short length is for one core and some minutes"""
+RATES = ["4e-3", "1e-2"]
+TRIED = ["--opt adamw --lr 2e-3", "--opt muon --lr 2e-3", "--opt muon --lr 4e-3"]
+
+
+def of_vitamp(length: str) -> str:
+    (epochs, warmup), (width, depth, heads) = EPOCHS[length], SIZES[length]
+    return (
+        f"MODEL.EMBED_DIM={width} MODEL.DEPTH={depth} MODEL.NUM_HEADS={heads} TRAIN.NUM_EPOCHS={epochs} "
+        f"TRAIN.WARMUP_EPOCHS={warmup} VALIDATE_FREQ=30 THREADS=1"
+    )
+
+
+def of_timm(length: str) -> str:
+    """The recipe's settings as timm's train.py spells them."""
+    (epochs, warmup), (width, depth, heads) = EPOCHS[length], SIZES[length]
+    return (
+        f"--model-kwargs img_size={SIDE} patch_size=6 embed_dim={width} depth={depth} num_heads={heads} "
+        f"--img-size {SIDE} --epochs {epochs} --warmup-epochs {warmup} -b 32 --weight-decay 0.05 --clip-grad 1 "
+        "--sched cosine --sched-on-updates --warmup-lr 1e-6 --min-lr 1e-5 --scale 0.6 1.0 --crop-pct 1.0 --hflip 0 "
+        "--color-jitter 0 --train-interpolation bicubic --interpolation bicubic --mean 0.5 0.5 0.5 --std 0.5 0.5 0.5 "
+        "--smoothing 0.1 --drop-path 0.1 --model-ema --model-ema-decay 0.998 --model-ema-warmup --val-interval 10"
+    )
 
 
 def main() -> int:
@@ -71,52 +84,71 @@ def main() -> int:
     parser.add_argument("-packages", type=Path, required=True, help="folder with the unpacked packages")
     parser.add_argument("-timm_train", type=Path, required=True, help="train.py of timm's repository")
     parser.add_argument("-timm_version", required=True, help="release or commit of that repository, for the results")
+    parser.add_argument("-length", choices=[*SIZES], required=True, help="of the training")
     parser.add_argument("-seeds", type=int, default=3, help="runs of each (default 3)")
     parser.add_argument("-jobs", type=int, default=1, help="runs at the same time (default 1)")
     parser.add_argument("-sets", nargs="+", choices=["icons", "letters"], default=["icons", "letters"])
+    parser.add_argument("-rates", nargs="+", default=RATES, help="vitamp's learning rates")
+    parser.add_argument("-tried", nargs="+", default=TRIED, help="timm's optimisers and learning rates, each in quotes")
     parser.add_argument("-json", type=Path, required=True, help="where the results go")
     args = parser.parse_args()
-    runs, tried = [], []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
         bench = Bench(args.timm_train.resolve(), Path(folder))
-        seeds = range(args.seeds)
         write_icons(args.packages, bench.folder / "icons")
         write_letters(args.packages, bench.folder / "letters")
-        begun = {
-            name: (
-                [pool.submit(by_timm, bench, name, 0, words) for words in TRIED],
-                [pool.submit(by_vitamp, bench, name, seed, words) for words in RATES for seed in seeds],
-            )
-            for name in args.sets
-        }
-        for name, (first, ours) in begun.items():
-            tried += (results := [run.result() for run in first])
-            best = max(results, key=lambda run: run["acc1"])
-            others = [pool.submit(by_timm, bench, name, seed, best["flags"]) for seed in seeds[1:]]
-            runs += [best, *(run.result() for run in [*others, *ours])]
-    fields = {"runs": runs, "tried": tried, "timm_train": args.timm_version, **about(SAME), "vitamp": SMALLER}
-    args.json.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        results = Results(args.json, args.length, args.timm_version)
+        for name in args.sets:
+            first = [pool.submit(results.run, by_timm, bench, name, 0, flags) for flags in args.tried]
+            ours = [
+                pool.submit(results.run, by_vitamp, bench, name, seed, rate)
+                for seed in range(args.seeds)
+                for rate in args.rates
+            ]
+            best = max((run.result() for run in first), key=lambda run: run["acc1"])["flags"]
+            others = [pool.submit(results.run, by_timm, bench, name, seed, best) for seed in range(1, args.seeds)]
+            for run in [*ours, *others]:
+                run.result()
     return 0
 
 
-def by_vitamp(bench: Bench, name: str, seed: int, rate: str) -> dict[str, Any]:
+class Results:
+    """The file of results. A run that it has is not trained again."""
+
+    def __init__(self, file: Path, length: str, timm_train: str) -> None:
+        self.length, self._file, self._lock = length, file, Lock()
+        about_all = {"timm_train": timm_train, **about(of_timm(length)), "vitamp": of_vitamp(length)}
+        self._fields = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"runs": [], **about_all}
+        for field in ("settings", "vitamp", "timm_train"):
+            if self._fields[field] != about_all[field]:
+                sys.exit(f"{file}: its {field} are {self._fields[field]}, this command's {about_all[field]}")
+
+    def run(self, train: Callable[..., float], bench: Bench, name: str, seed: int, flags: str) -> dict[str, Any]:
+        program = train.__name__.removeprefix("by_")
+        new = {"program": f"{name}: {program}, {flags}", "flags": flags, "seed": seed}
+        for run in self._fields["runs"]:
+            if all(run[field] == value for field, value in new.items()):
+                return run
+        done = new | {"acc1": train(bench, self.length, name, seed, flags)}
+        print(f"{done['program']}, seed {seed}: {done['acc1']:.2f} %", flush=True)
+        with self._lock:
+            runs = [*self._fields["runs"], done]
+            self._fields["runs"] = sorted(runs, key=lambda run: (run["program"], run["seed"]))
+            self._file.write_text(json.dumps(self._fields, indent=2) + "\n", encoding="utf-8")
+        return done
+
+
+def by_vitamp(bench: Bench, length: str, name: str, seed: int, rate: str) -> float:
     """As many updates as timm's, which leaves out the incomplete batch at the end of an epoch."""
     images, run = bench.folder / name, bench.folder / f"{name}-vitamp-{rate}-{seed}"
-    words = f"{SMALLER} {rate} DATA.DROP_LAST=batch DATA.NUM_WORKERS=1 -device cpu SEED={seed}".split()
+    words = f"{of_vitamp(length)} -lr {rate} DATA.DROP_LAST=batch DATA.NUM_WORKERS=1 -device cpu SEED={seed}".split()
     bench.execute(ROOT / "main_single_gpu.py", "-cfg", RECIPE, "-data_path", images, "-output", run, *words)
-    return noted({"program": f"{name}: vitamp, {rate}", "seed": seed, "acc1": History.of_run(run).last(TOP1)[AVERAGE]})
+    return History.of_run(run).last(TOP1)[AVERAGE]
 
 
-def by_timm(bench: Bench, name: str, seed: int, flags: str) -> dict[str, Any]:
+def by_timm(bench: Bench, length: str, name: str, seed: int, flags: str) -> float:
     images = bench.folder / name
-    words = [*SAME.split(), *flags.split(), "--num-classes", str(len(list((images / "train").iterdir())))]
-    run = bench.run_timm(images, f"{name}-{flags.replace(' ', '')}-{seed}", seed, *words, "--val-interval", "10")
-    return noted({"program": f"{name}: timm, {flags}", "flags": flags, "seed": seed, "acc1": last_of_timm(run)})
-
-
-def noted(run: dict[str, Any]) -> dict[str, Any]:
-    print(f"{run['program']}, seed {run['seed']}: {run['acc1']:.2f} %", flush=True)
-    return run
+    words = [*of_timm(length).split(), *flags.split(), "--num-classes", str(len(list((images / "train").iterdir())))]
+    return last_of_timm(bench.run_timm(images, f"{name}-{flags.replace(' ', '')}-{seed}", seed, *words))
 
 
 def write_icons(packages: Path, folder: Path) -> None:
@@ -137,12 +169,15 @@ def write_icons(packages: Path, folder: Path) -> None:
             save(Image.alpha_composite(white, icon).convert("RGB"), folder / split / category, f"{place}.png")
 
 
-def write_letters(packages: Path, folder: Path) -> None:
-    """Write the letters of some fonts of each package. The fonts of every third package are the validation split."""
+def write_letters(packages: Path, folder: Path, most: int = 2) -> None:
+    """Write the letters of some fonts of each package, at most so many for training.
+
+    The fonts of every third package are the validation split.
+    """
     for number, package in enumerate(FONTS.split()):
-        split, most = ("val", 4) if number % 3 == 2 else ("train", 2)
+        split, fonts = ("val", 4) if number % 3 == 2 else ("train", most)
         usable = list(fonts_with_letters(packages / f"fonts-{package}"))
-        for font in usable[:: -(-len(usable) // most)]:
+        for font in usable[:: -(-len(usable) // fonts)]:
             for letter, glyph in glyphs_of(font).items():
                 save(glyph, folder / split / letter, f"{package}-{font.stem.replace(' ', '')}.png")
 

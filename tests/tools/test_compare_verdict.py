@@ -114,6 +114,28 @@ def test_one_seed_is_too_few() -> None:
     assert not verdict["accuracy"]["seen"]
 
 
+def test_interval_of_percentages_ends_where_percentages_do() -> None:
+    """Student's interval of two pairs reaches 12.7 standard errors."""
+    results = runs(fp32={"last_acc1": [60.0, 40.0]}, bf16={"last_acc1": [40.0, 70.0]})
+    difference = difference_in_metric(results["bf16"], results["fp32"], 1, ACCURACY)
+    assert difference is not None
+    assert (difference.low, difference.high) == (-100.0, 100.0)
+
+
+def test_speed_of_the_slow_first_updates_is_not_judged() -> None:
+    speeds = {"fp32": [1000, 1010, 990], "bf16": [1900, 1910, 1890]}
+    results = runs(**{mode: {"images_per_second": each} for mode, each in speeds.items()})
+    assert "faster" in text_of(results)
+    results["bf16"][0]["start_up_counted"] = True
+    speed = times_as_fast(results["bf16"], results["fp32"], 1)
+    assert speed is not None
+    assert speed.runs == 2
+    for row in results["fp32"].values():
+        row["start_up_counted"] = True
+    assert times_as_fast(results["bf16"], results["fp32"], 1) is None
+    assert "faster" not in text_of(results)
+
+
 def test_differences_of_one_image_are_noise() -> None:
     """Three equal differences of one image: a standard deviation of zero is not certainty."""
     image = 100 / 360

@@ -113,7 +113,7 @@ def notes(about: dict[str, Any]) -> list[str]:
     if 1 < rounds < 5:
         lines.append(f"{rounds} {by}s are few: only large differences in {judged.words} show")
     if any(row["start_up_counted"] for row in rows):
-        lines.append("some runs are so short that their speed includes the slow first updates")
+        lines.append("some runs have only slow first updates: the verdict leaves their speed out")
     return lines
 
 

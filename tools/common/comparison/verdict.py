@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tools.common.comparison.judged import Judged
@@ -97,8 +97,11 @@ def variation(rows: Sequence[Metrics], key: str) -> float:
 
 
 def times_as_fast(ours: dict[int, Metrics], theirs: dict[int, Metrics], comparisons: int) -> Difference | None:
-    """Ratio of speeds. It is seen if the interval excludes 1 and it exceeds the variation between equal runs."""
-    pairs = _pairs(ours, theirs, lambda row: row["images_per_second"])
+    """Ratio of speeds. It is seen if the interval excludes 1 and it exceeds the variation between equal runs.
+
+    None if runs are so short that their speed is that of the slow first updates.
+    """
+    pairs = _pairs(ours, theirs, lambda row: None if row["start_up_counted"] else row["images_per_second"])
     if not pairs:
         return None
     difference = interval([math.log(one / other) for one, other in pairs], comparisons)
@@ -128,7 +131,11 @@ def difference_in_metric(
         return None
     images = next((row["validation_images"] for row in ours.values() if row.get("validation_images")), None)
     grain = 100 / images if images and judged.metric.counts_images else 0.0
-    return interval([one - other for one, other in pairs], comparisons, grain, _overlap(ours.values()))
+    found = interval([one - other for one, other in pairs], comparisons, grain, _overlap(ours.values()))
+    if judged.metric.percent and found.low is not None and found.high is not None:
+        # Of few seeds, Student's interval can be wider than any difference of two percentages.
+        return replace(found, low=max(found.low, -100.0), high=min(found.high, 100.0))
+    return found
 
 
 def judge(runs: ByName, names: Sequence[str], judged: Judged, started: int = 0) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ from utils.record.chosen import Chosen, chosen_at
 from utils.record.resumed_run import resumed_run
 
 PART = "DATA.PART"
+NOT_NEW = "so the result does not show how well it recognises new images"
 OF_OWN_DATA = ("DATA.EXCLUDE", "DATA.FOLD", "DATA.GROUP", "DATA.LISTING")
 """Settings that fit the run's own data alone."""
 
@@ -36,20 +37,20 @@ def settings_for_evaluation(
     `given`: the settings on the command line, which stay.
     """
     place, data_of_run = source_of(config.DATA), _is_data_of_run(config, saved)
-    if data_of_run == "same place":
-        return ({PART: "val"} if config.DATA.PART == AUTO else {}), []
     changes: dict[str, Any] = {}
     notes: list[str] = []
+    if data_of_run in ("same place", "moved") and config.DATA.PART in ("train", "all"):
+        which = "are" if config.DATA.PART == "train" else "include"
+        notes.append(f"{PART} {config.DATA.PART}: these {which} the images that the model was trained on, {NOT_NEW}")
+    if data_of_run == "same place":
+        return ({PART: "val"} if config.DATA.PART == AUTO else {}), notes
     if saved is not None and data_of_run not in ("moved", "training images"):
         changes = {key: default_of(key) for key in OF_OWN_DATA if key not in given}
         if config.DATA.EXCLUDE is not None and "DATA.EXCLUDE" in changes:
             notes.append(f"DATA.EXCLUDE {config.DATA.EXCLUDE} of the run has no effect: {place} is other data")
     if data_of_run == "training images":
         part = "all" if config.DATA.PART == AUTO else config.DATA.PART
-        notes.append(
-            f"{PART} {part}: {place} has exactly the images that the model was trained on, so the result does not show "
-            "how well it recognises new images"
-        )
+        notes.append(f"{PART} {part}: {place} has exactly the images that the model was trained on, {NOT_NEW}")
     if config.DATA.PART != AUTO:
         return changes, notes
     unsplit = comes_unsplit(_with(config, changes).DATA)

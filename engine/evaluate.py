@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -12,8 +13,10 @@ from datasets import ValLoader
 from engine.amp.precision import Precision
 from engine.machine.late_compiler import uncompiled
 from engine.machine.memory import IN_VALIDATION, is_out_of_memory
+from engine.setup import Ready
 from engine.task.base import Metrics, Task
 from utils.distributed.world import World
+from utils.record.tasks import KNN
 
 
 @torch.no_grad()  # not inference mode: fp8 layers do not run in it
@@ -49,6 +52,16 @@ def evaluate(
     loader.broken.raise_together(world)
     loader.transparent.log_once(world)
     return tally.metrics(world)
+
+
+def validate(ready: Ready, model: nn.Module, world: World, between: Callable[[], None] = lambda: None) -> Metrics:
+    """All metrics of a validation of `model`, which is the run's own or has its shape. Otherwise as `evaluate`."""
+    inputs, precision = ready.inputs, ready.precision
+    metrics = evaluate(model, ready.val_loader, len(ready.val_set), inputs, precision, world, ready.task, between)
+    if ready.neighbours is None:
+        return metrics
+    accuracy = ready.neighbours.accuracy(model, inputs, precision, between)
+    return replace(metrics, more={**metrics.more, KNN.name: accuracy})
 
 
 def on_device(model: nn.Module, device: torch.device) -> nn.Module:

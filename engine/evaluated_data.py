@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +10,7 @@ import torch
 
 from datasets import comes_unsplit, data_identity, identity_of, open_dataset, source_of, validates_on_test
 from datasets.base import TITLES
+from engine.features.labelled import OF_OWN_DATA, place_of
 from engine.setup import training_data
 from models.weights.find import local_weights
 from utils.config import Config
@@ -25,8 +25,6 @@ from utils.record.resumed_run import resumed_run
 
 PART = "DATA.PART"
 NOT_NEW = "so the result does not show how well it recognises new images"
-OF_OWN_DATA = ("DATA.EXCLUDE", "DATA.FOLD", "DATA.GROUP", "DATA.LISTING")
-"""Settings that fit the run's own data alone."""
 
 
 def settings_for_evaluation(
@@ -77,7 +75,7 @@ def _is_data_of_run(
     if "DATA.DATASET" not in own:
         return "unknown"
     place = {"DATASET": own["DATA.DATASET"], "DATA_PATH": own.get("DATA.DATA_PATH")}
-    if _place(config.DATA) == _place(config.DATA.model_copy(update=place)):
+    if place_of(config.DATA) == place_of(config.DATA.model_copy(update=place)):
         return "same place"
     if not samples:
         return "unknown"
@@ -85,16 +83,6 @@ def _is_data_of_run(
         if _has_samples(config, samples):
             return "moved"
         return "training images" if _is_training_split(config, samples) else "other"
-
-
-def _place(data: DataConfig) -> str:
-    path = data.DATA_PATH
-    if path is not None and "://" not in path:
-        data = data.model_copy(update={"DATA_PATH": os.path.realpath(os.path.expanduser(path))})
-    try:
-        return source_of(data)
-    except UserError:  # an unknown name of a data set, such as that of a folder that was not exported
-        return data.DATASET
 
 
 def _has_samples(config: Config, samples: dict[str, Any]) -> bool:

@@ -29,6 +29,8 @@ def resolve(loaded: Loaded) -> Loaded:
     For an evaluation also with the split to evaluate.
     """
     loaded = _with_classes(_with_dataset(loaded))
+    if loaded.config.measures_knn:
+        loaded = _with_labelled_dataset(loaded)
     if loaded.config.MODEL.PRETRAINED is not None:
         from engine.checkpoint.preprocessing import with_preprocessing
 
@@ -49,6 +51,22 @@ def _with_dataset(loaded: Loaded) -> Loaded:
     name, what = found
     note = f"{DATASET} {name}: {what}"
     return loaded.with_values({DATASET: Entry(name, f"recognised in {place}")}, [note])
+
+
+def _with_labelled_dataset(loaded: Loaded) -> Loaded:
+    """The layout of TRAIN.KNN.DATA_PATH."""
+    knn, key = loaded.config.TRAIN.KNN, "TRAIN.KNN.DATASET"
+    if knn.DATASET is not None or knn.DATA_PATH is None:
+        return loaded
+    from datasets.recognise import recognise
+
+    try:
+        found = recognise(knn.DATA_PATH)
+    except UserError as error:
+        raise UserError(f"The images of TRAIN.KNN.DATA_PATH: {error}") from None
+    if found is None:
+        raise UserError(f"TRAIN.KNN.DATA_PATH {knn.DATA_PATH}: no such folder or file.")
+    return loaded.with_values({key: Entry(found[0], f"recognised in {knn.DATA_PATH}")}, [f"{key} {': '.join(found)}"])
 
 
 def _with_classes(loaded: Loaded) -> Loaded:

@@ -9,7 +9,7 @@ from engine.banner import banner
 from engine.checkpoint.chosen import chosen_checkpoint
 from engine.checkpoint.folder import read_state, read_tensors
 from engine.checkpoint.restore import load_weights
-from engine.evaluate import evaluate
+from engine.evaluate import validate
 from engine.fit.batch_size import settle_batch
 from engine.machine.context import Run
 from engine.measure.progress import Position
@@ -54,15 +54,7 @@ def evaluate_only(given: Run, dry: bool) -> None:
             if not checkpoint.has(which.file):
                 continue
             load_weights(ready.model, read_tensors(checkpoint, which.file), str(checkpoint.folder / which.file))
-        metrics[which] = evaluate(
-            ready.model,
-            ready.val_loader,
-            len(ready.val_set),
-            ready.inputs,
-            ready.precision,
-            world,
-            ready.task,
-        )
+        metrics[which] = validate(ready, ready.model, world)
     # The epoch that the weights come from; the saved position may already be the start of the next one.
     position = Position(epoch=checkpoint.meta["epoch"], update=checkpoint.meta["update"]) if checkpoint else Position()
     reporter = Reporter(config, 1, folder if world.first else None, False, Position())
@@ -76,7 +68,7 @@ def evaluate_only(given: Run, dry: bool) -> None:
 
 def _compared(metrics: dict[WeightSet, Metrics], by: str) -> tuple[dict[WeightSet, float], WeightSet]:
     """The metric `by` of all weights, and the better weights."""
-    values = {which: getattr(means, by) for which, means in metrics.items()}
+    values = {which: means.value(by) for which, means in metrics.items()}
     return values, best_set(values, METRICS[by]) or PLAIN
 
 

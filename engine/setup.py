@@ -53,6 +53,7 @@ from utils.seeding import seed_all
 from utils.terminal import DETAIL
 
 if TYPE_CHECKING:
+    from engine.features.while_training import Neighbours
     from engine.parallel.fsdp import Sharding
 
 BATCH_CHOICE = "batch_size"
@@ -72,6 +73,8 @@ class Ready:
     tuning: Tuning
     choices: dict[str, Any]
     """Made by measurement, or by what the machine has; kept in run.json and checkpoints, and repeated on resuming."""
+    neighbours: Neighbours | None
+    """Measures k-NN accuracy at each validation, if TRAIN.KNN names images."""
 
 
 @dataclass
@@ -93,7 +96,16 @@ def build_for_evaluation(run: Run, checkpoint: Checkpoint | None = None) -> Read
     val_set = open_dataset(data, False, config.MODEL.NUM_CLASSES, config.SEED, device)
     val_batch = data.BATCH_SIZE_EVAL or data.BATCH_SIZE
     val_loader = ValLoader(val_set, val_batch, world.rank, world.size, _workers(config, world), device)
-    return Ready(task_of(config), model, inputs, precision, val_set, val_loader, tuning, choices)
+    neighbours = _neighbours(config, world, device)
+    return Ready(task_of(config), model, inputs, precision, val_set, val_loader, tuning, choices, neighbours)
+
+
+def _neighbours(config: Config, world: World, device: torch.device) -> Neighbours | None:
+    if not config.measures_knn:
+        return None
+    from engine.features.while_training import Neighbours
+
+    return Neighbours(config, world, device, _workers(config, world))
 
 
 def model_in_precision(

@@ -13,7 +13,7 @@ from torch import nn
 
 from engine.checkpoint.saver import Snapshot, estimate_seconds, progress
 from engine.checkpoint.state import finite_everywhere, saver_of, snapshot_of
-from engine.evaluate import evaluate, on_device
+from engine.evaluate import on_device, validate
 from engine.machine.context import Run, global_batch
 from engine.machine.stopping import TIME_IS_UP, Deadline, Stopped, Stopping, signals
 from engine.measure.bottleneck import BottleneckMonitor
@@ -267,8 +267,7 @@ class Trainer:
         ready, check = self.ready, partial(self._stopping.check, what="batches")
         model = on_device(model, ready.precision.device)
         broadcast_buffers(model, self.world)
-        samples, precision = len(ready.val_set), ready.precision
-        return evaluate(model, ready.val_loader, samples, ready.inputs, precision, self.world, ready.task, check)
+        return validate(ready, model, self.world, check)
 
     def _save(self, finished_epoch: int | None = None) -> None:
         """Save a checkpoint. `finished_epoch`: the epoch that has just ended, if one has."""

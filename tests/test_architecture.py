@@ -52,7 +52,7 @@ FLOORS: dict[str, list[str]] = {
         "parallel",
         "optim speed",
         "update",
-        "checkpoint compile",
+        "checkpoint compile features",
         "report distill own_code",
         "trainer+setup+order+unfreeze+evaluate+preflight+resolve+banner+data_check+run_folder+run_lock+branch+evaluated_data",
         "fit saved",

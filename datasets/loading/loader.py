@@ -110,9 +110,13 @@ class ValLoader(_Loader):
         workers: int,
         device: torch.device,
         broken: BrokenInValidation | None = None,
+        shard: Callable[[int, int, int, int], list[np.ndarray]] = validation_batches,
     ) -> None:
-        """`broken`: collects the images that cannot be read; by default they end the validation with an error."""
-        self._batches = validation_batches(len(dataset), batch_size, rank, world)
+        """`broken`: collects the images that cannot be read; by default they end the validation with an error.
+
+        `shard`: this rank's batches.
+        """
+        self._batches = shard(len(dataset), batch_size, rank, world)
         self.broken = BrokenInValidation() if broken is None else broken
         self.transparent = Transparent("evaluated", dataset.background)
         self._feed = _Feed(dataset, min(workers, len(self._batches)), 0, device, self.broken, self.transparent)

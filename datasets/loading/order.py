@@ -162,6 +162,16 @@ def validation_batches(samples: int, batch_size: int, rank: int, world: int) -> 
     return list(padded.reshape(batches, size)) if batches else []
 
 
+def whole_batches(samples: int, batch_size: int, rank: int, world: int) -> list[np.ndarray]:
+    """The batches of one process, dealt to the ranks, so that each batch is computed as by one process.
+
+    Ranks without one in the last round get one of padding.
+    """
+    batches = validation_batches(samples, batch_size, 0, 1)
+    padding = [np.full_like(batches[0], PADDING)] * (-len(batches) % world) if batches else []
+    return [*batches, *padding][rank::world]
+
+
 def _too_large(samples: int, unit: int, batch_size: int) -> str:
     if not samples:
         return "The training set is empty: DATA.DATASET and DATA.DATA_PATH must name one with images."

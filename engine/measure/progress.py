@@ -73,7 +73,7 @@ class Best:
 
 def best_of_validation(figures: Mapping[WeightSet, Metrics], by: str, position: Position) -> Best:
     """The best weights of one validation."""
-    values = {which: getattr(means, by) for which, means in figures.items()}
+    values = {which: means.value(by) for which, means in figures.items()}
     which = best_set(values, METRICS[by]) or PLAIN
     return Best(values[which], f"{which.prefix}{by}", position.update, position.epoch)
 

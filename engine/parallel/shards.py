@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -15,6 +16,23 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 def is_sharded(tensor: object) -> bool:
     return hasattr(tensor, "to_local")
+
+
+@contextlib.contextmanager
+def whole_outside_blocks(model: nn.Module) -> Iterator[None]:
+    """Gather the weights of a sharded model that no block has, to call another method than its forward.
+
+    Blocks gather their own. A collective call.
+    """
+    sharded = cast(Any, model)
+    if not any(is_sharded(weight) for weight in model.parameters()):
+        yield
+        return
+    sharded.unshard()
+    try:
+        yield
+    finally:
+        sharded.reshard()
 
 
 def local_shards(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

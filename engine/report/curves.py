@@ -26,6 +26,8 @@ TIME_FRACTION = 0.03
 """Drawing takes at most this fraction of the time since the last drawing, so that short epochs do not wait for it."""
 FIRST_SECONDS = 0.5
 """Expected duration of the first drawing."""
+BESIDE = ("tab:green", "tab:purple", "tab:olive", "tab:cyan")
+"""Colours of metrics beside the one that decides"""
 
 
 def title_of(config: Config, precision: str, amp: bool) -> str:
@@ -75,8 +77,10 @@ def draw_curves(folder: Path, title: str, by: Metric = TOP1) -> Path | None:
     _train_and_validation(loss, history, LOSS.name, by)
     _finish(loss, history, "loss")
     _train_and_validation(accuracy, history, history.task.best.name, by)
-    if by not in (LOSS, history.task.best):  # the metric of SAVE_BEST_BY, for which the best validation is marked
-        _curve(accuracy, history.points("val", by.name), f"validation, {by.words}", color="tab:green")
+    # The metric of SAVE_BEST_BY, for which the best validation is marked, and those that the run asks for.
+    beside = {metric for metric in (by, *history.task.metrics) if metric is by or metric.beside}
+    for metric, colour in zip(sorted(beside - {LOSS, history.task.best}), BESIDE, strict=False):
+        _curve(accuracy, history.points("val", metric.name), f"validation, {metric.words}", color=colour)
     _finish(accuracy, history, history.task.axis)
     _curve(rate, history.points("train", "lr"), "learning rate")
     _finish(rate, history, "learning rate")

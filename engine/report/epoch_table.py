@@ -11,7 +11,7 @@ from engine.measure.bottleneck import shown_rate
 from engine.measure.progress import clock
 from engine.task.base import Metrics
 from utils.config import Config
-from utils.record.tasks import LOSS, MACRO_F1, METRICS, TOP5, Metric
+from utils.record.tasks import KNN, LOSS, MACRO_F1, METRICS, TOP5, Metric
 from utils.record.weight_sets import AVERAGE, PLAIN, WeightSet
 from utils.terminal import Looks
 
@@ -94,7 +94,7 @@ class EpochTable:
         }
         for which, metric in self._shown:
             means = row.metrics.get(which)
-            cells[_heading(which, metric)] = number_of(metric, means and getattr(means, metric.name))
+            cells[_heading(which, metric)] = number_of(metric, means and means.value(metric.name))
         return cells
 
 
@@ -105,6 +105,8 @@ def _shown_metrics(config: Config) -> dict[tuple[WeightSet, Metric], int]:
     shown = {(PLAIN, main): 1}
     if by not in (main, LOSS):
         shown[PLAIN, by] = 2
+    if config.measures_knn:
+        shown[PLAIN, KNN] = 2
     if config.TRAIN.MODEL_EMA:
         shown[AVERAGE, main if by == LOSS else by] = 2
     if TOP5 in config.task.metrics and by != TOP5 and (config.MODEL.NUM_CLASSES or 0) > 10:

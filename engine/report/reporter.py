@@ -166,7 +166,7 @@ class Reporter:
             epoch = ""
         elif self._fleet:
             epoch = f"Epoch {position.epoch - 1}, "
-        words = f"----- {epoch}{means.summary(what)}, time: {seconds:.2f}{means.after_time()}{whose}"
+        words = f"----- {epoch}{means.summary(what)}, time: {seconds:.2f}{means.after_time()}{_more(means)}{whose}"
         log.info(words, extra=DETAIL)
 
     def _redraw(self, folder: Path, since: int) -> None:
@@ -213,6 +213,11 @@ class Reporter:
 def _fleet_line(position: Position, reading: Reading) -> str:
     now = reading.update
     return f"[Epoch {position.epoch - 1}, batch {position.step - 1}] {now.fleet()}"
+
+
+def _more(means: Metrics) -> str:
+    """What follows the task's own metrics in a line of log."""
+    return "".join(f", {tasks.METRICS[name].words}: {value:.4f}" for name, value in means.more.items())
 
 
 def _perf(seconds: float, verdict: Bottleneck | None) -> dict[str, Any]:

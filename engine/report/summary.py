@@ -33,7 +33,7 @@ def summary(
     """`context`: how far to trust the best metric. `last`: of the last validation. `tally`: of the training here."""
     by = {metric.name: metric for metric in (METRICS[best.by], config.task.best, LOSS)}
     metrics = [
-        f"{which.marked(metric.words)} {metric.number(getattr(means, metric.name))}"
+        f"{which.marked(metric.words)} {metric.number(means.value(metric.name))}"
         for which, means in last.items()
         for metric in by.values()
         if which == PLAIN or metric.name == best.by

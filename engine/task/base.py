@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar
 
 import torch
@@ -18,17 +18,27 @@ from utils.record.tasks import OF_EVERY_TASK, TaskKind
 from utils.text import counted
 
 
+@dataclass(frozen=True)
 class Metrics:
     """Metrics of an update, an epoch or a validation: attributes have the names of utils/record/tasks.py."""
 
     loss: float
+    _: KW_ONLY
     thresholds: tuple[float, ...] = ()
     """The probability from which on each class is predicted, if the validation chose it."""
+    more: Mapping[str, float] = field(default_factory=dict)
+    """Metrics that only some runs ask for, by name"""
 
     def fields(self) -> dict[str, float | None]:
         """Fields for metrics.jsonl and meta.json. A task without top-1 and top-5 has them too, as null."""
-        own = {name: value for name, value in vars(self).items() if name != "thresholds"}
-        return dict.fromkeys(OF_EVERY_TASK) | own
+        own = {name: value for name, value in vars(self).items() if name not in ("thresholds", "more")}
+        return dict.fromkeys(OF_EVERY_TASK) | own | dict(self.more)
+
+    def value(self, name: str) -> float:
+        """The metric of this name, which must have been measured."""
+        value = self.fields()[name]
+        assert value is not None
+        return value
 
     def average(self) -> str:
         """The mean of the epoch so far, for a training log line."""

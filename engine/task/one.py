@@ -24,7 +24,6 @@ from utils.record.tasks import ONE_LABEL
 class Means(Metrics):
     """Mean loss and accuracies in percent."""
 
-    loss: float
     acc1: float
     acc5: float
 

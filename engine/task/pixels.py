@@ -18,7 +18,6 @@ from utils.record.tasks import NO_LABELS
 class PixelMeans(Metrics):
     """Mean squared error, and how much of the variance inside the masked patches is explained, in percent."""
 
-    loss: float
     explained: float
 
     def average(self) -> str:

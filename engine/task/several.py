@@ -27,7 +27,6 @@ BYTES_AT_ONCE = 64 * 2**20
 class F1Means(Metrics):
     """Training metrics."""
 
-    loss: float
     f1_micro: float
 
     def average(self) -> str:
@@ -50,7 +49,6 @@ class LabelMetrics(F1Means):
     exact_match: float
     f1_micro_tuned: float
     f1_macro_tuned: float
-    thresholds: tuple[float, ...] = ()
 
     def summary(self, what: str) -> str:
         return (

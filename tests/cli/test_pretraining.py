@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,6 +31,9 @@ MASKED = (
     "TRAIN.WARMUP_EPOCHS=0",
     "DATA.BATCH_SIZE=16",
 )
+
+
+KNN = ("TRAIN.KNN.DATASET=digits", "TRAIN.KNN.K=5")
 
 
 def same_weights(one: Path, other: Path) -> bool:
@@ -105,6 +110,89 @@ def test_other_ways_of_training(vitamp: Vitamp, recipe: Path, tmp_path: Path, wo
     assert done.code == 0, done.text
     losses = [line["loss"] for line in metrics(tmp_path / "run", "val")]
     assert losses[-1] < losses[0]
+
+
+@pytest.fixture(scope="module")
+def watched(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `run`, with the k-NN accuracy on labelled images."""
+    place = tmp_path_factory.mktemp("watched")
+    words = ("-accum_iter", "2", "TRAIN.MODEL_EMA=true", "SAVE_FREQ=1", "-amp", "bf16", *KNN)
+    done = run_program("-cfg", recipe, "-output", place / "run", *MASKED, *words, streams=place)
+    assert done.code == 0, done.text
+    return place / "run"
+
+
+def test_knn_accuracy_in_validations_changes_nothing_else(run: Path, watched: Path) -> None:
+    assert same_weights(run, watched)
+    mine, others = metrics(watched), metrics(run)
+    names = {"knn_acc1", "ema_knn_acc1"}
+    assert [{name: value for name, value in line.items() if name not in names} for line in mine] == others
+    val = metrics(watched, "val")
+    assert all(10 < line[name] < 100 for line in val for name in names)
+    log = (watched / "log.txt").read_text()
+    assert "360 images of digits get the class of the nearest 5 of 1,437 training images; always guessing" in log
+    assert re.search(f"Validation Explained variance: .*, k-NN top-1: {val[-1]['ema_knn_acc1']:.4f} \\(EMA\\)", log)
+
+
+def test_knn_accuracy_is_that_of_evaluate(vitamp: Vitamp, watched: Path, tmp_path: Path) -> None:
+    words = ("-knn", 5, "-weights", "both", "-json", tmp_path / "knn.json")
+    last = max((watched / "checkpoints").glob("step-*"))
+    done = vitamp(last, *words, script="scripts/evaluate.py")
+    assert done.code == 0, done.text
+    found = json.loads((tmp_path / "knn.json").read_text())["figures"]
+    val = metrics(watched, "val")[-1]
+    assert (found["model"]["acc1"], found["ema"]["acc1"]) == (val["knn_acc1"], val["ema_knn_acc1"])
+    done = vitamp("-eval", "-resume", last, "-output", tmp_path / "eval")
+    assert done.code == 0, done.text
+    (line,) = metrics(tmp_path / "eval", "val")
+    assert (line["knn_acc1"], line["ema_knn_acc1"]) == (val["knn_acc1"], val["ema_knn_acc1"])
+
+
+def test_knn_accuracy_of_a_folder_decides(vitamp: Vitamp, recipe: Path, tmp_path: Path) -> None:
+    """Class folders alone are split, as everywhere. The best checkpoint, report and terminal table follow."""
+    for number in range(40):
+        path = tmp_path / "flowers" / ("dark" if number % 2 else "light") / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(number).integers(0, 40, (8, 8), dtype=np.uint8) + 200 * (number % 2 == 0)
+        Image.fromarray(pixels.astype(np.uint8)).save(path)
+    labelled = (f"TRAIN.KNN.DATA_PATH={tmp_path / 'flowers'}", "TRAIN.KNN.K=3", "DATA.VAL_FRACTION=0.25")
+    words = (*labelled, "SAVE_BEST_BY=knn_acc1", "TRAIN.NUM_EPOCHS=1", "-num_workers", 0)
+    shown = on_terminal("-cfg", recipe, *MASKED, *words, "-output", tmp_path / "run", columns=120)
+    assert shown.code == 0, shown.raw
+    assert "k-NN top-1 %" in "\n".join(shown.lines)
+    (val,) = metrics(tmp_path / "run", "val")
+    assert val["knn_acc1"] == 100
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "10 images of imagefolder in" in log
+    assert "Done: best k-NN top-1 100.00 %" in log
+    report = vitamp(tmp_path / "run", script="scripts/report.py")
+    assert report.code == 0, report.text
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "k-NN accuracy, top-1 (%)" in page
+    done = vitamp("-cfg", recipe, *MASKED, *labelled, "TRAIN.KNN.K=31", "-output", tmp_path / "other")
+    assert done.code == 2
+    assert "TRAIN.KNN.K 31: imagefolder in" in done.text
+    assert "has only 30 training images" in done.text
+    done = vitamp("-cfg", recipe, *MASKED, "TRAIN.KNN.DATA_PATH=nowhere", "-output", tmp_path / "other")
+    assert done.code == 2
+    assert "TRAIN.KNN.DATA_PATH nowhere: no such folder or file" in done.text
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_knn_accuracy_of_two_processes(vitamp: Vitamp, recipe: Path, tmp_path: Path, strategy: str) -> None:
+    two, words = tmp_path / "two", ("-ngpus", "2", "-device", "cpu", f"DIST.STRATEGY={strategy}")
+    ema = "TRAIN.MODEL_EMA=true"
+    done = vitamp("-cfg", recipe, "-output", two, *MASKED, *KNN, ema, *words, script="main_multi_gpu.py")
+    assert done.code == 0, done.text
+    done = vitamp(two, "-knn", 5, "-weights", "both", "-json", tmp_path / "knn.json", script="scripts/evaluate.py")
+    assert done.code == 0, done.text
+    found = json.loads((tmp_path / "knn.json").read_text())
+    update = int(Path(found["source"]).name.removeprefix("step-"))
+    val = next(line for line in metrics(two, "val") if line["update"] == update)
+    of_run = [val["knn_acc1"], val["ema_knn_acc1"]]
+    assert of_run == [found["figures"][name]["acc1"] for name in ("model", "ema")]
 
 
 def test_fine_tuning_takes_the_encoder(vitamp: Vitamp, recipe: Path, run: Path, tmp_path: Path) -> None:

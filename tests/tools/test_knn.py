@@ -14,12 +14,12 @@ from PIL import Image
 from safetensors.torch import load_file
 from sklearn.neighbors import KNeighborsClassifier
 
+from engine.features import nearest
 from engine.saved.features import features_of
 from engine.saved.predictions import split_of_run
 from engine.saved.trained import Trained, load_trained
 from tests.program import ROOT, Result, run_program
 from tools.evaluate import command as evaluate
-from tools.evaluate import knn
 from utils.intervals import wilson
 
 
@@ -43,24 +43,26 @@ def flowers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _scikit_learn(bank: np.ndarray, labels: np.ndarray, count: int) -> KNeighborsClassifier:
     """Its distance is 1 - similarity."""
-    weights: Any = lambda distance: np.exp((1 - distance) / knn.TEMPERATURE)  # noqa: E731
+    weights: Any = lambda distance: np.exp((1 - distance) / nearest.TEMPERATURE)  # noqa: E731
     return KNeighborsClassifier(count, metric="cosine", weights=weights).fit(bank, labels)
 
 
 def test_guesses_agree_with_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the batches in which the training images come, and the chunks in which they are compared."""
-    monkeypatch.setattr(knn, "AT_ONCE", 33)
+    monkeypatch.setattr(nearest, "AT_ONCE", 33)
     draw = np.random.default_rng(0)
     bank, labels = draw.normal(size=(500, 24)), draw.integers(0, 7, 500)
     bank[np.arange(500), labels] += 2
     images = draw.normal(size=(100, 24))
     images[np.arange(100), np.arange(100) % 7] += 2
     for count in (1, 5, 40):
-        nearest = knn.Nearest(torch.from_numpy(images), count)
+        found_nearest = nearest.Nearest(torch.from_numpy(images), count)
         for rows, own in zip(torch.from_numpy(bank).split(64), torch.from_numpy(labels).split(64), strict=True):
-            nearest.add(rows, own)
-        found = nearest.guesses().numpy()
+            found_nearest.add(rows, own)
+        found = found_nearest.guesses().numpy()
         assert (found == _scikit_learn(bank, labels, count).predict(images)).all()
+        plain = KNeighborsClassifier(count, metric="cosine").fit(bank, labels)
+        assert (found_nearest.guesses(plain=True).numpy() == plain.predict(images)).all()
         assert 0.3 < (found == np.arange(100) % 7).mean() < 1
 
 
@@ -82,7 +84,7 @@ def test_accuracy_of_a_run(say: Callable[..., Result], digits_run: Path, tmp_pat
         images, truth = _seen(trained, "val", "mean")
         right = (_scikit_learn(*_seen(trained, "train", "mean"), 15).predict(images) == truth).mean()
         figures = found["figures"][weights]
-        assert figures["acc1"] == pytest.approx(100 * right, abs=0.3)  # one image: similarities are rounded
+        assert figures["acc1"] == pytest.approx(100 * right, abs=0.3)  # one image: its similarities are in fp32
         assert figures["intervals"]["acc1"] == pytest.approx(wilson(figures["acc1"], 360))
         assert f"{figures['acc1']:.2f} % (" in done.text
     assert found["figures"]["model"] != found["figures"]["ema"]
@@ -128,6 +130,7 @@ def test_a_linear_probe_of_a_model_without_labels(unlabelled_run: Path, flowers:
         (("-knn", "-part", "train"), "the training images vote, so -knn needs other ones"),
         (("-knn", "-calibrate"), "-calibrate: does not go with -knn"),
         (("-pool", "mean"), "-pool mean: chooses the features that -knn compares"),
+        (("-plain_votes",), "-plain_votes: says how the images that -knn finds vote"),
         (("-knn", "-pool", "patches"), "-pool"),
     ],
 )

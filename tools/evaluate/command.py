@@ -87,6 +87,7 @@ OWN = (
         about="-knn: what the classifier sees (pooled), the class token, or the mean of all patches",
         choices=tuple(choice for choice in POOL.choices if choice != "patches"),
     ),
+    Flag("plain_votes", "-knn: the vote of each of the K images counts the same, however similar it is"),
     *TRUST,
     OVERWRITE,
 )
@@ -246,6 +247,8 @@ def _check_knn(line: ToolLine) -> None:
     if asked.knn is None:
         if asked.pool is not None:
             raise UserError(f"-pool {asked.pool}: chooses the features that -knn compares; give that too.")
+        if asked.plain_votes:
+            raise UserError("-plain_votes: says how the images that -knn finds vote; give that too.")
         return
     if len(asked.model) > 1:
         raise UserError(f"-knn: takes one model, but {len(asked.model)} are given.")

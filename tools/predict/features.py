@@ -19,7 +19,8 @@ import numpy as np
 from numpy.lib import format as npy
 
 from datasets import Batch, ImageDataset, has_labels
-from engine.saved.features import check_pool, features_of
+from engine.features.pooling import check_pool
+from engine.saved.features import features_of
 from engine.saved.trained import Trained
 from tools.common.output_file import writing
 from tools.predict.images import predict_images

@@ -106,6 +106,8 @@ class Config(Section):
             do="leave SAVE_BEST_BY out, or use explained or loss",
         ),
         needs("MODEL.MAE_PRETRAIN", at="explained", why="it says how well hidden patches are predicted"),
+        needs("MODEL.MAE_PRETRAIN", at="knn_acc1", why="it is measured while a model learns without labels"),
+        needs("TRAIN.KNN.DATA_PATH", "TRAIN.KNN.DATASET", at="knn_acc1", why="it needs images with labels"),
     )
     KEEP_LAST: Count = setting(3, "Number of latest checkpoints kept besides the best one; 0: all are kept.")
     KEEP_EVERY: Positive | None = setting(None, "Keep the checkpoint of every Nth epoch permanently.")
@@ -146,6 +148,11 @@ class Config(Section):
     @property
     def task(self) -> TaskKind:
         return NO_LABELS if self.MODEL.MAE_PRETRAIN else self.DATA.task
+
+    @property
+    def measures_knn(self) -> bool:
+        """Whether validations measure how well features separate the classes of labelled images (TRAIN.KNN)."""
+        return self.MODEL.MAE_PRETRAIN and self.TRAIN.KNN.named
 
     @model_validator(mode="before")
     @classmethod

@@ -32,7 +32,7 @@ _apart_from = partial(excludes, why="these policies were never meant to be combi
 _BCE = only_with("TRAIN.LOSS=bce")
 _LABELLED = overridden_by("MODEL.MAE_PRETRAIN", why="images without labels are not mixed or erased")
 
-
+_MASKED = only_with("MODEL.MAE_PRETRAIN")
 _OF_PROGRAM = only_with("TRAIN.LOSS=ce|bce")
 _LOSSES = ("ce", "bce")
 
@@ -52,6 +52,28 @@ class MuonConfig(Section):
         _MUON,
         needs("TRAIN.BASE_LR", why="its schedule is that of BASE_LR, which is 0", do="set TRAIN.BASE_LR above 0"),
     )
+
+
+class KnnConfig(Section):
+    """How well features separate classes, measured at each validation of a model that learns without labels."""
+
+    DATA_PATH: str | None = setting(
+        None,
+        "Folder of images with labels, laid out as for DATA.DATA_PATH. The features of each of its validation images "
+        "are compared with those of its training images, and the nearest ones vote for a class; see "
+        "docs/pretraining.md.",
+        _MASKED,
+    )
+    DATASET: str | None = setting(
+        None, "Name of the data set with these images; null: the layout of TRAIN.KNN.DATA_PATH is recognised.", _MASKED
+    )
+    K: Positive = setting(
+        20, "Number of nearest images that vote.", only_with("TRAIN.KNN.DATA_PATH", "TRAIN.KNN.DATASET")
+    )
+
+    @property
+    def named(self) -> bool:
+        return self.DATA_PATH is not None or self.DATASET is not None
 
 
 class OptimizerConfig(Section):
@@ -245,6 +267,7 @@ class TrainConfig(Section):
         "Growing training images, as [start, size]: [[0, 160], [0.75, 224]] means 160 pixels first, and 224 "
         "(IMAGE_SIZE) in the last quarter. A start below 1 is a fraction of NUM_EPOCHS, any other a number of epochs.",
     )
+    KNN: KnnConfig = Field(default_factory=KnnConfig, description="k-NN accuracy while learning without labels.")
     DISTILLATION_TYPE: Annotated[Literal["hard", "soft"] | None, BeforeValidator(folded)] = setting(
         None,
         "Distillation: learn the teacher's top class (hard) or its probabilities (soft); null: off.",

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-BestBy = Literal["acc1", "acc5", "balanced_acc", "macro_f1", "map", "auroc", "explained", "loss"]
+BestBy = Literal["acc1", "acc5", "balanced_acc", "macro_f1", "map", "auroc", "explained", "knn_acc1", "loss"]
 """Values of SAVE_BEST_BY"""
 
 
@@ -20,7 +20,9 @@ class Metric(NamedTuple):
     higher: bool = True
     """Whether a higher value is better"""
     counts_images: bool = False
-    """Whether it is a share of the images, so that it changes by whole images"""
+    """Whether it is a share of the validation images, so that it changes by whole images"""
+    beside: bool = False
+    """Whether only some runs measure it; curves.png and the table of epochs then show it beside `TaskKind.best`"""
 
     @property
     def heading(self) -> str:
@@ -69,7 +71,8 @@ SEVERAL_LABELS = TaskKind(
     "mAP (%)",
 )
 EXPLAINED = Metric("explained", "explained variance", "Explained variance of hidden patches (%)")
-NO_LABELS = TaskKind((LOSS, EXPLAINED), EXPLAINED, "explained variance (%)")
+KNN = Metric("knn_acc1", "k-NN top-1", "k-NN accuracy, top-1 (%)", beside=True)
+NO_LABELS = TaskKind((LOSS, EXPLAINED, KNN), EXPLAINED, "explained variance (%)")
 TASKS = (ONE_LABEL, SEVERAL_LABELS, NO_LABELS)
 METRICS = {metric.name: metric for kind in TASKS for metric in kind.metrics}
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import trainer
 from engine.optim.ema import Ema
-from engine.task.one import Means, OneLabel
+from engine.task.one import Means
 from engine.trainer import Trainer
 from tests.engine.small import CPU
 from utils.config import TrainConfig
@@ -168,17 +168,15 @@ def test_ema_in_host_memory_stays_there(monkeypatch: pytest.MonkeyPatch) -> None
     """
     seen = []
 
-    def look(model: nn.Module, *others: object) -> Means:
-        task, between = others[-2:]
-        assert callable(between)
-        assert task == OneLabel(10)
+    def look(_ready: object, model: nn.Module, *others: object) -> Means:
+        assert callable(others[-1])
         seen.append({p.device.type for p in model.parameters()})
         return Means(0.0, 0.0, 0.0)
 
-    monkeypatch.setattr(trainer, "evaluate", look)
+    monkeypatch.setattr(trainer, "validate", look)
     ema, model = averaged(0.5, False, [True], as_tensor=False)
     precision = SimpleNamespace(device=torch.device("meta"))
-    ready = SimpleNamespace(precision=precision, inputs=None, val_set=[0], val_loader=None, task=OneLabel(10))
+    ready = SimpleNamespace(precision=precision)
     loop = SimpleNamespace(ready=ready, world=ALONE)
     loop._stopping = SimpleNamespace(check=print)
     Trainer._evaluate(loop, ema.module)  # pyright: ignore[reportArgumentType]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -11,11 +15,15 @@ from torch import Tensor
 
 from datasets import PADDING, Batch, validation_batches
 from engine.measure.meters import TrainMeters
+from engine.saved.predictions import validation_predictions
+from engine.saved.trained import load_trained
 from engine.task import several
 from engine.task.one import OneLabel
 from engine.task.ranking import HALF, describe_untuned, rank, scores_of
 from engine.task.several import F1Means, LabelMetrics, SeveralLabels, _ScoreTable
 from tests.engine.small import CPU
+from tests.label_sets import write_recipe, write_set
+from tests.program import Result, metrics
 from utils.distributed.world import ALONE
 from utils.errors import AllRanksError
 
@@ -72,6 +80,28 @@ def test_metrics_equal_scikit_learn(batch_size: int, ranks: int, coarse: bool) -
     found = tallied(logits, labels, batch_size, ranks)
     for name, value in by_sklearn(logits, labels).items():
         assert getattr(found, name) == pytest.approx(value, abs=1e-9), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_equals_scikit_learn(vitamp: Callable[..., Result], tmp_path: Path, processes: int) -> None:
+    """A class of the validation images has no positive, and their number is divided by neither batch nor processes."""
+    write_set(tmp_path)
+    table = tmp_path / "val.csv"
+    table.write_text(re.sub(r"north;|;?north", "", table.read_text()))
+    run, words = tmp_path / "run", ("TRAIN.NUM_EPOCHS=2", "DATA.BATCH_SIZE_EVAL=7", "-device", "cpu")
+    recipe = write_recipe(tmp_path)
+    done = vitamp("-ngpus", processes, "-cfg", recipe, "-output", run, *words, script="main_multi_gpu.py")
+    assert done.code == 0, done.text
+    trained = load_trained(max((run / "checkpoints").glob("step-*")), "model", device="cpu")
+    found = validation_predictions(trained)
+    assert len(found) == 61
+    assert not found.labels[:, 1].any()
+    val = metrics(run, "val")[-1]
+    expected = by_sklearn(found.logits, found.labels)
+    del expected["loss"]
+    assert 30 < expected["map"] < 99
+    assert {name: val[name] for name in expected} == pytest.approx(expected, abs=1e-9)
 
 
 def test_several_ranks_give_the_same_bits_as_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
 
 FLAGS: dict[str, tuple[Flag, ...]] = {
     "What to do": (
-        Flag("cfg", "YAML file with the run's settings", "FILE"),
+        Flag("cfg", "YAML file with the run's settings, or the name of a recipe such as vit_digits", "FILE"),
         Flag("eval", "validate once and exit", keys=("EVAL",)),
         Flag(
             "dry_run",

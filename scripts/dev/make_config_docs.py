@@ -32,7 +32,8 @@ A run's settings come from five sources; later ones override earlier ones:
 
 1. the defaults below, some of which depend on `MODEL.TYPE` ([defaults by family](#defaults-by-family));
 2. the files in a YAML file's `BASE:` list (relative to that file; later files override earlier ones);
-3. the YAML file of `-cfg`, or, with `-resume` and no `-cfg`, the `config.yaml` of the resumed run;
+3. the YAML file of `-cfg`, which is a path or the name of a [recipe](recipes.md); with `-resume` and no `-cfg`, the
+   `config.yaml` of the resumed run;
 4. flags such as `-batch_size 64` (`-h` lists them);
 5. `KEY=VALUE` words on the command line, such as `TRAIN.BASE_LR=1e-4`; lists are written as
    `'TRAIN.OPTIMIZER.BETAS=[0.9, 0.98]'`.

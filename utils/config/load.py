@@ -25,6 +25,7 @@ from utils.config.fields import retired_values
 from utils.config.keys import allowed, choices, default_of, nested, settings, suggest, value_of
 from utils.config.kinds import folded
 from utils.config.read import Entry, Layer, Unknown, read_files, read_words
+from utils.config.recipes import file_of
 from utils.config.resumed import FORMER, former_defaults, resolved_by_run
 from utils.config.schema import Config
 from utils.config.values import is_no_value
@@ -67,7 +68,8 @@ def load_config(
     words: Mapping[str, str] | None = None,
 ) -> Loaded:
     """Load and check the settings; one UserError reports all problems."""
-    files = read_files(cfg) if cfg is not None else []
+    file, recipe_note = file_of(cfg) if cfg is not None else (None, "")
+    files = read_files(file) if file is not None else []
     word_layer = read_words(words or {})
     typed = {key: Entry(value, source) for key, (value, source) in (flags or {}).items()}
     word_layer.entries = typed | word_layer.entries
@@ -94,7 +96,8 @@ def load_config(
         raise UserError(_report(problems))
     _raise_conflicts(config, sources)
     set_before = {**former, **given, **resolved}
-    lines = of_paddlevit + family_note(family, defaults, set_before) + implied_notes(implied, set_before)
+    lines = [recipe_note] if recipe_note else []
+    lines += of_paddlevit + family_note(family, defaults, set_before) + implied_notes(implied, set_before)
     lines += former_note
     lines += _retired(given)
     sources_given = {key: entry.source for key, entry in given.items()}

@@ -10,7 +10,7 @@ from pathlib import Path
 from datasets import ImageDataset
 from datasets.examine import examine, notes_of, warnings_of
 from utils.config import Config
-from utils.distributed.again import entry_script
+from utils.distributed.again import tool
 from utils.log import log
 from utils.record.run_folder import CONFIG, DATA, write_json
 from utils.record.tasks import NO_LABELS
@@ -27,7 +27,7 @@ def check_data(config: Config, train_set: ImageDataset, val_set: ImageDataset, f
     # A dry run has no config.yaml: check_data.py takes the same flags.
     same = [word for word in sys.argv[1:] if word.lstrip("-") != "dry_run"]
     settings = same if folder is None else ["-cfg", str(folder / CONFIG)]
-    check = shlex.join(["python", str(entry_script().parent / "scripts/check_data.py"), *settings])
+    check = f"{tool('check_data')} {shlex.join(settings)}"
     notes = notes_of(found, config.DATA, config.TRAIN.CLASS_WEIGHTS is not None, check)
     warnings = warnings_of(found, check)
     for note in notes:

@@ -24,11 +24,12 @@ from datasets import (
 from engine.amp.fp32_modules import force_fp32
 from engine.amp.precision import Precision
 from engine.amp.prepare_model import prepare_model
+from engine.checkpoint.described import input_of, timm_model_of
 from engine.checkpoint.folder import read_state
 from engine.compile.choice import choose_compiling
 from engine.compile.compiling import Compiling
 from engine.inputs.mixup import build_batch_transform
-from engine.inputs.normalize import Inputs, per_channel
+from engine.inputs.normalize import Inputs
 from engine.inputs.token_drop import shortcuts_of
 from engine.machine.context import Run, global_batch
 from engine.measure.bottleneck import Setting
@@ -358,13 +359,6 @@ def checkpoint_meta(run: Run, ready: ReadyToTrain) -> dict[str, Any]:
         "classes": ready.train_set.classes,
         "num_classes": config.MODEL.NUM_CLASSES,
         **({"frozen": frozen} if (frozen := frozen_weights(ready.model)) else {}),
-        "input": {
-            "image_size": data.IMAGE_SIZE,
-            "channels": data.IMAGE_CHANNELS,
-            "crop_pct": data.CROP_PCT,
-            "crop_mode": data.CROP_MODE,
-            "interpolation": data.INTERPOLATION,
-            "mean": per_channel(data.IMAGENET_MEAN, data.IMAGE_CHANNELS),
-            "std": per_channel(data.IMAGENET_STD, data.IMAGE_CHANNELS),
-        },
+        "input": input_of(data),
+        "timm": timm_model_of(config),
     }

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Benchmark mixed precision and vitamp's update on this machine. Each table is a command of its own."""
+"""Benchmark mixed precision and vitamp's update on this machine."""
 
 import sys
 from pathlib import Path

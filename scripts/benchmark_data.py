@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure how fast images are loaded, compared with timm and torchvision, and whether that keeps up with the model."""
+"""Measure how fast images are loaded, compared with timm and torchvision."""
 
 import sys
 from pathlib import Path

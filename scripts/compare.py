@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare settings, recipes or precisions: train with each, with several seeds or folds, and say which is better."""
+"""Compare settings, recipes or precisions, over several seeds or folds."""
 
 import sys
 from pathlib import Path

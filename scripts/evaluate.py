@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Evaluate a trained model on its validation split or on other data: accuracy, recall, calibration, confusion."""
+"""Evaluate a trained model: accuracy, recall, calibration, confusion."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Export a trained model to ONNX, torch.export, safetensors or the Hugging Face Hub, and check it on real images."""
+"""Export a trained model to ONNX, torch.export, safetensors or the Hub."""
 
 import sys
 from pathlib import Path

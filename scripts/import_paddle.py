@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The same as `export.py FILE.pdparams -to safetensors`: turn PaddleViT's weights into a file for timm and vitamp."""
+"""Turn PaddleViT's weights into safetensors, as export does with a .pdparams file."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Pack images once, resized, into a few tar files, from which training reads several times faster."""
+"""Pack images into a few tar files, which load several times faster."""
 
 import sys
 from pathlib import Path

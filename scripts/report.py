@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write an HTML report of one or several runs: metrics, curves, time, precision, predictions."""
+"""Write an HTML report of one or several runs: metrics, curves, predictions."""
 
 import sys
 from pathlib import Path

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.program import ROOT
+from utils.program import ENTRIES
 
 PAGES = sorted(
     [
         ROOT / "README.md",
+        ROOT / "SECURITY.md",
         ROOT / "CONTRIBUTING.md",
         ROOT / "scripts" / "README.md",
         ROOT / "tests" / "README.md",
@@ -20,6 +22,10 @@ PAGES = sorted(
     ]
 )
 MARK = re.compile(r"<!-- (runs|not checked)(?:: (.+?))? -->")
+INSTALLED = {name: f"{script}.py" for script, name in ENTRIES.items()} | {
+    file.stem: f"scripts/{file.name}" for file in ROOT.glob("scripts/*.py")
+}
+"""Subcommand of `vitamp` -> script"""
 SCRIPT = re.compile(r"(?:main_(?:single|multi)_gpu|scripts/\w+)\.(?:py|sh)")
 
 
@@ -56,10 +62,13 @@ def blocks() -> Iterator[Block]:
 def commands(text: str) -> Iterator[list[str]]:
     """The commands of ours in it, in words from the script's name on."""
     for line in re.sub(r"\\\n", " ", text).splitlines():
-        if not SCRIPT.search(line):
+        if not SCRIPT.search(line) and not line.lstrip().startswith("vitamp "):
             continue
         for piece in re.split(r"\s(?:\||&&|;)\s", line):
             words = shlex.split(piece, comments=True)
+            if words[:1] == ["vitamp"] and words[1:2] and words[1] in INSTALLED:
+                yield [INSTALLED[words[1]], *words[2:]]
+                continue
             at = next((n for n, word in enumerate(words) if SCRIPT.fullmatch(word.removeprefix("./"))), None)
             # What is put behind a script's name in an output, or in a sentence, is no command.
             if at is not None and at > 0 and _calls(words[:at]):

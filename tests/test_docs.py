@@ -108,9 +108,10 @@ def test_what_is_wrong_is_seen() -> None:
         "python scripts/choose_precision.py -cfg configs/none.yaml -updates 3 -nothing TRAIN.NO=1\n"
         "python main_single_gpu.py -cfg configs/vit_digits.yaml TRAIN.BASE_LR=x\n"
         "python scripts/none.py\n"
+        "vitamp train -cfg vit_digits -bach_size 4\n"
     )
     told = [problems_of(words) for words in commands(text)]
-    assert [len(problems) for problems in told] == [1, 3, 1, 1]
+    assert [len(problems) for problems in told] == [1, 3, 1, 1, 1]
     assert "-batch_size" in told[0][0]
 
 

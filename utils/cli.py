@@ -12,17 +12,16 @@ import importlib.metadata
 import re
 import sys
 import textwrap
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 from utils.config.keys import default_of, settings, suggest
 from utils.errors import EXIT_DONE, UserError, either, nearest
 from utils.flags import BY_NAME, FLAGS, IGNORED, Action, Flag, Positional
 from utils.precisions import AMP_WORDS, amp_settings_of
+from utils.program import INSTALLED, as_started_here, version
 
 __all__ = ["BY_NAME", "FLAG", "FLAGS", "WORD", "CommandLine", "Flag", "Parser", "parse", "usage"]
 
@@ -73,8 +72,8 @@ class Parser(argparse.ArgumentParser):
         usage += ["[-flag value ...]", *["[KEY=VALUE ...]"] * settings]
         super().__init__(
             program,
-            " ".join(usage).replace("%", "%%"),
-            about,
+            as_started_here(" ".join(usage)).replace("%", "%%"),
+            as_started_here(about) if about else about,
             end,
             add_help=False,
             allow_abbrev=False,
@@ -160,7 +159,8 @@ def help_text(flag: Flag) -> str:
     default = flag.default_text or flag.default
     if default is None and flag.keys and flag.keys[0] in settings():
         default = default_of(flag.keys[0])
-    return flag.about if default is None or isinstance(default, bool) else f"{flag.about} (default: {default})"
+    about = as_started_here(flag.about)
+    return about if default is None or isinstance(default, bool) else f"{about} (default: {default})"
 
 
 def _value(name: str, argument: Flag | Positional, text: str) -> Any:
@@ -306,14 +306,13 @@ Trains a Vision Transformer, with -amp in mixed precision. Examples:
 USAGE_END = (
     "-flag value, -flag=value and --flag value are equivalent, and so are - and _ inside a name. KEY=VALUE, such as "
     "TRAIN.BASE_LR=1e-4, sets any setting in docs/config.md and overrides files and flags. Guide: README.md; error "
-    "messages: docs/troubleshooting.md. Other tools are in scripts/; -h describes each."
-)
+    "messages: docs/troubleshooting.md. "
+) + ("vitamp -h lists the other tools." if INSTALLED else "Other tools are in scripts/; -h describes each.")
 
 
 def version_text() -> str:
     """The output of -version, without importing torch, which takes seconds."""
-    project = Path(__file__).resolve().parents[1] / "pyproject.toml"
-    lines = [f"vitamp {tomllib.loads(project.read_text(encoding='utf-8'))['project']['version']}"]
+    lines = [f"vitamp {version()}"]
     for package in ("torch", "timm"):
         try:
             lines.append(f"{package} {importlib.metadata.version(package)}")

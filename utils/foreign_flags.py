@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from pathlib import Path
 
 from pydantic import ValidationError
 
 from utils.config.keys import allowed, nested, settings, suggest
 from utils.config.schema import Config
 from utils.errors import closest, either, nearest
+from utils.program import ROOT
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "migrating.md"
+PAGE = ROOT / "docs" / "migrating.md"
 _ROW = re.compile(r"^\| (`-.+?) \| (.*?) ?\| (.*?) ?\|$", re.MULTILINE)
 _CODE = re.compile(r"`([^`]+)`")
 _FOREIGN = re.compile(r"`-+([^` ]+)( [^`]+)?`")

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from utils.line_file import LineFile
 from utils.passwords import redacted
+from utils.program import as_started_here
 from utils.standard_output import discard_output
 from utils.terminal import Brief
 
@@ -100,7 +101,7 @@ class _File(logging.Handler):
 
 def _hide_passwords(record: logging.LogRecord) -> bool:
     """Filter of the logger: messages of libraries, too, may have a URL in them."""
-    record.msg, record.args = redacted(record.getMessage()), None
+    record.msg, record.args = redacted(as_started_here(record.getMessage())), None
     return True
 
 

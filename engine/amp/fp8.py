@@ -17,9 +17,7 @@ def check_fp8() -> None:
     try:
         import torchao.float8  # noqa: F401
     except ImportError:
-        raise UserError(
-            "AMP.DTYPE fp8 needs torchao, which is not installed: pip install -r requirements-extra.txt"
-        ) from None
+        raise UserError("AMP.DTYPE fp8 needs torchao, which is not installed: pip install torchao") from None
 
 
 def hardware_has_fp8(device: torch.device) -> bool:

@@ -18,9 +18,9 @@ def no_gpu_notice(config: Config, device: torch.device, env: Mapping[str, str] =
     if device.type != "cpu" or config.DEVICE is not None:
         return None
     return (
-        f"{_why(env)}: this run uses the CPU, which is enough to try things out (training configs/vit_digits.yaml "
-        "takes a minute or two), but training on ImageNet would take weeks. -dry_run estimates the time of training; "
-        "pass -device cpu to silence this."
+        f"{_why(env)}: this run uses the CPU, which is enough to try things out (training with "
+        "-cfg configs/vit_digits.yaml takes a minute or two), but training on ImageNet would take weeks. -dry_run "
+        "estimates the time of training; pass -device cpu to silence this."
     )
 
 
@@ -36,7 +36,7 @@ def _why(env: Mapping[str, str]) -> str:
     if driver and torch.version.cuda is None and torch.version.hip is None:
         return (
             f"No GPU is visible, though an NVIDIA driver is installed: torch {torch.__version__} is built for CPUs "
-            "only (pip install -r requirements.txt in a new environment installs torch with CUDA)"
+            "only (pip install torch torchvision in a new environment installs them with CUDA)"
         )
     if driver and hidden is not None:
         return f"No GPU is visible, because CUDA_VISIBLE_DEVICES is {hidden!r} (nvidia-smi -L lists the GPUs)"

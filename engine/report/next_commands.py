@@ -9,20 +9,20 @@ from pathlib import Path
 from engine.machine.context import Run
 from engine.measure.progress import Position
 from utils.config import Config
-from utils.distributed.again import entry_script, start_again
+from utils.distributed.again import start_again, tool
 from utils.record.tasks import NO_LABELS
 
 
 def next_commands(run: Run, position: Position, folder: Path, paused: bool = False) -> dict[str, str]:
     """Commands by name: evaluate, predict, export, report, and resume; without labels those that need none."""
-    scripts, quoted = entry_script().parent / "scripts", shlex.quote(str(folder))
+    quoted = shlex.quote(str(folder))
     if run.config.USE:  # the user's own code, which has just been executed
         quoted += " -trust"
     commands = {
-        "evaluate": f"python {scripts / 'evaluate.py'} {quoted}",
-        "predict": f"python {scripts / 'predict.py'} {quoted} IMAGE.jpg",
-        "export": f"python {scripts / 'export.py'} {quoted} -to onnx -out {shlex.quote(str(folder / 'model.onnx'))}",
-        "report": f"python {scripts / 'report.py'} {quoted}",
+        "evaluate": f"{tool('evaluate')} {quoted}",
+        "predict": f"{tool('predict')} {quoted} IMAGE.jpg",
+        "export": f"{tool('export')} {quoted} -to onnx -out {shlex.quote(str(folder / 'model.onnx'))}",
+        "report": f"{tool('report')} {quoted}",
         "resume": start_again(run.world, f"-resume {quoted}{'' if paused else _longer(run.config, position)}"),
     }
     if run.config.task != NO_LABELS:

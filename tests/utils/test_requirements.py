@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("utils", "models", "datasets", "engine", "tools", "scripts")
+ROOMS = ("utils", "models", "datasets", "engine", "tools", "scripts", "vitamp")
 
 
 def imported() -> dict[str, str]:

@@ -29,6 +29,7 @@ COPIED = (
     "num_classes",
     "own_code",
     "input",
+    "timm",
     "choices",
     "epoch",
     "update",

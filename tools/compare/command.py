@@ -34,6 +34,7 @@ from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED,
 from utils.files import kind_of_path
 from utils.flags import Flag
 from utils.log import log
+from utils.program import as_started_here
 from utils.record.run_folder import git_state, write_json
 from utils.record.weight_sets import AVERAGE, PLAIN
 from utils.text import counted
@@ -136,7 +137,7 @@ def _write(plan: Plan, trained: Trained, out: Path) -> dict[str, Any]:
         "seeds": list(plan.seeds),
         **({} if plan.folds is None else {"folds": plan.folds}),
         "date": time.strftime("%Y-%m-%d"),
-        "command": shlex.join(["python", "scripts/compare.py", *sys.argv[1:]]),
+        "command": as_started_here(shlex.join(["python", "scripts/compare.py", *sys.argv[1:]])),
         "device": next((row["device"] for row in rows), plan.device),
         "versions": next((row["versions"] for row in rows), {}),
         "git": git_state(),

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from utils.distributed.world import BY_HAND, World
+from utils.program import ENTRIES, INSTALLED
 
 LAUNCHER_PID = "VITAMP_LAUNCHER_PID"
 """Environment variable with the process that started the ranks, if that is main_multi_gpu.py itself."""
@@ -19,12 +20,19 @@ def entry_script() -> Path:
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
+def tool(name: str) -> str:
+    """Command that starts a tool, from the current folder."""
+    return f"vitamp {name}" if INSTALLED else f"python {shlex.quote(str(entry_script().parent / f'scripts/{name}.py'))}"
+
+
 def start_again(world: World, flags: str) -> str:
     """Command that starts this script again with `flags` and as many processes."""
-    script = shlex.quote(str(entry_script()))
+    script = entry_script()
+    by_hand = f"vitamp {ENTRIES[script.stem]}" if INSTALLED else shlex.quote(str(script))
+    start = by_hand if INSTALLED else f"python {by_hand}"
     if world.size == 1:
-        return f"python {script} {flags}"
+        return f"{start} {flags}"
     if LAUNCHER_PID in os.environ:
-        return f"python {script} -ngpus {world.size} {flags}"
+        return f"{start} -ngpus {world.size} {flags}"
     how = "by hand, each with its rank" if world.launcher == BY_HAND else f"by {world.launcher}"
-    return f"{script} {flags}  # start its {world.size} processes {how}, as before"
+    return f"{by_hand} {flags}  # start its {world.size} processes {how}, as before"

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import platform
-import shlex
 import subprocess
 import sys
 import time
@@ -18,6 +17,8 @@ from typing import Any
 from utils.errors import UserError
 from utils.files import read_json, write_atomically
 from utils.passwords import redacted
+from utils.program import INSTALLED, ROOT, as_typed
+from utils.program import version as version_of_vitamp
 from utils.record.metrics_file import METRICS
 
 CONFIG, ABOUT, CHECKPOINTS = "config.yaml", "run.json", "checkpoints"
@@ -110,13 +111,13 @@ def os_errors_as_user_errors(folder: Path) -> Iterator[None]:
 def describe_run(device: str, choices: dict[str, Any], tag: str | None) -> dict[str, Any]:
     """The content of run.json: how this run was started, on which device, with which versions."""
     return {
-        "command": shlex.join([sys.executable, *sys.argv]),
+        "command": as_typed(sys.argv),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "folder": os.getcwd(),
         "host": platform.node(),
         "tag": tag,
         "device": device,
-        "versions": {"python": platform.python_version(), **versions()},
+        "versions": {"python": platform.python_version(), "vitamp": version_of_vitamp(), **versions()},
         "git": git_state(),
         "choices": choices,
     }
@@ -135,10 +136,11 @@ def git_state() -> dict[str, Any] | None:
     """The program's git commit, and whether its files differ from it; None outside a checkout."""
 
     def git(*arguments: str) -> str:
-        here = Path(__file__).resolve().parent
-        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True, timeout=10)
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True, timeout=10)
         return done.stdout.strip()
 
+    if INSTALLED:  # a checkout around it is of another project
+        return None
     try:
         commit, changed = git("rev-parse", "HEAD"), bool(git("status", "--porcelain"))
     except (OSError, subprocess.SubprocessError):

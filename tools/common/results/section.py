@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tools.common.tables import in_columns, in_markdown
+from utils.program import as_started_here
 
 NOT_MEASURED = ("-budget_min", "-json", "-plot", "-out")
 """Flags of this machine's files and time: they do not change what is measured."""
@@ -69,4 +70,4 @@ def as_typed(script: str, words: Sequence[str]) -> str:
                 rest.pop(0)
         elif not word.startswith("DATA.CACHE="):
             kept.append(word)
-    return shlex.join(["python", f"scripts/{script}", *kept])
+    return as_started_here(shlex.join(["python", f"scripts/{script}", *kept]))

@@ -1,0 +1,79 @@
+"""The command `vitamp`, started as `python -m vitamp` in the clone; and texts in the words of an installed program."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.program import ROOT
+from utils.distributed import again
+from utils.distributed.world import ALONE
+from utils.program import as_started_here, version
+
+SCRIPTS = sorted(file.stem for file in (ROOT / "scripts").glob("*.py"))
+
+
+def start(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "vitamp", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_commands_are_listed_with_a_line_each() -> None:
+    done = start()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert start("-h").stdout == start("--help").stdout == done.stdout
+    listed = done.stdout.split("commands:\n")[1].split("\n\n")[0].splitlines()
+    assert [line.split()[0] for line in listed] == ["train", "multi", *SCRIPTS]
+    assert [line for line in done.stdout.splitlines() if len(line) > 100 and str(ROOT) not in line] == []
+    assert all(len(line.split()) > 3 for line in listed)
+    assert str(ROOT / "docs") in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["predcit"], "unknown command 'predcit'. Did you mean predict? vitamp -h lists the commands."),
+        (["evaluate.py"], "unknown command 'evaluate.py'. Did you mean evaluate?"),
+        (["-cfg", "vit_digits"], "the command is missing before '-cfg'. Did you mean vitamp train -cfg?"),
+        (["xyz"], "unknown command 'xyz'. vitamp -h"),
+    ],
+)
+def test_unknown_commands_are_refused_with_the_closest(words: list[str], said: str) -> None:
+    done = start(*words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+
+
+def test_commands_take_the_flags_of_their_scripts() -> None:
+    assert start("--version").stdout.startswith(f"vitamp {version()}\ntorch ")
+    assert start("train", "-h").stdout.startswith("usage: python main_single_gpu.py ")
+    missing = start("predict")
+    assert missing.returncode == 2
+    assert "RUN" in missing.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "installed"),
+    [
+        ("python scripts/evaluate.py runs/a -calibrate", "vitamp evaluate runs/a -calibrate"),
+        ("packed images (scripts/pack_images.py -raw)", "packed images (vitamp pack_images -raw)"),
+        ("  python main_single_gpu.py -cfg configs/vit_digits.yaml -amp", "  vitamp train -cfg vit_digits -amp"),
+        ("main_multi_gpu.py itself", "vitamp multi itself"),
+        ("/home/me/scripts/evaluate.py, mine/scripts/export.py", None),
+        ("scripts/evaluate.py, line 3: NameError", None),
+        ("scripts/mine.py and configs/mine.yaml", None),
+        ("-cfg mine/configs/x.yaml", None),
+    ],
+)
+def test_texts_name_the_commands_of_an_installed_program(text: str, installed: str | None) -> None:
+    assert as_started_here(text) == text
+    assert as_started_here(text, installed=True) == (installed or text)
+
+
+def test_next_commands_are_those_of_an_installed_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(again, "INSTALLED", True)
+    monkeypatch.setattr(sys, "argv", ["/somewhere/vitamp/program/main_single_gpu.py"])
+    assert again.tool("evaluate") == "vitamp evaluate"
+    assert again.start_again(ALONE, "-resume runs/a") == "vitamp train -resume runs/a"

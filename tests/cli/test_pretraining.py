@@ -226,7 +226,7 @@ def test_images_without_classes(vitamp: Vitamp, recipe: Path, tmp_path: Path) ->
 def test_what_has_no_meaning_without_labels_is_refused(vitamp: Vitamp, recipe: Path, run: Path) -> None:
     for words, message in (
         (("TRAIN.CLASS_WEIGHTS=balanced",), "TRAIN.CLASS_WEIGHTS"),
-        (("SAVE_BEST_BY=acc1",), "there are no labels"),
+        (("SAVE_BEST_BY=acc1",), "acc1 is not measured without labels"),
         (("TRAIN.TOKEN_DROP=0.5",), "it leaves out patches itself"),
     ):
         done = vitamp("-cfg", recipe, *MASKED, *words)

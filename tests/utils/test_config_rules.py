@@ -71,12 +71,6 @@ def loaded(words: list[str]) -> tuple[str, ...]:
             [],
             "needs DIST.STRATEGY=fsdp: it says how FSDP shards the weights; set DIST.STRATEGY=fsdp",
         ),
-        (
-            "SAVE_BEST_BY=map",
-            [],
-            "needs DATA.MULTI_LABEL: with one label per image there is no ranking of labels",
-        ),
-        ("SAVE_BEST_BY=acc5", LABELS, "DATA.MULTI_LABEL: accuracy has one class per image; leave SAVE_BEST_BY out, or"),
     ],
 )
 def test_broken_rule_is_refused(word: str, others: list[str], reason: str) -> None:

@@ -19,7 +19,7 @@ from tools.common.intervals import balanced_accuracy_interval, macro_f1_interval
 from tools.common.parts import Part
 from tools.common.progress import progress_bar
 from utils.intervals import Interval, wilson
-from utils.record.tasks import BALANCED, MACRO_F1, TOP1, TOP5
+from utils.record.tasks import BALANCED, MACRO_F1, TOP1, TOP5, Metric
 
 
 class Bin(NamedTuple):
@@ -106,6 +106,11 @@ class Figures:
     def macro_f1(self) -> float:
         """Over the classes that have images or are predicted; `macro(f1)` is over those that have images."""
         return 100 * self.class_counts.macro_f1()
+
+    @property
+    def values(self) -> dict[Metric, float]:
+        """The metrics of a validation."""
+        return {TOP1: self.top1, TOP5: self.top5, BALANCED: self.balanced_acc, MACRO_F1: self.macro_f1}
 
     @cached_property
     def intervals(self) -> dict[str, Interval]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tools.common.output_file import writing
 from tools.common.parts import Part
 from tools.common.tables import in_columns, shown
 from utils.intervals import Interval
-from utils.record.tasks import BALANCED, MACRO_F1, TOP1, TOP5, always_guessing
+from utils.record.tasks import LOSS, ONE_LABEL, TOP1, Metric, always_guessing
 from utils.record.weight_sets import WeightSet
 
 ALL_SHOWN, WORST_SHOWN = 20, 10
@@ -79,11 +80,12 @@ def title_of(which: WeightSet | str) -> str:
     return which if isinstance(which, str) else which.mark or which.name
 
 
+def _measured_in_validation(one: Any, metric: Metric) -> str:
+    return measured(one.values[metric], one.intervals[metric.name])
+
+
 CELLS = {
-    TOP1.words: lambda one: measured(one.top1, one.intervals[TOP1.name]),
-    TOP5.words: lambda one: measured(one.top5, one.intervals[TOP5.name]),
-    BALANCED.words: lambda one: measured(one.balanced_acc, one.intervals[BALANCED.name]),
-    MACRO_F1.words: lambda one: measured(one.macro_f1, one.intervals[MACRO_F1.name]),
+    **{metric.words: partial(_measured_in_validation, metric=metric) for metric in ONE_LABEL.metrics if metric != LOSS},
     "precision, macro": lambda one: f"{one.macro(one.precision):.2f} %",
     "precision, weighted": lambda one: f"{one.weighted(one.precision):.2f} %",
     "recall, weighted": lambda one: f"{one.weighted(one.recall):.2f} %",
@@ -125,8 +127,13 @@ def figures_as_json(one: Figures) -> dict[str, Any]:
     means = {f"{name}_macro": one.macro(values) for name, values in of_class.items()}
     means |= {f"{name}_weighted": one.weighted(values) for name, values in of_class.items()}
     whole = one.classes <= MOST_IN_JSON
-    whole_set = {TOP1.name: one.top1, TOP5.name: one.top5, BALANCED.name: one.balanced_acc, MACRO_F1.name: one.macro_f1}
-    plain = {**whole_set, **means, "nll": one.nll, "brier": one.brier, "ece": one.ece}
+    plain = {
+        **{metric.name: value for metric, value in one.values.items()},
+        **means,
+        "nll": one.nll,
+        "brier": one.brier,
+        "ece": one.ece,
+    }
     return {
         "images": one.images,
         **_numbers(plain),

@@ -20,6 +20,7 @@ from utils.config.schema import Config, DistConfig
 from utils.config.train import TrainConfig
 from utils.config.values import one_line
 from utils.errors import either, nearest
+from utils.record.tasks import KNN
 
 Problem = tuple[str, str]
 """(the key to change, what is wrong with its value)"""
@@ -35,6 +36,7 @@ def conflicts(config: Config) -> list[Problem]:
         *_data(config.DATA),
         *_model(config),
         *_train(config),
+        *_best_by(config),
         *_shortcuts(config),
         *_dist(config.DIST),
     ]
@@ -79,6 +81,17 @@ def _model(config: Config) -> Iterator[Problem]:
         yield "MODEL.NUM_HEADS", f"{heads} does not divide MODEL.EMBED_DIM {width}; nearest: {near}"
     if model.UNFREEZE_EPOCH is not None and not config.EVAL:
         yield from _unfreezing(model.UNFREEZE_EPOCH, config.TRAIN.NUM_EPOCHS)
+
+
+def _best_by(config: Config) -> Iterator[Problem]:
+    """A metric that does not exist, or that this run does not measure."""
+    key, by, kind = "SAVE_BEST_BY", config.SAVE_BEST_BY, config.task
+    if by not in choices(key):
+        yield key, f"expected {either(kind.deciding)}, got {by}.{nearest(by, choices(key))}"
+    elif by not in kind.deciding:
+        yield key, f"{by} is not measured {kind.words}; leave SAVE_BEST_BY out, or use {either(kind.deciding)}"
+    elif by == KNN.name and not config.measures_knn:
+        yield key, f"{by} needs images with labels; set TRAIN.KNN.DATA_PATH or TRAIN.KNN.DATASET too"
 
 
 def _unfreezing(epoch: int, epochs: int) -> Iterator[Problem]:

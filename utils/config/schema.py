@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from utils.config.amp import AmpConfig
 from utils.config.data import DataConfig
@@ -17,7 +17,12 @@ from utils.config.model import ModelConfig
 from utils.config.rules import excludes, needs, only_with
 from utils.config.train import TrainConfig
 from utils.config.values import parse_text
-from utils.record.tasks import NO_LABELS, ONE_LABEL, BestBy, TaskKind
+from utils.record.tasks import METRICS, NO_LABELS, ONE_LABEL, TASKS, TaskKind
+
+BestBy = Annotated[
+    str, WithJsonSchema({"type": "string", "enum": [name for name, metric in METRICS.items() if metric.decides]})
+]
+"""Which of them a run measures depends on its labels: checks.py"""
 
 
 class DistConfig(Section):
@@ -85,29 +90,9 @@ class Config(Section):
     SAVE_EVERY_MINUTES: AboveZero | None = setting(None, "Also save a checkpoint every N minutes.")
     SAVE_BEST_BY: BestBy = setting(
         ONE_LABEL.best.name,
-        "Validation metric that decides which checkpoint is best; with DATA.MULTI_LABEL, the default "
-        "is map (mean average precision), with MODEL.MAE_PRETRAIN explained (variance).",
-        needs(
-            "DATA.MULTI_LABEL",
-            at="map|auroc",
-            why="with one label per image there is no ranking of labels",
-            do="use acc1, acc5, balanced_acc, macro_f1 or loss, or set DATA.MULTI_LABEL=true",
-        ),
-        excludes(
-            "DATA.MULTI_LABEL",
-            at="acc1|acc5|balanced_acc|macro_f1",
-            why="accuracy has one class per image",
-            do="leave SAVE_BEST_BY out, or use map, auroc or loss",
-        ),
-        excludes(
-            "MODEL.MAE_PRETRAIN",
-            at="acc1|acc5|balanced_acc|macro_f1|map|auroc",
-            why="there are no labels",
-            do="leave SAVE_BEST_BY out, or use explained or loss",
-        ),
-        needs("MODEL.MAE_PRETRAIN", at="explained", why="it says how well hidden patches are predicted"),
-        needs("MODEL.MAE_PRETRAIN", at="knn_acc1", why="it is measured while a model learns without labels"),
-        needs("TRAIN.KNN.DATA_PATH", "TRAIN.KNN.DATASET", at="knn_acc1", why="it needs images with labels"),
+        "Validation metric that decides which checkpoint is best. "
+        + " ".join(f"{kind.words[0].upper()}{kind.words[1:]}: {', '.join(kind.deciding)}." for kind in TASKS)
+        + " The first of each is the default.",
     )
     KEEP_LAST: Count = setting(3, "Number of latest checkpoints kept besides the best one; 0: all are kept.")
     KEEP_EVERY: Positive | None = setting(None, "Keep the checkpoint of every Nth epoch permanently.")

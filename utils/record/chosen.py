@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from utils.cli import CommandLine
 from utils.config import Config, load_config
@@ -16,7 +16,7 @@ from utils.files import kind_of_path
 from utils.record.calibration import FILE, Calibration, read_calibrations
 from utils.record.checkpoints import META, Checkpoint, checkpoint_of, files_of, inspect
 from utils.record.run_folder import CHECKPOINTS
-from utils.record.tasks import METRICS, ONE_LABEL, BestBy, Metric
+from utils.record.tasks import METRICS, ONE_LABEL, Metric
 from utils.record.weight_sets import BETTER, PLAIN, SETS, WeightSet, best_set, is_number, set_named, set_of
 from utils.record.weights_file import read_weights_meta
 
@@ -199,4 +199,4 @@ def _metrics(meta: Mapping[str, Any]) -> dict[WeightSet, dict[str, float]]:
 def _deciding_metric(meta: Mapping[str, Any]) -> Metric:
     """The run's SAVE_BEST_BY; its default if it is missing or unknown."""
     by = meta.get("settings", {}).get("SAVE_BEST_BY")  # of a foreign meta.json too
-    return METRICS[by] if by in get_args(BestBy) else ONE_LABEL.best
+    return METRICS[by] if isinstance(by, str) and by in METRICS else ONE_LABEL.best

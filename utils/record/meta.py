@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from utils.errors import UserError
 from utils.files import read_json
-from utils.record.tasks import ONE_LABEL, BestBy
+from utils.record.tasks import METRICS, ONE_LABEL
 from utils.record.weight_sets import SETS
 
 META = "meta.json"
@@ -22,7 +22,7 @@ FORMAT = 1
 META_HASH = "meta_sha256"
 """Field of meta.json with the hash of its other fields. Older versions did not write it."""
 MOST_LISTED = 3
-KINDS_OF_BEST = [f"{which.prefix}{by}" for which in SETS for by in get_args(BestBy)]
+KINDS_OF_BEST = [f"{which.prefix}{by}" for which in SETS for by, metric in METRICS.items() if metric.decides]
 
 Count = Annotated[int, Field(ge=0)]
 Number = Annotated[int, Field(ge=1)]

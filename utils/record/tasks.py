@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
-
-BestBy = Literal["acc1", "acc5", "balanced_acc", "macro_f1", "map", "auroc", "explained", "knn_acc1", "loss"]
-"""Values of SAVE_BEST_BY"""
+from typing import Any, NamedTuple
 
 
 class Metric(NamedTuple):
+    """The one description of a metric: whatever shows or compares metrics reads it here."""
+
     name: str
     """In metrics.jsonl, meta.json and SAVE_BEST_BY"""
     words: str
@@ -21,8 +20,14 @@ class Metric(NamedTuple):
     """Whether a higher value is better"""
     counts_images: bool = False
     """Whether it is a share of the validation images, so that it changes by whole images"""
+    decides: bool = True
+    """Whether SAVE_BEST_BY may name it"""
     beside: bool = False
     """Whether only some runs measure it; curves.png and the table of epochs then show it beside `TaskKind.best`"""
+    plain_words: str = ""
+    """For a reader who does not train models; '': `words`"""
+    without_learning: tuple[float, str] | None = None
+    """What a model that has learnt nothing reaches, and how"""
 
     @property
     def heading(self) -> str:
@@ -39,40 +44,53 @@ class Metric(NamedTuple):
 
 @dataclass(frozen=True)
 class TaskKind:
+    words: str
     metrics: tuple[Metric, ...]
     best: Metric
     """Which decides about the best checkpoint, unless SAVE_BEST_BY is set; curves show it beside the loss"""
     axis: str
     """Its words in curves.png"""
 
+    @property
+    def deciding(self) -> list[str]:
+        """Values of SAVE_BEST_BY, the loss last."""
+        return [metric.name for metric in (*self.metrics[1:], self.metrics[0]) if metric.decides]
+
 
 LOSS = Metric("loss", "loss", "Loss", percent=False, higher=False)
-TOP1 = Metric("acc1", "top-1", "Accuracy, top-1 (%)", counts_images=True)
+TOP1 = Metric("acc1", "top-1", "Accuracy, top-1 (%)", counts_images=True, plain_words="accuracy (top-1)")
 TOP5 = Metric("acc5", "top-5", counts_images=True)
 BALANCED = Metric("balanced_acc", "balanced accuracy", "Balanced accuracy (%)")
 MACRO_F1 = Metric("macro_f1", "macro F1", "F1, macro (%)")
-MAP = Metric("map", "mAP", "Mean average precision (%)")
+MAP = Metric("map", "mAP", "Mean average precision (%)", plain_words="mean average precision (mAP)")
 AUROC = Metric("auroc", "AUROC", "AUROC, mean over classes (%)")
 OF_EVERY_TASK = tuple(metric.name for metric in (LOSS, TOP1, TOP5))
 """Fields of every line of metrics.jsonl; those that a task does not measure are null."""
-ONE_LABEL = TaskKind((LOSS, TOP1, TOP5, BALANCED, MACRO_F1), TOP1, "top-1 accuracy (%)")
+ONE_LABEL = TaskKind("with one label per image", (LOSS, TOP1, TOP5, BALANCED, MACRO_F1), TOP1, "top-1 accuracy (%)")
 SEVERAL_LABELS = TaskKind(
+    "with several labels per image",
     (
         LOSS,
         MAP,
         AUROC,
-        Metric("f1_micro", "F1 at 0.5, micro", "F1 at 0.5, micro (%)"),
-        Metric("f1_macro", "F1 at 0.5, macro"),
-        Metric("f1_micro_tuned", "F1 at tuned thresholds, micro"),
-        Metric("f1_macro_tuned", "F1 at tuned thresholds, macro"),
-        Metric("exact_match", "exact match", counts_images=True),
+        Metric("f1_micro", "F1 at 0.5, micro", "F1 at 0.5, micro (%)", decides=False),
+        Metric("f1_macro", "F1 at 0.5, macro", decides=False),
+        Metric("f1_micro_tuned", "F1 at tuned thresholds, micro", decides=False),
+        Metric("f1_macro_tuned", "F1 at tuned thresholds, macro", decides=False),
+        Metric("exact_match", "exact match", counts_images=True, decides=False),
     ),
     MAP,
     "mAP (%)",
 )
-EXPLAINED = Metric("explained", "explained variance", "Explained variance of hidden patches (%)")
+EXPLAINED = Metric(
+    "explained",
+    "explained variance",
+    "Explained variance of hidden patches (%)",
+    plain_words="explained variance of hidden patches",
+    without_learning=(0.0, "filling each patch with its mean"),
+)
 KNN = Metric("knn_acc1", "k-NN top-1", "k-NN accuracy, top-1 (%)", beside=True)
-NO_LABELS = TaskKind((LOSS, EXPLAINED, KNN), EXPLAINED, "explained variance (%)")
+NO_LABELS = TaskKind("without labels", (LOSS, EXPLAINED, KNN), EXPLAINED, "explained variance (%)")
 TASKS = (ONE_LABEL, SEVERAL_LABELS, NO_LABELS)
 METRICS = {metric.name: metric for kind in TASKS for metric in kind.metrics}
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import get_args
 
 import pytest
 
 from engine.task.base import Metrics
 from engine.task.one import ValidationMeans
 from engine.task.several import LabelMetrics
-from utils.record.tasks import METRICS, ONE_LABEL, SEVERAL_LABELS, BestBy, TaskKind
+from utils.config import load_config
+from utils.errors import UserError
+from utils.record.tasks import METRICS, NO_LABELS, ONE_LABEL, SEVERAL_LABELS, TaskKind
 
 
 @pytest.mark.parametrize(("metrics", "kind"), [(ValidationMeans, ONE_LABEL), (LabelMetrics, SEVERAL_LABELS)])
@@ -20,6 +21,21 @@ def test_computed_metrics_are_those_of_the_task(metrics: type[Metrics], kind: Ta
     assert kind.best in kind.metrics
 
 
-def test_save_best_by_names_metrics() -> None:
-    assert METRICS.keys() >= {*get_args(BestBy)}
-    assert {kind.best.name for kind in (ONE_LABEL, SEVERAL_LABELS)} <= {*get_args(BestBy)}
+def test_save_best_by_takes_what_the_run_measures() -> None:
+    """Its default is the first of what its labels allow; anything else is refused, a typo with the nearest name."""
+    several, unlabelled = {"DATA.MULTI_LABEL": "true"}, {"MODEL.MAE_PRETRAIN": "true"}
+    for kind, words in ((ONE_LABEL, {}), (SEVERAL_LABELS, several), (NO_LABELS, unlabelled)):
+        assert load_config(words=words).config.SAVE_BEST_BY == kind.deciding[0] == kind.best.name
+        assert kind.deciding[-1] == "loss"
+        known = {"TRAIN.KNN.DATASET": "digits"} if kind is NO_LABELS else {}
+        for name in METRICS:
+            if name in kind.deciding:
+                assert name == load_config(words={**words, **known, "SAVE_BEST_BY": name}).config.SAVE_BEST_BY
+            else:
+                error = "is not measured" if METRICS[name].decides else "expected"
+                with pytest.raises(UserError, match=f"SAVE_BEST_BY: .*{error}"):
+                    load_config(words={**words, **known, "SAVE_BEST_BY": name})
+    with pytest.raises(UserError, match=r"expected acc1, .* got mapp\. Did you mean map\?"):
+        load_config(words={"SAVE_BEST_BY": "mapp"})
+    with pytest.raises(UserError, match="knn_acc1 needs images with labels"):
+        load_config(words={**unlabelled, "SAVE_BEST_BY": "knn_acc1"})

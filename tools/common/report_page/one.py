@@ -97,9 +97,9 @@ class Evaluation:
 
     def headline(self, deciding: Metric) -> Headline:
         """By the metric that decides which validation is the best, or accuracy."""
-        figures, known = self.figures, {TOP1: "top1", TOP5: "top5", BALANCED: "balanced_acc", MACRO_F1: "macro_f1"}
-        metric = deciding if deciding in known else TOP1
-        value, guess = getattr(figures, known[metric]), _always_largest(figures)[metric]
+        figures = self.figures
+        metric = deciding if deciding in figures.values else TOP1
+        value, guess = figures.values[metric], _always_largest(figures)[metric]
         guessing, at = "always guessing the largest class", figures.intervals[metric.name]
         remarks = [*self._confusion(), *self._never_right()]
         return Headline(metric, value, at, figures.images, self.image, guess, guessing, remarks)

@@ -9,19 +9,11 @@ from typing import NamedTuple
 from tools.common.report_page.runs import Run
 from utils.config import Config
 from utils.intervals import Interval, wilson
-from utils.record.tasks import EXPLAINED, MAP, ONE_LABEL, SEVERAL_LABELS, TOP1, Metric
+from utils.record.tasks import ONE_LABEL, SEVERAL_LABELS, TOP1, Metric
 from utils.text import counted
 
 LAYOUTS = ("csv", "imagefolder", "images", "imagenet2012", "shards")
 """Values of DATA.DATASET that say how images are stored: the folder's name says more"""
-WORDS = {
-    TOP1: "accuracy (top-1)",
-    MAP: "mean average precision (mAP)",
-    EXPLAINED: "explained variance of hidden patches",
-}
-"""Metrics in the words of a reader who does not train models"""
-WITHOUT_LEARNING = {EXPLAINED: (0.0, "filling each patch with its mean")}
-"""What a model that has learnt nothing reaches"""
 WIDE = 20.0
 """Width of an interval in percentage points, from which on the page warns of it"""
 
@@ -61,7 +53,7 @@ def opening_of(run: Run, headline: Headline | None) -> Opening:
     place = f" on {counted(found.images, found.image)}" if found.images else ""
     between = f" (95 % interval {found.interval.words()})" if found.interval else ""
     figure = found.metric.number(found.value)
-    before = f"Its {WORDS.get(found.metric, found.metric.words)} is "
+    before = f"Its {found.metric.plain_words or found.metric.words} is "
     return Opening(_learnt(run), before, figure, f"{place}{between}{_against(found)}.", remarks)
 
 
@@ -94,7 +86,7 @@ def _validated(run: Run) -> Headline | None:
         return None
     images = run.about.get("samples", {}).get("val")
     interval = wilson(best.value, images) if images and deciding.counts_images else None
-    guess, guessing = WITHOUT_LEARNING.get(deciding, (None, ""))
+    guess, guessing = deciding.without_learning or (None, "")
     if deciding is TOP1:
         guess, guessing = run.about.get("largest_class_percent"), "always guessing the largest class"
     return Headline(deciding, best.value, interval, images, "validation image", guess, guessing)

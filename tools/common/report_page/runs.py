@@ -21,7 +21,7 @@ from utils.record.chosen import chosen_at
 from utils.record.history import History
 from utils.record.metrics_file import Line
 from utils.record.run_folder import is_run_folder, read_about, read_data, read_data_notes, run_folder_of
-from utils.record.tasks import AUROC, BALANCED, EXPLAINED, MACRO_F1, MAP, METRICS, TOP1, Metric
+from utils.record.tasks import LOSS, METRICS, Metric
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,8 @@ def _versions(run: Run) -> str:
 _ROWS = (
     *(
         (f"{what} {metric.words}", partial(text, metric=metric))
-        for metric in (TOP1, BALANCED, MACRO_F1, MAP, AUROC, EXPLAINED)
+        for metric in METRICS.values()
+        if metric.title and metric.decides and metric is not LOSS
         for what, text in (("best", _best_text), ("last", _last_text))
     ),
     ("checkpoint", lambda run: run.best_checkpoint),

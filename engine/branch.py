@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+from engine.checkpoint.base import link_base
 from engine.measure.progress import Best
 from engine.report.mlflow import STORE
 from engine.report.tracking import NOTES
@@ -38,6 +39,7 @@ def move_later_checkpoints(folder: Path, checkpoint: Checkpoint, best: Best) -> 
             shutil.copy2(folder / name, place / name)
         for name in filter(lambda name: (folder / name).exists(), MOVED):
             os.rename(folder / name, place / name)
+        link_base(root, place / CHECKPOINTS)
         before = best_of(root, None)
         for found in later:
             os.rename(found, place / CHECKPOINTS / found.name)

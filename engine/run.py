@@ -168,6 +168,11 @@ def _open_folder(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None, f
         from engine.branch import start_branch
 
         ready.best = start_branch(folder, checkpoint, ready.best, run.world)
+    if run.config.MODEL.LORA.RANK is not None:
+        from engine.checkpoint.base import keep_base
+
+        settings = run.config.MODEL
+        ready.adapters = on_rank_0(run.world, lambda: keep_base(folder, ready.model, settings, checkpoint))
     return write_run_files(run, ready, folder)
 
 

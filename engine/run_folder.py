@@ -22,6 +22,7 @@ from utils.errors import UserError
 from utils.files import kind_of_path, try_to_write, write_atomically
 from utils.log import log, log_into
 from utils.passwords import redacted
+from utils.record.base import BASE
 from utils.record.checkpoints import INDEX
 from utils.record.metrics_file import METRICS
 from utils.record.resumed_run import resumed_run, target_folder
@@ -40,7 +41,7 @@ from utils.record.run_folder import (
 from utils.record.tasks import NO_LABELS
 from utils.terminal import DETAIL
 
-WRITTEN_WHOLE = ("broken.txt", "curves.png", INDEX, CONFIG, ABOUT, DATA, METRICS, *NOTES.values())
+WRITTEN_WHOLE = ("broken.txt", "curves.png", INDEX, BASE, CONFIG, ABOUT, DATA, METRICS, *NOTES.values())
 """Files of a run that are named .NAME.NUMBER until they are complete."""
 
 

@@ -49,6 +49,7 @@ from utils.config.keys import values_to_keep
 from utils.distributed.world import ALONE, World, on_every_rank
 from utils.log import log
 from utils.passwords import redacted_values
+from utils.record.base import LORA
 from utils.record.checkpoints import Checkpoint
 from utils.seeding import seed_all
 from utils.terminal import DETAIL
@@ -85,6 +86,8 @@ class ReadyToTrain(Ready):
     parts: Parts
     position: Position
     best: Best
+    adapters: dict[str, Any] | None = None
+    """Of a run with MODEL.LORA: the entry of meta.json that names its frozen weights; on rank 0 alone."""
 
 
 def build_for_evaluation(run: Run, checkpoint: Checkpoint | None = None) -> Ready:
@@ -159,11 +162,12 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
     loader.on_arrival(partial(parts.stages.lap, DATA))
     position, best = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * updates), Best()
     if checkpoint is not None:
-        from engine.checkpoint.refusals import check_batch, check_samples
+        from engine.checkpoint.refusals import check_adapters, check_batch, check_samples
         from engine.checkpoint.restore import restore
         from utils.config.retired import without_retired
 
         without_retired(checkpoint.meta["settings"], checkpoint.folder)
+        check_adapters(checkpoint, config.MODEL.LORA)
         check_batch(checkpoint, config, world)
         position, best = restore(parts, checkpoint, updates, config.MODEL.resumed_weights)
         check_samples(checkpoint, position, identity_of(train_set, loader.order), config, world)
@@ -247,6 +251,10 @@ def _model(config: Config, device: torch.device, replaced: bool) -> nn.Module:
         log.info(load_pretrained(model, config.MODEL.PRETRAINED, config.MODEL.NAME, *options))
     elif not replaced:
         log.info("The weights are freshly initialised, from SEED %d.", config.SEED, extra=DETAIL)
+    if config.MODEL.LORA.RANK is not None and not config.EVAL:  # else the adapters are merged into the weights
+        from models.lora import add_adapters
+
+        add_adapters(model, config.MODEL.LORA, config.SEED)
     return model.to(device)
 
 
@@ -359,6 +367,7 @@ def checkpoint_meta(run: Run, ready: ReadyToTrain) -> dict[str, Any]:
         "classes": ready.train_set.classes,
         "num_classes": config.MODEL.NUM_CLASSES,
         **({"frozen": frozen} if (frozen := frozen_weights(ready.model)) else {}),
+        **({LORA: ready.adapters} if ready.adapters else {}),
         "input": input_of(data),
         "timm": timm_model_of(config),
     }

@@ -9,11 +9,20 @@ from models.build import (
     list_models,
     timm_call,
 )
-from models.freeze import classifiers, frozen_weights, is_inside, unfreeze, weights_to_train
+from models.freeze import (
+    base_weights,
+    classifiers,
+    frozen_weights,
+    has_adapters,
+    is_inside,
+    unfreeze,
+    weights_to_train,
+)
 from models.shortcuts import Shortcuts
 
 __all__ = [
     "Shortcuts",
+    "base_weights",
     "build_model",
     "build_without_weights",
     "check_model",
@@ -21,6 +30,7 @@ __all__ = [
     "count_parameters",
     "describe",
     "frozen_weights",
+    "has_adapters",
     "is_inside",
     "list_models",
     "timm_call",

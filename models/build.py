@@ -56,7 +56,10 @@ class Plan:
 
 
 def build_model(model: ModelConfig, image_size: int, channels: int, shortcuts: Shortcuts = NONE) -> nn.Module:
-    """A model with weights initialised by timm, from torch's random generator in its current state."""
+    """A model with weights initialised by timm, from torch's random generator in its current state.
+
+    Without the adapters of MODEL.LORA, which are added once the frozen weights are loaded.
+    """
     plan = _plan(model, image_size, channels, shortcuts)
     for note in plan.notes:
         log.info(note, extra=DETAIL)
@@ -69,10 +72,15 @@ def build_model(model: ModelConfig, image_size: int, channels: int, shortcuts: S
 
 
 def build_without_weights(model: ModelConfig, image_size: int, channels: int, shortcuts: Shortcuts = NONE) -> nn.Module:
-    """The model on torch's meta device, without weights in memory."""
+    """The model as it is trained, on torch's meta device, without weights in memory."""
     plan = _plan(model, image_size, channels, shortcuts)
     with torch.device("meta"), _NoInitialisation():
-        return _finished(_without_weights(plan.timm_name, plan.arguments), model, shortcuts)
+        module = _finished(_without_weights(plan.timm_name, plan.arguments), model, shortcuts)
+        if model.LORA.RANK is not None:
+            from models.lora import add_adapters
+
+            add_adapters(module, model.LORA, seed=0)
+        return module
 
 
 def _finished(module: nn.Module, model: ModelConfig, shortcuts: Shortcuts) -> nn.Module:
@@ -97,8 +105,12 @@ def check_model(
             f"machine has {memory / 2**30:,.0f} GiB. Use a smaller MODEL.EMBED_DIM, DEPTH,"
             " NUM_CLASSES or DATA.IMAGE_SIZE."
         )
-    if model.FREEZE:
-        build_without_weights(model, image_size, channels, shortcuts)
+    if model.FREEZE or model.LORA.RANK is not None:
+        module = build_without_weights(model, image_size, channels, shortcuts)
+        if model.LORA.RANK is not None:
+            from models.lora_layers import require_calls
+
+            require_calls(module, model.LORA, channels, image_size)
 
 
 def timm_call(model: ModelConfig, image_size: int, channels: int) -> tuple[str, dict[str, Any]]:

@@ -8,13 +8,17 @@ from types import MethodType
 from typing import Any
 
 from timm.layers.patch_dropout import PatchDropout
-from torch import nn
+from torch import Tensor, nn
 
 from utils.errors import UserError, nearest
 
 BACKBONE = "backbone"
 FROZEN_FOR_NOW = "frozen_for_now"
 """Attribute of a model with the names of the weights that `unfreeze` will train."""
+BASE = "base_names"
+"""Attribute of a model with adapters (MODEL.LORA): the names of its frozen weights."""
+ADAPTER = "lora_"
+"""Beginning of the names of an adapter's weights in their layer."""
 
 
 def freeze(model: nn.Module, patterns: Iterable[str], for_now: bool = False) -> None:
@@ -36,11 +40,16 @@ def freeze(model: nn.Module, patterns: Iterable[str], for_now: bool = False) -> 
         weight.requires_grad_(False)
     if not any(weight.requires_grad for weight in model.parameters()):
         raise UserError(f"MODEL.FREEZE: {', '.join(patterns)} leaves no weights of {type(model).__name__} to train.")
+    keep_in_eval(model, _frozen_parts(model))
+    vars(model)[FROZEN_FOR_NOW] = tuple(found) if for_now else ()
+
+
+def keep_in_eval(model: nn.Module, parts: Iterable[str]) -> None:
+    """Keep modules in eval mode also when the model is set to training."""
     # Plain attributes with names, not modules: they survive copying the model and replacing its modules.
-    model.frozen_parts = _frozen_parts(model)  # pyright: ignore[reportArgumentType]
+    model.frozen_parts = tuple(parts)  # pyright: ignore[reportArgumentType]
     model.train = MethodType(_train_unfrozen, model)
     model.train(model.training)
-    vars(model)[FROZEN_FOR_NOW] = tuple(found) if for_now else ()
 
 
 def unfreeze(model: nn.Module) -> list[str]:
@@ -64,6 +73,16 @@ def weights_to_train(model: nn.Module) -> dict[str, nn.Parameter]:
 def frozen_weights(model: nn.Module) -> list[str]:
     """Names of the weights that are not trained."""
     return [name for name, weight in model.named_parameters() if not weight.requires_grad]
+
+
+def base_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The frozen weights of a model with adapters, which its checkpoints leave out; empty for any other model."""
+    return {name: model.get_parameter(name).detach() for name in vars(model).get(BASE, ())}
+
+
+def has_adapters(module: nn.Module) -> bool:
+    """Whether a layer has adapters of its own (models/lora.py)."""
+    return any(name.startswith(ADAPTER) for name, _ in module.named_parameters(recurse=False))
 
 
 def classifiers(model: nn.Module) -> tuple[str, ...]:

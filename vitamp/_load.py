@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from vitamp._images import transform_of
 
-META, FORMAT, CHECKPOINTS = "meta.json", 1, "checkpoints"
+META, FORMAT, CHECKPOINTS, BASE = "meta.json", 1, "checkpoints", "base.safetensors"
 SETS = {"model": "", "ema": "ema_"}
 """Sets of weights -> prefix of their metrics. Their files are NAME.safetensors."""
 INSTALLED = (Path(__file__).parent / "program").is_dir()
@@ -65,7 +65,7 @@ def load_model(path: Path, weights: str) -> tuple[nn.Module, Callable[[Image.Ima
     try:
         stored = _in_checkpoint(path, weights) or _in_file(path, weights)
         model = _build(stored.about, path)
-        model.load_state_dict(_tensors(stored.files))
+        model.load_state_dict(_merged(_tensors(stored.files), stored.about.get("lora")))
     except (json.JSONDecodeError, KeyError, SafetensorError) as error:
         raise ValueError(f"{path}: damaged ({type(error).__name__}: {error}).") from None
     except RuntimeError as error:  # names or shapes of tensors differ
@@ -116,11 +116,36 @@ def _in_checkpoint(path: Path, weights: str) -> Stored | None:
         with (folder / name).open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != meta["files"][name]["sha256"]:
                 raise ValueError(f"{folder}: damaged, the contents of {name} are not what was written.")
+    base = _frozen(folder, meta["lora"]["base"]["sha256"]) if meta.get("lora") else ()
     hashes = [meta["files"][name]["sha256"] for name in files[which]]
     words = ", ".join(filter(None, (why, f"{which}.safetensors {reason}")))
     thresholds = meta.get("thresholds", {}).get(which)
     origin = Origin(folder, which, words, meta.get("classes"), _temperature(folder, hashes), thresholds)
-    return Stored(origin, tuple(folder / name for name in files[which]), meta)
+    return Stored(origin, (*base, *(folder / name for name in files[which])), meta)
+
+
+def _frozen(folder: Path, sha256: str) -> tuple[Path]:
+    """The frozen weights of a run with adapters (MODEL.LORA), beside its checkpoints."""
+    places = folder.absolute() / BASE, folder.absolute().parent / BASE
+    file = next((place for place in places if place.is_file()), None)
+    if file is None:
+        raise FileNotFoundError(f"{folder}: needs the frozen weights of its run; neither {places[0]} nor {places[1]}.")
+    with file.open("rb") as opened:
+        if hashlib.file_digest(opened, "sha256").hexdigest() != sha256:
+            raise ValueError(f"{file}: damaged or of another run, its contents are not those that {folder} records.")
+    return (file,)
+
+
+def _merged(tensors: dict[str, Tensor], lora: Mapping[str, Any] | None) -> dict[str, Tensor]:
+    """Plain weights: the product of each adapter's matrices is added to its rows of the layer's weight."""
+    for name in [name for name in tensors if lora and re.search(r"\.lora_\w+_A$", name)]:
+        layer, _, own = name.rpartition(".")
+        part, fused = own[len("lora_") : -len("_A")], layer.rpartition(".")[2]
+        down, up = tensors.pop(name).double(), tensors.pop(f"{name[:-1]}B").double()
+        begin = fused.index(part) * len(up) if fused in ("qkv", "qk", "kv") else 0
+        rows = tensors[f"{layer}.weight"][begin : begin + len(up)]
+        rows.copy_(torch.addmm(rows.double(), up, down, alpha=lora["factor"] if lora else 1))
+    return tensors
 
 
 def _best(root: Path) -> tuple[Path, str]:

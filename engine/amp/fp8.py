@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from models import is_inside
+from models import has_adapters, is_inside
 from utils.errors import UserError
 from utils.log import log
+from utils.text import counted
 
 MULTIPLE = 16  # tensor cores need both sizes of an fp8 matrix to be multiples of it
 FIRST_CAPABILITY = (8, 9)
@@ -38,9 +39,13 @@ def convert(model: nn.Module, device: torch.device, classifier: nn.Module | None
             "Real fp8 needs compute capability 8.9 or newer (Ada, Hopper, Blackwell)."
         )
     left_out: list[str] = []
+    adapted: list[str] = []
 
     def is_convertible(module: nn.Module, name: str) -> bool:
         if not isinstance(module, nn.Linear) or is_inside(name, in_fp32):
+            return False
+        if has_adapters(module):  # conversion would remove them
+            adapted.append(name)
             return False
         suits = module is not classifier and module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0
         if not suits:
@@ -52,4 +57,6 @@ def convert(model: nn.Module, device: torch.device, classifier: nn.Module | None
     # A weight's gradient is summed over the tokens of a batch, whose number must be a multiple of 16 as well.
     object.__setattr__(config, "pad_inner_dim", True)
     convert_to_float8_training(model, config=config, module_filter_fn=is_convertible)
+    if adapted:
+        log.info("fp8: %s with adapters (MODEL.LORA) compute in bf16.", counted(len(adapted), "layer"))
     return left_out

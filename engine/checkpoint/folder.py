@@ -20,6 +20,7 @@ from torch import Tensor
 from engine.checkpoint.fields import MovedModules
 from engine.checkpoint.shard_files import JoinedShards
 from utils.errors import UserError
+from utils.record.base import LORA, base_file
 from utils.record.checkpoints import (
     META,
     MODEL,
@@ -36,6 +37,7 @@ from utils.record.checkpoints import (
 from utils.record.meta import FORMAT, META_HASH, check_fields, hash_of
 
 if TYPE_CHECKING:
+    from models.weights.merge import Merged
     from utils.record.chosen import Chosen
 
 REPLACED, REMOVED = ".tmp-old-", ".tmp-gone-"
@@ -47,13 +49,22 @@ def read_tensors(checkpoint: Checkpoint, name: str = MODEL) -> dict[str, Tensor]
     return dict(open_tensors(checkpoint, name))
 
 
-def open_tensors(checkpoint: Checkpoint, name: str = MODEL) -> JoinedShards:
-    """The tensors of `read_tensors`, each read from disk when it is accessed."""
+def open_tensors(checkpoint: Checkpoint, name: str = MODEL, merged: bool = True) -> JoinedShards | Merged:
+    """The tensors of `read_tensors`, each read from disk when it is accessed.
+
+    Of a run with adapters (MODEL.LORA), they are the plain model's, or with `merged` false frozen weights and adapters.
+    """
     folder, files = checkpoint.folder, files_of(name, checkpoint.meta.get("files", ()))
+    base = base_file(folder, checkpoint.meta)
     try:
-        return JoinedShards([folder / file for file in files or [name]])
+        opened = JoinedShards([*([base] if base else []), *(folder / file for file in files or [name])])
     except (OSError, safetensors.SafetensorError) as error:
         raise UserError(f"{folder / name}: cannot be read ({error}).") from None
+    if base is None or not merged:
+        return opened
+    from models.weights.merge import Merged
+
+    return Merged(opened, checkpoint.meta[LORA]["factor"])
 
 
 def read_state(checkpoint: Checkpoint, mapped: bool = False) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from engine.machine.context import global_batch
 from engine.measure.progress import Position
 from utils.config import Config, DataConfig
 from utils.config.kinds import AUTO
+from utils.config.model import LoraConfig
+from utils.config.values import one_line
 from utils.distributed.again import start_again
 from utils.distributed.world import World
 from utils.errors import UserError
@@ -39,6 +41,22 @@ def check_batch(checkpoint: Checkpoint, config: Config, world: World) -> None:
         f"{checkpoint.folder}: saved within epoch {position.epoch} with a global batch of {saved}, but this run's is "
         f"{now} (DATA.BATCH_SIZE x processes x TRAIN.ACCUM_ITER). It can only change between epochs. Keep the batch:\n"
         f"{kept}\nor go back, with the new batch:\n{_go_back(checkpoint, position, config, world)}"
+    )
+
+
+def check_adapters(checkpoint: Checkpoint, lora: LoraConfig) -> None:
+    """Raise UserError unless the adapters are those of the checkpoint. Without MODEL.LORA, they are merged."""
+    if lora.RANK is None:
+        return
+    settings = checkpoint.meta["settings"]
+    rank, alpha = settings.get("MODEL.LORA.RANK"), settings.get("MODEL.LORA.ALPHA")
+    saved = None if rank is None else LoraConfig(RANK=rank, ALPHA=alpha, TARGETS=settings["MODEL.LORA.TARGETS"])
+    if saved is not None and (saved.RANK, saved.factor, {*saved.TARGETS}) == (lora.RANK, lora.factor, {*lora.TARGETS}):
+        return
+    then = "no adapters" if saved is None else f"MODEL.LORA {one_line(saved.model_dump())}"
+    raise UserError(
+        f"{checkpoint.folder}: the run has {then}, but MODEL.LORA is {one_line(lora.model_dump())} now. Set it back; "
+        f"or start a new run from its merged weights, with -pretrained {checkpoint.folder} in place of -resume."
     )
 
 

@@ -14,12 +14,13 @@ from engine.checkpoint.shard_files import OPTIMIZER
 from engine.measure.progress import Best, Position
 from engine.parallel.shards import is_sharded, local_shard
 from engine.update import Parts
-from models import frozen_weights
+from models import base_weights, frozen_weights
 from utils.config import Config, differences, load_config
 from utils.config.keys import OF_ONE_START, settings
 from utils.config.resumed import read_saved
 from utils.errors import UserError
 from utils.log import log
+from utils.record.base import LORA
 from utils.record.checkpoints import STATE, Checkpoint
 from utils.record.weight_sets import PLAIN, WeightSet
 from utils.terminal import IN_FULL
@@ -49,7 +50,9 @@ def _restore(
     parts: Parts, checkpoint: Checkpoint, state: dict[str, Any], per_epoch: int, start: WeightSet
 ) -> tuple[Position, Best]:
     sharding = parts.sharding
-    load_weights(parts.model, open_tensors(checkpoint, start.file), f"{checkpoint.folder / start.file}", sharding)
+    merged = not base_weights(parts.model)  # adapters are merged if all weights are trained from now on
+    saved = open_tensors(checkpoint, start.file, merged)
+    load_weights(parts.model, saved, f"{checkpoint.folder / start.file}", sharding)
     if start != PLAIN:
         log.info("MODEL.RESUME_EMA: the model resumes from the %s weights.", start.label)
     moments = open_tensors(checkpoint, OPTIMIZER) if checkpoint.has(OPTIMIZER) else {}
@@ -64,7 +67,7 @@ def _restore(
         parts.precision.scaler.load_state_dict(state["scaler"])
     for which, module in parts.others.items():
         name = which.file if checkpoint.has(which.file) else PLAIN.file
-        load_weights(module, open_tensors(checkpoint, name), f"{checkpoint.folder / name}", sharding)
+        load_weights(module, open_tensors(checkpoint, name, merged), f"{checkpoint.folder / name}", sharding)
         if name == PLAIN.file:
             log.info("The %s starts from the checkpoint's weights, since the checkpoint has no %s.", *[which.label] * 2)
     for ability in parts.abilities:
@@ -114,10 +117,11 @@ def load_weights(model: nn.Module, saved: Mapping[str, Tensor], where: str, shar
 
 def _log_frozen_changes(checkpoint: Checkpoint, parts: Parts) -> None:
     now, before = set(frozen_weights(parts.model)), set(checkpoint.meta.get("frozen", ()))
+    setting = "MODEL.LORA" if checkpoint.meta.get(LORA) else "MODEL.FREEZE"
     for names, what in ((now - before, "frozen from now on"), (before - now, "trained from now on")):
         if names:
             shown = ", ".join(name for name, _ in parts.model.named_parameters() if name in names)
-            log.info("  %s (MODEL.FREEZE): %s: %s", what, counted(len(names), "tensor"), textwrap.shorten(shown, 200))
+            log.info("  %s (%s): %s: %s", what, setting, counted(len(names), "tensor"), textwrap.shorten(shown, 200))
 
 
 def log_resumption(checkpoint: Checkpoint, config: Config, parts: Parts, position: Position) -> None:

@@ -18,14 +18,19 @@ from engine.checkpoint.shard_files import into_shards
 from engine.measure.progress import Best, Position
 from engine.parallel.shards import is_sharded, local_shards
 from engine.update import Parts
+from models import base_weights
 from utils.config import Config
 from utils.distributed.world import World, sum_over_ranks
 from utils.record.run_folder import CHECKPOINTS
 
 
 def tensors_of(parts: Parts) -> dict[str, dict[str, Tensor]]:
-    """Weights to save, by the file that they are written to."""
-    return {which.file: module.state_dict() for which, module in parts.weights.items()}
+    """Weights to save, by the file that they are written to. A run's frozen weights are saved once, beside them."""
+    base = base_weights(parts.model)
+    return {
+        which.file: {name: tensor for name, tensor in module.state_dict().items() if name not in base}
+        for which, module in parts.weights.items()
+    }
 
 
 def state_of(parts: Parts, position: Position, best: Best, global_batch: int, meters: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from engine.ability import Ability
 from engine.parallel.shards import local_shard
+from models import base_weights
 from utils.config.train import TrainConfig
 
 
@@ -27,7 +28,10 @@ class Ema(Ability):
     def __init__(self, model: nn.Module, train: TrainConfig, device: torch.device) -> None:
         self.device = torch.device("cpu") if train.MODEL_EMA_FORCE_CPU else device
         # Always in fp32: half precision rounds the average's small steps away.
-        self.module = copy.deepcopy(model).to(self.device).float().eval().requires_grad_(False)
+        # Weights that are frozen for good (MODEL.LORA) are shared with the model, where they can be.
+        self._shared = _shareable(model, self.device)
+        memo = {id(weight): weight for weight in self._shared.values()}
+        self.module = copy.deepcopy(model, memo).to(self.device).float().eval().requires_grad_(False)
         self.decay, self.warmup = train.MODEL_EMA_DECAY, train.MODEL_EMA_WARMUP
         self.updates: int | Tensor = 0
         self._model = model
@@ -43,12 +47,13 @@ class Ema(Ability):
         return {"training": f"EMA {self.decay:g}"}
 
     def holds(self) -> dict[str, list[Tensor]]:
-        return {"EMA": list(self.module.state_dict().values())}
+        return {"EMA": [value for name, value in self.module.state_dict().items() if name not in self._shared]}
 
     def _track(self) -> None:
         """List the tensors, at the first update: by then both models are sharded, and each rank averages its shard."""
-        self._sources = [local_shard(p.detach()) for p in self._model.parameters()]
-        self._averages = [local_shard(p.detach()) for p in self.module.parameters()]
+        pairs = zip(self._model.parameters(), self.module.parameters(), strict=True)
+        tensors = [(local_shard(p.detach()), local_shard(ours.detach())) for p, ours in pairs if p is not ours]
+        self._sources, self._averages = [source for source, _ in tensors], [average for _, average in tensors]
         # Running statistics are averages already, so they are copied.
         self._buffers = _by_dtype(zip(self.module.buffers(), self._model.buffers(), strict=True))
 
@@ -90,6 +95,13 @@ class Ema(Ability):
         """Decay, smaller during the first updates, so that the average forgets the random initial weights."""
         count = int(updates)
         return min(self.decay, (1 + count) / (10 + count)) if self.warmup else self.decay
+
+
+def _shareable(model: nn.Module, device: torch.device) -> dict[str, nn.Parameter]:
+    """The frozen weights beside adapters, if they are where the EMA is, and in fp32."""
+    weights = {name: model.get_parameter(name) for name in base_weights(model)}
+    here = torch.empty(0, device=device).device
+    return weights if all(w.device == here and w.dtype == torch.float32 for w in weights.values()) else {}
 
 
 def _by_dtype(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[list[Tensor], list[Tensor]]]:

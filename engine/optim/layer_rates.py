@@ -57,7 +57,11 @@ def describe_fine_tuning(config: Config, model: nn.Module, optimizer: Optimizer,
     """One line for the banner; empty if all weights train at the same rate. `rate`: the unscaled learning rate."""
     train, frozen = config.TRAIN, frozen_weights(model)
     parts = []
-    if frozen:
+    if config.MODEL.LORA.RANK is not None:
+        from models.lora import describe_lora
+
+        parts.append(describe_lora(model, config.MODEL.LORA))
+    elif frozen:
         by = f" ({', '.join(config.MODEL.FREEZE)})" if config.MODEL.FREEZE else ""
         until = config.MODEL.UNFREEZE_EPOCH
         later = "" if until is None else f", trained from epoch {until} on"

@@ -18,6 +18,7 @@ from engine.amp.fp32_modules import HALVES, is_forced
 from engine.amp.precision import Precision
 from engine.speed.replace_forward import mix_in
 from engine.speed.shape import BuiltModel, Choice, Shape
+from models import has_adapters
 from utils.errors import UserError
 from utils.log import log
 
@@ -74,6 +75,8 @@ class FusedMlps(Shape):
 
 def _obstacle(built: BuiltModel) -> str:
     precision, named = built.precision, LISTED & built.listed
+    if any(has_adapters(layer) for mlp in built.model.modules() if type(mlp) is Mlp for layer in (mlp.fc1, mlp.fc2)):
+        return "MODEL.LORA has adapters in fc1 or fc2, which its kernel would leave out"
     if not any(True for _ in _plain_mlps(built.model)):
         return f"{built.name} has no MLP with linear layers, biases and exact GELU"
     if precision.device.type != "cuda" or torch.version.hip is not None:

@@ -16,12 +16,16 @@ from timm.models import adapt_input_conv, load_state_dict
 from torch import Tensor, nn
 
 from models.freeze import classifiers, is_inside, names_in_cfg
+from models.lora_layers import is_adapter
 from models.masked import DECODER
 from models.weights.find import PADDLE, Source, locate, unreadable
+from models.weights.merge import Merged
 from models.weights.paddle_file import EMA_KEYS, WEIGHTS_KEYS, read_pdparams
 from models.weights.paddle_names import convert
 from utils.errors import UserError
 from utils.log import log
+from utils.record.base import LORA, verified_base
+from utils.record.meta import META, Adapters, check_fields, unchecked_meta
 from utils.record.run_folder import CONFIG, run_folder_of
 from utils.record.weight_sets import PLAIN
 
@@ -116,7 +120,21 @@ def _read(file: Path) -> Weights:
     if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
         keys = ", ".join(map(str, list(weights)[:MOST_NAMED])) or "nothing"
         raise UserError(f"Pretrained weights {file}: no tensors under model, state_dict or model_ema; it holds {keys}.")
-    return weights
+    return _merged(weights, file) if any(map(is_adapter, weights)) else weights
+
+
+def _merged(weights: Weights, file: Path) -> Weights:
+    """Weights of a run with adapters (MODEL.LORA), merged."""
+    meta = unchecked_meta(file.parent)
+    if meta.get(LORA) is None:
+        raise UserError(
+            f"Pretrained weights {file}: the file holds adapters, and the {META} beside it, which names the frozen "
+            "weights they belong to, is missing. Name the run's folder."
+        )
+    check_fields(Adapters, meta[LORA], file.with_name(META))
+    base = verified_base(file.parent, meta)
+    log.info("%s: the adapters (MODEL.LORA) are merged into the frozen weights of %s.", file, base)
+    return dict(Merged(load_state_dict(str(base)) | weights, meta[LORA]["factor"]))
 
 
 def _log_if_ema(file: Path) -> None:

@@ -155,6 +155,8 @@ def _list_in_words(entry: dict[str, Any]) -> str:
     item = entry["items"]
     if item["type"] == "array":
         return "list of lists of two numbers"
+    if words := _words(item):
+        return f"list of {either(words)}"
     names = {"integer": "whole numbers", "number": "numbers", "string": "names"}
     return f"list of {names[item['type']]}{_limits(item)}"
 

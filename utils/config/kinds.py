@@ -29,7 +29,7 @@ def _as_tuple(value: Any) -> Any:
     return [value] if isinstance(value, int | float) else value
 
 
-def _as_names(value: Any) -> Any:
+def as_names(value: Any) -> Any:
     """A list of names from one name, or from several separated by commas without brackets."""
     return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
 
@@ -114,7 +114,7 @@ Integers = Annotated[tuple[Positive, ...], BeforeValidator(_as_tuple)]
 Pair = Annotated[tuple[float, float], BeforeValidator(_as_tuple)]
 SizeSteps = tuple[tuple[NonNegative, Positive], ...]
 """Pairs (start, size)"""
-Names = Annotated[tuple[str, ...], BeforeValidator(_as_names)]
+Names = Annotated[tuple[str, ...], BeforeValidator(as_names)]
 OwnName = Annotated[
     str,
     Field(pattern=r"^[A-Za-z_]\w*$"),

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
 from utils.config.fields import Section, setting
-from utils.config.kinds import AUTO, AboveZero, FractionBelowOne, Integers, Names, Positive, PositiveOrAuto, folded
+from utils.config.kinds import (
+    AUTO,
+    AboveZero,
+    FractionBelowOne,
+    Integers,
+    Names,
+    Positive,
+    PositiveOrAuto,
+    as_names,
+    folded,
+)
 from utils.config.rules import TRAINING, excludes, needs, only_with, overridden_by
 from utils.record.weight_sets import AVERAGE, BETTER, PLAIN, WeightSet
 
+_LABELS = "it learns without labels"
 _MASKED = only_with("MODEL.MAE_PRETRAIN")
 
 
@@ -22,7 +33,47 @@ class DecoderConfig(Section):
     NUM_HEADS: Positive = setting(16, "Attention heads.", _MASKED)
 
 
-_LABELS = "it learns without labels"
+LoraTarget = Literal["q", "k", "v", "proj", "fc1", "fc2"]
+LORA_TARGETS = get_args(LoraTarget)
+_LORA = only_with("MODEL.LORA.RANK")
+
+
+class LoraConfig(Section):
+    """LoRA: small trained adapters beside frozen linear layers; see docs/finetuning.md."""
+
+    RANK: Positive | None = setting(
+        None,
+        "Rank of the adapters, such as 8; null: no adapters. All other weights but the classifier are frozen.",
+        needs(
+            "MODEL.PRETRAINED",
+            "MODEL.RESUME!=auto",
+            when=TRAINING,
+            why="adapters change what frozen weights have learned, and random weights have learned nothing",
+            do="name weights with -pretrained, or leave MODEL.LORA out",
+        ),
+        excludes("MODEL.FREEZE", why="LoRA freezes all weights but the classifier itself", do="leave MODEL.FREEZE out"),
+        excludes("MODEL.MAE_PRETRAIN", why=f"{_LABELS}, which changes all weights"),
+        excludes("DIST.STRATEGY=fsdp", why="what it would shard is frozen here", do="use DIST.STRATEGY ddp"),
+        excludes(
+            "TRAIN.OPTIMIZER.NAME=*muon",
+            why="Muon orthogonalises the matrices of blocks, which are frozen here",
+            do="use AdamW",
+        ),
+    )
+    ALPHA: AboveZero | None = setting(
+        None, "What the adapters add is multiplied by ALPHA / RANK; null: ALPHA is RANK.", _LORA
+    )
+    TARGETS: Annotated[tuple[LoraTarget, ...], BeforeValidator(as_names), Field(min_length=1)] = setting(
+        ("q", "v"),
+        "Linear layers with adapters. q, k, v: the queries, keys and values of attention, also within a fused qkv; "
+        "proj: its output; fc1, fc2: the MLP.",
+        _LORA,
+    )
+
+    @property
+    def factor(self) -> float:
+        """What the product of the adapters' matrices is multiplied by."""
+        return 1.0 if self.ALPHA is None or self.RANK is None else self.ALPHA / self.RANK
 
 
 class ModelConfig(Section):
@@ -74,6 +125,7 @@ class ModelConfig(Section):
             do="set MODEL.FREEZE too, for example to backbone, or leave MODEL.UNFREEZE_EPOCH out",
         ),
     )
+    LORA: LoraConfig = Field(default_factory=LoraConfig, description="Adapters of frozen linear layers.")
     MAE_PRETRAIN: bool = setting(
         False,
         "Learn without labels, as a masked autoencoder: most patches are hidden, and the model predicts their pixels; "

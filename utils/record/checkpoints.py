@@ -13,6 +13,7 @@ from typing import Any
 
 from utils.errors import UserError
 from utils.files import read_json, write_atomically
+from utils.record.base import base_file, verified_base
 from utils.record.meta import META, read_meta
 from utils.record.run_folder import CHECKPOINTS
 from utils.record.weight_sets import PLAIN
@@ -130,11 +131,16 @@ def inspect(folder: Path) -> Checkpoint:
         )
     if wrong_size:
         raise UserError(f"{folder}: damaged, {', '.join(wrong_size)} does not have the size that was written.")
+    base_file(folder, meta)
     return Checkpoint(folder, meta)
 
 
 def verify(checkpoint: Checkpoint, only: str | None = None) -> Checkpoint:
-    """Check the hashes of all files, or of the file `only` and its shards: a flipped bit is an error."""
+    """Check the hashes of all files, or of the file `only` and its shards: a flipped bit is an error.
+
+    The frozen weights that adapters need are checked too.
+    """
+    verified_base(checkpoint.folder, checkpoint.meta)
     files = checkpoint.meta["files"]
     for name in files if only is None else files_of(only, files):
         with (checkpoint.folder / name).open("rb") as file:

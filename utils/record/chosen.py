@@ -117,7 +117,9 @@ class Chosen:
             names = ", ".join(unknown)
             raise UserError(f"{self.place}: unknown settings {names}; use the version of vitamp that trained it.")
         base = {key: (value, f"{self.place}") for key, value in own.items()}
-        unset = dict.fromkeys(("MODEL.RESUME", "MODEL.PRETRAINED"), (None, ""))
+        unset = dict.fromkeys(
+            ("MODEL.RESUME", "MODEL.PRETRAINED", "MODEL.LORA.RANK"), (None, "")
+        )  # adapters are merged
         return load_config(None, {**base, **unset, **(flags or {})}, given.words if given else {}).config
 
 

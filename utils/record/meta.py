@@ -96,6 +96,17 @@ class BestState(Fields):
     stale: Count = 0
 
 
+class Adapters(Fields):
+    """Of a checkpoint that leaves out frozen weights (MODEL.LORA)"""
+
+    base: Seal
+    """Of the file with the frozen weights"""
+    factor: float
+    """What the adapters' products are multiplied by"""
+    source: str | None = None
+    """What the frozen weights were made of: MODEL.PRETRAINED"""
+
+
 class Meta(WeightsMeta):
     """meta.json"""
 
@@ -107,6 +118,7 @@ class Meta(WeightsMeta):
     best: BestState | None = None
     batch: Batch
     frozen: list[str] = []
+    lora: Adapters | None = None
     samples: Samples  # pyright: ignore[reportIncompatibleVariableOverride,reportGeneralTypeIssues]
 
     @model_validator(mode="after")

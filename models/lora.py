@@ -1,0 +1,96 @@
+"""LoRA (MODEL.LORA): small trained adapters beside frozen linear layers; https://arxiv.org/abs/2106.09685.
+
+A layer computes W x + factor B A x. Only A and B are trained, whose product has at most rank MODEL.LORA.RANK. B begins
+at zero, so that training begins at the pretrained model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.freeze import BASE, classifiers, is_inside, keep_in_eval
+from models.lora_layers import adapter_name, is_adapter, layers_to_adapt, parts_of
+from utils.config.model import LoraConfig
+from utils.errors import UserError
+from utils.seeding import key
+from utils.text import counted
+
+BATCH_NORM = nn.modules.batchnorm._BatchNorm
+
+
+class Linear(nn.Linear):
+    """A linear layer with adapters. Its class has the name of torch's, by which AMP.FP32_MODULES may match it."""
+
+    parts: tuple[str, ...]
+    """What its rows are, with adapters or without"""
+    factor: float
+
+    def forward(self, input: Tensor) -> Tensor:
+        up, down = factors(self._parameters, "", self.parts, self.weight)
+        return super().forward(input) + F.linear(F.linear(input, down), self.factor * up)
+
+
+def factors(tensors: Mapping[str, Any], layer: str, parts: tuple[str, ...], weight: Tensor) -> tuple[Tensor, Tensor]:
+    """B and A of a whole layer, whose product has the shape of its `weight`. `layer`: how its tensors' names begin."""
+    rows, ups, downs = len(weight) // len(parts), [], []
+    for part in parts:
+        if (down := tensors.get(adapter_name(layer, part, "A"))) is None:
+            ups.append(weight.new_zeros(rows, 0))  # no columns: rows of zeros in the product
+        else:
+            ups.append(tensors[adapter_name(layer, part, "B")])
+            downs.append(down)
+    return (torch.block_diag(*ups), torch.cat(downs)) if len(parts) > 1 else (ups[0], downs[0])
+
+
+def add_adapters(model: nn.Module, lora: LoraConfig, seed: int) -> None:
+    """Freeze all weights but the classifier's, and add adapters to the layers of MODEL.LORA.TARGETS.
+
+    Other than with MODEL.FREEZE, dropout and stochastic depth act in frozen layers too: what they drop depends on
+    adapters. Batch norm keeps its statistics.
+    """
+    heads, rank = classifiers(model), lora.RANK
+    assert rank is not None
+    if not heads:
+        raise UserError(f"MODEL.LORA: {type(model).__name__} does not name its classifier, which LoRA trains too.")
+    layers = layers_to_adapt(model, lora, heads)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(weight.requires_grad and is_inside(name, heads))
+    for name, layer in layers.items():
+        parts, device = parts_of(name), layer.weight.device
+        layer.__class__ = Linear  # in place: its weights keep their names
+        vars(layer).update(parts=parts, factor=lora.factor)
+        for part in (part for part in parts if part in lora.TARGETS):
+            down = torch.empty(rank, layer.in_features, device=device)
+            if not down.is_meta:
+                _initialise(down, key(seed, "lora", name, part))
+            up = torch.zeros(layer.out_features // len(parts), rank, device=device)
+            layer.register_parameter(adapter_name("", part, "A"), nn.Parameter(down))
+            layer.register_parameter(adapter_name("", part, "B"), nn.Parameter(up))
+    vars(model)[BASE] = tuple(name for name, weight in model.named_parameters() if not weight.requires_grad)
+    norms = [name for name, module in model.named_modules() if isinstance(module, BATCH_NORM)]
+    keep_in_eval(model, [name for name in norms if not is_inside(name, heads)])
+
+
+def _initialise(down: Tensor, seed: int) -> None:
+    """Uniform, as in the authors' code. The numbers depend on no device, process, or other layer."""
+    numbers = torch.rand(down.shape, generator=torch.Generator().manual_seed(seed >> 1))
+    down.copy_((2 * numbers - 1) / math.sqrt(down.shape[1]))
+
+
+def describe_lora(model: nn.Module, lora: LoraConfig) -> str:
+    """Rank, targets and trained parameters, for the banner."""
+    alpha = lora.RANK if lora.ALPHA is None else lora.ALPHA
+    layers = sum(isinstance(module, Linear) for module in model.modules())
+    own = sum(weight.numel() for name, weight in model.named_parameters() if is_adapter(name))
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    total = sum(weight.numel() for weight in model.parameters())
+    return (
+        f"LoRA of rank {lora.RANK}, alpha {alpha:g}, on {', '.join(lora.TARGETS)} in "
+        f"{counted(layers, 'layer')} ({own:,} parameters) and the classifier: {trained:,} of {total:,} parameters"
+    )

@@ -8,6 +8,7 @@ from typing import Any
 from datasets.base import Stored
 from engine.measure.stage_times import BACKWARD, COPY, DATA, FORWARD, OPTIMISER, OTHER, TEACHER, StageTimes
 from utils.distributed.world import World, all_gather
+from utils.program import as_started_here
 from utils.text import counted
 
 MIN_UPDATES = 10
@@ -105,7 +106,7 @@ def find_bottleneck(tally: Tally, setting: Setting, waited: list[float] | None =
         text = _otherwise_bound(bound, percents[bound], device)
     computed = stages[FORWARD] + stages[BACKWARD] + stages.get(TEACHER, 0.0) if stages else 100 - longest
     shares = stages or {"computing": 100 - longest, "waiting for data": longest}
-    return Bottleneck(bound, percents.get(bound, computed), rate, could_take, text, shares)
+    return Bottleneck(bound, percents.get(bound, computed), rate, could_take, as_started_here(text), shares)
 
 
 def shown_rate(images_per_second: float) -> str:

@@ -135,7 +135,10 @@ def test_what_cannot_be_loaded_names_the_way_on(copied: Path, tmp_path: Path) ->
     change(copied, timm=None)
     export = f"python scripts/export.py {copied}"
     assert error().endswith(f"Export it, and load the file: {export} -to safetensors -out model.safetensors")
-    change(copied, own_code=[{"file": "small.py"}])
+    change(copied, lora={"factor": 1.0}, timm=meta["timm"])
+    assert "adapters alone" in error()
+    assert f"{export} -to safetensors" in error()
+    change(copied, lora=None, timm=None, own_code=[{"file": "small.py"}])
     assert f"{export} -trust -to torch -out model.pt2" in error()
     change(copied, settings=meta["settings"] | {"MODEL.MAE_PRETRAIN": True})
     assert "learned without labels" in error()

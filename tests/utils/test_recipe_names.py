@@ -44,7 +44,7 @@ def test_unknown_names_are_refused_with_the_closest(tmp_path: Path, monkeypatch:
     assert said.startswith(
         "-cfg vit_bas_patch16_224: no such file, and no recipe of this name. Did you mean vit_base_p"
     )
-    assert said.endswith(f"The recipes are in {ROOT / 'configs'}; docs/recipes.md describes them.")
+    assert said.endswith(f"The recipes are in {ROOT / 'configs'}; {ROOT / 'docs/recipes.md'} describes them.")
     assert "Did you mean" not in error_of("qqq").replace(str(ROOT), "")
     assert error_of("_finetune").startswith("-cfg _finetune: no such file"), "a part of others"
     for path in ("vit_digits.yaml", "configs/vit_digits.yaml"):

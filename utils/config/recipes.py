@@ -40,7 +40,7 @@ def shipped() -> dict[str, Path]:
 
 
 def _folder_in_words() -> str:
-    return f"The recipes are in {_as_seen(FOLDER)}; docs/recipes.md describes them."
+    return f"The recipes are in {_as_seen(FOLDER)}; {_as_seen(ROOT / 'docs/recipes.md')} describes them."
 
 
 def _as_seen(path: Path) -> Path:

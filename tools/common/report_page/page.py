@@ -18,6 +18,7 @@ from tools.common.report_page.opening import opening_of
 from tools.common.report_page.runs import NOTHING, Run, differing_settings, read_runs, summary
 from utils.files import write_atomically
 from utils.log import log
+from utils.program import as_started_here
 from utils.record.tasks import TASKS
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ def _common_folder(runs: Sequence[Run]) -> Path:
 def _page(runs: Sequence[Run], verdict: str | None, evaluations: Sequence[Evaluation | str]) -> str:
     here = Path(__file__).parent / "templates"
     pages = Environment(loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    pages.filters["as_started_here"] = as_started_here
     headlines = [
         None if isinstance(found, str) else found.headline(run.deciding)
         for run, found in zip(runs, evaluations, strict=False)

@@ -80,8 +80,6 @@ def _build(about: Mapping[str, Any], path: Path) -> nn.Module:
     settings, call = about.get("settings", {}), about.get("timm")
     if settings.get("MODEL.MAE_PRETRAIN"):
         raise ValueError(f"{path}: this model learned without labels and has no classes; fine-tune it first.")
-    if about.get("lora") is not None:
-        raise ValueError(f"{path}: the checkpoint holds adapters alone, which an export merges. {_export(path)}")
     if call is None or not timm.is_model(call["name"]):
         if about.get("own_code"):
             raise ValueError(

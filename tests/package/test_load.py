@@ -24,7 +24,7 @@ from datasets.given import open_given
 from engine.checkpoint.described import input_of
 from engine.inputs.normalize import Inputs
 from engine.saved.trained import load_trained
-from tests.program import write_meta
+from tests.program import train_tiny, write_meta
 from tools.checkpoint import command as checkpoint
 from tools.export import command as export
 from utils.config.data import DataConfig
@@ -105,6 +105,16 @@ def test_files_of_weights_are_loaded(digits_run: Path, image: Path, tmp_path: Pa
         vitamp.load(stripped, "model")
 
 
+def test_adapters_are_merged(digits_run: Path, image: Path, tmp_path: Path) -> None:
+    run = train_tiny(tmp_path, "-pretrained", digits_run, "MODEL.LORA.RANK=2", "TRAIN.BASE_LR=0.01")
+    found = loaded(run, image)
+    assert torch.allclose(found, in_program(run, image), rtol=0, atol=1e-6)
+    assert not torch.allclose(found, loaded(digits_run, image), atol=1e-3)
+    (run / "checkpoints" / "base.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="needs the frozen weights of its run"):
+        vitamp.load(run)
+
+
 def test_shards_are_joined_and_calibrations_found(digits_run: Path, image: Path, tmp_path: Path) -> None:
     run = shutil.copytree(digits_run, tmp_path / "run")
     origin = origin_of(vitamp.load(run, "model")[0])
@@ -135,10 +145,7 @@ def test_what_cannot_be_loaded_names_the_way_on(copied: Path, tmp_path: Path) ->
     change(copied, timm=None)
     export = f"python scripts/export.py {copied}"
     assert error().endswith(f"Export it, and load the file: {export} -to safetensors -out model.safetensors")
-    change(copied, lora={"factor": 1.0}, timm=meta["timm"])
-    assert "adapters alone" in error()
-    assert f"{export} -to safetensors" in error()
-    change(copied, lora=None, timm=None, own_code=[{"file": "small.py"}])
+    change(copied, own_code=[{"file": "small.py"}])
     assert f"{export} -trust -to torch -out model.pt2" in error()
     change(copied, settings=meta["settings"] | {"MODEL.MAE_PRETRAIN": True})
     assert "learned without labels" in error()

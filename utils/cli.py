@@ -21,7 +21,7 @@ from utils.config.keys import default_of, settings, suggest
 from utils.errors import EXIT_DONE, UserError, either, nearest
 from utils.flags import BY_NAME, FLAGS, IGNORED, Action, Flag, Positional
 from utils.precisions import AMP_WORDS, amp_settings_of
-from utils.program import INSTALLED, as_started_here, version
+from utils.program import INSTALLED, help_here, version
 
 __all__ = ["BY_NAME", "FLAG", "FLAGS", "WORD", "CommandLine", "Flag", "Parser", "parse", "usage"]
 
@@ -72,8 +72,8 @@ class Parser(argparse.ArgumentParser):
         usage += ["[-flag value ...]", *["[KEY=VALUE ...]"] * settings]
         super().__init__(
             program,
-            as_started_here(" ".join(usage)).replace("%", "%%"),
-            as_started_here(about) if about else about,
+            help_here(" ".join(usage)).replace("%", "%%"),
+            help_here(about) if about else about,
             end,
             add_help=False,
             allow_abbrev=False,
@@ -159,7 +159,7 @@ def help_text(flag: Flag) -> str:
     default = flag.default_text or flag.default
     if default is None and flag.keys and flag.keys[0] in settings():
         default = default_of(flag.keys[0])
-    about = as_started_here(flag.about)
+    about = help_here(flag.about)
     return about if default is None or isinstance(default, bool) else f"{about} (default: {default})"
 
 

@@ -38,6 +38,16 @@ def as_started_here(text: str, installed: bool = INSTALLED) -> str:
     return _RECIPE.sub(r"\1", _SCRIPT.sub(_subcommand, text)) if installed else text
 
 
+def help_here(text: str, installed: bool = INSTALLED) -> str:
+    """The same for -h, which names scripts without their folder too. Log lines may mean a file of the user's own."""
+    text = re.sub(r"(?<![\w/.-])(?=(\w+)\.py\b)", _with_folder, text) if installed else text
+    return as_started_here(text, installed)
+
+
+def _with_folder(before: re.Match[str]) -> str:
+    return "scripts/" if before[1] in _tools() else ""
+
+
 def as_typed(argv: Sequence[str]) -> str:
     """The command that started this process, from its sys.argv."""
     script = Path(argv[0]).stem

@@ -24,6 +24,7 @@ SETS = {"model": "", "ema": "ema_"}
 """Sets of weights -> prefix of their metrics. Their files are NAME.safetensors."""
 INSTALLED = (Path(__file__).parent / "program").is_dir()
 EXPORT = "vitamp export" if INSTALLED else "python scripts/export.py"
+TRAIN = "vitamp train" if INSTALLED else "python main_single_gpu.py"
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,10 @@ def _build(about: Mapping[str, Any], path: Path) -> nn.Module:
     """timm's model, without pretrained weights. The caller's random numbers stay as they are."""
     settings, call = about.get("settings", {}), about.get("timm")
     if settings.get("MODEL.MAE_PRETRAIN"):
-        raise ValueError(f"{path}: this model learned without labels and has no classes; fine-tune it first.")
+        raise ValueError(
+            f"{path}: this model learned without labels and has no classes. Fine-tune it first: {TRAIN} -cfg "
+            f"RECIPE.yaml -data_path LABELLED_IMAGES -pretrained {path}"
+        )
     if call is None or not timm.is_model(call["name"]):
         if about.get("own_code"):
             raise ValueError(

@@ -10,7 +10,7 @@ import pytest
 from tests.program import ROOT
 from utils.distributed import again
 from utils.distributed.world import ALONE
-from utils.program import as_started_here, version
+from utils.program import as_started_here, help_here, version
 
 SCRIPTS = sorted(file.stem for file in (ROOT / "scripts").glob("*.py"))
 
@@ -70,6 +70,14 @@ def test_commands_take_the_flags_of_their_scripts() -> None:
 def test_texts_name_the_commands_of_an_installed_program(text: str, installed: str | None) -> None:
     assert as_started_here(text) == text
     assert as_started_here(text, installed=True) == (installed or text)
+
+
+def test_help_names_the_commands_of_an_installed_program() -> None:
+    text = "-use FILE.py,mine.py: python scripts/report.py RUN, that evaluate.py -calibrate fitted"
+    assert help_here(text) == text
+    assert help_here(text, installed=True) == (
+        "-use FILE.py,mine.py: vitamp report RUN, that vitamp evaluate -calibrate fitted"
+    )
 
 
 def test_next_commands_are_those_of_an_installed_program(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,6 +149,7 @@ def test_what_cannot_be_loaded_names_the_way_on(copied: Path, tmp_path: Path) ->
     assert f"{export} -trust -to torch -out model.pt2" in error()
     change(copied, settings=meta["settings"] | {"MODEL.MAE_PRETRAIN": True})
     assert "learned without labels" in error()
+    assert error().endswith(f"-pretrained {copied}")
     wider = {"name": meta["timm"]["name"], "arguments": meta["timm"]["arguments"] | {"embed_dim": 32}}
     change(copied, timm=wider, settings=meta["settings"])
     assert "do not fit timm's plain model" in error()

@@ -25,7 +25,7 @@ from utils.gpus import limit_visible_gpus
 from utils.log import log, start_log
 from utils.own.trust import allow
 from utils.parent import die_with_starting_tool
-from utils.program import as_started_here
+from utils.program import help_here
 from utils.record.run_folder import is_of_user
 from utils.record.tasks import ONE_LABEL
 from utils.record.weight_sets import BETTER, CHOICES, CHOICES_IN_WORDS
@@ -300,7 +300,7 @@ def first_word(argv: Sequence[str], tool: str, about: str | None, known: Mapping
 
 def about_tool(about: str | None, tool: str) -> str:
     """Format a tool's docstring for -h: wrapped to the terminal's width, followed by the page of the docs."""
-    parts = as_started_here(about or "").strip("\n").split("\n\n")
+    parts = help_here(about or "").strip("\n").split("\n\n")
     page = PAGES.get(tool)
     if page and page not in (about or ""):
         parts.append(f"More: {page}.")

@@ -14,7 +14,8 @@ from engine.amp.precision import Precision
 from engine.machine.late_compiler import uncompiled
 from engine.machine.memory import IN_VALIDATION, is_out_of_memory
 from engine.setup import Ready
-from engine.task.base import Metrics, Task
+from engine.task import Task, tally_of
+from engine.task.base import Metrics
 from utils.distributed.world import World
 from utils.record.tasks import KNN
 
@@ -34,7 +35,7 @@ def evaluate(
 
     `between` is called before each batch, and may raise to end the validation.
     """
-    tally = task.tally(samples, precision.device)
+    tally = tally_of(task, samples, precision.device)
     training = model.training
     model.eval()
     try:

@@ -37,7 +37,7 @@ from utils.errors import EXIT_DONE, TrainingError, UserError
 from utils.log import brief_terminal, log, print_on_terminal
 from utils.record.checkpoints import Checkpoint
 from utils.record.resumed_run import resumed_run
-from utils.record.tasks import METRICS
+from utils.record.tasks import metric_named
 from utils.terminal import DETAIL
 from utils.text import counted
 
@@ -201,7 +201,7 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, peak: Peak | None, lists: 
     if broken := ready.train_loader.broken.summary():
         log.warning(broken)
     commands = next_commands(run, trainer.position, folder, trainer.paused)
-    by, figure = METRICS[trainer.best.by], trainer.best.figure
+    by, figure = metric_named(trainer.best.by), trainer.best.figure
     context = in_context(by, figure, len(ready.val_set), largest_class(ready)) if world.first else ""
     if world.first:
         if context:

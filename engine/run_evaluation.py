@@ -20,7 +20,7 @@ from engine.setup import Ready, build_for_evaluation
 from engine.task.base import Metrics
 from utils.distributed.world import on_every_rank
 from utils.log import log
-from utils.record.tasks import METRICS
+from utils.record.tasks import metric_named
 from utils.record.weight_sets import PLAIN, SETS, WeightSet, best_set
 
 
@@ -69,12 +69,12 @@ def evaluate_only(given: Run, dry: bool) -> None:
 def _compared(metrics: dict[WeightSet, Metrics], by: str) -> tuple[dict[WeightSet, float], WeightSet]:
     """The metric `by` of all weights, and the better weights."""
     values = {which: means.value(by) for which, means in metrics.items()}
-    return values, best_set(values, METRICS[by]) or PLAIN
+    return values, best_set(values, metric_named(by)) or PLAIN
 
 
 def _in_context(metrics: dict[WeightSet, Metrics], by: str, ready: Ready) -> str:
     values, better = _compared(metrics, by)
-    return in_context(METRICS[by], values[better], len(ready.val_set), largest_class(ready))
+    return in_context(metric_named(by), values[better], len(ready.val_set), largest_class(ready))
 
 
 def _in_words(metrics: dict[WeightSet, Metrics], by: str) -> str:

@@ -1,7 +1,7 @@
 """vitamp for other Python code: `load` returns a trained model, as timm builds it, and the transform of its images.
 
-`loss`, `model`, `augmentation` and `dataset` are for files that -use names (docs/own_code.md). The program itself
-is started by the command `vitamp`, or by the scripts of a clone; nothing of it is imported here.
+`loss`, `model`, `augmentation`, `dataset` and `metric` are for files that -use names (docs/own_code.md). The program
+itself is started by the command `vitamp`, or by the scripts of a clone; nothing of it is imported here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor, nn
 
-__all__ = ["augmentation", "dataset", "load", "loss", "model"]
+__all__ = ["augmentation", "dataset", "load", "loss", "metric", "model"]
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
@@ -50,6 +50,11 @@ def augmentation(call: Call) -> Call:
 def dataset(call: Call) -> Call:
     """Register a data set for DATA.DATASET: a function (split, ...) -> images, labels, names of the classes."""
     return _registered("dataset", call)
+
+
+def metric(call: Call) -> Call:
+    """Register a metric for VALIDATE_METRICS: (probabilities, labels, ...) -> number, the higher the better."""
+    return _registered("metric", call)
 
 
 def _registered(kind: str, call: Call) -> Call:

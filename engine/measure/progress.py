@@ -10,7 +10,7 @@ from typing import Any
 from engine.task.base import Metrics
 from utils.config import Config
 from utils.log import log
-from utils.record.tasks import METRICS, ONE_LABEL
+from utils.record.tasks import ONE_LABEL, metric_named
 from utils.record.weight_sets import PLAIN, WeightSet, best_set, set_of
 
 
@@ -55,13 +55,13 @@ class Best:
     def is_beaten_by(self, figure: float) -> bool:
         if self.figure is None:
             return math.isfinite(figure)
-        return figure > self.figure if METRICS[self.by].higher else figure < self.figure
+        return figure > self.figure if metric_named(self.by).higher else figure < self.figure
 
     def words(self) -> str:
         if self.figure is None:
             return "no validation yet"
         which, by = set_of(self.kind)
-        metric = METRICS[by]
+        metric = metric_named(by)
         return f"{which.marked(metric.words)} {metric.number(self.figure)} (epoch {self.epoch})"
 
     def record(self) -> dict[str, Any] | None:
@@ -74,7 +74,7 @@ class Best:
 def best_of_validation(figures: Mapping[WeightSet, Metrics], by: str, position: Position) -> Best:
     """The best weights of one validation."""
     values = {which: means.value(by) for which, means in figures.items()}
-    which = best_set(values, METRICS[by]) or PLAIN
+    which = best_set(values, metric_named(by)) or PLAIN
     return Best(values[which], f"{which.prefix}{by}", position.update, position.epoch)
 
 

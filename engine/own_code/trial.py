@@ -1,4 +1,4 @@
-"""Tries the user's own loss, augmentations and model once before training, so that their errors cost nothing."""
+"""Tries the user's own loss, augmentations, metrics and model before training, so that their errors cost nothing."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from torch import Tensor
 
 from datasets.transforms.own import OwnChange
 from engine.task import task_of
+from engine.task.own import measured
 from utils.config import Config
 from utils.errors import UserError
 from utils.own.execute import OwnCodeError, own_lines
 from utils.own.registry import own_named
 
 SAMPLES = 4
+FOR_METRICS, MOST_FOR_METRICS = 64, 2048
+"""Fewest and most images on which metrics are tried"""
 
 
 def try_own_code(config: Config) -> None:
@@ -31,6 +34,8 @@ def try_own_code(config: Config) -> None:
                 _try_augmentation(name, config)
             if own_named("model", config.MODEL.NAME) and not config.MODEL.MAE_PRETRAIN:
                 _try_model(config)
+            if config.VALIDATE_METRICS:
+                _try_metrics(config)
         except OwnCodeError as error:
             raise UserError(str(error)) from None
         except UserError:
@@ -85,6 +90,15 @@ def _try_model(config: Config) -> None:
             f"{_file('model', name)}: model {name} returned {shape} for {SAMPLES} images of {size} x {size} x "
             f"{channels}; it must return logits of {SAMPLES} x {classes} (MODEL.NUM_CLASSES)."
         )
+
+
+def _try_metrics(config: Config) -> None:
+    """On random probabilities and labels, among which are all classes unless there are very many."""
+    task = task_of(config)
+    images = min(max(FOR_METRICS, 2 * task.classes), MOST_FOR_METRICS)
+    labels = task.example(images, torch.device("cpu"))
+    labels = torch.arange(images) % task.classes if labels.ndim == 1 else labels.long()
+    measured(config.VALIDATE_METRICS, task.probabilities(torch.randn(images, task.classes)), labels)
 
 
 def _file(kind: str, name: str) -> str:

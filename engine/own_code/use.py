@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,17 @@ from utils.log import log
 from utils.own.execute import execute, executed, read
 from utils.own.registry import KINDS, bind, names_of, registered
 from utils.own.trust import allowed
+from utils.record.history import NO_METRICS
 from utils.record.own_code import FIELD, Noted, copy_of, noted_by_run, noted_of
 from utils.record.resumed_run import resumed_run
 from utils.record.run_folder import run_folder_of
+from utils.record.tasks import METRICS
+from utils.record.weight_sets import set_of
 
 IN_TOOLS = ("model", "dataset")
 """What a trained model needs; the others are of training alone."""
+IN_VALIDATION = (*IN_TOOLS, "metric")
+"""What -eval needs"""
 
 
 def use_own_code(config: Config, given: bool, trust: bool = False) -> None:
@@ -35,7 +40,7 @@ def use_own_code(config: Config, given: bool, trust: bool = False) -> None:
             log.info("Own code: %s", Noted(**one.as_noted()).words())
         _bind(config, tuple(KINDS))
     else:
-        use_of_weights(noted, config, run, IN_TOOLS if config.EVAL else tuple(KINDS))
+        use_of_weights(noted, config, run, IN_VALIDATION if config.EVAL else tuple(KINDS))
 
 
 def use_of_weights(noted: Sequence[Noted], config: Config, run: Path | None, kinds: Sequence[str] = IN_TOOLS) -> None:
@@ -56,9 +61,16 @@ def use_of_weights(noted: Sequence[Noted], config: Config, run: Path | None, kin
     _bind(config, kinds)
 
 
-def use_of_meta(meta: Mapping[str, Any], config: Config, place: Path) -> None:
+def use_of_meta(meta: Mapping[str, Any], config: Config, place: Path, kinds: Sequence[str] = IN_TOOLS) -> None:
     """For tools: what the weights at `place` need."""
-    use_of_weights(noted_of(meta.get(FIELD), place), config, run_folder_of(place))
+    use_of_weights(noted_of(meta.get(FIELD), place), config, run_folder_of(place), kinds)
+
+
+def may_execute(meta: Mapping[str, Any], place: Path, names: Collection[str]) -> bool:
+    """Whether the command line allows to execute the files that register these names, by what is noted at `place`."""
+    own = {read(path)[1] for path in allowed.files}
+    needed = [one for one in noted_of(meta.get(FIELD), place) if not one.registers.keys().isdisjoint(names)]
+    return allowed.trust or all(one.sha256 in own for one in needed)
 
 
 def _place(run: Path | None, noted: Noted) -> str:
@@ -69,7 +81,8 @@ def _place(run: Path | None, noted: Noted) -> str:
 
 
 def _used(config: Config) -> set[str]:
-    return {config.TRAIN.LOSS, config.MODEL.NAME.strip(), config.DATA.DATASET, *config.TRAIN.AUGMENT}
+    single = {config.TRAIN.LOSS, config.MODEL.NAME.strip(), config.DATA.DATASET}
+    return single.union(config.TRAIN.AUGMENT, config.VALIDATE_METRICS)
 
 
 def _warn_of_changes(paths: Sequence[Path], noted: Sequence[Noted]) -> None:
@@ -90,6 +103,8 @@ def _bind(config: Config, kinds: Sequence[str]) -> None:
         raise UserError(f"-use {registered[losses[0]].file}: TRAIN.LOSS has a loss {losses[0]} already; rename yours.")
     if sets := [name for name in names_of("dataset") if name in datasets.names()]:
         raise UserError(f"-use {registered[sets[0]].file}: there is a data set {sets[0]} already; rename yours.")
+    if taken := [name for name in names_of("metric") if _is_taken(name)]:
+        raise UserError(f"-use {registered[taken[0]].file}: validation has a metric {taken[0]} already; rename yours.")
     if names_of("model"):
         from models.own import offer_models
 
@@ -98,8 +113,15 @@ def _bind(config: Config, kinds: Sequence[str]) -> None:
         _check_name("loss", config.TRAIN.LOSS, choices("TRAIN.LOSS"))
     for name in config.TRAIN.AUGMENT if "augmentation" in kinds else ():
         _check_name("augmentation", name)
+    for name in config.VALIDATE_METRICS if "metric" in kinds else ():
+        _check_name("metric", name)
     for note in bind(config.USE_SETTINGS, _used(config), all_files=len(kinds) == len(KINDS)):
         log.warning("%s.", note)
+
+
+def _is_taken(name: str) -> bool:
+    """Whether lines of metrics.jsonl have a field of this name already, or one that reads as it."""
+    return name in METRICS or name in NO_METRICS or set_of(name)[1] != name
 
 
 def _check_name(kind: str, name: str, built_in: Sequence[str] = ()) -> None:

@@ -12,7 +12,7 @@ from utils.config import Config
 from utils.files import write_atomically
 from utils.log import log
 from utils.record.history import History, Points
-from utils.record.tasks import LOSS, METRICS, TOP1, Metric
+from utils.record.tasks import LOSS, TOP1, Metric, metric_named
 from utils.record.weight_sets import SETS
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Curves:
         began = perf_counter()
         if force or self._took <= TIME_FRACTION * (began - self._drawn):
             try:
-                draw_curves(self._folder, title, METRICS[self._by])
+                draw_curves(self._folder, title, metric_named(self._by))
             except Exception as error:  # of matplotlib or its fonts: no picture is worth a run
                 _warn_once(self._folder / "curves.png", f"drawn ({type(error).__name__}: {error})")
             self._drawn = perf_counter()
@@ -78,7 +78,7 @@ def draw_curves(folder: Path, title: str, by: Metric = TOP1) -> Path | None:
     _finish(loss, history, "loss")
     _train_and_validation(accuracy, history, history.task.best.name, by)
     # The metric of SAVE_BEST_BY, for which the best validation is marked, and those that the run asks for.
-    beside = {metric for metric in (by, *history.task.metrics) if metric is by or metric.beside}
+    beside = {metric for metric in (by, *history.metrics) if metric is by or metric.beside}
     for metric, colour in zip(sorted(beside - {LOSS, history.task.best}), BESIDE, strict=False):
         _curve(accuracy, history.points("val", metric.name), f"validation, {metric.words}", color=colour)
     _finish(accuracy, history, history.task.axis)

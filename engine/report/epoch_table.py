@@ -11,7 +11,7 @@ from engine.measure.bottleneck import shown_rate
 from engine.measure.progress import clock
 from engine.task.base import Metrics
 from utils.config import Config
-from utils.record.tasks import KNN, LOSS, MACRO_F1, METRICS, TOP5, Metric
+from utils.record.tasks import KNN, LOSS, MACRO_F1, TOP5, Metric, metric_named
 from utils.record.weight_sets import AVERAGE, PLAIN, WeightSet
 from utils.terminal import Looks
 
@@ -101,12 +101,12 @@ class EpochTable:
 def _shown_metrics(config: Config) -> dict[tuple[WeightSet, Metric], int]:
     """Validation metrics of the table, with the ranks of their columns."""
     main = config.task.best
-    by = METRICS[config.SAVE_BEST_BY]
+    by = metric_named(config.SAVE_BEST_BY)
     shown = {(PLAIN, main): 1}
     if by not in (main, LOSS):
         shown[PLAIN, by] = 2
-    if config.measures_knn:
-        shown[PLAIN, KNN] = 2
+    for metric in (KNN,) * config.measures_knn + tuple(map(metric_named, config.VALIDATE_METRICS)):
+        shown[PLAIN, metric] = 2
     if config.TRAIN.MODEL_EMA:
         shown[AVERAGE, main if by == LOSS else by] = 2
     if TOP5 in config.task.metrics and by != TOP5 and (config.MODEL.NUM_CLASSES or 0) > 10:

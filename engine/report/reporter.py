@@ -217,7 +217,7 @@ def _fleet_line(position: Position, reading: Reading) -> str:
 
 def _more(means: Metrics) -> str:
     """What follows the task's own metrics in a line of log."""
-    return "".join(f", {tasks.METRICS[name].words}: {value:.4f}" for name, value in means.more.items())
+    return "".join(f", {tasks.metric_named(name).words}: {value:.4f}" for name, value in means.more.items())
 
 
 def _perf(seconds: float, verdict: Bottleneck | None) -> dict[str, Any]:

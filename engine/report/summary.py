@@ -9,7 +9,7 @@ from engine.measure.bottleneck import Tally, shown_rate
 from engine.measure.progress import Best, clock
 from engine.task.base import Metrics
 from utils.config import Config
-from utils.record.tasks import LOSS, METRICS
+from utils.record.tasks import LOSS, metric_named
 from utils.record.weight_sets import PLAIN, WeightSet
 from utils.terminal import Looks, terminal_width
 
@@ -31,7 +31,7 @@ def summary(
     looks: Looks,
 ) -> str:
     """`context`: how far to trust the best metric. `last`: of the last validation. `tally`: of the training here."""
-    by = {metric.name: metric for metric in (METRICS[best.by], config.task.best, LOSS)}
+    by = {metric.name: metric for metric in (metric_named(best.by), config.task.best, LOSS)}
     metrics = [
         f"{which.marked(metric.words)} {metric.number(means.value(metric.name))}"
         for which, means in last.items()

@@ -78,6 +78,8 @@ class Task(ABC):
     fewest_classes: ClassVar[int] = 1
     """With fewer there is nothing to learn."""
     classes: int
+    own_metrics: tuple[str, ...] = field(default=(), kw_only=True)
+    """Metrics of the user's own that validation computes too"""
 
     def words(self) -> str:
         """For the banner."""
@@ -112,6 +114,10 @@ class Task(ABC):
 
     def averaged(self, outputs: Sequence[Tensor]) -> Tensor:
         """Logits of the mean probabilities of several logits."""
+        raise NotImplementedError("without labels there are no probabilities")
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Of the classes, for metrics of the user's own."""
         raise NotImplementedError("without labels there are no probabilities")
 
     @abstractmethod

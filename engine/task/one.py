@@ -78,6 +78,9 @@ class OneLabel(Task):
     def averaged(self, outputs: Sequence[Tensor]) -> Tensor:
         return torch.stack([logits.log_softmax(-1) for logits in outputs]).logsumexp(0) - math.log(len(outputs))
 
+    def probabilities(self, logits: Tensor) -> Tensor:
+        return _of_one_classifier(logits).softmax(-1)
+
     def tally(self, samples: int, device: torch.device) -> Tally:
         return _Accuracy(samples, self.classes, device)
 
@@ -121,10 +124,12 @@ def correct(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _hits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of a sample's top 5 predictions is its label, at most one of them, and the first prediction.
-
-    Two classifiers are averaged.
-    """
-    logits = logits.mean(1) if logits.ndim == 3 else logits
+    """Which of a sample's top 5 predictions is its label, at most one of them, and the first prediction."""
+    logits = _of_one_classifier(logits)
     guesses = logits.topk(min(5, logits.shape[-1]), dim=-1).indices
     return guesses == labels.unsqueeze(-1), guesses[:, 0]
+
+
+def _of_one_classifier(logits: Tensor) -> Tensor:
+    """Two classifiers are averaged."""
+    return logits.mean(1) if logits.ndim == 3 else logits

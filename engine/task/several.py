@@ -12,15 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from datasets import Batch, ImageDataset
-from engine.task.base import Metrics, Tally, Task, check_count
+from engine.task.base import Metrics, Tally, Task
+from engine.task.gathered import Gathered
 from engine.task.losses import BinaryCrossEntropy, own_loss
 from engine.task.ranking import describe_untuned, scores_of
 from utils.config.train import TrainConfig
-from utils.distributed.world import World, broadcast, sum_over_ranks
+from utils.distributed.world import World, broadcast
 from utils.record.tasks import SEVERAL_LABELS
-
-BYTES_AT_ONCE = 64 * 2**20
-"""Most memory of a device that gathering the scores takes."""
 
 
 @dataclass(frozen=True)
@@ -100,51 +98,30 @@ class SeveralLabels(Task):
         # log p - log (1 - p), of the mean p; the number of outputs cancels out
         return F.logsigmoid(logits).logsumexp(0) - F.logsigmoid(-logits).logsumexp(0)
 
+    def probabilities(self, logits: Tensor) -> Tensor:
+        return logits.sigmoid()
+
     def tally(self, samples: int, device: torch.device) -> Tally:
         return _ScoreTable(samples, self, device)
 
 
 class _ScoreTable(Tally):
-    """Logits and labels of every sample: each rank keeps its own in host memory, and rank 0 gets all at the end."""
+    """Logits and labels of every sample."""
 
     def __init__(self, samples: int, task: SeveralLabels, device: torch.device) -> None:
-        self._samples, self._classes, self._device = samples, task.classes, device
-        self._threshold_images = task.threshold_images
-        self._width = 2 * task.classes + 1  # the last column counts how often a sample was seen
-        self._indices: list[Tensor] = []
-        self._rows: list[Tensor] = []
+        self._classes, self._threshold_images = task.classes, task.threshold_images
+        self._table = Gathered(samples, device)
 
     def add(self, logits: Tensor, batch: Batch) -> None:
-        rows, indices = (
-            torch.cat((logits, batch.labels, torch.ones_like(logits[:, :1])), dim=1).cpu(),
-            batch.indices.cpu(),
-        )
-        real = indices >= 0  # False for samples that only pad the batch
-        self._rows.append(rows[real])
-        self._indices.append(indices[real])
+        self._table.add(torch.cat((logits, batch.labels), dim=1), batch.indices)
 
     def metrics(self, world: World) -> LabelMetrics:
-        rows = self._on_rank_0(world)
-        check_count(broadcast(int((rows[:, -1] == 1).sum()), world), self._samples)
+        rows = self._table.on_rank_0(world)
         # One rank computes, so that the last digits are the same on all and they agree on the best validation.
         return LabelMetrics(**broadcast(self._computed(rows) if world.first else None, world))
 
-    def _on_rank_0(self, world: World) -> Tensor:
-        """All rows, in the order of the split. Ranks add up their rows, and zeros for others', a few rows at a time."""
-        indices, rows = torch.cat(self._indices), torch.cat(self._rows)
-        table = torch.zeros(self._samples if world.first else 0, self._width)
-        at_once = max(1, BYTES_AT_ONCE // (4 * self._width))
-        for first in range(0, self._samples, at_once):
-            last = min(first + at_once, self._samples)
-            own = (indices >= first) & (indices < last)
-            some = torch.zeros(last - first, self._width).index_add_(0, indices[own] - first, rows[own])
-            some = sum_over_ranks(some.to(self._device), world)
-            if world.first:
-                table[first:last] = some.cpu()
-        return table
-
     def _computed(self, rows: Tensor) -> dict[str, Any]:
-        logits, labels = rows[:, : self._classes].double(), rows[:, self._classes : -1].double()
+        logits, labels = rows[:, : self._classes].double(), rows[:, self._classes :].double()
         found = scores_of(logits.sigmoid().numpy(), labels.numpy() > 0, self._threshold_images)._asdict()
         del found["average_precision"], found["aurocs"]
         thresholds = tuple(found.pop("thresholds").tolist())

@@ -82,7 +82,7 @@ IN_STATE: list[tuple[str, Any, str]] = [
     ("skips blamed", [], "skips.blamed: "),
     ("position epoch", 0, "position.epoch: "),
     ("position step", GONE, "position.step is missing"),
-    ("best", {"kind": "acc2"}, "best.kind: "),
+    ("best", {"kind": "top-1"}, "best.kind: "),
     ("best figure", "90", "best.figure: "),
     ("meters epoch", [0.0], "meters.epoch: "),
     ("meters skipped", GONE, "meters.skipped is missing"),

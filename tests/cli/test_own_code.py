@@ -13,19 +13,28 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from sklearn.metrics import cohen_kappa_score
 from torch.nn import functional as F
 
 from datasets.transforms.own import OwnChange
+from engine.saved.predictions import validation_predictions
+from engine.saved.trained import load_trained
 from engine.task.one import OneLabel
 from tests.documents import blocks
-from tests.program import Result
-from utils.config import TrainConfig
+from tests.program import Result, metrics
+from tools.common.comparison.judged import judged_by
+from tools.common.comparison.metrics import metrics_of
+from utils.config import TrainConfig, config_of_run
 from utils.own import registry
 from utils.own.execute import execute, executed
 from utils.record.run_folder import read_about
 
 Vitamp = Callable[..., Result]
-SETTINGS = ("USE_SETTINGS=focal.gamma=1.5,Small.width=8,square.size=5,stripes.count=16", "TRAIN.WARMUP_EPOCHS=0")
+SETTINGS = (
+    "USE_SETTINGS=focal.gamma=1.5,Small.width=8,square.size=5,stripes.count=16",
+    "TRAIN.WARMUP_EPOCHS=0",
+    "VALIDATE_METRICS=kappa",
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +48,24 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _train(vitamp: Vitamp, files: Path, output: Path, *more: object, **how: Any) -> Result:
-    use = ",".join(str(files / f"{name}.py") for name in ("focal", "Small", "square", "stripes"))
-    chosen = ("-dataset", "stripes", "-model", "Small", "TRAIN.LOSS=focal", "TRAIN.AUGMENT=square", *SETTINGS)
+    use = ",".join(str(files / f"{name}.py") for name in ("focal", "Small", "square", "stripes", "kappa"))
+    chosen = (
+        "-dataset",
+        "stripes",
+        "-model",
+        "Small",
+        "TRAIN.LOSS=focal",
+        "TRAIN.AUGMENT=square",
+        "VALIDATE_METRICS=kappa",
+        *SETTINGS,
+    )
     sizes = ("-batch_size", 8, "-image_size", 24, "-num_workers", 1, "-epochs", 1, "-device", "cpu")
     return vitamp("-use", use, *chosen, *sizes, "-num_classes", 2, "-output", output, *more, **how)
 
 
 @pytest.mark.slow
 def test_the_examples_of_the_page_train_resume_and_predict(vitamp: Vitamp, files: Path, tmp_path: Path) -> None:
-    assert sorted(path.stem for path in files.iterdir()) == ["Small", "focal", "square", "stripes"]
+    assert sorted(path.stem for path in files.iterdir()) == ["Small", "focal", "kappa", "square", "stripes"]
     assert all(len(path.read_text().splitlines()) < 25 for path in files.iterdir())
     run = tmp_path / "run"
     done = _train(vitamp, files, run)
@@ -59,7 +77,7 @@ def test_the_examples_of_the_page_train_resume_and_predict(vitamp: Vitamp, files
     assert noted["Small.py"]["registers"] == {"Small": "model"}
     (meta,) = run.glob("checkpoints/*/meta.json")
     assert json.loads(meta.read_text())["own_code"] == [*noted.values()]
-    assert len([*(run / "own_code").iterdir()]) == 4
+    assert len([*(run / "own_code").iterdir()]) == 5
 
     refused = vitamp("-resume", run, "TRAIN.NUM_EPOCHS=2")
     assert refused.code == 2
@@ -68,7 +86,7 @@ def test_the_examples_of_the_page_train_resume_and_predict(vitamp: Vitamp, files
     resumed = vitamp("-resume", run, "-trust", "TRAIN.NUM_EPOCHS=2")
     assert resumed.code == 0, resumed.text
     assert "Epoch[002/002]" in resumed.out
-    assert len([*(run / "own_code").iterdir()]) == 4
+    assert len([*(run / "own_code").iterdir()]) == 5
 
     refused = vitamp(run, "-part", "val", script="scripts/predict.py")
     assert refused.code == 2
@@ -107,9 +125,10 @@ def test_own_code_computes_the_same_in_two_processes(vitamp: Vitamp, files: Path
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("one", "two")
     )
-    losses = [[line["loss"] for line in lines if line["event"] == "train"] for lines in (first, second)]
-    assert losses[0]
-    assert losses[0] == losses[1]
+    for event, name in (("train", "loss"), ("val", "kappa")):
+        values = [[line[name] for line in lines if line["event"] == event] for lines in (first, second)]
+        assert values[0]
+        assert values[0] == values[1]
 
 
 BAD = {
@@ -136,6 +155,103 @@ BAD = {
         "Did you mean bad.gamma?",
     ),
 }
+
+
+METRIC = "from vitamp import metric\n\n\n@metric\n"
+BAD_METRICS = {
+    "arguments": (f"{METRIC}def bad(probabilities): ...\n", "line 4: metric 'bad' must take the arguments (prob"),
+    "within": (f"{METRIC}def bad(probabilities, labels):\n    return labels[9999]\n", "line 6: IndexError"),
+    "value": (f"{METRIC}def bad(probabilities, labels):\n    return labels\n", "metric bad returned a tensor of shape"),
+    "taken": (f"{METRIC}def macro_f1(probabilities, labels): ...\n", "validation has a metric macro_f1 already"),
+    "prefix": (f"{METRIC}def ema_f(probabilities, labels): ...\n", "validation has a metric ema_f already"),
+    "unknown": (f"{METRIC}def bade(probabilities, labels): ...\n", "VALIDATE_METRICS bad: there is no metric of this"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_METRICS)
+def test_an_error_in_a_metric_names_file_and_line(vitamp: Vitamp, tiny: Path, tmp_path: Path, case: str) -> None:
+    text, words = BAD_METRICS[case]
+    file = tmp_path / "mine.py"
+    file.write_text(text, encoding="utf-8")
+    done = vitamp("-cfg", tiny, "-use", file, "VALIDATE_METRICS=bad", "-output", tmp_path / "run")
+    assert done.code == 2, done.text
+    assert words in done.err, done.err
+    assert f"{file}" in done.err or case == "unknown"
+    assert "Traceback" not in done.err
+    assert not (tmp_path / "run").exists()
+
+
+NEAR = f"""{METRIC}class near:
+    def __init__(self, digits: int = 2):
+        self.digits, self.right, self.images = digits, 0, 0
+
+    def update(self, probabilities, labels):
+        self.right += int(((probabilities.argmax(1) - labels).abs() < self.digits).sum())
+        self.images += len(labels)
+
+    def compute(self):
+        return self.right / self.images
+"""
+
+
+def test_metrics_of_ones_own_decide_and_are_shown(vitamp: Vitamp, tiny: Path, files: Path, tmp_path: Path) -> None:
+    """One is a function, the other a class with a setting. Log, report, evaluation and a resumed run have them."""
+    file, run = tmp_path / "near.py", tmp_path / "run"
+    file.write_text(NEAR, encoding="utf-8")
+    use = ("-use", f"{files / 'kappa.py'},{file}")
+    own = ("VALIDATE_METRICS=kappa,near", "SAVE_BEST_BY=kappa", "USE_SETTINGS=near.digits=3,kappa.weights=linear")
+    words = ("-cfg", tiny, *use, *own, "TRAIN.MODEL_EMA=true", "-output", run)
+    done = vitamp(*words, "TRAIN.NUM_EPOCHS=1")
+    assert done.code == 0, done.text
+    (line,) = metrics(run, "val")
+    trained = load_trained(run, "ema")
+    found = validation_predictions(trained)
+    guesses = found.logits.argmax(1)
+    assert line["ema_kappa"] == pytest.approx(cohen_kappa_score(found.labels, guesses, weights="linear"), abs=1e-9)
+    assert line["ema_near"] == pytest.approx(float(((guesses - found.labels).abs() < 3).double().mean()))
+    assert line["kappa"] != line["ema_kappa"]
+    log = (run / "log.txt").read_text()
+    assert f", kappa: {line['kappa']:.4f}, near: {line['near']:.4f}\n" in log
+    (meta,) = run.glob("checkpoints/*/meta.json")
+    best = json.loads(meta.read_text())["best"]
+    assert best["kind"].endswith("kappa")
+    assert f"kappa {best['figure']:.4f} (epoch 1)" in log
+    resumed = vitamp("-resume", run, *use, "TRAIN.NUM_EPOCHS=2")
+    assert resumed.code == 0, resumed.text
+    assert "is ignored" not in resumed.text
+    assert metrics(run, "val")[-1]["kappa"] > line["kappa"]
+    shown = vitamp(run, script="scripts/report.py")
+    assert shown.code == 0, shown.text
+    page = (run / "report.html").read_text()
+    assert "best kappa" in page
+    assert ">near<" in page
+    judged = judged_by("near", "model", [config_of_run(run)])
+    assert judged.of(metrics_of(run)) == metrics(run, "val")[-1]["near"]
+
+    evaluated = vitamp(run, "-json", tmp_path / "without.json", script="scripts/evaluate.py")
+    assert evaluated.code == 0, evaluated.text
+    assert "VALIDATE_METRICS kappa, near: not computed" in evaluated.text
+    evaluated = vitamp(run, "-trust", "-weights", "both", "-json", tmp_path / "e.json", script="scripts/evaluate.py")
+    assert evaluated.code == 0, evaluated.text
+    figures = json.loads((tmp_path / "e.json").read_text())["figures"]
+    source = json.loads((tmp_path / "e.json").read_text())["source"]
+    line = next(one for one in metrics(run, "val") if source.endswith(f"{one['update']:09d}"))
+    assert figures["model"]["kappa"] == pytest.approx(line["kappa"], abs=1e-9)
+    assert figures["ema"]["near"] == pytest.approx(line["ema_near"], abs=1e-9)
+
+
+def test_an_error_of_a_metric_in_training_loses_nothing(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
+    file, run = tmp_path / "late.py", tmp_path / "run"
+    file.write_text(f"{METRIC}def late(probabilities, labels):\n    return 1 / (360 - len(labels))\n", encoding="utf-8")
+    words = ("-use", file, "VALIDATE_METRICS=late", "TRAIN.NUM_EPOCHS=1")
+    done = vitamp("-cfg", tiny, *words, "-output", run)
+    assert done.code == 1, done.text
+    assert f"{file}, line 6: ZeroDivisionError" in done.err
+    assert "-resume repeats this validation" in done.err
+    file.write_text(file.read_text().replace("360", "361"))
+    done = vitamp("-resume", run, "-use", file)
+    assert done.code == 0, done.text
+    assert metrics(run, "val")[-1]["late"] == 1
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -50,6 +50,8 @@ class Figures:
     classes: int
     not_finite: int
     """Number of images whose logits are NaN or infinite."""
+    own: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the user's own"""
 
     def confusion(self) -> Tensor:
         """Number of images by true class (rows) and predicted class (columns)."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -42,6 +42,8 @@ class LabelFigures:
     """Number of images whose logits are NaN or infinite"""
     intervals: dict[str, Interval | None]
     """By the metric's name in JSON; None where it is unknown"""
+    own: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the user's own"""
 
     @property
     def average_precision(self) -> np.ndarray:

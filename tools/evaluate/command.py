@@ -28,6 +28,7 @@ labels, if the run's have none.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +56,7 @@ from utils.record.weight_sets import BETTER, CHOICES, CHOICES_IN_WORDS, SETS, We
 
 if TYPE_CHECKING:
     from engine.saved.trained import Trained
+    from tools.common.parts import Part
 
 BOTH = "both"
 
@@ -146,13 +148,7 @@ def _evaluate(argv: list[str]) -> int:
         return EXIT_DONE
     if views := trained.views.words():
         log.info("-tta %s: %s.", line.asked.tta, views)
-    found: dict[WeightSet, Any] = {}
-    temperatures: dict[str, float] = {}
-    for which in sets:
-        if which != trained.chosen.which:
-            trained.take(which)
-        _say_calibration(trained)
-        found[which], temperatures[which.name] = task.evaluated(trained, data, bins), trained.temperature
+    found, temperatures = _of_sets(trained, sets, task, data, bins)
     log.info("%s", task.text(trained, data, found))
     if matrix is not None:
         for which, figures in found.items():
@@ -161,6 +157,25 @@ def _evaluate(argv: list[str]) -> int:
             log.info("Confusion matrix: %s", path)
     figures_as_json = {which.name: task.figures_as_json(figures) for which, figures in found.items()}
     return _written(out, _about(line, trained, data.title, temperatures), figures_as_json)
+
+
+def _of_sets(
+    trained: Trained, sets: Sequence[WeightSet], task: Any, data: Part, bins: int
+) -> tuple[dict[WeightSet, Any], dict[str, float]]:
+    """Metrics of each set of weights, and its temperature."""
+    from tools.evaluate import own
+
+    with_own = own.executes_metrics(trained)
+    found: dict[WeightSet, Any] = {}
+    temperatures: dict[str, float] = {}
+    for which in sets:
+        if which != trained.chosen.which:
+            trained.take(which)
+        _say_calibration(trained)
+        found[which], temperatures[which.name] = task.evaluated(trained, data, bins), trained.temperature
+        if with_own:
+            found[which] = replace(found[which], own=own.own_metrics(trained, data))
+    return found, temperatures
 
 
 def _given(line: ToolLine) -> CommandLine:

@@ -5,10 +5,10 @@ It says how well features separate the classes, also those of a model that learn
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -37,6 +37,7 @@ class Accuracy:
     images: int
     right: int
     not_finite = 0
+    own: ClassVar[Mapping[str, float]] = {}
 
     @property
     def top1(self) -> float:

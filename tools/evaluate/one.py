@@ -56,6 +56,8 @@ def table_of(
     """A table with a column for each set of weights or name, and a line for each with logits that are not finite."""
     rows = [["", *(title_of(which) for which in found)]]
     rows += [[name, *(cell(figures) for figures in found.values())] for name, cell in cells.items()]
+    own = next(iter(found.values())).own
+    rows += [[name, *(f"{figures.own[name]:.4f}" for figures in found.values())] for name in own]
     return [
         *in_columns(rows),
         INTERVALS,
@@ -137,6 +139,7 @@ def figures_as_json(one: Figures) -> dict[str, Any]:
     return {
         "images": one.images,
         **_numbers(plain),
+        **_numbers(one.own),
         "intervals": {name: list(interval) for name, interval in one.intervals.items()},
         "largest_class_percent": one.largest_class_percent,
         "bins": [_numbers(bin._asdict()) for bin in one.bins],
@@ -145,7 +148,7 @@ def figures_as_json(one: Figures) -> dict[str, Any]:
     }
 
 
-def _numbers(values: dict[str, float]) -> dict[str, float | None]:
+def _numbers(values: Mapping[str, float]) -> dict[str, float | None]:
     """JSON has no NaN: null takes its place."""
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 

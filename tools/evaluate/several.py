@@ -101,7 +101,7 @@ def figures_as_json(one: LabelFigures) -> dict[str, Any]:
         "images": one.images,
         "images_without_label": one.unlabelled,
         **dict.fromkeys((TOP1.name, TOP5.name)),  # those of one label
-        **{name: _number(value) for name, value in plain.items()},
+        **{name: _number(value) for name, value in {**plain, **one.own}.items()},
         "intervals": {name: interval and list(interval) for name, interval in one.intervals.items()},
         "per_class": {"images": one.support.tolist(), **columns},
     }

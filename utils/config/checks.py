@@ -86,8 +86,11 @@ def _model(config: Config) -> Iterator[Problem]:
 def _best_by(config: Config) -> Iterator[Problem]:
     """A metric that does not exist, or that this run does not measure."""
     key, by, kind = "SAVE_BEST_BY", config.SAVE_BEST_BY, config.task
+    if by in config.VALIDATE_METRICS:
+        return
     if by not in choices(key):
-        yield key, f"expected {either(kind.deciding)}, got {by}.{nearest(by, choices(key))}"
+        known = f"expected {either(kind.deciding)}, got {by}.{nearest(by, [*choices(key), *config.VALIDATE_METRICS])}"
+        yield key, f"{known} A metric of your own must also be in VALIDATE_METRICS"
     elif by not in kind.deciding:
         yield key, f"{by} is not measured {kind.words}; leave SAVE_BEST_BY out, or use {either(kind.deciding)}"
     elif by == KNN.name and not config.measures_knn:

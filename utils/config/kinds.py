@@ -115,13 +115,8 @@ Pair = Annotated[tuple[float, float], BeforeValidator(_as_tuple)]
 SizeSteps = tuple[tuple[NonNegative, Positive], ...]
 """Pairs (start, size)"""
 Names = Annotated[tuple[str, ...], BeforeValidator(as_names)]
-OwnName = Annotated[
-    str,
-    Field(pattern=r"^[A-Za-z_]\w*$"),
-    WithJsonSchema(
-        {"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_]*$", "description": "a name that USE registers"}
-    ),
-]
+OWN_NAME = {"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_]*$", "description": "a name that USE registers"}
+OwnName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$"), WithJsonSchema(OWN_NAME)]
 _WHOLE_OR_AUTO = ({"type": "integer", "minimum": 1}, {"type": "string", "enum": [AUTO]})
 # To its readers it is a number: what is found replaces "auto" before anything is built.
 PositiveOrAuto = Annotated[

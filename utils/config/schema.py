@@ -12,16 +12,15 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from utils.config.amp import AmpConfig
 from utils.config.data import DataConfig
 from utils.config.fields import Section, setting, with_retired, without_effect
-from utils.config.kinds import AboveZero, Count, Names, Positive, Threads, folded
+from utils.config.kinds import OWN_NAME, AboveZero, Count, Names, OwnName, Positive, Threads, folded
 from utils.config.model import ModelConfig
 from utils.config.rules import excludes, needs, only_with
 from utils.config.train import TrainConfig
 from utils.config.values import parse_text
 from utils.record.tasks import METRICS, NO_LABELS, ONE_LABEL, TASKS, TaskKind
 
-BestBy = Annotated[
-    str, WithJsonSchema({"type": "string", "enum": [name for name, metric in METRICS.items() if metric.decides]})
-]
+_DECIDING = {"type": "string", "enum": [name for name, metric in METRICS.items() if metric.decides]}
+BestBy = Annotated[OwnName, WithJsonSchema({"anyOf": [_DECIDING, OWN_NAME]})]
 """Which of them a run measures depends on its labels: checks.py"""
 
 
@@ -63,7 +62,7 @@ class Config(Section):
     BASE: Names = setting((), "YAML files that this one extends, relative to it; later ones override earlier ones.")
     USE: Names = setting(
         (),
-        "Python files of your own (-use), which register losses, models, augmentations and data sets; see "
+        "Python files of your own (-use), which register losses, models, augmentations, data sets and metrics; see "
         "docs/own_code.md.",
     )
     USE_SETTINGS: Names = setting(
@@ -93,6 +92,12 @@ class Config(Section):
         "Validation metric that decides which checkpoint is best. "
         + " ".join(f"{kind.words[0].upper()}{kind.words[1:]}: {', '.join(kind.deciding)}." for kind in TASKS)
         + " The first of each is the default.",
+    )
+    VALIDATE_METRICS: Names = setting(
+        (),
+        "Metrics of your own (USE) that each validation computes too.",
+        needs("USE", why="your files register them"),
+        excludes("MODEL.MAE_PRETRAIN", why="there are no labels"),
     )
     KEEP_LAST: Count = setting(3, "Number of latest checkpoints kept besides the best one; 0: all are kept.")
     KEEP_EVERY: Positive | None = setting(None, "Keep the checkpoint of every Nth epoch permanently.")

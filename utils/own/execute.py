@@ -80,8 +80,8 @@ def execute(path: Path, known_as: str = "") -> OwnFile:
     names = {one: registered[one].kind for one in registered if one not in before}
     if not names:
         raise UserError(
-            f"-use {path}: the file registers nothing. Put @loss, @model, @augmentation or @dataset above a function "
-            "or a class (from vitamp import loss); see docs/own_code.md."
+            f"-use {path}: the file registers nothing. Put @loss, @model, @augmentation, @dataset or @metric above a "
+            "function or a class (from vitamp import loss); see docs/own_code.md."
         )
     executed[name] = OwnFile(name, known_as, sha256, source, names)
     return executed[name]

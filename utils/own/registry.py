@@ -1,4 +1,4 @@
-"""What the user's own files (-use) register, by name: losses, models, augmentations and data sets."""
+"""What the user's own files (-use) register, by name: losses, models, augmentations, data sets, metrics."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ KINDS = {
     "loss": Kind("TRAIN.LOSS", ("logits", "targets")),
     "model": Kind("MODEL.NAME", named=("num_classes", "in_chans", "img_size"), needed=("num_classes",)),
     "augmentation": Kind("TRAIN.AUGMENT", ("image",)),
+    "metric": Kind("VALIDATE_METRICS", ("probabilities", "labels")),
     "dataset": Kind("DATA.DATASET", named=("split", "data_path"), needed=("split",)),
 }
 
@@ -85,6 +86,14 @@ def augmentation(call: Call) -> Call:
 def dataset(call: Call) -> Call:
     """Register a data set for DATA.DATASET: a function (split, ...) -> images, labels, names of the classes."""
     return _register("dataset", call)
+
+
+def metric(call: Call) -> Call:
+    """Register a metric for VALIDATE_METRICS: a function (probabilities, labels, ...) -> number, the higher the better.
+
+    Or a class whose object is called so, or has `update` and `compute`.
+    """
+    return _register("metric", call)
 
 
 def own_named(kind: str, name: str) -> Own | None:

@@ -16,7 +16,7 @@ from utils.files import kind_of_path
 from utils.record.calibration import FILE, Calibration, read_calibrations
 from utils.record.checkpoints import META, Checkpoint, checkpoint_of, files_of, inspect
 from utils.record.run_folder import CHECKPOINTS
-from utils.record.tasks import METRICS, ONE_LABEL, Metric
+from utils.record.tasks import METRICS, ONE_LABEL, Metric, metric_named
 from utils.record.weight_sets import BETTER, PLAIN, SETS, WeightSet, best_set, is_number, set_named, set_of
 from utils.record.weights_file import read_weights_meta
 
@@ -201,4 +201,5 @@ def _metrics(meta: Mapping[str, Any]) -> dict[WeightSet, dict[str, float]]:
 def _deciding_metric(meta: Mapping[str, Any]) -> Metric:
     """The run's SAVE_BEST_BY; its default if it is missing or unknown."""
     by = meta.get("settings", {}).get("SAVE_BEST_BY")  # of a foreign meta.json too
-    return METRICS[by] if isinstance(by, str) and by in METRICS else ONE_LABEL.best
+    known = isinstance(by, str) and (by in METRICS or any(by in one for one in _metrics(meta).values()))
+    return metric_named(by) if known else ONE_LABEL.best

@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from utils.record.metrics_file import Line, is_end, is_start, read_lines
-from utils.record.tasks import Metric, TaskKind, task_of
-from utils.record.weight_sets import SETS, WeightSet
+from utils.record.tasks import METRICS, Metric, TaskKind, metric_named, task_of
+from utils.record.weight_sets import SETS, WeightSet, set_of
 
 Points = list[tuple[float, float]]
+
+
+NO_METRICS = ("event", "epoch", "update", "perf")
+"""Other fields of a validation's line"""
 
 
 class BestValidation(NamedTuple):
@@ -99,6 +103,13 @@ class History:
     def task(self) -> TaskKind:
         """The task, whose best metric curves show."""
         return task_of(self.of("val"))
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """The metrics of the task, and the user's own ones of its validations."""
+        fields = dict.fromkeys(set_of(name)[1] for line in self.of("val") for name in line)
+        own = [metric_named(name) for name in fields if name not in (*METRICS, *NO_METRICS)]
+        return (*self.task.metrics, *own)
 
     def best(self, metric: Metric) -> BestValidation | None:
         """Best of all validations, of any of the weights, as the run itself computes it."""

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from utils.errors import UserError
 from utils.files import read_json
-from utils.record.tasks import METRICS, ONE_LABEL
+from utils.record.tasks import ONE_LABEL
 from utils.record.weight_sets import SETS
 
 META = "meta.json"
@@ -22,7 +22,6 @@ FORMAT = 1
 META_HASH = "meta_sha256"
 """Field of meta.json with the hash of its other fields. Older versions did not write it."""
 MOST_LISTED = 3
-KINDS_OF_BEST = [f"{which.prefix}{by}" for which in SETS for by, metric in METRICS.items() if metric.decides]
 
 Count = Annotated[int, Field(ge=0)]
 Number = Annotated[int, Field(ge=1)]
@@ -90,7 +89,8 @@ class WeightsMeta(Fields):
 
 class BestState(Fields):
     figure: float | None = None
-    kind: Annotated[str, _one_of(*KINDS_OF_BEST)] = ONE_LABEL.best.name
+    kind: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] = ONE_LABEL.best.name
+    """A metric with the prefix of its weights"""
     update: Count = 0
     epoch: Count = 0
     stale: Count = 0

@@ -95,6 +95,11 @@ TASKS = (ONE_LABEL, SEVERAL_LABELS, NO_LABELS)
 METRICS = {metric.name: metric for kind in TASKS for metric in kind.metrics}
 
 
+def metric_named(name: str) -> Metric:
+    """One of the user's own (VALIDATE_METRICS) has no other description than its name: a higher value is better."""
+    return METRICS.get(name) or Metric(name, name, name, percent=False, beside=True)
+
+
 def task_of(lines: Iterable[Mapping[str, Any]]) -> TaskKind:
     """The task whose metrics have values in these lines of metrics.jsonl, or metrics of meta.json."""
     measured = {name for line in lines for name, value in line.items() if value is not None} - {LOSS.name}

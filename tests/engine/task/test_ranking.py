@@ -17,7 +17,7 @@ from datasets import PADDING, Batch, validation_batches
 from engine.measure.meters import TrainMeters
 from engine.saved.predictions import validation_predictions
 from engine.saved.trained import load_trained
-from engine.task import several
+from engine.task import gathered
 from engine.task.one import OneLabel
 from engine.task.ranking import HALF, describe_untuned, rank, scores_of
 from engine.task.several import F1Means, LabelMetrics, SeveralLabels, _ScoreTable
@@ -67,9 +67,9 @@ def tallied(logits: Tensor, labels: Tensor, batch_size: int, ranks: int) -> Labe
             tally.add(rows, Batch(torch.empty(0), labels[indices] * real, indices))
     first, *others = tallies
     for other in others:
-        assert sum(map(len, other._rows)) <= -(-SAMPLES // ranks), "its own samples only"
-        first._rows += other._rows
-        first._indices += other._indices
+        assert sum(map(len, other._table._rows)) <= -(-SAMPLES // ranks), "its own samples only"
+        first._table._rows += other._table._rows
+        first._table._indices += other._table._indices
     return first.metrics(ALONE)
 
 
@@ -107,7 +107,7 @@ def test_a_run_equals_scikit_learn(vitamp: Callable[..., Result], tmp_path: Path
 def test_several_ranks_give_the_same_bits_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     one = tallied(*made(), 10, 1)
     assert one == tallied(*made(), 10, 2) == tallied(*made(), 7, 3)
-    monkeypatch.setattr(several, "BYTES_AT_ONCE", 1000)  # 103 rows in many parts
+    monkeypatch.setattr(gathered, "BYTES_AT_ONCE", 1000)  # 103 rows in many parts
     assert one == tallied(*made(), 7, 3)
     assert set(one.fields()) >= {"loss", "acc1", "acc5", "map", "f1_micro_tuned", "exact_match"}
     assert one.fields()["acc1"] is None

@@ -9,7 +9,7 @@ from typing import Any
 from utils.config import Config
 from utils.config.keys import value_of
 from utils.errors import UserError, nearest
-from utils.record.tasks import METRICS, ONE_LABEL, Metric
+from utils.record.tasks import ONE_LABEL, Metric, metric_named
 from utils.record.weight_sets import AVERAGE, PLAIN, WeightSet, set_named
 
 
@@ -56,7 +56,7 @@ class Judged:
 def judged_of(about: Mapping[str, Any]) -> Judged:
     """Of a compare.json; one of earlier versions compared the accuracy of plain weights."""
     name = about.get("metric", ONE_LABEL.best.name)
-    metric = METRICS[name]
+    metric = metric_named(name)
     return Judged(metric, set_named(about.get("weights", PLAIN.name)))
 
 
@@ -66,7 +66,8 @@ def judged_by(name: str | None, weights: str | None, configs: Sequence[Config]) 
     if len(kinds) > 1:
         raise UserError("DATA.MULTI_LABEL cannot be varied: the metrics of one and of several labels differ.")
     (kind,) = kinds
-    known = {metric.name: metric for metric in kind.metrics}
+    own = [metric_named(name) for config in configs for name in config.VALIDATE_METRICS]
+    known = {metric.name: metric for metric in (*kind.metrics, *own)}
     if name is not None and name not in known:
         raise UserError(
             f"-metric {name}: not a metric of these runs.{nearest(name, known)} It takes {', '.join(known)}."

@@ -51,10 +51,10 @@ def metrics_of(folder: Path, updates: int | None = None) -> Metrics:
         "diverged": _diverged(history.of("train")),
         **{
             f"last_{which.prefix}{metric.name}": value
-            for metric in history.task.metrics
+            for metric in history.metrics
             for which, value in {PLAIN: None, **history.last(metric)}.items()
         },
-        **{f"best_{metric.name}": best.value for metric in history.task.metrics if (best := history.best(metric))},
+        **{f"best_{metric.name}": best.value for metric in history.metrics if (best := history.best(metric))},
         "seconds": history.seconds,
         "starts": sum(map(is_start, history.lines)),
         "validation_images": about.get("samples", {}).get("val"),

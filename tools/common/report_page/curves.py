@@ -8,8 +8,8 @@ from typing import Any
 
 from tools.common.comparison.of_runs import PAIRED_BY, PLACES
 from tools.common.report_page.charts import HUES, SHADES, Chart, Curve, Mark, Style
-from tools.common.report_page.runs import Run, differing_settings
-from utils.record.tasks import LOSS, METRICS, TASKS
+from tools.common.report_page.runs import Run, differing_settings, metrics_of
+from utils.record.tasks import LOSS, TASKS
 from utils.record.weight_sets import SETS
 
 MOST_SIDE_BY_SIDE = 6
@@ -36,7 +36,7 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
     """Charts of all runs: loss, accuracy, speed, learning rate, gradient norm, loss scale. Empty ones are left out."""
     axis = _Axis.of(runs)
     found = [
-        *(_training_and_validation(metric.title, axis, metric.name) for metric in METRICS.values() if metric.title),
+        *(_training_and_validation(metric.title, axis, metric.name) for metric in metrics_of(runs) if metric.title),
         _training("Speed (images/s)", axis, "images_per_second"),
         _training("Learning rate", axis, "lr"),
         _training("Gradient norm, unscaled", axis, "grad_norm"),

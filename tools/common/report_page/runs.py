@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from utils.record.chosen import chosen_at
 from utils.record.history import History
 from utils.record.metrics_file import Line
 from utils.record.run_folder import is_run_folder, read_about, read_data, read_data_notes, run_folder_of
-from utils.record.tasks import LOSS, METRICS, Metric
+from utils.record.tasks import LOSS, METRICS, Metric, metric_named
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Run:
     @property
     def deciding(self) -> Metric:
         """The metric that decides which validation is the best."""
-        return METRICS[self.config.SAVE_BEST_BY] if self.config else self.history.task.best
+        return metric_named(self.config.SAVE_BEST_BY) if self.config else self.history.task.best
 
     @property
     def state(self) -> str:
@@ -156,8 +156,13 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 def summary(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """Rows of the table of runs: a title and one text per run. Rows without any text are left out."""
-    rows = [(title, [_text(of(run)) for run in runs]) for title, of in _ROWS]
+    rows = [(title, [_text(of(run)) for run in runs]) for title, of in (*_metric_rows(runs), *_ROWS)]
     return [(title, texts) for title, texts in rows if any(text != NOTHING for text in texts)]
+
+
+def metrics_of(runs: Sequence[Run]) -> list[Metric]:
+    """The program's metrics, and those of the users' own that the runs have measured."""
+    return list(dict.fromkeys([*METRICS.values(), *(metric for run in runs for metric in run.history.metrics)]))
 
 
 NOTHING = "-"
@@ -170,11 +175,11 @@ def _text(value: Any) -> str:
 def _best_text(run: Run, metric: Metric) -> str:
     best = run.history.best(metric)
     mark = f", {best.which.mark}" if best and best.which.mark else ""
-    return f"{best.value:.2f} % (epoch {best.line['epoch']}{mark})" if best else ""
+    return f"{metric.number(best.value)} (epoch {best.line['epoch']}{mark})" if best else ""
 
 
 def _last_text(run: Run, metric: Metric) -> str:
-    return ", ".join(which.marked(f"{value:.2f} %") for which, value in run.history.last(metric).items())
+    return ", ".join(which.marked(metric.number(value)) for which, value in run.history.last(metric).items())
 
 
 def _parameters(run: Run) -> str:
@@ -196,13 +201,16 @@ def _versions(run: Run) -> str:
     return ", ".join(f"{name} {number}" for name, number in run.about.get("versions", {}).items())
 
 
-_ROWS = (
-    *(
+def _metric_rows(runs: Sequence[Run]) -> list[tuple[str, Callable[[Run], Any]]]:
+    return [
         (f"{what} {metric.words}", partial(text, metric=metric))
-        for metric in METRICS.values()
+        for metric in metrics_of(runs)
         if metric.title and metric.decides and metric is not LOSS
         for what, text in (("best", _best_text), ("last", _last_text))
-    ),
+    ]
+
+
+_ROWS = (
     ("checkpoint", lambda run: run.best_checkpoint),
     ("precision", lambda run: run.precision),
     ("images/s", lambda run: shown_rate(rate) if (rate := run.history.images_per_second) else ""),

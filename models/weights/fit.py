@@ -102,7 +102,7 @@ def _without_decoder(module: nn.Module, weights: Weights) -> tuple[Weights, list
 def _read(file: Path) -> Weights:
     """Tensors of a file, without the wrappings of DDP, torch.compile and training scripts."""
     if file.suffix == PADDLE:
-        converted = convert(arrays := read_pdparams(file))
+        converted = convert(arrays := read_pdparams(file), file)
         # Included so that `_require_match` reports them with all other mismatches.
         return converted.tensors | {name: torch.from_numpy(arrays[name].copy()) for name in converted.left_over}
     _log_if_ema(file)

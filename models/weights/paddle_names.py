@@ -1,4 +1,7 @@
-"""Conversion of PaddleViT's ViT, DeiT and Swin weights to timm's names and torch's layout."""
+"""Conversion of PaddleViT's weights to timm's names and torch's layout: here ViT, DeiT and Swin.
+
+The other families are in paddle_rules.yaml.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ import torch
 from torch import Tensor
 
 from models.names import is_timm_name
+from models.weights.paddle_rules import Rules as FamilyRules
+from models.weights.paddle_rules import rules_of
 
 Rules = tuple[tuple[str, str], ...]
 
@@ -77,13 +82,17 @@ class Converted:
     """Weights for timm's model, and the fate of each tensor of the file."""
 
     family: str
-    """vit, deit or swin"""
+    """vit, deit, swin, or another TYPE of PaddleViT"""
+    by_rules: bool = False
+    """Whether by paddle_rules.yaml: then every tensor gets a name, which timm's model may not have"""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     used: dict[str, str] = field(default_factory=dict)
-    """Name in the file -> timm's name"""
+    """Name in the file -> timm's name, the first of several"""
     unused: list[str] = field(default_factory=list)
     computed: list[str] = field(default_factory=list)
     """Left out because timm computes them"""
+    folded: list[str] = field(default_factory=list)
+    """Biases that the batch norm behind them has taken up"""
 
     @property
     def left_over(self) -> list[str]:
@@ -91,8 +100,10 @@ class Converted:
         return [name for name in self.unused if not name.startswith(OF_A_CLASSIFIER)]
 
 
-def convert(arrays: dict[str, np.ndarray]) -> Converted:
+def convert(arrays: dict[str, np.ndarray], where: object = "the file") -> Converted:
     """Rename the arrays, and transpose the weights of linear layers, which Paddle stores the other way round."""
+    if rules := rules_of(arrays):
+        return _converted_by(rules, arrays, where)
     swin = any(name.startswith("stages.") for name in arrays)
     deit = any(name in ("dist_token", "distill_token", "class_token") for name in arrays)
     converted = Converted("swin" if swin else "deit" if deit else "vit")
@@ -106,6 +117,23 @@ def convert(arrays: dict[str, np.ndarray]) -> Converted:
             continue
         converted.used[name] = new
         converted.tensors[new] = _tensor(array, transposed=is_transposed(name, array))
+    return converted
+
+
+def _converted_by(rules: FamilyRules, arrays: dict[str, np.ndarray], where: object) -> Converted:
+    converted = Converted(rules.family, by_rules=True)
+    kept = rules.prepared(arrays, where)
+    folded = [name for name in arrays if name not in kept and any(re.search(bias, name) for bias, _ in rules.folded)]
+    converted.computed = [name for name in arrays if name not in kept and name not in folded]
+    converted.folded = folded
+    for name, array in kept.items():
+        news = rules.timm_names(name)
+        tensor = _tensor(array, transposed=is_transposed(name, array))
+        converted.used[name] = news[0]
+        converted.tensors |= dict(zip(news, tensor.tensor_split(len(news)), strict=True))
+    for name in [name for name in converted.tensors if name.endswith(".running_mean")]:
+        counter = f"{name.removesuffix('.running_mean')}.num_batches_tracked"  # which Paddle does not count
+        converted.tensors[counter] = torch.tensor(0)
     return converted
 
 

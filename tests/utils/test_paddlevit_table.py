@@ -103,7 +103,7 @@ def test_sizes_in_the_table_are_those_of_timms_model(name: str) -> None:
             has = arguments["dims"]
         assert plain(has) == plain(value), f"{name}: MODEL.{key}"
         compared += 1
-    assert compared >= 2
+    assert compared >= 2 or not MODELS[name].models[name]
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,40 +11,15 @@ import numpy as np
 import timm
 from tqdm import tqdm
 
-from models import build_without_weights
-from models.names import is_timm_name
 from models.weights.paddle_file import read_pdparams
-from models.weights.paddle_names import (
-    CLASSIFIERS,
-    OF_A_CLASSIFIER,
-    Converted,
-    convert,
-    is_transposed,
-    sizes_of_weights,
-    timm_name,
-)
+from models.weights.paddle_names import OF_A_CLASSIFIER, Converted, convert, is_transposed
 from tools.common.progress import progress_bar
 from tools.common.weights import write_weights
+from tools.export.paddle_model import DISTILLED, IMAGE_KEYS, Target, some_of, target_of
 from utils.config import load_config
 from utils.config.keys import values_to_keep
-from utils.config.model import ModelConfig
-from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
+from utils.errors import EXIT_DONE, EXIT_FAILED
 from utils.log import log
-
-IMAGE_KEYS = ("IMAGE_SIZE", "IMAGE_CHANNELS")
-DISTILLED = "deit_tiny_distilled_patch16_224"
-"""Base name for every distilled model without a timm name: its sizes are overridden."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """timm's model that the weights are for."""
-
-    name: str | None
-    """timm's name; None where timm has none for these sizes"""
-    sizes: dict[str, Any]
-    shapes: dict[str, tuple[int, ...]]
-    """Shapes of the model's tensors, by key"""
 
 
 def import_weights(file: Path, out: Path, name: str | None) -> int:
@@ -53,21 +27,19 @@ def import_weights(file: Path, out: Path, name: str | None) -> int:
     with progress_bar(4, "steps", "reading") as bar:
         arrays = read_pdparams(file)
         _next_step(bar, "converting")
-        converted = convert(arrays)
-        try:
-            sizes = sizes_of_weights(converted)
-        except (KeyError, ValueError, IndexError) as error:
-            some = ", ".join(list(arrays)[:5])
-            why = f"{error} is missing" if isinstance(error, KeyError) else f"no model has such tensors ({error})"
-            raise UserError(
-                f"{file}: not weights of PaddleViT's ViT, DeiT or Swin: {why}. The file has {some}."
-            ) from None
+        converted = convert(arrays, file)
         _next_step(bar, "comparing")
-        target = _target(file, converted, sizes, name)
+        target = target_of(file, arrays, converted, name)
         log.info("%s: %s", file, _summary(converted, target))
         missing = [key for key in target.shapes if key not in converted.tensors]
-        if not _report_tensors(arrays, converted, target, missing):
-            log.error("The tensors do not match this model: nothing was written. Choose another model with -name NAME.")
+        if unmatched := _report_tensors(arrays, converted, target, missing):
+            log.error(
+                "%d of %d tensors do not match this model (%s): nothing was written. Choose another model with -name "
+                "NAME.",
+                len(unmatched),
+                len(arrays),
+                some_of(unmatched),
+            )
             return EXIT_FAILED
         if missing:
             log.warning("The file has no classifier: -pretrained will initialise one.")
@@ -84,8 +56,10 @@ def _next_step(bar: tqdm, what: str) -> None:
     bar.set_description(what)
 
 
-def _report_tensors(arrays: dict[str, np.ndarray], converted: Converted, target: Target, missing: list[str]) -> bool:
-    """Log what becomes of each tensor. True if all that is not the classifier's matches the model."""
+def _report_tensors(
+    arrays: dict[str, np.ndarray], converted: Converted, target: Target, missing: list[str]
+) -> list[str]:
+    """Log what becomes of each tensor. Returns those that do not match the model, but for a classifier's."""
     used = [
         f"{paddle} -> {key}  {_shape(converted.tensors[key].shape)}"
         + (", transposed" if is_transposed(paddle, arrays[paddle]) else "")
@@ -93,50 +67,24 @@ def _report_tensors(arrays: dict[str, np.ndarray], converted: Converted, target:
         if key in target.shapes
     ]
     unused = [*converted.unused, *(paddle for paddle, key in converted.used.items() if key not in target.shapes)]
-    resized = [
-        f"{key}  {_shape(value.shape)} in the file, {_shape(target.shapes[key])} in the model"
+    resized = {
+        key: f"{key}  {_shape(value.shape)} in the file, {_shape(target.shapes[key])} in the model"
         for key, value in converted.tensors.items()
         if key in target.shapes and tuple(value.shape) != target.shapes[key]
-    ]
+    }
     for title, lines in (
         ("used", used),
         ("skipped, since timm computes them", converted.computed),
+        ("added to the batch norm behind them", converted.folded),
         ("unused", unused),
         ("missing", missing),
-        ("of another size", resized),
+        ("of another size", list(resized.values())),
     ):
         if lines or title in ("unused", "missing"):
             log.info("\n".join([f"{title} ({len(lines)}):", *(f"  {line}" for line in lines)]))
-    matches = all(key.startswith(CLASSIFIERS) for key in missing)
-    return matches and not resized and all(paddle.startswith(OF_A_CLASSIFIER) for paddle in unused)
-
-
-def _target(file: Path, converted: Converted, sizes: dict[str, Any], name: str | None) -> Target:
-    """Model named by -name, by the file's name, or by its sizes; else a model of these sizes without a name."""
-    if name is not None and not is_timm_name(name):
-        raise UserError(
-            f"-name {name}: timm has no model of that name; main_single_gpu.py -list_models lists all models."
-        )
-    guesses = [name] if name else [file.name.partition(".")[0], timm_name(converted, sizes)]
-    shapes = {key: tuple(value.shape) for key, value in converted.tensors.items()}
-    for guess in guesses:
-        if not guess or not is_timm_name(guess):
-            continue
-        expected = _shapes(converted, {"NAME": guess}, sizes)
-        matches = all(expected.get(key) == shape for key, shape in shapes.items())
-        if matches or guess == guesses[-1]:
-            return Target(guess, sizes, expected)
-    base = DISTILLED if "dist_token" in shapes else converted.family
-    model_sizes = {key: value for key, value in sizes.items() if key not in IMAGE_KEYS and value is not None}
-    heads = {"NUM_HEADS": sizes["NUM_HEADS"] or 1}  # no tensor's shape of a ViT depends on it
-    return Target(None, sizes, _shapes(converted, {"NAME": base, **model_sizes, **heads}, sizes))
-
-
-def _shapes(converted: Converted, settings: dict[str, Any], sizes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    classes = {"NUM_CLASSES": sizes["NUM_CLASSES"]} if sizes["NUM_CLASSES"] else {}
-    config = ModelConfig.model_validate({"TYPE": converted.family, **settings, **classes})
-    model = build_without_weights(config, sizes["IMAGE_SIZE"], sizes["IMAGE_CHANNELS"])
-    return {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    left_out = () if converted.by_rules else OF_A_CLASSIFIER
+    lacking = [key for key in missing if not key.startswith(target.classifiers)]
+    return [*(paddle for paddle in unused if not paddle.startswith(left_out)), *lacking, *resized]
 
 
 def _summary(converted: Converted, target: Target) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-
-import torch
 
 from datasets import comes_unsplit
 from engine.machine.context import Run, global_batch
@@ -29,7 +28,7 @@ def banner(run: Run, ready: Ready, folder: Path | None) -> str:
     """One row per topic. `folder` None: a dry run."""
     config, world = run.config, run.world
     rows = [
-        ("device", describe_devices(run.device, world, run.threads)),
+        ("device", f"{describe_devices(run.device, world, run.threads)}{_other_threads(run)}"),
         ("precision", ready.precision.line()),
         ("computing", ready.tuning.words),
         ("model", describe_model(ready.model)),
@@ -47,7 +46,7 @@ def banner(run: Run, ready: Ready, folder: Path | None) -> str:
             rows.append(("trained", words))
         if words := describe_muon(ready.parts.optimizer, rate):
             rows.append(("optimiser", words))
-        rows += [("batch", _batch(config, ready, world)), ("training", _training(config, ready.parts.optimizer, world))]
+        rows += [("batch", _batch(config, ready, world)), ("training", _training(config, ready, world))]
         rows = _joined([*rows, *(row for ability in ready.parts.abilities for row in ability.rows().items())])
     rows.append(("output", f"{folder}" if folder else "nothing is written (-dry_run)"))
     if world.size == 1:
@@ -114,12 +113,29 @@ def _batch(config: Config, ready: ReadyToTrain, world: World) -> str:
     )
 
 
-def _training(config: Config, optimizer: torch.optim.Optimizer, world: World) -> str:
+def _other_threads(run: Run) -> str:
+    """Says that OMP_NUM_THREADS is not followed: launchers set it to 1 for several ranks, whoever started them."""
+    given, threads = os.environ.get("OMP_NUM_THREADS", ""), f"{run.threads}"
+    by_launcher = run.world.size > 1 and given == "1"
+    if run.config.THREADS is not None or by_launcher or given in ("", threads) or run.device.type != "cpu":
+        return ""
+    return f" (not OMP_NUM_THREADS={given}: set THREADS={given} for that)"
+
+
+def _length(config: Config, ready: ReadyToTrain, of: str = "") -> str:
+    """'200 epochs of 23 updates = 4,600 updates'"""
+    train, each = config.TRAIN, ready.train_loader.order.updates
+    total, limit = train.NUM_EPOCHS * each, train.MAX_UPDATES
+    text = f"{counted(train.NUM_EPOCHS, 'epoch')} of {counted(each, 'update')} = {counted(total, 'update')}{of}"
+    return text if limit is None or limit >= total else f"{text}, ending after {limit:,} (TRAIN.MAX_UPDATES)"
+
+
+def _training(config: Config, ready: ReadyToTrain, world: World) -> str:
     train, images = config.TRAIN, global_batch(config, world)
     warmup = min(train.WARMUP_EPOCHS, train.NUM_EPOCHS)
     *_, end = scaled_learning_rates(train, images)
     text = (
-        f"{counted(train.NUM_EPOCHS, 'epoch')}, {describe_optimizer(optimizer, train.OPTIMIZER.NAME)}, "
+        f"{_length(config, ready)}, {describe_optimizer(ready.parts.optimizer, train.OPTIMIZER.NAME)}, "
         f"learning rate {describe_learning_rate(train, images)} after "
         f"{counted(warmup, 'epoch')} of warm-up, then {describe_schedule(train, end)}"
     )
@@ -137,14 +153,14 @@ def short_banner(run: Run, ready: ReadyToTrain, folder: Path) -> tuple[str, dict
     train, images = config.TRAIN, global_batch(config, world)
     rate, _, end = scaled_learning_rates(train, images)
     warmup = counted(min(train.WARMUP_EPOCHS, train.NUM_EPOCHS), "epoch")
-    updates = counted(ready.train_loader.order.updates, "update")
+    length = _length(config, ready, f" of {counted(images, 'image')}")
     parameters, trainable = count_parameters(ready.model)
     some = "" if trainable == parameters else f", {trainable:,} trainable"
     rows = {
-        "device": f"{describe_devices(run.device, world, run.threads)}; {ready.precision.line()}",
+        "device": f"{describe_devices(run.device, world, run.threads)}{_other_threads(run)}; {ready.precision.line()}",
         "model": f"{config.MODEL.NAME}, {parameters:,} parameters{some}",
         "data": _data(config, ready),
-        "training": f"{counted(train.NUM_EPOCHS, 'epoch')} of {updates} of {counted(images, 'image')}; "
+        "training": f"{length}; "
         f"{train.OPTIMIZER.NAME}, learning rate {rate:.3g}, warm-up {warmup}, {describe_schedule(train, end)}",
         "output": f"{folder} (all settings and messages: log.txt)",
     }

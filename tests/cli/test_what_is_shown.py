@@ -59,9 +59,12 @@ def test_start_says_how_many_images_an_epoch_leaves_out(vitamp: Callable[..., Re
     done = vitamp("-cfg", tiny, "-dry_run", "-batch_size", 1000, "DATA.DROP_LAST=true")
     assert "= 1000; 1 update per epoch; 437 images left out" in done.out
     assert "Each epoch leaves out 437 of the 1,437 training images" in done.err
-    done = vitamp("-cfg", tiny, "-dry_run", "-batch_size", 13, "-accum_iter", 22, "DATA.DROP_LAST=false")
+    words = ("-batch_size", 13, "-accum_iter", 22, "DATA.DROP_LAST=false", "TRAIN.MAX_UPDATES=7", "THREADS=null")
+    done = vitamp("-cfg", tiny, "-dry_run", *words, env={"OMP_NUM_THREADS": "77"})
     assert "= 286; 6 updates per epoch, the last of 7 images" in done.out
     assert "The last update of each epoch has 7 images, the others 286" in done.err
+    assert "training   2 epochs of 6 updates = 12 updates, ending after 7 (TRAIN.MAX_UPDATES), AdamW" in done.out
+    assert " (not OMP_NUM_THREADS=77: set THREADS=77 for that)\n" in done.out
 
 
 def test_paddlevit_lines_on_a_terminal_have_a_progress_bar(tiny: Path, tmp_path: Path) -> None:

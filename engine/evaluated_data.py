@@ -17,11 +17,13 @@ from utils.config import Config
 from utils.config.data import DataConfig
 from utils.config.keys import default_of, value_of
 from utils.config.kinds import AUTO
+from utils.distributed.again import tool
 from utils.distributed.world import ALONE
 from utils.errors import UserError
 from utils.log import unheard
 from utils.record.chosen import Chosen, chosen_at
 from utils.record.resumed_run import resumed_run
+from utils.record.run_folder import copies_in_words, run_folder_of
 
 PART = "DATA.PART"
 NOT_NEW = "so the result does not show how well it recognises new images"
@@ -133,6 +135,14 @@ def images_of_all(config: Config, data: DataConfig, images: int) -> str:
     everything = data.model_copy(update={"PART": "all", "EXCLUDE": None})
     whole = open_dataset(everything, False, value_of(config, "MODEL.NUM_CLASSES"), config.SEED, torch.device("cpu"))
     return f"{images:,} of {len(whole):,} images"
+
+
+def copies_evaluated(config: Config, saved: Chosen, images: int) -> str:
+    """One line, if `images` are those of the run's validation split, and some are also in training."""
+    run = run_folder_of(saved.place)
+    if run is None or config.DATA.PART not in ("val", AUTO) or _is_data_of_run(config, saved) != "same place":
+        return ""
+    return copies_in_words(run, tool("check_data"), images)
 
 
 def evaluated_weights(config: Config) -> Chosen | None:

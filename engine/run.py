@@ -31,12 +31,14 @@ from engine.run_lock import FolderLock
 from engine.setup import ReadyToTrain, build_for_training, model_in_precision, sharding_of
 from engine.trainer import Trainer
 from utils.config import Config, Loaded
+from utils.distributed.again import tool
 from utils.distributed.group import leave
 from utils.distributed.world import ALONE, World, on_every_rank, on_rank_0
 from utils.errors import EXIT_DONE, TrainingError, UserError
 from utils.log import brief_terminal, log, print_on_terminal
 from utils.record.checkpoints import Checkpoint
 from utils.record.resumed_run import resumed_run
+from utils.record.run_folder import copies_in_words
 from utils.record.tasks import metric_named
 from utils.terminal import DETAIL
 from utils.text import counted
@@ -203,15 +205,16 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, peak: Peak | None, lists: 
     commands = next_commands(run, trainer.position, folder, trainer.paused)
     by, figure = metric_named(trainer.best.by), trainer.best.figure
     context = in_context(by, figure, len(ready.val_set), largest_class(ready)) if world.first else ""
+    copies = copies_in_words(folder, tool("check_data")) if world.first else ""
     if world.first:
-        if context:
-            log.info(context, extra=DETAIL)
+        for line in filter(None, (context, copies)):
+            log.info(line, extra=DETAIL)
         log.info(as_lines(commands), extra=DETAIL)
     words = "Paused, to be resumed with -resume" if trainer.paused else "Done"
     best, total = trainer.best_words(": best "), clock(trainer.throughput.total)
     log.info("%s%s; total time %s; everything is in %s", words, best, total, folder, extra=DETAIL)
     if brief := brief_terminal():
-        print_on_terminal(trainer.summary(context, commands, brief.looks))
+        print_on_terminal(trainer.summary(context, copies, commands, brief.looks))
     return code
 
 

@@ -8,8 +8,10 @@ from engine.amp.fp32_modules import force_fp32
 from engine.banner import banner
 from engine.checkpoint.chosen import chosen_checkpoint
 from engine.checkpoint.folder import read_state, read_tensors
+from engine.checkpoint.refusals import check_task
 from engine.checkpoint.restore import load_weights
 from engine.evaluate import validate
+from engine.evaluated_data import copies_evaluated, evaluated_weights
 from engine.fit.batch_size import settle_batch
 from engine.machine.context import Run
 from engine.measure.progress import Position
@@ -28,6 +30,8 @@ def evaluate_only(given: Run, dry: bool) -> None:
     """Validate the given weights; of a checkpoint, all that it has."""
     world, device = given.world, given.device
     checkpoint = chosen_checkpoint(given.config, world)
+    if checkpoint is not None:
+        on_every_rank(world, lambda: check_task(checkpoint, given.config, world))
     began = time.perf_counter()
     run = settle_batch(given, checkpoint)
     config = run.config
@@ -62,6 +66,9 @@ def evaluate_only(given: Run, dry: bool) -> None:
     reporter.close()
     name = f"{checkpoint.folder.name}, " if checkpoint else ""
     if words := _in_context(metrics, config.SAVE_BEST_BY, ready):
+        log.info(words)
+    saved = evaluated_weights(config)
+    if saved is not None and (words := copies_evaluated(config, saved, len(ready.val_set))):
         log.info(words)
     log.info("Done: %s%s; everything is in %s", name, _in_words(metrics, config.SAVE_BEST_BY), folder)
 

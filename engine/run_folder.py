@@ -12,6 +12,7 @@ from datasets import decoder_of
 from engine.machine.context import Run
 from engine.machine.device import describe_devices
 from engine.measure.mfu import Peak, as_noted, peak_of
+from engine.report.in_context import Guess
 from engine.report.tracking import NOTES
 from engine.run_lock import FolderLock
 from engine.setup import Ready
@@ -92,12 +93,14 @@ def _remove_unfinished(folder: Path) -> None:
                 path.unlink()
 
 
-def largest_class(ready: Ready) -> float | None:
-    """Top-1 of always guessing the most frequent class, in percent; None without labels, or with several."""
+def largest_class(ready: Ready) -> Guess | None:
+    """Always guessing the most frequent class of the validation split; None without labels, or with several."""
     labels = ready.val_set.sample_labels()
     if ready.task.kind == NO_LABELS or labels is None or labels.ndim > 1 or not len(labels):
         return None
-    return 100 * float(np.bincount(labels).max()) / len(labels)
+    counts, names = np.bincount(labels), ready.val_set.classes
+    label = int(counts.argmax())
+    return Guess(names[label] if names else f"class {label}", 100 * float(counts[label]) / len(labels))
 
 
 def write_run_files(run: Run, ready: Ready, folder: Path) -> Peak | None:
@@ -121,7 +124,8 @@ def write_run_files(run: Run, ready: Ready, folder: Path) -> Peak | None:
     about = describe_run(describe_devices(run.device, world, threads), choices, config.TAG) | as_noted(peak)
     splits = {"train": getattr(ready, "train_set", None), "val": ready.val_set}
     about["samples"] = {name: len(split) for name, split in splits.items() if split is not None}
-    about["largest_class_percent"] = largest_class(ready)
+    guess = largest_class(ready)
+    about["largest_class_percent"] = guess and guess.percent
     about["parameters"] = dict(zip(("all", "trainable"), count_parameters(ready.model), strict=True))
     with os_errors_as_user_errors(folder):
         if config.USE:

@@ -162,11 +162,12 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
     loader.on_arrival(partial(parts.stages.lap, DATA))
     position, best = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * updates), Best()
     if checkpoint is not None:
-        from engine.checkpoint.refusals import check_adapters, check_batch, check_samples
+        from engine.checkpoint.refusals import check_adapters, check_batch, check_samples, check_task
         from engine.checkpoint.restore import restore
         from utils.config.retired import without_retired
 
         without_retired(checkpoint.meta["settings"], checkpoint.folder)
+        check_task(checkpoint, config, world)
         check_adapters(checkpoint, config.MODEL.LORA)
         check_batch(checkpoint, config, world)
         position, best = restore(parts, checkpoint, updates, config.MODEL.resumed_weights)

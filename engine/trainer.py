@@ -23,8 +23,10 @@ from engine.measure.progress import best_of_validation, resumed_best, seconds_of
 from engine.measure.throughput import Throughput
 from engine.report.curves import Curves, title_of
 from engine.report.health import Health
+from engine.report.in_context import marks_of_best
 from engine.report.reporter import Reporter
 from engine.report.summary import summary
+from engine.run_folder import largest_class
 from engine.setup import ReadyToTrain, checkpoint_meta, setting_of
 from engine.task.base import Metrics
 from engine.update import Parts, train_update
@@ -32,7 +34,8 @@ from utils.distributed.group import group_timeout
 from utils.distributed.world import broadcast, broadcast_buffers
 from utils.errors import EXIT_DONE, AllRanksError
 from utils.log import log
-from utils.record.weight_sets import WeightSet
+from utils.record.tasks import TOP1
+from utils.record.weight_sets import WeightSet, set_of
 from utils.terminal import Looks
 
 if TYPE_CHECKING:
@@ -62,6 +65,7 @@ class Trainer:
         self._judge = BottleneckMonitor(setting_of(ready), world)
         self._meta = checkpoint_meta(run, ready)
         self._title = title_of(config, ready.precision.name, ready.precision.level != "O0")
+        self._guess = largest_class(ready) if world.first else None
         self._curves = Curves(folder, config.SAVE_BEST_BY)
         kind = _kind_of_health(self.parts)
         self._health = kind(config.AMP, self.parts, world, reporter, op_lists)
@@ -255,7 +259,9 @@ class Trainer:
         self.position.validated = self.position.update
         best_now = best_of_validation(metrics, self.config.SAVE_BEST_BY, self.position)
         improved = best_now.figure is not None and self.best.is_beaten_by(best_now.figure)
-        self.reporter.validation(self.position, metrics, perf_counter() - began, improved)
+        top1 = getattr(metrics[set_of(best_now.kind)[0]], TOP1.name, None)
+        marks = marks_of_best(self._guess, top1) if improved else ()
+        self.reporter.validation(self.position, metrics, perf_counter() - began, marks)
         self._restart_clocks()
         if improved:
             self.best = best_now
@@ -301,11 +307,11 @@ class Trainer:
     def best_words(self, before: str = "") -> str:
         return before + self.best.words() if self.best.figure is not None else ""
 
-    def summary(self, context: str, commands: Mapping[str, str], looks: Looks) -> str:
-        """For the end of the run on a terminal. `context`: of the best metric. `commands`: what can be done next."""
+    def summary(self, context: str, copies: str, commands: Mapping[str, str], looks: Looks) -> str:
+        """For the end of the run on a terminal. `context`, `copies`: how far to trust its metrics."""
         pace, best = self.throughput, self.best
         ended = pace.total, pace.tally, self.folder, commands, self.paused
-        return summary(self.config, best, context, self._last_metrics, *ended, looks)
+        return summary(self.config, best, (context, copies), self._last_metrics, *ended, looks)
 
 
 def _kind_of_health(parts: Parts) -> type[Health]:

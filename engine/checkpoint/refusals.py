@@ -14,12 +14,35 @@ from utils.config import Config, DataConfig
 from utils.config.kinds import AUTO
 from utils.config.model import LoraConfig
 from utils.config.values import one_line
-from utils.distributed.again import start_again
+from utils.distributed.again import start_again, tool
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.log import log
 from utils.record.checkpoints import Checkpoint
 from utils.record.run_folder import run_folder_of
+
+
+def check_task(checkpoint: Checkpoint, config: Config, world: World) -> None:
+    """Raise UserError if the checkpoint is of a masked autoencoder and the settings are not, or the other way round."""
+    key = "MODEL.MAE_PRETRAIN"
+    masked = bool(checkpoint.meta["settings"].get(key, False))
+    if masked == config.MODEL.MAE_PRETRAIN:
+        return
+    run = run_folder_of(checkpoint.folder) or checkpoint.folder
+    place = shlex.quote(str(run))
+    own = start_again(world, f"-resume {place}{' -eval' if config.EVAL else ''}")
+    if not masked:
+        raise UserError(
+            f"{checkpoint.folder}: trained with labels, but the settings are for training without ({key}: true). With "
+            f"its own settings: `{own}`."
+        )
+    features = f"{tool('evaluate')} {place} -knn"
+    tune = start_again(world, f"-cfg RECIPE.yaml -data_path LABELLED_IMAGES -pretrained {place}")
+    what = "which has no classifier to evaluate" if config.EVAL else "which trains without labels"
+    raise UserError(
+        f"{checkpoint.folder}: a masked autoencoder ({key}), {what}. With its own settings: `{own}`; how well its "
+        f"features tell classes apart: `{features}`; to train a classifier: `{tune}`."
+    )
 
 
 def check_batch(checkpoint: Checkpoint, config: Config, world: World) -> None:

@@ -44,7 +44,8 @@ class Row:
     skipped: int = 0
     """Updates in the epoch"""
     metrics: Mapping[WeightSet, Metrics] = field(default_factory=dict)
-    best: bool = False
+    marks: tuple[str, ...] = ()
+    """Of the best epoch so far: words for it, the longest first. None is shown if none fits."""
 
 
 class EpochTable:
@@ -75,12 +76,13 @@ class EpochTable:
     def row(self, row: Row, columns: tuple[Column, ...], width: int) -> str:
         cells = self._cells(row)
         text = GAP.join(cells[column.name].rjust(column.space) for column in columns)
-        notes = ["best"] * row.best + [f"{row.skipped:,} skipped"] * bool(row.skipped)
-        while notes and len(text) + len(GAP) + len(", ".join(notes)) > width:
-            notes.pop()
-        if not notes:
-            return text
-        return f"{text}{GAP}{', '.join(notes)}".replace("best", self._looks.coloured("best", GREEN))
+        room, skipped = width - len(text) - len(GAP), f"{row.skipped:,} skipped" if row.skipped else ""
+        mark = next((mark for mark in row.marks if len(mark) <= room), "")
+        if mark and skipped and len(f"{mark}, {skipped}") > room:
+            skipped = ""
+        notes = [self._looks.coloured(mark, GREEN) if mark == "best" else mark, skipped]
+        notes = [note for note in notes if note]
+        return f"{text}{GAP}{', '.join(notes)}" if notes else text
 
     def _cells(self, row: Row) -> dict[str, str]:
         plain = row.metrics.get(PLAIN)

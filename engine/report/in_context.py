@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from utils.intervals import wilson
-from utils.record.tasks import Metric, always_guessing
+from utils.record.tasks import TOP1, Metric, always_guessing
 from utils.text import counted
 
+SAME = 1e-6
+"""Percent within which two accuracies are equal"""
 
-def in_context(metric: Metric, value: float | None, images: int, largest_class: float | None) -> str:
-    """One line for the end of a run; '' if there is nothing to say. `largest_class`: its share in percent."""
+
+class Guess(NamedTuple):
+    """Always guessing the largest class of the validation split."""
+
+    name: str
+    percent: float
+    """Its top-1"""
+
+    def against(self, top1: float | None) -> str:
+        """'as good as' or 'worse than' it; '' for a better model, or where the top-1 is not known."""
+        if top1 is None or not top1 <= self.percent + SAME:
+            return ""
+        return "worse than" if top1 < self.percent - SAME else "as good as"
+
+
+def marks_of_best(guess: Guess | None, top1: float | None) -> tuple[str, ...]:
+    """Words for the best epoch so far, the longest first. `top1`: of its better weights, in percent."""
+    if guess is None or not (against := guess.against(top1)):
+        return ("best",)
+    sign = "<" if against == "worse than" else "="
+    return f"best ({against} always guessing {guess.name})", f"best ({sign} guessing)"
+
+
+def in_context(metric: Metric, value: float | None, images: int, guess: Guess | None) -> str:
+    """One line for the end of a run; '' if there is nothing to say."""
     parts = []
     if metric.counts_images and value is not None:
         interval = wilson(value, images).words()
         parts.append(f"{metric.words} {metric.number(value)} on {counted(images, 'image')}: 95 % interval {interval}")
-    if largest_class is not None:
-        parts.append(always_guessing(largest_class))
+    if guess is not None:
+        against = guess.against(value) if metric == TOP1 else ""
+        doubt = f": this model is {against} guessing" if against else ""
+        parts.append(always_guessing(guess.percent) + doubt)
     words = "; ".join(parts)
     return f"{words[0].upper()}{words[1:]}." if words else ""

@@ -42,9 +42,9 @@ class Live:
         """A validation begins."""
 
     def validated(
-        self, position: Position, metrics: Mapping[WeightSet, Metrics], seconds: float, improved: bool
+        self, position: Position, metrics: Mapping[WeightSet, Metrics], seconds: float, marks: tuple[str, ...]
     ) -> None:
-        """`improved`: whether some weights are the best so far."""
+        """`marks`: words for the best validation so far, the longest first; none for another."""
 
     def close(self) -> None:
         """The training ended or failed."""
@@ -119,12 +119,12 @@ class LiveTable(Live):
         self._bar.draw([Piece(self._place(position), 0), Piece("validating", 1)], None, perf_counter())
 
     def validated(
-        self, position: Position, metrics: Mapping[WeightSet, Metrics], seconds: float, improved: bool
+        self, position: Position, metrics: Mapping[WeightSet, Metrics], seconds: float, marks: tuple[str, ...]
     ) -> None:
         if self._row is None:
             self._row = self._new_row(f"{position.epoch - 1 + position.step / self._per_epoch:.2f}", 0.0)
         self._row.seconds += seconds
-        self._row.metrics, self._row.best = metrics, improved
+        self._row.metrics, self._row.marks = metrics, marks
         self._print_row()
 
     def close(self) -> None:

@@ -149,16 +149,16 @@ class Reporter:
         self._live.validating(position)
 
     def validation(
-        self, position: Position, metrics: Mapping[WeightSet, Metrics], seconds: float, improved: bool = False
+        self, position: Position, metrics: Mapping[WeightSet, Metrics], seconds: float, marks: tuple[str, ...] = ()
     ) -> None:
-        """`improved`: whether some weights are the best so far."""
+        """`marks`: words for the best validation so far, the longest first; none for another."""
         fields: dict[str, float | None] = {}
         for which, means in metrics.items():
             fields |= {f"{which.prefix}{name}": value for name, value in means.fields().items()}
             self._summary("Validation", position, means, seconds, f" ({which.mark})" if which.mark else "")
         self.event("val", position, {"seconds": round(seconds, 3)}, update=position.update, **fields)
         self._plot("val", fields, position.update)
-        self._live.validated(position, metrics, seconds, improved)
+        self._live.validated(position, metrics, seconds, marks)
 
     def _summary(self, what: str, position: Position, means: Metrics, seconds: float, whose: str = "") -> None:
         epoch = f"Epoch[{position.epoch:03d}/{self.config.TRAIN.NUM_EPOCHS:03d}], "

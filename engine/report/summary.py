@@ -14,14 +14,14 @@ from utils.record.weight_sets import PLAIN, WeightSet
 from utils.terminal import Looks, terminal_width
 
 BOLD = "1"
-IN_FULL = ("run", "next")
-"""Rows to be copied"""
+IN_FULL = ("copies", "run", "next")
+"""Rows with something to be copied"""
 
 
 def summary(
     config: Config,
     best: Best,
-    context: str,
+    doubts: tuple[str, str],
     last: Mapping[WeightSet, Metrics],
     seconds: float,
     tally: Tally,
@@ -30,7 +30,10 @@ def summary(
     paused: bool,
     looks: Looks,
 ) -> str:
-    """`context`: how far to trust the best metric. `last`: of the last validation. `tally`: of the training here."""
+    """`doubts`: the best metric in context, and copies in its validation split. `last`: of the last validation.
+
+    `tally`: of the training here.
+    """
     by = {metric.name: metric for metric in (metric_named(best.by), config.task.best, LOSS)}
     metrics = [
         f"{which.marked(metric.words)} {metric.number(means.value(metric.name))}"
@@ -41,7 +44,8 @@ def summary(
     first, *others = commands
     rows = [
         ("best", best.words() if best.figure is not None else ""),
-        ("", context),
+        ("", doubts[0]),
+        ("copies", doubts[1]),
         ("last", ", ".join(metrics)),
         ("speed", f"{shown_rate(tally.images / tally.seconds)} images/s in training" if tally.images else ""),
         ("run", f"{folder}"),

@@ -74,6 +74,14 @@ def test_log_and_metrics(run: Path) -> None:
     assert "explained variance" in log
 
 
+def test_settings_of_another_task_are_refused_in_words(vitamp: Vitamp, recipe: Path, run: Path) -> None:
+    done = vitamp("-cfg", recipe, "-eval", "-resume", run)
+    assert done.code == 2, done.text
+    assert "a masked autoencoder (MODEL.MAE_PRETRAIN), which has no classifier to evaluate" in done.err
+    assert f"evaluate.py {run} -knn`" in done.err
+    assert "norm" not in done.err.partition("error:")[2], "no list of tensors"
+
+
 def test_a_resumed_run_equals_one_that_was_not_stopped(vitamp: Vitamp, recipe: Path, run: Path, tmp_path: Path) -> None:
     more = ("-accum_iter", "2", "TRAIN.MODEL_EMA=true", "-amp", "bf16")
     words = ("-cfg", recipe, "-output", tmp_path / "run", *MASKED, *more)

@@ -61,6 +61,7 @@ def test_mean_of_models_is_evaluated_and_predicted(say: Say, guess: Say, models:
     words = ("-weights", "model", "-amp", "off")
     done = say(*models, *words, "-json", tmp_path / "mean.json")
     assert done.code == 0, done.text
+    assert "; always guessing the largest class: 10.3 % top-1" in done.out
     first, mean = by_hand(models)
     told = json.loads((tmp_path / "mean.json").read_text())["figures"]
     assert list(told) == [*(path.name for path in models), "mean"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom, binomtest
 
-from engine.report.in_context import in_context
+from engine.report.in_context import Guess, in_context
 from utils.intervals import wilson
 from utils.record.tasks import BALANCED, MAP, TOP1
 
@@ -32,8 +32,10 @@ def test_it_holds_the_true_value_in_93_to_98_percent_of_all_sets(images: int) ->
 
 
 def test_words_for_the_end_of_a_run() -> None:
-    assert in_context(TOP1, 90.0, 100, 34.9) == (
+    guess = Guess("arrow", 34.9)
+    assert in_context(TOP1, 90.0, 100, guess) == (
         "Top-1 90.00 % on 100 images: 95 % interval 82.56 to 94.48 %; always guessing the largest class: 34.9 % top-1."
     )
-    assert in_context(BALANCED, 50.0, 100, 34.9) == "Always guessing the largest class: 34.9 % top-1."
+    assert in_context(TOP1, 34.9, 100, guess).endswith("34.9 % top-1: this model is as good as guessing.")
+    assert in_context(BALANCED, 20.0, 100, guess) == "Always guessing the largest class: 34.9 % top-1."
     assert in_context(TOP1, None, 100, None) == in_context(MAP, 80.0, 100, None) == ""

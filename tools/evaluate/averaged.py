@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.evaluated_data import copies_evaluated
 from engine.saved.averaged import check_same_classes
 from engine.saved.predictions import names_of
 from engine.saved.trained import Trained, load_trained
@@ -17,7 +18,7 @@ from tools.evaluate import one, several
 from utils.cli import CommandLine
 from utils.errors import UserError
 from utils.log import log
-from utils.record.tasks import ONE_LABEL, SEVERAL_LABELS
+from utils.record.tasks import ONE_LABEL, SEVERAL_LABELS, always_guessing
 
 MEAN = "mean"
 
@@ -50,8 +51,14 @@ def evaluate_average(
         for name, trained, output in zip(names, models, logits, strict=True)
     }
     found[MEAN] = task.of_outputs(first, first.task.averaged(logits), labels, bins, True)
-    log.info("%s: %s", parts[0].title, parts[0].counted)
+    guessing = f"; {always_guessing(found[MEAN].largest_class_percent)}" if first.task.kind == ONE_LABEL else ""
+    log.info("%s: %s%s", parts[0].title, parts[0].counted, guessing)
     log.info("\n%s", "\n".join(one.table_of(found, task.CELLS)))
+    for copies in dict.fromkeys(
+        copies_evaluated(trained.config, trained.chosen, len(parts[0].dataset)) for trained in models
+    ):
+        if copies:
+            log.info("%s", copies)
     if matrix is not None:
         task.write_matrix(matrix, found[MEAN], first.names())
         log.info("Confusion matrix of the mean: %s", matrix)

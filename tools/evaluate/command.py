@@ -117,6 +117,7 @@ def _evaluate(argv: list[str]) -> int:
     log.setLevel("WARNING")  # building the model logs what the training has logged already
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
+    from engine.evaluated_data import copies_evaluated
     from engine.saved.trained import load_trained
     from tools.common.parts import open_part
     from tools.evaluate import averaged, calibrate, knn, one, several
@@ -150,6 +151,8 @@ def _evaluate(argv: list[str]) -> int:
         log.info("-tta %s: %s.", line.asked.tta, views)
     found, temperatures = _of_sets(trained, sets, task, data, bins)
     log.info("%s", task.text(trained, data, found))
+    if copies := copies_evaluated(trained.config, trained.chosen, len(data.dataset)):
+        log.info("%s", copies)
     if matrix is not None:
         for which, figures in found.items():
             path = _matrix_of(matrix, which) if both else matrix

@@ -21,8 +21,12 @@ def entry_script() -> Path:
 
 
 def tool(name: str) -> str:
-    """Command that starts a tool, from the current folder."""
-    return f"vitamp {name}" if INSTALLED else f"python {shlex.quote(str(entry_script().parent / f'scripts/{name}.py'))}"
+    """Command that starts a tool, from the current folder, also in another tool."""
+    if INSTALLED:
+        return f"vitamp {name}"
+    folder = entry_script().parent
+    folder = folder if folder.name == "scripts" else folder / "scripts"
+    return f"python {shlex.quote(str(folder / f'{name}.py'))}"
 
 
 def start_again(world: World, flags: str) -> str:

@@ -168,6 +168,25 @@ def read_data_notes(folder: Path, kinds: Sequence[str] = ("warnings", "notes")) 
     return [str(line) for kind in kinds for line in found.get(kind, [])]
 
 
+def copies_in_words(folder: Path, check_data: str, images: int | None = None) -> str:
+    """One line for the end of a run or an evaluation, if validation images of the run are also in training.
+
+    `check_data`: the command that starts this tool. `images`: of an evaluation; other than the run's validation split, nothing is said of them.
+    """
+    try:
+        found = read_data(folder)
+        copies, compared = found["copies"]["found"], found["copies"]["compared"]
+        if not copies or images not in (None, found["images"]["validation"]):
+            return ""
+    except (UserError, KeyError, TypeError):  # not looked for, or a damaged file
+        return ""
+    check = f"{check_data} -cfg {shlex.quote(str(folder / CONFIG))} -fix exclude.txt"
+    return (
+        f"{copies:,} of {compared:,} validation images are also in training, which raises the metrics: `{check}` lists "
+        "them, and DATA.EXCLUDE=exclude.txt trains without them."
+    )
+
+
 def read_data_warnings(folder: Path) -> list[str]:
     """The warnings alone; none if the file is damaged."""
     with contextlib.suppress(UserError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import sys
 import warnings
 
@@ -11,6 +12,7 @@ import pytest
 
 from engine.report.bar import Bar, Piece, line_of
 from engine.report.epoch_table import EpochTable, Row
+from engine.report.in_context import Guess, marks_of_best
 from engine.task.one import ValidationMeans
 from tests.terminal import screen
 from utils.config import Config
@@ -111,7 +113,7 @@ def table(**train: object) -> EpochTable:
 def test_rows_are_as_wide_as_the_header_and_fit() -> None:
     ours = table(MODEL_EMA=True)
     means = ValidationMeans(1.25, 71.5, 90.25, 70.5, 69.75)
-    row = Row("12/90", 75.0, 2.5, 1e-3, 1234.5, 3, {PLAIN: means, AVERAGE: means}, best=True)
+    row = Row("12/90", 75.0, 2.5, 1e-3, 1234.5, 3, {PLAIN: means, AVERAGE: means}, marks=("best",))
     for width in range(40, 140):
         columns = ours.columns(width)
         text = ours.row(row, columns, width)
@@ -135,6 +137,22 @@ def test_rows_are_as_wide_as_the_header_and_fit() -> None:
             "skipped",
         )
     ]
+
+
+def test_best_epoch_that_is_no_better_than_guessing_says_so() -> None:
+    ours, guess = table(), Guess("arrow", 25.0)
+    means = ValidationMeans(1.25, 25.0, 90.25, 70.5, 69.75)
+    marks = {top1: marks_of_best(guess, top1) for top1 in (25.0, 24.9, 25.1, math.nan, None)}
+    assert marks[25.0] == ("best (as good as always guessing arrow)", "best (= guessing)")
+    assert marks[24.9] == ("best (worse than always guessing arrow)", "best (< guessing)")
+    assert marks[25.1] == marks[math.nan] == marks[None] == marks_of_best(None, 1.0) == ("best",)
+    row = Row("12/90", 75.0, 2.5, 1e-3, 1234.5, 0, {PLAIN: means}, marks=marks[25.0])
+    for width in range(40, 160):
+        text = ours.row(row, ours.columns(width), width)
+        assert len(text) <= width
+        assert "best" not in text or "guessing" in text, "no mark rather than one without the doubt"
+    assert ours.row(row, ours.columns(159), 159).endswith("  best (as good as always guessing arrow)")
+    assert ours.row(row, ours.columns(104), 104).endswith("  best (= guessing)")
 
 
 def test_row_without_validation_has_no_metrics() -> None:

@@ -19,6 +19,7 @@ SIZES = range(32, 97)
 """Image sizes that `auto` chooses from"""
 PATCHES = range(4, 9)
 """Patch sizes that `auto` chooses from"""
+TEACHER = "TRAIN.TEACHER_MODEL"
 PATCHES_PER_ROW = 8
 """Number of patches that a patch size of `auto` comes closest to"""
 
@@ -35,8 +36,19 @@ def resolve(loaded: Loaded) -> Loaded:
         from engine.checkpoint.preprocessing import with_preprocessing
 
         loaded = with_preprocessing(loaded, loaded.config.MODEL.PRETRAINED)
-    loaded = _with_patch_size(_with_image_size(loaded))
+    loaded = _with_patch_size(_with_image_size(_with_teacher(loaded)))
     return _with_part(loaded) if loaded.config.EVAL else loaded
+
+
+def _with_teacher(loaded: Loaded) -> Loaded:
+    if loaded.config.TRAIN.DISTILLATION_TYPE is None:
+        return loaded
+    from engine.distill.teacher import default_teacher
+
+    found = default_teacher(loaded.config)
+    if found is None:
+        return loaded
+    return loaded.with_values({TEACHER: Entry(found[0], "PaddleViT's default")}, [found[1]])
 
 
 def _with_dataset(loaded: Loaded) -> Loaded:

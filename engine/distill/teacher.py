@@ -25,6 +25,7 @@ from models.names import is_timm_name, similar_models
 from models.weights.find import check_pretrained
 from models.weights.fit import load_pretrained
 from utils.config import Config
+from utils.config.families import TAUGHT
 from utils.errors import UserError
 from utils.log import log
 from utils.record.checkpoints import META
@@ -34,9 +35,16 @@ from utils.record.weights_file import preprocessing_in, read_header
 
 KEY = "TRAIN.TEACHER_MODEL"
 EXAMPLE = "regnety_160.deit_in1k"
+PADDLEVIT = "regnety_160"
+"""Architecture of PaddleViT's default teacher, for files that do not say which model they are of"""
+PADDLEVIT_FILE = "regnety_160.pdparams"
+"""Where PaddleViT looks for its weights"""
+RANDOM = "random"
+"""NAME=random: random weights, to try out a command"""
 FORMS = (
     f"Give a model of timm that has pretrained weights (for example {EXAMPLE}), a run or checkpoint, or "
-    "NAME=FILE: timm's name of the model, and the file of its weights."
+    "NAME=FILE: timm's name of the model, and the file of its weights. NAME=random has random weights, to try out a "
+    "command."
 )
 
 
@@ -107,17 +115,39 @@ def check_teacher(config: Config) -> None:
         return
     if train.TEACHER_MODEL is None:
         raise UserError(f"TRAIN.DISTILLATION_TYPE {train.DISTILLATION_TYPE} needs a teacher: set {KEY}. {FORMS}")
-    name, place = _parse(train.TEACHER_MODEL)
-    if name is not None:  # of a run, the files are checked when they are loaded
-        with _errors_name_teacher():
-            check_pretrained(place)
+    name, place = _parse(train.TEACHER_MODEL, _is_taught(config))
+    if name is not None and place != RANDOM:  # of a run, the files are checked when they are loaded
+        try:
+            with _errors_name_teacher():
+                check_pretrained(place)
+        except UserError as error:
+            if place != EXAMPLE:
+                raise
+            raise UserError(
+                f"{error}\n  or give PaddleViT's file: -teacher_model {PADDLEVIT_FILE}; or -teacher_model "
+                f"{PADDLEVIT}={RANDOM}, to try out the command with random weights"
+            ) from None
+
+
+def default_teacher(config: Config) -> tuple[str, str] | None:
+    """TRAIN.TEACHER_MODEL of a family that PaddleViT distils, and a note; None where a user has to choose."""
+    train = config.TRAIN
+    if config.EVAL or train.DISTILLATION_TYPE is None or train.TEACHER_MODEL is not None or not _is_taught(config):
+        return None
+    teacher = PADDLEVIT_FILE if Path(PADDLEVIT_FILE).is_file() else EXAMPLE
+    return teacher, f"{KEY} {teacher}: PaddleViT's default teacher for MODEL.TYPE {config.MODEL.TYPE}"
+
+
+def _is_taught(config: Config) -> bool:
+    return config.MODEL.TYPE.casefold() in TAUGHT
 
 
 def load_teacher(config: Config, precision: Precision) -> Teacher:
     """Load the teacher. Raise UserError if it cannot teach this student."""
     setting = config.TRAIN.TEACHER_MODEL
     assert setting is not None  # checked before
-    with torch.random.fork_rng(devices=[]):  # building it draws random weights, which are then replaced
+    with torch.random.fork_rng(devices=[]):  # building it draws random weights, which are then mostly replaced
+        torch.manual_seed(config.SEED)
         source = _load_source(setting, config, precision)
     if source.classes != config.MODEL.NUM_CLASSES:
         raise UserError(
@@ -153,28 +183,45 @@ def check_teacher_matches(teacher: Teacher, names: list[str] | None, saved_choic
 
 
 def _load_source(setting: str, config: Config, precision: Precision) -> Source:
-    name, place = _parse(setting)
+    name, place = _parse(setting, _is_taught(config))
     if name is None:
         return _load_run(Path(place), setting, config, precision)
     pretrained, channels = timm.get_pretrained_cfg(name), config.DATA.IMAGE_CHANNELS
     assert pretrained is not None  # is_timm_name
-    header = _read_input(Path(place))
+    header = {} if place == RANDOM else _read_input(Path(place))
     classes = pretrained.num_classes if place == name else config.MODEL.NUM_CLASSES
     model = timm.create_model(name, num_classes=classes, in_chans=channels)
-    for parameter in model.parameters():
-        parameter.detach().fill_(torch.nan)
-    with _errors_name_teacher():
-        load_pretrained(model, place, name)
-    if any(parameter.isnan().any() for parameter in model.parameters()):
-        raise UserError(
-            f"{KEY} {setting}: some weights of {name} with {classes} classes are missing. A teacher needs its "
-            "classifier, too."
-        )
+    if place == RANDOM:
+        log.warning("%s %s: random weights teach noise; use them only to try out a command.", KEY, setting)
+    else:
+        _load_weights(model, place, name, setting, classes)
     size = header.get("image_size", pretrained.input_size[-1])
     mean, std = (tuple(header.get(key, getattr(pretrained, key))) for key in ("mean", "std"))
     if len(mean) != channels:  # grey images, and a teacher trained on colour
         mean, std = (sum(mean) / len(mean),), (sum(std) / len(std),)
     return Source(model, setting, size, mean, std, classes)
+
+
+def _load_weights(model: nn.Module, place: str, name: str, setting: str, classes: int) -> None:
+    """All of them: a teacher needs its classifier, too."""
+    for parameter in model.parameters():
+        parameter.detach().fill_(torch.nan)
+    try:
+        with _errors_name_teacher():
+            load_pretrained(model, place, name)
+    except UserError as error:
+        if name != PADDLEVIT or name in setting:
+            raise
+        raise UserError(f"{error}\n{_unnamed(setting)}, so {PADDLEVIT} was tried. {FORMS}") from None
+    if any(parameter.isnan().any() for parameter in model.parameters()):
+        raise UserError(
+            f"{KEY} {setting}: some weights of {name} with {classes} classes are missing. A teacher needs its "
+            "classifier, too."
+        )
+
+
+def _unnamed(setting: str) -> str:
+    return f"{KEY} {setting}: neither the file's header nor its name says which timm model it is"
 
 
 def _load_run(place: Path, setting: str, config: Config, precision: Precision) -> Source:
@@ -197,26 +244,25 @@ def _load_run(place: Path, setting: str, config: Config, precision: Precision) -
     return Source(model, where, data.IMAGE_SIZE, data.IMAGENET_MEAN, data.IMAGENET_STD, classes, chosen.classes)
 
 
-def _parse(setting: str) -> tuple[str | None, str]:
-    """timm's name of the model, and the place of its weights: a file, or that name again. No name for a run."""
+def _parse(setting: str, taught: bool) -> tuple[str | None, str]:
+    """timm's name of the model, and the place of its weights: a file, or that name again. No name for a run.
+
+    `taught`: whether the student is of a family that PaddleViT distils, always from the same teacher.
+    """
     name, separator, file = setting.partition("=")
     if separator and is_timm_name(name):
         if not file:
             raise UserError(f"{KEY} {setting}: no file after the =. {FORMS}")
-        return name, str(Path(file).expanduser())
+        return name, file if file == RANDOM else str(Path(file).expanduser())
     path = Path(setting).expanduser()
-    if path.name == "regnety_160.pdparams":  # PaddleViT's default
-        raise UserError(f"{KEY} {setting}: weights of PaddleViT's RegNets cannot be read; use timm's {EXAMPLE}.")
     with _errors_name_teacher():
         header = read_header(path)
     if path.is_file() and "settings" not in header and not (path.parent / META).exists():
         candidates = [str(header.get("model", "")), path.name.partition(".")[0], path.stem]
         model = next(filter(is_timm_name, filter(None, candidates)), None)
-        if model is None:
-            raise UserError(
-                f"{KEY} {setting}: neither the file's header nor its name says which timm model it is. {FORMS}"
-            )
-        return model, str(path)
+        if model is None and not taught:
+            raise UserError(f"{_unnamed(setting)}. {FORMS}")
+        return model or PADDLEVIT, str(path)
     if path.exists():
         return None, str(path)
     if is_timm_name(setting):

@@ -125,7 +125,7 @@ def test_family_has_paddlevits_defaults(family: str) -> None:
     assert all(value_of(loaded.config, key) == default_of(key) for key in others), "nothing else changes"
 
 
-@pytest.mark.parametrize("word", ["resnet", "RegNet", "vit"])
+@pytest.mark.parametrize("word", ["resnet", "EfficientNet", "vit"])
 def test_other_types_have_the_defaults_of_vit(word: str) -> None:
     loaded = given(MODEL__TYPE=word, TRAIN__NUM_EPOCHS="32")
     assert set(loaded.sources.values()) == {"default", "command line"}

@@ -76,8 +76,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 """TYPE -> dotted key -> the family's default, where it differs from the schema's."""
-TAUGHT = ("deit", "levit")
-"""Families that PaddleViT distils by default"""
+TAUGHT = ("deit", "levit", "pit", "xcit")
+"""Families that PaddleViT distils, always from the same teacher"""
+TAUGHT_BY_DEFAULT = ("deit", "levit")
 RGB_ONLY = ("DATA.IMAGENET_MEAN", "DATA.IMAGENET_STD")
 
 
@@ -155,10 +156,10 @@ def family_note(family: str, defaults: Mapping[str, Any], given: Mapping[str, En
     notes = []
     if taken := [f"{key} {one_line(value)}" for key, value in defaults.items() if key not in given]:
         notes.append(f"MODEL.TYPE {family} ({given[TYPE].source}): defaults of this family: {', '.join(taken)}")
-    if family in TAUGHT and "TRAIN.DISTILLATION_TYPE" not in given:
+    if family in TAUGHT_BY_DEFAULT and "TRAIN.DISTILLATION_TYPE" not in given:
         notes.append(
             f"MODEL.TYPE {family}: TRAIN.DISTILLATION_TYPE is not set, so there is no teacher; PaddleViT's default is "
-            "hard distillation, with the teacher from a file"
+            "hard distillation: TRAIN.DISTILLATION_TYPE=hard"
         )
     return [*notes, *_one_classifier(family, given)]
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -171,7 +172,8 @@ def read_data_notes(folder: Path, kinds: Sequence[str] = ("warnings", "notes")) 
 def copies_in_words(folder: Path, check_data: str, images: int | None = None) -> str:
     """One line for the end of a run or an evaluation, if validation images of the run are also in training.
 
-    `check_data`: the command that starts this tool. `images`: of an evaluation; other than the run's validation split, nothing is said of them.
+    `check_data`: the command that starts this tool. `images`: the number of those evaluated; if it is not that of the
+    run's validation split, nothing is said of them.
     """
     try:
         found = read_data(folder)

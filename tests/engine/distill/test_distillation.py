@@ -20,10 +20,12 @@ from torch.optim import AdamW
 
 from engine.amp.precision import Precision
 from engine.amp.skip_watch import OverflowWatch
+from engine.distill import teacher as teachers
 from engine.distill.targets import Distillation
 from engine.distill.teacher import Teacher, check_teacher_matches, load_teacher
 from engine.inputs.mixup import build_batch_transform
 from engine.optim.ema import Ema
+from engine.resolve import resolve
 from engine.setup import ReadyToTrain
 from engine.task.one import OneLabel
 from tests.engine.small import CPU, build, train, windows
@@ -245,6 +247,50 @@ def test_unusable_teacher_is_refused(student: Callable[..., ReadyToTrain], tmp_p
     assert "test_vit.r160_in1k=: no file after the =" in refused(student, TRAIN__TEACHER_MODEL="test_vit.r160_in1k=")
     assert "Did you mean" in refused(student, TRAIN__TEACHER_MODEL="regnety_16")
     assert "regnety_160.deit_in1k" in refused(student, TRAIN__TEACHER_MODEL="./regnety_160.pdparams")
+
+
+def test_deit_learns_from_paddlevits_teacher_unless_another_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def chosen(kind: str = "deit", **words: str) -> tuple[str | None, str]:
+        given = {"DATA.DATASET": "digits", "TRAIN.DISTILLATION_TYPE": "hard", "MODEL.TYPE": kind, **words}
+        loaded = resolve(load_config(words=given))
+        return loaded.config.TRAIN.TEACHER_MODEL, loaded.notes[-1] if loaded.notes else ""
+
+    note = "TRAIN.TEACHER_MODEL regnety_160.deit_in1k: PaddleViT's default teacher for MODEL.TYPE deit"
+    assert chosen() == ("regnety_160.deit_in1k", note)
+    assert chosen(**{"TRAIN.TEACHER_MODEL": "resnet50"})[0] == "resnet50"
+    assert chosen("vit")[0] is chosen(EVAL="true")[0] is None
+    (tmp_path / "regnety_160.pdparams").touch()
+    assert chosen("levit", **{"MODEL.NAME": "levit_128s"})[0] == "regnety_160.pdparams"
+
+
+def test_file_without_a_name_is_of_paddlevits_teacher(
+    student: Callable[..., ReadyToTrain], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small model stands for RegNetY-160 here. MODEL.TYPE deit changes only what is tried."""
+    monkeypatch.setattr(teachers, "PADDLEVIT", "test_vit.r160_in1k")
+    whole = timm.create_model("test_vit.r160_in1k", num_classes=10, in_chans=1).state_dict()
+    save_file(whole, tmp_path / "weights.safetensors")
+    words = {"MODEL__TYPE": "deit", **DISTILLED, "TRAIN__TEACHER_MODEL": tmp_path / "weights.safetensors"}
+    teacher = teacher_in(student(**words))
+    assert all(torch.equal(value, whole[name]) for name, value in teacher.model.state_dict().items())
+    save_file({"conv1.weight": torch.ones(2)}, tmp_path / "weights.safetensors")
+    text = refused(student, **words)
+    assert "unknown to the model (1)" in text
+    assert "says which timm model it is, so test_vit.r160_in1k was tried. Give a model" in text
+
+
+def test_random_teacher_is_a_trial_with_a_warning(
+    student: Callable[..., ReadyToTrain], caplog: pytest.LogCaptureFixture
+) -> None:
+    words = {"TRAIN__TEACHER_MODEL": "test_vit.r160_in1k=random"}
+    one, two = (teacher_in(student(**words)).fingerprint for _ in range(2))
+    assert one == two, "every rank and every resume draws the same"
+    assert one != teacher_in(student(**words, SEED=1)).fingerprint
+    assert "test_vit.r160_in1k=random: random weights teach noise" in caplog.text
 
 
 def test_teacher_with_other_classes_or_channels_is_refused(tiny: Path, teacher_run: Path) -> None:

@@ -152,7 +152,7 @@ def test_best_epoch_that_is_no_better_than_guessing_says_so() -> None:
         assert len(text) <= width
         assert "best" not in text or "guessing" in text, "no mark rather than one without the doubt"
     assert ours.row(row, ours.columns(159), 159).endswith("  best (as good as always guessing arrow)")
-    assert ours.row(row, ours.columns(104), 104).endswith("  best (= guessing)")
+    assert ours.row(row, ours.columns(110), 110).endswith("  best (= guessing)")
 
 
 def test_row_without_validation_has_no_metrics() -> None:

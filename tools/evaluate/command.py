@@ -117,7 +117,6 @@ def _evaluate(argv: list[str]) -> int:
     log.setLevel("WARNING")  # building the model logs what the training has logged already
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
-    from engine.evaluated_data import copies_evaluated
     from engine.saved.trained import load_trained
     from tools.common.parts import open_part
     from tools.evaluate import averaged, calibrate, knn, one, several
@@ -151,8 +150,7 @@ def _evaluate(argv: list[str]) -> int:
         log.info("-tta %s: %s.", line.asked.tta, views)
     found, temperatures = _of_sets(trained, sets, task, data, bins)
     log.info("%s", task.text(trained, data, found))
-    if copies := copies_evaluated(trained.config, trained.chosen, len(data.dataset)):
-        log.info("%s", copies)
+    _say_copies(trained, len(data.dataset))
     if matrix is not None:
         for which, figures in found.items():
             path = _matrix_of(matrix, which) if both else matrix
@@ -186,6 +184,13 @@ def _given(line: ToolLine) -> CommandLine:
     default = None if line.asked.knn is None else "val"  # its training images vote, so it needs both splits
     part = {"DATA.PART": (line.asked.part or default, "-part")} if line.asked.part or default else {}
     return replace(line.run, flags={**line.run.flags, "EVAL": (True, "evaluate.py"), **part})
+
+
+def _say_copies(trained: Trained, images: int) -> None:
+    from engine.evaluated_data import copies_evaluated
+
+    if copies := copies_evaluated(trained.config, trained.chosen, images):
+        log.info("%s", copies)
 
 
 def _say_calibration(trained: Trained) -> None:

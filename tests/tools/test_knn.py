@@ -1,4 +1,4 @@
-"""evaluate.py -knn: nearest neighbours as scikit-learn finds them, for models with and without labels."""
+"""evaluate.py -knn and linear probes: as scikit-learn computes them, for models with and without labels."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file
+from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 
 from engine.features import nearest
 from engine.saved.features import features_of
 from engine.saved.predictions import split_of_run
 from engine.saved.trained import Trained, load_trained
-from tests.program import ROOT, Result, run_program
+from tests.program import ROOT, Result, metrics, run_program
 from tools.evaluate import command as evaluate
 from utils.intervals import wilson
 
@@ -122,6 +124,35 @@ def test_a_linear_probe_of_a_model_without_labels(unlabelled_run: Path, flowers:
     encoder = {name for name in before if not name.startswith("decoder.")}
     assert after.keys() - encoder == {"head.weight", "head.bias"}
     assert all(torch.equal(after[name], before[name]) for name in encoder)
+
+
+@pytest.mark.slow
+def test_a_linear_probe_converges_to_scikit_learns(digits_run: Path, tmp_path: Path) -> None:
+    """The same minimum as LogisticRegression on the encoder's features: cross-entropy with an L2 penalty of weights."""
+    recipe, decay, images = ROOT / "configs" / "linear_probe_vit_base.yaml", 0.01, 1437
+    data = ("-dataset", "digits", "-image_size", 8, "DATA.IMAGE_CHANNELS=1", "-batch_size", images)
+    sizes = ("MODEL.NAME=tiny", "MODEL.PATCH_SIZE=4", "MODEL.EMBED_DIM=16", "MODEL.DEPTH=1", "MODEL.NUM_HEADS=2")
+    descent = ("TRAIN.OPTIMIZER.NAME=SGD", "TRAIN.OPTIMIZER.MOMENTUM=0.9", "TRAIN.BASE_LR=0.5", "TRAIN.WARMUP_EPOCHS=0")
+    plain = (f"TRAIN.WEIGHT_DECAY={decay}", "TRAIN.SMOOTHING=0", "TRAIN.GRAD_CLIP=null", "DEVICE=cpu", "THREADS=1")
+    rare = ("TRAIN.NUM_EPOCHS=1000", "VALIDATE_FREQ=1000", "SAVE_FREQ=1000", "-output", tmp_path / "run")
+    words = ("-cfg", recipe, "-pretrained", digits_run, *data, *sizes, *descent, *plain, *rare)
+    done = run_program(*words, streams=tmp_path, timeout=600)
+    assert done.code == 0, done.text
+
+    trained = load_trained(tmp_path / "run", amp="off")
+    (bank, labels), (features, truth) = (_seen(trained, part, "pooled") for part in ("train", "val"))
+    theirs = LogisticRegression(C=1 / (images * decay), tol=1e-10, max_iter=10_000).fit(bank.astype(np.float64), labels)
+    head: Any = trained.model.get_submodule("head")
+    ours = head.weight.detach().double().numpy(), head.bias.detach().double().numpy()
+
+    def objective(weights: np.ndarray, bias: np.ndarray) -> float:
+        logits = torch.from_numpy(bank.astype(np.float64) @ weights.T + bias)
+        return float(F.cross_entropy(logits, torch.from_numpy(labels)) + decay / 2 * (weights**2).sum())
+
+    assert objective(*ours) == pytest.approx(objective(theirs.coef_, theirs.intercept_), rel=1e-6)
+    (val,) = (line for line in metrics(tmp_path / "run", "val") if line["epoch"] == 1000)
+    assert val["acc1"] == pytest.approx(100 * theirs.score(features, truth), abs=1e-9)
+    assert 60 < val["acc1"] < 100
 
 
 @pytest.mark.parametrize(

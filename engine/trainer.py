@@ -34,7 +34,7 @@ from utils.distributed.group import group_timeout
 from utils.distributed.world import broadcast, broadcast_buffers
 from utils.errors import EXIT_DONE, AllRanksError
 from utils.log import log
-from utils.record.tasks import TOP1
+from utils.record.tasks import TOP1, metric_named
 from utils.record.weight_sets import WeightSet, set_of
 from utils.terminal import Looks
 
@@ -208,7 +208,8 @@ class Trainer:
         # Only between epochs, also where a run is resumed within one: the rest of the epoch may bring a better metric.
         if patience is None or position.step or self.best.stale < patience:
             return False
-        log.info("The run ends here: no better %s in %d validations (TRAIN.PATIENCE).", self.best.by, self.best.stale)
+        by = metric_named(self.best.by).words
+        log.info("The run ends here: no better %s in %d validations (TRAIN.PATIENCE).", by, self.best.stale)
         return True
 
     def _report_due(self) -> bool:

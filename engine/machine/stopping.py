@@ -5,10 +5,12 @@ Nothing heavy is imported here, so that signals are handled while torch is still
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -105,12 +107,22 @@ class Signals:
     def _leave(self, number: int) -> NoReturn:
         if not self._failed:
             logging.raiseExceptions = False  # the signal may have interrupted the writing of a log line
+            _clear_bars()
             name = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
             log.warning("%s%s", name, _WHAT_IS_LEFT[self.saved])
         os._exit(EXIT_CODES[REQUESTS[signal.Signals(number)]])
 
 
 signals = Signals()
+
+
+def _clear_bars() -> None:
+    """Remove progress bars, which would otherwise stay below the last line and before the shell's prompt."""
+    if (tqdm := sys.modules.get("tqdm")) is not None:
+        with contextlib.suppress(Exception):  # the signal may have interrupted the drawing of one
+            for bar in list(tqdm.tqdm._instances):
+                bar.leave = False
+                bar.close()
 
 
 def _under_torchrun() -> bool:

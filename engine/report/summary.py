@@ -44,7 +44,7 @@ def summary(
     first, *others = commands
     rows = [
         ("best", best.words() if best.figure is not None else ""),
-        ("", doubts[0]),
+        *(("", part) for part in doubts[0].removesuffix(".").split("; ")),
         ("copies", doubts[1]),
         ("last", ", ".join(metrics)),
         ("speed", f"{shown_rate(tally.images / tally.seconds)} images/s in training" if tally.images else ""),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import logging
 import math
+import signal
 import sys
 import warnings
 
 import pytest
 
+from engine.machine.stopping import Signals
 from engine.report.bar import Bar, Piece, line_of
 from engine.report.epoch_table import EpochTable, Row
 from engine.report.in_context import Guess, marks_of_best
@@ -58,6 +60,21 @@ def test_messages_of_all_kinds_are_whole_lines_above_the_bar(monkeypatch: pytest
     assert "warning: from the log, in words that are longer than one line of this terminal" in lines
     assert lines[-2:] == ["printed", "begun"]
     assert not [line for line in lines if "epoch" in line]
+
+
+def test_second_ctrl_c_leaves_no_bar_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, codes = open_terminal(monkeypatch), list[int]()
+    monkeypatch.setattr("os._exit", codes.append)
+    monkeypatch.setattr(logging, "raiseExceptions", True)
+    signals, bar = Signals(), Bar(Looks())
+    signals.deferred = signals.saved = True
+    bar.draw(PIECES, 0.5, 1.0)
+    for _ in range(2):
+        signals._handle(signal.SIGINT, None)
+    *_, last, prompt = screen(terminal.getvalue())
+    bar.close()  # which gives the standard error back
+    assert last == "warning: interrupted; earlier checkpoints are intact, and -resume continues from the newest"
+    assert (prompt, codes) == ("", [130])
 
 
 def test_lines_before_training_are_short_and_without_details(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from engine.machine.memory import LiveMemory, is_out_of_memory, peak_memory_gb, 
 from engine.measure.bottleneck import advise_faster_loading
 from engine.parallel.shards import local_shard
 from engine.setup import ReadyToTrain, setting_of
+from models import base_weights
 from utils.distributed.world import World, all_gather, broadcast, on_every_rank
 from utils.errors import TrainingError, UserError
 from utils.log import log
@@ -64,7 +65,8 @@ def try_out(run: Run, ready: ReadyToTrain, updates_left: int) -> None:
     whole = total_memory(ready.precision.device)
     saved = tensors_of(ready.parts), state_of(ready.parts, ready.position, ready.best, 0, {})
     place = _nearest_folder(Path(target_folder(config) or config.SAVE))
-    costs = Costs(memory, whole, speed, bytes_in(saved), place, updates_left, ready.train_loader.order.updates)
+    base, per_epoch = bytes_in(base_weights(ready.model)), ready.train_loader.order.updates
+    costs = Costs(memory, whole, speed, bytes_in(saved), place, updates_left, per_epoch, base)
     for line in cost_lines(config, costs, world, ready.precision.device):
         log.info("  %s", line)
     if (how := ready.choices["compile"]) != NONE:

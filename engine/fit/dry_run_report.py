@@ -71,6 +71,8 @@ class Costs:
     updates: int
     """Updates left to train."""
     per_epoch: int
+    base: int = 0
+    """Bytes of the frozen weights that a run with adapters saves once."""
 
 
 def cost_lines(config: Config, costs: Costs, world: World, device: torch.device) -> Iterator[str]:
@@ -139,11 +141,12 @@ def _disk(config: Config, costs: Costs, world: World) -> Iterator[str]:
     one = costs.checkpoint * (world.size if config.DIST.STRATEGY == "fsdp" else 1)
     kept = config.KEEP_LAST + 1  # and the best one
     free = shutil.disk_usage(costs.place).free
-    text = f"disk       {size_words(one)} per checkpoint"
+    once = f" and {size_words(costs.base)} once for the frozen weights" if costs.base else ""
+    text = f"disk       {size_words(one)} per checkpoint{once}"
     if not config.KEEP_LAST:
         yield f"{text}, and all are kept (KEEP_LAST 0); {size_words(free)} free in {costs.place}"
         return
-    needed = one * (kept + 1)  # a new one is complete before an old one is removed
+    needed = costs.base + one * (kept + 1)  # a new one is complete before an old one is removed
     in_all = f"up to {size_words(needed)} in all (KEEP_LAST {config.KEEP_LAST})"
     yield f"{text}, {in_all}; {size_words(free)} free in {costs.place}"
     if config.KEEP_EVERY:

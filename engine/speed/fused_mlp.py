@@ -24,6 +24,7 @@ from utils.log import log
 
 LISTED = frozenset({"linear", "fc", "addmm", "mm", "matmul", "matmul_v2", "fused_gemm_epilogue", "gelu"})
 """Names of linear layers and GELU on AMP's lists, which would have no effect inside the fused operator."""
+ADAPTED = "MODEL.LORA has adapters in fc1 or fc2, which its kernels would leave out"
 FIRST_CAPABILITY = (8, 0)
 """First GPUs with bf16, and with tensor cores so fast that memory is the MLP's bottleneck between products."""
 
@@ -56,8 +57,8 @@ class FusedMlps(Shape):
         if built.precision.level == "O0":
             log.info("MODEL.FUSED_MLP true has no effect: AMP is off")
             return Choice(False)
-        obstacle = _obstacle(built)
-        if not obstacle and (obstacle := _why_kernels_fail(built.precision)) and wanted == "auto":
+        obstacle = (known := _obstacle(built)) or _why_kernels_fail(built.precision)
+        if wanted == "auto" and obstacle and known in ("", ADAPTED):
             log.info("MODEL.FUSED_MLP auto has no effect: %s", obstacle)
         if obstacle and wanted is True:
             raise UserError(f"MODEL.FUSED_MLP true: {obstacle}; leave it auto.")
@@ -76,7 +77,7 @@ class FusedMlps(Shape):
 def _obstacle(built: BuiltModel) -> str:
     precision, named = built.precision, LISTED & built.listed
     if any(has_adapters(layer) for mlp in built.model.modules() if type(mlp) is Mlp for layer in (mlp.fc1, mlp.fc2)):
-        return "MODEL.LORA has adapters in fc1 or fc2, which its kernel would leave out"
+        return ADAPTED
     if not any(True for _ in _plain_mlps(built.model)):
         return f"{built.name} has no MLP with linear layers, biases and exact GELU"
     if precision.device.type != "cuda" or torch.version.hip is not None:

@@ -107,6 +107,8 @@ def table(name: str) -> str:
         return markdown(fields, link)
     if "timm_train" in fields:
         return against_timm_train(fields, name)
+    if "lora" in fields:
+        return lora_against_full(fields, name)
     if "update" in fields:
         return by_recipe(fields, name)
     return by_model(fields["runs"], name)
@@ -175,6 +177,39 @@ def by_recipe(fields: Row, name: str) -> str:
     update = fields["update"]
     times = ", ".join(f"{what} {ms:.1f}" for what, ms in update["milliseconds"].items())
     return "\n".join([*lines, "", f"{update['what']}: {times}.", "", _measured(runs, name)]) + "\n"
+
+
+def lora_against_full(fields: Row, name: str) -> str:
+    """Two tables: what each contender costs, and its top-1 on few digits by learning rate."""
+    versions = fields["versions"]
+    how = f"{fields['device']}, torch {versions['torch']}, timm {versions['timm']}, {fields['date']}"
+    about = f"Measured on {how}, with `{fields['command']}`. All values: [{name}.json](LINK/{name}.json)."
+    return "\n".join([*_costs(fields["lora"]), "", *_top1_by_rate(fields["runs"]), "", about]) + "\n"
+
+
+def _costs(rows: list[Row]) -> list[str]:
+    """The first row's seconds are what the others' are divided by, update by update."""
+    lines = [
+        "| trained | parameters | memory | time of an update | checkpoint |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        ratios = [mine / first for mine, first in zip(row["seconds"], rows[0]["seconds"], strict=True)]
+        time = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        time = time if row is not rows[0] else f"1 ({statistics.median(row['seconds']):.1f} s)"
+        sizes = f"{row['peak_bytes'] / 1e9:.2f} GB | {time} | {row['checkpoint_bytes'] / 1e6:.1f} MB"
+        lines.append(f"| {row['contender']} | {row['trained']:,} | {sizes} |")
+    return lines
+
+
+def _top1_by_rate(runs: list[Row]) -> list[str]:
+    rates = dict.fromkeys(run["learning_rate"] for run in runs)
+    titles = " | ".join(f"learning rate {rate}" for rate in rates)
+    found: dict[str, dict[str, list[float]]] = {}
+    for run in runs:
+        found.setdefault(run["contender"], {}).setdefault(run["learning_rate"], []).append(run["acc1"])
+    lines = [f"| trained | {titles} |", f"| --- |{' ---: |' * len(rates)}"]
+    return lines + [f"| {name} | {' | '.join(_spread(of[rate]) for rate in rates)} |" for name, of in found.items()]
 
 
 def h200_summary() -> str:

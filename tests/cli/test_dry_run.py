@@ -68,6 +68,11 @@ def test_dry_run_of_an_evaluation_says_whether_weights_were_loaded(
         assert f"Dry run: {said}. {ending}" in done.out
 
 
+def test_frozen_weights_of_a_run_with_adapters_are_on_the_disk_once(tiny: Path) -> None:
+    text = words(tiny, replace(COSTS, base=300_000_000), KEEP_LAST="3")
+    assert "4.00 MB per checkpoint and 300.00 MB once for the frozen weights, up to 320.00 MB in all" in text
+
+
 def test_dry_run_report_is_consistent(tiny: Path) -> None:
     text = words(tiny, COSTS, TRAIN__NUM_EPOCHS="10")
     assert "8.0 MiB of 10.0 MiB" in text

@@ -41,7 +41,7 @@ def test_reference_has_a_row_for_each_setting() -> None:
     missing = [key for key in settings() if f"\n| `{key}` | " not in text]
     assert missing == []
     (teacher,) = (line for line in text.splitlines() if line.startswith("| `TRAIN.TEACHER_MODEL` | text or null |"))
-    assert teacher.endswith("the file of its weights). |")
+    assert teacher.endswith("xcit, PaddleViT's teacher (docs/distillation.md). |")
     assert "| `AMP.LEVEL` | O0, O1, O2, NAIVE or O3 | `O1` |" in text
     assert "| `DATA.INTERPOLATION` | bicubic or bilinear | `bicubic` |" in text
 

@@ -278,7 +278,8 @@ class TrainConfig(Section):
     TEACHER_MODEL: str | None = setting(
         None,
         "Teacher for distillation: a timm model, a run or checkpoint, or NAME=FILE (timm's name of the model, and the "
-        "file of its weights).",
+        "file of its weights). null: with MODEL.TYPE deit, levit, pit or xcit, PaddleViT's teacher "
+        "(docs/distillation.md).",
     )
 
     def size_in(self, epoch: int, full: int) -> int:

@@ -7,6 +7,8 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from engine.saved.averaged import check_same_classes
 from engine.saved.predictions import Predictions, validation_predictions
 from engine.saved.trained import load_trained
 from engine.task.one import OneLabel
@@ -22,6 +25,8 @@ from tests.program import Result, write_meta
 from tools.evaluate import command as evaluate
 from tools.export import command as export
 from tools.predict import command as predict
+from utils.errors import UserError
+from utils.record.tasks import ONE_LABEL, SEVERAL_LABELS, TaskKind
 
 Say = Callable[..., Result]
 
@@ -96,6 +101,24 @@ def test_models_that_do_not_go_together_are_refused(say: Say, guess: Say, models
         done = say(*models, *words)
         assert done.code == 2
         assert "takes one model, but 2 are given" in done.err
+
+
+def test_models_of_other_labels_cannot_be_averaged() -> None:
+    """By the labels per image, and by the number of classes."""
+
+    def model(place: str, kind: TaskKind, classes: str) -> Any:
+        named = SimpleNamespace(kind=kind), SimpleNamespace(place=place), lambda: list(classes)
+        return SimpleNamespace(task=named[0], chosen=named[1], names=named[2])
+
+    first = model("a", ONE_LABEL, "xyz")
+    check_same_classes([first, model("b", ONE_LABEL, "xyz")])
+    for kind, classes, words in (
+        (SEVERAL_LABELS, "xyz", "b and a: one has a single label per image, the other several"),
+        (ONE_LABEL, "xy", "b and a have 2 and 3 classes"),
+        (ONE_LABEL, "xzy", "class 1 is 'z' and 'y'"),
+    ):
+        with pytest.raises(UserError, match=words):
+            check_same_classes([first, model("b", kind, classes)])
 
 
 def test_weights_of_the_last_checkpoints_are_averaged(

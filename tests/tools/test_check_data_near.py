@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageEnhance, ImageFont
 
 from tests.datasets.pictures import picture
 from tests.program import Result
-from tools.check_data.near import SIDE, Thumbnails, near_pairs
+from tools.check_data.near import MOST_BITS, SIDE, Thumbnails, near_pairs
 
 
 def as_jpeg(image: Image.Image, quality: int) -> Image.Image:
@@ -75,6 +75,44 @@ def test_similar_images_are_told_apart() -> None:
     images = [*icons, *glyphs, *flat]
     assert pairs(images) == []
     assert thumbnails(images).flat.sum() == len(flat)
+
+
+def marked(image: np.ndarray, by: float, side: int = 1) -> np.ndarray:
+    """With one of the 64 blocks, or a square of more, brighter by this fraction of the contrast."""
+    changed = image.copy()
+    changed[:, 8 : 8 + 4 * side, 8 : 8 + 4 * side] += by * image.std()
+    return changed
+
+
+ALIKE = {
+    "the same": (lambda image: image, True),
+    "20 shades brighter": (lambda image: image + 20, True),
+    "45 shades brighter": (lambda image: image + 45, False),
+    "less contrast": (lambda image: (image - 128) * 0.85 + 128, True),
+    "half the contrast": (lambda image: (image - 128) * 0.5 + 128, False),
+    "twice the contrast": (lambda image: (image - 128) * 2 + 128, False),
+    "a faint mark": (lambda image: marked(image, 0.1), True),
+    "a small mark": (lambda image: marked(image, 0.37), False),
+    "a large pale mark": (lambda image: marked(image, 0.29, side=2), False),
+}
+"""What is done to an image of noise, and whether that is nearly the same. All have nearly the same code."""
+
+
+@pytest.mark.parametrize("change", ALIKE)
+def test_each_limit_tells_images_apart(change: str) -> None:
+    image = np.random.default_rng(0).integers(96, 160, (3, SIDE, SIDE)).astype(np.float32)
+    altered, alike = ALIKE[change]
+    for pair in ((image, altered(image)), (altered(image), image)):
+        both = Thumbnails(np.stack(pair).round().clip(0, 255).astype(np.uint8))
+        assert np.bitwise_count(both.codes[0] ^ both.codes[1]) <= MOST_BITS - 1
+        assert len(near_pairs(both, np.arange(2))) == alike
+
+
+def test_images_of_nearly_one_colour_have_no_near_copies() -> None:
+    image = np.random.default_rng(0).integers(96, 104, (3, SIDE, SIDE)).astype(np.uint8)
+    both = Thumbnails(np.stack([image, image]))
+    assert both.flat.all()
+    assert len(near_pairs(both, np.arange(2))) == 0
 
 
 def test_every_pair_of_near_codes_is_compared() -> None:

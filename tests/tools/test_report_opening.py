@@ -53,8 +53,16 @@ def test_run_without_predictions_is_judged_by_its_validation(run: Path) -> None:
 def test_figure_that_guessing_also_reaches_is_named_so(run: Path) -> None:
     change(run, "run.json", lambda text: text.replace("60.0", "88.0"))
     assert "; always guessing the largest class gives 88.00 %, so it may be no better than that." in said(run)
-    change(run, "run.json", lambda text: text.replace("88.0", "95.0"))
+    change(run, "run.json", lambda text: text.replace("88.0", "90.0"))
+    assert ", which is no better than always guessing the largest class (90.00 %)." in said(run)
+    change(run, "run.json", lambda text: text.replace("90.0", "95.0"))
     assert ", which is no better than always guessing the largest class (95.00 %)." in said(run)
+
+
+def test_a_metric_that_counts_no_images_has_no_interval(run: Path) -> None:
+    change(run, "metrics.jsonl", lambda text: text.replace('"acc1"', '"macro_f1"'))
+    change(run, "config.yaml", lambda text: f"{text}SAVE_BEST_BY: macro_f1\n")
+    assert "Its macro F1 is 90.00 % on 400 validation images." in said(run)
 
 
 def test_unfinished_run_says_so(run: Path) -> None:

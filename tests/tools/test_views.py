@@ -45,18 +45,21 @@ def run(imagenet: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("size", [(70, 41), (41, 70), (33, 33), (300, 40)])
-@pytest.mark.parametrize("mode", ["center", "squash", "border"])
-def test_centre_is_what_validation_sees(size: tuple[int, int], mode: str) -> None:
-    """And the corners are cut from the same pixels."""
-    data = DataConfig.model_validate({"IMAGE_SIZE": 28, "CROP_PCT": 0.875, "CROP_MODE": mode})
+@pytest.mark.parametrize(
+    ("mode", "crop", "side"),
+    [("center", 0.875, 32), ("squash", 0.875, 32), ("border", 0.875, 32), ("center", 0.9, 31), ("squash", 0.9, 31)],
+)
+def test_centre_is_what_validation_sees(size: tuple[int, int], mode: str, crop: float, side: int) -> None:
+    """And the corners are cut from the same pixels. The centre of 31 pixels is rounded as in validation."""
+    data = DataConfig.model_validate({"IMAGE_SIZE": 28, "CROP_PCT": crop, "CROP_MODE": mode})
     stored = torch.randint(0, 256, (size[1], size[0], 3), generator=torch.Generator().manual_seed(1)).byte().numpy()
     views = Views.asked("flip,crops", data, "a model")
-    middle, square = torch.empty(3, 28, 28, dtype=torch.uint8), torch.empty(3, 32, 32, dtype=torch.uint8)
+    middle, square = (torch.empty(3, pixels, pixels, dtype=torch.uint8) for pixels in (28, side))
     Pixels(data, train=False)(stored, middle)
     Pixels(views.data(data), train=False)(stored, square)
     found = list(views.of(square[None]))
     assert (found[0][0].int() - middle.int()).abs().max() <= 1
-    corners = [square[:, :28, :28], square[:, :28, 4:], square[:, 4:, :28], square[:, 4:, 4:]]
+    corners = [square[:, :28, :28], square[:, :28, -28:], square[:, -28:, :28], square[:, -28:, -28:]]
     for place, corner in enumerate(corners):
         assert torch.equal(found[2 * place + 2][0], corner)
         assert torch.equal(found[2 * place + 3][0], corner.flip(-1))

@@ -8,6 +8,7 @@ import numpy as np
 
 from utils.errors import UserError
 from utils.log import log
+from utils.terminal import IN_FULL
 
 ANY_LABEL = 2**63
 """In place of a number of classes: labels are not checked. For tools that look for wrong labels. Exceeds int64."""
@@ -73,10 +74,12 @@ def log_unused_outputs(classes: int, num_classes: int, owner: str) -> None:
     """Log fewer classes than the classifier has. That is allowed: a pretrained classifier is often kept whole."""
     if num_classes != ANY_LABEL and classes < num_classes:
         log.info(
-            "%s has %d classes; %d of the model's outputs stay unused (MODEL.NUM_CLASSES).",
+            "%s has %d classes; %d of the model's outputs stay unused (MODEL.NUM_CLASSES); "
+            "MODEL.NUM_CLASSES=auto takes the number of classes.",
             owner,
             classes,
             num_classes - classes,
+            extra=IN_FULL,
         )
 
 

@@ -177,7 +177,8 @@ def test_unused_path_is_warned_of_with_a_way_to_use_it(
 def test_unused_outputs_are_logged(listed: Path, settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "vitamp"):
         check_dataset(settings(DATA_PATH=str(listed)), 1000)
-    assert "3 classes; 997 of the model's outputs stay unused (MODEL.NUM_CLASSES)" in caplog.text
+    assert "3 classes; 997 of the model's outputs stay unused (MODEL.NUM_CLASSES); " in caplog.text
+    assert "MODEL.NUM_CLASSES=auto takes the number of classes" in caplog.text
 
 
 def test_list_is_read_once_for_check_and_run(imagenet: Path, monkeypatch: pytest.MonkeyPatch) -> None:

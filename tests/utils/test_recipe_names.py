@@ -30,12 +30,23 @@ def test_name_finds_the_recipe_and_its_base_from_any_folder(tmp_path: Path, monk
     assert any("_vit_imagenet.yaml" in source for source in by_name.sources.values()), "BASE"
 
 
-def test_file_of_this_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_of_this_name_comes_first_and_a_warning_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "vit_synthetic").write_text("SED: 7\n")
+    assert "unknown key SED" in error_of("vit_synthetic")
+    assert "-cfg vit_synthetic: the file vit_synthetic in the current folder is used, not the recipe" in caplog.text
     (tmp_path / "vit_digits").write_text("SEED: 7\n")
     loaded = load_config("vit_digits")
     assert (loaded.config.SEED, loaded.sources["SEED"]) == (7, "vit_digits:1")
     assert not any("comes with vitamp" in note for note in loaded.notes)
+    warned = f"not the recipe of this name that comes with vitamp ({ROOT / 'configs' / 'vit_digits.yaml'})"
+    assert caplog.text.count(warned) == 1
+    (tmp_path / "mine").write_text("SEED: 7\n")
+    caplog.clear()
+    load_config("mine")
+    assert not caplog.text
 
 
 def test_unknown_names_are_refused_with_the_closest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from utils.errors import UserError, either
+from utils.log import warn_once
 from utils.program import ROOT
 
 FOLDER = ROOT / "configs"
@@ -18,6 +19,12 @@ def file_of(cfg: str) -> tuple[str, str]:
     """The file that -cfg names, and a line for the log if it is found by the name of a recipe. A file comes first."""
     path = Path(cfg)
     if path.is_file():
+        if path.name == cfg and cfg in shipped():
+            # At once, not among the notes of the settings: an error in this file's settings needs the explanation too.
+            warn_once(
+                f"-cfg {cfg}: the file {cfg} in the current folder is used, not the recipe of this name that comes "
+                f"with vitamp ({_as_seen(shipped()[cfg])}). Rename the file, or name the recipe by this path."
+            )
         return cfg, ""
     if path.suffix in ENDINGS:
         if path.stem in shipped() and not path.exists():

@@ -34,6 +34,8 @@ OWN_SIZES = {
     "vit_digits_distilled",
     "small_images",
     "mae_small_images",
+    "mae_vit_base",
+    "mae_vit_large",
     *SHOWN_LESS,
 }
 TIMM_SIZES = [name for name in RECIPES if name not in OWN_SIZES]

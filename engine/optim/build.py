@@ -115,7 +115,7 @@ def _groups(model: nn.Module, train: TrainConfig, optimizer: str) -> list[dict[s
         exempt = weight.ndim <= 1 or name.endswith(".bias") or any(fnmatch(name, pattern) for pattern in no_decay)
         return train.WEIGHT_DECAY_ALL or not exempt
 
-    matrices = _matrices(model, optimizer)
+    matrices = _matrices(model, optimizer, train.OPTIMIZER.MUON.EVERY_MATRIX)
     scales = rate_scales(model, train)
     if matrices and train.OPTIMIZER.MUON.ADAMW_LR is not None:
         adamw = train.OPTIMIZER.MUON.ADAMW_LR / train.BASE_LR
@@ -132,13 +132,13 @@ def _groups(model: nn.Module, train: TrainConfig, optimizer: str) -> list[dict[s
     ]
 
 
-def _matrices(model: nn.Module, optimizer: str) -> dict[str, int]:
+def _matrices(model: nn.Module, optimizer: str, every: bool) -> dict[str, int]:
     """Weights that Muon or a relative updates, with the number of matrices in each; empty for other optimisers."""
     if optimizer not in MUON | ADAMUON:
         return {}
-    from engine.optim.muon import hidden_matrices
+    from engine.optim.muon import matrices_of
 
-    return hidden_matrices(model)
+    return matrices_of(model, every)
 
 
 def _muon(

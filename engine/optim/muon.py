@@ -1,7 +1,8 @@
 """Muon: orthogonalised momentum for the hidden matrices of the blocks, AdamW for all other parameters.
 
 Its author (https://kellerjordan.github.io/posts/muon) excludes embeddings and the classifier, and orthogonalises q, k
-and v one by one. timm's Muon takes every matrix, and a fused qkv as one.
+and v one by one. timm's Muon takes every matrix, and a fused qkv as one. TRAIN.OPTIMIZER.MUON.EVERY_MATRIX takes every
+matrix, and q, k and v one by one.
 """
 
 # torch's own optimisers use torch._foreach_*; its type stubs call them private.
@@ -10,7 +11,7 @@ and v one by one. timm's Muon takes every matrix, and a fused qkv as one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from timm.optim.muon import zeropower_via_newtonschulz
@@ -31,16 +32,24 @@ FUSED_PROJECTIONS = {"qkv": 3, "qk": 2, "kv": 2}
 """Linear layers whose rows are several matrices one below the other, by the name that timm's models give them."""
 
 
-def hidden_matrices(model: nn.Module) -> dict[str, int]:
-    """Names of the weights that Muon updates: linear layers in blocks. The number is that of matrices in the weight."""
+def matrices_of(model: nn.Module, every: bool = False) -> dict[str, int]:
+    """Names of the weights that Muon updates: linear layers in blocks. The number is that of matrices in the weight.
+
+    `every`: linear layers anywhere, and convolutions that mix all channels, as matrices with a row per output.
+    """
     blocks, heads = [name for name, _ in blocks_of(model)], classifiers(model)
     modules = dict(model.named_modules())
+
+    def chosen(name: str, module: nn.Module) -> bool:
+        if every and isinstance(module, nn.Conv2d):
+            return module.groups == 1
+        return isinstance(module, nn.Linear) and (every or (is_inside(name, blocks) and not is_inside(name, heads)))
+
     found = {
         f"{name}.weight": _matrices_in(name, module, modules)
         for name, module in modules.items()
-        if isinstance(module, nn.Linear) and is_inside(name, blocks) and not is_inside(name, heads)
         # A vector has no directions to make orthogonal.
-        if min(module.weight.shape) > 1
+        if chosen(name, module) and min(cast(Tensor, module.weight).flatten(1).shape) > 1
     }
     if not found.keys() & weights_to_train(model).keys():
         raise UserError(
@@ -50,9 +59,11 @@ def hidden_matrices(model: nn.Module) -> dict[str, int]:
     return found
 
 
-def _matrices_in(name: str, layer: nn.Linear, modules: Mapping[str, nn.Module]) -> int:
+def _matrices_in(name: str, layer: nn.Module, modules: Mapping[str, nn.Module]) -> int:
     parent, _, own = name.rpartition(".")
     number = FUSED_PROJECTIONS.get(own, 1)
+    if not isinstance(layer, nn.Linear):
+        return 1
     # timm's attention with `head_first` keeps q, k and v of a head together: its thirds are not q, k and v.
     by_head = getattr(modules[parent], "head_first", False)
     return 1 if by_head or layer.out_features % number else number
@@ -111,7 +122,8 @@ class Muon(Optimizer):
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 parts = weight.chunk(group[MATRICES]), update.chunk(group[MATRICES])
                 for matrix, direction in zip(*parts, strict=True):
-                    by_shape.setdefault(matrix.shape, []).append((matrix, direction, group["lr"]))
+                    rows = direction.flatten(1)  # of a convolution: one per output
+                    by_shape.setdefault(rows.shape, []).append((matrix, rows, group["lr"]))
         for shape, same in by_shape.items():
             self._step_muon(shape, same)
         return loss
@@ -133,7 +145,7 @@ class Muon(Optimizer):
         directions = torch.stack([direction for _, direction, _ in same])
         orthogonal = zeropower_via_newtonschulz(directions, NS_STEPS, COEFFICIENTS, dtype=self.dtype)
         for (matrix, _, rate), change in zip(same, orthogonal.unbind(), strict=True):
-            matrix.add_(change.to(matrix.dtype), alpha=-rate * 0.2 * max(shape) ** 0.5)
+            matrix.add_(change.view(matrix.shape).to(matrix.dtype), alpha=-rate * 0.2 * max(shape) ** 0.5)
 
     def _step_adamw(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         for weight in weights:
@@ -167,8 +179,9 @@ class Muon(Optimizer):
             states = [state_dict["state"][number] for number in group["params"] if number in state_dict["state"]]
             if any(needed not in state for state in states):
                 raise UserError(
-                    "TRAIN.OPTIMIZER.NAME: in the checkpoint, Muon updated other parameters than it does now; earlier "
-                    "versions of vitamp used timm's Muon. Start a new run with -pretrained."
+                    "TRAIN.OPTIMIZER.NAME: in the checkpoint, Muon updated other parameters than it does now; perhaps "
+                    "TRAIN.OPTIMIZER.MUON.EVERY_MATRIX was another, and earlier versions of vitamp used timm's Muon. "
+                    "Start a new run with -pretrained."
                 )
         super().load_state_dict(state_dict)
 

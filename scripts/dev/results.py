@@ -105,8 +105,8 @@ def table(name: str) -> str:
         return comparison_as_markdown(fields, link)
     if "runs" not in fields:
         return markdown(fields, link)
-    if "timm_train" in fields:
-        return against_timm_train(fields, name)
+    if any("program" in run for run in fields["runs"]):
+        return by_program(fields, name)
     if "lora" in fields:
         return lora_against_full(fields, name)
     if "update" in fields:
@@ -145,12 +145,13 @@ def _measured(runs: list[Row], name: str) -> str:
     )
 
 
-def against_timm_train(fields: Row, name: str) -> str:
-    """One row per program: last top-1 of each seed, mean and standard deviation."""
+def by_program(fields: Row, name: str) -> str:
+    """One row per program, or start of a training: last top-1 of each seed, mean and standard deviation."""
     runs, versions = fields["runs"], fields["versions"]
     seeds = sorted({run["seed"] for run in runs})
+    what = "program" if "timm_train" in fields else "start"
     lines = [
-        f"| program | {' | '.join(f'seed {seed}' for seed in seeds)} | mean |",
+        f"| {what} | {' | '.join(f'seed {seed}' for seed in seeds)} | mean |",
         f"| --- |{' --- |' * (len(seeds) + 1)}",
     ]
     for program in dict.fromkeys(run["program"] for run in runs):
@@ -158,7 +159,8 @@ def against_timm_train(fields: Row, name: str) -> str:
         cells = [f"{of[seed]:.2f}" if seed in of else "-" for seed in seeds]
         lines.append(f"| {program} | {' | '.join(cells)} | {_spread(list(of.values()))} |")
     how = f"Measured on {fields['device']}, torch {versions['torch']}, timm {versions['timm']}, {fields['date']}"
-    settings = f"train.py of timm {fields['timm_train']} had `{fields['settings']}`"
+    timm = f"train.py of timm {fields['timm_train']}" if "timm_train" in fields else "each training"
+    settings = f"{timm} had `{fields['settings']}`"
     return "\n".join([*lines, "", f"{how}; {settings}. All runs: [{name}.json](LINK/{name}.json)."]) + "\n"
 
 

@@ -56,7 +56,7 @@ EPOCHS = {"short": (30, 2), "recipe": (200, 10)}
 SIZES = {"short": (64, 4, 2), "recipe": (128, 6, 4)}
 """Width, blocks and heads. The short length is for one core and some minutes"""
 RATES = ["4e-3", "1e-2"]
-TRIED = ["--opt adamw --lr 2e-3", "--opt muon --lr 2e-3", "--opt muon --lr 4e-3"]
+TRIED = ["--opt adamw --lr 2e-3", "--opt muon --lr 2e-3", "--opt muon --lr 4e-3", "--opt muon --lr 1e-2"]
 
 
 def of_vitamp(length: str) -> str:

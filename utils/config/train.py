@@ -52,6 +52,12 @@ class MuonConfig(Section):
         _MUON,
         needs("TRAIN.BASE_LR", why="its schedule is that of BASE_LR, which is 0", do="set TRAIN.BASE_LR above 0"),
     )
+    EVERY_MATRIX: bool = setting(
+        False,
+        "Muon updates the patch embedding, the classifier and convolutions too, as timm's does; better for small "
+        "models that learn from scratch (docs/training.md).",
+        _MUON,
+    )
 
 
 class KnnConfig(Section):

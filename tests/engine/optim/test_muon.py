@@ -11,13 +11,16 @@ from torch import Tensor, nn
 
 from engine.optim.build import build_optimizer
 from engine.optim.groups import describe_muon
-from engine.optim.muon import hidden_matrices
+from engine.optim.muon import matrices_of
 from tests.engine.small import CPU, build, train
 from utils.config import MuonConfig, OptimizerConfig, TrainConfig
 from utils.errors import UserError
 
 MUON = {"TRAIN__OPTIMIZER__NAME": "Muon"}
 MATRICES = {f"blocks.{n}.{layer}.weight": 3 if layer == "qkv" else 1 for n in (0, 1) for layer in ("qkv", "fc1", "fc2")}
+
+
+EVERY_MATRIX = {**MATRICES, "patch_embed.weight": 1, "head.weight": 1}
 
 
 class Block(nn.Module):
@@ -62,7 +65,10 @@ def groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, d
 
 
 def test_linear_layers_in_blocks_are_muons() -> None:
-    assert hidden_matrices(Model()) == MATRICES
+    assert matrices_of(Model()) == MATRICES
+    assert matrices_of(Model(), every=True) == EVERY_MATRIX
+    depthwise = nn.Conv2d(8, 8, 3, groups=8)
+    assert matrices_of(nn.Sequential(nn.Linear(8, 8), depthwise), every=True) == {"0.weight": 1}
 
 
 def test_groups_of_a_vit(tiny: Path) -> None:
@@ -85,7 +91,7 @@ def test_qkv_that_is_ordered_by_heads_is_one_matrix() -> None:
     model = Model()
     for block in model.blocks:
         block.head_first = True  # pyright: ignore[reportArgumentType]
-    assert hidden_matrices(model)["blocks.0.qkv.weight"] == 1
+    assert matrices_of(model)["blocks.0.qkv.weight"] == 1
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -111,7 +117,8 @@ def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
 class Reference:
     """Both optimisers in fp64, one matrix at a time."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, matrices: dict[str, int]) -> None:
+        self.matrices = matrices
         self.weights = {name: weight.detach().double() for name, weight in model.named_parameters()}
         self.updates = 0
         self.first, self.second = ({n: torch.zeros_like(w) for n, w in self.weights.items()} for _ in range(2))
@@ -119,13 +126,14 @@ class Reference:
     def step(self, model: nn.Module, rate: float, adamw_rate: float, decay: float, steps: int) -> None:
         self.updates += 1
         for name, parameter in model.named_parameters():
-            weight, gradient, number = self.weights[name], _gradient(parameter), MATRICES.get(name, 0)
+            weight, gradient, number = self.weights[name], _gradient(parameter), self.matrices.get(name, 0)
             decayed = decay if weight.ndim > 1 else 0.0
             if number:
                 self.first[name] = 0.95 * self.first[name] + 0.05 * gradient
                 ahead = 0.95 * self.first[name] + 0.05 * gradient
-                parts = [orthogonalised(part, steps) * 0.2 * max(part.shape) ** 0.5 for part in ahead.chunk(number)]
-                change, used = torch.cat(parts), rate
+                rows = ahead.flatten(1).chunk(number)
+                parts = [orthogonalised(part, steps) * 0.2 * max(part.shape) ** 0.5 for part in rows]
+                change, used = torch.cat(parts).view(weight.shape), rate
             else:
                 self.first[name] = 0.9 * self.first[name] + 0.1 * gradient
                 self.second[name] = 0.999 * self.second[name] + 0.001 * gradient**2
@@ -140,15 +148,20 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad.double()
 
 
-@pytest.mark.parametrize(("amp", "tolerance"), [(False, 5e-7), (True, 2e-3)])
-def test_updates_equal_a_reference_in_fp64(amp: bool, tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("amp", "every", "tolerance"), [(False, False, 5e-7), (False, True, 5e-7), (True, False, 2e-3)]
+)
+def test_updates_equal_a_reference_in_fp64(amp: bool, every: bool, tolerance: float) -> None:
     """To the rounding of fp32 weights of about 1, four times; in bf16 the steps only approximate the reference."""
     torch.manual_seed(0)
     model = Model()
-    optimizer = optimizer_of(model, amp, MUON={"ADAMW_LR": 3e-3}, BASE_LR=1e-2, WEIGHT_DECAY=0.1)
+    if every:  # the order of a convolution's weights in memory is another
+        model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    muon = {"ADAMW_LR": 3e-3, "EVERY_MATRIX": every}
+    optimizer = optimizer_of(model, amp, MUON=muon, BASE_LR=1e-2, WEIGHT_DECAY=0.1)
     for group in optimizer.param_groups:  # as the schedule does
         group["lr"] = 1e-2 * group["lr_scale"]
-    reference = Reference(model)
+    reference = Reference(model, EVERY_MATRIX if every else MATRICES)
     for update in range(4):
         set_gradients(model, seed=update)
         optimizer.step()
@@ -202,7 +215,7 @@ def test_timms_relatives_of_muon_get_the_same_groups() -> None:
     set_gradients(model, 0)
     optimizer.step()
     muons = {name for name, weight in model.named_parameters() if optimizer.state[weight]["use_muon"]}
-    assert muons == set(hidden_matrices(model))
+    assert muons == set(matrices_of(model))
     assert {group["ns_steps"] for group in optimizer.param_groups} == {5}
 
 

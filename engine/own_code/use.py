@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
 from utils.config import Config
-from utils.config.keys import choices
+from utils.config.keys import choices, value_of
 from utils.errors import UserError, nearest
 from utils.log import log
 from utils.own.execute import execute, executed, read
@@ -39,6 +39,8 @@ def use_own_code(config: Config, given: bool, trust: bool = False) -> None:
         for one in executed.values():
             log.info("Own code: %s", Noted(**one.as_noted()).words())
         _bind(config, tuple(KINDS))
+        for line in _unused(config):
+            log.info("%s", line)
     else:
         use_of_weights(noted, config, run, IN_VALIDATION if config.EVAL else tuple(KINDS))
 
@@ -83,6 +85,20 @@ def _place(run: Path | None, noted: Noted) -> str:
 def _used(config: Config) -> set[str]:
     single = {config.TRAIN.LOSS, config.MODEL.NAME.strip(), config.DATA.DATASET}
     return single.union(config.TRAIN.AUGMENT, config.VALIDATE_METRICS)
+
+
+def _unused(config: Config) -> Iterator[str]:
+    """One line for each thing that the files register and that no setting chooses."""
+    # A model may also be the teacher, a data set that of the k-NN accuracy.
+    used = _used(config) | {config.TRAIN.TEACHER_MODEL, config.TRAIN.KNN.DATASET}
+    for name, own in registered.items():
+        if name in used or (config.EVAL and own.kind not in IN_VALIDATION):
+            continue
+        setting = KINDS[own.kind].setting
+        others = value_of(config, setting)
+        value = ",".join([*others, name]) if isinstance(others, list | tuple) else name
+        file = Path(own.file).name
+        yield f"{own.kind} {name} of {file} is registered, but not used; {setting}={value} chooses it"
 
 
 def _warn_of_changes(paths: Sequence[Path], noted: Sequence[Noted]) -> None:

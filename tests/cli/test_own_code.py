@@ -349,8 +349,19 @@ def test_a_changed_file_is_named_on_resuming(vitamp: Vitamp, tiny: Path, files: 
     assert done.code == 0, done.text
     assert f"{file} has changed since the run's last start" in done.text
     assert len([*(run / "own_code").iterdir()]) == 2
-    shown = vitamp("-cfg", tiny, "-use", file, "TRAIN.LOSS=focal", "USE_SETTINGS=focal.gamma=3", "-print_config")
+    assert "not used" not in done.text
+    own = f"{file},{files / 'Small.py'},{files / 'square.py'},{files / 'stripes.py'},{files / 'kappa.py'}"
+    known = ("TRAIN.LOSS=focal", "USE_SETTINGS=focal.gamma=3")
+    shown = vitamp("-cfg", tiny, "-use", own, *known, "VALIDATE_METRICS=kappa", "-print_config")
     assert "focal.gamma=3" in shown.out
+    lines = [line for line in shown.out.splitlines() if "not used" in line]
+    assert lines == [
+        "model Small of Small.py is registered, but not used; MODEL.NAME=Small chooses it",
+        "augmentation square of square.py is registered, but not used; TRAIN.AUGMENT=square chooses it",
+        "dataset stripes of stripes.py is registered, but not used; DATA.DATASET=stripes chooses it",
+    ]
+    shown = vitamp("-cfg", tiny, "-use", own, "VALIDATE_METRICS=kappa", "-print_config")
+    assert "loss focal of focal.py is registered, but not used; TRAIN.LOSS=focal chooses it" in shown.out
     evaluated = vitamp(run, script="scripts/evaluate.py")  # a loss is not needed
     assert evaluated.code == 0, evaluated.text
 

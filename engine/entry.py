@@ -30,8 +30,8 @@ from utils.errors import (
     TrainingError,
     UserError,
 )
-from utils.gpus import limit_visible_gpus
 from utils.log import log, logs_to_terminal, shorten_on_terminal, start_log
+from utils.machine.gpus import limit_visible_gpus
 from utils.parent import die_with_starting_tool
 from utils.passwords import redacted
 from utils.record.run_folder import CONFIG, is_of_user, run_folder_of

@@ -20,7 +20,7 @@ stage() {
 unset PYTHONDONTWRITEBYTECODE
 # A worker per core, each with one thread: more threads than cores make small models slower, not faster. More than eight
 # workers gain nothing: the longest tests decide, and each worker has torch in memory.
-cores="$("$PYTHON" -c 'from utils.cpus import cores; print(cores())')"
+cores="$("$PYTHON" -c 'from utils.machine.cpus import cores; print(cores())')"
 workers=$((cores < 8 ? cores : 8))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 

@@ -47,7 +47,7 @@ class CommandLine:
     pattern: str | None = None
     """The pattern of -list_models."""
     gpus: str | None = None
-    """The value of -gpus, for utils.gpus.limit_visible_gpus."""
+    """The value of -gpus, for utils.machine.gpus.limit_visible_gpus."""
     trust: bool = False
     """-trust: execute the user's own code in the folder of a run."""
 

@@ -23,7 +23,7 @@ from datasets.loading.plan import Plan
 from datasets.loading.transparent import Transparent
 from utils.distributed.world import ALONE, World
 from utils.errors import TrainingError
-from utils.heap import keep_freed_memory
+from utils.machine.heap import keep_freed_memory
 from utils.parent import die_with_parent
 
 if TYPE_CHECKING:

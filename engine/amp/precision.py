@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from engine.amp.scaler import LossScaler
 from utils.config.amp import AmpConfig
 from utils.config.train import TrainConfig
-from utils.cpus import first_processor
 from utils.errors import UserError
+from utils.machine.cpus import first_processor
 
 # fp8 is bf16 outside its 8-bit matrix products.
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}

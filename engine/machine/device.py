@@ -9,11 +9,11 @@ import torch
 
 from engine.machine.no_gpu import has_driver
 from utils.config.schema import Config
-from utils.cpus import first_processor
 from utils.distributed.world import ALONE, MPICH, OPENMPI, SLURM, World
 from utils.errors import UserError
-from utils.gpus import check_asked_gpus
-from utils.heap import keep_freed_memory
+from utils.machine.cpus import first_processor
+from utils.machine.gpus import check_asked_gpus
+from utils.machine.heap import keep_freed_memory
 from utils.text import counted
 
 # Launchers under which a process may see only its own GPU (srun --gpus-per-task=1).

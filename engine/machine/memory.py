@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from utils.cpus import cgroups_of
+from utils.machine.cpus import cgroups_of
 
 GIB = 2**30
 MEMINFO = Path("/proc/meminfo")

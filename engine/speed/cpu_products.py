@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from engine.speed.shape import BuiltModel, Choice, Shape
-from utils.cpus import first_processor
 from utils.errors import UserError
+from utils.machine.cpus import first_processor
 
 MKL, ONEDNN = "mkl", "onednn"
 ZEN_5 = 26

@@ -14,10 +14,10 @@ from tools.benchmark_amp.table import Plan, Table
 from tools.common.output_file import writing
 from tools.common.results.section import as_typed
 from tools.common.turns import Budget, alternate
-from utils.cpus import processors
 from utils.errors import TrainingError, UserError
 from utils.files import parse_json
 from utils.log import log
+from utils.machine.cpus import processors
 from utils.record.run_folder import git_state, versions, write_json
 
 

@@ -13,9 +13,9 @@ from tools.benchmark_amp.table import ROUNDS, Contender, Plan, Table
 from tools.common.command_line import ToolLine, some_of, whole_numbers
 from tools.common.settings import non_defaults
 from utils.config import Config
-from utils.cpus import cores
 from utils.errors import UserError
 from utils.flags import Flag, whole
+from utils.machine.cpus import cores
 
 if TYPE_CHECKING:
     import torch

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 from tools.common.command_line import OVERWRITE, Tool, ToolLine, above_zero, run_tool, some_of, whole_numbers
 from utils.config import Loaded
-from utils.cpus import cores
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, whole
 from utils.log import log
+from utils.machine.cpus import cores
 
 PARTS = ("train", "val", "packed", "stages", "loader")
 SIZES = {"small": "500 x 375, 100 KB", "large": "1600 x 1200, 940 KB"}

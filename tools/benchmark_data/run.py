@@ -27,10 +27,10 @@ from tools.common.results.section import as_typed
 from tools.common.turns import Budget, Ratio, ratio
 from utils.cache import cache_folder
 from utils.config import Config
-from utils.cpus import cores
 from utils.errors import UserError
-from utils.heap import keep_freed_memory
 from utils.log import log
+from utils.machine.cpus import cores
+from utils.machine.heap import keep_freed_memory
 
 Results = dict[str, Any]
 BATCHES = 8

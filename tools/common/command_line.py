@@ -21,8 +21,8 @@ from utils.config.resumed import AUTO_BY_DATA, CLASSES, IMAGE_SIZE, PATCH_SIZE
 from utils.distributed.world import read_world
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainingError, UserError, nearest
 from utils.flags import BY_NAME, HELP, Flag, Positional
-from utils.gpus import limit_visible_gpus
 from utils.log import log, start_log
+from utils.machine.gpus import limit_visible_gpus
 from utils.own.trust import allow
 from utils.parent import die_with_starting_tool
 from utils.program import help_here

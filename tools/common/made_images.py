@@ -18,8 +18,8 @@ from PIL import Image, ImageDraw, ImageFilter
 
 from utils.cache import cache_folder
 from utils.config import Config
-from utils.cpus import cores
 from utils.files import replacing
+from utils.machine.cpus import cores
 from utils.parent import die_with_parent
 from utils.seeding import key
 

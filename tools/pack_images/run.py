@@ -30,10 +30,10 @@ from tools.common.progress import progress_bar
 from tools.pack_images.shard import RECORDS, Record, Shard, Stopped, Work, make_shard, start_process
 from utils.config.data import DataConfig
 from utils.config.resumed import FORMER
-from utils.cpus import cores
 from utils.errors import TrainingError, UserError
 from utils.files import parse_json, write_atomically
 from utils.log import log
+from utils.machine.cpus import cores
 from utils.parent import die_with_parent
 from utils.seeding import key
 from utils.text import counted

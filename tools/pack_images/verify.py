@@ -13,10 +13,10 @@ from datasets.shards.layout import MADE_BY, MANIFEST, index_name
 from datasets.shards.stores import Folder, ShardFile
 from tools.common.progress import progress
 from tools.pack_images.shard import digest
-from utils.cpus import cores
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.files import parse_json
 from utils.log import log
+from utils.machine.cpus import cores
 
 
 def verify(folder: Path, jobs: int | None) -> int:

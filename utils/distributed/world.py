@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from utils.config.schema import DistConfig
-from utils.cpus import cores
 from utils.distributed.processes import ancestor_without
 from utils.errors import AllRanksUserError, UserError
+from utils.machine.cpus import cores
 
 if TYPE_CHECKING:
     import torch

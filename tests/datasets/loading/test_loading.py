@@ -11,8 +11,8 @@ import torch
 
 from datasets import Batch, TrainLoader, ValLoader, auto_workers, open_dataset
 from utils.config.data import DataConfig
-from utils.cpus import cores
 from utils.distributed.world import World
+from utils.machine.cpus import cores
 from utils.seeding import seed_all
 
 ROOT = Path(__file__).parents[3]

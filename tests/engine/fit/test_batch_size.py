@@ -27,10 +27,10 @@ from engine.setup import update_parts
 from engine.update import Parts
 from tests.engine.small import CPU
 from tests.program import Result, metrics
-from utils import cpus
 from utils.config import Config, load_config
 from utils.distributed.world import ALONE, World
 from utils.errors import UserError
+from utils.machine import cpus
 from utils.seeding import seed_host
 
 AUTO = ("-batch_size", "auto")

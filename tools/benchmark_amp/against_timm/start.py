@@ -15,7 +15,7 @@ from engine.amp.precision import switch_tf32
 from engine.inputs.normalize import per_channel
 from models import build_model
 from utils.config import Config
-from utils.cpus import cores
+from utils.machine.cpus import cores
 from utils.seeding import seed_all
 
 UPDATES_PER_EPOCH = 100

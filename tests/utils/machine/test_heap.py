@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-import utils.heap as heap
+import utils.machine.heap as heap
 
 ROOT = Path(__file__).resolve().parents[2]
 FETCHED = """
 import resource, sys
 sys.path.insert(0, {root!r})
-from utils.heap import keep_freed_memory
+from utils.machine.heap import keep_freed_memory
 if {kept}:
     keep_freed_memory()
 def fetched():

@@ -11,11 +11,11 @@ import torch
 
 from datasets import auto_workers
 from engine.machine.device import set_up_device
-from utils import cpus
 from utils.config import load_config
-from utils.cpus import cores, cpu_quota
 from utils.distributed.world import ALONE, World
 from utils.log import log
+from utils.machine import cpus
+from utils.machine.cpus import cores, cpu_quota
 
 VERSIONS = [1, 2]
 

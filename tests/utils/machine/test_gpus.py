@@ -12,7 +12,7 @@ from engine.machine.no_gpu import has_driver
 from tests.program import Result
 from utils.cli import parse
 from utils.errors import UserError
-from utils.gpus import ASKED, VISIBLE, check_asked_gpus, limit_visible_gpus
+from utils.machine.gpus import ASKED, VISIBLE, check_asked_gpus, limit_visible_gpus
 
 
 @pytest.fixture(autouse=True)

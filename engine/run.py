@@ -22,7 +22,7 @@ from engine.machine.stopping import signals
 from engine.measure.mfu import Peak, Utilisation
 from engine.measure.progress import clock, updates_left
 from engine.measure.throughput import Throughput
-from engine.report.in_context import in_context
+from engine.report.in_context import in_context, tied
 from engine.report.next_commands import as_lines, next_commands
 from engine.report.reporter import Reporter
 from engine.report.tracking import open_trackers
@@ -37,6 +37,7 @@ from utils.distributed.world import ALONE, World, on_every_rank, on_rank_0
 from utils.errors import EXIT_DONE, TrainingError, UserError
 from utils.log import brief_terminal, log, print_on_terminal
 from utils.record.checkpoints import Checkpoint
+from utils.record.history import History
 from utils.record.resumed_run import resumed_run
 from utils.record.run_folder import copies_in_words
 from utils.record.tasks import metric_named
@@ -209,6 +210,8 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, peak: Peak | None, lists: 
     if world.first:
         for line in filter(None, (context, copies)):
             log.info(line, extra=DETAIL)
+        if not trainer.paused and (line := tied(trainer.best, History.of_run(folder))):
+            log.info("%s.", line)
         log.info(as_lines(commands), extra=DETAIL)
     words = "Paused, to be resumed with -resume" if trainer.paused else "Done"
     best, total = trainer.best_words(": best "), clock(trainer.throughput.total)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from engine.measure.progress import Best
 from utils.intervals import wilson
-from utils.record.tasks import TOP1, Metric, always_guessing
+from utils.record.history import History
+from utils.record.tasks import LOSS, TOP1, Metric, always_guessing, metric_named
 from utils.text import counted
 
 SAME = 1e-6
@@ -32,6 +34,19 @@ def marks_of_best(guess: Guess | None, top1: float | None) -> tuple[str, ...]:
         return ("best",)
     sign = "<" if against == "worse than" else "="
     return f"best ({against} always guessing {guess.name})", f"best ({sign} guessing)"
+
+
+def tied(best: Best, history: History) -> str:
+    """One line for the end of a run in which SAVE_BEST_BY could not tell validations apart; otherwise ''."""
+    metric = metric_named(best.by)
+    validations = history.constant(metric)
+    if validations < 2 or best.figure is None or best.stale != validations - 1:
+        return ""
+    other = history.task.best if metric == LOSS else LOSS
+    return (
+        f"{metric.words} was the same in all {validations} validations, so the first is kept as best; "
+        f"SAVE_BEST_BY={other.name} judges by another metric"
+    )
 
 
 def in_context(metric: Metric, value: float | None, images: int, guess: Guess | None) -> str:

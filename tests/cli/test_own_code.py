@@ -243,7 +243,7 @@ def test_metrics_of_ones_own_decide_and_are_shown(vitamp: Vitamp, tiny: Path, fi
 def test_an_error_of_a_metric_in_training_loses_nothing(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     file, run = tmp_path / "late.py", tmp_path / "run"
     file.write_text(f"{METRIC}def late(probabilities, labels):\n    return 1 / (360 - len(labels))\n", encoding="utf-8")
-    words = ("-use", file, "VALIDATE_METRICS=late", "TRAIN.NUM_EPOCHS=1")
+    words = ("-use", file, "VALIDATE_METRICS=late", "SAVE_BEST_BY=late", "TRAIN.NUM_EPOCHS=2")
     done = vitamp("-cfg", tiny, *words, "-output", run)
     assert done.code == 1, done.text
     assert f"{file}, line 6: ZeroDivisionError" in done.err
@@ -251,7 +251,8 @@ def test_an_error_of_a_metric_in_training_loses_nothing(vitamp: Vitamp, tiny: Pa
     file.write_text(file.read_text().replace("360", "361"))
     done = vitamp("-resume", run, "-use", file)
     assert done.code == 0, done.text
-    assert metrics(run, "val")[-1]["late"] == 1
+    assert [line["late"] for line in metrics(run, "val")] == [1, 1]
+    assert "late was the same in all 2 validations, so the first is kept as best; SAVE_BEST_BY=loss judges" in done.out
 
 
 @pytest.mark.parametrize("case", BAD)

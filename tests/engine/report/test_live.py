@@ -12,13 +12,15 @@ import warnings
 import pytest
 
 from engine.machine.stopping import Signals
+from engine.measure.progress import Best
 from engine.report.bar import Bar, Piece, line_of
 from engine.report.epoch_table import EpochTable, Row
-from engine.report.in_context import Guess, marks_of_best
+from engine.report.in_context import Guess, marks_of_best, tied
 from engine.task.one import ValidationMeans
 from tests.terminal import screen
 from utils.config import Config
 from utils.log import brief_terminal, log, print_on_terminal, shorten_on_terminal, start_log
+from utils.record.history import History
 from utils.record.weight_sets import AVERAGE, PLAIN
 from utils.terminal import DETAIL, Looks, looks_of
 
@@ -192,3 +194,20 @@ def test_detail_is_logged_where_nothing_is_shortened(said: pytest.LogCaptureFixt
     log.info("detail", extra=DETAIL)
     assert said.messages == ["detail"]
     assert said.records[0].levelno == logging.INFO
+
+
+def test_a_line_says_that_all_validations_tied() -> None:
+    def said(values: list[float], by: str = "acc1") -> str:
+        lines = [{"event": "val", by: value - 1, f"ema_{by}": value} for value in values]
+        return tied(Best(values[0], f"ema_{by}", stale=len(values) - 1), History(lines))
+
+    assert said([3, 3]) == (
+        "top-1 was the same in all 2 validations, so the first is kept as best; SAVE_BEST_BY=loss judges by "
+        "another metric"
+    )
+    assert "SAVE_BEST_BY=acc1" in tied(
+        Best(1.0, "loss", stale=1), History([{"event": "val", "loss": 1.0, "acc1": acc1} for acc1 in (5.0, 6.0)])
+    )
+    assert not said([3])
+    assert not said([3, 2, 3])
+    assert not tied(Best(3, stale=0), History([{"event": "val", "acc1": 3}] * 2))  # SAVE_BEST_BY has changed since

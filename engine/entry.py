@@ -207,7 +207,8 @@ def _start_processes(script: str, argv: list[str], loaded: Loaded, command: Comm
     if number == 1:
         log.info("One process: %s.", _why_one(loaded))
         return _run(loaded, ALONE, command)
-    check(resolve(loaded).config)
+    resolved = resolve(loaded)
+    check(resolved.config, resolved.sources)
     return self_launch(script, argv, number)
 
 
@@ -238,7 +239,7 @@ def _run(loaded: Loaded, world: World, command: CommandLine) -> int:
         die_with_launcher()
     try:
         loaded = resolve(loaded)
-        check(loaded.config)
+        check(loaded.config, loaded.sources)
         return run(loaded, world, dry=command.action == "dry_run")
     except Exception as error:
         report_refusal(world, error)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -13,14 +16,16 @@ from engine.machine.memory import total_memory
 from engine.optim.build import optimizer_name
 from engine.report.tracking import check_trackers
 from models import check_model
+from models.build import NO_SUCH_SIZE
 from utils.config import Config
 from utils.config.kinds import AUTO
+from utils.errors import UserError
 from utils.record.resumed_run import resumed_run, target_folder
 from utils.record.run_folder import check_output
 
 
-def check(config: Config) -> None:
-    """Raise UserError for the first problem."""
+def check(config: Config, sources: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Raise UserError for the first problem. `sources`: where each setting comes from."""
     if config.MODEL.RESUME not in (None, AUTO):
         from engine.checkpoint.find import check_resumable
 
@@ -53,4 +58,25 @@ def check(config: Config) -> None:
 
         try_own_code(config)
     memory = total_memory(torch.device("cpu"))  # in which weights are initialised
-    check_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config), memory)
+    try:
+        check_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config), memory)
+    except UserError as error:
+        if hint := _file_of_sizes(str(error), sources):
+            raise UserError(f"{error}\n{hint}") from None
+        raise
+
+
+def _file_of_sizes(error: str, sources: Mapping[str, str]) -> str:
+    """Which file sets the sizes that the model lacks: it may be a recipe for another model, chosen by -model."""
+    files: dict[str, list[str]] = {}
+    for key in re.findall(rf"(MODEL\.\w+).*{NO_SUCH_SIZE}", error):
+        file, _, line = sources.get(key, "").rpartition(":")
+        if line.isdigit():
+            files.setdefault(file, []).append(key)
+    if not files:
+        return ""
+    named = "; ".join(f"{', '.join(keys)} in {file}" for file, keys in files.items())
+    return (
+        f"Set by a file of -cfg: {named}. These sizes are for another model. Use a copy of the file without these "
+        "keys, or leave -cfg out and set the data on the command line (-dataset, -image_size, -num_classes)."
+    )

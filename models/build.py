@@ -42,6 +42,7 @@ BYTES = 4
 """Bytes of a weight when it is initialised."""
 INITIALISERS = {"normal_", "uniform_", "erfinv_", "mul_", "add_", "clamp_", "fill_", "zero_"}
 """Operations that initialise weights"""
+NO_SUCH_SIZE = "has no such size"
 _plans: dict[tuple[str, int, int, Shortcuts], Plan] = {}
 
 
@@ -255,7 +256,7 @@ def _trial(
 def _refused(key: str, value: Any, module: nn.Module, has: dict[str, Any]) -> str:
     kind = type(module).__name__
     if key not in has:
-        return f"MODEL.{key} {as_text(value)}: {kind} has no such size; leave the key out"
+        return f"MODEL.{key} {as_text(value)}: {kind} {NO_SUCH_SIZE}; leave the key out"
     why = f"this {kind} has {as_text(has[key])}"
     if key == "ATTN_HEAD_SIZE":
         why += " (EMBED_DIM / NUM_HEADS)"

@@ -20,8 +20,8 @@ from datasets.transforms.own import OwnChange
 from engine.saved.predictions import validation_predictions
 from engine.saved.trained import load_trained
 from engine.task.one import OneLabel
-from tests.documents import blocks
-from tests.program import Result, metrics
+from tests.documents import blocks, commands
+from tests.program import ROOT, Result, metrics
 from tools.common.comparison.judged import judged_by
 from tools.common.comparison.metrics import metrics_of
 from utils.config import TrainConfig, config_of_run
@@ -278,6 +278,25 @@ def test_a_model_is_tried_before_training(vitamp: Vitamp, tmp_path: Path) -> Non
         done = vitamp(*plain, "-use", file, "-model", "Mine", "-output", tmp_path / "run")
         assert done.code == 2, done.text
         assert words in done.err
+
+
+def test_the_command_of_the_page_needs_no_recipe_and_sizes_of_one_are_named(
+    vitamp: Vitamp, files: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "small.py").write_text((files / "Small.py").read_text(), encoding="utf-8")
+    (page,) = (block.text for block in blocks() if block.page == "docs/own_code.md" and "-model Small" in block.text)
+    ((_, *words),) = commands(page)
+    done = vitamp(*words, "-device", "cpu", "-dry_run", cwd=tmp_path)
+    assert done.code == 0, done.text
+    assert "Small (Small), 330 parameters" in done.text
+    done = vitamp("-cfg", "vit_digits", "-use", "small.py", "-model", "Small", "-dry_run", cwd=tmp_path)
+    assert done.code == 2, done.text
+    assert "MODEL.PATCH_SIZE 2: Small has no such size" in done.err
+    keys = ", ".join(
+        f"MODEL.{key}" for key in ("PATCH_SIZE", "EMBED_DIM", "NUM_HEADS", "MLP_RATIO", "QKV_BIAS", "DEPTH")
+    )
+    file = ROOT / "configs" / "vit_digits.yaml"
+    assert f"Set by a file of -cfg: {keys} in {file}. These sizes are for another model." in done.err
 
 
 def test_the_settings_of_a_run_execute_nothing(vitamp: Vitamp, tmp_path: Path) -> None:

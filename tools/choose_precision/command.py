@@ -66,7 +66,7 @@ def _choose(argv: list[str]) -> int:
     from tools.common.processes import silence_torchao
 
     silence_torchao()
-    check(loaded.config)
+    check(loaded.config, loaded.sources)
     device = pick_device(loaded.config.DEVICE, ALONE)
     modes = read_modes(asked.modes, loaded.config.AMP, device) if asked.modes is not None else None
     for note in [*loaded.notes, *_without_effect(loaded)]:

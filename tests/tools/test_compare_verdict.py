@@ -123,7 +123,7 @@ def test_interval_of_percentages_ends_where_percentages_do() -> None:
 
 
 def test_speed_of_the_slow_first_updates_is_not_judged() -> None:
-    speeds = {"fp32": [1000, 1010, 990], "bf16": [1900, 1910, 1890]}
+    speeds: dict[str, list[float]] = {"fp32": [1000, 1010, 990], "bf16": [1900, 1910, 1890]}
     results = runs(**{mode: {"images_per_second": each} for mode, each in speeds.items()})
     assert "faster" in text_of(results)
     results["bf16"][0]["start_up_counted"] = True

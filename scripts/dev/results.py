@@ -161,6 +161,8 @@ def by_program(fields: Row, name: str) -> str:
     how = f"Measured on {fields['device']}, torch {versions['torch']}, timm {versions['timm']}, {fields['date']}"
     timm = f"train.py of timm {fields['timm_train']}" if "timm_train" in fields else "each training"
     settings = f"{timm} had `{fields['settings']}`"
+    if "pretraining" in fields:
+        settings += f", and the learning without labels `{fields['pretraining']}`"
     return "\n".join([*lines, "", f"{how}; {settings}. All runs: [{name}.json](LINK/{name}.json)."]) + "\n"
 
 

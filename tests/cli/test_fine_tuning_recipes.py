@@ -82,6 +82,9 @@ def test_one_line_trains_with_the_classes_of_the_data_and_the_preprocessing_of_t
         "interpolation": "bilinear",
         "mean": list(MEAN),
         "std": list(STD),
+        "crop": "middle",
+        "background": [255, 255, 255],
+        "exif_rotate": False,
     }
 
 

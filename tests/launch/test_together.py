@@ -44,7 +44,7 @@ BROKEN = """\
 import runpy, sys
 sys.path.insert(0, {root!r})
 import engine.preflight
-def check(config):
+def check(*_):
     raise RuntimeError("no way to read the data")
 engine.preflight.check = check
 runpy.run_path({script!r}, run_name="__main__")

@@ -1,10 +1,8 @@
 """Data sets: sources, transforms, the order of samples, and loading."""
 
 from datasets.base import PADDING, Batch, ImageDataset
-from datasets.decoding.choice import decoder_of
-from datasets.loading.identity import data_identity, identity_of
 from datasets.loading.loader import TrainLoader, ValLoader, Window, auto_workers
-from datasets.loading.order import EpochOrder, Share, validation_batches
+from datasets.loading.order import EpochOrder, MicroBatch, data_identity, identity_of, validation_batches
 from datasets.registry import (
     check_dataset,
     comes_unsplit,
@@ -22,7 +20,7 @@ __all__ = [
     "Batch",
     "EpochOrder",
     "ImageDataset",
-    "Share",
+    "MicroBatch",
     "TrainLoader",
     "ValLoader",
     "Window",
@@ -31,7 +29,6 @@ __all__ = [
     "comes_unsplit",
     "count_classes",
     "data_identity",
-    "decoder_of",
     "has_labels",
     "identity_of",
     "names",

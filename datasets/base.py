@@ -1,9 +1,10 @@
-"""Interfaces of the data sets: samples, batches, sources, and the random numbers of a sample."""
+"""Interfaces of the data sets (samples, batches, sources), random numbers of a sample, and wrappers of a split."""
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -38,6 +39,8 @@ class Batch(NamedTuple):
 Encoded = bytes | np.ndarray
 """An encoded image file, or raw pixels (height x width x channels, uint8)."""
 
+Colour = tuple[int, int, int]
+
 Stored = Literal["files", "tar files", "pixels"]
 """How images are stored: as single files, as encoded images in tar files, or as raw pixels."""
 
@@ -62,15 +65,6 @@ def parts_read(data: DataConfig, train: bool, existing: Sequence[Part] = ("train
     return existing if part == "all" else (part,)
 
 
-class Stamp(NamedTuple):
-    """What changes with a stored image, known without reading it."""
-
-    size: int
-    """Bytes"""
-    changed: int
-    """When it was changed last, in nanoseconds"""
-
-
 class Samples(ABC):
     """One split of a data set, read image by image.
 
@@ -82,8 +76,6 @@ class Samples(ABC):
     classes: list[str] | None = None
     """Class names in the order of their labels, if known."""
     stored: Stored = "files"
-    links: int = 0
-    """Symbolic links among the files and folders, if the source searched folders for images."""
     remote = False
     """Read over a network. Loading processes then mostly wait and use little CPU."""
 
@@ -98,10 +90,9 @@ class Samples(ABC):
     def name(self, index: int) -> str:
         """Name of a sample in messages and in lists of broken images, such as its path."""
 
-    def stamp(self, index: int) -> Stamp:
-        """Size and time of change of a stored image. Raises OSError."""
-        stat = os.stat(self.name(index))
-        return Stamp(stat.st_size, stat.st_mtime_ns)
+    def size(self, index: int) -> int:
+        """Bytes of a stored image, known without reading it. Raises OSError."""
+        return os.stat(self.name(index)).st_size
 
     def names(self) -> Iterator[bytes]:
         """Bytes that depend on the names of all samples and their order, but not on where the data set is."""
@@ -128,6 +119,37 @@ class Broken(NamedTuple):
     """True if the storage failed; the file itself may be intact."""
 
 
+class Box(NamedTuple):
+    """A rectangle in an image, in whole pixels."""
+
+    left: int
+    top: int
+    width: int
+    height: int
+
+
+class Unreadable(Exception):
+    """Bytes that are not an image, or a broken one. The text says why."""
+
+
+NAMED: dict[str, Colour] = {"white": (255, 255, 255), "black": (0, 0, 0)}
+
+
+def background_of(data: DataConfig) -> Colour | None:
+    """DATA.BACKGROUND as a colour; None if the alpha channel is dropped."""
+    chosen = data.BACKGROUND
+    if chosen == "drop":
+        return None
+    return mean_colour(data) if chosen == "mean" else NAMED[chosen] if isinstance(chosen, str) else chosen
+
+
+def mean_colour(data: DataConfig) -> Colour:
+    """The colour that normalisation maps to 0."""
+    shades = [min(255, max(0, round(255 * value))) for value in data.IMAGENET_MEAN]
+    red, green, blue = shades if len(shades) == data.IMAGE_CHANNELS == 3 else [shades[0]] * 3
+    return red, green, blue
+
+
 class ImageDataset(Dataset[Batch]):
     """Labelled images, fetched in batches."""
 
@@ -137,8 +159,6 @@ class ImageDataset(Dataset[Batch]):
     """Batches come straight from (device) memory; loading processes would only slow this down."""
     copies: int = 1
     """How often a sample can be in an epoch, each time with other random numbers; see `variants.Repeated`."""
-    background: str = ""
-    """DATA.BACKGROUND in words, if images are decoded."""
     max_bad: int = 0
     """Number of unreadable images at which training still continues."""
 
@@ -196,9 +216,9 @@ class Joined(Samples):
         split, inside = self._place(index)
         return split.name(inside)
 
-    def stamp(self, index: int) -> Stamp:
+    def size(self, index: int) -> int:
         split, inside = self._place(index)
-        return split.stamp(inside)
+        return split.size(inside)
 
     def prefetch(self, indices: Sequence[int]) -> None:
         for begin, split in zip(self._begins.tolist(), self.splits, strict=False):
@@ -253,3 +273,84 @@ def sample_table(seed: int, epoch: int, samples: int, columns: int) -> np.ndarra
     """Uniform random numbers in 0..1, one row per sample, for sources that transform whole batches at once."""
     generator = np.random.Generator(np.random.Philox(key=key(seed, "sample", epoch)))
     return generator.random((samples, columns))
+
+
+class _Variant(ImageDataset):
+    """A wrapper with as many samples as the split that it wraps."""
+
+    def __init__(self, inner: ImageDataset) -> None:
+        self.inner = inner
+        self.classes, self.in_memory, self.max_bad = inner.classes, inner.in_memory, inner.max_bad
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def shuffled(self, generator: np.random.Generator) -> np.ndarray:
+        return self.inner.shuffled(generator)
+
+    def single_images(self) -> Samples | None:
+        return self.inner.single_images()
+
+    def sample_labels(self) -> np.ndarray | None:
+        return self.inner.sample_labels()
+
+    def take_broken(self) -> list[Broken]:
+        return self.inner.take_broken()
+
+
+class Repeated(_Variant):
+    """A split whose samples can be in an epoch several times, with a new augmentation each time.
+
+    Repeated augmentation and DATA.SAMPLER balanced need it. Index i + n * copy, where n is the number of samples, is
+    sample i with the random numbers of that copy. An epoch keeps its length, and so its cost: it has fewer different
+    samples.
+    """
+
+    def __init__(self, inner: ImageDataset, copies: int) -> None:
+        super().__init__(inner)
+        self.copies = inner.copies = copies
+
+    def augment(self, train: TrainConfig) -> ImageDataset:
+        self.inner = self.inner.augment(train)
+        return self
+
+    def at_size(self, size: int) -> ImageDataset:
+        return Repeated(self.inner.at_size(size), self.copies)
+
+    def __getitems__(self, keys: list[Key]) -> Batch:
+        rows: dict[int, list[int]] = defaultdict(list)
+        for row, (_, index) in enumerate(keys):
+            rows[max(index, 0) // len(self.inner)].append(row)
+        # A data set in memory draws the transforms of one epoch at a time, so each copy gets a call of its own.
+        batches = [self.inner.__getitems__([self._key(*keys[row]) for row in rows[copy]]) for copy in rows]
+        if len(batches) == 1:
+            return batches[0]
+        order = torch.tensor([row for copy in rows for row in rows[copy]]).argsort()
+        order = order.to(batches[0].images.device, non_blocking=True)
+        return Batch(*(torch.cat(fields)[order] for fields in zip(*batches, strict=True)))
+
+    def _key(self, epoch: int, index: int) -> Key:
+        """Key in the wrapped split. Each copy has its own epochs: random numbers depend on epoch and index alone."""
+        copy, sample = divmod(max(index, 0), len(self.inner))
+        return (epoch - 1) * self.copies + copy + 1, sample if index >= 0 else index
+
+
+class Sized(_Variant):
+    """One split in several sizes, for images that grow during training (TRAIN.SIZE_SCHEDULE).
+
+    The size depends on the epoch alone, which is part of every key.
+    """
+
+    def __init__(self, inner: ImageDataset, train: TrainConfig, full: int) -> None:
+        super().__init__(inner)
+        self.train, self.full = train, full
+        self.by_size = {full: inner} | {size: inner.at_size(size) for _, size in train.SIZE_SCHEDULE if size != full}
+
+    def at_size(self, size: int) -> ImageDataset:
+        return self.inner.at_size(size)
+
+    def take_broken(self) -> list[Broken]:
+        return [broken for dataset in self.by_size.values() for broken in dataset.take_broken()]
+
+    def __getitems__(self, keys: list[Key]) -> Batch:
+        return self.by_size[self.train.size_in(keys[0][0], self.full)].__getitems__(keys)

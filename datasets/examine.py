@@ -5,23 +5,38 @@ Nothing here changes a training. In a large data set, only as much is looked at 
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import shlex
 import statistics
+import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 
-from datasets.base import Samples
-from datasets.copies import MOST_NAMED, QUICK_SECONDS, Clock, Copies, can_compare, find_copies
-from datasets.decoding.header import GREY, TRANSPARENT, Header, header_of
-from datasets.hashes import hashes_of
+from datasets.base import ImageDataset, Samples
+from datasets.decoding import GREY, TRANSPARENT, Header, header_of
 from datasets.labels import images_of_classes
+from utils.config import Config
 from utils.config.data import DataConfig
+from utils.distributed.again import tool
+from utils.log import log
+from utils.record.run_folder import CONFIG, DATA, write_json
 from utils.text import counted
+from vitamp.metrics import NO_LABELS
 
+QUICK_SECONDS = 3.5
+"""Most seconds of the search for copies with DATA.CHECK quick"""
+SIZES_OF_VALIDATION, SIZES_OF_BOTH = 0.2, 0.65
+"""Fractions of them after which no more sizes are looked up, so that time is left to compare contents"""
+BLOCK = 256
+"""Neighbours whose sizes are looked up together: neighbours are in one folder, so this is faster than at random."""
+MOST_NAMED = 5
 HEADER_SECONDS = 1.0
 """Most seconds of reading headers with DATA.CHECK quick"""
 LOOKED_AT = 2000
@@ -34,6 +49,27 @@ HUGE = 16
 """Times as many pixels as the model sees, from which on an image is called huge."""
 
 
+class Clock:
+    def __init__(self, seconds: float) -> None:
+        self._begin, self.seconds = time.monotonic(), seconds
+
+    def is_past(self, fraction: float = 1.0) -> bool:
+        return time.monotonic() - self._begin > fraction * self.seconds
+
+
+@dataclass
+class Copies:
+    """Validation images whose bytes are those of a training image."""
+
+    found: int
+    compared: int
+    """Validation images that were compared with all training images of their size"""
+    examples: list[tuple[str, str]] = field(default_factory=list)
+    """Names in validation and in training"""
+    training: int = 0
+    """Training images that they were compared with; fewer than all where time was too short"""
+
+
 @dataclass
 class Findings:
     images: dict[str, int]
@@ -44,7 +80,6 @@ class Findings:
     """Top-1 of always guessing the most frequent class of the validation split; None with several labels"""
     copies: Copies | None = None
     """None where they were not looked for"""
-    links: int = 0
     looked_at: int = 0
     """Images whose headers were read"""
     modes: dict[str, int] = field(default_factory=dict)
@@ -52,9 +87,6 @@ class Findings:
     smallest: tuple[int, int] = (0, 0)
     median: tuple[int, int] = (0, 0)
     largest: tuple[int, int] = (0, 0)
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def examine(train: Samples, validation: Samples, data: DataConfig) -> Findings:
@@ -69,20 +101,59 @@ def examine(train: Samples, validation: Samples, data: DataConfig) -> Findings:
     if validation.labels.ndim == 1 and len(validation):
         share = 100 * max(by_class["validation"].values(), default=0) / len(validation)
     findings = Findings({title: len(samples) for title, samples in splits.items()}, by_class, share)
-    findings.links = train.links if _one_folder(train, validation) else train.links + validation.links
     quick = data.CHECK == "quick"
-    if can_compare(train) and can_compare(validation):
-        hashes = hashes_of(data)
-        findings.copies = find_copies(train, validation, hashes, QUICK_SECONDS if quick else float("inf"))
-        hashes.save()
+    if not any(samples.stored == "pixels" or samples.remote for samples in splits.values()):
+        findings.copies = find_copies(train, validation, QUICK_SECONDS if quick else float("inf"))
     _add_headers(findings, train, data, Clock(HEADER_SECONDS if quick else float("inf")))
     return findings
 
 
-def _one_folder(train: Samples, validation: Samples) -> bool:
-    """Whether both splits are of one list of files, whose links each of them counts."""
-    roots = [getattr(samples, "root", None) for samples in (train, validation)]
-    return roots[0] is not None and roots[0] == roots[1]
+def find_copies(train: Samples, validation: Samples, seconds: float) -> Copies:
+    """Compare images of equal size by a hash of their contents. If the time is too short, a random part is compared."""
+    clock = Clock(seconds)
+    of_validation = _sizes(validation, clock, SIZES_OF_VALIDATION)
+    of_training = _sizes(train, clock, SIZES_OF_BOTH)
+    known = of_validation[of_validation >= 0]
+    shared = np.intersect1d(known, of_training)
+    copies = Copies(0, int(len(known) - np.isin(known, shared).sum()), training=int((of_training >= 0).sum()))
+    orders = [np.argsort(sizes, kind="stable") for sizes in (of_training, of_validation)]
+    ordered = [sizes[order] for sizes, order in zip((of_training, of_validation), orders, strict=True)]
+    for size in np.random.default_rng(0).permutation(shared).tolist():
+        training, validating = (
+            order[slice(*np.searchsorted(sizes, (size, size + 1)))].tolist()
+            for sizes, order in zip(ordered, orders, strict=True)
+        )
+        twins = dict(_digests(train, training, clock))
+        digests = list(_digests(validation, validating, clock))
+        if clock.is_past():
+            break
+        copies.compared += len(validating)
+        for digest, index in digests:
+            if digest in twins:
+                copies.found += 1
+                if len(copies.examples) < MOST_NAMED:
+                    copies.examples.append((validation.name(index), train.name(twins[digest])))
+    return copies
+
+
+def _sizes(samples: Samples, clock: Clock, fraction: float) -> np.ndarray:
+    """Sizes of blocks of neighbours in random order, until that fraction of the time has passed; -1 for the others."""
+    sizes = np.full(len(samples), -1, dtype=np.int64)
+    for block in np.random.default_rng(0).permutation(-(-len(samples) // BLOCK)).tolist():
+        if clock.is_past(fraction):
+            break
+        for index in range(block * BLOCK, min((block + 1) * BLOCK, len(samples))):
+            with contextlib.suppress(OSError, ValueError):  # unreadable: reported when it is trained on
+                sizes[index] = samples.size(index)
+    return sizes
+
+
+def _digests(samples: Samples, indices: list[int], clock: Clock) -> Iterator[tuple[bytes, int]]:
+    for index in indices:
+        if clock.is_past():
+            return
+        with contextlib.suppress(OSError):
+            yield hashlib.blake2b(bytes(samples.read(index)), digest_size=16).digest(), index
 
 
 def _class_names(splits: dict[str, Samples]) -> list[str]:
@@ -128,6 +199,35 @@ def median_side(samples: Samples, data: DataConfig) -> int | None:
     """
     sides = [min(header.size) for header in _headers(samples, MEASURED, data) if header.size != (0, 0)]
     return statistics.median_low(sides) if sides else None
+
+
+def check_data(config: Config, train_set: ImageDataset, val_set: ImageDataset, folder: Path | None) -> None:
+    """Say what the data set is like, in the log and in data.json. Images in memory, the program's own, pass.
+
+    `folder` None: a dry run, which writes nothing.
+    """
+    train, validation = train_set.single_images(), val_set.single_images()
+    if train is None or validation is None:
+        return
+    found = examine(train, validation, config.DATA)
+    if config.task == NO_LABELS:
+        found = replace(found, classes={title: {} for title in found.classes}, largest_class_percent=None)
+    # A dry run has no config.yaml: check_data.py takes the same flags.
+    same = [word for word in sys.argv[1:] if word.lstrip("-") != "dry_run"]
+    settings = same if folder is None else ["-cfg", str(folder / CONFIG)]
+    check = f"{tool('check_data')} {shlex.join(settings)}"
+    notes = notes_of(found, config.DATA, config.TRAIN.CLASS_WEIGHTS is not None, check)
+    warnings = warnings_of(found, check)
+    for note in notes:
+        log.info("%s.", note)
+    for warning in warnings:
+        log.warning("%s", warning)
+    if folder is None:
+        return
+    try:
+        write_json(folder / DATA, {**asdict(found), "notes": notes, "warnings": warnings})
+    except OSError as error:  # only a description: the training does not need it
+        log.warning("%s: cannot be written (%s).", folder / DATA, error.strerror)
 
 
 def notes_of(found: Findings, data: DataConfig, weighted: bool, check: str) -> list[str]:

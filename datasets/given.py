@@ -7,19 +7,15 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from datasets.base import Broken, Encoded, Samples
-from datasets.damage.broken import BrokenInValidation
-from datasets.decoding.choice import check_decoder
-from datasets.decoding.reader import Reader, decoding_errors
-from datasets.decoding.stored import Box
+from datasets.base import Box, Broken, Encoded, Samples
+from datasets.damage import BrokenInValidation
+from datasets.decoding import Reader, decoding_errors
 from datasets.images import Images
 from datasets.memory import planes, resized
 from datasets.registry import source_named
 from datasets.sources.files import PathTable
 from utils.config.data import DataConfig
-from utils.errors import UserError
-from utils.files import read_regular
-from utils.log import log
+from vitamp.files import read_regular
 
 
 class GivenSamples(Samples):
@@ -37,36 +33,16 @@ class GivenSamples(Samples):
 
 def open_given(paths: Sequence[str], data: DataConfig) -> Images:
     """A data set of these files, in this order."""
-    data = data.model_copy(update={"EXCLUDE": None, "DECODER": _available_decoder(data)})
+    data = data.model_copy(update={"EXCLUDE": None})
     images = Images(GivenSamples(paths), data, train=False, seed=0)
     images.pixels = _pixels_of_source(data) or images.pixels
     return images
-
-
-def squeezes(data: DataConfig) -> bool:
-    """Whether validation squeezes the whole image into the square instead of cropping its centre."""
-    return getattr(_pixels_of_source(data), "squeezed", data.CROP == "none")
-
-
-def crop_of(data: DataConfig) -> tuple[str, float]:
-    """How validation crops, in timm's words: `crop_mode` and `crop_pct`."""
-    return ("squash", 1.0) if squeezes(data) else (data.CROP_MODE, data.CROP_PCT)
 
 
 def _pixels_of_source(data: DataConfig) -> ArrayPixels | None:
     """See `Source.arrays`; None for sources without their own preprocessing."""
     source = source_named(data.DATASET)
     return None if source is None or source.arrays is None else ArrayPixels(data, source.arrays == "cropped")
-
-
-def _available_decoder(data: DataConfig) -> str:
-    """The decoder of training; `auto` with a warning if it is not installed on this machine."""
-    try:
-        check_decoder(data)
-    except UserError as error:
-        log.warning("%s PIL decodes JPEG files here, so pixels differ slightly from those of training.", error)
-        return "auto"
-    return data.DECODER
 
 
 class ArrayPixels:

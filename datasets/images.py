@@ -24,10 +24,7 @@ from datasets.base import (
     part_of,
     seed_sample,
 )
-from datasets.damage.broken import allowed
-from datasets.damage.exclude import line_of, without_excluded
-from datasets.damage.retry import Failure, failure_of
-from datasets.decoding.background import background_words
+from datasets.damage import Failure, allowed, failure_of, line_of, without_excluded
 from datasets.transforms.pixels import Pixels
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
@@ -48,7 +45,6 @@ class Images(ImageDataset):
         self.augmentation: TrainConfig | None = None
         self.pixels: Callable[[Encoded, torch.Tensor], None] = Pixels(data, train)
         self.max_bad = allowed(data.MAX_BAD, len(self.samples))
-        self.background = background_words(data)
         self._failures: dict[int, Failure] = {}  # of damaged images, which are not read again in later epochs
         self._new_broken: dict[int, Broken] = {}
 

@@ -13,10 +13,8 @@ import torch
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
-from datasets.base import PADDING, Batch, ImageDataset, Key, Samples, sample_table
-from datasets.decoding.background import mean_colour
-from datasets.transforms.affine import BatchAffine, has_affine
-from datasets.transforms.crops import resized_size
+from datasets.base import PADDING, Batch, ImageDataset, Key, Samples, mean_colour, sample_table
+from datasets.transforms.crops import PAD, BatchAffine, has_affine, resized_size
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 
@@ -79,7 +77,7 @@ class InMemory(ImageDataset):
         self.images = planes(samples.pixels, data.IMAGE_CHANNELS).to(device)
         self.labels = torch.from_numpy(samples.labels).to(device)
         self.squeezed = not cropped or train or data.CROP == "none"
-        self.margin = data.CROP_PAD if train and cropped and data.CROP == "pad" else 0
+        self.margin = PAD if train and cropped and data.CROP == "pad" else 0
         self.flip = data.FLIP if train and cropped else 0.0
         self.crops = self.margin > 0 or self.flip > 0
         self.affine = BatchAffine(data, device) if train and has_affine(data) else None

@@ -7,7 +7,7 @@ from pathlib import Path
 from datasets.sources import csv_table, imagenet2012
 from datasets.sources.files import readable_folder
 from datasets.sources.imagefolder import layout_of
-from datasets.sources.named_splits import SPLIT_NAMES, TEST
+from datasets.sources.split import SPLIT_NAMES, TEST
 from utils.config.data import DataConfig
 from utils.errors import UserError
 
@@ -65,7 +65,7 @@ def _layouts(root: Path) -> dict[str, str]:
         found["csv"] = " and ".join(tables)
     if any(_has_tars(root / name) for name in ("", *SPLIT_NAMES)):
         found["shards"] = "tar files"
-    if folders := layout_of(root, DataConfig()):
+    if folders := layout_of(root):
         found["imagefolder"] = folders
     return found
 

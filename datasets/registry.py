@@ -6,22 +6,21 @@ A layout of folders that people have is also recognised (recognise.py) and descr
 from __future__ import annotations
 
 import importlib
-import sys
 
 import torch
 
 from datasets.base import HUB_PREFIX, ImageDataset, Samples, Source
-from datasets.decoding.choice import check_decoder
 from datasets.labels import ANY_LABEL, check_gaps
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
 from utils.log import log
+from vitamp.registry import own_named
 
 PLACES = {
-    "caltech101": "sources.caltech:CALTECH101",
-    "caltech256": "sources.caltech:CALTECH256",
-    "cifar10": "sources.cifar:CIFAR10",
-    "cifar100": "sources.cifar:CIFAR100",
+    "caltech101": "sources.published:CALTECH101",
+    "caltech256": "sources.published:CALTECH256",
+    "cifar10": "sources.published:CIFAR10",
+    "cifar100": "sources.published:CIFAR100",
     "csv": "sources.csv_table:SOURCE",
     "digits": "sources.digits:SOURCE",
     "imagefolder": "sources.imagefolder:SOURCE",
@@ -84,10 +83,13 @@ def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> Non
     """
     source = _source(data)
     if data.EXCLUDE is not None:
-        from datasets.damage.exclude import check_exclude
+        from datasets.damage import check_exclude
 
         check_exclude(data)
-    check_decoder(data)
+    if source.arrays is None:
+        from datasets.decoding import warn_of_decoder
+
+        warn_of_decoder()
     if data.DOWNLOAD and not source.fetches:
         log.warning("DATA.DOWNLOAD has no effect on the data set %s: it cannot be downloaded.", data.DATASET)
     if data.DATA_PATH is not None and not source.reads_path:
@@ -107,13 +109,9 @@ def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> Non
 def warn_of_splits(data: DataConfig, train: Samples | None, validation: Samples | None) -> None:
     """Warn of what shows only once both splits are open. None stands for a split in memory."""
     if data.EXCLUDE is not None:
-        from datasets.damage.exclude import warn_unmatched
+        from datasets.damage import warn_unmatched
 
         warn_unmatched(data, (train, validation))
-    if train is not None and validation is not None and (train.links or validation.links):
-        from datasets.damage.links import warn_of_links
-
-        warn_of_links(train, validation)
 
 
 def comes_unsplit(data: DataConfig) -> bool:
@@ -175,7 +173,7 @@ def _named(data: DataConfig) -> Source:
             f"DATA.DOWNLOAD=true. Version 0.1.0 of vitamp is the last that has it."
         )
     source = source_named(data.DATASET)
-    if source is None and "utils.own.registry" in sys.modules:
+    if source is None and own_named("dataset", data.DATASET):
         from datasets.sources.own import source_of_own
 
         source = source_of_own(data.DATASET)
@@ -191,3 +189,14 @@ def _offering_layout(error: UserError, data: DataConfig) -> UserError:
     from datasets.recognise import offering_layout
 
     return offering_layout(error, data)
+
+
+def squeezes(data: DataConfig) -> bool:
+    """Whether validation squeezes the whole image into the square instead of cropping its centre."""
+    source = source_named(data.DATASET)
+    return data.CROP == "none" or (source is not None and source.arrays == "whole")
+
+
+def crop_of(data: DataConfig) -> tuple[str, float]:
+    """How validation crops, in timm's words: `crop_mode` and `crop_pct`."""
+    return ("squash", 1.0) if squeezes(data) else (data.CROP_MODE, data.CROP_PCT)

@@ -15,11 +15,10 @@ from typing import NoReturn
 
 from engine.machine.late_compiler import import_compiler_late
 from engine.machine.stopping import CTRL_C, ENDED, signals
-from engine.report.late_wandb import import_wandb_late
 from utils.cli import CommandLine, parse, version_text
 from utils.config import Loaded, format_config, load_config
 from utils.config.keys import OF_ONE_START, default_of
-from utils.distributed.group import caused_by_lost_rank, expect_lost_rank, rank_name, report_refusal
+from utils.distributed.group import caused_by_lost_rank, expect_lost_rank, rank_name, refuse
 from utils.distributed.world import ALONE, BY_HAND, World, check_rank_is_known, read_world, world_from_launcher
 from utils.errors import (
     EXIT_DONE,
@@ -34,8 +33,10 @@ from utils.log import log, logs_to_terminal, shorten_on_terminal, start_log
 from utils.machine.gpus import limit_visible_gpus
 from utils.parent import die_with_starting_tool
 from utils.passwords import redacted
-from utils.record.run_folder import CONFIG, is_of_user, run_folder_of
+from utils.program import started_as
+from utils.record.run_folder import CONFIG, is_of_user
 from utils.standard_output import ClosedPipe, OutputError, discard_output, flush_after, watch_standard_output
+from vitamp.checkpoints import run_folder_of
 
 SECONDS_TO_FIND_LOST_RANK = 12
 SECONDS_FOR_OTHER_RANK = 5
@@ -45,9 +46,12 @@ def main(script: str, many: bool) -> NoReturn:
     """Run the program and exit. `many`: it may start several processes, or be one of several."""
     signals.listen()
     die_with_starting_tool()
-    import_wandb_late()
+    # timm imports wandb if it is installed, which takes as long as importing torch. None marks a missing module.
+    sys.modules.setdefault("wandb", None)  # pyright: ignore[reportArgumentType]
     import_compiler_late()
     watch_standard_output()
+    # Without it, c10d prints a C++ stack trace whenever the connection to a rank or launcher that died is closed.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     code = _exit_code(script, sys.argv[1:], many)
     with contextlib.suppress(OutputError):
         sys.stdout.flush()
@@ -70,8 +74,8 @@ def _exit_code(script: str, argv: list[str], many: bool) -> int:
         _report(f"{error}.", aloud=True)
         return EXIT_FAILED
     except UserError as error:
-        # Joined ranks raise the same error, and rank 0 prints it. Before they join, and where each rank has a terminal
-        # of its own, each machine prints its own.
+        # Ranks raise the same error together, and rank 0 prints it. Before the ranks are known, and where each has a
+        # terminal of its own, each machine prints its own.
         on_all_ranks = isinstance(error, AllRanksUserError) and place.size > 1 and place.launcher != BY_HAND
         _report(str(error), aloud=place.local_rank == 0 and not on_all_ranks)
         return EXIT_USAGE
@@ -79,7 +83,12 @@ def _exit_code(script: str, argv: list[str], many: bool) -> int:
         common, name = isinstance(error, AllRanksError), rank_name()
         _report(str(error) if common or name is None else f"{name}: {error}", aloud=not common)
         return EXIT_FAILED
-    except SystemExit as leave:
+    except (SystemExit, KeyboardInterrupt) as leave:
+        if own := _in_own_code(leave):
+            _report(own, aloud=True)
+            return EXIT_FAILED
+        if isinstance(leave, KeyboardInterrupt):
+            raise
         return leave.code if isinstance(leave.code, int) else EXIT_FAILED
     except Exception as error:
         if caused_by_lost_rank(error):
@@ -94,9 +103,9 @@ def _exit_code(script: str, argv: list[str], many: bool) -> int:
         return EXIT_FAILED
 
 
-def _in_own_code(error: Exception) -> str:
+def _in_own_code(error: BaseException) -> str:
     """An error in the user's own code, with its lines there; '' for another."""
-    own = sys.modules.get("utils.own.execute")
+    own = sys.modules.get("utils.own_code")
     return own.own_lines(error) if own else ""
 
 
@@ -121,37 +130,48 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
     if command.action == "list_models":
         return _list_models(command.pattern)
     loaded = _load(command)
-    if loaded.config.USE:
+    if command.action in ("print_config", "print_amp"):
         _use_own_code(loaded, command)
-    if command.action == "print_config":
+        if command.action == "print_amp":
+            return _print_amp(loaded)
         print(format_config(loaded), end="")
         return EXIT_DONE
-    if command.action == "print_amp":
-        return _print_amp(loaded)
     # main_single_gpu.py needs no address where ranks meet, which read_world would ask for.
-    world = (None if many else world_from_launcher()) or read_world(loaded.config.DIST)
+    world = (None if many else world_from_launcher()) or read_world(command.ranks)
     if world is not None and not world.first:  # a rank set with -rank is known only now
         start_log(to_terminal=False)
     if loaded.config.LOG_STYLE == "auto" and command.action == "train" and not loaded.config.EVAL:
         shorten_on_terminal()
     if world is None:
         check_rank_is_known()
-    if many and world is None:
-        return _start_processes(script, argv, loaded, command)
     if not many and world is not None and world.size > 1:
         raise UserError(
-            f"main_single_gpu.py was started {world.size} times ({world.launcher}), and each process would train a "
-            "model of its own. Start main_multi_gpu.py with the same flags, or start one process."
+            f"{started_as('main_single_gpu.py')} was started {world.size} times ({world.launcher}), and each "
+            "process would train a model of its own. "
+            f"Start {started_as('main_multi_gpu.py')} with the same flags, or start one process."
         )
-    return _run(loaded, world or ALONE, command)
+    try:
+        _use_own_code(loaded, command)
+        if many and world is None:
+            return _start_processes(script, argv, loaded, command)
+        return _run(loaded, world or ALONE, command)
+    except Exception as error:
+        if (
+            world is not None
+            and world.size > 1
+            and rank_name() is None  # it has not joined
+            and not (refuse(world, error) or logs_to_terminal())
+        ):
+            start_log(to_terminal=True)  # nobody else would print the error
+        raise
 
 
 def _use_own_code(loaded: Loaded, command: CommandLine) -> None:
     """Execute the files of USE. Those in the settings of a run count as the run's, not as given."""
     given = is_of_user(loaded.sources["USE"])
-    if command.action == "print_config" and not given:
+    if not loaded.config.USE or (command.action == "print_config" and not given):
         return
-    from engine.own_code.use import use_own_code
+    from engine.own_code import use_own_code
 
     use_own_code(loaded.config, given, command.trust)
 
@@ -185,7 +205,7 @@ def _list_models(pattern: str | None) -> int:
 
 def _print_amp(loaded: Loaded) -> int:
     from engine.amp.precision import check_amp
-    from engine.resolve import resolve
+    from engine.preflight import resolve
     from engine.run import show_precisions
     from models import check_model
 
@@ -198,49 +218,30 @@ def _print_amp(loaded: Loaded) -> int:
 
 def _start_processes(script: str, argv: list[str], loaded: Loaded, command: CommandLine) -> int:
     """Start one process per device, or run in this one if there is a single device. No launcher gave it a rank."""
-    from engine.machine.device import visible_devices
-    from engine.preflight import check
-    from engine.resolve import resolve
+    from engine.machine.device import visible_devices, visible_gpus
+    from engine.preflight import check, resolve
     from utils.distributed.launch import self_launch
 
     number = visible_devices(loaded.config)
     if number == 1:
-        log.info("One process: %s.", _why_one(loaded))
+        visible = (
+            "one GPU is visible" if visible_gpus(loaded.config) else "no CUDA GPU is used; -ngpus N starts N processes"
+        )
+        log.info("One process: %s.", "-ngpus 1" if loaded.config.NGPUS == 1 else visible)
         return _run(loaded, ALONE, command)
     resolved = resolve(loaded)
     check(resolved.config, resolved.sources)
     return self_launch(script, argv, number)
 
 
-def _why_one(loaded: Loaded) -> str:
-    if loaded.config.NGPUS == 1:
-        return "-ngpus 1"
-    return (
-        "one GPU is visible"
-        if loaded.config.DEVICE != "cpu" and _has_gpu()
-        else ("no CUDA GPU is used; -ngpus N starts N processes")
-    )
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def _run(loaded: Loaded, world: World, command: CommandLine) -> int:
-    from engine.preflight import check
-    from engine.resolve import resolve
+    from engine.preflight import check, resolve
     from engine.run import run
 
     if world.size > 1:
         from utils.distributed.launch import die_with_launcher
 
         die_with_launcher()
-    try:
-        loaded = resolve(loaded)
-        check(loaded.config, loaded.sources)
-        return run(loaded, world, dry=command.action == "dry_run")
-    except Exception as error:
-        report_refusal(world, error)
-        raise
+    loaded = resolve(loaded)
+    check(loaded.config, loaded.sources)
+    return run(loaded, world, dry=command.action == "dry_run")

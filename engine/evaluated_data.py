@@ -17,13 +17,15 @@ from utils.config import Config
 from utils.config.data import DataConfig
 from utils.config.keys import default_of, value_of
 from utils.config.kinds import AUTO
+from utils.config.resumed import is_of_earlier_version
 from utils.distributed.again import tool
 from utils.distributed.world import ALONE
 from utils.errors import UserError
 from utils.log import unheard
-from utils.record.chosen import Chosen, chosen_at
-from utils.record.resumed_run import resumed_run
-from utils.record.run_folder import copies_in_words, run_folder_of
+from utils.record.resumed_run import config_of, resumed_run, settings_of
+from utils.record.run_folder import copies_in_words
+from vitamp.checkpoints import run_folder_of
+from vitamp.weights import Chosen, chosen_at
 
 PART = "DATA.PART"
 NOT_NEW = "so the result does not show how well it recognises new images"
@@ -42,6 +44,8 @@ def settings_for_evaluation(
     if data_of_run in ("same place", "moved") and config.DATA.PART in ("train", "all"):
         which = "are" if config.DATA.PART == "train" else "include"
         notes.append(f"{PART} {config.DATA.PART}: these {which} the images that the model was trained on, {NOT_NEW}")
+    if saved is not None and data_of_run == "same place" and config.DATA.PART in (AUTO, "val", "train"):
+        _check_split(saved)
     if data_of_run == "same place":
         return ({PART: "val"} if config.DATA.PART == AUTO else {}), notes
     if saved is not None and data_of_run not in ("moved", "training images"):
@@ -58,7 +62,7 @@ def settings_for_evaluation(
     if data_of_run == "other":
         why = " and has no validation split of its own" if unsplit else ""
         notes.append(f"{PART} {part}: {place} is not recognised as the data that the model was trained on{why}")
-        if saved is not None and "DATA.DATA_PATH" not in saved.settings and config.DATA.EXCLUDE is None:
+        if saved is not None and "DATA.DATA_PATH" not in settings_of(saved) and config.DATA.EXCLUDE is None:
             notes.append("If the model was trained on it without some images, give their list too (DATA.EXCLUDE)")
     elif data_of_run == "moved":
         notes.append(f"{PART} {part}: {place} is the data that the model was trained on, in another place")
@@ -73,7 +77,7 @@ def settings_for_evaluation(
 def _is_data_of_run(
     config: Config, saved: Chosen | None
 ) -> Literal["same place", "moved", "training images", "other", "unknown"]:
-    own, samples = (saved.settings, saved.samples) if saved else ({}, None)
+    own, samples = (settings_of(saved), saved.samples) if saved else ({}, None)
     if "DATA.DATASET" not in own:
         return "unknown"
     place = {"DATASET": own["DATA.DATASET"], "DATA_PATH": own.get("DATA.DATA_PATH")}
@@ -85,6 +89,20 @@ def _is_data_of_run(
         if _has_samples(config, samples):
             return "moved"
         return "training images" if _is_training_split(config, samples) else "other"
+
+
+def _check_split(saved: Chosen) -> None:
+    """Refuse to evaluate a run of an earlier version whose images this version would split otherwise."""
+    if saved.samples and is_of_earlier_version(settings_of(saved)):
+        with unheard():
+            own = config_of(saved)
+            same = _has_samples(own, saved.samples)
+        if not same:
+            raise UserError(
+                f"{saved.place} is of an earlier version of vitamp, and {source_of(own.DATA)} would now be split "
+                "otherwise than in its training: images that it was trained on would be evaluated. Name images that "
+                "it was not trained on with -data_path, or use the version that trained it."
+            )
 
 
 def _has_samples(config: Config, samples: dict[str, Any]) -> bool:

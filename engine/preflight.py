@@ -9,19 +9,22 @@ from types import MappingProxyType
 
 import torch
 
-from datasets import check_dataset
+from datasets import check_dataset, count_classes, open_dataset, source_of
 from engine.amp.precision import check_amp
-from engine.inputs.token_drop import shortcuts_of
+from engine.inputs.shortcuts import shortcuts_of
 from engine.machine.memory import total_memory
 from engine.optim.build import optimizer_name
-from engine.report.tracking import check_trackers
+from engine.task import task_of
 from models import check_model
 from models.build import NO_SUCH_SIZE
-from utils.config import Config
+from utils.config import Config, DataConfig, Loaded
 from utils.config.kinds import AUTO
+from utils.config.read import Entry
+from utils.config.resumed import CLASSES, DATASET, IMAGE_SIZE, PATCH_SIZE
 from utils.errors import UserError
 from utils.record.resumed_run import resumed_run, target_folder
 from utils.record.run_folder import check_output
+from vitamp.metrics import NO_LABELS
 
 
 def check(config: Config, sources: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -38,23 +41,30 @@ def check(config: Config, sources: Mapping[str, str] = MappingProxyType({})) -> 
 
         check_sharding(config)
     if not config.EVAL:
+        if config.TRAIN.AUGMENT:
+            from datasets.transforms.augment import check_augmentations
+
+            check_augmentations(config.TRAIN)
         if config.TRAIN.CLASS_WEIGHTS is not None:
-            from engine.optim.class_weights import check_class_weights
+            from engine.task.losses import check_class_weights
 
             check_class_weights(config.TRAIN)
-        check_trackers(config)
+        if config.WANDB is not None or config.MLFLOW is not None:
+            from engine.report.trackers import check_trackers
+
+            check_trackers(config)
     check_amp(config.AMP, config.TRAIN)
     if config.TRAIN.DISTILLATION_TYPE is not None or config.TRAIN.TEACHER_MODEL is not None:
-        from engine.distill.teacher import check_teacher
+        from engine.distill import check_teacher
 
         check_teacher(config)
     starts_new_run = config.MODEL.RESUME is None or (config.MODEL.RESUME == AUTO and resumed_run(config) is None)
     if config.MODEL.PRETRAINED and starts_new_run:
         from models.weights.find import check_pretrained
 
-        check_pretrained(config.MODEL.PRETRAINED, config.MODEL.pretrained_weights)
+        check_pretrained(config.MODEL.PRETRAINED)
     if config.USE:
-        from engine.own_code.trial import try_own_code
+        from engine.own_code import try_own_code
 
         try_own_code(config)
     memory = total_memory(torch.device("cpu"))  # in which weights are initialised
@@ -80,3 +90,131 @@ def _file_of_sizes(error: str, sources: Mapping[str, str]) -> str:
         f"Set by a file of -cfg: {named}. These sizes are for another model. Use a copy of the file without these "
         "keys, or leave -cfg out and set the data on the command line (-dataset, -image_size, -num_classes)."
     )
+
+
+# Settings that only the data and the pretrained weights know: layout, number of classes, preprocessing, image size.
+#
+# Each process resolves them for itself, before anything is built; config.yaml stores the result. A resumed run has them
+# from its checkpoint instead (utils/config/resumed.py).
+
+SIZES = range(32, 97)
+"""Image sizes that `auto` chooses from"""
+PATCHES = range(4, 9)
+"""Patch sizes that `auto` chooses from"""
+TEACHER = "TRAIN.TEACHER_MODEL"
+PATCHES_PER_ROW = 8
+"""Number of patches that a patch size of `auto` comes closest to"""
+
+
+def resolve(loaded: Loaded) -> Loaded:
+    """The settings with numbers for `auto`, the layout of DATA_PATH, and the preprocessing of the weights.
+
+    For an evaluation also with the split to evaluate.
+    """
+    loaded = _with_classes(_with_dataset(loaded))
+    if loaded.config.MODEL.PRETRAINED is not None:
+        from engine.checkpoint.preprocessing import with_preprocessing
+
+        loaded = with_preprocessing(loaded, loaded.config.MODEL.PRETRAINED)
+    loaded = _with_patch_size(_with_image_size(_with_teacher(loaded)))
+    return _with_part(loaded) if loaded.config.EVAL else loaded
+
+
+def _with_teacher(loaded: Loaded) -> Loaded:
+    if loaded.config.TRAIN.DISTILLATION_TYPE is None:
+        return loaded
+    from engine.distill import default_teacher
+
+    found = default_teacher(loaded.config)
+    if found is None:
+        return loaded
+    return loaded.with_values({TEACHER: Entry(found[0], "PaddleViT's default")}, [found[1]])
+
+
+def _with_dataset(loaded: Loaded) -> Loaded:
+    place = loaded.config.DATA.DATA_PATH
+    if place is None or not loaded.is_default(DATASET):
+        return loaded
+    from datasets.recognise import recognise
+
+    found = recognise(place, needs_labels=not loaded.config.MODEL.MAE_PRETRAIN)
+    if found is None:
+        return loaded
+    name, what = found
+    note = f"{DATASET} {name}: {what}"
+    return loaded.with_values({DATASET: Entry(name, f"recognised in {place}")}, [note])
+
+
+def _with_classes(loaded: Loaded) -> Loaded:
+    config = loaded.config
+    if config.MODEL.NUM_CLASSES != AUTO:
+        return loaded
+    try:
+        number = count_classes(_of_any_size(config.DATA), train=True)
+    except UserError:
+        if config.task == NO_LABELS:  # of a data set without classes of its own
+            return loaded.with_values({CLASSES: Entry(1, "no labels are read")}, [])
+        if not config.EVAL:
+            raise
+        number = count_classes(_of_any_size(config.DATA), train=False)  # an evaluation needs no training split
+    number = max(number, 1)  # the check of the data reports negative labels, with their lines
+    name = source_of(config.DATA)
+    note = f"{CLASSES} {number}: classes of {name}"
+    if number < task_of(config).fewest_classes:
+        note += ". With one class there is nothing to learn: is DATA.DATA_PATH the folder that holds the class folders?"
+    return loaded.with_values({CLASSES: Entry(number, f"classes of {name}")}, [note])
+
+
+def _of_any_size(data: DataConfig) -> DataConfig:
+    """For a look at the data while DATA.IMAGE_SIZE may still be `auto`."""
+    return data.model_copy(update={"IMAGE_SIZE": SIZES[-1]}) if data.IMAGE_SIZE == AUTO else data
+
+
+def _with_image_size(loaded: Loaded) -> Loaded:
+    config = loaded.config
+    if config.DATA.IMAGE_SIZE != AUTO:
+        return loaded
+    import torch
+
+    from datasets.examine import median_side
+
+    name, classes = source_of(config.DATA), config.MODEL.NUM_CLASSES
+    data = _of_any_size(config.DATA)
+    samples = open_dataset(data, not config.EVAL, classes, config.SEED, torch.device("cpu")).single_images()
+    side = None if samples is None else median_side(samples, data)
+    if side is None:
+        raise UserError(
+            f"{loaded.sources[IMAGE_SIZE]}: {IMAGE_SIZE} auto: the size of the images of {name} is unknown, because "
+            f"{'they are in memory' if samples is None else 'none of those tried can be read'}. Give a number, as in "
+            "-image_size 32."
+        )
+    patch = config.MODEL.PATCH_SIZE
+    step = 8 if patch == AUTO else patch or 16
+    size = min((size for size in SIZES if size % step == 0), key=lambda size: abs(size - side), default=step)
+    note = f"{IMAGE_SIZE} {size}: the median image of {name} has {side} pixels (shorter side)"
+    if side > SIZES[-1]:
+        note += f". auto chooses at most {size}; -image_size N shows the model more detail, but takes more time"
+    return loaded.with_values({IMAGE_SIZE: Entry(size, f"median image of {name}")}, [note])
+
+
+def _with_patch_size(loaded: Loaded) -> Loaded:
+    config, size = loaded.config, loaded.config.DATA.IMAGE_SIZE
+    if config.MODEL.PATCH_SIZE != AUTO:
+        return loaded
+    fitting = [patch for patch in PATCHES if size % patch == 0]
+    if not fitting:
+        raise UserError(
+            f"{loaded.sources[PATCH_SIZE]}: {PATCH_SIZE} auto: no patch of {PATCHES[0]} to {PATCHES[-1]} pixels "
+            f"divides {IMAGE_SIZE} {size}. Use a multiple of 8, such as -image_size {(size + 7) // 8 * 8}."
+        )
+    patch = min(fitting, key=lambda patch: abs(size / patch - PATCHES_PER_ROW))
+    note = f"{PATCH_SIZE} {patch}: {size // patch} x {size // patch} patches of an image of {size} x {size}"
+    return loaded.with_values({PATCH_SIZE: Entry(patch, f"{IMAGE_SIZE} {size}")}, [note])
+
+
+def _with_part(loaded: Loaded) -> Loaded:
+    from engine.evaluated_data import evaluated_weights, settings_for_evaluation
+
+    given = {key for key, source in loaded.sources.items() if source.startswith("-") or source == "command line"}
+    found, notes = settings_for_evaluation(loaded.config, evaluated_weights(loaded.config), given)
+    return loaded.with_values({key: Entry(value, "the evaluated data") for key, value in found.items()}, notes)

@@ -10,24 +10,25 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.amp.precision import check_precision
-from engine.amp.prepare_model import tile_size_hint
-from engine.banner import banner, short_banner
-from engine.fit.batch_size import settle_batch
-from engine.machine import no_gpu
+from engine.checkpoint.run_folder import (
+    FolderLock,
+    largest_class,
+    lock_existing_folder,
+    make_run_folder,
+    write_run_files,
+)
 from engine.machine.context import Run
-from engine.machine.device import pick_device, set_up_device
+from engine.machine.device import no_gpu_notice, pick_device, set_up_device
 from engine.machine.environment import join_run
 from engine.machine.memory import is_out_of_memory
 from engine.machine.stopping import signals
 from engine.measure.mfu import Peak, Utilisation
 from engine.measure.progress import clock, updates_left
 from engine.measure.throughput import Throughput
-from engine.report.in_context import in_context, tied
-from engine.report.next_commands import as_lines, next_commands
+from engine.memory.batch_size import settle_batch
+from engine.report.banner import banner, short_banner
+from engine.report.outcome import as_lines, in_context, next_commands, tied
 from engine.report.reporter import Reporter
-from engine.report.tracking import open_trackers
-from engine.run_folder import largest_class, lock_existing_folder, make_run_folder, write_run_files
-from engine.run_lock import FolderLock
 from engine.setup import ReadyToTrain, build_for_training, model_in_precision, sharding_of
 from engine.trainer import Trainer
 from utils.config import Config, Loaded
@@ -36,13 +37,12 @@ from utils.distributed.group import leave
 from utils.distributed.world import ALONE, World, on_every_rank, on_rank_0
 from utils.errors import EXIT_DONE, TrainingError, UserError
 from utils.log import brief_terminal, log, print_on_terminal
-from utils.record.checkpoints import Checkpoint
 from utils.record.history import History
 from utils.record.resumed_run import resumed_run
 from utils.record.run_folder import copies_in_words
-from utils.record.tasks import metric_named
 from utils.terminal import DETAIL
 from utils.text import counted
+from vitamp.metrics import metric_named
 
 if TYPE_CHECKING:
     from engine.amp.op_lists import OpLists
@@ -65,7 +65,7 @@ def _train_or_evaluate(this: Run, dry: bool) -> int:
             _op_lists(config, device) as lists,
         ):
             if config.EVAL:
-                from engine.run_evaluation import evaluate_only
+                from engine.evaluate import evaluate_only
 
                 evaluate_only(this, dry)
                 return EXIT_DONE
@@ -73,7 +73,7 @@ def _train_or_evaluate(this: Run, dry: bool) -> int:
     except Exception as error:
         signals.deferred = True  # report the error before a signal ends this rank because another rank exited first
         if is_out_of_memory(error):
-            from engine.fit.out_of_memory import before_training
+            from engine.memory.out_of_memory import before_training
 
             raise (UserError if this.world.size == 1 else TrainingError)(
                 before_training(error, config, device)
@@ -98,9 +98,9 @@ def join(loaded: Loaded, world: World) -> Run:
     threads = set_up_device(config, device, world)
     for note in loaded.notes:
         log.info(note)
-    for warning in () if config.EVAL else loaded.warnings:
+    for warning in loaded.warnings:
         log.warning(warning)
-    if world.first and (advice := no_gpu.no_gpu_notice(config, device)):
+    if world.first and (advice := no_gpu_notice(config, device)):
         log.info(advice)
     join_run(config, world, device, threads)
     return Run(config, world, device, threads)
@@ -108,50 +108,27 @@ def join(loaded: Loaded, world: World) -> Run:
 
 def train(given: Run, lock: FolderLock | None, lists: OpLists | None) -> int:
     """Train from start to end, and return the exit code. `lock` None: a dry run."""
+    world = given.world
     if lock is not None:
-        on_rank_0(given.world, lambda: lock_existing_folder(given.config, lock))
+        on_rank_0(world, lambda: lock_existing_folder(given.config, lock))
     checkpoint = None
     if given.config.MODEL.RESUME is not None:
-        from engine.checkpoint.chosen import chosen_checkpoint
+        from engine.checkpoint.find import chosen_checkpoint
 
-        checkpoint = chosen_checkpoint(given.config, given.world)
-    signals.saved = checkpoint is not None if given.world.first else None
+        checkpoint = chosen_checkpoint(given.config, world)
+    signals.saved = checkpoint is not None if world.first else None
     run = settle_batch(given, checkpoint)
-    ready = _build(run, checkpoint)
-    folder = _announce(run, ready, checkpoint, lock)
-    if run.world.first and run.config.DATA.CHECK != "off":
-        from engine.data_check import check_data
+    config = run.config
+    sharding = sharding_of(config, world, run.device)
+    ready = on_every_rank(world, lambda: build_for_training(run, checkpoint, sharding))
 
-        check_data(run.config, ready.train_set, ready.val_set, folder)
-    if folder is None:
-        from engine.fit.dry_run import try_out
-
-        try_out(run, ready, _updates_left(run, ready))
-        return EXIT_DONE
-    if _finished(run, ready, folder):
-        return EXIT_DONE
-    peak = _open_folder(run, ready, checkpoint, folder)
-    ready.parts.assemble()
-    return _fit(run, ready, folder, peak, lists)
-
-
-def _build(run: Run, checkpoint: Checkpoint | None) -> ReadyToTrain:
-    """Build all that training needs. If one rank fails, all do."""
-    sharding = sharding_of(run.config, run.world, run.device)
-    return on_every_rank(run.world, lambda: build_for_training(run, checkpoint, sharding))
-
-
-def _updates_left(run: Run, ready: ReadyToTrain) -> int:
-    return updates_left(run.config, ready.position, ready.train_loader.order.updates)
-
-
-def _announce(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None, lock: FolderLock | None) -> Path | None:
-    """Make the run's folder, and log the banner into it. Returns None in a dry run."""
     if warning := ready.precision.choice.warning:
         log.warning(warning)
-    advice = tile_size_hint(ready.model, run.config.DATA.BATCH_SIZE, run.device.type)
-    if advice and ready.precision.level != "O0":
-        log.info(advice)
+    if ready.precision.level != "O0" and run.device.type == "cuda":
+        from engine.amp.low_precision import tile_size_hint
+
+        if advice := tile_size_hint(ready.model, config.DATA.BATCH_SIZE):
+            log.info(advice)
     folder = None if lock is None else make_run_folder(run, "train", lock)
     log.info(banner(run, ready, folder), extra=DETAIL)
     if (brief := brief_terminal()) and folder is not None:
@@ -161,28 +138,40 @@ def _announce(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None, lock
     if checkpoint:
         from engine.checkpoint.restore import log_resumption
 
-        log_resumption(checkpoint, run.config, ready.parts, ready.position)
-    return folder
+        log_resumption(checkpoint, config, ready.parts, ready.position)
+    if world.first and config.DATA.CHECK != "off" and ready.train_set.single_images() is not None:
+        from datasets.examine import check_data
 
+        check_data(config, ready.train_set, ready.val_set, folder)
+    if folder is None:
+        from engine.memory.dry_run import try_out
 
-def _open_folder(run: Run, ready: ReadyToTrain, checkpoint: Checkpoint | None, folder: Path) -> Peak | None:
-    """Write the run's files into its folder. Returns the peak that MFU is relative to, if it is known."""
+        try_out(run, ready, updates_left(config, ready.position, ready.train_loader.order.updates))
+        return EXIT_DONE
+    if _finished(run, ready, folder):
+        return EXIT_DONE
+
     if checkpoint:
-        from engine.branch import start_branch
+        from engine.checkpoint.restore import best_to_beat
 
-        ready.best = start_branch(folder, checkpoint, ready.best, run.world)
-    if run.config.MODEL.LORA.RANK is not None:
-        from engine.checkpoint.base import keep_base
+        ready.best = best_to_beat(ready.best, folder, checkpoint, world)
+    if config.MODEL.LORA.RANK is not None:
+        from engine.checkpoint.state import keep_base
 
-        settings = run.config.MODEL
-        ready.adapters = on_rank_0(run.world, lambda: keep_base(folder, ready.model, settings, checkpoint))
-    return write_run_files(run, ready, folder)
+        ready.adapters = on_rank_0(world, lambda: keep_base(folder, ready.model, config.MODEL, checkpoint))
+    peak = write_run_files(run, ready, folder)
+    ready.parts.assemble()
+    return _fit(run, ready, folder, peak, lists)
 
 
 def _fit(run: Run, ready: ReadyToTrain, folder: Path, peak: Peak | None, lists: OpLists | None) -> int:
     """Train, close what was opened, and log how it ended."""
     config, world = run.config, run.world
-    trackers = open_trackers(config, folder, ready.precision.name) if world.first else ()
+    trackers = ()
+    if world.first and (config.WANDB is not None or config.MLFLOW is not None):
+        from engine.report.trackers import open_trackers
+
+        trackers = open_trackers(config, folder, ready.precision.name)
     reporter = Reporter(
         config, ready.train_loader.order.updates, folder if world.first else None, world.first, ready.position, trackers
     )
@@ -195,7 +184,7 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, peak: Peak | None, lists: 
         reporter.ended(trainer.best)
     except Exception as error:
         if is_out_of_memory(error):
-            from engine.fit.out_of_memory import while_training
+            from engine.memory.out_of_memory import while_training
 
             raise while_training(error, trainer) from None
         raise
@@ -239,7 +228,7 @@ def _finished(run: Run, ready: ReadyToTrain, folder: Path) -> bool:
 
 def show_precisions(config: Config) -> str:
     """Table for -print_amp: the precision that each module computes in, observed in one forward pass."""
-    from engine.amp.half_copy import half_copy_of
+    from engine.amp.low_precision import half_copy_of
     from engine.amp.print_amp import amp_table
 
     device = pick_device(config.DEVICE, ALONE)

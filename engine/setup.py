@@ -21,41 +21,37 @@ from datasets import (
     open_dataset,
     warn_of_splits,
 )
-from engine.amp.fp32_modules import force_fp32
-from engine.amp.precision import Precision
-from engine.amp.prepare_model import prepare_model
-from engine.checkpoint.described import input_of, timm_model_of
-from engine.checkpoint.folder import read_state
-from engine.compile.choice import choose_compiling
-from engine.compile.compiling import Compiling
-from engine.inputs.mixup import build_batch_transform
+from engine.amp.precision import PRECISION, Precision, amp_may_gain, choose
+from engine.callbacks import CallbackContext, callbacks
+from engine.checkpoint.preprocessing import input_of, timm_model_of
+from engine.compile.choice import Compiling, choose_compiling
+from engine.inputs.mixup import MixedWeights, build_batch_transform
 from engine.inputs.normalize import Inputs
-from engine.inputs.token_drop import shortcuts_of
+from engine.inputs.shortcuts import shortcuts_of
 from engine.machine.context import Run, global_batch
 from engine.measure.bottleneck import Setting
 from engine.measure.meters import TrainMeters
 from engine.measure.progress import Best, Position, updates_left
-from engine.measure.stage_times import DATA, stages_of
-from engine.optim.build import build_optimizer, compiles_step, scaled_learning_rates
-from engine.optim.layer_rates import describe_parameters
+from engine.measure.throughput import DATA, stages_of
+from engine.optim.build import build_optimizer, compiles_step, describe_parameters, scaled_learning_rates
 from engine.optim.schedule import Schedule, build_scheduler
-from engine.order import Site, abilities
-from engine.speed.tuning import Tuning, tune
-from engine.task import Task, task_of
-from engine.update import Parts
+from engine.speed.tuning import speed_up
+from engine.task import task_of
+from engine.task.base import Task
+from engine.task.losses import WeightedCrossEntropy, class_weights, loss_named
+from engine.update import TrainState
 from models import build_model, frozen_weights, unfreeze
 from utils.config import Config, config_hash
 from utils.config.keys import values_to_keep
-from utils.distributed.world import ALONE, World, on_every_rank
+from utils.distributed.world import ALONE, World, broadcast, on_every_rank
 from utils.log import log
 from utils.passwords import redacted_values
-from utils.record.base import LORA
-from utils.record.checkpoints import Checkpoint
 from utils.seeding import seed_all
 from utils.terminal import DETAIL
+from vitamp.checkpoints import LORA, Checkpoint
 
 if TYPE_CHECKING:
-    from engine.features.while_training import Neighbours
+    from engine.features.knn import Neighbours
     from engine.parallel.fsdp import Sharding
 
 BATCH_CHOICE = "batch_size"
@@ -72,7 +68,8 @@ class Ready:
     precision: Precision
     val_set: ImageDataset
     val_loader: ValLoader
-    tuning: Tuning
+    computing: str
+    """How the layers compute, in words"""
     choices: dict[str, Any]
     """Made by measurement, or by what the machine has; kept in run.json and checkpoints, and repeated on resuming."""
     neighbours: Neighbours | None
@@ -83,7 +80,7 @@ class Ready:
 class ReadyToTrain(Ready):
     train_set: ImageDataset
     train_loader: TrainLoader
-    parts: Parts
+    parts: TrainState
     position: Position
     best: Best
     adapters: dict[str, Any] | None = None
@@ -94,22 +91,20 @@ def build_for_evaluation(run: Run, checkpoint: Checkpoint | None = None) -> Read
     """Build the model and the validation data. The weights of `checkpoint` are not loaded yet."""
     config, world, device = run.config, run.world, run.device
     data, saved_choices = config.DATA, checkpoint.meta.get("choices", {}) if checkpoint else {}
-    built, tuning = tuned_model(config, device, world, saved_choices, replaced=checkpoint is not None)
+    built, choices, computing = tuned_model(config, device, world, saved_choices, replaced=checkpoint is not None)
     model, inputs, precision = built
-    choices = tuning.choices | ({BATCH_CHOICE: data.BATCH_SIZE} if run.auto_batch_size else {})
+    choices = {PRECISION: precision.name} | choices
+    if run.auto_batch_size:
+        choices[BATCH_CHOICE] = data.BATCH_SIZE
     val_set = open_dataset(data, False, config.MODEL.NUM_CLASSES, config.SEED, device)
     val_batch = data.BATCH_SIZE_EVAL or data.BATCH_SIZE
     val_loader = ValLoader(val_set, val_batch, world.rank, world.size, _workers(config, world), device)
-    neighbours = _neighbours(config, world, device)
-    return Ready(task_of(config), model, inputs, precision, val_set, val_loader, tuning, choices, neighbours)
+    neighbours = None
+    if config.measures_knn:
+        from engine.features.knn import Neighbours
 
-
-def _neighbours(config: Config, world: World, device: torch.device) -> Neighbours | None:
-    if not config.measures_knn:
-        return None
-    from engine.features.while_training import Neighbours
-
-    return Neighbours(config, world, device, _workers(config, world))
+        neighbours = Neighbours(config, world, device, _workers(config, world))
+    return Ready(task_of(config), model, inputs, precision, val_set, val_loader, computing, choices, neighbours)
 
 
 def model_in_precision(
@@ -121,15 +116,22 @@ def model_in_precision(
 
 def tuned_model(
     config: Config, device: torch.device, world: World, saved_choices: dict[str, Any], replaced: bool = False
-) -> tuple[tuple[nn.Module, nn.Module, Precision], Tuning]:
-    """`model_in_precision`, and how its layers compute. A collective call: all ranks take rank 0's choices.
+) -> tuple[tuple[nn.Module, nn.Module, Precision], dict[str, Any], str]:
+    """`model_in_precision`, and how its layers compute: choices, and words for the banner.
+
+    A collective call: all ranks take rank 0's choices.
 
     `replaced`: a checkpoint's weights will replace those that are made here.
     """
-    model, precision = on_every_rank(world, lambda: (_model(config, device, replaced), Precision(config.AMP, device)))
+    choice = broadcast(choose(config.AMP, device), world)  # the CPUs of several machines may differ
+    model = on_every_rank(world, lambda: _model(config, device, replaced))
+    precision = Precision(config.AMP, device, choice)
     inputs = Inputs(config.DATA).to(device)
-    on_every_rank(world, lambda: prepare_model(model, config.AMP, precision))
-    return (model, inputs, precision), tune(config, model, inputs, precision, world, saved_choices)
+    if precision.level == "O3" or precision.fp8 or (precision.level != "O0" and config.AMP.FP32_MODULES):
+        from engine.amp.low_precision import prepare_model
+
+        on_every_rank(world, lambda: prepare_model(model, config.AMP, precision))
+    return (model, inputs, precision), *speed_up(config, model, inputs, precision, world, saved_choices)
 
 
 def sharding_of(config: Config, world: World, device: torch.device) -> Sharding | None:
@@ -145,7 +147,10 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
     """Build all that training needs, and restore `checkpoint` if there is one. A collective call."""
     config, world, device = run.config, run.world, run.device
     ready = build_for_evaluation(run, checkpoint)
-    if not config.MODEL.frozen_in(_next_epoch(config, checkpoint)) and unfreeze(ready.model):
+    begins_in = config.TRAIN.LAST_EPOCH + 1
+    if checkpoint is not None:
+        begins_in = checkpoint.meta["epoch"] + checkpoint.meta["epoch_finished"]
+    if not config.MODEL.frozen_in(begins_in) and unfreeze(ready.model):
         epoch = config.MODEL.UNFREEZE_EPOCH
         log.info("All weights are trained: from MODEL.UNFREEZE_EPOCH %s on, MODEL.FREEZE has no effect.", epoch)
     log.info(describe_parameters(ready.model), extra=DETAIL)
@@ -156,39 +161,33 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
     in_precision = ready.model, ready.inputs, ready.precision
     choices = checkpoint.meta.get("choices", {}) if checkpoint else {}
     if sharding is not None and checkpoint is not None and ready.precision.level in ("O1", "O2"):
+        from engine.amp.low_precision import force_fp32
+        from vitamp.tensors import read_state
+
         # FSDP decides once, when it shards them, in which dtype it gathers weights.
         force_fp32(ready.model, read_state(checkpoint, mapped=True)["fp32_modules"], device.type)
-    parts = update_parts(config, world, device, in_precision, updates, sharding, train_set, choices)
-    loader.on_arrival(partial(parts.stages.lap, DATA))
+    parts = build_train_state(config, world, device, in_precision, updates, sharding, train_set, choices)
+    loader.on_arrival(partial(parts.stages.mark, DATA))
     position, best = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * updates), Best()
     if checkpoint is not None:
         from engine.checkpoint.refusals import check_adapters, check_batch, check_samples, check_task
         from engine.checkpoint.restore import restore
-        from utils.config.retired import without_retired
 
-        without_retired(checkpoint.meta["settings"], checkpoint.folder)
         check_task(checkpoint, config, world)
         check_adapters(checkpoint, config.MODEL.LORA)
         check_batch(checkpoint, config, world)
-        position, best = restore(parts, checkpoint, updates, config.MODEL.resumed_weights)
+        position, best = restore(parts, checkpoint, updates)
         check_samples(checkpoint, position, identity_of(train_set, loader.order), config, world)
     elif train.LAST_EPOCH:
         parts.schedule.restore(position.update)
-    if compiling := parts.ability(Compiling):
+    if compiling := parts.callback(Compiling):
         left = updates_left(config, position, updates)
         compiling.choice = choose_compiling(config, parts, world, left, choices)
-    for ability in parts.abilities:
-        ready.choices |= ability.noted()
+    for callback in parts.callbacks:
+        ready.choices |= callback.noted()
     return ReadyToTrain(
         **vars(ready), train_set=train_set, train_loader=loader, parts=parts, position=position, best=best
     )
-
-
-def _next_epoch(config: Config, checkpoint: Checkpoint | None) -> int:
-    """Epoch that training starts in."""
-    if checkpoint is None:
-        return config.TRAIN.LAST_EPOCH + 1
-    return checkpoint.meta["epoch"] + checkpoint.meta["epoch_finished"]
 
 
 def training_data(config: Config, world: World, device: torch.device) -> tuple[ImageDataset, TrainLoader]:
@@ -197,10 +196,11 @@ def training_data(config: Config, world: World, device: torch.device) -> tuple[I
     train_set = open_dataset(data, True, config.MODEL.NUM_CLASSES, config.SEED, device).augment(config.TRAIN)
     balanced = None
     if data.SAMPLER == "balanced":
-        from datasets.loading.balanced import balanced_order
+        from datasets.loading.order import balanced_order
 
         balanced = balanced_order(train_set, data.DATASET)
-    weights = weights_of_classes(config, train_set) if config.TRAIN.LOSS == "ce" else None
+    weighs_images = loss_named(config.TRAIN.LOSS).weighs == "images"
+    weights = weights_of_classes(config, train_set) if weighs_images else None
     order = EpochOrder(
         len(train_set),
         data.BATCH_SIZE,
@@ -212,14 +212,13 @@ def training_data(config: Config, world: World, device: torch.device) -> tuple[I
         data.REPEATED_AUGMENT,
         balanced or train_set.shuffled,
         None if weights is None else weights[train_set.sample_labels()],
-        data.LAST_BATCH_WEIGHT == "full",
     )
     if (copies := data.REPEATED_AUGMENT * (balanced.copies if balanced else 1)) > 1:
-        from datasets.variants import Repeated
+        from datasets.base import Repeated
 
         train_set = Repeated(train_set, copies)
     if config.TRAIN.SIZE_SCHEDULE:
-        from datasets.variants import Sized
+        from datasets.base import Sized
 
         train_set = Sized(train_set, config.TRAIN, data.IMAGE_SIZE)
     return train_set, TrainLoader(train_set, order, config.SEED, _workers(config, world), device)
@@ -229,16 +228,8 @@ def weights_of_classes(config: Config, train_set: ImageDataset) -> np.ndarray | 
     """Weight of each class in the loss, or with bce of its positives; None without TRAIN.CLASS_WEIGHTS."""
     if config.TRAIN.CLASS_WEIGHTS is None:
         return None
-    from engine.optim.class_weights import class_weights
-
     labels, classes = train_set.sample_labels(), config.MODEL.NUM_CLASSES
     return class_weights(config.TRAIN, classes, labels, train_set.classes, config.DATA.DATASET)
-
-
-def _own_code() -> list[dict[str, Any]]:
-    from utils.own.execute import noted_files
-
-    return noted_files()
 
 
 def _model(config: Config, device: torch.device, replaced: bool) -> nn.Module:
@@ -248,7 +239,7 @@ def _model(config: Config, device: torch.device, replaced: bool) -> nn.Module:
     if config.MODEL.PRETRAINED and not replaced:
         from models.weights.fit import load_pretrained
 
-        options = config.MODEL.pretrained_weights, config.MODEL.NEW_CLASSIFIER, config.EVAL
+        options = config.MODEL.NEW_CLASSIFIER, config.EVAL
         log.info(load_pretrained(model, config.MODEL.PRETRAINED, config.MODEL.NAME, *options))
     elif not replaced:
         log.info("The weights are freshly initialised, from SEED %d.", config.SEED, extra=DETAIL)
@@ -264,7 +255,7 @@ def _workers(config: Config, world: World) -> int:
     return auto_workers(world) if given is None else given
 
 
-def update_parts(
+def build_train_state(
     config: Config,
     world: World,
     device: torch.device,
@@ -273,23 +264,40 @@ def update_parts(
     sharding: Sharding | None = None,
     train_set: ImageDataset | None = None,
     resumed: Mapping[str, Any] | None = None,
-) -> Parts:
+) -> TrainState:
     """Optimiser, schedule and all else that an update needs, for what `model_in_precision` returned.
 
     `train_set` None: a trial, with equal classes. `resumed`: choices of the run that is resumed.
     """
     train, (model, inputs, precision) = config.TRAIN, in_precision
-    site = _site(config, world, model, precision, sharding is not None, train_set)
-    site.resumed = resumed or {}
-    built = tuple(abilities(site))
+    task = task_of(config)
+    weights = None if train_set is None else weights_of_classes(config, train_set)
+    criterion = task.loss(train, None if weights is None else torch.tensor(weights, dtype=torch.float32)).to(device)
+    mixed = None
+    alone = train.ACCUM_ITER * world.size == 1  # one micro-batch an update: its mean is the update's
+    if isinstance(criterion, WeightedCrossEntropy) and train.mixes and train.MIXUP_MODE == "elem" and not alone:
+        mixed = MixedWeights(criterion.weights)
+    context = CallbackContext(
+        config,
+        model,
+        precision,
+        world,
+        sharding is not None,
+        stages=stages_of(config.REPORT_STAGES, device),
+        change=build_batch_transform(train, task, device, mixed),
+        criterion=criterion,
+        classes=None if train_set is None else train_set.classes,
+        resumed=resumed or {},
+    )
+    built = tuple(callbacks(context))
     if sharding is not None:
         sharding.shard(model, precision)
-        for other in site.others.values():
+        for other in context.others.values():
             sharding.shard(other, precision, computing=False)
     rates = scaled_learning_rates(train, global_batch(config, world))
     optimizer = build_optimizer(model, train, rates[0], device, amp=precision.level != "O0")
     if compiles_step(optimizer):
-        from engine.compile.cache import prepare_compiler_cache
+        from engine.compile.compiled import prepare_compiler_cache
 
         prepare_compiler_cache(config.DATA)
     schedule = Schedule(
@@ -298,48 +306,31 @@ def update_parts(
         train.NUM_EPOCHS * per_epoch,
         on_device=device if precision.hides_skips(optimizer) else None,
     )
-    return Parts(
+    return TrainState(
         model=model,
         forward=model,
         inputs=inputs,
-        criterion=site.criterion,
+        criterion=context.criterion,
         optimizer=optimizer,
         schedule=schedule,
         precision=precision,
-        meters=TrainMeters(device, world, task_of(config)),
+        meters=TrainMeters(device, world, task, weighted=isinstance(criterion, WeightedCrossEntropy)),
         grad_clip=train.GRAD_CLIP,
         seed=config.SEED,
         world=world,
-        change=site.change,
+        change=context.change,
+        mixed_weights=mixed,
         sharding=sharding,
-        stages=site.stages,
-        abilities=built,
-        others=site.others,
-    )
-
-
-def _site(
-    config: Config, world: World, model: nn.Module, precision: Precision, sharded: bool, train_set: ImageDataset | None
-) -> Site:
-    train, device, task = config.TRAIN, precision.device, task_of(config)
-    weights = None if train_set is None else weights_of_classes(config, train_set)
-    weights = None if weights is None else torch.tensor(weights, dtype=torch.float32)
-    return Site(
-        config,
-        model,
-        precision,
-        world,
-        sharded,
-        stages=stages_of(config.REPORT_STAGES, device),
-        change=build_batch_transform(train, task, device),
-        criterion=task.loss(train, weights).to(device),
-        classes=None if train_set is None else train_set.classes,
+        stages=context.stages,
+        callbacks=built,
+        others=context.others,
     )
 
 
 def setting_of(ready: ReadyToTrain) -> Setting:
     """Facts about the run that the advice on its bottleneck depends on."""
-    device, amp = ready.precision.device, ready.precision.level != "O0"
+    device = ready.precision.device
+    amp = ready.precision.level != "O0" or not amp_may_gain(device)
     workers = None if ready.train_set.in_memory else ready.train_loader.workers
     samples = ready.train_set.single_images()
     # A data set without single images is an array of pixels.
@@ -352,6 +343,11 @@ def setting_of(ready: ReadyToTrain) -> Setting:
 def checkpoint_meta(run: Run, ready: ReadyToTrain) -> dict[str, Any]:
     """Description of the weights for a checkpoint's meta.json: all settings, classes, input preprocessing."""
     config, data = run.config, run.config.DATA
+    own_code = {}
+    if config.USE:
+        from utils.own_code import FIELD, noted_files
+
+        own_code = {FIELD: noted_files()}
     return {
         "config_hash": config_hash(config),
         "batch": {
@@ -363,7 +359,7 @@ def checkpoint_meta(run: Run, ready: ReadyToTrain) -> dict[str, Any]:
         "choices": ready.choices,
         "samples": identity_of(ready.train_set, ready.train_loader.order),
         "settings": redacted_values(values_to_keep(config)),
-        **({"own_code": _own_code()} if config.USE else {}),
+        **own_code,
         "model": config.MODEL.NAME,
         "classes": ready.train_set.classes,
         "num_classes": config.MODEL.NUM_CLASSES,

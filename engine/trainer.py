@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,34 +12,32 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from engine.checkpoint.run_folder import largest_class
 from engine.checkpoint.saver import Snapshot, estimate_seconds, progress
 from engine.checkpoint.state import finite_everywhere, saver_of, snapshot_of
 from engine.evaluate import on_device, validate
 from engine.machine.context import Run, global_batch
 from engine.machine.stopping import TIME_IS_UP, Deadline, Stopped, Stopping, signals
-from engine.measure.bottleneck import BottleneckMonitor
+from engine.measure.bottleneck import Bottleneck, bottleneck_of_all
 from engine.measure.meters import Reading
-from engine.measure.profile import UpdateProfiler
 from engine.measure.progress import best_of_validation, resumed_best, seconds_of
 from engine.measure.throughput import Throughput
 from engine.report.curves import Curves, title_of
 from engine.report.health import Health
-from engine.report.in_context import marks_of_best
+from engine.report.outcome import marks_of_best, summary
 from engine.report.reporter import Reporter
-from engine.report.summary import summary
-from engine.run_folder import largest_class
 from engine.setup import ReadyToTrain, checkpoint_meta, setting_of
 from engine.task.base import Metrics
-from engine.update import Parts, train_update
+from engine.update import TrainState, train_update
 from utils.distributed.group import group_timeout
-from utils.distributed.world import broadcast, broadcast_buffers
+from utils.distributed.world import broadcast_buffers
 from utils.errors import EXIT_DONE, AllRanksError
 from utils.log import log
-from utils.record.tasks import TOP1, metric_named
-from utils.record.weight_sets import WeightSet, set_of
 from utils.terminal import Looks
+from vitamp.metrics import TOP1, WeightSet, metric_named, set_of
 
 if TYPE_CHECKING:
+    from datasets import Window
     from engine.amp.op_lists import OpLists
 
 
@@ -62,7 +61,7 @@ class Trainer:
         self.best = resumed_best(ready.best, config.SAVE_BEST_BY)
         self.per_epoch = self.train_loader.order.updates
         self.paused = False
-        self._judge = BottleneckMonitor(setting_of(ready), world)
+        self._setting, self._judged = setting_of(ready), False
         self._meta = checkpoint_meta(run, ready)
         self._title = title_of(config, ready.precision.name, ready.precision.level != "O0")
         self._guess = largest_class(ready) if world.first else None
@@ -71,13 +70,17 @@ class Trainer:
         self._health = kind(config.AMP, self.parts, world, reporter, op_lists)
         self._saver = saver_of(folder, config, self.parts, world)
         self._saved_at = self.position.update
-        self._saved_when = perf_counter()
         self._last_metrics: dict[WeightSet, Metrics] = {}
         limit = config.MAX_TIME
         deadline = Deadline(
             seconds_of(limit) if limit else None, lambda: self._saver.longest or estimate_seconds(self.parts)
         )
         self._stopping = Stopping(world, deadline.passed, group_timeout(config.DIST))
+        self._window: Window | None = None
+        if not ready.train_set.in_memory:
+            from datasets.loading import workers
+
+            workers.on_long_wait = self._stop_waiting
         self.train_loader.broken.write_into(folder)
         self.parts.after_pause = self._restart_clocks
 
@@ -86,7 +89,7 @@ class Trainer:
         self.reporter.run("resume" if self.position.update else "start", self.position, self.throughput.total)
         try:
             self._train()
-            self.train_loader.share(self.world)
+            self.train_loader.broken.share(self.world)
         except Stopped as stopped:
             self._pause(stopped)
             return stopped.exit_code
@@ -95,19 +98,29 @@ class Trainer:
             raise
         self._finish_saving()
         self._draw(force=True)
-        self.reporter.run("end", self.position, self.throughput.total, self._judge.now(self.throughput.tally))
+        self.reporter.run("end", self.position, self.throughput.total, self._bottleneck())
         return EXIT_DONE
 
     def _train(self) -> None:
         position = self.position
         if position.step:
-            self._validate_and_save_within_epoch(reported=False)  # the run may have been stopped in a validation
-        with UpdateProfiler(self.config.PROFILE, self.folder, self.world) as self._profiler:
+            self._validate_and_save_within_epoch()  # the run may have been stopped in a validation
+        with self._profile() as self._profiled:
             while position.epoch <= self.config.TRAIN.NUM_EPOCHS and not self._ends_early():
                 self._epoch()
         improved = position.validated != position.update and self._validate()
         if improved or self._saved_at != position.update:
             self._save()
+
+    def _profile(self) -> AbstractContextManager[Callable[[], None]]:
+        if not self.config.PROFILE or not self.world.first:
+            return nullcontext(lambda: None)
+        from engine.measure.profile import profiled
+
+        return profiled(self.config.PROFILE, self.folder)
+
+    def _bottleneck(self) -> Bottleneck | None:
+        return bottleneck_of_all(self.throughput.tally, self._setting, self.world)
 
     def _pause(self, stopped: Stopped) -> None:
         """Save, so that the resumed run logs and does all that is still to be logged and done after this update."""
@@ -128,25 +141,33 @@ class Trainer:
             self._meta = checkpoint_meta(self.run, self.ready)
             self._restart_clocks()
         for window in self.train_loader.epoch(position.epoch, start=position.step):
+            self._window = window
             train_update(self.parts, window, position.update + 1)
+            self._window = None
             self.throughput.count(self.train_loader.order.samples_of(position.step))
             position.step += 1
             position.update += 1
             signals.deferred = True
-            self.reporter.moved(position)
-            self._profiler.step()
+            self.reporter.stepped(position)
+            self._profiled()
             self._health.report(position, together=False)
-            reported = self._report_due()
-            if reported:
+            if self._report_due():
                 self._report()
             elif self._health.check_is_due(position):
                 self._stop_on_skips(self._read())
             self._stopping.check()
-            self._validate_and_save_within_epoch(reported)
+            self._validate_and_save_within_epoch()
             if self._update_limit_reached():
                 break
         if position.step == self.per_epoch:
             self._end_epoch(perf_counter() - began)
+
+    def _stop_waiting(self) -> None:
+        """End a long wait for a batch if asked to; with several ranks, the others would wait for this one."""
+        if signals.request and self.world.size == 1:
+            if self._window is not None and self._window.begun:  # half an update cannot be saved
+                signals.leave()
+            raise Stopped(signals.request)
 
     def _end_epoch(self, seconds: float) -> None:
         """Report the epoch's means, validate and save where due, and move to the next epoch."""
@@ -154,7 +175,8 @@ class Trainer:
         reading = self._read()
         self._stop_on_nan(reading)
         self._health.report(position, together=True)
-        self.reporter.epoch(position, reading.epoch, seconds, self._judge.first_epoch(self.throughput.tally))
+        verdict, self._judged = None if self._judged else self._bottleneck(), True  # after the first epoch
+        self.reporter.epoch(position, reading.epoch, seconds, verdict)
         finished, improved = position.epoch, False
         last = finished == config.TRAIN.NUM_EPOCHS
         due = finished % config.VALIDATE_FREQ == 0 or last or self._is_due(config.VALIDATE_EVERY_UPDATES)
@@ -164,31 +186,26 @@ class Trainer:
         self.parts.meters.start_epoch()
         kept = bool(config.KEEP_EVERY) and finished % (config.KEEP_EVERY or 1) == 0
         due = finished % config.SAVE_FREQ == 0 or self._is_due(config.SAVE_EVERY_UPDATES)
-        if self._save_minutes_passed() or due or kept or last or improved:
+        if due or kept or last or improved:
             self._save(finished)
-        self.train_loader.share(self.world)
+        self.train_loader.broken.share(self.world)
         self._draw()
         self._restart_clocks()
 
-    def _validate_and_save_within_epoch(self, reported: bool) -> None:
-        """Do what VALIDATE_EVERY_UPDATES and SAVE_EVERY_... ask for within an epoch. `reported`: just now."""
+    def _validate_and_save_within_epoch(self) -> None:
+        """Do what VALIDATE_EVERY_UPDATES and SAVE_EVERY_UPDATES ask for within an epoch."""
         position, config = self.position, self.config
         if position.step == self.per_epoch:
             return
         due = self._is_due(config.VALIDATE_EVERY_UPDATES)
         improved = due and position.validated != position.update and self._validate()
         due = self._is_due(config.SAVE_EVERY_UPDATES)
-        if improved or (due and self._saved_at != position.update) or (reported and self._save_minutes_passed()):
+        if improved or (due and self._saved_at != position.update):
             self._save()
             self._restart_clocks()
 
     def _is_due(self, every: int | None) -> bool:
         return every is not None and self.position.update % every == 0
-
-    def _save_minutes_passed(self) -> bool:
-        """Whether SAVE_EVERY_MINUTES have passed since the last save, by the clock of rank 0."""
-        minutes = self.config.SAVE_EVERY_MINUTES
-        return minutes is not None and broadcast(perf_counter() - self._saved_when >= 60 * minutes, self.world)
 
     def _restart_clocks(self) -> None:
         """Leave validation and saving out of the training's time and of its waiting for data."""
@@ -281,7 +298,7 @@ class Trainer:
         self._stop_on_nan(self._read())
         parts, position = self.parts, self.position
         self._health.report(position, together=True)  # report skips now: what was found is not in the checkpoint
-        began = self._saved_when = perf_counter()
+        began = perf_counter()
         meters = parts.meters.state()
         self._saver.wait_for_writer()
         if not finite_everywhere(parts):
@@ -315,7 +332,7 @@ class Trainer:
         return summary(self.config, best, (context, copies), self._last_metrics, *ended, looks)
 
 
-def _kind_of_health(parts: Parts) -> type[Health]:
+def _kind_of_health(parts: TrainState) -> type[Health]:
     if not parts.precision.scaler.is_enabled():
         return Health
     from engine.report.skips import ScaledHealth

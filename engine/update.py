@@ -12,17 +12,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from datasets import Batch, Window
-from engine.ability import A, Ability, Figure
-from engine.amp.fp32_modules import force_fp32
 from engine.amp.precision import Precision
-from engine.inputs.mixup import BatchTransform, no_transform
+from engine.callback import A, Callback, Figure
+from engine.inputs.mixup import BatchTransform, MixedWeights, no_transform
 from engine.measure.meters import TrainMeters
-from engine.measure.stage_times import BACKWARD, COPY, FORWARD, OPTIMISER, OTHER, Stages
-from engine.optim.clip import Gradients
+from engine.measure.throughput import BACKWARD, COPY, FORWARD, OPTIMISER, OTHER, Stages
+from engine.optim.build import Gradients
 from engine.optim.schedule import Schedule
-from utils.distributed.world import World
-from utils.record.weight_sets import PLAIN, WeightSet
+from utils.distributed.world import World, sum_over_ranks
 from utils.seeding import seed_all
+from vitamp.metrics import PLAIN, WeightSet
 
 if TYPE_CHECKING:
     from engine.parallel.fsdp import Sharding
@@ -38,8 +37,8 @@ class ForwardResult(NamedTuple):
 
 
 @dataclass
-class Parts:
-    """Everything that an update uses. Its abilities (engine/order.py) hold on to it from `assemble` on."""
+class TrainState:
+    """Everything that an update uses. Its callbacks (engine/callbacks.py) hold on to it from `assemble` on."""
 
     model: nn.Module
     forward: nn.Module
@@ -54,7 +53,8 @@ class Parts:
     seed: int
     world: World
     change: BatchTransform = no_transform
-    abilities: tuple[Ability, ...] = ()
+    mixed_weights: MixedWeights | None = None
+    callbacks: tuple[Callback, ...] = ()
     others: dict[WeightSet, nn.Module] = field(default_factory=dict)
     """Weights beside the trained ones: validated, saved, sharded and moved to fp32 with them."""
     sharding: Sharding | None = None
@@ -62,7 +62,7 @@ class Parts:
     moved_to_fp32: list[str] = field(default_factory=list)
     """Modules that AMP.AUTO_FP32 has moved to fp32, besides AMP.FP32_MODULES."""
     phase: str = ""
-    """What is special in this epoch; see `Ability.phase`."""
+    """What is special in this epoch; see `Callback.phase`."""
     after_pause: Callable[[], None] = lambda: None
     """Called after compiling, whose time is no training time."""
     compute: Callable[[Batch], ForwardResult] = field(init=False)
@@ -78,36 +78,36 @@ class Parts:
         """All that is validated and saved."""
         return {PLAIN: self.model, **self.others}
 
-    def ability(self, kind: type[A]) -> A | None:
-        """The ability of this kind, if the run has it."""
-        return next((one for one in self.abilities if isinstance(one, kind)), None)
+    def callback(self, kind: type[A]) -> A | None:
+        """The callback of this kind, if the run has it."""
+        return next((one for one in self.callbacks if isinstance(one, kind)), None)
 
-    def leave_out(self, kind: type[Ability]) -> None:
-        """Do without an ability, in a trial."""
-        self.abilities = tuple(one for one in self.abilities if not isinstance(one, kind))
+    def leave_out(self, kind: type[Callback]) -> None:
+        """Do without a callback, in a trial."""
+        self.callbacks = tuple(one for one in self.callbacks if not isinstance(one, kind))
 
     def assemble(self) -> None:
-        """Let the abilities hold on to what computes.
+        """Let the callbacks hold on to what computes.
 
         A collective call: once the weights are loaded and every rank is ready, and again when others are trained or
         modules move to fp32.
         """
         self.forward, self.compute = self.model, self.eager
-        for ability in self.abilities:
-            ability.attach(self)
+        for callback in self.callbacks:
+            callback.attach(self)
         self._assembled = True
 
     def enter(self, epoch: int) -> bool:
         """Prepare for an epoch. Returns whether other weights are trained from now on. A collective call."""
-        changed = [ability.enter(epoch, self.model, self.forward) for ability in self.abilities]
-        self.phase = ", ".join(filter(None, (ability.phase(epoch) for ability in self.abilities)))
+        changed = [callback.enter(epoch, self.model, self.forward) for callback in self.callbacks]
+        self.phase = ", ".join(filter(None, (callback.phase(epoch) for callback in self.callbacks)))
         if any(changed):
             self.assemble()
         return any(changed)
 
     def figures(self) -> dict[str, Figure]:
-        """What the abilities report of the last update. A collective call."""
-        return {name: figure for ability in self.abilities for name, figure in ability.figures().items()}
+        """What the callbacks report of the last update. A collective call."""
+        return {name: figure for callback in self.callbacks for name, figure in callback.figures().items()}
 
     def eager(self, batch: Batch) -> ForwardResult:
         """Forward pass of a micro-batch without compiled code around it."""
@@ -118,6 +118,8 @@ class Parts:
 
     def force_fp32(self, modules: list[str]) -> None:
         """Make these modules compute in fp32 from the next update on."""
+        from engine.amp.low_precision import force_fp32
+
         device = self.precision.device.type
         self.moved_to_fp32 += force_fp32(self.model, modules, device)
         for other in self.others.values():
@@ -126,45 +128,52 @@ class Parts:
             self.assemble()
 
 
-def train_update(parts: Parts, window: Window, update: int) -> None:
+def train_update(parts: TrainState, window: Window, update: int) -> None:
     """Train on the micro-batches of `window`, with one optimiser step. `update` counts from 1 through the run."""
-    precision, optimizer, lap = parts.precision, parts.optimizer, parts.stages.lap
+    precision, optimizer, mark = parts.precision, parts.optimizer, parts.stages.mark
     parts.stages.begin()
     accumulate(parts, window, update)
-    for ability in parts.abilities:
-        ability.before_step(update)
+    for callback in parts.callbacks:
+        callback.before_step(update)
     precision.unscale(optimizer)
     norm = parts.gradients.clip(parts.grad_clip)
-    moved = precision.step(optimizer)
+    stepped = precision.step(optimizer)
     optimizer.zero_grad(set_to_none=True)
-    parts.schedule.advance(moved)
-    for ability in parts.abilities:
-        ability.after_update(update, moved)
-    lap(OPTIMISER)
-    parts.meters.close_update(update, norm, moved, precision.scaler.is_enabled())
+    parts.schedule.advance(stepped)
+    for callback in parts.callbacks:
+        callback.after_update(update, stepped)
+    mark(OPTIMISER)
+    parts.meters.close_update(update, norm, stepped, precision.scaler.is_enabled())
 
 
-def accumulate(parts: Parts, window: Window, update: int) -> None:
+def accumulate(parts: TrainState, window: Window, update: int) -> None:
     """Compute the gradients of all micro-batches of `window`."""
-    precision, lap = parts.precision, parts.stages.lap
+    precision, mark, mixed = parts.precision, parts.stages.mark, parts.mixed_weights
+    ratio, total = 1.0, 0.0
     for nth, (share, batch) in enumerate(window, start=1):
-        lap(COPY)
+        mark(COPY)
         # Erasing, mixing, dropout and stochastic depth depend on the position of a micro-batch in the run, not on the
         # rank that computes it.
         seed_all(parts.seed, "micro", update, share.number)
         with sync_gradients(parts, last=nth == len(window)):
             loss, logits, labels = parts.compute(batch)
-            lap(FORWARD)
-            precision.backward(loss * share.weight)
-        for ability in parts.abilities:
-            ability.after_backward(share, batch)
-        lap(BACKWARD)
-        parts.meters.add(loss.detach(), logits, labels, share.weight)
-        lap(OTHER)
+            mark(FORWARD)
+            ratio = 1.0 if mixed is None else mixed.ratio
+            precision.backward(loss * (share.weight * ratio))
+            total += share.weight * ratio
+        for callback in parts.callbacks:
+            callback.after_backward(share, batch)
+        mark(BACKWARD)
+        parts.meters.add(loss.detach(), logits, labels, share.weight, share.counts, ratio)
+        mark(OTHER)
+    if isinstance(total, Tensor):
+        total = sum_over_ranks(total, parts.world)
+        parts.gradients.divide(total)
+        parts.meters.divide_loss(total)
 
 
-def sync_gradients(parts: Parts, last: bool) -> AbstractContextManager[None]:
-    """DDP all-reduces gradients in the backward pass of the last micro-batch only; FSDP as DIST.FSDP_NO_SYNC says."""
+def sync_gradients(parts: TrainState, last: bool) -> AbstractContextManager[None]:
+    """DDP all-reduces gradients in the backward pass of the last micro-batch only; FSDP each time."""
     if isinstance(parts.forward, DistributedDataParallel) and not last:
         return parts.forward.no_sync()
     if parts.sharding is not None:

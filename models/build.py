@@ -3,45 +3,58 @@
 from __future__ import annotations
 
 import fnmatch
-import sys
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import timm
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from models.freeze import freeze, pretrained_cfg
-from models.names import RECIPES, Base, family_problem, resolve
-from models.rates import rate_arguments
 from models.shortcuts import NONE, Shortcuts
 from models.sizes import (
-    DERIVED,
-    MOST_BLOCKS,
     arguments_of,
     as_text,
-    few_blocks,
     given_sizes,
     heads_problems,
     patch_problems,
     same,
     sizes_of,
-    too_many_blocks,
-    weights_of_others,
 )
 from utils.config.model import ModelConfig
-from utils.errors import UserError
+from utils.errors import UserError, either, nearest
 from utils.log import log
 from utils.terminal import DETAIL
+from vitamp.registry import own_named
 
+# Model of each TYPE for a NAME that is no timm model. PaddleViT's default for NAME is the TYPE itself.
+DEFAULTS = {
+    "vit": "vit_base_patch16_224",
+    "deit": "deit_base_patch16_224",
+    "swin": "swin_tiny_patch4_window7_224",
+    "mae": "vit_base_patch16_224",
+}
+
+# Models of PaddleViT's recipes that timm has under another name.
+RECIPES = {
+    "swin_base_patch4_window7_224_21k_1k": "swin_base_patch4_window7_224.ms_in22k_ft_in1k",
+    "swin_base_patch4_window12_384_21k_1k": "swin_base_patch4_window12_384.ms_in22k_ft_in1k",
+}
+MOST_SUGGESTED = 3
+"""Models suggested for a name that several begin with."""
+LAYER_SCALE = ("init_values", "ls_init_value", "eta")
+"""Names of the initial value of layer scale in timm's models"""
 LABEL = "vitamp_name"
 """Attribute of a built model with its MODEL.NAME"""
 BYTES = 4
 """Bytes of a weight when it is initialised."""
 INITIALISERS = {"normal_", "uniform_", "erfinv_", "mul_", "add_", "clamp_", "fill_", "zero_"}
 """Operations that initialise weights"""
+MOST_BLOCKS = 10_000
 NO_SUCH_SIZE = "has no such size"
 _plans: dict[tuple[str, int, int, Shortcuts], Plan] = {}
 
@@ -118,10 +131,8 @@ def timm_call(model: ModelConfig, image_size: int, channels: int) -> tuple[str, 
     """Arguments of timm.create_model for using the weights without vitamp; without rates, which matter in training."""
     plan = _plan(model, image_size, channels, NONE)
     arguments = {name: value for name, value in plan.arguments.items() if not name.endswith("_rate")}
-    if "models.own" in sys.modules:
-        from models.own import values_of
-
-        arguments |= values_of(plan.timm_name)
+    if own := own_named("model", plan.timm_name):
+        arguments |= own.values
     return plan.timm_name, arguments
 
 
@@ -194,8 +205,7 @@ def _make_plan(model: ModelConfig, image_size: int, channels: int, shortcuts: Sh
     if "img_size" in arguments:
         geometry += patch_problems(reference, edited.get("PATCH_SIZE"), image_size)
     fixed = {key: value for key, value in wanted.items() if key not in takes}
-    if geometry:  # derived sizes cannot be checked if the sizes contradict each other
-        fixed = {key: value for key, value in fixed.items() if key not in DERIVED}
+    if geometry:
         built, weights = has, 0
     else:
         built, weights, geometry = _trial(base.timm_name, arguments, has, image_size)
@@ -210,6 +220,117 @@ def _without_weights(timm_name: str, arguments: dict[str, Any]) -> nn.Module:
     # The fork protects the caller's random generator from what a constructor draws.
     with torch.random.fork_rng(devices=[]), torch.device("meta"), _NoInitialisation():
         return timm.create_model(timm_name, **arguments)
+
+
+@dataclass(frozen=True)
+class Base:
+    """The timm model a build starts from."""
+
+    timm_name: str
+    is_label: bool
+    """MODEL.NAME is not a timm name, only a label"""
+
+
+def is_timm_name(name: str) -> bool:
+    """Whether timm has a model of this name; a tag after the dot must be one that timm has weights for."""
+    architecture, _, tag = name.partition(".")
+    if not timm.is_model(architecture):
+        return False
+    return not tag or name in timm.list_pretrained(f"{architecture}.*")
+
+
+def resolve(model: ModelConfig, sizes_given: bool) -> Base:
+    """The timm model for these settings. With `sizes_given`, NAME may be any label."""
+    name = model.NAME.strip()
+    if name in RECIPES:
+        return Base(RECIPES[name], is_label=False)
+    if is_timm_name(name):
+        return Base(name, is_label=False)
+    if name.casefold() in DEFAULTS:
+        return Base(DEFAULTS[name.casefold()], is_label=True)
+    if model.TYPE in DEFAULTS and sizes_given:
+        return Base(DEFAULTS[model.TYPE], is_label=True)
+    if sizes_given and model.TYPE not in DEFAULTS and "." not in name:
+        raise UserError(
+            f"MODEL.TYPE: '{model.TYPE}' cannot be built from sizes (MODEL.EMBED_DIM, ...); only "
+            f"{', '.join(DEFAULTS)} can: set TYPE to one of them.{nearest(model.TYPE, DEFAULTS)} Or set MODEL.NAME "
+            f"to a timm model; '{name}' is not one.{similar_models(name)}"
+        )
+    raise UserError(_unknown(model, name))
+
+
+def _unknown(model: ModelConfig, name: str) -> str:
+    architecture, _, tag = name.partition(".")
+    if tag and timm.is_model(architecture):
+        tags = timm.list_pretrained(f"{architecture}.*")
+        return f"MODEL.NAME: timm has no tag '{tag}' for {architecture}; it has {', '.join(tags) or 'none'}."
+    if model.TYPE in DEFAULTS:
+        why = (
+            f"and no sizes (MODEL.EMBED_DIM, ...) are given to build a model of MODEL.TYPE {model.TYPE} with that name"
+        )
+    else:
+        why = f"and MODEL.TYPE '{model.TYPE}' is not one of {', '.join(DEFAULTS)}"
+    return f"MODEL.NAME: '{name}' is not a timm model, {why}.{similar_models(name)} -list_models shows all names."
+
+
+def similar_models(name: str, more: Sequence[str] = ()) -> str:
+    """' Did you mean A, B or C?': the models with most weights whose names begin so, or the most similar name.
+
+    `more`: other names that are possible, such as those of weights.
+    """
+    beginning = [one for one in timm.list_models() if one.startswith(name.casefold())] if name else []
+    beginning.sort(key=lambda one: (-len(timm.list_pretrained(f"{one}.*")), one))
+    most = beginning[:MOST_SUGGESTED]
+    return f" Did you mean {either(most)}?" if most else nearest(name, [*timm.list_models(), *RECIPES, *more])
+
+
+def family_problem(model: ModelConfig, reference: Any) -> str | None:
+    """Message if TYPE is deit or swin and NAME is of another family. TYPE vit, the default, contradicts no NAME."""
+    kind = type(reference).__name__
+    contradicts = (model.TYPE == "swin" and "Swin" not in kind) or (
+        model.TYPE == "deit" and not isinstance(reference, VisionTransformer)
+    )
+    if not contradicts:
+        return None
+    return (
+        f"MODEL.TYPE {model.TYPE} and MODEL.NAME {model.NAME} contradict each other: timm's model of that name is a "
+        f"{kind}. Set NAME to a {model.TYPE} model such as {DEFAULTS[model.TYPE]}, or leave TYPE out."
+    )
+
+
+def rate_arguments(model: ModelConfig, module: nn.Module) -> tuple[dict[str, float], list[str]]:
+    """timm's arguments for the rates and the layer scale, and problems with those that this model does not have."""
+    # Arguments of the class's constructor with their defaults, including those passed on to its base classes.
+    defaults: dict[str, Any] = {}
+    for base in type(module).__mro__:
+        if base is nn.Module:
+            break
+        for name, parameter in inspect.signature(base.__init__).parameters.items():
+            defaults.setdefault(name, parameter.default)
+    # DROPOUT means dropout inside the blocks; models without it (ResNet) have dropout in the head alone.
+    inside = [name for name in ("pos_drop_rate", "proj_drop_rate") if name in defaults]
+    wanted = {
+        "DROPOUT": (model.DROPOUT, inside or ["drop_rate"]),
+        "ATTENTION_DROPOUT": (model.ATTENTION_DROPOUT, ["attn_drop_rate"]),
+        "DROPPATH": (model.DROPPATH, ["drop_path_rate"]),
+    }
+    arguments: dict[str, float] = {}
+    problems = []
+    for key, (rate, names) in wanted.items():
+        known = [name for name in names if name in defaults]
+        if rate and not known:
+            problems.append(f"MODEL.{key} {rate}: {type(module).__name__} has no such rate; set the key to 0")
+        # A rate of 0 is passed only if timm's default is not 0, as for Swin's drop path: 0 in the YAML means 0.
+        arguments |= {name: rate for name in known if rate or defaults[name]}
+    if model.INIT_VALUES is not None:
+        known = [name for name in LAYER_SCALE if name in defaults]
+        arguments |= dict.fromkeys(known, model.INIT_VALUES)
+        if not known:
+            problems.append(
+                f"MODEL.INIT_VALUES {model.INIT_VALUES:g}: {type(module).__name__} takes no initial value of layer "
+                "scale; leave the key out"
+            )
+    return arguments, problems
 
 
 class _NoInitialisation(TorchFunctionMode):
@@ -233,11 +354,11 @@ def _trial(
 
     Returns its sizes (`has` after a failure), the number of its weights, and problems, such as timm's errors.
     """
+    depths = arguments.get("depths", arguments.get("depth", 0))
+    blocks = sum(depths) if isinstance(depths, tuple) else depths
+    if blocks > MOST_BLOCKS:  # building them would take minutes even without weights
+        return has, 0, [f"{blocks:,} blocks; at most {MOST_BLOCKS:,} are supported"]
     try:
-        if blocks := too_many_blocks(arguments):
-            few = _without_weights(timm_name, arguments | few_blocks(arguments))
-            weights = count_parameters(few)[0] + weights_of_others(few, arguments)
-            return has, weights, [f"{blocks:,} blocks ({weights:,} weights); at most {MOST_BLOCKS:,} are supported"]
         module = _without_weights(timm_name, arguments).eval()
     except (AssertionError, ArithmeticError, TypeError, ValueError, RuntimeError) as error:
         given = ", ".join(f"{name}={value}" for name, value in arguments.items())
@@ -258,8 +379,6 @@ def _refused(key: str, value: Any, module: nn.Module, has: dict[str, Any]) -> st
     if key not in has:
         return f"MODEL.{key} {as_text(value)}: {kind} {NO_SUCH_SIZE}; leave the key out"
     why = f"this {kind} has {as_text(has[key])}"
-    if key == "ATTN_HEAD_SIZE":
-        why += " (EMBED_DIM / NUM_HEADS)"
     return f"MODEL.{key} {as_text(value)}: {why}, which this key cannot change; leave the key out or give that value"
 
 

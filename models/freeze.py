@@ -1,8 +1,8 @@
-"""MODEL.FREEZE: parts of a model that are not trained, or only from MODEL.UNFREEZE_EPOCH on."""
+"""Parts of a model by their names: its blocks, its classifiers, and what MODEL.FREEZE does not train."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from types import MethodType
 from typing import Any
@@ -11,14 +11,13 @@ from timm.layers.patch_dropout import PatchDropout
 from torch import Tensor, nn
 
 from utils.errors import UserError, nearest
+from vitamp.checkpoints import ADAPTER
 
 BACKBONE = "backbone"
 FROZEN_FOR_NOW = "frozen_for_now"
 """Attribute of a model with the names of the weights that `unfreeze` will train."""
 BASE = "base_names"
 """Attribute of a model with adapters (MODEL.LORA): the names of its frozen weights."""
-ADAPTER = "lora_"
-"""Beginning of the names of an adapter's weights in their layer."""
 
 
 def freeze(model: nn.Module, patterns: Iterable[str], for_now: bool = False) -> None:
@@ -171,3 +170,31 @@ def _train_unfrozen(self: nn.Module, mode: bool = True) -> Any:
     for name in parts:
         self.get_submodule(name).train(False)
     return self
+
+
+def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Each block with its name, the unit of sharding and compiling.
+
+    In a model without `blocks`, the modules of every sequence of one type count as blocks.
+    """
+    modules = dict(model.named_modules())
+    named = {name: module for name, module in modules.items() if name.rpartition(".")[2] == "blocks"}
+    sequences = {
+        name: module
+        for name, module in (named or modules).items()
+        if isinstance(module, nn.Sequential | nn.ModuleList) and _is_uniform(module)
+    }
+    yielded: list[str] = []
+    for name, sequence in sequences.items():
+        if is_inside(name, yielded):
+            continue
+        for number, block in sequence.named_children():
+            if not isinstance(block, nn.ModuleList | nn.ModuleDict):  # these are never called themselves
+                yielded.append(f"{name}.{number}" if name else number)
+                yield yielded[-1], block
+
+
+def _is_uniform(sequence: nn.Module) -> bool:
+    """Whether all children have parameters and are of one type."""
+    types = [type(child) for child in sequence.children() if any(True for _ in child.parameters())]
+    return bool(types) and len(set(types)) == 1 and len(types) == len(list(sequence.children()))

@@ -7,19 +7,18 @@ at zero, so that training begins at the pretrained model.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.freeze import BASE, classifiers, is_inside, keep_in_eval
-from models.lora_layers import adapter_name, is_adapter, layers_to_adapt, parts_of
+from models.lora_layers import layers_to_adapt
 from utils.config.model import LoraConfig
 from utils.errors import UserError
 from utils.seeding import key
 from utils.text import counted
+from vitamp.tensors import adapter_name, factors, is_adapter, parts_of
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
 
@@ -34,18 +33,6 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         up, down = factors(self._parameters, "", self.parts, self.weight)
         return super().forward(input) + F.linear(F.linear(input, down), self.factor * up)
-
-
-def factors(tensors: Mapping[str, Any], layer: str, parts: tuple[str, ...], weight: Tensor) -> tuple[Tensor, Tensor]:
-    """B and A of a whole layer, whose product has the shape of its `weight`. `layer`: how its tensors' names begin."""
-    rows, ups, downs = len(weight) // len(parts), [], []
-    for part in parts:
-        if (down := tensors.get(adapter_name(layer, part, "A"))) is None:
-            ups.append(weight.new_zeros(rows, 0))  # no columns: rows of zeros in the product
-        else:
-            ups.append(tensors[adapter_name(layer, part, "B")])
-            downs.append(down)
-    return (torch.block_diag(*ups), torch.cat(downs)) if len(parts) > 1 else (ups[0], downs[0])
 
 
 def add_adapters(model: nn.Module, lora: LoraConfig, seed: int) -> None:

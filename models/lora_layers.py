@@ -9,29 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from models.freeze import ADAPTER, is_inside
+from models.freeze import is_inside
 from utils.config.model import LORA_TARGETS, LoraConfig
 from utils.errors import UserError, either
-
-FUSED = {"qkv": ("q", "k", "v"), "qk": ("q", "k"), "kv": ("k", "v")}
-"""Layers whose rows are several targets one below the other, by the name that timm's models give them"""
-OTHER_NAMES = {"q_proj": "q", "k_proj": "k", "v_proj": "v"}
-
-
-def parts_of(layer: str) -> tuple[str, ...]:
-    """What the rows of a layer are, by its name: one target or several."""
-    own = layer.rpartition(".")[2]
-    return FUSED.get(own, (OTHER_NAMES.get(own, own),))
-
-
-def adapter_name(layer: str, part: str, matrix: str) -> str:
-    """'blocks.0.attn.qkv.', 'q', 'A' -> the name of this weight."""
-    return f"{layer}{ADAPTER}{part}_{matrix}"
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a weight of this name belongs to an adapter."""
-    return name.rpartition(".")[2].startswith(ADAPTER)
+from vitamp.tensors import is_adapter, parts_of
 
 
 def layers_to_adapt(model: nn.Module, lora: LoraConfig, heads: Iterable[str]) -> dict[str, nn.Linear]:

@@ -21,11 +21,7 @@ COMMON_ARGUMENTS = {
 }
 VIT_ARGUMENTS = {**COMMON_ARGUMENTS, "DEPTH": "depth"}
 SWIN_ARGUMENTS = {**COMMON_ARGUMENTS, "STAGE_DEPTHS": "depths", "WINDOW_SIZE": "window_size"}
-# Keys that follow from the others or from the architecture: a given value must equal the model's.
-DERIVED = ("ATTN_HEAD_SIZE", "QK_SCALE")
-FIXED = ("APE", "PATCH_NORM")
-MOST_BLOCKS = 10_000
-SIZE_KEYS = tuple(dict.fromkeys((*VIT_ARGUMENTS, *SWIN_ARGUMENTS, *DERIVED, *FIXED)))
+SIZE_KEYS = tuple(dict.fromkeys((*VIT_ARGUMENTS, *SWIN_ARGUMENTS)))
 
 
 def given_sizes(model: ModelConfig) -> dict[str, Any]:
@@ -50,14 +46,12 @@ def sizes_of(module: nn.Module) -> dict[str, Any]:
             "STAGE_DEPTHS": tuple(len(stage.blocks) for stage in stages),
             "WINDOW_SIZE": _one_if_equal([_side(block.window_size) for block in blocks]),
             "NUM_HEADS": tuple(block.attn.num_heads for block in blocks),
-            "APE": False,
         }
     elif patch is not None and len(_dig(module, "blocks") or ()):
         blocks = list(_dig(module, "blocks"))
         own = {
             "DEPTH": len(blocks),
             "NUM_HEADS": _dig(blocks[0], "attn.num_heads"),
-            "APE": _dig(module, "pos_embed") is not None,
         }
     else:
         return {}
@@ -66,36 +60,8 @@ def sizes_of(module: nn.Module) -> dict[str, Any]:
         "EMBED_DIM": _dig(module, "embed_dim"),
         "MLP_RATIO": _mlp_ratio(blocks[0], _dig(module, "embed_dim")),
         "QKV_BIAS": _has_bias(blocks[0]),
-        "ATTN_HEAD_SIZE": _head_size(blocks),
-        "QK_SCALE": _dig(blocks[0], "attn.scale"),
-        "PATCH_NORM": not isinstance(_dig(module, "patch_embed.norm"), nn.Identity | None),
     }
     return {key: value for key, value in {**own, **common}.items() if value is not None}
-
-
-def _depths(arguments: dict[str, Any]) -> tuple[int, ...]:
-    """Number of blocks in each stage; a ViT has one stage."""
-    depths = arguments.get("depths", arguments.get("depth", ()))
-    return depths if isinstance(depths, tuple) else (depths,)
-
-
-def too_many_blocks(arguments: dict[str, Any]) -> int:
-    """The number of blocks, if building so many would take minutes even without weights; else 0."""
-    blocks = sum(_depths(arguments))
-    return blocks if blocks > MOST_BLOCKS else 0
-
-
-def few_blocks(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments for the same model with at most two blocks per stage."""
-    few = tuple(min(depth, 2) for depth in _depths(arguments))
-    return {"depths": few} if "depths" in arguments else {"depth": few[0]}
-
-
-def weights_of_others(few: nn.Module, arguments: dict[str, Any]) -> int:
-    """Number of weights in the blocks that a model built with `few_blocks` lacks."""
-    stages = list(few.layers.children()) if isinstance(few, SwinTransformer) else [few]
-    last = [sum(weight.numel() for weight in _dig(stage, "blocks")[-1].parameters()) for stage in stages]
-    return sum(max(0, depth - 2) * weights for depth, weights in zip(_depths(arguments), last, strict=True))
 
 
 def same(key: str, wanted: Any, has: dict[str, Any]) -> bool:
@@ -104,8 +70,6 @@ def same(key: str, wanted: Any, has: dict[str, Any]) -> bool:
         return False
     if key == "MLP_RATIO":  # timm rounds the width of the MLP down: 4.3636 and 48 / 11 are the same model
         return int(has["EMBED_DIM"] * wanted) == round(has["EMBED_DIM"] * has[key])
-    if key == "QK_SCALE":
-        return abs(wanted - has[key]) < 1e-4 * has[key]
     return wanted == has[key]
 
 
@@ -190,13 +154,3 @@ def _mlp_ratio(block: Any, width: int | None) -> float | None:
 def _has_bias(block: Any) -> bool | None:
     qkv = _dig(block, "attn.qkv")
     return None if qkv is None else qkv.bias is not None
-
-
-def _head_size(blocks: list[Any]) -> Any:
-    sizes = []
-    for block in blocks:
-        width, heads = _dig(block, "attn.proj.in_features"), _dig(block, "attn.num_heads")
-        if not width or not heads:
-            return None
-        sizes.append(width // heads)
-    return _one_if_equal(sizes)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs missing packages, trains a small Vision Transformer on handwritten digits in mixed precision, and writes a
-# report of the run. Only packages are downloaded; two CPU cores are enough.
+# Installs missing packages, trains a small Vision Transformer on handwritten digits with -amp (mixed precision, where
+# the device computes in it), and writes a report of the run. Only packages are downloaded; two CPU cores are enough.
 #
 #   bash scripts/quickstart.sh
 #   bash scripts/quickstart.sh -output my_run TRAIN.NUM_EPOCHS=5     # flags and settings are passed on

@@ -3,7 +3,7 @@
 #
 #   bash scripts/test.sh                          # all but the slow tests
 #   bash scripts/test.sh --slice 3                # those and slice 3 of the slow ones, as CI runs them
-#   bash scripts/test.sh --all                    # all; writes their durations to docs/results/tests.json
+#   bash scripts/test.sh --all                    # all
 #   bash scripts/test.sh --gpu                    # those that need a GPU, without ruff and pyright
 #   bash scripts/test.sh tests/test_recipes.py    # arguments go to pytest
 set -euo pipefail

@@ -25,7 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {"engine", "datasets", "models", "utils", "tools", "vitamp"}
-STAND_INS = {"engine.machine.late_compiler", "engine.report.late_wandb"}
+STAND_INS = {"engine.machine.late_compiler"}
 """Modules that have already put a stand-in in place; imported again they would not know it."""
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(["tests.preload"])

@@ -1,31 +1,22 @@
-"""Which tests a run selects and what it must show: slices, tests of a GPU, a full run on record, no unknown skips.
+"""Which tests a run selects and what it must show: slices, tests of a GPU, no unknown skips.
 
 A plugin of pytest, loaded by tests/conftest.py; tests/README.md explains the options.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
 import os
-import platform
 import re
-import subprocess
-import time
 import zlib
-from collections import Counter, defaultdict
-from pathlib import Path
+from collections import defaultdict
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-RECORD = ROOT / "docs" / "results" / "tests.json"
 SLICES = 16
 """One takes about five minutes on two cores."""
 SLOW_SECONDS = 1800
 """A slow test may take this long; pyproject.toml limits the others."""
-SECONDS_BETWEEN_LINES = 60
 GPU_TESTS_ON = os.environ.get("VITAMP_GPU_TESTS_ON", "cuda")
 """The device of the tests that need a GPU. `cpu` shows mistakes in the tests, and nothing of what a GPU does."""
 
@@ -42,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--slice", type=int, metavar="N", help=f"leave out the slow tests but slice N modulo {SLICES}")
     group.addoption("--gpu", action="store_true", help="run only the tests that need a GPU")
     group.addoption("--timing", choices=("only", "none"), help="run only the tests that judge by the clock, or none")
-    group.addoption("--all", action="store_true", help=f"run every test; write {RECORD.relative_to(ROOT)}")
+    group.addoption("--all", action="store_true", help="run every test")
     group.addoption("--forbid-skips", action="store_true", help="fail on a skip that tests/gate.py does not allow")
 
 
@@ -51,8 +42,6 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     if config.getoption("--gpu") and GPU_TESTS_ON == "cuda" and not _sees_gpu():
         raise pytest.UsageError("--gpu: torch sees no GPU here. VITAMP_GPU_TESTS_ON=cpu runs what can run on a CPU.")
-    if config.getoption("--all"):
-        config.pluginmanager.register(FullRun(config), "vitamp-full-run")
     if config.getoption("--forbid-skips"):
         config.pluginmanager.register(NoUnknownSkips(), "vitamp-no-unknown-skips")
 
@@ -132,81 +121,7 @@ class NoUnknownSkips:
         terminalreporter.write_line("Install what is missing, or add the reason to ALLOWED_SKIPS.")
 
 
-class FullRun:
-    """Prints how far a run of all tests is, once a minute, and writes how long each file and slow test took."""
-
-    def __init__(self, config: pytest.Config) -> None:
-        self._config = config
-        self._began = self._line = time.monotonic()
-        self._outcomes: Counter[str] = Counter()
-        self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._slow: set[str] = set()
-        self._collected = 0
-
-    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
-        self._collected = len(ids)
-
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._collected = self._collected or len(session.items)
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._seconds[report.nodeid] += report.duration
-        if "slow" in report.keywords:
-            self._slow.add(report.nodeid)
-        if report.when == "call" or report.outcome != "passed":
-            self._outcomes[report.outcome] += 1
-        now = time.monotonic()
-        if now - self._line >= SECONDS_BETWEEN_LINES:
-            self._line = now
-            self._print(f"{len(self._seconds)} of {self._collected} tests after {(now - self._began) / 60:.0f} min")
-
-    def pytest_sessionfinish(self) -> None:
-        files: defaultdict[str, float] = defaultdict(float)
-        for test, seconds in self._seconds.items():
-            files[test.partition("::")[0]] += seconds
-        record = {
-            **_circumstances(self._config),
-            "outcomes": dict(sorted(self._outcomes.items())),
-            "seconds": round(time.monotonic() - self._began),
-            "seconds_of_files": _longest_first(files),
-            "seconds_of_slow_tests": _longest_first({test: self._seconds[test] for test in self._slow}),
-        }
-        RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-    def pytest_terminal_summary(self) -> None:
-        self._print(f"durations written to {RECORD.relative_to(ROOT)}")
-
-    def _print(self, text: str) -> None:
-        outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(self._outcomes.items()))
-        terminal: Any = self._config.pluginmanager.getplugin("terminalreporter")
-        if terminal is not None:
-            terminal.ensure_newline()
-            terminal.write_line(f"tests: {text}; {outcomes}")
-
-
 def _sees_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def _circumstances(config: pytest.Config) -> dict[str, Any]:
-    import torch
-
-    return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "commit": _git("rev-parse", "HEAD"),
-        "changed": bool(_git("status", "--porcelain")),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "pytest": pytest.__version__},
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "workers": config.getoption("numprocesses", default=None) or 1,
-    }
-
-
-def _git(*words: str) -> str:
-    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
-
-
-def _longest_first(seconds: dict[str, float]) -> dict[str, float]:
-    return {name: round(took, 1) for name, took in sorted(seconds.items(), key=lambda pair: -pair[1])}

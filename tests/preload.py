@@ -4,16 +4,16 @@ The two stand-ins come first, as in engine/entry.py: torch's compiler and wandb 
 """
 
 # ruff: noqa: E402
-from engine.machine.late_compiler import import_compiler_late
-from engine.report.late_wandb import import_wandb_late
+import sys
 
-import_wandb_late()
+from engine.machine.late_compiler import import_compiler_late
+
+sys.modules.setdefault("wandb", None)  # pyright: ignore[reportArgumentType] - as engine/entry.py does
 import_compiler_late()
 
 import gc
 import importlib
 import io
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,12 @@ IMPORTED = (
     *("torch", "torch.optim", "torch.distributed", "torchvision.transforms.v2", "timm", "timm.optim", "timm.scheduler"),
     *("torch.distributed.launcher.api", "torch.nn.parallel", "torch.utils.tensorboard", "matplotlib.pyplot"),
     *("pydantic", "safetensors.torch", "huggingface_hub", "simplejpeg"),
-    *("engine.entry", "engine.run", "engine.run_evaluation", "engine.saved.trained", "engine.saved.predictions"),
-    *("engine.preflight", "engine.resolve", "engine.speed.packed_attention", "tools.common.command_line"),
+    *("engine.entry", "engine.run", "engine.evaluate", "engine.trained.model", "engine.trained.predictions"),
+    *("engine.preflight", "engine.preflight", "engine.speed.packed_attention", "tools.common.command_line"),
     # What settings choose, in many tests.
-    *("datasets.recognise", "datasets.shards.hub", "models.weights.fit", "engine.evaluated_data", "engine.branch"),
-    *("engine.checkpoint.chosen", "engine.checkpoint.refusals", "engine.checkpoint.restore", "engine.report.skips"),
-    *("engine.checkpoint.preprocessing", "engine.amp.half_copy", "engine.optim.ema", "engine.fit.dry_run"),
+    *("datasets.recognise", "datasets.shards.hub", "models.weights.fit", "engine.evaluated_data"),
+    *("engine.checkpoint.find", "engine.checkpoint.refusals", "engine.checkpoint.restore", "engine.report.skips"),
+    *("engine.checkpoint.preprocessing", "engine.amp.low_precision", "engine.optim.ema", "engine.memory.dry_run"),
 )
 for name in IMPORTED:
     importlib.import_module(name)

@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from tests.forking import ROOT, start_process
-from utils.record.meta import META_HASH, hash_of
+from vitamp.meta import META_HASH, hash_of
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.checkpoint.folder import new_checkpoint, write_files
-from utils.record.checkpoints import folder_name
+from vitamp.checkpoints import folder_name
 
 
 def save_checkpoint(

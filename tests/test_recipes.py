@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
-import statistics
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +12,6 @@ import pytest
 import yaml
 
 from tests.lint import for_each
-from utils.cli import parse
 from utils.config import Config, ModelConfig, load_config
 from utils.config.kinds import AUTO
 
@@ -39,9 +36,6 @@ OWN_SIZES = {
     *SHOWN_LESS,
 }
 TIMM_SIZES = [name for name in RECIPES if name not in OWN_SIZES]
-
-IMAGES = 1_281_167
-"""In ImageNet-1k's training split."""
 
 # Width, depth and heads of the ViT paper's sizes (Ti is AugReg's); patch and image size stand in the name.
 WIDTHS = {
@@ -74,25 +68,6 @@ def test_a_recipe_loads(name: str) -> None:
     assert settings(name).MODEL.NAME
 
 
-@for_each(ALL)
-def test_a_recipe_says_nothing_twice(name: str) -> None:
-    """A key written twice in one section would win silently in YAML."""
-    node = yaml.compose((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"))
-    assert isinstance(node, yaml.MappingNode)
-    sections = [node, *(value for _, value in node.value if isinstance(value, yaml.MappingNode))]
-    for section in sections:
-        keys = [key.value for key, _ in section.value]
-        assert len(keys) == len(set(keys))
-
-
-@for_each(RECIPES)
-def test_a_recipe_opens_with_what_it_is_for(name: str) -> None:
-    text = header(name)
-    for word in ("Needs:", "Run:", "Result:", "Memory:", "Time:"):
-        assert word in text
-    assert not text.startswith("Needs:")
-
-
 @for_each(RECIPES)
 def test_the_command_line_in_a_recipe_names_that_recipe(name: str) -> None:
     line = re.search(r"Run:\s*(.+)", header(name))
@@ -105,59 +80,6 @@ def test_the_command_line_in_a_recipe_names_that_recipe(name: str) -> None:
     assert ("-data_path" in words) == (
         settings(name).DATA.DATASET in {"imagenet2012", "cifar10", "caltech101", "caltech256"}
     )
-
-
-def entry(name: str, word: str) -> str:
-    """The text behind `Memory:`, `Time:` and the like in a recipe's header, in one line."""
-    found = re.search(rf"^{word}:\s*(.+?)(?=^\w+:|\Z)", header(name), flags=re.MULTILINE | re.DOTALL)
-    assert found is not None, f"{name} has no {word}"
-    return " ".join(found[1].split())
-
-
-@for_each((name, word) for name in RECIPES for word in ("Memory", "Time"))
-def test_memory_and_time_of_a_recipe_have_a_source(entry_of: tuple[str, str]) -> None:
-    text = entry(*entry_of)
-    assert re.search(r"docs/(results/\w+\.json|recipes/\w+\.md)|computed:|unmeasured|see above", text)
-    assert [
-        path for path in re.findall(r"docs/[\w/]+\.(?:json|md)", text) if not (CONFIGS.parent / path).is_file()
-    ] == []
-
-
-@pytest.mark.parametrize(("size", "batch"), [("small", 512), ("base", 256), ("large", 128)])
-def test_measured_figures_in_a_header_are_those_of_the_results(size: str, batch: int) -> None:
-    file = f"docs/results/peers_h200_{size}.json"
-    turns = json.loads((CONFIGS.parent / file).read_text(encoding="utf-8"))["turns"]["ours, compiled, bf16"]
-    speed = statistics.median(turn["images_per_second"] for turn in turns)
-    memory, time = (entry(f"vit_{size}_patch16_224", word) for word in ("Memory", "Time"))
-    assert memory.startswith(f"{turns[0]['peak_memory_gb']:.1f} GB measured on an H200: batch {batch}")
-    assert file in memory
-    hours = 300 * IMAGES / speed / 3600
-    assert (f"{hours:.0f} hours" if hours < 48 else f"{hours / 24:.1f} days") in time
-    assert f"{speed:,.0f} images/s" in time
-    words = time[time.index("-amp bf16") : time.index(";")].split()
-    command = parse(words, "main_single_gpu.py")
-    as_measured = load_config(str(CONFIGS / f"vit_{size}_patch16_224.yaml"), command.flags, command.words).config
-    assert batch == as_measured.DATA.BATCH_SIZE
-    assert (as_measured.AMP.DTYPE, as_measured.TRAIN.COMPILE, as_measured.MODEL.DROPOUT) == ("bf16", "whole", 0)
-    assert as_measured.TRAIN.MODEL_EMA
-
-
-@pytest.mark.slow
-@for_each(name for name in RECIPES if "GB for weights" in header(name))
-def test_computed_memory_is_bytes_times_parameters(name: str) -> None:
-    """fp32: weights and gradients, and momentum of SGD or two moments of AdamW, and the EMA."""
-    train = settings(name).TRAIN
-    numbers = 2 + (2 if train.OPTIMIZER.NAME == "AdamW" else 1) + train.MODEL_EMA
-    assert f"{4 * numbers * built(name)[1] / 1e9:.2f} GB" in entry(name, "Memory")
-
-
-def test_digits_figures_in_the_header_are_those_of_the_results() -> None:
-    found = json.loads((CONFIGS.parent / "docs" / "results" / "digits.json").read_text(encoding="utf-8"))["runs"]
-    runs = sorted((run for run in found if run["precision"] == "bf16"), key=lambda run: run["seed"])
-    best, last = ([f"{run[key]:.1f}" for run in runs] for key in ("best_acc1", "last_acc1"))
-    text = entry("vit_digits", "Result")
-    assert f"best of all epochs {best[0]}, {best[1]} and {best[2]} %" in text
-    assert f"last epoch {last[0]}, {last[1]} and {last[2]} %" in text
 
 
 @for_each(RECIPES)

@@ -19,18 +19,17 @@ from typing import Any, NoReturn
 
 from utils.config.keys import default_of, settings, suggest
 from utils.errors import EXIT_DONE, UserError, either, nearest
-from utils.flags import BY_NAME, FLAGS, IGNORED, Action, Flag, Positional
+from utils.flags import BY_NAME, FLAGS, IGNORED, RANK_FLAGS, Action, Flag, Positional
 from utils.precisions import AMP_WORDS, amp_settings_of
 from utils.program import INSTALLED, help_here, version
-
-__all__ = ["BY_NAME", "FLAG", "FLAGS", "WORD", "CommandLine", "Flag", "Parser", "parse", "usage"]
 
 WIDTH = 100
 """Columns of -h."""
 BOOLEANS = {"true", "false", "none", "null", "0", "1"}
 """Values for on and off in other programs: after -amp, a similarly spelt value is no helpful suggestion."""
 
-WORD = re.compile(r"([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)*)=(.*)", re.DOTALL)
+WORD = re.compile(r"([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)*|[A-Za-z_]\w*\.[a-z_]\w*)=(.*)", re.DOTALL)
+"""A setting, or one of the user's own code (focal.gamma=1.5)"""
 FLAG = re.compile(r"--?([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
 
 
@@ -50,6 +49,8 @@ class CommandLine:
     """The value of -gpus, for utils.machine.gpus.limit_visible_gpus."""
     trust: bool = False
     """-trust: execute the user's own code in the folder of a run."""
+    ranks: dict[str, Any] = field(default_factory=dict)
+    """-host, -port, -rank and -world_size, for utils.distributed.world.read_world."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -118,12 +119,13 @@ class Parser(argparse.ArgumentParser):
         positionals: list[str] = []
         words: dict[str, str] = {}
         before: Flag | None = None
+        many = any(one.nargs in ("+", "*") for one in self.positionals)
         for flag, value in split(argv, self.known, self.settings):
             if flag is not None:
                 flags.append(f"--{flag.name}" if value is None else f"--{flag.name}={value}")
-            elif self.settings and WORD.fullmatch(value):
-                key, _, words[key] = value.partition("=")
-            elif self._takes_more(positionals) and not (self.settings and "=" in value):
+            elif self.settings and (match := WORD.fullmatch(value)) and _is_setting(match[1]):
+                words[match[1]] = match[2]
+            elif (len(positionals) < len(self.positionals) or many) and not (self.settings and "=" in value):
                 positionals.append(value)
             else:
                 raise _unrecognised(value, before, self)
@@ -131,11 +133,13 @@ class Parser(argparse.ArgumentParser):
         positionals += files
         return vars(self.parse_args([*flags, *["--"] * bool(positionals), *positionals])), words
 
-    def _takes_more(self, positionals: Sequence[str]) -> bool:
-        return len(positionals) < len(self.positionals) or any(one.nargs in ("+", "*") for one in self.positionals)
-
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; -h lists all arguments.")
+
+
+def _is_setting(key: str) -> bool:
+    """Whether a key is not one of ours in small letters, for which there is a suggestion."""
+    return key.isupper() or key.upper() not in settings()
 
 
 class _Layout(argparse.RawDescriptionHelpFormatter):
@@ -192,7 +196,11 @@ def split(
         flag, value = known.get(match[1].replace("-", "_")), match[2]
         if flag is None:
             name = match[1].replace("-", "_")
-            value = ",".join(_take_values(rest)) if value is None else value
+            if value is None:  # its values: all words up to the next flag or KEY=VALUE
+                values = []
+                while rest and not FLAG.fullmatch(rest[0]) and not WORD.fullmatch(rest[0]) and rest[0] != "--":
+                    values.append(rest.pop(0))
+                value = ",".join(values)
             from utils.foreign_flags import suggest_flag
 
             unknown[text.partition("=")[0]] = suggest_flag(name, value, names, takes_settings)
@@ -200,32 +208,23 @@ def split(
         if value is not None and not flag.value:
             raise UserError(f"{text}: -{flag.name} takes no value; leave out '={value}'")
         # `-ngpus -1` is a value; a value that begins like a flag needs `-flag=value`.
-        if value is None and flag.value and rest and not FLAG.fullmatch(rest[0]) and _is_value(flag, rest[0]):
+        if (
+            value is None
+            and flag.value
+            and rest
+            and not FLAG.fullmatch(rest[0])
+            and (not flag.optional_value or flag.accepts(rest[0]))
+        ):
             value = rest.pop(0)
         yield flag, "" if value is None and flag.value and not flag.optional_value else value
-    if unknown:
-        raise _unknown_flags([f"{flag}.{suggestion}" for flag, suggestion in unknown.items()])
-
-
-def _unknown_flags(lines: Sequence[str]) -> UserError:
+    lines = [f"{flag}.{suggestion}" for flag, suggestion in unknown.items()]
     if len(lines) == 1:
-        return UserError(f"unknown flag {lines[0]} -h lists all flags.")
-    found = "".join(f"\n  {line}" for line in lines)
-    return UserError(
-        f"{len(lines)} unknown flags; -h lists all flags, docs/migrating.md those of other programs:{found}"
-    )
-
-
-def _is_value(flag: Flag, word: str) -> bool:
-    return not flag.optional_value or flag.accepts(word)
-
-
-def _take_values(rest: list[str]) -> list[str]:
-    """Remove and return the values of an unknown flag: all words up to the next flag or KEY=VALUE."""
-    values = []
-    while rest and not FLAG.fullmatch(rest[0]) and not WORD.fullmatch(rest[0]) and rest[0] != "--":
-        values.append(rest.pop(0))
-    return values
+        raise UserError(f"unknown flag {lines[0]} -h lists all flags.")
+    if lines:
+        found = "".join(f"\n  {line}" for line in lines)
+        raise UserError(
+            f"{len(lines)} unknown flags; -h lists all flags, docs/migrating.md those of other programs:{found}"
+        )
 
 
 def parse(argv: Sequence[str], program: str) -> CommandLine:
@@ -248,7 +247,8 @@ def command_line(given: Mapping[str, Any], words: dict[str, str]) -> CommandLine
         raise UserError(f"{names} exclude each other; give only one")
     action = actions[0].action if actions else None
     pattern, gpus, trust = given.get("list_models"), given.get("gpus"), "trust" in given
-    return CommandLine(given.get("cfg"), flags, words, action or "train", pattern, gpus, trust)
+    ranks = {flag.name: given[flag.name] for flag in RANK_FLAGS if flag.name in given}
+    return CommandLine(given.get("cfg"), flags, words, action or "train", pattern, gpus, trust, ranks)
 
 
 def amp_settings(value: str) -> dict[str, Any]:

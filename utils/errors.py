@@ -5,18 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+from vitamp.errors import UserError
+
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 EXIT_STOPPED = 143
-
-
-class UserError(Exception):
-    """A problem found before the first update, in usage, settings, data or weights. Exit code 2.
-
-    The text says what is wrong, where, and what to do.
-    """
 
 
 class AllRanksUserError(UserError):

@@ -70,6 +70,12 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
     return number
 
 
+RANK_FLAGS = (
+    Flag("host", "host of rank 0, when ranks are started by hand", "NAME"),
+    Flag("port", "port of rank 0", "N", kind=whole(1, 65535)),
+    Flag("rank", "rank of this process", "N", kind=whole(0)),
+    Flag("world_size", "number of processes", "N", kind=whole(1)),
+)
 FLAGS: dict[str, tuple[Flag, ...]] = {
     "What to do": (
         Flag("cfg", "YAML file with the run's settings, or the name of a recipe such as vit_digits", "FILE"),
@@ -217,10 +223,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             default_text="what SLURM reserves, else cores / ranks on this machine",
         ),
         Flag("backend", "nccl or gloo", "NAME", ("DIST.BACKEND",), default_text="nccl on GPUs, gloo on CPUs"),
-        Flag("host", "host of rank 0, when ranks are started by hand", "NAME", ("DIST.HOST",)),
-        Flag("port", "port of rank 0", "N", ("DIST.PORT",)),
-        Flag("rank", "rank of this process", "N", ("DIST.RANK",)),
-        Flag("world_size", "number of processes", "N", ("DIST.WORLD_SIZE",)),
+        *RANK_FLAGS,
     ),
 }
 BY_NAME = {flag.name: flag for group in FLAGS.values() for flag in group}

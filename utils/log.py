@@ -14,12 +14,13 @@ from tqdm import tqdm
 
 from utils.line_file import LineFile
 from utils.passwords import redacted
-from utils.program import as_started_here
 from utils.standard_output import discard_output
 from utils.terminal import Brief
 
 log = logging.getLogger("vitamp")
 LOG = "log.txt"
+CONTROL = {code: ascii(chr(code))[1:-1] for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+"""What log lines show of control characters, which a file's name can have: a terminal would obey them."""
 
 
 @contextlib.contextmanager
@@ -33,15 +34,15 @@ def unheard() -> Iterator[None]:
         log.setLevel(level)
 
 
-def warn_once(text: str) -> None:
+def warn_once(text: str, level: int = logging.WARNING) -> None:
     """Log a warning, once per process. What `unheard` keeps from the log does not count."""
-    if log.isEnabledFor(logging.WARNING):
-        _warn_once(text)
+    if log.isEnabledFor(level):
+        _log_once(text, level)
 
 
 @functools.cache
-def _warn_once(text: str) -> None:
-    log.warning("%s", text)
+def _log_once(text: str, level: int) -> None:
+    log.log(level, "%s", text)
 
 
 class _Terminal(logging.Handler):
@@ -99,9 +100,9 @@ class _File(logging.Handler):
         super().close()
 
 
-def _hide_passwords(record: logging.LogRecord) -> bool:
-    """Filter of the logger: messages of libraries, too, may have a URL in them."""
-    record.msg, record.args = redacted(as_started_here(record.getMessage())), None
+def _make_harmless(record: logging.LogRecord) -> bool:
+    """Filter of the logger: messages of libraries, too, may have a URL or a file's name in them."""
+    record.msg, record.args = redacted(record.getMessage()).translate(CONTROL), None
     return True
 
 
@@ -120,7 +121,7 @@ def start_log(to_terminal: bool, survives_closed_pipe: bool = False) -> None:
     _close(log)
     log.setLevel(logging.INFO)
     log.propagate = False
-    log.addFilter(_hide_passwords)
+    log.addFilter(_make_harmless)
     if to_terminal:
         terminal = _Terminal(survives_closed_pipe)
         terminal.setFormatter(_WithLevel("%(message)s"))

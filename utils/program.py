@@ -1,7 +1,7 @@
 """Where the program is, in a clone or in the installed package; its version, and how its commands are started.
 
 The texts in the code name the commands of a clone: `python scripts/evaluate.py RUN`. Where pip has installed the
-program, the same command is `vitamp evaluate RUN`. `as_started_here` translates texts for the log and for -h.
+program, the same command is `vitamp evaluate RUN`: `started_as` for the log, `help_here` for the texts of -h.
 """
 
 from __future__ import annotations
@@ -33,19 +33,25 @@ def version() -> str:
     return tomllib.loads(project)["project"]["version"]
 
 
-def as_started_here(text: str, installed: bool = INSTALLED) -> str:
-    """A text that names commands and recipes of a clone, with those of the installed program if it is one."""
-    return _RECIPE.sub(r"\1", _SCRIPT.sub(_subcommand, text)) if installed else text
+def started_as(script: str) -> str:
+    """A script of a clone as it is started here: scripts/evaluate.py, or `vitamp evaluate` of the installed program."""
+    stem = Path(script).stem
+    return f"vitamp {ENTRIES.get(stem, stem)}" if INSTALLED else script
+
+
+def typed(script: str, words: Sequence[str]) -> str:
+    """The command that starts a script of a clone with these words."""
+    return shlex.join([*["python"] * (not INSTALLED), *started_as(script).split(), *words])
 
 
 def help_here(text: str, installed: bool = INSTALLED) -> str:
-    """The same for -h, which names scripts without their folder too. Log lines may mean a file of the user's own."""
-    text = re.sub(r"(?<![\w/.-])(?=(\w+)\.py\b)", _with_folder, text) if installed else text
-    return as_started_here(text, installed)
+    """A text of -h, which names commands and recipes of a clone, with those of the installed program if it is one."""
 
+    def subcommand(found: re.Match[str]) -> str:
+        name = found[1]
+        return f"vitamp {ENTRIES.get(name, name)}" if name in ENTRIES or name in _tools() else found[0]
 
-def _with_folder(before: re.Match[str]) -> str:
-    return "scripts/" if before[1] in _tools() else ""
+    return _RECIPE.sub(r"\1", _SCRIPT.sub(subcommand, text)) if installed else text
 
 
 def as_typed(argv: Sequence[str]) -> str:
@@ -53,13 +59,6 @@ def as_typed(argv: Sequence[str]) -> str:
     script = Path(argv[0]).stem
     start = ["vitamp", ENTRIES.get(script, script)] if INSTALLED else [sys.executable, argv[0]]
     return shlex.join([*start, *argv[1:]])
-
-
-def _subcommand(found: re.Match[str]) -> str:
-    name = found[1]
-    if name in ENTRIES:
-        return f"vitamp {ENTRIES[name]}"
-    return f"vitamp {name}" if "scripts/" in found[0] and name in _tools() else found[0]
 
 
 @cache

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
+import secrets
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from multiprocessing import connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,18 +19,34 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from datasets.base import PADDING, Batch, Broken, ImageDataset, Key
-from datasets.damage.broken import BrokenImages, BrokenInValidation
-from datasets.decoding.background import take_transparent
-from datasets.loading.order import EpochOrder, Share, validation_batches
-from datasets.loading.plan import Plan
-from datasets.loading.transparent import Transparent
+from datasets.damage import BrokenImages, BrokenInValidation
+from datasets.loading.order import EpochOrder, MicroBatch, validation_batches
 from utils.distributed.world import ALONE, World
 from utils.errors import TrainingError
 from utils.machine.heap import keep_freed_memory
 from utils.parent import die_with_parent
+from utils.text import counted
 
 if TYPE_CHECKING:
     from datasets.loading.workers import LoadingProcesses
+
+
+class Plan:
+    """Batch sampler of the loader. Keys contain the epoch, so loading processes need no state."""
+
+    def __init__(self) -> None:
+        self.begin(0, ())
+
+    def begin(self, epoch: int, batches: Iterable[np.ndarray]) -> None:
+        self._rest: Iterator[list[Key]] = ([(epoch, index) for index in batch.tolist()] for batch in batches)
+        self.under_way: deque[list[Key]] = deque()
+        """Batches that the loader has asked for and not received, the next one first."""
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        for keys in self._rest:
+            self.under_way.append(keys)
+            yield keys
+
 
 MOST_WORKERS = 16
 
@@ -40,14 +59,23 @@ def auto_workers(world: World = ALONE) -> int:
 class Window:
     """The micro-batches of one update. `len` and `shares` are known at once; batches come one after another."""
 
-    def __init__(self, shares: tuple[Share, ...], batches: Iterator[Batch]) -> None:
+    begun = False
+    """Whether a batch was taken."""
+
+    def __init__(self, shares: tuple[MicroBatch, ...], batches: Iterator[Batch]) -> None:
         self.shares = shares
-        self._rest = ((share, next(batches)) for share in shares)
+        self._rest = self._pairs(batches)
+
+    def _pairs(self, batches: Iterator[Batch]) -> Iterator[tuple[MicroBatch, Batch]]:
+        for share in self.shares:
+            batch = next(batches)
+            self.begun = True
+            yield share, batch
 
     def __len__(self) -> int:
         return len(self.shares)
 
-    def __iter__(self) -> Iterator[tuple[Share, Batch]]:
+    def __iter__(self) -> Iterator[tuple[MicroBatch, Batch]]:
         return self._rest
 
     def finish(self) -> None:
@@ -76,8 +104,7 @@ class TrainLoader(_Loader):
     def __init__(self, dataset: ImageDataset, order: EpochOrder, seed: int, workers: int, device: torch.device) -> None:
         self.order, self.workers = order, workers
         self.broken = BrokenImages(dataset.max_bad)
-        self.transparent = Transparent("training", dataset.background)
-        self._feed = _Feed(dataset, workers, seed, device, self.broken, self.transparent)
+        self._feed = _Feed(dataset, workers, seed, device, self.broken)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Window]:
         """Windows from update `start` (counted from 0) to the end of the epoch."""
@@ -87,11 +114,6 @@ class TrainLoader(_Loader):
             window = Window(shares, batches)
             yield window
             window.finish()
-
-    def share(self, world: World) -> None:
-        """Report unreadable and transparent images of all ranks. A collective call at the end of an epoch."""
-        self.broken.share(world)
-        self.transparent.log_once(world)
 
     def on_arrival(self, call: Callable[[], None]) -> None:
         """Set a function to call when a batch arrives, before it is copied to the device."""
@@ -118,8 +140,7 @@ class ValLoader(_Loader):
         """
         self._batches = shard(len(dataset), batch_size, rank, world)
         self.broken = BrokenInValidation() if broken is None else broken
-        self.transparent = Transparent("evaluated", dataset.background)
-        self._feed = _Feed(dataset, min(workers, len(self._batches)), 0, device, self.broken, self.transparent)
+        self._feed = _Feed(dataset, min(workers, len(self._batches)), 0, device, self.broken)
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -138,11 +159,8 @@ class _Feed:
         seed: int,
         device: torch.device,
         broken: BrokenImages | BrokenInValidation,
-        transparent: Transparent,
     ) -> None:
-        self._broken, self._transparent = broken, transparent
-        self._fetch = _Fetch(dataset)
-        self._device = device
+        self._broken, self._fetch, self._device = broken, _Fetch(dataset), device
         self.on_arrival: Callable[[], None] | None = None
         self._plan = Plan()
         self._wait = 0.0
@@ -164,7 +182,7 @@ class _Feed:
             if workers:
                 from datasets.loading.workers import LoadingProcesses
 
-                self._begin_processes = partial(LoadingProcesses, self._loader)
+                self._begin_processes = partial(LoadingProcesses, self._loader, self._awaited)
 
     def batches(self, epoch: int, plan: Iterable[np.ndarray]) -> Iterator[Batch]:
         self._plan.begin(epoch, plan)
@@ -200,11 +218,20 @@ class _Feed:
             self._processes.end()
         self._processes = self._loader = None
 
+    def _awaited(self) -> str:
+        """Words for the images of the batch that comes next."""
+        indices = [index for _, index in self._plan.under_way[0] if index != PADDING] if self._plan.under_way else []
+        samples = self._fetch.dataset.single_images()
+        if samples is None or not indices:
+            return f"a batch of {counted(len(indices), 'image')}"
+        names = [samples.name(index % len(samples)) for index in (indices[0], indices[-1])]
+        return f"{names[0]}, ..., {names[1]} ({counted(len(indices), 'image')})"
+
     def _receive(self, fetched: Fetched) -> Batch:
+        self._plan.under_way.popleft()
         if self.on_arrival is not None:
             self.on_arrival()
         self._broken.add(fetched.broken)
-        self._transparent.add(fetched.transparent, fetched.images)
         if isinstance(fetched.batch, TrainingError):
             raise fetched.batch
         if self._copies is None:
@@ -227,9 +254,6 @@ class Fetched(NamedTuple):
 
     batch: Batch | TrainingError
     broken: list[Broken]
-    images: int
-    transparent: int
-    """Images among them with transparent pixels"""
 
 
 class _Fetch(Dataset[Any]):
@@ -239,13 +263,11 @@ class _Fetch(Dataset[Any]):
         self.dataset = dataset
 
     def __getitems__(self, keys: list[Key]) -> Fetched:
-        take_transparent()  # leaves out images that were read for another purpose
         try:
             batch = self.dataset.__getitems__(keys)
         except TrainingError as error:
             batch = error
-        images = sum(index != PADDING for _, index in keys)
-        return Fetched(batch, self.dataset.take_broken(), images, take_transparent())
+        return Fetched(batch, self.dataset.take_broken())
 
 
 def _unchanged(batch: Any) -> Any:
@@ -262,3 +284,8 @@ def start_worker(_: int) -> None:
     sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     die_with_parent(signal.SIGKILL)
     keep_freed_memory()
+    if sys.platform == "linux":
+        # Tensors are sent through a socket in the temporary folder, which would stay there when this process is killed.
+        # Linux also has sockets without a file; what they send is authenticated all the same.
+        address = f"\0vitamp-{os.getpid()}-"
+        connection.arbitrary_address = lambda _: address + secrets.token_hex(8)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,18 +1,20 @@
 """Order of the samples: which ones each update uses, and on which rank.
 
-An epoch is one permutation of the samples (or a balanced draw, see `balanced`), cut into micro-batches of `batch_size`;
+An epoch is one permutation of the samples (or a balanced draw), cut into micro-batches of `batch_size`;
 `accum * world` consecutive ones are the global window of an update. Ranks play no part in this, so another number of
 processes with the same global batch gets the same micro-batches with the same numbers.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from datasets.base import PADDING
+from datasets.base import PADDING, ImageDataset
+from datasets.labels import members_of_classes
 from utils.config.data import DropLast
 from utils.errors import UserError
 from utils.seeding import key
@@ -22,7 +24,7 @@ FEW = 0.1
 """Warn if the last update has less than this fraction of the others' samples, or if an epoch leaves out more."""
 
 
-class Share(NamedTuple):
+class MicroBatch(NamedTuple):
     """A micro-batch of one rank."""
 
     number: int
@@ -33,6 +35,8 @@ class Share(NamedTuple):
 
     With class weights, it makes the sum their weighted mean.
     """
+    counts: float = 0.0
+    """The sum of its samples' weights in the loss: without class weights, their number"""
 
 
 class EpochOrder:
@@ -50,17 +54,15 @@ class EpochOrder:
         copies: int = 1,
         shuffled: Callable[[np.random.Generator], np.ndarray] | None = None,
         sample_weights: np.ndarray | None = None,
-        count_as_full: bool = False,
     ) -> None:
         """`shuffled` gives the order of an epoch; by default a plain permutation, with all samples once.
 
-        `sample_weights`: the weight of each sample in the loss; None: all are equal. `count_as_full`: an incomplete
-        micro-batch weighs as much as a complete one (DATA.LAST_BATCH_WEIGHT).
+        `sample_weights`: the weight of each sample in the loss; None: all are equal.
         """
         self.samples, self.batch_size, self.accum, self.copies = samples, batch_size, accum, copies
         self.rank, self.world, self.seed = rank, world, seed
         self._shuffled = shuffled or (lambda generator: generator.permutation(samples))
-        self._sample_weights, self._count_as_full = sample_weights, count_as_full
+        self._sample_weights = sample_weights
         self._per_window = accum * world
         self.global_batch = batch_size * self._per_window
         unit = self.global_batch if drop_last == "update" else batch_size if drop_last else 1
@@ -71,7 +73,7 @@ class EpochOrder:
         self._micro_batches = -(-self.used // batch_size)
         self.updates = -(-self._micro_batches // self._per_window)
 
-    def windows(self, epoch: int, start: int = 0) -> Iterator[tuple[Share, ...]]:
+    def windows(self, epoch: int, start: int = 0) -> Iterator[tuple[MicroBatch, ...]]:
         """One item per update, from update `start` (counted from 0) to the end of the epoch."""
         permutation = self.permutation(epoch)
         for update in range(start, self.updates):
@@ -121,7 +123,7 @@ class EpochOrder:
         copy, sample = np.divmod(permutation[places // self.copies], self.samples)
         return sample + (copy * self.copies + places % self.copies) * self.samples
 
-    def _window(self, permutation: np.ndarray, first: int) -> tuple[Share, ...]:
+    def _window(self, permutation: np.ndarray, first: int) -> tuple[MicroBatch, ...]:
         def indices(number: int) -> np.ndarray:
             begin = (first + number) * self.batch_size
             return permutation[begin : begin + self.batch_size]
@@ -130,22 +132,17 @@ class EpochOrder:
         each, more = divmod(real, self.world)
         begin = self.rank * each + min(self.rank, more)
         end = begin + each + (self.rank < more)
-        weights = self._weights([indices(number) for number in range(real)])
-        shares = [Share(v, indices(v), weights[v]) for v in range(begin, end)]
+        counts = [self._counts(indices(number)) for number in range(real)]  # equal on all ranks, as all know all labels
+        shares = [MicroBatch(v, indices(v), counts[v] / sum(counts), counts[v]) for v in range(begin, end)]
         if more and self.rank >= more:
             # All ranks need equally many micro-batches, or the all-reduce waits for ever: one of weight 0.
-            shares.append(Share(real + self.rank - more, indices(0), 0.0))
+            shares.append(MicroBatch(real + self.rank - more, indices(0), 0.0))
         return tuple(shares)
 
-    def _weights(self, window: list[np.ndarray]) -> list[float]:
-        """Weights of a window's micro-batches, equal on all ranks, since each knows the labels of the whole window."""
+    def _counts(self, indices: np.ndarray) -> float:
+        """What the samples of a micro-batch count for in the loss."""
         weights = self._sample_weights
-        if weights is not None:
-            sums = [float(weights[indices % self.samples].sum()) for indices in window]
-        else:
-            sums = [1 if self._count_as_full else len(indices) for indices in window]
-        total = sum(sums)
-        return [of_one / total for of_one in sums]
+        return float(len(indices)) if weights is None else float(weights[indices % self.samples].sum())
 
 
 def validation_batches(samples: int, batch_size: int, rank: int, world: int) -> list[np.ndarray]:
@@ -185,3 +182,82 @@ def _too_large(samples: int, unit: int, batch_size: int) -> str:
         f"DATA.BATCH_SIZE is {batch_size}, but the training set has only {samples} images: not one full batch. "
         f"Set it to {samples} or less, or keep partial batches with DATA.DROP_LAST=false."
     )
+
+
+class BalancedOrder:
+    """Draws as many samples as there are, equally many of each class that has any.
+
+    All images of a class are drawn before one is drawn again. Copy c of sample i is i + c * samples, so that
+    `variants.Repeated` augments each copy differently. Drawing equally many, instead of leaving the class of every
+    sample to chance, spares rare classes the noise of chance.
+    """
+
+    def __init__(self, labels: np.ndarray) -> None:
+        self._members = members_of_classes(labels)
+        self._samples = len(labels)
+        self.classes = len(self._members)
+        self.least = self._samples // max(self.classes, 1)
+        """Samples of each class per epoch; some classes get one more, in every epoch others."""
+        self._more = self._samples % max(self.classes, 1)
+        most, smallest = self.least + (self._more > 0), min(map(len, self._members), default=1)
+        self.copies = max(1, -(-most // smallest))
+        """Most copies of a sample in an epoch."""
+
+    def __call__(self, generator: np.random.Generator) -> np.ndarray:
+        counts = np.full(self.classes, self.least)
+        counts[generator.permutation(self.classes)[: self._more]] += 1
+        drawn = [
+            _draw(of_class, count, self._samples, generator)
+            for of_class, count in zip(self._members, counts, strict=True)
+        ]
+        return generator.permutation(np.concatenate(drawn))
+
+    def words(self) -> str:
+        """For the banner of a run."""
+        each = f"{self.least:,}" + (f" or {self.least + 1:,}" if self._more else "")
+        repeated = f", each image at most {self.copies} times" if self.copies > 1 else ""
+        return f"sampler balanced: {each} images of each of {self.classes} classes per epoch{repeated}"
+
+
+def _draw(members: np.ndarray, count: int, samples: int, generator: np.random.Generator) -> np.ndarray:
+    copies = -(-count // len(members))
+    return np.concatenate([generator.permutation(members) + samples * copy for copy in range(copies)])[:count]
+
+
+def balanced_order(dataset: ImageDataset, name: str) -> BalancedOrder:
+    """The balanced order of a training split. `name`: DATA.DATASET."""
+    labels = dataset.sample_labels()
+    if labels is None:
+        raise UserError(
+            f"DATA.SAMPLER balanced: the data set {name} is read as a stream, so the labels of its images are not "
+            "known when an epoch begins. Use DATA.SAMPLER=shuffle."
+        )
+    return BalancedOrder(labels)
+
+
+def data_identity(dataset: ImageDataset) -> str:
+    """Hash of the names and labels of a split in their order, wherever the data set is.
+
+    Contents are not read. Data sets in memory have labels only.
+    """
+    digest, samples, labels = hashlib.sha256(), dataset.single_images(), dataset.sample_labels()
+    for part in samples.names() if samples is not None else ():
+        digest.update(part)
+    if labels is not None:
+        digest.update(f"{labels.shape}".encode())
+        digest.update(labels.astype(np.int64 if labels.ndim == 1 else np.uint8).tobytes())
+    return digest.hexdigest()
+
+
+def identity_of(dataset: ImageDataset, order: EpochOrder) -> dict[str, int | str]:
+    """Fingerprint of the training split and its order, equal on all ranks, for meta.json."""
+    # Checkpoints of older versions have this field alone, so it stays what it was: without the names.
+    digest = hashlib.sha256(order.permutation(1).tobytes())
+    if samples := dataset.single_images():
+        digest.update(samples.labels.tobytes())
+    return {
+        "number": order.samples,
+        "updates": order.updates,
+        "order": digest.hexdigest(),
+        "data": data_identity(dataset),
+    }

@@ -1,4 +1,8 @@
-"""Loading processes: if one dies, the code that waits for its batch gets an error with the reason."""
+"""Loading processes: if one dies, the code that waits for its batch gets an error with the reason.
+
+torch waits without limit for the rest of a message whose sender died or was stopped in its middle, because this process
+itself holds the pipe open. A signal ends that wait: SIGCHLD, from the system or from the thread that watches.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader
 
 from utils.errors import TrainingError
+from utils.log import log
 
 SECONDS_TO_BEGIN = 60.0
 """Time limit for the start. A process forked from a threaded one can hang on a lock that a thread held at the fork."""
+SECONDS_TO_WARN = 30.0
+"""A longer wait for a batch is reported while it lasts."""
+SECONDS_TO_STOP = 2.0
+"""A request to stop ends a wait that lasts longer; otherwise the batch comes first."""
+SECONDS_TO_BE_KILLED = 1.0
+"""A process that waits for storage that hangs dies only when its storage answers."""
 SECONDS_TO_DIE = 0.25
 """Time between the end of a process's files and of the process."""
 BEFORE_QUEUES_CLOSE = 100
@@ -29,13 +42,28 @@ REMEDY = (
 )
 
 
+class _Died(Exception):
+    """Raised in the main thread as soon as a loading process has ended while it waits for a batch."""
+
+
+def _nothing() -> None:
+    pass
+
+
+on_long_wait: Callable[[], None] = _nothing
+"""Called in the main thread, each second of a long wait for a batch. It may raise an exception, which ends the wait."""
+
+
 class LoadingProcesses:
     """The batches of a DataLoader with persistent processes, which end with `end`, or with this process."""
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader = loader
+    def __init__(self, loader: DataLoader[Any], awaited: Callable[[], str]) -> None:
+        """`awaited`: words for the images of the batch that comes next."""
+        self._loader, self._awaited = loader, awaited
         self._batches: Any = None
         self._hung: list[Any] = []
+        self._waits_since: float | None = None
+        self._ended = threading.Event()
         self._begun = multiprocessing.RawArray("b", loader.num_workers)
         loader.worker_init_fn = partial(_begin, loader.worker_init_fn, self._begun)
         others = set(multiprocessing.active_children())
@@ -48,9 +76,7 @@ class LoadingProcesses:
             reason = error.strerror or error
             raise TrainingError(f"Loading processes could not be started: {reason}. {REMEDY}") from None
         self._forget_exit = call_at_exit(self.end)
-        self._limit = threading.Timer(SECONDS_TO_BEGIN, self._kill_hung)
-        self._limit.daemon = True
-        self._limit.start()
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def begin_epoch(self) -> None:
         self._guarded(lambda: iter(self._loader))
@@ -62,9 +88,10 @@ class LoadingProcesses:
         return self._guarded(lambda: next(self._batches))
 
     def _guarded(self, call: Callable[[], Any]) -> Any:
-        """`call`, with a TrainingError if a process is dead. torch checks that every five seconds."""
+        """`call`, with a TrainingError if a process is dead."""
         try:
-            return call()
+            with self._waiting():
+                return call()
         except StopIteration:
             raise
         except Exception:  # a process that dies while it sends can raise nearly anything here
@@ -74,30 +101,82 @@ class LoadingProcesses:
                 raise TrainingError(f"A batch could not be loaded: {causes}. {REMEDY}") from None
             raise
 
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Let the end of a process, or a request to stop, raise an exception here, and nowhere else."""
+        main = threading.current_thread() is threading.main_thread()
+        before = signal.signal(signal.SIGCHLD, self._interrupt) if main else None
+        self._waits_since = time.monotonic()
+        try:
+            if self._dead():
+                raise _Died
+            yield
+        finally:
+            self._waits_since = None
+            if main:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL if before is None else before)
+
+    def _interrupt(self, *_: object) -> None:
+        since = self._waits_since
+        if since is not None and self._dead():
+            raise _Died
+        if since is not None and time.monotonic() - since > SECONDS_TO_STOP:
+            on_long_wait()
+
+    def _watch(self) -> None:
+        """A thread: report long waits, interrupt them each second, and kill processes that do not begin."""
+        begin, main, reported = time.monotonic(), threading.main_thread().ident or 0, None
+        while not self._ended.wait(1):
+            now, since = time.monotonic(), self._waits_since
+            if now - begin > SECONDS_TO_BEGIN and not all(self._begun) and not self._hung:
+                workers = zip(self._batches._workers, self._begun, strict=True)
+                self._hung = [worker for worker, begun in workers if not begun]
+                for worker in self._hung:
+                    worker.kill()
+            if since is None or now - since < SECONDS_TO_STOP:
+                continue
+            if now - since > SECONDS_TO_WARN and reported != since:
+                reported = since
+                log.warning("No batch for %.0f s: %s.", now - since, self._awaited_words())
+            signal.pthread_kill(main, signal.SIGCHLD)
+
+    def _awaited_words(self) -> str:
+        workers = self._batches._workers
+        stopped = [worker for worker in workers if _state(worker.pid) == "T"]
+        number = (self._batches._task_info.get(self._batches._rcvd_idx) or [0])[0]
+        names = ", ".join(f"loading process {worker.pid}" for worker in stopped or [workers[number]])
+        doing = "is stopped (SIGSTOP)" if stopped else "does not finish; its storage may hang"
+        return f"{names} {doing}. It loads {self._awaited()}"
+
     def _dead(self) -> list[Any]:
         return [worker for worker in self._batches._workers if not worker.is_alive()]
 
     def end(self) -> None:
-        """End the processes, without waiting for the batches of others if one is dead: it may hold a lock."""
+        """Kill the processes. torch's way waits for locks and messages, which a dead or stopped one may hold."""
         self._forget_exit()
-        self._limit.cancel()
-        if self._dead():
-            self._kill()
-        self._batches._shutdown_workers()
-        self._kill()
-
-    def _kill(self) -> None:
-        for worker in self._batches._workers:
-            if worker.is_alive():
-                worker.kill()
-
-    def _kill_hung(self) -> None:
-        self._hung = [worker for worker, begun in zip(self._batches._workers, self._begun, strict=True) if not begun]
-        for worker in self._hung:
+        self._ended.set()
+        batches = self._batches
+        for worker in batches._workers:
             worker.kill()
+        for worker in batches._workers:
+            worker.join(SECONDS_TO_BE_KILLED)
+        if not batches._shutdown:
+            batches._shutdown = True
+            batches._worker_pids_set = False
+            _remove_worker_pids(id(batches))
+            if hasattr(batches, "_pin_memory_thread"):  # it ends, or waits for the rest of a message until we end
+                batches._pin_memory_thread_done_event.set()
 
     def _cause(self, worker: Any) -> str:
         return f"did not begin in {SECONDS_TO_BEGIN:g} s" if worker in self._hung else _cause(worker.exitcode)
+
+
+def _state(pid: int) -> str:
+    """State of a process as a letter, such as T for stopped; '' where the system does not show it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
 
 def _begin(initialise: Callable[[int], None] | None, begun: Any, number: int) -> None:

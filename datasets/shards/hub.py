@@ -6,27 +6,257 @@ files, and read from there.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
-import itertools
-import json
+import importlib.util
 import os
 import re
 import shutil
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from datasets.base import HUB_PREFIX, Part
 from datasets.images import image_source
-from datasets.shards.layout import LABEL_SETS, MANIFEST, ShardSet, finish_set
-from datasets.shards.parquet import Columns, choose_files, columns_of, find_splits, require_pyarrow, rows, size_in_tar
-from datasets.shards.source import ShardSamples, check_splits, open_split
+from datasets.shards.index import TarWriter
+from datasets.shards.source import LABEL_SETS, MANIFEST, ShardSamples, ShardSet, check_splits, finish_set, open_split
 from datasets.shards.stores import Folder
-from datasets.shards.tar import TarWriter
+from datasets.sources.split import SPLIT_NAMES, distinct, named_parts, split_named_in, warn_of_skipped
 from utils.cache import cache_folder, process_lock
 from utils.config.data import DataConfig
 from utils.errors import UserError
-from utils.files import write_atomically
 from utils.log import log
+from vitamp.files import parse_json, require_regular
+
+IMAGE_COLUMNS, LABEL_COLUMNS = ("image", "img"), ("label", "labels", "fine_label", "target", "class")
+ROWS = 64
+"""Rows read at once, which bounds the memory in use, besides a piece of the file."""
+TAR_BYTES_PER_IMAGE = 4 * 512
+"""Two headers, a label, and the filling up of the image's last block"""
+LAYOUT = """Expected layout:
+  {root}/train-00000-of-00002.parquet, ...         or train/0000.parquet
+  {root}/validation-00000-of-00001.parquet, ...    or test-..., or none: then DATA.VAL_FRACTION is split off
+each with a column of images ('image': bytes, or a struct with 'bytes') and one of labels ('label'; with
+DATA.MULTI_LABEL=true a list of them)"""
+
+
+class Row(NamedTuple):
+    key: str
+    kind: str
+    image: bytes
+    labels: tuple[int, ...]
+    """One; with `Columns.several` any number, ascending"""
+
+
+def require_pyarrow(what: str) -> None:
+    """Raise UserError, beginning with `what`, unless pyarrow is installed, which only parquet files need."""
+    if importlib.util.find_spec("pyarrow") is None:
+        raise UserError(f"{what} parquet files needs pyarrow, which is not installed. Run: pip install pyarrow")
+
+
+def find_splits(root: Path, dataset: str) -> dict[str, list[Path]]:
+    """Parquet files of each split; all are 'train' if no name says which is which."""
+    return choose_files(root, root.rglob("*.parquet"), dataset)
+
+
+def choose_files(root: Path, paths: Iterable[Path], dataset: str) -> dict[str, list[Path]]:
+    """The same of these parquet files below `root`, which need not exist yet."""
+    files = sorted(path for path in paths if not _is_hidden(path.relative_to(root)))
+    if not files:
+        raise UserError(f"DATA.DATASET {dataset}: there is no parquet file in {root}. {LAYOUT.format(root=root)}")
+    named: dict[str, list[Path]] = defaultdict(list)
+    for path in files:
+        named[_split_of(path.relative_to(root))].append(path)
+    parts = named_parts([name for name in SPLIT_NAMES if name in named], root)
+    splits = {part: named[parts[part]] for part in distinct(parts)}
+    if not splits:
+        splits = {"train": named[""]}
+    else:
+        warn_of_skipped(str(root), [str(path.relative_to(root)) for path in named.get("", [])])
+    for of_split in splits.values():
+        _refuse_several(root, of_split, dataset)
+    return splits
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _split_of(path: Path) -> str:
+    """Split named by the file, else by its nearest folder; '' for none."""
+    return next((name for part in reversed(path.parts) if (name := split_named_in(part))), "")
+
+
+def _refuse_several(root: Path, files: list[Path], dataset: str) -> None:
+    """Raise UserError for several versions of a data set, each in its folder: they must not be mixed."""
+    tops = {path.relative_to(root).parts[0] for path in files if len(path.relative_to(root).parts) > 1}
+    if len(tops) > 1 or (tops and any(path.parent == root for path in files)):
+        first = min(tops)
+        raise UserError(
+            f"DATA.DATASET {dataset} holds several data sets: {', '.join(sorted(tops))}. "
+            f"Name one of them, as in {dataset}/{first}."
+        )
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns of the images and labels."""
+
+    image: str
+    label: str
+    classes: list[str] | None
+    names_are_labels: bool
+    """The label column holds names, not numbers."""
+    several: bool
+    """The label column holds lists."""
+
+
+def columns_of(root: Path, files: list[Path], dataset: str) -> Columns:
+    """Find the columns of the images and labels, by the hub's metadata, else by their names."""
+    import pyarrow as pa
+
+    schema = _open(files[0]).schema_arrow
+    features = _features(schema.metadata or {})
+    image = _choose(schema.names, features, "Image", IMAGE_COLUMNS)
+    label = _choose(schema.names, features, "ClassLabel", LABEL_COLUMNS)
+    if label is None:
+        lists = (name for name in schema.names if _of_items(features.get(name, {})).get("_type") == "ClassLabel")
+        label = next(lists, None)
+    if image is None or label is None:
+        what = "images" if image is None else "labels"
+        raise UserError(
+            f"DATA.DATASET {dataset}: {files[0]} has no column of {what}; its columns are {', '.join(schema.names)}. "
+            f"{LAYOUT.format(root=root)}"
+        )
+    kind = schema.field(label).type
+    several = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    if several or pa.types.is_dictionary(kind):  # a dictionary: pandas' categories
+        kind = kind.value_type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return Columns(image, label, _label_names(files, label, several), True, several)
+    if not pa.types.is_integer(kind):
+        raise UserError(
+            f"DATA.DATASET {dataset}: the column {label} of {files[0]} is of type {kind}; labels must "
+            "be whole numbers or names, or lists of them."
+        )
+    return Columns(image, label, _of_items(features.get(label, {})).get("names"), False, several)
+
+
+def rows(file: Path, number: int, columns: Columns) -> Iterator[Row]:
+    """Rows of a file, with unchanged images. A missing image becomes an empty file, which training reports as broken.
+
+    `number`: index of the file in its split. Keys begin with it, because files in different folders can share a name.
+    """
+    numbers = {name: number for number, name in enumerate(columns.classes or ())}
+    row = 0
+    for batch in _batches(file, ROWS, [columns.image, columns.label]):
+        images = _image_bytes(batch.column(columns.image), f"{file}, row {row}")
+        for image, label in zip(images, batch.column(columns.label).to_pylist(), strict=True):
+            of_image = label if columns.several else [label]
+            if of_image is None or None in of_image:
+                raise UserError(f"{file}, row {row}: the column {columns.label} has no label.")
+            labels = {numbers[one] if columns.names_are_labels else int(one) for one in of_image}
+            yield Row(f"{number:05d}/{row:08d}", kind_of(image or b""), image or b"", tuple(sorted(labels)))
+            row += 1
+
+
+def size_in_tar(file: Path, columns: Columns) -> int:
+    """Bytes that the images and labels of a file need in a tar file, at most."""
+    about = _open(file).metadata
+    groups = [about.row_group(number) for number in range(about.num_row_groups)]
+    found = [group.column(number) for group in groups for number in range(group.num_columns)]
+    images = sum(one.total_uncompressed_size for one in found if one.path_in_schema.split(".")[0] == columns.image)
+    return images + about.num_rows * TAR_BYTES_PER_IMAGE
+
+
+def _open(file: Path) -> Any:
+    import pyarrow.parquet as pq
+
+    with _naming(file):
+        require_regular(file)
+        # Buffered in small pieces: a row group can hold a gigabyte of images.
+        return pq.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
+
+
+def _batches(file: Path, size: int, columns: list[str]) -> Iterator[Any]:
+    batches = _open(file).iter_batches(size, columns=columns)
+    while True:
+        with _naming(file):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
+
+
+@contextlib.contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Turn errors of pyarrow into UserErrors that name the file."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise UserError(f"{file} cannot be read as a parquet file: {reason}. Fetch it again.") from None
+
+
+def _image_bytes(column: Any, where: str) -> list[bytes | None]:
+    import pyarrow as pa
+
+    if pa.types.is_struct(column.type) and column.type.get_field_index("bytes") >= 0:
+        column = column.flatten()[column.type.get_field_index("bytes")]
+    if not (pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type)):
+        raise UserError(f"{where}: the image column is of type {column.type}; it must hold the bytes of image files.")
+    return column.to_pylist()
+
+
+def _features(metadata: dict[bytes, bytes]) -> dict[str, dict[str, Any]]:
+    """The hub's metadata of each column."""
+    try:
+        features = parse_json(metadata[b"huggingface"])["info"]["features"]
+        # The hub's versions write lists as {"feature": ITEM} or as [ITEM].
+        found = {name: {"feature": one[0]} if isinstance(one, list) else one for name, one in features.items()}
+        return {name: about for name, about in found.items() if isinstance(about, dict)}
+    except (KeyError, IndexError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _of_items(about: dict[str, Any]) -> dict[str, Any]:
+    """What the hub says of a column or, if it holds lists, of their items."""
+    item = about.get("feature", about)
+    return item if isinstance(item, dict) else {}
+
+
+def _choose(names: list[str], features: dict[str, dict[str, Any]], kind: str, usual: tuple[str, ...]) -> str | None:
+    """A column that the hub marks as `kind`, preferably with a usual name; else a column with a usual name."""
+    marked = [name for name in names if features.get(name, {}).get("_type") == kind]
+    for candidates in (marked, names):
+        for name in usual:
+            if name in candidates:
+                return name
+    return marked[0] if marked else None
+
+
+def _label_names(files: list[Path], label: str, several: bool) -> list[str]:
+    names: set[str] = set()
+    for file in files:
+        for batch in _batches(file, 1 << 16, [label]):
+            column = batch.column(label).flatten() if several else batch.column(label)
+            names.update(name for name in column.unique().to_pylist() if name is not None)
+    return sorted(names)
+
+
+def kind_of(image: bytes) -> str:
+    """File extension for an image with these bytes. Decoding looks at the bytes, so a wrong one does no harm."""
+    if image.startswith(b"\x89PNG"):
+        return "png"
+    if image[:4] == b"RIFF" and image[8:12] == b"WEBP":
+        return "webp"
+    return "jpg"
+
 
 SHARD_BYTES = 256 << 20
 ALL_SHARDS = 1 << 30
@@ -134,9 +364,8 @@ def _copy(source: Path, folder: Path, data: DataConfig) -> None:
     files = [file for of_split in splits.values() for file in of_split]
     columns = columns_of(source, files, data.DATASET)
     scratch = folder.with_name(f".{folder.name}.part")
-    identity = [f"{file.relative_to(source)} {file.stat().st_size}" for file in files] + [str(source.resolve())]
-    copied = _Copied(scratch, identity)
-    size = sum(size_in_tar(file, columns) for file in files) - copied.size()
+    shutil.rmtree(scratch, ignore_errors=True)  # of an interrupted copy
+    size = sum(size_in_tar(file, columns) for file in files)
     free = shutil.disk_usage(folder.parent).free
     if size > free:
         raise UserError(
@@ -145,80 +374,40 @@ def _copy(source: Path, folder: Path, data: DataConfig) -> None:
         )
     log.info("%s: copying its images to %s, once (%.2f GB).", data.DATASET, folder, size / 1e9)
     try:
-        names = {split: _copy_split(of_split, columns, scratch / split, copied) for split, of_split in splits.items()}
-        about = {"classes": columns.classes, "source": data.DATASET}
-        if columns.several:
-            about[LABEL_SETS] = list(copied.sets)
-        copied.file.unlink()
+        sets: dict[tuple[int, ...], int] = {}
+        names = {split: _copy_split(of_split, columns, scratch / split, sets) for split, of_split in splits.items()}
+        about = {"classes": columns.classes, "source": data.DATASET, **({LABEL_SETS: list(sets)} if sets else {})}
         samples = finish_set(scratch, names, about)
         os.replace(scratch, folder)
     except OSError as error:
         raise UserError(
-            f"DATA.DATASET {data.DATASET}: copying it to {folder} failed: {error}. The next run continues. DATA.CACHE "
-            "sets another folder."
+            f"DATA.DATASET {data.DATASET}: copying it to {folder} failed: {error}. DATA.CACHE sets another folder."
         ) from None
-    except UserError:
+    finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        raise
     log.info("%s: copied %d images; from now on, this copy is read.", data.DATASET, samples)
 
 
-class _Copied:
-    """What an interrupted copy has written: its complete tar files, in a file of their folder."""
-
-    def __init__(self, scratch: Path, identity: list[str]) -> None:
-        """`identity`: of the parquet files; a copy of others is removed."""
-        self.file, self._identity = scratch / "copied.json", identity
-        self.tars: dict[str, list[tuple[str, int]]] = {}
-        """Name and number of images of the tar files of each split"""
-        self.sets: dict[tuple[int, ...], int] = {}
-        """Numbers of the sets of labels, where an image has several"""
-        try:
-            found = json.loads(self.file.read_bytes())
-        except (OSError, ValueError):
-            found = {}
-        if found.get("identity") == identity:
-            self.tars = {split: [(name, images) for name, images in tars] for split, tars in found["tars"].items()}
-            self.sets = {tuple(labels): number for number, labels in enumerate(found["sets"])}
-        else:
-            shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True, exist_ok=True)
-
-    def size(self) -> int:
-        return sum((self.file.parent / name).stat().st_size for tars in self.tars.values() for name, _ in tars)
-
-    def add(self, split: str, name: str, images: int) -> None:
-        self.tars.setdefault(split, []).append((name, images))
-        found = {"identity": self._identity, "tars": self.tars, "sets": list(self.sets)}
-        write_atomically(self.file, json.dumps(found).encode())
-
-
-def _copy_split(files: list[Path], columns: Columns, folder: Path, copied: _Copied) -> list[str]:
+def _copy_split(files: list[Path], columns: Columns, folder: Path, sets: dict[tuple[int, ...], int]) -> list[str]:
     """Copy the images of a split, and return the names of its tar files, relative to the parent of `folder`.
 
-    A tar file has one number per image. With several labels it is that of their set in `copied`, which grows.
+    A tar file has one number per image. With several labels it is that of their set in `sets`, which grows.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    split, images = folder.name, 0
-    before = copied.tars.get(split, [])
-    names, done = [name for name, _ in before], sum(count for _, count in before)
+    folder.mkdir(parents=True)
+    names: list[str] = []
     writer: TarWriter | None = None
-    every_row = (row for number, file in enumerate(files) for row in rows(file, number, columns))
-    for row in itertools.islice(every_row, done, None):
-        if writer is None or writer.size >= SHARD_BYTES:
-            if writer is not None:
-                writer.close()
-                copied.add(split, names[-1], images)
-            names.append(f"{split}/{len(names):05d}.tar")
-            writer, images = TarWriter(folder.parent / names[-1]), 0
-        label = copied.sets.setdefault(row.labels, len(copied.sets)) if columns.several else row.labels[0]
-        writer.add(row.key, row.kind, row.image, label)
-        images += 1
-    if writer is not None:
-        writer.close()
-        copied.add(split, names[-1], images)
-    if not names:
+    for number, file in enumerate(files):
+        for row in rows(file, number, columns):
+            if writer is None or writer.size >= SHARD_BYTES:
+                if writer is not None:
+                    writer.close()
+                names.append(f"{folder.name}/{len(names):05d}.tar")
+                writer = TarWriter(folder.parent / names[-1])
+            label = sets.setdefault(row.labels, len(sets)) if columns.several else row.labels[0]
+            writer.add(row.key, row.kind, row.image, label)
+    if writer is None:
         raise UserError(f"{files[0]} has no images.")
+    writer.close()
     return names
 
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from datasets.sources.files import readable_folder
 from utils.errors import UserError
-from utils.files import only_regular, read_regular
 from utils.passwords import is_redacted
+from vitamp.files import only_regular, read_regular
 
 MOST_OPEN = 64
 """Files that a process keeps open: the shards of a window are read alternately, and opening one per image is slow."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,13 +25,143 @@ from datasets.labels import (
     warn_empty_classes,
 )
 from datasets.sources.files import FileList, FileSamples, check_first_files, check_path, no_file, split_files
-from datasets.sources.label_sets import LabelSet, classes_in, labels_in, labels_marked, rows_of, warn_of_lists
-from datasets.sources.named_splits import distinct, parts_in_files
-from datasets.sources.split import no_such_part
+from datasets.sources.split import distinct, no_such_part, parts_in_files
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
-from utils.files import kind_of_path, only_regular
 from utils.log import log
+from vitamp.files import kind_of_path, only_regular
+
+LEAST_RECURRING = {";": 0.0, "|": 0.5, ",": 0.5, " ": 0.9}
+"""Separator -> fraction of the parts of labels that must recur in other labels, so that the labels look like lists"""
+LabelSet = tuple[str, ...]
+"""The labels of one image as its table has them; empty for an image of no class."""
+
+
+def labels_in(text: str, separator: str, where: str) -> LabelSet:
+    """The labels of a field such as `cat;dog`; none in an empty one."""
+    if not text.strip():
+        return ()
+    labels = _parts(text, separator)
+    if "" in labels:
+        raise UserError(f"{where}: {text!r} has an empty label; separate labels by one {separator}")
+    return _without_repeats(labels, where)
+
+
+def separator_of(labels: Iterable[str]) -> str:
+    """What separates the labels in the fields of a table: ; or | or a comma. Blanks are part of names."""
+    found = separator_in(labels)
+    return found[0] if found is not None and found[0] != " " else ";"
+
+
+def separator_in(labels: Iterable[str]) -> tuple[str, str] | None:
+    """The separator by which these labels look like lists of labels, and the first such label.
+
+    None for names such as `golden retriever`: the parts of lists recur in other lists, or as labels of their own.
+    """
+    distinct = list(dict.fromkeys(labels))
+    for separator in LEAST_RECURRING:
+        lists = {label: parts for label in distinct if len(parts := set(_parts(label, separator))) > 1}
+        alone = set(distinct) - set(lists)
+        found = Counter(part for parts in lists.values() for part in parts if part)
+        recurring = sum(count > 1 or part in alone for part, count in found.items())
+        if not lists or recurring < LEAST_RECURRING[separator] * len(found):
+            continue
+        # Names of several words recur, too, in `red car`, `blue car`, `red bus`, `blue bus`.
+        lengths = {len(parts) for parts in lists.values()}
+        if separator == " " and (len(found) >= len(distinct) or (len(lengths) == 1 and not alone & set(found))):
+            continue
+        return separator, next(iter(lists))
+    return None
+
+
+def warn_of_lists(labels: Iterable[str], several: bool, where: Callable[[str], str]) -> None:
+    """Warn of labels that look like lists but are read as one class each. `several`: DATA.MULTI_LABEL is set."""
+    if (found := separator_in(labels)) is None:
+        return
+    separator, first = found
+    needed = [] if several else ["set DATA.MULTI_LABEL=true"]
+    needed += ["separate them by a semicolon"] if separator == " " else []
+    log.warning(
+        "%s: the label %r is read as one class. If it lists several labels, separated by %r, %s.",
+        where(first),
+        first,
+        separator,
+        " and ".join(needed) or "separate them in the same way in all tables",
+    )
+
+
+def _parts(text: str, separator: str) -> LabelSet:
+    return tuple(part.strip() for part in text.split(None if separator == " " else separator))
+
+
+def labels_marked(fields: Sequence[str], columns: Sequence[str], where: str) -> LabelSet:
+    """The names of the columns that hold a 1; all others hold a 0."""
+    for name, text in zip(columns, fields, strict=True):
+        if text.strip() not in ("0", "1", "0.0", "1.0"):
+            raise UserError(
+                f"{where}: the column {name} holds {text!r}. Without a column of labels, every column but the path "
+                "is a class and holds 0 or 1."
+            )
+    return tuple(name for name, text in zip(columns, fields, strict=True) if text.strip().startswith("1"))
+
+
+def classes_in(sets: Sequence[LabelSet], number_of: Callable[[str], int | None], owner: str) -> list[str] | range:
+    """Classes of the training table: names in alphabetical order, or numbers if the first label is one."""
+    names = sorted({label for of_image in sets for label in of_image})
+    if not names:
+        raise UserError(f"{owner}: no image has a label.")
+    first = next(of_image[0] for of_image in sets if of_image)
+    if number_of(first) is None:
+        return names
+    numbers = [number_of(name) for name in names]
+    return range(max(number for number in numbers if number is not None) + 1)
+
+
+def rows_of(
+    sets: Sequence[LabelSet],
+    classes: list[str] | range,
+    num_classes: int,
+    number_of: Callable[[str], int | None],
+    where: Callable[[int], str],
+    training: str,
+) -> np.ndarray:
+    """Zeros and ones, images x classes, uint8. `training`: the table that defines the classes."""
+    index = {name: label for label, name in enumerate(classes)} if isinstance(classes, list) else None
+    if index is not None:
+        check_class_count(len(classes), num_classes, f"The table {training}")
+    if index is None and num_classes == ANY_LABEL:
+        numbered = [(row, text) for row, of_image in enumerate(sets) for text in of_image]
+        numbers = [_checked(number_of(text), text, num_classes, where(row)) for row, text in numbered]
+        check_gaps(numbers, lambda place: where(numbered[place][0]))
+    width = len(classes) if num_classes == ANY_LABEL else num_classes
+    rows = np.zeros((len(sets), width), dtype=np.uint8)
+    for row, of_image in enumerate(sets):
+        for text in of_image:
+            if index is None:
+                rows[row, _checked(number_of(text), text, width, where(row))] = 1
+            elif text in index:
+                rows[row, index[text]] = 1
+            else:
+                raise UserError(
+                    f"{where(row)}: {training} has no class {text!r}.{nearest(text, index)} "
+                    "Every class in the validation split must also be in the training split."
+                )
+    return rows
+
+
+def _checked(number: int | None, text: str, width: int, where: str) -> int:
+    if number is None:
+        raise UserError(f"{where}: the label {text!r} is not a whole number, but the first label is.")
+    check_label(number, width, where)
+    return number
+
+
+def _without_repeats(labels: LabelSet, where: str) -> LabelSet:
+    repeated = next((label for place, label in enumerate(labels) if label in labels[:place]), None)
+    if repeated is not None:
+        raise UserError(f"{where}: the label {repeated!r} appears twice; give each label once.")
+    return labels
+
 
 PATHS = ("path", "image_path", "image", "file", "filename")
 TARGETS = ("target", "label", "class")
@@ -63,6 +194,8 @@ class _Table:
     """With DATA.MULTI_LABEL: the classes, if each has a column"""
     groups: list[str] = field(default_factory=list)
     """Of the column DATA.GROUP; empty without"""
+    separator: str = ";"
+    """With DATA.MULTI_LABEL: between the labels of a line"""
 
     def where(self, row: int) -> str:
         return f"{self.file}:{self.numbers[row]}"
@@ -83,8 +216,9 @@ def _samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
     if isinstance(tables, Path):
         table = _read(tables, data)
         return split_files(table.labelled(table, num_classes), data, part)
-    table = _read(_file_of(tables, part), data)
-    return table.labelled(table if part == "train" else _read(tables["train"], data), num_classes).samples()
+    training = _read(tables["train"], data)
+    table = training if part == "train" else _read(_file_of(tables, part), data, training.separator)
+    return table.labelled(training, num_classes).samples()
 
 
 def _check(data: DataConfig, num_classes: int, train: bool) -> None:
@@ -97,7 +231,7 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
         read = [first]
         validation = split_files(files, data, parts[-1]).labels
     else:
-        read = [first if part == "train" else _read(_file_of(given, part), data) for part in parts]
+        read = [first if part == "train" else _read(_file_of(given, part), data, first.separator) for part in parts]
         validation = [table.labelled(first, num_classes) for table in read][-1].labels
     log_unused_outputs(len(files.classes), num_classes, f"The table {first.file}")
     warn_empty_classes(files.labels, files.classes, f"The table {first.file}")
@@ -165,7 +299,8 @@ class _Head(NamedTuple):
     last: int
 
 
-def _read(file: Path, data: DataConfig) -> _Table:
+def _read(file: Path, data: DataConfig, separator: str | None = None) -> _Table:
+    """`separator`: of the training table's labels; None: this is it."""
     several = data.MULTI_LABEL
     try:
         with open(file, encoding="utf-8-sig", newline="", opener=only_regular) as opened:
@@ -183,10 +318,8 @@ def _read(file: Path, data: DataConfig) -> _Table:
                     raise UserError(f"{where} has {len(row)} fields; the header has {len(header)}.")
                 table.paths.append(check_path(row[head.path].strip(), where))
                 targets = [row[place] for place in head.targets]
-                if not several:
+                if table.columns is None:
                     table.targets.append(targets[0].strip())
-                elif table.columns is None:
-                    table.sets.append(labels_in(targets[0], data.LABEL_SEPARATOR, where))
                 else:
                     table.sets.append(labels_marked(targets, table.columns, where))
                 if head.name is not None:
@@ -198,6 +331,10 @@ def _read(file: Path, data: DataConfig) -> _Table:
         raise UserError(f"The table {file} cannot be read: {error}.") from None
     if not table.paths:
         raise UserError(f"{file} has no lines below its header. {LAYOUT.format(root=file.parent)}")
+    if several and table.columns is None:
+        separator = separator or separator_of(table.targets)
+        sets = [labels_in(text, separator, table.where(row)) for row, text in enumerate(table.targets)]
+        return replace(table, targets=[], sets=sets, separator=separator)
     return table
 
 

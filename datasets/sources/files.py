@@ -1,9 +1,10 @@
-"""Images in files of their own, and list files that name them, one per line: `relative/path.JPEG label`."""
+"""Images in files of their own: found in folders by their extensions, or named by lists."""
 
 from __future__ import annotations
 
 import os
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -11,11 +12,107 @@ from typing import NamedTuple
 import numpy as np
 
 from datasets.base import Part, Samples
+from datasets.decoding import ENDINGS
 from datasets.labels import check_label, log_unused_outputs, warn_empty_classes
 from datasets.sources.split import split_rows
 from utils.config.data import DataConfig
 from utils.errors import UserError
-from utils.files import kind_of_path, only_regular, read_regular
+from utils.log import log, warn_once
+from vitamp.files import kind_of_path, only_regular, read_regular
+
+MOST_NAMES, MOST_KINDS = 2, 8
+"""Files named of each kind, and kinds named, in one line"""
+HIDDEN, HIDDEN_FOLDER = "hidden files", "hidden folders"
+"""Kinds under which files and folders whose name begins with a dot are counted as skipped"""
+
+
+class SkippedFiles:
+    """Files that were skipped in one place, counted by kind, mostly their extension."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._names: dict[str, list[str]] = {}
+
+    def add(self, name: str, kind: str | None = None) -> None:
+        """Count a file. `kind`: what to count it as, if not its extension."""
+        kind = kind or os.path.splitext(name)[1].lower() or "no extension"
+        self._counts[kind] += 1
+        names = self._names.setdefault(kind, [])
+        if len(names) < MOST_NAMES:
+            names.append(name)
+
+    def merge(self, other: SkippedFiles) -> None:
+        """Add the files that were skipped in another place."""
+        self._counts += other._counts
+        for kind, added in other._names.items():
+            names = self._names.setdefault(kind, [])
+            names += added[: MOST_NAMES - len(names)]
+
+    def line(self) -> str:
+        """'skipped 3 files: .heic 3 (photo.heic, ...)'; '' for none."""
+        if not self._counts:
+            return ""
+        count = self._counts.total()
+        kinds = sorted(self._counts, key=lambda kind: (-self._counts[kind], kind))
+        parts = [self._of_kind(kind) for kind in kinds[:MOST_KINDS]] + ["..."] * (len(kinds) > MOST_KINDS)
+        end = "s" * (count > 1)
+        nouns = [f"file{end}"] * (count > self._counts[HIDDEN_FOLDER]) + [f"folder{end}"] * (HIDDEN_FOLDER in kinds)
+        return f"skipped {count:,} {' and '.join(nouns)}: {', '.join(parts)}"
+
+    def _of_kind(self, kind: str) -> str:
+        count, names = self._counts[kind], self._names[kind]
+        return f"{kind} {count:,} ({', '.join([*names, '...'] if count > len(names) else names)})"
+
+    def warn(self, where: str) -> None:
+        """Log the line, once per process and place."""
+        if line := self.line():
+            warn_once(f"{where}: {line}")
+
+
+FileId = tuple[int, int]
+"""Device and inode"""
+
+
+def images_below(folder: str, skipped: SkippedFiles | None = None) -> Iterator[str]:
+    """Paths relative to `folder`: its own images in the order of names, then those of each subfolder.
+
+    Links to folders are followed, unless they lead back to a folder above. What is not read is counted in `skipped`.
+    """
+    return _images(folder, "", (), skipped)
+
+
+def _images(folder: str, inside: str, above: tuple[FileId, ...], skipped: SkippedFiles | None) -> Iterator[str]:
+    try:
+        stat = os.stat(folder)
+        own_id = stat.st_dev, stat.st_ino
+        if own_id in above:
+            return
+        with os.scandir(folder) as entries:
+            names = sorted((entry.name, is_folder_entry(entry)) for entry in entries)
+    except FileNotFoundError:  # a split may lack the folder of a class, which is then reported as empty
+        return
+    except OSError as error:
+        log.warning("Skipping the folder %s, which cannot be read: %s.", folder, error.strerror)
+        return
+    skipped = SkippedFiles() if skipped is None else skipped
+    for name, is_folder in names:
+        if name.startswith("."):
+            skipped.add(name, HIDDEN_FOLDER if is_folder else HIDDEN)
+        elif not is_folder and name.lower().endswith(ENDINGS):
+            yield f"{inside}{name}"
+        elif not is_folder:
+            skipped.add(name)
+    for name, is_folder in names:
+        if is_folder and not name.startswith("."):
+            yield from _images(f"{folder}/{name}", f"{inside}{name}/", (*above, own_id), skipped)
+
+
+def is_folder_entry(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a folder. A broken or circular link counts as a file: reading it gives a clear error."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 class PathTable:
@@ -44,10 +141,8 @@ class PathTable:
 class FileSamples(Samples):
     """Image files below one folder."""
 
-    def __init__(
-        self, root: Path, paths: PathTable, labels: np.ndarray, classes: list[str] | None, links: int = 0
-    ) -> None:
-        self.root, self.paths, self.labels, self.classes, self.links = root, paths, labels, classes, links
+    def __init__(self, root: Path, paths: PathTable, labels: np.ndarray, classes: list[str] | None) -> None:
+        self.root, self.paths, self.labels, self.classes = root, paths, labels, classes
 
     def read(self, index: int) -> bytes:
         return read_regular(self.name(index))
@@ -68,14 +163,12 @@ class FileList(NamedTuple):
     labels: np.ndarray
     classes: list[str] | range
     """Names of the classes, or their numbers if they have no names"""
-    links: int = 0
-    """See `Samples.links`."""
     groups: list[str] | None = None
     """Of the images, if a column names them (DATA.GROUP); None: a pattern finds them in the paths"""
 
     def samples(self) -> FileSamples:
         names = self.classes if isinstance(self.classes, list) else None
-        return FileSamples(self.root, PathTable(self.paths), self.labels, names, self.links)
+        return FileSamples(self.root, PathTable(self.paths), self.labels, names)
 
 
 def split_files(files: FileList, data: DataConfig, part: Part) -> FileSamples:
@@ -85,7 +178,7 @@ def split_files(files: FileList, data: DataConfig, part: Part) -> FileSamples:
 
 
 def _groups_of(files: FileList, data: DataConfig) -> list[str]:
-    from datasets.sources.groups import groups_in_paths
+    from datasets.sources.split import groups_in_paths
 
     return groups_in_paths(files.paths, data) if files.groups is None else files.groups
 
@@ -118,25 +211,9 @@ def no_file(path: Path) -> str:
 PROBED = 8
 """Images of a list whose existence is checked before the run: enough to notice a list for another folder."""
 
-_checked_lists: dict[tuple[str, int, int, int], tuple[PathTable, np.ndarray]] = {}
-"""Lists that `check_list` has read, for `read_list`: reading a million lines twice would delay the first update."""
-
 
 def read_list(file: Path, num_classes: int) -> tuple[PathTable, np.ndarray]:
     """Paths and labels of a list file, with every line checked."""
-    return _checked_lists.pop(_version(file, num_classes), None) or _read_list(file, num_classes)
-
-
-def _version(file: Path, num_classes: int) -> tuple[str, int, int, int]:
-    """Key of a list file in `_checked_lists`, which changes when the file does."""
-    try:
-        stat = file.stat()
-    except OSError:
-        return str(file), num_classes, 0, 0  # opening the file reports the error
-    return str(file), num_classes, stat.st_size, stat.st_mtime_ns
-
-
-def _read_list(file: Path, num_classes: int) -> tuple[PathTable, np.ndarray]:
     labels = array("q")
     paths = PathTable(_paths(file, num_classes, labels))
     if not labels:
@@ -155,8 +232,7 @@ def _paths(file: Path, num_classes: int, labels: array[int]) -> Iterator[str]:
 
 def check_list(file: Path, num_classes: int) -> None:
     """Check a list like `read_list`, and that its first images exist."""
-    paths, labels = _read_list(file, num_classes)
-    _checked_lists[_version(file, num_classes)] = paths, labels
+    paths, labels = read_list(file, num_classes)
     check_first_files(file, paths)
     classes = int(labels.max()) + 1
     log_unused_outputs(classes, num_classes, f"The list {file}")

@@ -8,13 +8,20 @@ from pathlib import Path
 import numpy as np
 
 from datasets.base import TITLES, Part, part_of, parts_read
-from datasets.decoding.stored import ENDINGS
+from datasets.decoding import ENDINGS
 from datasets.images import image_source
 from datasets.labels import check_class_count, log_unused_outputs, warn_empty_classes
-from datasets.sources.files import FileList, FileSamples, data_folder, split_files
-from datasets.sources.named_splits import TEST, VALIDATION_NAMES, distinct, named_parts, split_names
-from datasets.sources.split import no_such_part
-from datasets.sources.walk import HIDDEN_FOLDER, SkippedFiles, images_below
+from datasets.sources.files import (
+    HIDDEN_FOLDER,
+    FileList,
+    FileSamples,
+    SkippedFiles,
+    data_folder,
+    images_below,
+    is_folder_entry,
+    split_files,
+)
+from datasets.sources.split import SPLIT_NAMES, TEST, VALIDATION_NAMES, distinct, named_parts, no_such_part
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
 from utils.log import log
@@ -32,7 +39,7 @@ def split_folder_samples(root: Path, data: DataConfig, part: Part, num_classes: 
     folder = _split_folder(root, data, part)
     classes = _class_names(root, folder)
     check_class_count(len(classes), num_classes, f"The data set in {root}")
-    files = class_files(folder, classes, data)
+    files = class_files(folder, classes)
     if not files.paths:
         raise UserError(_no_images(folder, root))
     return files.samples()
@@ -45,7 +52,7 @@ def check_split_folders(root: Path, data: DataConfig, num_classes: int, train: b
         folder = _split_folder(root, data, part)
         classes = _class_names(root, folder)
         check_class_count(len(classes), num_classes, f"The data set in {root}")
-        with_images = np.flatnonzero([_has_images(folder / name, data) for name in classes])
+        with_images = np.flatnonzero([_has_images(folder / name) for name in classes])
         if not len(with_images):
             raise UserError(_no_images(folder, root))
         warn_empty_classes(with_images, classes, str(folder))
@@ -55,11 +62,11 @@ def check_split_folders(root: Path, data: DataConfig, num_classes: int, train: b
 def split_folders_of(root: Path, data: DataConfig) -> list[Part]:
     """The splits that are folders; a folder test without class folders is none."""
     parts = distinct(_parts(root, data))
-    return [part for part in parts if part != "test" or TEST in _split_folders(root, data)]
+    return [part for part in parts if part != "test" or TEST in _split_folders(root)]
 
 
 def _parts(root: Path, data: DataConfig) -> dict[Part, str]:
-    return named_parts([name for name in split_names(data) if (root / name).is_dir()], root, part_of(data, False))
+    return named_parts([name for name in SPLIT_NAMES if (root / name).is_dir()], root, part_of(data, False))
 
 
 def _split_folder(root: Path, data: DataConfig, part: Part) -> Path:
@@ -93,28 +100,27 @@ def _title(folder: Path) -> str:
     return TITLES["test" if folder.name == "test" else "val"]
 
 
-def class_files(folder: Path, classes: list[str], data: DataConfig) -> FileList:
+def class_files(folder: Path, classes: list[str]) -> FileList:
     """All images in the class folders, in the order of class and path."""
-    skipped, hidden = SkippedFiles(), data.LISTING == 1
+    skipped = SkippedFiles()
     for entry in sorted(folder.glob(".*")):
         if entry.is_dir():
             skipped.add(entry.name, HIDDEN_FOLDER)
-    by_class = [sorted(images_below(str(folder / name), skipped, hidden)) for name in classes]
+    by_class = [sorted(images_below(str(folder / name), skipped)) for name in classes]
     skipped.warn(str(folder))
     paths = [f"{name}/{path}" for name, of_class in zip(classes, by_class, strict=True) for path in of_class]
     labels = np.repeat(np.arange(len(classes)), [len(of_class) for of_class in by_class])
-    links = skipped.links + sum((folder / name).is_symlink() for name in classes) + folder.is_symlink()
-    return FileList(folder, paths, labels, classes, links)
+    return FileList(folder, paths, labels, classes)
 
 
 def subfolders(folder: Path) -> list[str]:
     """Names of the folders in `folder`, in order, without hidden ones."""
     with os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        return sorted(entry.name for entry in entries if is_folder_entry(entry) and not entry.name.startswith("."))
 
 
-def _has_images(folder: Path, data: DataConfig) -> bool:
-    return next(images_below(str(folder), hidden=data.LISTING == 1), None) is not None
+def _has_images(folder: Path) -> bool:
+    return next(images_below(str(folder)), None) is not None
 
 
 def _no_images(folder: Path, root: Path) -> str:
@@ -124,32 +130,32 @@ def _no_images(folder: Path, root: Path) -> str:
 
 def _samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
     root = data_folder(data)
-    if _has_splits(root, data):
+    if _has_splits(root):
         return split_folder_samples(root, data, part, num_classes)
-    return split_files(_unsplit_files(root, data, num_classes), data, part)
+    return split_files(_unsplit_files(root, num_classes), data, part)
 
 
-def _unsplit_files(root: Path, data: DataConfig, num_classes: int) -> FileList:
+def _unsplit_files(root: Path, num_classes: int) -> FileList:
     classes = subfolders(root)
     check_class_count(len(classes), num_classes, f"The data set in {root}")
-    return class_files(root, classes, data)
+    return class_files(root, classes)
 
 
 def _check(data: DataConfig, num_classes: int, train: bool) -> None:
     root = data_folder(data)
-    if _has_splits(root, data):
+    if _has_splits(root):
         _check_splits(root, data, num_classes, train)
         return
     for name in subfolders(root):
-        if splits := _split_folders(root / name, data):
+        if splits := _split_folders(root / name):
             raise UserError(
                 f"DATA.DATA_PATH (-data_path): {root} seems to be one folder too high: {root / name} has "
                 f"class folders in {' and '.join(f'{split}/' for split in splits)}. Try -data_path {root / name}."
             )
-    files = _unsplit_files(root, data, num_classes)
+    files = _unsplit_files(root, num_classes)
     if not files.paths:
         raise UserError(f"{_no_images(root, root)}\n{LAYOUT_WITHOUT_SPLITS.format(root=root)}")
-    for name in sorted({*split_names(data)}.intersection(files.classes)):
+    for name in sorted({*SPLIT_NAMES}.intersection(files.classes)):
         log.warning("%s is taken for a class, not for a split, because no folder in it has images.", root / name)
     log_unused_outputs(len(files.classes), num_classes, f"The data set in {root}")
     warn_empty_classes(files.labels, files.classes, str(root))
@@ -160,8 +166,8 @@ def _check_splits(root: Path, data: DataConfig, num_classes: int, train: bool) -
     try:
         check_split_folders(root, data, num_classes, train)
     except UserError as error:
-        others = [name for name in subfolders(root) if name not in split_names(data)]
-        splits = _split_folders(root, data)
+        others = [name for name in subfolders(root) if name not in SPLIT_NAMES]
+        splits = _split_folders(root)
         if not others or not splits:
             raise
         raise UserError(
@@ -170,19 +176,18 @@ def _check_splits(root: Path, data: DataConfig, num_classes: int, train: bool) -
         ) from None
 
 
-def _has_splits(root: Path, data: DataConfig) -> bool:
+def _has_splits(root: Path) -> bool:
     """Whether folders called train, val and so on are splits. Train can also be a class, beside other class folders."""
     names = subfolders(root)
-    return bool(_split_folders(root, data)) or (bool(names) and {*split_names(data)}.issuperset(names))
+    return bool(_split_folders(root)) or (bool(names) and {*SPLIT_NAMES}.issuperset(names))
 
 
-def _split_folders(root: Path, data: DataConfig) -> list[str]:
+def _split_folders(root: Path) -> list[str]:
     """Folders with the name of a split and class folders that have images."""
     return [
         name
         for name in subfolders(root)
-        if name in split_names(data)
-        and any(_has_images(root / name / inner, data) for inner in subfolders(root / name))
+        if name in SPLIT_NAMES and any(_has_images(root / name / inner) for inner in subfolders(root / name))
     ]
 
 
@@ -194,30 +199,30 @@ def count_split_classes(root: Path, data: DataConfig, train: bool) -> int:
 
 def _count(data: DataConfig, train: bool) -> int:
     root = data_folder(data)
-    return count_split_classes(root, data, train) if _has_splits(root, data) else len(subfolders(root))
+    return count_split_classes(root, data, train) if _has_splits(root) else len(subfolders(root))
 
 
-def layout_of(root: Path, data: DataConfig) -> str | None:
+def layout_of(root: Path) -> str | None:
     """The class folders in `root`, in words; None if there are none with images."""
-    if splits := _split_folders(root, data):
+    if splits := _split_folders(root):
         return f"class folders in {' and '.join(f'{name}/' for name in splits)}"
-    if any(_has_images(root / name, data) for name in subfolders(root)):
+    if any(_has_images(root / name) for name in subfolders(root)):
         return "class folders without train/ and val/"
     return None
 
 
 def _is_unsplit(data: DataConfig) -> bool:
-    return not _has_splits(data_folder(data), data)
+    return not _has_splits(data_folder(data))
 
 
 def _existing(data: DataConfig) -> list[Part]:
     root = data_folder(data)
-    return split_folders_of(root, data) if _has_splits(root, data) else ["all"]
+    return split_folders_of(root, data) if _has_splits(root) else ["all"]
 
 
 def _tests(data: DataConfig) -> bool:
     root = data_folder(data)
-    return _has_splits(root, data) and _parts(root, data).get("val") == TEST
+    return _has_splits(root) and _parts(root, data).get("val") == TEST
 
 
 SOURCE = image_source(

@@ -14,8 +14,7 @@ from datasets.sources.imagefolder import (
     split_folder_samples,
     split_folders_of,
 )
-from datasets.sources.named_splits import distinct, parts_in_files, split_names
-from datasets.sources.split import no_such_part
+from datasets.sources.split import SPLIT_NAMES, distinct, no_such_part, parts_in_files
 from utils.config.data import DataConfig
 from utils.errors import UserError
 
@@ -56,7 +55,7 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
 def _lists(root: Path, data: DataConfig) -> dict[Part, str]:
     """The splits that are list files, which take precedence over folders; UserError if it has neither."""
     lists = parts_in_files(root, data, list_name)
-    if not lists and not any((root / name).is_dir() for name in split_names(data)):
+    if not lists and not any((root / name).is_dir() for name in SPLIT_NAMES):
         raise _missing(root / TRAIN_LIST)
     return lists
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from datasets.base import Encoded, Part, Samples, Source, Stamp, parts_read
+from datasets.base import Encoded, Part, Samples, Source, parts_read
 from datasets.images import image_source
 from datasets.labels import check_class_count, check_label
 from utils.config.data import DataConfig
 from utils.errors import UserError
-from utils.files import read_regular
-from utils.own.execute import own_lines
-from utils.own.registry import Own, own_named
+from utils.own_code import OWN_ERRORS, own_lines
+from vitamp.files import read_regular
+from vitamp.registry import Own, own_named
 
 
 class OwnSamples(Samples):
@@ -32,9 +32,9 @@ class OwnSamples(Samples):
         image = self._images[index]
         return image if isinstance(image, str) else f"{self._name} {index}"
 
-    def stamp(self, index: int) -> Stamp:
+    def size(self, index: int) -> int:
         image = self._images[index]
-        return super().stamp(index) if isinstance(image, str) else Stamp(image.nbytes, 0)
+        return super().size(index) if isinstance(image, str) else image.nbytes
 
 
 def source_of_own(name: str) -> Source | None:
@@ -72,7 +72,7 @@ def _opened(name: str, path: str | None, part: Part) -> OwnSamples:
         return _checked(own, where, part, list(images), np.asarray(labels), [str(one) for one in classes])
     except UserError:
         raise
-    except Exception as error:
+    except OWN_ERRORS as error:
         what = own_lines(error) or f"{where}: must return (images, labels, classes): {error}"
         raise UserError(what) from None
 

@@ -1,13 +1,15 @@
-"""Splitting a data set that has no validation split of its own."""
+"""Splits: named by files and folders, or made of a data set that comes without (VAL_FRACTION, FOLD, GROUP)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
-from datasets.base import TITLES, Part
+from datasets.base import TITLES, Part, part_of
 from datasets.labels import images_of_classes, members_of_classes
 from utils.config.data import DataConfig
 from utils.config.kinds import Fold
@@ -17,6 +19,171 @@ from utils.seeding import key
 from utils.text import counted
 
 MOST_NAMED = 5
+TRAIN, TEST = "train", "test"
+VALIDATION_NAMES = ("val", "valid", "validation", "dev")
+"""Names of a validation split, in all kinds of data sets. The first that exists is read."""
+SPLIT_NAMES = (TRAIN, *VALIDATION_NAMES, TEST)
+
+
+def named_parts(names: Sequence[str], where: object, read: Part = "val") -> dict[Part, str]:
+    """Which of the names that `where` has is which split. They are in the order of SPLIT_NAMES. `read`: to evaluate."""
+    parts: dict[Part, str] = {"train": TRAIN} if TRAIN in names else {}
+    validation = [name for name in names if name not in (TRAIN, TEST)]
+    if validation:
+        parts["val"] = validation[0]
+    elif TEST in names:
+        parts["val"] = TEST
+        if TRAIN in names and read == "val":
+            warn_once(
+                f"{where}: the split test is used for validation, because no other split is read for it. It "
+                "then chooses the best checkpoint, so accuracy on it is a little too high for a test result."
+            )
+    if len(validation) > 1:
+        warn_once(f"{where}: {validation[0]} is the validation split; {', '.join(validation[1:])} not read.")
+    if TEST in names:
+        parts["test"] = TEST
+    return parts
+
+
+def parts_in_files(root: Path, data: DataConfig, file_name: Callable[[str], str]) -> dict[Part, str]:
+    """The files in `root` that are splits. `file_name`: of a split, from its name."""
+    parts = named_parts(
+        [name for name in SPLIT_NAMES if (root / file_name(name)).is_file()], root, part_of(data, False)
+    )
+    return {part: file_name(name) for part, name in parts.items()}
+
+
+def distinct(parts: Mapping[Part, object]) -> list[Part]:
+    """The splits of `named_parts`, without `test` if it is the validation split."""
+    return [part for part in parts if part != "test" or parts["val"] != parts["test"]]
+
+
+def split_named_in(name: str, names: Iterable[str] = SPLIT_NAMES) -> str | None:
+    """The word in a file or folder name that names a split."""
+    match = re.search(rf"(?<![a-z])({'|'.join(names)})(?![a-z])", name.lower())
+    return match[1] if match else None
+
+
+def warn_of_skipped(root: str, files: Sequence[str]) -> None:
+    """Name the files that are in no split although folders or file names name splits."""
+    if files:
+        more = f" and {len(files) - MOST_NAMED} more" if len(files) > MOST_NAMED else ""
+        warn_once(
+            f"{root}: skipping files that are neither in the training split nor in the validation split: "
+            f"{', '.join(files[:MOST_NAMED])}{more}"
+        )
+
+
+def stratified(labels: np.ndarray, sizes: Sequence[int], order: np.ndarray) -> np.ndarray:
+    """The subset of each sample. `labels`: samples x classes, of zeros and ones; `order`: a random permutation."""
+    columns = np.ascontiguousarray(labels[order].T)
+    # The samples of a label decide which of two equally rare labels is first, so the order of columns does not.
+    columns = columns[sorted(range(len(columns)), key=lambda label: columns[label].tobytes())]
+    left, room = columns.sum(1, dtype=np.int64), list(sizes)
+    wanted = np.outer(left, np.array(sizes) / len(labels)).tolist()
+    placed = np.full(len(labels), -1)
+    # The rarest label first: later, its samples would be where other labels need them.
+    while (left > 0).any():
+        rarest = int(np.where(left > 0, left, len(labels) + 1).argmin())
+        for sample in np.flatnonzero((columns[rarest] > 0) & (placed < 0)).tolist():
+            subset = _neediest(wanted[rarest], room)
+            placed[sample] = subset
+            room[subset] -= 1
+            for label in columns[:, sample].nonzero()[0].tolist():
+                wanted[label][subset] -= 1
+                left[label] -= 1
+    placed[placed < 0] = np.repeat(np.arange(len(room)), room)  # samples without a label
+    subsets = np.empty_like(placed)
+    subsets[order] = placed
+    return subsets
+
+
+def _neediest(wanted: list[float], room: list[int]) -> int:
+    """The subset, of those with room, that lacks the most samples of a label; of equal ones, the one with most room."""
+    return max((subset for subset, free in enumerate(room) if free), key=lambda subset: (wanted[subset], room[subset]))
+
+
+def groups_in_paths(paths: Sequence[str], data: DataConfig, columns: Sequence[str] = ()) -> list[str]:
+    """The group of each path, which the pattern DATA.GROUP finds in it. `columns`: of a table, none of which it is."""
+    what = f"DATA.GROUP {data.GROUP}"
+    also = f" a column of the table ({', '.join(columns)}) or" if columns else ""
+    try:
+        pattern = re.compile(str(data.GROUP))
+    except re.error as error:
+        raise UserError(f"{what}: not{also} a regular expression ({error}).") from None
+    if pattern.groups > 1:
+        raise UserError(f"{what}: has {pattern.groups} pairs of parentheses; put one around what names the group.")
+    groups = []
+    for path in paths:
+        if (found := pattern.search(path)) is None:
+            raise UserError(
+                f"{what}: not found in {path!r}. Name{also} a pattern that is in every path, such as (patient[0-9]+)_."
+            )
+        groups.append(found[pattern.groups])
+    return groups
+
+
+def split_by_group(labels: np.ndarray, groups: Sequence[str], data: DataConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of the training and the validation split, each ascending, by DATA.FOLD or DATA.VAL_FRACTION.
+
+    Whole groups are placed one by one, the largest first, where they bring the images of each class closest to the
+    wanted numbers. The splits depend on labels, groups and seed alone.
+    """
+    names, group_of = np.unique(np.array(groups), return_inverse=True)
+    fold = data.fold
+    shares = [1 / fold.folds] * fold.folds if fold else [data.VAL_FRACTION, 1 - data.VAL_FRACTION]
+    validation, purpose = (fold.number - 1, "folds") if fold else (0, "split")
+    if len(names) < len(shares):
+        wanted = f"fewer than the {fold.folds} folds" if fold else "too few for two splits"
+        raise UserError(
+            f"DATA.GROUP {data.GROUP}: {counted(len(names), 'group')}, {wanted}, since a group is not divided."
+        )
+    of_group = _images_of_groups(labels, group_of, len(names))
+    order = np.random.Generator(np.random.Philox(key=key(data.SPLIT_SEED, purpose))).permutation(len(names))
+    order = order[np.argsort(-of_group[order].sum(1), kind="stable")]
+    subset_of = _placed(of_group, order, np.array(shares))
+    validates = subset_of[group_of] == validation
+    _warn_of_size(int(validates.sum()), len(labels), shares[validation], data)
+    return np.flatnonzero(~validates), np.flatnonzero(validates)
+
+
+def _images_of_groups(labels: np.ndarray, group_of: np.ndarray, groups: int) -> np.ndarray:
+    """Images of each class in each group, with the number of all of them as the first column."""
+    classes = labels.shape[1] if labels.ndim == 2 else int(labels.max()) + 1
+    counts = np.zeros((groups, 1 + classes))
+    np.add.at(counts[:, 0], group_of, 1)
+    if labels.ndim == 2:
+        np.add.at(counts[:, 1:], group_of, labels)
+    else:
+        np.add.at(counts, (group_of, 1 + labels), 1)
+    return counts
+
+
+def _placed(of_group: np.ndarray, order: np.ndarray, shares: np.ndarray) -> np.ndarray:
+    """The subset of each group."""
+    total = of_group.sum(0)
+    scale = np.where(total > 0, total, 1)  # a class of few images counts as much as a large one
+    missing = shares[:, None] * np.ones(len(total))
+    subset_of = np.full(len(of_group), -1)
+    for group in order.tolist():
+        share = of_group[group] / scale
+        costs = ((missing - share) ** 2 - missing**2).sum(1)
+        subset_of[group] = int(np.argmin(costs.round(12)))
+        missing[subset_of[group]] -= share
+    # Large groups may leave a subset without any: it gets the smallest of the subset that has most groups.
+    for subset in np.setdiff1d(np.arange(len(shares)), subset_of).tolist():
+        richest = int(np.bincount(subset_of, minlength=len(shares)).argmax())
+        smallest = next(group for group in order[::-1].tolist() if subset_of[group] == richest)
+        subset_of[smallest] = subset
+    return subset_of
+
+
+def _warn_of_size(validating: int, images: int, share: float, data: DataConfig) -> None:
+    if not share * images / 1.5 - 1 <= validating <= share * images * 1.5 + 1:
+        warn_once(
+            f"DATA.GROUP {data.GROUP}: {validating:,} of {images:,} validate, not {math.ceil(share * images):,}, "
+            "since groups are not divided."
+        )
 
 
 def no_such_part(part: str, where: object) -> UserError:
@@ -25,20 +192,16 @@ def no_such_part(part: str, where: object) -> UserError:
     return UserError(f"DATA.PART (-part) {part}: {where} has no {TITLES[part]}; {instead}.")
 
 
-def split(
-    labels: np.ndarray, fraction: float, seed: int, purpose: str = "split", of_each: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
+def split(labels: np.ndarray, fraction: float, seed: int, purpose: str = "split") -> tuple[np.ndarray, np.ndarray]:
     """Indices of the training and the validation split, each ascending; they depend on the arguments alone.
 
-    The split is stratified: each class gives the same fraction, and keeps at least one image for training. `of_each`:
-    each class of two or more images gives at least one, even if the validation split becomes larger for it.
+    The split is stratified: each class gives the same fraction, and keeps at least one image for training. Each
+    class of two or more images gives at least one, even if the validation split becomes larger for it.
     """
     members = _shuffled_classes(labels, seed, purpose)
     sizes = np.array([len(of_class) for of_class in members])
     exact = sizes * fraction
-    counts = np.floor(exact).astype(int)
-    if of_each:
-        counts = np.maximum(counts, sizes > 1)
+    counts = np.maximum(np.floor(exact).astype(int), sizes > 1)
     # Rounding down gives too few; the classes with the largest remainders give one more each.
     missing = max(0, math.ceil(round(len(labels) * fraction, 6)) - counts.sum())  # 70 * 0.1 is a little more than 7
     by_remainder = np.argsort(counts - exact, kind="stable")
@@ -99,32 +262,9 @@ def split_several_labels(labels: np.ndarray, data: DataConfig) -> tuple[np.ndarr
                 "One image is too few for a validation split. Add images, or a validation split of your own."
             )
         sizes, validation, purpose = [count, images - count], 0, "split"
-    if data.LABEL_SPLIT == "sets":
-        subset_of = _subsets_by_label_sets(labels, sizes, data, purpose)
-    else:
-        from datasets.sources.stratify import stratified
-
-        generator = np.random.Generator(np.random.Philox(key=key(data.SPLIT_SEED, purpose)))
-        subset_of = stratified(labels, sizes, generator.permutation(images))
+    generator = np.random.Generator(np.random.Philox(key=key(data.SPLIT_SEED, purpose)))
+    subset_of = stratified(labels, sizes, generator.permutation(images))
     return np.flatnonzero(subset_of != validation), np.flatnonzero(subset_of == validation)
-
-
-def _subsets_by_label_sets(labels: np.ndarray, sizes: list[int], data: DataConfig, purpose: str) -> np.ndarray:
-    """The subset of each sample if samples with the same set of labels are spread evenly.
-
-    Many sets of labels occur once, so labels are split evenly only as far as their samples have sets in common.
-    """
-    _, sets = np.unique(labels, axis=0, return_inverse=True)
-    order, number = (
-        np.concatenate(_shuffled_classes(sets.reshape(-1), data.SPLIT_SEED, purpose)),
-        np.arange(len(labels)),
-    )
-    subset_of = np.empty_like(number)
-    if data.fold is not None:
-        subset_of[order] = number % len(sizes)
-    else:
-        subset_of[order] = np.diff(number * sizes[0] // len(labels), append=sizes[0]) == 0
-    return subset_of
 
 
 def split_rows(
@@ -144,8 +284,6 @@ def split_rows(
     if part == "all":
         return np.arange(len(labels))
     if data.GROUP is not None and groups is not None:
-        from datasets.sources.groups import split_by_group
-
         splits = split_by_group(labels, groups(), data)
         if labels.ndim == 1:
             _warn_unvalidated(labels, splits[1], data, where, classes)
@@ -154,7 +292,7 @@ def split_rows(
     elif data.fold is not None:
         splits = split_by_fold(labels, data.fold, data.SPLIT_SEED, classes)
     else:
-        splits = split(labels, data.VAL_FRACTION, data.SPLIT_SEED, of_each=data.LISTING > 1)
+        splits = split(labels, data.VAL_FRACTION, data.SPLIT_SEED)
         _warn_unvalidated(labels, splits[1], data, where, classes)
     return splits[0 if part == "train" else 1]
 

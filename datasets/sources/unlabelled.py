@@ -13,12 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from datasets.base import Part, parts_read
-from datasets.decoding.stored import ENDINGS
+from datasets.decoding import ENDINGS
 from datasets.images import image_source
-from datasets.sources.files import FileList, FileSamples, data_folder, split_files
-from datasets.sources.named_splits import TEST, VALIDATION_NAMES
-from datasets.sources.split import no_such_part
-from datasets.sources.walk import SkippedFiles, images_below
+from datasets.sources.files import FileList, FileSamples, SkippedFiles, data_folder, images_below, split_files
+from datasets.sources.split import TEST, VALIDATION_NAMES, no_such_part
 from utils.config.data import DataConfig
 from utils.errors import UserError
 
@@ -28,7 +26,8 @@ def _samples(data: DataConfig, part: Part, _num_classes: int) -> FileSamples:
     skipped = SkippedFiles()
     paths = sorted(images_below(str(root), skipped))
     skipped.warn(str(root))
-    files = _file_list(root, _of_part(root, paths, part), skipped.links)
+    paths = _of_part(root, paths, part)
+    files = FileList(root, paths, np.zeros(len(paths), dtype=np.int64), range(1))
     return split_files(files, data, part) if _validation_folder(root) is None and part != "test" else files.samples()
 
 
@@ -55,10 +54,6 @@ def _split_of(path: str, validation: str | None) -> str | None:
 
 def _validation_folder(root: Path) -> str | None:
     return next((name for name in VALIDATION_NAMES if (root / name).is_dir()), None)
-
-
-def _file_list(root: Path, paths: list[str], links: int) -> FileList:
-    return FileList(root, paths, np.zeros(len(paths), dtype=np.int64), range(1), links)
 
 
 def _check(data: DataConfig, num_classes: int, train: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,11 @@ from PIL import Image, ImageOps
 from timm.data import auto_augment as timm_augment
 from torchvision.transforms import InterpolationMode, v2
 
-from datasets.decoding.background import mean_colour
-from datasets.transforms.affine import has_affine
+from datasets.base import mean_colour
+from datasets.transforms.crops import has_affine
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
+from utils.errors import UserError, nearest
 
 ImageChange = Callable[[Image.Image], Image.Image]
 
@@ -33,18 +35,33 @@ def image_changes(data: DataConfig, train: TrainConfig) -> list[ImageChange]:
         changes.append(_rand_augment(data, train))
     elif train.AUTO_AUGMENT:
         changes.append(timm_augment.AutoAugment(timm_augment.auto_augment_policy("original", _options(data))))
-    elif train.TRIVIAL_AUGMENT:
-        changes.append(v2.TrivialAugmentWide(interpolation=InterpolationMode(data.INTERPOLATION), fill=_fill(data)))
-    elif train.THREE_AUGMENT:
-        changes.append(timm_augment.AutoAugment(timm_augment.auto_augment_policy("3a", _options(data, spread=0.0))))
-    if train.COLOR_JITTER and jitters(train):
+    changes += [POLICIES[name](data) for name in train.AUGMENT if name in POLICIES]
+    if train.COLOR_JITTER and not (train.RAND_AUGMENT or train.AUTO_AUGMENT or "trivial" in train.AUGMENT):
         strength = train.COLOR_JITTER
         changes.append(v2.ColorJitter(brightness=strength, contrast=strength, saturation=strength))
-    if train.AUGMENT:
+    if own := own_augmentations(train):
         from datasets.transforms.own import OwnChange
 
-        changes += map(OwnChange, train.AUGMENT)
+        changes += map(OwnChange, own)
     return changes
+
+
+def own_augmentations(train: TrainConfig) -> list[str]:
+    """Names in TRAIN.AUGMENT that files of USE register."""
+    return [name for name in train.AUGMENT if name not in POLICIES]
+
+
+def check_augmentations(train: TrainConfig) -> None:
+    """Raise UserError for an unknown name in TRAIN.AUGMENT, and for two policies."""
+    if len(policies := [name for name in train.AUGMENT if name in POLICIES]) > 1:
+        raise UserError(f"TRAIN.AUGMENT {', '.join(policies)}: these were never meant to be combined; choose one.")
+    registry = sys.modules.get("vitamp.registry")
+    known = [*POLICIES, *(registry.names_of("augmentation") if registry else ())]
+    if unknown := [name for name in train.AUGMENT if name not in known]:
+        raise UserError(
+            f"TRAIN.AUGMENT {unknown[0]}: there is no augmentation of this name.{nearest(unknown[0], known)} Known: "
+            f"{', '.join(known)}. One of your own needs its file: -use FILE."
+        )
 
 
 def affine_changes(data: DataConfig) -> list[ImageChange]:
@@ -58,11 +75,6 @@ def affine_changes(data: DataConfig) -> list[ImageChange]:
         interpolation=InterpolationMode.BILINEAR,
     )
     return [v2.RandomApply([affine], p=data.AFFINE_PROB)]
-
-
-def jitters(train: TrainConfig) -> bool:
-    """Whether the other settings leave colour jitter on."""
-    return not (train.RAND_AUGMENT or train.AUTO_AUGMENT or train.TRIVIAL_AUGMENT)
 
 
 def _rand_augment(data: DataConfig, train: TrainConfig) -> ImageChange:
@@ -96,3 +108,15 @@ def _options(data: DataConfig, spread: float = MAGNITUDE_SPREAD) -> dict[str, An
 def _fill(data: DataConfig) -> list[int]:
     """The mean colour, in as many channels as the images have."""
     return list(mean_colour(data)[: data.IMAGE_CHANNELS])
+
+
+def _trivial(data: DataConfig) -> ImageChange:
+    return v2.TrivialAugmentWide(interpolation=InterpolationMode(data.INTERPOLATION), fill=_fill(data))
+
+
+def _three(data: DataConfig) -> ImageChange:
+    return timm_augment.AutoAugment(timm_augment.auto_augment_policy("3a", _options(data, spread=0.0)))
+
+
+POLICIES: dict[str, Callable[[DataConfig], ImageChange]] = {"trivial": _trivial, "three": _three}
+"""Values of TRAIN.AUGMENT -> what makes them; all other values are the user's own"""

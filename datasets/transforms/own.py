@@ -7,8 +7,8 @@ from typing import Any
 
 from PIL import Image
 
-from utils.own.execute import OwnCodeError, execute, own_lines
-from utils.own.registry import own_named
+from utils.own_code import OWN_ERRORS, OwnCodeError, execute, own_lines
+from vitamp.registry import own_named
 
 
 class OwnChange:
@@ -23,7 +23,7 @@ class OwnChange:
     def __call__(self, image: Image.Image) -> Image.Image:
         try:
             changed = self._change(image)
-        except Exception as error:
+        except OWN_ERRORS as error:
             raise OwnCodeError(own_lines(error) or f"{self.file}: augmentation {self.name}: {error}") from None
         if not isinstance(changed, Image.Image) or (changed.size, changed.mode) != (image.size, image.mode):
             same = isinstance(changed, Image.Image)

@@ -12,13 +12,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from datasets.base import Encoded
-from datasets.decoding.background import mean_colour
-from datasets.decoding.choice import decoder_of
-from datasets.decoding.reader import Reader, decoding_errors
+from datasets.base import Encoded, mean_colour
+from datasets.decoding import Reader, decoder_of_jpeg, decoding_errors
 from datasets.transforms.augment import ImageChange, affine_changes, image_changes
-from datasets.transforms.crops import View, training_views, validation_views
-from datasets.transforms.resize import PilResize, Resize, TorchResize
+from datasets.transforms.crops import PAD, PilResize, Resize, TorchResize, View, training_views, validation_views
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 
@@ -33,8 +30,8 @@ class Pixels:
         self.size, self.channels = data.IMAGE_SIZE, data.IMAGE_CHANNELS
         self.reader = Reader(data)
         self.views = training_views(data) if train else validation_views(data)
-        self.resize: Resize = (PilResize if decoder_of(data) == "pil" else TorchResize)(data.INTERPOLATION)
-        self.pad = data.CROP_PAD if train and data.CROP == "pad" else 0
+        self.resize: Resize = (PilResize if decoder_of_jpeg() == "pil" else TorchResize)(data.INTERPOLATION)
+        self.pad = PAD if train and data.CROP == "pad" else 0
         self.flip = data.FLIP if train else 0.0
         self.border = mean_colour(data)[: self.channels]
         self.changes: list[ImageChange] = []

@@ -18,7 +18,6 @@ import torch
 import torch._functorch.config as autograd_config
 from torch.compiler import config as compiler_config
 
-from engine.amp.fp32_modules import cast_floats
 from utils.errors import UserError, nearest
 from utils.log import log
 
@@ -242,3 +241,18 @@ def _kernel(name: str, overload: str, device_type: str, low: bool, called: set[s
             return operator(*args, **cast_floats(kwargs, dtype, device_type))
 
     return kernel
+
+
+HALVES = (torch.float16, torch.bfloat16)
+FLOATS = (*HALVES, torch.float32)
+
+
+def cast_floats(value: Any, dtype: torch.dtype, device_type: str) -> Any:
+    """Cast the device's floating tensors inside tuples, lists and dicts; fp64 is left alone, as autocast does."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.dtype in FLOATS and value.device.type == device_type else value
+    if isinstance(value, list | tuple):
+        return type(value)(cast_floats(item, dtype, device_type) for item in value)
+    if isinstance(value, dict):
+        return {key: cast_floats(item, dtype, device_type) for key, item in value.items()}
+    return value

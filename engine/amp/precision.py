@@ -6,26 +6,37 @@ needs no branch.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from engine.amp.scaler import LossScaler
-from utils.config.amp import AmpConfig
+from utils.config.schema import AmpConfig
 from utils.config.train import TrainConfig
 from utils.errors import UserError
-from utils.machine.cpus import first_processor
 
 # fp8 is bf16 outside its 8-bit matrix products.
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+
 # In fp16, a smaller epsilon rounds to zero, or is all that is left when squared gradients round to zero.
 SMALLEST_EPS_IN_FP16 = 1e-4
 # Default epsilon of Adam and most of its variants.
 DEFAULT_EPS = 1e-8
 WITHOUT_EPS = {"sgd", "momentum", "nesterov", "lion"}
+
+BF16_FEATURES = ("avx512_bf16", "amx_bf16", "avx_ne_convert")
+"""What torch calls bf16 arithmetic of an x86 CPU"""
+WITHOUT_BF16 = ("AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
+"""Values of ONEDNN_MAX_CPU_ISA that keep oneDNN from it"""
+EMULATED_BF16 = "this CPU has no bf16 arithmetic: expect bf16 to be several times slower than fp32"
+IN_FP32 = "this CPU has neither fp16 nor bf16 arithmetic, and emulating it would be several times slower"
+
+PRECISION = "precision"
+"""Key under which a run's choices keep the name of its precision"""
 
 # First compute capability of each GPU generation, newest first, and its gain from half precision.
 GENERATIONS = (
@@ -55,11 +66,13 @@ def choose(amp: AmpConfig, device: torch.device) -> Choice:
     if amp.DTYPE != "auto":
         return _asked_for(DTYPES[amp.DTYPE], device)
     if amp.LEVEL == "O3":
-        return Choice(torch.bfloat16, "without fp32 master weights, only bf16 has enough range")
+        emulated = device.type == "cpu" and not cpu_computes_in_bf16()
+        why = "without fp32 master weights, only bf16 has enough range"
+        return Choice(torch.bfloat16, why, EMULATED_BF16 if emulated else None)
     if device.type == "cuda":
         return _for_gpu(torch.cuda.get_device_capability(device))
     if device.type == "cpu":
-        return _for_cpu()
+        return _for_cpu(amp.LEVEL)
     return Choice(torch.float16, f"fp16 is the fast dtype on {device.type}")
 
 
@@ -72,24 +85,26 @@ def _for_gpu(capability: tuple[int, int]) -> Choice:
     return Choice(torch.float16, number, "this GPU has no fp16 arithmetic: expect no gain in speed")
 
 
-def _for_cpu() -> Choice:
+def _for_cpu(level: str) -> Choice:
     if torch.ops.mkldnn._is_mkldnn_fp16_supported() and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return Choice(torch.float16, "this CPU computes in fp16 but not in bf16")
-    if _cpu_has("avx512_bf16", "amx_bf16", "bf16"):  # "bf16" is ARM's name
+    if cpu_computes_in_bf16():
         return Choice(torch.bfloat16, "this CPU computes in bf16")
-    return Choice(
-        torch.bfloat16,
-        "bf16 needs no loss scaling",
-        "this CPU has neither fp16 nor bf16 arithmetic: mixed precision will be slower than fp32",
-    )
+    if level == "O1":
+        return Choice(torch.float32, IN_FP32, f"-amp computes in fp32 here: {IN_FP32}. -amp bf16 emulates it")
+    return Choice(torch.bfloat16, "bf16 needs no loss scaling", EMULATED_BF16)
 
 
-def _cpu_has(*flags: str) -> bool:
-    processor = first_processor()
-    if not processor:  # no /proc/cpuinfo: ask oneDNN
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    listed = processor.get("flags", processor.get("Features", "")).split()  # "Features" is ARM's name
-    return any(flag in listed for flag in flags)
+def cpu_computes_in_bf16() -> bool:
+    """Whether torch computes in bf16 on this CPU. The libraries decide: they may be limited to older instructions."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    features = torch.cpu.get_capabilities()
+    if features["architecture"] != "x86_64":
+        return True
+    # On x86, oneDNN also says yes where it emulates bf16, on any CPU with AVX-512.
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
+    return limit not in WITHOUT_BF16 and any(features[name] for name in BF16_FEATURES)
 
 
 def _asked_for(dtype: torch.dtype, device: torch.device) -> Choice:
@@ -98,7 +113,14 @@ def _asked_for(dtype: torch.dtype, device: torch.device) -> Choice:
         warning = "this GPU emulates bf16, which is slow; fp16 is faster"
     if device.type == "cpu" and dtype is torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
         warning = "this CPU has no fp16 arithmetic: expect fp16 to be many times slower than fp32; use bf16 on CPUs"
+    if device.type == "cpu" and dtype is torch.bfloat16 and not cpu_computes_in_bf16():
+        warning = EMULATED_BF16
     return Choice(dtype, "as asked for", warning)
+
+
+def amp_may_gain(device: torch.device) -> bool:
+    """Whether -amp is worth a try on `device`: it is not where it computes in fp32."""
+    return device.type != "cpu" or choose(AmpConfig(ENABLED=True), device).dtype is not torch.float32
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -109,17 +131,17 @@ def dtype_name(dtype: torch.dtype) -> str:
 class Precision:
     """Autocast and loss scaling of one run, with the same calls whether or not either is on."""
 
-    def __init__(self, amp: AmpConfig, device: torch.device) -> None:
-        self.choice = choose(amp, device)
+    def __init__(self, amp: AmpConfig, device: torch.device, choice: Choice | None = None) -> None:
+        """`choice`: that of rank 0, if there are several."""
+        self.choice = choice or choose(amp, device)
         self.device = device
         low = self.choice.dtype is not torch.float32
         self.level = amp.LEVEL if low else "O0"
         self.fp8 = low and amp.DTYPE == "fp8"
-        self.validates_in_amp = low and amp.EVAL
         self.tf32 = amp.TF32
         self.black_list = amp.CUSTOM_BLACK_LIST
-        # bf16 has fp32's range: gradients do not underflow, so the loss is scaled only if the settings say so.
-        scaled = self.choice.dtype is torch.float16 if amp.LOSS_SCALING is None else amp.LOSS_SCALING
+        # bf16 has fp32's range: gradients do not underflow, so the loss is not scaled.
+        scaled = self.choice.dtype is torch.float16
         self.scaler = LossScaler(device.type, amp, enabled=low and scaled, half_gradients=self.level == "O3")
         switch_tf32(amp.TF32)
 
@@ -141,7 +163,7 @@ class Precision:
 
         O2 and NAIVE validate their fp32 masters under autocast. O3 needs none: its weights are in half precision.
         """
-        enabled = self.level in ("O1", "O2") if training else self.validates_in_amp and self.level != "O3"
+        enabled = self.level in ("O1", "O2") if training else self.level in ("O1", "O2", "NAIVE")
         return torch.autocast(self.device.type, self.choice.dtype if enabled else None, enabled=enabled)
 
     def backward(self, loss: Tensor) -> None:
@@ -183,7 +205,8 @@ class Precision:
         if self.level == "O0":
             if self.device.type == "cuda":
                 return f"{self.name}, TF32 {'on' if self.tf32 else 'off'}"
-            return self.name + " (AMP.TF32 has no effect: only CUDA GPUs have TF32)" * self.tf32
+            why = f" ({IN_FP32})" * (self.choice.reason == IN_FP32)
+            return self.name + why + " (AMP.TF32 has no effect: only CUDA GPUs have TF32)" * self.tf32
         how = {
             "O1": "by autocast",
             "O2": "copy of fp32 master weights, norms in fp32",
@@ -191,8 +214,6 @@ class Precision:
             "O3": "weights, without fp32 masters",
         }[self.level]
         scaling = "with loss scaling" if self.scaler.is_enabled() else "no loss scaling needed"
-        if self.choice.dtype is torch.float16 and not self.scaler.is_enabled():
-            scaling = "without loss scaling (AMP.LOSS_SCALING false)"
         listed = f" with {', '.join(self.black_list)} in fp32" * bool(self.black_list)
         return f"{self.name} {how}{listed}, {scaling} ({self.choice.reason})"
 
@@ -219,9 +240,10 @@ def check_amp(amp: AmpConfig, train: TrainConfig) -> None:
     if amp.DTYPE == "fp8":
         if amp.LEVEL != "O1":
             raise UserError(f"AMP.DTYPE fp8 works with AMP.LEVEL O1 only, not {amp.LEVEL}.")
-        from engine.amp.fp8 import check_fp8
-
-        check_fp8()
+        try:
+            import torchao.float8  # noqa: F401
+        except ImportError:
+            raise UserError("AMP.DTYPE fp8 needs torchao, which is not installed: pip install torchao") from None
     if amp.LEVEL in ("NAIVE", "O3"):
         autocast_only = ("CUSTOM_WHITE_LIST", "CUSTOM_BLACK_LIST", "FP32_MODULES", "AUTO_FP32")
         given = [f"AMP.{key}" for key in autocast_only if getattr(amp, key)]
@@ -230,12 +252,6 @@ def check_amp(amp: AmpConfig, train: TrainConfig) -> None:
                 f"{', '.join(given)} cannot be used with AMP.LEVEL {amp.LEVEL}, which works without autocast "
                 "and cannot choose the precision of single operators or modules; use O1 or O2."
             )
-    if not amp.EVAL and (amp.DTYPE == "fp8" or amp.LEVEL == "O3"):
-        key, value = ("AMP.DTYPE", "fp8") if amp.DTYPE == "fp8" else ("AMP.LEVEL", "O3")
-        raise UserError(
-            f"AMP.EVAL false means validation in fp32, but with {key} {value} the model's own layers compute in low "
-            f"precision; leave AMP.EVAL true, or set another {key}."
-        )
     has_eps, eps = train.OPTIMIZER.NAME.casefold() not in WITHOUT_EPS, train.OPTIMIZER.EPS or DEFAULT_EPS
     if has_eps and amp.LEVEL == "O3" and amp.DTYPE == "fp16" and eps < SMALLEST_EPS_IN_FP16:
         raise UserError(
@@ -253,3 +269,90 @@ def check_precision(amp: AmpConfig, device: torch.device) -> None:
         raise UserError("AMP.LEVEL O3 chooses bf16, which is not supported on mps; use O1 or O2.")
     if amp.DTYPE in ("bf16", "fp8"):
         raise UserError(f"AMP.DTYPE {amp.DTYPE} is not supported on mps; use fp16.")
+
+
+# Loss scaling: torch's GradScaler, plus two settings that Paddle has and torch lacks.
+#
+# `DECR_EVERY_N_NAN_OR_INF` lowers the scale only after several overflows in a row, and
+# `USE_DYNAMIC_LOSS_SCALING: false` keeps the scale fixed. Counting stays on the device, so the host never waits.
+
+SMALLEST_SCALE = 1.0
+
+
+class LossScaler(torch.amp.GradScaler):
+    def __init__(self, device: str, amp: AmpConfig, enabled: bool, half_gradients: bool = False) -> None:
+        """`half_gradients`: the weights are fp16 (O3), so their gradients are too."""
+        super().__init__(
+            device,
+            enabled=enabled,
+            init_scale=amp.INIT_LOSS_SCALING,
+            growth_factor=amp.INCR_RATIO,
+            backoff_factor=amp.DECR_RATIO,
+            growth_interval=amp.INCR_EVERY_N_STEPS,
+        )
+        self._dynamic = amp.USE_DYNAMIC_LOSS_SCALING
+        self._backoff_after = amp.DECR_EVERY_N_NAN_OR_INF
+        # A scale below 1 would make gradients underflow more, not less; from 0 it would never grow again.
+        self._floor = min(SMALLEST_SCALE, amp.INIT_LOSS_SCALING)
+        self._half_gradients = half_gradients
+        self._overflows_in_a_row: Tensor | None = None
+        self._restored_overflows = 0
+
+    def overflow(self, optimizer: Optimizer) -> Tensor:
+        """Above 0 if a gradient of this update is not finite; valid only after `unscale_`."""
+        flags = list(self._found_inf_per_device(optimizer).values())
+        return torch.stack(flags).sum() if len(flags) > 1 else flags[0].clone()
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        if not self.is_enabled() or new_scale is not None:
+            super().update(new_scale)
+            return
+        scale, _ = self._check_scale_growth_tracker("update")
+        if self._dynamic and self._backoff_after == 1:
+            super().update()
+            scale.clamp_(min=self._floor)
+            return
+        flags = [
+            flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
+        ]
+        overflowed = torch.stack([flag.to(scale.device) for flag in flags]).sum() > 0
+        growth, backoff = self._growth_factor, self._backoff_factor
+        # torch's kernel counts the good updates. Lowering the scale is done here, so torch's own backoff is disabled.
+        self._backoff_factor = 1.0
+        self._growth_factor = growth if self._dynamic else 1.0
+        try:
+            super().update()
+        finally:
+            self._growth_factor, self._backoff_factor = growth, backoff
+        if self._dynamic:
+            self._back_off_after_several(scale, overflowed, backoff)
+
+    def _back_off_after_several(self, scale: Tensor, overflowed: Tensor, backoff: float) -> None:
+        if self._overflows_in_a_row is None:
+            count = self._restored_overflows
+            self._overflows_in_a_row = torch.full((), count, dtype=torch.int32, device=scale.device)
+        self._overflows_in_a_row.add_(1).mul_(overflowed)
+        enough = self._overflows_in_a_row >= self._backoff_after
+        self._overflows_in_a_row.mul_(~enough)
+        scale.copy_(torch.where(enough, (scale * backoff).clamp(min=self._floor), scale))
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if state:
+            count = self._overflows_in_a_row
+            state["bad_in_a_row"] = self._restored_overflows if count is None else int(count)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore scale and counts. The factors are those of the current settings, and so is a fixed scale."""
+        current = super().state_dict()
+        if not current or not self._dynamic:
+            return
+        # The scale grows when the count equals the interval, which may be shorter now than the restored count.
+        good = min(state_dict["_growth_tracker"], self._growth_interval - 1)
+        super().load_state_dict({**current, "scale": state_dict["scale"], "_growth_tracker": good})
+        self._restored_overflows = state_dict["bad_in_a_row"]
+        self._overflows_in_a_row = None
+
+    def _unscale_grads_(self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16 or self._half_gradients)

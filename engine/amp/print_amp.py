@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.amp.fp32_modules import is_forced
+from engine.amp.low_precision import is_forced
 from engine.amp.op_lists import OPERATORS
 from engine.amp.precision import dtype_name
 from utils.text import aligned

@@ -1,26 +1,140 @@
-"""Finding the checkpoint at a path, and checking that a run can be resumed from it."""
+"""Finds the checkpoint to resume from or to evaluate, and checks that a run can be resumed from it.
+
+A run resumes from its newest checkpoint; evaluation takes its best one. Rank 0 finds and hashes it for all ranks.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.checkpoint.fields import State
-from engine.checkpoint.folder import read_state
+from engine.checkpoint.folder import bring_back
+from engine.checkpoint.state import VERSION, State
+from utils.config import Config
+from utils.config.kinds import AUTO
+from utils.distributed.again import start_again
+from utils.distributed.world import World, broadcast, on_every_rank, on_rank_0
 from utils.errors import UserError
 from utils.log import log
-from utils.record.checkpoints import META, STATE, WEIGHTS, Checkpoint, checkpoints_in, inspect, place_of, verify
-from utils.record.meta import check_fields
+from utils.record.resumed_run import resumed_run, target_folder
+from utils.record.run_folder import ABOUT, read_about
+from vitamp.checkpoints import (
+    CHECKPOINTS,
+    META,
+    PREFIX,
+    STATE,
+    WEIGHTS,
+    Checkpoint,
+    checkpoint_of,
+    checkpoints_in,
+    inspect,
+    place_of,
+    run_folder_of,
+    verify,
+)
+from vitamp.meta import check_fields
+from vitamp.tensors import read_state
 
 PADDLE_ENDINGS = (".pdparams", ".pdopt", ".pdema", ".pdstates")
 Check = Callable[[Checkpoint], Checkpoint]
 """Returns the checkpoint, or raises UserError."""
 
 
+class OtherVersion(UserError):
+    """The state is of another version, whose weights alone can be used. Older checkpoints are no better."""
+
+
+def chosen_checkpoint(config: Config, world: World) -> Checkpoint | None:
+    """The checkpoint that -resume names, the same on every rank; None for a new run."""
+    if config.MODEL.RESUME is None:
+        return None
+    checkpoint = on_rank_0(world, lambda: _choose(config, world))
+    name = broadcast(str(checkpoint.folder) if checkpoint else None, world)
+    if config.MODEL.RESUME == AUTO:
+        what = f"{'evaluating' if config.EVAL else 'resuming from'} {Path(name).name}" if name else ""
+        nothing = "no checkpoint found, -pretrained is used" if config.EVAL else "no checkpoint yet, starting a new run"
+        log.info("-resume auto: %s", what or nothing)
+    # A rank that cannot see the folder is reported now, not when it loads the weights.
+    return on_every_rank(world, lambda: checkpoint if world.first or name is None else inspect(Path(name)))
+
+
+def _best_good(run: Path | None) -> Checkpoint | None:
+    """Best checkpoint of a run. None if `run` is not a run's folder, or its best checkpoint is damaged."""
+    try:
+        folder, why = checkpoint_of(run) if run is not None else (Path(), "")
+        if not why:
+            return None
+        checkpoint = verify(inspect(folder))
+        log.info("Evaluating %s, %s.", folder.name, why)
+        return checkpoint
+    except UserError as error:
+        log.warning("%s The newest undamaged checkpoint is evaluated instead, if there is one.", error)
+        return None
+
+
+def _choose(config: Config, world: World) -> Checkpoint | None:
+    wanted, run = str(config.MODEL.RESUME), resumed_run(config)
+    if run is not None:
+        bring_back(run / CHECKPOINTS)
+    if config.EVAL and not config.TRAIN.LAST_EPOCH and (best := _best_good(run if wanted == AUTO else Path(wanted))):
+        return best
+    check = verify if config.EVAL else resumable
+    if wanted != AUTO:
+        checkpoint = find(Path(wanted), config.TRAIN.LAST_EPOCH, check)
+        named = config.TRAIN.LAST_EPOCH or place_of(Path(wanted))[0] is not None
+        if named and not config.EVAL:
+            _refuse_older(checkpoint, config, world)
+        return checkpoint
+    if run is not None and (checkpoint := _newest_usable(run / CHECKPOINTS, config.EVAL)):
+        return checkpoint
+    if config.EVAL and not config.MODEL.PRETRAINED:
+        raise UserError(
+            f"-eval -resume auto: no checkpoint in {config.OUTPUT}. Name a run's folder with -output, or weights with "
+            "-pretrained."
+        )
+    return None
+
+
+def _refuse_older(checkpoint: Checkpoint, config: Config, world: World) -> None:
+    """Raise UserError if training on from a named checkpoint would overwrite later ones of the same run."""
+    run, target = run_folder_of(checkpoint.folder), target_folder(config)
+    if run is None or target is None or Path(target).resolve() != run.resolve():
+        return
+    update = checkpoint.meta["update"]
+    later = [folder.name for number, folder in checkpoints_in(run / CHECKPOINTS).items() if number > update]
+    if later:
+        place, new = shlex.quote(str(checkpoint.folder)), shlex.quote(f"{run}-from-{update}")
+        raise UserError(
+            f"{checkpoint.folder}: the run has later checkpoints, up to {later[-1]}, which are not overwritten. Resume "
+            f"in a folder of its own: `{start_again(world, f'-resume {place} -output {new}')}`"
+        )
+
+
+def _newest_usable(root: Path, evaluated: bool) -> Checkpoint | None:
+    """Newest undamaged checkpoint of a run; None before its first one."""
+    checkpoint = newest_good(root, check=verify if evaluated else resumable)
+    if checkpoint is None and checkpoints_in(root):
+        raise UserError(
+            f"-resume auto: none of the checkpoints in {root} is usable (see the warnings above)"
+            + ("." if evaluated else ", and a new run would overwrite them. Name another -output, or move them away.")
+        )
+    return checkpoint
+
+
 def resumable(checkpoint: Checkpoint) -> Checkpoint:
     """Check that the files are undamaged and that the state has every field that a resumed run reads."""
-    check_fields(State, read_state(verify(checkpoint), mapped=True), checkpoint.folder / STATE)
+    state = read_state(verify(checkpoint), mapped=True)
+    if (version := state.get("version")) != VERSION:
+        run = run_folder_of(checkpoint.folder)
+        about = read_about(run) if run is not None and (run / ABOUT).is_file() else {}
+        wrote = version or about.get("versions", {}).get("vitamp") or "of before 0.3"
+        raise OtherVersion(
+            f"{checkpoint.folder}: vitamp {wrote} wrote its training state, and this version resumes only runs of "
+            f"{VERSION}; start a new run from its weights with -pretrained {checkpoint.folder}."
+        )
+    check_fields(State, state, checkpoint.folder / STATE)
     return checkpoint
 
 
@@ -36,7 +150,7 @@ def find(path: Path, epoch: int = 0, check: Check = verify) -> Checkpoint:
     if found is None:
         which = f" of epoch {epoch}" if epoch else ""
         saved = f" {_ends_in_words(root)}" if epoch else ""
-        raise UserError(f"-resume {path}: no usable checkpoint{which} found (looked for {root}/step-*).{saved}")
+        raise UserError(f"-resume {path}: no usable checkpoint{which} found (looked for {root}/{PREFIX}*).{saved}")
     return found
 
 
@@ -46,7 +160,7 @@ def check_resumable(path: Path, epoch: int = 0) -> None:
     if folder is not None:
         _of_epoch(inspect(folder), epoch)
     elif not checkpoints_in(root):
-        raise UserError(f"-resume {path}: no usable checkpoint found (looked for {root}/step-*).")
+        raise UserError(f"-resume {path}: no usable checkpoint found (looked for {root}/{PREFIX}*).")
 
 
 def _places(path: Path) -> tuple[Path | None, Path]:
@@ -110,6 +224,8 @@ def newest_good(root: Path, epoch: int = 0, check: Check = verify) -> Checkpoint
             if epoch and not _ends(found, epoch):
                 continue
             return check(found)
+        except OtherVersion:
+            raise
         except UserError as error:
             log.warning("%s Trying the checkpoint before it.", error)
     return None

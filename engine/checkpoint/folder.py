@@ -1,4 +1,4 @@
-"""Reads and writes the tensors of a checkpoint: its folder appears complete or not at all, with hashes of its files."""
+"""Writes the tensors of a checkpoint: its folder appears complete or not at all, with hashes of its files."""
 
 from __future__ import annotations
 
@@ -10,87 +10,27 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
 
-from engine.checkpoint.fields import MovedModules
-from engine.checkpoint.shard_files import JoinedShards
 from utils.errors import UserError
-from utils.record.base import LORA, base_file
-from utils.record.checkpoints import (
+from vitamp.checkpoints import (
     META,
-    MODEL,
     NAME,
     STATE,
-    Checkpoint,
     checkpoints_in,
-    files_of,
     folder_name,
     inspect,
     update_in,
-    verify,
 )
-from utils.record.meta import FORMAT, META_HASH, check_fields, hash_of
-
-if TYPE_CHECKING:
-    from models.weights.merge import Merged
-    from utils.record.chosen import Chosen
+from vitamp.meta import FORMAT, META_HASH, hash_of
 
 REPLACED, REMOVED = ".tmp-old-", ".tmp-gone-"
 _HIDDEN = rf"\.tmp-(\d+-\d+|(old|gone)-{NAME})"
-
-
-def read_tensors(checkpoint: Checkpoint, name: str = MODEL) -> dict[str, Tensor]:
-    """All tensors of the file `name` or its shards."""
-    return dict(open_tensors(checkpoint, name))
-
-
-def open_tensors(checkpoint: Checkpoint, name: str = MODEL, merged: bool = True) -> JoinedShards | Merged:
-    """The tensors of `read_tensors`, each read from disk when it is accessed.
-
-    Of a run with adapters (MODEL.LORA), they are the plain model's, or with `merged` false frozen weights and adapters.
-    """
-    folder, files = checkpoint.folder, files_of(name, checkpoint.meta.get("files", ()))
-    base = base_file(folder, checkpoint.meta)
-    try:
-        opened = JoinedShards([*([base] if base else []), *(folder / file for file in files or [name])])
-    except (OSError, safetensors.SafetensorError) as error:
-        raise UserError(f"{folder / name}: cannot be read ({error}).") from None
-    if base is None or not merged:
-        return opened
-    from models.weights.merge import Merged
-
-    return Merged(opened, checkpoint.meta[LORA]["factor"])
-
-
-def read_state(checkpoint: Checkpoint, mapped: bool = False) -> dict[str, Any]:
-    """Content of state.pt. `mapped`: its tensors are memory-mapped, and read when they are used."""
-    file = checkpoint.folder / STATE
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
-    except Exception as error:  # a damaged file makes the unpickler raise nearly anything
-        raise UserError(f"{file}: cannot be read ({type(error).__name__}).") from None
-
-
-def read_chosen(chosen: Chosen) -> dict[str, Tensor]:
-    """The chosen weights, after a check of their hashes."""
-    if chosen.checkpoint is not None:
-        return read_tensors(verify(chosen.checkpoint, chosen.which.file), chosen.which.file)
-    with safetensors.safe_open(str(chosen.place), framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-
-
-def fp32_modules(chosen: Chosen) -> list[str]:
-    """Modules that AMP.AUTO_FP32 had moved to fp32."""
-    if chosen.checkpoint is None:
-        return chosen.meta["fp32_modules"]
-    state = read_state(chosen.checkpoint, mapped=True)  # nearly all of it is the optimiser's, and not read
-    check_fields(MovedModules, state, chosen.place / STATE)
-    return state["fp32_modules"]
 
 
 def write_files(folder: Path, tensors: Mapping[str, dict[str, Tensor]], state: dict[str, Any]) -> None:

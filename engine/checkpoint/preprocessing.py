@@ -1,24 +1,33 @@
-"""Preprocessing of images that pretrained weights were trained with, as their file, run or timm name says."""
+"""Preprocessing of images: what pretrained weights were trained with, and what meta.json says of a run's own.
+
+Of pretrained weights, their file, run or timm name says it, or else timm's description of the model."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import timm
 
-from models.names import is_timm_name
+from datasets.decoding import background_of
+from datasets.registry import squeezes
+from engine.inputs.normalize import per_channel
+from models import timm_call
+from models.build import is_timm_name
+from models.build import resolve as timm_base
+from models.sizes import given_sizes
 from models.weights.find import local_weights
-from utils.config import Loaded
+from utils.config import Config, Loaded
+from utils.config.data import DataConfig
 from utils.config.keys import choices, value_of
-from utils.config.kinds import AUTO
+from utils.config.kinds import AUTO, one_line
+from utils.config.model import ModelConfig
 from utils.config.read import Entry
-from utils.config.values import one_line
-from utils.files import read_json
-from utils.record.meta import META, Input, check_fields, unchecked_meta
 from utils.record.resumed_run import resumed_run
-from utils.record.weights_file import preprocessing_in, read_header
+from vitamp.files import read_json
+from vitamp.meta import META, Input, check_fields, unchecked_meta
+from vitamp.weights import preprocessing_in, read_header
 
 INTERPOLATION, CROP_MODE = "DATA.INTERPOLATION", "DATA.CROP_MODE"
 FIELDS = {
@@ -48,13 +57,16 @@ def with_preprocessing(loaded: Loaded, source: str) -> Loaded:
     """Take the preprocessing of MODEL.PRETRAINED where the user set none, and note where theirs differs."""
     resumes = loaded.config.MODEL.RESUME not in (None, AUTO) or resumed_run(loaded.config) is not None
     if resumes:
-        return loaded.with_values({}, _other_crop_mode(loaded, source))
-    known = preprocessing_of(source)
+        return loaded  # a resumed run keeps its own
+    known = preprocessing_of(source) or _of_model(loaded.config.MODEL, source)
     unset = [key for key in FIELDS.values() if loaded.is_default(key) or value_of(loaded.config, key) == AUTO]
-    if known is None or not known.values:
+    if known is None:
         now = _in_words({key: value_of(loaded.config, key) for key in FIELDS.values()})
-        note = f"MODEL.PRETRAINED {source}: the preprocessing of its training images is unknown; this run uses {now}"
-        return loaded.with_values({}, [note])
+        warning = (
+            f"MODEL.PRETRAINED {source}: the preprocessing of its training images is unknown; this run uses {now}. "
+            "Other values than those of its training cost accuracy: set them if you know them"
+        )
+        return replace(loaded, warnings=(*loaded.warnings, warning))
     theirs = _for_channels(known.values, loaded.config.DATA.IMAGE_CHANNELS)
     taken, notes = {key: value for key, value in theirs.items() if key in unset}, []
     for key in (INTERPOLATION, CROP_MODE):
@@ -72,16 +84,8 @@ def with_preprocessing(loaded: Loaded, source: str) -> Loaded:
     return loaded.with_values({key: Entry(value, known.where) for key, value in taken.items()}, notes)
 
 
-def _other_crop_mode(loaded: Loaded, source: str) -> list[str]:
-    """A note if timm's weights, with which a resumed run began, have another crop mode: older runs did not take it."""
-    mine, cfg = loaded.config.DATA.CROP_MODE, timm.get_pretrained_cfg(source) if is_timm_name(source) else None
-    if cfg is None or cfg.crop_mode == mine:
-        return []
-    return [f"{CROP_MODE} {mine} is used, as in the resumed run; timm's {source} has {cfg.crop_mode}"]
-
-
 def preprocessing_of(source: str) -> Preprocessing | None:
-    """The preprocessing of MODEL.PRETRAINED: a run, a checkpoint, a file, or a timm name; None if it is not known."""
+    """The preprocessing that MODEL.PRETRAINED (a run, a checkpoint, a file, or a timm name) itself says, or None."""
     file = local_weights(source)
     if file is None:
         return _of_timms_name(source, f"timm's {source}")
@@ -94,6 +98,14 @@ def preprocessing_of(source: str) -> Preprocessing | None:
         return _of_timm(read_json(config).get("pretrained_cfg"), config)
     name = next((name for name in (file.stem, file.name.partition(".")[0]) if is_timm_name(name)), None)
     return _of_timms_name(name, f"timm's {name} (recognised by the name of {file})") if name else None
+
+
+def _of_model(model: ModelConfig, source: str) -> Preprocessing | None:
+    """That of timm's own weights for the model: the best guess for a file that says nothing; None without a model."""
+    base = timm_base(model, sizes_given := bool(given_sizes(model)))
+    if base.is_label and sizes_given:
+        return None  # a model of the user's own sizes
+    return _of_timms_name(base.timm_name, f"timm's {base.timm_name} (MODEL.NAME; {source} does not say its own)")
 
 
 def _of_timm(cfg: Any, where: Path | str) -> Preprocessing | None:
@@ -112,6 +124,8 @@ def _of_fields(fields: Any, where: Path | str) -> Preprocessing | None:
         return None
     known = {name: _as_json(fields[name]) for name in FIELDS if fields.get(name) is not None}
     check_fields(Input, known, Path(where))
+    if not known:
+        return None
     return Preprocessing({FIELDS[name]: _as_setting(value) for name, value in known.items()}, str(where))
 
 
@@ -144,3 +158,34 @@ def _same(mine: Any, theirs: Any) -> bool:
 
 def _in_words(values: dict[str, Any]) -> str:
     return ", ".join(f"{key} {one_line(value)}" for key, value in values.items())
+
+
+def input_of(data: DataConfig) -> dict[str, Any]:
+    """How validation makes the model's input from an image, in the words that exported files use too."""
+    return {
+        "image_size": data.IMAGE_SIZE,
+        "channels": data.IMAGE_CHANNELS,
+        "crop": "none" if squeezes(data) else "middle",
+        "crop_pct": data.CROP_PCT,
+        "crop_mode": data.CROP_MODE,
+        "interpolation": data.INTERPOLATION,
+        "mean": per_channel(data.IMAGENET_MEAN, data.IMAGE_CHANNELS),
+        "std": per_channel(data.IMAGENET_STD, data.IMAGE_CHANNELS),
+        "exif_rotate": data.EXIF_ROTATE,
+        "background": background_of(data),
+    }
+
+
+def timm_model_of(config: Config) -> dict[str, Any] | None:
+    """The call of timm.create_model that builds this model; None if timm alone cannot."""
+    if config.MODEL.MAE_PRETRAIN or (config.USE and _is_own(config.MODEL.NAME.strip())):
+        return None
+    name, arguments = timm_call(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
+    return {"name": name, "arguments": arguments}
+
+
+def _is_own(name: str) -> bool:
+    """Whether the user's own code registers the model."""
+    from vitamp.registry import own_named
+
+    return own_named("model", name) is not None

@@ -7,19 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.find import ended_epochs
-from engine.checkpoint.folder import read_state
 from engine.machine.context import global_batch
 from engine.measure.progress import Position
 from utils.config import Config, DataConfig
-from utils.config.kinds import AUTO
+from utils.config.kinds import AUTO, one_line
 from utils.config.model import LoraConfig
-from utils.config.values import one_line
 from utils.distributed.again import start_again, tool
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.log import log
-from utils.record.checkpoints import Checkpoint
-from utils.record.run_folder import run_folder_of
+from vitamp.checkpoints import Checkpoint, run_folder_of
+from vitamp.tensors import read_state
 
 
 def check_task(checkpoint: Checkpoint, config: Config, world: World) -> None:
@@ -137,8 +135,9 @@ def _go_back(checkpoint: Checkpoint, position: Position, config: Config, world: 
     if not epochs:
         return f"  impossible: {root} has no checkpoint of the end of an epoch before; start a new run"
     batch = _batch_flags(checkpoint, config, config.DATA.BATCH_SIZE, global_batch(config, world))
-    flags = f"-last_epoch {max(epochs)} {batch}"
-    return f"  {_resume(config, world, str(run_folder_of(checkpoint.folder) or root), flags)}"
+    run = run_folder_of(checkpoint.folder) or root
+    place, new = shlex.quote(str(run)), shlex.quote(f"{run}-from-epoch-{max(epochs)}")
+    return f"  {start_again(world, f'-resume {place} -output {new} -last_epoch {max(epochs)} {batch}')}"
 
 
 def _batch_flags(checkpoint: Checkpoint, config: Config, each: int, total: int) -> str:

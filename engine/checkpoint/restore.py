@@ -1,60 +1,43 @@
-"""Restoring the training state of a checkpoint."""
+"""Restores the training state of a checkpoint, the optimiser's by the names of its weights."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from engine.checkpoint.folder import open_tensors, read_state
-from engine.checkpoint.optimizer_state import load_optimizer
-from engine.checkpoint.shard_files import OPTIMIZER
+from engine.amp.precision import PRECISION
+from engine.checkpoint.state import OPTIMIZER, add_moments, shard_state, trained_weights
 from engine.measure.progress import Best, Position
 from engine.parallel.shards import is_sharded, local_shard
-from engine.update import Parts
+from engine.update import TrainState
 from models import base_weights, frozen_weights
 from utils.config import Config, differences, load_config
-from utils.config.keys import OF_ONE_START, settings
-from utils.config.resumed import read_saved
+from utils.config.keys import OF_ONE_START
+from utils.config.resumed import known_settings
+from utils.distributed.world import World, broadcast
 from utils.errors import UserError
 from utils.log import log
-from utils.record.base import LORA
-from utils.record.checkpoints import STATE, Checkpoint
-from utils.record.weight_sets import PLAIN, WeightSet
 from utils.terminal import IN_FULL
 from utils.text import counted
+from vitamp.checkpoints import CHECKPOINTS, LORA, MODEL, Checkpoint, folder_name
+from vitamp.metrics import PLAIN
+from vitamp.tensors import open_tensors, read_state
 
 if TYPE_CHECKING:
     from engine.parallel.fsdp import Sharding
 
 
-def restore(parts: Parts, checkpoint: Checkpoint, per_epoch: int, which: WeightSet = PLAIN) -> tuple[Position, Best]:
-    """Restore all of the training state but the optimiser's settings, which come from the config.
-
-    `which`: the saved weights that the model resumes with (MODEL.RESUME_EMA).
-    """
-    if which != PLAIN and not checkpoint.has(which.file):
-        raise UserError(
-            f"MODEL.RESUME_EMA: {checkpoint.folder} has no {which.file}; the run had no {which.label}. "
-            "Leave the setting out."
-        )
-    try:
-        return _restore(parts, checkpoint, read_state(checkpoint), per_epoch, which)
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{checkpoint.folder / STATE}: not a state that vitamp saved ({error!r}).") from None
-
-
-def _restore(
-    parts: Parts, checkpoint: Checkpoint, state: dict[str, Any], per_epoch: int, start: WeightSet
-) -> tuple[Position, Best]:
-    sharding = parts.sharding
+def restore(parts: TrainState, checkpoint: Checkpoint, per_epoch: int) -> tuple[Position, Best]:
+    """Restore all of the training state but the optimiser's settings, which come from the config."""
+    state, sharding = read_state(checkpoint), parts.sharding
     merged = not base_weights(parts.model)  # adapters are merged if all weights are trained from now on
-    saved = open_tensors(checkpoint, start.file, merged)
-    load_weights(parts.model, saved, f"{checkpoint.folder / start.file}", sharding)
-    if start != PLAIN:
-        log.info("MODEL.RESUME_EMA: the model resumes from the %s weights.", start.label)
+    load_weights(parts.model, open_tensors(checkpoint, MODEL, merged), f"{checkpoint.folder / MODEL}", sharding)
     moments = open_tensors(checkpoint, OPTIMIZER) if checkpoint.has(OPTIMIZER) else {}
     load_optimizer(parts.model, parts.optimizer, state, moments, sharding)
     if state["fp32_modules"] and parts.precision.level in ("O1", "O2"):
@@ -70,17 +53,17 @@ def _restore(
         load_weights(module, open_tensors(checkpoint, name, merged), f"{checkpoint.folder / name}", sharding)
         if name == PLAIN.file:
             log.info("The %s starts from the checkpoint's weights, since the checkpoint has no %s.", *[which.label] * 2)
-    for ability in parts.abilities:
-        ability.restore(state)
+    for callback in parts.callbacks:
+        callback.restore(state)
     parts.schedule.restore(_place_on_schedule(state["moved"], checkpoint.meta["samples"]["updates"], per_epoch))
     parts.meters.restore(**state["meters"])
     return Position(**state["position"]), Best(**state["best"])
 
 
-def _place_on_schedule(moved: int, before: int, now: int) -> int:
+def _place_on_schedule(stepped: int, before: int, now: int) -> int:
     """Updates that the schedule counts as done: as many epochs as before, with the epoch's length of now."""
     if before == now:
-        return moved
+        return stepped
     log.warning(
         "An epoch has %s now, but had %d in the checkpoint. The learning-rate schedule resumes at the same "
         "epoch, and the update number continues from the checkpoint's. The result will differ from that of an "
@@ -88,7 +71,7 @@ def _place_on_schedule(moved: int, before: int, now: int) -> int:
         counted(now, "update"),
         before,
     )
-    return round(moved * now / before)
+    return round(stepped * now / before)
 
 
 def load_weights(model: nn.Module, saved: Mapping[str, Tensor], where: str, sharding: Sharding | None = None) -> None:
@@ -115,7 +98,21 @@ def load_weights(model: nn.Module, saved: Mapping[str, Tensor], where: str, shar
         local_shard(value).copy_(sharding.rows(saved[name]) if is_sharded(value) else saved[name])
 
 
-def _log_frozen_changes(checkpoint: Checkpoint, parts: Parts) -> None:
+def best_to_beat(best: Best, folder: Path, checkpoint: Checkpoint, world: World) -> Best:
+    """Best metric so far, or none if the checkpoint that reached it is not in this run's folder."""
+    if best.figure is None:
+        return best
+    name = folder_name(best.update)
+    exists = world.first and (folder / CHECKPOINTS / name).is_dir()
+    if broadcast(exists, world):
+        return best
+    elsewhere = checkpoint.folder.parent / name
+    where = f"its checkpoint is in another folder ({elsewhere})" if elsewhere.is_dir() else "its checkpoint is gone"
+    log.warning("Best so far: %s, but %s. The search for the best starts anew in this run.", best.words(), where)
+    return Best(kind=best.kind, stale=best.stale)
+
+
+def _log_frozen_changes(checkpoint: Checkpoint, parts: TrainState) -> None:
     now, before = set(frozen_weights(parts.model)), set(checkpoint.meta.get("frozen", ()))
     setting = "MODEL.LORA" if checkpoint.meta.get(LORA) else "MODEL.FREEZE"
     for names, what in ((now - before, "frozen from now on"), (before - now, "trained from now on")):
@@ -124,9 +121,9 @@ def _log_frozen_changes(checkpoint: Checkpoint, parts: Parts) -> None:
             log.info("  %s (%s): %s: %s", what, setting, counted(len(names), "tensor"), textwrap.shorten(shown, 200))
 
 
-def log_resumption(checkpoint: Checkpoint, config: Config, parts: Parts, position: Position) -> None:
+def log_resumption(checkpoint: Checkpoint, config: Config, parts: TrainState, position: Position) -> None:
     """Log where the run resumes and at which learning rate, and how the settings differ from the checkpoint's."""
-    rate = f"; the next update's learning rate is {parts.schedule.rate_at(parts.schedule.moved):.3e}"
+    rate = f"; the next update's learning rate is {parts.schedule.rate_at(parts.schedule.stepped):.3e}"
     log.info(
         "Resuming from %s: epoch %d, %s done%s.",
         checkpoint.folder,
@@ -144,6 +141,9 @@ def log_resumption(checkpoint: Checkpoint, config: Config, parts: Parts, positio
     for line in differences(old, config):
         if line.partition(":")[0] not in OF_ONE_START:
             log.info("  changed since: %s", line)
+    before, now = checkpoint.meta.get("choices", {}).get(PRECISION), parts.precision
+    if before not in (None, now.name) and old.AMP == config.AMP:  # -amp on another device
+        log.info("  changed since: -amp is %s here (%s), and was %s", now.name, now.choice.reason, before)
     if old.TRAIN.NUM_EPOCHS != config.TRAIN.NUM_EPOCHS:
         now = counted(config.TRAIN.NUM_EPOCHS, "epoch")
         log.info("  the schedule now spans %s instead of %d", now, old.TRAIN.NUM_EPOCHS)
@@ -152,5 +152,57 @@ def log_resumption(checkpoint: Checkpoint, config: Config, parts: Parts, positio
 def _saved_settings(checkpoint: Checkpoint) -> Config:
     """Settings in the checkpoint itself: config.yaml may be from a resumed run that was killed before it saved."""
     folder, saved = str(checkpoint.folder), checkpoint.meta["settings"]
-    own = {key: (value, folder) for key, value in read_saved(saved, folder).items() if key in settings()}
+    own = {key: (value, folder) for key, value in known_settings(saved, folder).items()}
     return load_config(None, own).config
+
+
+GROUPS = "param_groups"
+
+
+def load_optimizer(
+    model: nn.Module,
+    optimizer: Optimizer,
+    state: dict[str, Any],
+    moments: Mapping[str, Tensor],
+    sharding: Sharding | None,
+) -> None:
+    """Load the saved `state` into `optimizer`. `moments`: the part of it that is in a checkpoint's shards."""
+    if state["optimizer_name"] != type(optimizer).__name__:
+        raise UserError(
+            f"TRAIN.OPTIMIZER.NAME: the run was trained with {state['optimizer_name']}, but the optimiser "
+            f"is {type(optimizer).__name__} now. Set the name back, or start a new run with -pretrained."
+        )
+    saved, now = state["optimizer"], optimizer.state_dict()
+    add_moments(saved, moments)
+    before, names = state["trained"], trained_weights(model, optimizer)
+    sizes = [[len(group["params"]) for group in groups] for groups in (saved[GROUPS], now[GROUPS])]
+    if before != names or sizes[0] != sizes[1]:
+        saved = _regrouped(saved, before, now, names)
+    if sharding is not None:
+        shard_state(saved, [weight for group in optimizer.param_groups for weight in group["params"]], sharding)
+    # Settings are those of now. A key that a new group lacks is no setting: LAMB counts its steps there.
+    groups = [{**old, **new} for old, new in zip(saved[GROUPS], now[GROUPS], strict=True)]
+    optimizer.load_state_dict({"state": saved["state"], GROUPS: groups})
+    _match_memory_format(optimizer)
+
+
+def _match_memory_format(optimizer: Optimizer) -> None:
+    """Bring state from a file into the memory format of its weights, as fused kernels need."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if not isinstance(value, Tensor) or value.shape != parameter.shape:
+                continue
+            if value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def _regrouped(saved: dict[str, Any], before: list[str], now: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """Saved state, renumbered for the weights and groups of now. Newly trained weights start with a new state."""
+    states = {before[number]: values for number, values in saved["state"].items()}
+    fresh = {names[number]: values for number, values in now["state"].items()}
+    numbered = {
+        number: states.get(name, fresh.get(name))
+        for number, name in enumerate(names)
+        if name in states or name in fresh
+    }
+    return {"state": numbered, GROUPS: [{**saved[GROUPS][0], **group} for group in now[GROUPS]]}

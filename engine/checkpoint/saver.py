@@ -1,8 +1,8 @@
 """Saving in the background: training pauses only for a copy to host memory, which a thread writes to the disk.
 
-A disk error does not end a run: it is logged and the write is retried. No earlier checkpoint is removed before the new
-one is safely on the disk. A run fails only if it would end with its last state unsaved.
-"""
+A disk error does not end a run: it is logged, and the next save writes a newer state. No earlier checkpoint is removed
+before the new one is safely on the disk. The last state of a run is retried; a run fails only if it would end with it
+unsaved."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,16 @@ from engine.checkpoint.host_copy import HostCopy, on_host, size_words
 from engine.machine.stopping import signals
 from engine.measure.progress import Best, Position
 from engine.task.base import Metrics
-from engine.update import Parts
+from engine.update import TrainState
 from utils.config.schema import Config
 from utils.errors import TrainingError
 from utils.log import log
-from utils.record.checkpoints import best_of, folder_name, read_index, write_index
-from utils.record.weight_sets import WeightSet
 from utils.terminal import DETAIL
+from vitamp.checkpoints import best_of, folder_name, read_index, write_index
+from vitamp.metrics import WeightSet
 
-PAUSES = (5.0, 20.0, 60.0)
-"""Seconds between attempts while training continues; the last one repeats."""
 PAUSES_AT_THE_END = (1.0, 3.0, 6.0)
+"""Seconds before each further attempt to write the last state"""
 SECONDS_OF_SILENCE, SECONDS_AFTER_A_FAILURE = 60.0, 10.0
 BYTES_SAVED_PER_SECOND = 200e6
 
@@ -56,21 +56,6 @@ class Snapshot:
         return self.meta["update"]
 
 
-@dataclass(frozen=True)
-class _Written:
-    folder: Path
-    size: int
-    seconds: float
-    index_error: OSError | None
-    """Error that kept index.json from being updated, or older checkpoints from being removed."""
-
-
-@dataclass(frozen=True)
-class _Failed:
-    update: int
-    error: Exception
-
-
 def progress(
     position: Position, finished_epoch: int | None, metrics: Mapping[WeightSet, Metrics], best: Best
 ) -> dict[str, Any]:
@@ -88,7 +73,7 @@ def progress(
     }
 
 
-def estimate_seconds(parts: Parts) -> float:
+def estimate_seconds(parts: TrainState) -> float:
     """Cautious estimate for the first checkpoint: all weights, and two optimiser moments of each weight."""
     weights = sum(p.nbytes for p in parts.model.parameters())
     return (3 + len(parts.others)) * weights / BYTES_SAVED_PER_SECOND
@@ -131,8 +116,7 @@ class Saver(RankSaver):
         self._root, self._config = root, config
         self._copy: HostCopy | None = HostCopy(pinned)
         self._thread: threading.Thread | None = None
-        self._superseded = threading.Event()
-        self._outcomes: queue.SimpleQueue[_Written | _Failed] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._unsaved: Snapshot | None = None
         self._failing: dict[int, str] = {}
         self._pauses: dict[str, float] = {}
@@ -169,8 +153,7 @@ class Saver(RankSaver):
         if self._copy is None:
             self._attempt(snapshot)
         else:
-            self._superseded.clear()
-            self._thread = threading.Thread(target=self._keep_trying, args=(snapshot,), name="saver", daemon=True)
+            self._thread = threading.Thread(target=self._attempt, args=(snapshot,), name="saver", daemon=True)
             self._thread.start()
         pause = time.perf_counter() - snapshot.paused_at
         self._pauses[folder_name(snapshot.update)] = pause
@@ -184,11 +167,7 @@ class Saver(RankSaver):
 
     def report(self) -> None:
         while not self._outcomes.empty():
-            outcome = self._outcomes.get()
-            if isinstance(outcome, _Written):
-                self._report_written(outcome)
-            else:
-                self._report_failed(outcome)
+            self._outcomes.get()()
 
     def finish(self) -> None:
         self.wait_for_writer()
@@ -216,85 +195,67 @@ class Saver(RankSaver):
             )
 
     def finish_after_failure(self) -> None:
-        self._superseded.set()
         if self._thread is not None:
             self._thread.join(SECONDS_AFTER_A_FAILURE)
 
     def wait_for_writer(self) -> None:
-        """Wait until the thread has ended its current attempt; a failed attempt is not retried."""
-        self._superseded.set()
+        """Wait until the thread has ended its attempt."""
         thread, self._thread = self._thread, None
         while thread is not None and thread.is_alive():
             thread.join(SECONDS_OF_SILENCE)
             if thread.is_alive():
                 log.warning("Still waiting for a checkpoint to be written to %s.", self._root)
 
-    def _keep_trying(self, snapshot: Snapshot) -> None:
-        """Write in the thread, and retry after a pause until it is done or a newer snapshot replaces this one."""
-        attempt = 0
-        while not self._attempt(snapshot):
-            if self._superseded.wait(PAUSES[min(attempt, len(PAUSES) - 1)]):
-                return
-            attempt += 1
-
-    def _attempt(self, snapshot: Snapshot) -> bool:
-        """True if nothing is left to do for this snapshot."""
+    def _attempt(self, snapshot: Snapshot) -> None:
+        """Write a snapshot, and note the outcome for `report`."""
         began = time.perf_counter()
         folder = self._root / folder_name(snapshot.update)
         try:
             with new_checkpoint(self._root, snapshot.update, snapshot.meta) as hidden:
                 self.write(hidden, snapshot)
             size = sum(path.stat().st_size for path in folder.iterdir())
-            index_error = self._update_index(folder, snapshot.best)
+            index_error = None  # kept index.json from being updated, or older checkpoints from being removed
+            try:
+                best = best_of(self._root, snapshot.best)
+                write_index(self._root, folder.name, best)
+                prune(self._root, self._config.KEEP_LAST, folder.name, best, self._config.KEEP_EVERY)
+            except OSError as error:
+                index_error = error
         except Exception as error:  # reported in the training thread, where all but a disk error ends the run
-            self._outcomes.put(_Failed(snapshot.update, error))
-            return not isinstance(error, OSError)
+            self._outcomes.put(partial(self._report_failed, snapshot.update, error))
+            return
         self._unsaved, signals.saved = None, True
         seconds = time.perf_counter() - began
         self.longest = max(self.longest, seconds)
-        self._outcomes.put(_Written(folder, size, seconds, index_error))
-        return True
+        self._outcomes.put(partial(self._report_written, folder.name, size, seconds, index_error))
 
-    def _update_index(self, folder: Path, best_update: int | None) -> OSError | None:
-        """Record the last and the best checkpoint, and remove those that need not be kept."""
-        try:
-            best = best_of(self._root, best_update)
-            write_index(self._root, folder.name, best)
-            prune(self._root, self._config.KEEP_LAST, folder.name, best, self._config.KEEP_EVERY)
-        except OSError as error:
-            return error
-        return None
-
-    def _report_written(self, outcome: _Written) -> None:
+    def _report_written(self, name: str, size: int, seconds: float, index_error: OSError | None) -> None:
         log.info(
             "Checkpoint %s: %s, written in %.1f s; training paused for %.3f s.",
-            outcome.folder.name,
-            size_words(outcome.size),
-            outcome.seconds,
-            self._pauses.pop(outcome.folder.name, 0.0),
+            name,
+            size_words(size),
+            seconds,
+            self._pauses.pop(name, 0.0),
             extra=None if self._failing else DETAIL,
         )
         self._failing = {}
-        if outcome.index_error:
-            log.warning(
-                "index.json was not updated, or older checkpoints were not removed: %s.",
-                self._words(outcome.index_error),
-            )
+        if index_error:
+            words = "index.json was not updated, or older checkpoints were not removed: %s."
+            log.warning(words, self._words(index_error))
 
-    def _report_failed(self, outcome: _Failed) -> None:
-        if not isinstance(outcome.error, OSError):
-            raise outcome.error
-        words = self._words(outcome.error)
-        if self._failing.get(outcome.update) != words:  # another attempt may fail for another reason
+    def _report_failed(self, update: int, error: Exception) -> None:
+        if not isinstance(error, OSError):
+            raise error
+        words = self._words(error)
+        if self._failing.get(update) != words:  # another attempt may fail for another reason
             log.warning(
-                "The checkpoint of update %d could not be written: %s. %s; training continues, and the write is "
-                "retried%s.",
-                outcome.update,
+                "The checkpoint of update %d could not be written: %s. %s; training continues, and the next save "
+                "writes a newer state.",
+                update,
                 words,
                 "Earlier checkpoints are untouched" if signals.saved else "Nothing is saved yet",
-                "" if self._copy else " when training ends",
             )
-        self._failing = {outcome.update: words}
+        self._failing = {update: words}
 
     def _words(self, error: OSError) -> str:
         # The hidden folder is removed by now, so its path would only confuse.

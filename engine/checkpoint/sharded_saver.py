@@ -24,7 +24,7 @@ from engine.checkpoint.saver import SECONDS_AFTER_A_FAILURE, RankSaver, Saver, S
 from utils.config import Config
 from utils.errors import TrainingError
 from utils.log import log
-from utils.record.checkpoints import folder_name
+from vitamp.checkpoints import folder_name
 
 if TYPE_CHECKING:
     from torch.distributed import Store

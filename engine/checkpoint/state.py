@@ -1,30 +1,119 @@
-"""What a checkpoint saves: the weights, the training state, and the saver of this rank."""
+"""What a checkpoint saves: the weights, the training state with its fields, and the rows of each rank.
+
+With FSDP, each rank writes its rows of the weights into a file of its own: `model.safetensors` becomes
+`model.shard-1-of-2.safetensors` and `model.shard-2-of-2.safetensors`. Both have the same tensor names; rows of the
+first file come before rows of the second. So any number of ranks can read what any other number wrote.
+"""
 
 # torch's own optimisers are built on torch._foreach_*; its type stubs call them private.
 # pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import safetensors.torch
 import torch
-from torch import Tensor
+from pydantic import ConfigDict, Field, model_validator
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from engine.checkpoint.optimizer_state import trained_weights
+from engine.checkpoint.folder import raising_os_errors
+from engine.checkpoint.host_copy import size_words
 from engine.checkpoint.saver import RankSaver, Saver, Snapshot
-from engine.checkpoint.shard_files import into_shards
 from engine.measure.progress import Best, Position
-from engine.parallel.shards import is_sharded, local_shards
-from engine.update import Parts
+from engine.parallel.shards import is_sharded, local_shard, local_shards
+from engine.update import TrainState
 from models import base_weights
 from utils.config import Config
+from utils.config.model import ModelConfig
 from utils.distributed.world import World, sum_over_ranks
-from utils.record.run_folder import CHECKPOINTS
+from utils.log import log
+from utils.passwords import redacted
+from utils.record.run_folder import os_errors_as_user_errors
+from vitamp.checkpoints import BASE, CHECKPOINTS, LORA, Checkpoint, sha256_of, shard_name
+from vitamp.files import replacing
+from vitamp.meta import BestState, Count, Fields, Number
+
+if TYPE_CHECKING:
+    from engine.parallel.fsdp import Sharding
+
+VERSION = "0.3"
+"""Of the program's minor version whose runs this one resumes. The weights of every version can be used."""
 
 
-def tensors_of(parts: Parts) -> dict[str, dict[str, Tensor]]:
+class Group(Fields):
+    params: list[Count]
+
+
+class OptimizerState(Fields):
+    state: dict[int, dict[str, Any]]
+    param_groups: Annotated[list[Group], Field(min_length=1)]
+
+
+class ScalerState(Fields):
+    scale: Annotated[float, Field(gt=0)]
+    growth_tracker: Annotated[Count, Field(alias="_growth_tracker")]
+    bad_in_a_row: Count
+
+
+class Skips(Fields):
+    model_config = ConfigDict(extra="forbid")
+
+    replays: Count = 0
+    last_replay: Count = 0
+    passed_over: Count = 0
+    blamed: dict[str, Count] = Field(default_factory=dict)
+
+
+class PositionState(Fields):
+    epoch: Number
+    step: Count
+    update: Count
+    validated: Count
+
+
+class MeterState(Fields):
+    epoch: Annotated[list[float], Field(min_length=4, max_length=5)]
+    skipped: Count
+    skipped_in_a_row: Count
+
+
+class State(Fields):
+    """state.pt"""
+
+    fp32_modules: list[str]
+    optimizer: OptimizerState
+    optimizer_name: str
+    trained: list[str]
+    moved: Count
+    scaler: Annotated[dict[str, Any], Field(max_length=0)] | ScalerState
+    """Empty if loss scaling is off."""
+    skips: Skips = Skips()
+    ema_updates: Count = 0
+    position: PositionState
+    best: BestState
+    meters: MeterState
+    global_batch: Number
+
+    @model_validator(mode="after")
+    def _names_all_weights(self) -> State:
+        groups = sum(len(group.params) for group in self.optimizer.param_groups)
+        if len(self.trained) != groups:
+            raise ValueError(f"'trained' names {len(self.trained)} weights, but the optimizer has {groups}")
+        return self
+
+
+def trained_weights(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Names of the trained weights, in the order in which the optimiser numbers them."""
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    return [names[id(weight)] for group in optimizer.param_groups for weight in group["params"]]
+
+
+def tensors_of(parts: TrainState) -> dict[str, dict[str, Tensor]]:
     """Weights to save, by the file that they are written to. A run's frozen weights are saved once, beside them."""
     base = base_weights(parts.model)
     return {
@@ -33,28 +122,31 @@ def tensors_of(parts: Parts) -> dict[str, dict[str, Tensor]]:
     }
 
 
-def state_of(parts: Parts, position: Position, best: Best, global_batch: int, meters: dict[str, Any]) -> dict[str, Any]:
+def state_of(
+    parts: TrainState, position: Position, best: Best, global_batch: int, meters: dict[str, Any]
+) -> dict[str, Any]:
     """Training state, of plain Python types and tensors only, so that it can be read safely from any source.
 
     Training goes on to change its tensors: copy or write them before it does.
     """
     return {
+        "version": VERSION,
         "optimizer": _plain(parts.optimizer.state_dict()),
         "optimizer_name": type(parts.optimizer).__name__,
         "trained": trained_weights(parts.model, parts.optimizer),
         "fp32_modules": list(parts.moved_to_fp32),
-        "moved": parts.schedule.moved,
+        "moved": parts.schedule.stepped,
         "scaler": _plain(parts.precision.scaler.state_dict()),
         "position": asdict(position),
         "best": asdict(best),
         "meters": meters,
         "global_batch": global_batch,
-        **{key: value for ability in parts.abilities for key, value in ability.state().items()},
+        **{key: value for callback in parts.callbacks for key, value in callback.state().items()},
     }
 
 
 def snapshot_of(
-    parts: Parts, position: Position, best: Best, global_batch: int, meters: dict[str, Any], meta: dict[str, Any]
+    parts: TrainState, position: Position, best: Best, global_batch: int, meters: dict[str, Any], meta: dict[str, Any]
 ) -> Snapshot:
     """All that this rank saves. Training goes on to change its tensors."""
     tensors, state = tensors_of(parts), state_of(parts, position, best, global_batch, meters)
@@ -82,7 +174,7 @@ def finite(tensors: dict[str, Tensor]) -> bool:
     return _all_finite(floats, 2.0) or _all_finite(floats, float("inf"))
 
 
-def finite_everywhere(parts: Parts) -> bool:
+def finite_everywhere(parts: TrainState) -> bool:
     """Whether all weights that a checkpoint would hold are finite. A collective call: the ranks agree.
 
     Of unsharded tensors, rank 0's are saved. The others' may differ: batch norm's statistics of their own images do.
@@ -98,7 +190,7 @@ def _all_finite(tensors: list[Tensor], order: float) -> bool:
     return bool(torch.isfinite(torch.stack([n.float() for n in norms])).all())
 
 
-def saver_of(folder: Path, config: Config, parts: Parts, world: World) -> RankSaver:
+def saver_of(folder: Path, config: Config, parts: TrainState, world: World) -> RankSaver:
     """Build this rank's saver."""
     root, pinned, sharding = folder / CHECKPOINTS, parts.precision.device.type == "cuda", parts.sharding
     if sharding is None:
@@ -110,3 +202,66 @@ def saver_of(folder: Path, config: Config, parts: Parts, world: World) -> RankSa
     if world.first:
         return ShardedSaver(root, config, pinned, connect_to_store(), sharding.count)
     return ShardWriter(root, world.rank, connect_to_store(), pinned)
+
+
+OPTIMIZER = "optimizer.safetensors"
+
+
+def into_shards(
+    tensors: Mapping[str, Mapping[str, Tensor]], state: dict[str, Any], sharding: Sharding
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """Tensors that this rank saves, by file, and the state without the moments that are among them."""
+    moments, optimizer = _split_moments(state["optimizer"])
+    shards = {
+        shard_name(name, sharding.nth, sharding.count): _rows(named, sharding)
+        for name, named in {**tensors, OPTIMIZER: moments}.items()
+    }
+    return shards, {**state, "optimizer": optimizer}
+
+
+def _rows(tensors: Mapping[str, Tensor], sharding: Sharding) -> dict[str, Tensor]:
+    """This rank's rows of sharded tensors, if it has any. The first rank also saves what is not sharded."""
+    rows = {name: local_shard(tensor.detach()) for name, tensor in tensors.items() if is_sharded(tensor)}
+    whole = {name: tensor.detach() for name, tensor in tensors.items() if not is_sharded(tensor)}
+    return {name: part for name, part in rows.items() if len(part)} | (whole if sharding.nth == 0 else {})
+
+
+def _split_moments(optimizer: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Sharded tensors of the optimizer's state, by number and key, and the state without them."""
+    moments: dict[str, Tensor] = {}
+    rest: dict[Any, dict[str, Any]] = {}
+    for number, values in optimizer["state"].items():
+        moments |= {f"{number}.{key}": value for key, value in values.items() if is_sharded(value)}
+        rest[number] = {key: value for key, value in values.items() if not is_sharded(value)}
+    return moments, {**optimizer, "state": rest}
+
+
+def add_moments(optimizer: dict[str, Any], moments: Mapping[str, Tensor]) -> None:
+    """Put the moments that `into_shards` took out back into the optimiser's state."""
+    for name in moments:
+        number, _, key = name.partition(".")
+        optimizer["state"].setdefault(int(number), {})[key] = moments[name]
+
+
+def shard_state(optimizer: dict[str, Any], parameters: list[Tensor], sharding: Sharding) -> None:
+    """Keep this rank's rows of the optimiser's state, as its parameters are sharded now."""
+    for number, values in optimizer["state"].items():
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                values[key] = sharding.like(value, parameters[number])
+
+
+def keep_base(folder: Path, model: nn.Module, settings: ModelConfig, resumed: Checkpoint | None) -> dict[str, Any]:
+    """Write the frozen weights into the run's folder, unless they are there. Returns the entry for meta.json."""
+    file, before = folder / CHECKPOINTS / BASE, resumed.meta.get(LORA) if resumed else None
+    if before is not None and file.is_file() and sha256_of(file) == before["base"]["sha256"]:
+        return before
+    tensors = {name: weight.cpu().contiguous() for name, weight in base_weights(model).items()}
+    with os_errors_as_user_errors(folder):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as unfinished, raising_os_errors(file):
+            safetensors.torch.save_file(tensors, unfinished, metadata={"format": "pt"})
+        seal = {"size": file.stat().st_size, "sha256": sha256_of(file)}
+    log.info("The frozen weights are in %s, %s; checkpoints hold the trained ones.", file, size_words(seal["size"]))
+    source = before["source"] if before else settings.PRETRAINED and redacted(settings.PRETRAINED)
+    return {"base": seal, "factor": settings.LORA.factor, "source": source}

@@ -7,46 +7,80 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
+from engine.amp.precision import Precision
+from engine.callback import Callback, Computing
 from engine.measure.mfu import training_flops
-from engine.update import Parts
+from engine.update import TrainState
 from models import build_without_weights
-from models.blocks import blocks_of
+from models.freeze import blocks_of
 from utils.config import Config
+from utils.config.data import DataConfig
 from utils.distributed.world import World, broadcast, on_every_rank
 from utils.errors import UserError
 from utils.log import log
 from utils.text import counted
 
+if TYPE_CHECKING:
+    from engine.compile.compiled import Compiled
+
 AUTO, NONE, BLOCKS, WHOLE = "auto", "none", "blocks", "whole"
-CUDA_GRAPHS = "reduce-overhead"
 NESTED = "with DIST.STRATEGY fsdp at AMP.LEVEL O2 or NAIVE, compiling needs torch 2.15 or later"
 
 
-@dataclass(frozen=True)
-class CompileChoice:
+# Whether compiling on a GPU is worthwhile is estimated from measurements on an H200 (docs/benchmarks.md), so the gain
+# must exceed the cost by far.
+SECONDS_TO_COMPILE = 60.0
+"""Measured: 20 to 35, with 16 CPU cores."""
+FRACTION_SAVED = 0.2
+"""Measured: 0.24 of an update's time for ViT-S/16, 0.18 for B, 0.14 for L."""
+SAVED_PER_MICRO_BATCH = 0.002
+"""Least number of seconds saved, even with small models: kernels are no longer launched one by one."""
+FLOPS_PER_SECOND = {False: 4e13, True: 2e14}
+"""Speed of training on a large GPU, in fp32 and in half precision."""
+REQUIRED_RATIO = 2.0
+"""Time saved divided by compile time, above which `auto` compiles."""
+
+
+class CompileChoice(NamedTuple):
     how: str
-    mode: str
     reason: str
 
-    @property
-    def torch_mode(self) -> str:
-        """torch's name of the mode. Only reduce-overhead uses CUDA graphs, which torch's max-autotune would use too."""
-        return "max-autotune-no-cudagraphs" if self.mode == "max-autotune" else self.mode
 
-    def as_noted(self) -> dict[str, str]:
-        """Entries for run.json and checkpoints."""
-        return {"compile": self.how, "compile_why": self.reason}
+class Compiling(Callback):
+    """Compiles the forward and backward pass, once `choice` says so. What compiles is imported only then."""
+
+    def __init__(self, data: DataConfig, precision: Precision, world: World, sharded: bool) -> None:
+        self.choice = CompileChoice(NONE, "a trial")
+        self._data, self._precision, self._world, self._sharded = data, precision, world, sharded
+        self._compiled: Compiled | None = None
+
+    def noted(self) -> dict[str, str]:
+        return {"compile": self.choice.how, "compile_why": self.choice.reason}
+
+    def rows(self) -> dict[str, str]:
+        return {"compile": f"{self.choice.how} ({self.choice.reason})"}
+
+    def attach(self, to: Computing) -> None:
+        """Compile the modules that compute now."""
+        if self.choice.how == NONE:
+            return
+        from engine.compile.compiled import Compiled
+
+        if self._compiled is None:
+            self._compiled = Compiled(
+                self.choice.how == BLOCKS, self._data, self._precision, self._world, self._sharded
+            )
+        self._compiled.attach(to)
 
 
 def choose_compiling(
-    config: Config, parts: Parts, world: World, updates: int, previous: Mapping[str, Any]
+    config: Config, parts: TrainState, world: World, updates: int, previous: Mapping[str, Any]
 ) -> CompileChoice:
     """What to compile. A collective call.
 
@@ -71,9 +105,8 @@ def choose_compiling(
         )
     if how == BLOCKS and wanted == AUTO and _is_nested(parts):
         how, reason = NONE, f"auto: {NESTED}"
-    choice = CompileChoice(how, config.TRAIN.COMPILE_MODE, reason)
-    on_every_rank(world, lambda: _check(choice, parts, world))
-    return choice
+    on_every_rank(world, lambda: _check(how, parts, world))
+    return CompileChoice(how, reason)
 
 
 def _previous_choice(previous: Mapping[str, Any], device: torch.device) -> tuple[str, str] | None:
@@ -93,24 +126,27 @@ def _previous_choice(previous: Mapping[str, Any], device: torch.device) -> tuple
     return None
 
 
-def _by_gain(config: Config, parts: Parts, updates: int) -> tuple[str, str]:
+def _by_gain(config: Config, parts: TrainState, updates: int) -> tuple[str, str]:
     device, data = parts.precision.device, config.DATA
     if device.type != "cuda":
         return NONE, f"auto: on {device.type} compiling takes longer than it saves"
     if missing := _missing_tool(device):
         return NONE, f"auto: {missing}"
-    from engine.compile.gain import estimate_gain
-
     without_weights = build_without_weights(config.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
-    flops = training_flops(without_weights, data.IMAGE_CHANNELS, data.IMAGE_SIZE)
-    saved = estimate_gain(flops, data.BATCH_SIZE, config.TRAIN.ACCUM_ITER, updates, parts.precision.level != "O0")
-    if not saved.is_worthwhile:
-        return NONE, f"auto: {saved.words()}"
-    in_blocks = config.TRAIN.GRAD_CHECKPOINT != "none" and has_blocks(parts.model)
-    return BLOCKS if in_blocks else WHOLE, f"auto: {saved.words()}"
+    flops = training_flops(without_weights, data.IMAGE_CHANNELS, data.IMAGE_SIZE) or 0.0
+    micro_batch = flops * data.BATCH_SIZE / FLOPS_PER_SECOND[parts.precision.level != "O0"]
+    seconds = max(FRACTION_SAVED * micro_batch, SAVED_PER_MICRO_BATCH) * config.TRAIN.ACCUM_ITER * updates
+    is_worthwhile = seconds > REQUIRED_RATIO * SECONDS_TO_COMPILE
+    words = (
+        f"auto: about {seconds:,.0f} s saved in {counted(updates, 'update')}, {'more' if is_worthwhile else 'no more'} "
+        f"than {REQUIRED_RATIO:g} times the {SECONDS_TO_COMPILE:.0f} s of compiling"
+    )
+    if not is_worthwhile:
+        return NONE, words
+    return BLOCKS if config.TRAIN.GRAD_CHECKPOINT != "none" and has_blocks(parts.model) else WHOLE, words
 
 
-def _is_nested(parts: Parts) -> bool:
+def _is_nested(parts: TrainState) -> bool:
     return parts.sharding is not None and parts.sharding.has_nested_units
 
 
@@ -118,30 +154,18 @@ def has_blocks(model: nn.Module) -> bool:
     return any(True for _ in blocks_of(model))
 
 
-def _check(choice: CompileChoice, parts: Parts, world: World) -> None:
-    if choice.how == NONE:
+def _check(how: str, parts: TrainState, world: World) -> None:
+    if how == NONE:
         return
-    device = parts.precision.device
-    if missing := _missing_tool(device):
-        raise UserError(f"TRAIN.COMPILE {choice.how}: {missing}. Install what is missing, or set TRAIN.COMPILE=none.")
-    if choice.how == BLOCKS and not has_blocks(parts.model):
+    if missing := _missing_tool(parts.precision.device):
+        raise UserError(f"TRAIN.COMPILE {how}: {missing}. Install what is missing, or set TRAIN.COMPILE=none.")
+    if how == BLOCKS and not has_blocks(parts.model):
         raise UserError(
             f"TRAIN.COMPILE: {type(parts.model).__name__} has no sequence of equal blocks to compile; use "
             f"{'none' if world.size > 1 else 'whole or none'}."
         )
-    if choice.how == BLOCKS and _is_nested(parts):
+    if how == BLOCKS and _is_nested(parts):
         raise UserError(f"TRAIN.COMPILE blocks: {NESTED}; set TRAIN.COMPILE=none, or use AMP.LEVEL O1.")
-    if choice.mode != CUDA_GRAPHS:
-        return
-    if device.type != "cuda":
-        raise UserError(
-            f"TRAIN.COMPILE_MODE {CUDA_GRAPHS} uses CUDA graphs, which need a GPU; on {device.type} use default."
-        )
-    if choice.how != WHOLE or world.size > 1:
-        raise UserError(
-            f"TRAIN.COMPILE_MODE {CUDA_GRAPHS} works only with TRAIN.COMPILE whole in one process, not with "
-            f"{choice.how} in {counted(world.size, 'process')}; use default."
-        )
 
 
 def _missing_tool(device: torch.device) -> str | None:

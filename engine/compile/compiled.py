@@ -1,6 +1,7 @@
 """torch.compile for the forward and backward pass of a micro-batch.
 
-Calls are compiled, and no module is wrapped, so names in checkpoints and in the EMA do not change.
+Calls are compiled, and no module is wrapped, so names in checkpoints and in the EMA do not change. The compiler's cache
+is in a folder of the user's own, without files that a killed run left incomplete.
 """
 
 # torch's type stubs lack the compiler's settings.
@@ -10,23 +11,28 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import struct
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from filelock import FileLock, Timeout
+from torch import Tensor
 
 from datasets import Batch
-from engine.ability import Computing
 from engine.amp.precision import Precision
-from engine.compile.cache import CACHE, prepare_compiler_cache
-from engine.compile.choice import BLOCKS, CUDA_GRAPHS, CompileChoice
+from engine.callback import Computing
 from engine.inputs.mixup import no_transform
+from engine.machine.device import processor
 from engine.machine.late_compiler import uncompiled
 from engine.update import ForwardResult
-from models.blocks import blocks_of
+from models.freeze import blocks_of
+from utils.cache import cache_folder
 from utils.config.data import DataConfig
 from utils.distributed.world import World
 from utils.errors import TrainingError, UserError
@@ -37,6 +43,11 @@ ATTENTION = " attention="
 """Start of our part of torch's graph-cache key."""
 MAX_GRAPHS = 256
 """Per function. Each stochastic-depth rate of a block and each image size need a graph."""
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+LIBRARIES = ("*/*.so", "*/*.o")
+ELF = b"\x7fELF\x02\x01"
+"""First bytes of a 64-bit little-endian ELF file."""
+ELF_HEADER = 64
 
 
 class Compiled:
@@ -47,10 +58,8 @@ class Compiled:
     The last micro-batch of an epoch may be smaller. It runs in eager mode, as it is not worth another graph.
     """
 
-    def __init__(
-        self, choice: CompileChoice, data: DataConfig, precision: Precision, world: World, sharded: bool
-    ) -> None:
-        self.choice = choice
+    def __init__(self, in_blocks: bool, data: DataConfig, precision: Precision, world: World, sharded: bool) -> None:
+        self._in_blocks = in_blocks
         self.seconds = 0.0
         """Time spent compiling so far."""
         self._data, self._precision, self._world, self._sharded = data, precision, world, sharded
@@ -62,9 +71,7 @@ class Compiled:
         self._to = to
         self._done.clear()
         options: dict[str, Any] = {"backend": BACKEND, "fullgraph": True, "dynamic": False}
-        if BACKEND == "inductor":
-            options["mode"] = self.choice.torch_mode
-        self._compute = self._blocks(options) if self.choice.how == BLOCKS else self._one_graph(options)
+        self._compute = self._blocks(options) if self._in_blocks else self._one_graph(options)
         to.compute = self
 
     def __call__(self, batch: Batch) -> ForwardResult:
@@ -79,7 +86,7 @@ class Compiled:
         from torch._dynamo.exc import TorchDynamoException
 
         began, (size, phase) = perf_counter(), kind
-        what = "each block" if self.choice.how == BLOCKS else "the forward and backward pass"
+        what = "each block" if self._in_blocks else "the forward and backward pass"
         duration = "minutes on a CPU" if batch.images.device.type == "cpu" else "about a minute"
         special = f", {phase}" if phase else ""
         log.info("Compiling %s for %d x %d pixels%s: this update takes %s.", what, *size[-2:], special, duration)
@@ -88,8 +95,8 @@ class Compiled:
         except TorchDynamoException as error:
             failure = TrainingError if self.seconds else UserError  # UserError before the first update is done
             raise failure(
-                f"TRAIN.COMPILE {self.choice.how}: torch cannot compile this model ({_first_line(error)}). Set "
-                f"TRAIN.COMPILE=none{', or blocks' if self.choice.how != BLOCKS else ''}."
+                f"TRAIN.COMPILE: torch cannot compile this model ({_first_line(error)}). Set TRAIN.COMPILE=none"
+                f"{'' if self._in_blocks else ', or blocks'}."
             ) from error
         took = perf_counter() - began
         self.seconds += took
@@ -126,21 +133,9 @@ class Compiled:
             if not from_uint8:
                 with precision.autocast():
                     images, targets, labels = change(inputs(images), labels)
-            if self.choice.mode != CUDA_GRAPHS:
-                return ForwardResult(*graph(images, targets), labels)
-            _copy_gradients(forward)
-            loss, logits = graph(images, targets)
-            return ForwardResult(loss.clone(), logits.clone(), labels)
+            return ForwardResult(*graph(images, targets), labels)
 
         return compute
-
-
-def _copy_gradients(model: nn.Module) -> None:
-    """Copy gradients out of the CUDA graph's memory, which its next run overwrites."""
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad = parameter.grad.clone()
-    torch.compiler.cudagraph_mark_step_begin()
 
 
 def _configure_compiler(data: DataConfig, precision: Precision, world: World) -> None:
@@ -179,3 +174,55 @@ def _first_line(error: Exception) -> str:
     """The first line with content: not "backend='inductor' raised:"."""
     lines = [line.strip() for line in str(error).splitlines()]
     return next((line for line in lines if line and not line.endswith("raised:")), type(error).__name__)
+
+
+def prepare_compiler_cache(data: DataConfig) -> None:
+    """Set the folder in which torch's compiler caches, and remove incomplete libraries from it.
+
+    torch takes any library that exists for finished, so one that a killed run left would make every later run fail.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    # Importing the compiler may have set the variable to torch's default.
+    if os.environ.get(CACHE, default_cache_dir()) == default_cache_dir():
+        # A folder of the user's own, because code in it is executed; and one per kind of processor.
+        kind = re.sub(r"\W+", "-", f"{processor()} {torch.backends.cpu.get_cpu_capability()}")
+        os.environ[CACHE] = str(cache_folder(data, f"compiled/{kind}"))
+    folder = Path(os.environ[CACHE])
+    libraries = [library for pattern in LIBRARIES for library in folder.glob(pattern)]
+    removed = [library for library in libraries if not _is_complete(library) and _remove(library, folder / "locks")]
+    if removed:
+        log.warning(
+            "Removed %d files that a killed run left incomplete in %s, such as %s; they are compiled again.",
+            *(len(removed), folder, removed[0].name),
+        )
+
+
+def _remove(library: Path, locks: Path) -> bool:
+    """Remove an incomplete library, unless another process is writing it now: then it holds torch's lock of it."""
+    try:
+        locks.mkdir(exist_ok=True)
+        with FileLock(locks / f"{library.name.partition('.')[0]}.lock", timeout=0):
+            if _is_complete(library):
+                return False
+            library.unlink()
+            return True
+    except Timeout:
+        return False
+    except OSError as error:
+        raise UserError(f"{library} is incomplete and cannot be removed: {error.strerror}. Remove it.") from None
+
+
+def _is_complete(library: Path) -> bool:
+    """Whether an ELF file has its table of sections, which linkers write last. A file that is gone needs no removal."""
+    try:
+        with library.open("rb") as file:
+            header, size = file.read(ELF_HEADER), os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        return True
+    if sys.platform != "linux":
+        return size > 0
+    if len(header) < ELF_HEADER or not header.startswith(ELF):
+        return False
+    (table,), (entry, entries) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
+    return table + entry * entries <= size

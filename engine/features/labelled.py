@@ -6,14 +6,14 @@ import os
 
 import torch
 
-from datasets import ImageDataset, check_dataset, count_classes, has_labels, open_dataset, source_of
+from datasets import ImageDataset, check_dataset, count_classes, has_labels, names, open_dataset, source_of
 from datasets.base import TITLES
 from utils.config import Config
 from utils.config.data import DataConfig
 from utils.config.keys import default_of
 from utils.errors import UserError
 
-OF_OWN_DATA = ("DATA.EXCLUDE", "DATA.FOLD", "DATA.GROUP", "DATA.LISTING")
+OF_OWN_DATA = ("DATA.EXCLUDE", "DATA.FOLD", "DATA.GROUP")
 """Settings that fit the run's own data alone."""
 
 
@@ -29,13 +29,35 @@ def place_of(data: DataConfig) -> str:
 
 
 def labelled_data(config: Config) -> DataConfig:
-    """The images of TRAIN.KNN, as DATA describes images. Other images than the run's get no settings of OF_OWN_DATA."""
-    knn = config.TRAIN.KNN
-    changes = {"DATASET": knn.DATASET, "DATA_PATH": knn.DATA_PATH, "PART": "val"}
-    data = config.DATA.model_copy(update=changes)
+    """The images of TRAIN.KNN, as DATA describes images. Other images than the run's get no settings of OF_OWN_DATA.
+
+    DATA.EXCLUDE stays, since this run reads both: unlabelled `images` and the class folders of k-NN can be one folder,
+    and a broken image that only k-NN reads must be excludable too.
+    """
+    name, path = _place_of_knn(config.TRAIN.KNN or "")
+    data = config.DATA.model_copy(update={"DATASET": name, "DATA_PATH": path, "PART": "val"})
     if place_of(data) == place_of(config.DATA):
         return data
-    return data.model_copy(update={key.removeprefix("DATA."): default_of(key) for key in OF_OWN_DATA})
+    fitting = [key for key in OF_OWN_DATA if key != "DATA.EXCLUDE"]
+    return data.model_copy(update={key.removeprefix("DATA."): default_of(key) for key in fitting})
+
+
+def _place_of_knn(text: str) -> tuple[str, str | None]:
+    """Name of the data set and its folder; without a name, the layout of the folder is recognised."""
+    name, found, path = text.partition("=")
+    if found:
+        return name, path
+    if text in names() or text.startswith("hf:"):
+        return text, None
+    from datasets.recognise import recognise
+
+    try:
+        layout = recognise(text)
+    except UserError as error:
+        raise UserError(f"The images of TRAIN.KNN: {error}") from None
+    if layout is None:
+        raise UserError(f"TRAIN.KNN {text}: no such folder, file or data set.")
+    return layout[0], text
 
 
 def open_labelled(

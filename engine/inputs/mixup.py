@@ -40,12 +40,30 @@ def no_transform(images: Tensor, labels: Tensor) -> TransformedBatch:
     return TransformedBatch(images, labels, labels)
 
 
-def build_batch_transform(train: TrainConfig, task: Task, device: torch.device) -> BatchTransform:
+class MixedWeights:
+    """Class weights of images that MIXUP_MODE elem mixes one by one.
+
+    An image and its partner then do not share out their weights, so what a micro-batch counts for is known only when
+    it is mixed; `MicroBatch` counts it by its own labels.
+    """
+
+    def __init__(self, weights: Tensor) -> None:
+        self._weights = weights
+        self.ratio = torch.ones((), device=weights.device)
+        """What the last micro-batch counts for, relative to its share"""
+
+    def note(self, targets: Tensor, labels: Tensor) -> None:
+        self.ratio = (targets * self._weights).sum() / self._weights[labels].sum()
+
+
+def build_batch_transform(
+    train: TrainConfig, task: Task, device: torch.device, weights: MixedWeights | None = None
+) -> BatchTransform:
     """The batch transform that TRAIN asks for. Validation has none."""
     if not task.mixes:
         return no_transform
     erase = _random_erasing(train, device) if train.RANDOM_ERASE_PROB else None
-    mix = Mixing(train, task) if train.mixes else None
+    mix = Mixing(train, task, weights) if train.mixes else None
     if erase is None and mix is None:
         return no_transform
 
@@ -93,8 +111,8 @@ class Mixing(Mixup):
     in timm, the i-th from the end; the middle one of an odd batch is its own partner and stays unmixed.
     """
 
-    def __init__(self, train: TrainConfig, task: Task) -> None:
-        self._task = task
+    def __init__(self, train: TrainConfig, task: Task, weights: MixedWeights | None = None) -> None:
+        self._task, self._weights = task, weights
         super().__init__(
             mixup_alpha=train.MIXUP_ALPHA,
             cutmix_alpha=train.CUTMIX_ALPHA,
@@ -118,7 +136,10 @@ class Mixing(Mixup):
         in_box = (row >= top) & (row < bottom) & (column >= left) & (column < right)
         own = torch.where(is_mixup > 0, lam, 1.0).masked_fill(in_box, 0.0)
         mixed = torch.lerp(images.flip(0), images, own.to(images.dtype))
-        return TransformedBatch(mixed, *self._task.mixed(labels, lam.reshape(count, 1)))
+        targets, shown = self._task.mixed(labels, lam.reshape(count, 1))
+        if self._weights is not None:
+            self._weights.note(targets, labels)
+        return TransformedBatch(mixed, targets, shown)
 
     def _draw(self, count: int, size: tuple[int, int]) -> _Draw:
         """Draw random numbers in timm's order, so that the same seed gives the same ones."""

@@ -24,7 +24,7 @@ class Inputs(nn.Module):
         mean = torch.tensor(per_channel(data.IMAGENET_MEAN, data.IMAGE_CHANNELS), dtype=torch.float64)
         std = torch.tensor(per_channel(data.IMAGENET_STD, data.IMAGE_CHANNELS), dtype=torch.float64)
         self.layout = torch.contiguous_format
-        """Memory format of the images: channels_last if TRAIN.CHANNELS_LAST is in effect."""
+        """Memory format of the images: channels_last if SPEED chooses it."""
         shape = (1, -1, 1, 1)
         self.register_buffer("factor", (1 / (255 * std)).float().reshape(shape), persistent=False)
         self.register_buffer("offset", (-mean / std).float().reshape(shape), persistent=False)

@@ -1,13 +1,14 @@
-"""The device of this process: choice, settings and description."""
+"""The device of this process: choice, settings, description, and a notice where it is a CPU without being asked for."""
 
 from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
-from engine.machine.no_gpu import has_driver
 from utils.config.schema import Config
 from utils.distributed.world import ALONE, MPICH, OPENMPI, SLURM, World
 from utils.errors import UserError
@@ -16,6 +17,7 @@ from utils.machine.gpus import check_asked_gpus
 from utils.machine.heap import keep_freed_memory
 from utils.text import counted
 
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 # Launchers under which a process may see only its own GPU (srun --gpus-per-task=1).
 LAUNCHERS_WITH_OWN_GPU = (SLURM, OPENMPI, MPICH)
 
@@ -107,3 +109,35 @@ def visible_devices(config: Config) -> int:
     if visible and visible < config.NGPUS:
         raise UserError(f"-ngpus {config.NGPUS}: only {visible} GPU(s) are visible; use -ngpus {visible} or fewer.")
     return config.NGPUS
+
+
+def no_gpu_notice(config: Config, device: torch.device, env: Mapping[str, str] = os.environ) -> str | None:
+    """One line for the log; None if a GPU is used, or if -device cpu was given."""
+    if device.type != "cpu" or config.DEVICE is not None:
+        return None
+    return (
+        f"{_why_no_gpu(env)}: this run uses the CPU, which is enough to try things out (training with "
+        "-cfg configs/vit_digits.yaml takes a minute or two), but training on ImageNet would take weeks. -dry_run "
+        "estimates the time of training; pass -device cpu to silence this."
+    )
+
+
+def has_driver() -> bool:
+    """Whether the machine seems to have a GPU, even if CUDA_VISIBLE_DEVICES hides it."""
+    return NVIDIA_DRIVER.exists() or torch.version.hip is not None
+
+
+def _why_no_gpu(env: Mapping[str, str]) -> str:
+    hidden, driver = env.get("CUDA_VISIBLE_DEVICES"), NVIDIA_DRIVER.exists()
+    if hidden is not None and hidden.strip() in ("", "-1"):
+        return f"No GPU is visible, because CUDA_VISIBLE_DEVICES is {hidden!r}"
+    if driver and torch.version.cuda is None and torch.version.hip is None:
+        return (
+            f"No GPU is visible, though an NVIDIA driver is installed: torch {torch.__version__} is built for CPUs "
+            "only (pip install torch torchvision in a new environment installs them with CUDA)"
+        )
+    if driver and hidden is not None:
+        return f"No GPU is visible, because CUDA_VISIBLE_DEVICES is {hidden!r} (nvidia-smi -L lists the GPUs)"
+    if driver:
+        return "No GPU is visible, though an NVIDIA driver is installed (nvidia-smi shows whether it works)"
+    return "No GPU is visible"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -22,42 +23,27 @@ from utils.config import Config
 from utils.config.keys import settings, value_of
 from utils.distributed.again import LAUNCHER_PID
 from utils.distributed.group import backend_of, join
-from utils.distributed.processes import start_time_of
 from utils.distributed.world import World
 from utils.errors import AllRanksUserError
 from utils.log import log
+from utils.program import started_as
 from utils.terminal import DETAIL
 from utils.text import aligned, counted
 
 MAX_ROWS = 16
 # Settings that may differ between ranks.
-RANK_SETTINGS = ("DIST.RANK", "DIST.HOST", "DIST.PORT", "LOCAL_RANK", "NGPUS")
 
 
 def join_run(config: Config, world: World, device: torch.device, threads: int) -> None:
     """Join the other processes, check that settings and devices are consistent, and log who takes part."""
-    common = {key: str(value_of(config, key)) for key in settings() if key not in RANK_SETTINGS}
-    members = join(world, config.DIST, device, _about_this_process(world, device, threads))
     if world.size == 1:
         return
-    _check_devices(members)  # first: NCCL cannot communicate between ranks on one GPU
-    from utils.distributed.joining import check_agreement
+    from utils.distributed.watchdog import start_time_of
 
-    check_agreement(world, members, common)
-    log.info(environment_table(config, world, device, members), extra=DETAIL)
-
-
-def arguments() -> str:
-    return shlex.join(sys.argv[1:]) or "none"
-
-
-def _about_this_process(world: World, device: torch.device, threads: int) -> dict[str, Any]:
-    """Facts about this process for the other ranks."""
-    about: dict[str, Any] = {
+    member: dict[str, Any] = {
         "rank": world.rank,
         "size": world.size,
         "local_rank": world.local_rank,
-        "local_size": world.local_size,
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "started": start_time_of(os.getpid()),
@@ -65,21 +51,19 @@ def _about_this_process(world: World, device: torch.device, threads: int) -> dic
         "threads": threads,
         "gpu": None,
         "visible": 0,
-        "peers": None,
         "vitamp": version_text().splitlines()[0].split()[-1],
         "torch": torch.__version__,
     }
     if device.type == "cuda":
-        about["gpu"] = str(torch.cuda.get_device_properties(device).uuid)
-        about["visible"] = torch.cuda.device_count()
-        about["peers"] = _peers(torch.cuda.device_count())
-    return about
+        member |= {"gpu": str(torch.cuda.get_device_properties(device).uuid), "visible": torch.cuda.device_count()}
+    common = {key: str(value_of(config, key)) for key in settings() if key != "NGPUS"}
+    members = join(world, config.DIST, device, member, common)
+    _check_devices(members)
+    log.info(environment_table(config, world, device, members), extra=DETAIL)
 
 
-def _peers(devices: int) -> tuple[int, int]:
-    """Number of GPU pairs of this machine with peer access, and of all pairs."""
-    pairs = [(a, b) for a in range(devices) for b in range(devices) if a != b]
-    return sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs), len(pairs)
+def arguments() -> str:
+    return shlex.join(sys.argv[1:]) or "none"
 
 
 def _check_devices(members: list[dict[str, Any]]) -> None:
@@ -106,59 +90,20 @@ def _check_devices(members: list[dict[str, Any]]) -> None:
 
 
 def environment_table(config: Config, world: World, device: torch.device, members: list[dict[str, Any]]) -> str:
-    """Table of processes, machines, devices and libraries, and how GPUs are connected."""
-    hosts = list(dict.fromkeys(member["host"] for member in members))
-    table = aligned(_by_rank(members) if len(members) <= MAX_ROWS else _by_host(members, hosts))
-    facts = [
-        (
-            "launcher",
-            f"{_launcher(world)}, {counted(world.size, 'process')} on {counted(len(hosts), 'machine')}",
-        ),
-        (
-            "backend",
-            f"{backend_of(config.DIST, device)}, rendezvous at {members[0]['rendezvous']}; "
-            f"DIST.TIMEOUT {config.DIST.TIMEOUT:g} min",
-        ),
-        ("libraries", ", ".join(f"{name} {number}" for name, number in libraries().items())),
+    """Table of processes, machines, devices and libraries."""
+    rows = [("rank", "machine", "local rank", "process", "threads", "device")]
+    keys = ("rank", "host", "local_rank", "pid", "threads", "device")
+    rows += [tuple(str(member[key]) for key in keys) for member in members[:MAX_ROWS]]
+    lines = aligned(rows) + [f"... and {len(members) - MAX_ROWS} more"] * (len(members) > MAX_ROWS)
+    launcher = f"{started_as('main_multi_gpu.py')} itself" if LAUNCHER_PID in os.environ else world.launcher
+    machines = counted(len({member["host"] for member in members}), "machine")
+    lines += [
+        f"launcher   {launcher}, {counted(world.size, 'process')} on {machines}",
+        f"backend    {backend_of(config.DIST, device)}, rendezvous at {members[0]['rendezvous']}; "
+        f"DIST.TIMEOUT {config.DIST.TIMEOUT:g} min",
+        f"libraries  {', '.join(f'{name} {number}' for name, number in libraries().items())}",
     ]
-    links = _links(members)
-    if links:
-        facts.append(("GPU links", links))
-    return "\n".join(["Processes", *(f"  {line}" for line in table), *(f"  {name:<10} {text}" for name, text in facts)])
-
-
-def _by_rank(members: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("rank", "machine", "local rank", "process", "threads", "device")]
-    for member in members:
-        row = (member[key] for key in ("rank", "host", "local_rank", "pid", "threads", "device"))
-        rows.append(tuple(map(str, row)))
-    return rows
-
-
-def _by_host(members: list[dict[str, Any]], hosts: list[str]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("machine", "ranks", "threads", "devices")]
-    for host in hosts:
-        here = [member for member in members if member["host"] == host]
-        ranks = f"{here[0]['rank']}-{here[-1]['rank']}"
-        kinds = Counter(member["device"] for member in here)
-        devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
-        rows.append((host, ranks, str(here[0]["threads"]), devices))
-    return rows
-
-
-def _launcher(world: World) -> str:
-    return "main_multi_gpu.py itself" if LAUNCHER_PID in os.environ else world.launcher
-
-
-def _links(members: list[dict[str, Any]]) -> str | None:
-    by_machine = [member["peers"] for member in members if member["peers"] and member["peers"][1]]
-    if not by_machine:
-        return None
-    direct, pairs = min(by_machine, key=lambda peers: peers[0] / peers[1])
-    text = f"{direct} of {pairs} ordered pairs of GPUs in a machine have peer access"
-    if direct < pairs:
-        return f"{text}; the others go through host memory (nvidia-smi topo -m shows why)"
-    return f"{text}, by NVLink or PCIe (nvidia-smi topo -m shows which)"
+    return "\n".join(["Processes", *(f"  {line}" for line in lines)])
 
 
 def libraries() -> dict[str, str]:
@@ -173,9 +118,10 @@ def libraries() -> dict[str, str]:
         versions["CUDA"] = str(torch.version.cuda)
         versions["cuDNN"] = _dotted(torch.backends.cudnn.version())
         versions["NCCL"] = ".".join(map(str, nccl.version()))
-        driver = _driver()
-        if driver:
-            versions["driver"] = driver
+        with contextlib.suppress(OSError):
+            text = Path("/proc/driver/nvidia/version").read_text(encoding="ascii", errors="replace")
+            if number := re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text):
+                versions["driver"] = number[0]
     return versions
 
 
@@ -185,12 +131,3 @@ def _dotted(number: int | None) -> str:
         return "none"
     major = 10000 if number >= 90000 else 1000
     return f"{number // major}.{number % major // 100}.{number % 100}"
-
-
-def _driver() -> str | None:
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return None
-    number = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text)
-    return number[0] if number else None

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 from utils.machine.cpus import cgroups_of
+from utils.machine.heap import return_freed_memory
 
 GIB = 2**30
 MEMINFO = Path("/proc/meminfo")
@@ -82,75 +78,54 @@ def largest_blocks(device: torch.device, kinds: int = 3) -> str | None:
 
 
 @contextmanager
-def limited(device: torch.device, limit: int) -> Iterator[Callable[[], int]]:
-    """Limit memory: allocations beyond `limit` bytes raise torch.OutOfMemoryError. Yields a function for the peak."""
+def limited(device: torch.device, limit: int) -> Iterator[None]:
+    """Limit a GPU's memory: allocations beyond `limit` bytes raise torch.OutOfMemoryError.
+
+    Where a host runs out of memory there is no error: the kernel kills the process.
+    """
     if device.type != "cuda":
-        with LiveMemory(device, limit) as live:
-            yield live.take_peak
+        yield
         return
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
-    def take_peak() -> int:
+
+def held_memory(device: torch.device) -> int:
+    """Bytes that this process holds now, libraries and data included; 0 on a GPU, whose libraries are no part of it."""
+    if device.type != "cpu":
+        return 0
+    return _status("VmRSS") or round(1e9 * peak_memory_gb(device))
+
+
+def take_peak(device: torch.device) -> int:
+    """Bytes held at the peak since the last call. Returns unused memory."""
+    if device.type == "cuda":
         peak = torch.cuda.max_memory_reserved(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         return peak
-
-    try:
-        take_peak()
-        yield take_peak
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
-        take_peak()
-
-
-class LiveMemory(TorchDispatchMode):
-    """Counts the memory of tensors that are made inside it, and raises an error beyond a limit.
-
-    When a host runs out of memory there is no error to catch: the kernel kills the process. Temporary memory inside an
-    operator is not counted.
-    """
-
-    def __init__(self, device: torch.device, limit: int) -> None:
-        super().__init__()
-        self._device, self._limit = device.type, limit
-        self._live = self._peak = 0
-        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-    def take_peak(self) -> int:
-        """Peak since the last call."""
-        peak, self._peak = self._peak, self._live
+    if device.type == "mps":
+        peak = torch.mps.driver_allocated_memory()
+        torch.mps.empty_cache()
         return peak
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, Tensor) and tensor.device.type == self._device:
-                self._count(tensor.untyped_storage())
-        return made
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage in self._known:
-            return
-        size = storage.nbytes()
-        self._known[storage] = size
-        weakref.finalize(storage, self._freed, size).atexit = False
-        self._live += size
-        self._peak = max(self._peak, self._live)
-        if self._live > self._limit:
-            raise torch.OutOfMemoryError(
-                f"Tried to allocate {in_gib(size)}: with it, tensors would take {in_gib(self._live)}; the limit is "
-                f"{in_gib(self._limit)}."
-            )
-
-    def _freed(self, size: int) -> None:
-        self._live -= size
+    peak = _status("VmHWM") or round(1e9 * peak_memory_gb(device))
+    return_freed_memory()
+    with contextlib.suppress(OSError):  # then the peak is that since the process began
+        Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to VmRSS
+    return peak
 
 
-def _meminfo(name: str) -> int | None:
+def _status(name: str) -> int | None:
+    return _meminfo(name, Path("/proc/self/status"))
+
+
+def _meminfo(name: str, file: Path | None = None) -> int | None:
     try:
-        lines = MEMINFO.read_text(encoding="ascii").splitlines()
+        lines = (file or MEMINFO).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return None
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), None)

@@ -104,6 +104,10 @@ class Signals:
             self._leave(number)
         self.request = max(self.request, REQUESTS[signal.Signals(number)])
 
+    def leave(self) -> NoReturn:
+        """Do at once what was asked for."""
+        self._leave(signal.SIGINT if self.request == CTRL_C else signal.SIGTERM)
+
     def _leave(self, number: int) -> NoReturn:
         if not self._failed:
             logging.raiseExceptions = False  # the signal may have interrupted the writing of a log line

@@ -35,11 +35,14 @@ class Reading:
 
 
 class TrainMeters:
-    def __init__(self, device: torch.device, world: World, task: Task) -> None:
-        self._world, self._task = world, task
+    def __init__(self, device: torch.device, world: World, task: Task, weighted: bool = False) -> None:
+        """`weighted`: images do not count alike in the loss (TRAIN.CLASS_WEIGHTS)."""
+        self._world, self._task, self._weighted = world, task, weighted
         self._sum_type = sum_type_of(device)
         self._update, self._epoch = (torch.zeros(4, dtype=self._sum_type, device=device) for _ in range(2))
         self._finished_update = torch.zeros_like(self._update)
+        self._epoch_counts = torch.zeros((), dtype=self._sum_type, device=device)
+        """What the images of the epoch count for in the loss, if they are weighted"""
         self._one = torch.ones((), dtype=self._sum_type, device=device)
         self._factors_cache: dict[tuple[float, float], Tensor] = {}
         self._norm = torch.zeros((), device=device)
@@ -48,17 +51,34 @@ class TrainMeters:
         self._first_bad = torch.full((), NEVER, dtype=torch.int64, device=device)
 
     @torch.no_grad()
-    def add(self, loss: Tensor, logits: Tensor, labels: Tensor, weight: float) -> None:
-        """Count one micro-batch. One of weight 0 is skipped: it only keeps this rank in step with the others."""
+    def add(
+        self,
+        loss: Tensor,
+        logits: Tensor,
+        labels: Tensor,
+        weight: float,
+        counts: float = 0.0,
+        ratio: float | Tensor = 1.0,
+    ) -> None:
+        """Count one micro-batch. One of weight 0 is skipped: it only keeps this rank in step with the others.
+
+        `counts`: as in `MicroBatch`; `ratio`: as in `MixedWeights`.
+        """
         if weight == 0.0:
             return
         n = float(len(labels))
         first, second = self._task.counts(logits, labels, self._sum_type)
-        loss = loss.to(self._sum_type)
+        loss = loss.to(self._sum_type) * ratio
         row = torch.stack((loss, first, second, self._one))
         self._update += row * self._factors(weight, n)
         # One forward pass that overflows must not turn the epoch's mean into NaN.
-        self._epoch += (row * self._factors(n, n)).where(torch.isfinite(loss), 0.0)
+        self._epoch += (row * self._factors(counts if self._weighted else n, n)).where(torch.isfinite(loss), 0.0)
+        if self._weighted:
+            self._epoch_counts += (self._one * counts * ratio).where(torch.isfinite(loss), 0.0)
+
+    def divide_loss(self, by: Tensor) -> None:
+        """Divide the loss of the update that is not closed yet."""
+        self._update[LOSS] /= by
 
     def _factors(self, of_loss: float, samples: float) -> Tensor:
         """Factors of a row of sums, on the device; cached, since there are few kinds without class weights."""
@@ -71,12 +91,12 @@ class TrainMeters:
         return factors
 
     @torch.no_grad()
-    def close_update(self, update: int, norm: Tensor, moved: bool | Tensor, scaled: bool) -> None:
+    def close_update(self, update: int, norm: Tensor, stepped: bool | Tensor, scaled: bool) -> None:
         """Finish an update, counted from 1. Without loss scaling, a gradient norm that is not finite is a fault."""
         self._finished_update, self._update = self._update, self._finished_update.zero_()
         self._norm.copy_(norm)
         if scaled:
-            skipped = 1 - (moved.long().reshape(()) if isinstance(moved, Tensor) else int(moved))
+            skipped = 1 - (stepped.long().reshape(()) if isinstance(stepped, Tensor) else int(stepped))
             self._skipped += skipped
             self._in_a_row += 1
             self._in_a_row *= skipped
@@ -87,6 +107,8 @@ class TrainMeters:
     def read(self, scale: Tensor, lr: float | Tensor) -> Reading:
         """Read everything in one copy from the device. A collective call."""
         sums = sum_over_ranks(torch.cat((self._finished_update, self._epoch)), self._world)
+        # Summed apart: a longer all-reduce may add the losses of several ranks in another order.
+        counts = sum_over_ranks(self._epoch_counts.clone(), self._world) if self._weighted else sums[4 + SAMPLES]
         same_on_all_ranks = [
             self._norm,
             scale,
@@ -94,12 +116,13 @@ class TrainMeters:
             self._skipped,
             self._in_a_row,
             self._first_bad,
+            counts,
         ]
         numbers = torch.cat((sums, *(x.to(sums.device, self._sum_type).reshape(1) for x in same_on_all_ranks))).tolist()
-        norm, scale_value, rate, skipped, in_a_row, first_bad = numbers[8:]
+        norm, scale_value, rate, skipped, in_a_row, first_bad, counted = numbers[8:]
         return Reading(
             self._metrics(numbers[:4], 1.0),
-            self._metrics(numbers[4:8], numbers[4 + SAMPLES]),
+            self._metrics(numbers[4:8], counted or 1.0),
             norm,
             scale_value,
             rate,
@@ -110,18 +133,24 @@ class TrainMeters:
 
     def state(self) -> dict[str, object]:
         """Running sums over all ranks, for a checkpoint."""
-        sums = sum_over_ranks(self._epoch.clone(), self._world)
-        return {"epoch": sums.tolist(), "skipped": int(self._skipped), "skipped_in_a_row": int(self._in_a_row)}
+        sums = sum_over_ranks(self._epoch.clone(), self._world).tolist()
+        if self._weighted:
+            sums.append(float(sum_over_ranks(self._epoch_counts.clone(), self._world)))
+        return {"epoch": sums, "skipped": int(self._skipped), "skipped_in_a_row": int(self._in_a_row)}
 
     def restore(self, epoch: list[float], skipped: int, skipped_in_a_row: int) -> None:
         """Restore saved sums: rank 0 holds those of all ranks."""
         self._in_a_row.fill_(skipped_in_a_row)
-        self._epoch.copy_(torch.tensor(epoch, dtype=self._sum_type) if self._world.first else torch.zeros(4))
+        found = torch.tensor(epoch, dtype=self._sum_type) * float(self._world.first)
+        self._epoch.copy_(found[:4])
+        if self._weighted:  # by samples, if the run weighs its classes only from now on
+            self._epoch_counts.copy_(found[-1])
         self._skipped.fill_(skipped)
 
     def start_epoch(self) -> None:
         self._epoch.zero_()
+        self._epoch_counts.zero_()
 
     def _metrics(self, sums: list[float], loss_divisor: float) -> Metrics:
         loss, first, second, samples = sums
-        return self._task.training_metrics(loss / max(loss_divisor, 1.0), (first, second), max(samples, 1.0))
+        return self._task.training_metrics(loss / loss_divisor, (first, second), max(samples, 1.0))

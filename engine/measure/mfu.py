@@ -8,14 +8,13 @@ ones count.
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from engine.amp.precision import Precision
-from engine.inputs.token_drop import TokenDrop, shortcuts_of
+from engine.inputs.shortcuts import TokenDrop, shortcuts_of
 from engine.measure.progress import Position
 from models import build_without_weights
 from utils.config import Config
@@ -127,8 +126,3 @@ class Utilisation:
         model = build_without_weights(settings, data.IMAGE_SIZE, data.IMAGE_CHANNELS, shortcuts_of(config))
         TokenDrop(config.TRAIN).enter(epoch, model)
         return training_flops(model, data.IMAGE_CHANNELS, size)
-
-
-def as_noted(peak: Peak | None) -> dict[str, Any]:
-    """Entry for run.json."""
-    return {} if peak is None else {"peak": asdict(peak)}

@@ -10,8 +10,7 @@ from typing import Any
 from engine.task.base import Metrics
 from utils.config import Config
 from utils.log import log
-from utils.record.tasks import ONE_LABEL, metric_named
-from utils.record.weight_sets import PLAIN, WeightSet, best_set, set_of
+from vitamp.metrics import ONE_LABEL, PLAIN, WeightSet, best_set, metric_named, set_of
 
 
 @dataclass

@@ -5,22 +5,24 @@ The registry is imported only when needed: it imports sixty optimisers, and torc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from inspect import signature
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from engine.optim.groups import USES_MUON
-from engine.optim.layer_rates import SCALE, rate_scales
-from engine.parallel.shards import is_sharded
-from models import weights_to_train
+from engine.amp.precision import dtype_name
+from engine.parallel.shards import is_sharded, local_shard
+from models import count_parameters, frozen_weights, weights_to_train
+from utils.config.schema import Config
 from utils.config.train import TrainConfig
 from utils.errors import UserError, nearest
 from utils.log import log
+from utils.text import counted
 
 # Their fused kernels do the whole step at once. GradScaler passes them its overflow flag on the device: no wait.
 FUSED: dict[str, Callable[..., Optimizer]] = {
@@ -117,9 +119,6 @@ def _groups(model: nn.Module, train: TrainConfig, optimizer: str) -> list[dict[s
 
     matrices = _matrices(model, optimizer, train.OPTIMIZER.MUON.EVERY_MATRIX)
     scales = rate_scales(model, train)
-    if matrices and train.OPTIMIZER.MUON.ADAMW_LR is not None:
-        adamw = train.OPTIMIZER.MUON.ADAMW_LR / train.BASE_LR
-        scales = {name: scales.get(name, 1.0) * (1.0 if name in matrices else adamw) for name in trained}
     groups: dict[tuple[float, float, int], list[torch.Tensor]] = {}
     for name, weight in trained.items():
         decay = train.WEIGHT_DECAY if decays(name, weight) else 0.0
@@ -210,3 +209,111 @@ def describe_learning_rate(train: TrainConfig, global_batch: int) -> str:
     if reference is None:
         return rate
     return f"{rate} = BASE_LR {train.BASE_LR:g} x global batch {global_batch} / LINEAR_SCALED_LR {reference:g}"
+
+
+# Learning rates by layer (TRAIN.LAYER_DECAY), and a summary of what is trained.
+
+SCALE = "lr_scale"
+"""Key of a parameter group that timm's schedules multiply its learning rate by."""
+
+
+def rate_scales(model: nn.Module, train: TrainConfig) -> dict[str, float]:
+    """Factors of the learning rate by weight name; empty if all weights have the same rate."""
+    if train.LAYER_DECAY is None:
+        return {}
+    layers = _layers_of(model)
+    last = max(layers.values())
+    return {name: train.LAYER_DECAY ** (last - layer) for name, layer in layers.items()}
+
+
+def _layers_of(model: nn.Module) -> dict[str, int]:
+    """Layer number of each weight, from the input on, as timm's layer decay counts them."""
+    from timm.models import group_parameters
+    from timm.optim._param_groups import auto_group_layers
+
+    matcher: Any = getattr(model, "group_matcher", None)
+    layers: Any = auto_group_layers(model) if matcher is None else group_parameters(model, matcher(), reverse=True)
+    last = max(layers.values())
+    return {name: layers.get(name, last) for name, _ in model.named_parameters()}
+
+
+def describe_parameters(model: nn.Module) -> str:
+    total, trained = count_parameters(model)
+    return f"Parameters: {total:,}, trainable {trained:,} ({100 * trained / total:.1f} %)"
+
+
+def describe_fine_tuning(config: Config, model: nn.Module, optimizer: Optimizer, rate: float) -> str:
+    """One line for the banner; empty if all weights train at the same rate. `rate`: the unscaled learning rate."""
+    train, frozen = config.TRAIN, frozen_weights(model)
+    parts = []
+    if config.MODEL.LORA.RANK is not None:
+        from models.lora import describe_lora
+
+        parts.append(describe_lora(model, config.MODEL.LORA))
+    elif frozen:
+        by = f" ({', '.join(config.MODEL.FREEZE)})" if config.MODEL.FREEZE else ""
+        until = config.MODEL.UNFREEZE_EPOCH
+        later = "" if until is None else f", trained from epoch {until} on"
+        parts.append(f"{len(frozen)} of {len(list(model.parameters()))} tensors frozen{by}{later}")
+    scales = [group[SCALE] for group in optimizer.param_groups if SCALE in group]
+    if scales and train.LAYER_DECAY is not None:
+        least, most = f"{rate * min(scales):.3g}", f"{rate * max(scales):.3g}"
+        rates = f"learning rate {most}" if least == most else f"learning rates from {least} to {most}"
+        parts.append(f"{rates} (layer decay {train.LAYER_DECAY:g})")
+    return "; ".join(parts)
+
+
+# Which parameters Muon updates and which AdamW, for the log.
+
+USES_MUON = "use_muon"
+"""Key of a group of Muon and its relatives, as timm reads it: false if AdamW updates the group's parameters."""
+
+
+def describe_muon(optimizer: Optimizer, rate: float) -> str:
+    """Parameters that Muon and that AdamW updates, for the banner; empty for other optimisers."""
+    muon = [group for group in optimizer.param_groups if group.get(USES_MUON)]
+    if not muon:
+        return ""
+    others = [group for group in optimizer.param_groups if not group[USES_MUON]]
+    dtype = getattr(optimizer, "dtype", torch.bfloat16)  # timm's relatives of Muon have no other
+    text = f"Muon {_size(muon)}, {muon[0]['ns_steps']} Newton-Schulz steps in {dtype_name(dtype)}"
+    if not others:
+        return text
+    ends = [f"{rate * end(group.get(SCALE, 1.0) for group in others):.3g}" for end in (min, max)]
+    return f"{text}; AdamW {_size(others)}, learning rate {' to '.join(dict.fromkeys(ends))}"
+
+
+def _size(groups: Sequence[dict[str, Any]]) -> str:
+    weights = [weight for group in groups for weight in group["params"]]
+    return f"{counted(len(weights), 'tensor')} ({sum(w.numel() for w in weights):,} parameters)"
+
+
+# Gradient norm and clipping. The list of weights is made once.
+
+
+class Gradients:
+    def __init__(self, model: nn.Module) -> None:
+        self._weights = list(model.parameters())
+
+    def divide(self, by: Tensor) -> None:
+        for weight in self._weights:
+            if weight.grad is not None:
+                local_shard(weight.grad).div_(by)
+
+    def clip(self, limit: float | None) -> Tensor:
+        """Clip the unscaled gradients to norm `limit`. Returns their norm before clipping."""
+        gradients = [p.grad for p in self._weights if p.grad is not None]
+        norm: Any = get_total_norm(gradients)
+        if is_sharded(norm):
+            norm = norm.full_tensor()
+        if limit is not None and not _is_known_within(norm, limit):
+            clip_grads_with_norm_(self._weights, limit, norm)
+        return torch.as_tensor(norm)
+
+
+def _is_known_within(norm: Tensor, limit: float) -> bool:
+    """Whether clipping would multiply by exactly 1, so that it can be skipped. Known without waiting on a CPU only.
+
+    The factor is computed as torch does, to the last bit.
+    """
+    return norm.device.type == "cpu" and bool((limit / (norm + 1e-6)).float().numpy() >= 1)

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from engine.ability import Ability
+from engine.callback import Callback
 from engine.parallel.shards import local_shard
 from models import base_weights
 from utils.config.train import TrainConfig
 
 
-class Ema(Ability):
+class Ema(Callback):
     """TRAIN.MODEL_EMA. `module` is validated, saved, sharded and moved to fp32 with the trained weights."""
 
     def __init__(self, model: nn.Module, train: TrainConfig, device: torch.device) -> None:
@@ -46,9 +46,6 @@ class Ema(Ability):
     def rows(self) -> dict[str, str]:
         return {"training": f"EMA {self.decay:g}"}
 
-    def holds(self) -> dict[str, list[Tensor]]:
-        return {"EMA": [value for name, value in self.module.state_dict().items() if name not in self._shared]}
-
     def _track(self) -> None:
         """List the tensors, at the first update: by then both models are sharded, and each rank averages its shard."""
         pairs = zip(self._model.parameters(), self.module.parameters(), strict=True)
@@ -58,37 +55,37 @@ class Ema(Ability):
         self._buffers = _by_dtype(zip(self.module.buffers(), self._model.buffers(), strict=True))
 
     @torch.no_grad()
-    def after_update(self, update: int, moved: bool | Tensor) -> None:
+    def after_update(self, update: int, stepped: bool | Tensor) -> None:
         """Move the average one step towards the weights, unless the update was skipped."""
-        if moved is False:
+        if stepped is False:
             return
         if not self._averages:
             self._track()
         averages, sources = self._averages, self._sources
         if sources[0].device != self.device or sources[0].dtype != averages[0].dtype:
             sources = [s.to(self.device, torch.float32) for s in sources]
-        if isinstance(moved, Tensor):
-            self._update_on_device(moved, averages, sources)
+        if isinstance(stepped, Tensor):
+            self._update_on_device(stepped, averages, sources)
             return
         torch._foreach_lerp_(averages, sources, 1 - self._decay_at(self.updates))
         self.updates += 1
         for ours, theirs in self._buffers:
             torch._foreach_copy_(ours, theirs)
 
-    def _update_on_device(self, moved: Tensor, averages: list[Tensor], sources: list[Tensor]) -> None:
+    def _update_on_device(self, stepped: Tensor, averages: list[Tensor], sources: list[Tensor]) -> None:
         """Update where only the device knows whether the weights moved: the step is multiplied by 0 or 1."""
-        moved = moved.to(self.device)
+        stepped = stepped.to(self.device)
         self.updates = torch.as_tensor(self.updates, device=self.device)
         count = self.updates.double() if self.device.type != "mps" else self.updates.float()
         decay = torch.clamp((1 + count) / (10 + count), max=self.decay) if self.warmup else self.decay
-        weight = ((1 - decay) * moved.reshape(())).float()
+        weight = ((1 - decay) * stepped.reshape(())).float()
         steps = torch._foreach_sub(sources, averages)
         torch._foreach_mul_(steps, weight)
         torch._foreach_add_(averages, steps)
-        self.updates = self.updates + moved.reshape(()).long()
+        self.updates = self.updates + stepped.reshape(()).long()
         for ours, theirs in self._buffers:
             new, old = _flatten_dense_tensors(theirs).to(self.device), _flatten_dense_tensors(ours)
-            chosen = torch.where(moved.reshape(()).bool(), new, old)
+            chosen = torch.where(stepped.reshape(()).bool(), new, old)
             torch._foreach_copy_(ours, list(_unflatten_dense_tensors(chosen, ours)))
 
     def _decay_at(self, updates: int | Tensor) -> float:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from models import classifiers, is_inside, weights_to_train
-from models.blocks import blocks_of
+from models.freeze import blocks_of
 from utils.errors import UserError
 
 MATRICES = "matrices"

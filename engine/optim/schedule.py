@@ -120,16 +120,16 @@ class Schedule:
         self._scheduler.step_update(min(update, self._total))
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
-    def advance(self, moved: bool | Tensor) -> None:
+    def advance(self, stepped: bool | Tensor) -> None:
         if isinstance(self._moved, Tensor):
-            self._moved += moved
+            self._moved += stepped
             self._left -= 1
             if self._left == 0:  # waits for the device, once in thousands of updates
                 rate = self._optimizer.param_groups[self._reported]["lr"]
                 self._fill_table(int(self._moved), self._moved.device)
                 self._optimizer.param_groups[self._reported]["lr"].copy_(rate)
         else:
-            self._moved += int(moved)
+            self._moved += int(stepped)
         self._apply()
 
     def _apply(self) -> None:
@@ -149,24 +149,24 @@ class Schedule:
         """Learning rate of the last update, before layer-wise factors; a tensor if it is on the device."""
         return self._last if self._reported_scale == 1.0 else self._last / self._reported_scale
 
-    def rate_at(self, moved: int) -> float:
+    def rate_at(self, stepped: int) -> float:
         """Learning rate after `moved` updates, for messages."""
         groups = self._optimizer.param_groups
         now = [group["lr"] for group in groups]
-        rate = self._rates(moved)[self._reported] / self._reported_scale
+        rate = self._rates(stepped)[self._reported] / self._reported_scale
         for group, lr in zip(groups, now, strict=True):
             group["lr"] = lr
         return rate
 
     @property
-    def moved(self) -> int:
+    def stepped(self) -> int:
         """Number of updates that moved the weights. It waits for the device, so it is for saving only."""
         return int(self._moved)
 
-    def restore(self, moved: int) -> None:
+    def restore(self, stepped: int) -> None:
         if isinstance(self._moved, Tensor):
-            self._moved.fill_(moved)
-            self._fill_table(moved, self._moved.device)  # makes new tensors: loading the optimiser replaced them
+            self._moved.fill_(stepped)
+            self._fill_table(stepped, self._moved.device)  # makes new tensors: loading the optimiser replaced them
         else:
-            self._moved = moved
+            self._moved = stepped
         self._apply()

@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from engine.amp.cast_weights import cast_weights
-from engine.amp.fp32_modules import forced_modules
-from engine.amp.half_copy import BATCH_NORM, NORMS
+from engine.amp.low_precision import BATCH_NORM, NORMS, cast_weights, forced_modules
 from engine.amp.precision import Precision, dtype_name
 from models import is_inside
-from models.blocks import blocks_of
+from models.freeze import blocks_of
 from utils.config import Config
 from utils.config.schema import DistConfig
 from utils.distributed.group import group_timeout
@@ -61,7 +59,7 @@ class Sharding:
     def __init__(self, world: World, device: torch.device, dist: DistConfig) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
-        self._world, self._no_sync, by_machine = world, dist.FSDP_NO_SYNC, dist.HSDP
+        self._world, by_machine = world, dist.HSDP
         if by_machine:
             sizes, names = (world.size // world.local_size, world.local_size), (COPIES, SHARDS)
         else:
@@ -79,8 +77,7 @@ class Sharding:
     def words(self) -> str:
         machines = self._world.size // self.count
         each = f" on each of {machines} machines" if machines > 1 else ""
-        reduced = ", gradients reduced once per update" * self._no_sync
-        return f"fsdp: weights sharded over {self.count} processes{each}{self._gathered}{reduced}"
+        return f"fsdp: weights sharded over {self.count} processes{each}{self._gathered}"
 
     def shard(self, model: nn.Module, precision: Precision, computing: bool = True) -> None:
         """Shard the weights of `model`, before an optimiser is made for them.
@@ -124,9 +121,6 @@ class Sharding:
         frees the weights that it gathers.
         """
         half = dtype_name(precision.choice.dtype)
-        if not precision.validates_in_amp:
-            self._gathered = ", gathered in fp32 since AMP.EVAL is false"
-            return None
         if not _can_choose_by_weight():
             self._gathered = f", gathered in fp32 (in {half}, at O1, by torch 2.15 or later)"
             return None
@@ -149,14 +143,12 @@ class Sharding:
         fully_shard(modules, mesh=self._mesh, mp_policy=policy, reshard_after_forward=True)
 
     def sync_gradients(self, model: nn.Module, last: bool) -> None:
-        """Set whether the next backward pass reduces gradients. `last`: it is the last one of an update.
+        """Set whether the next backward pass reduces gradients across machines (DIST.HSDP): the `last` of an update.
 
-        By default each one does, within the machine, so that each rank only holds gradients of its shard. Across
-        machines (DIST.HSDP), only the last one does.
+        Within the machine each one does, so that each rank only holds gradients of its shard.
         """
-        sharded = cast(Any, model)  # an FSDPModule; importing the class takes half a second
-        sharded.set_requires_gradient_sync(last or not self._no_sync)
-        sharded.set_requires_all_reduce(last)
+        # An FSDPModule; importing the class takes half a second.
+        cast(Any, model).set_requires_all_reduce(last)
 
     def rows(self, whole: Tensor) -> Tensor:
         """This rank's rows of a tensor, split as FSDP does."""

@@ -9,11 +9,10 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from utils.config import Config
-from utils.files import write_atomically
 from utils.log import log
 from utils.record.history import History, Points
-from utils.record.tasks import LOSS, TOP1, Metric, metric_named
-from utils.record.weight_sets import SETS
+from vitamp.files import write_atomically
+from vitamp.metrics import LOSS, SETS, TOP1, Metric, metric_named
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

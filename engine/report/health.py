@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 from engine.measure.meters import NEVER, Reading
 from engine.measure.progress import Position
 from engine.report.reporter import Reporter
-from engine.update import Parts
-from utils.config.amp import AmpConfig
+from engine.update import TrainState
+from utils.config.schema import AmpConfig
 from utils.distributed.world import World
 from utils.errors import AllRanksError
-from utils.record.checkpoints import read_index
-from utils.record.run_folder import CHECKPOINTS
+from vitamp.checkpoints import CHECKPOINTS, read_index
 
 if TYPE_CHECKING:
     from engine.amp.op_lists import OpLists
@@ -25,7 +24,7 @@ class Health:
     """Watches for NaN. Where the loss is scaled, `skips.ScaledHealth` watches for skipped updates too."""
 
     amp: AmpConfig
-    parts: Parts
+    parts: TrainState
     world: World
     reporter: Reporter
     op_lists: OpLists | None = None
@@ -51,7 +50,7 @@ class Health:
             return
         update = reading.first_bad
         since = position.update - update  # in the same epoch: the device is read at the end of each
-        rate = self.parts.schedule.rate_at(self.parts.schedule.moved - since - 1)
+        rate = self.parts.schedule.rate_at(self.parts.schedule.stepped - since - 1)
         last = read_index(folder / CHECKPOINTS)["last"]
         without_amp = "; or use -amp off to see whether the precision is the cause" * (
             self.parts.precision.level != "O0"

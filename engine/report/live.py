@@ -1,13 +1,15 @@
-"""What a training shows while it runs: a bar below log lines, or on a terminal a table of epochs with a bar below it.
+"""What a training shows on a terminal: one row per epoch, and tqdm's bar of the current epoch below it.
 
-Both use only numbers that the host already has: they never wait for the device.
+Everything is shown from numbers that the host already has: nothing here waits for the device.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from time import perf_counter
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -15,198 +17,230 @@ from engine.measure.bottleneck import shown_rate
 from engine.measure.meters import Reading
 from engine.measure.progress import Position, clock, updates_left
 from engine.measure.throughput import Perf
-from engine.report.bar import Bar, Piece
-from engine.report.epoch_table import Column, EpochTable, Row
 from engine.task.base import Metrics
 from utils.config import Config
 from utils.log import brief_terminal, print_on_terminal
-from utils.record.weight_sets import WeightSet
 from utils.terminal import Brief, terminal_width
+from vitamp.metrics import AVERAGE, KNN, LOSS, MACRO_F1, PLAIN, TOP5, Metric, WeightSet, metric_named
 
 LINES_PER_HEADER = 20
+GAP = "  "
+BOLD, GREEN = "1", "1;32"
+NOTHING = "-"
+BAR = "{desc} {bar} {n_fmt}/{total_fmt} [{remaining} left{postfix}]"
 
 
 class Live:
-    """Follows a training and shows nothing. Its methods are called in the order of the events."""
+    """Follows a training; its methods are called in the order of the events.
 
-    def moved(self, position: Position) -> None:
+    On a terminal with LOG_STYLE auto, a table of epochs takes the place of the log's details. With the other styles,
+    only the bar is shown, on standard error below the log lines. Without a terminal, nothing is.
+    """
+
+    def __init__(self, config: Config, per_epoch: int, start: Position, prints: bool) -> None:
+        """`prints`: whether this process draws on the terminal."""
+        self._config, self._per_epoch = config, per_epoch
+        self._began, self._first_update, self._epoch = perf_counter(), start.update, start.epoch
+        self._stderr: TextIO | None = None
+        prints = prints and not config.EVAL
+        brief = brief_terminal() if prints else None
+        self._table = brief and EpochTable(config, brief)
+        stream = sys.stderr if brief is None else sys.stdout
+        self._bar: tqdm | None = None
+        if prints and (sys.stderr.isatty() if brief is None else brief.looks.moves):
+            self._bar = tqdm(
+                desc=self._place(start),
+                total=per_epoch,
+                initial=start.step,
+                file=stream,
+                bar_format=BAR,
+                dynamic_ncols=True,
+                leave=False,
+            )
+            if brief is not None:
+                self._stderr, sys.stderr = sys.stderr, _AboveBar(sys.stderr)
+
+    def _place(self, position: Position) -> str:
+        return f"epoch {position.epoch}/{self._config.TRAIN.NUM_EPOCHS}"
+
+    def stepped(self, position: Position) -> None:
         """An update was done."""
+        if self._table is not None:
+            self._table.print_row()
+        if self._bar is None:
+            return
+        if position.epoch != self._epoch:
+            self._epoch, self._bar.initial = position.epoch, 0
+            self._bar.reset()
+            self._bar.set_description_str(self._place(position), refresh=False)
+        self._bar.update(position.step - self._bar.n)
 
     def reported(self, position: Position, reading: Reading, perf: Perf) -> None:
         """The metrics of an update were read."""
+        if self._table is not None:
+            self._table.lr, self._table.rate = reading.lr, perf.images_per_second
+            self._table.skipped = reading.skipped
+        if self._bar is not None:
+            # At the mean pace of this start, validation and saving included.
+            pace = (perf_counter() - self._began) / max(position.update - self._first_update, 1)
+            left = clock(pace * updates_left(self._config, position, self._per_epoch))
+            rate = shown_rate(perf.images_per_second)
+            self._bar.set_postfix_str(
+                f"run {left} left, loss {reading.update.loss:.4f}, {rate} images/s", refresh=False
+            )
 
     def epoch_ended(self, position: Position, means: Metrics, seconds: float) -> None:
         """`means`, `seconds`: of its training. A validation may follow."""
+        if self._table is not None:
+            self._table.begin_row(f"{position.epoch}", seconds, means.loss)
 
     def validating(self, position: Position) -> None:
         """A validation begins."""
+        if self._bar is not None:
+            self._bar.set_description_str(f"{self._place(position)}, validating")
 
     def validated(
         self, position: Position, metrics: Mapping[WeightSet, Metrics], seconds: float, marks: tuple[str, ...]
     ) -> None:
         """`marks`: words for the best validation so far, the longest first; none for another."""
+        if self._bar is not None:
+            self._bar.set_description_str(self._place(position), refresh=False)
+        if self._table is not None:
+            epochs = position.epoch - 1 + position.step / self._per_epoch
+            self._table.validated(f"{epochs:.2f}", metrics, seconds, marks)
 
     def close(self) -> None:
         """The training ended or failed."""
+        if self._bar is not None:
+            self._bar.close()
+        if self._stderr is not None:
+            sys.stderr.flush()
+            sys.stderr, self._stderr = self._stderr, None
+        if self._table is not None:
+            self._table.print_row()
 
 
-def live_of(config: Config, per_epoch: int, start: Position, prints: bool) -> Live:
-    """`prints`: whether this process draws on the terminal."""
-    if not prints or config.EVAL:
-        return Live()
-    if (brief := brief_terminal()) is not None:
-        return LiveTable(config, per_epoch, start, brief)
-    return BarBelowLines(config, per_epoch, start) if sys.stderr.isatty() else Live()
+class _AboveBar:
+    """Standard error: whole lines, which warnings of Python and of libraries are, are printed above the bar."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._begun = stream, ""
+
+    def write(self, text: str) -> int:
+        whole, newline, self._begun = (self._begun + text).rpartition("\n")
+        if newline:
+            with tqdm.external_write_mode(file=self):  # pyright: ignore[reportArgumentType]
+                self._stream.write(whole + newline)
+                self._stream.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        if self._begun:
+            self.write("\n")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
-class BarBelowLines(Live):
-    """A bar of the whole run, on standard error, below log lines."""
+class EpochTable:
+    """Prints a row per epoch, and the header again where other lines have moved it away."""
 
-    def __init__(self, config: Config, per_epoch: int, start: Position) -> None:
-        self._epochs = config.TRAIN.NUM_EPOCHS
-        total = start.update + updates_left(config, start, per_epoch)
-        self._bar = tqdm(total=total, initial=start.update, unit="update", dynamic_ncols=True, leave=False)
-
-    def moved(self, position: Position) -> None:
-        self._bar.update(1)
-        self._bar.set_description(f"epoch {position.epoch}/{self._epochs}", refresh=False)
-
-    def reported(self, position: Position, reading: Reading, perf: Perf) -> None:
-        text = f"loss {reading.update.loss:.4f}, {perf.images_per_second:,.0f} img/s"
-        self._bar.set_postfix_str(text, refresh=False)
-
-    def close(self) -> None:
-        self._bar.close()
-
-
-class LiveTable(Live):
-    """One row per epoch, and one bar of the current epoch. Log lines are printed between the rows."""
-
-    def __init__(self, config: Config, per_epoch: int, start: Position, brief: Brief) -> None:
-        self._config, self._per_epoch, self._brief = config, per_epoch, brief
-        self._table, self._bar = EpochTable(config, brief.looks), Bar(brief.looks)
-        self._pace = _Pace(start)
-        self._row: Row | None = None
-        """Of an epoch that may still be validated"""
-        self._reading: Reading | None = None
-        self._skipped = 0
-        """Updates up to the last row"""
-        self._columns: tuple[Column, ...] = ()
-        """Of the last header"""
-        self._header_line = 0
+    def __init__(self, config: Config, brief: Brief) -> None:
+        self._brief, self._epochs = brief, config.TRAIN.NUM_EPOCHS
+        within = config.VALIDATE_EVERY_UPDATES is not None or config.TRAIN.MAX_UPDATES is not None
+        self._metrics = {_heading(which, metric): (which, metric) for which, metric in _shown_metrics(config)}
+        # A terminal that is too narrow for all columns shows the first ones.
+        widths = {"epoch": len(f"{self._epochs}") * 2 + 1 + 3 * within, "train loss": 7, "val loss": 7}
+        widths |= dict.fromkeys(self._metrics, 6) | {"time": 7, "images/s": 7, "lr": 8}
+        self._widths = {name: max(width, len(name)) for name, width in widths.items()}
+        self._row: dict[str, str] | None = None
+        """Cells of an epoch that may still be validated"""
+        self._seconds, self._marks = 0.0, ("",)
+        self.lr: float | None = None
+        self.rate: float | None = None
+        """Images per second, of the last report"""
+        self.skipped = self._skipped_before = 0
+        """Updates up to now, and up to the last row"""
         brief.training = True
         if brief.left_out:
             print_on_terminal(f"  {brief.left_out} more in log.txt")
         print_on_terminal("")
-        self._print_header(terminal_width())
+        self._print_header()
 
-    def moved(self, position: Position) -> None:
-        self._print_row()
-        now = perf_counter()
-        self._pace.moved(position, now)
-        if self._bar.is_due(now):
-            self._bar.draw(self._pieces(position, now), position.step / self._per_epoch, now)
-
-    def reported(self, position: Position, reading: Reading, perf: Perf) -> None:
-        self._reading = reading
-        self._pace.reported(position.update, perf.images_per_second)
-
-    def epoch_ended(self, position: Position, means: Metrics, seconds: float) -> None:
-        self._row = self._new_row(f"{position.epoch}", seconds)
-        self._row.train_loss = means.loss
-
-    def validating(self, position: Position) -> None:
-        self._bar.draw([Piece(self._place(position), 0), Piece("validating", 1)], None, perf_counter())
+    def begin_row(self, place: str, seconds: float = 0.0, train_loss: float | None = None) -> None:
+        self._seconds, self._marks = seconds, ("",)
+        self._row = {
+            "epoch": f"{place}/{self._epochs}",
+            "train loss": _cell(LOSS, train_loss),
+            "time": clock(seconds),
+            "images/s": NOTHING if self.rate is None else shown_rate(self.rate),
+            "lr": NOTHING if self.lr is None else f"{self.lr:.2e}",
+        }
 
     def validated(
-        self, position: Position, metrics: Mapping[WeightSet, Metrics], seconds: float, marks: tuple[str, ...]
+        self, place: str, metrics: Mapping[WeightSet, Metrics], seconds: float, marks: tuple[str, ...]
     ) -> None:
         if self._row is None:
-            self._row = self._new_row(f"{position.epoch - 1 + position.step / self._per_epoch:.2f}", 0.0)
-        self._row.seconds += seconds
-        self._row.metrics, self._row.marks = metrics, marks
-        self._print_row()
+            self.begin_row(place)
+        assert self._row is not None
+        self._row["time"] = clock(self._seconds + seconds)
+        self._row["val loss"] = _cell(LOSS, metrics[PLAIN].loss)
+        for heading, (which, metric) in self._metrics.items():
+            if which in metrics:
+                self._row[heading] = _cell(metric, metrics[which].value(metric.name))
+        self._marks = marks
+        self.print_row()
 
-    def close(self) -> None:
-        self._bar.close()
-        self._print_row()
-
-    def _new_row(self, place: str, seconds: float) -> Row:
-        reading, row = self._reading, Row(f"{place}/{self._config.TRAIN.NUM_EPOCHS}", seconds)
-        if reading is not None:
-            row.lr, row.skipped = reading.lr, reading.skipped - self._skipped
-            row.images_per_second = self._pace.take()
-            self._skipped = reading.skipped
-        return row
-
-    def _print_row(self) -> None:
+    def print_row(self) -> None:
+        """Print the row that was begun, if one was."""
         if self._row is None:
             return
-        row, self._row, width = self._row, None, terminal_width()
-        if self._table.columns(width) != self._columns or self._brief.lines - self._header_line >= LINES_PER_HEADER:
-            self._print_header(width)
-        print_on_terminal(self._table.row(row, self._columns, width))
+        row, self._row = self._row, None
+        if self._columns() != self._printed or self._brief.lines - self._header_line >= LINES_PER_HEADER:
+            self._print_header()
+        text = GAP.join(row.get(name, NOTHING).rjust(self._widths[name]) for name in self._printed)
+        room = terminal_width() - len(text) - len(GAP)
+        mark = next((mark for mark in self._marks if len(mark) <= room), "")
+        notes = [self._brief.looks.coloured(mark, GREEN) if mark == "best" else mark]
+        skipped = f"{self.skipped - self._skipped_before:,} skipped"
+        if self.skipped > self._skipped_before and len(f"{mark}, {skipped}") <= room:
+            notes.append(skipped)
+        self._skipped_before = self.skipped
+        print_on_terminal(f"{text}{GAP}{', '.join(filter(None, notes))}".rstrip())
 
-    def _print_header(self, width: int) -> None:
-        self._columns = self._table.columns(width)
-        print_on_terminal(self._table.header(self._columns))
+    def _columns(self) -> list[str]:
+        """Those that fit, with room for a mark."""
+        names = list(self._widths)
+        room = terminal_width() - len(GAP + "best")
+        while len(names) > 2 and sum(self._widths[name] + len(GAP) for name in names) - len(GAP) > room:
+            names.pop()
+        return names
+
+    def _print_header(self) -> None:
+        self._printed = self._columns()
+        text = GAP.join(name.rjust(self._widths[name]) for name in self._printed)
+        print_on_terminal(self._brief.looks.coloured(text, BOLD))
         self._header_line = self._brief.lines
 
-    def _place(self, position: Position) -> str:
-        return f"epoch {position.epoch}/{self._config.TRAIN.NUM_EPOCHS}"
 
-    def _pieces(self, position: Position, now: float) -> list[Piece]:
-        pieces = [Piece(self._place(position), 0), Piece(_of(position.step, self._per_epoch), 2)]
-        if self._reading is not None:
-            pieces.append(Piece(f"loss {self._reading.update.loss:.4f}", 3))
-        if self._pace.last is not None:
-            pieces.append(Piece(f"{shown_rate(self._pace.last)} images/s", 4))
-        if (left := self._pace.of_epoch(position.step, self._per_epoch - position.step, now)) is not None:
-            pieces.append(Piece(f"epoch {clock(left)} left", 5))
-        left = self._pace.of_run(position.update, updates_left(self._config, position, self._per_epoch), now)
-        return [*pieces, Piece(f"run {clock(left)} left", 1)]
-
-
-def _of(done: int, total: int) -> str:
-    """'  20/1,251': as wide for every number, so that the bar keeps its length."""
-    return f"{done:,}".rjust(len(f"{total:,}")) + f"/{total:,}"
+def _shown_metrics(config: Config) -> list[tuple[WeightSet, Metric]]:
+    """Validation metrics of the table, the most important first."""
+    main, by = config.task.best, metric_named(config.SAVE_BEST_BY)
+    shown = [(PLAIN, main)]
+    if config.TRAIN.MODEL_EMA:
+        shown.append((AVERAGE, main if by == LOSS else by))
+    named = (by, *(KNN,) * config.measures_knn, *map(metric_named, config.VALIDATE_METRICS))
+    shown += [(PLAIN, metric) for metric in dict.fromkeys(named) if metric not in (main, LOSS)]
+    if TOP5 in config.task.metrics and (config.MODEL.NUM_CLASSES or 0) > 10:
+        shown.append((PLAIN, TOP5))
+    if MACRO_F1 in config.task.metrics:
+        shown.append((PLAIN, MACRO_F1))
+    return list(dict.fromkeys(shown))
 
 
-class _Pace:
-    """Speed and time left, by the clock and by what was reported."""
+def _heading(which: WeightSet, metric: Metric) -> str:
+    return f"{which.marked(metric.words)} %" if metric.percent else which.marked(metric.words)
 
-    def __init__(self, start: Position) -> None:
-        self._began, self._first_update = perf_counter(), start.update
-        self._epoch, self._first_step, self._epoch_began = 0, 0, 0.0
-        """First step of the epoch here, and when it ended"""
-        self.last: float | None = None
-        """Images per second of the last report"""
-        self._reported = start.update
-        self._updates = self._time = 0.0
-        """Updates since the last row, and time in units of the seconds that an image's update takes"""
 
-    def moved(self, position: Position, now: float) -> None:
-        if position.epoch != self._epoch:
-            self._epoch, self._first_step, self._epoch_began = position.epoch, position.step, now
-
-    def reported(self, update: int, images_per_second: float) -> None:
-        self.last = images_per_second
-        updates, self._reported = update - self._reported, update
-        if images_per_second > 0:
-            self._updates += updates
-            self._time += updates / images_per_second
-
-    def take(self) -> float | None:
-        """Mean images per second since the last call, without validation and saving."""
-        mean = self._updates / self._time if self._time else None
-        self._updates = self._time = 0.0
-        return mean
-
-    def of_epoch(self, step: int, left: int, now: float) -> float | None:
-        """Seconds left of the epoch, by its own updates."""
-        done = step - self._first_step
-        return (now - self._epoch_began) * left / done if done > 0 else None
-
-    def of_run(self, update: int, left: int, now: float) -> float:
-        """Seconds left of the run at the mean speed of this start, validation and saving included."""
-        return (now - self._began) * left / max(update - self._first_update, 1)
+def _cell(metric: Metric, value: float | None) -> str:
+    return NOTHING if value is None or math.isnan(value) else metric.number_in_table(value)

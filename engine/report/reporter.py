@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.ability import Figure
+from engine.callback import Figure
 from engine.measure.bottleneck import COMPUTE, Bottleneck
 from engine.measure.meters import Reading
 from engine.measure.progress import Best, Position, clock, updates_left
 from engine.measure.throughput import Perf
-from engine.report.live import live_of
-from engine.report.tensorboard import Board
+from engine.report.live import Live
 from engine.task.base import Metrics
 from utils.config.schema import Config
 from utils.log import log
-from utils.record import tasks
 from utils.record.metrics_file import Line, MetricsFile, read_lines
 from utils.record.run_folder import os_errors_as_user_errors
-from utils.record.weight_sets import WeightSet, set_of
 from utils.terminal import DETAIL
+from vitamp.metrics import METRICS, WeightSet, metric_named, set_of, task_of
 
 if TYPE_CHECKING:
-    from engine.amp.skip_watch import Blame
-    from engine.report.tracker import TrackedRun
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+    from engine.amp.overflow import Blame
+    from engine.report.trackers import TrackedRun
 
 NOT_DRAWN = ("event", "epoch", "step", "update", "perf", "data_wait_percent", "peak_memory_gb", "seconds")
 """Fields of a line of metrics.jsonl that TensorBoard and trackers do not get."""
@@ -63,7 +65,7 @@ class Reporter:
             exists = (folder / "tensorboard").exists()
             self._board = Board(folder / "tensorboard", start.update)
             self._redraw(folder, start.update if exists else 0)
-        self._live = live_of(config, per_epoch, start, prints)
+        self._live = Live(config, per_epoch, start, prints)
 
     def event(self, kind: str, position: Position, perf: dict[str, Any] | None = None, **fields: Any) -> None:
         """Write a line of metrics.jsonl. All that depends on time or machine goes under `perf`."""
@@ -91,21 +93,26 @@ class Reporter:
         del fields["sample_indices"]
         self.event("skip", replace(position, epoch=position.epoch - before), perf, **fields)
 
-    def moved(self, position: Position) -> None:
+    def stepped(self, position: Position) -> None:
         """Show that an update was done."""
-        self._live.moved(position)
+        self._live.stepped(position)
 
     def train(
         self, position: Position, reading: Reading, perf: Perf, figures: Mapping[str, Figure] | None = None
     ) -> None:
-        """`figures`: those of the run's abilities."""
+        """`figures`: those of the run's callbacks."""
         now, figures = reading.update, figures or {}
         health = self._health(position, reading, perf) + "".join(f", {one.words}" for one in figures.values())
         if self._fleet:
-            log.info(_fleet_line(position, reading))
+            log.info(f"[Epoch {position.epoch - 1}, batch {position.step - 1}] {now.fleet()}")
             log.info("Lr: %.6e, %s", reading.lr, health)
         else:
-            log.info("%s, %s", self._paddlevit_line(position, reading), health, extra=DETAIL)
+            log.info(
+                f"Epoch[{position.epoch:03d}/{self.config.TRAIN.NUM_EPOCHS:03d}], "
+                f"Step[{position.step:04d}/{self.per_epoch:04d}], Lr: {reading.lr:.6e}, "
+                f"Loss: {now.loss:.4f} ({reading.epoch.loss:.4f}), {reading.epoch.average()}, {health}",
+                extra=DETAIL,
+            )
         self._live.reported(position, reading, perf)
         metrics = {
             **now.fields(),
@@ -118,14 +125,6 @@ class Reporter:
         fields = {"step": position.step, "update": position.update, **metrics}
         self.event("train", position, perf.as_dict(), **fields)
         self._plot("train", {**metrics, "images_per_second": perf.images_per_second, **perf.extra()}, position.update)
-
-    def _paddlevit_line(self, position: Position, reading: Reading) -> str:
-        epochs = self.config.TRAIN.NUM_EPOCHS
-        return (
-            f"Epoch[{position.epoch:03d}/{epochs:03d}], Step[{position.step:04d}/{self.per_epoch:04d}], "
-            f"Lr: {reading.lr:.6e}, Loss: {reading.update.loss:.4f} ({reading.epoch.loss:.4f}), "
-            f"{reading.epoch.average()}"
-        )
 
     def _health(self, position: Position, reading: Reading, perf: Perf) -> str:
         # At the mean pace of this start, validation and saving included.
@@ -175,7 +174,7 @@ class Reporter:
             if line["update"] >= since and line["event"] in ("train", "val"):
                 values = {**line, **line["perf"]}
                 drawn = {name: value for name, value in values.items() if name not in NOT_DRAWN}
-                of_others = tasks.METRICS.keys() - {metric.name for metric in tasks.task_of([line]).metrics}  # null
+                of_others = METRICS.keys() - {metric.name for metric in task_of([line]).metrics}  # null
                 drawn = {name: value for name, value in drawn.items() if set_of(name)[1] not in of_others}
                 self._plot(line["event"], {k: math.nan if v is None else v for k, v in drawn.items()}, line["update"])
 
@@ -210,14 +209,64 @@ class Reporter:
             tracker.close()
 
 
-def _fleet_line(position: Position, reading: Reading) -> str:
-    now = reading.update
-    return f"[Epoch {position.epoch - 1}, batch {position.step - 1}] {now.fleet()}"
+class Board:
+    def __init__(self, folder: Path, start: int) -> None:
+        """`start`: points that an earlier process wrote from this update on are hidden."""
+        self._folder, self._start = folder, start
+        self._writer: SummaryWriter | None = None
+        self._ended = False
+        _silence_writer_thread()
+
+    def add(self, name: str, value: float, update: int) -> None:
+        if self._ended:
+            return
+        try:
+            if self._writer is None:
+                from torch.utils.tensorboard.writer import SummaryWriter  # slow, so only once there is a point
+
+                self._writer = SummaryWriter(str(self._folder), purge_step=self._start)
+            self._writer.add_scalar(name, value, update)
+        except OSError as error:
+            self._end(error)
+
+    def flush(self) -> None:
+        if self._writer is None or self._ended:
+            return
+        try:
+            self._writer.flush()
+        except OSError as error:
+            self._end(error)
+
+    def close(self) -> None:
+        self.flush()
+        if self._writer is not None:
+            with contextlib.suppress(OSError):
+                self._writer.close()
+
+    def _end(self, error: OSError) -> None:
+        self._ended = True
+        log.warning(
+            "%s cannot be written (%s): TensorBoard shows no later points. Training continues, and metrics.jsonl has "
+            "them all; if you remove the folder, a resumed run draws them again.",
+            self._folder,
+            error.strerror,
+        )
+
+
+def _silence_writer_thread() -> None:
+    """Ignore disk errors that TensorBoard's own thread raises, where nobody can catch them."""
+    before = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if not (type(args.thread).__name__ == "_AsyncWriterThread" and issubclass(args.exc_type, OSError)):
+            before(args)
+
+    threading.excepthook = hook
 
 
 def _more(means: Metrics) -> str:
     """What follows the task's own metrics in a line of log."""
-    return "".join(f", {tasks.metric_named(name).words}: {value:.4f}" for name, value in means.more.items())
+    return "".join(f", {metric_named(name).words}: {value:.4f}" for name, value in means.more.items())
 
 
 def _perf(seconds: float, verdict: Bottleneck | None) -> dict[str, Any]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.amp.overflow_replay import FORWARD
-from engine.amp.skip_watch import Blame, OverflowWatch
+from engine.amp.overflow import FORWARD, Blame, OverflowWatch
 from engine.measure.meters import Reading
 from engine.measure.progress import Position
 from engine.report.health import Health
@@ -13,6 +12,8 @@ from utils.distributed.world import all_gather
 from utils.errors import AllRanksError
 from utils.log import log
 
+MOST_SKIPS = 100
+"""So many skipped updates in a row end the run."""
 TIMES_TO_BLAME = 2
 """A module that is blamed this often moves to fp32 (AMP.AUTO_FP32)."""
 
@@ -29,7 +30,7 @@ class ScaledHealth(Health):
         One process reports at once; several ranks only when all of them call it.
         """
         super().report(position, together)
-        watch = self.parts.ability(OverflowWatch)
+        watch = self.parts.callback(OverflowWatch)
         if watch is None or (self.world.size > 1 and not together):
             return
         for blame in _clearest(all_gather(watch.take(), self.world)):
@@ -58,17 +59,15 @@ class ScaledHealth(Health):
             )
 
     def check_is_due(self, position: Position) -> bool:
-        limit = self.amp.STOP_AFTER_SKIPS
-        return limit is not None and position.update % limit == 0
+        return position.update % MOST_SKIPS == 0
 
     def too_many_skips(self, reading: Reading, update: int) -> AllRanksError | None:
-        limit = self.amp.STOP_AFTER_SKIPS
-        if limit is None or reading.skipped_in_a_row < limit:
+        if reading.skipped_in_a_row < MOST_SKIPS:
             return None
         last = f" The last that was replayed to find the overflow: {self._last.words()}." if self._last else ""
         return AllRanksError(
-            f"{reading.skipped_in_a_row} updates in a row were skipped, up to update {update} "
-            f"(AMP.STOP_AFTER_SKIPS {self.amp.STOP_AFTER_SKIPS}); the loss scale is {reading.scale:g}.{last} The "
+            f"{reading.skipped_in_a_row} updates in a row were skipped, up to update {update}; "
+            f"the loss scale is {reading.scale:g}.{last} The "
             f"weights from before these updates are saved. {self._advice()}"
         )
 

@@ -1,4 +1,4 @@
-"""MODEL.ATTENTION: the kernel that computes attention. The result is the same, the time differs several times over.
+"""The kernel that computes attention (SPEED). The result is the same, the time differs several times over.
 
 On a CPU `auto` follows a rule from measurements: timing could choose another kernel in the next run, and the same
 command must give the same bits. On a GPU `auto` times the kernels at this model's shape, once, and saves the choice.
@@ -20,8 +20,7 @@ from engine.speed.attention_kinds import (
     backends_of,
     packed_is_possible,
 )
-from engine.speed.cpu_products import ONEDNN, CpuProducts
-from engine.speed.shape import BuiltModel, Choice, Shape
+from engine.speed.speedup import BuiltModel, Choice, Speedup
 from utils.errors import UserError
 
 INSIDE_FUSED = frozenset({"softmax", "matmul", "matmul_v2", "bmm"})
@@ -29,11 +28,11 @@ INSIDE_FUSED = frozenset({"softmax", "matmul", "matmul_v2", "bmm"})
 _sdpa_kernel = ExitStack()
 
 
-class AttentionKernel(Shape):
+class AttentionKernel(Speedup):
     key = "attention"
 
     def choose(self, built: BuiltModel) -> Choice:
-        wanted = built.config.MODEL.ATTENTION
+        wanted = built.config.attention
         if (by_rule := attention_by_rule(built)) is not None:
             return by_rule
         if wanted == "auto" and built.config.DETERMINISTIC:
@@ -68,38 +67,35 @@ class AttentionKernel(Shape):
 
 def attention_by_rule(built: BuiltModel) -> Choice | None:
     """The choice that needs no timing; None if kernels must be timed or tried on this GPU."""
-    wanted, before, listed = built.config.MODEL.ATTENTION, built.before.get("attention"), built.listed
+    config, before, listed = built.config, built.before.get("attention"), built.listed
+    wanted = config.attention
+    named = f"SPEED +{wanted}"
     device = built.precision.device.type
     kinds = KINDS.get(device, KINDS_ELSEWHERE)
     if not attention_layers(built.model):
-        if wanted != "auto":
-            raise UserError(
-                f"MODEL.ATTENTION {wanted}: {built.name} has no attention layer whose kernel can be chosen; "
-                "leave it auto."
-            )
+        if wanted not in ("auto", PLAIN):
+            raise UserError(f"{named}: {built.name} has no attention layer whose kernel can be chosen; leave it out.")
         return Choice(OWN)
     if wanted not in (*kinds, "auto"):
-        raise UserError(
-            f"MODEL.ATTENTION {wanted}: {device} supports only {' and '.join(kinds)}; use one of these, or leave it "
-            "auto."
-        )
+        raise UserError(f"{named}: {device} supports only {' and '.join(kinds)}; leave it out.")
     inside = INSIDE_FUSED & listed
     if inside and wanted not in ("auto", PLAIN):
         raise UserError(
-            f"MODEL.ATTENTION {wanted}: AMP's lists would have no effect on {', '.join(sorted(inside))} inside a "
-            "fused operator; use plain, or leave it auto."
+            f"{named}: AMP's lists would have no effect on {', '.join(sorted(inside))} inside a "
+            "fused operator; use -fused, or leave it out."
         )
     if wanted == PACKED and device == "cuda" and not packed_is_possible(listed):
-        named = ", ".join(sorted(FUSED_OPERATOR & listed))
-        lists = f"AMP's lists, which affect torch's operators only, name {named}"
-        why = lists if named else "it needs the package triton, which is not installed"
-        raise UserError(f"MODEL.ATTENTION {wanted}: {why}; use fused, or leave it auto.")
+        operators = ", ".join(sorted(FUSED_OPERATOR & listed))
+        lists = f"AMP's lists, which affect torch's operators only, name {operators}"
+        why = lists if operators else "it needs the package triton, which is not installed"
+        raise UserError(f"{named}: {why}; use +fused, or leave it out.")
     if inside:
         return Choice(PLAIN, "so that AMP's lists take effect")
     if wanted != "auto":  # a GPU has some kinds for some models only
         must_try = device == "cuda" and (wanted == PACKED or backends_of(wanted))
         return None if must_try else Choice(wanted, "as asked for")
-    if before in kinds and before != PACKED:  # packed must be tried on this GPU
+    # packed must be tried on this GPU
+    if before in kinds and before != PACKED and config.wants(str(before)) is not False:
         return Choice(before, "as before the resume")
     if device == "cuda":
         return None
@@ -112,6 +108,4 @@ def _fastest_as_measured(built: BuiltModel) -> Choice:
         return Choice(FUSED, "torch's choice")
     if built.precision.level != "O0":
         return Choice(PLAIN, "half precision on a CPU")
-    if CpuProducts().choose(built).value == ONEDNN:
-        return Choice(PLAIN, "fp32 by oneDNN on a CPU")
     return Choice(FUSED, "fp32 on a CPU")

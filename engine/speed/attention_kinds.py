@@ -1,4 +1,4 @@
-"""MODEL.ATTENTION: the kinds of kernels for attention, and what they can compute."""
+"""The kinds of kernels for attention (SPEED), and what they can compute."""
 
 from __future__ import annotations
 

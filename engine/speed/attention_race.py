@@ -22,7 +22,7 @@ from engine.speed.attention_kinds import (
     backends_of,
     packed_is_possible,
 )
-from engine.speed.shape import BuiltModel, Choice
+from engine.speed.speedup import BuiltModel, Choice
 from utils.errors import UserError
 
 ROUNDS, WARM_UPS = 5, 2
@@ -84,12 +84,14 @@ class Call:
 
 def race_attention(built: BuiltModel) -> Choice:
     """The fastest kind, or the one asked for, or that of the resumed run, if it works here."""
-    wanted, before, precision = built.config.MODEL.ATTENTION, built.before.get("attention"), built.precision
+    wanted, before, precision = built.config.attention, built.before.get("attention"), built.precision
     images = _some_images(built)
     _start_autograd_thread(images.device)
     with torch.random.fork_rng(devices=[images.device] if images.is_cuda else []):
         call = first_call(built.model, images, precision)
-        known = [kind for kind in KINDS["cuda"] if kind != PACKED or packed_is_possible(built.listed)]
+        known = [kind for kind in KINDS["cuda"] if built.config.wants(kind) is not False]
+        if PACKED in known and not packed_is_possible(built.listed):
+            known.remove(PACKED)
         if wanted == "auto" and before in known and _works(call, before):
             return Choice(before, "as before the resume")
         kinds = [kind for kind in known if _works(call, kind)]
@@ -98,8 +100,8 @@ def race_attention(built: BuiltModel) -> Choice:
         if wanted != "auto":
             if wanted not in kinds:
                 raise UserError(
-                    f"MODEL.ATTENTION {wanted} does not support this GPU, model and precision "
-                    f"({precision.name}); use {', '.join(kinds)}, or leave it auto."
+                    f"SPEED +{wanted} does not support this GPU, model and precision "
+                    f"({precision.name}); use {', '.join(kinds)}, or leave it out."
                 )
             return Choice(wanted, "as asked for")
         if call.tokens > MAX_TOKENS_OF_PLAIN and PLAIN in kinds:

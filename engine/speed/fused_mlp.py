@@ -1,4 +1,4 @@
-"""MODEL.FUSED_MLP: bias and GELU of a transformer's MLP in one kernel, forward and backward.
+"""Bias and GELU of a transformer's MLP in one kernel, forward and backward (SPEED).
 
 Between an MLP's products only memory is moved, and torch reads it once more than needed. torch computes the products.
 """
@@ -14,10 +14,10 @@ from timm.layers import activations
 from timm.layers.mlp import Mlp
 from torch import Tensor, nn
 
-from engine.amp.fp32_modules import HALVES, is_forced
+from engine.amp.low_precision import is_forced
+from engine.amp.op_lists import HALVES
 from engine.amp.precision import Precision
-from engine.speed.replace_forward import mix_in
-from engine.speed.shape import BuiltModel, Choice, Shape
+from engine.speed.speedup import BuiltModel, Choice, Speedup, mix_in
 from models import has_adapters
 from utils.errors import UserError
 from utils.log import log
@@ -47,21 +47,21 @@ class FusedMlp(nn.Module):
         return self.drop2(self.fc2(self.norm(self.drop1(y))))
 
 
-class FusedMlps(Shape):
+class FusedMlps(Speedup):
     """`auto`: on a GPU in half precision if the kernels work."""
 
     key = "fused_mlp"
 
     def choose(self, built: BuiltModel) -> Choice:
-        wanted = built.config.MODEL.FUSED_MLP
+        wanted = built.config.wants("fused_mlp")
         if built.precision.level == "O0":
-            log.info("MODEL.FUSED_MLP true has no effect: AMP is off")
+            log.info("SPEED +fused_mlp has no effect: AMP is off")
             return Choice(False)
         obstacle = (known := _obstacle(built)) or _why_kernels_fail(built.precision)
-        if wanted == "auto" and obstacle and known in ("", ADAPTED):
-            log.info("MODEL.FUSED_MLP auto has no effect: %s", obstacle)
-        if obstacle and wanted is True:
-            raise UserError(f"MODEL.FUSED_MLP true: {obstacle}; leave it auto.")
+        if wanted is None and obstacle and known in ("", ADAPTED):
+            log.info("SPEED auto leaves out fused_mlp: %s", obstacle)
+        if obstacle and wanted:
+            raise UserError(f"SPEED +fused_mlp: {obstacle}; leave it out.")
         return Choice(not obstacle)
 
     def apply(self, built: BuiltModel, value: bool) -> None:
@@ -102,7 +102,7 @@ def _why_kernels_fail(precision: Precision) -> str:
     try:
         self_test(precision.device, precision.choice.dtype)
     except Exception as error:
-        log.debug("MODEL.FUSED_MLP", exc_info=True)
+        log.debug("fused_mlp", exc_info=True)
         return f"its kernels fail here ({type(error).__name__}: {str(error).strip().splitlines()[0]})"
     return ""
 

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from engine.amp.half_copy import BATCH_NORM
-from engine.speed.replace_forward import mix_in
-from engine.speed.shape import BuiltModel, Choice, Shape
-from models.blocks import blocks_of
+from engine.amp.low_precision import BATCH_NORM
+from engine.speed.speedup import BuiltModel, Choice, Speedup, mix_in
+from models.freeze import blocks_of
 from utils.errors import UserError
 
 
@@ -39,7 +38,7 @@ class Recomputed(nn.Module):
         return nullcontext(), _running_statistics_kept(self)
 
 
-class RecomputedBlocks(Shape):
+class RecomputedBlocks(Speedup):
     """All blocks (`blocks`), or the first of every N."""
 
     def choose(self, built: BuiltModel) -> Choice:

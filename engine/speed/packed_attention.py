@@ -1,4 +1,4 @@
-"""MODEL.ATTENTION packed: timm's attention by kernels that read queries, keys and values from the packed qkv tensor.
+"""SPEED +packed: timm's attention by kernels that read queries, keys and values from the packed qkv tensor.
 
 torch's kernels take three tensors. In the backward pass of each layer, their three gradients are copied into one.
 """
@@ -16,7 +16,7 @@ from timm.models.vision_transformer import Attention as TimmAttention  # pyright
 from torch import Tensor, nn
 
 from engine.speed.kernels.attention import packed_attention, self_test, supports
-from engine.speed.replace_forward import mix_in
+from engine.speed.speedup import mix_in
 
 
 class PackedAttention(nn.Module):

@@ -14,8 +14,8 @@ from datasets import Batch, ImageDataset
 from utils.config.train import TrainConfig
 from utils.distributed.world import World
 from utils.errors import AllRanksError
-from utils.record.tasks import OF_EVERY_TASK, TaskKind
 from utils.text import counted
+from vitamp.metrics import OF_EVERY_TASK, TaskKind
 
 
 @dataclass(frozen=True)

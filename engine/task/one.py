@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,11 +14,10 @@ from torch import Tensor, nn
 
 from datasets import Batch
 from engine.task.base import Metrics, Tally, Task, check_count, sum_type_of
-from engine.task.class_counts import ClassCounts
-from engine.task.losses import BinaryCrossEntropy, WeightedCrossEntropy, own_loss
+from engine.task.losses import loss_named
 from utils.config.train import TrainConfig
 from utils.distributed.world import World, sum_over_ranks
-from utils.record.tasks import ONE_LABEL
+from vitamp.metrics import ONE_LABEL
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,7 @@ class OneLabel(Task):
     fewest_classes = 2
 
     def loss(self, train: TrainConfig, weights: Tensor | None) -> nn.Module:
-        if train.own_loss:
-            return own_loss(train.LOSS)
-        if train.LOSS == "bce":
-            return BinaryCrossEntropy(train, self.classes, weights)
-        if weights is None:
-            return nn.CrossEntropyLoss(label_smoothing=train.SMOOTHING)
-        return WeightedCrossEntropy(weights, train.SMOOTHING)
+        return loss_named(train.LOSS).build(train, self.classes, weights)
 
     def mixed(self, labels: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
         targets = mixup_target(labels, self.classes, lam)  # pyright: ignore[reportArgumentType]  # a row per image
@@ -133,3 +127,40 @@ def _hits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 def _of_one_classifier(logits: Tensor) -> Tensor:
     """Two classifiers are averaged."""
     return logits.mean(1) if logits.ndim == 3 else logits
+
+
+# Metrics of one label per image that weigh all classes alike, from three counts per class.
+#
+# The counts are whole numbers, so they are exact with any batches and any number of processes.
+
+
+class ClassCounts(NamedTuple):
+    """One number per class."""
+
+    right: list[int]
+    """Images of the class that are predicted as it"""
+    labelled: list[int]
+    """Images of the class"""
+    predicted: list[int]
+    """Images that are predicted as the class"""
+
+    def balanced_accuracy(self) -> float:
+        """Mean recall over the classes that have images, as a fraction; scikit-learn's `balanced_accuracy_score`."""
+        return _mean(right / images for right, images, _ in zip(*self, strict=True) if images)
+
+    def macro_f1(self) -> float:
+        """Mean F1 over the classes that have images or are predicted; scikit-learn's `f1_score(average="macro")`.
+
+        A class that is predicted but has no image counts with an F1 of 0.
+        """
+        return _mean(
+            2 * right / (images + predicted)
+            for right, images, predicted in zip(*self, strict=True)
+            if images or predicted
+        )
+
+
+def _mean(values: Iterable[float]) -> float:
+    """Correctly rounded, so that ranks on different processors get the same bits and agree on the best validation."""
+    found = list(values)
+    return math.fsum(found) / len(found) if found else math.nan

@@ -11,7 +11,7 @@ from datasets import Batch
 from engine.task.base import Metrics, Tally, Task, check_count, sum_type_of
 from utils.config.train import TrainConfig
 from utils.distributed.world import World, sum_over_ranks
-from utils.record.tasks import NO_LABELS
+from vitamp.metrics import NO_LABELS
 
 
 @dataclass(frozen=True)

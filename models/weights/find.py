@@ -17,14 +17,13 @@ import torch
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 
-from models.names import is_timm_name, similar_models
+from models.build import is_timm_name, similar_models
 from utils.errors import UserError, nearest
-from utils.files import NotRegular, require_regular
-from utils.record.checkpoints import INDEX, best_in_index
-from utils.record.chosen import choose_weights
-from utils.record.meta import unchecked_meta
-from utils.record.run_folder import CHECKPOINTS
-from utils.record.weight_sets import BETTER, PLAIN, SETS, WeightSet, set_named
+from vitamp.checkpoints import CHECKPOINTS, checkpoint_of, checkpoints_in, files_of
+from vitamp.files import NotRegular, require_regular
+from vitamp.meta import unchecked_meta
+from vitamp.metrics import BETTER, PLAIN, SETS
+from vitamp.weights import choose_weights
 
 TORCH_ENDINGS = (".pth", ".pt", ".bin", ".pth.tar")
 PADDLE = ".pdparams"
@@ -36,46 +35,39 @@ PROBE_SECONDS = 4.0
 
 @dataclass(frozen=True)
 class Source:
-    """A file of weights on this machine."""
+    """A file of weights on this machine, or its shards in order."""
 
-    file: Path
+    files: tuple[Path, ...]
     label_offset: int = 0
     """Leading classes of its classifier that are not in the data set, such as a background class"""
     description: str = ""
     """For a run or checkpoint: which weights, and their validation metrics"""
 
+    @property
+    def file(self) -> Path:
+        return self.files[0]
 
-def check_pretrained(source: str, wanted: str = PLAIN.name) -> None:
+
+def check_pretrained(source: str) -> None:
     """Raise UserError unless the weights exist and can be read, as far as that is known without a model."""
-    found = _local(source, wanted)
-    if found is not None:
-        check_file(found.file)
-    else:
+    if _local(source) is None:
         _on_hub(_timm_config(source), source, download=False)
 
 
 def local_weights(source: str) -> Path | None:
-    """The file of these weights at a path, checked, of a run the plain ones; None if `source` is a timm name."""
-    found = _local(source, PLAIN.name)
-    if found is None:
-        return None
-    check_file(found.file)
-    return found.file
+    """The file of these weights at a path, checked; None if `source` is a timm name."""
+    found = _local(source)
+    return found.file if found else None
 
 
-def locate(source: str, wanted: str = PLAIN.name) -> Source:
-    """The file of these weights, downloaded if `source` is a timm name that is not in the cache.
-
-    `wanted`: of a run or checkpoint, a set of weights by its name, or auto for the one with the better metrics.
-    """
-    found = _local(source, wanted)
-    if found is not None:
-        check_file(found.file)
+def locate(source: str) -> Source:
+    """The file of these weights, downloaded if `source` is a timm name that is not in the cache."""
+    if (found := _local(source)) is not None:
         return found
     config = _timm_config(source)
     file = _on_hub(config, source, download=True)
     assert file is not None
-    return Source(file, config.label_offset or 0)
+    return Source((file,), config.label_offset or 0)
 
 
 def check_file(path: Path) -> None:
@@ -108,86 +100,54 @@ def unreadable(path: Path, reason: object) -> str:
     return f"Pretrained weights {path}: the file is damaged, or its extension does not match its format ({reason})."
 
 
-def _local(source: str, wanted: str) -> Source | None:
-    """The file at a path; None if `source` is a timm name."""
+def _local(source: str) -> Source | None:
+    """The file at a path, checked; None if `source` is a timm name."""
     path = Path(source).expanduser()
-    other = _other_than_plain(wanted)
     if path.is_dir():
-        return _of_checkpoint(_in_folder(path), wanted)
+        return _in_folder(path)
     if path.exists():
-        return Source(_beside(path, other) if other else path)
+        check_file(path)
+        return Source((path,))
     if is_timm_name(source):
-        if other:
-            raise UserError(
-                f"MODEL.RESUME_EMA is true, but '{source}' is a timm model, which has no {other.label}; name a run "
-                "instead."
-            )
         return None
     with_paddle_extension = path.with_name(path.name + PADDLE)
     if with_paddle_extension.exists():  # PaddleViT's command lines omit the extension
-        return Source(with_paddle_extension)
+        check_file(with_paddle_extension)
+        return Source((with_paddle_extension,))
     for candidate in (path.with_name(path.name + ending) for ending in ENDINGS):
         if candidate.exists():
             raise UserError(f"Pretrained weights {path}: no such file, but there is {candidate.name}.")
-    if path.name != source or path.name.endswith(ENDINGS):
-        raise _no_such_file(path)
-    suggestion = similar_models(source, timm.list_pretrained())
-    raise UserError(f"MODEL.PRETRAINED '{source}': not a file or folder, and not a timm model.{suggestion}")
-
-
-def _no_such_file(path: Path) -> UserError:
+    if path.name == source and not path.name.endswith(ENDINGS):
+        suggestion = similar_models(source, timm.list_pretrained())
+        raise UserError(f"MODEL.PRETRAINED '{source}': not a file or folder, and not a timm model.{suggestion}")
     folder = path.absolute().parent
     if not folder.is_dir():
-        return UserError(f"Pretrained weights {path}: no such file, because there is no folder {folder}.")
-    return UserError(f"Pretrained weights {path}: no such file.{nearest(path.name, sorted(os.listdir(folder)))}")
+        raise UserError(f"Pretrained weights {path}: no such file, because there is no folder {folder}.")
+    raise UserError(f"Pretrained weights {path}: no such file.{nearest(path.name, sorted(os.listdir(folder)))}")
 
 
-def _in_folder(folder: Path) -> Path:
-    """Weights in the folder of a checkpoint, or of a run's best checkpoint."""
-    root = folder / CHECKPOINTS if (folder / CHECKPOINTS / INDEX).is_file() else folder
-    if (root / INDEX).is_file():
-        folder = root / best_in_index(root)
-    for file in HUB_FILES:
-        if (folder / file).is_file():
-            return folder / file
-    if any(folder.glob("model.shard-*.safetensors")):
-        raise UserError(
-            f"Pretrained weights {folder}: saved in shards (DIST.STRATEGY fsdp); combine them with "
-            f"`python scripts/checkpoint.py strip {folder} -out weights.safetensors`, and give that file to "
-            "-pretrained."
-        )
+def _in_folder(folder: Path) -> Source:
+    """The weights of a run's best checkpoint, of a checkpoint, or of a folder that timm saved for the hub.
+
+    Of a checkpoint, those with the better metrics in its meta.json; only the file itself is read from a folder that
+    holds less than a checkpoint.
+    """
+    if (folder / CHECKPOINTS).is_dir() or checkpoints_in(folder):
+        folder, _ = checkpoint_of(folder)
+    there = [path.name for path in folder.iterdir() if path.is_file()]
+    if available := [which for which in SETS if files_of(which.file, there)]:
+        meta = unchecked_meta(folder)
+        which, words = choose_weights(meta, available, BETTER)
+        files = tuple(folder / name for name in files_of(which.file, there))
+        for file in files:
+            check_file(file)
+        return Source(files, description=f"{folder.name}, {words}" if meta else "")
+    if HUB_FILES[1] in there:
+        check_file(folder / HUB_FILES[1])
+        return Source((folder / HUB_FILES[1],))
     raise UserError(
-        f"Pretrained weights {folder}: the folder has no {' or '.join(HUB_FILES)}, and no {CHECKPOINTS}/{INDEX} of a "
-        "run."
+        f"Pretrained weights {folder}: the folder has no {' or '.join(HUB_FILES)}, and no {CHECKPOINTS}/ of a run."
     )
-
-
-def _of_checkpoint(plain: Path, wanted: str) -> Source:
-    """The requested weights of a checkpoint, by default those with the better metrics in its meta.json."""
-    other = _other_than_plain(wanted)
-    if other:
-        _beside(plain, other)
-    available = [which for which in SETS if which == PLAIN or plain.with_name(which.file).is_file()]
-    reason = "" if wanted == BETTER else f"MODEL.RESUME_EMA {str(other is not None).lower()}"
-    meta = unchecked_meta(plain.parent)
-    which, words = choose_weights(meta, available, wanted, reason)
-    file = plain if which == PLAIN else plain.with_name(which.file)
-    return Source(file, description=f"{plain.parent.name}, {words}" if meta else "")
-
-
-def _other_than_plain(wanted: str) -> WeightSet | None:
-    return None if wanted in (BETTER, PLAIN.name) else set_named(wanted)
-
-
-def _beside(weights: Path, which: WeightSet) -> Path:
-    """The other set that was saved with these weights."""
-    file = weights.with_name(which.file)
-    if not file.is_file():
-        raise UserError(
-            f"MODEL.RESUME_EMA: there is no {which.file} beside {weights}. Use a run with an {which.described}, or "
-            "leave MODEL.RESUME_EMA out."
-        )
-    return file
 
 
 def _timm_config(name: str) -> Any:

@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import inspect
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,16 @@ from timm.models import adapt_input_conv, load_state_dict
 from torch import Tensor, nn
 
 from models.freeze import classifiers, is_inside, names_in_cfg
-from models.lora_layers import is_adapter
 from models.masked import DECODER
 from models.weights.find import PADDLE, Source, locate, unreadable
-from models.weights.merge import Merged
 from models.weights.paddle_file import EMA_KEYS, WEIGHTS_KEYS, read_pdparams
 from models.weights.paddle_names import convert
 from utils.errors import UserError
 from utils.log import log
-from utils.record.base import LORA, verified_base
-from utils.record.meta import META, Adapters, check_fields, unchecked_meta
-from utils.record.run_folder import CONFIG, run_folder_of
-from utils.record.weight_sets import PLAIN
+from utils.record.run_folder import CONFIG
+from vitamp.checkpoints import LORA, run_folder_of, verified_base
+from vitamp.meta import META, Adapters, check_fields, unchecked_meta
+from vitamp.tensors import JoinedShards, Merged, is_adapter
 
 MOST_NAMED = 5
 """Tensors of each kind that an error names"""
@@ -40,16 +39,15 @@ def load_pretrained(
     module: nn.Module,
     source: str,
     name: str,
-    wanted: str = PLAIN.name,
     new_classifier: bool = False,
     complete: bool = False,
 ) -> str:
     """Load weights from `source` into the model called `name`; returns a sentence for the log about what was loaded.
 
-    `wanted`: see `locate`. `new_classifier`: keep the model's own classifier. `complete`: refuse weights that leave a
+    `new_classifier`: keep the model's own classifier. `complete`: refuse weights that leave a
     classifier freshly initialised, as evaluation needs.
     """
-    found = locate(source, wanted)
+    found = locate(source)
     loaded, changes = _load(module, found, name, new_classifier)
     sentence = f"Pretrained weights: {'; '.join([f'{loaded} from {found.file}', *changes])}"
     if complete and any(FRESH in change for change in changes):
@@ -69,7 +67,7 @@ def _load(module: nn.Module, found: Source, name: str, new_classifier: bool) -> 
         loaded, changes = _load_npz(module, found.file, name)
         module.load_state_dict(own, strict=False)
         return loaded, changes + ([f"{', '.join(fresh)} left as {FRESH}"] if own else [])
-    return _load_tensors(module, _read(found.file), found.file, name, found.label_offset, fresh)
+    return _load_tensors(module, _read(found.files), found.file, name, found.label_offset, fresh)
 
 
 def _load_tensors(
@@ -99,15 +97,17 @@ def _without_decoder(module: nn.Module, weights: Weights) -> tuple[Weights, list
     return kept, [f"{len(weights) - len(kept)} tensors of its decoder left out"]
 
 
-def _read(file: Path) -> Weights:
-    """Tensors of a file, without the wrappings of DDP, torch.compile and training scripts."""
+def _read(files: Sequence[Path]) -> Weights:
+    """Tensors of a file or its shards, without the wrappings of DDP, torch.compile and training scripts."""
+    file = files[0]
     if file.suffix == PADDLE:
         converted = convert(arrays := read_pdparams(file), file)
         # Included so that `_require_match` reports them with all other mismatches.
         return converted.tensors | {name: torch.from_numpy(arrays[name].copy()) for name in converted.left_over}
     _log_if_ema(file)
     try:
-        weights: Any = load_state_dict(str(file), weights_only=True)
+        whole: Any = load_state_dict(str(file), weights_only=True) if len(files) == 1 else JoinedShards([*files])
+        weights = dict(whole)
     except RuntimeError as error:
         if "weights_only" in str(error):
             raise UserError(

@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from utils.errors import UserError
-from utils.files import only_regular
 from utils.log import log
+from vitamp.files import only_regular
 
 EMA_KEYS = ("model_ema", "state_dict_ema")
 WEIGHTS_KEYS = (*EMA_KEYS, "model", "state_dict")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.names import is_timm_name
+from models.build import is_timm_name
 from models.weights.paddle_rules import Rules as FamilyRules
 from models.weights.paddle_rules import rules_of
 

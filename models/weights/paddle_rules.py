@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from utils.config.paddlevit.table import families
+from utils.config.paddlevit import families
 from utils.errors import UserError
 
 FILE = Path(__file__).with_name("paddle_rules.yaml")

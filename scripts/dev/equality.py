@@ -5,41 +5,98 @@
     python scripts/dev/equality.py OLD NEW -numbers      # without records and words of the log
 
 For a refactoring that must not change results. With each commit, every way of training runs once on the digits, once
-from a checkpoint that the old commit wrote, and once more from a checkpoint of that resumed run: a choice that a
-checkpoint does not keep shows only there. Exits with 1 if anything differs.
+from a checkpoint that it wrote itself, and once more from a checkpoint of that resumed run: a choice that a checkpoint
+does not keep shows only there. Each commit uses the ways of its own equality_ways.py, so that one whose setting was
+renamed is compared under its name. Exits with 1 if anything differs.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
+import runpy
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from scripts.dev.equality_runs import Output, differing_numbers, differing_records  # noqa: E402
-from scripts.dev.equality_ways import WAYS, Way, make_materials  # noqa: E402
-
 STARTED, RESUMED, UPDATES = 6, 10, 14
 """Updates before a run is resumed, before it is resumed again, and in all."""
 SHOWN = 8
 """Differences of each kind that are printed."""
 
+TIMES = {"time", "perf", "seconds", "eval_seconds", "train_seconds", "epoch_seconds", "images_per_second"}
+"""Fields of a line of metrics that depend on time."""
+NUMBERS_OF_META = ("epoch", "epoch_finished", "update", "metrics", "best")
+NOT_COMPARED = (*NUMBERS_OF_META, "format", "files", "config_hash", "meta_sha256")
+"""Of meta.json: compared as numbers, or not comparable: sizes and hashes of files whose contents are compared."""
+RUN_RECORD = ("choices", "samples", "parameters")
+"""Fields of run.json that do not name the folder, the machine or the commit."""
+VOLATILE = (
+    (
+        re.compile(
+            r"(Img/s|Data|Mem|Time|Left|Stages|MFU|GPU|Wait): [^,\n]*(, (data|copy|forward|backward|optimiser) \d+%)*"
+        ),
+        r"\1",
+    ),
+    (re.compile(r"\d[\d.,:]* ?(s|ms|seconds?|minutes?|MB|GB|GiB|MiB)\b"), "#"),
+    (re.compile(r"(time:|total time) [\d:.]+"), r"\1 #"),
+    (re.compile(r"\d+(\.\d+)? ?%( of the time)"), r"#\2"),
+    (re.compile(r"localhost:\d+"), "localhost:#"),
+    (re.compile(r"^( +\d+ +\S+ +\d+ +)\d+ ", re.MULTILINE), r"\1# "),  # the process in the table of ranks
+)
+"""What depends on time and machine in a line of the log."""
+NOT_WORDS = ("Where the time went", "To speed up", "  arguments ", "[W", "[rank")
+"""Starts of lines that depend on the pace of the run, or that torch writes."""
 
-class Commit(NamedTuple):
-    """A commit that is checked out, and the folder of its runs."""
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("old", help="a commit")
+    parser.add_argument("new", nargs="?", default="HEAD", help="another commit (default HEAD)")
+    parser.add_argument("-only", help="some of the ways, such as fp32,ddp (default: all that both commits have)")
+    parser.add_argument("-numbers", action="store_true", help="compare only numbers, not records and words of the log")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        old, new = (check_out(name, Path(folder)) for name in (given.old, given.new))
+        for one, other in ((old, new), (new, old)):
+            if missing := [name for name in one.ways if name not in other.ways]:
+                print(f"only {one.name} has {', '.join(missing)}", flush=True)
+        both = [name for name in new.ways if name in old.ways]
+        names = given.only.split(",") if given.only else both
+        if unknown := set(names) - set(both):
+            parser.error(f"not ways of both commits: {', '.join(sorted(unknown))}; these are: {', '.join(both)}")
+        finish([(old, old.made / "teacher", old.train((), 1, old.made / "teacher", UPDATES))])
+        shutil.copytree(old.made / "teacher", new.made / "teacher")
+        for side in (old, new):
+            side.make_materials(side.made)
+        differing = sum(report(name, old, new, given.numbers) for name in names)
+    print(f"{differing} of {len(names)} ways differ.")
+    return int(differing > 0)
+
+
+@dataclass
+class Commit:
+    """A commit that is checked out, the folders of its runs and of its materials, and what its equality_ways.py has."""
 
     name: str
     code: Path
     runs: Path
+    made: Path
+    ways: dict[str, Any]
+    make_materials: Callable[[Path], None]
 
     def train(self, words: tuple[str, ...], processes: int, run: Path, updates: int) -> subprocess.Popen[str]:
         script = "main_single_gpu.py" if processes == 1 else "main_multi_gpu.py"
@@ -55,27 +112,20 @@ class Commit(NamedTuple):
         )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("old", help="a commit")
-    parser.add_argument("new", nargs="?", default="HEAD", help="another commit (default HEAD)")
-    parser.add_argument("-only", default=",".join(WAYS), help=f"some of {', '.join(WAYS)}")
-    parser.add_argument("-numbers", action="store_true", help="compare only numbers, not records and words of the log")
-    given = parser.parse_args()
-    names = given.only.split(",")
-    if unknown := set(names) - set(WAYS):
-        parser.error(f"unknown ways: {', '.join(sorted(unknown))}")
-    with tempfile.TemporaryDirectory() as folder:
-        old, new = (checked_out(name, Path(folder)) for name in (given.old, given.new))
-        made = Path(folder) / "made"
-        _finish([(old, made / "teacher", old.train((), 1, made / "teacher", UPDATES))])
-        make_materials(made)
-        differing = sum(_report(name, Pair(old, new, made, given.numbers)) for name in names)
-    print(f"{differing} of {len(names)} ways differ.")
-    return int(differing > 0)
+@dataclass
+class Output:
+    """A finished run: its commit, its folder, and what it printed."""
+
+    side: Commit
+    folder: Path
+    printed: str
 
 
-def checked_out(name: str, folder: Path) -> Commit:
+class RunError(Exception):
+    """A run exited with an error."""
+
+
+def check_out(name: str, folder: Path) -> Commit:
     """Extract a commit's files to a folder of their own. Both commits run in this Python environment."""
     sha = subprocess.check_output(["git", "rev-parse", "--verify", f"{name}^{{commit}}"], cwd=ROOT, text=True).strip()
     place = folder / f"{len(list(folder.iterdir()))}-{sha[:9]}"
@@ -83,13 +133,14 @@ def checked_out(name: str, folder: Path) -> Commit:
     code.mkdir(parents=True)
     packed = subprocess.run(["git", "archive", sha], cwd=ROOT, check=True, capture_output=True).stdout
     subprocess.run(["tar", "-x", "-C", str(code)], input=packed, check=True)
-    return Commit(sha[:9], code, place / "runs")
+    own = runpy.run_path(str(code / "scripts/dev/equality_ways.py"))
+    return Commit(sha[:9], code, place / "runs", place / "made", own["WAYS"], own["make_materials"])
 
 
-def _report(name: str, pair: Pair) -> bool:
+def report(name: str, old: Commit, new: Commit, only_numbers: bool) -> bool:
     """Compare one way, and print what differs."""
     try:
-        differences = list(pair.compare(name, WAYS[name]))
+        differences = list(compare(name, old, new, only_numbers))
     except RunError as error:
         differences = [f"failed: {error}"]
     print(f"{name:14} {'DIFFERS' if differences else 'equal'}", flush=True)
@@ -98,47 +149,134 @@ def _report(name: str, pair: Pair) -> bool:
     return bool(differences)
 
 
-class RunError(Exception):
-    """A run exited with an error."""
-
-
-class Pair(NamedTuple):
-    """Two commits, the folder of what their runs share, and whether only numbers are compared."""
-
-    old: Commit
-    new: Commit
-    made: Path
-    only_numbers: bool
-
-    def compare(self, name: str, way: Way) -> Iterator[str]:
-        words = tuple(word.format(made=self.made) for word in way.words)
-        later = (*words, "-resume", "auto")
-        yield from self._train("from scratch", words, way.processes, f"{name}-scratch", UPDATES)
-        start = self.old.runs / f"{name}-start"
-        _finish([(self.old, start, self.old.train(words, way.processes, start, STARTED))])
-        for side in (self.old, self.new):
-            shutil.copytree(start, side.runs / name)
-        yield from self._train("resumed", later, way.later or way.processes, name, RESUMED)
-        yield from self._train("resumed again", later, way.later or way.processes, name, UPDATES)
-
-    def _train(self, label: str, words: tuple[str, ...], processes: int, run: str, updates: int) -> Iterator[str]:
-        """Differences between runs of both commits, which train concurrently."""
-        sides = [(side, side.runs / run) for side in (self.old, self.new)]
-        one, other = _finish([(side, place, side.train(words, processes, place, updates)) for side, place in sides])
-        yield from (f"{label}: {line}" for line in islice(differing_numbers(one.folder, other.folder), SHOWN))
-        if not self.only_numbers:
+def compare(name: str, old: Commit, new: Commit, only_numbers: bool) -> Iterator[str]:
+    """Differences between the commits' runs of one way; both commits' runs train concurrently."""
+    stages = (
+        ("from scratch", f"{name}-scratch", UPDATES),
+        ("started", name, STARTED),
+        ("resumed", name, RESUMED),
+        ("resumed again", name, UPDATES),
+    )
+    for label, run, updates in stages:
+        started = []
+        for side in (old, new):
+            way, again = side.ways[name], label.startswith("resumed")
+            words = tuple(word.format(made=side.made) for word in way.words) + ("-resume", "auto") * again
+            processes = (way.later or way.processes) if again else way.processes
+            place = side.runs / run
+            started.append((side, place, side.train(words, processes, place, updates)))
+        one, other = finish(started)
+        yield from (f"{label}: {line}" for line in islice(differing_numbers(one, other, only_numbers), SHOWN))
+        if not only_numbers:
             yield from (f"{label}: record: {line}" for line in islice(differing_records(one, other), SHOWN))
 
 
-def _finish(started: list[tuple[Commit, Path, subprocess.Popen[str]]]) -> list[Output]:
+def finish(started: list[tuple[Commit, Path, subprocess.Popen[str]]]) -> list[Output]:
     """Wait for runs that train concurrently."""
-    outputs = []
-    for side, run, process in started:
-        printed = process.communicate()[0]
+    outputs = [Output(side, run, process.communicate()[0]) for side, run, process in started]
+    for output, (side, _, process) in zip(outputs, started, strict=True):
         if process.returncode:
-            raise RunError(f"{side.name} exits with {process.returncode}: {printed.strip().splitlines()[-3:]}")
-        outputs.append(Output(run, printed, {str(side.runs): "RUNS", str(side.code): "CODE"}))
+            raise RunError(f"{side.name} exits with {process.returncode}: {output.printed.strip().splitlines()[-3:]}")
     return outputs
+
+
+def differing_numbers(one: Output, other: Output, only_numbers: bool) -> Iterator[str]:
+    """Differences in metrics.jsonl and in the checkpoints.
+
+    With `only_numbers`, values of state.pt that only one commit saves are left out: a resumed run shows what they did.
+    """
+    first, second = (_metrics(side.folder) for side in (one, other))
+    if len(first) != len(second):
+        yield f"{len(first)} and {len(second)} lines of metrics"
+    for one_line, other_line in zip(first, second, strict=False):
+        fields = [key for key in {**one_line, **other_line} if one_line.get(key) != other_line.get(key)]
+        if fields:
+            values = ", ".join(f"{key} {one_line.get(key)} and {other_line.get(key)}" for key in fields)
+            yield f"{one_line.get('event')} of update {one_line.get('update')}: {values}"
+    folders = [{p.name for p in (side.folder / "checkpoints").iterdir() if p.is_dir()} for side in (one, other)]
+    if folders[0] != folders[1]:
+        yield f"checkpoints {sorted(folders[0])} and {sorted(folders[1])}"
+    for name in sorted(folders[0] & folders[1]):
+        first, second = (_contents(side.folder / "checkpoints" / name) for side in (one, other))
+        if not any(isinstance(value, torch.Tensor) for value in first.values()):
+            yield f"{name}: no tensors"
+        names = first.keys() ^ second.keys()
+        if only_numbers:
+            names = {key for key in names if not key.startswith("state.pt")}
+        if names:
+            yield f"{name}: other names: {sorted(names)[:3]}"
+        yield from (f"{name}: {key}" for key in first.keys() & second.keys() if not _same(first[key], second[key]))
+
+
+def differing_records(one: Output, other: Output) -> Iterator[str]:
+    """Differences in run.json, meta.json and the words of the log."""
+    for name in sorted(path.name for path in (one.folder / "checkpoints").glob("step-*")):
+        sides = [_json(side.folder / "checkpoints" / name / "meta.json") for side in (one, other)]
+        yield from _differing_leaves(name, *({k: v for k, v in m.items() if k not in NOT_COMPARED} for m in sides))
+    records = [_json(side.folder / "run.json") for side in (one, other)]
+    yield from _differing_leaves("run.json", *({key: record.get(key) for key in RUN_RECORD} for record in records))
+    first, second = (Counter(_words(side)) for side in (one, other))
+    yield from (f"only the first logs: {line}" for line in first - second)
+    yield from (f"only the second logs: {line}" for line in second - first)
+
+
+def _differing_leaves(where: str, one: Any, other: Any) -> Iterator[str]:
+    first, second = dict(_leaves(one, where)), dict(_leaves(other, where))
+    for name in {**first, **second}:
+        if name not in first or name not in second:
+            yield f"only the {'first' if name in first else 'second'} has {name}: {first.get(name, second.get(name))}"
+        elif first[name] != second[name]:
+            yield f"{name}: {first[name]} and {second[name]}"
+
+
+def _words(run: Output) -> Iterator[str]:
+    """Lines that a run printed, without paths, times and amounts of memory."""
+    text = run.printed
+    for name in ("runs", "made", "code"):
+        text = text.replace(str(getattr(run.side, name)), name.upper())
+    text = "\n".join(line for line in text.splitlines() if line.strip() and not line.startswith(NOT_WORDS))
+    for pattern, word in VOLATILE:
+        text = pattern.sub(word, text)
+    yield from text.splitlines()
+
+
+def _metrics(run: Path) -> list[dict[str, Any]]:
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in lines]
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _contents(folder: Path) -> dict[str, Any]:
+    """All values in a checkpoint's files, by name."""
+    values: dict[str, Any] = {}
+    for file in sorted(folder.iterdir()):
+        if file.suffix == ".safetensors":
+            values |= {f"{file.name}: {name}": value for name, value in load_file(file).items()}
+        elif file.suffix in {".pt", ".pth"}:
+            values |= _leaves(torch.load(file, map_location="cpu", weights_only=True), file.name)
+        elif file.name == "meta.json":
+            values |= _leaves({key: _json(file).get(key) for key in NUMBERS_OF_META}, file.name)
+    return values
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _leaves(part, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for number, part in enumerate(value):
+            yield from _leaves(part, f"{name}.{number}")
+    else:
+        yield name, value
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a, b))
+    return type(a) is type(b) and a == b
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The ways of training that scripts/dev/equality.py compares: one or more per ability that changes numbers."""
+"""The ways of training that scripts/dev/equality.py compares: one or more per callback that changes numbers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ WAYS = {
     "bce": Way(("TRAIN.LOSS=bce", *MIXED)),
     "recomputed": Way(("-amp", "bf16", "TRAIN.GRAD_CHECKPOINT=blocks", "MODEL.DROPOUT=0.1")),
     "muon": Way(("-amp", "bf16", "TRAIN.OPTIMIZER.NAME=Muon")),
-    "layer_rates": Way(("-pretrained", TEACHER, "TRAIN.LAYER_DECAY=0.7", "TRAIN.HEAD_LR=3")),
+    "layer_rates": Way(("-pretrained", TEACHER, "TRAIN.LAYER_DECAY=0.7")),
     "teacher": Way(SOFT),
     "teacher_fp16": Way(("-amp", "fp16", *SOFT, *MIXED)),
     "several_labels": Way(SEVERAL),
@@ -75,7 +75,7 @@ WAYS = {
     "auto_fp32_ddp": Way((*OVERFLOWING, "AMP.AUTO_FP32=true"), processes=2),
     "ema_on_cpu": Way(("TRAIN.MODEL_EMA_FORCE_CPU=true", "TRAIN.MODEL_EMA_WARMUP=false")),
     "stages": Way(("REPORT_STAGES=true", "-amp", "bf16")),
-    "channels_last": Way((*RESNET, "TRAIN.CHANNELS_LAST=true", "-amp", "bf16", *PHASES)),
+    "channels_last": Way((*RESNET, "SPEED=+channels_last", "-amp", "bf16", *PHASES)),
     "batch_norm": Way((*RESNET, *PHASES, "DATA.BATCH_SIZE=128"), processes=2),
     "ddp": Way(("-amp", "bf16"), processes=2),
     "ddp_O2": Way(("-amp", "O2", "AMP.DTYPE=fp16", "TRAIN.ACCUM_ITER=2"), processes=2),

@@ -34,7 +34,7 @@ BATCH = 32
 O2 = ("-amp", "bf16", "AMP.LEVEL=O2")
 ABILITIES = {
     "muon": Ability(
-        ("TRAIN.OPTIMIZER.NAME=muon", "TRAIN.OPTIMIZER.MUON.ADAMW_LR=1e-3", "TRAIN.LAYER_DECAY=0.7", *O2),
+        ("TRAIN.OPTIMIZER.NAME=muon", "TRAIN.LAYER_DECAY=0.7", *O2),
         ("optimiser  Muon 8 tensors (6,144 parameters), 5 Newton-Schulz steps in bf16; AdamW 24 tensors",),
     ),
     "balanced classes": Ability(
@@ -76,13 +76,13 @@ ABILITIES = {
     ),
     "fine-tuning": Ability(
         (
-            *("-pretrained", "{digits_run}", "MODEL.RESUME_EMA=true", "MODEL.NEW_CLASSIFIER=true", "MODEL.DEPTH=1"),
-            *("MODEL.FREEZE=patch_embed,pos_embed,cls_token", "TRAIN.LAYER_DECAY=0.6", "TRAIN.HEAD_LR=3"),
+            *("-pretrained", "{digits_run}", "MODEL.NEW_CLASSIFIER=true", "MODEL.DEPTH=1"),
+            *("MODEL.FREEZE=patch_embed,pos_embed,cls_token", "TRAIN.LAYER_DECAY=0.6"),
         ),
         (
-            "ema.safetensors; head left as freshly initialised (MODEL.NEW_CLASSIFIER)",
+            "safetensors; head left as freshly initialised (MODEL.NEW_CLASSIFIER)",
             "4 of 20 tensors frozen",
-            "(layer decay 0.6, classifier x 3)",
+            "(layer decay 0.6)",
         ),
     ),
     "several labels": Ability(

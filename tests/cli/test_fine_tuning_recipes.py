@@ -16,8 +16,9 @@ from safetensors import safe_open
 from timm.models import save_for_hf
 
 from datasets.given import open_given
-from engine.saved.predictions import validation_predictions
-from engine.saved.trained import load_trained
+from engine.trained.model import load_trained
+from tests.datasets.pictures import decoded_by
+from tests.predicted import validation_predictions
 from tests.program import ROOT, Result, run_program, save_image
 from tests.tools.timm_alone import in_timm_alone
 
@@ -149,7 +150,8 @@ def test_timm_alone_squeezes_images_as_the_run_does(
     logits, _ = in_timm_alone(f"local-dir:{hub}", "RGB", paths, tmp_path)
     model = load_trained(trained[0], device="cpu", amp="off")
     for mode, agrees in (("squash", True), ("center", False)):
-        data = model.config.DATA.model_copy(update={"DECODER": "pil", "CROP_MODE": mode})
-        found = validation_predictions(model, open_given([str(path) for path in paths], data), workers=0)
+        data = model.config.DATA.model_copy(update={"CROP_MODE": mode})
+        with decoded_by("pil"):
+            found = validation_predictions(model, open_given([str(path) for path in paths], data), workers=0)
         # timm resizes the whole image, vitamp only what remains of it; this rounds a few pixels differently.
         assert torch.allclose(found.logits, logits, rtol=0, atol=1e-3) is agrees, mode

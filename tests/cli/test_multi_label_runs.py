@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.label_sets import CLASSES, write_recipe, write_set
-from tests.program import Result, change_settings, metrics, run_program
+from tests.program import Result, metrics, run_program
 
 Vitamp = Callable[..., Result]
 SHORT = ("TRAIN.MIXUP_ALPHA=0.2", "TRAIN.SMOOTHING=0.02", "MODEL.DROPOUT=0.1", "DATA.BATCH_SIZE=8", "-accum_iter", "2")
@@ -94,43 +94,3 @@ def test_one_table_is_split_into_folds(vitamp: Vitamp, recipe: Path, tmp_path: P
     assert "csv: 120 training and 40 validation images" in done.out
     assert "[Epoch 0, batch 0] loss: " in done.out
     assert ", f1: " in done.out
-
-
-def test_run_of_an_earlier_version_keeps_its_split(vitamp: Vitamp, recipe: Path, tmp_path: Path) -> None:
-    """Resumed or evaluated, it has the validation images that it chose its best checkpoint by."""
-    run, former = tmp_path / "run", "DATA.LABEL_SPLIT=sets"
-    words = ("-cfg", recipe, "-data_path", recipe.parent / "train.csv", "-output", run)
-    assert vitamp(*words, former, "TRAIN.MAX_UPDATES=4", "SAVE_FREQ=1").code == 0
-    change_settings(run, {}, without="DATA.LABEL_SPLIT")
-    (meta,) = run.glob("checkpoints/step-*/meta.json")
-    map_then = json.loads(meta.read_text())["metrics"]["map"]
-    done = vitamp(run, "-json", tmp_path / "e.json", "-weights", "model", script="scripts/evaluate.py")
-    assert done.code == 0, done.text
-    found = json.loads((tmp_path / "e.json").read_text())["figures"]["model"]["map"]
-    assert found == pytest.approx(map_then, abs=1e-4)
-    done = vitamp("-eval", "-resume", run, "-output", tmp_path / "eval")
-    assert metrics(tmp_path / "eval", "val")[0]["map"] == pytest.approx(map_then, abs=1e-4)
-    done = vitamp("-resume", run, "TRAIN.MAX_UPDATES=6")
-    assert done.code == 0, done.text
-    assert "keeps the defaults it started with, although they have changed since: DATA.LABEL_SPLIT sets" in done.out
-    assert "changed since: DATA.LABEL_SPLIT" not in done.out.replace("they have changed since", "")
-    assert "LABEL_SPLIT: sets" in (run / "config.yaml").read_text()
-
-
-def test_run_of_an_earlier_version_keeps_thresholds_from_few_images(
-    vitamp: Vitamp, recipe: Path, tmp_path: Path
-) -> None:
-    """Of the same weights, so that the tuned F1 in one metrics.jsonl has one definition."""
-    run, words = tmp_path / "run", ("-cfg", recipe, "TRAIN.MAX_UPDATES=4", "SAVE_FREQ=1", "DATA.THRESHOLD_IMAGES=1")
-    assert vitamp(*words, "-output", run).code == 0
-    tuned = metrics(run, "val")[-1]["f1_macro_tuned"]
-    change_settings(run, {}, without="DATA.THRESHOLD_IMAGES")
-    then, now = (
-        vitamp("-eval", "-resume", run, "-output", tmp_path / name, *extra)
-        for name, extra in (("then", ()), ("now", ("DATA.THRESHOLD_IMAGES=1000",)))
-    )
-    assert (then.code, now.code) == (0, 0), then.text + now.text
-    values = [metrics(tmp_path / name, "val")[0] for name in ("then", "now")]
-    assert values[0]["f1_macro_tuned"] == pytest.approx(tuned, abs=1e-4)
-    assert values[1]["f1_macro_tuned"] == pytest.approx(values[1]["f1_macro"], abs=1e-9)
-    assert values[0]["f1_macro_tuned"] != values[1]["f1_macro_tuned"]

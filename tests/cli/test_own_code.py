@@ -17,21 +17,22 @@ from sklearn.metrics import cohen_kappa_score
 from torch.nn import functional as F
 
 from datasets.transforms.own import OwnChange
-from engine.saved.predictions import validation_predictions
-from engine.saved.trained import load_trained
+from engine.own_code import bind
 from engine.task.one import OneLabel
+from engine.trained.model import load_trained
 from tests.documents import blocks, commands
+from tests.predicted import validation_predictions
 from tests.program import ROOT, Result, metrics
-from tools.common.comparison.judged import judged_by
-from tools.common.comparison.metrics import metrics_of
+from tools.common.comparison.runs import metrics_of
+from tools.common.comparison.verdict import judged_by
 from utils.config import TrainConfig, config_of_run
-from utils.own import registry
-from utils.own.execute import execute, executed
+from utils.own_code import execute, executed
 from utils.record.run_folder import read_about
+from vitamp import registry
 
 Vitamp = Callable[..., Result]
 SETTINGS = (
-    "USE_SETTINGS=focal.gamma=1.5,Small.width=8,square.size=5,stripes.count=16",
+    *("focal.gamma=1.5", "Small.width=8", "square.size=5", "stripes.count=16"),
     "TRAIN.WARMUP_EPOCHS=0",
     "VALIDATE_METRICS=kappa",
 )
@@ -134,6 +135,9 @@ def test_own_code_computes_the_same_in_two_processes(vitamp: Vitamp, files: Path
 BAD = {
     "syntax": ("def focal(:\n", (), "line 1: "),
     "import": ("import no_such_package\n", (), "line 1: ModuleNotFoundError"),
+    "exit": ("import sys\nsys.exit(0)\n", (), "mine.py, line 2: SystemExit: 0"),
+    "interrupt": ("raise KeyboardInterrupt\n", (), "mine.py, line 1: KeyboardInterrupt"),
+    "nul": ("x = 1\0\n", (), "mine.py: source code string cannot contain null bytes"),
     "nothing": ("x = 1\n", (), "registers nothing"),
     "taken": ("from vitamp import loss\n@loss\ndef ce(logits, targets): ...\n", (), "has a loss ce already"),
     "arguments": ("from vitamp import loss\n@loss\ndef bad(logits): ...\n", (), "line 2: loss 'bad' must take"),
@@ -146,12 +150,12 @@ BAD = {
     "unknown": ("from vitamp import loss\n@loss\ndef bade(logits, targets): ...\n", (), "Did you mean bade?"),
     "type": (
         "from vitamp import loss\n@loss\ndef bad(logits, targets, gamma: float = 2): ...\n",
-        ("USE_SETTINGS=bad.gamma=high",),
-        "USE_SETTINGS bad.gamma=high: input should be a valid number",
+        ("bad.gamma=high",),
+        "bad.gamma=high: input should be a valid number",
     ),
     "setting": (
         "from vitamp import loss\n@loss\ndef bad(logits, targets, gamma: float = 2): ...\n",
-        ("USE_SETTINGS=bad.gama=1",),
+        ("bad.gama=1",),
         "Did you mean bad.gamma?",
     ),
 }
@@ -199,7 +203,7 @@ def test_metrics_of_ones_own_decide_and_are_shown(vitamp: Vitamp, tiny: Path, fi
     file, run = tmp_path / "near.py", tmp_path / "run"
     file.write_text(NEAR, encoding="utf-8")
     use = ("-use", f"{files / 'kappa.py'},{file}")
-    own = ("VALIDATE_METRICS=kappa,near", "SAVE_BEST_BY=kappa", "USE_SETTINGS=near.digits=3,kappa.weights=linear")
+    own = ("VALIDATE_METRICS=kappa,near", "SAVE_BEST_BY=kappa", "near.digits=3", "kappa.weights=linear")
     words = ("-cfg", tiny, *use, *own, "TRAIN.MODEL_EMA=true", "-output", run)
     done = vitamp(*words, "TRAIN.NUM_EPOCHS=1")
     assert done.code == 0, done.text
@@ -253,6 +257,20 @@ def test_an_error_of_a_metric_in_training_loses_nothing(vitamp: Vitamp, tiny: Pa
     assert done.code == 0, done.text
     assert [line["late"] for line in metrics(run, "val")] == [1, 1]
     assert "late was the same in all 2 validations, so the first is kept as best; SAVE_BEST_BY=loss judges" in done.out
+
+
+@pytest.mark.parametrize("what", ["sys.exit(0)", "raise KeyboardInterrupt"])
+def test_own_code_cannot_end_a_training_as_if_it_were_done(
+    vitamp: Vitamp, tiny: Path, tmp_path: Path, what: str
+) -> None:
+    file = tmp_path / "mine.py"
+    head = "import sys\nfrom torch.nn import functional as F\nfrom vitamp import loss\n@loss\n"
+    body = f"    if len(logits) > 4:\n        {what}\n    return F.cross_entropy(logits, targets)\n"
+    file.write_text(f"{head}def mine(logits, targets):\n{body}")
+    done = vitamp("-cfg", tiny, "-use", file, "TRAIN.LOSS=mine", "-output", tmp_path / "run")
+    assert done.code == 1, done.text
+    assert f"{file}, line 7: {'SystemExit' if 'exit' in what else 'KeyboardInterrupt'}" in done.err
+    assert "Traceback" not in done.err
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -328,17 +346,17 @@ def test_a_loss_gets_its_settings(files: Path) -> None:
     execute(files / "focal.py")
     logits, labels = torch.randn(8, 3), torch.arange(8) % 3
     train = TrainConfig.model_validate({"LOSS": "focal"})
-    registry.bind(["focal.gamma=0"], ["focal"], all_files=True)
+    bind(["focal.gamma=0"], ["focal"], all_files=True)
     expected = F.cross_entropy(logits, labels)
     assert torch.allclose(OneLabel(3).loss(train, None)(logits, labels), expected)
-    registry.bind([], ["focal"], all_files=True)  # the default
+    bind([], ["focal"], all_files=True)  # the default
     assert OneLabel(3).loss(train, None)(logits, labels) < expected
 
 
 @pytest.mark.usefixtures("nothing_registered")
 def test_an_augmentation_can_be_sent_to_a_process_that_is_spawned(files: Path) -> None:
     execute(files / "square.py")
-    registry.bind(["square.probability=1", "square.size=8"], ["square"], all_files=True)
+    bind(["square.probability=1", "square.size=8"], ["square"], all_files=True)
     sent = pickle.dumps(OwnChange("square"))
     registry.registered.clear()
     executed.clear()
@@ -371,7 +389,7 @@ def test_a_changed_file_is_named_on_resuming(vitamp: Vitamp, tiny: Path, files: 
     assert len([*(run / "own_code").iterdir()]) == 2
     assert "not used" not in done.text
     own = f"{file},{files / 'Small.py'},{files / 'square.py'},{files / 'stripes.py'},{files / 'kappa.py'}"
-    known = ("TRAIN.LOSS=focal", "USE_SETTINGS=focal.gamma=3")
+    known = ("TRAIN.LOSS=focal", "focal.gamma=3")
     shown = vitamp("-cfg", tiny, "-use", own, *known, "VALIDATE_METRICS=kappa", "-print_config")
     assert "focal.gamma=3" in shown.out
     lines = [line for line in shown.out.splitlines() if "not used" in line]

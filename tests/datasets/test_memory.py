@@ -13,17 +13,16 @@ from PIL import Image
 from timm.data.transforms_factory import transforms_imagenet_eval
 
 from datasets import PADDING
-from datasets.base import sample_table
+from datasets.base import Repeated, sample_table
 from datasets.given import ArrayPixels
 from datasets.images import Images
 from datasets.memory import ArraySamples, InMemory, open_arrays
-from datasets.variants import Repeated
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 
 Settings = Callable[..., DataConfig]
 CPU = torch.device("cpu")
-COUNT, SIDE, MARGIN = 300, 12, 3
+COUNT, SIDE, MARGIN = 300, 12, 4
 
 
 def samples(count: int = COUNT, side: int = SIDE, channels: int = 3) -> ArraySamples:
@@ -33,7 +32,7 @@ def samples(count: int = COUNT, side: int = SIDE, channels: int = 3) -> ArraySam
 
 
 def opened(settings: Settings, train: bool = True, seed: int = 5, **values: Any) -> InMemory:
-    data = settings(**{"IMAGE_SIZE": SIDE, "CROP": "pad", "CROP_PAD": MARGIN, "FLIP": 0.5, **values})
+    data = settings(**{"IMAGE_SIZE": SIDE, "CROP": "pad", "FLIP": 0.5, **values})
     dataset = open_arrays(samples(), data, train, seed, CPU)
     assert isinstance(dataset, InMemory)
     return dataset
@@ -82,11 +81,6 @@ def test_memory_sample_does_not_depend_on_its_batch(settings: Settings, values: 
 def test_memory_images_without_transforms_are_unchanged(settings: Settings) -> None:
     got = images(opened(settings, CROP="none", FLIP=0.0), [4, 2])
     assert np.array_equal(got.permute(0, 2, 3, 1).numpy(), samples().pixels[[4, 2]])
-
-
-def test_memory_crop_pad_of_zero_only_flips(settings: Settings) -> None:
-    got = images(opened(settings, CROP_PAD=0, FLIP=1.0), [4])
-    assert np.array_equal(got[0].permute(1, 2, 0).numpy(), samples().pixels[4][:, ::-1])
 
 
 def test_memory_padding_is_black_and_not_counted(settings: Settings) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from datasets import Batch, ImageDataset, open_dataset
-from datasets.variants import Repeated, Sized
+from datasets.base import Repeated, Sized
 from tests.program import save_image
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
@@ -50,14 +50,6 @@ def test_sized_images_equal_a_data_set_of_that_size(imagenet: Path, name: str, c
         alone = opened(data_of(imagenet, name, SHIFT=0.1, ROTATE=10, IMAGE_SIZE=SIZES[epoch]), train)
         for ours, theirs in zip(batch(grown, epoch), batch(alone, epoch), strict=True):
             assert torch.equal(ours, theirs)
-
-
-def test_sized_data_sets_share_memory(imagenet: Path) -> None:
-    digits = opened(data_of(imagenet, "digits"))
-    other: Any = digits.at_size(8)
-    assert other.images.data_ptr() == vars(digits)["images"].data_ptr()
-    folder = opened(data_of(imagenet, "imagenet2012"))
-    assert folder.at_size(8).single_images() is folder.single_images() is Sized(folder, TRAIN, 16).single_images()
 
 
 def test_sized_reports_broken_images_of_all_sizes(tmp_path: Path) -> None:

@@ -73,14 +73,14 @@ def train(config_file: Path, words: dict[str, str], world: World, overflow_at: i
 
 def outcome(ready: ReadyToTrain) -> dict[str, Any]:
     parts = ready.parts
-    ema = parts.ability(Ema)
+    ema = parts.callback(Ema)
     assert ema is not None
     reading = parts.meters.read(parts.precision.scale_tensor(), 0.0)
     return {
         "weights": torch.cat([p.detach().flatten() for p in parts.model.parameters()]),
         "computing": torch.cat([p.detach().flatten().float() for p in parts.forward.parameters()]),
         "average": torch.cat([p.detach().flatten() for p in ema.module.parameters()]),
-        "moved": parts.schedule.moved,
+        "moved": parts.schedule.stepped,
         "averaged": int(ema.updates),
         "scale": reading.scale,
         "norm": reading.grad_norm,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,13 @@ import pytest
 import safetensors.torch
 import torch
 
-from engine.checkpoint.folder import read_state, read_tensors
 from engine.parallel.fsdp import _can_choose_by_weight
-from tests.program import ROOT, TINY_DIGITS, Result, Started, metrics, run_program, write_meta
+from tests.program import ROOT, TINY_DIGITS, Result, Started, metrics, run_program
 from tests.saved import save_checkpoint
 from tests.waiting import free_port
-from utils.record.checkpoints import MODEL, inspect, verify
-from utils.record.weight_sets import AVERAGE
+from vitamp.checkpoints import MODEL, inspect, verify
+from vitamp.metrics import AVERAGE
+from vitamp.tensors import open_tensors, read_state
 
 FSDP, EMA = "DIST.STRATEGY=fsdp", AVERAGE.file
 # Whatever could differ from rank to rank; 30 weights in the head do not divide by 4, and 101 images not by 2.
@@ -29,7 +28,7 @@ WORDS = [
 ]
 UPDATES = 50
 STOPPED_AT = 30
-HALVES = ["-amp", "bf16", "AMP.LEVEL=O2", "AMP.LOSS_SCALING=true", "AMP.INIT_LOSS_SCALING=1024"]
+HALVES = ["-amp", "fp16", "AMP.LEVEL=O2", "AMP.INIT_LOSS_SCALING=1024"]
 # Read by every Python that starts with its folder in PYTHONPATH: in the third update rank 1, and no other, finds one
 # gradient of its own rows infinite.
 OVERFLOW_ON_ONE_RANK = """
@@ -150,26 +149,6 @@ def test_it_goes_on_otherwise(place: Path, dealt: Path, ranks: int, strategy: st
         assert (run / "checkpoints" / f"step-{UPDATES:09d}" / "model.safetensors").exists()
 
 
-def test_resumed_run_of_an_earlier_version_reduces_once_per_update(place: Path, dealt: Path) -> None:
-    """The same bits as with DIST.FSDP_NO_SYNC, and other ones than by default: sums in another order."""
-    first = dealt / "checkpoints" / f"step-{STOPPED_AT:09d}"
-    old = place / "old" / first.name
-    shutil.copytree(first, old)
-    meta = json.loads((old / "meta.json").read_text())
-    del meta["settings"]["DIST.FSDP_NO_SYNC"]
-    write_meta(old / "meta.json", meta)
-    words = (FSDP, "-resume", old, f"TRAIN.MAX_UPDATES={STOPPED_AT + 3}")
-    resumed_run, done = start(place, "of an earlier version", *words)
-    assert "DIST.FSDP_NO_SYNC true (false now)" in done.out
-    assert "gradients reduced once per update" in done.out
-    without, _ = start(place, "without sync", *words[:2], first, words[3], "DIST.FSDP_NO_SYNC=true")
-    synced, _ = start(place, "with sync", *words, "DIST.FSDP_NO_SYNC=false")
-    name = f"checkpoints/step-{STOPPED_AT + 3:09d}/model.shard-1-of-2.safetensors"
-    ours, same, other = ((run / name).read_bytes() for run in (resumed_run, without, synced))
-    assert ours == same
-    assert ours != other
-
-
 @pytest.mark.slow
 def test_it_goes_on_from_ddp(place: Path, whole: Path) -> None:
     run, _ = resumed(place, whole, "from ddp", FSDP, ranks=2)
@@ -185,7 +164,7 @@ def test_modules_moved_to_fp32_stay_there(place: Path, whole: Path, tmp_path: Pa
     state = {**read_state(source), "fp32_modules": modules}
     meta = {key: value for key, value in source.meta.items() if key not in ("format", "files")}
     moved = save_checkpoint(
-        tmp_path, STOPPED_AT, {name: read_tensors(source, name) for name in (MODEL, EMA)}, state, meta
+        tmp_path, STOPPED_AT, {name: dict(open_tensors(source, name)) for name in (MODEL, EMA)}, state, meta
     )
     words = ("-amp", "bf16", f"AMP.LEVEL={level}", "-resume", moved, f"TRAIN.MAX_UPDATES={STOPPED_AT + 2}")
     ours, theirs = (
@@ -202,9 +181,8 @@ def test_saved_weights_can_be_looked_at_and_handed_on(
     vitamp: Callable[..., Result], place: Path, dealt: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "weights.safetensors"
-    refused = vitamp("-cfg", place / "tiny.yaml", *WORDS, "-pretrained", dealt, "-dry_run")
-    assert refused.code == 2
-    assert "scripts/checkpoint.py strip" in refused.err
+    taken = vitamp("-cfg", place / "tiny.yaml", *WORDS, "-pretrained", dealt, "-dry_run")
+    assert taken.code == 0, taken.text
     done = vitamp("strip", dealt, "-weights", "model", "-out", out, script="scripts/checkpoint.py")
     assert done.code == 0, done.text
     run = tmp_path / "seen"

@@ -37,12 +37,9 @@ WAYS: dict[str, dict[str, str]] = {
     "O2": BF16 | {"AMP.LEVEL": "O2"},
     "O1, older torch": BF16,
     "O2, older torch": BF16 | {"AMP.LEVEL": "O2"},
-    "eval in fp32": BF16 | {"AMP.EVAL": "false"},
     "linear in fp32": BF16 | {"AMP.CUSTOM_BLACK_LIST": "[fc]"},
     "accumulated O0": {"TRAIN.ACCUM_ITER": "2"},
     "accumulated O1": BF16 | {"TRAIN.ACCUM_ITER": "2"},
-    "no sync O0": {"TRAIN.ACCUM_ITER": "2", "DIST.FSDP_NO_SYNC": "true"},
-    "no sync O1": BF16 | {"TRAIN.ACCUM_ITER": "2", "DIST.FSDP_NO_SYNC": "true"},
     "mlp in fp32": BF16 | {"AMP.FP32_MODULES": "[blocks.*.mlp]"},
 }
 LINEAR = ("qkv.weight", "qkv.bias", "proj.weight", "proj.bias", "head.weight", "head.bias")
@@ -54,7 +51,6 @@ IN_HALF: dict[str, tuple[str, ...]] = {
     "O2": (*LINEAR, *MLP, *CONVOLUTION, "cls_token", "pos_embed"),
     "O1, older torch": (),
     "O2, older torch": (*LINEAR, *MLP, *CONVOLUTION, "cls_token", "pos_embed"),
-    "eval in fp32": (),
     "linear in fp32": CONVOLUTION,
     "mlp in fp32": (*LINEAR, *CONVOLUTION),
 }
@@ -193,11 +189,9 @@ def test_no_gathered_weight_is_kept_for_the_backward_pass(
 def test_each_rank_holds_its_shard_of_the_gradients_between_micro_batches(
     counted: tuple[dict[str, Counts], dict[str, list[int]]], level: str
 ) -> None:
-    """With DIST.FSDP_NO_SYNC it holds all, and reduces half as many bytes."""
     counts, shapes = counted
-    synced, without = counts[f"accumulated {level}"], counts[f"no sync {level}"]
+    synced = counts[f"accumulated {level}"]
     whole = bytes_of(shapes, ())
     assert 0 < synced.gradients <= whole // RANKS
-    assert without.gradients == sum(4 * torch.Size(shape).numel() for shape in shapes.values() if len(shape) > 1)
-    assert (synced.reduced, without.reduced) == (2 * whole, whole)
-    assert synced.gathered == without.gathered == 2 * counts[level].gathered
+    assert synced.reduced == 2 * whole
+    assert synced.gathered == 2 * counts[level].gathered

@@ -9,23 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from datasets import Batch, Share, Window
+from datasets import Batch, MicroBatch, Window
 from engine.amp.precision import Precision
+from engine.callbacks import CallbackContext, callbacks
 from engine.inputs.mixup import no_transform
 from engine.inputs.normalize import Inputs
 from engine.machine.context import Run
 from engine.measure.meters import TrainMeters
-from engine.measure.stage_times import Stages
+from engine.measure.throughput import Stages
 from engine.optim.schedule import Schedule, build_scheduler
-from engine.order import Site, abilities
 from engine.setup import ReadyToTrain, build_for_training
-from engine.speed.shape import BuiltModel, Choice, Shape
-from engine.speed.tuning import shapes
+from engine.speed.speedup import BuiltModel, Choice, Speedup
+from engine.speed.tuning import speedups
 from engine.task.one import OneLabel
-from engine.update import Parts, train_update
+from engine.update import TrainState, train_update
 from utils.config import AmpConfig, Config, TrainConfig, load_config
 from utils.distributed.world import ALONE
-from utils.record.checkpoints import Checkpoint
+from vitamp.checkpoints import Checkpoint
 
 CPU = torch.device("cpu")
 FP16 = AmpConfig(ENABLED=True, DTYPE="fp16")
@@ -55,10 +55,10 @@ def built_of(
     return BuiltModel(config, model, Inputs(config.DATA), precision or Precision(OFF, CPU), ALONE, before or {})
 
 
-def chosen(kind: type[Shape], built: BuiltModel) -> Choice:
-    """The choice of a shape; that not to have it where its settings and the device exclude it."""
+def chosen(kind: type[Speedup], built: BuiltModel) -> Choice:
+    """The choice of a speed-up; that not to have it where its settings and the device exclude it."""
     return next(
-        (one.choose(built) for one in shapes(built.config, built.precision) if type(one) is kind), Choice(False)
+        (one.choose(built) for one in speedups(built.config, built.precision) if type(one) is kind), Choice(False)
     )
 
 
@@ -99,15 +99,15 @@ def parts_of(
     grad_clip: float | None = None,
     updates: int = 100,
     train_config: TrainConfig | None = None,
-) -> Parts:
+) -> TrainState:
     """The parts of an update around a model of one's own; constant learning rate 1 unless told otherwise."""
     settings = train_config or TrainConfig(NUM_EPOCHS=1, WARMUP_EPOCHS=0, BASE_LR=1.0, END_LR=1.0)
     rates = (settings.BASE_LR, settings.WARMUP_START_LR, settings.END_LR)
     schedule = Schedule(build_scheduler(optimizer, settings, rates, updates), optimizer, updates, None)
     precision = Precision(amp, CPU)
     config = Config(AMP=amp, TRAIN=settings)
-    site = Site(config, model, precision, ALONE, False, Stages(), no_transform, nn.CrossEntropyLoss())
-    return Parts(
+    context = CallbackContext(config, model, precision, ALONE, False, Stages(), no_transform, nn.CrossEntropyLoss())
+    return TrainState(
         model=model,
         forward=model,
         inputs=nn.Identity(),
@@ -119,8 +119,8 @@ def parts_of(
         grad_clip=grad_clip,
         seed=0,
         world=ALONE,
-        abilities=tuple(abilities(site)),
-        others=site.others,
+        callbacks=tuple(callbacks(context)),
+        others=context.others,
     )
 
 
@@ -130,7 +130,7 @@ def window_of(*images: Tensor, weights: tuple[float, ...] | None = None) -> Wind
     for number, micro in enumerate(images):
         weight = weights[number] if weights else 1 / len(images)
         indices = torch.arange(len(micro))
-        shares.append(Share(number, indices.numpy(), weight))
+        shares.append(MicroBatch(number, indices.numpy(), weight))
         batches.append(Batch(micro, torch.zeros(len(micro), dtype=torch.int64), indices))
     return Window(tuple(shares), iter(batches))
 

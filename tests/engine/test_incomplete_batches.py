@@ -12,16 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from datasets import Batch, Window
-from engine.checkpoint.folder import read_tensors
 from engine.measure.meters import TrainMeters
 from engine.setup import ReadyToTrain
 from engine.task.several import SeveralLabels
 from tests.engine.amp.modes import MODES, PLAIN_STEPS, WITH_MASTERS, change
 from tests.engine.small import CPU, build, windows
-from tests.program import Result, change_settings, metrics, train_tiny
+from tests.program import Result, metrics, train_tiny
 from utils.distributed.world import ALONE
-from utils.record.checkpoints import inspect
 from utils.seeding import seed_all
+from vitamp.checkpoints import inspect
+from vitamp.tensors import open_tensors
 
 SIZES = [24, 24, 24, 24, 4]
 DATA = {"DATA__DATASET": "synthetic", "DATA__SYNTHETIC_TRAIN": 100, "DATA__SYNTHETIC_VAL": 20, "DATA__BATCH_SIZE": 24}
@@ -95,13 +95,13 @@ def test_gradient_is_the_mean_over_the_images(tiny: Path, teacher: Path, path: s
     ours, plain = build(tiny, **{**fp32, **words}), build(tiny, **fp32)
     several = path == "several labels"
     if several:
-        ours.parts.meters = TrainMeters(CPU, ALONE, SeveralLabels(10, 1))
+        ours.parts.meters = TrainMeters(CPU, ALONE, SeveralLabels(10))
     window = only_window(ours, several)
     batches = list(window)
     expected = plain_gradient(plain, [batch for _, batch in batches], loss)
-    moved = -change(ours, Window(window.shares, iter([batch for _, batch in batches])))
+    stepped = -change(ours, Window(window.shares, iter([batch for _, batch in batches])))
     rounding = 1e-5 if path not in MODES else 0.03
-    assert (moved - expected).norm() < rounding * expected.norm()
+    assert (stepped - expected).norm() < rounding * expected.norm()
 
 
 def as_words(settings: dict[str, Any]) -> list[str]:
@@ -121,30 +121,11 @@ def test_two_processes_move_by_the_mean_over_the_images(
     start = {name: weight.detach().clone() for name, weight in plain.model.named_parameters()}
     batches = [batch for _, batch in only_window(plain)]
     expected = plain_gradient(plain, batches, summed)
-    saved = read_tensors(inspect(run / "checkpoints" / "step-000000001"))
-    moved = torch.cat([(weight - saved[name]).flatten() for name, weight in start.items()])
-    assert (moved - expected).norm() < 1e-5 * expected.norm()
+    saved = dict(open_tensors(inspect(run / "checkpoints" / "step-000000001")))
+    stepped = torch.cat([(weight - saved[name]).flatten() for name, weight in start.items()])
+    assert (stepped - expected).norm() < 1e-5 * expected.norm()
     (line,) = metrics(run, "train")
     with torch.no_grad():
         plain.model.load_state_dict(start, strict=False)
         losses = [summed(plain.model((b.images.float() / 255 - 0.5) / 0.5), b.labels) for b in batches]
     assert line["loss"] == pytest.approx(float(sum(losses)) / 100, rel=1e-5), "the meter weighs by images too"
-
-
-def test_resumed_run_of_an_earlier_version_keeps_its_weights(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
-    """The same numbers as an uninterrupted run with that version's weights, and other ones than with those of today."""
-    words = as_words({**DATA, "DATA__DROP_LAST": "false", "TRAIN__ACCUM_ITER": 3, "REPORT_FREQ": 1, "SAVE_FREQ": 1})
-    former = "DATA.LAST_BATCH_WEIGHT=full"
-    whole, today, run = (tmp_path / name for name in ("whole", "today", "run"))
-    assert vitamp("-cfg", tiny, "-output", whole, *words, former).code == 0
-    assert vitamp("-cfg", tiny, "-output", today, *words).code == 0
-    assert vitamp("-cfg", tiny, "-output", run, *words, former, "TRAIN.MAX_UPDATES=3").code == 0
-    change_settings(run, {"DATA.DROP_LAST": False}, without="DATA.LAST_BATCH_WEIGHT")
-    done = vitamp("-cfg", tiny, "-output", run, "-resume", "auto", *words)
-    assert done.code == 0, done.text
-    losses = [[line["loss"] for line in metrics(place, "train")] for place in (run, whole, today)]
-    assert losses[0] == losses[1] != losses[2]
-    (line,) = [line for line in done.text.splitlines() if "LAST_BATCH_WEIGHT" in line]
-    assert "keeps the defaults it started with" in line
-    assert "DATA.LAST_BATCH_WEIGHT full (images now)" in line
-    assert "LAST_BATCH_WEIGHT: full" in (run / "config.yaml").read_text(), "and so does the next resume"

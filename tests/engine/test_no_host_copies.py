@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from datasets import Window
-from engine.amp.skip_watch import OverflowWatch
+from engine.amp.overflow import OverflowWatch
 from tests.engine.small import build, train, windows
 
 # What a read-back looks like to the dispatcher: `.item()`, `bool(t)`, `.tolist()` of one value, masks as indices.

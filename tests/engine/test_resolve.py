@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from safetensors.torch import save_file
+from timm.data.config import resolve_data_config
 
 from engine.inputs.normalize import Inputs
-from engine.resolve import resolve
+from engine.preflight import resolve
 from tests.program import save_image
 from utils.config import Loaded, load_config
 from utils.errors import UserError
@@ -39,16 +41,6 @@ def test_a_name_of_timm_brings_its_preprocessing() -> None:
     assert torch.allclose(Inputs(data)(pixels), expected, atol=1e-6)
 
 
-def test_without_weights_nothing_is_resolved() -> None:
-    loaded = load_config(None, words={"DATA.DATASET": "digits"})
-    assert resolve(loaded) == loaded
-
-
-def test_the_defaults_of_a_family_are_not_the_users() -> None:
-    data = resolved(MODEL__TYPE="deit", MODEL__PRETRAINED="vit_base_patch16_224.augreg_in21k").config.DATA
-    assert data.IMAGENET_MEAN == (0.5, 0.5, 0.5)
-
-
 def test_a_set_value_is_kept_and_the_difference_noted() -> None:
     words = {"MODEL__PRETRAINED": DEIT, "DATA__IMAGENET_MEAN": "0.5", "DATA__IMAGE_SIZE": "192"}
     loaded = resolved(**words)
@@ -59,25 +51,11 @@ def test_a_set_value_is_kept_and_the_difference_noted() -> None:
     assert "is used" not in notes(MODEL__PRETRAINED="vit_base_patch16_224.augreg_in21k", DATA__IMAGENET_MEAN="0.5")
 
 
-def test_crop_mode_of_weights_is_taken_but_not_by_an_older_run(tmp_path: Path) -> None:
-    """Runs from before DATA.CROP_MODE cropped the centre, whatever their weights say."""
+def test_crop_mode_of_weights_is_taken() -> None:
     assert resolved(MODEL__PRETRAINED=SQUASHED).config.DATA.CROP_MODE == "squash"
-    (tmp_path / "config.yaml").write_text(f"MODEL: {{PRETRAINED: {SQUASHED}}}\n")
-    (tmp_path / "metrics.jsonl").touch()
-    words = {"DATA.DATASET": "digits", "MODEL.RESUME": str(tmp_path), "MODEL.PRETRAINED": SQUASHED}
-    older = resolve(load_config(None, words=words))
-    assert older.config.DATA.CROP_MODE == "center"
-    assert f"DATA.CROP_MODE center is used, as in the resumed run; timm's {SQUASHED} has squash" in older.notes
-
-
-def test_grey_images_get_the_mean_over_colours() -> None:
-    data = resolved(MODEL__PRETRAINED=DEIT, DATA__IMAGE_CHANNELS="1").config.DATA
-    assert (sum(MEAN) / 3,) == data.IMAGENET_MEAN
 
 
 def test_an_interpolation_that_is_not_supported_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    import timm
-
     cfg = timm.get_pretrained_cfg(DEIT)
     assert cfg is not None
     cfg.interpolation = "nearest"
@@ -101,11 +79,40 @@ def test_files_bring_what_is_written_in_them_or_beside_them(tmp_path: Path) -> N
         assert (data.IMAGE_SIZE, data.IMAGENET_MEAN, data.CROP_PCT) == (64, (0.1, 0.2, 0.3), 0.7)
     save_file(tensors, tmp_path / f"{DEIT}.safetensors")
     assert resolved(MODEL__PRETRAINED=str(tmp_path / f"{DEIT}.safetensors")).config.DATA.IMAGENET_MEAN == MEAN
-    save_file(tensors, tmp_path / "mine.safetensors")
-    said = notes(MODEL__PRETRAINED=str(tmp_path / "mine.safetensors"))
-    assert (
-        "mine.safetensors: the preprocessing of its training images is unknown; this run uses DATA.IMAGE_SIZE" in said
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tf_efficientnet_lite0", "resnet50", "vit_base_patch16_224", "swin_tiny_patch4_window7_224", "convnext_tiny"],
+)
+def test_weights_that_say_nothing_get_the_preprocessing_of_timms_model(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "mine.safetensors"
+    save_file({"a": torch.zeros(1)}, file)
+    loaded = resolved(MODEL__PRETRAINED=str(file), MODEL__NAME=name, EVAL="true", MODEL__TYPE=name.partition("_")[0])
+    cfg, data = timm.get_pretrained_cfg(name), loaded.config.DATA
+    assert cfg is not None
+    theirs = resolve_data_config({"model": name}, cfg.to_dict())
+    assert (theirs["mean"], theirs["std"]) == (data.IMAGENET_MEAN, data.IMAGENET_STD)
+    assert (theirs["crop_pct"], theirs["crop_mode"]) == (data.CROP_PCT, data.CROP_MODE)
+    assert (theirs["interpolation"], theirs["input_size"][1]) == (data.INTERPOLATION, data.IMAGE_SIZE)
+    assert any(
+        note.startswith(f"Preprocessing of timm's {name} (MODEL.NAME; {file} does not say its own)")
+        for note in loaded.notes
     )
+    assert not loaded.warnings
+    written = resolved(MODEL__PRETRAINED=str(file), MODEL__NAME=name, DATA__CROP_PCT="0.5")
+    assert written.config.DATA.CROP_PCT == 0.5
+    assert any("command line: DATA.CROP_PCT 0.5 is used; timm's" in note for note in written.notes)
+
+
+def test_weights_of_a_model_unknown_to_timm_are_warned_of_in_evaluation_too(tmp_path: Path) -> None:
+    file = tmp_path / "mine.safetensors"
+    save_file({"a": torch.zeros(1)}, file)
+    sizes = {"MODEL__NAME": "mine", "MODEL__EMBED_DIM": "64", "MODEL__NUM_HEADS": "2"}
+    for evaluated in ("true", "false"):
+        said = resolved(MODEL__PRETRAINED=str(file), EVAL=evaluated, **sizes).warnings
+        words = "mine.safetensors: the preprocessing of its training images is unknown; this run uses DATA.IMAGE_SIZE"
+        assert any(words in warning for warning in said)
 
 
 def test_damaged_preprocessing_is_an_error_that_names_the_file(tmp_path: Path) -> None:

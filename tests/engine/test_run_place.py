@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 import pytest
 
 from utils.errors import UserError
-from utils.files import replacing, write_atomically
 from utils.record import run_folder
-from utils.record.checkpoints import MODEL
-from utils.record.run_folder import check_output, make_folder, run_folder_of
+from utils.record.run_folder import check_output, make_folder
+from vitamp.checkpoints import MODEL, run_folder_of
+from vitamp.files import write_atomically
 
 
 @pytest.fixture
@@ -77,11 +76,6 @@ def test_run_folders_made_in_the_same_second_differ(tmp_path: Path, monkeypatch:
     assert made == [f"train-20260102-030405{suffix}" for suffix in ("", "-2", "-3")]
 
 
-def test_run_folder_name_has_the_time(tmp_path: Path) -> None:
-    assert re.fullmatch(r"eval-\d{8}-\d{6}", make_folder(None, str(tmp_path), "eval").name)
-    assert make_folder(str(tmp_path / "mine"), "unused", "train") == tmp_path / "mine"
-
-
 def test_text_file_is_replaced_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "index.json"
     write_atomically(path, "old\n")
@@ -97,14 +91,3 @@ def test_text_file_is_replaced_atomically(tmp_path: Path, monkeypatch: pytest.Mo
     write_atomically(path, "new\n")
     assert path.read_text(encoding="utf-8") == "new\n"
     assert [file.name for file in tmp_path.iterdir()] == ["index.json"]
-
-
-def test_writers_of_one_file_on_two_machines_do_not_meet(tmp_path: Path) -> None:
-    """Their processes may have the same number."""
-    path = tmp_path / "index.json"
-    with replacing(path) as first, replacing(path) as second:
-        assert first != second
-        first.write_text("first")
-        second.write_text("second")
-    assert path.read_text() == "first"
-    assert list(tmp_path.iterdir()) == [path]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -16,11 +15,10 @@ import torch
 
 from engine.checkpoint import saver as saving
 from engine.checkpoint.find import newest_good
-from engine.checkpoint.folder import read_state, read_tensors
 from engine.checkpoint.host_copy import HostCopy
 from engine.checkpoint.saver import Saver, Snapshot
 from engine.machine.stopping import signals
-from engine.report.tensorboard import Board
+from engine.report.reporter import Board
 from tests.faults.killing import Run, reported
 from tests.faults.small_disk import SmallDisk, small_disk
 from tests.program import Result, Started, made_meta, metrics
@@ -29,7 +27,7 @@ from tests.waiting import until
 from utils.config.schema import Config
 from utils.errors import TrainingError
 from utils.line_file import LineFile
-from utils.record.checkpoints import MODEL, inspect, read_index, verify
+from vitamp.checkpoints import MODEL, inspect, read_index, verify
 
 ENDLESS = ["TRAIN.NUM_EPOCHS=100000", "SAVE_FREQ=100000", "VALIDATE_FREQ=100000", "REPORT_FREQ=5"]
 TENSORS = {MODEL: {"weight": torch.arange(50_000.0)}}  # 200 kB
@@ -172,7 +170,6 @@ def test_tried_again_with_the_next_save(
     disk: SmallDisk, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
     """Pruned only once the new one is safe: KEEP_LAST 1 keeps the old one while there is no room for another."""
-    monkeypatch.setattr(saving, "PAUSES", (60.0,))
     root = disk.folder / "checkpoints"
     if not background:
         monkeypatch.setattr(HostCopy, "take", lambda *_: None)  # no memory
@@ -191,26 +188,6 @@ def test_tried_again_with_the_next_save(
     saver.finish()
     assert names(root) == ["index.json", "step-000000003"]
     assert said.text.count("The checkpoint of update 2 could not be written") == 1
-
-
-def test_tried_again_after_a_pause(
-    disk: SmallDisk, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is written then is the run as it was when it was to be saved."""
-    monkeypatch.setattr(saving, "PAUSES", (0.05,))
-    root, weight = disk.folder / "checkpoints", torch.ones(1000)
-    root.mkdir()
-    saver = Saver(root, Config(), pinned=False)
-    disk.fill()
-    saver.save(Snapshot({MODEL: {"weight": weight}}, {"moments": weight * 2}, meta(1), None))
-    weight.zero_()
-    until(lambda: bool(saver.report()) or "could not be written" in said.text, 30)
-    disk.make_room()
-    until(lambda: bool(saver.report()) or "Checkpoint step-000000001" in said.text, 30)
-    found = verify(inspect(root / "step-000000001"))
-    assert torch.equal(read_tensors(found)["weight"], torch.ones(1000))
-    assert torch.equal(read_state(found)["moments"], torch.full((1000,), 2.0))
-    saver.finish()
 
 
 def test_an_end_without_room_tells_what_is_left(disk: SmallDisk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,23 +279,3 @@ def test_tensorboard_ends_on_a_full_disk_with_one_warning(
     found = EventAccumulator(str(disk.folder / "tensorboard"))
     found.Reload()
     assert [event.step for event in found.Scalars("train/loss")][:99] == list(range(1, 100))
-
-
-def test_errors_for_a_while(tmp_path: Path, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a network file system whose server is away: every call fails, then none."""
-    monkeypatch.setattr(saving, "PAUSES", (0.05,))
-    calls, sync = [], os.fsync
-
-    def failing(handle: int) -> None:
-        calls.append(handle)
-        if len(calls) < 4:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        sync(handle)
-
-    monkeypatch.setattr(os, "fsync", failing)
-    saver = Saver(tmp_path, Config(), pinned=False)
-    saver.save(Snapshot(TENSORS, {}, meta(1), None))
-    until(lambda: bool(saver.report()) or "Checkpoint step-000000001" in said.text, 30)
-    assert said.text.count("could not be written") == 1, "one snapshot, one kind of trouble"
-    assert "Input/output error" in said.text
-    verify(inspect(tmp_path / "step-000000001"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -23,6 +24,7 @@ ALL_THERE = "a launcher, two ranks, a loading process each"
 # Loaded by every Python that has its folder in PYTHONPATH: rank 1's fifth update finds a bug.
 BROKEN_RANK = """
 import os
+import re
 if os.environ.get("RANK") == "1":
     import torch
     step, calls = torch.optim.AdamW.step, []
@@ -46,6 +48,38 @@ def test_a_failing_rank_ends_all_and_tells_why_once(start: Callable[..., Run], t
     assert done.text.count("Traceback") == 1
     assert "engine/update.py" in done.err or "engine/amp/precision.py" in done.err, "where in our code it happened"
     assert "rank one has had enough" in (tmp_path / "run" / "ranks" / "1.log").read_text()
+    until(lambda: not run.alive(), 5)
+
+
+FAILS_ON_RANK_1 = """
+import os
+import re
+from vitamp import loss
+if os.environ.get("RANK") == "1":
+    raise ValueError("only rank one")
+@loss
+def mine(logits, targets):
+    return logits.sum()
+"""
+
+
+@pytest.mark.slow
+def test_an_error_before_joining_is_printed_once(start: Callable[..., Run], tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(FAILS_ON_RANK_1)
+    done = start(*ENDLESS, "-use", tmp_path / "own.py").end(60)
+    assert done.code == 2, done.text
+    assert len(re.findall(r"error: rank 1 on \S+ \(process \d+\): .*only rank one", done.err)) == 1, done.text
+    assert "Traceback" not in done.text
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_ends_with_the_run(start: Callable[..., Run]) -> None:
+    run = start(*ENDLESS, "DIST.TIMEOUT=0.1")
+    run.wait_for_updates()
+    os.kill(run.ranks()[1], signal.SIGSTOP)
+    done = run.end(20)
+    assert done.code == 1, done.text
+    assert "has sent no heartbeat for 6 s" in done.err
     until(lambda: not run.alive(), 5)
 
 
@@ -107,3 +141,5 @@ def test_a_killed_launcher_leaves_no_orphans(start: Callable[..., Run], imagenet
     assert len(run.alive()) >= 5, ALL_THERE
     run.process.kill()
     until(lambda: not run.alive(), 10)
+    text = run.end(10).text
+    assert "frame #" not in text, text

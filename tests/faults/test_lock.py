@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from engine import run_lock
-from engine.run_lock import FolderLock
+from engine.checkpoint import run_folder as run_lock
+from engine.checkpoint.run_folder import FolderLock
 from tests.faults.killing import reported
 from tests.program import Result, Started
 from tests.waiting import until

@@ -240,7 +240,7 @@ def test_a_clock_that_jumps_changes_nothing(
     (tmp_path / "hook").mkdir()
     (tmp_path / "hook" / "sitecustomize.py").write_text(JUMPING_CLOCK)
     env = {"PYTHONPATH": str(tmp_path / "hook")}
-    more = ("TRAIN.MAX_UPDATES=9", "-max_time", "1:00:00", "SAVE_EVERY_MINUTES=10")
+    more = ("TRAIN.MAX_UPDATES=9", "-max_time", "1:00:00")
     words = ("-cfg", tiny, "-output", tmp_path / "run", *WORDS, *more)
     done = vitamp(*words, env=env, slow_start=True, timeout=180)
     assert done.code == 0, done.text

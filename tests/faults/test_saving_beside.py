@@ -18,13 +18,14 @@ from engine.checkpoint import folder as disk
 from engine.checkpoint import host_copy
 from engine.checkpoint import saver as saving
 from engine.checkpoint.find import newest_good
-from engine.checkpoint.folder import bring_back, read_state, read_tensors
+from engine.checkpoint.folder import bring_back
 from engine.checkpoint.host_copy import HostCopy
 from engine.checkpoint.saver import Saver, Snapshot
 from tests.program import made_meta
 from tests.saved import save_checkpoint
 from utils.config.schema import Config
-from utils.record.checkpoints import MODEL, STATE, folder_name, inspect, verify
+from vitamp.checkpoints import MODEL, STATE, folder_name, inspect, verify
+from vitamp.tensors import open_tensors, read_state
 
 
 def meta(update: int, **more: Any) -> dict[str, Any]:
@@ -70,7 +71,7 @@ def test_what_is_written_is_what_was_when_it_was_saved(tmp_path: Path, gate: Gat
     gate.open()
     saver.finish()
     found = verify(inspect(tmp_path / folder_name(1)))
-    assert torch.equal(read_tensors(found)["weight"], torch.arange(6.0).reshape(2, 3).t())
+    assert torch.equal(dict(open_tensors(found))["weight"], torch.arange(6.0).reshape(2, 3).t())
     read = read_state(found)
     assert torch.equal(read["moments"][0], torch.ones(2, dtype=torch.bfloat16))
     assert read["moments"][1]["step"].item() == 3
@@ -106,7 +107,7 @@ def test_one_at_a_time_and_the_wait_is_counted(tmp_path: Path, gate: Gate, monke
     saver.finish()
     for update in (1, 2):
         found = verify(inspect(tmp_path / folder_name(update)))
-        assert read_tensors(found)["weight"].tolist() == [update] * 4
+        assert dict(open_tensors(found))["weight"].tolist() == [update] * 4
 
 
 def test_a_failed_run_lets_its_last_checkpoint_be_written(tmp_path: Path, gate: Gate) -> None:
@@ -168,7 +169,7 @@ def test_saving_without_memory_for_a_copy_takes_place_in_the_foreground(
     saver, weight = Saver(tmp_path, Config(), pinned=False), torch.ones(4)
     for update in (1, 2):
         saver.save(Snapshot({MODEL: {"weight": weight}}, {"moment": weight}, meta(update), None))
-        written = read_tensors(verify(inspect(tmp_path / folder_name(update))))
+        written = dict(open_tensors(verify(inspect(tmp_path / folder_name(update)))))
         assert written["weight"].tolist() == [update] * 4, "at once"
         weight += 1
     saver.finish()
@@ -226,7 +227,7 @@ def test_killed_between_two_renames_nothing_is_lost(tmp_path: Path, monkeypatch:
             save_checkpoint(root, 5, {MODEL: {"weight": torch.zeros(1)}}, {}, meta(5))
     assert names(root) == []
     bring_back(root)
-    assert read_tensors(verify(inspect(root / folder_name(5))))["weight"].item() == 1
+    assert dict(open_tensors(verify(inspect(root / folder_name(5)))))["weight"].item() == 1
 
 
 def killed_while_saving(place: Path, kills: int, seed: int) -> None:
@@ -251,7 +252,7 @@ def killed_while_saving(place: Path, kills: int, seed: int) -> None:
         assert found.folder.name == names(root)[-1]
         now = found.meta["update"]
         assert now >= newest, "an earlier one was lost"
-        assert all(bool((tensor == now % 1000).all()) for tensor in read_tensors(found).values()), "of one moment"
+        assert all(bool((tensor == now % 1000).all()) for tensor in dict(open_tensors(found)).values()), "of one moment"
         assert read_state(found) == {"update": now}
         newest = now
     assert halves > kills // 10, f"only {halves} of {kills} kills hit the writing"

@@ -17,7 +17,7 @@ from engine.checkpoint.find import newest_good
 from tests.faults.killing import Run
 from tests.program import Result, made_meta, write_meta
 from tests.saved import save_checkpoint
-from utils.record.checkpoints import MODEL, STATE, folder_name
+from vitamp.checkpoints import MODEL, STATE, folder_name
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.program import Result, metrics
-from utils.record.checkpoints import folder_name, read_index
+from vitamp.checkpoints import folder_name, read_index
 
 
 def names(root: Path) -> list[str]:
@@ -49,13 +49,3 @@ def test_some_epochs_are_kept_for_ever(vitamp: Callable[..., Result], tiny: Path
     done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *words)
     assert done.code == 0, done.text
     assert names(tmp_path / "run" / "checkpoints") == [folder_name(44 * epoch) for epoch in (2, 4, 6, 7)]
-
-
-@pytest.mark.slow
-def test_saved_every_few_minutes(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
-    """At reports, when the time has come by rank 0's clock: here, at every report."""
-    words = ("SAVE_EVERY_MINUTES=1e-9", "TRAIN.NUM_EPOCHS=1", "REPORT_FREQ=20", "KEEP_LAST=0", "-ngpus", 2)
-    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *words, "TRAIN.NUM_EPOCHS=3", script="main_multi_gpu.py")
-    assert done.code == 0, done.text
-    saved = [22 * epoch + step for epoch in range(3) for step in (20, 22)]
-    assert names(tmp_path / "run" / "checkpoints") == [folder_name(update) for update in saved]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from timm.layers.attention import Attention
 from torch import Tensor
 
-from engine.compile.cache import CACHE
+from engine.compile.compiled import CACHE
 from engine.speed.attention import AttentionKernel
 from engine.speed.attention_kinds import PACKED
 from engine.speed.kernels.attention import packed_attention
@@ -108,6 +108,6 @@ def test_a_compiled_layer_gives_the_numbers_of_the_one_as_written(
 
 
 def test_a_run_by_name_is_packed_and_the_same_twice(train: Train) -> None:
-    runs = [train(name, "-amp", "bf16", "MODEL.ATTENTION=packed", "DETERMINISTIC=true") for name in ("one", "two")]
+    runs = [train(name, "-amp", "bf16", "SPEED=+packed", "DETERMINISTIC=true") for name in ("one", "two")]
     assert runs[0].choices["attention"] == PACKED
     assert runs[0].losses == runs[1].losses

@@ -12,7 +12,7 @@ from tests.engine.small import build, train, windows
 from tests.gpu.runs import KIND, PLACE, SMALL, Train, apart, far
 from tests.program import save_image
 
-DESCENT = ("TRAIN.OPTIMIZER.NAME=SGD", "TRAIN.BASE_LR=0.05", "MODEL.ATTENTION=fused")
+DESCENT = ("TRAIN.OPTIMIZER.NAME=SGD", "TRAIN.BASE_LR=0.05", "SPEED=+fused")
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_an_average_in_the_hosts_memory(train: Train, amp: str) -> None:
 
 def test_training_on_the_gpu_does_not_disturb_validation(small: Path) -> None:
     """Two updates, a look at the validation part, two more: the same as four."""
-    ready, other = (build(small, PLACE, MODEL__ATTENTION="plain") for _ in range(2))
+    ready, other = (build(small, PLACE, SPEED="-fused") for _ in range(2))
     sources = [windows(one) for one in (ready, other)]
     train(ready, 2, sources[0])
     list(ready.val_loader)

@@ -1,4 +1,4 @@
-"""MODEL.FUSED_MLP on a GPU: its kernels' numbers against float64, compiled or not, and the runs that take them."""
+"""fused_mlp on a GPU: its kernels' numbers against float64, compiled or not, and the runs that take them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = on_a_gpu_alone
 
 SIZES = [(25216, 3072), (1001, 333), (3, 67, 96), (1, 1), (50, 4, 1536), (4099, 5)]
 DTYPES = [torch.bfloat16, torch.float16]
-DESCENT = ("TRAIN.OPTIMIZER.NAME=SGD", "TRAIN.BASE_LR=0.1", "MODEL.ATTENTION=fused")
+DESCENT = ("TRAIN.OPTIMIZER.NAME=SGD", "TRAIN.BASE_LR=0.1", "SPEED=+fused")
 
 Operator = Callable[[Tensor, Tensor], Tensor]
 
@@ -100,7 +100,7 @@ def test_an_mlp_under_autocast_is_as_near_to_float64_as_timms(mode: str | None) 
 @pytest.mark.parametrize("words", [("-amp", "bf16"), ("-amp", "fp16"), ("-amp", "bf16", "AMP.LEVEL=O2")])
 def test_a_run_takes_them_tells_it_and_learns_alike(train: Train, words: tuple[str, ...]) -> None:
     run = train("fused", *words, *DESCENT)
-    plain = train("plain", *words, "MODEL.FUSED_MLP=false", *DESCENT)
+    plain = train("plain", *words, *DESCENT, "SPEED=+fused,-fused_mlp")
     assert run.choices["fused_mlp"] is True
     assert plain.choices["fused_mlp"] is False
     assert "bias and GELU in one kernel" in run.text
@@ -109,16 +109,16 @@ def test_a_run_takes_them_tells_it_and_learns_alike(train: Train, words: tuple[s
 
 
 def test_compiled_updates_take_them_too(train: Train) -> None:
-    as_written = train("written", "-amp", "bf16", "MODEL.FUSED_MLP=true", "TRAIN.COMPILE=none", *DESCENT)
+    as_written = train("written", "-amp", "bf16", "TRAIN.COMPILE=none", *DESCENT, "SPEED=+fused,+fused_mlp")
     for how in ("whole", "blocks"):
-        run = train(how, "-amp", "bf16", "MODEL.FUSED_MLP=true", f"TRAIN.COMPILE={how}", *DESCENT)
+        run = train(how, "-amp", "bf16", f"TRAIN.COMPILE={how}", *DESCENT, "SPEED=+fused,+fused_mlp")
         assert run.choices["fused_mlp"] is True
         assert apart(run.losses, as_written.losses) < 2.0**-6
 
 
 def test_a_validation_in_fp32_computes_as_without_them(train: Train) -> None:
-    run = train("run", "-amp", "fp16", "MODEL.FUSED_MLP=true", "AMP.EVAL=false")
-    plain = train("eval", "-eval", "-resume", run.folder, "-amp", "off", "MODEL.FUSED_MLP=false", updates=None)
+    run = train("run", "-amp", "fp16", "SPEED=+fused_mlp")
+    plain = train("eval", "-eval", "-resume", run.folder, "-amp", "off", "SPEED=-fused_mlp", updates=None)
     assert run.of("val")[-1]["loss"] == pytest.approx(plain.of("val")[-1]["loss"], rel=1e-5)
 
 

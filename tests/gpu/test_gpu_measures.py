@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.measure.mfu import listed_tflops
-from engine.measure.stage_times import STAGES
+from engine.measure.throughput import STAGES
 from tests.gpu.runs import UPDATES, Train, on_a_gpu_alone
 
 pytestmark = on_a_gpu_alone

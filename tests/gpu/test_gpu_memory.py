@@ -11,7 +11,7 @@ from tests.gpu.runs import KIND, Train, apart, on_a_gpu_alone
 from tests.program import ROOT
 
 # Sixty-five tokens of an image through twelve blocks are about 8 MB an image.
-DEEP = ("MODEL.PATCH_SIZE=1", "MODEL.EMBED_DIM=128", "MODEL.DEPTH=12", "MODEL.NUM_HEADS=4", "MODEL.ATTENTION=fused")
+DEEP = ("MODEL.PATCH_SIZE=1", "MODEL.EMBED_DIM=128", "MODEL.DEPTH=12", "MODEL.NUM_HEADS=4", "SPEED=+fused")
 DESCENT = ("TRAIN.OPTIMIZER.NAME=SGD", "TRAIN.BASE_LR=0.05")
 
 # The entry script on a GPU of which torch may take so many GiB.
@@ -82,11 +82,11 @@ def test_convolutions_have_their_channels_last_in_half_precision(train: Train, a
     sizes = [f"MODEL.{key}=null" for key in ("PATCH_SIZE", "EMBED_DIM", "DEPTH", "NUM_HEADS")]
     # Small batches of batch norm blow rounding up, so the first losses alone are alike.
     words = (*sizes, "MODEL.TYPE=resnet", "MODEL.NAME=test_resnet", "DATA.IMAGE_SIZE=32")
-    run = train("run", *words, "-amp", amp, *DESCENT, "TRAIN.MODEL_EMA=true", "TRAIN.CHANNELS_LAST=auto")
+    run = train("run", *words, "-amp", amp, *DESCENT, "TRAIN.MODEL_EMA=true", "SPEED=auto")
     last = run.choices["channels_last"]
     assert last is (amp == "bf16" and KIND == "cuda")
     assert ("channels last" in run.text) is last
-    rows = train("rows", *words, "-amp", amp, *DESCENT, "TRAIN.MODEL_EMA=true", "TRAIN.CHANNELS_LAST=false")
+    rows = train("rows", *words, "-amp", amp, *DESCENT, "TRAIN.MODEL_EMA=true", "SPEED=-channels_last")
     assert apart(run.losses[:3], rows.losses[:3]) < (0.02 if amp == "bf16" else 1e-4), "cuDNN may choose anew"
     on = train("run", *words, "-amp", amp, *DESCENT, "TRAIN.MODEL_EMA=true", "-resume", "auto", updates=14)
     assert on.choices["channels_last"] is last

@@ -12,7 +12,7 @@ import torch
 
 from datasets import Window
 from engine.amp.op_lists import OpLists
-from engine.amp.skip_watch import OverflowWatch
+from engine.amp.overflow import OverflowWatch
 from engine.setup import ReadyToTrain
 from tests.engine.small import build, train, windows
 from tests.gpu.runs import PLACE, on_a_gpu_alone

@@ -13,7 +13,7 @@ from tests.gpu.runs import KIND, Run, Train, apart, on_a_gpu_alone
 from tests.program import ROOT, Result
 
 # Plain descent: Adam would blow rounding up where gradients are nearly zero.
-DESCENT = ("TRAIN.OPTIMIZER.NAME=SGD", "TRAIN.BASE_LR=0.1", "MODEL.ATTENTION=fused")
+DESCENT = ("TRAIN.OPTIMIZER.NAME=SGD", "TRAIN.BASE_LR=0.1", "SPEED=+fused")
 REST = "DATA.DROP_LAST=false"  # 29 images, whose tokens are no multiple of what the fp8 units take
 LEARNS = ("TRAIN.NUM_EPOCHS=6", "TRAIN.BASE_LR=2e-3", "TRAIN.ACCUM_ITER=2", "TRAIN.MODEL_EMA=true", REST)
 BF16 = 2.0**-8
@@ -103,7 +103,7 @@ def rows(vitamp: Callable[..., Result], small: Path, *words: object) -> dict[str
 
 
 def test_lists_and_modules_reach_what_the_gpu_computes(vitamp: Callable[..., Result], small: Path) -> None:
-    plain = rows(vitamp, small, "-amp", "bf16", "MODEL.ATTENTION=plain", "MODEL.DEPTH=1")
+    plain = rows(vitamp, small, "-amp", "bf16", "SPEED=-fused", "MODEL.DEPTH=1")
     assert "matmul bf16" in plain["blocks.0.attn"][-1]
     assert plain["norm"][-1] == "layer_norm fp32"
     lists = ("AMP.CUSTOM_WHITE_LIST=[layer_norm, softmax]", "AMP.CUSTOM_BLACK_LIST=[matmul_v2, gelu]")

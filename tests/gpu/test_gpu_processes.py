@@ -13,7 +13,7 @@ from tests.launch.clusters import MULTI, Command, torchrun
 from tests.program import Result
 from tests.waiting import free_port
 
-WORDS = ("-amp", "bf16", "TRAIN.MODEL_EMA=true", "MODEL.DROPOUT=0.1", "MODEL.ATTENTION=fused", "DETERMINISTIC=true")
+WORDS = ("-amp", "bf16", "TRAIN.MODEL_EMA=true", "MODEL.DROPOUT=0.1", "SPEED=+fused", "DETERMINISTIC=true")
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_main_multi_gpu_with_one(train: Train, alone: Run) -> None:
 
 @needs(2)
 def test_two_train_as_one_does_with_twice_the_micro_batches(train: Train) -> None:
-    words = ("TRAIN.OPTIMIZER.NAME=SGD", "TRAIN.BASE_LR=0.1", "MODEL.ATTENTION=fused", "MODEL.DROPOUT=0.1")
+    words = ("TRAIN.OPTIMIZER.NAME=SGD", "TRAIN.BASE_LR=0.1", "SPEED=+fused", "MODEL.DROPOUT=0.1")
     one = train("one", *words, "-batch_size", 16, "-accum_iter", 2)
     two = train("two", *words, "-batch_size", 16, "-ngpus", 2, script="main_multi_gpu.py")
     assert sorted(path.name for path in (two.folder / "ranks").iterdir()) == ["0.log", "1.log"]

@@ -18,7 +18,7 @@ ALL_ON = [
     *("-amp", "fp16" if KIND == "cuda" else "bf16", "AMP.INIT_LOSS_SCALING=1e7", "AMP.INCR_EVERY_N_STEPS=7"),
     *("MODEL.DROPOUT=0.1", "MODEL.DROPPATH=0.1", "TRAIN.MIXUP_ALPHA=0.8", "TRAIN.CUTMIX_ALPHA=1.0"),
     *("TRAIN.MODEL_EMA=true", "TRAIN.ACCUM_ITER=2", "DATA.SHIFT=0.1", "DATA.ROTATE=5", "REPORT_FREQ=2"),
-    *("DETERMINISTIC=true", "MODEL.ATTENTION=fused", "TRAIN.NUM_EPOCHS=12", "SAVE_EVERY_UPDATES=20"),
+    *("DETERMINISTIC=true", "SPEED=+fused", "TRAIN.NUM_EPOCHS=12", "SAVE_EVERY_UPDATES=20"),
 ]
 LAST = 12 * UPDATES // 2
 FILES = ("model.safetensors", "ema.safetensors")
@@ -80,6 +80,6 @@ def test_weights_move_between_the_gpu_and_the_cpu(train: Train) -> None:
     for first, then in (([], ["-device", "cpu"]), (["-device", "cpu"], [])):
         name = f"moved{len(first)}"
         train(name, *words, *first, updates=20)
-        moved = train(name, *words, *then, "-resume", "auto", updates=None)
-        assert far(moved.weights(), whole.weights()) < 1e-4
-        assert far(moved.weights("ema.safetensors"), whole.weights("ema.safetensors")) < 1e-4
+        stepped = train(name, *words, *then, "-resume", "auto", updates=None)
+        assert far(stepped.weights(), whole.weights()) < 1e-4
+        assert far(stepped.weights("ema.safetensors"), whole.weights("ema.safetensors")) < 1e-4

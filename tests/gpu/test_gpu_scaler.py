@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.amp.half_copy import HalfCopy
-from engine.amp.skip_watch import OverflowWatch
+from engine.amp.low_precision import HalfCopy
+from engine.amp.overflow import OverflowWatch
 from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain
 from engine.update import train_update
@@ -42,7 +42,7 @@ class Training:
             assert bool((self.bias == TOO_LARGE_FOR_FP16).all()), "a skipped update moves nothing"
             with torch.no_grad():
                 self.bias.copy_(before)
-            if copy := self.parts.ability(HalfCopy):
+            if copy := self.parts.callback(HalfCopy):
                 copy.after_update(0, True)
         return float(self.parts.precision.scale_tensor())
 
@@ -51,12 +51,12 @@ class Training:
 
     def state(self) -> list[Any]:
         """All that an update changes; the optimiser's own count of steps among it."""
-        ema = self.parts.ability(Ema)
+        ema = self.parts.callback(Ema)
         assert ema is not None
         optimizer = self.parts.optimizer.state_dict()
         rates = [float(group["lr"]) for group in optimizer["param_groups"]]
         held = [self.ready.model.state_dict(), ema.module.state_dict(), optimizer["state"], rates]
-        return copy.deepcopy([held, int(ema.updates), self.parts.schedule.moved])
+        return copy.deepcopy([held, int(ema.updates), self.parts.schedule.stepped])
 
 
 def equal(ours: Any, theirs: Any) -> bool:
@@ -94,13 +94,13 @@ def test_an_overflow_moves_nothing_and_is_counted(small: Path, level: str, optim
     assert not equal(training.state(), before)
     reading = training.reading()
     assert (reading.skipped, reading.skipped_in_a_row) == (1, 0)
-    assert training.parts.schedule.moved == 4
+    assert training.parts.schedule.stepped == 4
 
 
 @pytest.mark.parametrize("accumulated", [1, 3])
 def test_what_overflowed_is_named_without_waiting_for_it(small: Path, accumulated: int) -> None:
     training = Training(small, TRAIN__ACCUM_ITER=accumulated)
-    watch = training.parts.ability(OverflowWatch)
+    watch = training.parts.callback(OverflowWatch)
     assert watch is not None
     training.update()
     if KIND == "cuda":
@@ -122,7 +122,7 @@ def test_the_replay_leaves_the_gpus_random_numbers_alone(small: Path) -> None:
     """Two runs with dropout, one of which looks at what overflowed."""
     states = []
     for watched in (True, False):
-        training = Training(small, MODEL__DROPOUT=0.1, MODEL__DROPPATH=0.1, MODEL__ATTENTION="plain")
+        training = Training(small, MODEL__DROPOUT=0.1, MODEL__DROPPATH=0.1, SPEED="-fused")
         if not watched:
             training.parts.leave_out(OverflowWatch)
         for overflows in (False, True, False, False):

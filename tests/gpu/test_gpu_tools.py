@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from engine.saved.predictions import split_of_run
-from engine.saved.trained import load_trained
+from engine.trained.model import load_trained
+from engine.trained.predictions import split_of_run
 from tests.gpu.runs import KIND, SMALL, Run, skip_if_missing
 from tests.program import Result, run_program
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shlex
 import shutil
-import socket
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,12 +27,12 @@ from tests.launch.clusters import (
 )
 from tests.program import TINY_DIGITS, Result, Started, metrics, run_program
 from tests.waiting import free_port
-from utils.distributed.port_discovery import candidate_ports
 
 # Mixed precision, dropout, EMA: whatever could differ from rank to rank.
 WORDS = [
     *("-amp", "bf16", "MODEL.DROPOUT=0.1", "MODEL.DROPPATH=0.1", "MODEL.DEPTH=2", "TRAIN.MODEL_EMA=true"),
     *("REPORT_FREQ=1", "-batch_size_eval", "77", "TRAIN.MAX_UPDATES=20"),
+    "LOG_STYLE=paddlevit",  # mpirun gives its ranks a terminal
 ]
 
 
@@ -245,40 +243,33 @@ def of_job(kind: str, job: int, rank: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "launcher"),
+    ("kind", "launcher"),
     [
-        ("openmpi 5", "OpenMPI prterun-node07-4711@1", "OpenMPI"),
-        pytest.param("openmpi 4", "OpenMPI 4711", "OpenMPI", marks=pytest.mark.slow),
-        pytest.param("srun", "SLURM  4711.4711", "SLURM", marks=pytest.mark.slow),
+        ("openmpi 5", "OpenMPI"),
+        pytest.param("openmpi 4", "OpenMPI", marks=pytest.mark.slow),
+        pytest.param("srun", "SLURM", marks=pytest.mark.slow),
     ],
 )
-def test_concurrent_jobs_do_not_join_each_other(place: Path, kind: str, name: str, launcher: str) -> None:
-    """Another program listens at the first candidate port."""
+def test_concurrent_jobs_do_not_join_each_other(place: Path, kind: str, launcher: str) -> None:
     short = ("TRAIN.MAX_UPDATES=2", "DIST.TIMEOUT=1")
-    taken = candidate_ports(name)[0]
-    with contextlib.ExitStack() as around:
-        with contextlib.suppress(OSError):  # then it is in use already
-            around.enter_context(socket.create_server(("", taken)))
-        ranks: dict[tuple[int, int], Started] = {}
-        for job in (4711, 4712):
-            run = place / f"{kind.replace(' ', '_')}_{job}"
-            for rank in (0, 1):
-                streams = place / f"{run.name}_streams{rank}"
-                streams.mkdir()
-                argv = [*program(run)[1:], *short]
-                ranks[job, rank] = Started(MULTI, argv, place, of_job(kind, job, rank), streams)
-        ended = {key: process.end(120) for key, process in ranks.items()}
+    ranks: dict[tuple[int, int], Started] = {}
+    for job in (4711, 4712):
+        run = place / f"{kind.replace(' ', '_')}_{job}"
+        for rank in (0, 1):
+            streams = place / f"{run.name}_streams{rank}"
+            streams.mkdir()
+            argv = [*program(run)[1:], *short]
+            ranks[job, rank] = Started(MULTI, argv, place, of_job(kind, job, rank), streams)
+    ended = {key: process.end(120) for key, process in ranks.items()}
     for job in (4711, 4712):
         well(ended[job, 0], f"{launcher}, 2 processes on 1 machine")
         assert (ended[job, 1].code, ended[job, 1].out) == (0, ""), ended[job, 1].text
-    met = [re.search(r"rendezvous at 127\.0\.0\.1:(\d+)", ended[job, 0].out) for job in (4711, 4712)]
-    first, second = (int(found[1]) for found in met if found)
-    assert first in candidate_ports(name)[1:], "the first port was taken"
-    assert second in candidate_ports("4712".join(name.rsplit("4711", 1)))
+    met = {re.search(r"rendezvous at 127\.0\.0\.1:(\d+)", ended[job, 0].out)[1] for job in (4711, 4712)}  # pyright: ignore[reportOptionalSubscript]
+    assert len(met) == 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["openmpi", "mpich", "srun"])
+@pytest.mark.parametrize("kind", ["openmpi", "srun"])
 def test_concurrent_jobs_of_a_real_launcher(place: Path, kind: str, request: pytest.FixtureRequest) -> None:
     """With SLURM, two steps of one job."""
     start, env = (["srun"], request.getfixturevalue("cluster").env) if kind == "srun" else (mpirun(kind), MPI_AS_ROOT)

@@ -21,13 +21,12 @@ from engine.speed.packed_attention import use_packed
 from models.build import check_model
 from models.freeze import base_weights
 from models.lora import add_adapters
-from models.lora_layers import LORA_TARGETS, is_adapter
-from models.weights.merge import Merged
+from models.lora_layers import LORA_TARGETS
 from tests.engine.small import BF16, CPU, build, built_of, train
 from tests.engine.test_freeze import AMP, EMA, copies, moved
-from utils.config import load_config
 from utils.config.model import LoraConfig, ModelConfig
 from utils.errors import UserError
+from vitamp.tensors import Merged, is_adapter
 
 RANK, ALPHA, WIDTH = 2, 6.0, 24
 FACTOR = ALPHA / RANK
@@ -107,8 +106,8 @@ HOW = {
     "NAIVE": {**AMP, "AMP__DTYPE": "bf16", "AMP__LEVEL": "NAIVE"},
     "recomputed blocks": {"TRAIN__GRAD_CHECKPOINT": "blocks"},
     "a block in fp32": {**AMP, "AMP__DTYPE": "bf16", "AMP__FP32_MODULES": "Linear"},
-    "plain attention": {"MODEL__ATTENTION": "plain"},
-    "layer decay": {"TRAIN__LAYER_DECAY": 0.7, "TRAIN__HEAD_LR": 3},
+    "plain attention": {"SPEED": "-fused"},
+    "layer decay": {"TRAIN__LAYER_DECAY": 0.7},
     "another optimiser": {"TRAIN__OPTIMIZER__NAME": "LAMB"},
 }
 FP8 = pytest.param({**AMP, "AMP__DTYPE": "fp8", "MODEL__EMBED_DIM": 32}, marks=pytest.mark.slow)
@@ -131,7 +130,7 @@ def test_only_adapters_and_classifier_are_trained(tiny: Path, tmp_path: Path, ho
     words = {**RANDOM, **EMA, "MODEL__LORA__RANK": RANK, "TRAIN__BASE_LR": 0.05, **how}
     file = pretrained(tiny, tmp_path, **{key: value for key, value in how.items() if key == "MODEL__EMBED_DIM"})
     ready = build(tiny, MODEL__PRETRAINED=file, **words)
-    ema = ready.parts.ability(Ema)
+    ema = ready.parts.callback(Ema)
     assert ema is not None
     before = copies(ready.model)
     trained = {f"blocks.{n}.attn.qkv.lora_{part}_{matrix}" for n in (0, 1) for part in "qv" for matrix in "AB"}
@@ -162,25 +161,10 @@ def test_packed_attention_sees_the_adapters() -> None:
 def test_fused_mlp_is_refused_where_it_would_leave_adapters_out() -> None:
     bf16 = Precision(BF16, CPU)
     for targets, expected in ((("fc2",), "MODEL.LORA has adapters in fc1 or fc2"), (("q",), "need an NVIDIA GPU")):
-        built = built_of(adapted(targets), bf16, MODEL={"FUSED_MLP": True, "NUM_CLASSES": 5})
+        built = built_of(adapted(targets), bf16, SPEED=["+fused_mlp"], MODEL={"NUM_CLASSES": 5})
         with pytest.raises(UserError) as error:
             FusedMlps().choose(built)
         assert expected in str(error.value)
-
-
-def test_dropout_of_frozen_layers_is_on_in_training() -> None:
-    model = timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=4, depth=2, drop_path_rate=0.5)
-    add_adapters(model, LoraConfig(RANK=RANK), seed=0)
-    model.train()
-    assert model.get_submodule("blocks.1.drop_path2").training
-
-
-def test_batch_norm_of_a_hybrid_keeps_its_statistics() -> None:
-    model = timm.create_model("mobilevit_xxs", num_classes=3)
-    add_adapters(model, LoraConfig(RANK=RANK), seed=0)
-    before = copies(model)
-    model.train()(torch.randn(2, 3, 64, 64))
-    assert moved(model, before) == set()
 
 
 REFUSED = {
@@ -209,26 +193,3 @@ def test_a_model_that_adapters_cannot_act_in_is_refused(model: str, lora: str) -
     with pytest.raises(UserError) as error:
         check_model(settings, 224, 3)
     assert expected in str(error.value)
-
-
-WRONG = {
-    "MODEL.LORA.TARGETS=q,w": "MODEL.LORA.TARGETS: expected list of q, k, v, proj, fc1 or fc2, got q,w",
-    "MODEL.LORA.RANK=0": "MODEL.LORA.RANK: expected whole number >= 1 or null, got 0",
-    "MODEL.LORA.RANK=4": "MODEL.LORA.RANK: 4 needs MODEL.PRETRAINED or MODEL.RESUME other than auto",
-    "MODEL.LORA.RANK=4 MODEL.FREEZE=backbone": "4 is not possible with MODEL.FREEZE [backbone]: LoRA freezes all "
-    "weights but the classifier itself; leave MODEL.FREEZE out",
-    "MODEL.LORA.RANK=4 DIST.STRATEGY=fsdp": "4 is not possible with DIST.STRATEGY fsdp",
-    "MODEL.LORA.RANK=4 TRAIN.OPTIMIZER.NAME=NMuon": "4 is not possible with TRAIN.OPTIMIZER.NAME NMuon",
-}
-
-
-@pytest.mark.parametrize("words", WRONG)
-def test_settings_that_do_not_go_with_it_are_errors(tiny: Path, words: str) -> None:
-    with pytest.raises(UserError) as error:
-        load_config(str(tiny), words=dict(word.split("=") for word in words.split()))
-    assert WRONG[words] in str(error.value)
-
-
-def test_alpha_without_a_rank_has_no_effect_and_the_log_says_so(tiny: Path) -> None:
-    notes = load_config(str(tiny), words={"MODEL.LORA.ALPHA": "8"}).notes
-    assert any("MODEL.LORA.ALPHA has no effect: MODEL.LORA.RANK is null" in note for note in notes)

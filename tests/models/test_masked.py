@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from models import build_model
-from models.masked import MaskedAutoencoder, position_embedding
+from models.masked import MaskedAutoencoder
 from utils.config import load_config
 from utils.errors import UserError
 
@@ -123,12 +123,6 @@ def test_pixels_without_normalisation() -> None:
     torch.testing.assert_close(target[0, 0], images[0, :, y : y + 4, x : x + 4].permute(1, 2, 0).flatten().float())
     expected = target.var(2, correction=0).mean(1)
     torch.testing.assert_close(model(images)[:, 1], expected)
-
-
-def test_positions_differ_from_each_other() -> None:
-    table = position_embedding((3, 5), 16)
-    assert table.shape == (15, 16)
-    assert torch.cdist(table, table).add(torch.eye(15)).min() > 0.1
 
 
 @pytest.mark.parametrize(

@@ -68,11 +68,6 @@ def test_pdparams_are_found_with_or_without_extension(tmp_path: Path) -> None:
     check_pretrained(str(tmp_path / "vit"))
 
 
-def test_weights_path_without_extension_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "vit.npz").touch()
-    assert "there is vit.npz" in refusal(tmp_path / "vit")
-
-
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
@@ -96,11 +91,8 @@ def test_folders_without_weights_are_refused(tmp_path: Path) -> None:
     assert "no model.safetensors" in refusal(tmp_path)
     index = tmp_path / "checkpoints" / "index.json"
     index.parent.mkdir()
-    for content in ("{", "[]", "{}", json.dumps({"best": "../../elsewhere"})):
-        index.write_text(content)
-        assert str(index) in refusal(tmp_path)
-    index.write_text(json.dumps({"best": "step-000000001"}))
-    assert "step-000000001" in refusal(tmp_path)
+    index.write_text(json.dumps({"best": "../../elsewhere"}))
+    assert f"no checkpoint found (looked for {index.parent}/step-*)" in refusal(tmp_path)
 
 
 def test_unknown_timm_names_are_refused_with_the_closest() -> None:

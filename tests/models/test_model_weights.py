@@ -17,6 +17,7 @@ from models import build_model
 from models.weights.fit import load_pretrained
 from utils.config.model import ModelConfig
 from utils.errors import UserError
+from vitamp.checkpoints import folder_name, shard_name
 
 TINY = {"NAME": "tiny", "EMBED_DIM": 16, "DEPTH": 2, "NUM_HEADS": 2, "PATCH_SIZE": 8, "NUM_CLASSES": 5}
 SWIN = {
@@ -118,17 +119,30 @@ def test_checkpoint_folder_is_loaded(donor: nn.Module, weights: Path) -> None:
     assert_equal_weights(ours, donor)
 
 
-@pytest.mark.parametrize(("index", "taken"), [({"last": "b", "best": "a"}, "a"), ({"last": "b", "best": None}, "b")])
-def test_run_folder_loads_its_best_checkpoint(tmp_path: Path, index: dict[str, Any], taken: str) -> None:
-    made = {name: build(seed) for seed, name in enumerate("ab", start=5)}
-    for name, module in made.items():
-        folder = tmp_path / "checkpoints" / name
+@pytest.mark.parametrize(("best", "taken"), [(1, 1), (None, 2), ("not a name", 2)])
+def test_run_folder_loads_its_best_checkpoint(tmp_path: Path, best: object, taken: int) -> None:
+    made = {number: build(seed) for seed, number in enumerate((1, 2), start=5)}
+    for number, module in made.items():
+        folder = tmp_path / "checkpoints" / folder_name(number)
         folder.mkdir(parents=True)
         save_file(module.state_dict(), folder / "model.safetensors")
+    index = {"last": folder_name(2), "best": folder_name(best) if isinstance(best, int) else best}
     (tmp_path / "checkpoints" / "index.json").write_text(json.dumps(index))
     for folder in (tmp_path, tmp_path / "checkpoints"):
         ours, _ = load(folder)
         assert_equal_weights(ours, made[taken])
+
+
+def test_weights_in_shards_are_joined(donor: nn.Module, tmp_path: Path) -> None:
+    """As FSDP saves them: the rows of each tensor, one file after the other."""
+    for nth in range(2):
+        rows = {
+            name: tensor.chunk(2)[nth].contiguous() for name, tensor in donor.state_dict().items() if len(tensor) > 1
+        }
+        whole = {name: tensor for name, tensor in donor.state_dict().items() if len(tensor) == 1 and nth == 0}
+        save_file(rows | whole, tmp_path / shard_name("model.safetensors", nth, 2))
+    ours, _ = load(tmp_path)
+    assert_equal_weights(ours, donor)
 
 
 def test_classifier_with_other_classes_is_replaced(donor: nn.Module, weights: Path) -> None:

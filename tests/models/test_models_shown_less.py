@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from timm.layers.patch_dropout import PatchDropout
-from torch import Tensor, nn
+from torch import Tensor
 
-from engine.inputs.growing import GrowingImages
-from engine.inputs.token_drop import TokenDrop
+from engine.inputs.shortcuts import GrowingImages, TokenDrop
 from models import Shortcuts, build_model, check_model
 from utils.config.model import ModelConfig
 from utils.config.train import TrainConfig
@@ -93,17 +91,6 @@ def test_token_drop_is_off_in_the_last_epochs() -> None:
     assert counts == [32, 64, 64, 32]
 
 
-def test_token_drop_is_off_until_an_epoch_begins() -> None:
-    """Trials before training, such as the memory of a batch, must see the most expensive case."""
-    assert tokens_of(tiny(Shortcuts(token_drop=0.5)).train(), images()).shape[1] == 1 + PATCHES
-
-
-def test_token_drop_model_has_the_plain_models_weights() -> None:
-    plain, other = tiny(Shortcuts()), tiny(Shortcuts(token_drop=0.5, sizes=(16,)))
-    assert list(plain.state_dict()) == list(other.state_dict())
-    assert all(torch.equal(plain.state_dict()[name], weight) for name, weight in other.state_dict().items())
-
-
 def test_size_schedule_model_accepts_smaller_images() -> None:
     model = tiny(Shortcuts(sizes=(16,))).eval()
     with torch.no_grad():
@@ -112,11 +99,6 @@ def test_size_schedule_model_accepts_smaller_images() -> None:
     loss = model.train()(images(side=16)).sum()
     loss.backward()
     assert model.pos_embed.grad.abs().sum(-1).count_nonzero() == 1 + PATCHES, "all positions learn from small images"
-
-
-def test_other_image_size_without_a_schedule_is_refused() -> None:
-    with pytest.raises(AssertionError, match=r"Input height \(16\) doesn't match model \(32\)"):
-        tiny(Shortcuts())(images(side=16))
 
 
 @pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "resnet18"])
@@ -131,22 +113,7 @@ def test_token_drop_and_size_schedule_refuse_other_models(name: str, key: str, s
     assert len(str(error.value).splitlines()) == 2, "and nothing else is said"
 
 
-def test_scheduled_sizes_must_be_multiples_of_the_patch_size() -> None:
-    with pytest.raises(UserError, match=r"TRAIN\.SIZE_SCHEDULE: image size 150 is not divisible by the patch size 16"):
-        check_model(ModelConfig(NAME="vit_tiny_patch16_224"), 224, 3, Shortcuts(sizes=(150, 160)))
-
-
 def test_banner_shows_token_drop_and_size_schedule() -> None:
     train = training(TOKEN_DROP=0.25, TOKEN_DROP_TAIL=2, SIZE_SCHEDULE=[[0, 16], [0.75, 32]])
     assert TokenDrop(train).rows() == {"shortcuts": "25 % of the patches left out, none in the last 2 epochs"}
     assert GrowingImages(train, 32).rows() == {"shortcuts": "images of 16 from epoch 1, 32 from epoch 9"}
-
-
-def test_banner_shows_the_first_epoch_of_each_size() -> None:
-    train = training(SIZE_SCHEDULE=[[0, 16], [3, 24], [0.75, 32]])
-    assert [train.size_in(epoch, 32) for epoch in range(1, 11)] == [16] * 3 + [24] * 5 + [32] * 2
-
-
-def test_plain_model_has_no_patch_dropout() -> None:
-    assert not any(isinstance(part, PatchDropout) for part in tiny(Shortcuts()).modules())
-    assert isinstance(tiny(Shortcuts()).patch_drop, nn.Identity)

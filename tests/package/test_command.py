@@ -10,7 +10,7 @@ import pytest
 from tests.program import ROOT
 from utils.distributed import again
 from utils.distributed.world import ALONE
-from utils.program import as_started_here, help_here, version
+from utils.program import help_here, version
 
 SCRIPTS = sorted(file.stem for file in (ROOT / "scripts").glob("*.py"))
 
@@ -52,24 +52,6 @@ def test_commands_take_the_flags_of_their_scripts() -> None:
     missing = start("predict")
     assert missing.returncode == 2
     assert "RUN" in missing.stderr
-
-
-@pytest.mark.parametrize(
-    ("text", "installed"),
-    [
-        ("python scripts/evaluate.py runs/a -calibrate", "vitamp evaluate runs/a -calibrate"),
-        ("packed images (scripts/pack_images.py -raw)", "packed images (vitamp pack_images -raw)"),
-        ("  python main_single_gpu.py -cfg configs/vit_digits.yaml -amp", "  vitamp train -cfg vit_digits -amp"),
-        ("main_multi_gpu.py itself", "vitamp multi itself"),
-        ("/home/me/scripts/evaluate.py, mine/scripts/export.py", None),
-        ("scripts/evaluate.py, line 3: NameError", None),
-        ("scripts/mine.py and configs/mine.yaml", None),
-        ("-cfg mine/configs/x.yaml", None),
-    ],
-)
-def test_texts_name_the_commands_of_an_installed_program(text: str, installed: str | None) -> None:
-    assert as_started_here(text) == text
-    assert as_started_here(text, installed=True) == (installed or text)
 
 
 def test_help_names_the_commands_of_an_installed_program() -> None:

@@ -21,17 +21,15 @@ from torchvision.transforms import v2
 
 import vitamp
 from datasets.given import open_given
-from engine.checkpoint.described import input_of
+from engine.checkpoint.preprocessing import input_of
 from engine.inputs.normalize import Inputs
-from engine.saved.trained import load_trained
+from engine.trained.model import load_trained
+from models.weights.find import locate
 from tests.program import train_tiny, write_meta
 from tools.checkpoint import command as checkpoint
 from tools.export import command as export
 from utils.config.data import DataConfig
-from utils.record.chosen import choose_weights
-from utils.record.weight_sets import SETS
-from vitamp._images import transform_of
-from vitamp._load import _better
+from vitamp.timm_model import transform_of
 
 
 def in_program(run: Path, image: Path, weights: str = "auto") -> Tensor:
@@ -88,7 +86,8 @@ def test_two_models_side_by_side_have_the_logits_of_the_program(digits_run: Path
     chosen = load_trained(digits_run).chosen
     assert (origin.path, origin.weights) == (chosen.place, chosen.which.name)
     assert origin.classes == [str(digit) for digit in range(10)]
-    assert origin.why.startswith(f"the run's best, {chosen.which.name}.safetensors validated better (model: acc1 ")
+    assert origin.why == chosen.words
+    assert " (the run's best), " in origin.why
     assert origin_of(vitamp.load(chosen.place / "ema.safetensors")[0]).weights == "ema"
 
 
@@ -101,7 +100,7 @@ def test_files_of_weights_are_loaded(digits_run: Path, image: Path, tmp_path: Pa
     for file in (stripped, exported):
         assert torch.allclose(loaded(file, image), expected, rtol=0, atol=1e-6)
         assert origin_of(vitamp.load(file)[0]).weights == "ema"
-    with pytest.raises(ValueError, match="has no model weights"):
+    with pytest.raises(ValueError, match="has no plain weights"):
         vitamp.load(stripped, "model")
 
 
@@ -111,7 +110,7 @@ def test_adapters_are_merged(digits_run: Path, image: Path, tmp_path: Path) -> N
     assert torch.allclose(found, in_program(run, image), rtol=0, atol=1e-6)
     assert not torch.allclose(found, loaded(digits_run, image), atol=1e-3)
     (run / "checkpoints" / "base.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="needs the frozen weights of its run"):
+    with pytest.raises(ValueError, match="which need the frozen weights of their run"):
         vitamp.load(run)
 
 
@@ -119,7 +118,9 @@ def test_shards_are_joined_and_calibrations_found(digits_run: Path, image: Path,
     run = shutil.copytree(digits_run, tmp_path / "run")
     origin = origin_of(vitamp.load(run, "model")[0])
     meta = json.loads((origin.path / "meta.json").read_text(encoding="utf-8"))
-    fitted = {"temperature": 1.5, "sha256": [meta["files"]["model.safetensors"]["sha256"]]}
+    of_fit = {"checkpoint": "", "weights": "model", "data": "", "precision": "", "before": {}, "crossfitted": {}}
+    sha256 = [meta["files"]["model.safetensors"]["sha256"]]
+    fitted = {"temperature": 1.5, "images": 9, "sha256": sha256, **of_fit}
     (run / "calibration.json").write_text(json.dumps({"temperatures": [fitted]}), encoding="utf-8")
     assert [origin_of(vitamp.load(run, weights)[0]).temperature for weights in ("model", "ema")] == [1.5, 1.0]
     tensors = safetensors.torch.load_file(origin.path / "model.safetensors")
@@ -133,6 +134,19 @@ def test_shards_are_joined_and_calibrations_found(digits_run: Path, image: Path,
     del meta["files"]["model.safetensors"]
     write_meta(origin.path / "meta.json", meta)
     assert torch.equal(loaded(run, image, "model"), loaded(digits_run, image, "model"))
+
+
+def test_a_run_with_a_truncated_index_and_a_copy_of_the_users_has_one_answer(
+    digits_run: Path, image: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(digits_run, tmp_path / "run")
+    checkpoints = run / "checkpoints"
+    last = sorted(checkpoints.glob("step-*"))[-1]
+    shutil.copytree(last, checkpoints / "step-999999999.mine")
+    (checkpoints / "index.json").write_text((checkpoints / "index.json").read_text()[:20])
+    assert origin_of(vitamp.load(run)[0]).path == load_trained(run).chosen.place == last
+    assert torch.allclose(loaded(run, image, "ema"), in_program(run, image, "ema"), rtol=0, atol=1e-6)
+    assert Path(locate(str(run)).file).parent == last
 
 
 def test_what_cannot_be_loaded_names_the_way_on(copied: Path, tmp_path: Path) -> None:
@@ -154,7 +168,7 @@ def test_what_cannot_be_loaded_names_the_way_on(copied: Path, tmp_path: Path) ->
     change(copied, timm=wider, settings=meta["settings"])
     assert "do not fit timm's plain model" in error()
     change(copied, timm=meta["timm"], format=2)
-    assert "of format 2" in error()
+    assert "written in format 2" in error()
     change(copied, format=1)
     vitamp.load(copied)
     file = copied / "model.safetensors"
@@ -162,24 +176,12 @@ def test_what_cannot_be_loaded_names_the_way_on(copied: Path, tmp_path: Path) ->
     with pytest.raises(ValueError, match=r"damaged, the contents of model\.safetensors"):
         vitamp.load(copied, "model")
     file.unlink()
-    with pytest.raises(FileNotFoundError, match="no checkpoint found"):
+    with pytest.raises(ValueError, match="no checkpoint found"):
         vitamp.load(tmp_path)
     with pytest.raises(FileNotFoundError, match="no such file or folder"):
         vitamp.load(tmp_path / "gone")
     with pytest.raises(ValueError, match="takes 'auto', 'model' or 'ema'"):
         vitamp.load(tmp_path, "best")
-
-
-VALIDATED = ({}, {"acc1": 90.0}, {"ema_acc1": 90.0}, {"acc1": 90.0, "ema_acc1": 91.0}, {"acc1": 9, "ema_acc1": 9})
-LOSSES = ({"loss": 0.5, "ema_loss": 0.4}, {"loss": 0.4, "ema_loss": 0.5}, {"loss": float("nan"), "ema_loss": 9.0})
-
-
-@pytest.mark.parametrize("best", [None, {"kind": "ema_acc1"}, {"kind": "acc1"}])
-@pytest.mark.parametrize("sets", [SETS, SETS[:1], SETS[1:]])
-def test_chosen_weights_are_those_of_the_tools(best: Any, sets: Any) -> None:
-    for metrics, by in itertools.chain(((one, "acc1") for one in VALIDATED), ((one, "loss") for one in LOSSES)):
-        meta = {"metrics": metrics, "best": best, "settings": {"SAVE_BEST_BY": by}}
-        assert _better(meta, [one.name for one in sets])[0] == choose_weights(meta, sets, "auto")[0].name
 
 
 SIZES = ((130, 97), (97, 130), (7, 5), (32, 32), (47, 36))
@@ -228,7 +230,7 @@ def test_transform_is_that_of_validation(values: dict[str, Any], most: int, inte
 
 
 def test_decorators_do_nothing_outside_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "utils.own.registry", raising=False)
+    monkeypatch.delitem(sys.modules, "utils.own_code", raising=False)
 
     def mine(logits: Tensor, targets: Tensor) -> Tensor:
         return logits - targets

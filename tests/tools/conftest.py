@@ -18,6 +18,12 @@ from tools.pack_images.command import main
 
 
 @pytest.fixture
+def bf16_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, -amp chooses bf16 whatever the CPU."""
+    monkeypatch.setattr("engine.amp.precision.cpu_computes_in_bf16", lambda: True)
+
+
+@pytest.fixture
 def pack() -> Pack:
     """Call pack_images.py in this process: starting another takes seconds."""
     return lambda *words: main([str(word) for word in words])

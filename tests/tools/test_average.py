@@ -7,8 +7,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,17 +14,14 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from engine.saved.averaged import check_same_classes
-from engine.saved.predictions import Predictions, validation_predictions
-from engine.saved.trained import load_trained
 from engine.task.one import OneLabel
 from engine.task.several import SeveralLabels
+from engine.trained.model import load_trained
+from tests.predicted import Predictions, validation_predictions
 from tests.program import Result, write_meta
 from tools.evaluate import command as evaluate
 from tools.export import command as export
 from tools.predict import command as predict
-from utils.errors import UserError
-from utils.record.tasks import ONE_LABEL, SEVERAL_LABELS, TaskKind
 
 Say = Callable[..., Result]
 
@@ -50,11 +45,11 @@ def models(digits_run: Path) -> list[Path]:
 def test_logits_of_the_mean_have_its_probabilities() -> None:
     generator = torch.Generator().manual_seed(2)
     outputs = [20 * torch.randn(5, 4, generator=generator) for _ in range(3)]
-    for task, activation in ((OneLabel(4), lambda logits: logits.softmax(-1)), (SeveralLabels(4, 20), torch.sigmoid)):
+    for task, activation in ((OneLabel(4), lambda logits: logits.softmax(-1)), (SeveralLabels(4), torch.sigmoid)):
         found = activation(task.averaged(outputs))
         torch.testing.assert_close(found, torch.stack([activation(logits) for logits in outputs]).mean(0))
     far = [torch.tensor([[-300.0, 300.0]])] * 2
-    torch.testing.assert_close(SeveralLabels(2, 20).averaged(far), far[0], msg="far from rounding to 0 and 1")
+    torch.testing.assert_close(SeveralLabels(2).averaged(far), far[0], msg="far from rounding to 0 and 1")
 
 
 def by_hand(models: list[Path]) -> tuple[Predictions, torch.Tensor]:
@@ -101,24 +96,6 @@ def test_models_that_do_not_go_together_are_refused(say: Say, guess: Say, models
         done = say(*models, *words)
         assert done.code == 2
         assert "takes one model, but 2 are given" in done.err
-
-
-def test_models_of_other_labels_cannot_be_averaged() -> None:
-    """By the labels per image, and by the number of classes."""
-
-    def model(place: str, kind: TaskKind, classes: str) -> Any:
-        named = SimpleNamespace(kind=kind), SimpleNamespace(place=place), lambda: list(classes)
-        return SimpleNamespace(task=named[0], chosen=named[1], names=named[2])
-
-    first = model("a", ONE_LABEL, "xyz")
-    check_same_classes([first, model("b", ONE_LABEL, "xyz")])
-    for kind, classes, words in (
-        (SEVERAL_LABELS, "xyz", "b and a: one has a single label per image, the other several"),
-        (ONE_LABEL, "xy", "b and a have 2 and 3 classes"),
-        (ONE_LABEL, "xzy", "class 1 is 'z' and 'y'"),
-    ):
-        with pytest.raises(UserError, match=words):
-            check_same_classes([first, model("b", kind, classes)])
 
 
 def test_weights_of_the_last_checkpoints_are_averaged(

@@ -20,8 +20,6 @@ COMMANDS = {
     "amp": "benchmark_amp.py amp -iters 2 -windows 2",
     "precisions": "benchmark_amp.py precisions -modes bf16 -iters 2 -rounds 1",
     "timm": "benchmark_amp.py timm -precisions fp32 -loops ours -updates 2 -rounds 1",
-    "scaling": "benchmark_amp.py scaling -axes processes -processes 1,2 -iters 2 -rounds 1",
-    "startup": "benchmark_amp.py startup -rounds 1",
     "choose_precision": "choose_precision.py -modes bf16 -updates 5",
 }
 SECONDS_TO_LEAVE = 10
@@ -33,7 +31,7 @@ SECONDS_TO_LEAVE = 10
 @pytest.mark.parametrize("name", COMMANDS)
 def test_command_leaves_no_process(name: str, imagenet: Path, tmp_path: Path) -> None:
     script, *words = COMMANDS[name].split()
-    files = () if name in ("timm", "scaling") else ("-dataset", "imagenet2012", "-data_path", str(imagenet))
+    files = () if name == "timm" else ("-dataset", "imagenet2012", "-data_path", str(imagenet))
     data = (*files, "-device", "cpu", "-threads", "1")
     output = ("-output", str(tmp_path / "out")) if name == "choose_precision" else ()
     command = [sys.executable, str(ROOT / "scripts" / script), *words, *data, *WORDS, *SMALL_VIT, *output]

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 
 from tests.program import Result
-from tools.benchmark_amp.amp import OFF, ON
 from tools.benchmark_amp.command import main
 from tools.benchmark_amp.results import AGAIN
-from tools.benchmark_amp.training import AlternatingTraining, Job, TrainingSession, free_port
-from tools.common.processes import OUT_OF_MEMORY, own_processes
-from utils.config import Config, load_config
-from utils.distributed.world import BY_HAND, World
+from tools.benchmark_amp.tables import OFF, ON
+from tools.common.sessions import OUT_OF_MEMORY, Session, Worker, own_process
 from utils.seeding import seed_all
 
 Fields = dict[str, Any]
@@ -32,10 +26,7 @@ def measured(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     """`measured("amp", "-iters", 2)` runs a table; returns the -json file and the printed report."""
 
     def call(table: str, *words: object) -> tuple[Fields, str]:
-        files = ["-json", tmp_path / "t.json", "-plot", tmp_path / "t.png"]
-        assert main([str(word) for word in (table, "-cfg", tiny, *words, *files)]) == 0
-        with Image.open(tmp_path / "t.png") as picture:
-            assert picture.format == "PNG"
+        assert main([str(word) for word in (table, "-cfg", tiny, *words, "-json", tmp_path / "t.json")]) == 0
         output = capsys.readouterr().out
         results = json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))
         assert not any("failed" in turn for turns in results["turns"].values() for turn in turns)
@@ -87,23 +78,23 @@ def test_amp_measures_the_images_of_data_path(
         assert said in capsys.readouterr().err
 
 
-READ_NO_FILES = ("scaling", "simplenet", "timm")
+READ_NO_FILES = ("simplenet", "timm")
 
 
 def test_trainings_end_for_each_other_without_memory_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    beside: list[AlternatingTraining] = []
-    trainings = [AlternatingTraining(Job(Config(), 1), beside) for _ in range(2)]
+    beside: list[Worker] = []
+    workers = [Worker(Session, beside) for _ in range(2)]
 
-    def memory_for_one(training: AlternatingTraining) -> dict[str, Any]:
-        training._worker._pool = own_processes()
+    def memory_for_one(worker: Worker) -> dict[str, Any]:
+        worker._pool = own_process()
         return {"failed": OUT_OF_MEMORY} if sum(other.is_running for other in beside) > 1 else {"seconds": 1.0}
 
-    monkeypatch.setattr(AlternatingTraining, "_try", memory_for_one)
-    for training in (*trainings, *trainings):
-        assert training.turn() == {"seconds": 1.0}
-        assert [other.is_running for other in trainings] == [other is training for other in trainings]
-    monkeypatch.setattr(AlternatingTraining, "_try", lambda _: {"failed": OUT_OF_MEMORY})
-    assert trainings[0].turn() == {"failed": OUT_OF_MEMORY}, "memory for none"
+    monkeypatch.setattr(Worker, "_try", memory_for_one)
+    for worker in (*workers, *workers):
+        assert worker.turn() == {"seconds": 1.0}
+        assert [other.is_running for other in workers] == [other is worker for other in workers]
+    monkeypatch.setattr(Worker, "_try", lambda _: {"failed": OUT_OF_MEMORY})
+    assert workers[0].turn() == {"failed": OUT_OF_MEMORY}, "memory for none"
 
 
 def test_precisions(measured: Callable[..., tuple[Fields, str]]) -> None:
@@ -160,75 +151,6 @@ def _loss_by_hand(batches: list[torch.Tensor], together: int) -> float:
                 optimizer.step()
                 optimizer.zero_grad()
     return sum(losses[-together:]) / together
-
-
-def test_scaling(measured: Callable[..., tuple[Fields, str]]) -> None:
-    results, output = measured("scaling", "-axes", "batch", "-batches", "32,64", "-iters", 1, "-rounds", 1)
-    small, large = "tiny, 8 pixels, batch 32", "tiny, 8 pixels, batch 64"
-    assert list(results["turns"]) == [small, large, small + AGAIN]
-    work = results["settings"]["work"]
-    assert work[small]["gflop_per_image"] == work[large]["gflop_per_image"] > 0
-    seconds = results["turns"][small][0]["seconds"]
-    (row,) = [line.split() for line in output.splitlines() if line.strip().startswith("64 ")]
-    assert row[3] == "2", "twice the work"
-    assert float(row[5].replace(",", "")) == pytest.approx(2000 * seconds, rel=0.01), "predicted: twice the time"
-
-
-def test_scaling_with_processes(measured: Callable[..., tuple[Fields, str]]) -> None:
-    results, output = measured("scaling", "-axes", "processes", "-processes", "2", "-iters", 1, "-rounds", 1)
-    assert list(results["turns"]) == ["2 processes", "2 processes, no exchange", "2 processes" + AGAIN]
-    both = results["turns"]["2 processes"][0]["images_per_second"]
-    (row,) = [line.split() for line in output.splitlines() if line.strip().startswith("2 ")]
-    assert float(row[1].replace(",", "")) == pytest.approx(2 * both, rel=0.01), "of both processes"
-
-
-@pytest.mark.slow
-def test_without_exchange_processes_diverge(tiny: Path) -> None:
-    config = load_config(str(tiny)).config
-    for exchange, alike in ((True, True), (False, False)):
-        first, second = _in_two_processes(Job(config, 1, exchange))
-        assert (first == second) == alike
-
-
-def _in_two_processes(job: Job) -> list[float]:
-    address = ("127.0.0.1", free_port())
-    with own_processes(2) as pool:
-        answers = [pool.submit(_weights, job, World(rank, 2, rank, 2, BY_HAND, address)) for rank in range(2)]
-        return [answer.result() for answer in answers]
-
-
-def _weights(job: Job, world: World) -> float:
-    with contextlib.closing(TrainingSession(job, world)) as session:
-        session.turn()
-        model = session.training.ready.model
-        return sum(float(weight.detach().double().sum()) for weight in model.parameters())
-
-
-@pytest.mark.slow
-def test_startup_probe_times_each_part(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
-    result, began = tmp_path / "parts.json", time.monotonic()
-    script = ("main_single_gpu.py", "-cfg", tiny, "-output", tmp_path / "run")
-    done = vitamp(result, began, *script, script="tools/benchmark_amp/startup_probe.py", slow_start=True)
-    passed = time.monotonic() - began
-    assert done.code == 0, done.text
-    results = json.loads(result.read_text(encoding="utf-8"))
-    assert {"python", "import vitamp", "model", "data index", "compiling", "first update", "rest"} <= set(
-        results["parts"]
-    )
-    assert all(seconds >= 0 for seconds in results["parts"].values())
-    assert results["parts"]["model"] > 0.001
-    assert sum(results["parts"].values()) == pytest.approx(results["seconds"])
-    assert results["seconds"] < passed
-    assert "Epoch[001" not in done.out, "it ends after a few updates"
-
-
-@pytest.mark.slow
-def test_startup(measured: Callable[..., tuple[Fields, str]]) -> None:
-    results, output = measured("startup", "-rounds", 1)
-    assert list(results["turns"]) == ["vitamp", "import torch, timm", "vitamp" + AGAIN]
-    assert results["turns"]["vitamp"][0]["parts"]["import torch"] > 0.1
-    assert "import torch " in output
-    assert "to the first update" in output
 
 
 @pytest.mark.slow

@@ -14,14 +14,12 @@ from PIL import Image
 
 from tests.program import Result
 from tools.benchmark_data.command import main
-from tools.benchmark_data.rates import BOUND, OURS, TIMM, TORCHVISION, Contender, Rates, measure
-from tools.benchmark_data.report import verdict
-from tools.benchmark_data.stages import CHANGE, CROP, DECODE, READ, WHOLE, stages
+from tools.benchmark_data.measure import alternating
+from tools.benchmark_data.report import OURS, TIMM, verdict
 from tools.common.made_images import made_jpeg, make_images
 from tools.common.turns import Budget, ratio
 
 SCRIPT = "scripts/benchmark_data.py"
-PACKED = (f"{OURS}, packed (256, quality 90)", f"{OURS}, packed (256, raw)")
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +29,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, dict[str
 
     root = tmp_path_factory.mktemp("measured")
     words = ["-made", 24, "-images", 16, "-rounds", 2, "-num_workers", "0,1", "-appetite", 5, "-image_size", 64]
-    files = ["-json", root / "speed.json", "-plot", root / "speed.png"]
+    files = ["-json", root / "speed.json"]
     done = run_program(
         *words,
         *files,
@@ -50,16 +48,14 @@ def test_all_parts_are_measured(measured: tuple[Result, dict[str, Any], Path]) -
     done, results, _ = measured
     for part in ("train", "val"):
         rows = results[part]
-        assert {OURS, TIMM, TORCHVISION, BOUND, *PACKED} < set(rows)
+        assert list(rows) == [OURS, TIMM]
         for name, row in rows.items():
             assert len(row["rounds"]) == 2
             assert min(row["rounds"]) <= row["images_per_second"] <= max(row["rounds"])
-            assert set(row["to"]) == {TIMM, TORCHVISION} - {name}
+            assert set(row["to"]) == {TIMM} - {name}
             assert name in done.out
     assert list(results["loader"]) == ["0", "1"]
     assert all(row[OURS] > 0 and row["to"]["median"] > 0 for row in results["loader"].values())
-    assert list(results["stages"]) == [READ, DECODE, CROP, CHANGE, WHOLE]
-    assert results["stages"][DECODE] > results["stages"][READ]
     assert not results["cut"]
 
 
@@ -82,24 +78,15 @@ def test_verdict_is_printed(measured: tuple[Result, dict[str, Any], Path]) -> No
     assert results["verdict"] in done.out
 
 
-@pytest.mark.slow
-def test_picture_is_drawn_and_packed_images_are_removed(measured: tuple[Result, dict[str, Any], Path]) -> None:
-    _, _, root = measured
-    with Image.open(root / "speed.png") as picture:
-        assert picture.format == "PNG"
-    assert list((root / "cache" / "benchmark").iterdir()) == []
-
-
 def test_images_of_the_user_are_measured(imagenet: Path, tmp_path: Path, vitamp: Callable[..., Result]) -> None:
     where = ("-data_path", imagenet, f"DATA.CACHE={tmp_path}", "-image_size", 32)
     done = vitamp(
-        *where, "-rounds", 1, "-images", 16, "-parts", "train,stages", "-json", "s.json", script=SCRIPT, cwd=tmp_path
+        *where, "-rounds", 1, "-images", 16, "-parts", "train", "-json", "s.json", script=SCRIPT, cwd=tmp_path
     )
     assert done.code == 0, done.text
     results = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
     assert results["images"] | {"kilobytes": 0} == {"count": 24, "kilobytes": 0, "width": 40, "height": 36, "jpeg": 1}
     assert "val" not in results
-    assert not any(name in results["train"] for name in PACKED)
 
 
 @pytest.mark.parametrize(
@@ -127,10 +114,10 @@ def test_bad_input_is_refused(capsys: pytest.CaptureFixture[str], words: list[st
 def test_contenders_alternate_over_the_same_samples() -> None:
     seen: list[tuple[str, int, list[int]]] = []
 
-    def contender(name: str) -> Contender:
-        return Contender(name, np.arange(10), lambda nth, samples: seen.append((name, nth, samples)))
+    def work(name: str) -> Callable[[int, list[int]], object]:
+        return lambda nth, samples: seen.append((name, nth, samples))
 
-    rates = measure([contender("a"), contender("b")], rounds=3, images=4, budget=Budget(60))
+    rates = alternating({name: work(name) for name in "ab"}, np.arange(10), rounds=3, images=4, budget=Budget(60))
     assert all(len(rate.wall) == len(rate.cpu) == 3 for rate in rates.values())
     rounds = seen[2:]  # after one warm-up call each
     assert [name for name, _, _ in rounds] == ["a", "b", "b", "a", "a", "b"]
@@ -146,7 +133,7 @@ def test_no_round_starts_that_would_exceed_the_budget(monkeypatch: pytest.Monkey
         now[0] += 10.0 if nth > 1 else 0.0
 
     budget = Budget(25)
-    rates = measure([Contender("a", np.arange(4), work)], rounds=5, images=2, budget=budget)
+    rates = alternating({"a": work}, np.arange(4), rounds=5, images=2, budget=budget)
     assert len(rates["a"].wall) == 2
     assert now[0] == 20
     assert budget.cut
@@ -159,25 +146,18 @@ def test_ratios_are_taken_within_rounds() -> None:
     assert ratio([], []) is None
 
 
-def test_stage_is_the_difference_of_two_parts() -> None:
-    spent = {READ: 1.0, DECODE: 4.0, CROP: 6.0, CHANGE: 9.0, WHOLE: 10.5}
-    results = stages({name: Rates(cpu=[1000 / ms] * 3) for name, ms in spent.items()})
-    assert results == pytest.approx({READ: 1.0, DECODE: 4.0, CROP: 2.0, CHANGE: 3.0, WHOLE: 0.5})
-
-
 @pytest.mark.parametrize(
     ("appetite", "said"),
     [
         (100, ["not the bottleneck", "1 workers are enough"]),
         (700, ["not the bottleneck", "2 workers are enough"]),
-        (1600, ["is the bottleneck", "50 % of its time", "About 5 cores", "packed (256, raw): 1"]),
+        (1600, ["is the bottleneck", "50 % of its time", "About 5 cores", "after packing"]),
     ],
 )
 def test_verdict_names_the_bottleneck(appetite: float, said: list[str]) -> None:
-    rows = {OURS: 400.0, PACKED[1]: 4000.0}
     results = {
         "loader": {"1": {OURS: 400.0, TIMM: 200.0}, "2": {OURS: 800.0, TIMM: 400.0}},
-        "train": {name: {"images_per_second": rate} for name, rate in rows.items()},
+        "train": {OURS: {"images_per_second": 400.0}},
     }
     text = verdict(results, appetite)
     assert all(word in text for word in said), text

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.saved.predictions import validation_predictions
-from engine.saved.trained import load_trained
+from engine.trained.model import load_trained
+from tests.predicted import validation_predictions
 from tests.program import Result
 from tools.evaluate import command as evaluate
 from tools.evaluate.calibrate import fit_temperature, measure
@@ -44,9 +44,9 @@ def test_fit_finds_the_temperature_of_lowest_nll() -> None:
     losses = [float(F.cross_entropy(logits.double() / (found * factor), labels)) for factor in (0.999, 1, 1.001)]
     assert losses[1] == min(losses)
     before, after = (measure(logits, labels, torch.full((len(labels),), t, dtype=torch.float64), 15) for t in (1, 3))
-    assert (after.nll, after.ece) < (before.nll, before.ece)
-    assert after.nll == pytest.approx(float(F.cross_entropy(logits.double() / 3, labels)))
-    assert before.ece > 10 > 3 > after.ece
+    assert (after["nll"], after["ece"]) < (before["nll"], before["ece"])
+    assert after["nll"] == pytest.approx(float(F.cross_entropy(logits.double() / 3, labels)))
+    assert before["ece"] > 10 > 3 > after["ece"]
 
 
 def test_fit_without_a_minimum_is_refused() -> None:
@@ -155,11 +155,3 @@ def test_what_cannot_be_calibrated_is_refused(say: Callable[..., Result], run: P
         assert done.code == 2
         assert wanted in done.text
     assert (run / FILE).read_bytes() == before
-
-
-def test_damaged_file_is_an_error_that_names_it(say: Callable[..., Result], run: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(run, tmp_path / "copy"))
-    (copy / FILE).write_text(json.dumps({"temperatures": [{"temperature": 1.5}]}))
-    done = say(copy, "-weights", "model")
-    assert done.code == 2
-    assert f"{copy / FILE}: damaged, temperatures.0.images is missing" in done.text

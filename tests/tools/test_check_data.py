@@ -89,7 +89,7 @@ def test_damaged_jpeg_files_that_pil_reads_are_defects(check: Check, tree: Path,
         for path in (lost, noisy):
             Image.open(path).load()  # PIL does not complain
         damaged += [f"train/ant/{path.name}" for path in (lost, noisy)]
-    done, found = check(tree, "-out", listed)
+    done, found = check(tree, "-fix", listed)
     assert done.code == 1, done.text
     assert "DEFECT: damaged, although they can be read: 6" in done.out
     assert sorted(names(found["defects"]["damaged_but_readable"])) == sorted(damaged)
@@ -138,7 +138,7 @@ def test_each_planted_defect_is_reported_and_nothing_else(check: Check, tree: Pa
     ):
         Image.new(mode, (40, 40), 1).save(train / "cat" / name)
 
-    done, found = check(tree, "-out", listed, "-exclude_duplicates")
+    done, found = check(tree, "-fix", listed)
     assert done.code == 1, done.text
     defects, notes = found["defects"], found["notes"]
     kinds = dict(zip(names(defects["unreadable"]), (one["kind"] for one in defects["unreadable"]), strict=True))
@@ -172,7 +172,7 @@ def test_each_planted_defect_is_reported_and_nothing_else(check: Check, tree: Pa
         *kinds,
         *("train/ant/copy.jpg", "train/bee/4.jpg", "train/ant/6.jpg", "train/bee/wrong.jpg"),
     }
-    done, _ = check(tree, f"DATA.EXCLUDE={listed}", "-out", listed, "-overwrite", "-exclude_small")
+    done, _ = check(tree, f"DATA.EXCLUDE={listed}", "-fix", listed, "-overwrite", "-exclude_small")
     assert done.code == 0, done.text
     assert len(listed.read_text().splitlines()) == 2 + len(kinds) + 5, "earlier lines stay"
 
@@ -238,7 +238,7 @@ def test_tables_and_shards_are_checked(
     (tree / "train" / "ant" / "9.jpg").write_bytes(b"\0" * 1000)
     (tree / "train" / "bee" / "4.jpg").write_bytes((tree / "train" / "bee" / "4.jpg").read_bytes()[:700])
     path, listed = made(tree), tmp_path / "exclude.txt"
-    done, found = check(path, "-out", listed, dataset=dataset)
+    done, found = check(path, "-fix", listed, dataset=dataset)
     assert done.code == 1, done.text
     assert {Path(one["name"]).name for one in found["defects"]["unreadable"]} == {"9.jpg", "4.jpg"}
     assert sum(bool(defects) for defects in found["defects"].values()) == 1
@@ -322,10 +322,24 @@ def test_class_without_training_images_is_a_defect(check: Check, tree: Path) -> 
     assert "classes without training images: 1" in done.out
 
 
+def test_links_cost_no_original_and_names_do_not_reach_the_terminal_raw(
+    check: Check, tree: Path, tmp_path: Path
+) -> None:
+    (tree / "train" / "dog").symlink_to("ant")
+    (tree / "train" / "bee" / "loop.jpg").symlink_to("loop.jpg")
+    (tree / "train" / "loop").symlink_to("loop")
+    (tree / "train" / "bee" / "a\x1b[31m.txt").touch()
+    done, found = check(tree, "-fix", tmp_path / "fix.txt", "-num_classes", 4)
+    listed = ["/".join(line.split("/")[:2]) for line in (tmp_path / "fix.txt").read_text().splitlines()]
+    assert (done.code, listed.count("train/ant"), listed.count("train/dog")) == (1, 0, 8)
+    assert "a\\x1b[31m.txt" in done.err
+    assert names(found["defects"]["unreadable"]) == ["train/bee/loop.jpg"]
+
+
 def test_bad_command_lines_are_refused(vitamp: Callable[..., Result], tree: Path, tmp_path: Path) -> None:
     for words, said in (
         (("-data_path", tmp_path / "none"), "none does not exist"),
-        (("-data_path", tree, "-exclude_small"), "-out FILE"),
+        (("-data_path", tree, "-exclude_small"), "-fix FILE"),
     ):
         done = vitamp("-dataset", "imagefolder", *words, script=SCRIPT)
         assert (done.code, said in done.err) == (2, True), done.text
@@ -345,7 +359,6 @@ class Deadly(Samples):
         return f"image {index}"
 
 
-@pytest.mark.slow  # hangs among all tests, passes alone: a reader waits for a message cut off by the kill
 def test_killed_worker_is_reported_with_its_images() -> None:
     data = DataConfig(IMAGE_SIZE=8)
     among = r"it is image (0|32) or one of the next 63 images of the training split"

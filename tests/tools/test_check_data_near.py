@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageEnhance, ImageFont
 
 from tests.datasets.pictures import picture
 from tests.program import Result
-from tools.check_data.near import MOST_BITS, SIDE, Thumbnails, near_pairs
+from tools.check_data.scan import MOST_BITS, SIDE, Thumbnails, near_pairs
 
 
 def as_jpeg(image: Image.Image, quality: int) -> Image.Image:
@@ -172,5 +172,3 @@ def test_fix_removes_from_training_what_validation_has(
     assert removed == {*(f"train/bee/leak{number}.png" for number in range(5)), "train/bee/exact.png"}
     done = vitamp(*words, f"DATA.EXCLUDE={listed}", script="scripts/check_data.py")
     assert done.code == 0, done.text
-    both = vitamp(*words, "-out", tmp_path / "a", "-fix", tmp_path / "b", script="scripts/check_data.py")
-    assert (both.code, "give one of them" in both.err) == (2, True), both.text

@@ -16,9 +16,9 @@ from safetensors import safe_open
 
 from tests.program import Result, change_settings, made_meta, metrics, save_image, train_tiny
 from tests.saved import save_checkpoint
-from utils.record.checkpoints import MODEL
-from utils.record.weight_sets import AVERAGE
-from utils.record.weights_file import read_header
+from vitamp.checkpoints import MODEL
+from vitamp.metrics import AVERAGE
+from vitamp.weights import read_header
 
 EMA = AVERAGE.file
 
@@ -192,7 +192,7 @@ def test_bad_commands_are_refused(tool: Callable[..., Result], run: Path, tmp_pa
         (("strip", damaged / NAMES[0], *out), f"{MODEL} is missing"),
         (("strip", other, "-weights", "ema", *out), "has no EMA"),
         (("average", run, *out), "give one run with -last K"),
-        (("average", run, "-last", 9, *out), "has 4 checkpoints"),
+        (("average", run, "-last", 9, *out), "is 4. KEEP_LAST"),
         (("average", run, "-last", 0, *out), "from 1"),
         (("average", run, other, *out), "different architectures"),
     ):

@@ -15,8 +15,7 @@ from scipy import stats
 from tests.tools.test_compare_verdict import ACCURACY, run
 from tools.common.comparison.verdict import ByName, by_name, difference_in_metric, judge, troubles
 from tools.compare import train
-from tools.compare.command import main
-from tools.compare.table import notes
+from tools.compare.command import main, notes
 from utils.config import load_config
 
 Compare = Callable[..., int]

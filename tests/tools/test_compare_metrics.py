@@ -1,4 +1,4 @@
-"""compare.py: metrics read from a run's folder, and the estimate of the time left."""
+"""compare.py: metrics read from a run's folder."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from tools.common.comparison.metrics import fraction_done, is_finished, metrics_of
-from tools.compare.plan import Run
-from tools.compare.train import Durations
+from tools.common.comparison.runs import fraction_done, is_finished, metrics_of
 from utils.config import Config, to_yaml
 
 
@@ -101,14 +99,3 @@ def test_fraction_done(folder: Path) -> None:
     write(folder, line("run", 40, 5, what="end"))
     assert fraction_done(folder, 4, None) == 1.0
     assert is_finished(folder)
-
-
-def test_time_left_depends_on_the_mode() -> None:
-    ahead = [Run("bf16", 1, Config(), Path("a")), Run("fp32", 1, Config(), Path("b"))]
-    times = Durations()
-    assert times.left(ahead, "fp32", 0.0, 3.0) is None
-    assert times.left(ahead, "fp32", 0.5, 10.0) == 10.0 + 2 * 20.0
-    times.add("fp32", 30.0)
-    assert times.left(ahead, "fp32", 0.5, 10.0) == 20.0 + 30.0 + 30.0
-    times.add("bf16", 12.0)
-    assert times.left(ahead, "bf16", 0.5, 20.0) == 0.0 + 12.0 + 30.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,14 +16,14 @@ from PIL import Image
 from sklearn import metrics as sklearn
 
 from datasets.base import Batch, ImageDataset, Key
-from engine.saved.predictions import split_of_run, validation_predictions
-from engine.saved.trained import load_trained
+from engine.trained.model import load_trained
+from engine.trained.predictions import split_of_run
+from tests.predicted import validation_predictions
 from tests.program import Result, metrics
 from tools.checkpoint import command as checkpoint
-from tools.common.figures import Figures, figures_of
-from tools.common.parts import Part
+from tools.common.evaluation import OneLabel, with_bar
 from tools.evaluate import command as evaluate
-from tools.evaluate.one import figures_as_json
+from vitamp.metrics import BALANCED, MACRO_F1, TOP1, TOP5
 
 CLASSES = 7
 SCORES: Any = sklearn.precision_recall_fscore_support  # its type stubs do not know the values it takes
@@ -51,7 +50,7 @@ class IndexDataset(ImageDataset):
         return Batch(indices.clamp(min=0)[:, None], self.labels[indices.clamp(min=0)], indices)
 
 
-def of_logits(logits: torch.Tensor, labels: torch.Tensor, bins: int = 15) -> Figures:
+def of_logits(logits: torch.Tensor, labels: torch.Tensor, bins: int = 15) -> OneLabel:
     """Metrics of a model with these logits."""
     data = SimpleNamespace(NUM_WORKERS=0, BATCH_SIZE_EVAL=32, BATCH_SIZE=32)
     config = SimpleNamespace(DATA=data, MODEL=SimpleNamespace(NUM_CLASSES=logits.shape[1]))
@@ -60,7 +59,7 @@ def of_logits(logits: torch.Tensor, labels: torch.Tensor, bins: int = 15) -> Fig
         precision=SimpleNamespace(device=torch.device("cpu")),
         logits=lambda numbers: logits[numbers[:, 0]],
     )
-    return figures_of(trained, Part(IndexDataset(labels), "", None), bins)
+    return OneLabel.of(trained, (batch[:2] for batch in with_bar(trained, IndexDataset(labels))), bins)
 
 
 @pytest.fixture(scope="module")
@@ -78,22 +77,25 @@ def answers() -> tuple[torch.Tensor, torch.Tensor]:
 def test_metrics_agree_with_scikit_learn(answers: tuple[torch.Tensor, torch.Tensor]) -> None:
     logits, labels = answers
     found, guess, shares = of_logits(logits, labels), logits.argmax(1), logits.double().softmax(1).numpy()
-    assert found.top1 == pytest.approx(100 * sklearn.accuracy_score(labels, guess))
+    assert found.values[TOP1] == pytest.approx(100 * sklearn.accuracy_score(labels, guess))
     among = sklearn.top_k_accuracy_score(labels, shares, k=5, labels=range(CLASSES))
-    assert found.top5 == pytest.approx(100 * among)
-    assert found.balanced_acc == pytest.approx(100 * sklearn.balanced_accuracy_score(labels, guess), abs=1e-9)
-    assert found.macro_f1 == pytest.approx(100 * float(sklearn.f1_score(labels, guess, average="macro")), abs=1e-9)
-    assert found.macro_f1 != found.macro(found.f1), "class 6 is predicted and has no images"
+    assert found.values[TOP5] == pytest.approx(100 * among)
+    assert found.values[BALANCED] == pytest.approx(100 * sklearn.balanced_accuracy_score(labels, guess), abs=1e-9)
+    macro_f1 = 100 * float(sklearn.f1_score(labels, guess, average="macro"))
+    assert found.values[MACRO_F1] == pytest.approx(macro_f1, abs=1e-9)
+    told = found.as_json()
+    assert told["macro_f1"] != told["f1_macro"], "class 6 is predicted and has no images"
     present = sorted(set(labels.tolist()))
-    for average, mean in (("macro", found.macro), ("weighted", found.weighted)):
+    for average in ("macro", "weighted"):
         wanted: Any = SCORES(labels, guess, labels=present, average=average, zero_division=0)
-        values = [mean(values) for values in (found.precision, found.recall, found.f1)]
+        values = [told[f"{name}_{average}"] for name in ("precision", "recall", "f1")]
         assert values == pytest.approx([100 * float(value) for value in wanted[:3]])
     each: Any = SCORES(labels, guess, labels=range(CLASSES), zero_division=0)
     for values, of_class in zip((found.precision, found.recall, found.f1), each, strict=False):
         assert values.tolist() == pytest.approx((100 * of_class).tolist())
     assert found.support.tolist() == each[3].tolist()
-    assert found.confusion().tolist() == sklearn.confusion_matrix(labels, guess, labels=range(CLASSES)).tolist()
+    assert told["confusion"] == sklearn.confusion_matrix(labels, guess, labels=range(CLASSES)).tolist()
+    assert found.confusion([1, 4]).tolist() == sklearn.confusion_matrix(labels, guess, labels=[1, 4]).tolist()
     assert found.nll == pytest.approx(sklearn.log_loss(labels, shares, labels=range(CLASSES)), rel=1e-6)
     assert found.brier == pytest.approx(((shares - np.eye(CLASSES)[labels.numpy()]) ** 2).sum(1).mean())
 
@@ -114,19 +116,14 @@ def test_calibration_error_and_bins(answers: tuple[torch.Tensor, torch.Tensor], 
     assert found.ece > 1
 
 
-def test_confidence_at_an_edge_is_in_the_lower_bin() -> None:
-    unsure = of_logits(torch.zeros(4, 2), torch.tensor([0, 1, 1, 1]), bins=2)
-    assert [one.images for one in unsure.bins] == [4, 0]
-
-
 def test_certain_model_and_model_with_nan() -> None:
     labels = torch.arange(5)
     certain = of_logits(200 * torch.eye(5), labels)
-    assert (certain.top1, certain.ece, certain.brier) == pytest.approx((100, 0, 0))
+    assert (certain.values[TOP1], certain.ece, certain.brier) == pytest.approx((100, 0, 0))
     assert certain.bins[-1].images == 5
     broken = of_logits(torch.full((5, 5), torch.nan), labels)
     assert broken.not_finite == 5
-    told = json.dumps(figures_as_json(broken), allow_nan=False)
+    told = json.dumps(broken.as_json(), allow_nan=False)
     assert json.loads(told)["ece"] is None
 
 
@@ -243,17 +240,6 @@ def test_unknown_classes_are_named(
     assert "The model was trained on 0, 1, 2" in done.err
 
 
-def test_training_split_is_evaluated_without_augmentation(
-    say: Callable[..., Result], digits_run: Path, tmp_path: Path
-) -> None:
-    words = ("-part", "train", "DATA.SHIFT=0.5", "DATA.ROTATE=180")
-    twice = [say(digits_run, *words, "-json", tmp_path / f"{n}.json") for n in range(2)]
-    assert [done.code for done in twice] == [0, 0], twice[0].err
-    assert "digits, training split: 1,437 of 1,797 images" in twice[0].out
-    plain = say(digits_run, "-part", "train")
-    assert twice[0].out.partition("top-1")[2].splitlines()[:20] == plain.out.partition("top-1")[2].splitlines()[:20]
-
-
 def test_unreadable_image_ends_the_evaluation(
     say: Callable[..., Result], digits_run: Path, tree: Callable[..., Path]
 ) -> None:
@@ -294,22 +280,9 @@ def test_bad_command_lines_are_refused(say: Callable[..., Result], digits_run: P
 def test_missing_ema_is_refused_before_the_evaluation(
     say: Callable[..., Result], digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.common.figures.batches_of", lambda *_: pytest.fail("it was evaluated"))
+    monkeypatch.setattr("tools.common.evaluation.batches_of", lambda *_: pytest.fail("it was evaluated"))
     plain = tmp_path / "plain.safetensors"
     assert checkpoint.main(["strip", str(digits_run), "-weights", "model", "-out", str(plain)]) == 0
     done = say(plain, "-weights", "both")
     assert done.code == 2
     assert "has no EMA (TRAIN.MODEL_EMA) weights; use -weights model" in done.err
-
-
-def test_full_disk_does_not_lose_the_metrics(
-    say: Callable[..., Result], digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(path: Path, _content: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-    monkeypatch.setattr(evaluate, "write_json", refuse)
-    done = say(digits_run, "-json", tmp_path / "eval.json")
-    assert done.code == 2
-    assert f"-json {tmp_path / 'eval.json'}: cannot be written (No space left on device)" in done.err
-    assert "top-1" in done.out, "the metrics are printed"

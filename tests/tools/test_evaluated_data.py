@@ -64,18 +64,6 @@ def evaluated(vitamp: Callable[..., Result], run: Path, *words: object) -> str:
     return counts + "".join(f"\n{note}" for note in done.out.splitlines() if note.startswith("DATA."))
 
 
-def test_each_part_of_the_runs_own_data(vitamp: Callable[..., Result], run: Path, place: Path) -> None:
-    own = f"imagefolder in {place / 'own'}"
-    assert evaluated(vitamp, run) == f"{own}, validation split: 3 of 30 images"
-    seen = "the images that the model was trained on, so the result does not show how well it recognises new images."
-    train, everything = (evaluated(vitamp, run, "-part", part) for part in ("train", "all"))
-    assert train == f"{own}, training split: 26 of 30 images\nDATA.PART train: these are {seen}"
-    assert everything == f"{own}, all images: 29 of 30 images\nDATA.PART all: these include {seen}"
-    done = vitamp(run, "-part", "test", script="scripts/evaluate.py")
-    assert done.code == 2
-    assert "has no test split; -part val evaluates the validation split" in done.err
-
-
 @pytest.mark.slow
 def test_all_of_other_data_is_evaluated_without_the_runs_exclusions(
     vitamp: Callable[..., Result], run: Path, place: Path, tmp_path: Path
@@ -138,40 +126,6 @@ def test_the_runs_training_images_are_recognised_in_their_folder(vitamp: Callabl
         assert ("all images: 16 of 16 images" if "all" in words else "test split: 4 images") in done.text
         assert done.text.count("the split test is used for validation") == times
         assert "cannot be read" not in done.text
-
-
-@pytest.mark.slow
-def test_no_warning_of_a_split_that_is_not_evaluated(
-    vitamp: Callable[..., Result], run: Path, place: Path, tmp_path: Path
-) -> None:
-    recipe = RECIPE.format(path=place / "own", exclude="null").replace("DATASET: imagefolder, ", "")
-    (tmp_path / "icons.yaml").write_text(recipe)
-    done = vitamp("-cfg", tmp_path / "icons.yaml", "DATA.FOLD=2/5", "-output", tmp_path / "run")
-    assert done.code == 0, done.text
-    assert "validation on fold 2/5" in done.text
-    assert "VAL_FRACTION" not in done.text
-    other = folders(tmp_path / "new", "new", 3)
-    save_image(other / "c" / "single.jpg", seed=1, size=(12, 12))
-    for name in ("new0", "new1", "new2"):
-        (other / "c" / f"{name}.jpg").unlink()
-    for trained in (tmp_path / "run", run):
-        by_tool = vitamp(trained, "-data_path", other, script="scripts/evaluate.py")
-        out = ("-output", tmp_path / "eval" / trained.parent.name)
-        for done in (by_tool, vitamp("-eval", "-resume", trained, "-data_path", other, *out)):
-            assert done.code == 0, done.text
-            assert "7 of 7 images" in done.text
-            for said in ("no image of", "images validate", "fewer images than folds"):
-                assert said not in done.text
-    split = vitamp(run, "-data_path", other, "-part", "val", script="scripts/evaluate.py")
-    assert "the validation split has no image of 1 of 3 classes" in split.text
-
-
-def test_the_log_says_that_a_validation_split_was_made(run: Path) -> None:
-    said = (
-        "26 training and 3 validation images of 8 x 8 x 3, 3 classes; split at random by DATA.VAL_FRACTION 0.1, then "
-    )
-    said += "without those in DATA.EXCLUDE\n"
-    assert said in (run / "log.txt").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("older", [False, True])

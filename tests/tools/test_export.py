@@ -20,11 +20,12 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 
-from datasets.decoding.background import background_of
+from datasets.base import background_of
 from datasets.transforms.pixels import Pixels
-from engine.saved.predictions import validation_predictions
-from engine.saved.trained import Trained, load_trained
 from engine.task.one import OneLabel
+from engine.trained.model import Trained, load_trained
+from tests.datasets.pictures import decoded_by
+from tests.predicted import validation_predictions
 from tests.program import ROOT, Result, change_settings, train_tiny
 from tools.export.check import CheckImages, compare
 from utils.config.data import DataConfig
@@ -96,19 +97,6 @@ def _umask() -> int:
     return mask
 
 
-@pytest.mark.parametrize(
-    "kind", ["safetensors", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("onnx", "torch"))]
-)
-def test_the_same_command_writes_the_same_bytes(tool: Export, run: Path, tmp_path: Path, kind: str) -> None:
-    files = [tmp_path / folder / NAMES[kind] for folder in ("a", "b")]
-    for file in files:
-        file.parent.mkdir()
-        code, said = tool(run, "-to", kind, "-out", file, "-weights", "model", "-check", 8)
-        assert code == 0, said
-    assert files[0].read_bytes() == files[1].read_bytes()
-    assert about_of(files[0])["weights"] == "model"
-
-
 def test_file_with_different_outputs_is_not_left_behind(tool: Export, run: Path, tmp_path: Path) -> None:
     words = ("-to", "safetensors", "-out", tmp_path / "m.safetensors", "-dtype", "fp16")
     code, said = tool(run, *words, "-tolerance", "1e-7")
@@ -161,12 +149,6 @@ def test_full_disk_leaves_no_file(tool: Export, run: Path, tmp_path: Path, kind:
     assert code == 2
     assert "cannot be written (File too large)" in said
     assert list(tmp_path.iterdir()) == []
-
-
-def test_onnx_names_missing_packages(tool: Export, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnxruntime" else name)
-    code, said = tool(run, "-to", "onnx", "-out", tmp_path / "m.onnx")
-    assert (code, "-to onnx needs onnxruntime: pip install onnxruntime" in said) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -269,20 +251,6 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path], 
     return place / "run", pictures, said
 
 
-@pytest.mark.parametrize("rotated", [True, False])
-def test_documented_code_rotates_photographs_as_the_run_did(consumers: Path, tmp_path: Path, rotated: bool) -> None:
-    pixels = np.arange(64, dtype=np.uint8).reshape(8, 8)
-    orientation = Image.Exif()
-    orientation[274] = 6  # to be turned a quarter to the right
-    Image.fromarray(pixels).save(tmp_path / "a.png", exif=orientation)
-    about = {"image_size": 8, "channels": 1, "crop": "none", "interpolation": "bicubic", "input": "pixels"}
-    code = "import json, sys, prepare; print(prepare.prepare(sys.argv[1], json.loads(sys.argv[2])).tolist())"
-    words = [sys.executable, "-c", code, str(tmp_path / "a.png"), json.dumps({**about, "exif_rotate": rotated})]
-    done = subprocess.run(words, cwd=consumers, capture_output=True, text=True, check=True)
-    wanted = np.rot90(pixels, -1) if rotated else pixels
-    assert json.loads(done.stdout) == [wanted.tolist()]
-
-
 DISC = Image.radial_gradient("L").resize((40, 31))
 ODD_FILES: dict[str, Image.Image] = {
     "16 bits": Image.fromarray(np.asarray(DISC).astype(np.uint16) * 200 + 77),
@@ -320,9 +288,9 @@ def test_documented_code_crops_as_validation_does(
     image = ODD_FILES["alpha"].convert("RGB").resize(size)
     image.save(tmp_path / "a.png")
     values = {"IMAGE_SIZE": 32, "CROP_PCT": share, "CROP_MODE": mode, "IMAGENET_MEAN": (0.3, 0.5, 0.8)}
-    data = DataConfig.model_validate({**values, "DECODER": "pil"})
     wanted = torch.empty(3, 32, 32, dtype=torch.uint8)
-    Pixels(data, train=False)((tmp_path / "a.png").read_bytes(), wanted)
+    with decoded_by("pil"):
+        Pixels(DataConfig.model_validate(values), train=False)((tmp_path / "a.png").read_bytes(), wanted)
     about = {"image_size": 32, "channels": 3, "crop": "middle", "crop_mode": mode, "crop_pct": share}
     about |= {"interpolation": "bicubic", "input": "pixels", "mean": [0.3, 0.5, 0.8]}
     code = "import json, sys, prepare; print(prepare.prepare(sys.argv[1], json.loads(sys.argv[2])).tolist())"

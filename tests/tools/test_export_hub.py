@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -18,8 +15,9 @@ from huggingface_hub import ModelCard
 from PIL import Image
 
 from datasets.given import open_given
-from engine.saved.predictions import validation_predictions
-from engine.saved.trained import load_trained
+from engine.trained.model import load_trained
+from tests.datasets.pictures import decoded_by
+from tests.predicted import validation_predictions
 from tests.program import Result, change_settings, metrics, save_image, train_tiny
 from tests.tools.timm_alone import Tool, check_equal, in_timm_alone, pictures_of
 
@@ -88,9 +86,9 @@ def test_jpeg_files_are_prepared_and_classified_alike_by_timm_alone(
     assert names == NAMES
     trained = load_trained(photo_run, device="cpu", amp="off")
     # torch's kernel, which resizes by default, rounds a few pixels differently than PIL's, which timm uses.
-    for decoder, tolerance in (("pil", 1e-5), ("auto", 2e-3)):
-        data = trained.config.DATA.model_copy(update={"DECODER": decoder})
-        given = open_given([str(path) for path in paths], data)
+    for decoder, tolerance in (("pil", 1e-5), ("simplejpeg", 2e-3)):
+        with decoded_by(decoder):
+            given = open_given([str(path) for path in paths], trained.config.DATA)
         check_equal(validation_predictions(trained, given, workers=0), logits, tolerance)
     right = [path.parent.name == NAMES[label] for path, label in zip(paths, logits.argmax(1).tolist(), strict=True)]
     assert sum(right) >= 7, "the model must have learned something"
@@ -127,30 +125,6 @@ def test_card_has_metadata_results_settings_and_no_path(
     assert not [place for place in (photos, photo_run, tmp_path, sys.prefix) if str(place).encode() in held]
 
 
-@pytest.mark.slow
-def test_code_of_the_card_reads_odd_files_as_the_run_does(export_tool: Tool, photo_run: Path, tmp_path: Path) -> None:
-    """Transparent pixels and 16 bits; rotated photographs are prepared by the same function."""
-    disc = Image.radial_gradient("L").resize((70, 61))
-    Image.merge("RGBA", (disc, disc.rotate(90), disc, disc)).save(tmp_path / "alpha.png")
-    Image.fromarray(np.asarray(disc).astype(np.uint16) * 200).save(tmp_path / "deep.png")
-    code, said = export_tool(photo_run, "-to", "hub", "-output", tmp_path / "photos", "-license", "mit", "-check", 2)
-    assert code == 0, said
-    card = (tmp_path / "photos" / "README.md").read_text(encoding="utf-8")
-    assert "| transparent pixels | composited on RGB 255, 255, 255 |" in card
-    paths = [str(tmp_path / name) for name in ("alpha.png", "deep.png")]
-    written = card.split("```python\n")[1].split("```")[0]
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", written, *paths], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    trained = load_trained(photo_run, device="cpu", amp="off")
-    found = validation_predictions(trained, open_given(paths, trained.config.DATA), workers=0)
-    best = found.logits.softmax(-1).max(-1)
-    for line, path, probability, label in zip(done.stdout.splitlines(), paths, best[0], best[1], strict=True):
-        assert line.startswith(f"{path} {NAMES[int(label)]} ")
-        assert float(line.rsplit(" ", 1)[1]) == pytest.approx(float(probability), abs=4e-3)
-
-
 def test_card_names_public_sources_alone(export_tool: Tool, digits_run: Path, tmp_path: Path) -> None:
     """A data set of the Hub and timm's pretrained weights are named; folders of this machine are not."""
     save_image(tmp_path / "pictures" / "a.jpg", seed=0)
@@ -177,24 +151,6 @@ def test_card_names_public_sources_alone(export_tool: Tool, digits_run: Path, tm
         )
         assert "They are stored in bf16 here." in text
         assert "secret" not in text
-
-
-@pytest.mark.parametrize(("training_images", "claimed"), [(16, False), (1_281_167, True)])
-def test_card_names_imagenet_only_for_its_number_of_images(
-    export_tool: Tool, imagenet: Path, tmp_path: Path, training_images: int, claimed: bool
-) -> None:
-    """imagenet2012 is a layout, too: lists of paths and labels, of any images."""
-    words = ("-data_path", imagenet, "-image_size", 32, "DATA.IMAGE_CHANNELS=3", "MODEL.NUM_CLASSES=1000")
-    more = ("DATA.DATASET=imagenet2012", "DATA.BATCH_SIZE=4", "DATA.NUM_WORKERS=0", "TRAIN.MAX_UPDATES=1")
-    run = train_tiny(tmp_path, *words, *more)
-    about = json.loads((run / "run.json").read_text())
-    about["samples"] = {"train": training_images, "val": 50_000}
-    (run / "run.json").write_text(json.dumps(about))
-    code, said = export_tool(run, "-to", "hub", "-output", tmp_path / "hub", "-check", 2)
-    assert code == 0, said
-    text = (tmp_path / "hub" / "README.md").read_text(encoding="utf-8")
-    assert ("ILSVRC/imagenet-1k" in text) == claimed
-    assert ("| data set | unknown: the run knows no name of it |" in text) == (not claimed)
 
 
 @pytest.mark.slow
@@ -229,36 +185,10 @@ def test_other_models_are_loaded_by_timm_alone(
     paths = sorted((photos / "val").rglob("*.jpg"))
     logits, _ = in_timm_alone(f"local-dir:{tmp_path / 'hub'}", "RGB", paths, tmp_path)
     trained = load_trained(tmp_path / "run", device="cpu", amp="off")
-    data = trained.config.DATA.model_copy(update={"DECODER": "pil"})
-    found = validation_predictions(trained, open_given([str(path) for path in paths], data), workers=0)
+    with decoded_by("pil"):
+        given = open_given([str(path) for path in paths], trained.config.DATA)
+    found = validation_predictions(trained, given, workers=0)
     torch.testing.assert_close(logits, found.logits, rtol=1e-6, atol=1e-5)
-
-
-def test_model_that_timm_builds_differently_is_refused(
-    export_tool: Tool, digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tools.export import hub
-
-    right = hub.timm.models.save_for_hf
-
-    def without(key: str) -> Callable[..., None]:
-        def save(module: Any, folder: str, **options: Any) -> None:
-            right(module, folder, **options)
-            path = Path(folder) / "config.json"
-            config = json.loads(path.read_text())
-            del (config["model_args"] if key in config["model_args"] else config["pretrained_cfg"])[key]
-            path.write_text(json.dumps(config))
-
-        return save
-
-    for key, reason in (
-        ("depth", "timm cannot load tiny: Error(s) in loading state_dict"),
-        ("mean", "timm would prepare images differently: mean (0.485, 0.456, 0.406) instead of (0.5,)"),
-    ):
-        monkeypatch.setattr(hub.timm.models, "save_for_hf", without(key))
-        code, said = export_tool(digits_run, "-to", "hub", "-output", tmp_path / "hub", "-check", 2)
-        assert (code, f"was not written: {reason}" in said) == (1, True), said
-        assert list(tmp_path.iterdir()) == []
 
 
 def test_overwrite_replaces_only_files_of_the_export(export_tool: Tool, digits_run: Path, tmp_path: Path) -> None:

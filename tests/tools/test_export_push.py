@@ -8,8 +8,8 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from engine.saved.predictions import validation_predictions
-from engine.saved.trained import load_trained
+from engine.trained.model import load_trained
+from tests.predicted import validation_predictions
 from tests.program import Result
 from tests.tools.hub_server import TOKEN, FakeHub, serving_hub
 from tests.tools.timm_alone import Tool, check_equal, in_timm_alone, pictures_of
@@ -99,20 +99,6 @@ def test_push_that_cannot_succeed_is_refused_before_any_work(
     assert "plain weights" not in said, "the run was not even loaded"
     assert not (tmp_path / "vit").exists()
     assert fake_hub.files == {}
-
-
-def test_offline_and_unreachable_hubs_are_refused(
-    export_tool: Tool, digits_run: Path, fake_hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = (digits_run, "-to", "hub", "-output", tmp_path / "vit", "-push", "me/vit")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    code, said = export_tool(*words)
-    assert (code, "HF_HUB_OFFLINE is set" in said) == (2, True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    code, said = export_tool(*words)
-    assert (code, "the request to http://127.0.0.1:9 failed" in said) == (2, True)
-    assert fake_hub.requests == []
 
 
 def test_failed_upload_keeps_the_folder(export_tool: Tool, digits_run: Path, fake_hub: FakeHub, tmp_path: Path) -> None:

@@ -17,12 +17,12 @@ import torch
 from PIL import Image
 
 from datasets.transforms.pixels import Pixels
-from engine.saved.predictions import validation_predictions
-from engine.saved.trained import load_trained
+from engine.trained.model import load_trained
+from tests.predicted import validation_predictions
 from tests.program import ROOT, change_settings, run_program
 from tools.export import from_image
-from tools.export.outputs import OneLabel
-from tools.export.resize import IMAGE, resize_model
+from tools.export.check import IMAGE, OneLabel
+from tools.export.from_image import resize_model
 from utils.config.data import DataConfig
 
 Export = Callable[..., tuple[int, str]]
@@ -119,7 +119,7 @@ def test_file_that_would_predict_otherwise_is_not_written(
 def test_what_is_clear() -> None:
     wanted, found = torch.tensor([[0.54, 0.46], [0.6, 0.4], [0.6, 0.4]]), torch.tensor([[0.4, 0.6]] * 2 + [[0.6, 0.4]])
     trained: object = None
-    assert OneLabel().clearly_other(trained, wanted, found, 0.1).tolist() == [False, True, False]  # pyright: ignore[reportArgumentType]
+    assert OneLabel(trained).clearly_other(wanted, found, 0.1).tolist() == [False, True, False]  # pyright: ignore[reportArgumentType]
 
 
 def test_what_a_file_cannot_do_is_refused(export_tool: Export, run: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import safetensors.torch
 from PIL import Image
 
 from tests.program import Result, metrics
-from utils.record.weights_file import read_header
+from vitamp.weights import read_header
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""predict.py -features: what the classifier sees, as npz and parquet."""
+"""predict.py -features: what the classifier sees, as npz."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
 
-from engine.saved.features import features_of
-from engine.saved.predictions import split_of_run, validation_predictions
-from engine.saved.trained import load_trained
+from engine.trained.model import load_trained
+from tests.predicted import validation_predictions
 from tests.program import Result
 from tools.predict import command as predict
 
@@ -57,51 +55,33 @@ def test_features_and_labels_of_a_split(say: Callable[..., Result], digits_run: 
     assert found["classes"].tolist() == trained.names()
 
 
-def test_tokens_in_parquet_without_a_broken_image(
+def test_tokens_without_a_broken_image(
     say: Callable[..., Result], digits_run: Path, digits: Path, tmp_path: Path
 ) -> None:
-    tables = {}
-    for pool in ("class", "mean", "patches"):
-        out = tmp_path / f"{pool}.parquet"
+    arrays = {}
+    for pool in ("class", "mean", "patches", "pooled"):
+        out = tmp_path / f"{pool}.npz"
         done = say(digits_run, digits, "-features", out, "-pool", pool, "-amp", "off", "-num_workers", 0)
         assert done.code == 1, done.err
         assert "0_broken.png cannot be read" in done.err
-        tables[pool] = pq.read_table(out)
-        assert tables[pool].column_names == ["path", "features"]
-        assert tables[pool]["path"].to_pylist() == [str(digits / "0.png"), str(digits / "1.png")]
-    arrays = {pool: np.array(table["features"].to_pylist(), dtype=np.float32) for pool, table in tables.items()}
+        found = np.load(out)
+        assert sorted(found.files) == ["features", "paths"]
+        assert found["paths"].tolist() == [str(digits / "0.png"), str(digits / "1.png")]
+        arrays[pool] = found["features"]
     assert {pool: array.shape for pool, array in arrays.items()} == {
         "class": (2, 16),
         "mean": (2, 16),
         "patches": (2, 4, 16),
+        "pooled": (2, 16),
     }
     assert np.allclose(arrays["patches"].mean(1), arrays["mean"], atol=1e-6)
-    out = tmp_path / "pooled.npz"
-    assert say(digits_run, digits / "0.png", "-features", out, "-amp", "off").code == 0
-    assert np.allclose(np.load(out)["features"][0], arrays["class"][0], atol=1e-6)  # this model's classifier sees it
-
-
-def test_parquet_has_labels_and_row_groups(
-    say: Callable[..., Result], digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tools.predict.features.ROW_GROUP", 100 * 16 * 4)
-    out = tmp_path / "train.parquet"
-    assert say(digits_run, "-part", "train", "-features", out).code == 0
-    file = pq.ParquetFile(out)
-    assert file.num_row_groups == 15
-    table = file.read().to_pydict()
-    trained = load_trained(digits_run)
-    labels = split_of_run(trained, "train").sample_labels()
-    batch = split_of_run(trained, "train").__getitems__([(0, 3)])
-    assert labels is None or table["label"] == labels.tolist()
-    assert (table["label"][3], table["class"][3]) == (int(batch.labels[0]), trained.name_of(int(batch.labels[0])))
-    assert np.allclose(table["features"][3], features_of(trained, batch.images, "pooled")[0], atol=2e-2)  # bf16
+    assert np.allclose(arrays["pooled"], arrays["class"], atol=1e-6)  # this model's classifier sees it
 
 
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (("-features", "f.txt"), "name a file that ends in .npz or .parquet, such as f.npz"),
+        (("-features", "f.txt"), "name a file that ends in .npz, such as f.npz"),
         (("-features", "f.npz", "-topk", 2), "-topk: does not go with -features"),
         (("-pool", "mean"), "-pool mean: chooses the features that -features FILE writes"),
     ],
@@ -121,22 +101,12 @@ def test_refusals(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_missing_pyarrow_is_an_error(
-    say: Callable[..., Result], digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("datasets.shards.parquet.importlib.util.find_spec", lambda _: None)
-    done = say(digits_run, "-part", "val", "-features", tmp_path / "f.parquet")
-    assert done.code == 2
-    assert "writing parquet files needs pyarrow, which is not installed. Run: pip install pyarrow" in done.err
-
-
 def test_no_readable_image_leaves_no_file(
     say: Callable[..., Result], digits_run: Path, digits: Path, tmp_path: Path
 ) -> None:
-    for name in ("f.npz", "f.parquet"):
-        done = say(digits_run, digits / "0_broken.png", "-features", tmp_path / name)
-        assert done.code == 1
-        assert "None of the images can be read" in done.err
+    done = say(digits_run, digits / "0_broken.png", "-features", tmp_path / "f.npz")
+    assert done.code == 1
+    assert "None of the images can be read" in done.err
     assert [path.name for path in tmp_path.iterdir()] == ["digits"]
 
 

@@ -16,10 +16,9 @@ from safetensors.torch import load_file
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 
-from engine.features import nearest
-from engine.saved.features import features_of
-from engine.saved.predictions import split_of_run
-from engine.saved.trained import Trained, load_trained
+from engine.features import knn
+from engine.trained.model import Trained, load_trained
+from engine.trained.predictions import split_of_run
 from tests.program import ROOT, Result, metrics, run_program
 from tools.evaluate import command as evaluate
 from utils.intervals import wilson
@@ -45,33 +44,35 @@ def flowers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _scikit_learn(bank: np.ndarray, labels: np.ndarray, count: int) -> KNeighborsClassifier:
     """Its distance is 1 - similarity."""
-    weights: Any = lambda distance: np.exp((1 - distance) / nearest.TEMPERATURE)  # noqa: E731
+    weights: Any = lambda distance: np.exp((1 - distance) / knn.TEMPERATURE)  # noqa: E731
     return KNeighborsClassifier(count, metric="cosine", weights=weights).fit(bank, labels)
 
 
 def test_guesses_agree_with_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the batches in which the training images come, and the chunks in which they are compared."""
-    monkeypatch.setattr(nearest, "AT_ONCE", 33)
+    monkeypatch.setattr(knn, "AT_ONCE", 33)
     draw = np.random.default_rng(0)
     bank, labels = draw.normal(size=(500, 24)), draw.integers(0, 7, 500)
     bank[np.arange(500), labels] += 2
     images = draw.normal(size=(100, 24))
     images[np.arange(100), np.arange(100) % 7] += 2
     for count in (1, 5, 40):
-        found_nearest = nearest.Nearest(torch.from_numpy(images), count)
-        for rows, own in zip(torch.from_numpy(bank).split(64), torch.from_numpy(labels).split(64), strict=True):
-            found_nearest.add(rows, own)
-        found = found_nearest.guesses().numpy()
-        assert (found == _scikit_learn(bank, labels, count).predict(images)).all()
-        plain = KNeighborsClassifier(count, metric="cosine").fit(bank, labels)
-        assert (found_nearest.guesses(plain=True).numpy() == plain.predict(images)).all()
+        rows = [torch.from_numpy(one) for one in (images, np.arange(100) % 7, np.arange(100))]
+        others = [torch.from_numpy(one).split(64) for one in (bank, labels, labels)]
+        found, truth = knn.classify([tuple(rows)], zip(*others, strict=True), count)  # pyright: ignore[reportArgumentType]
+        assert torch.equal(truth, rows[1])
+        assert (found.numpy() == _scikit_learn(bank, labels, count).predict(images)).all()
+        plain = KNeighborsClassifier(count, metric="cosine").fit(bank, labels).predict(images)
+        equal, _ = knn.classify([tuple(rows)], zip(*others, strict=True), count, plain=True)  # pyright: ignore[reportArgumentType]
+        assert (equal.numpy() == plain).all()
+        found = found.numpy()
         assert 0.3 < (found == np.arange(100) % 7).mean() < 1
 
 
 def _seen(trained: Trained, part: str, pool: str) -> tuple[np.ndarray, np.ndarray]:
     dataset = split_of_run(trained, part)
     batch = dataset.__getitems__([(0, index) for index in range(len(dataset))])
-    return features_of(trained, batch.images, pool).numpy(), batch.labels.numpy()  # pyright: ignore[reportArgumentType]
+    return trained.features(batch.images, pool).numpy(), batch.labels.numpy()  # pyright: ignore[reportArgumentType]
 
 
 def test_accuracy_of_a_run(say: Callable[..., Result], digits_run: Path, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,12 +17,11 @@ from safetensors import safe_open
 from sklearn.metrics import average_precision_score
 
 from engine.report.curves import draw_curves
-from engine.saved.predictions import split_of_run
-from engine.saved.trained import load_trained
+from engine.trained.model import load_trained
+from engine.trained.predictions import split_of_run
 from tests.label_sets import CLASSES, named, truth, write_images, write_recipe, write_set
 from tests.program import Result, metrics, run_program
-from utils.cli import CommandLine
-from utils.record.tasks import MAP
+from vitamp.metrics import MAP
 
 Vitamp = Callable[..., Result]
 LONGER = ("TRAIN.NUM_EPOCHS=4", "DATA.BATCH_SIZE=8", "TRAIN.MODEL_EMA=true", "SAVE_FREQ=1", "REPORT_FREQ=40")
@@ -77,16 +75,13 @@ def test_evaluate_has_the_metrics_of_the_run(vitamp: Vitamp, run: Path, tmp_path
     assert found["figures"]["model"]["per_class"]["threshold"][CLASSES.index("north")] == 0.5
 
 
-def test_evaluate_averages_the_labels_of_views(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
-    words = ("-tta", "crops", "DATA.CROP=random")
-    found = evaluated(vitamp, run, tmp_path / "e.json", *words)[1]["figures"]
-    trained = load_trained(run, given=CommandLine(words={"DATA.CROP": "random"}))
-    trained.look("crops")
+def test_evaluate_averages_the_labels_of_mirror_images(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
+    found = evaluated(vitamp, run, tmp_path / "e.json", "-tta", "flip")[1]["figures"]
+    trained = load_trained(run)
     dataset = split_of_run(trained)
     batch = dataset.__getitems__([(0, index) for index in range(len(dataset))])
     with torch.no_grad():
-        outputs = [trained.model(trained.inputs(view)).double() for view in trained.views.of(batch.images)]
-    assert len(outputs) == 5
+        outputs = [trained.model(trained.inputs(view)).double() for view in (batch.images, batch.images.flip(-1))]
     probabilities = torch.stack([logits.sigmoid() for logits in outputs]).mean(0)
     loss = F.binary_cross_entropy(probabilities, batch.labels.double())
     assert found[trained.chosen.which.name]["loss"] == pytest.approx(float(loss), rel=1e-4)
@@ -146,27 +141,11 @@ def test_predict_names_the_labels_that_reach_their_thresholds(vitamp: Vitamp, ru
 
 def test_features_have_all_labels_of_an_image(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
     known = truth(61, seed=1)
-    for name in ("val.npz", "val.parquet"):
-        done = vitamp(run, "-part", "val", "-features", tmp_path / name, script="scripts/predict.py")
-        assert done.code == 0, done.err
+    done = vitamp(run, "-part", "val", "-features", tmp_path / "val.npz", script="scripts/predict.py")
+    assert done.code == 0, done.err
     arrays = np.load(tmp_path / "val.npz")
     assert tuple(arrays["classes"]) == CLASSES
     assert (arrays["labels"] == known).all()
-    columns = pq.read_table(tmp_path / "val.parquet").to_pydict()
-    assert columns["label"] == [np.flatnonzero(row).tolist() for row in known]
-    assert columns["class"] == [[CLASSES[label] for label in labels] for labels in columns["label"]]
-    assert np.allclose(np.array(columns["features"], dtype=np.float32), arrays["features"])
-
-
-def test_predict_shows_images_without_a_label(vitamp: Vitamp, run: Path, digits_run: Path) -> None:
-    image = run.parent / "images/val0.png"
-    done = vitamp(run, image, "-threshold", 1, "-format", "csv", script="scripts/predict.py")
-    assert done.out.splitlines()[1] == f"{image},,,,"
-    assert "a class is predicted if its probability reaches 1" in done.err
-    assert vitamp(run, image, "-threshold", 1, script="scripts/predict.py").out.splitlines()[1].endswith("  -")
-    done = vitamp(digits_run, image, "-threshold", 0.5, script="scripts/predict.py")
-    assert done.code == 2
-    assert "-threshold 0.5: this model has one label per image" in done.err
 
 
 @pytest.mark.slow
@@ -265,14 +244,6 @@ def test_export_notes_the_sigmoid(vitamp: Vitamp, run: Path, tmp_path: Path) -> 
     image = run.parent / "images/val1.png"
     alone = vitamp(tmp_path / "m.safetensors", image, script="scripts/predict.py")
     assert alone.out == vitamp(run, image, "-weights", "model", script="scripts/predict.py").out
-
-
-@pytest.mark.slow
-def test_show_batch_names_all_labels(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
-    words = ("-cfg", run.parent / "recipe.yaml", "TRAIN.MIXUP_ALPHA=0.8", "-out", tmp_path / "b.png")
-    done = vitamp(*words, script="scripts/show_batch.py")
-    assert done.code == 0, done.text
-    assert (tmp_path / "b.png").stat().st_size > 5000
 
 
 @pytest.mark.parametrize(

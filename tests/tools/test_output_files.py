@@ -18,7 +18,7 @@ from utils.errors import EXIT_INTERRUPTED, UserError
 from utils.log import log
 
 TOOLS = {
-    "check_data": ("-dataset", "imagefolder", "-data_path", "{tree}", "-num_classes", "1", "-out", "{out}.txt"),
+    "check_data": ("-dataset", "imagefolder", "-data_path", "{tree}", "-num_classes", "1", "-fix", "{out}.txt"),
     "check_data -json": ("-dataset", "imagefolder", "-data_path", "{tree}", "-num_classes", "1", "-json", "{out}.json"),
     "show_batch": ("-cfg", "configs/vit_digits.yaml", "-out", "{out}.png"),
     "predict": ("{run}", "{tree}", "-out", "{out}.csv"),
@@ -27,9 +27,9 @@ TOOLS = {
     "export": ("{run}", "-to", "torch", "-out", "{out}.pt2"),
     "checkpoint": ("strip", "{run}", "-out", "{out}.safetensors"),
     "report": ("{run}", "-out", "{out}.html"),
-    "import_paddle": ("{tree}/w.pdparams", "-out", "{out}.safetensors"),
+    "export pdparams": ("{tree}/w.pdparams", "-to", "safetensors", "-out", "{out}.safetensors"),
     "benchmark_amp": ("amp", "-cfg", "configs/vit_digits.yaml", "-json", "{out}.json"),
-    "benchmark_data": ("-plot", "{out}.png"),
+    "benchmark_data": ("-json", "{out}.json"),
 }
 
 
@@ -127,19 +127,11 @@ def test_output_file_accepts_only_regular_files(tmp_path: Path, monkeypatch: pyt
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "old", "pipe"], "the check leaves no file"
 
 
-def test_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """os.access is replaced, since root may write everywhere."""
-    (tmp_path / "old").write_text("old")
-    monkeypatch.setattr("tools.common.output_file.os.access", lambda _path, mode: mode != os.W_OK)
-    with pytest.raises(UserError, match=r"cannot be written \(this user may not overwrite it\)"):
-        check_output_file(tmp_path / "old", "-out")
-
-
 def test_write_error_at_the_end_is_one_line(tree: Path, vitamp: Callable[..., Result], tmp_path: Path) -> None:
     words = ("-dataset", "imagefolder", "-data_path", tree, "-num_classes", "1")
-    done = vitamp(*words, "-out", tmp_path / "a.txt", "-json", tmp_path / "a.txt", script="scripts/check_data.py")
+    done = vitamp(*words, "-fix", tmp_path / "a.txt", "-json", tmp_path / "a.txt", script="scripts/check_data.py")
     assert done.code == 2
-    assert "-out and -json both name" in done.err
+    assert "-fix and -json both name" in done.err
     with (
         pytest.raises(UserError, match=r"-out x: cannot be written \(No space left on device\)"),
         writing(Path("x"), "-out"),
@@ -157,9 +149,9 @@ def test_interrupted_tool_lists_what_it_wrote(
         pass
     assert run_tool(interrupted, []) == EXIT_INTERRUPTED
     assert "interrupted; no result was written" in capsys.readouterr().err
-    from tools.export import write
+    from tools.export import formats
 
-    really, files = write.compare, []
+    really, files = formats.compare, []
 
     def compare(*given: object) -> str:
         files.append(given)
@@ -167,7 +159,7 @@ def test_interrupted_tool_lists_what_it_wrote(
             raise KeyboardInterrupt
         return really(*given)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(write, "compare", compare)
+    monkeypatch.setattr(formats, "compare", compare)
     words = [str(digits_run), "-to", "torch,safetensors", "-out", str(tmp_path / "vit")]
     assert export.main(words) == EXIT_INTERRUPTED
     log.handlers.clear()

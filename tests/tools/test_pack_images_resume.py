@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from datasets.damage import retry
 from datasets.sources.files import FileSamples
 from tests.tools.packing import Pack, members, photograph
 
@@ -26,7 +25,7 @@ def source(tmp_path: Path) -> Path:
 def test_storage_error_stops_packing_and_leaves_no_image_out(
     source: Path, tmp_path: Path, pack: Pack, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry, "PAUSES", (0.01,))
+    monkeypatch.setattr("datasets.damage.PAUSES", (0.01,))
     lost = source / "train" / "a" / "0.jpg"
     words = (source, tmp_path / "packed", "-keep", "-shard_images", 4, "-num_workers", 1, "DATA.MAX_BAD=5")
 
@@ -60,7 +59,6 @@ def test_packing_starts_over_after_an_early_interruption(
     begun.mkdir()
     (begun / "settings.json").write_text('{"made_by": "vit')
     assert pack(source, packed, "-keep") == 0
-    assert pack("-verify", packed) == 0
     for name in ("train/00000.tar", "train/notes.txt", "val/a/1.jpg"):
         other = tmp_path / name.replace("/", "-")
         (other / name).parent.mkdir(parents=True)

@@ -26,7 +26,7 @@ from models.weights.fit import load_pretrained
 from models.weights.paddle_names import convert
 from models.weights.paddle_rules import all_rules, rules_of
 from tests.tools.paddle_files import Arrays, Tool, tool_of, write
-from utils.config.paddlevit.table import families
+from utils.config.paddlevit import families
 from utils.errors import UserError
 
 CASES = Path(__file__).with_name("paddle_logits")

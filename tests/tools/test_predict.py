@@ -19,17 +19,18 @@ import pytest
 import torch
 from PIL import Image
 
-from engine.saved.predictions import split_of_run, validation_predictions
-from engine.saved.trained import load_trained
 from engine.setup import model_in_precision
+from engine.trained.model import load_trained
+from engine.trained.predictions import split_of_run
+from tests.predicted import validation_predictions
 from tests.program import ROOT, Result, made_meta, metrics, save_image
 from tests.saved import save_checkpoint
 from tools.predict import command as predict
 from tools.predict import find
 from utils.config import load_config
 from utils.config.keys import values_to_keep
-from utils.record.checkpoints import MODEL
-from utils.record.weight_sets import AVERAGE, PLAIN
+from vitamp.checkpoints import MODEL
+from vitamp.metrics import AVERAGE, PLAIN
 
 Row = dict[str, Any]
 
@@ -227,16 +228,6 @@ def test_bad_command_lines_are_refused(
     assert not list(tmp_path.glob("*x*")), "no file is left"
 
 
-def test_folder_without_images_is_skipped(
-    say: Callable[..., Result], digits_run: Path, digits: Path, tmp_path: Path
-) -> None:
-    image = min(digits.iterdir())
-    done = say(digits_run, tmp_path, image, "-format", "jsonl")
-    assert (done.code, [row["image"] for row in lines_of(done.out)]) == (0, [str(image)])
-    assert f"warning: {tmp_path}: no images found" in done.err
-    assert "skipped" in done.err
-
-
 @pytest.mark.parametrize(
     ("chunks", "said"),
     [
@@ -262,15 +253,6 @@ def test_input_that_is_no_list_is_refused_early(
     assert said in done.err
 
 
-def test_amp_takes_no_image_as_its_value(say: Callable[..., Result], digits_run: Path, digits: Path) -> None:
-    image = min(digits.iterdir())
-    rows = [
-        say(digits_run, *words, "-format", "jsonl").out for words in (("-amp", image), (image,), ("-amp", "off", image))
-    ]
-    assert rows[0] == rows[1], "-amp alone is bf16, as in the run"
-    assert rows[0] != rows[2]
-
-
 @pytest.mark.slow
 def test_closed_pipe_ends_quietly(digits_run: Path, digits: Path) -> None:
     tool = f'"{sys.executable}" scripts/predict.py "{digits_run}" "{digits}" -topk 10 -format csv'
@@ -279,15 +261,3 @@ def test_closed_pipe_ends_quietly(digits_run: Path, digits: Path) -> None:
     assert len(done.stdout.splitlines()) == 4
     assert done.stdout.endswith("\n0\n")
     assert done.stderr.count("\n") == 1, "only the line about the weights"
-
-
-def test_missing_decoder_falls_back_with_a_warning(
-    say: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_image(tmp_path / "a.jpg", seed=1)
-    checkpoint = untrained(tmp_path, {"DATA.DATASET": "imagefolder", "DATA.DECODER": "simplejpeg"})
-    monkeypatch.setitem(sys.modules, "simplejpeg", None)
-    done = say(checkpoint, tmp_path / "a.jpg", "-format", "jsonl")
-    assert (done.code, len(lines_of(done.out))) == (0, 1)
-    assert "simplejpeg cannot be loaded" in done.err
-    assert "pixels differ slightly" in done.err

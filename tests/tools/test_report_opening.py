@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from tests.tools.made_runs import make_run
-from tools.common.figures import Rows, figures_from
-from tools.common.report_page.one import Evaluation, _of_classes, _pairs
+from tools.common.evaluation import OneLabel
+from tools.common.report_page import evaluations
 from tools.common.report_page.opening import Headline, opening_of
 from tools.common.report_page.page import write_report
-from tools.common.report_page.pictures import short_name
 from tools.common.report_page.runs import read_runs
 from utils.intervals import wilson
-from utils.record.tasks import MACRO_F1, TOP1
+from vitamp.metrics import MACRO_F1, TOP1
 
 
 @pytest.fixture
@@ -105,20 +104,21 @@ def test_data_check_counts_the_classes_of_a_page_without_predictions(run: Path) 
     assert [[cell.rpartition(">")[2] for cell in row] for row in rows] == [["dog", "70", "30"], ["cat", "1", "0"]]
 
 
-def test_confusion_and_classes_that_are_never_recognised_are_named() -> None:
+def test_confusion_and_classes_that_are_never_recognised_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of guesses for 8 images of class a, 4 of b, 1 of c."""
+    labels = torch.tensor([0] * 8 + [1] * 4 + [2])
+    trained: Any = SimpleNamespace(
+        name_of=lambda label: "abc"[label], config=SimpleNamespace(MODEL=SimpleNamespace(NUM_CLASSES=3))
+    )
+    images: Any = SimpleNamespace(sample_labels=lambda: None)
+    monkeypatch.setattr(evaluations, "split_of_run", lambda *_: images)
+    monkeypatch.setattr(evaluations, "_pictured", lambda *_: {})
 
     def remarks(guesses: str) -> list[str]:
-        labels = torch.tensor([0] * 8 + [1] * 4 + [2])
-        found = torch.tensor(["abc".index(letter) for letter in guesses])
-        sure = torch.ones(13, dtype=torch.float64)
-        figures = figures_from(Rows(labels, found, labels == found, sure, sure, sure), 3, 5)
-        trained: Any = SimpleNamespace(name_of=lambda label: "abc"[label])
-        classes, pairs = _of_classes(trained, figures, [""] * 3), _pairs(trained, figures)
-        dummy: Any = None
-        page = Evaluation("", figures, dummy, classes, 0, [], [], True, pairs, [], "validation image", "")
-        headline = page.headline(MACRO_F1)
-        assert headline.value == figures.macro_f1
+        logits = torch.eye(3)[["abc".index(letter) for letter in guesses]]
+        monkeypatch.setattr(evaluations, "with_bar", lambda *_: [(logits, labels, torch.arange(13))])
+        headline = evaluations._one_label(trained, images, "validation image", MACRO_F1)["headline"]
+        assert headline.value == OneLabel.of(trained, [(logits, labels)], 5).values[MACRO_F1]
         assert headline.guess == pytest.approx(100 * 2 * 8 / (8 + 13) / 3), "precision 8/13, recall 1, two classes 0"
         return list(headline.remarks)
 
@@ -129,12 +129,3 @@ def test_confusion_and_classes_that_are_never_recognised_are_named() -> None:
         "1 class of 3 is never recognised: c.",
     ]
     assert remarks("aaaaaabbaabbc") == ["Among the most frequent mistakes: a is taken for b (2 of 8 images)."]
-
-
-def test_names_of_images_are_short() -> None:
-    assert short_name("/data/pets/val/cat/12.png") == "cat/12.png"
-    assert short_name("245") == "245"
-    long = f"/data/{'folder' * 9}/IMG_2026.jpg"
-    assert short_name(long) == "IMG_2026.jpg"
-    assert len(short_name(f"/data/{'x' * 90}.jpg")) == 36
-    assert short_name(f"/data/{'x' * 90}.jpg").endswith("x.jpg")

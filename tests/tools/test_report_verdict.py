@@ -8,11 +8,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.program import TINY_DIGITS, Result, run_program
-from tools.common.comparison.of_runs import chance
 
 Vitamp = Callable[..., Result]
 
@@ -112,13 +110,3 @@ def test_reasons_for_no_verdict(vitamp: Vitamp, first: Path, tmp_path: Path) -> 
     said, page = report(vitamp, tmp_path / "3", first, cut)
     assert "No verdict: fewer than two of these runs are finished." in said
     assert "No verdict" in page
-
-
-def test_interval_of_two_shares_holds_what_it_says() -> None:
-    random, images, true = np.random.default_rng(0), 130, (80.0, 75.0)
-    found = [
-        chance((100 * random.binomial(images, 0.8) / images, 100 * random.binomial(images, 0.75) / images), images)
-        for _ in range(2000)
-    ]
-    inside = np.mean([low <= true[0] - true[1] <= high for low, high in found])
-    assert 0.935 <= inside <= 0.97

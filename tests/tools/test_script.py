@@ -11,9 +11,8 @@ import pytest
 from tests.program import ROOT
 from tools.common.command_line import Tool, ToolLine, above_zero, some_of, whole_numbers
 from utils import cli
-from utils.cli import Flag
 from utils.errors import UserError
-from utils.flags import whole
+from utils.flags import Flag, whole
 
 OWN = (
     Flag("out", "where to", "FILE.png"),

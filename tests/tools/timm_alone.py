@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from engine.saved.predictions import Predictions
+from tests.predicted import Predictions
 
 Tool = Callable[..., tuple[int, str]]
 """scripts/export.py, called in this process: exit code and output"""

@@ -202,8 +202,8 @@ def test_name_of_another_family_without_type_is_noted() -> None:
 
 
 def test_conflict_with_a_family_default_names_it() -> None:
-    with pytest.raises(UserError, match=r"set only one of them to true \(TRAIN.RAND_AUGMENT: default \(deit\)\)"):
-        given(MODEL__TYPE="deit", TRAIN__TRIVIAL_AUGMENT="true")
+    with pytest.raises(UserError, match=r"choose one of them \(TRAIN.RAND_AUGMENT: default \(deit\)\)"):
+        given(MODEL__TYPE="deit", TRAIN__AUGMENT="trivial")
     notes = given(MODEL__TYPE="swin", TRAIN__AUTO_AUGMENT="true").notes
     assert notes[-1].endswith("AUTO_AUGMENT has no effect with TRAIN.RAND_AUGMENT (TRAIN.RAND_AUGMENT: default (swin))")
 

@@ -1,4 +1,4 @@
-"""Every flag in the tables of docs/migrating.md, as an unknown flag, gets the suggestion of its row."""
+"""Flags of other programs, as unknown flags, get the suggestion of utils/foreign_flags.py."""
 
 from __future__ import annotations
 
@@ -7,23 +7,14 @@ import re
 import pytest
 from pydantic import ValidationError
 
+from tests.lint import for_each
 from tests.program import ROOT
 from utils.cli import Parser, parse
 from utils.config import Config, load_config
 from utils.config.keys import nested, settings
 from utils.errors import UserError
 from utils.flags import BY_NAME, FLAGS
-from utils.foreign_flags import ANY_VALUE, equivalents
-
-PAGE = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
-CELLS = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.splitlines() if line.startswith("| ")]
-ROWS = [(re.findall("`(-.+?)`", cells[0]), *cells[1:]) for cells in CELLS if "`-" in cells[0]]
-FOREIGN = [
-    pytest.param(flag, re.findall("`(.+?)`", ours), note, id=flag)
-    for flags, ours, note in ROWS
-    for flag in flags
-    if flag.split()[0].lstrip("-").replace("-", "_") not in BY_NAME
-]
+from utils.foreign_flags import ABSENT, ANY_VALUE, ELSEWHERE
 
 
 def error_of(*argv: str, **tool: object) -> str:
@@ -32,44 +23,45 @@ def error_of(*argv: str, **tool: object) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("flag", "ours", "note"), FOREIGN)
-def test_flag_of_a_table_gets_the_suggestion_of_its_row(flag: str, ours: list[str], note: str) -> None:
-    name, _, own_value = flag.partition(" ")
-    for value in [own_value] if own_value else ["", "0.5", "8", "true", "0.1 0.2", "strange"]:
-        message = error_of(name, *value.split())
-        assert message.startswith(f"unknown flag {name}. ")
-        if not ours:
-            assert note[1:] in message, "the page says why there is none"
-        for one in ours:
-            assert one in message
-            if not one.startswith("-") and "=" not in one and value:
-                assert f"{one}={value.replace(' ', ',')}" in message or f"{one}=..." in message
+@for_each([(flag, ours) for ours, flags in ELSEWHERE.items() for flag in flags])
+def test_flag_of_another_program_gets_our_flag_or_setting(both: tuple[str, str]) -> None:
+    (name, *own_value), ours = both[0].split(), both[1]
+    assert name not in BY_NAME
+    for value in own_value or ["", "0.5", "8", "true", "0.1 0.2", "strange"]:
+        message = error_of(f"-{name}", *value.split())
+        assert message.startswith(f"unknown flag -{name}. Did you mean ")
+        assert ours in message
+        if not ours.startswith("-") and "=" not in ours and value:
+            assert f"{ours}={value.replace(' ', ',')}" in message or f"{ours}=..." in message
 
 
-def test_what_the_rows_suggest_is_accepted() -> None:
-    """Flags exist, keys exist, and the values that a row names are valid."""
-    for flag, (ours, _) in equivalents().items():
-        for one in ours:
-            if one.startswith("-"):
-                words = one.split()
-                assert words[0].removeprefix("-") in BY_NAME, flag
-                if len(words) > 1:
-                    parse(words, "main_single_gpu.py")
-            else:
-                key, _, value = one.partition("=")
-                assert key in settings(), flag
-                if value and value != ANY_VALUE:
-                    load_config(words={key: value})
+@for_each([(flag, why) for why, flags in ABSENT.items() for flag in flags])
+def test_flag_without_an_equivalent_says_why(both: tuple[str, str]) -> None:
+    assert both[1][1:] in error_of(f"--{both[0]}")
 
 
-def test_no_flag_has_two_meanings() -> None:
-    seen: dict[str, str] = {}
-    for flags, ours, _ in ROWS:
-        for flag in flags:
-            name = flag.lstrip("-").replace("-", "_")
-            if name not in BY_NAME:
-                assert seen.setdefault(name, ours) == ours, flag
-    assert len(seen) > 100
+@for_each(list(ELSEWHERE))
+def test_what_is_suggested_is_accepted(ours: str) -> None:
+    """Flags exist, keys exist, and values are valid."""
+    if ours.startswith("-"):
+        words = ours.split()
+        assert words[0].removeprefix("-") in BY_NAME
+        if len(words) > 1:
+            parse(words, "main_single_gpu.py")
+    else:
+        key, _, value = ours.partition("=")
+        assert key in settings()
+        if value and value != ANY_VALUE:
+            load_config(words={key: value})
+
+
+def test_flags_on_the_page_are_known() -> None:
+    page = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    first = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `-")]
+    flags = [flag for cell in first for flag in re.findall(r"`-+([\w-]+)(?: \w+)?`", cell)]
+    assert len(flags) > 40
+    for flag in (name.replace("-", "_") for name in flags):
+        assert flag in BY_NAME or re.search("Did you mean|Not needed", error_of(f"-{flag}")), flag
 
 
 def test_value_of_the_other_program_is_suggested_only_if_it_is_valid_here() -> None:
@@ -77,6 +69,7 @@ def test_value_of_the_other_program_is_suggested_only_if_it_is_valid_here() -> N
         Config.model_validate(nested({"DATA.INTERPOLATION": "random"}))
     assert "DATA.INTERPOLATION=bilinear?" in error_of("--interpolation", "bilinear")
     assert "DATA.INTERPOLATION=...?" in error_of("--interpolation", "random")
+    assert "TRAIN.MIXUP_PROB=0.5?" in error_of("--mixup-prob", "0.5")
     assert "TRAIN.WARMUP_START_LR=...?" in error_of("--lr-warmup-decay", "0.01"), "there a factor"
 
 

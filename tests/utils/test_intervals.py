@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from scipy.stats import binom, binomtest
 
-from engine.report.in_context import Guess, in_context
+from engine.report.outcome import Guess, in_context
 from utils.intervals import wilson
-from utils.record.tasks import BALANCED, MAP, TOP1
+from vitamp.metrics import BALANCED, MAP, TOP1
 
 
 @pytest.mark.parametrize(("right", "images"), [(0, 1), (1, 1), (30, 30), (7, 30), (354, 360), (49_000, 50_000)])

@@ -16,9 +16,9 @@ import yaml
 from models import check_model
 from models.build import timm_call
 from tests.program import Result
-from utils.config import Loaded, ModelConfig, load_config, to_yaml
+from utils.config import Loaded, ModelConfig, load_config
 from utils.config.keys import settings
-from utils.config.paddlevit.table import families, missing
+from utils.config.paddlevit import families, missing
 from utils.errors import UserError
 
 Vitamp = Callable[..., Result]
@@ -237,74 +237,8 @@ def test_paddlevit_file_runs_from_the_command_line(vitamp: Vitamp, tmp_path: Pat
     assert "MODEL.DEPTH 13 (timm's: 12)" in refused.text
 
 
-def test_settings_of_a_run_are_read_again(tmp_path: Path) -> None:
-    """The config.yaml of a run names timm's model, and has no sizes."""
-    loaded = load(tmp_path, CAIT)
-    again = load(tmp_path, to_yaml(loaded.config))
-    assert again.config == loaded.config
-    assert not any("sizes" in note for note in again.notes)
-
-
-def test_resumed_run_keeps_the_defaults_from_before_its_family_had_any(tmp_path: Path) -> None:
-    former = load(tmp_path, "MODEL: {TYPE: resnet, NAME: cait_xxs24_224}\nTRAIN: {BASE_LR: 1e-3}\n").config
-    run = tmp_path / "run"
-    (run / "checkpoints").mkdir(parents=True)
-    (run / "config.yaml").write_text(to_yaml(former).replace("TYPE: resnet", "TYPE: cait"))
-    (tmp_path / "run.yaml").write_text("MODEL: {TYPE: cait, NAME: cait_xxs24_224}\nTRAIN: {BASE_LR: 1e-3}\n")
-    loaded = load_config(str(tmp_path / "run.yaml"), {"MODEL.RESUME": (str(run), "-resume")})
-    assert (loaded.config.TRAIN, loaded.config.DATA) == (former.TRAIN, former.DATA)
-    assert any("keeps the defaults it started with" in note for note in loaded.notes)
-
-
 def test_initial_layer_scale_reaches_the_model() -> None:
     kind = {"TYPE": "cait", "NAME": "cait_xxs24_224", "INIT_VALUES": 0.5}
     assert timm_call(ModelConfig.model_validate(kind), 224, 3)[1]["init_values"] == 0.5
     with pytest.raises(UserError, match=r"MODEL.INIT_VALUES 0.5: ResNet takes no initial value of layer scale"):
         check_model(ModelConfig.model_validate(kind | {"NAME": "resnet18"}), 224, 3)
-
-
-def configuration(name: str) -> Any:
-    """How timm describes a model of its ByobNet."""
-    return timm_arguments(name)["model_cfg"]
-
-
-def flat(stage: Any) -> list[Any]:
-    """Each block of a stage, as often as it is repeated."""
-    parts = stage if isinstance(stage, tuple | list) else [stage]
-    return [part for part in parts for _ in range(part.d)]
-
-
-@pytest.mark.parametrize("name", [name for name in MODELS if name.startswith("mobileone")])
-def test_sizes_of_mobileone_are_timms(name: str) -> None:
-    has, sizes = configuration(name), MODELS[name].models[name]
-    stages = [flat(stage) for stage in has.blocks]
-    factors = zip(sizes["CHANNELS"], sizes["EXPANSIONS"], strict=True)
-    assert [has.stem_chs, *(stage[-1].c for stage in stages)] == [width * factor for width, factor in factors]
-    assert [len(stage) / 2 for stage in stages] == sizes["NUM_BLOCKS"][1:], "timm counts both convolutions of a block"
-    branches = {block.block_kwargs["num_conv_branches"] for stage in stages for block in stage}
-    assert branches == set(sizes["NUM_BRANCHES"])
-    assert any(block.attn_layer == "se" for stage in stages for block in stage) == sizes["USE_SE"]
-
-
-@pytest.mark.parametrize("name", [name for name in MODELS if name.startswith("mobilevit")])
-def test_sizes_of_mobilevit_are_timms(name: str) -> None:
-    has, sizes = configuration(name), MODELS[name].models[name]
-    blocks = [block for stage in has.blocks for block in flat(stage)]
-    widths = [block.c for block in blocks if block.type == "bottle"]
-    assert [has.stem_chs, *widths, has.num_features] == sizes["DIMS"]
-    kinds = [block.block_kwargs for block in blocks if block.type == "mobilevit"]
-    assert [kwargs["transformer_dim"] for kwargs in kinds] == sizes["HIDDEN_DIMS"]
-
-
-@pytest.mark.parametrize("name", [name for name in MODELS if name.startswith("halo")])
-def test_sizes_of_halonet_are_timms(name: str) -> None:
-    has, sizes = configuration(name), MODELS[name].models[name]
-    stages = [flat(stage) for stage in has.blocks]
-    words = {"bottle": "bottle", "self_attn": "attn"}
-    for number, stage in enumerate(stages, 1):
-        assert [words[block.type] for block in stage] == sizes[f"STAGE{number}_BLOCK"]
-    assert [len(stage) for stage in stages] == sizes["DEPTH"]
-    assert [has.stem_chs, *(stage[0].c for stage in stages)] == sizes["CHANNEL"]
-    kinds = [kind for kind in (has.self_attn_kwargs, stages[1][-1].self_attn_kwargs) if kind]
-    assert all((kind["block_size"], kind["halo_size"]) == (8, sizes["HALO_SIZE"]) for kind in kinds)
-    assert has.act_layer == sizes["ACT"]

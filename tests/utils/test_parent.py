@@ -40,11 +40,11 @@ subprocess.run([sys.executable, "-c", child], env=as_child())
 """
 TOOL = """
 import time
-from tools.common.processes import own_processes
+from tools.common.sessions import own_process
 from pathlib import Path
 
 if __name__ == "__main__":
-    with own_processes() as pool:
+    with own_process() as pool:
         pool.submit(Path({file!r}).touch).result()
         pool.submit(time.sleep, 99).result()
 """

@@ -11,9 +11,8 @@ import pytest
 from torch.distributed import DistNetworkError  # pyright: ignore[reportPrivateImportUsage]
 
 from tests.waiting import until
-from utils.distributed import group, joining
-from utils.distributed.processes import Process, start_time_of
-from utils.distributed.watchdog import Watchdog
+from utils.distributed import group
+from utils.distributed.watchdog import Watchdog, start_time_of
 from utils.distributed.world import TORCHRUN, World
 
 WAITS = {"number": 9, "in_collective": True, "place": "torch/distributed/distributed_c10d.py:1 (all_reduce)"}
@@ -28,11 +27,16 @@ class NoStore:
         raise ConnectionError(name)
 
 
+def members(*pids: int) -> list[dict[str, Any]]:
+    found = enumerate(pids)
+    return [{"rank": rank, "host": "node", "pid": pid, "started": start_time_of(pid)} for rank, pid in found]
+
+
 def blamed(mine: dict[str, Any], *others: dict[str, Any]) -> str:
     watchdog = Watchdog.__new__(Watchdog)
     watchdog._names = [f"rank {rank} on node{rank}" for rank in range(len(others) + 1)]
     watchdog._timeout = 600
-    watchdog._main = type("", (), mine)()  # pyright: ignore[reportAttributeAccessIssue]
+    watchdog._mine = mine
     return watchdog._blame_for_hang(dict(enumerate(others, start=1)))
 
 
@@ -58,7 +62,7 @@ def test_watchdog_does_not_blame_a_rank_that_has_left() -> None:
 
 
 def test_leaving_after_the_store_has_closed_is_no_failure() -> None:
-    watchdog = Watchdog(NoStore(), World(1, 2, 1, 2, "SLURM"), ["a", "b"], 600)  # pyright: ignore[reportArgumentType]
+    watchdog = Watchdog(NoStore(), World(1, 2, 1, 2, "SLURM"), members(1, 2), 600)  # pyright: ignore[reportArgumentType]
     watchdog.leave(1)
     assert "watchdog" not in [thread.name for thread in threading.enumerate()]
 
@@ -88,45 +92,35 @@ class LocalStore:
         return all(key in self.values for key in keys)
 
 
-def sleeping() -> tuple[subprocess.Popen[bytes], Process]:
-    child = subprocess.Popen(["sleep", "60"])
-    started = start_time_of(child.pid)
-    assert started is not None
-    return child, Process(child.pid, started)
-
-
 @pytest.mark.parametrize("left", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_watchdog_notices_a_killed_process_at_once(left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    child, process = sleeping()
+    child = subprocess.Popen(["sleep", "60"])
     decided: list[str] = []
     monkeypatch.setattr(Watchdog, "_decide", lambda _self, text, *_: decided.append(text))
     store = LocalStore()
-    watchdog = Watchdog(store, World(0, 2, 0, 2, TORCHRUN), ["a", "b"], 600, {1: process})  # pyright: ignore[reportArgumentType]
+    watchdog = Watchdog(store, World(0, 2, 0, 2, TORCHRUN), members(os.getpid(), child.pid), 600)  # pyright: ignore[reportArgumentType]
     try:
-        until(lambda: watchdog._sent > 1)
+        until(lambda: watchdog._mine["number"] > 1)
         assert not decided, "while it lives"
         if left:
             store.set("heartbeat/1", '{"left": true}')
         child.kill()  # and not waited for: a zombie has died, too
-        checked = watchdog._sent + 2  # one check may have begun before
-        until(lambda: watchdog._sent > checked)
-        assert ("b died without an error message" in " ".join(decided)) is not left
+        checked = watchdog._mine["number"] + 2  # one check may have begun before
+        until(lambda: watchdog._mine["number"] > checked)
+        assert ("died without an error message" in " ".join(decided)) is not left
     finally:
         watchdog._stop()
         child.wait()
 
 
-def test_reused_pid_is_another_process() -> None:
-    child, process = sleeping()
+def test_reused_pid_and_processes_of_other_containers_are_not_watched_by_pid() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    found = members(os.getpid(), child.pid, child.pid, child.pid)
+    found[2]["started"], found[3]["started"] = "1", None
     child.kill()
     child.wait()
-    assert start_time_of(process.pid) is None
-    assert start_time_of(os.getpid()) not in (None, process.started)
-
-
-def test_processes_of_other_containers_are_not_watched_by_pid() -> None:
-    me = {"rank": 0, "host": "a", "pid": os.getpid(), "started": start_time_of(os.getpid())}
-    same_number = {**me, "rank": 1, "started": "1"}
-    elsewhere = {**me, "rank": 2, "host": "b"}
-    unknown = {**me, "rank": 3, "started": None}
-    assert set(joining.on_this_machine([me, same_number, elsewhere, unknown], me)) == {0}
+    assert start_time_of(child.pid) is None
+    found[1] |= {"pid": os.getpid()}
+    watchdog = Watchdog(LocalStore(), World(0, 4, 0, 4, TORCHRUN), found, 600)  # pyright: ignore[reportArgumentType]
+    watchdog._stop()
+    assert watchdog._local == {}

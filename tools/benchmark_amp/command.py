@@ -6,31 +6,39 @@
 
 The same command with the same -json file resumes after the time ran out.
 
-The contenders (the precisions, loops or sizes compared) alternate after a warm-up, in reverse order every other round.
-The report shows medians, and ratios taken within a round. One contender runs twice as a control: the ratio of its two
+The contenders (the precisions or loops compared) alternate after a warm-up, in reverse order every other round. The
+report shows medians, and ratios taken within a round. One contender runs twice as a control: the ratio of its two
 results shows the noise. -json is written after every measurement. The settings and flags of main_single_gpu.py are
 accepted; -eval and -resume are refused, and those without a meaning here, such as -output and -ngpus, have no effect.
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from tools.benchmark_amp.measure import measure
-from tools.benchmark_amp.report import lines
-from tools.benchmark_amp.results import Results
-from tools.benchmark_amp.table import Table
-from tools.benchmark_amp.tables import TABLES
+from tools.benchmark_amp import against_timm, tables
+from tools.benchmark_amp.plan import Plan
+from tools.benchmark_amp.results import Results, lines
 from tools.common.command_line import OVERWRITE, Tool, above_zero, first_word, run_tool
-from tools.common.turns import Budget
-from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError
+from tools.common.output_file import writing
+from tools.common.tables import as_typed
+from tools.common.turns import Budget, alternate
+from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, TrainingError, UserError
 from utils.flags import Flag
 from utils.log import log
+from utils.machine.cpus import processors
+from utils.record.run_folder import git_state, versions, write_json
+from vitamp.files import parse_json
 
+TABLES = {table.name: table for table in (*tables.TABLES, against_timm.TABLE)}
 OWN = (
     Flag("budget_min", "time limit in minutes; repeat with the same -json to resume", "M", default=10, kind=above_zero),
     Flag("json", "write every measurement to this file, with device, versions and command", "FILE"),
-    Flag("plot", "draw the results", "FILE.png"),
     OVERWRITE,
 )
 NAME = "benchmark_amp.py"
@@ -39,10 +47,6 @@ COMMANDS = {
     name: Tool(NAME, table.about, (*table.flags, *OWN), command=name, one_label=ONE_LABEL)
     for name, table in TABLES.items()
 }
-LOOP = (
-    "for table in amp precisions simplenet scaling timm startup; do "
-    "python scripts/benchmark_amp.py $table -json $table.json -plot $table.png -budget_min 9; done"
-)
 
 
 def main(argv: list[str]) -> int:
@@ -50,41 +54,133 @@ def main(argv: list[str]) -> int:
 
 
 def _benchmark(argv: list[str]) -> int:
-    name = _table(argv)
+    abouts = {name: (tool.about or "").splitlines()[0] for name, tool in COMMANDS.items()}
+    name = first_word(argv or ["-h"], NAME, __doc__, abouts, "table")
     table, line = TABLES[name], COMMANDS[name].read(argv[1:])
     json_file = line.file("json", ".json", fresh=False)
-    # A resumed measurement may replace its picture.
-    resumed = json_file is not None and json_file.exists()
-    picture = line.file("plot", ".png", fresh=not resumed)
     budget = Budget(60 * line.asked.budget_min)
     try:
-        plan = table.plan(line)
-        results = measure(table, plan, budget, json_file, [name, *argv[1:]], bool(line.asked.overwrite))
+        results = measure(name, table.plan(line), budget, json_file, argv, bool(line.asked.overwrite))
     except KeyboardInterrupt:
         if json_file is None or not json_file.exists():
             raise
         log.warning("interrupted; every finished measurement is in %s, and the same command resumes", json_file)
         return EXIT_INTERRUPTED
-    _report(table, results, json_file, picture)
-    return EXIT_DONE
-
-
-def _table(argv: list[str]) -> str:
-    if argv[:1] == ["all"]:
-        raise UserError(f"all: this table was removed. Each table resumes by itself; to measure all, run: {LOOP}")
-    abouts = {name: (tool.about or "").splitlines()[0] for name, tool in COMMANDS.items()}
-    return first_word(argv or ["-h"], NAME, __doc__, abouts, "table")
-
-
-def _report(table: Table, results: Results, json_file: Path | None, picture: Path | None) -> None:
-    print("\n".join(lines(table, results)))
+    print("\n".join(lines(table.section(results), results)))
     if results["cut"]:
         resume = "the same command resumes" if json_file else "nothing was saved to resume from; give -json FILE"
         log.warning("the time ran out (-budget_min) before all rounds were done; %s", resume)
     if json_file is not None:
         log.info("all measurements: %s", json_file)
-    if picture is not None:
-        from tools.common.results.picture import draw
+    return EXIT_DONE
 
-        draw(picture, table.charts(results), f"{results.machine()}: {results['command']}")
-        log.info("chart written to %s", picture)
+
+def measure(
+    table: str, plan: Plan, budget: Budget, path: Path | None, words: Sequence[str] = (), overwrite: bool = False
+) -> Results:
+    """Measure the plan's turns that are not in the file yet, as far as the time allows.
+
+    `words`: the command line. `overwrite`: start anew instead of resuming the file.
+    """
+    results = Results(
+        table=table,
+        date=time.strftime("%Y-%m-%d"),
+        command=as_typed(NAME, words),
+        device=plan.device,
+        versions=versions(),
+        git=git_state(),
+        clock_mhz=[],
+        settings=json.loads(json.dumps(plan.settings)),
+        images=plan.images,
+        rounds=plan.rounds,
+        left_out=plan.left_out,
+        remarks=plan.remarks,
+        cut=False,
+        turns={name: [] for name in plan.contenders},
+    )
+
+    def is_done(name: str, nth: int) -> bool:
+        """Whether a turn is measured already, or useless because the contender fails."""
+        turns = results.turns[name]
+        return len(turns) > nth or any("failed" in turn for turn in turns)
+
+    def write() -> None:
+        if path is not None:
+            with writing(path, "-json"):
+                write_json(path, results)
+
+    try:
+        if path is not None and path.exists() and not overwrite:
+            _resume(path, results)
+        log.info("%s: %s on %s", table, ", ".join(results.turns), plan.device)
+        for line in [*plan.remarks, *results.failures()]:
+            log.info("%s", line)
+        for name, nth in alternate(list(plan.contenders), plan.rounds, budget, is_done):
+            began = time.monotonic()
+            metrics = plan.contenders[name].turn()
+            seconds = time.monotonic() - began
+            results.turns[name].append(metrics)
+            results["clock_mhz"] += [round(clock)] if (clock := clock_mhz(plan.device)) is not None else []
+            write()
+            numbers = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items() if isinstance(value, float))
+            about = metrics.get("failed") or numbers
+            log.info("  round %d of %d, %s: %s [%.1f s]", nth + 1, plan.rounds, name, about, seconds)
+    finally:
+        for contender in plan.contenders.values():
+            contender.close()
+    results["cut"] = budget.cut
+    write()
+    if results.is_empty:
+        if budget.cut:
+            raise TrainingError("the time was up before anything was measured; raise -budget_min.")
+        raise TrainingError("nothing could be measured:\n" + "\n".join(f"  {line}" for line in results.failures()))
+    return results
+
+
+def _resume(path: Path, results: Results) -> None:
+    """Take the turns of an existing -json file, which must be of the same measurement."""
+    try:
+        before = parse_json(path.read_text(encoding="utf-8"))
+        known = all(key in before for key in ("table", "command", "rounds", "turns"))
+    except (OSError, ValueError, TypeError):
+        before, known = {}, False
+    if not known:
+        raise UserError(
+            f"-json {path}: already exists, and was not written by benchmark_amp.py; "
+            "name another file, or give -overwrite to replace it."
+        )
+    for key in ("table", "device", "versions", "settings"):
+        if before.get(key) != results[key]:
+            raise UserError(
+                f"-json {path}: the file holds another measurement, {_difference(key, before.get(key), results[key])}. "
+                "To resume it, repeat its flags on the same device with the same versions. Otherwise name another "
+                "file, or replace this one with -overwrite."
+            )
+    results |= {key: before[key] for key in ("date", "command", "clock_mhz", "git")}
+    results["turns"] = {name: before["turns"].get(name, []) for name in results.turns}
+    done = min(map(len, results.turns.values()), default=0)
+    log.info("%s: resuming after %d of %d rounds", path, done, results["rounds"])
+
+
+def _difference(key: str, before: Any, now: Any) -> str:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in [*before, *now]:
+            if before.get(name) != now.get(name):
+                return _difference(name, before.get(name), now.get(name))
+    return f"with {key} {before}, not {now}"
+
+
+def clock_mhz(device: str) -> float | None:
+    """Present clock of the GPU, or the median of the CPU's cores; None if it is unknown."""
+    try:
+        if device.startswith("cuda"):
+            import torch
+
+            properties: Any = torch.cuda.get_device_properties("cuda")
+            query = ["nvidia-smi", "-i", f"GPU-{properties.uuid}", "--query-gpu=clocks.sm"]
+            query.append("--format=csv,noheader,nounits")
+            return float(subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout)
+        speeds = sorted(float(processor["cpu MHz"]) for processor in processors() if "cpu MHz" in processor)
+        return speeds[len(speeds) // 2] if speeds else None
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None

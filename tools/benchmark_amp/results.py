@@ -1,4 +1,4 @@
-"""Measurements of a table of benchmark_amp.py, and the numbers and notes that its report takes from them.
+"""Measurements of a table of benchmark_amp.py, and the numbers, notes and reports made from them.
 
 It imports nothing heavy: the pages of the docs are made from the -json files without torch.
 """
@@ -6,10 +6,12 @@ It imports nothing heavy: the pages of the docs are made from the -json files wi
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from tools.common.tables import Section, at_commit, for_docs, for_terminal, source
 from tools.common.turns import Ratio, ratio
+from utils.text import counted
 
 Metrics = dict[str, Any]
 """Metrics of one turn of one contender, as plain values; {'failed': reason} if it could not be measured."""
@@ -22,7 +24,7 @@ NOT_SHOWN = ("computed_in", "compile_why")
 
 
 class Results(dict[str, Any]):
-    """Contents of a -json file; `Recorder` in measure.py lists the fields."""
+    """Contents of a -json file; `measure` in command.py lists the fields."""
 
     @property
     def turns(self) -> dict[str, list[Metrics]]:
@@ -65,6 +67,15 @@ class Results(dict[str, Any]):
             names.setdefault(reason, []).append(name)
         return [f"not measured: {quoted(who)}: {reason}" for reason, who in names.items()]
 
+    def cell(self, key: str, digits: int = 3, factor: float = 1.0) -> Callable[[str], str]:
+        """A column of a table: the median of metric `key`, times `factor`."""
+
+        def shown_median(name: str) -> str:
+            median = self.median(name, key)
+            return shown(None if median is None else factor * median, digits)
+
+        return shown_median
+
     def control_line(self, name: str, key: str, label: str = "") -> str:
         """Note on the noise, measured by the contender that runs twice. `label`: its name in the table, if another."""
         control = shown(self.ratio(name + AGAIN, name, key))
@@ -96,18 +107,16 @@ class Results(dict[str, Any]):
         images = f"{batch} images" if parts == 1 else f"{parts} micro-batches of {batch} images"
         return f"an iteration is one update of {images}"
 
-    def images_lines(self) -> list[str]:
-        """Note on the images and on the wait for them; none for files of earlier versions."""
-        if "images" not in self:
-            return []
+    def images_line(self) -> str:
+        """Note on the images and on the wait for them."""
         medians = {name: self.median(name, "data_wait_percent") for name in self.turns}
         waits = {name: wait for name, wait in medians.items() if wait is not None}
         if not waits:
-            return [f"images: {self['images']}"]
+            return f"images: {self['images']}"
         most = max(waits, key=lambda name: waits[name])
         least, longest = (f"{wait:.0f} %" for wait in (min(waits.values()), waits[most]))
         span = longest if least == longest else f"{least} to {longest} (most: {quoted([most])})"
-        return [f"images: {self['images']}; waiting for data: {span} of the time"]
+        return f"images: {self['images']}; waiting for data: {span} of the time"
 
     def machine(self) -> str:
         """Device, clock, versions and date."""
@@ -131,3 +140,21 @@ def shown(value: float | Ratio | None, digits: int = 3) -> str:
 
 def percent(fraction: float | None) -> str:
     return "-" if fraction is None else f"{100 * fraction:.0f} %"
+
+
+def lines(section: Section, results: Results) -> list[str]:
+    """The report for the terminal."""
+    notes = (results.images_line(), *results.failures(), results.machine(), results["command"])
+    return [*for_terminal([section]), "", *(f"  {note}" for note in notes)]
+
+
+def markdown(section: Section, results: Results, link: str) -> str:
+    """The report for a page of the docs. `link`: the -json file."""
+    images = [results.images_line()] if "images" in results else []  # files of earlier versions have none
+    notes = [*section.notes, *images, *results.failures()]
+    rounds = counted(results["rounds"], "round") + ", fewer where the time ran out" * results["cut"]
+    measured = (
+        f"Contenders alternate, {rounds}. Measured on {results.machine()}{at_commit(results)}: "
+        f"`{results['command']}`. {source(link)}"
+    )
+    return "\n".join([*for_docs([Section(section.title, section.rows, notes)]), measured]) + "\n"

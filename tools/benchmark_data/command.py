@@ -1,14 +1,13 @@
-"""Measure how fast images are loaded, compared with timm and torchvision, and whether that keeps up with the model.
+"""Measure how fast images are loaded, compared with timm, and whether that keeps up with the model.
 
     python scripts/benchmark_data.py -data_path /data/imagenet -appetite 2500
     python scripts/benchmark_data.py -dataset imagefolder -data_path /data/flowers -num_workers 0,4,16 -json speed.json
     python scripts/benchmark_data.py -made 1500 -size small    # no data at hand: makes JPEGs
 
 Per core: images per second of CPU time, from the stored file to uint8 pixels of the model's image size, with
-the transforms of training and of validation; `packed` is the same for images packed by scripts/pack_images.py. Through
-the loaders: images per second of wall-clock time, as batches arrive in the training process. By stage: CPU time of
-each stage of vitamp's loading. The contenders (vitamp, timm, torchvision, ...) alternate, so that a busy machine slows
-all of them. The report shows medians, and ratios taken within a round.
+the transforms of training and of validation. Through the loaders: images per second of wall-clock time, as batches
+arrive in the training process. vitamp and timm alternate, so that a busy machine slows both. The report shows medians,
+and ratios taken within a round.
 
 -appetite N is the number of images per second that the model can train on (training logs images/s; measure it with
 -dataset synthetic). The settings and flags of main_single_gpu.py are accepted, such as TRAIN.RAND_AUGMENT=true;
@@ -17,14 +16,20 @@ those without a meaning here, such as -amp and -output, have no effect.
 
 from __future__ import annotations
 
-from tools.common.command_line import OVERWRITE, Tool, ToolLine, above_zero, run_tool, some_of, whole_numbers
-from utils.config import Loaded
+import json
+
+from tools.benchmark_data.report import sections, verdict
+from tools.common.command_line import OVERWRITE, Tool, above_zero, run_tool, some_of, whole_numbers
+from tools.common.output_file import writing
+from tools.common.tables import for_terminal
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, whole
 from utils.log import log
 from utils.machine.cpus import cores
+from utils.text import counted
+from vitamp.files import write_atomically
 
-PARTS = ("train", "val", "packed", "stages", "loader")
+PARTS = ("train", "val", "loader")
 SIZES = {"small": "500 x 375, 100 KB", "large": "1600 x 1200, 940 KB"}
 MADE = 1500
 OWN = (
@@ -55,7 +60,6 @@ OWN = (
     Flag("appetite", "images per second that the model can train on", "N", kind=above_zero),
     Flag("budget_min", "time limit in minutes; reports what was measured until then", "M", default=10, kind=above_zero),
     Flag("json", "write all measurements, with machine, versions and command", "FILE"),
-    Flag("plot", "draw the results", "FILE.png"),
     OVERWRITE,
 )
 TOOL = Tool(
@@ -72,39 +76,43 @@ def main(argv: list[str]) -> int:
 
 def _benchmark(argv: list[str]) -> int:
     line = TOOL.read(argv)
-    asked = line.asked
-    json_file, picture = line.file("json", ".json"), line.file("plot", ".png")
-    loaded = line.load()
-    _check(loaded, line)
+    asked, json_file, loaded = line.asked, line.file("json", ".json"), line.load()
+    config = loaded.config
+    if config.DATA.DATA_PATH is not None and line.given & {"made", "size"}:
+        raise UserError(
+            f"-made and -size are for JPEGs that the tool makes, but DATA.DATA_PATH is {config.DATA.DATA_PATH}; give "
+            "one or the other."
+        )
 
     # Imported after all checks: importing torch takes seconds.
-    from engine.machine.device import pick_device
-    from tools.benchmark_data.report import charts, report
-    from tools.benchmark_data.run import Benchmark, Plan
+    from tools.benchmark_data.measure import measure
     from tools.common.made_images import on_made_images
-    from utils.distributed.world import ALONE
+    from tools.common.turns import Budget
 
-    config = loaded.config
     for note in loaded.notes:
         log.info(note)
-    device = pick_device(config.DEVICE, ALONE)
     workers = asked.num_workers or (0, *(2**n for n in range(cores().bit_length())))
-    plan = Plan(asked.rounds, asked.images, workers, 60 * asked.budget_min, asked.parts or PARTS)
     if asked.made is not None or (config.DATA.DATA_PATH is None and loaded.sources["DATA.DATASET"] == "default"):
         config = on_made_images(config, asked.made or MADE, asked.size)
-    results = Benchmark(config, plan, device).run()
-    report(results, asked.appetite, json_file)
-    if picture is not None:
-        from tools.common.results.picture import draw
+    budget = Budget(60 * asked.budget_min)
+    results = measure(config, asked.parts or PARTS, asked.rounds, asked.images, workers, budget, argv)
 
-        draw(picture, charts(results, asked.appetite), f"{results['machine']}, {results['date']}: {results['command']}")
-        log.info("chart written to %s", picture)
-    return EXIT_DONE
-
-
-def _check(loaded: Loaded, line: ToolLine) -> None:
-    path = loaded.config.DATA.DATA_PATH
-    if path is not None and line.given & {"made", "size"}:
-        raise UserError(
-            f"-made and -size are for JPEGs that the tool makes, but DATA.DATA_PATH is {path}; give one or the other."
+    about = results["images"]
+    print(
+        f"{about['count']} images, about {about['width']} x {about['height']} and {about['kilobytes']:.0f} KB, "
+        f"{100 * about['jpeg']:.0f} % JPEG; {counted(results['rounds'], 'round')} of {results['images_a_round']} images"
+    )
+    print("\n".join(for_terminal(sections(results))))
+    if results["cut"]:
+        log.warning(
+            "the time ran out (-budget_min) before all rounds were done; results are medians of fewer rounds, or are "
+            "missing"
         )
+    if asked.appetite is not None:
+        results["appetite"], results["verdict"] = asked.appetite, verdict(results, asked.appetite)
+        print(f"\n{results['verdict']}")
+    if json_file is not None:
+        with writing(json_file, "-json"):
+            write_atomically(json_file, json.dumps(results, indent=2) + "\n")
+        log.info("all measurements: %s", json_file)
+    return EXIT_DONE

@@ -1,92 +1,48 @@
-"""Report of benchmark_data.py: tables, a verdict in words, and a file with all measurements."""
+"""Tables and verdict of benchmark_data.py, without torch."""
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
-from tools.benchmark_data.rates import OURS, TIMM, TORCHVISION
-from tools.common.output_file import writing
-from tools.common.results.section import Chart, Section, for_docs, for_terminal
-from tools.common.tables import source
+from tools.common.tables import Section
 from tools.common.turns import Ratio
-from utils.files import write_atomically
-from utils.log import log
+from utils.program import started_as
 from utils.text import counted
 
-Results = dict[str, Any]
+OURS, TIMM = "vitamp", "timm"
+"""Names of the contenders, in tables and files."""
 TITLES = {
     "train": "Training: images per second of CPU time",
     "val": "Validation: images per second of CPU time",
 }
-LOADER_RATIOS = f"ratios of {OURS} to {TIMM} by wall-clock time, then by CPU time (of all processes)"
-NEEDED = "needed by the model (-appetite)"
 ENOUGH = 1.1
 """How many times as fast as the model a loader must be, so that the model never waits."""
 
 
-def lines(results: Results) -> list[str]:
-    """All tables for the terminal."""
-    about = results["images"]
-    images = (
-        f"{about['count']} images, about {about['width']} x {about['height']} and {about['kilobytes']:.0f} KB, "
-        f"{100 * about['jpeg']:.0f} % JPEG; {counted(results['rounds'], 'round')} of {results['images_a_round']} images"
-    )
-    return [images, *for_terminal(sections(results))]
-
-
-def sections(results: Results) -> list[Section]:
+def sections(results: dict[str, Any]) -> list[Section]:
     """One table per part that was measured."""
-    made = [Section(title, _per_core_rows(results[part])) for part, title in TITLES.items() if results.get(part)]
-    if results.get("loader"):
-        title = f"Through the loaders, batches of {results['batch']}: images per second; {LOADER_RATIOS}"
-        made.append(Section(title, _loader_rows(results["loader"])))
-    if results.get("stages"):
-        rows = [["stage", "ms"], *([name, f"{ms:.3f}"] for name, ms in results["stages"].items())]
-        made.append(Section("CPU time by stage: milliseconds per image (training)", rows))
-    return made
-
-
-def charts(results: Results, appetite: float | None) -> list[Chart]:
-    """One chart per part that was measured."""
-    drawn = []
+    made = []
     for part, title in TITLES.items():
-        if rows := results.get(part):
-            drawn.append(Chart(title, "images/s", bars={name: row["images_per_second"] for name, row in rows.items()}))
-    if rows := results.get("loader"):
-        lines = {name: [(float(workers), row[name]) for workers, row in rows.items()] for name in (OURS, TIMM)}
-        if appetite is not None:
-            lines[NEEDED] = [(float(workers), appetite) for workers in rows]
-        title = "Through the loaders"
-        drawn.append(Chart(title, "images/s", lines=lines, below="loading processes", dashed=(NEEDED,)))
-    if results.get("stages"):
-        drawn.append(Chart("CPU time by stage (training)", "ms per image", bars=results["stages"]))
-    return drawn
-
-
-def _per_core_rows(part: Results) -> list[list[str]]:
-    rows = [["", "images / CPU s", f"to {TIMM}", f"to {TORCHVISION}"]]
-    for name, row in part.items():
-        rows.append([name, f"{row['images_per_second']:.0f}", *(_ratio(row["to"].get(o)) for o in (TIMM, TORCHVISION))])
-    return rows
-
-
-def _loader_rows(part: Results) -> list[list[str]]:
-    rows = [["workers", OURS, TIMM, "ratio", "by CPU time"]]
-    for workers, row in part.items():
-        rows.append(
-            [workers, f"{row[OURS]:.0f}", f"{row[TIMM]:.0f}", _ratio(row["to"]), _ratio(row["to_by_core_time"])]
-        )
-    return rows
+        rows = [["", "images / CPU s", f"to {TIMM}"]]
+        for name, row in results.get(part, {}).items():
+            rows.append([name, f"{row['images_per_second']:.0f}", _ratio(row["to"].get(TIMM))])
+        made += [Section(title, rows)] if rows[1:] else []
+    if results.get("loader"):
+        rows = [["workers", OURS, TIMM, "ratio", "by CPU time"]]
+        for workers, row in results["loader"].items():
+            ratios = _ratio(row["to"]), _ratio(row["to_by_core_time"])
+            rows.append([workers, f"{row[OURS]:.0f}", f"{row[TIMM]:.0f}", *ratios])
+        ratios = f"ratios of {OURS} to {TIMM} by wall-clock time, then by CPU time (of all processes)"
+        made.append(Section(f"Through the loaders, batches of {results['batch']}: images per second; {ratios}", rows))
+    return made
 
 
 def _ratio(fields: dict[str, float] | None) -> str:
     return "" if fields is None else str(Ratio(**fields))
 
 
-def verdict(results: Results, appetite: float) -> str:
+def verdict(results: dict[str, Any], appetite: float) -> str:
     """Whether loading keeps up with a model that trains `appetite` images per second, and if not, what would."""
     rates = {int(workers): row[OURS] for workers, row in results.get("loader", {}).items()}
     per_core = results.get("train", {}).get(OURS, {}).get("images_per_second")
@@ -104,42 +60,6 @@ def verdict(results: Results, appetite: float) -> str:
     waits = 100 * max(0.0, 1 - best / appetite)
     text += f": loading is the bottleneck, or nearly so. The model would wait {waits:.0f} % of its time."
     if per_core is not None:
-        text += f" About {math.ceil(ENOUGH * appetite / per_core)} cores would keep up."
-        packed = {name: row for name, row in results["train"].items() if name.startswith(f"{OURS}, ")}
-        text += " Cores needed after scripts/pack_images.py:" if packed else ""
-        for name, row in packed.items():
-            cores = math.ceil(ENOUGH * appetite / row["images_per_second"])
-            text += f" {name.removeprefix(f'{OURS}, ')}: {cores}."
+        text += f" About {math.ceil(ENOUGH * appetite / per_core)} cores would keep up, or fewer after packing the "
+        text += f"images ({started_as('scripts/pack_images.py')})."
     return text
-
-
-def markdown(results: Results, link: str) -> str:
-    """All tables for a page of the docs, and how they were measured. `link`: the file with all measurements."""
-    text = for_docs(sections(results))
-    cut = ", fewer where the time ran out" if results["cut"] else ""
-    about, versions = results["images"], ", ".join(f"{name} {v}" for name, v in results["versions"].items())
-    text.append(
-        "Ratios are the median, minimum and maximum over the rounds. "
-        f"{about['count']} JPEGs of about {about['width']} x {about['height']}, {about['kilobytes']:.0f} KB; "
-        f"{counted(results['rounds'], 'round')} of {results['images_a_round']} images{cut}. Measured on "
-        f"{results['machine']}, {versions}, {results['date']}: `{results['command']}`. {source(link)}"
-    )
-    return "\n".join(text) + "\n"
-
-
-def report(results: Results, appetite: float | None, json_file: Path | None) -> None:
-    """Print the tables and the verdict, and write the file."""
-    for line in lines(results):
-        print(line)
-    if results["cut"]:
-        log.warning(
-            "the time ran out (-budget_min) before all rounds were done; results are medians of fewer rounds, or are "
-            "missing"
-        )
-    if appetite is not None:
-        results["appetite"], results["verdict"] = appetite, verdict(results, appetite)
-        print(f"\n{results['verdict']}")
-    if json_file is not None:
-        with writing(json_file, "-json"):
-            write_atomically(json_file, json.dumps(results, indent=2) + "\n")
-        log.info("all measurements: %s", json_file)

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 
 from tools.common.command_line import OVERWRITE, Tool, run_tool
 from tools.common.output_file import writing
-from utils.cli import Flag
 from utils.config import Config
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
-from utils.files import write_atomically
+from utils.flags import Flag
 from utils.log import log
 from utils.text import counted
+from vitamp.files import write_atomically
 
 if TYPE_CHECKING:
     from datasets.base import Samples
@@ -37,9 +37,7 @@ OWN = (
         "conflicting labels, or are (nearly) in validation too",
         "FILE",
     ),
-    Flag("out", "write a list of unreadable and damaged images for DATA.EXCLUDE", "FILE"),
-    Flag("exclude_duplicates", "with -out: write the list of -fix"),
-    Flag("exclude_small", "also list images smaller than IMAGE_SIZE"),
+    Flag("exclude_small", "with -fix: also list images smaller than IMAGE_SIZE"),
     Flag("json", "write all findings as JSON", "FILE"),
     OVERWRITE,
 )
@@ -53,36 +51,30 @@ def main(argv: list[str]) -> int:
 def _check(argv: list[str]) -> int:
     line = TOOL.read(argv)
     fix, json_file = line.file("fix"), line.file("json")
-    out = line.file("out")
-    if fix is not None and out is not None:
-        raise UserError("-fix and -out both name the list to write; give one of them.")
-    duplicates = fix is not None or bool(line.asked.exclude_duplicates)
-    out = fix or out
-    if out is not None and out == json_file:
-        raise UserError(f"{'-out' if fix is None else '-fix'} and -json both name {out}; give each its own file.")
-    if out is None and (duplicates or line.asked.exclude_small):
-        raise UserError("-exclude_duplicates and -exclude_small extend the list of -out FILE; give -out or -fix too.")
+    if fix is not None and fix == json_file:
+        raise UserError(f"-fix and -json both name {fix}; give each its own file.")
+    if fix is None and line.asked.exclude_small:
+        raise UserError("-exclude_small extends the list of -fix FILE; give -fix too.")
     config = line.load().config
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
-    from tools.check_data import report
-    from tools.check_data.findings import find_problems
+    from tools.check_data import findings as report
 
     splits = _scan(config)
     if not splits:
         return EXIT_DONE
-    findings = find_problems(splits, config.MODEL.NUM_CLASSES, config.DATA.IMAGE_SIZE)
+    findings = report.find_problems(splits, config.MODEL.NUM_CLASSES, config.DATA.IMAGE_SIZE)
     log.info(report.text(findings))
     if json_file is not None:
         with writing(json_file, "-json"):
             write_atomically(json_file, json.dumps(report.as_json(findings), indent=1) + "\n")
-    if out is not None:
-        chosen = report.to_exclude(findings, duplicates, bool(line.asked.exclude_small))
-        with writing(out, "-out" if fix is None else "-fix"):
-            write_atomically(out, report.exclude_list(chosen, config.DATA))
+    if fix is not None:
+        chosen = report.to_exclude(findings, bool(line.asked.exclude_small))
+        with writing(fix, "-fix"):
+            write_atomically(fix, report.exclude_list(chosen, config.DATA))
         if chosen:
-            log.info("\nExcluded by %s:\n%s", out, report.excluded_words(chosen, findings))
-        log.info("\n%s to exclude; to exclude them, add DATA.EXCLUDE=%s", counted(len(chosen), "image"), out)
+            log.info("\nExcluded by %s:\n%s", fix, report.excluded_words(chosen, findings))
+        log.info("\n%s to exclude; to exclude them, add DATA.EXCLUDE=%s", counted(len(chosen), "image"), fix)
     log.info("\n%s", "No defects." if findings.clean else "There are defects.")
     return EXIT_DONE if findings.clean else EXIT_FAILED
 

@@ -1,19 +1,23 @@
-"""Defects and notes of a data set, from the scans of its images."""
+"""Defects and notes of a data set, from the scans of its images, and their report."""
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from datasets.damage import line_of
 from datasets.labels import images_of_classes
-from tools.check_data.near import SIDE, Thumbnails, near_pairs
-from tools.check_data.scan import Split
+from tools.check_data.scan import SIDE, Split, Thumbnails, near_pairs
+from utils.config.data import DataConfig
+from utils.program import started_as
 
 
 class Found(NamedTuple):
@@ -24,7 +28,7 @@ class Found(NamedTuple):
     name: str
     about: str
     kind: str = ""
-    """Kind of problem of an unreadable image"""
+    """Kind of problem of an unreadable image, or LINK"""
 
 
 @dataclass
@@ -66,6 +70,8 @@ LABELS, DUPLICATES, OVERLAP = "label out of range", "duplicate", "in both parts"
 CONFLICTS = "conflicting labels"
 SMALL, MODES = "smaller than IMAGE_SIZE", "not plain"
 NEAR_OVERLAP, NEAR_DUPLICATES, FLAT_IMAGES = "nearly in both parts", "nearly duplicate", "of one colour"
+LINK = "link"
+"""Kind of a conflict that a symbolic link made; -fix excludes it from both splits"""
 FEW = 5
 """Training images below which a class is called tiny"""
 
@@ -167,6 +173,11 @@ def _link(name: str, other: str) -> str:
     return "; the same file by a folder that is a link"
 
 
+def _place(name: str) -> tuple[str, int]:
+    """The file of an image without symbolic links, and the number of links on the way to it."""
+    return os.path.realpath(name), sum(map(os.path.islink, (name, *map(str, Path(name).parents))))
+
+
 def _copies(splits: list[Split]) -> Iterator[list[_Copy]]:
     """Groups of images with equal bytes, across all splits."""
     groups: dict[bytes, list[_Copy]] = {}
@@ -178,7 +189,19 @@ def _copies(splits: list[Split]) -> Iterator[list[_Copy]]:
 
 
 def _add_copies(findings: Findings, copies: list[_Copy]) -> None:
-    """Conflicts list every copy, since no label is known to be right. Other findings spare one, in validation first."""
+    """Conflicts list every copy, since no label is known to be right. Other findings spare one, in validation first.
+
+    A file with several labels because of symbolic links to it, or to its folder, keeps the label of its own place.
+    """
+    placed = [(copy, *_place(copy.name)) for copy in copies]
+    own = {file: (copy, links) for copy, file, links in sorted(placed, key=lambda one: -one[2])}
+    linked = [(copy, file) for copy, file, links in placed if links > own[file][1]]
+    if linked and len({copy.label for copy in copies}) > 1:
+        findings.defects[CONFLICTS] += [copy.found(own[file][0])._replace(kind=LINK) for copy, file in linked]
+        copies = [copy for copy, file, links in placed if links == own[file][1]]
+    else:
+        placed.sort(key=lambda one: (one[0].split.title, one[2]))
+        copies = [copy for copy, _, _ in placed]
     if len({copy.label for copy in copies}) > 1:
         for copy in copies:
             other = next(one for one in copies if one.label != copy.label)
@@ -223,3 +246,138 @@ def _add_near(findings: Findings, splits: list[Split]) -> None:
             findings.notes[NEAR_DUPLICATES].append(found)
         else:
             findings.defects[NEAR_OVERLAP].append(found)
+
+
+SHOWN = 10
+TABLE = 40
+HEADINGS = {
+    UNREADABLE: "cannot be read",
+    DAMAGED: "damaged, although they can be read",
+    LABELS: "labels out of range",
+    CONFLICTS: "the same bytes with different labels",
+    DUPLICATES: "duplicates within a split",
+    OVERLAP: "in the training and in the validation split",
+    NEAR_OVERLAP: "nearly the same in the training and in the validation split (encoded again, resized, brighter)",
+    NEAR_DUPLICATES: "nearly the same within a split",
+    FLAT_IMAGES: "of one colour; if they should not be, see DATA.BACKGROUND",
+    MODES: "stored in another colour mode; converted when read (transparent images by DATA.BACKGROUND)",
+    SMALL: "smaller than IMAGE_SIZE; enlarged when read",
+}
+
+
+def text(findings: Findings) -> str:
+    """Report for the terminal: images per class, then defects and notes, SHOWN of each kind."""
+    blocks = [_table(classes) for classes in findings.classes]
+    if findings.empty:
+        blocks.append(f"DEFECT: classes without training images: {_named(findings.empty)}")
+    blocks += [_listing("DEFECT: ", kind, found) for kind, found in findings.defects.items() if found]
+    if findings.unvalidated:
+        blocks.append(f"note: classes without validation images: {_named(findings.unvalidated)}")
+    if findings.tiny:
+        blocks.append(f"note: classes with fewer than {FEW} training images: {_named(findings.tiny)}")
+    blocks += [_listing("note: ", kind, found) for kind, found in findings.notes.items() if found]
+    return "\n\n".join(blocks)
+
+
+def _named(classes: list[str]) -> str:
+    """Number and first names of classes."""
+    return f"{len(classes)}\n    {', '.join(classes[:SHOWN])}{', ...' if len(classes) > SHOWN else ''}"
+
+
+def _table(classes: Classes) -> str:
+    counts = classes.counts
+    lines = [f"{classes.split} split: {classes.images:,} images in {len(counts):,} classes"]
+    if classes.unlabelled is not None:
+        lines[0] += f", with {sum(counts.values()):,} labels; {classes.unlabelled:,} images without a label"
+    lines[0] = lines[0][:1].upper() + lines[0][1:]
+    shown = sorted(counts.items(), key=lambda item: item[1])
+    if len(shown) > TABLE:
+        lines.append(f"  the {SHOWN} smallest and the {SHOWN} largest:")
+        shown = [*shown[:SHOWN], *shown[-SHOWN:]]
+    lines += [f"  {count:>9,}  {name}{'' if count else '  (empty)'}" for name, count in shown]
+    return "\n".join(lines)
+
+
+def _listing(mark: str, kind: str, found: list[Found]) -> str:
+    lines = [f"{mark}{HEADINGS[kind]}: {len(found):,}"]
+    if kind == MODES:
+        lines[0] += (
+            " (" + ", ".join(f"{count:,} {mode}" for mode, count in Counter(f.about for f in found).items()) + ")"
+        )
+    lines += [f"    {one.name}: {one.about}" for one in found[:SHOWN]]
+    if len(found) > SHOWN:
+        lines.append(f"    ... and {len(found) - SHOWN:,} more; -json FILE lists all")
+    return "\n".join(lines)
+
+
+def as_json(findings: Findings) -> dict[str, Any]:
+    """Content of the -json file."""
+
+    def listed(kinds: dict[str, list[Found]]) -> dict[str, Any]:
+        return {
+            kind.replace(" ", "_").lower(): [
+                {"part": f.split, "name": f.name, "about": f.about, **({"kind": f.kind} if f.kind else {})}
+                for f in found
+            ]
+            for kind, found in kinds.items()
+        }
+
+    return {
+        "clean": findings.clean,
+        "classes": {classes.split: classes.counts for classes in findings.classes},
+        **({"images_without_label": unlabelled} if (unlabelled := _unlabelled(findings)) else {}),
+        "defects": {"empty_classes": findings.empty, **listed(findings.defects)},
+        "notes": {
+            "classes_without_validation_images": findings.unvalidated,
+            "tiny_classes": findings.tiny,
+            **listed(findings.notes),
+        },
+    }
+
+
+def _unlabelled(findings: Findings) -> dict[str, int]:
+    """By split; empty where every image has one label."""
+    return {one.split: one.unlabelled for one in findings.classes if one.unlabelled is not None}
+
+
+def to_exclude(findings: Findings, small: bool) -> list[Found]:
+    """Images for the exclude list, each once.
+
+    Duplicates are removed from the training split alone, so that results on the validation split stay comparable.
+    """
+    chosen = findings.defects[UNREADABLE] + findings.defects[DAMAGED]
+    for kind in (OVERLAP, NEAR_OVERLAP, CONFLICTS, DUPLICATES):
+        chosen += [found for found in findings.defects[kind] if found.split == "training" or found.kind == LINK]
+    if small:
+        chosen += findings.notes[SMALL]
+    return list({(found.split, found.number): found for found in reversed(chosen)}.values())[::-1]
+
+
+def excluded_words(chosen: list[Found], findings: Findings) -> str:
+    """What the list removes and why, one line per split and reason."""
+    reasons = {
+        UNREADABLE: "cannot be read",
+        DAMAGED: "damaged",
+        OVERLAP: "also in validation, byte for byte",
+        NEAR_OVERLAP: "nearly the same as an image in validation",
+        CONFLICTS: "copies with different labels, of which none is known to be right",
+        DUPLICATES: "duplicates",
+        SMALL: "smaller than IMAGE_SIZE",
+    }
+    counts: Counter[tuple[str, str]] = Counter()
+    listed = {
+        kind: {(f.split, f.number) for f in {**findings.defects, **findings.notes}.get(kind, [])} for kind in reasons
+    }
+    for found in chosen:
+        kind = next(kind for kind, places in listed.items() if (found.split, found.number) in places)
+        counts[found.split, kind] += 1
+    return "\n".join(f"  {count:>7,} {split} images: {reasons[kind]}" for (split, kind), count in counts.items())
+
+
+def exclude_list(chosen: list[Found], data: DataConfig) -> str:
+    """Content of the exclude list. Lines of the current DATA.EXCLUDE stay, since those images were not checked."""
+    before = Path(data.EXCLUDE).expanduser().read_text(encoding="utf-8-sig").rstrip("\n") if data.EXCLUDE else ""
+    today = datetime.date.today().isoformat()
+    head = f"# Images to exclude (DATA.EXCLUDE), found by {started_as('scripts/check_data.py')} on {today}"
+    lines = [line_of(found.name, found.about, data) for found in chosen]
+    return "\n".join([*([before] if before else []), head, *lines]) + "\n"

@@ -6,15 +6,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.checkpoint.find import resumable
+from engine.checkpoint.find import OtherVersion, resumable
 from engine.checkpoint.host_copy import size_words
 from tools.common.progress import progress
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.log import log
-from utils.record.checkpoints import META, checkpoints_at, inspect, read_index
-from utils.record.tasks import LOSS, Metric, task_of
-from utils.record.weight_sets import SETS
 from utils.text import aligned, counted
+from vitamp.checkpoints import META, checkpoints_at, inspect, read_index
+from vitamp.metrics import LOSS, SETS, Metric, task_of
 
 
 def list_checkpoints(path: Path) -> int:
@@ -74,6 +73,8 @@ def verify_checkpoints(paths: list[Path]) -> int:
         began = time.perf_counter()
         try:
             resumable(inspect(folder))
+        except OtherVersion as error:
+            log.info("%s", error)
         except UserError as error:
             log.error("%s", error)
             damaged += 1

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from datasets import Batch, Share
-from engine.amp.half_copy import NORMS
+from datasets import Batch, MicroBatch
+from engine.amp.low_precision import NORMS
 from engine.setup import ReadyToTrain, model_in_precision
+from tools.common.sessions import opened, windows
 from utils.config import Config
 from utils.seeding import seed_all
+from vitamp.files import parse_json
+
+if TYPE_CHECKING:
+    from tools.compare.plan import Run
 
 SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e5m2: "e5m2", torch.float8_e4m3fn: "e4m3"}
 
@@ -68,7 +73,16 @@ class Layer:
             self.headroom = min(self.headroom, info.max / top)
 
 
-def examine_layers(config: Config, ready: ReadyToTrain, given: tuple[Share, Batch], scale: float) -> list[Layer]:
+def layers_of(run: Run, scale: float) -> list[Layer]:
+    """Examine the layers with the weights of the run's last checkpoint, on the first samples of the next epoch."""
+    last = parse_json((run.folder / "checkpoints" / "index.json").read_text(encoding="utf-8"))["last"]
+    weights = str(run.folder / "checkpoints" / last / "model.safetensors")
+    config = run.config.model_copy(update={"MODEL": run.config.MODEL.model_copy(update={"PRETRAINED": weights})})
+    with opened(config, compiled=False) as ready:  # eager modules can be hooked, with the same numerics
+        return examine_layers(config, ready, next(iter(next(windows(ready)))), scale)
+
+
+def examine_layers(config: Config, ready: ReadyToTrain, given: tuple[MicroBatch, Batch], scale: float) -> list[Layer]:
     """Train one micro-batch in fp32 and examine the gradients of all layers that the precision runs below fp32."""
     share, batch = given
     precisions = _precisions(ready, batch, scale)

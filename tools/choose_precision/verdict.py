@@ -7,13 +7,18 @@ import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from utils.config import config_of_run
+from utils.record.history import History
+from utils.record.run_folder import read_about
+
 if TYPE_CHECKING:
-    from tools.choose_precision.measure import Measured
+    from tools.choose_precision.layers import Layer
 
 SMOOTHED_OVER = 20
-"""Loss curves are smoothed by a moving mean over a twentieth of their updates: single batches are noisy."""
+"""Loss curves are smoothed by a moving mean over a twentieth of their reports: single batches are noisy."""
 MAX_SKIPPED = 0.05
 SKIPS_TO_FIND_THE_SCALE = 10
 """fp16 often skips its first updates until the loss scale is small enough."""
@@ -23,13 +28,57 @@ FASTER, SMALLER = 1.05, 0.90
 """Least speed-up, or largest fraction of memory, for a precision to be recommended over fp32."""
 
 
+@dataclass
+class Measured:
+    """What a short run showed."""
+
+    losses: list[float] = field(default_factory=list)
+    """One per report."""
+    images_per_second: float = 0.0
+    data_wait_percent: float = 0.0
+    peak_memory_gb: float = 0.0
+    updates: int = 0
+    skipped: int = 0
+    scale: float = 1.0
+    learning_rate: float = 0.0
+    """At the last update."""
+    epochs: float = 0.0
+    layers: list[Layer] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    failed: str = ""
+    """Why nothing was measured."""
+
+
+def measured_of(run: Path) -> Measured:
+    """Read a run's metrics."""
+    history = History.of_run(run)
+    lines = history.of("train")
+    if not lines:
+        return Measured(failed="not even one update was reported")
+    last = lines[-1]
+    losses = [math.nan if line["loss"] is None else line["loss"] for line in lines]
+    waits = [line["perf"]["data_wait_percent"] for line in lines[1:] or lines]
+    config, samples = config_of_run(run), read_about(run)["samples"]["train"]
+    return Measured(
+        losses=losses,
+        images_per_second=history.images_per_second or 0.0,
+        data_wait_percent=statistics.median(waits),
+        peak_memory_gb=history.peak_memory_gb or 0.0,
+        updates=last["update"],
+        skipped=history.skipped,
+        scale=last["scale"],
+        learning_rate=last["lr"],
+        epochs=last["update"] * config.DATA.BATCH_SIZE * config.TRAIN.ACCUM_ITER / samples,
+    )
+
+
 def smooth(values: list[float], window: int) -> list[float]:
     """Moving mean; the result has `window - 1` fewer values."""
     return [math.fsum(values[at : at + window]) / window for at in range(len(values) - window + 1)]
 
 
 def smooth_together(curves: list[list[float]]) -> list[list[float]]:
-    """Loss curves, smoothed over the updates that all of them have."""
+    """Loss curves, smoothed over the reports that all of them have."""
     length = min(map(len, curves))
     window = max(1, length // SMOOTHED_OVER)
     return [smooth(curve[:length], window) for curve in curves]
@@ -68,9 +117,9 @@ class Baseline:
     def peak_memory_gb(self) -> float:
         return self.runs[0].peak_memory_gb
 
-    def seed_noise(self, updates: int) -> float:
-        """Largest difference between loss curves of two seeds, over this many updates."""
-        curves = [run.losses[:updates] for run in self.runs]
+    def seed_noise(self, reports: int) -> float:
+        """Largest difference between loss curves of two seeds, over this many reports."""
+        curves = [run.losses[:reports] for run in self.runs]
         return max(largest_difference(*pair) for pair in itertools.combinations(curves, 2))
 
     def excess(self, losses: list[float]) -> float:
@@ -112,16 +161,14 @@ def judge(name: str, flags: str, measured: Measured, base: Baseline | None, upda
     against = [slow] if slow else []
     if measured.failed:
         return Finding(name, flags, measured, None, None, None, None, None, [measured.failed])
-    done = len(measured.losses)
-    if measured.bad_update is not None:
-        against.append(f"gradients were NaN or infinite from update {measured.bad_update} on")
+    done = measured.updates
     if measured.skipped > max(SKIPS_TO_FIND_THE_SCALE, MAX_SKIPPED * done):
         against.append(f"{measured.skipped} of {done} updates were skipped")
-    if 2 * done < (updates if base is None else min(updates, len(base.losses))):
+    if 2 * done < (updates if base is None else min(updates, base.runs[0].updates)):
         against.append(f"only {done} updates were trained")
     if base is None:
         return Finding(name, flags, measured, None, None, None, None, None, against)
-    difference, noise = largest_difference(base.losses, measured.losses), base.seed_noise(done)
+    difference, noise = largest_difference(base.losses, measured.losses), base.seed_noise(len(measured.losses))
     excess = base.excess(measured.losses)
     if excess > noise:
         against.append(

@@ -23,13 +23,12 @@ from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, T
 from utils.flags import BY_NAME, HELP, Flag, Positional
 from utils.log import log, start_log
 from utils.machine.gpus import limit_visible_gpus
-from utils.own.trust import allow
+from utils.own_code import allow
 from utils.parent import die_with_starting_tool
-from utils.program import help_here
+from utils.program import help_here, started_as
 from utils.record.run_folder import is_of_user
-from utils.record.tasks import ONE_LABEL
-from utils.record.weight_sets import BETTER, CHOICES, CHOICES_IN_WORDS
 from utils.standard_output import OutputError, discard_output, flush_after, watch_standard_output
+from vitamp.metrics import BETTER, CHOICES, CHOICES_IN_WORDS, ONE_LABEL
 
 
 def _last(text: str) -> int:
@@ -39,15 +38,6 @@ def _last(text: str) -> int:
     return int(number)
 
 
-def _views(text: str) -> str:
-    kinds = text.split(",")
-    if any(kind not in VIEWS or kinds.count(kind) > 1 for kind in kinds):
-        raise ValueError("takes flip, crops or flip,crops")
-    return ",".join(kind for kind in VIEWS if kind in kinds)
-
-
-VIEWS = ("flip", "crops")
-"""Values of -tta"""
 PAGES = {
     "benchmark_amp.py": "docs/benchmarks.md",
     "benchmark_data.py": "docs/data_speed.md",
@@ -57,7 +47,6 @@ PAGES = {
     "compare.py": "docs/compare.md",
     "evaluate.py": "docs/predict.md",
     "export.py": "docs/export.md",
-    "import_paddle.py": "docs/paddlevit_weights.md",
     "pack_images.py": "docs/shards.md",
     "predict.py": "docs/predict.md",
     "report.py": "docs/report.md",
@@ -84,10 +73,9 @@ PART = Flag(
 """For tools that read the images of the run's data set."""
 TTA = Flag(
     "tta",
-    "test-time augmentation, the mean of the probabilities of several views: flip: the image and its mirror image, in "
-    "twice the time; crops: centre and four corners, in 5 times; flip,crops: both, in 10 times",
-    "flip|crops|flip,crops",
-    kind=_views,
+    "test-time augmentation: the mean of the probabilities of the image and its mirror image, in twice the time",
+    "flip",
+    choices=("flip",),
 )
 """For tools that predict."""
 AVERAGE = Flag("average", "the mean of the weights of the run's last N checkpoints", "last:N", kind=_last)
@@ -202,7 +190,8 @@ class Tool:
         run = command_line({name: value for name, value in given.items() if name not in own}, words)
         if run.action != "train":
             raise UserError(
-                f"{self.name} has no -{run.action}; use main_single_gpu.py, which has it and takes the same flags."
+                f"{self.name} has no -{run.action}; use {started_as('main_single_gpu.py')}, which has it and takes the "
+                "same flags."
             )
         return ToolLine(run, Namespace(**{**defaults, **own}), frozenset(own), self.one_label)
 
@@ -229,7 +218,7 @@ class ToolLine:
     ) -> Loaded:
         """Checked settings. `more`: further settings, by key, with their source. Does not initialise CUDA.
 
-        `resolved`: with what the data and the weights say (engine/resolve.py), for a tool that reads them. `cfg`,
+        `resolved`: with what the data and the weights say (engine/preflight.py), for a tool that reads them. `cfg`,
         `words`: a recipe in place of -cfg, and further KEY=VALUE.
         """
         self.show_gpus()
@@ -241,13 +230,13 @@ class ToolLine:
                 f"{where}: DATA.BATCH_SIZE auto does not work in this tool; give a number, say -batch_size 64."
             )
         if loaded.config.USE:
-            from engine.own_code.use import use_own_code
+            from engine.own_code import use_own_code
 
             use_own_code(loaded.config, is_of_user(loaded.sources["USE"]), self.run.trust)
         if self.one_label and loaded.config.task != ONE_LABEL:
             raise UserError(f"{loaded.sources['DATA.MULTI_LABEL']}: DATA.MULTI_LABEL true: {self.one_label}.")
         if resolved:
-            from engine.resolve import resolve  # imports torch, which takes seconds, so only for valid settings
+            from engine.preflight import resolve  # imports torch, which takes seconds, so only for valid settings
 
             return resolve(loaded)
         if unknown := [key for key in AUTO_BY_DATA if value_of(loaded.config, key) == AUTO]:
@@ -345,6 +334,6 @@ def check_one_training(loaded: Loaded, tool: str) -> None:
     for key, given in (("EVAL", config.EVAL), ("MODEL.RESUME", config.MODEL.RESUME)):
         if given:
             raise UserError(f"{loaded.sources[key]}: {tool} has no {key}; {instead[key]}.")
-    world = read_world(config.DIST)
+    world = read_world()
     if world is not None and world.size > 1:
         raise UserError(f"{tool} was started in {world.size} processes ({world.launcher}); start one process.")

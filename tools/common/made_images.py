@@ -18,10 +18,10 @@ from PIL import Image, ImageDraw, ImageFilter
 
 from utils.cache import cache_folder
 from utils.config import Config
-from utils.files import replacing
 from utils.machine.cpus import cores
 from utils.parent import die_with_parent
 from utils.seeding import key
+from vitamp.files import replacing
 
 CLASSES = 50
 QUALITY = (90, 95)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from utils.errors import UserError
-from utils.files import kind_of_path, try_to_write
 from utils.record.run_folder import is_run_folder
+from vitamp.files import kind_of_path, try_to_write
 
 _written: list[Path] = []
 

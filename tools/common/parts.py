@@ -12,9 +12,8 @@ from torch import Tensor
 from datasets import ImageDataset, check_dataset, open_dataset
 from datasets.labels import ANY_LABEL
 from engine.evaluated_data import data_for_evaluation, images_of_all, title_of
-from engine.saved.predictions import batches_of
-from engine.saved.trained import Trained
-from tools.common.progress import progress_bar
+from engine.trained.model import Trained
+from tools.common.evaluation import with_bar
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
 
@@ -64,11 +63,7 @@ def open_part(trained: Trained, given: Collection[str]) -> tuple[Part, list[str]
 
 def outputs_of(trained: Trained, part: Part) -> tuple[Tensor, Tensor]:
     """Logits and labels of all images, on the host."""
-    rows = []
-    with progress_bar(len(part.dataset), "images") as bar:
-        for logits, labels, _ in batches_of(trained, part.dataset):
-            rows.append((logits.cpu(), part.labels(labels).cpu()))
-            bar.update(len(labels))
+    rows = [(logits.cpu(), part.labels(labels).cpu()) for logits, labels, _ in with_bar(trained, part.dataset)]
     logits, labels = (torch.cat(column) for column in zip(*rows, strict=True))
     return logits, labels
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from engine.amp.fp8 import hardware_has_fp8
+from engine.amp.low_precision import hardware_has_fp8
 from engine.amp.precision import check_amp, check_precision, choose
 from utils.config import AmpConfig, Config
 from utils.errors import UserError, nearest
@@ -44,8 +44,8 @@ class Mode:
         return self.settings.get("TF32", False)
 
     def amp(self, user: AmpConfig) -> AmpConfig:
-        """The user's AMP section with this precision; loss scaling and lists of modules stay."""
-        return user.model_copy(update=self.settings)
+        """The user's AMP section with this precision; loss scaling and lists of modules stay, with auto the dtype."""
+        return user.model_copy(update=self.settings | ({"DTYPE": user.DTYPE} if self.dtype == "auto" else {}))
 
     def flags(self, user: AmpConfig) -> str:
         """Flags that select this precision, given the user's other settings; they replace -amp."""
@@ -53,6 +53,7 @@ class Mode:
             words = ["-amp off"] + [f"AMP.TF32={str(self.tf32).lower()}"] * (self.tf32 or user.TF32)
         else:  # -amp bf16 leaves the level to the other settings
             words = [f"-amp {self.name}"] + ["AMP.LEVEL=O1"] * (self.level == "O1" != user.LEVEL)
+            words += [f"AMP.DTYPE={user.DTYPE}"] * (self.dtype == "auto" != user.DTYPE)  # as `amp` keeps it
         return " ".join(words)
 
 
@@ -90,6 +91,8 @@ def mode_of(word: str, amp: AmpConfig, device: torch.device) -> Mode | None:
         return REFERENCE
     level = settings.get("LEVEL", "O1")
     chosen = choose(amp.model_copy(update={"ENABLED": True, "DTYPE": "auto", "LEVEL": level}), device).dtype
+    if chosen is torch.float32:  # a CPU without 16-bit arithmetic
+        return REFERENCE
     dtype = {torch.float16: "fp16", torch.bfloat16: "bf16"}[chosen]
     return BY_NAME[(dtype if level == "O1" else f"{level}-{dtype}").casefold()]
 

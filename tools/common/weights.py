@@ -10,18 +10,20 @@ from torch import Tensor
 
 from datasets.base import HUB_PREFIX
 from datasets.shards import hub
-from engine.checkpoint.folder import fp32_modules, raising_os_errors, read_tensors
-from engine.checkpoint.mean import OF_VALIDATION, last_checkpoints, mean_of, set_to_average
-from engine.optim.class_weights import BALANCED
-from engine.optim.class_weights import KEY as CLASS_WEIGHTS
+from engine.checkpoint.folder import raising_os_errors
+from engine.task.losses import BALANCED
+from engine.task.losses import KEY as CLASS_WEIGHTS
 from tools.common.output_file import writing
 from tools.common.progress import progress
+from utils.config.kinds import OWN_SETTING
 from utils.errors import EXIT_DONE, UserError
-from utils.files import replacing
 from utils.log import log
-from utils.record.checkpoints import checkpoint_of, verify
-from utils.record.chosen import Chosen, chosen_at
-from utils.record.weights_file import MADE_BY, encoded
+from utils.program import started_as
+from utils.record.resumed_run import settings_of
+from vitamp.checkpoints import checkpoint_of, verify
+from vitamp.files import replacing
+from vitamp.tensors import OF_VALIDATION, fp32_modules, last_checkpoints, mean_of, open_tensors, set_to_average
+from vitamp.weights import MADE_BY, Chosen, chosen_at, encoded
 
 COPIED = (
     "model",
@@ -47,7 +49,7 @@ SECTIONS = (
     "SEED",
     "DEVICE",
     "THREADS",
-    "CPU_FP32",
+    "SPEED",
     "DETERMINISTIC",
     "DIST.STRATEGY",
     "SAVE_BEST_BY",
@@ -61,7 +63,7 @@ def strip(path: Path, out: Path, weights: str) -> int:
     source = chosen_at(path, weights)
     if source.checkpoint is None:
         raise UserError(f"{path}: this file already holds only weights; name a run or a checkpoint.")
-    which, tensors = source.which, read_tensors(verify(source.checkpoint), source.which.file)
+    which, tensors = source.which, dict(open_tensors(verify(source.checkpoint), source.which.file))
     log.info("%s", "; ".join(filter(None, (source.words, source.describe_calibration(applied=True)))))
     kept = source.calibration
     header = {"weights": which.words, "from": source.place.name}
@@ -85,8 +87,8 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
     for folder in folders:
         log.info("  %s", folder)
     log.info(
-        "The accuracy of the average is unknown; validate it with main_single_gpu.py, the run's settings and "
-        "-eval -pretrained %s.",
+        "The accuracy of the average is unknown; validate it with %s, the run's settings and -eval -pretrained %s.",
+        started_as("main_single_gpu.py"),
         out,
     )
     return EXIT_DONE
@@ -101,7 +103,7 @@ def _header(source: Chosen, origin: dict[str, Any], averaged: bool = False) -> d
 
 def needed_by_tools(chosen: Chosen) -> dict[str, Any]:
     """Settings that rebuild the model, for the header of a file that predict.py and other tools read."""
-    return {"settings": _public(chosen.settings), "fp32_modules": fp32_modules(chosen)}
+    return {"settings": _public(settings_of(chosen)), "fp32_modules": fp32_modules(chosen)}
 
 
 def _public(settings: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +112,7 @@ def _public(settings: dict[str, Any]) -> dict[str, Any]:
     if public.get(CLASS_WEIGHTS) not in (None, BALANCED):  # a file
         del public[CLASS_WEIGHTS]
     if settings.get("USE"):
-        public |= {"USE": [Path(name).name for name in settings["USE"]], "USE_SETTINGS": settings["USE_SETTINGS"]}
+        public |= {"USE": [one if OWN_SETTING.fullmatch(one) else Path(one).name for one in settings["USE"]]}
     dataset = str(public.get(DATASET))
     if dataset.startswith(HUB_PREFIX) and hub.is_path(dataset.removeprefix(HUB_PREFIX)):
         public[DATASET] = HUB_PREFIX  # without the key, the default would name another data set

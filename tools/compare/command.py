@@ -5,8 +5,8 @@
     python scripts/compare.py -cfg mine.yaml -vary lr=1e-3,3e-4 -vary TRAIN.MODEL_EMA=false,true -budget_min 60
     python scripts/compare.py -vary cfg=vit.yaml,swin.yaml -data_path /data/flowers -folds 5
 
--vary takes a setting, a flag that sets one, or cfg; several -vary make a grid, and with -pairs go side by side. -modes
-varies the precision: fp32 (or off), tf32, fp16, bf16, fp8, auto; O2-bf16, O2-fp16, NAIVE-bf16, NAIVE-fp16, O3-bf16,
+-vary takes a setting, a flag that sets one, or cfg; several -vary make a grid. -modes varies the
+precision: fp32 (or off), tf32, fp16, bf16, fp8, auto; O2-bf16, O2-fp16, NAIVE-bf16, NAIVE-fp16, O3-bf16,
 O3-fp16, apex; and every other value of -amp, as it is resolved on this device. O2:bf16 means O2-bf16.
 
 The first values are the baseline. Every run has a process and a folder of its own: DIR/bf16-0 is bf16 with seed 0,
@@ -23,21 +23,39 @@ The flags and settings of main_single_gpu.py are accepted (with -ngpus, those of
 
 from __future__ import annotations
 
-import shlex
+import statistics
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.common.command_line import Tool, above_zero, run_tool
+from tools.common.comparison.verdict import (
+    ByName,
+    Judged,
+    Metrics,
+    by_name,
+    judge,
+    judged_of,
+    number_of,
+    spread,
+    times_as_fast,
+    troubles,
+    unit,
+    values_of,
+    variation,
+)
+from tools.common.tables import in_columns
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, UserError
-from utils.files import kind_of_path
 from utils.flags import Flag
 from utils.log import log
-from utils.program import as_started_here
-from utils.record.run_folder import git_state, write_json
-from utils.record.weight_sets import AVERAGE, PLAIN
+from utils.passwords import redacted_values
+from utils.program import typed
+from utils.record.run_folder import git_state, read_data_warnings, write_json
 from utils.text import counted
+from vitamp.files import kind_of_path
+from vitamp.metrics import AVERAGE, ONE_LABEL, PLAIN
 
 if TYPE_CHECKING:
     from tools.compare.plan import Plan
@@ -53,7 +71,6 @@ def _number_of_folds(text: str) -> int:
 OWN = (
     Flag("modes", "precisions to compare, the baseline first", "A,B", default_text="fp32,auto without -vary"),
     Flag("vary", "a setting or flag and the values to compare; may be given several times", "KEY=A,B", append=True),
-    Flag("pairs", "compare the first value of every -vary, then the second of every, instead of the grid"),
     Flag("baseline", "name of what the others are compared with", "NAME", default_text="the first values"),
     Flag("seeds", "number of seeds, such as 3, or a list of seeds, such as 0,1,5", "N", default="3"),
     Flag("folds", "cross-validation with N folds of the data, instead of seeds", "N", kind=_number_of_folds),
@@ -67,7 +84,6 @@ OWN = (
         default_text=f"{PLAIN.name}; {AVERAGE.name} if {AVERAGE.setting} varies",
         choices=(PLAIN.name, AVERAGE.name),
     ),
-    Flag("halving", "train all for a few epochs; only the better half goes on, again and again, until two are left"),
     Flag("budget_min", "start no run that would end after so many minutes", "N", kind=above_zero),
     Flag("output", "folder of all runs", "DIR", default="output/compare", kind=Path),
 )
@@ -108,12 +124,10 @@ def _compare(argv: list[str]) -> int:
 
 def _write(plan: Plan, trained: Trained, out: Path) -> dict[str, Any]:
     """Write compare.json with all metrics so far, and return its contents."""
-    from tools.common.comparison.metrics import is_finished, metrics_of
-    from tools.common.comparison.verdict import by_name, judge, troubles
+    from tools.common.comparison.runs import is_finished, metrics_of
     from tools.compare.plan import compared_settings
-    from utils.record.run_folder import read_data_warnings
 
-    names, failed = [name for name in plan.contenders if name not in trained.dropped], trained.failed
+    names, failed = list(plan.contenders), trained.failed
     rows = [
         {
             "mode": run.contender,
@@ -123,7 +137,7 @@ def _write(plan: Plan, trained: Trained, out: Path) -> dict[str, Any]:
             **metrics_of(run.folder),
         }
         for run in plan.runs
-        if run.contender in names and is_finished(run.folder, plan.last_stage.updates)
+        if is_finished(run.folder)
     ]
     runs = by_name(rows)
     reasons = {
@@ -137,7 +151,7 @@ def _write(plan: Plan, trained: Trained, out: Path) -> dict[str, Any]:
         "seeds": list(plan.seeds),
         **({} if plan.folds is None else {"folds": plan.folds}),
         "date": time.strftime("%Y-%m-%d"),
-        "command": as_started_here(shlex.join(["python", "scripts/compare.py", *sys.argv[1:]])),
+        "command": typed("scripts/compare.py", sys.argv[1:]),
         "device": next((row["device"] for row in rows), plan.device),
         "versions": next((row["versions"] for row in rows), {}),
         "git": git_state(),
@@ -145,11 +159,11 @@ def _write(plan: Plan, trained: Trained, out: Path) -> dict[str, Any]:
         "runs": [{key: value for key, value in row.items() if key not in ("device", "versions")} for row in rows],
         "failed": failed,
         **({"left_out": trained.left_out} if trained.left_out else {}),
-        **({"dropped": trained.dropped} if trained.dropped else {}),
-        "verdicts": judge(runs, names, plan.judged, len(plan.contenders)),
+        "verdicts": judge(runs, names, plan.judged),
         "troubles": troubles(runs, reasons, names),
         "data": next((read_data_warnings(out / row["folder"]) for row in rows), []),
     }
+    about = redacted_values(about)
     try:
         write_json(out / "compare.json", about)
     except OSError as error:  # not fatal: the runs' folders have everything, and it is written again after each run
@@ -159,11 +173,6 @@ def _write(plan: Plan, trained: Trained, out: Path) -> dict[str, Any]:
 
 
 def _report(about: dict[str, Any], out: Path) -> None:
-    from tools.common.comparison.judged import judged_of
-    from tools.common.comparison.verdict import by_name
-    from tools.common.tables import in_columns
-    from tools.compare.table import notes, sentences, table
-
     page = _page(about, sentences(about), out)
     what = "settings" if "varied" in about else "mode"
     print("\n".join(["", *in_columns(table(by_name(about["runs"]), about["compared"], judged_of(about), what)), ""]))
@@ -182,11 +191,106 @@ def _report(about: dict[str, Any], out: Path) -> None:
         log.info("report: %s", page)
 
 
+def table(runs: ByName, names: Sequence[str], judged: Judged, what: str = "mode") -> list[list[str]]:
+    """One row per contender. `what`: the heading of their names."""
+    from engine.measure.bottleneck import shown_rate
+
+    heading = judged.metric.heading
+    head = [
+        what,
+        "runs",
+        "images/s",
+        "s/epoch",
+        "speed",
+        "peak memory",
+        f"last {heading}",
+        f"best {heading}",
+        "skipped",
+    ]
+    base, digits = runs.get(names[0], {}), judged.digits + 1
+    rows = [head]
+    for name in names:
+        ours = runs.get(name, {})
+        if not ours:
+            rows.append([name, "0", *["-"] * (len(head) - 2)])
+            continue
+
+        def shown(key: str, form: Callable[[float], str], ours: dict[int, Metrics] = ours) -> str:
+            values = values_of(list(ours.values()), key)
+            return form(statistics.median(values)) if values else "-"
+
+        speed = times_as_fast(ours, base, len(names) - 1)
+        last = judged.values(list(ours.values()))
+        best = values_of(list(ours.values()), f"best_{judged.metric.name}")
+        rows.append(
+            [
+                name,
+                str(len(ours)),
+                shown("images_per_second", shown_rate),
+                shown("seconds_per_epoch", lambda value: f"{value:.3g}"),
+                "1" if name == names[0] else f"{speed.value:.2f}" if speed else "-",
+                shown("peak_memory_gb", lambda value: f"{value:.2f} GB"),
+                spread(last, digits) if last else "-",
+                spread(best, digits) if best else "-",
+                str(sum(row["skipped"] for row in ours.values())),
+            ]
+        )
+    return rows
+
+
+def sentences(about: dict[str, Any]) -> list[str]:
+    """The verdicts, each with its details, and the problems."""
+    lines: list[str] = []
+    for verdict in about["verdicts"]:
+        lines.append(verdict["text"])
+        if verdict["details"]:
+            lines.append(f"  ({verdict['details']})")
+    if about["runs"] and (words := no_better_than_guessing(about["runs"], judged_of(about))):
+        lines.append(words)
+    return [*lines, *about["troubles"], *about.get("data", ())]
+
+
+def no_better_than_guessing(rows: Sequence[Metrics], judged: Judged) -> str:
+    """Says so, if no contender's mean is above the share of the largest class; then the comparison tells nothing."""
+    shares = values_of([row for row in rows if "largest_class_percent" in row], "largest_class_percent")
+    means = [
+        statistics.fmean(values) for of_one in by_name(rows).values() if (values := judged.values([*of_one.values()]))
+    ]
+    if judged.metric is not ONE_LABEL.best or not shares or not means or max(means) > max(shares):
+        return ""
+    return (
+        f"none is better than always guessing the largest class, which has {max(shares):.1f} % of the validation "
+        "images: train longer, or judge by another -metric"
+    )
+
+
+def notes(about: dict[str, Any]) -> list[str]:
+    """How the metrics were measured, and their noise."""
+    rows, by, rounds = about["runs"], unit(about["runs"]), about.get("folds") or len(about["seeds"])
+    judged = judged_of(about)
+    lines = [
+        f"images/s: median over a run's log lines except the first, then over the {by}s",
+        f"speed: geometric mean, over the {by}s, of the ratio to the baseline's images/s",
+        f"{judged.words}: after the last epoch{judged.whose}, mean ± standard deviation over the {by}s",
+        f"best {judged.metric.words}: over all validations of any of the weights that a run keeps",
+    ]
+    if about["device"].startswith("cpu"):
+        lines.append("memory: peak of the whole process, libraries and data included, because there is no GPU")
+    runs = [list(of_one.values()) for of_one in by_name(rows).values()]
+    noise = max((variation(of_one, "images_per_second") for of_one in runs), default=1.0)
+    if rounds > 1:
+        lines.append(f"noise: the speed of runs of the same mode varied by up to {100 * (noise - 1):.0f} %")
+    if 1 < rounds < 5:
+        lines.append(f"{rounds} {by}s are few: only large differences in {judged.words} show")
+    if any(row["start_up_counted"] for row in rows):
+        lines.append("some runs have only slow first updates: the verdict leaves their speed out")
+    return lines
+
+
 def _page(about: dict[str, Any], verdict: list[str], out: Path) -> Path | None:
     """Write report.html with the runs side by side. An error there is a warning, so that the verdict still appears."""
     if not about["runs"]:
         return None
-    from tools.common.comparison.verdict import number_of
     from tools.common.report_page.page import write_report
 
     rows = sorted(about["runs"], key=lambda row: (about["compared"].index(row["mode"]), number_of(row)))

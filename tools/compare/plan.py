@@ -2,45 +2,56 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import multiprocessing
-import sys
+import re
+import shutil
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tools.common.command_line import ToolLine, check_one_training
-from tools.common.comparison.judged import Judged, judged_by
-from tools.common.settings import non_defaults
+from tools.common.comparison.verdict import Judged, judged_by
+from tools.common.tables import non_defaults
 from tools.common.turns import alternating_order
-from tools.compare.contenders import (
-    MODES,
-    Axis,
-    Contender,
-    contenders_of,
-    first_as_baseline,
-    modes_axis,
-    read_axes,
-    refuse_equal,
-    refuse_fixed,
-)
-from utils.config import Config, differences, load_config, to_yaml
+from utils.cli import command_line
+from utils.config import Config, Loaded, differences, load_config, to_yaml
+from utils.config.keys import settings, suggest
 from utils.config.kinds import Fold
-from utils.errors import UserError
-from utils.files import write_atomically
+from utils.errors import UserError, nearest
+from utils.flags import BY_NAME, Flag
 from utils.parent import die_with_parent
+from utils.program import started_as
 from utils.text import counted
+from vitamp.files import write_atomically
 
 if TYPE_CHECKING:
     import torch
 
     from tools.common.precisions import Mode
-    from utils.config import TrainConfig
 
 T = TypeVar("T")
+SAME_FOR_ALL = "it is the same for all runs"
+NOT_VARIED = {
+    "SEED": "give -seeds",
+    "DATA.FOLD": "give -folds",
+    "OUTPUT": "every run has a folder of its own",
+    "SAVE": "every run has a folder of its own",
+    "NGPUS": SAME_FOR_ALL,
+    "DEVICE": SAME_FOR_ALL,
+    "MAX_TIME": SAME_FOR_ALL,
+    "EVAL": "every run trains",
+    "MODEL.RESUME": "every run starts anew",
+    "TRAIN.LAST_EPOCH": "every run starts anew",
+}
+"""Settings that -vary refuses -> why, or what to give instead."""
+EXAMPLE = "such as -vary DATA.SAMPLER=shuffle,balanced"
+MODES = "modes"
+"""Name of the axis of -modes"""
+BRACKETS = {"[": "]", "{": "}", "(": ")"}
 DEFAULT_MODES = "fp32,auto"
 USE_MODES = "list the precisions to compare in -modes"
 SET_BY_MODE = {
@@ -68,6 +79,169 @@ MAY_DIFFER = ("OUTPUT", "SAVE", "MODEL.RESUME")
 
 
 @dataclass(frozen=True)
+class Value:
+    """One value of what varies."""
+
+    label: str
+    """In the names of contenders: bf16, SAMPLER=balanced"""
+    cfg: str | None = None
+    """The recipe, if that varies."""
+    flags: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    """Settings, with their source."""
+    words: Mapping[str, str] = field(default_factory=dict)
+    """Settings as text, as KEY=VALUE gives them."""
+
+    @property
+    def keys(self) -> set[str]:
+        return {*self.flags, *self.words}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What varies, with its values."""
+
+    name: str
+    """A setting, the name of a flag, or MODES."""
+    values: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One value of each axis."""
+
+    values: tuple[Value, ...]
+
+    @property
+    def name(self) -> str:
+        return ", ".join(value.label for value in self.values)
+
+    @property
+    def file_name(self) -> str:
+        """The name without characters that a shell or the command line would take for something else."""
+        return re.sub(r"[^A-Za-z0-9.+-]+", "-", self.name.replace("_", "-")).strip("-.")
+
+    def load(self, line: ToolLine, more: Mapping[str, tuple[Any, str]] | None = None) -> Loaded:
+        """Its settings. `more`: further ones, with their source."""
+        cfg = next((value.cfg for value in self.values if value.cfg), None)
+        flags = {key: given for value in self.values for key, given in value.flags.items()}
+        words = {key: text for value in self.values for key, text in value.words.items()}
+        return line.load({**flags, **(more or {})}, cfg=cfg, words=words)
+
+
+def modes_axis(modes: Sequence[Mode]) -> Axis:
+    return Axis(
+        MODES,
+        tuple(
+            Value(mode.name, flags={f"AMP.{key}": (value, "-modes") for key, value in mode.settings.items()})
+            for mode in modes
+        ),
+    )
+
+
+def read_axes(texts: Sequence[str]) -> tuple[Axis, ...]:
+    """Parse the -vary flags. `-vary amp=...` is left to -modes."""
+    named = [_split(text) for text in texts]
+    names = [name for name, _ in named]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"-vary {repeated}: given twice; list all its values in one -vary.")
+    tails = [name.rpartition(".")[2] for name in names]
+    return tuple(
+        Axis(name, tuple(_value(name, tail if tails.count(tail) == 1 else name, text) for text in texts))
+        for (name, texts), tail in zip(named, tails, strict=True)
+    )
+
+
+def _split(text: str) -> tuple[str, list[str]]:
+    """'KEY=a,[b,c]' -> KEY, [a, '[b,c]']."""
+    name, _, rest = text.partition("=")
+    values = [value.strip() for value in _at_top_level(rest)]
+    if len(values) < 2 or not all(values):
+        raise UserError(f"-vary {text}: name a setting or flag and at least two values, {EXAMPLE}.")
+    if len(set(values)) < len(values):
+        raise UserError(f"-vary {text}: a value is listed twice; list each one once.")
+    return name.strip().removeprefix("-"), values
+
+
+def _at_top_level(text: str) -> list[str]:
+    """Split at commas outside brackets."""
+    parts, open_brackets = [""], ""
+    for letter in text:
+        if letter in BRACKETS:
+            open_brackets += BRACKETS[letter]
+        elif open_brackets.endswith(letter):
+            open_brackets = open_brackets[:-1]
+        if letter == "," and not open_brackets:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def _value(name: str, label: str, text: str) -> Value:
+    if name == "cfg":
+        return Value(Path(text).stem, cfg=text)
+    flag = BY_NAME.get(name)
+    if flag is not None and flag.keys:
+        value = Value(f"{label}={text}", flags=_by_flag(flag, text))
+    elif name in settings():
+        value = Value(f"{label}={text}", words={name: text})
+    elif name.isupper():
+        raise UserError(f"-vary {name}: unknown key.{suggest(name)}")
+    else:
+        known = ["cfg", *(flag.name for flag in BY_NAME.values() if flag.keys)]
+        raise UserError(f"-vary {name}: neither a setting nor a flag that sets one.{nearest(name, known)}")
+    for key in value.keys & NOT_VARIED.keys():
+        raise UserError(f"-vary {name}: {key} cannot be varied; {NOT_VARIED[key]}.")
+    return value
+
+
+def _by_flag(flag: Flag, text: str) -> dict[str, tuple[Any, str]]:
+    try:
+        value = [text] if flag.append else flag.kind(text)
+    except ValueError as error:
+        raise UserError(f"-vary {flag.name}={text}: {error}.") from None
+    return command_line({flag.name: value}, {}).flags
+
+
+def contenders_of(axes: Sequence[Axis]) -> tuple[Contender, ...]:
+    """Every combination of values."""
+    contenders = tuple(Contender(row) for row in itertools.product(*(axis.values for axis in axes)))
+    names: dict[str, str] = {}
+    for contender in contenders:
+        other = names.setdefault(contender.file_name, contender.name)
+        if other != contender.name:
+            raise UserError(f"-vary: {other} and {contender.name} would have the same folder; compare them separately.")
+    return contenders
+
+
+def refuse_fixed(axes: Sequence[Axis], line: ToolLine) -> None:
+    """What varies must not be given for all runs as well: it would win, or be lost."""
+    if any(axis.name == "cfg" for axis in axes) and line.run.cfg is not None:
+        raise UserError(f"-cfg {line.run.cfg}: cannot be given here; list it in -vary cfg=...")
+    for axis in axes:
+        for key in sorted(set().union(*(value.keys for value in axis.values))):
+            if given_by := line.given_by(key):
+                raise UserError(f"{key} ({given_by}): cannot be given here, because it varies ({axis.name}).")
+
+
+def refuse_equal(loaded: Mapping[str, Loaded]) -> None:
+    """Two contenders with the same settings would be compared with themselves."""
+    for (one, first), (other, second) in itertools.combinations(loaded.items(), 2):
+        if not differences(first.config, second.config):
+            raise UserError(f"{one} and {other} have the same settings here; list one of them.")
+
+
+def first_as_baseline(contenders: Sequence[Contender], name: str | None) -> tuple[Contender, ...]:
+    """The contenders with the one called `name` first; None: in their order."""
+    if name is None:
+        return tuple(contenders)
+    names = [contender.name for contender in contenders]
+    if name not in names:
+        raise UserError(f"-baseline {name}: not compared.{nearest(name, names)} Compared: {'; '.join(names)}.")
+    return tuple(sorted(contenders, key=lambda contender: contender.name != name))
+
+
+@dataclass(frozen=True)
 class Run:
     """One training: a contender with a seed and perhaps a fold, its settings and its folder."""
 
@@ -85,15 +259,6 @@ class Run:
     def settings_file(self) -> Path:
         """The file given to the run by -cfg."""
         return self.folder.with_name(f"{self.folder.name}.yaml")
-
-
-@dataclass(frozen=True)
-class Stage:
-    """How far all runs are trained before the better half of the contenders goes on (-halving)."""
-
-    updates: int | None = None
-    """None: to the end of the training, without -halving."""
-    words: str = ""
 
 
 @dataclass(frozen=True)
@@ -115,11 +280,6 @@ class Plan:
     """What varies beside -modes."""
     budget_min: float | None = None
     """Minutes after which no run is started."""
-    stages: tuple[Stage, ...] = (Stage(),)
-
-    @property
-    def last_stage(self) -> Stage:
-        return self.stages[-1]
 
     def rounds(self) -> str:
         """The seeds or folds of every contender, for the log."""
@@ -192,9 +352,9 @@ def make_plan(line: ToolLine, out: Path) -> Plan:
     # A process that queries a GPU keeps a CUDA context on it until it ends, and in exclusive mode the whole GPU.
     many = base.config.NGPUS != -1 or "NGPUS" in {**line.run.flags, **line.run.words}
     query = modes_text, base.config, device, many
-    modes, remarks, name, processes = in_another_process(_query, *query) if device.type == "cuda" else _query(*query)
+    modes, remarks, name = in_another_process(_query, *query) if device.type == "cuda" else _query(*query)
     axes = (*([modes_axis(modes)] if modes else []), *axes)
-    contenders = first_as_baseline(contenders_of(axes, line.asked.pairs), line.asked.baseline)
+    contenders = first_as_baseline(contenders_of(axes), line.asked.baseline)
     loaded = {contender.name: contender.load(line) for contender in contenders}
     refuse_equal(loaded)
     judged = judged_by(line.asked.metric, line.asked.weights, [one.config for one in loaded.values()])
@@ -202,53 +362,14 @@ def make_plan(line: ToolLine, out: Path) -> Plan:
         Run(contender.name, seed, _settings(line, contender, seed, fold), out / _folder(contender, seed, fold), fold)
         for (seed, fold), contender in alternating_order(contenders, rounds)
     )
-    _check_all(runs)
+    check_runs(runs)
     if any(key in DATA for axis in axes for key in (axis.name, *axis.values[0].keys)):
         remarks.append("what varies may choose other validation images: then the metrics cannot be compared")
     seeds = tuple(dict.fromkeys(seed for seed, _ in rounds))
     notes = dict.fromkeys(text for one in loaded.values() for text in (*one.notes, *one.warnings))
     varied = tuple(axis.name for axis in axes if axis.name != MODES)
-    counted_rounds, remarks = (seeds, line.asked.folds), (*notes, *remarks)
-    stages = (Stage(),)
-    if line.asked.halving:
-        stages = halving_stages(len(contenders), base.config.TRAIN, updates_per_epoch(base.config, processes))
-        if (first := stages[0].updates) is not None and len(stages) > 1:
-            remarks = (*remarks, *_within_warm_up(first, base.config.TRAIN, stages[-1].updates or first))
-    more = varied, line.asked.budget_min, stages
-    return Plan(tuple(loaded), judged, *counted_rounds, runs, name, many, remarks, *more)
-
-
-def _within_warm_up(first: int, train: TrainConfig, end: int) -> list[str]:
-    """A remark, if contenders are dropped before their learning rate is reached."""
-    if first > train.WARMUP_EPOCHS * end / train.NUM_EPOCHS:
-        return []
-    return [
-        f"-halving drops contenders after {counted(first, 'update')}, while the learning rate still rises "
-        f"(TRAIN.WARMUP_EPOCHS {train.WARMUP_EPOCHS:g}): for a comparison of learning rates, use a shorter warm-up"
-    ]
-
-
-def updates_per_epoch(config: Config, processes: int) -> int:
-    import torch
-
-    from engine.setup import training_data
-    from utils.distributed.world import World
-
-    _, loader = training_data(config, World(size=processes, local_size=processes), torch.device("cpu"))
-    loader.close()
-    return loader.order.updates
-
-
-def halving_stages(contenders: int, train: TrainConfig, per_epoch: int) -> tuple[Stage, ...]:
-    """Each stage is twice as long as the one before; the last two contenders train to the end."""
-    stages: dict[int, Stage] = {}
-    end = min(train.NUM_EPOCHS * per_epoch, train.MAX_UPDATES or sys.maxsize)
-    for left in range(max(1, math.ceil(math.log2(contenders))) - 1, -1, -1):
-        updates = max(1, round(end / 2**left / per_epoch)) * per_epoch if left else end
-        updates = min(updates, end)
-        epochs = f"{counted(updates / per_epoch, 'epoch')} of {train.NUM_EPOCHS}"
-        stages[updates] = Stage(updates, epochs if updates % per_epoch == 0 else counted(updates, "update"))
-    return tuple(stages.values())
+    remarks, folds = (*notes, *remarks), line.asked.folds
+    return Plan(tuple(loaded), judged, seeds, folds, runs, name, many, remarks, varied, line.asked.budget_min)
 
 
 def what_varies(asked: Namespace) -> tuple[str | None, tuple[Axis, ...]]:
@@ -281,16 +402,16 @@ def in_another_process(work: Callable[..., T], *given: object) -> T:
 
 def _query(
     modes_text: str | None, config: Config, device: torch.device, many: bool
-) -> tuple[tuple[Mode, ...], list[str], str, int]:
-    """Everything that needs the device itself: modes, remarks on them, the device's name, processes of a run."""
+) -> tuple[tuple[Mode, ...], list[str], str]:
+    """Everything that needs the device itself: modes, remarks on them, the device's name."""
     from engine.machine.device import describe_device, visible_devices
 
     modes = () if modes_text is None else read_modes(modes_text, config, device)
-    remarks, processes = _remarks(modes, config, device), 1
+    remarks = _remarks(modes, config, device)
     if many:
-        processes = visible_devices(config)
-        remarks.append(f"each run: {counted(processes, 'process')}, started by main_multi_gpu.py (-ngpus)")
-    return modes, remarks, describe_device(device), processes
+        processes = counted(visible_devices(config), "process")
+        remarks.append(f"each run: {processes}, started by {started_as('main_multi_gpu.py')} (-ngpus)")
+    return modes, remarks, describe_device(device)
 
 
 def _settings(line: ToolLine, contender: Contender, seed: int, fold: Fold | None) -> Config:
@@ -316,17 +437,20 @@ def _remarks(modes: Iterable[Mode], config: Config, device: torch.device) -> lis
     return remarks
 
 
-def _check_all(runs: tuple[Run, ...]) -> None:
-    """Refuse settings that training would refuse, and folders with other runs."""
+def check_runs(runs: Sequence[Run], again: bool = False) -> None:
+    """Refuse settings that training would refuse, and folders with other runs. `again`: delete these runs."""
     from engine.preflight import check
 
     for run in runs:
         if (run.seed, run.fold) == (runs[0].seed, runs[0].fold):
             check(run.config)
+        if run.settings_file.exists() and again:
+            shutil.rmtree(run.folder, ignore_errors=True)
+            run.settings_file.unlink()
         if run.settings_file.exists():
             _check_same(run)
         elif run.folder.exists() and any(run.folder.iterdir()):
-            raise UserError(f"{run.folder}: already exists and was not made by compare.py; choose another -output.")
+            raise UserError(f"{run.folder}: already exists and was not made by this tool; choose another -output.")
 
 
 def _check_same(run: Run) -> None:
@@ -343,14 +467,13 @@ def write_settings(run: Run) -> None:
     """Write the file for the run's process, which a later call compares its settings with."""
     if not run.settings_file.exists():
         run.settings_file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(run.settings_file, f"# {run.name}; made by scripts/compare.py\n{to_yaml(run.config)}")
+        write_atomically(run.settings_file, f"# {run.name}; made by vitamp\n{to_yaml(run.config)}")
 
 
-def command_of(run: Run, many: bool, stage: Stage) -> list[str]:
+def command_of(run: Run, many: bool) -> list[str]:
     """Command line that trains or resumes the run."""
     script = "main_multi_gpu.py" if many else "main_single_gpu.py"
-    command = [script, "-cfg", str(run.settings_file), "-output", str(run.folder), "-resume", "auto"]
-    return [*command, f"TRAIN.MAX_UPDATES={stage.updates}"] if stage.updates else command
+    return [script, "-cfg", str(run.settings_file), "-output", str(run.folder), "-resume", "auto"]
 
 
 def compared_settings(config: Config) -> dict[str, Any]:

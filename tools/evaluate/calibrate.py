@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.saved.predictions import guesses
-from engine.saved.trained import Trained
-from tools.common.figures import calibration
+from engine.trained.model import Trained
+from engine.trained.predictions import guesses
+from tools.common.evaluation import calibration
 from tools.common.parts import Part, outputs_of
 from tools.common.tables import in_columns
 from utils.errors import UserError
-from utils.files import try_to_write
-from utils.record.calibration import Fitted, file_for, keep_calibration
-from utils.record.tasks import ONE_LABEL
+from utils.record.run_folder import write_json
+from vitamp.checkpoints import run_folder_of
+from vitamp.files import try_to_write
+from vitamp.metrics import ONE_LABEL
+from vitamp.weights import CALIBRATION, Fitted, read_calibrations
 
 FEWEST = 50
 """Images. With fewer, the temperature is mostly noise."""
@@ -26,33 +29,34 @@ AT_ONCE = 1 << 24
 """Logits in double precision at once: 128 MiB"""
 
 
-class Measured(NamedTuple):
-    nll: float
-    ece: float
-    """In percent"""
-
-
-def check(trained: Trained) -> None:
-    """Refuse what cannot be calibrated, or not kept, before the images are read."""
+def check(trained: Trained) -> Path:
+    """The file to keep the temperature in. Refuses what cannot be calibrated or kept, before the images are read."""
     place = trained.chosen.place
     if trained.task.kind != ONE_LABEL:
         raise UserError(
             "-calibrate: needs one label per image. With several, each class has a threshold of its own, which belongs "
             "to the probabilities as they are."
         )
-    file = file_for(place) if trained.chosen.checkpoint else None
-    if file is None:
+    run = run_folder_of(place) if trained.chosen.checkpoint else None
+    if run is None:
         raise UserError(f"-calibrate: {place} is not in a run's folder, where the temperature is kept; name the run.")
     try:
-        try_to_write(file)
+        try_to_write(run / CALIBRATION)
     except OSError as error:
-        raise UserError(f"-calibrate: {file} cannot be written ({error.strerror}).") from None
+        raise UserError(f"-calibrate: {run / CALIBRATION} cannot be written ({error.strerror}).") from None
+    return run / CALIBRATION
 
 
-def calibrate(trained: Trained, part: Part, bins: int) -> str:
-    """Fit a temperature, keep it if it helps on images that it was not fitted on, and describe both."""
-    logits, labels = _logits_of(trained, part)
-    halves = _halves(len(labels))
+def calibrate(trained: Trained, part: Part, bins: int, file: Path) -> str:
+    """Fit a temperature, keep it in the file if it helps on images that it was not fitted on, and describe both."""
+    logits, labels = outputs_of(trained, part)
+    if not bool(logits.isfinite().all()):
+        raise UserError("-calibrate: the model has NaN or infinite logits on these images; nothing can be fitted.")
+    if len(labels) < FEWEST:
+        raise UserError(f"-calibrate: {len(labels)} images are too few; a temperature needs at least {FEWEST}.")
+    # Two random halves, the same each time: a data set is often in the order of its classes.
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    halves = order[::2], order[1::2]
     fitted = [fit_temperature(logits[half], labels[half]) for half in halves]
     of_others = torch.empty(len(labels), dtype=torch.float64)
     for half, temperature in zip(halves, reversed(fitted), strict=True):
@@ -60,7 +64,7 @@ def calibrate(trained: Trained, part: Part, bins: int) -> str:
     before = measure(logits, labels, torch.ones_like(of_others), bins)
     after = measure(logits, labels, of_others, bins)
     temperature, chosen = fit_temperature(logits, labels), trained.chosen
-    helps = after.nll < before.nll
+    helps = after["nll"] < before["nll"]
     kept = Fitted(
         temperature=temperature,
         images=len(labels),
@@ -69,50 +73,34 @@ def calibrate(trained: Trained, part: Part, bins: int) -> str:
         weights=chosen.which.name,
         data=part.title,
         precision=trained.precision.name,
-        before=before._asdict(),
-        crossfitted=after._asdict(),
+        before=before,
+        crossfitted=after,
     )
-    keep_calibration(chosen.place, chosen.hashes, kept if helps else None)
-    return "\n".join((*_text(trained, part, bins, before, after), *_verdict(trained, kept, helps, fitted)))
-
-
-def _text(trained: Trained, part: Part, bins: int, before: Measured, after: Measured) -> list[str]:
+    others = [one for one in read_calibrations(chosen.place) if one.sha256 != chosen.hashes]
+    write_json(file, {"temperatures": [one.model_dump() for one in (*others, *((kept,) if helps else ()))]})
     rows = [
         ["", "before", "after"],
-        ["calibration error", f"{before.ece:.2f} %", f"{after.ece:.2f} %"],
-        ["NLL", f"{before.nll:.4f}", f"{after.nll:.4f}"],
+        ["calibration error", f"{before['ece']:.2f} %", f"{after['ece']:.2f} %"],
+        ["NLL", f"{before['nll']:.4f}", f"{after['nll']:.4f}"],
     ]
-    return [trained.words(), f"{part.title}: {part.counted}; calibration in {bins} bins", "", *in_columns(rows), ""]
-
-
-def _verdict(trained: Trained, kept: Fitted, helps: bool, fitted: list[float]) -> list[str]:
     first, second = (f"{one:.4g}" for one in fitted)
-    how = (
+    verdict = "No temperature is kept: on images that it was not fitted on, the NLL does not fall."
+    if helps:
+        verdict = (
+            f"Kept in {file}: {kept.words}, all of these. predict.py, export.py and evaluate.py "
+            "divide the logits of these weights by it; -no_calibration leaves it out."
+        )
+    text = [
+        trained.words(),
+        f"{part.title}: {part.counted}; calibration in {bins} bins",
+        "",
+        *in_columns(rows),
+        "",
         "After: by cross-fitting. Each half of the images is measured with the temperature fitted on the other half "
-        f"({first} and {second})."
-    )
-    if not helps:
-        return [how, "No temperature is kept: on images that it was not fitted on, the NLL does not fall."]
-    return [
-        how,
-        f"Kept in {file_for(trained.chosen.place)}: {kept.words}, all of these. predict.py, export.py and evaluate.py "
-        "divide the logits of these weights by it; -no_calibration leaves it out.",
+        f"({first} and {second}).",
+        verdict,
     ]
-
-
-def _logits_of(trained: Trained, part: Part) -> tuple[Tensor, Tensor]:
-    logits, labels = outputs_of(trained, part)
-    if not bool(logits.isfinite().all()):
-        raise UserError("-calibrate: the model has NaN or infinite logits on these images; nothing can be fitted.")
-    if len(labels) < FEWEST:
-        raise UserError(f"-calibrate: {len(labels)} images are too few; a temperature needs at least {FEWEST}.")
-    return logits, labels
-
-
-def _halves(count: int) -> tuple[Tensor, Tensor]:
-    """Two random halves of the images, the same each time: a data set is often in the order of its classes."""
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
-    return order[::2], order[1::2]
+    return "\n".join(text)
 
 
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:
@@ -134,13 +122,13 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     return math.exp(log_temperature)
 
 
-def measure(logits: Tensor, labels: Tensor, temperatures: Tensor, bins: int) -> Measured:
-    """NLL and ECE, if the logits of each image are divided by its temperature."""
+def measure(logits: Tensor, labels: Tensor, temperatures: Tensor, bins: int) -> dict[str, float]:
+    """NLL, and ECE in percent, if the logits of each image are divided by its temperature."""
     guess, confidence = guesses(logits)[:, 0], torch.empty(len(labels), dtype=torch.float64)
     for rows in _in_parts(logits):
         probabilities = (logits[rows].double() / temperatures[rows, None]).softmax(1)
         confidence[rows] = probabilities.gather(1, guess[rows, None])[:, 0]
-    return Measured(_nll(logits, labels, temperatures), calibration(confidence, guess == labels, bins)[0])
+    return {"nll": _nll(logits, labels, temperatures), "ece": calibration(confidence, guess == labels, bins)[0]}
 
 
 def _nll(logits: Tensor, labels: Tensor, temperatures: Tensor) -> float:

@@ -28,7 +28,6 @@ labels, if the run's have none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,14 +50,13 @@ from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional, whole
 from utils.log import log
 from utils.record.run_folder import write_json
-from utils.record.tasks import ONE_LABEL, SEVERAL_LABELS
-from utils.record.weight_sets import BETTER, CHOICES, CHOICES_IN_WORDS, SETS, WeightSet
+from vitamp.metrics import BETTER, CHOICES, CHOICES_IN_WORDS, ONE_LABEL, SETS, WeightSet, always_guessing
 
 if TYPE_CHECKING:
-    from engine.saved.trained import Trained
+    from engine.trained.model import Trained
     from tools.common.parts import Part
 
-BOTH = "both"
+BOTH, MEAN = "both", "mean"
 
 OWN = (
     Flag(
@@ -107,112 +105,23 @@ def main(argv: list[str]) -> int:
 
 def _evaluate(argv: list[str]) -> int:
     line = TOOL.read(argv)
-    (model, *others), weights, bins = (getattr(line.asked, name) for name in ("model", "weights", "bins"))
+    asked = line.asked
     out, matrix = line.file("json", ".json"), line.file("confusion", ".csv", ".png")
-    both = weights == BOTH
-    _check(line, matrix if both else None)
+    _check(line, matrix)
     line.show_gpus()
-
-    given = _given(line)
+    default = None if asked.knn is None else "val"  # its training images vote, so it needs both splits
+    part = {"DATA.PART": (asked.part or default, "-part")} if asked.part or default else {}
+    given = replace(line.run, flags={**line.run.flags, "EVAL": (True, "evaluate.py"), **part})
     log.setLevel("WARNING")  # building the model logs what the training has logged already
 
-    # Imported late: torch takes seconds to import, and a wrong command should fail at once.
-    from engine.saved.trained import load_trained
-    from tools.common.parts import open_part
-    from tools.evaluate import averaged, calibrate, knn, one, several
+    if asked.knn is not None:
+        from tools.evaluate.knn import evaluate_neighbours
 
-    if line.asked.knn is not None:
-        return _written(out, *knn.evaluate_neighbours(line, given))
-    if others:
-        return _written(out, *averaged.evaluate_average(line, given, bins, matrix))
-    trained = load_trained(model, BETTER if both else weights, given=given, **_how(line))
-    trained.look(line.asked.tta)
-    for which in SETS if both else ():
-        trained.chosen.other(which)  # an error if it is not there
-    task = {ONE_LABEL: one, SEVERAL_LABELS: several}[trained.task.kind]
-    if task.NO_MATRIX and matrix is not None:
-        raise UserError(f"-confusion: {task.NO_MATRIX}.")
-    if line.asked.calibrate:
-        calibrate.check(trained)
-    data, notes = open_part(trained, {*given.flags, *given.words})
-    log.setLevel("INFO")
-    if not both:
-        log.info("%s: %s", model, trained.chosen.words)
-    for note in notes:
-        log.info("%s.", note)
-    sets = SETS if both else (trained.chosen.which,)
-    if line.asked.calibrate:
-        for which in sets:
-            trained.take(which)
-            log.info("%s", calibrate.calibrate(trained, data, bins))
-        return EXIT_DONE
-    if views := trained.views.words():
-        log.info("-tta %s: %s.", line.asked.tta, views)
-    found, temperatures = _of_sets(trained, sets, task, data, bins)
-    log.info("%s", task.text(trained, data, found))
-    _say_copies(trained, len(data.dataset))
-    if matrix is not None:
-        for which, figures in found.items():
-            path = _matrix_of(matrix, which) if both else matrix
-            task.write_matrix(path, figures, trained.names())
-            log.info("Confusion matrix: %s", path)
-    figures_as_json = {which.name: task.figures_as_json(figures) for which, figures in found.items()}
-    return _written(out, _about(line, trained, data.title, temperatures), figures_as_json)
-
-
-def _of_sets(
-    trained: Trained, sets: Sequence[WeightSet], task: Any, data: Part, bins: int
-) -> tuple[dict[WeightSet, Any], dict[str, float]]:
-    """Metrics of each set of weights, and its temperature."""
-    from tools.evaluate import own
-
-    with_own = own.executes_metrics(trained)
-    found: dict[WeightSet, Any] = {}
-    temperatures: dict[str, float] = {}
-    for which in sets:
-        if which != trained.chosen.which:
-            trained.take(which)
-        _say_calibration(trained)
-        found[which], temperatures[which.name] = task.evaluated(trained, data, bins), trained.temperature
-        if with_own:
-            found[which] = replace(found[which], own=own.own_metrics(trained, data))
-    return found, temperatures
-
-
-def _given(line: ToolLine) -> CommandLine:
-    """Settings that override the run's."""
-    default = None if line.asked.knn is None else "val"  # its training images vote, so it needs both splits
-    part = {"DATA.PART": (line.asked.part or default, "-part")} if line.asked.part or default else {}
-    return replace(line.run, flags={**line.run.flags, "EVAL": (True, "evaluate.py"), **part})
-
-
-def _say_copies(trained: Trained, images: int) -> None:
-    from engine.evaluated_data import copies_evaluated
-
-    if copies := copies_evaluated(trained.config, trained.chosen, images):
-        log.info("%s", copies)
-
-
-def _say_calibration(trained: Trained) -> None:
-    if words := trained.chosen.describe_calibration(trained.calibrated):
-        label = trained.chosen.which.label
-        log.info("%s%s weights: %s.", label[0].upper(), label[1:], words)
-
-
-def _about(line: ToolLine, trained: Trained, title: str, temperatures: dict[str, float]) -> dict[str, Any]:
-    """What the JSON file says of the evaluation."""
-    return {
-        "model": trained.config.MODEL.NAME,
-        "source": trained.chosen.origin,
-        "precision": trained.precision.name,
-        "tta": line.asked.tta,
-        "temperature": temperatures,
-        "data": title,
-        "classes": trained.names(),
-    }
-
-
-def _written(out: Path | None, about: dict[str, Any], figures: dict[str, Any]) -> int:
+        about, figures = evaluate_neighbours(line, given)
+    elif asked.calibrate:
+        return _calibrate(line, given)
+    else:
+        about, figures = _metrics(line, given, matrix)
     if out is not None:
         with writing(out, "-json"):
             write_json(out, {**about, "figures": figures})
@@ -220,37 +129,210 @@ def _written(out: Path | None, about: dict[str, Any], figures: dict[str, Any]) -
     return EXIT_DONE
 
 
+def _metrics(line: ToolLine, given: CommandLine, matrix: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Log the metrics of each set of weights, or of each model and the mean of their probabilities.
+
+    Returns what the JSON file says of the evaluation, and the metrics for it.
+    """
+    import torch
+
+    from engine.evaluated_data import copies_evaluated
+    from engine.trained.predictions import check_same_classes, names_of
+    from tools.common.evaluation import kind_of, table_of, with_bar
+
+    asked, paths, several = line.asked, line.asked.model, len(line.asked.model) > 1
+    models, sets = _loaded(line, given)
+    check_same_classes(models)
+    first, kind, one_label = models[0], kind_of(models[0]), models[0].task.kind == ONE_LABEL
+    if kind.no_matrix and matrix is not None:
+        raise UserError(f"-confusion: {kind.no_matrix}.")
+    opened = [_open(given, trained) for trained in models]
+    data, _ = opened[0]
+    if several:
+        names_of([part.dataset for part, _ in opened], " and ".join(paths))
+    log.setLevel("INFO")
+    for path, trained in zip(paths, models, strict=True) if len(sets) == 1 else ():
+        calibration = trained.chosen.describe_calibration(trained.calibrated)
+        log.info("%s: %s", path, "; ".join(filter(None, (trained.chosen.words, calibration))))
+    if several:
+        log.info("%s: the mean of the probabilities of these %d models.", MEAN, len(models))
+        if len({(trained.chosen.samples or {}).get("data") for trained in models}) > 1:
+            log.info(
+                "The models were not all trained on the same images. If one was trained on some of the images below, "
+                "its metrics and the mean's are too good."
+            )
+    for note in dict.fromkeys(note for _, notes in opened for note in notes):
+        log.info("%s.", note)
+    if asked.tta:
+        log.info("-tta %s: mean of the probabilities of each image and its mirror image.", asked.tta)
+    short = [Path(path).name for path in paths]  # or the whole paths, if these are not distinct
+    names = short if len({*short, MEAN}) == len(paths) + 1 else paths
+    titles = names if several else [which.mark or which.name for which in sets]
+    found, temperatures, outputs = {}, [], []
+    for number, title in enumerate(titles):
+        trained, (part, _) = (models[number], opened[number]) if several else (first, opened[0])
+        if not several and sets[number] != trained.chosen.which:
+            trained.take(sets[number])
+        if len(sets) > 1 and (words := trained.chosen.describe_calibration(trained.calibrated)):
+            log.info("%s: %s.", title, words)
+        batches = ((logits, part.labels(labels)) for logits, labels, _ in with_bar(trained, part.dataset))
+        if several:  # on the host, for the mean
+            batches = [(logits.cpu(), labels.cpu()) for logits, labels in batches]
+            outputs.append([torch.cat(column) for column in zip(*batches, strict=True)])
+            if not torch.equal(outputs[-1][1], outputs[0][1]):
+                raise UserError(
+                    f"{paths[number]} and {paths[0]}: the runs have different images, so they cannot be averaged."
+                )
+        found[title] = kind.of(trained, batches, asked.bins)
+        temperatures.append(trained.temperature)
+    if not several and _may_measure_own(first):
+        for title, which in zip(titles, sets, strict=True):
+            first.take(which)
+            found[title] = replace(found[title], own=_own_metrics(first, data))
+    if several:
+        mean = first.task.averaged([logits for logits, _ in outputs])
+        # In pieces, since the probabilities of all images at once may not fit into memory.
+        found[MEAN] = kind.of(first, zip(mean.split(1024), outputs[0][1].split(1024), strict=True), asked.bins, True)
+        guessing = f"; {always_guessing(found[MEAN].largest_class_percent)}" if one_label else ""
+        text = [f"{data.title}: {data.counted}{guessing}", "", *table_of(found)]
+    else:
+        best = found[titles[0]]
+        thresholds = "" if one_label else f"; {first.thresholds()[1]}"
+        text = [
+            f"{first.config.MODEL.NAME} of {first.chosen.origin}, in {first.precision.name}{thresholds}",
+            f"{data.title}: {best.words(data.counted)}",
+            "",
+            *table_of(found),
+            "",
+            *best.class_table(first, titles[0] if len(sets) > 1 else ""),
+        ]
+    log.info("%s", "\n".join(text))
+    copies = [copies_evaluated(trained.config, trained.chosen, len(data.dataset)) for trained in models]
+    for copy in filter(None, dict.fromkeys(copies)):
+        log.info("%s", copy)
+    if matrix is not None:
+        for title, which in [(MEAN, None)] if several else zip(titles, sets, strict=True):
+            path = _matrix_of(matrix, which) if which and len(sets) > 1 else matrix
+            _write_matrix(path, found[title], first.names())
+            log.info("Confusion matrix%s: %s", " of the mean" * several, path)
+    about: dict[str, Any] = {
+        "model": [trained.config.MODEL.NAME for trained in models],
+        "source": [trained.chosen.origin for trained in models],
+        "precision": [trained.precision.name for trained in models],
+    }
+    if not several:
+        about = {name: values[0] for name, values in about.items()}
+    about |= {
+        "tta": asked.tta,
+        "temperature": temperatures if several else {w.name: t for w, t in zip(sets, temperatures, strict=True)},
+        "data": data.title,
+        "classes": first.names(),
+    }
+    keys = [*titles, MEAN] if several else [which.name for which in sets]
+    return about, {key: one.as_json() for key, one in zip(keys, found.values(), strict=True)}
+
+
+def _calibrate(line: ToolLine, given: CommandLine) -> int:
+    from tools.evaluate.calibrate import calibrate, check
+
+    (trained,), sets = _loaded(line, given)
+    file = check(trained)
+    data, notes = _open(given, trained)
+    log.setLevel("INFO")
+    if len(sets) == 1:
+        log.info("%s: %s", line.asked.model[0], trained.chosen.words)
+    for note in notes:
+        log.info("%s.", note)
+    for which in sets:
+        trained.take(which)
+        log.info("%s", calibrate(trained, data, line.asked.bins, file))
+    return EXIT_DONE
+
+
+def _loaded(line: ToolLine, given: CommandLine) -> tuple[list[Trained], tuple[WeightSet, ...]]:
+    """The models, and the sets of weights to evaluate. UserError if one is not there."""
+    from engine.trained.model import load_trained  # torch takes seconds to import; a wrong command fails at once
+
+    asked, both = line.asked, line.asked.weights == BOTH
+    how = {"calibrated": not (asked.no_calibration or asked.calibrate), "average": asked.average}
+    models = [load_trained(path, BETTER if both else asked.weights, given=given, **how) for path in asked.model]
+    for trained in models:
+        trained.flip = bool(asked.tta)
+    for which in SETS if both else ():
+        models[0].chosen.other(which)
+    return models, SETS if both else (models[0].chosen.which,)
+
+
+def _open(given: CommandLine, trained: Trained) -> tuple[Part, list[str]]:
+    from tools.common.parts import open_part
+
+    return open_part(trained, {*given.flags, *given.words})
+
+
+def _may_measure_own(trained: Trained) -> bool:
+    """Execute the files of the run's own metrics (VALIDATE_METRICS). False without such files, or without consent."""
+    names, chosen = trained.config.VALIDATE_METRICS, trained.chosen
+    if not names:
+        return False
+    from engine.own_code import may_execute, use_of_meta
+
+    if not may_execute(chosen.meta, chosen.place, names):
+        what = ", ".join(names)
+        log.info("VALIDATE_METRICS %s: not computed, because that executes code of the run; -trust does.", what)
+        return False
+    use_of_meta(chosen.meta, trained.config, chosen.place, ("metric",))
+    return True
+
+
+def _own_metrics(trained: Trained, data: Part) -> dict[str, float]:
+    from engine.own_code import measured
+    from tools.common.parts import outputs_of
+
+    logits, labels = outputs_of(trained, data)
+    return measured(trained.config.VALIDATE_METRICS, trained.task.probabilities(logits), labels.long())
+
+
 def _matrix_of(matrix: Path, which: WeightSet) -> Path:
     """File of one of both matrices."""
     return matrix.with_stem(f"{matrix.stem}_{which.name}")
 
 
-def _how(line: ToolLine) -> dict[str, Any]:
-    """More arguments of `load_trained`."""
-    plain = line.asked.no_calibration or line.asked.calibrate
-    return {"calibrated": not plain, "average": line.asked.average}
+def _write_matrix(path: Path, found: Any, names: list[str]) -> None:
+    from tools.evaluate.matrix import write_picture, write_table
+
+    with writing(path, "-confusion"):
+        (write_picture if path.suffix.lower() == ".png" else write_table)(path, found, names)
 
 
 def _check(line: ToolLine, matrix: Path | None) -> None:
-    """`matrix`: the file given, of which both sets of weights get one."""
-    if matrix is not None:
+    """Raise UserError for flags that do not go together."""
+    asked, several, both = line.asked, len(line.asked.model) > 1, line.asked.weights == BOTH
+    if matrix is not None and both:
         for which in SETS:
-            check_output_file(_matrix_of(matrix, which), "-confusion", fresh=not line.asked.overwrite)
-    _check_knn(line)
-    several = len(line.asked.model) > 1
-    for given, flag in ((line.asked.calibrate, "-calibrate"), (line.asked.weights == BOTH, f"-weights {BOTH}")):
+            check_output_file(_matrix_of(matrix, which), "-confusion", fresh=not asked.overwrite)
+    if asked.knn is None:
+        if asked.pool is not None:
+            raise UserError(f"-pool {asked.pool}: chooses the features that -knn compares; give that too.")
+        if asked.plain_votes:
+            raise UserError("-plain_votes: says how the images that -knn finds vote; give that too.")
+    else:
+        if others := [name for name in OF_CLASSIFIER if name in line.given]:
+            raise UserError(f"-{others[0]}: does not go with -knn, which has no classifier and no probabilities.")
+        if asked.part in MEMORISED:
+            raise UserError(f"-part {asked.part}: the training images vote, so -knn needs other ones: val or test.")
+    for given, flag in ((asked.knn, "-knn"), (asked.calibrate, "-calibrate"), (both, f"-weights {BOTH}")):
         if several and given:
-            raise UserError(f"{flag}: takes one model, but {len(line.asked.model)} are given.")
-    if line.asked.calibrate:
+            raise UserError(f"{flag}: takes one model, but {len(asked.model)} are given.")
+    if asked.calibrate:
         for name in ("average", "tta", "json", "confusion", "no_calibration"):
-            if getattr(line.asked, name):
+            if getattr(asked, name):
                 raise UserError(f"-{name}: does not go with -calibrate, which only fits a temperature; leave it out.")
-        if line.asked.part in MEMORISED:
+        if asked.part in MEMORISED:
             raise UserError(
-                f"-part {line.asked.part}: the model was trained on these images, and is surer of them than of others; "
+                f"-part {asked.part}: the model was trained on these images, and is surer of them than of others; "
                 "-calibrate needs val or test."
             )
-    if line.asked.average and line.asked.weights == BOTH:
+    if asked.average and both:
         raise UserError(f"-average: takes one set of weights; give -weights model or ema instead of {BOTH}.")
     if line.run.cfg is not None:
         raise UserError(
@@ -263,19 +345,3 @@ def _check(line: ToolLine, matrix: Path | None) -> None:
             raise UserError(
                 f"{where}: leave this out; the model is the first argument, and is evaluated as it was trained."
             )
-
-
-def _check_knn(line: ToolLine) -> None:
-    asked = line.asked
-    if asked.knn is None:
-        if asked.pool is not None:
-            raise UserError(f"-pool {asked.pool}: chooses the features that -knn compares; give that too.")
-        if asked.plain_votes:
-            raise UserError("-plain_votes: says how the images that -knn finds vote; give that too.")
-        return
-    if len(asked.model) > 1:
-        raise UserError(f"-knn: takes one model, but {len(asked.model)} are given.")
-    if others := [name for name in OF_CLASSIFIER if name in line.given]:
-        raise UserError(f"-{others[0]}: does not go with -knn, which has no classifier and no probabilities.")
-    if asked.part in MEMORISED:
-        raise UserError(f"-part {asked.part}: the training images vote, so -knn needs other ones: val or test.")

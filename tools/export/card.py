@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import timm
 from huggingface_hub import EvalResult, ModelCardData
 
 from datasets.base import HUB_PREFIX
-from datasets.decoding.background import OPAQUE
+from datasets.decoding import OPAQUE
 from datasets.shards import hub as hub_data
 from models import count_parameters
-from models.names import is_timm_name
+from models.build import is_timm_name
 from tools.common.report_page.runs import Run
 from tools.common.weights import needed_by_tools
+from tools.export import CURVES
 from tools.export.formats import Export
-from tools.export.hub_files import CURVES
 from utils.config.keys import default_of
-from utils.config.values import one_line
-from utils.record.tasks import LOSS, METRICS, ONE_LABEL
+from utils.config.kinds import one_line
+from utils.record.resumed_run import settings_of
+from vitamp.metrics import LOSS, ONE_LABEL
 
 TASK = "image-classification"
-HUB_IDS = {
-    "cifar10": "uoft-cs/cifar10",
-    "cifar100": "uoft-cs/cifar100",
-}
+HUB_IDS = {"cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100"}
 """DATA.DATASET -> its name on the Hub, where that differs"""
 IMAGENET, IMAGENET_SAMPLES = "ILSVRC/imagenet-1k", {"train": 1_281_167, "val": 50_000}
 LAYOUTS = ("csv", "imagefolder", "imagenet2012", "shards")
@@ -40,233 +37,181 @@ RESIZED = {
     "border": "resized with a border of the mean colour",
 }
 """What happens before the centre is cropped, by `crop_mode`"""
-SHOWN = (*(metric.name for metric in ONE_LABEL.metrics if metric != LOSS), LOSS.name)
+SHOWN = (*(metric for metric in ONE_LABEL.metrics if metric != LOSS), LOSS)
 """Metrics in the card"""
 
 
-@dataclass(frozen=True)
-class Card:
-    export: Export
-    title: str
-    repository: str | None
-    license: str | None
-    run: Run | None
-    has_curves: bool
-
-    def text(self) -> str:
-        parts = [
-            f"---\n{self._metadata().to_yaml()}\n---",
-            f"# {self.title}",
-            self._summary(),
-            f"## Load it\n\n{self._loading()}",
-            f"## Data\n\n{self._data()}",
-            f"## Results\n\n{self._results()}",
-            f"## Settings\n\n{self._settings()}",
-        ]
-        return "\n\n".join(parts) + "\n"
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Validation metrics of the exported weights, as far as they are known."""
-        metrics = self.export.trained.chosen.metrics
-        return {name: metrics[name] for name in SHOWN if name in metrics}
-
-    @property
-    def public_settings(self) -> dict[str, Any]:
-        """The run's settings without those that hold paths of its machine."""
-        return needed_by_tools(self.export.trained.chosen)["settings"]
-
-    @property
-    def dataset(self) -> str | None:
-        """Name of the data set, if the run knows it; None for a layout. Never a path."""
-        name = self.export.trained.config.DATA.DATASET
-        if name.startswith(HUB_PREFIX):
-            place = name.removeprefix(HUB_PREFIX)
-            return None if hub_data.is_path(place) else hub_data.repository_of(place)[0]
-        if name == "imagenet2012" and self.samples == IMAGENET_SAMPLES and self.export.metadata["num_classes"] == 1000:
-            return IMAGENET
-        return None if name in LAYOUTS else HUB_IDS.get(name, name)
-
-    @property
-    def on_hub(self) -> list[str] | None:
-        """The data set, if it has a name on the Hub."""
-        return [self.dataset] if self.dataset is not None and "/" in self.dataset else None
-
-    @property
-    def samples(self) -> dict[str, int]:
-        """Number of images of each split, as far as it is known."""
-        return self.run.about.get("samples", {}) if self.run else {}
-
-    @property
-    def base_model(self) -> str | None:
-        """Name on the Hub of the timm weights that training began with; None if it began without, or with a file."""
-        name = self.export.trained.chosen.settings.get("MODEL.PRETRAINED")
-        if not isinstance(name, str) or not is_timm_name(name):
-            return None
-        config = timm.get_pretrained_cfg(name)
-        return config.hf_hub_id if config is not None else None
-
-    def _metadata(self) -> ModelCardData:
-        results = [
-            EvalResult(
-                task_type=TASK,
-                dataset_type=self.dataset or UNKNOWN,
-                dataset_name=self.dataset or UNKNOWN,
-                dataset_split="validation",
-                metric_type="accuracy",
-                metric_name=METRICS[name].heading,
-                metric_value=round(value, 4),
-            )
-            for name, value in self.metrics.items()
-            if name != LOSS.name
-        ]
-        return ModelCardData(
-            tags=[TASK, "timm", "vitamp"],
-            library_name="timm",
-            pipeline_tag=TASK,
-            license=self.license,
-            base_model=self.base_model,
-            datasets=self.on_hub,
-            metrics=["accuracy"],
-            model_name=self.title,
-            eval_results=results or None,
+def card_of(
+    export: Export, title: str, repository: str | None, license: str | None, run: Run | None, has_curves: bool
+) -> str:
+    """`repository`: OWNER/NAME on the Hub. `run`: of the weights, if it is known."""
+    trained, about = export.trained, export.metadata(False)
+    metrics = {metric: trained.chosen.metrics[metric.name] for metric in SHOWN if metric.name in trained.chosen.metrics}
+    samples = run.about.get("samples", {}) if run else {}
+    dataset = _dataset(trained.config.DATA.DATASET, samples, about["num_classes"])
+    base = settings_of(trained.chosen).get("MODEL.PRETRAINED")
+    timms = timm.get_pretrained_cfg(base) if isinstance(base, str) and is_timm_name(base) else None
+    base = timms.hf_hub_id if timms is not None else None  # on the Hub; None without weights, or with those of a file
+    results = [
+        EvalResult(
+            task_type=TASK,
+            dataset_type=dataset or UNKNOWN,
+            dataset_name=dataset or UNKNOWN,
+            dataset_split="validation",
+            metric_type="accuracy",
+            metric_name=metric.heading,
+            metric_value=round(value, 4),
         )
+        for metric, value in metrics.items()
+        if metric != LOSS
+    ]
+    head = ModelCardData(
+        tags=[TASK, "timm", "vitamp"],
+        library_name="timm",
+        pipeline_tag=TASK,
+        license=license,
+        base_model=base,
+        datasets=[dataset] if dataset is not None and "/" in dataset else None,
+        metrics=["accuracy"],
+        model_name=title,
+        eval_results=results or None,
+    )
+    parameters, _ = count_parameters(export.model)
+    summary = (
+        f"An image classifier: timm's {type(export.model).__name__} ({_code(about['model'])}) with {parameters:,} "
+        f"parameters and {about['num_classes']:,} classes, trained with vitamp"
+        f"{f' on {_code(dataset)}' if dataset else ''}{f', fine-tuned from {_code(base)}' if base else ''}."
+    )
+    parts = [
+        f"---\n{head.to_yaml()}\n---",
+        f"# {title}",
+        summary,
+        f"## Load it\n\n{_loading(export, about, title, repository)}",
+        f"## Data\n\n{_data(about, trained.chosen.classes, dataset, samples)}",
+        f"## Results\n\n{_results(export, about, {one.words: one.number(value) for one, value in metrics.items()})}",
+        f"## Settings\n\n{_settings(export, dataset, run)}",
+    ]
+    if metrics and has_curves:
+        parts[5] += f"\n\n![Loss and accuracy by epoch]({CURVES})"
+    return "\n\n".join(parts) + "\n"
 
-    def _summary(self) -> str:
-        about, module = self.export.metadata, self.export.model.module
-        parameters, _ = count_parameters(module)
-        base = f", fine-tuned from {_code(self.base_model)}" if self.base_model else ""
-        data = f" on {_code(self.dataset)}" if self.dataset else ""
-        return (
-            f"An image classifier: timm's {type(module).__name__} ({_code(about['model'])}) with {parameters:,} "
-            f"parameters and {about['num_classes']:,} classes, trained with vitamp{data}{base}."
-        )
 
-    def _loading(self) -> str:
-        names = 'model.pretrained_cfg["label_names"]' if self.export.trained.chosen.classes else None
-        rotated = self.export.metadata["exif_rotate"]
-        source = f"hf-hub:{self.repository}" if self.repository else f"local-dir:{self.title}"
-        return "\n".join(
-            (
-                "```python",
-                "import sys",
-                "",
-                "import numpy as np",
-                "import timm",
-                "import torch",
-                f"from PIL import Image{', ImageOps' if rotated else ''}",
-                "",
-                f'model = timm.create_model("{source}", pretrained=True).eval()'
-                + ("" if self.repository else "  # the path of this folder"),
-                "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))",
-                f"names = {names}" if names else f"names = range({self.export.metadata['num_classes']})",
-                "",
-                "",
-                *self._opening(),
-                "",
-                "",
-                "for path in sys.argv[1:]:",
-                "    image = transform(opened(path))",
-                "    with torch.no_grad():",
-                f"        probabilities = {self._calibrated('model(image[None])')}.softmax(1)[0]",
-                "    label = int(probabilities.argmax())",
-                '    print(path, names[label], f"{probabilities[label]:.3f}")',
-                "```",
-            )
-        )
+def _dataset(name: str, samples: dict[str, int], classes: int) -> str | None:
+    """Name of the data set, if the run knows it; None for a layout. Never a path."""
+    if name.startswith(HUB_PREFIX):
+        place = name.removeprefix(HUB_PREFIX)
+        return None if hub_data.is_path(place) else hub_data.repository_of(place)[0]
+    if name == "imagenet2012" and samples == IMAGENET_SAMPLES and classes == 1000:
+        return IMAGENET
+    return None if name in LAYOUTS else HUB_IDS.get(name, name)
 
-    def _calibrated(self, logits: str) -> str:
-        temperature = self.export.trained.temperature
-        return f"({logits} / {temperature:.6g})" if temperature != 1 else logits
 
-    def _opening(self) -> list[str]:
-        """A function that opens an image as vitamp does."""
-        about = self.export.metadata
-        lines = ["def opened(path):", "    image = Image.open(path)"]
-        if about["exif_rotate"]:
-            lines.append("    image = ImageOps.exif_transpose(image)")
-        lines += [
-            '    if image.mode.startswith("I"):  # 16 bits',
-            "        image = Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8))",
-        ]
-        if about["background"] is not None:
-            lines += [
-                "    if image.has_transparency_data:",
-                '        image = image.convert("RGBA")',
-                f'        behind = Image.new("RGBA", image.size, {(*about["background"], OPAQUE)})',
-                "        image = Image.alpha_composite(behind, image)",
-            ]
-        return [*lines, f'    return image.convert("{"L" if about["channels"] == 1 else "RGB"}")']
+def _loading(export: Export, about: dict[str, Any], title: str, repository: str | None) -> str:
+    """Code that classifies images, and opens them as vitamp does."""
+    temperature = export.trained.temperature
+    logits = f"(model(image[None]) / {temperature:.6g})" if temperature != 1 else "model(image[None])"
+    classes = export.trained.chosen.classes
+    names = 'model.pretrained_cfg["label_names"]' if classes else f"range({about['num_classes']})"
+    source, where = f"hf-hub:{repository}", ""
+    if not repository:
+        source, where = f"local-dir:{title}", "  # the path of this folder"
+    rotated = ["    image = ImageOps.exif_transpose(image)"] if about["exif_rotate"] else []
+    behind = [
+        "    if image.has_transparency_data:",
+        '        image = image.convert("RGBA")',
+        f'        behind = Image.new("RGBA", image.size, {(*(about["background"] or ()), OPAQUE)})',
+        "        image = Image.alpha_composite(behind, image)",
+    ]
+    lines = [
+        "```python",
+        "import sys",
+        "",
+        "import numpy as np",
+        "import timm",
+        "import torch",
+        f"from PIL import Image{', ImageOps' if rotated else ''}",
+        "",
+        f'model = timm.create_model("{source}", pretrained=True).eval(){where}',
+        "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))",
+        f"names = {names}",
+        "",
+        "",
+        "def opened(path):",
+        "    image = Image.open(path)",
+        *rotated,
+        '    if image.mode.startswith("I"):  # 16 bits',
+        "        image = Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8))",
+        *(behind if about["background"] is not None else ()),
+        f'    return image.convert("{"L" if about["channels"] == 1 else "RGB"}")',
+        "",
+        "",
+        "for path in sys.argv[1:]:",
+        "    image = transform(opened(path))",
+        "    with torch.no_grad():",
+        f"        probabilities = {logits}.softmax(1)[0]",
+        "    label = int(probabilities.argmax())",
+        '    print(path, names[label], f"{probabilities[label]:.3f}")',
+        "```",
+    ]
+    return "\n".join(lines)
 
-    def _data(self) -> str:
-        about, samples = self.export.metadata, self.samples
-        size, names = about["image_size"], self.export.trained.chosen.classes
-        colours = "grey" if about["channels"] == 1 else "RGB"
-        if about["crop"] == "none":
-            how = f"resized to {size} x {size} without keeping the aspect ratio"
-        else:
-            how = f"{RESIZED[about['crop_mode']]}, then the centre cropped to {size} x {size}"
-            how += f" (`crop_pct` {about['crop_pct']:g})"
-        listed = ", ".join(_code(name) for name in (names or [])[:MOST_CLASSES])
-        more = f", and {len(names) - MOST_CLASSES:,} more in config.json" if names and len(names) > MOST_CLASSES else ""
-        rows = {
-            "data set": _code(self.dataset) if self.dataset else f"{UNKNOWN}: the run knows no name of it",
-            "training images": f"{samples['train']:,}" if "train" in samples else "",
-            "validation images": f"{samples['val']:,}" if "val" in samples else "",
-            "classes": f"{about['num_classes']:,}{': ' if listed else ''}{listed}{more}",
-            "input": f"{colours}, {how}, {about['interpolation']}",
-            "transparent pixels": "dropped alpha"
-            if about["background"] is None
-            else f"composited on RGB {', '.join(map(str, about['background']))}",
-            "temperature": self._temperature(),
-            "mean": ", ".join(f"{value:g}" for value in about["mean"]),
-            "standard deviation": ", ".join(f"{value:g}" for value in about["std"]),
-        }
-        return _table(("", ""), rows)
 
-    def _temperature(self) -> str:
-        kept = self.export.metadata.get("calibration")
-        if kept is None:
-            return ""
-        return (
+def _data(about: dict[str, Any], names: list[str] | None, dataset: str | None, samples: dict[str, int]) -> str:
+    size, colours = about["image_size"], "grey" if about["channels"] == 1 else "RGB"
+    how = f"resized to {size} x {size} without keeping the aspect ratio"
+    if about["crop"] != "none":
+        how = f"{RESIZED[about['crop_mode']]}, then the centre cropped to {size} x {size}"
+        how += f" (`crop_pct` {about['crop_pct']:g})"
+    listed = ", ".join(_code(name) for name in (names or [])[:MOST_CLASSES])
+    more = f", and {len(names) - MOST_CLASSES:,} more in config.json" if names and len(names) > MOST_CLASSES else ""
+    kept, behind, temperature = about.get("calibration"), about["background"], ""
+    if kept is not None:
+        temperature = (
             f"{kept['temperature']:.6g}, fitted on {kept['images']:,} validation images: divide the logits by it, and "
             "the probabilities are calibrated. The weights are as they were trained"
         )
+    rows = {
+        "data set": _code(dataset) if dataset else f"{UNKNOWN}: the run knows no name of it",
+        "training images": f"{samples['train']:,}" if "train" in samples else "",
+        "validation images": f"{samples['val']:,}" if "val" in samples else "",
+        "classes": f"{about['num_classes']:,}{': ' if listed else ''}{listed}{more}",
+        "input": f"{colours}, {how}, {about['interpolation']}",
+        "transparent pixels": "dropped alpha" if behind is None else f"composited on RGB {', '.join(map(str, behind))}",
+        "temperature": temperature,
+        "mean": ", ".join(f"{value:g}" for value in about["mean"]),
+        "standard deviation": ", ".join(f"{value:g}" for value in about["std"]),
+    }
+    return _table(("", ""), rows)
 
-    def _results(self) -> str:
-        if not self.metrics:
-            mean = f" They are the mean of {len(averaged)} checkpoints." if (averaged := self._averaged) else ""
-            return f"These weights were not validated by their run: their accuracy is unknown.{mean}"
-        chosen = self.export.trained.chosen
-        epoch, update = chosen.meta.get("epoch"), chosen.meta.get("update")
-        when = f" after epoch {epoch} (update {update:,})" if epoch is not None and update is not None else ""
-        dtype = self.export.options.dtype
-        stored = "" if dtype == "fp32" else f" They are stored in {dtype} here."
-        rows = {METRICS[by].words: METRICS[by].number(value) for by, value in self.metrics.items()}
-        about = f"Measured in training, on the validation split, with the {chosen.which.label} weights{when}.{stored}"
-        curves = f"\n\n![Loss and accuracy by epoch]({CURVES})" if self.has_curves else ""
-        return f"{about}\n\n{_table(('metric', 'value'), rows)}{curves}"
 
-    @property
-    def _averaged(self) -> list[str]:
-        return self.export.metadata.get("averaged", [])
+def _results(export: Export, about: dict[str, Any], rows: dict[str, str]) -> str:
+    if not rows:
+        averaged = about.get("averaged", [])
+        mean = f" They are the mean of {len(averaged)} checkpoints." if averaged else ""
+        return f"These weights were not validated by their run: their accuracy is unknown.{mean}"
+    chosen = export.trained.chosen
+    epoch, update = chosen.meta.get("epoch"), chosen.meta.get("update")
+    when = f" after epoch {epoch} (update {update:,})" if epoch is not None and update is not None else ""
+    stored = "" if export.dtype == "fp32" else f" They are stored in {export.dtype} here."
+    how = f"Measured in training, on the validation split, with the {chosen.which.label} weights{when}.{stored}"
+    return f"{how}\n\n{_table(('metric', 'value'), rows)}"
 
-    def _settings(self) -> str:
-        differing = {
-            key: value
-            for key, value in self.public_settings.items()
-            if key.startswith(SHOWN_SECTIONS) and one_line(value) != one_line(_listed(default_of(key)))
-        }
-        if HUB_PREFIX in str(differing.get("DATA.DATASET")):
-            differing["DATA.DATASET"] = self.dataset or "parquet"
-        lines = "\n".join(f"{key}={one_line(value)}" for key, value in differing.items())
-        versions = self.run.about.get("versions", {}) if self.run else {}
-        trained_in = f"Precision: {self.run.precision}. " if self.run else ""
-        installed = ", ".join(f"{name} {number}" for name, number in versions.items())
-        return (
-            f"{trained_in}{f'Trained with {installed}. ' if installed else ''}Settings that differ from vitamp's "
-            f"defaults:\n\n```text\n{lines}\n```"
-        )
+
+def _settings(export: Export, dataset: str | None, run: Run | None) -> str:
+    differing = {
+        key: value
+        for key, value in needed_by_tools(export.trained.chosen)["settings"].items()
+        if key.startswith(SHOWN_SECTIONS) and one_line(value) != one_line(_listed(default_of(key)))
+    }
+    if HUB_PREFIX in str(differing.get("DATA.DATASET")):
+        differing["DATA.DATASET"] = dataset or "parquet"
+    lines = "\n".join(f"{key}={one_line(value)}" for key, value in differing.items())
+    versions = run.about.get("versions", {}) if run else {}
+    installed = ", ".join(f"{name} {number}" for name, number in versions.items())
+    return (
+        f"{f'Precision: {run.precision}. ' if run else ''}{f'Trained with {installed}. ' if installed else ''}"
+        f"Settings that differ from vitamp's defaults:\n\n```text\n{lines}\n```"
+    )
 
 
 def _listed(value: Any) -> Any:

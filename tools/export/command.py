@@ -36,7 +36,7 @@ from pathlib import Path
 
 from tools.common.command_line import AVERAGE, NO_CALIBRATION, OVERWRITE, PART, TRUST, WEIGHTS, Tool, run_tool
 from tools.common.output_file import check_output_file, check_output_folder, check_weights_file
-from tools.export.hub_files import HUB_FILES
+from tools.export import HUB_FILES
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional, whole
 from utils.log import log
@@ -135,41 +135,38 @@ def _export(argv: list[str]) -> int:
     files = _files(asked, formats)
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
-    from engine.saved.trained import load_trained
-    from tools.export.check import TOLERANCES, images_for_check, reference_logits
-    from tools.export.formats import FORMATS
-    from tools.export.hub import Hub
-    from tools.export.model import Options
-    from tools.export.outputs import outputs_of
-    from tools.export.push import check_push
-    from tools.export.write import write_checked
+    from engine.trained.model import load_trained
+    from tools.export.check import TOLERANCES, images_for_check, outputs_of, reference_logits
+    from tools.export.formats import FORMATS, Export, Onnx, write_checked
+    from tools.export.hub import Hub, check_push, push
 
     kinds = FORMATS | {HUB: Hub(asked.push, asked.license)}
     for name in formats:
         kinds[name].check_packages()
-    repository = check_push(asked.push, bool(asked.public), bool(asked.overwrite)) if asked.push else None
+    private = check_push(asked.push, bool(asked.public), bool(asked.overwrite)) if asked.push else False
     how = {"calibrated": not asked.no_calibration, "average": asked.average}
     trained = load_trained(asked.path, asked.weights, device="cpu", amp="off", **how)
     calibration = trained.chosen.describe_calibration(trained.calibrated)
     log.info("%s: %s", asked.path, "; ".join(filter(None, (trained.chosen.words, calibration))))
-    if HUB in formats and (why := outputs_of(trained).no_hub):
-        raise UserError(f"-to {HUB}: {why}.")
+    outputs = outputs_of(trained)
+    if HUB in formats and outputs.no_hub:
+        raise UserError(f"-to {HUB}: {outputs.no_hub}.")
     images = images_for_check(trained, asked.images, asked.check, asked.part or "val")
     if asked.with_resize:
-        from tools.export.from_image import OnnxFromImage, whole_images
+        from tools.export.from_image import prepend, whole_images
 
-        kinds["onnx"], images = OnnxFromImage(), whole_images(trained, images)
-        expected = outputs_of(trained).probabilities(reference_logits(trained, images))
-    else:
-        expected = reference_logits(trained, images)
+        kinds["onnx"] = Onnx(prepend)
+        images = whole_images(trained, images)
+    expected = reference_logits(trained, images)
+    expected = outputs.probabilities(expected) if asked.with_resize else expected
     tolerance = asked.tolerance or TOLERANCES[asked.dtype]
-    options = Options(asked.dtype, asked.with_preprocess, asked.with_resize, asked.opset, tolerance)
+    options = (asked.dtype, asked.with_preprocess, asked.with_resize, asked.opset, tolerance)
     for name in formats:
-        write_checked(kinds[name], trained, images, expected, options, files[name])
+        write_checked(kinds[name], Export(trained, images, *options), expected, files[name])
     if HUB in formats and asked.license is None:
         log.info("  README.md has no license: add one before others use the model (-license ID)")
-    if repository is not None:
-        repository.push(files[HUB])
+    if asked.push:
+        push(asked.push, private, files[HUB])
     return EXIT_DONE
 
 

@@ -1,4 +1,8 @@
-"""Export formats: how each file is written, and how its users run it."""
+"""Export formats: what is written, how it is checked, and how its users run it.
+
+A trained model may compute attention or patches by vitamp's own code, which leaves weights and their names alone. The
+weights are loaded into timm's plain model, so that the exported graph needs none of that code.
+"""
 
 from __future__ import annotations
 
@@ -6,52 +10,140 @@ import contextlib
 import importlib.util
 import io
 import json
+import os
+import shutil
+import tempfile
 import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import timm
 import torch
 from torch import Tensor, nn
 
+from datasets.base import background_of
+from datasets.registry import crop_of, squeezes
 from engine.checkpoint.folder import raising_os_errors
-from engine.saved.trained import Trained
+from engine.checkpoint.restore import load_weights
+from engine.inputs.normalize import Inputs, per_channel
+from engine.trained.model import Trained
+from models import timm_call
+from tools.common.output_file import writing
+from tools.common.progress import progress_bar
 from tools.common.weights import needed_by_tools
-from tools.export.check import LOGITS
-from tools.export.model import DTYPES, ExportModule, Options, TimmModel
+from tools.export import CONFIG, HUB_FILES
+from tools.export.check import IMAGE, LOGITS, CheckImages, compare, outputs_of
+from utils.config.data import DataConfig
 from utils.errors import TrainingError, UserError
-from utils.record.chosen import Chosen
-from utils.record.weights_file import EXPORTED, encoded
+from utils.log import log
+from vitamp.weights import EXPORTED, MADE_BY, encoded
 
 INPUT, OUTPUT, BATCH = "images", LOGITS, "batch"
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 TORCH_KEYS = ("pkg.", "namespace")
 """Prefixes of what torch notes at each node, paths of source files on this machine among it"""
 
+FOR_TOOLS = ("choices", "metrics", "thresholds", "own_code")
+"""Fields of meta.json that vitamp's own tools need of safetensors, besides the metadata"""
 
-@dataclass(frozen=True)
+
+@dataclass
 class Export:
-    """Everything that is written into one file."""
+    """A model for one file, with the options of the export."""
 
-    model: TimmModel
-    module: ExportModule
-    example: Tensor
-    """Two input images, because torch would fix the batch size at that of one; one, if the file takes one"""
-    metadata: dict[str, Any]
     trained: Trained
-    options: Options
+    images: CheckImages
+    dtype: str
+    with_preprocess: bool
+    with_resize: bool
+    opset: int | None
+    tolerance: float
+    timm_name: str = field(init=False)
+    timm_arguments: dict[str, Any] = field(init=False)
+    model: nn.Module = field(init=False)
+    """timm's plain model with the trained weights, on the CPU"""
+    module: nn.Module = field(init=False)
+    """What is exported: pixels or normalised images in, fp32 logits out, calibrated if the model is"""
+
+    def __post_init__(self) -> None:
+        config = self.trained.config
+        self.timm_name, self.timm_arguments = timm_call(
+            config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS
+        )
+        model = timm.create_model(self.timm_name, **self.timm_arguments)
+        load_weights(model, self.trained.model.state_dict(), f"{self.trained.chosen.place}")
+        self.model = model.eval().requires_grad_(False)
+        self.module = _Exported(self).eval()
+
+    @property
+    def example(self) -> Tensor:
+        """Two input images, because torch would fix the batch size at that of one; one, if the file takes one."""
+        first = next(self.images.batches(self.trained, self.with_preprocess))
+        return self.images.pixels[:1].contiguous() if self.with_resize else torch.cat([first, first])
 
     @property
     def input_summary(self) -> str:
-        kind = "uint8, pixels" if self.options.with_preprocess else "float32, normalised"
-        about = self.metadata
-        size = f"N x {about['channels']} x {about['image_size']} x {about['image_size']}"
-        return f"'{INPUT}' {size} ({kind}) to '{OUTPUT}' N x {about['num_classes']}, any N"
+        kind, data = "uint8, pixels" if self.with_preprocess else "float32, normalised", self.trained.config.DATA
+        size = f"N x {data.IMAGE_CHANNELS} x {data.IMAGE_SIZE} x {data.IMAGE_SIZE}"
+        return f"'{INPUT}' {size} ({kind}) to '{OUTPUT}' N x {self.trained.config.MODEL.NUM_CLASSES}, any N"
+
+    def metadata(self, program: bool) -> dict[str, Any]:
+        """Metadata of the file, without anything about the machine that wrote it.
+
+        `program`: the file computes outputs, so that they are divided by the temperature; else it holds only weights.
+        """
+        trained, config, data = self.trained, self.trained.config, self.trained.config.DATA
+        crop_mode, crop_pct = crop_of(data)
+        chosen, channels = trained.chosen, data.IMAGE_CHANNELS
+        about = {
+            "made_by": MADE_BY,
+            "model": config.MODEL.NAME,
+            "checkpoint": chosen.place.name,
+            "weights": chosen.which.name,
+            **({"averaged": [one.folder.name for one in chosen.averaged]} if chosen.averaged else {}),
+            "timm_name": self.timm_name,
+            "timm_arguments": self.timm_arguments,
+            "classes": chosen.classes,
+            "num_classes": config.MODEL.NUM_CLASSES,
+            "input": "pixels" if self.with_preprocess else "normalised",
+            "dtype": self.dtype,
+            "image_size": data.IMAGE_SIZE,
+            "channels": channels,
+            "mean": per_channel(data.IMAGENET_MEAN, channels),
+            "std": per_channel(data.IMAGENET_STD, channels),
+            "crop": "none" if squeezes(data) else "middle",
+            "crop_mode": crop_mode,
+            "crop_pct": crop_pct,
+            "interpolation": data.INTERPOLATION,
+            "exif_rotate": data.EXIF_ROTATE,
+            "background": background_of(data),
+        }
+        if (kept := chosen.calibration) is not None and trained.calibrated:
+            about["calibration"] = {"temperature": kept.temperature, "images": kept.images, "applied": program}
+        return about | outputs_of(trained).metadata() | self.images.about
 
 
-class Format(ABC):
+class _Exported(nn.Module):
+    """With -with_resize, one image in and its probabilities out."""
+
+    def __init__(self, export: Export) -> None:
+        super().__init__()
+        trained, self.dtype = export.trained, DTYPES[export.dtype]
+        takes_pixels = export.with_preprocess or export.with_resize
+        self.inputs = Inputs(trained.config.DATA) if takes_pixels else nn.Identity()
+        self.probabilities = outputs_of(trained).probabilities if export.with_resize else None
+        self.module, self.temperature = export.model.to(self.dtype), trained.temperature
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits = self.module(self.inputs(images).to(self.dtype)).float()
+        logits = logits * (1 / self.temperature) if self.temperature != 1 else logits
+        return logits if self.probabilities is None else self.probabilities(logits)[0]
+
+
+class Format:
     name: str
     flag = "-out"
     """The flag that names the file"""
@@ -66,13 +158,13 @@ class Format(ABC):
         if missing:
             raise UserError(f"-to {self.name} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 
-    @abstractmethod
     def write(self, export: Export, file: Path) -> str:
         """Write the file and return a summary of it."""
+        raise NotImplementedError
 
-    @abstractmethod
     def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Tensor:
         """Logits of the written file. Those of weights alone are not calibrated."""
+        raise NotImplementedError
 
     def how_to_load(self, export: Export, out: Path) -> str:
         """Line of Python that loads the file, for the log; '' if it takes more than a line."""
@@ -83,45 +175,52 @@ class Onnx(Format):
     name = "onnx"
     program = True
     packages = ("onnx", "onnxscript", "onnxruntime")
-    output = OUTPUT
-    any_number = True
-    """Whether it takes any number of images at once"""
+
+    def __init__(self, prepend: Callable[[DataConfig, Any], None] | None = None) -> None:
+        """`prepend`: with -with_resize, puts nodes that resize one image before the model's."""
+        self.prepend = prepend
 
     def write(self, export: Export, file: Path) -> str:
-        with _torch_exporter(self.name, export.metadata["model"]):
+        whole = export.with_resize
+        with _torch_exporter(self.name, export):
             program = torch.onnx.export(
                 export.module,
                 (export.example,),
                 input_names=[INPUT],
-                output_names=[self.output],
-                opset_version=export.options.opset,
+                output_names=[export.images.output],
+                opset_version=export.opset,
                 dynamo=True,
-                dynamic_shapes=({0: BATCH},) if self.any_number else None,
+                dynamic_shapes=None if whole else ({0: BATCH},),
                 verbose=False,
             )
         assert program is not None
         model = program.model
-        model.metadata_props.update({key: json.dumps(value) for key, value in export.metadata.items()})
-        for part in (model.graph, *model.graph.all_nodes(), *_values(model.graph)):
+        model.metadata_props.update({key: json.dumps(value) for key, value in export.metadata(True).items()})
+        graph = model.graph
+        nodes = list(graph.all_nodes())
+        values = [*graph.inputs, *graph.initializers.values(), *(value for node in nodes for value in node.outputs)]
+        for part in (graph, *nodes, *values):
             for key in [key for key in part.metadata_props if key.startswith(TORCH_KEYS)]:
                 del part.metadata_props[key]
-        self.finish(export, model)
+        summary = export.input_summary
+        if whole:
+            assert self.prepend is not None
+            self.prepend(export.trained.config.DATA, model)
+            classes = export.trained.config.MODEL.NUM_CLASSES
+            summary = f"'{IMAGE}' H x W x 3 (uint8, RGB, any size) to '{export.images.output}' {classes}"
         with raising_os_errors(file):
             program.save(str(file))
         opset = model.opset_imports[""]
-        if export.options.opset not in (None, opset):
-            raise TrainingError(f"-opset {export.options.opset}: torch can write this model only for opset {opset}.")
-        return f"opset {opset}, {self.summary(export)}"
-
-    def finish(self, export: Export, model: Any) -> None:
-        """Change the graph before it is saved."""
-
-    def summary(self, export: Export) -> str:
-        return export.input_summary
+        if export.opset not in (None, opset):
+            raise TrainingError(f"-opset {export.opset}: torch can write this model only for opset {opset}.")
+        return f"opset {opset}, {summary}"
 
     def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Tensor:
-        outputs = run_onnx(str(file), file.name, INPUT, OUTPUT, (batch.numpy() for batch in batches))
-        return torch.cat([torch.from_numpy(output) for output in outputs])
+        # With -with_resize, a batch is one image, and the outputs are its probabilities.
+        whole, output = export.with_resize, export.images.output
+        arrays = (batch[0].numpy() if whole else batch.numpy() for batch in batches)
+        found = [torch.from_numpy(one) for one in run_onnx(str(file), file.name, output, arrays)]
+        return torch.stack(found) if whole else torch.cat(found)
 
 
 class Torch(Format):
@@ -130,13 +229,13 @@ class Torch(Format):
 
     def write(self, export: Export, file: Path) -> str:
         batch = torch.export.Dim(BATCH, min=1)
-        with _torch_exporter(self.name, export.metadata["model"]):
+        with _torch_exporter(self.name, export):
             program = torch.export.export(export.module, (export.example,), dynamic_shapes=({0: batch},))
         for module in program.graph_module.modules():
             for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
                 node.meta.pop("stack_trace", None)  # paths of source files on this machine
         buffer = io.BytesIO()  # if the disk is full, torch's own writer kills the process
-        torch.export.save(program, buffer, extra_files={f"{EXPORTED}.json": json.dumps(export.metadata)})
+        torch.export.save(program, buffer, extra_files={f"{EXPORTED}.json": json.dumps(export.metadata(True))})
         file.write_bytes(buffer.getbuffer())
         return export.input_summary
 
@@ -151,32 +250,82 @@ class Safetensors(Format):
     def write(self, export: Export, file: Path) -> str:
         import safetensors.torch
 
-        dtype = DTYPES[export.options.dtype]
-        state = export.model.module.state_dict()
-        tensors = {key: value.to(dtype) if value.is_floating_point() else value for key, value in state.items()}
+        chosen, tensors = export.trained.chosen, export.model.state_dict()
+        of_run = {key: chosen.meta[key] for key in FOR_TOOLS if key in chosen.meta}
+        # One key: safetensors writes several in a different order each time.
+        header = encoded({EXPORTED: {**export.metadata(False), **of_run, **needed_by_tools(chosen)}})
         with raising_os_errors(file):
-            # One key: safetensors writes several in a different order each time.
-            header = encoded({EXPORTED: {**export.metadata, **_tool_metadata(export.trained.chosen)}})
             safetensors.torch.save_file({k: v.contiguous() for k, v in tensors.items()}, file, metadata=header)
         return "weights under timm's names"
 
     def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Tensor:
-        import timm
-
-        model = export.model
-        module: nn.Module = timm.create_model(model.timm_name, **model.arguments, checkpoint_path=str(file))
-        module.eval()
+        module = timm.create_model(export.timm_name, **export.timm_arguments, checkpoint_path=str(file)).eval()
         return torch.cat([module(batch) for batch in batches])
 
     def how_to_load(self, export: Export, out: Path) -> str:
-        return export.model.create_call(str(out))
+        given = "".join(f"{name}={value!r}, " for name, value in export.timm_arguments.items())
+        return f'timm.create_model("{export.timm_name}", {given}checkpoint_path="{out}")'
 
 
 FORMATS: dict[str, Format] = {format.name: format for format in (Onnx(), Torch(), Safetensors())}
 
 
-def run_onnx(model: str | bytes, name: str, taken: str, given: str, inputs: Iterable[np.ndarray]) -> list[np.ndarray]:
-    """Outputs of a model, a file or its bytes, for each input. `name`: of the model, for errors."""
+def write_checked(kind: Format, export: Export, expected: Tensor, out: Path) -> None:
+    """Write `out` if its logits agree with `expected`; otherwise raise TrainingError and leave no file.
+
+    It is written and checked in a temporary folder, and moved into place only if the check passes.
+    """
+    trained, images = export.trained, export.images
+    with writing(out, kind.flag):
+        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        try:
+            with progress_bar(len(images.pixels), "images", f"{out.name}: exporting") as bar:
+                summary = kind.write(export, folder / out.name)
+                bar.set_description(f"{out.name}: checking")
+
+                def batches() -> Iterator[Tensor]:
+                    for batch in images.batches(trained, export.with_preprocess):
+                        yield batch
+                        bar.update(len(batch))
+
+                with torch.no_grad():
+                    logits = kind.run(export, folder / out.name, batches())
+                    logits = logits if kind.program else logits / trained.temperature
+            agreement = compare(trained, images, expected, logits, export.tolerance)
+            size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+            _move_into_place(folder, out)
+        except TrainingError as error:
+            raise TrainingError(f"{out} was not written: {error}") from None
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    log.info("%s: %.1f MB, %s, %s", out, size / 1e6, export.dtype, summary)
+    log.info("  %s", agreement)
+    if how := kind.how_to_load(export, out):
+        log.info("  %s", how)
+
+
+def _move_into_place(folder: Path, out: Path) -> None:
+    """Move what makes the export valid last: it must not be there before the files that it needs.
+
+    That is the file itself, which may have a data file (weights of an ONNX model beyond 2 GB), or a folder's config.
+    """
+    source, target, last = folder, out.parent, out.name
+    if (folder / out.name).is_dir():
+        source, target, last = folder / out.name, out, CONFIG
+        target.mkdir(exist_ok=True)
+        for old in (target / name for name in HUB_FILES if not (source / name).exists()):
+            old.unlink(missing_ok=True)  # of an earlier export
+    mask = os.umask(0)
+    os.umask(mask)
+    for file in sorted(source.iterdir(), key=lambda path: path.name == last):
+        file.chmod(0o666 & ~mask)  # safetensors makes its files readable by their owner only
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+        file.replace(target / file.name)
+
+
+def run_onnx(model: str | bytes, name: str, output: str, inputs: Iterable[np.ndarray]) -> list[np.ndarray]:
+    """Outputs of a model with one input, a file or its bytes, for each input. `name`: of the model, for errors."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -184,34 +333,22 @@ def run_onnx(model: str | bytes, name: str, taken: str, given: str, inputs: Iter
     options.log_severity_level = 3  # errors only
     try:
         session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-        return [np.asarray(session.run([given], {taken: one})[0]) for one in inputs]
+        (taken,) = session.get_inputs()
+        return [np.asarray(session.run([output], {taken.name: one})[0]) for one in inputs]
     except Exception as error:  # onnxruntime's exceptions have no common base class
         raise TrainingError(f"{name}: onnxruntime cannot run the file: {first_line(error)}") from None
 
 
-def _tool_metadata(chosen: Chosen) -> dict[str, Any]:
-    """What vitamp's own tools need besides the metadata."""
-    known = {key: chosen.meta[key] for key in ("choices", "metrics", "thresholds", "own_code") if key in chosen.meta}
-    return known | needed_by_tools(chosen)
-
-
 @contextlib.contextmanager
-def _torch_exporter(what: str, model: str) -> Iterator[None]:
+def _torch_exporter(what: str, export: Export) -> Iterator[None]:
     """Silence torch's warnings for its developers, and turn a failed export into one line."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     except Exception as error:  # torch raises many types of its own, and those of the model
-        reason = first_line(error.__cause__ or error)
+        model, reason = export.trained.config.MODEL.NAME, first_line(error.__cause__ or error)
         raise TrainingError(f"-to {what}: torch cannot export the model {model}: {reason}") from None
-
-
-def _values(graph: Any) -> Iterator[Any]:
-    yield from graph.inputs
-    yield from graph.initializers.values()
-    for node in graph.all_nodes():
-        yield from node.outputs
 
 
 def first_line(error: BaseException) -> str:

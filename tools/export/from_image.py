@@ -1,87 +1,80 @@
-"""-to onnx -with_resize: a file that takes an image of any size, and how it is checked."""
+"""-to onnx -with_resize: a file that takes an image of any size, and the images it is checked on.
+
+ONNX nodes before the model's resize and crop the image as validation does, and make it grey for a grey model.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+import math
+from dataclasses import replace
 
 import numpy as np
+import onnx
+import onnx.parser
 import onnx_ir as ir
 import torch
 from PIL import Image
 from torch import Tensor
 
-from datasets.base import Samples
-from datasets.decoding.reader import Reader
-from datasets.decoding.stored import Box
+from datasets.base import Box, Samples
+from datasets.decoding import Reader
 from datasets.given import open_given
-from engine.saved.trained import Trained
-from tools.export.check import CheckImages, reference_logits
-from tools.export.formats import Export, Onnx, run_onnx
-from tools.export.outputs import outputs_of
-from tools.export.resize import ADVICE, IMAGE, PIXELS, check_resizable, prepend, resize_model
+from datasets.registry import crop_of
+from engine.trained.model import Trained
+from tools.export.check import IMAGE, PROBABILITIES, CheckImages, outputs_of, reference_logits
+from tools.export.formats import run_onnx
 from utils.config.data import DataConfig
-from utils.errors import TrainingError
+from utils.errors import TrainingError, UserError
 from utils.log import log
 from utils.text import counted
 
-OUTPUT = "probabilities"
+PIXELS = "pixels"
 SHAPES = {"portrait": (1.1, 2.03), "landscape": (2.03, 1.1), "tiny": (0.3, 0.2), "exact": (1.0, 1.0)}
 """Width and height of made images, as fractions of the model's"""
 RESHAPED = 4
 """Images that are made into these shapes"""
 CLEAR = 0.1
 """Distance between probabilities from which on a prediction is clear"""
+OPSET = 18
+"""The first with antialiasing"""
+ADVICE = "Use -with_preprocess, and resize images as docs/export.md shows."
+MODES = {"bicubic": ("cubic", ", cubic_coeff_a = -0.5, exclude_outside = 1"), "bilinear": ("linear", "")}
+"""DATA.INTERPOLATION -> mode of Resize, and the attributes with which it agrees with PIL"""
+SIZES = {
+    "center": """
+  short = Min (height, width)
+  height_by_side = Mul (height, side)
+  width_by_side = Mul (width, side)
+  high = Div (height_by_side, short)
+  wide = Div (width_by_side, short)""",
+    "squash": """
+  high = Identity (side)
+  wide = Identity (side)""",
+}
+"""DATA.CROP_MODE -> nodes that compute the size before the crop, as `crops.resized_size` does"""
+GREY = """
+  channel_axis = Constant <value_ints = [1]> ()
+  integers = Cast <to = 6> (batch)
+  weights = Constant <value = int32[1, 3, 1, 1] {19595, 38470, 7471}> ()
+  half_grey = Constant <value = int32[1] {32768}> ()
+  shift = Constant <value = int32[1] {65536}> ()
+  weighed = Mul (integers, weights)
+  total = ReduceSum <keepdims = 1> (weighed, channel_axis)
+  rounded = Add (total, half_grey)
+  channels = Div (rounded, shift)"""
+"""PIL's weights"""
 
 
-@dataclass(frozen=True)
-class WholeImages(CheckImages):
-    """Images of any size. `pixels` are those that the nodes of the file make from them."""
-
-    sources: tuple[Callable[[], np.ndarray], ...] = ()
-    """Each returns an image, H x W x 3"""
-    differences: dict[str, Any] | None = None
-    """How far pixels and predictions are from those of validation"""
-    output: ClassVar[str] = OUTPUT
-
-    def batches(self, trained: Trained, with_preprocess: bool) -> Iterator[Tensor]:
-        for source in self.sources:
-            yield torch.from_numpy(np.array(source()))[None]
-
-    def example(self, trained: Trained, with_preprocess: bool) -> Tensor:
-        return self.pixels[:1].contiguous()
-
-    def about(self) -> dict[str, Any]:
-        return {"input": IMAGE, "output": OUTPUT, "differences": self.differences}
-
-
-class OnnxFromImage(Onnx):
-    """The file of `Onnx`, with nodes before it that resize one image."""
-
-    output = OUTPUT
-    any_number = False
-
-    def finish(self, export: Export, model: ir.Model) -> None:
-        prepend(export.trained.config.DATA, model)
-
-    def summary(self, export: Export) -> str:
-        return f"'{IMAGE}' H x W x 3 (uint8, RGB, any size) to '{OUTPUT}' {export.metadata['num_classes']}"
-
-    def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Tensor:
-        images = (batch[0].numpy() for batch in batches)
-        return torch.stack([torch.from_numpy(row) for row in run_onnx(str(file), file.name, IMAGE, OUTPUT, images)])
-
-
-def whole_images(trained: Trained, images: CheckImages) -> WholeImages:
+def whole_images(trained: Trained, images: CheckImages) -> CheckImages:
     """The same images before validation resizes them, and some of them in other shapes.
 
     Raises TrainingError if the pixels of the file lead to other predictions than those of validation.
     """
     data = trained.config.DATA
-    check_resizable(data)
+    mode, _ = crop_of(data)
+    if mode not in SIZES:
+        raise UserError(f"-with_resize: DATA.CROP_MODE {mode} is not supported, only {' and '.join(SIZES)}. {ADVICE}")
     stored, own, names = images.samples, images.pixels, list(images.names)
     if stored is None:  # held in memory, or noise: only made images have another size
         sources, bases = [], [_rgb(row.permute(1, 2, 0).numpy()) for row in own[:RESHAPED]]
@@ -92,35 +85,40 @@ def whole_images(trained: Trained, images: CheckImages) -> WholeImages:
     made = {f"{name} {number}": _shaped(base, name, data) for number, base in enumerate(bases) for name in SHAPES}
     own = torch.cat([own, *(_as_validation(data, image)[None] for image in made.values())])
     sources = (*sources, *(functools.partial(np.asarray, image) for image in made.values()))
-    rows = run_onnx(resize_model(data).SerializeToString(), "resizing", IMAGE, PIXELS, (source() for source in sources))
+    rows = run_onnx(resize_model(data).SerializeToString(), "resizing", PIXELS, (source() for source in sources))
     pixels = torch.cat([torch.from_numpy(row) for row in rows])
     where = f"{images.source} ({len(made)} of them resized to be {', '.join(SHAPES)})"
-    names += list(made)
-    differences = _differences(trained, CheckImages(own, names, where), CheckImages(pixels, names, where))
-    return WholeImages(pixels, names, where, sources=sources, differences=differences)
-
-
-def _differences(trained: Trained, own: CheckImages, made: CheckImages) -> dict[str, Any]:
-    """Differences of pixels and probabilities, also for the log."""
+    found = CheckImages(pixels, [*names, *made], where)
     outputs = outputs_of(trained)
-    wanted, found = (outputs.probabilities(reference_logits(trained, images)) for images in (own, made))
-    pixels = (own.pixels.short() - made.pixels.short()).abs()
-    percent = 100 * float((pixels > 0).double().mean())
-    most, worst = int(pixels.max()), float((wanted - found).abs().max())
-    other = outputs.clearly_other(trained, wanted, found, CLEAR)
+    validated = replace(found, pixels=own)
+    wanted, given = (outputs.probabilities(reference_logits(trained, one)) for one in (validated, found))
+    apart = (own.short() - pixels.short()).abs()
+    percent, most, worst = (
+        100 * float((apart > 0).double().mean()),
+        int(apart.max()),
+        float((wanted - given).abs().max()),
+    )
+    other = outputs.clearly_other(wanted, given, CLEAR)
     if bool(other.any()):
         row = int(torch.nonzero(other)[0])
         raise TrainingError(
-            f"-with_resize: resized by ONNX, {int(other.sum())} of {counted(len(own.names), 'image')} {own.source} are "
-            f"clearly predicted otherwise than in validation, such as {own.names[row]}: pixels differ by up to {most} "
-            f"of 255, probabilities by up to {worst:.2g}. {ADVICE}"
+            f"-with_resize: resized by ONNX, {int(other.sum())} of {counted(len(found.names), 'image')} {where} are "
+            f"clearly predicted otherwise than in validation, such as {found.names[row]}: pixels differ by up to "
+            f"{most} of 255, probabilities by up to {worst:.2g}. {ADVICE}"
         )
     log.info(
         "Resized by ONNX, pixels differ from those of validation by at most %d of 255 (%.2f %% of them), probabilities "
         "by at most %.1e.",
         *(most, percent, worst),
     )
-    return {"images": len(own.names), "pixels": most, "pixels_percent": round(percent, 4), "probabilities": worst}
+    differences = {
+        "images": len(found.names),
+        "pixels": most,
+        "pixels_percent": round(percent, 4),
+        "probabilities": worst,
+    }
+    about = {"input": IMAGE, "output": PROBABILITIES, "differences": differences}
+    return replace(found, any_size=sources, about=about)
 
 
 def _decoded(data: DataConfig, samples: Samples, index: int) -> np.ndarray:
@@ -142,3 +140,66 @@ def _as_validation(data: DataConfig, image: np.ndarray) -> Tensor:
     out = torch.empty(data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE, dtype=torch.uint8)
     open_given([], data).pixels(image, out)
     return out
+
+
+def prepend(data: DataConfig, model: ir.Model) -> None:
+    """Let `model`, which takes pixels of the model's size, take an image of any size."""
+    nodes = ir.from_proto(resize_model(data)).graph
+    image, made, (taken,) = nodes.inputs[0], nodes.outputs[0], model.graph.inputs
+    for node in nodes:
+        node.name = f"prepare.{node.name or node.outputs[0].name}"
+        for value in node.outputs:
+            value.name = f"prepare.{value.name}"
+    moved, first = list(nodes), model.graph[0]
+    nodes.outputs.clear()
+    nodes.inputs.clear()
+    nodes.remove(moved)
+    model.graph.insert_before(first, moved)
+    taken.replace_all_uses_with(made)
+    model.graph.inputs[0] = image
+
+
+def resize_model(data: DataConfig) -> onnx.ModelProto:
+    """A model of these nodes alone: `image`, H x W x 3, to `pixels`, 1 x C x S x S, both uint8."""
+    mode, crop_pct = crop_of(data)
+    size, side = data.IMAGE_SIZE, math.floor(data.IMAGE_SIZE / crop_pct)
+    channels = GREY if data.IMAGE_CHANNELS == 1 else "\n  channels = Identity (batch)"
+    # As PIL: first the columns, then the rows, each rounded to whole numbers.
+    return onnx.parser.parse_model(f"""
+<ir_version: 8, opset_import: ["" : {OPSET}]>
+prepare (uint8[H, W, 3] {IMAGE}) => (uint8[1, {data.IMAGE_CHANNELS}, {size}, {size}] {PIXELS})
+{{
+  size = Constant <value_ints = [{size}]> ()
+  side = Constant <value_ints = [{side}]> ()
+  half = Constant <value_float = 0.5> ()
+  least = Constant <value_float = 0.0> ()
+  most = Constant <value_float = 255.0> ()
+  batch_axis = Constant <value_ints = [0]> ()
+  height = Shape <start = 0, end = 1> ({IMAGE})
+  width = Shape <start = 1, end = 2> ({IMAGE}){SIZES[mode]}
+  planes = Transpose <perm = [2, 0, 1]> ({IMAGE})
+  batch = Unsqueeze (planes, batch_axis){channels}
+  floats = Cast <to = 1> (channels)
+  outer = Constant <value_ints = [1, {data.IMAGE_CHANNELS}]> ()
+  sizes3 = Concat <axis = 0> (outer, height, wide)
+  sizes2 = Concat <axis = 0> (outer, high, size){_along(data, 3, "floats", "wide")}{_along(data, 2, "cropped3", "high")}
+  {PIXELS} = Cast <to = 2> (cropped2)
+}}""")
+
+
+def _along(data: DataConfig, axis: int, source: str, length: str) -> str:
+    """Nodes that resize `source` to this length along an axis, and crop its centre, to `cropped` and the axis."""
+    mode, exact = MODES[data.INTERPOLATION]
+    # Sizes of all axes: onnxruntime mistakes the attribute `axes` where it moves a Transpose.
+    return f"""
+  resized{axis} = Resize <antialias = 1, mode = "{mode}"{exact}> ({source}, , , sizes{axis})
+  whole{axis} = Round (resized{axis})
+  clipped{axis} = Clip (whole{axis}, least, most)
+  spare{axis} = Sub ({length}, size)
+  spare_float{axis} = Cast <to = 1> (spare{axis})
+  halved{axis} = Mul (spare_float{axis}, half)
+  start_float{axis} = Round (halved{axis})
+  start{axis} = Cast <to = 7> (start_float{axis})
+  end{axis} = Add (start{axis}, size)
+  axis{axis} = Constant <value_ints = [{axis}]> ()
+  cropped{axis} = Slice (clipped{axis}, start{axis}, end{axis}, axis{axis})"""

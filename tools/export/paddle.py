@@ -4,56 +4,81 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import timm
-from tqdm import tqdm
 
+from models import build_without_weights
+from models.build import is_timm_name
 from models.weights.paddle_file import read_pdparams
-from models.weights.paddle_names import OF_A_CLASSIFIER, Converted, convert, is_transposed
-from tools.common.progress import progress_bar
+from models.weights.paddle_names import (
+    CLASSIFIERS,
+    OF_A_CLASSIFIER,
+    Converted,
+    convert,
+    is_transposed,
+    sizes_of_weights,
+    timm_name,
+)
 from tools.common.weights import write_weights
-from tools.export.paddle_model import DISTILLED, IMAGE_KEYS, Target, some_of, target_of
 from utils.config import load_config
 from utils.config.keys import values_to_keep
-from utils.errors import EXIT_DONE, EXIT_FAILED
+from utils.config.model import ModelConfig
+from utils.config.paddlevit import families
+from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.log import log
+
+IMAGE_KEYS = ("IMAGE_SIZE", "IMAGE_CHANNELS")
+DISTILLED = "deit_tiny_distilled_patch16_224"
+"""Base name for every distilled model without a timm name: its sizes are overridden."""
+MOST_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Target:
+    """timm's model that the weights are for."""
+
+    name: str | None
+    """timm's name; None where timm has none for these sizes"""
+    sizes: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+    """Shapes of the model's tensors, by key"""
+    classifiers: tuple[str, ...] = CLASSIFIERS
+    """Prefixes of the tensors that the file may lack"""
+
+    def differing(self, converted: Converted) -> int:
+        """How many tensors do not match, but for a classifier that the file lacks."""
+        mine = {key: tuple(value.shape) for key, value in converted.tensors.items()}
+        lacking = [key for key in self.shapes if key not in mine and not key.startswith(self.classifiers)]
+        return len(lacking) + sum(self.shapes.get(key) != shape for key, shape in mine.items())
 
 
 def import_weights(file: Path, out: Path, name: str | None) -> int:
     """Convert `file` and write `out`. Exit code 1, and no file, if tensors other than the classifier's do not match."""
-    with progress_bar(4, "steps", "reading") as bar:
-        arrays = read_pdparams(file)
-        _next_step(bar, "converting")
-        converted = convert(arrays, file)
-        _next_step(bar, "comparing")
-        target = target_of(file, arrays, converted, name)
-        log.info("%s: %s", file, _summary(converted, target))
-        missing = [key for key in target.shapes if key not in converted.tensors]
-        if unmatched := _report_tensors(arrays, converted, target, missing):
-            log.error(
-                "%d of %d tensors do not match this model (%s): nothing was written. Choose another model with -name "
-                "NAME.",
-                len(unmatched),
-                len(arrays),
-                some_of(unmatched),
-            )
-            return EXIT_FAILED
-        if missing:
-            log.warning("The file has no classifier: -pretrained will initialise one.")
-        _next_step(bar, "writing")
-        tensors = {key: value.contiguous() for key, value in converted.tensors.items() if key in target.shapes}
-        write_weights(out, tensors, _header(converted, target, file))
+    arrays = read_pdparams(file)
+    converted = convert(arrays, file)
+    target = target_of(file, arrays, converted, name)
+    sizes = ", ".join(f"{key} {_text(value)}" for key, value in target.sizes.items() if value is not None)
+    named = f"timm's {target.name}" if target.name else f"a {converted.family} that has no name in timm"
+    log.info("%s: %s (%s)", file, named, sizes)
+    missing = [key for key in target.shapes if key not in converted.tensors]
+    if unmatched := _report_tensors(arrays, converted, target, missing):
+        log.error(
+            "%d of %d tensors do not match this model (%s): nothing was written. Choose another model with -name NAME.",
+            *(len(unmatched), len(arrays), some_of(unmatched)),
+        )
+        return EXIT_FAILED
+    if missing:
+        log.warning("The file has no classifier: -pretrained will initialise one.")
+    tensors = {key: value.contiguous() for key, value in converted.tensors.items() if key in target.shapes}
+    write_weights(out, tensors, _header(converted, target, file))
     flags = shlex.join([str(out), *_flags(converted, target)])
     log.info("%s: %d tensors. To use it: -pretrained %s", out, len(tensors), flags)
     return EXIT_DONE
-
-
-def _next_step(bar: tqdm, what: str) -> None:
-    bar.update()
-    bar.set_description(what)
 
 
 def _report_tensors(
@@ -87,12 +112,6 @@ def _report_tensors(
     return [*(paddle for paddle in unused if not paddle.startswith(left_out)), *lacking, *resized]
 
 
-def _summary(converted: Converted, target: Target) -> str:
-    sizes = ", ".join(f"{key} {_text(value)}" for key, value in target.sizes.items() if value is not None)
-    named = f"timm's {target.name}" if target.name else f"a {converted.family} that has no name in timm"
-    return f"{named} ({sizes})"
-
-
 def _flags(converted: Converted, target: Target) -> list[str]:
     """Settings to give beside -pretrained."""
     sizes = target.sizes
@@ -114,39 +133,41 @@ def _header(converted: Converted, target: Target, file: Path) -> dict[str, str]:
     """Header of the file, like that of scripts/checkpoint.py strip, so that predict.py and evaluate.py take it."""
     about: dict[str, Any] = {"converted_from": file.name, "num_classes": target.sizes["NUM_CLASSES"]}
     if target.name and target.sizes["NUM_CLASSES"]:
-        about |= {"model": target.name, "made_by": "vitamp", "weights": "the model's weights"}
-        settings = _settings(converted, target)
-        data = {key.removeprefix("DATA."): value for key, value in settings.items() if key.startswith("DATA.")}
-        about["input"] = {
-            "image_size": data["IMAGE_SIZE"],
-            "channels": data["IMAGE_CHANNELS"],
-            "crop_pct": data["CROP_PCT"],
-            "crop_mode": data["CROP_MODE"],
-            "interpolation": data["INTERPOLATION"],
-            "mean": data["IMAGENET_MEAN"],
-            "std": data["IMAGENET_STD"],
+        # Settings of the model and of its image preparation, which is timm's for the same model.
+        pretrained = timm.get_pretrained_cfg(target.name)
+        assert pretrained is not None  # is_timm_name
+        values: dict[str, Any] = {
+            "MODEL.TYPE": converted.family,
+            "MODEL.NAME": target.name,
+            "MODEL.NUM_CLASSES": target.sizes["NUM_CLASSES"],
+            **{f"DATA.{key}": target.sizes[key] for key in IMAGE_KEYS},
+            "DATA.CROP_PCT": pretrained.crop_pct,
+            "DATA.CROP_MODE": pretrained.crop_mode,
+            "DATA.IMAGENET_MEAN": list(pretrained.mean),
+            "DATA.IMAGENET_STD": list(pretrained.std),
         }
-        about |= {"settings": settings, "classes": None, "choices": {}, "fp32_modules": []}
+        config = load_config(None, {key: (value, "the file") for key, value in values.items()}, {}).config
+        data = config.DATA
+        about |= {
+            "model": target.name,
+            "made_by": "vitamp",
+            "weights": "the model's weights",
+            "input": {
+                "image_size": data.IMAGE_SIZE,
+                "channels": data.IMAGE_CHANNELS,
+                "crop_pct": data.CROP_PCT,
+                "crop_mode": data.CROP_MODE,
+                "interpolation": data.INTERPOLATION,
+                "mean": data.IMAGENET_MEAN,
+                "std": data.IMAGENET_STD,
+            },
+            "settings": {k: v for k, v in values_to_keep(config).items() if k.startswith(("MODEL.", "DATA."))},
+            "classes": None,
+            "choices": {},
+            "fp32_modules": [],
+        }
     plain = {key: value if isinstance(value, str) else json.dumps(value) for key, value in about.items()}
     return {"format": "pt", **plain}
-
-
-def _settings(converted: Converted, target: Target) -> dict[str, Any]:
-    """Settings of the model and of its image preparation, which is timm's for the same model."""
-    pretrained = timm.get_pretrained_cfg(target.name or "")
-    assert pretrained is not None  # is_timm_name
-    values: dict[str, Any] = {
-        "MODEL.TYPE": converted.family,
-        "MODEL.NAME": target.name,
-        "MODEL.NUM_CLASSES": target.sizes["NUM_CLASSES"],
-        **{f"DATA.{key}": target.sizes[key] for key in IMAGE_KEYS},
-        "DATA.CROP_PCT": pretrained.crop_pct,
-        "DATA.CROP_MODE": pretrained.crop_mode,
-        "DATA.IMAGENET_MEAN": list(pretrained.mean),
-        "DATA.IMAGENET_STD": list(pretrained.std),
-    }
-    config = load_config(None, {key: (value, "the file") for key, value in values.items()}, {}).config
-    return {key: value for key, value in values_to_keep(config).items() if key.startswith(("MODEL.", "DATA."))}
 
 
 def _text(value: Any) -> str:
@@ -157,3 +178,84 @@ def _text(value: Any) -> str:
 
 def _shape(shape: Any) -> str:
     return "x".join(map(str, shape))
+
+
+def target_of(file: Path, arrays: dict[str, np.ndarray], converted: Converted, name: str | None) -> Target:
+    if name is not None and not is_timm_name(name):
+        raise UserError(
+            f"-name {name}: timm has no model of that name; main_single_gpu.py -list_models lists all models."
+        )
+    if converted.by_rules:
+        return _of_family(file, converted, name)
+    try:
+        sizes = sizes_of_weights(converted)
+    except (KeyError, ValueError, IndexError) as error:
+        why = f"{error} is missing" if isinstance(error, KeyError) else f"no model has such tensors ({error})"
+        raise UserError(
+            f"{file}: no weights of a family of PaddleViT that can be converted: {len(converted.unused)} of "
+            f"{len(arrays)} tensors match no rule ({some_of(converted.unused or list(arrays))}), and {why}."
+        ) from None
+    return _of_sizes(file, converted, sizes, name)
+
+
+def some_of(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
+
+
+def _of_family(file: Path, converted: Converted, name: str | None) -> Target:
+    """The model of -name or of the file's name, else the first of the family that has such tensors."""
+    family = families()[converted.family]
+    named = family.timm_name(file.name.partition(".")[0])
+    guesses = [name] if name else [*filter(None, [named]), *family.models]
+    best, fewest = None, 0
+    for guess in dict.fromkeys(guesses):
+        target = _published(converted, guess)
+        differing = target.differing(converted)
+        if best is None or differing < fewest:
+            best, fewest = target, differing
+        if not differing:
+            break
+    assert best is not None  # no family is without models
+    if not name and not fewest and best.name != named:
+        log.info("%s: its name is that of no %s; timm's %s has its tensors.", file, family.title, best.name)
+    return best
+
+
+def _published(converted: Converted, name: str) -> Target:
+    pretrained = timm.get_pretrained_cfg(name)
+    assert pretrained is not None  # is_timm_name
+    given: Any = pretrained.classifier
+    classifiers = (given,) if isinstance(given, str) else tuple(given or ())
+    weights = (converted.tensors.get(f"{classifier}.weight") for classifier in classifiers)
+    sizes = {
+        "IMAGE_SIZE": pretrained.input_size[-1],
+        "IMAGE_CHANNELS": pretrained.input_size[0],
+        "NUM_CLASSES": next((weight.shape[0] for weight in weights if weight is not None), None),
+    }
+    shapes = _shapes(converted, {"NAME": name}, sizes)
+    return Target(name, sizes, shapes, tuple(f"{classifier}." for classifier in classifiers))
+
+
+def _of_sizes(file: Path, converted: Converted, sizes: dict[str, Any], name: str | None) -> Target:
+    """Model named by -name, by the file's name, or by its sizes; else a model of these sizes without a name."""
+    guesses = [name] if name else [file.name.partition(".")[0], timm_name(converted, sizes)]
+    shapes = {key: tuple(value.shape) for key, value in converted.tensors.items()}
+    for guess in guesses:
+        if not guess or not is_timm_name(guess):
+            continue
+        expected = _shapes(converted, {"NAME": guess}, sizes)
+        matches = all(expected.get(key) == shape for key, shape in shapes.items())
+        if matches or guess == guesses[-1]:
+            return Target(guess, sizes, expected)
+    base = DISTILLED if "dist_token" in shapes else converted.family
+    model_sizes = {key: value for key, value in sizes.items() if key not in IMAGE_KEYS and value is not None}
+    heads = {"NUM_HEADS": sizes["NUM_HEADS"] or 1}  # no tensor's shape of a ViT depends on it
+    return Target(None, sizes, _shapes(converted, {"NAME": base, **model_sizes, **heads}, sizes))
+
+
+def _shapes(converted: Converted, settings: dict[str, Any], sizes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    classes = {"NUM_CLASSES": sizes["NUM_CLASSES"]} if sizes["NUM_CLASSES"] else {}
+    config = ModelConfig.model_validate({"TYPE": converted.family, **settings, **classes})
+    model = build_without_weights(config, sizes["IMAGE_SIZE"], sizes["IMAGE_CHANNELS"])
+    return {key: tuple(value.shape) for key, value in model.state_dict().items()}

@@ -3,7 +3,6 @@
     python scripts/pack_images.py /data/imagenet /data/packed
     python scripts/pack_images.py /data/flowers /data/packed -dataset imagefolder -short_side 320 -quality 95
     python scripts/pack_images.py /data/imagenet /data/raw -raw
-    python scripts/pack_images.py -verify /data/packed
 
 Then train with -dataset shards -data_path /data/packed. After an interruption the same command resumes. SRC is the
 folder that -data_path would name, or hf:NAME. All data sets that are stored as images can be packed. Unreadable images
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from tools.common.command_line import Tool, ToolLine, run_tool
 from utils.config import Loaded
-from utils.config.values import one_line
+from utils.config.kinds import one_line
 from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError
 from utils.flags import Flag, Positional, whole
 from utils.log import log
@@ -37,7 +36,6 @@ OWN = (
     Flag("keep", "copy files unchanged, byte for byte"),
     Flag("shard_images", "images per tar file", "N", default=1000, kind=whole(1, 10**9)),
     Flag("num_workers", "packing processes", "N", kind=whole(1, 1024), default_text="one per core"),
-    Flag("verify", "pack nothing; compare a packed folder with its checksums", "DST"),
 )
 PLACES = (Positional("places", "SRC DST", "what to pack, and the folder to write", "*"),)
 TOOL = Tool(
@@ -56,13 +54,7 @@ def main(argv: list[str]) -> int:
 def _pack(argv: list[str]) -> int:
     line = TOOL.read(argv)
     places = line.asked.places or []
-    jobs, packed = line.asked.num_workers, line.asked.verify
-    if packed is not None:
-        if places:
-            raise UserError(f"-verify takes one folder and packs nothing; leave the argument {places[0]} out.")
-        from tools.pack_images.verify import verify
-
-        return verify(Path(packed).expanduser(), jobs)
+    jobs = line.asked.num_workers
     if len(places) != 2:
         given = f"got {len(places)}: {' '.join(places)}" if places else "got neither"
         raise UserError(f"pack_images.py needs SRC (what to pack) and DST (the folder to write); {given}. See -h.")
@@ -89,7 +81,7 @@ def _load(line: ToolLine, source: str) -> Loaded:
 
 def _settings(line: ToolLine, loaded: Loaded) -> dict[str, int | str | bool]:
     """Settings that the packed bytes depend on: stored with them, and compared when packing resumes."""
-    from datasets.decoding.background import background_of
+    from datasets.base import background_of
 
     config = loaded.config
     chosen = [name for name in ("raw", "keep") if name in line.given]

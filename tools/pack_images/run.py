@@ -19,24 +19,20 @@ import torch
 
 from datasets import check_dataset, open_dataset
 from datasets.base import Samples
-from datasets.damage.broken import allowed
-from datasets.damage.exclude import name_prefix
-from datasets.decoding.background import background_words
-from datasets.shards.index import read_shard
-from datasets.shards.layout import MADE_BY, MANIFEST, ShardSet, finish_set
+from datasets.damage import allowed, name_prefix
+from datasets.shards.index import TarSamples, read_shard
+from datasets.shards.source import MADE_BY, MANIFEST, ShardSet, finish_set
 from datasets.shards.stores import Folder, ShardFile
-from datasets.shards.tar import TarSamples
 from tools.common.progress import progress_bar
 from tools.pack_images.shard import RECORDS, Record, Shard, Stopped, Work, make_shard, start_process
 from utils.config.data import DataConfig
-from utils.config.resumed import FORMER
 from utils.errors import TrainingError, UserError
-from utils.files import parse_json, write_atomically
 from utils.log import log
 from utils.machine.cpus import cores
 from utils.parent import die_with_parent
 from utils.seeding import key
 from utils.text import counted
+from vitamp.files import parse_json, write_atomically
 
 SPLITS = {"train": True, "val": False}
 SETTINGS = "settings.json"
@@ -53,13 +49,13 @@ def pack(data: DataConfig, num_classes: int, folder: Path, settings: dict[str, A
     splits = {split: _samples(data, train) for split, train in SPLITS.items()}
     about = {"how": settings, "source": {split: _identity(samples, data) for split, samples in splits.items()}}
     if _is_done(folder, about, data):
-        log.info("%s is packed already, with these settings from these images. -verify compares its checksums.", folder)
+        log.info("%s is packed already, with these settings from these images.", folder)
         return
     _create_folders(folder, about)
     shards = [shard for split, samples in splits.items() for shard in _plan(split, samples, settings["shard_images"])]
     work = Work(folder, splits, data, settings, multiprocessing.Value("q", 0), multiprocessing.Event())
     records = _make_shards(work, shards, jobs or cores())
-    _finish(folder, records, about, splits["train"].classes, jobs or cores(), background_words(data))
+    _finish(folder, records, about, splits["train"].classes, jobs or cores())
 
 
 def _samples(data: DataConfig, train: bool) -> Samples:
@@ -96,7 +92,7 @@ def _is_done(folder: Path, about: dict[str, Any], data: DataConfig) -> bool:
         return False
     packed = {name: before.get(name) for name in about}
     if isinstance(packed["how"], dict) and "background" in about["how"]:
-        packed["how"] = {"background": FORMER[KEYS["background"]], **packed["how"]}
+        packed["how"] = {"background": "drop", **packed["how"]}  # what version 0.1 did, and did not record
     if before.get("made_by") != MADE_BY or packed != about:
         raise UserError(f"DST {folder} has a data set packed {_difference(packed, about)}. Name another folder.")
     if not (folder / MANIFEST).exists():
@@ -186,9 +182,7 @@ def _finished_shards(futures: list[Future[Record]], work: Work, images: int) -> 
             yield from (future.result() for future in finished)
 
 
-def _finish(
-    folder: Path, records: list[Record], about: dict[str, Any], classes: list[str] | None, jobs: int, background: str
-) -> None:
+def _finish(folder: Path, records: list[Record], about: dict[str, Any], classes: list[str] | None, jobs: int) -> None:
     names: dict[str, list[str]] = defaultdict(list)
     for record in records:
         names[record.name.partition("/")[0]].append(record.name)
@@ -210,7 +204,7 @@ def _finish(
         log.info("Not larger than -short_side, so kept at their size: %s.", counted(small, "image"))
     if transparent := sum(record.transparent for record in records):
         kept = about["how"]["kind"] == "keep"
-        words = "kept; DATA.BACKGROUND of the training decides" if kept else background
+        words = "kept; DATA.BACKGROUND of the training decides" if kept else f"background {about['how']['background']}"
         log.info("%d images have transparent pixels: %s", transparent, words)
     log.info(
         "%s in %s, %s MB (%s MB before), %d left out. Train with: -dataset shards -data_path %s",

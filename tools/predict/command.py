@@ -49,15 +49,14 @@ from tools.common.command_line import (
 from tools.common.output_file import check_output_file, writing
 from tools.predict.show import ENDINGS, FORMATS
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError
-from utils.files import replacing
 from utils.flags import BY_NAME, Flag, Positional, whole
 from utils.log import log
-from utils.record.chosen import holds_weights
-from utils.record.tasks import ONE_LABEL, SEVERAL_LABELS
+from vitamp.files import replacing
+from vitamp.weights import holds_weights
 
 if TYPE_CHECKING:
     from datasets import Batch
-    from engine.saved.trained import Trained
+    from engine.trained.model import Trained
     from tools.predict.show import Guess
 
 
@@ -94,7 +93,7 @@ OWN = (
         choices=tuple(FORMATS),
     ),
     Flag("out", "write to a file, which appears only when complete", "FILE", kind=Path),
-    Flag("features", "write the features of the images, in place of their classes", "FILE.npz|parquet", kind=Path),
+    Flag("features", "write the features of the images, in place of their classes", "FILE.npz", kind=Path),
     replace(POOL, about=f"-features: {POOL.about}"),
     replace(PART, about="predict the images of this split of the run's data", default_text="none"),
     OVERWRITE,
@@ -130,25 +129,21 @@ def main(argv: list[str]) -> int:
 def _predict(argv: list[str]) -> int:
     line = TOOL.read(argv)
     asked = line.asked
-    _check(asked)
-    _check_features(line)
+    _check(line)
     log.setLevel("WARNING")  # standard output is for the results
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from datasets.given import open_given
-    from engine.saved.averaged import check_same_classes
-    from engine.saved.predictions import names_of, split_of_run
-    from engine.saved.trained import load_trained
+    from engine.trained.model import load_trained
+    from engine.trained.predictions import check_same_classes, names_of, split_of_run
     from tools.predict.find import find_images
-    from tools.predict.images import predict_images
-    from tools.predict.one import BestClasses
-    from tools.predict.several import LikelyClasses
+    from tools.predict.images import Chosen, predict_images
 
     paths = find_images(asked.images) if asked.images else []
     how = {"calibrated": not asked.no_calibration, "average": asked.average, "needs_labels": asked.features is None}
     models = [load_trained(at, asked.weights, asked.device, asked.amp, **how) for at in asked.models]
     for trained in models:
-        trained.look(asked.tta)
+        trained.flip = bool(asked.tta)
     check_same_classes(models)
     datasets = [
         split_of_run(trained, asked.part) if asked.part else open_given(paths, trained.config.DATA)
@@ -159,22 +154,21 @@ def _predict(argv: list[str]) -> int:
         from tools.predict.features import write_features
 
         return write_features(asked, models[0], datasets[0], paths)
-    trained, averaged = models[0], len(models) > 1
-    choose = {ONE_LABEL: BestClasses, SEVERAL_LABELS: LikelyClasses}[trained.task.kind](
-        trained, asked.topk, asked.threshold, averaged
-    )
+    first = models[0]
+    choose = Chosen(first, asked.topk, asked.threshold, len(models) > 1)
     _describe(asked, models, choose.words)
 
     def results(batches: Sequence[Batch]) -> list[list[Guess]]:
         outputs = [trained.logits(one.images) for trained, one in zip(models, batches, strict=True)]
-        return choose(outputs[0] if len(outputs) == 1 else trained.task.averaged(outputs))
+        return choose(outputs[0] if len(outputs) == 1 else first.task.averaged(outputs))
 
+    form = FORMATS[asked.format or ENDINGS.get(asked.out.suffix.lower() if asked.out else "", "table")]
     with _opened(asked.out) as stream:
-        form = FORMATS[_format(asked)](stream, trained.names(), choose.most, paths)
+        rows = form(stream, first.names(), choose.most, paths)
         progress = sys.stderr.isatty() and not (asked.out is None and sys.stdout.isatty())
         try:
             unreadable = predict_images(
-                models, datasets, paths, form, results, asked.batch_size, asked.num_workers, progress
+                models, datasets, paths, rows, results, asked.batch_size, asked.num_workers, progress
             )
             stream.flush()
         except KeyboardInterrupt:
@@ -189,24 +183,20 @@ def _describe(asked: Namespace, models: Sequence[Trained], choice: str) -> None:
     """One line on standard error for each model, and one for the mean of several."""
     for path, trained in zip(asked.models, models, strict=True):
         calibration = trained.chosen.describe_calibration(trained.calibrated)
-        words = (trained.chosen.words, choice if len(models) == 1 else "", calibration, trained.views.words())
+        mirrored = "mean of the probabilities of each image and its mirror image" if trained.flip else ""
+        words = (trained.chosen.words, choice if len(models) == 1 else "", calibration, mirrored)
         print(f"{path}: {'; '.join(filter(None, words))}", file=sys.stderr)
     if len(models) > 1:
         words = f"the mean of the probabilities of {len(models)} models"
         print("; ".join(filter(None, (words, choice))), file=sys.stderr)
 
 
-def _take_models(asked: Namespace) -> None:
-    """Move further models from the images to `asked.models`."""
+def _check(line: ToolLine) -> None:
+    asked = line.asked
     asked.models = [asked.path]
-    if not holds_weights(asked.path.expanduser()):
-        return  # an error that names this path follows
-    while asked.images and holds_weights(Path(asked.images[0]).expanduser()):
+    # Models after the first one; if that is none, an error that names it follows.
+    while holds_weights(asked.path.expanduser()) and asked.images and holds_weights(Path(asked.images[0]).expanduser()):
         asked.models.append(Path(asked.images.pop(0)))
-
-
-def _check(asked: Namespace) -> None:
-    _take_models(asked)
     if bool(asked.images) == bool(asked.part):
         if asked.part:
             raise UserError(f"-part {asked.part} predicts the images of the run's data; leave {asked.images[0]} out.")
@@ -215,10 +205,6 @@ def _check(asked: Namespace) -> None:
         asked.out = check_output_file(asked.out, "-out", fresh=not asked.overwrite)
     if not asked.path.expanduser().exists():
         raise UserError(f"{asked.path}: no such run, checkpoint or file; the model comes before the images.")
-
-
-def _check_features(line: ToolLine) -> None:
-    asked = line.asked
     if asked.features is None:
         if asked.pool is not None:
             raise UserError(f"-pool {asked.pool}: chooses the features that -features FILE writes; give that too.")
@@ -229,18 +215,9 @@ def _check_features(line: ToolLine) -> None:
     if others := [name for name in OF_CLASSES if name in line.given]:
         raise UserError(f"-{others[0]}: does not go with -features, which writes no classes; leave it out.")
     asked.features = check_output_file(asked.features, "-features", fresh=not asked.overwrite)
-    ending = asked.features.suffix.lower()
-    if ending not in (".npz", ".parquet"):
+    if asked.features.suffix.lower() != ".npz":
         such = asked.features.with_suffix(".npz").name
-        raise UserError(f"-features {asked.features}: name a file that ends in .npz or .parquet, such as {such}.")
-    if ending == ".parquet":
-        from datasets.shards.parquet import require_pyarrow
-
-        require_pyarrow(f"-features {asked.features}: writing")
-
-
-def _format(asked: Namespace) -> str:
-    return asked.format or ENDINGS.get(asked.out.suffix.lower() if asked.out else "", "table")
+        raise UserError(f"-features {asked.features}: name a file that ends in .npz, such as {such}.")
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ import csv
 import json
 import shutil
 import unicodedata
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple, TextIO
 
@@ -22,26 +21,22 @@ class Guess(NamedTuple):
     probability: float
 
 
-class Form(ABC):
-    """One output format."""
+class Form:
+    """One output format. Unreadable images are named on standard error besides."""
 
     def __init__(self, stream: TextIO, classes: Sequence[str], topk: int, paths: Sequence[str]) -> None:
         """`classes` and `paths` give the widths of columns before the first row."""
         self.stream, self.classes, self.topk, self.paths = stream, classes, min(topk, len(classes)), paths
 
-    def begin(self) -> None: ...  # noqa: B027 - most formats have no head
+    def begin(self) -> None: ...
 
-    @abstractmethod
-    def image(self, path: str, best: list[Guess]) -> None: ...
-
-    @abstractmethod
     def failure(self, path: str, reason: str) -> None: ...
 
-    def end(self) -> None: ...  # noqa: B027
+    def end(self) -> None: ...
 
 
 class Csv(Form):
-    """One line per guess, or one without a class. Unreadable images are only named on standard error."""
+    """One line per guess, or one without a class; none for an unreadable image."""
 
     def begin(self) -> None:
         self.writer = csv.writer(self.stream, lineterminator="\n")
@@ -52,8 +47,6 @@ class Csv(Form):
             self.writer.writerow((path, rank, guess.label, guess.name, f"{guess.probability:.6f}"))
         if not best:
             self.writer.writerow((path, "", "", "", ""))
-
-    def failure(self, path: str, reason: str) -> None: ...
 
 
 class JsonLines(Form):

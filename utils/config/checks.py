@@ -1,6 +1,6 @@
 """Conflicts between settings, each valid by itself, notes on settings without effect, and warnings.
 
-Rules that no table can hold, because they calculate, are functions here; `rules.py` has the others.
+Rules that no table can hold, because they calculate, are functions here; `fields.py` has the others.
 """
 
 from __future__ import annotations
@@ -11,16 +11,14 @@ from functools import partial
 from itertools import pairwise
 
 from utils.config.data import DataConfig
-from utils.config.fields import rules_of, why_without_effect
+from utils.config.fields import Rule, broken, rules_of
 from utils.config.keys import allowed, choices, default_of, settings, value_of
-from utils.config.kinds import AUTO
+from utils.config.kinds import AUTO, one_line
 from utils.config.read import Entry
-from utils.config.rules import Rule, broken
-from utils.config.schema import Config, DistConfig
+from utils.config.schema import ATTENTION, Config
 from utils.config.train import TrainConfig
-from utils.config.values import one_line
 from utils.errors import either, nearest
-from utils.record.tasks import KNN
+from vitamp.metrics import KNN
 
 Problem = tuple[str, str]
 """(the key to change, what is wrong with its value)"""
@@ -38,7 +36,7 @@ def conflicts(config: Config) -> list[Problem]:
         *_train(config),
         *_best_by(config),
         *_shortcuts(config),
-        *_dist(config.DIST),
+        *_speed(config),
     ]
 
 
@@ -75,7 +73,7 @@ def _model(config: Config) -> Iterator[Problem]:
         near = either([below, below + model.PATCH_SIZE] if below else [model.PATCH_SIZE])
         yield "DATA.IMAGE_SIZE", f"{size} is not divisible by MODEL.PATCH_SIZE {model.PATCH_SIZE}; nearest: {near}"
     heads, width = model.NUM_HEADS, model.EMBED_DIM
-    if isinstance(heads, int) and width and model.ATTN_HEAD_SIZE is None and width % heads:
+    if isinstance(heads, int) and width and width % heads:
         divisors = [n for n in range(1, width + 1) if width % n == 0]
         near = either(sorted(sorted(divisors, key=lambda n: abs(n - heads))[:2]))
         yield "MODEL.NUM_HEADS", f"{heads} does not divide MODEL.EMBED_DIM {width}; nearest: {near}"
@@ -94,7 +92,7 @@ def _best_by(config: Config) -> Iterator[Problem]:
     elif by not in kind.deciding:
         yield key, f"{by} is not measured {kind.words}; leave SAVE_BEST_BY out, or use {either(kind.deciding)}"
     elif by == KNN.name and not config.measures_knn:
-        yield key, f"{by} needs images with labels; set TRAIN.KNN.DATA_PATH or TRAIN.KNN.DATASET too"
+        yield key, f"{by} needs images with labels; set TRAIN.KNN too"
 
 
 def _unfreezing(epoch: int, epochs: int) -> Iterator[Problem]:
@@ -187,25 +185,20 @@ def _shortcuts(config: Config) -> Iterator[Problem]:
         yield "TRAIN.SIZE_SCHEDULE", f"{one_line(tuple(odd))}: not divisible by MODEL.PATCH_SIZE {patch}"
 
 
-def _dist(dist: DistConfig) -> Iterator[Problem]:
-    by_hand = {"HOST": dist.HOST, "PORT": dist.PORT, "RANK": dist.RANK, "WORLD_SIZE": dist.WORLD_SIZE}
-    missing = [name for name, value in by_hand.items() if value is None]
-    ranks_are_given = dist.RANK is not None or dist.WORLD_SIZE is not None  # else a launcher may give them
-    if missing and ranks_are_given:
-        given = [name for name in by_hand if name not in missing]
-        flags = " ".join(f"-{name.lower()}" for name in missing)
-        yield f"DIST.{given[0]}", f"-host, -port, -rank and -world_size are needed together; missing: {flags}"
-    if dist.RANK is not None and dist.WORLD_SIZE is not None and dist.RANK >= dist.WORLD_SIZE:
-        yield "DIST.RANK", f"{dist.RANK} is not below DIST.WORLD_SIZE {dist.WORLD_SIZE}; ranks count from 0"
+def _speed(config: Config) -> Iterator[Problem]:
+    words = config.SPEED
+    twice = {"auto", "plain"}.issubset(words) or any(f"-{word[1:]}" in words for word in words if word[0] == "+")
+    if twice or sum(f"+{kind}" in words for kind in ATTENTION) > 1:
+        yield (
+            "SPEED",
+            f"{one_line(words)} contradicts itself: give auto or plain, each name with + or -, and + for one kernel of "
+            f"attention ({', '.join(ATTENTION)})",
+        )
 
 
 def notes(config: Config, given: Mapping[str, str]) -> Iterator[str]:
     """Lines for the log about settings without the expected effect. `given`: keys that were set -> where."""
     yield from _schedule_notes(config.TRAIN)
-    for key, field in settings().items():
-        why = why_without_effect(field)
-        if why and key in given and value_of(config, key) != default_of(key):
-            yield f"{given[key]}: {key} has no effect: {why}"
     for key, rule in _broken_rules(config):
         if key in given and not rule.is_error:
             yield f"{given[key]}: {rule.note(key, partial(value_of, config))}"

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator
 
-from utils.config.fields import Section, setting
+from utils.config.fields import TRAINING, Section, excludes, needs, overridden_by, setting
 from utils.config.kinds import (
     Background,
     Count,
@@ -25,8 +25,7 @@ from utils.config.kinds import (
     folded,
     read_fold,
 )
-from utils.config.rules import TRAINING, excludes, needs, overridden_by
-from utils.record.tasks import ONE_LABEL, SEVERAL_LABELS, TaskKind
+from vitamp.metrics import ONE_LABEL, SEVERAL_LABELS, TaskKind
 
 
 def _true_is_batch(value: str | bool) -> str | bool:
@@ -105,18 +104,12 @@ class DataConfig(Section):
         "What to drop at the end of an epoch, if it is incomplete. batch (or true): the last micro-batch. update: the "
         "last update. false: nothing.",
     )
-    LAST_BATCH_WEIGHT: Annotated[Literal["images", "full"], BeforeValidator(folded)] = setting(
-        "images",
-        "DROP_LAST false: weight of an incomplete last micro-batch in its update. images: each image counts as much "
-        "as any other. full: the micro-batch counts as much as a complete one, as in runs of earlier versions.",
-    )
     CROP: Literal["random", "pad", "none"] = setting(
         "random",
         "Training: random: a random crop by CROP_SCALE and CROP_RATIO. pad: resize to IMAGE_SIZE without keeping the "
-        "aspect ratio, pad by CROP_PAD, crop at random. none: resize in the same way, without a crop, in "
+        "aspect ratio, pad by 4 pixels, crop at random. none: resize in the same way, without a crop, in "
         "validation too.",
     )
-    CROP_PAD: Count = setting(4, "Training: width of the black border that CROP: pad adds, in pixels.")
     CROP_SCALE: Pair = setting(
         (0.05, 1.0), "Training: smallest and largest area of the random crop, as fractions of the image."
     )
@@ -142,12 +135,6 @@ class DataConfig(Section):
         overridden_by("DATA.FOLD", why="its fold is the validation split"),
         gt=0,
         lt=1,
-    )
-    LISTING: Annotated[Literal[1, 2], BeforeValidator(as_integer)] = setting(
-        2,
-        "Rules by which images are found and split. 2: hidden folders are skipped; val, valid, validation and dev name "
-        "a validation split, and test validates only without one; VAL_FRACTION takes at least one image of each class "
-        "of two or more. 1: the rules of earlier versions, which their resumed runs keep.",
     )
     PART: Annotated[Literal["auto", "train", "val", "test", "all"], BeforeValidator(folded)] = setting(
         "auto",
@@ -176,18 +163,6 @@ class DataConfig(Section):
         "An image can have several labels, one or none; they are read from a csv table, or from lists in parquet files "
         "(docs/several_labels.md).",
     )
-    LABEL_SEPARATOR: Annotated[Literal["semicolon", "bar", "comma", "space"], BeforeValidator(folded)] = setting(
-        "semicolon", "What separates the labels of an image in a csv table (MULTI_LABEL): ; or | or , or spaces."
-    )
-    LABEL_SPLIT: Annotated[Literal["iterative", "sets"], BeforeValidator(folded)] = setting(
-        "iterative",
-        "How images with several labels are split by VAL_FRACTION or FOLD. iterative: each label in proportion "
-        "(iterative stratification). sets: only each set of labels in proportion, as earlier versions did.",
-    )
-    THRESHOLD_IMAGES: Positive = setting(
-        20,
-        "Several labels: validation images that a class needs for a threshold of its own; with fewer it keeps 0.5.",
-    )
     DOWNLOAD: bool = setting(False, "Download the data set into DATA_PATH if it is missing.")
     CHECK: Annotated[Literal["quick", "full", "off"], BeforeValidator(_false_is_off)] = setting(
         "quick",
@@ -200,24 +175,16 @@ class DataConfig(Section):
         "Stop if more training images than this are unreadable; a value below 1 is a fraction of the training images, "
         "any other a number of images.",
     )
-    DECODER: Literal["auto", "simplejpeg", "pil"] = setting(
-        "auto", "Decoder of JPEG files; auto: simplejpeg if it is installed, else PIL. PIL decodes all other files."
-    )
     BACKGROUND: Background = setting(
         "white",
         "Colour behind transparent pixels: white, black, mean (IMAGENET_MEAN) or [r, g, b], each from 0 to 255; drop: "
         "ignore transparency, so that the colours stored under it appear.",
     )
     EXIF_ROTATE: bool = setting(False, "Rotate photographs as their EXIF data says.")
-    SHARD_WINDOW: Positive = setting(
-        8,
-        "Data set 'shards': number of tar files whose samples are shuffled together.",
-        overridden_by("DATA.SAMPLER=balanced", why="it draws from all tar files at once"),
-    )
     CACHE: str | None = setting(
         None,
-        "Folder for compiled code, for copies of data sets hf:NAME, for hashes of images (DATA.CHECK), and for an "
-        "index of tar files if it cannot be stored beside them; null: ~/.cache/vitamp.",
+        "Folder for compiled code, for copies of data sets hf:NAME, and for an index of tar files if it cannot be "
+        "stored beside them; null: ~/.cache/vitamp.",
     )
 
     @property

@@ -12,15 +12,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from utils.config.keys import default_of
+from utils.config.keys import FIXED, default_of
+from utils.config.kinds import is_no_value, one_line, parse_text
 from utils.config.read import Entry, Layer
-from utils.config.values import is_no_value, one_line
-from utils.record.tasks import NO_LABELS, SEVERAL_LABELS
+from vitamp.metrics import NO_LABELS, SEVERAL_LABELS
 
 TYPE, NAME, MULTI_LABEL = "MODEL.TYPE", "MODEL.NAME", "DATA.MULTI_LABEL"
 Implied = dict[str, tuple[Any, str]]
 TRUE_WORDS = ("true", "yes", "on", "1", "t", "y")
 """Words that pydantic reads as true"""
+FALSE_WORDS = ("false", "no", "off", "0", "f", "n")
 MAE = "MODEL.MAE_PRETRAIN"
 IMPLIED: dict[str, dict[str, Any]] = {
     MULTI_LABEL: {"TRAIN.LOSS": "bce", "SAVE_BEST_BY": SEVERAL_LABELS.best.name},
@@ -98,7 +99,7 @@ def of_type(word: str) -> Mapping[str, Any] | None:
     """The defaults of a TYPE; None if it is no family."""
     if word in FAMILIES:
         return FAMILIES[word]
-    from utils.config.paddlevit.table import families
+    from utils.config.paddlevit import families
 
     return families()[word].defaults if word in families() else None
 
@@ -108,12 +109,44 @@ def translated(given: Mapping[str, Entry], layers: Sequence[Layer]) -> list[str]
     word = _type_of(given)
     if word in FAMILIES:
         return []
-    from utils.config.paddlevit.table import families, missing
-    from utils.config.paddlevit.translate import refuse_missing, translate
+    from utils.config.paddlevit import families, missing, refuse_missing, translate
 
     if word in missing():
         refuse_missing(missing()[word], layers)
     return translate(families()[word], layers) if word in families() else []
+
+
+def drop_fixed(given: dict[str, Entry]) -> list[str]:
+    """Remove PaddleViT's keys that have one value here; one line for each that has another value."""
+    problems = []
+    swin = _type_of(given) == "swin"
+    sizes = [_number(given.get(key)) for key in ("MODEL.EMBED_DIM", "MODEL.NUM_HEADS")]
+    head = sizes[0] / sizes[1] if sizes[0] and sizes[1] else 32 if swin else 64
+    one = {"MODEL.ATTN_HEAD_SIZE": head, "MODEL.QK_SCALE": head**-0.5, "MODEL.APE": False, "MODEL.PATCH_NORM": swin}
+    why = {"MODEL.ATTN_HEAD_SIZE": " (EMBED_DIM / NUM_HEADS)", "MODEL.QK_SCALE": " (that of the width of a head)"}
+    for key in FIXED:
+        entry = given.pop(key, None)
+        if entry is None or key not in one or entry.value is None or is_no_value(entry.value):
+            continue  # each process gets its LOCAL_RANK from the launcher
+        value, number = one[key], _number(entry)
+        word = str(entry.value).strip().casefold()
+        fits = word in TRUE_WORDS if value is True else word in FALSE_WORDS
+        if not (fits if isinstance(value, bool) else number is not None and abs(number - value) < 1e-3 * value):
+            has = one_line(value) if isinstance(value, bool) else f"{value:.6g}"
+            problems.append(
+                f"{entry.source}: {key} {entry.value}: the model has {has}{why.get(key, '')}, which cannot be changed; "
+                "leave the key out"
+            )
+    return problems
+
+
+def _number(entry: Entry | None) -> float | None:
+    """The value, or its first number where a Swin has one per stage."""
+    value = parse_text(entry.value) if entry else None
+    try:
+        return float(value[0] if isinstance(value, list | tuple) else value)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError, IndexError):
+        return None
 
 
 def _type_of(given: Mapping[str, Entry]) -> str:
@@ -130,14 +163,8 @@ def defaults_of(family: str, given: Mapping[str, Entry]) -> dict[str, Any]:
 
 def implied_by(given: Mapping[str, Entry]) -> Implied:
     """Defaults that other settings than TYPE change: key -> (value, the setting that is on)."""
-    return {
-        key: (value, by) for by, defaults in IMPLIED.items() if _is_on(by, given) for key, value in defaults.items()
-    }
-
-
-def _is_on(key: str, given: Mapping[str, Entry]) -> bool:
-    value = str(given[key].value) if key in given else ""
-    return value.strip().casefold() in TRUE_WORDS
+    on = [by for by in IMPLIED if by in given and str(given[by].value).strip().casefold() in TRUE_WORDS]
+    return {key: (value, by) for by in on for key, value in IMPLIED[by].items()}
 
 
 def implied_notes(implied: Implied, given: Mapping[str, Entry]) -> list[str]:

@@ -1,41 +1,155 @@
-"""The base of every section of the schema: strict keys, values that YAML leaves as strings, keys without effect."""
+"""Sections of the schema, and rules between settings beside a setting:
+
+`setting(False, "...", needs("DIST.STRATEGY=fsdp", why="..."))`. Every text about a rule comes from here: the error, the
+note in the log, and the sentence in docs/config.md. Sections take strict keys and values that YAML leaves as strings.
+"""
 
 from __future__ import annotations
 
-from typing import Any, get_origin
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
-from utils.config.rules import Rule
-from utils.config.values import is_no_value, parse_text
+from utils.config.kinds import is_no_value, one_line, parse_text
+from utils.errors import either
+
+Read = Callable[[str], Any]
+"""Dotted key -> value"""
+TRAINING = "EVAL=false"
+"""For a rule that an evaluation need not keep."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A condition on a setting. `KEY`: it is set (not null, false, 0 or empty). `KEY=a|b`: it is one of these, or
+    matches a glob such as `*muon`. `KEY!=a|b`: it is set, and none of these."""
+
+    key: str
+    sign: str
+    values: tuple[str, ...]
+
+    @classmethod
+    def of(cls, text: str) -> Condition:
+        key, sign, values = text.partition("=")
+        return cls(key.rstrip("!"), "!=" if key.endswith("!") else sign, tuple(values.split("|")) if sign else ())
+
+    def holds(self, read: Read) -> bool:
+        value = read(self.key)
+        return _matches(value, self.values) if self.sign == "=" else bool(value) and not _matches(value, self.values)
+
+    def __str__(self) -> str:
+        sign = " other than " if self.sign == "!=" else self.sign
+        return f"{self.key}{sign}{either(self.values) if self.values else ''}"
+
+    def now(self, read: Read) -> str:
+        """The setting with its value: 'DIST.STRATEGY fsdp'."""
+        value = read(self.key)
+        return self.key if value is True else f"{self.key} {one_line(value)}"
+
+    def missed(self, read: Read) -> str:
+        """Why it does not hold: 'TRAIN.LOSS is ce, not bce'."""
+        return f"{self.key} is {one_line(read(self.key))}{f', not {either(self.values)}' if self.sign == '=' else ''}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule of one setting about others; the four functions below make them."""
+
+    kind: Literal["needs", "not with", "only with", "no effect with"]
+    """In the words of the reference."""
+    others: tuple[Condition, ...]
+    why: str
+    do: str
+    at: tuple[str, ...]
+    """The values of its own setting that the rule is about; (): all but the default."""
+    when: tuple[Condition, ...]
+    """Conditions without which the rule says nothing."""
+
+    @property
+    def is_error(self) -> bool:
+        """Whether settings that break the rule are refused; otherwise the rule's own setting has no effect."""
+        return self.kind in ("needs", "not with")
+
+    @property
+    def wanted(self) -> bool:
+        """Whether one of the others must hold; otherwise none of them may."""
+        return self.kind in ("needs", "only with")
+
+    def is_broken(self, value: Any, default: Any, read: Read) -> bool:
+        concerned = _matches(value, self.at) if self.at else value != default
+        if not concerned or not all(condition.holds(read) for condition in self.when):
+            return False
+        return self.wanted != any(condition.holds(read) for condition in self.others)
+
+    def error(self, key: str, read: Read) -> str:
+        value = one_line(read(key))
+        if self.wanted:
+            do = self.do or f"set {self.others[0]} too, or leave {key} out"
+            return f"{value} needs {either(self.others)}: {self.why}; {do}"
+        return f"{value} is not possible with {self._met(read)}: {self.why}; {self.do or f'leave {key} out'}"
+
+    def note(self, key: str, read: Read) -> str:
+        if self.wanted:
+            missed = " and ".join(condition.missed(read) for condition in self.others)
+            return f"{key} has no effect: {missed}{f'; {self.why}' if self.why else ''}"
+        return f"{key} has no effect with {self._met(read)}{f': {self.why}' if self.why else ''}"
+
+    def __str__(self) -> str:
+        """The rule as a sentence for the reference."""
+        text = " if ".join([f"{self.kind} {either(self.others)}", *map(str, self.when)])
+        return f"{either(self.at)}: {text}." if self.at else f"{text[0].upper()}{text[1:]}."
+
+    def _met(self, read: Read) -> str:
+        """The conditions that hold, but for TRAINING, which goes without saying."""
+        held = [condition for condition in (*self.others, *self.when) if condition.holds(read) and read(condition.key)]
+        return " and ".join(condition.now(read) for condition in held)
+
+
+def needs(*others: str, why: str, do: str = "", at: str = "", when: str = "") -> Rule:
+    """An error where none of the others holds."""
+    return _rule("needs", others, why, do, at, when)
+
+
+def excludes(*others: str, why: str, do: str = "", at: str = "", when: str = "") -> Rule:
+    """An error where one of the others holds."""
+    return _rule("not with", others, why, do, at, when)
+
+
+def only_with(*others: str, why: str = "", at: str = "") -> Rule:
+    """Where none of the others holds, the setting has no effect, and its other rules say nothing."""
+    return _rule("only with", others, why, at=at)
+
+
+def overridden_by(*others: str, why: str = "", when: str = "") -> Rule:
+    """Where one of the others holds, the setting has no effect, and its other rules say nothing."""
+    return _rule("no effect with", others, why, when=when)
+
+
+def _rule(kind: Any, others: Iterable[str], why: str, do: str = "", at: str = "", when: str = "") -> Rule:
+    values = tuple(at.split("|")) if at else ()
+    return Rule(kind, tuple(map(Condition.of, others)), why, do, values, (Condition.of(when),) if when else ())
+
+
+def broken(rules: Iterable[Rule], value: Any, default: Any, read: Read) -> list[Rule]:
+    """The rules that a setting breaks; only the first of those by which it has no effect, if there is one."""
+    found = [rule for rule in rules if rule.is_broken(value, default, read)]
+    return [rule for rule in found if not rule.is_error][:1] or found
+
+
+def _matches(value: Any, patterns: Iterable[str]) -> bool:
+    """Whether a value, or one of several, matches a pattern."""
+    texts = [str(one).casefold() for one in (value if isinstance(value, tuple) else (value,))]
+    return any(fnmatchcase(text, pattern.casefold()) for pattern in patterns for text in texts)
 
 
 def setting(default: Any, description: str, *rules: Rule, **limits: float) -> Any:
     """A setting with its default; `limits`: gt, ge, lt, le."""
     sentences = " ".join([description, *map(str, rules)])
     return Field(default, description=sentences, json_schema_extra={"rules": rules} if rules else None, **limits)  # pyright: ignore[reportCallIssue, reportArgumentType]
-
-
-def without_effect(default: Any, description: str, why: str) -> Any:
-    """A key of other programs' files that has no meaning here: accepted, and the log says why."""
-    return Field(default, description=description, json_schema_extra={"accepted_because": why})
-
-
-def with_retired(default: Any, description: str, retired: dict[str, str]) -> Any:
-    """A key with `retired` values (value -> why): each is accepted as the default, and the log says why."""
-    return Field(default, description=description, json_schema_extra={"retired": {**retired}})
-
-
-def retired_values(field: FieldInfo) -> dict[str, str]:
-    """Values of earlier versions that now mean the default -> why."""
-    retired = _extra(field).get("retired", {})
-    return {value: str(why) for value, why in retired.items()}
-
-
-def why_without_effect(field: FieldInfo) -> str:
-    """Why a key has no effect; '' if it has one."""
-    return str(_extra(field).get("accepted_because", ""))
 
 
 def rules_of(field: FieldInfo) -> tuple[Rule, ...]:
@@ -59,8 +173,6 @@ class Section(BaseModel):
     @classmethod
     def _normalise(cls, value: Any, info: ValidationInfo) -> Any:
         field = cls.model_fields[info.field_name or ""]
-        if isinstance(value, str) and value.strip().casefold() in retired_values(field):
-            return field.default
         kinds = _plain_types(field.annotation)
         if isinstance(value, str) and value in kinds:
             return value  # one of a Literal's words, which may be `none`

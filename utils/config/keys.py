@@ -22,11 +22,12 @@ RENAMED = {
 }
 # The first ViT files give the width of the MLP; with MODEL.EMBED_DIM beside it, it becomes MODEL.MLP_RATIO.
 MLP_WIDTH = "MODEL.MLP_DIM"
+FIXED = ("LOCAL_RANK", "MODEL.ATTN_HEAD_SIZE", "MODEL.QK_SCALE", "MODEL.APE", "MODEL.PATCH_NORM")
+"""Keys of PaddleViT that have one value here: families.py checks and drops them."""
+OWN_SETTINGS = "USE_SETTINGS"
+"""The key for settings of the user's own code in runs before 0.3; they are in USE now."""
 NESTED = ("MODEL.TRANS.ENCODER", "MODEL.TRANS")
-OF_ONE_START = (
-    *("OUTPUT", "TRAIN.LAST_EPOCH", "MODEL.RESUME", "MAX_TIME", "PROFILE", "EVAL", "DATA.PART", "NGPUS"),
-    *("DIST.HOST", "DIST.PORT", "DIST.RANK", "DIST.WORLD_SIZE"),
-)
+OF_ONE_START = (*("OUTPUT", "TRAIN.LAST_EPOCH", "MODEL.RESUME", "MAX_TIME", "PROFILE", "EVAL", "DATA.PART", "NGPUS"),)
 """Settings of one start, not of the run: where it was, how it was launched, and for how long."""
 
 

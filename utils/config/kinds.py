@@ -1,13 +1,59 @@
-"""Types of settings: ranges of numbers, and lists in all forms in which people write them."""
+"""Types of settings: ranges of numbers, and lists and other values in all forms in which people write them."""
 
 from __future__ import annotations
 
+import ast
 import re
 from typing import Annotated, Any, Literal, NamedTuple
 
+import yaml
 from pydantic import BeforeValidator, Field, ValidatorFunctionWrapHandler, WithJsonSchema, WrapValidator
 
-from utils.config.values import parse_text
+NO_VALUE = {"none", "null", "~", ""}
+
+
+def is_no_value(value: Any) -> bool:
+    return isinstance(value, str) and value.strip().casefold() in NO_VALUE
+
+
+def parse_text(value: Any) -> Any:
+    """The value meant by text that YAML leaves as a string: `None`, or a tuple as in `(0.9, 0.999)`.
+
+    Numbers such as `3e-3` stay text: pydantic converts them, where the field is a number.
+    """
+    if not isinstance(value, str):
+        return value
+    if is_no_value(value):
+        return None
+    text = value.strip()
+    if text[0] in "([" and text[-1] in ")]":
+        try:
+            return ast.literal_eval(text)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            return value
+    return value
+
+
+class OneLine(yaml.SafeDumper):
+    """Writes every value on its key's line: lists in brackets, line breaks escaped."""
+
+
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=None if value.isprintable() else '"')
+
+
+def _list(dumper: yaml.SafeDumper, value: tuple[Any, ...]) -> yaml.Node:
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True)
+
+
+OneLine.add_representer(str, _text)
+OneLine.add_representer(tuple, _list)
+
+
+def one_line(value: Any) -> str:
+    """A value as YAML on one line: `[0.9, 0.999]`, `null`, `true`."""
+    return yaml.dump([value], Dumper=OneLine, width=float("inf"), allow_unicode=True, default_flow_style=True)[1:-2]
+
 
 AUTO = "auto"
 Positive = Annotated[int, Field(ge=1)]
@@ -115,6 +161,8 @@ Pair = Annotated[tuple[float, float], BeforeValidator(_as_tuple)]
 SizeSteps = tuple[tuple[NonNegative, Positive], ...]
 """Pairs (start, size)"""
 Names = Annotated[tuple[str, ...], BeforeValidator(as_names)]
+OWN_SETTING = re.compile(r"\s*([A-Za-z_]\w*)\.([A-Za-z_]\w*)\s*=\s*(.*?)\s*", re.DOTALL)
+"""A setting of the user's own code: focal.gamma=1.5"""
 OWN_NAME = {"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_]*$", "description": "a name that USE registers"}
 OwnName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$"), WithJsonSchema(OWN_NAME)]
 _WHOLE_OR_AUTO = ({"type": "integer", "minimum": 1}, {"type": "string", "enum": [AUTO]})

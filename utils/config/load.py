@@ -14,6 +14,7 @@ from utils.config.families import (
     FAMILIES,
     TYPE,
     defaults_of,
+    drop_fixed,
     family_note,
     family_of,
     foreign_type,
@@ -21,16 +22,14 @@ from utils.config.families import (
     implied_notes,
     translated,
 )
-from utils.config.fields import retired_values
-from utils.config.keys import allowed, choices, default_of, nested, settings, suggest, value_of
-from utils.config.kinds import folded
+from utils.config.keys import allowed, choices, nested, settings, suggest, value_of
+from utils.config.kinds import OWN_SETTING, as_names, is_no_value
 from utils.config.read import Entry, Layer, Unknown, read_files, read_words
 from utils.config.recipes import file_of
-from utils.config.resumed import FORMER, former_defaults, resolved_by_run
+from utils.config.resumed import resolved_by_run, without_words
 from utils.config.schema import Config
-from utils.config.values import is_no_value
 from utils.errors import UserError, closest, nearest
-from utils.record.run_folder import CONFIG
+from utils.record.run_folder import CONFIG, is_of_user
 
 DEFAULT = "default"
 
@@ -70,24 +69,35 @@ def load_config(
     """Load and check the settings; one UserError reports all problems."""
     file, recipe_note = file_of(cfg) if cfg is not None else (None, "")
     files = read_files(file) if file is not None else []
-    word_layer = read_words(words or {})
+    own = [f"{key}={value}" for key, value in (words or {}).items() if not key.isupper()]
+    word_layer = read_words({key: value for key, value in (words or {}).items() if key.isupper()})
     typed = {key: Entry(value, source) for key, (value, source) in (flags or {}).items()}
     word_layer.entries = typed | word_layer.entries
     layers = [*files, word_layer]
     of_paddlevit = translated(_merged(layers), layers)
     given = _merged(layers)
+    before = given.get("USE", Entry((), "command line"))
+    # Settings of own code stay where another layer names its files: -use FILE with -resume.
+    named = [one for layer in layers if "USE" in layer.entries for one in as_names(layer.entries["USE"].value or ())]
+    of_own = {one.partition("=")[0].strip(): one for one in (*named, *own) if OWN_SETTING.fullmatch(one)}
+    if of_own and before.value:
+        code = [one for one in as_names(before.value) if not OWN_SETTING.fullmatch(one)]
+        given["USE"] = Entry([*code, *of_own.values()], before.source)
+    problems = drop_fixed(given)
+    if own and not before.value:
+        problems.append(f"command line: {own[0]}: no such setting; one of your own code needs its file: -use FILE")
     family = family_of(given)
     defaults = defaults_of(family, given)
     resolved = resolved_by_run(given)
     implied = implied_by(given)
-    former, former_note = former_defaults(
-        {**given, **resolved}, {**defaults, **{key: value for key, (value, _) in implied.items()}}
-    )
     family_entries = {key: Entry(value, f"{DEFAULT} ({family})") for key, value in defaults.items()}
     implied_entries = {key: Entry(value, f"{DEFAULT} ({by})") for key, (value, by) in implied.items()}
-    entries = {**family_entries, **implied_entries, **former, **given, **resolved}
+    entries = {**family_entries, **implied_entries, **given, **resolved}
 
-    problems = list(_unknown_keys(given, [key for layer in layers for key in layer.unknown]))
+    # The config.yaml of a run by an earlier version may have settings that are gone.
+    of_runs = [layer for layer in files if layer.unknown and not is_of_user(f"{layer.name}:")]
+    unknown = [key for layer in layers if layer not in of_runs for key in layer.unknown]
+    problems += _unknown_keys(given, unknown)
     problems += [problem for layer in layers for problem in layer.problems]
     config, invalid = _validate(entries)
     problems += invalid
@@ -95,14 +105,14 @@ def load_config(
     if config is None or problems:
         raise UserError(_report(problems))
     _raise_conflicts(config, sources)
-    set_before = {**former, **given, **resolved}
+    set_before = {**given, **resolved}
     lines = [recipe_note] if recipe_note else []
     lines += of_paddlevit + family_note(family, defaults, set_before) + implied_notes(implied, set_before)
-    lines += former_note
-    lines += _retired(given)
+    lines += [without_words(layer.name, [key.key for key in layer.unknown]) for layer in of_runs]
     sources_given = {key: entry.source for key, entry in given.items()}
     lines += [f"{note}{_of_family(sources, note)}" for note in notes(config, sources_given)]
-    return Loaded(config, sources, tuple(lines), tuple(warnings(config, [layer.entries for layer in layers], sources)))
+    warned = () if config.EVAL else tuple(warnings(config, [layer.entries for layer in layers], sources))
+    return Loaded(config, sources, tuple(lines), warned)
 
 
 def _merged(layers: Sequence[Layer]) -> dict[str, Entry]:
@@ -111,10 +121,7 @@ def _merged(layers: Sequence[Layer]) -> dict[str, Entry]:
 
 def config_of_run(folder: Path) -> Config:
     """The settings in the config.yaml of a run."""
-    file = str(folder / CONFIG)
-    known = {key for layer in read_files(file) for key in layer.entries}
-    newer = {key: (value, file) for key, value in FORMER.items() if key not in known}
-    return load_config(file, newer).config
+    return load_config(str(folder / CONFIG)).config
 
 
 def _unknown_keys(given: Mapping[str, Entry], unknown: Sequence[Unknown]) -> Iterator[str]:
@@ -139,13 +146,6 @@ def _raise_conflicts(config: Config, sources: Mapping[str, str]) -> None:
         raise UserError(_report(problems))
 
 
-def _retired(given: Mapping[str, Entry]) -> Iterator[str]:
-    for key, entry in given.items():
-        if isinstance(entry.value, str) and (why := retired_values(settings()[key]).get(folded(entry.value))):
-            where = _where(entry.source)
-            yield f"{where}{key} {entry.value} is no longer supported, {default_of(key)} is used instead: {why}"
-
-
 def _of_family(sources: Mapping[str, str], text: str) -> str:
     """' (KEY: default (swin))' for settings in `text` that are a family's defaults."""
     named = [key for key, source in sources.items() if source.startswith(f"{DEFAULT} (") and key in text]
@@ -157,22 +157,18 @@ def _validate(entries: Mapping[str, Entry]) -> tuple[Config | None, list[str]]:
         return Config.model_validate(nested({key: entry.value for key, entry in entries.items()})), []
     except ValidationError as error:
         keys = dict.fromkeys(_key_of(details["loc"]) for details in error.errors())
-        return None, _describe_invalid({key: entries[key] for key in keys})
+        lines: dict[str, str] = {}
+        for key in keys:  # a flag that sets two keys gets one line
+            source = entries[key].source
+            group = source if source.startswith("-") else key
+            lines.setdefault(group, f"{_where(source)}{key}: {_expected(key, entries[key].value)}")
+        return None, list(lines.values())
 
 
 def _key_of(place: tuple[int | str, ...]) -> str:
     """The setting of a pydantic error, whose location may end with the branch of a union or an index of a list."""
     names = [str(part) for part in place]
     return next(key for end in range(1, len(names) + 1) if (key := ".".join(names[:end])) in settings())
-
-
-def _describe_invalid(entries: Mapping[str, Entry]) -> list[str]:
-    """One line for each invalid value; a flag that sets two keys gets one line."""
-    lines = {}
-    for key, entry in entries.items():
-        group = entry.source if entry.source.startswith("-") else key
-        lines.setdefault(group, f"{_where(entry.source)}{key}: {_expected(key, entry.value)}")
-    return list(lines.values())
 
 
 def _expected(key: str, value: Any) -> str:

@@ -6,9 +6,8 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
-from utils.config.fields import Section, setting
+from utils.config.fields import TRAINING, Section, excludes, needs, only_with, overridden_by, setting
 from utils.config.kinds import (
-    AUTO,
     AboveZero,
     FractionBelowOne,
     Integers,
@@ -18,8 +17,6 @@ from utils.config.kinds import (
     as_names,
     folded,
 )
-from utils.config.rules import TRAINING, excludes, needs, only_with, overridden_by
-from utils.record.weight_sets import AVERAGE, BETTER, PLAIN, WeightSet
 
 _LABELS = "it learns without labels"
 _MASKED = only_with("MODEL.MAE_PRETRAIN")
@@ -98,15 +95,6 @@ class ModelConfig(Section):
         "Weights to start from: .safetensors, .pth, .npz, .pdparams, a run, or a timm model.",
         overridden_by("MODEL.RESUME!=auto", why="the run's own weights are loaded"),
     )
-    RESUME_EMA: bool | None = setting(
-        None,
-        "Which weights of the run in PRETRAINED or RESUME to load. true: the EMA; false: the plain weights; null: with "
-        "PRETRAINED those that validated better, with RESUME the plain ones. With RESUME auto, always the plain ones.",
-        only_with("MODEL.PRETRAINED", "MODEL.RESUME!=auto", at="true"),
-        overridden_by(
-            "MODEL.RESUME!=auto", when="EVAL=true", why="an evaluation of a run evaluates its plain weights and its EMA"
-        ),
-    )
     NEW_CLASSIFIER: bool = setting(
         False,
         "Initialise a new classifier, even if the number of classes stays the same.",
@@ -155,45 +143,12 @@ class ModelConfig(Section):
     )
     EMBED_DIM: Positive | None = setting(None, "Embedding dimension (width); 768 for ViT-B.")
     NUM_HEADS: Positive | Integers | None = setting(None, "Attention heads (Swin: one number per stage).")
-    ATTN_HEAD_SIZE: Positive | None = setting(
-        None, "Dimension of an attention head; only null or EMBED_DIM / NUM_HEADS."
-    )
     DEPTH: Positive | None = setting(None, "Number of blocks; 12 for ViT-B.")
     MLP_RATIO: AboveZero | None = setting(None, "Hidden width of the MLP relative to EMBED_DIM; 4.0 for ViT-B.")
     QKV_BIAS: bool | None = setting(None, "Bias in the query, key and value projection.")
     WINDOW_SIZE: Positive | None = setting(None, "Swin: height and width of an attention window, in patches.")
     STAGE_DEPTHS: Integers | None = setting(None, "Swin: blocks in each stage.")
-    QK_SCALE: AboveZero | None = setting(None, "Scale of the attention logits; only null or head dimension ** -0.5.")
-    APE: bool | None = setting(
-        None, "Swin: absolute position embedding; only the model's own value, false, is accepted."
-    )
-    PATCH_NORM: bool | None = setting(
-        None, "Swin: norm after the patch embedding; only the model's own value is accepted."
-    )
-    ATTENTION: Annotated[
-        Literal["auto", "fused", "plain", "flash", "efficient", "cudnn", "packed"], BeforeValidator(folded)
-    ] = setting(
-        "auto",
-        "Implementation of attention. fused: torch chooses the kernel; auto: the fastest measured "
-        "(docs/performance_settings.md).",
-    )
-    LINEAR_PATCHES: Literal["auto"] | bool = setting(
-        "auto", "Patch embedding as a matrix product instead of a convolution; auto: where it is faster."
-    )
-    FUSED_MLP: Literal["auto"] | bool = setting(
-        "auto", "Bias and GELU of MLPs in one kernel, forward and backward; auto: where it is faster."
-    )
 
     def frozen_in(self, epoch: int) -> tuple[str, ...]:
         """What FREEZE freezes in an epoch."""
         return self.FREEZE if self.UNFREEZE_EPOCH is None or epoch < self.UNFREEZE_EPOCH else ()
-
-    @property
-    def pretrained_weights(self) -> str:
-        """Which weights of PRETRAINED to load: the name of a set, or auto."""
-        return BETTER if self.RESUME_EMA is None else (AVERAGE if self.RESUME_EMA else PLAIN).name
-
-    @property
-    def resumed_weights(self) -> WeightSet:
-        """The weights of RESUME that training continues with."""
-        return AVERAGE if self.RESUME_EMA and self.RESUME != AUTO else PLAIN

@@ -13,11 +13,11 @@ from typing import Any
 
 import yaml
 
-from utils.config.keys import MLP_WIDTH, canonical, sections, settings, takes_text
-from utils.config.retired import RETIRED, refusal_of
-from utils.config.values import is_no_value
+from utils.config.keys import FIXED, MLP_WIDTH, OWN_SETTINGS, canonical, sections, settings, takes_text
+from utils.config.kinds import as_names, is_no_value
 from utils.errors import UserError, closest
-from utils.files import only_regular
+from utils.record.run_folder import is_of_user
+from vitamp.files import only_regular
 
 PLAIN_TAGS = {"null", "bool", "int", "float", "str", "timestamp", "seq", "map", "value", "python/tuple"}
 
@@ -63,11 +63,6 @@ class Layer:
             self.problems.append(f"{source}: {key} is set twice: {before.source} has another value")
         self.entries[key] = Entry(value, source)
 
-    def refuse(self, key: str, value: Any, source: str) -> None:
-        """Report a retired setting, unless its value changes nothing."""
-        if refusal := refusal_of(key, value):
-            self.problems.append(f"{source}: {refusal}")
-
     def set_section(self, section: str, value: Any, source: str) -> None:
         """Set a section to one value: `AMP: true` turns it on; no other section takes one, and empty sets nothing."""
         if value is None or is_no_value(value):
@@ -90,25 +85,22 @@ def _read_file(name: str, above: tuple[Path, ...]) -> list[Layer]:
         raise UserError(f"{name}: BASE leads back to this file; remove it from one of the BASE lists")
     layer = Layer(name)
     bases: list[str] = []
-    for key, node, source in _top_level(layer):
+    root = _compose(name)
+    if root is not None and not isinstance(root, yaml.MappingNode):
+        raise UserError(f"{layer.at(root)}: expected `KEY: value` lines")
+    for key, node, source in _pairs(root, "", layer) if root is not None else ():
         if key == "BASE":
             bases = _base_names(node, source, layer)
         else:
             _take(key, node, source, layer)
     _mlp_ratio_from_width(layer)
+    if own := layer.entries.pop(OWN_SETTINGS, None):
+        files = layer.entries.get("USE", Entry((), own.source))
+        layer.entries["USE"] = Entry([*as_names(files.value or ()), *as_names(own.value or ())], files.source)
     layers = []
     for base in bases:
         layers += _read_file(str(path.parent / base), (*above, path.resolve()))
     return [*layers, layer]
-
-
-def _top_level(layer: Layer) -> Iterator[tuple[str, yaml.Node, str]]:
-    root = _compose(layer.name)
-    if root is None:
-        return
-    if not isinstance(root, yaml.MappingNode):
-        raise UserError(f"{layer.at(root)}: expected `KEY: value` lines")
-    yield from _pairs(root, "", layer)
 
 
 def _compose(name: str) -> yaml.Node | None:
@@ -169,10 +161,10 @@ def _take(key: str, node: yaml.Node, source: str, layer: Layer) -> None:
                 _take(inner, value, place, layer)
         else:
             layer.set_section(today, _plain(node, source, layer), source)
-    elif today in settings() or today == MLP_WIDTH:
+    elif today in settings() and isinstance(node, yaml.MappingNode) and not is_of_user(source):
+        layer.unknown.append(Unknown(key, source, {}))  # TRAIN.KNN was a section before 0.3
+    elif today in settings() or today in (*FIXED, MLP_WIDTH, OWN_SETTINGS):
         layer.set(today, _plain(node, source, layer), source)
-    elif today in RETIRED:
-        layer.refuse(today, _plain(node, source, layer), source)
     else:
         leaves = dict(_leaves(today, node, source, layer)) if today.startswith("MODEL.") else {}
         layer.unknown.append(Unknown(key, source, leaves))
@@ -241,10 +233,8 @@ def read_words(words: Mapping[str, str]) -> Layer:
         value = _word(raw, takes_text(today), layer)
         if today in sections():
             layer.set_section(today, value, layer.name)
-        elif today in settings():
+        elif today in settings() or today in FIXED:
             layer.set(today, value, layer.name)
-        elif today in RETIRED:
-            layer.refuse(today, value, layer.name)
         elif key == "BASE":
             layer.problems.append(f"{layer.name}: BASE belongs in a YAML file")
         else:

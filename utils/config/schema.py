@@ -9,19 +9,100 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from utils.config.amp import AmpConfig
 from utils.config.data import DataConfig
-from utils.config.fields import Section, setting, with_retired, without_effect
-from utils.config.kinds import OWN_NAME, AboveZero, Count, Names, OwnName, Positive, Threads, folded
+from utils.config.fields import Section, excludes, needs, only_with, setting
+from utils.config.kinds import (
+    OWN_NAME,
+    OWN_SETTING,
+    AboveZero,
+    Count,
+    Names,
+    OwnName,
+    Positive,
+    Threads,
+    as_names,
+    folded,
+    parse_text,
+)
 from utils.config.model import ModelConfig
-from utils.config.rules import excludes, needs, only_with
 from utils.config.train import TrainConfig
-from utils.config.values import parse_text
-from utils.record.tasks import METRICS, NO_LABELS, ONE_LABEL, TASKS, TaskKind
+from vitamp.metrics import METRICS, NO_LABELS, ONE_LABEL, TASKS, TaskKind
+
+_ON = only_with("AMP.ENABLED", why="-amp turns AMP on")
+
+
+class AmpConfig(Section):
+    """Mixed precision."""
+
+    ENABLED: bool = setting(False, "Train in mixed precision; set by -amp.")
+    DTYPE: Literal["auto", "fp16", "bf16", "fp8"] = setting(
+        "auto",
+        "auto: bf16 with O3, else fp16 on GPUs and bf16 on CPUs (fp16 if a CPU has fp16 but no bf16; with O1, fp32 if "
+        "it has neither). fp8 needs torchao.",
+        _ON,
+        excludes(
+            "DIST.STRATEGY=fsdp",
+            at="fp8",
+            why="FSDP with fp8 is not supported",
+            do="use bf16 or fp16, or DIST.STRATEGY=ddp",
+        ),
+    )
+    LEVEL: Literal["O0", "O1", "O2", "NAIVE", "O3"] = setting(
+        "O1",
+        "O0: fp32. O1: autocast. O2: half-precision weights with fp32 master weights, norms in fp32. NAIVE: as O2, "
+        "but only batch norms in fp32. O3: half-precision weights only.",
+        _ON,
+        excludes("DIST.STRATEGY=fsdp", at="O3", why="FSDP with O3 is not supported", do="use O1, O2 or NAIVE"),
+    )
+    TF32: bool = setting(False, "Use TF32 for fp32 matrix products and convolutions, on GPUs that have it.")
+    INIT_LOSS_SCALING: AboveZero = setting(65536.0, "Initial loss scale.", _ON, le=3e38)
+    INCR_EVERY_N_STEPS: Positive = setting(
+        2000, "Consecutive updates without overflow before the loss scale grows.", _ON
+    )
+    INCR_RATIO: float = setting(2.0, "Factor by which the loss scale grows.", _ON, gt=1)
+    DECR_RATIO: float = setting(0.5, "Factor by which the loss scale shrinks after overflows.", _ON, gt=0, lt=1)
+    DECR_EVERY_N_NAN_OR_INF: Positive = setting(1, "Consecutive overflows before the loss scale shrinks.", _ON)
+    USE_DYNAMIC_LOSS_SCALING: bool = setting(True, "false: the loss scale stays at its initial value.", _ON)
+    CUSTOM_WHITE_LIST: Names = setting((), "Operators that run in low precision; see docs/amp.md.", _ON)
+    CUSTOM_BLACK_LIST: Names = setting((), "Operators that run in fp32; see docs/amp.md.", _ON)
+    FP32_MODULES: Names = setting((), "Modules that run in fp32: globs over their names or classes.", _ON)
+    AUTO_FP32: bool = setting(
+        False,
+        "Switch a module to fp32 at its second overflow; overflows in the backward pass count only at loss scale 1.",
+        _ON,
+        excludes(
+            "DIST.STRATEGY=fsdp",
+            why="vitamp does not replay skipped updates of FSDP to find the module that overflowed",
+            do="name the modules in AMP.FP32_MODULES",
+        ),
+    )
+
 
 _DECIDING = {"type": "string", "enum": [name for name, metric in METRICS.items() if metric.decides]}
 BestBy = Annotated[OwnName, WithJsonSchema({"anyOf": [_DECIDING, OWN_NAME]})]
 """Which of them a run measures depends on its labels: checks.py"""
+
+ATTENTION = ("fused", "flash", "efficient", "cudnn", "packed")
+SpeedWord = Literal[
+    "auto",
+    "plain",
+    "+fused",
+    "+flash",
+    "+efficient",
+    "+cudnn",
+    "+packed",
+    "-fused",
+    "-flash",
+    "-efficient",
+    "-cudnn",
+    "-packed",
+    "+linear_patches",
+    "+fused_mlp",
+    "+channels_last",
+    "-linear_patches",
+    "-fused_mlp",
+    "-channels_last",
+]
 
 
 class DistConfig(Section):
@@ -37,11 +118,6 @@ class DistConfig(Section):
         "Shard the weights within each machine and replicate them across machines; for slow networks.",
         needs("DIST.STRATEGY=fsdp", why="it says how FSDP shards the weights"),
     )
-    FSDP_NO_SYNC: bool = setting(
-        False,
-        "fsdp with ACCUM_ITER above 1: reduce gradients once per update, not per micro-batch. Less traffic, but each "
-        "process holds the gradients of the whole model between micro-batches, as in runs of earlier versions.",
-    )
     BACKEND: Literal["nccl", "gloo"] | None = setting(
         None, "Communication backend; null: nccl on GPUs, gloo elsewhere."
     )
@@ -50,10 +126,6 @@ class DistConfig(Section):
         True,
         "ddp on GPUs: synchronise batch norm statistics over all processes; no effect at AMP.LEVEL O2 and NAIVE.",
     )
-    HOST: str | None = setting(None, "Host of rank 0, if ranks are started by hand or the launcher does not give it.")
-    PORT: int | None = setting(None, "Port of rank 0.", ge=1, le=65535)
-    RANK: Count | None = setting(None, "Rank of this process, if ranks are started by hand.")
-    WORLD_SIZE: Positive | None = setting(None, "Number of processes, if ranks are started by hand.")
 
 
 class Config(Section):
@@ -62,13 +134,9 @@ class Config(Section):
     BASE: Names = setting((), "YAML files that this one extends, relative to it; later ones override earlier ones.")
     USE: Names = setting(
         (),
-        "Python files of your own (-use), which register losses, models, augmentations, data sets and metrics; see "
+        "Python files of your own (-use), which register losses, models, augmentations, data sets and metrics; "
+        "and the settings of these, as NAME.SETTING=VALUE, which can also be words of the command line. See "
         "docs/own_code.md.",
-    )
-    USE_SETTINGS: Names = setting(
-        (),
-        "Settings of what the files of USE register, as NAME.SETTING=VALUE.",
-        only_with("USE"),
     )
     DATA: DataConfig = Field(default_factory=DataConfig, description="Data.")
     MODEL: ModelConfig = Field(default_factory=ModelConfig, description="Model.")
@@ -86,7 +154,6 @@ class Config(Section):
         10, "Epochs between checkpoints. One is also saved after each new best validation and at the end of the run."
     )
     SAVE_EVERY_UPDATES: Positive | None = setting(None, "Also save a checkpoint every N updates.")
-    SAVE_EVERY_MINUTES: AboveZero | None = setting(None, "Also save a checkpoint every N minutes.")
     SAVE_BEST_BY: BestBy = setting(
         ONE_LABEL.best.name,
         "Validation metric that decides which checkpoint is best. "
@@ -124,16 +191,38 @@ class Config(Section):
         "CPU threads per process; null: what SLURM reserves per task; without SLURM, usable cores / ranks on this "
         "machine (a container's CPU quota limits the usable cores).",
     )
-    CPU_FP32: Annotated[Literal["auto", "mkl", "onednn"], BeforeValidator(folded)] = with_retired(
-        "auto",
-        "Library for fp32 matrix products on CPUs; auto: the fastest known.",
-        {"amx": "version 0.1.0 of vitamp is the last that has kernels for AMX; results differ in the last bits"},
+    SPEED: Annotated[tuple[SpeedWord, ...], BeforeValidator(as_names), Field(min_length=1)] = setting(
+        ("auto",),
+        "How layers compute; results differ in the last bits only. auto: as measured to be fastest; plain: as the "
+        "model is written. +NAME forces a way and -NAME leaves it out: kernels of attention (fused: torch's choice of "
+        "kernel; flash, efficient, cudnn, packed on GPUs), linear_patches (patches by a matrix product), fused_mlp "
+        "(bias and GELU in one kernel), channels_last (memory format); see docs/performance_settings.md.",
     )
     MAX_TIME: str | None = setting(
         None, "Time limit (HH:MM:SS): before it is up, the run saves a checkpoint and exits; -resume continues the run."
     )
     PROFILE: Count = setting(0, "Write a torch profiler trace of this many updates.")
-    LOCAL_RANK: int = without_effect(0, "A key of PaddleViT.", "each process gets its rank from the launcher")
+
+    @property
+    def own_files(self) -> tuple[str, ...]:
+        return tuple(one for one in self.USE if not OWN_SETTING.fullmatch(one))
+
+    @property
+    def own_settings(self) -> tuple[str, ...]:
+        """NAME.SETTING=VALUE of what the files register."""
+        return tuple(one for one in self.USE if OWN_SETTING.fullmatch(one))
+
+    def wants(self, name: str) -> bool | None:
+        """Whether SPEED forces a way of computing (True) or leaves it out (False); None: it is chosen."""
+        if f"+{name}" in self.SPEED:
+            return True
+        return False if f"-{name}" in self.SPEED or "plain" in self.SPEED else None
+
+    @property
+    def attention(self) -> str:
+        """The kernel of attention that SPEED forces, or auto. Without `fused`, it is plain."""
+        forced = [kind for kind in ATTENTION if self.wants(kind)]
+        return forced[0] if forced else "plain" if self.wants("fused") is False else "auto"
 
     @property
     def task(self) -> TaskKind:
@@ -142,7 +231,7 @@ class Config(Section):
     @property
     def measures_knn(self) -> bool:
         """Whether validations measure how well features separate the classes of labelled images (TRAIN.KNN)."""
-        return self.MODEL.MAE_PRETRAIN and self.TRAIN.KNN.named
+        return self.MODEL.MAE_PRETRAIN and self.TRAIN.KNN is not None
 
     @model_validator(mode="before")
     @classmethod

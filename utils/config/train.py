@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from utils.config.fields import Section, setting
+from utils.config.fields import TRAINING, Section, excludes, only_with, overridden_by, setting
 from utils.config.kinds import (
     AboveZero,
     Count,
@@ -24,11 +23,9 @@ from utils.config.kinds import (
     as_word_or_integer,
     folded,
 )
-from utils.config.rules import TRAINING, excludes, needs, only_with, overridden_by
 
 _MUON = only_with("TRAIN.OPTIMIZER.NAME=*Muon")
-_RAND, _AUTO, _TRIVIAL = "TRAIN.RAND_AUGMENT", "TRAIN.AUTO_AUGMENT", "TRAIN.TRIVIAL_AUGMENT"
-_apart_from = partial(excludes, why="these policies were never meant to be combined", do="set only one of them to true")
+_RAND, _AUTO, _TRIVIAL = "TRAIN.RAND_AUGMENT", "TRAIN.AUTO_AUGMENT", "TRAIN.AUGMENT=trivial"
 _BCE = only_with("TRAIN.LOSS=bce")
 _LABELLED = overridden_by("MODEL.MAE_PRETRAIN", why="images without labels are not mixed or erased")
 
@@ -45,41 +42,12 @@ def _own_or_folded(value: Any) -> Any:
 class MuonConfig(Section):
     """Muon, NMuon, AdaMuon, NAdaMuon update the linear layers of blocks; AdamW (NAdaMuon: NAdamW) updates the rest."""
 
-    ADAMW_LR: AboveZero | None = setting(
-        None,
-        "Learning rate of the parameters that AdamW updates, with the same schedule and scaling as BASE_LR; "
-        "null: BASE_LR.",
-        _MUON,
-        needs("TRAIN.BASE_LR", why="its schedule is that of BASE_LR, which is 0", do="set TRAIN.BASE_LR above 0"),
-    )
     EVERY_MATRIX: bool = setting(
         False,
         "Muon updates the patch embedding, the classifier and convolutions too, as timm's does; better for small "
-        "models that learn from scratch (docs/training.md).",
+        "models that learn from scratch (docs/methods.md).",
         _MUON,
     )
-
-
-class KnnConfig(Section):
-    """How well features separate classes, measured at each validation of a model that learns without labels."""
-
-    DATA_PATH: str | None = setting(
-        None,
-        "Folder of images with labels, laid out as for DATA.DATA_PATH. The features of each of its validation images "
-        "are compared with those of its training images, and the nearest ones vote for a class; see "
-        "docs/pretraining.md.",
-        _MASKED,
-    )
-    DATASET: str | None = setting(
-        None, "Name of the data set with these images; null: the layout of TRAIN.KNN.DATA_PATH is recognised.", _MASKED
-    )
-    K: Positive = setting(
-        20, "Number of nearest images that vote.", only_with("TRAIN.KNN.DATA_PATH", "TRAIN.KNN.DATASET")
-    )
-
-    @property
-    def named(self) -> bool:
-        return self.DATA_PATH is not None or self.DATASET is not None
 
 
 class OptimizerConfig(Section):
@@ -99,14 +67,14 @@ class OptimizerConfig(Section):
         return {name: value for name, value in both.items() if value is not None}
 
 
+WSD_DECAY = 0.2
+"""Fraction of the run, at its end, in which wsd's learning rate decays to END_LR"""
+
+
 class SchedulerConfig(Section):
     NAME: Annotated[Literal["warmupcosine", "cosine", "step", "multi-step", "wsd"], BeforeValidator(folded)] = setting(
-        "warmupcosine", "Schedule after the warm-up; wsd (warmup-stable-decay): constant, with a decay at the end."
-    )
-    DECAY_FRACTION: FractionAboveZero = setting(
-        0.2,
-        "Fraction of the run, at its end, in which the learning rate decays to END_LR.",
-        only_with("TRAIN.LR_SCHEDULER.NAME=wsd"),
+        "warmupcosine",
+        "Schedule after the warm-up; wsd (warmup-stable-decay): constant, with a decay in the last fifth of the run.",
     )
     MILESTONES: Integers = setting(
         (30, 60, 90), "multi-step: epochs after which the learning rate is multiplied by DECAY_RATE."
@@ -132,7 +100,6 @@ class TrainConfig(Section):
     LAYER_DECAY: FractionAboveZero | None = setting(
         None, "Layer-wise decay: each layer's learning rate is this fraction of the next layer's; null: no decay."
     )
-    HEAD_LR: AboveZero = setting(1.0, "Factor by which the classifier's learning rate is multiplied.")
     WEIGHT_DECAY: NonNegative = setting(
         0.3, "Weight decay: decoupled in AdamW and Lion, added to the gradient in SGD and Adam."
     )
@@ -144,21 +111,6 @@ class TrainConfig(Section):
         "Images per update over all processes, from which ACCUM_ITER follows; null: BATCH_SIZE x processes x "
         "ACCUM_ITER.",
     )
-    NOISE_SCALE: bool = setting(
-        False,
-        "Report the gradient noise scale, the global batch from which larger batches save little time; see "
-        "docs/performance_settings.md.",
-        needs(
-            "TRAIN.ACCUM_ITER!=1",
-            "TRAIN.GLOBAL_BATCH",
-            when=TRAINING,
-            why="it compares the gradient of a micro-batch with that of an update of several",
-            do="use half of -batch_size with -accum_iter 2, which keeps the global batch",
-        ),
-        excludes(
-            "DIST.STRATEGY=fsdp", when=TRAINING, why="no process has the gradient of its own micro-batch", do="use ddp"
-        ),
-    )
     MEMORY_LIMIT: AboveZero | None = setting(
         None, "DATA.BATCH_SIZE auto: GiB that a process may use; null: the device's free memory."
     )
@@ -167,17 +119,10 @@ class TrainConfig(Section):
         "torch.compile of each block, or of everything from images to loss (whole); auto: on GPUs, if the run is "
         "long enough to gain.",
     )
-    COMPILE_MODE: Annotated[Literal["default", "reduce-overhead", "max-autotune"], BeforeValidator(folded)] = setting(
-        "default",
-        "torch.compile's mode: reduce-overhead adds CUDA graphs; max-autotune benchmarks kernels, without CUDA graphs.",
-    )
     GRAD_CHECKPOINT: Annotated[Literal["none", "blocks"] | Positive, BeforeValidator(as_word_or_integer)] = setting(
         "none",
         "Gradient checkpointing: recompute activations in the backward pass, in all blocks (blocks) "
         "or in the first of every N.",
-    )
-    CHANNELS_LAST: Literal["auto"] | bool = setting(
-        "auto", "Memory format channels_last, for convolutional models; auto: on GPUs with AMP, except with fsdp."
     )
     OPTIMIZER: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The optimiser.")
     LR_SCHEDULER: SchedulerConfig = Field(default_factory=SchedulerConfig, description="The schedule.")
@@ -198,13 +143,12 @@ class TrainConfig(Section):
         "null: soft targets.",
         _BCE,
     )
-    BCE_SUM: bool = setting(False, "Sum over the classes, mean over the samples; false: mean over both.", _BCE)
     SMOOTHING: FractionBelowOne = setting(0.0, "Label smoothing.", _LABELLED, _OF_PROGRAM)
     CLASS_WEIGHTS: str | None = setting(
         None,
         "Class weights in the training loss; with LOSS bce they weigh only positive targets. balanced: inversely "
         "proportional to the number of images per class. Or a file with one line per class, NAME WEIGHT; see "
-        "docs/training.md.",
+        "docs/methods.md.",
         _OF_PROGRAM,
         excludes(
             "TRAIN.DISTILLATION_TYPE",
@@ -230,19 +174,17 @@ class TrainConfig(Section):
     RAND_AUGMENT: bool = setting(False, "RandAugment.")
     RAND_AUGMENT_LAYERS: Positive = setting(2, "RandAugment: operations per sample.")
     RAND_AUGMENT_MAGNITUDE: float = setting(9, "RandAugment: magnitude.", ge=0, le=10)
-    TRIVIAL_AUGMENT: bool = setting(
-        False, "TrivialAugment (wide): one operation of random strength.", _apart_from(_RAND, _AUTO)
-    )
-    THREE_AUGMENT: bool = setting(
-        False,
-        "ThreeAugment of DeiT III: one of greyscale, solarise and blur.",
-        _apart_from(_RAND, _AUTO, _TRIVIAL),
-    )
     AUGMENT: Names = setting(
         (),
-        "Augmentations of your own, by their names in the files of USE: applied to single images, in this order, after "
-        "the others.",
-        needs("USE", why="its files register them", do="name their file with -use"),
+        "More augmentations of single images, in this order: trivial (TrivialAugment, wide: one operation of random "
+        "strength), three (ThreeAugment of DeiT III: one of greyscale, solarise and blur), and your own, by their "
+        "names in the files of USE, after all others.",
+        excludes(
+            *(_RAND, _AUTO),
+            at="trivial|three",
+            why="these policies were never meant to be combined",
+            do="choose one of them",
+        ),
     )
     MIXUP_ALPHA: NonNegative = setting(0.0, "Mixup: alpha of its Beta distribution; 0: off.", _LABELLED)
     MIXUP_PROB: Fraction = setting(
@@ -273,7 +215,13 @@ class TrainConfig(Section):
         "Growing training images, as [start, size]: [[0, 160], [0.75, 224]] means 160 pixels first, and 224 "
         "(IMAGE_SIZE) in the last quarter. A start below 1 is a fraction of NUM_EPOCHS, any other a number of epochs.",
     )
-    KNN: KnnConfig = Field(default_factory=KnnConfig, description="k-NN accuracy while learning without labels.")
+    KNN: str | None = setting(
+        None,
+        "Images with labels, on which each validation measures how well features separate classes: those of the "
+        "training images vote, the nearest 20. A folder laid out as for DATA.DATA_PATH, the name of a data set, or "
+        "NAME=FOLDER; see docs/pretraining.md.",
+        _MASKED,
+    )
     DISTILLATION_TYPE: Annotated[Literal["hard", "soft"] | None, BeforeValidator(folded)] = setting(
         None,
         "Distillation: learn the teacher's top class (hard) or its probabilities (soft); null: off.",
@@ -300,7 +248,7 @@ class TrainConfig(Section):
     @property
     def epochs_before_decay(self) -> float:
         """Schedule wsd: epochs before the learning rate decays. A long warm-up makes the decay shorter."""
-        stable = round(self.NUM_EPOCHS * (1 - self.LR_SCHEDULER.DECAY_FRACTION), 6)
+        stable = round(self.NUM_EPOCHS * (1 - WSD_DECAY), 6)
         return max(min(self.WARMUP_EPOCHS, self.NUM_EPOCHS), stable)
 
     @property
@@ -312,7 +260,7 @@ class TrainConfig(Section):
     @property
     def single_image_keys(self) -> list[str]:
         """The enabled settings that augment single images."""
-        keys = ("RAND_AUGMENT", "AUTO_AUGMENT", "TRIVIAL_AUGMENT", "THREE_AUGMENT", "COLOR_JITTER", "AUGMENT")
+        keys = ("RAND_AUGMENT", "AUTO_AUGMENT", "COLOR_JITTER", "AUGMENT")
         return [f"TRAIN.{key}" for key in keys if getattr(self, key)]
 
     @property

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from utils.config.keys import sections, settings, value_of
+from utils.config.kinds import OneLine, one_line
 from utils.config.schema import Config
-from utils.config.values import OneLine, one_line
 from utils.passwords import redacted
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ def to_yaml(config: Config) -> str:
 
 
 def format_config(loaded: Loaded) -> str:
-    """The settings as YAML with `# source` after each; the output of -print_config."""
-    lines = [(line, loaded.sources[key] if key else "") for line, key in _lines(loaded.config)]
+    """The settings as YAML with `# source` after each; the output of -print_config, without passwords of URLs."""
+    lines = [(redacted(line), loaded.sources[key] if key else "") for line, key in _lines(loaded.config)]
     width = max(len(line) for line, source in lines if source and len(line) <= 60)
     return "".join(f"{line:<{width}}  # {source}\n" if source else f"{line}\n" for line, source in lines)
 

@@ -29,7 +29,7 @@ def self_launch(script: str, argv: list[str], processes: int) -> int:
 
     os.environ[LAUNCHER_PID] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks set their own number; this only silences a warning
-    # Where a rank fails, the others save and exit. LaunchConfig of torch 2.11 has no such argument, and waits 30 s.
+    # After SIGHUP or SIGQUIT the ranks save and exit. After a rank's failure, torch gives the others 30 s in any case.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_SAVE))
     # It logs every rank that exits with another code than 0; the ranks report that themselves.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)

@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from utils.distributed.processes import Process, start_time_of
-from utils.distributed.world import BY_HAND, MPICH, OPENMPI, TORCHRUN, World
+from utils.distributed.world import BY_HAND, MPICH, OPENMPI, TORCHRUN, World, name_of
 from utils.errors import EXIT_FAILED
 from utils.log import log, logs_to_terminal, write_to_files
 from utils.text import counted
@@ -48,47 +46,37 @@ _COLLECTIVES = ("torch/distributed/", "torch/autograd/graph.py")
 DIED = "died without an error message"
 
 
-@dataclass(frozen=True)
-class _Ending:
-    """Reason why the run ends, shared with the other ranks through the store."""
+def start_time_of(pid: int) -> str | None:
+    """The start time of a process, in the kernel's ticks; None if it has ended, or where there is no /proc.
 
-    text: str
-    found_by: int | None = None
-    """The rank that prints it; None where a rank reports its own failure."""
-    lost: int | None = None
-    """The rank that died, if one did."""
-    on_terminal: bool = True
-    """False where the launcher already says so on the terminal."""
+    The kernel reuses pids, and each container has its own; with the start time, they are unique.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    state, *rest = text.rpartition(")")[2].split()  # the program's name before it may contain any character
+    return None if state in ("Z", "X") else rest[18]
 
 
 class Watchdog:
-    def __init__(
-        self, store: Store, world: World, names: list[str], timeout: float, local: Mapping[int, Process] | None = None
-    ) -> None:
-        """`local`: processes of ranks on this machine, which this one can see by their pids."""
-        self._store, self._world, self._names, self._timeout = store, world, names, timeout
-        self._others = range(1, world.size) if world.first else [0]
-        self._local = {rank: process for rank, process in (local or {}).items() if rank in self._others}
-        self._main, self._interval = _MainThread(), max(HEARTBEAT, HEARTBEAT_PER_RANK * world.size)
+    """Rank 0 watches all others, which watch rank 0. The reason why the run ends is shared through the store."""
+
+    def __init__(self, store: Store, world: World, members: list[dict[str, Any]], timeout: float) -> None:
+        self._store, self._world, self._timeout = store, world, timeout
+        self._names = [name_of(member) for member in members]
+        others = members[1:] if world.first else members[:1]
+        # Processes that this one sees: containers may share a host name, but not their processes.
+        self._local = {m["rank"]: m for m in others if m["started"] and start_time_of(m["pid"]) == m["started"]}
+        self._interval = max(HEARTBEAT, HEARTBEAT_PER_RANK * world.size)
+        self._stack: tuple[tuple[int, int], ...] = ()
+        self._moved = time.monotonic()
+        self._mine: dict[str, Any] = {"number": 0}
+        # For each other rank, the number of its last heartbeat and when it arrived, by our own clock.
+        self._last_change = {member["rank"]: (-1, self._moved) for member in others}
         self._stopped, self._disconnected, self._woken = False, False, threading.Event()
-        self._sent = 0
-        self._last_change: dict[int, tuple[int, float]] = {}
-        """For each rank, the number of its last heartbeat and when it arrived, by our own clock."""
         self._thread = threading.Thread(target=self._run, daemon=True, name="watchdog")
         self._thread.start()
-
-    def _run(self) -> None:
-        now = time.monotonic()
-        self._last_change = dict.fromkeys(range(self._world.size), (-1, now))
-        while not self._stopped:
-            try:
-                self._check()
-            except Exception as error:  # whatever a broken connection looks like
-                if not self._stopped:
-                    self._store_is_lost(error)
-                return
-            self._woken.wait(self._interval)
-            self._woken.clear()
 
     def leave(self, seconds: float) -> None:
         """Stop at the end of the run; rank 0, which may serve the store, waits until all ranks have left."""
@@ -107,7 +95,7 @@ class Watchdog:
         self._stop()
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         try:
-            self._store.set("end", json.dumps(asdict(_Ending(f"{self._name()} failed: {reason}"))))
+            self._store.set("end", json.dumps({"text": f"{self._names[self._world.rank]} failed: {reason}"}))
             if self._world.first:  # which may serve the store
                 time.sleep(2 * self._interval)
         except Exception:
@@ -123,39 +111,46 @@ class Watchdog:
         self._woken.set()
         self._thread.join(5)
 
-    def _name(self, rank: int | None = None) -> str:
-        return self._names[self._world.rank if rank is None else rank]
+    def _run(self) -> None:
+        while not self._stopped:
+            try:
+                self._check()
+            except Exception as error:  # whatever a broken connection looks like
+                if not self._stopped:
+                    self._store_is_lost(error)
+                return
+            self._woken.wait(self._interval)
+            self._woken.clear()
 
     def _check(self) -> None:
-        self._sent += 1
+        """Send a heartbeat, and read those of others."""
         killed = self._killed()  # before "end" is read, where a killed rank may have left its reason
-        idle = self._main.seconds_idle()
-        heartbeat = {"number": self._sent, "place": self._main.place, "in_collective": self._main.in_collective}
-        self._store.set(f"heartbeat/{self._world.rank}", json.dumps(heartbeat))
+        idle = self._look_at_main_thread()
+        self._store.set(f"heartbeat/{self._world.rank}", json.dumps(self._mine))
         if self._store.check(["end"]):
-            self._end(_Ending(**json.loads(self._store.get("end"))))
+            self._end(**json.loads(self._store.get("end")))
         if self._disconnected:
             self._store.set("disconnected", "1")
         if idle > self._timeout:
-            self._store.set("stuck", self._name())
-        heartbeats = {rank: self._heartbeat_of(rank) for rank in self._others}
+            self._store.set("stuck", "1")
+        keys = {rank: f"heartbeat/{rank}" for rank in self._last_change}
+        heartbeats = {
+            rank: json.loads(self._store.get(key)) if self._store.check([key]) else {"number": 0}
+            for rank, key in keys.items()
+        }
         for rank in killed:
             if "left" not in heartbeats[rank]:
-                self._decide(self._killed_text(rank), rank, self._world.launcher not in LAUNCHERS_THAT_NAME_THE_KILLED)
+                self._decide(self._killed_text(rank), self._world.launcher not in LAUNCHERS_THAT_NAME_THE_KILLED)
         self._find_silent(heartbeats)
         if self._world.first and self._store.check(["stuck"]):
             self._decide(self._blame_for_hang(heartbeats))
 
-    def _heartbeat_of(self, rank: int) -> dict[str, Any]:
-        key = f"heartbeat/{rank}"
-        return json.loads(self._store.get(key)) if self._store.check([key]) else {"number": 0}
-
     def _killed(self) -> list[int]:
         """Ranks of this machine whose processes have ended."""
-        return [rank for rank, process in self._local.items() if start_time_of(process.pid) != process.started]
+        return [rank for rank, process in self._local.items() if start_time_of(process["pid"]) != process["started"]]
 
     def _killed_text(self, rank: int) -> str:
-        return f"{self._name(rank)} {DIED}: it was killed, perhaps by the out-of-memory killer"
+        return f"{self._names[rank]} {DIED}: it was killed, perhaps by the out-of-memory killer"
 
     def _find_silent(self, heartbeats: dict[int, dict[str, Any]]) -> None:
         now, disconnected = time.monotonic(), self._store.check(["disconnected"])
@@ -170,101 +165,95 @@ class Watchdog:
                     if disconnected
                     else f"has sent no heartbeat for {limit:.0f} s: it is stopped, or its machine or network is down"
                 )
-                self._decide(f"{self._name(rank)} {how}", rank)
+                if rank in self._local:
+                    # A stopped process keeps its launcher waiting. Continued, it finds the reason and exits, too.
+                    os.kill(self._local[rank]["pid"], signal.SIGCONT)
+                self._decide(f"{self._names[rank]} {how}")
 
     def _blame_for_hang(self, heartbeats: dict[int, dict[str, Any]]) -> str:
         """Of the ranks that do not themselves wait for others, blame the one that is where no other is."""
-        mine = {"place": self._main.place, "in_collective": self._main.in_collective}
-        ranks = {0: mine, **{rank: heartbeat for rank, heartbeat in heartbeats.items() if "place" in heartbeat}}
+        ranks = {0: self._mine, **{rank: heartbeat for rank, heartbeat in heartbeats.items() if "place" in heartbeat}}
         suspects = [rank for rank, heartbeat in ranks.items() if not heartbeat["in_collective"]] or list(ranks)
         # A GPU's main thread may wait for others without a trace of it: then those that wait are all at one place.
         crowds = Counter(ranks[rank]["place"] for rank in suspects)
         odd = [rank for rank in suspects if crowds[ranks[rank]["place"]] == min(crowds.values())]
         since = f"for {counted(self._timeout / 60, 'minute')} (DIST.TIMEOUT)"
         if len(odd) == 1:
-            return f"{self._name(odd[0])} has kept the others waiting {since}; it is in {ranks[odd[0]]['place']}"
-        places = "; ".join(f"{self._name(rank)} is in {ranks[rank]['place']}" for rank in odd[:MOST_NAMED])
+            return f"{self._names[odd[0]]} has kept the others waiting {since}; it is in {ranks[odd[0]]['place']}"
+        places = "; ".join(f"{self._names[rank]} is in {ranks[rank]['place']}" for rank in odd[:MOST_NAMED])
         more = f"; and {len(odd) - MOST_NAMED} more" if len(odd) > MOST_NAMED else ""
         return f"no rank has made progress {since}: {places}{more}"
 
-    def _decide(self, text: str, lost: int | None = None, on_terminal: bool = True) -> NoReturn:
+    def _look_at_main_thread(self) -> float:
+        """Note in our heartbeat where the main thread is. Returns the seconds since any frame of its stack moved."""
+        frame = innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+        ours, stack = None, []
+        while frame is not None:
+            stack.append((id(frame.f_code), frame.f_lasti))
+            if ours is None and _is_ours(frame.f_code.co_filename):
+                ours = frame
+            frame = frame.f_back
+        if tuple(stack) != self._stack:
+            self._stack, self._moved = tuple(stack), time.monotonic()
+        place, in_collective = "", False
+        if innermost is not None:
+            called_from = f", called from {_place(ours)}" if ours not in (None, innermost) else ""
+            place = _place(innermost) + called_from
+            in_collective = any(part in innermost.f_code.co_filename for part in _COLLECTIVES)
+        self._mine = {"number": self._mine["number"] + 1, "place": place, "in_collective": in_collective}
+        return time.monotonic() - self._moved
+
+    def _decide(self, text: str, on_terminal: bool = True) -> NoReturn:
         """End the run for this reason, unless another rank was first with its own."""
-        ending = json.dumps(asdict(_Ending(text, self._world.rank, lost, on_terminal)))
-        self._end(_Ending(**json.loads(self._store.compare_set("end", "", ending))))
+        ending = {"text": text, "found_by": self._world.rank, "on_terminal": on_terminal}
+        self._end(**json.loads(self._store.compare_set("end", "", json.dumps(ending))))
 
     def _store_is_lost(self, error: Exception) -> None:
         """End the run: who served the store has died. That is rank 0, or torchrun, which then reports it itself."""
         if 0 in self._killed():
-            on_terminal = self._world.launcher not in LAUNCHERS_THAT_NAME_THE_KILLED
-            self._end(_Ending(self._killed_text(0), found_by=1, lost=0, on_terminal=on_terminal))
+            self._end(self._killed_text(0), 1, self._world.launcher not in LAUNCHERS_THAT_NAME_THE_KILLED)
         end = time.monotonic() + SECONDS_FOR_THE_LAUNCHER
         while time.monotonic() < end:
             if self._stopped:
                 return
             time.sleep(0.1)
         if self._world.launcher == TORCHRUN:
-            self._end(_Ending(f"the launcher has ended ({error})", found_by=1))
-        self._end(_Ending(f"{self._name(0)} {DIED}", found_by=1, lost=0))
+            self._end(f"the launcher has ended ({error})", found_by=0)
+        self._end(f"{self._names[0]} {DIED}", found_by=1)
 
-    def _end(self, ending: _Ending) -> NoReturn:
-        """Report the reason, on one rank's terminal, and exit; an exception might never reach a hanging main thread."""
-        text, rank = f"{ending.text}. This run ends.", self._world.rank
-        mine = ending.found_by == rank
-        one_terminal_each = self._world.launcher == BY_HAND
-        on_terminal = one_terminal_each or (mine and ending.on_terminal)
-        writer = threading.Thread(target=_write, args=(text, on_terminal, mine and ending.lost == 0), daemon=True)
+    def _end(self, text: str, found_by: int | None = None, on_terminal: bool = True) -> NoReturn:
+        """Report the reason, on one rank's terminal, and exit; an exception might never reach a hanging main thread.
+
+        `found_by`: the rank that prints it; None where a rank has failed, and reports its failure itself.
+        `on_terminal`: false where the launcher already says so on the terminal.
+        """
+        mine = found_by == self._world.rank
+        on_terminal = self._world.launcher == BY_HAND or (mine and on_terminal)  # by hand, each has its own terminal
+        # Only rank 0 and the launcher are found to be lost by another rank: nobody else can write into log.txt then.
+        arguments = f"{text}. This run ends.", on_terminal, mine and not self._world.first
+        writer = threading.Thread(target=_write, args=arguments, daemon=True)
         writer.start()
         writer.join(2)  # a disk that hangs must not keep this process
-        if rank == 0:
+        if self._world.first:
             time.sleep(2 * self._interval)
         os._exit(EXIT_FAILED)
-
-
-class _MainThread:
-    """Where the main thread is, and since when."""
-
-    def __init__(self) -> None:
-        self._id = threading.main_thread().ident or 0
-        self._stack: tuple[tuple[int, int], ...] = ()
-        self._since = time.monotonic()
-        self.place, self.in_collective = "", False
-
-    def seconds_idle(self) -> float:
-        """Seconds since any frame of its stack moved."""
-        frame = sys._current_frames().get(self._id)
-        innermost, ours, frames = frame, None, []
-        while frame is not None:
-            frames.append((id(frame.f_code), frame.f_lasti))
-            if ours is None and _is_ours(frame.f_code.co_filename):
-                ours = frame
-            frame = frame.f_back
-        now, stack = time.monotonic(), tuple(frames)
-        if stack != self._stack:
-            self._stack, self._since = stack, now
-        if innermost is not None:
-            self.place = _place(innermost, ours)
-            self.in_collective = any(part in innermost.f_code.co_filename for part in _COLLECTIVES)
-        return now - self._since
 
 
 def _is_ours(file: str) -> bool:
     return file.startswith(ROOT) and "site-packages" not in file  # an environment may be in the project's folder
 
 
-def _place(innermost: FrameType, ours: FrameType | None) -> str:
-    def text(frame: FrameType) -> str:
-        file = frame.f_code.co_filename
-        short = file.removeprefix(ROOT) if _is_ours(file) else os.sep.join(file.split(os.sep)[-3:])
-        return f"{short}:{frame.f_lineno} ({frame.f_code.co_name})"
-
-    return text(innermost) if ours is None or ours is innermost else f"{text(innermost)}, called from {text(ours)}"
+def _place(frame: FrameType) -> str:
+    file = frame.f_code.co_filename
+    short = file.removeprefix(ROOT) if _is_ours(file) else os.sep.join(file.split(os.sep)[-3:])
+    return f"{short}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
-def _write(text: str, on_terminal: bool, rank_0_is_lost: bool) -> None:
+def _write(text: str, on_terminal: bool, for_rank_0: bool) -> None:
     """Write an error into the log files, and on the terminal if wanted."""
     if on_terminal and logs_to_terminal():
         log.error("%s", text)
         return
     if on_terminal:
         print(f"error: {text}", file=sys.stderr, flush=True)
-    write_to_files(text, rank_0_is_lost)
+    write_to_files(text, for_rank_0)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from utils.config.schema import DistConfig
-from utils.distributed.processes import ancestor_without
 from utils.errors import AllRanksUserError, UserError
 from utils.machine.cpus import cores
 
@@ -20,6 +19,9 @@ T = TypeVar("T")
 
 BY_HAND, TORCHRUN, OPENMPI, MPICH, SLURM = "by hand", "torchrun", "OpenMPI", "MPICH", "SLURM"
 DEFAULT_PORT = 29500
+RANK_FLAGS = ("host", "port", "rank", "world_size")
+PORTS = range(20000, 32000)
+"""Of jobs that have a number: below the range from which Linux takes ephemeral ports."""
 # For each launcher: rank, world size, local rank, local world size. The innermost launcher comes first: mpirun within a
 # SLURM job counts, not the job. MPICH must have set its own two variables beside PMI's: srun may set PMI_RANK too, and
 # SLURM's variables say more.
@@ -48,8 +50,8 @@ class World:
     local_rank: int = 0
     local_size: int = 1
     launcher: str = "none"
-    rendezvous: tuple[str, int | None] | None = None
-    """Host and port of the store in which the ranks find each other; no port where `job` leads to one."""
+    rendezvous: tuple[str, int] | None = None
+    """Host and port of the store in which the ranks find each other."""
     job: str | None = None
     """The launcher's name for these processes: equal on all ranks, different from any other job's."""
     cores: int | None = None
@@ -71,30 +73,42 @@ class World:
 ALONE = World()
 
 
-def read_world(dist: DistConfig, env: Mapping[str, str] = os.environ) -> World | None:
-    """The rank that a launcher or the -rank flags gave this process; None without either."""
+def name_of(member: Mapping[str, Any]) -> str:
+    """A rank, by what it said of itself when it joined."""
+    return f"rank {member['rank']} on {member['host']} (process {member['pid']})"
+
+
+def read_world(given: Mapping[str, Any] | None = None, env: Mapping[str, str] = os.environ) -> World | None:
+    """The rank that a launcher gave this process, or the flags -host -port -rank -world_size; None without either."""
+    given = given or {}
+    by_name: dict[str, Any] = {**dict.fromkeys(RANK_FLAGS), **given}
+    host, port, rank, size = by_name.values()
+    missing = " ".join(f"-{name}" for name in RANK_FLAGS if name not in given)
+    needed = f"-host, -port, -rank and -world_size are needed together; missing: {missing}"
+    if missing and (rank is not None or size is not None):  # host and port alone may complete what a launcher says
+        raise UserError(needed)
+    if rank is not None and rank >= size:
+        raise UserError(f"-rank {rank} is not below -world_size {size}; ranks count from 0.")
     world = world_from_launcher(env)
     if world is not None and "RANK" in env and "WORLD_SIZE" in env:
-        if dist.RANK is not None and (world.rank, world.size) != (dist.RANK, dist.WORLD_SIZE):
+        if rank is not None and (world.rank, world.size) != (rank, size):
             raise UserError(
-                f"-rank {dist.RANK} -world_size {dist.WORLD_SIZE}, but the launcher made this process rank "
+                f"-rank {rank} -world_size {size}, but the launcher made this process rank "
                 f"{world.rank} of {world.size} (RANK, WORLD_SIZE); leave -host, -port, -rank and -world_size out."
             )
         return _at_master(world, env)
-    if dist.RANK is not None and dist.WORLD_SIZE is not None and dist.HOST and dist.PORT:
+    if rank is not None:
         # A command line does not say how many ranks are on this machine: one per machine is assumed.
         local = int(env.get("LOCAL_RANK", "0")), int(env.get("LOCAL_WORLD_SIZE", "1"))
-        return World(dist.RANK, dist.WORLD_SIZE, *local, BY_HAND, (dist.HOST, dist.PORT))
+        return World(rank, by_name["world_size"], *local, BY_HAND, (host, port))
     if world is None:
-        if dist.HOST or dist.PORT:
-            given = {"host": dist.HOST, "port": dist.PORT, "rank": dist.RANK, "world_size": dist.WORLD_SIZE}
-            missing = " ".join(f"-{name}" for name, value in given.items() if value is None)
-            raise UserError(
-                f"Without a launcher, -host -port -rank -world_size are needed together; missing: {missing}"
-            )
+        if given:
+            raise UserError(f"Without a launcher, {needed}.")
         return None
-    host, port, job = _host(world, dist, env), dist.PORT or int(env.get("MASTER_PORT", "0")), _job(world, env)
-    return replace(world, rendezvous=(host, port or (None if job else DEFAULT_PORT)), job=job)
+    job = _job(world, env)
+    by_job = PORTS[zlib.crc32(job.encode()) % len(PORTS)] if job else DEFAULT_PORT
+    port = port or int(env.get("MASTER_PORT", "0")) or by_job
+    return replace(world, rendezvous=(host or _host(world, env), port), job=job)
 
 
 def _at_master(world: World, env: Mapping[str, str]) -> World:
@@ -162,9 +176,9 @@ def first_host(machines: str) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]) if first else machines
 
 
-def _host(world: World, dist: DistConfig, env: Mapping[str, str]) -> str:
+def _host(world: World, env: Mapping[str, str]) -> str:
     """The host of rank 0."""
-    host = dist.HOST or env.get("MASTER_ADDR")
+    host = env.get("MASTER_ADDR")
     if host is None and world.local_size == world.size:
         host = "127.0.0.1"
     if host is None and world.launcher in (SLURM, OPENMPI):  # rank 0 of mpirun in a job is on the job's first machine
@@ -185,9 +199,7 @@ def _job(world: World, env: Mapping[str, str]) -> str | None:
     if world.launcher == OPENMPI:
         name = env.get("OMPI_MCA_ess_base_jobid") or env.get("PMIX_NAMESPACE")
         return f"OpenMPI {name}" if name else None
-    # MPICH gives its jobs no name; on one machine all ranks descend from one process of the launcher.
-    starter = ancestor_without("PMI_RANK") if world.local_size == world.size else None
-    return f"MPICH {starter.pid} {starter.started}" if starter else None
+    return None  # MPICH gives its jobs no name
 
 
 def sum_over_ranks(tensor: torch.Tensor, world: World) -> torch.Tensor:

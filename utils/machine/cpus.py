@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from utils.log import log
 
@@ -18,35 +17,23 @@ MOUNTED, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 PROCESSORS = Path("/proc/cpuinfo")
 
 
-class Group(NamedTuple):
-    folder: Path
-    version: int
-
-
-class Quota(NamedTuple):
-    """A control group's limit on CPU time, as a number of cores."""
-
-    cores: float
-    file: Path
-
-
 def cores() -> int:
     """Cores this process may use: a batch system, `taskset` or a container's quota may limit them."""
     visible = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = cpu_quota()
-    if quota is None or quota.cores >= visible:
+    quota, file = cpu_quota() or (math.inf, None)
+    if quota >= visible:
         return visible
-    _log_quota(quota, visible)
-    return math.ceil(quota.cores)  # a fraction of a core is worth a thread, which then idles at times
+    _log_quota(quota, visible, file)
+    return math.ceil(quota)  # a fraction of a core is worth a thread, which then idles at times
 
 
-def cpu_quota() -> Quota | None:
-    """The smallest quota of all control groups of this process; None without one."""
+def cpu_quota() -> tuple[float, Path] | None:
+    """The smallest limit on CPU time, as a number of cores, of all control groups of this process; and its file."""
     quotas = [quota for group in cgroups_of("cpu") if (quota := _quota_of(*group)) is not None]
     return min(quotas, default=None)
 
 
-def _quota_of(folder: Path, version: int) -> Quota | None:
+def _quota_of(folder: Path, version: int) -> tuple[float, Path] | None:
     try:
         if version == 2:
             file = folder / "cpu.max"
@@ -57,22 +44,20 @@ def _quota_of(folder: Path, version: int) -> Quota | None:
             period = int((folder / "cpu.cfs_period_us").read_text(encoding="ascii"))
     except (OSError, ValueError):
         return None
-    return Quota(quota / period, file) if quota > 0 and period > 0 else None
+    return (quota / period, file) if quota > 0 and period > 0 else None
 
 
 @functools.cache
-def _log_quota(quota: Quota, visible: int) -> None:
+def _log_quota(quota: float, visible: int, file: Path) -> None:
     log.info(
         "CPU quota: this process may use %g of the %d visible cores (%s). Without -threads and -num_workers, the "
         "numbers of threads and loading processes follow from the quota.",
-        quota.cores,
-        visible,
-        quota.file,
+        *(quota, visible, file),
     )
 
 
-def cgroups_of(controller: str) -> Iterator[Group]:
-    """This process's control groups, of version 2 and of version 1 for `controller`, each up to the root."""
+def cgroups_of(controller: str) -> Iterator[tuple[Path, int]]:
+    """Folders and versions of this process's control groups, of 2 and of 1 for `controller`, each up to the root."""
     try:
         lines = OWN.read_text(encoding="ascii").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -85,7 +70,7 @@ def cgroups_of(controller: str) -> Iterator[Group]:
         # A container may show its own group as the root, but the path as seen from outside.
         own = root / path.lstrip("/")
         for folder in (own, *own.parents):
-            yield Group(folder, 1 if controllers else 2)
+            yield folder, 1 if controllers else 2
             if folder == root:
                 break
 

@@ -6,6 +6,7 @@ import os
 
 from utils.cli import CommandLine
 from utils.errors import UserError
+from utils.program import started_as
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ASKED = "VITAMP_GPUS"
@@ -33,7 +34,9 @@ def limit_visible_gpus(command: CommandLine, one_process: bool) -> None:
     if processes not in (None, "-1", str(len(names))):
         raise UserError(f"-gpus {text} -ngpus {processes}: -gpus starts one process per GPU; leave -ngpus out.")
     if one_process and len(names) > 1:
-        raise UserError(f"-gpus {text}: this program uses one GPU; give one index, or train with main_multi_gpu.py.")
+        raise UserError(
+            f"-gpus {text}: this program uses one GPU; give one index, or train with {started_as('main_multi_gpu.py')}."
+        )
     os.environ[VISIBLE] = os.environ[ASKED] = chosen
 
 

@@ -24,3 +24,10 @@ def keep_freed_memory() -> None:
         if not libc.mallopt(M_MMAP_THRESHOLD, KEPT_BYTES):
             libc.mallopt(M_MMAP_THRESHOLD, LARGEST_BLOCK)
         libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+
+
+def return_freed_memory() -> None:
+    """Give the memory that glibc keeps back to the system."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)

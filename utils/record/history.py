@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from utils.record.metrics_file import Line, is_end, is_start, read_lines
-from utils.record.tasks import METRICS, Metric, TaskKind, metric_named, task_of
-from utils.record.weight_sets import SETS, WeightSet, set_of
+from vitamp.metrics import METRICS, SETS, Metric, TaskKind, WeightSet, metric_named, set_of, task_of
 
 Points = list[tuple[float, float]]
 

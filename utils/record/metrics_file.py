@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from utils.files import parse_json, write_atomically
 from utils.line_file import LineFile
 from utils.passwords import redacted
+from vitamp.files import only_regular, parse_json, read_regular_text, write_atomically
 
 METRICS = "metrics.jsonl"
 TAIL = 2**16
@@ -46,7 +46,7 @@ def read_lines(folder: Path) -> list[Line]:
 def last_line(folder: Path) -> Line:
     """The last whole line, without reading a long file; empty if there is none."""
     try:
-        with (folder / METRICS).open("rb") as file:
+        with open(folder / METRICS, "rb", opener=only_regular) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
             tail = file.read().decode(errors="replace")
     except OSError:
@@ -64,7 +64,7 @@ def is_end(line: Line) -> bool:
 
 
 def _texts(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return read_regular_text(path, errors="replace").splitlines()
 
 
 def _parsed(texts: list[str]) -> list[Line]:

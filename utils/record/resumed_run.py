@@ -1,12 +1,19 @@
-"""The run folder that -resume names, and the folder that a run writes to."""
+"""The run folder that -resume names, the folder that a run writes to, and the settings of trained weights."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from utils.config import Config
+from utils.cli import CommandLine
+from utils.config import Config, load_config
 from utils.config.kinds import AUTO
-from utils.record.run_folder import is_run_folder, run_folder_of
+from utils.config.resumed import known_settings
+from utils.record.run_folder import is_run_folder
+from vitamp.checkpoints import run_folder_of
+
+if TYPE_CHECKING:
+    from vitamp.weights import Chosen
 
 
 def resumed_run(config: Config) -> Path | None:
@@ -30,3 +37,17 @@ def target_folder(config: Config) -> str | None:
         evaluated = output is not None and resumed is not None and Path(output).resolve() == resumed.resolve()
         return None if evaluated else output
     return output if output is not None or resumed is None else str(resumed)
+
+
+def settings_of(chosen: Chosen) -> dict[str, Any]:
+    """The settings, by dotted key, of the run that trained these weights."""
+    return known_settings(chosen.meta["settings"], chosen.place)
+
+
+def config_of(
+    chosen: Chosen, flags: dict[str, tuple[Any, str]] | None = None, given: CommandLine | None = None
+) -> Config:
+    """The same, checked and overridden by `flags` and `given`. Adapters are merged, so they are none of the model."""
+    base = {key: (value, f"{chosen.place}") for key, value in settings_of(chosen).items()}
+    unset = dict.fromkeys(("MODEL.RESUME", "MODEL.PRETRAINED", "MODEL.LORA.RANK"), (None, ""))
+    return load_config(None, {**base, **unset, **(flags or {})}, given.words if given else {}).config

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from utils.errors import UserError
-from utils.files import read_json, write_atomically
 from utils.passwords import redacted
 from utils.program import INSTALLED, ROOT, as_typed
 from utils.program import version as version_of_vitamp
 from utils.record.metrics_file import METRICS
+from vitamp.checkpoints import CHECKPOINTS
+from vitamp.files import read_json, write_atomically
 
-CONFIG, ABOUT, CHECKPOINTS = "config.yaml", "run.json", "checkpoints"
+CONFIG, ABOUT = "config.yaml", "run.json"
 DATA = "data.json"
 """What was said of the data before training"""
 FILES_OF_A_RUN = (CONFIG, ABOUT, METRICS, CHECKPOINTS)
@@ -30,19 +31,6 @@ FILES_OF_A_RUN = (CONFIG, ABOUT, METRICS, CHECKPOINTS)
 
 def is_run_folder(folder: Path) -> bool:
     return any((folder / name).exists() for name in FILES_OF_A_RUN)
-
-
-def run_folder_of(path: Path) -> Path | None:
-    """The run folder of a checkpoint, of a file in one, or of the run folder itself; None if there is none."""
-    # No further up than this: a single checkpoint may be in any folder, and one above may be called `checkpoints`.
-    folder_of_path = path.parent if path.is_file() else path
-    if (folder_of_path / CHECKPOINTS).is_dir():
-        return folder_of_path
-    absolute = folder_of_path.absolute()
-    for folder in (absolute, absolute.parent):
-        if folder.name == CHECKPOINTS:
-            return folder.parent
-    return None
 
 
 def is_of_user(source: str) -> bool:

@@ -14,11 +14,9 @@ import pytest
 import torch
 
 from datasets import PADDING, Batch, EpochOrder, TrainLoader, ValLoader, open_dataset
-from datasets.base import Samples
-from datasets.damage import retry
-from datasets.damage.broken import allowed
+from datasets.base import Repeated, Samples
+from datasets.damage import PAUSES, allowed
 from datasets.images import Images
-from datasets.variants import Repeated
 from utils.config.data import DataConfig
 from utils.distributed.world import ALONE, World
 from utils.errors import TrainingError
@@ -202,7 +200,7 @@ def test_temporary_failure_changes_no_pixels(
     error: Exception | bytes,
     times: int,
 ) -> None:
-    monkeypatch.setattr(retry, "PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("datasets.damage.PAUSES", (0.0, 0.0, 0.0))
     expected = epoch(loaders())
     loader = loaders()
     images = loader._feed._fetch.dataset
@@ -221,14 +219,14 @@ def test_number_of_retries_by_kind_of_failure(
     loaders: Loaders, monkeypatch: pytest.MonkeyPatch, error: Exception | bytes, tries: int
 ) -> None:
     slept: list[float] = []
-    monkeypatch.setattr("datasets.damage.retry.time.sleep", slept.append)
+    monkeypatch.setattr("datasets.damage.time.sleep", slept.append)
     loader = loaders()
     images = loader._feed._fetch.dataset
     assert isinstance(images, Images)
     images.samples = Flaky(images.samples, {4: 99}, error)
     epoch(loader)
     assert images.samples.tries == tries
-    assert slept == list(retry.PAUSES) * (error is EIO), "network file systems are waited for, nothing else"
+    assert slept == list(PAUSES) * (error is EIO), "network file systems are waited for, nothing else"
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -12,8 +12,7 @@ import torch
 
 from datasets import EpochOrder, TrainLoader, ValLoader, open_dataset
 from datasets.base import Broken
-from datasets.damage import retry
-from datasets.damage.broken import BrokenImages
+from datasets.damage import BrokenImages
 from datasets.images import Images
 from datasets.transforms.pixels import Pixels
 from tests.datasets.damage.test_broken import Flaky, epoch
@@ -28,7 +27,7 @@ EIO = OSError(errno.EIO, "Input/output error")
 @pytest.fixture
 def failing(listed: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Callable[..., TrainLoader]:
     """A training loader of the twelve listed images, some of which fail with storage errors."""
-    monkeypatch.setattr(retry, "PAUSES", ())
+    monkeypatch.setattr("datasets.damage.PAUSES", ())
 
     def make(lost: list[int], max_bad: float, error: Exception = EIO) -> TrainLoader:
         cpu = torch.device("cpu")
@@ -56,7 +55,7 @@ def test_storage_failures_end_training_whatever_max_bad_is(failing: Callable[...
 def test_validation_error_after_storage_failure_does_not_blame_the_file(
     listed: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry, "PAUSES", ())
+    monkeypatch.setattr("datasets.damage.PAUSES", ())
     images = open_dataset(settings(DATA_PATH=str(listed)), False, 3, 5, torch.device("cpu"))
     assert isinstance(images, Images)
     images.samples = Flaky(images.samples, {2: 99}, EIO)

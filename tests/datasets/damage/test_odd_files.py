@@ -12,20 +12,19 @@ import pytest
 from PIL import Image
 
 from datasets import check_dataset
-from datasets.damage.retry import failure_of
-from datasets.decoding.stored import ENDINGS
+from datasets.damage import failure_of
+from datasets.decoding import ENDINGS
 from datasets.given import open_given
-from datasets.shards.tar import IMAGE_KINDS
+from datasets.shards.index import IMAGE_KINDS
 from datasets.sources.imagefolder import class_files
-from datasets.sources.walk import SkippedFiles
 from models.weights.find import check_pretrained
 from tests.datasets.shards.tar_files import picture, samples, write_set, write_tar
 from tests.program import ROOT, Result, save_image
 from tools.predict.find import find_images
 from utils.config.data import DataConfig
 from utils.errors import UserError
-from utils.files import NotRegular, only_regular, read_regular
 from utils.log import log
+from vitamp.files import NotRegular, only_regular, read_regular
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 SECONDS = 60
@@ -174,7 +173,7 @@ def test_image_extensions_are_the_same_everywhere(tmp_path: Path) -> None:
         folder = tmp_path / "one"
         folder.mkdir(exist_ok=True)
         (image.convert("1") if ending == ".pbm" else image).save(folder / f"x{ending}")
-    paths = class_files(tmp_path, ["one"], DataConfig()).paths
+    paths = class_files(tmp_path, ["one"]).paths
     assert {Path(path).suffix for path in paths} == set(made)
     assert [os.path.relpath(path, tmp_path) for path in find_images([str(tmp_path)])] == paths
     assert f" {' '.join(ENDINGS)};" in (ROOT / "docs" / "datasets.md").read_text(encoding="utf-8").replace("\n", " ")
@@ -190,21 +189,11 @@ def test_skipped_files_are_counted_by_extension(tmp_path: Path, walk: str, said:
     for name in ("photo.heic", "b.HEIC", "c.heic", "notes.txt", "Makefile", ".hidden"):
         (tmp_path / "one" / name).write_bytes(b"x")
     for _ in range(2):
-        class_files(tmp_path, ["one"], DataConfig()) if walk == "training" else find_images([str(tmp_path)])
+        class_files(tmp_path, ["one"]) if walk == "training" else find_images([str(tmp_path)])
     line = (
         "skipped 6 files: .heic 3 (b.HEIC, c.heic, ...), .txt 1 (notes.txt), hidden files 1 (.hidden), no extension 1"
     )
     assert said.text.count(f"{tmp_path}: {line}") == 1
-
-
-def test_skipped_file_counts_are_merged() -> None:
-    one, two = SkippedFiles(), SkippedFiles()
-    one.add("a.heic")
-    two.add("b.heic")
-    two.add("c.heic")
-    one.merge(two)
-    assert one.line() == "skipped 3 files: .heic 3 (a.heic, b.heic, ...)"
-    assert SkippedFiles().line() == ""
 
 
 def test_circular_links_are_not_followed(tmp_path: Path) -> None:
@@ -212,7 +201,7 @@ def test_circular_links_are_not_followed(tmp_path: Path) -> None:
     for name in ("back", "again"):
         (tmp_path / "one" / name).symlink_to(tmp_path)
     (tmp_path / "one" / "self").symlink_to("self")
-    assert class_files(tmp_path, ["one"], DataConfig()).paths == ["one/a.png"]
+    assert class_files(tmp_path, ["one"]).paths == ["one/a.png"]
     assert find_images([str(tmp_path)]) == [str(tmp_path / "one" / "a.png")]
 
 
@@ -227,7 +216,7 @@ def test_tar_images_with_two_dots_are_counted_as_skipped(
     data = settings(DATASET="shards", DATA_PATH=str(tmp_path))
     told = "skipped 3 files: more than one dot in the name 2 (cat.front.jpg, cat.front.cls), .heic 1 (x.heic)"
     for _ in range(2):  # the second time from the saved index
-        monkeypatch.setattr("datasets.shards.layout.warn_once", log.warning)
+        monkeypatch.setattr("datasets.shards.source.warn_once", log.warning)
         said.clear()
         check_dataset(data, 3)
         assert f"{told}. As in WebDataset, the extension of a member begins at the first dot" in said.text

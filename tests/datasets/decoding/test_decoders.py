@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import builtins
 import io
 import json
 import logging
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,13 +18,12 @@ import torch
 from PIL import Image, UnidentifiedImageError
 
 from datasets import check_dataset
-from datasets.decoding.choice import decoder_of
-from datasets.decoding.jpeg import JpegStored
-from datasets.decoding.stored import Box, PilStored
+from datasets.base import Box
+from datasets.decoding import JpegStored, PilStored, decoder_of_jpeg
+from datasets.transforms.pixels import Pixels
 from tests.datasets.pictures import encoded, picture, square
 from tests.program import Result
 from utils.config.data import DataConfig
-from utils.errors import UserError
 
 Settings = Callable[..., DataConfig]
 
@@ -73,59 +72,27 @@ def test_part_of_a_jpeg_is_decoded_once(how: dict[str, Any], monkeypatch: pytest
     assert np.array_equal(found, stored.cut(Box(0, 0, 97, 131))[3:12, 5:25])
 
 
-@pytest.fixture
-def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Make packages impossible to import."""
-
-    def hide(name: str) -> None:
-        real = builtins.__import__
-
-        def refuse(wanted: str, *args: Any, **kwargs: Any) -> Any:
-            if wanted.split(".")[0] == name:
-                raise ModuleNotFoundError(f"No module named {wanted!r}")
-            return real(wanted, *args, **kwargs)
-
-        monkeypatch.setattr(builtins, "__import__", refuse)
-        for loaded in [module for module in sys.modules if module.split(".")[0] == name]:
-            monkeypatch.setitem(sys.modules, loaded, None)
-
-    return hide
-
-
-def test_decoder_auto_falls_back_to_pil(
-    settings: Settings,
-    without: Callable[[str], None],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+def test_pil_decodes_where_simplejpeg_is_missing(
+    settings: Settings, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vitamp"), "propagate", True)
-    auto, file = settings(DATASET="synthetic"), encoded(picture(60, 50))
-    check_dataset(auto, 10)
-    assert (decoder_of(auto), caplog.text) == ("simplejpeg", "")
-    expected = square(settings(DECODER="pil"), True, file)
-    without("simplejpeg")
-    check_dataset(auto, 10)
-    assert decoder_of(auto) == "pil"
+    data, file = settings(DATASET="synthetic"), encoded(picture(60, 50))
+    check_dataset(data, 10)
+    assert (decoder_of_jpeg(), caplog.text) == ("simplejpeg", "")
+    expected = square(data, True, file, 0, "pil")
+    monkeypatch.setitem(sys.modules, "simplejpeg", None)
+    check_dataset(data, 10)
+    assert decoder_of_jpeg() == "pil"
     assert "pip install simplejpeg" in caplog.text
-    assert torch.equal(square(auto, True, file), expected)
-
-
-def test_missing_decoder_is_refused_before_the_run(settings: Settings, without: Callable[[str], None]) -> None:
-    without("simplejpeg")
-    with pytest.raises(UserError) as caught:
-        check_dataset(settings(DATASET="synthetic", DECODER="simplejpeg"), 10)
-    assert "DATA.DECODER is simplejpeg" in str(caught.value)
-    assert "pip install simplejpeg" in str(caught.value)
+    random.seed(0)
+    out = torch.empty_like(expected)
+    Pixels(data, True)(file, out)
+    assert torch.equal(out, expected)
 
 
 def test_run_json_names_the_decoder(imagenet: Path, vitamp: Callable[..., Result], tmp_path: Path) -> None:
     words = ["MODEL.NAME=tiny", "MODEL.PATCH_SIZE=8", "MODEL.EMBED_DIM=16", "MODEL.DEPTH=1", "MODEL.NUM_HEADS=2"]
     words += ["MODEL.NUM_CLASSES=4", "DATA.IMAGE_SIZE=16", "TRAIN.NUM_EPOCHS=1", "DEVICE=cpu", "DATA.NUM_WORKERS=0"]
-    for decoder, named in (("auto", "simplejpeg"), ("pil", "pil")):
-        folder = tmp_path / decoder
-        done = vitamp(
-            *("-dataset", "imagenet2012", "-data_path", imagenet, "-batch_size", 8, "-output", folder),
-            *(f"DATA.DECODER={decoder}", *words),
-        )
-        assert done.code == 0, done.text
-        assert json.loads((folder / "run.json").read_text())["choices"]["decoder"] == named
+    where = ("-dataset", "imagenet2012", "-data_path", imagenet, "-batch_size", 8, "-output", tmp_path / "run")
+    assert vitamp(*where, *words).code == 0
+    assert json.loads((tmp_path / "run/run.json").read_text())["choices"]["decoder"] == "simplejpeg"

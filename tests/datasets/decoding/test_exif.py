@@ -19,10 +19,8 @@ XMP = """<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="
 
 def turned(settings: Settings, file: bytes, decoder: str) -> bool:
     """Whether EXIF_ROTATE changes the pixels of the model."""
-    plain, turns = (
-        settings(IMAGE_SIZE=16, DECODER=decoder, CROP="none", FLIP=0.0, EXIF_ROTATE=rotate) for rotate in (False, True)
-    )
-    return not torch.equal(square(plain, True, file), square(turns, True, file))
+    plain, turns = (settings(IMAGE_SIZE=16, CROP="none", FLIP=0.0, EXIF_ROTATE=rotate) for rotate in (False, True))
+    return not torch.equal(square(plain, True, file, 0, decoder), square(turns, True, file, 0, decoder))
 
 
 def exif(orientation: int | None) -> Image.Exif:
@@ -65,4 +63,4 @@ def test_odd_exif_data_causes_no_warning(settings: Settings, decoder: str) -> No
     file = encoded(picture(40, 30), exif=cut_off)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        square(settings(IMAGE_SIZE=16, DECODER=decoder, EXIF_ROTATE=True), True, file)
+        square(settings(IMAGE_SIZE=16, EXIF_ROTATE=True), True, file, 0, decoder)

@@ -11,7 +11,7 @@ import torch
 
 from datasets import EpochOrder
 from datasets.base import Batch, ImageDataset, Key
-from datasets.loading.balanced import BalancedOrder, balanced_order
+from datasets.loading.order import BalancedOrder, balanced_order
 from engine.setup import training_data
 from utils.config import Config, load_config
 from utils.distributed.world import ALONE, World

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from datasets import EpochOrder, Share, validation_batches
+from datasets import EpochOrder, MicroBatch, validation_batches
 from utils.config.data import DropLast
 from utils.errors import UserError
 
@@ -23,7 +23,7 @@ def global_windows(samples: int, accum: int, world: int, **more) -> list[list[tu
     ]
 
 
-def all_indices(shares: Iterable[Share]) -> list[int]:
+def all_indices(shares: Iterable[MicroBatch]) -> list[int]:
     return sorted(int(i) for share in shares for i in share.indices)
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from datasets import EpochOrder, identity_of, open_dataset
+from datasets.base import Repeated
 from datasets.memory import InMemory
-from datasets.variants import Repeated
 from tests.datasets.shards.tar_files import samples, write_tar
 from tests.program import save_image
 from utils.config.data import DataConfig

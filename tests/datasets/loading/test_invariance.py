@@ -171,7 +171,6 @@ def settings(source: tuple[str, Path], world: int, workers: int, batch: int) -> 
         "DATA.BATCH_SIZE": batch,
         "DATA.DROP_LAST": False,
         "DATA.NUM_WORKERS": workers,
-        "DATA.SHARD_WINDOW": 3,
         "DATA.CACHE": str(root / "cache"),
         "MODEL.NUM_CLASSES": CLASSES,
         "TRAIN.ACCUM_ITER": GLOBAL_BATCH // (batch * world),

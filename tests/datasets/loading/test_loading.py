@@ -28,15 +28,6 @@ def equal(one: dict[int, torch.Tensor], other: dict[int, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[i], other[i]) for i in one)
 
 
-def test_sample_does_not_depend_on_workers_or_batch(training) -> None:
-    reference = by_sample(training(), 1)
-    assert len(reference) == 12
-    assert equal(reference, by_sample(training(workers=2), 1))
-    assert equal(reference, by_sample(training(batch=3, accum=2), 1))
-    assert not equal(reference, by_sample(training(), 2))
-    assert not equal(reference, by_sample(training(seed=6), 1))
-
-
 def test_persistent_workers_serve_later_epochs_and_interrupted_ones(training) -> None:
     loader, fresh = training(workers=2), training()
     by_sample(loader, 0)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from datasets import Batch, EpochOrder, ImageDataset, TrainLoader, open_dataset
+from datasets.base import Samples
 from datasets.loading.loader import start_worker
 from tests.datasets.processes import children, gone, in_order
 from utils.config.data import DataConfig
@@ -62,22 +64,6 @@ time.sleep(60)
         finally:
             parent.kill()
     assert gone(set(workers), seconds=1.5), "torch alone notices within five seconds; a signal at once"
-
-
-@pytest.mark.slow
-def test_process_ends_without_closing_its_loader(listed: Path) -> None:
-    script = f"""
-import torch
-from datasets import *
-from utils.config.data import DataConfig
-cpu = torch.device("cpu")
-dataset = open_dataset(DataConfig(DATA_PATH={str(listed)!r}, IMAGE_SIZE=8), True, 3, 0, cpu)
-loader = TrainLoader(dataset, EpochOrder(12, 4, 1, 0, 1, 0, True), 0, 2, cpu)
-windows = loader.epoch(0)
-next(iter(next(windows)))
-raise SystemExit(7)
-"""
-    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=40, check=False).returncode == 7
 
 
 @pytest.mark.parametrize(
@@ -206,3 +192,102 @@ def test_started_processes_end_if_another_cannot_start(training, monkeypatch: py
     with pytest.raises(TrainingError, match="could not be started: Cannot allocate memory"):
         in_order(training(workers=2), 1)
     assert gone(set(children(os.getpid())) - before, seconds=2)
+
+
+class Interrupting(ImageDataset):
+    """Its loading process is killed or stopped in the middle of a message that is larger than a pipe's buffer."""
+
+    def __init__(self, images: ImageDataset, signal_number: int) -> None:
+        self.images, self.signal_number = images, signal_number
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> Batch:
+        pid = os.getpid()
+        if multiprocessing.parent_process() is not None:
+            subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -{int(self.signal_number)} {pid}"])
+        return self.images.__getitems__(keys)
+
+    def single_images(self) -> Samples | None:
+        return self.images.single_images()
+
+    def take_broken(self) -> list[Any]:
+        return [_Large()]
+
+
+class _Large:
+    """Half of its pickled bytes fill the pipe; the rest comes when the sender has slept."""
+
+    def __reduce__(self) -> tuple[Any, tuple[bytes]]:
+        return bytes, (b"x" * 10_000_000,)
+
+
+@pytest.fixture
+def half_sent(training, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], TrainLoader]]:
+    """A loader whose process gets a signal after half of its first message."""
+    opened: list[TrainLoader] = []
+
+    def make(signal_number: int) -> TrainLoader:
+        plain = training(batch=2)
+        dataset = Interrupting(plain._feed._fetch.dataset, signal_number)
+        opened.append(TrainLoader(dataset, plain.order, 5, 1, torch.device("cpu")))
+        real = Connection._send  # pyright: ignore[reportAttributeAccessIssue]
+
+        def in_two(self: Any, data: Any, *more: Any) -> None:
+            if multiprocessing.parent_process() is not None and len(data) > 1_000_000:
+                real(self, data[:1000], *more)
+                time.sleep(5)
+                data = data[1000:]
+            real(self, data, *more)
+
+        monkeypatch.setattr(Connection, "_send", in_two)
+        return opened[-1]
+
+    yield make
+    for loader in opened:
+        loader.close()
+
+
+def test_process_killed_in_the_middle_of_a_message_ends_the_run(half_sent) -> None:
+    loader, before = half_sent(signal.SIGKILL), signal.getsignal(signal.SIGCHLD)
+    with pytest.raises(TrainingError, match="was killed by SIGKILL"):
+        in_order(loader, 1)
+    assert signal.getsignal(signal.SIGCHLD) is before
+
+
+def test_wait_for_a_stopped_process_is_reported_and_can_be_ended(
+    half_sent, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Asked(Exception):
+        pass
+
+    def ask() -> None:
+        if caplog.messages:
+            raise Asked
+
+    monkeypatch.setattr("datasets.loading.workers.SECONDS_TO_WARN", 2.0)
+    monkeypatch.setattr("datasets.loading.workers.on_long_wait", ask)
+    before, loader = set(children(os.getpid())), half_sent(signal.SIGSTOP)
+    with caplog.at_level("WARNING", "vitamp"), pytest.raises(Asked):
+        in_order(loader, 1)
+    assert "is stopped (SIGSTOP). It loads /" in caplog.messages[0]
+    assert "(2 images)." in caplog.messages[0]
+    loader.close()
+    assert gone(set(children(os.getpid())) - before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has sockets without a file")
+def test_loading_leaves_nothing_in_the_temporary_folder(listed: Path, tmp_path: Path) -> None:
+    script = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from tests.datasets.loading.test_loading_deaths import _load_without_closing
+try:
+    _load_without_closing(__import__("pathlib").Path({str(listed)!r}))
+finally:
+    os._exit(7)
+"""
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=env, check=False).returncode == 7
+    assert not list(tmp_path.glob("pymp-*"))

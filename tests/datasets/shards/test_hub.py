@@ -8,15 +8,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from datasets import check_dataset, open_dataset
-from datasets.shards import hub
-from datasets.shards.tar import TarWriter
 from tests.datasets.shards.parquet_files import content, part, write
 from tests.datasets.shards.tar_files import picture
 from utils.config.data import DataConfig
@@ -97,33 +94,6 @@ def test_space_for_a_copy_is_that_of_its_tar_files(
     assert len(part(data)) == 300
 
 
-def test_interrupted_copy_is_continued(
-    tmp_path: Path, of_hub: Callable[..., DataConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Complete tar files are kept, and the result is that of a copy that was not interrupted."""
-    write(tmp_path / "set" / "train.parquet", range(30))
-    write(tmp_path / "set" / "val.parquet", range(4))
-    monkeypatch.setattr(hub, "SHARD_BYTES", 20_000)
-    whole, data = (of_hub(tmp_path / "set", CACHE=str(tmp_path / name)) for name in ("whole", "resumed"))
-    part(whole)
-    written, add = [], TarWriter.add
-
-    def interrupted(self: TarWriter, key: str, *more: Any) -> None:
-        written.append(key)
-        if len(written) == 23:
-            raise KeyboardInterrupt
-        add(self, key, *more)
-
-    monkeypatch.setattr(TarWriter, "add", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        part(data)
-    assert len(part(data)) == 30
-    assert 34 < len(written) < 34 + 23, "rows of complete tar files are not written again"
-    folders = [next(path for path in Path(one.CACHE or "", "hf").iterdir() if path.is_dir()) for one in (whole, data)]
-    first, second = ({path.name: path.read_bytes() for path in folder.rglob("*.*")} for folder in folders)
-    assert first == second
-
-
 def test_damaged_hub_copy_is_named_and_made_again_once_removed(
     tmp_path: Path, of_hub: Callable[..., DataConfig]
 ) -> None:
@@ -144,7 +114,7 @@ def test_hub_epoch_shuffles_all_shards(tmp_path: Path, of_hub: Callable[..., Dat
     """Files of the hub are often sorted by class, so a small window would have one class."""
     write(tmp_path / "train.parquet", range(12))
     write(tmp_path / "val.parquet", range(3))
-    train = part(of_hub(tmp_path, SHARD_WINDOW=1))
+    train = part(of_hub(tmp_path))
     orders = [train.shuffled(np.random.default_rng(seed)).tolist() for seed in range(5)]
     assert all(sorted(order) == list(range(12)) for order in orders)
     assert len({tuple(order) for order in orders}) == 5

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from datasets import check_dataset, open_dataset
-from datasets.decoding.reader import Unreadable
+from datasets.base import Unreadable
 from datasets.shards.source import pixels_of
 from datasets.shards.stores import MOST_OPEN
 from tests.datasets.opened import part, pixels
@@ -201,10 +201,11 @@ def test_npy_members_that_are_not_pixels_are_refused(
 
 @pytest.mark.parametrize("window", [1, 2, 3, 100])
 def test_epoch_reads_one_window_of_shards_at_a_time(
-    tmp_path: Path, of_shards: Callable[..., DataConfig], window: int
+    tmp_path: Path, of_shards: Callable[..., DataConfig], monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:
+    monkeypatch.setattr("datasets.shards.source.WINDOW", window)
     sizes = [5, 1, 7, 0, 4, 3, 6]
-    data = of_shards(write_set(tmp_path, sizes), SHARD_WINDOW=window)
+    data = of_shards(write_set(tmp_path, sizes))
     train = part(data)
     home = np.repeat(np.arange(7), sizes)
     orders = [train.shuffled(np.random.default_rng(seed)) for seed in range(20)]

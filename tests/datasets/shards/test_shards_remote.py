@@ -46,7 +46,7 @@ def test_remote_shards_equal_local_ones(
     """Also in loading processes, which have their own connections."""
     pytest.importorskip("aiohttp", reason="reading over http needs aiohttp")
     write_set(tmp_path / "set", [6, 5, 9])
-    here, there = of_shards(tmp_path / "set", SHARD_WINDOW=2), of_shards(f"{address}/set/", SHARD_WINDOW=2)
+    here, there = of_shards(tmp_path / "set"), of_shards(f"{address}/set/")
     check_dataset(there, 3)
     expected = batches(here, 0)
     assert len(expected) == 5

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from datasets import check_dataset, open_dataset
-from datasets.sources.download import fetch_once
+from datasets.sources.published import fetch_once
 from tests.datasets.sources.published import FETCHERS, FOLDERS, MAKERS
 from tests.program import Result
 from tests.waiting import until
@@ -123,13 +123,6 @@ def test_killed_download_is_restarted_by_a_waiting_process(tmp_path: Path) -> No
     assert heard[1].startswith("An earlier download was interrupted: ")
     assert heard[-1] == "whole: True"
     assert not half.parents[1].exists()
-
-
-def test_existing_data_set_is_not_downloaded(tmp_path: Path) -> None:
-    fetch(tmp_path)
-    fetch(tmp_path)
-    assert calls(tmp_path) == 1
-    assert whole(tmp_path)
 
 
 def test_failed_download_says_why_and_leaves_nothing(tmp_path: Path) -> None:

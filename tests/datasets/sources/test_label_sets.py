@@ -84,7 +84,7 @@ def test_columns_of_the_validation_table_may_have_another_order(table: Callable[
         (
             ["0.png,ant;;bee"],
             "path,labels",
-            "all.csv:2: 'ant;;bee' has an empty label; separate labels by one semicolon",
+            "all.csv:2: 'ant;;bee' has an empty label; separate labels by one ;",
         ),
         (["0.png,ant;ant"], "path,labels", "all.csv:2: the label 'ant' appears twice"),
         (["0.png,", "1.png, "], "path,labels", "all.csv: no image has a label"),
@@ -136,10 +136,10 @@ PLANET = ["haze primary", "cloudy", "clear primary", "clear primary water", "haz
     ("targets", "first", "setting"),
     [
         (["cow", "ant;bee"], "ant;bee", "MULTI_LABEL=true."),
-        (["cat,dog", "cat", "dog"], "cat,dog", "MULTI_LABEL=true DATA.LABEL_SEPARATOR=comma."),
-        (["cat|dog", "dog|bird", "cat|bird"], "cat|dog", "MULTI_LABEL=true DATA.LABEL_SEPARATOR=bar."),
-        (["cat", "dog", "cat dog", "bird"], "cat dog", "MULTI_LABEL=true DATA.LABEL_SEPARATOR=space."),
-        (PLANET, "haze primary", "MULTI_LABEL=true DATA.LABEL_SEPARATOR=space."),
+        (["cat,dog", "cat", "dog"], "cat,dog", "MULTI_LABEL=true."),
+        (["cat|dog", "dog|bird", "cat|bird"], "cat|dog", "MULTI_LABEL=true."),
+        (["cat", "dog", "cat dog", "bird"], "cat dog", "MULTI_LABEL=true and separate them by a semicolon."),
+        (PLANET, "haze primary", "MULTI_LABEL=true and separate them by a semicolon."),
         (["cat,dog;bird", "cat,bird;dog", "cat"], "cat,dog;bird", "MULTI_LABEL=true."),
         (["golden retriever", "labrador retriever", "cat"], None, ""),
         (["tiger shark", "tiger", "cat shark", "great white shark"], None, ""),
@@ -167,26 +167,17 @@ def test_targets_that_look_like_lists_are_warned_of(
     assert warning.endswith(f"set DATA.{setting}")
 
 
-def test_lists_with_another_separator_are_warned_of_with_multi_label(
-    table: Callable[..., Path], settings: Settings, said: pytest.LogCaptureFixture
+@pytest.mark.parametrize("separator", [";", "|", ", "])
+def test_each_separator_is_recognised_in_the_training_table(
+    table: Callable[..., Path], settings: Settings, said: pytest.LogCaptureFixture, separator: str
 ) -> None:
-    root = two(table, ["cat|dog", "cat", "dog|cow"], ["dog|cat"])
+    targets = [f"ant{separator}cow", "", "bee", f"cow{separator}bee"]
+    root = two(table, [f'"{target}"' for target in targets], [f'"bee{separator}ant"'])
     data = settings(DATASET="csv", DATA_PATH=str(root), MULTI_LABEL=True)
-    with pytest.raises(UserError, match=r"has no class 'dog\|cat'"):
-        check_dataset(data, 3)
-    assert "train.csv:2: the label 'cat|dog' is read as one class" in said.text
-    assert said.text.rstrip().endswith("set DATA.LABEL_SEPARATOR=bar.")
-    said.clear()
-    data = settings(DATASET="csv", DATA_PATH=str(root), MULTI_LABEL=True, LABEL_SEPARATOR="bar")
-    assert rows(data, True) == [[1, 0, 1], [1, 0, 0], [0, 1, 1]]
+    check_dataset(data, 3)
+    assert rows(data, True) == [[1, 0, 1], [0, 0, 0], [0, 1, 0], [0, 1, 1]]
+    assert rows(data, False) == [[1, 1, 0]]
     assert "one class" not in said.text
-
-
-@pytest.mark.parametrize(("separator", "field"), [("comma", '"ant, cow"'), ("space", "ant  cow")])
-def test_each_separator_is_read(table: Callable[..., Path], settings: Settings, separator: str, field: str) -> None:
-    root = two(table, [field, "", "bee"], ["cow"])
-    data = settings(DATASET="csv", DATA_PATH=str(root), MULTI_LABEL=True, LABEL_SEPARATOR=separator)
-    assert rows(data, True) == TRAIN
 
 
 def test_classes_that_validation_lacks_are_named(
@@ -208,7 +199,7 @@ def test_mixup_mixes_rows(mode: str) -> None:
     labels = torch.tensor(label_rows()[:24]).float()
     train: Any = TrainConfig.model_validate({"MIXUP_ALPHA": 0.8, "MIXUP_MODE": mode, "LOSS": "bce"})
     images = torch.rand(24, 1, 1, 1).expand(24, 1, 4, 4).clone()
-    mixed = Mixing(train, SeveralLabels(7, 1)).mixed(images, labels)
+    mixed = Mixing(train, SeveralLabels(7)).mixed(images, labels)
     for row in range(24):
         own, partner = images[row, 0, 0, 0], images[23 - row, 0, 0, 0]
         lam = (mixed.images[row, 0, 0, 0] - partner) / (own - partner)

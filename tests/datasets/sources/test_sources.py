@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from datasets import check_dataset, open_dataset
-from datasets.sources import files as lists
 from datasets.sources.digits import read_digits
 from datasets.sources.split import split
 from utils.config.data import DataConfig
@@ -179,23 +178,3 @@ def test_unused_outputs_are_logged(listed: Path, settings: Settings, caplog: pyt
         check_dataset(settings(DATA_PATH=str(listed)), 1000)
     assert "3 classes; 997 of the model's outputs stay unused (MODEL.NUM_CLASSES); " in caplog.text
     assert "MODEL.NUM_CLASSES=auto takes the number of classes" in caplog.text
-
-
-def test_list_is_read_once_for_check_and_run(imagenet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[Path] = []
-    lines = lists._lines
-    monkeypatch.setattr(lists, "_lines", lambda file: reads.append(file) or lines(file))
-    data = DataConfig(DATASET="imagenet2012", DATA_PATH=str(imagenet), IMAGE_SIZE=16)
-    for _ in range(2):
-        check_dataset(data, 4)
-        assert len(open_dataset(data, True, 4, 0, torch.device("cpu"))) == 24
-    assert [file.name for file in reads].count("train_list.txt") == 2, "once a run, and anew for another one"
-
-
-def test_list_changed_after_its_check_is_read_again(imagenet: Path, tmp_path: Path) -> None:
-    shutil.copytree(imagenet, tmp_path / "data")
-    data = DataConfig(DATASET="imagenet2012", DATA_PATH=str(tmp_path / "data"), IMAGE_SIZE=16)
-    check_dataset(data, 4)
-    with (tmp_path / "data" / "train_list.txt").open("a", encoding="utf-8") as file:
-        file.write("train/n00000000/train_0.JPEG 0\n")
-    assert len(open_dataset(data, True, 4, 0, torch.device("cpu"))) == 25

@@ -76,13 +76,6 @@ def test_test_validates_only_where_nothing_else_does_and_this_is_logged(
     assert said.text.count(f"{tmp_path / 'a'}: the split test is used for validation, because no other split") == 1
 
 
-@pytest.mark.parametrize("kind", ["imagefolder", "shards", "shards_by_name"])
-def test_runs_of_earlier_versions_keep_their_validation_split(kind: str, tmp_path: Path, settings: Settings) -> None:
-    given = make(kind, tmp_path / "a", "train", "valid", "test")
-    assert count(settings(**given)) == 3
-    assert count(settings(**given, LISTING=1)) == 4
-
-
 @pytest.mark.parametrize("kind", ["imagefolder", "csv", "shards"])
 def test_all_is_every_image_of_data_without_splits(
     kind: str, tmp_path: Path, settings: Settings, said: pytest.LogCaptureFixture
@@ -138,10 +131,6 @@ def test_each_class_of_two_images_has_one_in_validation(
     names = "4" if kind == "shards" else "e"
     assert open_dataset(data, False, 5, 0, CPU).sample_labels().tolist() == [0, 1, 2, 3]  # type: ignore[union-attr]
     assert f"the validation split has no image of 1 of 5 classes ({names}), which have too few" in said.text
-    former = data.model_copy(update={"LISTING": 1})
-    check_dataset(former, 5)
-    assert len(open_dataset(former, False, 5, 0, CPU)) == 3
-    assert "the validation split has no image of 2 of 5 classes (" in said.text
 
 
 @pytest.mark.parametrize("kind", ["imagefolder", "parquet"])
@@ -158,4 +147,3 @@ def test_hidden_folders_are_skipped(
     assert count(settings(**given), train=True) == 6
     line = "skipped 2 files and folders: hidden files 1 (._0.png), hidden folders 1 (.ipynb_checkpoints)"
     assert f"{tmp_path / 'a' / 'train'}: {line}" in said.text
-    assert count(settings(**given, LISTING=1), train=True) == 7

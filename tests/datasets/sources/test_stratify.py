@@ -64,11 +64,3 @@ def test_small_and_unlabelled_tables_are_split() -> None:
         split(np.ones((1, 3), dtype=np.uint8))
     with pytest.raises(UserError, match=r"DATA.FOLD 1/5: 4 images cannot fill 5 folds; use fewer folds"):
         split(np.ones((4, 3), dtype=np.uint8), FOLD="1/5")
-
-
-def test_former_split_is_unchanged() -> None:
-    """Runs of earlier versions are resumed and evaluated with it."""
-    rows = label_rows()[:200]
-    former = [18, 36, 101, 126, 150, 169, 176, 191], [36, 61, 107, 120, 162, 173, 180, 184]
-    for settings, expected in zip(({"VAL_FRACTION": 0.04}, {"FOLD": "3/25"}), former, strict=True):
-        assert split(rows, LABEL_SPLIT="sets", **settings)[1].tolist() == expected

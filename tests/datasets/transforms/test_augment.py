@@ -17,7 +17,13 @@ from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 
 Settings = Callable[..., DataConfig]
-POLICIES = ["RAND_AUGMENT", "AUTO_AUGMENT", "TRIVIAL_AUGMENT", "THREE_AUGMENT"]
+POLICIES: dict[str, dict[str, Any]] = {
+    "rand": {"RAND_AUGMENT": True},
+    "auto": {"AUTO_AUGMENT": True},
+    "trivial": {"AUGMENT": ["trivial"]},
+    "three": {"AUGMENT": ["three"]},
+    "jitter": {"COLOR_JITTER": 0.4},
+}
 UNCROPPED: dict[str, Any] = {"CROP_SCALE": (1.0, 1.0), "CROP_RATIO": (1.0, 1.0), "FLIP": 0.0}
 
 
@@ -37,17 +43,16 @@ def change(data: DataConfig, seed: int, image: Image.Image | None = None, **trai
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("key", [*POLICIES, "COLOR_JITTER"])
+@pytest.mark.parametrize("key", POLICIES)
 def test_each_augmentation_changes_images_reproducibly(settings: Settings, key: str, channels: int) -> None:
     data = settings(IMAGE_SIZE=24, IMAGE_CHANNELS=channels, **UNCROPPED)
     plain = change(data, 0)
-    value: Any = 0.4 if key == "COLOR_JITTER" else True
-    results = [change(data, seed, **{key: value}) for seed in range(60)]
+    results = [change(data, seed, **POLICIES[key]) for seed in range(60)]
     assert {(tuple(image.shape), image.dtype) for image in results} == {((channels, 24, 24), torch.uint8)}
     changed = sum(not torch.equal(image, plain) for image in results)
     assert changed > 20
-    assert len({image.numpy().tobytes() for image in results}) > 8 or key == "THREE_AUGMENT"
-    again = [change(data, seed, **{key: value}) for seed in range(60)]
+    assert len({image.numpy().tobytes() for image in results}) > 8 or key == "three"
+    again = [change(data, seed, **POLICIES[key]) for seed in range(60)]
     assert all(torch.equal(one, two) for one, two in zip(results, again, strict=True))
 
 
@@ -67,8 +72,8 @@ def test_rand_augment_wins_over_auto_augment_and_turns_jitter_off(settings: Sett
         assert torch.equal(change(data, seed, RAND_AUGMENT=True, AUTO_AUGMENT=True, COLOR_JITTER=0.4), rand)
         auto = change(data, seed, AUTO_AUGMENT=True)
         assert torch.equal(change(data, seed, AUTO_AUGMENT=True, COLOR_JITTER=0.4), auto)
-    three = [change(data, seed, THREE_AUGMENT=True) for seed in range(8)]
-    jittered = [change(data, seed, THREE_AUGMENT=True, COLOR_JITTER=0.4) for seed in range(8)]
+    three = [change(data, seed, AUGMENT=["three"]) for seed in range(8)]
+    jittered = [change(data, seed, AUGMENT=["three"], COLOR_JITTER=0.4) for seed in range(8)]
     assert not any(torch.equal(one, two) for one, two in zip(three, jittered, strict=True))
 
 
@@ -79,7 +84,7 @@ def test_three_augment_is_grey_solarised_or_blurred(settings: Settings) -> None:
     spread = [np.asarray(blurred[radius]).std() for radius in (2.0, 0.1)]
     seen = set()
     for seed in range(30):
-        got = change(settings(IMAGE_SIZE=24, **UNCROPPED), seed, image, THREE_AUGMENT=True).permute(1, 2, 0).numpy()
+        got = change(settings(IMAGE_SIZE=24, **UNCROPPED), seed, image, AUGMENT=["three"]).permute(1, 2, 0).numpy()
         if np.abs(got.astype(int) - np.asarray(grey)).max() <= 1:
             seen.add("grey")
         elif np.array_equal(got, np.asarray(solarised)):

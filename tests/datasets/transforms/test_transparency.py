@@ -11,10 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
-from datasets.decoding.background import take_transparent
+from datasets.decoding import take_transparent
 from datasets.given import ArrayPixels
 from tests.datasets.pictures import encoded, square
-from tools.pack_images.encode import Encoder
+from tools.pack_images.shard import Encoder
 from utils.config.data import DataConfig
 
 Settings = Callable[..., DataConfig]

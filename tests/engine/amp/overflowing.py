@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from datasets import Batch, Share
+from datasets import Batch, MicroBatch
+from engine.amp.overflow import Blame, OverflowWatch
 from engine.amp.precision import Precision
-from engine.amp.skip_watch import Blame, OverflowWatch
 from tests.engine.small import CPU, FP16, parts_of
 
 SAMPLES = 4
@@ -24,12 +24,12 @@ def vit() -> Any:
     return VisionTransformer(img_size=8, patch_size=4, embed_dim=32, depth=3, num_heads=2, num_classes=10)
 
 
-def micro_batch(number: int = 0, images: Tensor | None = None) -> tuple[Share, Batch]:
+def micro_batch(number: int = 0, images: Tensor | None = None) -> tuple[MicroBatch, Batch]:
     generator = torch.Generator().manual_seed(number)
     if images is None:
         images = torch.randn(SAMPLES, 3, 8, 8, generator=generator)
     indices = torch.arange(SAMPLES) + 100 * (number + 1)
-    return Share(number, indices.numpy(), 1.0), Batch(images, torch.arange(SAMPLES), indices)
+    return MicroBatch(number, indices.numpy(), 1.0), Batch(images, torch.arange(SAMPLES), indices)
 
 
 def half() -> torch.autocast:
@@ -43,7 +43,7 @@ def watch_of(model: nn.Module, **options: Any) -> OverflowWatch:
     return watch
 
 
-def blame_of(model: nn.Module, *micro_batches: tuple[Share, Batch], scale: float = 1.0) -> Blame:
+def blame_of(model: nn.Module, *micro_batches: tuple[MicroBatch, Batch], scale: float = 1.0) -> Blame:
     watch = watch_of(model)
     watch.remember(1, list(micro_batches) or [micro_batch()], torch.tensor(scale))
     watch.record(1, False)

@@ -9,9 +9,8 @@ import torch
 from timm.layers.std_conv import StdConv2d
 from torch import nn
 
-from engine.amp.cast_weights import cast_weights
-from engine.amp.fp32_modules import force_fp32
-from engine.speed.linear_patches import PatchesByProduct
+from engine.amp.low_precision import cast_weights, force_fp32
+from engine.speed.convolutions import LinearPatches
 from tests.engine.small import built_of
 
 
@@ -32,7 +31,7 @@ def test_only_linear_layers_and_convolutions_of_a_vit_are_cast() -> None:
     without_linear = {"patch_embed.proj.weight", "patch_embed.proj.bias"}
     assert names_of(model, "fc") == without_linear, "Paddle's name of linear"
     assert names_of(model, "linear", "conv2d") == set()
-    PatchesByProduct().apply(built_of(model), True)
+    LinearPatches().apply(built_of(model), True)
     assert names_of(model) >= without_linear
     assert names_of(model, "fc") == set()
     force_fp32(model, ["blocks.0", "head"], "cpu")

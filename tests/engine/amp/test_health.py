@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.amp.fp32_modules import forced_modules
+from engine.amp.low_precision import forced_modules
+from engine.amp.overflow import Blame, OverflowWatch
 from engine.amp.precision import Precision
-from engine.amp.skip_watch import Blame, OverflowWatch
 from engine.measure.meters import TrainMeters
 from engine.measure.progress import Position
 from engine.report.skips import ScaledHealth
@@ -80,8 +80,8 @@ def test_auto_fp32_moves_an_overflowing_module_and_training_continues(
     assert again.code == 0, again.text
     kept = re.search(r"Modules that AMP.AUTO_FP32 moved to fp32 before the resume: (.*)", again.out)
     assert kept, again.out
-    moved = re.findall(r"AMP.AUTO_FP32: (\S+) overflowed", done.out)
-    assert kept[1].split(", ") == moved
+    stepped = re.findall(r"AMP.AUTO_FP32: (\S+) overflowed", done.out)
+    assert kept[1].split(", ") == stepped
     now = metrics(run, "skip")
     assert now[: len(skips)] == skips
     assert not [skip for skip in now[len(skips) :] if skip["direction"] == "forward"], "it never overflows again"
@@ -92,10 +92,10 @@ def test_overflowing_module_stops_the_run_with_advice_without_auto_fp32(
     vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, faulty: Callable[[str], Path]
 ) -> None:
     run = tmp_path / "run"
-    words = ("-cfg", tiny, "-output", run, *SHORT, "AMP.STOP_AFTER_SKIPS=8")
-    done = vitamp(*words, "-pretrained", faulty("bias"), "REPORT_FREQ=1000")
+    words = ("-cfg", tiny, "-output", run, *SHORT)
+    done = vitamp(*words, "-pretrained", faulty("bias"), "REPORT_FREQ=1000", "TRAIN.NUM_EPOCHS=3")
     assert done.code == 1, done.text
-    assert "up to update 8 " in done.err, "however far apart reports are"
+    assert "up to update 100; " in done.err, "however far apart reports are"
     assert "AMP.FP32_MODULES=['blocks.0.mlp.fc1']" in done.err
     assert "AMP.AUTO_FP32=true" in done.err
     assert "bf16" in done.err
@@ -107,35 +107,36 @@ def test_fixed_scale_that_is_too_large_stops_the_run_with_a_checkpoint(
 ) -> None:
     run = tmp_path / "run"
     words = ("-cfg", tiny, "-output", run, *SHORT, "AMP.USE_DYNAMIC_LOSS_SCALING=false", "TRAIN.MODEL_EMA=true")
-    done = vitamp(*words, "AMP.STOP_AFTER_SKIPS=10", "AMP.INIT_LOSS_SCALING=1e20", "REPORT_FREQ=5")
+    done = vitamp(*words, "AMP.INIT_LOSS_SCALING=1e20", "REPORT_FREQ=4", "TRAIN.NUM_EPOCHS=3")
     assert done.code == 1, done.text
     assert "Traceback" not in done.text
     assert done.err.count("error:") == 1
-    for part in ("10 updates in a row", "update 10", "AMP.STOP_AFTER_SKIPS 10", "1e+20", "set a smaller"):
+    for part in ("100 updates in a row", "update 100;", "1e+20", "set a smaller"):
         assert part in done.err, part
     skips = metrics(run, "skip")
     assert [(skip["update"], skip["module"], skip["direction"]) for skip in skips] == [
-        (update, "loss", "backward") for update in (1, 2, 3)
-    ], "the first three are replayed, later ones are only counted"
+        (update, "loss", "backward") for update in (1, 2, 3, 53)
+    ], "the first three are replayed, later ones once in 50 updates"
     assert "the loss scale is too large" in done.out
-    assert metrics(run, "train")[-1]["skipped"] == 10
+    assert metrics(run, "train")[-1]["skipped"] == 100
 
-    saved = run / "checkpoints" / "step-000000010"
+    saved = run / "checkpoints" / "step-000000100"
     fresh = build(tiny, TRAIN__MODEL_EMA="true").model.state_dict()
     for name in ("model.safetensors", "ema.safetensors"):
         weights = load_file(saved / name)
         assert all(torch.equal(weights[key], fresh[key]) for key in fresh), "as they were before"
-    again = vitamp(*words, "-resume", "auto", "AMP.INIT_LOSS_SCALING=1024", "TRAIN.MAX_UPDATES=20")
+    longer = ("TRAIN.NUM_EPOCHS=3", "TRAIN.MAX_UPDATES=110", "REPORT_FREQ=2")
+    again = vitamp(*words, "-resume", "auto", "AMP.INIT_LOSS_SCALING=1024", *longer)
     assert again.code == 0, again.text
     last = metrics(run, "train")[-1]
-    assert (last["update"], last["skipped"], last["scale"]) == (20, 10, 1024)
+    assert (last["update"], last["skipped"], last["scale"]) == (110, 100, 1024)
     assert last["grad_norm"] > 0
 
 
 def test_scattered_skips_do_not_stop_the_run(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     """A scale that grows after every clean update soon overflows every other time."""
     run = tmp_path / "run"
-    words = ("AMP.INCR_EVERY_N_STEPS=1", "AMP.STOP_AFTER_SKIPS=4", "TRAIN.MAX_UPDATES=40", "REPORT_FREQ=1")
+    words = ("AMP.INCR_EVERY_N_STEPS=1", "TRAIN.MAX_UPDATES=40", "REPORT_FREQ=1")
     done = vitamp("-cfg", tiny, "-output", run, "-amp", "fp16", *words)
     assert done.code == 0, done.text
     assert metrics(run, "train")[-1]["skipped"] > 8
@@ -173,7 +174,7 @@ def blame(module: str, update: int = 1, direction: str = "forward", scale: float
 def health(tiny: Path) -> Callable[..., ScaledHealth]:
     def make(*looks: list[Blame], **keys: Any) -> ScaledHealth:
         parts = build(tiny, AMP__ENABLED="true", AMP__DTYPE="fp16").parts
-        parts.abilities = (Found(parts.precision, *looks),)
+        parts.callbacks = (Found(parts.precision, *looks),)
         settings = AmpConfig(ENABLED=True, DTYPE="fp16", **{"AUTO_FP32": True, **keys})
         return ScaledHealth(settings, parts, ALONE, Told())  # pyright: ignore[reportArgumentType]
 
@@ -206,12 +207,6 @@ def test_module_that_overflows_twice_moves_to_fp32(
     assert made.reporter.blames == blames  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_no_module_moves_without_auto_fp32(health: Callable[..., ScaledHealth]) -> None:
-    made = health([blame("head", 1), blame("head", 2)], AUTO_FP32=False)
-    made.report(Position(), together=False)
-    assert forced_modules(made.parts.model) == []
-
-
 def test_ranks_log_one_line_per_skipped_update(health: Callable[..., ScaledHealth]) -> None:
     """A rank whose own gradients were fine finds nothing; the other's word is the better one."""
     nothing, named = blame("", 1, operation="", reason="not seen again"), blame("head", 1)
@@ -220,11 +215,11 @@ def test_ranks_log_one_line_per_skipped_update(health: Callable[..., ScaledHealt
     assert made.reporter.blames == [named, blame("head", 2)]  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_stop_after_skips_counts_consecutive_skips_and_null_disables_it(health: Callable[..., ScaledHealth]) -> None:
+def test_only_consecutive_skips_end_the_run(health: Callable[..., ScaledHealth]) -> None:
     meters = TrainMeters(CPU, ALONE, OneLabel(10))
-    for update, moved in enumerate((False, False, False, True, False, False), start=1):
-        meters.close_update(update, torch.tensor(1.0), moved, scaled=True)
     reading = meters.read(torch.tensor(1.0), 0.0)
-    assert (reading.skipped, reading.skipped_in_a_row) == (5, 2)
-    errors = [health(STOP_AFTER_SKIPS=limit).too_many_skips(reading, 6) for limit in (1, 2, 3, None)]
-    assert [error is not None for error in errors] == [True, True, False, False]
+    for update in range(1, 161):
+        meters.close_update(update, torch.tensor(1.0), stepped := update == 60, scaled=True)
+        reading = meters.read(torch.tensor(1.0), 0.0)
+        assert (health().too_many_skips(reading, update) is not None) is (update == 160), stepped
+    assert (reading.skipped, reading.skipped_in_a_row) == (159, 100)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +12,24 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from datasets import Batch, Share, Window
-from engine.amp.precision import Precision, check_amp
-from engine.amp.prepare_model import tile_size_hint
-from engine.amp.skip_watch import OverflowWatch
+from datasets import Batch, MicroBatch, Window
+from engine.amp.low_precision import tile_size_hint
+from engine.amp.overflow import OverflowWatch
+from engine.amp.precision import check_amp
 from engine.evaluate import evaluate
 from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain
 from engine.task.one import Means
 from engine.update import train_update
 from tests.engine.amp.modes import BF16, FP16, FP32, MODES, PLAIN_STEPS, SCALED, WITH_MASTERS, amp, change
-from tests.engine.small import CPU, build, train, windows
+from tests.engine.small import build, train, windows
 from tests.engine.test_no_host_copies import read_backs
 from tests.program import made_meta
 from tests.saved import save_checkpoint
 from utils.config import TrainConfig
 from utils.distributed.world import ALONE
 from utils.errors import UserError
-from utils.log import log
-from utils.record.checkpoints import MODEL
+from vitamp.checkpoints import MODEL
 
 
 def noting(outputs: set[torch.dtype]) -> Any:
@@ -39,19 +37,19 @@ def noting(outputs: set[torch.dtype]) -> Any:
     return lambda _module, _args, output: outputs.add(output.dtype)
 
 
-def kept(window: Window) -> list[tuple[Share, Batch]]:
+def kept(window: Window) -> list[tuple[MicroBatch, Batch]]:
     return list(window)
 
 
-def again(pairs: list[tuple[Share, Batch]]) -> Window:
+def again(pairs: list[tuple[MicroBatch, Batch]]) -> Window:
     return Window(tuple(share for share, _ in pairs), iter([batch for _, batch in pairs]))
 
 
-def as_one(pairs: list[tuple[Share, Batch]]) -> Window:
+def as_one(pairs: list[tuple[MicroBatch, Batch]]) -> Window:
     """The same samples in one large batch."""
     batches = [batch for _, batch in pairs]
     merged = Batch(*(torch.cat([getattr(batch, field) for batch in batches]) for field in Batch._fields))
-    return Window((Share(0, np.concatenate([share.indices for share, _ in pairs]), 1.0),), iter([merged]))
+    return Window((MicroBatch(0, np.concatenate([share.indices for share, _ in pairs]), 1.0),), iter([merged]))
 
 
 # ---- one update
@@ -79,10 +77,10 @@ def test_logged_norm_and_clipping_use_unscaled_gradients(tiny: Path, mode: str) 
     for name, keys in (("fp32", {}), (mode, MODES[mode])):
         for clip in ("null", "0.125") if keys else ("null",):
             ready = build(tiny, **{**words, **keys, "TRAIN__GRAD_CLIP": clip})
-            moved = change(ready, again(pairs)).norm().item()
+            stepped = change(ready, again(pairs)).norm().item()
             norm = ready.parts.meters.read(ready.parts.precision.scale_tensor(), 0.0).grad_norm
             told[name, clip] = norm
-            assert moved == pytest.approx(norm if clip == "null" else 0.125, rel=1e-3), "the norm before clipping"
+            assert stepped == pytest.approx(norm if clip == "null" else 0.125, rel=1e-3), "the norm before clipping"
     assert told[mode, "null"] > 0.25, "there must be something to clip"
     assert told[mode, "null"] == told[mode, "0.125"] == pytest.approx(told["fp32", "null"], rel=0.01)
 
@@ -90,9 +88,9 @@ def test_logged_norm_and_clipping_use_unscaled_gradients(tiny: Path, mode: str) 
 def standing(ready: ReadyToTrain) -> dict[str, Any]:
     """All that a skipped update must leave alone."""
     parts = ready.parts
-    ema = parts.ability(Ema)
+    ema = parts.callback(Ema)
     assert ema is not None
-    found: dict[str, Any] = {"moved": parts.schedule.moved, "averaged": int(ema.updates)}
+    found: dict[str, Any] = {"moved": parts.schedule.stepped, "averaged": int(ema.updates)}
     modules = {"model": parts.model, "average": ema.module, "forward": parts.forward}
     found |= {f"{key}.{name}": t.tolist() for key, m in modules.items() for name, t in m.state_dict().items()}
     state = parts.optimizer.state_dict()["state"]
@@ -136,14 +134,13 @@ def test_skip_changes_nothing_and_training_continues(tiny: Path, mode: str, opti
         *(MODES[name] for name in MODES if name not in ("O1 bf16", "O1 fp16")),
         {**MODES["O1 fp16"], "AMP__DECR_EVERY_N_NAN_OR_INF": 2},
         {**MODES["O2 fp16"], "AMP__USE_DYNAMIC_LOSS_SCALING": "false"},
-        {**MODES["O1 bf16"], "AMP__LOSS_SCALING": "true"},
     ],
     ids=lambda words: "-".join(str(value) for value in words.values()),
 )
 def test_no_precision_copies_to_the_host_in_an_update(tiny: Path, words: dict[str, object]) -> None:
     ready = build(tiny, **words, TRAIN__ACCUM_ITER=2, TRAIN__MODEL_EMA="true")
     scaled = ready.parts.precision.scaler.is_enabled()
-    assert (ready.parts.ability(OverflowWatch) is not None) is scaled, (
+    assert (ready.parts.callback(OverflowWatch) is not None) is scaled, (
         "the watch over overflows is on wherever something is scaled"
     )
     assert read_backs(ready) == set()
@@ -161,7 +158,7 @@ def dtypes(tensors: Any) -> set[torch.dtype]:
 def test_dtypes_of_weights_gradients_optimizer_state_and_file(tiny: Path, tmp_path: Path, mode: str) -> None:
     ready = build(tiny, **MODES[mode], TRAIN__MODEL_EMA="true")
     parts = ready.parts
-    ema = parts.ability(Ema)
+    ema = parts.callback(Ema)
     assert ema is not None
     gradients: dict[str, torch.dtype] = {}
 
@@ -206,32 +203,21 @@ def test_every_precision_learns(tiny: Path, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["O1 bf16", "O2 bf16", "NAIVE bf16", "O2 fp16"])
-def test_amp_eval_selects_validation_precision_and_does_not_affect_training(tiny: Path, mode: str) -> None:
-    figures = {}
-    for name, words in ((mode, MODES[mode]), ("fp32 for it", {**MODES[mode], "AMP__EVAL": "false"}), ("fp32", {})):
+def test_validation_computes_in_the_precision_of_the_run(tiny: Path, mode: str) -> None:
+    losses = {}
+    for name, words in ((mode, MODES[mode]), ("fp32", {})):
         ready = build(tiny, **words)
         before = {key: tensor.clone() for key, tensor in ready.model.state_dict().items()}
         seen: set[torch.dtype] = set()
         handle = ready.model.get_submodule("head").register_forward_hook(noting(seen))
-        means = evaluate(
+        losses[name] = evaluate(
             ready.model, ready.val_loader, len(ready.val_set), ready.inputs, ready.precision, ALONE, ready.task
-        )
+        ).loss
         handle.remove()
-        figures[name] = means.loss
-        assert seen == {ready.precision.choice.dtype if name == mode else FP32}
+        assert seen == {ready.precision.choice.dtype}
         assert all(torch.equal(tensor, before[key]) for key, tensor in ready.model.state_dict().items())
         assert ready.model.training
-    assert figures["fp32 for it"] == pytest.approx(figures["fp32"], abs=1e-6)
-    assert figures[mode] != figures["fp32"]
-
-
-def test_o3_trains_in_bf16_and_warns(tiny: Path, said: pytest.LogCaptureFixture) -> None:
-    ready = build(tiny, AMP__ENABLED="true", AMP__LEVEL="O3")
-    assert ready.precision.name == "O3-bf16"
-    assert not ready.precision.scaler.is_enabled()
-    (warning,) = [r.getMessage() for r in said.records if (r.name, r.levelno) == (log.name, logging.WARNING)]
-    assert "O3 keeps no fp32 master weights" in warning
-    assert "O2" in warning
+    assert losses[mode] != losses["fp32"]
 
 
 def test_o3_in_fp16_rejects_a_small_epsilon() -> None:
@@ -241,17 +227,6 @@ def test_o3_in_fp16_rejects_a_small_epsilon() -> None:
     check_amp(amp(LEVEL="O3", DTYPE="bf16"), TrainConfig.model_validate({"OPTIMIZER": eps}))
     check_amp(amp(LEVEL="O3", DTYPE="fp16"), TrainConfig.model_validate({"OPTIMIZER": {**eps, "EPS": 1e-4}}))
     check_amp(amp(LEVEL="O3", DTYPE="fp16"), TrainConfig.model_validate({"OPTIMIZER": {"NAME": "SGD"}}))
-
-
-@pytest.mark.parametrize(("eps", "sane"), [(1e-4, True), (1e-8, False)])
-def test_small_epsilon_is_what_breaks_o3_in_fp16(tiny: Path, eps: float, sane: bool) -> None:
-    """The reason that is given is the true one."""
-    words = {"AMP__LEVEL": "O3", "AMP__DTYPE": "fp16", "AMP__ENABLED": "true", "AMP__INIT_LOSS_SCALING": 1024}
-    ready = build(tiny, **words, TRAIN__OPTIMIZER__EPS=eps, TRAIN__WARMUP_EPOCHS=0)
-    train(ready, 3)
-    largest = max(p.detach().abs().max().item() for p in ready.model.parameters())
-    assert (largest < 2) is sane, "three updates by 0.002 take no weight far from 1"
-    assert ready.parts.precision.scaler.is_enabled()
 
 
 @pytest.mark.parametrize("level", ["NAIVE", "O3"])
@@ -269,20 +244,6 @@ def test_naive_and_o3_reject_lists_and_fp32_modules(level: str, keys: dict[str, 
     with pytest.raises(UserError, match=rf"AMP\.{next(iter(keys))}.*{level}.*use O1 or O2"):
         check_amp(amp(LEVEL=level, **keys), TrainConfig())
     check_amp(amp(LEVEL="O2", **keys), TrainConfig())
-
-
-@pytest.mark.parametrize("keys", [{"DTYPE": "fp8"}, {"LEVEL": "O3"}])
-def test_amp_eval_false_is_rejected_for_fp8_and_o3(keys: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=r"AMP\.EVAL false"):
-        check_amp(amp(EVAL=False, **keys), TrainConfig())
-    check_amp(amp(EVAL=False, LEVEL="O2"), TrainConfig())
-
-
-@pytest.mark.parametrize(("dtype", "scaling", "on"), [("bf16", True, True), ("fp16", False, False)])
-def test_loss_scaling_setting_overrides_the_default(dtype: str, scaling: bool, on: bool) -> None:
-    chosen = Precision(amp(DTYPE=dtype, LOSS_SCALING=scaling, INIT_LOSS_SCALING=32), CPU)
-    assert chosen.scaler.is_enabled() is on
-    assert float(chosen.scale_tensor()) == (32.0 if on else 1.0)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -307,9 +268,8 @@ def test_tile_size_hint_names_sizes_that_are_not_multiples_of_8() -> None:
     model = nn.Linear(1, 1)
     for width, batch in itertools.product((192, 100), (64, 30)):
         model.embed_dim = width  # pyright: ignore[reportArgumentType]
-        told = tile_size_hint(model, batch, "cuda")
+        told = tile_size_hint(model, batch)
         for key, size, odd in (("MODEL.EMBED_DIM", width, width == 100), ("DATA.BATCH_SIZE", batch, batch == 30)):
             assert (f"{key} {size}" in (told or "")) is odd
         assert (told is None) is ((width, batch) == (192, 64))
-        assert tile_size_hint(model, batch, "cpu") is None, "a CPU has no tensor cores"
-    assert tile_size_hint(nn.Linear(1, 1), 8, "cuda") is None, "a model without a width of that name"
+    assert tile_size_hint(nn.Linear(1, 1), 8) is None, "a model without a width of that name"

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +18,6 @@ from torch.compiler import config as compiler_config
 from torch.nn.parallel import DistributedDataParallel
 
 from engine.amp.op_lists import OPERATORS, PADDLE, OpLists, check_names
-from tests.program import ROOT
 from utils.errors import UserError
 
 LOW_ON_CPU = ("linear", "matmul", "conv2d", "scaled_dot_product_attention")
@@ -210,16 +204,6 @@ def test_white_list_acts_the_same_eager_compiled_and_checkpointed() -> None:
         assert step(compiled, aot(compiled)).equals(eager)
 
 
-@pytest.mark.slow
-def test_model_compiled_before_install_uses_the_lists() -> None:
-    fp32, model = step(small_vit(), amp=False), small_vit()
-    forward = aot(model)
-    low = step(model, forward)
-    with OpLists("cpu", [], LOW_ON_CPU):
-        assert step(model, forward).equals(fp32)
-    assert step(model, forward).equals(low)
-
-
 def test_remove_restores_torchs_behaviour() -> None:
     before = step(small_vit())
     tag, backward = compiler_config.cache_key_tag, autograd_config.backward_pass_autocast
@@ -237,40 +221,10 @@ def test_remove_restores_torchs_behaviour() -> None:
     lists.remove()
 
 
-@pytest.mark.slow
-def test_install_causes_no_warning(tmp_path: Path) -> None:
-    """In a process of its own, since torch warns once in each."""
-    script = tmp_path / "lists.py"
-    script.write_text("from engine.amp.op_lists import OpLists\nOpLists('cpu', ['softmax'], ['linear']).install()\n")
-    words = [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning", str(script)]
-    place = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, env=place, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_cached_graphs_are_kept_apart_by_lists() -> None:
-    tags = set()
-    for device_type, white, black in [
-        ("cpu", [], []),
-        ("cpu", [], ["gelu"]),
-        ("cpu", [], ["softmax"]),
-        ("cpu", ["gelu"], []),
-        ("cuda", [], ["gelu"]),
-    ]:
-        with OpLists(device_type, white, black):
-            tags.add(compiler_config.cache_key_tag)
-    assert len(tags) == 5
-
-
 def test_paddles_matmul_v2_includes_linear() -> None:
     with OpLists("cpu", [], ["matmul_v2"]):
         assert outputs("linear", torch.bfloat16, "cpu") == {torch.float32}
         assert outputs("matmul", torch.bfloat16, "cpu") == {torch.float32}
-
-
-def test_known_names_are_accepted() -> None:
-    check_names([], [])
-    check_names(["matmul_v2", "linear"], ["softmax", "reduce_mean"])
 
 
 def test_unknown_name_is_an_error_that_lists_the_known_ones() -> None:
@@ -309,11 +263,15 @@ def _rank(rank: int, folder: str) -> None:
     raise SystemExit(0 if good and not low.equals(fp32) and not alone.equals(fp32) else 1)
 
 
-def test_ddp_ranks_use_the_lists(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    ranks = [context.Process(target=_rank, args=(rank, str(tmp_path))) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(60)
-    assert [process.exitcode for process in ranks] == [0, 0]
+def test_cached_graphs_are_kept_apart_by_lists() -> None:
+    tags = set()
+    for device_type, white, black in [
+        ("cpu", [], []),
+        ("cpu", [], ["gelu"]),
+        ("cpu", [], ["softmax"]),
+        ("cpu", ["gelu"], []),
+        ("cuda", [], ["gelu"]),
+    ]:
+        with OpLists(device_type, white, black):
+            tags.add(compiler_config.cache_key_tag)
+    assert len(tags) == 5

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.amp import skip_watch
+from engine.amp import overflow
 from tests.engine.amp.overflowing import Forward, blame_of, micro_batch, vit, watch_of, with_huge_bias
 from utils.seeding import seed_all
 
@@ -128,19 +128,19 @@ class Late:
         self.flags: list[Tensor] = []
         self.arrived = 0
 
-    def __call__(self, moved: Tensor) -> Callable[[], bool | None]:
+    def __call__(self, stepped: Tensor) -> Callable[[], bool | None]:
         number = len(self.flags)
-        self.flags.append(moved.clone())
+        self.flags.append(stepped.clone())
         return lambda: bool(self.flags[number]) if number < self.arrived else None
 
 
 def test_late_skip_is_replayed_with_its_own_batch_and_scale() -> None:
     late = Late()
     watch, scale = watch_of(with_huge_bias(), send=late), torch.tensor(64.0)
-    for update, moved in ((1, True), (2, False), (3, True)):
+    for update, stepped in ((1, True), (2, False), (3, True)):
         watch.remember(update, [micro_batch(update)], scale)
         scale *= 0.5  # as the scaler does, in place
-        watch.record(update, torch.tensor([moved]))
+        watch.record(update, torch.tensor([stepped]))
         assert watch.take() == []
     late.arrived = 2
     (blame,) = watch.take()
@@ -153,7 +153,7 @@ def test_late_skip_is_replayed_with_its_own_batch_and_scale() -> None:
 def test_memory_of_pending_updates_is_limited(monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture) -> None:
     """Two updates of two micro-batches fit; the newest two keep their images."""
     size = micro_batch(0)[1].images.nbytes
-    monkeypatch.setattr(skip_watch, "MAX_BYTES", 4 * size)
+    monkeypatch.setattr(overflow, "MAX_BYTES", 4 * size)
     late = Late()
     watch = watch_of(with_huge_bias(), send=late)
     images = []
@@ -175,7 +175,7 @@ def test_memory_of_pending_updates_is_limited(monkeypatch: pytest.MonkeyPatch, s
 def test_update_larger_than_the_limit_is_dropped_while_it_is_computed(
     monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(skip_watch, "MAX_BYTES", 2 * micro_batch(0)[1].images.nbytes)
+    monkeypatch.setattr(overflow, "MAX_BYTES", 2 * micro_batch(0)[1].images.nbytes)
     watch = watch_of(with_huge_bias())
     for update in (1, 2):
         micro_batches: Any = []

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.amp.scaler import LossScaler
+from engine.amp.precision import LossScaler
 from engine.checkpoint.restore import restore
 from engine.checkpoint.state import state_of
 from engine.measure.progress import Best, Position
@@ -20,7 +20,7 @@ from tests.engine.small import build, train
 from tests.program import made_meta
 from tests.saved import save_checkpoint
 from utils.config import AmpConfig
-from utils.record.checkpoints import MODEL, Checkpoint, inspect
+from vitamp.checkpoints import MODEL, Checkpoint, inspect
 
 INF = float("inf")
 
@@ -173,7 +173,7 @@ def test_good_updates_are_counted_across_resumes_and_levels(tiny: Path, tmp_path
     assert resumed.parts.precision.scaler.get_scale() == 128
     train(resumed, 1, done=5)
     assert resumed.parts.precision.scaler.get_scale() == 256
-    assert resumed.parts.schedule.moved == 6
+    assert resumed.parts.schedule.stepped == 6
 
 
 def test_fixed_scale_comes_from_the_settings_after_a_resume(tiny: Path, tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_fixed_scale_comes_from_the_settings_after_a_resume(tiny: Path, tmp_path
     resumed = gone_on(tiny, saved(ready, tmp_path, 2), **{**words, "AMP__INIT_LOSS_SCALING": 128})
     train(resumed, 1, done=2)
     assert resumed.parts.precision.scaler.get_scale() == 128
-    assert resumed.parts.schedule.moved == 1
+    assert resumed.parts.schedule.stepped == 1
 
 
 def test_scale_grows_after_the_interval_was_shortened() -> None:

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from engine.checkpoint.find import newest_good
-from engine.checkpoint.folder import prune, read_state, read_tensors
+from engine.checkpoint.folder import prune
 from tests.program import made_meta
 from tests.saved import save_checkpoint
 from utils.errors import UserError
 from utils.log import log
-from utils.record.checkpoints import (
+from vitamp.checkpoints import (
     META,
     MODEL,
     STATE,
@@ -35,7 +35,8 @@ from utils.record.checkpoints import (
     verify,
     write_index,
 )
-from utils.record.meta import META_HASH
+from vitamp.meta import META_HASH
+from vitamp.tensors import open_tensors, read_state
 
 TENSORS = {MODEL: {"weight": torch.arange(6.0).reshape(2, 3).t(), "count": torch.tensor(3)}}
 STATE_DICT = {"position": {"epoch": 1, "step": 0, "update": 1}, "numbers": [1, 2.5, None, "x"], "t": torch.ones(2)}
@@ -63,7 +64,7 @@ def test_checkpoint_restores_tensors_and_state(tmp_path: Path) -> None:
     assert folder.name == "step-000000123"
     found = verify(inspect(folder))
     for name, tensor in TENSORS[MODEL].items():
-        assert torch.equal(read_tensors(found)[name], tensor)
+        assert torch.equal(dict(open_tensors(found))[name], tensor)
     state = read_state(found)
     assert state["numbers"] == [1, 2.5, None, "x"]
     assert torch.equal(state["t"], torch.ones(2))
@@ -348,6 +349,6 @@ def test_checkpoint_of_another_update_than_its_name_is_refused(tmp_path: Path) -
 def test_inspect_names_missing_or_unreadable_file(tmp_path: Path) -> None:
     (tmp_path / MODEL).write_bytes(b"nonsense")
     with pytest.raises(UserError, match=MODEL):
-        read_tensors(Checkpoint(tmp_path, {}))
+        dict(open_tensors(Checkpoint(tmp_path, {})))
     with pytest.raises(UserError, match=STATE):
         read_state(Checkpoint(tmp_path, {}))

@@ -11,7 +11,7 @@ from engine.checkpoint.find import find
 from tests.program import made_meta
 from tests.saved import save_checkpoint
 from utils.errors import UserError
-from utils.record.checkpoints import MODEL, STATE, folder_name, write_index
+from vitamp.checkpoints import MODEL, STATE, folder_name, write_index
 
 
 def save(root: Path, update: int, epoch: int = 1) -> Path:

@@ -20,8 +20,8 @@ from tests.engine.small import build, train, windows
 from tests.program import made_meta
 from tests.saved import save_checkpoint
 from utils.errors import UserError
-from utils.record.checkpoints import MODEL, Checkpoint, inspect
-from utils.record.weight_sets import AVERAGE
+from vitamp.checkpoints import MODEL, Checkpoint, inspect
+from vitamp.metrics import AVERAGE
 
 EMA = AVERAGE.file
 
@@ -33,7 +33,7 @@ RICH = {"TRAIN__MODEL_EMA": "true", "MODEL__DROPOUT": 0.1, "AMP__ENABLED": "true
 def save(ready: ReadyToTrain, root: Path, update: int, epoch_step: tuple[int, int] = (1, 0)) -> Checkpoint:
     parts = ready.parts
     tensors = {MODEL: parts.model.state_dict()}
-    if ema := parts.ability(Ema):
+    if ema := parts.callback(Ema):
         tensors[EMA] = ema.module.state_dict()
     best = Best(12.5, "ema_acc1", 3, 1, 2)
     state = state_of(parts, Position(*epoch_step, update), best, GLOBAL_BATCH, parts.meters.state())
@@ -50,8 +50,8 @@ def everything(ready: ReadyToTrain) -> dict[str, Any]:
     for index, group in enumerate(parts.optimizer.param_groups):
         found |= {f"group.{index}.{n}": bits(v) for n, v in group.items() if n != "params"}
     found["scaler"] = parts.precision.scaler.state_dict()
-    found["moved"], found["last_rate"] = parts.schedule.moved, float(parts.schedule.last_rate())
-    found["averaged"] = ema.state() if (ema := parts.ability(Ema)) else {}
+    found["moved"], found["last_rate"] = parts.schedule.stepped, float(parts.schedule.last_rate())
+    found["averaged"] = ema.state() if (ema := parts.callback(Ema)) else {}
     found["meters"] = parts.meters.state()
     return found
 
@@ -73,7 +73,7 @@ def bits(value: Any) -> Any:
         {"TRAIN__OPTIMIZER__NAME": "Adan", "TRAIN__WEIGHT_DECAY_ALL": "true"},
         {"TRAIN__OPTIMIZER__NAME": "Adafactor"},
         {"TRAIN__OPTIMIZER__NAME": "NAdaMuon"},
-        {"TRAIN__OPTIMIZER__NAME": "Muon", "TRAIN__OPTIMIZER__MUON__ADAMW_LR": 1e-3, "TRAIN__LAYER_DECAY": 0.7},
+        {"TRAIN__OPTIMIZER__NAME": "Muon", "TRAIN__LAYER_DECAY": 0.7},
         {**RICH, "TRAIN__OPTIMIZER__NAME": "Muon", "AMP__DTYPE": "bf16", "TRAIN__ACCUM_ITER": 2},
         {
             **RICH,
@@ -129,7 +129,7 @@ def test_resume_accepts_another_precision(tiny: Path, tmp_path: Path) -> None:
     back = build(tiny)
     restore(back.parts, save(to_fp16, tmp_path / "b", 4), PER_EPOCH)
     train(back, 1, done=4)
-    assert back.parts.schedule.moved == 5
+    assert back.parts.schedule.stepped == 5
 
 
 def test_resume_may_add_or_drop_ema(tiny: Path, tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_resume_may_add_or_drop_ema(tiny: Path, tmp_path: Path) -> None:
     train(without, 2)
     later = build(tiny, TRAIN__MODEL_EMA="true")
     restore(later.parts, save(without, tmp_path / "a", 2), PER_EPOCH)
-    ema = later.parts.ability(Ema)
+    ema = later.parts.callback(Ema)
     assert ema is not None
     for name, tensor in ema.module.state_dict().items():
         assert torch.equal(tensor, without.parts.model.state_dict()[name]), "it begins with the weights there are"

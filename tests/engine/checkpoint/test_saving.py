@@ -11,7 +11,7 @@ import pytest
 
 from tests.program import Result, metrics
 from utils.config import config_hash, load_config
-from utils.record.checkpoints import inspect, read_index, verify
+from vitamp.checkpoints import inspect, read_index, verify
 
 
 def names(run: Path) -> list[str]:
@@ -39,23 +39,6 @@ def test_meta_has_all_that_users_of_the_weights_need(vitamp: Callable[..., Resul
     assert set(meta["files"]) == {"model.safetensors", "ema.safetensors", "state.pt"}
     verify(inspect(run / "checkpoints" / name))
     assert read_index(run / "checkpoints") == {"last": name, "best": name}
-
-
-def test_resume_from_older_checkpoint_moves_later_ones(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
-) -> None:
-    """Checkpoints after the one that is resumed from no longer count as the newest."""
-    run = tmp_path / "run"
-    common = ("-cfg", tiny, "-output", run, "SAVE_EVERY_UPDATES=10", "KEEP_LAST=3")
-    assert vitamp(*common, "TRAIN.MAX_UPDATES=40").code == 0
-    assert names(run) == ["step-000000020", "step-000000030", "step-000000040"]
-    back = run / "checkpoints" / "step-000000020"
-    done = vitamp(*common, "-resume", back, "TRAIN.MAX_UPDATES=25")
-    assert done.code == 0, done.text
-    assert names(run) == ["step-000000020", "step-000000025"]
-    assert read_index(run / "checkpoints") == {"last": "step-000000025", "best": "step-000000025"}
-    done = vitamp(*common, "-resume", "auto", "TRAIN.MAX_UPDATES=26")
-    assert "25 updates done" in done.out
 
 
 def test_last_validation_after_a_save_can_become_the_best(

@@ -13,11 +13,11 @@ import torch
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from engine.checkpoint.saver import Snapshot
-from engine.checkpoint.shard_files import JoinedShards
 from engine.checkpoint.sharded_saver import SECONDS_BETWEEN_LOOKS, ShardedSaver, ShardWriter
-from models.blocks import blocks_of
+from models.freeze import blocks_of
 from utils.config.schema import Config
-from utils.record.checkpoints import files_of, shard_name
+from vitamp.checkpoints import files_of, shard_name
+from vitamp.tensors import JoinedShards
 
 ROWS = {"a": torch.arange(6.0).reshape(3, 2), "b": torch.ones(1)}
 

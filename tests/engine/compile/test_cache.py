@@ -11,7 +11,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from engine.compile.cache import CACHE, prepare_compiler_cache
+from engine.compile.compiled import CACHE, prepare_compiler_cache
 from tests.engine.small import build
 from utils.config.data import DataConfig
 

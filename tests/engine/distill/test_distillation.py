@@ -18,18 +18,16 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from engine import distill as teachers
+from engine.amp.overflow import OverflowWatch
 from engine.amp.precision import Precision
-from engine.amp.skip_watch import OverflowWatch
-from engine.distill import teacher as teachers
-from engine.distill.targets import Distillation
-from engine.distill.teacher import Teacher, check_teacher_matches, load_teacher
+from engine.distill import Distillation, Teacher, check_teacher_matches, load_teacher
 from engine.inputs.mixup import build_batch_transform
 from engine.optim.ema import Ema
-from engine.resolve import resolve
+from engine.preflight import resolve
 from engine.setup import ReadyToTrain
 from engine.task.one import OneLabel
 from tests.engine.small import CPU, build, train, windows
-from tests.engine.test_no_host_copies import read_backs
 from tests.program import Result, metrics, train_tiny
 from utils.config import TrainConfig, load_config
 from utils.errors import UserError
@@ -57,7 +55,7 @@ def student(tiny: Path, teacher_run: Path) -> Callable[..., ReadyToTrain]:
 
 
 def teacher_in(ready: ReadyToTrain) -> Teacher:
-    taught = ready.parts.ability(Distillation)
+    taught = ready.parts.callback(Distillation)
     assert taught is not None
     return taught.teacher
 
@@ -147,7 +145,7 @@ def test_teacher_is_frozen_and_neither_trained_nor_saved(
     assert not any(part.training for part in teacher.model.modules())
     trained = {id(weight) for group in ready.parts.optimizer.param_groups for weight in group["params"]}
     assert trained == {id(weight) for weight in ready.parts.model.parameters()}
-    ema = ready.parts.ability(Ema)
+    ema = ready.parts.callback(Ema)
     assert ema is not None
     assert ema.module.state_dict().keys() == ready.parts.model.state_dict().keys()
     assert not any("teacher" in name for name in ready.parts.model.state_dict())
@@ -194,18 +192,11 @@ def test_teacher_computes_in_the_precision_of_the_run(student: Callable[..., Rea
     assert {weight.dtype for weight in teacher.model.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("mixing", [{}, MIXED], ids=["plain", "mixed"])
-def test_distillation_does_not_read_from_the_device(
-    student: Callable[..., ReadyToTrain], mixing: dict[str, Any]
-) -> None:
-    assert read_backs(student("soft", **DISTILLED, **mixing)) == set()
-
-
 def test_skipped_update_is_replayed_with_the_teacher(student: Callable[..., ReadyToTrain]) -> None:
     scale = {"AMP__ENABLED": "true", "AMP__DTYPE": "fp16", "AMP__INIT_LOSS_SCALING": 1e38}
     ready = student("soft", **scale, **DISTILLED)
     losses_of(ready, 1)
-    watch = ready.parts.ability(OverflowWatch)
+    watch = ready.parts.callback(OverflowWatch)
     assert watch is not None
     (blame,) = watch.take()
     assert blame.operation, blame.words()
@@ -216,17 +207,10 @@ def test_overflow_in_the_teacher_is_named(student: Callable[..., ReadyToTrain]) 
     ready = student("soft", AMP__ENABLED="true", AMP__DTYPE="fp16", AMP__INIT_LOSS_SCALING=1)
     teacher_in(ready).model.get_parameter("blocks.0.mlp.fc2.weight").fill_(1e5)
     losses_of(ready, 1)
-    watch = ready.parts.ability(OverflowWatch)
+    watch = ready.parts.callback(OverflowWatch)
     assert watch is not None
     (blame,) = watch.take()
     assert blame.module == "teacher.blocks.0.mlp.fc2"
-
-
-def test_loss_accepts_labels_without_teacher(student: Callable[..., ReadyToTrain]) -> None:
-    """-dry_run computes such a loss for its one batch."""
-    ready = student(**DISTILLED)
-    logits, labels = torch.randn(4, 2, 10), torch.tensor([1, 2, 3, 4])
-    assert torch.equal(ready.parts.criterion(logits, labels), F.cross_entropy(logits[:, 0], labels))
 
 
 def refused(student: Callable[..., ReadyToTrain], **words: object) -> str:
@@ -283,16 +267,6 @@ def test_file_without_a_name_is_of_paddlevits_teacher(
     assert "says which timm model it is, so test_vit.r160_in1k was tried. Give a model" in text
 
 
-def test_random_teacher_is_a_trial_with_a_warning(
-    student: Callable[..., ReadyToTrain], caplog: pytest.LogCaptureFixture
-) -> None:
-    words = {"TRAIN__TEACHER_MODEL": "test_vit.r160_in1k=random"}
-    one, two = (teacher_in(student(**words)).fingerprint for _ in range(2))
-    assert one == two, "every rank and every resume draws the same"
-    assert one != teacher_in(student(**words, SEED=1)).fingerprint
-    assert "test_vit.r160_in1k=random: random weights teach noise" in caplog.text
-
-
 def test_teacher_with_other_classes_or_channels_is_refused(tiny: Path, teacher_run: Path) -> None:
     for word, said in (
         ("MODEL.NUM_CLASSES=7", "has 10 classes, but MODEL.NUM_CLASSES is 7"),
@@ -341,22 +315,3 @@ def test_distillation_on_two_sharded_processes_equals_one(
     losses = [[line["loss"] for line in metrics(tmp_path / name, "train")] for name in ("one", "two")]
     assert len(losses[0]) == 8
     assert max(abs(a - b) for a, b in zip(*losses, strict=True)) < 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["blocks", "whole"])
-def test_compiled_distillation_equals_eager(
-    student: Callable[..., ReadyToTrain], monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    from engine.compile import compiled as compiling
-    from engine.compile.choice import CompileChoice
-    from engine.compile.compiling import Compiling
-
-    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
-    words = {**DISTILLED, **MIXED}
-    plain, compiled = student("soft", **words), student("soft", **words)
-    ability = compiled.parts.ability(Compiling)
-    assert ability is not None
-    ability.choice = CompileChoice(how, "default", "as asked for")
-    compiled.parts.assemble()
-    assert losses_of(compiled) == pytest.approx(losses_of(plain), abs=1e-5)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +13,12 @@ from timm.loss.cross_entropy import SoftTargetCrossEntropy
 from torch import Tensor
 
 from datasets import Window
-from engine.amp.skip_watch import OverflowWatch
-from engine.evaluate import evaluate
-from engine.inputs.mixup import Mixing, TransformedBatch, build_batch_transform, no_transform
+from engine.amp.overflow import OverflowWatch
+from engine.inputs.mixup import Mixing, TransformedBatch, build_batch_transform
 from engine.task.one import OneLabel
 from tests.engine.small import CPU, build, train, windows
-from tests.engine.test_no_host_copies import read_backs
-from tests.program import Result, metrics
+from tests.program import metrics
 from utils.config.train import TrainConfig
-from utils.distributed.world import ALONE
 from utils.seeding import seed_all
 
 CLASSES = 7
@@ -132,12 +127,6 @@ def test_random_erasing_follows_its_settings() -> None:
     assert len(erased(RANDOM_ERASE_PROB=1.0, RANDOM_ERASE_MODE="pixel")[0].unique()) > 6
 
 
-def test_no_batch_transform_by_default() -> None:
-    assert (
-        build_batch_transform(TrainConfig(MIXUP_PROB=1.0, RANDOM_ERASE_COUNT=3), OneLabel(CLASSES), CPU) is no_transform
-    )
-
-
 def keeping(parts: Any) -> list[TransformedBatch]:
     """Every result of parts.change from now on."""
     found, inner = [], parts.change
@@ -171,7 +160,7 @@ def test_replay_of_a_skipped_update_mixes_the_same_images(tiny: Path) -> None:
     found = keeping(ready.parts)
     ready.parts.assemble()  # so that the replay is watched as well
     train(ready, 1)
-    watch = ready.parts.ability(OverflowWatch)
+    watch = ready.parts.callback(OverflowWatch)
     assert watch is not None
     assert len(watch.take()) == 1
     update, replay = found
@@ -192,36 +181,6 @@ def test_reported_accuracy_uses_the_labels_of_the_larger_weight(tiny: Path) -> N
     assert ready.parts.meters.read(ready.parts.precision.scale_tensor(), 0.0).update.fields()["acc1"] == 100.0
 
 
-def test_validation_has_no_batch_transform(tiny: Path) -> None:
-    plain, mixing = build(tiny), build(tiny, **ALL_ON)
-    figures = [
-        evaluate(ready.model, ready.val_loader, len(ready.val_set), ready.inputs, ready.precision, ALONE, ready.task)
-        for ready in (plain, mixing)
-    ]
-    assert figures[0] == figures[1]
-
-
-@pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
-def test_mixing_and_erasing_copy_nothing_to_the_host(tiny: Path, mode: str) -> None:
-    assert read_backs(build(tiny, TRAIN__MIXUP_MODE=mode, **ALL_ON)) == set()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here to wait for")
-@pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
-def test_mixing_and_erasing_never_wait_for_the_gpu(tiny: Path, mode: str) -> None:
-    ready = build(tiny, torch.device("cuda", 0), TRAIN__MIXUP_MODE=mode, **ALL_ON)
-    source = windows(ready)
-    train(ready, 3, source)
-    loaded = [Window(one.shares, iter([batch for _, batch in one])) for one in itertools.islice(source, 3)]
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        train(ready, 3, iter(loaded), done=3)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in metrics(folder, "train")]
 
@@ -233,16 +192,3 @@ SMALL = {
         *("MODEL.STAGE_DEPTHS=[1, 1]", "MODEL.NUM_HEADS=[2, 4]"),
     ],
 }
-
-
-@pytest.mark.parametrize("recipe", SMALL)
-def test_deit_and_swin_recipes_train(
-    recipe: str, imagenet: Path, tmp_path: Path, vitamp: Callable[..., Result]
-) -> None:
-    done = vitamp(
-        *("-cfg", f"configs/{recipe}.yaml", "-data_path", imagenet, "-output", tmp_path / "run", "-device", "cpu"),
-        *("-batch_size", 8, "-num_classes", 4, "-num_workers", 1, "TRAIN.MAX_UPDATES=2", "REPORT_FREQ=1"),
-        *SMALL[recipe],
-    )
-    assert done.code == 0, done.text
-    assert len(losses(tmp_path / "run")) == 2

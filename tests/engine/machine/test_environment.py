@@ -28,7 +28,6 @@ def members(machines: int, each: int, **more: Any) -> list[dict[str, Any]]:
             "device": "NVIDIA H200, 140 GiB, compute capability 9.0",
             "gpu": f"GPU-{machine}-{local}",
             "visible": each,
-            "peers": (each * (each - 1), each * (each - 1)),
             "rendezvous": "node0:23456",
             **more,
         }
@@ -51,17 +50,8 @@ def test_table_has_one_row_per_process() -> None:
     assert f"torch {torch.__version__}" in text
 
 
-def test_table_of_many_processes_has_one_row_per_machine() -> None:
-    text = table(members(4, 8))
-    row = "  node3    24-31  8        8 x NVIDIA H200, 140 GiB, compute capability 9.0"
-    assert row in text.splitlines()
-    assert len(text.splitlines()) == 10
-
-
-def test_table_shows_gpu_peer_access() -> None:
-    assert "56 of 56 ordered pairs of GPUs in a machine have peer access, by NVLink or PCIe" in table(members(2, 8))
-    assert "GPU links  2 of 56 ordered pairs" in table(members(1, 7) + members(1, 1, peers=(2, 56)))
-    assert "GPU links" not in table(members(2, 1, peers=(0, 0)))
+def test_table_of_many_processes_ends_early() -> None:
+    assert "  ... and 16 more" in table(members(4, 8)).splitlines()
 
 
 def test_ranks_that_share_a_gpu_are_rejected() -> None:

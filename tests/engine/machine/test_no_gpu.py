@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.machine import no_gpu
+from engine.machine import device
 from tests.program import Result
 from utils.config import Config
 
@@ -18,12 +18,12 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where the driver's file would be."""
-    monkeypatch.setattr(no_gpu, "NVIDIA_DRIVER", tmp_path / "version")
+    monkeypatch.setattr(device, "NVIDIA_DRIVER", tmp_path / "version")
     return tmp_path / "version"
 
 
 def notice(**env: str) -> str:
-    return no_gpu.no_gpu_notice(Config(), CPU, env) or ""
+    return device.no_gpu_notice(Config(), CPU, env) or ""
 
 
 def test_notice_names_cuda_visible_devices_that_hides_all_gpus() -> None:
@@ -48,8 +48,8 @@ def test_notice_names_a_cpu_build_of_torch_beside_a_driver(driver: Path, monkeyp
 
 
 def test_no_notice_with_device_cpu_or_on_a_gpu() -> None:
-    assert no_gpu.no_gpu_notice(Config(DEVICE="cpu"), CPU, {}) is None
-    assert no_gpu.no_gpu_notice(Config(), torch.device("cuda", 0), {}) is None
+    assert device.no_gpu_notice(Config(DEVICE="cpu"), CPU, {}) is None
+    assert device.no_gpu_notice(Config(), torch.device("cuda", 0), {}) is None
 
 
 def test_notice_is_logged_once_per_run(vitamp: Callable[..., Result], tiny: Path) -> None:

@@ -10,14 +10,23 @@ from typing import Any
 
 import pytest
 
-from engine.measure.bottleneck import Bottleneck, BottleneckMonitor, Setting, Tally, find_bottleneck
-from engine.measure.stage_times import BACKWARD, COPY, DATA, FORWARD, OPTIMISER, OTHER, HostStages, StageTimes
-from engine.measure.throughput import Throughput
+from engine.measure.bottleneck import Bottleneck, Setting, find_bottleneck
+from engine.measure.throughput import (
+    BACKWARD,
+    COPY,
+    DATA,
+    FORWARD,
+    OPTIMISER,
+    OTHER,
+    HostStages,
+    StageTimes,
+    Tally,
+    Throughput,
+)
 from tests.datasets.shards.serving import ByteRanges, serving
 from tests.datasets.shards.tar_files import write_set
 from tests.engine.small import CPU
 from tests.program import Result
-from utils.distributed.world import ALONE
 
 ON_A_GPU = Setting("cuda", amp=True, compiled=True, workers=8, cores=16)
 NAP = 0.12
@@ -71,31 +80,11 @@ def test_gpu_that_waits_for_data_is_input_bound() -> None:
 def test_thresholds(stages: dict[str, Any], bound: str, percent: float) -> None:
     made = bottleneck(tally(**stages))
     assert (made.bound, made.percent) == (bound, pytest.approx(percent))
-
-
-@pytest.mark.parametrize(
-    ("stages", "reason", "advice"),
-    [
-        (
-            {"copy": 12.0},
-            "copy-bound: the GPU waited 12 % of the time for images to be copied to it",
-            "Use smaller images, or a data set that fits into the GPU's memory",
-        ),
-        (
-            {"optimiser": 30.0},
-            "optimiser-bound: the optimiser's step took 30 % of the time",
-            "A larger DATA.BATCH_SIZE or TRAIN.ACCUM_ITER means fewer steps",
-        ),
-        (
-            {"other": 25.0},
-            "loop-bound: 25 % of the time went into neither data nor model",
-            "Try a larger DATA.BATCH_SIZE or REPORT_FREQ",
-        ),
-    ],
-    ids=["copy", "optimiser", "loop"],
-)
-def test_advice_for_the_other_stages(stages: dict[str, Any], reason: str, advice: str) -> None:
-    assert bottleneck(tally(**stages)).text == f"{reason}. {advice}; see docs/performance.md."
+    assert made.text.startswith(f"{bound}-bound: ")
+    if bound in ("copy", "optimiser", "loop"):
+        assert f" {percent} % " in made.text
+        assert {"copy": "the GPU waited", "optimiser": "fewer steps", "loop": "REPORT_FREQ"}[bound] in made.text
+        assert made.text.endswith("; see docs/performance.md.")
 
 
 def test_device_time_takes_precedence_over_host_time() -> None:
@@ -180,13 +169,6 @@ def test_no_bottleneck_after_too_few_updates() -> None:
     assert find_bottleneck(Tally(), ON_A_GPU) is None
 
 
-def test_bottleneck_is_reported_after_the_first_epoch_only() -> None:
-    monitor = BottleneckMonitor(ON_A_GPU, ALONE)
-    made = [monitor.first_epoch(tally(waited=41.0)) for _ in range(3)]
-    assert [item is not None for item in made] == [True, False, False]
-    assert monitor.now(tally(waited=2.0)) is not None
-
-
 def test_tally_leaves_out_set_up_and_validation(monkeypatch: pytest.MonkeyPatch) -> None:
     from engine.measure import throughput
 
@@ -199,7 +181,7 @@ def test_tally_leaves_out_set_up_and_validation(monkeypatch: pytest.MonkeyPatch)
         for _ in range(number):
             stages.begin()
             now[0] += seconds
-            stages.lap(FORWARD)
+            stages.mark(FORWARD)
             made.count(64)
 
     updates(10, 5.0)

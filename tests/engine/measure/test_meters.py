@@ -23,9 +23,9 @@ def logits(*guesses: int, classes: int = 10) -> torch.Tensor:
 
 
 def closed(
-    meters: TrainMeters, update: int = 1, norm: float = 1.0, moved: bool | torch.Tensor = True, scaled: bool = False
+    meters: TrainMeters, update: int = 1, norm: float = 1.0, stepped: bool | torch.Tensor = True, scaled: bool = False
 ) -> Reading:
-    meters.close_update(update, torch.tensor(norm), moved, scaled)
+    meters.close_update(update, torch.tensor(norm), stepped, scaled)
     return meters.read(ONE, 0.125)
 
 
@@ -75,7 +75,7 @@ def test_infinite_loss_is_left_out_of_the_epochs_mean(loss: float) -> None:
     meters.add(torch.tensor(2.0), logits(0), torch.tensor([0]), 1.0)
     closed(meters)
     meters.add(torch.tensor(loss), logits(0), torch.tensor([9]), 1.0)
-    reading = closed(meters, 2, norm=float("inf"), moved=False, scaled=True)
+    reading = closed(meters, 2, norm=float("inf"), stepped=False, scaled=True)
     assert not math.isfinite(reading.update.loss)
     assert (reading.epoch.loss, reading.epoch.fields()["acc1"]) == (2.0, 100.0)
 
@@ -83,9 +83,9 @@ def test_infinite_loss_is_left_out_of_the_epochs_mean(loss: float) -> None:
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_skipped_updates_are_counted_and_are_not_faults(as_tensor: bool) -> None:
     meters = TrainMeters(CPU, ALONE, OneLabel(10))
-    for update, moved in enumerate((True, False, True, False, False), start=1):
-        flag = torch.tensor(moved) if as_tensor else moved
-        closed(meters, update, norm=1.0 if moved else float("nan"), moved=flag, scaled=True)
+    for update, stepped in enumerate((True, False, True, False, False), start=1):
+        flag = torch.tensor(stepped) if as_tensor else stepped
+        closed(meters, update, norm=1.0 if stepped else float("nan"), stepped=flag, scaled=True)
     reading = meters.read(ONE, 0.0)
     assert (reading.skipped, reading.first_bad) == (3, NEVER)
 
@@ -102,7 +102,7 @@ def test_first_bad_update_without_loss_scaling_is_recorded(bad: float) -> None:
 def test_sums_are_restored_from_a_checkpoint() -> None:
     meters = TrainMeters(CPU, ALONE, OneLabel(10))
     meters.add(torch.tensor(2.0), logits(0, 1), torch.tensor([0, 9]), 1.0)
-    closed(meters, 1, moved=False, scaled=True)
+    closed(meters, 1, stepped=False, scaled=True)
     state = meters.state()
     fresh = TrainMeters(CPU, ALONE, OneLabel(10))
     fresh.restore(**state)  # pyright: ignore[reportArgumentType]

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.measure.profile import UpdateProfiler
-from utils.distributed.world import ALONE
+from engine.measure.profile import profiled
 
 
 @pytest.mark.parametrize(("updates", "written"), [(4, False), (6, True)])
@@ -16,8 +15,8 @@ def test_a_run_too_short_for_a_trace_is_told_how_many_updates_it_needs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, updates: int, written: bool
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vitamp"), "propagate", True)
-    with UpdateProfiler(2, tmp_path, ALONE) as profiler:
+    with profiled(2, tmp_path) as step:
         for _ in range(updates):
-            profiler.step()
+            step()
     assert (tmp_path / "profile.json").exists() == written
     assert ("the run ended before 6 updates; no trace was written" in caplog.text) != written

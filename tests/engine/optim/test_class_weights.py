@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from datasets import EpochOrder
-from engine.inputs.mixup import Mixing
-from engine.optim.class_weights import class_weights
-from engine.task.losses import WeightedCrossEntropy
-from engine.task.one import OneLabel
+from engine.task.losses import WeightedCrossEntropy, class_weights
 from engine.update import accumulate
 from tests.engine.small import build, windows
 from utils.config import TrainConfig
 from utils.errors import UserError
-from utils.seeding import seed_all
 
 WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.7, 2.5])
 SKEWED = np.random.default_rng(1).choice(5, 203, p=[0.5, 0.3, 0.1, 0.07, 0.03])
@@ -60,35 +57,6 @@ def test_target_of_one_class_gives_the_same_as_its_label(smoothing: float) -> No
     logits, labels = batch()
     loss = WeightedCrossEntropy(WEIGHTS, smoothing)
     assert float(loss(logits, one_hot(labels))) == pytest.approx(float(loss(logits, labels)), rel=1e-6)
-
-
-def test_mixed_target_counts_with_the_mean_of_its_classes_weights() -> None:
-    logits, labels = batch()
-    fraction = torch.rand(len(labels), 1, generator=torch.Generator().manual_seed(1))
-    targets = fraction * one_hot(labels) + (1 - fraction) * one_hot(labels.flip(0))
-    rows, weights = logits.double().log_softmax(1), WEIGHTS.double()
-    truth = -(rows * targets * weights).sum() / (targets * weights).sum()
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = WeightedCrossEntropy(WEIGHTS, 0.0)(logits, targets)
-    assert float(loss) == pytest.approx(float(truth), rel=1e-6), "in fp32, under autocast too"
-
-
-@pytest.mark.parametrize("mode", ["batch", "pair"])
-def test_mixing_keeps_the_sum_of_weights_of_a_micro_batch(mode: str) -> None:
-    """So micro-batches of mixed images are weighed by their labels (`EpochOrder`)."""
-    _, labels = batch()
-    seed_all("mixing")
-    train = TrainConfig.model_validate({"MIXUP_ALPHA": 0.8, "CUTMIX_ALPHA": 1.0, "MIXUP_MODE": mode})
-    targets = Mixing(train, OneLabel(5)).mixed(torch.zeros(len(labels), 1, 4, 4), labels).targets
-    assert float((targets * WEIGHTS).sum()) == pytest.approx(float(WEIGHTS[labels].sum()), rel=1e-6)
-
-
-def test_equal_weights_are_the_plain_loss() -> None:
-    logits, labels = batch()
-    train = TrainConfig(SMOOTHING=0.1)
-    assert float(OneLabel(5).loss(train, torch.full((5,), 7.0))(logits, labels)) == pytest.approx(
-        float(OneLabel(5).loss(train, None)(logits, labels)), rel=1e-6
-    )
 
 
 @pytest.mark.parametrize(("size", "accum", "world"), [(8, 4, 1), (8, 1, 4), (4, 4, 2), (32, 1, 1)])
@@ -136,6 +104,38 @@ def test_gradient_equals_torch_in_fp64(tiny: Path, weights_file: Path) -> None:
         assert torch.allclose(ours[name].double(), weight.grad, atol=1e-5), name
 
 
+@pytest.mark.parametrize("mode", ["batch", "elem"])
+def test_mixed_images_of_several_micro_batches_count_by_their_mixed_weights(
+    tiny: Path, weights_file: Path, mode: str
+) -> None:
+    """Loss and gradient of an update, and the epoch's loss so far, are torch's of all its mixed images at once."""
+    words = {"TRAIN__MIXUP_ALPHA": 0.8, "TRAIN__MIXUP_MODE": mode, "TRAIN__CLASS_WEIGHTS": weights_file}
+    ready = build(tiny, DATA__BATCH_SIZE=8, TRAIN__ACCUM_ITER=4, TRAIN__SMOOTHING=0.1, **words)
+    parts, change, seen = ready.parts, ready.parts.change, []
+    parts.change = lambda images, labels: seen.append(change(images, labels)) or seen[-1]
+    every = []
+    for update, window in zip((1, 2), windows(ready), strict=False):
+        seen.clear()
+        parts.optimizer.zero_grad()
+        accumulate(parts, window, update)
+        parts.meters.close_update(update, torch.ones(()), True, False)
+        reading = parts.meters.read(torch.ones(()), 0.1)
+        model, table = copy.deepcopy(parts.model).double(), torch.tensor([0.25 + digit**2 for digit in range(10)])
+        model.zero_grad()
+        images, targets = (torch.cat([getattr(one, name) for one in seen]).double() for name in ("images", "targets"))
+        total = F.cross_entropy(model(images), targets, table.double(), label_smoothing=0.1, reduction="sum")
+        every.append((float(total.detach()), float((targets * table).sum())))
+        (total / every[-1][1]).backward()
+        assert reading.update.loss == pytest.approx(every[-1][0] / every[-1][1], rel=1e-5)
+        for (name, weight), other in zip(parts.model.named_parameters(), model.parameters(), strict=True):
+            assert weight.grad is not None
+            assert other.grad is not None
+            assert torch.allclose(weight.grad.double(), other.grad, atol=1e-5), name
+    losses, counts = zip(*every, strict=True)
+    reading = parts.meters.read(torch.ones(()), 0.1)
+    assert reading.epoch.loss == pytest.approx(sum(losses) / sum(counts), rel=1e-5)
+
+
 def weights_of(setting: str | None, labels: np.ndarray = SKEWED, names: list[str] | None = None) -> np.ndarray | None:
     train = TrainConfig.model_validate({"CLASS_WEIGHTS": setting})
     return class_weights(train, 6, labels, names, "made")
@@ -164,6 +164,7 @@ def test_file_may_name_classes(tmp_path: Path) -> None:
         ("owl 0\n", ":1: 'owl 0' is not a class and a weight above 0"),
         ("owl inf\n", "is not a class and a weight above 0"),
         ("owl nan\n", "is not a class and a weight above 0"),
+        ("owl 1e39\n", ":1: the weight 1e+39 of class owl is not between 1e-12 and 1e+12"),
         ("owl 1\nfix 2\n", "the data set has no class 'fix'. Did you mean fox?"),
         ("owl 1\n", "1 of 2 classes have no weight (the first: fox)"),
     ],

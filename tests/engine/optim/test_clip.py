@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.optim.clip import Gradients
+from engine.optim.build import Gradients
 
 
 class Multiplications(TorchDispatchMode):

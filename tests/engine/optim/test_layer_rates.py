@@ -1,4 +1,4 @@
-"""TRAIN.LAYER_DECAY and TRAIN.HEAD_LR: which weight learns how fast."""
+"""TRAIN.LAYER_DECAY: which weight learns how fast."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ import torch
 from timm.optim._param_groups import param_groups_layer_decay
 from torch import nn
 
-from engine.optim.build import build_optimizer
-from engine.optim.layer_rates import describe_fine_tuning
+from engine.optim.build import build_optimizer, describe_fine_tuning
 from engine.optim.schedule import Schedule, build_scheduler
 from tests.engine.small import CPU, build, train
-from tests.engine.test_freeze import copies
 from utils.config import TrainConfig, load_config
 
 SWIN: dict[str, Any] = {"img_size": 56, "depths": (2, 2), "num_heads": (2, 4), "embed_dim": 16}
@@ -59,11 +57,11 @@ def rates(ready: Any) -> dict[float, float]:
 
 def test_schedule_sets_all_rates_and_reports_the_unscaled_one(tiny: Path) -> None:
     words = {"TRAIN__WARMUP_EPOCHS": 0, "TRAIN__NUM_EPOCHS": 1, "MODEL__DEPTH": 2}
-    plain, decayed = build(tiny, **words), build(tiny, **words, TRAIN__LAYER_DECAY=0.5, TRAIN__HEAD_LR=10)
+    plain, decayed = build(tiny, **words), build(tiny, **words, TRAIN__LAYER_DECAY=0.5)
     base = 2e-3
     for _ in range(3):
         base = float(plain.parts.optimizer.param_groups[0]["lr"])
-        assert rates(decayed) == pytest.approx({scale: scale * base for scale in (0.125, 0.25, 0.5, 10.0)}, rel=1e-12)
+        assert rates(decayed) == pytest.approx({scale: scale * base for scale in (0.125, 0.25, 0.5, 1.0)}, rel=1e-12)
         train(plain, 1)
         train(decayed, 1)
         assert decayed.parts.schedule.last_rate() == plain.parts.schedule.last_rate() == base
@@ -74,7 +72,7 @@ def test_schedule_sets_all_rates_and_reports_the_unscaled_one(tiny: Path) -> Non
 def test_reported_rate_is_exact(tiny: Path) -> None:
     """Multiplied by a factor and divided by it again it would not be."""
     plain, decayed = (build(tiny, **words).parts.schedule for words in ({}, {"TRAIN__LAYER_DECAY": 0.7}))
-    assert [decayed.rate_at(moved) for moved in range(88)] == [plain.rate_at(moved) for moved in range(88)]
+    assert [decayed.rate_at(stepped) for stepped in range(88)] == [plain.rate_at(stepped) for stepped in range(88)]
 
 
 def test_layer_rates_on_the_device() -> None:
@@ -84,50 +82,21 @@ def test_layer_rates_on_the_device() -> None:
     for device in (None, CPU):
         optimizer = build_optimizer(model, train_config, 1e-2, CPU)
         schedule = Schedule(build_scheduler(optimizer, train_config, (1e-2, 0, 0), 10), optimizer, 10, device)
-        for moved in (True, False, True, True):
-            schedule.advance(moved if device is None else torch.tensor(moved))
+        for stepped in (True, False, True, True):
+            schedule.advance(stepped if device is None else torch.tensor(stepped))
         told.append([float(schedule.last_rate()), *(float(group["lr"]) for group in optimizer.param_groups)])
     assert told[1] == pytest.approx(told[0], rel=1e-6)
     assert min(told[0]) < 0.1 * max(told[0])
 
 
-def test_head_lr_with_a_frozen_backbone(tiny: Path) -> None:
-    """No group has the base rate; it is told all the same."""
-    ready = build(tiny, MODEL__FREEZE="backbone", TRAIN__HEAD_LR=4, TRAIN__WARMUP_EPOCHS=0)
-    assert set(rates(ready).values()) == {8e-3}
-    train(ready, 1)
-    assert ready.parts.schedule.last_rate() == pytest.approx(2e-3, rel=1e-12)
-
-
-def test_small_layer_rates_move_weights_less(tiny: Path) -> None:
-    """With Adam the first step is the learning rate, whatever the gradient."""
-    ready = build(tiny, MODEL__DEPTH=2, TRAIN__LAYER_DECAY=0.1, TRAIN__WARMUP_EPOCHS=0, TRAIN__WEIGHT_DECAY=0)
-    before = copies(ready.model)
-    train(ready, 1)
-    steps = {
-        name: (ready.model.state_dict()[name] - before[name]).abs().max().item()
-        for name in ("patch_embed.proj.weight", "blocks.0.mlp.fc1.weight", "blocks.1.mlp.fc1.weight", "head.weight")
-    }
-    assert list(steps.values()) == pytest.approx([2e-6, 2e-5, 2e-4, 2e-3], rel=0.02)
-
-
 def test_banner_shows_smallest_and_largest_rate(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
-    words = {"MODEL.FREEZE": "pos_embed,*.norm1.*", "TRAIN.LAYER_DECAY": "0.5", "TRAIN.HEAD_LR": "10"}
+    words = {"MODEL.FREEZE": "pos_embed,*.norm1.*", "TRAIN.LAYER_DECAY": "0.5"}
     with caplog.at_level(logging.INFO, "vitamp"):
         ready = build(tiny, **{key.replace(".", "__"): value for key, value in words.items()})
     config = load_config(str(tiny), words=words).config
     assert describe_fine_tuning(config, ready.model, ready.parts.optimizer, 2e-3) == (
-        "3 of 20 tensors frozen (pos_embed, *.norm1.*); "
-        "learning rates from 0.0005 to 0.02 (layer decay 0.5, classifier x 10)"
+        "3 of 20 tensors frozen (pos_embed, *.norm1.*); learning rates from 0.0005 to 0.002 (layer decay 0.5)"
     )
     plain = build(tiny)
     assert not describe_fine_tuning(load_config(str(tiny)).config, plain.model, plain.parts.optimizer, 2e-3)
     assert "Parameters: 3,850, trainable 3,738 (97.1 %)" in caplog.text
-
-
-def test_banner_shows_a_single_rate_once(tiny: Path) -> None:
-    words = {"MODEL.FREEZE": "backbone", "TRAIN.HEAD_LR": "10"}
-    ready = build(tiny, **{key.replace(".", "__"): value for key, value in words.items()})
-    assert describe_fine_tuning(
-        load_config(str(tiny), words=words).config, ready.model, ready.parts.optimizer, 2e-3
-    ) == ("18 of 20 tensors frozen (backbone); learning rate 0.02 (classifier x 10)")

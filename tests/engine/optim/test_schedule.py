@@ -50,15 +50,6 @@ def test_cosine_after_warmup() -> None:
     assert seen[30] == pytest.approx(0.01), "END_LR when all updates are made"
 
 
-def test_schedule_without_warmup_starts_at_the_full_rate() -> None:
-    assert rates_of(*schedule(**{**COSINE, "WARMUP_EPOCHS": 0}), updates=1) == [1.0]
-
-
-def test_warmup_over_the_whole_run() -> None:
-    seen = rates_of(*schedule(**{**COSINE, "WARMUP_EPOCHS": 6}), updates=30)
-    assert seen == pytest.approx([0.1 + 0.9 * n / 30 for n in range(30)])
-
-
 def test_step_schedule_falls_at_the_end_of_its_epochs() -> None:
     shape = SchedulerConfig(NAME="step", DECAY_EPOCHS=2, DECAY_RATE=0.5)
     seen = rates_of(*schedule(NUM_EPOCHS=6, WARMUP_EPOCHS=0, BASE_LR=1.0, LR_SCHEDULER=shape), updates=30)
@@ -84,11 +75,11 @@ def test_skipped_updates_do_not_advance_the_schedule(on_device: bool) -> None:
     made, optimizer = schedule(on_device, **COSINE)
     skipped = torch.tensor(False) if on_device else False
     rates = []
-    for moved in (skipped, skipped, True, skipped, True):
+    for stepped in (skipped, skipped, True, skipped, True):
         rates.append(float(optimizer.param_groups[0]["lr"]))
-        made.advance(torch.tensor(True) if on_device and moved is True else moved)
+        made.advance(torch.tensor(True) if on_device and stepped is True else stepped)
     assert rates == pytest.approx([0.1, 0.1, 0.1, 0.19, 0.19])
-    assert made.moved == 2
+    assert made.stepped == 2
 
 
 @pytest.mark.parametrize("name", ["warmupcosine", "step", "multi-step"])
@@ -108,16 +99,8 @@ def test_schedule_is_restored_from_a_checkpoint(on_device: bool) -> None:
     made, optimizer = schedule(on_device, **COSINE)
     optimizer.load_state_dict(optimizer.state_dict())  # gives it new groups, as resuming does
     made.restore(12)
-    assert made.moved == 12
+    assert made.stepped == 12
     assert rates_of(made, optimizer, 18, on_device) == whole[12:]
-
-
-def test_rate_at_changes_no_rate() -> None:
-    made, optimizer = schedule(**COSINE)
-    made.advance(True)
-    before = optimizer.param_groups[0]["lr"]
-    assert made.rate_at(10) == pytest.approx(1.0)
-    assert optimizer.param_groups[0]["lr"] == before
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
@@ -133,7 +116,7 @@ def test_optimizer_steps_with_rates_on_the_device(name: str) -> None:
         parts.schedule = Schedule(made, optimizer, 30, on_device)
         for update, value in enumerate((0.5, 3e38, 0.25, 3e38, 0.125, 0.5), start=1):
             train_update(parts, window_of(flat(value)), update)
-        assert parts.schedule.moved == 4
+        assert parts.schedule.stepped == 4
         ended.append(model.weight.item())
     assert ended[0] != 1.0
     assert ended[1] == pytest.approx(ended[0], rel=1e-6)
@@ -155,12 +138,12 @@ def test_table_of_rates_is_refilled_before_it_ends(monkeypatch: pytest.MonkeyPat
         schedule = Schedule(scheduler, optimizer, 30, device)
         seen = []
         for update in range(30):
-            moved = update % 3 != 0
-            schedule.advance(moved if device is None else torch.tensor(moved))
+            stepped = update % 3 != 0
+            schedule.advance(stepped if device is None else torch.tensor(stepped))
             seen.append((float(schedule.last_rate()), float(optimizer.param_groups[0]["lr"])))
         rates.append(seen)
     assert rates[0] == [pytest.approx(pair, rel=1e-6, abs=1e-9) for pair in rates[1]]
-    assert schedule.moved == 20
+    assert schedule.stepped == 20
 
 
 WSD = {**COSINE, "NUM_EPOCHS": 10, "LR_SCHEDULER": SchedulerConfig(NAME="wsd")}
@@ -174,14 +157,13 @@ def test_wsd_is_constant_and_decays_at_the_end(on_device: bool) -> None:
     assert seen[40:] == pytest.approx([0.01 + 0.99 * (1 - math.sqrt(n / 10)) for n in range(11)])
 
 
-@pytest.mark.parametrize(("warmup", "fraction"), [(2, 0.2), (0, 0.5), (3, 1.0), (9, 0.3), (10, 0.2), (12, 0.2)])
-def test_wsd_equals_timms(warmup: float, fraction: float) -> None:
+@pytest.mark.parametrize("warmup", [2, 0, 9, 10, 12])
+def test_wsd_equals_timms(warmup: float) -> None:
     timms = pytest.importorskip("timm.scheduler.wsd_lr", reason="only the latest releases of timm have it")
-    shape = SchedulerConfig(NAME="wsd", DECAY_FRACTION=fraction)
-    seen = rates_of(*schedule(**{**WSD, "WARMUP_EPOCHS": warmup, "LR_SCHEDULER": shape}), updates=50)
+    seen = rates_of(*schedule(**{**WSD, "WARMUP_EPOCHS": warmup}), updates=50)
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1.0)
     first = min(round(warmup * PER_EPOCH), 50)
-    decay = min(round(fraction * 50), 50 - first) or 1
+    decay = min(round(0.2 * 50), 50 - first) or 1
     reference = timms.WSDLRScheduler(
         optimizer, max(50 - first, 1), decay, 0.01, warmup_t=first, warmup_lr_init=0.1, t_in_epochs=False
     )

@@ -11,9 +11,9 @@ import torch
 from timm.layers.norm_act import BatchNormAct2d
 from torch import nn
 
+from engine.amp.overflow import OverflowWatch
 from engine.amp.precision import Precision
-from engine.amp.skip_watch import OverflowWatch
-from engine.parallel.sync_batch_norm import SharedBatchNorm
+from engine.parallel.ddp import SharedBatchNorm
 from tests.engine.small import CPU, FP16, OFF, parts_of
 from tests.program import Result
 from utils.config import Config
@@ -82,9 +82,9 @@ def test_sync_batch_norm_does_nothing_without_norms(said: pytest.LogCaptureFixtu
 def test_nothing_is_replayed_with_sync_batch_norm(said: pytest.LogCaptureFixture) -> None:
     model = plain()
     parts = parts_of(model, torch.optim.SGD(model.parameters(), 1.0), amp=FP16)
-    watch = parts.ability(OverflowWatch)
+    watch = parts.callback(OverflowWatch)
     assert watch is not None
-    parts.abilities = (SharedBatchNorm(precision_on(), Config().DIST, TWO), *parts.abilities)
+    parts.callbacks = (SharedBatchNorm(precision_on(), Config().DIST, TWO), *parts.callbacks)
     parts.assemble()
     watch.before_step(1)
     watch.after_update(1, False)

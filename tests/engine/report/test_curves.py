@@ -18,7 +18,7 @@ from engine.report.curves import MOST_POINTS, Curves, draw_curves, title_of
 from tests.program import Result
 from utils.config import Config
 from utils.log import log
-from utils.record.tasks import LOSS, TOP1, Metric
+from vitamp.metrics import LOSS, TOP1, Metric
 
 Drawn = dict[str, dict[str, list[tuple[float, float]]]]
 

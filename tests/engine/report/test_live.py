@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import math
+import re
 import signal
 import sys
 import warnings
@@ -12,20 +13,19 @@ import warnings
 import pytest
 
 from engine.machine.stopping import Signals
-from engine.measure.progress import Best
-from engine.report.bar import Bar, Piece, line_of
-from engine.report.epoch_table import EpochTable, Row
-from engine.report.in_context import Guess, marks_of_best, tied
+from engine.measure.progress import Best, Position
+from engine.report.live import EpochTable, Live
+from engine.report.outcome import Guess, marks_of_best, tied
 from engine.task.one import ValidationMeans
 from tests.terminal import screen
 from utils.config import Config
 from utils.log import brief_terminal, log, print_on_terminal, shorten_on_terminal, start_log
 from utils.record.history import History
-from utils.record.weight_sets import AVERAGE, PLAIN
 from utils.terminal import DETAIL, Looks, looks_of
+from vitamp.metrics import AVERAGE, PLAIN
 
-PIECES = [Piece("epoch 1/9", 0), Piece("3/44", 2), Piece("loss 2.3", 3), Piece("run 0:00:09 left", 1)]
-PLAIN_LOOKS = Looks(moves=False, colours=False, unicode=False)
+CONFIG = Config.model_validate({"MODEL": {"NUM_CLASSES": 100}, "TRAIN": {"NUM_EPOCHS": 90, "MODEL_EMA": True}})
+MEANS = ValidationMeans(1.25, 71.5, 90.25, 70.5, 69.75)
 
 
 class Terminal(io.StringIO):
@@ -49,32 +49,32 @@ def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 def test_messages_of_all_kinds_are_whole_lines_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = open_terminal(monkeypatch)
-    bar = Bar(Looks())
-    bar.draw(PIECES, 0.5, 1.0)
+    live = Live(CONFIG, 44, Position(), prints=True)
+    live.stepped(Position(step=1, update=1))
     sys.stderr.write(warnings.formatwarning("from a library", UserWarning, "library.py", 1, "code"))
     log.warning("from the log, in words that are longer than one line of this terminal")
     print("printed", file=sys.stderr)
-    assert screen(terminal.getvalue())[-1].startswith("epoch 1/9  ━"), "the bar is drawn again below"
-    bar.close()
+    assert screen(terminal.getvalue())[-1].startswith("epoch 1/90 "), "the bar is drawn again below"
+    live.close()
     print("begun", file=sys.stderr, end="")
     lines = screen(terminal.getvalue())
-    assert lines[:2] == ["library.py:1: UserWarning: from a library", "  code"]
+    assert lines[2:4] == ["library.py:1: UserWarning: from a library", "  code"]
     assert "warning: from the log, in words that are longer than one line of this terminal" in lines
     assert lines[-2:] == ["printed", "begun"]
-    assert not [line for line in lines if "epoch" in line]
+    assert not [line for line in lines if "epoch 1" in line]
 
 
 def test_second_ctrl_c_leaves_no_bar_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, codes = open_terminal(monkeypatch), list[int]()
     monkeypatch.setattr("os._exit", codes.append)
     monkeypatch.setattr(logging, "raiseExceptions", True)
-    signals, bar = Signals(), Bar(Looks())
+    signals, live = Signals(), Live(CONFIG, 44, Position(), prints=True)
     signals.deferred = signals.saved = True
-    bar.draw(PIECES, 0.5, 1.0)
+    live.stepped(Position(step=1, update=1))
     for _ in range(2):
         signals._handle(signal.SIGINT, None)
     *_, last, prompt = screen(terminal.getvalue())
-    bar.close()  # which gives the standard error back
+    live.close()  # which gives the standard error back
     assert last == "warning: interrupted; earlier checkpoints are intact, and -resume continues from the newest"
     assert (prompt, codes) == ("", [130])
 
@@ -110,75 +110,54 @@ def test_many_notes_on_the_data_are_counted_instead(monkeypatch: pytest.MonkeyPa
     assert brief.left_out == 3
 
 
-@pytest.mark.parametrize(
-    ("width", "line"),
-    [
-        (79, f"epoch 1/9  {'#' * 15}{'.' * 15}  3/44  loss 2.3  run 0:00:09 left"),
-        (50, "epoch 1/9  ########.......  3/44  run 0:00:09 left"),
-        (34, "epoch 1/9  3/44  run 0:00:09 left"),
-        (28, "epoch 1/9  run 0:00:09 left"),
-        (10, "epoch 1/9"),
-    ],
-)
-def test_bar_leaves_out_what_does_not_fit(width: int, line: str) -> None:
-    assert line_of(PIECES, 0.5, width, PLAIN_LOOKS) == line
+def rows(
+    monkeypatch: pytest.MonkeyPatch, width: int, marks: tuple[str, ...] = ("best",), skipped: int = 0
+) -> list[str]:
+    """Header and row of an epoch on a terminal without colours."""
+    monkeypatch.setenv("NO_COLOR", "1")
+    terminal = open_terminal(monkeypatch)
+    monkeypatch.setenv("COLUMNS", f"{width}")
+    brief = brief_terminal()
+    assert brief is not None
+    table = EpochTable(CONFIG, brief)
+    table.lr, table.rate, table.skipped = 1e-3, 1234.5, skipped
+    table.begin_row("12", 74.0, 2.5)
+    table.validated("11.5", {PLAIN: MEANS, AVERAGE: MEANS}, 1.0, marks)
+    table.begin_row("13", 3.0, 2.25)
+    table.print_row()
+    return screen(terminal.getvalue())[1:]
 
 
-def table(**train: object) -> EpochTable:
-    given = {"MODEL": {"NUM_CLASSES": 100}, "TRAIN": {"NUM_EPOCHS": 90, **train}}
-    return EpochTable(Config.model_validate(given), PLAIN_LOOKS)
+@pytest.mark.parametrize("width", range(40, 140, 9))
+def test_rows_are_as_wide_as_the_header_and_fit(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    header, row, bare, _ = rows(monkeypatch, width, skipped=3)
+    assert max(len(header), len(row)) < width
+    assert row.split()[0] == "12/90"
+    assert "best" in row
+    assert len(bare) <= len(header)
 
 
-def test_rows_are_as_wide_as_the_header_and_fit() -> None:
-    ours = table(MODEL_EMA=True)
-    means = ValidationMeans(1.25, 71.5, 90.25, 70.5, 69.75)
-    row = Row("12/90", 75.0, 2.5, 1e-3, 1234.5, 3, {PLAIN: means, AVERAGE: means}, marks=("best",))
-    for width in range(40, 140):
-        columns = ours.columns(width)
-        text = ours.row(row, columns, width)
-        assert len(text) <= width
-        assert len(ours.header(columns)) <= width
-        assert text.split()[0] == "12/90"
-        assert "best" in text
-    assert ours.row(row, ours.columns(139), 139).split()[1:] == [
-        *(
-            "0:01:15",
-            "2.5000",
-            "1.2500",
-            "71.50",
-            "71.50",
-            "90.25",
-            "69.75",
-            "1.00e-03",
-            "1,234",
-            "best,",
-            "3",
-            "skipped",
-        )
-    ]
+def test_wide_terminals_show_all_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    header, row, bare, _ = rows(monkeypatch, 140, skipped=3)
+    names = "epoch train-loss val-loss top-1-% EMA-top-1-% top-5-% macro-F1-% time images/s lr"
+    assert re.sub(r"(?<=\S) (?=\S)", "-", header.strip()).split() == names.split()
+    cells = "12/90 2.5000 1.2500 71.50 71.50 90.25 69.75 0:01:15 1,234 1.00e-03 best, 3 skipped"
+    assert row.split() == cells.split()
+    assert bare.split() == ["13/90", "2.2500", "-", "-", "-", "-", "-", "0:00:03", "1,234", "1.00e-03"]
 
 
-def test_best_epoch_that_is_no_better_than_guessing_says_so() -> None:
-    ours, guess = table(), Guess("arrow", 25.0)
-    means = ValidationMeans(1.25, 25.0, 90.25, 70.5, 69.75)
+def test_best_epoch_that_is_no_better_than_guessing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    guess = Guess("arrow", 25.0)
     marks = {top1: marks_of_best(guess, top1) for top1 in (25.0, 24.9, 25.1, math.nan, None)}
     assert marks[25.0] == ("best (as good as always guessing arrow)", "best (= guessing)")
     assert marks[24.9] == ("best (worse than always guessing arrow)", "best (< guessing)")
     assert marks[25.1] == marks[math.nan] == marks[None] == marks_of_best(None, 1.0) == ("best",)
-    row = Row("12/90", 75.0, 2.5, 1e-3, 1234.5, 0, {PLAIN: means}, marks=marks[25.0])
-    for width in range(40, 160):
-        text = ours.row(row, ours.columns(width), width)
-        assert len(text) <= width
+    for width in (60, 80, 100, 159):
+        text = rows(monkeypatch, width, marks[25.0])[1]
+        assert len(text) < width
         assert "best" not in text or "guessing" in text, "no mark rather than one without the doubt"
-    assert ours.row(row, ours.columns(159), 159).endswith("  best (as good as always guessing arrow)")
-    assert ours.row(row, ours.columns(110), 110).endswith("  best (= guessing)")
-
-
-def test_row_without_validation_has_no_metrics() -> None:
-    ours = table()
-    assert ours.row(Row("1/90", 3.0, 2.5), ours.columns(100), 100).split() == [
-        *("1/90", "0:00:03", "2.5000", "-", "-", "-", "-", "-", "-")
-    ]
+    assert text.endswith("  best (as good as always guessing arrow)")
+    assert rows(monkeypatch, 126, marks[25.0])[1].endswith("  best (= guessing)")
 
 
 def test_looks_follow_the_environment() -> None:

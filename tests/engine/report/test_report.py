@@ -11,17 +11,16 @@ from typing import Any
 
 import pytest
 
-from engine.amp.skip_watch import Blame
+from engine.amp.overflow import Blame
 from engine.measure import throughput
 from engine.measure.meters import Reading
 from engine.measure.progress import Position, clock, seconds_of
-from engine.measure.stage_times import DATA, FORWARD, HostStages
-from engine.measure.throughput import Perf, Throughput
+from engine.measure.throughput import DATA, FORWARD, HostStages, Perf, Throughput
 from engine.report.reporter import Reporter
 from engine.task.one import Means
 from tests.engine.small import CPU
 from utils.config import Config
-from utils.record.weight_sets import AVERAGE, PLAIN
+from vitamp.metrics import AVERAGE, PLAIN
 
 PERF = Perf(images_per_second=1234.56789, data_wait_percent=1.5, peak_memory_gb=0.25, seconds=3725.4)
 READING = Reading(
@@ -167,7 +166,7 @@ def test_reporter_without_folder_writes_nothing(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     silent = reporter(None)
     silent.train(Position(1, 1, 1), READING, PERF)
-    silent.moved(Position(1, 1, 1))
+    silent.stepped(Position(1, 1, 1))
     silent.close()
     assert os.listdir(tmp_path) == []
 
@@ -208,8 +207,8 @@ def test_log_line_has_one_number_for_the_wait() -> None:
     made = Throughput(CPU, stages)
     made.count(64)
     stages.begin()
-    stages.lap(DATA)
-    stages.lap(FORWARD)
+    stages.mark(DATA)
+    stages.mark(FORWARD)
     perf = made.read(waited=0.0)
     assert perf.data_wait_percent == 50.0
     assert perf.as_dict()["data_wait_percent"] == 50.0

@@ -15,7 +15,7 @@ from timm.layers.mlp import Mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from engine.amp.fp32_modules import force_fp32
+from engine.amp.low_precision import force_fp32
 from engine.speed import fused_mlp
 from engine.speed.kernels import gelu
 from tests.engine.small import built_of

@@ -1,8 +1,7 @@
-"""MODEL.ATTENTION: who decides how attention is computed, and the race that decides it on a GPU."""
+"""Kernels of attention: who decides how attention is computed, and the race that decides it on a GPU."""
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +10,15 @@ import torch
 import torch.nn.functional as F
 from timm.models import create_model
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine.speed.attention_race as attention_race
 from engine.amp.precision import Precision
 from engine.inputs.normalize import Inputs
-from engine.speed import cpu_products
 from engine.speed.attention import AttentionKernel, attention_by_rule
 from engine.speed.attention_kinds import attention_layers
-from engine.speed.attention_race import Call, first_call, race, race_attention, winner
-from engine.speed.shape import BuiltModel, Choice
-from engine.speed.tuning import tune
+from engine.speed.attention_race import first_call, race, race_attention, winner
+from engine.speed.speedup import BuiltModel, Choice
+from engine.speed.tuning import speed_up
 from tests.engine.small import BF16, CPU, OFF, build, built_of, chosen, train
 from utils.config import AmpConfig, load_config
 from utils.distributed.world import ALONE
@@ -41,7 +38,12 @@ def kinds_of(model: nn.Module) -> set[str]:
 
 
 def raced_on_cpu(model: nn.Module, wanted: str, amp: AmpConfig = OFF) -> BuiltModel:
-    return built_of(model, Precision(amp, CPU), MODEL={"ATTENTION": wanted}, DATA=TWO_IMAGES)
+    return built_of(
+        model,
+        Precision(amp, CPU),
+        SPEED=[{"plain": "-fused", "auto": "auto"}.get(wanted, f"+{wanted}")],
+        DATA=TWO_IMAGES,
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -61,16 +63,12 @@ def vit() -> nn.Module:
         ({}, "fused"),
         ({"AMP__ENABLED": "true", "AMP__DTYPE": "bf16"}, "plain"),
         ({"AMP__ENABLED": "true", "AMP__DTYPE": "fp16", "AMP__LEVEL": "O2"}, "plain"),
-        ({"MODEL__ATTENTION": "plain"}, "plain"),
-        ({"MODEL__ATTENTION": "fused", "AMP__ENABLED": "true", "AMP__DTYPE": "bf16"}, "fused"),
-        ({"CPU_FP32": "onednn"}, "plain"),
+        ({"SPEED": "-fused"}, "plain"),
+        ({"SPEED": "+fused", "AMP__ENABLED": "true", "AMP__DTYPE": "bf16"}, "fused"),
         ({"AMP__CUSTOM_BLACK_LIST": "softmax"}, "plain"),
     ],
 )
-def test_cpu_uses_a_rule_unless_a_kind_is_given(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], kind: str
-) -> None:
-    monkeypatch.setattr(cpu_products, "_onednn_error", lambda: 0.0)  # some CPUs compute in bf16 by it, and refuse it
+def test_cpu_uses_a_rule_unless_a_kind_is_given(tiny: Path, settings: dict[str, str], kind: str) -> None:
     ready = build(tiny, **settings)
     assert ready.choices["attention"] == kind
     computing = ready.parts.forward  # a half-precision copy where there is one
@@ -88,8 +86,8 @@ def test_cpu_uses_a_rule_unless_a_kind_is_given(
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"MODEL__ATTENTION": "flash"}, "cpu supports only fused and plain"),
-        ({"MODEL__ATTENTION": "fused", "AMP__CUSTOM_BLACK_LIST": "softmax"}, "no effect on softmax"),
+        ({"SPEED": "+flash"}, "cpu supports only fused and plain"),
+        ({"SPEED": "+fused", "AMP__CUSTOM_BLACK_LIST": "softmax"}, "no effect on softmax"),
     ],
 )
 def test_what_cannot_be_is_refused(tiny: Path, settings: dict[str, str], words: str) -> None:
@@ -100,27 +98,27 @@ def test_what_cannot_be_is_refused(tiny: Path, settings: dict[str, str], words: 
 def test_model_without_timm_attention_has_no_choice() -> None:
     model = create_model("test_resnet", num_classes=3)
     with pytest.raises(UserError, match="has no attention layer whose kernel"):
-        attention_by_rule(built_of(model, MODEL={"ATTENTION": "plain"}))
+        attention_by_rule(built_of(model, SPEED=["+fused"]))
     found = attention_by_rule(built_of(model))
     assert found is not None
     assert found.value == "the model's own"
 
 
 def test_resumed_run_with_another_precision_decides_again(tiny: Path) -> None:
-    ready = build(tiny, MODEL__ATTENTION="plain")
+    ready = build(tiny, SPEED="-fused")
     config, inputs = load_config(str(tiny)).config, Inputs(load_config(str(tiny)).config.DATA)
     for precision, kind, words in ((OFF, "plain", "as before the resume"), (BF16, "plain", "half precision on a CPU")):
         amp = config.model_copy(update={"AMP": precision})
-        found = tune(amp, ready.model, inputs, Precision(precision, CPU), ALONE, ready.choices)
-        assert found.choices["attention"] == kind
-        assert f"attention {kind} ({words})" in found.words
+        choices, words_of_it = speed_up(amp, ready.model, inputs, Precision(precision, CPU), ALONE, ready.choices)
+        assert choices["attention"] == kind
+        assert f"attention {kind} ({words})" in words_of_it
 
 
 @pytest.mark.parametrize(("kept", "kind"), [(None, None), ("cudnn", "cudnn")])
 def test_gpu_times_kinds_unless_resumed(vit: nn.Module, kept: str | None, kind: str | None) -> None:
     found = attention_by_rule(built_of(vit, OnGpu(), {"attention": kept} if kept else {}))
     assert (found and found.value) == kind
-    flash = built_of(vit, OnGpu(), MODEL={"ATTENTION": "flash"})
+    flash = built_of(vit, OnGpu(), SPEED=["+flash"])
     assert attention_by_rule(flash) is None, "it is tried whether there is such a one"
     listed = attention_by_rule(built_of(vit, OnGpu(), AMP={"CUSTOM_BLACK_LIST": ["bmm"]}))
     assert listed is not None
@@ -163,55 +161,8 @@ def test_race_includes_only_kinds_that_work(vit: nn.Module, monkeypatch: pytest.
     assert "fused" in raced
     assert "cudnn" not in raced
     assert "plain" not in raced, "101 tokens: its matrices may not fit where a batch was found to"
-    with pytest.raises(UserError, match=r"MODEL\.ATTENTION cudnn does not support this GPU.*use fused, plain"):
+    with pytest.raises(UserError, match=r"SPEED \+cudnn does not support this GPU.*use fused, plain"):
         race_attention(raced_on_cpu(vit, "cudnn"))
-
-
-def test_race_hides_torchs_warnings_about_missing_kernels(
-    vit: nn.Module, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
-    def run(_: Call, kind: str) -> None:
-        warnings.warn(f"{kind} attention has been runtime disabled.", stacklevel=2)
-        raise RuntimeError("No available kernel.")
-
-    monkeypatch.setattr(Call, "run", lambda call, kind: None if kind == "fused" else run(call, kind))
-    found = race_attention(raced_on_cpu(vit, "fused"))
-    assert found.value == "fused"
-    assert not recwarn.list
-
-
-def test_race_starts_autograds_thread_without_a_matrix_product(vit: nn.Module) -> None:
-    """A GPU's cuBLAS warns of that."""
-
-    class Backward(TorchDispatchMode):
-        seen: list[str]
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if torch._C._current_graph_task_id() != -1 and not func.is_view:
-                self.seen.append(func.name())
-            return func(*args, **(kwargs or {}))
-
-    first, images = [], torch.randn(2, 3, 160, 160)
-    for race_or_run in (
-        lambda: race_attention(raced_on_cpu(vit, "plain")),
-        lambda: first_call(vit, images, Precision(OFF, CPU)).run("plain"),
-    ):
-        with Backward() as backward:
-            backward.seen = []
-            race_or_run()
-        first.append(backward.seen[0])
-    assert first[0] != "aten::mm"
-    assert first[1] == "aten::mm", "an attention layer alone does begin with one"
-
-
-def test_race_raises_out_of_memory_if_no_kind_fits(vit: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_: Call, kind: str) -> None:
-        raise torch.OutOfMemoryError(f"no room for {kind}")
-
-    monkeypatch.setattr(Call, "run", full)
-    for wanted in ("auto", "flash"):
-        with pytest.raises(torch.OutOfMemoryError):
-            race_attention(raced_on_cpu(vit, wanted))
 
 
 def test_race_alternates_kinds_and_uses_medians() -> None:
@@ -253,12 +204,3 @@ def test_apply_attention_sets_and_resets_torchs_backends(vit: nn.Module) -> None
     assert flags.flash_sdp_enabled()
     assert kinds_of(vit) == {"plain"}
     assert torch._C._get_sdp_priority_order() == own  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def test_race_computes_in_the_runs_precision(vit: nn.Module) -> None:
-    precision = Precision(BF16, CPU)
-    call = Call(vit.get_submodule("blocks.0.attn"), (torch.randn(1, 5, 64, requires_grad=True),), {}, precision)
-    seen: list[torch.dtype] = []
-    call.layer.register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
-    call.run("plain")
-    assert seen == [torch.bfloat16]

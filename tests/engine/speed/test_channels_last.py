@@ -1,4 +1,4 @@
-"""TRAIN.CHANNELS_LAST: channels of a pixel side by side, for models that convolve."""
+"""channels_last: channels of a pixel side by side, for models that convolve."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from timm.models import create_model
 from torch import Tensor, nn
 
-from engine.speed.channels_last import ChannelsLast
+from engine.speed.convolutions import ChannelsLast
 from tests.engine.small import build, built_of, chosen, train
 from tests.program import metrics
 from utils.errors import UserError
@@ -57,14 +57,14 @@ def test_auto_is_for_convolutions_on_a_gpu_in_half_precision(name: str, level: s
     ("name", "strategy", "words"), [("test_vit", "ddp", "no convolutions"), ("test_resnet", "fsdp", "fsdp does not")]
 )
 def test_channels_last_is_rejected_without_convolutions_or_with_fsdp(name: str, strategy: str, words: str) -> None:
-    with pytest.raises(UserError, match=f"TRAIN.CHANNELS_LAST true: .*{words}"):
-        chosen(ChannelsLast, built_of(create_model(name), TRAIN={"CHANNELS_LAST": True}, DIST={"STRATEGY": strategy}))
+    with pytest.raises(UserError, match=rf"SPEED \+channels_last: .*{words}"):
+        chosen(ChannelsLast, built_of(create_model(name), SPEED=["+channels_last"], DIST={"STRATEGY": strategy}))
 
 
 def test_training_in_channels_last_is_the_same_to_rounding(convolving: Path) -> None:
     weights = []
-    for last in ("true", "false"):
-        ready = build(convolving, TRAIN__CHANNELS_LAST=last, TRAIN__MODEL_EMA="true")
+    for last in ("+channels_last", "-channels_last"):
+        ready = build(convolving, SPEED=last, TRAIN__MODEL_EMA="true")
         seen: set[bool] = set()
 
         def note(convolution: nn.Module, images: tuple[Tensor], seen: set[bool] = seen) -> None:
@@ -73,8 +73,8 @@ def test_training_in_channels_last_is_the_same_to_rounding(convolving: Path) -> 
 
         ready.model.get_submodule("conv1.3").register_forward_pre_hook(note)
         train(ready, 2)
-        assert seen == {last == "true"}
-        assert ready.choices["channels_last"] == (last == "true")
+        assert seen == {last == "+channels_last"}
+        assert ready.choices["channels_last"] == (last == "+channels_last")
         weights.append(ready.model.state_dict())
     assert all(
         torch.allclose(a.float(), b.float(), atol=1e-4) for a, b in zip(*(w.values() for w in weights), strict=True)
@@ -95,7 +95,7 @@ def test_images_are_converted_to_the_models_memory_format(by_pixel: bool) -> Non
 
 @pytest.mark.slow  # three runs
 def test_channels_last_run_resumes_bit_for_bit(vitamp, convolving: Path, tmp_path: Path) -> None:
-    flags = ("-cfg", convolving, "REPORT_FREQ=1", "SAVE_EVERY_UPDATES=2", "TRAIN.CHANNELS_LAST=true")
+    flags = ("-cfg", convolving, "REPORT_FREQ=1", "SAVE_EVERY_UPDATES=2", "SPEED=+channels_last")
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     for folder, more in ((whole, ("TRAIN.MAX_UPDATES=4",)), (parted, ("TRAIN.MAX_UPDATES=2",))):
         done = vitamp(*flags, "-output", folder, *more)

@@ -1,4 +1,4 @@
-"""MODEL.FUSED_MLP: where bias and GELU of MLPs become one operator, and where they stay two."""
+"""fused_mlp: where bias and GELU of MLPs become one operator, and where they stay two."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.speed import fused_mlp
 from engine.speed.fused_mlp import FusedMlp, FusedMlps
-from tests.engine.small import build, built_of, chosen
+from tests.engine.small import built_of, chosen
 from tests.program import ROOT
 from utils.errors import UserError
 
@@ -47,10 +46,8 @@ def on(device: str = "cuda", level: str = "O1", fp8: bool = False) -> Any:
     return SimpleNamespace(device=torch.device(device), level=level, fp8=fp8, choice=SimpleNamespace(dtype=torch.half))
 
 
-def fused(
-    wanted: object, model: nn.Module, precision: Any, listed: tuple[str, ...] = (), sharded: bool = False
-) -> bool:
-    settings = {"MODEL": {"FUSED_MLP": wanted}, "AMP": {"CUSTOM_BLACK_LIST": listed}}
+def fused(wanted: str, model: nn.Module, precision: Any, listed: tuple[str, ...] = (), sharded: bool = False) -> bool:
+    settings = {"SPEED": [wanted], "AMP": {"CUSTOM_BLACK_LIST": listed}}
     strategy = {"STRATEGY": "fsdp" if sharded else "ddp"}
     return chosen(FusedMlps, built_of(model, precision, DIST=strategy, **settings)).value
 
@@ -69,8 +66,8 @@ def vit() -> nn.Module:
 @pytest.mark.usefixtures("works")
 @pytest.mark.parametrize("level", ["O1", "O2", "NAIVE", "O3"])
 def test_auto_fuses_mlps_on_a_gpu_in_half_precision(vit: nn.Module, level: str) -> None:
-    for wanted in ("auto", True, False):
-        assert fused(wanted, vit, on(level=level)) is bool(wanted)
+    for wanted in ("auto", "+fused_mlp", "-fused_mlp"):
+        assert fused(wanted, vit, on(level=level)) is (wanted != "-fused_mlp")
 
 
 @pytest.mark.usefixtures("works")
@@ -89,13 +86,8 @@ def test_fused_mlp_true_is_rejected_with_the_reason(
     vit: nn.Module, given: dict[str, Any], listed: tuple[str, ...], sharded: bool, words: str
 ) -> None:
     assert fused("auto", vit, on(**given), listed, sharded) is False
-    with pytest.raises(UserError, match=r"MODEL\.FUSED_MLP true: .*" + words + ".*; leave it auto"):
-        fused(True, vit, on(**given), listed, sharded)
-
-
-@pytest.mark.usefixtures("works")
-def test_unrelated_amp_lists_do_not_prevent_fusing(vit: nn.Module) -> None:
-    assert fused("auto", vit, on(), ("softmax", "layer_norm", "conv2d")) is True
+    with pytest.raises(UserError, match=r"SPEED \+fused_mlp: .*" + words + ".*; leave it out"):
+        fused("+fused_mlp", vit, on(**given), listed, sharded)
 
 
 @pytest.mark.usefixtures("works")
@@ -103,16 +95,8 @@ def test_fused_mlp_in_fp32_is_logged_as_without_effect(vit: nn.Module, caplog: p
     caplog.set_level("INFO", "vitamp")
     assert fused("auto", vit, on(level="O0")) is False
     assert not caplog.text
-    assert fused(True, vit, on(level="O0")) is False
-    assert "MODEL.FUSED_MLP true has no effect: AMP is off" in caplog.text
-
-
-@pytest.mark.usefixtures("works")
-def test_fused_mlp_true_is_rejected_for_models_without_mlps() -> None:
-    model = create_model("test_resnet", num_classes=3)
-    assert fused("auto", model, on()) is False
-    with pytest.raises(UserError, match=r"MODEL\.FUSED_MLP true: ResNet has no MLP"):
-        fused(True, model, on())
+    assert fused("+fused_mlp", vit, on(level="O0")) is False
+    assert "SPEED +fused_mlp has no effect: AMP is off" in caplog.text
 
 
 def test_failing_kernels_prevent_fusing(
@@ -128,14 +112,14 @@ def test_failing_kernels_prevent_fusing(
     gelu = pytest.importorskip("engine.speed.kernels.gelu")
     monkeypatch.setattr(gelu, "self_test", no_compiler)
     assert fused("auto", vit, on()) is False
-    assert "auto has no effect: its kernels fail here (RuntimeError: Failed to find C compiler.)" in caplog.text
+    assert "leaves out fused_mlp: its kernels fail here (RuntimeError: Failed to find C compiler.)" in caplog.text
     with pytest.raises(UserError, match=r"its kernels fail here \(RuntimeError: Failed to find C compiler\.\); leave"):
-        fused(True, vit, on())
+        fused("+fused_mlp", vit, on())
     monkeypatch.setattr(gelu, "self_test", lambda _device, _dtype: None)
     assert fused("auto", vit, on()) is True
     capability = (7, 5)
     with pytest.raises(UserError, match=r"older than compute capability 8\.0"):
-        fused(True, vit, on())
+        fused("+fused_mlp", vit, on())
 
 
 class OwnMlp(Mlp):
@@ -198,11 +182,3 @@ def test_fused_operator_is_called_on_a_gpu_in_half_precision(device: str, dtype:
     assert (y.shape, y.dtype, y.device.type) == (x.shape, dtype, device)
     assert seen.names.count("gelu_with_bias") == int(fused)
     assert seen.names.count("gelu") == int(not fused)
-
-
-def test_fused_mlp_is_in_the_banner_and_in_run_json(tiny: Path) -> None:
-    ready = build(tiny, MODEL__FUSED_MLP="auto", AMP__ENABLED="true", AMP__DTYPE="bf16")
-    assert ready.choices["fused_mlp"] is False
-    assert "one kernel" not in ready.tuning.words
-    with pytest.raises(UserError, match=r"MODEL\.FUSED_MLP true: its kernels need an NVIDIA GPU"):
-        build(tiny, MODEL__FUSED_MLP="true", AMP__ENABLED="true", AMP__DTYPE="bf16")

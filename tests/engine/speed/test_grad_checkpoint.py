@@ -11,14 +11,11 @@ from timm.models import create_model
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from engine.amp.fp32_modules import force_fp32
 from engine.amp.op_lists import OpLists
-from engine.amp.skip_watch import OverflowWatch
+from engine.amp.overflow import OverflowWatch
 from engine.setup import ReadyToTrain
 from engine.speed.grad_checkpoint import RecomputedBlocks
-from models.blocks import blocks_of
 from tests.engine.small import build, built_of, chosen, train, windows
-from tests.engine.test_no_host_copies import read_backs
 from utils.errors import UserError
 
 RANDOM = {"MODEL__DEPTH": 3, "MODEL__DROPOUT": 0.2, "MODEL__ATTENTION_DROPOUT": 0.1, "MODEL__DROPPATH": 0.3}
@@ -62,7 +59,7 @@ def test_checkpointing_gives_the_same_weights_bit_for_bit(tiny: Path, how: dict[
     for wanted in ("blocks", 2):
         ready = build(tiny, **how, **RANDOM, TRAIN__GRAD_CHECKPOINT=wanted)
         assert all(map(torch.equal, trained(ready), plain))
-        assert f"{3 if wanted == 'blocks' else 2} of 3 blocks recomputed" in ready.tuning.words
+        assert f"{3 if wanted == 'blocks' else 2} of 3 blocks recomputed" in ready.computing
 
 
 def test_amp_lists_act_in_recomputed_blocks(tiny: Path) -> None:
@@ -107,19 +104,9 @@ def test_recomputing_updates_running_statistics_once(name: str) -> None:
     assert kept_then < 0.8 * kept
 
 
-def test_blocks_keep_their_class_and_names(tiny: Path) -> None:
-    ready = build(tiny, MODEL__DEPTH=3, TRAIN__GRAD_CHECKPOINT=2)
-    assert [name for name, _ in blocks_of(ready.model)] == ["blocks.0", "blocks.1", "blocks.2"]
-    assert force_fp32(ready.model, ["Block"], "cpu") == ["blocks.0", "blocks.1", "blocks.2"]
-
-
 def test_checkpointing_is_rejected_for_models_without_blocks() -> None:
     with pytest.raises(UserError, match=r"TRAIN\.GRAD_CHECKPOINT blocks: Linear has no sequence of equal blocks"):
         chosen(RecomputedBlocks, built_of(nn.Linear(2, 2), TRAIN={"GRAD_CHECKPOINT": "blocks"}))
-
-
-def test_checkpointing_copies_nothing_to_the_host(tiny: Path) -> None:
-    assert read_backs(build(tiny, TRAIN__GRAD_CHECKPOINT="blocks", **RANDOM)) == set()
 
 
 def test_overflow_in_a_recomputed_block_is_named(tiny: Path) -> None:
@@ -130,7 +117,7 @@ def test_overflow_in_a_recomputed_block_is_named(tiny: Path) -> None:
         with torch.no_grad():
             ready.model.get_parameter("blocks.0.mlp.fc1.bias").fill_(7e4)
         train(ready, 1, windows(ready))
-        watch = ready.parts.ability(OverflowWatch)
+        watch = ready.parts.callback(OverflowWatch)
         assert watch is not None
         named.append([(blame.module, blame.direction, blame.operation) for blame in watch.take()])
     assert named[0]

@@ -1,20 +1,18 @@
-"""MODEL.LINEAR_PATCHES: a convolution whose windows lie side by side, as a matrix product."""
+"""linear_patches: a convolution whose windows lie side by side, as a matrix product."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from timm.models import create_model
 from torch import Tensor, nn
 
-from engine.amp.fp32_modules import force_fp32
+from engine.amp.low_precision import force_fp32
 from engine.amp.precision import Precision
-from engine.speed.linear_patches import LinearPatches, PatchesByProduct
-from engine.speed.replace_forward import mix_in
+from engine.speed.convolutions import LinearPatches, PatchesAsProduct
+from engine.speed.speedup import mix_in
 from tests.engine.small import BF16, CPU, OFF, build, built_of, chosen, train
 from utils.errors import UserError
 
@@ -30,7 +28,7 @@ def test_product_equals_the_convolution_to_rounding(channels: int, patch: int, b
     convolution = nn.Conv2d(channels, 24, patch, patch, bias=bias)
     images = torch.randn(2, channels, 16, 8)
     expected = gradients(convolution, images)
-    mix_in(convolution, LinearPatches)
+    mix_in(convolution, PatchesAsProduct)
     for found, wanted in zip(gradients(convolution, images), expected, strict=True):
         assert found.shape == wanted.shape
         assert torch.allclose(found, wanted, atol=2e-5)
@@ -44,19 +42,11 @@ def test_linear_patches_change_neither_weights_nor_outputs(name: str) -> None:
     images, before = torch.randn(1, 3, 112, 112), {key: value.shape for key, value in model.state_dict().items()}
     with torch.no_grad():
         expected = model(images)
-        PatchesByProduct().apply(built_of(model), True)
-        assert isinstance(model.get_submodule("patch_embed.proj"), LinearPatches)
+        LinearPatches().apply(built_of(model), True)
+        assert isinstance(model.get_submodule("patch_embed.proj"), PatchesAsProduct)
         found = model(images)
     assert {key: value.shape for key, value in model.state_dict().items()} == before
     assert torch.allclose(found, expected, atol=1e-5)
-
-
-def test_tokens_are_not_copied() -> None:
-    model = create_model("test_vit", num_classes=3)
-    PatchesByProduct().apply(built_of(model), True)
-    tokens = model.patch_embed(torch.randn(2, 3, 160, 160))  # type: ignore[operator]
-    assert tokens.is_contiguous()
-    assert "LinearPatches" not in repr(model)
 
 
 @pytest.mark.parametrize(
@@ -65,32 +55,23 @@ def test_tokens_are_not_copied() -> None:
 )
 def test_auto_uses_linear_patches_where_they_are_faster(amp, patch: int, listed: tuple[str, ...], linear: bool) -> None:
     model = create_model("vit_tiny_patch16_224", img_size=32, patch_size=patch, embed_dim=16, num_heads=2, depth=1)
-    for wanted, found in (("auto", linear), (True, True), (False, False)):
-        settings = {"MODEL": {"LINEAR_PATCHES": wanted}, "AMP": {"CUSTOM_BLACK_LIST": listed}}
-        assert chosen(PatchesByProduct, built_of(model, Precision(amp, CPU), **settings)).value is found
-
-
-@pytest.mark.parametrize(
-    ("level", "kind", "linear"), [("O1", "cuda", True), ("O0", "cuda", False), ("O1", "mps", False)]
-)
-def test_auto_on_other_devices(level: str, kind: str, linear: bool) -> None:
-    model = create_model("vit_tiny_patch16_224", img_size=32, patch_size=4, embed_dim=16, num_heads=2, depth=1)
-    precision: Any = SimpleNamespace(level=level, device=torch.device(kind))
-    assert chosen(PatchesByProduct, built_of(model, precision)).value is linear
+    for wanted, found in (("auto", linear), ("+linear_patches", True), ("-linear_patches", False)):
+        settings = {"SPEED": [wanted], "AMP": {"CUSTOM_BLACK_LIST": listed}}
+        assert chosen(LinearPatches, built_of(model, Precision(amp, CPU), **settings)).value is found
 
 
 def test_linear_patches_are_rejected_for_models_without_patches() -> None:
     model = create_model("test_resnet", num_classes=3)
-    assert chosen(PatchesByProduct, built_of(model)).value is False
-    with pytest.raises(UserError, match=r"MODEL\.LINEAR_PATCHES true: ResNet"):
-        chosen(PatchesByProduct, built_of(model, MODEL={"LINEAR_PATCHES": True}))
+    assert chosen(LinearPatches, built_of(model)).value is False
+    with pytest.raises(UserError, match=r"SPEED \+linear_patches: ResNet"):
+        chosen(LinearPatches, built_of(model, SPEED=["+linear_patches"]))
 
 
 def test_training_with_linear_patches_follows_the_convolution(tiny: Path) -> None:
     weights = []
-    for linear in ("true", "false"):
-        ready = build(tiny, MODEL__LINEAR_PATCHES=linear)
-        assert isinstance(ready.model.get_submodule("patch_embed.proj"), LinearPatches) == (linear == "true")
+    for linear in ("+linear_patches", "plain"):
+        ready = build(tiny, SPEED=linear)
+        assert isinstance(ready.model.get_submodule("patch_embed.proj"), PatchesAsProduct) == (linear != "plain")
         train(ready, 3)
         weights.append(ready.model.state_dict())
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*(w.values() for w in weights), strict=True))
@@ -99,7 +80,7 @@ def test_training_with_linear_patches_follows_the_convolution(tiny: Path) -> Non
 def test_linear_patches_can_be_forced_to_fp32_by_name_and_class() -> None:
     for pattern in ("patch_embed.proj", "Conv2d"):
         model = create_model("test_vit", num_classes=3)
-        PatchesByProduct().apply(built_of(model), True)
+        LinearPatches().apply(built_of(model), True)
         assert force_fp32(model, [pattern], "cpu") == ["patch_embed.proj"]
         with torch.autocast("cpu", torch.bfloat16):
             out = model.patch_embed.proj(torch.randn(1, 3, 160, 160))  # type: ignore[operator, union-attr]

@@ -1,4 +1,4 @@
-"""MODEL.ATTENTION packed: its kernels by Triton's interpreter, and which layers and calls they are taken for."""
+"""SPEED +packed: its kernels by Triton's interpreter, and which layers and calls they are taken for."""
 
 from __future__ import annotations
 
@@ -79,21 +79,6 @@ def test_packed_attention_passes_torchs_opcheck(interpreted: dict[str, dict[str,
     assert interpreted["layer"] == {"compiled": True, "checkpointed": True}
 
 
-@pytest.mark.parametrize(
-    ("tokens", "blocks"),
-    [
-        (1, (16, 0, 0)),
-        (17, (32, 0, 0)),
-        (50, (64, 0, 0)),
-        (197, (128, 64, 16)),
-        (145, (128, 32, 0)),
-        (256, (256, 0, 0)),
-    ],
-)
-def test_key_blocks_are_powers_of_two(tokens: int, blocks: tuple[int, int, int]) -> None:
-    assert key_blocks(tokens) == blocks
-
-
 def test_key_blocks_hold_any_number_of_tokens() -> None:
     for tokens in range(1, 257):
         held = sum(key_blocks(tokens))
@@ -160,13 +145,6 @@ def test_packed_layer_falls_back_to_torch(
     assert taken == []
 
 
-def test_dropout_does_not_prevent_packing_in_eval_mode(layer: Any, taken: list[tuple[int, ...]]) -> None:
-    layer.attn_drop.p = 0.5
-    packed.use_packed(layer)
-    under_autocast(layer.eval(), torch.randn(2, 17, 64))
-    assert len(taken) == 1
-
-
 @pytest.mark.parametrize(
     "options",
     [{"qk_norm": True, "norm_layer": nn.LayerNorm}, {"scale_norm": True, "norm_layer": nn.LayerNorm}, {"gated": True}],
@@ -202,23 +180,23 @@ def test_packed_is_rejected_without_kernels(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(packed, "_check_kernels", none_here)
     vit = create_model("test_vit", num_classes=3)
-    built = built_of(vit, Precision(BF16, CPU), MODEL={"ATTENTION": PACKED}, DATA=TWO_IMAGES)
-    with pytest.raises(UserError, match=r"MODEL\.ATTENTION packed does not support this GPU.*use fused, plain"):
+    built = built_of(vit, Precision(BF16, CPU), SPEED=[f"+{PACKED}"], DATA=TWO_IMAGES)
+    with pytest.raises(UserError, match=r"SPEED \+packed does not support this GPU.*use fused, plain"):
         race_attention(built)
     assert not any(isinstance(module, PackedAttention) for module in vit.modules())
-    with pytest.raises(UserError, match=r"packed: cpu supports only fused and plain; use one of these"):
+    with pytest.raises(UserError, match=r"packed: cpu supports only fused and plain; leave it out"):
         attention_by_rule(built)
 
 
 def test_amp_lists_with_torchs_operator_exclude_packed() -> None:
-    vit, packed_attention, listed = create_model("test_vit", num_classes=3), {"ATTENTION": PACKED}, [TORCHS_OPERATOR]
+    vit, packed_attention, listed = create_model("test_vit", num_classes=3), [f"+{PACKED}"], [TORCHS_OPERATOR]
     amp, kept = {"CUSTOM_BLACK_LIST": listed}, {"attention": PACKED}
     with pytest.raises(UserError, match=r"packed: AMP's lists, which affect .* name scaled_dot"):
-        attention_by_rule(built_of(vit, OnGpu(), MODEL=packed_attention, AMP=amp))
+        attention_by_rule(built_of(vit, OnGpu(), SPEED=packed_attention, AMP=amp))
     assert attention_by_rule(built_of(vit, OnGpu(), kept, AMP=amp)) is None, "another kind has to be found"
     assert attention_by_rule(built_of(vit, OnGpu(), kept)) is None, "it has to be tried on this GPU"
     with pytest.raises(UserError, match="no effect on softmax"):
-        attention_by_rule(built_of(vit, OnGpu(), MODEL=packed_attention, AMP={"CUSTOM_BLACK_LIST": ["softmax"]}))
+        attention_by_rule(built_of(vit, OnGpu(), SPEED=packed_attention, AMP={"CUSTOM_BLACK_LIST": ["softmax"]}))
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -236,13 +214,6 @@ def test_resumed_run_keeps_packed_where_its_kernels_work(monkeypatch: pytest.Mon
     vit = create_model("test_vit", num_classes=3)
     found = race_attention(built_of(vit, Precision(BF16, CPU), {"attention": PACKED}, DATA=TWO_IMAGES))
     assert (found.value, found.why == "as before the resume") == ((PACKED, True) if there else ("fused", False))
-
-
-@pytest.mark.slow
-def test_packed_is_not_timed_without_triton() -> None:
-    code = "import sys; sys.modules['triton'] = None; import engine.speed.packed_attention"
-    code += "; import engine.speed.attention_kinds as a; assert not a.packed_is_possible(frozenset())"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_race_times_packed_kernels_without_fallback(

@@ -1,4 +1,4 @@
-"""Shapes of a model: which of them are asked, and what is recorded of the others."""
+"""Speed-ups of a model: which of them are asked, and what is recorded of the others."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.speed.tuning import shapes
+from engine.speed.tuning import speedups
 from tests.engine.small import build
 from utils.config import Config
 
-ALWAYS, ON_GPUS = ["attention", "cpu_fp32"], ["linear_patches", "fused_mlp", "channels_last"]
+ALWAYS, ON_GPUS = ["attention"], ["linear_patches", "fused_mlp", "channels_last"]
 
 
 @pytest.mark.parametrize(
@@ -28,18 +28,17 @@ ALWAYS, ON_GPUS = ["attention", "cpu_fp32"], ["linear_patches", "fused_mlp", "ch
 )
 def test_only_what_can_be_chosen_is_asked(device: str, level: str, keys: list[str]) -> None:
     precision: Any = SimpleNamespace(device=torch.device(device), level=level)
-    assert [shape.key for shape in shapes(Config(), precision)] == keys
+    assert [one.key for one in speedups(Config(), precision)] == keys
 
 
 def test_settings_choose_on_any_device() -> None:
     precision: Any = SimpleNamespace(device=torch.device("mps"), level="O0")
-    model = {"LINEAR_PATCHES": True, "FUSED_MLP": True}
-    settings = {"MODEL": model, "TRAIN": {"CHANNELS_LAST": True, "GRAD_CHECKPOINT": "blocks"}}
-    possible = shapes(Config.model_validate(settings), precision)
-    assert [shape.key for shape in possible] == [*ALWAYS, *ON_GPUS, ""]
+    settings = {"SPEED": "+linear_patches,+fused_mlp,+channels_last", "TRAIN": {"GRAD_CHECKPOINT": "blocks"}}
+    possible = speedups(Config.model_validate(settings), precision)
+    assert [one.key for one in possible] == [*ALWAYS, *ON_GPUS, ""]
 
 
-def test_shapes_that_are_not_asked_are_recorded_as_false(tiny: Path) -> None:
-    choices = build(tiny, MODEL__LINEAR_PATCHES="false").choices
+def test_speedups_that_are_not_asked_are_recorded_as_false(tiny: Path) -> None:
+    choices = build(tiny, SPEED="-linear_patches").choices
     assert [choices[key] for key in ON_GPUS] == [False] * 3
     assert choices["computed_in"] == "cpu fp32"

@@ -12,11 +12,10 @@ from sklearn.metrics import balanced_accuracy_score, f1_score
 from torch import Tensor
 
 from datasets import PADDING, Batch, validation_batches
-from engine.saved.predictions import validation_predictions
-from engine.saved.trained import load_trained
-from engine.task.class_counts import ClassCounts
 from engine.task.one import OneLabel, ValidationMeans, _Accuracy
+from engine.trained.model import load_trained
 from tests.engine.small import CPU
+from tests.predicted import validation_predictions
 from tests.program import Result, metrics
 from utils.distributed.world import ALONE
 
@@ -69,13 +68,6 @@ def test_metrics_equal_scikit_learn(batch_size: int, ranks: int) -> None:
     found = tallied(logits, labels, batch_size, ranks)
     assert (found.balanced_acc, found.macro_f1) == pytest.approx(by_sklearn(guesses, labels), abs=1e-9)
     assert found.balanced_acc < found.acc1, "the rare classes are harder"
-
-
-def test_always_guessing_one_class() -> None:
-    """70 % accuracy, and no more than one class of two is found."""
-    counts = ClassCounts(right=[70, 0], labelled=[70, 30], predicted=[100, 0])
-    assert counts.balanced_accuracy() == 0.5
-    assert counts.macro_f1() == pytest.approx((140 / 170) / 2)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from timm.data.mixup import Mixup
 from timm.loss.binary_cross_entropy import BinaryCrossEntropy as TimmsBce
 from torch import Tensor, nn
 
-from engine.distill.targets import DistillationLoss
+from engine.distill import DistillationLoss
 from engine.inputs.mixup import Mixing
 from engine.task.losses import BinaryCrossEntropy
 from engine.task.one import OneLabel
@@ -46,23 +46,22 @@ def exact(train: TrainConfig, weights: Tensor | None, logits: Tensor, targets: T
         soft = (soft > train.BCE_TARGET_THRESH).double()
     positive = torch.ones(5).double() if weights is None else weights.double()
     rows = -(positive * soft * F.logsigmoid(leaf) + (1 - soft) * F.logsigmoid(-leaf))
-    value = rows.sum(1).mean() if train.BCE_SUM else rows.mean()
+    value = rows.mean()
     value.backward()
     assert leaf.grad is not None
     return value.item(), leaf.grad
 
 
 @pytest.mark.parametrize("weights", [None, POSITIVE])
-@pytest.mark.parametrize("sums", [False, True])
 @pytest.mark.parametrize(("smoothing", "threshold"), [(0.0, None), (0.1, None), (0.1, 0.2), (0.0, 0.0)])
 @pytest.mark.parametrize("mixed", [False, True])
 def test_loss_and_gradient_equal_timm_and_fp64(
-    mixed: bool, smoothing: float, threshold: float | None, sums: bool, weights: Tensor | None
+    mixed: bool, smoothing: float, threshold: float | None, weights: Tensor | None
 ) -> None:
     logits, labels = batch()
-    train = TrainConfig(LOSS="bce", SMOOTHING=smoothing, BCE_TARGET_THRESH=threshold, BCE_SUM=sums, MIXUP_ALPHA=0.8)
+    train = TrainConfig(LOSS="bce", SMOOTHING=smoothing, BCE_TARGET_THRESH=threshold, MIXUP_ALPHA=0.8)
     ours = OneLabel(5).loss(train, weights)
-    theirs = TimmsBce(smoothing, threshold, sum_classes=sums, pos_weight=weights)
+    theirs = TimmsBce(smoothing, threshold, pos_weight=weights)
     one_hot = F.one_hot(labels, 5).float()
     targets = their_targets = labels
     if mixed:
@@ -78,7 +77,7 @@ def test_loss_and_gradient_equal_timm_and_fp64(
         exact(train, weights, logits, one_hot),
     ):
         assert value == pytest.approx(other, rel=1e-6)
-        assert torch.allclose(gradient, others_gradient, atol=1e-6 if sums else 1e-7, rtol=1e-5)
+        assert torch.allclose(gradient, others_gradient, atol=1e-7, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["hard", "soft"])
@@ -108,7 +107,7 @@ def gradients(tiny: Path, batch_size: int, accum: int, **words: Any) -> dict[str
     return {name: p.grad.clone() for name, p in ready.parts.model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("words", [{}, {"TRAIN__CLASS_WEIGHTS": "balanced", "TRAIN__BCE_SUM": "true"}])
+@pytest.mark.parametrize("words", [{}, {"TRAIN__CLASS_WEIGHTS": "balanced"}])
 def test_accumulated_gradient_is_that_of_one_large_batch(tiny: Path, words: dict[str, Any]) -> None:
     whole, parts = gradients(tiny, 32, 1, **words), gradients(tiny, 8, 4, **words)
     for name, gradient in whole.items():
@@ -149,8 +148,3 @@ def test_threshold_that_takes_all_classes_from_mixed_images_is_noted(
     assert isinstance(loss, BinaryCrossEntropy)
     targets = loss._targets(torch.zeros(1, 4), torch.tensor([[0.5, 0.5, 0.0, 0.0]]))
     assert bool(targets.any()) == (float(threshold) < needed)
-
-
-def test_settings_of_bce_without_effect_are_noted() -> None:
-    notes = load_config(None, words={"TRAIN.BCE_SUM": "true"}).notes
-    assert any("TRAIN.BCE_SUM has no effect: TRAIN.LOSS is ce, not bce" in note for note in notes)

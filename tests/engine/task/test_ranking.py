@@ -15,14 +15,22 @@ from torch import Tensor
 
 from datasets import PADDING, Batch, validation_batches
 from engine.measure.meters import TrainMeters
-from engine.saved.predictions import validation_predictions
-from engine.saved.trained import load_trained
-from engine.task import gathered
+from engine.task import several
 from engine.task.one import OneLabel
-from engine.task.ranking import HALF, describe_untuned, rank, scores_of
-from engine.task.several import F1Means, LabelMetrics, SeveralLabels, _ScoreTable
+from engine.task.several import (
+    HALF,
+    F1Means,
+    LabelMetrics,
+    SeveralLabels,
+    _ScoreTable,
+    describe_untuned,
+    rank,
+    scores_of,
+)
+from engine.trained.model import load_trained
 from tests.engine.small import CPU
 from tests.label_sets import write_recipe, write_set
+from tests.predicted import validation_predictions
 from tests.program import Result, metrics
 from utils.distributed.world import ALONE
 from utils.errors import AllRanksError
@@ -57,7 +65,7 @@ def by_sklearn(logits: Tensor, labels: Tensor) -> dict[str, float]:
 
 def tallied(logits: Tensor, labels: Tensor, batch_size: int, ranks: int) -> LabelMetrics:
     """Metrics of a validation on so many ranks, with padded batches, as the ranks' sums give them."""
-    tallies = [_ScoreTable(SAMPLES, SeveralLabels(CLASSES, 1), CPU) for _ in range(ranks)]
+    tallies = [_ScoreTable(SAMPLES, SeveralLabels(CLASSES), CPU) for _ in range(ranks)]
     for rank_number, tally in enumerate(tallies):
         for plan in validation_batches(SAMPLES, batch_size, rank_number, ranks):
             indices = torch.from_numpy(plan)
@@ -107,7 +115,7 @@ def test_a_run_equals_scikit_learn(vitamp: Callable[..., Result], tmp_path: Path
 def test_several_ranks_give_the_same_bits_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     one = tallied(*made(), 10, 1)
     assert one == tallied(*made(), 10, 2) == tallied(*made(), 7, 3)
-    monkeypatch.setattr(gathered, "BYTES_AT_ONCE", 1000)  # 103 rows in many parts
+    monkeypatch.setattr(several, "BYTES_AT_ONCE", 1000)  # 103 rows in many parts
     assert one == tallied(*made(), 7, 3)
     assert set(one.fields()) >= {"loss", "acc1", "acc5", "map", "f1_micro_tuned", "exact_match"}
     assert one.fields()["acc1"] is None
@@ -117,7 +125,7 @@ def test_several_ranks_give_the_same_bits_as_one(monkeypatch: pytest.MonkeyPatch
 def test_a_sample_counted_twice_or_never_is_an_error() -> None:
     logits, labels = made()
     for indices in (torch.arange(SAMPLES - 1), torch.tensor([*range(SAMPLES), 0])):
-        tally = SeveralLabels(CLASSES, 1).tally(SAMPLES, CPU)
+        tally = SeveralLabels(CLASSES).tally(SAMPLES, CPU)
         tally.add(logits[indices], Batch(torch.empty(0), labels[indices], indices))
         with pytest.raises(AllRanksError, match="validation counted 102 samples, not 103"):
             tally.metrics(ALONE)
@@ -132,7 +140,7 @@ def best_f1(scores: np.ndarray, truth: np.ndarray) -> float:
 def test_thresholds_have_the_highest_f1(coarse: bool) -> None:
     logits, labels = made(coarse)
     scores, truth = logits.double().sigmoid().numpy(), labels.numpy() > 0
-    found = scores_of(scores, truth, LEAST)
+    found = scores_of(scores, truth)
     expected = []
     for label in range(CLASSES):
         if label == NO_POSITIVE:
@@ -153,14 +161,14 @@ def test_rare_classes_keep_a_threshold_of_a_half() -> None:
     truth = np.zeros((400, 2), dtype=bool)
     truth[:LEAST, 0] = truth[: LEAST - 1, 1] = True
     scores = 0.3 * generator.random((400, 2)) + 0.1 * truth
-    found = scores_of(scores, truth, LEAST)
+    found = scores_of(scores, truth)
     assert found.thresholds[0] < 0.4
     assert found.thresholds[1] == HALF
     assert found.average_precision[1] > 0
-    assert describe_untuned([1], ["ant", "bee"], LEAST) == (
+    assert describe_untuned([1], ["ant", "bee"]) == (
         "1 of 2 classes keep a threshold of 0.5, with fewer than 20 validation images: bee"
     )
-    assert describe_untuned(range(12), range(80), LEAST).endswith(": 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more")
+    assert describe_untuned(range(12), range(80)).endswith(": 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more")
 
 
 def test_rank_of_odd_scores() -> None:
@@ -179,7 +187,7 @@ def test_auroc_leaves_out_classes_without_positives_or_negatives() -> None:
     logits, labels = made()
     labels[:, 0] = 1
     scores, truth = logits.double().sigmoid().numpy(), labels.numpy() > 0
-    found = scores_of(scores, truth, LEAST)
+    found = scores_of(scores, truth)
     both = [label for label in range(CLASSES) if label not in (0, NO_POSITIVE)]
     assert np.isnan(found.aurocs).nonzero()[0].tolist() == [0, NO_POSITIVE]
     for label in both:
@@ -189,7 +197,7 @@ def test_auroc_leaves_out_classes_without_positives_or_negatives() -> None:
 
 
 def test_split_without_any_label_has_no_map() -> None:
-    found = scores_of(np.full((3, 2), 0.1), np.zeros((3, 2), dtype=bool), LEAST)
+    found = scores_of(np.full((3, 2), 0.1), np.zeros((3, 2), dtype=bool))
     assert np.isnan(found.map)
     assert np.isnan(found.f1_micro)
     assert found.exact_match == 1
@@ -197,7 +205,7 @@ def test_split_without_any_label_has_no_map() -> None:
 
 def test_training_f1_counts_all_decisions() -> None:
     logits, labels = made()
-    meters = TrainMeters(CPU, ALONE, SeveralLabels(CLASSES, 1))
+    meters = TrainMeters(CPU, ALONE, SeveralLabels(CLASSES))
     for rows in torch.arange(SAMPLES).split(25):
         meters.add(torch.ones(()), logits[rows], labels[rows], 0.2)
     meters.close_update(1, torch.zeros(()), True, False)

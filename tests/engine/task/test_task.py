@@ -11,7 +11,7 @@ from engine.task.one import ValidationMeans
 from engine.task.several import LabelMetrics
 from utils.config import load_config
 from utils.errors import UserError
-from utils.record.tasks import METRICS, NO_LABELS, ONE_LABEL, SEVERAL_LABELS, TaskKind
+from vitamp.metrics import METRICS, NO_LABELS, ONE_LABEL, SEVERAL_LABELS, TaskKind
 
 
 @pytest.mark.parametrize(("metrics", "kind"), [(ValidationMeans, ONE_LABEL), (LabelMetrics, SEVERAL_LABELS)])
@@ -27,7 +27,7 @@ def test_save_best_by_takes_what_the_run_measures() -> None:
     for kind, words in ((ONE_LABEL, {}), (SEVERAL_LABELS, several), (NO_LABELS, unlabelled)):
         assert load_config(words=words).config.SAVE_BEST_BY == kind.deciding[0] == kind.best.name
         assert kind.deciding[-1] == "loss"
-        known = {"TRAIN.KNN.DATASET": "digits"} if kind is NO_LABELS else {}
+        known = {"TRAIN.KNN": "digits"} if kind is NO_LABELS else {}
         for name in METRICS:
             if name in kind.deciding:
                 assert name == load_config(words={**words, **known, "SAVE_BEST_BY": name}).config.SAVE_BEST_BY

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.machine.no_gpu import has_driver
+from engine.machine.device import has_driver
 from tests.program import Result
 from utils.cli import parse
 from utils.errors import UserError

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import utils.machine.heap as heap
-
 ROOT = Path(__file__).resolve().parents[2]
 FETCHED = """
 import resource, sys
@@ -37,21 +35,3 @@ def pages_fetched(kept: bool) -> int:
 def test_freed_blocks_cause_no_new_page_faults() -> None:
     assert pages_fetched(kept=False) > 1000
     assert pages_fetched(kept=True) < 100
-
-
-def test_older_glibc_gets_the_largest_threshold_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: dict[int, int] = {}
-
-    class Older:
-        gnu_get_libc_version = b"2.31"
-
-        def mallopt(self, what: int, value: int) -> int:
-            if what == heap.M_MMAP_THRESHOLD and value > 2**25:
-                return 0
-            told[what] = value
-            return 1
-
-    monkeypatch.setattr(heap.sys, "platform", "linux")
-    monkeypatch.setattr(heap.ctypes, "CDLL", lambda _: Older())
-    heap.keep_freed_memory()
-    assert told == {heap.M_MMAP_THRESHOLD: 2**25, heap.M_TRIM_THRESHOLD: heap.KEPT_BYTES}

@@ -1,16 +1,20 @@
-"""Verdict of a comparison: differences with confidence intervals, and one sentence per contender."""
+"""Verdict of a comparison: the metric that decides, differences with intervals, and a sentence per contender."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from tools.common.comparison.judged import Judged
-from tools.common.comparison.metrics import Metrics
+from utils.config import Config
+from utils.config.keys import value_of
+from utils.errors import UserError, nearest
+from vitamp.metrics import AVERAGE, ONE_LABEL, PLAIN, Metric, WeightSet, metric_named, set_named
 
+Metrics = dict[str, Any]
+"""Metrics of a finished run, as compare.json holds them."""
 ByName = dict[str, dict[int, Metrics]]
 """Contender -> seed, or fold of a cross-validation -> metrics of a finished run."""
 
@@ -22,6 +26,72 @@ POWER = 0.8
 """Chance with which so many seeds, as are named, would show a difference of the size that was found."""
 MOST_ROUNDS = 50
 """Beyond so many seeds or folds it is not said how many would show a difference: nobody trains them."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    metric: Metric
+    weights: WeightSet
+    """Runs without them are judged by their plain weights."""
+
+    @property
+    def words(self) -> str:
+        """In sentences."""
+        return "accuracy" if self.metric is ONE_LABEL.best else self.metric.words
+
+    @property
+    def whose(self) -> str:
+        """Of which weights, where that is not plain."""
+        return f", of the {self.weights.label} in runs that have one" if self.weights is not PLAIN else ""
+
+    @property
+    def digits(self) -> int:
+        """After the point, in a mean."""
+        return 1 if self.metric.percent else 4
+
+    def signed(self, value: float, sign: str = "+") -> str:
+        """A difference without its unit."""
+        return f"{value:{sign}.{2 if self.metric.percent else 4}f}"
+
+    def difference(self, value: float, sign: str = "") -> str:
+        return self.signed(value, sign) + (" points" if self.metric.percent else "")
+
+    def of(self, row: Mapping[str, Any]) -> float | None:
+        """Its value after the last epoch of a run."""
+        of_set = row.get(f"last_{self.weights.prefix}{self.metric.name}")
+        return row.get(f"last_{self.metric.name}") if of_set is None else of_set
+
+    def values(self, rows: Sequence[Mapping[str, Any]]) -> list[float]:
+        return [value for row in rows if (value := self.of(row)) is not None]
+
+    def as_noted(self) -> dict[str, str]:
+        return {"metric": self.metric.name, "weights": self.weights.name}
+
+
+def judged_of(about: Mapping[str, Any]) -> Judged:
+    """Of a compare.json; one of earlier versions compared the accuracy of plain weights."""
+    name = about.get("metric", ONE_LABEL.best.name)
+    metric = metric_named(name)
+    return Judged(metric, set_named(about.get("weights", PLAIN.name)))
+
+
+def judged_by(name: str | None, weights: str | None, configs: Sequence[Config]) -> Judged:
+    """-metric and -weights. By default the task's best metric; of the average if only some of the runs have one."""
+    kinds = {config.task for config in configs}
+    if len(kinds) > 1:
+        raise UserError("DATA.MULTI_LABEL cannot be varied: the metrics of one and of several labels differ.")
+    (kind,) = kinds
+    own = [metric_named(name) for config in configs for name in config.VALIDATE_METRICS]
+    known = {metric.name: metric for metric in (*kind.metrics, *own)}
+    if name is not None and name not in known:
+        raise UserError(
+            f"-metric {name}: not a metric of these runs.{nearest(name, known)} It takes {', '.join(known)}."
+        )
+    averaging = {bool(value_of(config, AVERAGE.setting)) for config in configs}
+    if weights == AVERAGE.name and averaging == {False}:
+        raise UserError(f"-weights {weights}: no run has an {AVERAGE.label}; it needs {AVERAGE.setting}=true.")
+    default = AVERAGE if len(averaging) > 1 else PLAIN
+    return Judged(known[name] if name else kind.best, set_named(weights) if weights else default)
 
 
 @dataclass(frozen=True)
@@ -138,19 +208,14 @@ def difference_in_metric(
     return found
 
 
-def judge(runs: ByName, names: Sequence[str], judged: Judged, started: int = 0) -> list[dict[str, Any]]:
-    """Compare each contender with the first one; of three or more, also the two with the best means.
-
-    `started`: the number of contenders before the worse ones were dropped; any of them could have been left.
-    """
+def judge(runs: ByName, names: Sequence[str], judged: Judged) -> list[dict[str, Any]]:
+    """Compare each contender with the first one; of three or more, also the two with the best means."""
     base, *others = names
-    dropped = started > len(names)
-    pairs = math.comb(max(started, len(names)), 2)
-    verdicts = [_verdict(runs, name, base, pairs if dropped else len(others), judged) for name in others]
+    verdicts = [_verdict(runs, name, base, len(others), judged) for name in others]
     best = best_two(runs, names, judged)
     if len(names) > 2 and len(best) == 2 and base not in best:
         # Any two of them could have been the best: the interval allows for all pairs.
-        verdicts.append(_verdict(runs, best[0], best[1], pairs, judged, named=True))
+        verdicts.append(_verdict(runs, best[0], best[1], math.comb(len(names), 2), judged, named=True))
     return verdicts
 
 

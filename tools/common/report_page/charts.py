@@ -1,16 +1,21 @@
-"""Geometry of the charts that templates/charts.html draws as SVG. Colours are CSS classes, for light and dark."""
+"""Charts of a report, which templates/charts.html draws as SVG. Colours are CSS classes, for light and dark."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tools.common.comparison.runs import PAIRED_BY, PLACES
+from tools.common.report_page.runs import Run, differing_settings, metrics_of
 from utils.record.history import Points
-from utils.record.weight_sets import SETS
+from vitamp.metrics import LOSS, SETS, TASKS
+
+if TYPE_CHECKING:
+    from tools.common.evaluation import Bin
 
 HUES, SHADES = 8, 4
 """Colours in style.html, and variants of each: a shade and a marker shape."""
@@ -19,8 +24,11 @@ MOST_POINTS = 300
 MOST_MARKERS, SPARSE_MARKERS = 60, 12
 MOST_COLUMNS, MOST_VALUES = 60, 600
 """Limits of what is shown under the pointer, for the size of the page"""
+MOST_SIDE_BY_SIDE = 6
 WIDTH, HEIGHT = 360, 220
 LEFT, RIGHT, TOP, BOTTOM = 50, 10, 10, 36
+PLOT, GAP, COUNTS = 200, 10, 34
+"""Heights: a reliability diagram, and below it the bars of how many images each bin has"""
 
 
 class Style(NamedTuple):
@@ -86,16 +94,13 @@ class Chart:
     """Charts in the same row, whose axes this one shares"""
 
     @property
-    def empty(self) -> bool:
-        return not any(curve.points for curve in self.curves)
-
-    @property
     def drawn(self) -> list[Curve]:
         return [curve for curve in self.curves if curve.points]
 
     def lines(self) -> list[tuple[Curve, str]]:
         """Each curve with the `d` of its SVG path."""
-        return [(curve, self._path(thinned(curve.points, MOST_POINTS))) for curve in self.drawn]
+        paths = (" ".join(f"{x},{y}" for x, y in map(self._place, thinned(c.points, MOST_POINTS))) for c in self.drawn)
+        return [(curve, f"M{path}") for curve, path in zip(self.drawn, paths, strict=True)]
 
     def markers(self) -> list[tuple[float, float, Style]]:
         """(x, y, style): every point of a short curve, some points of a long one."""
@@ -117,32 +122,31 @@ class Chart:
         return [self._place((x, 0))[0] for x, _ in self.resumed]
 
     def x_ticks(self) -> list[tuple[float, str]]:
-        low, high = self._x_range
-        return [(self._place((tick, 0))[0], text) for tick, text in labelled(round_numbers(low, high, 5))]
+        return [(self._place((tick, 0))[0], text) for tick, text in labelled(round_numbers(*self._x_range, 5))]
 
     def y_ticks(self) -> list[tuple[float, str]]:
         low, high = self._y_range
         if self.logarithmic:
-            return [(self._place((0, 2.0**power))[1], f"2^{power}") for power in _powers(low, high)]
+            first, last = math.ceil(low), math.floor(high)
+            powers = range(first, last + 1, max(1, -(-(last - first) // 5)))
+            return [(self._place((0, 2.0**power))[1], f"2^{power}") for power in powers]
         return [(self._place((0, tick))[1], text) for tick, text in labelled(round_numbers(low, high, 5))]
 
     def legend(self) -> list[tuple[str, str]]:
         """(symbol, meaning) of every kind of line and symbol in the chart; the runs' colours are the page's legend."""
-        entries = {
-            "faint": ("training, epoch means" if self.x_name == "epoch" else "training", "faint"),
-            "strong": ("validation", "strong"),
-            "dashed": (f"{'/'.join(filter(None, (which.mark for which in SETS)))} validation", "dashed"),
-        }
-        kinds = ["faint" if curve.faint else "dashed" if curve.dashed else "strong" for curve in self.drawn]
-        found = [(symbol, meaning) for kind, (meaning, symbol) in entries.items() if kind in kinds]
-        found = found if len(found) > 1 else []
-        for symbol, meaning, present in (
+        kinds = {"faint" if curve.faint else "dashed" if curve.dashed else "strong" for curve in self.drawn}
+        lines = (
+            ("faint", "training, epoch means" if self.x_name == "epoch" else "training"),
+            ("strong", "validation"),
+            ("dashed", f"{'/'.join(filter(None, (which.mark for which in SETS)))} validation"),
+        )
+        symbols = (
             ("diamond", "best validation", any(mark.points for mark in self.best)),
             ("cross", "skipped update", any(mark.points for mark in self.skips)),
             ("dotted", "resumed", bool(self.resumed)),
-        ):
-            found += [(symbol, meaning)] if present else []
-        return found
+        )
+        found = [line for line in lines if line[0] in kinds and len(kinds) > 1]
+        return [*found, *((symbol, meaning) for symbol, meaning, present in symbols if present)]
 
     def columns(self) -> list[Column]:
         """Strips around the curves' points, or around some of them where they are many."""
@@ -164,10 +168,8 @@ class Chart:
                     _, y = min(near, key=lambda point: abs(point[0] - x))
                     values.append(Value(curve.label, short(y), curve.style))
             values += dict.fromkeys(value for at, value in events if start < at <= end)
-            share = (end - start) / ((high - low) or 1)
-            across = (x - low) / ((high - low) or 1)
-            title = f"{self.x_name} {x:,.6g}"
-            found.append(Column(round(100 * share, 2), round(100 * across, 2), title, values))
+            share, across = (100 * part / ((high - low) or 1) for part in (end - start, x - low))
+            found.append(Column(round(share, 2), round(across, 2), f"{self.x_name} {x:,.6g}", values))
         return found
 
     def description(self) -> str:
@@ -175,18 +177,19 @@ class Chart:
         ends = [f"{curve.label} ends at {short(curve.points[-1][1])}" for curve in self.drawn]
         return f"{self.title}: {'; '.join(ends)}"
 
-    @property
-    def _on_these_axes(self) -> list[Curve]:
-        return [curve for chart in (self.shared_axes or (self,)) for curve in chart.curves]
+    @cached_property
+    def _points(self) -> Points:
+        """Of all charts on these axes."""
+        return [point for chart in (self.shared_axes or (self,)) for curve in chart.curves for point in curve.points]
 
     @cached_property
     def _x_range(self) -> tuple[float, float]:
-        found = [x for curve in self._on_these_axes for x, _ in curve.points]
+        found = [x for x, _ in self._points]
         return (min(0.0, *found), max(1.0, *found)) if found else (0.0, 1.0)
 
     @cached_property
     def _y_range(self) -> tuple[float, float]:
-        found = [self._scaled(y) for curve in self._on_these_axes for _, y in curve.points]
+        found = [self._scaled(y) for _, y in self._points]
         if not found:
             return 0.0, 1.0
         low, high = min(found), max(found)
@@ -205,8 +208,156 @@ class Chart:
             round(HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM), 1),
         )
 
-    def _path(self, points: Points) -> str:
-        return "M" + " ".join(f"{x},{y}" for x, y in map(self._place, points))
+
+@dataclass(frozen=True)
+class Reliability:
+    """Reliability diagram. Perfect calibration: in every bin of confidence, accuracy equals the mean confidence."""
+
+    bins: Sequence[Bin]
+    ece: float
+    """Mean distance between accuracy and confidence in percent, weighted by images"""
+
+    bottom_of_plot = TOP + PLOT
+    height = TOP + PLOT + GAP + COUNTS + BOTTOM
+
+    def accuracy_bars(self) -> list[dict[str, float]]:
+        return self._bars([bin.accuracy / 100 for bin in self.bins], TOP + PLOT, PLOT)
+
+    def confidence_lines(self) -> list[dict[str, float]]:
+        """Top edges of bars as high as the mean confidence."""
+        return self._bars([bin.confidence / 100 for bin in self.bins], TOP + PLOT, PLOT)
+
+    def count_bars(self) -> list[dict[str, float]]:
+        most = max(bin.images for bin in self.bins) or 1
+        return self._bars([bin.images / most for bin in self.bins], TOP + PLOT + GAP + COUNTS, COUNTS)
+
+    def x_ticks(self) -> list[tuple[float, str]]:
+        return [(LEFT + share * (WIDTH - LEFT - RIGHT), f"{share:.0%}") for share in (0, 0.25, 0.5, 0.75, 1)]
+
+    def y_ticks(self) -> list[tuple[float, str]]:
+        return [(TOP + PLOT * (1 - share), f"{share:.0%}") for share in (0, 0.25, 0.5, 0.75, 1)]
+
+    def columns(self) -> list[Column]:
+        share = 100 / len(self.bins)
+        found = []
+        for number, bin in enumerate(self.bins):
+            values = [Value("images", f"{bin.images:,}")]
+            if bin.images:
+                values.append(Value("accuracy", f"{bin.accuracy:.1f} %", Style(0)))
+                values.append(Value("mean confidence", f"{bin.confidence:.1f} %"))
+            title = f"confidence {share * number:.0f} to {share * (number + 1):.0f} %"
+            found.append(Column(round(share, 2), round(share * (number + 0.5), 2), title, values))
+        return found
+
+    def description(self) -> str:
+        """Text for readers who cannot see the diagram."""
+        filled = [bin for bin in self.bins if bin.images]
+        bins = [f"{bin.confidence:.0f} % confident: {bin.accuracy:.0f} % accurate" for bin in filled]
+        return f"Reliability diagram, calibration error {self.ece:.1f} %: {'; '.join(bins)}"
+
+    def _bars(self, shares: Sequence[float], bottom: float, full: float) -> list[dict[str, float]]:
+        """Those of the bins that have images."""
+        width = (WIDTH - LEFT - RIGHT) / len(self.bins)
+        return [
+            {
+                "x": round(LEFT + number * width + 1, 1),
+                "y": round(bottom - share * full, 1),
+                "width": round(width - 2, 1),
+                "height": round(share * full, 1),
+            }
+            for number, share in enumerate(shares)
+            if self.bins[number].images
+        ]
+
+
+def styles_of(runs: Sequence[Run]) -> list[Style]:
+    """One hue per run, or, where settings or a precision have several runs (seeds), one hue for these, in shades."""
+    by_precision: list[tuple[str, ...]] = [(run.precision,) for run in runs]
+    different = [texts for key, texts in differing_settings(runs) if key not in (*PAIRED_BY, *PLACES)]
+    by_settings = list(zip([run.precision for run in runs], *different, strict=True))
+    for groups in (by_settings, by_precision):
+        order = list(dict.fromkeys(groups))
+        if 1 < len(order) < len(runs):
+            places = [(order.index(group), groups[:number].count(group)) for number, group in enumerate(groups)]
+            return [Style(hue % HUES, shade % SHADES) for hue, shade in places]
+    return [Style(number % HUES, number // HUES % SHADES) for number in range(len(runs))]
+
+
+def charts(runs: Sequence[Run]) -> list[Chart]:
+    """Charts of all runs: loss, accuracy, speed, learning rate, gradient norm, loss scale. Empty ones are left out."""
+    axis = _Axis.of(runs)
+    found = [
+        *(axis.training_and_validation(metric.title, metric.name) for metric in metrics_of(runs) if metric.title),
+        axis.training("Speed (images/s)", "images_per_second"),
+        axis.training("Learning rate", "lr"),
+        axis.training("Gradient norm, unscaled", "grad_norm"),
+        axis.loss_scale(),
+    ]
+    return [chart for chart in found if chart.drawn]
+
+
+def side_by_side(runs: Sequence[Run]) -> list[list[Chart]]:
+    """A row of losses and a row of accuracies, one chart per run, on shared axes. Nothing for many runs."""
+    if not 1 < len(runs) <= MOST_SIDE_BY_SIDE:
+        return []
+    together = _Axis.of(runs)
+    rows = []
+    for metric in (LOSS, *(kind.best for kind in TASKS)):
+        row = []
+        for run, style in together.runs:
+            alone = _Axis([(run, style)], together.by_epoch)
+            row.append(alone.training_and_validation(f"{run.name}: {metric.heading}", metric.name))
+        rows.append([replace(chart, shared_axes=row) for chart in row if chart.drawn])
+    return [row for row in rows if row]
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """Runs in one chart, and whether its x axis counts epochs or updates."""
+
+    runs: list[tuple[Run, Style]]
+    by_epoch: bool
+
+    @classmethod
+    def of(cls, runs: Sequence[Run]) -> _Axis:
+        """Epochs if every run has whole ones, else updates."""
+        return cls(list(zip(runs, styles_of(runs), strict=True)), all(run.history.by_epoch for run in runs))
+
+    def label(self, run: Run, what: str) -> str:
+        """Name of the run, where there are several, and of the curve."""
+        return f"{run.name}, {what}" if len(self.runs) > 1 else what
+
+    def chart(self, title: str, curves: list[Curve], **more: Any) -> Chart:
+        resumed = [(x, self.label(run, "resumed")) for run, _ in self.runs for x in run.history.resumes(self.by_epoch)]
+        return Chart(title, curves, resumed=resumed, x_name="epoch" if self.by_epoch else "update", **more)
+
+    def training_and_validation(self, title: str, key: str) -> Chart:
+        curves, best = [], []
+        for run, style in self.runs:
+            history = run.history
+            curves.append(Curve(history.trained(key, self.by_epoch), self.label(run, "training"), style, faint=True))
+            for which in SETS:
+                points = history.points("val", f"{which.prefix}{key}", self.by_epoch)
+                label = self.label(run, which.marked("validation"))
+                curves.append(Curve(points, label, style, dashed=bool(which.mark)))
+            at = history.best_point(key, run.deciding, self.by_epoch)
+            best.append(Mark(at, self.label(run, "best validation"), style))
+        return self.chart(title, curves, best=best)
+
+    def training(self, title: str, key: str) -> Chart:
+        return self.chart(
+            title, [Curve(run.history.points("train", key, self.by_epoch), run.name, style) for run, style in self.runs]
+        )
+
+    def loss_scale(self) -> Chart:
+        """Loss scale of the runs that scale the loss: without scaling it is always 1."""
+        curves, skips = [], []
+        for run, style in self.runs:
+            points = run.history.points("train", "scale", self.by_epoch)
+            if any(scale != 1 for _, scale in points):
+                curves.append(Curve(points, run.name, style))
+                skips.append(Mark(run.history.skips(self.by_epoch), self.label(run, "update skipped"), style))
+        return self.chart("Loss scale", curves, skips=skips, logarithmic=True)
 
 
 def thinned(points: Points, most: int) -> Points:
@@ -217,8 +368,7 @@ def thinned(points: Points, most: int) -> Points:
 
 def round_numbers(low: float, high: float, count: int) -> list[float]:
     """About `count` round numbers from low to high."""
-    span = (high - low) or 1
-    rough = span / count
+    rough = ((high - low) or 1) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough)
     first = math.ceil(low / step - 1e-9)
@@ -233,11 +383,6 @@ def labelled(ticks: list[float]) -> list[tuple[float, str]]:
         digits = max(0, 1 - math.floor(math.log10(ticks[1] - ticks[0])))
         texts = [f"{tick:.{digits}f}" for tick in ticks]
     return list(zip(ticks, texts, strict=True))
-
-
-def _powers(low: float, high: float) -> list[int]:
-    first, last = math.ceil(low), math.floor(high)
-    return list(range(first, last + 1, max(1, -(-(last - first) // 5))))
 
 
 def short(value: float) -> str:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from tools.common.report_page.runs import Run
 from utils.config import Config
 from utils.intervals import Interval, wilson
-from utils.record.tasks import ONE_LABEL, SEVERAL_LABELS, TOP1, Metric
 from utils.text import counted
+from vitamp.metrics import ONE_LABEL, SEVERAL_LABELS, TOP1, Metric
 
 LAYOUTS = ("csv", "imagefolder", "images", "imagenet2012", "shards")
 """Values of DATA.DATASET that say how images are stored: the folder's name says more"""

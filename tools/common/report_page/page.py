@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from tools.common.output_file import check_output_file, writing
-from tools.common.report_page.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, short
+from tools.common.report_page.charts import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    charts,
+    short,
+    side_by_side,
+    styles_of,
+)
 from tools.common.report_page.contenders import figure_of
-from tools.common.report_page.curves import charts, side_by_side, styles_of
 from tools.common.report_page.opening import opening_of
 from tools.common.report_page.runs import NOTHING, Run, differing_settings, read_runs, summary
-from utils.files import write_atomically
 from utils.log import log
-from utils.program import as_started_here
-from utils.record.tasks import TASKS
-
-if TYPE_CHECKING:
-    from tools.common.report_page.predictions import Evaluation
+from utils.program import started_as
+from vitamp.files import write_atomically
+from vitamp.metrics import TASKS
 
 TEMPLATE = "page.html"
 MAIN_FIGURES = (
@@ -30,23 +36,6 @@ MAIN_FIGURES = (
     *("precision", "images/s", "peak memory", "training time", "updates skipped"),
 )
 MOST_SKIPS = 20
-
-
-class Skip(NamedTuple):
-    update: str
-    overflowed: str
-    """Operation, module and direction"""
-    scale: str
-
-
-@dataclass(frozen=True)
-class Amp:
-    """Precision of a run, its loss scale and its skipped updates."""
-
-    summary: str
-    skips: list[Skip]
-    more: int
-    """Skipped updates beyond MOST_SKIPS"""
 
 
 def write_report(
@@ -65,14 +54,14 @@ def write_report(
     out = check_output_file(
         out or _common_folder(read) / "report.html", "-out", fresh=out is not None and not overwrite
     )
-    evaluations: list[Evaluation | str] = []
+    evaluations: list[dict[str, Any] | str] = []
     if predictions:
         # Imports torch and timm, which the rest does not need.
-        from tools.common.report_page.predictions import IMAGE_OF, evaluate
+        from tools.common.report_page.evaluations import IMAGE_OF, evaluate
 
         for run in read:
             log.info("%s: evaluating the best checkpoint on its %ss ...", run.name, IMAGE_OF[part])
-            evaluations.append(evaluate(run.folder, part))
+            evaluations.append(evaluate(run.folder, part, run.deciding))
     # File names may have bytes that are not UTF-8: each is shown as a replacement character.
     text = _page(read, verdict, evaluations).encode(errors="surrogateescape").decode(errors="replace")
     with writing(out, "-out"):
@@ -89,29 +78,32 @@ def _common_folder(runs: Sequence[Run]) -> Path:
     return Path.cwd() if above.parent == above else above
 
 
-def _page(runs: Sequence[Run], verdict: str | None, evaluations: Sequence[Evaluation | str]) -> str:
+def _page(runs: Sequence[Run], verdict: str | None, evaluations: Sequence[dict[str, Any] | str]) -> str:
     here = Path(__file__).parent / "templates"
     pages = Environment(loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    pages.filters["as_started_here"] = as_started_here
-    headlines = [
-        None if isinstance(found, str) else found.headline(run.deciding)
-        for run, found in zip(runs, evaluations, strict=False)
-    ]
+    pages.filters["started_as"] = started_as
+    headlines = [None if isinstance(found, str) else found["headline"] for found in evaluations]
     rows = summary(runs)
     by_name = dict(rows)
-    tiles = [
-        (name, *_in_brackets(by_name[name][0])) for name in MAIN_FIGURES if by_name.get(name, [NOTHING])[0] != NOTHING
-    ]
-    readable = all(run.config is not None for run in runs)
+    tiles = []
+    for name in MAIN_FIGURES:
+        if (text := by_name.get(name, [NOTHING])[0]) != NOTHING:
+            value, _, more = text.partition(" (")  # '98.61 % (epoch 29)'
+            tiles.append((name, value, more.removesuffix(")")))
+    known = [run.config for run in runs if run.config is not None]
+    what = dict.fromkeys(f"{config.MODEL.NAME} on {config.DATA.DATASET}" for config in known)
+    devices = dict.fromkeys(str(run.about["device"]) for run in runs if run.about.get("device"))
+    readable = len(known) == len(runs)
+    styles = styles_of(runs)
     return pages.get_template(TEMPLATE).render(
-        title=_title(runs),
-        subtitle=_subtitle(runs),
+        title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}",
+        subtitle="; ".join([*what, *devices]),
         verdict=verdict,
         opening=opening_of(runs[0], headlines[0] if headlines else None) if len(runs) == 1 else None,
         headlines=headlines,
-        figure=figure_of([run.folder for run in runs], styles_of(runs)) if len(runs) > 2 else None,
+        figure=figure_of([run.folder for run in runs], styles) if len(runs) > 2 else None,
         runs=runs,
-        styles=styles_of(runs),
+        styles=styles,
         tiles=tiles,
         short_rows=[(name, by_name[name]) for name in MAIN_FIGURES if name in by_name],
         rows=rows,
@@ -131,24 +123,8 @@ def _page(runs: Sequence[Run], verdict: str | None, evaluations: Sequence[Evalua
     )
 
 
-def _in_brackets(text: str) -> tuple[str, str]:
-    """'98.61 % (epoch 29)' -> '98.61 %', 'epoch 29'."""
-    value, _, more = text.partition(" (")
-    return value, more.removesuffix(")")
-
-
-def _title(runs: Sequence[Run]) -> str:
-    return runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
-
-
-def _subtitle(runs: Sequence[Run]) -> str:
-    known = [run.config for run in runs if run.config is not None]
-    what = dict.fromkeys(f"{config.MODEL.NAME} on {config.DATA.DATASET}" for config in known)
-    devices = dict.fromkeys(str(run.about["device"]) for run in runs if run.about.get("device"))
-    return "; ".join([*what, *devices])
-
-
-def _amp(run: Run) -> Amp:
+def _amp(run: Run) -> dict[str, Any]:
+    """Precision of a run, its loss scale and its skipped updates."""
     why = run.about.get("choices", {}).get("why")
     text = f"{run.precision}{f' ({why})' if why else ''}."
     scales = [line["scale"] for line in run.history.of("train") if line.get("scale")]
@@ -157,14 +133,14 @@ def _amp(run: Run) -> Amp:
         text += f" {run.history.skipped} updates were skipped." if run.history.skipped else " No update was skipped."
     elif scales:
         text += " The loss needed no scaling, and no update was skipped."
-    skips = [Skip(str(skip.get("update", NOTHING)), _overflowed(skip), _scale(skip)) for skip in run.history.of("skip")]
-    return Amp(text, skips[:MOST_SKIPS], max(0, len(skips) - MOST_SKIPS))
-
-
-def _overflowed(skip: dict[str, Any]) -> str:
-    where = [str(skip[key]) for key in ("operation", "module", "direction") if skip.get(key)]
-    return ", ".join(where) or "not found"
-
-
-def _scale(skip: dict[str, Any]) -> str:
-    return short(skip["scale"]) if skip.get("scale") else NOTHING
+    skips = run.history.of("skip")
+    rows = [
+        {
+            "at": skip.get("update", NOTHING),
+            "overflowed": ", ".join(str(skip[key]) for key in ("operation", "module", "direction") if skip.get(key))
+            or "not found",
+            "scale": short(skip["scale"]) if skip.get("scale") else NOTHING,
+        }
+        for skip in skips[:MOST_SKIPS]
+    ]
+    return {"summary": text, "skips": rows, "more": max(0, len(skips) - MOST_SKIPS)}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ from engine.measure.bottleneck import shown_rate
 from engine.measure.progress import clock
 from utils.config import Config, config_of_run
 from utils.config.keys import OF_ONE_START, settings, value_of
-from utils.config.values import one_line
+from utils.config.kinds import one_line
 from utils.errors import UserError
-from utils.record.chosen import chosen_at
 from utils.record.history import History
 from utils.record.metrics_file import Line
-from utils.record.run_folder import is_run_folder, read_about, read_data, read_data_notes, run_folder_of
-from utils.record.tasks import LOSS, METRICS, Metric, metric_named
+from utils.record.run_folder import is_run_folder, read_about, read_data, read_data_notes
+from vitamp.checkpoints import run_folder_of
+from vitamp.metrics import LOSS, METRICS, Metric, metric_named
+from vitamp.weights import chosen_at
 
 
 @dataclass(frozen=True)
@@ -100,20 +101,8 @@ class Run:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Percent of the time by stage: the verdict's, else the mean over the reports, weighted by their time."""
-        if shares := self.verdict.get("shares"):
-            return {stage: percent for stage, percent in shares.items() if percent > 0}
-        reports, before = [], 0
-        for line in self.history.of("train"):
-            updates, perf = max(line["update"] - before, 1), line.get("perf", {})
-            before = line["update"]
-            if (rate := perf.get("images_per_second")) and perf.get("data_wait_percent") is not None:
-                reports.append((updates / rate, perf["data_wait_percent"]))
-        if not reports:
-            return {}
-        reports = reports[1:] or reports  # the first includes the start
-        waited = sum(seconds * percent for seconds, percent in reports) / sum(seconds for seconds, _ in reports)
-        return {"computing": 100 - waited, "waiting for data": waited}
+        """Percent of the time by stage, of the last verdict."""
+        return {stage: percent for stage, percent in self.verdict.get("shares", {}).items() if percent > 0}
 
 
 def folders_of(paths: Sequence[Path]) -> list[Path]:
@@ -130,16 +119,15 @@ def folders_of(paths: Sequence[Path]) -> list[Path]:
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
     folders = folders_of(paths)
-    return [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
-
-
-def _read(folder: Path, name: str) -> Run:
-    config, about = None, {}
-    with contextlib.suppress(UserError):  # perhaps of a later version, or not written yet: the rest can be shown
-        config = config_of_run(folder)
-    with contextlib.suppress(UserError):
-        about = read_about(folder)
-    return Run(folder, name, config, about, History.of_run(folder))
+    runs = []
+    for folder, name in zip(folders, _names(folders), strict=True):
+        config, about = None, {}
+        with contextlib.suppress(UserError):  # perhaps of a later version, or not written yet: the rest can be shown
+            config = config_of_run(folder)
+        with contextlib.suppress(UserError):
+            about = read_about(folder)
+        runs.append(Run(folder, name, config, about, History.of_run(folder)))
+    return runs
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
@@ -154,12 +142,6 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return names
 
 
-def summary(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Rows of the table of runs: a title and one text per run. Rows without any text are left out."""
-    rows = [(title, [_text(of(run)) for run in runs]) for title, of in (*_metric_rows(runs), *_ROWS)]
-    return [(title, texts) for title, texts in rows if any(text != NOTHING for text in texts)]
-
-
 def metrics_of(runs: Sequence[Run]) -> list[Metric]:
     """The program's metrics, and those of the users' own that the runs have measured."""
     return list(dict.fromkeys([*METRICS.values(), *(metric for run in runs for metric in run.history.metrics)]))
@@ -168,68 +150,53 @@ def metrics_of(runs: Sequence[Run]) -> list[Metric]:
 NOTHING = "-"
 
 
-def _text(value: Any) -> str:
-    return NOTHING if value is None or value == "" else str(value)
-
-
-def _best_text(run: Run, metric: Metric) -> str:
-    best = run.history.best(metric)
-    mark = f", {best.which.mark}" if best and best.which.mark else ""
-    return f"{metric.number(best.value)} (epoch {best.line['epoch']}{mark})" if best else ""
-
-
-def _last_text(run: Run, metric: Metric) -> str:
-    return ", ".join(which.marked(metric.number(value)) for which, value in run.history.last(metric).items())
-
-
-def _parameters(run: Run) -> str:
-    found = run.about.get("parameters", {})
-    if not found:
-        return ""
-    some = found["trainable"] != found["all"]
-    return f"{found['all']:,}" + (f", trainable {found['trainable']:,}" if some else "")
-
-
-def _data(run: Run) -> str:
-    samples = run.about.get("samples", {})
-    counts = ", ".join(f"{count:,} {part}" for part, count in samples.items())
-    name = run.config.DATA.DATASET if run.config else ""
-    return f"{name} ({counts})" if name and counts else name or counts
-
-
-def _versions(run: Run) -> str:
-    return ", ".join(f"{name} {number}" for name, number in run.about.get("versions", {}).items())
-
-
-def _metric_rows(runs: Sequence[Run]) -> list[tuple[str, Callable[[Run], Any]]]:
-    return [
-        (f"{what} {metric.words}", partial(text, metric=metric))
-        for metric in metrics_of(runs)
-        if metric.title and metric.decides and metric is not LOSS
-        for what, text in (("best", _best_text), ("last", _last_text))
+def summary(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Rows of the table of runs: a title and one text per run. Rows without any text are left out."""
+    shown = [metric for metric in metrics_of(runs) if metric.title and metric.decides and metric is not LOSS]
+    columns = [_column(run, shown) for run in runs]
+    rows = [
+        (title, [NOTHING if column[title] in (None, "") else str(column[title]) for column in columns])
+        for title in columns[0]
     ]
+    return [(title, texts) for title, texts in rows if any(text != NOTHING for text in texts)]
 
 
-_ROWS = (
-    ("checkpoint", lambda run: run.best_checkpoint),
-    ("precision", lambda run: run.precision),
-    ("images/s", lambda run: shown_rate(rate) if (rate := run.history.images_per_second) else ""),
-    ("peak memory", lambda run: f"{memory:.2f} GB" if (memory := run.history.peak_memory_gb) else ""),
-    ("training time", lambda run: clock(run.history.seconds) if run.history.seconds else ""),
-    ("epochs", lambda run: run.epochs),
-    ("updates skipped", lambda run: run.history.skipped if run.history.of("train") else ""),
-    ("state", lambda run: run.state),
-    ("model", lambda run: run.config.MODEL.NAME if run.config else ""),
-    ("parameters", _parameters),
-    ("data", _data),
-    ("device", lambda run: run.about.get("device")),
-    ("processes", lambda run: run.about.get("choices", {}).get("world_size")),
-    ("tag", lambda run: run.about.get("tag")),
-    ("started", lambda run: re.sub(r"T(\d\d:\d\d).*", r" \1", run.about.get("started", ""))),
-    ("versions", _versions),
-    ("command", lambda run: run.about.get("command")),
-    ("folder", lambda run: run.folder.resolve()),
-)
+def _column(run: Run, metrics: Sequence[Metric]) -> dict[str, Any]:
+    """What is known of a run, by title; None or '' where it is not."""
+    history, config, about = run.history, run.config, run.about
+    found: dict[str, Any] = {}
+    for metric in metrics:
+        best = history.best(metric)
+        mark = f", {best.which.mark}" if best and best.which.mark else ""
+        text = f"{metric.number(best.value)} (epoch {best.line['epoch']}{mark})" if best else ""
+        found[f"best {metric.words}"] = text
+        last = history.last(metric).items()
+        found[f"last {metric.words}"] = ", ".join(which.marked(metric.number(value)) for which, value in last)
+    rate, memory = history.images_per_second, history.peak_memory_gb
+    weights = about.get("parameters")
+    some = f", trainable {weights['trainable']:,}" if weights and weights["trainable"] != weights["all"] else ""
+    counts = ", ".join(f"{count:,} {part}" for part, count in about.get("samples", {}).items())
+    data = config.DATA.DATASET if config else ""
+    return found | {
+        "checkpoint": run.best_checkpoint,
+        "precision": run.precision,
+        "images/s": shown_rate(rate) if rate else "",
+        "peak memory": f"{memory:.2f} GB" if memory else "",
+        "training time": clock(history.seconds) if history.seconds else "",
+        "epochs": run.epochs,
+        "updates skipped": history.skipped if history.of("train") else "",
+        "state": run.state,
+        "model": config.MODEL.NAME if config else "",
+        "parameters": f"{weights['all']:,}{some}" if weights else "",
+        "data": f"{data} ({counts})" if data and counts else data or counts,
+        "device": about.get("device"),
+        "processes": about.get("choices", {}).get("world_size"),
+        "tag": about.get("tag"),
+        "started": re.sub(r"T(\d\d:\d\d).*", r" \1", about.get("started", "")),
+        "versions": ", ".join(f"{name} {number}" for name, number in about.get("versions", {}).items()),
+        "command": about.get("command"),
+        "folder": run.folder.resolve(),
+    }
 
 
 def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:

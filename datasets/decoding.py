@@ -1,0 +1,382 @@
+"""Decoding: JPEG files with simplejpeg, all others with PIL. The crop is chosen before pixels are decoded."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import io
+import re
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from datasets.base import Box, Colour, Encoded, Unreadable, background_of
+from utils.config.data import DataConfig
+from utils.log import log
+
+OPAQUE = 255
+
+_transparent = 0
+
+
+def on_background(image: Image.Image, colour: Colour | None) -> Image.Image:
+    """An image with transparent pixels, composited on `colour`; other images stay as they are.
+
+    Without a colour the alpha channel is dropped, so that the colours stored under it appear.
+    """
+    global _transparent
+    if not image.has_transparency_data:
+        return image
+    image = image if image.mode == "RGBA" else image.convert("RGBA")
+    least, _ = image.getchannel("A").getextrema()
+    if least == OPAQUE:
+        return image
+    _transparent += 1
+    return image if colour is None else Image.alpha_composite(Image.new("RGBA", image.size, (*colour, OPAQUE)), image)
+
+
+def take_transparent() -> int:
+    """How many images with transparent pixels this process has read since the last call."""
+    global _transparent
+    count, _transparent = _transparent, 0
+    return count
+
+
+FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
+"""Formats that PIL may open. It knows more, but one of them starts a program, and none is for photographs."""
+ENDINGS = (
+    *(".jpg", ".jpeg", ".jfif", ".png", ".webp", ".avif", ".gif", ".bmp", ".tif", ".tiff"),
+    *(".ppm", ".pgm", ".pbm", ".pnm", ".jp2"),
+)
+"""File extensions of these formats: the one list for class folders, tar files and the tools."""
+MOST_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 2**27)
+"""PIL's limit against small files that decode to more than the memory holds; it applies to all decoders."""
+
+
+class Stored(ABC):
+    """An image whose header has been read."""
+
+    width: int
+    height: int
+
+    @abstractmethod
+    def cut(self, box: Box) -> np.ndarray:
+        """The pixels of `box`, height x width x channels. Grey images may have one channel in place of three."""
+
+
+class ArrayStored(Stored):
+    """Raw pixels, which need no decoding."""
+
+    def __init__(self, pixels: np.ndarray, channels: int) -> None:
+        self.pixels = pixels if pixels.ndim == 3 else pixels[:, :, None]
+        self.height, self.width = pixels.shape[:2]
+        self.channels = channels
+
+    def cut(self, box: Box) -> np.ndarray:
+        left, top, width, height = box
+        return in_channels(self.pixels[top : top + height, left : left + width], self.channels)
+
+
+class PilStored(Stored):
+    """An image that PIL reads."""
+
+    def __init__(self, data: bytes, channels: int, background: Colour | None = None) -> None:
+        """`background`: colour behind transparent pixels; None drops the alpha channel."""
+        self.image = Image.open(io.BytesIO(data), formats=_formats())
+        self.channels, self.background = channels, background
+        self.width, self.height = self.image.size
+
+    def cut(self, box: Box) -> np.ndarray:
+        left, top, width, height = box
+        part = self.image
+        if box != (0, 0, *part.size):
+            part = part.crop((left, top, left + width, top + height))
+        pixels = np.asarray(as_rgb_or_grey(part, self.channels, self.background))
+        return pixels if pixels.ndim == 3 else pixels[:, :, None]
+
+
+def in_channels(pixels: np.ndarray, channels: int) -> np.ndarray:
+    """Convert colour to grey as PIL does if `channels` is 1. Grey pixels stay: their channel is repeated at the end."""
+    if channels == 1 and pixels.shape[2] != 1:
+        return np.asarray(Image.fromarray(pixels).convert("L"))[:, :, None]
+    return pixels
+
+
+def as_rgb_or_grey(image: Image.Image, channels: int, background: Colour | None) -> Image.Image:
+    """An image of any mode as RGB, or as grey for one channel. ValueError if its value for white is unknown."""
+    if image.mode == "F":
+        raise ValueError("its pixels are floating-point numbers of unknown range; store 8 or 16 bits")
+    if image.mode.startswith("I"):
+        # Pillow's own conversion clips at 255, which turns most 16-bit images white. Mode "I" has 32 bits; Pillow uses
+        # it for 16-bit files of some formats, such as PGM, and scales their values to 65535.
+        stored, transparent = np.asarray(image), image.info.get("transparency")
+        image = Image.fromarray((stored.clip(0, 65535) >> 8).astype(np.uint8))
+        if isinstance(transparent, int):  # a shade of 16 bits
+            image.putalpha(Image.fromarray(np.where(stored == transparent, 0, OPAQUE).astype(np.uint8)))
+    return on_background(image, background).convert("L" if channels == 1 else "RGB")
+
+
+@functools.cache
+def _formats() -> list[str]:
+    """The formats of FORMATS that this build of PIL supports."""
+    Image.init()
+    return [name for name in FORMATS if name in Image.OPEN]
+
+
+COLOURS = {"YCbCr": ("RGB", 3), "RGB": ("RGB", 3), "Gray": ("GRAY", 1)}
+"""Colour space of a file -> colour space and channels to decode to. PIL reads the rest: CMYK needs inverting first."""
+BLOCK = 16
+"""Greatest height of a row of blocks (MCUs), in pixels, in usual files."""
+BLEED = 2
+"""Rows below a crop that affect it: colour is stored at half resolution and smoothed when it is decoded."""
+SEQUENTIAL = (0xC0, 0xC1)
+"""Frame markers of files stored from top to bottom; progressive files have others. The height follows the marker."""
+RESTARTS, SCAN = 0xDD, 0xDA
+"""Markers of the restart interval and of the start of the pixel data"""
+ONLY_CUT_OFF = re.compile(r"extraneous bytes before marker 0xd9$")
+"""The decoder's only complaint about an intact file that is decoded with a smaller height: data before its end."""
+OF_DAMAGE = ("Corrupt JPEG data", "Premature end")
+"""Beginnings of the decoder's warnings of damaged data. Its errors, which begin otherwise, can mean a rare format."""
+
+
+def decoder_of_jpeg() -> str:
+    """Name of the decoder of JPEG files: simplejpeg, or PIL where it is not installed."""
+    return "pil" if _import_error() else "simplejpeg"
+
+
+def warn_of_decoder() -> None:
+    """Warn of a missing decoder."""
+    if error := _import_error():
+        log.warning("PIL decodes JPEG files, at half the speed of simplejpeg (%s). Run: pip install simplejpeg", error)
+
+
+def _import_error() -> str | None:
+    try:
+        importlib.import_module("simplejpeg")
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+class JpegStored(Stored):
+    """A JPEG file, decoded by simplejpeg. Raises ValueError for a file that PIL should read."""
+
+    def __init__(self, data: bytes, channels: int) -> None:
+        import simplejpeg
+
+        self.decode = simplejpeg.decode_jpeg
+        self.data, self.channels = data, channels
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
+        self.height, self.width = int(height), int(width)
+        if colours not in COLOURS or self.width * self.height > MOST_PIXELS:
+            raise ValueError("PIL must read or refuse this file")
+        self.colours, self.depth = COLOURS[colours]
+
+    def cut(self, box: Box) -> np.ndarray:
+        left, top, width, height = box
+        try:
+            pixels = self._rows(top + height)
+        except ValueError:  # PIL tolerates some damage, and reports the rest
+            return PilStored(self.data, self.channels).cut(box)
+        return in_channels(pixels[top : top + height, left : left + width], self.channels)
+
+    def _rows(self, bottom: int) -> np.ndarray:
+        """Decode the image from the top to at least row `bottom`. Decoding dominates, so the rest is left out.
+
+        The library has no function for this. But with a smaller height in the header, the same bytes are a complete
+        image followed by surplus data, about which the decoder complains only after it has decoded the image.
+        """
+        rows = -(-(bottom + BLEED) // BLOCK) * BLOCK
+        if rows < self.height and (offset := _height_offset(self.data)):
+            shortened = bytearray(self.data)
+            shortened[offset : offset + 2] = rows.to_bytes(2, "big")
+            pixels = np.empty((rows, self.width, self.depth), dtype=np.uint8)
+            try:
+                self.decode(shortened, self.colours, buffer=pixels)
+                return pixels
+            except ValueError as error:
+                if ONLY_CUT_OFF.search(str(error)):
+                    return pixels
+        return self.decode(self.data, self.colours, buffer=None)
+
+
+def damage_of(data: bytes) -> str:
+    """The decoder's warning of a damaged JPEG file, also if PIL reads it without a word; '' if there is none."""
+    import simplejpeg
+
+    try:
+        simplejpeg.decode_jpeg(data, "GRAY")  # reads all the data, at less cost than in colour
+    except ValueError as error:
+        return str(error) if str(error).startswith(OF_DAMAGE) else ""
+    return ""
+
+
+def _height_offset(data: bytes) -> int | None:
+    """Offset of the two height bytes in a sequential JPEG file; None for other kinds.
+
+    None also with restart markers: the decoder would complain about each of them, so that the whole file would have to
+    be decoded after the part.
+    """
+    offset, end, height = 2, len(data) - 9, None
+    while offset < end and data[offset] == 0xFF:
+        marker = data[offset + 1]
+        if marker == SCAN:
+            return height
+        if marker in SEQUENTIAL:
+            height = offset + 5
+        elif marker == RESTARTS or (0xC0 <= marker <= 0xCF and marker != 0xC4):
+            return None
+        offset += 2 + (data[offset + 2] << 8 | data[offset + 3])
+    return None
+
+
+ORIENTATION = 0x0112
+TURNS = {
+    2: (True, False, False),
+    3: (True, True, False),
+    4: (False, True, False),
+    5: (False, False, True),
+    6: (False, True, True),
+    7: (True, True, True),
+    8: (True, False, True),
+}
+"""EXIF orientation -> steps that make the image upright: mirror horizontally, then vertically, then swap the axes."""
+EXIF = ("exif", "Raw profile type exif")
+"""Keys of the EXIF data in Pillow's `info`; the second is that of PNG files by ImageMagick"""
+MARK = b"Exif\0\0"
+SEARCHED = 2**16
+"""Bytes at the start of a JPEG file to search for MARK; the block that begins with it is no longer than this."""
+
+
+class Turned(Stored):
+    """An upright view of an image. Boxes refer to the upright image and are cut from the stored one."""
+
+    def __init__(self, stored: Stored, orientation: int) -> None:
+        self.stored = stored
+        self.mirrored, self.upside_down, self.swapped = TURNS[orientation]
+        size = stored.width, stored.height
+        self.width, self.height = size[::-1] if self.swapped else size
+
+    def cut(self, box: Box) -> np.ndarray:
+        left, top, width, height = box
+        if self.swapped:
+            left, top, width, height = top, left, height, width
+        if self.mirrored:
+            left = self.stored.width - left - width
+        if self.upside_down:
+            top = self.stored.height - top - height
+        pixels = self.stored.cut(Box(left, top, width, height))
+        pixels = pixels[:: -1 if self.upside_down else 1, :: -1 if self.mirrored else 1]
+        return np.ascontiguousarray(pixels.swapaxes(0, 1) if self.swapped else pixels)
+
+
+def upright(stored: Stored, data: bytes) -> Stored:
+    """The image rotated by its EXIF orientation."""
+    if not isinstance(stored, PilStored):
+        if data.find(MARK, 0, SEARCHED) < 0:
+            return stored
+        by_pil = PilStored(data, 3)
+    else:
+        by_pil = stored
+    if by_pil.image.format == "TIFF":
+        return stored  # PIL always rotates TIFF files itself
+    orientation = orientation_of(by_pil.image)
+    return Turned(stored, orientation) if isinstance(orientation, int) and orientation in TURNS else stored
+
+
+def orientation_of(image: Image.Image) -> object:
+    """The orientation in the EXIF data alone: Pillow would also read XMP, which no other code here does."""
+    if image.format == "PNG" and EXIF[0] not in image.info:
+        image.load()  # the EXIF data may come after the pixels
+    without_xmp = Image.new("1", (1, 1))
+    without_xmp.info = {key: image.info[key] for key in EXIF if key in image.info}
+    return without_xmp.getexif().get(ORIENTATION)
+
+
+TRANSPARENT, GREY = "transparent", "grey"
+
+
+class Header(NamedTuple):
+    mode: str
+    """How the colours are stored; '' where the model takes them so, or where it is unknown"""
+    size: tuple[int, int]
+    """Width and height; (0, 0) where unknown"""
+    turned: bool = False
+    """Whether its EXIF data says that it is to be turned"""
+
+
+def header_of(encoded: bytes, channels: int) -> Header:
+    try:
+        with Image.open(io.BytesIO(encoded)) as image:
+            return Header(_unusual_mode(image, channels), image.size, orientation_of(image) in TURNS)
+    except Exception:  # only another decoder than Pillow can read it, or a damaged header, which can raise anything
+        return Header("", (0, 0))
+
+
+def _unusual_mode(image: Image.Image, channels: int) -> str:
+    if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "La", "RGBa"):
+        return TRANSPARENT
+    if image.mode.startswith("I") or image.mode == "F":
+        return "16 bits and more"
+    if image.mode in ("L", "1"):
+        return "" if channels == 1 else GREY
+    names = {"RGB": "" if channels == 3 else "coloured", "P": "palette"}
+    return names.get(image.mode, image.mode)
+
+
+JPEG_START = b"\xff\xd8\xff"
+
+
+class Reader:
+    """Opens images. A bad image can raise any exception; `decoding_errors` turns it into Unreadable."""
+
+    def __init__(self, data: DataConfig) -> None:
+        self.channels, self.turns = data.IMAGE_CHANNELS, data.EXIF_ROTATE
+        self.background = background_of(data)
+        self.by_simplejpeg = decoder_of_jpeg() == "simplejpeg"
+
+    def open(self, encoded: Encoded) -> Stored:
+        if isinstance(encoded, np.ndarray):
+            return ArrayStored(encoded, self.channels)
+        stored = self._open(encoded)
+        if not self.turns:
+            return stored
+        with warnings.catch_warnings(action="ignore"):
+            return upright(stored, encoded)
+
+    def _open(self, data: bytes) -> Stored:
+        if self.by_simplejpeg and data.startswith(JPEG_START):
+            try:
+                return JpegStored(data, self.channels)
+            except ValueError:
+                pass  # PIL supports more kinds of JPEG, and has better error messages
+        # PIL warns of odd EXIF data and large sizes in images that it can read, which is noise during training.
+        with warnings.catch_warnings(action="ignore"):
+            return PilStored(data, self.channels, self.background)
+
+
+@contextlib.contextmanager
+def decoding_errors(encoded: Encoded) -> Iterator[None]:
+    """Raise Unreadable in place of whatever decoding this image raises, except when memory runs out."""
+    try:
+        yield
+    except MemoryError:
+        raise  # not the file's fault
+    except Exception as error:  # the decoder of a damaged file can raise nearly anything
+        raise Unreadable(_reason(error, encoded)) from None
+
+
+def _reason(error: Exception, encoded: Encoded) -> str:
+    """Why an image could not be decoded, for the user who has the file."""
+    if len(encoded) == 0:
+        return "the file is empty"
+    if isinstance(error, UnidentifiedImageError):
+        return "not an image in a known format"
+    if isinstance(error, Image.DecompressionBombError):
+        return f"its header claims more than {MOST_PIXELS:,} pixels, PIL's limit against decompression bombs"
+    return str(error) or type(error).__name__

@@ -1,0 +1,348 @@
+"""Changes that AMP makes to the model: half-precision copies and weights, modules in fp32, fp8 layers."""
+
+# torch's own optimisers use torch._foreach_*; its type stubs call them private.
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from types import MethodType
+from typing import Any
+
+import torch
+import torch._functorch.config as autograd_config
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from datasets import Batch, MicroBatch
+from engine.amp.op_lists import HALVES, cast_floats, operators_named
+from engine.amp.precision import Precision
+from engine.callback import Callback, Computing
+from models import has_adapters, is_inside
+from utils.config.schema import AmpConfig
+from utils.distributed.world import World, sum_over_ranks
+from utils.errors import UserError, nearest
+from utils.log import log
+from utils.text import counted
+
+# Always fp32: its running statistics are, and its kernels take no weights of another dtype.
+BATCH_NORM = (nn.modules.batchnorm._BatchNorm,)
+NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, *BATCH_NORM)
+Pairs = list[tuple[nn.Parameter, nn.Parameter]]
+"""(master, half-precision copy) of each trained weight."""
+
+
+class HalfCopy(Callback):
+    """O2 and NAIVE: a copy in half precision computes forward and backward, in place of the fp32 master weights.
+
+    It gives the masters its gradients, and takes up their new values. The optimiser, the EMA, checkpoints and clipping
+    use the masters only.
+    """
+
+    def __init__(self, precision: Precision, world: World) -> None:
+        self._precision, self._world = precision, world
+
+    def attach(self, to: Computing) -> None:
+        """A copy has gradients only where its master has them now, and fp32 only where it computes in fp32 now."""
+        self._master = to.model
+        self._copy, self._pairs = half_copy_of(to.model, self._precision)
+        to.forward = self._copy
+
+    @torch.no_grad()
+    def after_backward(self, share: MicroBatch, batch: Batch) -> None:
+        """Add the copy's gradients to the masters' in fp32, where sums of many micro-batches lose no small terms."""
+        pairs = [(master, half) for master, half in self._pairs if half.grad is not None]
+        first = [(master, half.grad) for master, half in pairs if master.grad is None and half.grad is not None]
+        later = [
+            (master.grad, half.grad) for master, half in pairs if master.grad is not None and half.grad is not None
+        ]
+        if later:
+            torch._foreach_add_([total for total, _ in later], [gradient for _, gradient in later])
+        if first:  # copied, not added to zeros: of mixed dtypes, only copies are fused into few kernels on a GPU
+            for master, _ in first:
+                master.grad = torch.empty_like(master)
+            torch._foreach_copy_([m.grad for m, _ in first if m.grad is not None], [gradient for _, gradient in first])
+        for _, half in pairs:
+            half.grad = None
+
+    @torch.no_grad()
+    def before_step(self, update: int) -> None:
+        """All-reduce the masters' gradients in fp32, in one message; once per update."""
+        if self._world.size == 1:
+            return
+        gradients: list[Tensor] = [p.grad for p in self._master.parameters() if p.grad is not None]
+        sums = sum_over_ranks(_flatten_dense_tensors(gradients), self._world)
+        torch._foreach_copy_(gradients, list(_unflatten_dense_tensors(sums, gradients)))
+
+    @torch.no_grad()
+    def after_update(self, update: int, stepped: bool | Tensor) -> None:
+        """Copy the masters' new values into the half-precision weights."""
+        if self._pairs:
+            masters, halves = zip(*self._pairs, strict=True)
+            torch._foreach_copy_(list(halves), list(masters))
+
+
+def half_copy_of(master: nn.Module, precision: Precision) -> tuple[nn.Module, Pairs]:
+    """The copy of `master` that AMP.LEVEL O2 or NAIVE computes with, and its trained weights with their masters."""
+    return in_half(master, precision.choice.dtype, precision.level == "O2", forced_modules(master))
+
+
+def in_half(master: nn.Module, dtype: torch.dtype, norms_in_fp32: bool, in_fp32: list[str]) -> tuple[nn.Module, Pairs]:
+    """`norms_in_fp32`: true for O2. `in_fp32`: names of modules that stay in fp32 in any case."""
+    model = copy.deepcopy(master)
+    if not norms_in_fp32:
+        cast_inputs_to_half(model)
+    fp32_classes = NORMS if norms_in_fp32 else BATCH_NORM
+    pairs: Pairs = []
+    for (name, ours), theirs in zip(model.named_modules(), master.modules(), strict=True):
+        pairs += _copy_module(ours, theirs, is_inside(name, in_fp32) or isinstance(ours, fp32_classes), dtype)
+    return model, pairs
+
+
+def _copy_module(ours: nn.Module, theirs: nn.Module, in_fp32: bool, dtype: torch.dtype) -> Pairs:
+    """Convert a module's parameters to half precision, or share the master's. Buffers are always shared."""
+    pairs: Pairs = []
+    for name, parameter in theirs.named_parameters(recurse=False):
+        if in_fp32 or not parameter.is_floating_point():
+            ours._parameters[name] = parameter
+            continue
+        half = nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
+        ours._parameters[name] = half
+        if parameter.requires_grad:
+            pairs.append((parameter, half))
+    for name, _ in list(theirs.named_buffers(recurse=False)):
+        ours._buffers[name] = theirs._buffers[name]
+    return pairs
+
+
+def cast_inputs_to_half(model: nn.Module) -> None:
+    """Cast the images to the dtype of the first weights, which autocast would do if it were on."""
+
+    def cast(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (args[0].to(next(module.parameters()).dtype), *args[1:])
+
+    model.register_forward_pre_hook(cast)
+
+
+def convert_to_half(model: nn.Module, dtype: torch.dtype) -> None:
+    """O3: convert the weights themselves to half precision, without fp32 masters."""
+    model.to(dtype)
+    cast_inputs_to_half(model)
+
+
+TENSOR_CORE_TILE = 8
+
+
+def prepare_model(model: nn.Module, amp: AmpConfig, precision: Precision) -> None:
+    """Apply AMP.FP32_MODULES, fp8 and O3 to `model`, in place."""
+    if precision.level == "O0":
+        return
+    if amp.FP32_MODULES:
+        forced = force_fp32(model, amp.FP32_MODULES, precision.device.type)
+        log.info("AMP.FP32_MODULES: modules in fp32: %s", _names(forced))
+    if precision.fp8:
+        left_out = convert_to_fp8(model, precision.device, classifier(model), forced_modules(model))
+        log.info("fp8: linear layers left in bf16 (the classifier, or sizes not multiples of 16): %s", _names(left_out))
+    if precision.level == "O3":
+        convert_to_half(model, precision.choice.dtype)
+        log.warning(
+            "AMP.LEVEL O3 keeps no fp32 master weights: updates smaller than a weight's last bit are lost, and weights "
+            "near 1, such as those of norms, may never change. O2 avoids this but takes more memory."
+        )
+
+
+def tile_size_hint(model: nn.Module, batch: int) -> str | None:
+    """Advice where sizes are not multiples of a tensor core's tile, which leaves part of each tile unused.
+
+    The number of classes is left out: users cannot choose it, and the classifier takes hardly any time.
+    """
+    sizes = {"DATA.BATCH_SIZE": batch, "MODEL.EMBED_DIM": getattr(model, "embed_dim", None)}
+    odd = ", ".join(f"{key} {size}" for key, size in sizes.items() if isinstance(size, int) and size % TENSOR_CORE_TILE)
+    return (
+        f"Mixed precision is fastest with sizes that are multiples of {TENSOR_CORE_TILE}, unlike {odd}" if odd else None
+    )
+
+
+def classifier(model: nn.Module) -> nn.Module | None:
+    """The model's classifier, as timm's models report it."""
+    get = getattr(model, "get_classifier", None)
+    module = get() if get else None
+    return module if isinstance(module, nn.Module) else None
+
+
+def _names(names: list[str]) -> str:
+    return ", ".join(names) if names else "none"
+
+
+# AMP.FP32_MODULES: modules that compute in fp32 while the rest of the model runs under autocast.
+
+# Models and activation checkpointing call the members of these one by one, never the container itself.
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def force_fp32(model: nn.Module, patterns: Iterable[str], device_type: str) -> list[str]:
+    """Make modules that match `patterns` compute in fp32, forward and backward. Returns the names newly forced.
+
+    A pattern is a glob over module names (`blocks.11.*`, `head`) or class names (`*Norm*`). Modules inside a forced one
+    compute in fp32 with it. Works in the middle of training too; parameters, their names and dtypes do not change.
+    """
+    patterns = tuple(patterns)
+    modules = dict(_named(model))
+    for pattern in patterns:
+        if not any(_matches(name, module, pattern) for name, module in modules.items()):
+            raise _no_match(pattern, modules)
+    newly_forced: list[str] = []
+    outermost = ""
+    for name, module in modules.items():
+        if outermost and name.startswith(outermost + "."):
+            continue
+        if is_forced(module):
+            outermost = name
+        elif any(_matches(name, module, pattern) for pattern in patterns):
+            outermost = name
+            newly_forced += [part for part, inner in _callable_parts(name, module) if _force(inner, device_type)]
+    if newly_forced:
+        # Unlike an eager backward pass, a compiled one runs under the autocast around its forward call. That would
+        # compute these modules' gradients in low precision.
+        autograd_config.backward_pass_autocast = "off"
+    return newly_forced
+
+
+def forced_modules(model: nn.Module) -> list[str]:
+    """Names of the modules that compute in fp32."""
+    return [name for name, module in _named(model) if is_forced(module)]
+
+
+def is_forced(module: nn.Module) -> bool:
+    return getattr(module.forward, "__func__", None) is _forward_in_fp32
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules inside the model, with the names they have before compiling."""
+    for name, module in model.named_modules():
+        own = ".".join(part for part in name.split(".") if part != "_orig_mod")
+        if own and not name.endswith("_orig_mod"):
+            yield own, getattr(module, "_orig_mod", module)
+
+
+def _matches(name: str, module: nn.Module, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(type(module).__name__, pattern)
+
+
+def _callable_parts(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    if type(module) not in CONTAINERS:
+        yield name, module
+        return
+    for child_name, child in module.named_children():
+        yield from _callable_parts(f"{name}.{child_name}", child)
+
+
+def _force(module: nn.Module, device_type: str) -> bool:
+    if is_forced(module):
+        return False
+    # Instance attributes: the state dict's keys do not change, and a deep copy's method is bound to the copy.
+    module.fp32_on = device_type  # pyright: ignore[reportArgumentType]
+    module.forward = MethodType(_forward_in_fp32, module)
+    return True
+
+
+def _forward_in_fp32(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Forward pass of a forced module, with inputs cast to fp32. Under autocast it returns fp32, as autocast's fp32
+    operators do.
+    """
+    device_type: str = self.fp32_on  # pyright: ignore[reportAssignmentType]
+    under_autocast = torch.is_autocast_enabled(device_type)
+    with torch.autocast(device_type, enabled=False):
+        fp32_args, fp32_kwargs = (cast_floats(values, torch.float32, device_type) for values in (args, kwargs))
+        outputs = type(self).forward(self, *fp32_args, **fp32_kwargs)
+    given = next((x.dtype for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), torch.float32)
+    # Without autocast the next module's weights are in half precision, and it takes no other dtype.
+    return outputs if under_autocast or given not in HALVES else cast_floats(outputs, given, device_type)
+
+
+def _no_match(pattern: str, modules: dict[str, nn.Module]) -> UserError:
+    classes = {type(module).__name__ for module in modules.values()}
+    tops = [name for name in modules if "." not in name]
+    return UserError(
+        f"AMP.FP32_MODULES: no module's name or class matches {pattern!r}.{nearest(pattern, [*modules, *classes])} "
+        f"Top-level modules: {', '.join(tops)}. Classes: {', '.join(sorted(classes))}."
+    )
+
+
+# fp8 by torchao: linear layers of suitable size compute in 8 bits, everything else under bf16 autocast.
+
+MULTIPLE = 16  # tensor cores need both sizes of an fp8 matrix to be multiples of it
+FIRST_CAPABILITY = (8, 9)
+
+
+def hardware_has_fp8(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
+
+
+def convert_to_fp8(
+    model: nn.Module, device: torch.device, classifier: nn.Module | None, in_fp32: list[str]
+) -> list[str]:
+    """Convert linear layers of suitable size to fp8, one scale per tensor, in place. Returns the names of the others.
+
+    `in_fp32`: names of modules to leave alone, with everything inside them.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    emulated = not hardware_has_fp8(device)
+    if emulated:
+        log.warning(
+            "fp8 is EMULATED on this device: the results are those of fp8, but training is slower than in fp32. "
+            "Real fp8 needs compute capability 8.9 or newer (Ada, Hopper, Blackwell)."
+        )
+    left_out: list[str] = []
+    adapted: list[str] = []
+
+    def is_convertible(module: nn.Module, name: str) -> bool:
+        if not isinstance(module, nn.Linear) or is_inside(name, in_fp32):
+            return False
+        if has_adapters(module):  # conversion would remove them
+            adapted.append(name)
+            return False
+        suits = module is not classifier and module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0
+        if not suits:
+            left_out.append(name)
+        return suits
+
+    config = Float8LinearConfig.from_recipe_name("tensorwise")
+    object.__setattr__(config, "emulate", emulated)
+    # A weight's gradient is summed over the tokens of a batch, whose number must be a multiple of 16 as well.
+    object.__setattr__(config, "pad_inner_dim", True)
+    convert_to_float8_training(model, config=config, module_filter_fn=is_convertible)
+    if adapted:
+        log.info("fp8: %s with adapters (MODEL.LORA) compute in bf16.", counted(len(adapted), "layer"))
+    return left_out
+
+
+OPERATORS_OF: dict[type[nn.Module], tuple[str, ...]] = {
+    nn.Linear: ("linear",),
+    nn.Conv1d: ("conv1d",),
+    nn.Conv2d: ("conv2d",),
+    nn.Conv3d: ("conv3d",),
+}
+"""Layers, and the only operators that use their weights. Subclasses may use them otherwise: to standardise them, say.
+
+A class of our own says so in its attribute `autocast_operators`.
+"""
+
+
+def cast_weights(model: nn.Module, black_list: Iterable[str]) -> list[nn.Parameter]:
+    """The weights of `model` that autocast always casts. `black_list`: AMP.CUSTOM_BLACK_LIST."""
+    forced, in_fp32 = forced_modules(model), set(operators_named(black_list))
+    cast: list[nn.Parameter] = []
+    used_otherwise: set[int] = set()
+    for name, module in model.named_modules():
+        operators = getattr(module, "autocast_operators", OPERATORS_OF.get(type(module)))
+        casts = operators and in_fp32.isdisjoint(operators) and not is_inside(name, forced)
+        for own, weight in module.named_parameters(recurse=False):
+            if casts and own in ("weight", "bias"):  # weight_norm and its like compute the weight from others
+                cast.append(weight)
+            else:
+                used_otherwise.add(id(weight))
+    return [weight for weight in cast if id(weight) not in used_otherwise]

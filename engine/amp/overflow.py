@@ -1,0 +1,603 @@
+"""Find the operation that overflowed: run a micro-batch again, forward and backward, and check every output."""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from math import inf, isfinite
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from datasets import PADDING, Batch, MicroBatch
+from engine.amp.precision import Precision, dtype_name
+from engine.callback import Callback, Computing
+from engine.inputs.mixup import BatchTransform, no_transform
+from engine.machine.late_compiler import uncompiled
+from utils.log import log
+from utils.seeding import fork_host_rng, seed_all
+from utils.text import counted
+
+BATCH, INPUTS, LOSS = "batch", "inputs", "loss"
+"""Names for places outside the model."""
+FORWARD, BACKWARD = "forward", "backward"
+
+MASKING = {
+    "add",
+    "cat",
+    "clone",
+    "copy",
+    "lift_fresh_copy",
+    "masked_fill",
+    "repeat",
+    "scalar_tensor",
+    "_to_copy",
+    "where",
+}
+MASKING |= {"fill", "full", "full_like", "index_fill", "index_put", "new_full"}
+"""Kernels with which a model writes minus infinity on purpose, as a mask for softmax."""
+
+
+class Place(NamedTuple):
+    """A module, or one of the three names above, and the function that it called."""
+
+    module: str
+    function: str
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """The first operation of a micro-batch whose output is not finite."""
+
+    operation: str
+    """Name of the function: linear, matmul, softmax, ..."""
+    kernel: str
+    """Kernel that torch ran for it, such as aten::addmm."""
+    module: str
+    direction: str
+    dtype: torch.dtype
+    parameter: str = ""
+    """The parameter that does not fit `dtype`, if that is the cause."""
+    bad_rows: tuple[int, ...] = ()
+    """Rows of the micro-batch whose output is not finite, if known."""
+
+
+@dataclass
+class _Record:
+    kernel: str
+    place: Place
+    direction: str
+    dtype: torch.dtype
+    parameter: str
+    extremes: Tensor
+    """Minimum and maximum of the output."""
+
+    @property
+    def may_mask(self) -> bool:
+        return not self.parameter and self.kernel.rpartition("::")[2].rstrip("_") in MASKING
+
+
+class _CallTracker:
+    """Tracks the module and function that are running; in the backward pass, those that created the current node.
+
+    Autograd numbers its nodes in the order of their creation, so the number at each change of place is enough to find
+    the place later. (Hooks on the modules' tensors fail at modules that return their input, of which a ViT has many.)
+    """
+
+    def __init__(self, model: nn.Module, teacher: nn.Module | None) -> None:
+        self._names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
+        if teacher is not None:
+            self._names |= {id(module): f"teacher.{name}" for name, module in teacher.named_modules() if name}
+        self._stack = [LOSS]
+        self._function = ""
+        self._numbers: list[int] = []
+        self._places: list[Place] = []
+        self._last_backward = Place(LOSS, "")
+
+    def here(self) -> tuple[Place, str]:
+        if not _in_backward():
+            return Place(self._stack[-1], self._function), FORWARD
+        node = torch._C._current_autograd_node()
+        if node is not None:  # None while the engine adds gradients of a tensor that was used twice
+            at = bisect_right(self._numbers, node._sequence_nr()) - 1
+            self._last_backward = self._places[max(at, 0)]
+        return self._last_backward, BACKWARD
+
+    @contextlib.contextmanager
+    def inside_module(self, module: str) -> Iterator[None]:
+        self._enter(module)
+        yield
+        self._leave()
+
+    @contextlib.contextmanager
+    def calling_function(self, function: str) -> Iterator[None]:
+        outer, self._function = self._function, function
+        self._mark()
+        yield
+        self._function = outer
+        self._mark()
+
+    @contextlib.contextmanager
+    def hooked(self, on_output: Callable[[Any], None]) -> Iterator[None]:
+        """Track the model's modules by global hooks; `on_output` receives the output of each."""
+
+        def before(module: nn.Module, _: Any) -> None:
+            if id(module) in self._names:
+                self._enter(self._names[id(module)])
+
+        def after(module: nn.Module, _: Any, output: Any) -> None:
+            if id(module) in self._names:
+                on_output(output)
+                self._leave()
+
+        handles = register_module_forward_pre_hook(before), register_module_forward_hook(after)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, module: str) -> None:
+        self._stack.append(module)
+        self._mark()
+
+    def _leave(self) -> None:
+        self._stack.pop()
+        self._mark()
+
+    def _mark(self) -> None:
+        self._numbers.append(torch.autograd._get_sequence_nr())  # pyright: ignore[reportPrivateImportUsage]
+        self._places.append(Place(self._stack[-1], self._function))
+
+
+class _FunctionNames(TorchFunctionMode):
+    """Tells the tracker which torch function the model calls."""
+
+    def __init__(self, tracker: _CallTracker) -> None:
+        super().__init__()
+        self._tracker = tracker
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self._tracker.calling_function(getattr(func, "__name__", "").strip("_")):
+            return func(*args, **(kwargs or {}))
+
+
+class _ExtremesRecorder(TorchDispatchMode):
+    """Records minimum and maximum of every floating output, on the device. Both are NaN if a value is."""
+
+    def __init__(self, tracker: _CallTracker, parameters: dict[int, str], rows: int) -> None:
+        super().__init__()
+        self._tracker, self._parameters, self._rows = tracker, parameters, rows
+        self.records: list[_Record] = []
+        # For each module output: the number of records before it, and the norm of each of its rows.
+        self._outputs: list[tuple[int, Tensor]] = []
+        self._paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self._paused or func.is_view:
+            return out
+        kernel = func.name().partition(".")[0]
+        if "empty" in kernel:  # uninitialised memory may hold anything
+            return out
+        place, direction = self._tracker.here()
+        results = out if isinstance(out, tuple | list) else (out,)
+        # Attention's forward pass also returns the logsumexp, whose padding may hold anything.
+        for result in results[:1] if "attention" in kernel and direction == FORWARD else results:
+            if _is_checkable(result):
+                cast = self._parameters.get(id(args[0]), "") if kernel == "aten::_to_copy" else ""
+                self.records.append(_Record(kernel, place, direction, result.dtype, cast, _extremes(result)))
+        return out
+
+    def module_output(self, output: Any) -> None:
+        if _is_checkable(output) and output.dim() > 1 and len(output) == self._rows:
+            self._paused = True
+            self._outputs.append((len(self.records), _row_norms(output)))
+            self._paused = False
+
+    def batch_images(self, images: Tensor) -> None:
+        """Record the images themselves, which no operation produced."""
+        if _is_checkable(images):
+            self._paused = True
+            self.records.append(
+                _Record(BATCH, Place(BATCH, "images"), FORWARD, images.dtype, "", _extremes(images)),
+            )
+            self._outputs.append((1, _row_norms(images)))
+            self._paused = False
+
+    def first_overflow(self, loss: Tensor, records_before_loss: int) -> Overflow | None:
+        """The first operation with an output that is not finite. Only this method waits for the device."""
+        if not self.records:
+            return None
+        extremes = torch.stack([record.extremes for record in self.records] + [loss.detach().float().expand(2)])
+        *values, (loss_value, _) = extremes.tolist()
+        # If the loss is finite, infinities in the forward pass did no harm.
+        begin = records_before_loss if isfinite(loss_value) else 0
+        at = next((n for n in range(begin, len(values)) if _is_bad(self.records[n], *values[n])), None)
+        if at is None:
+            return None
+        bad = self.records[at]
+        operation = bad.place.function or bad.kernel.rpartition("::")[2].strip("_")
+        rows = self._bad_rows(at) if bad.direction == FORWARD else ()
+        return Overflow(operation, bad.kernel, bad.place.module, bad.direction, bad.dtype, bad.parameter, rows)
+
+    def _bad_rows(self, at: int) -> tuple[int, ...]:
+        """Rows that are not finite in the first module output after record `at`."""
+        norms = next((norms for count, norms in self._outputs if count > at), None)
+        return () if norms is None else tuple(torch.isfinite(norms).logical_not().nonzero().flatten().tolist())
+
+
+class Replay:
+    """Replays micro-batches without side effects on gradients, buffers and hooks. Callers protect random generators."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: nn.Module,
+        criterion: Callable[[Tensor, Tensor], Tensor],
+        autocast: Callable[[], contextlib.AbstractContextManager[Any]],
+        change: BatchTransform = no_transform,
+    ) -> None:
+        self._model, self._inputs, self._criterion, self._autocast = model, inputs, criterion, autocast
+        self._change = change
+
+    def run(self, images: Tensor, labels: Tensor, weight: float, scale: Tensor) -> Overflow | None:
+        """Run one micro-batch, forward and backward, and find its overflow."""
+        teacher = getattr(self._change, "teacher", None)  # set in distillation
+        tracker = _CallTracker(self._model, teacher and teacher.model)
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        recorder = _ExtremesRecorder(tracker, names, len(images))
+        # Compiled parts run in eager mode: operations inside a compiled graph cannot be named.
+        with torch.enable_grad(), uncompiled(), recorder:
+            with tracker.hooked(recorder.module_output), _FunctionNames(tracker):
+                recorder.batch_images(images)
+                with self._autocast():
+                    with tracker.inside_module(INPUTS):
+                        images, targets, _ = self._change(_call_with_copied_buffers(self._inputs, images), labels)
+                    with tracker.inside_module(type(self._model).__name__):
+                        logits = _call_with_copied_buffers(self._model, images)
+                    loss = self._criterion(logits.float(), targets)
+                records_before_loss = len(recorder.records)
+            with tracker.calling_function("scaling"):
+                scaled = loss * weight * scale
+            # Hooks are off here: activation checkpointing calls modules again, whose nodes are not in this graph.
+            # Not backward(), which would add to .grad and start DDP's all-reduce.
+            torch.autograd.grad(scaled, [p for p in self._model.parameters() if p.requires_grad], allow_unused=True)
+        return recorder.first_overflow(loss, records_before_loss)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _call_with_copied_buffers(module: nn.Module, images: Tensor) -> Tensor:
+    """Call a module without changing its running statistics."""
+    return functional_call(module, {name: buffer.clone() for name, buffer in module.named_buffers()}, (images,))
+
+
+def _is_checkable(value: Any) -> bool:
+    # 8-bit floats are left out: they have no infinity, and torch computes no norm of them.
+    return isinstance(value, Tensor) and value.is_floating_point() and value.itemsize > 1 and value.numel() > 0
+
+
+def _is_bad(record: _Record, least: float, greatest: float) -> bool:
+    if record.may_mask and record.direction == FORWARD and least == -inf and greatest < inf:
+        return False
+    return not (isfinite(least) and isfinite(greatest))
+
+
+def _extremes(value: Tensor) -> Tensor:
+    return torch.stack(torch.aminmax(value.detach())).float()
+
+
+def _row_norms(value: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(value.detach().flatten(1), float("inf"), dim=1)
+
+
+# Replays of updates that the loss scaler skipped. A normal update costs a reference to its batch and a copy of the loss
+# scale on the device. If only the GPU knows whether an update was skipped, the host does not wait: an asynchronous copy
+# brings the flag, and later updates look at it.
+
+SHOWN_SAMPLES = 8
+
+FIRST_REPLAYS = 3
+UPDATES_BETWEEN_REPLAYS = 50
+MAX_BYTES = 2**30
+"""Most image bytes held for replays, the current update's included."""
+USUAL_UPDATES = 3
+"""Updates whose images are usually held: the current one, the one whose flag is being copied, and one more."""
+
+MicroBatches = list[tuple[MicroBatch, Batch]]
+Answer = Callable[[], bool | None]
+"""Whether the weights moved; None while that is unknown."""
+
+
+@dataclass(frozen=True)
+class Blame:
+    """Cause of one skipped update. Plain values only, for other ranks and for JSON."""
+
+    update: int
+    noticed_at: int
+    operation: str
+    """Name of the function: linear, matmul, ...; empty if the replay found nothing."""
+    module: str
+    """Name of the module in the model, or the model's class, or `loss`, `inputs`, `batch`."""
+    direction: str
+    dtype: str
+    sample_indices: tuple[int, ...]
+    """Indices of the micro-batch's samples."""
+    scale: float
+    kernel: str = ""
+    """Kernel that torch ran, such as aten::addmm."""
+    parameter: str = ""
+    """The parameter that does not fit `dtype`, if that is the cause."""
+    bad_samples: tuple[int, ...] = ()
+    """Indices of the samples whose output is not finite, if known."""
+    passed_over: int = 0
+    """Skipped updates since the last replay that were not replayed."""
+    reason: str = ""
+    """Why the replay found nothing."""
+
+    def words(self) -> str:
+        """One line for the log."""
+        parts = [self._what()]
+        if self.operation:
+            parts.append(self._samples())
+        parts.append(f"loss scale {self.scale:g}")
+        late = self.noticed_at - self.update
+        if late:
+            parts.append(f"noticed {counted(late, 'update')} later, and replayed with the weights of that later update")
+        if self.passed_over:
+            parts.append(f"{self.passed_over} skipped updates before it were not replayed")
+        return f"update {self.update} was skipped: " + "; ".join(parts)
+
+    def _what(self) -> str:
+        if not self.operation:
+            return self.reason
+        if self.module == BATCH:
+            return "the images were not finite, before the model computed anything"
+        if self.module == LOSS and self.operation == "scaling":
+            return "the scaled loss itself overflowed: the loss scale is too large"
+        where = f"{self.operation} in {self.module} ({self.direction}, {self.kernel}, {self.dtype})"
+        if self.module == LOSS and self.direction == BACKWARD:
+            return f"{where}: the gradient of the loss is not finite, so the loss scale is too large"
+        if self.parameter:
+            return f"{where} overflowed: {self.parameter} does not fit {self.dtype}"
+        return f"{where} produced the first value that is not finite"
+
+    def _samples(self) -> str:
+        count = len(self.sample_indices)
+        if self.bad_samples and len(self.bad_samples) < count:
+            return f"in {len(self.bad_samples)} of {count} samples: {_some(self.bad_samples)}"
+        every = f"all {count} samples of a micro-batch" if self.bad_samples else f"a micro-batch of {count} samples"
+        return f"in {every}: {_some(self.sample_indices)}"
+
+
+@dataclass
+class SkipRecord:
+    """Counts over all skipped updates; saved in checkpoints, so that a resumed run replays the same ones."""
+
+    replays: int = 0
+    last_replay: int = 0
+    """Update of the last replay."""
+    passed_over: int = 0
+    blamed: dict[str, int] = field(default_factory=dict)
+    """Number of overflows of each module (AMP.AUTO_FP32)."""
+
+
+@dataclass
+class _Pending:
+    """One update that may have been skipped."""
+
+    update: int
+    micro_batches: MicroBatches
+    scale: Tensor
+    answer: Answer | None = None
+
+    @property
+    def bytes(self) -> int:
+        return _size(self.micro_batches)
+
+
+class OverflowWatch(Callback):
+    """Holds the micro-batches of recent updates and replays those that were skipped. Other updates cost nothing.
+
+    Call `take` for each report. `seed` is that of the updates.
+    """
+
+    def __init__(self, seed: int, precision: Precision, send: Callable[[Tensor], Answer] | None = None) -> None:
+        self._seed, self._precision = seed, precision
+        self._send = send or send_to_host
+        self._replay: Replay | None = None
+        self.skips = SkipRecord()
+        self._now: MicroBatches | None = []
+        self._pending: deque[_Pending] = deque()
+        self._blames: list[Blame] = []
+        self._update = 0
+        self._limit_was_logged = False
+
+    def attach(self, to: Computing) -> None:
+        """What computes now is replayed. It must be neither compiled nor wrapped by DDP."""
+        if any(isinstance(module, nn.SyncBatchNorm) for module in to.forward.modules()):
+            # A replay is a forward pass of one rank alone, which would wait for the others for ever.
+            self._replay = None
+            log.info(
+                "With DIST.SYNC_BATCHNORM, skipped updates are not replayed, and the log names no module that "
+                "overflowed."
+            )
+            return
+        self._replay = Replay(to.forward, to.inputs, to.criterion, self._precision.autocast, to.change)
+
+    def after_backward(self, share: MicroBatch, batch: Batch) -> None:
+        if self._replay is not None:
+            self._now = self.collect(self._now, share, batch)
+
+    def before_step(self, update: int) -> None:
+        if self._replay is not None:
+            self.remember(update, self._now, self._precision.scale_tensor())
+        self._now = []
+
+    def after_update(self, update: int, stepped: bool | Tensor) -> None:
+        if self._replay is not None:
+            self.record(update, stepped)
+
+    def state(self) -> dict[str, Any]:
+        return {"skips": asdict(self.skips)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.skips = SkipRecord(**state.get("skips", {}))
+
+    def begin_anew(self) -> None:
+        """Replay the next overflows like the first ones: what computes has changed."""
+        self.skips = SkipRecord(blamed=self.skips.blamed)
+        self._pending.clear()
+        self._blames.clear()
+
+    def collect(self, micro_batches: MicroBatches | None, share: MicroBatch, batch: Batch) -> MicroBatches | None:
+        """Add a micro-batch to those of the current update; None once these alone exceed MAX_BYTES.
+
+        Earlier updates give up their images first; they can no longer be replayed.
+        """
+        if micro_batches is None:
+            return None
+        micro_batches.append((share, batch))
+        size = _size(micro_batches) + sum(earlier.bytes for earlier in self._pending)
+        for earlier in self._pending:
+            if size <= MAX_BYTES:
+                break
+            size -= earlier.bytes
+            earlier.micro_batches = []
+        return micro_batches if size <= MAX_BYTES else None
+
+    def remember(self, update: int, micro_batches: MicroBatches | None, scale: Tensor) -> None:
+        """Hold what a replay needs. Call it before the scaler's step, which changes the scale in place."""
+        self._pending.append(_Pending(update, micro_batches or [], scale.detach().clone()))
+
+    def record(self, update: int, stepped: bool | Tensor) -> None:
+        """Record whether the update that was remembered last moved the weights."""
+        self._update = update
+        if isinstance(stepped, Tensor):
+            self._pending[-1].answer = self._send(stepped)
+        else:
+            self._pending[-1].answer = lambda: stepped
+        self._check_pending()
+
+    def take(self) -> list[Blame]:
+        """Causes found since the last call."""
+        self._check_pending()
+        blames, self._blames = self._blames, []
+        return blames
+
+    def _check_pending(self) -> None:
+        """Go through the updates in order, up to the first whose answer has not arrived."""
+        while self._pending and self._pending[0].answer is not None:
+            stepped = self._pending[0].answer()
+            if stepped is None:
+                return
+            update = self._pending.popleft()
+            if not stepped:
+                self._on_skip(update)
+
+    def _on_skip(self, skipped: _Pending) -> None:
+        skips = self.skips
+        early = skips.replays < FIRST_REPLAYS
+        if not skipped.micro_batches and not self._limit_was_logged:
+            self._limit_was_logged = True
+            log.info(
+                "update %d was skipped and cannot be replayed: the images of recent updates exceed the limit of "
+                "%.0f GiB. A smaller -batch_size or -accum_iter makes replays possible. Later updates like it are only "
+                "counted.",
+                skipped.update,
+                MAX_BYTES / 2**30,
+            )
+        if not skipped.micro_batches or not (early or skipped.update - skips.last_replay >= UPDATES_BETWEEN_REPLAYS):
+            skips.passed_over += 1
+            return
+        skips.replays += 1
+        skips.last_replay = skipped.update
+        self._blames.append(self._find_cause(skipped))
+        skips.passed_over = 0
+
+    def _find_cause(self, skipped: _Pending) -> Blame:
+        try:
+            with fork_host_rng(), self._device_generator_kept():
+                overflow, batches = self._run_replay(skipped)
+            reason = "" if overflow else self._why_not_reproduced(skipped)
+        except RuntimeError as error:  # such as out of memory: the training itself can continue
+            overflow, batches = None, skipped.micro_batches
+            reason = f"cause unknown, the replay failed ({str(error).strip().partition(chr(10))[0]})"
+            log.debug("The replay of update %d failed.", skipped.update, exc_info=True)
+        samples = [index for _, batch in batches for index in batch.indices.tolist()]
+        rows = overflow.bad_rows if overflow else ()
+        return Blame(
+            update=skipped.update,
+            noticed_at=self._update,
+            operation=overflow.operation if overflow else "",
+            module=overflow.module if overflow else "",
+            direction=overflow.direction if overflow else "",
+            dtype=dtype_name(overflow.dtype) if overflow else "",
+            sample_indices=tuple(index for index in samples if index != PADDING),
+            scale=float(skipped.scale),
+            kernel=overflow.kernel if overflow else "",
+            parameter=overflow.parameter if overflow else "",
+            bad_samples=tuple(samples[row] for row in rows if samples[row] != PADDING),
+            passed_over=self.skips.passed_over,
+            reason=reason,
+        )
+
+    def _run_replay(self, skipped: _Pending) -> tuple[Overflow | None, MicroBatches]:
+        """The first overflow and its micro-batch; without an overflow, all micro-batches."""
+        assert self._replay is not None
+        for share, batch in skipped.micro_batches:
+            seed_all(self._seed, "micro", skipped.update, share.number)  # the same mixing and dropout
+            overflow = self._replay.run(batch.images, batch.labels, share.weight, skipped.scale)
+            if overflow is not None:
+                return overflow, [(share, batch)]
+        return None, skipped.micro_batches
+
+    def _why_not_reproduced(self, skipped: _Pending) -> str:
+        """Possible reasons why the replay of a skipped update did not overflow."""
+        reasons = ["the weights have changed since"] if self._update > skipped.update else []
+        if len(skipped.micro_batches) > 1:
+            reasons.append("only the sum of the micro-batches overflowed")
+        reasons.append("compiled code (TRAIN.COMPILE) rounds differently from the eager replay")
+        reasons.append("the overflow was on another rank (with several processes)")
+        return f"the replay did not overflow; possible reasons: {', '.join(reasons[:-1])}, or {reasons[-1]}"
+
+    def _device_generator_kept(self) -> AbstractContextManager[None]:
+        device = self._precision.device
+        if device.type == "cpu":
+            return contextlib.nullcontext()
+        return torch.random.fork_rng([device.index or 0], device_type=device.type)
+
+
+def replay_bytes(window: int) -> int:
+    """Image bytes usually held for replays, where those of one update are `window` bytes."""
+    return min(MAX_BYTES, USUAL_UPDATES * window)
+
+
+def _size(micro_batches: MicroBatches) -> int:
+    return sum(batch.images.nbytes for _, batch in micro_batches)
+
+
+def send_to_host(stepped: Tensor) -> Answer:
+    """Start an asynchronous copy of a flag to the host; the result tells its value once it has arrived."""
+    flag = torch.empty((), dtype=torch.bool, pin_memory=stepped.device.type == "cuda")
+    flag.copy_(stepped.detach().reshape(()), non_blocking=True)
+    arrived = torch.Event(stepped.device)
+    arrived.record()
+    return lambda: bool(flag.numpy()) if arrived.query() else None
+
+
+def _some(indices: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, indices[:SHOWN_SAMPLES]))
+    return shown + ", ..." * (len(indices) > SHOWN_SAMPLES)

@@ -1,0 +1,272 @@
+"""Folder of a run: made, locked, and described by config.yaml and run.json."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from engine.machine.context import Run
+from engine.machine.device import describe_devices
+from engine.measure.mfu import Peak, peak_of
+from engine.report.outcome import Guess
+from engine.setup import Ready
+from models import count_parameters
+from utils.config import Config, to_yaml
+from utils.distributed.world import broadcast, on_rank_0
+from utils.errors import UserError
+from utils.log import log, log_into
+from utils.passwords import redacted
+from utils.record.metrics_file import METRICS
+from utils.record.resumed_run import resumed_run, target_folder
+from utils.record.run_folder import (
+    ABOUT,
+    CONFIG,
+    DATA,
+    check_output,
+    describe_run,
+    is_run_folder,
+    make_folder,
+    os_errors_as_user_errors,
+    write_json,
+)
+from utils.terminal import DETAIL
+from vitamp.checkpoints import BASE, CHECKPOINTS, INDEX
+from vitamp.files import kind_of_path, parse_json, read_regular_text, try_to_write, write_atomically
+from vitamp.metrics import NO_LABELS
+
+WRITTEN_WHOLE = ("broken.txt", "curves.png", INDEX, BASE, CONFIG, ABOUT, DATA, METRICS, "wandb.json", "mlflow.json")
+"""Files of a run that are named .NAME.NUMBER until they are complete."""
+
+
+def lock_existing_folder(config: Config, lock: FolderLock) -> None:
+    """Lock the run's folder if it exists. Done before a checkpoint is looked for: another run may be writing one."""
+    target = target_folder(config)
+    if target is not None and Path(target).is_dir():
+        lock.take(Path(target))
+        check_output(target, config.SAVE, resumed_run(config))
+
+
+def make_run_folder(run: Run, kind: str, lock: FolderLock | None = None) -> Path:
+    """Make the folder on rank 0, and log into it on all ranks. `kind`: train or eval, for its name."""
+
+    config, world = run.config, run.world
+
+    def make() -> str:
+        folder = make_folder(target_folder(config), config.SAVE, kind)
+        if lock is not None and lock.take(folder) and is_run_folder(folder):
+            raise UserError(f"{folder}: another run has just started in this folder; name another -output.")
+        if lock is not None:  # no run is alive in this folder
+            _remove_unfinished(folder)
+            _check_checkpoints(folder / CHECKPOINTS)
+        return str(folder)
+
+    folder = Path(broadcast(on_rank_0(world, make), world))
+    with os_errors_as_user_errors(folder):
+        log_into(folder, world.rank)
+    return folder
+
+
+def _check_checkpoints(root: Path) -> None:
+    """Raise UserError if checkpoints cannot be written into an existing folder: it may be on another disk."""
+    if root.is_dir():
+        if (root / INDEX).exists() and not (root / INDEX).is_file():
+            raise UserError(
+                f"{root / INDEX}: is {kind_of_path(root / INDEX)}, so the last and the best checkpoint cannot be "
+                "recorded. Remove it; resuming does not need it."
+            )
+        with os_errors_as_user_errors(root):
+            try_to_write(root / INDEX)
+    elif root.exists() or root.is_symlink():
+        what = kind_of_path(root) or f"a link to {os.readlink(root)}, which does not exist"
+        raise UserError(f"{root}: is {what}, so no checkpoint can be saved. Fix this, or choose another -output.")
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove files that a killed run was still writing."""
+    for path in (*folder.glob(".*"), *(folder / CHECKPOINTS).glob(".*")):
+        name, _, number = path.name[1:].rpartition(".")
+        if name in WRITTEN_WHOLE and number.isdecimal():
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def largest_class(ready: Ready) -> Guess | None:
+    """Always guessing the most frequent class of the validation split; None without labels, or with several."""
+    labels = ready.val_set.sample_labels()
+    if ready.task.kind == NO_LABELS or labels is None or labels.ndim > 1 or not len(labels):
+        return None
+    counts, names = np.bincount(labels), ready.val_set.classes
+    label = int(counts.argmax())
+    return Guess(names[label] if names else f"class {label}", 100 * float(counts[label]) / len(labels))
+
+
+def write_run_files(run: Run, ready: Ready, folder: Path) -> Peak | None:
+    """Write config.yaml and run.json. Returns the peak that MFU is relative to, if it is known."""
+    config, world, threads = run.config, run.world, run.threads
+    if not world.first:
+        return None
+    with os_errors_as_user_errors(folder):  # first: a run that is killed from here on resumes with these settings
+        write_atomically(folder / CONFIG, redacted(to_yaml(config)))
+    peak = peak_of(ready.precision)
+    if peak is not None and not config.EVAL:
+        log.info(peak.words(), extra=DETAIL)
+    choices = {
+        "why": ready.precision.choice.reason,
+        "threads": threads,
+        "world_size": world.size,
+        **ready.choices,
+    }
+    if not ready.val_set.in_memory:
+        from datasets.decoding import decoder_of_jpeg
+
+        choices["decoder"] = decoder_of_jpeg()
+    about = describe_run(describe_devices(run.device, world, threads), choices, config.TAG)
+    about |= {} if peak is None else {"peak": asdict(peak)}
+    splits = {"train": getattr(ready, "train_set", None), "val": ready.val_set}
+    about["samples"] = {name: len(split) for name, split in splits.items() if split is not None}
+    guess = largest_class(ready)
+    about["largest_class_percent"] = guess and guess.percent
+    about["parameters"] = dict(zip(("all", "trainable"), count_parameters(ready.model), strict=True))
+    with os_errors_as_user_errors(folder):
+        if config.USE:
+            from utils.own_code import keep_own_code
+
+            about |= keep_own_code(folder)
+        write_json(folder / ABOUT, about)
+    return peak
+
+
+NAME = ".lock"
+SECONDS_BETWEEN_HEARTBEATS = 5.0
+SECONDS_TO_WATCH = 20.0
+SECONDS_TO_EXIT = 3.0
+
+
+class FolderLock:
+    """Lock on a run's folder, until the end of `with FolderLock() as lock`, or until the process dies.
+
+    A second run gets an error that names the first. On one machine the kernel holds the lock, and releases it when the
+    process dies. Other machines may share the folder over a network file system without locks between machines. So the
+    holder also writes a heartbeat into the lock file, and a run on another machine watches whether it changes. No
+    clocks are compared.
+    """
+
+    def __init__(self) -> None:
+        self._handle: int | None = None
+        self._about = {"host": platform.node(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        self._heartbeats = 0
+        self._released = threading.Event()
+
+    def take(self, folder: Path) -> bool:
+        """Lock a run's folder, or raise UserError that names the run that has it. False: this object had it already."""
+        if self._handle is not None:
+            return False
+        path = folder / NAME
+        with os_errors_as_user_errors(path):
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        free = _locked(handle, SECONDS_TO_EXIT)
+        about = _read(path)
+        if not free or (about.get("host", platform.node()) != platform.node() and _is_alive(path, about)):
+            os.close(handle)
+            raise UserError(_refusal(folder, about))
+        self._handle = handle
+        with os_errors_as_user_errors(path):
+            self._write_heartbeat(handle)
+        threading.Thread(target=self._keep_alive, args=(handle,), name="lock", daemon=True).start()
+        return True
+
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._released.set()
+        if self._handle is not None:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._handle, 0)  # not removed: two runs could then lock two files of this name
+                _unlock(self._handle)
+                os.close(self._handle)
+
+    def _keep_alive(self, handle: int) -> None:
+        while not self._released.wait(SECONDS_BETWEEN_HEARTBEATS):
+            with contextlib.suppress(OSError):  # a network file system may be away for a while
+                self._write_heartbeat(handle)
+
+    def _write_heartbeat(self, handle: int) -> None:
+        self._heartbeats += 1
+        text = json.dumps({**self._about, "sign": self._heartbeats}) + "\n"
+        os.pwrite(handle, text.encode(), 0)
+        os.ftruncate(handle, len(text))
+        os.fsync(handle)
+
+
+def _locked(handle: int, patience: float) -> bool:
+    """Try to lock, for up to `patience` seconds: a killed holder and its data workers may take a moment to exit."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return True
+    end = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.1)
+        except OSError as error:
+            log.warning(
+                "The run's folder is on a file system without locks (%s): it is not protected from a second run on "
+                "this machine.",
+                error.strerror,
+            )
+            return True
+
+
+def _unlock(handle: int) -> None:
+    """Unlock explicitly: closing is not enough while a data worker that was forked meanwhile has the file open."""
+    with contextlib.suppress(ImportError):
+        import fcntl
+
+        fcntl.flock(handle, fcntl.LOCK_UN)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        found = parse_json(read_regular_text(path, errors="replace"))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _is_alive(path: Path, about: dict[str, Any]) -> bool:
+    """Whether the holder on another machine still writes heartbeats."""
+    log.info(
+        "%s: held by a run on host %s, pid %s; waiting up to %.0f s to see whether that run is alive.",
+        *(path, about.get("host"), about.get("pid"), SECONDS_TO_WATCH),
+    )
+    end = time.monotonic() + SECONDS_TO_WATCH
+    while time.monotonic() < end:
+        time.sleep(0.5)
+        now = _read(path)
+        if now and now.get("sign") != about.get("sign"):
+            return True
+        if not now:
+            return False
+    return False
+
+
+def _refusal(folder: Path, about: dict[str, Any]) -> str:
+    who = f"pid {about['pid']} on host {about['host']}, since {about['since']}" if "pid" in about else "another process"
+    return f"{folder}: another run is using this folder ({who}). Wait for it, end it, or name another -output."

@@ -1,0 +1,404 @@
+"""Distillation as in DeiT: the model learns from the labels, and from a teacher's output for the same images.
+
+The teacher gets the images after erasing and mixing, exactly as the model does. Its logits travel with the labels:
+targets then have two rows per image, the label's and the teacher's, as a model with two classifiers has two rows of
+logits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.amp.low_precision import force_fp32
+from engine.amp.precision import Precision
+from engine.callback import Callback
+from engine.checkpoint.restore import load_weights
+from engine.inputs.mixup import BatchTransform, TransformedBatch
+from engine.inputs.normalize import per_channel
+from engine.machine.memory import is_out_of_memory
+from engine.measure.throughput import FORWARD, TEACHER, Stages
+from engine.speed.speedup import mix_in
+from models import build_model, count_parameters
+from models.build import is_timm_name, similar_models
+from models.weights.find import check_pretrained
+from models.weights.fit import load_pretrained
+from utils.config import Config
+from utils.config.families import TAUGHT
+from utils.config.train import TrainConfig
+from utils.errors import UserError
+from utils.log import log
+from utils.record.resumed_run import config_of
+from vitamp.checkpoints import META
+from vitamp.meta import Input, check_fields
+from vitamp.tensors import fp32_modules, read_weights
+from vitamp.weights import chosen_at, preprocessing_in, read_header
+
+
+class DistillationLoss(nn.Module):
+    """(1 - alpha) x the loss for the labels + alpha x the loss for the teacher's logits.
+
+    Of two classifiers, the first learns the labels and the second the teacher's logits; a single one learns both.
+    """
+
+    def __init__(self, label_loss: nn.Module, train: TrainConfig) -> None:
+        super().__init__()
+        self.label_loss = label_loss
+        self.hard = train.DISTILLATION_TYPE == "hard"
+        self.alpha, self.tau = train.DISTILLATION_ALPHA, train.DISTILLATION_TAU
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        label_logits, distilled_logits = logits.unbind(1) if logits.ndim == 3 else (logits, logits)
+        if targets.ndim < 3:  # labels alone: the teacher was not asked
+            return self.label_loss(label_logits, targets)
+        labels, teacher_logits = targets.unbind(1)
+        teacher_loss = self._teacher_loss(distilled_logits, teacher_logits)
+        return (1 - self.alpha) * self.label_loss(label_logits, labels) + self.alpha * teacher_loss
+
+    def _teacher_loss(self, logits: Tensor, teacher_logits: Tensor) -> Tensor:
+        if self.hard:
+            return F.cross_entropy(logits, teacher_logits.argmax(1))
+        student, teacher = F.log_softmax(logits / self.tau, 1), F.log_softmax(teacher_logits / self.tau, 1)
+        # The factor tau**2 makes up for the temperature, which divides gradients by its square.
+        return F.kl_div(student, teacher, reduction="batchmean", log_target=True) * self.tau**2
+
+
+class AskTeacher:
+    """A `BatchTransform` that adds the teacher's logits for the transformed images to the targets."""
+
+    def __init__(self, teacher: Teacher, change: BatchTransform, device: torch.device, stages: Stages) -> None:
+        self.teacher, self._change, self._stages = teacher, change, stages
+        self._classes = torch.arange(teacher.source.classes, device=device)
+
+    def __call__(self, images: Tensor, labels: Tensor) -> TransformedBatch:
+        seen = self._change(images, labels)
+        self._stages.mark(FORWARD)
+        teacher_logits = self.teacher(seen.images)
+        self._stages.mark(TEACHER)
+        targets = seen.targets
+        if targets.ndim == 1:
+            targets = (targets.unsqueeze(1) == self._classes).to(teacher_logits.dtype)  # one-hot
+        return seen._replace(targets=torch.stack((targets, teacher_logits), dim=1))
+
+
+class StackedHeads(nn.Module):
+    """Mixin for a model with two classifiers: in training, stacks their logits into one tensor."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits = super().forward(images)
+        return torch.stack(logits, dim=1) if isinstance(logits, tuple) else logits
+
+
+class Distillation(Callback):
+    """TRAIN.DISTILLATION_TYPE: the model learns from a teacher too. `change` and `criterion` replace those given."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: nn.Module,
+        precision: Precision,
+        stages: Stages,
+        change: BatchTransform,
+        criterion: nn.Module,
+    ) -> None:
+        if hasattr(model, "set_distilled_training"):  # timm's; in validation, the mean of both is returned as before
+            model.set_distilled_training(True)  # pyright: ignore[reportCallIssue]
+            mix_in(model, StackedHeads)
+        self.teacher = load_teacher(config, precision)
+        self.change = AskTeacher(self.teacher, change, precision.device, stages)
+        self.criterion = DistillationLoss(criterion, config.TRAIN)
+
+    def rows(self) -> dict[str, str]:
+        return {"teacher": self.teacher.words()}
+
+    def noted(self) -> dict[str, str]:
+        return self.teacher.noted()
+
+
+# Teacher of a distillation: loading it, and computing its logits.
+
+KEY = "TRAIN.TEACHER_MODEL"
+EXAMPLE = "regnety_160.deit_in1k"
+PADDLEVIT = "regnety_160"
+"""Architecture of PaddleViT's default teacher, for files that do not say which model they are of"""
+PADDLEVIT_FILE = "regnety_160.pdparams"
+"""Where PaddleViT looks for its weights"""
+RANDOM = "random"
+"""NAME=random: random weights, to try out a command"""
+FORMS = (
+    f"Give a model of timm that has pretrained weights (for example {EXAMPLE}), a run or checkpoint, or "
+    "NAME=FILE: timm's name of the model, and the file of its weights. NAME=random has random weights, to try out a "
+    "command."
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A teacher's model with its weights, and the preprocessing that it was trained with."""
+
+    model: nn.Module
+    where: str
+    image_size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    classes: int
+    names: list[str] | None = None
+    """Of the classes, if they are known."""
+
+
+class Teacher:
+    """Frozen model that takes images as the student gets them: normalised for the student, mixed, of any size."""
+
+    def __init__(self, source: Source, config: Config, precision: Precision) -> None:
+        self.source, self._precision, self.setting = source, precision, f"{config.TRAIN.TEACHER_MODEL}"
+        self.model = source.model.eval().requires_grad_(False).to(precision.device)
+        self.fingerprint = _fingerprint(self.model)
+        data, channels = config.DATA, config.DATA.IMAGE_CHANNELS
+        mine, theirs = (
+            torch.tensor([per_channel(values, channels) for values in pair], dtype=torch.float64)
+            for pair in ((data.IMAGENET_MEAN, data.IMAGENET_STD), (source.mean, source.std))
+        )
+        # Undo the student's normalisation and apply the teacher's, in one step.
+        factor, offset = mine[1] / theirs[1], (mine[0] - theirs[0]) / theirs[1]
+        self._same_normalisation = torch.equal(mine, theirs)
+        self._factor, self._offset = (t.float().reshape(1, -1, 1, 1).to(precision.device) for t in (factor, offset))
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor) -> Tensor:
+        """Logits in fp32."""
+        size, device, level = self.source.image_size, images.device.type, self._precision.level
+        if images.shape[-1] != size:
+            images = F.interpolate(images, size=(size, size), mode="bicubic", antialias=True, align_corners=False)
+        if not self._same_normalisation:
+            images = torch.addcmul(self._offset, images, self._factor)
+        # Under autocast at every level of AMP: the teacher keeps fp32 weights even where the student has a half copy.
+        dtype = self._precision.choice.dtype if level != "O0" else None
+        with torch.autocast(device, dtype, enabled=level != "O0"):
+            return self.model(images).float()
+
+    def words(self) -> str:
+        total, _ = count_parameters(self.model)
+        return f"{self.source.where}, {total:,} parameters, frozen; images of {self.source.image_size}"
+
+    def noted(self) -> dict[str, str]:
+        """Fields for run.json and checkpoints."""
+        return {"teacher_model": self.setting, "teacher": self.source.where, "teacher_sha256": self.fingerprint}
+
+
+def check_teacher(config: Config) -> None:
+    """Check TRAIN.TEACHER_MODEL as far as possible before any model is built."""
+    train = config.TRAIN
+    if config.EVAL:
+        return
+    if train.DISTILLATION_TYPE is None:
+        if train.TEACHER_MODEL is not None:
+            raise UserError(
+                f"{KEY} {train.TEACHER_MODEL}: a teacher has no effect while TRAIN.DISTILLATION_TYPE is null. Set it "
+                "to hard or soft, or leave the teacher out."
+            )
+        return
+    if train.TEACHER_MODEL is None:
+        raise UserError(f"TRAIN.DISTILLATION_TYPE {train.DISTILLATION_TYPE} needs a teacher: set {KEY}. {FORMS}")
+    name, place = _parse(train.TEACHER_MODEL, _is_taught(config))
+    if name is not None and place != RANDOM:  # of a run, the files are checked when they are loaded
+        try:
+            with _errors_name_teacher():
+                check_pretrained(place)
+        except UserError as error:
+            if place != EXAMPLE:
+                raise
+            raise UserError(
+                f"{error}\n  or give PaddleViT's file: -teacher_model {PADDLEVIT_FILE}; or -teacher_model "
+                f"{PADDLEVIT}={RANDOM}, to try out the command with random weights"
+            ) from None
+
+
+def default_teacher(config: Config) -> tuple[str, str] | None:
+    """TRAIN.TEACHER_MODEL of a family that PaddleViT distils, and a note; None where a user has to choose."""
+    train = config.TRAIN
+    if config.EVAL or train.DISTILLATION_TYPE is None or train.TEACHER_MODEL is not None or not _is_taught(config):
+        return None
+    teacher = PADDLEVIT_FILE if Path(PADDLEVIT_FILE).is_file() else EXAMPLE
+    return teacher, f"{KEY} {teacher}: PaddleViT's default teacher for MODEL.TYPE {config.MODEL.TYPE}"
+
+
+def _is_taught(config: Config) -> bool:
+    return config.MODEL.TYPE.casefold() in TAUGHT
+
+
+def load_teacher(config: Config, precision: Precision) -> Teacher:
+    """Load the teacher. Raise UserError if it cannot teach this student."""
+    setting = config.TRAIN.TEACHER_MODEL
+    assert setting is not None  # checked before
+    with torch.random.fork_rng(devices=[]):  # building it draws random weights, which are then mostly replaced
+        torch.manual_seed(config.SEED)
+        source = _load_source(setting, config, precision)
+    if source.classes != config.MODEL.NUM_CLASSES:
+        raise UserError(
+            f"{KEY} {setting}: the teacher has {source.classes} classes, but MODEL.NUM_CLASSES is "
+            f"{config.MODEL.NUM_CLASSES}. Teacher and model must have the same classes."
+        )
+    teacher = Teacher(source, config, precision)
+    _try_out(teacher, config, precision.device)
+    return teacher
+
+
+def check_teacher_matches(teacher: Teacher, names: list[str] | None, saved_choices: Mapping[str, Any]) -> None:
+    """Check that the teacher has the data's classes, and that a resumed run still has the teacher it began with."""
+    source = teacher.source
+    same_setting = saved_choices.get("teacher_model") == teacher.setting
+    if same_setting and saved_choices.get("teacher_sha256") != teacher.fingerprint:
+        before = saved_choices.get("teacher")
+        change = (
+            "the teacher's weights have changed since this run began"
+            if before == source.where
+            else f"the teacher's weights are now {source.where}, but this run began with {before}"
+        )
+        raise UserError(
+            f"{KEY} {teacher.setting}: {change}. Restore the former weights; or, to resume with the changed teacher, "
+            "copy its weights to another path and name that path."
+        )
+    pairs = enumerate(zip(source.names or (), names or (), strict=False))
+    difference = next(
+        (f"class {n} is '{a}' in the teacher and '{b}' in the data" for n, (a, b) in pairs if a != b), None
+    )
+    if difference:
+        raise UserError(f"{KEY} {source.where}: {difference}; both must have the same classes in the same order.")
+
+
+def _load_source(setting: str, config: Config, precision: Precision) -> Source:
+    name, place = _parse(setting, _is_taught(config))
+    if name is None:
+        return _load_run(Path(place), setting, config, precision)
+    pretrained, channels = timm.get_pretrained_cfg(name), config.DATA.IMAGE_CHANNELS
+    assert pretrained is not None  # is_timm_name
+    header = {} if place == RANDOM else _read_input(Path(place))
+    classes = pretrained.num_classes if place == name else config.MODEL.NUM_CLASSES
+    model = timm.create_model(name, num_classes=classes, in_chans=channels)
+    if place == RANDOM:
+        log.warning("%s %s: random weights teach noise; use them only to try out a command.", KEY, setting)
+    else:
+        _load_weights(model, place, name, setting, classes)
+    size = header.get("image_size", pretrained.input_size[-1])
+    mean, std = (tuple(header.get(key, getattr(pretrained, key))) for key in ("mean", "std"))
+    if len(mean) != channels:  # grey images, and a teacher trained on colour
+        mean, std = (sum(mean) / len(mean),), (sum(std) / len(std),)
+    return Source(model, setting, size, mean, std, classes)
+
+
+def _load_weights(model: nn.Module, place: str, name: str, setting: str, classes: int) -> None:
+    """All of them: a teacher needs its classifier, too."""
+    for parameter in model.parameters():
+        parameter.detach().fill_(torch.nan)
+    try:
+        with _errors_name_teacher():
+            load_pretrained(model, place, name)
+    except UserError as error:
+        if name != PADDLEVIT or name in setting:
+            raise
+        raise UserError(f"{error}\n{_unnamed(setting)}, so {PADDLEVIT} was tried. {FORMS}") from None
+    if any(parameter.isnan().any() for parameter in model.parameters()):
+        raise UserError(
+            f"{KEY} {setting}: some weights of {name} with {classes} classes are missing. A teacher needs its "
+            "classifier, too."
+        )
+
+
+def _unnamed(setting: str) -> str:
+    return f"{KEY} {setting}: neither the file's header nor its name says which timm model it is"
+
+
+def _load_run(place: Path, setting: str, config: Config, precision: Precision) -> Source:
+    """Model of a run or checkpoint. Its precision follows from the student's settings."""
+    with _errors_name_teacher():
+        chosen = chosen_at(place)
+        theirs = config_of(chosen)
+    data = theirs.DATA
+    if data.IMAGE_CHANNELS != config.DATA.IMAGE_CHANNELS:
+        raise UserError(
+            f"{KEY} {setting}: trained on images with {data.IMAGE_CHANNELS} channels, but DATA.IMAGE_CHANNELS is "
+            f"{config.DATA.IMAGE_CHANNELS}."
+        )
+    model = build_model(theirs.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
+    load_weights(model, read_weights(chosen), f"{chosen.file}")
+    log.info("Teacher %s: %s", setting, chosen.words)
+    if precision.level != "O0":
+        force_fp32(model, [*theirs.AMP.FP32_MODULES, *fp32_modules(chosen)], precision.device.type)
+    where, classes = f"{theirs.MODEL.NAME} of {chosen.file}", theirs.MODEL.NUM_CLASSES
+    return Source(model, where, data.IMAGE_SIZE, data.IMAGENET_MEAN, data.IMAGENET_STD, classes, chosen.classes)
+
+
+def _parse(setting: str, taught: bool) -> tuple[str | None, str]:
+    """timm's name of the model, and the place of its weights: a file, or that name again. No name for a run.
+
+    `taught`: whether the student is of a family that PaddleViT distils, always from the same teacher.
+    """
+    name, separator, file = setting.partition("=")
+    if separator and is_timm_name(name):
+        if not file:
+            raise UserError(f"{KEY} {setting}: no file after the =. {FORMS}")
+        return name, file if file == RANDOM else str(Path(file).expanduser())
+    path = Path(setting).expanduser()
+    with _errors_name_teacher():
+        header = read_header(path)
+    if path.is_file() and "settings" not in header and not (path.parent / META).exists():
+        candidates = [str(header.get("model", "")), path.name.partition(".")[0], path.stem]
+        model = next(filter(is_timm_name, filter(None, candidates)), None)
+        if model is None and not taught:
+            raise UserError(f"{_unnamed(setting)}. {FORMS}")
+        return model or PADDLEVIT, str(path)
+    if path.exists():
+        return None, str(path)
+    if is_timm_name(setting):
+        return setting, setting
+    suggestion = similar_models(setting, timm.list_pretrained())
+    raise UserError(f"{KEY} {setting}: no such file, folder or timm model.{suggestion} {FORMS}")
+
+
+def _read_input(file: Path) -> dict[str, Any]:
+    """Preprocessing in the header of a file of weights; empty if it has none."""
+    with _errors_name_teacher():
+        fields = preprocessing_in(read_header(file)) or {}
+        check_fields(Input, fields, file)
+    return fields
+
+
+def _try_out(teacher: Teacher, config: Config, device: torch.device) -> None:
+    """Run one empty image through the teacher, so that a mismatch is found before training."""
+    data, where = config.DATA, teacher.source.where
+    size, classes = data.IMAGE_SIZE, teacher.source.classes
+    try:
+        shape = tuple(teacher(torch.zeros(1, data.IMAGE_CHANNELS, size, size, device=device)).shape)
+    except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise UserError(f"{KEY} {where}: cannot take images of size {teacher.source.image_size} ({error}).") from None
+    if shape != (1, classes):
+        raise UserError(f"{KEY} {where}: its output for one image has shape {shape}, not {(1, classes)}.")
+
+
+def _fingerprint(model: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _errors_name_teacher() -> Iterator[None]:
+    """Replace the student's setting by the teacher's in errors: both kinds of weights are found by the same code."""
+    try:
+        yield
+    except UserError as error:
+        text = str(error).replace("MODEL.PRETRAINED", KEY).replace("Pretrained weights", KEY)
+        raise UserError(text if KEY in text else f"{KEY}: {text}") from None

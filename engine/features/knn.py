@@ -1,0 +1,148 @@
+"""k-NN: classifies images by the training images with the most similar features, of which only batches fit in memory.
+
+TRAIN.KNN measures so at each validation of a model that learns without labels; evaluate.py -knn does after training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from datasets import ImageDataset, ValLoader, source_of
+from datasets.loading.order import whole_batches
+from engine.amp.precision import Precision
+from engine.features.labelled import labelled_data, open_labelled
+from engine.features.pooling import pooled_features
+from engine.machine.late_compiler import uncompiled
+from engine.parallel.shards import whole_outside_blocks
+from engine.task.base import sum_type_of
+from utils.config import Config
+from utils.distributed.world import ALONE, World, sum_over_ranks
+from utils.errors import UserError
+from utils.log import log
+from utils.terminal import DETAIL
+from vitamp.metrics import always_guessing
+
+TEMPERATURE = 0.07
+"""Of the votes: exp(similarity / 0.07), as Wu et al. 2018 (arXiv:1805.01978)"""
+COUNT = 20
+"""Nearest images that vote for TRAIN.KNN"""
+AT_ONCE = 1 << 14
+"""Images to classify that are compared with a batch of training images at once"""
+Rows = tuple[Tensor, Tensor, Tensor]
+"""Features, labels and indices of some images"""
+
+
+def classify(
+    images: Iterable[Rows], bank: Iterable[Rows], count: int, world: World = ALONE, plain: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Guessed and true class of each image, by the `count` nearest images of `bank`. A collective call.
+
+    Each rank gives its part of both, and gets the classes of all images. `plain`: all votes have the same weight.
+    """
+    features, labels, indices = (torch.cat(column) for column in zip(*images, strict=True))
+    total = int(sum_over_ranks(torch.tensor(len(indices), device=indices.device), world))
+    every = []
+    for own in (features, labels):  # of all ranks, by the index of the image
+        table = own.new_zeros(total, *own.shape[1:])
+        table[indices] = own
+        every.append(sum_over_ranks(table, world))
+    rows, truth = _directions(every[0]), every[1]
+    similar = rows.new_full((total, count), -torch.inf)
+    classes = torch.zeros(total, count, dtype=torch.int64, device=rows.device)
+    for others, labels, _ in bank:
+        more = _directions(others)
+        for some, near, of in zip(*(one.split(AT_ONCE) for one in (rows, similar, classes)), strict=True):
+            _keep_nearest(near, of, some @ more.T, labels.expand(len(some), -1))
+    for near, of in zip(similar.split(AT_ONCE), classes.split(AT_ONCE), strict=True):
+        found = [_of_ranks(one, world) for one in (near, of)]
+        for rank in range(world.size):
+            if rank != world.rank:
+                _keep_nearest(near, of, *(one[rank] for one in found))
+    votes, weights = rows.new_zeros(total, int(classes.max()) + 1), (similar / TEMPERATURE).exp()
+    return votes.scatter_add_(1, classes, torch.ones_like(weights) if plain else weights).argmax(1), truth
+
+
+def _directions(features: Tensor) -> Tensor:
+    """Features of length 1, in double precision: in single precision, similar images are often equally near."""
+    return F.normalize(features.to(sum_type_of(features.device)), dim=1)
+
+
+def _keep_nearest(similar: Tensor, labels: Tensor, more: Tensor, of_more: Tensor) -> None:
+    """Keep the most similar images of those that are known and of more, in place."""
+    found = torch.cat((similar, more), 1).topk(similar.shape[1], dim=1)
+    labels.copy_(torch.cat((labels, of_more), 1).gather(1, found.indices))
+    similar.copy_(found.values)
+
+
+def _of_ranks(tensor: Tensor, world: World) -> Tensor:
+    """The tensors of all ranks, ranks x ..."""
+    table = tensor.new_zeros(world.size, *tensor.shape)
+    table[world.rank] = tensor
+    return sum_over_ranks(table, world)
+
+
+class Neighbours:
+    """Images with labels, and the accuracy of the nearest neighbours of a model's features on them.
+
+    It is the number of scripts/evaluate.py -knn on the same images.
+    """
+
+    def __init__(self, config: Config, world: World, device: torch.device, workers: int) -> None:
+        data = labelled_data(config)
+        try:
+            self._bank, self._images = open_labelled(data, COUNT, config.SEED, device, "TRAIN.KNN", "TRAIN.KNN=DIR")
+        except UserError as error:
+            raise UserError(f"The images of TRAIN.KNN: {error}") from None
+        self._world, self._workers = world, workers
+        self._batch_size = config.DATA.BATCH_SIZE_EVAL or config.DATA.BATCH_SIZE
+        labels = self._images.sample_labels()
+        largest = None if labels is None else 100 * float(np.bincount(labels).max()) / len(labels)
+        log.info(
+            "TRAIN.KNN: at each validation, %s images of %s get the class of the nearest %d of %s training images%s.",
+            f"{len(self._images):,}",
+            source_of(data),
+            COUNT,
+            f"{len(self._bank):,}",
+            "" if largest is None else f"; {always_guessing(largest)}",
+            extra=DETAIL,
+        )
+
+    @torch.no_grad()
+    def accuracy(
+        self, model: nn.Module, inputs: nn.Module, precision: Precision, between: Callable[[], None] = lambda: None
+    ) -> float:
+        """In percent; NaN if features are not finite. A collective call. `between`: as in `evaluate`."""
+        training, finite = model.training, torch.ones((), dtype=torch.bool, device=precision.device)
+
+        def rows(dataset: ImageDataset) -> Iterator[Rows]:
+            world, device = self._world, precision.device
+            # Whole batches: the last bits of features, and so their neighbours, may depend on the size of a batch.
+            how = (self._batch_size, world.rank, world.size, self._workers, device)
+            loader = ValLoader(dataset, *how, shard=whole_batches)
+            try:
+                for batch in loader:
+                    between()
+                    with uncompiled(), precision.autocast(training=False):
+                        features = pooled_features(model, inputs(batch.images))
+                    real = batch.indices >= 0  # False for samples that only pad the batch
+                    finite.logical_and_(features.isfinite().all())
+                    yield features[real], batch.labels[real], batch.indices[real]
+                loader.broken.raise_together(world)
+            finally:
+                loader.close()
+
+        model.eval()
+        try:
+            with whole_outside_blocks(model):
+                guesses, labels = classify(rows(self._images), rows(self._bank), COUNT, self._world)
+        finally:
+            model.train(training)
+        if sum_over_ranks((~finite).float(), self._world).item():
+            return math.nan
+        return 100 * int((guesses == labels).sum()) / len(labels)

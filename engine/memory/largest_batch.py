@@ -1,0 +1,251 @@
+"""DATA.BATCH_SIZE auto: the largest batch that fits into memory, and the accumulation that goes with it.
+
+Trial updates find it, with a model, an optimiser and an EMA of their own, on made-up images: the run begins as if the
+number had been given.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from datasets import Batch, MicroBatch, Window, open_dataset
+from engine.amp.overflow import OverflowWatch, replay_bytes
+from engine.machine.context import global_batch, multiples_near, with_batch
+from engine.machine.device import synchronize
+from engine.machine.memory import GIB, free_memory, held_memory, in_gib, is_out_of_memory, limited, take_peak
+from engine.setup import build_train_state, model_in_precision
+from engine.task import task_of
+from engine.update import TrainState, train_update
+from models import unfreeze
+from utils.config import Config
+from utils.distributed.world import ALONE, World, all_gather, on_every_rank
+from utils.errors import UserError
+from utils.log import log, unheard
+from utils.seeding import fork_host_rng
+from utils.text import counted
+
+MARGIN = 0.08
+"""Fraction of memory that stays free, for libraries beside torch and for gaps between tensors."""
+STEP = 8
+"""Batch sizes are multiples of this, for tensor cores, unless fewer images fit."""
+MOST, MOST_ON_CPU = 8192, 1024
+LEAST_UPDATES = 8
+"""Minimum number of updates in an epoch, even if a larger batch fits."""
+SECONDS_PER_TRIAL_ON_CPU = 15.0
+UPDATES_PER_TRIAL = 2  # the optimiser has its state only after the first
+
+
+def with_largest_batch(config: Config, target: int | None, world: World, device: torch.device) -> Config:
+    """Set the batch size that fits on every rank. `target`: the global batch that accumulation must give."""
+    if config.EVAL and config.DATA.BATCH_SIZE_EVAL is not None:
+        return with_batch(config, config.DATA.BATCH_SIZE_EVAL, config.TRAIN.ACCUM_ITER)
+    processes = counted(world.size, "process")
+    if target is not None and target % world.size:
+        raise UserError(
+            f"A global batch of {target} cannot be divided evenly among {processes}; set TRAIN.GLOBAL_BATCH to "
+            f"{multiples_near(target, world.size)}."
+        )
+    each = target // world.size if target is not None else None
+    batch, words = on_every_rank(world, lambda: _search(config, each, world, device))
+    fitting = min(all_gather([batch], world))
+    if fitting < batch:
+        words = f"{fitting} fits on every process"
+    chosen = fitting if each is None else largest_divisor(each, fitting)
+    config = with_batch(config, chosen, config.TRAIN.ACCUM_ITER if each is None else each // chosen)
+    if config.EVAL:
+        log.info("DATA.BATCH_SIZE auto: %s.", words)
+        return config
+    total = f"{chosen} x {processes} x {config.TRAIN.ACCUM_ITER} accumulated = {global_batch(config, world)}"
+    log.info("DATA.BATCH_SIZE auto: %s; %s images per update.", words, total)
+    return config
+
+
+def largest_divisor(target: int, fitting: int) -> int:
+    """Largest divisor of `target` up to `fitting`: a multiple of 8, unless that is less than half of the largest."""
+    divisors = [size for size in range(1, min(fitting, target) + 1) if target % size == 0]
+    even = [size for size in divisors if size % STEP == 0]
+    return even[-1] if even and 2 * even[-1] >= divisors[-1] else divisors[-1]
+
+
+def _search(config: Config, each: int | None, world: World, device: torch.device) -> tuple[int, str]:
+    """Batch that fits on this rank, with an explanation. Frees all that the search took.
+
+    `each`: images per update and process, if the global batch is given.
+    """
+    free, given = free_memory(device, world.local_size), config.TRAIN.MEMORY_LIMIT
+    if free is None and given is None:
+        raise UserError(
+            "DATA.BATCH_SIZE auto: the free memory of this machine is unknown. Set TRAIN.MEMORY_LIMIT (GiB per "
+            "process), or set -batch_size to a number."
+        )
+    known = (None if free is None else free + held_memory(device), given and given * GIB)
+    limit = min(size for size in known if size is not None)
+    at_most = int(limit * (1 - MARGIN))
+    fitting, peak, reason = 0, 0, ""
+    # Building the run logs its lines again, and draws random numbers again.
+    with unheard(), fork_host_rng(), limited(device, at_most):
+        try:
+            # The buckets in which processes all-reduce gradients hold them during the forward pass, too.
+            trial = Trial(config, each is not None or world.size > 1, device, at_most, each)
+            most, why = trial.most(each, world)
+            fitting = largest_that_fits(trial.fits, most, trial.is_slow)
+            peak = trial.peaks.get(fitting, 0)
+            if fitting == most:
+                reason = f"; {why}"
+            elif trial.is_slow():
+                reason = "; a larger one would take too long to try on this CPU"
+            del trial
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        gc.collect()
+        take_peak(device)
+    least = 2 if config.TRAIN.mixes and not config.EVAL else 1
+    if fitting < least:
+        ways = (
+            "-amp, a smaller MODEL.NAME or DATA.IMAGE_SIZE."
+            if config.EVAL
+            else "TRAIN.GRAD_CHECKPOINT=blocks, -amp, a smaller MODEL.NAME or DATA.IMAGE_SIZE; or, on several "
+            "devices, DIST.STRATEGY=fsdp with a number as -batch_size."
+        )
+        raise UserError(f"DATA.BATCH_SIZE auto: not even a batch of {least} fits into {in_gib(limit)}. Try {ways}")
+    return fitting, f"{fitting} fits ({in_gib(peak)} of {in_gib(limit)}{reason})"
+
+
+def largest_that_fits(fits: Callable[[int], bool], most: int, enough: Callable[[], bool] = lambda: False) -> int:
+    """Largest size that fits: by doubling, then by bisection in steps of 8, or of 1 if 8 do not fit. 0 if none fits.
+
+    `enough`: called after each success; True if no larger size should be tried.
+    """
+    good, bad, size = 0, most + 1, min(STEP, most)
+    while size > good:
+        if fits(size):
+            good = size
+            if enough():
+                break
+        else:
+            bad = size
+        if bad > most:
+            size = min(2 * good, most)
+        else:
+            step = STEP if good >= STEP else 1
+            size = (good // step + -(-bad // step)) // 2 * step
+    return good
+
+
+class Trial:
+    """Trial updates, or trial batches of a validation."""
+
+    def __init__(
+        self, config: Config, accumulates: bool, device: torch.device, limit: int, each: int | None = None
+    ) -> None:
+        """`accumulates`: gradients exist during the forward pass even if ACCUM_ITER is 1. `each`: see `_search`."""
+        # Pretrained weights take as much memory as random ones.
+        config = config.model_copy(update={"MODEL": config.MODEL.model_copy(update={"PRETRAINED": None})})
+        self._config, self._device, self._limit, self._each = config, device, limit, each
+        self._micro_batches = 2 if accumulates or config.TRAIN.ACCUM_ITER > 1 else 1
+        # In the run, the data sets take their part of the memory, too.
+        options = config.MODEL.NUM_CLASSES, config.SEED, device
+        self._datasets = [open_dataset(config.DATA, train, *options) for train in (not config.EVAL, False)]
+        self._model = model_in_precision(config, device)
+        self._keeps_images, self._seconds = False, 0.0
+        self._parts = None if config.EVAL else self._build_parts()
+        self.peaks: dict[int, int] = {}
+        """Bytes by batch size; also of those that did not fit."""
+
+    def _build_parts(self) -> TrainState:
+        numbered = with_batch(self._config, STEP, self._micro_batches)
+        unfreeze(self._model[0])  # MODEL.UNFREEZE_EPOCH: the batch must fit in every epoch
+        parts = build_train_state(numbered, ALONE, self._device, self._model, per_epoch=1000)
+        self._keeps_images = parts.callback(OverflowWatch) is not None
+        # It would replay overflows; `_train` takes the memory that it would.
+        parts.leave_out(OverflowWatch)
+        parts.assemble()
+        return parts
+
+    def most(self, each: int | None, world: World) -> tuple[int, str]:
+        """Largest batch to try, and the reason."""
+        config, samples, host = self._config, len(self._datasets[0]), self._device.type == "cpu"
+        limits = [
+            (MOST_ON_CPU if host else MOST, f"no larger one is tried on a {'CPU' if host else 'GPU'}"),
+            (max(1, samples // world.size), f"there are only {counted(samples, 'image')}"),
+        ]
+        if each is not None:
+            limits.append((each, "no more are needed for the global batch"))
+        elif not config.EVAL:
+            at_most = samples // (LEAST_UPDATES * world.size * config.TRAIN.ACCUM_ITER)
+            words = f"with more, an epoch of {samples:,} images would have fewer than {LEAST_UPDATES} updates"
+            limits.append((max(1, at_most // STEP * STEP or at_most), words))
+        return min(limits)
+
+    def fits(self, batch: int) -> bool:
+        if self._device.type != "cuda" and self._expected(batch) > self._limit:
+            return False  # nothing else limits memory there, until the system kills the process
+        take_peak(self._device)
+        done = self._try(batch)
+        if not done:
+            gc.collect()  # free what the error held
+        self.peaks[batch] = take_peak(self._device)
+        return done and self.peaks[batch] <= self._limit
+
+    def _expected(self, batch: int) -> float:
+        """Bytes that this batch will take, if memory grows with it as it did between the two largest batches so far."""
+        if len(self.peaks) < 2:
+            return 0.0
+        (small, less), (large, more) = sorted(self.peaks.items())[-2:]
+        return more + (batch - large) * max(0, more - less) / (large - small)
+
+    def is_slow(self) -> bool:
+        """Whether twice the batch would take too long to try: a CPU has memory for more than it computes in minutes."""
+        return self._device.type == "cpu" and 2 * self._seconds > SECONDS_PER_TRIAL_ON_CPU
+
+    def _try(self, batch: int) -> bool:
+        try:
+            for number in range(1, UPDATES_PER_TRIAL + 1):
+                began = time.perf_counter()
+                if self._parts is None:
+                    self._validate(batch)
+                else:
+                    self._train(self._parts, batch, number)
+                synchronize(self._device)
+                # Overwritten by the last update: the first one may import much.
+                self._seconds = UPDATES_PER_TRIAL * (time.perf_counter() - began)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+        finally:
+            if self._parts is not None:
+                self._parts.optimizer.zero_grad(set_to_none=True)
+                self._parts.forward.zero_grad(set_to_none=True)
+        return True
+
+    def _train(self, parts: TrainState, batch: int, update: int) -> None:
+        held = None
+        if self._keeps_images:  # as much memory as a run needs for the images that it keeps for replays of overflows
+            data, window = self._config.DATA, self._each or batch * self._config.TRAIN.ACCUM_ITER
+            size = replay_bytes(window * data.IMAGE_CHANNELS * data.IMAGE_SIZE**2)
+            held = torch.ones(size, dtype=torch.uint8, device=self._device)
+        shares = tuple(
+            MicroBatch(number, np.arange(batch), 1 / self._micro_batches) for number in range(self._micro_batches)
+        )
+        train_update(parts, Window(shares, (self._batch(batch) for _ in shares)), update)
+        del held
+
+    @torch.no_grad()
+    def _validate(self, batch: int) -> None:
+        model, inputs, precision = self._model
+        model.eval()
+        with precision.autocast(training=False):
+            model(inputs(self._batch(batch).images))
+
+    def _batch(self, size: int) -> Batch:
+        data, device = self._config.DATA, self._device
+        shape = (size, data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE)
+        images = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
+        return Batch(images, task_of(self._config).example(size, device), torch.arange(size))

@@ -1,0 +1,100 @@
+"""Error reports for a device that runs out of memory: what takes it, and ways out."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from engine.amp.precision import amp_may_gain
+from engine.machine.context import Run
+from engine.machine.device import describe_device
+from engine.machine.memory import IN_VALIDATION, in_gib, largest_blocks, peak_memory_gb, total_memory
+from engine.trainer import Trainer
+from engine.update import TrainState
+from utils.config import Config
+from utils.config.kinds import AUTO
+from utils.errors import TrainingError
+from utils.text import counted
+from vitamp.checkpoints import CHECKPOINTS, read_index
+
+
+def while_training(error: BaseException, trainer: Trainer) -> TrainingError:
+    """Error for a training that ran out of memory, with the checkpoint to resume from."""
+    words = describe(error, trainer.run, trainer.parts, trainer.position.update + 1)
+    last = read_index(trainer.folder / CHECKPOINTS)["last"]
+    resume = f"The last checkpoint is {last}: resume from it with -resume {trainer.folder} and one of these."
+    return TrainingError(f"{words}\n{resume if last else 'There is no checkpoint yet: start again with one of these.'}")
+
+
+def before_training(error: BaseException, config: Config, device: torch.device) -> str:
+    """Error for memory that ran out before the first update, or in an evaluation (-eval)."""
+    if IN_VALIDATION in getattr(error, "__notes__", ()):
+        where, ways = IN_VALIDATION, ways_out(config, True, device, found=config.DATA.BATCH_SIZE == AUTO)
+    else:
+        where, ways = "before the first update", ["a smaller MODEL.NAME or -batch_size"]
+        if not config.AMP.ENABLED and amp_may_gain(device):
+            ways.insert(0, "-amp")
+        if config.DIST.STRATEGY != "fsdp":
+            ways.append("DIST.STRATEGY=fsdp, which shards the weights over several devices")
+    return "\n".join([f"out of memory {where}: {_taken(error, device)}.", "Ways out:", *(f"  {way}" for way in ways)])
+
+
+def describe(error: BaseException, run: Run, parts: TrainState, update: int) -> str:
+    """Where memory ran out, the peak, what is large, and ways out.
+
+    While `error` is alive, so are the tensors that took the memory.
+    """
+    validating = IN_VALIDATION in getattr(error, "__notes__", ())
+    where = f"{IN_VALIDATION} after update {update - 1}" if validating else f"in update {update}"
+    data = run.config.DATA
+    batch = (data.BATCH_SIZE_EVAL if validating else None) or data.BATCH_SIZE
+    lines = [
+        f"out of memory {where}: {_taken(error, parts.precision.device)}.",
+        f"  {counted(batch, 'image')} at a time, of {data.IMAGE_SIZE} x {data.IMAGE_SIZE} x {data.IMAGE_CHANNELS}.",
+    ]
+    if blocks := largest_blocks(parts.precision.device):
+        lines.append(f"  Allocations that take the most memory: {blocks}.")
+    return "\n".join(
+        [
+            *lines,
+            "Ways out:",
+            *(f"  {way}" for way in ways_out(run.config, validating, run.device, run.auto_batch_size)),
+        ]
+    )
+
+
+def ways_out(config: Config, validating: bool, device: torch.device, found: bool = False) -> list[str]:
+    """Flags and settings that take less memory, each with its effect. `found`: the batch size is from `auto`."""
+    train, batch = config.TRAIN, config.DATA.BATCH_SIZE
+    validated = config.DATA.BATCH_SIZE_EVAL or batch
+    ways = []
+    if validating and validated == AUTO:
+        ways.append(
+            "-batch_size_eval N, smaller than the size that auto found: a validation's metrics do not depend on it"
+        )
+    elif validating and validated > 1:
+        ways.append(f"-batch_size_eval {validated // 2}: a validation's metrics do not depend on it")
+    elif not validating and batch > 1:
+        factor = next(number for number in range(2, batch + 1) if batch % number == 0)
+        accumulation = "" if train.GLOBAL_BATCH else f" -accum_iter {factor * train.ACCUM_ITER}"
+        ways.append(f"-batch_size {batch // factor}{accumulation}: the same images per update, fewer at once")
+    if train.GRAD_CHECKPOINT == "none" and not validating:
+        ways.append("TRAIN.GRAD_CHECKPOINT=blocks: fewer saved activations; the backward pass recomputes them")
+    if not config.AMP.ENABLED and amp_may_gain(device):
+        ways.append("-amp: most activations take half the memory")
+    own_size = validating and config.DATA.BATCH_SIZE_EVAL is not None
+    if not found and not own_size and config.DIST.STRATEGY != "fsdp":
+        ways.append("-batch_size auto: finds how many images fit")
+    return ways
+
+
+def _taken(error: BaseException, device: torch.device) -> str:
+    total = total_memory(device)
+    words = f"the peak was {in_gib(1e9 * peak_memory_gb(device))} on {device} ({describe_device(device)})"
+    if total is not None and device.type != "cuda":  # a GPU's description has it
+        words += f", of {in_gib(total)} in total"
+    asked = re.search(r"[Tt]ried to allocate (\d+) bytes|Tried to allocate ([\d.]+ \w+)", str(error))
+    if asked is None:
+        return words
+    return f"{words}, and {asked[2] or in_gib(int(asked[1]))} more were requested"

@@ -1,0 +1,111 @@
+"""Convolutions that compute faster (SPEED): patches by a matrix product, and the memory format channels_last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engine.speed.speedup import BuiltModel, Choice, Speedup, mix_in
+from utils.errors import UserError
+
+MODULE = "patch_embed.proj"
+LARGE_PATCH = 16
+"""Patches of this size and larger gain nothing in fp32 on a CPU; see docs/dev/kernels.md."""
+LISTED = frozenset({"conv2d", "linear", "fc", "matmul_v2", "fused_gemm_epilogue"})
+
+
+class PatchesAsProduct(nn.Module):
+    """A convolution without overlap, computed as a matrix product. The shape of its weights does not change."""
+
+    autocast_operators = ("linear", "conv2d")
+    """As in `engine/amp/low_precision.py`."""
+    kernel_size: tuple[int, int]
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, images: Tensor) -> Tensor:
+        batch, channels, height, width = images.shape
+        down, across = self.kernel_size
+        if height % down or width % across:
+            return super().forward(images)
+        rows, columns = height // down, width // across
+        patches = images.reshape(batch, channels, rows, down, columns, across).permute(0, 2, 4, 1, 3, 5)
+        pixels = patches.reshape(batch, rows * columns, channels * down * across)
+        tokens = F.linear(pixels, self.weight.flatten(1), self.bias)
+        # The shape that a convolution returns. The model flattens it again, which needs no copy.
+        return tokens.transpose(1, 2).unflatten(2, (rows, columns))
+
+
+class LinearPatches(Speedup):
+    """`auto`: where it was faster in measurements."""
+
+    key = "linear_patches"
+
+    def choose(self, built: BuiltModel) -> Choice:
+        convolutions = list(_patch_convolutions(built.model))
+        if built.config.wants("linear_patches"):
+            if not convolutions:
+                raise UserError(
+                    f"SPEED +linear_patches: {built.name} has no embedding of non-overlapping patches; leave it out."
+                )
+            return Choice(True)
+        if not convolutions or LISTED & built.listed:
+            return Choice(False)
+        return Choice(built.precision.level != "O0" or max(convolutions[0].kernel_size) < LARGE_PATCH)
+
+    def apply(self, built: BuiltModel, value: bool) -> None:
+        for convolution in _patch_convolutions(built.model):
+            mix_in(convolution, PatchesAsProduct)
+
+    def words(self, choice: Choice) -> str:
+        return "patches by a matrix product"
+
+
+def _patch_convolutions(model: nn.Module) -> Iterator[nn.Conv2d]:
+    for name, module in model.named_modules():
+        if f".{name}".endswith(f".{MODULE}") and isinstance(module, nn.Conv2d) and _is_matrix_product(module):
+            yield module
+
+
+def _is_matrix_product(convolution: nn.Conv2d) -> bool:
+    """Whether the windows of a convolution are adjacent and do not overlap."""
+    return (
+        convolution.stride == convolution.kernel_size
+        and convolution.kernel_size != (1, 1)
+        and convolution.padding in ((0, 0), "valid")
+        and convolution.dilation == (1, 1)
+        and convolution.groups == 1
+    )
+
+
+class ChannelsLast(Speedup):
+    """The memory format for which convolutions have faster kernels; `auto`: on a GPU in half precision."""
+
+    key = "channels_last"
+
+    def choose(self, built: BuiltModel) -> Choice:
+        obstacle = ""
+        if not any(_convolves(module) for module in built.model.modules()):
+            obstacle = f"{built.name} has no convolutions except for its patch embedding, and would gain nothing"
+        elif built.sharded:
+            obstacle = "DIST.STRATEGY fsdp does not support it"
+        if obstacle and built.config.wants("channels_last"):
+            raise UserError(f"SPEED +channels_last: {obstacle}; leave it out.")
+        return Choice(not obstacle)
+
+    def apply(self, built: BuiltModel, value: bool) -> None:
+        built.model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        built.inputs.layout = torch.channels_last
+
+    def words(self, choice: Choice) -> str:
+        return "channels last"
+
+
+def _convolves(module: nn.Module) -> bool:
+    """Whether it is a convolution with overlapping windows; without overlap it is a matrix product."""
+    if not isinstance(module, nn.Conv2d):
+        return False
+    return any(size > step for size, step in zip(module.kernel_size, module.stride, strict=True))

@@ -1,0 +1,266 @@
+"""Loading a trained model for use: from a run, a checkpoint, or a file of weights alone.
+
+The kinds of attention and of fp32 matrix products are switches of the process: those of the model loaded last hold for
+all, which may change the last bits of the others' logits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from datasets.registry import squeezes
+from engine.amp.low_precision import force_fp32
+from engine.amp.op_lists import OpLists
+from engine.amp.precision import Precision, check_amp, check_precision
+from engine.checkpoint.restore import load_weights
+from engine.features.pooling import Pool, pooled_features
+from engine.machine.device import pick_device, set_up_device
+from engine.machine.memory import is_out_of_memory
+from engine.setup import model_in_precision
+from engine.task import task_of
+from engine.task.base import Task
+from utils.cli import CommandLine, amp_settings
+from utils.config import Config
+from utils.config.data import DataConfig
+from utils.distributed.world import ALONE
+from utils.errors import TrainingError, UserError
+from utils.log import log
+from utils.record.resumed_run import config_of
+from utils.text import counted
+from vitamp.metrics import BETTER, NO_LABELS, WeightSet
+from vitamp.tensors import fp32_modules, mean_at, read_weights
+from vitamp.weights import Chosen, chosen_at
+
+FLIP, CROPS = "flip", "crops"
+
+
+@dataclass(frozen=True)
+class Views:
+    """Views of images of `side` x `side` pixels, each as large as the model's input."""
+
+    size: int
+    side: int
+    flip: bool = False
+
+    @classmethod
+    def asked(cls, tta: str | None, data: DataConfig, model: str) -> Views:
+        """The views of -tta. `data`: settings of the model, which errors call `model`."""
+        kinds = tta.split(",") if tta else []
+        side = data.IMAGE_SIZE
+        if CROPS in kinds:  # the square from which validation cuts the centre
+            advice = f"Leave {CROPS} out; -tta {FLIP} works, if a mirror does not change your classes."
+            if squeezes(data):
+                raise UserError(
+                    f"-tta {CROPS}: {model} sees the whole image, resized to a square, so there is nothing to crop. "
+                    f"{advice}"
+                )
+            side = math.floor(data.IMAGE_SIZE / data.CROP_PCT)
+            if side == data.IMAGE_SIZE:
+                raise UserError(
+                    f"-tta {CROPS}: DATA.CROP_PCT is {data.CROP_PCT:g} for {model}, so the centre of an image is all "
+                    f"of its resized square. {advice}"
+                )
+        return cls(data.IMAGE_SIZE, side, FLIP in kinds)
+
+    def data(self, data: DataConfig) -> DataConfig:
+        """Settings that read images of `side` x `side`: those of `data`, but without its crop of the centre."""
+        if self.side == self.size:
+            return data
+        return data.model_copy(update={"IMAGE_SIZE": self.side, "CROP_PCT": 1.0})
+
+    def of(self, images: Tensor) -> Iterator[Tensor]:
+        """Each view of the images, the one that validation sees first."""
+        end = self.side - self.size
+        middle = round(end / 2)
+        for top, left in ((middle, middle), (0, 0), (0, end), (end, 0), (end, end)) if end else ((0, 0),):
+            crop = images[..., top : top + self.size, left : left + self.size] if end else images
+            yield crop
+            if self.flip:
+                yield crop.flip(-1)
+
+    def words(self) -> str:
+        """What is averaged; '' for one view."""
+        if self.side == self.size:
+            return "mean of the probabilities of each image and its mirror image" if self.flip else ""
+        mirrored, count = (" and their mirror images", 10) if self.flip else ("", 5)
+        return (
+            f"mean of the probabilities of {count} views of each image: {self.size} x {self.size} pixels in the centre "
+            f"and the four corners of {self.side} x {self.side}{mirrored}"
+        )
+
+
+@dataclass
+class Trained:
+    """Model in evaluation mode on its device, with its settings."""
+
+    model: nn.Module
+    inputs: nn.Module
+    """Normalises uint8 images for the model"""
+    precision: Precision
+    config: Config
+    chosen: Chosen
+    """The weights that it has"""
+    calibrated: bool = False
+    """Whether the logits are divided by the temperature of the weights, if one was fitted"""
+    temperature: float = 1.0
+    flip: bool = False
+    """-tta flip: average the probabilities of each image and its mirror image"""
+
+    def logits(self, images: Tensor) -> Tensor:
+        """Logits in fp32 of uint8 images (B x C x S x S), computed as in validation.
+
+        With `flip`, they are the logits of the mean of both probabilities.
+        """
+        with self.computing(len(images)):
+            images = images.to(self.precision.device)
+            views = (images, images.flip(-1)) if self.flip else (images,)
+            logits = [self.model(self.inputs(view)).float() for view in views]
+            if self.temperature != 1:
+                logits = [output / self.temperature for output in logits]
+            return logits[0] if len(logits) == 1 else self.task.averaged(logits)
+
+    @contextlib.contextmanager
+    def computing(self, images: int) -> Iterator[None]:
+        """Compute in the precision of validation, without gradients. `images`: at once, for the error if memory runs
+        out."""
+        amp, device = self.config.AMP, self.precision.device
+        with (
+            torch.no_grad(),  # not inference mode: fp8 layers do not run in it
+            OpLists(device.type, amp.CUSTOM_WHITE_LIST, amp.CUSTOM_BLACK_LIST),
+            self.precision.autocast(training=False),
+        ):
+            try:
+                yield
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise TrainingError(
+                    f"out of memory with {counted(images, 'image')} at once on {device.type}: use a smaller "
+                    "-batch_size (in predict.py and evaluate.py), or -amp."
+                ) from None
+
+    def features(self, images: Tensor, pool: Pool) -> Tensor:
+        """Features in fp32 of uint8 images (B x C x S x S), as in validation: B x D; patches B x N x D."""
+        with self.computing(len(images)):
+            return pooled_features(self.model, self.inputs(images.to(self.precision.device)), pool)
+
+    def thresholds(self) -> tuple[list[float], str]:
+        """With several labels: the threshold of each class, and their origin for the log."""
+        from engine.task.several import HALF, describe_untuned
+
+        found, classes = self.chosen.thresholds, int(self.config.MODEL.NUM_CLASSES)
+        if found is None or len(found) != classes:
+            words = f"a class is predicted if its probability reaches {HALF}, because these weights have no thresholds"
+            return [HALF] * classes, words
+        words = "a class is predicted if its probability reaches its own threshold, found in the model's validation"
+        untuned = [label for label, threshold in enumerate(found) if threshold == HALF]
+        return list(found), "; ".join(filter(None, (words, describe_untuned(untuned, self.names()))))
+
+    def name_of(self, label: int) -> str:
+        """Name of a class; its number if it has no name."""
+        names = self.chosen.classes or []
+        return names[label] if label < len(names) else str(label)
+
+    def names(self) -> list[str]:
+        """Names of all the model's classes."""
+        return [self.name_of(label) for label in range(self.config.MODEL.NUM_CLASSES)]
+
+    @property
+    def task(self) -> Task:
+        return task_of(self.config)
+
+    def take(self, which: WeightSet) -> None:
+        """Load a set of the saved weights."""
+        self.chosen = self.chosen.other(which)
+        load_weights(self.model, read_weights(self.chosen), f"{self.chosen.file}")
+        kept = self.chosen.calibration if self.calibrated else None
+        self.temperature = kept.temperature if kept else 1.0
+
+    def words(self) -> str:
+        """Model, weights and precision in words."""
+        return f"{self.config.MODEL.NAME}, {self.chosen.which.words} of {self.chosen.origin}, in {self.precision.name}"
+
+
+def load_trained(
+    path: Path | str,
+    weights: str = BETTER,
+    device: str | None = None,
+    amp: str | None = None,
+    given: CommandLine | None = None,
+    calibrated: bool = False,
+    average: int | None = None,
+    needs_labels: bool = True,
+) -> Trained:
+    """Load the model at `path`: a run (its best checkpoint, or else its last), a checkpoint, a file in one, or weights
+    that scripts/checkpoint.py or scripts/export.py wrote.
+
+    `weights`: a value of -weights; auto: those that validated better. `device` None: the run's, if it exists here.
+    `amp` None: as the run validates; otherwise a value of -amp, or `on`. `given`: settings that override the run's.
+    `calibrated`: divide the logits by the temperature that evaluate.py -calibrate fitted to these weights.
+    `average`: the mean of the weights of a run's last so many checkpoints.
+    `needs_labels`: refuse a model that learned without them.
+    """
+    place = Path(path).expanduser()
+    chosen = chosen_at(place, weights) if average is None else mean_at(place, weights, average)
+    config = config_of(chosen, _flags(device, amp, given), given)
+    if needs_labels and config.task == NO_LABELS:
+        raise UserError(
+            f"{path}: this model learned without labels and has no classes yet. Train it on images with labels: "
+            f"-pretrained {path}, with the settings of a ViT of its size (docs/pretraining.md)."
+        )
+    if config.USE:
+        from engine.own_code import use_of_meta
+
+        use_of_meta(chosen.meta, config, place)
+    check_amp(config.AMP, config.TRAIN)
+    overridden = {**given.flags, **given.words}.keys() if given else ()
+    where = _device(device or (config.DEVICE if "DEVICE" in overridden else None), config)
+    check_precision(config.AMP, where)
+    set_up_device(config, where, ALONE)
+    with _quietly():
+        model, inputs, precision = model_in_precision(config, where, chosen.choices)
+    if precision.level in ("O1", "O2") and (moved := fp32_modules(chosen)):
+        force_fp32(model, moved, where.type)
+    model.eval()
+    trained = Trained(model, inputs, precision, config, chosen, calibrated=calibrated)
+    trained.take(chosen.which)
+    return trained
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Suppress log lines about building the model, which belong to training: "freshly initialised" would mislead."""
+    before = log.level
+    log.setLevel(max(before, logging.WARNING))
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+def _flags(device: str | None, amp: str | None, given: CommandLine | None) -> dict[str, tuple[Any, str]]:
+    flags = dict(given.flags) if given else {}
+    if device is not None:
+        flags["DEVICE"] = (device, "-device")
+    if amp is not None:
+        flags |= {key: (value, "-amp") for key, value in amp_settings(amp).items()}
+    return flags
+
+
+def _device(name: str | None, config: Config) -> torch.device:
+    """The named device; or else the run's own, if this machine has it; or else the best one."""
+    if name is None and config.DEVICE is not None:
+        try:
+            return pick_device(config.DEVICE, ALONE)
+        except UserError:
+            pass
+    return pick_device(name, ALONE)

@@ -1,0 +1,370 @@
+"""DATA.BATCH_SIZE auto: the batch found fits, and the search leaves no trace."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from datasets import Batch
+from engine.machine import memory
+from engine.machine.context import Run
+from engine.machine.memory import GIB, free_memory, held_memory, limited, take_peak
+from engine.memory import batch_size, largest_batch
+from engine.memory.batch_size import settle_batch
+from engine.memory.largest_batch import Trial, largest_divisor, largest_that_fits
+from engine.setup import build_train_state
+from engine.update import TrainState
+from tests.engine.small import CPU
+from tests.program import Result, metrics
+from utils.config import Config, load_config
+from utils.distributed.world import ALONE, World
+from utils.errors import UserError
+from utils.machine import cpus
+from utils.seeding import seed_host
+
+AUTO = ("-batch_size", "auto")
+
+
+def settings(tiny: Path, **words: object) -> Config:
+    given = {key.replace("__", "."): str(value) for key, value in words.items()}
+    return load_config(str(tiny), words={"DATA.BATCH_SIZE": "auto", **given}).config
+
+
+def found(config: Config) -> tuple[int, int]:
+    """Batch and accumulation."""
+    settled = settle_batch(Run(config, ALONE, CPU, threads=1), None).config
+    return settled.DATA.BATCH_SIZE, settled.TRAIN.ACCUM_ITER
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def memory_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Pretend that this many MiB are free, beside what the process holds, and that an image takes one of them."""
+
+    def set_to(mib: float) -> None:
+        monkeypatch.setattr(largest_batch, "free_memory", lambda *_: int(mib * 2**20))
+        monkeypatch.setattr(largest_batch, "held_memory", lambda _: 0)
+        trained: list[int] = [0]
+        batch_of = Trial._batch
+
+        def made(trial: Trial, size: int) -> Batch:
+            trained[0] = size
+            return batch_of(trial, size)
+
+        def peak(_device: torch.device) -> int:
+            size, trained[0] = trained[0], 0
+            return size * 2**20
+
+        monkeypatch.setattr(Trial, "_batch", made)
+        monkeypatch.setattr(largest_batch, "take_peak", peak)
+
+    return set_to
+
+
+@pytest.mark.parametrize("most", [1, 5, 8, 100, 1024])
+@pytest.mark.parametrize("room", [0, 1, 3, 7, 8, 15, 16, 99, 100, 517, 1023, 5000])
+def test_search_finds_the_largest_batch(most: int, room: int) -> None:
+    tried: list[int] = []
+
+    def fits(size: int) -> bool:
+        tried.append(size)
+        return size <= room
+
+    answer = largest_that_fits(fits, most)
+    largest = min(room, most)
+    assert answer == (largest if largest < 8 or largest == most else largest // 8 * 8)
+    assert len(tried) == len(set(tried)) <= 15
+    assert max(tried) <= most
+
+
+def test_search_stops_when_told_enough() -> None:
+    tried: list[int] = []
+    assert largest_that_fits(lambda size: not tried.append(size), 1024, lambda: len(tried) == 3) == 32
+
+
+@pytest.mark.parametrize(
+    ("target", "fitting", "share"),
+    [(528, 184, 176), (512, 184, 128), (512, 5000, 512), (500, 184, 125), (1000, 184, 125), (7, 4, 1), (48, 47, 24)],
+)
+def test_largest_divisor_of_the_global_batch(target: int, fitting: int, share: int) -> None:
+    assert largest_divisor(target, fitting) == share
+
+
+@pytest.mark.parametrize(("mib", "size"), [(8.7, 8), (44, 40), (100, 88), (5, 4)])
+def test_found_batch_is_the_largest_that_fits(
+    tiny: Path, memory_of: Callable[[float], None], mib: float, size: int
+) -> None:
+    memory_of(mib)
+    assert found(settings(tiny)) == (size, 1), "8 % stay free"
+
+
+def test_process_memory_limits_the_batch_on_a_cpu(tiny: Path) -> None:
+    """By what the process really holds: an image of 256 tokens takes some MiB."""
+    large = {"DATA__IMAGE_SIZE": 32, "DATA__DATASET": "synthetic", "DATA__SYNTHETIC_TRAIN": 100_000}
+    sizes = []
+    for mib in (40, 100):
+        limit = (held_memory(CPU) + mib * 2**20) / (1 - largest_batch.MARGIN) / GIB
+        sizes.append(found(settings(tiny, TRAIN__MEMORY_LIMIT=limit, **large))[0])
+    assert 0 < sizes[0] < sizes[1] < 1000, sizes
+
+
+def test_batch_that_would_take_too_much_is_not_tried(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel would kill the process."""
+    trial = Trial(settings(tiny), False, CPU, limit=100)
+    trial.peaks |= {8: 30, 16: 50}
+    monkeypatch.setattr(Trial, "_try", lambda *_: pytest.fail("tried"))
+    assert not trial.fits(40), "110 expected"
+    monkeypatch.setattr(Trial, "_try", lambda *_: True)
+    monkeypatch.setattr(largest_batch, "take_peak", lambda _: 90)
+    assert trial.fits(32)
+    monkeypatch.setattr(largest_batch, "take_peak", lambda _: 101)
+    assert not trial.fits(24)
+
+
+@pytest.mark.parametrize(("accumulates", "asked", "computed"), [(False, 1, 1), (True, 1, 2), (False, 4, 2)])
+def test_settings_of_a_trial_say_how_many_micro_batches_it_computes(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, accumulates: bool, asked: int, computed: int
+) -> None:
+    given = []
+
+    def remember(config: Config, *args: Any, **words: Any) -> TrainState:
+        given.append(config.TRAIN.ACCUM_ITER)
+        return build_train_state(config, *args, **words)
+
+    monkeypatch.setattr(largest_batch, "build_train_state", remember)
+    assert Trial(settings(tiny, TRAIN__ACCUM_ITER=asked), accumulates, CPU, 2**60).fits(8)
+    assert given == [computed]
+
+
+def test_trial_takes_the_memory_of_images_kept_for_replays(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images are kept only with loss scaling, for all micro-batches of the update."""
+    asked: list[int] = []
+    monkeypatch.setattr(largest_batch, "replay_bytes", lambda size: asked.append(size) or 1)
+    fp16 = {"AMP__ENABLED": "true", "AMP__DTYPE": "fp16"}
+    for words, each in ((fp16, None), (fp16, 8000), ({}, 8000)):
+        assert Trial(settings(tiny, **words), True, CPU, 2**60, each).fits(8)
+    assert asked == [8 * 64] * 2 + [8000 * 64] * 2, "of 8 x 8 pixels, in two updates"
+
+
+def test_small_data_sets_and_cpus_limit_the_search(tiny: Path, memory_of: Callable[[float], None]) -> None:
+    memory_of(1000)
+    assert found(settings(tiny)) == (176, 1), "8 updates an epoch of 1,437 images"
+    assert found(settings(tiny, TRAIN__GLOBAL_BATCH=1200)) == (600, 2), "of which a CPU is not to try all"
+    assert Trial(settings(tiny), False, CPU, 2**60).most(None, World(0, 2, 0, 2))[0] == 88
+
+
+def test_batch_divides_the_global_batch(
+    tiny: Path, memory_of: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory_of(1000)
+    monkeypatch.setattr(largest_batch, "all_gather", lambda items, _: [*items, 24])
+    assert found(settings(tiny, TRAIN__GLOBAL_BATCH=401)) == (1, 401), "a prime number"
+    assert found(settings(tiny, TRAIN__GLOBAL_BATCH=408)) == (24, 17)
+
+
+def test_search_stops_early_on_a_slow_cpu(
+    tiny: Path, memory_of: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory_of(1000)
+    monkeypatch.setattr(largest_batch, "SECONDS_PER_TRIAL_ON_CPU", 0.0)
+    assert found(settings(tiny)) == (8, 1)
+
+
+def test_too_little_memory_for_one_image_is_refused(
+    tiny: Path, memory_of: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory_of(1)
+    with pytest.raises(UserError, match=r"not even a batch of 1 fits into 1\.0 MiB"):
+        found(settings(tiny))
+    monkeypatch.setattr(Trial, "fits", lambda _, batch: batch == 1)  # none to mix it with
+    with pytest.raises(UserError, match="not even a batch of 2"):
+        found(settings(tiny, TRAIN__MIXUP_ALPHA=0.8))
+
+
+def test_unknown_memory_asks_for_memory_limit(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(largest_batch, "free_memory", lambda *_: None)
+    with pytest.raises(UserError, match=r"TRAIN\.MEMORY_LIMIT"):
+        found(settings(tiny))
+    assert found(settings(tiny, TRAIN__MEMORY_LIMIT=64))[0] >= 32
+
+
+def test_search_leaves_random_numbers_unchanged(tiny: Path, memory_of: Callable[[float], None]) -> None:
+    memory_of(50)
+    seed_host("here")
+    found(settings(tiny, MODEL__DROPOUT=0.1))
+    drawn = random.random(), np.random.random(), float(torch.rand(()))
+    seed_host("here")
+    assert drawn == (random.random(), np.random.random(), float(torch.rand(())))
+
+
+@pytest.mark.parametrize(
+    ("words", "accumulated"), [({"TRAIN.GLOBAL_BATCH": "96"}, 3), ({"TRAIN.GLOBAL_BATCH": "32"}, 1)]
+)
+def test_global_batch_sets_the_accumulation(tiny: Path, words: dict[str, str], accumulated: int) -> None:
+    config = load_config(str(tiny), words={**words, "TRAIN.ACCUM_ITER": "7"}).config
+    run = settle_batch(Run(config, ALONE, CPU, threads=1), None)
+    assert (run.config.DATA.BATCH_SIZE, run.config.TRAIN.ACCUM_ITER, run.auto_batch_size) == (32, accumulated, False)
+
+
+def test_impossible_global_batch_is_refused_with_nearby_ones(tiny: Path) -> None:
+    config = load_config(str(tiny), words={"TRAIN.GLOBAL_BATCH": "100"}).config
+    with pytest.raises(UserError, match=r"100 is not a multiple of the 32 images .* Use 96 or 128"):
+        settle_batch(Run(config, ALONE, CPU, threads=1), None)
+
+
+def test_auto_batch_equals_the_same_number_and_is_kept_on_resume(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
+    words = ["TRAIN.MODEL_EMA=true", "MODEL.DROPOUT=0.1", "TRAIN.MAX_UPDATES=12", "SAVE_EVERY_UPDATES=8"]
+    auto = tmp_path / "auto"
+    done = vitamp("-cfg", tiny, *AUTO, *words, "-output", auto)
+    assert done.code == 0, done.text
+    size = json.loads((auto / "run.json").read_text())["choices"]["batch_size"]
+    assert size % 8 == 0
+    assert f"DATA.BATCH_SIZE auto: {size} fits (" in done.out
+    assert "GiB; with more, an epoch of 1,437 images would have fewer than 8 updates); " in done.out
+    assert f"; {size} x 1 process x 1 accumulated = {size} images per update." in done.out
+    data = yaml.safe_load((auto / "config.yaml").read_text())["DATA"]
+    assert (data["BATCH_SIZE"], data["BATCH_SIZE_EVAL"]) == (size, None), "validation follows"
+
+    named = tmp_path / "named"
+    assert vitamp("-cfg", tiny, "-batch_size", size, *words, "-output", named).code == 0
+    assert metrics(auto) == metrics(named)
+    last = sorted(path.name for path in (auto / "checkpoints").glob("step-*"))[-1]
+    for file in ("model.safetensors", "ema.safetensors"):
+        saved = [(run / "checkpoints" / last / file).read_bytes() for run in (auto, named)]
+        assert saved[0] == saved[1], file
+
+    # The same command again, as a cluster gives it to a run it had stopped: on a machine that has more room now.
+    for path in sorted((auto / "checkpoints").glob("step-*"))[1:]:
+        shutil.rmtree(path)
+    (auto / "checkpoints" / "index.json").unlink()
+    again = vitamp("-cfg", tiny, *AUTO, *words, "-output", auto, "-resume", "auto")
+    assert again.code == 0, again.text
+    assert f"DATA.BATCH_SIZE auto: {size}, which this run found when it began." in again.out
+    assert (auto / "checkpoints" / last / file).read_bytes() == saved[0]
+    meta = json.loads((auto / "checkpoints" / last / "meta.json").read_text())
+    assert (meta["batch"]["per_process"], meta["choices"]["batch_size"]) == (size, size)
+
+
+@pytest.mark.slow  # two runs
+def test_resume_on_other_processes_keeps_the_global_batch(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    assert vitamp("-cfg", tiny, "-batch_size", 96, "TRAIN.MAX_UPDATES=3", "-output", run).code == 0
+    done = vitamp("-resume", run, *AUTO, "TRAIN.MAX_UPDATES=5", "DATA.BATCH_SIZE_EVAL=null")
+    assert done.code == 0, done.text
+    (told,) = [line for line in done.out.splitlines() if line.startswith("DATA.BATCH_SIZE auto")]
+    assert told.endswith("= 96 images per update.")
+    assert "x 1 accumulated" not in told
+
+
+def test_dry_run_and_evaluation_report_the_fitting_batch(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
+    done = vitamp("-cfg", tiny, *AUTO, "-dry_run")
+    assert done.code == 0, done.text
+    assert "DATA.BATCH_SIZE auto: " in done.out
+    done = vitamp("-cfg", tiny, *AUTO, "-eval", "-output", tmp_path / "eval")
+    assert done.code == 0, done.text
+    fits = json.loads((tmp_path / "eval" / "run.json").read_text())["choices"]["batch_size"]
+    assert f"DATA.BATCH_SIZE auto: {fits} fits (" in done.out
+    assert fits == 360, "all images of the split"
+
+
+def test_evaluation_ignores_the_global_batch(
+    tiny: Path, memory_of: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """97 cannot be divided among two processes."""
+    memory_of(50)
+    monkeypatch.setattr(batch_size, "on_every_rank", lambda _, work: work())
+    monkeypatch.setattr(largest_batch, "on_every_rank", lambda _, work: work())
+    monkeypatch.setattr(largest_batch, "all_gather", lambda items, _: items)
+    two = World(0, 2, 0, 2)
+    configs = [settings(tiny, EVAL="true", **words) for words in ({}, {"TRAIN__GLOBAL_BATCH": 97})]
+    sizes = [settle_batch(Run(config, two, CPU, threads=1), None).config.DATA.BATCH_SIZE for config in configs]
+    assert sizes[0] == sizes[1] > 8
+
+
+def test_tools_and_fsdp_refuse_auto_batch(vitamp: Callable[..., Result], tiny: Path) -> None:
+    done = vitamp("-cfg", tiny, *AUTO, script="scripts/choose_precision.py")
+    assert (done.code, done.err.count("auto does not work in this tool")) == (2, 1), done.text
+    with pytest.raises(UserError, match=r"auto is not possible with DIST\.STRATEGY fsdp"):
+        settings(tiny, DIST__STRATEGY="fsdp")
+
+
+def test_peak_is_that_since_the_last_call() -> None:
+    take_peak(CPU)
+    before = held_memory(CPU)
+    large = torch.ones(2**25)
+    del large
+    assert take_peak(CPU) > before + 2**26
+    assert take_peak(CPU) < before + 2**26, "returned to the system"
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_container_limit_counts_as_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+    root = tmp_path / ("memory" if version == 1 else "")
+    own = root / "jobs" / "mine"
+    own.mkdir(parents=True)
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    limit, used, cache = names if version == 1 else ("memory.max", "memory.current", "inactive_file")
+    for folder, most in ((own, "max" if version == 2 else str(2**63)), (own.parent, str(3 * GIB))):
+        (folder / limit).write_text(f"{most}\n")
+        (folder / used).write_text(f"{2 * GIB}\n")
+        (folder / "memory.stat").write_text(f"anon 5\n{cache} {GIB}\n")
+    groups, meminfo = tmp_path / "cgroup", tmp_path / "meminfo"
+    groups.write_text("5:cpu:/x\n4:memory:/jobs/mine\n" if version == 1 else "0::/jobs/mine\n")
+    meminfo.write_text("MemTotal:  33554432 kB\nMemAvailable:  16777216 kB\n")
+    monkeypatch.setattr(memory, "MEMINFO", meminfo)
+    monkeypatch.setattr(cpus, "MOUNTED", tmp_path)
+    monkeypatch.setattr(cpus, "OWN", groups)
+    assert free_memory(CPU, 1) == 2 * GIB, "3 GiB, of which 2 are in use, 1 by files that can be read again"
+    assert free_memory(CPU, 2) == GIB
+    groups.write_text("")
+    assert free_memory(CPU, 1) == 16 * GIB
+    meminfo.unlink()
+    assert free_memory(CPU, 1) is None
+
+
+class FakeGpu:
+    """Calls of torch.cuda, on a machine without a GPU."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fractions: list[float] = []
+        self.total_memory = 16 * GIB
+        answers: dict[str, Any] = {
+            "get_device_properties": lambda _: self,
+            "set_per_process_memory_fraction": lambda fraction, _: self.fractions.append(fraction),
+            "max_memory_reserved": lambda _: 3 * GIB,
+            "empty_cache": lambda: None,
+            "reset_peak_memory_stats": lambda _: None,
+            "mem_get_info": lambda _: (7 * GIB, 16 * GIB),
+            "memory_reserved": lambda _: GIB,
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+
+
+def test_gpu_limit_is_set_and_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, device = FakeGpu(monkeypatch), torch.device("cuda", 0)
+    assert free_memory(device, 4) == 8 * GIB, "a GPU is nobody else's"
+    with contextlib.suppress(RuntimeError), limited(device, 4 * GIB):
+        assert take_peak(device) == 3 * GIB
+        raise RuntimeError("in the middle of it")
+    assert gpu.fractions == [0.25, 1.0]

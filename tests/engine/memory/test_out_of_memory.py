@@ -1,0 +1,192 @@
+"""Out of memory: the error message, and advice that helps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.evaluate import evaluate
+from engine.machine.context import Run
+from engine.machine.memory import IN_VALIDATION, is_out_of_memory, largest_blocks
+from engine.memory.out_of_memory import before_training, describe
+from tests.engine.small import build
+from tests.program import ROOT, Result, metrics
+from utils.config import load_config
+from utils.distributed.world import ALONE
+
+# A device whose memory holds so many images, ABOVE in training, ABOVE_EVAL in validation; from a forward pass on.
+SMALL_DEVICE = f"""
+import os, runpy, sys, torch
+import timm.models.vision_transformer as vit
+whole, count = vit.VisionTransformer.forward, [0]
+def forward(self, images):
+    count[0] += self.training
+    room = int(os.environ.get("ABOVE" if self.training else "ABOVE_EVAL", "1000"))
+    here = os.environ.get("RANK", "0") == os.environ.get("ON_RANK", "0")
+    if here and len(images) > room and count[0] >= int(os.environ.get("FROM", "1")):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of")
+    return whole(self, images)
+vit.VisionTransformer.forward = forward
+if __name__ == "__main__":
+    sys.path.insert(0, {str(ROOT)!r})
+    runpy.run_path({str(ROOT / "main_single_gpu.py")!r}, run_name="__main__")
+"""
+
+
+@pytest.fixture
+def small_device(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> Callable[..., Result]:
+    """Run the tiny recipe on a device with little memory: `small_device(words, ABOVE=16)`."""
+    script = tmp_path / "small_device.py"
+    script.write_text(SMALL_DEVICE)
+
+    def call(*words: object, **env: object) -> Result:
+        return vitamp("-cfg", tiny, *words, script=str(script), env={k: str(v) for k, v in env.items()})
+
+    return call
+
+
+def test_other_errors_are_not_out_of_memory() -> None:
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"))
+    assert is_out_of_memory(
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    ],
+)
+def test_out_of_memory_errors_of_cuda_libraries_are_recognised(text: str) -> None:
+    assert is_out_of_memory(RuntimeError(text))
+
+
+def test_out_of_memory_is_reported_once_with_ways_out(small_device: Callable[..., Result], tmp_path: Path) -> None:
+    run, words = tmp_path / "run", ["SAVE_FREQ=1", "REPORT_FREQ=1", "TRAIN.MAX_UPDATES=70"]
+    done = small_device(*words, "-batch_size", 28, "-output", run, ABOVE=14, FROM=60)
+    assert done.code == 1, done.text
+    assert "Traceback" not in done.text
+    assert done.err.count("out of memory in update 60") == 1
+    for part in (
+        " on cpu (",
+        "and 2.00 GiB more were requested",
+        "28 images at a time, of 8 x 8 x 1.",
+        "-batch_size 14 -accum_iter 2",
+        "TRAIN.GRAD_CHECKPOINT=blocks",
+        "-batch_size auto",
+        f"The last checkpoint is step-000000051: resume from it with -resume {run}",
+    ):
+        assert part in done.err, part
+
+
+def test_out_of_memory_without_a_checkpoint_says_start_again(
+    small_device: Callable[..., Result], tmp_path: Path
+) -> None:
+    done = small_device("-batch_size", 28, "-output", tmp_path / "run", ABOVE=14)
+    assert done.code == 1, done.text
+    assert "\nThere is no checkpoint yet: start again with one of these." in done.err
+
+
+def test_evaluation_with_auto_batch_advises_a_smaller_one(tiny: Path) -> None:
+    error = torch.OutOfMemoryError("out of memory")
+    error.add_note(IN_VALIDATION)
+    config = load_config(str(tiny), words={"DATA.BATCH_SIZE": "auto"}).config
+    told = before_training(error, config, torch.device("cpu"))
+    assert "-batch_size_eval N, smaller than the size that auto found" in told
+    assert "-batch_size auto" not in told
+
+
+@pytest.mark.slow  # three runs
+def test_advised_flags_resume_the_same_training(small_device: Callable[..., Result], tmp_path: Path) -> None:
+    run, whole, words = tmp_path / "run", tmp_path / "whole", ["SAVE_FREQ=1", "REPORT_FREQ=1", "TRAIN.MAX_UPDATES=70"]
+    stopped = small_device(*words, "-batch_size", 28, "-output", run, ABOVE=14, FROM=60)
+    assert stopped.code == 1, stopped.text
+    (resume,) = re.findall(r"resume from it with (-resume \S+) and one of these", stopped.err)
+    (advice,) = re.findall(r"Ways out:\n  (-batch_size [^:]+):", stopped.err)
+    on = small_device(*resume.split(), *advice.split(), *words, ABOVE=14)
+    assert on.code == 0, on.text
+    assert small_device(*words, "-batch_size", 28, "-output", whole).code == 0
+    ours, theirs = (metrics(folder, "train") for folder in (run, whole))
+    assert [line["update"] for line in ours] == [line["update"] for line in theirs]
+    assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in theirs], rel=1e-4)
+
+
+def test_out_of_memory_before_the_first_update_exits_with_2(
+    small_device: Callable[..., Result], tmp_path: Path
+) -> None:
+    done = small_device("-dry_run", ABOVE=16, FROM=1)
+    assert done.code == 2, done.text
+    assert "out of memory in update 1: " in done.err
+    assert "-batch_size 16 -accum_iter 2" in done.err
+    done = small_device("-eval", "-output", tmp_path / "run", ABOVE_EVAL=16, FROM=0)
+    assert done.code == 2, done.text
+    assert f"out of memory {IN_VALIDATION}: " in done.err
+    assert "-batch_size_eval 16" in done.err
+    assert "Traceback" not in done.text
+
+
+@pytest.fixture
+def small_on_rank_1(tmp_path: Path) -> dict[str, str]:
+    """Environment in which rank 1 of two has memory for only 8 images from its 13th update on."""
+    hook = tmp_path / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(SMALL_DEVICE.partition("if __name__")[0])
+    return {"PYTHONPATH": str(hook), "ABOVE": "8", "FROM": "13", "ON_RANK": "1"}
+
+
+@pytest.mark.slow  # two processes, and only what one of them says is new
+def test_rank_out_of_memory_is_named_and_ends_the_others(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, small_on_rank_1: dict[str, str]
+) -> None:
+    done = vitamp(
+        *("-cfg", tiny, "-ngpus", 2, "-output", tmp_path / "run", "-batch_size", 16, "REPORT_FREQ=5"),
+        script="main_multi_gpu.py",
+        env=small_on_rank_1,
+    )
+    assert done.code == 1, done.text
+    assert done.err.count("out of memory in update 13") == 1
+    assert "rank 1 on " in done.err
+    assert "-batch_size 8 -accum_iter 2" in done.err
+
+
+def test_largest_blocks_of_gpu_memory_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def block(size: int, state: str = "active_allocated") -> dict[str, object]:
+        return {"size": size << 20, "state": state}
+
+    segments = [
+        {"device": 1, "blocks": [block(592), block(592), block(3), block(9000, "inactive")]},
+        {"device": 1, "blocks": [block(148)] * 5},
+        {"device": 0, "blocks": [block(4000)]},
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    assert largest_blocks(torch.device("cuda", 1), kinds=2) == "2 x 0.6 GiB, 5 x 148.0 MiB"
+    assert largest_blocks(torch.device("cpu")) is None
+
+
+def test_failed_validation_restores_training_mode(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = build(tiny)
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    full.model.register_forward_pre_hook(fail)
+    monkeypatch.setattr("engine.memory.out_of_memory.largest_blocks", lambda _device: "2 x 0.6 GiB")
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        evaluate(full.model, full.val_loader, len(full.val_set), full.inputs, full.precision, ALONE, full.task)
+    assert full.model.training
+    run = Run(load_config(str(tiny)).config, ALONE, torch.device("cpu"), threads=1)
+    told = describe(caught.value, run, full.parts, 7)
+    assert told.startswith(f"out of memory {IN_VALIDATION} after update 6: ")
+    assert re.search(
+        r"the peak was .+ on cpu \(.+\), of [\d.]+ GiB in total, and 20\.00 MiB more were requested\.\n", told
+    )
+    assert "\n  Allocations that take the most memory: 2 x 0.6 GiB.\n" in told

@@ -1,0 +1,428 @@
+"""What the tables `timm` and `simplenet` train: loops of vitamp, timm and plain PyTorch, and a net of linear layers.
+
+A loop reads values back from the device where it does so in real training. `train_one` is for comparing losses; its
+time is not measured.
+"""
+
+# timm exports these for everybody; its type stubs call them private.
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import timm.optim
+import timm.scheduler
+import timm.utils
+import torch
+from timm.data.loader import PrefetchLoader
+from torch import Tensor, nn
+
+from datasets import Batch, MicroBatch, Window
+from engine.amp.precision import Precision, switch_tf32
+from engine.compile.choice import NONE, WHOLE, Compiling, choose_compiling
+from engine.inputs.mixup import TransformedBatch
+from engine.inputs.normalize import per_channel
+from engine.machine.device import pick_device, set_up_device, synchronize
+from engine.machine.memory import peak_memory_gb
+from engine.setup import build_train_state, tuned_model
+from engine.update import TrainState, train_update
+from models import build_model
+from tools.benchmark_amp.plan import FUSED, OURS, PLAIN, Way, changed
+from tools.common.sessions import Metrics, Session, reset_peak_memory, warmup_updates
+from utils.config import Config
+from utils.distributed.world import ALONE
+from utils.errors import UserError
+from utils.machine.cpus import cores
+from utils.seeding import seed_all
+
+COMPARED = 5
+"""Number of updates whose losses are compared."""
+BATCHES = 16
+"""Number of different batches; then the first one is used again."""
+UPDATES_PER_EPOCH = 100
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SIMPLENET_WARMUP = 2
+
+
+class LoopSession(Session):
+    """One loop in a measuring process: its first losses, and its turns of `updates`."""
+
+    def __init__(self, way: Way, config: Config, updates: int) -> None:
+        self._device = pick_device(config.DEVICE, ALONE)
+        self._loop: Loop = loop_of(way, config, self._device)
+        self._batches = random_batches(config, self._device)
+        self._way, self._size, self._updates, self._done = way, config.DATA.BATCH_SIZE, updates, 0
+        self._losses: list[float] = []
+
+    def first_losses(self) -> Metrics:
+        """Train the compared updates, then the rest of the warm-up."""
+        self._losses = [self._loop.train_one(batch) for batch in self._next(COMPARED)]
+        self._loop.train(self._next(max(0, warmup_updates(self._updates) - COMPARED)))
+        synchronize(self._device)
+        self._free_cache()
+        return {"losses": self._losses}
+
+    def _next(self, count: int) -> list[Batch]:
+        batches = [self._batches[n % BATCHES] for n in range(self._done, self._done + count)]
+        self._done += count
+        return batches
+
+    def _free_cache(self) -> None:
+        """Leave memory to the other loops, which are on the same device."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def turn(self) -> Metrics:
+        updates, batches = self._updates, self._next(self._updates)
+        reset_peak_memory(self._device)
+        synchronize(self._device)
+        began, on_cpu = time.perf_counter(), time.process_time()
+        self._loop.train(batches)
+        synchronize(self._device)
+        seconds, on_cpu = time.perf_counter() - began, time.process_time() - on_cpu
+        metrics = {
+            "seconds": seconds,
+            "images_per_second": updates * self._size / seconds,
+            "cpu_seconds": on_cpu,
+            "peak_memory_gb": peak_memory_gb(self._device),
+            "precision": self._way.precision,
+            "choices": getattr(self._loop, "choices", {}),
+            "losses": self._losses,
+        }
+        self._free_cache()
+        return metrics
+
+
+def random_batches(config: Config, device: torch.device) -> list[Batch]:
+    """Random images and labels on the device, equal in every process."""
+    data, generator = config.DATA, torch.Generator(device).manual_seed(config.SEED)
+    size = (data.BATCH_SIZE, data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE)
+    batches = []
+    for _ in range(BATCHES):
+        images = torch.randint(0, 256, size, dtype=torch.uint8, device=device, generator=generator)
+        labels = torch.randint(0, config.MODEL.NUM_CLASSES, size[:1], device=device, generator=generator)
+        batches.append(Batch(images, labels, torch.arange(data.BATCH_SIZE)))
+    return batches
+
+
+class Loop(Protocol):
+    def train(self, batches: list[Batch]) -> None:
+        """Train one update per batch."""
+
+    def train_one(self, batch: Batch) -> float:
+        """Train one update and return its loss."""
+        ...
+
+
+class Start:
+    """Model with the same first weights as ours, and the hyperparameters, for every loop but ours."""
+
+    def __init__(self, config: Config, device: torch.device, precision: str) -> None:
+        self.config, self.device, self.precision = config, device, precision
+        data, train = self.config.DATA, self.config.TRAIN
+        # The same number of threads for all; our own loop alone makes other process-wide settings.
+        torch.set_num_threads(self.config.THREADS or cores())
+        if self.device.type == "cuda":
+            torch.backends.cudnn.benchmark = True  # as in timm's train.py
+            switch_tf32(self.config.AMP.TF32)  # as in ours: torch's default for convolutions is TF32
+        seed_all(self.config.SEED, "init")
+        self.model = build_model(self.config.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS).to(self.device).train()
+        self.criterion = nn.CrossEntropyLoss()
+        self.total = train.NUM_EPOCHS * UPDATES_PER_EPOCH
+        self.clip = train.GRAD_CLIP or math.inf
+        self.warmup = min(round(train.WARMUP_EPOCHS * UPDATES_PER_EPOCH), self.total)
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        half = HALF.get(self.precision)
+        return contextlib.nullcontext() if half is None else torch.autocast(self.device.type, half)
+
+    def mean_and_std(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        data = self.config.DATA
+        mean, std = (per_channel(values, data.IMAGE_CHANNELS) for values in (data.IMAGENET_MEAN, data.IMAGENET_STD))
+        return tuple(mean), tuple(std)
+
+
+def loop_of(way: Way, config: Config, device: torch.device) -> Loop:
+    if way.kind == OURS:
+        return Ours(way, config, device)
+    if way.kind == PLAIN:
+        return Plain(way, config, device)
+    return (TimmTrain if way.train_py else Timm)(way, config, device)
+
+
+class Ours:
+    """The training of main_single_gpu.py."""
+
+    def __init__(self, way: Way, config: Config, device: torch.device) -> None:
+        amp = {"ENABLED": way.precision != "fp32"} | ({"DTYPE": way.precision} if way.precision != "fp32" else {})
+        config = changed(config, "AMP", **amp)
+        config = changed(config, "TRAIN", COMPILE=WHOLE if way.compiled else NONE)
+        set_up_device(config, device, ALONE)
+        in_precision, choices, _ = tuned_model(config, device, ALONE, {})
+        in_precision[0].train()
+        self._parts = build_train_state(config, ALONE, device, in_precision, UPDATES_PER_EPOCH)
+        compiling = self._parts.callback(Compiling)
+        assert compiling is not None  # every training has it
+        compiling.choice = choose_compiling(config, self._parts, ALONE, 0, {})
+        self.choices = choices | compiling.noted()
+        self._parts.assemble()
+        self._done = 0
+
+    def train(self, batches: list[Batch]) -> None:
+        for batch in batches:
+            self._done += 1
+            share = MicroBatch(0, batch.indices.numpy(), 1.0)
+            train_update(self._parts, Window((share,), iter((batch,))), self._done)
+
+    def train_one(self, batch: Batch) -> float:
+        self.train([batch])
+        return self._parts.meters.read(self._parts.precision.scale_tensor(), 0.0).update.loss
+
+
+class Plain:
+    """A plain loop of torch's parts."""
+
+    def __init__(self, way: Way, config: Config, device: torch.device) -> None:
+        start = self._start = Start(config, device, way.precision)
+        train, model = config.TRAIN, start.model
+        no_decay = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()  # pyright: ignore
+        named = list(model.named_parameters())
+        plain = [p for name, p in named if p.ndim <= 1 or name in no_decay]
+        decayed = [p for name, p in named if p.ndim > 1 and name not in no_decay]
+        groups = [{"params": decayed, "weight_decay": train.WEIGHT_DECAY}, {"params": plain, "weight_decay": 0.0}]
+        self._optimizer = torch.optim.AdamW(groups, train.BASE_LR, **train.OPTIMIZER.arguments())
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, partial(_lr_factor, start))
+        update_ema = torch.optim.swa_utils.get_ema_multi_avg_fn(train.MODEL_EMA_DECAY)
+        self._ema = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=update_ema)
+        self._scaler = torch.amp.GradScaler(device.type, enabled=way.precision == "fp16")
+        mean, std = start.mean_and_std()
+        self._mean, self._std = (torch.tensor(v, device=device).view(1, -1, 1, 1) for v in (mean, std))
+
+    def train(self, batches: list[Batch]) -> None:
+        for batch in batches:
+            self.train_one(batch)
+
+    def train_one(self, batch: Batch) -> float:
+        start = self._start
+        images = (batch.images.float() / 255 - self._mean) / self._std
+        with start.autocast():
+            loss = start.criterion(start.model(images), batch.labels)
+        self._scaler.scale(loss).backward()
+        self._scaler.unscale_(self._optimizer)
+        torch.nn.utils.clip_grad_norm_(start.model.parameters(), start.clip)
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        self._optimizer.zero_grad()
+        self._schedule.step()
+        self._ema.update_parameters(start.model)
+        return loss.item()
+
+
+def _lr_factor(start: Start, update: int) -> float:
+    """Learning rate relative to the base: linear warm-up, then a cosine."""
+    train = start.config.TRAIN
+    if update < start.warmup:
+        lowest = train.WARMUP_START_LR / train.BASE_LR
+        return lowest + update * (1 - lowest) / start.warmup
+    end = train.END_LR / train.BASE_LR
+    return end + 0.5 * (1 - end) * (1 + math.cos(math.pi * (update - start.warmup) / (start.total - start.warmup)))
+
+
+class Timm:
+    """timm's training, assembled from its package as in its train.py.
+
+    FUSED adds what train.py's flags offer for speed: torch's fused AdamW, and torch.compile if the way is compiled.
+    """
+
+    def __init__(self, way: Way, config: Config, device: torch.device) -> None:
+        start = self.start = Start(config, device, way.precision)
+        train = config.TRAIN
+        fused: Any = {"fused": True} if way.kind == FUSED else {}
+        self.optimizer = timm.optim.create_optimizer_v2(
+            start.model,
+            opt="adamw",
+            lr=train.BASE_LR,
+            weight_decay=train.WEIGHT_DECAY,
+            **train.OPTIMIZER.arguments(),
+            **fused,
+        )
+        self.schedule = timm.scheduler.CosineLRScheduler(
+            self.optimizer,
+            start.total - start.warmup,
+            lr_min=train.END_LR,
+            warmup_t=start.warmup,
+            warmup_lr_init=train.WARMUP_START_LR,
+            warmup_prefix=True,
+            t_in_epochs=False,
+        )
+        self.ema = timm.utils.ModelEmaV3(start.model, decay=train.MODEL_EMA_DECAY)
+        scaled = way.precision == "fp16" and device.type == "cuda"
+        self.scaler = timm.utils.NativeScaler(device.type) if scaled else None
+        if way.compiled:  # torch 2.11 would reuse the cached graph of fp16 for bf16
+            torch.compiler.config.cache_key_tag = f" precision={way.precision}"  # pyright: ignore[reportAttributeAccessIssue]
+        self.model: Callable[[Tensor], Tensor] = torch.compile(start.model) if way.compiled else start.model
+        self.done = 0
+        self.optimizer.zero_grad()
+
+    def train(self, batches: list[Batch]) -> None:
+        self._epoch(batches)
+
+    def train_one(self, batch: Batch) -> float:
+        return self._epoch([batch])
+
+    def _loader(self, batches: list[Batch]) -> PrefetchLoader:
+        mean, std = self.start.mean_and_std()
+        pairs: Any = [(batch.images, batch.labels) for batch in batches]
+        return PrefetchLoader(pairs, mean, std, self.start.config.DATA.IMAGE_CHANNELS, self.start.device)
+
+    def _epoch(self, batches: list[Batch]) -> float:
+        """Train one pass over the batches and return the mean loss; it is read at every update, as in timm's loop."""
+        losses, clip = timm.utils.AverageMeter(), self.start.clip
+        for images, targets in self._loader(batches):
+            with self.start.autocast():
+                loss = self.start.criterion(self.model(images), targets)
+            weights = self.start.model.parameters()
+            if self.scaler is not None:
+                self.scaler(loss, self.optimizer, clip_grad=clip, parameters=weights)
+            else:
+                loss.backward()
+                timm.utils.dispatch_clip_grad(weights, clip)
+                self.optimizer.step()
+            losses.update(loss.item(), len(images))
+            self.done += 1
+            self.optimizer.zero_grad()
+            self.ema.update(self.start.model, step=self.done)
+            self.schedule.step_update(self.done, metric=losses.avg)
+        return losses.avg
+
+
+class TimmTrain(Timm):
+    """timm's training by the loop of its train.py."""
+
+    def __init__(self, way: Way, config: Config, device: torch.device) -> None:
+        super().__init__(way, config, device)
+        assert way.train_py is not None
+        script = import_train_py(way.train_py)
+        self._loop = script.train_one_epoch
+        words = ["--clip-grad", str(self.start.clip), "--model-ema"]
+        self._args = script.parser.parse_args(words)
+        vars(self._args).update(prefetcher=True, distributed=False, rank=0, local_rank=0, world_size=1)
+        self._takes = inspect.signature(self._loop).parameters
+        if "task" in self._takes:
+            from timm.task import ClassificationTask
+
+            self._task = ClassificationTask(self.start.model, self.start.criterion, device=device, verbose=False)
+            self._task.trainable_module_ema = self.ema
+            if way.compiled:
+                self._task.compile()
+
+    def _epoch(self, batches: list[Batch]) -> float:
+        given: dict[str, Any] = {
+            "epoch": 0,
+            "model": self.model,
+            "loader": self._loader(batches),
+            "optimizer": self.optimizer,
+            "loss_fn": self.start.criterion,
+            "args": self._args,
+            "task": getattr(self, "_task", None),
+            "device": self.start.device,
+            "lr_scheduler": _ContinuedSchedule(self),
+            "amp_autocast": self.start.autocast,
+            "loss_scaler": self.scaler,
+            "model_ema": self.ema,
+        }
+        return self._loop(**{name: value for name, value in given.items() if name in self._takes})["loss"]
+
+
+class _ContinuedSchedule:
+    """Schedule that counts on: timm's loop is called for a few updates at a time and counts from 0 in each call."""
+
+    def __init__(self, timm_loop: Timm) -> None:
+        self._timm = timm_loop
+
+    def step_update(self, num_updates: int, metric: float | None = None) -> None:
+        self._timm.done += 1
+        self._timm.schedule.step_update(self._timm.done, metric=metric)
+
+
+def import_train_py(path: Path) -> Any:
+    """Import timm's train.py as a module, without running it."""
+    spec = importlib.util.spec_from_file_location("timm_train_script", path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"-timm_train {path}: not a Python file; give train.py of timm's repository.")
+    script = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = script
+    try:
+        spec.loader.exec_module(script)
+    except Exception as error:  # the user's file may raise anything
+        raise UserError(f"-timm_train {path}: cannot be imported ({type(error).__name__}: {error}).") from error
+    if not hasattr(script, "train_one_epoch") or not hasattr(script, "parser"):
+        raise UserError(f"-timm_train {path}: lacks train_one_epoch or parser; give train.py of timm's repository.")
+    logging.getLogger("train").setLevel(logging.WARNING)
+    return script
+
+
+class SimpleNet(Session):
+    """The net on fixed numbers; every turn starts from the same weights and trains by the engine's own update."""
+
+    def __init__(
+        self, config: Config, device: torch.device, width: int, batches: int, enabled: bool, accumulated: int
+    ) -> None:
+        set_up_device(config, device, ALONE)
+        self._config, self._device = changed(config, "AMP", ENABLED=enabled), device
+        self._width, self._accumulated = width, accumulated
+        generator = torch.Generator(device).manual_seed(config.SEED)
+        size = config.DATA.BATCH_SIZE
+        self._batches: list[Batch] = []
+        for _ in range(batches):
+            # Inputs followed by targets: a batch has one field for both.
+            numbers = torch.randn(2, size, width, device=device, generator=generator)
+            places = torch.arange(size, device=device)
+            self._batches.append(Batch(numbers, torch.zeros_like(places), places))
+
+    def turn(self) -> Metrics:
+        for measured in (False, True):
+            parts = self._parts()
+            updates = list(self._windows())[: None if measured else SIMPLENET_WARMUP]
+            synchronize(self._device)
+            began = time.perf_counter()
+            for number, window in enumerate(updates, 1):
+                train_update(parts, window, number)
+            synchronize(self._device)
+            seconds = time.perf_counter() - began
+        reading = parts.meters.read(parts.precision.scale_tensor(), parts.schedule.last_rate())
+        return {"seconds": seconds, "loss": reading.update.loss, "precision": parts.precision.name}
+
+    def _windows(self) -> Iterator[Window]:
+        for _ in range(self._config.TRAIN.NUM_EPOCHS):
+            for first in range(0, len(self._batches), self._accumulated):
+                batches = self._batches[first : first + self._accumulated]
+                places = np.arange(self._config.DATA.BATCH_SIZE)
+                shares = tuple(MicroBatch(number, places, 1 / len(batches)) for number in range(len(batches)))
+                yield Window(shares, iter(batches))
+
+    def _parts(self) -> TrainState:
+        def inputs_and_targets(numbers: Tensor, labels: Tensor) -> TransformedBatch:
+            return TransformedBatch(numbers[0], numbers[1], labels)
+
+        config, width = self._config, self._width
+        seed_all(config.SEED, "init")
+        layers = [nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)]
+        model = nn.Sequential(*layers).to(self._device)
+        trained = model, nn.Identity(), Precision(config.AMP, self._device)
+        parts = build_train_state(config, ALONE, self._device, trained, len(self._batches))
+        parts.criterion, parts.change = nn.MSELoss(), inputs_and_targets
+        parts.assemble()
+        return parts

@@ -1,0 +1,402 @@
+"""One evaluation of a model: metrics with their intervals, and classes, as evaluate.py and the report show them.
+
+One label per image is judged from a few numbers per image, so that memory does not depend on the number of classes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from datasets import ImageDataset
+from engine.task.one import ClassCounts, correct
+from engine.task.several import HALF, f1, scores_of
+from engine.trained.model import Trained
+from engine.trained.predictions import batches_of, guesses
+from tools.common.intervals import balanced_accuracy_interval, macro_f1_interval, ranking_intervals
+from tools.common.progress import progress_bar
+from tools.common.tables import in_columns, shown
+from utils.intervals import Interval, wilson
+from vitamp.metrics import AUROC, BALANCED, LOSS, MACRO_F1, MAP, ONE_LABEL, TOP1, TOP5, Metric, always_guessing
+
+ALL_SHOWN, WORST_SHOWN = 20, 10
+MOST_IN_JSON = 1000
+"""Most classes for which the JSON file has the confusion matrix"""
+INTERVALS = "In brackets: 95 % interval of the metric, as chance in which images are evaluated gives it."
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Metrics of a split. Arrays have one value per class; fractions are in percent."""
+
+    images: int
+    support: np.ndarray
+    """Number of images of the class"""
+    predicted: np.ndarray
+    """Number of images for which it is predicted"""
+    right: np.ndarray
+    values: dict[Metric, float]
+    """The metrics of a validation"""
+    intervals: Mapping[str, Interval | None]
+    """By the metric's name; None where it is unknown"""
+    not_finite: int
+    """Number of images whose logits are NaN or infinite"""
+    own: Mapping[str, float] = field(default_factory=dict, kw_only=True)
+    """Metrics of the user's own"""
+
+    @property
+    def precision(self) -> np.ndarray:
+        """Of each class; 0 for a class that is never predicted."""
+        return 100 * self.right / np.maximum(self.predicted, 1)
+
+    @property
+    def recall(self) -> np.ndarray:
+        return 100 * self.right / np.maximum(self.support, 1)
+
+    @property
+    def f1(self) -> np.ndarray:
+        return 200 * self.right / np.maximum(self.predicted + self.support, 1)
+
+    @property
+    def present(self) -> list[int]:
+        """The classes that have images."""
+        return np.flatnonzero(self.support).tolist()
+
+    @property
+    def largest_class_percent(self) -> float:
+        """Top-1 of a model that always guesses the most frequent class."""
+        return 100 * int(self.support.max()) / self.images
+
+
+class Bin(NamedTuple):
+    """Images of similar confidence. Confidence and accuracy are percent."""
+
+    images: int
+    confidence: float
+    accuracy: float
+
+
+class Rows(NamedTuple):
+    """Columns of values per image with one label, on the host."""
+
+    label: Tensor
+    guess: Tensor
+    among_five: Tensor
+    confidence: Tensor
+    nll: Tensor
+    brier: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor, labels: Tensor) -> Rows:
+        _, among_five = correct(logits, labels)  # on the device, so that ties are resolved as in validation
+        guess = guesses(logits)[:, 0].cpu()
+        losses = F.cross_entropy(logits, labels, reduction="none").cpu().double()
+        logits, labels = logits.cpu().double(), labels.cpu()
+        probabilities = logits.softmax(-1)
+        truth = F.one_hot(labels, logits.shape[-1])
+        confidence = probabilities.gather(1, guess[:, None])[:, 0]
+        return cls(labels, guess, among_five.cpu(), confidence, losses, (probabilities - truth).square().sum(1))
+
+
+@dataclass(frozen=True)
+class OneLabel(Evaluation):
+    rows: Rows
+    """Of the images, in their order"""
+    nll: float
+    """Mean negative log-likelihood: the validation loss without label smoothing."""
+    brier: float
+    """Mean squared error of the probabilities, summed over classes: 0 to 2."""
+    ece: float
+    bins: list[Bin]
+
+    no_matrix = ""
+    """Why there is no confusion matrix; '': there is one"""
+
+    @classmethod
+    def of(
+        cls, trained: Trained, outputs: Iterable[tuple[Tensor, Tensor]], bins: int, _averaged: bool = False
+    ) -> OneLabel:
+        """`outputs`: logits and labels, batch by batch."""
+        rows = Rows(*(torch.cat(column) for column in zip(*(Rows.of(*batch) for batch in outputs), strict=True)))
+        images, classes, hit = len(rows.label), int(trained.config.MODEL.NUM_CLASSES), rows.label == rows.guess
+        seen = rows.label.numpy(), rows.guess.numpy(), classes
+        support, predicted, right = (
+            np.bincount(one.numpy(), minlength=classes) for one in (rows.label, rows.guess, rows.label[hit])
+        )
+        counts = ClassCounts(right.tolist(), support.tolist(), predicted.tolist())
+        values = {
+            TOP1: 100 * int(hit.sum()) / images,
+            TOP5: 100 * int(rows.among_five.sum()) / images,
+            BALANCED: 100 * counts.balanced_accuracy(),
+            MACRO_F1: 100 * counts.macro_f1(),
+        }
+        intervals = {
+            TOP1.name: wilson(values[TOP1], images),
+            TOP5.name: wilson(values[TOP5], images),
+            BALANCED.name: balanced_accuracy_interval(*seen),
+            MACRO_F1.name: macro_f1_interval(*seen),
+        }
+        nll, brier = (float(column.sum()) / images for column in (rows.nll, rows.brier))
+        bad = int((~rows.nll.isfinite()).sum())
+        found = calibration(rows.confidence, hit, bins)
+        return cls(images, support, predicted, right, values, intervals, bad, rows, nll, brier, *found)
+
+    def words(self, counted: str) -> str:
+        """What was evaluated. `counted`: the number of images."""
+        of = f"{counted} of {len(self.present)} classes; calibration in {len(self.bins)} bins"
+        return f"{of}; {always_guessing(self.largest_class_percent)}"
+
+    def cells(self) -> dict[str, str]:
+        """The metrics, for a table."""
+        precision, recall, f1 = self.precision, self.recall, self.f1
+        return {
+            **{metric.words: measured(value, self.intervals[metric.name]) for metric, value in self.values.items()},
+            "precision, macro": f"{self._macro(precision):.2f} %",
+            "precision, weighted": f"{self._weighted(precision):.2f} %",
+            "recall, weighted": f"{self._weighted(recall):.2f} %",
+            "F1, weighted": f"{self._weighted(f1):.2f} %",
+            "calibration error": f"{self.ece:.2f} %",
+            "NLL": f"{self.nll:.4f}",
+            "Brier": f"{self.brier:.4f}",
+        }
+
+    def class_table(self, trained: Trained, of: str) -> list[str]:
+        """One line per class; of many, those with the lowest recall. `of`: the weights, if there are several."""
+        rows = [["class", "images", "precision", "recall", "F1", "most often mistaken for"]]
+        labels, head = _shown_classes(self.present, self.recall, "recall", of)
+        for label in labels:
+            other, times = self.taken_for(label)
+            percents = (f"{of_class[label]:.1f} %" for of_class in (self.precision, self.recall, self.f1))
+            mistaken = f"{shown(trained.name_of(other))} ({times})" if times else "-"
+            rows.append([shown(trained.name_of(label)), f"{self.support[label]}", *percents, mistaken])
+        return [head, *in_columns(rows)]
+
+    def as_json(self) -> dict[str, Any]:
+        of_class = {"precision": self.precision, "recall": self.recall, "f1": self.f1}
+        means = {f"{name}_macro": self._macro(values) for name, values in of_class.items()}
+        means |= {f"{name}_weighted": self._weighted(values) for name, values in of_class.items()}
+        known = {metric.name: value for metric, value in self.values.items()}
+        whole = len(self.support) <= MOST_IN_JSON
+        return {
+            "images": self.images,
+            **_numbers({**known, **means, "nll": self.nll, "brier": self.brier, "ece": self.ece, **self.own}),
+            "intervals": _lists(self.intervals),
+            "largest_class_percent": self.largest_class_percent,
+            "bins": [_numbers(bin._asdict()) for bin in self.bins],
+            "per_class": {
+                "images": self.support.tolist(),
+                **{name: values.tolist() for name, values in of_class.items()},
+            },
+            "confusion": self.confusion(range(len(self.support))).tolist() if whole else None,
+        }
+
+    def confusion(self, chosen: Iterable[int]) -> np.ndarray:
+        """Number of images by true class (rows) and predicted class (columns), of the chosen classes."""
+        labels = list(chosen)
+        place = np.full(len(self.support), -1)
+        place[labels] = np.arange(len(labels))
+        true, guess = place[self.rows.label.numpy()], place[self.rows.guess.numpy()]
+        counts = np.zeros((len(labels), len(labels)), dtype=np.int64)
+        np.add.at(counts, (true[inside := (true >= 0) & (guess >= 0)], guess[inside]), 1)
+        return counts
+
+    def taken_for(self, label: int) -> tuple[int, int]:
+        """The class most often predicted for images of this class by mistake, and how often; 0 if never."""
+        true, guess = self.rows.label, self.rows.guess
+        counts = torch.bincount(guess[(true == label) & (guess != label)], minlength=len(self.support))
+        return int(counts.argmax()), int(counts.max())
+
+    def _macro(self, of_class: np.ndarray) -> float:
+        """Mean over classes that have images."""
+        return float(of_class[self.support > 0].mean())
+
+    def _weighted(self, of_class: np.ndarray) -> float:
+        """Mean over images."""
+        return float((of_class * self.support).sum() / self.support.sum())
+
+
+@dataclass(frozen=True)
+class SeveralLabels(Evaluation):
+    """A class is predicted where its probability reaches its threshold, the model's own from its last validation."""
+
+    loss: float
+    at_half: dict[str, float]
+    """F1 and exact match at a threshold of 0.5"""
+    at_thresholds: dict[str, float]
+    """The same at each class's threshold"""
+    average_precision: np.ndarray
+    """NaN for a class without images"""
+    aurocs: np.ndarray
+    """NaN for a class that no image or every image has"""
+    thresholds: np.ndarray
+    unlabelled: int
+    """Images without a label"""
+    rows: tuple[np.ndarray, np.ndarray]
+    """Probabilities and true labels, images x classes"""
+
+    no_matrix = "a confusion matrix needs one label per image; -json has each class's metrics"
+
+    @classmethod
+    def of(
+        cls, trained: Trained, outputs: Iterable[tuple[Tensor, Tensor]], _bins: int, averaged: bool = False
+    ) -> SeveralLabels:
+        """`averaged`: the outputs are means of models, which have no thresholds."""
+        logits, labels = (
+            torch.cat(column) for column in zip(*((one.cpu(), of.cpu()) for one, of in outputs), strict=True)
+        )
+        logits, labels = logits.double(), labels.double()
+        probabilities, truth = logits.sigmoid().numpy(), labels.numpy() > 0
+        thresholds = np.full(truth.shape[1], HALF) if averaged else np.array(trained.thresholds()[0])
+        chosen = probabilities >= thresholds
+        scores = scores_of(probabilities, truth)
+        halves = {"f1_micro": scores.f1_micro, "f1_macro": scores.f1_macro, "exact_match": scores.exact_match}
+        of_thresholds = zip(halves, (*f1(chosen, truth)[1:], float((chosen == truth).all(1).mean())), strict=True)
+        at_half, at_thresholds = ({name: 100 * value for name, value in of} for of in (halves.items(), of_thresholds))
+        of_map, of_auroc = ranking_intervals(probabilities, truth)
+        return cls(
+            images=len(truth),
+            support=truth.sum(0),
+            predicted=chosen.sum(0),
+            right=(chosen & truth).sum(0),
+            values={MAP: 100 * scores.map, AUROC: 100 * scores.auroc},
+            intervals={
+                MAP.name: of_map,
+                AUROC.name: of_auroc,
+                "exact_match": wilson(at_half["exact_match"], len(truth)),
+                "exact_match_at_thresholds": wilson(at_thresholds["exact_match"], len(truth)),
+            },
+            not_finite=int((~logits.isfinite().all(1)).sum()),
+            loss=float(F.binary_cross_entropy_with_logits(logits, labels)),
+            at_half=at_half,
+            at_thresholds=at_thresholds,
+            average_precision=100 * scores.average_precision,
+            aurocs=100 * scores.aurocs,
+            thresholds=thresholds,
+            unlabelled=int((~truth.any(1)).sum()),
+            rows=(probabilities, truth),
+        )
+
+    def words(self, counted: str) -> str:
+        labels = f"{int(self.support.sum())} labels of {len(self.present)} classes"
+        return f"{counted} with {labels}; {self.unlabelled} images without a label"
+
+    def cells(self) -> dict[str, str]:
+        found = {metric.words: measured(value, self.intervals[metric.name]) for metric, value in self.values.items()}
+        both = (("0.5", self.at_half, ""), ("class thresholds", self.at_thresholds, "_at_thresholds"))
+        for words, name in (("F1 at {}, micro", "f1_micro"), ("F1 at {}, macro", "f1_macro")):
+            found |= {words.format(at): measured(values[name]) for at, values, _ in both}
+        for at, values, ending in both:
+            found[f"exact match at {at}"] = measured(values["exact_match"], self.intervals[f"exact_match{ending}"])
+        return {**found, LOSS.words: f"{self.loss:.4f}"}
+
+    def class_table(self, trained: Trained, of: str) -> list[str]:
+        """One line per class; of many, those with the lowest average precision."""
+        rows = [["class", "images", "AP", "AUROC", "threshold", "precision", "recall", "F1"]]
+        labels, head = _shown_classes(self.present, self.average_precision, "average precision", of)
+        for label in labels:
+            ranked = (f"{self.average_precision[label]:.1f} %", self.auroc_text(label))
+            percents = (f"{of_class[label]:.1f} %" for of_class in (self.precision, self.recall, self.f1))
+            name, images = shown(trained.name_of(label)), f"{self.support[label]}"
+            rows.append([name, images, *ranked, f"{self.thresholds[label]:.3f}", *percents])
+        return [head, *in_columns(rows)]
+
+    def auroc_text(self, label: int) -> str:
+        return f"{auroc:.1f} %" if math.isfinite(auroc := self.aurocs[label]) else "-"
+
+    def as_json(self) -> dict[str, Any]:
+        plain = {
+            LOSS.name: self.loss,
+            **{metric.name: value for metric, value in self.values.items()},
+            **self.at_half,
+            **{f"{name}_at_thresholds": value for name, value in self.at_thresholds.items()},
+        }
+        of_class = {
+            "average_precision": self.average_precision,
+            "auroc": self.aurocs,
+            "threshold": self.thresholds,
+            "precision": self.precision,
+            "recall": self.recall,
+            "f1": self.f1,
+        }
+        columns = {name: [_number(value) for value in values.tolist()] for name, values in of_class.items()}
+        return {
+            "images": self.images,
+            "images_without_label": self.unlabelled,
+            **dict.fromkeys((TOP1.name, TOP5.name)),  # those of one label
+            **_numbers({**plain, **self.own}),
+            "intervals": _lists(self.intervals),
+            "per_class": {"images": self.support.tolist(), **columns},
+        }
+
+
+def kind_of(trained: Trained) -> type[OneLabel | SeveralLabels]:
+    """The evaluation of the model's task."""
+    return OneLabel if trained.task.kind == ONE_LABEL else SeveralLabels
+
+
+def with_bar(trained: Trained, dataset: ImageDataset, **how: Any) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Logits, labels and indices batch by batch, on the device, with a progress bar. `how`: of `batches_of`."""
+    with progress_bar(len(dataset), "images") as bar:
+        for batch in batches_of(trained, dataset, **how):
+            yield batch
+            bar.update(len(batch[1]))
+
+
+def table_of(found: Mapping[str, Any]) -> list[str]:
+    """A table with a column for each evaluation, and a line for each with logits that are not finite."""
+    columns = {title: one.cells() | {name: f"{v:.4f}" for name, v in one.own.items()} for title, one in found.items()}
+    rows = [["", *columns]]
+    rows += [[name, *(cells[name] for cells in columns.values())] for name in next(iter(columns.values()))]
+    bad = [
+        f"{one.not_finite} images have NaN or infinite logits ({title})."
+        for title, one in found.items()
+        if one.not_finite
+    ]
+    return [*in_columns(rows), INTERVALS, *bad]
+
+
+def measured(percent: float, interval: Interval | None = None) -> str:
+    """'98.33 % (96.41 to 99.24)'"""
+    brackets = f" ({interval.words().removesuffix(' %')})" if interval else ""
+    return f"{percent:.2f} %{brackets}" if math.isfinite(percent) else "-"
+
+
+def calibration(confidence: Tensor, right: Tensor, count: int) -> tuple[float, list[Bin]]:
+    """ECE in percent, and its bins of equal width; each includes its upper edge."""
+    number = (confidence.nan_to_num() * count).ceil().long().sub(1).clamp(0, count - 1)
+    images, sure, hits = (
+        torch.zeros(count, dtype=torch.float64).index_add_(0, number, values)
+        for values in (torch.ones_like(confidence), confidence, right.double())
+    )
+    ece = 100 * float((sure - hits).abs().sum() / len(confidence))
+    means = [100 * values / images.clamp(min=1) for values in (sure, hits)]
+    return ece, [Bin(int(n), float(c), float(a)) for n, c, a in zip(images, *means, strict=True)]
+
+
+def _shown_classes(present: list[int], of_class: np.ndarray, what: str, of: str) -> tuple[list[int], str]:
+    """The classes to list, and the heading: the lowest of many."""
+    weights = f" ({of})" if of else ""
+    if len(present) <= ALL_SHOWN:
+        return present, f"Each class{weights}:"
+    lowest = sorted(present, key=lambda label: (float(of_class[label]), label))[:WORST_SHOWN]
+    return lowest, f"The {WORST_SHOWN} classes with the lowest {what}{weights}:"
+
+
+def _lists(intervals: Mapping[str, Interval | None]) -> dict[str, list[float] | None]:
+    return {name: interval and list(interval) for name, interval in intervals.items()}
+
+
+def _numbers(values: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: _number(value) for name, value in values.items()}
+
+
+def _number(value: float) -> float | None:
+    """JSON has no NaN: null takes its place."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,318 @@
+"""Predictions of a run's best checkpoint, for the report: confusions, calibration, classes, mistakes, or pictures.
+
+Each evaluation is what its template shows, by name.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections import Counter
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from datasets import ImageDataset
+from datasets.labels import images_of_classes
+from engine.task.one import ClassCounts
+from engine.trained.model import Trained, load_trained
+from engine.trained.predictions import name_of, picture_of, split_of_run
+from tools.common.evaluation import Evaluation, OneLabel, SeveralLabels, with_bar
+from tools.common.report_page.charts import Reliability
+from tools.common.report_page.opening import Headline
+from utils.errors import TrainingError, UserError
+from utils.text import counted
+from vitamp.metrics import AUROC, BALANCED, MACRO_F1, MAP, NO_LABELS, ONE_LABEL, TOP1, TOP5, Metric, always_guessing
+
+IMAGE_OF = {"train": "training image", "val": "validation image", "test": "test image", "all": "image"}
+BINS = 15
+MOST_ROWS = 100
+"""Classes in a table"""
+MOST_CLASSES = 20
+"""Classes in the confusion matrix: more would not be readable on a screen."""
+MOST_PAIRS, MOST_MISTAKES = 15, 12
+NOTABLE_IMAGES, NOTABLE_PERCENT = 2, 5.0
+"""Images, and percent of its class, from which on a confusion is named at the top"""
+MOST_NAMED = 3
+"""Classes that are never recognised, of which the names are listed at the top"""
+MOST_EXAMPLES, MOST_WRONG = 12, 9
+"""Example images, and how many of them may have a wrong label while others have none"""
+PAINTED = 8
+THUMBNAIL, MOST_LETTERS = 112, 36
+
+Shown = dict[str, Any]
+
+
+def evaluate(folder: Path, part: str, deciding: Metric) -> Shown | str:
+    """Evaluation of the run in `folder` on a split of its data, or the reason why there is none.
+
+    `deciding`: the metric of the headline.
+    """
+    try:
+        trained = load_trained(folder, needs_labels=False)
+        dataset, image = split_of_run(trained, part), IMAGE_OF[part]
+        kind = {ONE_LABEL: _one_label, NO_LABELS: _without_labels}.get(trained.task.kind, _several_labels)
+        weights = f"{trained.words()}: {trained.chosen.words}"
+        return {"weights": weights, "image": image, **kind(trained, dataset, image, deciding)}
+    except (UserError, TrainingError) as error:
+        return str(error)
+
+
+def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Metric) -> Shown:
+    numbers: list[torch.Tensor] = []
+    found = OneLabel.of(trained, _outputs(trained, dataset, numbers), BINS)
+    classes = _rows_of_classes(trained, found)
+    for row in classes:
+        other, count = found.taken_for(row["label"])
+        row["mistaken_for"] = f"{trained.name_of(other)} ({count})" if count else ""
+    classes.sort(key=lambda row: (row["recall"], row["precision"]))
+    true, guess = found.rows.label, found.rows.guess
+    wrong = (true != guess).nonzero()[:, 0]
+    confusions = Counter(zip(true[wrong].tolist(), guess[wrong].tolist(), strict=True))
+    pairs = [
+        {
+            "true": trained.name_of(label),
+            "guess": trained.name_of(other),
+            "images": count,
+            "of_class": int(found.support[label]),
+            "percent": 100 * count / int(found.support[label]),
+        }
+        for (label, other), count in confusions.most_common(MOST_PAIRS)
+    ]
+    chosen = _matrix_classes(found)
+    matrix = found.confusion(chosen)
+    percents = 100 * matrix / np.maximum(found.support[chosen], 1)[:, None]
+    worst = wrong[found.rows.confidence[wrong].argsort(descending=True, stable=True)][:MOST_MISTAKES]
+    indices = torch.cat(numbers)
+    mistakes = [
+        {
+            **_pictured(dataset, int(indices[row])),
+            "true": trained.name_of(int(true[row])),
+            "guess": trained.name_of(int(guess[row])),
+            "confidence": 100 * float(found.rows.confidence[row]),
+            "probability_of_true": 100 * float(found.rows.nll[row].neg().exp()),
+        }
+        for row in worst.tolist()
+    ]
+    metric = deciding if deciding in found.values else TOP1
+    at, always = found.intervals[metric.name], "always guessing the largest class"
+    remarks = [*_notable_confusion(pairs), *_never_right(found, classes)]
+    headline = Headline(
+        metric, found.values[metric], at, found.images, image, _always_largest(found)[metric], always, remarks
+    )
+    return {
+        "template": "one.html",
+        "headline": headline,
+        "tiles": [(one.words, one.number(value), found.intervals[one.name]) for one, value in found.values.items()],
+        "evaluated": found.images,
+        "guessing": always_guessing(found.largest_class_percent),
+        "classes": classes[:MOST_ROWS],
+        "left_out": max(0, len(classes) - MOST_ROWS),
+        "names": [trained.name_of(label) for label in chosen],
+        "matrix": [list(zip(*rows, strict=True)) for rows in zip(matrix.tolist(), percents.tolist(), strict=True)],
+        "has_all_classes": len(chosen) == len(found.support),
+        "pairs": pairs,
+        "reliability": Reliability(found.bins, found.ece),
+        "mistakes": mistakes,
+    }
+
+
+def _always_largest(found: OneLabel) -> dict[Metric, float]:
+    """Metrics of a model that always predicts the class with the most images."""
+    support, largest = found.support.tolist(), int(found.support.argmax())
+    right, predicted = [0] * len(support), [0] * len(support)
+    right[largest], predicted[largest] = support[largest], found.images
+    counts = ClassCounts(right, support, predicted)
+    return {
+        TOP1: found.largest_class_percent,
+        TOP5: 100 * sum(sorted(support)[-5:]) / found.images,
+        BALANCED: 100 * counts.balanced_accuracy(),
+        MACRO_F1: 100 * counts.macro_f1(),
+    }
+
+
+def _matrix_classes(found: OneLabel) -> list[int]:
+    """Labels of all classes, or of the most confused ones where there are many, in order."""
+    if len(found.support) <= MOST_CLASSES:
+        return list(range(len(found.support)))
+    wrong = found.support + found.predicted - 2 * found.right
+    order = wrong * (found.images + 1) + found.support  # of equally confused classes those with more images
+    return sorted(torch.from_numpy(order).topk(MOST_CLASSES).indices.tolist())
+
+
+def _notable_confusion(pairs: list[Shown]) -> list[str]:
+    """The most frequent confusion, if it is notable."""
+    if not pairs or pairs[0]["images"] < NOTABLE_IMAGES or pairs[0]["percent"] < NOTABLE_PERCENT:
+        return []
+    first, alone = pairs[0], len(pairs) == 1 or pairs[1]["images"] < pairs[0]["images"]
+    which = "Most frequent mistake" if alone else "Among the most frequent mistakes"
+    times = f"{first['images']:,} of {first['of_class']:,} images"
+    return [f"{which}: {first['true']} is taken for {first['guess']} ({times})."]
+
+
+def _never_right(found: OneLabel, classes: list[Shown]) -> list[str]:
+    """Classes of which no image is recognised. `classes`: lowest recall first."""
+    never = int(((found.support > 0) & (found.right == 0)).sum())
+    if not never:
+        return []
+    which = f": {', '.join(row['name'] for row in classes[:never])}" if never <= MOST_NAMED else ""
+    return [
+        f"{counted(never, 'class')} of {len(found.present):,} {'is' if never == 1 else 'are'} never recognised{which}."
+    ]
+
+
+def _several_labels(trained: Trained, dataset: ImageDataset, image: str, deciding: Metric) -> Shown:
+    numbers: list[torch.Tensor] = []
+    found = SeveralLabels.of(trained, _outputs(trained, dataset, numbers), BINS)
+    classes = _rows_of_classes(trained, found)
+    for row in classes:
+        label = row["label"]
+        row |= {"average_precision": found.average_precision[label], "auroc": found.auroc_text(label)}
+        row["threshold"] = found.thresholds[label]
+    classes.sort(key=lambda row: (row["average_precision"], row["name"]))
+    metric = AUROC if deciding is AUROC else MAP
+    guess, guessing = float(found.support[found.support > 0].mean()), "ordering the images at random"
+    guess = 50.0 if metric is AUROC else 100 * guess / found.images
+    remarks = [f"Its macro F1 is {found.at_thresholds['f1_macro']:.2f} %."]
+    if len(classes) > 1:
+        weakest = classes[0]
+        precision = f"average precision {weakest['average_precision']:.1f} %"
+        remarks.append(
+            f"Weakest class: {weakest['name']} ({precision}, {weakest['images']:,} of {found.images:,} images)."
+        )
+    at = found.intervals[metric.name]
+    probabilities, truth = found.rows
+    predicted = probabilities >= found.thresholds
+    return {
+        "template": "several.html",
+        "headline": Headline(metric, found.values[metric], at, found.images, image, guess, guessing, remarks),
+        "tiles": [
+            *((one.words, one.number(value), found.intervals[one.name]) for one, value in found.values.items()),
+            ("micro F1", MAP.number(found.at_thresholds["f1_micro"]), None),
+            ("macro F1", MAP.number(found.at_thresholds["f1_macro"]), None),
+            (
+                "images with all labels right",
+                MAP.number(found.at_thresholds["exact_match"]),
+                found.intervals["exact_match_at_thresholds"],
+            ),
+        ],
+        "evaluated": found.images,
+        "thresholds": trained.thresholds()[1],
+        "classes": classes[:MOST_ROWS],
+        "left_out": max(0, len(classes) - MOST_ROWS),
+        "unmeasured": int((found.support == 0).sum()),
+        "wrong": int((predicted != truth).any(1).sum()),
+        "examples": _examples(trained, dataset, torch.cat(numbers), probabilities, truth, predicted),
+    }
+
+
+def _examples(
+    trained: Trained,
+    dataset: ImageDataset,
+    numbers: torch.Tensor,
+    probabilities: np.ndarray,
+    truth: np.ndarray,
+    predicted: np.ndarray,
+) -> list[Shown]:
+    """Images with wrong labels, those with the most first, of equally many the most confident; then right ones."""
+    wrong = predicted != truth
+    error = np.where(wrong, np.abs(probabilities - truth), 0)
+    order = np.lexsort((-error.max(1), -wrong.sum(1)))
+    mistaken = int(wrong.any(1).sum())
+    most = max(MOST_WRONG, MOST_EXAMPLES - (len(order) - mistaken))
+    found = []
+    for row in map(int, [*order[: min(mistaken, most)], *order[mistaken:]][:MOST_EXAMPLES]):
+        labels = [
+            {
+                "name": trained.name_of(label),
+                "kind": "missed" if not predicted[row, label] else "right" if truth[row, label] else "extra",
+                "probability": 100 * float(probabilities[row, label]),
+            }
+            for label in np.flatnonzero(predicted[row] | truth[row]).tolist()
+        ]
+        found.append({**_pictured(dataset, int(numbers[row])), "labels": labels})
+    return found
+
+
+def _without_labels(trained: Trained, dataset: ImageDataset, _image: str, _deciding: Metric) -> Shown:
+    """Images with hidden patches, and as the model predicts them."""
+    indices = torch.linspace(0, len(dataset) - 1, min(PAINTED, len(dataset))).long().unique().tolist()
+    batch = dataset.__getitems__([(0, index) for index in indices]).images.to(trained.precision.device)
+    model: Any = trained.model
+    inputs: Any = trained.inputs
+    originals = inputs(batch)
+    shown: Shown = {}
+    for name, images in zip(("hidden", "predicted", "original"), (*model.painted(originals), originals), strict=True):
+        pixels = ((images - inputs.offset) / inputs.factor).round().clamp(0, 255).byte().cpu().permute(0, 2, 3, 1)
+        shown[name] = [_data_uri(Image.fromarray(one.squeeze(-1).numpy())) for one in pixels]
+    return {
+        "template": "pixels.html",
+        "headline": None,  # only validation measures how much of the images is explained
+        "hidden": 100 * trained.config.MODEL.MASK_RATIO,
+        "normalised": trained.config.MODEL.NORM_PIX_LOSS,
+        "images": [
+            {**_named(dataset, index), **{kind: uris[row] for kind, uris in shown.items()}}
+            for row, index in enumerate(indices)
+        ],
+    }
+
+
+def _outputs(trained: Trained, dataset: ImageDataset, numbers: list[torch.Tensor]) -> Any:
+    """Logits and labels, batch by batch. Collects the indices of the images in `numbers`."""
+    for logits, labels, indices in with_bar(trained, dataset):
+        numbers.append(indices.cpu())
+        yield logits, labels
+
+
+def _rows_of_classes(trained: Trained, found: Evaluation) -> list[Shown]:
+    """A row for each class that has images."""
+    classes = len(found.support)
+    try:
+        labels = split_of_run(trained, "train").sample_labels()
+    except UserError:  # only the images that are evaluated are there
+        labels = None
+    # Empty texts if the number of training images is unknown before these are read.
+    training = [""] * classes if labels is None else [f"{n:,}" for n in images_of_classes(labels, classes).tolist()]
+    recall, precision, f1 = found.recall, found.precision, found.f1
+    return [
+        {
+            "label": label,
+            "name": trained.name_of(label),
+            "training": training[label],
+            "images": int(found.support[label]),
+            "prevalence": 100 * int(found.support[label]) / found.images,
+            "recall": float(recall[label]),
+            "precision": float(precision[label]),
+            "f1": float(f1[label]),
+        }
+        for label in found.present
+    ]
+
+
+def _named(dataset: ImageDataset, index: int) -> Shown:
+    """Its name, and the short one: folder and file, or the file alone; the middle of a long name is cut."""
+    image, half = name_of(dataset, index), MOST_LETTERS // 2
+    last = "/".join(PurePath(image).parts[-2:])
+    text = last if len(last) <= MOST_LETTERS else PurePath(image).name
+    return {"image": image, "short": text if len(text) <= MOST_LETTERS else f"{text[: half - 1]}…{text[-half:]}"}
+
+
+def _pictured(dataset: ImageDataset, index: int) -> Shown:
+    return {**_named(dataset, index), "picture": _data_uri(picture_of(dataset, index))}
+
+
+def _data_uri(picture: Image.Image) -> str:
+    """Thumbnail as a data: URI."""
+    size = max(picture.size)
+    if size > THUMBNAIL:
+        picture = picture.copy()
+        picture.thumbnail((THUMBNAIL, THUMBNAIL))
+    elif size < THUMBNAIL // 2:  # so that single pixels are visible
+        factor = THUMBNAIL // size
+        picture = picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
+    content = io.BytesIO()
+    picture.save(content, "PNG", optimize=True)
+    return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"

@@ -1,0 +1,258 @@
+"""Live sessions: a training or a loop that is built once in a process of its own, and measured turn by turn.
+
+In a process of its own, the peak memory is that of one contender, and no setting of torch is left over from another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from datasets import Window
+from engine.amp.op_lists import OpLists
+from engine.compile.choice import Compiling
+from engine.machine.context import Run
+from engine.machine.device import pick_device, set_up_device, synchronize
+from engine.machine.memory import is_out_of_memory, peak_memory_gb
+from engine.setup import ReadyToTrain, build_for_training, sharding_of
+from engine.update import train_update
+from utils.config import Config
+from utils.distributed.world import ALONE
+from utils.errors import TrainingError, UserError
+from utils.log import start_log
+from utils.parent import die_with_parent
+
+Metrics = dict[str, Any]
+"""Metrics of one turn of one contender, as plain values; {'failed': reason} if it could not be measured."""
+PRELOADED = ["torch", "torchvision.transforms.v2", "timm", "timm.optim", "timm.scheduler", "pydantic"]
+"""Imported once by the fork server, for all measuring processes."""
+MOST_WARMUP = 10
+KILLED = "its process was killed, probably by the out-of-memory killer"
+OUT_OF_MEMORY = "out of memory"
+
+
+class Session:
+    """What a measuring process keeps between turns: past its warm-up, so that compiling is behind it."""
+
+    def turn(self) -> Metrics:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End what the session started, such as loading processes."""
+
+
+class Worker:
+    """A process with a session, which `build` makes there.
+
+    If the device has no memory for it `beside` the other workers, each of them ends its process before the next one's
+    turn. Without `keep`, the process ends after each turn.
+    """
+
+    def __init__(self, build: Callable[[], Session], beside: list[Worker], keep: bool = True) -> None:
+        """`beside`: all workers of the table; this one adds itself."""
+        self._build, self._beside, self._keep = build, beside, keep
+        self._pool: ProcessPoolExecutor | None = None
+        beside.append(self)
+
+    @property
+    def is_running(self) -> bool:
+        return self._pool is not None
+
+    def turn(self) -> Metrics:
+        metrics = self._try()
+        others = [other for other in self._beside if other is not self and other.is_running]
+        if metrics.get("failed") in (OUT_OF_MEMORY, KILLED) and others:
+            for worker in [self, *others]:
+                worker.close()
+            metrics = self._try()
+        if not self._keep:
+            self.close()
+        return metrics
+
+    def _try(self) -> Metrics:
+        failed = {} if self.is_running else self.start()
+        return failed or self.call("turn")
+
+    def start(self) -> Metrics:
+        """Build the session in a new process."""
+        self._pool = own_process()
+        return self._ask(_start, self._build)
+
+    def call(self, method: str) -> Metrics:
+        """Call a method of the session."""
+        return self._ask(_call, method)
+
+    def _ask(self, work: Callable[..., Metrics], *arguments: Any) -> Metrics:
+        assert self._pool is not None
+        try:
+            return self._pool.submit(attempt, work, *arguments).result()
+        except BrokenProcessPool:
+            return {"failed": KILLED}
+
+    def close(self) -> None:
+        if self._pool is not None:
+            with contextlib.suppress(BrokenProcessPool):
+                self._pool.submit(_close)
+            self._pool.shutdown()
+            self._pool = None
+
+
+def own_process() -> ProcessPoolExecutor:
+    """A pool of one fresh process."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    start_method = multiprocessing.get_start_method()
+    return ProcessPoolExecutor(1, mp_context=context, initializer=_begin_process, initargs=(start_method,))
+
+
+def _begin_process(start_method: str) -> None:
+    """Let the parent end this process, also after Ctrl-C, and never outlive it.
+
+    `start_method`: the one with which a run starts its loading processes. With that of this pool, each would import
+    torch.
+    """
+    multiprocessing.set_start_method(start_method, force=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    silence_torchao()
+    die_with_parent()
+
+
+def silence_torchao() -> None:
+    """Hide a warning that importing torchao triggers in torch; users cannot do anything about it."""
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+
+
+def attempt(work: Callable[..., Metrics], *arguments: Any) -> Metrics:
+    """Run `work` in a measuring process. What torch cannot run, or what does not fit in memory, is a result too."""
+    start_log(to_terminal=False)
+    try:
+        return work(*arguments)
+    except (MemoryError, RuntimeError, UserError, TrainingError) as error:
+        return {"failed": reason(error)}
+
+
+def reason(error: BaseException) -> str:
+    """Why a measurement failed, in one line."""
+    if is_out_of_memory(error):
+        return OUT_OF_MEMORY
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+_session = Session()
+"""Of this process, if it is a worker's."""
+
+
+def _start(build: Callable[[], Session]) -> Metrics:
+    global _session
+    _session = build()
+    return {}
+
+
+def _call(method: str) -> Metrics:
+    return getattr(_session, method)()
+
+
+def _close() -> None:
+    global _session
+    _session.close()
+    _session = Session()
+
+
+def warmup_updates(updates: int) -> int:
+    """Number of updates before the measured ones."""
+    return max(1, min(MOST_WARMUP, updates // 5))
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Measure the peak memory from here on. On a CPU it is the peak of the process and cannot be reset."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+@contextlib.contextmanager
+def opened(config: Config, compiled: bool = True) -> Iterator[ReadyToTrain]:
+    """Build everything that a run builds before its first update; close it afterwards.
+
+    `compiled`: compile as TRAIN.COMPILE says. False: stay eager.
+    """
+    device = pick_device(config.DEVICE, ALONE)
+    threads = set_up_device(config, device, ALONE)
+    with OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST):
+        ready = build_for_training(Run(config, ALONE, device, threads), None, sharding_of(config, ALONE, device))
+        try:
+            if not compiled:
+                ready.parts.leave_out(Compiling)
+            ready.parts.assemble()
+            yield ready
+        finally:
+            ready.train_loader.close()
+
+
+def windows(ready: ReadyToTrain) -> Iterator[Window]:
+    """The windows of updates, epoch after epoch, without end."""
+    for epoch in itertools.count(1):
+        yield from ready.train_loader.epoch(epoch)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training to measure."""
+
+    config: Config
+    updates: int
+    """Per turn; updates to warm up come before."""
+
+
+class TrainingSession(Session):
+    """A run's own training, without validation, reports and checkpoints."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._update = job, 0
+        with contextlib.ExitStack() as stack:
+            self.ready = stack.enter_context(opened(job.config))
+            self._device = self.ready.precision.device
+            self._windows = windows(self.ready)
+            for _ in range(warmup_updates(job.updates)):
+                self._step()
+            synchronize(self._device)
+            reset_peak_memory(self._device)
+            self._end = stack.pop_all()
+
+    def close(self) -> None:
+        self._end.close()
+
+    def _step(self) -> int:
+        """Train one update and return the number of images."""
+        window = next(self._windows)
+        self._update += 1
+        train_update(self.ready.parts, window, self._update)
+        return sum(len(share.indices) for share in window.shares)
+
+    def turn(self) -> Metrics:
+        loader, images = self.ready.train_loader, 0
+        loader.take_wait()
+        began = time.perf_counter()
+        for _ in range(self._job.updates):
+            images += self._step()
+        synchronize(self._device)
+        seconds = time.perf_counter() - began
+        return {
+            "seconds": seconds,
+            "iterations_per_second": self._job.updates / seconds,
+            "images_per_second": images / seconds,
+            "data_wait_percent": 100 * min(loader.take_wait() / seconds, 1.0),
+            "peak_memory_gb": peak_memory_gb(self._device),
+            "precision": self.ready.precision.name,
+            "choices": self.ready.choices,
+        }

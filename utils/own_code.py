@@ -1,0 +1,180 @@
+"""The user's own files (-use): executing them, their lines in an error, and their copies in a run's folder."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pydantic import BaseModel
+
+from utils.errors import TrainingError, UserError
+from utils.record.run_folder import ABOUT, read_about
+from vitamp.files import write_atomically
+from vitamp.registry import registered
+
+
+@dataclass(frozen=True)
+class OwnFile:
+    """A file that was executed, as run.json and meta.json describe it."""
+
+    file: str
+    """Its path"""
+    known_as: str
+    """Its name when it was given; a run's copy has another"""
+    sha256: str
+    source: bytes
+    registers: dict[str, str]
+    """Name -> kind"""
+
+    def as_noted(self) -> dict[str, Any]:
+        return {"file": self.known_as, "sha256": self.sha256, "registers": self.registers}
+
+
+executed: dict[str, OwnFile] = {}
+"""By path"""
+
+OWN_ERRORS = (Exception, SystemExit)
+"""What the user's own code may raise: `sys.exit(0)` in it must not end a run as if it were done."""
+
+
+class OwnCodeError(TrainingError):
+    """An exception in the user's own code during training.
+
+    A loading process hands it over as the text of its whole traceback, which ends with our words.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text.rpartition(f"{type(self).__name__}: ")[2])
+
+
+def read(path: Path) -> tuple[bytes, str]:
+    """The text of a file, and its sha256."""
+    try:
+        source = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"-use {path}: cannot be read ({error.strerror}).") from None
+    return source, hashlib.sha256(source).hexdigest()
+
+
+def noted_files() -> list[dict[str, Any]]:
+    """What run.json and meta.json record."""
+    return [one.as_noted() for one in executed.values()]
+
+
+def execute(path: Path, known_as: str = "") -> OwnFile:
+    """Execute a file once in this process. UserError, with file and line, if it fails or registers nothing."""
+    name = str(path)
+    source, sha256 = read(path)
+    if name in executed and executed[name].sha256 == sha256:
+        return executed[name]
+    before = set(registered)
+    module = ModuleType(f"own_code_{len(executed)}_{path.stem}")
+    module.__file__ = name
+    sys.modules[module.__name__] = module  # where pydantic, dataclasses and timm look up types
+    known_as = known_as or path.name
+    executed[name] = OwnFile(name, known_as, sha256, source, {})
+    try:
+        exec(compile(source, name, "exec"), vars(module))  # exactly what was hashed
+    except SyntaxError as error:  # of NUL bytes Python does not say where they are
+        line = f", line {error.lineno}" if error.lineno else ""
+        raise UserError(f"{error.filename or name}{line}: {error.msg}") from None
+    except (*OWN_ERRORS, KeyboardInterrupt) as error:
+        if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            raise  # Ctrl-C in a tool
+        raise UserError(own_lines(error) or f"-use {path}: {error}") from None
+    names = {one: registered[one].kind for one in registered if one not in before}
+    if not names:
+        raise UserError(
+            f"-use {path}: the file registers nothing. Put @loss, @model, @augmentation, @dataset or @metric above a "
+            "function or a class (from vitamp import loss); see docs/own_code.md."
+        )
+    executed[name] = OwnFile(name, known_as, sha256, source, names)
+    return executed[name]
+
+
+def own_lines(error: BaseException) -> str:
+    """The error and the lines of the user's own files that lead to it; '' if none do."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in executed]
+    if not frames:
+        return ""
+    last = frames[-1]
+    what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    lines = (f"  {one.filename}, line {one.lineno}, in {one.name}: {one.line}" for one in frames)
+    return "\n".join([f"{last.filename}, line {last.lineno}: {what}", *lines])
+
+
+FOLDER = "own_code"
+FIELD = "own_code"
+"""In run.json and meta.json"""
+
+
+class Noted(BaseModel):
+    """One file, as recorded."""
+
+    file: str
+    sha256: str
+    registers: dict[str, str] = {}
+
+    @property
+    def copy_name(self) -> str:
+        """A name for each version, so that older checkpoints still have theirs."""
+        return f"{Path(self.file).stem}-{self.sha256[:8]}.py"
+
+    def words(self) -> str:
+        return f"{self.file} ({', '.join(f'{kind} {name}' for name, kind in self.registers.items())})"
+
+
+def noted_of(values: object, where: Path) -> list[Noted]:
+    """The field of run.json or meta.json. UserError if it is damaged."""
+    try:
+        return [Noted.model_validate(one) for one in (values if isinstance(values, list) else [])]
+    except ValueError:
+        raise UserError(f"{where}: the field {FIELD!r} is damaged. Name your files with -use.") from None
+
+
+def noted_by_run(run: Path) -> list[Noted]:
+    """The files that the run used when it was last started."""
+    return noted_of(read_about(run).get(FIELD), run / ABOUT) if (run / ABOUT).exists() else []
+
+
+def keep_own_code(run: Path) -> dict[str, Any]:
+    """Copy the files that were executed into the run's folder. Returns the field for run.json."""
+    (run / FOLDER).mkdir(exist_ok=True)
+    for one in executed.values():
+        write_atomically(run / FOLDER / Noted(**one.as_noted()).copy_name, one.source)
+    return {FIELD: noted_files()}
+
+
+def copy_of(run: Path | None, noted: Noted) -> Path:
+    """The run's copy of a file. UserError if it is missing or was changed."""
+    path = None if run is None else run / FOLDER / noted.copy_name
+    if path is None or not path.is_file():
+        raise UserError(f"There is no copy of {noted.file} beside these weights. Name the file itself: -use FILE.")
+    if read(path)[1] != noted.sha256:
+        raise UserError(
+            f"{path}: the copy was changed (its sha256 is not {noted.sha256}). Name your own file: -use FILE."
+        )
+    return path
+
+
+@dataclass
+class Allowed:
+    files: tuple[Path, ...] = ()
+    """The user's own files (-use)"""
+    trust: bool = False
+    """-trust: the copies in the run's folder too"""
+
+
+allowed = Allowed()
+
+
+def allow(use: str | None, trust: bool) -> None:
+    """Take over the flags -use and -trust."""
+    allowed.files = tuple(Path(name.strip()).expanduser() for name in (use or "").split(",") if name.strip())
+    allowed.trust = trust

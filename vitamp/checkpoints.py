@@ -1,0 +1,212 @@
+"""A run's checkpoints on disk: their names, the index of the last and the best, and their check by size and hash.
+
+A run with adapters (MODEL.LORA) has its frozen weights in one file beside its checkpoints, which hold only what is
+trained. meta.json names its hash, so that adapters are never added to other weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from vitamp.errors import UserError
+from vitamp.files import only_regular, read_json, write_atomically
+from vitamp.meta import META, read_meta
+from vitamp.metrics import PLAIN
+
+CHECKPOINTS, BASE = "checkpoints", "base.safetensors"
+LORA, ADAPTER = "lora", "lora_"
+"""Field of meta.json; and how the names of the adapters' weights begin"""
+WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar", ".npz", ".ckpt")
+MODEL, STATE, INDEX = PLAIN.file, "state.pt", "index.json"
+PREFIX = "step-"
+NAME = rf"{PREFIX}(\d{{9}}|[1-9]\d{{9,}})"
+_SHARD = re.compile(r"\.shard-(\d+)-of-(\d+)\.safetensors$")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Folder of a checkpoint, with the content of its meta.json."""
+
+    folder: Path
+    meta: dict[str, Any]
+
+    def has(self, name: str) -> bool:
+        """Whether the file `name` or its shards are there."""
+        return bool(files_of(name, self.meta["files"]))
+
+
+def folder_name(update: int) -> str:
+    return f"{PREFIX}{update:09d}"
+
+
+def update_in(name: str) -> int | None:
+    """The update in a name that `folder_name` makes; None for any other, such as a user's `step-000000005.mine`."""
+    match = re.fullmatch(NAME, name, re.ASCII)
+    return int(match[1]) if match else None
+
+
+def run_folder_of(path: Path) -> Path | None:
+    """The run folder of a checkpoint, of a file in one, or of the run folder itself; None if there is none."""
+    # No further up than this: a single checkpoint may be in any folder, and one above may be called `checkpoints`.
+    folder_of_path = path.parent if path.is_file() else path
+    if (folder_of_path / CHECKPOINTS).is_dir():
+        return folder_of_path
+    absolute = folder_of_path.absolute()
+    return next((one.parent for one in (absolute, absolute.parent) if one.name == CHECKPOINTS), None)
+
+
+def checkpoints_in(root: Path) -> dict[int, Path]:
+    """A run's checkpoints by their update, oldest first. Folders under names of the user's own are not among them."""
+    found = {
+        update: path
+        for path in root.glob(f"{PREFIX}*")
+        if (update := update_in(path.name)) is not None and path.is_dir()
+    }
+    return dict(sorted(found.items()))
+
+
+def place_of(path: Path) -> tuple[Path | None, Path]:
+    """The checkpoint that `path` is, or is in, if there is one; and the folder of a run's checkpoints."""
+    folder = path.parent if path.is_file() else path
+    if (folder / META).exists() or update_in(folder.name) is not None:
+        return folder, folder.parent
+    return None, folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
+
+
+def checkpoints_at(path: Path) -> list[Path]:
+    """Checkpoint folders of a path, oldest first, at least one: all of a run, or the one that the path is or is in."""
+    if not path.exists():
+        raise UserError(f"{path}: no such file or folder.")
+    folder, root = place_of(path)
+    found = [folder] if folder is not None else [*checkpoints_in(root).values()]
+    if not found:
+        raise UserError(f"{path}: no checkpoint found (looked for {root}/{PREFIX}*).")
+    return found
+
+
+def checkpoint_of(path: Path) -> tuple[Path, str]:
+    """The checkpoint at a path, and the reason: of a run its best, else its last; no reason for a checkpoint itself."""
+    checkpoints, (folder, root) = checkpoints_at(path), place_of(path)
+    if folder is not None:
+        return folder, ""
+    by_name, index = {found.name: found for found in checkpoints}, read_index(root)
+    if best := by_name.get(index["best"] or ""):
+        return best, "the run's best"
+    return by_name.get(index["last"] or "", checkpoints[-1]), "the run's last; no best is recorded"
+
+
+def read_index(root: Path) -> dict[str, Any]:
+    """Names of the last and the best checkpoint, where index.json has them."""
+    names: dict[str, Any] = {}
+    with contextlib.suppress(UserError):
+        names = read_json(root / INDEX)
+    return {key: names[key] if isinstance(names.get(key), str) else None for key in ("last", "best")}
+
+
+def write_index(root: Path, last: str, best: str | None) -> None:
+    write_atomically(root / INDEX, json.dumps({"last": last, "best": best}, indent=2) + "\n")
+
+
+def best_of(root: Path, update: int | None) -> str | None:
+    """Name of the best existing checkpoint: that of `update`, or else the best one before it."""
+    newest = folder_name(update) if update is not None else None
+    existing = (name for name in (newest, read_index(root)["best"]) if name is not None and (root / name).is_dir())
+    return next(existing, None)
+
+
+def inspect(folder: Path) -> Checkpoint:
+    """Read a checkpoint's meta.json, and check that its files exist with the recorded sizes."""
+    meta = read_meta(folder / META)
+    files = meta["files"]
+    try:
+        wrong_size = [name for name, seal in files.items() if (folder / name).stat().st_size != seal["size"]]
+    except FileNotFoundError as error:
+        raise UserError(f"{folder}: incomplete checkpoint, {Path(error.filename).name} is missing.") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: cannot be read ({type(error).__name__}: {error}).") from None
+    if not files_of(MODEL, files) or STATE not in files:
+        raise UserError(f"{folder / META}: damaged, the field 'files' does not name {MODEL} and {STATE}.")
+    if update_in(folder.name) not in (None, meta["update"]):
+        raise UserError(
+            f"{folder}: damaged, {META} is of update {meta['update']}. If you renamed the folder, name it "
+            f"{folder_name(meta['update'])} again."
+        )
+    if wrong_size:
+        raise UserError(f"{folder}: damaged, {', '.join(wrong_size)} does not have the size that was written.")
+    base_file(folder, meta)
+    return Checkpoint(folder, meta)
+
+
+def verify(checkpoint: Checkpoint, only: str | None = None) -> Checkpoint:
+    """Check the hashes of all files, or of the file `only` and its shards: a flipped bit is an error.
+
+    The frozen weights that adapters need are checked too.
+    """
+    verified_base(checkpoint.folder, checkpoint.meta)
+    files = checkpoint.meta["files"]
+    for name in files if only is None else files_of(only, files):
+        with open(checkpoint.folder / name, "rb", opener=only_regular) as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != files[name]["sha256"]:
+                raise UserError(f"{checkpoint.folder}: damaged, the contents of {name} are not what was written.")
+    return checkpoint
+
+
+def base_file(folder: Path, meta: Mapping[str, Any]) -> Path | None:
+    """The file of frozen weights of the checkpoint `folder`, by its size; None if the checkpoint needs none."""
+    if meta.get(LORA) is None:
+        return None
+    seal, places = meta[LORA]["base"], (folder.absolute() / BASE, folder.absolute().parent / BASE)
+    if found := next((place for place in places if place.is_file()), None):
+        if found.stat().st_size != seal["size"]:
+            raise UserError(f"{found}: damaged or of another run, it does not have the size that {folder} records.")
+        return found
+    source = meta[LORA].get("source")
+    made_of = f" (made of {source})" if source else ""
+    raise UserError(
+        f"{folder}: these are adapters (MODEL.LORA), which need the frozen weights of their run{made_of}: "
+        f"{BASE} with sha256 {seal['sha256'][:12]}... is neither {places[0]} nor {places[1]}. Copy it from the run's "
+        "folder checkpoints/. To take weights elsewhere as one file, use `python scripts/checkpoint.py strip` or "
+        "scripts/export.py in the run's folder: they merge the adapters."
+    )
+
+
+def verified_base(folder: Path, meta: Mapping[str, Any]) -> Path | None:
+    """`base_file` after a check of its hash."""
+    file = base_file(folder, meta)
+    if file is not None and sha256_of(file) != meta[LORA]["base"]["sha256"]:
+        raise UserError(f"{file}: damaged or of another run, its contents are not those that {folder} records.")
+    return file
+
+
+def sha256_of(file: Path) -> str:
+    """Hash of a file, computed once for as long as the file does not change."""
+    about = file.stat()
+    return _digest(file.resolve(), about.st_size, about.st_mtime_ns)
+
+
+@cache
+def _digest(file: Path, _size: int, _changed: int) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def shard_name(name: str, nth: int, count: int) -> str:
+    """Name of the shard `nth` (from 0) of `count`."""
+    return f"{name.removesuffix('.safetensors')}.shard-{nth + 1}-of-{count}.safetensors"
+
+
+def files_of(name: str, files: Collection[str]) -> list[str]:
+    """The file `name`, or its shards in order; empty if neither is complete."""
+    if name in files:
+        return [name]
+    counts = {int(found[2]) for found in map(_SHARD.search, files) if found}
+    wanted = [shard_name(name, nth, max(counts, default=0)) for nth in range(max(counts, default=0))]
+    return wanted if set(wanted) <= set(files) else []

@@ -1,0 +1,180 @@
+"""meta.json of a checkpoint: its fields, and their check. A missing or wrong field is an error that names it.
+
+Only fields that the program reads are listed. Those that older versions did not write are optional; others are ignored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from vitamp.errors import UserError
+from vitamp.files import read_json
+from vitamp.metrics import ONE_LABEL, SETS
+
+META = "meta.json"
+FORMAT = 1
+META_HASH = "meta_sha256"
+"""Field of meta.json with the hash of its other fields. Older versions did not write it."""
+MOST_LISTED = 3
+
+Count = Annotated[int, Field(ge=0)]
+Number = Annotated[int, Field(ge=1)]
+
+
+def _one_of(*known: str) -> AfterValidator:
+    def check(value: str) -> str:
+        if value not in known:
+            raise ValueError(f"Input should be {', '.join(map(repr, known[:-1]))} or {known[-1]!r}")
+        return value
+
+    return AfterValidator(check)
+
+
+class Fields(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class Seal(Fields):
+    """Size and hash of one file."""
+
+    size: Count
+    sha256: str
+
+
+class Batch(Fields):
+    per_process: Number
+    accumulated: Number
+    processes: Number
+    asked: Number | None = None
+    """TRAIN.ACCUM_ITER of the settings."""
+
+
+class Samples(Fields):
+    number: Number
+    updates: Number
+    order: str
+    data: str | None = None
+
+
+class Choices(Fields):
+    """Choices that a resumed run repeats. An unknown kind of attention counts as none."""
+
+    attention: str = ""
+    batch_size: Number = 1
+    compile: Literal["none", "blocks", "whole"] = "none"
+    computed_in: str = ""
+
+
+class WeightsMeta(Fields):
+    """Fields that users of the weights need; in a file of weights alone they are in the header."""
+
+    choices: Choices = Choices()
+    classes: list[str] | None = None
+    fp32_modules: list[str] = []
+    metrics: dict[str, float | None] = {}
+    samples: Samples | None = None
+    settings: dict[str, Any]
+    """By dotted key; checked when they are loaded."""
+    thresholds: dict[Annotated[str, _one_of(*(which.name for which in SETS))], list[float]] = {}
+    """Several labels per sample: the probability from which on each class is predicted, by weights."""
+
+
+class BestState(Fields):
+    figure: float | None = None
+    kind: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] = ONE_LABEL.best.name
+    """A metric with the prefix of its weights"""
+    update: Count = 0
+    epoch: Count = 0
+    stale: Count = 0
+
+
+class Adapters(Fields):
+    """Of a checkpoint that leaves out frozen weights (MODEL.LORA)"""
+
+    base: Seal
+    """Of the file with the frozen weights"""
+    factor: float
+    """What the adapters' products are multiplied by"""
+    source: str | None = None
+    """What the frozen weights were made of: MODEL.PRETRAINED"""
+
+
+class Meta(WeightsMeta):
+    """meta.json"""
+
+    format: int
+    files: dict[str, Seal]
+    epoch: Number
+    update: Count
+    epoch_finished: bool
+    best: BestState | None = None
+    batch: Batch
+    frozen: list[str] = []
+    lora: Adapters | None = None
+    samples: Samples  # pyright: ignore[reportIncompatibleVariableOverride,reportGeneralTypeIssues]
+
+    @model_validator(mode="after")
+    def _lists_files_of_its_own(self) -> Meta:
+        if strange := next((name for name in self.files if Path(name).name != name), None):
+            raise ValueError(f"the field 'files' lists {strange!r}, which is not the name of a file in this folder")
+        return self
+
+
+class Input(Fields):
+    """Preprocessing of images, in meta.json and in the header of a file of weights alone."""
+
+    image_size: Number = 1
+    crop_pct: float = 1.0
+    crop_mode: str = ""
+    interpolation: str = ""
+    mean: list[float] = []
+    std: list[float] = []
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """Read and check a meta.json."""
+    if not path.exists():
+        raise UserError(f"{path.parent}: incomplete checkpoint, {path.name} is missing.")
+    meta = read_json(path)
+    version = meta.get("format", FORMAT)
+    if isinstance(version, int) and version != FORMAT:
+        raise UserError(f"{path.parent}: written in format {version}; this version of vitamp reads format {FORMAT}.")
+    check_fields(Meta, meta, path)
+    if meta.get(META_HASH, hash_of(meta)) != hash_of(meta):
+        raise UserError(f"{path}: damaged or edited, its contents are not what was written.")
+    return meta
+
+
+def unchecked_meta(folder: Path) -> dict[str, Any]:
+    """The meta.json beside weights, perhaps of another program; empty without one. UserError if it cannot be read."""
+    path = folder / META
+    return read_json(path) if path.is_file() else {}
+
+
+def hash_of(meta: dict[str, Any]) -> str:
+    """Hash of the fields of a meta.json but its own, independent of their layout in the file."""
+    fields = {key: value for key, value in json.loads(json.dumps(meta)).items() if key != META_HASH}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def check_fields(fields: type[BaseModel], content: object, path: Path) -> None:
+    """Raise UserError if a field of `content`, read from `path`, is missing or wrong."""
+    try:
+        fields.model_validate(content)
+    except ValidationError as error:
+        problems = [_in_words(details) for details in error.errors(include_url=False, include_input=False)]
+        more = f"; and {len(problems) - MOST_LISTED} more" if len(problems) > MOST_LISTED else ""
+        raise UserError(f"{path}: damaged, {'; '.join(problems[:MOST_LISTED])}{more}.") from None
+
+
+def _in_words(details: Any) -> str:
+    place = ".".join(str(part) for part in details["loc"])
+    if details["type"] == "missing":
+        return f"{place} is missing"
+    text = details["msg"].removeprefix("Value error, ")
+    return f"{place}: {text}" if place else text

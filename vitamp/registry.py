@@ -1,0 +1,146 @@
+"""What the user's own files (-use) register, by name: losses, models, augmentations, data sets, metrics."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from vitamp.errors import UserError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What can be registered."""
+
+    setting: str
+    """The setting that chooses it by name"""
+    first: tuple[str, ...] = ()
+    """The arguments that the program passes by position, to a function. A class gets them when its object is called."""
+    named: tuple[str, ...] = ()
+    """The arguments that the program passes by name, if they are there. All others are settings of its own."""
+    needed: tuple[str, ...] = ()
+    """Those of `named` that must be there"""
+
+
+KINDS = {
+    "loss": Kind("TRAIN.LOSS", ("logits", "targets")),
+    "model": Kind("MODEL.NAME", named=("num_classes", "in_chans", "img_size"), needed=("num_classes",)),
+    "augmentation": Kind("TRAIN.AUGMENT", ("image",)),
+    "metric": Kind("VALIDATE_METRICS", ("probabilities", "labels")),
+    "dataset": Kind("DATA.DATASET", named=("split", "data_path"), needed=("split",)),
+}
+
+
+@dataclass
+class Own:
+    """A registered function or class."""
+
+    kind: str
+    name: str
+    call: Callable[..., Any]
+    settings: type[BaseModel]
+    file: str
+    values: dict[str, Any] = field(default_factory=dict)
+    """Its own settings, checked"""
+
+    def made(self) -> Callable[..., Any]:
+        """The function, or an object of the class. Its own settings are filled in."""
+        if inspect.isclass(self.call):
+            made: Any = self.call(**self.values)
+            return made
+        call, values = self.call, self.values
+        return lambda *given, **named: call(*given, **named, **values)
+
+    def takes(self, argument: str) -> bool:
+        return argument in inspect.signature(self.call).parameters
+
+
+registered: dict[str, Own] = {}
+
+
+def loss(call: Call) -> Call:
+    """Register a loss for TRAIN.LOSS: a function (logits, targets, ...), or a module whose object is called so."""
+    return _register("loss", call)
+
+
+def model(call: Call) -> Call:
+    """Register a model for MODEL.NAME: a class or function (num_classes, ...) that makes an nn.Module."""
+    return _register("model", call)
+
+
+def augmentation(call: Call) -> Call:
+    """Register an augmentation for TRAIN.AUGMENT: a function (image, ...) -> image, on Pillow's images."""
+    return _register("augmentation", call)
+
+
+def dataset(call: Call) -> Call:
+    """Register a data set for DATA.DATASET: a function (split, ...) -> images, labels, names of the classes."""
+    return _register("dataset", call)
+
+
+def metric(call: Call) -> Call:
+    """Register a metric for VALIDATE_METRICS: a function (probabilities, labels, ...) -> number, the higher the better.
+
+    Or a class whose object is called so, or has `update` and `compute`.
+    """
+    return _register("metric", call)
+
+
+def own_named(kind: str, name: str) -> Own | None:
+    """What is registered under this name, if it is of this kind."""
+    own = registered.get(name.strip())
+    return own if own is not None and own.kind == kind else None
+
+
+def names_of(kind: str) -> list[str]:
+    return sorted(own.name for own in registered.values() if own.kind == kind)
+
+
+def _register(kind: str, call: Call) -> Call:
+    """UserErrors here get file and line where the program executes the file. Elsewhere, nothing happens."""
+    if "utils.own_code" not in sys.modules:  # as in a test of the user's
+        return call
+    if not callable(call):
+        raise UserError(f"@{kind} stands above a function or a class, without parentheses")
+    name: str = getattr(call, "__name__", "")
+    if (other := registered.get(name)) is not None:
+        raise UserError(f"the name {name!r} is taken: {other.file} has registered a {other.kind} of this name")
+    file = str(getattr(inspect.getmodule(call), "__file__", ""))
+    registered[name] = Own(kind, name, call, _settings_of(kind, name, call), file)
+    return call
+
+
+def _settings_of(kind: str, name: str, call: Callable[..., Any]) -> type[BaseModel]:
+    """The arguments that the program does not pass, as a schema of settings."""
+    from pydantic import ConfigDict, PydanticUserError, create_model
+
+    about = KINDS[kind]
+    try:
+        parameters = list(inspect.signature(call).parameters.values())
+        hints = typing.get_type_hints(call.__init__ if inspect.isclass(call) else call)
+    except (NameError, TypeError, ValueError) as error:
+        raise UserError(f"the arguments of {kind} {name!r} cannot be read: {error}") from None
+    first = () if inspect.isclass(call) else about.first
+    if len(parameters) < len(first):
+        raise UserError(f"{kind} {name!r} must take the arguments ({', '.join((*first, '...'))})")
+    if missing := [one for one in about.needed if one not in (each.name for each in parameters)]:
+        raise UserError(f"{kind} {name!r} must have the argument {' and '.join(missing)}")
+    fields: dict[str, Any] = {}
+    for one in parameters[len(first) :]:
+        if one.name in about.named or one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
+            continue
+        fields[one.name] = (hints.get(one.name, Any), ... if one.default is one.empty else one.default)
+    config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
+    try:
+        return create_model(name, __config__=config, **fields)
+    except (PydanticUserError, NameError) as error:
+        raise UserError(f"the arguments of {kind} {name!r} cannot be settings: {error}") from None

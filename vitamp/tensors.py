@@ -1,0 +1,221 @@
+"""The tensors of trained weights: joined from shards, with adapters merged, or the mean of several checkpoints."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from vitamp.checkpoints import ADAPTER, LORA, MODEL, STATE, Checkpoint, base_file, checkpoints_at, files_of, verify
+from vitamp.errors import UserError
+from vitamp.meta import check_fields
+from vitamp.metrics import BETTER, PLAIN, SETS, WeightSet
+from vitamp.weights import Chosen, chosen_at
+
+FUSED = {"qkv": ("q", "k", "v"), "qk": ("q", "k"), "kv": ("k", "v")}
+"""Layers whose rows are several targets one below the other, by the name that timm's models give them"""
+OTHER_NAMES = {"q_proj": "q", "k_proj": "k", "v_proj": "v"}
+OF_VALIDATION = ("metrics", "thresholds")
+"""Fields of meta.json that hold for the validated weights alone, not for a mean"""
+STATISTICS = (".running_mean", ".running_var")
+"""Endings of the names of batch norm's buffers"""
+
+
+class JoinedShards(Mapping[str, Tensor]):
+    """Whole tensors of several files, each read from disk when it is accessed. Equal names are joined by rows."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._files: list[Any] = [safe_open(str(path), framework="pt") for path in paths]
+        self._where: dict[str, list[Any]] = {}
+        for file in self._files:
+            for name in file.keys():  # noqa: SIM118  # a file of safetensors is no mapping
+                self._where.setdefault(name, []).append(file)
+
+    def __getitem__(self, name: str) -> Tensor:
+        rows = [file.get_tensor(name) for file in self._where[name]]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        first, *others = [file.get_slice(name).get_shape() for file in self._where[name]]
+        return (first[0] + sum(rows for rows, *_ in others), *first[1:]) if others else tuple(first)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+
+def parts_of(layer: str) -> tuple[str, ...]:
+    """What the rows of a layer are, by its name: one target or several."""
+    own = layer.rpartition(".")[2]
+    return FUSED.get(own, (OTHER_NAMES.get(own, own),))
+
+
+def adapter_name(layer: str, part: str, matrix: str) -> str:
+    """'blocks.0.attn.qkv.', 'q', 'A' -> the name of this weight."""
+    return f"{layer}{ADAPTER}{part}_{matrix}"
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a weight of this name belongs to an adapter."""
+    return name.rpartition(".")[2].startswith(ADAPTER)
+
+
+def factors(tensors: Mapping[str, Any], layer: str, parts: tuple[str, ...], weight: Tensor) -> tuple[Tensor, Tensor]:
+    """B and A of a whole layer, whose product has the shape of its `weight`. `layer`: how its tensors' names begin."""
+    rows, ups, downs = len(weight) // len(parts), [], []
+    for part in parts:
+        if (down := tensors.get(adapter_name(layer, part, "A"))) is None:
+            ups.append(weight.new_zeros(rows, 0))  # no columns: rows of zeros in the product
+        else:
+            ups.append(tensors[adapter_name(layer, part, "B")])
+            downs.append(down)
+    return (torch.block_diag(*ups), torch.cat(downs)) if len(parts) > 1 else (ups[0], downs[0])
+
+
+class Merged(Mapping[str, Tensor]):
+    """Plain weights, each computed when it is accessed. `tensors`: frozen weights, classifier and adapters."""
+
+    def __init__(self, tensors: Any, factor: float) -> None:
+        self._tensors, self._factor = tensors, factor
+        self._adapted = {name.rpartition(".")[0] for name in tensors if is_adapter(name)}
+        self._names = [name for name in tensors if not is_adapter(name)]
+
+    def __getitem__(self, name: str) -> Tensor:
+        weight: Tensor = self._tensors[name]
+        layer, _, own = name.rpartition(".")
+        if own != "weight" or layer not in self._adapted:
+            return weight
+        inside = {key: self._tensors[key] for key in self._tensors if is_adapter(key) and key.startswith(f"{layer}.")}
+        up, down = (matrix.double() for matrix in factors(inside, f"{layer}.", parts_of(layer), weight))
+        return torch.addmm(weight.double(), up, down, alpha=self._factor).to(weight.dtype)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors.shape(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def open_tensors(checkpoint: Checkpoint, name: str = MODEL, merged: bool = True) -> JoinedShards | Merged:
+    """The tensors of the file `name` or its shards, each read from disk when it is accessed.
+
+    Of a run with adapters (MODEL.LORA), they are the plain model's, or with `merged` false frozen weights and adapters.
+    """
+    folder, files = checkpoint.folder, files_of(name, checkpoint.meta.get("files", ()))
+    base = base_file(folder, checkpoint.meta)
+    try:
+        opened = JoinedShards([*([base] if base else []), *(folder / file for file in files or [name])])
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder / name}: cannot be read ({error}).") from None
+    return opened if base is None or not merged else Merged(opened, checkpoint.meta[LORA]["factor"])
+
+
+def read_state(checkpoint: Checkpoint, mapped: bool = False) -> dict[str, Any]:
+    """Content of state.pt. `mapped`: its tensors are memory-mapped, and read when they are used."""
+    file = checkpoint.folder / STATE
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as error:  # a damaged file makes the unpickler raise nearly anything
+        raise UserError(f"{file}: cannot be read ({type(error).__name__}).") from None
+
+
+class MovedModules(BaseModel):
+    """The field of state.pt that tools read."""
+
+    fp32_modules: list[str]
+
+
+def fp32_modules(chosen: Chosen) -> list[str]:
+    """Modules that AMP.AUTO_FP32 had moved to fp32."""
+    if chosen.checkpoint is None:
+        return chosen.meta["fp32_modules"]
+    state = read_state(chosen.checkpoint, mapped=True)  # nearly all of it is the optimiser's, and not read
+    check_fields(MovedModules, state, chosen.place / STATE)
+    return state["fp32_modules"]
+
+
+def read_weights(chosen: Chosen) -> dict[str, Tensor]:
+    """The chosen weights or their mean, after a check of their hashes."""
+    name = chosen.which.file
+    if chosen.averaged:
+        return mean_of([verify(one, name) for one in chosen.averaged], name)
+    if chosen.checkpoint is not None:
+        return dict(open_tensors(verify(chosen.checkpoint, name), name))
+    with safe_open(str(chosen.place), framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+
+
+def last_checkpoints(path: Path, count: int, flag: str) -> list[Path]:
+    """The last `count` checkpoints of a run. `flag`: for the error."""
+    folders = checkpoints_at(path)
+    if len(folders) < count:
+        raise UserError(
+            f"{flag}: the number of checkpoints in {path} is {len(folders)}. KEEP_LAST and KEEP_EVERY set how many a "
+            "run keeps."
+        )
+    return folders[-count:]
+
+
+def set_to_average(sources: Sequence[Chosen], weights: str) -> tuple[WeightSet, str]:
+    """Which weights: others than the plain ones if they validated better in most checkpoints. And words for the log."""
+    if weights != BETTER:
+        return sources[0].which, f"{sources[0].which.label} weights (-weights {weights})"
+    available = [one for one in SETS if all(one in source.sets for source in sources)]
+    votes = Counter(source.which for source in sources)
+    which = next((one for one in available if 2 * votes[one] > len(sources)), PLAIN)
+    why = "; ".join(
+        f"{one.words} is better in {votes[one]} of {len(sources)} checkpoints" for one in available if one != PLAIN
+    )
+    return which, f"{which.label} weights{f' ({why})' if why else ''}"
+
+
+def mean_at(path: Path, weights: str, last: int) -> Chosen:
+    """The mean of a run's last checkpoints, not computed yet. All else, such as settings, is that of the last one."""
+    folders = last_checkpoints(path, last, f"-average last:{last}")
+    sources = [chosen_at(folder, weights) for folder in folders]
+    checkpoints = tuple(source.checkpoint for source in sources if source.checkpoint)  # all have one
+    which, words = set_to_average(sources, weights)
+    if any(key.endswith(STATISTICS) for key in open_tensors(checkpoints[-1], which.file)):
+        words += "; the running statistics of batch norm are averaged too"
+    names = f"{folders[0].name} to {folders[-1].name}" if last > 1 else folders[0].name
+    newest = sources[-1]
+    meta = {key: value for key, value in newest.meta.items() if key not in OF_VALIDATION}
+    words = f"mean of the last {last} checkpoint{'' if last == 1 else 's'} ({names}), {words}, not validated"
+    return replace(newest, which=which, sets=(which,), words=words, meta=meta, averaged=checkpoints)
+
+
+def mean_of(
+    sources: Sequence[Checkpoint], name: str, progress: Callable[[list[str]], Iterable[str]] = iter
+) -> dict[str, Tensor]:
+    """Uniform mean in double precision. Only one tensor of each checkpoint is in memory at a time."""
+    files = [open_tensors(source, name) for source in sources]
+    shapes = [{key: file.shape(key) for key in file} for file in files]
+    for source, own in zip(sources, shapes, strict=True):
+        if own != shapes[0]:
+            key = next(k for k in sorted({*own, *shapes[0]}) if own.get(k) != shapes[0].get(k))
+            raise UserError(
+                f"{source.folder} and {sources[0].folder} have different architectures and cannot be averaged: "
+                f"the shape of {key} is {own.get(key, 'missing')} and {shapes[0].get(key, 'missing')}."
+            )
+    return {key: _mean([file[key] for file in files]) for key in progress(list(shapes[0]))}
+
+
+def _mean(tensors: list[Tensor]) -> Tensor:
+    if not tensors[-1].is_floating_point():  # the batch counter of batch norm cannot be averaged
+        return tensors[-1]
+    total = torch.zeros_like(tensors[0], dtype=torch.float64)
+    for tensor in tensors:
+        total += tensor
+    return (total / len(tensors)).to(tensors[0].dtype)

@@ -1,0 +1,182 @@
+"""`vitamp.load`: the model of a run, as timm builds it, and the transform of its images, of torchvision's parts.
+
+Only JSON and tensors are read, and nothing is executed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import timm
+import torch
+from PIL import Image, ImageOps
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torchvision.transforms import InterpolationMode, v2
+from torchvision.transforms.v2 import functional
+
+from vitamp.errors import UserError
+from vitamp.metrics import CHOICES
+from vitamp.tensors import read_weights
+from vitamp.weights import chosen_at
+
+INSTALLED = (Path(__file__).parent / "program").is_dir()
+EXPORT = "vitamp export" if INSTALLED else "python scripts/export.py"
+TRAIN = "vitamp train" if INSTALLED else "python main_single_gpu.py"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """`model.vitamp`: which weights a model has, and what is recorded of them."""
+
+    path: Path
+    """The checkpoint's folder, or the file of weights"""
+    weights: str
+    """`model`, or `ema`"""
+    why: str
+    """Why these weights, in words"""
+    classes: list[str] | None
+    """Names in the order of the outputs; None if the training data had none"""
+    temperature: float
+    """Of `evaluate -calibrate`: divide the logits by it for calibrated probabilities; 1 without a calibration"""
+    thresholds: list[float] | None
+    """With several labels per image: the probability (sigmoid) from which on each class is predicted"""
+
+
+def load_model(path: Path, weights: str) -> tuple[nn.Module, Callable[[Image.Image], Tensor]]:
+    """See `vitamp.load`. ValueError, or FileNotFoundError, if there is no such model, or timm cannot build it."""
+    if weights not in CHOICES:
+        raise ValueError(f"weights={weights!r}: takes 'auto', 'model' or 'ema'")
+    path = path.expanduser()
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file or folder. Name a run, a checkpoint, or a file of weights.")
+    try:
+        chosen = chosen_at(path, weights)
+        about = chosen.meta
+        if "timm_name" in about:  # an export has all at the top
+            about = {
+                **about,
+                "timm": {"name": about["timm_name"], "arguments": about["timm_arguments"]},
+                "input": about,
+            }
+        model = _build(about, path)
+        model.load_state_dict(read_weights(chosen))
+        transform = transform_of(about["input"])
+    except UserError as error:
+        raise ValueError(str(error)) from None
+    except (KeyError, OSError, SafetensorError) as error:
+        raise ValueError(f"{path}: damaged ({type(error).__name__}: {error}).") from None
+    except RuntimeError as error:  # names or shapes of tensors differ
+        reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
+        raise ValueError(f"{path}: the weights do not fit timm's plain model ({reason}). {_export(path)}") from None
+    temperature = chosen.calibration.temperature if chosen.calibration else 1.0
+    vars(model)["vitamp"] = Origin(
+        chosen.place, chosen.which.name, chosen.words, chosen.classes, temperature, chosen.thresholds
+    )
+    return model.eval(), transform
+
+
+def _build(about: Mapping[str, Any], path: Path) -> nn.Module:
+    """timm's model, without pretrained weights. The caller's random numbers stay as they are."""
+    call = about.get("timm")
+    if about["settings"].get("MODEL.MAE_PRETRAIN"):
+        raise ValueError(
+            f"{path}: this model learned without labels and has no classes. Fine-tune it first: {TRAIN} -cfg "
+            f"RECIPE.yaml -data_path LABELLED_IMAGES -pretrained {path}"
+        )
+    if call is None or not timm.is_model(call["name"]):
+        if about.get("own_code"):
+            raise ValueError(
+                f"{path}: this model is code of its run's own, which is not executed here. Export it, with your "
+                f"consent, to a program that torch alone runs: {EXPORT} {path} -trust -to torch -out model.pt2"
+            )
+        raise ValueError(f"{path}: an earlier version wrote it, without the arguments of timm's model. {_export(path)}")
+    with torch.random.fork_rng(devices=[]):
+        return timm.create_model(call["name"], **call["arguments"])
+
+
+def _export(path: Path) -> str:
+    return f"Export it, and load the file: {EXPORT} {path} -to safetensors -out model.safetensors"
+
+
+def transform_of(about: Mapping[str, Any]) -> v2.Compose:
+    """One of Pillow's images -> C x S x S, normalised. `about`: the input that the weights are described with."""
+    channels, background = about["channels"], about.get("background")
+    upright = Upright(channels, bool(about.get("exif_rotate")), tuple(background) if background else None)
+    mode = "none" if about.get("crop") == "none" else about.get("crop_mode", "center")
+    border = [min(255, max(0, round(255 * value))) for value in about["mean"]]
+    resized = Resized(about["image_size"], mode, about["crop_pct"], about["interpolation"], tuple(border))
+    return v2.Compose([upright, v2.PILToTensor(), resized, Normalised(tuple(about["mean"]), tuple(about["std"]))])
+
+
+@dataclass(frozen=True)
+class Upright:
+    """An image as RGB, or as grey for one channel: upright, with 8 bits, and on a colour where it is transparent."""
+
+    channels: int
+    rotate: bool
+    """As its EXIF data says"""
+    background: tuple[int, ...] | None
+    """None: transparency is dropped"""
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        if self.rotate:
+            image = ImageOps.exif_transpose(image)
+        if image.mode.startswith("I"):  # 16 bits, of which the upper 8 are kept
+            image = Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8))
+        if image.has_transparency_data:
+            image = image.convert("RGBA")
+            if self.background is not None:
+                image = Image.alpha_composite(Image.new("RGBA", image.size, (*self.background, 255)), image)
+        return image.convert("L" if self.channels == 1 else "RGB")
+
+
+@dataclass(frozen=True)
+class Resized:
+    """Pixels (C x H x W, uint8) at the model's size."""
+
+    size: int
+    mode: str
+    """What is resized to `size` / `crop_pct` before the centre is cropped, as in timm: center, squash or border; or
+    `none`: the whole image becomes the square"""
+    crop_pct: float
+    interpolation: str
+    border: tuple[int, ...]
+    """Colour around an image that is smaller than the model's"""
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        high, wide = self._before_crop(*pixels.shape[-2:])
+        pixels = functional.resize(pixels, [high, wide], InterpolationMode(self.interpolation), antialias=True)
+        left, top = max(0, self.size - wide), max(0, self.size - high)
+        if left or top:
+            edges = [left // 2, top // 2, (left + 1) // 2, (top + 1) // 2]
+            pixels = functional.pad(pixels, edges, fill=list(self.border))
+        return functional.center_crop(pixels, [self.size, self.size])
+
+    def _before_crop(self, high: int, wide: int) -> tuple[int, int]:
+        side = math.floor(self.size / self.crop_pct)
+        if self.mode == "none":
+            return self.size, self.size
+        if self.mode == "squash":
+            return side, side
+        if self.mode == "border":
+            ratio = max(high, wide) / side
+            return max(1, round(high / ratio)), max(1, round(wide / ratio))
+        return (int(side * high / wide), side) if wide <= high else (side, int(side * wide / high))
+
+
+@dataclass(frozen=True)
+class Normalised:
+    """(pixel / 255 - mean) / std, computed as in validation: one multiplication and one addition."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        mean, std = (torch.tensor(values, dtype=torch.float64).reshape(-1, 1, 1) for values in (self.mean, self.std))
+        return torch.addcmul((-mean / std).float(), pixels.float(), (1 / (255 * std)).float())

@@ -1,0 +1,317 @@
+"""Which weights are chosen: of a run its best checkpoint, and of a checkpoint the set that validated better.
+
+Besides runs and checkpoints, this reads files of weights alone, with a description in their header, which
+scripts/checkpoint.py and scripts/export.py write. The temperatures of a run, which scripts/evaluate.py -calibrate
+fits, are in its calibration.json. A temperature divides the logits; it belongs to the weights with its hash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+from safetensors import SafetensorError, safe_open
+
+from vitamp.checkpoints import CHECKPOINTS, WEIGHTS, Checkpoint, checkpoint_of, files_of, inspect, run_folder_of
+from vitamp.errors import UserError
+from vitamp.files import kind_of_path, parse_json, read_json
+from vitamp.meta import META, Fields, Number, WeightsMeta, check_fields
+from vitamp.metrics import (
+    BETTER,
+    METRICS,
+    ONE_LABEL,
+    PLAIN,
+    SETS,
+    Metric,
+    WeightSet,
+    best_set,
+    is_number,
+    metric_named,
+    set_named,
+    set_of,
+)
+
+CALIBRATION = "calibration.json"
+MADE_BY, EXPORTED = "vitamp", "vitamp"
+"""Value of `made_by` in the header; and the one key under which an export has all its fields."""
+NEEDED = ("settings", "classes", "choices", "fp32_modules")
+WRITERS = "scripts/checkpoint.py strip or scripts/export.py -to safetensors"
+PROGRAMS = (".onnx", ".pt2")
+
+
+class Calibration(Fields):
+    """Also a field of the header of a file of weights alone."""
+
+    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    images: Number
+    """Number of images that it was fitted on"""
+
+    @property
+    def words(self) -> str:
+        return f"temperature {self.temperature:.4g}, fitted on {self.images:,} image{'' if self.images == 1 else 's'}"
+
+
+class Fitted(Calibration):
+    """A temperature in calibration.json."""
+
+    sha256: list[str]
+    """Of the weights' file, or of its shards in order"""
+    checkpoint: str
+    weights: str
+    data: str
+    precision: str
+    before: dict[str, float]
+    """NLL and ECE (in percent) of the uncalibrated model"""
+    crossfitted: dict[str, float]
+    """The same, of images that the temperature was not fitted on"""
+
+
+class _Calibrations(Fields):
+    temperatures: list[Fitted]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Weights at a path, checked but not loaded, and what is recorded of them."""
+
+    place: Path
+    """The checkpoint's folder, or the file of weights alone"""
+    which: WeightSet
+    words: str
+    """For the log: step-000000088 (the run's best), plain weights, top-1 95.00 %; EMA: 92.50 %"""
+    sets: tuple[WeightSet, ...]
+    """All that are there"""
+    meta: Mapping[str, Any]
+    """Fields of meta.json, or those of them that the header of the file has"""
+    checkpoint: Checkpoint | None = None
+    """None: a file of weights alone"""
+    averaged: tuple[Checkpoint, ...] = ()
+    """The checkpoints whose mean the weights are; `checkpoint` is the last of them. Empty: no mean"""
+
+    def other(self, which: WeightSet) -> Chosen:
+        """Another set at the same place."""
+        if which not in self.sets:
+            instead = self.sets[0].name
+            raise UserError(
+                f"-weights {which.name}: {self.place} has no {which.described} weights; use -weights {instead}."
+            )
+        return replace(self, which=which)
+
+    @property
+    def file(self) -> Path:
+        """The file of the weights, which may be in shards."""
+        return self.place / self.which.file if self.checkpoint else self.place
+
+    @property
+    def origin(self) -> str:
+        """For users: where the weights are from."""
+        return f"the mean of {len(self.averaged)} checkpoints up to {self.place}" if self.averaged else f"{self.place}"
+
+    @property
+    def classes(self) -> list[str] | None:
+        """Names in the order of the labels, if the training data had names."""
+        return self.meta.get("classes")
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        return self.meta.get("choices", {})
+
+    @property
+    def samples(self) -> dict[str, Any] | None:
+        """Identity of the training split."""
+        return self.meta.get("samples")
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of these weights by their names without a prefix, as far as they are known."""
+        return _metrics(self.meta).get(self.which, {})
+
+    @property
+    def thresholds(self) -> list[float] | None:
+        """With several labels: the probability from which on each class is predicted."""
+        return self.meta.get("thresholds", {}).get(self.which.name)
+
+    @property
+    def hashes(self) -> list[str]:
+        """Of the file of these weights, or of its shards: what tells them from those of other checkpoints."""
+        files = self.meta.get("files", {})
+        return [files[name]["sha256"] for name in files_of(self.which.file, files)]
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """The temperature that was fitted to exactly these weights."""
+        if self.averaged:
+            return None
+        if self.checkpoint is None:
+            kept = self.meta.get("calibration")
+            return Calibration.model_validate(kept) if kept else None
+        return next((one for one in read_calibrations(self.place) if one.sha256 == self.hashes), None)
+
+    def describe_calibration(self, applied: bool) -> str:
+        """For the log; '' if the run has no temperature at all."""
+        if (own := self.calibration) is not None:
+            return f"calibrated ({own.words})" if applied else "not calibrated (-no_calibration)"
+        others = self.checkpoint is not None and read_calibrations(self.place)
+        return f"not calibrated (the temperatures in {CALIBRATION} are of other weights)" if others else ""
+
+
+def holds_weights(path: Path) -> bool:
+    """Whether a path looks like what `chosen_at` takes: a run, a checkpoint, or a file of weights."""
+    return path.suffix == ".safetensors" if path.is_file() else (path / CHECKPOINTS).is_dir() or (path / META).is_file()
+
+
+def chosen_at(path: Path, weights: str = BETTER) -> Chosen:
+    """The weights of a run, of a checkpoint, or in a file of weights alone. `weights`: a value of -weights."""
+    if not path.exists():
+        raise UserError(f"{path}: no such file or folder. Name a run, a checkpoint, or a file of weights.")
+    if not path.is_file() and not path.is_dir():
+        raise UserError(f"{path}: this is {kind_of_path(path)}. Name a run, a checkpoint, or a file of weights.")
+    if path.is_file() and not (path.parent / META).exists():
+        meta, only = read_weights_meta(path)
+        found, why = Chosen(path, only, "", (only,), meta), ""
+    else:
+        folder, why = checkpoint_of(path)
+        checkpoint = inspect(folder)
+        sets = tuple(which for which in SETS if checkpoint.has(which.file))
+        found = Chosen(folder, sets[0], "", sets, checkpoint.meta, checkpoint)
+    named = next((which.name for which in SETS if path.name == which.file), BETTER)
+    asked = weights if weights != BETTER else named
+    if asked != BETTER:
+        found = found.other(set_named(asked))
+    reason = f"-weights {weights}" if weights != BETTER else ""
+    which, words = choose_weights(found.meta, found.sets, asked, reason)
+    return replace(found, which=which, words=f"{found.place.name}{f' ({why})' if why else ''}, {words}")
+
+
+def choose_weights(
+    meta: Mapping[str, Any], available: Collection[WeightSet], wanted: str, reason: str = ""
+) -> tuple[WeightSet, str]:
+    """Choose among the weights that are there, at least one. And words for the log.
+
+    `meta`: of a checkpoint, perhaps a foreign one. `wanted`: a value of -weights. `reason`: why, if not auto.
+    """
+    by = _deciding_metric(meta)
+    values = {which: metrics[by.name] for which, metrics in _metrics(meta).items() if by.name in metrics}
+    which, why = _decide(meta, values, by, available) if wanted == BETTER else (set_named(wanted), reason)
+    words = f"{which.label} weights" + (f" ({why})" if why else "")
+    if which in values:
+        words += f", {by.words} {by.number(values[which])}"
+    for other, value in values.items():
+        if other != which and other in available:
+            words += f"; {other.label}: {by.number(value)}"
+    return which, words
+
+
+def _decide(
+    meta: Mapping[str, Any], values: Mapping[WeightSet, float], by: Metric, available: Collection[WeightSet]
+) -> tuple[WeightSet, str]:
+    """The better weights, and what was assumed if this checkpoint was not validated."""
+    if len(available) == 1:
+        return next(iter(available)), ""
+    if (better := best_set(values, by)) is not None:
+        return better, ""
+    best = meta.get("best")
+    if isinstance(best, Mapping) and isinstance(best.get("kind"), str):
+        which, _ = set_of(best["kind"])
+        return (
+            which,
+            f"chosen without metrics of this update: the run's best validation was that of its {which.label} weights",
+        )
+    return PLAIN, "by default: this checkpoint has no validation metrics"
+
+
+def _metrics(meta: Mapping[str, Any]) -> dict[WeightSet, dict[str, float]]:
+    """The metrics of each set of weights by their names without its prefix."""
+    metrics, found = meta.get("metrics"), {which: {} for which in SETS}
+    for key, value in metrics.items() if isinstance(metrics, Mapping) else ():
+        which, name = set_of(key)
+        if is_number(value):
+            found[which][name] = value
+    return found
+
+
+def _deciding_metric(meta: Mapping[str, Any]) -> Metric:
+    """The run's SAVE_BEST_BY; its default if it is missing or unknown."""
+    by = meta.get("settings", {}).get("SAVE_BEST_BY")  # of a foreign meta.json too
+    known = isinstance(by, str) and (by in METRICS or any(by in one for one in _metrics(meta).values()))
+    return metric_named(by) if known else ONE_LABEL.best
+
+
+def read_calibrations(place: Path) -> list[Fitted]:
+    """All temperatures of the run that the checkpoint `place` is in."""
+    run = run_folder_of(place)
+    file = run / CALIBRATION if run else None
+    if file is None or not file.exists():
+        return []
+    try:
+        content = read_json(file)
+        check_fields(_Calibrations, content, file)
+    except UserError as error:
+        raise UserError(f"{error} Fit again (evaluate.py RUN -calibrate) after removing the file.") from None
+    return _Calibrations.model_validate(content).temperatures
+
+
+def read_header(file: Path) -> dict[str, Any]:
+    """Decoded header of a safetensors file; empty for another kind of file."""
+    if file.suffix != ".safetensors" or not file.is_file():
+        return {}
+    try:
+        with safe_open(str(file), framework="np") as opened:
+            header = dict(opened.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file}: cannot be read as safetensors ({error}).") from None
+    fields = {key: _decoded(text) for key, text in header.items()}
+    exported = fields.get(EXPORTED)
+    return exported if isinstance(exported, dict) else fields
+
+
+def preprocessing_in(header: dict[str, Any]) -> Any:
+    """Fields of `Input`; None if the header has none."""
+    return header if "timm_name" in header else header.get("input")  # an export has them at the top level
+
+
+def read_weights_meta(file: Path) -> tuple[dict[str, Any], WeightSet]:
+    """Fields that a checkpoint's meta.json would have for these weights, and which weights they are.
+
+    UserError if the header does not have them.
+    """
+    if file.suffix != ".safetensors":
+        other = (
+            "weights without a description of their model" if file.name.endswith(WEIGHTS) else "not weights of vitamp"
+        )
+        if file.suffix in PROGRAMS:
+            other = "an exported program, not weights for vitamp (docs/export.md has code that runs it)"
+        raise UserError(f"{file}: {other}. Name a run, a checkpoint, or a file written by {WRITERS}.")
+    header = read_header(file)
+    if header.get("made_by") != MADE_BY or not header.keys() >= {*NEEDED}:
+        raise UserError(
+            f"{file}: its header was not written by {WRITERS}, so the model and its preprocessing are unknown. "
+            f"Validate it with the settings of its model: python main_single_gpu.py -cfg CONFIG.yaml -eval -pretrained "
+            f"{file}"
+        )
+    check_fields(WeightsMeta, header, file)
+    if header.get("calibration"):
+        check_fields(Calibration, header["calibration"], file)
+    # An export names its weights "ema", a file of checkpoint.py strip "the EMA".
+    others = [which for which in SETS if which != PLAIN]
+    words = str(header.get("weights"))
+    return header, next((one for one in others if re.search(rf"\b{one.name}\b", words, re.IGNORECASE)), PLAIN)
+
+
+def encoded(fields: dict[str, Any]) -> dict[str, str]:
+    """The header of a file: safetensors stores strings only; other values are JSON."""
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in fields.items()}
+
+
+def _decoded(text: str) -> Any:
+    """Lists, dictionaries and null from JSON; any other text unchanged."""
+    with contextlib.suppress(ValueError):
+        value = parse_json(text)
+        return value if isinstance(value, dict | list) or value is None else text
+    return text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import random
 import shutil
 from collections.abc import Callable
@@ -112,13 +113,21 @@ def test_found_batch_is_the_largest_that_fits(
     assert found(settings(tiny)) == (size, 1), "8 % stay free"
 
 
+def batches_in_a_process(config_file: str, mib: tuple[int, ...], words: dict[str, object]) -> list[int]:
+    """The batch found with each of these limits, beyond what the process holds."""
+    torch.set_num_threads(1)
+    limits = [(held_memory(CPU) + each * 2**20) / (1 - largest_batch.MARGIN) / GIB for each in mib]
+    return [found(settings(Path(config_file), TRAIN__MEMORY_LIMIT=limit, **words))[0] for limit in limits]
+
+
 def test_process_memory_limits_the_batch_on_a_cpu(tiny: Path) -> None:
-    """By what the process really holds: an image of 256 tokens takes some MiB."""
+    """By what the process really holds: an image of 256 tokens takes some MiB.
+
+    In a new process: this one may have memory to spare from earlier tests, which holds more images than the limit says.
+    """
     large = {"DATA__IMAGE_SIZE": 32, "DATA__DATASET": "synthetic", "DATA__SYNTHETIC_TRAIN": 100_000}
-    sizes = []
-    for mib in (40, 100):
-        limit = (held_memory(CPU) + mib * 2**20) / (1 - largest_batch.MARGIN) / GIB
-        sizes.append(found(settings(tiny, TRAIN__MEMORY_LIMIT=limit, **large))[0])
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        sizes = pool.apply(batches_in_a_process, (str(tiny), (40, 100), large))
     assert 0 < sizes[0] < sizes[1] < 1000, sizes
 
 

@@ -22,7 +22,6 @@ from engine.machine.device import no_gpu_notice, pick_device, set_up_device
 from engine.machine.environment import join_run
 from engine.machine.memory import is_out_of_memory
 from engine.machine.stopping import signals
-from engine.measure.mfu import Peak, Utilisation
 from engine.measure.progress import clock, updates_left
 from engine.measure.throughput import Throughput
 from engine.memory.batch_size import settle_batch
@@ -159,12 +158,12 @@ def train(given: Run, lock: FolderLock | None, lists: OpLists | None) -> int:
         from engine.checkpoint.state import keep_base
 
         ready.adapters = on_rank_0(world, lambda: keep_base(folder, ready.model, config.MODEL, checkpoint))
-    peak = write_run_files(run, ready, folder)
+    write_run_files(run, ready, folder)
     ready.parts.assemble()
-    return _fit(run, ready, folder, peak, lists)
+    return _fit(run, ready, folder, lists)
 
 
-def _fit(run: Run, ready: ReadyToTrain, folder: Path, peak: Peak | None, lists: OpLists | None) -> int:
+def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> int:
     """Train, close what was opened, and log how it ended."""
     config, world = run.config, run.world
     trackers = ()
@@ -175,8 +174,7 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, peak: Peak | None, lists: 
     reporter = Reporter(
         config, ready.train_loader.order.updates, folder if world.first else None, world.first, ready.position, trackers
     )
-    utilisation = peak and Utilisation(config, peak, world.size, ready.position)
-    pace = Throughput(ready.precision.device, ready.parts.stages, utilisation)
+    pace = Throughput(ready.precision.device, ready.parts.stages)
     # Without AMP the notes on the settings say already that the lists have no effect.
     trainer = Trainer(run, ready, folder, reporter, pace, lists if ready.precision.level != "O0" else None)
     try:

@@ -8,7 +8,6 @@ import os
 import platform
 import threading
 import time
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,7 +16,6 @@ import numpy as np
 
 from engine.machine.context import Run
 from engine.machine.device import describe_devices
-from engine.measure.mfu import Peak, peak_of
 from engine.report.outcome import Guess
 from engine.setup import Ready
 from models import count_parameters
@@ -39,7 +37,6 @@ from utils.record.run_folder import (
     os_errors_as_user_errors,
     write_json,
 )
-from utils.terminal import DETAIL
 from vitamp.checkpoints import BASE, CHECKPOINTS, INDEX
 from vitamp.files import kind_of_path, parse_json, read_regular_text, try_to_write, write_atomically
 from vitamp.metrics import NO_LABELS
@@ -110,16 +107,13 @@ def largest_class(ready: Ready) -> Guess | None:
     return Guess(names[label] if names else f"class {label}", 100 * float(counts[label]) / len(labels))
 
 
-def write_run_files(run: Run, ready: Ready, folder: Path) -> Peak | None:
-    """Write config.yaml and run.json. Returns the peak that MFU is relative to, if it is known."""
+def write_run_files(run: Run, ready: Ready, folder: Path) -> None:
+    """Write config.yaml and run.json."""
     config, world, threads = run.config, run.world, run.threads
     if not world.first:
-        return None
+        return
     with os_errors_as_user_errors(folder):  # first: a run that is killed from here on resumes with these settings
         write_atomically(folder / CONFIG, redacted(to_yaml(config)))
-    peak = peak_of(ready.precision)
-    if peak is not None and not config.EVAL:
-        log.info(peak.words(), extra=DETAIL)
     choices = {
         "why": ready.precision.choice.reason,
         "threads": threads,
@@ -131,7 +125,6 @@ def write_run_files(run: Run, ready: Ready, folder: Path) -> Peak | None:
 
         choices["decoder"] = decoder_of_jpeg()
     about = describe_run(describe_devices(run.device, world, threads), choices, config.TAG)
-    about |= {} if peak is None else {"peak": asdict(peak)}
     splits = {"train": getattr(ready, "train_set", None), "val": ready.val_set}
     about["samples"] = {name: len(split) for name, split in splits.items() if split is not None}
     guess = largest_class(ready)
@@ -143,7 +136,6 @@ def write_run_files(run: Run, ready: Ready, folder: Path) -> Peak | None:
 
             about |= keep_own_code(folder)
         write_json(folder / ABOUT, about)
-    return peak
 
 
 NAME = ".lock"

@@ -15,7 +15,6 @@ from torch import nn
 
 from engine.amp.precision import Precision
 from engine.callback import Callback, Computing
-from engine.measure.mfu import training_flops
 from engine.update import TrainState
 from models import build_without_weights
 from models.freeze import blocks_of
@@ -144,6 +143,20 @@ def _by_gain(config: Config, parts: TrainState, updates: int) -> tuple[str, str]
     if not is_worthwhile:
         return NONE, words
     return BLOCKS if config.TRAIN.GRAD_CHECKPOINT != "none" and has_blocks(parts.model) else WHOLE, words
+
+
+def training_flops(model: nn.Module, channels: int, image_size: int) -> float | None:
+    """FLOPs of one image in training; None if they cannot be counted. `model` is on the meta device."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    images = torch.empty(2, channels, image_size, image_size, device="meta")  # batch norm cannot train on one
+    try:
+        with FlopCounterMode(display=False) as counter:
+            model.train()(images).sum().backward()
+    except Exception as error:  # a model that reads values fails on the meta device, in any way
+        log.debug("The model's operations cannot be counted: %s", error)
+        return None
+    return counter.get_total_flops() / 2 or None
 
 
 def _is_nested(parts: TrainState) -> bool:

@@ -12,14 +12,11 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from engine.machine.memory import peak_memory_gb
-
-if TYPE_CHECKING:
-    from engine.measure.mfu import Utilisation
 
 MIN_UPDATES = 10
 """With fewer, a tally has no result: the first updates start processes and set things up."""
@@ -201,7 +198,6 @@ class Perf:
     peak_memory_gb: float
     seconds: float
     stages: StageTimes | None = None
-    mfu: float | None = None
 
     def as_dict(self) -> dict[str, float]:
         values = {
@@ -214,27 +210,23 @@ class Perf:
         return {key: round(value, 4) for key, value in values.items()}
 
     def extra(self) -> dict[str, float]:
-        """Values that are not always known: milliseconds per update by stage, and MFU."""
+        """Milliseconds per update by stage, if stages are measured."""
         stages = {} if self.stages is None else self.stages.milliseconds()
-        mfu = {} if self.mfu is None else {"mfu": self.mfu}
-        return {f"{stage}_ms": value for stage, value in stages.items()} | mfu
+        return {f"{stage}_ms": value for stage, value in stages.items()}
 
     def words(self) -> str:
         """These values for a log line."""
-        text = "" if self.mfu is None else f", MFU: {self.mfu:.3g}%"
         if self.stages is None:
-            return text
+            return ""
         stages = " ".join(f"{stage} {percent:.0f}%" for stage, percent in self.stages.percent().items())
-        return f"{text}, Stages: {stages} of {1000 * self.stages.total / self.stages.updates:.3g} ms"
+        return f", Stages: {stages} of {1000 * self.stages.total / self.stages.updates:.3g} ms"
 
 
 class Throughput:
     """Counts images, time and waiting for data between two reports, and over the run in a tally."""
 
-    def __init__(
-        self, device: torch.device, stages: Stages | None = None, utilisation: Utilisation | None = None
-    ) -> None:
-        self._device, self._stages, self._utilisation = device, stages or Stages(), utilisation
+    def __init__(self, device: torch.device, stages: Stages | None = None) -> None:
+        self._device, self._stages = device, stages or Stages()
         self._began = self._last = time.perf_counter()
         self._images = self._updates = 0
         self._first, self._later, self._started = Tally(), Tally(), False
@@ -259,7 +251,7 @@ class Throughput:
         else:
             self._first, self._started = now, True
         rate = now.images / passed
-        perf = Perf(rate, now.waited_percent, peak_memory_gb(self._device), self.total, now.stages, self._mfu(rate))
+        perf = Perf(rate, now.waited_percent, peak_memory_gb(self._device), self.total, now.stages)
         self._reset()
         return perf
 
@@ -267,13 +259,6 @@ class Throughput:
     def tally(self) -> Tally:
         """Totals of the run; if the rest is enough, without the time up to the first report, which includes set-up."""
         return self._later if self._later.updates >= MIN_UPDATES else self._first + self._later
-
-    def _mfu(self, rate: float) -> float | None:
-        if self._utilisation is None:
-            return None
-        if not self._utilisation.counted:
-            self._stages.pause()  # counting FLOPs is not training
-        return self._utilisation.percent(rate)
 
     def _reset(self) -> None:
         self._last, self._images, self._updates = time.perf_counter(), 0, 0

@@ -47,7 +47,7 @@ RUN_RECORD = ("choices", "samples", "parameters")
 VOLATILE = (
     (
         re.compile(
-            r"(Img/s|Data|Mem|Time|Left|Stages|MFU|GPU|Wait): [^,\n]*(, (data|copy|forward|backward|optimiser) \d+%)*"
+            r"(Img/s|Data|Mem|Time|Left|Stages|GPU|Wait): [^,\n]*(, (data|copy|forward|backward|optimiser) \d+%)*"
         ),
         r"\1",
     ),

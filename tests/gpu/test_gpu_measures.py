@@ -1,4 +1,4 @@
-"""What a run measures of itself on a GPU: the stages of an update by events, MFU, memory, and a trace."""
+"""What a run measures of itself on a GPU: the stages of an update by events, memory, and a trace."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.measure.mfu import listed_tflops
 from engine.measure.throughput import STAGES
 from tests.gpu.runs import UPDATES, Train, on_a_gpu_alone
 
@@ -32,17 +31,6 @@ def test_the_stages_make_up_an_update(train: Train) -> None:
     by_the_clock = sorted(96e3 / perf["images_per_second"] for perf in settled)[len(settled) // 2]
     assert told == pytest.approx(by_the_clock, rel=0.3)
     assert "Stages: data " in run.text
-
-
-def test_mfu_is_told_where_the_gpu_is_listed(train: Train) -> None:
-    kinds = {kind: listed_tflops(torch.cuda.get_device_name(), kind) for kind in ("fp16", "fp32")}
-    run = train("run", "-amp", "fp16", "REPORT_FREQ=15", *LARGER, updates=30)
-    if kinds["fp16"] is None:
-        assert all("mfu" not in perf for perf in run.perf)
-        return
-    assert all(0 < perf["mfu"] < 100 for perf in run.perf)
-    assert "its data sheet" in run.text
-    assert run.about["peak"]["tflops"] == kinds["fp16"]
 
 
 def test_the_peak_of_memory_is_the_tensors(train: Train) -> None:

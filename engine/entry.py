@@ -30,7 +30,6 @@ from utils.errors import (
     UserError,
 )
 from utils.log import log, logs_to_terminal, shorten_on_terminal, start_log
-from utils.machine.gpus import limit_visible_gpus
 from utils.parent import die_with_starting_tool
 from utils.passwords import redacted
 from utils.program import started_as
@@ -123,7 +122,6 @@ def _report(text: str, aloud: bool) -> None:
 def _dispatch(script: str, argv: list[str], many: bool) -> int:
     """Do what the command line asks for."""
     command = parse(argv, Path(script).name)
-    limit_visible_gpus(command, one_process=not many)
     if command.action == "version":
         print(version_text())
         return EXIT_DONE

@@ -49,10 +49,10 @@ def check(config: Config, sources: Mapping[str, str] = MappingProxyType({})) -> 
             from engine.task.losses import check_class_weights
 
             check_class_weights(config.TRAIN)
-        if config.WANDB is not None or config.MLFLOW is not None:
-            from engine.report.trackers import check_trackers
+        if config.WANDB is not None:
+            from engine.report.trackers import check_wandb
 
-            check_trackers(config)
+            check_wandb(config)
     check_amp(config.AMP, config.TRAIN)
     if config.TRAIN.DISTILLATION_TYPE is not None or config.TRAIN.TEACHER_MODEL is not None:
         from engine.distill import check_teacher

@@ -166,13 +166,13 @@ def train(given: Run, lock: FolderLock | None, lists: OpLists | None) -> int:
 def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> int:
     """Train, close what was opened, and log how it ended."""
     config, world = run.config, run.world
-    trackers = ()
-    if world.first and (config.WANDB is not None or config.MLFLOW is not None):
-        from engine.report.trackers import open_trackers
+    tracked = None
+    if world.first and config.WANDB is not None:
+        from engine.report.trackers import TrackedRun
 
-        trackers = open_trackers(config, folder, ready.precision.name)
+        tracked = TrackedRun(config, folder, ready.precision.name)
     reporter = Reporter(
-        config, ready.train_loader.order.updates, folder if world.first else None, world.first, ready.position, trackers
+        config, ready.train_loader.order.updates, folder if world.first else None, world.first, ready.position, tracked
     )
     pace = Throughput(ready.precision.device, ready.parts.stages)
     # Without AMP the notes on the settings say already that the lists have no effect.

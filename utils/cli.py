@@ -45,8 +45,6 @@ class CommandLine:
     action: Action = "train"
     pattern: str | None = None
     """The pattern of -list_models."""
-    gpus: str | None = None
-    """The value of -gpus, for utils.machine.gpus.limit_visible_gpus."""
     trust: bool = False
     """-trust: execute the user's own code in the folder of a run."""
     ranks: dict[str, Any] = field(default_factory=dict)
@@ -246,9 +244,9 @@ def command_line(given: Mapping[str, Any], words: dict[str, str]) -> CommandLine
         names = " and ".join(f"-{flag.name}" for flag in actions)
         raise UserError(f"{names} exclude each other; give only one")
     action = actions[0].action if actions else None
-    pattern, gpus, trust = given.get("list_models"), given.get("gpus"), "trust" in given
+    pattern, trust = given.get("list_models"), "trust" in given
     ranks = {flag.name: given[flag.name] for flag in RANK_FLAGS if flag.name in given}
-    return CommandLine(given.get("cfg"), flags, words, action or "train", pattern, gpus, trust, ranks)
+    return CommandLine(given.get("cfg"), flags, words, action or "train", pattern, trust, ranks)
 
 
 def amp_settings(value: str) -> dict[str, Any]:

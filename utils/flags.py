@@ -214,7 +214,6 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     "Devices and processes": (
         Flag("device", "cpu, cuda or mps", "NAME", ("DEVICE",), default_text="the best available"),
         Flag("ngpus", "number of processes that main_multi_gpu.py starts; -1: one per visible GPU", "N", ("NGPUS",)),
-        Flag("gpus", "use only these GPUs, like CUDA_VISIBLE_DEVICES", "0,1,..."),
         Flag(
             "threads",
             "CPU threads per process",

@@ -92,6 +92,7 @@ ABSENT = {
     "not needed: the learning rate is set at every update": ("sched_on_updates",),
     "not needed: there is nothing to set here": ("pin_mem", "no_prefetcher", "fast_norm", "use_v2", "cache_dataset"),
     "not needed: torchrun is detected": ("from_torch",),
+    "not needed: set CUDA_VISIBLE_DEVICES=0,1 before the command": ("gpus", "gpu", "gpu_ids"),
     "not available here": (
         "bce_sum",
         "torchcompile_mode",

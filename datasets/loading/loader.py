@@ -288,4 +288,4 @@ def start_worker(_: int) -> None:
         # Tensors are sent through a socket in the temporary folder, which would stay there when this process is killed.
         # Linux also has sockets without a file; what they send is authenticated all the same.
         address = f"\0vitamp-{os.getpid()}-"
-        connection.arbitrary_address = lambda _: address + secrets.token_hex(8)  # pyright: ignore[reportAttributeAccessIssue]
+        setattr(connection, "arbitrary_address", lambda _: address + secrets.token_hex(8))  # noqa: B010

@@ -41,7 +41,7 @@ from vitamp.checkpoints import BASE, CHECKPOINTS, INDEX
 from vitamp.files import kind_of_path, parse_json, read_regular_text, try_to_write, write_atomically
 from vitamp.metrics import NO_LABELS
 
-WRITTEN_WHOLE = ("broken.txt", "curves.png", INDEX, BASE, CONFIG, ABOUT, DATA, METRICS, "wandb.json", "mlflow.json")
+WRITTEN_WHOLE = ("broken.txt", "curves.png", INDEX, BASE, CONFIG, ABOUT, DATA, METRICS, "wandb.json")
 """Files of a run that are named .NAME.NUMBER until they are complete."""
 
 

@@ -13,7 +13,6 @@ from utils.config.schema import Config
 from utils.distributed.world import ALONE, MPICH, OPENMPI, SLURM, World
 from utils.errors import UserError
 from utils.machine.cpus import first_processor
-from utils.machine.gpus import check_asked_gpus
 from utils.machine.heap import keep_freed_memory
 from utils.text import counted
 
@@ -24,7 +23,6 @@ LAUNCHERS_WITH_OWN_GPU = (SLURM, OPENMPI, MPICH)
 
 def pick_device(wanted: str | None, world: World) -> torch.device:
     """The device asked for, else the best one available; each local rank gets its own GPU."""
-    check_asked_gpus(torch.cuda.device_count() if torch.cuda.is_available() else 0, has_driver())
     kind = wanted or ("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
     if kind == "cpu":
         return torch.device("cpu")
@@ -99,7 +97,6 @@ def visible_gpus(config: Config) -> int:
 def visible_devices(config: Config) -> int:
     """Number of processes that main_multi_gpu.py starts: -ngpus, or one per visible GPU."""
     visible = visible_gpus(config)
-    check_asked_gpus(visible, has_driver())
     if config.DEVICE == "cuda" and not visible:
         pick_device("cuda", ALONE)  # raises an error that says why there is none
     if config.NGPUS == 0:

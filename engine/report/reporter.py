@@ -1,11 +1,11 @@
-"""Reports of a run: log lines, metrics.jsonl, TensorBoard, experiment trackers, the progress bar."""
+"""Reports of a run: log lines, metrics.jsonl, TensorBoard, Weights & Biases, the progress bar."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from engine.report.trackers import TrackedRun
 
 NOT_DRAWN = ("event", "epoch", "step", "update", "perf", "data_wait_percent", "peak_memory_gb", "seconds")
-"""Fields of a line of metrics.jsonl that TensorBoard and trackers do not get."""
+"""Fields of a line of metrics.jsonl that TensorBoard and Weights & Biases do not get."""
 
 
 class Reporter:
@@ -45,7 +45,7 @@ class Reporter:
         folder: Path | None,
         prints: bool,
         start: Position,
-        trackers: Sequence[TrackedRun] = (),
+        tracked: TrackedRun | None = None,
     ) -> None:
         """`folder` None: write no files. `prints`: show the progress on the terminal. `start`: position to start at."""
         self.config, self.per_epoch, self.folder = config, per_epoch, folder
@@ -56,7 +56,7 @@ class Reporter:
             )
         self._metrics: MetricsFile | None = None
         self._board: Board | None = None
-        self._trackers = trackers
+        self._tracked = tracked
         self._last_verdict: Bottleneck | None = None
         self._first_update = start.update
         if folder:
@@ -191,13 +191,13 @@ class Reporter:
             for name, value in values.items():
                 # NaN for infinity, too: metrics.jsonl, from which a resumed run redraws, does not tell them apart.
                 self._board.add(f"{group}/{name}", value if math.isfinite(value) else math.nan, update)
-        for tracker in self._trackers:
-            tracker.add(group, values, update)
+        if self._tracked:
+            self._tracked.add(group, values, update)
 
     def ended(self, best: Best) -> None:
-        """Report success to the trackers, at the end of training or when it is paused."""
-        for tracker in self._trackers:
-            tracker.ended(best)
+        """Report success to Weights & Biases, at the end of training or when it is paused."""
+        if self._tracked:
+            self._tracked.ended(best)
 
     def close(self) -> None:
         self._live.close()
@@ -205,8 +205,8 @@ class Reporter:
             self._metrics.close()
         if self._board:
             self._board.close()
-        for tracker in self._trackers:
-            tracker.close()
+        if self._tracked:
+            self._tracked.close()
 
 
 class Board:

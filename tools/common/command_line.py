@@ -22,7 +22,6 @@ from utils.distributed.world import read_world
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainingError, UserError, nearest
 from utils.flags import BY_NAME, HELP, Flag, Positional
 from utils.log import log, start_log
-from utils.machine.gpus import limit_visible_gpus
 from utils.own_code import allow
 from utils.parent import die_with_starting_tool
 from utils.program import help_here, started_as
@@ -221,7 +220,6 @@ class ToolLine:
         `resolved`: with what the data and the weights say (engine/preflight.py), for a tool that reads them. `cfg`,
         `words`: a recipe in place of -cfg, and further KEY=VALUE.
         """
-        self.show_gpus()
         flags, typed = {**self.run.flags, **(more or {})}, {**self.run.words, **(words or {})}
         loaded = load_config(cfg or self.run.cfg, flags, typed)
         if loaded.config.DATA.BATCH_SIZE == AUTO:
@@ -250,10 +248,6 @@ class ToolLine:
     def given_by(self, key: str) -> str:
         """The flag that gave a setting, or 'on the command line'; '' if neither did."""
         return "on the command line" if key in self.run.words else self.run.flags.get(key, ("", ""))[1]
-
-    def show_gpus(self) -> None:
-        """Hide all GPUs but those of -gpus. Call it before CUDA is initialised."""
-        limit_visible_gpus(self.run, one_process=False)
 
     def file(self, name: str, *endings: str, fresh: bool = True) -> Path | None:
         """The file given by the own flag `name`, after checking that it can be written; None without the flag.

@@ -108,7 +108,6 @@ def _evaluate(argv: list[str]) -> int:
     asked = line.asked
     out, matrix = line.file("json", ".json"), line.file("confusion", ".csv", ".png")
     _check(line, matrix)
-    line.show_gpus()
     default = None if asked.knn is None else "val"  # its training images vote, so it needs both splits
     part = {"DATA.PART": (asked.part or default, "-part")} if asked.part or default else {}
     given = replace(line.run, flags={**line.run.flags, "EVAL": (True, "evaluate.py"), **part})

@@ -178,7 +178,6 @@ class Config(Section):
     DETERMINISTIC: bool = setting(False, "Use deterministic kernels only; an operation without one is an error.")
     EVAL: bool = setting(False, "Validate once and exit.")
     WANDB: str | None = setting(None, "Project of Weights & Biases to log the metrics to; see docs/trackers.md.")
-    MLFLOW: str | None = setting(None, "Experiment of MLflow to log the metrics to; see docs/trackers.md.")
     LOG_STYLE: Literal["auto", "paddlevit", "fleet"] = setting(
         "auto",
         "Format of the training log lines. auto: on a terminal a table with one row per epoch and a progress bar, "

@@ -19,7 +19,7 @@ SMALL_VIT = ("MODEL.PATCH_SIZE=16", "MODEL.EMBED_DIM=16", "MODEL.DEPTH=1", "MODE
 COMMANDS = {
     "amp": "benchmark_amp.py amp -iters 2 -windows 2",
     "precisions": "benchmark_amp.py precisions -modes bf16 -iters 2 -rounds 1",
-    "timm": "benchmark_amp.py timm -precisions fp32 -loops ours -updates 2 -rounds 1",
+    "timm": "benchmark_amp.py timm -precisions fp32 -updates 2 -rounds 1",
     "choose_precision": "choose_precision.py -modes bf16 -updates 5",
 }
 SECONDS_TO_LEAVE = 10

@@ -17,7 +17,7 @@ from tools.benchmark_amp import against_timm, loops
 from tools.benchmark_amp.against_timm import FIXED, apart, disagreements
 from tools.benchmark_amp.command import main
 from tools.benchmark_amp.loops import COMPARED, Loop, loop_of, random_batches
-from tools.benchmark_amp.plan import FUSED, OURS, PLAIN, TIMM, Way, changed
+from tools.benchmark_amp.plan import FUSED, OURS, TIMM, Way, changed
 from tools.common import sessions
 from utils.config import Config, load_config
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
@@ -67,7 +67,7 @@ def losses(config: Config, way: Way, updates: int = COMPARED) -> list[float]:
 
 def check_table(path: Path, out: str, precisions: tuple[str, ...], rounds: int) -> None:
     results = json.loads(path.read_text(encoding="utf-8"))
-    loops = [f"{who}, {p}" for p in precisions for who in ("timm", "timm, fused", "plain loop", "ours")]
+    loops = [f"{who}, {p}" for p in precisions for who in ("timm", "timm, fused", "ours")]
     assert list(results["turns"]) == [*loops, "timm, fp32, again"]
     for name, turns in results["turns"].items():
         assert len(turns) == rounds, name
@@ -88,14 +88,6 @@ def test_table(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     check_table(path, capsys.readouterr().out, ("fp32",), 1)
 
 
-def test_table_of_one_loop(tiny: Path, tmp_path: Path) -> None:
-    path = tmp_path / "timm.json"
-    flags = ["-updates", "1", "-rounds", "1", "-precisions", "fp32", "-loops", "ours", "-json", str(path)]
-    assert main(["timm", "-cfg", str(tiny), *flags]) == EXIT_DONE
-    results = json.loads(path.read_text(encoding="utf-8"))
-    assert list(results["turns"]) == ["timm, fp32", "ours, fp32", "timm, fp32, again"]
-
-
 @pytest.mark.slow
 def test_table_of_two_precisions(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     path = tmp_path / "timm.json"
@@ -105,7 +97,7 @@ def test_table_of_two_precisions(vitamp: Callable[..., Result], tiny: Path, tmp_
     check_table(path, done.out, ("fp32", "bf16"), 2)
 
 
-@pytest.mark.parametrize("kind", [OURS, FUSED, PLAIN])
+@pytest.mark.parametrize("kind", [OURS, FUSED])
 def test_loop_has_the_losses_of_timms(config: Config, kind: str) -> None:
     """Far beyond the warm-up, to compare the whole schedule."""
     config = changed(config, "TRAIN", NUM_EPOCHS=0.16, WARMUP_EPOCHS=0.05)
@@ -115,7 +107,7 @@ def test_loop_has_the_losses_of_timms(config: Config, kind: str) -> None:
 
 
 def test_all_loops_autocast_to_bf16(config: Config) -> None:
-    curves = [losses(config, Way(kind, "bf16")) for kind in (TIMM, FUSED, PLAIN, OURS)]
+    curves = [losses(config, Way(kind, "bf16")) for kind in (TIMM, FUSED, OURS)]
     exact = losses(config, Way(TIMM, "fp32"))
     for curve in curves:
         assert 1e-6 < apart(curve, exact) < 1e-2
@@ -141,7 +133,7 @@ def test_loop_with_other_losses_is_refused(
     assert code == EXIT_FAILED
     assert "the losses do not agree, so nothing is measured" in output.err
     assert "  ours, fp32: " in output.err
-    assert "plain loop, fp32: " not in output.err.partition("do not agree")[2]
+    assert "timm, fused, fp32: " not in output.err.partition("do not agree")[2]
     assert "images/s" not in output.out
 
 
@@ -223,7 +215,6 @@ def test_out_of_memory_is_a_result(monkeypatch: pytest.MonkeyPatch, error: Runti
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("-loops", "ours,theirs"), "-loops ours,theirs: unknown 'theirs'."),
         (("-precisions", "fp32,int4"), "-precisions fp32,int4: unknown 'int4'. Known: fp32,bf16,fp16."),
     ],
 )

@@ -1,4 +1,4 @@
-"""`timm`: vitamp's update against timm's training loop and a plain PyTorch loop."""
+"""`timm`: vitamp's update against timm's training loop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.benchmark_amp.plan import FUSED, MODEL, OURS, PLAIN, TIMM, Plan, Table, Way, prepared, set_up
+from tools.benchmark_amp.plan import FUSED, MODEL, OURS, TIMM, Plan, Table, Way, prepared, set_up
 from tools.benchmark_amp.results import AGAIN, Metrics, Results, shown
 from tools.common.command_line import ToolLine, some_of
 from tools.common.tables import Columns, Section, non_defaults, with_columns
@@ -20,13 +20,11 @@ from utils.log import log
 if TYPE_CHECKING:
     from tools.common.sessions import Worker
 
-LOOPS = {"fused": FUSED, "plain": PLAIN, "ours": OURS}
-"""Word of -loops -> kind of loop."""
 COMPILED = (FUSED, OURS)
 """Kinds that -compile adds in a compiled version."""
 
 
-ABOUT = """Speed of vitamp's update, of timm's loop (default flags and fastest flags) and of a plain PyTorch loop.
+ABOUT = """Speed of vitamp's update and of timm's loop, with its default flags and with its fastest.
 
     python scripts/benchmark_amp.py timm -image_size 224 -batch_size 8 -threads 1
     python scripts/benchmark_amp.py timm -image_size 32 -compile
@@ -48,14 +46,6 @@ FLAGS = (
         kind=some_of(*PRECISIONS),
         default_text="fp32,bf16",
     ),
-    Flag(
-        "loops",
-        "loops to measure besides timm's, which is always measured: fused (timm's with its fastest flags), "
-        "plain (PyTorch), ours (vitamp)",
-        "A,B",
-        kind=some_of(*LOOPS),
-        default_text="all",
-    ),
     Flag("compile", "also measure compiled versions of vitamp's update and of timm's loop with its fastest flags"),
     Flag("timm_train", "train.py of timm's repository, to measure the loop in it", "FILE", kind=Path),
 )
@@ -76,18 +66,17 @@ TOLERANCE = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 1e-2}
 def plan(line: ToolLine) -> Plan:
     # fp32 first: the other precisions are compared with it.
     precisions = sorted(line.asked.precisions or ("fp32", "bf16"), key=lambda name: name != "fp32")
-    loops, compiled, train_py = line.asked.loops or tuple(LOOPS), bool(line.asked.compile), _train_py(line)
+    compiled, train_py = bool(line.asked.compile), _train_py(line)
     setup = set_up(line, fixed=FIXED)
     updates = line.asked.updates or (5 if setup.on_cpu else 50)
 
     from tools.benchmark_amp.loops import LoopSession
     from tools.common.sessions import Worker
 
-    kinds = [TIMM, *(kind for word, kind in LOOPS.items() if word in loops)]
     ways: list[Way] = []
     for precision in precisions:
-        ways += [Way(kind, precision, train_py=train_py) for kind in kinds]
-        ways += [Way(kind, precision, True, train_py) for kind in kinds if compiled and kind in COMPILED]
+        ways += [Way(kind, precision, train_py=train_py) for kind in (TIMM, FUSED, OURS)]
+        ways += [Way(kind, precision, True, train_py) for kind in COMPILED if compiled]
     by_name = {way.name: way for way in ways}
     first = next(iter(by_name))
     by_name[first + AGAIN] = by_name[first]
@@ -99,7 +88,6 @@ def plan(line: ToolLine) -> Plan:
     settings = {
         "updates": updates,
         "precisions": ",".join(precisions),
-        "loops": ",".join(loops),
         "compiled": compiled,
         "timm_loop": "its own train.py" if train_py else "parts of its package",
         **non_defaults(setup.config),

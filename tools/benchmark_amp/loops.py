@@ -1,4 +1,4 @@
-"""What the tables `timm` and `simplenet` train: loops of vitamp, timm and plain PyTorch, and a net of linear layers.
+"""What the tables `timm` and `simplenet` train: loops of vitamp and timm, and a net of linear layers.
 
 A loop reads values back from the device where it does so in real training. `train_one` is for comparing losses; its
 time is not measured.
@@ -17,7 +17,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,7 +38,7 @@ from engine.machine.memory import peak_memory_gb
 from engine.setup import build_train_state, tuned_model
 from engine.update import TrainState, train_update
 from models import build_model
-from tools.benchmark_amp.plan import FUSED, OURS, PLAIN, Way, changed
+from tools.benchmark_amp.plan import FUSED, OURS, Way, changed
 from tools.common.sessions import Metrics, Session, reset_peak_memory, warmup_updates
 from utils.config import Config
 from utils.distributed.world import ALONE
@@ -157,8 +156,6 @@ class Start:
 def loop_of(way: Way, config: Config, device: torch.device) -> Loop:
     if way.kind == OURS:
         return Ours(way, config, device)
-    if way.kind == PLAIN:
-        return Plain(way, config, device)
     return (TimmTrain if way.train_py else Timm)(way, config, device)
 
 
@@ -189,55 +186,6 @@ class Ours:
     def train_one(self, batch: Batch) -> float:
         self.train([batch])
         return self._parts.meters.read(self._parts.precision.scale_tensor(), 0.0).update.loss
-
-
-class Plain:
-    """A plain loop of torch's parts."""
-
-    def __init__(self, way: Way, config: Config, device: torch.device) -> None:
-        start = self._start = Start(config, device, way.precision)
-        train, model = config.TRAIN, start.model
-        no_decay = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()  # pyright: ignore
-        named = list(model.named_parameters())
-        plain = [p for name, p in named if p.ndim <= 1 or name in no_decay]
-        decayed = [p for name, p in named if p.ndim > 1 and name not in no_decay]
-        groups = [{"params": decayed, "weight_decay": train.WEIGHT_DECAY}, {"params": plain, "weight_decay": 0.0}]
-        self._optimizer = torch.optim.AdamW(groups, train.BASE_LR, **train.OPTIMIZER.arguments())
-        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, partial(_lr_factor, start))
-        update_ema = torch.optim.swa_utils.get_ema_multi_avg_fn(train.MODEL_EMA_DECAY)
-        self._ema = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=update_ema)
-        self._scaler = torch.amp.GradScaler(device.type, enabled=way.precision == "fp16")
-        mean, std = start.mean_and_std()
-        self._mean, self._std = (torch.tensor(v, device=device).view(1, -1, 1, 1) for v in (mean, std))
-
-    def train(self, batches: list[Batch]) -> None:
-        for batch in batches:
-            self.train_one(batch)
-
-    def train_one(self, batch: Batch) -> float:
-        start = self._start
-        images = (batch.images.float() / 255 - self._mean) / self._std
-        with start.autocast():
-            loss = start.criterion(start.model(images), batch.labels)
-        self._scaler.scale(loss).backward()
-        self._scaler.unscale_(self._optimizer)
-        torch.nn.utils.clip_grad_norm_(start.model.parameters(), start.clip)
-        self._scaler.step(self._optimizer)
-        self._scaler.update()
-        self._optimizer.zero_grad()
-        self._schedule.step()
-        self._ema.update_parameters(start.model)
-        return loss.item()
-
-
-def _lr_factor(start: Start, update: int) -> float:
-    """Learning rate relative to the base: linear warm-up, then a cosine."""
-    train = start.config.TRAIN
-    if update < start.warmup:
-        lowest = train.WARMUP_START_LR / train.BASE_LR
-        return lowest + update * (1 - lowest) / start.warmup
-    end = train.END_LR / train.BASE_LR
-    return end + 0.5 * (1 - end) * (1 + math.cos(math.pi * (update - start.warmup) / (start.total - start.warmup)))
 
 
 class Timm:

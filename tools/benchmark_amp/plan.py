@@ -22,7 +22,7 @@ ROUNDS = Flag("rounds", "how often each contender is measured", "N", default=3, 
 ON_CPU: dict[str, Any] = {"MODEL.NAME": "vit_tiny_patch16_224", "DATA.BATCH_SIZE": 8}
 """Defaults on a CPU, where the usual ones would take hours."""
 ON_THE_DEVICE = "synthetic (made on the device)"
-OURS, TIMM, FUSED, PLAIN = "ours", "timm", "timm, fused", "plain loop"
+OURS, TIMM, FUSED = "ours", "timm", "timm, fused"
 """Kinds of loops in the table `timm`."""
 
 

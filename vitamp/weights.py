@@ -91,8 +91,6 @@ class Chosen:
     """Fields of meta.json, or those of them that the header of the file has"""
     checkpoint: Checkpoint | None = None
     """None: a file of weights alone"""
-    averaged: tuple[Checkpoint, ...] = ()
-    """The checkpoints whose mean the weights are; `checkpoint` is the last of them. Empty: no mean"""
 
     def other(self, which: WeightSet) -> Chosen:
         """Another set at the same place."""
@@ -107,11 +105,6 @@ class Chosen:
     def file(self) -> Path:
         """The file of the weights, which may be in shards."""
         return self.place / self.which.file if self.checkpoint else self.place
-
-    @property
-    def origin(self) -> str:
-        """For users: where the weights are from."""
-        return f"the mean of {len(self.averaged)} checkpoints up to {self.place}" if self.averaged else f"{self.place}"
 
     @property
     def classes(self) -> list[str] | None:
@@ -146,8 +139,6 @@ class Chosen:
     @property
     def calibration(self) -> Calibration | None:
         """The temperature that was fitted to exactly these weights."""
-        if self.averaged:
-            return None
         if self.checkpoint is None:
             kept = self.meta.get("calibration")
             return Calibration.model_validate(kept) if kept else None

@@ -18,6 +18,7 @@ from utils.distributed.world import World, sum_over_ranks
 LOSS, SAMPLES = 0, 3
 NEVER = -1
 MOST_FACTORS = 64
+GRID = 2.0**20
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,14 @@ class TrainMeters:
         row = torch.stack((loss, first, second, self._one))
         self._update += row * self._factors(weight, n)
         # One forward pass that overflows must not turn the epoch's mean into NaN.
-        self._epoch += (row * self._factors(counts if self._weighted else n, n)).where(torch.isfinite(loss), 0.0)
+        sums = (row * self._factors(counts if self._weighted else n, n)).where(torch.isfinite(loss), 0.0)
         if self._weighted:
-            self._epoch_counts += (self._one * counts * ratio).where(torch.isfinite(loss), 0.0)
+            # Unlike numbers of samples, weights are no round numbers. On a grid, their sums do not depend on the order,
+            # and so not on the number of processes.
+            sums = (sums * GRID).round() / GRID
+            counted = (self._one * counts * ratio).where(torch.isfinite(loss), 0.0)
+            self._epoch_counts += (counted * GRID).round() / GRID
+        self._epoch += sums
 
     def divide_loss(self, by: Tensor) -> None:
         """Divide the loss of the update that is not closed yet."""

@@ -37,7 +37,7 @@ from utils.log import log
 from utils.record.resumed_run import config_of
 from utils.text import counted
 from vitamp.metrics import BETTER, NO_LABELS, WeightSet
-from vitamp.tensors import fp32_modules, mean_at, read_weights
+from vitamp.tensors import fp32_modules, read_weights
 from vitamp.weights import Chosen, chosen_at
 
 FLIP, CROPS = "flip", "crops"
@@ -187,7 +187,7 @@ class Trained:
 
     def words(self) -> str:
         """Model, weights and precision in words."""
-        return f"{self.config.MODEL.NAME}, {self.chosen.which.words} of {self.chosen.origin}, in {self.precision.name}"
+        return f"{self.config.MODEL.NAME}, {self.chosen.which.words} of {self.chosen.place}, in {self.precision.name}"
 
 
 def load_trained(
@@ -197,7 +197,6 @@ def load_trained(
     amp: str | None = None,
     given: CommandLine | None = None,
     calibrated: bool = False,
-    average: int | None = None,
     needs_labels: bool = True,
 ) -> Trained:
     """Load the model at `path`: a run (its best checkpoint, or else its last), a checkpoint, a file in one, or weights
@@ -206,11 +205,10 @@ def load_trained(
     `weights`: a value of -weights; auto: those that validated better. `device` None: the run's, if it exists here.
     `amp` None: as the run validates; otherwise a value of -amp, or `on`. `given`: settings that override the run's.
     `calibrated`: divide the logits by the temperature that evaluate.py -calibrate fitted to these weights.
-    `average`: the mean of the weights of a run's last so many checkpoints.
     `needs_labels`: refuse a model that learned without them.
     """
     place = Path(path).expanduser()
-    chosen = chosen_at(place, weights) if average is None else mean_at(place, weights, average)
+    chosen = chosen_at(place, weights)
     config = config_of(chosen, _flags(device, amp, given), given)
     if needs_labels and config.task == NO_LABELS:
         raise UserError(

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import load_file
 
 from engine.task.one import OneLabel
 from engine.task.several import SeveralLabels
@@ -20,7 +18,6 @@ from engine.trained.model import load_trained
 from tests.predicted import Predictions, validation_predictions
 from tests.program import Result, write_meta
 from tools.evaluate import command as evaluate
-from tools.export import command as export
 from tools.predict import command as predict
 
 Say = Callable[..., Result]
@@ -96,37 +93,3 @@ def test_models_that_do_not_go_together_are_refused(say: Say, guess: Say, models
         done = say(*models, *words)
         assert done.code == 2
         assert "takes one model, but 2 are given" in done.err
-
-
-def test_weights_of_the_last_checkpoints_are_averaged(
-    say: Say, digits_run: Path, models: list[Path], tmp_path: Path
-) -> None:
-    """Against the weights averaged by hand; evaluated, and exported with their origin."""
-    words = ("-weights", "ema", "-average", "last:2")
-    done = say(digits_run, *words, "-amp", "off", "-json", tmp_path / "mean.json")
-    assert done.code == 0, done.text
-    assert "mean of the last 2 checkpoints (step-000000044 to step-000000088), EMA weights" in done.out
-    files = [load_file(path / "ema.safetensors") for path in models]
-    mean = {key: ((files[0][key].double() + files[1][key].double()) / 2).float() for key in files[0]}
-    trained = load_trained(digits_run, "ema", amp="off", average=2)
-    held = trained.model.state_dict()
-    assert all(torch.equal(held[key], value) for key, value in mean.items())
-    found = validation_predictions(trained, workers=0)
-    told = json.loads((tmp_path / "mean.json").read_text())["figures"]["ema"]
-    assert told["nll"] == pytest.approx(float(F.cross_entropy(found.logits, found.labels)), rel=1e-6)
-
-    out = tmp_path / "mean.safetensors"
-    assert export.main([f"{digits_run}", *words, "-to", "safetensors", "-out", f"{out}", "-check", "4"]) == 0
-    with safe_open(str(out), framework="pt") as opened:
-        about = json.loads(opened.metadata()["vitamp"])
-        assert all(torch.equal(opened.get_tensor(key), value) for key, value in mean.items())
-    assert about["averaged"] == [path.name for path in models]
-    assert "metrics" not in about, "they are those of the last checkpoint"
-    for words, wanted in (
-        (("-average", "last:3"), "-average last:3: "),
-        (("-average", "5"), "takes last:N"),
-        (("-average", "last:2", "-calibrate"), "-average: does not go with -calibrate"),
-    ):
-        done = say(digits_run, *words)
-        assert done.code == 2
-        assert wanted in done.err

@@ -20,7 +20,7 @@ from datasets.decoding import JPEG_START, damage_of, decoder_of_jpeg, header_of
 from datasets.loading.loader import start_worker
 from datasets.loading.workers import LoadingProcesses
 from datasets.transforms.pixels import Pixels
-from tools.common.progress import progress_bar
+from tools.common.turns import progress_bar
 from utils.config.data import DataConfig
 from utils.errors import TrainingError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from engine.checkpoint.find import OtherVersion, resumable
 from engine.checkpoint.host_copy import size_words
-from tools.common.progress import progress
+from tools.common.turns import progress
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.log import log
 from utils.text import aligned, counted

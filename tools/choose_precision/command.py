@@ -181,7 +181,7 @@ def _runs(config: Config, folder: Path, modes: tuple[Mode, ...], most: int, upda
 def _train(runs: list[Run], seconds: float, again: bool) -> dict[str, Measured]:
     """Train what is not trained yet; each run gets an equal part of the time left, and is paused when that is over."""
     from tools.common.comparison.runs import is_finished
-    from tools.common.progress import progress_bar
+    from tools.common.turns import progress_bar
     from tools.compare.plan import check_runs, command_of
     from tools.compare.train import terminating, train_run
 

@@ -29,14 +29,6 @@ from utils.record.run_folder import is_of_user
 from utils.standard_output import OutputError, discard_output, flush_after, watch_standard_output
 from vitamp.metrics import BETTER, CHOICES, CHOICES_IN_WORDS, ONE_LABEL
 
-
-def _last(text: str) -> int:
-    word, _, number = text.partition(":")
-    if word != "last" or not number.isdecimal() or int(number) < 2:
-        raise ValueError("takes last:N, such as last:5, with N from 2 on")
-    return int(number)
-
-
 PAGES = {
     "benchmark_amp.py": "docs/benchmarks.md",
     "benchmark_data.py": "docs/data_speed.md",
@@ -77,8 +69,6 @@ TTA = Flag(
     choices=("flip",),
 )
 """For tools that predict."""
-AVERAGE = Flag("average", "the mean of the weights of the run's last N checkpoints", "last:N", kind=_last)
-"""For tools that load a trained model."""
 NO_CALIBRATION = Flag("no_calibration", "leave out the temperature that evaluate.py -calibrate fitted to the weights")
 """For tools that apply it."""
 POOLED = "pooled"

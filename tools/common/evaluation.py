@@ -21,8 +21,8 @@ from engine.task.several import HALF, f1, scores_of
 from engine.trained.model import Trained
 from engine.trained.predictions import batches_of, guesses
 from tools.common.intervals import balanced_accuracy_interval, macro_f1_interval, ranking_intervals
-from tools.common.progress import progress_bar
 from tools.common.tables import in_columns, shown
+from tools.common.turns import progress_bar
 from utils.intervals import Interval, wilson
 from vitamp.metrics import AUROC, BALANCED, LOSS, MACRO_F1, MAP, ONE_LABEL, TOP1, TOP5, Metric, always_guessing
 

@@ -67,9 +67,9 @@ def make_images(folder: Path, count: int, size: str = "small", seed: int = 0, pr
 
 
 def _make(task: tuple[Path, str, int, int]) -> None:
-    path, *what = task
+    path, size, seed, number = task
     with replacing(path, sync=False) as unfinished:  # which no data set takes for an image
-        unfinished.write_bytes(made_jpeg(*what))
+        unfinished.write_bytes(made_jpeg(size, seed, number))
 
 
 def made_jpeg(size: str, seed: int, number: int) -> bytes:
@@ -83,8 +83,9 @@ def made_jpeg(size: str, seed: int, number: int) -> bytes:
         small = generator.normal(0, contrast, (height // side + 1, width // side + 1, 3)) + generator.normal(
             0, contrast, (height // side + 1, width // side + 1, 1)
         )
-        layers = [Image.fromarray(channel.astype(np.float32)) for channel in np.moveaxis(small, 2, 0)]
-        pixels += np.stack([layer.resize((width, height), Image.Resampling.BICUBIC) for layer in layers], axis=2)
+        for channel in range(3):
+            layer = Image.fromarray(small[:, :, channel].astype(np.float32))
+            pixels[:, :, channel] += np.asarray(layer.resize((width, height), Image.Resampling.BICUBIC))
     file, quality = io.BytesIO(), int(generator.integers(QUALITY[0], QUALITY[1] + 1))
     image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
     image.save(file, "JPEG", quality=quality, subsampling="4:2:0")

@@ -1,4 +1,4 @@
-"""Alternating measurements: contenders take turns, so that other load on the machine slows all of them alike."""
+"""Progress bars, and alternating measurements: other load on the machine slows all contenders alike."""
 
 from __future__ import annotations
 
@@ -8,10 +8,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tools.common.progress import progress_bar
+from tqdm import tqdm
 
 Item = TypeVar("Item")
 Round = TypeVar("Round")
+
+
+def progress_bar(total: int, unit: str, what: str | None = None) -> tqdm:
+    """A bar on standard error, if that is a terminal. Log lines are printed above it."""
+    return tqdm(total=total, unit=f" {unit}", desc=what, disable=None, leave=False, dynamic_ncols=True)
+
+
+def progress(things: Sequence[Item], unit: str, what: str | None = None) -> Iterator[Item]:
+    """Iterate over `things` with a bar."""
+    with progress_bar(len(things), unit, what) as bar:
+        for thing in things:
+            yield thing
+            bar.update()
 
 
 class Budget:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from datasets.base import HUB_PREFIX
@@ -14,17 +17,20 @@ from engine.checkpoint.folder import raising_os_errors
 from engine.task.losses import BALANCED
 from engine.task.losses import KEY as CLASS_WEIGHTS
 from tools.common.output_file import writing
-from tools.common.progress import progress
+from tools.common.turns import progress
 from utils.config.kinds import OWN_SETTING
 from utils.errors import EXIT_DONE, UserError
 from utils.log import log
 from utils.program import started_as
 from utils.record.resumed_run import settings_of
-from vitamp.checkpoints import checkpoint_of, verify
+from vitamp.checkpoints import Checkpoint, checkpoint_of, checkpoints_at, verify
 from vitamp.files import replacing
-from vitamp.tensors import OF_VALIDATION, fp32_modules, last_checkpoints, mean_of, open_tensors, set_to_average
+from vitamp.metrics import BETTER, PLAIN, SETS, WeightSet
+from vitamp.tensors import fp32_modules, open_tensors
 from vitamp.weights import MADE_BY, Chosen, chosen_at, encoded
 
+OF_VALIDATION = ("metrics", "thresholds")
+"""Fields of meta.json that hold for the validated weights alone, not for a mean"""
 COPIED = (
     "model",
     "classes",
@@ -74,12 +80,20 @@ def strip(path: Path, out: Path, weights: str) -> int:
 
 
 def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int:
-    folders = last_checkpoints(paths[0], last, f"-last {last}") if last else [checkpoint_of(path)[0] for path in paths]
+    if last:
+        folders = checkpoints_at(paths[0])[-last:]
+        if len(folders) < last:
+            raise UserError(
+                f"-last {last}: the number of checkpoints in {paths[0]} is {len(folders)}. KEEP_LAST and KEEP_EVERY "
+                "set how many a run keeps."
+            )
+    else:
+        folders = [checkpoint_of(path)[0] for path in paths]
     sources = [chosen_at(folder, weights) for folder in folders]
     checkpoints = [verify(source.checkpoint) for source in sources if source.checkpoint]
-    which, words = set_to_average(sources, weights)
+    which, words = _set_to_average(sources, weights)
     log.info("%s", words)
-    mean = mean_of(checkpoints, which.file, lambda names: progress(names, "tensors"))
+    mean = _mean_of(checkpoints, which.file)
     names = [folder.name if last else f"{folder}" for folder in folders]
     header = _header(sources[-1], {"weights": f"average of {which.words}", "from": names}, averaged=True)
     write_weights(out, mean, header)
@@ -92,6 +106,42 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
         out,
     )
     return EXIT_DONE
+
+
+def _set_to_average(sources: Sequence[Chosen], weights: str) -> tuple[WeightSet, str]:
+    """Which weights: others than the plain ones if they validated better in most checkpoints. And words for the log."""
+    if weights != BETTER:
+        return sources[0].which, f"{sources[0].which.label} weights (-weights {weights})"
+    available = [one for one in SETS if all(one in source.sets for source in sources)]
+    votes = Counter(source.which for source in sources)
+    which = next((one for one in available if 2 * votes[one] > len(sources)), PLAIN)
+    why = "; ".join(
+        f"{one.words} is better in {votes[one]} of {len(sources)} checkpoints" for one in available if one != PLAIN
+    )
+    return which, f"{which.label} weights{f' ({why})' if why else ''}"
+
+
+def _mean_of(sources: Sequence[Checkpoint], name: str) -> dict[str, Tensor]:
+    """Uniform mean in double precision. Only one tensor of each checkpoint is in memory at a time."""
+    files = [open_tensors(source, name) for source in sources]
+    shapes = [{key: file.shape(key) for key in file} for file in files]
+    for source, own in zip(sources, shapes, strict=True):
+        if own != shapes[0]:
+            key = next(k for k in sorted({*own, *shapes[0]}) if own.get(k) != shapes[0].get(k))
+            raise UserError(
+                f"{source.folder} and {sources[0].folder} have different architectures and cannot be averaged: "
+                f"the shape of {key} is {own.get(key, 'missing')} and {shapes[0].get(key, 'missing')}."
+            )
+    return {key: _mean([file[key] for file in files]) for key in progress(list(shapes[0]), "tensors")}
+
+
+def _mean(tensors: list[Tensor]) -> Tensor:
+    if not tensors[-1].is_floating_point():  # the batch counter of batch norm cannot be averaged
+        return tensors[-1]
+    total = torch.zeros_like(tensors[0], dtype=torch.float64)
+    for tensor in tensors:
+        total += tensor
+    return (total / len(tensors)).to(tensors[0].dtype)
 
 
 def _header(source: Chosen, origin: dict[str, Any], averaged: bool = False) -> dict[str, str]:

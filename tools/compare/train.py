@@ -19,8 +19,7 @@ from tqdm import tqdm
 
 from engine.measure.progress import clock
 from tools.common.comparison.runs import fraction_done, is_finished, metrics_of
-from tools.common.progress import progress_bar
-from tools.common.turns import Budget
+from tools.common.turns import Budget, progress_bar
 from tools.compare.plan import Plan, Run, command_of, write_settings
 from utils.log import log
 from utils.parent import as_child

@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.common.command_line import (
-    AVERAGE,
     NO_CALIBRATION,
     OVERWRITE,
     PART,
@@ -66,7 +65,6 @@ OWN = (
         default=BETTER,
         choices=(*CHOICES, BOTH),
     ),
-    AVERAGE,
     PART,
     TTA,
     Flag("json", "write all metrics as JSON", "FILE.json"),
@@ -198,7 +196,7 @@ def _metrics(line: ToolLine, given: CommandLine, matrix: Path | None) -> tuple[d
         best = found[titles[0]]
         thresholds = "" if one_label else f"; {first.thresholds()[1]}"
         text = [
-            f"{first.config.MODEL.NAME} of {first.chosen.origin}, in {first.precision.name}{thresholds}",
+            f"{first.config.MODEL.NAME} of {first.chosen.place}, in {first.precision.name}{thresholds}",
             f"{data.title}: {best.words(data.counted)}",
             "",
             *table_of(found),
@@ -216,7 +214,7 @@ def _metrics(line: ToolLine, given: CommandLine, matrix: Path | None) -> tuple[d
             log.info("Confusion matrix%s: %s", " of the mean" * several, path)
     about: dict[str, Any] = {
         "model": [trained.config.MODEL.NAME for trained in models],
-        "source": [trained.chosen.origin for trained in models],
+        "source": [f"{trained.chosen.place}" for trained in models],
         "precision": [trained.precision.name for trained in models],
     }
     if not several:
@@ -253,8 +251,8 @@ def _loaded(line: ToolLine, given: CommandLine) -> tuple[list[Trained], tuple[We
     from engine.trained.model import load_trained  # torch takes seconds to import; a wrong command fails at once
 
     asked, both = line.asked, line.asked.weights == BOTH
-    how = {"calibrated": not (asked.no_calibration or asked.calibrate), "average": asked.average}
-    models = [load_trained(path, BETTER if both else asked.weights, given=given, **how) for path in asked.model]
+    weights, calibrated = BETTER if both else asked.weights, not (asked.no_calibration or asked.calibrate)
+    models = [load_trained(path, weights, given=given, calibrated=calibrated) for path in asked.model]
     for trained in models:
         trained.flip = bool(asked.tta)
     for which in SETS if both else ():
@@ -323,7 +321,7 @@ def _check(line: ToolLine, matrix: Path | None) -> None:
         if several and given:
             raise UserError(f"{flag}: takes one model, but {len(asked.model)} are given.")
     if asked.calibrate:
-        for name in ("average", "tta", "json", "confusion", "no_calibration"):
+        for name in ("tta", "json", "confusion", "no_calibration"):
             if getattr(asked, name):
                 raise UserError(f"-{name}: does not go with -calibrate, which only fits a temperature; leave it out.")
         if asked.part in MEMORISED:
@@ -331,8 +329,6 @@ def _check(line: ToolLine, matrix: Path | None) -> None:
                 f"-part {asked.part}: the model was trained on these images, and is surer of them than of others; "
                 "-calibrate needs val or test."
             )
-    if asked.average and both:
-        raise UserError(f"-average: takes one set of weights; give -weights model or ema instead of {BOTH}.")
     if line.run.cfg is not None:
         raise UserError(
             f"-cfg {line.run.cfg}: leave this out. The model is evaluated with the settings that it was trained with; "

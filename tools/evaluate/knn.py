@@ -33,7 +33,7 @@ def evaluate_neighbours(line: ToolLine, given: CommandLine) -> tuple[dict[str, A
     asked = line.asked
     (path,), pool, both = asked.model, asked.pool or POOLED, asked.weights not in CHOICES
     weights = BETTER if both else asked.weights
-    trained = load_trained(path, weights, given=given, average=asked.average, needs_labels=False)
+    trained = load_trained(path, weights, given=given, needs_labels=False)
     sets = SETS if both else (trained.chosen.which,)
     for which in sets if both else ():
         trained.chosen.other(which)  # an error if it is not there
@@ -76,14 +76,14 @@ def evaluate_neighbours(line: ToolLine, given: CommandLine) -> tuple[dict[str, A
     votes = "each vote counts the same" if asked.plain_votes else f"votes weighted by exp(s / {TEMPERATURE:g})"
     cells = [measured(one[TOP1.name], wilson(one[TOP1.name], one["images"])) for one in figures.values()]
     table = in_columns([["", *(which.mark or which.name for which in figures)], [KNN.words, *cells]])
-    log.info("%s of %s, in %s", config.MODEL.NAME, trained.chosen.origin, trained.precision.name)
+    log.info("%s of %s, in %s", config.MODEL.NAME, trained.chosen.place, trained.precision.name)
     log.info("%s: %s images; %s", title, f"{len(images):,}", always_guessing(largest))
     log.info("%s: %s images, of which the %d nearest vote.", of_bank, f"{len(bank):,}", asked.knn)
     log.info("Features: %s; cosine similarity s, %s.", pool, votes)
     log.info("\n%s", "\n".join([*table, INTERVALS]))
     about = {
         "model": config.MODEL.NAME,
-        "source": trained.chosen.origin,
+        "source": f"{trained.chosen.place}",
         "precision": trained.precision.name,
         "data": title,
         "bank": of_bank,

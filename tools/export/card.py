@@ -88,7 +88,7 @@ def card_of(
         summary,
         f"## Load it\n\n{_loading(export, about, title, repository)}",
         f"## Data\n\n{_data(about, trained.chosen.classes, dataset, samples)}",
-        f"## Results\n\n{_results(export, about, {one.words: one.number(value) for one, value in metrics.items()})}",
+        f"## Results\n\n{_results(export, {one.words: one.number(value) for one, value in metrics.items()})}",
         f"## Settings\n\n{_settings(export, dataset, run)}",
     ]
     if metrics and has_curves:
@@ -184,11 +184,9 @@ def _data(about: dict[str, Any], names: list[str] | None, dataset: str | None, s
     return _table(("", ""), rows)
 
 
-def _results(export: Export, about: dict[str, Any], rows: dict[str, str]) -> str:
+def _results(export: Export, rows: dict[str, str]) -> str:
     if not rows:
-        averaged = about.get("averaged", [])
-        mean = f" They are the mean of {len(averaged)} checkpoints." if averaged else ""
-        return f"These weights were not validated by their run: their accuracy is unknown.{mean}"
+        return "These weights were not validated by their run: their accuracy is unknown."
     chosen = export.trained.chosen
     epoch, update = chosen.meta.get("epoch"), chosen.meta.get("update")
     when = f" after epoch {epoch} (update {update:,})" if epoch is not None and update is not None else ""

@@ -18,7 +18,7 @@ from datasets.given import open_given
 from datasets.sources.files import SkippedFiles, images_below
 from engine.trained.model import Trained
 from engine.trained.predictions import name_of, split_of_run
-from tools.common.progress import progress_bar
+from tools.common.turns import progress_bar
 from utils.errors import TrainingError, UserError
 from utils.log import log
 from utils.text import counted

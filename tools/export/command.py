@@ -5,7 +5,6 @@
     python scripts/export.py runs/a -to safetensors -out vit.safetensors
     python scripts/export.py runs/a -to onnx,torch,safetensors -out vit       (vit.onnx, vit.pt2, vit.safetensors)
     python scripts/export.py runs/a -to hub         -output vit -push me/vit
-    python scripts/export.py runs/a -to onnx        -out vit.onnx -average last:5
     python scripts/export.py vit_base_patch16_224.pdparams -to safetensors
 
 The path is a run's folder (its best checkpoint), a checkpoint, or weights written by scripts/checkpoint.py strip. onnx
@@ -34,7 +33,7 @@ from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
-from tools.common.command_line import AVERAGE, NO_CALIBRATION, OVERWRITE, PART, TRUST, WEIGHTS, Tool, run_tool
+from tools.common.command_line import NO_CALIBRATION, OVERWRITE, PART, TRUST, WEIGHTS, Tool, run_tool
 from tools.common.output_file import check_output_file, check_output_folder, check_weights_file
 from tools.export import HUB_FILES
 from utils.errors import EXIT_DONE, UserError
@@ -91,7 +90,6 @@ OWN = (
     Flag("license", "hub: license in the model card, such as mit or cc-by-4.0", "ID", default_text="none"),
     OVERWRITE,
     WEIGHTS,
-    AVERAGE,
     NO_CALIBRATION,
     *TRUST,
     Flag(
@@ -144,8 +142,8 @@ def _export(argv: list[str]) -> int:
     for name in formats:
         kinds[name].check_packages()
     private = check_push(asked.push, bool(asked.public), bool(asked.overwrite)) if asked.push else False
-    how = {"calibrated": not asked.no_calibration, "average": asked.average}
-    trained = load_trained(asked.path, asked.weights, device="cpu", amp="off", **how)
+    calibrated = not asked.no_calibration
+    trained = load_trained(asked.path, asked.weights, device="cpu", amp="off", calibrated=calibrated)
     calibration = trained.chosen.describe_calibration(trained.calibrated)
     log.info("%s: %s", asked.path, "; ".join(filter(None, (trained.chosen.words, calibration))))
     outputs = outputs_of(trained)

@@ -32,7 +32,7 @@ from engine.inputs.normalize import Inputs, per_channel
 from engine.trained.model import Trained
 from models import timm_call
 from tools.common.output_file import writing
-from tools.common.progress import progress_bar
+from tools.common.turns import progress_bar
 from tools.common.weights import needed_by_tools
 from tools.export import CONFIG, HUB_FILES
 from tools.export.check import IMAGE, LOGITS, CheckImages, compare, outputs_of
@@ -103,7 +103,6 @@ class Export:
             "model": config.MODEL.NAME,
             "checkpoint": chosen.place.name,
             "weights": chosen.which.name,
-            **({"averaged": [one.folder.name for one in chosen.averaged]} if chosen.averaged else {}),
             "timm_name": self.timm_name,
             "timm_arguments": self.timm_arguments,
             "classes": chosen.classes,

@@ -23,7 +23,7 @@ from datasets.damage import allowed, name_prefix
 from datasets.shards.index import TarSamples, read_shard
 from datasets.shards.source import MADE_BY, MANIFEST, ShardSet, finish_set
 from datasets.shards.stores import Folder, ShardFile
-from tools.common.progress import progress_bar
+from tools.common.turns import progress_bar
 from tools.pack_images.shard import RECORDS, Record, Shard, Stopped, Work, make_shard, start_process
 from utils.config.data import DataConfig
 from utils.errors import TrainingError, UserError

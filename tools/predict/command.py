@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from tools.common.command_line import (
-    AVERAGE,
     NO_CALIBRATION,
     OVERWRITE,
     PART,
@@ -98,7 +97,6 @@ OWN = (
     replace(PART, about="predict the images of this split of the run's data", default_text="none"),
     OVERWRITE,
     WEIGHTS,
-    AVERAGE,
     TTA,
     NO_CALIBRATION,
     *TRUST,
@@ -140,8 +138,14 @@ def _predict(argv: list[str]) -> int:
     from tools.predict.images import Chosen, predict_images
 
     paths = find_images(asked.images) if asked.images else []
-    how = {"calibrated": not asked.no_calibration, "average": asked.average, "needs_labels": asked.features is None}
-    models = [load_trained(at, asked.weights, asked.device, asked.amp, **how) for at in asked.models]
+    models = [
+        load_trained(
+            *(at, asked.weights, asked.device, asked.amp),
+            calibrated=not asked.no_calibration,
+            needs_labels=asked.features is None,
+        )
+        for at in asked.models
+    ]
     for trained in models:
         trained.flip = bool(asked.tta)
     check_same_classes(models)

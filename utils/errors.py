@@ -43,3 +43,9 @@ def either(words: Sequence[object]) -> str:
     """'a, b or c'."""
     *first, last = map(str, words)
     return f"{', '.join(first)} or {last}" if first else last
+
+
+def first_line(error: BaseException) -> str:
+    """The first line with content of an exception's text, or its type; not torch's "backend='inductor' raised:"."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return next((line for line in lines if line and not line.endswith("raised:")), type(error).__name__)

@@ -35,7 +35,7 @@ from models.freeze import blocks_of
 from utils.cache import cache_folder
 from utils.config.data import DataConfig
 from utils.distributed.world import World
-from utils.errors import TrainingError, UserError
+from utils.errors import TrainingError, UserError, first_line
 from utils.log import log
 
 BACKEND = "inductor"
@@ -95,7 +95,7 @@ class Compiled:
         except TorchDynamoException as error:
             failure = TrainingError if self.seconds else UserError  # UserError before the first update is done
             raise failure(
-                f"TRAIN.COMPILE: torch cannot compile this model ({_first_line(error)}). Set TRAIN.COMPILE=none"
+                f"TRAIN.COMPILE: torch cannot compile this model ({first_line(error)}). Set TRAIN.COMPILE=none"
                 f"{'' if self._in_blocks else ', or blocks'}."
             ) from error
         took = perf_counter() - began
@@ -168,12 +168,6 @@ def _set_cache_key(precision: Precision) -> None:
     allowed = [kind for kind in kinds if getattr(torch.backends.cuda, f"{kind}_sdp_enabled")()]
     others = config.cache_key_tag.partition(ATTENTION)[0]
     config.cache_key_tag = f"{others}{ATTENTION}{','.join(allowed)} precision={precision.name}"
-
-
-def _first_line(error: Exception) -> str:
-    """The first line with content: not "backend='inductor' raised:"."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    return next((line for line in lines if line and not line.endswith("raised:")), type(error).__name__)
 
 
 def prepare_compiler_cache(data: DataConfig) -> None:

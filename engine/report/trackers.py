@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.measure.progress import Best
 from utils.config import Config
-from utils.errors import UserError
+from utils.errors import UserError, first_line
 from utils.log import log
 from utils.passwords import redacted, redacted_values
 from utils.record.history import History
@@ -113,11 +113,7 @@ class TrackedRun:
             call(*args)
         except Exception as error:
             self._run = None
-            log.warning("Weights & Biases %s (%s); the run is not affected.", failure, _first_line(error))
-
-
-def _first_line(error: Exception) -> str:
-    return redacted((str(error).strip() or type(error).__name__).partition("\n")[0])
+            log.warning("Weights & Biases %s (%s); the run is not affected.", failure, redacted(first_line(error)))
 
 
 def _online_or_offline(begin: Callable[[Any], wandb.Run], folder: Path) -> wandb.Run:
@@ -131,7 +127,7 @@ def _online_or_offline(begin: Callable[[Any], wandb.Run], folder: Path) -> wandb
             return run
         why = "nobody is logged in"
     except Exception as error:
-        why = _first_line(error)
+        why = redacted(first_line(error))
     log.warning(
         "Weights & Biases cannot be used online (%s). The metrics are kept in %s; `wandb sync` sends them later.",
         why,

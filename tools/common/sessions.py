@@ -29,7 +29,7 @@ from engine.setup import ReadyToTrain, build_for_training, sharding_of
 from engine.update import train_update
 from utils.config import Config
 from utils.distributed.world import ALONE
-from utils.errors import TrainingError, UserError
+from utils.errors import TrainingError, UserError, first_line
 from utils.log import start_log
 from utils.parent import die_with_parent
 
@@ -146,7 +146,7 @@ def reason(error: BaseException) -> str:
     """Why a measurement failed, in one line."""
     if is_out_of_memory(error):
         return OUT_OF_MEMORY
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    return first_line(error)
 
 
 _session = Session()

@@ -28,6 +28,7 @@ labels, if the run's have none.
 
 from __future__ import annotations
 
+import csv
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,13 +50,15 @@ from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional, whole
 from utils.log import log
 from utils.record.run_folder import write_json
-from vitamp.metrics import BETTER, CHOICES, CHOICES_IN_WORDS, ONE_LABEL, SETS, WeightSet, always_guessing
+from vitamp.metrics import BETTER, CHOICES, CHOICES_IN_WORDS, ONE_LABEL, SETS, TOP1, WeightSet, always_guessing
 
 if TYPE_CHECKING:
     from engine.trained.model import Trained
+    from tools.common.evaluation import OneLabel
     from tools.common.parts import Part
 
 BOTH, MEAN = "both", "mean"
+NAMES_IN_PICTURE, NUMBERS_IN_PICTURE = 60, 20
 
 OWN = (
     Flag(
@@ -294,11 +297,44 @@ def _matrix_of(matrix: Path, which: WeightSet) -> Path:
     return matrix.with_stem(f"{matrix.stem}_{which.name}")
 
 
-def _write_matrix(path: Path, found: Any, names: list[str]) -> None:
-    from tools.evaluate.matrix import write_picture, write_table
-
+def _write_matrix(path: Path, found: OneLabel, names: list[str]) -> None:
     with writing(path, "-confusion"):
-        (write_picture if path.suffix.lower() == ".png" else write_table)(path, found, names)
+        (_write_picture if path.suffix.lower() == ".png" else _write_table)(path, found, names)
+
+
+def _write_table(path: Path, found: OneLabel, names: list[str]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("actual / predicted", *names))
+        for name, row in zip(names, found.confusion(range(len(names))).tolist(), strict=True):
+            writer.writerow((name, *row))
+
+
+def _write_picture(path: Path, found: OneLabel, names: list[str]) -> None:
+    """Colours are percent of the true class, so that rare classes are visible too."""
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    from tools.common.tables import shown
+
+    counts = found.confusion(range(len(names)))
+    shares = 100 * counts / np.maximum(found.support, 1)[:, None]
+    side = min(16.0, max(5.0, 0.35 * len(names) + 2))
+    figure = Figure(figsize=(side, side), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=100)
+    top1 = f"{TOP1.words} {TOP1.number(found.values[TOP1])}"
+    axes.set(xlabel="predicted", ylabel="actual", title=f"{found.images} images, {top1}")
+    if len(names) <= NAMES_IN_PICTURE:
+        places, labels = range(len(names)), [shown(name)[:30] for name in names]
+        axes.set_xticks(places, labels, rotation=90, parse_math=False)
+        axes.set_yticks(places, labels, parse_math=False)
+    if len(names) <= NUMBERS_IN_PICTURE:
+        for row, column in np.argwhere(counts).tolist():
+            colour = "white" if shares[row, column] > 50 else "black"
+            axes.text(column, row, f"{counts[row, column]}", ha="center", va="center", color=colour)
+    figure.colorbar(image, ax=axes, label="% of the class", shrink=0.7)
+    figure.savefig(path, dpi=120)
 
 
 def _check(line: ToolLine, matrix: Path | None) -> None:

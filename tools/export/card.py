@@ -41,10 +41,8 @@ SHOWN = (*(metric for metric in ONE_LABEL.metrics if metric != LOSS), LOSS)
 """Metrics in the card"""
 
 
-def card_of(
-    export: Export, title: str, repository: str | None, license: str | None, run: Run | None, has_curves: bool
-) -> str:
-    """`repository`: OWNER/NAME on the Hub. `run`: of the weights, if it is known."""
+def card_of(export: Export, title: str, license: str | None, run: Run | None, has_curves: bool) -> str:
+    """`run`: of the weights, if it is known."""
     trained, about = export.trained, export.metadata(False)
     metrics = {metric: trained.chosen.metrics[metric.name] for metric in SHOWN if metric.name in trained.chosen.metrics}
     samples = run.about.get("samples", {}) if run else {}
@@ -86,7 +84,7 @@ def card_of(
         f"---\n{head.to_yaml()}\n---",
         f"# {title}",
         summary,
-        f"## Load it\n\n{_loading(export, about, title, repository)}",
+        f"## Load it\n\n{_loading(export, about, title)}",
         f"## Data\n\n{_data(about, trained.chosen.classes, dataset, samples)}",
         f"## Results\n\n{_results(export, {one.words: one.number(value) for one, value in metrics.items()})}",
         f"## Settings\n\n{_settings(export, dataset, run)}",
@@ -106,15 +104,12 @@ def _dataset(name: str, samples: dict[str, int], classes: int) -> str | None:
     return None if name in LAYOUTS else HUB_IDS.get(name, name)
 
 
-def _loading(export: Export, about: dict[str, Any], title: str, repository: str | None) -> str:
+def _loading(export: Export, about: dict[str, Any], title: str) -> str:
     """Code that classifies images, and opens them as vitamp does."""
     temperature = export.trained.temperature
     logits = f"(model(image[None]) / {temperature:.6g})" if temperature != 1 else "model(image[None])"
     classes = export.trained.chosen.classes
     names = 'model.pretrained_cfg["label_names"]' if classes else f"range({about['num_classes']})"
-    source, where = f"hf-hub:{repository}", ""
-    if not repository:
-        source, where = f"local-dir:{title}", "  # the path of this folder"
     rotated = ["    image = ImageOps.exif_transpose(image)"] if about["exif_rotate"] else []
     behind = [
         "    if image.has_transparency_data:",
@@ -131,7 +126,8 @@ def _loading(export: Export, about: dict[str, Any], title: str, repository: str 
         "import torch",
         f"from PIL import Image{', ImageOps' if rotated else ''}",
         "",
-        f'model = timm.create_model("{source}", pretrained=True).eval(){where}',
+        f"# The path of this folder; on the Hugging Face Hub, hf-hub:OWNER/{title}",
+        f'model = timm.create_model("local-dir:{title}", pretrained=True).eval()',
         "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))",
         f"names = {names}",
         "",

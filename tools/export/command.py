@@ -4,14 +4,14 @@
     python scripts/export.py runs/a -to torch       -out vit.pt2
     python scripts/export.py runs/a -to safetensors -out vit.safetensors
     python scripts/export.py runs/a -to onnx,torch,safetensors -out vit       (vit.onnx, vit.pt2, vit.safetensors)
-    python scripts/export.py runs/a -to hub         -output vit -push me/vit
+    python scripts/export.py runs/a -to hub         -output vit
     python scripts/export.py vit_base_patch16_224.pdparams -to safetensors
 
 The path is a run's folder (its best checkpoint), a checkpoint, or weights written by scripts/checkpoint.py strip. onnx
 is for ONNX Runtime and other programs that read ONNX; torch is a torch.export program; safetensors has weights for
 timm.create_model(..., checkpoint_path=...). hub is a folder for timm.create_model("local-dir:..."), with a model card;
--push uploads it to the Hugging Face Hub. Every format takes any batch size and contains class names, mean, standard
-deviation, image size and crop. docs/export.md has code that uses them.
+`hf upload me/vit vit` puts it on the Hugging Face Hub. Every format takes any batch size and contains class names,
+mean, standard deviation, image size and crop. docs/export.md has code that uses them.
 
 From PaddleViT's weights (.pdparams), -to safetensors makes a file for timm and vitamp: ViT, DeiT (also distilled) and
 Swin from every PaddleViT version, as plain weights or a training checkpoint. The model follows from the file's name or
@@ -22,13 +22,12 @@ any other object is refused. docs/paddlevit_weights.md has more.
 Every other export is run by onnxruntime, torch or timm on validation images of the run, and its outputs are compared
 with the model's. If they differ, no file is left.
 
-Exit codes: 0 done, 1 the model cannot be exported, or the check or the upload failed, or tensors of PaddleViT's weights
+Exit codes: 0 done, 1 the model cannot be exported, or the check failed, or tensors of PaddleViT's weights
 are missing or left over, apart from the classifier's; 2 anything wrong with the command, the files, or the disk.
 """
 
 from __future__ import annotations
 
-import re
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -59,12 +58,6 @@ def _image_count(text: str) -> int | None:
     return int(text)
 
 
-def _repository(text: str) -> str:
-    if not re.fullmatch(r"[^/\s]+/[^/\s]+", text):
-        raise ValueError("takes OWNER/NAME, such as me/vit-flowers")
-    return text
-
-
 def _fraction(text: str) -> float:
     try:
         fraction = float(text)
@@ -85,8 +78,6 @@ OWN = (
         default_text="for a .pdparams file, its name",
     ),
     Flag("output", "hub: folder to write", "DIR", kind=Path),
-    Flag("push", "hub: upload the folder to this repository of the Hugging Face Hub", "OWNER/NAME", kind=_repository),
-    Flag("public", "with -push: a new repository is public; without this flag it is private"),
     Flag("license", "hub: license in the model card, such as mit or cc-by-4.0", "ID", default_text="none"),
     OVERWRITE,
     WEIGHTS,
@@ -136,12 +127,11 @@ def _export(argv: list[str]) -> int:
     from engine.trained.model import load_trained
     from tools.export.check import TOLERANCES, images_for_check, outputs_of, reference_logits
     from tools.export.formats import FORMATS, Export, Onnx, write_checked
-    from tools.export.hub import Hub, check_push, push
+    from tools.export.hub import Hub
 
-    kinds = FORMATS | {HUB: Hub(asked.push, asked.license)}
+    kinds = FORMATS | {HUB: Hub(asked.license)}
     for name in formats:
         kinds[name].check_packages()
-    private = check_push(asked.push, bool(asked.public), bool(asked.overwrite)) if asked.push else False
     calibrated = not asked.no_calibration
     trained = load_trained(asked.path, asked.weights, device="cpu", amp="off", calibrated=calibrated)
     calibration = trained.chosen.describe_calibration(trained.calibrated)
@@ -163,8 +153,6 @@ def _export(argv: list[str]) -> int:
         write_checked(kinds[name], Export(trained, images, *options), expected, files[name])
     if HUB in formats and asked.license is None:
         log.info("  README.md has no license: add one before others use the model (-license ID)")
-    if asked.push:
-        push(asked.push, private, files[HUB])
     return EXIT_DONE
 
 
@@ -209,15 +197,13 @@ def _files(asked: Namespace, formats: list[str]) -> dict[str, Path]:
         problems.append(f"-out {asked.out}: -to hub writes a folder; name it with -output {asked.out}")
     if HUB in formats and not asked.output:
         problems.append("-output is missing: name the folder that -to hub writes")
-    only_hub = [name for name in ("output", "push", "license") if getattr(asked, name) is not None]
+    only_hub = [name for name in ("output", "license") if getattr(asked, name) is not None]
     if HUB not in formats:
         problems += [
             f"-{name} {getattr(asked, name)}: works only with -to hub; add hub, or omit -{name}" for name in only_hub
         ]
     if asked.part and asked.images:
         problems.append(f"-part {asked.part}: the check is on -images {asked.images}; leave one of them out")
-    if asked.public and not asked.push:
-        problems.append("-public: works only with -push OWNER/NAME; add -push, or leave -public out")
     if problems:
         raise UserError(f"{'; '.join(problems)}.")
     files = _single_files(asked.out, singles, asked.overwrite) if singles else {}

@@ -37,7 +37,7 @@ from tools.common.weights import needed_by_tools
 from tools.export import CONFIG, HUB_FILES
 from tools.export.check import IMAGE, LOGITS, CheckImages, compare, outputs_of
 from utils.config.data import DataConfig
-from utils.errors import TrainingError, UserError
+from utils.errors import TrainingError, UserError, first_line
 from utils.log import log
 from vitamp.weights import EXPORTED, MADE_BY, encoded
 
@@ -348,9 +348,3 @@ def _torch_exporter(what: str, export: Export) -> Iterator[None]:
     except Exception as error:  # torch raises many types of its own, and those of the model
         model, reason = export.trained.config.MODEL.NAME, first_line(error.__cause__ or error)
         raise TrainingError(f"-to {what}: torch cannot export the model {model}: {reason}") from None
-
-
-def first_line(error: BaseException) -> str:
-    """First line of an exception's text, or its type."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -23,10 +23,9 @@ from datasets import (
 )
 from engine.amp.precision import PRECISION, Precision, amp_may_gain, choose
 from engine.callbacks import CallbackContext, callbacks
-from engine.checkpoint.preprocessing import input_of, timm_model_of
 from engine.compile.choice import Compiling, choose_compiling
 from engine.inputs.mixup import MixedWeights, build_batch_transform
-from engine.inputs.normalize import Inputs
+from engine.inputs.normalize import Inputs, input_of
 from engine.inputs.shortcuts import shortcuts_of
 from engine.machine.context import Run, global_batch
 from engine.measure.bottleneck import Setting
@@ -40,7 +39,7 @@ from engine.task import task_of
 from engine.task.base import Task
 from engine.task.losses import WeightedCrossEntropy, class_weights, loss_named
 from engine.update import TrainState
-from models import build_model, frozen_weights, unfreeze
+from models import build_model, frozen_weights, timm_call, unfreeze
 from utils.config import Config, config_hash
 from utils.config.keys import values_to_keep
 from utils.distributed.world import ALONE, World, broadcast, on_every_rank
@@ -49,6 +48,7 @@ from utils.passwords import redacted_values
 from utils.seeding import seed_all
 from utils.terminal import DETAIL
 from vitamp.checkpoints import LORA, Checkpoint
+from vitamp.registry import own_named
 
 if TYPE_CHECKING:
     from engine.features.knn import Neighbours
@@ -366,5 +366,13 @@ def checkpoint_meta(run: Run, ready: ReadyToTrain) -> dict[str, Any]:
         **({"frozen": frozen} if (frozen := frozen_weights(ready.model)) else {}),
         **({LORA: ready.adapters} if ready.adapters else {}),
         "input": input_of(data),
-        "timm": timm_model_of(config),
+        "timm": _timm_model_of(config),
     }
+
+
+def _timm_model_of(config: Config) -> dict[str, Any] | None:
+    """The call of timm.create_model that builds this model; None if timm alone cannot."""
+    if config.MODEL.MAE_PRETRAIN or (config.USE and own_named("model", config.MODEL.NAME.strip()) is not None):
+        return None
+    name, arguments = timm_call(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
+    return {"name": name, "arguments": arguments}

@@ -1,6 +1,6 @@
-"""Preprocessing of images: what pretrained weights were trained with, and what meta.json says of a run's own.
+"""The preprocessing that pretrained weights were trained with.
 
-Of pretrained weights, their file, run or timm name says it, or else timm's description of the model."""
+Their file, run or timm name says it, or else timm's description of the model."""
 
 from __future__ import annotations
 
@@ -10,16 +10,11 @@ from typing import Any
 
 import timm
 
-from datasets.decoding import background_of
-from datasets.registry import squeezes
-from engine.inputs.normalize import per_channel
-from models import timm_call
 from models.build import is_timm_name
 from models.build import resolve as timm_base
 from models.sizes import given_sizes
 from models.weights.find import local_weights
-from utils.config import Config, Loaded
-from utils.config.data import DataConfig
+from utils.config import Loaded
 from utils.config.keys import choices, value_of
 from utils.config.kinds import AUTO, one_line
 from utils.config.model import ModelConfig
@@ -158,34 +153,3 @@ def _same(mine: Any, theirs: Any) -> bool:
 
 def _in_words(values: dict[str, Any]) -> str:
     return ", ".join(f"{key} {one_line(value)}" for key, value in values.items())
-
-
-def input_of(data: DataConfig) -> dict[str, Any]:
-    """How validation makes the model's input from an image, in the words that exported files use too."""
-    return {
-        "image_size": data.IMAGE_SIZE,
-        "channels": data.IMAGE_CHANNELS,
-        "crop": "none" if squeezes(data) else "middle",
-        "crop_pct": data.CROP_PCT,
-        "crop_mode": data.CROP_MODE,
-        "interpolation": data.INTERPOLATION,
-        "mean": per_channel(data.IMAGENET_MEAN, data.IMAGE_CHANNELS),
-        "std": per_channel(data.IMAGENET_STD, data.IMAGE_CHANNELS),
-        "exif_rotate": data.EXIF_ROTATE,
-        "background": background_of(data),
-    }
-
-
-def timm_model_of(config: Config) -> dict[str, Any] | None:
-    """The call of timm.create_model that builds this model; None if timm alone cannot."""
-    if config.MODEL.MAE_PRETRAIN or (config.USE and _is_own(config.MODEL.NAME.strip())):
-        return None
-    name, arguments = timm_call(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
-    return {"name": name, "arguments": arguments}
-
-
-def _is_own(name: str) -> bool:
-    """Whether the user's own code registers the model."""
-    from vitamp.registry import own_named
-
-    return own_named("model", name) is not None

@@ -1,10 +1,14 @@
-"""Normalisation of uint8 images on the device."""
+"""Normalisation of uint8 images on the device, and what meta.json says of a run's preprocessing."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from datasets.base import background_of
+from datasets.registry import squeezes
 from utils.config.data import DataConfig
 
 
@@ -32,3 +36,19 @@ class Inputs(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         floats = images.to(torch.float32, memory_format=self.layout)  # the bytes may be in another memory format
         return torch.addcmul(self.offset, floats, self.factor)
+
+
+def input_of(data: DataConfig) -> dict[str, Any]:
+    """How validation makes the model's input from an image, in the words that exported files use too."""
+    return {
+        "image_size": data.IMAGE_SIZE,
+        "channels": data.IMAGE_CHANNELS,
+        "crop": "none" if squeezes(data) else "middle",
+        "crop_pct": data.CROP_PCT,
+        "crop_mode": data.CROP_MODE,
+        "interpolation": data.INTERPOLATION,
+        "mean": per_channel(data.IMAGENET_MEAN, data.IMAGE_CHANNELS),
+        "std": per_channel(data.IMAGENET_STD, data.IMAGE_CHANNELS),
+        "exif_rotate": data.EXIF_ROTATE,
+        "background": background_of(data),
+    }

@@ -21,8 +21,7 @@ from torchvision.transforms import v2
 
 import vitamp
 from datasets.given import open_given
-from engine.checkpoint.preprocessing import input_of
-from engine.inputs.normalize import Inputs
+from engine.inputs.normalize import Inputs, input_of
 from engine.trained.model import load_trained
 from models.weights.find import locate
 from tests.program import train_tiny, write_meta

@@ -11,14 +11,13 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from engine.machine.late_compiler import import_compiler_late
 from engine.machine.stopping import CTRL_C, ENDED, signals
 from utils.cli import CommandLine, parse, version_text
 from utils.config import Loaded, format_config, load_config
 from utils.config.keys import OF_ONE_START, default_of
-from utils.distributed.group import caused_by_lost_rank, expect_lost_rank, rank_name, refuse
 from utils.distributed.world import ALONE, BY_HAND, World, check_rank_is_known, read_world, world_from_launcher
 from utils.errors import (
     EXIT_DONE,
@@ -79,7 +78,7 @@ def _exit_code(script: str, argv: list[str], many: bool) -> int:
         _report(str(error), aloud=place.local_rank == 0 and not on_all_ranks)
         return EXIT_USAGE
     except TrainingError as error:
-        common, name = isinstance(error, AllRanksError), rank_name()
+        common, name = isinstance(error, AllRanksError), _rank_name()
         _report(str(error) if common or name is None else f"{name}: {error}", aloud=not common)
         return EXIT_FAILED
     except (SystemExit, KeyboardInterrupt) as leave:
@@ -90,16 +89,25 @@ def _exit_code(script: str, argv: list[str], many: bool) -> int:
             raise
         return leave.code if isinstance(leave.code, int) else EXIT_FAILED
     except Exception as error:
-        if caused_by_lost_rank(error):
+        if (group := _group()) and group.caused_by_lost_rank(error):
             signals.exit_if_asked(CTRL_C)
             # The launcher will end this rank by SIGTERM; until then, the watchdog has time to log which rank is lost.
             signals.deferred = True
-            expect_lost_rank()
+            group.expect_lost_rank()
             time.sleep(SECONDS_TO_FIND_LOST_RANK)
             signals.exit_if_asked(ENDED)
-        name = rank_name()
+        name = _rank_name()
         _report((f"{name} failed:\n" if name else "") + (_in_own_code(error) or traceback.format_exc()), aloud=True)
         return EXIT_FAILED
+
+
+def _group() -> Any:
+    """The module of the process group; None in a run of one process, which does not import it."""
+    return sys.modules.get("utils.distributed.group")
+
+
+def _rank_name() -> str | None:
+    return group.rank_name() if (group := _group()) else None
 
 
 def _in_own_code(error: BaseException) -> str:
@@ -154,13 +162,11 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
             return _start_processes(script, argv, loaded, command)
         return _run(loaded, world or ALONE, command)
     except Exception as error:
-        if (
-            world is not None
-            and world.size > 1
-            and rank_name() is None  # it has not joined
-            and not (refuse(world, error) or logs_to_terminal())
-        ):
-            start_log(to_terminal=True)  # nobody else would print the error
+        if world is not None and world.size > 1 and _rank_name() is None:  # it has not joined
+            from utils.distributed.group import refuse
+
+            if not refuse(world, error) and not logs_to_terminal():
+                start_log(to_terminal=True)  # nobody else would print the error
         raise
 
 

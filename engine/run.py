@@ -19,7 +19,6 @@ from engine.checkpoint.run_folder import (
 )
 from engine.machine.context import Run
 from engine.machine.device import no_gpu_notice, pick_device, set_up_device
-from engine.machine.environment import join_run
 from engine.machine.memory import is_out_of_memory
 from engine.machine.stopping import signals
 from engine.measure.progress import clock, updates_left
@@ -32,7 +31,6 @@ from engine.setup import ReadyToTrain, build_for_training, model_in_precision, s
 from engine.trainer import Trainer
 from utils.config import Config, Loaded
 from utils.distributed.again import tool
-from utils.distributed.group import leave
 from utils.distributed.world import ALONE, World, on_every_rank, on_rank_0
 from utils.errors import EXIT_DONE, TrainingError, UserError
 from utils.log import brief_terminal, log, print_on_terminal
@@ -52,7 +50,10 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
     try:
         return _train_or_evaluate(join(loaded, world), dry)
     finally:
-        leave(world)
+        if world.size > 1:
+            from utils.distributed.group import leave
+
+            leave()
 
 
 def _train_or_evaluate(this: Run, dry: bool) -> int:
@@ -101,7 +102,10 @@ def join(loaded: Loaded, world: World) -> Run:
         log.warning(warning)
     if world.first and (advice := no_gpu_notice(config, device)):
         log.info(advice)
-    join_run(config, world, device, threads)
+    if world.size > 1:
+        from engine.machine.environment import join_run
+
+        join_run(config, world, device, threads)
     return Run(config, world, device, threads)
 
 

@@ -29,7 +29,6 @@ from engine.report.reporter import Reporter
 from engine.setup import ReadyToTrain, checkpoint_meta, setting_of
 from engine.task.base import Metrics
 from engine.update import TrainState, train_update
-from utils.distributed.group import group_timeout
 from utils.distributed.world import broadcast_buffers
 from utils.errors import EXIT_DONE, AllRanksError
 from utils.log import log
@@ -75,7 +74,7 @@ class Trainer:
         deadline = Deadline(
             seconds_of(limit) if limit else None, lambda: self._saver.longest or estimate_seconds(self.parts)
         )
-        self._stopping = Stopping(world, deadline.passed, group_timeout(config.DIST))
+        self._stopping = Stopping(world, deadline.passed, config.DIST.group_timeout)
         self._window: Window | None = None
         if not ready.train_set.in_memory:
             from datasets.loading import workers

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import re
+import shlex
+import sys
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+from torch.cuda import nccl
 
 from utils.config.schema import Config
 from utils.distributed.world import ALONE, MPICH, OPENMPI, SLURM, World
@@ -138,3 +144,34 @@ def _why_no_gpu(env: Mapping[str, str]) -> str:
     if driver:
         return "No GPU is visible, though an NVIDIA driver is installed (nvidia-smi shows whether it works)"
     return "No GPU is visible"
+
+
+def arguments() -> str:
+    return shlex.join(sys.argv[1:]) or "none"
+
+
+def libraries() -> dict[str, str]:
+    """Versions of Python, torch and the libraries that compute and communicate."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("torchvision", "timm"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    if torch.cuda.is_available():
+        versions["CUDA"] = str(torch.version.cuda)
+        versions["cuDNN"] = _dotted(torch.backends.cudnn.version())
+        versions["NCCL"] = ".".join(map(str, nccl.version()))
+        with contextlib.suppress(OSError):
+            text = Path("/proc/driver/nvidia/version").read_text(encoding="ascii", errors="replace")
+            if number := re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text):
+                versions["driver"] = number[0]
+    return versions
+
+
+def _dotted(number: int | None) -> str:
+    """cuDNN's version number in dots: 90100 -> 9.1.0, or older, 8902 -> 8.9.2."""
+    if number is None:
+        return "none"
+    major = 10000 if number >= 90000 else 1000
+    return f"{number // major}.{number % major // 100}.{number % 100}"

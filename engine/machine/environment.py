@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import platform
-import re
-import shlex
 import socket
-import sys
 from collections import Counter
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch.cuda import nccl
 
-from engine.machine.device import describe_device
+from engine.machine.device import describe_device, libraries
 from utils.cli import version_text
 from utils.config import Config
 from utils.config.keys import settings, value_of
@@ -36,8 +28,6 @@ MAX_ROWS = 16
 
 def join_run(config: Config, world: World, device: torch.device, threads: int) -> None:
     """Join the other processes, check that settings and devices are consistent, and log who takes part."""
-    if world.size == 1:
-        return
     from utils.distributed.watchdog import start_time_of
 
     member: dict[str, Any] = {
@@ -60,10 +50,6 @@ def join_run(config: Config, world: World, device: torch.device, threads: int) -
     members = join(world, config.DIST, device, member, common)
     _check_devices(members)
     log.info(environment_table(config, world, device, members), extra=DETAIL)
-
-
-def arguments() -> str:
-    return shlex.join(sys.argv[1:]) or "none"
 
 
 def _check_devices(members: list[dict[str, Any]]) -> None:
@@ -104,30 +90,3 @@ def environment_table(config: Config, world: World, device: torch.device, member
         f"libraries  {', '.join(f'{name} {number}' for name, number in libraries().items())}",
     ]
     return "\n".join(["Processes", *(f"  {line}" for line in lines)])
-
-
-def libraries() -> dict[str, str]:
-    """Versions of Python, torch and the libraries that compute and communicate."""
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("torchvision", "timm"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    if torch.cuda.is_available():
-        versions["CUDA"] = str(torch.version.cuda)
-        versions["cuDNN"] = _dotted(torch.backends.cudnn.version())
-        versions["NCCL"] = ".".join(map(str, nccl.version()))
-        with contextlib.suppress(OSError):
-            text = Path("/proc/driver/nvidia/version").read_text(encoding="ascii", errors="replace")
-            if number := re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text):
-                versions["driver"] = number[0]
-    return versions
-
-
-def _dotted(number: int | None) -> str:
-    """cuDNN's version number in dots: 90100 -> 9.1.0, or older, 8902 -> 8.9.2."""
-    if number is None:
-        return "none"
-    major = 10000 if number >= 90000 else 1000
-    return f"{number // major}.{number % major // 100}.{number % 100}"

@@ -19,7 +19,6 @@ from models import is_inside
 from models.freeze import blocks_of
 from utils.config import Config
 from utils.config.schema import DistConfig
-from utils.distributed.group import group_timeout
 from utils.distributed.world import World, raise_on_every_rank
 from utils.errors import UserError
 from utils.log import log
@@ -66,7 +65,7 @@ class Sharding:
             sizes, names = (world.size,), (SHARDS,)
         self._mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
         for name in names:
-            self._mesh.get_group(name)._get_backend(device)._set_default_timeout(group_timeout(dist))
+            self._mesh.get_group(name)._get_backend(device)._set_default_timeout(dist.group_timeout)
         self.count = sizes[-1]
         self.nth = self._mesh.get_local_rank(SHARDS)
         self.writes = not by_machine or self._mesh.get_local_rank(COPIES) == 0

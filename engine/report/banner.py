@@ -7,8 +7,7 @@ from pathlib import Path
 
 from datasets import comes_unsplit
 from engine.machine.context import Run, global_batch
-from engine.machine.device import describe_devices
-from engine.machine.environment import arguments, libraries
+from engine.machine.device import arguments, describe_devices, libraries
 from engine.optim.build import (
     describe_fine_tuning,
     describe_learning_rate,

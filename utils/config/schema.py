@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
@@ -126,6 +127,14 @@ class DistConfig(Section):
         True,
         "ddp on GPUs: synchronise batch norm statistics over all processes; no effect at AMP.LEVEL O2 and NAIVE.",
     )
+
+    @property
+    def group_timeout(self) -> timedelta:
+        """Time after which torch ends a collective: that of every group of the run, whose default is torch's own.
+
+        A minute more than TIMEOUT, at which the watchdog names the rank to blame.
+        """
+        return timedelta(minutes=self.TIMEOUT + 1)
 
 
 class Config(Section):

@@ -40,8 +40,6 @@ POLL = 0.02
 POLL_PER_RANK = 0.001
 """With many ranks, each asks rank 0 less often."""
 MOST_NAMED = 3
-# The watchdog names the rank to blame; torch's own time-out ends the run only where it cannot.
-LONGER = datetime.timedelta(minutes=1)
 # All ranks raise these alike, or leave together: no rank needs to report where it began.
 _RAISED_BY_ALL = (UserError, AllRanksError, SystemExit)
 
@@ -57,8 +55,6 @@ def join(
     `settings` must be those of rank 0.
     """
     global _watchdog, _rank_name
-    if world.size == 1:
-        return [member]
     import torch.distributed
 
     from utils.distributed.watchdog import Watchdog
@@ -73,7 +69,7 @@ def join(
         store=torch.distributed.PrefixStore("group", store),
         rank=world.rank,
         world_size=world.size,
-        timeout=group_timeout(dist),
+        timeout=dist.group_timeout,
     )
     return members
 
@@ -227,11 +223,6 @@ def _minutes(duration: datetime.timedelta) -> str:
     return counted(duration.total_seconds() / 60, "minute")
 
 
-def group_timeout(dist: DistConfig) -> datetime.timedelta:
-    """Time after which torch ends a collective: that of every group of the run, whose default is torch's own."""
-    return datetime.timedelta(minutes=dist.TIMEOUT) + LONGER
-
-
 def backend_of(dist: DistConfig, device: torch.device) -> str:
     backend = dist.BACKEND or ("nccl" if device.type == "cuda" else "gloo")
     if backend == "nccl" and device.type != "cuda":
@@ -239,11 +230,9 @@ def backend_of(dist: DistConfig, device: torch.device) -> str:
     return backend
 
 
-def leave(world: World) -> None:
+def leave() -> None:
     """Leave the process group; where an error ends this rank alone, report it to the others first."""
     global _watchdog
-    if world.size == 1:
-        return
     error = sys.exception()
     if error is not None and caused_by_lost_rank(error):
         return  # the watchdog stays, to find out which

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.machine.device import pick_device
-from engine.machine.environment import _check_devices, _dotted, environment_table
+from engine.machine.device import _dotted, pick_device
+from engine.machine.environment import _check_devices, environment_table
 from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import AllRanksUserError, UserError

@@ -15,7 +15,6 @@ import torch.distributed
 from engine.machine.stopping import Stopping
 from engine.parallel.fsdp import Sharding
 from utils.config.schema import DistConfig
-from utils.distributed.group import group_timeout
 from utils.distributed.world import World
 
 CPU = torch.device("cpu")
@@ -39,7 +38,7 @@ def seconds(group: object) -> float:
 
 @pytest.mark.usefixtures("alone")
 def test_groups_for_stop_flags_and_for_hsdp_have_the_timeout_of_the_run() -> None:
-    stopping = Stopping(World(0, 2, 0, 2, "torchrun"), lambda: False, group_timeout(DIST))
+    stopping = Stopping(World(0, 2, 0, 2, "torchrun"), lambda: False, DIST.group_timeout)
     mesh = Sharding(World(0, 1, 0, 1, "torchrun"), CPU, DIST)._mesh
     groups = [stopping._group, *map(mesh.get_group, mesh.mesh_dim_names or ())]
     assert [round(seconds(group)) for group in groups] == [91 * 60] * 3, "a minute more than the watchdog waits"

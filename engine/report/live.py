@@ -37,17 +37,15 @@ class Live:
     only the bar is shown, on standard error below the log lines. Without a terminal, nothing is.
     """
 
-    def __init__(self, config: Config, per_epoch: int, start: Position, prints: bool) -> None:
-        """`prints`: whether this process draws on the terminal."""
+    def __init__(self, config: Config, per_epoch: int, start: Position) -> None:
         self._config, self._per_epoch = config, per_epoch
         self._began, self._first_update, self._epoch = perf_counter(), start.update, start.epoch
         self._stderr: TextIO | None = None
-        prints = prints and not config.EVAL
-        brief = brief_terminal() if prints else None
+        brief = brief_terminal()
         self._table = brief and EpochTable(config, brief)
         stream = sys.stderr if brief is None else sys.stdout
         self._bar: tqdm | None = None
-        if prints and (sys.stderr.isatty() if brief is None else brief.looks.moves):
+        if sys.stderr.isatty() if brief is None else brief.looks.moves:
             self._bar = tqdm(
                 desc=self._place(start),
                 total=per_epoch,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +17,6 @@ from engine.measure.bottleneck import COMPUTE, Bottleneck
 from engine.measure.meters import Reading
 from engine.measure.progress import Best, Position, clock, updates_left
 from engine.measure.throughput import Perf
-from engine.report.live import Live
 from engine.task.base import Metrics
 from utils.config.schema import Config
 from utils.log import log
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
 
     from engine.amp.overflow import Blame
+    from engine.report.live import Live
     from engine.report.trackers import TrackedRun
 
 NOT_DRAWN = ("event", "epoch", "step", "update", "perf", "data_wait_percent", "peak_memory_gb", "seconds")
@@ -65,7 +66,11 @@ class Reporter:
             exists = (folder / "tensorboard").exists()
             self._board = Board(folder / "tensorboard", start.update)
             self._redraw(folder, start.update if exists else 0)
-        self._live = Live(config, per_epoch, start, prints)
+        self._live: Live | None = None
+        if prints and not config.EVAL and (sys.stdout.isatty() or sys.stderr.isatty()):
+            from engine.report.live import Live
+
+            self._live = Live(config, per_epoch, start)
 
     def event(self, kind: str, position: Position, perf: dict[str, Any] | None = None, **fields: Any) -> None:
         """Write a line of metrics.jsonl. All that depends on time or machine goes under `perf`."""
@@ -95,7 +100,8 @@ class Reporter:
 
     def stepped(self, position: Position) -> None:
         """Show that an update was done."""
-        self._live.stepped(position)
+        if self._live:
+            self._live.stepped(position)
 
     def train(
         self, position: Position, reading: Reading, perf: Perf, figures: Mapping[str, Figure] | None = None
@@ -113,7 +119,8 @@ class Reporter:
                 f"Loss: {now.loss:.4f} ({reading.epoch.loss:.4f}), {reading.epoch.average()}, {health}",
                 extra=DETAIL,
             )
-        self._live.reported(position, reading, perf)
+        if self._live:
+            self._live.reported(position, reading, perf)
         metrics = {
             **now.fields(),
             "lr": reading.lr,
@@ -140,12 +147,14 @@ class Reporter:
         self._summary("Train", position, means, seconds)
         fields = {"update": position.update, **means.fields()}
         self.event("epoch", position, _perf(seconds, verdict), **fields)
-        self._live.epoch_ended(position, means, seconds)
+        if self._live:
+            self._live.epoch_ended(position, means, seconds)
         self._log_verdict(verdict)
 
     def validating(self, position: Position) -> None:
         """Show that a validation begins."""
-        self._live.validating(position)
+        if self._live:
+            self._live.validating(position)
 
     def validation(
         self, position: Position, metrics: Mapping[WeightSet, Metrics], seconds: float, marks: tuple[str, ...] = ()
@@ -157,7 +166,8 @@ class Reporter:
             self._summary("Validation", position, means, seconds, f" ({which.mark})" if which.mark else "")
         self.event("val", position, {"seconds": round(seconds, 3)}, update=position.update, **fields)
         self._plot("val", fields, position.update)
-        self._live.validated(position, metrics, seconds, marks)
+        if self._live:
+            self._live.validated(position, metrics, seconds, marks)
 
     def _summary(self, what: str, position: Position, means: Metrics, seconds: float, whose: str = "") -> None:
         epoch = f"Epoch[{position.epoch:03d}/{self.config.TRAIN.NUM_EPOCHS:03d}], "
@@ -200,7 +210,8 @@ class Reporter:
             self._tracked.ended(best)
 
     def close(self) -> None:
-        self._live.close()
+        if self._live:
+            self._live.close()
         if self._metrics:
             self._metrics.close()
         if self._board:

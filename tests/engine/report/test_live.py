@@ -49,7 +49,7 @@ def open_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 def test_messages_of_all_kinds_are_whole_lines_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = open_terminal(monkeypatch)
-    live = Live(CONFIG, 44, Position(), prints=True)
+    live = Live(CONFIG, 44, Position())
     live.stepped(Position(step=1, update=1))
     sys.stderr.write(warnings.formatwarning("from a library", UserWarning, "library.py", 1, "code"))
     log.warning("from the log, in words that are longer than one line of this terminal")
@@ -68,7 +68,7 @@ def test_second_ctrl_c_leaves_no_bar_behind(monkeypatch: pytest.MonkeyPatch) -> 
     terminal, codes = open_terminal(monkeypatch), list[int]()
     monkeypatch.setattr("os._exit", codes.append)
     monkeypatch.setattr(logging, "raiseExceptions", True)
-    signals, live = Signals(), Live(CONFIG, 44, Position(), prints=True)
+    signals, live = Signals(), Live(CONFIG, 44, Position())
     signals.deferred = signals.saved = True
     live.stepped(Position(step=1, update=1))
     for _ in range(2):

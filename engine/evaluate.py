@@ -86,8 +86,7 @@ def evaluate_only(given: Run, dry: bool) -> None:
     """Validate the given weights; of a checkpoint, all that it has."""
     from engine.amp.low_precision import force_fp32
     from engine.checkpoint.find import chosen_checkpoint
-    from engine.checkpoint.refusals import check_task
-    from engine.checkpoint.restore import load_weights
+    from engine.checkpoint.restore import check_task, load_weights
     from engine.checkpoint.run_folder import make_run_folder, write_run_files
     from engine.evaluated_data import copies_evaluated, evaluated_weights
     from engine.memory.batch_size import settle_batch

@@ -170,8 +170,7 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
     loader.on_arrival(partial(parts.stages.mark, DATA))
     position, best = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * updates), Best()
     if checkpoint is not None:
-        from engine.checkpoint.refusals import check_adapters, check_batch, check_samples, check_task
-        from engine.checkpoint.restore import restore
+        from engine.checkpoint.restore import check_adapters, check_batch, check_samples, check_task, restore
 
         check_task(checkpoint, config, world)
         check_adapters(checkpoint, config.MODEL.LORA)

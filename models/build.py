@@ -122,7 +122,7 @@ def check_model(
     if model.FREEZE or model.LORA.RANK is not None:
         module = build_without_weights(model, image_size, channels, shortcuts)
         if model.LORA.RANK is not None:
-            from models.lora_layers import require_calls
+            from models.lora import require_calls
 
             require_calls(module, model.LORA, channels, image_size)
 

@@ -42,24 +42,23 @@ def sizes_of(module: nn.Module) -> dict[str, Any]:
     if isinstance(module, SwinTransformer):
         stages: list[Any] = list(module.layers.children())
         blocks = [stage.blocks[0] for stage in stages]
+        windows = [_side(block.window_size) for block in blocks]
         own = {
             "STAGE_DEPTHS": tuple(len(stage.blocks) for stage in stages),
-            "WINDOW_SIZE": _one_if_equal([_side(block.window_size) for block in blocks]),
+            "WINDOW_SIZE": windows[0] if len(set(windows)) == 1 else tuple(windows),
             "NUM_HEADS": tuple(block.attn.num_heads for block in blocks),
         }
     elif patch is not None and len(_dig(module, "blocks") or ()):
         blocks = list(_dig(module, "blocks"))
-        own = {
-            "DEPTH": len(blocks),
-            "NUM_HEADS": _dig(blocks[0], "attn.num_heads"),
-        }
+        own = {"DEPTH": len(blocks), "NUM_HEADS": _dig(blocks[0], "attn.num_heads")}
     else:
         return {}
+    width, hidden, qkv = _dig(module, "embed_dim"), _dig(blocks[0], "mlp.fc1.out_features"), _dig(blocks[0], "attn.qkv")
     common = {
         "PATCH_SIZE": _side(patch),
-        "EMBED_DIM": _dig(module, "embed_dim"),
-        "MLP_RATIO": _mlp_ratio(blocks[0], _dig(module, "embed_dim")),
-        "QKV_BIAS": _has_bias(blocks[0]),
+        "EMBED_DIM": width,
+        "MLP_RATIO": hidden / width if hidden and width else None,
+        "QKV_BIAS": None if qkv is None else qkv.bias is not None,
     }
     return {key: value for key, value in {**own, **common}.items() if value is not None}
 
@@ -140,17 +139,3 @@ def _dig(module: Any, path: str) -> Any:
 def _side(size: Any) -> Any:
     """One number for a square, which timm stores as a pair."""
     return size[0] if isinstance(size, tuple | list) and len(set(size)) == 1 else size
-
-
-def _one_if_equal(values: list[Any]) -> Any:
-    return values[0] if len(set(values)) == 1 else tuple(values)
-
-
-def _mlp_ratio(block: Any, width: int | None) -> float | None:
-    hidden = _dig(block, "mlp.fc1.out_features")
-    return hidden / width if hidden and width else None
-
-
-def _has_bias(block: Any) -> bool | None:
-    qkv = _dig(block, "attn.qkv")
-    return None if qkv is None else qkv.bias is not None

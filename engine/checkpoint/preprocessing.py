@@ -62,7 +62,9 @@ def with_preprocessing(loaded: Loaded, source: str) -> Loaded:
             "Other values than those of its training cost accuracy: set them if you know them"
         )
         return replace(loaded, warnings=(*loaded.warnings, warning))
-    theirs = _for_channels(known.values, loaded.config.DATA.IMAGE_CHANNELS)
+    theirs = known.values
+    if loaded.config.DATA.IMAGE_CHANNELS == 1:  # as the first convolution of the weights gets the sum over colours
+        theirs = theirs | {key: (sum(theirs[key]) / len(theirs[key]),) for key in COLOURS if theirs.get(key)}
     taken, notes = {key: value for key, value in theirs.items() if key in unset}, []
     for key in (INTERPOLATION, CROP_MODE):
         if key in taken and taken[key] not in choices(key):
@@ -117,31 +119,18 @@ def _of_fields(fields: Any, where: Path | str) -> Preprocessing | None:
     """From our meta.json, or from the header of weights that scripts/checkpoint.py or scripts/export.py wrote."""
     if not isinstance(fields, dict):
         return None
-    known = {name: _as_json(fields[name]) for name in FIELDS if fields.get(name) is not None}
+    known = {name: fields[name] for name in FIELDS if fields.get(name) is not None}
+    known = {name: list(value) if isinstance(value, tuple) else value for name, value in known.items()}
     check_fields(Input, known, Path(where))
     if not known:
         return None
-    return Preprocessing({FIELDS[name]: _as_setting(value) for name, value in known.items()}, str(where))
+    values = {name: tuple(map(float, value)) if isinstance(value, list) else value for name, value in known.items()}
+    return Preprocessing({FIELDS[name]: value for name, value in values.items()}, str(where))
 
 
 def _of_timms_name(name: str, where: str) -> Preprocessing | None:
     cfg = timm.get_pretrained_cfg(name)
     return None if cfg is None else _of_timm(asdict(cfg), where)
-
-
-def _as_json(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _as_setting(value: Any) -> Any:
-    return tuple(map(float, value)) if isinstance(value, list) else value
-
-
-def _for_channels(values: dict[str, Any], channels: int) -> dict[str, Any]:
-    """For grey images, the mean over colours, as the first convolution of the weights gets the sum over colours."""
-    if channels != 1:
-        return values
-    return values | {key: (sum(values[key]) / len(values[key]),) for key in COLOURS if values.get(key)}
 
 
 def _same(mine: Any, theirs: Any) -> bool:

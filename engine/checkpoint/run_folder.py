@@ -170,7 +170,12 @@ class FolderLock:
         about = _read(path)
         if not free or (about.get("host", platform.node()) != platform.node() and _is_alive(path, about)):
             os.close(handle)
-            raise UserError(_refusal(folder, about))
+            who = "another process"
+            if "pid" in about:
+                who = f"pid {about['pid']} on host {about['host']}, since {about['since']}"
+            raise UserError(
+                f"{folder}: another run is using this folder ({who}). Wait for it, end it, or name another -output."
+            )
         self._handle = handle
         with os_errors_as_user_errors(path):
             self._write_heartbeat(handle)
@@ -257,8 +262,3 @@ def _is_alive(path: Path, about: dict[str, Any]) -> bool:
         if not now:
             return False
     return False
-
-
-def _refusal(folder: Path, about: dict[str, Any]) -> str:
-    who = f"pid {about['pid']} on host {about['host']}, since {about['since']}" if "pid" in about else "another process"
-    return f"{folder}: another run is using this folder ({who}). Wait for it, end it, or name another -output."

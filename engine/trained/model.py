@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from datasets.registry import squeezes
 from engine.amp.low_precision import force_fp32
 from engine.amp.op_lists import OpLists
 from engine.amp.precision import Precision, check_amp, check_precision
@@ -30,7 +28,6 @@ from engine.task import task_of
 from engine.task.base import Task
 from utils.cli import CommandLine, amp_settings
 from utils.config import Config
-from utils.config.data import DataConfig
 from utils.distributed.world import ALONE
 from utils.errors import TrainingError, UserError
 from utils.log import log
@@ -39,63 +36,6 @@ from utils.text import counted
 from vitamp.metrics import BETTER, NO_LABELS, WeightSet
 from vitamp.tensors import fp32_modules, read_weights
 from vitamp.weights import Chosen, chosen_at
-
-FLIP, CROPS = "flip", "crops"
-
-
-@dataclass(frozen=True)
-class Views:
-    """Views of images of `side` x `side` pixels, each as large as the model's input."""
-
-    size: int
-    side: int
-    flip: bool = False
-
-    @classmethod
-    def asked(cls, tta: str | None, data: DataConfig, model: str) -> Views:
-        """The views of -tta. `data`: settings of the model, which errors call `model`."""
-        kinds = tta.split(",") if tta else []
-        side = data.IMAGE_SIZE
-        if CROPS in kinds:  # the square from which validation cuts the centre
-            advice = f"Leave {CROPS} out; -tta {FLIP} works, if a mirror does not change your classes."
-            if squeezes(data):
-                raise UserError(
-                    f"-tta {CROPS}: {model} sees the whole image, resized to a square, so there is nothing to crop. "
-                    f"{advice}"
-                )
-            side = math.floor(data.IMAGE_SIZE / data.CROP_PCT)
-            if side == data.IMAGE_SIZE:
-                raise UserError(
-                    f"-tta {CROPS}: DATA.CROP_PCT is {data.CROP_PCT:g} for {model}, so the centre of an image is all "
-                    f"of its resized square. {advice}"
-                )
-        return cls(data.IMAGE_SIZE, side, FLIP in kinds)
-
-    def data(self, data: DataConfig) -> DataConfig:
-        """Settings that read images of `side` x `side`: those of `data`, but without its crop of the centre."""
-        if self.side == self.size:
-            return data
-        return data.model_copy(update={"IMAGE_SIZE": self.side, "CROP_PCT": 1.0})
-
-    def of(self, images: Tensor) -> Iterator[Tensor]:
-        """Each view of the images, the one that validation sees first."""
-        end = self.side - self.size
-        middle = round(end / 2)
-        for top, left in ((middle, middle), (0, 0), (0, end), (end, 0), (end, end)) if end else ((0, 0),):
-            crop = images[..., top : top + self.size, left : left + self.size] if end else images
-            yield crop
-            if self.flip:
-                yield crop.flip(-1)
-
-    def words(self) -> str:
-        """What is averaged; '' for one view."""
-        if self.side == self.size:
-            return "mean of the probabilities of each image and its mirror image" if self.flip else ""
-        mirrored, count = (" and their mirror images", 10) if self.flip else ("", 5)
-        return (
-            f"mean of the probabilities of {count} views of each image: {self.size} x {self.size} pixels in the centre "
-            f"and the four corners of {self.side} x {self.side}{mirrored}"
-        )
 
 
 @dataclass

@@ -9,11 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import huggingface_hub
 import timm
-import torch
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 
@@ -161,8 +159,10 @@ def _timm_config(name: str) -> Any:
 
 def _on_hub(config: Any, name: str, download: bool) -> Path | None:
     """The cached file of timm's weights. If there is none, ask the hub, and download the file if `download`."""
-    if not config.hf_hub_id:
-        return _at_url(config.url, name, download)
+    if not config.hf_hub_id:  # a few of timm's weights
+        raise UserError(
+            f"MODEL.PRETRAINED '{name}': these weights are not on the hub. Download {config.url}, and name the file."
+        )
     repo, _, revision = config.hf_hub_id.partition("@")
     files = (config.hf_hub_filename,) if config.hf_hub_filename else HUB_FILES
     for file in files:
@@ -185,24 +185,6 @@ def _on_hub(config: Any, name: str, download: bool) -> Path | None:
         except Exception as error:  # the hub's client passes on the errors of its HTTP library
             raise UserError(_offline(name, where, files[0], error or type(error).__name__)) from None
     raise UserError(f"MODEL.PRETRAINED '{name}': {repo} has none of {', '.join(files)}.")
-
-
-def _at_url(url: str, name: str, download: bool) -> Path | None:
-    """Like `_on_hub`, for the few weights of timm outside the hub, which torch keeps in its own cache."""
-    file = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
-    if file.is_file():
-        return file
-    try:
-        if huggingface_hub.constants.HF_HUB_OFFLINE:
-            raise OSError("HF_HUB_OFFLINE is set")
-        _within(PROBE_SECONDS, lambda: urlopen(url, timeout=PROBE_SECONDS - 1).close())
-        if not download:
-            return None
-        file.parent.mkdir(parents=True, exist_ok=True)
-        torch.hub.download_url_to_file(url, str(file), progress=False)
-    except OSError as error:
-        raise UserError(_offline(name, f"{url}; cache {file.parent}", file.name, error)) from None
-    return file
 
 
 def _offline(name: str, where: str, file: str, reason: object) -> str:

@@ -94,21 +94,18 @@ def _computed(found: re.Match[str]) -> str:
 
 def rules_of(names: Collection[str]) -> Rules | None:
     """The rules for a file with these names; None for ViT, DeiT and Swin, and for families without rules."""
-    return next((one for one in all_rules() if all(_has(names, sign) for sign in one.signs)), None)
-
-
-def _has(names: Collection[str], pattern: str) -> bool:
-    return any(re.search(pattern, name) for name in names)
+    return next(
+        (one for one in all_rules() if all(any(re.search(sign, name) for name in names) for sign in one.signs)), None
+    )
 
 
 @cache
 def all_rules() -> tuple[Rules, ...]:
     tables: dict[str, dict[str, Any]] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
-    return tuple(_rules(word.partition(" ")[0], table) for word, table in tables.items())
-
-
-def _rules(family: str, table: dict[str, Any]) -> Rules:
-    pairs = {key: tuple((a, b) for a, b in table.get(key, ())) for key in ("names", "folded", "equal")}
-    split = tuple((pattern, tuple(parts)) for pattern, parts in table.get("split", ()))
-    words = {key: table[key] for key in ("computed", "refused") if key in table}
-    return Rules(family, tuple(table["signs"]), split=split, **pairs, **words)
+    rules = []
+    for word, table in tables.items():
+        pairs = {key: tuple((a, b) for a, b in table.get(key, ())) for key in ("names", "folded", "equal")}
+        split = tuple((pattern, tuple(parts)) for pattern, parts in table.get("split", ()))
+        words = {key: table[key] for key in ("computed", "refused") if key in table}
+        rules.append(Rules(word.partition(" ")[0], tuple(table["signs"]), split=split, **pairs, **words))
+    return tuple(rules)

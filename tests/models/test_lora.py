@@ -21,10 +21,9 @@ from engine.speed.packed_attention import use_packed
 from models.build import check_model
 from models.freeze import base_weights
 from models.lora import add_adapters
-from models.lora_layers import LORA_TARGETS
 from tests.engine.small import BF16, CPU, build, built_of, train
 from tests.engine.test_freeze import AMP, EMA, copies, moved
-from utils.config.model import LoraConfig, ModelConfig
+from utils.config.model import LORA_TARGETS, LoraConfig, ModelConfig
 from utils.errors import UserError
 from vitamp.tensors import Merged, is_adapter
 

@@ -57,13 +57,12 @@ def _run(argv: list[str]) -> int:
         check_weights_file(asked.out, fresh=not asked.overwrite)
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
-    from tools.checkpoint import files
-    from tools.common.weights import average, strip
+    from tools.common.weights import average, list_checkpoints, strip, verify_checkpoints
 
     if command == "list":
-        return files.list_checkpoints(asked.path)
+        return list_checkpoints(asked.path)
     if command == "verify":
-        return files.verify_checkpoints(asked.path)
+        return verify_checkpoints(asked.path)
     if command == "strip":
         return strip(asked.path, asked.out, asked.weights)
     if asked.last is not None and len(asked.path) > 1:

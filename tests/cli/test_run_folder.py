@@ -16,9 +16,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from engine.report.curves import draw_curves
 from tests.program import Result, metrics
-from utils.config import load_config
+from utils.config import config_hash, load_config
 from utils.errors import UserError
 from utils.record.metrics_file import last_line, read_lines
+from vitamp.checkpoints import inspect, read_index, verify
 from vitamp.weights import chosen_at
 
 FIELDS = {
@@ -137,8 +138,23 @@ def test_checkpoints_have_metrics_input_settings_and_hashes(finished: tuple[Path
     first = metrics(run, "val")[0]
     assert meta["metrics"] == {key: first[key] for key in FIELDS["val"] - {"epoch", "update"}}
     assert meta["input"]["image_size"] == 8
-    assert len(meta["classes"]) == 10
-    assert all(len(seal["sha256"]) == 64 for seal in meta["files"].values())
+    assert (meta["input"]["channels"], meta["input"]["mean"], meta["input"]["std"]) == (1, [0.5], [0.5])
+    assert (meta["num_classes"], meta["classes"]) == (10, [str(digit) for digit in range(10)])
+    assert meta["config_hash"] == config_hash(load_config(str(run / "config.yaml")).config)
+    assert set(meta["files"]) == {"model.safetensors", "ema.safetensors", "state.pt"}
+    verify(inspect(run / "checkpoints" / "step-000000044"))
+
+
+def test_last_validation_after_a_save_can_become_the_best(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+) -> None:
+    """A checkpoint that was saved before the last validation is saved again with its metrics."""
+    run, name = tmp_path / "run", "step-000000010"
+    done = vitamp("-cfg", tiny, "-output", run, "SAVE_EVERY_UPDATES=10", "TRAIN.MAX_UPDATES=10")
+    assert done.code == 0, done.text
+    (val,) = metrics(run, "val")
+    assert inspect(run / "checkpoints" / name).meta["metrics"]["acc1"] == pytest.approx(val["acc1"])
+    assert read_index(run / "checkpoints")["best"] == name
 
 
 def test_banner_is_printed_and_logged(finished: tuple[Path, Result]) -> None:

@@ -114,11 +114,6 @@ def test_older_torch_format_is_loaded(donor: nn.Module, tmp_path: Path) -> None:
     assert_equal_weights(ours, donor)
 
 
-def test_checkpoint_folder_is_loaded(donor: nn.Module, weights: Path) -> None:
-    ours, _ = load(weights.parent)
-    assert_equal_weights(ours, donor)
-
-
 @pytest.mark.parametrize(("best", "taken"), [(1, 1), (None, 2), ("not a name", 2)])
 def test_run_folder_loads_its_best_checkpoint(tmp_path: Path, best: object, taken: int) -> None:
     made = {number: build(seed) for seed, number in enumerate((1, 2), start=5)}

@@ -58,20 +58,13 @@ def test_token_drop_drops_a_fraction_per_sample() -> None:
     assert len({frozenset(patches) for patches in kept}) == 4
 
 
-def test_token_drop_keeps_the_class_token() -> None:
-    model = tiny(Shortcuts(token_drop=0.5)).train()
+@pytest.mark.parametrize(("name", "prefix"), [("tiny", 1), ("deit_tiny_distilled_patch16_224", 2)])
+def test_token_drop_keeps_the_class_and_distillation_tokens(name: str, prefix: int) -> None:
+    model = tiny(Shortcuts(token_drop=0.5), name).train()
     TokenDrop(training(TOKEN_DROP=0.5)).enter(1, model)
-    first = tokens_of(model, images())[:, 0]
-    assert torch.equal(first, tokens_of(tiny(Shortcuts()).eval(), images())[:, 0])
-
-
-def test_token_drop_keeps_the_distillation_token() -> None:
-    model = tiny(Shortcuts(token_drop=0.5), "deit_tiny_distilled_patch16_224").train()
-    TokenDrop(training(TOKEN_DROP=0.5)).enter(1, model)
-    plain = tiny(Shortcuts(), "deit_tiny_distilled_patch16_224").eval()
-    found, expected = tokens_of(model, images()), tokens_of(plain, images())
-    assert found.shape[1] == 2 + PATCHES // 2
-    assert torch.equal(found[:, :2], expected[:, :2])
+    found, expected = tokens_of(model, images()), tokens_of(tiny(Shortcuts(), name).eval(), images())
+    assert found.shape[1] == prefix + PATCHES // 2
+    assert torch.equal(found[:, :prefix], expected[:, :prefix])
 
 
 def test_validation_sees_all_patches() -> None:

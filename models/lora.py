@@ -57,19 +57,15 @@ def add_adapters(model: nn.Module, lora: LoraConfig, seed: int) -> None:
         for part in (part for part in parts if part in lora.TARGETS):
             down = torch.empty(rank, layer.in_features, device=device)
             if not down.is_meta:
-                _initialise(down, key(seed, "lora", name, part))
+                # Uniform, as in the authors' code. The numbers depend on no device, process, or other layer.
+                generator = torch.Generator().manual_seed(key(seed, "lora", name, part) >> 1)
+                down.copy_((2 * torch.rand(down.shape, generator=generator) - 1) / math.sqrt(layer.in_features))
             up = torch.zeros(layer.out_features // len(parts), rank, device=device)
             layer.register_parameter(adapter_name("", part, "A"), nn.Parameter(down))
             layer.register_parameter(adapter_name("", part, "B"), nn.Parameter(up))
     vars(model)[BASE] = tuple(name for name, weight in model.named_parameters() if not weight.requires_grad)
     norms = [name for name, module in model.named_modules() if isinstance(module, BATCH_NORM)]
     keep_in_eval(model, [name for name in norms if not is_inside(name, heads)])
-
-
-def _initialise(down: Tensor, seed: int) -> None:
-    """Uniform, as in the authors' code. The numbers depend on no device, process, or other layer."""
-    numbers = torch.rand(down.shape, generator=torch.Generator().manual_seed(seed >> 1))
-    down.copy_((2 * numbers - 1) / math.sqrt(down.shape[1]))
 
 
 def describe_lora(model: nn.Module, lora: LoraConfig) -> str:

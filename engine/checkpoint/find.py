@@ -87,8 +87,17 @@ def _choose(config: Config, world: World) -> Checkpoint | None:
         if named and not config.EVAL:
             _refuse_older(checkpoint, config, world)
         return checkpoint
-    if run is not None and (checkpoint := _newest_usable(run / CHECKPOINTS, config.EVAL)):
-        return checkpoint
+    if run is not None:
+        root = run / CHECKPOINTS
+        if (checkpoint := newest_good(root, check=check)) is not None:
+            return checkpoint
+        if checkpoints_in(root):
+            advice = (
+                "" if config.EVAL else ", and a new run would overwrite them. Name another -output, or move them away"
+            )
+            raise UserError(
+                f"-resume auto: none of the checkpoints in {root} is usable (see the warnings above){advice}."
+            )
     if config.EVAL and not config.MODEL.PRETRAINED:
         raise UserError(
             f"-eval -resume auto: no checkpoint in {config.OUTPUT}. Name a run's folder with -output, or weights with "
@@ -110,17 +119,6 @@ def _refuse_older(checkpoint: Checkpoint, config: Config, world: World) -> None:
             f"{checkpoint.folder}: the run has later checkpoints, up to {later[-1]}, which are not overwritten. Resume "
             f"in a folder of its own: `{start_again(world, f'-resume {place} -output {new}')}`"
         )
-
-
-def _newest_usable(root: Path, evaluated: bool) -> Checkpoint | None:
-    """Newest undamaged checkpoint of a run; None before its first one."""
-    checkpoint = newest_good(root, check=verify if evaluated else resumable)
-    if checkpoint is None and checkpoints_in(root):
-        raise UserError(
-            f"-resume auto: none of the checkpoints in {root} is usable (see the warnings above)"
-            + ("." if evaluated else ", and a new run would overwrite them. Name another -output, or move them away.")
-        )
-    return checkpoint
 
 
 def resumable(checkpoint: Checkpoint) -> Checkpoint:

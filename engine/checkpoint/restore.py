@@ -144,7 +144,9 @@ def log_resumption(checkpoint: Checkpoint, config: Config, parts: TrainState, po
     )
     _log_frozen_changes(checkpoint, parts)
     try:
-        old = _saved_settings(checkpoint)
+        # Not config.yaml's: it may be from a resumed run that was killed before it saved.
+        settings = known_settings(checkpoint.meta["settings"], checkpoint.folder)
+        old = load_config(None, {key: (value, f"{checkpoint.folder}") for key, value in settings.items()}).config
     except UserError as error:
         log.warning("The checkpoint's settings cannot be compared with the current ones: %s", error)
         return
@@ -157,13 +159,6 @@ def log_resumption(checkpoint: Checkpoint, config: Config, parts: TrainState, po
     if old.TRAIN.NUM_EPOCHS != config.TRAIN.NUM_EPOCHS:
         now = counted(config.TRAIN.NUM_EPOCHS, "epoch")
         log.info("  the schedule now spans %s instead of %d", now, old.TRAIN.NUM_EPOCHS)
-
-
-def _saved_settings(checkpoint: Checkpoint) -> Config:
-    """Settings in the checkpoint itself: config.yaml may be from a resumed run that was killed before it saved."""
-    folder, saved = str(checkpoint.folder), checkpoint.meta["settings"]
-    own = {key: (value, folder) for key, value in known_settings(saved, folder).items()}
-    return load_config(None, own).config
 
 
 GROUPS = "param_groups"
@@ -193,17 +188,12 @@ def load_optimizer(
     # Settings are those of now. A key that a new group lacks is no setting: LAMB counts its steps there.
     groups = [{**old, **new} for old, new in zip(saved[GROUPS], now[GROUPS], strict=True)]
     optimizer.load_state_dict({"state": saved["state"], GROUPS: groups})
-    _match_memory_format(optimizer)
-
-
-def _match_memory_format(optimizer: Optimizer) -> None:
-    """Bring state from a file into the memory format of its weights, as fused kernels need."""
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            if not isinstance(value, Tensor) or value.shape != parameter.shape:
-                continue
-            if value.stride() != parameter.stride():
-                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+    # Fused kernels need the state in the memory format of its weights.
+    for parameter, values in optimizer.state.items():
+        for name, value in values.items():
+            same_shape = isinstance(value, Tensor) and value.shape == parameter.shape
+            if same_shape and value.stride() != parameter.stride():
+                values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _regrouped(saved: dict[str, Any], before: list[str], now: dict[str, Any], names: list[str]) -> dict[str, Any]:

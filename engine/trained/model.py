@@ -11,7 +11,6 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -149,7 +148,12 @@ def load_trained(
     """
     place = Path(path).expanduser()
     chosen = chosen_at(place, weights)
-    config = config_of(chosen, _flags(device, amp, given), given)
+    flags = dict(given.flags) if given else {}
+    if device is not None:
+        flags["DEVICE"] = (device, "-device")
+    if amp is not None:
+        flags |= {key: (value, "-amp") for key, value in amp_settings(amp).items()}
+    config = config_of(chosen, flags, given)
     if needs_labels and config.task == NO_LABELS:
         raise UserError(
             f"{path}: this model learned without labels and has no classes yet. Train it on images with labels: "
@@ -183,15 +187,6 @@ def _quietly() -> Iterator[None]:
         yield
     finally:
         log.setLevel(before)
-
-
-def _flags(device: str | None, amp: str | None, given: CommandLine | None) -> dict[str, tuple[Any, str]]:
-    flags = dict(given.flags) if given else {}
-    if device is not None:
-        flags["DEVICE"] = (device, "-device")
-    if amp is not None:
-        flags |= {key: (value, "-amp") for key, value in amp_settings(amp).items()}
-    return flags
 
 
 def _device(name: str | None, config: Config) -> torch.device:

@@ -31,6 +31,7 @@ from vitamp.tensors import JoinedShards, Merged, is_adapter
 MOST_NAMED = 5
 """Tensors of each kind that an error names"""
 FRESH = "freshly initialised"
+REPLACED = f"{{}} {FRESH} ({{}} classes in the file, {{}} in the model)"
 
 Weights = dict[str, Tensor]
 
@@ -201,12 +202,8 @@ def _replace_classifier(
             for key in keys:
                 weights.pop(key, None)
             fresh.update(keys)
-            changes.append(_replaced(prefix, given.shape[0], own.shape[0]))
+            changes.append(REPLACED.format(prefix, given.shape[0], own.shape[0]))
     return fresh, changes
-
-
-def _replaced(prefix: str, there: int, here: int) -> str:
-    return f"{prefix} {FRESH} ({there} classes in the file, {here} in the model)"
 
 
 def _misfit(file: Path, name: str) -> str:
@@ -280,7 +277,7 @@ def _npz_changes(module: Any, shapes: dict[str, tuple[int, ...]]) -> list[str]:
     if head is None:
         changes.append(f"the file has no head; the model's head stays {FRESH}")
     elif head != module.num_classes:
-        changes.append(_replaced("head", head, module.num_classes))
+        changes.append(REPLACED.format("head", head, module.num_classes))
     return changes
 
 

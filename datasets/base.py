@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -57,12 +57,29 @@ def part_of(data: DataConfig, train: bool) -> Part:
     return "train" if train else "val" if data.PART == AUTO else data.PART
 
 
-def parts_read(data: DataConfig, train: bool, existing: Sequence[Part] = ("train", "val")) -> Sequence[Part]:
-    """The splits that a run reads: two in training; in evaluation those of DATA.PART, for `all` the `existing` ones."""
-    part = part_of(data, False)
+Parts = Mapping[Part, object]
+"""The splits that a data set has, and where each is; `all` alone if it comes without a validation split"""
+
+
+def comes_split(data: DataConfig) -> Parts:  # noqa: ARG001 - true of all data of such a source
+    return {"train": "train", "val": "val"}
+
+
+def comes_unsplit(data: DataConfig) -> Parts:  # noqa: ARG001 - true of all data of such a source
+    return {"all": "all"}
+
+
+def distinct(parts: Parts) -> list[Part]:
+    """The splits, without `test` if it is the validation split."""
+    return [part for part in parts if part != "test" or parts.get("val") != parts["test"]]
+
+
+def parts_read(data: DataConfig, train: bool, parts: Parts) -> list[Part]:
+    """The splits that a run reads: two in training; in evaluation that of DATA.PART, for `all` every one of `parts`."""
     if train:
-        return "train", "val"
-    return existing if part == "all" else (part,)
+        return ["train", "val"]
+    part = part_of(data, False)
+    return distinct(parts) if part == "all" else [part]
 
 
 class Samples(ABC):
@@ -230,11 +247,6 @@ class Joined(Samples):
         return self.splits[number], index - int(self._begins[number])
 
 
-def comes_split(data: DataConfig) -> bool:  # noqa: ARG001 - true of all data of such a source
-    """`Source.is_unsplit` of data sets that come with a validation split."""
-    return False
-
-
 @dataclass(frozen=True)
 class Source:
     """A data set that DATA.DATASET can name."""
@@ -248,10 +260,7 @@ class Source:
     """Its images are arrays in memory, which validation crops or leaves whole; see `given.ArrayPixels`"""
     count: Callable[[DataConfig, bool], int] | None = None
     """(data, train) -> number of classes, where it is known without listing every image; None: open the split"""
-    is_unsplit: Callable[[DataConfig], bool] = comes_split
-    """Whether the data comes without a validation split, so that the program makes one. Only then has it folds."""
-    tests: Callable[[DataConfig], bool] = comes_split
-    """Whether its split test is used for validation, because it has no other"""
+    parts: Callable[[DataConfig], Parts] = comes_split
     fetches: bool = False
     """`check` downloads the data set if DATA.DOWNLOAD is set"""
     multi_label: bool = False
@@ -262,6 +271,10 @@ class Source:
     """Whether its paths or columns can name groups (DATA.GROUP)"""
     labelled: bool = True
     """Whether its labels mean something; those of images alone are placeholders"""
+
+    def is_unsplit(self, data: DataConfig) -> bool:
+        """Whether the data comes without a validation split, so that the program makes one. Only then has it folds."""
+        return "all" in self.parts(data)
 
 
 def seed_sample(seed: int, epoch: int, index: int) -> None:

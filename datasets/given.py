@@ -35,14 +35,10 @@ def open_given(paths: Sequence[str], data: DataConfig) -> Images:
     """A data set of these files, in this order."""
     data = data.model_copy(update={"EXCLUDE": None})
     images = Images(GivenSamples(paths), data, train=False, seed=0)
-    images.pixels = _pixels_of_source(data) or images.pixels
-    return images
-
-
-def _pixels_of_source(data: DataConfig) -> ArrayPixels | None:
-    """See `Source.arrays`; None for sources without their own preprocessing."""
     source = source_named(data.DATASET)
-    return None if source is None or source.arrays is None else ArrayPixels(data, source.arrays == "cropped")
+    if source is not None and source.arrays is not None:  # such sources have their own preprocessing
+        images.pixels = ArrayPixels(data, source.arrays == "cropped")
+    return images
 
 
 class ArrayPixels:

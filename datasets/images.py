@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -18,9 +18,11 @@ from datasets.base import (
     Joined,
     Key,
     Part,
+    Parts,
     Samples,
     Source,
     comes_split,
+    distinct,
     part_of,
     seed_sample,
 )
@@ -149,44 +151,39 @@ class Images(ImageDataset):
         self.pixels(self.samples.read(index), out)
 
 
-def _two_parts(data: DataConfig) -> Sequence[Part]:  # noqa: ARG001 - true of all data of such a source
-    return "train", "val"
-
-
 def image_source(
     samples: Callable[[DataConfig, Part, int], Samples],
     check: Callable[[DataConfig, int, bool], None],
     fetches: bool = False,
     count: Callable[[DataConfig, bool], int] | None = None,
-    is_unsplit: Callable[[DataConfig], bool] = comes_split,
     multi_label: bool = False,
     reads_path: bool = True,
-    parts: Callable[[DataConfig], Sequence[Part]] = _two_parts,
-    tests: Callable[[DataConfig], bool] = comes_split,
+    parts: Callable[[DataConfig], Parts] = comes_split,
     groups: bool = False,
+    labelled: bool = True,
 ) -> Source:
     """A source whose images are read one by one.
 
-    `samples`: (data, part, num_classes) -> the samples of a split. `parts`: the splits that the data
-    has. Of data that comes unsplit, `samples` also opens `all`, without making splits.
+    `samples`: (data, part, num_classes) -> the samples of a split; of data that comes unsplit, also those of `all`.
     """
 
     def open_split(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> Images:  # noqa: ARG001 - images are read on the host
         part = part_of(data, train)
-        if part == "all" and not is_unsplit(data):
-            return Images(Joined([samples(data, one, num_classes) for one in parts(data)]), data, train, seed)
+        if part == "all" and "all" not in (existing := parts(data)):
+            joined = Joined([samples(data, one, num_classes) for one in distinct(existing)])
+            return Images(joined, data, train, seed)
         return Images(samples(data, part, num_classes), data, train, seed)
 
     return Source(
         open_split,
         check,
         count=count,
-        is_unsplit=is_unsplit,
-        tests=tests,
+        parts=parts,
         fetches=fetches,
         multi_label=multi_label,
         reads_path=reads_path,
         groups=groups,
+        labelled=labelled,
     )
 
 

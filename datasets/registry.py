@@ -66,7 +66,9 @@ def count_classes(data: DataConfig, train: bool) -> int:
             return source.count(data, train)
         split = source.open(data, train, ANY_LABEL, 0, torch.device("cpu"))
     except UserError as error:
-        raise _offering_layout(error, data) from None
+        from datasets.recognise import offering_layout
+
+        raise offering_layout(error, data) from None
     samples = split.single_images()
     if split.classes is None and samples is not None:
         if data.MULTI_LABEL:
@@ -102,7 +104,9 @@ def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> Non
     try:
         source.check(data, num_classes, train)
     except UserError as error:
-        raise _offering_layout(error, data) from None
+        from datasets.recognise import offering_layout
+
+        raise offering_layout(error, data) from None
     _check_fold(source, data)
 
 
@@ -121,7 +125,8 @@ def comes_unsplit(data: DataConfig) -> bool:
 
 def validates_on_test(data: DataConfig) -> bool:
     """Whether the split test of the data is used for validation, because it has no other."""
-    return _named(data).tests(data)
+    parts = _named(data).parts(data)
+    return "test" in parts and parts["test"] == parts.get("val")
 
 
 def has_labels(data: DataConfig) -> bool:
@@ -183,12 +188,6 @@ def _named(data: DataConfig) -> Source:
             f"Known data sets: {', '.join(names())}, and hf:NAME_OR_PATH."
         )
     return source
-
-
-def _offering_layout(error: UserError, data: DataConfig) -> UserError:
-    from datasets.recognise import offering_layout
-
-    return offering_layout(error, data)
 
 
 def squeezes(data: DataConfig) -> bool:

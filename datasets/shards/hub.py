@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from datasets.base import HUB_PREFIX, Part
-from datasets.images import image_source
+from datasets.base import HUB_PREFIX, distinct
 from datasets.shards.index import TarWriter
-from datasets.shards.source import LABEL_SETS, MANIFEST, ShardSamples, ShardSet, check_splits, finish_set, open_split
+from datasets.shards.source import LABEL_SETS, MANIFEST, ShardSet, finish_set, shard_source
 from datasets.shards.stores import Folder
-from datasets.sources.split import SPLIT_NAMES, distinct, named_parts, split_named_in, warn_of_skipped
+from datasets.sources.split import SPLIT_NAMES, named_parts, split_named_in, warn_of_skipped
 from utils.cache import cache_folder, process_lock
 from utils.config.data import DataConfig
 from utils.errors import UserError
@@ -51,20 +50,12 @@ class Row(NamedTuple):
     """One; with `Columns.several` any number, ascending"""
 
 
-def require_pyarrow(what: str) -> None:
-    """Raise UserError, beginning with `what`, unless pyarrow is installed, which only parquet files need."""
-    if importlib.util.find_spec("pyarrow") is None:
-        raise UserError(f"{what} parquet files needs pyarrow, which is not installed. Run: pip install pyarrow")
-
-
-def find_splits(root: Path, dataset: str) -> dict[str, list[Path]]:
-    """Parquet files of each split; all are 'train' if no name says which is which."""
-    return choose_files(root, root.rglob("*.parquet"), dataset)
-
-
 def choose_files(root: Path, paths: Iterable[Path], dataset: str) -> dict[str, list[Path]]:
-    """The same of these parquet files below `root`, which need not exist yet."""
-    files = sorted(path for path in paths if not _is_hidden(path.relative_to(root)))
+    """Those of these parquet files below `root` (which need not exist yet) that each split has.
+
+    All are 'train' if no name says which is which.
+    """
+    files = sorted(path for path in paths if not any(of.startswith(".") for of in path.relative_to(root).parts))
     if not files:
         raise UserError(f"DATA.DATASET {dataset}: there is no parquet file in {root}. {LAYOUT.format(root=root)}")
     named: dict[str, list[Path]] = defaultdict(list)
@@ -77,28 +68,19 @@ def choose_files(root: Path, paths: Iterable[Path], dataset: str) -> dict[str, l
     else:
         warn_of_skipped(str(root), [str(path.relative_to(root)) for path in named.get("", [])])
     for of_split in splits.values():
-        _refuse_several(root, of_split, dataset)
+        # Several versions of a data set, each in its folder, must not be mixed.
+        tops = {path.relative_to(root).parts[0] for path in of_split if path.parent != root}
+        if len(tops) > 1 or (tops and any(path.parent == root for path in of_split)):
+            raise UserError(
+                f"DATA.DATASET {dataset} holds several data sets: {', '.join(sorted(tops))}. "
+                f"Name one of them, as in {dataset}/{min(tops)}."
+            )
     return splits
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _split_of(path: Path) -> str:
     """Split named by the file, else by its nearest folder; '' for none."""
     return next((name for part in reversed(path.parts) if (name := split_named_in(part))), "")
-
-
-def _refuse_several(root: Path, files: list[Path], dataset: str) -> None:
-    """Raise UserError for several versions of a data set, each in its folder: they must not be mixed."""
-    tops = {path.relative_to(root).parts[0] for path in files if len(path.relative_to(root).parts) > 1}
-    if len(tops) > 1 or (tops and any(path.parent == root for path in files)):
-        first = min(tops)
-        raise UserError(
-            f"DATA.DATASET {dataset} holds several data sets: {', '.join(sorted(tops))}. "
-            f"Name one of them, as in {dataset}/{first}."
-        )
 
 
 @dataclass(frozen=True)
@@ -161,15 +143,6 @@ def rows(file: Path, number: int, columns: Columns) -> Iterator[Row]:
             labels = {numbers[one] if columns.names_are_labels else int(one) for one in of_image}
             yield Row(f"{number:05d}/{row:08d}", kind_of(image or b""), image or b"", tuple(sorted(labels)))
             row += 1
-
-
-def size_in_tar(file: Path, columns: Columns) -> int:
-    """Bytes that the images and labels of a file need in a tar file, at most."""
-    about = _open(file).metadata
-    groups = [about.row_group(number) for number in range(about.num_row_groups)]
-    found = [group.column(number) for group in groups for number in range(group.num_columns)]
-    images = sum(one.total_uncompressed_size for one in found if one.path_in_schema.split(".")[0] == columns.image)
-    return images + about.num_rows * TAR_BYTES_PER_IMAGE
 
 
 def _open(file: Path) -> Any:
@@ -282,7 +255,11 @@ def _copied_folder(data: DataConfig) -> Path:
         return folder
     with process_lock(folder.with_name(f"{folder.name}.lock"), f"copies {data.DATASET}"):
         if not (folder / MANIFEST).is_file():
-            require_pyarrow(f"DATA.DATASET {data.DATASET}: reading")
+            if importlib.util.find_spec("pyarrow") is None:
+                raise UserError(
+                    f"DATA.DATASET {data.DATASET}: reading parquet files needs pyarrow, which is not installed. "
+                    "Run: pip install pyarrow"
+                )
             source = Path(place).expanduser() if local else _download(place, data)
             _copy(source, folder, data)
     return folder
@@ -360,12 +337,17 @@ def _parquet_files(name: str, inside: str, revision: str | None) -> dict[str, in
 
 def _copy(source: Path, folder: Path, data: DataConfig) -> None:
     """Copy into a temporary folder beside `folder`, and rename it when the copy is complete."""
-    splits = find_splits(source, data.DATASET)
+    splits = choose_files(source, source.rglob("*.parquet"), data.DATASET)
     files = [file for of_split in splits.values() for file in of_split]
     columns = columns_of(source, files, data.DATASET)
     scratch = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(scratch, ignore_errors=True)  # of an interrupted copy
-    size = sum(size_in_tar(file, columns) for file in files)
+    size = 0
+    for about in (_open(file).metadata for file in files):
+        groups = [about.row_group(number) for number in range(about.num_row_groups)]
+        found = [group.column(number) for group in groups for number in range(group.num_columns)]
+        size += sum(one.total_uncompressed_size for one in found if one.path_in_schema.split(".")[0] == columns.image)
+        size += about.num_rows * TAR_BYTES_PER_IMAGE
     free = shutil.disk_usage(folder.parent).free
     if size > free:
         raise UserError(
@@ -411,26 +393,6 @@ def _copy_split(files: list[Path], columns: Columns, folder: Path, sets: dict[tu
     return names
 
 
-def _shard_set(data: DataConfig) -> ShardSet:
-    return ShardSet(Folder(_copied_folder(data)), data)
-
-
-def _samples(data: DataConfig, part: Part, num_classes: int) -> ShardSamples:
-    return open_split(_shard_set(data), data, part, num_classes, ALL_SHARDS)
-
-
-def _check(data: DataConfig, num_classes: int, train: bool) -> None:
-    check_splits(_shard_set(data), data, num_classes, train)
-
-
-def _is_unsplit(data: DataConfig) -> bool:
-    return _shard_set(data).split("val")[1]
-
-
-def _existing(data: DataConfig) -> list[Part]:
-    return _shard_set(data).existing()
-
-
-SOURCE = image_source(
-    _samples, _check, fetches=True, is_unsplit=_is_unsplit, multi_label=True, reads_path=False, parts=_existing
+SOURCE = shard_source(
+    lambda data: ShardSet(Folder(_copied_folder(data)), data), ALL_SHARDS, fetches=True, reads_path=False
 )

@@ -6,14 +6,14 @@ import ast
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from datasets.base import TITLES, Encoded, Part, Samples, Unreadable, part_of, parts_read
+from datasets.base import TITLES, Encoded, Part, Parts, Samples, Source, Unreadable, part_of, parts_read
 from datasets.images import image_source
 from datasets.labels import ANY_LABEL, check_class_count, check_gaps, log_unused_outputs, warn_empty_classes
 from datasets.shards.index import DOTS, ReadShards, ShardIndex, from_bytes, make_index
@@ -22,7 +22,6 @@ from datasets.sources.csv_table import separator_in
 from datasets.sources.files import leads_out
 from datasets.sources.split import (
     SPLIT_NAMES,
-    distinct,
     named_parts,
     no_such_part,
     split_named_in,
@@ -70,11 +69,11 @@ class ShardSet:
             f"DATA.DATA_PATH (-data_path): there is {what} in {self.store.root}. {LAYOUT.format(root=self.store.root)}"
         )
 
-    def existing(self) -> list[Part]:
-        """All its splits, each once; `all` alone if it comes unsplit."""
+    def parts(self) -> Parts:
+        """See `Source.parts`."""
         if self.split("val")[1]:
-            return ["all"]
-        return distinct({part: self.splits[part] for part in ("train", "val", "test") if part in self.splits})
+            return {"all": "all"}
+        return {part: self.splits[part] for part in ("train", "val", "test") if part in self.splits}
 
     def index(self, split: str) -> ShardIndex:
         """Index of a split. Skipped files in its tar files are logged, once per process."""
@@ -366,8 +365,9 @@ def open_split(shards: ShardSet, data: DataConfig, part: Part, num_classes: int,
     if data.MULTI_LABEL and not several:
         raise UserError(f"{shards.store.root}: its images have one label each. Leave DATA.MULTI_LABEL out.")
     labels = _label_rows(shards, index, num_classes) if several else index.label
-    if not several:
-        _check_labels(shards, index, num_classes)
+    wrong = np.flatnonzero((index.label < 0) | (index.label >= num_classes))
+    if wrong.size and not several and num_classes != ANY_LABEL:
+        _refuse(shards, index, int(wrong[0]), int(index.label[wrong[0]]), num_classes)
     rows = split_rows(labels, data, part, shards.store.root, shards.classes) if shared else None
     return ShardSamples(shards.store, index, labels, shards.classes, window, rows)
 
@@ -385,7 +385,7 @@ def check_splits(shards: ShardSet, data: DataConfig, num_classes: int, train: bo
         )
     if shards.classes is not None:
         check_class_count(len(shards.classes), num_classes, f"The {owner}")
-    parts = parts_read(data, train, shards.existing())
+    parts = parts_read(data, train, shards.parts())
     splits = [open_split(shards, data, part, num_classes, 1) for part in parts]
     labels = splits[0].labels
     number = labels.shape[1] if labels.ndim == 2 else int(labels.max()) + 1
@@ -428,12 +428,6 @@ def _first_of_set(shards: ShardSet, index: ShardIndex, number: int) -> str:
     return f"{shards.store.root}: {index.name(int(rows[0])) if rows.size else f'label set {number}'}"
 
 
-def _check_labels(shards: ShardSet, index: ShardIndex, num_classes: int) -> None:
-    wrong = np.flatnonzero((index.label < 0) | (index.label >= num_classes))
-    if wrong.size and num_classes != ANY_LABEL:
-        _refuse(shards, index, int(wrong[0]), int(index.label[wrong[0]]), num_classes)
-
-
 def _refuse(shards: ShardSet, index: ShardIndex, row: int, label: int, num_classes: int) -> None:
     where = f"{shards.store.root}/{index.shards[index.shard[row]]}"
     raise UserError(
@@ -442,25 +436,25 @@ def _refuse(shards: ShardSet, index: ShardIndex, row: int, label: int, num_class
     )
 
 
-def _samples(data: DataConfig, part: Part, num_classes: int) -> ShardSamples:
-    return open_split(ShardSet(open_store(data.DATA_PATH), data), data, part, num_classes, WINDOW)
+def shard_source(
+    opened: Callable[[DataConfig], ShardSet], window: int | None = None, fetches: bool = False, reads_path: bool = True
+) -> Source:
+    """A source of the tar files that `opened` finds."""
+
+    def samples(data: DataConfig, part: Part, num_classes: int) -> ShardSamples:
+        return open_split(opened(data), data, part, num_classes, window or WINDOW)
+
+    def check(data: DataConfig, num_classes: int, train: bool) -> None:
+        check_splits(opened(data), data, num_classes, train)
+
+    return image_source(
+        samples,
+        check,
+        multi_label=True,
+        parts=lambda data: opened(data).parts(),
+        fetches=fetches,
+        reads_path=reads_path,
+    )
 
 
-def _check(data: DataConfig, num_classes: int, train: bool) -> None:
-    check_splits(ShardSet(open_store(data.DATA_PATH), data), data, num_classes, train)
-
-
-def _is_unsplit(data: DataConfig) -> bool:
-    return ShardSet(open_store(data.DATA_PATH), data).split("val")[1]
-
-
-def _existing(data: DataConfig) -> list[Part]:
-    return ShardSet(open_store(data.DATA_PATH), data).existing()
-
-
-def _tests(data: DataConfig) -> bool:
-    splits = ShardSet(open_store(data.DATA_PATH), data).splits
-    return "test" in splits and splits["test"] == splits.get("val")
-
-
-SOURCE = image_source(_samples, _check, is_unsplit=_is_unsplit, multi_label=True, parts=_existing, tests=_tests)
+SOURCE = shard_source(lambda data: ShardSet(open_store(data.DATA_PATH), data))

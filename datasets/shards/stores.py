@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +20,9 @@ from vitamp.files import only_regular, read_regular
 MOST_OPEN = 64
 """Files that a process keeps open: the shards of a window are read alternately, and opening one per image is slow."""
 
+STAMPS = ("ETag", "etag", "LastModified", "mtime", "created")
+"""Entries of a listing that change when the file is rewritten, by protocol"""
+
 Range = tuple[str, int, int]
 """(file, first byte, number of bytes)"""
 
@@ -35,34 +37,8 @@ class ShardFile(NamedTuple):
     """Changes when the file is rewritten; '' if the store does not record it"""
 
 
-class Store(ABC):
-    """Files below one root."""
-
-    root: str
-    remote: bool
-
-    @abstractmethod
-    def tars(self, folder: str = "") -> list[ShardFile]:
-        """Tar files in `folder`, in the order of their names; none if the folder does not exist."""
-
-    @abstractmethod
-    def read_file(self, name: str) -> bytes | None:
-        """Content of a small file; None if it does not exist."""
-
-    @abstractmethod
-    def open(self, name: str) -> BinaryIO: ...
-
-    @abstractmethod
-    def range(self, wanted: Range) -> np.ndarray:
-        """Bytes of a range, fewer if the file ends early. Raises OSError."""
-
-    def view(self, wanted: Range) -> np.ndarray:
-        """A read-only range, which may be mapped instead of copied."""
-        return self.range(wanted)
-
-
-class Folder(Store):
-    """A local folder."""
+class Folder:
+    """Files below a local folder."""
 
     remote = False
 
@@ -73,6 +49,7 @@ class Folder(Store):
         self._owner = os.getpid()
 
     def tars(self, folder: str = "") -> list[ShardFile]:
+        """Tar files in `folder`, in the order of their names; none if the folder does not exist."""
         path = os.path.join(self.root, folder)
         if not os.path.isdir(path):
             return []
@@ -83,6 +60,7 @@ class Folder(Store):
         return sorted(ShardFile(prefix + name, stat.st_size, str(stat.st_mtime_ns)) for name, stat in stats)
 
     def read_file(self, name: str) -> bytes | None:
+        """Content of a small file; None if it does not exist."""
         path = os.path.join(self.root, name)
         try:
             return read_regular(path)
@@ -95,6 +73,7 @@ class Folder(Store):
         return open(os.path.join(self.root, name), "rb", opener=only_regular)
 
     def range(self, wanted: Range) -> np.ndarray:
+        """Bytes of a range, fewer if the file ends early. Raises OSError."""
         name, offset, size = wanted
         content, length = np.empty(size, dtype=np.uint8), 0
         with self._closed_after_error(name):
@@ -150,8 +129,8 @@ class Folder(Store):
         return {**self.__dict__, "_handles": OrderedDict(), "_mapped": {}}
 
 
-class Remote(Store):
-    """A URL, read with fsspec. Each process opens its own connections at its first use."""
+class Remote:
+    """Files below a URL, read with fsspec. Each process opens its own connections at its first use."""
 
     remote = True
 
@@ -191,7 +170,8 @@ class Remote(Store):
             if not name.endswith(".tar") or name.startswith("."):
                 continue
             size = entry["size"] if entry.get("size") is not None else files.size(entry["name"])
-            shards.append(ShardFile(f"{folder}/{name}" if folder else name, int(size or 0), _stamp(entry)))
+            stamp = next((str(entry[key]) for key in STAMPS if entry.get(key)), "")
+            shards.append(ShardFile(f"{folder}/{name}" if folder else name, int(size or 0), stamp))
         return sorted(shards)
 
     def read_file(self, name: str) -> bytes | None:
@@ -217,6 +197,8 @@ class Remote(Store):
             )
         return _writable(content)
 
+    view = range
+
     def ranges(self, wanted: Sequence[Range]) -> list[np.ndarray | None]:
         """Many ranges at once, with None for those that failed; an empty list if the whole request fails."""
         files = self._connect()[0]
@@ -229,6 +211,9 @@ class Remote(Store):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_connected": None}
+
+
+Store = Folder | Remote
 
 
 def open_store(place: str | None) -> Store:
@@ -258,10 +243,6 @@ def _as_os_error() -> Iterator[None]:
 
 def _writable(content: bytes) -> np.ndarray:
     return np.frombuffer(bytearray(content), dtype=np.uint8)
-
-
-def _stamp(entry: dict[str, Any]) -> str:
-    return next((str(entry[key]) for key in ("ETag", "etag", "LastModified", "mtime", "created") if entry.get(key)), "")
 
 
 def _reason(error: Exception) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from datasets.base import Source, part_of
+from datasets.base import Source, comes_unsplit, part_of
 from datasets.labels import check_class_count, log_unused_outputs
 from datasets.memory import ArraySamples, InMemory
 from datasets.sources.split import no_such_part, split, split_by_fold
@@ -76,4 +76,4 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:  # noqa: AR
     log_unused_outputs(len(CLASSES), num_classes, "The data set digits")
 
 
-SOURCE = Source(_open, _check, arrays="whole", is_unsplit=lambda _data: True, reads_path=False)
+SOURCE = Source(_open, _check, arrays="whole", parts=comes_unsplit, reads_path=False)

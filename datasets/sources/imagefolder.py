@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from datasets.base import TITLES, Part, part_of, parts_read
+from datasets.base import TITLES, Part, Parts, comes_unsplit, part_of, parts_read
 from datasets.decoding import ENDINGS
 from datasets.images import image_source
 from datasets.labels import check_class_count, log_unused_outputs, warn_empty_classes
@@ -21,7 +21,7 @@ from datasets.sources.files import (
     is_folder_entry,
     split_files,
 )
-from datasets.sources.split import SPLIT_NAMES, TEST, VALIDATION_NAMES, distinct, named_parts, no_such_part
+from datasets.sources.split import SPLIT_NAMES, TEST, VALIDATION_NAMES, named_parts, no_such_part
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
 from utils.log import log
@@ -59,10 +59,10 @@ def check_split_folders(root: Path, data: DataConfig, num_classes: int, train: b
     log_unused_outputs(len(classes), num_classes, f"The data set in {root}")
 
 
-def split_folders_of(root: Path, data: DataConfig) -> list[Part]:
-    """The splits that are folders; a folder test without class folders is none."""
-    parts = distinct(_parts(root, data))
-    return [part for part in parts if part != "test" or TEST in _split_folders(root)]
+def split_folders_of(root: Path, data: DataConfig) -> Parts:
+    """The splits that are folders; a folder test without class folders is none, unless it is for validation."""
+    parts, tested = _parts(root, data), TEST in _split_folders(root)
+    return {part: name for part, name in parts.items() if part != "test" or tested or parts["val"] == TEST}
 
 
 def _parts(root: Path, data: DataConfig) -> dict[Part, str]:
@@ -159,7 +159,7 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
         log.warning("%s is taken for a class, not for a split, because no folder in it has images.", root / name)
     log_unused_outputs(len(files.classes), num_classes, f"The data set in {root}")
     warn_empty_classes(files.labels, files.classes, str(root))
-    split_files(files, data, parts_read(data, train, ("all",))[-1])
+    split_files(files, data, parts_read(data, train, comes_unsplit(data))[-1])
 
 
 def _check_splits(root: Path, data: DataConfig, num_classes: int, train: bool) -> None:
@@ -211,20 +211,9 @@ def layout_of(root: Path) -> str | None:
     return None
 
 
-def _is_unsplit(data: DataConfig) -> bool:
-    return not _has_splits(data_folder(data))
-
-
-def _existing(data: DataConfig) -> list[Part]:
+def _parts_of_data(data: DataConfig) -> Parts:
     root = data_folder(data)
-    return split_folders_of(root, data) if _has_splits(root) else ["all"]
+    return split_folders_of(root, data) if _has_splits(root) else comes_unsplit(data)
 
 
-def _tests(data: DataConfig) -> bool:
-    root = data_folder(data)
-    return _has_splits(root) and _parts(root, data).get("val") == TEST
-
-
-SOURCE = image_source(
-    _samples, _check, count=_count, is_unsplit=_is_unsplit, parts=_existing, tests=_tests, groups=True
-)
+SOURCE = image_source(_samples, _check, count=_count, parts=_parts_of_data, groups=True)

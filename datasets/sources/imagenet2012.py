@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from datasets.base import Part, parts_read
+from datasets.base import Part, Parts, parts_read
 from datasets.images import image_source
 from datasets.labels import ANY_LABEL, check_gaps
 from datasets.sources.files import FileSamples, check_list, data_folder, no_file, read_list
@@ -14,7 +14,7 @@ from datasets.sources.imagefolder import (
     split_folder_samples,
     split_folders_of,
 )
-from datasets.sources.split import SPLIT_NAMES, distinct, no_such_part, parts_in_files
+from datasets.sources.split import SPLIT_NAMES, no_such_part, parts_in_files
 from utils.config.data import DataConfig
 from utils.errors import UserError
 
@@ -48,7 +48,7 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
     if not lists:
         check_split_folders(root, data, num_classes, train)
         return
-    for part in parts_read(data, train, distinct(lists)):
+    for part in parts_read(data, train, lists):
         check_list(_list_file(root, lists, part), num_classes)
 
 
@@ -78,16 +78,16 @@ def _count(data: DataConfig, train: bool) -> int:
     lists = _lists(root, data)
     if not lists:
         return count_split_classes(root, data, train)
-    part = parts_read(data, train, distinct(lists))[0]
+    part = parts_read(data, train, lists)[0]
     file = _list_file(root, lists, part)
     paths, labels = read_list(file, ANY_LABEL)
     check_gaps(labels, lambda row: f"{file}: {paths[row]}")
     return int(labels.max()) + 1
 
 
-def _existing(data: DataConfig) -> list[Part]:
+def _parts(data: DataConfig) -> Parts:
     root = data_folder(data)
-    return distinct(_lists(root, data)) or split_folders_of(root, data)
+    return _lists(root, data) or split_folders_of(root, data)
 
 
-SOURCE = image_source(_samples, _check, count=_count, parts=_existing)
+SOURCE = image_source(_samples, _check, count=_count, parts=_parts)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from datasets.base import Encoded, Part, Samples, Source, parts_read
+from datasets.base import Encoded, Part, Samples, Source, comes_split, parts_read
 from datasets.images import image_source
 from datasets.labels import check_class_count, check_label
 from utils.config.data import DataConfig
@@ -52,12 +52,12 @@ def _samples(data: DataConfig, part: Part, num_classes: int) -> OwnSamples:
 
 
 def _check(data: DataConfig, num_classes: int, train: bool) -> None:
-    for part in parts_read(data, train):
+    for part in parts_read(data, train, comes_split(data)):
         _samples(data, part, num_classes)
 
 
 def _count(data: DataConfig, train: bool) -> int:
-    return len(_opened(data.DATASET, data.DATA_PATH, parts_read(data, train)[0]).classes or ())
+    return len(_opened(data.DATASET, data.DATA_PATH, parts_read(data, train, comes_split(data))[0]).classes or ())
 
 
 @cache

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from datasets.base import ImageDataset, Part, Source, part_of, parts_read
+from datasets.base import ImageDataset, Part, Source, comes_unsplit, part_of, parts_read
 from datasets.images import image_source
 from datasets.labels import check_class_count, log_unused_outputs
 from datasets.memory import ArraySamples, open_arrays
@@ -56,35 +56,22 @@ def fetch_once(target: Path, fetch: Callable[[Path], object], by_hand: str) -> N
 def _fetch(target: Path, scratch: Path, fetch: Callable[[Path], object], by_hand: str) -> None:
     log.info("Fetching %s.", target)
     scratch.mkdir()
+    before = socket.getdefaulttimeout()
     try:
-        with _network_timeout():
-            fetch(scratch)
+        socket.setdefaulttimeout(STALLED_AFTER)
+        fetch(scratch)
         if not (scratch / target.name).is_dir():
             raise RuntimeError(f"the download left no folder {target.name}")
-        _drop_archives(scratch / target.name)
+        for path in (scratch / target.name).iterdir():
+            if path.is_file() and path.name.endswith(ARCHIVES):
+                path.unlink()  # unpacked by now
         os.replace(scratch / target.name, target)
     except Exception as error:  # the network, the disk and archives have errors of many types
         reason = str(error) or type(error).__name__
         raise UserError(f"DATA.DOWNLOAD: {target.name} could not be fetched: {reason}. {by_hand}") from None
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _network_timeout() -> Iterator[None]:
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(STALLED_AFTER)
-    try:
-        yield
-    finally:
         socket.setdefaulttimeout(before)
-
-
-def _drop_archives(folder: Path) -> None:
-    """Remove archives that are unpacked by now."""
-    for path in folder.iterdir():
-        if path.is_file() and path.name.endswith(ARCHIVES):
-            path.unlink()
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -169,7 +156,7 @@ class Caltech(Published):
     """Number of published images, without clutter"""
 
     def source(self) -> Source:
-        return image_source(self.samples, self.check, fetches=True, is_unsplit=lambda _data: True)
+        return image_source(self.samples, self.check, fetches=True, parts=comes_unsplit)
 
     def samples(self, data: DataConfig, part: Part, num_classes: int) -> FileSamples:
         return split_files(self._files(self.existing_folder(data), data, num_classes), data, part)
@@ -180,7 +167,7 @@ class Caltech(Published):
         # There is no list of the images, so their number is all that can be checked.
         if len(files.paths) < self.images:
             log.warning("%s has %s images; %s were published.", files.root, f"{len(files.paths):,}", f"{self.images:,}")
-        split_files(files, data, parts_read(data, train, ("all",))[-1])
+        split_files(files, data, parts_read(data, train, comes_unsplit(data))[-1])
 
     def _files(self, folder: Path, data: DataConfig, num_classes: int) -> FileList:
         inner = folder / self.required[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -53,11 +53,6 @@ def parts_in_files(root: Path, data: DataConfig, file_name: Callable[[str], str]
     return {part: file_name(name) for part, name in parts.items()}
 
 
-def distinct(parts: Mapping[Part, object]) -> list[Part]:
-    """The splits of `named_parts`, without `test` if it is the validation split."""
-    return [part for part in parts if part != "test" or parts["val"] != parts["test"]]
-
-
 def split_named_in(name: str, names: Iterable[str] = SPLIT_NAMES) -> str | None:
     """The word in a file or folder name that names a split."""
     match = re.search(rf"(?<![a-z])({'|'.join(names)})(?![a-z])", name.lower())
@@ -86,7 +81,9 @@ def stratified(labels: np.ndarray, sizes: Sequence[int], order: np.ndarray) -> n
     while (left > 0).any():
         rarest = int(np.where(left > 0, left, len(labels) + 1).argmin())
         for sample in np.flatnonzero((columns[rarest] > 0) & (placed < 0)).tolist():
-            subset = _neediest(wanted[rarest], room)
+            # Of those with room, the subset that lacks the most samples of the label; of equal ones, the roomiest.
+            free = (subset for subset, places in enumerate(room) if places)
+            subset = max(free, key=lambda subset: (wanted[rarest][subset], room[subset]))
             placed[sample] = subset
             room[subset] -= 1
             for label in columns[:, sample].nonzero()[0].tolist():
@@ -96,11 +93,6 @@ def stratified(labels: np.ndarray, sizes: Sequence[int], order: np.ndarray) -> n
     subsets = np.empty_like(placed)
     subsets[order] = placed
     return subsets
-
-
-def _neediest(wanted: list[float], room: list[int]) -> int:
-    """The subset, of those with room, that lacks the most samples of a label; of equal ones, the one with most room."""
-    return max((subset for subset, free in enumerate(room) if free), key=lambda subset: (wanted[subset], room[subset]))
 
 
 def groups_in_paths(paths: Sequence[str], data: DataConfig, columns: Sequence[str] = ()) -> list[str]:
@@ -223,8 +215,7 @@ def split_by_fold(
     The folds are disjoint and cover all samples. Each class, and all classes together, give every fold the same
     number of images, or one more. They depend on the labels, N and the seed alone.
     """
-    if fold.folds > len(labels):
-        raise UserError(f"DATA.FOLD {fold}: {len(labels)} images cannot fill {fold.folds} folds; use fewer folds.")
+    _check_folds(fold, len(labels))
     members = _shuffled_classes(labels, seed, "folds")
     if small := [of_class for of_class in members if len(of_class) < fold.folds]:
         fewest = min(small, key=len)
@@ -241,6 +232,11 @@ def split_by_fold(
     return np.flatnonzero(~validates), np.flatnonzero(validates)
 
 
+def _check_folds(fold: Fold, images: int) -> None:
+    if fold.folds > images:
+        raise UserError(f"DATA.FOLD {fold}: {images} images cannot fill {fold.folds} folds; use fewer folds.")
+
+
 def _shuffled_classes(labels: np.ndarray, seed: int, purpose: str) -> list[np.ndarray]:
     """Indices of the samples of each class, in a random order."""
     generator = np.random.Generator(np.random.Philox(key=key(seed, purpose)))
@@ -251,8 +247,7 @@ def split_several_labels(labels: np.ndarray, data: DataConfig) -> tuple[np.ndarr
     """The same two splits where samples have several labels (samples x classes), by DATA.FOLD or DATA.VAL_FRACTION."""
     fold, images = data.fold, len(labels)
     if fold is not None:
-        if fold.folds > images:
-            raise UserError(f"DATA.FOLD {fold}: {images} images cannot fill {fold.folds} folds; use fewer folds.")
+        _check_folds(fold, images)
         sizes = [images // fold.folds + (number < images % fold.folds) for number in range(fold.folds)]
         validation, purpose = fold.number - 1, "folds"
     else:

@@ -7,12 +7,11 @@ training. Without a folder val, DATA.VAL_FRACTION splits them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from datasets.base import Part, parts_read
+from datasets.base import Part, Parts, comes_split, comes_unsplit, parts_read
 from datasets.decoding import ENDINGS
 from datasets.images import image_source
 from datasets.sources.files import FileList, FileSamples, SkippedFiles, data_folder, images_below, split_files
@@ -57,19 +56,12 @@ def _validation_folder(root: Path) -> str | None:
 
 
 def _check(data: DataConfig, num_classes: int, train: bool) -> None:
-    for part in parts_read(data, train, ("all",)):
+    for part in parts_read(data, train, comes_unsplit(data)):
         _samples(data, part, num_classes)
 
 
-def _is_unsplit(data: DataConfig) -> bool:
-    return _validation_folder(data_folder(data)) is None
+def _parts(data: DataConfig) -> Parts:
+    return comes_unsplit(data) if _validation_folder(data_folder(data)) is None else comes_split(data)
 
 
-def _existing(data: DataConfig) -> list[Part]:
-    return ["all"] if _is_unsplit(data) else ["train", "val"]
-
-
-SOURCE = replace(
-    image_source(_samples, _check, count=lambda _data, _train: 1, is_unsplit=_is_unsplit, parts=_existing, groups=True),
-    labelled=False,
-)
+SOURCE = image_source(_samples, _check, count=lambda _data, _train: 1, parts=_parts, groups=True, labelled=False)

@@ -127,7 +127,7 @@ BAD = {
     "half": (
         ["pictures/0.png,3", "pictures/1.png,1.5"],
         "path,target",
-        "train.csv:3: the target '1.5' is not a whole number",
+        "train.csv:3: the label '1.5' is not a whole number",
     ),
     "gap": (["pictures/0.png,cat", "pictures/1.png,"], "path,target", "train.csv:3: the target is empty"),
     "mixed": (["pictures/0.png,cat", "pictures/1.png,4"], "path,target", "train.csv:3: the target 4 is a number"),

@@ -14,7 +14,7 @@ from PIL import Image
 from datasets.decoding import take_transparent
 from datasets.given import ArrayPixels
 from tests.datasets.pictures import encoded, square
-from tools.pack_images.shard import Encoder
+from tools.pack_images.run import Encoder
 from utils.config.data import DataConfig
 
 Settings = Callable[..., DataConfig]

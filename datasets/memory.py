@@ -37,14 +37,10 @@ class ArraySamples(Samples):
 def open_arrays(samples: ArraySamples, data: DataConfig, train: bool, seed: int, device: torch.device) -> ImageDataset:
     """The split in memory, unless its crops are random: these are made one image at a time, in loading processes."""
     if train and data.CROP == "random":
-        return _one_by_one(samples, data, train, seed)
+        from datasets.images import Images
+
+        return Images(samples, data, train, seed)
     return InMemory(samples, data, train, seed, device)
-
-
-def _one_by_one(samples: ArraySamples, data: DataConfig, train: bool, seed: int) -> ImageDataset:
-    from datasets.images import Images
-
-    return Images(samples, data, train, seed)
 
 
 @dataclass
@@ -95,7 +91,9 @@ class InMemory(ImageDataset):
         if not self.cropped:
             return super().augment(train)
         if self.train and train.single_image_keys:
-            return _one_by_one(self.samples, self.data, self.train, self.seed).augment(train)
+            from datasets.images import Images
+
+            return Images(self.samples, self.data, self.train, self.seed).augment(train)
         return self
 
     def at_size(self, size: int) -> ImageDataset:

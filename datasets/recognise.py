@@ -63,12 +63,8 @@ def _layouts(root: Path) -> dict[str, str]:
         found["imagenet2012"] = " and ".join(lists)
     if tables:
         found["csv"] = " and ".join(tables)
-    if any(_has_tars(root / name) for name in ("", *SPLIT_NAMES)):
+    if any(any((root / name).glob("*.tar")) for name in ("", *SPLIT_NAMES)):
         found["shards"] = "tar files"
     if folders := layout_of(root):
         found["imagefolder"] = folders
     return found
-
-
-def _has_tars(folder: Path) -> bool:
-    return next(folder.glob("*.tar"), None) is not None

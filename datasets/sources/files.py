@@ -14,7 +14,7 @@ import numpy as np
 from datasets.base import Part, Samples
 from datasets.decoding import ENDINGS
 from datasets.labels import check_label, log_unused_outputs, warn_empty_classes
-from datasets.sources.split import split_rows
+from datasets.sources.split import groups_in_paths, split_rows
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.log import log, warn_once
@@ -123,19 +123,14 @@ class PathTable:
         for path in paths:
             block += os.fsencode(path)
             ends.append(len(block))
-        self._block, self._ends = bytes(block), np.array(ends, dtype=np.int64)
+        self.block, self.ends = bytes(block), np.array(ends, dtype=np.int64)
 
     def __len__(self) -> int:
-        return len(self._ends) - 1
+        return len(self.ends) - 1
 
     def __getitem__(self, index: int) -> str:
-        begin, end = self._ends[index : index + 2]
-        return os.fsdecode(self._block[begin:end])
-
-    def blocks(self) -> Iterator[bytes]:
-        """All paths and where each one ends, as bytes."""
-        yield self._block
-        yield self._ends.tobytes()
+        begin, end = self.ends[index : index + 2]
+        return os.fsdecode(self.block[begin:end])
 
 
 class FileSamples(Samples):
@@ -151,7 +146,7 @@ class FileSamples(Samples):
         return f"{self.root}/{self.paths[index]}"
 
     def names(self) -> Iterator[bytes]:
-        yield from self.paths.blocks()
+        yield from (self.paths.block, self.paths.ends.tobytes())
 
 
 class FileList(NamedTuple):
@@ -173,14 +168,12 @@ class FileList(NamedTuple):
 
 def split_files(files: FileList, data: DataConfig, part: Part) -> FileSamples:
     """One split of these files, as `split_rows` chooses it."""
-    chosen = split_rows(files.labels, data, part, files.root, files.classes, lambda: _groups_of(files, data))
+
+    def groups() -> list[str]:
+        return groups_in_paths(files.paths, data) if files.groups is None else files.groups
+
+    chosen = split_rows(files.labels, data, part, files.root, files.classes, groups)
     return files._replace(paths=[files.paths[index] for index in chosen], labels=files.labels[chosen]).samples()
-
-
-def _groups_of(files: FileList, data: DataConfig) -> list[str]:
-    from datasets.sources.split import groups_in_paths
-
-    return groups_in_paths(files.paths, data) if files.groups is None else files.groups
 
 
 def data_folder(data: DataConfig) -> Path:
@@ -223,11 +216,25 @@ def read_list(file: Path, num_classes: int) -> tuple[PathTable, np.ndarray]:
 
 def _paths(file: Path, num_classes: int, labels: array[int]) -> Iterator[str]:
     """Yield the paths and append to `labels`, so that a million lines never exist as Python strings at once."""
-    for where, line in _lines(file):
-        path, label = _parse(line, where)
-        check_label(label, num_classes, where)
-        labels.append(label)
-        yield path
+    try:
+        with open(file, encoding="utf-8-sig", opener=only_regular) as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.isspace():
+                    continue
+                where = f"{file}:{number}"
+                try:
+                    path, text = line.rsplit(maxsplit=1)
+                    label = int(text)
+                except ValueError:
+                    raise UserError(
+                        f"{where}: {line.strip()!r} must be 'relative/path.JPEG label'; the label is a whole number."
+                    ) from None
+                path = check_path(path.strip(), where)
+                check_label(label, num_classes, where)
+                labels.append(label)
+                yield path
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"The list {file} cannot be read: {error}.") from None
 
 
 def check_list(file: Path, num_classes: int) -> None:
@@ -263,26 +270,3 @@ def check_path(path: str, where: str) -> str:
             f"{where}: {path} leads out of the data folder; give a path relative to the file's folder, without '..'."
         )
     return path
-
-
-def _lines(file: Path) -> Iterator[tuple[str, str]]:
-    """('file:number', line) of each line that is not blank."""
-    name = str(file)
-    try:
-        with open(file, encoding="utf-8-sig", opener=only_regular) as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.isspace():
-                    yield f"{name}:{number}", line
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"The list {file} cannot be read: {error}.") from None
-
-
-def _parse(line: str, where: str) -> tuple[str, int]:
-    try:
-        path, label = line.rsplit(maxsplit=1)
-        number = int(label)
-    except ValueError:
-        raise UserError(
-            f"{where}: {line.strip()!r} must be 'relative/path.JPEG label'; the label is a whole number."
-        ) from None
-    return check_path(path.strip(), where), number

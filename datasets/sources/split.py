@@ -95,21 +95,20 @@ def stratified(labels: np.ndarray, sizes: Sequence[int], order: np.ndarray) -> n
     return subsets
 
 
-def groups_in_paths(paths: Sequence[str], data: DataConfig, columns: Sequence[str] = ()) -> list[str]:
-    """The group of each path, which the pattern DATA.GROUP finds in it. `columns`: of a table, none of which it is."""
+def groups_in_paths(paths: Sequence[str], data: DataConfig) -> list[str]:
+    """The group of each path, which the pattern DATA.GROUP finds in it."""
     what = f"DATA.GROUP {data.GROUP}"
-    also = f" a column of the table ({', '.join(columns)}) or" if columns else ""
     try:
         pattern = re.compile(str(data.GROUP))
     except re.error as error:
-        raise UserError(f"{what}: not{also} a regular expression ({error}).") from None
+        raise UserError(f"{what}: not a regular expression ({error}).") from None
     if pattern.groups > 1:
         raise UserError(f"{what}: has {pattern.groups} pairs of parentheses; put one around what names the group.")
     groups = []
     for path in paths:
         if (found := pattern.search(path)) is None:
             raise UserError(
-                f"{what}: not found in {path!r}. Name{also} a pattern that is in every path, such as (patient[0-9]+)_."
+                f"{what}: not found in {path!r}. Name a pattern that is in every path, such as (patient[0-9]+)_."
             )
         groups.append(found[pattern.groups])
     return groups
@@ -130,25 +129,24 @@ def split_by_group(labels: np.ndarray, groups: Sequence[str], data: DataConfig) 
         raise UserError(
             f"DATA.GROUP {data.GROUP}: {counted(len(names), 'group')}, {wanted}, since a group is not divided."
         )
-    of_group = _images_of_groups(labels, group_of, len(names))
+    # The images of each class in each group, after the number of all of them.
+    of_group = np.zeros((len(names), 1 + (labels.shape[1] if labels.ndim == 2 else int(labels.max()) + 1)))
+    np.add.at(of_group[:, 0], group_of, 1)
+    if labels.ndim == 2:
+        np.add.at(of_group[:, 1:], group_of, labels)
+    else:
+        np.add.at(of_group, (group_of, 1 + labels), 1)
     order = np.random.Generator(np.random.Philox(key=key(data.SPLIT_SEED, purpose))).permutation(len(names))
     order = order[np.argsort(-of_group[order].sum(1), kind="stable")]
     subset_of = _placed(of_group, order, np.array(shares))
     validates = subset_of[group_of] == validation
-    _warn_of_size(int(validates.sum()), len(labels), shares[validation], data)
+    validating, wanted = int(validates.sum()), shares[validation] * len(labels)
+    if not wanted / 1.5 - 1 <= validating <= wanted * 1.5 + 1:
+        warn_once(
+            f"DATA.GROUP {data.GROUP}: {validating:,} of {len(labels):,} images validate, not {math.ceil(wanted):,}, "
+            "since groups are not divided."
+        )
     return np.flatnonzero(~validates), np.flatnonzero(validates)
-
-
-def _images_of_groups(labels: np.ndarray, group_of: np.ndarray, groups: int) -> np.ndarray:
-    """Images of each class in each group, with the number of all of them as the first column."""
-    classes = labels.shape[1] if labels.ndim == 2 else int(labels.max()) + 1
-    counts = np.zeros((groups, 1 + classes))
-    np.add.at(counts[:, 0], group_of, 1)
-    if labels.ndim == 2:
-        np.add.at(counts[:, 1:], group_of, labels)
-    else:
-        np.add.at(counts, (group_of, 1 + labels), 1)
-    return counts
 
 
 def _placed(of_group: np.ndarray, order: np.ndarray, shares: np.ndarray) -> np.ndarray:
@@ -168,14 +166,6 @@ def _placed(of_group: np.ndarray, order: np.ndarray, shares: np.ndarray) -> np.n
         smallest = next(group for group in order[::-1].tolist() if subset_of[group] == richest)
         subset_of[smallest] = subset
     return subset_of
-
-
-def _warn_of_size(validating: int, images: int, share: float, data: DataConfig) -> None:
-    if not share * images / 1.5 - 1 <= validating <= share * images * 1.5 + 1:
-        warn_once(
-            f"DATA.GROUP {data.GROUP}: {validating:,} of {images:,} validate, not {math.ceil(share * images):,}, "
-            "since groups are not divided."
-        )
 
 
 def no_such_part(part: str, where: object) -> UserError:

@@ -248,6 +248,10 @@ def test_bad_command_lines_are_refused(
         ([source, tmp_path / "new", "-raw", "-keep"], "-raw and -keep exclude each other"),
         ([source, tmp_path / "new", "-raw", "-quality", 80], "-quality has no effect with -raw"),
         ([source, tmp_path / "new", "-keep", "-short_side", 80], "-short_side has no effect with -keep"),
+        (
+            [source, tmp_path / "new", "-keep", "DATA.EXIF_ROTATE=true"],
+            "DATA.EXIF_ROTATE=true has no effect with -keep",
+        ),
         ([source, tmp_path / "new", "-quality", 101], "-quality 101: takes a whole number from 1 to 100"),
         ([source, tmp_path / "new", "-short_side", "big"], "-short_side big: takes a whole number"),
         ([source, tmp_path / "new", "-data_path", source], "-data_path: give the path as SRC"),

@@ -54,11 +54,3 @@ def test_without_exif_rotate_images_are_unchanged(source: Path, tmp_path: Path, 
     files = sorted(path.read_bytes() for path in (source / "train" / "a").iterdir())
     images = [content for name, content in members(tmp_path / "packed", "train").items() if not name.endswith(".cls")]
     assert sorted(images) == files
-
-
-def test_keep_refuses_exif_rotate(source: Path, tmp_path: Path, pack: Pack, capsys: pytest.CaptureFixture[str]) -> None:
-    assert pack(source, tmp_path / "packed", "-keep", "DATA.EXIF_ROTATE=true") == 2
-    said = capsys.readouterr().err
-    assert "DATA.EXIF_ROTATE=true has no effect with -keep" in said
-    assert "when training" in said
-    assert not (tmp_path / "packed").exists()

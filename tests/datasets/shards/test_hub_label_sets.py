@@ -14,8 +14,6 @@ from datasets.labels import ANY_LABEL
 from datasets.registry import count_classes
 from tests.datasets.shards.parquet_files import CPU, content, pa, part, write
 from tests.datasets.shards.tar_files import picture
-from tests.label_sets import CLASSES, truth, write_images
-from tests.program import Result, metrics
 from utils.config.data import DataConfig
 from utils.errors import UserError
 
@@ -94,31 +92,3 @@ def test_a_copy_whose_manifest_lost_label_sets_is_refused(tmp_path: Path, of_hub
     manifest.write_text(text[: text.index('"label_sets"')] + '"label_sets": [[0]],' + text[text.index('"parts"') - 2 :])
     with pytest.raises(UserError, match=r"dataset\.json lacks the labels of some images"):
         part(data)
-
-
-def test_training_on_lists_equals_training_on_a_table(
-    vitamp: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same images and labels, in the order of the data, by `csv` and by `hf:`."""
-    sets = {"train": truth(64), "val": truth(20, seed=1)}
-    for seed, (split, labels) in enumerate(sets.items()):
-        paths = write_images(tmp_path / "table", labels, split, seed)
-        named = [[name for name, there in zip(CLASSES, row, strict=True) if there] for row in labels]
-        lines = [f"{path},{';'.join(names)}" for path, names in zip(paths, named, strict=True)]
-        (tmp_path / "table" / f"{split}.csv").write_text("\n".join(["path,labels", *lines]) + "\n")
-        images = [(tmp_path / "table" / path).read_bytes() for path in paths]
-        monkeypatch.setattr("tests.datasets.shards.parquet_files.picture", lambda k, *_, images=images: images[k])
-        write(tmp_path / "set" / f"{split}.parquet", range(len(labels)), notes=None, labels=named)
-    model = ("MODEL.NAME=tiny", "MODEL.PATCH_SIZE=4", "MODEL.EMBED_DIM=16", "MODEL.DEPTH=1", "MODEL.NUM_HEADS=2")
-    words = (
-        *(*model, "-num_classes", "auto", "DATA.MULTI_LABEL=true", "DATA.CROP=none", "DATA.FLIP=0", "-device", "cpu"),
-        *("-image_size", 16, "DATA.IMAGE_CHANNELS=1", "-batch_size", 64, "-epochs", 2, "DATA.NUM_WORKERS=0"),
-        *("TRAIN.WARMUP_EPOCHS=0", f"DATA.CACHE={tmp_path / 'cache'}"),
-    )
-    losses = []
-    for name, where in (("csv", ("-data_path", tmp_path / "table")), ("hf", ("-dataset", f"hf:{tmp_path / 'set'}"))):
-        done = vitamp(*where, *words, "-output", tmp_path / name)
-        assert done.code == 0, done.text
-        losses.append([(line["loss"], line["map"]) for line in metrics(tmp_path / name, "val")])
-    # One batch is an epoch: only its order differs, because `hf:` shuffles by file.
-    assert np.allclose(losses[0], losses[1], rtol=1e-4)

@@ -168,14 +168,6 @@ def test_download_by_torchvision(
     assert len(open_dataset(data, True, 257, 0, torch.device("cpu"))) > 0
 
 
-def test_nothing_is_downloaded_without_download_true(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: Settings
-) -> None:
-    monkeypatch.setattr("torchvision.datasets.CIFAR10", lambda *_, **__: pytest.fail("it was fetched"))
-    with pytest.raises(UserError, match=r"DATA\.DOWNLOAD=true fetches it"):
-        check_dataset(settings(DATASET="cifar10", DATA_PATH=str(tmp_path)), 10)
-
-
 def test_download_without_data_path_is_refused(settings: Settings) -> None:
     with pytest.raises(UserError, match=r"needs DATA\.DATA_PATH"):
         check_dataset(settings(DATASET="cifar10", DOWNLOAD=True), 10)

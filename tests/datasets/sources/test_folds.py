@@ -136,9 +136,3 @@ def test_data_with_a_validation_split_has_no_folds(
 def test_wrong_fold_is_refused(wrong: str, settings: Settings) -> None:
     with pytest.raises(ValueError, match=r"is not K/N \(fold K of N, with N >= 2 and K from 1 to N, such as 2/5\)"):
         settings(FOLD=wrong)
-
-
-def test_fold_is_normalised(settings: Settings) -> None:
-    data = settings(FOLD=" 02 / 5")
-    assert (data.FOLD, data.fold) == ("2/5", Fold(2, 5))
-    assert settings(FOLD="null").fold is None

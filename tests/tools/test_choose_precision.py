@@ -114,20 +114,8 @@ def test_report(examined: Any) -> None:
 @pytest.mark.slow
 def test_budget_cuts_measurements_short(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    words = (
-        "-cfg",
-        tiny,
-        "-updates",
-        5000,
-        "-budget_min",
-        0.3,
-        "-modes",
-        "bf16",
-        "-output",
-        out,
-        "TRAIN.NUM_EPOCHS=500",
-    )
-    result = choose(vitamp, *words, timeout=100)
+    words = ("-cfg", tiny, "-updates", 5000, "-modes", "bf16", "-output", out, "TRAIN.NUM_EPOCHS=500")
+    result = choose(vitamp, *words, "-budget_min", 0.8, timeout=200)
     assert result.code == 0, result.text
     assert "cut short (-budget_min)" in result.out
     found = json.loads((out / REPORT).read_text(encoding="utf-8"))

@@ -243,8 +243,6 @@ class Trainer:
         self._stop_on_nan(reading)
         self._stop_on_skips(reading)
         self._saver.report()
-        if not self._saver.reserved:
-            self._saver.reserve(self._snapshot({}, {}))
 
     def _stop_on_skips(self, reading: Reading) -> None:
         if error := self._health.too_many_skips(reading, self.position.update):

@@ -87,11 +87,6 @@ class RankSaver:
 
     longest = 0.0
     """Seconds that the slowest checkpoint took to write; only rank 0 knows."""
-    reserved = True
-    """Whether `reserve` has nothing left to do."""
-
-    def reserve(self, snapshot: Snapshot) -> None:
-        """Allocate host memory for copies of such a snapshot in the background, before the first save needs it."""
 
     def save(self, snapshot: Snapshot) -> None:
         """Save `snapshot`, whose tensors training may change as soon as this returns."""
@@ -121,24 +116,11 @@ class Saver(RankSaver):
         self._failing: dict[int, str] = {}
         self._pauses: dict[str, float] = {}
         self._saves = 0
-        self.reserved = False
         self.seconds_paused = 0.0
         """How long training was paused for saving, in all."""
 
-    def reserve(self, snapshot: Snapshot) -> None:
-        self.reserved = True
-        if self._copy is not None:
-            size = self._copy.reserve((snapshot.tensors, snapshot.state))
-            log.info(
-                "Training continues while checkpoints are written, from a copy that takes %s of host memory.",
-                size_words(size),
-                extra=DETAIL,
-            )
-
     def save(self, snapshot: Snapshot) -> None:
         self.wait_for_writer()
-        if not self.reserved:
-            self.reserve(snapshot)
         live = snapshot.tensors, snapshot.state
         copied = self._copy.take(live) if self._copy is not None else None
         if self._copy is not None and copied is None:

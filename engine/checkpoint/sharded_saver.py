@@ -84,18 +84,12 @@ class ShardWriter(RankSaver):
         self._update = 0
         self._thread: threading.Thread | None = None
         self._superseded = threading.Event()
-        self.reserved = False
-
-    def reserve(self, snapshot: Snapshot) -> None:
-        self.reserved = True
-        self._copy.reserve(snapshot.tensors)
 
     def save(self, snapshot: Snapshot) -> None:
         """Copy, and wait for orders in a thread. Called once rank 0 has finished the previous checkpoint."""
         self._superseded.set()
         if self._thread is not None:
             self._thread.join()
-        self.reserved = True
         self._update = snapshot.update
         rows = self._copy.take(snapshot.tensors)
         if rows is None:

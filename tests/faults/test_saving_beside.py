@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from engine.checkpoint import folder as disk
-from engine.checkpoint import host_copy
 from engine.checkpoint import saver as saving
 from engine.checkpoint.find import newest_good
 from engine.checkpoint.folder import bring_back
@@ -136,8 +135,6 @@ def test_files_that_a_subclass_writes_are_hashed_and_pruned_too(tmp_path: Path) 
 
 def test_standing_memory_is_used_again_and_follows_what_is_saved() -> None:
     copy = HostCopy(pinned=False)
-    size = copy.reserve([torch.empty(1000), torch.empty(10)])
-    assert 4040 <= size < 4300
     first = copy.take([torch.ones(1000), torch.zeros(10)]) or []
     second = copy.take([torch.zeros(1000), torch.ones(10)]) or []
     assert [tensor.data_ptr() for tensor in first] == [tensor.data_ptr() for tensor in second]
@@ -146,26 +143,13 @@ def test_standing_memory_is_used_again_and_follows_what_is_saved() -> None:
     assert other.sum().item() == 4000
 
 
-def test_host_memory_comes_in_chunks_that_no_tensor_crosses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_copy, "CHUNK", 4096)
-    tensors = [torch.full((size,), float(size)) for size in (300, 300, 300, 300, 700, 400, 3000, 1)]
-    sizes = host_copy._chunks(host_copy._layout(tensors))
-    # In bytes, after alignment: three times 1,200, then 1,200 + 2,800, then 1,600, a tensor larger than a chunk, and 4.
-    held = [4 * 3 * 300, 4 * (300 + 700), 4 * 400, 4 * 3000, 4]
-    assert len(sizes) == len(held)
-    assert all(bytes_ <= size < bytes_ + 4 * host_copy.ALIGNED for bytes_, size in zip(held, sizes, strict=True))
-    copy = HostCopy(pinned=False)
-    assert copy.reserve(tensors) == sum(sizes)
-    assert all(map(torch.equal, copy.take(tensors) or [], tensors))
-
-
 def test_saving_without_memory_for_a_copy_takes_place_in_the_foreground(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
 ) -> None:
-    def failing(*_: object) -> None:
+    def failing(*_: object, **_named: object) -> None:
         raise MemoryError("none left")
 
-    monkeypatch.setattr(HostCopy, "_allocated", failing)
+    monkeypatch.setattr(torch, "empty", failing)
     saver, weight = Saver(tmp_path, Config(), pinned=False), torch.ones(4)
     for update in (1, 2):
         saver.save(Snapshot({MODEL: {"weight": weight}}, {"moment": weight}, meta(update), None))
@@ -181,24 +165,20 @@ def test_saving_without_memory_for_a_copy_takes_place_in_the_foreground(
 def test_memory_that_cannot_be_reserved(
     monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture, fails: str
 ) -> None:
-    """The second of three chunks fails: page-locked memory is replaced by pageable memory, and that by none."""
+    """The second of three tensors fails: page-locked memory is replaced by pageable memory, and that by none."""
     allocated, empty = [], torch.empty
 
-    def failing(size: int, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+    def failing(size: torch.Size, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
         allocated.append(pin_memory)
         if len(allocated) % 3 == 2 and (fails == "all" or (fails == "pinned" and pin_memory)):
             raise RuntimeError("out of memory\nmore lines")
         return empty(size, dtype=dtype)
 
-    monkeypatch.setattr(host_copy, "CHUNK", 4096)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(torch.cuda, "current_stream", threading.Event)
     monkeypatch.setattr(threading.Event, "synchronize", lambda _: None, raising=False)
     tensors = [torch.full((1000,), float(number)) for number in range(3)]
     copy = HostCopy(pinned=True)
     monkeypatch.setattr(torch, "empty", failing)
-    copy.reserve(tensors)
     copied = copy.take(tensors)
     if fails == "all":
         assert copied is None

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from engine.amp.precision import Precision
 from engine.callback import Callback, Computing
 from engine.compile.choice import Compiling
-from engine.inputs.mixup import BatchTransform
+from engine.inputs.batches import BatchTransform
 from engine.measure.throughput import Stages
 from models import count_parameters, unfreeze
 from utils.config import Config
@@ -58,11 +58,11 @@ def callbacks(context: CallbackContext) -> Iterator[Callback]:
     if config.MODEL.UNFREEZE_EPOCH is not None:
         yield Unfreezing(config.MODEL, context.sharded)
     if train.TOKEN_DROP:
-        from engine.inputs.shortcuts import TokenDrop
+        from engine.inputs.batches import TokenDrop
 
         yield TokenDrop(train)
     if train.SIZE_SCHEDULE:
-        from engine.inputs.shortcuts import GrowingImages
+        from engine.inputs.batches import GrowingImages
 
         yield GrowingImages(train, config.DATA.IMAGE_SIZE)
     if context.world.size > 1:  # changes the modules that the rest holds on to

@@ -23,8 +23,7 @@ from engine.amp.low_precision import force_fp32
 from engine.amp.precision import Precision
 from engine.callback import Callback
 from engine.checkpoint.restore import load_weights
-from engine.inputs.mixup import BatchTransform, TransformedBatch
-from engine.inputs.normalize import per_channel
+from engine.inputs.batches import BatchTransform, TransformedBatch, per_channel
 from engine.machine.memory import is_out_of_memory
 from engine.measure.throughput import FORWARD, TEACHER, Stages
 from engine.speed.speedup import mix_in

@@ -13,10 +13,10 @@ from torch import nn
 from datasets import ValLoader
 from engine.amp.precision import Precision
 from engine.checkpoint.run_folder import largest_class
-from engine.machine.context import Run
+from engine.machine.device import Run
 from engine.machine.late_compiler import uncompiled
 from engine.machine.memory import IN_VALIDATION, is_out_of_memory
-from engine.measure.progress import Position
+from engine.measure.meters import Position
 from engine.report.outcome import in_context
 from engine.setup import Ready, build_for_evaluation
 from engine.task.base import Metrics, Task

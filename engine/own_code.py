@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 import datasets
 from datasets import Batch
-from datasets.transforms.augment import own_augmentations
-from datasets.transforms.own import OwnChange
+from datasets.transforms.augment import OwnChange, own_augmentations
 from engine.task import task_of
 from engine.task.base import Metrics, Tally, Task
 from engine.task.several import Gathered

@@ -11,7 +11,7 @@ import torch
 
 from datasets import check_dataset, count_classes, open_dataset, source_of
 from engine.amp.precision import check_amp
-from engine.inputs.shortcuts import shortcuts_of
+from engine.inputs.batches import shortcuts_of
 from engine.machine.memory import total_memory
 from engine.optim.build import optimizer_name
 from engine.task import task_of

@@ -17,11 +17,10 @@ from engine.checkpoint.run_folder import (
     make_run_folder,
     write_run_files,
 )
-from engine.machine.context import Run
-from engine.machine.device import no_gpu_notice, pick_device, set_up_device
+from engine.machine.device import Run, no_gpu_notice, pick_device, set_up_device
 from engine.machine.memory import is_out_of_memory
 from engine.machine.stopping import signals
-from engine.measure.progress import clock, updates_left
+from engine.measure.meters import clock, updates_left
 from engine.measure.throughput import Throughput
 from engine.memory.batch_size import settle_batch
 from engine.report.banner import banner, short_banner

@@ -24,14 +24,10 @@ from datasets import (
 from engine.amp.precision import PRECISION, Precision, amp_may_gain, choose
 from engine.callbacks import CallbackContext, callbacks
 from engine.compile.choice import Compiling, choose_compiling
-from engine.inputs.mixup import MixedWeights, build_batch_transform
-from engine.inputs.normalize import Inputs, input_of
-from engine.inputs.shortcuts import shortcuts_of
-from engine.machine.context import Run, global_batch
-from engine.measure.bottleneck import Setting
-from engine.measure.meters import TrainMeters
-from engine.measure.progress import Best, Position, updates_left
-from engine.measure.throughput import DATA, stages_of
+from engine.inputs.batches import Inputs, MixedWeights, build_batch_transform, input_of, shortcuts_of
+from engine.machine.device import Run, global_batch
+from engine.measure.meters import Best, Position, TrainMeters, updates_left
+from engine.measure.throughput import DATA, Setting, stages_of
 from engine.optim.build import build_optimizer, compiles_step, describe_parameters, scaled_learning_rates
 from engine.optim.schedule import Schedule, build_scheduler
 from engine.speed.tuning import speed_up

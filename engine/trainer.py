@@ -16,15 +16,12 @@ from engine.checkpoint.run_folder import largest_class
 from engine.checkpoint.saver import Snapshot, estimate_seconds, progress
 from engine.checkpoint.state import finite_everywhere, saver_of, snapshot_of
 from engine.evaluate import on_device, validate
-from engine.machine.context import Run, global_batch
+from engine.machine.device import Run, global_batch
 from engine.machine.stopping import TIME_IS_UP, Deadline, Stopped, Stopping, signals
-from engine.measure.bottleneck import Bottleneck, bottleneck_of_all
-from engine.measure.meters import Reading
-from engine.measure.progress import best_of_validation, resumed_best, seconds_of
-from engine.measure.throughput import Throughput
+from engine.measure.meters import Reading, best_of_validation, resumed_best, seconds_of
+from engine.measure.throughput import Bottleneck, Throughput, bottleneck_of_all
 from engine.report.curves import Curves, title_of
-from engine.report.health import Health
-from engine.report.outcome import marks_of_best, summary
+from engine.report.outcome import Health, marks_of_best, summary
 from engine.report.reporter import Reporter
 from engine.setup import ReadyToTrain, checkpoint_meta, setting_of
 from engine.task.base import Metrics

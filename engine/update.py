@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from datasets import Batch, Window
 from engine.amp.precision import Precision
 from engine.callback import A, Callback, Figure
-from engine.inputs.mixup import BatchTransform, MixedWeights, no_transform
+from engine.inputs.batches import BatchTransform, MixedWeights, no_transform
 from engine.measure.meters import TrainMeters
 from engine.measure.throughput import BACKWARD, COPY, FORWARD, OPTIMISER, OTHER, Stages
 from engine.optim.build import Gradients

@@ -18,7 +18,7 @@ from models.freeze import (
     unfreeze,
     weights_to_train,
 )
-from models.shortcuts import Shortcuts
+from models.sizes import Shortcuts
 
 __all__ = [
     "Shortcuts",

@@ -15,8 +15,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from models.freeze import freeze, pretrained_cfg
-from models.shortcuts import NONE, Shortcuts
 from models.sizes import (
+    NONE,
+    Shortcuts,
     arguments_of,
     as_text,
     given_sizes,

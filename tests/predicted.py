@@ -9,8 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from datasets import ImageDataset
-from engine.trained.model import Trained
-from engine.trained.predictions import batches_of, guesses, name_of, picture_of, split_of_run
+from engine.trained.model import Trained, batches_of, guesses, name_of, picture_of, split_of_run
 
 
 @dataclass

@@ -12,9 +12,8 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from utils.line_file import LineFile
 from utils.passwords import redacted
-from utils.standard_output import discard_output
+from utils.standard_output import LineFile, discard_output
 from utils.terminal import Brief
 
 log = logging.getLogger("vitamp")

@@ -23,8 +23,8 @@ from datasets.damage import BrokenImages, BrokenInValidation
 from datasets.loading.order import EpochOrder, MicroBatch, validation_batches
 from utils.distributed.world import ALONE, World
 from utils.errors import TrainingError
-from utils.machine.heap import keep_freed_memory
-from utils.parent import die_with_parent
+from utils.machine.cpus import keep_freed_memory
+from utils.program import die_with_parent
 from utils.text import counted
 
 if TYPE_CHECKING:

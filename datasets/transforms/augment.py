@@ -1,9 +1,10 @@
-"""Augmentation of single training images after the crop: RandAugment, AutoAugment, colour jitter and others."""
+"""Augmentation of single training images after the crop: RandAugment, AutoAugment, one's own and others."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageOps
@@ -15,6 +16,45 @@ from datasets.transforms.crops import has_affine
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 from utils.errors import UserError, nearest
+from utils.own_code import OWN_ERRORS, OwnCodeError, execute, own_lines
+from vitamp.registry import own_named
+
+
+class OwnChange:
+    """Applies it to an image, and checks what it returns."""
+
+    def __init__(self, name: str) -> None:
+        own = own_named("augmentation", name)
+        assert own is not None  # checked with the settings
+        self.name, self.file, self.values = name, own.file, own.values
+        self._change = own.made()
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        try:
+            changed = self._change(image)
+        except OWN_ERRORS as error:
+            raise OwnCodeError(own_lines(error) or f"{self.file}: augmentation {self.name}: {error}") from None
+        if not isinstance(changed, Image.Image) or (changed.size, changed.mode) != (image.size, image.mode):
+            same = isinstance(changed, Image.Image)
+            what = f"a {changed.mode} image of {changed.size}" if same else type(changed).__name__
+            raise OwnCodeError(
+                f"{self.file}: augmentation {self.name} returned {what}; it must return a {image.mode} image of "
+                f"{image.size}."
+            )
+        return changed
+
+    def __reduce__(self) -> Any:
+        """For loading processes that are spawned: they execute the file again."""
+        return _again, (self.file, self.name, self.values)
+
+
+def _again(file: str, name: str, values: dict[str, Any]) -> OwnChange:
+    execute(Path(file))
+    own = own_named("augmentation", name)
+    assert own is not None
+    own.values = values
+    return OwnChange(name)
+
 
 ImageChange = Callable[[Image.Image], Image.Image]
 
@@ -40,8 +80,6 @@ def image_changes(data: DataConfig, train: TrainConfig) -> list[ImageChange]:
         strength = train.COLOR_JITTER
         changes.append(v2.ColorJitter(brightness=strength, contrast=strength, saturation=strength))
     if own := own_augmentations(train):
-        from datasets.transforms.own import OwnChange
-
         changes += map(OwnChange, own)
     return changes
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from datasets import PADDING, Batch, MicroBatch
 from engine.amp.precision import Precision, dtype_name
 from engine.callback import Callback, Computing
-from engine.inputs.mixup import BatchTransform, no_transform
+from engine.inputs.batches import BatchTransform, no_transform
 from engine.machine.late_compiler import uncompiled
 from utils.log import log
 from utils.seeding import fork_host_rng, seed_all

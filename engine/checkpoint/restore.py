@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from engine.amp.precision import PRECISION
 from engine.checkpoint.find import ended_epochs
 from engine.checkpoint.state import OPTIMIZER, add_moments, shard_state, trained_weights
-from engine.machine.context import global_batch
-from engine.measure.progress import Best, Position
+from engine.machine.device import global_batch
+from engine.measure.meters import Best, Position
 from engine.parallel.shards import is_sharded, local_shard
 from engine.update import TrainState
 from models import base_weights, frozen_weights

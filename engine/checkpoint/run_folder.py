@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.machine.context import Run
-from engine.machine.device import describe_devices
+from engine.machine.device import Run, describe_devices
 from engine.report.outcome import Guess
 from engine.setup import Ready
 from models import count_parameters

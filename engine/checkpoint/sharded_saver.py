@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from engine.checkpoint.folder import write_files, write_tensors
-from engine.checkpoint.host_copy import HostCopy
-from engine.checkpoint.saver import SECONDS_AFTER_A_FAILURE, RankSaver, Saver, Snapshot
+from engine.checkpoint.saver import SECONDS_AFTER_A_FAILURE, HostCopy, RankSaver, Saver, Snapshot
 from utils.config import Config
 from utils.errors import TrainingError
 from utils.log import log

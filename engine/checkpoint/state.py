@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from engine.checkpoint.folder import raising_os_errors
-from engine.checkpoint.host_copy import size_words
-from engine.checkpoint.saver import RankSaver, Saver, Snapshot
-from engine.measure.progress import Best, Position
+from engine.checkpoint.saver import RankSaver, Saver, Snapshot, size_words
+from engine.measure.meters import Best, Position
 from engine.parallel.shards import is_sharded, local_shard, local_shards
 from engine.update import TrainState
 from models import base_weights

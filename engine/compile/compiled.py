@@ -27,7 +27,7 @@ from torch import Tensor
 from datasets import Batch
 from engine.amp.precision import Precision
 from engine.callback import Computing
-from engine.inputs.mixup import no_transform
+from engine.inputs.batches import no_transform
 from engine.machine.device import processor
 from engine.machine.late_compiler import uncompiled
 from engine.update import ForwardResult

@@ -1,4 +1,4 @@
-"""The device of this process: choice, settings, description, and a notice where it is a CPU without being asked for."""
+"""`Run`, which each step of a run needs; the device: choice, settings, description, a notice of an unasked CPU."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.cuda import nccl
 
-from utils.config.schema import Config
+from utils.config import Config
 from utils.distributed.world import ALONE, MPICH, OPENMPI, SLURM, World
 from utils.errors import UserError
-from utils.machine.cpus import first_processor
-from utils.machine.heap import keep_freed_memory
+from utils.machine.cpus import first_processor, keep_freed_memory
 from utils.text import counted
+
+if TYPE_CHECKING:
+    import torch
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 # Launchers under which a process may see only its own GPU (srun --gpus-per-task=1).
@@ -175,3 +179,36 @@ def _dotted(number: int | None) -> str:
         return "none"
     major = 10000 if number >= 90000 else 1000
     return f"{number // major}.{number % major // 100}.{number % 100}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Settings of a run, and the rank, device and threads of this process."""
+
+    config: Config
+    world: World
+    device: torch.device
+    threads: int
+    """CPU threads of this process."""
+    auto_batch_size: bool = False
+    """Whether DATA.BATCH_SIZE was found by `auto`."""
+    asked_accumulation: int | None = None
+    """TRAIN.ACCUM_ITER of the settings; the run may have chosen another to keep its global batch."""
+
+
+def global_batch(config: Config, world: World) -> int:
+    """Images per update."""
+    return config.DATA.BATCH_SIZE * world.size * config.TRAIN.ACCUM_ITER
+
+
+def with_batch(config: Config, batch: int, accumulated: int) -> Config:
+    """The settings with these numbers for DATA.BATCH_SIZE and TRAIN.ACCUM_ITER."""
+    data = config.DATA.model_copy(update={"BATCH_SIZE": batch})
+    train = config.TRAIN.model_copy(update={"ACCUM_ITER": accumulated})
+    return config.model_copy(update={"DATA": data, "TRAIN": train})
+
+
+def multiples_near(number: int, unit: int, times: int = 1) -> str:
+    """The two multiples of `unit` around `number`, each times `times`, for messages."""
+    below = number // unit * unit
+    return f"{below * times} or {(below + unit) * times}" if below else str(unit * times)

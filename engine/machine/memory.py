@@ -12,8 +12,7 @@ from pathlib import Path
 
 import torch
 
-from utils.machine.cpus import cgroups_of
-from utils.machine.heap import return_freed_memory
+from utils.machine.cpus import cgroups_of, return_freed_memory
 
 GIB = 2**30
 MEMINFO = Path("/proc/meminfo")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from engine.machine.context import Run, multiples_near, with_batch
+from engine.machine.device import Run, multiples_near, with_batch
 from engine.setup import BATCH_CHOICE
 from utils.config import Config
 from utils.config.kinds import AUTO

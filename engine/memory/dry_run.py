@@ -17,15 +17,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from datasets import Window
-from engine.checkpoint.host_copy import size_words
+from engine.checkpoint.saver import size_words
 from engine.checkpoint.state import state_of, tensors_of
 from engine.evaluate import on_device, validate
-from engine.machine.context import Run, global_batch
-from engine.machine.device import synchronize
+from engine.machine.device import Run, global_batch, synchronize
 from engine.machine.memory import in_gib, is_out_of_memory, peak_memory_gb, total_memory
-from engine.measure.bottleneck import bottleneck_of_all
-from engine.measure.progress import Position, clock
-from engine.measure.throughput import Perf, Throughput
+from engine.measure.meters import Position, clock
+from engine.measure.throughput import Perf, Throughput, bottleneck_of_all
 from engine.memory.out_of_memory import describe, ways_out
 from engine.parallel.shards import local_shard
 from engine.report.reporter import Reporter

@@ -15,8 +15,7 @@ import torch
 
 from datasets import Batch, MicroBatch, Window, open_dataset
 from engine.amp.overflow import OverflowWatch, replay_bytes
-from engine.machine.context import global_batch, multiples_near, with_batch
-from engine.machine.device import synchronize
+from engine.machine.device import global_batch, multiples_near, synchronize, with_batch
 from engine.machine.memory import GIB, free_memory, held_memory, in_gib, is_out_of_memory, limited, take_peak
 from engine.setup import build_train_state, model_in_precision
 from engine.task import task_of

@@ -7,8 +7,7 @@ import re
 import torch
 
 from engine.amp.precision import amp_may_gain
-from engine.machine.context import Run
-from engine.machine.device import describe_device
+from engine.machine.device import Run, describe_device
 from engine.machine.memory import IN_VALIDATION, in_gib, largest_blocks, peak_memory_gb, total_memory
 from engine.trainer import Trainer
 from engine.update import TrainState

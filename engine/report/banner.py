@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 
 from datasets import comes_unsplit
-from engine.machine.context import Run, global_batch
-from engine.machine.device import arguments, describe_devices, libraries
+from engine.machine.device import Run, arguments, describe_devices, global_batch, libraries
 from engine.optim.build import (
     describe_fine_tuning,
     describe_learning_rate,

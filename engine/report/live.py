@@ -13,10 +13,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from engine.measure.bottleneck import shown_rate
-from engine.measure.meters import Reading
-from engine.measure.progress import Position, clock, updates_left
-from engine.measure.throughput import Perf
+from engine.measure.meters import Position, Reading, clock, updates_left
+from engine.measure.throughput import Perf, shown_rate
 from engine.task.base import Metrics
 from utils.config import Config
 from utils.log import brief_terminal, print_on_terminal

@@ -1,24 +1,32 @@
-"""What is said at the end of a run: how far to trust its best metric, which commands come next, a short table."""
+"""The end of a run: by gradients that became NaN, or with how far to trust its best metric and what comes next."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from engine.machine.context import Run
-from engine.measure.bottleneck import shown_rate
-from engine.measure.progress import Best, Position, clock
-from engine.measure.throughput import Tally
+from engine.machine.device import Run
+from engine.measure.meters import NEVER, Best, Position, Reading, clock
+from engine.measure.throughput import Tally, shown_rate
+from engine.report.reporter import Reporter
 from engine.task.base import Metrics
+from engine.update import TrainState
 from utils.config import Config
+from utils.config.schema import AmpConfig
 from utils.distributed.again import start_again, tool
-from utils.intervals import wilson
+from utils.distributed.world import World
+from utils.errors import AllRanksError
 from utils.record.history import History
 from utils.terminal import Looks, terminal_width
-from utils.text import counted
+from utils.text import counted, wilson
+from vitamp.checkpoints import CHECKPOINTS, read_index
 from vitamp.metrics import LOSS, NO_LABELS, PLAIN, TOP1, Metric, WeightSet, always_guessing, metric_named
+
+if TYPE_CHECKING:
+    from engine.amp.op_lists import OpLists
 
 SAME = 1e-6
 """Percent within which two accuracies are equal"""
@@ -149,3 +157,51 @@ def summary(
         if words:
             lines.append(line if name in IN_FULL else looks.shortened(line, terminal_width()))
     return "\n".join(["", *lines])
+
+
+@dataclass
+class Health:
+    """Watches for NaN. Where the loss is scaled, `skips.ScaledHealth` watches for skipped updates too."""
+
+    amp: AmpConfig
+    parts: TrainState
+    world: World
+    reporter: Reporter
+    op_lists: OpLists | None = None
+    """AMP's lists, until the operators in them that the model never calls are reported."""
+
+    def report(self, position: Position, together: bool) -> None:
+        """Report what was found since the last call. `together`: all ranks call it now."""
+        if self.op_lists is not None:  # the model has been computed by now
+            self.op_lists.warn_uncalled()
+            self.op_lists = None
+
+    def check_is_due(self, position: Position) -> bool:
+        """Whether to check for too many skips now: reports may be too far apart to notice them."""
+        return False
+
+    def too_many_skips(self, reading: Reading, update: int) -> AllRanksError | None:
+        """The error that ends the run, if too many updates in a row were skipped, up to `update`."""
+        return None
+
+    def stop_on_nan(self, reading: Reading, position: Position, folder: Path) -> None:
+        """Raise AllRanksError if a gradient was NaN: without loss scaling, no bad update is skipped."""
+        if reading.first_bad == NEVER:
+            return
+        update = reading.first_bad
+        since = position.update - update  # in the same epoch: the device is read at the end of each
+        rate = self.parts.schedule.rate_at(self.parts.schedule.stepped - since - 1)
+        last = read_index(folder / CHECKPOINTS)["last"]
+        without_amp = "; or use -amp off to see whether the precision is the cause" * (
+            self.parts.precision.level != "O0"
+        )
+        raise AllRanksError(
+            f"the gradients became NaN or infinite at update {update} (epoch {position.epoch}, step "
+            f"{position.step - since}; learning rate {rate:.3e}). No checkpoint was saved after it. Try a "
+            f"lower TRAIN.BASE_LR, a longer TRAIN.WARMUP_EPOCHS, or TRAIN.GRAD_CLIP=1.0{without_amp}. "
+            + (
+                f"The last checkpoint is {last}; resume from it with -resume."
+                if last
+                else "There is no checkpoint yet."
+            )
+        )

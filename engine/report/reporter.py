@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.callback import Figure
-from engine.measure.bottleneck import COMPUTE, Bottleneck
-from engine.measure.meters import Reading
-from engine.measure.progress import Best, Position, clock, updates_left
-from engine.measure.throughput import Perf
+from engine.measure.meters import Best, Position, Reading, clock, updates_left
+from engine.measure.throughput import COMPUTE, Bottleneck, Perf
 from engine.task.base import Metrics
 from utils.config.schema import Config
 from utils.log import log

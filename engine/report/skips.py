@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.amp.overflow import FORWARD, Blame, OverflowWatch
-from engine.measure.meters import Reading
-from engine.measure.progress import Position
-from engine.report.health import Health
+from engine.measure.meters import Position, Reading
+from engine.report.outcome import Health
 from utils.distributed.world import all_gather
 from utils.errors import AllRanksError
 from utils.log import log

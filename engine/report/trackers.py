@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.measure.progress import Best
+from engine.measure.meters import Best
 from utils.config import Config
 from utils.errors import UserError, first_line
 from utils.log import log

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from engine.amp.precision import Precision
-from engine.inputs.normalize import Inputs
+from engine.inputs.batches import Inputs
 from utils.config import Config
 from utils.distributed.world import World
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from engine.amp.precision import Precision
-from engine.inputs.normalize import Inputs
+from engine.inputs.batches import Inputs
 from engine.speed.attention import AttentionKernel
 from engine.speed.speedup import BuiltModel, Speedup
 from utils.config import Config

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.machine.context import Run
+from engine.machine.device import Run
 from engine.memory import dry_run
 from engine.setup import build_for_training
 from tests.program import Result

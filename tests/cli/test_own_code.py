@@ -16,7 +16,7 @@ from PIL import Image
 from sklearn.metrics import cohen_kappa_score
 from torch.nn import functional as F
 
-from datasets.transforms.own import OwnChange
+from datasets.transforms.augment import OwnChange
 from engine.own_code import bind
 from engine.task.one import OneLabel
 from engine.trained.model import load_trained

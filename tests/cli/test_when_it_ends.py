@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.program import Result, metrics
-from utils.intervals import wilson
+from utils.text import wilson
 
 
 def test_max_updates_ends_with_validation_and_checkpoint(

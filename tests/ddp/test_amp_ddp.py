@@ -13,7 +13,7 @@ import torch.distributed
 from safetensors.torch import save_file
 
 from datasets import Window
-from engine.machine.context import Run
+from engine.machine.device import Run
 from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain, build_for_training
 from engine.update import train_update

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.machine.context import Run
+from engine.machine.device import Run
 from engine.parallel import fsdp
 from engine.parallel.fsdp import build_sharding
 from engine.parallel.shards import local_shard

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from datasets import Batch, MicroBatch, Window
 from engine.amp.precision import Precision
 from engine.callbacks import CallbackContext, callbacks
-from engine.inputs.mixup import no_transform
-from engine.inputs.normalize import Inputs
-from engine.machine.context import Run
+from engine.inputs.batches import Inputs, no_transform
+from engine.machine.device import Run
 from engine.measure.meters import TrainMeters
 from engine.measure.throughput import Stages
 from engine.optim.schedule import Schedule, build_scheduler

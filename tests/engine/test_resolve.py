@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from timm.data.config import resolve_data_config
 
-from engine.inputs.normalize import Inputs
+from engine.inputs.batches import Inputs
 from engine.preflight import resolve
 from tests.program import save_image
 from utils.config import Loaded, load_config

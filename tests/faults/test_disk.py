@@ -15,8 +15,7 @@ import torch
 
 from engine.checkpoint import saver as saving
 from engine.checkpoint.find import newest_good
-from engine.checkpoint.host_copy import HostCopy
-from engine.checkpoint.saver import Saver, Snapshot
+from engine.checkpoint.saver import HostCopy, Saver, Snapshot
 from engine.machine.stopping import signals
 from engine.report.reporter import Board
 from tests.faults.killing import Run, reported
@@ -26,7 +25,7 @@ from tests.saved import save_checkpoint
 from tests.waiting import until
 from utils.config.schema import Config
 from utils.errors import TrainingError
-from utils.line_file import LineFile
+from utils.standard_output import LineFile
 from vitamp.checkpoints import MODEL, inspect, read_index, verify
 
 ENDLESS = ["TRAIN.NUM_EPOCHS=100000", "SAVE_FREQ=100000", "VALIDATE_FREQ=100000", "REPORT_FREQ=5"]

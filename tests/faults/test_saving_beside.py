@@ -18,8 +18,7 @@ from engine.checkpoint import folder as disk
 from engine.checkpoint import saver as saving
 from engine.checkpoint.find import newest_good
 from engine.checkpoint.folder import bring_back
-from engine.checkpoint.host_copy import HostCopy
-from engine.checkpoint.saver import Saver, Snapshot
+from engine.checkpoint.saver import HostCopy, Saver, Snapshot
 from tests.program import made_meta
 from tests.saved import save_checkpoint
 from utils.config.schema import Config

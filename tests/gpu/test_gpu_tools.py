@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from engine.trained.model import load_trained
-from engine.trained.predictions import split_of_run
+from engine.trained.model import load_trained, split_of_run
 from tests.gpu.runs import KIND, SMALL, Run, skip_if_missing
 from tests.program import Result, run_program
 

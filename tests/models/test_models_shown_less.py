@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.inputs.shortcuts import GrowingImages, TokenDrop
+from engine.inputs.batches import GrowingImages, TokenDrop
 from models import Shortcuts, build_model, check_model
 from utils.config.model import ModelConfig
 from utils.config.train import TrainConfig

@@ -21,7 +21,7 @@ from torchvision.transforms import v2
 
 import vitamp
 from datasets.given import open_given
-from engine.inputs.normalize import Inputs, input_of
+from engine.inputs.batches import Inputs, input_of
 from engine.trained.model import load_trained
 from models.weights.find import locate
 from tests.program import train_tiny, write_meta

@@ -13,11 +13,11 @@ import torch
 
 from tests.engine.small import CPU
 from tests.program import Result
-from tools.benchmark_amp import against_timm, loops
-from tools.benchmark_amp.against_timm import FIXED, apart, disagreements
+from tools.benchmark_amp import loops, tables
 from tools.benchmark_amp.command import main
 from tools.benchmark_amp.loops import COMPARED, Loop, loop_of, random_batches
 from tools.benchmark_amp.plan import FUSED, OURS, TIMM, Way, changed
+from tools.benchmark_amp.tables import FIXED, apart, disagreements
 from tools.common import sessions
 from utils.config import Config, load_config
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
@@ -143,7 +143,7 @@ def run_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(sessions, "own_process", ThisProcess)
     monkeypatch.setattr(sessions, "start_log", lambda **_: None)
-    monkeypatch.setattr(against_timm, "concurrently", one_after_another)
+    monkeypatch.setattr(tables, "concurrently", one_after_another)
 
 
 class ThisProcess:

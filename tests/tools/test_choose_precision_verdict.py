@@ -14,9 +14,17 @@ from torch import Tensor
 
 from engine.amp.precision import Precision
 from tests.engine.small import CPU, build, train, windows
-from tools.choose_precision.command import _details, _rows
+from tools.choose_precision.command import (
+    Baseline,
+    Finding,
+    Measured,
+    _details,
+    _rows,
+    judge,
+    largest_difference,
+    recommend,
+)
 from tools.choose_precision.layers import Layer, Scaled, examine_layers
-from tools.choose_precision.verdict import Baseline, Finding, Measured, judge, largest_difference, recommend
 from tools.common.precisions import BY_NAME, MODES, Mode, mode_of, plan, read_modes
 from utils.cli import parse
 from utils.config import AmpConfig, load_config

@@ -16,8 +16,7 @@ from PIL import Image
 from sklearn import metrics as sklearn
 
 from datasets.base import Batch, ImageDataset, Key
-from engine.trained.model import load_trained
-from engine.trained.predictions import split_of_run
+from engine.trained.model import load_trained, split_of_run
 from tests.predicted import validation_predictions
 from tests.program import Result, metrics
 from tools.checkpoint import command as checkpoint

@@ -17,11 +17,10 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 
 from engine.features import knn
-from engine.trained.model import Trained, load_trained
-from engine.trained.predictions import split_of_run
+from engine.trained.model import Trained, load_trained, split_of_run
 from tests.program import ROOT, Result, metrics, run_program
 from tools.evaluate import command as evaluate
-from utils.intervals import wilson
+from utils.text import wilson
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 from scipy.stats import norm
 
 from engine.task.several import scores_of
-from tools.common.intervals import balanced_accuracy_interval, macro_f1_interval, ranking_intervals
-from utils.intervals import Interval, wilson
+from tools.common.evaluation import balanced_accuracy_interval, macro_f1_interval, ranking_intervals
+from utils.text import Interval, wilson
 
 REPEATS = 400
 Drawn = tuple[np.ndarray, np.ndarray]

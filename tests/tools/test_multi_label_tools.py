@@ -17,8 +17,7 @@ from safetensors import safe_open
 from sklearn.metrics import average_precision_score
 
 from engine.report.curves import draw_curves
-from engine.trained.model import load_trained
-from engine.trained.predictions import split_of_run
+from engine.trained.model import load_trained, split_of_run
 from tests.label_sets import CLASSES, named, truth, write_images, write_recipe, write_set
 from tests.program import Result, metrics, run_program
 from vitamp.metrics import MAP

@@ -23,8 +23,7 @@ import yaml
 from torch import nn
 
 from models.weights.fit import load_pretrained
-from models.weights.paddle_names import convert
-from models.weights.paddle_rules import all_rules, rules_of
+from models.weights.paddle_names import all_rules, convert, rules_of
 from tests.tools.paddle_files import Arrays, Tool, tool_of, write
 from utils.config.paddlevit import families
 from utils.errors import UserError

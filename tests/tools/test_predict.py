@@ -20,13 +20,12 @@ import torch
 from PIL import Image
 
 from engine.setup import model_in_precision
-from engine.trained.model import load_trained
-from engine.trained.predictions import split_of_run
+from engine.trained.model import load_trained, split_of_run
 from tests.predicted import validation_predictions
 from tests.program import ROOT, Result, made_meta, metrics, save_image
 from tests.saved import save_checkpoint
 from tools.predict import command as predict
-from tools.predict import find
+from tools.predict import images
 from utils.config import load_config
 from utils.config.keys import values_to_keep
 from vitamp.checkpoints import MODEL
@@ -245,7 +244,7 @@ def test_input_that_is_no_list_is_refused_early(
     said: str,
 ) -> None:
     given = iter(chunks)
-    monkeypatch.setattr(find, "LARGEST_LIST", 1 << 20)
+    monkeypatch.setattr(images, "LARGEST_LIST", 1 << 20)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=SimpleNamespace(read=lambda _: next(given))))
     done = say(digits_run, "-")
     assert done.code == 2

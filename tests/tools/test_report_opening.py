@@ -17,7 +17,7 @@ from tools.common.report_page import evaluations
 from tools.common.report_page.opening import Headline, opening_of
 from tools.common.report_page.page import write_report
 from tools.common.report_page.runs import read_runs
-from utils.intervals import wilson
+from utils.text import wilson
 from vitamp.metrics import MACRO_F1, TOP1
 
 

@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import binom, binomtest
 
 from engine.report.outcome import Guess, in_context
-from utils.intervals import wilson
+from utils.text import wilson
 from vitamp.metrics import BALANCED, MAP, TOP1
 
 

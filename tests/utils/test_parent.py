@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for proce
 POOL = """
 import multiprocessing, sys, time
 from concurrent.futures import ProcessPoolExecutor
-from utils.parent import die_with_parent
+from utils.program import die_with_parent
 
 def work(file):
     open(file, "w").close()
@@ -34,8 +34,9 @@ if __name__ == "__main__":
 """
 PROGRAM = """
 import subprocess, sys
-from utils.parent import as_child
-child = "import time; from utils.parent import *; die_with_starting_tool(); open({file!r}, 'w').close(); time.sleep(99)"
+from utils.program import as_child
+child = "import time; from utils.program import die_with_starting_tool as die; die(); open({file!r}, 'w').close()"
+child += "; time.sleep(99)"
 subprocess.run([sys.executable, "-c", child], env=as_child())
 """
 TOOL = """

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.benchmark_amp import against_timm, tables
+from tools.benchmark_amp import tables
 from tools.benchmark_amp.plan import Plan
 from tools.benchmark_amp.results import Results, lines
 from tools.common.command_line import OVERWRITE, Tool, above_zero, first_word, run_tool
@@ -35,7 +35,7 @@ from utils.machine.cpus import processors
 from utils.record.run_folder import git_state, versions, write_json
 from vitamp.files import parse_json
 
-TABLES = {table.name: table for table in (*tables.TABLES, against_timm.TABLE)}
+TABLES = {table.name: table for table in tables.TABLES}
 OWN = (
     Flag("budget_min", "time limit in minutes; repeat with the same -json to resume", "M", default=10, kind=above_zero),
     Flag("json", "write every measurement to this file, with device, versions and command", "FILE"),

@@ -31,8 +31,7 @@ from torch import Tensor, nn
 from datasets import Batch, MicroBatch, Window
 from engine.amp.precision import Precision, switch_tf32
 from engine.compile.choice import NONE, WHOLE, Compiling, choose_compiling
-from engine.inputs.mixup import TransformedBatch
-from engine.inputs.normalize import per_channel
+from engine.inputs.batches import TransformedBatch, per_channel
 from engine.machine.device import pick_device, set_up_device, synchronize
 from engine.machine.memory import peak_memory_gb
 from engine.setup import build_train_state, tuned_model

@@ -36,8 +36,7 @@ from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 from utils.errors import UserError
 from utils.log import log
-from utils.machine.cpus import cores
-from utils.machine.heap import keep_freed_memory
+from utils.machine.cpus import cores, keep_freed_memory
 
 Transform = Callable[[Image.Image], Any]
 Work = Callable[[int, list[int]], object]

@@ -23,8 +23,7 @@ from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, T
 from utils.flags import BY_NAME, HELP, Flag, Positional
 from utils.log import log, start_log
 from utils.own_code import allow
-from utils.parent import die_with_starting_tool
-from utils.program import help_here, started_as
+from utils.program import die_with_starting_tool, help_here, started_as
 from utils.record.run_folder import is_of_user
 from utils.standard_output import OutputError, discard_output, flush_after, watch_standard_output
 from vitamp.metrics import BETTER, CHOICES, CHOICES_IN_WORDS, ONE_LABEL

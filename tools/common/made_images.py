@@ -17,7 +17,7 @@ from PIL import Image
 from utils.cache import cache_folder
 from utils.config import Config
 from utils.machine.cpus import cores
-from utils.parent import die_with_parent
+from utils.program import die_with_parent
 from utils.seeding import key
 from vitamp.files import replacing
 

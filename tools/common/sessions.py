@@ -22,8 +22,7 @@ import torch
 from datasets import Window
 from engine.amp.op_lists import OpLists
 from engine.compile.choice import Compiling
-from engine.machine.context import Run
-from engine.machine.device import pick_device, set_up_device, synchronize
+from engine.machine.device import Run, pick_device, set_up_device, synchronize
 from engine.machine.memory import is_out_of_memory, peak_memory_gb
 from engine.setup import ReadyToTrain, build_for_training, sharding_of
 from engine.update import train_update
@@ -31,7 +30,7 @@ from utils.config import Config
 from utils.distributed.world import ALONE
 from utils.errors import TrainingError, UserError, first_line
 from utils.log import start_log
-from utils.parent import die_with_parent
+from utils.program import die_with_parent
 
 Metrics = dict[str, Any]
 """Metrics of one turn of one contender, as plain values; {'failed': reason} if it could not be measured."""

@@ -16,7 +16,7 @@ from datasets.base import HUB_PREFIX
 from datasets.shards import hub
 from engine.checkpoint.find import OtherVersion, resumable
 from engine.checkpoint.folder import raising_os_errors
-from engine.checkpoint.host_copy import size_words
+from engine.checkpoint.saver import size_words
 from engine.task.losses import BALANCED
 from engine.task.losses import KEY as CLASS_WEIGHTS
 from tools.common.output_file import writing

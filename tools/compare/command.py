@@ -193,7 +193,7 @@ def _report(about: dict[str, Any], out: Path) -> None:
 
 def table(runs: ByName, names: Sequence[str], judged: Judged, what: str = "mode") -> list[list[str]]:
     """One row per contender. `what`: the heading of their names."""
-    from engine.measure.bottleneck import shown_rate
+    from engine.measure.throughput import shown_rate
 
     heading = judged.metric.heading
     head = [

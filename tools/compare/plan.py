@@ -23,8 +23,7 @@ from utils.config.keys import settings, suggest
 from utils.config.kinds import Fold
 from utils.errors import UserError, nearest
 from utils.flags import BY_NAME, Flag
-from utils.parent import die_with_parent
-from utils.program import started_as
+from utils.program import die_with_parent, started_as
 from utils.text import counted
 from vitamp.files import write_atomically
 

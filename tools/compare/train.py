@@ -17,12 +17,12 @@ from typing import IO
 
 from tqdm import tqdm
 
-from engine.measure.progress import clock
+from engine.measure.meters import clock
 from tools.common.comparison.runs import fraction_done, is_finished, metrics_of
 from tools.common.turns import Budget, progress_bar
 from tools.compare.plan import Plan, Run, command_of, write_settings
 from utils.log import log
-from utils.parent import as_child
+from utils.program import as_child
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.5

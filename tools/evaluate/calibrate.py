@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.trained.model import Trained
-from engine.trained.predictions import guesses
+from engine.trained.model import Trained, guesses
 from tools.common.evaluation import calibration
 from tools.common.parts import Part, outputs_of
 from tools.common.tables import in_columns

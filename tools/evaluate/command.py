@@ -137,7 +137,7 @@ def _metrics(line: ToolLine, given: CommandLine, matrix: Path | None) -> tuple[d
     import torch
 
     from engine.evaluated_data import copies_evaluated
-    from engine.trained.predictions import check_same_classes, names_of
+    from engine.trained.model import check_same_classes, names_of
     from tools.common.evaluation import kind_of, table_of, with_bar
 
     asked, paths, several = line.asked, line.asked.model, len(line.asked.model) > 1

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from datasets import ImageDataset, has_labels, source_of
 from engine.evaluated_data import data_for_evaluation, title_of
-from engine.features.knn import TEMPERATURE, Rows, classify
-from engine.features.labelled import labelled_data, open_labelled
+from engine.features.knn import TEMPERATURE, Rows, classify, labelled_data, open_labelled
 from engine.features.pooling import check_pool
 from engine.trained.model import load_trained
 from tools.common.command_line import POOLED, ToolLine
@@ -21,8 +20,8 @@ from tools.common.evaluation import INTERVALS, measured, with_bar
 from tools.common.tables import in_columns
 from utils.cli import CommandLine
 from utils.errors import UserError
-from utils.intervals import wilson
 from utils.log import log
+from utils.text import wilson
 from vitamp.metrics import BETTER, CHOICES, KNN, SETS, TOP1, always_guessing
 
 NAMED_BY = "-dataset imagefolder -data_path DIR"

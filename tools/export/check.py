@@ -16,8 +16,7 @@ from datasets import PADDING, ImageDataset
 from datasets.base import TITLES, Samples
 from datasets.given import open_given
 from datasets.sources.files import SkippedFiles, images_below
-from engine.trained.model import Trained
-from engine.trained.predictions import name_of, split_of_run
+from engine.trained.model import Trained, name_of, split_of_run
 from tools.common.turns import progress_bar
 from utils.errors import TrainingError, UserError
 from utils.log import log

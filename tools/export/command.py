@@ -125,9 +125,9 @@ def _export(argv: list[str]) -> int:
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from engine.trained.model import load_trained
+    from tools.export.card import Hub
     from tools.export.check import TOLERANCES, images_for_check, outputs_of, reference_logits
     from tools.export.formats import FORMATS, Export, Onnx, write_checked
-    from tools.export.hub import Hub
 
     kinds = FORMATS | {HUB: Hub(asked.license)}
     for name in formats:

@@ -28,7 +28,7 @@ from datasets.base import background_of
 from datasets.registry import crop_of, squeezes
 from engine.checkpoint.folder import raising_os_errors
 from engine.checkpoint.restore import load_weights
-from engine.inputs.normalize import Inputs, per_channel
+from engine.inputs.batches import Inputs, per_channel
 from engine.trained.model import Trained
 from models import timm_call
 from tools.common.output_file import writing

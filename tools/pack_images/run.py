@@ -39,7 +39,7 @@ from utils.config.data import DataConfig
 from utils.errors import TrainingError, UserError
 from utils.log import log
 from utils.machine.cpus import cores
-from utils.parent import die_with_parent
+from utils.program import die_with_parent
 from utils.seeding import key
 from utils.text import counted
 from vitamp.files import parse_json, replacing, write_atomically

@@ -132,10 +132,8 @@ def _predict(argv: list[str]) -> int:
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from datasets.given import open_given
-    from engine.trained.model import load_trained
-    from engine.trained.predictions import check_same_classes, names_of, split_of_run
-    from tools.predict.find import find_images
-    from tools.predict.images import Chosen, predict_images
+    from engine.trained.model import check_same_classes, load_trained, names_of, split_of_run
+    from tools.predict.images import Chosen, find_images, predict_images
 
     paths = find_images(asked.images) if asked.images else []
     models = [

@@ -1,12 +1,17 @@
-"""Loads the settings: defaults < BASE files < the YAML < flags < KEY=VALUE; remembers where each value comes from."""
+"""Loads the settings: defaults < BASE files < the YAML < flags < KEY=VALUE, each with its source; and writes them."""
 
 from __future__ import annotations
 
+import difflib
+import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 
 from utils.config.checks import conflicts, notes, warnings
@@ -22,14 +27,62 @@ from utils.config.families import (
     implied_notes,
     translated,
 )
-from utils.config.keys import allowed, choices, nested, settings, suggest, value_of
-from utils.config.kinds import OWN_SETTING, as_names, is_no_value
+from utils.config.keys import allowed, choices, nested, sections, settings, suggest, value_of
+from utils.config.kinds import OWN_SETTING, OneLine, as_names, is_no_value, one_line
 from utils.config.read import Entry, Layer, Unknown, read_files, read_words
-from utils.config.recipes import file_of
 from utils.config.resumed import resolved_by_run, without_words
 from utils.config.schema import Config
-from utils.errors import UserError, closest, nearest
+from utils.errors import UserError, closest, either, nearest
+from utils.log import warn_once
+from utils.passwords import redacted
+from utils.program import ROOT
 from utils.record.run_folder import CONFIG, is_of_user
+
+FOLDER = ROOT / "configs"
+ENDINGS = (".yaml", ".yml")
+MOST_SUGGESTED = 3
+
+
+def file_of(cfg: str) -> tuple[str, str]:
+    """The file that -cfg names, and a line for the log if it is found by the name of a recipe. A file comes first."""
+    path = Path(cfg)
+    if path.is_file():
+        if path.name == cfg and cfg in shipped():
+            # At once, not among the notes of the settings: an error in this file's settings needs the explanation too.
+            warn_once(
+                f"-cfg {cfg}: the file {cfg} in the current folder is used, not the recipe of this name that comes "
+                f"with vitamp ({_as_seen(shipped()[cfg])}). Rename the file, or name the recipe by this path."
+            )
+        return cfg, ""
+    if path.suffix in ENDINGS:
+        if path.stem in shipped() and not path.exists():
+            raise UserError(f"{cfg}: no such file. Did you mean -cfg {path.stem}, a recipe that comes with vitamp?")
+        return cfg, ""
+    if path.name == cfg and cfg in shipped():
+        file = str(_as_seen(shipped()[cfg]))
+        return file, f"-cfg {cfg}: {file}, a recipe that comes with vitamp"
+    if path.name == cfg and not path.exists():
+        similar = difflib.get_close_matches(cfg, shipped(), MOST_SUGGESTED)
+        suggestion = f" Did you mean {either(similar)}?" if similar else ""
+        raise UserError(f"-cfg {cfg}: no such file, and no recipe of this name.{suggestion} {_folder_in_words()}")
+    return cfg, ""
+
+
+@cache
+def shipped() -> dict[str, Path]:
+    """Recipes by name. Files that begin with an underscore are parts of others."""
+    return {file.stem: file for file in sorted(FOLDER.rglob("*.yaml")) if not file.name.startswith("_")}
+
+
+def _folder_in_words() -> str:
+    return f"The recipes are in {_as_seen(FOLDER)}; {_as_seen(ROOT / 'docs/recipes.md')} describes them."
+
+
+def _as_seen(path: Path) -> Path:
+    """Relative to the current folder, if it is below."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
 
 DEFAULT = "default"
 
@@ -195,3 +248,49 @@ def _report(problems: list[str]) -> str:
     if len(problems) == 1:
         return problems[0]
     return "\n".join([f"{len(problems)} settings are wrong:", *(f"  {problem}" for problem in problems)])
+
+
+def to_yaml(config: Config) -> str:
+    """The settings as YAML, section by section; loading it gives an equal Config."""
+    return "".join(f"{line}\n" for line, _ in _lines(config))
+
+
+def format_config(loaded: Loaded) -> str:
+    """The settings as YAML with `# source` after each; the output of -print_config, without passwords of URLs."""
+    lines = [(redacted(line), loaded.sources[key] if key else "") for line, key in _lines(loaded.config)]
+    width = max(len(line) for line, source in lines if source and len(line) <= 60)
+    return "".join(f"{line:<{width}}  # {source}\n" if source else f"{line}\n" for line, source in lines)
+
+
+def _lines(config: Config) -> Iterator[tuple[str, str]]:
+    """(line, its key; '' for a section's heading). Top-level settings come last, as in the schema."""
+    shown: set[str] = set()
+    for key in settings():
+        *path, name = key.split(".")
+        for depth in range(1, len(path) + 1):
+            section = ".".join(path[:depth])
+            if section in sections() and section not in shown:
+                shown.add(section)
+                yield "  " * (depth - 1) + path[depth - 1] + ":", ""
+        pair = yaml.dump({name: value_of(config, key)}, Dumper=OneLine, width=float("inf"), allow_unicode=True)
+        yield "  " * len(path) + pair.rstrip("\n"), key
+
+
+def differences(old: Config, new: Config) -> list[str]:
+    """'TRAIN.BASE_LR: 0.003 -> 0.001' for each setting that differs."""
+    # -batch_size sets BATCH_SIZE_EVAL, too; null means the same.
+    follows = all(config.DATA.BATCH_SIZE_EVAL in (None, config.DATA.BATCH_SIZE) for config in (old, new))
+    keys = [key for key in settings() if not (follows and key == "DATA.BATCH_SIZE_EVAL")]
+    pairs = ((key, value_of(old, key), value_of(new, key)) for key in keys)
+    return [f"{key}: {one_line(one)} -> {one_line(other)}" for key, one, other in pairs if not _same(one, other)]
+
+
+def _same(before: Any, after: Any) -> bool:
+    """Whether two values are equal. A saved URL has no password."""
+    return before == after or (isinstance(after, str) and redacted(after) == before)
+
+
+def config_hash(config: Config) -> str:
+    """SHA-256 of all settings: equal for equal settings, on every machine."""
+    values = {key: value_of(config, key) for key in settings()}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

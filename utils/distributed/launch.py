@@ -14,7 +14,7 @@ from types import FrameType
 
 from utils.distributed.again import LAUNCHER_PID
 from utils.errors import EXIT_INTERRUPTED, EXIT_STOPPED
-from utils.parent import die_with
+from utils.program import die_with
 from utils.text import counted
 
 SECONDS_TO_SAVE = 60

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from utils.line_file import LineFile
 from utils.passwords import redacted
+from utils.standard_output import LineFile
 from vitamp.files import only_regular, parse_json, read_regular_text, write_atomically
 
 METRICS = "metrics.jsonl"

@@ -20,7 +20,7 @@ from datasets.sources.imagefolder import class_files
 from models.weights.find import check_pretrained
 from tests.datasets.shards.tar_files import picture, samples, write_set, write_tar
 from tests.program import ROOT, Result, save_image
-from tools.predict.find import find_images
+from tools.predict.images import find_images
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.log import log

@@ -15,8 +15,7 @@ from torch import Tensor
 from engine.amp.low_precision import forced_modules
 from engine.amp.overflow import Blame, OverflowWatch
 from engine.amp.precision import Precision
-from engine.measure.meters import TrainMeters
-from engine.measure.progress import Position
+from engine.measure.meters import Position, TrainMeters
 from engine.report.skips import ScaledHealth
 from engine.task.one import OneLabel
 from tests.engine.small import CPU, build

@@ -14,7 +14,7 @@ from torch import nn
 from engine.amp.precision import LossScaler
 from engine.checkpoint.restore import restore
 from engine.checkpoint.state import state_of
-from engine.measure.progress import Best, Position
+from engine.measure.meters import Best, Position
 from engine.setup import ReadyToTrain
 from tests.engine.small import build, train
 from tests.program import made_meta

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.checkpoint.restore import restore
 from engine.checkpoint.state import finite, state_of
-from engine.measure.progress import Best, Position
+from engine.measure.meters import Best, Position
 from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain
 from tests.engine.small import build, train, windows

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from datasets import Window
 from engine.amp.overflow import OverflowWatch
-from engine.inputs.mixup import Mixing, TransformedBatch, build_batch_transform
+from engine.inputs.batches import Mixing, TransformedBatch, build_batch_transform
 from engine.task.one import OneLabel
 from tests.engine.small import CPU, build, train, windows
 from tests.program import metrics

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from engine.measure.bottleneck import Bottleneck, Setting, find_bottleneck
 from engine.measure.throughput import (
     BACKWARD,
     COPY,
@@ -18,10 +17,13 @@ from engine.measure.throughput import (
     FORWARD,
     OPTIMISER,
     OTHER,
+    Bottleneck,
     HostStages,
+    Setting,
     StageTimes,
     Tally,
     Throughput,
+    find_bottleneck,
 )
 from tests.datasets.shards.serving import ByteRanges, serving
 from tests.datasets.shards.tar_files import write_set

@@ -18,7 +18,7 @@ import yaml
 
 from datasets import Batch
 from engine.machine import memory
-from engine.machine.context import Run
+from engine.machine.device import Run
 from engine.machine.memory import GIB, free_memory, held_memory, limited, take_peak
 from engine.memory import batch_size, largest_batch
 from engine.memory.batch_size import settle_batch

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.evaluate import evaluate
-from engine.machine.context import Run
+from engine.machine.device import Run
 from engine.machine.memory import IN_VALIDATION, is_out_of_memory, largest_blocks
 from engine.memory.out_of_memory import before_training, describe
 from tests.engine.small import build

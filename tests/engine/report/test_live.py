@@ -13,7 +13,7 @@ import warnings
 import pytest
 
 from engine.machine.stopping import Signals
-from engine.measure.progress import Best, Position
+from engine.measure.meters import Best, Position
 from engine.report.live import EpochTable, Live
 from engine.report.outcome import Guess, marks_of_best, tied
 from engine.task.one import ValidationMeans

@@ -13,8 +13,7 @@ import pytest
 
 from engine.amp.overflow import Blame
 from engine.measure import throughput
-from engine.measure.meters import Reading
-from engine.measure.progress import Position, clock, seconds_of
+from engine.measure.meters import Position, Reading, clock, seconds_of
 from engine.measure.throughput import DATA, FORWARD, HostStages, Perf, Throughput
 from engine.report.reporter import Reporter
 from engine.task.one import Means

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from engine import preflight
-from engine.measure.progress import Best
+from engine.measure.meters import Best
 from engine.report import trackers
 from engine.report.trackers import TrackedRun
 from tests.program import ROOT, Result, metrics

@@ -13,7 +13,7 @@ from torch import nn
 
 import engine.speed.attention_race as attention_race
 from engine.amp.precision import Precision
-from engine.inputs.normalize import Inputs
+from engine.inputs.batches import Inputs
 from engine.speed.attention import AttentionKernel, attention_by_rule
 from engine.speed.attention_kinds import attention_layers
 from engine.speed.attention_race import first_call, race, race_attention, winner

@@ -13,7 +13,7 @@ from timm.loss.binary_cross_entropy import BinaryCrossEntropy as TimmsBce
 from torch import Tensor, nn
 
 from engine.distill import DistillationLoss
-from engine.inputs.mixup import Mixing
+from engine.inputs.batches import Mixing
 from engine.task.losses import BinaryCrossEntropy
 from engine.task.one import OneLabel
 from engine.update import accumulate

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 
 from engine.amp.low_precision import forced_modules
-from engine.trained.model import load_trained
-from engine.trained.predictions import guesses
+from engine.trained.model import guesses, load_trained
 from tests.predicted import Predictions, validation_predictions
 from tests.program import Result, metrics, write_meta
 from tests.saved import save_checkpoint

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FETCHED = """
 import resource, sys
 sys.path.insert(0, {root!r})
-from utils.machine.heap import keep_freed_memory
+from utils.machine.cpus import keep_freed_memory
 if {kept}:
     keep_freed_memory()
 def fetched():

@@ -18,8 +18,7 @@ from PIL import Image
 from datasets import ImageDataset
 from datasets.labels import images_of_classes
 from engine.task.one import ClassCounts
-from engine.trained.model import Trained, load_trained
-from engine.trained.predictions import name_of, picture_of, split_of_run
+from engine.trained.model import Trained, load_trained, name_of, picture_of, split_of_run
 from tools.common.evaluation import Evaluation, OneLabel, SeveralLabels, with_bar
 from tools.common.report_page.charts import Reliability
 from tools.common.report_page.opening import Headline

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from tools.common.report_page.runs import Run
 from utils.config import Config
-from utils.intervals import Interval, wilson
-from utils.text import counted
+from utils.text import Interval, counted, wilson
 from vitamp.metrics import ONE_LABEL, SEVERAL_LABELS, TOP1, Metric
 
 LAYOUTS = ("csv", "imagefolder", "images", "imagenet2012", "shards")

@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from engine.measure.bottleneck import shown_rate
-from engine.measure.progress import clock
+from engine.measure.meters import clock
+from engine.measure.throughput import shown_rate
 from utils.config import Config, config_of_run
 from utils.config.keys import OF_ONE_START, settings, value_of
 from utils.config.kinds import one_line

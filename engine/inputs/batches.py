@@ -1,21 +1,28 @@
-"""Random erasing, mixup and cutmix of a whole micro-batch, on the device, after normalisation.
+"""What a micro-batch goes through on the device: normalisation, random erasing, mixup and cutmix; and token dropping.
 
-Their random numbers come from generators that are seeded for each micro-batch, so they depend only on its position in
+The random numbers come from generators that are seeded for each micro-batch, so they depend only on its position in
 the run. Erasing comes before mixing, as in DeiT and Swin.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from timm.data.mixup import Mixup, cutmix_bbox_and_lam
 from timm.data.random_erasing import RandomErasing
-from torch import Tensor
+from timm.layers.patch_dropout import PatchDropout
+from torch import Tensor, nn
 
+from datasets.base import background_of
+from datasets.registry import squeezes
+from engine.callback import Callback, Figure
 from engine.task.base import Task
+from models import Shortcuts
+from utils.config.data import DataConfig
+from utils.config.schema import Config
 from utils.config.train import TrainConfig
 
 ERASE_SPLITS = 2
@@ -156,3 +163,104 @@ class Mixing(Mixup):
             box, lam[row] = cutmix_bbox_and_lam(size, lam[row], self.cutmix_minmax, self.correct_lam)
             boxes[row] = [int(edge) for edge in box]
         return _Draw(lam, boxes, ~use_cutmix)
+
+
+def per_channel(values: tuple[float, ...], channels: int) -> list[float]:
+    """One value per channel. If their numbers differ, the first value serves every channel."""
+    return list(values) if len(values) == channels else [values[0]] * channels
+
+
+class Inputs(nn.Module):
+    """Converts uint8 images to normalised floats: (x / 255 - mean) / std, as one multiplication and one addition."""
+
+    factor: Tensor
+    offset: Tensor
+
+    def __init__(self, data: DataConfig) -> None:
+        super().__init__()
+        mean = torch.tensor(per_channel(data.IMAGENET_MEAN, data.IMAGE_CHANNELS), dtype=torch.float64)
+        std = torch.tensor(per_channel(data.IMAGENET_STD, data.IMAGE_CHANNELS), dtype=torch.float64)
+        self.layout = torch.contiguous_format
+        """Memory format of the images: channels_last if SPEED chooses it."""
+        shape = (1, -1, 1, 1)
+        self.register_buffer("factor", (1 / (255 * std)).float().reshape(shape), persistent=False)
+        self.register_buffer("offset", (-mean / std).float().reshape(shape), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        floats = images.to(torch.float32, memory_format=self.layout)  # the bytes may be in another memory format
+        return torch.addcmul(self.offset, floats, self.factor)
+
+
+def input_of(data: DataConfig) -> dict[str, Any]:
+    """How validation makes the model's input from an image, in the words that exported files use too."""
+    return {
+        "image_size": data.IMAGE_SIZE,
+        "channels": data.IMAGE_CHANNELS,
+        "crop": "none" if squeezes(data) else "middle",
+        "crop_pct": data.CROP_PCT,
+        "crop_mode": data.CROP_MODE,
+        "interpolation": data.INTERPOLATION,
+        "mean": per_channel(data.IMAGENET_MEAN, data.IMAGE_CHANNELS),
+        "std": per_channel(data.IMAGENET_STD, data.IMAGE_CHANNELS),
+        "exif_rotate": data.EXIF_ROTATE,
+        "background": background_of(data),
+    }
+
+
+def shortcuts_of(config: Config) -> Shortcuts:
+    train, full = config.TRAIN, config.DATA.IMAGE_SIZE
+    return Shortcuts(train.TOKEN_DROP, tuple(sorted({size for _, size in train.SIZE_SCHEDULE} - {full})))
+
+
+class TokenDrop(Callback):
+    """Sets the model's patch dropout. Tokens are drawn anew for each sample, by its micro-batch's random numbers."""
+
+    def __init__(self, train: TrainConfig) -> None:
+        self.fraction, self.last = train.TOKEN_DROP, train.NUM_EPOCHS - train.TOKEN_DROP_TAIL
+        self.tail = train.TOKEN_DROP_TAIL
+        self._now = 0.0
+
+    def phase(self, epoch: int) -> str:
+        return self._share() if epoch <= self.last else ""
+
+    def enter(self, epoch: int, *models: nn.Module) -> bool:
+        self._now = self.fraction if epoch <= self.last else 0.0
+        for module in (module for model in models for module in model.modules()):
+            if isinstance(module, PatchDropout):
+                module.prob = self._now
+        return False
+
+    def figures(self) -> dict[str, Figure]:
+        return {"token_drop": Figure(self._now, f"Patches left out: {100 * self._now:g}%")}
+
+    def rows(self) -> dict[str, str]:
+        epochs = f"{self.tail} epochs" if self.tail > 1 else "epoch"
+        tail = f", none in the last {epochs}" if self.tail else ""
+        return {"shortcuts": f"{self._share()}{tail}"}
+
+    def _share(self) -> str:
+        return f"{100 * self.fraction:g} % of the patches left out"
+
+
+# TRAIN.SIZE_SCHEDULE: training images grow. The data set makes them (`datasets.Sized`); this is what the log says.
+
+
+class GrowingImages(Callback):
+    def __init__(self, train: TrainConfig, full: int) -> None:
+        """`full`: size of the images in epochs for which the schedule has none."""
+        self._train, self._full, self._size = train, full, full
+
+    def enter(self, epoch: int, *models: nn.Module) -> bool:
+        self._size = self._train.size_in(epoch, self._full)
+        return False
+
+    def figures(self) -> dict[str, Figure]:
+        return {"image_size": Figure(self._size, f"Size: {self._size}")}
+
+    def rows(self) -> dict[str, str]:
+        steps = (f"{size} from epoch {self._first_epoch(start)}" for start, size in self._train.SIZE_SCHEDULE)
+        return {"shortcuts": f"images of {', '.join(steps)}"}
+
+    def _first_epoch(self, start: float) -> int:
+        """First epoch after `start`, a fraction of the run."""
+        return int(-(-self._train.epochs_before(start) // 1)) + 1

@@ -1,1 +1,0 @@
-"""How training happens: precision, optimiser, one update, the loop, evaluation, checkpoints."""

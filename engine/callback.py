@@ -1,4 +1,4 @@
-"""A callback: what a run may or may not have, such as an EMA. engine/callbacks.py names them all, in their order."""
+"""A callback: what a run may or may not have, such as an EMA. `callbacks` in engine/setup.py has their order."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Callback:
         """The gradients of all micro-batches of an update are there, still scaled."""
 
     def after_update(self, update: int, stepped: bool | Tensor) -> None:
-        """`moved`: whether the optimiser changed the weights; a tensor where only the device knows."""
+        """`stepped`: whether the optimiser changed the weights; a tensor where only the device knows."""
 
     def figures(self) -> dict[str, Figure]:
         """What the log line, metrics.jsonl and charts show of the last update, by its name there.

@@ -133,13 +133,20 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
         print(version_text())
         return EXIT_DONE
     if command.action == "list_models":
-        return _list_models(command.pattern)
+        from models import list_models
+
+        names = list_models(command.pattern)
+        print("\n".join(names) if names else f"no model name matches {command.pattern!r}")
+        return EXIT_DONE if names else EXIT_USAGE
     loaded = _load(command)
-    if command.action in ("print_config", "print_amp"):
-        _use_own_code(loaded, command)
-        if command.action == "print_amp":
-            return _print_amp(loaded)
+    if command.action == "print_config":
+        if is_of_user(loaded.sources["USE"]):
+            _use_own_code(loaded, command)
         print(format_config(loaded), end="")
+        return EXIT_DONE
+    if command.action == "print_amp":
+        _use_own_code(loaded, command)
+        print(_precisions(loaded))
         return EXIT_DONE
     # main_single_gpu.py needs no address where ranks meet, which read_world would ask for.
     world = (None if many else world_from_launcher()) or read_world(command.ranks)
@@ -157,9 +164,7 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
         )
     try:
         _use_own_code(loaded, command)
-        if many and world is None:
-            return _start_processes(script, argv, loaded, command)
-        return _run(loaded, world or ALONE, command)
+        return _train(script, argv, loaded, world, command, many)
     except Exception as error:
         if world is not None and world.size > 1 and _rank_name() is None:  # it has not joined
             from utils.distributed.group import refuse
@@ -169,82 +174,63 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
         raise
 
 
-def _use_own_code(loaded: Loaded, command: CommandLine) -> None:
-    """Execute the files of USE. Those in the settings of a run count as the run's, not as given."""
-    given = is_of_user(loaded.sources["USE"])
-    if not loaded.config.USE or (command.action == "print_config" and not given):
-        return
-    from engine.own_code import use_own_code
-
-    use_own_code(loaded.config, given, command.trust)
-
-
 def _load(command: CommandLine) -> Loaded:
+    """The settings; of a resumed run, its own config.yaml, so that resuming needs no -cfg."""
     if command.cfg is not None:
         return load_config(command.cfg, command.flags, command.words)
-    saved, flags = _config_of_resumed_run(command), command.flags
-    if saved is not None:
-        flags = {**{key: (default_of(key), "-resume") for key in OF_ONE_START}, **flags}
-    return load_config(saved, flags, command.words)
-
-
-def _config_of_resumed_run(command: CommandLine) -> str | None:
-    """The resumed run's own config.yaml, so that resuming needs no -cfg."""
     wanted, _ = command.flags.get("MODEL.RESUME", (None, ""))
     output, _ = command.flags.get("OUTPUT", (None, ""))
     place = output if wanted == "auto" else wanted
     run = run_folder_of(Path(place)) if place else None
-    saved = run / CONFIG if run else None
-    return str(saved) if saved and saved.exists() else None
+    if run is None or not (run / CONFIG).exists():
+        return load_config(None, command.flags, command.words)
+    flags = {**{key: (default_of(key), "-resume") for key in OF_ONE_START}, **command.flags}
+    return load_config(str(run / CONFIG), flags, command.words)
 
 
-def _list_models(pattern: str | None) -> int:
-    from models import list_models
+def _use_own_code(loaded: Loaded, command: CommandLine) -> None:
+    """Execute the files of USE. Those in the settings of a run count as the run's, not as given."""
+    if loaded.config.USE:
+        from engine.own_code import use_own_code
 
-    names = list_models(pattern)
-    print("\n".join(names) if names else f"no model name matches {pattern!r}")
-    return EXIT_DONE if names else EXIT_USAGE
+        use_own_code(loaded.config, is_of_user(loaded.sources["USE"]), command.trust)
 
 
-def _print_amp(loaded: Loaded) -> int:
+def _precisions(loaded: Loaded) -> str:
     from engine.amp.precision import check_amp
+    from engine.amp.print_amp import show_precisions
     from engine.preflight import resolve
-    from engine.run import show_precisions
     from models import check_model
 
     config = resolve(loaded).config
     check_amp(config.AMP, config.TRAIN)
     check_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
-    print(show_precisions(config))
-    return EXIT_DONE
+    return show_precisions(config)
 
 
-def _start_processes(script: str, argv: list[str], loaded: Loaded, command: CommandLine) -> int:
-    """Start one process per device, or run in this one if there is a single device. No launcher gave it a rank."""
-    from engine.machine.device import visible_devices, visible_gpus
+def _train(script: str, argv: list[str], loaded: Loaded, world: World | None, command: CommandLine, many: bool) -> int:
+    """Train or evaluate in this process, or start one per device if no launcher gave it a rank."""
     from engine.preflight import check, resolve
-    from utils.distributed.launch import self_launch
 
-    number = visible_devices(loaded.config)
-    if number == 1:
-        visible = (
-            "one GPU is visible" if visible_gpus(loaded.config) else "no CUDA GPU is used; -ngpus N starts N processes"
-        )
-        log.info("One process: %s.", "-ngpus 1" if loaded.config.NGPUS == 1 else visible)
-        return _run(loaded, ALONE, command)
-    resolved = resolve(loaded)
-    check(resolved.config, resolved.sources)
-    return self_launch(script, argv, number)
+    number = 1
+    if many and world is None:
+        from engine.machine.device import visible_devices, visible_gpus
 
-
-def _run(loaded: Loaded, world: World, command: CommandLine) -> int:
-    from engine.preflight import check, resolve
-    from engine.run import run
-
-    if world.size > 1:
+        number = visible_devices(loaded.config)
+        if number == 1:
+            none = "no CUDA GPU is used; -ngpus N starts N processes"
+            visible = "one GPU is visible" if visible_gpus(loaded.config) else none
+            log.info("One process: %s.", "-ngpus 1" if loaded.config.NGPUS == 1 else visible)
+    elif world is not None and world.size > 1:
         from utils.distributed.launch import die_with_launcher
 
         die_with_launcher()
     loaded = resolve(loaded)
     check(loaded.config, loaded.sources)
-    return run(loaded, world, dry=command.action == "dry_run")
+    if number > 1:
+        from utils.distributed.launch import self_launch
+
+        return self_launch(script, argv, number)
+    from engine.run import run
+
+    return run(loaded, world or ALONE, dry=command.action == "dry_run")

@@ -20,6 +20,7 @@ from engine.measure.meters import Position
 from engine.report.outcome import in_context
 from engine.setup import Ready, build_for_evaluation
 from engine.task.base import Metrics, Task
+from utils.config.kinds import AUTO
 from utils.distributed.world import World, on_every_rank
 from utils.log import log
 from vitamp.metrics import KNN, PLAIN, SETS, WeightSet, best_set, metric_named
@@ -89,7 +90,6 @@ def evaluate_only(given: Run, dry: bool) -> None:
     from engine.checkpoint.restore import check_task, load_weights
     from engine.checkpoint.run_folder import make_run_folder, write_run_files
     from engine.evaluated_data import copies_evaluated, evaluated_weights
-    from engine.memory.batch_size import settle_batch
     from engine.report.banner import banner
     from engine.report.reporter import Reporter
     from vitamp.tensors import open_tensors, read_state
@@ -99,7 +99,11 @@ def evaluate_only(given: Run, dry: bool) -> None:
     if checkpoint is not None:
         on_every_rank(world, lambda: check_task(checkpoint, given.config, world))
     began = time.perf_counter()
-    run = settle_batch(given, checkpoint)
+    run = given
+    if given.config.DATA.BATCH_SIZE == AUTO:
+        from engine.memory.batch_size import settle_batch
+
+        run = settle_batch(given, checkpoint)
     config = run.config
     ready = on_every_rank(world, lambda: build_for_evaluation(run, checkpoint))
     folder = None if dry else make_run_folder(run, "eval")

@@ -55,7 +55,7 @@ def check(config: Config, sources: Mapping[str, str] = MappingProxyType({})) -> 
             check_wandb(config)
     check_amp(config.AMP, config.TRAIN)
     if config.TRAIN.DISTILLATION_TYPE is not None or config.TRAIN.TEACHER_MODEL is not None:
-        from engine.distill import check_teacher
+        from engine.distill.teacher import check_teacher
 
         check_teacher(config)
     starts_new_run = config.MODEL.RESUME is None or (config.MODEL.RESUME == AUTO and resumed_run(config) is None)
@@ -71,25 +71,17 @@ def check(config: Config, sources: Mapping[str, str] = MappingProxyType({})) -> 
     try:
         check_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config), memory)
     except UserError as error:
-        if hint := _file_of_sizes(str(error), sources):
-            raise UserError(f"{error}\n{hint}") from None
-        raise
-
-
-def _file_of_sizes(error: str, sources: Mapping[str, str]) -> str:
-    """Which file sets the sizes that the model lacks: it may be a recipe for another model, chosen by -model."""
-    files: dict[str, list[str]] = {}
-    for key in re.findall(rf"(MODEL\.\w+).*{NO_SUCH_SIZE}", error):
-        file, _, line = sources.get(key, "").rpartition(":")
-        if line.isdigit():
-            files.setdefault(file, []).append(key)
-    if not files:
-        return ""
-    named = "; ".join(f"{', '.join(keys)} in {file}" for file, keys in files.items())
-    return (
-        f"Set by a file of -cfg: {named}. These sizes are for another model. Use a copy of the file without these "
-        "keys, or leave -cfg out and set the data on the command line (-dataset, -image_size, -num_classes)."
-    )
+        # The file may be a recipe for another model, chosen by -model.
+        keys = re.findall(rf"(MODEL\.\w+).*{NO_SUCH_SIZE}", str(error))
+        files = {key: sources.get(key, "").rpartition(":") for key in keys}
+        named = [f"{key} in {file}" for key, (file, _, line) in files.items() if line.isdigit()]
+        if not named:
+            raise
+        raise UserError(
+            f"{error}\nSet by a file of -cfg: {'; '.join(named)}. These sizes are for another model. Use a copy of the "
+            "file without these keys, or leave -cfg out and set the data on the command line (-dataset, -image_size, "
+            "-num_classes)."
+        ) from None
 
 
 # Settings that only the data and the pretrained weights know: layout, number of classes, preprocessing, image size.
@@ -111,38 +103,32 @@ def resolve(loaded: Loaded) -> Loaded:
 
     For an evaluation also with the split to evaluate.
     """
-    loaded = _with_classes(_with_dataset(loaded))
+    place = loaded.config.DATA.DATA_PATH
+    if place is not None and loaded.is_default(DATASET):
+        from datasets.recognise import recognise
+
+        if (found := recognise(place, needs_labels=not loaded.config.MODEL.MAE_PRETRAIN)) is not None:
+            name, what = found
+            note = f"{DATASET} {name}: {what}"
+            loaded = loaded.with_values({DATASET: Entry(name, f"recognised in {place}")}, [note])
+    loaded = _with_classes(loaded)
     if loaded.config.MODEL.PRETRAINED is not None:
         from engine.checkpoint.preprocessing import with_preprocessing
 
         loaded = with_preprocessing(loaded, loaded.config.MODEL.PRETRAINED)
-    loaded = _with_patch_size(_with_image_size(_with_teacher(loaded)))
-    return _with_part(loaded) if loaded.config.EVAL else loaded
+    if loaded.config.TRAIN.DISTILLATION_TYPE is not None:
+        from engine.distill.teacher import default_teacher
 
-
-def _with_teacher(loaded: Loaded) -> Loaded:
-    if loaded.config.TRAIN.DISTILLATION_TYPE is None:
+        if (found := default_teacher(loaded.config)) is not None:
+            loaded = loaded.with_values({TEACHER: Entry(found[0], "PaddleViT's default")}, [found[1]])
+    loaded = _with_patch_size(_with_image_size(loaded))
+    if not loaded.config.EVAL:
         return loaded
-    from engine.distill import default_teacher
+    from engine.evaluated_data import evaluated_weights, settings_for_evaluation
 
-    found = default_teacher(loaded.config)
-    if found is None:
-        return loaded
-    return loaded.with_values({TEACHER: Entry(found[0], "PaddleViT's default")}, [found[1]])
-
-
-def _with_dataset(loaded: Loaded) -> Loaded:
-    place = loaded.config.DATA.DATA_PATH
-    if place is None or not loaded.is_default(DATASET):
-        return loaded
-    from datasets.recognise import recognise
-
-    found = recognise(place, needs_labels=not loaded.config.MODEL.MAE_PRETRAIN)
-    if found is None:
-        return loaded
-    name, what = found
-    note = f"{DATASET} {name}: {what}"
-    return loaded.with_values({DATASET: Entry(name, f"recognised in {place}")}, [note])
+    given = {key for key, source in loaded.sources.items() if source.startswith("-") or source == "command line"}
+    values, notes = settings_for_evaluation(loaded.config, evaluated_weights(loaded.config), given)
+    return loaded.with_values({key: Entry(value, "the evaluated data") for key, value in values.items()}, notes)
 
 
 def _with_classes(loaded: Loaded) -> Loaded:
@@ -174,8 +160,6 @@ def _with_image_size(loaded: Loaded) -> Loaded:
     config = loaded.config
     if config.DATA.IMAGE_SIZE != AUTO:
         return loaded
-    import torch
-
     from datasets.examine import median_side
 
     name, classes = source_of(config.DATA), config.MODEL.NUM_CLASSES
@@ -210,11 +194,3 @@ def _with_patch_size(loaded: Loaded) -> Loaded:
     patch = min(fitting, key=lambda patch: abs(size / patch - PATCHES_PER_ROW))
     note = f"{PATCH_SIZE} {patch}: {size // patch} x {size // patch} patches of an image of {size} x {size}"
     return loaded.with_values({PATCH_SIZE: Entry(patch, f"{IMAGE_SIZE} {size}")}, [note])
-
-
-def _with_part(loaded: Loaded) -> Loaded:
-    from engine.evaluated_data import evaluated_weights, settings_for_evaluation
-
-    given = {key for key, source in loaded.sources.items() if source.startswith("-") or source == "command line"}
-    found, notes = settings_for_evaluation(loaded.config, evaluated_weights(loaded.config), given)
-    return loaded.with_values({key: Entry(value, "the evaluated data") for key, value in found.items()}, notes)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import torch
 
 from engine.amp.precision import check_precision
 from engine.checkpoint.run_folder import (
@@ -22,15 +20,15 @@ from engine.machine.memory import is_out_of_memory
 from engine.machine.stopping import signals
 from engine.measure.meters import clock, updates_left
 from engine.measure.throughput import Throughput
-from engine.memory.batch_size import settle_batch
 from engine.report.banner import banner, short_banner
 from engine.report.outcome import as_lines, in_context, next_commands, tied
 from engine.report.reporter import Reporter
-from engine.setup import ReadyToTrain, build_for_training, model_in_precision, sharding_of
+from engine.setup import ReadyToTrain, build_for_training, sharding_of
 from engine.trainer import Trainer
-from utils.config import Config, Loaded
+from utils.config import Loaded
+from utils.config.kinds import AUTO
 from utils.distributed.again import tool
-from utils.distributed.world import ALONE, World, on_every_rank, on_rank_0
+from utils.distributed.world import World, on_every_rank, on_rank_0
 from utils.errors import EXIT_DONE, TrainingError, UserError
 from utils.log import brief_terminal, log, print_on_terminal
 from utils.record.history import History
@@ -47,47 +45,21 @@ if TYPE_CHECKING:
 def run(loaded: Loaded, world: World, dry: bool) -> int:
     """Join the other ranks, train or evaluate, and return the exit code. Errors are raised."""
     try:
-        return _train_or_evaluate(join(loaded, world), dry)
+        this = join(loaded, world)
+        try:
+            return _train_or_evaluate(this, dry)
+        except Exception as error:
+            signals.deferred = True  # report the error before a signal ends this rank because another rank exited first
+            if is_out_of_memory(error):
+                from engine.memory.out_of_memory import describe
+
+                raise (UserError if world.size == 1 else TrainingError)(describe(error, this)) from None
+            raise
     finally:
         if world.size > 1:
             from utils.distributed.group import leave
 
             leave()
-
-
-def _train_or_evaluate(this: Run, dry: bool) -> int:
-    config, device = this.config, this.device
-    try:
-        check_precision(config.AMP, device)
-        with (
-            FolderLock() as lock,
-            _op_lists(config, device) as lists,
-        ):
-            if config.EVAL:
-                from engine.evaluate import evaluate_only
-
-                evaluate_only(this, dry)
-                return EXIT_DONE
-            return train(this, None if dry else lock, lists)
-    except Exception as error:
-        signals.deferred = True  # report the error before a signal ends this rank because another rank exited first
-        if is_out_of_memory(error):
-            from engine.memory.out_of_memory import before_training
-
-            raise (UserError if this.world.size == 1 else TrainingError)(
-                before_training(error, config, device)
-            ) from None
-        raise
-
-
-def _op_lists(config: Config, device: torch.device) -> AbstractContextManager[OpLists | None]:
-    """AMP's lists of operators, which act inside the context; None if both are empty."""
-    white, black = config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST
-    if not white and not black:
-        return nullcontext()
-    from engine.amp.op_lists import OpLists
-
-    return OpLists(device.type, white, black)
 
 
 def join(loaded: Loaded, world: World) -> Run:
@@ -108,6 +80,24 @@ def join(loaded: Loaded, world: World) -> Run:
     return Run(config, world, device, threads)
 
 
+def _train_or_evaluate(this: Run, dry: bool) -> int:
+    config, lists = this.config, None
+    check_precision(config.AMP, this.device)
+    with ExitStack() as until_the_end:
+        lock = until_the_end.enter_context(FolderLock())
+        if config.AMP.CUSTOM_WHITE_LIST or config.AMP.CUSTOM_BLACK_LIST:
+            from engine.amp.op_lists import OpLists
+
+            lists = OpLists(this.device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST)
+            until_the_end.enter_context(lists)
+        if config.EVAL:
+            from engine.evaluate import evaluate_only
+
+            evaluate_only(this, dry)
+            return EXIT_DONE
+        return train(this, None if dry else lock, lists)
+
+
 def train(given: Run, lock: FolderLock | None, lists: OpLists | None) -> int:
     """Train from start to end, and return the exit code. `lock` None: a dry run."""
     world = given.world
@@ -119,8 +109,12 @@ def train(given: Run, lock: FolderLock | None, lists: OpLists | None) -> int:
 
         checkpoint = chosen_checkpoint(given.config, world)
     signals.saved = checkpoint is not None if world.first else None
-    run = settle_batch(given, checkpoint)
-    config = run.config
+    run, config = given, given.config
+    if checkpoint is not None or config.DATA.BATCH_SIZE == AUTO or config.TRAIN.GLOBAL_BATCH is not None:
+        from engine.memory.batch_size import settle_batch
+
+        run = settle_batch(given, checkpoint)
+        config = run.config
     sharding = sharding_of(config, world, run.device)
     ready = on_every_rank(world, lambda: build_for_training(run, checkpoint, sharding))
 
@@ -225,25 +219,3 @@ def _finished(run: Run, ready: ReadyToTrain, folder: Path) -> bool:
     updates = counted(position.update, "update")
     log.info("This run had already finished: %s%s; its folder is %s", updates, validated, place)
     return True
-
-
-def show_precisions(config: Config) -> str:
-    """Table for -print_amp: the precision that each module computes in, observed in one forward pass."""
-    from engine.amp.low_precision import half_copy_of
-    from engine.amp.print_amp import amp_table
-
-    device = pick_device(config.DEVICE, ALONE)
-    set_up_device(config, device, ALONE)
-    check_precision(config.AMP, device)
-    model, inputs, precision = model_in_precision(config, device)
-    if precision.computes_in_copy:
-        model, _ = half_copy_of(model, precision)
-    size = (2, config.DATA.IMAGE_CHANNELS, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_SIZE)
-    images = torch.randint(0, 256, size, dtype=torch.uint8, device=device)
-
-    def run_forward() -> None:
-        with precision.autocast():
-            model(inputs(images))
-
-    with _op_lists(config, device):
-        return f"{config.MODEL.NAME} in {precision.line()}\n\n{amp_table(model, run_forward)}"

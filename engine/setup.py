@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,7 @@ from datasets import (
     warn_of_splits,
 )
 from engine.amp.precision import PRECISION, Precision, amp_may_gain, choose
-from engine.callbacks import CallbackContext, callbacks
-from engine.compile.choice import Compiling, choose_compiling
+from engine.callback import Callback
 from engine.inputs.batches import Inputs, MixedWeights, build_batch_transform, input_of, shortcuts_of
 from engine.machine.device import Run, global_batch
 from engine.measure.meters import Best, Position, TrainMeters, updates_left
@@ -44,6 +43,7 @@ from utils.passwords import redacted_values
 from utils.seeding import seed_all
 from utils.terminal import DETAIL
 from vitamp.checkpoints import LORA, Checkpoint
+from vitamp.metrics import AVERAGE, WeightSet
 from vitamp.registry import own_named
 
 if TYPE_CHECKING:
@@ -175,9 +175,17 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
         check_samples(checkpoint, position, identity_of(train_set, loader.order), config, world)
     elif train.LAST_EPOCH:
         parts.schedule.restore(position.update)
-    if compiling := parts.callback(Compiling):
-        left = updates_left(config, position, updates)
-        compiling.choice = choose_compiling(config, parts, world, left, choices)
+    how, why = "none", "as asked for"
+    if train.COMPILE == "auto":
+        why = f"auto: on {device.type} compiling takes longer than it saves"
+    if may_compile(config, device, choices):
+        from engine.compile.choice import Compiling, choose_compiling
+
+        how, why = choose_compiling(config, parts, world, updates_left(config, position, updates), choices)
+        for callback in parts.callbacks:
+            if isinstance(callback, Compiling):
+                callback.how = how
+    ready.choices |= {"compile": how, "compile_why": why}
     for callback in parts.callbacks:
         ready.choices |= callback.noted()
     return ReadyToTrain(
@@ -272,22 +280,24 @@ def build_train_state(
     alone = train.ACCUM_ITER * world.size == 1  # one micro-batch an update: its mean is the update's
     if isinstance(criterion, WeightedCrossEntropy) and train.mixes and train.MIXUP_MODE == "elem" and not alone:
         mixed = MixedWeights(criterion.weights)
-    context = CallbackContext(
-        config,
-        model,
-        precision,
-        world,
-        sharding is not None,
-        stages=stages_of(config.REPORT_STAGES, device),
-        change=build_batch_transform(train, task, device, mixed),
-        criterion=criterion,
-        classes=None if train_set is None else train_set.classes,
-        resumed=resumed or {},
-    )
-    built = tuple(callbacks(context))
+    change, stages = build_batch_transform(train, task, device, mixed), stages_of(config.REPORT_STAGES, device)
+    weighted, taught, averaged = isinstance(criterion, WeightedCrossEntropy), [], []
+    others: dict[WeightSet, nn.Module] = {}
+    if train.DISTILLATION_TYPE is not None:  # changes what the model returns, so before it is copied
+        from engine.distill.teacher import Distillation, check_teacher_matches
+
+        taught = [Distillation(config, model, precision, stages, change, criterion)]
+        check_teacher_matches(taught[0].teacher, train_set.classes if train_set else None, resumed or {})
+        change, criterion = taught[0], taught[0].criterion
+    between = tuple(callbacks(config, precision, world, sharding is not None, resumed or {}))
+    if train.MODEL_EMA:  # copies the model after all that changes it
+        from engine.optim.ema import Ema
+
+        averaged = [Ema(model, train, precision.device)]
+        others[AVERAGE] = averaged[0].module
     if sharding is not None:
         sharding.shard(model, precision)
-        for other in context.others.values():
+        for other in others.values():
             sharding.shard(other, precision, computing=False)
     rates = scaled_learning_rates(train, global_batch(config, world))
     optimizer = build_optimizer(model, train, rates[0], device, amp=precision.level != "O0")
@@ -305,21 +315,70 @@ def build_train_state(
         model=model,
         forward=model,
         inputs=inputs,
-        criterion=context.criterion,
+        criterion=criterion,
         optimizer=optimizer,
         schedule=schedule,
         precision=precision,
-        meters=TrainMeters(device, world, task, weighted=isinstance(criterion, WeightedCrossEntropy)),
+        meters=TrainMeters(device, world, task, weighted=weighted),
         grad_clip=train.GRAD_CLIP,
         seed=config.SEED,
         world=world,
-        change=context.change,
+        change=change,
         mixed_weights=mixed,
         sharding=sharding,
-        stages=context.stages,
-        callbacks=built,
-        others=context.others,
+        stages=stages,
+        callbacks=(*taught, *between, *averaged),
+        others=others,
     )
+
+
+def callbacks(
+    config: Config, precision: Precision, world: World, sharded: bool, resumed: Mapping[str, Any]
+) -> Iterator[Callback]:
+    """What the run may have, in the one order of attaching and calling; around them, a teacher and the EMA.
+
+    `sharded`: FSDP casts weights and sums gradients, so that no copy and no DDP does.
+    """
+    train = config.TRAIN
+    if config.MODEL.UNFREEZE_EPOCH is not None:
+        from engine.optim.unfreezing import Unfreezing
+
+        yield Unfreezing(config.MODEL, sharded)
+    if train.TOKEN_DROP:
+        from engine.inputs.batches import TokenDrop
+
+        yield TokenDrop(train)
+    if train.SIZE_SCHEDULE:
+        from engine.inputs.batches import GrowingImages
+
+        yield GrowingImages(train, config.DATA.IMAGE_SIZE)
+    if world.size > 1:  # changes the modules that the rest holds on to
+        from engine.parallel.ddp import SharedBatchNorm
+
+        yield SharedBatchNorm(precision, config.DIST, world)
+    if precision.computes_in_copy and not sharded:
+        from engine.amp.low_precision import HalfCopy
+
+        yield HalfCopy(precision, world)
+    if precision.scaler.is_enabled() and not sharded:  # it replays the copy, or the model without DDP
+        from engine.amp.overflow import OverflowWatch
+
+        yield OverflowWatch(config.SEED, precision)
+    if may_compile(config, precision.device, resumed):  # what is inside DDP
+        from engine.compile.choice import Compiling
+
+        yield Compiling(config.DATA, precision, world, sharded)
+    if world.size > 1 and not sharded and not precision.computes_in_copy:  # the copy sums gradients itself
+        from engine.parallel.ddp import Ddp
+
+        yield Ddp(precision.device)
+
+
+def may_compile(config: Config, device: torch.device, resumed: Mapping[str, Any]) -> bool:
+    """Whether there is something to decide; `auto` only compiles on a GPU, or as the run that is resumed."""
+    if config.TRAIN.COMPILE == "auto":
+        return device.type == "cuda" or resumed.get("compile", "none") != "none"
+    return config.TRAIN.COMPILE != "none"
 
 
 def setting_of(ready: ReadyToTrain) -> Setting:

@@ -38,7 +38,7 @@ class ForwardResult(NamedTuple):
 
 @dataclass
 class TrainState:
-    """Everything that an update uses. Its callbacks (engine/callbacks.py) hold on to it from `assemble` on."""
+    """Everything that an update uses. Its callbacks hold on to it from `assemble` on."""
 
     model: nn.Module
     forward: nn.Module

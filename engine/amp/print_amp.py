@@ -6,13 +6,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.amp.low_precision import is_forced
-from engine.amp.op_lists import OPERATORS
-from engine.amp.precision import dtype_name
+from engine.amp.low_precision import half_copy_of, is_forced
+from engine.amp.op_lists import OPERATORS, OpLists
+from engine.amp.precision import check_precision, dtype_name
+from engine.machine.device import pick_device, set_up_device
+from engine.setup import model_in_precision
+from utils.config import Config
+from utils.distributed.world import ALONE
 from utils.text import aligned
 
 HEADINGS = ("module", "class", "parameters", "inputs", "outputs", "operations")
@@ -53,6 +58,25 @@ class Row:
     label: str
     cells: tuple[str, ...]
     inside: tuple[Row, ...]
+
+
+def show_precisions(config: Config) -> str:
+    """The table for -print_amp."""
+    device = pick_device(config.DEVICE, ALONE)
+    set_up_device(config, device, ALONE)
+    check_precision(config.AMP, device)
+    model, inputs, precision = model_in_precision(config, device)
+    if precision.computes_in_copy:
+        model, _ = half_copy_of(model, precision)
+    size = (2, config.DATA.IMAGE_CHANNELS, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_SIZE)
+    images = torch.randint(0, 256, size, dtype=torch.uint8, device=device)
+
+    def run_forward() -> None:
+        with precision.autocast():
+            model(inputs(images))
+
+    with OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST):
+        return f"{config.MODEL.NAME} in {precision.line()}\n\n{amp_table(model, run_forward)}"
 
 
 def amp_table(model: nn.Module, run_forward: Callable[[], object]) -> str:

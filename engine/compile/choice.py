@@ -52,29 +52,21 @@ class CompileChoice(NamedTuple):
 
 
 class Compiling(Callback):
-    """Compiles the forward and backward pass, once `choice` says so. What compiles is imported only then."""
+    """Compiles the forward and backward pass, once `how` says so. What compiles is imported only then."""
 
     def __init__(self, data: DataConfig, precision: Precision, world: World, sharded: bool) -> None:
-        self.choice = CompileChoice(NONE, "a trial")
+        self.how = NONE
         self._data, self._precision, self._world, self._sharded = data, precision, world, sharded
         self._compiled: Compiled | None = None
 
-    def noted(self) -> dict[str, str]:
-        return {"compile": self.choice.how, "compile_why": self.choice.reason}
-
-    def rows(self) -> dict[str, str]:
-        return {"compile": f"{self.choice.how} ({self.choice.reason})"}
-
     def attach(self, to: Computing) -> None:
         """Compile the modules that compute now."""
-        if self.choice.how == NONE:
+        if self.how == NONE:
             return
         from engine.compile.compiled import Compiled
 
         if self._compiled is None:
-            self._compiled = Compiled(
-                self.choice.how == BLOCKS, self._data, self._precision, self._world, self._sharded
-            )
+            self._compiled = Compiled(self.how == BLOCKS, self._data, self._precision, self._world, self._sharded)
         self._compiled.attach(to)
 
 

@@ -1,7 +1,6 @@
 """torch.compile for the forward and backward pass of a micro-batch.
 
-Calls are compiled, and no module is wrapped, so names in checkpoints and in the EMA do not change. The compiler's cache
-is in a folder of the user's own, without files that a killed run left incomplete.
+Calls are compiled, and no module is wrapped, so names in checkpoints and in the EMA do not change.
 """
 
 # torch's type stubs lack the compiler's settings.
@@ -12,16 +11,12 @@ from __future__ import annotations
 import logging
 import os
 import re
-import struct
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 from torch import Tensor
 
 from datasets import Batch
@@ -44,10 +39,6 @@ ATTENTION = " attention="
 MAX_GRAPHS = 256
 """Per function. Each stochastic-depth rate of a block and each image size need a graph."""
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
-LIBRARIES = ("*/*.so", "*/*.o")
-ELF = b"\x7fELF\x02\x01"
-"""First bytes of a 64-bit little-endian ELF file."""
-ELF_HEADER = 64
 
 
 class Compiled:
@@ -96,7 +87,8 @@ class Compiled:
             failure = TrainingError if self.seconds else UserError  # UserError before the first update is done
             raise failure(
                 f"TRAIN.COMPILE: torch cannot compile this model ({first_line(error)}). Set TRAIN.COMPILE=none"
-                f"{'' if self._in_blocks else ', or blocks'}."
+                f"{'' if self._in_blocks else ', or blocks'}. If a run was killed while it compiled, remove the "
+                f"incomplete files in {os.environ[CACHE]} first."
             ) from error
         took = perf_counter() - began
         self.seconds += took
@@ -148,7 +140,12 @@ def _configure_compiler(data: DataConfig, precision: Precision, world: World) ->
     tracing.optimize_ddp = False  # it splits graphs at DDP's buckets; blocks are separate graphs already
     autograd.force_non_lazy_backward_lowering = True  # else the backward pass is compiled at its first call
     autograd.backward_pass_autocast = "off"  # as in eager mode
-    _set_cache_key(precision)
+    # torch's key for cached graphs lacks the kind of attention, and autocast's dtype: torch 2.11 only distinguishes
+    # autocast on and off, so blocks compiled in bf16 would be reused in fp16.
+    kinds = ("flash", "mem_efficient", "cudnn", "math")
+    allowed = [kind for kind in kinds if getattr(torch.backends.cuda, f"{kind}_sdp_enabled")()]
+    others = torch.compiler.config.cache_key_tag.partition(ATTENTION)[0]
+    torch.compiler.config.cache_key_tag = f"{others}{ATTENTION}{','.join(allowed)} precision={precision.name}"
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # it advises a switch other than AMP.TF32
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # torch ignores other ranks and a CPU quota
         inductor.compile_threads = min(inductor.compile_threads or 1, world.own_cores)
@@ -157,66 +154,11 @@ def _configure_compiler(data: DataConfig, precision: Precision, world: World) ->
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
-def _set_cache_key(precision: Precision) -> None:
-    """Add what torch's key for cached graphs lacks: the kind of attention, and autocast's dtype.
-
-    torch 2.11 only distinguishes autocast on and off, so blocks compiled in bf16 would be reused in fp16.
-    """
-    from torch.compiler import config
-
-    kinds = ("flash", "mem_efficient", "cudnn", "math")
-    allowed = [kind for kind in kinds if getattr(torch.backends.cuda, f"{kind}_sdp_enabled")()]
-    others = config.cache_key_tag.partition(ATTENTION)[0]
-    config.cache_key_tag = f"{others}{ATTENTION}{','.join(allowed)} precision={precision.name}"
-
-
 def prepare_compiler_cache(data: DataConfig) -> None:
-    """Set the folder in which torch's compiler caches, and remove incomplete libraries from it.
-
-    torch takes any library that exists for finished, so one that a killed run left would make every later run fail.
-    """
+    """Set the folder in which torch's compiler caches: one of the user's own, because code in it is executed."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     # Importing the compiler may have set the variable to torch's default.
     if os.environ.get(CACHE, default_cache_dir()) == default_cache_dir():
-        # A folder of the user's own, because code in it is executed; and one per kind of processor.
         kind = re.sub(r"\W+", "-", f"{processor()} {torch.backends.cpu.get_cpu_capability()}")
         os.environ[CACHE] = str(cache_folder(data, f"compiled/{kind}"))
-    folder = Path(os.environ[CACHE])
-    libraries = [library for pattern in LIBRARIES for library in folder.glob(pattern)]
-    removed = [library for library in libraries if not _is_complete(library) and _remove(library, folder / "locks")]
-    if removed:
-        log.warning(
-            "Removed %d files that a killed run left incomplete in %s, such as %s; they are compiled again.",
-            *(len(removed), folder, removed[0].name),
-        )
-
-
-def _remove(library: Path, locks: Path) -> bool:
-    """Remove an incomplete library, unless another process is writing it now: then it holds torch's lock of it."""
-    try:
-        locks.mkdir(exist_ok=True)
-        with FileLock(locks / f"{library.name.partition('.')[0]}.lock", timeout=0):
-            if _is_complete(library):
-                return False
-            library.unlink()
-            return True
-    except Timeout:
-        return False
-    except OSError as error:
-        raise UserError(f"{library} is incomplete and cannot be removed: {error.strerror}. Remove it.") from None
-
-
-def _is_complete(library: Path) -> bool:
-    """Whether an ELF file has its table of sections, which linkers write last. A file that is gone needs no removal."""
-    try:
-        with library.open("rb") as file:
-            header, size = file.read(ELF_HEADER), os.fstat(file.fileno()).st_size
-    except FileNotFoundError:
-        return True
-    if sys.platform != "linux":
-        return size > 0
-    if len(header) < ELF_HEADER or not header.startswith(ELF):
-        return False
-    (table,), (entry, entries) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
-    return table + entry * entries <= size

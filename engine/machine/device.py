@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch.cuda import nccl
@@ -22,9 +21,6 @@ from utils.distributed.world import ALONE, MPICH, OPENMPI, SLURM, World
 from utils.errors import UserError
 from utils.machine.cpus import first_processor, keep_freed_memory
 from utils.text import counted
-
-if TYPE_CHECKING:
-    import torch
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 # Launchers under which a process may see only its own GPU (srun --gpus-per-task=1).
@@ -206,9 +202,3 @@ def with_batch(config: Config, batch: int, accumulated: int) -> Config:
     data = config.DATA.model_copy(update={"BATCH_SIZE": batch})
     train = config.TRAIN.model_copy(update={"ACCUM_ITER": accumulated})
     return config.model_copy(update={"DATA": data, "TRAIN": train})
-
-
-def multiples_near(number: int, unit: int, times: int = 1) -> str:
-    """The two multiples of `unit` around `number`, each times `times`, for messages."""
-    below = number // unit * unit
-    return f"{below * times} or {(below + unit) * times}" if below else str(unit * times)

@@ -1,19 +1,46 @@
-"""The batch of a run: its accumulation gives or keeps the global batch. `largest_batch` serves DATA.BATCH_SIZE auto."""
+"""The batch of a run: its accumulation gives or keeps the global batch, and `auto` finds how many images fit.
+
+Trial updates find it, with a model, an optimiser and an EMA of their own, on made-up images: the run begins as if the
+number had been given.
+"""
 
 from __future__ import annotations
 
+import gc
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from engine.machine.device import Run, multiples_near, with_batch
-from engine.setup import BATCH_CHOICE
+import numpy as np
+import torch
+
+from datasets import Batch, MicroBatch, Window, open_dataset
+from engine.amp.overflow import OverflowWatch, replay_bytes
+from engine.machine.device import Run, global_batch, synchronize, with_batch
+from engine.machine.memory import GIB, free_memory, held_memory, in_gib, is_out_of_memory, limited, take_peak
+from engine.setup import BATCH_CHOICE, build_train_state, model_in_precision
+from engine.task import task_of
+from engine.update import train_update
+from models import unfreeze
 from utils.config import Config
 from utils.config.kinds import AUTO
-from utils.distributed.world import World, on_every_rank
+from utils.distributed.world import ALONE, World, all_gather, on_every_rank
 from utils.errors import UserError
-from utils.log import log
+from utils.log import log, unheard
+from utils.seeding import fork_host_rng
 from utils.text import counted
 from vitamp.checkpoints import Checkpoint
+
+MARGIN = 0.08
+"""Fraction of memory that stays free, for libraries beside torch and for gaps between tensors."""
+STEP = 8
+"""Batch sizes are multiples of this, for tensor cores, unless fewer images fit."""
+MOST, MOST_ON_CPU = 8192, 1024
+LEAST_UPDATES = 8
+"""Minimum number of updates in an epoch, even if a larger batch fits."""
+SECONDS_PER_TRIAL_ON_CPU = 15.0
+UPDATES_PER_TRIAL = 2  # the optimiser has its state only after the first
 
 
 def settle_batch(run: Run, checkpoint: Checkpoint | None) -> Run:
@@ -22,23 +49,22 @@ def settle_batch(run: Run, checkpoint: Checkpoint | None) -> Run:
     A collective call: all ranks get the same numbers. A resumed run keeps the batch size that it found.
     """
     config, world = run.config, run.world
-    saved = checkpoint.meta["batch"] if checkpoint is not None and not config.EVAL else None
-    before = checkpoint.meta.get("choices", {}).get(BATCH_CHOICE) if checkpoint is not None and saved else None
+    kept = None if config.EVAL else checkpoint
+    saved = kept.meta["batch"] if kept is not None else None
+    before = kept.meta.get("choices", {}).get(BATCH_CHOICE) if kept is not None else None
+    target = None if config.EVAL else config.TRAIN.GLOBAL_BATCH
     auto = config.DATA.BATCH_SIZE == AUTO
     if saved is not None and auto and before == saved["per_process"]:
         config = with_batch(config, saved["per_process"], saved["accumulated"])
         log.info("DATA.BATCH_SIZE auto: %d, which this run found when it began.", before)
     elif auto:
-        target = None if config.EVAL else config.TRAIN.GLOBAL_BATCH or (_global(saved) if saved else None)
-        from engine.memory.largest_batch import with_largest_batch
-
-        config = with_largest_batch(config, target, world, run.device)
-    if config.TRAIN.GLOBAL_BATCH is not None and not config.EVAL:
-        given, target = config, config.TRAIN.GLOBAL_BATCH
+        config = _with_largest_batch(config, target or (_global(saved) if saved else None), world, run.device)
+    if target is not None:
+        given = config
         config = on_every_rank(world, lambda: _with_global_batch(given, target, world))
-    elif checkpoint is not None and saved is not None:
-        settled, kept = config, checkpoint
-        config = on_every_rank(world, lambda: with_kept_batch(settled, kept, world.size))
+    elif kept is not None:
+        settled, resumed = config, kept
+        config = on_every_rank(world, lambda: _with_kept_batch(settled, resumed, world.size))
     return replace(
         run,
         config=config,
@@ -47,37 +73,29 @@ def settle_batch(run: Run, checkpoint: Checkpoint | None) -> Run:
     )
 
 
-def with_kept_batch(config: Config, checkpoint: Checkpoint, processes: int) -> Config:
+def _with_kept_batch(config: Config, checkpoint: Checkpoint, processes: int) -> Config:
     """Change the accumulation if the number of processes changed, so that the global batch stays the same.
 
     It may have changed in an earlier resume: then the settings still ask for the accumulation of the first number of
     processes. Nothing changes if the settings ask for another batch than they did before.
     """
-    saved = checkpoint.meta["batch"]
-    train, data = config.TRAIN, config.DATA
-    if saved["per_process"] != data.BATCH_SIZE:
-        return config
-    if train.ACCUM_ITER not in (saved["accumulated"], saved.get("asked")):
-        return config
-    total, at_once = _global(saved), data.BATCH_SIZE * processes
-    if total == at_once * train.ACCUM_ITER:
+    saved, batch, before = checkpoint.meta["batch"], config.DATA.BATCH_SIZE, config.TRAIN.ACCUM_ITER
+    total, at_once = _global(saved), batch * processes
+    same = saved["per_process"] == batch and before in (saved["accumulated"], saved.get("asked"))
+    if not same or total == at_once * before:
         return config
     if total % at_once:
         other = f", or set TRAIN.GLOBAL_BATCH={total} and a -batch_size that divides {total // processes}"
         raise UserError(
             f"{checkpoint.folder}: trained with a global batch of {total} on {counted(saved['processes'], 'process')}; "
-            f"on {counted(processes, 'process')} with DATA.BATCH_SIZE {data.BATCH_SIZE}, no TRAIN.ACCUM_ITER gives "
+            f"on {counted(processes, 'process')} with DATA.BATCH_SIZE {batch}, no TRAIN.ACCUM_ITER gives "
             f"that global batch. Choose another number of processes{other * (total % processes == 0)}."
         )
     if processes != saved["processes"]:
         log.info("Number of processes: %d instead of %d.", processes, saved["processes"])
-    log.info(
-        "TRAIN.ACCUM_ITER is %d instead of %d, so that the global batch stays %d.",
-        total // at_once,
-        train.ACCUM_ITER,
-        total,
-    )
-    return with_batch(config, data.BATCH_SIZE, total // at_once)
+    words = "TRAIN.ACCUM_ITER is %d instead of %d, so that the global batch stays %d."
+    log.info(words, total // at_once, before, total)
+    return with_batch(config, batch, total // at_once)
 
 
 def _global(saved: dict[str, Any]) -> int:
@@ -91,9 +109,216 @@ def _with_global_batch(config: Config, target: int, world: World) -> Config:
     if target % at_once:
         raise UserError(
             f"TRAIN.GLOBAL_BATCH: {target} is not a multiple of the {at_once} images that {processes} with "
-            f"DATA.BATCH_SIZE {batch} take at once. Use {multiples_near(target, at_once)}, another -batch_size, or "
+            f"DATA.BATCH_SIZE {batch} take at once. Use {_multiples_near(target, at_once)}, another -batch_size, or "
             "-batch_size auto."
         )
     if before not in (1, target // at_once):
         log.info("TRAIN.ACCUM_ITER is %d instead of %d, because of TRAIN.GLOBAL_BATCH.", target // at_once, before)
     return with_batch(config, batch, target // at_once)
+
+
+def _multiples_near(number: int, unit: int) -> str:
+    below = number // unit * unit
+    return f"{below} or {below + unit}" if below else f"{unit}"
+
+
+def _with_largest_batch(config: Config, target: int | None, world: World, device: torch.device) -> Config:
+    """Set the batch size that fits on every rank. `target`: the global batch that accumulation must give."""
+    if config.EVAL and config.DATA.BATCH_SIZE_EVAL is not None:
+        return with_batch(config, config.DATA.BATCH_SIZE_EVAL, config.TRAIN.ACCUM_ITER)
+    processes = counted(world.size, "process")
+    if target is not None and target % world.size:
+        raise UserError(
+            f"A global batch of {target} cannot be divided evenly among {processes}; set TRAIN.GLOBAL_BATCH to "
+            f"{_multiples_near(target, world.size)}."
+        )
+    each = target // world.size if target is not None else None
+    batch, words = on_every_rank(world, lambda: _search(config, each, world, device))
+    fitting = min(all_gather([batch], world))
+    if fitting < batch:
+        words = f"{fitting} fits on every process"
+    chosen = fitting if each is None else largest_divisor(each, fitting)
+    config = with_batch(config, chosen, config.TRAIN.ACCUM_ITER if each is None else each // chosen)
+    if not config.EVAL:
+        total = f"{chosen} x {processes} x {config.TRAIN.ACCUM_ITER} accumulated = {global_batch(config, world)}"
+        words += f"; {total} images per update"
+    log.info("DATA.BATCH_SIZE auto: %s.", words)
+    return config
+
+
+def largest_divisor(target: int, fitting: int) -> int:
+    """Largest divisor of `target` up to `fitting`: a multiple of 8, unless that is less than half of the largest."""
+    divisors = [size for size in range(1, min(fitting, target) + 1) if target % size == 0]
+    even = [size for size in divisors if size % STEP == 0]
+    return even[-1] if even and 2 * even[-1] >= divisors[-1] else divisors[-1]
+
+
+def _search(config: Config, each: int | None, world: World, device: torch.device) -> tuple[int, str]:
+    """Batch that fits on this rank, with an explanation. Frees all that the search took.
+
+    `each`: images per update and process, if the global batch is given.
+    """
+    free, given = free_memory(device, world.local_size), config.TRAIN.MEMORY_LIMIT
+    if free is None and given is None:
+        raise UserError(
+            "DATA.BATCH_SIZE auto: the free memory of this machine is unknown. Set TRAIN.MEMORY_LIMIT (GiB per "
+            "process), or set -batch_size to a number."
+        )
+    known = (None if free is None else free + held_memory(device), given and given * GIB)
+    limit = min(size for size in known if size is not None)
+    at_most = int(limit * (1 - MARGIN))
+    fitting, peak, reason = 0, 0, ""
+    # Building the run logs its lines again, and draws random numbers again.
+    with unheard(), fork_host_rng(), limited(device, at_most):
+        try:
+            trial = Trial(config, each, world, device, at_most)
+            most, why = trial.most()
+            fitting = largest_that_fits(trial.fits, most, trial.is_slow)
+            peak = trial.peaks.get(fitting, 0)
+            if fitting == most:
+                reason = f"; {why}"
+            elif trial.is_slow():
+                reason = "; a larger one would take too long to try on this CPU"
+            del trial
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        gc.collect()
+        take_peak(device)
+    least = 2 if config.TRAIN.mixes and not config.EVAL else 1
+    if fitting < least:
+        ways = "-amp, a smaller MODEL.NAME or DATA.IMAGE_SIZE"
+        if not config.EVAL:
+            ways = (
+                f"TRAIN.GRAD_CHECKPOINT=blocks, {ways}; or, on several devices, DIST.STRATEGY=fsdp with a number as "
+                "-batch_size"
+            )
+        raise UserError(f"DATA.BATCH_SIZE auto: not even a batch of {least} fits into {in_gib(limit)}. Try {ways}.")
+    return fitting, f"{fitting} fits ({in_gib(peak)} of {in_gib(limit)}{reason})"
+
+
+def largest_that_fits(fits: Callable[[int], bool], most: int, enough: Callable[[], bool]) -> int:
+    """Largest size that fits: by doubling, then by bisection in steps of 8, or of 1 if 8 do not fit. 0 if none fits.
+
+    `enough`: called after each success; True if no larger size should be tried.
+    """
+    good, bad, size = 0, most + 1, min(STEP, most)
+    while size > good:
+        if fits(size):
+            good = size
+            if enough():
+                break
+        else:
+            bad = size
+        if bad > most:
+            size = min(2 * good, most)
+        else:
+            step = STEP if good >= STEP else 1
+            size = (good // step + -(-bad // step)) // 2 * step
+    return good
+
+
+class Trial:
+    """Trial updates, or trial batches of a validation."""
+
+    def __init__(self, config: Config, each: int | None, world: World, device: torch.device, limit: int) -> None:
+        """`each`: see `_search`."""
+        # Pretrained weights take as much memory as random ones.
+        config = config.model_copy(update={"MODEL": config.MODEL.model_copy(update={"PRETRAINED": None})})
+        self._config, self._each, self._world, self._device, self._limit = config, each, world, device, limit
+        # With two micro-batches, gradients exist during the forward pass; so they do, in buckets, under DDP.
+        accumulates = each is not None or world.size > 1 or config.TRAIN.ACCUM_ITER > 1
+        self._micro_batches = 2 if accumulates else 1
+        # In the run, the data sets take their part of the memory, too.
+        options = config.MODEL.NUM_CLASSES, config.SEED, device
+        self._datasets = [open_dataset(config.DATA, train, *options) for train in (not config.EVAL, False)]
+        self._model = model_in_precision(config, device)
+        self._parts, self._keeps_images, self._seconds = None, False, 0.0
+        if not config.EVAL:
+            numbered = with_batch(config, STEP, self._micro_batches)
+            unfreeze(self._model[0])  # MODEL.UNFREEZE_EPOCH: the batch must fit in every epoch
+            self._parts = build_train_state(numbered, ALONE, device, self._model, per_epoch=1000)
+            # It would replay overflows; `_train` takes the memory that it would.
+            self._keeps_images = self._parts.callback(OverflowWatch) is not None
+            self._parts.leave_out(OverflowWatch)
+            self._parts.assemble()
+        self.peaks: dict[int, int] = {}
+        """Bytes by batch size; also of those that did not fit."""
+
+    def most(self) -> tuple[int, str]:
+        """Largest batch to try, and the reason."""
+        config, samples, size = self._config, len(self._datasets[0]), self._world.size
+        most, kind = (MOST_ON_CPU, "CPU") if self._device.type == "cpu" else (MOST, "GPU")
+        limits = [
+            (most, f"no larger one is tried on a {kind}"),
+            (max(1, samples // size), f"there are only {counted(samples, 'image')}"),
+        ]
+        if self._each is not None:
+            limits.append((self._each, "no more are needed for the global batch"))
+        elif not config.EVAL:
+            at_most = samples // (LEAST_UPDATES * size * config.TRAIN.ACCUM_ITER)
+            words = f"with more, an epoch of {samples:,} images would have fewer than {LEAST_UPDATES} updates"
+            limits.append((max(1, at_most // STEP * STEP or at_most), words))
+        return min(limits)
+
+    def fits(self, batch: int) -> bool:
+        if self._device.type != "cuda" and len(self.peaks) >= 2:
+            # Nothing else limits memory there, until the system kills the process: go on as between the two largest.
+            (small, less), (large, more) = sorted(self.peaks.items())[-2:]
+            if more + (batch - large) * max(0, more - less) / (large - small) > self._limit:
+                return False
+        take_peak(self._device)
+        done = self._try(batch)
+        if not done:
+            gc.collect()  # free what the error held
+        self.peaks[batch] = take_peak(self._device)
+        return done and self.peaks[batch] <= self._limit
+
+    def is_slow(self) -> bool:
+        """Whether twice the batch would take too long to try: a CPU has memory for more than it computes in minutes."""
+        return self._device.type == "cpu" and 2 * self._seconds > SECONDS_PER_TRIAL_ON_CPU
+
+    def _try(self, batch: int) -> bool:
+        try:
+            for number in range(1, UPDATES_PER_TRIAL + 1):
+                began = time.perf_counter()
+                if self._parts is None:
+                    self._validate(batch)
+                else:
+                    self._train(batch, number)
+                synchronize(self._device)
+                # Overwritten by the last update: the first one may import much.
+                self._seconds = UPDATES_PER_TRIAL * (time.perf_counter() - began)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+        finally:
+            if self._parts is not None:
+                self._parts.optimizer.zero_grad(set_to_none=True)
+                self._parts.forward.zero_grad(set_to_none=True)
+        return True
+
+    def _train(self, batch: int, update: int) -> None:
+        assert self._parts is not None
+        held, data, number = None, self._config.DATA, self._micro_batches
+        if self._keeps_images:  # as much memory as a run needs for the images that it keeps for replays of overflows
+            window = self._each or batch * self._config.TRAIN.ACCUM_ITER
+            size = replay_bytes(window * data.IMAGE_CHANNELS * data.IMAGE_SIZE**2)
+            held = torch.ones(size, dtype=torch.uint8, device=self._device)
+        shares = tuple(MicroBatch(nth, np.arange(batch), 1 / number) for nth in range(number))
+        train_update(self._parts, Window(shares, (self._batch(batch) for _ in shares)), update)
+        del held
+
+    @torch.no_grad()
+    def _validate(self, batch: int) -> None:
+        model, inputs, precision = self._model
+        model.eval()
+        with precision.autocast(training=False):
+            model(inputs(self._batch(batch).images))
+
+    def _batch(self, size: int) -> Batch:
+        data, device = self._config.DATA, self._device
+        shape = (size, data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE)
+        images = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
+        return Batch(images, task_of(self._config).example(size, device), torch.arange(size))

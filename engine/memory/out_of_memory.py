@@ -10,7 +10,6 @@ from engine.amp.precision import amp_may_gain
 from engine.machine.device import Run, describe_device
 from engine.machine.memory import IN_VALIDATION, in_gib, largest_blocks, peak_memory_gb, total_memory
 from engine.trainer import Trainer
-from engine.update import TrainState
 from utils.config import Config
 from utils.config.kinds import AUTO
 from utils.errors import TrainingError
@@ -20,47 +19,44 @@ from vitamp.checkpoints import CHECKPOINTS, read_index
 
 def while_training(error: BaseException, trainer: Trainer) -> TrainingError:
     """Error for a training that ran out of memory, with the checkpoint to resume from."""
-    words = describe(error, trainer.run, trainer.parts, trainer.position.update + 1)
+    words = describe(error, trainer.run, trainer.position.update + 1)
     last = read_index(trainer.folder / CHECKPOINTS)["last"]
     resume = f"The last checkpoint is {last}: resume from it with -resume {trainer.folder} and one of these."
     return TrainingError(f"{words}\n{resume if last else 'There is no checkpoint yet: start again with one of these.'}")
 
 
-def before_training(error: BaseException, config: Config, device: torch.device) -> str:
-    """Error for memory that ran out before the first update, or in an evaluation (-eval)."""
-    if IN_VALIDATION in getattr(error, "__notes__", ()):
-        where, ways = IN_VALIDATION, ways_out(config, True, device, found=config.DATA.BATCH_SIZE == AUTO)
+def describe(error: BaseException, run: Run, update: int | None = None) -> str:
+    """Where memory ran out, the peak, what is large, and ways out. `update` None: in no training.
+
+    While `error` is alive, so are the tensors that took the memory.
+    """
+    config, data, device = run.config, run.config.DATA, run.device
+    validating = IN_VALIDATION in getattr(error, "__notes__", ())
+    if validating:
+        where = IN_VALIDATION + ("" if update is None else f" after update {update - 1}")
     else:
-        where, ways = "before the first update", ["a smaller MODEL.NAME or -batch_size"]
+        where = "before the first update" if update is None else f"in update {update}"
+    if validating or update is not None:
+        ways = ways_out(config, validating, device, run.auto_batch_size or data.BATCH_SIZE == AUTO)
+    else:
+        ways = ["a smaller MODEL.NAME or -batch_size"]
         if not config.AMP.ENABLED and amp_may_gain(device):
             ways.insert(0, "-amp")
         if config.DIST.STRATEGY != "fsdp":
             ways.append("DIST.STRATEGY=fsdp, which shards the weights over several devices")
-    return "\n".join([f"out of memory {where}: {_taken(error, device)}.", "Ways out:", *(f"  {way}" for way in ways)])
-
-
-def describe(error: BaseException, run: Run, parts: TrainState, update: int) -> str:
-    """Where memory ran out, the peak, what is large, and ways out.
-
-    While `error` is alive, so are the tensors that took the memory.
-    """
-    validating = IN_VALIDATION in getattr(error, "__notes__", ())
-    where = f"{IN_VALIDATION} after update {update - 1}" if validating else f"in update {update}"
-    data = run.config.DATA
+    taken = f"the peak was {in_gib(1e9 * peak_memory_gb(device))} on {device} ({describe_device(device)})"
+    if device.type != "cuda" and (total := total_memory(device)):  # a GPU's description has it
+        taken += f", of {in_gib(total)} in total"
+    if asked := re.search(r"[Tt]ried to allocate (\d+) bytes|Tried to allocate ([\d.]+ \w+)", str(error)):
+        taken += f", and {asked[2] or in_gib(int(asked[1]))} more were requested"
+    lines = [f"out of memory {where}: {taken}."]
     batch = (data.BATCH_SIZE_EVAL if validating else None) or data.BATCH_SIZE
-    lines = [
-        f"out of memory {where}: {_taken(error, parts.precision.device)}.",
-        f"  {counted(batch, 'image')} at a time, of {data.IMAGE_SIZE} x {data.IMAGE_SIZE} x {data.IMAGE_CHANNELS}.",
-    ]
-    if blocks := largest_blocks(parts.precision.device):
+    if batch != AUTO:
+        size = f"{data.IMAGE_SIZE} x {data.IMAGE_SIZE} x {data.IMAGE_CHANNELS}"
+        lines.append(f"  {counted(batch, 'image')} at a time, of {size}.")
+    if blocks := largest_blocks(device):
         lines.append(f"  Allocations that take the most memory: {blocks}.")
-    return "\n".join(
-        [
-            *lines,
-            "Ways out:",
-            *(f"  {way}" for way in ways_out(run.config, validating, run.device, run.auto_batch_size)),
-        ]
-    )
+    return "\n".join([*lines, "Ways out:", *(f"  {way}" for way in ways)])
 
 
 def ways_out(config: Config, validating: bool, device: torch.device, found: bool = False) -> list[str]:
@@ -86,14 +82,3 @@ def ways_out(config: Config, validating: bool, device: torch.device, found: bool
     if not found and not own_size and config.DIST.STRATEGY != "fsdp":
         ways.append("-batch_size auto: finds how many images fit")
     return ways
-
-
-def _taken(error: BaseException, device: torch.device) -> str:
-    total = total_memory(device)
-    words = f"the peak was {in_gib(1e9 * peak_memory_gb(device))} on {device} ({describe_device(device)})"
-    if total is not None and device.type != "cuda":  # a GPU's description has it
-        words += f", of {in_gib(total)} in total"
-    asked = re.search(r"[Tt]ried to allocate (\d+) bytes|Tried to allocate ([\d.]+ \w+)", str(error))
-    if asked is None:
-        return words
-    return f"{words}, and {asked[2] or in_gib(int(asked[1]))} more were requested"

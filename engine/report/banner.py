@@ -49,6 +49,7 @@ def banner(run: Run, ready: Ready, folder: Path | None) -> str:
         if words := describe_muon(ready.parts.optimizer, rate):
             rows.append(("optimiser", words))
         rows += [("batch", _batch(config, ready, world)), ("training", _training(config, ready, world))]
+        rows.append(("compile", f"{ready.choices['compile']} ({ready.choices['compile_why']})"))
         rows = _joined([*rows, *(row for callback in ready.parts.callbacks for row in callback.rows().items())])
     rows.append(("output", f"{folder}" if folder else "nothing is written (-dry_run)"))
     if world.size == 1:

@@ -1,4 +1,4 @@
-"""Losses for labels (TRAIN.LOSS), with their class weights. A teacher's loss is added in `engine/distill.py`."""
+"""Losses for labels (TRAIN.LOSS), with their class weights. A teacher's loss is added in `engine/distill`."""
 
 from __future__ import annotations
 

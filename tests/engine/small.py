@@ -11,13 +11,11 @@ from torch import Tensor, nn
 
 from datasets import Batch, MicroBatch, Window
 from engine.amp.precision import Precision
-from engine.callbacks import CallbackContext, callbacks
-from engine.inputs.batches import Inputs, no_transform
+from engine.inputs.batches import Inputs
 from engine.machine.device import Run
 from engine.measure.meters import TrainMeters
-from engine.measure.throughput import Stages
 from engine.optim.schedule import Schedule, build_scheduler
-from engine.setup import ReadyToTrain, build_for_training
+from engine.setup import ReadyToTrain, build_for_training, callbacks
 from engine.speed.speedup import BuiltModel, Choice, Speedup
 from engine.speed.tuning import speedups
 from engine.task.one import OneLabel
@@ -104,8 +102,6 @@ def parts_of(
     rates = (settings.BASE_LR, settings.WARMUP_START_LR, settings.END_LR)
     schedule = Schedule(build_scheduler(optimizer, settings, rates, updates), optimizer, updates, None)
     precision = Precision(amp, CPU)
-    config = Config(AMP=amp, TRAIN=settings)
-    context = CallbackContext(config, model, precision, ALONE, False, Stages(), no_transform, nn.CrossEntropyLoss())
     return TrainState(
         model=model,
         forward=model,
@@ -118,8 +114,7 @@ def parts_of(
         grad_clip=grad_clip,
         seed=0,
         world=ALONE,
-        callbacks=tuple(callbacks(context)),
-        others=context.others,
+        callbacks=tuple(callbacks(Config(AMP=amp, TRAIN=settings), precision, ALONE, False, {})),
     )
 
 

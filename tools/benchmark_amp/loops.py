@@ -169,10 +169,10 @@ class Ours:
         in_precision, choices, _ = tuned_model(config, device, ALONE, {})
         in_precision[0].train()
         self._parts = build_train_state(config, ALONE, device, in_precision, UPDATES_PER_EPOCH)
-        compiling = self._parts.callback(Compiling)
-        assert compiling is not None  # every training has it
-        compiling.choice = choose_compiling(config, self._parts, ALONE, 0, {})
-        self.choices = choices | compiling.noted()
+        how, why = choose_compiling(config, self._parts, ALONE, 0, {})
+        if compiling := self._parts.callback(Compiling):
+            compiling.how = how
+        self.choices = choices | {"compile": how, "compile_why": why}
         self._parts.assemble()
         self._done = 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,12 @@ import torch
 from torch import nn
 
 from engine.compile import choice
-from engine.compile.choice import CompileChoice, choose_compiling
-from tests.engine.small import OFF, parts_of
+from engine.compile.choice import CompileChoice, choose_compiling, training_flops
+from engine.compile.compiled import CACHE
+from models import build_without_weights
+from tests.engine.small import OFF, build, parts_of
 from tests.program import write_meta
-from utils.config import Config, TrainConfig
+from utils.config import Config, ModelConfig, TrainConfig
 from utils.distributed.world import ALONE, World
 from utils.errors import UserError
 
@@ -194,3 +197,35 @@ def test_blocks_with_hooks_of_fsdp_inside_are_not_compiled() -> None:
     assert "compiling needs torch 2.15" in chosen.reason
     with pytest.raises(UserError, match="compiling needs torch 2"):
         choose(world=TWO, device="cuda", nested_units=True, COMPILE="blocks")
+
+
+def test_optimiser_that_compiles_caches_in_the_users_folder(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kron compiles its step even if nothing else is compiled; by default in a folder of /tmp."""
+    monkeypatch.setenv(CACHE, "")
+    monkeypatch.delenv(CACHE)
+    build(tiny, TRAIN__OPTIMIZER__NAME="kron", DATA__CACHE=tmp_path / "own")
+    assert Path(os.environ[CACHE]).is_relative_to(tmp_path / "own")
+
+
+def flops(model: ModelConfig, size: int) -> float | None:
+    """GFLOP of an image in training."""
+    found = training_flops(build_without_weights(model, size, 3), 3, size)
+    return found and found / 1e9
+
+
+@pytest.mark.parametrize(("name", "expected"), [("vit_base_patch16_224", 105.2), ("resnet50", 24.3)])
+def test_flops_of_known_models(name: str, expected: float) -> None:
+    assert flops(ModelConfig(NAME=name, TYPE="x"), 224) == pytest.approx(expected, rel=2e-3)
+
+
+def test_flops_include_attention_and_may_be_unknown() -> None:
+    width, depth, tokens, classes = 64, 2, 65, 10
+    own = ModelConfig(NAME="own", EMBED_DIM=width, DEPTH=depth, NUM_HEADS=2, PATCH_SIZE=8, NUM_CLASSES=classes)
+    patches = 2 * (tokens - 1) * width * 3 * 8**2
+    block = 2 * tokens * width * (4 * width + 2 * 4 * width) + 2 * 2 * tokens**2 * width
+    # Forward, then two as large backward, but for the pixels, which want no gradient.
+    expected = (2 * patches + 3 * (depth * block + 2 * width * classes)) / 1e9
+    assert flops(own, 64) == pytest.approx(expected, rel=1e-9)
+    assert training_flops(nn.Identity(), 3, 8) is None

@@ -16,7 +16,7 @@ import torch
 
 from engine.amp.precision import Precision
 from engine.compile import compiled as compiling
-from engine.compile.choice import BLOCKS, WHOLE, CompileChoice, Compiling
+from engine.compile.choice import BLOCKS, WHOLE, Compiling
 from engine.compile.compiled import CACHE
 from engine.evaluate import evaluate
 from engine.optim.ema import Ema
@@ -65,10 +65,12 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 def compiled(ready: ReadyToTrain, how: str, samples: int = 16) -> ReadyToTrain:
-    compiling = ready.parts.callback(Compiling)
-    assert compiling is not None
-    compiling.choice, compiling._data = CompileChoice(how, "a test"), DataConfig(BATCH_SIZE=samples)
-    ready.parts.assemble()
+    parts = ready.parts
+    compiling = Compiling(DataConfig(BATCH_SIZE=samples), parts.precision, ALONE, False)
+    compiling.how = how
+    before = [one for one in parts.callbacks if not isinstance(one, Ema)]
+    parts.callbacks = (*before, compiling, *parts.callbacks[len(before) :])
+    parts.assemble()
     return ready
 
 

@@ -18,10 +18,10 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from engine import distill as teachers
 from engine.amp.overflow import OverflowWatch
 from engine.amp.precision import Precision
-from engine.distill import Distillation, Teacher, check_teacher_matches, load_teacher
+from engine.distill import teacher as teachers
+from engine.distill.teacher import Distillation, Teacher, check_teacher_matches, load_teacher
 from engine.inputs.batches import build_batch_transform
 from engine.optim.ema import Ema
 from engine.preflight import resolve

@@ -12,12 +12,13 @@ import torch
 from engine.evaluate import evaluate
 from engine.machine.device import Run
 from engine.machine.memory import IN_VALIDATION, is_out_of_memory, largest_blocks
-from engine.memory.out_of_memory import before_training, describe
-from tests.engine.small import build
+from engine.memory.out_of_memory import describe, ways_out
+from tests.engine.small import CPU, build
 from tests.program import ROOT, Result, metrics
 from utils.config import load_config
 from utils.distributed.world import ALONE
 
+GPU = torch.device("cuda")
 # A device whose memory holds so many images, ABOVE in training, ABOVE_EVAL in validation; from a forward pass on.
 SMALL_DEVICE = f"""
 import os, runpy, sys, torch
@@ -49,25 +50,19 @@ def small_device(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> C
     return call
 
 
-def test_other_errors_are_not_out_of_memory() -> None:
-    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    assert not is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"))
-    assert is_out_of_memory(
-        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
-    )
-
-
 @pytest.mark.parametrize(
-    "text",
+    ("text", "is_it"),
     [
-        "CUDA error: out of memory",
-        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
-        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        ("mat1 and mat2 shapes cannot be multiplied", False),
+        ("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", False),
+        ("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory", True),
+        ("CUDA error: out of memory", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", True),
     ],
 )
-def test_out_of_memory_errors_of_cuda_libraries_are_recognised(text: str) -> None:
-    assert is_out_of_memory(RuntimeError(text))
+def test_errors_that_mean_out_of_memory(text: str, is_it: bool) -> None:
+    assert is_out_of_memory(RuntimeError(text)) == is_it
 
 
 def test_out_of_memory_is_reported_once_with_ways_out(small_device: Callable[..., Result], tmp_path: Path) -> None:
@@ -88,19 +83,11 @@ def test_out_of_memory_is_reported_once_with_ways_out(small_device: Callable[...
         assert part in done.err, part
 
 
-def test_out_of_memory_without_a_checkpoint_says_start_again(
-    small_device: Callable[..., Result], tmp_path: Path
-) -> None:
-    done = small_device("-batch_size", 28, "-output", tmp_path / "run", ABOVE=14)
-    assert done.code == 1, done.text
-    assert "\nThere is no checkpoint yet: start again with one of these." in done.err
-
-
 def test_evaluation_with_auto_batch_advises_a_smaller_one(tiny: Path) -> None:
     error = torch.OutOfMemoryError("out of memory")
     error.add_note(IN_VALIDATION)
     config = load_config(str(tiny), words={"DATA.BATCH_SIZE": "auto"}).config
-    told = before_training(error, config, torch.device("cpu"))
+    told = describe(error, Run(config, ALONE, CPU, threads=1))
     assert "-batch_size_eval N, smaller than the size that auto found" in told
     assert "-batch_size auto" not in told
 
@@ -169,7 +156,7 @@ def test_largest_blocks_of_gpu_memory_are_named(monkeypatch: pytest.MonkeyPatch)
     ]
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
     assert largest_blocks(torch.device("cuda", 1), kinds=2) == "2 x 0.6 GiB, 5 x 148.0 MiB"
-    assert largest_blocks(torch.device("cpu")) is None
+    assert largest_blocks(CPU) is None
 
 
 def test_failed_validation_restores_training_mode(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,10 +170,56 @@ def test_failed_validation_restores_training_mode(tiny: Path, monkeypatch: pytes
     with pytest.raises(torch.OutOfMemoryError) as caught:
         evaluate(full.model, full.val_loader, len(full.val_set), full.inputs, full.precision, ALONE, full.task)
     assert full.model.training
-    run = Run(load_config(str(tiny)).config, ALONE, torch.device("cpu"), threads=1)
-    told = describe(caught.value, run, full.parts, 7)
+    run = Run(load_config(str(tiny)).config, ALONE, CPU, threads=1)
+    told = describe(caught.value, run, 7)
     assert told.startswith(f"out of memory {IN_VALIDATION} after update 6: ")
     assert re.search(
         r"the peak was .+ on cpu \(.+\), of [\d.]+ GiB in total, and 20\.00 MiB more were requested\.\n", told
     )
     assert "\n  Allocations that take the most memory: 2 x 0.6 GiB.\n" in told
+
+
+@pytest.mark.parametrize(
+    ("validating", "words", "first"),
+    [
+        (False, {"DATA.BATCH_SIZE": "15"}, "-batch_size 5 -accum_iter 3:"),
+        (False, {"DATA.BATCH_SIZE": "32", "TRAIN.ACCUM_ITER": "3"}, "-batch_size 16 -accum_iter 6:"),
+        (False, {"DATA.BATCH_SIZE": "32", "TRAIN.GLOBAL_BATCH": "64"}, "-batch_size 16:"),
+        (False, {"DATA.BATCH_SIZE": "1", "TRAIN.GRAD_CHECKPOINT": "blocks"}, "-amp:"),
+        (True, {"DATA.BATCH_SIZE": "100", "DATA.BATCH_SIZE_EVAL": "60"}, "-batch_size_eval 30:"),
+        (True, {"DATA.BATCH_SIZE_EVAL": "3"}, "-batch_size_eval 1:"),
+        (True, {"DATA.BATCH_SIZE_EVAL": "1"}, "-amp:"),
+    ],
+)
+def test_ways_out_keep_the_images_of_an_update(tiny: Path, validating: bool, words: dict[str, str], first: str) -> None:
+    ways = ways_out(load_config(str(tiny), words=words).config, validating, GPU)
+    assert ways[0].startswith(first)
+    if validating:
+        assert not any("GRAD_CHECKPOINT" in way for way in ways), "a validation keeps nothing for a backward pass"
+
+
+def test_ways_out_omit_what_is_in_use(tiny: Path) -> None:
+    every = ways_out(load_config(str(tiny)).config, False, GPU)
+    assert [way.partition(":")[0] for way in every] == [
+        "-batch_size 16 -accum_iter 2",
+        "TRAIN.GRAD_CHECKPOINT=blocks",
+        "-amp",
+        "-batch_size auto",
+    ]
+    done = {"TRAIN.GRAD_CHECKPOINT": "blocks", "AMP.ENABLED": "true"}
+    left = ways_out(load_config(str(tiny), words=done).config, False, GPU, found=True)
+    assert left == ["-batch_size 16 -accum_iter 2: the same images per update, fewer at once"]
+
+
+@pytest.mark.parametrize("gains", [True, False])
+def test_ways_out_before_the_first_update(tiny: Path, monkeypatch: pytest.MonkeyPatch, gains: bool) -> None:
+    """-amp is no way out on a CPU where it computes in fp32."""
+    monkeypatch.setattr("engine.memory.out_of_memory.amp_may_gain", lambda _device: gains)
+    smaller, fsdp = "a smaller MODEL.NAME or -batch_size", "DIST.STRATEGY=fsdp, which shards the weights"
+    done = {"AMP.ENABLED": "true", "DIST.STRATEGY": "fsdp"}
+    for words, ways in (({}, [*["-amp"] * gains, smaller, fsdp]), (done, [smaller])):
+        run = Run(load_config(str(tiny), words=words).config, ALONE, CPU, threads=1)
+        told = describe(torch.OutOfMemoryError(""), run)
+        assert told.startswith("out of memory before the first update: ")
+        lines = told.partition("Ways out:\n")[2].splitlines()
+        assert [line.strip().removesuffix(" over several devices") for line in lines] == ways

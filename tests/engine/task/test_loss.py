@@ -12,7 +12,7 @@ from timm.data.mixup import Mixup
 from timm.loss.binary_cross_entropy import BinaryCrossEntropy as TimmsBce
 from torch import Tensor, nn
 
-from engine.distill import DistillationLoss
+from engine.distill.teacher import DistillationLoss
 from engine.inputs.batches import Mixing
 from engine.task.losses import BinaryCrossEntropy
 from engine.task.one import OneLabel

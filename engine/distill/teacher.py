@@ -71,24 +71,6 @@ class DistillationLoss(nn.Module):
         return F.kl_div(student, teacher, reduction="batchmean", log_target=True) * self.tau**2
 
 
-class AskTeacher:
-    """A `BatchTransform` that adds the teacher's logits for the transformed images to the targets."""
-
-    def __init__(self, teacher: Teacher, change: BatchTransform, device: torch.device, stages: Stages) -> None:
-        self.teacher, self._change, self._stages = teacher, change, stages
-        self._classes = torch.arange(teacher.source.classes, device=device)
-
-    def __call__(self, images: Tensor, labels: Tensor) -> TransformedBatch:
-        seen = self._change(images, labels)
-        self._stages.mark(FORWARD)
-        teacher_logits = self.teacher(seen.images)
-        self._stages.mark(TEACHER)
-        targets = seen.targets
-        if targets.ndim == 1:
-            targets = (targets.unsqueeze(1) == self._classes).to(teacher_logits.dtype)  # one-hot
-        return seen._replace(targets=torch.stack((targets, teacher_logits), dim=1))
-
-
 class StackedHeads(nn.Module):
     """Mixin for a model with two classifiers: in training, stacks their logits into one tensor."""
 
@@ -98,7 +80,10 @@ class StackedHeads(nn.Module):
 
 
 class Distillation(Callback):
-    """TRAIN.DISTILLATION_TYPE: the model learns from a teacher too. `change` and `criterion` replace those given."""
+    """TRAIN.DISTILLATION_TYPE: the model learns from a teacher too. `criterion` replaces the one given.
+
+    It is a `BatchTransform`, which adds the teacher's logits for the transformed images to the targets.
+    """
 
     def __init__(
         self,
@@ -113,17 +98,27 @@ class Distillation(Callback):
             model.set_distilled_training(True)  # pyright: ignore[reportCallIssue]
             mix_in(model, StackedHeads)
         self.teacher = load_teacher(config, precision)
-        self.change = AskTeacher(self.teacher, change, precision.device, stages)
         self.criterion = DistillationLoss(criterion, config.TRAIN)
+        self._change, self._stages = change, stages
+        self._classes = torch.arange(self.teacher.source.classes, device=precision.device)
+
+    def __call__(self, images: Tensor, labels: Tensor) -> TransformedBatch:
+        seen = self._change(images, labels)
+        self._stages.mark(FORWARD)
+        teacher_logits = self.teacher(seen.images)
+        self._stages.mark(TEACHER)
+        targets = seen.targets
+        if targets.ndim == 1:
+            targets = (targets.unsqueeze(1) == self._classes).to(teacher_logits.dtype)  # one-hot
+        return seen._replace(targets=torch.stack((targets, teacher_logits), dim=1))
 
     def rows(self) -> dict[str, str]:
-        return {"teacher": self.teacher.words()}
+        source, (total, _) = self.teacher.source, count_parameters(self.teacher.model)
+        return {"teacher": f"{source.where}, {total:,} parameters, frozen; images of {source.image_size}"}
 
     def noted(self) -> dict[str, str]:
         return self.teacher.noted()
 
-
-# Teacher of a distillation: loading it, and computing its logits.
 
 KEY = "TRAIN.TEACHER_MODEL"
 EXAMPLE = "regnety_160.deit_in1k"
@@ -160,7 +155,11 @@ class Teacher:
     def __init__(self, source: Source, config: Config, precision: Precision) -> None:
         self.source, self._precision, self.setting = source, precision, f"{config.TRAIN.TEACHER_MODEL}"
         self.model = source.model.eval().requires_grad_(False).to(precision.device)
-        self.fingerprint = _fingerprint(self.model)
+        digest = hashlib.sha256()
+        for name, value in self.model.state_dict().items():
+            digest.update(name.encode())
+            digest.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        self.fingerprint = digest.hexdigest()
         data, channels = config.DATA, config.DATA.IMAGE_CHANNELS
         mine, theirs = (
             torch.tensor([per_channel(values, channels) for values in pair], dtype=torch.float64)
@@ -184,10 +183,6 @@ class Teacher:
         with torch.autocast(device, dtype, enabled=level != "O0"):
             return self.model(images).float()
 
-    def words(self) -> str:
-        total, _ = count_parameters(self.model)
-        return f"{self.source.where}, {total:,} parameters, frozen; images of {self.source.image_size}"
-
     def noted(self) -> dict[str, str]:
         """Fields for run.json and checkpoints."""
         return {"teacher_model": self.setting, "teacher": self.source.where, "teacher_sha256": self.fingerprint}
@@ -207,7 +202,7 @@ def check_teacher(config: Config) -> None:
         return
     if train.TEACHER_MODEL is None:
         raise UserError(f"TRAIN.DISTILLATION_TYPE {train.DISTILLATION_TYPE} needs a teacher: set {KEY}. {FORMS}")
-    name, place = _parse(train.TEACHER_MODEL, _is_taught(config))
+    name, place = _parse(train.TEACHER_MODEL, config.MODEL.TYPE.casefold() in TAUGHT)
     if name is not None and place != RANDOM:  # of a run, the files are checked when they are loaded
         try:
             with _errors_name_teacher():
@@ -224,14 +219,15 @@ def check_teacher(config: Config) -> None:
 def default_teacher(config: Config) -> tuple[str, str] | None:
     """TRAIN.TEACHER_MODEL of a family that PaddleViT distils, and a note; None where a user has to choose."""
     train = config.TRAIN
-    if config.EVAL or train.DISTILLATION_TYPE is None or train.TEACHER_MODEL is not None or not _is_taught(config):
+    if (
+        config.EVAL
+        or train.DISTILLATION_TYPE is None
+        or train.TEACHER_MODEL is not None
+        or config.MODEL.TYPE.casefold() not in TAUGHT
+    ):
         return None
     teacher = PADDLEVIT_FILE if Path(PADDLEVIT_FILE).is_file() else EXAMPLE
     return teacher, f"{KEY} {teacher}: PaddleViT's default teacher for MODEL.TYPE {config.MODEL.TYPE}"
-
-
-def _is_taught(config: Config) -> bool:
-    return config.MODEL.TYPE.casefold() in TAUGHT
 
 
 def load_teacher(config: Config, precision: Precision) -> Teacher:
@@ -247,7 +243,15 @@ def load_teacher(config: Config, precision: Precision) -> Teacher:
             f"{config.MODEL.NUM_CLASSES}. Teacher and model must have the same classes."
         )
     teacher = Teacher(source, config, precision)
-    _try_out(teacher, config, precision.device)
+    size, channels = config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS
+    try:  # one empty image, so that a mismatch is found before training
+        shape = tuple(teacher(torch.zeros(1, channels, size, size, device=precision.device)).shape)
+    except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise UserError(f"{KEY} {source.where}: cannot take images of size {source.image_size} ({error}).") from None
+    if shape != (1, source.classes):
+        raise UserError(f"{KEY} {source.where}: its output for one image has shape {shape}, not {(1, source.classes)}.")
     return teacher
 
 
@@ -275,41 +279,37 @@ def check_teacher_matches(teacher: Teacher, names: list[str] | None, saved_choic
 
 
 def _load_source(setting: str, config: Config, precision: Precision) -> Source:
-    name, place = _parse(setting, _is_taught(config))
+    name, place = _parse(setting, config.MODEL.TYPE.casefold() in TAUGHT)
     if name is None:
         return _load_run(Path(place), setting, config, precision)
     pretrained, channels = timm.get_pretrained_cfg(name), config.DATA.IMAGE_CHANNELS
     assert pretrained is not None  # is_timm_name
-    header = {} if place == RANDOM else _read_input(Path(place))
-    classes = pretrained.num_classes if place == name else config.MODEL.NUM_CLASSES
+    classes, header = pretrained.num_classes if place == name else config.MODEL.NUM_CLASSES, {}
     model = timm.create_model(name, num_classes=classes, in_chans=channels)
     if place == RANDOM:
         log.warning("%s %s: random weights teach noise; use them only to try out a command.", KEY, setting)
     else:
-        _load_weights(model, place, name, setting, classes)
+        for parameter in model.parameters():
+            parameter.detach().fill_(torch.nan)
+        try:
+            with _errors_name_teacher():
+                header = preprocessing_in(read_header(Path(place))) or {}
+                check_fields(Input, header, Path(place))
+                load_pretrained(model, place, name)
+        except UserError as error:
+            if name != PADDLEVIT or name in setting:
+                raise
+            raise UserError(f"{error}\n{_unnamed(setting)}, so {PADDLEVIT} was tried. {FORMS}") from None
+        if any(parameter.isnan().any() for parameter in model.parameters()):
+            raise UserError(
+                f"{KEY} {setting}: some weights of {name} with {classes} classes are missing. A teacher needs its "
+                "classifier, too."
+            )
     size = header.get("image_size", pretrained.input_size[-1])
     mean, std = (tuple(header.get(key, getattr(pretrained, key))) for key in ("mean", "std"))
     if len(mean) != channels:  # grey images, and a teacher trained on colour
         mean, std = (sum(mean) / len(mean),), (sum(std) / len(std),)
     return Source(model, setting, size, mean, std, classes)
-
-
-def _load_weights(model: nn.Module, place: str, name: str, setting: str, classes: int) -> None:
-    """All of them: a teacher needs its classifier, too."""
-    for parameter in model.parameters():
-        parameter.detach().fill_(torch.nan)
-    try:
-        with _errors_name_teacher():
-            load_pretrained(model, place, name)
-    except UserError as error:
-        if name != PADDLEVIT or name in setting:
-            raise
-        raise UserError(f"{error}\n{_unnamed(setting)}, so {PADDLEVIT} was tried. {FORMS}") from None
-    if any(parameter.isnan().any() for parameter in model.parameters()):
-        raise UserError(
-            f"{KEY} {setting}: some weights of {name} with {classes} classes are missing. A teacher needs its "
-            "classifier, too."
-        )
 
 
 def _unnamed(setting: str) -> str:
@@ -361,36 +361,6 @@ def _parse(setting: str, taught: bool) -> tuple[str | None, str]:
         return setting, setting
     suggestion = similar_models(setting, timm.list_pretrained())
     raise UserError(f"{KEY} {setting}: no such file, folder or timm model.{suggestion} {FORMS}")
-
-
-def _read_input(file: Path) -> dict[str, Any]:
-    """Preprocessing in the header of a file of weights; empty if it has none."""
-    with _errors_name_teacher():
-        fields = preprocessing_in(read_header(file)) or {}
-        check_fields(Input, fields, file)
-    return fields
-
-
-def _try_out(teacher: Teacher, config: Config, device: torch.device) -> None:
-    """Run one empty image through the teacher, so that a mismatch is found before training."""
-    data, where = config.DATA, teacher.source.where
-    size, classes = data.IMAGE_SIZE, teacher.source.classes
-    try:
-        shape = tuple(teacher(torch.zeros(1, data.IMAGE_CHANNELS, size, size, device=device)).shape)
-    except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
-        if is_out_of_memory(error):
-            raise
-        raise UserError(f"{KEY} {where}: cannot take images of size {teacher.source.image_size} ({error}).") from None
-    if shape != (1, classes):
-        raise UserError(f"{KEY} {where}: its output for one image has shape {shape}, not {(1, classes)}.")
-
-
-def _fingerprint(model: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for name, value in model.state_dict().items():
-        digest.update(name.encode())
-        digest.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
 
 
 @contextlib.contextmanager

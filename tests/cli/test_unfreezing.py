@@ -51,8 +51,3 @@ def test_compiled_run_compiles_again_and_resumes(vitamp: Vitamp, tiny: Path, tmp
     assert eager.code == 0
     losses = [[line["loss"] for line in metrics(tmp_path / name, "train")] for name in ("whole", "eager")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-
-
-def gradients(text: str) -> float:
-    """MiB of gradients, as a dry run reports them."""
-    return float(text.partition("gradients ")[2].split()[0])

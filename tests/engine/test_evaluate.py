@@ -15,7 +15,7 @@ from datasets.damage import BrokenInValidation
 from engine.amp.precision import Precision
 from engine.evaluate import evaluate
 from engine.task.one import OneLabel, ValidationMeans
-from tests.engine.small import BF16, CPU, OFF
+from tests.engine.small import CPU, OFF
 from utils.config import AmpConfig
 from utils.distributed.world import ALONE
 from utils.errors import TrainingError
@@ -76,19 +76,6 @@ def test_padding_is_not_counted(batch_size: int, world: int) -> None:
     assert figures(net, loader).fields() == pytest.approx(plain(net).fields(), rel=1e-6)
 
 
-def test_padding_is_not_counted_as_a_hit() -> None:
-    """A blank sample's label is 0."""
-
-    class First(nn.Module):
-        def forward(self, images: Tensor) -> Tensor:
-            return torch.arange(8, 0, -1.0).repeat(len(images), 1)
-
-    found = figures(First(), Loader(5, [0, 1, 2], 3))
-    labels = LABELS.tolist()
-    assert found.acc1 == pytest.approx(100 * labels.count(0) / SAMPLES)
-    assert found.acc5 == pytest.approx(100 * sum(label < 5 for label in labels) / SAMPLES)
-
-
 @pytest.mark.parametrize("samples", [SAMPLES - 1, SAMPLES + 1])
 def test_wrong_number_of_samples_is_an_error(samples: int) -> None:
     with pytest.raises(TrainingError, match=f"{SAMPLES} samples, not {samples};"):
@@ -101,11 +88,3 @@ def test_evaluation_disables_dropout_and_restores_the_mode() -> None:
         net.train(training)
         assert figures(net, Loader(4, [0], 1)) == figures(net, Loader(4, [0], 1))
         assert net.training is training
-
-
-def test_evaluation_uses_autocast_with_amp() -> None:
-    net = model()
-    exact = figures(net, Loader(4, [0], 1))
-    rounded = figures(net, Loader(4, [0], 1), BF16)
-    assert rounded.loss != exact.loss
-    assert rounded.loss == pytest.approx(exact.loss, rel=1e-2)

@@ -19,9 +19,8 @@ from engine.setup import ReadyToTrain
 from models import build_without_weights, classifiers, frozen_weights
 from models.freeze import freeze
 from tests.engine.checkpoint.test_restore import PER_EPOCH, everything, save
-from tests.engine.parallel.test_sync_batch_norm import precision_on, share
 from tests.engine.small import build, train, windows
-from utils.config import Config, load_config
+from utils.config import load_config
 from utils.config.model import ModelConfig
 from utils.distributed.world import ALONE
 from utils.errors import UserError
@@ -89,20 +88,6 @@ def test_frozen_backbone_does_not_change_and_saves_no_activations(tiny: Path, ho
     assert all(weight.grad is None for weight in ready.model.parameters())
 
 
-def test_backward_pass_with_a_frozen_backbone_is_the_classifiers_only(tiny: Path) -> None:
-    """Its gradient and its norm are what a model has of which everything is trained."""
-    norms = []
-    for words in ({}, BACKBONE):
-        ready = build(tiny, **words)
-        _, batch = next(iter(next(windows(ready))))
-        ready.parts.compute(batch).loss.backward()
-        norms.append([ready.model.get_parameter(name).grad for name in ("head.weight", "head.bias")])
-        last = ready.parts.gradients.clip(None)
-    assert all(map(torch.equal, *norms))
-    head = torch.cat([gradient.flatten() for gradient in norms[1] if gradient is not None])
-    assert last.item() == pytest.approx(head.norm().item(), rel=1e-6)
-
-
 def resnet(tiny: Path, **words: object) -> ReadyToTrain:
     return build(
         tiny,
@@ -128,15 +113,6 @@ def test_frozen_norms_keep_their_statistics_after_validation(tiny: Path) -> None
     assert moved(ready.model, before) == {"fc.weight", "fc.bias"}
     assert any(name.endswith("running_mean") for name in moved(whole.model, before)), "others do move"
     assert "num_batches_tracked" in str(moved(whole.model, before))
-
-
-def test_frozen_norms_are_not_synchronised() -> None:
-    for frozen in (True, False):
-        model = timm.create_model("test_resnet", num_classes=3)
-        freeze(model, ["backbone"] if frozen else [])
-        share(model, precision_on(), Config())
-        joined = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
-        assert bool(joined) is not frozen
 
 
 def training_parts(model: nn.Module) -> set[str]:

@@ -51,21 +51,6 @@ def test_a_set_value_is_kept_and_the_difference_noted() -> None:
     assert "is used" not in notes(MODEL__PRETRAINED="vit_base_patch16_224.augreg_in21k", DATA__IMAGENET_MEAN="0.5")
 
 
-def test_crop_mode_of_weights_is_taken() -> None:
-    assert resolved(MODEL__PRETRAINED=SQUASHED).config.DATA.CROP_MODE == "squash"
-
-
-def test_an_interpolation_that_is_not_supported_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = timm.get_pretrained_cfg(DEIT)
-    assert cfg is not None
-    cfg.interpolation = "nearest"
-    monkeypatch.setattr(timm, "get_pretrained_cfg", lambda _: cfg)
-    loaded = resolved(MODEL__PRETRAINED=DEIT)
-    assert loaded.config.DATA.INTERPOLATION == "bicubic"
-    words = f"DATA.INTERPOLATION bicubic is used; timm's {DEIT} has nearest, which is not supported"
-    assert words in "\n".join(loaded.notes)
-
-
 def test_files_bring_what_is_written_in_them_or_beside_them(tmp_path: Path) -> None:
     tensors = {"a": torch.zeros(1)}
     fields = {"image_size": 64, "mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6], "crop_pct": 0.7}
@@ -172,17 +157,6 @@ def test_a_given_image_size_gets_a_patch_that_divides_it(tmp_path: Path) -> None
     assert sizes_of(of_images(tmp_path, (48, 48), DATA__IMAGE_SIZE="28")) == (28, 4)
     with pytest.raises(UserError, match=r"PATCH_SIZE auto: no patch of 4 to 8 .* 37\. .* -image_size 40"):
         of_images(tmp_path, (48, 48), DATA__IMAGE_SIZE="37")
-
-
-def test_auto_sizes_need_images_with_a_known_size(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"IMAGE_SIZE auto: .* digits is unknown, because they are in memory"):
-        resolved(DATA__IMAGE_SIZE="auto", DATA__IMAGE_CHANNELS="1", MODEL__NUM_CLASSES="auto")
-    for number in range(2):
-        (tmp_path / "images" / f"class_{number}").mkdir(parents=True)
-        (tmp_path / "images" / f"class_{number}" / "1.png").write_bytes(b"no image")
-        (tmp_path / "images" / f"class_{number}" / "2.png").write_bytes(b"nor this")
-    with pytest.raises(UserError, match="because none of those tried can be read"):
-        of_images(tmp_path)
 
 
 def test_auto_image_size_is_that_of_pretrained_weights(tmp_path: Path) -> None:

@@ -35,19 +35,14 @@ def test_run_folder_of_a_checkpoint(run: Path, monkeypatch: pytest.MonkeyPatch) 
     assert found.resolve() == run
 
 
-def test_checkpoint_outside_a_run_has_no_run_folder(run: Path) -> None:
+@pytest.mark.parametrize("place", ["elsewhere", "checkpoints/kept/good", "."])
+def test_checkpoint_outside_a_run_has_no_run_folder(run: Path, place: str) -> None:
     """Even with a folder of that name further up, which is another's: the next run would be written there."""
-    alone = run / "elsewhere" / "step-000000001"
+    alone = run / place / "step-000000001"
     alone.mkdir(parents=True)
     (alone / MODEL).touch()
     assert run_folder_of(alone) is None
     assert run_folder_of(alone / MODEL) is None
-    deeper = run / "checkpoints" / "kept" / "good" / "step-000000001"
-    deeper.mkdir(parents=True)
-    assert run_folder_of(deeper) is None
-    beside = run / "step-000000001"
-    beside.mkdir()
-    assert run_folder_of(beside) is None
 
 
 def test_run_folder_with_a_run_is_rejected(run: Path, tmp_path: Path) -> None:

@@ -66,15 +66,6 @@ def test_unfrozen_run_equals_one_resumed_at_that_epoch(tiny: Path, tmp_path: Pat
     assert {key for key in expected if expected[key] != ended.get(key)} == set()
 
 
-def test_run_resumed_in_the_frozen_epochs_is_frozen(tiny: Path, tmp_path: Path) -> None:
-    whole = build(tiny, **BACKBONE)
-    train(whole, 3, whole.train_loader.epoch(1))
-    checkpoint = save(whole, tmp_path, 3, (1, 3))
-    checkpoint.meta["samples"] = identity_of(whole.train_set, whole.train_loader.order)
-    resumed = build(tiny, CPU, checkpoint, **BACKBONE)
-    assert frozen_weights(resumed.model) == frozen_weights(whole.model) != []
-
-
 @pytest.mark.parametrize("name", sorted({*FUSED, *list_optimizers(exclude_filters=UNTESTED)} - MUON))
 def test_optimizer_leaves_frozen_weights_alone_and_starts_their_state_later(name: str) -> None:
     """Weight decay included. The first steps of a weight are those of an optimiser which has this layer only."""
@@ -121,11 +112,3 @@ def test_modules_train_again_and_norms_update_their_statistics(tiny: Path) -> No
     ready.model.train()
     train(ready, 1, done=1)
     assert {"bn1.running_mean", "layer4.0.bn2.running_var", "fc.weight"} <= moved(ready.model, before)
-
-
-def test_weights_that_the_model_never_trains_stay_fixed() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model.get_parameter("0.bias").requires_grad_(False)
-    freeze(model, ["0"], for_now=True)
-    assert unfreeze(model) == ["0.weight"]
-    assert frozen_weights(model) == ["0.bias"]

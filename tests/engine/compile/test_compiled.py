@@ -25,7 +25,7 @@ from engine.speed.attention import AttentionKernel
 from tests.engine.small import build, built_of, train, windows
 from utils.config.data import DataConfig
 from utils.config.schema import AmpConfig
-from utils.distributed.world import ALONE, World
+from utils.distributed.world import ALONE
 from utils.errors import UserError
 
 RANDOM = {"MODEL__DEPTH": 2, "MODEL__DROPOUT": 0.1, "MODEL__DROPPATH": 0.2, "DATA__BATCH_SIZE": 16}
@@ -155,16 +155,6 @@ def test_smaller_micro_batches_and_validation_are_not_compiled(tiny: Path, how: 
     assert sizes[-1] == 1437 % 16
     assert set(sizes[:-1]) == {16}
     assert graphs() == before
-
-
-def test_ranks_share_the_cores_for_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch._inductor.config as inductor
-
-    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
-    for world, expected in ((World(local_size=8, cores=3), 3), (World(local_size=10**6), 1)):
-        with inductor.patch(compile_threads=32):
-            compiling._configure_compiler(DataConfig(), in_precision("O0"), world)
-            assert inductor.compile_threads == expected
 
 
 @pytest.mark.slow

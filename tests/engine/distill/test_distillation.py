@@ -152,17 +152,6 @@ def test_teacher_is_frozen_and_neither_trained_nor_saved(
     assert ready.choices["teacher"].startswith("tiny of ")
 
 
-def test_two_classifiers_are_averaged_in_validation(student: Callable[..., ReadyToTrain]) -> None:
-    model = student(**DISTILLED).parts.model
-    images = torch.randn(3, 1, 8, 8)
-    assert model.train()(images).shape == (3, 2, 10)
-    together = model.eval()(images)
-    tokens: Any = model
-    features = tokens.forward_features(images)
-    expected = (tokens.head(features[:, 0]) + tokens.head_dist(features[:, 1])) / 2
-    assert torch.equal(together, expected)
-
-
 def test_teacher_gets_images_in_its_own_size_and_normalisation(tiny: Path, tmp_path: Path) -> None:
     """The teacher has another image size, mean and standard deviation."""
     whole = timm.create_model("test_vit.r160_in1k", num_classes=10, in_chans=1)

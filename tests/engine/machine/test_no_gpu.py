@@ -22,34 +22,24 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "version"
 
 
-def notice(**env: str) -> str:
-    return device.no_gpu_notice(Config(), CPU, env) or ""
-
-
-def test_notice_names_cuda_visible_devices_that_hides_all_gpus() -> None:
-    assert notice(CUDA_VISIBLE_DEVICES="").startswith("No GPU is visible, because CUDA_VISIBLE_DEVICES is ''")
-    assert notice(CUDA_VISIBLE_DEVICES="-1").startswith("No GPU is visible, because CUDA_VISIBLE_DEVICES is '-1'")
-    assert notice(CUDA_VISIBLE_DEVICES="0").startswith("No GPU is visible: ")
-
-
-def test_notice_names_a_missing_gpu_in_cuda_visible_devices(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver.touch()
-    monkeypatch.setattr(torch.version, "cuda", "13.2")
-    text = notice(CUDA_VISIBLE_DEVICES="7")
-    assert text.startswith("No GPU is visible, because CUDA_VISIBLE_DEVICES is '7' (nvidia-smi -L")
-
-
-def test_notice_names_a_cpu_build_of_torch_beside_a_driver(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver.touch()
-    monkeypatch.setattr(torch.version, "cuda", "13.2")
-    assert "nvidia-smi shows" in notice()
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert "is built for CPUs only" in notice()
-
-
-def test_no_notice_with_device_cpu_or_on_a_gpu() -> None:
-    assert device.no_gpu_notice(Config(DEVICE="cpu"), CPU, {}) is None
-    assert device.no_gpu_notice(Config(), torch.device("cuda", 0), {}) is None
+@pytest.mark.parametrize(
+    ("env", "driver_there", "cuda", "said"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": ""}, False, None, "No GPU is visible, because CUDA_VISIBLE_DEVICES is ''"),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, False, None, "No GPU is visible: "),
+        ({"CUDA_VISIBLE_DEVICES": "7"}, True, "13.2", "because CUDA_VISIBLE_DEVICES is '7' (nvidia-smi -L"),
+        ({}, True, "13.2", "nvidia-smi shows"),
+        ({}, True, None, "is built for CPUs only"),
+    ],
+)
+def test_notice_names_why_no_gpu_is_visible(
+    driver: Path, monkeypatch: pytest.MonkeyPatch, env: dict[str, str], driver_there: bool, cuda: str | None, said: str
+) -> None:
+    if driver_there:
+        driver.touch()
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert said in (device.no_gpu_notice(Config(), CPU, env) or "")
+    assert device.no_gpu_notice(Config(DEVICE="cpu"), CPU, env) is None
 
 
 def test_notice_is_logged_once_per_run(vitamp: Callable[..., Result], tiny: Path) -> None:

@@ -134,31 +134,19 @@ def evaluate_only(given: Run, dry: bool) -> None:
     reporter = Reporter(config, 1, folder if world.first else None, False, Position())
     reporter.validation(position, metrics, time.perf_counter() - began)
     reporter.close()
-    name = f"{checkpoint.folder.name}, " if checkpoint else ""
-    if words := _in_context(metrics, config.SAVE_BEST_BY, ready):
+    by = metric_named(config.SAVE_BEST_BY)
+    values = {which: means.value(by.name) for which, means in metrics.items()}
+    better = best_set(values, by) or PLAIN
+    if words := in_context(by, values[better], len(ready.val_set), largest_class(ready)):
         log.info(words)
     saved = evaluated_weights(config)
     if saved is not None and (words := copies_evaluated(config, saved, len(ready.val_set))):
         log.info(words)
-    log.info("Done: %s%s; everything is in %s", name, _in_words(metrics, config.SAVE_BEST_BY), folder)
-
-
-def _compared(metrics: dict[WeightSet, Metrics], by: str) -> tuple[dict[WeightSet, float], WeightSet]:
-    """The metric `by` of all weights, and the better weights."""
-    values = {which: means.value(by) for which, means in metrics.items()}
-    return values, best_set(values, metric_named(by)) or PLAIN
-
-
-def _in_context(metrics: dict[WeightSet, Metrics], by: str, ready: Ready) -> str:
-    values, better = _compared(metrics, by)
-    return in_context(metric_named(by), values[better], len(ready.val_set), largest_class(ready))
-
-
-def _in_words(metrics: dict[WeightSet, Metrics], by: str) -> str:
-    """All metrics of the better weights; of the other weights, the metric `by` that they are compared by."""
-    values, better = _compared(metrics, by)
-    text = ", ".join(f"{name} {value:.4f}" for name, value in metrics[better].fields().items() if value is not None)
-    if len(metrics) == 1:
-        return text
-    others = [f"{which.label}: {by} {value:.4f}" for which, value in values.items() if which != better]
-    return f"{better.label} weights, {text}; {'; '.join(others)}"
+    # All metrics of the better weights; of the others, the one that they are compared by.
+    fields = metrics[better].fields().items()
+    text = ", ".join(f"{name} {value:.4f}" for name, value in fields if value is not None)
+    if len(metrics) > 1:
+        others = [f"{which.label}: {by.name} {value:.4f}" for which, value in values.items() if which != better]
+        text = f"{better.label} weights, {text}; {'; '.join(others)}"
+    name = f"{checkpoint.folder.name}, " if checkpoint else ""
+    log.info("Done: %s%s; everything is in %s", name, text, folder)

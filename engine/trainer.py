@@ -10,8 +10,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from engine.checkpoint.run_folder import largest_class
 from engine.checkpoint.saver import Snapshot, estimate_seconds, progress
 from engine.checkpoint.state import finite_everywhere, saver_of, snapshot_of
@@ -25,7 +23,7 @@ from engine.report.outcome import Health, marks_of_best, summary
 from engine.report.reporter import Reporter
 from engine.setup import ReadyToTrain, checkpoint_meta, setting_of
 from engine.task.base import Metrics
-from engine.update import TrainState, train_update
+from engine.update import train_update
 from utils.distributed.world import broadcast_buffers
 from utils.errors import EXIT_DONE, AllRanksError
 from utils.log import log
@@ -62,8 +60,10 @@ class Trainer:
         self._title = title_of(config, ready.precision.name, ready.precision.level != "O0")
         self._guess = largest_class(ready) if world.first else None
         self._curves = Curves(folder, config.SAVE_BEST_BY)
-        kind = _kind_of_health(self.parts)
-        self._health = kind(config.AMP, self.parts, world, reporter, op_lists)
+        watching = Health
+        if self.parts.precision.scaler.is_enabled():
+            from engine.report.skips import ScaledHealth as watching
+        self._health = watching(config.AMP, self.parts, world, reporter, op_lists)
         self._saver = saver_of(folder, config, self.parts, world)
         self._saved_at = self.position.update
         self._last_metrics: dict[WeightSet, Metrics] = {}
@@ -101,19 +101,17 @@ class Trainer:
         position = self.position
         if position.step:
             self._validate_and_save_within_epoch()  # the run may have been stopped in a validation
-        with self._profile() as self._profiled:
+        profiling: AbstractContextManager[Callable[[], None]] = nullcontext(lambda: None)
+        if self.config.PROFILE and self.world.first:
+            from engine.measure.profile import profiled
+
+            profiling = profiled(self.config.PROFILE, self.folder)
+        with profiling as self._profiled:
             while position.epoch <= self.config.TRAIN.NUM_EPOCHS and not self._ends_early():
                 self._epoch()
         improved = position.validated != position.update and self._validate()
         if improved or self._saved_at != position.update:
             self._save()
-
-    def _profile(self) -> AbstractContextManager[Callable[[], None]]:
-        if not self.config.PROFILE or not self.world.first:
-            return nullcontext(lambda: None)
-        from engine.measure.profile import profiled
-
-        return profiled(self.config.PROFILE, self.folder)
 
     def _bottleneck(self) -> Bottleneck | None:
         return bottleneck_of_all(self.throughput.tally, self._setting, self.world)
@@ -261,7 +259,11 @@ class Trainer:
         self._health.report(self.position, together=True)  # report skips before a validation that may be interrupted
         self.reporter.validating(self.position)
         try:
-            metrics = {which: self._evaluate(model) for which, model in parts.weights.items()}
+            metrics, check = {}, partial(self._stopping.check, what="batches")
+            for which, weights in parts.weights.items():
+                model = on_device(weights, self.ready.precision.device)
+                broadcast_buffers(model, self.world)
+                metrics[which] = validate(self.ready, model, self.world, check)
         except AllRanksError as error:  # raised by all ranks alike; the training so far must not be lost with it
             if self._saved_at != self.position.update:
                 self._save()
@@ -280,12 +282,6 @@ class Trainer:
         else:
             self.best.stale += 1
         return improved
-
-    def _evaluate(self, model: nn.Module) -> Metrics:
-        ready, check = self.ready, partial(self._stopping.check, what="batches")
-        model = on_device(model, ready.precision.device)
-        broadcast_buffers(model, self.world)
-        return validate(ready, model, self.world, check)
 
     def _save(self, finished_epoch: int | None = None) -> None:
         """Save a checkpoint. `finished_epoch`: the epoch that has just ended, if one has."""
@@ -324,11 +320,3 @@ class Trainer:
         pace, best = self.throughput, self.best
         ended = pace.total, pace.tally, self.folder, commands, self.paused
         return summary(self.config, best, (context, copies), self._last_metrics, *ended, looks)
-
-
-def _kind_of_health(parts: TrainState) -> type[Health]:
-    if not parts.precision.scaler.is_enabled():
-        return Health
-    from engine.report.skips import ScaledHealth
-
-    return ScaledHealth

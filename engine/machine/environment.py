@@ -23,7 +23,6 @@ from utils.terminal import DETAIL
 from utils.text import aligned, counted
 
 MAX_ROWS = 16
-# Settings that may differ between ranks.
 
 
 def join_run(config: Config, world: World, device: torch.device, threads: int) -> None:

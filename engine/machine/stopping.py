@@ -99,7 +99,8 @@ class Signals:
             return
         self._interrupts += number == signal.SIGINT
         # torchrun turns the second Ctrl-C into SIGTERM.
-        again = self._interrupts > 1 or (self._interrupts and number == signal.SIGTERM and _under_torchrun())
+        by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and "VITAMP_LAUNCHER_PID" not in os.environ
+        again = self._interrupts > 1 or (self._interrupts and number == signal.SIGTERM and by_torchrun)
         if again or not self.deferred:
             self._leave(number)
         self.request = max(self.request, REQUESTS[signal.Signals(number)])
@@ -111,26 +112,17 @@ class Signals:
     def _leave(self, number: int) -> NoReturn:
         if not self._failed:
             logging.raiseExceptions = False  # the signal may have interrupted the writing of a log line
-            _clear_bars()
+            if (tqdm := sys.modules.get("tqdm")) is not None:  # bars would stay below the last line
+                with contextlib.suppress(Exception):  # the signal may have interrupted the drawing of one
+                    for bar in list(tqdm.tqdm._instances):
+                        bar.leave = False
+                        bar.close()
             name = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
             log.warning("%s%s", name, _WHAT_IS_LEFT[self.saved])
         os._exit(EXIT_CODES[REQUESTS[signal.Signals(number)]])
 
 
 signals = Signals()
-
-
-def _clear_bars() -> None:
-    """Remove progress bars, which would otherwise stay below the last line and before the shell's prompt."""
-    if (tqdm := sys.modules.get("tqdm")) is not None:
-        with contextlib.suppress(Exception):  # the signal may have interrupted the drawing of one
-            for bar in list(tqdm.tqdm._instances):
-                bar.leave = False
-                bar.close()
-
-
-def _under_torchrun() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ and "VITAMP_LAUNCHER_PID" not in os.environ
 
 
 class Deadline:

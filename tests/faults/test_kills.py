@@ -1,14 +1,13 @@
 """A run killed anywhere, any way, and started again, is the run that was never killed.
 
 The moments and the ways are drawn from a seed, which is printed: VITAMP_KILL_SEED=N draws the same again.
-`pytest -m slow tests/faults/test_kills.py -s` shows the table of kills.
+`pytest -m slow tests/faults/test_kills.py -s` shows the kills.
 """
 
 from __future__ import annotations
 
 import os
 import random
-import re
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -52,8 +51,6 @@ DEVICE: cpu
 
 @dataclass
 class Kill:
-    """One line of the table."""
-
     update: int | None
     """It is done once this update is reported; None: while the run starts."""
     delay: float
@@ -61,15 +58,8 @@ class Kill:
     processes: int
     workers: int
     code: int | None = None
-    resumed_from: str = "not known: the next start was killed before it told"
+    """None: the run went on."""
     note: str = ""
-
-    def line(self, number: int) -> str:
-        when = "starting" if self.update is None else f"update {self.update}"
-        code = "went on" if self.code is None else self.code
-        how = f"{self.processes} x {self.workers} workers"
-        what = f"{self.way:<19} {how:<13} {code!s:>7}"
-        return f"{number:3}  {when:>9} + {self.delay:4.2f} s  {what}  {self.resumed_from}{self.note}"
 
 
 @dataclass(frozen=True)
@@ -189,31 +179,6 @@ def disturb(run: Run, planned: Kill, draw: random.Random) -> None:
     run.nothing_is_left(60)
 
 
-def killed_and_resumed(
-    begin: Callable[..., Run], folder: Path, kills: list[Kill], shapes: Sequence[Shape], draw: random.Random
-) -> list[str]:
-    """The table, one line a kill."""
-    by_processes = {shape.processes: shape for shape in shapes}
-    starts = 0
-    for number, planned in enumerate(kills):
-        disturb(begin(folder, by_processes[planned.processes], planned.workers), planned, draw)
-        starts = note_resumption(folder, kills[number - 1] if number else None, starts)
-    last = begin(folder, draw.choice(shapes), draw.choice((0, 2))).end(180)
-    assert last.code == 0, last.text
-    note_resumption(folder, kills[-1], starts)
-    head = f"     moment            what                how it ran     exit  resumed from (VITAMP_KILL_SEED={SEED})"
-    return [head, *(planned.line(number) for number, planned in enumerate(kills, 1))]
-
-
-def note_resumption(folder: Path, before: Kill | None, known: int) -> int:
-    """What the log says of this start goes to the line of the kill before it. The number of starts it tells of."""
-    log = folder / "log.txt"
-    starts = re.findall(r"-resume auto: (.*)", log.read_text()) if log.exists() else []
-    if before is not None and len(starts) > known:
-        before.resumed_from = re.sub(r"resuming from (step-0*)?|no checkpoint yet, ", "", starts[-1])
-    return len(starts)
-
-
 def compared(
     begin: Callable[..., Run], folder: Path, shapes: Sequence[Shape], ways: Sequence[str], number: int
 ) -> None:
@@ -224,8 +189,12 @@ def compared(
     assert wanted["state.meters.skipped"] > 0, "the scaler had something to do"
     kills = drawn(number, ways, shapes, draw)
     print(f"\nkills drawn from VITAMP_KILL_SEED={SEED}")
-    table = killed_and_resumed(begin, folder / "killed", kills, shapes, draw)
-    print("\n".join(table))
+    by_processes = {shape.processes: shape for shape in shapes}
+    for planned in kills:
+        disturb(begin(folder / "killed", by_processes[planned.processes], planned.workers), planned, draw)
+        print(planned)
+    last = begin(folder / "killed", draw.choice(shapes), draw.choice((0, 2))).end(180)
+    assert last.code == 0, last.text
     assert sum(planned.note == TOO_LATE for planned in kills) <= number // 4, "most kills met a run at work"
     found, told_again = outcome(folder / "killed")
     assert told_again == told

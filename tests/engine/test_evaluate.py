@@ -80,11 +80,3 @@ def test_padding_is_not_counted(batch_size: int, world: int) -> None:
 def test_wrong_number_of_samples_is_an_error(samples: int) -> None:
     with pytest.raises(TrainingError, match=f"{SAMPLES} samples, not {samples};"):
         figures(model(), Loader(4, [0], 1), samples=samples)
-
-
-def test_evaluation_disables_dropout_and_restores_the_mode() -> None:
-    net = model()
-    for training in (True, False):
-        net.train(training)
-        assert figures(net, Loader(4, [0], 1)) == figures(net, Loader(4, [0], 1))
-        assert net.training is training

@@ -80,14 +80,8 @@ def test_weights_that_say_nothing_get_the_preprocessing_of_timms_model(tmp_path:
     assert (theirs["mean"], theirs["std"]) == (data.IMAGENET_MEAN, data.IMAGENET_STD)
     assert (theirs["crop_pct"], theirs["crop_mode"]) == (data.CROP_PCT, data.CROP_MODE)
     assert (theirs["interpolation"], theirs["input_size"][1]) == (data.INTERPOLATION, data.IMAGE_SIZE)
-    assert any(
-        note.startswith(f"Preprocessing of timm's {name} (MODEL.NAME; {file} does not say its own)")
-        for note in loaded.notes
-    )
+    assert f"Preprocessing of timm's {name} (MODEL.NAME; {file} does not say its own)" in "\n".join(loaded.notes)
     assert not loaded.warnings
-    written = resolved(MODEL__PRETRAINED=str(file), MODEL__NAME=name, DATA__CROP_PCT="0.5")
-    assert written.config.DATA.CROP_PCT == 0.5
-    assert any("command line: DATA.CROP_PCT 0.5 is used; timm's" in note for note in written.notes)
 
 
 def test_weights_of_a_model_unknown_to_timm_are_warned_of_in_evaluation_too(tmp_path: Path) -> None:

@@ -128,16 +128,6 @@ def test_run_resumed_on_another_kind_of_device_chooses_again(caplog: pytest.LogC
     assert choose(kept="whole", began_on="cuda", COMPILE="blocks").how == "blocks", "as asked for"
 
 
-@pytest.mark.usefixtures("gpu")
-def test_run_resumed_without_a_compiler_chooses_again(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caplog.set_level("INFO")
-    monkeypatch.setattr(choice.shutil, "which", lambda _: None)
-    assert choose(kept="whole", device="cuda").how == "none"
-    assert "The resumed run used TRAIN.COMPILE whole, but torch.compile needs a compiler" in caplog.text
-
-
 def test_gpu_checkpoint_resumes_on_a_cpu_without_compiling(vitamp: Callable, tiny: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = ("-cfg", tiny, "-output", run, "TRAIN.NUM_EPOCHS=2", "SAVE_FREQ=1")

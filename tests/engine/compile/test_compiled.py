@@ -21,8 +21,7 @@ from engine.compile.compiled import CACHE
 from engine.evaluate import evaluate
 from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain
-from engine.speed.attention import AttentionKernel
-from tests.engine.small import build, built_of, train, windows
+from tests.engine.small import build, train, windows
 from utils.config.data import DataConfig
 from utils.config.schema import AmpConfig
 from utils.distributed.world import ALONE
@@ -111,17 +110,6 @@ def test_compiled_updates_equal_eager_ones(tiny: Path, how: str, precision: str)
     assert [*ours.parts.model.state_dict()] == [*ema.module.state_dict()] == [*written.parts.model.state_dict()]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [BLOCKS, WHOLE])
-def test_compiled_updates_mix_the_same_images(tiny: Path, how: str) -> None:
-    words = {**RANDOM, "TRAIN__MIXUP_ALPHA": 0.8, "TRAIN__CUTMIX_ALPHA": 1.0, "TRAIN__RANDOM_ERASE_PROB": 0.25}
-    written, ours = build(tiny, **words), compiled(build(tiny, **words), how)
-    for ready in (written, ours):
-        train(ready, 3)
-    assert graphs() > 0
-    assert torch.allclose(weights(ours), weights(written), atol=1e-6)
-
-
 def test_end_of_token_dropping_is_logged_as_compiling_and_not_counted_as_training(
     tiny: Path, said: pytest.LogCaptureFixture
 ) -> None:
@@ -157,20 +145,6 @@ def test_smaller_micro_batches_and_validation_are_not_compiled(tiny: Path, how: 
     assert graphs() == before
 
 
-@pytest.mark.slow
-def test_modules_forced_to_fp32_during_training_are_compiled_again(tiny: Path) -> None:
-    words = {"MODEL__DEPTH": 2, "DATA__BATCH_SIZE": 16, **PRECISIONS["O2"]}
-    written, ours = build(tiny, **words), compiled(build(tiny, **words), WHOLE)
-    for ready in (written, ours):
-        source = windows(ready)
-        train(ready, 1, source)
-        ready.parts.force_fp32(["blocks.0.mlp"])
-        train(ready, 1, source, done=1)
-    assert torch.allclose(weights(ours), weights(written), atol=1e-4)
-    half = ours.parts.forward.get_submodule("blocks.0.mlp.fc1").weight
-    assert half.dtype is torch.float32
-
-
 def test_model_that_cannot_be_compiled_is_an_error_with_a_remedy(tiny: Path) -> None:
     ready = build(tiny, DATA__BATCH_SIZE=16)
 
@@ -181,29 +155,6 @@ def test_model_that_cannot_be_compiled_is_an_error_with_a_remedy(tiny: Path) -> 
     ready.parts.criterion = curious
     with pytest.raises(UserError, match=r"torch cannot compile this model .* TRAIN.COMPILE=none, or blocks"):
         train(compiled(ready, WHOLE), 1)
-
-
-@pytest.mark.slow  # machine code, if little of it
-def test_cached_graphs_are_kept_apart_by_attention() -> None:
-    """torch keeps graphs by what is called, and which kernel is behind that it decides when it compiles."""
-    from torch._dynamo.utils import counters
-
-    config: Any = torch.compiler.config
-    config.cache_key_tag = " lists"
-    values = torch.randn(2, 2, 16, 8)
-    kept: list[int] = []
-    try:
-        for kind in ("flash", "efficient", "flash"):
-            AttentionKernel().apply(built_of(torch.nn.Identity()), kind)
-            compiling._configure_compiler(DataConfig(), in_precision("O0"), ALONE)
-            torch.compiler.reset()
-            counters.clear()
-            torch.compile(torch.nn.functional.scaled_dot_product_attention)(values, values, values)
-            kept.append(counters["aot_autograd"]["autograd_cache_hit"])
-    finally:
-        AttentionKernel().apply(built_of(torch.nn.Identity()), "fused")
-    assert kept == [0, 0, 1]
-    assert config.cache_key_tag.startswith(" lists attention=")
 
 
 def test_graph_cache_key_includes_the_precision() -> None:

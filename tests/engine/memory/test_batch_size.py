@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -19,7 +17,7 @@ import yaml
 from datasets import Batch
 from engine.machine import memory
 from engine.machine.device import Run
-from engine.machine.memory import GIB, free_memory, held_memory, limited, take_peak
+from engine.machine.memory import GIB, free_memory, held_memory, limited
 from engine.memory import batch_size
 from engine.memory.batch_size import Trial, largest_divisor, largest_that_fits, settle_batch
 from tests.engine.small import CPU
@@ -28,7 +26,6 @@ from utils.config import Config, load_config
 from utils.distributed.world import ALONE, World
 from utils.errors import UserError
 from utils.machine import cpus
-from utils.seeding import seed_host
 
 AUTO = ("-batch_size", "auto")
 
@@ -188,15 +185,6 @@ def test_unknown_memory_asks_for_memory_limit(tiny: Path, monkeypatch: pytest.Mo
     assert found(settings(tiny, TRAIN__MEMORY_LIMIT=64))[0] >= 32
 
 
-def test_search_leaves_random_numbers_unchanged(tiny: Path, memory_of: Callable[[float], None]) -> None:
-    memory_of(50)
-    seed_host("here")
-    found(settings(tiny, MODEL__DROPOUT=0.1))
-    drawn = random.random(), np.random.random(), float(torch.rand(()))
-    seed_host("here")
-    assert drawn == (random.random(), np.random.random(), float(torch.rand(())))
-
-
 @pytest.mark.parametrize(
     ("words", "accumulated"), [({"TRAIN.GLOBAL_BATCH": "96"}, 3), ({"TRAIN.GLOBAL_BATCH": "32"}, 1)]
 )
@@ -259,19 +247,6 @@ def test_resume_on_other_processes_keeps_the_global_batch(
     assert told.endswith("= 96 images per update.")
 
 
-def test_evaluation_ignores_the_global_batch(
-    tiny: Path, memory_of: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """97 cannot be divided among two processes."""
-    memory_of(50)
-    monkeypatch.setattr(batch_size, "on_every_rank", lambda _, work: work())
-    monkeypatch.setattr(batch_size, "all_gather", lambda items, _: items)
-    two = World(0, 2, 0, 2)
-    configs = [settings(tiny, EVAL="true", **words) for words in ({}, {"TRAIN__GLOBAL_BATCH": 97})]
-    sizes = [settle_batch(Run(config, two, CPU, threads=1), None).config.DATA.BATCH_SIZE for config in configs]
-    assert sizes[0] == sizes[1] > 8
-
-
 def test_evaluation_reports_the_fitting_batch(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     done = vitamp("-cfg", tiny, *AUTO, "-eval", "-output", tmp_path / "eval")
     assert done.code == 0, done.text
@@ -284,15 +259,6 @@ def test_tools_and_fsdp_refuse_auto_batch(vitamp: Callable[..., Result], tiny: P
     assert (done.code, done.err.count("auto does not work in this tool")) == (2, 1), done.text
     with pytest.raises(UserError, match=r"auto is not possible with DIST\.STRATEGY fsdp"):
         settings(tiny, DIST__STRATEGY="fsdp")
-
-
-def test_peak_is_that_since_the_last_call() -> None:
-    take_peak(CPU)
-    before = held_memory(CPU)
-    large = torch.ones(2**25)
-    del large
-    assert take_peak(CPU) > before + 2**26
-    assert take_peak(CPU) < before + 2**26, "returned to the system"
 
 
 @pytest.mark.parametrize("version", [1, 2])

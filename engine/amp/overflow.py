@@ -313,8 +313,6 @@ FIRST_REPLAYS = 3
 UPDATES_BETWEEN_REPLAYS = 50
 MAX_BYTES = 2**30
 """Most image bytes held for replays, the current update's included."""
-USUAL_UPDATES = 3
-"""Updates whose images are usually held: the current one, the one whose flag is being copied, and one more."""
 
 MicroBatches = list[tuple[MicroBatch, Batch]]
 Answer = Callable[[], bool | None]
@@ -578,11 +576,6 @@ class OverflowWatch(Callback):
         if device.type == "cpu":
             return contextlib.nullcontext()
         return torch.random.fork_rng([device.index or 0], device_type=device.type)
-
-
-def replay_bytes(window: int) -> int:
-    """Image bytes usually held for replays, where those of one update are `window` bytes."""
-    return min(MAX_BYTES, USUAL_UPDATES * window)
 
 
 def _size(micro_batches: MicroBatches) -> int:

@@ -94,9 +94,22 @@ def choose_compiling(
             reason,
             WHOLE if world.size == 1 else BLOCKS,
         )
-    if how == BLOCKS and wanted == AUTO and _is_nested(parts):
+    nested = how == BLOCKS and parts.sharding is not None and parts.sharding.has_nested_units
+    if nested and wanted == AUTO:
         how, reason = NONE, f"auto: {NESTED}"
-    on_every_rank(world, lambda: _check(how, parts, world))
+
+    def check() -> None:
+        if how != NONE and (missing := _missing_tool(parts.precision.device)):
+            raise UserError(f"TRAIN.COMPILE {how}: {missing}. Install what is missing, or set TRAIN.COMPILE=none.")
+        if how == BLOCKS and not has_blocks(parts.model):
+            raise UserError(
+                f"TRAIN.COMPILE: {type(parts.model).__name__} has no sequence of equal blocks to compile; use "
+                f"{'none' if world.size > 1 else 'whole or none'}."
+            )
+        if how == BLOCKS and nested:
+            raise UserError(f"TRAIN.COMPILE blocks: {NESTED}; set TRAIN.COMPILE=none, or use AMP.LEVEL O1.")
+
+    on_every_rank(world, check)
     return CompileChoice(how, reason)
 
 
@@ -151,26 +164,8 @@ def training_flops(model: nn.Module, channels: int, image_size: int) -> float | 
     return counter.get_total_flops() / 2 or None
 
 
-def _is_nested(parts: TrainState) -> bool:
-    return parts.sharding is not None and parts.sharding.has_nested_units
-
-
 def has_blocks(model: nn.Module) -> bool:
     return any(True for _ in blocks_of(model))
-
-
-def _check(how: str, parts: TrainState, world: World) -> None:
-    if how == NONE:
-        return
-    if missing := _missing_tool(parts.precision.device):
-        raise UserError(f"TRAIN.COMPILE {how}: {missing}. Install what is missing, or set TRAIN.COMPILE=none.")
-    if how == BLOCKS and not has_blocks(parts.model):
-        raise UserError(
-            f"TRAIN.COMPILE: {type(parts.model).__name__} has no sequence of equal blocks to compile; use "
-            f"{'none' if world.size > 1 else 'whole or none'}."
-        )
-    if how == BLOCKS and _is_nested(parts):
-        raise UserError(f"TRAIN.COMPILE blocks: {NESTED}; set TRAIN.COMPILE=none, or use AMP.LEVEL O1.")
 
 
 def _missing_tool(device: torch.device) -> str | None:

@@ -118,8 +118,20 @@ def no_gpu_notice(config: Config, device: torch.device, env: Mapping[str, str] =
     """One line for the log; None if a GPU is used, or if -device cpu was given."""
     if device.type != "cpu" or config.DEVICE is not None:
         return None
+    hidden, driver, why = env.get("CUDA_VISIBLE_DEVICES"), NVIDIA_DRIVER.exists(), ""
+    if hidden is not None and hidden.strip() in ("", "-1"):
+        why = f", because CUDA_VISIBLE_DEVICES is {hidden!r}"
+    elif driver and torch.version.cuda is None and torch.version.hip is None:
+        why = (
+            f", though an NVIDIA driver is installed: torch {torch.__version__} is built for CPUs only (pip install "
+            "torch torchvision in a new environment installs them with CUDA)"
+        )
+    elif driver and hidden is not None:
+        why = f", because CUDA_VISIBLE_DEVICES is {hidden!r} (nvidia-smi -L lists the GPUs)"
+    elif driver:
+        why = ", though an NVIDIA driver is installed (nvidia-smi shows whether it works)"
     return (
-        f"{_why_no_gpu(env)}: this run uses the CPU, which is enough to try things out (training with "
+        f"No GPU is visible{why}: this run uses the CPU, which is enough to try things out (training with "
         "-cfg configs/vit_digits.yaml takes a minute or two), but training on ImageNet would take weeks. -dry_run "
         "estimates the time of training; pass -device cpu to silence this."
     )
@@ -128,22 +140,6 @@ def no_gpu_notice(config: Config, device: torch.device, env: Mapping[str, str] =
 def has_driver() -> bool:
     """Whether the machine seems to have a GPU, even if CUDA_VISIBLE_DEVICES hides it."""
     return NVIDIA_DRIVER.exists() or torch.version.hip is not None
-
-
-def _why_no_gpu(env: Mapping[str, str]) -> str:
-    hidden, driver = env.get("CUDA_VISIBLE_DEVICES"), NVIDIA_DRIVER.exists()
-    if hidden is not None and hidden.strip() in ("", "-1"):
-        return f"No GPU is visible, because CUDA_VISIBLE_DEVICES is {hidden!r}"
-    if driver and torch.version.cuda is None and torch.version.hip is None:
-        return (
-            f"No GPU is visible, though an NVIDIA driver is installed: torch {torch.__version__} is built for CPUs "
-            "only (pip install torch torchvision in a new environment installs them with CUDA)"
-        )
-    if driver and hidden is not None:
-        return f"No GPU is visible, because CUDA_VISIBLE_DEVICES is {hidden!r} (nvidia-smi -L lists the GPUs)"
-    if driver:
-        return "No GPU is visible, though an NVIDIA driver is installed (nvidia-smi shows whether it works)"
-    return "No GPU is visible"
 
 
 def arguments() -> str:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from datasets import Batch, MicroBatch, Window, open_dataset
-from engine.amp.overflow import OverflowWatch, replay_bytes
+from engine.amp.overflow import OverflowWatch
 from engine.machine.device import Run, global_batch, synchronize, with_batch
 from engine.machine.memory import GIB, free_memory, held_memory, in_gib, is_out_of_memory, limited, take_peak
 from engine.setup import BATCH_CHOICE, build_train_state, model_in_precision
@@ -233,14 +233,12 @@ class Trial:
         options = config.MODEL.NUM_CLASSES, config.SEED, device
         self._datasets = [open_dataset(config.DATA, train, *options) for train in (not config.EVAL, False)]
         self._model = model_in_precision(config, device)
-        self._parts, self._keeps_images, self._seconds = None, False, 0.0
+        self._parts, self._seconds = None, 0.0
         if not config.EVAL:
             numbered = with_batch(config, STEP, self._micro_batches)
             unfreeze(self._model[0])  # MODEL.UNFREEZE_EPOCH: the batch must fit in every epoch
             self._parts = build_train_state(numbered, ALONE, device, self._model, per_epoch=1000)
-            # It would replay overflows; `_train` takes the memory that it would.
-            self._keeps_images = self._parts.callback(OverflowWatch) is not None
-            self._parts.leave_out(OverflowWatch)
+            self._parts.leave_out(OverflowWatch)  # it would replay overflows; MARGIN has room for what it keeps
             self._parts.assemble()
         self.peaks: dict[int, int] = {}
         """Bytes by batch size; also of those that did not fit."""
@@ -301,14 +299,9 @@ class Trial:
 
     def _train(self, batch: int, update: int) -> None:
         assert self._parts is not None
-        held, data, number = None, self._config.DATA, self._micro_batches
-        if self._keeps_images:  # as much memory as a run needs for the images that it keeps for replays of overflows
-            window = self._each or batch * self._config.TRAIN.ACCUM_ITER
-            size = replay_bytes(window * data.IMAGE_CHANNELS * data.IMAGE_SIZE**2)
-            held = torch.ones(size, dtype=torch.uint8, device=self._device)
+        number = self._micro_batches
         shares = tuple(MicroBatch(nth, np.arange(batch), 1 / number) for nth in range(number))
         train_update(self._parts, Window(shares, (self._batch(batch) for _ in shares)), update)
-        del held
 
     @torch.no_grad()
     def _validate(self, batch: int) -> None:

@@ -8,6 +8,7 @@ Each rank holds rows of every tensor. A block's weights are gathered while the b
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -48,7 +49,14 @@ def build_sharding(config: Config, world: World, device: torch.device) -> Shardi
     if world.size == 1:
         log.info("DIST.STRATEGY fsdp has no effect with one process.")
         return None
-    raise_on_every_rank(_why_no_hsdp(world) if config.DIST.HSDP else None, world)
+    uneven = world.size % world.local_size or world.rank % world.local_size != world.local_rank
+    problem = (
+        "DIST.HSDP shards the weights within each machine and replicates them across machines. It needs two or more "
+        "machines, two or more processes on each, equally many on all, and ranks numbered machine by machine. There "
+        f"are {world.size} processes, {world.local_size} of them on this machine. Leave DIST.HSDP out."
+    )
+    possible = not uneven and 1 < world.local_size < world.size
+    raise_on_every_rank(problem if config.DIST.HSDP and not possible else None, world)
     return Sharding(world, device, config.DIST)
 
 
@@ -93,6 +101,8 @@ class Sharding:
             half, in_fp32 = self._policy_of_o2(model, precision)
             self.has_nested_units = bool(in_fp32)
         fp32_names = [name for name in in_fp32 if name]
+        # Free gathered weights after the forward pass in any case: between updates each rank holds its shard only.
+        shard_unit = partial(fully_shard, mesh=self._mesh, reshard_after_forward=True)
         try:
             for name, unit in (*blocks_of(model), ("", model)):
                 inner = {path: module for path, module in in_fp32.items() if not name or is_inside(path, [name])}
@@ -100,11 +110,11 @@ class Sharding:
                     del in_fp32[path]
                 fp32 = list(inner.values())
                 if fp32 == [unit]:
-                    self._shard_unit(fully_shard, unit, full)
+                    shard_unit(unit, mp_policy=full)
                     continue
                 if fp32:
-                    self._shard_unit(fully_shard, fp32, full)
-                self._shard_unit(fully_shard, unit, full if is_inside(name, fp32_names) else half)
+                    shard_unit(fp32, mp_policy=full)
+                shard_unit(unit, mp_policy=full if is_inside(name, fp32_names) else half)
         except ValueError as error:
             raise UserError(f"MODEL.NAME: DIST.STRATEGY fsdp cannot shard this model ({error}).") from None
         for module in model.modules():
@@ -136,10 +146,6 @@ class Sharding:
         if not _can_choose_by_weight():
             return _half_policy(precision), in_fp32
         return _half_policy(precision, [weight for module in in_fp32.values() for weight in module.parameters()]), {}
-
-    def _shard_unit(self, fully_shard: Any, modules: nn.Module | list[nn.Module], policy: MixedPrecisionPolicy) -> None:
-        # Free gathered weights after the forward pass in any case: between updates each rank holds its shard only.
-        fully_shard(modules, mesh=self._mesh, mp_policy=policy, reshard_after_forward=True)
 
     def sync_gradients(self, model: nn.Module, last: bool) -> None:
         """Set whether the next backward pass reduces gradients across machines (DIST.HSDP): the `last` of an update.
@@ -197,18 +203,6 @@ def read_trained_weights(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             module.unshard()
             module.reshard()
-
-
-def _why_no_hsdp(world: World) -> str | None:
-    """Why weights cannot be sharded within machines and replicated across them; None if they can."""
-    uneven = world.size % world.local_size or world.rank % world.local_size != world.local_rank
-    if not uneven and 1 < world.local_size < world.size:
-        return None
-    return (
-        "DIST.HSDP shards the weights within each machine and replicates them across machines. It needs two or more "
-        "machines, two or more processes on each, equally many on all, and ranks numbered machine by machine. There "
-        f"are {world.size} processes, {world.local_size} of them on this machine. Leave DIST.HSDP out."
-    )
 
 
 def _fp32_modules(model: nn.Module, level: str) -> dict[str, nn.Module]:

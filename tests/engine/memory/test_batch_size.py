@@ -133,16 +133,6 @@ def test_batch_that_would_take_too_much_is_not_tried(tiny: Path, monkeypatch: py
     assert not trial.fits(24)
 
 
-def test_trial_takes_the_memory_of_images_kept_for_replays(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Images are kept only with loss scaling, for all micro-batches of the update."""
-    asked: list[int] = []
-    monkeypatch.setattr(batch_size, "replay_bytes", lambda size: asked.append(size) or 1)
-    fp16 = {"AMP__ENABLED": "true", "AMP__DTYPE": "fp16"}
-    for words, each in ((fp16, None), (fp16, 8000), ({}, 8000)):
-        assert Trial(settings(tiny, **words), each, ALONE, CPU, 2**60).fits(8)
-    assert asked == [8 * 64] * 2 + [8000 * 64] * 2, "of 8 x 8 pixels, in two updates"
-
-
 def test_small_data_sets_and_cpus_limit_the_search(tiny: Path, memory_of: Callable[[float], None]) -> None:
     memory_of(1000)
     assert found(settings(tiny)) == (176, 1), "8 updates an epoch of 1,437 images"

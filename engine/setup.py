@@ -287,7 +287,7 @@ def build_train_state(
         from engine.distill.teacher import Distillation, check_teacher_matches
 
         taught = [Distillation(config, model, precision, stages, change, criterion)]
-        check_teacher_matches(taught[0].teacher, train_set.classes if train_set else None, resumed or {})
+        check_teacher_matches(taught[0].teacher, None if train_set is None else train_set.classes, resumed or {})
         change, criterion = taught[0], taught[0].criterion
     between = tuple(callbacks(config, precision, world, sharding is not None, resumed or {}))
     if train.MODEL_EMA:  # copies the model after all that changes it

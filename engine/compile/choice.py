@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from engine.compile.compiled import Compiled
 
 AUTO, NONE, BLOCKS, WHOLE = "auto", "none", "blocks", "whole"
-NESTED = "with DIST.STRATEGY fsdp at AMP.LEVEL O2 or NAIVE, compiling needs torch 2.15 or later"
 
 
 # Whether compiling on a GPU is worthwhile is estimated from measurements on an H200 (docs/benchmarks.md), so the gain
@@ -94,9 +93,6 @@ def choose_compiling(
             reason,
             WHOLE if world.size == 1 else BLOCKS,
         )
-    nested = how == BLOCKS and parts.sharding is not None and parts.sharding.has_nested_units
-    if nested and wanted == AUTO:
-        how, reason = NONE, f"auto: {NESTED}"
 
     def check() -> None:
         if how != NONE and (missing := _missing_tool(parts.precision.device)):
@@ -106,8 +102,6 @@ def choose_compiling(
                 f"TRAIN.COMPILE: {type(parts.model).__name__} has no sequence of equal blocks to compile; use "
                 f"{'none' if world.size > 1 else 'whole or none'}."
             )
-        if how == BLOCKS and nested:
-            raise UserError(f"TRAIN.COMPILE blocks: {NESTED}; set TRAIN.COMPILE=none, or use AMP.LEVEL O1.")
 
     on_every_rank(world, check)
     return CompileChoice(how, reason)

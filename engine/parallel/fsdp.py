@@ -8,7 +8,7 @@ Each rank holds rows of every tensor. A block's weights are gathered while the b
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from engine.amp.low_precision import BATCH_NORM, NORMS, cast_weights, forced_modules
 from engine.amp.precision import Precision, dtype_name
-from models import is_inside
 from models.freeze import blocks_of
 from utils.config import Config
 from utils.config.schema import DistConfig
@@ -77,8 +76,6 @@ class Sharding:
         self.count = sizes[-1]
         self.nth = self._mesh.get_local_rank(SHARDS)
         self.writes = not by_machine or self._mesh.get_local_rank(COPIES) == 0
-        self.has_nested_units = False
-        """Whether FSDP's hooks are inside blocks, which cannot be compiled then."""
         self._gathered = ""
 
     def words(self) -> str:
@@ -93,28 +90,14 @@ class Sharding:
         """
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-        half = full = MixedPrecisionPolicy(cast_forward_inputs=False)
-        in_fp32: dict[str, nn.Module] = {}
-        if computing and precision.level == "O1":
-            half = self._policy_of_o1(model, precision) or full
-        elif computing and precision.computes_in_copy:
-            half, in_fp32 = self._policy_of_o2(model, precision)
-            self.has_nested_units = bool(in_fp32)
-        fp32_names = [name for name in in_fp32 if name]
-        # Free gathered weights after the forward pass in any case: between updates each rank holds its shard only.
-        shard_unit = partial(fully_shard, mesh=self._mesh, reshard_after_forward=True)
+        if computing and precision.level != "O0":
+            policy = self._half_policy(model, precision)
+        else:
+            policy = MixedPrecisionPolicy(cast_forward_inputs=False)
         try:
-            for name, unit in (*blocks_of(model), ("", model)):
-                inner = {path: module for path, module in in_fp32.items() if not name or is_inside(path, [name])}
-                for path in inner:
-                    del in_fp32[path]
-                fp32 = list(inner.values())
-                if fp32 == [unit]:
-                    shard_unit(unit, mp_policy=full)
-                    continue
-                if fp32:
-                    shard_unit(fp32, mp_policy=full)
-                shard_unit(unit, mp_policy=full if is_inside(name, fp32_names) else half)
+            for unit in (*(block for _, block in blocks_of(model)), model):
+                # Free gathered weights after the forward pass: between updates each rank holds its shard only.
+                fully_shard(unit, mesh=self._mesh, mp_policy=policy, reshard_after_forward=True)
         except ValueError as error:
             raise UserError(f"MODEL.NAME: DIST.STRATEGY fsdp cannot shard this model ({error}).") from None
         for module in model.modules():
@@ -123,29 +106,33 @@ class Sharding:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
 
-    def _policy_of_o1(self, model: nn.Module, precision: Precision) -> MixedPrecisionPolicy | None:
-        """Gather in half precision only what autocast would cast; None if that is not possible.
+    def _half_policy(self, model: nn.Module, precision: Precision) -> MixedPrecisionPolicy:
+        """Gather in half precision what the level computes so, and reduce gradients in fp32.
 
-        Each use under autocast of a weight in fp32 keeps its half-precision copy for the backward pass, whereas FSDP
-        frees the weights that it gathers.
+        At O1 that is what autocast would cast: each use under autocast of a weight in fp32 keeps its half-precision
+        copy for the backward pass, whereas FSDP frees the weights that it gathers. At O2 and NAIVE, all but norms and
+        the modules that stay in fp32.
         """
-        half = dtype_name(precision.choice.dtype)
-        if not _can_choose_by_weight():
-            self._gathered = f", gathered in fp32 (in {half}, at O1, by torch 2.15 or later)"
-            return None
-        self._gathered = f", gathered in {half} where autocast casts them"
-        cast = {id(weight) for weight in cast_weights(model, precision.black_list)}
-        return _half_policy(precision, [weight for weight in model.parameters() if id(weight) not in cast])
+        from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    def _policy_of_o2(
-        self, model: nn.Module, precision: Precision
-    ) -> tuple[MixedPrecisionPolicy, dict[str, nn.Module]]:
-        """Gather in half precision all but norms, and the modules that need a unit of their own to stay in fp32."""
-        self._gathered = f", gathered in {dtype_name(precision.choice.dtype)}"
-        in_fp32 = _fp32_modules(model, precision.level)
-        if not _can_choose_by_weight():
-            return _half_policy(precision), in_fp32
-        return _half_policy(precision, [weight for module in in_fp32.values() for weight in module.parameters()]), {}
+        level, half = precision.level, dtype_name(precision.choice.dtype)
+        if not hasattr(MixedPrecisionPolicy, "param_dtype_override_fn"):
+            if level != "O1":
+                raise UserError(f"AMP.LEVEL {level} with DIST.STRATEGY fsdp needs torch 2.15 or later; use O1, or ddp.")
+            self._gathered = f", gathered in fp32 (in {half}, at O1, by torch 2.15 or later)"
+            return MixedPrecisionPolicy(cast_forward_inputs=False)
+        if level == "O1":
+            cast = {id(weight) for weight in cast_weights(model, precision.black_list)}
+            kept = {id(weight) for weight in model.parameters() if id(weight) not in cast}
+        else:
+            kept = {id(weight) for weight in _weights_in_fp32(model, level)}
+        self._gathered = f", gathered in {half}" + " where autocast casts them" * (level == "O1")
+        return MixedPrecisionPolicy(
+            param_dtype=precision.choice.dtype,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=level == "NAIVE",
+            param_dtype_override_fn=lambda weight: weight.dtype if id(weight) in kept else None,
+        )
 
     def sync_gradients(self, model: nn.Module, last: bool) -> None:
         """Set whether the next backward pass reduces gradients across machines (DIST.HSDP): the `last` of an update.
@@ -172,29 +159,6 @@ class Sharding:
         return DTensor.from_local(rows, parameter.device_mesh, placed, run_check=False, shape=shape, stride=stride)
 
 
-def _can_choose_by_weight() -> bool:
-    """Whether torch can gather the weights of one unit in several dtypes; from 2.15 on."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    return hasattr(MixedPrecisionPolicy, "param_dtype_override_fn")
-
-
-def _half_policy(precision: Precision, in_fp32: list[nn.Parameter] | None = None) -> MixedPrecisionPolicy:
-    """Gather in half precision, except for the weights `in_fp32`, and reduce gradients in fp32."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    options: dict[str, Any] = {}
-    if in_fp32 is not None:
-        kept = {id(weight) for weight in in_fp32}
-        options["param_dtype_override_fn"] = lambda weight: weight.dtype if id(weight) in kept else None
-    return MixedPrecisionPolicy(
-        param_dtype=precision.choice.dtype,
-        reduce_dtype=torch.float32,
-        cast_forward_inputs=precision.level == "NAIVE",
-        **options,
-    )
-
-
 def read_trained_weights(model: nn.Module) -> None:
     """Let FSDP notice which weights have gradients now: it reads their dtypes once. A collective call."""
     from torch.distributed.fsdp import FSDPModule
@@ -205,12 +169,9 @@ def read_trained_weights(model: nn.Module) -> None:
             module.reshard()
 
 
-def _fp32_modules(model: nn.Module, level: str) -> dict[str, nn.Module]:
-    """Outermost modules with weights that stay in fp32, the same ones as in `HalfCopy`."""
-    classes = NORMS if level == "O2" else BATCH_NORM
-    forced = forced_modules(model)
-    outermost: dict[str, nn.Module] = {}
+def _weights_in_fp32(model: nn.Module, level: str) -> Iterator[nn.Parameter]:
+    """Those that stay in fp32 at O2 or NAIVE, the same ones as in `HalfCopy`."""
+    classes, forced = NORMS if level == "O2" else BATCH_NORM, forced_modules(model)
     for name, module in model.named_modules():
-        if (name in forced or isinstance(module, classes)) and not is_inside(name, outermost):
-            outermost[name] = module
-    return {name: module for name, module in outermost.items() if any(True for _ in module.parameters())}
+        if name in forced or isinstance(module, classes):
+            yield from module.parameters()

@@ -18,7 +18,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.machine.device import Run
-from engine.parallel import fsdp
 from engine.parallel.fsdp import build_sharding
 from engine.parallel.shards import local_shard
 from engine.setup import ReadyToTrain, build_for_training
@@ -35,8 +34,6 @@ WAYS: dict[str, dict[str, str]] = {
     "O0": {},
     "O1": BF16,
     "O2": BF16 | {"AMP.LEVEL": "O2"},
-    "O1, older torch": BF16,
-    "O2, older torch": BF16 | {"AMP.LEVEL": "O2"},
     "linear in fp32": BF16 | {"AMP.CUSTOM_BLACK_LIST": "[fc]"},
     "accumulated O0": {"TRAIN.ACCUM_ITER": "2"},
     "accumulated O1": BF16 | {"TRAIN.ACCUM_ITER": "2"},
@@ -49,8 +46,6 @@ IN_HALF: dict[str, tuple[str, ...]] = {
     "O0": (),
     "O1": (*LINEAR, *MLP, *CONVOLUTION),
     "O2": (*LINEAR, *MLP, *CONVOLUTION, "cls_token", "pos_embed"),
-    "O1, older torch": (),
-    "O2, older torch": (*LINEAR, *MLP, *CONVOLUTION, "cls_token", "pos_embed"),
     "linear in fp32": CONVOLUTION,
     "mlp in fp32": (*LINEAR, *CONVOLUTION),
 }
@@ -129,9 +124,7 @@ def _rank(rank: int, folder: Path, ways: dict[str, dict[str, str]]) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS)
     world, counts = World(rank, RANKS, rank, RANKS), {}
-    can_choose_by_weight = fsdp._can_choose_by_weight
     for name, words in ways.items():
-        fsdp._can_choose_by_weight = can_choose_by_weight if "older" not in name else lambda: False
         config = load_config(str(folder / "tiny.yaml"), words=WORDS | words).config
         ready = build_for_training(Run(config, world, CPU, 1), None, build_sharding(config, world, CPU))
         counts[name] = vars(counts_of(ready))

@@ -6,8 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import timm
@@ -54,14 +53,11 @@ def choose(
     device: str = "cpu",
     began_on: str | None = None,
     fp8: bool = False,
-    nested_units: bool = False,
     **train: Any,
 ) -> CompileChoice:
     model = model or timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=10, img_size=32)
     parts = parts_of(model, torch.optim.SGD(model.parameters()), OFF)
     parts.precision.device, parts.precision.fp8 = torch.device(device), fp8
-    if nested_units:
-        parts.sharding = cast(Any, SimpleNamespace(has_nested_units=True))
     choices = {} if kept is None else {"compile": kept, "computed_in": f"{began_on or device} fp32"}
     return choose_compiling(Config(TRAIN=TrainConfig(**train)), parts, world, updates, choices)
 
@@ -177,16 +173,6 @@ def test_missing_python_headers_prevent_compiling(gpu: Path) -> None:
     assert "no " + str(gpu / "Python.h") in choose(device="cuda").reason
     with pytest.raises(UserError, match=r"TRAIN\.COMPILE blocks: torch\.compile needs Python's headers"):
         choose(device="cuda", COMPILE="blocks")
-
-
-@pytest.mark.usefixtures("gpu", "two")
-def test_blocks_with_hooks_of_fsdp_inside_are_not_compiled() -> None:
-    assert choose(world=TWO, device="cuda").how == "blocks"
-    chosen = choose(world=TWO, device="cuda", nested_units=True)
-    assert chosen.how == "none"
-    assert "compiling needs torch 2.15" in chosen.reason
-    with pytest.raises(UserError, match="compiling needs torch 2"):
-        choose(world=TWO, device="cuda", nested_units=True, COMPILE="blocks")
 
 
 def test_optimiser_that_compiles_caches_in_the_users_folder(

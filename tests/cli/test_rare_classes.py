@@ -5,18 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from tests.program import Result
 
 Vitamp = Callable[..., Result]
-
-
-@pytest.mark.parametrize("word", ["DATA.SAMPLER=balanced", "TRAIN.CLASS_WEIGHTS=balanced"])
-def test_only_sampler_and_weights_together_are_warned_of(vitamp: Vitamp, tiny: Path, word: str) -> None:
-    done = vitamp("-cfg", tiny, "-dry_run", word)
-    assert done.code == 0, done.text
-    assert "weighs their images besides" not in done.text
 
 
 def test_other_sampler_within_an_epoch_is_refused(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:

@@ -104,12 +104,11 @@ def test_damaged_preprocessing_is_an_error_that_names_the_file(tmp_path: Path) -
         resolved(MODEL__PRETRAINED=str(tmp_path))
 
 
-def test_auto_classes_are_counted_and_named() -> None:
-    loaded = resolved(MODEL__NUM_CLASSES="auto", DATA__IMAGE_CHANNELS="1")
+@pytest.mark.parametrize("path", [{}, {"DATA__DATA_PATH": "/data"}], ids=["", "which are not in /data"])
+def test_auto_classes_are_counted_and_named(path: dict[str, str]) -> None:
+    loaded = resolved(MODEL__NUM_CLASSES="auto", DATA__IMAGE_CHANNELS="1", **path)
     assert loaded.config.MODEL.NUM_CLASSES == 10
     assert "MODEL.NUM_CLASSES 10: classes of digits" in loaded.notes
-    with_path = resolved(MODEL__NUM_CLASSES="auto", DATA__IMAGE_CHANNELS="1", DATA__DATA_PATH="/data")
-    assert "MODEL.NUM_CLASSES 10: classes of digits" in with_path.notes, "which are not in /data"
 
 
 def of_images(folder: Path, *sizes: tuple[int, int], **words: str) -> Loaded:

@@ -191,7 +191,7 @@ def _load(command: CommandLine) -> Loaded:
 def _use_own_code(loaded: Loaded, command: CommandLine) -> None:
     """Execute the files of USE. Those in the settings of a run count as the run's, not as given."""
     if loaded.config.USE:
-        from engine.own_code import use_own_code
+        from engine.trained.own_code import use_own_code
 
         use_own_code(loaded.config, is_of_user(loaded.sources["USE"]), command.trust)
 

@@ -43,7 +43,7 @@ def evaluate(
     """
     tally = task.tally(samples, precision.device)
     if task.own_metrics:
-        from engine.own_code import WithOwnMetrics
+        from engine.task.own_code import WithOwnMetrics
 
         tally = WithOwnMetrics(tally, task, samples, precision.device)
     training = model.training

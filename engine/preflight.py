@@ -64,7 +64,7 @@ def check(config: Config, sources: Mapping[str, str] = MappingProxyType({})) -> 
 
         check_pretrained(config.MODEL.PRETRAINED)
     if config.USE:
-        from engine.own_code import try_own_code
+        from engine.task.own_code import try_own_code
 
         try_own_code(config)
     memory = total_memory(torch.device("cpu"))  # in which weights are initialised

@@ -9,7 +9,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
@@ -18,25 +18,35 @@ from utils.record.run_folder import ABOUT, read_about
 from vitamp.files import write_atomically
 from vitamp.registry import registered
 
+FOLDER = "own_code"
+FIELD = "own_code"
+"""In run.json and meta.json"""
 
-@dataclass(frozen=True)
-class OwnFile:
-    """A file that was executed, as run.json and meta.json describe it."""
+
+class Noted(BaseModel):
+    """One file, as run.json and meta.json record it."""
 
     file: str
-    """Its path"""
-    known_as: str
     """Its name when it was given; a run's copy has another"""
     sha256: str
-    source: bytes
-    registers: dict[str, str]
+    registers: dict[str, str] = {}
     """Name -> kind"""
 
-    def as_noted(self) -> dict[str, Any]:
-        return {"file": self.known_as, "sha256": self.sha256, "registers": self.registers}
+    @property
+    def copy_name(self) -> str:
+        """A name for each version, so that older checkpoints still have theirs."""
+        return f"{Path(self.file).stem}-{self.sha256[:8]}.py"
+
+    def words(self) -> str:
+        return f"{self.file} ({', '.join(f'{kind} {name}' for name, kind in self.registers.items())})"
 
 
-executed: dict[str, OwnFile] = {}
+class Executed(NamedTuple):
+    noted: Noted
+    source: bytes
+
+
+executed: dict[str, Executed] = {}
 """By path"""
 
 OWN_ERRORS = (Exception, SystemExit)
@@ -64,21 +74,21 @@ def read(path: Path) -> tuple[bytes, str]:
 
 def noted_files() -> list[dict[str, Any]]:
     """What run.json and meta.json record."""
-    return [one.as_noted() for one in executed.values()]
+    return [one.noted.model_dump() for one in executed.values()]
 
 
-def execute(path: Path, known_as: str = "") -> OwnFile:
+def execute(path: Path, known_as: str = "") -> None:
     """Execute a file once in this process. UserError, with file and line, if it fails or registers nothing."""
     name = str(path)
     source, sha256 = read(path)
-    if name in executed and executed[name].sha256 == sha256:
-        return executed[name]
+    if name in executed and executed[name].noted.sha256 == sha256:
+        return
     before = set(registered)
     module = ModuleType(f"own_code_{len(executed)}_{path.stem}")
     module.__file__ = name
     sys.modules[module.__name__] = module  # where pydantic, dataclasses and timm look up types
-    known_as = known_as or path.name
-    executed[name] = OwnFile(name, known_as, sha256, source, {})
+    noted = Noted(file=known_as or path.name, sha256=sha256)
+    executed[name] = Executed(noted, source)
     try:
         exec(compile(source, name, "exec"), vars(module))  # exactly what was hashed
     except SyntaxError as error:  # of NUL bytes Python does not say where they are
@@ -88,14 +98,12 @@ def execute(path: Path, known_as: str = "") -> OwnFile:
         if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             raise  # Ctrl-C in a tool
         raise UserError(own_lines(error) or f"-use {path}: {error}") from None
-    names = {one: registered[one].kind for one in registered if one not in before}
-    if not names:
+    noted.registers = {one: registered[one].kind for one in registered if one not in before}
+    if not noted.registers:
         raise UserError(
             f"-use {path}: the file registers nothing. Put @loss, @model, @augmentation, @dataset or @metric above a "
             "function or a class (from vitamp import loss); see docs/own_code.md."
         )
-    executed[name] = OwnFile(name, known_as, sha256, source, names)
-    return executed[name]
 
 
 def own_lines(error: BaseException) -> str:
@@ -107,27 +115,6 @@ def own_lines(error: BaseException) -> str:
     what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     lines = (f"  {one.filename}, line {one.lineno}, in {one.name}: {one.line}" for one in frames)
     return "\n".join([f"{last.filename}, line {last.lineno}: {what}", *lines])
-
-
-FOLDER = "own_code"
-FIELD = "own_code"
-"""In run.json and meta.json"""
-
-
-class Noted(BaseModel):
-    """One file, as recorded."""
-
-    file: str
-    sha256: str
-    registers: dict[str, str] = {}
-
-    @property
-    def copy_name(self) -> str:
-        """A name for each version, so that older checkpoints still have theirs."""
-        return f"{Path(self.file).stem}-{self.sha256[:8]}.py"
-
-    def words(self) -> str:
-        return f"{self.file} ({', '.join(f'{kind} {name}' for name, kind in self.registers.items())})"
 
 
 def noted_of(values: object, where: Path) -> list[Noted]:
@@ -147,7 +134,7 @@ def keep_own_code(run: Path) -> dict[str, Any]:
     """Copy the files that were executed into the run's folder. Returns the field for run.json."""
     (run / FOLDER).mkdir(exist_ok=True)
     for one in executed.values():
-        write_atomically(run / FOLDER / Noted(**one.as_noted()).copy_name, one.source)
+        write_atomically(run / FOLDER / one.noted.copy_name, one.source)
     return {FIELD: noted_files()}
 
 

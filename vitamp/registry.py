@@ -67,34 +67,6 @@ class Own:
 registered: dict[str, Own] = {}
 
 
-def loss(call: Call) -> Call:
-    """Register a loss for TRAIN.LOSS: a function (logits, targets, ...), or a module whose object is called so."""
-    return _register("loss", call)
-
-
-def model(call: Call) -> Call:
-    """Register a model for MODEL.NAME: a class or function (num_classes, ...) that makes an nn.Module."""
-    return _register("model", call)
-
-
-def augmentation(call: Call) -> Call:
-    """Register an augmentation for TRAIN.AUGMENT: a function (image, ...) -> image, on Pillow's images."""
-    return _register("augmentation", call)
-
-
-def dataset(call: Call) -> Call:
-    """Register a data set for DATA.DATASET: a function (split, ...) -> images, labels, names of the classes."""
-    return _register("dataset", call)
-
-
-def metric(call: Call) -> Call:
-    """Register a metric for VALIDATE_METRICS: a function (probabilities, labels, ...) -> number, the higher the better.
-
-    Or a class whose object is called so, or has `update` and `compute`.
-    """
-    return _register("metric", call)
-
-
 def own_named(kind: str, name: str) -> Own | None:
     """What is registered under this name, if it is of this kind."""
     own = registered.get(name.strip())
@@ -105,18 +77,36 @@ def names_of(kind: str) -> list[str]:
     return sorted(own.name for own in registered.values() if own.kind == kind)
 
 
-def _register(kind: str, call: Call) -> Call:
-    """UserErrors here get file and line where the program executes the file. Elsewhere, nothing happens."""
-    if "utils.own_code" not in sys.modules:  # as in a test of the user's
+def _decorator(kind: str) -> Callable[[Call], Call]:
+    def register(call: Call) -> Call:
+        """UserErrors here get file and line where the program executes the file. Elsewhere, nothing happens."""
+        if "utils.own_code" not in sys.modules:  # as in a test of the user's
+            return call
+        if not callable(call):
+            raise UserError(f"@{kind} stands above a function or a class, without parentheses")
+        name: str = getattr(call, "__name__", "")
+        if (other := registered.get(name)) is not None:
+            raise UserError(f"the name {name!r} is taken: {other.file} has registered a {other.kind} of this name")
+        file = str(getattr(inspect.getmodule(call), "__file__", ""))
+        registered[name] = Own(kind, name, call, _settings_of(kind, name, call), file)
         return call
-    if not callable(call):
-        raise UserError(f"@{kind} stands above a function or a class, without parentheses")
-    name: str = getattr(call, "__name__", "")
-    if (other := registered.get(name)) is not None:
-        raise UserError(f"the name {name!r} is taken: {other.file} has registered a {other.kind} of this name")
-    file = str(getattr(inspect.getmodule(call), "__file__", ""))
-    registered[name] = Own(kind, name, call, _settings_of(kind, name, call), file)
-    return call
+
+    return register
+
+
+loss = _decorator("loss")
+"""Register a loss for TRAIN.LOSS: a function (logits, targets, ...), or a module whose object is called so."""
+model = _decorator("model")
+"""Register a model for MODEL.NAME: a class or function (num_classes, ...) that makes an nn.Module."""
+augmentation = _decorator("augmentation")
+"""Register an augmentation for TRAIN.AUGMENT: a function (image, ...) -> image, on Pillow's images."""
+dataset = _decorator("dataset")
+"""Register a data set for DATA.DATASET: a function (split, ...) -> images, labels, names of the classes."""
+metric = _decorator("metric")
+"""Register a metric for VALIDATE_METRICS: a function (probabilities, labels, ...) -> number, the higher the better.
+
+Or a class whose object is called so, or has `update` and `compute`.
+"""
 
 
 def _settings_of(kind: str, name: str, call: Callable[..., Any]) -> type[BaseModel]:

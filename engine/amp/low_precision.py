@@ -85,36 +85,28 @@ class HalfCopy(Callback):
 
 
 def half_copy_of(master: nn.Module, precision: Precision) -> tuple[nn.Module, Pairs]:
-    """The copy of `master` that AMP.LEVEL O2 or NAIVE computes with, and its trained weights with their masters."""
-    return in_half(master, precision.choice.dtype, precision.level == "O2", forced_modules(master))
+    """The copy of `master` that AMP.LEVEL O2 or NAIVE computes with, and its trained weights with their masters.
 
-
-def in_half(master: nn.Module, dtype: torch.dtype, norms_in_fp32: bool, in_fp32: list[str]) -> tuple[nn.Module, Pairs]:
-    """`norms_in_fp32`: true for O2. `in_fp32`: names of modules that stay in fp32 in any case."""
-    model = copy.deepcopy(master)
+    Norms (NAIVE: only batch norms) and forced modules share the master's fp32 weights; all modules share its buffers.
+    """
+    model, in_fp32 = copy.deepcopy(master), forced_modules(master)
+    norms_in_fp32 = precision.level == "O2"
     if not norms_in_fp32:
         cast_inputs_to_half(model)
-    fp32_classes = NORMS if norms_in_fp32 else BATCH_NORM
     pairs: Pairs = []
     for (name, ours), theirs in zip(model.named_modules(), master.modules(), strict=True):
-        pairs += _copy_module(ours, theirs, is_inside(name, in_fp32) or isinstance(ours, fp32_classes), dtype)
+        shared = is_inside(name, in_fp32) or isinstance(ours, NORMS if norms_in_fp32 else BATCH_NORM)
+        for own, parameter in theirs.named_parameters(recurse=False):
+            if shared or not parameter.is_floating_point():
+                ours._parameters[own] = parameter
+                continue
+            half = nn.Parameter(parameter.detach().to(precision.choice.dtype), requires_grad=parameter.requires_grad)
+            ours._parameters[own] = half
+            if parameter.requires_grad:
+                pairs.append((parameter, half))
+        for own, _ in list(theirs.named_buffers(recurse=False)):
+            ours._buffers[own] = theirs._buffers[own]
     return model, pairs
-
-
-def _copy_module(ours: nn.Module, theirs: nn.Module, in_fp32: bool, dtype: torch.dtype) -> Pairs:
-    """Convert a module's parameters to half precision, or share the master's. Buffers are always shared."""
-    pairs: Pairs = []
-    for name, parameter in theirs.named_parameters(recurse=False):
-        if in_fp32 or not parameter.is_floating_point():
-            ours._parameters[name] = parameter
-            continue
-        half = nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
-        ours._parameters[name] = half
-        if parameter.requires_grad:
-            pairs.append((parameter, half))
-    for name, _ in list(theirs.named_buffers(recurse=False)):
-        ours._buffers[name] = theirs._buffers[name]
-    return pairs
 
 
 def cast_inputs_to_half(model: nn.Module) -> None:
@@ -126,27 +118,26 @@ def cast_inputs_to_half(model: nn.Module) -> None:
     model.register_forward_pre_hook(cast)
 
 
-def convert_to_half(model: nn.Module, dtype: torch.dtype) -> None:
-    """O3: convert the weights themselves to half precision, without fp32 masters."""
-    model.to(dtype)
-    cast_inputs_to_half(model)
-
-
 TENSOR_CORE_TILE = 8
 
 
 def prepare_model(model: nn.Module, amp: AmpConfig, precision: Precision) -> None:
-    """Apply AMP.FP32_MODULES, fp8 and O3 to `model`, in place."""
+    """Apply AMP.FP32_MODULES, fp8 and O3 (half-precision weights without fp32 masters) to `model`, in place."""
     if precision.level == "O0":
         return
     if amp.FP32_MODULES:
         forced = force_fp32(model, amp.FP32_MODULES, precision.device.type)
-        log.info("AMP.FP32_MODULES: modules in fp32: %s", _names(forced))
+        log.info("AMP.FP32_MODULES: modules in fp32: %s", ", ".join(forced) or "none")
     if precision.fp8:
-        left_out = convert_to_fp8(model, precision.device, classifier(model), forced_modules(model))
-        log.info("fp8: linear layers left in bf16 (the classifier, or sizes not multiples of 16): %s", _names(left_out))
+        get = getattr(model, "get_classifier", None)  # as timm's models report it
+        left_out = convert_to_fp8(model, precision.device, get() if get else None, forced_modules(model))
+        log.info(
+            "fp8: linear layers left in bf16 (the classifier, or sizes not multiples of 16): %s",
+            ", ".join(left_out) or "none",
+        )
     if precision.level == "O3":
-        convert_to_half(model, precision.choice.dtype)
+        model.to(precision.choice.dtype)
+        cast_inputs_to_half(model)
         log.warning(
             "AMP.LEVEL O3 keeps no fp32 master weights: updates smaller than a weight's last bit are lost, and weights "
             "near 1, such as those of norms, may never change. O2 avoids this but takes more memory."
@@ -165,17 +156,6 @@ def tile_size_hint(model: nn.Module, batch: int) -> str | None:
     )
 
 
-def classifier(model: nn.Module) -> nn.Module | None:
-    """The model's classifier, as timm's models report it."""
-    get = getattr(model, "get_classifier", None)
-    module = get() if get else None
-    return module if isinstance(module, nn.Module) else None
-
-
-def _names(names: list[str]) -> str:
-    return ", ".join(names) if names else "none"
-
-
 # AMP.FP32_MODULES: modules that compute in fp32 while the rest of the model runs under autocast.
 
 # Models and activation checkpointing call the members of these one by one, never the container itself.
@@ -192,7 +172,12 @@ def force_fp32(model: nn.Module, patterns: Iterable[str], device_type: str) -> l
     modules = dict(_named(model))
     for pattern in patterns:
         if not any(_matches(name, module, pattern) for name, module in modules.items()):
-            raise _no_match(pattern, modules)
+            classes = {type(module).__name__ for module in modules.values()}
+            raise UserError(
+                f"AMP.FP32_MODULES: no module's name or class matches {pattern!r}."
+                f"{nearest(pattern, [*modules, *classes])} Top-level modules: "
+                f"{', '.join(name for name in modules if '.' not in name)}. Classes: {', '.join(sorted(classes))}."
+            )
     newly_forced: list[str] = []
     outermost = ""
     for name, module in modules.items():
@@ -202,7 +187,12 @@ def force_fp32(model: nn.Module, patterns: Iterable[str], device_type: str) -> l
             outermost = name
         elif any(_matches(name, module, pattern) for pattern in patterns):
             outermost = name
-            newly_forced += [part for part, inner in _callable_parts(name, module) if _force(inner, device_type)]
+            for part, inner in _callable_parts(name, module):
+                if not is_forced(inner):
+                    # Instance attributes: the state dict's keys do not change, and a deep copy's method is bound to it.
+                    inner.fp32_on = device_type  # pyright: ignore[reportArgumentType]
+                    inner.forward = MethodType(_forward_in_fp32, inner)
+                    newly_forced.append(part)
     if newly_forced:
         # Unlike an eager backward pass, a compiled one runs under the autocast around its forward call. That would
         # compute these modules' gradients in low precision.
@@ -239,15 +229,6 @@ def _callable_parts(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Modu
         yield from _callable_parts(f"{name}.{child_name}", child)
 
 
-def _force(module: nn.Module, device_type: str) -> bool:
-    if is_forced(module):
-        return False
-    # Instance attributes: the state dict's keys do not change, and a deep copy's method is bound to the copy.
-    module.fp32_on = device_type  # pyright: ignore[reportArgumentType]
-    module.forward = MethodType(_forward_in_fp32, module)
-    return True
-
-
 def _forward_in_fp32(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Forward pass of a forced module, with inputs cast to fp32. Under autocast it returns fp32, as autocast's fp32
     operators do.
@@ -260,15 +241,6 @@ def _forward_in_fp32(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     given = next((x.dtype for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), torch.float32)
     # Without autocast the next module's weights are in half precision, and it takes no other dtype.
     return outputs if under_autocast or given not in HALVES else cast_floats(outputs, given, device_type)
-
-
-def _no_match(pattern: str, modules: dict[str, nn.Module]) -> UserError:
-    classes = {type(module).__name__ for module in modules.values()}
-    tops = [name for name in modules if "." not in name]
-    return UserError(
-        f"AMP.FP32_MODULES: no module's name or class matches {pattern!r}.{nearest(pattern, [*modules, *classes])} "
-        f"Top-level modules: {', '.join(tops)}. Classes: {', '.join(sorted(classes))}."
-    )
 
 
 # fp8 by torchao: linear layers of suitable size compute in 8 bits, everything else under bf16 autocast.

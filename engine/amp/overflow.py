@@ -32,18 +32,9 @@ BATCH, INPUTS, LOSS = "batch", "inputs", "loss"
 FORWARD, BACKWARD = "forward", "backward"
 
 MASKING = {
-    "add",
-    "cat",
-    "clone",
-    "copy",
-    "lift_fresh_copy",
-    "masked_fill",
-    "repeat",
-    "scalar_tensor",
-    "_to_copy",
-    "where",
+    *("add", "cat", "clone", "copy", "fill", "full", "full_like", "index_fill", "index_put", "lift_fresh_copy"),
+    *("masked_fill", "new_full", "repeat", "scalar_tensor", "_to_copy", "where"),
 }
-MASKING |= {"fill", "full", "full_like", "index_fill", "index_put", "new_full"}
 """Kernels with which a model writes minus infinity on purpose, as a mask for softmax."""
 
 
@@ -54,21 +45,24 @@ class Place(NamedTuple):
     function: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Overflow:
-    """The first operation of a micro-batch whose output is not finite."""
+    """The first operation of a micro-batch whose output is not finite. Plain values only, for other ranks and JSON."""
 
-    operation: str
-    """Name of the function: linear, matmul, softmax, ..."""
-    kernel: str
-    """Kernel that torch ran for it, such as aten::addmm."""
-    module: str
-    direction: str
-    dtype: torch.dtype
+    operation: str = ""
+    """Name of the function: linear, matmul, ...; empty if the replay found nothing."""
+    module: str = ""
+    """Name of the module in the model, or the model's class, or `loss`, `inputs`, `batch`."""
+    direction: str = ""
+    dtype: str = ""
+    kernel: str = ""
+    """Kernel that torch ran, such as aten::addmm."""
     parameter: str = ""
     """The parameter that does not fit `dtype`, if that is the cause."""
-    bad_rows: tuple[int, ...] = ()
-    """Rows of the micro-batch whose output is not finite, if known."""
+
+
+Found = tuple[Overflow, tuple[int, ...]]
+"""An overflow, and the rows of the micro-batch whose output is not finite, if known"""
 
 
 @dataclass
@@ -81,12 +75,14 @@ class _Record:
     extremes: Tensor
     """Minimum and maximum of the output."""
 
-    @property
-    def may_mask(self) -> bool:
-        return not self.parameter and self.kernel.rpartition("::")[2].rstrip("_") in MASKING
+    def is_bad(self, least: float, greatest: float) -> bool:
+        masks = not self.parameter and self.kernel.rpartition("::")[2].rstrip("_") in MASKING
+        if masks and self.direction == FORWARD and least == -inf and greatest < inf:
+            return False
+        return not (isfinite(least) and isfinite(greatest))
 
 
-class _CallTracker:
+class _CallTracker(TorchFunctionMode):
     """Tracks the module and function that are running; in the backward pass, those that created the current node.
 
     Autograd numbers its nodes in the order of their creation, so the number at each change of place is enough to find
@@ -94,6 +90,7 @@ class _CallTracker:
     """
 
     def __init__(self, model: nn.Module, teacher: nn.Module | None) -> None:
+        super().__init__()
         self._names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
         if teacher is not None:
             self._names |= {id(module): f"teacher.{name}" for name, module in teacher.named_modules() if name}
@@ -104,7 +101,7 @@ class _CallTracker:
         self._last_backward = Place(LOSS, "")
 
     def here(self) -> tuple[Place, str]:
-        if not _in_backward():
+        if torch._C._current_graph_task_id() == -1:
             return Place(self._stack[-1], self._function), FORWARD
         node = torch._C._current_autograd_node()
         if node is not None:  # None while the engine adds gradients of a tensor that was used twice
@@ -112,11 +109,17 @@ class _CallTracker:
             self._last_backward = self._places[max(at, 0)]
         return self._last_backward, BACKWARD
 
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self.calling_function(getattr(func, "__name__", "").strip("_")):
+            return func(*args, **(kwargs or {}))
+
     @contextlib.contextmanager
     def inside_module(self, module: str) -> Iterator[None]:
-        self._enter(module)
+        self._stack.append(module)
+        self._mark()
         yield
-        self._leave()
+        self._stack.pop()
+        self._mark()
 
     @contextlib.contextmanager
     def calling_function(self, function: str) -> Iterator[None]:
@@ -129,15 +132,17 @@ class _CallTracker:
     @contextlib.contextmanager
     def hooked(self, on_output: Callable[[Any], None]) -> Iterator[None]:
         """Track the model's modules by global hooks; `on_output` receives the output of each."""
+        inside: list[AbstractContextManager[None]] = []
 
         def before(module: nn.Module, _: Any) -> None:
             if id(module) in self._names:
-                self._enter(self._names[id(module)])
+                inside.append(self.inside_module(self._names[id(module)]))
+                inside[-1].__enter__()
 
         def after(module: nn.Module, _: Any, output: Any) -> None:
             if id(module) in self._names:
                 on_output(output)
-                self._leave()
+                inside.pop().__exit__(None, None, None)
 
         handles = register_module_forward_pre_hook(before), register_module_forward_hook(after)
         try:
@@ -146,29 +151,9 @@ class _CallTracker:
             for handle in handles:
                 handle.remove()
 
-    def _enter(self, module: str) -> None:
-        self._stack.append(module)
-        self._mark()
-
-    def _leave(self) -> None:
-        self._stack.pop()
-        self._mark()
-
     def _mark(self) -> None:
         self._numbers.append(torch.autograd._get_sequence_nr())  # pyright: ignore[reportPrivateImportUsage]
         self._places.append(Place(self._stack[-1], self._function))
-
-
-class _FunctionNames(TorchFunctionMode):
-    """Tells the tracker which torch function the model calls."""
-
-    def __init__(self, tracker: _CallTracker) -> None:
-        super().__init__()
-        self._tracker = tracker
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with self._tracker.calling_function(getattr(func, "__name__", "").strip("_")):
-            return func(*args, **(kwargs or {}))
 
 
 class _ExtremesRecorder(TorchDispatchMode):
@@ -208,32 +193,34 @@ class _ExtremesRecorder(TorchDispatchMode):
         """Record the images themselves, which no operation produced."""
         if _is_checkable(images):
             self._paused = True
-            self.records.append(
-                _Record(BATCH, Place(BATCH, "images"), FORWARD, images.dtype, "", _extremes(images)),
-            )
+            self.records.append(_Record(BATCH, Place(BATCH, "images"), FORWARD, images.dtype, "", _extremes(images)))
             self._outputs.append((1, _row_norms(images)))
             self._paused = False
 
-    def first_overflow(self, loss: Tensor, records_before_loss: int) -> Overflow | None:
-        """The first operation with an output that is not finite. Only this method waits for the device."""
+    def first_overflow(self, loss: Tensor, records_before_loss: int) -> Found | None:
+        """Only this method waits for the device. Rows are those of the first module output after the operation."""
         if not self.records:
             return None
         extremes = torch.stack([record.extremes for record in self.records] + [loss.detach().float().expand(2)])
         *values, (loss_value, _) = extremes.tolist()
         # If the loss is finite, infinities in the forward pass did no harm.
         begin = records_before_loss if isfinite(loss_value) else 0
-        at = next((n for n in range(begin, len(values)) if _is_bad(self.records[n], *values[n])), None)
+        at = next((n for n in range(begin, len(values)) if self.records[n].is_bad(*values[n])), None)
         if at is None:
             return None
-        bad = self.records[at]
-        operation = bad.place.function or bad.kernel.rpartition("::")[2].strip("_")
-        rows = self._bad_rows(at) if bad.direction == FORWARD else ()
-        return Overflow(operation, bad.kernel, bad.place.module, bad.direction, bad.dtype, bad.parameter, rows)
-
-    def _bad_rows(self, at: int) -> tuple[int, ...]:
-        """Rows that are not finite in the first module output after record `at`."""
+        bad, rows = self.records[at], ()
         norms = next((norms for count, norms in self._outputs if count > at), None)
-        return () if norms is None else tuple(torch.isfinite(norms).logical_not().nonzero().flatten().tolist())
+        if norms is not None and bad.direction == FORWARD:
+            rows = tuple(norms.isfinite().logical_not().nonzero().flatten().tolist())
+        found = Overflow(
+            operation=bad.place.function or bad.kernel.rpartition("::")[2].strip("_"),
+            module=bad.place.module,
+            direction=bad.direction,
+            dtype=dtype_name(bad.dtype),
+            kernel=bad.kernel,
+            parameter=bad.parameter,
+        )
+        return found, rows
 
 
 class Replay:
@@ -250,7 +237,7 @@ class Replay:
         self._model, self._inputs, self._criterion, self._autocast = model, inputs, criterion, autocast
         self._change = change
 
-    def run(self, images: Tensor, labels: Tensor, weight: float, scale: Tensor) -> Overflow | None:
+    def run(self, images: Tensor, labels: Tensor, weight: float, scale: Tensor) -> Found | None:
         """Run one micro-batch, forward and backward, and find its overflow."""
         teacher = getattr(self._change, "teacher", None)  # set in distillation
         tracker = _CallTracker(self._model, teacher and teacher.model)
@@ -258,7 +245,7 @@ class Replay:
         recorder = _ExtremesRecorder(tracker, names, len(images))
         # Compiled parts run in eager mode: operations inside a compiled graph cannot be named.
         with torch.enable_grad(), uncompiled(), recorder:
-            with tracker.hooked(recorder.module_output), _FunctionNames(tracker):
+            with tracker.hooked(recorder.module_output), tracker:
                 recorder.batch_images(images)
                 with self._autocast():
                     with tracker.inside_module(INPUTS):
@@ -275,10 +262,6 @@ class Replay:
         return recorder.first_overflow(loss, records_before_loss)
 
 
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
 def _call_with_copied_buffers(module: nn.Module, images: Tensor) -> Tensor:
     """Call a module without changing its running statistics."""
     return functional_call(module, {name: buffer.clone() for name, buffer in module.named_buffers()}, (images,))
@@ -287,12 +270,6 @@ def _call_with_copied_buffers(module: nn.Module, images: Tensor) -> Tensor:
 def _is_checkable(value: Any) -> bool:
     # 8-bit floats are left out: they have no infinity, and torch computes no norm of them.
     return isinstance(value, Tensor) and value.is_floating_point() and value.itemsize > 1 and value.numel() > 0
-
-
-def _is_bad(record: _Record, least: float, greatest: float) -> bool:
-    if record.may_mask and record.direction == FORWARD and least == -inf and greatest < inf:
-        return False
-    return not (isfinite(least) and isfinite(greatest))
 
 
 def _extremes(value: Tensor) -> Tensor:
@@ -319,25 +296,15 @@ Answer = Callable[[], bool | None]
 """Whether the weights moved; None while that is unknown."""
 
 
-@dataclass(frozen=True)
-class Blame:
-    """Cause of one skipped update. Plain values only, for other ranks and for JSON."""
+@dataclass(frozen=True, kw_only=True)
+class Blame(Overflow):
+    """Cause of one skipped update."""
 
     update: int
     noticed_at: int
-    operation: str
-    """Name of the function: linear, matmul, ...; empty if the replay found nothing."""
-    module: str
-    """Name of the module in the model, or the model's class, or `loss`, `inputs`, `batch`."""
-    direction: str
-    dtype: str
     sample_indices: tuple[int, ...]
     """Indices of the micro-batch's samples."""
     scale: float
-    kernel: str = ""
-    """Kernel that torch ran, such as aten::addmm."""
-    parameter: str = ""
-    """The parameter that does not fit `dtype`, if that is the cause."""
     bad_samples: tuple[int, ...] = ()
     """Indices of the samples whose output is not finite, if known."""
     passed_over: int = 0
@@ -401,10 +368,6 @@ class _Pending:
     scale: Tensor
     answer: Answer | None = None
 
-    @property
-    def bytes(self) -> int:
-        return _size(self.micro_batches)
-
 
 class OverflowWatch(Callback):
     """Holds the micro-batches of recent updates and replays those that were skipped. Other updates cost nothing.
@@ -445,8 +408,12 @@ class OverflowWatch(Callback):
         self._now = []
 
     def after_update(self, update: int, stepped: bool | Tensor) -> None:
-        if self._replay is not None:
-            self.record(update, stepped)
+        """Record whether the update that was remembered last moved the weights."""
+        if self._replay is None:
+            return
+        self._update = update
+        self._pending[-1].answer = self._send(stepped) if isinstance(stepped, Tensor) else lambda: stepped
+        self._check_pending()
 
     def state(self) -> dict[str, Any]:
         return {"skips": asdict(self.skips)}
@@ -468,26 +435,17 @@ class OverflowWatch(Callback):
         if micro_batches is None:
             return None
         micro_batches.append((share, batch))
-        size = _size(micro_batches) + sum(earlier.bytes for earlier in self._pending)
+        size = _size(micro_batches) + sum(_size(earlier.micro_batches) for earlier in self._pending)
         for earlier in self._pending:
             if size <= MAX_BYTES:
                 break
-            size -= earlier.bytes
+            size -= _size(earlier.micro_batches)
             earlier.micro_batches = []
         return micro_batches if size <= MAX_BYTES else None
 
     def remember(self, update: int, micro_batches: MicroBatches | None, scale: Tensor) -> None:
         """Hold what a replay needs. Call it before the scaler's step, which changes the scale in place."""
         self._pending.append(_Pending(update, micro_batches or [], scale.detach().clone()))
-
-    def record(self, update: int, stepped: bool | Tensor) -> None:
-        """Record whether the update that was remembered last moved the weights."""
-        self._update = update
-        if isinstance(stepped, Tensor):
-            self._pending[-1].answer = self._send(stepped)
-        else:
-            self._pending[-1].answer = lambda: stepped
-        self._check_pending()
 
     def take(self) -> list[Blame]:
         """Causes found since the last call."""
@@ -526,41 +484,33 @@ class OverflowWatch(Callback):
         skips.passed_over = 0
 
     def _find_cause(self, skipped: _Pending) -> Blame:
+        batches, overflow, rows, reason = skipped.micro_batches, Overflow(), (), ""
+        device = self._precision.device
+        generators = [] if device.type == "cpu" else [device.index or 0]  # the CPU's is kept in any case
         try:
-            with fork_host_rng(), self._device_generator_kept():
-                overflow, batches = self._run_replay(skipped)
-            reason = "" if overflow else self._why_not_reproduced(skipped)
+            with fork_host_rng(), torch.random.fork_rng(generators, device_type=device.type):
+                for share, batch in skipped.micro_batches:
+                    seed_all(self._seed, "micro", skipped.update, share.number)  # the same mixing and dropout
+                    assert self._replay is not None
+                    if found := self._replay.run(batch.images, batch.labels, share.weight, skipped.scale):
+                        batches, (overflow, rows) = [(share, batch)], found
+                        break
+                else:
+                    reason = self._why_not_reproduced(skipped)
         except RuntimeError as error:  # such as out of memory: the training itself can continue
-            overflow, batches = None, skipped.micro_batches
             reason = f"cause unknown, the replay failed ({str(error).strip().partition(chr(10))[0]})"
             log.debug("The replay of update %d failed.", skipped.update, exc_info=True)
         samples = [index for _, batch in batches for index in batch.indices.tolist()]
-        rows = overflow.bad_rows if overflow else ()
         return Blame(
+            **vars(overflow),
             update=skipped.update,
             noticed_at=self._update,
-            operation=overflow.operation if overflow else "",
-            module=overflow.module if overflow else "",
-            direction=overflow.direction if overflow else "",
-            dtype=dtype_name(overflow.dtype) if overflow else "",
             sample_indices=tuple(index for index in samples if index != PADDING),
             scale=float(skipped.scale),
-            kernel=overflow.kernel if overflow else "",
-            parameter=overflow.parameter if overflow else "",
             bad_samples=tuple(samples[row] for row in rows if samples[row] != PADDING),
             passed_over=self.skips.passed_over,
             reason=reason,
         )
-
-    def _run_replay(self, skipped: _Pending) -> tuple[Overflow | None, MicroBatches]:
-        """The first overflow and its micro-batch; without an overflow, all micro-batches."""
-        assert self._replay is not None
-        for share, batch in skipped.micro_batches:
-            seed_all(self._seed, "micro", skipped.update, share.number)  # the same mixing and dropout
-            overflow = self._replay.run(batch.images, batch.labels, share.weight, skipped.scale)
-            if overflow is not None:
-                return overflow, [(share, batch)]
-        return None, skipped.micro_batches
 
     def _why_not_reproduced(self, skipped: _Pending) -> str:
         """Possible reasons why the replay of a skipped update did not overflow."""
@@ -570,12 +520,6 @@ class OverflowWatch(Callback):
         reasons.append("compiled code (TRAIN.COMPILE) rounds differently from the eager replay")
         reasons.append("the overflow was on another rank (with several processes)")
         return f"the replay did not overflow; possible reasons: {', '.join(reasons[:-1])}, or {reasons[-1]}"
-
-    def _device_generator_kept(self) -> AbstractContextManager[None]:
-        device = self._precision.device
-        if device.type == "cpu":
-            return contextlib.nullcontext()
-        return torch.random.fork_rng([device.index or 0], device_type=device.type)
 
 
 def _size(micro_batches: MicroBatches) -> int:

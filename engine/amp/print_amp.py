@@ -84,9 +84,8 @@ def amp_table(model: nn.Module, run_forward: Callable[[], object]) -> str:
     recorder = _DtypeRecorder(model)
     with recorder:
         run_forward()
-    rows = _fold(_row(name, child, recorder.dtypes) for name, child in model.named_children())
-    root = (type(model).__name__, *_cells(model, recorder.dtypes[model]))
-    lines = aligned([HEADINGS, ("(model)", *root), *_lines(rows)])
+    whole = _row("(model)", model, recorder.dtypes)
+    lines = aligned([HEADINGS, (whole.label, *whole.cells), *_lines(whole.inside)])
     if any(is_forced(module) for module in model.modules()):
         lines.append("* kept in fp32 by AMP.FP32_MODULES: inputs are cast on entry")
     return "\n".join(lines)
@@ -151,25 +150,19 @@ def _dtypes(values: Any, floating: bool = False) -> list[str]:
     return [dtype_name(t.dtype) for t in tensors if t.is_floating_point() or not floating]
 
 
-def _cells(module: nn.Module, dtypes: ModuleDtypes) -> tuple[str, ...]:
-    """Parameters, inputs, outputs and operations of a module."""
-    parameters = dict.fromkeys(dtype_name(p.dtype) for p in module.parameters())
-    by_name: dict[str, list[str]] = {}
-    for name, dtype in dtypes.operations:
+def _row(label: str, module: nn.Module, dtypes: dict[nn.Module, ModuleDtypes]) -> Row:
+    own, by_name = dtypes[module], dict[str, list[str]]()
+    for name, dtype in own.operations:
         by_name.setdefault(name, []).append(dtype)
+    parameters = dict.fromkeys(dtype_name(p.dtype) for p in module.parameters())
     operations = ", ".join(f"{name} {'+'.join(used)}" for name, used in by_name.items())
-    star = "*" if is_forced(module) else ""
-    return _joined(parameters), _joined(dtypes.inputs) + star, _joined(dtypes.outputs), operations
+    inputs = _joined(own.inputs) + "*" * is_forced(module)
+    cells = (type(module).__name__, _joined(parameters), inputs, _joined(own.outputs), operations)
+    return Row(label, cells, tuple(_fold(_row(name, child, dtypes) for name, child in module.named_children())))
 
 
 def _joined(dtypes: Iterable[str]) -> str:
     return "+".join(dtypes) or "-"
-
-
-def _row(label: str, module: nn.Module, dtypes: dict[nn.Module, ModuleDtypes]) -> Row:
-    cells = (type(module).__name__, *_cells(module, dtypes[module]))
-    children = (_row(name, child, dtypes) for name, child in module.named_children())
-    return Row(label, cells, tuple(_fold(children)))
 
 
 def _fold(rows: Iterable[Row]) -> Iterator[Row]:

@@ -69,22 +69,35 @@ def build_optimizer(
     model: nn.Module, train: TrainConfig, base_lr: float, device: torch.device, amp: bool = False
 ) -> Optimizer:
     """The optimiser of TRAIN.OPTIMIZER. `amp`: whether training is in mixed precision."""
-    name = optimizer_name(train.OPTIMIZER.NAME)
+    settings = train.OPTIMIZER
+    name, momentum = optimizer_name(settings.NAME), settings.MOMENTUM
     groups = _groups(model, train, name)
     fused = name in {*FUSED, *MUON} and device.type in ("cpu", "cuda", "mps")
     if fused and name in NOT_FUSED_WHEN_SHARDED and any(map(is_sharded, model.parameters())):
         fused = False
     options: dict[str, Any] = {"fused": True} if fused else {}
     if name in MUON:
-        return _muon(groups, train, base_lr, options, amp)
-    build = _torch_optimizer if name in FUSED else _timm_optimizer
+        from engine.optim.muon import Muon
+
+        dtype = torch.bfloat16 if amp else torch.float32
+        return Muon(
+            groups, base_lr, MUON_MOMENTUM if momentum is None else momentum, dtype, **options, **settings.arguments()
+        )
     try:
-        optimizer = build(name, groups, train, base_lr, options)
+        if name not in FUSED:
+            return _timm_optimizer(name, groups, train, base_lr)
+        if FUSED[name] is not torch.optim.SGD:
+            return FUSED[name](groups, lr=base_lr, **options, **settings.arguments())
+        momentum = DEFAULT_MOMENTUM if momentum is None else momentum
+        sgd = torch.optim.SGD(groups, lr=base_lr, momentum=momentum, nesterov=name == "nesterov", **options)
     except (TypeError, ValueError, ImportError, RuntimeError, AssertionError) as error:
-        raise UserError(f"TRAIN.OPTIMIZER.NAME {train.OPTIMIZER.NAME}: cannot be built ({error}).") from None
-    if isinstance(optimizer, torch.optim.SGD) and fused and optimizer.defaults["momentum"]:
-        _initialise_momentum(optimizer)
-    return optimizer
+        raise UserError(f"TRAIN.OPTIMIZER.NAME {settings.NAME}: cannot be built ({error}).") from None
+    if fused and momentum:
+        # Zero gives the same first step as none. torch's fused SGD allocates momentum in the first step, and leaves it
+        # uninitialised if that step is skipped for an overflow; the next step would then add arbitrary numbers.
+        for weight in (weight for group in sgd.param_groups for weight in group["params"]):
+            sgd.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+    return sgd
 
 
 def compiles_step(optimizer: Optimizer) -> bool:
@@ -117,7 +130,11 @@ def _groups(model: nn.Module, train: TrainConfig, optimizer: str) -> list[dict[s
         exempt = weight.ndim <= 1 or name.endswith(".bias") or any(fnmatch(name, pattern) for pattern in no_decay)
         return train.WEIGHT_DECAY_ALL or not exempt
 
-    matrices = _matrices(model, optimizer, train.OPTIMIZER.MUON.EVERY_MATRIX)
+    matrices: dict[str, int] = {}
+    if optimizer in MUON | ADAMUON:
+        from engine.optim.muon import matrices_of
+
+        matrices = matrices_of(model, train.OPTIMIZER.MUON.EVERY_MATRIX)
     scales = rate_scales(model, train)
     groups: dict[tuple[float, float, int], list[torch.Tensor]] = {}
     for name, weight in trained.items():
@@ -131,42 +148,7 @@ def _groups(model: nn.Module, train: TrainConfig, optimizer: str) -> list[dict[s
     ]
 
 
-def _matrices(model: nn.Module, optimizer: str, every: bool) -> dict[str, int]:
-    """Weights that Muon or a relative updates, with the number of matrices in each; empty for other optimisers."""
-    if optimizer not in MUON | ADAMUON:
-        return {}
-    from engine.optim.muon import matrices_of
-
-    return matrices_of(model, every)
-
-
-def _muon(
-    groups: list[dict[str, Any]], train: TrainConfig, base_lr: float, options: dict[str, Any], amp: bool
-) -> Optimizer:
-    from engine.optim.muon import Muon
-
-    settings = train.OPTIMIZER
-    momentum = MUON_MOMENTUM if settings.MOMENTUM is None else settings.MOMENTUM
-    dtype = torch.bfloat16 if amp else torch.float32
-    options |= settings.arguments()
-    return Muon(groups, base_lr, momentum, dtype, **options)
-
-
-def _torch_optimizer(
-    name: str, groups: list[dict[str, Any]], train: TrainConfig, base_lr: float, options: dict[str, Any]
-) -> Optimizer:
-    settings = train.OPTIMIZER
-    if FUSED[name] is torch.optim.SGD:
-        momentum = DEFAULT_MOMENTUM if settings.MOMENTUM is None else settings.MOMENTUM
-        options |= {"momentum": momentum, "nesterov": name == "nesterov"}
-    else:
-        options |= settings.arguments()
-    return FUSED[name](groups, lr=base_lr, **options)
-
-
-def _timm_optimizer(
-    name: str, groups: list[dict[str, Any]], train: TrainConfig, base_lr: float, options: dict[str, Any]
-) -> Optimizer:
+def _timm_optimizer(name: str, groups: list[dict[str, Any]], train: TrainConfig, base_lr: float) -> Optimizer:
     from timm.optim._optim_factory import create_optimizer_v2, default_registry, get_optimizer_info
 
     settings, info = train.OPTIMIZER, get_optimizer_info(name)
@@ -174,24 +156,13 @@ def _timm_optimizer(
     momentum = settings.MOMENTUM
     if momentum is None:
         momentum = (parameters["momentum"].default if "momentum" in parameters else None) or DEFAULT_MOMENTUM
-    options |= settings.arguments()  # the factory drops those that the optimiser does not take
+    options = settings.arguments()  # the factory drops those that the optimiser does not take
     if name in ADAMUON:
         log.info("TRAIN.OPTIMIZER.NAME %s is timm's: it orthogonalises a fused qkv as one matrix.", name)
     if info.has_betas and settings.BETAS is not None and info.num_betas != len(settings.BETAS):
         log.info("TRAIN.OPTIMIZER.BETAS has no effect: %s takes %d betas; its defaults are used.", name, info.num_betas)
         del options["betas"]
     return create_optimizer_v2(groups, name, base_lr, 0.0, momentum, **options)
-
-
-def _initialise_momentum(optimizer: Optimizer) -> None:
-    """Set momentum to zero, which gives the same first step as no momentum.
-
-    torch's fused SGD allocates it in the first step, and leaves it uninitialised if that step is skipped for an
-    overflow; the next step would then add arbitrary numbers.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def scaled_learning_rates(train: TrainConfig, global_batch: int) -> tuple[float, float, float]:
@@ -221,20 +192,14 @@ def rate_scales(model: nn.Module, train: TrainConfig) -> dict[str, float]:
     """Factors of the learning rate by weight name; empty if all weights have the same rate."""
     if train.LAYER_DECAY is None:
         return {}
-    layers = _layers_of(model)
-    last = max(layers.values())
-    return {name: train.LAYER_DECAY ** (last - layer) for name, layer in layers.items()}
-
-
-def _layers_of(model: nn.Module) -> dict[str, int]:
-    """Layer number of each weight, from the input on, as timm's layer decay counts them."""
     from timm.models import group_parameters
     from timm.optim._param_groups import auto_group_layers
 
     matcher: Any = getattr(model, "group_matcher", None)
+    # Number of each weight's layer, from the input on
     layers: Any = auto_group_layers(model) if matcher is None else group_parameters(model, matcher(), reverse=True)
     last = max(layers.values())
-    return {name: layers.get(name, last) for name, _ in model.named_parameters()}
+    return {name: train.LAYER_DECAY ** (last - layers.get(name, last)) for name, _ in model.named_parameters()}
 
 
 def describe_parameters(model: nn.Module) -> str:

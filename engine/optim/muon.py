@@ -10,7 +10,7 @@ matrix, and q, k and v one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -45,8 +45,15 @@ def matrices_of(model: nn.Module, every: bool = False) -> dict[str, int]:
             return module.groups == 1
         return isinstance(module, nn.Linear) and (every or (is_inside(name, blocks) and not is_inside(name, heads)))
 
+    def number_in(name: str, layer: nn.Module) -> int:
+        parent, _, own = name.rpartition(".")
+        number = FUSED_PROJECTIONS.get(own, 1) if isinstance(layer, nn.Linear) else 1
+        # timm's attention with `head_first` keeps q, k and v of a head together: its thirds are not q, k and v.
+        by_head = getattr(modules[parent], "head_first", False)
+        return 1 if by_head or cast(Tensor, layer.weight).shape[0] % number else number
+
     found = {
-        f"{name}.weight": _matrices_in(name, module, modules)
+        f"{name}.weight": number_in(name, module)
         for name, module in modules.items()
         # A vector has no directions to make orthogonal.
         if chosen(name, module) and min(cast(Tensor, module.weight).flatten(1).shape) > 1
@@ -57,16 +64,6 @@ def matrices_of(model: nn.Module, every: bool = False) -> dict[str, int]:
             "linear layers of blocks, and there are none, or all are frozen (MODEL.FREEZE). Use AdamW."
         )
     return found
-
-
-def _matrices_in(name: str, layer: nn.Module, modules: Mapping[str, nn.Module]) -> int:
-    parent, _, own = name.rpartition(".")
-    number = FUSED_PROJECTIONS.get(own, 1)
-    if not isinstance(layer, nn.Linear):
-        return 1
-    # timm's attention with `head_first` keeps q, k and v of a head together: its thirds are not q, k and v.
-    by_head = getattr(modules[parent], "head_first", False)
-    return 1 if by_head or layer.out_features % number else number
 
 
 class Muon(Optimizer):
@@ -89,20 +86,8 @@ class Muon(Optimizer):
         """`dtype`: that of the Newton-Schulz steps. `fused`: use torch's fused AdamW."""
         self.dtype = dtype
         # `fused` is in the groups because torch, when it loads a state, then moves AdamW's step to the device.
-        super().__init__(
-            groups,
-            {
-                "lr": lr,
-                "momentum": momentum,
-                "nesterov": True,
-                "ns_steps": NS_STEPS,
-                "betas": betas,
-                "eps": eps,
-                "fused": fused,
-                "weight_decay": 0.0,
-                MATRICES: 0,
-            },
-        )
+        of_muon = {"momentum": momentum, "nesterov": True, "ns_steps": NS_STEPS, MATRICES: 0}
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "fused": fused, "weight_decay": 0.0, **of_muon})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -99,12 +99,8 @@ def attention_by_rule(built: BuiltModel) -> Choice | None:
         return Choice(before, "as before the resume")
     if device == "cuda":
         return None
-    return _fastest_as_measured(built)
-
-
-def _fastest_as_measured(built: BuiltModel) -> Choice:
-    """The fastest kind in measurements from 17 to 197 tokens; see docs/dev/kernels.md."""
-    if built.precision.device.type != "cpu":
+    # The fastest in measurements from 17 to 197 tokens; see docs/dev/kernels.md.
+    if device != "cpu":
         return Choice(FUSED, "torch's choice")
     if built.precision.level != "O0":
         return Choice(PLAIN, "half precision on a CPU")

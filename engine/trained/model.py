@@ -164,7 +164,7 @@ def load_trained(
             f"-pretrained {path}, with the settings of a ViT of its size (docs/pretraining.md)."
         )
     if config.USE:
-        from engine.own_code import use_of_meta
+        from engine.trained.own_code import use_of_meta
 
         use_of_meta(chosen.meta, config, place)
     check_amp(config.AMP, config.TRAIN)

@@ -17,9 +17,9 @@ from sklearn.metrics import cohen_kappa_score
 from torch.nn import functional as F
 
 from datasets.transforms.augment import OwnChange
-from engine.own_code import bind
 from engine.task.one import OneLabel
 from engine.trained.model import load_trained
+from engine.trained.own_code import bind
 from tests.documents import blocks, commands
 from tests.predicted import validation_predictions
 from tests.program import ROOT, Result, metrics
@@ -139,7 +139,7 @@ BAD = {
     "interrupt": ("raise KeyboardInterrupt\n", (), "mine.py, line 1: KeyboardInterrupt"),
     "nul": ("x = 1\0\n", (), "mine.py: source code string cannot contain null bytes"),
     "nothing": ("x = 1\n", (), "registers nothing"),
-    "taken": ("from vitamp import loss\n@loss\ndef ce(logits, targets): ...\n", (), "has a loss ce already"),
+    "taken": ("from vitamp import loss\n@loss\ndef ce(logits, targets): ...\n", (), "vitamp has a loss ce already"),
     "arguments": ("from vitamp import loss\n@loss\ndef bad(logits): ...\n", (), "line 2: loss 'bad' must take"),
     "shape": ("from vitamp import loss\n@loss\ndef bad(logits, targets): return logits\n", (), "as a scalar"),
     "within": (
@@ -166,23 +166,10 @@ BAD_METRICS = {
     "arguments": (f"{METRIC}def bad(probabilities): ...\n", "line 4: metric 'bad' must take the arguments (prob"),
     "within": (f"{METRIC}def bad(probabilities, labels):\n    return labels[9999]\n", "line 6: IndexError"),
     "value": (f"{METRIC}def bad(probabilities, labels):\n    return labels\n", "metric bad returned a tensor of shape"),
-    "taken": (f"{METRIC}def macro_f1(probabilities, labels): ...\n", "validation has a metric macro_f1 already"),
-    "prefix": (f"{METRIC}def ema_f(probabilities, labels): ...\n", "validation has a metric ema_f already"),
+    "taken": (f"{METRIC}def macro_f1(probabilities, labels): ...\n", "vitamp has a metric macro_f1 already"),
+    "prefix": (f"{METRIC}def ema_f(probabilities, labels): ...\n", "vitamp has a metric ema_f already"),
     "unknown": (f"{METRIC}def bade(probabilities, labels): ...\n", "VALIDATE_METRICS bad: there is no metric of this"),
 }
-
-
-@pytest.mark.parametrize("case", BAD_METRICS)
-def test_an_error_in_a_metric_names_file_and_line(vitamp: Vitamp, tiny: Path, tmp_path: Path, case: str) -> None:
-    text, words = BAD_METRICS[case]
-    file = tmp_path / "mine.py"
-    file.write_text(text, encoding="utf-8")
-    done = vitamp("-cfg", tiny, "-use", file, "VALIDATE_METRICS=bad", "-output", tmp_path / "run")
-    assert done.code == 2, done.text
-    assert words in done.err, done.err
-    assert f"{file}" in done.err or case == "unknown"
-    assert "Traceback" not in done.err
-    assert not (tmp_path / "run").exists()
 
 
 NEAR = f"""{METRIC}class near:
@@ -273,13 +260,20 @@ def test_own_code_cannot_end_a_training_as_if_it_were_done(
     assert "Traceback" not in done.err
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_an_error_in_own_code_names_file_and_line(vitamp: Vitamp, tiny: Path, tmp_path: Path, case: str) -> None:
-    text, more, words = BAD[case]
+@pytest.mark.parametrize(
+    ("chosen", "text", "more", "words"),
+    [
+        *(("TRAIN.LOSS=ce" if name == "taken" else "TRAIN.LOSS=bad", *case) for name, case in BAD.items()),
+        *(("VALIDATE_METRICS=bad", text, (), words) for text, words in BAD_METRICS.values()),
+    ],
+    ids=[*BAD, *(f"metric {name}" for name in BAD_METRICS)],
+)
+def test_an_error_names_file_and_line(
+    vitamp: Vitamp, tiny: Path, tmp_path: Path, chosen: str, text: str, more: tuple[str, ...], words: str
+) -> None:
     file = tmp_path / "mine.py"
     file.write_text(text, encoding="utf-8")
-    chosen = "ce" if case == "taken" else "bad"
-    done = vitamp("-cfg", tiny, "-use", file, f"TRAIN.LOSS={chosen}", *more, "-output", tmp_path / "run")
+    done = vitamp("-cfg", tiny, "-use", file, chosen, *more, "-output", tmp_path / "run")
     assert done.code == 2, done.text
     assert words in done.err, done.err
     assert "Traceback" not in done.err
@@ -402,9 +396,3 @@ def test_a_changed_file_is_named_on_resuming(vitamp: Vitamp, tiny: Path, files: 
     assert "loss focal of focal.py is registered, but not used; TRAIN.LOSS=focal chooses it" in shown.out
     evaluated = vitamp(run, script="scripts/evaluate.py")  # a loss is not needed
     assert evaluated.code == 0, evaluated.text
-
-
-def test_a_loss_of_no_file_is_a_typo(vitamp: Vitamp, tiny: Path) -> None:
-    done = vitamp("-cfg", tiny, "TRAIN.LOSS=bcee", "-print_config")
-    assert done.code == 2
-    assert "Did you mean bce?" in done.err

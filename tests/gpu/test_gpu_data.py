@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.small import build, train, windows
+from tests.engine.small import build, windows
 from tests.gpu.runs import KIND, PLACE, SMALL, Train, apart, far
 from tests.program import save_image
 
@@ -96,15 +96,3 @@ def test_an_average_in_the_hosts_memory(train: Train, amp: str) -> None:
     assert home.of("val")[-1]["ema_loss"] == pytest.approx(here.of("val")[-1]["ema_loss"], rel=1e-2)
     on = train("true", *words, "TRAIN.MODEL_EMA_FORCE_CPU=true", "-resume", "auto", updates=16)
     assert len(on.losses) == 16
-
-
-def test_training_on_the_gpu_does_not_disturb_validation(small: Path) -> None:
-    """Two updates, a look at the validation part, two more: the same as four."""
-    ready, other = (build(small, PLACE, SPEED="-fused") for _ in range(2))
-    sources = [windows(one) for one in (ready, other)]
-    train(ready, 2, sources[0])
-    list(ready.val_loader)
-    train(ready, 2, sources[0], done=2)
-    train(other, 4, sources[1])
-    pairs = zip(ready.model.parameters(), other.model.parameters(), strict=True)
-    assert all(torch.allclose(ours, theirs, rtol=1e-6, atol=1e-8) for ours, theirs in pairs)

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from engine.measure.throughput import STAGES
 from tests.gpu.runs import UPDATES, Train, on_a_gpu_alone
@@ -48,10 +47,3 @@ def test_a_trace_holds_the_gpus_kernels(train: Train, tmp_path: Path) -> None:
     assert len(kernels) > 100
     assert any("adam" in event["name"].lower() for event in kernels), "the fused optimiser's"
     assert sum(event.get("name", "").startswith("ProfilerStep#") and event["ph"] == "X" for event in events) >= 3
-
-
-def test_a_dry_run_tells_of_the_gpu(train: Train, tmp_path: Path) -> None:
-    done = train("run", "-amp", "-dry_run", *LARGER, updates=None)
-    assert torch.cuda.get_device_name() in done.text
-    assert "GiB" in done.text
-    assert not (tmp_path / "run").exists()

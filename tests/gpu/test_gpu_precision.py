@@ -94,30 +94,6 @@ def test_fp32_is_that_of_the_cpu(train: Train) -> None:
     assert here.of("val")[-1]["loss"] == pytest.approx(there.of("val")[-1]["loss"], rel=1e-4)
 
 
-def rows(vitamp: Callable[..., Result], small: Path, *words: object) -> dict[str, list[str]]:
-    """The table of -print_amp: module -> class, parameters, inputs, outputs, operations."""
-    done = vitamp("-cfg", small, "-print_amp", *words)
-    assert done.code == 0, done.text
-    table = done.out.partition("\n\n")[2].splitlines()
-    return {line[0]: line[1:] for line in (re.split(r"\s{2,}", text) for text in table if not text.startswith("*"))}
-
-
-def test_lists_and_modules_reach_what_the_gpu_computes(vitamp: Callable[..., Result], small: Path) -> None:
-    plain = rows(vitamp, small, "-amp", "bf16", "SPEED=-fused", "MODEL.DEPTH=1")
-    assert "matmul bf16" in plain["blocks.0.attn"][-1]
-    assert plain["norm"][-1] == "layer_norm fp32"
-    lists = ("AMP.CUSTOM_WHITE_LIST=[layer_norm, softmax]", "AMP.CUSTOM_BLACK_LIST=[matmul_v2, gelu]")
-    listed = rows(vitamp, small, "-amp", "bf16", *lists, "AMP.FP32_MODULES=blocks.1.mlp")
-    assert listed["norm"][-1] == "layer_norm bf16"
-    assert "softmax bf16" in listed["blocks.0.attn"][-1]
-    assert "matmul fp32" in listed["blocks.0.attn"][-1]
-    assert listed["blocks.0.mlp.act"][-1] == "gelu fp32"
-    assert listed["head"][-1] == "linear fp32"
-    only = rows(vitamp, small, "-amp", "fp16", "AMP.FP32_MODULES=blocks.1.mlp")
-    assert only["blocks.1.mlp.fc1"][-1] == "linear fp32"
-    assert only["blocks.0.mlp.fc1"][-1] == "linear fp16"
-
-
 def test_with_everything_listed_training_is_fp32(train: Train) -> None:
     """bf16 from which every operator and every module was taken away again; forward and backward."""
     exact = train("fp32", *DESCENT)

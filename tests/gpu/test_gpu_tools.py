@@ -7,13 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
-from engine.trained.model import load_trained, split_of_run
 from tests.gpu.runs import KIND, SMALL, Run, skip_if_missing
 from tests.program import Result, run_program
-
-ALL = ("-topk", 10)
 
 
 @pytest.fixture(scope="module")
@@ -41,25 +37,6 @@ def test_evaluate(vitamp: Callable[..., Result], trained: Run, tmp_path: Path) -
     tool(vitamp, "evaluate", trained.folder, "-device", "cpu", "-amp", "off", "-json", tmp_path / "there.json")
     exact = json.loads((tmp_path / "there.json").read_text())["figures"]["ema"]
     assert exact["nll"] == pytest.approx(found["ema"]["nll"], rel=0.02)
-
-
-def test_predict(vitamp: Callable[..., Result], trained: Run, tmp_path: Path) -> None:
-    images = tmp_path / "images"
-    images.mkdir()
-    part = split_of_run(load_trained(trained.folder, device="cpu"))
-    batch = part.__getitems__([(0, index) for index in range(24)])
-    for number, image in enumerate(batch.images):
-        Image.fromarray(image[0].numpy()).save(images / f"{number:02d}.png")
-    found = {}
-    for device in {KIND, "cpu"}:
-        said = tool(
-            vitamp, "predict", trained.folder, images, "-device", device, "-amp", "off", "-format", "jsonl", *ALL
-        ).out
-        found[device] = [json.loads(line)["guesses"] for line in said.splitlines()]
-        assert len(found[device]) == 24
-    for here, there in zip(found[KIND], found["cpu"], strict=True):
-        ours, theirs = ({guess["label"]: guess["probability"] for guess in row} for row in (here, there))
-        assert ours == pytest.approx(theirs, abs=1e-4)
 
 
 def test_choose_precision(vitamp: Callable[..., Result], small: Path, tmp_path: Path) -> None:

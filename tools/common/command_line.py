@@ -217,7 +217,7 @@ class ToolLine:
                 f"{where}: DATA.BATCH_SIZE auto does not work in this tool; give a number, say -batch_size 64."
             )
         if loaded.config.USE:
-            from engine.own_code import use_own_code
+            from engine.trained.own_code import use_own_code
 
             use_own_code(loaded.config, is_of_user(loaded.sources["USE"]), self.run.trust)
         if self.one_label and loaded.config.task != ONE_LABEL:

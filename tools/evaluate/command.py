@@ -274,7 +274,7 @@ def _may_measure_own(trained: Trained) -> bool:
     names, chosen = trained.config.VALIDATE_METRICS, trained.chosen
     if not names:
         return False
-    from engine.own_code import may_execute, use_of_meta
+    from engine.trained.own_code import may_execute, use_of_meta
 
     if not may_execute(chosen.meta, chosen.place, names):
         what = ", ".join(names)
@@ -285,7 +285,7 @@ def _may_measure_own(trained: Trained) -> bool:
 
 
 def _own_metrics(trained: Trained, data: Part) -> dict[str, float]:
-    from engine.own_code import measured
+    from engine.task.own_code import measured
     from tools.common.parts import outputs_of
 
     logits, labels = outputs_of(trained, data)

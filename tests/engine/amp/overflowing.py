@@ -46,7 +46,7 @@ def watch_of(model: nn.Module, **options: Any) -> OverflowWatch:
 def blame_of(model: nn.Module, *micro_batches: tuple[MicroBatch, Batch], scale: float = 1.0) -> Blame:
     watch = watch_of(model)
     watch.remember(1, list(micro_batches) or [micro_batch()], torch.tensor(scale))
-    watch.record(1, False)
+    watch.after_update(1, False)
     (blame,) = watch.take()
     return blame
 

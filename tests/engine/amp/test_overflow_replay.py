@@ -63,7 +63,7 @@ def test_replay_draws_the_random_numbers_of_the_update() -> None:
     model = nn.Sequential(Forward(lambda x: (drawn.append(torch.rand(3)), x)[1]), nn.Flatten(), nn.Linear(192, 10))
     watch = watch_of(model)
     watch.remember(5, [micro_batch(0), micro_batch(1)], torch.tensor(1.0))
-    watch.record(5, False)
+    watch.after_update(5, False)
     for number in (0, 1):
         seed_all(7, "micro", 5, number)
         assert torch.equal(drawn[number], torch.rand(3))
@@ -99,7 +99,7 @@ def test_normal_update_costs_one_copy_of_the_scale() -> None:
     held = weakref.ref(micro_batches[0][1].images)
     with Counted() as counted:
         watch.remember(1, micro_batches, scale)
-        watch.record(1, True)
+        watch.after_update(1, True)
         assert watch.take() == []
     assert sorted(set(counted.names)) == ["aten::clone", "aten::detach"]
     del micro_batches
@@ -113,7 +113,7 @@ def test_replays_are_limited() -> None:
     watch = watch_of(nn.Sequential(nn.Flatten(), nn.Linear(192, 10)))
     for update in range(1, 121):
         watch.remember(update, [micro_batch()], torch.tensor(1.0))
-        watch.record(update, update == 2)
+        watch.after_update(update, update == 2)
     found = [(blame.update, blame.passed_over) for blame in watch.take()]
     assert found == [(1, 0), (3, 0), (4, 0), (54, 49), (104, 49)]
 
@@ -140,7 +140,7 @@ def test_late_skip_is_replayed_with_its_own_batch_and_scale() -> None:
     for update, stepped in ((1, True), (2, False), (3, True)):
         watch.remember(update, [micro_batch(update)], scale)
         scale *= 0.5  # as the scaler does, in place
-        watch.record(update, torch.tensor([stepped]))
+        watch.after_update(update, torch.tensor([stepped]))
         assert watch.take() == []
     late.arrived = 2
     (blame,) = watch.take()
@@ -164,7 +164,7 @@ def test_memory_of_pending_updates_is_limited(monkeypatch: pytest.MonkeyPatch, s
         images.append(weakref.ref(micro_batches[0][1].images))
         watch.remember(update, micro_batches, torch.tensor(1.0))
         del micro_batches
-        watch.record(update, torch.tensor([False]))
+        watch.after_update(update, torch.tensor([False]))
     assert [image() is None for image in images] == [True, True, False, False]
     late.arrived = 4
     assert [(blame.update, blame.passed_over) for blame in watch.take()] == [(3, 2), (4, 0)]
@@ -188,6 +188,6 @@ def test_update_larger_than_the_limit_is_dropped_while_it_is_computed(
         assert micro_batches is None
         assert all(image() is None for image in images[:-1])
         watch.remember(update, micro_batches, torch.tensor(1.0))
-        watch.record(update, False)
+        watch.after_update(update, False)
     assert watch.take() == []
     assert sum("cannot be replayed" in line for line in said.messages) == 1

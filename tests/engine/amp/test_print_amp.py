@@ -48,15 +48,6 @@ def test_table_marks_forced_modules_and_does_not_merge_them() -> None:
     assert rows["head"] == ["Linear", "fp32", "fp32*", "fp32", "linear fp32"]
 
 
-def test_table_shows_half_precision_parameters() -> None:
-    model = small_vit().to(torch.bfloat16)
-    model.norm.float()
-    rows = table(model, batch()[0].bfloat16())
-    assert rows["(model)"][1] == "bf16+fp32"
-    assert rows["norm"][1] == "fp32"
-    assert rows["head"][1] == "bf16"
-
-
 def test_table_merges_equal_rows_that_are_not_adjacent() -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) if n % 2 else nn.GELU() for n in range(6)), nn.Identity())
     rows = table(model, torch.rand(2, 4))

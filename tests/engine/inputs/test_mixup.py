@@ -17,7 +17,6 @@ from engine.amp.overflow import OverflowWatch
 from engine.inputs.batches import Mixing, TransformedBatch, build_batch_transform
 from engine.task.one import OneLabel
 from tests.engine.small import CPU, build, train, windows
-from tests.program import metrics
 from utils.config.train import TrainConfig
 from utils.seeding import seed_all
 
@@ -179,16 +178,3 @@ def test_reported_accuracy_uses_the_labels_of_the_larger_weight(tiny: Path) -> N
     ready.parts.change = always_right
     train(ready, 1)
     assert ready.parts.meters.read(ready.parts.precision.scale_tensor(), 0.0).update.fields()["acc1"] == 100.0
-
-
-def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in metrics(folder, "train")]
-
-
-SMALL = {
-    "deit_tiny_patch16_224": ["-image_size", 32, "MODEL.DEPTH=1", "MODEL.NAME=small"],
-    "swin_tiny_patch4_window7_224": [
-        *("-image_size", 56, "MODEL.EMBED_DIM=8", "MODEL.NAME=small"),
-        *("MODEL.STAGE_DEPTHS=[1, 1]", "MODEL.NUM_HEADS=[2, 4]"),
-    ],
-}

@@ -55,19 +55,6 @@ def test_common_optimizers_are_fused(name: str) -> None:
     assert optimizer_of(nn.Linear(2, 2), name).defaults["fused"] is True
 
 
-OWN: dict[str, dict[str, Any]] = {
-    "AdamW": {"betas": (0.9, 0.999), "eps": 1e-8},
-    "AdaBelief": {"betas": (0.9, 0.999), "eps": 1e-16},
-    "Adafactor": {"beta1": None, "eps": 1e-30},
-    "Adopt": {"betas": (0.9, 0.9999), "eps": 1e-6},
-    "Adan": {"betas": (0.98, 0.92, 0.99), "eps": 1e-8},
-    "Muon": {"momentum": 0.95, "betas": (0.9, 0.999), "eps": 1e-8},
-    "SGD": {"momentum": 0.9},
-    "RMSProp": {"momentum": 0.9, "eps": 1e-8},
-}
-"""What each optimiser of torch 2.11 and timm 1.0.31 has where nobody says otherwise; 0.9 for torch's momentum of 0."""
-
-
 def blocks() -> nn.Module:
     """A model with blocks, which Muon needs."""
     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 
-from engine import trainer
 from engine.optim.ema import Ema
-from engine.task.one import Means
-from engine.trainer import Trainer
 from tests.engine.small import CPU
 from utils.config import TrainConfig
-from utils.distributed.world import ALONE
 
 STEPS = 30
 
@@ -65,15 +59,6 @@ def test_ema_equals_its_formula(decay: float, warmup: bool, as_tensor: bool) -> 
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("warmup", [False, True])
-def test_ema_is_the_same_with_the_skip_flag_on_the_device(warmup: bool) -> None:
-    stepped = [True, False, True, True, False, False, True]
-    (host, _), (device, _) = (averaged(0.9, warmup, stepped, as_tensor) for as_tensor in (False, True))
-    assert int(host.updates) == int(device.updates) == 4
-    for (name, ours), theirs in zip(host.module.state_dict().items(), device.module.state_dict().values(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6, msg=name)
-
-
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_skipped_update_does_not_change_the_ema(as_tensor: bool) -> None:
     """Running statistics too: those of a pass that overflowed may be infinite."""
@@ -110,30 +95,3 @@ def test_ema_copies_or_leaves_buffers_of_any_dtype_bit_for_bit(as_tensor: bool) 
         for name, buffer in ema.module.named_buffers():
             assert torch.equal(buffer, taken[name]), name
         taken = {name: buffer.clone() for name, buffer in taken.items()}
-
-
-def test_ema_in_host_memory_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Validation on another device works on a copy, and the average still follows the weights afterwards.
-
-    The device `meta` stands for a GPU: it takes tensors, and nothing ever comes back from it.
-    """
-    seen = []
-
-    def look(_ready: object, model: nn.Module, *others: object) -> Means:
-        assert callable(others[-1])
-        seen.append({p.device.type for p in model.parameters()})
-        return Means(0.0, 0.0, 0.0)
-
-    monkeypatch.setattr(trainer, "validate", look)
-    ema, model = averaged(0.5, False, [True], as_tensor=False)
-    precision = SimpleNamespace(device=torch.device("meta"))
-    ready = SimpleNamespace(precision=precision)
-    loop = SimpleNamespace(ready=ready, world=ALONE)
-    loop._stopping = SimpleNamespace(check=print)
-    Trainer._evaluate(loop, ema.module)  # pyright: ignore[reportArgumentType]
-    assert seen == [{"meta"}]
-    before = next(ema.module.parameters()).clone()
-    ema.after_update(1, True)
-    after = next(ema.module.parameters())
-    assert after.device == CPU
-    torch.testing.assert_close(after.detach(), (before + next(model.parameters()).detach()) / 2)

@@ -167,17 +167,6 @@ def test_updates_equal_a_reference_in_fp64(amp: bool, every: bool, tolerance: fl
         assert error < tolerance, (name, error)
 
 
-def test_newton_schulz_dtype_follows_amp() -> None:
-    dtypes = [optimizer_of(Model(), amp) for amp in (False, True)]
-    assert [getattr(made, "dtype", None) for made in dtypes] == [torch.float32, torch.bfloat16]
-
-
-def test_frozen_parameters_are_in_no_group(tiny: Path) -> None:
-    ready = build(tiny, **MUON, MODEL__FREEZE="pos_embed,*.fc1")
-    found = groups_of(ready.model, ready.parts.optimizer)
-    assert not {name for name in found if "fc1" in name or name == "pos_embed"}
-
-
 def test_banner_counts_parameters_of_both_optimizers(tiny: Path) -> None:
     optimizer = build(tiny, **MUON).parts.optimizer
     assert describe_muon(optimizer, 2e-3) == (

@@ -157,23 +157,6 @@ def test_wsd_is_constant_and_decays_at_the_end(on_device: bool) -> None:
     assert seen[40:] == pytest.approx([0.01 + 0.99 * (1 - math.sqrt(n / 10)) for n in range(11)])
 
 
-@pytest.mark.parametrize("warmup", [2, 0, 9, 10, 12])
-def test_wsd_equals_timms(warmup: float) -> None:
-    timms = pytest.importorskip("timm.scheduler.wsd_lr", reason="only the latest releases of timm have it")
-    seen = rates_of(*schedule(**{**WSD, "WARMUP_EPOCHS": warmup}), updates=50)
-    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1.0)
-    first = min(round(warmup * PER_EPOCH), 50)
-    decay = min(round(0.2 * 50), 50 - first) or 1
-    reference = timms.WSDLRScheduler(
-        optimizer, max(50 - first, 1), decay, 0.01, warmup_t=first, warmup_lr_init=0.1, t_in_epochs=False
-    )
-    expected = []
-    for update in range(50):
-        reference.step_update(update)
-        expected.append(optimizer.param_groups[0]["lr"])
-    assert seen == pytest.approx(expected)
-
-
 def test_wsd_made_longer_goes_on_at_the_same_rate() -> None:
     short, long = ({**WSD, "NUM_EPOCHS": epochs} for epochs in (10, 20))
     seen = [rates_of(*schedule(**settings), updates=50) for settings in (short, long)]

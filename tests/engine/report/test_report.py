@@ -100,7 +100,7 @@ def test_all_that_depends_on_time_is_under_perf(tmp_path: Path) -> None:
 
 def test_skip_line_has_noticed_at_under_perf(tmp_path: Path) -> None:
     """It may be noticed at the end of its epoch, between epochs, or in the next epoch."""
-    found = Blame(100, 100, "linear", "head", "backward", "fp16", (3, 1, 2), 64.0, kernel="aten::mm")
+    found = Blame(update=100, noticed_at=100, module="head", sample_indices=(3, 1, 2), scale=64.0, kernel="aten::mm")
     for number, (noticed, position) in enumerate(
         [(100, Position(1, 100, 100)), (100, Position(2, 0, 100)), (102, Position(2, 2, 102))]
     ):

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from engine.speed.convolutions import ChannelsLast
 from tests.engine.small import build, built_of, chosen, train
-from tests.program import metrics
 from utils.errors import UserError
 
 LAST = torch.channels_last
@@ -91,15 +90,3 @@ def test_images_are_converted_to_the_models_memory_format(by_pixel: bool) -> Non
     assert wanted.is_contiguous()
     assert found.is_contiguous(memory_format=LAST)
     assert torch.equal(found, wanted)
-
-
-@pytest.mark.slow  # three runs
-def test_channels_last_run_resumes_bit_for_bit(vitamp, convolving: Path, tmp_path: Path) -> None:
-    flags = ("-cfg", convolving, "REPORT_FREQ=1", "SAVE_EVERY_UPDATES=2", "SPEED=+channels_last")
-    whole, parted = tmp_path / "whole", tmp_path / "parted"
-    for folder, more in ((whole, ("TRAIN.MAX_UPDATES=4",)), (parted, ("TRAIN.MAX_UPDATES=2",))):
-        done = vitamp(*flags, "-output", folder, *more)
-        assert done.code == 0, done.text
-    done = vitamp(*flags, "-output", parted, "-resume", "auto", "TRAIN.MAX_UPDATES=4")
-    assert "channels last" in done.text, done.text
-    assert [line["loss"] for line in metrics(parted, "train")] == [line["loss"] for line in metrics(whole, "train")]

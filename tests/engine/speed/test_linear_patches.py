@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from timm.models import create_model
@@ -13,7 +11,7 @@ from engine.amp.low_precision import force_fp32
 from engine.amp.precision import Precision
 from engine.speed.convolutions import LinearPatches, PatchesAsProduct
 from engine.speed.speedup import mix_in
-from tests.engine.small import BF16, CPU, OFF, build, built_of, chosen, train
+from tests.engine.small import BF16, CPU, OFF, built_of, chosen
 from utils.errors import UserError
 
 
@@ -65,16 +63,6 @@ def test_linear_patches_are_rejected_for_models_without_patches() -> None:
     assert chosen(LinearPatches, built_of(model)).value is False
     with pytest.raises(UserError, match=r"SPEED \+linear_patches: ResNet"):
         chosen(LinearPatches, built_of(model, SPEED=["+linear_patches"]))
-
-
-def test_training_with_linear_patches_follows_the_convolution(tiny: Path) -> None:
-    weights = []
-    for linear in ("+linear_patches", "plain"):
-        ready = build(tiny, SPEED=linear)
-        assert isinstance(ready.model.get_submodule("patch_embed.proj"), PatchesAsProduct) == (linear != "plain")
-        train(ready, 3)
-        weights.append(ready.model.state_dict())
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*(w.values() for w in weights), strict=True))
 
 
 def test_linear_patches_can_be_forced_to_fp32_by_name_and_class() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,10 +10,7 @@ from torch import Tensor
 
 from datasets import PADDING, Batch, validation_batches
 from engine.task.one import OneLabel, ValidationMeans, _Accuracy
-from engine.trained.model import load_trained
 from tests.engine.small import CPU
-from tests.predicted import validation_predictions
-from tests.program import Result, metrics
 from utils.distributed.world import ALONE
 
 SAMPLES, CLASSES = 211, 9
@@ -68,16 +62,3 @@ def test_metrics_equal_scikit_learn(batch_size: int, ranks: int) -> None:
     found = tallied(logits, labels, batch_size, ranks)
     assert (found.balanced_acc, found.macro_f1) == pytest.approx(by_sklearn(guesses, labels), abs=1e-9)
     assert found.balanced_acc < found.acc1, "the rare classes are harder"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_run_equals_scikit_learn(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, processes: int) -> None:
-    run = tmp_path / "run"
-    words = ("TRAIN.NUM_EPOCHS=1", "DATA.BATCH_SIZE_EVAL=7", "-device", "cpu")
-    done = vitamp("-ngpus", processes, "-cfg", tiny, "-output", run, *words, script="main_multi_gpu.py")
-    assert done.code == 0, done.text
-    found = validation_predictions(load_trained(run, device="cpu"))
-    (val,) = metrics(run, "val")
-    guesses = found.guesses()[:, 0]
-    assert (val["balanced_acc"], val["macro_f1"]) == pytest.approx(by_sklearn(guesses, found.labels), abs=1e-9)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,8 +13,6 @@ from engine.distill.teacher import DistillationLoss
 from engine.inputs.batches import Mixing
 from engine.task.losses import BinaryCrossEntropy
 from engine.task.one import OneLabel
-from engine.update import accumulate
-from tests.engine.small import build, windows
 from utils.config import TrainConfig, load_config
 from utils.errors import UserError
 from utils.seeding import seed_all
@@ -97,21 +92,6 @@ def test_teacher_is_added_to_it(kind: str) -> None:
     expected = 0.7 * TimmsBce(0.0, 0.0)(logits, labels) + 0.3 * of_teacher
     found = DistillationLoss(OneLabel(5).loss(train, None), train)(logits, both)
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
-
-
-def gradients(tiny: Path, batch_size: int, accum: int, **words: Any) -> dict[str, Tensor]:
-    """Gradients of the first update, from the program's own loader and loss."""
-    given = {"DATA__BATCH_SIZE": batch_size, "TRAIN__ACCUM_ITER": accum, "TRAIN__LOSS": "bce", **words}
-    ready = build(tiny, **given)
-    accumulate(ready.parts, next(windows(ready)), 1)
-    return {name: p.grad.clone() for name, p in ready.parts.model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize("words", [{}, {"TRAIN__CLASS_WEIGHTS": "balanced"}])
-def test_accumulated_gradient_is_that_of_one_large_batch(tiny: Path, words: dict[str, Any]) -> None:
-    whole, parts = gradients(tiny, 32, 1, **words), gradients(tiny, 8, 4, **words)
-    for name, gradient in whole.items():
-        assert torch.allclose(gradient, parts[name], atol=1e-6), name
 
 
 @pytest.mark.parametrize(

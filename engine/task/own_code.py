@@ -1,0 +1,154 @@
+"""Code of the user's own while it runs: its metrics of a validation, and a trial on made-up data before the start."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import timm
+import torch
+from PIL import Image
+from torch import Tensor
+
+from datasets import Batch
+from datasets.transforms.augment import OwnChange, own_augmentations
+from engine.task import task_of
+from engine.task.base import Metrics, Tally, Task
+from engine.task.several import Gathered
+from utils.config import Config
+from utils.distributed.world import World, broadcast
+from utils.errors import AllRanksError, UserError
+from utils.own_code import OWN_ERRORS, OwnCodeError, own_lines
+from vitamp.registry import own_named
+
+
+class WithOwnMetrics(Tally):
+    """A tally of the program, and the metrics of `task.own_metrics`."""
+
+    def __init__(self, tally: Tally, task: Task, samples: int, device: torch.device) -> None:
+        self._tally, self._task = tally, task
+        self._table = Gathered(samples, device)
+
+    def add(self, logits: Tensor, batch: Batch) -> None:
+        self._tally.add(logits, batch)
+        labels = batch.labels.reshape(len(logits), -1).to(logits.dtype)
+        self._table.add(torch.cat((self._task.probabilities(logits), labels), dim=1), batch.indices)
+
+    def metrics(self, world: World) -> Metrics:
+        metrics, rows = self._tally.metrics(world), self._table.on_rank_0(world)
+        found: dict[str, float] | str | None = None
+        if world.first:
+            probabilities, labels = rows[:, : self._task.classes], rows[:, self._task.classes :].long()
+            try:
+                found = measured(
+                    self._task.own_metrics, probabilities, labels[:, 0] if labels.shape[1] == 1 else labels
+                )
+            except OwnCodeError as error:  # which all ranks raise
+                found = str(error)
+        found = broadcast(found, world)
+        if isinstance(found, str):
+            raise AllRanksError(f"{found}\n")
+        return replace(metrics, more={**metrics.more, **(found or {})})
+
+
+def measured(names: tuple[str, ...], probabilities: Tensor, labels: Tensor) -> dict[str, float]:
+    """The registered metrics of these names. OwnCodeError, with the user's line, if one fails."""
+    found: dict[str, float] = {}
+    for name in names:
+        own, given = own_named("metric", name), (probabilities.clone(), labels.clone())
+        assert own is not None  # checked with the settings
+        try:
+            made: Any = own.made()
+            if hasattr(made, "update") and hasattr(made, "compute"):
+                made.update(*given)
+                value = made.compute()
+            else:
+                value = made(*given)
+        except OWN_ERRORS as error:
+            raise OwnCodeError(own_lines(error) or f"{own.file}: metric {name}: {error}") from None
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise OwnCodeError(
+                f"{own.file}: metric {name} returned {_what(value)}; it must return one number."
+            ) from None
+    return found
+
+
+def _what(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+SAMPLES = 4
+FOR_METRICS, MOST_FOR_METRICS = 64, 2048
+"""Fewest and most images on which metrics are tried"""
+
+
+def try_own_code(config: Config) -> None:
+    """Raise UserError, with the user's line, for what fails on made-up data."""
+    host = random.getstate(), np.random.get_state()
+    size, channels = config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS
+    with torch.random.fork_rng(devices=[]):
+        try:
+            if own := own_named("loss", config.TRAIN.LOSS):
+                _try_loss(config, f"{own.file}: loss {own.name}")
+            for name in own_augmentations(config.TRAIN):
+                pixels = np.random.randint(0, 256, (size, size, 3), dtype=np.uint8)
+                OwnChange(name)(Image.fromarray(pixels if channels == 3 else pixels[:, :, 0]))
+            if (own := own_named("model", config.MODEL.NAME)) and not config.MODEL.MAE_PRETRAIN:
+                _try_model(config, f"{own.file}: model {own.name}")
+            if config.VALIDATE_METRICS:
+                task = task_of(config)
+                # All classes are among the labels, unless there are very many.
+                images = min(max(FOR_METRICS, 2 * task.classes), MOST_FOR_METRICS)
+                labels = task.example(images, torch.device("cpu"))
+                labels = torch.arange(images) % task.classes if labels.ndim == 1 else labels.long()
+                measured(config.VALIDATE_METRICS, task.probabilities(torch.randn(images, task.classes)), labels)
+        except OwnCodeError as error:
+            raise UserError(str(error)) from None
+        except UserError:
+            raise
+        except OWN_ERRORS as error:
+            if lines := own_lines(error):
+                raise UserError(lines) from None
+            raise
+        finally:
+            random.setstate(host[0])
+            np.random.set_state(host[1])
+
+
+def _try_loss(config: Config, named: str) -> None:
+    task = task_of(config)
+    loss = task.loss(config.TRAIN, None)
+    labels = task.example(SAMPLES, torch.device("cpu"))
+    targets = [labels]
+    if config.TRAIN.mixes:
+        targets.append(task.mixed(labels, torch.full((SAMPLES, 1), 0.7))[0])
+    for target in targets:
+        logits = torch.randn(SAMPLES, task.classes, requires_grad=True)
+        value = loss(logits, target)
+        if not isinstance(value, Tensor) or value.ndim:
+            raise UserError(f"{named} returned {_what(value)}; it must return the mean as a scalar.")
+        if not value.requires_grad:
+            raise UserError(f"{named} has no gradient with respect to the logits.")
+        value.backward()
+
+
+def _try_model(config: Config, named: str) -> None:
+    """Run the model once without weights."""
+    classes, channels, size = config.MODEL.NUM_CLASSES, config.DATA.IMAGE_CHANNELS, config.DATA.IMAGE_SIZE
+    with torch.no_grad(), torch.device("meta"):
+        name = config.MODEL.NAME.strip()
+        module = timm.create_model(name, num_classes=classes, in_chans=channels, img_size=size).eval()
+        try:
+            logits = module(torch.empty(SAMPLES, channels, size, size))
+        except NotImplementedError:  # an operation that needs values
+            return
+    shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    if shape != (SAMPLES, classes):
+        raise UserError(
+            f"{named} returned {shape} for {SAMPLES} images of {size} x {size} x {channels}; it must return logits of "
+            f"{SAMPLES} x {classes} (MODEL.NUM_CLASSES)."
+        )

@@ -1,0 +1,227 @@
+"""Code of the user's own: which files a start executes, and what of it the settings choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import timm
+from pydantic import ValidationError
+from timm.models import register_model
+from torch import nn
+
+import datasets
+from datasets.transforms.augment import POLICIES
+from utils.config import Config
+from utils.config.keys import choices, value_of
+from utils.config.kinds import OWN_SETTING, parse_text
+from utils.errors import UserError, nearest
+from utils.log import log
+from utils.own_code import (
+    FIELD,
+    OWN_ERRORS,
+    Noted,
+    allowed,
+    copy_of,
+    execute,
+    executed,
+    noted_by_run,
+    noted_of,
+    own_lines,
+    read,
+)
+from utils.record.history import NO_METRICS
+from utils.record.resumed_run import resumed_run
+from vitamp.checkpoints import run_folder_of
+from vitamp.metrics import METRICS, set_of
+from vitamp.registry import KINDS, Own, names_of, registered
+
+IN_TOOLS = ("model", "dataset")
+"""What a trained model needs; the others are of training alone."""
+IN_VALIDATION = (*IN_TOOLS, "metric")
+"""What -eval needs"""
+
+IS_BUILT_IN: dict[str, Callable[[str], bool]] = {
+    "loss": lambda name: name.casefold() in choices("TRAIN.LOSS"),
+    "model": lambda name: timm.is_model(name) and timm.model_entrypoint(name).__module__ != __name__,
+    "augmentation": lambda name: name in POLICIES,
+    # Or it reads as a field that lines of metrics.jsonl have already.
+    "metric": lambda name: name in METRICS or name in NO_METRICS or set_of(name)[1] != name,
+    "dataset": lambda name: name in datasets.names(),
+}
+"""Kind -> whether the program has one of this name, so that one's own cannot have it"""
+
+
+def use_own_code(config: Config, given: bool, trust: bool = False) -> None:
+    """For the entry scripts: execute the files of USE, if they are `given` now, else the resumed run's copies."""
+    allowed.trust |= trust
+    run = resumed_run(config)
+    noted = noted_by_run(run) if run is not None else []
+    if not given:
+        use_of_weights(noted, config, run, IN_VALIDATION if config.EVAL else tuple(KINDS))
+        return
+    before = {one.file: one for one in noted}
+    for path in map(Path, config.own_files):
+        was = before.get(path.name)
+        if was is not None and read(path)[1] != was.sha256:
+            copy = f"own_code/{was.copy_name}"
+            log.warning(
+                "%s has changed since the run's last start (copy: %s). The run continues with the new file.", path, copy
+            )
+    for name in config.own_files:
+        execute(Path(name).expanduser())
+    for one in executed.values():
+        log.info("Own code: %s", one.noted.words())
+    _bind(config, tuple(KINDS))
+    for line in _unused(config):
+        log.info("%s", line)
+
+
+def use_of_weights(noted: Sequence[Noted], config: Config, run: Path | None, kinds: Sequence[str] = IN_TOOLS) -> None:
+    """Execute what `config` uses of the files that are noted beside weights, as -use and -trust allow."""
+    used = _used(config)
+    needed = [one for one in noted if any(kind in kinds and name in used for name, kind in one.registers.items())]
+    own = {read(path)[1]: path for path in allowed.files}
+    strange = [one for one in needed if one.sha256 not in own]
+    if strange and not allowed.trust:
+        raise UserError(
+            "This model uses code of its run, which is not executed without your consent:\n"
+            + "\n".join(f"  {one.words()}, sha256 {one.sha256}\n    copy: {_place(run, one)}" for one in strange)
+            + "\nRead it. Then add -trust to execute the copy, or -use FILE with a file of the same sha256."
+        )
+    for one in needed:
+        execute(own[one.sha256] if one.sha256 in own else copy_of(run, one), one.file)
+    _bind(config, kinds)
+
+
+def use_of_meta(meta: Mapping[str, Any], config: Config, place: Path, kinds: Sequence[str] = IN_TOOLS) -> None:
+    """For tools: what the weights at `place` need."""
+    use_of_weights(noted_of(meta.get(FIELD), place), config, run_folder_of(place), kinds)
+
+
+def may_execute(meta: Mapping[str, Any], place: Path, names: Collection[str]) -> bool:
+    """Whether the command line allows to execute the files that register these names, by what is noted at `place`."""
+    own = {read(path)[1] for path in allowed.files}
+    needed = [one for one in noted_of(meta.get(FIELD), place) if not one.registers.keys().isdisjoint(names)]
+    return allowed.trust or all(one.sha256 in own for one in needed)
+
+
+def _place(run: Path | None, noted: Noted) -> str:
+    try:
+        return str(copy_of(run, noted))
+    except UserError as error:
+        return str(error)
+
+
+def _used(config: Config) -> set[str]:
+    single = {config.TRAIN.LOSS, config.MODEL.NAME.strip(), config.DATA.DATASET}
+    return single.union(config.TRAIN.AUGMENT, config.VALIDATE_METRICS)
+
+
+def _unused(config: Config) -> Iterator[str]:
+    """One line for each thing that the files register and that no setting chooses."""
+    # A model may also be the teacher, a data set that of the k-NN accuracy.
+    used = _used(config) | {config.TRAIN.TEACHER_MODEL, (config.TRAIN.KNN or "").partition("=")[0]}
+    for name, own in registered.items():
+        if name in used or (config.EVAL and own.kind not in IN_VALIDATION):
+            continue
+        setting = KINDS[own.kind].setting
+        others = value_of(config, setting)
+        value = ",".join([*others, name]) if isinstance(others, list | tuple) else name
+        file = Path(own.file).name
+        yield f"{own.kind} {name} of {file} is registered, but not used; {setting}={value} chooses it"
+
+
+def _bind(config: Config, kinds: Sequence[str]) -> None:
+    """Offer what is registered to what chooses by name, and check names and settings."""
+    for name, own in registered.items():
+        if IS_BUILT_IN[own.kind](name):
+            raise UserError(f"-use {own.file}: vitamp has a {own.kind} {name} already; rename yours.")
+        if own.kind == "model" and not timm.is_model(name):
+            _offer(own)
+    if "loss" in kinds and config.TRAIN.own_loss:
+        _check_name("loss", config.TRAIN.LOSS, choices("TRAIN.LOSS"))
+    for name in config.VALIDATE_METRICS if "metric" in kinds else ():
+        _check_name("metric", name)
+    for note in bind(config.own_settings, _used(config), all_files=len(kinds) == len(KINDS)):
+        log.warning("%s.", note)
+
+
+def _check_name(kind: str, name: str, built_in: Sequence[str] = ()) -> None:
+    known = [*built_in, *names_of(kind)]
+    if name not in known:
+        raise UserError(
+            f"{KINDS[kind].setting} {name}: there is no {kind} of this name.{nearest(name, known)} "
+            f"Known: {', '.join(known) or 'none'}. One of your own needs its file: -use FILE."
+        )
+
+
+def bind(texts: Sequence[str], chosen: Collection[str], all_files: bool) -> list[str]:
+    """Give their settings (words of USE) to what is registered. Returns notes on settings without effect.
+
+    `chosen`: the names that the run uses. Only they must have all their settings. `all_files`: whether all files of USE
+    were executed; otherwise other names may be theirs.
+    """
+    given: dict[str, dict[str, str]] = {}
+    problems: list[str] = []
+    for text in texts:
+        match = OWN_SETTING.fullmatch(text)
+        assert match is not None
+        if match[1] in registered:
+            given.setdefault(match[1], {})[match[2]] = match[3]
+        elif all_files:
+            problems.append(
+                f"{text}: nothing is registered as {match[1]!r}.{nearest(match[1], registered)} "
+                f"The files of USE register {', '.join(registered) or 'nothing'}."
+            )
+    notes: list[str] = []
+    for name, own in registered.items():
+        values = given.get(name, {})
+        if name not in chosen:
+            setting = KINDS[own.kind].setting
+            notes += [f"{name}: its settings have no effect, because {setting} does not name {name}"] * bool(values)
+            continue
+        try:
+            own.values = dict(own.settings(**{key: parse_text(text) for key, text in values.items()}))
+        except ValidationError as error:
+            for one in error.errors():
+                key = ".".join([name, *map(str, one["loc"])])
+                known = [f"{name}.{field}" for field in own.settings.model_fields]
+                if one["type"] == "extra_forbidden":
+                    has = f"{own.kind} {name} has {', '.join(known) or 'no settings'}"
+                    problems.append(f"{key}: unknown setting.{nearest(key, known)} The {has}.")
+                elif one["type"] == "missing":
+                    problems.append(f"{own.kind} {name} needs {key}=VALUE: it has no default.")
+                else:
+                    problems.append(f"{key}={one['input']}: {one['msg'].lower()}.")
+    if problems:
+        raise UserError("\n".join(problems))
+    return notes
+
+
+CLASSES = 1000
+"""Where none are asked for, as of most of timm's models"""
+OF_TIMM = ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
+
+
+def _offer(own: Own) -> None:
+    """Offer a model through timm under its name, so that all of the program finds it."""
+
+    def build(pretrained: bool = False, **given: Any) -> nn.Module:  # noqa: ARG001 - timm passes it
+        # Arguments of timm's own that this model lacks are left out; a size that was asked for is not.
+        dropped = {name for name in (*KINDS["model"].named, *OF_TIMM) if not own.takes(name)}
+        taken = {name: value for name, value in given.items() if value is not None and name not in dropped}
+        try:
+            module = own.call(**{"num_classes": CLASSES, **taken, **own.values})
+        except OWN_ERRORS as error:
+            raise UserError(own_lines(error) or f"model {own.name}: {error}") from None
+        if not isinstance(module, nn.Module):
+            raise UserError(f"-use {own.file}: model {own.name} returned {type(module).__name__}, not an nn.Module.")
+        if own.takes("img_size") and not getattr(module, "pretrained_cfg", None):
+            # What timm says of models that are built for one size: the program then passes it.
+            vars(module)["pretrained_cfg"] = {"fixed_input_size": True}
+        return module
+
+    build.__name__ = own.name
+    register_model(build)

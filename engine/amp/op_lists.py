@@ -24,71 +24,36 @@ from utils.log import log
 # Name on a list -> overloads of the aten operator that Python calls by it. In-place variants (`+=`, `relu_`) cannot be
 # listed: their precision is that of the tensor they write to.
 OPERATORS: dict[str, tuple[str, ...]] = {
-    # matrix products and convolutions
-    "linear": ("linear",),
-    "matmul": ("matmul",),
-    "mm": ("mm",),
-    "bmm": ("bmm",),
-    "addmm": ("addmm",),
-    "baddbmm": ("baddbmm",),
-    "einsum": ("einsum",),
+    name: (name,)
+    for name in (
+        *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "scaled_dot_product_attention"),
+        *("layer_norm", "rms_norm", "group_norm", "batch_norm"),
+        *("gelu", "relu", "silu", "sigmoid", "tanh", "softplus", "hardswish", "hardsigmoid", "leaky_relu"),
+        *("exp", "log", "square", "sqrt", "rsqrt", "reciprocal", "cumsum", "logsumexp", "cosine_similarity"),
+        *("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"),
+        *("mse_loss", "l1_loss", "smooth_l1_loss", "kl_div", "binary_cross_entropy_with_logits"),
+    )
+} | {
     "conv1d": ("conv1d", "conv1d.padding"),
     "conv2d": ("conv2d", "conv2d.padding"),
     "conv3d": ("conv3d", "conv3d.padding"),
     "conv_transpose2d": ("conv_transpose2d.input",),
-    "scaled_dot_product_attention": ("scaled_dot_product_attention",),
-    # norms
-    "layer_norm": ("layer_norm",),
-    "rms_norm": ("rms_norm",),
-    "group_norm": ("group_norm",),
-    "batch_norm": ("batch_norm",),
-    # activations
     "softmax": ("softmax.int",),
     "log_softmax": ("log_softmax.int",),
-    "gelu": ("gelu",),
-    "relu": ("relu",),
-    "silu": ("silu",),
-    "sigmoid": ("sigmoid",),
-    "tanh": ("tanh",),
-    "softplus": ("softplus",),
-    "hardswish": ("hardswish",),
-    "hardsigmoid": ("hardsigmoid",),
-    "leaky_relu": ("leaky_relu",),
-    # elementwise
     "add": ("add.Tensor",),
     "sub": ("sub.Tensor", "rsub.Scalar"),
     "mul": ("mul.Tensor",),
     "div": ("div.Tensor",),
-    "exp": ("exp",),
-    "log": ("log",),
     "pow": ("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar"),
-    "square": ("square",),
-    "sqrt": ("sqrt",),
-    "rsqrt": ("rsqrt",),
-    "reciprocal": ("reciprocal",),
-    # reductions
     "sum": ("sum", "sum.dim_IntList"),
     "mean": ("mean", "mean.dim"),
     "var": ("var.correction",),
     "prod": ("prod", "prod.dim_int"),
-    "cumsum": ("cumsum",),
-    "logsumexp": ("logsumexp",),
     "norm": ("linalg_vector_norm", "norm.Scalar", "norm.ScalarOpt_dim"),
-    "cosine_similarity": ("cosine_similarity",),
-    # pooling and resizing
-    "max_pool2d": ("max_pool2d",),
-    "avg_pool2d": ("avg_pool2d",),
-    "adaptive_avg_pool2d": ("adaptive_avg_pool2d",),
     "upsample_bilinear2d": ("upsample_bilinear2d.vec",),
     "upsample_bicubic2d": ("upsample_bicubic2d.vec",),
-    # losses
     "cross_entropy": ("cross_entropy_loss",),
     "nll_loss": ("nll_loss_nd", "nll_loss"),
-    "mse_loss": ("mse_loss",),
-    "l1_loss": ("l1_loss",),
-    "smooth_l1_loss": ("smooth_l1_loss",),
-    "kl_div": ("kl_div",),
-    "binary_cross_entropy_with_logits": ("binary_cross_entropy_with_logits",),
 }
 
 # Paddle's names that torch does not have. Paddle's linear layers use matmul_v2 too.

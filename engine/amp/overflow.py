@@ -399,16 +399,30 @@ class OverflowWatch(Callback):
         self._replay = Replay(to.forward, to.inputs, to.criterion, self._precision.autocast, to.change)
 
     def after_backward(self, share: MicroBatch, batch: Batch) -> None:
-        if self._replay is not None:
-            self._now = self.collect(self._now, share, batch)
+        """Hold a micro-batch; none of the current update once these alone exceed MAX_BYTES.
+
+        Earlier updates give up their images first; they can no longer be replayed.
+        """
+        if self._replay is None or self._now is None:
+            return
+        self._now.append((share, batch))
+        size = _size(self._now) + sum(_size(earlier.micro_batches) for earlier in self._pending)
+        for earlier in self._pending:
+            if size <= MAX_BYTES:
+                break
+            size -= _size(earlier.micro_batches)
+            earlier.micro_batches = []
+        if size > MAX_BYTES:
+            self._now = None
 
     def before_step(self, update: int) -> None:
+        """Hold what a replay needs, before the scaler's step changes the scale in place."""
         if self._replay is not None:
-            self.remember(update, self._now, self._precision.scale_tensor())
+            self._pending.append(_Pending(update, self._now or [], self._precision.scale_tensor().detach().clone()))
         self._now = []
 
     def after_update(self, update: int, stepped: bool | Tensor) -> None:
-        """Record whether the update that was remembered last moved the weights."""
+        """Record whether the update moved the weights."""
         if self._replay is None:
             return
         self._update = update
@@ -426,26 +440,6 @@ class OverflowWatch(Callback):
         self.skips = SkipRecord(blamed=self.skips.blamed)
         self._pending.clear()
         self._blames.clear()
-
-    def collect(self, micro_batches: MicroBatches | None, share: MicroBatch, batch: Batch) -> MicroBatches | None:
-        """Add a micro-batch to those of the current update; None once these alone exceed MAX_BYTES.
-
-        Earlier updates give up their images first; they can no longer be replayed.
-        """
-        if micro_batches is None:
-            return None
-        micro_batches.append((share, batch))
-        size = _size(micro_batches) + sum(_size(earlier.micro_batches) for earlier in self._pending)
-        for earlier in self._pending:
-            if size <= MAX_BYTES:
-                break
-            size -= _size(earlier.micro_batches)
-            earlier.micro_batches = []
-        return micro_batches if size <= MAX_BYTES else None
-
-    def remember(self, update: int, micro_batches: MicroBatches | None, scale: Tensor) -> None:
-        """Hold what a replay needs. Call it before the scaler's step, which changes the scale in place."""
-        self._pending.append(_Pending(update, micro_batches or [], scale.detach().clone()))
 
     def take(self) -> list[Blame]:
         """Causes found since the last call."""

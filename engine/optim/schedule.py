@@ -101,12 +101,9 @@ class Schedule:
         self._reported_scale = scales[self._reported]
         self._first = self._left = 0
         if on_device is not None:
-            self._keep_on_device(on_device)
+            self._moved = torch.zeros((), dtype=torch.int64, device=on_device)
+            self._fill_table(0, on_device)
         self._apply()
-
-    def _keep_on_device(self, device: torch.device) -> None:
-        self._moved = torch.zeros((), dtype=torch.int64, device=device)
-        self._fill_table(0, device)
 
     def _fill_table(self, first: int, device: torch.device) -> None:
         """Copy the rates of the next updates, from `first` on, to the device, before it needs them."""

@@ -85,8 +85,13 @@ class Call:
 def race_attention(built: BuiltModel) -> Choice:
     """The fastest kind, or the one asked for, or that of the resumed run, if it works here."""
     wanted, before, precision = built.config.attention, built.before.get("attention"), built.precision
-    images = _some_images(built)
-    _start_autograd_thread(images.device)
+    data, device = built.config.DATA, precision.device
+    random = torch.Generator(device).manual_seed(built.config.SEED)
+    size = (data.BATCH_SIZE, data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE)
+    images = built.inputs(torch.randint(0, 256, size, dtype=torch.uint8, device=device, generator=random))
+    # Autograd has its own thread per GPU, and CUDA initialises a thread with its first kernel. cuBLAS, with which an
+    # attention layer's backward pass begins, checks for that before it starts a kernel, and would warn.
+    torch.ones((), device=device, requires_grad=True).square().backward()
     with torch.random.fork_rng(devices=[images.device] if images.is_cuda else []):
         call = first_call(built.model, images, precision)
         known = [kind for kind in KINDS["cuda"] if built.config.wants(kind) is not False]
@@ -109,19 +114,18 @@ def race_attention(built: BuiltModel) -> Choice:
         return winner(race(call.run, kinds, _time_by_events))
 
 
-def _some_images(built: BuiltModel) -> Tensor:
-    data, device = built.config.DATA, built.precision.device
-    random = torch.Generator(device).manual_seed(built.config.SEED)
-    size = (data.BATCH_SIZE, data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE)
-    return built.inputs(torch.randint(0, 256, size, dtype=torch.uint8, device=device, generator=random))
-
-
 def first_call(model: nn.Module, images: Tensor, precision: Precision) -> Call:
     """The call of the first attention layer, which is the largest: later layers have as many tokens or fewer."""
     calls: list[Call] = []
 
     def record(layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> NoReturn:
-        calls.append(Call(layer, tuple(_as_leaf(value) for value in inputs), named, precision))
+        leaves = (
+            value.detach().clone().requires_grad_()
+            if isinstance(value, Tensor) and value.is_floating_point()
+            else value
+            for value in inputs
+        )
+        calls.append(Call(layer, tuple(leaves), named, precision))
         raise _LayerReached
 
     hooks = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in attention_layers(model)]
@@ -161,15 +165,6 @@ def winner(seconds: dict[str, float]) -> Choice:
     return Choice(fastest, f"{speedup:.2f}x as fast as fused; timed: {', '.join(seconds)}")
 
 
-def _start_autograd_thread(device: torch.device) -> None:
-    """Run a backward pass whose first kernel is not a matrix product, as that of an attention layer is.
-
-    Autograd has its own thread per GPU, and CUDA initialises a thread with its first kernel. cuBLAS checks for that
-    before it starts a kernel, and would warn.
-    """
-    torch.ones((), device=device, requires_grad=True).square().backward()
-
-
 def _works(call: Call, kind: str) -> bool:
     try:
         with warnings.catch_warnings(action="ignore"):  # torch warns why a kernel does not support a call
@@ -177,11 +172,6 @@ def _works(call: Call, kind: str) -> bool:
     except RuntimeError:  # no kernel, or out of memory
         return False
     return True
-
-
-def _as_leaf(value: Any) -> Any:
-    differentiable = isinstance(value, Tensor) and value.is_floating_point()
-    return value.detach().clone().requires_grad_() if differentiable else value
 
 
 def _time_by_events(work: Callable[[], None]) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -45,7 +43,7 @@ class LinearPatches(Speedup):
     key = "linear_patches"
 
     def choose(self, built: BuiltModel) -> Choice:
-        convolutions = list(_patch_convolutions(built.model))
+        convolutions = _patch_convolutions(built.model)
         if built.config.wants("linear_patches"):
             if not convolutions:
                 raise UserError(
@@ -64,21 +62,18 @@ class LinearPatches(Speedup):
         return "patches by a matrix product"
 
 
-def _patch_convolutions(model: nn.Module) -> Iterator[nn.Conv2d]:
-    for name, module in model.named_modules():
-        if f".{name}".endswith(f".{MODULE}") and isinstance(module, nn.Conv2d) and _is_matrix_product(module):
-            yield module
-
-
-def _is_matrix_product(convolution: nn.Conv2d) -> bool:
-    """Whether the windows of a convolution are adjacent and do not overlap."""
-    return (
-        convolution.stride == convolution.kernel_size
-        and convolution.kernel_size != (1, 1)
-        and convolution.padding in ((0, 0), "valid")
-        and convolution.dilation == (1, 1)
-        and convolution.groups == 1
-    )
+def _patch_convolutions(model: nn.Module) -> list[nn.Conv2d]:
+    """Those of the patch embedding whose windows are adjacent and do not overlap."""
+    return [
+        module
+        for name, module in model.named_modules()
+        if f".{name}".endswith(f".{MODULE}")
+        and isinstance(module, nn.Conv2d)
+        and module.stride == module.kernel_size != (1, 1)
+        and module.padding in ((0, 0), "valid")
+        and module.dilation == (1, 1)
+        and module.groups == 1
+    ]
 
 
 class ChannelsLast(Speedup):
@@ -88,7 +83,9 @@ class ChannelsLast(Speedup):
 
     def choose(self, built: BuiltModel) -> Choice:
         obstacle = ""
-        if not any(_convolves(module) for module in built.model.modules()):
+        # Without overlapping windows, a convolution is a matrix product.
+        steps = [(m.kernel_size, m.stride) for m in built.model.modules() if isinstance(m, nn.Conv2d)]
+        if not any(size > step for both in steps for size, step in zip(*both, strict=True)):
             obstacle = f"{built.name} has no convolutions except for its patch embedding, and would gain nothing"
         elif built.sharded:
             obstacle = "DIST.STRATEGY fsdp does not support it"
@@ -102,10 +99,3 @@ class ChannelsLast(Speedup):
 
     def words(self, choice: Choice) -> str:
         return "channels last"
-
-
-def _convolves(module: nn.Module) -> bool:
-    """Whether it is a convolution with overlapping windows; without overlap it is a matrix product."""
-    if not isinstance(module, nn.Conv2d):
-        return False
-    return any(size > step for size, step in zip(module.kernel_size, module.stride, strict=True))

@@ -6,7 +6,6 @@ Between an MLP's products only memory is moved, and torch reads it once more tha
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -78,7 +77,7 @@ def _obstacle(built: BuiltModel) -> str:
     precision, named = built.precision, LISTED & built.listed
     if any(has_adapters(layer) for mlp in built.model.modules() if type(mlp) is Mlp for layer in (mlp.fc1, mlp.fc2)):
         return ADAPTED
-    if not any(True for _ in _plain_mlps(built.model)):
+    if not _plain_mlps(built.model):
         return f"{built.name} has no MLP with linear layers, biases and exact GELU"
     if precision.device.type != "cuda" or torch.version.hip is not None:
         return "its kernels need an NVIDIA GPU"
@@ -107,10 +106,8 @@ def _why_kernels_fail(precision: Precision) -> str:
     return ""
 
 
-def _plain_mlps(model: nn.Module) -> Iterator[nn.Module]:
-    for module in model.modules():
-        if type(module) is Mlp and _is_plain(module):
-            yield module
+def _plain_mlps(model: nn.Module) -> list[Mlp]:
+    return [module for module in model.modules() if type(module) is Mlp and _is_plain(module)]
 
 
 def _is_plain(mlp: Mlp) -> bool:

@@ -43,9 +43,17 @@ def watch_of(model: nn.Module, **options: Any) -> OverflowWatch:
     return watch
 
 
+def hold(watch: OverflowWatch, update: int, *micro_batches: tuple[MicroBatch, Batch], scale: float = 1.0) -> None:
+    """An update, up to the step of the optimiser."""
+    for one in micro_batches:
+        watch.after_backward(*one)
+    watch._precision.scale_tensor = lambda: torch.tensor(scale)
+    watch.before_step(update)
+
+
 def blame_of(model: nn.Module, *micro_batches: tuple[MicroBatch, Batch], scale: float = 1.0) -> Blame:
     watch = watch_of(model)
-    watch.remember(1, list(micro_batches) or [micro_batch()], torch.tensor(scale))
+    hold(watch, 1, *(micro_batches or [micro_batch()]), scale=scale)
     watch.after_update(1, False)
     (blame,) = watch.take()
     return blame

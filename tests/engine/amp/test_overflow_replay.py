@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.amp import overflow
-from tests.engine.amp.overflowing import Forward, blame_of, micro_batch, vit, watch_of, with_huge_bias
+from tests.engine.amp.overflowing import Forward, blame_of, hold, micro_batch, vit, watch_of, with_huge_bias
 from utils.seeding import seed_all
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,7 +62,7 @@ def test_replay_draws_the_random_numbers_of_the_update() -> None:
     drawn: list[Tensor] = []
     model = nn.Sequential(Forward(lambda x: (drawn.append(torch.rand(3)), x)[1]), nn.Flatten(), nn.Linear(192, 10))
     watch = watch_of(model)
-    watch.remember(5, [micro_batch(0), micro_batch(1)], torch.tensor(1.0))
+    hold(watch, 5, micro_batch(0), micro_batch(1))
     watch.after_update(5, False)
     for number in (0, 1):
         seed_all(7, "micro", 5, number)
@@ -95,14 +95,16 @@ class Counted(TorchDispatchMode):
 
 def test_normal_update_costs_one_copy_of_the_scale() -> None:
     watch, scale = watch_of(Forward(lambda _: pytest.fail("a forward pass"))), torch.tensor(2.0)
-    micro_batches = [micro_batch()]
-    held = weakref.ref(micro_batches[0][1].images)
+    watch._precision.scale_tensor = lambda: scale
+    share, batch = micro_batch()
+    held = weakref.ref(batch.images)
     with Counted() as counted:
-        watch.remember(1, micro_batches, scale)
+        watch.after_backward(share, batch)
+        watch.before_step(1)
         watch.after_update(1, True)
         assert watch.take() == []
     assert sorted(set(counted.names)) == ["aten::clone", "aten::detach"]
-    del micro_batches
+    del batch
     assert held() is None
 
 
@@ -112,7 +114,7 @@ def test_normal_update_costs_one_copy_of_the_scale() -> None:
 def test_replays_are_limited() -> None:
     watch = watch_of(nn.Sequential(nn.Flatten(), nn.Linear(192, 10)))
     for update in range(1, 121):
-        watch.remember(update, [micro_batch()], torch.tensor(1.0))
+        hold(watch, update, micro_batch())
         watch.after_update(update, update == 2)
     found = [(blame.update, blame.passed_over) for blame in watch.take()]
     assert found == [(1, 0), (3, 0), (4, 0), (54, 49), (104, 49)]
@@ -137,8 +139,10 @@ class Late:
 def test_late_skip_is_replayed_with_its_own_batch_and_scale() -> None:
     late = Late()
     watch, scale = watch_of(with_huge_bias(), send=late), torch.tensor(64.0)
+    watch._precision.scale_tensor = lambda: scale
     for update, stepped in ((1, True), (2, False), (3, True)):
-        watch.remember(update, [micro_batch(update)], scale)
+        watch.after_backward(*micro_batch(update))
+        watch.before_step(update)
         scale *= 0.5  # as the scaler does, in place
         watch.after_update(update, torch.tensor([stepped]))
         assert watch.take() == []
@@ -158,12 +162,10 @@ def test_memory_of_pending_updates_is_limited(monkeypatch: pytest.MonkeyPatch, s
     watch = watch_of(with_huge_bias(), send=late)
     images = []
     for update in range(1, 5):
-        micro_batches: Any = []
-        for nth in (0, 1):
-            micro_batches = watch.collect(micro_batches, *micro_batch(2 * update + nth))
-        images.append(weakref.ref(micro_batches[0][1].images))
-        watch.remember(update, micro_batches, torch.tensor(1.0))
-        del micro_batches
+        batches = [micro_batch(2 * update + nth) for nth in (0, 1)]
+        images.append(weakref.ref(batches[0][1].images))
+        hold(watch, update, *batches)
+        del batches
         watch.after_update(update, torch.tensor([False]))
     assert [image() is None for image in images] == [True, True, False, False]
     late.arrived = 4
@@ -178,16 +180,14 @@ def test_update_larger_than_the_limit_is_dropped_while_it_is_computed(
     monkeypatch.setattr(overflow, "MAX_BYTES", 2 * micro_batch(0)[1].images.nbytes)
     watch = watch_of(with_huge_bias())
     for update in (1, 2):
-        micro_batches: Any = []
         images = []
         for nth in range(5):
             share, batch = micro_batch(nth)
             images.append(weakref.ref(batch.images))
-            micro_batches = watch.collect(micro_batches, share, batch)
+            watch.after_backward(share, batch)
             del batch
-        assert micro_batches is None
         assert all(image() is None for image in images[:-1])
-        watch.remember(update, micro_batches, torch.tensor(1.0))
+        watch.before_step(update)
         watch.after_update(update, False)
     assert watch.take() == []
     assert sum("cannot be replayed" in line for line in said.messages) == 1

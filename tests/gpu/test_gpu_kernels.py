@@ -120,8 +120,3 @@ def test_a_validation_in_fp32_computes_as_without_them(train: Train) -> None:
     run = train("run", "-amp", "fp16", "SPEED=+fused_mlp")
     plain = train("eval", "-eval", "-resume", run.folder, "-amp", "off", "SPEED=-fused_mlp", updates=None)
     assert run.of("val")[-1]["loss"] == pytest.approx(plain.of("val")[-1]["loss"], rel=1e-5)
-
-
-def test_lists_that_mean_the_gelu_reach_it(train: Train) -> None:
-    run = train("run", "-amp", "bf16", "AMP.CUSTOM_BLACK_LIST=[gelu]")
-    assert run.choices["fused_mlp"] is False

@@ -45,19 +45,6 @@ def test_print_amp_shows_listed_operators_at_o1(vitamp: Callable[..., Result], t
 
 
 @pytest.mark.parametrize(
-    ("words", "parameters", "norm"),
-    [(["-amp", "off"], "fp32", "fp32"), (["-amp", "NAIVE"], "bf16", "bf16"), (["-amp", "O3"], "bf16", "bf16")],
-)
-def test_print_amp_shows_other_levels(
-    vitamp: Callable[..., Result], tiny: Path, words: list[str], parameters: str, norm: str
-) -> None:
-    _, rows = shown(vitamp, tiny, *words, "AMP.DTYPE=bf16")
-    assert rows["(model)"][1] == parameters
-    assert rows["norm"][1] == norm
-    assert rows["head"][-1] == f"linear {parameters}"
-
-
-@pytest.mark.parametrize(
     ("words", "said"),
     [
         (

@@ -49,26 +49,11 @@ CALLS: dict[str, list[Callable[[Make], Tensor]]] = {
     "batch_norm": [lambda t: F.batch_norm(t(2, 4, 3), None, None, training=True)],
     "softmax": [lambda t: F.softmax(t(2, 4), dim=-1), lambda t: t(2, 4).softmax(-1)],
     "log_softmax": [lambda t: F.log_softmax(t(2, 4), dim=-1)],
-    "gelu": [lambda t: F.gelu(t(4))],
-    "relu": [lambda t: F.relu(t(4))],
-    "silu": [lambda t: F.silu(t(4))],
-    "sigmoid": [lambda t: t(4).sigmoid()],
-    "tanh": [lambda t: t(4).tanh()],
-    "softplus": [lambda t: F.softplus(t(4))],
-    "hardswish": [lambda t: F.hardswish(t(4))],
-    "hardsigmoid": [lambda t: F.hardsigmoid(t(4))],
-    "leaky_relu": [lambda t: F.leaky_relu(t(4))],
     "add": [lambda t: t(4) + t(4), lambda t: t(4) + 1, lambda t: 1.5 + t(4)],
     "sub": [lambda t: t(4) - t(4), lambda t: t(4) - 1, lambda t: 1 - t(4)],
     "mul": [lambda t: t(4) * t(4), lambda t: t(4) * 0.5],
     "div": [lambda t: t(4) / t(4), lambda t: t(4) / 3],
-    "exp": [lambda t: t(4).exp()],
-    "log": [lambda t: t(4).log()],
     "pow": [lambda t: t(4) ** 2, lambda t: t(4) ** t(4), lambda t: torch.pow(2.0, t(4))],
-    "square": [lambda t: t(4).square()],
-    "sqrt": [lambda t: t(4).sqrt()],
-    "rsqrt": [lambda t: t(4).rsqrt()],
-    "reciprocal": [lambda t: t(4).reciprocal()],
     "sum": [lambda t: t(4).sum(), lambda t: t(2, 4).sum(-1)],
     "mean": [lambda t: t(4).mean(), lambda t: t(2, 4).mean(-1)],
     "var": [lambda t: t(4).var(), lambda t: t(2, 4).var(-1)],
@@ -95,6 +80,10 @@ CALLS: dict[str, list[Callable[[Make], Tensor]]] = {
     "kl_div": [lambda t: F.kl_div(t(4), t(4), reduction="sum")],
     "binary_cross_entropy_with_logits": [lambda t: F.binary_cross_entropy_with_logits(t(4), t(4))],
 }
+for name in ("sigmoid", "tanh", "exp", "log", "square", "sqrt", "rsqrt", "reciprocal"):
+    CALLS[name] = [lambda t, name=name: getattr(t(4), name)()]
+for name in ("gelu", "relu", "silu", "softplus", "hardswish", "hardsigmoid", "leaky_relu"):
+    CALLS[name] = [lambda t, name=name: getattr(F, name)(t(4))]
 
 
 @contextmanager

@@ -81,13 +81,6 @@ def test_overflow_in_a_gradient_names_its_module() -> None:
     assert (blame.module, blame.direction) == ("blocks.1.mlp.drop1", "backward")
 
 
-def test_overflow_is_named_correctly_under_activation_checkpointing() -> None:
-    model = vit()
-    model.set_grad_checkpointing(True)
-    model.blocks[1].attn.proj_drop = Forward(BadGradient.apply)
-    assert blame_of(model).module == "blocks.1.attn.proj_drop"
-
-
 def test_overflow_in_a_parents_own_operation_names_the_parent() -> None:
     model = vit()
     model.blocks[1].mlp = Parent(nn.Linear(32, 32))

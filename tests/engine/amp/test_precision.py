@@ -10,10 +10,8 @@ from torch import nn
 
 from engine.amp import precision
 from engine.amp.precision import Precision, amp_may_gain, check_precision, choose, switch_tf32
-from engine.optim.ema import Ema
-from engine.update import TrainState, train_update
-from tests.engine.small import BF16, CPU, FP16, OFF, Scale, flat, parts_of, window_of
-from utils.config import AmpConfig, TrainConfig
+from tests.engine.small import BF16, CPU, FP16, OFF
+from utils.config import AmpConfig
 from utils.errors import UserError
 
 AUTO = AmpConfig(ENABLED=True)
@@ -168,26 +166,3 @@ def test_tf32_settings_allow_compiling_and_exporting(on: bool) -> None:
     assert torch.backends.cuda.matmul.fp32_precision == ("tf32" if on else "ieee")  # pyright: ignore[reportAttributeAccessIssue]
     assert torch.backends.cuda.matmul.allow_tf32 is on
     switch_tf32(False)
-
-
-def sgd(amp: AmpConfig, clip: float | None = None, fused: bool = True, momentum: float = 0.0) -> TrainState:
-    model = Scale()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=momentum, fused=fused)
-    parts = parts_of(model, optimizer, amp, grad_clip=clip)
-    parts.callbacks = (*parts.callbacks, Ema(model, TrainConfig(MODEL_EMA_DECAY=0.5, MODEL_EMA_WARMUP=False), CPU))
-    return parts
-
-
-def state(parts: TrainState) -> tuple[float, int, float, int]:
-    ema = parts.callback(Ema)
-    assert ema is not None
-    weight, average = (next(m.parameters()).item() for m in (parts.model, ema.module))
-    return weight, parts.schedule.stepped, average, int(ema.updates)
-
-
-def test_bf16_records_the_first_bad_update() -> None:
-    parts = sgd(BF16)
-    for update, images in enumerate((flat(0.25), flat(float("nan")), flat(0.25), flat(float("inf"))), start=1):
-        train_update(parts, window_of(images), update)
-    reading = parts.meters.read(parts.precision.scale_tensor(), 0.0)
-    assert (reading.skipped, reading.scale, reading.first_bad) == (0, 1.0, 2)

@@ -158,18 +158,6 @@ def test_overflows_in_a_row_are_counted_across_resumes_and_levels(
     assert (reading.skipped, reading.skipped_in_a_row) == (5, 5)
 
 
-@pytest.mark.parametrize(("first", "then"), [("O1", "O2"), ("O2", "O1")])
-def test_good_updates_are_counted_across_resumes_and_levels(tiny: Path, tmp_path: Path, first: str, then: str) -> None:
-    words = {**OVERFLOWING, "AMP__INIT_LOSS_SCALING": 64, "AMP__INCR_EVERY_N_STEPS": 3}
-    ready = build(tiny, **words, AMP__LEVEL=first)
-    train(ready, 5)
-    resumed = gone_on(tiny, saved(ready, tmp_path, 5), **{**words, "AMP__INIT_LOSS_SCALING": 8}, AMP__LEVEL=then)
-    assert resumed.parts.precision.scaler.get_scale() == 128
-    train(resumed, 1, done=5)
-    assert resumed.parts.precision.scaler.get_scale() == 256
-    assert resumed.parts.schedule.stepped == 6
-
-
 def test_fixed_scale_comes_from_the_settings_after_a_resume(tiny: Path, tmp_path: Path) -> None:
     """Whoever stopped for a scale that was too large goes on with a smaller one."""
     words = {**OVERFLOWING, "AMP__USE_DYNAMIC_LOSS_SCALING": "false"}

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from timm.optim._optim_factory import create_optimizer_v2
 from torch import nn
 
 from engine.optim.build import build_optimizer, describe_optimizer, optimizer_name
@@ -144,17 +143,3 @@ def test_momentum_is_initialised_if_the_first_update_is_skipped(monkeypatch: pyt
     for update, value in enumerate((3e38, 0.25, 0.25), start=1):
         train_update(parts, window_of(flat(value)), update)
     assert model.weight.item() == 1.0 - 0.25 - (0.25 + 0.125)
-
-
-@pytest.mark.parametrize("name", ["adam", "adamw", "momentum", "nesterov"])
-@pytest.mark.parametrize("decay", [0.3, 0.0])
-def test_torch_optimizers_equal_those_built_by_timm(tiny: Path, name: str, decay: float) -> None:
-    model = build(tiny).parts.model
-    ours = optimizer_of(model, name, WEIGHT_DECAY=decay)
-    theirs = create_optimizer_v2(model, name, 1e-3, decay, fused=True)
-    assert type(ours) is type(theirs)
-    assert [[id(p) for p in group["params"]] for group in ours.param_groups] == [
-        [id(p) for p in group["params"]] for group in theirs.param_groups
-    ]
-    plain = [[{k: v for k, v in g.items() if k != "params"} for g in o.param_groups] for o in (ours, theirs)]
-    assert plain[0] == plain[1]

@@ -58,31 +58,11 @@ def set_gradients(model: nn.Module, seed: int) -> None:
         weight.grad = torch.randn(weight.shape, generator=generator)
 
 
-def groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    names = {id(weight): name for name, weight in model.named_parameters()}
-    return {names[id(weight)]: group for group in optimizer.param_groups for weight in group["params"]}
-
-
 def test_linear_layers_in_blocks_are_muons() -> None:
     assert matrices_of(Model()) == MATRICES
     assert matrices_of(Model(), every=True) == EVERY_MATRIX
     depthwise = nn.Conv2d(8, 8, 3, groups=8)
     assert matrices_of(nn.Sequential(nn.Linear(8, 8), depthwise), every=True) == {"0.weight": 1}
-
-
-def test_groups_of_a_vit(tiny: Path) -> None:
-    ready = build(tiny, **MUON)
-    found = groups_of(ready.model, ready.parts.optimizer)
-    matrices = {name: group["matrices"] for name, group in found.items() if group["use_muon"]}
-    assert matrices == {
-        "blocks.0.attn.qkv.weight": 3,
-        "blocks.0.attn.proj.weight": 1,
-        "blocks.0.mlp.fc1.weight": 1,
-        "blocks.0.mlp.fc2.weight": 1,
-    }
-    assert set(found) == {name for name, _ in ready.model.named_parameters()}
-    assert {found[name]["weight_decay"] for name in ("head.bias", "pos_embed", "norm.weight")} == {0.0}
-    assert {found[name]["weight_decay"] for name in ("head.weight", "patch_embed.proj.weight")} == {0.05}
 
 
 def test_qkv_that_is_ordered_by_heads_is_one_matrix() -> None:

@@ -50,18 +50,6 @@ def test_cosine_after_warmup() -> None:
     assert seen[30] == pytest.approx(0.01), "END_LR when all updates are made"
 
 
-def test_step_schedule_falls_at_the_end_of_its_epochs() -> None:
-    shape = SchedulerConfig(NAME="step", DECAY_EPOCHS=2, DECAY_RATE=0.5)
-    seen = rates_of(*schedule(NUM_EPOCHS=6, WARMUP_EPOCHS=0, BASE_LR=1.0, LR_SCHEDULER=shape), updates=30)
-    assert seen == [1.0] * 10 + [0.5] * 10 + [0.25] * 10
-
-
-def test_multi_step_schedule_falls_at_its_milestones() -> None:
-    shape = SchedulerConfig(NAME="multi-step", MILESTONES=(4, 1), DECAY_RATE=0.1)
-    seen = rates_of(*schedule(NUM_EPOCHS=6, WARMUP_EPOCHS=0, BASE_LR=1.0, LR_SCHEDULER=shape), updates=30)
-    assert seen == pytest.approx([1.0] * 5 + [0.1] * 15 + [0.01] * 10)
-
-
 @pytest.mark.parametrize("name", ["step", "multi-step"])
 def test_warmup_does_not_move_the_milestones(name: str) -> None:
     shape = SchedulerConfig.model_validate({"NAME": name, "DECAY_EPOCHS": 3, "MILESTONES": (3, 6), "DECAY_RATE": 0.5})

@@ -46,7 +46,7 @@ def check(config: Config, sources: Mapping[str, str] = MappingProxyType({})) -> 
 
             check_augmentations(config.TRAIN)
         if config.TRAIN.CLASS_WEIGHTS is not None:
-            from engine.task.losses import check_class_weights
+            from engine.task.class_weights import check_class_weights
 
             check_class_weights(config.TRAIN)
         if config.WANDB is not None:

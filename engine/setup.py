@@ -23,7 +23,7 @@ from datasets import (
 )
 from engine.amp.precision import PRECISION, Precision, amp_may_gain, choose
 from engine.callback import Callback
-from engine.inputs.batches import Inputs, MixedWeights, build_batch_transform, input_of, shortcuts_of
+from engine.inputs.batches import Inputs, MixedWeights, input_of, no_transform, shortcuts_of
 from engine.machine.device import Run, global_batch
 from engine.measure.meters import Best, Position, TrainMeters, updates_left
 from engine.measure.throughput import DATA, Setting, stages_of
@@ -32,7 +32,7 @@ from engine.optim.schedule import Schedule, build_scheduler
 from engine.speed.tuning import speed_up
 from engine.task import task_of
 from engine.task.base import Task
-from engine.task.losses import WeightedCrossEntropy, class_weights, loss_named
+from engine.task.losses import WeightedCrossEntropy, loss_named
 from engine.update import TrainState
 from models import build_model, frozen_weights, timm_call, unfreeze
 from utils.config import Config, config_hash
@@ -231,6 +231,8 @@ def weights_of_classes(config: Config, train_set: ImageDataset) -> np.ndarray | 
     """Weight of each class in the loss, or with bce of its positives; None without TRAIN.CLASS_WEIGHTS."""
     if config.TRAIN.CLASS_WEIGHTS is None:
         return None
+    from engine.task.class_weights import class_weights
+
     labels, classes = train_set.sample_labels(), config.MODEL.NUM_CLASSES
     return class_weights(config.TRAIN, classes, labels, train_set.classes, config.DATA.DATASET)
 
@@ -280,7 +282,11 @@ def build_train_state(
     alone = train.ACCUM_ITER * world.size == 1  # one micro-batch an update: its mean is the update's
     if isinstance(criterion, WeightedCrossEntropy) and train.mixes and train.MIXUP_MODE == "elem" and not alone:
         mixed = MixedWeights(criterion.weights)
-    change, stages = build_batch_transform(train, task, device, mixed), stages_of(config.REPORT_STAGES, device)
+    change, stages = no_transform, stages_of(config.REPORT_STAGES, device)
+    if train.RANDOM_ERASE_PROB or train.mixes:
+        from engine.inputs.mixing import build_batch_transform
+
+        change = build_batch_transform(train, task, device, mixed)
     weighted, taught, averaged = isinstance(criterion, WeightedCrossEntropy), [], []
     others: dict[WeightSet, nn.Module] = {}
     if train.DISTILLATION_TYPE is not None:  # changes what the model returns, so before it is copied

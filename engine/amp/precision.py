@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch.optim import Optimizer
 from utils.config.schema import AmpConfig
 from utils.config.train import TrainConfig
 from utils.errors import UserError
+
+if TYPE_CHECKING:
+    from engine.amp.loss_scaler import LossScaler
 
 # fp8 is bf16 outside its 8-bit matrix products.
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
@@ -141,8 +144,12 @@ class Precision:
         self.tf32 = amp.TF32
         self.black_list = amp.CUSTOM_BLACK_LIST
         # bf16 has fp32's range: gradients do not underflow, so the loss is not scaled.
-        scaled = self.choice.dtype is torch.float16
-        self.scaler = LossScaler(device.type, amp, enabled=low and scaled, half_gradients=self.level == "O3")
+        self._loss_scaler: LossScaler | None = None
+        if self.choice.dtype is torch.float16:
+            from engine.amp.loss_scaler import LossScaler
+
+            self._loss_scaler = LossScaler(device.type, amp, half_gradients=self.level == "O3")
+        self.scaler = self._loss_scaler or torch.amp.GradScaler(device.type, enabled=False)
         switch_tf32(amp.TF32)
 
     @property
@@ -178,10 +185,10 @@ class Precision:
 
         The result is a bool where the host knows it without a copy, else a tensor of 0 or 1 on the device.
         """
-        if not self.scaler.is_enabled():
+        if self._loss_scaler is None or not self.scaler.is_enabled():
             optimizer.step()
             return True
-        overflow = self.scaler.overflow(optimizer)
+        overflow = self._loss_scaler.overflow(optimizer)
         self.scaler.step(optimizer)
         self.scaler.update()
         if overflow.device.type == "cpu":
@@ -269,90 +276,3 @@ def check_precision(amp: AmpConfig, device: torch.device) -> None:
         raise UserError("AMP.LEVEL O3 chooses bf16, which is not supported on mps; use O1 or O2.")
     if amp.DTYPE in ("bf16", "fp8"):
         raise UserError(f"AMP.DTYPE {amp.DTYPE} is not supported on mps; use fp16.")
-
-
-# Loss scaling: torch's GradScaler, plus two settings that Paddle has and torch lacks.
-#
-# `DECR_EVERY_N_NAN_OR_INF` lowers the scale only after several overflows in a row, and
-# `USE_DYNAMIC_LOSS_SCALING: false` keeps the scale fixed. Counting stays on the device, so the host never waits.
-
-SMALLEST_SCALE = 1.0
-
-
-class LossScaler(torch.amp.GradScaler):
-    def __init__(self, device: str, amp: AmpConfig, enabled: bool, half_gradients: bool = False) -> None:
-        """`half_gradients`: the weights are fp16 (O3), so their gradients are too."""
-        super().__init__(
-            device,
-            enabled=enabled,
-            init_scale=amp.INIT_LOSS_SCALING,
-            growth_factor=amp.INCR_RATIO,
-            backoff_factor=amp.DECR_RATIO,
-            growth_interval=amp.INCR_EVERY_N_STEPS,
-        )
-        self._dynamic = amp.USE_DYNAMIC_LOSS_SCALING
-        self._backoff_after = amp.DECR_EVERY_N_NAN_OR_INF
-        # A scale below 1 would make gradients underflow more, not less; from 0 it would never grow again.
-        self._floor = min(SMALLEST_SCALE, amp.INIT_LOSS_SCALING)
-        self._half_gradients = half_gradients
-        self._overflows_in_a_row: Tensor | None = None
-        self._restored_overflows = 0
-
-    def overflow(self, optimizer: Optimizer) -> Tensor:
-        """Above 0 if a gradient of this update is not finite; valid only after `unscale_`."""
-        flags = list(self._found_inf_per_device(optimizer).values())
-        return torch.stack(flags).sum() if len(flags) > 1 else flags[0].clone()
-
-    def update(self, new_scale: float | Tensor | None = None) -> None:
-        if not self.is_enabled() or new_scale is not None:
-            super().update(new_scale)
-            return
-        scale, _ = self._check_scale_growth_tracker("update")
-        if self._dynamic and self._backoff_after == 1:
-            super().update()
-            scale.clamp_(min=self._floor)
-            return
-        flags = [
-            flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
-        ]
-        overflowed = torch.stack([flag.to(scale.device) for flag in flags]).sum() > 0
-        growth, backoff = self._growth_factor, self._backoff_factor
-        # torch's kernel counts the good updates. Lowering the scale is done here, so torch's own backoff is disabled.
-        self._backoff_factor = 1.0
-        self._growth_factor = growth if self._dynamic else 1.0
-        try:
-            super().update()
-        finally:
-            self._growth_factor, self._backoff_factor = growth, backoff
-        if self._dynamic:
-            self._back_off_after_several(scale, overflowed, backoff)
-
-    def _back_off_after_several(self, scale: Tensor, overflowed: Tensor, backoff: float) -> None:
-        if self._overflows_in_a_row is None:
-            count = self._restored_overflows
-            self._overflows_in_a_row = torch.full((), count, dtype=torch.int32, device=scale.device)
-        self._overflows_in_a_row.add_(1).mul_(overflowed)
-        enough = self._overflows_in_a_row >= self._backoff_after
-        self._overflows_in_a_row.mul_(~enough)
-        scale.copy_(torch.where(enough, (scale * backoff).clamp(min=self._floor), scale))
-
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        if state:
-            count = self._overflows_in_a_row
-            state["bad_in_a_row"] = self._restored_overflows if count is None else int(count)
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore scale and counts. The factors are those of the current settings, and so is a fixed scale."""
-        current = super().state_dict()
-        if not current or not self._dynamic:
-            return
-        # The scale grows when the count equals the interval, which may be shorter now than the restored count.
-        good = min(state_dict["_growth_tracker"], self._growth_interval - 1)
-        super().load_state_dict({**current, "scale": state_dict["scale"], "_growth_tracker": good})
-        self._restored_overflows = state_dict["bad_in_a_row"]
-        self._overflows_in_a_row = None
-
-    def _unscale_grads_(self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
-        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16 or self._half_gradients)

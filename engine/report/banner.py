@@ -97,7 +97,7 @@ def _classes(config: Config, ready: ReadyToTrain) -> str:
 
         words.append(balanced_order(ready.train_set, config.DATA.DATASET).words())
     if (weights := weights_of_classes(config, ready.train_set)) is not None:
-        from engine.task.losses import describe_class_weights
+        from engine.task.class_weights import describe_class_weights
 
         words.append(describe_class_weights(config.TRAIN, weights))
     return "; ".join(words)

@@ -16,7 +16,8 @@ import torch
 from matplotlib import pyplot as plt
 from torch import Tensor
 
-from engine.inputs.batches import Inputs, build_batch_transform
+from engine.inputs.batches import Inputs
+from engine.inputs.mixing import build_batch_transform
 from engine.machine.device import pick_device, set_up_device
 from engine.setup import training_data
 from engine.task import task_of

@@ -12,7 +12,7 @@ import torch
 
 from datasets import check_dataset, open_dataset
 from datasets.registry import count_classes
-from engine.inputs.batches import Mixing
+from engine.inputs.mixing import Mixing
 from engine.task.several import SeveralLabels
 from tests.datasets.sources.published import image
 from utils.config import TrainConfig

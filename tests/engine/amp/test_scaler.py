@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.amp.precision import LossScaler
+from engine.amp.loss_scaler import LossScaler
 from engine.checkpoint.restore import restore
 from engine.checkpoint.state import state_of
 from engine.measure.meters import Best, Position
@@ -53,7 +53,7 @@ class Driven:
     """A scaler, and one weight with an optimiser, told which updates overflow."""
 
     def __init__(self, amp: AmpConfig, fused: bool = True) -> None:
-        self.scaler = LossScaler("cpu", amp, enabled=True)
+        self.scaler = LossScaler("cpu", amp)
         self.weight = nn.Parameter(torch.zeros(1))
         self.optimizer = torch.optim.AdamW([self.weight], lr=1.0, weight_decay=0.0, fused=fused)
 
@@ -87,7 +87,7 @@ def test_scale_follows_paddles_rule_for_random_overflows(cut_after: int, fused: 
         for step in range(40):
             if dice.random() < 0.1:  # saved, and gone on with by another process
                 state = driven.scaler.state_dict()
-                driven.scaler = LossScaler("cpu", amp, enabled=True)
+                driven.scaler = LossScaler("cpu", amp)
                 driven.scaler.load_state_dict(state)
             overflow = dice.random() < often
             before = driven.weight.item()

@@ -22,7 +22,7 @@ from engine.amp.overflow import OverflowWatch
 from engine.amp.precision import Precision
 from engine.distill import teacher as teachers
 from engine.distill.teacher import Distillation, Teacher, check_teacher_matches, load_teacher
-from engine.inputs.batches import build_batch_transform
+from engine.inputs.mixing import build_batch_transform
 from engine.optim.ema import Ema
 from engine.preflight import resolve
 from engine.setup import ReadyToTrain

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from datasets import Window
 from engine.amp.overflow import OverflowWatch
-from engine.inputs.batches import Mixing, TransformedBatch, build_batch_transform
+from engine.inputs.batches import TransformedBatch
+from engine.inputs.mixing import Mixing, build_batch_transform
 from engine.task.one import OneLabel
 from tests.engine.small import CPU, build, train, windows
 from utils.config.train import TrainConfig

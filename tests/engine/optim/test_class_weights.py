@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from datasets import EpochOrder
-from engine.task.losses import WeightedCrossEntropy, class_weights
+from engine.task.class_weights import class_weights
+from engine.task.losses import WeightedCrossEntropy
 from engine.update import accumulate
 from tests.engine.small import build, windows
 from utils.config import TrainConfig

@@ -10,7 +10,7 @@ from timm.loss.binary_cross_entropy import BinaryCrossEntropy as TimmsBce
 from torch import Tensor, nn
 
 from engine.distill.teacher import DistillationLoss
-from engine.inputs.batches import Mixing
+from engine.inputs.mixing import Mixing
 from engine.task.losses import BinaryCrossEntropy
 from engine.task.one import OneLabel
 from utils.config import TrainConfig, load_config

@@ -1,0 +1,95 @@
+"""Loss scaling for fp16: torch's GradScaler, plus two settings that Paddle has and torch lacks.
+
+`DECR_EVERY_N_NAN_OR_INF` lowers the scale only after several overflows in a row, and
+`USE_DYNAMIC_LOSS_SCALING: false` keeps the scale fixed. Counting stays on the device, so the host never waits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from utils.config.schema import AmpConfig
+
+SMALLEST_SCALE = 1.0
+
+
+class LossScaler(torch.amp.GradScaler):
+    def __init__(self, device: str, amp: AmpConfig, half_gradients: bool = False) -> None:
+        """`half_gradients`: the weights are fp16 (O3), so their gradients are too."""
+        super().__init__(
+            device,
+            init_scale=amp.INIT_LOSS_SCALING,
+            growth_factor=amp.INCR_RATIO,
+            backoff_factor=amp.DECR_RATIO,
+            growth_interval=amp.INCR_EVERY_N_STEPS,
+        )
+        self._dynamic = amp.USE_DYNAMIC_LOSS_SCALING
+        self._backoff_after = amp.DECR_EVERY_N_NAN_OR_INF
+        # A scale below 1 would make gradients underflow more, not less; from 0 it would never grow again.
+        self._floor = min(SMALLEST_SCALE, amp.INIT_LOSS_SCALING)
+        self._half_gradients = half_gradients
+        self._overflows_in_a_row: Tensor | None = None
+        self._restored_overflows = 0
+
+    def overflow(self, optimizer: Optimizer) -> Tensor:
+        """Above 0 if a gradient of this update is not finite; valid only after `unscale_`."""
+        flags = list(self._found_inf_per_device(optimizer).values())
+        return torch.stack(flags).sum() if len(flags) > 1 else flags[0].clone()
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        if not self.is_enabled() or new_scale is not None:
+            super().update(new_scale)
+            return
+        scale, _ = self._check_scale_growth_tracker("update")
+        if self._dynamic and self._backoff_after == 1:
+            super().update()
+            scale.clamp_(min=self._floor)
+            return
+        flags = [
+            flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
+        ]
+        overflowed = torch.stack([flag.to(scale.device) for flag in flags]).sum() > 0
+        growth, backoff = self._growth_factor, self._backoff_factor
+        # torch's kernel counts the good updates. Lowering the scale is done here, so torch's own backoff is disabled.
+        self._backoff_factor = 1.0
+        self._growth_factor = growth if self._dynamic else 1.0
+        try:
+            super().update()
+        finally:
+            self._growth_factor, self._backoff_factor = growth, backoff
+        if self._dynamic:
+            self._back_off_after_several(scale, overflowed, backoff)
+
+    def _back_off_after_several(self, scale: Tensor, overflowed: Tensor, backoff: float) -> None:
+        if self._overflows_in_a_row is None:
+            count = self._restored_overflows
+            self._overflows_in_a_row = torch.full((), count, dtype=torch.int32, device=scale.device)
+        self._overflows_in_a_row.add_(1).mul_(overflowed)
+        enough = self._overflows_in_a_row >= self._backoff_after
+        self._overflows_in_a_row.mul_(~enough)
+        scale.copy_(torch.where(enough, (scale * backoff).clamp(min=self._floor), scale))
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if state:
+            count = self._overflows_in_a_row
+            state["bad_in_a_row"] = self._restored_overflows if count is None else int(count)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore scale and counts. The factors are those of the current settings, and so is a fixed scale."""
+        current = super().state_dict()
+        if not current or not self._dynamic:
+            return
+        # The scale grows when the count equals the interval, which may be shorter now than the restored count.
+        good = min(state_dict["_growth_tracker"], self._growth_interval - 1)
+        super().load_state_dict({**current, "scale": state_dict["scale"], "_growth_tracker": good})
+        self._restored_overflows = state_dict["bad_in_a_row"]
+        self._overflows_in_a_row = None
+
+    def _unscale_grads_(self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16 or self._half_gradients)

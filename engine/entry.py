@@ -29,10 +29,10 @@ from utils.errors import (
     UserError,
 )
 from utils.log import log, logs_to_terminal, shorten_on_terminal, start_log
-from utils.passwords import redacted
 from utils.program import die_with_starting_tool, started_as
 from utils.record.run_folder import CONFIG, is_of_user
 from utils.standard_output import ClosedPipe, OutputError, discard_output, flush_after, watch_standard_output
+from utils.text import redacted
 from vitamp.checkpoints import run_folder_of
 
 SECONDS_TO_FIND_LOST_RANK = 12

@@ -12,9 +12,9 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from utils.passwords import redacted
 from utils.standard_output import LineFile, discard_output
 from utils.terminal import Brief
+from utils.text import redacted
 
 log = logging.getLogger("vitamp")
 LOG = "log.txt"

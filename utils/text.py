@@ -1,10 +1,12 @@
-"""Plain text for the log and the console: numbers with their nouns, intervals, and aligned tables."""
+"""Plain text for the log and the console: nouns, intervals, aligned tables; and passwords, which it leaves out."""
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 def counted(number: float, noun: str) -> str:
@@ -37,3 +39,25 @@ def wilson(percent: float, images: float) -> Interval:
     middle = (share + square / 2) / (1 + square)
     half = math.sqrt(max(share * (1 - share), 0.0) * square + square * square / 4) / (1 + square)
     return Interval(100 * max(middle - half, 0.0), 100 * min(middle + half, 1.0))
+
+
+HIDDEN = "***"
+_USER = re.compile(r"(?<=://)[^/\s@'\"]+@")
+_SIGNED = re.compile(
+    r"(://[^\s?'\"]+)\?[^\s'\"]*(?:sig|token|key|credential|secret|password|auth)[^\s'\"]*", re.IGNORECASE
+)
+"""A URL whose query has a signature or a token."""
+
+
+def redacted(text: str) -> str:
+    """Text whose URLs have *** in place of user:password and of signed queries."""
+    return _SIGNED.sub(rf"\1?{HIDDEN}", _USER.sub(f"{HIDDEN}@", text)) if "://" in text else text
+
+
+def redacted_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Values that JSON can hold, as JSON gives them back, with `redacted` texts."""
+    return json.loads(redacted(json.dumps(values)))
+
+
+def is_redacted(url: str) -> bool:
+    return f"://{HIDDEN}@" in url or url.endswith(f"?{HIDDEN}")

@@ -14,7 +14,7 @@ import numpy as np
 
 from datasets.sources.files import readable_folder
 from utils.errors import UserError
-from utils.passwords import is_redacted
+from utils.text import is_redacted
 from vitamp.files import only_regular, read_regular
 
 MOST_OPEN = 64

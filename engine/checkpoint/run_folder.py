@@ -22,8 +22,7 @@ from utils.config import Config, to_yaml
 from utils.distributed.world import broadcast, on_rank_0
 from utils.errors import UserError
 from utils.log import log, log_into
-from utils.passwords import redacted
-from utils.record.metrics_file import METRICS
+from utils.record.history import METRICS_FILE
 from utils.record.resumed_run import resumed_run, target_folder
 from utils.record.run_folder import (
     ABOUT,
@@ -36,11 +35,12 @@ from utils.record.run_folder import (
     os_errors_as_user_errors,
     write_json,
 )
+from utils.text import redacted
 from vitamp.checkpoints import BASE, CHECKPOINTS, INDEX
 from vitamp.files import kind_of_path, parse_json, read_regular_text, try_to_write, write_atomically
 from vitamp.metrics import NO_LABELS
 
-WRITTEN_WHOLE = ("broken.txt", "curves.png", INDEX, BASE, CONFIG, ABOUT, DATA, METRICS, "wandb.json")
+WRITTEN_WHOLE = ("broken.txt", "curves.png", INDEX, BASE, CONFIG, ABOUT, DATA, METRICS_FILE, "wandb.json")
 """Files of a run that are named .NAME.NUMBER until they are complete."""
 
 

@@ -31,8 +31,8 @@ from utils.config import Config
 from utils.config.model import ModelConfig
 from utils.distributed.world import World, sum_over_ranks
 from utils.log import log
-from utils.passwords import redacted
 from utils.record.run_folder import os_errors_as_user_errors
+from utils.text import redacted
 from vitamp.checkpoints import BASE, CHECKPOINTS, LORA, Checkpoint, sha256_of, shard_name
 from vitamp.files import replacing
 from vitamp.meta import BestState, Count, Fields, Number

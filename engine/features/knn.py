@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,7 +19,6 @@ from datasets import ImageDataset, ValLoader, check_dataset, count_classes, has_
 from datasets.base import TITLES
 from datasets.loading.order import whole_batches
 from engine.amp.precision import Precision
-from engine.features.pooling import pooled_features
 from engine.machine.late_compiler import uncompiled
 from engine.parallel.shards import whole_outside_blocks
 from engine.task.base import sum_type_of
@@ -30,6 +30,42 @@ from utils.errors import UserError
 from utils.log import log
 from utils.terminal import DETAIL
 from vitamp.metrics import always_guessing
+
+Pool = Literal["pooled", "class", "mean", "patches"]
+POOLED: Pool = "pooled"
+"""What the classifier sees"""
+
+
+def check_pool(model: nn.Module, pool: Pool) -> None:
+    """Raise UserError if the model has no tokens, or no class token, for this pooling."""
+    if pool == POOLED:
+        return
+    kind = type(model).__name__
+    if not hasattr(model, "num_prefix_tokens"):
+        raise UserError(f"-pool {pool}: {kind} has no tokens as a ViT has them; use -pool pooled.")
+    if pool == "class" and getattr(model, "cls_token", None) is None:
+        raise UserError(f"-pool class: this {kind} has no class token; use -pool pooled or mean.")
+
+
+def pooled_features(module: nn.Module, pixels: Tensor, pool: Pool = POOLED) -> Tensor:
+    """Features in fp32 of normalised images: B x D; patches B x N x D. A masked autoencoder sees all patches here."""
+    model: Any = module
+    # O3 casts the images before the model's forward, which is not called here.
+    tokens = model.forward_features(pixels.to(next(model.parameters()).dtype))
+    return _pooled(model, tokens, pool).float()
+
+
+def _pooled(model: Any, tokens: Tensor, pool: Pool) -> Tensor:
+    match pool:
+        case "pooled":
+            return model.forward_head(tokens, pre_logits=True)
+        case "class":
+            return tokens[:, 0]
+        case "mean":
+            return tokens[:, model.num_prefix_tokens :].mean(1)
+        case "patches":
+            return tokens[:, model.num_prefix_tokens :]
+
 
 OF_OWN_DATA = ("DATA.EXCLUDE", "DATA.FOLD", "DATA.GROUP")
 """Settings that fit the run's own data alone."""

@@ -19,8 +19,8 @@ from engine.measure.meters import Best
 from utils.config import Config
 from utils.errors import UserError, first_line
 from utils.log import log
-from utils.passwords import redacted, redacted_values
 from utils.record.history import History
+from utils.text import redacted, redacted_values
 from vitamp.files import parse_json, read_regular_text, write_atomically
 from vitamp.metrics import SETS, TASKS
 

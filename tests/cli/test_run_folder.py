@@ -18,7 +18,7 @@ from engine.report.curves import draw_curves
 from tests.program import Result, metrics
 from utils.config import config_hash, load_config
 from utils.errors import UserError
-from utils.record.metrics_file import last_line, read_lines
+from utils.record.history import last_line, read_lines
 from vitamp.checkpoints import inspect, read_index, verify
 from vitamp.weights import chosen_at
 

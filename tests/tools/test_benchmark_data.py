@@ -14,8 +14,7 @@ from PIL import Image
 
 from tests.program import Result
 from tools.benchmark_data.command import main
-from tools.benchmark_data.measure import alternating
-from tools.benchmark_data.report import OURS, TIMM, verdict
+from tools.benchmark_data.measure import OURS, TIMM, alternating, verdict
 from tools.common.made_images import made_jpeg, make_images
 from tools.common.turns import Budget, ratio
 

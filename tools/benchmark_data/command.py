@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 
-from tools.benchmark_data.report import sections, verdict
+from tools.benchmark_data.measure import sections, verdict
 from tools.common.command_line import OVERWRITE, Tool, above_zero, run_tool, some_of, whole_numbers
 from tools.common.output_file import writing
 from tools.common.tables import for_terminal

@@ -50,10 +50,9 @@ from tools.common.tables import in_columns
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, UserError
 from utils.flags import Flag
 from utils.log import log
-from utils.passwords import redacted_values
 from utils.program import typed
 from utils.record.run_folder import git_state, read_data_warnings, write_json
-from utils.text import counted
+from utils.text import counted, redacted_values
 from vitamp.files import kind_of_path
 from vitamp.metrics import AVERAGE, ONE_LABEL, PLAIN
 

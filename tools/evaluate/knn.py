@@ -12,8 +12,7 @@ from torch import Tensor
 
 from datasets import ImageDataset, has_labels, source_of
 from engine.evaluated_data import data_for_evaluation, title_of
-from engine.features.knn import TEMPERATURE, Rows, classify, labelled_data, open_labelled
-from engine.features.pooling import check_pool
+from engine.features.knn import TEMPERATURE, Rows, check_pool, classify, labelled_data, open_labelled
 from engine.trained.model import load_trained
 from tools.common.command_line import POOLED, ToolLine
 from tools.common.evaluation import INTERVALS, measured, with_bar

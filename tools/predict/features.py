@@ -15,7 +15,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from datasets import Batch, ImageDataset, has_labels
-from engine.features.pooling import check_pool
+from engine.features.knn import check_pool
 from engine.trained.model import Trained
 from tools.common.output_file import writing
 from tools.predict.images import predict_images

@@ -34,9 +34,9 @@ from utils.config.resumed import resolved_by_run, without_words
 from utils.config.schema import Config
 from utils.errors import UserError, closest, either, nearest
 from utils.log import warn_once
-from utils.passwords import redacted
 from utils.program import ROOT
 from utils.record.run_folder import CONFIG, is_of_user
+from utils.text import redacted
 
 FOLDER = ROOT / "configs"
 ENDINGS = (".yaml", ".yml")

@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from utils.errors import UserError
-from utils.passwords import redacted
 from utils.program import INSTALLED, ROOT, as_typed
 from utils.program import version as version_of_vitamp
-from utils.record.metrics_file import METRICS
+from utils.record.history import METRICS_FILE
+from utils.text import redacted
 from vitamp.checkpoints import CHECKPOINTS
 from vitamp.files import read_json, write_atomically
 
 CONFIG, ABOUT = "config.yaml", "run.json"
 DATA = "data.json"
 """What was said of the data before training"""
-FILES_OF_A_RUN = (CONFIG, ABOUT, METRICS, CHECKPOINTS)
+FILES_OF_A_RUN = (CONFIG, ABOUT, METRICS_FILE, CHECKPOINTS)
 
 
 def is_run_folder(folder: Path) -> bool:

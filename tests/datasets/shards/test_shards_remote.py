@@ -18,7 +18,7 @@ from tests.datasets.shards.tar_files import write_set
 from tests.program import Result
 from utils.config.data import DataConfig
 from utils.errors import UserError
-from utils.passwords import redacted
+from utils.text import redacted
 
 CPU = torch.device("cpu")
 

@@ -23,8 +23,7 @@ from utils.config import Config, config_of_run
 from utils.config.keys import OF_ONE_START, settings, value_of
 from utils.config.kinds import one_line
 from utils.errors import UserError
-from utils.record.history import History
-from utils.record.metrics_file import Line, is_end, is_start, last_line
+from utils.record.history import History, Line, is_end, is_start, last_line
 from utils.record.run_folder import read_about
 from vitamp.metrics import PLAIN
 

@@ -17,8 +17,7 @@ from utils.config import Config, config_of_run
 from utils.config.keys import OF_ONE_START, settings, value_of
 from utils.config.kinds import one_line
 from utils.errors import UserError
-from utils.record.history import History
-from utils.record.metrics_file import Line
+from utils.record.history import History, Line
 from utils.record.run_folder import is_run_folder, read_about, read_data, read_data_notes
 from vitamp.checkpoints import run_folder_of
 from vitamp.metrics import LOSS, METRICS, Metric, metric_named

@@ -214,7 +214,21 @@ def _make_plan(model: ModelConfig, image_size: int, channels: int, shortcuts: Sh
     problems += geometry + unsupported
     if problems:
         raise UserError("The model cannot be built:\n" + "\n".join(f"  {line}" for line in problems))
-    return Plan(base.timm_name, arguments, _notes(model, base, edited, has, rates), weights)
+    differing = ", ".join(f"{key} {as_text(value)} (timm's: {as_text(has.get(key))})" for key, value in edited.items())
+    notes = []
+    if base.is_label:
+        sizes = f"the sizes of timm's {base.timm_name}" + (f", except for {differing}" if differing else "")
+        notes.append(f"MODEL.NAME {model.NAME} is only a label: the model is built with {sizes}")
+    elif differing:
+        notes.append(
+            f"MODEL.NAME {model.NAME} is only a label here: the model differs from timm's model of that name in "
+            f"{differing}"
+        )
+    if model.DROPOUT and "proj_drop_rate" in rates and "pos_drop_rate" not in rates:
+        notes.append(
+            "MODEL.DROPOUT applies inside the blocks only: timm's model has no dropout after the patch embedding"
+        )
+    return Plan(base.timm_name, arguments, notes, weights)
 
 
 def _without_weights(timm_name: str, arguments: dict[str, Any]) -> nn.Module:
@@ -381,23 +395,3 @@ def _refused(key: str, value: Any, module: nn.Module, has: dict[str, Any]) -> st
         return f"MODEL.{key} {as_text(value)}: {kind} {NO_SUCH_SIZE}; leave the key out"
     why = f"this {kind} has {as_text(has[key])}"
     return f"MODEL.{key} {as_text(value)}: {why}, which this key cannot change; leave the key out or give that value"
-
-
-def _notes(
-    model: ModelConfig, base: Base, edited: dict[str, Any], has: dict[str, Any], rates: dict[str, float]
-) -> list[str]:
-    differing = ", ".join(f"{key} {as_text(value)} (timm's: {as_text(has.get(key))})" for key, value in edited.items())
-    notes = []
-    if base.is_label:
-        sizes = f"the sizes of timm's {base.timm_name}" + (f", except for {differing}" if differing else "")
-        notes.append(f"MODEL.NAME {model.NAME} is only a label: the model is built with {sizes}")
-    elif differing:
-        notes.append(
-            f"MODEL.NAME {model.NAME} is only a label here: the model differs from timm's model of that name in "
-            f"{differing}"
-        )
-    if model.DROPOUT and "proj_drop_rate" in rates and "pos_drop_rate" not in rates:
-        notes.append(
-            "MODEL.DROPOUT applies inside the blocks only: timm's model has no dropout after the patch embedding"
-        )
-    return notes

@@ -29,7 +29,8 @@ EXIT_USAGE = 2
 
 def main() -> NoReturn:
     name, *words = sys.argv[1:] or ["-h"]
-    scripts = _scripts()
+    tools = sorted((PROGRAM / "scripts").glob("*.py"))
+    scripts = {name: PROGRAM / file for name, file in ENTRIES.items()} | {file.stem: file for file in tools}
     if name.lstrip("-") in ("h", "help"):
         print(_help(scripts))
         sys.exit(0)
@@ -39,11 +40,6 @@ def main() -> NoReturn:
         print(f"error: {_unknown(name, scripts)} vitamp -h lists the commands.", file=sys.stderr)
         sys.exit(EXIT_USAGE)
     os.execv(sys.executable, [sys.executable, str(scripts[name]), *words])
-
-
-def _scripts() -> dict[str, Path]:
-    tools = sorted((PROGRAM / "scripts").glob("*.py"))
-    return {name: PROGRAM / file for name, file in ENTRIES.items()} | {file.stem: file for file in tools}
 
 
 def _unknown(name: str, scripts: dict[str, Path]) -> str:

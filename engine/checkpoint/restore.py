@@ -182,7 +182,15 @@ def load_optimizer(
     before, names = state["trained"], trained_weights(model, optimizer)
     sizes = [[len(group["params"]) for group in groups] for groups in (saved[GROUPS], now[GROUPS])]
     if before != names or sizes[0] != sizes[1]:
-        saved = _regrouped(saved, before, now, names)
+        # Saved state, renumbered for the weights and groups of now. Newly trained weights start with a new state.
+        states = {before[number]: values for number, values in saved["state"].items()}
+        fresh = {names[number]: values for number, values in now["state"].items()}
+        numbered = {
+            number: states.get(name, fresh.get(name))
+            for number, name in enumerate(names)
+            if name in states or name in fresh
+        }
+        saved = {"state": numbered, GROUPS: [{**saved[GROUPS][0], **group} for group in now[GROUPS]]}
     if sharding is not None:
         shard_state(saved, [weight for group in optimizer.param_groups for weight in group["params"]], sharding)
     # Settings are those of now. A key that a new group lacks is no setting: LAMB counts its steps there.
@@ -194,18 +202,6 @@ def load_optimizer(
             same_shape = isinstance(value, Tensor) and value.shape == parameter.shape
             if same_shape and value.stride() != parameter.stride():
                 values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-
-
-def _regrouped(saved: dict[str, Any], before: list[str], now: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """Saved state, renumbered for the weights and groups of now. Newly trained weights start with a new state."""
-    states = {before[number]: values for number, values in saved["state"].items()}
-    fresh = {names[number]: values for number, values in now["state"].items()}
-    numbered = {
-        number: states.get(name, fresh.get(name))
-        for number, name in enumerate(names)
-        if name in states or name in fresh
-    }
-    return {"state": numbered, GROUPS: [{**saved[GROUPS][0], **group} for group in now[GROUPS]]}
 
 
 def check_task(checkpoint: Checkpoint, config: Config, world: World) -> None:

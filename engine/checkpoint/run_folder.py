@@ -62,7 +62,12 @@ def make_run_folder(run: Run, kind: str, lock: FolderLock | None = None) -> Path
         if lock is not None and lock.take(folder) and is_run_folder(folder):
             raise UserError(f"{folder}: another run has just started in this folder; name another -output.")
         if lock is not None:  # no run is alive in this folder
-            _remove_unfinished(folder)
+            # Remove files that a killed run was still writing.
+            for path in (*folder.glob(".*"), *(folder / CHECKPOINTS).glob(".*")):
+                name, _, number = path.name[1:].rpartition(".")
+                if name in WRITTEN_WHOLE and number.isdecimal():
+                    with contextlib.suppress(OSError):
+                        path.unlink()
             _check_checkpoints(folder / CHECKPOINTS)
         return str(folder)
 
@@ -85,15 +90,6 @@ def _check_checkpoints(root: Path) -> None:
     elif root.exists() or root.is_symlink():
         what = kind_of_path(root) or f"a link to {os.readlink(root)}, which does not exist"
         raise UserError(f"{root}: is {what}, so no checkpoint can be saved. Fix this, or choose another -output.")
-
-
-def _remove_unfinished(folder: Path) -> None:
-    """Remove files that a killed run was still writing."""
-    for path in (*folder.glob(".*"), *(folder / CHECKPOINTS).glob(".*")):
-        name, _, number = path.name[1:].rpartition(".")
-        if name in WRITTEN_WHOLE and number.isdecimal():
-            with contextlib.suppress(OSError):
-                path.unlink()
 
 
 def largest_class(ready: Ready) -> Guess | None:
@@ -191,7 +187,12 @@ class FolderLock:
         if self._handle is not None:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._handle, 0)  # not removed: two runs could then lock two files of this name
-                _unlock(self._handle)
+                # Unlock explicitly: closing is not enough while a data worker that was forked meanwhile has the file
+                # open.
+                with contextlib.suppress(ImportError):
+                    import fcntl
+
+                    fcntl.flock(self._handle, fcntl.LOCK_UN)
                 os.close(self._handle)
 
     def _keep_alive(self, handle: int) -> None:
@@ -229,14 +230,6 @@ def _locked(handle: int, patience: float) -> bool:
                 error.strerror,
             )
             return True
-
-
-def _unlock(handle: int) -> None:
-    """Unlock explicitly: closing is not enough while a data worker that was forked meanwhile has the file open."""
-    with contextlib.suppress(ImportError):
-        import fcntl
-
-        fcntl.flock(handle, fcntl.LOCK_UN)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -259,15 +259,6 @@ def _load_npz(module: Any, file: Path, name: str) -> tuple[str, list[str]]:
             f"Pretrained weights {file} do not fit {name}: {len(blocks)} blocks in the file, "
             f"{len(module.blocks)} in the model (MODEL.DEPTH)."
         )
-    changes = _npz_changes(module, shapes)
-    try:
-        module.load_pretrained(str(file))
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError(f"Pretrained weights {file} do not fit {name}: {error}.") from None
-    return f"{len(names)} arrays", changes
-
-
-def _npz_changes(module: Any, shapes: dict[str, tuple[int, ...]]) -> list[str]:
     changes = []
     position = next((shape for key, shape in shapes.items() if key.endswith("pos_embedding")), None)
     own = tuple(module.pos_embed.shape) if isinstance(getattr(module, "pos_embed", None), Tensor) else None
@@ -278,7 +269,11 @@ def _npz_changes(module: Any, shapes: dict[str, tuple[int, ...]]) -> list[str]:
         changes.append(f"the file has no head; the model's head stays {FRESH}")
     elif head != module.num_classes:
         changes.append(REPLACED.format("head", head, module.num_classes))
-    return changes
+    try:
+        module.load_pretrained(str(file))
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(f"Pretrained weights {file} do not fit {name}: {error}.") from None
+    return f"{len(names)} arrays", changes
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -1,10 +1,9 @@
-"""benchmark_amp.py: contenders alternate, a -json file is resumed, and failures are reported."""
+"""benchmark_amp.py: contenders alternate, and failures are reported."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,7 @@ from tools.benchmark_amp.plan import Plan
 from tools.benchmark_amp.results import AGAIN, Metrics, Results, lines, markdown
 from tools.common.tables import Section
 from tools.common.turns import Budget
-from utils.errors import TrainingError, UserError
+from utils.errors import TrainingError
 
 
 class Clock:
@@ -42,8 +41,8 @@ class Turns:
         self.clock = clock
         self.contenders = {name: Fake(self, name, each) for name, each in seconds.items()}
 
-    def plan(self, rounds: int, **settings: Any) -> Plan:
-        return Plan(self.contenders, rounds, settings or {"size": 3}, "a device", "none")
+    def plan(self, rounds: int) -> Plan:
+        return Plan(self.contenders, rounds, {}, "a device", "none")
 
 
 class Fake:
@@ -89,54 +88,12 @@ def test_every_other_round_is_reversed(clock: Clock) -> None:
     assert not results["cut"]
 
 
-def test_same_command_resumes_after_the_time_ran_out(clock: Clock, tmp_path: Path) -> None:
-    path, first, second = tmp_path / "f.json", Turns(clock, a=1, b=2, c=3), Turns(clock, a=1, b=2, c=3)
-    cut = measure("amp", first.plan(3), Budget(13.5), path)
-    assert first.order == ["a", "b", "c", "c", "b", "a", "a"]
+def test_budget_ends_the_turns(clock: Clock, tmp_path: Path) -> None:
+    path, turns = tmp_path / "f.json", Turns(clock, a=1, b=2, c=3)
+    cut = measure("amp", turns.plan(3), Budget(13.5), path)
+    assert turns.order == ["a", "b", "c", "c", "b", "a", "a"]
     assert cut["cut"]
-    written = json.loads(path.read_text(encoding="utf-8"))
-    assert written == cut
-
-    whole = measure("amp", second.plan(3), Budget(100), path)
-    assert second.order == ["b", "c"]
-    assert all(whole["turns"][name][: len(metrics)] == metrics for name, metrics in written["turns"].items())
-    assert not whole["cut"]
-    third = Turns(clock, a=1, b=2, c=3)
-    assert measure("amp", third.plan(3), Budget(100), path) == whole
-    assert third.order == []
-
-
-def test_resuming_finishes_the_incomplete_round_first(clock: Clock, tmp_path: Path) -> None:
-    path, first, second = tmp_path / "f.json", Turns(clock, a=1, b=2), Turns(clock, a=1, b=2)
-    measure("amp", first.plan(2), Budget(5.5), path)
-    assert first.order == ["a", "b", "b"]
-    measure("amp", second.plan(2), Budget(100), path)
-    assert second.order == ["a"]
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ('{"loss": 3}', ["was not written by benchmark_amp.py"]),
-        ("{", ["was not written by benchmark_amp.py"]),
-        (None, ["-json", "another measurement", "with size 3, not 4"]),
-    ],
-)
-def test_file_of_another_measurement_is_refused(
-    clock: Clock, tmp_path: Path, text: str | None, said: list[str]
-) -> None:
-    path = tmp_path / "f.json"
-    if text is None:
-        measure("amp", Turns(clock, a=1).plan(1), Budget(100), path)
-    else:
-        path.write_text(text, encoding="utf-8")
-    before = path.read_text(encoding="utf-8")
-    turns = Turns(clock, a=1)
-    with pytest.raises(UserError) as refused:
-        measure("amp", turns.plan(1, size=4), Budget(100), path)
-    assert turns.closed == ["a"], "contenders are closed"
-    assert all(word in str(refused.value) for word in [str(path), *said])
-    assert path.read_text(encoding="utf-8") == before
+    assert json.loads(path.read_text(encoding="utf-8")) == cut
 
 
 def test_failed_contender_is_reported_and_not_retried(clock: Clock) -> None:

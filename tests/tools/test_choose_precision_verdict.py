@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,7 @@ from torch import Tensor
 
 from engine.amp.precision import Precision
 from tests.engine.small import CPU, build, train, windows
-from tools.choose_precision.command import (
-    Baseline,
-    Finding,
-    Measured,
-    _details,
-    _rows,
-    judge,
-    largest_difference,
-    recommend,
-)
+from tools.choose_precision.command import Baseline, Measured, _details, judge, largest_difference, recommend
 from tools.choose_precision.layers import Layer, Scaled, examine_layers
 from tools.common.precisions import BY_NAME, MODES, Mode, mode_of, plan, read_modes
 from utils.cli import parse
@@ -130,8 +120,9 @@ def test_layers_match_a_plain_backward_pass(tiny: Path) -> None:
 FALLING = [2.0 - 0.01 * n for n in range(100)]
 
 
-def run(losses: list[float] = FALLING, speed: float = 100.0, **more: Any) -> Measured:
-    return Measured(losses=losses, updates=len(losses), images_per_second=speed, peak_memory_gb=10.0, **more)
+def run(losses: list[float] = FALLING, speed: float = 100.0, name: str = "bf16", **more: Any) -> Measured:
+    given = {"losses": losses, "updates": len(losses), "images_per_second": speed, "peak_memory_gb": 10.0, **more}
+    return Measured(name, f"-amp {name}", **given)
 
 
 def above(by: float, losses: list[float] = FALLING) -> list[float]:
@@ -141,12 +132,14 @@ def above(by: float, losses: list[float] = FALLING) -> list[float]:
 def base(speeds: tuple[float, float, float] = (100.0, 101.0, 99.0)) -> Baseline:
     """Three seeds whose curves differ by up to 0.1."""
     shifts = (0.0, 0.06, -0.04)
-    first, second, third = (run(above(shift), speed) for shift, speed in zip(shifts, speeds, strict=True))
-    return Baseline((first, second, third))
+    return Baseline([run(above(shift), speed) for shift, speed in zip(shifts, speeds, strict=True)])
 
 
-def judged(measured: Measured, name: str = "bf16", against: Baseline | None = None, slow: str = "") -> Finding:
-    return judge(name, f"-amp {name}", measured, against or base(), 100, slow)
+def advice(*measured: Measured, against: Baseline | None = None, slow: str = "") -> dict[str, str]:
+    """The recommendation, after each is judged."""
+    for one in measured:
+        judge(one, against or base(), 100, slow)
+    return recommend(list(measured), against or base(), "-amp off")
 
 
 def test_curves_are_smoothed_over_common_updates() -> None:
@@ -159,20 +152,18 @@ def test_curves_are_smoothed_over_common_updates() -> None:
 
 
 def test_fastest_sound_mode_is_recommended() -> None:
-    bf16 = judged(replace(run(above(0.004), 190.0), peak_memory_gb=6.2))
-    advice = recommend([bf16, judged(run(speed=120.0), "fp16")], base(), "-amp off")
-    assert advice.flags == "-amp bf16"
-    assert advice.sentence == (
+    found = advice(run(above(0.004), 190.0, peak_memory_gb=6.2), run(speed=120.0, name="fp16"))
+    assert found["flags"] == "-amp bf16"
+    assert found["sentence"] == (
         "-amp bf16: 1.9x faster, 38 % less memory; its loss differs from fp32's by at most 0.004; two fp32 seeds "
         "differ by 0.1."
     )
 
 
 def test_order_of_preference_breaks_ties() -> None:
-    findings = [judged(run(speed=198.0), "bf16"), judged(run(speed=200.0), "O2-bf16")]
-    assert recommend(findings, base(), "-amp off").mode == "bf16"
-    findings[0] = judged(run(speed=150.0), "bf16")
-    assert recommend(findings, base(), "-amp off").mode == "O2-bf16"
+    second = run(speed=200.0, name="O2-bf16")
+    assert advice(run(speed=198.0), second)["mode"] == "bf16"
+    assert advice(run(speed=150.0), second)["mode"] == "O2-bf16"
 
 
 @pytest.mark.parametrize(
@@ -182,61 +173,41 @@ def test_order_of_preference_breaks_ties() -> None:
         (run([math.nan] * 100, 300.0), "inf"),
         (run(speed=300.0, skipped=30), "30 of 100 updates were skipped"),
         (run(FALLING[:30], 300.0), "only 30 updates"),
-        (Measured(failed="out of memory"), "out of memory"),
+        (Measured("bf16", failed="out of memory"), "out of memory"),
     ],
 )
 def test_unsound_mode_is_not_recommended_whatever_its_speed(measured: Measured, reason: str) -> None:
-    finding = judged(measured)
-    assert any(reason in text for text in finding.against), finding.against
-    assert recommend([finding], base(), "-amp off").flags == "-amp off"
+    assert advice(measured)["flags"] == "-amp off"
+    assert any(reason in text for text in measured.against), measured.against
 
 
-def test_slightly_fewer_updates_are_accepted() -> None:
-    assert judged(run(FALLING[:80])).against == []
-
-
-def test_lower_loss_than_fp32_is_accepted() -> None:
-    finding = judged(run(above(-0.3), 150.0))
-    assert finding.against == []
-    assert (
-        "its loss never rises above the highest of the fp32 seeds" in recommend([finding], base(), "-amp off").sentence
-    )
+def test_lower_loss_and_slightly_fewer_updates_are_accepted() -> None:
+    lower, fewer = run(above(-0.3), 150.0), run(FALLING[:80])
+    assert "its loss never rises above the highest of the fp32 seeds" in advice(lower, fewer)["sentence"]
+    assert (lower.against, fewer.against) == ([], [])
 
 
 def test_speed_of_emulation_does_not_count() -> None:
-    finding = judged(run(speed=500.0), "fp8", slow="emulated on this device, so its speed is meaningless")
-    assert finding.speed is None
-    assert recommend([finding], base(), "-amp off").mode == "fp32"
+    fp8 = run(speed=500.0, name="fp8")
+    assert advice(fp8, slow="emulated on this device, so its speed is meaningless")["mode"] == "fp32"
+    assert fp8.speed is None
 
 
 def test_speed_up_within_noise_is_not_recommended() -> None:
-    noisy = base((100.0, 130.0, 95.0))
-    advice = recommend([judged(run(speed=120.0), against=noisy)], noisy, "-amp off")
-    assert advice.mode == "fp32"
-    assert "37 %" in advice.sentence
+    found = advice(run(speed=120.0), against=base((100.0, 130.0, 95.0)))
+    assert found["mode"] == "fp32"
+    assert "37 %" in found["sentence"]
 
 
 def test_less_memory_at_the_same_speed_is_recommended() -> None:
-    small = judged(replace(run(speed=101.0), peak_memory_gb=6.0))
-    advice = recommend([small], base(), "-amp off")
-    assert advice.mode == "bf16"
-    assert "no faster, but 40 % less memory" in advice.sentence
-
-
-def test_fastest_mode_is_recommended_without_fp32() -> None:
-    findings = [judge("bf16", "-amp bf16", run(speed=s), None, 100) for s in (90.0, 110.0)]
-    advice = recommend(findings, None, "-amp off")
-    assert "fp32 did not" in advice.sentence
-    assert [row[0] for row in _rows(findings, None)] == ["mode", "bf16", "bf16"]
-    cut_short = judge("fp16", "-amp fp16", run([1.0] * 49, 900.0), None, 100)
-    assert cut_short.against == ["only 49 updates were trained"]
-    assert recommend([*findings, cut_short], None, "-amp off").mode == "bf16"
+    found = advice(run(speed=101.0, peak_memory_gb=6.0))
+    assert found["mode"] == "bf16"
+    assert "no faster, but 40 % less memory" in found["sentence"]
 
 
 def test_details_name_the_worst_layers() -> None:
     layers = [Layer("calm", "fp16", 100, 0, 0, 2**20), Layer("steep", "fp16", 100, 10, 40, 3.0)]
-    finding = judged(run(layers=layers, scale=1024.0))
-    text = "\n".join(_details([finding]))
+    text = "\n".join(_details([run(layers=layers, scale=1024.0)]))
     assert "layers whose gradients underflow most, at scale 1024: steep 40 % (fp16)" in text
     assert "calm" not in text
     assert "steep is closest to overflow: its gradients could be 2^1 times as large" in text

@@ -4,8 +4,6 @@
     python scripts/benchmark_amp.py TABLE -h    # about a table, and its flags
     python scripts/benchmark_amp.py TABLE -budget_min 9 -json table.json
 
-The same command with the same -json file resumes after the time ran out.
-
 The contenders (the precisions or loops compared) alternate after a warm-up, in reverse order every other round. The
 report shows medians, and ratios taken within a round. One contender runs twice as a control: the ratio of its two
 results shows the noise. -json is written after every measurement. The settings and flags of main_single_gpu.py are
@@ -28,16 +26,15 @@ from tools.common.command_line import OVERWRITE, Tool, above_zero, first_word, r
 from tools.common.output_file import writing
 from tools.common.tables import as_typed
 from tools.common.turns import Budget, alternate
-from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, TrainingError, UserError
+from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, TrainingError
 from utils.flags import Flag
 from utils.log import log
 from utils.machine.cpus import processors
 from utils.record.run_folder import git_state, versions, write_json
-from vitamp.files import parse_json
 
 TABLES = {table.name: table for table in tables.TABLES}
 OWN = (
-    Flag("budget_min", "time limit in minutes; repeat with the same -json to resume", "M", default=10, kind=above_zero),
+    Flag("budget_min", "time limit in minutes; fewer rounds are measured", "M", default=10, kind=above_zero),
     Flag("json", "write every measurement to this file, with device, versions and command", "FILE"),
     OVERWRITE,
 )
@@ -57,31 +54,25 @@ def _benchmark(argv: list[str]) -> int:
     abouts = {name: (tool.about or "").splitlines()[0] for name, tool in COMMANDS.items()}
     name = first_word(argv or ["-h"], NAME, __doc__, abouts, "table")
     table, line = TABLES[name], COMMANDS[name].read(argv[1:])
-    json_file = line.file("json", ".json", fresh=False)
+    json_file = line.file("json", ".json")
     budget = Budget(60 * line.asked.budget_min)
     try:
-        results = measure(name, table.plan(line), budget, json_file, argv, bool(line.asked.overwrite))
+        results = measure(name, table.plan(line), budget, json_file, argv)
     except KeyboardInterrupt:
         if json_file is None or not json_file.exists():
             raise
-        log.warning("interrupted; every finished measurement is in %s, and the same command resumes", json_file)
+        log.warning("interrupted; every finished measurement is in %s", json_file)
         return EXIT_INTERRUPTED
     print("\n".join(lines(table.section(results), results)))
     if results["cut"]:
-        resume = "the same command resumes" if json_file else "nothing was saved to resume from; give -json FILE"
-        log.warning("the time ran out (-budget_min) before all rounds were done; %s", resume)
+        log.warning("the time ran out (-budget_min) before all rounds were done")
     if json_file is not None:
         log.info("all measurements: %s", json_file)
     return EXIT_DONE
 
 
-def measure(
-    table: str, plan: Plan, budget: Budget, path: Path | None, words: Sequence[str] = (), overwrite: bool = False
-) -> Results:
-    """Measure the plan's turns that are not in the file yet, as far as the time allows.
-
-    `words`: the command line. `overwrite`: start anew instead of resuming the file.
-    """
+def measure(table: str, plan: Plan, budget: Budget, path: Path | None, words: Sequence[str] = ()) -> Results:
+    """Measure the plan's turns, as far as the time allows. `path`: the -json file; `words`: the command line."""
     results = Results(
         table=table,
         date=time.strftime("%Y-%m-%d"),
@@ -99,23 +90,18 @@ def measure(
         turns={name: [] for name in plan.contenders},
     )
 
-    def is_done(name: str, nth: int) -> bool:
-        """Whether a turn is measured already, or useless because the contender fails."""
-        turns = results.turns[name]
-        return len(turns) > nth or any("failed" in turn for turn in turns)
-
     def write() -> None:
         if path is not None:
             with writing(path, "-json"):
                 write_json(path, results)
 
     try:
-        if path is not None and path.exists() and not overwrite:
-            _resume(path, results)
         log.info("%s: %s on %s", table, ", ".join(results.turns), plan.device)
         for line in [*plan.remarks, *results.failures()]:
             log.info("%s", line)
-        for name, nth in alternate(list(plan.contenders), plan.rounds, budget, is_done):
+        for name, nth in alternate(list(plan.contenders), plan.rounds, budget):
+            if any("failed" in turn for turn in results.turns[name]):
+                continue
             began = time.monotonic()
             metrics = plan.contenders[name].turn()
             seconds = time.monotonic() - began
@@ -135,39 +121,6 @@ def measure(
             raise TrainingError("the time was up before anything was measured; raise -budget_min.")
         raise TrainingError("nothing could be measured:\n" + "\n".join(f"  {line}" for line in results.failures()))
     return results
-
-
-def _resume(path: Path, results: Results) -> None:
-    """Take the turns of an existing -json file, which must be of the same measurement."""
-    try:
-        before = parse_json(path.read_text(encoding="utf-8"))
-        known = all(key in before for key in ("table", "command", "rounds", "turns"))
-    except (OSError, ValueError, TypeError):
-        before, known = {}, False
-    if not known:
-        raise UserError(
-            f"-json {path}: already exists, and was not written by benchmark_amp.py; "
-            "name another file, or give -overwrite to replace it."
-        )
-    for key in ("table", "device", "versions", "settings"):
-        if before.get(key) != results[key]:
-            raise UserError(
-                f"-json {path}: the file holds another measurement, {_difference(key, before.get(key), results[key])}. "
-                "To resume it, repeat its flags on the same device with the same versions. Otherwise name another "
-                "file, or replace this one with -overwrite."
-            )
-    results |= {key: before[key] for key in ("date", "command", "clock_mhz", "git")}
-    results["turns"] = {name: before["turns"].get(name, []) for name in results.turns}
-    done = min(map(len, results.turns.values()), default=0)
-    log.info("%s: resuming after %d of %d rounds", path, done, results["rounds"])
-
-
-def _difference(key: str, before: Any, now: Any) -> str:
-    if isinstance(before, dict) and isinstance(now, dict):
-        for name in [*before, *now]:
-            if before.get(name) != now.get(name):
-                return _difference(name, before.get(name), now.get(name))
-    return f"with {key} {before}, not {now}"
 
 
 def clock_mhz(device: str) -> float | None:

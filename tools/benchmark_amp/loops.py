@@ -306,6 +306,8 @@ class _ContinuedSchedule:
 
 def import_train_py(path: Path) -> Any:
     """Import timm's train.py as a module, without running it."""
+    if not path.is_file():
+        raise UserError(f"-timm_train {path}: no such file; give train.py of timm's repository.")
     spec = importlib.util.spec_from_file_location("timm_train_script", path)
     if spec is None or spec.loader is None:
         raise UserError(f"-timm_train {path}: not a Python file; give train.py of timm's repository.")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,7 @@ from tools.benchmark_amp.plan import (
     synthetic,
     users_data,
 )
-from tools.benchmark_amp.results import AGAIN, Metrics, Results, percent, shown
+from tools.benchmark_amp.results import AGAIN, Results, percent, shown
 from tools.common.command_line import ToolLine, some_of
 from tools.common.tables import Columns, Section, non_defaults, with_columns
 from utils.config import AmpConfig, Config
@@ -344,13 +343,16 @@ TOLERANCE = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 1e-2}
 def plan(line: ToolLine) -> Plan:
     # fp32 first: the other precisions are compared with it.
     precisions = sorted(line.asked.precisions or ("fp32", "bf16"), key=lambda name: name != "fp32")
-    compiled, train_py = bool(line.asked.compile), _train_py(line)
+    compiled, train_py = bool(line.asked.compile), line.asked.timm_train
     setup = set_up(line, fixed=FIXED)
     updates = line.asked.updates or (5 if setup.on_cpu else 50)
 
-    from tools.benchmark_amp.loops import LoopSession
+    from tools.benchmark_amp.loops import LoopSession, import_train_py
     from tools.common.sessions import Worker
 
+    if train_py is not None:
+        train_py = train_py.expanduser().resolve()
+        import_train_py(train_py)
     ways: list[Way] = []
     for precision in precisions:
         ways += [Way(kind, precision, train_py=train_py) for kind in (TIMM, FUSED, OURS)]
@@ -361,7 +363,7 @@ def plan(line: ToolLine) -> Plan:
     # None is ended for another's memory: a loop that was rebuilt would not be past its warm-up.
     workers = {name: Worker(partial(LoopSession, way, setup.config, updates), []) for name, way in by_name.items()}
     device = prepared(setup)
-    left_out = _compare_losses(workers, by_name, first)
+    left_out = _compare_losses(workers, first)
     contenders = {name: worker for name, worker in workers.items() if name not in left_out}
     settings = {
         "updates": updates,
@@ -374,37 +376,15 @@ def plan(line: ToolLine) -> Plan:
     return Plan(contenders, line.asked.rounds, settings, device, images, left_out, setup.remarks)
 
 
-def _train_py(line: ToolLine) -> Path | None:
-    if line.asked.timm_train is None:
-        return None
-    path = line.asked.timm_train.expanduser().resolve()
-    if not path.is_file():
-        raise UserError(f"-timm_train {path}: no such file; give train.py of timm's repository.")
-    from tools.benchmark_amp.loops import import_train_py
-
-    import_train_py(path)
-    return path
-
-
-def _compare_losses(workers: dict[str, Worker], ways: dict[str, Way], first: str) -> dict[str, str]:
-    """Loops that cannot train, and why. Different losses are an error, because such loops do different work.
-
-    Work on the CPU runs concurrently: building, and compiling. Our loops are built one after another, because they
-    time alternatives on the device.
-    """
+def _compare_losses(workers: dict[str, Worker], first: str) -> dict[str, str]:
+    """Loops that cannot train, and why. Different losses are an error, because such loops do different work."""
     log.info("building the loops and comparing their first losses: %s", "; ".join(workers))
     try:
-        answers = concurrently("start", {name: each for name, each in workers.items() if ways[name].kind != OURS})
-        answers |= {name: each.start() for name, each in workers.items() if ways[name].kind == OURS}
-        ready = {name: each for name, each in workers.items() if "failed" not in answers[name]}
-        answers |= {name: each.call("first_losses") for name, each in ready.items() if not ways[name].compiled}
-        answers |= concurrently(
-            "call", {name: each for name, each in ready.items() if ways[name].compiled}, "first_losses"
-        )
-        left_out = {name: answers[name]["failed"] for name in workers if "failed" in answers[name]}
+        answers = {name: worker.start() or worker.call("first_losses") for name, worker in workers.items()}
+        left_out = {name: answer["failed"] for name, answer in answers.items() if "failed" in answer}
         if first in left_out:
             raise TrainingError(f"the baseline {first} failed: {left_out[first]}")
-        losses = {name: answers[name]["losses"] for name in workers if name not in left_out}
+        losses = {name: answer["losses"] for name, answer in answers.items() if name not in left_out}
         if problems := disagreements(losses, first):
             raise TrainingError("the losses do not agree, so nothing is measured:\n" + "\n".join(problems))
     except BaseException:
@@ -415,12 +395,6 @@ def _compare_losses(workers: dict[str, Worker], ways: dict[str, Way], first: str
         workers[name].close()
         log.warning("%s: %s", name, why)
     return left_out
-
-
-def concurrently(method: str, workers: dict[str, Worker], *given: str) -> dict[str, Metrics]:
-    with ThreadPoolExecutor(max(1, len(workers))) as threads:
-        answers = threads.map(lambda worker: getattr(worker, method)(*given), workers.values())
-        return dict(zip(workers, answers, strict=True))
 
 
 def disagreements(losses: dict[str, list[float]], first: str) -> list[str]:

@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tools.common.command_line import OVERWRITE, Tool, about_one_device, above_zero, check_one_training, run_tool
 from tools.common.output_file import writing
@@ -34,6 +34,7 @@ from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED, TrainingErro
 from utils.flags import Flag, whole
 from utils.log import log
 from utils.record.history import History
+from utils.record.history import plain
 from utils.record.run_folder import describe_run, make_folder, read_about, write_json
 from utils.text import counted, redacted_values
 
@@ -44,6 +45,14 @@ if TYPE_CHECKING:
     from tools.common.precisions import Mode
     from tools.compare.plan import Run
 
+FEWEST_UPDATES = 5
+POINTS = 100
+"""A run reports about so many losses, and its speed as often."""
+SHOWN_LAYERS = 3
+MUCH_NOISE = 0.15
+"""Variation in the speed of equal runs that hints at other load on the machine."""
+MUCH_WAITING = 20
+"""Percent of the time spent waiting for samples, above which no precision helps much."""
 SMOOTHED_OVER = 20
 """Loss curves are smoothed by a moving mean over a twentieth of their reports: single batches are noisy."""
 MAX_SKIPPED = 0.05
@@ -53,236 +62,7 @@ ALIKE = 0.97
 """Fraction of the highest speed that counts as equally fast."""
 FASTER, SMALLER = 1.05, 0.90
 """Least speed-up, or largest fraction of memory, for a precision to be recommended over fp32."""
-
-
-@dataclass
-class Measured:
-    """What a short run showed."""
-
-    losses: list[float] = field(default_factory=list)
-    """One per report."""
-    images_per_second: float = 0.0
-    data_wait_percent: float = 0.0
-    peak_memory_gb: float = 0.0
-    updates: int = 0
-    skipped: int = 0
-    scale: float = 1.0
-    learning_rate: float = 0.0
-    """At the last update."""
-    epochs: float = 0.0
-    layers: list[Layer] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    failed: str = ""
-    """Why nothing was measured."""
-
-
-def measured_of(run: Path) -> Measured:
-    """Read a run's metrics."""
-    history = History.of_run(run)
-    lines = history.of("train")
-    if not lines:
-        return Measured(failed="not even one update was reported")
-    last = lines[-1]
-    losses = [math.nan if line["loss"] is None else line["loss"] for line in lines]
-    waits = [line["perf"]["data_wait_percent"] for line in lines[1:] or lines]
-    config, samples = config_of_run(run), read_about(run)["samples"]["train"]
-    return Measured(
-        losses=losses,
-        images_per_second=history.images_per_second or 0.0,
-        data_wait_percent=statistics.median(waits),
-        peak_memory_gb=history.peak_memory_gb or 0.0,
-        updates=last["update"],
-        skipped=history.skipped,
-        scale=last["scale"],
-        learning_rate=last["lr"],
-        epochs=last["update"] * config.DATA.BATCH_SIZE * config.TRAIN.ACCUM_ITER / samples,
-    )
-
-
-def smooth(values: list[float], window: int) -> list[float]:
-    """Moving mean; the result has `window - 1` fewer values."""
-    return [math.fsum(values[at : at + window]) / window for at in range(len(values) - window + 1)]
-
-
-def smooth_together(curves: list[list[float]]) -> list[list[float]]:
-    """Loss curves, smoothed over the reports that all of them have."""
-    length = min(map(len, curves))
-    window = max(1, length // SMOOTHED_OVER)
-    return [smooth(curve[:length], window) for curve in curves]
-
-
-def largest_difference(first: list[float], second: list[float]) -> float:
-    """Largest difference of two smoothed loss curves; infinite if one has a NaN."""
-    return _greatest(abs(a - b) for a, b in zip(*smooth_together([first, second]), strict=True))
-
-
-def _greatest(values: Iterable[float]) -> float:
-    return max((value if math.isfinite(value) else math.inf for value in values), default=math.inf)
-
-
-@dataclass(frozen=True)
-class Baseline:
-    """fp32 with three seeds: its speed and loss curves, and the noise of both."""
-
-    runs: tuple[Measured, Measured, Measured]
-
-    @property
-    def losses(self) -> list[float]:
-        """With the user's seed, which the other precisions use as well."""
-        return self.runs[0].losses
-
-    @property
-    def images_per_second(self) -> float:
-        return statistics.median(self._speeds())
-
-    @property
-    def speed_noise(self) -> float:
-        """Variation of the speed between the three runs: 0.1 is 10 %."""
-        return max(self._speeds()) / min(self._speeds()) - 1
-
-    @property
-    def peak_memory_gb(self) -> float:
-        return self.runs[0].peak_memory_gb
-
-    def seed_noise(self, reports: int) -> float:
-        """Largest difference between loss curves of two seeds, over this many reports."""
-        curves = [run.losses[:reports] for run in self.runs]
-        return max(largest_difference(*pair) for pair in itertools.combinations(curves, 2))
-
-    def excess(self, losses: list[float]) -> float:
-        """How far a loss curve rises above those of all three seeds; negative if it never does.
-
-        One seed is not enough to compare with: small differences grow until two curves differ as much as those of two
-        seeds do, in either direction.
-        """
-        curve, *seeds = smooth_together([losses, *(run.losses for run in self.runs)])
-        return _greatest(value - max(others) for value, *others in zip(curve, *seeds, strict=True))
-
-    def _speeds(self) -> list[float]:
-        return [run.images_per_second for run in self.runs]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One mode compared with fp32."""
-
-    name: str
-    flags: str
-    measured: Measured
-    speed: float | None
-    """Relative to fp32; None if it is meaningless, or fp32 was not measured."""
-    memory: float | None
-    """Peak memory relative to fp32."""
-    difference: float | None
-    """Largest difference from fp32's loss curve."""
-    noise: float | None
-    """Largest difference between two fp32 seeds over the same updates."""
-    excess: float | None
-    """How far its loss rises above all fp32 seeds."""
-    against: list[str] = field(default_factory=list)
-    """Reasons not to recommend it, whatever its speed."""
-
-
-def judge(name: str, flags: str, measured: Measured, base: Baseline | None, updates: int, slow: str = "") -> Finding:
-    """`slow`: why its speed must not count."""
-    against = [slow] if slow else []
-    if measured.failed:
-        return Finding(name, flags, measured, None, None, None, None, None, [measured.failed])
-    done = measured.updates
-    if measured.skipped > max(SKIPS_TO_FIND_THE_SCALE, MAX_SKIPPED * done):
-        against.append(f"{measured.skipped} of {done} updates were skipped")
-    if 2 * done < (updates if base is None else min(updates, base.runs[0].updates)):
-        against.append(f"only {done} updates were trained")
-    if base is None:
-        return Finding(name, flags, measured, None, None, None, None, None, against)
-    difference, noise = largest_difference(base.losses, measured.losses), base.seed_noise(len(measured.losses))
-    excess = base.excess(measured.losses)
-    if excess > noise:
-        against.append(
-            f"its loss is up to {excess:.2g} above all fp32 seeds, which differ by {noise:.2g} among themselves"
-        )
-    speed = None if slow else measured.images_per_second / base.images_per_second
-    memory = measured.peak_memory_gb / base.peak_memory_gb
-    return Finding(name, flags, measured, speed, memory, difference, noise, excess, against)
-
-
-@dataclass(frozen=True)
-class Recommendation:
-    mode: str
-    flags: str
-    sentence: str
-
-
-def recommend(findings: list[Finding], base: Baseline | None, fp32_flags: str) -> Recommendation:
-    """`findings`: in order of preference between equally fast modes."""
-    sound = [f for f in findings if not f.against]
-    if base is None:
-        return _without_fp32(sound, fp32_flags)
-    noisy = 1 + base.speed_noise
-    fast = [f for f in sound if f.speed and f.speed > max(FASTER, noisy)]
-    if fast:
-        enough = ALIKE * max(f.speed or 0 for f in fast)
-        chosen = next(f for f in fast if (f.speed or 0) >= enough)
-        return Recommendation(chosen.name, chosen.flags, f"{chosen.flags}: {_gains(chosen)}; {_harmless(chosen)}.")
-    small = [f for f in sound if f.memory and f.memory <= SMALLER and f.speed and f.speed * noisy >= 1]
-    if small:
-        chosen = min(small, key=lambda f: f.memory or 1)
-        return Recommendation(
-            chosen.name, chosen.flags, f"{chosen.flags}: no faster, but {_memory(chosen)}; {_harmless(chosen)}."
-        )
-    why = f"the speed of equal runs varied by {100 * base.speed_noise:.0f} %" if base.speed_noise > 0.02 else ""
-    nothing = (
-        f"of the precisions that trained as well as fp32, none was faster by more than both {100 * (FASTER - 1):.0f} % "
-        f"and the noise, and none saved {100 * (1 - SMALLER):.0f} % of memory without being slower"
-    )
-    return Recommendation("fp32", fp32_flags, f"{fp32_flags}: {nothing}{f' ({why})' * bool(why)}.")
-
-
-def _without_fp32(sound: list[Finding], fp32_flags: str) -> Recommendation:
-    if not sound:
-        return Recommendation(
-            "fp32",
-            fp32_flags,
-            "fp32 could not be measured, and every other precision had problems; try a smaller -batch_size, so that "
-            "fp32 runs.",
-        )
-    chosen = max(sound, key=lambda f: f.measured.images_per_second)
-    return Recommendation(
-        chosen.name,
-        chosen.flags,
-        f"{chosen.flags}: it ran, but fp32 did not; try a smaller -batch_size to compare its loss with fp32's.",
-    )
-
-
-def _gains(finding: Finding) -> str:
-    return f"{finding.speed:.2g}x faster, {_memory(finding)}"
-
-
-def _memory(finding: Finding) -> str:
-    percent = round(100 * ((finding.memory or 1) - 1))
-    if abs(percent) < 2:
-        return "the same memory"
-    return f"{abs(percent)} % {'less' if percent < 0 else 'more'} memory"
-
-
-def _harmless(finding: Finding) -> str:
-    difference, noise = f"{finding.difference:.2g}", f"{finding.noise:.2g}"
-    text = f"its loss differs from fp32's by at most {difference}; two fp32 seeds differ by {noise}"
-    if (finding.difference or 0) <= (finding.noise or 0):
-        return text
-    worse = f"rises at most {finding.excess:.2g} above" if (finding.excess or 0) > 0 else "never rises above"
-    return f"{text}; its loss {worse} the highest of the fp32 seeds"
-
-
-FEWEST_UPDATES = 5
-POINTS = 100
-"""A run reports about so many losses, and its speed as often."""
-SHOWN_LAYERS = 3
-MUCH_NOISE = 0.15
-"""Variation in the speed of equal runs that hints at other load on the machine."""
-MUCH_WAITING = 20
-"""Percent of the time spent waiting for samples, above which no precision helps much."""
-NAME = "choose_precision"
+NAME, FP32 = "choose_precision", "fp32"
 OWN = (
     Flag(
         "updates", "updates per measurement; use at least a few hundred", "N", default=300, kind=whole(FEWEST_UPDATES)
@@ -303,6 +83,159 @@ def main(argv: list[str]) -> int:
     return run_tool(_choose, argv)
 
 
+@dataclass
+class Measured:
+    """What a short run showed, and how it compares with fp32."""
+
+    name: str
+    flags: str = ""
+    losses: list[float] = field(default_factory=list)
+    """One per report."""
+    images_per_second: float = 0.0
+    data_wait_percent: float = 0.0
+    peak_memory_gb: float = 0.0
+    updates: int = 0
+    skipped: int = 0
+    scale: float = 1.0
+    learning_rate: float = 0.0
+    """At the last update."""
+    epochs: float = 0.0
+    layers: list[Layer] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    failed: str = ""
+    """Why nothing was measured."""
+    speed: float | None = None
+    """Relative to fp32; None if it is meaningless."""
+    memory: float | None = None
+    """Peak memory relative to fp32."""
+    difference: float | None = None
+    """Largest difference from fp32's loss curve."""
+    noise: float | None = None
+    """Largest difference between two fp32 seeds over the same updates."""
+    excess: float | None = None
+    """How far its loss rises above all fp32 seeds."""
+    against: list[str] = field(default_factory=list)
+    """Reasons not to recommend it, whatever its speed."""
+
+    def read(self, run: Path) -> None:
+        """Take the metrics of a run."""
+        history = History.of_run(run)
+        lines = history.of("train")
+        if not lines:
+            self.failed = "not even one update was reported"
+            return
+        last, config, samples = lines[-1], config_of_run(run), read_about(run)["samples"]["train"]
+        self.losses = [math.nan if line["loss"] is None else line["loss"] for line in lines]
+        self.images_per_second = history.images_per_second or 0.0
+        self.data_wait_percent = statistics.median(line["perf"]["data_wait_percent"] for line in lines[1:] or lines)
+        self.peak_memory_gb, self.skipped = history.peak_memory_gb or 0.0, history.skipped
+        self.updates, self.scale, self.learning_rate = last["update"], last["scale"], last["lr"]
+        self.epochs = self.updates * config.DATA.BATCH_SIZE * config.TRAIN.ACCUM_ITER / samples
+
+    @property
+    def gain(self) -> str:
+        """Its memory and its loss, for the recommendation."""
+        percent = round(100 * ((self.memory or 1) - 1))
+        memory = f"{abs(percent)} % {'less' if percent < 0 else 'more'} memory"
+        text = (
+            f"{'the same memory' if abs(percent) < 2 else memory}; its loss differs from fp32's by at most "
+            f"{self.difference:.2g}; two fp32 seeds differ by {self.noise:.2g}"
+        )
+        if (self.difference or 0) <= (self.noise or 0):
+            return text
+        worse = f"rises at most {self.excess:.2g} above" if (self.excess or 0) > 0 else "never rises above"
+        return f"{text}; its loss {worse} the highest of the fp32 seeds"
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """fp32 with three seeds: its speed and loss curves, and the noise of both."""
+
+    runs: list[Measured]
+    """The first has the user's seed, which the other precisions use as well."""
+
+    @property
+    def images_per_second(self) -> float:
+        return statistics.median(run.images_per_second for run in self.runs)
+
+    @property
+    def speed_noise(self) -> float:
+        """Variation of the speed between the three runs: 0.1 is 10 %."""
+        speeds = [run.images_per_second for run in self.runs]
+        return max(speeds) / min(speeds) - 1
+
+    def seed_noise(self, reports: int) -> float:
+        """Largest difference between loss curves of two seeds, over this many reports."""
+        curves = [run.losses[:reports] for run in self.runs]
+        return max(largest_difference(*pair) for pair in itertools.combinations(curves, 2))
+
+    def excess(self, losses: list[float]) -> float:
+        """How far a loss curve rises above those of all three seeds; negative if it never does.
+
+        One seed is not enough to compare with: small differences grow until two curves differ as much as those of two
+        seeds do, in either direction.
+        """
+        curve, *seeds = _smooth([losses, *(run.losses for run in self.runs)])
+        return _greatest(value - max(others) for value, *others in zip(curve, *seeds, strict=True))
+
+
+def _smooth(curves: list[list[float]]) -> list[list[float]]:
+    """Moving means of loss curves, over the reports that all of them have."""
+    length = min(map(len, curves))
+    window = max(1, length // SMOOTHED_OVER)
+    return [[math.fsum(curve[at : at + window]) / window for at in range(length - window + 1)] for curve in curves]
+
+
+def largest_difference(first: list[float], second: list[float]) -> float:
+    """Largest difference of two smoothed loss curves; infinite if one has a NaN."""
+    return _greatest(abs(a - b) for a, b in zip(*_smooth([first, second]), strict=True))
+
+
+def _greatest(values: Iterable[float]) -> float:
+    return max((value if math.isfinite(value) else math.inf for value in values), default=math.inf)
+
+
+def judge(one: Measured, base: Baseline, updates: int, slow: str = "") -> None:
+    """Compare a mode with fp32. `updates`: those asked for; `slow`: why its speed must not count."""
+    if one.failed:
+        one.against = [one.failed]
+        return
+    one.against = [slow] if slow else []
+    if one.skipped > max(SKIPS_TO_FIND_THE_SCALE, MAX_SKIPPED * one.updates):
+        one.against.append(f"{one.skipped} of {one.updates} updates were skipped")
+    if 2 * one.updates < min(updates, base.runs[0].updates):
+        one.against.append(f"only {one.updates} updates were trained")
+    one.difference = largest_difference(base.runs[0].losses, one.losses)
+    one.noise, one.excess = base.seed_noise(len(one.losses)), base.excess(one.losses)
+    if one.excess > one.noise:
+        one.against.append(
+            f"its loss is up to {one.excess:.2g} above all fp32 seeds, which differ by {one.noise:.2g} among themselves"
+        )
+    one.speed = None if slow else one.images_per_second / base.images_per_second
+    one.memory = one.peak_memory_gb / base.runs[0].peak_memory_gb
+
+
+def recommend(modes: list[Measured], base: Baseline, fp32_flags: str) -> dict[str, str]:
+    """Mode, flags and a sentence. `modes`: in order of preference between equally fast ones."""
+    sound, noisy = [one for one in modes if not one.against], 1 + base.speed_noise
+    if fast := [one for one in sound if one.speed and one.speed > max(FASTER, noisy)]:
+        enough = ALIKE * max(one.speed or 0 for one in fast)
+        chosen = next(one for one in fast if (one.speed or 0) >= enough)
+        gains = f"{chosen.speed:.2g}x faster, {chosen.gain}"
+    elif small := [one for one in sound if (one.memory or 1) <= SMALLER and (one.speed or 0) * noisy >= 1]:
+        chosen = min(small, key=lambda one: one.memory or 1)
+        gains = f"no faster, but {chosen.gain}"
+    else:
+        why = f" (the speed of equal runs varied by {100 * base.speed_noise:.0f} %)" * (base.speed_noise > 0.02)
+        chosen = Measured(FP32, fp32_flags)
+        gains = (
+            f"of the precisions that trained as well as fp32, none was faster by more than both "
+            f"{100 * (FASTER - 1):.0f} % and the noise, and none saved {100 * (1 - SMALLER):.0f} % of memory without "
+            f"being slower{why}"
+        )
+    return {"mode": chosen.name, "flags": chosen.flags, "sentence": f"{chosen.flags}: {gains}."}
+
+
 def _choose(argv: list[str]) -> int:
     line = TOOL.read(argv)
     asked, loaded = line.asked, line.load()
@@ -314,7 +247,7 @@ def _choose(argv: list[str]) -> int:
     # Imported after all checks: importing torch takes seconds.
     from engine.machine.device import describe_devices, pick_device, set_up_device
     from engine.preflight import check
-    from tools.common.precisions import UPDATES_WITHOUT_ARITHMETIC, lacks_arithmetic, plan, read_modes
+    from tools.common.precisions import plan, read_modes
     from tools.common.sessions import silence_torchao
     from tools.compare.train import Terminated
     from utils.distributed.world import ALONE
@@ -334,49 +267,45 @@ def _choose(argv: list[str]) -> int:
     for name, reason in planned.left_out.items():
         log.info("left out: %s: %s", name, reason)
 
-    updates = {
-        mode.name: min(UPDATES_WITHOUT_ARITHMETIC, asked.updates) if lacks_arithmetic(mode, device) else asked.updates
-        for mode in planned.modes
-    }
     began = time.monotonic()
     folder = make_folder(config.OUTPUT, config.SAVE, NAME)
-    runs = _runs(config, folder, planned.modes, asked.updates, updates)
+    runs = _runs(config, folder, planned.modes, asked.updates, device)
     try:
         measured = _train(runs, 60 * asked.budget_min, bool(asked.overwrite))
-        for run in runs:
-            mode = next((mode for mode in planned.modes if mode.name == run.contender), None)
-            if mode is not None and mode.dtype and not measured[run.folder.name].failed:
-                measured[run.folder.name].layers = _layers(run, measured[run.folder.name])
+        base, found = _judge(config, device, planned.modes, runs, measured)
     except (KeyboardInterrupt, Terminated) as error:
         log.warning("interrupted; finished runs are in %s, and the same command with -output resumes", folder)
         return EXIT_STOPPED if isinstance(error, Terminated) else EXIT_INTERRUPTED
 
-    base, findings = _judge(config, device, planned.modes, runs, measured, updates)
-    advice = recommend(findings, base, "-amp off" + " AMP.TF32=false" * config.AMP.TF32)
-    log.info("\n%s\n", "\n".join(in_columns(_rows(findings, base))))
-    for text in [*_details(findings), *_remarks(config, device, base)]:
+    advice = recommend(found, base, "-amp off" + " AMP.TF32=false" * config.AMP.TF32)
+    log.info("\n%s\n", "\n".join(in_columns(_rows(found, base))))
+    for text in [*_details(found), *_remarks(config, device, base)]:
         log.info("%s", text)
     about = {
         **describe_run(where, {"updates": asked.updates, "threads": threads}, config.TAG),
         "seconds": round(time.monotonic() - began, 1),
-        "recommendation": vars(advice),
+        "recommendation": advice,
         "left_out": planned.left_out,
-        "fp32": None
-        if base is None
-        else {
+        "fp32": {
             "images_per_second": base.images_per_second,
             "speed_noise": base.speed_noise,
-            "seed_noise": base.seed_noise(len(base.losses)),
+            "seed_noise": base.seed_noise(len(base.runs[0].losses)),
             "runs": [asdict(run) for run in base.runs],
         },
-        "modes": [_as_noted(finding) for finding in findings],
+        "modes": [asdict(one) for one in found],
         "runs": [run.folder.name for run in runs],
     }
     report = folder / f"{NAME}.json"
     with writing(report, "-output"):
-        write_json(report, redacted_values(_plain(about)))
-    _write_page(runs, measured, folder, advice.sentence)
-    log.info("\n%s\nFlags: %s\nReport: %s", advice.sentence, advice.flags, folder)
+        write_json(report, redacted_values(plain(about)))
+    from tools.common.report_page.page import write_report
+
+    folders = [run.folder for run in runs if not measured[run.folder.name].failed]
+    try:
+        write_report(folders, folder / "report.html", verdict=advice["sentence"], predictions=False)
+    except UserError as error:  # not fatal: everything else is in the log
+        log.warning("%s", error)
+    log.info("\n%s\nFlags: %s\nReport: %s", advice["sentence"], advice["flags"], folder)
     return EXIT_DONE
 
 
@@ -393,20 +322,20 @@ def _without_effect(loaded: Loaded) -> list[str]:
     return notes + about_one_device(loaded)
 
 
-def _runs(config: Config, folder: Path, modes: tuple[Mode, ...], most: int, updates: dict[str, int]) -> list[Run]:
+def _runs(config: Config, folder: Path, modes: tuple[Mode, ...], updates: int, device: torch.device) -> list[Run]:
     """fp32 comes first, in the middle and last, each with a seed of its own, so that a drift of the machine shows."""
-    from tools.common.precisions import REFERENCE
+    from tools.common.precisions import REFERENCE, UPDATES_WITHOUT_ARITHMETIC, lacks_arithmetic
     from tools.compare.plan import Run
 
-    def run(mode: Mode, seed: int, number: int) -> Run:
+    def run(mode: Mode, seed: int) -> Run:
+        number = min(UPDATES_WITHOUT_ARITHMETIC, updates) if lacks_arithmetic(mode, device) else updates
         amp = mode.amp(config.AMP).model_copy(update={"AUTO_FP32": False})
         changed = {"AMP": amp, "SEED": seed, "REPORT_FREQ": max(1, number // POINTS), "OUTPUT": None}
         changed["TRAIN"] = config.TRAIN.model_copy(update={"MAX_UPDATES": number})
         return Run(mode.name, seed, config.model_copy(update=changed), folder / f"{mode.name}-{seed}")
 
-    half, seed = len(modes) // 2, config.SEED
-    others = [run(mode, seed, updates[mode.name]) for mode in modes]
-    fp32 = [run(REFERENCE, seed + number, most) for number in range(3)]
+    half, others = len(modes) // 2, [run(mode, config.SEED) for mode in modes]
+    fp32 = [run(REFERENCE, config.SEED + number) for number in range(3)]
     return [fp32[0], *others[:half], fp32[1], *others[half:], fp32[2]]
 
 
@@ -422,102 +351,90 @@ def _train(runs: list[Run], seconds: float, again: bool) -> dict[str, Measured]:
     end = time.monotonic() + seconds
     with progress_bar(len(runs), "runs") as bar, terminating():
         for nth, run in enumerate(runs):
-            failed = None
+            one = measured[run.folder.name] = Measured(run.contender)
             if not is_finished(run.folder):
                 own = max(1.0, (end - time.monotonic()) / (len(runs) - nth))
                 limit = f"MAX_TIME={int(own // 3600):02d}:{int(own // 60 % 60):02d}:{math.ceil(own % 60) % 60:02d}"
-                failed = train_run(run, [*command_of(run, many=False), limit], lambda *_: None)
-            found = measured[run.folder.name] = Measured(failed=failed) if failed else measured_of(run.folder)
-            late = ", cut short (-budget_min)" if not failed and not is_finished(run.folder) else ""
-            speed = f"{counted(found.updates, 'update')}, {rounded(found.images_per_second)} images/s{late}"
-            log.info("  %s, seed %d: %s", run.contender, run.seed, failed or speed)
+                one.failed = train_run(run, [*command_of(run, many=False), limit], lambda *_: None) or ""
+            if not one.failed:
+                one.read(run.folder)
+            late = "" if is_finished(run.folder) else ", cut short (-budget_min)"
+            speed = f"{counted(one.updates, 'update')}, {rounded(one.images_per_second)} images/s{late}"
+            log.info("  %s, seed %d: %s", run.contender, run.seed, one.failed or speed)
             bar.update()
     return measured
 
 
-def _layers(run: Run, measured: Measured) -> list[Layer]:
-    """The table of layers, from the run's last checkpoint."""
+def _judge(
+    config: Config, device: torch.device, modes: tuple[Mode, ...], runs: list[Run], measured: dict[str, Measured]
+) -> tuple[Baseline, list[Measured]]:
+    """Examine the layers of each mode, and compare it with fp32."""
+    from engine.amp.precision import choose
     from tools.choose_precision.layers import layers_of
+    from tools.common.precisions import is_emulated, lacks_arithmetic
     from tools.common.sessions import reason
 
-    level = log.level
-    log.setLevel(logging.WARNING)  # the model's lines are in the run's own log
-    try:
-        return layers_of(run, measured.scale)
-    except (MemoryError, RuntimeError, UserError) as error:
-        measured.notes.append(f"its layers could not be examined: {reason(error)}")
-        return []
-    finally:
-        log.setLevel(level)
-
-
-def _judge(
-    config: Config,
-    device: torch.device,
-    modes: tuple[Mode, ...],
-    runs: list[Run],
-    measured: dict[str, Measured],
-    updates: dict[str, int],
-) -> tuple[Baseline | None, list[Finding]]:
-    from engine.amp.precision import choose
-    from tools.common.precisions import is_emulated, lacks_arithmetic
-
-    of = {run.contender: measured[run.folder.name] for run in runs}
-    first, second, third = (measured[run.folder.name] for run in runs if run.contender == "fp32")
-    failed = next((run.failed for run in (first, second, third) if run.failed), "")
-    if failed and all(of[mode.name].failed for mode in modes):
-        raise TrainingError(f"nothing could be measured; fp32: {failed}")
-    if failed:
-        log.warning("fp32 could not be measured (%s), so the other precisions are not compared with it", failed)
-    base, findings = None if failed else Baseline((first, second, third)), []
+    base = Baseline([measured[run.folder.name] for run in runs if run.contender == FP32])
+    if failed := next((run.failed for run in base.runs if run.failed), ""):
+        raise TrainingError(f"fp32 failed, so nothing can be compared with it: {failed}. Try a smaller -batch_size.")
+    found, of = [], {run.contender: run for run in runs}
     for mode in modes:
-        warning = choose(mode.amp(config.AMP), device).warning
-        of[mode.name].notes = [*([warning] if warning else []), *of[mode.name].notes]
+        run, one = of[mode.name], measured[of[mode.name].folder.name]
+        one.flags, asked = mode.flags(config.AMP), run.config.TRAIN.MAX_UPDATES or 0
+        if warning := choose(mode.amp(config.AMP), device).warning:
+            one.notes.append(warning)
+        if mode.dtype and not one.failed:
+            level = log.level
+            log.setLevel(logging.WARNING)  # the model's lines are in the run's own log
+            try:
+                one.layers = layers_of(run, one.scale)
+            except (MemoryError, RuntimeError, UserError) as error:
+                one.notes.append(f"its layers could not be examined: {reason(error)}")
+            finally:
+                log.setLevel(level)
         slow = "emulated on this device, so its speed is meaningless" if is_emulated(mode, device) else ""
         if lacks_arithmetic(mode, device):
             slow = (
-                f"this CPU has no fp16 arithmetic and emulates it, so only {updates[mode.name]} updates were run: "
+                f"this CPU has no fp16 arithmetic and emulates it, so only {asked} updates were run: "
                 "they show whether the model trains, not how fast"
             )
-        flags = mode.flags(config.AMP)
-        findings.append(judge(mode.name, flags, of[mode.name], base, updates[mode.name], slow))
-    return base, findings
+        judge(one, base, asked, slow)
+        found.append(one)
+    return base, found
 
 
-def _rows(findings: list[Finding], base: Baseline | None) -> list[list[str]]:
+def _rows(found: list[Measured], base: Baseline) -> list[list[str]]:
     """One row per mode. `loss`: largest difference from fp32's curve; `two seeds`: that of two fp32 curves."""
     rows = [["mode", "images/s", "speed", "memory", "of fp32's", "loss", "two seeds", "skipped"]]
     rows[0] += ["underflow", "headroom"]
-    if base is not None:
-        noise, memory = _small(base.seed_noise(len(base.losses))), f"{base.peak_memory_gb:.2f} GB"
-        rows.append(["fp32", rounded(base.images_per_second), "1.00x", memory, "100 %", "-", noise, *["-"] * 3])
-    for finding in findings:
-        one = finding.measured
+    noise, memory = _small(base.seed_noise(len(base.runs[0].losses))), f"{base.runs[0].peak_memory_gb:.2f} GB"
+    rows.append([FP32, rounded(base.images_per_second), "1.00x", memory, "100 %", "-", noise, *["-"] * 3])
+    for one in found:
         if one.failed:
-            rows.append([finding.name, *["-"] * 9])
+            rows.append([one.name, *["-"] * 9])
             continue
         rows.append(
             [
-                finding.name,
+                one.name,
                 rounded(one.images_per_second),
-                "-" if finding.speed is None else f"{finding.speed:.2f}x",
+                "-" if one.speed is None else f"{one.speed:.2f}x",
                 f"{one.peak_memory_gb:.2f} GB",
-                "-" if finding.memory is None else f"{100 * finding.memory:.0f} %",
-                _small(finding.difference),
-                _small(finding.noise),
+                f"{100 * (one.memory or 0):.0f} %",
+                _small(one.difference),
+                _small(one.noise),
                 f"{one.skipped}/{one.updates}",
-                _percent(max((layer.underflow_share for layer in one.layers), default=None)),
-                _power(min((layer.headroom for layer in one.layers), default=None)),
+                _percent(max(layer.underflow_share for layer in one.layers)) if one.layers else "-",
+                _power(min(layer.headroom for layer in one.layers)) if one.layers else "-",
             ]
         )
     return rows
 
 
-def _details(findings: list[Finding]) -> list[str]:
+def _details(found: list[Measured]) -> list[str]:
     """Lines below the table: the layers that lose most, notes, and why a mode is not recommended."""
     lines: list[str] = []
-    for finding in findings:
-        one, texts = finding.measured, []
+    for one in found:
+        texts = []
         worst = sorted(one.layers, key=lambda layer: layer.underflow_share, reverse=True)[:SHOWN_LAYERS]
         if worst := [layer for layer in worst if layer.underflows]:
             fractions = ", ".join(f"{layer.name} {_percent(layer.underflow_share)} ({layer.dtype})" for layer in worst)
@@ -528,51 +445,30 @@ def _details(findings: list[Finding]) -> list[str]:
                 f"at scale {one.scale:g}, {tightest.name} is closest to overflow: its gradients could be "
                 f"{_power(tightest.headroom)} times as large without overflow"
             )
-        texts += [*one.notes, *(f"not recommended: {reason}" for reason in finding.against)]
-        lines += [f"{finding.name}: {text}" for text in texts]
+        texts += [*one.notes, *(f"not recommended: {reason}" for reason in one.against)]
+        lines += [f"{one.name}: {text}" for text in texts]
     return lines
 
 
-def _remarks(config: Config, device: torch.device, base: Baseline | None) -> list[str]:
-    texts = []
+def _remarks(config: Config, device: torch.device, base: Baseline) -> list[str]:
+    texts, first = [], base.runs[0]
     if device.type != "cuda":
         texts.append("memory: peak of the whole process, Python and libraries (about 0.5 GB) included")
-    if base is None:
-        return texts
     noise = f"speed: three runs of fp32 varied by {100 * base.speed_noise:.0f} %; smaller differences are noise"
     busy = "; repeat the measurement when the machine is idle"
     texts.append(noise + busy * (base.speed_noise > MUCH_NOISE))
     warmup = min(config.TRAIN.WARMUP_EPOCHS, config.TRAIN.NUM_EPOCHS)
-    if base.runs[0].epochs < warmup / 2:
+    if first.epochs < warmup / 2:
         texts.append(
-            f"learning rate: reached only {base.runs[0].learning_rate:.2g}, after {base.runs[0].epochs:.2g} of "
+            f"learning rate: reached only {first.learning_rate:.2g}, after {first.epochs:.2g} of "
             f"{warmup:g} TRAIN.WARMUP_EPOCHS; for the full learning rate, give more -updates or a shorter warm-up"
         )
-    waited = base.runs[0].data_wait_percent
-    if waited > MUCH_WAITING:
+    if first.data_wait_percent > MUCH_WAITING:
         texts.append(
-            f"data: fp32 waited for samples {waited:.0f} % of the time; while loading is the bottleneck, no "
-            "precision makes training faster (see DATA.NUM_WORKERS)"
+            f"data: fp32 waited for samples {first.data_wait_percent:.0f} % of the time; while loading is the "
+            "bottleneck, no precision makes training faster (see DATA.NUM_WORKERS)"
         )
     return texts
-
-
-def _as_noted(finding: Finding) -> dict[str, Any]:
-    noted = asdict(finding)
-    measured = noted.pop("measured")
-    layers = [{**asdict(each), "underflow_share": each.underflow_share} for each in finding.measured.layers]
-    return {**noted, **measured, "layers": layers}
-
-
-def _write_page(runs: list[Run], measured: dict[str, Measured], folder: Path, sentence: str) -> None:
-    """Write report.html with the runs side by side. An error there is a warning: everything else is in the log."""
-    from tools.common.report_page.page import write_report
-
-    folders = [run.folder for run in runs if not measured[run.folder.name].failed]
-    try:
-        write_report(folders, folder / "report.html", verdict=sentence, predictions=False)
-    except UserError as error:
-        log.warning("%s", error)
 
 
 def rounded(images: float) -> str:
@@ -580,25 +476,12 @@ def rounded(images: float) -> str:
 
 
 def _small(value: float | None) -> str:
-    if value is None or math.isnan(value):
-        return "-"
-    return "not a number" if math.isinf(value) else f"{value:.2g}"
+    return "-" if value is None else "not a number" if math.isinf(value) else f"{value:.2g}"
 
 
-def _percent(fraction: float | None) -> str:
-    return "-" if fraction is None else f"{100 * fraction:.2g} %"
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.2g} %"
 
 
-def _power(headroom: float | None) -> str:
-    if headroom is None:
-        return "-"
+def _power(headroom: float) -> str:
     return "any" if math.isinf(headroom) else f"2^{math.floor(math.log2(headroom))}"
-
-
-def _plain(value: Any) -> Any:
-    """Replace infinity and NaN, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

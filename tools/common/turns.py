@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -49,22 +49,16 @@ def alternating_order(items: Sequence[Item], rounds: Iterable[Round]) -> Iterato
             yield each, item
 
 
-def alternate(
-    names: Sequence[str], rounds: int, budget: Budget, is_done: Callable[[str, int], bool] = lambda _name, _nth: False
-) -> Iterator[tuple[str, int]]:
-    """Yield (name, round) for every turn that fits in the budget; the caller measures before it asks for the next.
-
-    Turns that `is_done` are skipped.
-    """
+def alternate(names: Sequence[str], rounds: int, budget: Budget) -> Iterator[tuple[str, int]]:
+    """Yield (name, round) for every turn that fits in the budget; the caller measures before it asks for the next."""
     longest: dict[str, float] = {}
     with progress_bar(len(names) * rounds, "turns") as bar:
         for nth, name in alternating_order(names, range(rounds)):
-            if not is_done(name, nth):
-                if not budget.allows(longest.get(name, max(longest.values(), default=0.0))):
-                    return
-                began = time.monotonic()
-                yield name, nth
-                longest[name] = max(longest.get(name, 0.0), time.monotonic() - began)
+            if not budget.allows(longest.get(name, max(longest.values(), default=0.0))):
+                return
+            began = time.monotonic()
+            yield name, nth
+            longest[name] = max(longest.get(name, 0.0), time.monotonic() - began)
             bar.update()
 
 

@@ -36,7 +36,7 @@ class MetricsFile(LineFile):
         super().__init__(path)
 
     def add_values(self, line: Line) -> None:
-        self.add(redacted(json.dumps(_plain(line))))
+        self.add(redacted(json.dumps(plain(line))))
 
 
 def read_lines(folder: Path) -> list[Line]:
@@ -80,10 +80,12 @@ def _parsed(texts: list[str]) -> list[Line]:
     return [value for value in values if isinstance(value, dict)]
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Replace NaN and infinity by null: JSON has neither."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

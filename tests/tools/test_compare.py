@@ -86,10 +86,7 @@ def test_two_modes_are_trained_once_and_compared(
     assert compare("-modes", "fp32,O1:bf16", "-seeds", "0,") == 0
     assert trainings.started == ["fp32-0", "bf16-0"]
     results = metrics_file(out)
-    assert [(row["mode"], row["seed"], row["precision"]) for row in results["runs"]] == [
-        ("fp32", 0, "fp32"),
-        ("bf16", 0, "bf16"),
-    ]
+    assert [(row["mode"], row["precision"]) for row in results["runs"]] == [("fp32", "fp32"), ("bf16", "bf16")]
     (_, row), (val,) = results["runs"], metrics(out / "bf16-0", "val")
     assert (row["last_acc1"], row["updates"], row["validation_images"]) == (val["acc1"], 6, 360)
     assert results["compared"] == ["fp32", "bf16"]
@@ -139,12 +136,6 @@ def test_parent_holds_no_gpu_during_training(compare: Call, tmp_path: Path, monk
     assert metrics_file(tmp_path / "out")["compared"] == ["fp32", "fp16", "tf32", "fp8"]
     assert metrics_file(tmp_path / "out")["device"] == "H100, 80 GiB, compute capability 9.0"
     assert opened == []
-
-
-def test_in_another_process_returns_results_and_errors() -> None:
-    assert plan.in_another_process(os.getpid) != os.getpid()
-    with pytest.raises(UserError, match="give a number of seeds"):
-        plan.in_another_process(read_seeds, "x")
 
 
 def test_failed_run_is_reported_and_the_others_are_compared(
@@ -237,23 +228,18 @@ def test_ngpus_starts_main_multi_gpu(
         (["-modes", "fp32,bf16,auto"], "bf16 and auto are both bf16 here"),
         (["-modes", "fp32,O3:fp16"], "-modes O3-fp16: AMP.LEVEL O3 in fp16: squared gradients round to zero"),
         (["-seeds", "many"], "-seeds many: give a number of seeds"),
-        (["-seeds", "0"], "-seeds 0: give a number of seeds"),
         (["-seeds", "1,1"], "a seed is listed twice"),
         (["-amp"], "AMP.ENABLED (-amp): cannot be given here; list the precisions"),
         (["SEED=3"], "SEED (on the command line): cannot be given here; give -seeds"),
-        (["OUTPUT=x"], "OUTPUT (on the command line): cannot be given here; give -output DIR"),
         (["-resume", "x"], "compare.py has no MODEL.RESUME"),
         (["TRAIN.OPTIMIZER.NAME=Adamm"], "Adamm"),
         (["-batch_size", "auto"], "auto does not work in this tool; give a number"),
-        (["-dry_run"], "compare.py has no -dry_run"),
         (["-vary", "DATA.SAMPLER=shuffle"], "-vary DATA.SAMPLER=shuffle: name a setting or flag and at least two"),
         (["-vary", "DATA.SAMPLERS=a,b"], "-vary DATA.SAMPLERS: unknown key. Did you mean DATA.SAMPLER?"),
         (["-vary", "lrs=a,b"], "neither a setting nor a flag that sets one. Did you mean lr?"),
         (["-vary", "SEED=1,2"], "SEED cannot be varied; give -seeds"),
         (["-vary", "lr=1e-3,1e-4", "TRAIN.BASE_LR=0.1"], "TRAIN.BASE_LR (on the command line): cannot be given here"),
-        (["-vary", "lr=1e-3,1e-3"], "a value is listed twice"),
         (["-vary", "lr=1e-3,0.001"], "lr=1e-3 and lr=0.001 have the same settings here"),
-        (["-vary", "lr=1,2,3", "-vary", "seed=1,2"], "SEED cannot be varied"),
         (["-vary", "DATA.SAMPLER=shuffle,sorted"], "DATA.SAMPLER"),
         (["-vary", "amp=fp32,bf16", "-modes", "fp32,bf16"], "the precisions are listed twice"),
         (["-metric", "map"], "-metric map: not a metric of these runs. It takes loss, acc1, acc5, "),
@@ -321,11 +307,8 @@ def test_grid_of_settings(
         for sampler, ema in (("balanced", "false"), ("shuffle", "false"), ("shuffle", "true"), ("balanced", "true"))
     ]
     assert trainings.started[:2] == ["SAMPLER-balanced-MODEL-EMA-false-3", "SAMPLER-shuffle-MODEL-EMA-false-3"]
-    assert (results["varied"], results["metric"], results["weights"]) == (
-        ["DATA.SAMPLER", "TRAIN.MODEL_EMA"],
-        "acc1",
-        "ema",
-    )
+    assert results["varied"] == ["DATA.SAMPLER", "TRAIN.MODEL_EMA"]
+    assert (results["metric"], results["weights"]) == ("acc1", "ema")
     row = results["runs"][2]
     (val,) = metrics(tmp_path / "out" / row["folder"], "val")
     assert (row["last_ema_acc1"], row["precision"]) == (val["ema_acc1"], "bf16")
@@ -350,12 +333,11 @@ def test_passwords_are_not_kept(compare: Call, tmp_path: Path, monkeypatch: pyte
     assert metrics_file(tmp_path / "out")["command"].endswith("DATA.DATA_PATH=https://***@host/x")
 
 
-def test_recipes_are_compared(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "start", lambda *_: SimpleNamespace(wait=lambda _: 1))
+def test_recipes_are_compared(tiny: Path, tmp_path: Path, failing: list[str]) -> None:
     (tmp_path / "deeper.yaml").write_text(f"BASE: ['{tiny}']\nMODEL: {{DEPTH: 2}}\n", encoding="utf-8")
     words = ["-vary", f"cfg={tiny},{tmp_path / 'deeper.yaml'}", "-seeds", "0,", "-output", str(tmp_path / "out")]
     assert main(words) == 1
-    assert metrics_file(tmp_path / "out")["compared"] == [tiny.stem, "deeper"]
+    assert failing == [f"{tiny.stem}-0", "deeper-0"]
     assert load_config(str(tmp_path / "out" / "deeper-0.yaml")).config.MODEL.DEPTH == 2
 
 
@@ -376,17 +358,8 @@ def test_budget_leaves_runs_out_and_goes_on(
 @pytest.mark.usefixtures("trainings")
 def test_several_labels_are_compared_by_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_set(tmp_path)
-    words = [
-        "-cfg",
-        str(write_recipe(tmp_path)),
-        "-vary",
-        "lr=1e-3,1e-4",
-        "-seeds",
-        "0,",
-        "-output",
-        str(tmp_path / "out"),
-    ]
-    assert main([*words, "TRAIN.MAX_UPDATES=2"]) == 0
+    where = ["-cfg", str(write_recipe(tmp_path)), "-output", str(tmp_path / "out")]
+    assert main([*where, "-vary", "lr=1e-3,1e-4", "-seeds", "0,", "TRAIN.MAX_UPDATES=2"]) == 0
     results = metrics_file(tmp_path / "out")
     (val,) = metrics(tmp_path / "out/lr-1e-4-0", "val")
     assert (results["metric"], results["runs"][1]["last_map"]) == ("map", val["map"])
@@ -431,17 +404,8 @@ def test_interrupted_comparison_resumes(
     number: int, code: int, vitamp: Callable[..., Any], tiny: Path, tmp_path: Path
 ) -> None:
     out, words = tmp_path / "out", ["-cfg", str(tiny), "TRAIN.NUM_EPOCHS=6"]
-    command = [
-        sys.executable,
-        str(ROOT / "scripts/compare.py"),
-        *words,
-        "-modes",
-        "fp32,bf16",
-        "-seeds",
-        "2",
-        "-output",
-        str(out),
-    ]
+    compared = ["-modes", "fp32,bf16", "-seeds", "2", "-output", str(out)]
+    command = [sys.executable, str(ROOT / "scripts/compare.py"), *words, *compared]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as first:
         file = out / "bf16-0" / "metrics.jsonl"
         until(lambda: file.exists() and metrics(out / "bf16-0", "epoch"), 300)
@@ -461,25 +425,3 @@ def test_interrupted_comparison_resumes(
     assert plain.code == 0, plain.text
     assert metrics(out / "bf16-0", "train") == metrics(tmp_path / "plain", "train")
     assert (out / "report.html").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_grid_that_is_killed_twice_equals_an_uninterrupted_one(tiny: Path, tmp_path: Path) -> None:
-    """2 x 2 settings with 3 seeds; SIGKILL to the tool, with whose death its run ends."""
-    grid = ["-vary", "DATA.SAMPLER=shuffle,balanced", "-vary", "lr=1e-3,3e-3", "-seeds", "3", "SAVE_EVERY_UPDATES=5"]
-    command = [sys.executable, str(ROOT / "scripts/compare.py"), "-cfg", str(tiny), *grid, "-output"]
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-    for finished in (1, 6):
-        with subprocess.Popen([*command, str(killed)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as tool:
-            until(lambda now=finished: len(list(killed.glob("*/checkpoints/index.json"))) > now, 300)
-            tool.kill()
-        until(lambda: not processes_of(killed), 60)
-    for out in (killed, whole):
-        done = subprocess.run([*command, str(out)], capture_output=True, text=True, timeout=900, check=False)
-        assert done.returncode == 0, done.stderr
-    rows, expected = metrics_file(killed)["runs"], metrics_file(whole)["runs"]
-    assert len(rows) == 12
-    assert max(row["starts"] for row in rows) > 1, "at least one run was cut off in the middle"
-    for name in ("folder", "last_acc1", "best_acc1", "last_loss", "updates"):
-        assert [row[name] for row in rows] == [row[name] for row in expected]

@@ -88,11 +88,6 @@ def test_seed_counts_only_in_pairs() -> None:
         assert (difference.value, difference.runs) == (0.0, 2)
 
 
-def test_clear_loss_of_accuracy_is_reported() -> None:
-    results = runs(fp32={"last_acc1": [97.7, 97.9, 98.1]}, bf16={"last_acc1": [95.6, 95.9, 96.1]})
-    assert "accuracy 95.9 ± 0.3 against 97.9 ± 0.2: 2.03 points lower" in text_of(results)
-
-
 def test_details_bound_the_unseen_loss() -> None:
     results = runs(fp32={"last_acc1": [97.0, 98.0, 97.5]}, bf16={"last_acc1": [97.5, 97.2, 97.6]})
     (verdict,) = judge(results, MODES, ACCURACY)
@@ -145,13 +140,6 @@ def test_differences_of_one_image_are_noise() -> None:
     assert not interval([0.0, 0.0, 0.0], 1, grain=image).seen
 
 
-def test_interval_widens_with_the_number_of_comparisons() -> None:
-    alone, among_four = interval([1.0, 1.1, 1.3], 1), interval([1.0, 1.1, 1.3], 4)
-    assert alone.low is not None
-    assert among_four.low is not None
-    assert among_four.low < alone.low
-
-
 def test_speed_up_within_the_variation_of_a_mode_is_noise() -> None:
     """All pairs have a ratio of 1.1, but runs of fp32 alone vary by 1.3."""
     results = runs(fp32={"images_per_second": [1000, 1150, 1300]}, bf16={"images_per_second": [1100.0, 1266.0, 1430.0]})
@@ -163,11 +151,6 @@ def test_speed_up_within_the_variation_of_a_mode_is_noise() -> None:
     assert "speed within noise (1.10x)" in text_of(results)
 
 
-def test_slower_mode_is_reported() -> None:
-    results = runs(fp32={"images_per_second": [1000, 1001, 1002]}, bf16={"images_per_second": [800, 801, 802]})
-    assert "bf16: 1.25x slower" in text_of(results)
-
-
 def test_small_difference_in_memory_is_ignored() -> None:
     results = runs(fp32={"peak_memory_gb": [2.0, 2.0]}, bf16={"peak_memory_gb": [1.99, 1.99]})
     assert "the same memory" in text_of(results)
@@ -176,14 +159,9 @@ def test_small_difference_in_memory_is_ignored() -> None:
     assert memory is not None
     assert not memory.seen, "some run of bf16 took more than some of fp32"
     results = runs(fp32={"peak_memory_gb": [2.0, 2.0]}, bf16={"peak_memory_gb": [2.5, 2.5]})
-    assert "25 % more memory" in text_of(results)
-
-
-def test_memory_on_a_cpu_is_that_of_the_process() -> None:
-    results = runs(fp32={"peak_memory_gb": [2.0, 2.0]}, bf16={"peak_memory_gb": [1.5, 1.5]})
     for row in results["bf16"].values():
-        row["device"] = "cpu: a CPU, 1 thread"
-    assert "25 % less process memory" in text_of(results)
+        row |= {"device": "cpu: a CPU, 1 thread", "images_per_second": 800.0}
+    assert "bf16: 1.25x slower, 25 % more process memory" in text_of(results)
 
 
 def test_troubles_are_reported() -> None:

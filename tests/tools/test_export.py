@@ -158,14 +158,20 @@ def test_full_disk_leaves_no_file(tool: Export, run: Path, tmp_path: Path, kind:
         (("-to", "onnx", "-out", "m.pt"), "onnx files end in .onnx; use -out m.onnx"),
         (("-to", "onnx,torch", "-out", "m.onnx"), "give the name without ending, m"),
         (("-to", "onnx", "-out", "large.onnx"), "large.onnx.data: already exists"),
-        (("-to", "torch,onnx", "-out", "large"), "large.onnx.data: already exists"),
         (("-to", "onnx", "-out", "m.onnx", "-dtype", "bf16"), "use fp16"),
         (("-to", "onnx", "-out", "m.onnx", "-opset", "12"), "from 18 to 23"),
         (("-to", "torch", "-out", "m.pt2", "-opset", "20"), "only onnx has opsets"),
         (("-to", "safetensors", "-out", "m.safetensors", "-with_preprocess"), "holds only weights"),
         (("-to", "torch", "-out", "m.pt2", "-tolerance", "2"), "between 0 and 1"),
         (("-to", "torch", "-out", "m.pt2", "-check", "0"), "or all"),
-        (("-to", "torch"), "-out"),
+        (("-to", "torch"), "-out is missing: name the file to write"),
+        (("-to", "hub"), "-output is missing: name the folder that -to hub writes"),
+        (("-to", "hub", "-out", "m"), "-out m: -to hub writes a folder; name it with -output m"),
+        (("-to", "onnx", "-output", "m"), "-output m: works only with -to hub"),
+        (("-to", "hub", "-output", "m", "-with_preprocess"), "hub holds only weights"),
+        (("-to", "hub", "-output", "there/m"), "the folder there does not exist"),
+        (("-to", "hub", "-output", "file"), "is a file; name a folder"),
+        (("-to", "hub", "-output", "run"), "is the folder of a run"),
     ],
 )
 def test_bad_command_lines_are_refused(
@@ -173,6 +179,8 @@ def test_bad_command_lines_are_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("large.onnx.data").touch()
+    Path("file").touch()
+    Path("run").symlink_to(run)
     code, said = tool(run, *words)
     assert code == 2
     assert expected in said
@@ -270,13 +278,18 @@ def test_documented_code_prepares_odd_files_as_validation_does(
     data = DataConfig.model_validate(values)
     wanted = torch.empty(channels, 16, 16, dtype=torch.uint8)
     Pixels(data, train=False)((tmp_path / "a.png").read_bytes(), wanted)
-    about = {"image_size": 16, "channels": channels, "crop": "middle", "crop_pct": 0.9, "interpolation": "bicubic"}
-    about |= {"input": "pixels", "background": background_of(data), "mean": [0.5] * channels}
+    about = {"image_size": 16, "channels": channels, "crop_pct": 0.9, "background": background_of(data)}
+    prepared = prepared_by_the_page(consumers, tmp_path / "a.png", {**about, "mean": [0.5] * channels})
+    assert (prepared.expand(channels, 16, 16) - wanted.int()).abs().max() <= 1
+
+
+def prepared_by_the_page(consumers: Path, image: Path, about: dict[str, Any]) -> torch.Tensor:
+    """Pixels by prepare.py, from an export with these metadata."""
+    about = {"crop": "middle", "interpolation": "bicubic", "input": "pixels", **about}
     code = "import json, sys, prepare; print(prepare.prepare(sys.argv[1], json.loads(sys.argv[2])).tolist())"
-    words = [sys.executable, "-c", code, str(tmp_path / "a.png"), json.dumps(about)]
+    words = [sys.executable, "-c", code, str(image), json.dumps(about)]
     done = subprocess.run(words, cwd=consumers, capture_output=True, text=True, check=True)
-    got = torch.tensor(json.loads(done.stdout)).expand(channels, 16, 16)
-    assert (got - wanted.int()).abs().max() <= 1
+    return torch.tensor(json.loads(done.stdout))
 
 
 @pytest.mark.parametrize("mode", ["center", "squash", "border"])
@@ -291,12 +304,8 @@ def test_documented_code_crops_as_validation_does(
     wanted = torch.empty(3, 32, 32, dtype=torch.uint8)
     with decoded_by("pil"):
         Pixels(DataConfig.model_validate(values), train=False)((tmp_path / "a.png").read_bytes(), wanted)
-    about = {"image_size": 32, "channels": 3, "crop": "middle", "crop_mode": mode, "crop_pct": share}
-    about |= {"interpolation": "bicubic", "input": "pixels", "mean": [0.3, 0.5, 0.8]}
-    code = "import json, sys, prepare; print(prepare.prepare(sys.argv[1], json.loads(sys.argv[2])).tolist())"
-    words = [sys.executable, "-c", code, str(tmp_path / "a.png"), json.dumps(about)]
-    done = subprocess.run(words, cwd=consumers, capture_output=True, text=True, check=True)
-    assert (torch.tensor(json.loads(done.stdout)) - wanted.int()).abs().max() <= 2
+    about = {"image_size": 32, "channels": 3, "crop_mode": mode, "crop_pct": share, "mean": [0.3, 0.5, 0.8]}
+    assert (prepared_by_the_page(consumers, tmp_path / "a.png", about) - wanted.int()).abs().max() <= 2
 
 
 @pytest.mark.slow

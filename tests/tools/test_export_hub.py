@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from huggingface_hub import ModelCard
 from PIL import Image
@@ -18,7 +16,7 @@ from datasets.given import open_given
 from engine.trained.model import load_trained
 from tests.datasets.pictures import decoded_by
 from tests.predicted import validation_predictions
-from tests.program import Result, change_settings, metrics, save_image, train_tiny
+from tests.program import change_settings, metrics, save_image, train_tiny
 from tests.tools.timm_alone import Tool, check_equal, in_timm_alone, pictures_of
 
 NAMES = ["a cat", "dog|wolf", "élan"]
@@ -153,44 +151,6 @@ def test_card_names_public_sources_alone(export_tool: Tool, digits_run: Path, tm
         assert "secret" not in text
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "model",
-    [
-        ("MODEL.NAME=swin_tiny_patch4_window7_224", "MODEL.STAGE_DEPTHS=[1,1]", "MODEL.NUM_HEADS=[2,4]"),
-        ("MODEL.NAME=deit_tiny_distilled_patch16_224", "MODEL.DEPTH=1", "MODEL.NUM_HEADS=2"),
-        ("MODEL.NAME=resnet10t", "MODEL.PATCH_SIZE=null", "MODEL.EMBED_DIM=null"),
-        ("MODEL.NAME=convnext_atto", "MODEL.PATCH_SIZE=null", "MODEL.EMBED_DIM=null"),
-    ],
-    ids=lambda words: words[0].partition("=")[2],
-)
-def test_other_models_are_loaded_by_timm_alone(
-    vitamp: Callable[..., Result], export_tool: Tool, photos: Path, tmp_path: Path, model: tuple[str, ...]
-) -> None:
-    """Squeezed into a square, which PIL computes for vitamp and for timm in the same way."""
-    sizes = (
-        "-image_size",
-        32,
-        "MODEL.NUM_CLASSES=3",
-        "MODEL.EMBED_DIM=16",
-        "MODEL.PATCH_SIZE=4",
-        "DATA.CROP=none",
-        *model,
-    )
-    words = ("-dataset", "imagefolder", "-data_path", photos, "-batch_size", 4, "DATA.NUM_WORKERS=0", "-device", "cpu")
-    done = vitamp("-output", tmp_path / "run", *words, *sizes, "TRAIN.MAX_UPDATES=2", "THREADS=1")
-    assert done.code == 0, done.text
-    code, said = export_tool(tmp_path / "run", "-to", "hub", "-output", tmp_path / "hub")
-    assert code == 0, said
-    paths = sorted((photos / "val").rglob("*.jpg"))
-    logits, _ = in_timm_alone(f"local-dir:{tmp_path / 'hub'}", "RGB", paths, tmp_path)
-    trained = load_trained(tmp_path / "run", device="cpu", amp="off")
-    with decoded_by("pil"):
-        given = open_given([str(path) for path in paths], trained.config.DATA)
-    found = validation_predictions(trained, given, workers=0)
-    torch.testing.assert_close(logits, found.logits, rtol=1e-6, atol=1e-5)
-
-
 def test_overwrite_replaces_only_files_of_the_export(export_tool: Tool, digits_run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "hub"
     folder.mkdir()
@@ -215,33 +175,3 @@ def test_overwrite_replaces_only_files_of_the_export(export_tool: Tool, digits_r
         "model.safetensors",
         "notes.txt",
     ], "a checkpoint without its run has no curves, and those of the earlier export are gone"
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (("-to", "hub"), "-output is missing: name the folder that -to hub writes"),
-        (("-to", "hub", "-out", "m"), "-out m: -to hub writes a folder; name it with -output m"),
-        (("-to", "onnx", "-output", "m"), "-output m: works only with -to hub"),
-        (("-to", "torch,hub", "-output", "m"), "-out is missing: name the file to write"),
-        (("-to", "hub", "-output", "m", "-with_preprocess"), "hub holds only weights"),
-        (("-to", "hub", "-output", "m", "-opset", "20"), "only onnx has opsets"),
-        (("-to", "hub", "-output", "there/m"), "the folder there does not exist"),
-        (("-to", "hub", "-output", "file"), "is a file; name a folder"),
-        (("-to", "hub", "-output", "run"), "is the folder of a run"),
-    ],
-)
-def test_bad_command_lines_are_refused(
-    export_tool: Tool,
-    digits_run: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    words: tuple[str, ...],
-    expected: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("file").touch()
-    Path("run").symlink_to(digits_run)
-    code, said = export_tool(digits_run, *words)
-    assert code == 2
-    assert expected in said

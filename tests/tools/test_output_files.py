@@ -48,7 +48,6 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         pytest.param("scripts/predict.py {run} {tree}/train", 2, marks=pytest.mark.slow),
         pytest.param("scripts/evaluate.py {run} -device cpu", 2, marks=pytest.mark.slow),
-        pytest.param("scripts/checkpoint.py list {run}", 2, marks=pytest.mark.slow),
         pytest.param("scripts/checkpoint.py -h", 2, marks=pytest.mark.slow),
         ("main_single_gpu.py -print_config", 1),
     ],
@@ -96,14 +95,6 @@ def test_existing_output_is_refused_before_the_work(
     assert "already exists" in done.err
     assert "-overwrite" in done.err
     assert old.read_text() == "mine"
-
-
-def test_overwrite_replaces_a_file(digits_run: Path, tmp_path: Path, vitamp: Callable[..., Result]) -> None:
-    (tmp_path / "old.json").write_text("mine")
-    words = (digits_run, "-device", "cpu", "-json", tmp_path / "old.json")
-    done = vitamp(*words, "-overwrite", script="scripts/evaluate.py")
-    assert done.code == 0, done.text
-    assert "figures" in (tmp_path / "old.json").read_text()
 
 
 def test_output_file_accepts_only_regular_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

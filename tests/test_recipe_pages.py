@@ -221,7 +221,7 @@ def test_tables(vitamp: Callable[..., Result], place: Path, command: Command) ->
     small = {
         "simplenet": "-width 32 -batches 2 -epochs 1 -batch_size 8 -rounds 1 -threads 1 -device cpu",
         "amp": f"{brief} -windows 1 MODEL.DEPTH=1",
-        "precisions": f"{brief} -rounds 1 -made 4 -modes bf16",
+        "precisions": f"{brief} -rounds 1 -modes bf16",
     }
     done = vitamp(*moved.words, *small[moved.words[0]].split(), script=moved.script, timeout=600)
     assert done.code == 0, done.text

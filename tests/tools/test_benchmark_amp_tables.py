@@ -95,8 +95,10 @@ def test_trainings_end_for_each_other_without_memory_for_two(monkeypatch: pytest
     assert workers[0].turn() == {"failed": OUT_OF_MEMORY}, "memory for none"
 
 
-def test_precisions(measured: Callable[..., tuple[Fields, str]]) -> None:
-    results, output = measured("precisions", "-modes", "O2-bf16", "-iters", 1, "-rounds", 1)
+def test_precisions(measured: Callable[..., tuple[Fields, str]], imagenet: Path) -> None:
+    """From files, if a data set is named."""
+    data = ("-dataset", "imagenet2012", "-data_path", imagenet, *SMALL)
+    results, output = measured("precisions", *data, "-modes", "O2-bf16", "-iters", 1, "-rounds", 1)
     assert list(results["turns"]) == [
         "fp32, synthetic", "O2-bf16, synthetic", "fp32, synthetic, again", "fp32, files", "O2-bf16, files"
     ]  # fmt: skip
@@ -110,7 +112,7 @@ def test_precisions(measured: Callable[..., tuple[Fields, str]]) -> None:
 
 
 def test_precisions_with_apex_and_accumulation(measured: Callable[..., tuple[Fields, str]]) -> None:
-    words = ("-modes", "apex", "-no_files", "-iters", 1, "-rounds", 1, "-accum_iter", 2)
+    words = ("-modes", "apex", "-iters", 1, "-rounds", 1, "-accum_iter", 2)
     results, output = measured("precisions", *words)
     assert list(results["turns"]) == ["fp32, synthetic", "apex, synthetic", "fp32, synthetic, again"]
     assert "from files" not in output
@@ -144,12 +146,3 @@ def _loss_by_hand(batches: list[torch.Tensor], together: int) -> float:
                 optimizer.step()
                 optimizer.zero_grad()
     return sum(losses[-together:]) / together
-
-
-@pytest.mark.slow
-def test_precisions_makes_jpegs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["-iters", "1", "-rounds", "1", "-modes", "bf16", "-image_size", "32", "-made", "8", "-batch_size", "4"]
-    assert main(["precisions", *words, "-device", "cpu", f"DATA.CACHE={tmp_path}"]) == 0
-    assert len(list((tmp_path / "made").rglob("*.jpg"))) == 8
-    (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip().startswith("bf16 ")]
-    assert row[-1] == "%"

@@ -159,8 +159,6 @@ def test_full_disk_leaves_no_file(tool: Export, run: Path, tmp_path: Path, kind:
         (("-to", "onnx,torch", "-out", "m.onnx"), "give the name without ending, m"),
         (("-to", "onnx", "-out", "large.onnx"), "large.onnx.data: already exists"),
         (("-to", "onnx", "-out", "m.onnx", "-dtype", "bf16"), "use fp16"),
-        (("-to", "onnx", "-out", "m.onnx", "-opset", "12"), "from 18 to 23"),
-        (("-to", "torch", "-out", "m.pt2", "-opset", "20"), "only onnx has opsets"),
         (("-to", "safetensors", "-out", "m.safetensors", "-with_preprocess"), "holds only weights"),
         (("-to", "torch", "-out", "m.pt2", "-tolerance", "2"), "between 0 and 1"),
         (("-to", "torch", "-out", "m.pt2", "-check", "0"), "or all"),
@@ -367,8 +365,8 @@ def test_weights_beyond_two_gigabytes_are_in_a_second_file(
 ) -> None:
     """The limit is lowered to a kilobyte here."""
     monkeypatch.setattr("torch.onnx._internal.exporter._onnx_program._LARGE_MODEL_THRESHOLD", 1000)
-    code, said = tool(run, "-to", "onnx", "-out", tmp_path / "m.onnx", "-opset", 18)
+    code, said = tool(run, "-to", "onnx", "-out", tmp_path / "m.onnx")
     assert code == 0, said
-    assert "opset 18" in said
+    assert "opset " in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.onnx", "m.onnx.data"]
     assert about_of(tmp_path / "m.onnx")["model"] == "tiny"

@@ -99,15 +99,13 @@ def _ordinal(number: int) -> str:
     return f"{number}{ending}"
 
 
-PRECISIONS_ABOUT = """Memory, iterations/s, images/s and speed-up of each precision, on synthetic images and on image \
-files.
+PRECISIONS_ABOUT = """Memory, iterations/s, images/s and speed-up of each precision.
 
     python scripts/benchmark_amp.py precisions -model vit_base_patch16_224 -batch_size 128
     python scripts/benchmark_amp.py precisions -dataset imagefolder -data_path /data/flowers -modes bf16,O2-bf16
 
 Every measurement runs in a process of its own, so that its peak memory is known. Synthetic images are generated on the
-device. The image files are JPEGs of about 500 x 375 that the tool generates once, unless -dataset or -data_path names
-others."""
+device. If -dataset or -data_path names images, these are measured as well."""
 PRECISIONS_FLAGS = (
     MODEL,
     Flag("iters", "iterations per measurement", "N", kind=whole(1), default_text="50; on a CPU 5"),
@@ -118,34 +116,24 @@ PRECISIONS_FLAGS = (
         "A,B",
         default_text="all that are useful on this device",
     ),
-    Flag("no_files", "measure synthetic images only"),
-    Flag("made", "number of JPEGs to generate", "N", kind=whole(1), default_text="8000; on a CPU 200"),
 )
 
 
 def plan_precisions(line: ToolLine) -> Plan:
     setup = set_up(line, reads_data=True)
-    updates, made = line.asked.iters or (5 if setup.on_cpu else 50), line.asked.made or (200 if setup.on_cpu else 8000)
-    with_files = not line.asked.no_files
-    given = users_data(setup) if with_files else None
+    updates, given = line.asked.iters or (5 if setup.on_cpu else 50), users_data(setup)
     config = changed(given or setup.config, "AMP", ENABLED=False)
     modes, left_out = _modes(line.asked.modes, config, setup)
-    images = ON_THE_DEVICE
-    if with_files:
-        images += f"; with files, {images_of(config) if given else 'JPEGs made by this tool'}"
-    if with_files and given is None:
-        from tools.common.made_images import on_made_images
-
-        config = on_made_images(config, made, "small")
+    images = f"{ON_THE_DEVICE}; with files, {images_of(config)}" if given else ON_THE_DEVICE
     drawn, workers = synthetic(config, updates), list["Worker"]()
     configs = {mode.name + SYNTHETIC: (drawn, mode) for mode in modes}
     configs[modes[0].name + SYNTHETIC + AGAIN] = drawn, modes[0]
-    configs |= {mode.name + FILES: (config, mode) for mode in modes if with_files}
+    configs |= {mode.name + FILES: (config, mode) for mode in modes if given}
     # A new process for each turn, so that the peak memory is known.
     contenders = {
         name: _training(one, mode.amp(one.AMP), updates, workers, keep=False) for name, (one, mode) in configs.items()
     }
-    settings = {"iterations": updates, "made": made if with_files else 0, **non_defaults(config)}
+    settings = {"iterations": updates, **non_defaults(config)}
     return Plan(contenders, line.asked.rounds, settings, prepared(setup), images, left_out, setup.remarks)
 
 

@@ -172,7 +172,16 @@ def _write(plan: Plan, trained: Trained, out: Path) -> dict[str, Any]:
 
 
 def _report(about: dict[str, Any], out: Path) -> None:
-    page = _page(about, sentences(about), out)
+    page = None
+    if about["runs"]:
+        from tools.common.report_page.page import write_report
+
+        rows = sorted(about["runs"], key=lambda row: (about["compared"].index(row["mode"]), number_of(row)))
+        verdict = "\n".join(sentences(about))
+        try:
+            page = write_report([out / row["folder"] for row in rows], out / "report.html", verdict=verdict)
+        except UserError as error:  # not fatal: the verdict still appears
+            log.warning("%s", error)
     what = "settings" if "varied" in about else "mode"
     print("\n".join(["", *in_columns(table(by_name(about["runs"]), about["compared"], judged_of(about), what)), ""]))
     for note in notes(about):
@@ -284,17 +293,3 @@ def notes(about: dict[str, Any]) -> list[str]:
     if any(row["start_up_counted"] for row in rows):
         lines.append("some runs have only slow first updates: the verdict leaves their speed out")
     return lines
-
-
-def _page(about: dict[str, Any], verdict: list[str], out: Path) -> Path | None:
-    """Write report.html with the runs side by side. An error there is a warning, so that the verdict still appears."""
-    if not about["runs"]:
-        return None
-    from tools.common.report_page.page import write_report
-
-    rows = sorted(about["runs"], key=lambda row: (about["compared"].index(row["mode"]), number_of(row)))
-    try:
-        return write_report([out / row["folder"] for row in rows], out / "report.html", verdict="\n".join(verdict))
-    except UserError as error:
-        log.warning("%s", error)
-        return None

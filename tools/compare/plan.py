@@ -22,7 +22,7 @@ from utils.config import Config, Loaded, differences, load_config, to_yaml
 from utils.config.keys import settings, suggest
 from utils.config.kinds import Fold
 from utils.errors import UserError, nearest
-from utils.flags import BY_NAME, Flag
+from utils.flags import BY_NAME
 from utils.program import die_with_parent, started_as
 from utils.text import counted
 from vitamp.files import write_atomically
@@ -127,16 +127,6 @@ class Contender:
         return line.load({**flags, **(more or {})}, cfg=cfg, words=words)
 
 
-def modes_axis(modes: Sequence[Mode]) -> Axis:
-    return Axis(
-        MODES,
-        tuple(
-            Value(mode.name, flags={f"AMP.{key}": (value, "-modes") for key, value in mode.settings.items()})
-            for mode in modes
-        ),
-    )
-
-
 def read_axes(texts: Sequence[str]) -> tuple[Axis, ...]:
     """Parse the -vary flags. `-vary amp=...` is left to -modes."""
     named = [_split(text) for text in texts]
@@ -181,7 +171,11 @@ def _value(name: str, label: str, text: str) -> Value:
         return Value(Path(text).stem, cfg=text)
     flag = BY_NAME.get(name)
     if flag is not None and flag.keys:
-        value = Value(f"{label}={text}", flags=_by_flag(flag, text))
+        try:
+            given = [text] if flag.append else flag.kind(text)
+        except ValueError as error:
+            raise UserError(f"-vary {name}={text}: {error}.") from None
+        value = Value(f"{label}={text}", flags=command_line({name: given}, {}).flags)
     elif name in settings():
         value = Value(f"{label}={text}", words={name: text})
     elif name.isupper():
@@ -192,14 +186,6 @@ def _value(name: str, label: str, text: str) -> Value:
     for key in value.keys & NOT_VARIED.keys():
         raise UserError(f"-vary {name}: {key} cannot be varied; {NOT_VARIED[key]}.")
     return value
-
-
-def _by_flag(flag: Flag, text: str) -> dict[str, tuple[Any, str]]:
-    try:
-        value = [text] if flag.append else flag.kind(text)
-    except ValueError as error:
-        raise UserError(f"-vary {flag.name}={text}: {error}.") from None
-    return command_line({flag.name: value}, {}).flags
 
 
 def contenders_of(axes: Sequence[Axis]) -> tuple[Contender, ...]:
@@ -221,23 +207,6 @@ def refuse_fixed(axes: Sequence[Axis], line: ToolLine) -> None:
         for key in sorted(set().union(*(value.keys for value in axis.values))):
             if given_by := line.given_by(key):
                 raise UserError(f"{key} ({given_by}): cannot be given here, because it varies ({axis.name}).")
-
-
-def refuse_equal(loaded: Mapping[str, Loaded]) -> None:
-    """Two contenders with the same settings would be compared with themselves."""
-    for (one, first), (other, second) in itertools.combinations(loaded.items(), 2):
-        if not differences(first.config, second.config):
-            raise UserError(f"{one} and {other} have the same settings here; list one of them.")
-
-
-def first_as_baseline(contenders: Sequence[Contender], name: str | None) -> tuple[Contender, ...]:
-    """The contenders with the one called `name` first; None: in their order."""
-    if name is None:
-        return tuple(contenders)
-    names = [contender.name for contender in contenders]
-    if name not in names:
-        raise UserError(f"-baseline {name}: not compared.{nearest(name, names)} Compared: {'; '.join(names)}.")
-    return tuple(sorted(contenders, key=lambda contender: contender.name != name))
 
 
 @dataclass(frozen=True)
@@ -315,8 +284,13 @@ def read_rounds(line: ToolLine) -> tuple[tuple[int, Fold | None], ...]:
 
 def read_modes(text: str, config: Config, device: torch.device) -> tuple[Mode, ...]:
     """Parse -modes. A level alone (`O2`) and `auto` are resolved as by -amp on this device."""
-    named = [part.strip() for part in text.split(",") if part.strip()]
-    modes = [_mode(name, config, device) for name in named]
+    from tools.common.precisions import mode_of, unknown_mode
+
+    named, modes = [part.strip() for part in text.split(",") if part.strip()], list["Mode"]()
+    for name in named:
+        if (mode := mode_of(name, config.AMP, device)) is None:
+            raise unknown_mode(name)
+        modes.append(mode)
     if len(modes) < 2:
         raise UserError(f"-modes {text}: list at least two, such as fp32,bf16; the first is the baseline.")
     seen: dict[str, str] = {}
@@ -327,19 +301,13 @@ def read_modes(text: str, config: Config, device: torch.device) -> tuple[Mode, .
     return tuple(modes)
 
 
-def _mode(name: str, config: Config, device: torch.device) -> Mode:
-    from tools.common.precisions import mode_of, unknown_mode
-
-    mode = mode_of(name, config.AMP, device)
-    if mode is None:
-        raise unknown_mode(name)
-    return mode
-
-
 def make_plan(line: ToolLine, out: Path) -> Plan:
     """Plan the runs. Every error that can be found before training is found here."""
     rounds, (modes_text, axes) = read_rounds(line), what_varies(line.asked)
-    _refuse_given(line, SET_PER_RUN | (SET_PER_FOLD if line.asked.folds else {}) | (SET_BY_MODE if modes_text else {}))
+    refused = SET_PER_RUN | (SET_PER_FOLD if line.asked.folds else {}) | (SET_BY_MODE if modes_text else {})
+    for key, instead in refused.items():
+        if given_by := line.given_by(key):
+            raise UserError(f"{key} ({given_by}): cannot be given here; {instead}.")
     refuse_fixed(axes, line)
     base = Contender(tuple(axis.values[0] for axis in axes)).load(line)
     check_one_training(base, "compare.py")
@@ -352,15 +320,25 @@ def make_plan(line: ToolLine, out: Path) -> Plan:
     many = base.config.NGPUS != -1 or "NGPUS" in {**line.run.flags, **line.run.words}
     query = modes_text, base.config, device, many
     modes, remarks, name = in_another_process(_query, *query) if device.type == "cuda" else _query(*query)
-    axes = (*([modes_axis(modes)] if modes else []), *axes)
-    contenders = first_as_baseline(contenders_of(axes), line.asked.baseline)
+    if modes:
+        given = {mode.name: {f"AMP.{key}": (each, "-modes") for key, each in mode.settings.items()} for mode in modes}
+        axes = (Axis(MODES, tuple(Value(mode, flags=flags) for mode, flags in given.items())), *axes)
+    contenders, baseline = contenders_of(axes), line.asked.baseline
+    if baseline is not None and baseline not in (names := [contender.name for contender in contenders]):
+        raise UserError(f"-baseline {baseline}: not compared.{nearest(baseline, names)} Compared: {'; '.join(names)}.")
+    if baseline is not None:
+        contenders = tuple(sorted(contenders, key=lambda contender: contender.name != baseline))
     loaded = {contender.name: contender.load(line) for contender in contenders}
-    refuse_equal(loaded)
+    for (one, first), (other, second) in itertools.combinations(loaded.items(), 2):
+        if not differences(first.config, second.config):
+            raise UserError(f"{one} and {other} have the same settings here; list one of them.")
     judged = judged_by(line.asked.metric, line.asked.weights, [one.config for one in loaded.values()])
-    runs = tuple(
-        Run(contender.name, seed, _settings(line, contender, seed, fold), out / _folder(contender, seed, fold), fold)
-        for (seed, fold), contender in alternating_order(contenders, rounds)
-    )
+    runs = []
+    for (seed, fold), contender in alternating_order(contenders, rounds):
+        of_fold = {} if fold is None else {"DATA.FOLD": (str(fold), "-folds")}
+        config = contender.load(line, {"SEED": (seed, "-seeds"), **of_fold}).config
+        folder = out / f"{contender.file_name}-{seed if fold is None else f'fold{fold.number}'}"
+        runs.append(Run(contender.name, seed, config, folder, fold))
     check_runs(runs)
     if any(key in DATA for axis in axes for key in (axis.name, *axis.values[0].keys)):
         remarks.append("what varies may choose other validation images: then the metrics cannot be compared")
@@ -368,7 +346,7 @@ def make_plan(line: ToolLine, out: Path) -> Plan:
     notes = dict.fromkeys(text for one in loaded.values() for text in (*one.notes, *one.warnings))
     varied = tuple(axis.name for axis in axes if axis.name != MODES)
     remarks, folds = (*notes, *remarks), line.asked.folds
-    return Plan(tuple(loaded), judged, seeds, folds, runs, name, many, remarks, varied, line.asked.budget_min)
+    return Plan(tuple(loaded), judged, seeds, folds, tuple(runs), name, many, remarks, varied, line.asked.budget_min)
 
 
 def what_varies(asked: Namespace) -> tuple[str | None, tuple[Axis, ...]]:
@@ -381,16 +359,6 @@ def what_varies(asked: Namespace) -> tuple[str | None, tuple[Axis, ...]]:
     if not axes and not modes and asked.modes is None:
         return DEFAULT_MODES, ()
     return asked.modes or next(iter(modes), None), axes
-
-
-def _refuse_given(line: ToolLine, refused: Mapping[str, str]) -> None:
-    for key, instead in refused.items():
-        if given_by := line.given_by(key):
-            raise UserError(f"{key} ({given_by}): cannot be given here; {instead}.")
-
-
-def _folder(contender: Contender, seed: int, fold: Fold | None) -> str:
-    return f"{contender.file_name}-{seed}" if fold is None else f"{contender.file_name}-fold{fold.number}"
 
 
 def in_another_process(work: Callable[..., T], *given: object) -> T:
@@ -411,11 +379,6 @@ def _query(
         processes = counted(visible_devices(config), "process")
         remarks.append(f"each run: {processes}, started by {started_as('main_multi_gpu.py')} (-ngpus)")
     return modes, remarks, describe_device(device)
-
-
-def _settings(line: ToolLine, contender: Contender, seed: int, fold: Fold | None) -> Config:
-    of_fold = {} if fold is None else {"DATA.FOLD": (str(fold), "-folds")}
-    return contender.load(line, {"SEED": (seed, "-seeds"), **of_fold}).config
 
 
 def _remarks(modes: Iterable[Mode], config: Config, device: torch.device) -> list[str]:

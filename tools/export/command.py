@@ -36,7 +36,7 @@ from tools.common.command_line import NO_CALIBRATION, OVERWRITE, PART, TRUST, WE
 from tools.common.output_file import check_output_file, check_output_folder, check_weights_file
 from tools.export import HUB_FILES
 from utils.errors import EXIT_DONE, UserError
-from utils.flags import Flag, Positional, whole
+from utils.flags import Flag, Positional
 from utils.log import log
 
 ENDINGS = {"onnx": ".onnx", "torch": ".pt2", "safetensors": ".safetensors"}
@@ -44,7 +44,6 @@ ENDINGS = {"onnx": ".onnx", "torch": ".pt2", "safetensors": ".safetensors"}
 HUB, PADDLE = "hub", ".pdparams"
 KNOWN = (*ENDINGS, HUB)
 DTYPES = ("fp32", "fp16", "bf16")
-OPSETS = range(18, 24)
 IMAGES_CHECKED = 256
 
 NAMES = f"{', '.join(KNOWN[:-1])} and {KNOWN[-1]}"
@@ -92,13 +91,6 @@ OWN = (
     ),
     Flag("with_preprocess", "the model takes pixels (0 to 255) and normalises them itself"),
     Flag("with_resize", "onnx: the model takes one RGB image of any size, and returns probabilities"),
-    Flag(
-        "opset",
-        f"ONNX opset, {OPSETS[0]} to {OPSETS[-1]}",
-        "N",
-        default_text="torch's",
-        kind=whole(OPSETS[0], OPSETS[-1]),
-    ),
     Flag("images", "check on images in this folder instead of validation images", "DIR", kind=Path),
     replace(PART, about="check on images of this split of the run's data", default_text="val"),
     Flag("check", "number of images to check on", "N|all", default=IMAGES_CHECKED, kind=_image_count),
@@ -148,7 +140,7 @@ def _export(argv: list[str]) -> int:
     expected = reference_logits(trained, images)
     expected = outputs.probabilities(expected) if asked.with_resize else expected
     tolerance = asked.tolerance or TOLERANCES[asked.dtype]
-    options = (asked.dtype, asked.with_preprocess, asked.with_resize, asked.opset, tolerance)
+    options = (asked.dtype, asked.with_preprocess, asked.with_resize, tolerance)
     for name in formats:
         write_checked(kinds[name], Export(trained, images, *options), expected, files[name])
     if HUB in formats and asked.license is None:
@@ -182,8 +174,6 @@ def _formats(asked: Namespace) -> list[str]:
         raise UserError(f"-with_resize: works only with -to onnx; export {others[0]} by a command of its own.")
     if asked.with_resize and asked.with_preprocess:
         raise UserError("-with_preprocess: -with_resize normalises pixels too; leave -with_preprocess out.")
-    if asked.opset is not None and "onnx" not in names:
-        raise UserError(f"-opset {asked.opset}: only onnx has opsets; leave it out.")
     if asked.dtype == "bf16" and "onnx" in names:
         raise UserError("-dtype bf16: onnxruntime cannot run it, so the file could not be checked; use fp16 or fp32.")
     return names

@@ -59,7 +59,6 @@ class Export:
     dtype: str
     with_preprocess: bool
     with_resize: bool
-    opset: int | None
     tolerance: float
     timm_name: str = field(init=False)
     timm_arguments: dict[str, Any] = field(init=False)
@@ -187,7 +186,6 @@ class Onnx(Format):
                 (export.example,),
                 input_names=[INPUT],
                 output_names=[export.images.output],
-                opset_version=export.opset,
                 dynamo=True,
                 dynamic_shapes=None if whole else ({0: BATCH},),
                 verbose=False,
@@ -209,10 +207,7 @@ class Onnx(Format):
             summary = f"'{IMAGE}' H x W x 3 (uint8, RGB, any size) to '{export.images.output}' {classes}"
         with raising_os_errors(file):
             program.save(str(file))
-        opset = model.opset_imports[""]
-        if export.opset not in (None, opset):
-            raise TrainingError(f"-opset {export.opset}: torch can write this model only for opset {opset}.")
-        return f"opset {opset}, {summary}"
+        return f"opset {model.opset_imports['']}, {summary}"
 
     def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Tensor:
         # With -with_resize, a batch is one image, and the outputs are its probabilities.

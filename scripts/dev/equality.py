@@ -1,8 +1,8 @@
-"""Check that two commits train bit-equal: compare losses, checkpoints, recorded choices and logs of short runs.
+"""Check that two commits train bit-equal: compare metrics and checkpoints of short runs.
 
     python scripts/dev/equality.py main~5                # that commit and HEAD
     python scripts/dev/equality.py OLD NEW -only fp32,ddp
-    python scripts/dev/equality.py OLD NEW -numbers      # without records and words of the log
+    python scripts/dev/equality.py OLD NEW -numbers      # values of state.pt that only one commit saves may differ
 
 For a refactoring that must not change results. With each commit, every way of training runs once on the digits, once
 from a checkpoint that it wrote itself, and once more from a checkpoint of that resumed run: a choice that a checkpoint
@@ -15,13 +15,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import runpy
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -40,26 +38,6 @@ SHOWN = 8
 TIMES = {"time", "perf", "seconds", "eval_seconds", "train_seconds", "epoch_seconds", "images_per_second"}
 """Fields of a line of metrics that depend on time."""
 NUMBERS_OF_META = ("epoch", "epoch_finished", "update", "metrics", "best")
-NOT_COMPARED = (*NUMBERS_OF_META, "format", "files", "config_hash", "meta_sha256")
-"""Of meta.json: compared as numbers, or not comparable: sizes and hashes of files whose contents are compared."""
-RUN_RECORD = ("choices", "samples", "parameters")
-"""Fields of run.json that do not name the folder, the machine or the commit."""
-VOLATILE = (
-    (
-        re.compile(
-            r"(Img/s|Data|Mem|Time|Left|Stages|GPU|Wait): [^,\n]*(, (data|copy|forward|backward|optimiser) \d+%)*"
-        ),
-        r"\1",
-    ),
-    (re.compile(r"\d[\d.,:]* ?(s|ms|seconds?|minutes?|MB|GB|GiB|MiB)\b"), "#"),
-    (re.compile(r"(time:|total time) [\d:.]+"), r"\1 #"),
-    (re.compile(r"\d+(\.\d+)? ?%( of the time)"), r"#\2"),
-    (re.compile(r"localhost:\d+"), "localhost:#"),
-    (re.compile(r"^( +\d+ +\S+ +\d+ +)\d+ ", re.MULTILINE), r"\1# "),  # the process in the table of ranks
-)
-"""What depends on time and machine in a line of the log."""
-NOT_WORDS = ("Where the time went", "To speed up", "  arguments ", "[W", "[rank")
-"""Starts of lines that depend on the pace of the run, or that torch writes."""
 
 
 def main() -> int:
@@ -67,7 +45,7 @@ def main() -> int:
     parser.add_argument("old", help="a commit")
     parser.add_argument("new", nargs="?", default="HEAD", help="another commit (default HEAD)")
     parser.add_argument("-only", help="some of the ways, such as fp32,ddp (default: all that both commits have)")
-    parser.add_argument("-numbers", action="store_true", help="compare only numbers, not records and words of the log")
+    parser.add_argument("-numbers", action="store_true", help="leave out values of state.pt that only one commit saves")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         old, new = (check_out(name, Path(folder)) for name in (given.old, given.new))
@@ -78,7 +56,7 @@ def main() -> int:
         names = given.only.split(",") if given.only else both
         if unknown := set(names) - set(both):
             parser.error(f"not ways of both commits: {', '.join(sorted(unknown))}; these are: {', '.join(both)}")
-        finish([(old, old.made / "teacher", old.train((), 1, old.made / "teacher", UPDATES))])
+        finish([(old, old.train((), 1, old.made / "teacher", UPDATES))])
         shutil.copytree(old.made / "teacher", new.made / "teacher")
         for side in (old, new):
             side.make_materials(side.made)
@@ -110,15 +88,6 @@ class Commit:
             stderr=subprocess.STDOUT,
             text=True,
         )
-
-
-@dataclass
-class Output:
-    """A finished run: its commit, its folder, and what it printed."""
-
-    side: Commit
-    folder: Path
-    printed: str
 
 
 class RunError(Exception):
@@ -163,29 +132,28 @@ def compare(name: str, old: Commit, new: Commit, only_numbers: bool) -> Iterator
             way, again = side.ways[name], label.startswith("resumed")
             words = tuple(word.format(made=side.made) for word in way.words) + ("-resume", "auto") * again
             processes = (way.later or way.processes) if again else way.processes
-            place = side.runs / run
-            started.append((side, place, side.train(words, processes, place, updates)))
-        one, other = finish(started)
-        yield from (f"{label}: {line}" for line in islice(differing_numbers(one, other, only_numbers), SHOWN))
-        if not only_numbers:
-            yield from (f"{label}: record: {line}" for line in islice(differing_records(one, other), SHOWN))
+            started.append((side, side.train(words, processes, side.runs / run, updates)))
+        finish(started)
+        yield from (
+            f"{label}: {line}"
+            for line in islice(differing_numbers(old.runs / run, new.runs / run, only_numbers), SHOWN)
+        )
 
 
-def finish(started: list[tuple[Commit, Path, subprocess.Popen[str]]]) -> list[Output]:
+def finish(started: list[tuple[Commit, subprocess.Popen[str]]]) -> None:
     """Wait for runs that train concurrently."""
-    outputs = [Output(side, run, process.communicate()[0]) for side, run, process in started]
-    for output, (side, _, process) in zip(outputs, started, strict=True):
+    printed = [process.communicate()[0] for _, process in started]
+    for text, (side, process) in zip(printed, started, strict=True):
         if process.returncode:
-            raise RunError(f"{side.name} exits with {process.returncode}: {output.printed.strip().splitlines()[-3:]}")
-    return outputs
+            raise RunError(f"{side.name} exits with {process.returncode}: {text.strip().splitlines()[-3:]}")
 
 
-def differing_numbers(one: Output, other: Output, only_numbers: bool) -> Iterator[str]:
+def differing_numbers(one: Path, other: Path, only_numbers: bool) -> Iterator[str]:
     """Differences in metrics.jsonl and in the checkpoints.
 
     With `only_numbers`, values of state.pt that only one commit saves are left out: a resumed run shows what they did.
     """
-    first, second = (_metrics(side.folder) for side in (one, other))
+    first, second = (_metrics(run) for run in (one, other))
     if len(first) != len(second):
         yield f"{len(first)} and {len(second)} lines of metrics"
     for one_line, other_line in zip(first, second, strict=False):
@@ -193,11 +161,11 @@ def differing_numbers(one: Output, other: Output, only_numbers: bool) -> Iterato
         if fields:
             values = ", ".join(f"{key} {one_line.get(key)} and {other_line.get(key)}" for key in fields)
             yield f"{one_line.get('event')} of update {one_line.get('update')}: {values}"
-    folders = [{p.name for p in (side.folder / "checkpoints").iterdir() if p.is_dir()} for side in (one, other)]
+    folders = [{p.name for p in (run / "checkpoints").iterdir() if p.is_dir()} for run in (one, other)]
     if folders[0] != folders[1]:
         yield f"checkpoints {sorted(folders[0])} and {sorted(folders[1])}"
     for name in sorted(folders[0] & folders[1]):
-        first, second = (_contents(side.folder / "checkpoints" / name) for side in (one, other))
+        first, second = (_contents(run / "checkpoints" / name) for run in (one, other))
         if not any(isinstance(value, torch.Tensor) for value in first.values()):
             yield f"{name}: no tensors"
         names = first.keys() ^ second.keys()
@@ -208,45 +176,9 @@ def differing_numbers(one: Output, other: Output, only_numbers: bool) -> Iterato
         yield from (f"{name}: {key}" for key in first.keys() & second.keys() if not _same(first[key], second[key]))
 
 
-def differing_records(one: Output, other: Output) -> Iterator[str]:
-    """Differences in run.json, meta.json and the words of the log."""
-    for name in sorted(path.name for path in (one.folder / "checkpoints").glob("step-*")):
-        sides = [_json(side.folder / "checkpoints" / name / "meta.json") for side in (one, other)]
-        yield from _differing_leaves(name, *({k: v for k, v in m.items() if k not in NOT_COMPARED} for m in sides))
-    records = [_json(side.folder / "run.json") for side in (one, other)]
-    yield from _differing_leaves("run.json", *({key: record.get(key) for key in RUN_RECORD} for record in records))
-    first, second = (Counter(_words(side)) for side in (one, other))
-    yield from (f"only the first logs: {line}" for line in first - second)
-    yield from (f"only the second logs: {line}" for line in second - first)
-
-
-def _differing_leaves(where: str, one: Any, other: Any) -> Iterator[str]:
-    first, second = dict(_leaves(one, where)), dict(_leaves(other, where))
-    for name in {**first, **second}:
-        if name not in first or name not in second:
-            yield f"only the {'first' if name in first else 'second'} has {name}: {first.get(name, second.get(name))}"
-        elif first[name] != second[name]:
-            yield f"{name}: {first[name]} and {second[name]}"
-
-
-def _words(run: Output) -> Iterator[str]:
-    """Lines that a run printed, without paths, times and amounts of memory."""
-    text = run.printed
-    for name in ("runs", "made", "code"):
-        text = text.replace(str(getattr(run.side, name)), name.upper())
-    text = "\n".join(line for line in text.splitlines() if line.strip() and not line.startswith(NOT_WORDS))
-    for pattern, word in VOLATILE:
-        text = pattern.sub(word, text)
-    yield from text.splitlines()
-
-
 def _metrics(run: Path) -> list[dict[str, Any]]:
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in lines]
-
-
-def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _contents(folder: Path) -> dict[str, Any]:
@@ -258,7 +190,8 @@ def _contents(folder: Path) -> dict[str, Any]:
         elif file.suffix in {".pt", ".pth"}:
             values |= _leaves(torch.load(file, map_location="cpu", weights_only=True), file.name)
         elif file.name == "meta.json":
-            values |= _leaves({key: _json(file).get(key) for key in NUMBERS_OF_META}, file.name)
+            meta = json.loads(file.read_text(encoding="utf-8"))
+            values |= _leaves({key: meta.get(key) for key in NUMBERS_OF_META}, file.name)
     return values
 
 

@@ -33,8 +33,7 @@ from utils.config import Config, Loaded, config_of_run
 from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED, TrainingError, UserError
 from utils.flags import Flag, whole
 from utils.log import log
-from utils.record.history import History
-from utils.record.history import plain
+from utils.record.history import History, plain
 from utils.record.run_folder import describe_run, make_folder, read_about, write_json
 from utils.text import counted, redacted_values
 

@@ -73,12 +73,16 @@ def check(config: Config, sources: Mapping[str, str] = MappingProxyType({})) -> 
     except UserError as error:
         # The file may be a recipe for another model, chosen by -model.
         keys = re.findall(rf"(MODEL\.\w+).*{NO_SUCH_SIZE}", str(error))
-        files = {key: sources.get(key, "").rpartition(":") for key in keys}
-        named = [f"{key} in {file}" for key, (file, _, line) in files.items() if line.isdigit()]
-        if not named:
+        files: dict[str, list[str]] = {}
+        for key in keys:
+            file, _, line = sources.get(key, "").rpartition(":")
+            if line.isdigit():
+                files.setdefault(file, []).append(key)
+        if not files:
             raise
+        named = "; ".join(f"{', '.join(keys)} in {file}" for file, keys in files.items())
         raise UserError(
-            f"{error}\nSet by a file of -cfg: {'; '.join(named)}. These sizes are for another model. Use a copy of the "
+            f"{error}\nSet by a file of -cfg: {named}. These sizes are for another model. Use a copy of the "
             "file without these keys, or leave -cfg out and set the data on the command line (-dataset, -image_size, "
             "-num_classes)."
         ) from None

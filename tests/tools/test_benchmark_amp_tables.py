@@ -114,8 +114,8 @@ def test_precisions(measured: Callable[..., tuple[Fields, str]], imagenet: Path)
 def test_precisions_with_apex_and_accumulation(measured: Callable[..., tuple[Fields, str]]) -> None:
     words = ("-modes", "apex", "-iters", 1, "-rounds", 1, "-accum_iter", 2)
     results, output = measured("precisions", *words)
-    assert list(results["turns"]) == ["fp32, synthetic", "apex, synthetic", "fp32, synthetic, again"]
-    assert "from files" not in output
+    of_files = ["fp32, files", "apex, files"]
+    assert list(results["turns"]) == ["fp32, synthetic", "apex, synthetic", "fp32, synthetic, again", *of_files]
     assert "an iteration is one update of 2 micro-batches of 32 images" in output
 
 

@@ -1,10 +1,7 @@
-"""The gate: slices of the slow tests, tests of a GPU, skips that fail a run, and packages that cannot be installed."""
+"""The gate: slices of the slow tests, tests of a GPU, skips that fail a run."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,7 +11,6 @@ import torch
 from tests import gate
 from tests.gate import SLICES, NoUnknownSkips, in_slice, is_selected
 from tests.gpu import runs
-from tests.program import ROOT
 
 
 def item(name: str, *marks: str) -> pytest.Item:
@@ -96,47 +92,3 @@ def test_only_skips_for_what_ci_cannot_have_are_allowed(reason: str, allowed: bo
     rule.pytest_runtest_logreport(cast(Any, skipped))
     rule.pytest_sessionfinish(session)
     assert session.exitstatus == (0 if allowed else 1)
-
-
-APT = """\
-#!/usr/bin/env bash
-echo "$1" >>"{place}/asked"
-if (($(grep -c update "{place}/asked") <= {failures})) || [[ $1 == "{failing}" ]]; then
-    echo "E: Unable to locate package slurmd" >&2
-    exit 100
-fi
-"""
-STAND_INS = {"sleep": "exit 0", "git": "touch '{place}/went_on'; exit 7"}
-"""No test waits between attempts, and the suite does not begin again inside a test."""
-
-
-def run_ci(place: Path, failures: int, failing: str = "") -> subprocess.CompletedProcess[str]:
-    """`.ci/run` with an apt-get of which the first `failures` attempts fail, or the subcommand `failing` always."""
-    programs = {name: f"#!/bin/sh\n{text.format(place=place)}\n" for name, text in STAND_INS.items()}
-    programs["apt-get"] = APT.format(place=place, failures=failures, failing=failing)
-    for name, text in programs.items():
-        (place / name).write_text(text, encoding="utf-8")
-        (place / name).chmod(0o755)
-    env = os.environ | {"PATH": f"{place}:{os.environ['PATH']}"}
-    return subprocess.run(
-        ["bash", str(ROOT / ".ci" / "run")], env=env, capture_output=True, text=True, timeout=60, check=False
-    )
-
-
-only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root installs packages")
-
-
-@only_root
-@pytest.mark.parametrize(("failures", "failing"), [(9, ""), (0, "install"), (2, "")])
-def test_packages_are_installed_by_the_third_attempt_or_fail_the_gate(
-    tmp_path: Path, failures: int, failing: str
-) -> None:
-    """Their tests would be skipped otherwise, and nobody would know."""
-    done = run_ci(tmp_path, failures, failing)
-    asked = {9: ["update"] * 3, 0: ["update", "install"] * 3, 2: ["update"] * 3 + ["install"]}[failures]
-    assert (tmp_path / "asked").read_text().split() == asked
-    assert (tmp_path / "went_on").exists() == (failures == 2)
-    assert done.returncode == (7 if failures == 2 else 1)
-    if failures != 2:
-        assert "E: Unable to locate package slurmd" in done.stderr, "apt-get's own reason"
-        assert "ci: apt-get failed 3 times to install slurmd " in done.stderr

@@ -46,7 +46,7 @@ def imports(tree: ast.Module, package: tuple[str, ...] = ()) -> Iterator[str]:
             start = ".".join([*base, *([node.module] if node.module else [])])
             yield from (f"{start}.{alias.name}".lstrip(".") for alias in node.names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            yield from (name.value for name in node.args[:1] if isinstance(name, ast.Constant))
+            yield from (str(name.value) for name in node.args[:1] if isinstance(name, ast.Constant))
 
 
 def forbidden_imports(tree: ast.Module, package: str) -> list[str]:

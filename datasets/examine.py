@@ -12,10 +12,11 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -29,6 +30,8 @@ from utils.log import log
 from utils.record.run_folder import CONFIG, DATA, write_json
 from utils.text import counted
 from vitamp.metrics import NO_LABELS
+
+Item = TypeVar("Item")
 
 QUICK_SECONDS = 3.5
 """Most seconds of the search for copies with DATA.CHECK quick"""
@@ -50,11 +53,17 @@ HUGE = 16
 
 
 class Clock:
+    """A time limit that begins now."""
+
     def __init__(self, seconds: float) -> None:
         self._begin, self.seconds = time.monotonic(), seconds
 
     def is_past(self, fraction: float = 1.0) -> bool:
         return time.monotonic() - self._begin > fraction * self.seconds
+
+    def limit(self, items: Iterable[Item], fraction: float = 1.0) -> Iterator[Item]:
+        """Items until that fraction of the time has passed."""
+        return takewhile(lambda _: not self.is_past(fraction), items)
 
 
 @dataclass
@@ -92,7 +101,12 @@ class Findings:
 def examine(train: Samples, validation: Samples, data: DataConfig) -> Findings:
     """Look at both splits, as far as DATA.CHECK allows."""
     splits = {"training": train, "validation": validation}
-    names = _class_names(splits)
+    if train.classes is not None:
+        names = [str(name) for name in train.classes]
+    else:
+        several = train.labels.ndim == 2
+        most = train.labels.shape[1] if several else 1 + max(one.labels.max(initial=-1) for one in splits.values())
+        names = [f"label {label}" for label in range(int(most))]
     by_class = {
         title: dict(zip(names, images_of_classes(samples.labels, len(names)).tolist(), strict=True))
         for title, samples in splits.items()
@@ -104,7 +118,18 @@ def examine(train: Samples, validation: Samples, data: DataConfig) -> Findings:
     quick = data.CHECK == "quick"
     if not any(samples.stored == "pixels" or samples.remote for samples in splits.values()):
         findings.copies = find_copies(train, validation, QUICK_SECONDS if quick else float("inf"))
-    _add_headers(findings, train, data, Clock(HEADER_SECONDS if quick else float("inf")))
+
+    count = min(LOOKED_AT, len(train)) if quick else len(train)
+    headers = list(Clock(HEADER_SECONDS if quick else float("inf")).limit(_headers(train, count, data)))
+    findings.looked_at = len(headers)
+    findings.modes = dict(Counter(header.mode for header in headers if header.mode))
+    findings.turned = sum(header.turned for header in headers)
+    sizes = np.array([header.size for header in headers if header.size != (0, 0)])
+    if len(sizes):
+        by_area = sizes[np.argsort(sizes.prod(1), kind="stable")].tolist()
+        findings.smallest, findings.median, findings.largest = (
+            (width, height) for width, height in (by_area[0], by_area[len(by_area) // 2], by_area[-1])
+        )
     return findings
 
 
@@ -139,9 +164,8 @@ def find_copies(train: Samples, validation: Samples, seconds: float) -> Copies:
 def _sizes(samples: Samples, clock: Clock, fraction: float) -> np.ndarray:
     """Sizes of blocks of neighbours in random order, until that fraction of the time has passed; -1 for the others."""
     sizes = np.full(len(samples), -1, dtype=np.int64)
-    for block in np.random.default_rng(0).permutation(-(-len(samples) // BLOCK)).tolist():
-        if clock.is_past(fraction):
-            break
+    blocks = np.random.default_rng(0).permutation(-(-len(samples) // BLOCK)).tolist()
+    for block in clock.limit(blocks, fraction):
         for index in range(block * BLOCK, min((block + 1) * BLOCK, len(samples))):
             with contextlib.suppress(OSError, ValueError):  # unreadable: reported when it is trained on
                 sizes[index] = samples.size(index)
@@ -149,36 +173,9 @@ def _sizes(samples: Samples, clock: Clock, fraction: float) -> np.ndarray:
 
 
 def _digests(samples: Samples, indices: list[int], clock: Clock) -> Iterator[tuple[bytes, int]]:
-    for index in indices:
-        if clock.is_past():
-            return
+    for index in clock.limit(indices):
         with contextlib.suppress(OSError):
             yield hashlib.blake2b(bytes(samples.read(index)), digest_size=16).digest(), index
-
-
-def _class_names(splits: dict[str, Samples]) -> list[str]:
-    first = splits["training"]
-    if first.classes is not None:
-        return [str(name) for name in first.classes]
-    if first.labels.ndim == 2:
-        return [f"label {label}" for label in range(first.labels.shape[1])]
-    most = max((int(samples.labels.max()) for samples in splits.values() if len(samples)), default=-1)
-    return [f"label {label}" for label in range(most + 1)]
-
-
-def _add_headers(findings: Findings, train: Samples, data: DataConfig, clock: Clock) -> None:
-    """Modes, sizes and rotation of some training images."""
-    count = len(train) if data.CHECK == "full" else min(LOOKED_AT, len(train))
-    headers = list(takewhile(lambda _: not clock.is_past(), _headers(train, count, data)))
-    findings.looked_at = len(headers)
-    findings.modes = dict(Counter(header.mode for header in headers if header.mode))
-    findings.turned = sum(header.turned for header in headers)
-    sizes = np.array([header.size for header in headers if header.size != (0, 0)])
-    if len(sizes):
-        by_area = sizes[np.argsort(sizes.prod(1), kind="stable")].tolist()
-        findings.smallest, findings.median, findings.largest = (
-            (width, height) for width, height in (by_area[0], by_area[len(by_area) // 2], by_area[-1])
-        )
 
 
 def _headers(samples: Samples, count: int, data: DataConfig) -> Iterator[Header]:
@@ -232,12 +229,57 @@ def check_data(config: Config, train_set: ImageDataset, val_set: ImageDataset, f
 
 def notes_of(found: Findings, data: DataConfig, weighted: bool, check: str) -> list[str]:
     """Lines for the log. `weighted`: by TRAIN.CLASS_WEIGHTS. `check`: the command that checks this data set."""
-    return [
-        _classes(found),
-        *_inequality(found, data, weighted),
-        *_odd_images(found, data),
-        *([_not_compared(found, check)] if found.copies is None or _unfinished(found) else []),
-    ]
+    training = found.classes["training"]
+    text = f"Data: {', '.join(f'{count:,} {title}' for title, count in found.images.items())} images"
+    if training:
+        smallest, largest = (pick(training, key=lambda name: training[name]) for pick in (min, max))
+        text += f" in {len(training):,} classes, from {training[smallest]:,} ({smallest}) to {training[largest]:,} "
+        text += f"({largest}) training images"
+        if found.largest_class_percent is not None:
+            text += f". Always guessing the largest class would give {found.largest_class_percent:.1f} % in validation"
+    notes = [text]
+
+    counts = [count for count in training.values() if count]
+    balanced = weighted or data.SAMPLER == "balanced"
+    if found.largest_class_percent is not None and not balanced and counts and max(counts) >= UNEQUAL * min(counts):
+        notes.append(
+            f"The largest class has {max(counts) / min(counts):.0f} times as many images as the smallest: top-1 mostly "
+            "counts the large ones. DATA.SAMPLER=balanced or TRAIN.CLASS_WEIGHTS=balanced would weigh classes alike"
+        )
+    of = f"of {found.looked_at:,} training images"
+    of += "" if found.looked_at == found.images["training"] else " looked at"
+    if number := found.modes.get(TRANSPARENT):
+        notes.append(f"With transparent pixels, composited by DATA.BACKGROUND={data.BACKGROUND}: {number:,} {of}")
+    if number := found.modes.get(GREY):
+        notes.append(f"Grey, read as colour images: {number:,} {of}")
+    if found.turned and not data.EXIF_ROTATE:
+        notes.append(
+            f"To be turned by their EXIF data, but read as they are stored: {found.turned:,} {of}. "
+            "DATA.EXIF_ROTATE=true turns them"
+        )
+    if found.median != (0, 0):
+        sizes, model = (found.median, found.smallest, found.largest), data.IMAGE_SIZE
+        text = "Sizes {} (median), {} to {}".format(*(f"{width} x {height}" for width, height in sizes))
+        text += f", {of}; the model sees {model} x {model}"
+        if min(found.median) < model / 2:
+            text += ": most images are enlarged, so a smaller -image_size would see as much"
+        elif found.median[0] * found.median[1] > HUGE * model * model:
+            text += ": decoding such images takes most of the time; see docs/data_speed.md"
+        notes.append(text)
+
+    copies, images = found.copies, found.images
+    if copies is None:
+        notes.append(
+            "Not searched for copies in both splits, because the images are raw pixels or not on this machine; "
+            f"`{check}` does it"
+        )
+    elif copies.compared < images["validation"] or copies.training < images["training"]:
+        some = f"{copies.compared:,} of {images['validation']:,} validation images"
+        if copies.training < images["training"]:
+            some += f" with {copies.training:,} of {images['training']:,} training images"
+        only = f"only {some}, in the time of DATA.CHECK quick"
+        notes.append(f"Searched for copies in both splits: {only}; `{check}` compares all")
+    return notes
 
 
 def warnings_of(found: Findings, check: str) -> list[str]:
@@ -259,76 +301,3 @@ def warnings_of(found: Findings, check: str) -> list[str]:
             "Nothing will be known of how well they are recognised."
         )
     return lines
-
-
-def _classes(found: Findings) -> str:
-    training = found.classes["training"]
-    images = ", ".join(f"{count:,} {title}" for title, count in found.images.items())
-    if not training:
-        return f"Data: {images} images"
-    smallest, largest = (pick(training, key=lambda name: training[name]) for pick in (min, max))
-    text = f"Data: {images} images in {len(training):,} classes"
-    text += f", from {training[smallest]:,} ({smallest}) to {training[largest]:,} ({largest}) training images"
-    if found.largest_class_percent is not None:
-        text += f". Always guessing the largest class would give {found.largest_class_percent:.1f} % in validation"
-    return text
-
-
-def _inequality(found: Findings, data: DataConfig, weighted: bool) -> list[str]:
-    counts = [count for count in found.classes["training"].values() if count]
-    if found.largest_class_percent is None or not counts or max(counts) < UNEQUAL * min(counts):
-        return []
-    if weighted or data.SAMPLER == "balanced":
-        return []
-    times = max(counts) / min(counts)
-    return [
-        f"The largest class has {times:.0f} times as many images as the smallest: top-1 mostly counts the large ones. "
-        "DATA.SAMPLER=balanced or TRAIN.CLASS_WEIGHTS=balanced would weigh classes alike"
-    ]
-
-
-def _odd_images(found: Findings, data: DataConfig) -> list[str]:
-    lines = []
-    of = f"of {found.looked_at:,} training images" + (
-        "" if found.looked_at == found.images["training"] else " looked at"
-    )
-    if number := found.modes.get(TRANSPARENT):
-        lines.append(f"With transparent pixels, composited by DATA.BACKGROUND={data.BACKGROUND}: {number:,} {of}")
-    if number := found.modes.get(GREY):
-        lines.append(f"Grey, read as colour images: {number:,} {of}")
-    if found.turned and not data.EXIF_ROTATE:
-        lines.append(
-            f"To be turned by their EXIF data, but read as they are stored: {found.turned:,} {of}. "
-            "DATA.EXIF_ROTATE=true turns them"
-        )
-    model = data.IMAGE_SIZE
-    if found.median != (0, 0):
-        sizes = (f"{width} x {height}" for width, height in (found.median, found.smallest, found.largest))
-        text = "Sizes {} (median), {} to {}".format(*sizes)
-        lines.append(f"{text}, {of}; the model sees {model} x {model}")
-        if min(found.median) < model / 2:
-            lines[-1] += ": most images are enlarged, so a smaller -image_size would see as much"
-        elif found.median[0] * found.median[1] > HUGE * model * model:
-            lines[-1] += ": decoding such images takes most of the time; see docs/data_speed.md"
-    return lines
-
-
-def _unfinished(found: Findings) -> bool:
-    copies = found.copies
-    return copies is not None and (
-        copies.compared < found.images["validation"] or copies.training < found.images["training"]
-    )
-
-
-def _not_compared(found: Findings, check: str) -> str:
-    """Says that not all images were searched for copies in both splits."""
-    copies = found.copies
-    if copies is None:
-        return (
-            "Not searched for copies in both splits, because the images are raw pixels or not on this machine; "
-            f"`{check}` does it"
-        )
-    some = f"{copies.compared:,} of {found.images['validation']:,} validation images"
-    if copies.training < found.images["training"]:
-        some += f" with {copies.training:,} of {found.images['training']:,} training images"
-    return f"Searched for copies in both splits: only {some}, in the time of DATA.CHECK quick; `{check}` compares all"

@@ -26,7 +26,7 @@ from datasets.base import (
     part_of,
     seed_sample,
 )
-from datasets.damage import Failure, allowed, failure_of, line_of, without_excluded
+from datasets.damage import Failure, allowed, failure_of
 from datasets.transforms.pixels import Pixels
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
@@ -41,7 +41,11 @@ class Images(ImageDataset):
     """A training or validation split whose images are read one by one."""
 
     def __init__(self, samples: Samples, data: DataConfig, train: bool, seed: int) -> None:
-        self.samples = without_excluded(samples, data)
+        if data.EXCLUDE is not None:
+            from datasets.exclude import without_excluded
+
+            samples = without_excluded(samples, data)
+        self.samples = samples
         self.classes = samples.classes
         self.data, self.seed, self.train = data, seed, train
         self.augmentation: TrainConfig | None = None
@@ -140,6 +144,8 @@ class Images(ImageDataset):
         raise TrainingError(f"No image could be read in place of {self.samples.name(wanted)}.")
 
     def _broken(self, index: int, failure: Failure) -> Broken:
+        from datasets.exclude import line_of
+
         name, storage = self.samples.name(index), failure.kind == "storage"
         line = line_of(name, failure.reason, self.data)
         # As a comment, so that using the list as DATA.EXCLUDE does not drop images that the storage may return later.

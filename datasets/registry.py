@@ -85,9 +85,9 @@ def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> Non
     """
     source = _source(data)
     if data.EXCLUDE is not None:
-        from datasets.damage import check_exclude
+        from datasets.exclude import excluded
 
-        check_exclude(data)
+        excluded(data)
     if source.arrays is None:
         from datasets.decoding import warn_of_decoder
 
@@ -113,7 +113,7 @@ def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> Non
 def warn_of_splits(data: DataConfig, train: Samples | None, validation: Samples | None) -> None:
     """Warn of what shows only once both splits are open. None stands for a split in memory."""
     if data.EXCLUDE is not None:
-        from datasets.damage import warn_unmatched
+        from datasets.exclude import warn_unmatched
 
         warn_unmatched(data, (train, validation))
 
@@ -159,10 +159,9 @@ def _source(data: DataConfig) -> Source:
     source = _named(data)
     if data.MULTI_LABEL and not source.multi_label:
         multi = [name for name in names() if (other := source_named(name)) and other.multi_label]
-        able = ", ".join([*multi, f"{HUB_PREFIX}NAME"])
         raise UserError(
             f"DATA.MULTI_LABEL: the data set {data.DATASET} has one label per image. Use a data set with several: "
-            f"{able} (shards only as a copy that hf:NAME made); see docs/several_labels.md."
+            f"{', '.join(multi)}; see docs/several_labels.md."
         )
     return source
 

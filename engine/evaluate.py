@@ -60,7 +60,8 @@ def evaluate(
         raise
     finally:
         model.train(training)
-    loader.broken.raise_together(world)
+    if loader.broken is not None:
+        loader.broken.raise_together(world)
     return tally.metrics(world)
 
 

@@ -185,8 +185,8 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> 
         raise
     finally:
         reporter.close()
-    if broken := ready.train_loader.broken.summary():
-        log.warning(broken)
+    if trainer.broken is not None and (lost := trainer.broken.summary()):
+        log.warning(lost)
     commands = next_commands(run, trainer.position, folder, trainer.paused)
     by, figure = metric_named(trainer.best.by), trainer.best.figure
     context = in_context(by, figure, len(ready.val_set), largest_class(ready)) if world.first else ""

@@ -77,7 +77,9 @@ class Trainer:
             from datasets.loading import workers
 
             workers.on_long_wait = self._stop_waiting
-        self.train_loader.broken.write_into(folder)
+        self.broken = self.train_loader.broken
+        if self.broken is not None:
+            self.broken.folder = folder
         self.parts.after_pause = self._restart_clocks
 
     def fit(self) -> int:
@@ -85,7 +87,8 @@ class Trainer:
         self.reporter.run("resume" if self.position.update else "start", self.position, self.throughput.total)
         try:
             self._train()
-            self.train_loader.broken.share(self.world)
+            if self.broken is not None:
+                self.broken.share(self.world)
         except Stopped as stopped:
             self._pause(stopped)
             return stopped.exit_code
@@ -182,7 +185,8 @@ class Trainer:
         due = finished % config.SAVE_FREQ == 0 or self._is_due(config.SAVE_EVERY_UPDATES)
         if due or kept or last or improved:
             self._save(finished)
-        self.train_loader.broken.share(self.world)
+        if self.broken is not None:
+            self.broken.share(self.world)
         self._draw()
         self._restart_clocks()
 

@@ -19,7 +19,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from datasets.base import PADDING, Batch, Broken, ImageDataset, Key
-from datasets.damage import BrokenImages, BrokenInValidation
 from datasets.loading.order import EpochOrder, MicroBatch, validation_batches
 from utils.distributed.world import ALONE, World
 from utils.errors import TrainingError
@@ -28,6 +27,7 @@ from utils.program import die_with_parent
 from utils.text import counted
 
 if TYPE_CHECKING:
+    from datasets.damage import BrokenImages, BrokenInValidation
     from datasets.loading.workers import LoadingProcesses
 
 
@@ -103,7 +103,12 @@ class TrainLoader(_Loader):
 
     def __init__(self, dataset: ImageDataset, order: EpochOrder, seed: int, workers: int, device: torch.device) -> None:
         self.order, self.workers = order, workers
-        self.broken = BrokenImages(dataset.max_bad)
+        self.broken: BrokenImages | None = None
+        """Images that could not be read; None for images in memory"""
+        if not dataset.in_memory:
+            from datasets.damage import BrokenImages
+
+            self.broken = BrokenImages(dataset.max_bad)
         self._feed = _Feed(dataset, workers, seed, device, self.broken)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Window]:
@@ -139,7 +144,11 @@ class ValLoader(_Loader):
         `shard`: this rank's batches.
         """
         self._batches = shard(len(dataset), batch_size, rank, world)
-        self.broken = BrokenInValidation() if broken is None else broken
+        if broken is None and not dataset.in_memory:
+            from datasets.damage import BrokenInValidation
+
+            broken = BrokenInValidation()
+        self.broken = broken
         self._feed = _Feed(dataset, min(workers, len(self._batches)), 0, device, self.broken)
 
     def __len__(self) -> int:
@@ -158,7 +167,7 @@ class _Feed:
         workers: int,
         seed: int,
         device: torch.device,
-        broken: BrokenImages | BrokenInValidation,
+        broken: BrokenImages | BrokenInValidation | None,
     ) -> None:
         self._broken, self._fetch, self._device = broken, _Fetch(dataset), device
         self.on_arrival: Callable[[], None] | None = None
@@ -231,7 +240,8 @@ class _Feed:
         self._plan.under_way.popleft()
         if self.on_arrival is not None:
             self.on_arrival()
-        self._broken.add(fetched.broken)
+        if self._broken is not None:
+            self._broken.add(fetched.broken)
         if isinstance(fetched.batch, TrainingError):
             raise fetched.batch
         if self._copies is None:

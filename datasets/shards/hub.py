@@ -15,13 +15,12 @@ import re
 import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from datasets.base import HUB_PREFIX, distinct
 from datasets.shards.index import TarWriter
-from datasets.shards.source import LABEL_SETS, MANIFEST, ShardSet, finish_set, shard_source
+from datasets.shards.source import MANIFEST, ShardSet, finish_set, shard_source
 from datasets.shards.stores import Folder
 from datasets.sources.split import SPLIT_NAMES, named_parts, split_named_in, warn_of_skipped
 from utils.cache import cache_folder, process_lock
@@ -33,21 +32,20 @@ from vitamp.files import parse_json, require_regular
 IMAGE_COLUMNS, LABEL_COLUMNS = ("image", "img"), ("label", "labels", "fine_label", "target", "class")
 ROWS = 64
 """Rows read at once, which bounds the memory in use, besides a piece of the file."""
-TAR_BYTES_PER_IMAGE = 4 * 512
-"""Two headers, a label, and the filling up of the image's last block"""
 LAYOUT = """Expected layout:
   {root}/train-00000-of-00002.parquet, ...         or train/0000.parquet
   {root}/validation-00000-of-00001.parquet, ...    or test-..., or none: then DATA.VAL_FRACTION is split off
-each with a column of images ('image': bytes, or a struct with 'bytes') and one of labels ('label'; with
-DATA.MULTI_LABEL=true a list of them)"""
+each with a column of images ('image': bytes, or a struct with 'bytes') and one of labels ('label')"""
 
 
-class Row(NamedTuple):
-    key: str
-    kind: str
-    image: bytes
-    labels: tuple[int, ...]
-    """One; with `Columns.several` any number, ascending"""
+class Columns(NamedTuple):
+    """Columns of the images and labels."""
+
+    image: str
+    label: str
+    classes: list[str] | None
+    names_are_labels: bool
+    """The label column holds names, not numbers."""
 
 
 def choose_files(root: Path, paths: Iterable[Path], dataset: str) -> dict[str, list[Path]]:
@@ -83,30 +81,24 @@ def _split_of(path: Path) -> str:
     return next((name for part in reversed(path.parts) if (name := split_named_in(part))), "")
 
 
-@dataclass(frozen=True)
-class Columns:
-    """Columns of the images and labels."""
-
-    image: str
-    label: str
-    classes: list[str] | None
-    names_are_labels: bool
-    """The label column holds names, not numbers."""
-    several: bool
-    """The label column holds lists."""
-
-
 def columns_of(root: Path, files: list[Path], dataset: str) -> Columns:
     """Find the columns of the images and labels, by the hub's metadata, else by their names."""
     import pyarrow as pa
 
     schema = _open(files[0]).schema_arrow
-    features = _features(schema.metadata or {})
-    image = _choose(schema.names, features, "Image", IMAGE_COLUMNS)
-    label = _choose(schema.names, features, "ClassLabel", LABEL_COLUMNS)
-    if label is None:
-        lists = (name for name in schema.names if _of_items(features.get(name, {})).get("_type") == "ClassLabel")
-        label = next(lists, None)
+    try:
+        features = parse_json((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        features = {name: about for name, about in features.items() if isinstance(about, dict)}
+    except (KeyError, ValueError, TypeError, AttributeError):
+        features = {}
+
+    def choose(kind: str, usual: tuple[str, ...]) -> str | None:
+        """A column that the hub marks as `kind`, preferably with a usual name; else a column with a usual name."""
+        marked = [name for name in schema.names if features.get(name, {}).get("_type") == kind]
+        known = [name for candidates in (marked, schema.names) for name in usual if name in candidates]
+        return next(iter([*known[:1], *marked]), None)
+
+    image, label = choose("Image", IMAGE_COLUMNS), choose("ClassLabel", LABEL_COLUMNS)
     if image is None or label is None:
         what = "images" if image is None else "labels"
         raise UserError(
@@ -114,34 +106,43 @@ def columns_of(root: Path, files: list[Path], dataset: str) -> Columns:
             f"{LAYOUT.format(root=root)}"
         )
     kind = schema.field(label).type
-    several = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    if several or pa.types.is_dictionary(kind):  # a dictionary: pandas' categories
+    if pa.types.is_dictionary(kind):  # pandas' categories
         kind = kind.value_type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return Columns(image, label, _label_names(files, label, several), True, several)
+        batches = (batch for file in files for batch in _batches(file, 1 << 16, [label]))
+        names = {name for batch in batches for name in batch.column(label).unique().to_pylist() if name is not None}
+        return Columns(image, label, sorted(names), True)
     if not pa.types.is_integer(kind):
         raise UserError(
-            f"DATA.DATASET {dataset}: the column {label} of {files[0]} is of type {kind}; labels must "
-            "be whole numbers or names, or lists of them."
+            f"DATA.DATASET {dataset}: the column {label} of {files[0]} is of type {kind}; labels must be whole numbers "
+            "or names. Several labels per image are read from a csv table; see docs/several_labels.md."
         )
-    return Columns(image, label, _of_items(features.get(label, {})).get("names"), False, several)
+    return Columns(image, label, features.get(label, {}).get("names"), False)
 
 
-def rows(file: Path, number: int, columns: Columns) -> Iterator[Row]:
-    """Rows of a file, with unchanged images. A missing image becomes an empty file, which training reports as broken.
+def rows(file: Path, number: int, columns: Columns) -> Iterator[tuple[str, str, bytes, int]]:
+    """Key, kind, unchanged image and label of each row of a file.
 
-    `number`: index of the file in its split. Keys begin with it, because files in different folders can share a name.
+    A missing image becomes an empty file, which training reports as broken. `number`: index of the file in its split.
+    Keys begin with it, because files in different folders can share a name.
     """
+    import pyarrow as pa
+
     numbers = {name: number for number, name in enumerate(columns.classes or ())}
     row = 0
     for batch in _batches(file, ROWS, [columns.image, columns.label]):
-        images = _image_bytes(batch.column(columns.image), f"{file}, row {row}")
-        for image, label in zip(images, batch.column(columns.label).to_pylist(), strict=True):
-            of_image = label if columns.several else [label]
-            if of_image is None or None in of_image:
+        images = batch.column(columns.image)
+        if pa.types.is_struct(images.type) and images.type.get_field_index("bytes") >= 0:
+            images = images.flatten()[images.type.get_field_index("bytes")]
+        if not (pa.types.is_binary(images.type) or pa.types.is_large_binary(images.type)):
+            raise UserError(
+                f"{file}, row {row}: the image column is of type {images.type}; it must hold the bytes of image files."
+            )
+        for image, label in zip(images.to_pylist(), batch.column(columns.label).to_pylist(), strict=True):
+            if label is None:
                 raise UserError(f"{file}, row {row}: the column {columns.label} has no label.")
-            labels = {numbers[one] if columns.names_are_labels else int(one) for one in of_image}
-            yield Row(f"{number:05d}/{row:08d}", kind_of(image or b""), image or b"", tuple(sorted(labels)))
+            content, numbered = image or b"", numbers[label] if columns.names_are_labels else int(label)
+            yield f"{number:05d}/{row:08d}", kind_of(content), content, numbered
             row += 1
 
 
@@ -174,52 +175,6 @@ def _naming(file: Path) -> Iterator[None]:
     except (OSError, pa.ArrowException) as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise UserError(f"{file} cannot be read as a parquet file: {reason}. Fetch it again.") from None
-
-
-def _image_bytes(column: Any, where: str) -> list[bytes | None]:
-    import pyarrow as pa
-
-    if pa.types.is_struct(column.type) and column.type.get_field_index("bytes") >= 0:
-        column = column.flatten()[column.type.get_field_index("bytes")]
-    if not (pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type)):
-        raise UserError(f"{where}: the image column is of type {column.type}; it must hold the bytes of image files.")
-    return column.to_pylist()
-
-
-def _features(metadata: dict[bytes, bytes]) -> dict[str, dict[str, Any]]:
-    """The hub's metadata of each column."""
-    try:
-        features = parse_json(metadata[b"huggingface"])["info"]["features"]
-        # The hub's versions write lists as {"feature": ITEM} or as [ITEM].
-        found = {name: {"feature": one[0]} if isinstance(one, list) else one for name, one in features.items()}
-        return {name: about for name, about in found.items() if isinstance(about, dict)}
-    except (KeyError, IndexError, ValueError, TypeError, AttributeError):
-        return {}
-
-
-def _of_items(about: dict[str, Any]) -> dict[str, Any]:
-    """What the hub says of a column or, if it holds lists, of their items."""
-    item = about.get("feature", about)
-    return item if isinstance(item, dict) else {}
-
-
-def _choose(names: list[str], features: dict[str, dict[str, Any]], kind: str, usual: tuple[str, ...]) -> str | None:
-    """A column that the hub marks as `kind`, preferably with a usual name; else a column with a usual name."""
-    marked = [name for name in names if features.get(name, {}).get("_type") == kind]
-    for candidates in (marked, names):
-        for name in usual:
-            if name in candidates:
-                return name
-    return marked[0] if marked else None
-
-
-def _label_names(files: list[Path], label: str, several: bool) -> list[str]:
-    names: set[str] = set()
-    for file in files:
-        for batch in _batches(file, 1 << 16, [label]):
-            column = batch.column(label).flatten() if several else batch.column(label)
-            names.update(name for name in column.unique().to_pylist() if name is not None)
-    return sorted(names)
 
 
 def kind_of(image: bytes) -> str:
@@ -342,24 +297,11 @@ def _copy(source: Path, folder: Path, data: DataConfig) -> None:
     columns = columns_of(source, files, data.DATASET)
     scratch = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(scratch, ignore_errors=True)  # of an interrupted copy
-    size = 0
-    for about in (_open(file).metadata for file in files):
-        groups = [about.row_group(number) for number in range(about.num_row_groups)]
-        found = [group.column(number) for group in groups for number in range(group.num_columns)]
-        size += sum(one.total_uncompressed_size for one in found if one.path_in_schema.split(".")[0] == columns.image)
-        size += about.num_rows * TAR_BYTES_PER_IMAGE
-    free = shutil.disk_usage(folder.parent).free
-    if size > free:
-        raise UserError(
-            f"DATA.DATASET {data.DATASET}: its images are copied to {folder.parent} once, which needs "
-            f"{size / 1e9:.1f} GB; {free / 1e9:.1f} GB are free. Set DATA.CACHE to another folder."
-        )
-    log.info("%s: copying its images to %s, once (%.2f GB).", data.DATASET, folder, size / 1e9)
+    size = sum(file.stat().st_size for file in files) / 1e9
+    log.info("%s: copying its images to %s, once (%.2f GB).", data.DATASET, folder, size)
     try:
-        sets: dict[tuple[int, ...], int] = {}
-        names = {split: _copy_split(of_split, columns, scratch / split, sets) for split, of_split in splits.items()}
-        about = {"classes": columns.classes, "source": data.DATASET, **({LABEL_SETS: list(sets)} if sets else {})}
-        samples = finish_set(scratch, names, about)
+        names = {split: _copy_split(of_split, columns, scratch / split) for split, of_split in splits.items()}
+        samples = finish_set(scratch, names, {"classes": columns.classes, "source": data.DATASET})
         os.replace(scratch, folder)
     except OSError as error:
         raise UserError(
@@ -370,23 +312,19 @@ def _copy(source: Path, folder: Path, data: DataConfig) -> None:
     log.info("%s: copied %d images; from now on, this copy is read.", data.DATASET, samples)
 
 
-def _copy_split(files: list[Path], columns: Columns, folder: Path, sets: dict[tuple[int, ...], int]) -> list[str]:
-    """Copy the images of a split, and return the names of its tar files, relative to the parent of `folder`.
-
-    A tar file has one number per image. With several labels it is that of their set in `sets`, which grows.
-    """
+def _copy_split(files: list[Path], columns: Columns, folder: Path) -> list[str]:
+    """Copy the images of a split, and return the names of its tar files, relative to the parent of `folder`."""
     folder.mkdir(parents=True)
     names: list[str] = []
     writer: TarWriter | None = None
     for number, file in enumerate(files):
-        for row in rows(file, number, columns):
+        for key, kind, image, label in rows(file, number, columns):
             if writer is None or writer.size >= SHARD_BYTES:
                 if writer is not None:
                     writer.close()
                 names.append(f"{folder.name}/{len(names):05d}.tar")
                 writer = TarWriter(folder.parent / names[-1])
-            label = sets.setdefault(row.labels, len(sets)) if columns.several else row.labels[0]
-            writer.add(row.key, row.kind, row.image, label)
+            writer.add(key, kind, image, label)
     if writer is None:
         raise UserError(f"{files[0]} has no images.")
     writer.close()

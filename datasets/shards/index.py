@@ -9,10 +9,11 @@ import io
 import os
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -21,7 +22,6 @@ from datasets.labels import number_of_digits
 from datasets.shards.stores import ShardFile, Store
 from datasets.sources.files import SkippedFiles, leads_out
 from utils.errors import UserError
-from utils.log import log
 from vitamp.files import parse_json
 
 IMAGE_KINDS = (*(ending.removeprefix(".") for ending in ENDINGS), "npy")
@@ -31,33 +31,29 @@ LARGEST_LABEL = 1 << 20
 LARGEST_NUMBER = 1 << 31
 UNREADABLE = (tarfile.TarError, ValueError, OverflowError, RecursionError)
 """What tarfile raises; the last three for absurd extended headers."""
-DOTS = "more than one dot in the name"
-"""Kind under which such images and labels are counted as skipped"""
 MOST_ZEROS = 1 << 20
 """Most zero bytes at the end of a tar file, usually 10 KiB or less. More mean a copy with space but no content."""
 
 
-@dataclass
-class TarSamples:
-    """Samples of one tar file, in the order of their images."""
+class TarSample(NamedTuple):
+    """An image in a tar file."""
 
-    names: list[str] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    labels: list[int | str] = field(default_factory=list)
-    """Numbers or class names, as in the file."""
-    skipped: SkippedFiles = field(default_factory=SkippedFiles)
+    name: str
+    offset: int
+    size: int
+    label: int | str
+    """Number or class name, as in the file"""
 
 
-def read_tar(file: BinaryIO, size: int, where: str) -> TarSamples:
-    """Read the headers of the tar file `where`, `size` bytes long. UserErrors name the offset of the damage."""
+def read_tar(file: BinaryIO, size: int, where: str, skipped: SkippedFiles) -> list[TarSample]:
+    """Samples of the tar file `where`, `size` bytes long, by its headers. UserErrors name the offset of the damage."""
     images: dict[str, tuple[str, int, int]] = {}
     labels: dict[str, int | str] = {}
-    links, skipped = 0, SkippedFiles()
     for member in _members(file, size, where):
         key, kind = _key(member.name)
         if not member.isreg() or member.issparse():
-            links += kind in (*IMAGE_KINDS, *LABEL_KINDS)
+            if kind in (*IMAGE_KINDS, *LABEL_KINDS):
+                skipped.add(member.name, "links and other members that are not files")
         elif kind in IMAGE_KINDS:
             if key in images:
                 raise UserError(
@@ -70,21 +66,14 @@ def read_tar(file: BinaryIO, size: int, where: str) -> TarSamples:
                 labels[key] = label
         elif kind not in LABEL_KINDS:
             dotted = kind.rpartition(".")[2] in (*IMAGE_KINDS, *LABEL_KINDS)
-            skipped.add(member.name, DOTS if dotted else None)
-    if links:
-        log.warning("%s: skipped %d links and other members that are not files.", where, links)
-    samples = TarSamples(skipped=skipped)
-    for key, (name, offset, length) in images.items():
+            skipped.add(member.name, "more than one dot in the name" if dotted else None)
+    for key, (name, _, _) in images.items():
         if key not in labels:
             raise UserError(
                 f"{where}: the image {name} has no label: there is no {key}.cls beside it, and no {key}.json with a "
                 "'label'."
             )
-        samples.names.append(name)
-        samples.offsets.append(offset)
-        samples.sizes.append(length)
-        samples.labels.append(labels[key])
-    return samples
+    return [TarSample(*image, labels[key]) for key, image in images.items()]
 
 
 def _members(file: BinaryIO, size: int, where: str) -> Iterator[tarfile.TarInfo]:
@@ -299,68 +288,51 @@ def _is_sound(index: ShardIndex, arrays: dict[str, np.ndarray]) -> bool:
     )
 
 
-ReadShards = Callable[[Iterable[ShardFile]], Iterable[TarSamples]]
-"""Reads the headers of shards, in the same order"""
-
-
-def make_index(
-    store: Store, shards: Sequence[ShardFile], classes: list[str] | None, read_shards: ReadShards | None = None
-) -> ShardIndex:
-    """Index shards by their headers. `read_shards` may read them in several processes."""
+def make_index(store: Store, shards: Sequence[ShardFile], classes: list[str] | None) -> ShardIndex:
+    """Index shards by their headers."""
     numbers = {name: number for number, name in enumerate(classes or ())}
-    shard, offset, size, label, names, lengths = ([] for _ in range(6))
+    columns: dict[str, list[np.ndarray]] = defaultdict(list)
     skipped, has_names = SkippedFiles(), False
-    contents = read_shards(shards) if read_shards else (read_shard(store, file) for file in shards)
-    for number, (file, samples) in enumerate(zip(shards, contents, strict=True)):
-        skipped.merge(samples.skipped)
-        shard.append(np.full(len(samples.names), number, dtype=np.int32))
-        offset.append(np.array(samples.offsets, dtype=np.int64))
-        size.append(np.array(samples.sizes, dtype=np.int64))
-        has_names = has_names or any(isinstance(one, str) for one in samples.labels)
-        label.append(_label_numbers(samples, numbers, f"{store.root}/{file.name}"))
-        encoded = [name.encode(errors="surrogateescape") for name in samples.names]
-        names.append(np.frombuffer(b"".join(encoded), dtype=np.uint8))
-        lengths.append(np.array([len(name) for name in encoded], dtype=np.int64))
+    for number, file in enumerate(shards):
+        where = f"{store.root}/{file.name}"
+        try:
+            with store.open(file.name) as opened:
+                samples = read_tar(opened, file.size, where, skipped)
+        except OSError as error:
+            raise UserError(f"{where} cannot be read: {error}.") from None
+        for name, _, _, label in samples:
+            if isinstance(label, str) and label not in numbers:
+                problem = "has no such line" if numbers else "does not exist"
+                raise UserError(
+                    f"{where}: the label of {name} is {label!r}. A label that is not a number must be a line of "
+                    f"classes.txt in DATA.DATA_PATH, but that file {problem}."
+                )
+        labels = [one.label for one in samples]
+        names = [one.name.encode(errors="surrogateescape") for one in samples]
+        has_names = has_names or any(isinstance(label, str) for label in labels)
+        columns["shard"].append(np.full(len(samples), number, dtype=np.int32))
+        columns["offset"].append(np.array([one.offset for one in samples], dtype=np.int64))
+        columns["size"].append(np.array([one.size for one in samples], dtype=np.int64))
+        numbered = [numbers[label] if isinstance(label, str) else label for label in labels]
+        columns["label"].append(np.array(numbered, dtype=np.int64))
+        columns["names"].append(np.frombuffer(b"".join(names), dtype=np.uint8))
+        columns["lengths"].append(np.array([len(name) for name in names], dtype=np.int64))
     if has_names and len(numbers) < len(classes or ()):
         repeated = next(name for name in numbers if (classes or []).count(name) > 1)
         raise UserError(
             f"{store.root}: labels are names, but classes.txt has the line {repeated!r} more than once, so the class "
             "is ambiguous. Give these classes different names, or use whole numbers as labels."
         )
+    joined = {name: np.concatenate(parts) for name, parts in columns.items()}
     return ShardIndex(
         shards=[file.name for file in shards],
         shard_sizes=np.array([file.size for file in shards], dtype=np.int64),
         stamps=[file.stamp for file in shards],
-        shard=np.concatenate(shard),
-        offset=np.concatenate(offset),
-        size=np.concatenate(size),
-        label=np.concatenate(label),
-        names=np.concatenate(names),
-        name_ends=np.cumsum(np.concatenate(lengths)),
+        name_ends=np.cumsum(joined.pop("lengths")),
         classes=list(classes or ()) if has_names else [],
         skipped=skipped.line(),
+        **joined,
     )
-
-
-def read_shard(store: Store, file: ShardFile) -> TarSamples:
-    """Samples of one tar file."""
-    where = f"{store.root}/{file.name}"
-    try:
-        with store.open(file.name) as opened:
-            return read_tar(opened, file.size, where)
-    except OSError as error:
-        raise UserError(f"{where} cannot be read: {error}.") from None
-
-
-def _label_numbers(samples: TarSamples, numbers: dict[str, int], where: str) -> np.ndarray:
-    for name, label in zip(samples.names, samples.labels, strict=True):
-        if isinstance(label, str) and label not in numbers:
-            problem = "has no such line" if numbers else "does not exist"
-            raise UserError(
-                f"{where}: the label of {name} is {label!r}. A label that is not a number must be a line of "
-                f"classes.txt in DATA.DATA_PATH, but that file {problem}."
-            )
-    return np.array([numbers[k] if isinstance(k, str) else k for k in samples.labels], dtype=np.int64)
 
 
 def _text(lines: list[str]) -> np.ndarray:

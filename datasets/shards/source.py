@@ -15,10 +15,9 @@ import numpy as np
 
 from datasets.base import TITLES, Encoded, Part, Parts, Samples, Source, Unreadable, part_of, parts_read
 from datasets.images import image_source
-from datasets.labels import ANY_LABEL, check_class_count, check_gaps, log_unused_outputs, warn_empty_classes
-from datasets.shards.index import DOTS, ReadShards, ShardIndex, from_bytes, make_index
+from datasets.labels import ANY_LABEL, check_class_count, log_unused_outputs, warn_empty_classes
+from datasets.shards.index import ShardIndex, from_bytes, make_index
 from datasets.shards.stores import Folder, Range, Remote, ShardFile, Store, open_store
-from datasets.sources.csv_table import separator_in
 from datasets.sources.files import leads_out
 from datasets.sources.split import (
     SPLIT_NAMES,
@@ -35,8 +34,6 @@ from utils.log import log, warn_once
 from vitamp.files import parse_json, write_atomically
 
 MANIFEST, CLASS_NAMES = "dataset.json", "classes.txt"
-LABEL_SETS = "label_sets"
-"""Key of the manifest: sets of classes. An image's label is then the number of its set (DATA.MULTI_LABEL)."""
 MADE_BY = "vitamp"
 """Mark of our manifest: other programs use the same file name."""
 LAYOUT = """Expected layout, of tar files with key.jpg and key.cls (or key.json) for each image:
@@ -51,10 +48,14 @@ class ShardSet:
 
     def __init__(self, store: Store, data: DataConfig) -> None:
         self.store, self.data = store, data
-        self._manifest = self._read_manifest()
-        self.classes = self._read_classes()
-        self.label_sets: list[list[int]] | None = (self._manifest or {}).get(LABEL_SETS)
-        self.splits = self._listed(self._manifest) if self._manifest else self._found()
+        self.classes: list[str] | None = None
+        if manifest := self._read_manifest():
+            self.classes, self.splits = manifest["classes"], self._listed(manifest)
+            return
+        if (content := store.read_file(CLASS_NAMES)) is not None:
+            lines = content.decode("utf-8-sig", errors="replace").splitlines()
+            self.classes = [line.strip() for line in lines if line.strip()]
+        self.splits = self._found()
 
     def split(self, part: Part) -> tuple[str, bool]:
         """Name of the stored split to read, and whether training and validation share it."""
@@ -76,40 +77,35 @@ class ShardSet:
         return {part: self.splits[part] for part in ("train", "val", "test") if part in self.splits}
 
     def index(self, split: str) -> ShardIndex:
-        """Index of a split. Skipped files in its tar files are logged, once per process."""
-        index = self._index(split)
-        if index.skipped:
-            warn_once(f"{self.store.root}, split {split}: {_explained(index.skipped)}")
-        return index
+        """The stored index of a split if it is current, else a new one from all headers.
 
-    def _index(self, split: str) -> ShardIndex:
-        """The stored index if it is current, else a new one from all headers."""
-        shards = self.splits[split]
+        Skipped files in its tar files are logged, once per process.
+        """
+        shards, root = self.splits[split], self.store.root
         if self.store.remote:
-            self._check_server(shards[0])
-        if index := self._beside(split):
-            return index
-        folder = cache_folder(self.data, "shards")
-        cached = folder / f"{hashlib.sha256(self.store.root.encode()).hexdigest()[:16]}-{split}.npz"
-        with process_lock(cached.with_suffix(".lock"), f"makes the index of {self.store.root}"):
-            content = cached.read_bytes() if cached.is_file() else None
-            if index := self._beside(split) or self._if_current(content, shards):
-                return index
-            total = sum(file.size for file in shards) / 1e9
-            log.info("Reading the headers of %d tar files (%.1f GB) in %s.", len(shards), total, self.store.root)
-            index = make_index(self.store, shards, self.classes)
-            if not len(index):
-                skipped = f"; {_explained(index.skipped)}" if index.skipped else "."
-                raise UserError(f"{self.store.root}: the tar files of the split '{split}' have no images{skipped}")
-            self._save(index, split, cached)
+            # A server that cannot read a part of a file would send a whole tar file for each image.
+            try:
+                self.store.range((shards[0].name, 0, 1))
+            except OSError as error:
+                raise UserError(f"{root}/{shards[0].name} cannot be read: {error}.") from None
+        index = self._beside(split)
+        if not index:
+            folder = cache_folder(self.data, "shards")
+            cached = folder / f"{hashlib.sha256(root.encode()).hexdigest()[:16]}-{split}.npz"
+            with process_lock(cached.with_suffix(".lock"), f"makes the index of {root}"):
+                content = cached.read_bytes() if cached.is_file() else None
+                index = self._beside(split) or self._if_current(content, shards)
+                if not index:
+                    total = sum(file.size for file in shards) / 1e9
+                    log.info("Reading the headers of %d tar files (%.1f GB) in %s.", len(shards), total, root)
+                    index = make_index(self.store, shards, self.classes)
+                    if not len(index):
+                        skipped = f"; {index.skipped}" if index.skipped else "."
+                        raise UserError(f"{root}: the tar files of the split '{split}' have no images{skipped}")
+                    self._save(index, split, cached)
+        if index.skipped:
+            warn_once(f"{root}, split {split}: {index.skipped}")
         return index
-
-    def _check_server(self, shard: ShardFile) -> None:
-        """Raise UserError if the server cannot read a part of a file: each image would be a whole tar file."""
-        try:
-            self.store.range((shard.name, 0, 1))
-        except OSError as error:
-            raise UserError(f"{self.store.root}/{shard.name} cannot be read: {error}.") from None
 
     def _beside(self, split: str) -> ShardIndex | None:
         """The index beside the tar files. Times are not compared in a remote store, since uploading changes them."""
@@ -148,19 +144,11 @@ class ShardSet:
                 manifest["classes"], list | None
             ):
                 raise ValueError("invalid sizes, names or classes")
-            if any(type(label) is not int for of_set in manifest.get(LABEL_SETS, []) for label in of_set):
-                raise ValueError("invalid label sets")
+            if "label_sets" in manifest:
+                raise ValueError("version 0.3 reads several labels per image from csv tables alone")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{self.store.root}/{MANIFEST} cannot be read: {type(error).__name__}: {error}.") from None
         return manifest
-
-    def _read_classes(self) -> list[str] | None:
-        if self._manifest:
-            return self._manifest["classes"]
-        content = self.store.read_file(CLASS_NAMES)
-        if content is None:
-            return None
-        return [line.strip() for line in content.decode("utf-8-sig", errors="replace").splitlines() if line.strip()]
 
     def _listed(self, manifest: dict[str, Any]) -> dict[str, list[ShardFile]]:
         """Shards in the manifest. Each must exist: otherwise a missing one would go unnoticed."""
@@ -185,15 +173,14 @@ class ShardSet:
 
     def _found(self) -> dict[str, list[ShardFile]]:
         """Shards by folder, else by file name."""
-        names = SPLIT_NAMES
-        named: dict[str, list[ShardFile]] = {name: self.store.tars(name) for name in names}
+        named: dict[str, list[ShardFile]] = {name: self.store.tars(name) for name in SPLIT_NAMES}
         if any(named.values()):
             # A server may list the folders of the splits and refuse to list the one above them.
             others = [] if self.store.remote else self.store.tars()
         else:
             others = []
             for file in self.store.tars():
-                split = split_named_in(file.name, names)
+                split = split_named_in(file.name)
                 (named[split] if split else others).append(file)
         parts = named_parts(
             [name for name, files in named.items() if files], self.store.root, part_of(self.data, False)
@@ -205,41 +192,27 @@ class ShardSet:
 
 
 def finish_set(
-    folder: Path,
-    splits: dict[str, list[str]],
-    about: dict[str, Any],
-    notes: dict[str, dict[str, Any]] | None = None,
-    read_shards: ReadShards | None = None,
+    folder: Path, splits: dict[str, list[str]], about: dict[str, Any], notes: dict[str, dict[str, Any]] | None = None
 ) -> int:
     """Write the indexes of new tar files, and last the manifest, which marks the set as complete.
 
     `about` is added to the manifest, `notes` to its entries of shards. Returns the number of samples.
     """
-    store, samples, entries = Folder(folder), 0, {}
+    store, entries = Folder(folder), {}
     for split, names in splits.items():
         # No stamps: the manifest identifies these files, also after they are copied elsewhere.
         files = [ShardFile(name, os.path.getsize(folder / name), "") for name in names]
-        index = make_index(store, files, None, read_shards)
+        index = make_index(store, files, None)
         counts = np.bincount(index.shard, minlength=len(files)).tolist()
         shards = [
             {"name": file.name, "bytes": file.size, "samples": count, **(notes or {}).get(file.name, {})}
             for file, count in zip(files, counts, strict=True)
         ]
         entries[split] = {"samples": len(index), "shards": shards}
-        samples += len(index)
         write_atomically(folder / index_name(split), index.to_bytes())
     manifest = {"made_by": MADE_BY, "format": 1, **about, "parts": entries}
     write_atomically(folder / MANIFEST, (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode())
-    return samples
-
-
-def _explained(skipped: str) -> str:
-    if DOTS not in skipped:
-        return skipped
-    return (
-        f"{skipped}. As in WebDataset, the extension of a member begins at the first dot of its name. That of "
-        "cat.front.jpg is front.jpg, which is unknown: name the file cat_front.jpg."
-    )
+    return sum(entry["samples"] for entry in entries.values())
 
 
 def index_name(split: str) -> str:
@@ -257,16 +230,14 @@ class ShardSamples(Samples):
         self,
         store: Store,
         index: ShardIndex,
-        labels: np.ndarray,
         classes: list[str] | None,
         window: int,
         rows: np.ndarray | None = None,
     ) -> None:
-        """`labels`: of all samples of the index, as in `Samples.labels`."""
         self.store, self.classes, self.window = store, classes, window
         self._index = index
         self._rows = rows
-        self.labels = labels if rows is None else labels[rows]
+        self.labels = index.label if rows is None else index.label[rows]
         # Only .npy ends in y among the extensions of images, and one letter is faster to look up than the name.
         self._is_array = np.isin(index.names[index.name_ends - 1], np.frombuffer(b"yY", dtype=np.uint8))
         self.stored = "pixels" if self._is_array.all() else "tar files"
@@ -279,7 +250,7 @@ class ShardSamples(Samples):
         is_array = self._is_array[row]
         content = self._prefetched.pop(row, None)
         if content is None:
-            content = self.store.view(wanted) if is_array else self.store.range(wanted)
+            content = self.store.range(wanted)
         name, offset, size = wanted
         if len(content) < size:
             raise OSError(f"{self.store.root}/{name} ends before byte {offset + size}, where the image ends")
@@ -359,81 +330,16 @@ def open_split(shards: ShardSet, data: DataConfig, part: Part, num_classes: int,
     """Open a split of a set of shards and check its labels."""
     name, shared = shards.split(part)
     index = shards.index(name)
-    several = shards.label_sets is not None
-    if several and not data.MULTI_LABEL:
-        raise UserError(f"{shards.store.root}: its images have several labels each. Set DATA.MULTI_LABEL=true.")
-    if data.MULTI_LABEL and not several:
-        raise UserError(f"{shards.store.root}: its images have one label each. Leave DATA.MULTI_LABEL out.")
-    labels = _label_rows(shards, index, num_classes) if several else index.label
     wrong = np.flatnonzero((index.label < 0) | (index.label >= num_classes))
-    if wrong.size and not several and num_classes != ANY_LABEL:
-        _refuse(shards, index, int(wrong[0]), int(index.label[wrong[0]]), num_classes)
-    rows = split_rows(labels, data, part, shards.store.root, shards.classes) if shared else None
-    return ShardSamples(shards.store, index, labels, shards.classes, window, rows)
-
-
-def check_splits(shards: ShardSet, data: DataConfig, num_classes: int, train: bool) -> None:
-    """Index the splits that a run needs, and check their labels."""
-    owner = f"data set in {shards.store.root}"
-    if found := separator_in(shards.classes or ()):
-        log.warning(
-            "The %s: the class %r looks like several labels, separated by %r. To train on each of them, give the "
-            "labels as lists in parquet files, or as a csv table, with DATA.MULTI_LABEL=true.",
-            owner,
-            found[1],
-            found[0],
-        )
-    if shards.classes is not None:
-        check_class_count(len(shards.classes), num_classes, f"The {owner}")
-    parts = parts_read(data, train, shards.parts())
-    splits = [open_split(shards, data, part, num_classes, 1) for part in parts]
-    labels = splits[0].labels
-    number = labels.shape[1] if labels.ndim == 2 else int(labels.max()) + 1
-    classes = shards.classes if shards.classes is not None else range(number)
-    log_unused_outputs(len(classes), num_classes, f"The {owner}")
-    for part, split in zip(parts, splits, strict=True):
-        if part == "train" or not shards.split(part)[1]:  # `split_rows` warns of a validation split that it makes
-            warn_empty_classes(split.labels, classes, f"The {TITLES[part]} of the {owner}")
-
-
-def _label_rows(shards: ShardSet, index: ShardIndex, num_classes: int) -> np.ndarray:
-    """Zeros and ones, samples x classes, of a set whose labels are numbers of label sets."""
-    sets = shards.label_sets or []
-    known = max([len(shards.classes or ()), *(label + 1 for of_set in sets for label in of_set)])
-    width = known if num_classes == ANY_LABEL else num_classes
-    if not known:
-        raise UserError(f"{shards.store.root}: no image has a label.")
-    if index.label.min() < 0 or index.label.max() >= len(sets):
+    if wrong.size and num_classes != ANY_LABEL:
+        row = int(wrong[0])
         raise UserError(
-            f"{shards.store.root}/{MANIFEST} lacks the labels of some images. Remove this folder: the next run with "
-            "-dataset hf:NAME_OR_PATH copies the data set again."
+            f"{shards.store.root}/{index.shards[index.shard[row]]}: the label of {index.name(row)} is "
+            f"{index.label[row]}, which does not fit MODEL.NUM_CLASSES {num_classes}: labels go from 0 to "
+            f"{num_classes - 1}. Correct it, or train with a larger -num_classes."
         )
-    if num_classes == ANY_LABEL:
-        labels = [(number, label) for number, of_set in enumerate(sets) for label in of_set]
-        check_gaps([label for _, label in labels], lambda place: _first_of_set(shards, index, labels[place][0]))
-    for number, of_set in enumerate(sets):
-        if wrong := [label for label in of_set if not 0 <= label < width]:
-            rows = np.flatnonzero(index.label == number)
-            if rows.size:
-                _refuse(shards, index, int(rows[0]), wrong[0], width)
-    table = np.zeros((len(sets), width), dtype=np.uint8)
-    for number, of_set in enumerate(sets):
-        table[number, [label for label in of_set if 0 <= label < width]] = 1  # others are of the other split
-    return table[index.label]
-
-
-def _first_of_set(shards: ShardSet, index: ShardIndex, number: int) -> str:
-    """Name of the first image with a set of labels."""
-    rows = np.flatnonzero(index.label == number)
-    return f"{shards.store.root}: {index.name(int(rows[0])) if rows.size else f'label set {number}'}"
-
-
-def _refuse(shards: ShardSet, index: ShardIndex, row: int, label: int, num_classes: int) -> None:
-    where = f"{shards.store.root}/{index.shards[index.shard[row]]}"
-    raise UserError(
-        f"{where}: the label of {index.name(row)} is {label}, which does not fit MODEL.NUM_CLASSES "
-        f"{num_classes}: labels go from 0 to {num_classes - 1}. Correct it, or train with a larger -num_classes."
-    )
+    rows = split_rows(index.label, data, part, shards.store.root, shards.classes) if shared else None
+    return ShardSamples(shards.store, index, shards.classes, window, rows)
 
 
 def shard_source(
@@ -445,16 +351,20 @@ def shard_source(
         return open_split(opened(data), data, part, num_classes, window or WINDOW)
 
     def check(data: DataConfig, num_classes: int, train: bool) -> None:
-        check_splits(opened(data), data, num_classes, train)
+        """Index the splits that a run needs, and check their labels."""
+        shards = opened(data)
+        owner = f"data set in {shards.store.root}"
+        if shards.classes is not None:
+            check_class_count(len(shards.classes), num_classes, f"The {owner}")
+        parts = parts_read(data, train, shards.parts())
+        splits = [open_split(shards, data, part, num_classes, 1) for part in parts]
+        classes = shards.classes if shards.classes is not None else range(int(splits[0].labels.max()) + 1)
+        log_unused_outputs(len(classes), num_classes, f"The {owner}")
+        for part, split in zip(parts, splits, strict=True):
+            if part == "train" or not shards.split(part)[1]:  # `split_rows` warns of a validation split that it makes
+                warn_empty_classes(split.labels, classes, f"The {TITLES[part]} of the {owner}")
 
-    return image_source(
-        samples,
-        check,
-        multi_label=True,
-        parts=lambda data: opened(data).parts(),
-        fetches=fetches,
-        reads_path=reads_path,
-    )
+    return image_source(samples, check, parts=lambda data: opened(data).parts(), fetches=fetches, reads_path=reads_path)
 
 
 SOURCE = shard_source(lambda data: ShardSet(open_store(data.DATA_PATH), data))

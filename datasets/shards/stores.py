@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -44,9 +43,7 @@ class Folder:
 
     def __init__(self, root: Path) -> None:
         self.root = str(root)
-        self._handles: OrderedDict[str, int] = OrderedDict()
-        self._mapped: dict[str, np.ndarray] = {}
-        self._owner = os.getpid()
+        self._files: OrderedDict[str, BinaryIO] = OrderedDict()
 
     def tars(self, folder: str = "") -> list[ShardFile]:
         """Tar files in `folder`, in the order of their names; none if the folder does not exist."""
@@ -76,57 +73,24 @@ class Folder:
         """Bytes of a range, fewer if the file ends early. Raises OSError."""
         name, offset, size = wanted
         content, length = np.empty(size, dtype=np.uint8), 0
-        with self._closed_after_error(name):
-            handle = self._handle(name)
+        try:
+            if name not in self._files:
+                if len(self._files) >= MOST_OPEN:
+                    self._files.popitem(last=False)[1].close()
+                self._files[name] = self.open(name)
+            self._files.move_to_end(name)
+            handle = self._files[name].fileno()
             while length < size and (got := os.preadv(handle, [content[length:].data], offset + length)):
                 length += got
-        if length < size:
-            self._close(name)  # a complete file may replace it
+        finally:
+            # When a file system is mounted again, old handles stay invalid; a complete file may replace a short one.
+            if length < size and name in self._files:
+                with contextlib.suppress(OSError):
+                    self._files.pop(name).close()
         return content[:length]
 
-    def view(self, wanted: Range) -> np.ndarray:
-        """Map the range: a crop needs half of the raw pixels or less, and the rest is never copied."""
-        name, offset, size = wanted
-        with self._closed_after_error(name):
-            handle = self._handle(name)
-            if os.fstat(handle).st_size < offset + size:
-                return self.range(wanted)  # reading mapped memory beyond the end of the file would crash
-            mapped = self._mapped.get(name)
-            if mapped is None or len(mapped) < offset + size:
-                mapped = np.frombuffer(mmap.mmap(handle, 0, prot=mmap.PROT_READ), dtype=np.uint8)
-                self._mapped[name] = mapped
-        return mapped[offset : offset + size]
-
-    @contextlib.contextmanager
-    def _closed_after_error(self, name: str) -> Iterator[None]:
-        """Close the file after an error: when a file system is mounted again, old handles stay invalid."""
-        try:
-            yield
-        except OSError:
-            self._close(name)
-            raise
-
-    def _close(self, name: str) -> None:
-        self._mapped.pop(name, None)  # slices of it keep the mapping alive
-        handle = self._handles.pop(name, None)
-        if handle is not None:
-            with contextlib.suppress(OSError):
-                os.close(handle)
-
-    def _handle(self, name: str) -> int:
-        if self._owner != os.getpid():
-            # A forked loading process opens its own, so that closing a file affects no other process.
-            self._handles, self._mapped, self._owner = OrderedDict(), {}, os.getpid()
-        if name in self._handles:
-            self._handles.move_to_end(name)
-            return self._handles[name]
-        if len(self._handles) >= MOST_OPEN:
-            self._close(next(iter(self._handles)))
-        handle = self._handles[name] = only_regular(os.path.join(self.root, name), os.O_RDONLY)
-        return handle
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_handles": OrderedDict(), "_mapped": {}}
+        return {**self.__dict__, "_files": OrderedDict()}
 
 
 class Remote:
@@ -140,11 +104,9 @@ class Remote:
         self._connect()
 
     def _connect(self) -> tuple[Any, str]:
+        import fsspec
+
         if self._connected is None or self._connected[0] != os.getpid():
-            try:
-                import fsspec
-            except ImportError:
-                raise UserError(f"{self.root}: reading over a network needs fsspec. Run: pip install fsspec") from None
             try:
                 files, path = fsspec.core.url_to_fs(self.root, use_listings_cache=False)
             except (ImportError, ValueError) as error:  # each protocol needs its own package
@@ -195,9 +157,7 @@ class Remote:
                 f"the server ignores requests for a part of a file (Range): it sent {len(content):,} bytes, not "
                 f"{size:,}. Use a server that supports them, or copy the files to a disk"
             )
-        return _writable(content)
-
-    view = range
+        return np.frombuffer(bytearray(content), dtype=np.uint8)  # a bytearray can be written to, as torch wants it
 
     def ranges(self, wanted: Sequence[Range]) -> list[np.ndarray | None]:
         """Many ranges at once, with None for those that failed; an empty list if the whole request fails."""
@@ -207,7 +167,7 @@ class Remote:
             contents = files.cat_ranges(names, starts, [offset + size for _, offset, size in wanted], on_error="return")
         except Exception:  # the ranges are read again one by one, and report their errors then
             return []
-        return [None if isinstance(content, Exception) else _writable(content) for content in contents]
+        return [None if isinstance(one, Exception) else np.frombuffer(bytearray(one), np.uint8) for one in contents]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_connected": None}
@@ -239,10 +199,6 @@ def _as_os_error() -> Iterator[None]:
         raise
     except Exception as error:
         raise OSError(_reason(error)) from None
-
-
-def _writable(content: bytes) -> np.ndarray:
-    return np.frombuffer(bytearray(content), dtype=np.uint8)
 
 
 def _reason(error: Exception) -> str:

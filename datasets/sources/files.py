@@ -41,13 +41,6 @@ class SkippedFiles:
         if len(names) < MOST_NAMES:
             names.append(name)
 
-    def merge(self, other: SkippedFiles) -> None:
-        """Add the files that were skipped in another place."""
-        self._counts += other._counts
-        for kind, added in other._names.items():
-            names = self._names.setdefault(kind, [])
-            names += added[: MOST_NAMES - len(names)]
-
     def line(self) -> str:
         """'skipped 3 files: .heic 3 (photo.heic, ...)'; '' for none."""
         if not self._counts:

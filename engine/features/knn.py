@@ -242,7 +242,8 @@ class Neighbours:
                     real = batch.indices >= 0  # False for samples that only pad the batch
                     finite.logical_and_(features.isfinite().all())
                     yield features[real], batch.labels[real], batch.indices[real]
-                loader.broken.raise_together(world)
+                if loader.broken is not None:
+                    loader.broken.raise_together(world)
             finally:
                 loader.close()
 

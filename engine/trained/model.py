@@ -241,7 +241,8 @@ def batches_of(
         for batch in loader:
             real = batch.indices != PADDING
             yield compute(batch.images)[real], batch.labels[real], batch.indices[real]
-        loader.broken.raise_together(ALONE)
+        if loader.broken is not None:
+            loader.broken.raise_together(ALONE)
     finally:
         loader.close()
 

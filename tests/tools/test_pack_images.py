@@ -261,3 +261,23 @@ def test_bad_command_lines_are_refused(
         assert said in capsys.readouterr().err
     assert all_bytes(tmp_path) == before
     assert not (tmp_path / "new").exists()
+
+
+def test_exif_rotation_is_applied_to_small_images(tmp_path: Path, pack: Pack) -> None:
+    """Photographs of 60 x 40: one with EXIF rotation, one without EXIF, one with orientation 1, which means upright."""
+    orientation, folder = 0x0112, tmp_path / "src" / "train" / "a"
+    for name, number in (("side", 6), ("plain", None), ("upright", 1)):
+        exif = Image.Exif()
+        if number:
+            exif[orientation] = number
+        photograph(folder / f"{name}.jpg", 3, size=(60, 40), exif=exif)
+    photograph(tmp_path / "src" / "val" / "a" / "0.jpg", 4)
+    assert pack(tmp_path / "src", tmp_path / "packed", "DATA.EXIF_ROTATE=true") == 0
+    packed = [content for name, content in members(tmp_path / "packed", "train").items() if name.endswith(".jpg")]
+    kept = [(folder / f"{name}.jpg").read_bytes() for name in ("plain", "upright")]
+    (turned,) = (content for content in packed if content not in kept)
+    assert len(packed) == 3, "upright images are kept unchanged"
+    with Image.open(io.BytesIO(turned)) as image, Image.open(folder / "side.jpg") as original:
+        assert not image.getexif().get(orientation), "the tag is gone, so that it is not rotated again"
+        upright = np.asarray(original.transpose(Image.Transpose.ROTATE_270), dtype=int)
+        assert np.abs(np.asarray(image, dtype=int) - upright).mean() < 4

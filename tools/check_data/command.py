@@ -37,7 +37,6 @@ OWN = (
         "conflicting labels, or are (nearly) in validation too",
         "FILE",
     ),
-    Flag("exclude_small", "with -fix: also list images smaller than IMAGE_SIZE"),
     Flag("json", "write all findings as JSON", "FILE"),
     OVERWRITE,
 )
@@ -53,8 +52,6 @@ def _check(argv: list[str]) -> int:
     fix, json_file = line.file("fix"), line.file("json")
     if fix is not None and fix == json_file:
         raise UserError(f"-fix and -json both name {fix}; give each its own file.")
-    if fix is None and line.asked.exclude_small:
-        raise UserError("-exclude_small extends the list of -fix FILE; give -fix too.")
     config = line.load().config
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
@@ -69,12 +66,12 @@ def _check(argv: list[str]) -> int:
         with writing(json_file, "-json"):
             write_atomically(json_file, json.dumps(report.as_json(findings), indent=1) + "\n")
     if fix is not None:
-        chosen = report.to_exclude(findings, bool(line.asked.exclude_small))
+        content, words, count = report.exclude_list(findings, config.DATA)
         with writing(fix, "-fix"):
-            write_atomically(fix, report.exclude_list(chosen, config.DATA))
-        if chosen:
-            log.info("\nExcluded by %s:\n%s", fix, report.excluded_words(chosen, findings))
-        log.info("\n%s to exclude; to exclude them, add DATA.EXCLUDE=%s", counted(len(chosen), "image"), fix)
+            write_atomically(fix, content)
+        if count:
+            log.info("\nExcluded by %s:\n%s", fix, words)
+        log.info("\n%s to exclude; to exclude them, add DATA.EXCLUDE=%s", counted(count, "image"), fix)
     log.info("\n%s", "No defects." if findings.clean else "There are defects.")
     return EXIT_DONE if findings.clean else EXIT_FAILED
 

@@ -57,7 +57,9 @@ class Thumbnails:
             part = slice(begin, begin + 1024)
             planes = pixels[part].reshape(len(pixels[part]), pixels.shape[1], -1).astype(np.float32)
             self.brightness[part], self.contrast[part] = planes.mean((1, 2)), np.sqrt(planes.var(2).mean(1))
-            of_blocks = _of_blocks(self.normal(np.arange(count)[part]))
+            normal, side = self.normal(np.arange(count)[part]), SIDE // BLOCKS
+            blocks = normal.reshape(len(normal), pixels.shape[1], BLOCKS, side, BLOCKS, side)
+            of_blocks = blocks.mean((3, 5)).reshape(len(normal), -1)
             self.blocks[part] = of_blocks
             by_channel = of_blocks.reshape(len(of_blocks), pixels.shape[1], -1)
             pattern = (by_channel - by_channel.mean(2, keepdims=True)).reshape(of_blocks.shape)
@@ -72,13 +74,6 @@ class Thumbnails:
         pixels = self.pixels[indices].astype(np.float32)
         scale = np.maximum(self.contrast[indices], 1.0)[:, None, None, None]
         return (pixels - self.brightness[indices][:, None, None, None]) / scale
-
-
-def _of_blocks(normal: np.ndarray) -> np.ndarray:
-    """Mean of each block."""
-    count, channels = normal.shape[:2]
-    side = SIDE // BLOCKS
-    return normal.reshape(count, channels, BLOCKS, side, BLOCKS, side).mean((3, 5)).reshape(count, -1)
 
 
 def near_pairs(thumbnails: Thumbnails, chosen: np.ndarray) -> np.ndarray:
@@ -234,16 +229,13 @@ class _Scanner(Dataset[Any]):
                 problem = _kind_of_damage(bytes(encoded))
             return Scan(problem, failure.reason, b"", "", (0, 0))
         assert encoded is not None
-        if isinstance(encoded, np.ndarray):
-            height, width, _ = encoded.shape
-            return Scan("", "", _digest(encoded.tobytes()), "", (width, height), "", self.out.numpy().tobytes())
-        damage = damage_of(encoded) if self.by_simplejpeg and encoded.startswith(JPEG_START) else ""
-        header = header_of(encoded, self.channels)
-        return Scan("", "", _digest(encoded), header.mode, header.size, damage, self.out.numpy().tobytes())
-
-
-def _digest(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=16).digest()
+        mode, size, damage = "", encoded.shape[1::-1] if isinstance(encoded, np.ndarray) else (0, 0), ""
+        if not isinstance(encoded, np.ndarray):
+            header = header_of(encoded, self.channels)
+            mode, size = header.mode, header.size
+            damage = damage_of(encoded) if self.by_simplejpeg and encoded.startswith(JPEG_START) else ""
+        digest = hashlib.blake2b(bytes(encoded), digest_size=16).digest()
+        return Scan("", "", digest, mode, size, damage, self.out.numpy().tobytes())
 
 
 def _kind_of_damage(encoded: bytes) -> str:

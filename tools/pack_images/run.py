@@ -14,11 +14,9 @@ import multiprocessing
 import shutil
 import signal
 from collections import defaultdict
-from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,12 +26,13 @@ from PIL import Image
 
 from datasets import check_dataset, open_dataset
 from datasets.base import Box, Encoded, Samples
-from datasets.damage import allowed, failure_of, name_prefix
+from datasets.damage import allowed, failure_of
 from datasets.decoding import Reader, Turned, decoding_errors, take_transparent
+from datasets.exclude import name_prefix
 from datasets.shards.hub import kind_of
-from datasets.shards.index import IMAGE_KINDS, TarSamples, TarWriter, read_shard
+from datasets.shards.index import IMAGE_KINDS, TarWriter
 from datasets.shards.source import MADE_BY, MANIFEST, ShardSet, finish_set
-from datasets.shards.stores import Folder, ShardFile
+from datasets.shards.stores import Folder
 from tools.common.turns import progress_bar
 from utils.config.data import DataConfig
 from utils.errors import TrainingError, UserError
@@ -64,7 +63,11 @@ class Encoder:
         self.short_side, self.quality = int(settings.get("short_side", 0)), int(settings.get("quality", 0))
 
     def __call__(self, encoded: Encoded, name: str) -> Packed:
-        pixels, turned, transparent = self._pixels(encoded)
+        take_transparent()  # of the image before
+        with decoding_errors(encoded):
+            stored = self.reader.open(encoded)
+            pixels = stored.cut(Box(0, 0, stored.width, stored.height))
+        turned, transparent = isinstance(stored, Turned), bool(take_transparent())
         small = bool(self.short_side) and min(pixels.shape[:2]) <= self.short_side
         if self.kind == "raw" or isinstance(encoded, np.ndarray):
             file, kept = io.BytesIO(), pixels if small or self.kind == "keep" else self._resized(pixels)
@@ -72,16 +75,14 @@ class Encoder:
             return Packed("npy", file.getvalue(), small, transparent)
         # A file that is kept would follow the settings of training, not those of the other packed images.
         if self.kind == "keep" or (small and not turned and not transparent):
-            return Packed(_kind(name, encoded), encoded, small, transparent)
-        return Packed("jpg", self._jpeg(pixels if small else self._resized(pixels)), False, transparent)
-
-    def _pixels(self, encoded: Encoded) -> tuple[np.ndarray, bool, bool]:
-        """All pixels, whether EXIF rotated them, and whether some of them are transparent."""
-        take_transparent()
-        with decoding_errors(encoded):
-            stored = self.reader.open(encoded)
-            pixels = stored.cut(Box(0, 0, stored.width, stored.height))
-        return pixels, isinstance(stored, Turned), bool(take_transparent())
+            kind = name.rpartition(".")[2].lower()
+            kind = kind if kind in IMAGE_KINDS and kind != "npy" else kind_of(encoded)
+            return Packed(kind, encoded, small, transparent)
+        # Baseline JPEG with 4:2:0 subsampling decodes fastest.
+        kept, file = pixels if small else self._resized(pixels), io.BytesIO()
+        image = Image.fromarray(kept if kept.shape[2] == 3 else kept[:, :, 0])
+        image.save(file, "JPEG", quality=self.quality, subsampling="4:2:0", progressive=False, optimize=False)
+        return Packed("jpg", file.getvalue(), False, transparent)
 
     def _resized(self, pixels: np.ndarray) -> np.ndarray:
         """Resized down to the short side. Pillow's filter averages over all pixels, so there is no aliasing."""
@@ -90,18 +91,6 @@ class Encoder:
         size = max(self.short_side, round(width * scale)), max(self.short_side, round(height * scale))
         image = Image.fromarray(pixels if channels == 3 else pixels[:, :, 0])
         return np.asarray(image.resize(size, Image.Resampling.BICUBIC)).reshape(size[1], size[0], channels)
-
-    def _jpeg(self, pixels: np.ndarray) -> bytes:
-        """Baseline JPEG with 4:2:0 subsampling, which decodes fastest."""
-        image = Image.fromarray(pixels if pixels.shape[2] == 3 else pixels[:, :, 0])
-        file = io.BytesIO()
-        image.save(file, "JPEG", quality=self.quality, subsampling="4:2:0", progressive=False, optimize=False)
-        return file.getvalue()
-
-
-def _kind(name: str, content: bytes) -> str:
-    kind = name.rpartition(".")[2].lower()
-    return kind if kind in IMAGE_KINDS and kind != "npy" else kind_of(content)
 
 
 RECORDS = ".packing"
@@ -173,56 +162,50 @@ def make_shard(shard: Shard) -> Record:
         record = Record(**parse_json(record_path.read_bytes()))
         if path.stat().st_size == record.bytes and digest(path) == record.sha256:
             return record
+    record = Record(shard.name)
     try:
         with replacing(path, sync=False, one_writer=True) as unfinished:
-            record = _write(shard, unfinished, work, encoder)
+            with contextlib.closing(TarWriter(unfinished)) as writer:
+                for number in shard.indices.tolist():
+                    if work.stop.is_set():
+                        raise Stopped
+                    _add(number, work.splits[shard.split], encoder, writer, record)
+            record.bytes, record.sha256 = unfinished.stat().st_size, digest(unfinished)
             # The record comes first, so that every tar file under its final name has one.
             write_atomically(record_path, json.dumps(asdict(record)))
     except OSError as error:
-        if error.errno in DISK_FULL:
-            raise TrainingError(
-                f"The disk has no space for {path}: {error.strerror}. Finished tar files stay; free some space, and "
-                "the same command resumes."
-            ) from None
+        full = error.errno in DISK_FULL
+        what = f"The disk has no space for {path}" if full else f"{path} cannot be written"
+        do = "free some space" if full else "mend this"
         raise TrainingError(
-            f"{path} cannot be written: {error}. Once it can be written, the same command resumes."
+            f"{what}: {error.strerror or error}. Finished tar files stay; {do}, and the same command resumes."
         ) from None
     return record
 
 
-def _write(shard: Shard, path: Path, work: Work, encoder: Encoder) -> Record:
-    record, samples = Record(shard.name), work.splits[shard.split]
-    writer = TarWriter(path)
-    try:
-        for number in shard.indices.tolist():
-            if work.stop.is_set():
-                raise Stopped
-            name, found = samples.name(number), list[tuple[Packed, int]]()
-            problem = failure_of(partial(_encode, found, samples, number, name, encoder))
-            if problem is not None and problem.kind == "storage":
-                raise TrainingError(
-                    f"{name} cannot be read: {problem.reason}. The storage failed, not the image. When the storage is "
-                    "back, the same command resumes."
-                )
-            if problem is not None:
-                record.left_out.append((name, problem.reason))
-            else:
-                packed, before = found[-1]
-                writer.add(f"{number:08d}", packed.kind, packed.content, int(samples.labels[number]))
-                record.samples += 1
-                record.small += packed.small
-                record.transparent += packed.transparent
-                record.bytes_before += before
-    finally:
-        writer.close()
-    record.bytes, record.sha256 = path.stat().st_size, digest(path)
-    return record
+def _add(number: int, samples: Samples, encoder: Encoder, writer: TarWriter, record: Record) -> None:
+    """Add an image to a shard, or to the record of those left out."""
+    name, found = samples.name(number), list[tuple[Packed, int]]()
 
+    def encode() -> None:
+        encoded = samples.read(number)
+        found.append((encoder(encoded, name), encoded.nbytes if isinstance(encoded, np.ndarray) else len(encoded)))
 
-def _encode(found: list[tuple[Packed, int]], samples: Samples, number: int, name: str, encoder: Encoder) -> None:
-    """Append the encoded image and its size before."""
-    encoded = samples.read(number)
-    found.append((encoder(encoded, name), encoded.nbytes if isinstance(encoded, np.ndarray) else len(encoded)))
+    problem = failure_of(encode)
+    if problem is not None and problem.kind == "storage":
+        raise TrainingError(
+            f"{name} cannot be read: {problem.reason}. The storage failed, not the image. When the storage is back, "
+            "the same command resumes."
+        )
+    if problem is not None:
+        record.left_out.append((name, problem.reason))
+        return
+    packed, before = found[-1]
+    writer.add(f"{number:08d}", packed.kind, packed.content, int(samples.labels[number]))
+    record.samples += 1
+    record.small += packed.small
+    record.transparent += packed.transparent
+    record.bytes_before += before
 
 
 def digest(path: Path) -> str:
@@ -242,23 +225,27 @@ def pack(data: DataConfig, num_classes: int, folder: Path, settings: dict[str, A
     """Pack both splits of a data set into `folder`."""
     if data.DOWNLOAD:
         check_dataset(data, num_classes)  # downloads it
-    splits = {split: _samples(data, train) for split, train in SPLITS.items()}
+    splits: dict[str, Samples] = {}
+    for split, train in SPLITS.items():
+        samples = open_dataset(data, train, ANY_CLASSES, 0, torch.device("cpu")).single_images()
+        if samples is None:
+            raise UserError(f"DATA.DATASET {data.DATASET} is held in memory: packing cannot make it faster.")
+        splits[split] = samples
     about = {"how": settings, "source": {split: _identity(samples, data) for split, samples in splits.items()}}
     if _is_done(folder, about, data):
         log.info("%s is packed already, with these settings from these images.", folder)
         return
-    _create_folders(folder, about)
+    try:
+        (folder / RECORDS).mkdir(parents=True, exist_ok=True)
+        content = json.dumps({"made_by": MADE_BY, **about}, indent=1)
+        write_atomically(folder / RECORDS / SETTINGS, content.encode())
+        for name in SPLITS:
+            (folder / name).mkdir(exist_ok=True)
+    except OSError as error:
+        raise UserError(f"DST {folder} cannot be written: {error}.") from None
     shards = [shard for split, samples in splits.items() for shard in _plan(split, samples, settings["shard_images"])]
     work = Work(folder, splits, data, settings, multiprocessing.Event())
-    records = _make_shards(work, shards, jobs or cores())
-    _finish(folder, records, about, splits["train"].classes, jobs or cores())
-
-
-def _samples(data: DataConfig, train: bool) -> Samples:
-    samples = open_dataset(data, train, ANY_CLASSES, 0, torch.device("cpu")).single_images()
-    if samples is None:
-        raise UserError(f"DATA.DATASET {data.DATASET} is held in memory: packing cannot make it faster.")
-    return samples
+    _finish(folder, _make_shards(work, shards, jobs or cores()), about, splits["train"].classes)
 
 
 def _identity(samples: Samples, data: DataConfig) -> dict[str, Any]:
@@ -275,56 +262,28 @@ def _is_done(folder: Path, about: dict[str, Any], data: DataConfig) -> bool:
         return False
     if not folder.is_dir():
         raise UserError(f"DST {folder} is a file; name a new or empty folder.")
-    before: dict[str, Any] | None = None
-    for file in (folder / MANIFEST, folder / RECORDS / SETTINGS):
-        try:
-            before = parse_json(file.read_bytes())
-            break
-        except (OSError, ValueError):
-            continue
-    if before is None and (other := _foreign_entry(folder)):
-        raise UserError(f"DST {folder} has other content, such as {other}. Name a new or empty folder.")
-    if before is None:
-        return False
-    packed = {name: before.get(name) for name in about}
-    if isinstance(packed["how"], dict) and "background" in about["how"]:
-        packed["how"] = {"background": "drop", **packed["how"]}  # what version 0.1 did, and did not record
-    if before.get("made_by") != MADE_BY or packed != about:
-        raise UserError(f"DST {folder} has a data set packed {_difference(packed, about)}. Name another folder.")
-    if not (folder / MANIFEST).exists():
-        log.info("%s: packing resumes; finished tar files are verified and kept.", folder)
-        return False
-    ShardSet(Folder(folder), data)  # raises UserError if a tar file is missing or has another size
-    return True
-
-
-def _foreign_entry(folder: Path) -> str | None:
-    """Entry that `_create_folders` does not make: it may have been interrupted, and then the folder can be used."""
-    for path in sorted(folder.iterdir()):
-        if path.name not in (RECORDS, *SPLITS) or not path.is_dir():
-            return path.name
-        if path.name in SPLITS and (inside := next(path.iterdir(), None)):
-            return f"{path.name}/{inside.name}"
-    return None
-
-
-def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:
-    old = before["how"] if isinstance(before.get("how"), dict) else {}
-    for name, value in now["how"].items():
-        if old.get(name) != value:
-            before_and_now = f"{old.get(name)}, not {value}".lower()  # true, as in a settings file
-            return f"with {KEYS.get(name, name)} {before_and_now}"
-    return "from other images"
-
-
-def _create_folders(folder: Path, about: dict[str, Any]) -> None:
+    finished = (folder / MANIFEST).exists()
     try:
-        for name in (RECORDS, *SPLITS):
-            (folder / name).mkdir(parents=True, exist_ok=True)
-        content = json.dumps({"made_by": MADE_BY, **about}, indent=1)
-        write_atomically(folder / RECORDS / SETTINGS, content.encode())
-    except OSError as error:
-        raise UserError(f"DST {folder} cannot be written: {error}.") from None
+        before = parse_json((folder / MANIFEST if finished else folder / RECORDS / SETTINGS).read_bytes())
+    except (OSError, ValueError):
+        # The settings are written first, so an interruption before them leaves at most the folder of records.
+        other = next((path.name for path in sorted(folder.iterdir()) if path.name != RECORDS), None)
+        if other is not None:
+            raise UserError(f"DST {folder} has other content, such as {other}. Name a new or empty folder.") from None
+        return False
+    if before.get("made_by") != MADE_BY or {name: before.get(name) for name in about} != about:
+        old, now = before.get("how"), about["how"]
+        changed = [name for name in now if isinstance(old, dict) and old.get(name) != now[name]]
+        how = "from other images"
+        if changed:
+            before_and_now = f"{old.get(changed[0])}, not {now[changed[0]]}".lower()  # true, as in a settings file
+            how = f"with {KEYS.get(changed[0], changed[0])} {before_and_now}"
+        raise UserError(f"DST {folder} has a data set packed {how}. Name another folder.")
+    if finished:
+        ShardSet(Folder(folder), data)  # raises UserError if a tar file is missing or has another size
+    else:
+        log.info("%s: packing resumes; finished tar files are verified and kept.", folder)
+    return finished
 
 
 def _plan(split: str, samples: Samples, shard_images: int) -> list[Shard]:
@@ -367,20 +326,14 @@ def _make_shards(work: Work, shards: list[Shard], jobs: int) -> list[Record]:
         pool.shutdown(cancel_futures=True)
 
 
-def _finish(folder: Path, records: list[Record], about: dict[str, Any], classes: list[str] | None, jobs: int) -> None:
+def _finish(folder: Path, records: list[Record], about: dict[str, Any], classes: list[str] | None) -> None:
     names: dict[str, list[str]] = defaultdict(list)
     for record in records:
         names[record.name.partition("/")[0]].append(record.name)
     small, left_out = sum(record.small for record in records), [image for r in records for image in r.left_out]
     manifest = {"classes": classes, **about, "small": small, "left_out": [f"{n}: {why}" for n, why in left_out]}
-    checksums = {record.name: {"sha256": record.sha256} for record in records}
-
-    def read_all(found: Iterable[ShardFile]) -> Iterable[TarSamples]:
-        with ProcessPoolExecutor(jobs, initializer=die_with_parent) as pool:
-            yield from pool.map(partial(read_shard, Folder(folder)), found)
-
     try:
-        samples = finish_set(folder, names, manifest, checksums, read_all)
+        samples = finish_set(folder, names, manifest, {record.name: {"sha256": record.sha256} for record in records})
     except OSError as error:
         raise TrainingError(f"{folder}: the index cannot be written: {error}. The same command resumes.") from None
     shutil.rmtree(folder / RECORDS)

@@ -160,8 +160,7 @@ class DataConfig(Section):
     SPLIT_SEED: Count = setting(0, "Seed of the split by VAL_FRACTION and of the folds; independent of SEED.")
     MULTI_LABEL: bool = setting(
         False,
-        "An image can have several labels, one or none; they are read from a csv table, or from lists in parquet files "
-        "(docs/several_labels.md).",
+        "An image can have several labels, one or none; they are read from a csv table (docs/several_labels.md).",
     )
     DOWNLOAD: bool = setting(False, "Download the data set into DATA_PATH if it is missing.")
     CHECK: Annotated[Literal["quick", "full", "off"], BeforeValidator(_false_is_off)] = setting(

@@ -15,7 +15,7 @@ import torch
 
 from datasets import PADDING, Batch, EpochOrder, TrainLoader, ValLoader, open_dataset
 from datasets.base import Repeated, Samples
-from datasets.damage import PAUSES, allowed
+from datasets.damage import PAUSES, BrokenImages
 from datasets.images import Images
 from utils.config.data import DataConfig
 from utils.distributed.world import ALONE, World
@@ -74,6 +74,11 @@ def epoch(loader: TrainLoader, number: int = 1) -> list[Batch]:
     return [batch for window in loader.epoch(number) for _, batch in window]
 
 
+def broken_of(loader: TrainLoader) -> BrokenImages:
+    assert loader.broken is not None
+    return loader.broken
+
+
 def same(one: list[Batch], other: list[Batch]) -> bool:
     return len(one) == len(other) and all(
         torch.equal(a, b) for batch, twin in zip(one, other, strict=True) for a, b in zip(batch, twin, strict=True)
@@ -116,7 +121,7 @@ def test_broken_image_is_logged_once(loaders: Loaders, said: pytest.LogCaptureFi
     for number in (1, 2, 3):  # each reads a third of the images, including these two
         epoch(loader, number)
     assert sorted(line.split("/")[-1].split(" ")[0] for line in said.messages) == ["5.png", "7.png"]
-    assert "2 training images could not be read" in loader.broken.summary()
+    assert "2 training images could not be read" in broken_of(loader).summary()
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -131,7 +136,7 @@ def test_more_broken_images_than_max_bad_end_the_run(
     epoch(loaders(workers, MAX_BAD=limit))
     loaders.image(10).write_bytes(b"x")
     loader = loaders(workers, MAX_BAD=limit)
-    loader.broken.write_into(tmp_path)
+    broken_of(loader).folder = tmp_path
     with pytest.raises(TrainingError) as caught:
         epoch(loader)
     text = str(caught.value)
@@ -143,26 +148,14 @@ def test_more_broken_images_than_max_bad_end_the_run(
     assert {line.split("  # ")[0] for line in (tmp_path / "broken.txt").read_text().splitlines()} == names
 
 
-def test_max_bad_fraction_is_rounded_up() -> None:
-    assert [allowed(bad, 50) for bad in (0, 0.01, 0.03, 1, 7.0)] == [0, 1, 2, 1, 7]
-    assert allowed(0.01, 1_281_167) == 12_812
-
-
-def test_missing_folder_ends_the_search_at_max_bad(loaders: Loaders) -> None:
-    for number in range(12):
-        loaders.image(number).unlink()
-    with pytest.raises(TrainingError, match=r"3 training images cannot be read.*it does not exist"):
-        epoch(loaders(MAX_BAD=2))
-
-
 def test_broken_list_keeps_lines_of_an_earlier_start(loaders: Loaders, tmp_path: Path) -> None:
     (tmp_path / "broken.txt").write_text("train/3.png  # long ago\n")
     loaders.image(3).write_bytes(b"x")
     loaders.image(6).unlink()
     loader = loaders()
-    loader.broken.write_into(tmp_path)
+    broken_of(loader).folder = tmp_path
     epoch(loader)
-    loader.broken.share(World())
+    broken_of(loader).share(World())
     assert (tmp_path / "broken.txt").read_text().splitlines() == [
         "train/3.png  # long ago",
         "train/6.png  # it does not exist",
@@ -238,6 +231,7 @@ def test_validation_raises_instead_of_replacing_broken_images(
     loader = ValLoader(open_dataset(settings(DATA_PATH=str(listed)), False, 3, 0, cpu), 4, 0, 1, workers, cpu)
     seen = torch.cat([batch.indices for batch in loader])
     assert sorted(index for index in seen.tolist() if index != PADDING) == [0, 1, 2, 3, 4, 6]
+    assert loader.broken is not None
     with pytest.raises(TrainingError) as caught:
         loader.broken.raise_together(ALONE)
     loader.close()

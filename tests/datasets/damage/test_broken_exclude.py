@@ -12,7 +12,7 @@ import torch
 
 from datasets import check_dataset, open_dataset
 from datasets.base import Samples
-from datasets.damage import Remaining, warn_unmatched
+from datasets.exclude import Remaining, warn_unmatched
 from utils.config.data import DataConfig
 from utils.errors import UserError
 

@@ -7,14 +7,13 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from datasets import check_dataset, open_dataset
-from tests.datasets.shards.parquet_files import content, part, write
+from tests.datasets.shards.parquet_files import content, pa, part, write
 from tests.datasets.shards.tar_files import picture
 from utils.config.data import DataConfig
 from utils.errors import UserError
@@ -67,31 +66,6 @@ def test_hub_copy_is_made_once_and_again_after_a_change(
     write(tmp_path / "set" / "train.parquet", range(30, 45))
     assert len(part(data)) + len(part(data, train=False)) == 15
     assert "copied 15 images" in said.text
-
-
-def test_space_for_a_copy_is_that_of_its_tar_files(
-    tmp_path: Path, of_hub: Callable[..., DataConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Small images need many times the space of their parquet file, which has no headers and may be compressed."""
-    data = of_hub(tmp_path / "set")
-    write(tmp_path / "set" / "train.parquet", range(300), size=(5, 5), row_group=100)
-    write(tmp_path / "set" / "val.parquet", range(4))
-    needed: list[float] = []
-
-    def usage(_: object) -> SimpleNamespace:
-        return SimpleNamespace(free=needed[0] if needed else 1e12)
-
-    monkeypatch.setattr(shutil, "disk_usage", usage)
-    part(data)
-    (copied,) = (path for path in Path(data.CACHE or "", "hf").iterdir() if path.is_dir())
-    size = sum(file.stat().st_size for file in copied.rglob("*") if file.is_file())
-    assert size > 4 * (tmp_path / "set" / "train.parquet").stat().st_size
-    shutil.rmtree(copied)
-    needed.append(0.95 * size)
-    with pytest.raises(UserError, match=r"GB are free\. Set DATA\.CACHE to another folder"):
-        part(data)
-    needed[0] = 1.5 * size
-    assert len(part(data)) == 300
 
 
 def test_damaged_hub_copy_is_named_and_made_again_once_removed(
@@ -151,3 +125,42 @@ def test_hub_copy_is_made_by_one_process_and_again_after_an_interruption(
     assert sorted("copying its images" in out.read_text() for out in outs) == [False, False, True]
     assert {path.name: path.read_bytes() for path in copied.rglob("*") if path.is_file()} == before
     assert not half.exists()
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("train/a/0000", "train/b/0000"), ("train/" + "ä" * 90, "train/" + "ä" * 90 + "b"), ("train/x", "train/x.y")],
+    ids=["of one name", "of long names that begin alike", "with dots"],
+)
+def test_parquet_files_of_any_name_are_read(
+    tmp_path: Path, of_hub: Callable[..., DataConfig], first: str, second: str
+) -> None:
+    write(tmp_path / "set" / f"{first}.parquet", range(4))
+    write(tmp_path / "set" / f"{second}.parquet", range(4, 7))
+    write(tmp_path / "set" / "val.parquet", range(7, 9))
+    train = part(of_hub(tmp_path / "set"))
+    assert content(train) == [picture(k) for k in range(7)]
+    assert train.labels.tolist() == [k % 3 for k in range(7)]
+    assert train.name(6).endswith("/train/00000.tar/00001/00000002.png"), "the second file, and the row in it"
+
+
+def test_parquet_files_in_no_split_are_named(
+    tmp_path: Path, of_hub: Callable[..., DataConfig], said: pytest.LogCaptureFixture
+) -> None:
+    for name in ("train", "val", "extra/part"):
+        write(tmp_path / "set" / f"{name}.parquet", range(4))
+    assert len(part(of_hub(tmp_path / "set"))) == 4
+    assert said.text.count("nor in the validation split: extra/part.parquet") == 1
+
+
+def test_parquet_labels_may_be_categories(tmp_path: Path, of_hub: Callable[..., DataConfig]) -> None:
+    """A column of categories as pandas writes it: numbers and their names."""
+    for name, numbers, categories in (("train", range(6), ["cat", "ant", "bee"]), ("val", range(3), ["bee", "ant"])):
+        codes = pa.array([k % len(categories) for k in numbers], pa.int8())
+        labels = pa.DictionaryArray.from_arrays(codes, pa.array(categories, pa.large_string()))
+        write(tmp_path / "set" / f"{name}.parquet", numbers, notes=None, labels=labels)
+    train, val = (part(of_hub(tmp_path / "set"), split) for split in (True, False))
+    assert train.classes == ["ant", "bee", "cat"]
+    assert train.labels.tolist() == [2, 0, 1] * 2
+    assert val.labels.tolist() == [1, 0, 1]
+    assert train.read(4) == picture(4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -9,6 +10,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from PIL import Image
 from datasets import check_dataset, open_dataset
 from datasets.base import Unreadable
 from datasets.shards.source import pixels_of
-from datasets.shards.stores import MOST_OPEN
+from datasets.shards.stores import MOST_OPEN, Folder
 from tests.datasets.opened import part, pixels
 from tests.datasets.shards.tar_files import picture, samples, write_set, write_tar
 from utils.config.data import DataConfig
@@ -224,3 +226,43 @@ def test_epoch_reads_one_window_of_shards_at_a_time(
     assert np.array_equal(orders[3], part(data).shuffled(np.random.default_rng(3)))
     firsts = {int(home[order[0]]) for order in orders}
     assert len(firsts) > 3, "shards come in any order"
+
+
+WHOLE = np.arange(5000, dtype=np.int32).astype(np.uint8)
+PART = ("0.tar", 1000, 500)
+
+
+def handles_of(file: Path) -> list[int]:
+    """Open handles of this process for the file."""
+    handles = [int(name) for name in os.listdir("/proc/self/fd")]
+    return [handle for handle in handles if os.path.realpath(f"/proc/self/fd/{handle}") == str(file)]
+
+
+def test_file_is_reopened_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a file system is mounted again, old handles fail for ever."""
+    (tmp_path / "0.tar").write_bytes(WHOLE.tobytes())
+    store, preadv = Folder(tmp_path), os.preadv
+    store.range(PART)
+    dead = handles_of(tmp_path / "0.tar")
+    assert dead
+
+    def failing(handle: int, *rest: Any) -> int:
+        if handle in dead:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return preadv(handle, *rest)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    with pytest.raises(OSError, match="Stale file handle"):
+        store.range(PART)
+    assert not handles_of(tmp_path / "0.tar"), "the dead one is closed"
+    dead.clear()
+    assert np.array_equal(store.range(PART), WHOLE[1000:1500])
+
+
+def test_short_file_is_reopened(tmp_path: Path) -> None:
+    (tmp_path / "0.tar").write_bytes(WHOLE[:1200].tobytes())
+    store = Folder(tmp_path)
+    assert len(store.range(PART)) == 200
+    (tmp_path / "copy").write_bytes(WHOLE.tobytes())
+    os.replace(tmp_path / "copy", tmp_path / "0.tar")
+    assert np.array_equal(store.range(PART), WHOLE[1000:1500])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import logging
 import os
 import tarfile
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from tests.datasets.shards.tar_files import Member, picture, samples, write_set,
 from tests.program import Result
 from utils.config.data import DataConfig
 from utils.errors import UserError
-from utils.log import log
 
 CPU = torch.device("cpu")
 
@@ -135,17 +133,14 @@ def test_links_and_devices_in_tar_files_are_skipped(
     tmp_path: Path,
     check: Callable[..., None],
     kind: bytes,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    said: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(log, "propagate", True)
     link = tarfile.TarInfo("0009.png")
     link.type, link.linkname = kind, "/etc/passwd"
     write_tar(write_set(tmp_path) / "train" / "0001.tar", [link, ("0009.cls", b"0"), *samples([1, 2])])
-    with caplog.at_level(logging.INFO):
-        check(tmp_path)
-    assert "0001.tar: skipped 1 links and other members that are not files" in caplog.text
-    assert "index of 11 images" in caplog.text
+    check(tmp_path)
+    assert "split train: skipped 1 file: links and other members that are not files 1 (0009.png)" in said.text
+    assert "index of 11 images" in said.text
 
 
 @pytest.mark.parametrize(
@@ -206,17 +201,10 @@ def test_more_shard_classes_than_num_classes_are_refused(tmp_path: Path, check: 
         check(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"no tar at all" * 99, bytes(100)])
+@pytest.mark.parametrize("content", [b"", b"no tar at all" * 99, bytes(100), gzip.compress(bytes(5000))])
 def test_files_that_are_not_tar_files_are_refused(tmp_path: Path, check: Callable[..., None], content: bytes) -> None:
     (write_set(tmp_path) / "train" / "0002.tar").write_bytes(content)
-    with pytest.raises(UserError, match=r"train/0002\.tar cannot be read as a tar file: "):
-        check(tmp_path)
-
-
-def test_compressed_tar_files_are_refused_with_a_remedy(tmp_path: Path, check: Callable[..., None]) -> None:
-    shard = write_set(tmp_path) / "train" / "0002.tar"
-    shard.write_bytes(gzip.compress(shard.read_bytes()))
-    with pytest.raises(UserError, match=r"train/0002\.tar cannot be read as a tar file.*gunzip"):
+    with pytest.raises(UserError, match=r"train/0002\.tar cannot be read as a tar file: .*gunzip"):
         check(tmp_path)
 
 

@@ -133,7 +133,7 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
         print(version_text())
         return EXIT_DONE
     if command.action == "list_models":
-        from models import list_models
+        from models.build import list_models
 
         names = list_models(command.pattern)
         print("\n".join(names) if names else f"no model name matches {command.pattern!r}")
@@ -200,7 +200,7 @@ def _precisions(loaded: Loaded) -> str:
     from engine.amp.precision import check_amp
     from engine.amp.print_amp import show_precisions
     from engine.preflight import resolve
-    from models import check_model
+    from models.build import check_model
 
     config = resolve(loaded).config
     check_amp(config.AMP, config.TRAIN)

@@ -15,8 +15,7 @@ from engine.inputs.batches import shortcuts_of
 from engine.machine.memory import total_memory
 from engine.optim.build import optimizer_name
 from engine.task import task_of
-from models import check_model
-from models.build import NO_SUCH_SIZE
+from models.build import check_model
 from utils.config import Config, DataConfig, Loaded
 from utils.config.kinds import AUTO
 from utils.config.read import Entry
@@ -71,6 +70,8 @@ def check(config: Config, sources: Mapping[str, str] = MappingProxyType({})) -> 
     try:
         check_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config), memory)
     except UserError as error:
+        from models.refusals import NO_SUCH_SIZE
+
         # The file may be a recipe for another model, chosen by -model.
         keys = re.findall(rf"(MODEL\.\w+).*{NO_SUCH_SIZE}", str(error))
         files: dict[str, list[str]] = {}

@@ -34,7 +34,8 @@ from engine.task import task_of
 from engine.task.base import Task
 from engine.task.losses import WeightedCrossEntropy, loss_named
 from engine.update import TrainState
-from models import build_model, frozen_weights, timm_call, unfreeze
+from models.build import build_model, timm_call
+from models.parts import frozen_weights
 from utils.config import Config, config_hash
 from utils.config.keys import values_to_keep
 from utils.distributed.world import ALONE, World, broadcast, on_every_rank
@@ -146,8 +147,11 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
     begins_in = config.TRAIN.LAST_EPOCH + 1
     if checkpoint is not None:
         begins_in = checkpoint.meta["epoch"] + checkpoint.meta["epoch_finished"]
-    if not config.MODEL.frozen_in(begins_in) and unfreeze(ready.model):
-        epoch = config.MODEL.UNFREEZE_EPOCH
+    epoch = config.MODEL.UNFREEZE_EPOCH
+    if epoch is not None and begins_in >= epoch:
+        from models.freeze import unfreeze
+
+        unfreeze(ready.model)
         log.info("All weights are trained: from MODEL.UNFREEZE_EPOCH %s on, MODEL.FREEZE has no effect.", epoch)
     log.info(describe_parameters(ready.model), extra=DETAIL)
     train_set, loader = training_data(config, world, device)

@@ -4,49 +4,36 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import timm
 import torch
+from timm.layers.patch_dropout import PatchDropout
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from models.freeze import freeze, pretrained_cfg
+from models.parts import count_parameters, pretrained_cfg
 from models.sizes import (
+    DEFAULTS,
     NONE,
+    RECIPES,
     Shortcuts,
     arguments_of,
     as_text,
     given_sizes,
-    heads_problems,
-    patch_problems,
+    patch_of,
     same,
     sizes_of,
 )
 from utils.config.model import ModelConfig
-from utils.errors import UserError, either, nearest
+from utils.errors import UserError
 from utils.log import log
 from utils.terminal import DETAIL
 from vitamp.registry import own_named
 
-# Model of each TYPE for a NAME that is no timm model. PaddleViT's default for NAME is the TYPE itself.
-DEFAULTS = {
-    "vit": "vit_base_patch16_224",
-    "deit": "deit_base_patch16_224",
-    "swin": "swin_tiny_patch4_window7_224",
-    "mae": "vit_base_patch16_224",
-}
-
-# Models of PaddleViT's recipes that timm has under another name.
-RECIPES = {
-    "swin_base_patch4_window7_224_21k_1k": "swin_base_patch4_window7_224.ms_in22k_ft_in1k",
-    "swin_base_patch4_window12_384_21k_1k": "swin_base_patch4_window12_384.ms_in22k_ft_in1k",
-}
-MOST_SUGGESTED = 3
-"""Models suggested for a name that several begin with."""
 LAYER_SCALE = ("init_values", "ls_init_value", "eta")
 """Names of the initial value of layer scale in timm's models"""
 LABEL = "vitamp_name"
@@ -56,7 +43,6 @@ BYTES = 4
 INITIALISERS = {"normal_", "uniform_", "erfinv_", "mul_", "add_", "clamp_", "fill_", "zero_"}
 """Operations that initialise weights"""
 MOST_BLOCKS = 10_000
-NO_SUCH_SIZE = "has no such size"
 _plans: dict[tuple[str, int, int, Shortcuts], Plan] = {}
 
 
@@ -100,12 +86,20 @@ def build_without_weights(model: ModelConfig, image_size: int, channels: int, sh
 
 def _finished(module: nn.Module, model: ModelConfig, shortcuts: Shortcuts) -> nn.Module:
     """What timm's model becomes: a masked autoencoder, or one with frozen parts."""
-    shortcuts.finish(module)
+    if shortcuts.token_drop:
+        # timm creates the patch dropout before it adds the distillation token. No patches are dropped until an epoch
+        # begins: trials before training, such as that of the batch size, must see the most expensive case.
+        for part in module.modules():
+            if isinstance(part, PatchDropout):
+                part.prob, part.num_prefix_tokens = 0.0, getattr(module, "num_prefix_tokens", part.num_prefix_tokens)
     if model.MAE_PRETRAIN:
         from models.masked import masked_autoencoder
 
         module = masked_autoencoder(module, model)
-    freeze(module, model.FREEZE, for_now=model.UNFREEZE_EPOCH is not None)
+    if model.FREEZE:
+        from models.freeze import freeze
+
+        freeze(module, model.FREEZE, for_now=model.UNFREEZE_EPOCH is not None)
     return module
 
 
@@ -137,14 +131,6 @@ def timm_call(model: ModelConfig, image_size: int, channels: int) -> tuple[str, 
     return plan.timm_name, arguments
 
 
-def count_parameters(module: nn.Module) -> tuple[int, int]:
-    """Numbers of all and of trainable parameters."""
-    return (
-        sum(p.numel() for p in module.parameters()),
-        sum(p.numel() for p in module.parameters() if p.requires_grad),
-    )
-
-
 def describe(module: nn.Module) -> str:
     """One line with the model's name, class, sizes and parameters."""
     formats = {
@@ -172,53 +158,66 @@ def list_models(pattern: str | None) -> list[str]:
 
 
 def _plan(model: ModelConfig, image_size: int, channels: int, shortcuts: Shortcuts) -> Plan:
-    """The plan of a build, cached because the check before the run and the run itself both need it."""
+    """Check all about a build that can be checked without weights, and report all problems together.
+
+    Cached, because the check before the run and the run itself both need it.
+    """
     key = repr(model), image_size, channels, shortcuts
-    if key not in _plans:
-        _plans[key] = _make_plan(model, image_size, channels, shortcuts)
-    return _plans[key]
-
-
-def _make_plan(model: ModelConfig, image_size: int, channels: int, shortcuts: Shortcuts) -> Plan:
-    """Check everything about a build that can be checked without weights; all problems are reported together."""
+    if key in _plans:
+        return _plans[key]
     wanted = given_sizes(model)
-    base = resolve(model, sizes_given=bool(wanted))
-    reference = _without_weights(base.timm_name, {})
-    if problem := family_problem(model, reference):
-        raise UserError(problem)
-
+    timm_name, is_label = resolve(model, sizes_given=bool(wanted))
+    reference = _without_weights(timm_name, {})
+    kind = type(reference).__name__
+    # TYPE vit, the default, contradicts no NAME.
+    of_deit = isinstance(reference, VisionTransformer)
+    if (model.TYPE == "swin" and "Swin" not in kind) or (model.TYPE == "deit" and not of_deit):
+        raise UserError(
+            f"MODEL.TYPE {model.TYPE} and MODEL.NAME {model.NAME} contradict each other: timm's model of that name is "
+            f"a {kind}. Set NAME to a {model.TYPE} model such as {DEFAULTS[model.TYPE]}, or leave TYPE out."
+        )
     has, takes = sizes_of(reference), arguments_of(reference)
     edited = {key: value for key, value in wanted.items() if key in takes and not same(key, value, has)}
-    rates, problems = rate_arguments(model, reference)
-    classes = 0 if model.MAE_PRETRAIN else model.NUM_CLASSES
-    arguments: dict[str, Any] = {"num_classes": classes, "in_chans": channels}
+    rates, problems = _rate_arguments(model, reference)
+    arguments: dict[str, Any] = {"num_classes": 0 if model.MAE_PRETRAIN else model.NUM_CLASSES, "in_chans": channels}
     if takes or pretrained_cfg(reference).get("fixed_input_size"):
         arguments["img_size"] = image_size
     arguments |= {takes[key]: value for key, value in edited.items()} | rates
-    unsupported = shortcuts.problems(reference, edited.get("PATCH_SIZE"))
-    arguments |= {} if unsupported else shortcuts.arguments()
-
     if model.MAE_PRETRAIN:
         from models.masked import masking_problems
 
         problems += masking_problems(reference, model)
-    geometry = heads_problems({**has, **edited}) if takes else []
-    if "img_size" in arguments:
-        geometry += patch_problems(reference, edited.get("PATCH_SIZE"), image_size)
-    fixed = {key: value for key, value in wanted.items() if key not in takes}
-    if geometry:
-        built, weights = has, 0
-    else:
-        built, weights, geometry = _trial(base.timm_name, arguments, has, image_size)
-    problems += [_refused(key, value, reference, built) for key, value in fixed.items() if not same(key, value, built)]
+    sizes, unsupported, geometry = {**has, **edited} if takes else {}, [], []
+    patch = edited.get("PATCH_SIZE") or patch_of(reference) if "img_size" in arguments else None
+    if shortcuts != NONE:
+        from models.refusals import shortcut_problems
+
+        unsupported = shortcut_problems(shortcuts, reference, patch)
+        if not unsupported:
+            arguments |= {"patch_drop_rate": shortcuts.token_drop} if shortcuts.token_drop else {}
+            arguments |= {"dynamic_img_size": True} if shortcuts.sizes else {}
+    heads, width = sizes.get("NUM_HEADS"), sizes.get("EMBED_DIM")
+    suits = heads is None or ("STAGE_DEPTHS" not in sizes and isinstance(heads, int) and width and width % heads == 0)
+    if not suits or (patch and image_size % patch):
+        from models.refusals import geometry_problems
+
+        geometry = geometry_problems(reference, sizes, patch, image_size)
+    built, weights = has, 0
+    if not geometry:
+        built, weights, geometry = _trial(timm_name, arguments, has, image_size)
+    for key_name, value in wanted.items():
+        if key_name not in takes and not same(key_name, value, built):
+            from models.refusals import unchangeable
+
+            problems.append(unchangeable(key_name, value, reference, built))
     problems += geometry + unsupported
     if problems:
         raise UserError("The model cannot be built:\n" + "\n".join(f"  {line}" for line in problems))
     differing = ", ".join(f"{key} {as_text(value)} (timm's: {as_text(has.get(key))})" for key, value in edited.items())
     notes = []
-    if base.is_label:
-        sizes = f"the sizes of timm's {base.timm_name}" + (f", except for {differing}" if differing else "")
-        notes.append(f"MODEL.NAME {model.NAME} is only a label: the model is built with {sizes}")
+    if is_label:
+        of_timm = f"the sizes of timm's {timm_name}" + (f", except for {differing}" if differing else "")
+        notes.append(f"MODEL.NAME {model.NAME} is only a label: the model is built with {of_timm}")
     elif differing:
         notes.append(
             f"MODEL.NAME {model.NAME} is only a label here: the model differs from timm's model of that name in "
@@ -228,22 +227,14 @@ def _make_plan(model: ModelConfig, image_size: int, channels: int, shortcuts: Sh
         notes.append(
             "MODEL.DROPOUT applies inside the blocks only: timm's model has no dropout after the patch embedding"
         )
-    return Plan(base.timm_name, arguments, notes, weights)
+    _plans[key] = Plan(timm_name, arguments, notes, weights)
+    return _plans[key]
 
 
 def _without_weights(timm_name: str, arguments: dict[str, Any]) -> nn.Module:
     # The fork protects the caller's random generator from what a constructor draws.
     with torch.random.fork_rng(devices=[]), torch.device("meta"), _NoInitialisation():
         return timm.create_model(timm_name, **arguments)
-
-
-@dataclass(frozen=True)
-class Base:
-    """The timm model a build starts from."""
-
-    timm_name: str
-    is_label: bool
-    """MODEL.NAME is not a timm name, only a label"""
 
 
 def is_timm_name(name: str) -> bool:
@@ -254,66 +245,21 @@ def is_timm_name(name: str) -> bool:
     return not tag or name in timm.list_pretrained(f"{architecture}.*")
 
 
-def resolve(model: ModelConfig, sizes_given: bool) -> Base:
-    """The timm model for these settings. With `sizes_given`, NAME may be any label."""
+def resolve(model: ModelConfig, sizes_given: bool) -> tuple[str, bool]:
+    """timm's model, and whether MODEL.NAME is only a label. With `sizes_given`, any label will do."""
     name = model.NAME.strip()
-    if name in RECIPES:
-        return Base(RECIPES[name], is_label=False)
-    if is_timm_name(name):
-        return Base(name, is_label=False)
+    if name in RECIPES or is_timm_name(name):
+        return RECIPES.get(name, name), False
     if name.casefold() in DEFAULTS:
-        return Base(DEFAULTS[name.casefold()], is_label=True)
+        return DEFAULTS[name.casefold()], True
     if model.TYPE in DEFAULTS and sizes_given:
-        return Base(DEFAULTS[model.TYPE], is_label=True)
-    if sizes_given and model.TYPE not in DEFAULTS and "." not in name:
-        raise UserError(
-            f"MODEL.TYPE: '{model.TYPE}' cannot be built from sizes (MODEL.EMBED_DIM, ...); only "
-            f"{', '.join(DEFAULTS)} can: set TYPE to one of them.{nearest(model.TYPE, DEFAULTS)} Or set MODEL.NAME "
-            f"to a timm model; '{name}' is not one.{similar_models(name)}"
-        )
-    raise UserError(_unknown(model, name))
+        return DEFAULTS[model.TYPE], True
+    from models.refusals import unknown_name
+
+    raise UserError(unknown_name(model, name, sizes_given))
 
 
-def _unknown(model: ModelConfig, name: str) -> str:
-    architecture, _, tag = name.partition(".")
-    if tag and timm.is_model(architecture):
-        tags = timm.list_pretrained(f"{architecture}.*")
-        return f"MODEL.NAME: timm has no tag '{tag}' for {architecture}; it has {', '.join(tags) or 'none'}."
-    if model.TYPE in DEFAULTS:
-        why = (
-            f"and no sizes (MODEL.EMBED_DIM, ...) are given to build a model of MODEL.TYPE {model.TYPE} with that name"
-        )
-    else:
-        why = f"and MODEL.TYPE '{model.TYPE}' is not one of {', '.join(DEFAULTS)}"
-    return f"MODEL.NAME: '{name}' is not a timm model, {why}.{similar_models(name)} -list_models shows all names."
-
-
-def similar_models(name: str, more: Sequence[str] = ()) -> str:
-    """' Did you mean A, B or C?': the models with most weights whose names begin so, or the most similar name.
-
-    `more`: other names that are possible, such as those of weights.
-    """
-    beginning = [one for one in timm.list_models() if one.startswith(name.casefold())] if name else []
-    beginning.sort(key=lambda one: (-len(timm.list_pretrained(f"{one}.*")), one))
-    most = beginning[:MOST_SUGGESTED]
-    return f" Did you mean {either(most)}?" if most else nearest(name, [*timm.list_models(), *RECIPES, *more])
-
-
-def family_problem(model: ModelConfig, reference: Any) -> str | None:
-    """Message if TYPE is deit or swin and NAME is of another family. TYPE vit, the default, contradicts no NAME."""
-    kind = type(reference).__name__
-    contradicts = (model.TYPE == "swin" and "Swin" not in kind) or (
-        model.TYPE == "deit" and not isinstance(reference, VisionTransformer)
-    )
-    if not contradicts:
-        return None
-    return (
-        f"MODEL.TYPE {model.TYPE} and MODEL.NAME {model.NAME} contradict each other: timm's model of that name is a "
-        f"{kind}. Set NAME to a {model.TYPE} model such as {DEFAULTS[model.TYPE]}, or leave TYPE out."
-    )
-
-
-def rate_arguments(model: ModelConfig, module: nn.Module) -> tuple[dict[str, float], list[str]]:
+def _rate_arguments(model: ModelConfig, module: nn.Module) -> tuple[dict[str, float], list[str]]:
     """timm's arguments for the rates and the layer scale, and problems with those that this model does not have."""
     # Arguments of the class's constructor with their defaults, including those passed on to its base classes.
     defaults: dict[str, Any] = {}
@@ -387,11 +333,3 @@ def _trial(
         except (AssertionError, ArithmeticError, TypeError, ValueError, RuntimeError) as error:
             return has, 0, [f"DATA.IMAGE_SIZE {image_size}: {timm_name} does not support images of this size ({error})"]
     return sizes_of(module), count_parameters(module)[0], []
-
-
-def _refused(key: str, value: Any, module: nn.Module, has: dict[str, Any]) -> str:
-    kind = type(module).__name__
-    if key not in has:
-        return f"MODEL.{key} {as_text(value)}: {kind} {NO_SUCH_SIZE}; leave the key out"
-    why = f"this {kind} has {as_text(has[key])}"
-    return f"MODEL.{key} {as_text(value)}: {why}, which this key cannot change; leave the key out or give that value"

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.freeze import BASE, classifiers, is_inside, keep_in_eval
+from models.freeze import keep_in_eval
+from models.parts import BASE, classifiers, is_inside
 from utils.config.model import LORA_TARGETS, LoraConfig
 from utils.errors import UserError, either
 from utils.seeding import key

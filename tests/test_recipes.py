@@ -153,7 +153,8 @@ def built(name: str) -> tuple[dict[str, tuple[int, ...]], int]:
     """
     import torch
 
-    from models import build_model, count_parameters
+    from models.build import build_model
+    from models.parts import count_parameters
 
     config = settings(name)
     with torch.device("meta"):

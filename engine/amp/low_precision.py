@@ -20,7 +20,7 @@ from datasets import Batch, MicroBatch
 from engine.amp.op_lists import HALVES, cast_floats, operators_named
 from engine.amp.precision import Precision
 from engine.callback import Callback, Computing
-from models import has_adapters, is_inside
+from models.parts import has_adapters, is_inside
 from utils.config.schema import AmpConfig
 from utils.distributed.world import World, sum_over_ranks
 from utils.errors import UserError, nearest

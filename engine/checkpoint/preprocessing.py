@@ -99,10 +99,10 @@ def preprocessing_of(source: str) -> Preprocessing | None:
 
 def _of_model(model: ModelConfig, source: str) -> Preprocessing | None:
     """That of timm's own weights for the model: the best guess for a file that says nothing; None without a model."""
-    base = timm_base(model, sizes_given := bool(given_sizes(model)))
-    if base.is_label and sizes_given:
+    name, is_label = timm_base(model, sizes_given := bool(given_sizes(model)))
+    if is_label and sizes_given:
         return None  # a model of the user's own sizes
-    return _of_timms_name(base.timm_name, f"timm's {base.timm_name} (MODEL.NAME; {source} does not say its own)")
+    return _of_timms_name(name, f"timm's {name} (MODEL.NAME; {source} does not say its own)")
 
 
 def _of_timm(cfg: Any, where: Path | str) -> Preprocessing | None:

@@ -23,7 +23,7 @@ from engine.machine.device import global_batch
 from engine.measure.meters import Best, Position
 from engine.parallel.shards import is_sharded, local_shard
 from engine.update import TrainState
-from models import base_weights, frozen_weights
+from models.parts import base_weights, frozen_weights
 from utils.config import Config, DataConfig, differences, load_config
 from utils.config.keys import OF_ONE_START
 from utils.config.kinds import AUTO, one_line

@@ -17,7 +17,7 @@ import numpy as np
 from engine.machine.device import Run, describe_devices
 from engine.report.outcome import Guess
 from engine.setup import Ready
-from models import count_parameters
+from models.parts import count_parameters
 from utils.config import Config, to_yaml
 from utils.distributed.world import broadcast, on_rank_0
 from utils.errors import UserError

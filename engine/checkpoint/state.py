@@ -26,7 +26,7 @@ from engine.checkpoint.saver import RankSaver, Saver, Snapshot, size_words
 from engine.measure.meters import Best, Position
 from engine.parallel.shards import is_sharded, local_shard, local_shards
 from engine.update import TrainState
-from models import base_weights
+from models.parts import base_weights
 from utils.config import Config
 from utils.config.model import ModelConfig
 from utils.distributed.world import World, sum_over_ranks

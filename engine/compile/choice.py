@@ -16,8 +16,8 @@ from torch import nn
 from engine.amp.precision import Precision
 from engine.callback import Callback, Computing
 from engine.update import TrainState
-from models import build_without_weights
-from models.freeze import blocks_of
+from models.build import build_without_weights
+from models.parts import blocks_of
 from utils.config import Config
 from utils.config.data import DataConfig
 from utils.distributed.world import World, broadcast, on_every_rank

@@ -26,7 +26,7 @@ from engine.inputs.batches import no_transform
 from engine.machine.device import processor
 from engine.machine.late_compiler import uncompiled
 from engine.update import ForwardResult
-from models.freeze import blocks_of
+from models.parts import blocks_of
 from utils.cache import cache_folder
 from utils.config.data import DataConfig
 from utils.distributed.world import World

@@ -27,8 +27,9 @@ from engine.inputs.batches import BatchTransform, TransformedBatch, per_channel
 from engine.machine.memory import is_out_of_memory
 from engine.measure.throughput import FORWARD, TEACHER, Stages
 from engine.speed.speedup import mix_in
-from models import build_model, count_parameters
-from models.build import is_timm_name, similar_models
+from models.build import build_model, is_timm_name
+from models.parts import count_parameters
+from models.refusals import similar_models
 from models.weights.find import check_pretrained
 from models.weights.fit import load_pretrained
 from utils.config import Config

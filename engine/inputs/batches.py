@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from datasets.base import background_of
 from datasets.registry import squeezes
 from engine.callback import Callback, Figure
-from models import Shortcuts
+from models.sizes import Shortcuts
 from utils.config.data import DataConfig
 from utils.config.schema import Config
 from utils.config.train import TrainConfig

@@ -22,7 +22,7 @@ from engine.machine.memory import GIB, free_memory, held_memory, in_gib, is_out_
 from engine.setup import BATCH_CHOICE, build_train_state, model_in_precision
 from engine.task import task_of
 from engine.update import train_update
-from models import unfreeze
+from models.freeze import unfreeze
 from utils.config import Config
 from utils.config.kinds import AUTO
 from utils.distributed.world import ALONE, World, all_gather, on_every_rank

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from engine.amp.precision import dtype_name
 from engine.parallel.shards import is_sharded, local_shard
-from models import count_parameters, frozen_weights, weights_to_train
+from models.parts import count_parameters, frozen_weights, weights_to_train
 from utils.config.schema import Config
 from utils.config.train import TrainConfig
 from utils.errors import UserError, nearest

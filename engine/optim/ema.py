@@ -18,7 +18,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from engine.callback import Callback
 from engine.parallel.shards import local_shard
-from models import base_weights
+from models.parts import base_weights
 from utils.config.train import TrainConfig
 
 

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from models import classifiers, is_inside, weights_to_train
-from models.freeze import blocks_of
+from models.parts import blocks_of, classifiers, is_inside, weights_to_train
 from utils.errors import UserError
 
 MATRICES = "matrices"

@@ -10,7 +10,8 @@ from __future__ import annotations
 from torch import nn
 
 from engine.callback import Callback, Computing
-from models import count_parameters, unfreeze
+from models.freeze import unfreeze
+from models.parts import count_parameters
 from utils.config.model import ModelConfig
 from utils.log import log
 

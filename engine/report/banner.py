@@ -17,8 +17,8 @@ from engine.optim.build import (
 from engine.optim.schedule import describe_schedule
 from engine.setup import Ready, ReadyToTrain, weights_of_classes
 from engine.task.losses import loss_named
-from models import count_parameters
-from models import describe as describe_model
+from models.build import describe as describe_model
+from models.parts import count_parameters
 from utils.cli import version_text
 from utils.config import Config
 from utils.config.data import DataConfig

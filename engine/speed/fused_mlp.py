@@ -17,7 +17,7 @@ from engine.amp.low_precision import is_forced
 from engine.amp.op_lists import HALVES
 from engine.amp.precision import Precision
 from engine.speed.speedup import BuiltModel, Choice, Speedup, mix_in
-from models import has_adapters
+from models.parts import has_adapters
 from utils.errors import UserError
 from utils.log import log
 

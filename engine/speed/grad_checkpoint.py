@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.amp.low_precision import BATCH_NORM
 from engine.speed.speedup import BuiltModel, Choice, Speedup, mix_in
-from models.freeze import blocks_of
+from models.parts import blocks_of
 from utils.errors import UserError
 
 

@@ -15,7 +15,8 @@ import timm
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 
-from models.build import is_timm_name, similar_models
+from models.build import is_timm_name
+from models.refusals import similar_models
 from utils.errors import UserError, nearest
 from vitamp.checkpoints import CHECKPOINTS, checkpoint_of, checkpoints_in, files_of
 from vitamp.files import NotRegular, require_regular

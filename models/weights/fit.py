@@ -16,8 +16,8 @@ import torch
 from timm.models import adapt_input_conv, load_state_dict
 from torch import Tensor, nn
 
-from models.freeze import classifiers, is_inside, names_in_cfg
 from models.masked import DECODER
+from models.parts import classifiers, is_inside, names_in_cfg
 from models.weights.find import PADDLE, Source, locate, unreadable
 from models.weights.paddle_file import EMA_KEYS, WEIGHTS_KEYS, read_pdparams
 from models.weights.paddle_names import convert

@@ -17,8 +17,9 @@ from engine.checkpoint.restore import log_resumption, restore
 from engine.evaluate import evaluate
 from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain
-from models import build_without_weights, classifiers, frozen_weights
+from models.build import build_without_weights
 from models.freeze import freeze
+from models.parts import classifiers, frozen_weights
 from tests.engine.checkpoint.test_restore import PER_EPOCH, everything, save
 from tests.engine.small import build, train, windows
 from utils.config import load_config

@@ -12,8 +12,8 @@ from torch import nn
 
 from datasets import identity_of
 from engine.optim.build import FUSED, MUON, build_optimizer
-from models import frozen_weights, unfreeze
-from models.freeze import freeze
+from models.freeze import freeze, unfreeze
+from models.parts import frozen_weights
 from tests.engine.checkpoint.test_restore import everything, save
 from tests.engine.small import CPU, build, train
 from tests.engine.test_freeze import AMP, EMA, RANDOM, copies, moved, resnet, training_parts

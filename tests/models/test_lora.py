@@ -19,8 +19,8 @@ from engine.speed.attention_kinds import attention_layers
 from engine.speed.fused_mlp import FusedMlps
 from engine.speed.packed_attention import use_packed
 from models.build import check_model
-from models.freeze import base_weights
 from models.lora import add_adapters
+from models.parts import base_weights
 from tests.engine.small import BF16, CPU, build, built_of, train
 from tests.engine.test_freeze import AMP, EMA, copies, moved
 from utils.config.model import LORA_TARGETS, LoraConfig, ModelConfig

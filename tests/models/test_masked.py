@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import build_model
+from models.build import build_model
 from models.masked import MaskedAutoencoder
 from utils.config import load_config
 from utils.errors import UserError

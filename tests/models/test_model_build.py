@@ -10,8 +10,8 @@ import timm
 import torch
 from torch import nn
 
-import models
-from models import build_model, count_parameters, describe, list_models
+from models.build import build_model, describe, list_models
+from models.parts import count_parameters
 from utils.config.model import ModelConfig
 
 VIT_B16 = {
@@ -191,4 +191,3 @@ def test_list_models_by_glob() -> None:
         "swin_base_patch4_window7_224_21k_1k",
     ]
     assert list_models("nothing_like_this*") == []
-    assert models.__all__

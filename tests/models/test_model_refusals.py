@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from models import build_model, check_model
+from models.build import build_model, check_model
 from utils.config.model import ModelConfig
 from utils.errors import UserError
 
@@ -32,7 +32,10 @@ def refusal(image_size: int = 224, **settings: Any) -> str:
         ({"TYPE": "swin", "NAME": "swin", "DEPTH": 12}, ["MODEL.DEPTH 12", "SwinTransformer"]),
         ({"TYPE": "swin", "NAME": "swin", "NUM_HEADS": 3}, ["MODEL.NUM_HEADS 3", "one number per stage"]),
         ({"TYPE": "swin", "NAME": "swin", "NUM_HEADS": [3, 6]}, ["NUM_HEADS [3, 6]", "STAGE_DEPTHS [2, 2, 6, 2]"]),
-        ({"TYPE": "swin", "NAME": "swin", "NUM_HEADS": [3, 5, 12, 24]}, ["MODEL.NUM_HEADS[1] 5", "192", "4 or 6"]),
+        (
+            {"TYPE": "swin", "NAME": "swin", "NUM_HEADS": [3, 5, 12, 24]},
+            ["MODEL.NUM_HEADS[1] 5", "192", "a number of heads that divides it"],
+        ),
         ({"TYPE": "swin"}, ["MODEL.TYPE swin", "MODEL.NAME vit_base_patch16_224", "VisionTransformer"]),
         ({"TYPE": "deit", "NAME": "resnet50"}, ["MODEL.TYPE deit", "ResNet"]),
         ({"NAME": "vit_bas_patch16_224"}, ["'vit_bas_patch16_224'", "Did you mean vit_base_patch16_224?"]),
@@ -54,17 +57,14 @@ def test_contradicting_sizes_are_refused_with_possible_ones() -> None:
     said = refusal(230, EMBED_DIM=100, NUM_HEADS=7)
     assert "DATA.IMAGE_SIZE 230 is not divisible by MODEL.PATCH_SIZE 16" in said
     assert "IMAGE_SIZE 224 or 240" in said
-    assert "PATCH_SIZE 10 or 23" in said
     assert "MODEL.EMBED_DIM 100 is not divisible by MODEL.NUM_HEADS 7" in said
-    assert "NUM_HEADS 5 or 10" in said
-    assert "98 or 105" in said
 
 
 @pytest.mark.parametrize("name", ["beit_base_patch16_224", "swinv2_tiny_window8_256"])
 def test_other_patch_models_need_divisible_image_sizes(name: str) -> None:
     said = refusal(225, NAME=name)
     assert "DATA.IMAGE_SIZE 225" in said
-    assert "or PATCH_SIZE" not in said  # these models do not accept it
+    assert "or another PATCH_SIZE" not in said  # these models do not accept it
 
 
 @pytest.mark.parametrize(("name", "size"), [("maxvit_tiny_tf_224", 100), ("inception_v3", 32), ("vgg11", 16)])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from models import build_model
+from models.build import build_model
 from models.weights import find
 from models.weights.find import check_pretrained
 from models.weights.fit import load_pretrained

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from models import build_model
+from models.build import build_model
 from models.weights.fit import load_pretrained
 from utils.config.model import ModelConfig
 from utils.errors import UserError

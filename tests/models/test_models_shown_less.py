@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.inputs.batches import GrowingImages, TokenDrop
-from models import Shortcuts, build_model, check_model
+from models.build import build_model, check_model
+from models.sizes import Shortcuts
 from utils.config.model import ModelConfig
 from utils.config.train import TrainConfig
 from utils.errors import UserError

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from models import build_model, classifiers
+from models.build import build_model
+from models.parts import classifiers
 from models.weights.fit import load_pretrained
 from tests.models.test_model_weights import augreg
 from utils.config.model import ModelConfig

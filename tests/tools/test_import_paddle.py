@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 
 from engine.trained.model import load_trained
-from models import build_model
+from models.build import build_model
 from models.weights.fit import load_pretrained
 from models.weights.paddle_file import read_pdparams
 from models.weights.paddle_names import convert, sizes_of_weights, timm_name

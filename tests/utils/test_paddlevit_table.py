@@ -13,8 +13,7 @@ import pytest
 import timm
 import yaml
 
-from models import check_model
-from models.build import timm_call
+from models.build import check_model, timm_call
 from tests.program import Result
 from utils.config import Loaded, ModelConfig, load_config
 from utils.config.keys import settings

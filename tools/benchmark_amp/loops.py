@@ -36,7 +36,7 @@ from engine.machine.device import pick_device, set_up_device, synchronize
 from engine.machine.memory import peak_memory_gb
 from engine.setup import build_train_state, tuned_model
 from engine.update import TrainState, train_update
-from models import build_model
+from models.build import build_model
 from tools.benchmark_amp.plan import FUSED, OURS, Way, changed
 from tools.common.sessions import Metrics, Session, reset_peak_memory, warmup_updates
 from utils.config import Config

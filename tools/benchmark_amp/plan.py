@@ -145,7 +145,7 @@ def set_up(
 def prepared(setup: Setup) -> str:
     """Refuse a model that cannot be built, and prepare the device; return its name and the number of threads."""
     from engine.machine.device import describe_devices, set_up_device
-    from models import build_without_weights
+    from models.build import build_without_weights
     from utils.distributed.world import ALONE
 
     config = setup.config

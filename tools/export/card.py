@@ -18,8 +18,8 @@ from datasets.base import HUB_PREFIX
 from datasets.decoding import OPAQUE
 from datasets.shards import hub as hub_data
 from engine.checkpoint.folder import raising_os_errors
-from models import count_parameters
 from models.build import is_timm_name
+from models.parts import count_parameters
 from tools.common.report_page.runs import Run, read_runs
 from tools.common.weights import needed_by_tools
 from tools.export import CARD, CONFIG, CURVES, WEIGHTS

@@ -30,7 +30,7 @@ from engine.checkpoint.folder import raising_os_errors
 from engine.checkpoint.restore import load_weights
 from engine.inputs.batches import Inputs, per_channel
 from engine.trained.model import Trained
-from models import timm_call
+from models.build import timm_call
 from tools.common.output_file import writing
 from tools.common.turns import progress_bar
 from tools.common.weights import needed_by_tools

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import timm
 
-from models import build_without_weights
-from models.build import is_timm_name
+from models.build import build_without_weights, is_timm_name
 from models.weights.paddle_file import read_pdparams
 from models.weights.paddle_names import (
     CLASSIFIERS,

@@ -14,7 +14,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 from engine.checkpoint.saver import Snapshot
 from engine.checkpoint.sharded_saver import SECONDS_BETWEEN_LOOKS, ShardedSaver, ShardWriter
-from models.freeze import blocks_of
+from models.parts import blocks_of
 from utils.config.schema import Config
 from vitamp.checkpoints import files_of, shard_name
 from vitamp.tensors import JoinedShards

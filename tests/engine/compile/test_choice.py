@@ -16,7 +16,7 @@ from torch import nn
 from engine.compile import choice
 from engine.compile.choice import CompileChoice, choose_compiling, training_flops
 from engine.compile.compiled import CACHE
-from models import build_without_weights
+from models.build import build_without_weights
 from tests.engine.small import OFF, build, parts_of
 from tests.program import write_meta
 from utils.config import Config, ModelConfig, TrainConfig

@@ -1,0 +1,97 @@
+"""Parts of a model by their names: its blocks, its classifiers, what is trained and what is frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from vitamp.checkpoints import ADAPTER
+
+FROZEN_FOR_NOW = "frozen_for_now"
+"""Attribute of a model with the names of the weights that `unfreeze` will train."""
+BASE = "base_names"
+"""Attribute of a model with adapters (MODEL.LORA): the names of its frozen weights."""
+
+
+def count_parameters(module: nn.Module) -> tuple[int, int]:
+    """Numbers of all and of trainable parameters."""
+    return (
+        sum(p.numel() for p in module.parameters()),
+        sum(p.numel() for p in module.parameters() if p.requires_grad),
+    )
+
+
+def weights_to_train(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Weights that are trained now, or will be from MODEL.UNFREEZE_EPOCH on."""
+    later = vars(model).get(FROZEN_FOR_NOW, ())
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad or name in later}
+
+
+def frozen_weights(model: nn.Module) -> list[str]:
+    """Names of the weights that are not trained."""
+    return [name for name, weight in model.named_parameters() if not weight.requires_grad]
+
+
+def base_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The frozen weights of a model with adapters, which its checkpoints leave out; empty for any other model."""
+    return {name: model.get_parameter(name).detach() for name in vars(model).get(BASE, ())}
+
+
+def has_adapters(module: nn.Module) -> bool:
+    """Whether a layer has adapters of its own (models/lora.py)."""
+    return any(name.startswith(ADAPTER) for name, _ in module.named_parameters(recurse=False))
+
+
+def classifiers(model: nn.Module) -> tuple[str, ...]:
+    """Names of the classifier modules, as timm's models report them: one, or two in a distilled model."""
+    get = getattr(model, "get_classifier", None)
+    heads = get() if get is not None else None
+    names = {id(module): name for name, module in model.named_modules() if any(True for _ in module.parameters())}
+    known = tuple(names[id(head)] for head in (heads if isinstance(heads, tuple) else (heads,)) if id(head) in names)
+    return known or tuple(name for name in names_in_cfg(model, "classifier") if name in names.values())
+
+
+def pretrained_cfg(model: nn.Module) -> dict[str, Any]:
+    """timm's settings of a model's weights; empty for models that are not timm's."""
+    return vars(model).get("pretrained_cfg") or {}
+
+
+def names_in_cfg(model: nn.Module, key: str) -> tuple[str, ...]:
+    """Names of the modules under `classifier` or `first_conv` in timm's settings."""
+    names = pretrained_cfg(model).get(key) or ()
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def is_inside(name: str, modules: Iterable[str]) -> bool:
+    """Whether a weight or module is one of these modules or inside one."""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Each block with its name, the unit of sharding and compiling.
+
+    In a model without `blocks`, the modules of every sequence of one type count as blocks.
+    """
+
+    def uniform(sequence: nn.Module) -> bool:
+        """Whether all children have parameters and are of one type."""
+        types = [type(child) for child in sequence.children() if any(True for _ in child.parameters())]
+        return len(set(types)) == 1 and len(types) == len(list(sequence.children()))
+
+    modules = dict(model.named_modules())
+    named = {name: module for name, module in modules.items() if name.rpartition(".")[2] == "blocks"}
+    sequences = {
+        name: module
+        for name, module in (named or modules).items()
+        if isinstance(module, nn.Sequential | nn.ModuleList) and uniform(module)
+    }
+    yielded: list[str] = []
+    for name, sequence in sequences.items():
+        if is_inside(name, yielded):
+            continue
+        for number, block in sequence.named_children():
+            if not isinstance(block, nn.ModuleList | nn.ModuleDict):  # these are never called themselves
+                yielded.append(f"{name}.{number}" if name else number)
+                yield yielded[-1], block

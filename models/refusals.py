@@ -1,0 +1,103 @@
+"""Why a model cannot be built as the MODEL section says, and what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import timm
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+from models.sizes import DEFAULTS, RECIPES, Shortcuts, arguments_of, as_text, patch_of
+from utils.config.model import ModelConfig
+from utils.errors import either, nearest
+
+MOST_SUGGESTED = 3
+"""Models suggested for a name that several begin with"""
+NO_SUCH_SIZE = "has no such size"
+
+
+def unknown_name(model: ModelConfig, name: str, sizes_given: bool) -> str:
+    """Message for a MODEL.NAME that timm does not know, and with which no model can be built from sizes."""
+    architecture, _, tag = name.partition(".")
+    if tag and timm.is_model(architecture):
+        tags = timm.list_pretrained(f"{architecture}.*")
+        return f"MODEL.NAME: timm has no tag '{tag}' for {architecture}; it has {', '.join(tags) or 'none'}."
+    similar = f"{similar_models(name)} -list_models shows all names."
+    if model.TYPE in DEFAULTS:
+        why = f"no sizes (MODEL.EMBED_DIM, ...) are given to build a model of MODEL.TYPE {model.TYPE} with that name"
+        return f"MODEL.NAME: '{name}' is not a timm model, and {why}.{similar}"
+    if sizes_given:
+        return (
+            f"MODEL.TYPE: '{model.TYPE}' cannot be built from sizes (MODEL.EMBED_DIM, ...); only "
+            f"{', '.join(DEFAULTS)} can: set TYPE to one of them.{nearest(model.TYPE, DEFAULTS)} Or set MODEL.NAME "
+            f"to a timm model; '{name}' is not one.{similar}"
+        )
+    why = f"MODEL.TYPE '{model.TYPE}' is not one of {', '.join(DEFAULTS)}"
+    return f"MODEL.NAME: '{name}' is not a timm model, and {why}.{similar}"
+
+
+def similar_models(name: str, more: Sequence[str] = ()) -> str:
+    """' Did you mean A, B or C?': the models with most weights whose names begin so, or the most similar name.
+
+    `more`: other names that are possible, such as those of weights.
+    """
+    beginning = [one for one in timm.list_models() if one.startswith(name.casefold())] if name else []
+    beginning.sort(key=lambda one: (-len(timm.list_pretrained(f"{one}.*")), one))
+    most = beginning[:MOST_SUGGESTED]
+    return f" Did you mean {either(most)}?" if most else nearest(name, [*timm.list_models(), *RECIPES, *more])
+
+
+def geometry_problems(reference: nn.Module, sizes: dict[str, Any], patch: int | None, image_size: int) -> list[str]:
+    """Messages for heads that do not divide the width of a ViT or of a Swin's stages, and patches that do not fit.
+
+    `sizes`: of the wanted model. `patch`: its patch size, also of a model whose other sizes cannot be chosen.
+    """
+    width, heads, depths = (sizes.get(key) for key in ("EMBED_DIM", "NUM_HEADS", "STAGE_DEPTHS"))
+    problems = []
+    if depths is None and isinstance(heads, tuple):
+        problems.append(f"MODEL.NUM_HEADS {list(heads)}: this model has no stages and takes one number")
+    elif depths is not None and not isinstance(heads, tuple):
+        problems.append(f"MODEL.NUM_HEADS {heads}: a Swin takes one number per stage, such as [3, 6, 12, 24]")
+    elif isinstance(heads, tuple) and len(heads) != len(depths or ()):
+        problems.append(f"MODEL.NUM_HEADS {list(heads)} and MODEL.STAGE_DEPTHS {as_text(depths)} differ in length")
+    elif width and heads:
+        for stage, count in enumerate(heads if isinstance(heads, tuple) else (heads,)):
+            if (width << stage) % count:  # each stage of a Swin doubles the width
+                key = f"MODEL.NUM_HEADS[{stage}]" if isinstance(heads, tuple) else "MODEL.NUM_HEADS"
+                own = f"MODEL.EMBED_DIM {width}" + f": in stage {stage + 1}, the width {width << stage}" * bool(stage)
+                problems.append(f"{own} is not divisible by {key} {count}; give a number of heads that divides it")
+    if patch and image_size % patch:
+        below = image_size // patch * patch
+        possible = " or ".join(str(size) for size in (below, below + patch) if size)
+        other = ", or another PATCH_SIZE" if arguments_of(reference) else ""
+        problems.append(
+            f"DATA.IMAGE_SIZE {image_size} is not divisible by MODEL.PATCH_SIZE {patch}; possible: IMAGE_SIZE "
+            f"{possible}{other}"
+        )
+    return problems
+
+
+def shortcut_problems(shortcuts: Shortcuts, reference: nn.Module, patch: int | None) -> list[str]:
+    """Why this model does not support these options."""
+    if not isinstance(reference, VisionTransformer):
+        options = {"TOKEN_DROP": shortcuts.token_drop, "SIZE_SCHEDULE": shortcuts.sizes}
+        return [
+            f"TRAIN.{key}: {type(reference).__name__} does not support it. Leave the key out, or use a model of timm's "
+            "class VisionTransformer, such as a ViT or DeiT"
+            for key, value in options.items()
+            if value
+        ]
+    side = patch or patch_of(reference) or 1
+    odd = [size for size in shortcuts.sizes if size % side]
+    return [f"TRAIN.SIZE_SCHEDULE: image size {size} is not divisible by the patch size {side}" for size in odd]
+
+
+def unchangeable(key: str, value: Any, module: nn.Module, has: dict[str, Any]) -> str:
+    """Message for a size that this kind of model does not take from its settings."""
+    kind = type(module).__name__
+    if key not in has:
+        return f"MODEL.{key} {as_text(value)}: {kind} {NO_SUCH_SIZE}; leave the key out"
+    why = f"this {kind} has {as_text(has[key])}"
+    return f"MODEL.{key} {as_text(value)}: {why}, which this key cannot change; leave the key out or give that value"

@@ -27,7 +27,7 @@ from engine.inputs.batches import Inputs, MixedWeights, input_of, no_transform, 
 from engine.machine.device import Run, global_batch
 from engine.measure.meters import Best, Position, TrainMeters, updates_left
 from engine.measure.throughput import DATA, Setting, stages_of
-from engine.optim.build import build_optimizer, compiles_step, describe_parameters, scaled_learning_rates
+from engine.optim.build import build_optimizer, describe_parameters, scaled_learning_rates
 from engine.optim.schedule import Schedule, build_scheduler
 from engine.speed.tuning import speed_up
 from engine.task import task_of
@@ -311,16 +311,13 @@ def build_train_state(
             sharding.shard(other, precision, computing=False)
     rates = scaled_learning_rates(train, global_batch(config, world))
     optimizer = build_optimizer(model, train, rates[0], device, amp=precision.level != "O0")
-    if compiles_step(optimizer):
-        from engine.compile.compiled import prepare_compiler_cache
+    scheduler, updates = build_scheduler(optimizer, train, rates, per_epoch), train.NUM_EPOCHS * per_epoch
+    if precision.hides_skips(optimizer):
+        from engine.optim.device_schedule import DeviceSchedule
 
-        prepare_compiler_cache(config.DATA)
-    schedule = Schedule(
-        build_scheduler(optimizer, train, rates, per_epoch),
-        optimizer,
-        train.NUM_EPOCHS * per_epoch,
-        on_device=device if precision.hides_skips(optimizer) else None,
-    )
+        schedule = DeviceSchedule(scheduler, optimizer, updates, device)
+    else:
+        schedule = Schedule(scheduler, optimizer, updates)
     return TrainState(
         model=model,
         forward=model,
@@ -351,15 +348,15 @@ def callbacks(
     """
     train = config.TRAIN
     if config.MODEL.UNFREEZE_EPOCH is not None:
-        from engine.optim.unfreezing import Unfreezing
+        from engine.inputs.by_epoch import Unfreezing
 
         yield Unfreezing(config.MODEL, sharded)
     if train.TOKEN_DROP:
-        from engine.inputs.batches import TokenDrop
+        from engine.inputs.by_epoch import TokenDrop
 
         yield TokenDrop(train)
     if train.SIZE_SCHEDULE:
-        from engine.inputs.batches import GrowingImages
+        from engine.inputs.by_epoch import GrowingImages
 
         yield GrowingImages(train, config.DATA.IMAGE_SIZE)
     if world.size > 1:  # changes the modules that the rest holds on to

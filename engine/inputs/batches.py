@@ -1,4 +1,4 @@
-"""What a micro-batch goes through on the device: normalisation; and token dropping. mixing.py erases and mixes."""
+"""What a micro-batch goes through on the device: normalisation. mixing.py erases and mixes."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from timm.layers.patch_dropout import PatchDropout
 from torch import Tensor, nn
 
 from datasets.base import background_of
 from datasets.registry import squeezes
-from engine.callback import Callback, Figure
 from models.sizes import Shortcuts
 from utils.config.data import DataConfig
 from utils.config.schema import Config
-from utils.config.train import TrainConfig
 
 
 class TransformedBatch(NamedTuple):
@@ -97,57 +94,3 @@ def input_of(data: DataConfig) -> dict[str, Any]:
 def shortcuts_of(config: Config) -> Shortcuts:
     train, full = config.TRAIN, config.DATA.IMAGE_SIZE
     return Shortcuts(train.TOKEN_DROP, tuple(sorted({size for _, size in train.SIZE_SCHEDULE} - {full})))
-
-
-class TokenDrop(Callback):
-    """Sets the model's patch dropout. Tokens are drawn anew for each sample, by its micro-batch's random numbers."""
-
-    def __init__(self, train: TrainConfig) -> None:
-        self.fraction, self.last = train.TOKEN_DROP, train.NUM_EPOCHS - train.TOKEN_DROP_TAIL
-        self.tail = train.TOKEN_DROP_TAIL
-        self._now = 0.0
-
-    def phase(self, epoch: int) -> str:
-        return self._share() if epoch <= self.last else ""
-
-    def enter(self, epoch: int, *models: nn.Module) -> bool:
-        self._now = self.fraction if epoch <= self.last else 0.0
-        for module in (module for model in models for module in model.modules()):
-            if isinstance(module, PatchDropout):
-                module.prob = self._now
-        return False
-
-    def figures(self) -> dict[str, Figure]:
-        return {"token_drop": Figure(self._now, f"Patches left out: {100 * self._now:g}%")}
-
-    def rows(self) -> dict[str, str]:
-        epochs = f"{self.tail} epochs" if self.tail > 1 else "epoch"
-        tail = f", none in the last {epochs}" if self.tail else ""
-        return {"shortcuts": f"{self._share()}{tail}"}
-
-    def _share(self) -> str:
-        return f"{100 * self.fraction:g} % of the patches left out"
-
-
-# TRAIN.SIZE_SCHEDULE: training images grow. The data set makes them (`datasets.Sized`); this is what the log says.
-
-
-class GrowingImages(Callback):
-    def __init__(self, train: TrainConfig, full: int) -> None:
-        """`full`: size of the images in epochs for which the schedule has none."""
-        self._train, self._full, self._size = train, full, full
-
-    def enter(self, epoch: int, *models: nn.Module) -> bool:
-        self._size = self._train.size_in(epoch, self._full)
-        return False
-
-    def figures(self) -> dict[str, Figure]:
-        return {"image_size": Figure(self._size, f"Size: {self._size}")}
-
-    def rows(self) -> dict[str, str]:
-        steps = (f"{size} from epoch {self._first_epoch(start)}" for start, size in self._train.SIZE_SCHEDULE)
-        return {"shortcuts": f"images of {', '.join(steps)}"}
-
-    def _first_epoch(self, start: float) -> int:
-        """First epoch after `start`, a fraction of the run."""
-        return int(-(-self._train.epochs_before(start) // 1)) + 1

@@ -10,7 +10,7 @@ matrix, and q, k and v one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,14 +19,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from engine.amp.precision import dtype_name
 from models.parts import blocks_of, classifiers, is_inside, weights_to_train
 from utils.errors import UserError
+from utils.text import counted
 
 MATRICES = "matrices"
 """Key of a parameter group: number of matrices in each of its weights, 3 for a fused qkv; 0: AdamW updates it."""
 COEFFICIENTS = [(3.4445, -4.7750, 2.0315)]
 """The author's, repeated at each step: unlike timm's default, they suit any number of steps."""
 NS_STEPS = 5
+MOMENTUM = 0.95
+USES_MUON = "use_muon"
+"""Key of a group of Muon and its relatives, as timm reads it: false if AdamW updates the group's parameters."""
 FUSED_PROJECTIONS = {"qkv": 3, "qk": 2, "kv": 2}
 """Linear layers whose rows are several matrices one below the other, by the name that timm's models give them."""
 
@@ -65,6 +70,20 @@ def matrices_of(model: nn.Module, every: bool = False) -> dict[str, int]:
     return found
 
 
+def describe_muon(optimizer: Optimizer) -> str:
+    """Parameters that Muon and that AdamW updates, for the banner."""
+
+    def size(groups: Sequence[dict[str, Any]]) -> str:
+        weights = [weight for group in groups for weight in group["params"]]
+        return f"{counted(len(weights), 'tensor')} ({sum(w.numel() for w in weights):,} parameters)"
+
+    muon = [group for group in optimizer.param_groups if group[USES_MUON]]
+    others = [group for group in optimizer.param_groups if not group[USES_MUON]]
+    dtype = getattr(optimizer, "dtype", torch.bfloat16)  # timm's relatives of Muon have no other
+    text = f"Muon {size(muon)}, {muon[0]['ns_steps']} Newton-Schulz steps in {dtype_name(dtype)}"
+    return f"{text}; AdamW {size(others)}" if others else text
+
+
 class Muon(Optimizer):
     """Nesterov momentum, orthogonalised by Newton-Schulz steps, with decoupled weight decay.
 
@@ -76,7 +95,7 @@ class Muon(Optimizer):
         self,
         groups: list[dict[str, Any]],
         lr: float,
-        momentum: float,
+        momentum: float | None,
         dtype: torch.dtype,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -85,6 +104,7 @@ class Muon(Optimizer):
         """`dtype`: that of the Newton-Schulz steps. `fused`: use torch's fused AdamW."""
         self.dtype = dtype
         # `fused` is in the groups because torch, when it loads a state, then moves AdamW's step to the device.
+        momentum = MOMENTUM if momentum is None else momentum
         of_muon = {"momentum": momentum, "nesterov": True, "ns_steps": NS_STEPS, MATRICES: 0}
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "fused": fused, "weight_decay": 0.0, **of_muon})
 

@@ -8,9 +8,7 @@ from pathlib import Path
 from datasets import comes_unsplit
 from engine.machine.device import Run, arguments, describe_devices, global_batch, libraries
 from engine.optim.build import (
-    describe_fine_tuning,
     describe_learning_rate,
-    describe_muon,
     describe_optimizer,
     scaled_learning_rates,
 )
@@ -18,7 +16,7 @@ from engine.optim.schedule import describe_schedule
 from engine.setup import Ready, ReadyToTrain, weights_of_classes
 from engine.task.losses import loss_named
 from models.build import describe as describe_model
-from models.parts import count_parameters
+from models.parts import count_parameters, frozen_weights
 from utils.cli import version_text
 from utils.config import Config
 from utils.config.data import DataConfig
@@ -44,10 +42,14 @@ def banner(run: Run, ready: Ready, folder: Path | None) -> str:
         if words := _classes(config, ready):
             rows.append(("classes", words))
         rate = scaled_learning_rates(config.TRAIN, global_batch(config, world))[0]
-        if words := describe_fine_tuning(config, ready.model, ready.parts.optimizer, rate):
-            rows.append(("trained", words))
-        if words := describe_muon(ready.parts.optimizer, rate):
-            rows.append(("optimiser", words))
+        if config.TRAIN.LAYER_DECAY is not None or frozen_weights(ready.model):
+            from engine.optim.others import describe_fine_tuning
+
+            rows.append(("trained", describe_fine_tuning(config, ready.model, ready.parts.optimizer, rate)))
+        if any("use_muon" in group for group in ready.parts.optimizer.param_groups):
+            from engine.optim.muon import describe_muon
+
+            rows.append(("optimiser", describe_muon(ready.parts.optimizer)))
         rows += [("batch", _batch(config, ready, world)), ("training", _training(config, ready, world))]
         rows.append(("compile", f"{ready.choices['compile']} ({ready.choices['compile_why']})"))
         rows = _joined([*rows, *(row for callback in ready.parts.callbacks for row in callback.rows().items())])

@@ -100,7 +100,7 @@ def parts_of(
     """The parts of an update around a model of one's own; constant learning rate 1 unless told otherwise."""
     settings = train_config or TrainConfig(NUM_EPOCHS=1, WARMUP_EPOCHS=0, BASE_LR=1.0, END_LR=1.0)
     rates = (settings.BASE_LR, settings.WARMUP_START_LR, settings.END_LR)
-    schedule = Schedule(build_scheduler(optimizer, settings, rates, updates), optimizer, updates, None)
+    schedule = Schedule(build_scheduler(optimizer, settings, rates, updates), optimizer, updates)
     precision = Precision(amp, CPU)
     return TrainState(
         model=model,

@@ -34,7 +34,7 @@ def refusal(image_size: int = 224, **settings: Any) -> str:
         ({"TYPE": "swin", "NAME": "swin", "NUM_HEADS": [3, 6]}, ["NUM_HEADS [3, 6]", "STAGE_DEPTHS [2, 2, 6, 2]"]),
         (
             {"TYPE": "swin", "NAME": "swin", "NUM_HEADS": [3, 5, 12, 24]},
-            ["MODEL.NUM_HEADS[1] 5", "192", "a number of heads that divides it"],
+            ["MODEL.NUM_HEADS[1] 5", "192", "heads that divides it"],
         ),
         ({"TYPE": "swin"}, ["MODEL.TYPE swin", "MODEL.NAME vit_base_patch16_224", "VisionTransformer"]),
         ({"TYPE": "deit", "NAME": "resnet50"}, ["MODEL.TYPE deit", "ResNet"]),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.inputs.batches import GrowingImages, TokenDrop
+from engine.inputs.by_epoch import GrowingImages, TokenDrop
 from models.build import build_model, check_model
 from models.sizes import Shortcuts
 from utils.config.model import ModelConfig

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,8 @@ from torch import nn
 
 from engine.compile import choice
 from engine.compile.choice import CompileChoice, choose_compiling, training_flops
-from engine.compile.compiled import CACHE
 from models.build import build_without_weights
-from tests.engine.small import OFF, build, parts_of
+from tests.engine.small import OFF, parts_of
 from tests.program import write_meta
 from utils.config import Config, ModelConfig, TrainConfig
 from utils.distributed.world import ALONE, World
@@ -173,16 +171,6 @@ def test_missing_python_headers_prevent_compiling(gpu: Path) -> None:
     assert "no " + str(gpu / "Python.h") in choose(device="cuda").reason
     with pytest.raises(UserError, match=r"TRAIN\.COMPILE blocks: torch\.compile needs Python's headers"):
         choose(device="cuda", COMPILE="blocks")
-
-
-def test_optimiser_that_compiles_caches_in_the_users_folder(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Kron compiles its step even if nothing else is compiled; by default in a folder of /tmp."""
-    monkeypatch.setenv(CACHE, "")
-    monkeypatch.delenv(CACHE)
-    build(tiny, TRAIN__OPTIMIZER__NAME="kron", DATA__CACHE=tmp_path / "own")
-    assert Path(os.environ[CACHE]).is_relative_to(tmp_path / "own")
 
 
 def flops(model: ModelConfig, size: int) -> float | None:

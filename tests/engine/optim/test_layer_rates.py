@@ -12,7 +12,9 @@ import torch
 from timm.optim._param_groups import param_groups_layer_decay
 from torch import nn
 
-from engine.optim.build import build_optimizer, describe_fine_tuning
+from engine.optim.build import build_optimizer
+from engine.optim.device_schedule import DeviceSchedule
+from engine.optim.others import describe_fine_tuning
 from engine.optim.schedule import Schedule, build_scheduler
 from tests.engine.small import CPU, build, train
 from utils.config import TrainConfig, load_config
@@ -81,7 +83,9 @@ def test_layer_rates_on_the_device() -> None:
     told = []
     for device in (None, CPU):
         optimizer = build_optimizer(model, train_config, 1e-2, CPU)
-        schedule = Schedule(build_scheduler(optimizer, train_config, (1e-2, 0, 0), 10), optimizer, 10, device)
+        scheduler = build_scheduler(optimizer, train_config, (1e-2, 0, 0), 10)
+        on_device = DeviceSchedule(scheduler, optimizer, 10, CPU) if device else None
+        schedule = on_device or Schedule(scheduler, optimizer, 10)
         for stepped in (True, False, True, True):
             schedule.advance(stepped if device is None else torch.tensor(stepped))
         told.append([float(schedule.last_rate()), *(float(group["lr"]) for group in optimizer.param_groups)])

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.optim.build import build_optimizer, describe_muon
-from engine.optim.muon import matrices_of
+from engine.optim.build import build_optimizer
+from engine.optim.muon import describe_muon, matrices_of
 from tests.engine.small import CPU, build
 from utils.config import MuonConfig, OptimizerConfig, TrainConfig
 from utils.errors import UserError
@@ -149,15 +149,9 @@ def test_updates_equal_a_reference_in_fp64(amp: bool, every: bool, tolerance: fl
 
 def test_banner_counts_parameters_of_both_optimizers(tiny: Path) -> None:
     optimizer = build(tiny, **MUON).parts.optimizer
-    assert describe_muon(optimizer, 2e-3) == (
-        "Muon 4 tensors (3,072 parameters), 5 Newton-Schulz steps in fp32; "
-        "AdamW 16 tensors (778 parameters), learning rate 0.002"
+    assert describe_muon(optimizer) == (
+        "Muon 4 tensors (3,072 parameters), 5 Newton-Schulz steps in fp32; AdamW 16 tensors (778 parameters)"
     )
-    words = {"TRAIN__LAYER_DECAY": 0.5, "AMP__ENABLED": "true", "AMP__DTYPE": "bf16"}
-    optimizer = build(tiny, **MUON, **words).parts.optimizer
-    assert describe_muon(optimizer, 2e-3).endswith("learning rate 0.0005 to 0.002")
-    assert "in bf16" in describe_muon(optimizer, 2e-3)
-    assert not describe_muon(build(tiny).parts.optimizer, 2e-3)
 
 
 def test_timms_relatives_of_muon_get_the_same_groups() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from engine.optim.build import build_optimizer, scaled_learning_rates
+from engine.optim.device_schedule import DeviceSchedule
 from engine.optim.schedule import Schedule, build_scheduler
 from engine.update import train_update
 from tests.engine.small import CPU, FP16, Scale, flat, parts_of, window_of
@@ -18,13 +19,18 @@ from utils.config import OptimizerConfig, SchedulerConfig, TrainConfig
 PER_EPOCH = 5
 
 
+def schedule_of(scheduler: Any, optimizer: torch.optim.Optimizer, total: int, on_device: bool) -> Schedule:
+    device = DeviceSchedule(scheduler, optimizer, total, CPU) if on_device else None
+    return device or Schedule(scheduler, optimizer, total)
+
+
 def schedule(on_device: bool = False, **settings: Any) -> tuple[Schedule, torch.optim.Optimizer]:
     """A schedule over epochs of five updates, with weights that decay and weights that do not."""
     train = TrainConfig(**settings)
     optimizer = build_optimizer(nn.Linear(2, 2), train, train.BASE_LR, CPU)
     rates = (train.BASE_LR, train.WARMUP_START_LR, train.END_LR)
     made = build_scheduler(optimizer, train, rates, PER_EPOCH)
-    return Schedule(made, optimizer, train.NUM_EPOCHS * PER_EPOCH, CPU if on_device else None), optimizer
+    return schedule_of(made, optimizer, train.NUM_EPOCHS * PER_EPOCH, on_device), optimizer
 
 
 def rates_of(made: Schedule, optimizer: torch.optim.Optimizer, updates: int, on_device: bool = False) -> list[float]:
@@ -95,13 +101,13 @@ def test_schedule_is_restored_from_a_checkpoint(on_device: bool) -> None:
 def test_optimizer_steps_with_rates_on_the_device(name: str) -> None:
     """Both ways of keeping the rate make the same steps, overflows included."""
     ended = []
-    for on_device in (None, CPU):
+    for on_device in (False, True):
         model = Scale()
         settings = TrainConfig(**COSINE, OPTIMIZER=OptimizerConfig(NAME=name))
         optimizer = build_optimizer(model, settings, 1.0, CPU)
         parts = parts_of(model, optimizer, FP16)
         made = build_scheduler(optimizer, settings, (1.0, 0.1, 0.01), PER_EPOCH)
-        parts.schedule = Schedule(made, optimizer, 30, on_device)
+        parts.schedule = schedule_of(made, optimizer, 30, on_device)
         for update, value in enumerate((0.5, 3e38, 0.25, 3e38, 0.125, 0.5), start=1):
             train_update(parts, window_of(flat(value)), update)
         assert parts.schedule.stepped == 4
@@ -118,16 +124,16 @@ def test_linear_scaled_lr_scales_with_the_global_batch(reference: Any, factor: f
 
 def test_table_of_rates_is_refilled_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """With skips in between: then the count on the device lags behind the updates the host has seen."""
-    monkeypatch.setattr("engine.optim.schedule.TABLE_UPDATES", 4)
+    monkeypatch.setattr("engine.optim.device_schedule.TABLE_UPDATES", 4)
     rates = []
-    for device in (None, torch.device("cpu")):
+    for on_device in (False, True):
         optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
         scheduler = build_scheduler(optimizer, TrainConfig(NUM_EPOCHS=3, WARMUP_EPOCHS=1), (0.1, 0.0, 0.0), 10)
-        schedule = Schedule(scheduler, optimizer, 30, device)
+        schedule = schedule_of(scheduler, optimizer, 30, on_device)
         seen = []
         for update in range(30):
             stepped = update % 3 != 0
-            schedule.advance(stepped if device is None else torch.tensor(stepped))
+            schedule.advance(torch.tensor(stepped) if on_device else stepped)
             seen.append((float(schedule.last_rate()), float(optimizer.param_groups[0]["lr"])))
         rates.append(seen)
     assert rates[0] == [pytest.approx(pair, rel=1e-6, abs=1e-9) for pair in rates[1]]

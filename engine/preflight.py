@@ -17,9 +17,9 @@ from engine.optim.build import optimizer_name
 from engine.task import task_of
 from models.build import check_model
 from utils.config import Config, DataConfig, Loaded
+from utils.config.keys import CLASSES, DATASET, IMAGE_SIZE, PATCH_SIZE
 from utils.config.kinds import AUTO
 from utils.config.read import Entry
-from utils.config.resumed import CLASSES, DATASET, IMAGE_SIZE, PATCH_SIZE
 from utils.errors import UserError
 from utils.record.resumed_run import resumed_run, target_folder
 from utils.record.run_folder import check_output

@@ -118,10 +118,7 @@ def test_what_is_wrong_is_seen() -> None:
     assert "-batch_size" in told[0][0]
 
 
-@pytest.mark.parametrize(
-    "block",
-    [pytest.param(block, id=str(block), marks=marks_of(block)) for block in RUN],
-)
+@pytest.mark.parametrize("block", [pytest.param(block, id=str(block), marks=marks_of(block)) for block in RUN])
 def test_a_block_runs_as_it_is_printed(block: Block, tmp_path: Path) -> None:
     place = tmp_path / "vitamp"
     listed = subprocess.run(

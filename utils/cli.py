@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
-from utils.config.keys import default_of, settings, suggest
+from utils.config.keys import default_of, settings
 from utils.errors import EXIT_DONE, UserError, either, nearest
 from utils.flags import BY_NAME, FLAGS, IGNORED, RANK_FLAGS, Action, Flag, Positional
 from utils.precisions import AMP_WORDS, amp_settings_of
@@ -274,6 +274,8 @@ def _unrecognised(text: str, before: Flag | None, parser: Parser) -> UserError:
     elif name in parser.known:
         advice = f" Did you mean -{text if separator else name}?"
     elif separator and parser.settings:
+        from utils.config.words import suggest
+
         suggestion = suggest(key.upper()).replace("?", f"={value}?")
         advice = suggestion or " Settings have the form KEY=VALUE, such as TRAIN.BASE_LR=1e-4."
     elif before is not None and before.name == "amp":

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pydantic import ValidationError
 
-from utils.config.keys import allowed, nested, settings, suggest
+from utils.config.keys import nested, settings
 from utils.config.schema import Config
+from utils.config.words import allowed, suggest
 from utils.errors import closest, either, nearest
 
 ELSEWHERE = {

@@ -15,10 +15,11 @@ from models.build import resolve as timm_base
 from models.sizes import given_sizes
 from models.weights.find import local_weights
 from utils.config import Loaded
-from utils.config.keys import choices, value_of
+from utils.config.keys import value_of
 from utils.config.kinds import AUTO, one_line
 from utils.config.model import ModelConfig
 from utils.config.read import Entry
+from utils.config.words import choices
 from utils.record.resumed_run import resumed_run
 from vitamp.files import read_json
 from vitamp.meta import META, Input, check_fields, unchecked_meta

@@ -14,8 +14,9 @@ from torch import nn
 import datasets
 from datasets.transforms.augment import POLICIES
 from utils.config import Config
-from utils.config.keys import choices, value_of
+from utils.config.keys import value_of
 from utils.config.kinds import OWN_SETTING, parse_text
+from utils.config.words import choices
 from utils.errors import UserError, nearest
 from utils.log import log
 from utils.own_code import (

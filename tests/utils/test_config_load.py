@@ -1,13 +1,17 @@
-"""load_config reads layers, older names, and all forms of values."""
+"""load_config reads layers, older names, and all forms of values; saved settings load back equal."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from utils.config import Config, load_config
+from tests.program import ROOT
+from utils.config import Config, config_hash, differences, format_config, load_config, to_yaml
+from utils.config.keys import settings
 from utils.errors import UserError
 
 
@@ -107,36 +111,20 @@ def test_text_settings_keep_their_text(tmp_path: Path) -> None:
 
 
 def test_older_nesting_and_names_are_read(tmp_path: Path) -> None:
-    config = load(
-        tmp_path,
-        """\
-        MODEL:
-            TYPE: ViT
-            DROP_PATH: 0.1
-            TRANS:
-                PATCH_SIZE: 32
-                HIDDEN_SIZE: 384
-                MLP_DIM: 1152
-                NUM_HEADS: 6
-                NUM_LAYERS: 8
-                QKV_BIAS: true
-                IN_CHANNELS: 1
-        """,
-    )
+    sizes = "PATCH_SIZE: 4, EMBED_DIM: 96, STAGE_DEPTHS: [2, 2, 6, 2], NUM_HEADS: [3, 6, 12, 24], IN_CHANNELS: 1"
+    config = load(tmp_path, f"MODEL:\n  TYPE: ViT\n  TRANS:\n    WINDOW_SIZE: 7\n    ENCODER: {{{sizes}}}\n")
     model = config.MODEL
-    assert (model.TYPE, model.DROPPATH, model.PATCH_SIZE, model.EMBED_DIM) == ("vit", 0.1, 32, 384)
-    assert (model.MLP_RATIO, model.NUM_HEADS, model.DEPTH, model.QKV_BIAS) == (3.0, 6, 8, True)
+    assert (model.TYPE, model.PATCH_SIZE, model.EMBED_DIM, model.WINDOW_SIZE) == ("vit", 4, 96, 7)
+    assert (model.NUM_HEADS, model.STAGE_DEPTHS) == ((3, 6, 12, 24), (2, 2, 6, 2))
     assert config.DATA.IMAGE_CHANNELS == 1
 
 
-def test_older_swin_file_is_read(tmp_path: Path) -> None:
-    text = "MODEL:\n  TRANS: {NUM_HEADS: [3, 6, 12, 24], STAGE_DEPTHS: [2, 2, 6, 2], WINDOW_SIZE: 7, APE: no}\n"
-    model = load(tmp_path, text).MODEL
-    assert (model.NUM_HEADS, model.STAGE_DEPTHS, model.WINDOW_SIZE) == (
-        (3, 6, 12, 24),
-        (2, 2, 6, 2),
-        7,
-    )
+def test_keys_of_paddlevit_that_change_nothing_are_dropped(tmp_path: Path) -> None:
+    text = "LOCAL_RANK: 0\nMODEL: {ATTN_HEAD_SIZE: null, QK_SCALE: None, APE: False, PATCH_NORM: True}\n"
+    assert load(tmp_path, text) == Config()
+    for wrong in ("APE: true", "QK_SCALE: 0.2", "ATTN_HEAD_SIZE: 32", "PATCH_NORM: false"):
+        with pytest.raises(UserError, match=f"1: MODEL.{wrong.replace(':', '')} is not possible here; leave the key"):
+            load(tmp_path, f"MODEL: {{{wrong}}}\n")
 
 
 def test_amp_is_a_value_or_a_section_in_any_layer(tmp_path: Path) -> None:
@@ -188,31 +176,158 @@ def test_long_warmup_is_clipped_with_a_note() -> None:
     assert load_config(words={"TRAIN.NUM_EPOCHS": "32"}).notes == ()
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("LOCAL_RANK: 1\n", ""),
-        ("MODEL: {ATTN_HEAD_SIZE: 64, QK_SCALE: 0.125, APE: no, PATCH_NORM: None}\n", ""),
-        ("MODEL: {EMBED_DIM: 96, NUM_HEADS: 3, TRANS: {ATTN_HEAD_SIZE: 32}}\n", ""),
-        ("MODEL: {TYPE: swin, QK_SCALE: 0.17677669, PATCH_NORM: true}\n", ""),
-        ("MODEL: {ATTN_HEAD_SIZE: 32}\n", ":1: MODEL.ATTN_HEAD_SIZE 32: the model has 64 (EMBED_DIM / NUM_HEADS)"),
-        ("MODEL: {QK_SCALE: 0.2}\n", ":1: MODEL.QK_SCALE 0.2: the model has 0.125 (that of the width of a head)"),
-        ("MODEL: {TYPE: swin, APE: true}\n", ":1: MODEL.APE true: the model has false, which cannot be changed"),
-        ("MODEL: {TYPE: swin, PATCH_NORM: 0}\n", ":1: MODEL.PATCH_NORM 0: the model has true, which cannot be"),
-    ],
-)
-def test_keys_of_paddlevit_with_one_value_are_checked_and_dropped(tmp_path: Path, text: str, problem: str) -> None:
-    cfg = write(tmp_path, text)
-    if not problem:
-        assert not any("APE" in key or "LOCAL" in key for key in load_config(cfg).sources)
-        return
-    with pytest.raises(UserError) as refused:
-        load_config(cfg)
-    assert problem in str(refused.value)
-
-
 def test_settings_of_own_code_stay_where_another_layer_names_its_files(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("USE: [focal.py, focal.gamma=1.5, focal.alpha=2]\n")
     found = load_config(str(tmp_path / "run.yaml"), {"USE": ("mine.py", "-use")}, {"focal.gamma": "3"})
     assert found.config.USE == ("mine.py", "focal.gamma=3", "focal.alpha=2")
     assert found.sources["USE"] == "-use"
+
+
+UNUSUAL = {
+    "DATA.IMAGENET_MEAN": "[0.1, 0.2, 0.3]",
+    "DATA.CROP_RATIO": "[0.1, 3.3333333333333335]",
+    "TRAIN.BASE_LR": "1.2345678901234567e-07",
+    "TRAIN.NUM_EPOCHS": "3",
+    "TRAIN.OPTIMIZER.BETAS": "(0.8, 0.95)",
+    "TRAIN.LR_SCHEDULER.MILESTONES": "1, 2",
+    "TRAIN.LINEAR_SCALED_LR": "true",
+    "TRAIN.CUTMIX_MINMAX": "[0.2, 0.8]",
+    "MODEL.NUM_HEADS": "[3, 6]",
+    "AMP": "true",
+    "AMP.CUSTOM_WHITE_LIST": "[softmax]",
+    "AMP.FP32_MODULES": "blocks.11.*",
+    "MAX_TIME": "12:00:00",
+}
+TRICKY_TEXT = [
+    "007",
+    "1e5",
+    "0x1F",
+    "yes",
+    "# no comment",
+    "a: b",
+    "- x",
+    "[a",
+    "ä → 日本 🙂",
+    "two\nlines",
+    " x ",
+    "'q' \"Q\"",
+    "&a",
+]
+
+
+def test_saved_settings_load_back_equal(tmp_path: Path) -> None:
+    config = load_config(None, None, UNUSUAL).config
+    again = load(tmp_path, to_yaml(config))
+    assert again == config
+    assert differences(config, again) == []
+    assert config_hash(config) == config_hash(again)
+    assert to_yaml(again) == to_yaml(config)
+
+
+def test_saved_defaults_load_back_equal_without_notes(tmp_path: Path) -> None:
+    loaded = load_config(write(tmp_path, to_yaml(Config())))
+    assert (loaded.config, loaded.notes) == (Config(), ())
+    assert "default" not in loaded.sources.values()
+
+
+@pytest.mark.parametrize("text", TRICKY_TEXT)
+def test_any_text_loads_back_equal(tmp_path: Path, text: str) -> None:
+    config = load_config(None, {"TAG": (text, "-tag")}).config
+    assert text == config.TAG
+    assert load(tmp_path, to_yaml(config)) == config
+    assert to_yaml(config).count("\n") == to_yaml(Config()).count("\n")
+
+
+def test_every_setting_is_shown_with_its_source(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("TRAIN:\n  BASE_LR: 1e-3\n")
+    flags = {"DATA.BATCH_SIZE": ("8", "-batch_size")}
+    loaded = load_config(str(path), flags, {"TAG": "two words"})
+    shown = format_config(loaded)
+    lines = [line.split() for line in shown.splitlines()]
+    assert ["BASE_LR:", "0.001", "#", f"{path}:2"] in lines
+    assert ["BATCH_SIZE:", "8", "#", "-batch_size"] in lines
+    assert ["TAG:", "two", "words", "#", "command", "line"] in lines
+    assert ["SEED:", "0", "#", "default"] in lines
+    assert sum("#" in line for line in lines) == len(settings())
+    path.write_text(shown)
+    assert load_config(str(path)).config == loaded.config
+    words = {"DATA.DATA_PATH": "https://me:secret@example.org/a.tar"}
+    assert "DATA_PATH: https://***@example.org/a.tar " in format_config(load_config(str(path), None, words))
+
+
+def test_differences_name_key_and_both_values() -> None:
+    old = Config()
+    new = load_config(None, None, {"TRAIN.BASE_LR": "1e-3", "TRAIN.OPTIMIZER.BETAS": "[0.9, 0.98]", "AMP": "on"}).config
+    assert differences(old, new) == [
+        "TRAIN.BASE_LR: 0.003 -> 0.001",
+        "TRAIN.OPTIMIZER.BETAS: null -> [0.9, 0.98]",
+        "AMP.ENABLED: false -> true",
+    ]
+    assert config_hash(old) != config_hash(new)
+
+
+@pytest.mark.parametrize(("before", "now", "shown"), [("null", 16, 0), ("8", 16, 0), ("null", 4, 1), ("4", 16, 1)])
+def test_batch_of_validation_that_follows_the_batch_is_no_difference(before: str, now: int, shown: int) -> None:
+    old = load_config(None, words={"DATA.BATCH_SIZE": "8", "DATA.BATCH_SIZE_EVAL": before}).config
+    new = load_config(None, words={"DATA.BATCH_SIZE": "16", "DATA.BATCH_SIZE_EVAL": str(now)}).config
+    assert len(differences(old, new)) == 1 + shown
+
+
+SCALED = "TRAIN:\n  BASE_LR: 0.003\n  LINEAR_SCALED_LR: 4096\n"
+
+
+def test_typed_rate_scaled_by_a_file_or_a_family_is_warned_about(tmp_path: Path) -> None:
+    recipe = write(tmp_path, SCALED)
+    (line,) = load_config(recipe, words={"TRAIN.BASE_LR": "1e-3"}).warnings
+    assert line.startswith("TRAIN.BASE_LR 0.001 (command line): multiplied by (global batch / 4096), because ")
+    assert f"TRAIN.LINEAR_SCALED_LR is 4096 ({recipe}:3)" in line
+    assert "Set TRAIN.LINEAR_SCALED_LR=null to train at the given learning rate" in line
+    (line,) = load_config(recipe, words={"TRAIN.WARMUP_START_LR": "1e-5", "TRAIN.END_LR": "1e-6"}).warnings
+    assert "TRAIN.WARMUP_START_LR 1.0e-05 (command line), TRAIN.END_LR 1.0e-06 (command line): multiplied" in line
+    (line,) = load_config(None, {"TRAIN.BASE_LR": ("1e-3", "-lr")}, {"MODEL.TYPE": "swin"}).warnings
+    assert "TRAIN.LINEAR_SCALED_LR is 512 (default (swin))" in line
+
+
+@pytest.mark.parametrize("words", [{}, {"BASE_LR": "1e-3", "LINEAR_SCALED_LR": "null"}, {"LINEAR_SCALED_LR": "512"}])
+def test_expected_scaling_gives_no_warning(tmp_path: Path, words: dict[str, str]) -> None:
+    typed = {f"TRAIN.{key}": value for key, value in words.items()}
+    assert load_config(write(tmp_path, SCALED), words=typed).warnings == ()
+
+
+def test_name_finds_the_recipe_and_its_base_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = ROOT / "configs" / "vit_base_patch16_224.yaml"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "vit_base_patch16_224").mkdir()  # such as the folder of a run
+    by_name = load_config("vit_base_patch16_224")
+    assert by_name.config == load_config(str(path)).config
+    assert by_name.notes[0] == f"-cfg vit_base_patch16_224: {path}, a recipe that comes with vitamp"
+    assert any("_vit_imagenet.yaml" in source for source in by_name.sources.values()), "BASE"
+    (tmp_path / "vit_digits").write_text("SEED: 7\n")
+    assert load_config("vit_digits").sources["SEED"] == "vit_digits:1", "a file comes first"
+
+
+@pytest.mark.parametrize(
+    ("cfg", "message"),
+    [
+        ("vit_bas_patch16_224", "no such file, and no recipe of this name. Did you mean vit_base_p"),
+        ("qqq", f"no recipe of this name. The recipes are in {ROOT / 'configs'}; {ROOT / 'docs/recipes.md'} describes"),
+        ("_finetune", "-cfg _finetune: no such file, and no recipe"),
+        ("configs/vit_digits.yaml", "no such file. Did you mean -cfg vit_digits, a recipe that comes with vitamp?"),
+        ("gone/vit_digits", "No such file or directory. The folder gone does not exist either."),
+    ],
+)
+def test_unknown_recipe_is_refused(cfg: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        load_config(cfg)
+    assert message in str(caught.value)
+
+
+def test_reference_follows_the_settings() -> None:
+    command = [sys.executable, "scripts/dev/make_config_docs.py", "--check"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (0, "")
+    page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+    assert [key for key in settings() if f"\n| `{key}` | " not in page] == []
+    assert "| `AMP.LEVEL` | O0, O1, O2, NAIVE or O3 | `O1` |" in page

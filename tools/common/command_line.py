@@ -15,9 +15,8 @@ from typing import Any
 from tools.common.output_file import check_output_file, describe_written_files, forget_written_files
 from utils.cli import WIDTH, CommandLine, Parser, command_line
 from utils.config import Loaded, load_config
-from utils.config.keys import value_of
+from utils.config.keys import AUTO_BY_DATA, CLASSES, IMAGE_SIZE, PATCH_SIZE, value_of
 from utils.config.kinds import AUTO
-from utils.config.resumed import AUTO_BY_DATA, CLASSES, IMAGE_SIZE, PATCH_SIZE
 from utils.distributed.world import read_world
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainingError, UserError, nearest
 from utils.flags import BY_NAME, HELP, Flag, Positional

@@ -19,8 +19,9 @@ from tools.common.tables import non_defaults
 from tools.common.turns import alternating_order
 from utils.cli import command_line
 from utils.config import Config, Loaded, differences, load_config, to_yaml
-from utils.config.keys import settings, suggest
+from utils.config.keys import settings
 from utils.config.kinds import Fold
+from utils.config.words import suggest
 from utils.errors import UserError, nearest
 from utils.flags import BY_NAME
 from utils.program import die_with_parent, started_as

@@ -9,11 +9,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 import yaml
 from pydantic import BeforeValidator, Field, ValidatorFunctionWrapHandler, WithJsonSchema, WrapValidator
 
-NO_VALUE = {"none", "null", "~", ""}
-
 
 def is_no_value(value: Any) -> bool:
-    return isinstance(value, str) and value.strip().casefold() in NO_VALUE
+    return isinstance(value, str) and value.strip().casefold() in ("none", "null", "~", "")
 
 
 def parse_text(value: Any) -> Any:
@@ -50,9 +48,14 @@ OneLine.add_representer(str, _text)
 OneLine.add_representer(tuple, _list)
 
 
+def as_yaml(values: Any, flow: bool = False) -> str:
+    options = {"width": float("inf"), "allow_unicode": True, "sort_keys": False, "default_flow_style": flow}
+    return yaml.dump(values, Dumper=OneLine, **options)
+
+
 def one_line(value: Any) -> str:
     """A value as YAML on one line: `[0.9, 0.999]`, `null`, `true`."""
-    return yaml.dump([value], Dumper=OneLine, width=float("inf"), allow_unicode=True, default_flow_style=True)[1:-2]
+    return as_yaml([value], flow=True)[1:-2]
 
 
 AUTO = "auto"
@@ -128,52 +131,31 @@ def _auto_is_none(value: Any) -> Any:
     return None if folded(value) == AUTO else value
 
 
+def _in_words(words: str, kind: str = "string") -> WithJsonSchema:
+    """`words`: what an error and the reference call the type."""
+    return WithJsonSchema({"type": kind, "description": words})
+
+
 FOLD_WORDS = "K/N (fold K of N, with N >= 2 and K from 1 to N, such as 2/5)"
-FoldText = Annotated[
-    str | None,
-    BeforeValidator(_as_fold),
-    WithJsonSchema(
-        {"anyOf": [{"type": "string", "pattern": "^[0-9]+/[0-9]+$", "description": FOLD_WORDS}, {"type": "null"}]}
-    ),
-]
+FoldText = Annotated[Annotated[str, _in_words(FOLD_WORDS)] | None, BeforeValidator(_as_fold)]
+Time = Annotated[str, Field(pattern=r"^\d+:[0-5]\d:[0-5]\d$"), _in_words("a time as HH:MM:SS, such as 11:30:00")]
 Numbers = Annotated[tuple[float, ...], BeforeValidator(_as_tuple)]
+NumbersAboveZero = Annotated[tuple[AboveZero, ...], BeforeValidator(_as_tuple)]
 Shade = Annotated[int, Field(ge=0, le=255)]
-Background = Annotated[
-    Literal["white", "black", "mean", "drop"] | tuple[Shade, Shade, Shade],
-    BeforeValidator(_as_background),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "enum": ["white", "black", "mean", "drop"]},
-                {
-                    "type": "array",
-                    "items": {"type": "integer", "minimum": 0, "maximum": 255},
-                    "minItems": 3,
-                    "maxItems": 3,
-                    "description": "[r, g, b] of 0 to 255",
-                },
-            ]
-        }
-    ),
-]
+Colour = Annotated[tuple[Shade, Shade, Shade], _in_words("[r, g, b] of 0 to 255", "array")]
+Background = Annotated[Literal["white", "black", "mean", "drop"] | Colour, BeforeValidator(_as_background)]
 Integers = Annotated[tuple[Positive, ...], BeforeValidator(_as_tuple)]
-Pair = Annotated[tuple[float, float], BeforeValidator(_as_tuple)]
+Betas = Annotated[tuple[FractionBelowOne, FractionBelowOne], BeforeValidator(_as_tuple)]
+Fractions = Annotated[tuple[Fraction, Fraction], BeforeValidator(_as_tuple)]
+FractionsAboveZero = Annotated[tuple[FractionAboveZero, FractionAboveZero], BeforeValidator(_as_tuple)]
+Ratios = Annotated[tuple[AboveZero, AboveZero], BeforeValidator(_as_tuple)]
 SizeSteps = tuple[tuple[NonNegative, Positive], ...]
 """Pairs (start, size)"""
 Names = Annotated[tuple[str, ...], BeforeValidator(as_names)]
 OWN_SETTING = re.compile(r"\s*([A-Za-z_]\w*)\.([A-Za-z_]\w*)\s*=\s*(.*?)\s*", re.DOTALL)
 """A setting of the user's own code: focal.gamma=1.5"""
-OWN_NAME = {"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_]*$", "description": "a name that USE registers"}
-OwnName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$"), WithJsonSchema(OWN_NAME)]
-_WHOLE_OR_AUTO = ({"type": "integer", "minimum": 1}, {"type": "string", "enum": [AUTO]})
+OwnName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$"), _in_words("a name that USE registers")]
 # To its readers it is a number: what is found replaces "auto" before anything is built.
-PositiveOrAuto = Annotated[
-    Positive,
-    WrapValidator(_or_auto),
-    WithJsonSchema({"anyOf": [*_WHOLE_OR_AUTO]}),
-]
-PositiveUnlessAuto = Annotated[
-    Positive | None,
-    BeforeValidator(_auto_is_none),
-    WithJsonSchema({"anyOf": [*_WHOLE_OR_AUTO, {"type": "null"}]}),
-]
+_Auto = WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "enum": [AUTO]}]})
+PositiveOrAuto = Annotated[Positive, WrapValidator(_or_auto), _Auto]
+PositiveUnlessAuto = Annotated[Annotated[Positive, _Auto] | None, BeforeValidator(_auto_is_none)]

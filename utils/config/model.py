@@ -7,16 +7,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import BeforeValidator, Field
 
 from utils.config.fields import TRAINING, Section, excludes, needs, only_with, overridden_by, setting
-from utils.config.kinds import (
-    AboveZero,
-    FractionBelowOne,
-    Integers,
-    Names,
-    Positive,
-    PositiveOrAuto,
-    as_names,
-    folded,
-)
+from utils.config.kinds import AboveZero, FractionBelowOne, Integers, Names, Positive, PositiveOrAuto, as_names, folded
 
 _LABELS = "it learns without labels"
 _MASKED = only_with("MODEL.MAE_PRETRAIN")
@@ -57,9 +48,7 @@ class LoraConfig(Section):
             do="use AdamW",
         ),
     )
-    ALPHA: AboveZero | None = setting(
-        None, "What the adapters add is multiplied by ALPHA / RANK; null: ALPHA is RANK.", _LORA
-    )
+    ALPHA: AboveZero | None = setting(None, "The adapters' output is multiplied by ALPHA / RANK; null: by 1.", _LORA)
     TARGETS: Annotated[tuple[LoraTarget, ...], BeforeValidator(as_names), Field(min_length=1)] = setting(
         ("q", "v"),
         "Linear layers with adapters. q, k, v: the queries, keys and values of attention, also within a fused qkv; "
@@ -78,12 +67,11 @@ class ModelConfig(Section):
 
     TYPE: Annotated[str, BeforeValidator(folded)] = setting(
         "vit",
-        "Model family: vit, deit, swin, or one of docs/migrating.md; it chooses defaults. With any other type, NAME "
-        "must be a timm model.",
+        "Model family, chooses defaults: vit, deit, swin, one of docs/migrating.md; others: NAME is a timm model.",
     )
     NAME: str = setting(
         "vit_base_patch16_224",
-        "A timm model; or any name, if EMBED_DIM, DEPTH or another size is set (with TYPE vit, deit or swin).",
+        "A timm model; or any name, with EMBED_DIM, DEPTH or another size and TYPE vit, deit or swin.",
     )
     RESUME: str | None = setting(
         None,
@@ -101,7 +89,7 @@ class ModelConfig(Section):
         only_with("MODEL.PRETRAINED", why="without weights to start from, every classifier is new"),
     )
     FREEZE: Names = setting(
-        (), "Weights that are not trained: backbone (all but the classifier), or globs of weights or modules."
+        (), "Weights not to train: backbone (all but the classifier), or globs of weights or modules."
     )
     UNFREEZE_EPOCH: Positive | None = setting(
         None,
@@ -125,21 +113,18 @@ class ModelConfig(Section):
     )
     MASK_RATIO: float = setting(0.75, "Fraction of the patches that are hidden.", _MASKED, gt=0, lt=1)
     NORM_PIX_LOSS: bool = setting(
-        True, "Normalise the pixels of each hidden patch by their own mean and standard deviation.", _MASKED
+        True, "Normalise the pixels of each hidden patch by their mean and deviation.", _MASKED
     )
     DECODER: DecoderConfig = Field(default_factory=DecoderConfig, description="The decoder of a masked autoencoder.")
     NUM_CLASSES: PositiveOrAuto = setting(1000, "Number of classes; auto: as many as the data set has.")
-    DROPOUT: FractionBelowOne = setting(
-        0.0, "Dropout after the position embedding and the projections, and in MLPs; in ResNets, before the classifier."
-    )
+    DROPOUT: FractionBelowOne = setting(0.0, "Dropout after position embedding and projections, and in MLPs.")
     ATTENTION_DROPOUT: FractionBelowOne = setting(0.0, "Dropout of attention weights.")
     DROPPATH: FractionBelowOne = setting(0.0, "Stochastic depth rate of the last block; lower in earlier ones.")
     INIT_VALUES: AboveZero | None = setting(
-        None, "Initial value of layer scale (CaiT, BEiT, XCiT, ConvNeXt, ...; adds it to a ViT); null: timm's."
+        None, "Initial layer scale (CaiT, BEiT, ...; adds it to a ViT); null: timm's."
     )
     PATCH_SIZE: PositiveOrAuto | None = setting(
-        None,
-        "Height and width of a patch, in pixels; 16 for ViT-B/16; auto: 4 to 8, so that a row has about 8 patches.",
+        None, "Side of a patch in pixels; 16 for ViT-B/16; auto: 4 to 8, for about 8 patches a row."
     )
     EMBED_DIM: Positive | None = setting(None, "Embedding dimension (width); 768 for ViT-B.")
     NUM_HEADS: Positive | Integers | None = setting(None, "Attention heads (Swin: one number per stage).")

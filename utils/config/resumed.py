@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from utils.config.keys import OWN_SETTINGS, nested, settings, value_of
+from utils.config.keys import AUTO_BY_DATA, DATASET, IMAGE_SIZE, nested, settings, value_of
 from utils.config.kinds import AUTO, folded
 from utils.config.read import Entry, read_files
 from utils.config.schema import Config
@@ -19,13 +19,6 @@ from utils.record.run_folder import CONFIG
 from vitamp.checkpoints import run_folder_of
 from vitamp.meta import unchecked_meta
 
-NEW = "SPEED"
-"""A setting that every run has since version 0.3"""
-RESUME, OUTPUT = "MODEL.RESUME", "OUTPUT"
-DATASET, CLASSES = "DATA.DATASET", "MODEL.NUM_CLASSES"
-IMAGE_SIZE, PATCH_SIZE = "DATA.IMAGE_SIZE", "MODEL.PATCH_SIZE"
-AUTO_BY_DATA = (CLASSES, IMAGE_SIZE, PATCH_SIZE)
-"""Settings for which engine/preflight.py replaces `auto` by a number, mostly from the data."""
 FROM_WEIGHTS = (
     *(IMAGE_SIZE, "DATA.CROP_PCT", "DATA.CROP_MODE", "DATA.INTERPOLATION"),
     *("DATA.IMAGENET_MEAN", "DATA.IMAGENET_STD"),
@@ -35,10 +28,7 @@ FROM_WEIGHTS = (
 
 def known_settings(saved: Mapping[str, Any], where: object) -> dict[str, Any]:
     """The saved settings of a run that this version has; a run of an earlier version may have others."""
-    if former := saved.get(OWN_SETTINGS):
-        saved = {**saved, "USE": [*saved.get("USE", ()), *former]}
-    gone = [key for key in saved if key not in settings() and key != OWN_SETTINGS]
-    if gone:
+    if gone := [key for key in saved if key not in settings()]:
         warn_once(without_words(where, gone), logging.INFO)
     return {key: value for key, value in saved.items() if key in settings()}
 
@@ -50,38 +40,30 @@ def without_words(where: object, gone: Iterable[str]) -> str:
 
 def is_of_earlier_version(saved: Mapping[str, Any]) -> bool:
     """Whether a run's settings are those of a version before 0.3, which may have split the images otherwise."""
-    return NEW not in saved
+    return "SPEED" not in saved  # a setting that every run has since then
 
 
 def resolved_by_run(given: Mapping[str, Entry]) -> dict[str, Entry]:
     """The values that the resumed run got from its data and weights, for settings that would look them up now.
 
-    The data may have grown by a class since, and the weights may be gone.
+    The data may have grown by a class since, and the weights may be gone. Nothing, if the run's settings cannot be
+    read, which loading reports later.
     """
-    loaded = _resumed_settings(given)
-    if loaded is None:
-        return {}
-    saved, where = loaded
-    keys = [key for key in (DATASET, *(FROM_WEIGHTS if saved.MODEL.PRETRAINED else ())) if key not in given]
-    keys += [key for key in AUTO_BY_DATA if key in given and folded(given[key].value) == AUTO]
-    values = {key: value_of(saved, key) for key in keys}
-    return {key: Entry(value, f"run in {where}") for key, value in values.items() if value != AUTO}
-
-
-def _resumed_settings(given: Mapping[str, Entry]) -> tuple[Config, Path] | None:
-    """The settings saved in the run of -resume, and where; None if they cannot be read, which loading reports later."""
-    resume, output = (given[key].value if key in given else None for key in (RESUME, OUTPUT))
+    resume, output = (given[key].value if key in given else None for key in ("MODEL.RESUME", "OUTPUT"))
     name = output if resume == AUTO else resume
     if not isinstance(name, str) or not name:
-        return None
+        return {}
     path = Path(name).expanduser()
-    folder = path.parent if path.is_file() else path
-    run = run_folder_of(path)
+    folder, run = path.parent if path.is_file() else path, run_folder_of(path)
     try:
         values = unchecked_meta(folder).get("settings")
         if values is None and run is not None and (run / CONFIG).is_file():
-            values = {key: e.value for key, e in read_files(str(run / CONFIG))[-1].entries.items()}
+            values = {key: entry.value for key, entry in read_files(str(run / CONFIG))[-1].entries.items()}
         known = {key: value for key, value in (values or {}).items() if key in settings()}
-        return (Config.model_validate(nested(known)), run or folder) if known else None
+        saved = Config.model_validate(nested(known))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError, ValidationError):
-        return None
+        return {}
+    keys = [key for key in (DATASET, *(FROM_WEIGHTS if saved.MODEL.PRETRAINED else ())) if key not in given]
+    keys += [key for key in AUTO_BY_DATA if key in given and folded(given[key].value) == AUTO]
+    found = {key: Entry(value_of(saved, key), f"run in {run or folder}") for key in keys if known}
+    return {key: entry for key, entry in found.items() if entry.value != AUTO}

@@ -6,25 +6,13 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from utils.config.data import DataConfig
 from utils.config.fields import Section, excludes, needs, only_with, setting
-from utils.config.kinds import (
-    OWN_NAME,
-    OWN_SETTING,
-    AboveZero,
-    Count,
-    Names,
-    OwnName,
-    Positive,
-    Threads,
-    as_names,
-    folded,
-    parse_text,
-)
+from utils.config.kinds import OWN_SETTING, AboveZero, Count, Names, OwnName, Positive, Threads, Time, as_names, folded
 from utils.config.model import ModelConfig
 from utils.config.train import TrainConfig
 from vitamp.metrics import METRICS, NO_LABELS, ONE_LABEL, TASKS, TaskKind
@@ -57,9 +45,7 @@ class AmpConfig(Section):
     )
     TF32: bool = setting(False, "Use TF32 for fp32 matrix products and convolutions, on GPUs that have it.")
     INIT_LOSS_SCALING: AboveZero = setting(65536.0, "Initial loss scale.", _ON, le=3e38)
-    INCR_EVERY_N_STEPS: Positive = setting(
-        2000, "Consecutive updates without overflow before the loss scale grows.", _ON
-    )
+    INCR_EVERY_N_STEPS: Positive = setting(2000, "Updates without overflow before the loss scale grows.", _ON)
     INCR_RATIO: float = setting(2.0, "Factor by which the loss scale grows.", _ON, gt=1)
     DECR_RATIO: float = setting(0.5, "Factor by which the loss scale shrinks after overflows.", _ON, gt=0, lt=1)
     DECR_EVERY_N_NAN_OR_INF: Positive = setting(1, "Consecutive overflows before the loss scale shrinks.", _ON)
@@ -80,30 +66,15 @@ class AmpConfig(Section):
 
 
 _DECIDING = {"type": "string", "enum": [name for name, metric in METRICS.items() if metric.decides]}
-BestBy = Annotated[OwnName, WithJsonSchema({"anyOf": [_DECIDING, OWN_NAME]})]
+_OWN_METRIC = {"type": "string", "description": "a name that USE registers"}
+BestBy = Annotated[OwnName, WithJsonSchema({"anyOf": [_DECIDING, _OWN_METRIC]})]
 """Which of them a run measures depends on its labels: checks.py"""
 
 ATTENTION = ("fused", "flash", "efficient", "cudnn", "packed")
-SpeedWord = Literal[
-    "auto",
-    "plain",
-    "+fused",
-    "+flash",
-    "+efficient",
-    "+cudnn",
-    "+packed",
-    "-fused",
-    "-flash",
-    "-efficient",
-    "-cudnn",
-    "-packed",
-    "+linear_patches",
-    "+fused_mlp",
-    "+channels_last",
-    "-linear_patches",
-    "-fused_mlp",
-    "-channels_last",
-]
+_Kernel = Literal["+fused", "+flash", "+efficient", "+cudnn", "+packed"]
+_NoKernel = Literal["-fused", "-flash", "-efficient", "-cudnn", "-packed"]
+_Way = Literal["+linear_patches", "+fused_mlp", "+channels_last", "-linear_patches", "-fused_mlp", "-channels_last"]
+SpeedWord = Literal["auto", "plain", _Kernel, _NoKernel, _Way]
 
 
 class DistConfig(Section):
@@ -119,13 +90,10 @@ class DistConfig(Section):
         "Shard the weights within each machine and replicate them across machines; for slow networks.",
         needs("DIST.STRATEGY=fsdp", why="it says how FSDP shards the weights"),
     )
-    BACKEND: Literal["nccl", "gloo"] | None = setting(
-        None, "Communication backend; null: nccl on GPUs, gloo elsewhere."
-    )
+    BACKEND: Literal["nccl", "gloo"] | None = setting(None, "Communication; null: nccl on GPUs, gloo elsewhere.")
     TIMEOUT: float = setting(10.0, "Minutes that ranks wait for another rank; then the run ends with an error.", gt=0)
     SYNC_BATCHNORM: bool = setting(
-        True,
-        "ddp on GPUs: synchronise batch norm statistics over all processes; no effect at AMP.LEVEL O2 and NAIVE.",
+        True, "ddp on GPUs: share the statistics of batch norms; not at AMP.LEVEL O2, NAIVE."
     )
 
     @property
@@ -153,15 +121,9 @@ class Config(Section):
     AMP: AmpConfig = Field(default_factory=AmpConfig, description="Mixed precision; `AMP: true` is AMP.ENABLED: true.")
     DIST: DistConfig = Field(default_factory=DistConfig, description="Processes.")
     SAVE: str = setting("./output", "Folder in which each run creates its own folder.")
-    OUTPUT: str | None = setting(
-        None,
-        "The run's own folder (-output); null: the resumed run's folder, or a new one in SAVE for a new run or an "
-        "evaluation.",
-    )
+    OUTPUT: str | None = setting(None, "The run's own folder (-output); null: the resumed run's, or a new one in SAVE.")
     TAG: str | None = setting(None, "Any text, shown in the banner, run.json and the curves.")
-    SAVE_FREQ: Positive = setting(
-        10, "Epochs between checkpoints. One is also saved after each new best validation and at the end of the run."
-    )
+    SAVE_FREQ: Positive = setting(10, "Epochs between checkpoints, besides those of best validations and the end.")
     SAVE_EVERY_UPDATES: Positive | None = setting(None, "Also save a checkpoint every N updates.")
     SAVE_BEST_BY: BestBy = setting(
         ONE_LABEL.best.name,
@@ -178,9 +140,7 @@ class Config(Section):
     KEEP_LAST: Count = setting(3, "Number of latest checkpoints kept besides the best one; 0: all are kept.")
     KEEP_EVERY: Positive | None = setting(None, "Keep the checkpoint of every Nth epoch permanently.")
     REPORT_FREQ: Positive = setting(20, "Updates between log lines.")
-    REPORT_STAGES: bool = setting(
-        False, "Add the time of each stage (data, copy, forward, backward, optimiser) to log lines."
-    )
+    REPORT_STAGES: bool = setting(False, "Add the times of data, copy, forward, backward, optimiser to log lines.")
     VALIDATE_FREQ: Positive = setting(1, "Epochs between validations.")
     VALIDATE_EVERY_UPDATES: Positive | None = setting(None, "Also validate every N updates.")
     SEED: int = setting(0, "Seed of all random numbers.")
@@ -188,16 +148,12 @@ class Config(Section):
     EVAL: bool = setting(False, "Validate once and exit.")
     WANDB: str | None = setting(None, "Project of Weights & Biases to log the metrics to; see docs/trackers.md.")
     LOG_STYLE: Literal["auto", "paddlevit", "fleet"] = setting(
-        "auto",
-        "Format of the training log lines. auto: on a terminal a table with one row per epoch and a progress bar, "
-        "elsewhere paddlevit.",
+        "auto", "Training log lines. auto: on a terminal a table of epochs and a progress bar, elsewhere paddlevit."
     )
     DEVICE: Literal["cpu", "cuda", "mps"] | None = setting(None, "Device to train on; null: the best available.")
     NGPUS: int = setting(-1, "Processes that main_multi_gpu.py starts; -1: one per visible GPU.", ge=-1, le=1024)
     THREADS: Threads | None = setting(
-        None,
-        "CPU threads per process; null: what SLURM reserves per task; without SLURM, usable cores / ranks on this "
-        "machine (a container's CPU quota limits the usable cores).",
+        None, "CPU threads per process; null: what SLURM reserves per task, else usable cores / ranks on this machine."
     )
     SPEED: Annotated[tuple[SpeedWord, ...], BeforeValidator(as_names), Field(min_length=1)] = setting(
         ("auto",),
@@ -206,9 +162,7 @@ class Config(Section):
         "kernel; flash, efficient, cudnn, packed on GPUs), linear_patches (patches by a matrix product), fused_mlp "
         "(bias and GELU in one kernel), channels_last (memory format); see docs/performance_settings.md.",
     )
-    MAX_TIME: str | None = setting(
-        None, "Time limit (HH:MM:SS): before it is up, the run saves a checkpoint and exits; -resume continues the run."
-    )
+    MAX_TIME: Time | None = setting(None, "HH:MM:SS, before which the run saves and exits; -resume continues it.")
     PROFILE: Count = setting(0, "Write a torch profiler trace of this many updates.")
 
     @property
@@ -240,11 +194,3 @@ class Config(Section):
     def measures_knn(self) -> bool:
         """Whether validations measure how well features separate the classes of labelled images (TRAIN.KNN)."""
         return self.MODEL.MAE_PRETRAIN and self.TRAIN.KNN is not None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _amp_shorthand(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(data.get("AMP"), bool | str | None) and "AMP" in data:
-            on = parse_text(data["AMP"])
-            return {**data, "AMP": {"ENABLED": False if on is None else on}}
-        return data

@@ -9,15 +9,16 @@ from pydantic import BeforeValidator, Field
 from utils.config.fields import TRAINING, Section, excludes, only_with, overridden_by, setting
 from utils.config.kinds import (
     AboveZero,
+    Betas,
     Count,
     Fraction,
     FractionAboveZero,
     FractionBelowOne,
+    Fractions,
     Integers,
     Names,
     NonNegative,
     OwnName,
-    Pair,
     Positive,
     SizeSteps,
     as_word_or_integer,
@@ -44,20 +45,17 @@ class MuonConfig(Section):
 
     EVERY_MATRIX: bool = setting(
         False,
-        "Muon updates the patch embedding, the classifier and convolutions too, as timm's does; better for small "
-        "models that learn from scratch (docs/methods.md).",
+        "Muon also updates patch embedding, classifier and convolutions; for small models (docs/methods.md).",
         _MUON,
     )
 
 
 class OptimizerConfig(Section):
     NAME: str = setting("AdamW", "An optimiser of torch or timm: AdamW, SGD, LAMB, Lion, Muon, ...")
-    EPS: AboveZero | None = setting(
-        None, "eps of Adam and its relatives, added to the denominator; null: the optimiser's default."
-    )
-    BETAS: Pair | None = setting(None, "betas of Adam and its relatives; null: the optimiser's default.")
+    EPS: AboveZero | None = setting(None, "eps of Adam and its relatives; null: the optimiser's default.")
+    BETAS: Betas | None = setting(None, "betas of Adam and its relatives; null: the optimiser's default.")
     MOMENTUM: FractionBelowOne | None = setting(
-        None, "Momentum of SGD and its relatives; null: the optimiser's default, or 0.9 if that default is 0."
+        None, "Momentum of SGD and its relatives; null: the optimiser's default, or 0.9 if that is 0."
     )
     MUON: MuonConfig = Field(default_factory=MuonConfig, description="Muon and its relatives.")
 
@@ -76,9 +74,7 @@ class SchedulerConfig(Section):
         "warmupcosine",
         "Schedule after the warm-up; wsd (warmup-stable-decay): constant, with a decay in the last fifth of the run.",
     )
-    MILESTONES: Integers = setting(
-        (30, 60, 90), "multi-step: epochs after which the learning rate is multiplied by DECAY_RATE."
-    )
+    MILESTONES: Integers = setting((30, 60, 90), "multi-step: epochs after which the rate is multiplied by DECAY_RATE.")
     DECAY_EPOCHS: Positive = setting(30, "step: epochs between two decays.")
     DECAY_RATE: AboveZero = setting(0.1, "step, multi-step: factor by which each decay multiplies the learning rate.")
 
@@ -86,33 +82,29 @@ class SchedulerConfig(Section):
 class TrainConfig(Section):
     """Length of the training, optimiser, schedule, regularisation and augmentation."""
 
-    LAST_EPOCH: Count = setting(
-        0, "Start after this epoch, with the schedule advanced to it; with -resume, from the checkpoint of this epoch."
-    )
+    LAST_EPOCH: Count = setting(0, "Start after this epoch of the schedule; with -resume, from its checkpoint.")
     NUM_EPOCHS: Positive = setting(300, "Number of epochs.")
     WARMUP_EPOCHS: NonNegative = setting(32, "Epochs of linear warm-up, clipped to NUM_EPOCHS.")
     WARMUP_START_LR: NonNegative = setting(1e-6, "Learning rate of the first update of the warm-up.")
     BASE_LR: NonNegative = setting(3e-3, "Learning rate after the warm-up.")
     END_LR: NonNegative = setting(0.0, "Learning rate at the end of the cosine, or of the decay of wsd.")
     LINEAR_SCALED_LR: AboveZero | bool | None = setting(
-        None, "Multiply BASE_LR, WARMUP_START_LR and END_LR by the global batch / this number (true: 512)."
+        None, "Multiply the three rates above by global batch / this (true: 512)."
     )
     LAYER_DECAY: FractionAboveZero | None = setting(
-        None, "Layer-wise decay: each layer's learning rate is this fraction of the next layer's; null: no decay."
+        None, "Each layer's learning rate as a fraction of the next layer's."
     )
     WEIGHT_DECAY: NonNegative = setting(
-        0.3, "Weight decay: decoupled in AdamW and Lion, added to the gradient in SGD and Adam."
+        0.3, "Weight decay: decoupled in AdamW and Lion, part of the gradient in SGD and Adam."
     )
     WEIGHT_DECAY_ALL: bool = setting(False, "Also decay biases, norms, position and class embeddings.")
     GRAD_CLIP: AboveZero | None = setting(None, "Largest norm of the unscaled gradient; null: no clipping.")
     ACCUM_ITER: Positive = setting(1, "Gradient accumulation: micro-batches per update and process.")
     GLOBAL_BATCH: Positive | None = setting(
-        None,
-        "Images per update over all processes, from which ACCUM_ITER follows; null: BATCH_SIZE x processes x "
-        "ACCUM_ITER.",
+        None, "Images per update, from which ACCUM_ITER follows; null: BATCH_SIZE x processes x ACCUM_ITER."
     )
     MEMORY_LIMIT: AboveZero | None = setting(
-        None, "DATA.BATCH_SIZE auto: GiB that a process may use; null: the device's free memory."
+        None, "DATA.BATCH_SIZE auto: GiB per process; null: the device's free memory."
     )
     COMPILE: Annotated[Literal["auto", "none", "blocks", "whole"], BeforeValidator(folded)] = setting(
         "auto",
@@ -139,8 +131,7 @@ class TrainConfig(Section):
     )
     BCE_TARGET_THRESH: FractionBelowOne | None = setting(
         None,
-        "A target above this threshold becomes 1, any other 0; so threshold 0 makes both labels of a mixed image 1. "
-        "null: soft targets.",
+        "Targets above it become 1, others 0: with 0, both labels of a mixed image are 1. null: soft targets.",
         _BCE,
     )
     SMOOTHING: FractionBelowOne = setting(0.0, "Label smoothing.", _LABELLED, _OF_PROGRAM)
@@ -159,9 +150,7 @@ class TrainConfig(Section):
     )
     MODEL_EMA: bool = setting(False, "Keep an exponential moving average of the weights, and validate it too.")
     MODEL_EMA_DECAY: FractionBelowOne = setting(0.99996, "Decay of the EMA per update.")
-    MODEL_EMA_WARMUP: bool = setting(
-        True, "Let the EMA's decay grow from 0.1 to MODEL_EMA_DECAY, so that short runs gain too."
-    )
+    MODEL_EMA_WARMUP: bool = setting(True, "Let the EMA's decay grow from 0.1 to MODEL_EMA_DECAY, for short runs.")
     MODEL_EMA_FORCE_CPU: bool = setting(
         False,
         "Keep the EMA in host memory: slower, but saves device memory.",
@@ -187,28 +176,20 @@ class TrainConfig(Section):
         ),
     )
     MIXUP_ALPHA: NonNegative = setting(0.0, "Mixup: alpha of its Beta distribution; 0: off.", _LABELLED)
-    MIXUP_PROB: Fraction = setting(
-        1.0, "Probability that mixup or CutMix is applied: to a batch, a pair or a sample, as MIXUP_MODE says."
-    )
+    MIXUP_PROB: Fraction = setting(1.0, "Probability of mixup or CutMix for a batch, pair or sample (MIXUP_MODE).")
     MIXUP_SWITCH_PROB: Fraction = setting(0.5, "Probability of CutMix instead of mixup, if both are on.")
-    MIXUP_MODE: Literal["batch", "pair", "elem"] = setting(
-        "batch", "Mixup and CutMix: parameters drawn once per batch, per pair or per sample (elem)."
-    )
+    MIXUP_MODE: Literal["batch", "pair", "elem"] = setting("batch", "Mixup, CutMix: drawn per batch, pair or sample.")
     CUTMIX_ALPHA: NonNegative = setting(0.0, "CutMix: alpha of its Beta distribution; 0: off.", _LABELLED)
-    CUTMIX_MINMAX: Pair | None = setting(
-        None,
-        "CutMix: smallest and largest side of the box, as fractions of the image; replaces CUTMIX_ALPHA.",
-        _LABELLED,
+    CUTMIX_MINMAX: Fractions | None = setting(
+        None, "CutMix: smallest and largest side of the box as fractions; replaces CUTMIX_ALPHA.", _LABELLED
     )
     RANDOM_ERASE_PROB: Fraction = setting(0.0, "Probability of random erasing; 0: off.", _LABELLED)
     RANDOM_ERASE_MODE: Literal["const", "rand", "pixel"] = setting(
-        "pixel", "Random erasing: fill with zeros (const), one random colour (rand), or random pixels (pixel)."
+        "pixel", "Fill with zeros, one random colour or random pixels."
     )
     RANDOM_ERASE_COUNT: Positive = setting(1, "Random erasing: largest number of boxes.")
     RANDOM_ERASE_SPLIT: bool = setting(False, "Random erasing: skip the first half of each micro-batch.")
-    TOKEN_DROP: FractionBelowOne = setting(
-        0.0, "Fraction of the patch tokens dropped in training, at random for each sample; 0: none."
-    )
+    TOKEN_DROP: FractionBelowOne = setting(0.0, "Fraction of the patch tokens dropped at random in training.")
     TOKEN_DROP_TAIL: Count = setting(0, "Number of epochs without TOKEN_DROP, at the end.")
     SIZE_SCHEDULE: SizeSteps = setting(
         (),

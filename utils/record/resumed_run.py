@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from utils.cli import CommandLine
 from utils.config import Config, load_config
 from utils.config.kinds import AUTO
-from utils.config.resumed import known_settings
 from utils.record.run_folder import is_run_folder
 from vitamp.checkpoints import run_folder_of
 
@@ -41,6 +40,8 @@ def target_folder(config: Config) -> str | None:
 
 def settings_of(chosen: Chosen) -> dict[str, Any]:
     """The settings, by dotted key, of the run that trained these weights."""
+    from utils.config.resumed import known_settings
+
     return known_settings(chosen.meta["settings"], chosen.place)
 
 

@@ -1,0 +1,170 @@
+"""What errors, notes and the reference say about settings: types in words, rules as sentences, suggestions.
+
+It is imported where there is something to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from utils.config.families import FAMILIES, TYPE, type_of
+from utils.config.fields import Read, Rule, holds
+from utils.config.keys import canonical, sections, settings
+from utils.config.kinds import is_no_value, one_line
+from utils.config.read import Entry
+from utils.config.schema import Config
+from utils.errors import closest, either, nearest
+
+
+@cache
+def _properties() -> dict[str, dict[str, Any]]:
+    """The JSON schema of every setting."""
+    schema, found = Config.model_json_schema(), {}
+    for key in settings():
+        entry: dict[str, Any] = {"$ref": "Config"}
+        for name in key.split("."):
+            model = schema["$defs"].get(entry["$ref"].rpartition("/")[2], schema)
+            entry = model["properties"][name]
+        found[key] = entry
+    return found
+
+
+def allowed(key: str) -> str:
+    """A setting's type in words: 'whole number >= 1', 'auto, fp16 or bf16'."""
+    return either(_kinds(_properties()[key]))
+
+
+def choices(key: str) -> list[str]:
+    """The words that a setting allows, if it allows only some."""
+    entry = _properties()[key]
+    return [word for kind in entry.get("anyOf", [entry]) for word in _words(kind)]
+
+
+def _words(kind: dict[str, Any]) -> list[str]:
+    return [str(word) for word in kind.get("enum", [kind["const"]] if "const" in kind else [])]
+
+
+def _kinds(entry: dict[str, Any], words_of_kind: str = "") -> list[str]:
+    """`words_of_kind`: its description in words, of a kind that has one."""
+    if "anyOf" in entry:
+        return [kind for part in entry["anyOf"] for kind in _kinds(part, part.get("description", ""))]
+    if words := [words_of_kind] if words_of_kind else _words(entry):
+        return words
+    kind = entry["type"]
+    if kind == "boolean":
+        return ["true", "false"]
+    if kind == "array":
+        return [f"list of {_items(entry)}"]
+    names = {"integer": "whole number", "number": "number", "string": "text", "null": "null"}
+    return [names[kind] + _limits(entry)]
+
+
+def _items(entry: dict[str, Any]) -> str:
+    if "prefixItems" in entry:
+        limits = {_limits(item) for item in entry["prefixItems"]}
+        return f"two numbers{limits.pop() if len(limits) == 1 else ''}"
+    item = entry["items"]
+    if item["type"] == "array":
+        return f"lists of {_items(item)}"
+    names = {"integer": "whole numbers", "number": "numbers", "string": "names"}
+    return either(_words(item)) if _words(item) else names[item["type"]] + _limits(item)
+
+
+def _limits(entry: dict[str, Any]) -> str:
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    limits = [f"{sign} {entry[name]:g}" for name, sign in signs.items() if name in entry]
+    return " " + " and ".join(limits) if limits else ""
+
+
+def suggest(key: str) -> str:
+    """' Did you mean DATA.BATCH_SIZE?' for an unknown key, searched in all sections; '' if none is close."""
+    known = {**settings(), **sections()}
+    name = key.rpartition(".")[2].upper()
+    same_name = sorted((k for k in known if k.rpartition(".")[2] == name), key=lambda k: k.count("."))
+    if same_name:
+        return f" Did you mean {either([k for k in same_name if k.count('.') == same_name[0].count('.')])}?"
+    section = canonical(key).rpartition(".")[0]
+    inside = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
+    anywhere = {k.rpartition(".")[2]: k for k in known}
+    match = (
+        inside.get(closest(name, inside) or "") or closest(key, known) or anywhere.get(closest(name, anywhere) or "")
+    )
+    return f" Did you mean {match}?" if match else ""
+
+
+def unknown_keys(given: Mapping[str, Entry], unknown: Mapping[str, Entry]) -> list[str]:
+    """One line per key; the keys of a model that vitamp does not build are reported with its MODEL.TYPE."""
+    kind = type_of(given)
+    of_type = [
+        key
+        for key in unknown
+        if kind not in FAMILIES and (key.startswith("MODEL.") or not closest(key, settings(), 0.9))
+    ]
+    lines = [f"{one.source}: unknown key {key}.{suggest(key)}" for key, one in unknown.items() if key not in of_type]
+    if of_type:
+        left_out = ", ".join(of_type[:6]) + (", ..." if of_type[6:] else "")
+        lines.append(
+            f"{given[TYPE].source}: MODEL.TYPE {kind} is not one of {', '.join(FAMILIES)}, nor has a family of "
+            "docs/migrating.md these keys. To train a model of timm, set MODEL.NAME (-list_models "
+            f"'*{kind}*' lists names) and leave out MODEL.TYPE, {left_out}"
+        )
+    return lines
+
+
+def expected(key: str, value: Any) -> str:
+    if value is None or is_no_value(value):
+        return f"expected {allowed(key)}, got no value; leave the key out to get its default"
+    suggestion = nearest(value, choices(key)) if isinstance(value, str) else ""
+    return f"expected {allowed(key)}, got {_source_text(value)}.{suggestion}"
+
+
+def _source_text(value: Any) -> str:
+    """A value as its file or command line has it."""
+    return f"[{', '.join(map(_source_text, value))}]" if isinstance(value, list) else str(value)
+
+
+def rule_in_words(rule: Rule) -> str:
+    """The rule as a sentence for the reference."""
+    text = f"{rule.kind} {either(_conditions(rule.others))}" + (
+        f" if {_conditions([rule.when])[0]}" if rule.when else ""
+    )
+    return f"{either(rule.at.split('|'))}: {text}." if rule.at else f"{text[0].upper()}{text[1:]}."
+
+
+def rule_error(key: str, rule: Rule, read: Read) -> str:
+    value, others = one_line(read(key)), _conditions(rule.others)
+    if rule.wanted:
+        do = rule.do or f"set {others[0]} too, or leave {key} out"
+        return f"{value} needs {either(others)}: {rule.why}; {do}"
+    return f"{value} is not possible with {_met(rule, read)}: {rule.why}; {rule.do or f'leave {key} out'}"
+
+
+def rule_note(key: str, rule: Rule, read: Read) -> str:
+    if not rule.wanted:
+        return f"{key} has no effect with {_met(rule, read)}{f': {rule.why}' if rule.why else ''}"
+    missed = []
+    for other in rule.others:
+        name, _, values = other.partition("=")
+        missed.append(f"{name} is {one_line(read(name))}" + (f", not {either(values.split('|'))}" if values else ""))
+    return f"{key} has no effect: {' and '.join(missed)}{f'; {rule.why}' if rule.why else ''}"
+
+
+def _conditions(texts: Sequence[str]) -> list[str]:
+    """Conditions in words: DIST.STRATEGY=fsdp, TRAIN.LOSS=ce or bce, MODEL.RESUME other than auto."""
+    found = []
+    for text in texts:
+        key, sign, values = text.partition("=")
+        found.append(f"{key.rstrip('!')}{' other than ' if key.endswith('!') else sign}{either(values.split('|'))}")
+    return found
+
+
+def _met(rule: Rule, read: Read) -> str:
+    """The conditions that hold, with their values, but for TRAINING, which goes without saying."""
+    met = []
+    for text in (*rule.others, *[rule.when] * bool(rule.when)):
+        key = text.partition("=")[0].rstrip("!")
+        if holds(text, read) and (value := read(key)):
+            met.append(key if value is True else f"{key} {one_line(value)}")
+    return " and ".join(met)

@@ -17,8 +17,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests.program import Result, metrics, save_image
-from tools.common.precisions import read_modes
-from utils.config import AmpConfig, load_config
+from tools.common.precisions import modes_to_measure
+from utils.config import load_config
 
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "recipes"
 NAMES = ("caltech101_vit", "caltech256_resnet50", "fleet", "paddlevit", "simplenet")
@@ -231,4 +231,5 @@ def test_tables(vitamp: Callable[..., Result], place: Path, command: Command) ->
 def test_the_first_table_of_caltech101_has_the_four_precisions_of_the_tutorial() -> None:
     first, *_ = commands("caltech101_vit", "benchmark_amp")
     asked = first.words[first.words.index("-modes") + 1]
-    assert {mode.name for mode in read_modes(asked, AmpConfig(), torch.device("cpu"))} == {"fp16", "NAIVE-fp16", "apex"}
+    modes, _ = modes_to_measure(asked, Config(), torch.device("cpu"))
+    assert {mode.name for mode in modes} == {"fp16", "NAIVE-fp16", "apex"}

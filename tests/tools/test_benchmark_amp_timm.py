@@ -164,7 +164,7 @@ def test_loop_of_train_py_runs(config: Config, tmp_path: Path) -> None:
     [
         ("import nothing_of_that_name", "cannot be imported"),
         ("x = 1", "lacks train_one_epoch"),
-        (None, "no such file"),
+        (None, "No such file"),
     ],
 )
 def test_invalid_train_py_is_refused(

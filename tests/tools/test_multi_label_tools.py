@@ -249,7 +249,6 @@ def test_export_notes_the_sigmoid(vitamp: Vitamp, run: Path, tmp_path: Path) -> 
     ("line", "said"),
     [
         ("pack_images.py {data} packed {labels}", "{key}: packed tar files hold one label per image"),
-        ("benchmark_data.py {labels} -data_path {data}", "{key}: the compared loaders support one label per image"),
         (
             "benchmark_amp.py amp {labels} -data_path {data}",
             "{key}: benchmark_amp.py measures models with one label per image",

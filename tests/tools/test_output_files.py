@@ -29,7 +29,6 @@ TOOLS = {
     "report": ("{run}", "-out", "{out}.html"),
     "export pdparams": ("{tree}/w.pdparams", "-to", "safetensors", "-out", "{out}.safetensors"),
     "benchmark_amp": ("amp", "-cfg", "configs/vit_digits.yaml", "-json", "{out}.json"),
-    "benchmark_data": ("-json", "{out}.json"),
 }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.program import ROOT
-from tools.common.command_line import Tool, ToolLine, above_zero, some_of, whole_numbers
+from tools.common.command_line import Tool, ToolLine, above_zero, some_of
 from utils import cli
 from utils.errors import UserError
 from utils.flags import Flag, whole
@@ -19,7 +19,6 @@ OWN = (
     Flag("count", "how many", "N", default=7, kind=whole(1, 8)),
     Flag("quiet", "say less"),
     Flag("above", "a number", "X", kind=above_zero),
-    Flag("numbers", "some numbers", "A,B", kind=whole_numbers(0)),
     Flag("words", "some words", "A,B", kind=some_of("red", "green")),
 )
 TOOL = Tool("tool.py", "What it does.", OWN)
@@ -90,17 +89,15 @@ def test_help_shows_own_flags_and_exits_with_0(word: str, capsys: pytest.Capture
     assert "-num_classes" not in shown
 
 
-def test_whole_numbers_and_files(tmp_path: Path) -> None:
+def test_values_of_flags_and_files(tmp_path: Path) -> None:
     assert (read().asked.count, read("-count", "3").asked.count) == (7, 3)
     assert read("-above", "0.5").asked.above == 0.5
-    assert read("-numbers", "4,0,1,4").asked.numbers == (0, 1, 4)
     assert read("-words", "green,red,green").asked.words == ("green", "red")
     for words, said in (
         (("-count", "0"), "-count 0: takes a whole number from 1 to 8."),
         (("-count", "1.5"), "-count 1.5: takes a whole number"),
         (("-above", "0"), "-above 0: takes a number above 0."),
         (("-above", "nan"), "-above nan: takes a number above 0."),
-        (("-numbers", "1,x"), "-numbers 1,x: takes whole numbers from 0 on, separated by commas, such as 1,2,4."),
         (("-words", "red,gren"), "-words red,gren: unknown 'gren'. Did you mean green? Known: red,green."),
     ):
         with pytest.raises(UserError) as error:

@@ -13,24 +13,21 @@ accepted; -eval and -resume are refused, and those without a meaning here, such 
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tools.benchmark_amp import tables
-from tools.benchmark_amp.plan import Plan
-from tools.benchmark_amp.results import Results, lines
+from tools.benchmark_amp.plan import Plan, Results
 from tools.common.command_line import OVERWRITE, Tool, above_zero, first_word, run_tool
 from tools.common.output_file import writing
-from tools.common.tables import as_typed
-from tools.common.turns import Budget, alternate
+from tools.common.turns import Budget, alternating_order, progress_bar
 from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, TrainingError
 from utils.flags import Flag
 from utils.log import log
-from utils.machine.cpus import processors
+from utils.program import typed
 from utils.record.run_folder import git_state, versions, write_json
+from utils.text import redacted
 
 TABLES = {table.name: table for table in tables.TABLES}
 OWN = (
@@ -63,7 +60,7 @@ def _benchmark(argv: list[str]) -> int:
             raise
         log.warning("interrupted; every finished measurement is in %s", json_file)
         return EXIT_INTERRUPTED
-    print("\n".join(lines(table.section(results), results)))
+    print("\n".join(results.report(table.section(results))))
     if results["cut"]:
         log.warning("the time ran out (-budget_min) before all rounds were done")
     if json_file is not None:
@@ -76,11 +73,10 @@ def measure(table: str, plan: Plan, budget: Budget, path: Path | None, words: Se
     results = Results(
         table=table,
         date=time.strftime("%Y-%m-%d"),
-        command=as_typed(NAME, words),
+        command=redacted(typed(f"scripts/{NAME}", words)),
         device=plan.device,
         versions=versions(),
         git=git_state(),
-        clock_mhz=[],
         settings=json.loads(json.dumps(plan.settings)),
         images=plan.images,
         rounds=plan.rounds,
@@ -95,45 +91,34 @@ def measure(table: str, plan: Plan, budget: Budget, path: Path | None, words: Se
             with writing(path, "-json"):
                 write_json(path, results)
 
+    longest: dict[str, float] = {}
     try:
         log.info("%s: %s on %s", table, ", ".join(results.turns), plan.device)
         for line in [*plan.remarks, *results.failures()]:
             log.info("%s", line)
-        for name, nth in alternate(list(plan.contenders), plan.rounds, budget):
-            if any("failed" in turn for turn in results.turns[name]):
-                continue
-            began = time.monotonic()
-            metrics = plan.contenders[name].turn()
-            seconds = time.monotonic() - began
-            results.turns[name].append(metrics)
-            results["clock_mhz"] += [round(clock)] if (clock := clock_mhz(plan.device)) is not None else []
-            write()
-            numbers = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items() if isinstance(value, float))
-            about = metrics.get("failed") or numbers
-            log.info("  round %d of %d, %s: %s [%.1f s]", nth + 1, plan.rounds, name, about, seconds)
+        with progress_bar(len(plan.contenders) * plan.rounds, "turns") as bar:
+            for nth, name in alternating_order(list(plan.contenders), range(plan.rounds)):
+                bar.update()
+                if any("failed" in turn for turn in results.turns[name]):
+                    continue
+                if not budget.allows(longest.get(name, max(longest.values(), default=0.0))):
+                    break
+                began = time.monotonic()
+                metrics = plan.contenders[name].turn()
+                seconds = time.monotonic() - began
+                longest[name] = max(longest.get(name, 0.0), seconds)
+                results.turns[name].append(metrics)
+                write()
+                numbers = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items() if isinstance(value, float))
+                about = metrics.get("failed") or numbers
+                log.info("  round %d of %d, %s: %s [%.1f s]", nth + 1, plan.rounds, name, about, seconds)
     finally:
         for contender in plan.contenders.values():
             contender.close()
     results["cut"] = budget.cut
     write()
-    if results.is_empty:
+    if all("failed" in turn for turns in results.turns.values() for turn in turns):
         if budget.cut:
             raise TrainingError("the time was up before anything was measured; raise -budget_min.")
         raise TrainingError("nothing could be measured:\n" + "\n".join(f"  {line}" for line in results.failures()))
     return results
-
-
-def clock_mhz(device: str) -> float | None:
-    """Present clock of the GPU, or the median of the CPU's cores; None if it is unknown."""
-    try:
-        if device.startswith("cuda"):
-            import torch
-
-            properties: Any = torch.cuda.get_device_properties("cuda")
-            query = ["nvidia-smi", "-i", f"GPU-{properties.uuid}", "--query-gpu=clocks.sm"]
-            query.append("--format=csv,noheader,nounits")
-            return float(subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout)
-        speeds = sorted(float(processor["cpu MHz"]) for processor in processors() if "cpu MHz" in processor)
-        return speeds[len(speeds) // 2] if speeds else None
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None

@@ -10,11 +10,10 @@ time is not measured.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import inspect
 import logging
 import math
-import sys
+import runpy
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,14 +61,12 @@ class LoopSession(Session):
         self._loop: Loop = loop_of(way, config, self._device)
         self._batches = random_batches(config, self._device)
         self._way, self._size, self._updates, self._done = way, config.DATA.BATCH_SIZE, updates, 0
-        self._losses: list[float] = []
-
-    def first_losses(self) -> Metrics:
-        """Train the compared updates, then the rest of the warm-up."""
         self._losses = [self._loop.train_one(batch) for batch in self._next(COMPARED)]
-        self._loop.train(self._next(max(0, warmup_updates(self._updates) - COMPARED)))
+        self._loop.train(self._next(max(0, warmup_updates(updates) - COMPARED)))
         synchronize(self._device)
         self._free_cache()
+
+    def started(self) -> Metrics:
         return {"losses": self._losses}
 
     def _next(self, count: int) -> list[Batch]:
@@ -96,8 +93,8 @@ class LoopSession(Session):
             "cpu_seconds": on_cpu,
             "peak_memory_gb": peak_memory_gb(self._device),
             "precision": self._way.precision,
-            "choices": getattr(self._loop, "choices", {}),
-            "losses": self._losses,
+            "choices": self._loop.choices,
+            **self.started(),
         }
         self._free_cache()
         return metrics
@@ -116,40 +113,14 @@ def random_batches(config: Config, device: torch.device) -> list[Batch]:
 
 
 class Loop(Protocol):
+    choices: dict[str, Any]
+
     def train(self, batches: list[Batch]) -> None:
         """Train one update per batch."""
 
     def train_one(self, batch: Batch) -> float:
         """Train one update and return its loss."""
         ...
-
-
-class Start:
-    """Model with the same first weights as ours, and the hyperparameters, for every loop but ours."""
-
-    def __init__(self, config: Config, device: torch.device, precision: str) -> None:
-        self.config, self.device, self.precision = config, device, precision
-        data, train = self.config.DATA, self.config.TRAIN
-        # The same number of threads for all; our own loop alone makes other process-wide settings.
-        torch.set_num_threads(self.config.THREADS or cores())
-        if self.device.type == "cuda":
-            torch.backends.cudnn.benchmark = True  # as in timm's train.py
-            switch_tf32(self.config.AMP.TF32)  # as in ours: torch's default for convolutions is TF32
-        seed_all(self.config.SEED, "init")
-        self.model = build_model(self.config.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS).to(self.device).train()
-        self.criterion = nn.CrossEntropyLoss()
-        self.total = train.NUM_EPOCHS * UPDATES_PER_EPOCH
-        self.clip = train.GRAD_CLIP or math.inf
-        self.warmup = min(round(train.WARMUP_EPOCHS * UPDATES_PER_EPOCH), self.total)
-
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        half = HALF.get(self.precision)
-        return contextlib.nullcontext() if half is None else torch.autocast(self.device.type, half)
-
-    def mean_and_std(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        data = self.config.DATA
-        mean, std = (per_channel(values, data.IMAGE_CHANNELS) for values in (data.IMAGENET_MEAN, data.IMAGENET_STD))
-        return tuple(mean), tuple(std)
 
 
 def loop_of(way: Way, config: Config, device: torch.device) -> Loop:
@@ -188,40 +159,54 @@ class Ours:
 
 
 class Timm:
-    """timm's training, assembled from its package as in its train.py.
+    """timm's training, assembled from its package as in its train.py, from the same first weights as ours.
 
     FUSED adds what train.py's flags offer for speed: torch's fused AdamW, and torch.compile if the way is compiled.
     """
 
     def __init__(self, way: Way, config: Config, device: torch.device) -> None:
-        start = self.start = Start(config, device, way.precision)
-        train = config.TRAIN
+        self.config, self.device, self.choices = config, device, dict[str, Any]()
+        data, train = config.DATA, config.TRAIN
+        # The same number of threads for all; our own loop alone makes other process-wide settings.
+        torch.set_num_threads(config.THREADS or cores())
+        if device.type == "cuda":
+            torch.backends.cudnn.benchmark = True  # as in timm's train.py
+            switch_tf32(config.AMP.TF32)  # as in ours: torch's default for convolutions is TF32
+        seed_all(config.SEED, "init")
+        self.plain = build_model(config.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS).to(device).train()
+        self.criterion, self.clip = nn.CrossEntropyLoss(), train.GRAD_CLIP or math.inf
         fused: Any = {"fused": True} if way.kind == FUSED else {}
         self.optimizer = timm.optim.create_optimizer_v2(
-            start.model,
+            self.plain,
             opt="adamw",
             lr=train.BASE_LR,
             weight_decay=train.WEIGHT_DECAY,
             **train.OPTIMIZER.arguments(),
             **fused,
         )
+        total = train.NUM_EPOCHS * UPDATES_PER_EPOCH
+        warmup = min(round(train.WARMUP_EPOCHS * UPDATES_PER_EPOCH), total)
         self.schedule = timm.scheduler.CosineLRScheduler(
             self.optimizer,
-            start.total - start.warmup,
+            total - warmup,
             lr_min=train.END_LR,
-            warmup_t=start.warmup,
+            warmup_t=warmup,
             warmup_lr_init=train.WARMUP_START_LR,
             warmup_prefix=True,
             t_in_epochs=False,
         )
-        self.ema = timm.utils.ModelEmaV3(start.model, decay=train.MODEL_EMA_DECAY)
+        self.ema = timm.utils.ModelEmaV3(self.plain, decay=train.MODEL_EMA_DECAY)
         scaled = way.precision == "fp16" and device.type == "cuda"
         self.scaler = timm.utils.NativeScaler(device.type) if scaled else None
+        self.half = HALF.get(way.precision)
         if way.compiled:  # torch 2.11 would reuse the cached graph of fp16 for bf16
             torch.compiler.config.cache_key_tag = f" precision={way.precision}"  # pyright: ignore[reportAttributeAccessIssue]
-        self.model: Callable[[Tensor], Tensor] = torch.compile(start.model) if way.compiled else start.model
+        self.model: Callable[[Tensor], Tensor] = torch.compile(self.plain) if way.compiled else self.plain
         self.done = 0
         self.optimizer.zero_grad()
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.half is None else torch.autocast(self.device.type, self.half)
 
     def train(self, batches: list[Batch]) -> None:
         self._epoch(batches)
@@ -230,27 +215,27 @@ class Timm:
         return self._epoch([batch])
 
     def _loader(self, batches: list[Batch]) -> PrefetchLoader:
-        mean, std = self.start.mean_and_std()
+        data = self.config.DATA
+        mean, std = (tuple(per_channel(v, data.IMAGE_CHANNELS)) for v in (data.IMAGENET_MEAN, data.IMAGENET_STD))
         pairs: Any = [(batch.images, batch.labels) for batch in batches]
-        return PrefetchLoader(pairs, mean, std, self.start.config.DATA.IMAGE_CHANNELS, self.start.device)
+        return PrefetchLoader(pairs, mean, std, data.IMAGE_CHANNELS, self.device)
 
     def _epoch(self, batches: list[Batch]) -> float:
         """Train one pass over the batches and return the mean loss; it is read at every update, as in timm's loop."""
-        losses, clip = timm.utils.AverageMeter(), self.start.clip
+        losses, weights = timm.utils.AverageMeter(), self.plain.parameters
         for images, targets in self._loader(batches):
-            with self.start.autocast():
-                loss = self.start.criterion(self.model(images), targets)
-            weights = self.start.model.parameters()
+            with self.autocast():
+                loss = self.criterion(self.model(images), targets)
             if self.scaler is not None:
-                self.scaler(loss, self.optimizer, clip_grad=clip, parameters=weights)
+                self.scaler(loss, self.optimizer, clip_grad=self.clip, parameters=weights())
             else:
                 loss.backward()
-                timm.utils.dispatch_clip_grad(weights, clip)
+                timm.utils.dispatch_clip_grad(weights(), self.clip)
                 self.optimizer.step()
             losses.update(loss.item(), len(images))
             self.done += 1
             self.optimizer.zero_grad()
-            self.ema.update(self.start.model, step=self.done)
+            self.ema.update(self.plain, step=self.done)
             self.schedule.step_update(self.done, metric=losses.avg)
         return losses.avg
 
@@ -261,19 +246,24 @@ class TimmTrain(Timm):
     def __init__(self, way: Way, config: Config, device: torch.device) -> None:
         super().__init__(way, config, device)
         assert way.train_py is not None
-        script = import_train_py(way.train_py)
-        self._loop = script.train_one_epoch
-        words = ["--clip-grad", str(self.start.clip), "--model-ema"]
-        self._args = script.parser.parse_args(words)
+        script = read_train_py(way.train_py)
+        self._loop = script["train_one_epoch"]
+        self._args = script["parser"].parse_args(["--clip-grad", str(self.clip), "--model-ema"])
         vars(self._args).update(prefetcher=True, distributed=False, rank=0, local_rank=0, world_size=1)
         self._takes = inspect.signature(self._loop).parameters
+        self._task: Any = None
         if "task" in self._takes:
             from timm.task import ClassificationTask
 
-            self._task = ClassificationTask(self.start.model, self.start.criterion, device=device, verbose=False)
+            self._task = ClassificationTask(self.plain, self.criterion, device=device, verbose=False)
             self._task.trainable_module_ema = self.ema
             if way.compiled:
                 self._task.compile()
+
+    def step_update(self, num_updates: int, metric: float | None = None) -> None:
+        """The schedule for timm's loop, which is called for a few updates at a time and counts from 0 in each call."""
+        self.done += 1
+        self.schedule.step_update(self.done, metric=metric)
 
     def _epoch(self, batches: list[Batch]) -> float:
         given: dict[str, Any] = {
@@ -281,43 +271,28 @@ class TimmTrain(Timm):
             "model": self.model,
             "loader": self._loader(batches),
             "optimizer": self.optimizer,
-            "loss_fn": self.start.criterion,
+            "loss_fn": self.criterion,
             "args": self._args,
-            "task": getattr(self, "_task", None),
-            "device": self.start.device,
-            "lr_scheduler": _ContinuedSchedule(self),
-            "amp_autocast": self.start.autocast,
+            "task": self._task,
+            "device": self.device,
+            "lr_scheduler": self,
+            "amp_autocast": self.autocast,
             "loss_scaler": self.scaler,
             "model_ema": self.ema,
         }
         return self._loop(**{name: value for name, value in given.items() if name in self._takes})["loss"]
 
 
-class _ContinuedSchedule:
-    """Schedule that counts on: timm's loop is called for a few updates at a time and counts from 0 in each call."""
-
-    def __init__(self, timm_loop: Timm) -> None:
-        self._timm = timm_loop
-
-    def step_update(self, num_updates: int, metric: float | None = None) -> None:
-        self._timm.done += 1
-        self._timm.schedule.step_update(self._timm.done, metric=metric)
-
-
-def import_train_py(path: Path) -> Any:
-    """Import timm's train.py as a module, without running it."""
-    if not path.is_file():
-        raise UserError(f"-timm_train {path}: no such file; give train.py of timm's repository.")
-    spec = importlib.util.spec_from_file_location("timm_train_script", path)
-    if spec is None or spec.loader is None:
-        raise UserError(f"-timm_train {path}: not a Python file; give train.py of timm's repository.")
-    script = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = script
+def read_train_py(path: Path) -> dict[str, Any]:
+    """The names in timm's train.py, which is not run."""
     try:
-        spec.loader.exec_module(script)
+        script = runpy.run_path(str(path), run_name="timm_train_script")
     except Exception as error:  # the user's file may raise anything
-        raise UserError(f"-timm_train {path}: cannot be imported ({type(error).__name__}: {error}).") from error
-    if not hasattr(script, "train_one_epoch") or not hasattr(script, "parser"):
+        raise UserError(
+            f"-timm_train {path}: cannot be imported ({type(error).__name__}: {error}); give train.py of timm's "
+            "repository."
+        ) from error
+    if not {"train_one_epoch", "parser"} <= script.keys():
         raise UserError(f"-timm_train {path}: lacks train_one_epoch or parser; give train.py of timm's repository.")
     logging.getLogger("train").setLevel(logging.WARNING)
     return script

@@ -1,15 +1,19 @@
-"""What a table of benchmark_amp.py is: its flags, its contenders, and the settings that it measures."""
+"""What a table of benchmark_amp.py is: its flags, contenders and settings, its measurements, and their report.
+
+It imports nothing heavy before a command line is checked.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tools.benchmark_amp.results import Metrics, Results
 from tools.common.command_line import ToolLine, about_one_device, check_one_training
-from tools.common.tables import Section
+from tools.common.tables import in_columns
+from tools.common.turns import Ratio, ratio
 from utils.config import Config, Loaded
 from utils.errors import UserError
 from utils.flags import Flag, whole
@@ -17,6 +21,8 @@ from utils.flags import Flag, whole
 if TYPE_CHECKING:
     import torch
 
+Metrics = dict[str, Any]
+"""Metrics of one turn of one contender, as plain values; {'failed': reason} if it could not be measured."""
 MODEL = Flag("model", "name of the model (or give -cfg FILE)", "NAME")
 ROUNDS = Flag("rounds", "how often each contender is measured", "N", default=3, kind=whole(1))
 ON_CPU: dict[str, Any] = {"MODEL.NAME": "vit_tiny_patch16_224", "DATA.BATCH_SIZE": 8}
@@ -24,6 +30,11 @@ ON_CPU: dict[str, Any] = {"MODEL.NAME": "vit_tiny_patch16_224", "DATA.BATCH_SIZE
 ON_THE_DEVICE = "synthetic (made on the device)"
 OURS, TIMM, FUSED = "ours", "timm", "timm, fused"
 """Kinds of loops in the table `timm`."""
+AGAIN = ", again"
+"""Suffix of the control: a contender that is measured twice. The ratio of the two shows the noise."""
+DEFAULTS = {"MODEL.NAME": "vit_base_patch16_224", "DATA.IMAGE_SIZE": 224, "DATA.BATCH_SIZE": 256, "TRAIN.ACCUM_ITER": 1}
+"""Of settings that the report names; the results have only those that differ from the default."""
+NOT_SHOWN = ("computed_in", "compile_why")
 
 
 class Measurable(Protocol):
@@ -56,7 +67,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything to measure. Only a -json file with equal `settings` is resumed."""
+    """Everything to measure."""
 
     contenders: Mapping[str, Measurable]
     rounds: int
@@ -68,6 +79,15 @@ class Plan:
     left_out: dict[str, str] = field(default_factory=dict)
     """Name -> why it cannot be measured here."""
     remarks: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table for the terminal. The first row is the heading."""
+
+    title: str
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -153,27 +173,20 @@ def prepared(setup: Setup) -> str:
     return describe_devices(setup.device, ALONE, set_up_device(config, setup.device, ALONE))
 
 
-def users_data(setup: Setup) -> Config | None:
-    """The settings with the data set that the user named, checked; None if none is named."""
+def users_data(setup: Setup) -> tuple[Config | None, str]:
+    """The settings with the data set that the user named, checked, or None; and which images are measured."""
     config = setup.config
     if setup.is_default("DATA.DATASET"):
         if config.DATA.DATA_PATH is None:
-            return None
+            return None, ON_THE_DEVICE
         from datasets.recognise import recognise
 
         if found := recognise(config.DATA.DATA_PATH):
             config = changed(config, "DATA", DATASET=found[0])
-    from datasets import check_dataset
+    from datasets import check_dataset, source_of
 
     check_dataset(config.DATA, int(config.MODEL.NUM_CLASSES))
-    return config
-
-
-def images_of(config: Config) -> str:
-    """Which images are measured, for the report."""
-    from datasets import source_of
-
-    return ON_THE_DEVICE if config.DATA.DATASET == "synthetic" else f"those of {source_of(config.DATA)}"
+    return config, ON_THE_DEVICE if config.DATA.DATASET == "synthetic" else f"those of {source_of(config.DATA)}"
 
 
 def synthetic(config: Config, updates: int) -> Config:
@@ -186,3 +199,109 @@ def synthetic(config: Config, updates: int) -> Config:
 def changed(config: Config, section: str, **values: Any) -> Config:
     """A copy of `config` with other values in one section."""
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+
+
+class Results(dict[str, Any]):
+    """Contents of a -json file; `measure` in command.py lists the fields."""
+
+    @property
+    def turns(self) -> dict[str, list[Metrics]]:
+        """Name of a contender -> its turns."""
+        return self["turns"]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return self["settings"]
+
+    def per_turn(self, name: str, key: str) -> list[float]:
+        """Metric `key` in every turn of a contender that has it."""
+        return [turn[key] for turn in self.turns.get(name, []) if turn.get(key) is not None]
+
+    def median(self, name: str, key: str) -> float | None:
+        values = self.per_turn(name, key)
+        return statistics.median(values) if values else None
+
+    def ratio(self, name: str, other: str, key: str) -> Ratio | None:
+        """Metric `key` of one contender relative to another's."""
+        return ratio(self.per_turn(name, key), self.per_turn(other, key))
+
+    def first(self, name: str, key: str, default: Any) -> Any:
+        """`key` of a contender's first turn that has it."""
+        return next((turn[key] for turn in self.turns.get(name, []) if key in turn), default)
+
+    def failures(self) -> list[str]:
+        """One line per reason why contenders could not be measured."""
+        names: dict[str, list[str]] = {}
+        failed = {name: reason for name in self.turns if (reason := self.first(name, "failed", ""))}
+        for name, reason in [*self["left_out"].items(), *failed.items()]:
+            names.setdefault(reason, []).append(name)
+        return [f"not measured: {quoted(who)}: {reason}" for reason, who in names.items()]
+
+    def cell(self, name: str, key: str, digits: int = 3, factor: float = 1.0) -> str:
+        """The median of metric `key`, times `factor`."""
+        median = self.median(name, key)
+        return shown(None if median is None else factor * median, digits)
+
+    def control_line(self, name: str, key: str, label: str = "") -> str:
+        """Note on the noise, measured by the contender that runs twice. `label`: its name in the table, if another."""
+        control = shown(self.ratio(name + AGAIN, name, key))
+        return f"control: {quoted([label or name])} against itself: {control}; ratios within this range are noise"
+
+    def choices_lines(self, labels: Mapping[str, str]) -> list[str]:
+        """Notes on kernels and formats chosen by the device or by measurement, grouped by equal choices.
+
+        `labels`: name of a contender -> its name in the table.
+        """
+        alike: dict[str, list[str]] = {}
+        for name, label in labels.items():
+            choices = self.first(name, "choices", {})
+            words = [f"{key} {value}" for key, value in choices.items() if key not in NOT_SHOWN and value is not False]
+            alike.setdefault(", ".join(words), []).append(label)
+        return [f"kernels and formats chosen for {quoted(who)}: {words}" for words, who in alike.items() if words]
+
+    def subject(self) -> str:
+        """Model, image size and batch size."""
+        settings = DEFAULTS | self.settings
+        return f"{settings['MODEL.NAME']}, {settings['DATA.IMAGE_SIZE']} pixels, batch {settings['DATA.BATCH_SIZE']}"
+
+    def iteration_line(self) -> str:
+        """Note on the number of images per iteration."""
+        settings = DEFAULTS | self.settings
+        batch, parts = int(settings["DATA.BATCH_SIZE"]), int(settings["TRAIN.ACCUM_ITER"])
+        images = f"{batch} images" if parts == 1 else f"{parts} micro-batches of {batch} images"
+        return f"an iteration is one update of {images}"
+
+    def report(self, section: Section) -> list[str]:
+        """The lines for the terminal."""
+        waits = {name: self.median(name, "data_wait_percent") or 0.0 for name in self.turns}
+        most = max(waits, key=lambda name: waits[name])
+        waiting = f"; waiting for data: at most {waits[most]:.0f} % of the time ({quoted([most])})"
+        versions = ", ".join(f"{name} {version}" for name, version in self["versions"].items())
+        notes = [
+            f"images: {self['images']}" + waiting * any(self.per_turn(name, "data_wait_percent") for name in waits),
+            *self.failures(),
+            f"{self['device']}, {versions}, {self['date']}",
+            self["command"],
+        ]
+        table = ["", section.title, *in_columns(section.rows), *(f"  {note}" for note in section.notes)]
+        return [*table, "", *(f"  {note}" for note in notes)]
+
+
+def with_columns(
+    names: Iterable[str], columns: Sequence[tuple[str, Callable[[str], str]]], first: str = ""
+) -> list[list[str]]:
+    """A heading, and one row per name. `columns`: a heading, and the cell for a name; `first`: heading of the names."""
+    heading = [first, *(title for title, _ in columns)]
+    return [heading, *([name, *(cell(name) for _, cell in columns)] for name in names)]
+
+
+def quoted(names: Iterable[str]) -> str:
+    """Names of contenders, which may contain commas, as a list."""
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def shown(value: float | Ratio | None, digits: int = 3) -> str:
+    """A cell of a table, with as many digits as are meaningful; '-' for None."""
+    if value is None or isinstance(value, Ratio):
+        return "-" if value is None else str(value)
+    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.benchmark_amp.plan import (
+    AGAIN,
     FUSED,
     MODEL,
     ON_THE_DEVICE,
@@ -17,33 +18,31 @@ from tools.benchmark_amp.plan import (
     ROUNDS,
     TIMM,
     Plan,
-    Setup,
+    Results,
+    Section,
     Table,
     Way,
     changed,
-    images_of,
     prepared,
     set_up,
+    shown,
     synthetic,
     users_data,
+    with_columns,
 )
-from tools.benchmark_amp.results import AGAIN, Results, percent, shown
 from tools.common.command_line import ToolLine, some_of
-from tools.common.tables import Columns, Section, non_defaults, with_columns
+from tools.common.tables import non_defaults
 from utils.config import AmpConfig, Config
-from utils.errors import TrainingError, UserError
+from utils.errors import TrainingError
 from utils.flags import Flag, whole
 from utils.log import log
 from utils.text import counted
 
 if TYPE_CHECKING:
-    import torch
-
-    from tools.common.precisions import Mode
     from tools.common.sessions import Worker
 
 OFF, ON = "AMP off", "AMP on"
-REFERENCE = "fp32"
+FP32 = "fp32"
 SYNTHETIC, FILES = ", synthetic", ", files"
 """Ends of the names in the table `precisions`."""
 
@@ -64,18 +63,18 @@ AMP_FLAGS = (
 def plan_amp(line: ToolLine) -> Plan:
     setup = set_up(line, reads_data=True)
     updates = line.asked.iters or (10 if setup.on_cpu else 100)
-    config, workers = users_data(setup) or synthetic(setup.config, updates), list["Worker"]()
+    given, images = users_data(setup)
+    config, workers = given or synthetic(setup.config, updates), list["Worker"]()
     amps = {name: config.AMP.model_copy(update={"ENABLED": name == ON}) for name in (OFF, ON, OFF + AGAIN)}
     contenders = {name: _training(config, amp, updates, workers) for name, amp in amps.items()}
     settings = {"iterations": updates, **non_defaults(changed(config, "AMP", ENABLED=True))}
-    return Plan(contenders, line.asked.windows, settings, prepared(setup), images_of(config), remarks=setup.remarks)
+    return Plan(contenders, line.asked.windows, settings, prepared(setup), images, remarks=setup.remarks)
 
 
 def _training(config: Config, amp: AmpConfig, updates: int, workers: list[Worker], keep: bool = True) -> Worker:
-    from tools.common.sessions import Job, TrainingSession, Worker
+    from tools.common.sessions import TrainingSession, Worker
 
-    job = Job(config.model_copy(update={"AMP": amp}), updates)
-    return Worker(partial(TrainingSession, job), workers, keep)
+    return Worker(partial(TrainingSession, config.model_copy(update={"AMP": amp}), updates), workers, keep)
 
 
 def amp_section(results: Results) -> Section:
@@ -88,8 +87,8 @@ def amp_section(results: Results) -> Section:
         cells = [shown(second, 4) for second in seconds[:both]] + ["-"] * (results["rounds"] - both)
         speedup = averages[OFF] / averages[ON] if name == ON and both else None
         rows.append([name, *cells, shown(averages.get(name), 4), shown(speedup, 4)])
-    iterations = results.settings["iterations"]
-    title = f"Seconds per {iterations} iterations, {results.subject()}; {ON} means {results.precision(ON)}"
+    iterations, means = results.settings["iterations"], results.first(ON, "precision", "-")
+    title = f"Seconds per {iterations} iterations, {results.subject()}; {ON} means {means}"
     choices = results.choices_lines({OFF: OFF, ON: ON})
     return Section(title, rows, [results.control_line(OFF, "seconds"), *choices, results.iteration_line()])
 
@@ -121,72 +120,40 @@ PRECISIONS_FLAGS = (
 
 def plan_precisions(line: ToolLine) -> Plan:
     setup = set_up(line, reads_data=True)
-    updates, given = line.asked.iters or (5 if setup.on_cpu else 50), users_data(setup)
+    from tools.common.precisions import REFERENCE, modes_to_measure
+
+    updates, (given, images) = line.asked.iters or (5 if setup.on_cpu else 50), users_data(setup)
     config = changed(given or setup.config, "AMP", ENABLED=False)
-    modes, left_out = _modes(line.asked.modes, config, setup)
-    images = f"{ON_THE_DEVICE}; with files, {images_of(config)}" if given else ON_THE_DEVICE
+    others, left_out = modes_to_measure(line.asked.modes, config, setup.device)
+    modes = (REFERENCE, *others)
     drawn, workers = synthetic(config, updates), list["Worker"]()
     configs = {mode.name + SYNTHETIC: (drawn, mode) for mode in modes}
-    configs[modes[0].name + SYNTHETIC + AGAIN] = drawn, modes[0]
+    configs[REFERENCE.name + SYNTHETIC + AGAIN] = drawn, REFERENCE
     configs |= {mode.name + FILES: (config, mode) for mode in modes if given}
     # A new process for each turn, so that the peak memory is known.
     contenders = {
         name: _training(one, mode.amp(one.AMP), updates, workers, keep=False) for name, (one, mode) in configs.items()
     }
     settings = {"iterations": updates, **non_defaults(config)}
+    images = f"{ON_THE_DEVICE}; with files, {images}" if given else ON_THE_DEVICE
     return Plan(contenders, line.asked.rounds, settings, prepared(setup), images, left_out, setup.remarks)
-
-
-def _modes(words: str | None, config: Config, setup: Setup) -> tuple[list[Mode], dict[str, str]]:
-    """Precisions to measure, fp32 first, and why the others of -modes' default are left out."""
-    from tools.common.precisions import MODES, cannot, read_modes
-    from tools.common.sessions import silence_torchao
-
-    silence_torchao()
-    if words is None:
-        left_out = {mode.name: why for mode in MODES[1:] if (why := _why_not(mode, config, setup.device))}
-        return [mode for mode in MODES if mode.name not in left_out], left_out
-    modes = read_modes(words, config.AMP, setup.device)
-    for mode in modes:
-        if why := cannot(mode, config, setup.device):
-            raise UserError(f"-modes {mode.name}: {why}")
-    return [MODES[0], *modes], {}
-
-
-def _why_not(mode: Mode, config: Config, device: torch.device) -> str | None:
-    """Why a precision is not measured by default; None if it is."""
-    from tools.common.precisions import cannot, is_emulated, lacks_arithmetic
-
-    anyway = "(list it in -modes to measure it anyway)"
-    if why := cannot(mode, config, device):
-        return why
-    if lacks_arithmetic(mode, device):
-        return f"this CPU has no fp16 arithmetic and emulates every product {anyway}"
-    if is_emulated(mode, device):
-        return f"emulated on this device, so its speed is meaningless {anyway}"
-    return f"keeps no fp32 master weights {anyway}" if mode.level == "O3" else None
 
 
 def precisions_section(results: Results) -> Section:
     modes = [name.removesuffix(SYNTHETIC) for name in results.turns if name.endswith(SYNTHETIC)]
-    with_files = any(name.endswith(FILES) for name in results.turns)
-    base = REFERENCE + SYNTHETIC
+    base = FP32 + SYNTHETIC
 
     def column(key: str, source: str = SYNTHETIC):
-        return lambda mode: results.cell(key)(mode + source)
+        return lambda mode: results.cell(mode + source, key)
 
     def memory_to_fp32(mode: str) -> str:
         memory, of_base = (results.median(name, "peak_memory_gb") for name in (mode + SYNTHETIC, base))
-        return percent(memory / of_base if memory is not None and of_base else None)
+        return f"{100 * memory / of_base:.0f} %" if memory is not None and of_base else "-"
 
     def speedup(source: str):
-        return lambda mode: shown(results.ratio(mode + source, REFERENCE + source, "images_per_second"))
+        return lambda mode: shown(results.ratio(mode + source, FP32 + source, "images_per_second"))
 
-    def waited(mode: str) -> str:
-        median = results.median(mode + FILES, "data_wait_percent")
-        return percent(None if median is None else median / 100)
-
-    columns: Columns = [
+    columns = [
         ("memory (GB)", column("peak_memory_gb")),
         ("to fp32", memory_to_fp32),
         ("iterations/s", column("iterations_per_second")),
@@ -195,22 +162,20 @@ def precisions_section(results: Results) -> Section:
     ]
     notes = [
         *results.choices_lines({mode + SYNTHETIC: mode for mode in modes}),
-        results.control_line(base, "images_per_second", REFERENCE),
+        results.control_line(base, "images_per_second", FP32),
         results.iteration_line(),
     ]
-    if with_files:
+    if any(name.endswith(FILES) for name in results.turns):
         columns += [
             ("from files", column("images_per_second", FILES)),
             ("speed-up", speedup(FILES)),
-            ("waited", waited),
+            ("waited (%)", column("data_wait_percent", FILES)),
         ]
         notes += [
             "from files: images/s with image files that are read, decoded and augmented, followed by the speed-up with "
             "them; waited: fraction of the time that training from these files spent waiting for data",
             "everything else: with synthetic images, made on the device",
         ]
-    else:
-        notes.append("images: synthetic, made on the device")
     if results["device"].startswith("cpu"):
         notes.append("memory: peak of the whole process, Python and libraries included")
     title = f"Precisions, {results.subject()}, {results.settings['iterations']} iterations per measurement"
@@ -271,11 +236,11 @@ def plan_simplenet(line: ToolLine) -> Plan:
 
 def simplenet_section(results: Results) -> Section:
     settings = results.settings
-    columns: Columns = [
-        ("precision", results.precision),
-        ("seconds", results.cell("seconds", 4)),
+    columns = [
+        ("precision", lambda name: results.first(name, "precision", "-")),
+        ("seconds", lambda name: results.cell(name, "seconds", 4)),
         ("speed-up", lambda name: shown(results.ratio(OFF, name, "seconds"))),
-        ("loss", results.cell("loss", 4)),
+        ("loss", lambda name: results.cell(name, "loss", 4)),
     ]
     title = (
         f"Three linear layers of {settings['width']}, {counted(settings['batches'], 'batch')} of {settings['batch']}, "
@@ -283,10 +248,6 @@ def simplenet_section(results: Results) -> Section:
     )
     rows = with_columns(_simplenet_rows(settings["accumulated"]), columns)
     return Section(title, rows, [results.control_line(OFF, "seconds")])
-
-
-COMPILED = (FUSED, OURS)
-"""Kinds that -compile adds in a compiled version."""
 
 
 ABOUT = """Speed of vitamp's update and of timm's loop, with its default flags and with its fastest.
@@ -335,24 +296,39 @@ def plan(line: ToolLine) -> Plan:
     setup = set_up(line, fixed=FIXED)
     updates = line.asked.updates or (5 if setup.on_cpu else 50)
 
-    from tools.benchmark_amp.loops import LoopSession, import_train_py
+    from tools.benchmark_amp.loops import LoopSession, read_train_py
     from tools.common.sessions import Worker
 
     if train_py is not None:
         train_py = train_py.expanduser().resolve()
-        import_train_py(train_py)
+        read_train_py(train_py)
     ways: list[Way] = []
     for precision in precisions:
         ways += [Way(kind, precision, train_py=train_py) for kind in (TIMM, FUSED, OURS)]
-        ways += [Way(kind, precision, True, train_py) for kind in COMPILED if compiled]
+        ways += [Way(kind, precision, True, train_py) for kind in (FUSED, OURS) if compiled]
     by_name = {way.name: way for way in ways}
     first = next(iter(by_name))
     by_name[first + AGAIN] = by_name[first]
     # None is ended for another's memory: a loop that was rebuilt would not be past its warm-up.
     workers = {name: Worker(partial(LoopSession, way, setup.config, updates), []) for name, way in by_name.items()}
     device = prepared(setup)
-    left_out = _compare_losses(workers, first)
-    contenders = {name: worker for name, worker in workers.items() if name not in left_out}
+    log.info("building the loops and comparing their first losses: %s", "; ".join(workers))
+    try:
+        answers = {name: worker.start() for name, worker in workers.items()}
+        left_out = {name: answer["failed"] for name, answer in answers.items() if "failed" in answer}
+        if first in left_out:
+            raise TrainingError(f"the baseline {first} failed: {left_out[first]}")
+        losses = {name: answer["losses"] for name, answer in answers.items() if name not in left_out}
+        # Loops with different losses do different work.
+        if problems := disagreements(losses, first):
+            raise TrainingError("the losses do not agree, so nothing is measured:\n" + "\n".join(problems))
+    except BaseException:
+        for worker in workers.values():
+            worker.close()
+        raise
+    for name, why in left_out.items():
+        workers.pop(name).close()
+        log.warning("%s: %s", name, why)
     settings = {
         "updates": updates,
         "precisions": ",".join(precisions),
@@ -361,44 +337,18 @@ def plan(line: ToolLine) -> Plan:
         **non_defaults(setup.config),
     }
     images = "random, on the device before the timer starts"
-    return Plan(contenders, line.asked.rounds, settings, device, images, left_out, setup.remarks)
-
-
-def _compare_losses(workers: dict[str, Worker], first: str) -> dict[str, str]:
-    """Loops that cannot train, and why. Different losses are an error, because such loops do different work."""
-    log.info("building the loops and comparing their first losses: %s", "; ".join(workers))
-    try:
-        answers = {name: worker.start() or worker.call("first_losses") for name, worker in workers.items()}
-        left_out = {name: answer["failed"] for name, answer in answers.items() if "failed" in answer}
-        if first in left_out:
-            raise TrainingError(f"the baseline {first} failed: {left_out[first]}")
-        losses = {name: answer["losses"] for name, answer in answers.items() if name not in left_out}
-        if problems := disagreements(losses, first):
-            raise TrainingError("the losses do not agree, so nothing is measured:\n" + "\n".join(problems))
-    except BaseException:
-        for worker in workers.values():
-            worker.close()
-        raise
-    for name, why in left_out.items():
-        workers[name].close()
-        log.warning("%s: %s", name, why)
-    return left_out
+    return Plan(workers, line.asked.rounds, settings, device, images, left_out, setup.remarks)
 
 
 def disagreements(losses: dict[str, list[float]], first: str) -> list[str]:
     """One line per loop whose losses differ from those of `first` by more than its precision rounds."""
+    texts = {name: ", ".join(f"{loss:.7f}" for loss in own) for name, own in losses.items()}
     problems: list[str] = []
     for name, own in losses.items():
         difference, limit = apart(own, losses[first]), TOLERANCE[_precision_of(name)]
         if difference > limit:
-            problems.append(
-                f"  {name}: {_joined(own)}; differs from {first} by {difference:.1e}, more than {limit:.0e}"
-            )
-    return [*problems, f"  {first}: {_joined(losses[first])}"] if problems else []
-
-
-def _joined(losses: list[float]) -> str:
-    return ", ".join(f"{loss:.7f}" for loss in losses)
+            problems.append(f"  {name}: {texts[name]}; differs from {first} by {difference:.1e}, more than {limit:.0e}")
+    return [*problems, f"  {first}: {texts[first]}"] if problems else []
 
 
 def apart(one: list[float], other: list[float]) -> float:
@@ -412,47 +362,32 @@ def _precision_of(name: str) -> str:
 
 
 def section(results: Results) -> Section:
-    settings, names = results.settings, _names(results)
-    precisions = settings["precisions"].split(",")
-    first = f"{TIMM}, {precisions[0]}"
+    settings = results.settings
+    names = [name for name in results.turns if not name.endswith(AGAIN) and results.per_turn(name, "seconds")]
+    first, to_ms = f"{TIMM}, {settings['precisions'].partition(',')[0]}", 1000 / settings["updates"]
 
     def speedup(key: str, over: str | None = None) -> Callable[[str], str]:
         return lambda name: shown(results.ratio(over or f"{TIMM}, {_precision_of(name)}", name, key))
 
-    columns: Columns = [
-        ("ms/update", results.cell("seconds", 4, 1000 / settings["updates"])),
-        ("images/s", results.cell("images_per_second")),
+    columns = [
+        ("ms/update", lambda name: results.cell(name, "seconds", 4, to_ms)),
+        ("images/s", lambda name: results.cell(name, "images_per_second")),
         (f"to {first}", speedup("seconds", first)),
         ("to timm", speedup("seconds")),
-        ("CPU ms", results.cell("cpu_seconds", 4, 1000 / settings["updates"])),
+        ("CPU ms", lambda name: results.cell(name, "cpu_seconds", 4, to_ms)),
         (f"to {first}", speedup("cpu_seconds", first)),
         ("to timm", speedup("cpu_seconds")),
-        ("GB", results.cell("peak_memory_gb")),
+        ("GB", lambda name: results.cell(name, "peak_memory_gb")),
     ]
     notes = [
         results.control_line(first, "seconds"),
         f"by CPU time, {results.control_line(first, 'cpu_seconds')}",
         "`to timm`: speed-up over timm's loop in the same precision, first by wall-clock time, then by CPU time",
         f"timm's loop: {settings['timm_loop']}",
-        _agreement(results, precisions, first),
         *results.choices_lines({name: name for name in names}),
     ]
     title = f"An update, {results.subject()}, with EMA and clipping"
     return Section(title, with_columns(names, columns), notes)
-
-
-def _names(results: Results) -> list[str]:
-    return [name for name in results.turns if not name.endswith(AGAIN) and results.median(name, "seconds") is not None]
-
-
-def _agreement(results: Results, precisions: list[str], first: str) -> str:
-    """Note on the greatest difference of the first losses in each precision."""
-    curves = {name: results.turns[name][0]["losses"] for name in _names(results)}
-    most = []
-    for precision in precisions:
-        own = [apart(c, curves[first]) for n, c in curves.items() if _precision_of(n) == precision and first in curves]
-        most.append(f"{max(own, default=0.0):.1e} in {precision}")
-    return f"largest relative difference of a loop's first losses from those of `{first}`: {', '.join(most)}"
 
 
 TABLES = (

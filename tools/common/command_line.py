@@ -29,7 +29,6 @@ from vitamp.metrics import BETTER, CHOICES, CHOICES_IN_WORDS, ONE_LABEL
 
 PAGES = {
     "benchmark_amp.py": "docs/benchmarks.md",
-    "benchmark_data.py": "docs/data_speed.md",
     "check_data.py": "docs/broken_images.md",
     "checkpoint.py": "docs/checkpoints.md",
     "choose_precision.py": "docs/choose_precision.md",
@@ -93,18 +92,6 @@ def above_zero(text: str) -> float:
     if not 0 < number < math.inf:
         raise ValueError("takes a number above 0")
     return number
-
-
-def whole_numbers(least: int) -> Callable[[str], tuple[int, ...]]:
-    """For `Flag.kind`: whole numbers from `least` on, separated by commas; sorted, without repetitions."""
-
-    def numbers(text: str) -> tuple[int, ...]:
-        words = text.split(",")
-        if not all(word.isdecimal() and int(word) >= least for word in words):
-            raise ValueError(f"takes whole numbers from {least} on, separated by commas, such as 1,2,4")
-        return tuple(sorted(set(map(int, words))))
-
-    return numbers
 
 
 def some_of(*known: str) -> Callable[[str], tuple[str, ...]]:

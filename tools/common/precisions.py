@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +14,11 @@ from utils.errors import UserError, nearest
 from utils.precisions import AMP_WORDS, PRECISIONS, amp_settings_of
 
 FIRST_WITH_TF32 = (8, 0)
-UPDATES_WITHOUT_ARITHMETIC = 20
-"""For fp16 on a CPU that emulates it: enough to see whether it trains; its speed is known to be bad."""
 
 
 @dataclass(frozen=True)
 class Mode:
     name: str
-    usual: bool = True
-    """Whether choose_precision.py compares it by default."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -57,24 +52,11 @@ class Mode:
         return " ".join(words)
 
 
-REFERENCE = Mode("fp32")
-APEX = Mode("apex", usual=False)
 # In order of preference between equally fast ones: the smallest change comes first.
-MODES = (
-    REFERENCE,
-    *map(Mode, ("tf32", "bf16", "fp16", "O2-bf16", "O2-fp16", "fp8", "NAIVE-bf16", "NAIVE-fp16")),
-    APEX,
-    *(Mode(name, usual=False) for name in ("O3-bf16", "O3-fp16")),
-)
+NAMES = ("fp32", "tf32", "bf16", "fp16", "O2-bf16", "O2-fp16", "fp8", "NAIVE-bf16", "NAIVE-fp16", "apex")
+MODES = tuple(map(Mode, (*NAMES, "O3-bf16", "O3-fp16")))
+REFERENCE = MODES[0]
 BY_NAME = {mode.name.casefold(): mode for mode in MODES}
-
-
-@dataclass(frozen=True)
-class Plan:
-    modes: tuple[Mode, ...]
-    """Precisions to compare with fp32."""
-    left_out: dict[str, str]
-    """Name -> reason."""
 
 
 def mode_of(word: str, amp: AmpConfig, device: torch.device) -> Mode | None:
@@ -102,32 +84,34 @@ def unknown_mode(word: str) -> UserError:
     return UserError(f"-modes: unknown {word!r}.{nearest(word, names)} It takes {', '.join(names)}.")
 
 
-def read_modes(text: str, amp: AmpConfig, device: torch.device) -> tuple[Mode, ...]:
-    """Parse -modes, such as `bf16,O2-fp16`; fp32 is compared in any case."""
+def modes_to_measure(text: str | None, config: Config, device: torch.device) -> tuple[tuple[Mode, ...], dict[str, str]]:
+    """Parse -modes, such as `bf16,O2-fp16`: what to compare with fp32. Without it, also name -> why it is left out."""
+    if text is None:
+        left_out = {mode.name: why for mode in MODES[1:] if (why := _why_not(mode, config, device))}
+        return tuple(mode for mode in MODES[1:] if mode.name not in left_out), left_out
     names: set[str] = set()
     for word in filter(None, (part.strip() for part in text.split(","))):
-        mode = mode_of(word, amp, device)
+        mode = mode_of(word, config.AMP, device)
         if mode is None:
             raise unknown_mode(word)
+        if why := cannot(mode, config, device):
+            raise UserError(f"-modes {mode.name}: {why}")
         names.add(mode.name)
-    return tuple(mode for mode in MODES[1:] if mode.name in names)
+    return tuple(mode for mode in MODES[1:] if mode.name in names), {}
 
 
-def plan(config: Config, device: torch.device, asked_for: Iterable[Mode] | None) -> Plan:
-    """Plan what to compare. A precision in -modes that cannot run on this device is an error."""
-    if asked_for is not None:
-        modes = tuple(asked_for)
-        for mode in modes:
-            reason = cannot(mode, config, device)
-            if reason:
-                raise UserError(f"-modes {mode.name}: {reason}")
-        return Plan(modes, {})
-    left_out: dict[str, str] = {}
-    for mode in MODES[1:]:
-        reason = cannot(mode, config, device) or _not_worth_it(mode, device)
-        if mode.usual and reason:
-            left_out[mode.name] = reason
-    return Plan(tuple(m for m in MODES[1:] if m.usual and m.name not in left_out), left_out)
+def _why_not(mode: Mode, config: Config, device: torch.device) -> str | None:
+    """Why a precision is not measured by default; None if it is."""
+    if why := cannot(mode, config, device):
+        return why
+    anyway = "(list it in -modes to measure it anyway)"
+    if lacks_arithmetic(mode, device):
+        return f"this CPU has no fp16 arithmetic and emulates every product {anyway}"
+    if is_emulated(mode, device):
+        return f"emulated on this device, so its speed is meaningless {anyway}"
+    if mode.name == "apex":
+        return f"autocast with other operator lists {anyway}"
+    return f"keeps no fp32 master weights {anyway}" if mode.level == "O3" else None
 
 
 def cannot(mode: Mode, config: Config, device: torch.device) -> str | None:
@@ -151,9 +135,3 @@ def lacks_arithmetic(mode: Mode, device: torch.device) -> bool:
 def is_emulated(mode: Mode, device: torch.device) -> bool:
     """Whether it is emulated: its results are right, and its speed is meaningless."""
     return mode.dtype == "fp8" and not hardware_has_fp8(device)
-
-
-def _not_worth_it(mode: Mode, device: torch.device) -> str | None:
-    if mode.level in ("O2", "NAIVE") and lacks_arithmetic(mode, device):
-        return "this CPU has no fp16 arithmetic; a few updates of mode fp16 show whether the model trains in fp16."
-    return None

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,6 +42,10 @@ OUT_OF_MEMORY = "out of memory"
 
 class Session:
     """What a measuring process keeps between turns: past its warm-up, so that compiling is behind it."""
+
+    def started(self) -> Metrics:
+        """What building it and warming up has shown."""
+        return {}
 
     def turn(self) -> Metrics:
         raise NotImplementedError
@@ -80,17 +83,13 @@ class Worker:
         return metrics
 
     def _try(self) -> Metrics:
-        failed = {} if self.is_running else self.start()
-        return failed or self.call("turn")
+        started = {} if self.is_running else self.start()
+        return started if "failed" in started else self._ask(_turn)
 
     def start(self) -> Metrics:
-        """Build the session in a new process."""
+        """Build the session in a new process; return what that has shown."""
         self._pool = own_process()
         return self._ask(_start, self._build)
-
-    def call(self, method: str) -> Metrics:
-        """Call a method of the session."""
-        return self._ask(_call, method)
 
     def _ask(self, work: Callable[..., Metrics], *arguments: Any) -> Metrics:
         assert self._pool is not None
@@ -143,9 +142,7 @@ def attempt(work: Callable[..., Metrics], *arguments: Any) -> Metrics:
 
 def reason(error: BaseException) -> str:
     """Why a measurement failed, in one line."""
-    if is_out_of_memory(error):
-        return OUT_OF_MEMORY
-    return first_line(error)
+    return OUT_OF_MEMORY if is_out_of_memory(error) else first_line(error)
 
 
 _session = Session()
@@ -155,11 +152,11 @@ _session = Session()
 def _start(build: Callable[[], Session]) -> Metrics:
     global _session
     _session = build()
-    return {}
+    return _session.started()
 
 
-def _call(method: str) -> Metrics:
-    return getattr(_session, method)()
+def _turn() -> Metrics:
+    return _session.turn()
 
 
 def _close() -> None:
@@ -204,25 +201,16 @@ def windows(ready: ReadyToTrain) -> Iterator[Window]:
         yield from ready.train_loader.epoch(epoch)
 
 
-@dataclass(frozen=True)
-class Job:
-    """A training to measure."""
-
-    config: Config
-    updates: int
-    """Per turn; updates to warm up come before."""
-
-
 class TrainingSession(Session):
-    """A run's own training, without validation, reports and checkpoints."""
+    """A run's own training, without validation, reports and checkpoints, in turns of `updates`."""
 
-    def __init__(self, job: Job) -> None:
-        self._job, self._update = job, 0
+    def __init__(self, config: Config, updates: int) -> None:
+        self._updates, self._update = updates, 0
         with contextlib.ExitStack() as stack:
-            self.ready = stack.enter_context(opened(job.config))
+            self.ready = stack.enter_context(opened(config))
             self._device = self.ready.precision.device
             self._windows = windows(self.ready)
-            for _ in range(warmup_updates(job.updates)):
+            for _ in range(warmup_updates(updates)):
                 self._step()
             synchronize(self._device)
             reset_peak_memory(self._device)
@@ -242,13 +230,13 @@ class TrainingSession(Session):
         loader, images = self.ready.train_loader, 0
         loader.take_wait()
         began = time.perf_counter()
-        for _ in range(self._job.updates):
+        for _ in range(self._updates):
             images += self._step()
         synchronize(self._device)
         seconds = time.perf_counter() - began
         return {
             "seconds": seconds,
-            "iterations_per_second": self._job.updates / seconds,
+            "iterations_per_second": self._updates / seconds,
             "images_per_second": images / seconds,
             "data_wait_percent": 100 * min(loader.take_wait() / seconds, 1.0),
             "peak_memory_gb": peak_memory_gb(self._device),

@@ -49,19 +49,6 @@ def alternating_order(items: Sequence[Item], rounds: Iterable[Round]) -> Iterato
             yield each, item
 
 
-def alternate(names: Sequence[str], rounds: int, budget: Budget) -> Iterator[tuple[str, int]]:
-    """Yield (name, round) for every turn that fits in the budget; the caller measures before it asks for the next."""
-    longest: dict[str, float] = {}
-    with progress_bar(len(names) * rounds, "turns") as bar:
-        for nth, name in alternating_order(names, range(rounds)):
-            if not budget.allows(longest.get(name, max(longest.values(), default=0.0))):
-                return
-            began = time.monotonic()
-            yield name, nth
-            longest[name] = max(longest.get(name, 0.0), time.monotonic() - began)
-            bar.update()
-
-
 @dataclass(frozen=True)
 class Ratio:
     """Ratio of two contenders: median, minimum and maximum over the rounds."""

@@ -1,0 +1,152 @@
+#!/usr/bin/env python3
+"""Time vitamp's loader beside timm's, on the training images of a data set.
+
+    python scripts/dev/loading.py -data_path /data/imagenet
+    python scripts/dev/loading.py -cfg recipe.yaml -data_path /data/flowers -num_workers 4
+
+Both loaders read the same samples and make uint8 batches, with the same augmentation. They alternate, in reverse order
+every other round. The output has the medians by wall-clock time, and the ratios taken within a round, also by CPU time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from timm.data.loader import create_loader
+from timm.data.transforms_factory import create_transform
+from torch.utils.data import Dataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from datasets import EpochOrder, TrainLoader, check_dataset, open_dataset
+from datasets.images import Images
+from datasets.transforms.augment import image_changes
+from tools.common.command_line import Tool, run_tool
+from tools.common.turns import alternating_order, ratio
+from utils.config.train import TrainConfig
+from utils.errors import EXIT_DONE, UserError
+from utils.flags import Flag, whole
+from utils.machine.cpus import keep_freed_memory
+
+CPU = torch.device("cpu")
+BATCHES = 8
+"""Least number of batches per round; with fewer, mainly the start of a loader would be measured."""
+OWN = (
+    Flag("rounds", "how often each loader is measured", "N", default=5, kind=whole(1)),
+    Flag("images", "images per measurement", "N", default=500, kind=whole(1)),
+)
+
+
+class PerSample(Dataset[tuple[Any, int]]):
+    """The usual data set of timm: PIL opens the image, a transform does the rest."""
+
+    def __init__(self, images: Images, changes: TrainConfig, order: np.ndarray) -> None:
+        self.samples, self.order, data = images.samples, order, images.data
+        self.transform: Any = create_transform(
+            data.IMAGE_SIZE,
+            is_training=True,
+            scale=data.CROP_SCALE,
+            ratio=data.CROP_RATIO,
+            hflip=data.FLIP,
+            color_jitter=0.0,
+            interpolation=data.INTERPOLATION,
+            mean=data.IMAGENET_MEAN,
+            use_prefetcher=True,
+        )
+        # The same operations for both: timm's would stop at an image that Pillow 13 refuses to posterise.
+        self.transform.transforms[-1:-1] = image_changes(data, changes)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, place: int) -> tuple[Any, int]:
+        index = int(self.order[place])
+        encoded = self.samples.read(index)
+        if isinstance(encoded, np.ndarray):
+            image = Image.fromarray(encoded.squeeze()).convert("RGB")
+        else:
+            image = Image.open(io.BytesIO(encoded)).convert("RGB")
+        return self.transform(image), int(self.samples.labels[index])
+
+
+def timms_loader(dataset: Any, size: int, batch: int, workers: int) -> Any:
+    """The DataLoader inside timm's PrefetchLoader, which would normalise on the device."""
+    transform = dataset.transform
+    loader: Any = create_loader(
+        dataset, size, batch, is_training=True, num_workers=workers, persistent_workers=workers > 0, device=CPU
+    )
+    dataset.transform = transform  # create_loader has set one of its own
+    return loader.loader
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and its children."""
+    seconds = time.process_time()
+    for child in multiprocessing.active_children():
+        with contextlib.suppress(OSError):  # no /proc here, or the child has just ended
+            fields = Path(f"/proc/{child.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+            seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return seconds
+
+
+def measure(argv: list[str]) -> int:
+    line = TOOL.read(argv)
+    asked, config = line.asked, line.load().config
+    # As in loading processes: operations must not use other cores. timm gains from it too.
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    check_dataset(config.DATA, config.MODEL.NUM_CLASSES)
+    images = open_dataset(config.DATA, True, config.MODEL.NUM_CLASSES, config.SEED, CPU).augment(config.TRAIN)
+    if not isinstance(images, Images):
+        raise UserError(f"DATA.DATASET {config.DATA.DATASET}: its images are in memory, so there is nothing to load.")
+    # Random samples, in an order that suits their source: tar files are read one after another.
+    order = images.shuffled(np.random.Generator(np.random.Philox(key=config.SEED)))[: asked.images]
+    batch = max(1, min(config.DATA.BATCH_SIZE, len(order) // BATCHES))
+    order = order[: len(order) // batch * batch]
+
+    workers = config.DATA.NUM_WORKERS or 0
+    epochs = EpochOrder(
+        len(order), batch, 1, 0, 1, images.seed, drop_last=True, shuffled=lambda g: g.permutation(order)
+    )
+    ours = TrainLoader(images, epochs, images.seed, workers, CPU)
+    timms = timms_loader(PerSample(images, config.TRAIN, order), config.DATA.IMAGE_SIZE, batch, workers)
+    wall: dict[str, list[float]] = {"vitamp": [], "timm": []}
+    cpu: dict[str, list[float]] = {"vitamp": [], "timm": []}
+    # Round 0 starts the processes.
+    for nth, name in alternating_order(tuple(wall), range(asked.rounds + 1)):
+        began = time.perf_counter(), cpu_seconds()
+        if name == "timm":
+            for _ in timms:
+                pass
+        else:
+            for window in ours.epoch(nth + 1):
+                for _ in window:
+                    pass
+        if nth:
+            wall[name].append(len(order) / (time.perf_counter() - began[0]))
+            # The clock of children counts hundredths of a second.
+            cpu[name].append(len(order) / max(cpu_seconds() - began[1], 0.01))
+    ours.close()
+    print(f"{asked.rounds} rounds of {len(order)} images in batches of {batch}, {workers} loading processes")
+    for name, speeds in wall.items():
+        print(f"  {name}: {statistics.median(speeds):.0f} images/s")
+    ratios = [ratio(each["vitamp"], each["timm"]) for each in (wall, cpu)]
+    print(f"  vitamp to timm: {ratios[0]}, by CPU time {ratios[1]}")
+    return EXIT_DONE
+
+
+TOOL = Tool("dev/loading.py", __doc__, OWN, one_label="the compared loaders support one label per image; leave it out")
+
+if __name__ == "__main__":
+    sys.exit(run_tool(measure, sys.argv[1:]))

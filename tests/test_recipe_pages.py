@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.program import Result, metrics, save_image
 from tools.common.precisions import modes_to_measure
-from utils.config import load_config
+from utils.config import Config, load_config
 
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "recipes"
 NAMES = ("caltech101_vit", "caltech256_resnet50", "fleet", "paddlevit", "simplenet")

@@ -29,17 +29,14 @@ from typing import TYPE_CHECKING
 from tools.common.command_line import OVERWRITE, Tool, about_one_device, above_zero, check_one_training, run_tool
 from tools.common.output_file import writing
 from tools.common.tables import in_columns
-from utils.config import Config, Loaded, config_of_run
 from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED, TrainingError, UserError
 from utils.flags import Flag, whole
 from utils.log import log
 from utils.record.history import History, plain
-from utils.record.run_folder import describe_run, make_folder, read_about, write_json
+from utils.record.run_folder import describe_run, make_folder, write_json
 from utils.text import counted, redacted_values
 
 if TYPE_CHECKING:
-    import torch
-
     from tools.choose_precision.layers import Layer
     from tools.common.precisions import Mode
     from tools.compare.plan import Run
@@ -96,9 +93,6 @@ class Measured:
     updates: int = 0
     skipped: int = 0
     scale: float = 1.0
-    learning_rate: float = 0.0
-    """At the last update."""
-    epochs: float = 0.0
     layers: list[Layer] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     failed: str = ""
@@ -123,27 +117,21 @@ class Measured:
         if not lines:
             self.failed = "not even one update was reported"
             return
-        last, config, samples = lines[-1], config_of_run(run), read_about(run)["samples"]["train"]
         self.losses = [math.nan if line["loss"] is None else line["loss"] for line in lines]
         self.images_per_second = history.images_per_second or 0.0
         self.data_wait_percent = statistics.median(line["perf"]["data_wait_percent"] for line in lines[1:] or lines)
         self.peak_memory_gb, self.skipped = history.peak_memory_gb or 0.0, history.skipped
-        self.updates, self.scale, self.learning_rate = last["update"], last["scale"], last["lr"]
-        self.epochs = self.updates * config.DATA.BATCH_SIZE * config.TRAIN.ACCUM_ITER / samples
+        self.updates, self.scale = lines[-1]["update"], lines[-1]["scale"]
 
     @property
     def gain(self) -> str:
         """Its memory and its loss, for the recommendation."""
         percent = round(100 * ((self.memory or 1) - 1))
         memory = f"{abs(percent)} % {'less' if percent < 0 else 'more'} memory"
-        text = (
+        return (
             f"{'the same memory' if abs(percent) < 2 else memory}; its loss differs from fp32's by at most "
             f"{self.difference:.2g}; two fp32 seeds differ by {self.noise:.2g}"
         )
-        if (self.difference or 0) <= (self.noise or 0):
-            return text
-        worse = f"rises at most {self.excess:.2g} above" if (self.excess or 0) > 0 else "never rises above"
-        return f"{text}; its loss {worse} the highest of the fp32 seeds"
 
 
 @dataclass(frozen=True)
@@ -167,15 +155,6 @@ class Baseline:
         """Largest difference between loss curves of two seeds, over this many reports."""
         curves = [run.losses[:reports] for run in self.runs]
         return max(largest_difference(*pair) for pair in itertools.combinations(curves, 2))
-
-    def excess(self, losses: list[float]) -> float:
-        """How far a loss curve rises above those of all three seeds; negative if it never does.
-
-        One seed is not enough to compare with: small differences grow until two curves differ as much as those of two
-        seeds do, in either direction.
-        """
-        curve, *seeds = _smooth([losses, *(run.losses for run in self.runs)])
-        return _greatest(value - max(others) for value, *others in zip(curve, *seeds, strict=True))
 
 
 def _smooth(curves: list[list[float]]) -> list[list[float]]:
@@ -205,7 +184,11 @@ def judge(one: Measured, base: Baseline, updates: int, slow: str = "") -> None:
     if 2 * one.updates < min(updates, base.runs[0].updates):
         one.against.append(f"only {one.updates} updates were trained")
     one.difference = largest_difference(base.runs[0].losses, one.losses)
-    one.noise, one.excess = base.seed_noise(len(one.losses)), base.excess(one.losses)
+    one.noise = base.seed_noise(len(one.losses))
+    # One seed is not enough to compare with: small differences grow until two curves differ as much as those of two
+    # seeds do, in either direction. So harm is a curve that rises above those of all three.
+    curve, *seeds = _smooth([one.losses, *(run.losses for run in base.runs)])
+    one.excess = _greatest(value - max(others) for value, *others in zip(curve, *seeds, strict=True))
     if one.excess > one.noise:
         one.against.append(
             f"its loss is up to {one.excess:.2g} above all fp32 seeds, which differ by {one.noise:.2g} among themselves"
@@ -246,45 +229,69 @@ def _choose(argv: list[str]) -> int:
     # Imported after all checks: importing torch takes seconds.
     from engine.machine.device import describe_devices, pick_device, set_up_device
     from engine.preflight import check
-    from tools.common.precisions import plan, read_modes
+    from tools.common.precisions import REFERENCE, is_emulated, lacks_arithmetic, modes_to_measure
     from tools.common.sessions import silence_torchao
+    from tools.compare.plan import Run
     from tools.compare.train import Terminated
     from utils.distributed.world import ALONE
 
     silence_torchao()
     check(config, loaded.sources)
     device = pick_device(config.DEVICE, ALONE)
-    modes = read_modes(asked.modes, config.AMP, device) if asked.modes is not None else None
-    for note in [*loaded.notes, *_without_effect(loaded)]:
+    modes, left_out = modes_to_measure(asked.modes, config, device)
+    for note in [*loaded.notes, *about_one_device(loaded)]:
         log.info(note)
-    planned = plan(config, device, modes)
     threads = set_up_device(config, device, ALONE)
     where = describe_devices(device, ALONE, threads)
     log.info("%s on %s, batch %d, %s", config.MODEL.NAME, config.DATA.DATASET, config.DATA.BATCH_SIZE, where)
-    names = ["fp32 (three seeds)", *(mode.name for mode in planned.modes)]
+    names = ["fp32 (three seeds)", *(mode.name for mode in modes)]
     log.info("measuring %s of each: %s", counted(asked.updates, "update"), ", ".join(names))
-    for name, reason in planned.left_out.items():
+    for name, reason in left_out.items():
         log.info("left out: %s: %s", name, reason)
 
     began = time.monotonic()
     folder = make_folder(config.OUTPUT, config.SAVE, NAME)
-    runs = _runs(config, folder, planned.modes, asked.updates, device)
+    train = config.TRAIN.model_copy(update={"MAX_UPDATES": asked.updates})
+    short = config.model_copy(
+        update={"TRAIN": train, "REPORT_FREQ": max(1, asked.updates // POINTS), "OUTPUT": None},
+    )
+
+    def run_of(mode: Mode, seed: int) -> Run:
+        amp = mode.amp(config.AMP).model_copy(update={"AUTO_FP32": False})
+        folder_of_run = folder / f"{mode.name}-{seed}"
+        return Run(mode.name, seed, short.model_copy(update={"AMP": amp, "SEED": seed}), folder_of_run)
+
+    # fp32 first, in the middle and last, each with a seed of its own, so that a drift of the machine shows.
+    half, others = len(modes) // 2, [run_of(mode, config.SEED) for mode in modes]
+    fp32 = [run_of(REFERENCE, config.SEED + number) for number in range(3)]
+    runs = [fp32[0], *others[:half], fp32[1], *others[half:], fp32[2]]
     try:
         measured = _train(runs, 60 * asked.budget_min, bool(asked.overwrite))
-        base, found = _judge(config, device, planned.modes, runs, measured)
+        base, found = Baseline([measured[run.folder] for run in fp32]), [measured[run.folder] for run in others]
+        if failed := next((run.failed for run in base.runs if run.failed), ""):
+            raise TrainingError(
+                f"fp32 failed, so nothing can be compared with it: {failed}. Try a smaller -batch_size."
+            )
+        for mode, run, one in zip(modes, others, found, strict=True):
+            one.flags = mode.flags(config.AMP)
+            if mode.dtype and not one.failed:
+                _examine_layers(run, one)
+            emulated = is_emulated(mode, device) or lacks_arithmetic(mode, device)
+            slow = "emulated on this device, so its speed is meaningless" if emulated else ""
+            judge(one, base, asked.updates, slow)
     except (KeyboardInterrupt, Terminated) as error:
         log.warning("interrupted; finished runs are in %s, and the same command with -output resumes", folder)
         return EXIT_STOPPED if isinstance(error, Terminated) else EXIT_INTERRUPTED
 
     advice = recommend(found, base, "-amp off" + " AMP.TF32=false" * config.AMP.TF32)
     log.info("\n%s\n", "\n".join(in_columns(_rows(found, base))))
-    for text in [*_details(found), *_remarks(config, device, base)]:
+    for text in details(found, base, on_gpu=device.type == "cuda"):
         log.info("%s", text)
     about = {
         **describe_run(where, {"updates": asked.updates, "threads": threads}, config.TAG),
         "seconds": round(time.monotonic() - began, 1),
         "recommendation": advice,
-        "left_out": planned.left_out,
+        "left_out": left_out,
         "fp32": {
             "images_per_second": base.images_per_second,
             "speed_noise": base.speed_noise,
@@ -299,7 +306,7 @@ def _choose(argv: list[str]) -> int:
         write_json(report, redacted_values(plain(about)))
     from tools.common.report_page.page import write_report
 
-    folders = [run.folder for run in runs if not measured[run.folder.name].failed]
+    folders = [run.folder for run in runs if not measured[run.folder].failed]
     try:
         write_report(folders, folder / "report.html", verdict=advice["sentence"], predictions=False)
     except UserError as error:  # not fatal: everything else is in the log
@@ -308,98 +315,43 @@ def _choose(argv: list[str]) -> int:
     return EXIT_DONE
 
 
-def _without_effect(loaded: Loaded) -> list[str]:
-    """Notes on the user's settings that this tool ignores."""
-    compared = [k for k in ("ENABLED", "DTYPE", "LEVEL", "TF32") if loaded.sources[f"AMP.{k}"] != "default"]
-    notes = [
-        f"AMP.{key} ({loaded.sources[f'AMP.{key}']}) has no effect: this tool compares its values" for key in compared
-    ]
-    if loaded.config.AMP.AUTO_FP32:
-        notes.append(
-            "AMP.AUTO_FP32 has no effect: no module is moved to fp32, so that each precision is measured unchanged"
-        )
-    return notes + about_one_device(loaded)
-
-
-def _runs(config: Config, folder: Path, modes: tuple[Mode, ...], updates: int, device: torch.device) -> list[Run]:
-    """fp32 comes first, in the middle and last, each with a seed of its own, so that a drift of the machine shows."""
-    from tools.common.precisions import REFERENCE, UPDATES_WITHOUT_ARITHMETIC, lacks_arithmetic
-    from tools.compare.plan import Run
-
-    def run(mode: Mode, seed: int) -> Run:
-        number = min(UPDATES_WITHOUT_ARITHMETIC, updates) if lacks_arithmetic(mode, device) else updates
-        amp = mode.amp(config.AMP).model_copy(update={"AUTO_FP32": False})
-        changed = {"AMP": amp, "SEED": seed, "REPORT_FREQ": max(1, number // POINTS), "OUTPUT": None}
-        changed["TRAIN"] = config.TRAIN.model_copy(update={"MAX_UPDATES": number})
-        return Run(mode.name, seed, config.model_copy(update=changed), folder / f"{mode.name}-{seed}")
-
-    half, others = len(modes) // 2, [run(mode, config.SEED) for mode in modes]
-    fp32 = [run(REFERENCE, config.SEED + number) for number in range(3)]
-    return [fp32[0], *others[:half], fp32[1], *others[half:], fp32[2]]
-
-
-def _train(runs: list[Run], seconds: float, again: bool) -> dict[str, Measured]:
+def _train(runs: list[Run], seconds: float, again: bool) -> dict[Path, Measured]:
     """Train what is not trained yet; each run gets an equal part of the time left, and is paused when that is over."""
     from tools.common.comparison.runs import is_finished
-    from tools.common.turns import progress_bar
+    from tools.common.turns import progress
     from tools.compare.plan import check_runs, command_of
     from tools.compare.train import terminating, train_run
 
     check_runs(runs, again)
-    measured: dict[str, Measured] = {}
+    measured: dict[Path, Measured] = {}
     end = time.monotonic() + seconds
-    with progress_bar(len(runs), "runs") as bar, terminating():
-        for nth, run in enumerate(runs):
-            one = measured[run.folder.name] = Measured(run.contender)
+    with terminating():
+        for run in progress(runs, "runs"):
+            one = measured[run.folder] = Measured(run.contender)
             if not is_finished(run.folder):
-                own = max(1.0, (end - time.monotonic()) / (len(runs) - nth))
-                limit = f"MAX_TIME={int(own // 3600):02d}:{int(own // 60 % 60):02d}:{math.ceil(own % 60) % 60:02d}"
+                own = math.ceil(max(1.0, (end - time.monotonic()) / (len(runs) - len(measured) + 1)))
+                limit = f"MAX_TIME={own // 3600:02d}:{own // 60 % 60:02d}:{own % 60:02d}"
                 one.failed = train_run(run, [*command_of(run, many=False), limit], lambda *_: None) or ""
             if not one.failed:
                 one.read(run.folder)
             late = "" if is_finished(run.folder) else ", cut short (-budget_min)"
             speed = f"{counted(one.updates, 'update')}, {rounded(one.images_per_second)} images/s{late}"
             log.info("  %s, seed %d: %s", run.contender, run.seed, one.failed or speed)
-            bar.update()
     return measured
 
 
-def _judge(
-    config: Config, device: torch.device, modes: tuple[Mode, ...], runs: list[Run], measured: dict[str, Measured]
-) -> tuple[Baseline, list[Measured]]:
-    """Examine the layers of each mode, and compare it with fp32."""
-    from engine.amp.precision import choose
+def _examine_layers(run: Run, one: Measured) -> None:
     from tools.choose_precision.layers import layers_of
-    from tools.common.precisions import is_emulated, lacks_arithmetic
     from tools.common.sessions import reason
 
-    base = Baseline([measured[run.folder.name] for run in runs if run.contender == FP32])
-    if failed := next((run.failed for run in base.runs if run.failed), ""):
-        raise TrainingError(f"fp32 failed, so nothing can be compared with it: {failed}. Try a smaller -batch_size.")
-    found, of = [], {run.contender: run for run in runs}
-    for mode in modes:
-        run, one = of[mode.name], measured[of[mode.name].folder.name]
-        one.flags, asked = mode.flags(config.AMP), run.config.TRAIN.MAX_UPDATES or 0
-        if warning := choose(mode.amp(config.AMP), device).warning:
-            one.notes.append(warning)
-        if mode.dtype and not one.failed:
-            level = log.level
-            log.setLevel(logging.WARNING)  # the model's lines are in the run's own log
-            try:
-                one.layers = layers_of(run, one.scale)
-            except (MemoryError, RuntimeError, UserError) as error:
-                one.notes.append(f"its layers could not be examined: {reason(error)}")
-            finally:
-                log.setLevel(level)
-        slow = "emulated on this device, so its speed is meaningless" if is_emulated(mode, device) else ""
-        if lacks_arithmetic(mode, device):
-            slow = (
-                f"this CPU has no fp16 arithmetic and emulates it, so only {asked} updates were run: "
-                "they show whether the model trains, not how fast"
-            )
-        judge(one, base, asked, slow)
-        found.append(one)
-    return base, found
+    level = log.level
+    log.setLevel(logging.WARNING)  # the model's lines are in the run's own log
+    try:
+        one.layers = layers_of(run, one.scale)
+    except (MemoryError, RuntimeError, UserError) as error:
+        one.notes.append(f"its layers could not be examined: {reason(error)}")
+    finally:
+        log.setLevel(level)
 
 
 def _rows(found: list[Measured], base: Baseline) -> list[list[str]]:
@@ -412,6 +364,8 @@ def _rows(found: list[Measured], base: Baseline) -> list[list[str]]:
         if one.failed:
             rows.append([one.name, *["-"] * 9])
             continue
+        headroom = min((layer.headroom for layer in one.layers), default=math.inf)
+        power = "any" if math.isinf(headroom) else f"2^{math.floor(math.log2(headroom))}"
         rows.append(
             [
                 one.name,
@@ -423,51 +377,32 @@ def _rows(found: list[Measured], base: Baseline) -> list[list[str]]:
                 _small(one.noise),
                 f"{one.skipped}/{one.updates}",
                 _percent(max(layer.underflow_share for layer in one.layers)) if one.layers else "-",
-                _power(min(layer.headroom for layer in one.layers)) if one.layers else "-",
+                power if one.layers else "-",
             ]
         )
     return rows
 
 
-def _details(found: list[Measured]) -> list[str]:
-    """Lines below the table: the layers that lose most, notes, and why a mode is not recommended."""
+def details(found: list[Measured], base: Baseline, on_gpu: bool) -> list[str]:
+    """Lines below the table: the layers that lose most, why a mode is not recommended, and what the numbers mean."""
     lines: list[str] = []
     for one in found:
-        texts = []
         worst = sorted(one.layers, key=lambda layer: layer.underflow_share, reverse=True)[:SHOWN_LAYERS]
         if worst := [layer for layer in worst if layer.underflows]:
             fractions = ", ".join(f"{layer.name} {_percent(layer.underflow_share)} ({layer.dtype})" for layer in worst)
-            texts.append(f"layers whose gradients underflow most, at scale {one.scale:g}: {fractions}")
-        tightest = min(one.layers, key=lambda layer: layer.headroom, default=None)
-        if tightest is not None and tightest.headroom < 2**15:
-            texts.append(
-                f"at scale {one.scale:g}, {tightest.name} is closest to overflow: its gradients could be "
-                f"{_power(tightest.headroom)} times as large without overflow"
-            )
-        texts += [*one.notes, *(f"not recommended: {reason}" for reason in one.against)]
-        lines += [f"{one.name}: {text}" for text in texts]
-    return lines
-
-
-def _remarks(config: Config, device: torch.device, base: Baseline) -> list[str]:
-    texts, first = [], base.runs[0]
-    if device.type != "cuda":
-        texts.append("memory: peak of the whole process, Python and libraries (about 0.5 GB) included")
+            lines.append(f"{one.name}: layers whose gradients underflow most, at scale {one.scale:g}: {fractions}")
+        lines += [f"{one.name}: {text}" for text in one.notes]
+        lines += [f"{one.name}: not recommended: {reason}" for reason in one.against]
+    if not on_gpu:
+        lines.append("memory: peak of the whole process, Python and libraries (about 0.5 GB) included")
     noise = f"speed: three runs of fp32 varied by {100 * base.speed_noise:.0f} %; smaller differences are noise"
-    busy = "; repeat the measurement when the machine is idle"
-    texts.append(noise + busy * (base.speed_noise > MUCH_NOISE))
-    warmup = min(config.TRAIN.WARMUP_EPOCHS, config.TRAIN.NUM_EPOCHS)
-    if first.epochs < warmup / 2:
-        texts.append(
-            f"learning rate: reached only {first.learning_rate:.2g}, after {first.epochs:.2g} of "
-            f"{warmup:g} TRAIN.WARMUP_EPOCHS; for the full learning rate, give more -updates or a shorter warm-up"
+    lines.append(noise + "; repeat the measurement when the machine is idle" * (base.speed_noise > MUCH_NOISE))
+    if (waited := base.runs[0].data_wait_percent) > MUCH_WAITING:
+        lines.append(
+            f"data: fp32 waited for samples {waited:.0f} % of the time; while loading is the bottleneck, no precision "
+            "makes training faster (see DATA.NUM_WORKERS)"
         )
-    if first.data_wait_percent > MUCH_WAITING:
-        texts.append(
-            f"data: fp32 waited for samples {first.data_wait_percent:.0f} % of the time; while loading is the "
-            "bottleneck, no precision makes training faster (see DATA.NUM_WORKERS)"
-        )
-    return texts
+    return lines
 
 
 def rounded(images: float) -> str:
@@ -480,7 +415,3 @@ def _small(value: float | None) -> str:
 
 def _percent(fraction: float) -> str:
     return f"{100 * fraction:.2g} %"
-
-
-def _power(headroom: float) -> str:
-    return "any" if math.isinf(headroom) else f"2^{math.floor(math.log2(headroom))}"

@@ -45,8 +45,6 @@ class Layer:
     """Of the gradient of its output."""
     values: int = 0
     """Values that are not zero in fp32."""
-    zeros: int = 0
-    """Values that become zero."""
     underflows: int = 0
     """Values that become zero, or subnormal with fewer significant bits."""
     headroom: float = field(default=float("inf"))
@@ -67,7 +65,6 @@ class Layer:
         there = gradient != 0
         self.values += int(there.sum())
         self.underflows += int(((scaled.abs() < info.tiny) & there).sum())
-        self.zeros += int(((scaled.to(at.dtype).float() == 0) & there).sum())
         top = float(scaled.abs().max())
         if top and at.scale is not None:  # a tensor scaled to its own largest value cannot overflow
             self.headroom = min(self.headroom, info.max / top)
@@ -91,13 +88,23 @@ def examine_layers(config: Config, ready: ReadyToTrain, given: tuple[MicroBatch,
     reference.load_state_dict(ready.parts.model.state_dict())
     layers = {name: Layer(name, SHORT[at.dtype]) for name, at in precisions.items()}
     modules = dict(_leaves(reference))
-    for name, at in precisions.items():
-        modules[name].register_forward_hook(_examine_output(layers[name], at))
+
+    def examine_output(name: str) -> Any:
+        def hook(_: nn.Module, __: Any, output: Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(lambda gradient: layers[name].add(gradient, precisions[name]))
+
+        return hook
+
+    for name in precisions:
+        modules[name].register_forward_hook(examine_output(name))
     seed_all(config.SEED, "doctor")
     loss = ready.parts.criterion(reference(inputs(batch.images)), batch.labels) * share.weight
     loss.backward()
     for name, at in precisions.items():
-        for parameter in _cast_parameters(modules[name], ready.precision.level):
+        if isinstance(modules[name], NORMS) and ready.precision.level not in ("NAIVE", "O3"):
+            continue  # norms and their gradients stay in fp32
+        for parameter in modules[name].parameters():
             if parameter.grad is not None:
                 # fp8 layers compute weight gradients as a product in bf16.
                 layers[name].add(parameter.grad, at if at.scale is not None else Scaled(torch.bfloat16, scale))
@@ -118,7 +125,9 @@ def _precisions(ready: ReadyToTrain, batch: Batch, scale: float) -> dict[str, Sc
     def recorder(name: str) -> Any:
         def hook(module: nn.Module, _: Any, output: Any) -> None:
             if isinstance(output, Tensor) and output.dtype in SHORT:
-                precisions.setdefault(name, _scaled(module, output.dtype, scale))
+                # fp8 layers cast the gradient of their output to 8 bits, each tensor with its own scale.
+                cast = getattr(getattr(module, "config", None), "cast_config_grad_output", None)
+                precisions[name] = Scaled(output.dtype, scale) if cast is None else Scaled(cast.target_dtype, None)
 
         return hook
 
@@ -128,26 +137,3 @@ def _precisions(ready: ReadyToTrain, batch: Batch, scale: float) -> dict[str, Sc
     for handle in handles:
         handle.remove()
     return precisions
-
-
-def _scaled(module: nn.Module, dtype: torch.dtype, scale: float) -> Scaled:
-    """fp8 layers cast the gradient of their output to 8 bits, each tensor with its own scale."""
-    config = getattr(module, "config", None)
-    cast = getattr(config, "cast_config_grad_output", None)
-    if cast is None:
-        return Scaled(dtype, scale)
-    return Scaled(cast.target_dtype, None)
-
-
-def _examine_output(layer: Layer, at: Scaled) -> Any:
-    def hook(_: nn.Module, __: Any, output: Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(lambda gradient: layer.add(gradient, at))
-
-    return hook
-
-
-def _cast_parameters(module: nn.Module, level: str) -> Iterator[nn.Parameter]:
-    """Parameters below fp32. Norms and their gradients stay in fp32 at most levels."""
-    if not isinstance(module, NORMS) or level in ("NAIVE", "O3"):
-        yield from module.parameters()

@@ -99,18 +99,18 @@ class BrokenImages:
 
     def summary(self) -> str:
         """Sentence for the end of the log; '' if all images could be read."""
-        count, storage = len(self._broken), sum(broken.storage for broken in self._broken.values())
-        if not count:
-            return ""
+        count = len(self._broken)
         were = "was" if count == 1 else "were"
         text = f"{counted(count, 'training image')} could not be read and {were} replaced. "
-        text += f"{(self.folder or Path()) / LIST} lists them for DATA.EXCLUDE"
-        return text + (f", except for {storage} with storage errors" if storage else "")
+        return f"{text}{self._file} lists them for DATA.EXCLUDE" if count else ""
+
+    @property
+    def _file(self) -> Path:
+        return (self.folder or Path()) / LIST
 
     def _record(self, broken: Broken) -> bool:
-        """Record and log an image; False if it was known. Damage replaces an earlier storage error of the image."""
-        before = self._broken.get(broken.sample)
-        if before and (broken.storage or not before.storage):
+        """Record and log an image; False if it was known."""
+        if broken.sample in self._broken:
             return False
         self._broken[broken.sample] = broken
         log.warning(
@@ -129,29 +129,19 @@ class BrokenImages:
             return
         from datasets.exclude import REMARK
 
-        file = self.folder / LIST
-        before = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+        before = self._file.read_text(encoding="utf-8").splitlines() if self._file.exists() else []
         known = {line.partition(REMARK)[0] for line in before}
         new = [one.line for one in self._broken.values() if one.line.partition(REMARK)[0] not in known]
-        write_atomically(file, "".join(f"{line}\n" for line in [*before, *new]))
+        write_atomically(self._file, "".join(f"{line}\n" for line in [*before, *new]))
 
     def _too_many(self) -> str:
-        storage = [broken for broken in self._broken.values() if broken.storage]
-        damaged = [broken for broken in self._broken.values() if not broken.storage]
-        if len(damaged) <= self.limit:
-            return (
-                f"{counted(len(self._broken), 'training image')} could not be read, and DATA.MAX_BAD allows "
-                f"{self.limit}. {len(storage)} of them failed with storage errors, the last: "
-                f"{_names(storage[-MOST_NAMED_IN_TRAINING:])}. The files may be intact: when the storage is back, "
-                "resume from the last checkpoint with -resume."
-            )
+        last = list(self._broken.values())[-MOST_NAMED_IN_TRAINING:]
         return (
-            f"{counted(len(damaged), 'training image')} cannot be read, and DATA.MAX_BAD allows {self.limit}. The "
-            f"last: {_names(damaged[-MOST_NAMED_IN_TRAINING:])}. Repair them, exclude them with "
-            f"DATA.EXCLUDE={(self.folder or Path()) / LIST}, which lists them "
-            f"({started_as('scripts/check_data.py')} finds all broken images), or raise DATA.MAX_BAD. Then resume from "
-            "the last checkpoint with -resume; after excluding images, from one saved at the end of an epoch "
-            "(-last_epoch)."
+            f"{counted(len(self._broken), 'training image')} cannot be read, and DATA.MAX_BAD allows {self.limit}. The "
+            f"last: {_names(last)}. Repair them, exclude them with DATA.EXCLUDE={self._file}, which lists them "
+            f"({started_as('scripts/check_data.py')} finds all broken images), or raise DATA.MAX_BAD; after storage "
+            "errors, the files may be intact when the storage is back. Then resume from the last checkpoint with "
+            "-resume; after excluding images, from one saved at the end of an epoch (-last_epoch)."
         )
 
 
@@ -176,12 +166,8 @@ class BrokenInValidation:
         text = f"{counted(len(broken), 'validation image')} cannot be read: {_names(broken[:MOST_NAMED_IN_VALIDATION])}"
         if len(broken) > MOST_NAMED_IN_VALIDATION:
             text += "; ..."
-        if all(one.storage for one in broken):
-            raise AllRanksError(
-                f"{text}. These are storage errors, and the files may be intact: when the storage is back, repeat the "
-                "command, or resume a training run with -resume."
-            )
         raise AllRanksError(
             f"{text}. Every validation image counts once, so none is replaced. Repair them, or list them in the file "
-            f"of DATA.EXCLUDE ({started_as('scripts/check_data.py')} -fix FILE writes it)."
+            f"of DATA.EXCLUDE ({started_as('scripts/check_data.py')} -fix FILE writes it); after storage errors, the "
+            "files may be intact: when the storage is back, repeat the command, or resume a training run with -resume."
         )

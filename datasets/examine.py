@@ -21,7 +21,7 @@ from typing import TypeVar
 import numpy as np
 
 from datasets.base import ImageDataset, Samples
-from datasets.decoding import GREY, TRANSPARENT, Header, header_of
+from datasets.decoding import TRANSPARENT, Header, header_of
 from datasets.labels import images_of_classes
 from utils.config import Config
 from utils.config.data import DataConfig
@@ -48,22 +48,11 @@ MEASURED = 100
 """Images whose sides give `median_side`."""
 UNEQUAL = 5
 """Largest class over smallest, from which on the classes are called unequal."""
-HUGE = 16
-"""Times as many pixels as the model sees, from which on an image is called huge."""
 
 
-class Clock:
-    """A time limit that begins now."""
-
-    def __init__(self, seconds: float) -> None:
-        self._begin, self.seconds = time.monotonic(), seconds
-
-    def is_past(self, fraction: float = 1.0) -> bool:
-        return time.monotonic() - self._begin > fraction * self.seconds
-
-    def limit(self, items: Iterable[Item], fraction: float = 1.0) -> Iterator[Item]:
-        """Items until that fraction of the time has passed."""
-        return takewhile(lambda _: not self.is_past(fraction), items)
+def _until(end: float, items: Iterable[Item]) -> Iterator[Item]:
+    """Items, as long as there is time."""
+    return takewhile(lambda _: time.monotonic() <= end, items)
 
 
 @dataclass
@@ -93,9 +82,6 @@ class Findings:
     """Images whose headers were read"""
     modes: dict[str, int] = field(default_factory=dict)
     turned: int = 0
-    smallest: tuple[int, int] = (0, 0)
-    median: tuple[int, int] = (0, 0)
-    largest: tuple[int, int] = (0, 0)
 
 
 def examine(train: Samples, validation: Samples, data: DataConfig) -> Findings:
@@ -120,24 +106,20 @@ def examine(train: Samples, validation: Samples, data: DataConfig) -> Findings:
         findings.copies = find_copies(train, validation, QUICK_SECONDS if quick else float("inf"))
 
     count = min(LOOKED_AT, len(train)) if quick else len(train)
-    headers = list(Clock(HEADER_SECONDS if quick else float("inf")).limit(_headers(train, count, data)))
+    end = time.monotonic() + (HEADER_SECONDS if quick else float("inf"))
+    headers = list(_until(end, _headers(train, count, data)))
     findings.looked_at = len(headers)
     findings.modes = dict(Counter(header.mode for header in headers if header.mode))
     findings.turned = sum(header.turned for header in headers)
-    sizes = np.array([header.size for header in headers if header.size != (0, 0)])
-    if len(sizes):
-        by_area = sizes[np.argsort(sizes.prod(1), kind="stable")].tolist()
-        findings.smallest, findings.median, findings.largest = (
-            (width, height) for width, height in (by_area[0], by_area[len(by_area) // 2], by_area[-1])
-        )
     return findings
 
 
 def find_copies(train: Samples, validation: Samples, seconds: float) -> Copies:
     """Compare images of equal size by a hash of their contents. If the time is too short, a random part is compared."""
-    clock = Clock(seconds)
-    of_validation = _sizes(validation, clock, SIZES_OF_VALIDATION)
-    of_training = _sizes(train, clock, SIZES_OF_BOTH)
+    begin = time.monotonic()
+    end = begin + seconds
+    of_validation = _sizes(validation, begin + SIZES_OF_VALIDATION * seconds)
+    of_training = _sizes(train, begin + SIZES_OF_BOTH * seconds)
     known = of_validation[of_validation >= 0]
     shared = np.intersect1d(known, of_training)
     copies = Copies(0, int(len(known) - np.isin(known, shared).sum()), training=int((of_training >= 0).sum()))
@@ -148,9 +130,9 @@ def find_copies(train: Samples, validation: Samples, seconds: float) -> Copies:
             order[slice(*np.searchsorted(sizes, (size, size + 1)))].tolist()
             for sizes, order in zip(ordered, orders, strict=True)
         )
-        twins = dict(_digests(train, training, clock))
-        digests = list(_digests(validation, validating, clock))
-        if clock.is_past():
+        twins = dict(_digests(train, training, end))
+        digests = list(_digests(validation, validating, end))
+        if time.monotonic() > end:
             break
         copies.compared += len(validating)
         for digest, index in digests:
@@ -161,19 +143,19 @@ def find_copies(train: Samples, validation: Samples, seconds: float) -> Copies:
     return copies
 
 
-def _sizes(samples: Samples, clock: Clock, fraction: float) -> np.ndarray:
-    """Sizes of blocks of neighbours in random order, until that fraction of the time has passed; -1 for the others."""
+def _sizes(samples: Samples, end: float) -> np.ndarray:
+    """Sizes of blocks of neighbours in random order, as long as there is time; -1 for the others."""
     sizes = np.full(len(samples), -1, dtype=np.int64)
     blocks = np.random.default_rng(0).permutation(-(-len(samples) // BLOCK)).tolist()
-    for block in clock.limit(blocks, fraction):
+    for block in _until(end, blocks):
         for index in range(block * BLOCK, min((block + 1) * BLOCK, len(samples))):
             with contextlib.suppress(OSError, ValueError):  # unreadable: reported when it is trained on
                 sizes[index] = samples.size(index)
     return sizes
 
 
-def _digests(samples: Samples, indices: list[int], clock: Clock) -> Iterator[tuple[bytes, int]]:
-    for index in clock.limit(indices):
+def _digests(samples: Samples, indices: list[int], end: float) -> Iterator[tuple[bytes, int]]:
+    for index in _until(end, indices):
         with contextlib.suppress(OSError):
             yield hashlib.blake2b(bytes(samples.read(index)), digest_size=16).digest(), index
 
@@ -250,23 +232,11 @@ def notes_of(found: Findings, data: DataConfig, weighted: bool, check: str) -> l
     of += "" if found.looked_at == found.images["training"] else " looked at"
     if number := found.modes.get(TRANSPARENT):
         notes.append(f"With transparent pixels, composited by DATA.BACKGROUND={data.BACKGROUND}: {number:,} {of}")
-    if number := found.modes.get(GREY):
-        notes.append(f"Grey, read as colour images: {number:,} {of}")
     if found.turned and not data.EXIF_ROTATE:
         notes.append(
             f"To be turned by their EXIF data, but read as they are stored: {found.turned:,} {of}. "
             "DATA.EXIF_ROTATE=true turns them"
         )
-    if found.median != (0, 0):
-        sizes, model = (found.median, found.smallest, found.largest), data.IMAGE_SIZE
-        text = "Sizes {} (median), {} to {}".format(*(f"{width} x {height}" for width, height in sizes))
-        text += f", {of}; the model sees {model} x {model}"
-        if min(found.median) < model / 2:
-            text += ": most images are enlarged, so a smaller -image_size would see as much"
-        elif found.median[0] * found.median[1] > HUGE * model * model:
-            text += ": decoding such images takes most of the time; see docs/data_speed.md"
-        notes.append(text)
-
     copies, images = found.copies, found.images
     if copies is None:
         notes.append(

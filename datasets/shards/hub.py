@@ -58,7 +58,8 @@ def choose_files(root: Path, paths: Iterable[Path], dataset: str) -> dict[str, l
         raise UserError(f"DATA.DATASET {dataset}: there is no parquet file in {root}. {LAYOUT.format(root=root)}")
     named: dict[str, list[Path]] = defaultdict(list)
     for path in files:
-        named[_split_of(path.relative_to(root))].append(path)
+        words = map(split_named_in, reversed(path.relative_to(root).parts))  # of the file, else of its nearest folder
+        named[next(filter(None, words), "")].append(path)
     parts = named_parts([name for name in SPLIT_NAMES if name in named], root)
     splits = {part: named[parts[part]] for part in distinct(parts)}
     if not splits:
@@ -74,11 +75,6 @@ def choose_files(root: Path, paths: Iterable[Path], dataset: str) -> dict[str, l
                 f"Name one of them, as in {dataset}/{min(tops)}."
             )
     return splits
-
-
-def _split_of(path: Path) -> str:
-    """Split named by the file, else by its nearest folder; '' for none."""
-    return next((name for part in reversed(path.parts) if (name := split_named_in(part))), "")
 
 
 def columns_of(root: Path, files: list[Path], dataset: str) -> Columns:
@@ -156,13 +152,8 @@ def _open(file: Path) -> Any:
 
 
 def _batches(file: Path, size: int, columns: list[str]) -> Iterator[Any]:
-    batches = _open(file).iter_batches(size, columns=columns)
-    while True:
-        with _naming(file):
-            batch = next(batches, None)
-        if batch is None:
-            return
-        yield batch
+    with _naming(file):
+        yield from _open(file).iter_batches(size, columns=columns)
 
 
 @contextlib.contextmanager

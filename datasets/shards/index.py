@@ -41,16 +41,18 @@ class TarSample(NamedTuple):
     name: str
     offset: int
     size: int
-    label: int | str
-    """Number or class name, as in the file"""
+    label: int
 
 
 def read_tar(file: BinaryIO, size: int, where: str, skipped: SkippedFiles) -> list[TarSample]:
     """Samples of the tar file `where`, `size` bytes long, by its headers. UserErrors name the offset of the damage."""
     images: dict[str, tuple[str, int, int]] = {}
-    labels: dict[str, int | str] = {}
+    labels: dict[str, int] = {}
     for member in _members(file, size, where):
-        key, kind = _key(member.name)
+        # 'a/b.c.jpg' is 'c.jpg' of 'a/b': as in WebDataset, the extension begins at the first dot.
+        folder, slash, file_name = member.name.rpartition("/")
+        stem, _, kind = file_name.partition(".")
+        key, kind = folder + slash + stem, kind.lower()
         if not member.isreg() or member.issparse():
             if kind in (*IMAGE_KINDS, *LABEL_KINDS):
                 skipped.add(member.name, "links and other members that are not files")
@@ -118,14 +120,7 @@ def _damaged(where: str, size: int, offset: int, what: str) -> UserError:
     )
 
 
-def _key(name: str) -> tuple[str, str]:
-    """'a/b.c.jpg' -> ('a/b', 'c.jpg'): key and extension, which begins at the first dot, as in WebDataset."""
-    folder, slash, file = name.rpartition("/")
-    stem, _, kind = file.partition(".")
-    return folder + slash + stem, kind.lower()
-
-
-def _label(file: BinaryIO, member: tarfile.TarInfo, where: str) -> int | str | None:
+def _label(file: BinaryIO, member: tarfile.TarInfo, where: str) -> int | None:
     """Label in a member; None for a JSON file without a label."""
     file.seek(member.offset_data)
     text = file.read(min(member.size, LARGEST_LABEL))
@@ -135,48 +130,40 @@ def _label(file: BinaryIO, member: tarfile.TarInfo, where: str) -> int | str | N
             value = parse_json(label)
             if not isinstance(value, dict) or "label" not in value:
                 return None
-            label = value["label"]
-            if isinstance(label, bool) or not isinstance(label, int | str):
-                raise ValueError("its 'label' is neither a whole number nor a name")
-        elif not label:
-            raise ValueError("it is empty")
+            label = str(value["label"])
+        if not label.removeprefix("-").isdecimal():
+            raise ValueError(f"{label[:40]!r} is not a whole number; the names of the classes are lines of classes.txt")
     except ValueError as error:
         raise UserError(f"{where}: {member.name} has no valid label: {error}.") from None
-    shown = f"{label:.40}" if isinstance(label, str) else str(label)
-    if isinstance(label, str) and label.removeprefix("-").isdecimal():
-        label = number_of_digits(label)
-    if isinstance(label, int) and abs(label) > LARGEST_NUMBER:
-        raise UserError(f"{where}: {member.name} has the label {shown}, which is too large for a class.")
-    return label
+    number = number_of_digits(label)
+    if abs(number) > LARGEST_NUMBER:
+        raise UserError(f"{where}: {member.name} has the label {label:.40}, which is too large for a class.")
+    return number
 
 
 class TarWriter:
     """Writes samples to a tar file; the same samples give the same bytes."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "wb")  # noqa: SIM115 - see close
-        self._tar = tarfile.open(fileobj=self._file, mode="w:", format=tarfile.USTAR_FORMAT)  # noqa: SIM115 - see close
+        self._path = path
+        self._tar = tarfile.open(path, "w:", format=tarfile.USTAR_FORMAT)  # noqa: SIM115 - see close
 
     @property
     def size(self) -> int:
         """Bytes written so far."""
-        return self._file.tell()
+        return self._tar.offset
 
     def add(self, key: str, kind: str, image: bytes, label: int) -> None:
-        self._member(f"{key}.{kind}", image)
-        self._member(f"{key}.cls", str(label).encode())
-
-    def _member(self, name: str, content: bytes) -> None:
-        info = tarfile.TarInfo(name)
-        info.size, info.mode = len(content), 0o644
-        self._tar.addfile(info, io.BytesIO(content))
+        for name, content in ((f"{key}.{kind}", image), (f"{key}.cls", str(label).encode())):
+            info = tarfile.TarInfo(name)
+            info.size, info.mode = len(content), 0o644
+            self._tar.addfile(info, io.BytesIO(content))
 
     def close(self) -> None:
         """Close the file and sync it to the disk."""
-        with self._file:
-            self._tar.close()
-            self._file.flush()
-            os.fsync(self._file.fileno())
+        self._tar.close()
+        with open(self._path, "rb") as file:
+            os.fsync(file.fileno())
 
 
 FORMAT = 1
@@ -200,8 +187,6 @@ class ShardIndex:
     names: np.ndarray
     """Names of the members as bytes, concatenated."""
     name_ends: np.ndarray
-    classes: list[str]
-    """Class names that were used to convert labels to numbers; empty if all labels are numbers."""
     skipped: str = ""
     """Line about members that are not samples; '' also in indexes of older versions."""
 
@@ -212,10 +197,8 @@ class ShardIndex:
         begin = self.name_ends[index - 1] if index else 0
         return self.names[begin : self.name_ends[index]].tobytes().decode(errors="surrogateescape")
 
-    def is_current(self, shards: Sequence[ShardFile], classes: list[str] | None) -> bool:
-        """Whether the index is of these tar files, unchanged, and of these classes."""
-        if self.classes and self.classes != classes:
-            return False
+    def is_current(self, shards: Sequence[ShardFile]) -> bool:
+        """Whether the index is of these tar files, unchanged."""
         indexed = zip(self.shards, self.shard_sizes.tolist(), self.stamps, strict=True)
         return len(shards) == len(self.shards) and all(
             name == shard.name and size == shard.size and (stamp == shard.stamp or not (stamp and shard.stamp))
@@ -229,7 +212,7 @@ class ShardIndex:
             format=np.array(FORMAT),
             shards=_text(self.shards),
             stamps=_text(self.stamps),
-            classes=_text(self.classes),
+            classes=_text([]),  # of labels that are names, which earlier versions read
             passed_over=_text([self.skipped]),
             **{name: getattr(self, name) for name in _ARRAYS},
         )
@@ -254,10 +237,10 @@ def from_bytes(content: bytes) -> ShardIndex | None:
             if sum(member.file_size for member in file.infolist()) > len(content):
                 return None
         with np.load(io.BytesIO(content), allow_pickle=False) as file:
-            if int(file["format"]) != FORMAT:
+            if int(file["format"]) != FORMAT or len(file["classes"]):
                 return None
             arrays = {name: file[name] for name in _ARRAYS}
-            texts = {name: _lines(file[name]) for name in ("shards", "stamps", "classes")}
+            texts = {name: _lines(file[name]) for name in ("shards", "stamps")}
             skipped = "".join(_lines(file["passed_over"])) if "passed_over" in file else ""
             index = ShardIndex(**texts, **arrays, skipped=skipped)
     except (OSError, ValueError, KeyError, TypeError, EOFError, MemoryError, zipfile.BadZipFile):
@@ -288,11 +271,10 @@ def _is_sound(index: ShardIndex, arrays: dict[str, np.ndarray]) -> bool:
     )
 
 
-def make_index(store: Store, shards: Sequence[ShardFile], classes: list[str] | None) -> ShardIndex:
+def make_index(store: Store, shards: Sequence[ShardFile]) -> ShardIndex:
     """Index shards by their headers."""
-    numbers = {name: number for number, name in enumerate(classes or ())}
     columns: dict[str, list[np.ndarray]] = defaultdict(list)
-    skipped, has_names = SkippedFiles(), False
+    skipped = SkippedFiles()
     for number, file in enumerate(shards):
         where = f"{store.root}/{file.name}"
         try:
@@ -300,36 +282,19 @@ def make_index(store: Store, shards: Sequence[ShardFile], classes: list[str] | N
                 samples = read_tar(opened, file.size, where, skipped)
         except OSError as error:
             raise UserError(f"{where} cannot be read: {error}.") from None
-        for name, _, _, label in samples:
-            if isinstance(label, str) and label not in numbers:
-                problem = "has no such line" if numbers else "does not exist"
-                raise UserError(
-                    f"{where}: the label of {name} is {label!r}. A label that is not a number must be a line of "
-                    f"classes.txt in DATA.DATA_PATH, but that file {problem}."
-                )
-        labels = [one.label for one in samples]
-        names = [one.name.encode(errors="surrogateescape") for one in samples]
-        has_names = has_names or any(isinstance(label, str) for label in labels)
+        names = [sample.name.encode(errors="surrogateescape") for sample in samples]
+        numbers = np.array([sample[1:] for sample in samples], dtype=np.int64).reshape(-1, 3)
+        for column, values in zip(("offset", "size", "label"), numbers.T, strict=True):
+            columns[column].append(values)
         columns["shard"].append(np.full(len(samples), number, dtype=np.int32))
-        columns["offset"].append(np.array([one.offset for one in samples], dtype=np.int64))
-        columns["size"].append(np.array([one.size for one in samples], dtype=np.int64))
-        numbered = [numbers[label] if isinstance(label, str) else label for label in labels]
-        columns["label"].append(np.array(numbered, dtype=np.int64))
         columns["names"].append(np.frombuffer(b"".join(names), dtype=np.uint8))
-        columns["lengths"].append(np.array([len(name) for name in names], dtype=np.int64))
-    if has_names and len(numbers) < len(classes or ()):
-        repeated = next(name for name in numbers if (classes or []).count(name) > 1)
-        raise UserError(
-            f"{store.root}: labels are names, but classes.txt has the line {repeated!r} more than once, so the class "
-            "is ambiguous. Give these classes different names, or use whole numbers as labels."
-        )
+        columns["name_ends"].append(np.array([len(name) for name in names], dtype=np.int64))
     joined = {name: np.concatenate(parts) for name, parts in columns.items()}
+    joined["name_ends"] = np.cumsum(joined["name_ends"])
     return ShardIndex(
         shards=[file.name for file in shards],
         shard_sizes=np.array([file.size for file in shards], dtype=np.int64),
         stamps=[file.stamp for file in shards],
-        name_ends=np.cumsum(joined.pop("lengths")),
-        classes=list(classes or ()) if has_names else [],
         skipped=skipped.line(),
         **joined,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import json
 import os
@@ -49,13 +50,21 @@ class ShardSet:
     def __init__(self, store: Store, data: DataConfig) -> None:
         self.store, self.data = store, data
         self.classes: list[str] | None = None
-        if manifest := self._read_manifest():
-            self.classes, self.splits = manifest["classes"], self._listed(manifest)
-            return
-        if (content := store.read_file(CLASS_NAMES)) is not None:
-            lines = content.decode("utf-8-sig", errors="replace").splitlines()
-            self.classes = [line.strip() for line in lines if line.strip()]
-        self.splits = self._found()
+        with self._reading():
+            if manifest := self._read_manifest():
+                self.classes, self.splits = manifest["classes"], self._listed(manifest)
+                return
+            if (content := store.read_file(CLASS_NAMES)) is not None:
+                lines = content.decode("utf-8-sig", errors="replace").splitlines()
+                self.classes = [line.strip() for line in lines if line.strip()]
+            self.splits = self._found()
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"{self.store.root} cannot be read: {error}.") from None
 
     def split(self, part: Part) -> tuple[str, bool]:
         """Name of the stored split to read, and whether training and validation share it."""
@@ -82,13 +91,11 @@ class ShardSet:
         Skipped files in its tar files are logged, once per process.
         """
         shards, root = self.splits[split], self.store.root
-        if self.store.remote:
-            # A server that cannot read a part of a file would send a whole tar file for each image.
-            try:
+        with self._reading():
+            if self.store.remote:
+                # A server that cannot read a part of a file would send a whole tar file for each image.
                 self.store.range((shards[0].name, 0, 1))
-            except OSError as error:
-                raise UserError(f"{root}/{shards[0].name} cannot be read: {error}.") from None
-        index = self._beside(split)
+            index = self._beside(split)
         if not index:
             folder = cache_folder(self.data, "shards")
             cached = folder / f"{hashlib.sha256(root.encode()).hexdigest()[:16]}-{split}.npz"
@@ -98,7 +105,7 @@ class ShardSet:
                 if not index:
                     total = sum(file.size for file in shards) / 1e9
                     log.info("Reading the headers of %d tar files (%.1f GB) in %s.", len(shards), total, root)
-                    index = make_index(self.store, shards, self.classes)
+                    index = make_index(self.store, shards)
                     if not len(index):
                         skipped = f"; {index.skipped}" if index.skipped else "."
                         raise UserError(f"{root}: the tar files of the split '{split}' have no images{skipped}")
@@ -116,7 +123,7 @@ class ShardSet:
 
     def _if_current(self, content: bytes | None, shards: list[ShardFile]) -> ShardIndex | None:
         index = from_bytes(content) if content is not None else None
-        return index if index is not None and index.is_current(shards, self.classes) else None
+        return index if index is not None and index.is_current(shards) else None
 
     def _save(self, index: ShardIndex, split: str, cached: Path) -> None:
         """Save the index beside the tar files if possible, else in the cache."""
@@ -163,11 +170,7 @@ class ShardSet:
                     problem = f"has {sizes[shard.name]:,} bytes" if shard.name in sizes else "is missing"
                     raise UserError(
                         f"{self.store.root}/{shard.name} {problem}; {MANIFEST} lists it with {shard.size:,} bytes. "
-                        + (
-                            f"Remove {self.store.root}, and the next run copies the data set again."
-                            if str(manifest.get("source", "")).startswith("hf:")
-                            else "Copy or pack it again."
-                        )
+                        f"Copy or pack it again; of a data set hf:NAME, remove {self.store.root}."
                     )
         return splits
 
@@ -191,22 +194,19 @@ class ShardSet:
         return {part: named[name] for part, name in parts.items()}
 
 
-def finish_set(
-    folder: Path, splits: dict[str, list[str]], about: dict[str, Any], notes: dict[str, dict[str, Any]] | None = None
-) -> int:
-    """Write the indexes of new tar files, and last the manifest, which marks the set as complete.
+def finish_set(folder: Path, splits: dict[str, list[str]], about: dict[str, Any]) -> int:
+    """Write the indexes of new tar files, and last the manifest, with `about`, which marks the set as complete.
 
-    `about` is added to the manifest, `notes` to its entries of shards. Returns the number of samples.
+    Returns the number of samples.
     """
     store, entries = Folder(folder), {}
     for split, names in splits.items():
         # No stamps: the manifest identifies these files, also after they are copied elsewhere.
         files = [ShardFile(name, os.path.getsize(folder / name), "") for name in names]
-        index = make_index(store, files, None)
+        index = make_index(store, files)
         counts = np.bincount(index.shard, minlength=len(files)).tolist()
         shards = [
-            {"name": file.name, "bytes": file.size, "samples": count, **(notes or {}).get(file.name, {})}
-            for file, count in zip(files, counts, strict=True)
+            {"name": file.name, "bytes": file.size, "samples": count} for file, count in zip(files, counts, strict=True)
         ]
         entries[split] = {"samples": len(index), "shards": shards}
         write_atomically(folder / index_name(split), index.to_bytes())
@@ -226,22 +226,14 @@ WINDOW = 8
 class ShardSamples(Samples):
     """Samples of an index: all, or those in `rows`, which ascend."""
 
-    def __init__(
-        self,
-        store: Store,
-        index: ShardIndex,
-        classes: list[str] | None,
-        window: int,
-        rows: np.ndarray | None = None,
-    ) -> None:
-        self.store, self.classes, self.window = store, classes, window
-        self._index = index
-        self._rows = rows
+    def __init__(self, shards: ShardSet, index: ShardIndex, window: int, rows: np.ndarray | None) -> None:
+        self.store, self.classes, self.window = shards.store, shards.classes, window
+        self._index, self._rows = index, rows
         self.labels = index.label if rows is None else index.label[rows]
         # Only .npy ends in y among the extensions of images, and one letter is faster to look up than the name.
         self._is_array = np.isin(index.names[index.name_ends - 1], np.frombuffer(b"yY", dtype=np.uint8))
         self.stored = "pixels" if self._is_array.all() else "tar files"
-        self.remote = store.remote
+        self.remote = self.store.remote
         self._prefetched: dict[int, np.ndarray] = {}
 
     def read(self, index: int) -> Encoded:
@@ -339,7 +331,7 @@ def open_split(shards: ShardSet, data: DataConfig, part: Part, num_classes: int,
             f"{num_classes - 1}. Correct it, or train with a larger -num_classes."
         )
     rows = split_rows(index.label, data, part, shards.store.root, shards.classes) if shared else None
-    return ShardSamples(shards.store, index, shards.classes, window, rows)
+    return ShardSamples(shards, index, window, rows)
 
 
 def shard_source(

@@ -57,14 +57,11 @@ class Folder:
         return sorted(ShardFile(prefix + name, stat.st_size, str(stat.st_mtime_ns)) for name, stat in stats)
 
     def read_file(self, name: str) -> bytes | None:
-        """Content of a small file; None if it does not exist."""
-        path = os.path.join(self.root, name)
+        """Content of a small file; None if it does not exist. Raises OSError."""
         try:
-            return read_regular(path)
+            return read_regular(os.path.join(self.root, name))
         except FileNotFoundError:
             return None
-        except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror}.") from None
 
     def open(self, name: str) -> BinaryIO:
         return open(os.path.join(self.root, name), "rb", opener=only_regular)
@@ -94,38 +91,31 @@ class Folder:
 
 
 class Remote:
-    """Files below a URL, read with fsspec. Each process opens its own connections at its first use."""
+    """Files below a URL, read with fsspec."""
 
     remote = True
 
     def __init__(self, url: str) -> None:
         self.root = url.rstrip("/")
-        self._connected: tuple[int, Any, str] | None = None
-        self._connect()
+        self._place()
 
-    def _connect(self) -> tuple[Any, str]:
+    def _place(self, name: str = "") -> tuple[Any, str]:
+        """The file system, of which fsspec keeps one in each process, and a path in it."""
         import fsspec
 
-        if self._connected is None or self._connected[0] != os.getpid():
-            try:
-                files, path = fsspec.core.url_to_fs(self.root, use_listings_cache=False)
-            except (ImportError, ValueError) as error:  # each protocol needs its own package
-                raise UserError(f"DATA.DATA_PATH (-data_path): {self.root} cannot be opened: {error}") from None
-            self._connected = os.getpid(), files, path.rstrip("/")
-        return self._connected[1:]
-
-    def _path(self, name: str) -> str:
-        root = self._connect()[1]
-        return f"{root}/{name}" if name else root
+        try:
+            files, root = fsspec.core.url_to_fs(self.root, use_listings_cache=False)
+        except (ImportError, ValueError) as error:  # each protocol needs its own package
+            raise UserError(f"DATA.DATA_PATH (-data_path): {self.root} cannot be opened: {error}") from None
+        return files, f"{root.rstrip('/')}/{name}" if name else root.rstrip("/")
 
     def tars(self, folder: str = "") -> list[ShardFile]:
-        files = self._connect()[0]
+        files, place = self._place(folder)
         try:
-            entries = files.ls(self._path(folder), detail=True)
+            with _as_os_error():
+                entries = files.ls(place, detail=True)
         except FileNotFoundError:
             return []
-        except Exception as error:  # each protocol has its own types of errors
-            raise UserError(f"{self.root}/{folder} cannot be listed: {_reason(error)}") from None
         shards = []
         for entry in entries:
             name = entry["name"].rstrip("/").rpartition("/")[2]
@@ -137,21 +127,23 @@ class Remote:
         return sorted(shards)
 
     def read_file(self, name: str) -> bytes | None:
+        files, place = self._place(name)
         try:
-            return cast(bytes, self._connect()[0].cat_file(self._path(name)))
+            with _as_os_error():
+                return cast(bytes, files.cat_file(place))
         except FileNotFoundError:
             return None
-        except Exception as error:
-            raise UserError(f"{self.root}/{name} cannot be read: {_reason(error)}") from None
 
     def open(self, name: str) -> BinaryIO:
+        files, place = self._place(name)
         with _as_os_error():
-            return cast(BinaryIO, self._connect()[0].open(self._path(name), "rb"))
+            return cast(BinaryIO, files.open(place, "rb"))
 
     def range(self, wanted: Range) -> np.ndarray:
         name, offset, size = wanted
+        files, place = self._place(name)
         with _as_os_error():
-            content = self._connect()[0].cat_file(self._path(name), start=offset, end=offset + size)
+            content = files.cat_file(place, start=offset, end=offset + size)
         if len(content) > size:
             raise OSError(
                 f"the server ignores requests for a part of a file (Range): it sent {len(content):,} bytes, not "
@@ -161,16 +153,13 @@ class Remote:
 
     def ranges(self, wanted: Sequence[Range]) -> list[np.ndarray | None]:
         """Many ranges at once, with None for those that failed; an empty list if the whole request fails."""
-        files = self._connect()[0]
-        names, starts = [self._path(name) for name, _, _ in wanted], [offset for _, offset, _ in wanted]
+        files, root = self._place()
+        names, starts = [f"{root}/{name}" for name, _, _ in wanted], [offset for _, offset, _ in wanted]
         try:
             contents = files.cat_ranges(names, starts, [offset + size for _, offset, size in wanted], on_error="return")
         except Exception:  # the ranges are read again one by one, and report their errors then
             return []
         return [None if isinstance(one, Exception) else np.frombuffer(bytearray(one), np.uint8) for one in contents]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_connected": None}
 
 
 Store = Folder | Remote
@@ -198,8 +187,4 @@ def _as_os_error() -> Iterator[None]:
     except OSError:
         raise
     except Exception as error:
-        raise OSError(_reason(error)) from None
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise OSError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from None

@@ -41,7 +41,6 @@ def test_packed_images_are_composited_and_kept_ones_follow_the_training(
 ) -> None:
     done = vitamp(icons, tmp_path / "raw", "-dataset", "imagefolder", "-raw", script="scripts/pack_images.py")
     assert done.code == 0, done.text
-    assert "10 images have transparent pixels: background white" in done.text
     done = vitamp(
         *(icons, tmp_path / "raw", "-dataset", "imagefolder", "-raw", f"{KEY}=drop"), script="scripts/pack_images.py"
     )

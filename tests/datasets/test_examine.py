@@ -72,7 +72,6 @@ def test_training_says_what_its_data_is_like(icons: Path, vitamp: Vitamp, tmp_pa
     )
     assert "The largest class has 14 times as many images as the smallest" in done.out
     assert "With transparent pixels, composited by DATA.BACKGROUND=white: 12 of 56 training images." in done.out
-    assert "Grey, read as colour images: 3 of 56 training images." in done.out
     assert "read as they are stored: 1 of 56 training images. DATA.EXIF_ROTATE=true turns them." in done.out
     assert "Copies of training images, on which a model does better than on new ones: 3 of 13 validation" in done.err
     assert "1 class without a validation image: cog." in done.err

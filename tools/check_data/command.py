@@ -78,10 +78,25 @@ def _check(argv: list[str]) -> int:
 
 def _scan(config: Config) -> list[Split]:
     """Scans of both splits, training first; without those that are held in memory."""
-    from datasets import auto_workers, warn_of_splits
+    import torch
+
+    from datasets import auto_workers, open_dataset, warn_of_splits
+    from datasets.labels import ANY_LABEL
     from tools.check_data.scan import scan_split
 
-    splits = {title: _open(config, title == "training") for title in ("training", "validation")}
+    def opened(train: bool, classes: int) -> Samples | None:
+        return open_dataset(config.DATA, train, classes, config.SEED, torch.device("cpu")).single_images()
+
+    splits: dict[str, Samples | None] = {}
+    for title in ("training", "validation"):
+        try:
+            splits[title] = opened(title == "training", config.MODEL.NUM_CLASSES)
+        except UserError as error:
+            # Open it with any label, so that labels out of range are reported with all other defects.
+            try:
+                splits[title] = opened(title == "training", ANY_LABEL)
+            except UserError:
+                raise error from None
     warn_of_splits(config.DATA, splits["training"], splits["validation"])
     workers = auto_workers() if config.DATA.NUM_WORKERS is None else config.DATA.NUM_WORKERS
     scans = []
@@ -91,20 +106,3 @@ def _scan(config: Config) -> list[Split]:
         else:
             scans.append(scan_split(title, samples, config.DATA, workers))
     return scans
-
-
-def _open(config: Config, train: bool) -> Samples | None:
-    import torch
-
-    from datasets import open_dataset
-    from datasets.labels import ANY_LABEL
-
-    classes, cpu = config.MODEL.NUM_CLASSES, torch.device("cpu")
-    try:
-        return open_dataset(config.DATA, train, classes, config.SEED, cpu).single_images()
-    except UserError as error:
-        # Open it with any label, so that labels out of range are reported with all other defects.
-        try:
-            return open_dataset(config.DATA, train, ANY_LABEL, config.SEED, cpu).single_images()
-        except UserError:
-            raise error from None

@@ -175,7 +175,7 @@ def _add_near(findings: Findings, splits: list[Split]) -> None:
     for index in np.flatnonzero(thumbnails.flat).tolist():
         findings.notes[FLAT_IMAGES].append(images[index].found("of one colour, as the model sees it"))
     reported: set[int] = set()
-    for first, second in near_pairs(thumbnails, np.arange(len(images))).tolist():
+    for first, second in near_pairs(thumbnails).tolist():
         if second in reported:
             continue
         reported.add(second)

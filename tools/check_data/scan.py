@@ -76,9 +76,9 @@ class Thumbnails:
         return (pixels - self.brightness[indices][:, None, None, None]) / scale
 
 
-def near_pairs(thumbnails: Thumbnails, chosen: np.ndarray) -> np.ndarray:
-    """Pairs of those `chosen` images that are nearly the same (pairs x 2, the first index below the second)."""
-    chosen = chosen[~thumbnails.flat[chosen]]
+def near_pairs(thumbnails: Thumbnails) -> np.ndarray:
+    """Pairs of images that are nearly the same (pairs x 2, the first index below the second)."""
+    chosen = np.flatnonzero(~thumbnails.flat)
     found = [np.empty((0, 2), np.int64)]
     for one, other in _candidates(thumbnails.codes[chosen]):
         first, second = _alike(thumbnails, chosen[one], chosen[other])

@@ -58,7 +58,10 @@ def _pack(argv: list[str]) -> int:
     if len(places) != 2:
         given = f"got {len(places)}: {' '.join(places)}" if places else "got neither"
         raise UserError(f"pack_images.py needs SRC (what to pack) and DST (the folder to write); {given}. See -h.")
-    loaded = _load(line, places[0])
+    if "DATA.DATA_PATH" in line.run.flags:
+        raise UserError("-data_path: give the path as SRC, the first argument of pack_images.py.")
+    place = "DATA.DATASET" if places[0].startswith("hf:") else "DATA.DATA_PATH"
+    loaded = line.load({place: (places[0], "SRC")})
     config = loaded.config
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
@@ -72,42 +75,29 @@ def _pack(argv: list[str]) -> int:
     return EXIT_DONE
 
 
-def _load(line: ToolLine, source: str) -> Loaded:
-    if "DATA.DATA_PATH" in line.run.flags:
-        raise UserError("-data_path: give the path as SRC, the first argument of pack_images.py.")
-    place = "DATA.DATASET" if source.startswith("hf:") else "DATA.DATA_PATH"
-    return line.load({place: (source, "SRC")})
-
-
 def _settings(line: ToolLine, loaded: Loaded) -> dict[str, int | str | bool]:
     """Settings that the packed bytes depend on: stored with them, and compared when packing resumes."""
     from datasets.base import background_of
 
-    config = loaded.config
-    chosen = [name for name in ("raw", "keep") if name in line.given]
-    if len(chosen) > 1:
+    data, asked = loaded.config.DATA, line.asked
+    if "raw" in line.given and "keep" in line.given:
         raise UserError("-raw and -keep exclude each other; give one.")
-    unused = ["quality"] if chosen == ["raw"] else ["quality", "short_side"] if chosen else []
-    for name in unused:
-        if name in line.given:
-            raise UserError(f"-{name} has no effect with -{chosen[0]}; leave it out.")
-    if chosen == ["keep"] and config.DATA.EXIF_ROTATE:
+    kind = next((name for name in ("raw", "keep") if name in line.given), "jpeg")
+    settings: dict[str, int | str | bool] = {"kind": kind}
+    for name, value, kinds in (
+        ("short_side", asked.short_side or SHORT_SIDE, ("jpeg", "raw")),
+        ("quality", asked.quality or QUALITY, ("jpeg",)),
+    ):
+        if kind in kinds:
+            settings[name] = value
+        elif name in line.given:
+            raise UserError(f"-{name} has no effect with -{kind}; leave it out.")
+    settings["shard_images"] = asked.shard_images
+    if kind != "keep":
+        settings["background"] = one_line(background_of(data) if data.BACKGROUND == "mean" else data.BACKGROUND)
+    elif odd := [key for key in ("DATA.EXIF_ROTATE", "DATA.BACKGROUND") if not loaded.is_default(key)]:
         raise UserError(
-            "DATA.EXIF_ROTATE=true has no effect with -keep, which copies files unchanged. Leave it out here, and set "
-            "it when training."
+            f"{odd[0]} has no effect with -keep, which copies files unchanged. Leave it out here, and set it when "
+            "training."
         )
-    if chosen == ["keep"] and not loaded.is_default("DATA.BACKGROUND"):
-        raise UserError(
-            "DATA.BACKGROUND has no effect with -keep, which copies files unchanged, with their transparency. Leave it "
-            "out here, and set it when training."
-        )
-    settings: dict[str, int | str | bool] = {"kind": chosen[0] if chosen else "jpeg"}
-    if "short_side" not in unused:
-        settings["short_side"] = line.asked.short_side or SHORT_SIDE
-    if "quality" not in unused:
-        settings["quality"] = line.asked.quality or QUALITY
-    settings["shard_images"] = line.asked.shard_images
-    if chosen != ["keep"]:
-        background = config.DATA.BACKGROUND
-        settings["background"] = one_line(background_of(config.DATA) if background == "mean" else background)
-    return {**settings, "channels": config.DATA.IMAGE_CHANNELS, "upright": config.DATA.EXIF_ROTATE}
+    return {**settings, "channels": data.IMAGE_CHANNELS, "upright": data.EXIF_ROTATE}

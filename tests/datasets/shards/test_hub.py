@@ -76,10 +76,10 @@ def test_damaged_hub_copy_is_named_and_made_again_once_removed(
     part(data)
     (tar,) = Path(data.CACHE or "").glob("hf/*-set-*/*/*.tar")
     tar.write_bytes(b"")
-    with pytest.raises(UserError, match=r"has 0 bytes.*the next run copies the data set again") as error:
+    with pytest.raises(UserError, match=r"has 0 bytes.*of a data set hf:NAME, remove") as error:
         part(data)
     folder = tar.parent.parent
-    assert f"Remove {folder}," in str(error.value)
+    assert f"remove {folder}." in str(error.value)
     shutil.rmtree(folder)
     assert len(part(data)) + len(part(data, train=False)) == 12
 

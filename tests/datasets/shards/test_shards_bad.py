@@ -149,12 +149,9 @@ def test_links_and_devices_in_tar_files_are_skipped(
         ([("a.png", picture(0))], r"a\.png has no label: there is no a\.cls beside it"),
         ([("a.png", picture(0)), ("a.json", b'{"width": 30}')], r"a\.png has no label"),
         ([("a.png", picture(0)), ("a.json", b'{"label": ')], r"a\.json has no valid label"),
-        ([("a.png", picture(0)), ("a.json", b'{"label": 1.5}')], r"a\.json has no valid label: its 'label' is neither"),
-        (
-            [("a.png", picture(0)), ("a.json", b'{"label": true}')],
-            r"a\.json has no valid label: its 'label' is neither",
-        ),
-        ([("a.png", picture(0)), ("a.cls", b"")], r"a\.cls has no valid label: it is empty"),
+        ([("a.png", picture(0)), ("a.json", b'{"label": 1.5}')], r"a\.json has no valid label: '1\.5' is not a whole"),
+        ([("a.png", picture(0)), ("a.json", b'{"label": true}')], r"a\.json has no valid label: 'True' is not a whole"),
+        ([("a.png", picture(0)), ("a.cls", b"")], r"a\.cls has no valid label: '' is not a whole number"),
         ([("a.png", picture(0)), ("a.cls", b"\xff\xfe")], r"a\.cls has no valid label"),
         (
             [("a.png", picture(0)), ("a.cls", b"3")],
@@ -165,10 +162,7 @@ def test_links_and_devices_in_tar_files_are_skipped(
         ([("a.png", picture(0)), ("a.cls", b"9" * 5000)], r"a\.cls has the label 9{40}, which is too large"),
         ([("a.png", picture(0)), ("a.json", b'{"label": ' + b"9" * 5000 + b"}")], r"a\.json has no valid label"),
         ([("a.png", picture(0)), ("a.json", b"[" * 90_000)], r"a\.json has no valid label"),
-        (
-            [("a.png", picture(0)), ("a.cls", b"cat")],
-            r"label of a\.png is 'cat'.*that file does not exist",
-        ),
+        ([("a.png", picture(0)), ("a.cls", b"cat")], r"no valid label: 'cat' is not a whole .* lines of classes\.txt"),
         (
             [("a.png", picture(0)), ("a.jpg", picture(1)), ("a.cls", b"0")],
             r"a\.jpg and a\.png are two images of one sample",
@@ -183,15 +177,6 @@ def test_bad_samples_in_tar_files_are_refused(
     write_set(tmp_path, [2])
     write_tar(tmp_path / "train" / "0000.tar", members)
     with pytest.raises(UserError, match=said):
-        check(tmp_path)
-
-
-def test_repeated_class_names_are_refused(tmp_path: Path, check: Callable[..., None]) -> None:
-    write_set(tmp_path)
-    (tmp_path / "classes.txt").write_text("crane\nbee\ncrane\n")
-    check(tmp_path)
-    write_tar(tmp_path / "train" / "0009.tar", [("a.png", picture(0)), ("a.cls", b"crane")])
-    with pytest.raises(UserError, match=r"has the line 'crane' more than once"):
         check(tmp_path)
 
 

@@ -101,7 +101,7 @@ def test_server_that_ignores_ranges_is_refused(tmp_path: Path, of_shards: Callab
         with serving(partial(Handler, directory=str(tmp_path))) as place:
             if folder == "set":  # with an index, no header would be read
                 open_dataset(of_shards(tmp_path / "set"), True, 3, 0, CPU)
-            with pytest.raises(UserError, match=r"0000\.tar cannot be read: the server ignores requests for a part"):
+            with pytest.raises(UserError, match="/set cannot be read: the server ignores requests for a part"):
                 check_dataset(of_shards(f"{place}/set"), 3)
 
 

@@ -82,9 +82,7 @@ def in_memory(data: DataConfig, file: bytes) -> np.ndarray:
 
 
 def by_packing(data: DataConfig, file: bytes) -> np.ndarray:
-    packed = Encoder(data, {"kind": "raw", "short_side": SIDE})(file, "a.png")
-    assert packed.transparent
-    return np.load(io.BytesIO(packed.content))
+    return np.load(io.BytesIO(Encoder(data, {"kind": "raw", "short_side": SIDE})(file, "a.png")[1]))
 
 
 @pytest.mark.parametrize("reader", [by_training, by_validation, in_memory, by_packing])
@@ -119,7 +117,7 @@ def test_packing_keeps_no_small_file_with_transparent_pixels(settings: Settings)
     """Else its background would be that of the training, and that of larger images the one of the packing."""
     opaque = encoded(Image.new("RGBA", (SIDE, SIDE), (200, 100, 0, 255)), "PNG")
     encode = Encoder(settings(), {"kind": "jpeg", "short_side": SIDE, "quality": 90})
-    assert [encode(file, "a.png").kind for file in (opaque, COLOURED["png"])] == ["png", "jpg"]
+    assert [encode(file, "a.png")[0] for file in (opaque, COLOURED["png"])] == ["png", "jpg"]
 
 
 def test_images_with_transparent_pixels_are_counted_and_opaque_ones_are_not(settings: Settings) -> None:

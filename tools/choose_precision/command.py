@@ -319,7 +319,7 @@ def _train(runs: list[Run], seconds: float, again: bool) -> dict[Path, Measured]
     """Train what is not trained yet; each run gets an equal part of the time left, and is paused when that is over."""
     from tools.common.comparison.runs import is_finished
     from tools.common.turns import progress
-    from tools.compare.plan import check_runs, command_of
+    from tools.compare.plan import check_runs
     from tools.compare.train import terminating, train_run
 
     check_runs(runs, again)
@@ -331,7 +331,7 @@ def _train(runs: list[Run], seconds: float, again: bool) -> dict[Path, Measured]
             if not is_finished(run.folder):
                 own = math.ceil(max(1.0, (end - time.monotonic()) / (len(runs) - len(measured) + 1)))
                 limit = f"MAX_TIME={own // 3600:02d}:{own // 60 % 60:02d}:{own % 60:02d}"
-                one.failed = train_run(run, [*command_of(run, many=False), limit], lambda *_: None) or ""
+                one.failed = train_run(run, lambda _: None, limit) or ""
             if not one.failed:
                 one.read(run.folder)
             late = "" if is_finished(run.folder) else ", cut short (-budget_min)"

@@ -46,9 +46,9 @@ from tools.common.comparison.verdict import (
     values_of,
     variation,
 )
-from tools.common.tables import in_columns
+from tools.common.tables import in_columns, non_defaults
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, UserError
-from utils.flags import Flag
+from utils.flags import Flag, whole
 from utils.log import log
 from utils.program import typed
 from utils.record.run_folder import git_state, read_data_warnings, write_json
@@ -61,18 +61,11 @@ if TYPE_CHECKING:
     from tools.compare.train import Trained
 
 
-def _number_of_folds(text: str) -> int:
-    if not text.isdecimal() or int(text) < 2:
-        raise ValueError("takes a whole number from 2 on, such as 5")
-    return int(text)
-
-
 OWN = (
     Flag("modes", "precisions to compare, the baseline first", "A,B", default_text="fp32,auto without -vary"),
     Flag("vary", "a setting or flag and the values to compare; may be given several times", "KEY=A,B", append=True),
-    Flag("baseline", "name of what the others are compared with", "NAME", default_text="the first values"),
     Flag("seeds", "number of seeds, such as 3, or a list of seeds, such as 0,1,5", "N", default="3"),
-    Flag("folds", "cross-validation with N folds of the data, instead of seeds", "N", kind=_number_of_folds),
+    Flag("folds", "cross-validation with N folds of the data, instead of seeds", "N", kind=whole(2)),
     Flag(
         "metric", "metric that decides, such as balanced_acc or loss", "NAME", default_text="acc1; several labels: map"
     ),
@@ -105,13 +98,11 @@ def _compare(argv: list[str]) -> int:
     plan = make_plan(line, out)
     for remark in plan.remarks:
         log.info("%s", remark)
-    log.info(
-        "%s: %s, %s; in %s",
-        counted(len(plan.runs), "run"),
-        "; ".join(plan.contenders) if plan.varied else ", ".join(plan.contenders),
-        plan.rounds(),
-        out,
-    )
+    names = ("; " if plan.varied else ", ").join(plan.contenders)
+    rounds = f"each with seed{'s' * (len(plan.seeds) > 1)} {', '.join(map(str, plan.seeds))}"
+    if plan.folds is not None:
+        rounds = f"each on {plan.folds} folds, with seed {plan.seeds[0]}"
+    log.info("%s: %s, %s; in %s", counted(len(plan.runs), "run"), names, rounds, out)
     try:
         trained = train_all(plan, lambda so_far: _write(plan, so_far, out))
         _report(_write(plan, trained, out), out)
@@ -124,9 +115,10 @@ def _compare(argv: list[str]) -> int:
 def _write(plan: Plan, trained: Trained, out: Path) -> dict[str, Any]:
     """Write compare.json with all metrics so far, and return its contents."""
     from tools.common.comparison.runs import is_finished, metrics_of
-    from tools.compare.plan import compared_settings
+    from tools.compare.plan import SET_BY_MODE, SET_PER_FOLD, SET_PER_RUN
 
     names, failed = list(plan.contenders), trained.failed
+    set_here = SET_BY_MODE | SET_PER_RUN | SET_PER_FOLD
     rows = [
         {
             "mode": run.contender,
@@ -154,7 +146,7 @@ def _write(plan: Plan, trained: Trained, out: Path) -> dict[str, Any]:
         "device": next((row["device"] for row in rows), plan.device),
         "versions": next((row["versions"] for row in rows), {}),
         "git": git_state(),
-        "settings": compared_settings(plan.runs[0].config),
+        "settings": {key: value for key, value in non_defaults(plan.runs[0].config).items() if key not in set_here},
         "runs": [{key: value for key, value in row.items() if key not in ("device", "versions")} for row in rows],
         "failed": failed,
         **({"left_out": trained.left_out} if trained.left_out else {}),

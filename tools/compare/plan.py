@@ -6,8 +6,7 @@ import itertools
 import multiprocessing
 import re
 import shutil
-from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tools.common.command_line import ToolLine, check_one_training
 from tools.common.comparison.verdict import Judged, judged_by
-from tools.common.tables import non_defaults
 from tools.common.turns import alternating_order
 from utils.cli import command_line
-from utils.config import Config, Loaded, differences, load_config, to_yaml
+from utils.config import Config, Loaded, differences, load_config
 from utils.config.keys import settings
 from utils.config.kinds import Fold
 from utils.config.words import suggest
@@ -26,7 +24,6 @@ from utils.errors import UserError, nearest
 from utils.flags import BY_NAME
 from utils.program import die_with_parent, started_as
 from utils.text import counted
-from vitamp.files import write_atomically
 
 if TYPE_CHECKING:
     import torch
@@ -49,8 +46,6 @@ NOT_VARIED = {
 }
 """Settings that -vary refuses -> why, or what to give instead."""
 EXAMPLE = "such as -vary DATA.SAMPLER=shuffle,balanced"
-MODES = "modes"
-"""Name of the axis of -modes"""
 BRACKETS = {"[": "]", "{": "}", "(": ")"}
 DEFAULT_MODES = "fp32,auto"
 USE_MODES = "list the precisions to compare in -modes"
@@ -96,13 +91,8 @@ class Value:
         return {*self.flags, *self.words}
 
 
-@dataclass(frozen=True)
-class Axis:
-    """What varies, with its values."""
-
-    name: str
-    """A setting, the name of a flag, or MODES."""
-    values: tuple[Value, ...]
+Axes = dict[str, tuple[Value, ...]]
+"""What varies (a setting, the name of a flag, or MODES) -> its values."""
 
 
 @dataclass(frozen=True)
@@ -128,28 +118,24 @@ class Contender:
         return line.load({**flags, **(more or {})}, cfg=cfg, words=words)
 
 
-def read_axes(texts: Sequence[str]) -> tuple[Axis, ...]:
-    """Parse the -vary flags. `-vary amp=...` is left to -modes."""
-    named = [_split(text) for text in texts]
-    names = [name for name, _ in named]
-    if repeated := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"-vary {repeated}: given twice; list all its values in one -vary.")
-    tails = [name.rpartition(".")[2] for name in names]
-    return tuple(
-        Axis(name, tuple(_value(name, tail if tails.count(tail) == 1 else name, text) for text in texts))
-        for (name, texts), tail in zip(named, tails, strict=True)
-    )
-
-
-def _split(text: str) -> tuple[str, list[str]]:
-    """'KEY=a,[b,c]' -> KEY, [a, '[b,c]']."""
-    name, _, rest = text.partition("=")
-    values = [value.strip() for value in _at_top_level(rest)]
-    if len(values) < 2 or not all(values):
-        raise UserError(f"-vary {text}: name a setting or flag and at least two values, {EXAMPLE}.")
-    if len(set(values)) < len(values):
-        raise UserError(f"-vary {text}: a value is listed twice; list each one once.")
-    return name.strip().removeprefix("-"), values
+def read_axes(texts: Sequence[str]) -> Axes:
+    """Parse the -vary flags, such as KEY=a,[b,c]."""
+    named: dict[str, list[str]] = {}
+    for text in texts:
+        name, _, rest = text.partition("=")
+        name, values = name.strip().removeprefix("-"), [value.strip() for value in _at_top_level(rest)]
+        if len(values) < 2 or not all(values):
+            raise UserError(f"-vary {text}: name a setting or flag and at least two values, {EXAMPLE}.")
+        if len(set(values)) < len(values):
+            raise UserError(f"-vary {text}: a value is listed twice; list each one once.")
+        if name in named:
+            raise UserError(f"-vary {name}: given twice; list all its values in one -vary.")
+        named[name] = values
+    tails = [name.rpartition(".")[2] for name in named]
+    return {
+        name: tuple(_value(name, tail if tails.count(tail) == 1 else name, text) for text in values)
+        for (name, values), tail in zip(named.items(), tails, strict=True)
+    }
 
 
 def _at_top_level(text: str) -> list[str]:
@@ -187,27 +173,6 @@ def _value(name: str, label: str, text: str) -> Value:
     for key in value.keys & NOT_VARIED.keys():
         raise UserError(f"-vary {name}: {key} cannot be varied; {NOT_VARIED[key]}.")
     return value
-
-
-def contenders_of(axes: Sequence[Axis]) -> tuple[Contender, ...]:
-    """Every combination of values."""
-    contenders = tuple(Contender(row) for row in itertools.product(*(axis.values for axis in axes)))
-    names: dict[str, str] = {}
-    for contender in contenders:
-        other = names.setdefault(contender.file_name, contender.name)
-        if other != contender.name:
-            raise UserError(f"-vary: {other} and {contender.name} would have the same folder; compare them separately.")
-    return contenders
-
-
-def refuse_fixed(axes: Sequence[Axis], line: ToolLine) -> None:
-    """What varies must not be given for all runs as well: it would win, or be lost."""
-    if any(axis.name == "cfg" for axis in axes) and line.run.cfg is not None:
-        raise UserError(f"-cfg {line.run.cfg}: cannot be given here; list it in -vary cfg=...")
-    for axis in axes:
-        for key in sorted(set().union(*(value.keys for value in axis.values))):
-            if given_by := line.given_by(key):
-                raise UserError(f"{key} ({given_by}): cannot be given here, because it varies ({axis.name}).")
 
 
 @dataclass(frozen=True)
@@ -250,12 +215,6 @@ class Plan:
     budget_min: float | None = None
     """Minutes after which no run is started."""
 
-    def rounds(self) -> str:
-        """The seeds or folds of every contender, for the log."""
-        if self.folds is not None:
-            return f"each on {self.folds} folds, with seed {self.seeds[0]}"
-        return f"each with seed{'s' * (len(self.seeds) > 1)} {', '.join(map(str, self.seeds))}"
-
 
 def read_seeds(text: str) -> tuple[int, ...]:
     """Parse -seeds: `3` is 0, 1, 2; `0,1,5` is a list."""
@@ -267,20 +226,6 @@ def read_seeds(text: str) -> tuple[int, ...]:
     if len(set(seeds)) < len(seeds):
         raise UserError(f"-seeds {text}: a seed is listed twice; list each one once.")
     return seeds
-
-
-def read_rounds(line: ToolLine) -> tuple[tuple[int, Fold | None], ...]:
-    """Seed and fold of each run of a contender, from -seeds and -folds."""
-    folds = line.asked.folds
-    if folds is None:
-        return tuple((seed, None) for seed in read_seeds(line.asked.seeds))
-    seeds: tuple[int, ...] = read_seeds(line.asked.seeds) if "seeds" in line.given else (0,)
-    if len(seeds) != 1:
-        raise UserError(
-            f"-folds {folds} -seeds {line.asked.seeds}: with -folds, all runs have the same seed. Leave -seeds out for "
-            "seed 0, or give one seed with a comma after it: -seeds 7,"
-        )
-    return tuple((seeds[0], Fold(number, folds)) for number in range(1, folds + 1))
 
 
 def read_modes(text: str, config: Config, device: torch.device) -> tuple[Mode, ...]:
@@ -304,13 +249,23 @@ def read_modes(text: str, config: Config, device: torch.device) -> tuple[Mode, .
 
 def make_plan(line: ToolLine, out: Path) -> Plan:
     """Plan the runs. Every error that can be found before training is found here."""
-    rounds, (modes_text, axes) = read_rounds(line), what_varies(line.asked)
-    refused = SET_PER_RUN | (SET_PER_FOLD if line.asked.folds else {}) | (SET_BY_MODE if modes_text else {})
+    asked, folds, axes = line.asked, line.asked.folds, read_axes(line.asked.vary or ())
+    seeds = read_seeds(asked.seeds) if folds is None or "seeds" in line.given else (0,)
+    if folds is not None and len(seeds) != 1:
+        raise UserError(
+            f"-folds {folds} -seeds {asked.seeds}: with -folds, all runs have the same seed. Leave -seeds out for "
+            "seed 0, or give one seed with a comma after it: -seeds 7,"
+        )
+    modes_text = asked.modes or (None if axes else DEFAULT_MODES)
+    refused = SET_PER_RUN | (SET_PER_FOLD if folds else {}) | (SET_BY_MODE if modes_text else {})
+    # What varies must not be given for all runs as well: it would win, or be lost.
+    refused |= {key: f"it varies ({name})" for name, values in axes.items() for value in values for key in value.keys}
     for key, instead in refused.items():
         if given_by := line.given_by(key):
             raise UserError(f"{key} ({given_by}): cannot be given here; {instead}.")
-    refuse_fixed(axes, line)
-    base = Contender(tuple(axis.values[0] for axis in axes)).load(line)
+    if "cfg" in axes and line.run.cfg is not None:
+        raise UserError(f"-cfg {line.run.cfg}: cannot be given here; list it in -vary cfg=...")
+    base = Contender(tuple(values[0] for values in axes.values())).load(line)
     check_one_training(base, "compare.py")
 
     from engine.machine.device import pick_device
@@ -321,19 +276,28 @@ def make_plan(line: ToolLine, out: Path) -> Plan:
     many = base.config.NGPUS != -1 or "NGPUS" in {**line.run.flags, **line.run.words}
     query = modes_text, base.config, device, many
     modes, remarks, name = in_another_process(_query, *query) if device.type == "cuda" else _query(*query)
+    if any(key in DATA for axis, values in axes.items() for key in (axis, *values[0].keys)):
+        remarks.append("what varies may choose other validation images: then the metrics cannot be compared")
+    varied = tuple(axes)
     if modes:
         given = {mode.name: {f"AMP.{key}": (each, "-modes") for key, each in mode.settings.items()} for mode in modes}
-        axes = (Axis(MODES, tuple(Value(mode, flags=flags) for mode, flags in given.items())), *axes)
-    contenders, baseline = contenders_of(axes), line.asked.baseline
-    if baseline is not None and baseline not in (names := [contender.name for contender in contenders]):
-        raise UserError(f"-baseline {baseline}: not compared.{nearest(baseline, names)} Compared: {'; '.join(names)}.")
-    if baseline is not None:
-        contenders = tuple(sorted(contenders, key=lambda contender: contender.name != baseline))
+        axes = {"modes": tuple(Value(mode, flags=flags) for mode, flags in given.items()), **axes}
+
+    contenders = tuple(Contender(row) for row in itertools.product(*axes.values()))
+    names: dict[str, str] = {}
+    for contender in contenders:
+        other = names.setdefault(contender.file_name, contender.name)
+        if other != contender.name:
+            raise UserError(f"-vary: {other} and {contender.name} would have the same folder; compare them separately.")
     loaded = {contender.name: contender.load(line) for contender in contenders}
     for (one, first), (other, second) in itertools.combinations(loaded.items(), 2):
         if not differences(first.config, second.config):
             raise UserError(f"{one} and {other} have the same settings here; list one of them.")
-    judged = judged_by(line.asked.metric, line.asked.weights, [one.config for one in loaded.values()])
+    judged = judged_by(asked.metric, asked.weights, [one.config for one in loaded.values()])
+
+    rounds: list[tuple[int, Fold | None]] = [(seed, None) for seed in seeds]
+    if folds is not None:
+        rounds = [(seeds[0], Fold(number, folds)) for number in range(1, folds + 1)]
     runs = []
     for (seed, fold), contender in alternating_order(contenders, rounds):
         of_fold = {} if fold is None else {"DATA.FOLD": (str(fold), "-folds")}
@@ -341,25 +305,9 @@ def make_plan(line: ToolLine, out: Path) -> Plan:
         folder = out / f"{contender.file_name}-{seed if fold is None else f'fold{fold.number}'}"
         runs.append(Run(contender.name, seed, config, folder, fold))
     check_runs(runs)
-    if any(key in DATA for axis in axes for key in (axis.name, *axis.values[0].keys)):
-        remarks.append("what varies may choose other validation images: then the metrics cannot be compared")
-    seeds = tuple(dict.fromkeys(seed for seed, _ in rounds))
     notes = dict.fromkeys(text for one in loaded.values() for text in (*one.notes, *one.warnings))
-    varied = tuple(axis.name for axis in axes if axis.name != MODES)
-    remarks, folds = (*notes, *remarks), line.asked.folds
-    return Plan(tuple(loaded), judged, seeds, folds, tuple(runs), name, many, remarks, varied, line.asked.budget_min)
-
-
-def what_varies(asked: Namespace) -> tuple[str | None, tuple[Axis, ...]]:
-    """The text of -modes, if precisions vary, and the other axes. `-vary amp=A,B` is `-modes A,B`."""
-    texts = [*(asked.vary or ())]
-    modes = [text.partition("=")[2] for text in texts if text.partition("=")[0].lstrip("-") == "amp"]
-    axes = read_axes([text for text in texts if text.partition("=")[0].lstrip("-") != "amp"])
-    if len(modes) + (asked.modes is not None) > 1:
-        raise UserError("the precisions are listed twice; give one -modes, or one -vary amp=...")
-    if not axes and not modes and asked.modes is None:
-        return DEFAULT_MODES, ()
-    return asked.modes or next(iter(modes), None), axes
+    remarks = (*notes, *remarks)
+    return Plan(tuple(loaded), judged, seeds, folds, tuple(runs), name, many, remarks, varied, asked.budget_min)
 
 
 def in_another_process(work: Callable[..., T], *given: object) -> T:
@@ -373,23 +321,11 @@ def _query(
 ) -> tuple[tuple[Mode, ...], list[str], str]:
     """Everything that needs the device itself: modes, remarks on them, the device's name."""
     from engine.machine.device import describe_device, visible_devices
-
-    modes = () if modes_text is None else read_modes(modes_text, config, device)
-    remarks = _remarks(modes, config, device)
-    if many:
-        processes = counted(visible_devices(config), "process")
-        remarks.append(f"each run: {processes}, started by {started_as('main_multi_gpu.py')} (-ngpus)")
-    return modes, remarks, describe_device(device)
-
-
-def _remarks(modes: Iterable[Mode], config: Config, device: torch.device) -> list[str]:
-    """Refuse modes that cannot run on this device; remark on those whose speed is meaningless."""
     from tools.common.precisions import cannot, is_emulated, lacks_arithmetic
 
-    remarks = []
+    modes, remarks = () if modes_text is None else read_modes(modes_text, config, device), list[str]()
     for mode in modes:
-        reason = cannot(mode, config, device)
-        if reason:
+        if reason := cannot(mode, config, device):
             raise UserError(f"-modes {mode.name}: {reason}")
         if lacks_arithmetic(mode, device):
             remarks.append(
@@ -397,7 +333,10 @@ def _remarks(modes: Iterable[Mode], config: Config, device: torch.device) -> lis
             )
         if is_emulated(mode, device):
             remarks.append(f"{mode.name}: emulated on this device; its accuracy is meaningful, its speed is not")
-    return remarks
+    if many:
+        processes = counted(visible_devices(config), "process")
+        remarks.append(f"each run: {processes}, started by {started_as('main_multi_gpu.py')} (-ngpus)")
+    return modes, remarks, describe_device(device)
 
 
 def check_runs(runs: Sequence[Run], again: bool = False) -> None:
@@ -411,35 +350,12 @@ def check_runs(runs: Sequence[Run], again: bool = False) -> None:
             shutil.rmtree(run.folder, ignore_errors=True)
             run.settings_file.unlink()
         if run.settings_file.exists():
-            _check_same(run)
+            before = load_config(str(run.settings_file)).config
+            changed = [text for text in differences(before, run.config) if text.partition(":")[0] not in MAY_DIFFER]
+            if changed:
+                raise UserError(
+                    f"{run.folder}: was trained with other settings: {'; '.join(changed)}. "
+                    "Give the same settings to resume it, or choose another -output."
+                )
         elif run.folder.exists() and any(run.folder.iterdir()):
             raise UserError(f"{run.folder}: already exists and was not made by this tool; choose another -output.")
-
-
-def _check_same(run: Run) -> None:
-    before = load_config(str(run.settings_file)).config
-    changed = [text for text in differences(before, run.config) if text.partition(":")[0] not in MAY_DIFFER]
-    if changed:
-        raise UserError(
-            f"{run.folder}: was trained with other settings: {'; '.join(changed)}. "
-            "Give the same settings to resume it, or choose another -output."
-        )
-
-
-def write_settings(run: Run) -> None:
-    """Write the file for the run's process, which a later call compares its settings with."""
-    if not run.settings_file.exists():
-        run.settings_file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(run.settings_file, f"# {run.name}; made by vitamp\n{to_yaml(run.config)}")
-
-
-def command_of(run: Run, many: bool) -> list[str]:
-    """Command line that trains or resumes the run."""
-    script = "main_multi_gpu.py" if many else "main_single_gpu.py"
-    return [script, "-cfg", str(run.settings_file), "-output", str(run.folder), "-resume", "auto"]
-
-
-def compared_settings(config: Config) -> dict[str, Any]:
-    """Settings of the baseline's runs that differ from the defaults."""
-    set_here = SET_BY_MODE | SET_PER_RUN | SET_PER_FOLD
-    return {key: value for key, value in non_defaults(config).items() if key not in set_here}

@@ -20,9 +20,11 @@ from tqdm import tqdm
 from engine.measure.meters import clock
 from tools.common.comparison.runs import fraction_done, is_finished, metrics_of
 from tools.common.turns import Budget, progress_bar
-from tools.compare.plan import Plan, Run, command_of, write_settings
+from tools.compare.plan import Plan, Run
+from utils.config import to_yaml
 from utils.log import log
 from utils.program import as_child
+from vitamp.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.5
@@ -71,7 +73,7 @@ def train_all(plan: Plan, after_each: Callable[[Trained], object]) -> Trained:
                 continue
             else:
                 began = time.monotonic()
-                why = train_run(run, command_of(run, plan.many), partial(_show, bar, nth, run.name))
+                why = train_run(run, partial(_show, bar, nth, run.name), many=plan.many)
                 if why is None and not is_finished(run.folder):
                     why = "exit code 0, but it did not finish"
                 seconds = time.monotonic() - began
@@ -94,12 +96,16 @@ def _expected(times: dict[str, list[float]], contender: str) -> float:
     return sum(known) / len(known) if known else 0.0
 
 
-def train_run(run: Run, command: list[str], show: Callable[[float], None]) -> str | None:
-    """Train or resume one run. Returns the reason if it fails, else None.
+def train_run(run: Run, show: Callable[[float], None], *words: str, many: bool = False) -> str | None:
+    """Train or resume one run, by main_multi_gpu.py if `many`. Returns the reason if it fails, else None.
 
-    `show` gets the fraction that is done, a few times a second.
+    `show` gets the fraction that is done, a few times a second. `words`: more of the command line.
     """
-    write_settings(run)
+    if not run.settings_file.exists():  # a later call compares its settings with it
+        run.settings_file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(run.settings_file, f"# {run.name}; made by vitamp\n{to_yaml(run.config)}")
+    script = "main_multi_gpu.py" if many else "main_single_gpu.py"
+    command = [script, "-cfg", str(run.settings_file), "-output", str(run.folder), "-resume", "auto", *words]
     train = run.config.TRAIN
     with tempfile.TemporaryFile() as output:
         process = start(command, output)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.common.comparison.verdict import (
-    CONFIDENCE,
     ByName,
     Judged,
     Metrics,
@@ -25,6 +24,7 @@ from utils.config.kinds import one_line
 from utils.errors import UserError
 from utils.record.history import History, Line, is_end, is_start, last_line
 from utils.record.run_folder import read_about
+from utils.text import wilson
 from vitamp.metrics import PLAIN
 
 DIVERGED = 1.1
@@ -143,14 +143,13 @@ def contenders_of(folders: Sequence[Path]) -> Contenders | str:
     if problem := _not_comparable(runs):
         return problem
     judged = judged_by(None, None, [run.config for run in runs])
-    rows = [{"mode": name, **_round(run.config), **run.metrics} for name, run in zip(names, runs, strict=True)]
+    rows: list[Metrics] = []
+    for name, run in zip(names, runs, strict=True):
+        fold = run.config.DATA.FOLD
+        place = {"seed": run.config.SEED, **({} if fold is None else {"fold": str(fold)})}
+        rows.append({"mode": name, **place, **run.metrics})
     first = dict(zip(reversed(names), (run.folder for run in reversed(runs)), strict=True))
     return Contenders(by_name(rows), list(dict.fromkeys(names)), judged, first)
-
-
-def _round(config: Config) -> dict[str, object]:
-    fold = config.DATA.FOLD
-    return {"seed": config.SEED, **({} if fold is None else {"fold": str(fold)})}
 
 
 def _names(runs: Sequence[Finished]) -> list[str]:
@@ -227,18 +226,6 @@ def chance(percents: tuple[float, float], images: int) -> tuple[float, float]:
 
     It takes the images of the two for independent, which makes it wider than that of the same images, not narrower.
     """
-    quantile = statistics.NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / 2)
-    (one, low_one, high_one), (other, low_other, high_other) = (
-        wilson(each / 100, images, quantile) for each in percents
-    )
-    low = one - other - math.hypot(one - low_one, high_other - other)
-    high = one - other + math.hypot(high_one - one, other - low_other)
-    return 100 * low, 100 * high
-
-
-def wilson(share: float, images: int, quantile: float) -> tuple[float, float, float]:
-    """A share, and Wilson's interval of it."""
-    z = quantile * quantile / images
-    middle = (share + z / 2) / (1 + z)
-    reach = quantile / (1 + z) * math.sqrt(share * (1 - share) / images + z / images / 4)
-    return share, middle - reach, middle + reach
+    (ours, theirs), (one, other) = percents, (wilson(each, images) for each in percents)
+    low = ours - theirs - math.hypot(ours - one.low, other.high - theirs)
+    return low, ours - theirs + math.hypot(one.high - ours, theirs - other.low)

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import pairwise
 
-from utils.config.fields import Rule, broken, rules_of
+from utils.config.fields import broken, rules_of
 from utils.config.keys import default_of, settings, value_of
 from utils.config.kinds import AUTO, one_line
 from utils.config.schema import Config
-from utils.errors import either
+from utils.errors import either, nearest
 from vitamp.metrics import KNN
 
 Problem = tuple[str, str]
@@ -23,20 +23,18 @@ SCALE = "TRAIN.LINEAR_SCALED_LR"
 
 def conflicts(config: Config) -> list[Problem]:
     """All conflicts, to be reported together."""
-    found = []
-    for key, rule in _broken_rules(config):
-        if rule.is_error:
-            from utils.config.words import rule_error
-
-            found.append((key, rule_error(key, rule, partial(value_of, config))))
-    return [*found, *_data_and_model(config), *_train(config), *_words_of_own_code(config)]
+    return [*_broken_rules(config, errors=True), *_data_and_model(config), *_train(config), *_names(config)]
 
 
-def _broken_rules(config: Config) -> Iterator[tuple[str, Rule]]:
+def _broken_rules(config: Config, errors: bool) -> Iterator[Problem]:
+    """The rules whose breaking is an error, or those by which a setting has no effect."""
     read = partial(value_of, config)
     for key, field in settings().items():
-        if rules := rules_of(field):
-            yield from ((key, rule) for rule in broken(rules, read(key), default_of(key), read))
+        for rule in broken(rules_of(field), read(key), default_of(key), read):
+            if rule.is_error == errors:
+                from utils.config.words import rule_error, rule_note
+
+                yield key, (rule_error if errors else rule_note)(key, rule, read)
 
 
 def _data_and_model(config: Config) -> Iterator[Problem]:
@@ -75,9 +73,6 @@ def _train(config: Config) -> Iterator[Problem]:
         if low == high:
             sides = f"{one_line(train.CUTMIX_MINMAX)} must be at least one pixel apart"
             yield "TRAIN.CUTMIX_MINMAX", f"{sides} (DATA.IMAGE_SIZE {full}), as in [0.2, 0.8]"
-    if train.TOKEN_DROP and train.TOKEN_DROP_TAIL >= train.NUM_EPOCHS:
-        tail = f"{train.TOKEN_DROP_TAIL} leaves no epoch of {epochs} for TRAIN.TOKEN_DROP"
-        yield "TRAIN.TOKEN_DROP_TAIL", f"{tail}; give a smaller number"
     steps, key = train.SIZE_SCHEDULE, "TRAIN.SIZE_SCHEDULE"
     if not steps:
         return
@@ -95,27 +90,18 @@ def _train(config: Config) -> Iterator[Problem]:
         yield key, f"{one_line(tuple(odd))}: not divisible by MODEL.PATCH_SIZE {patch}"
 
 
-def _words_of_own_code(config: Config) -> Iterator[Problem]:
-    """A loss or a metric that does not exist, or a metric that this run does not measure."""
-    by, kind = config.SAVE_BEST_BY, config.task
-    no_loss = config.TRAIN.own_loss and not config.USE
-    measured = by in kind.deciding and (by != KNN.name or config.measures_knn)
-    if not no_loss and (measured or by in config.VALIDATE_METRICS):
-        return
-    from utils.config.words import choices, expected
-
-    if no_loss:
-        yield "TRAIN.LOSS", f"{expected('TRAIN.LOSS', config.TRAIN.LOSS)} A loss of your own needs -use FILE"
-    if measured or by in config.VALIDATE_METRICS:
-        return
-    if by not in choices("SAVE_BEST_BY"):
-        known = expected("SAVE_BEST_BY", by)
-        yield "SAVE_BEST_BY", f"{known} A metric of your own must also be in VALIDATE_METRICS"
-    elif by not in kind.deciding:
-        words = f"{by} is not measured {kind.words}; leave SAVE_BEST_BY out, or use {either(kind.deciding)}"
-        yield "SAVE_BEST_BY", words
-    else:
-        yield "SAVE_BEST_BY", f"{by} needs images with labels; set TRAIN.KNN too"
+def _names(config: Config) -> Iterator[Problem]:
+    """A loss that does not exist, or a metric that this run does not measure."""
+    loss, by, kind = config.TRAIN.LOSS, config.SAVE_BEST_BY, config.task
+    if config.TRAIN.own_loss and not config.USE:
+        yield "TRAIN.LOSS", f"{loss} is not ce or bce.{nearest(loss, ('ce', 'bce'))} One of your own needs -use FILE"
+    measured = [name for name in kind.deciding if name != KNN.name or config.measures_knn]
+    if by not in measured and by not in config.VALIDATE_METRICS:
+        other = " (knn needs TRAIN.KNN)" if by == KNN.name else nearest(by, [*measured, *config.VALIDATE_METRICS])
+        yield (
+            "SAVE_BEST_BY",
+            f"{by} is not measured {kind.words}{other}; use {either(measured)}, or a name of VALIDATE_METRICS",
+        )
 
 
 def notes(config: Config, given: Mapping[str, str]) -> Iterator[str]:
@@ -126,11 +112,7 @@ def notes(config: Config, given: Mapping[str, str]) -> Iterator[str]:
             f"TRAIN.WARMUP_EPOCHS {warmup:g} is more than TRAIN.NUM_EPOCHS {epochs}: clipped to {epochs}, so the "
             "learning rate rises until the end"
         )
-    for key, rule in _broken_rules(config):
-        if key in given and not rule.is_error:
-            from utils.config.words import rule_note
-
-            yield f"{given[key]}: {rule_note(key, rule, partial(value_of, config))}"
+    yield from (f"{given[key]}: {note}" for key, note in _broken_rules(config, errors=False) if key in given)
 
 
 def warnings(config: Config, sources: Mapping[str, str]) -> Iterator[str]:

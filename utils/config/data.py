@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from utils.config.fields import TRAINING, Section, excludes, needs, overridden_by, setting
 from utils.config.kinds import (
@@ -22,9 +22,7 @@ from utils.config.kinds import (
     PositiveOrAuto,
     PositiveUnlessAuto,
     Ratios,
-    Workers,
     as_integer,
-    folded,
     read_fold,
 )
 from vitamp.metrics import ONE_LABEL, SEVERAL_LABELS, TaskKind
@@ -34,7 +32,8 @@ def _true_is_batch(value: str | bool) -> str | bool:
     return "batch" if value is True else value
 
 
-DropLast = Annotated[Literal["batch", "update"] | bool, BeforeValidator(folded), AfterValidator(_true_is_batch)]
+DropLast = Annotated[Literal["batch", "update"] | bool, AfterValidator(_true_is_batch)]
+_MIXING = ("TRAIN.MIXUP_ALPHA", "TRAIN.CUTMIX_ALPHA", "TRAIN.CUTMIX_MINMAX")
 
 
 class DataConfig(Section):
@@ -43,16 +42,8 @@ class DataConfig(Section):
     BATCH_SIZE: PositiveOrAuto = setting(
         256,
         "Images per process and micro-batch; auto: as many as fit into memory, see docs/performance_settings.md.",
-        excludes(
-            "DIST.STRATEGY=fsdp", at="auto", why="the search for a batch size does not support FSDP", do="give a number"
-        ),
-        excludes(
-            *("TRAIN.MIXUP_ALPHA", "TRAIN.CUTMIX_ALPHA", "TRAIN.CUTMIX_MINMAX"),
-            at="1",
-            when=TRAINING,
-            why="mixup and CutMix mix images of a batch",
-            do="use 2 or more",
-        ),
+        excludes("DIST.STRATEGY=fsdp", at="auto", why="the search does not support FSDP", do="give a number"),
+        excludes(*_MIXING, at="1", when=TRAINING, why="mixup and CutMix mix images of a batch", do="use 2 or more"),
     )
     BATCH_SIZE_EVAL: PositiveUnlessAuto = setting(None, "Images per process in validation; null or auto: BATCH_SIZE.")
     DATA_PATH: str | None = setting(None, "Folder of the data set; a csv file, or the URL of tar files, also works.")
@@ -64,38 +55,30 @@ class DataConfig(Section):
         224, "Side of the model's input in pixels; auto: of the weights, or the median image (docs/small_images.md)."
     )
     IMAGE_CHANNELS: Annotated[Literal[1, 3], BeforeValidator(as_integer)] = setting(3, "3 for RGB, 1 for grey.")
-    CROP_PCT: float = setting(
-        0.875, "Validation: side of the centre crop, as a fraction of the short side.", gt=0, le=1
-    )
-    CROP_MODE: Annotated[Literal["center", "squash", "border"], BeforeValidator(folded)] = setting(
+    CROP_PCT: float = setting(0.875, "Validation: centre crop as a fraction of the short side.", gt=0, le=1)
+    CROP_MODE: Literal["center", "squash", "border"] = setting(
         "center",
-        "Validation: which side of the image is resized to IMAGE_SIZE / CROP_PCT before the centre is cropped. center: "
-        "the short one. squash: both, without keeping the aspect ratio. border: the long one; the rest is filled with "
-        "IMAGENET_MEAN.",
+        "Validation, what is resized to IMAGE_SIZE / CROP_PCT: the short side; squash: both sides; border: the long "
+        "side, with IMAGENET_MEAN around. Then the centre is cropped.",
     )
-    NUM_WORKERS: Workers | None = setting(
-        None, "Loading processes per rank; null: one per core that it has, at most 16; see THREADS."
+    NUM_WORKERS: int | None = setting(
+        None, "Loading processes per rank; null: one per core that it has, at most 16; see THREADS.", ge=0, le=1024
     )
     IMAGENET_MEAN: Numbers = setting((0.5, 0.5, 0.5), "Mean for normalisation, subtracted from images scaled to 0..1.")
     IMAGENET_STD: NumbersAboveZero = setting((0.5, 0.5, 0.5), "Standard deviation for normalisation.")
-    SAMPLER: Annotated[Literal["shuffle", "balanced"], BeforeValidator(folded)] = setting(
+    SAMPLER: Literal["shuffle", "balanced"] = setting(
         "shuffle",
         "Training: shuffle: no image twice in an epoch. balanced: each class equally often, in an epoch of the "
         "same length; images of rare classes repeat, each time with a new augmentation.",
-        excludes(
-            "DATA.MULTI_LABEL",
-            why="drawing an image for one of its labels draws the others too",
-            do="use TRAIN.CLASS_WEIGHTS=balanced instead",
-        ),
+        excludes("DATA.MULTI_LABEL", why="an image of one label has others", do="use TRAIN.CLASS_WEIGHTS=balanced"),
     )
     DROP_LAST: DropLast = setting(
         "batch", "An incomplete end of an epoch to drop: batch (or true): micro-batch; update: update; false: nothing."
     )
     CROP: Literal["random", "pad", "none"] = setting(
         "random",
-        "Training: random: a random crop by CROP_SCALE and CROP_RATIO. pad: resize to IMAGE_SIZE without keeping the "
-        "aspect ratio, pad by 4 pixels, crop at random. none: resize in the same way, without a crop, in "
-        "validation too.",
+        "Training: random: by CROP_SCALE and CROP_RATIO. pad: squash to IMAGE_SIZE, pad by 4 pixels, crop at random. "
+        "none: squash to IMAGE_SIZE, in validation too.",
     )
     CROP_SCALE: FractionsAboveZero = setting((0.05, 1.0), "Training: smallest and largest area of the random crop.")
     CROP_RATIO: Ratios = setting((0.75, 4 / 3), "Training: smallest and largest width / height of the random crop.")
@@ -105,28 +88,18 @@ class DataConfig(Section):
     ZOOM: FractionBelowOne = setting(0.0, "Training: largest random change of scale; 0.1 means 90 % to 110 %.")
     ROTATE: float = setting(0.0, "Training: largest random rotation, in degrees.", ge=0, le=180)
     AFFINE_PROB: Fraction = setting(1.0, "Training: probability that SHIFT, ZOOM and ROTATE are applied to a sample.")
-    REPEATED_AUGMENT: Positive = setting(
-        1, "Copies of a sample per epoch, each augmented differently; the epoch's length stays the same."
-    )
+    REPEATED_AUGMENT: Positive = setting(1, "Copies of a sample per epoch, which stays as long; each is augmented.")
     SYNTHETIC_TRAIN: Positive = setting(12800, "Data set 'synthetic': number of training images.")
     SYNTHETIC_VAL: Positive = setting(1280, "Data set 'synthetic': number of validation images.")
-    VAL_FRACTION: float = setting(
+    VAL_FRACTION: Annotated[float, Field(gt=0, lt=1)] = setting(
         0.1,
         "Fraction of each class that validates, if the data set has no such split; digits always uses 0.2.",
         overridden_by("DATA.FOLD", why="its fold is the validation split"),
-        gt=0,
-        lt=1,
     )
-    PART: Annotated[Literal["auto", "train", "val", "test", "all"], BeforeValidator(folded)] = setting(
+    PART: Literal["auto", "train", "val", "test", "all"] = setting(
         "auto",
-        "Split that -eval evaluates; auto: val, or all images of data that the model was not trained on, if it has no "
-        "validation split of its own.",
-        needs(
-            "EVAL=true",
-            at="train|test|all",
-            why="training always validates on the validation split",
-            do="add -eval, or leave DATA.PART out",
-        ),
+        "Split that -eval evaluates; auto: val, or all of data that the model did not train on and that is not split.",
+        needs("EVAL=true", at="train|test|all", why="training uses val", do="add -eval, or leave DATA.PART out"),
     )
     FOLD: FoldText = setting(
         None, "Cross-validation: validate on fold K of N folds; null: the data set's split, else one by VAL_FRACTION."
@@ -137,27 +110,19 @@ class DataConfig(Section):
         "column of a csv table, or a regular expression that finds the group in each path.",
     )
     SPLIT_SEED: Count = setting(0, "Seed of the split by VAL_FRACTION and of the folds; independent of SEED.")
-    MULTI_LABEL: bool = setting(
-        False, "Images can have several labels, or none, from a csv table (docs/several_labels.md)."
-    )
+    MULTI_LABEL: bool = setting(False, "Images may have several labels, or none (a csv table; docs/several_labels.md).")
     DOWNLOAD: bool = setting(False, "Download the data set into DATA_PATH if it is missing.")
-    CHECK: Annotated[Literal["quick", "full", "off"], BeforeValidator(folded)] = setting(
-        "quick",
-        "What is said of image files before training: classes, copies of images in both splits, odd images. quick: as "
-        "much as a few seconds allow. full: all images. No training changes by it.",
+    CHECK: Literal["quick", "full", "off"] = setting(
+        "quick", "Report classes, copies in both splits and odd images: quick: within seconds; full: of all images."
     )
     EXCLUDE: str | None = setting(None, "File with images to leave out, one per line; scripts/check_data.py writes it.")
-    MAX_BAD: NonNegative = setting(
-        0.01, "Stop if more training images than this are unreadable: below 1 as a fraction, else as a number."
-    )
+    MAX_BAD: NonNegative = setting(0.01, "Stop at more unreadable training images: below 1 a fraction, else a number.")
     BACKGROUND: Background = setting(
         "white",
         "Colour behind transparent pixels: a name, mean (IMAGENET_MEAN) or [r, g, b]; drop: transparency is ignored.",
     )
     EXIF_ROTATE: bool = setting(False, "Rotate photographs as their EXIF data says.")
-    CACHE: str | None = setting(
-        None, "Folder for compiled code, copies of hf:NAME, and indices of tar files; null: ~/.cache/vitamp."
-    )
+    CACHE: str | None = setting(None, "Folder for compiled code, hf:NAME and indices of tars; null: ~/.cache/vitamp.")
 
     @property
     def task(self) -> TaskKind:

@@ -124,8 +124,12 @@ class Section(BaseModel):
     def _normalise(cls, value: Any, info: ValidationInfo) -> Any:
         field = cls.model_fields[info.field_name or ""]
         kinds = _plain_types(field.annotation)
-        if isinstance(value, str) and value in kinds:
-            return value  # one of a Literal's words, which may be `none`
+        if isinstance(value, str):
+            # One of a Literal's words, which may be `none`, in any case.
+            words = {word.casefold(): word for word in kinds if isinstance(word, str)}
+            value = words.get(value.strip().casefold(), value)
+            if value in kinds:
+                return value
         # Text stays as written, since a folder may be called `(1)`; only words for no value are converted.
         value = parse_text(value) if str not in kinds or is_no_value(value) else value
         if value is None and get_origin(field.annotation) is tuple and field.default == ():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 from pydantic import BaseModel
@@ -14,7 +15,7 @@ from utils.config.schema import Config
 
 # Names in earlier PaddleViT files -> the key of today.
 RENAMED = {"MODEL.IN_CHANNELS": "DATA.IMAGE_CHANNELS", "TRAIN.NORMALIZE_TARGET": "MODEL.NORM_PIX_LOSS"}
-OF_ONE_START = (*("OUTPUT", "TRAIN.LAST_EPOCH", "MODEL.RESUME", "MAX_TIME", "PROFILE", "EVAL", "DATA.PART", "NGPUS"),)
+OF_ONE_START = ("OUTPUT", "TRAIN.LAST_EPOCH", "MODEL.RESUME", "MAX_TIME", "PROFILE", "EVAL", "DATA.PART", "NGPUS")
 """Settings of one start, not of the run: where it was, how it was launched, and for how long."""
 DATASET, CLASSES = "DATA.DATASET", "MODEL.NUM_CLASSES"
 IMAGE_SIZE, PATCH_SIZE = "DATA.IMAGE_SIZE", "MODEL.PATCH_SIZE"
@@ -52,10 +53,7 @@ def canonical(key: str) -> str:
 
 
 def value_of(config: Config, key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
+    return attrgetter(key)(config)
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,12 +69,11 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def _defaults() -> Config:
-    return Config()
-
-
 def default_of(key: str) -> Any:
     return value_of(_defaults(), key)
+
+
+_defaults = cache(Config)
 
 
 def values_by_key(config: Config) -> dict[str, Any]:

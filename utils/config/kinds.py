@@ -61,8 +61,6 @@ def one_line(value: Any) -> str:
 AUTO = "auto"
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
-Threads = Annotated[int, Field(ge=1, le=4096)]
-Workers = Annotated[int, Field(ge=0, le=1024)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 FractionBelowOne = Annotated[float, Field(ge=0, lt=1)]
 FractionAboveZero = Annotated[float, Field(gt=0, le=1)]
@@ -85,7 +83,7 @@ def as_names(value: Any) -> Any:
 
 def _as_background(value: Any) -> Any:
     """A word, or three numbers as a list is written."""
-    return folded(value) if isinstance(value, str) and value.strip().isalpha() else _as_tuple(value)
+    return value if isinstance(value, str) and value.strip().isalpha() else _as_tuple(value)
 
 
 def as_integer(value: Any) -> Any:
@@ -94,10 +92,6 @@ def as_integer(value: Any) -> Any:
 
 def folded(value: Any) -> Any:
     return value.strip().casefold() if isinstance(value, str) else value
-
-
-def as_word_or_integer(value: Any) -> Any:
-    return as_integer(folded(value))
 
 
 def _or_auto(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
@@ -117,10 +111,9 @@ class Fold(NamedTuple):
 def read_fold(value: str) -> Fold:
     """Parse `2/5`; ValueError for anything else."""
     match = re.fullmatch(r"\s*(\d+)\s*/\s*(\d+)\s*", value)
-    fold = Fold(int(match[1]), int(match[2])) if match else Fold(0, 0)
-    if fold.folds < 2 or not 1 <= fold.number <= fold.folds:
+    if not match or int(match[2]) < 2 or not 1 <= int(match[1]) <= int(match[2]):
         raise ValueError(f"{value} is not {FOLD_WORDS}")
-    return fold
+    return Fold(int(match[1]), int(match[2]))
 
 
 def _as_fold(value: Any) -> Any:

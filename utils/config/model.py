@@ -33,26 +33,20 @@ class LoraConfig(Section):
         None,
         "Rank of the adapters, such as 8; null: no adapters. All other weights but the classifier are frozen.",
         needs(
-            "MODEL.PRETRAINED",
-            "MODEL.RESUME!=auto",
+            *("MODEL.PRETRAINED", "MODEL.RESUME!=auto"),
             when=TRAINING,
-            why="adapters change what frozen weights have learned, and random weights have learned nothing",
+            why="adapters change what frozen weights have learned",
             do="name weights with -pretrained, or leave MODEL.LORA out",
         ),
         excludes("MODEL.FREEZE", why="LoRA freezes all weights but the classifier itself", do="leave MODEL.FREEZE out"),
         excludes("MODEL.MAE_PRETRAIN", why=f"{_LABELS}, which changes all weights"),
         excludes("DIST.STRATEGY=fsdp", why="what it would shard is frozen here", do="use DIST.STRATEGY ddp"),
-        excludes(
-            "TRAIN.OPTIMIZER.NAME=*muon",
-            why="Muon orthogonalises the matrices of blocks, which are frozen here",
-            do="use AdamW",
-        ),
+        excludes("TRAIN.OPTIMIZER.NAME=*muon", why="it updates matrices of blocks, frozen here", do="use AdamW"),
     )
     ALPHA: AboveZero | None = setting(None, "The adapters' output is multiplied by ALPHA / RANK; null: by 1.", _LORA)
     TARGETS: Annotated[tuple[LoraTarget, ...], BeforeValidator(as_names), Field(min_length=1)] = setting(
         ("q", "v"),
-        "Linear layers with adapters. q, k, v: the queries, keys and values of attention, also within a fused qkv; "
-        "proj: its output; fc1, fc2: the MLP.",
+        "Layers with adapters: q, k, v of attention; proj: its output; fc1, fc2: the MLP.",
         _LORA,
     )
 
@@ -88,41 +82,29 @@ class ModelConfig(Section):
         "Initialise a new classifier, even if the number of classes stays the same.",
         only_with("MODEL.PRETRAINED", why="without weights to start from, every classifier is new"),
     )
-    FREEZE: Names = setting(
-        (), "Weights not to train: backbone (all but the classifier), or globs of weights or modules."
-    )
+    FREEZE: Names = setting((), "Weights not to train: backbone (all but the classifier), or globs of their names.")
     UNFREEZE_EPOCH: Positive | None = setting(
         None,
         "First epoch (2 to NUM_EPOCHS) in which the weights of FREEZE are trained too; null: never.",
-        needs(
-            "MODEL.FREEZE",
-            when=TRAINING,
-            why="without it, nothing is frozen that could be unfrozen",
-            do="set MODEL.FREEZE too, for example to backbone, or leave MODEL.UNFREEZE_EPOCH out",
-        ),
+        needs("MODEL.FREEZE", when=TRAINING, why="without it, nothing is frozen that could be unfrozen"),
     )
     LORA: LoraConfig = Field(default_factory=LoraConfig, description="Adapters of frozen linear layers.")
     MAE_PRETRAIN: bool = setting(
         False,
-        "Learn without labels, as a masked autoencoder: most patches are hidden, and the model predicts their pixels; "
-        "see docs/pretraining.md.",
+        "Masked autoencoder: without labels, the model predicts the pixels of hidden patches; see docs/pretraining.md.",
         excludes("DATA.MULTI_LABEL", why=_LABELS),
         excludes("TRAIN.DISTILLATION_TYPE", when=TRAINING, why="the teacher predicts classes"),
         excludes("TRAIN.CLASS_WEIGHTS", when=TRAINING, why=_LABELS),
         excludes("TRAIN.TOKEN_DROP", "TRAIN.SIZE_SCHEDULE", when=TRAINING, why="it leaves out patches itself"),
     )
     MASK_RATIO: float = setting(0.75, "Fraction of the patches that are hidden.", _MASKED, gt=0, lt=1)
-    NORM_PIX_LOSS: bool = setting(
-        True, "Normalise the pixels of each hidden patch by their mean and deviation.", _MASKED
-    )
+    NORM_PIX_LOSS: bool = setting(True, "Normalise the pixels of each hidden patch by themselves.", _MASKED)
     DECODER: DecoderConfig = Field(default_factory=DecoderConfig, description="The decoder of a masked autoencoder.")
     NUM_CLASSES: PositiveOrAuto = setting(1000, "Number of classes; auto: as many as the data set has.")
     DROPOUT: FractionBelowOne = setting(0.0, "Dropout after position embedding and projections, and in MLPs.")
     ATTENTION_DROPOUT: FractionBelowOne = setting(0.0, "Dropout of attention weights.")
     DROPPATH: FractionBelowOne = setting(0.0, "Stochastic depth rate of the last block; lower in earlier ones.")
-    INIT_VALUES: AboveZero | None = setting(
-        None, "Initial layer scale (CaiT, BEiT, ...; adds it to a ViT); null: timm's."
-    )
+    INIT_VALUES: AboveZero | None = setting(None, "Initial layer scale (CaiT, ...; adds it to a ViT); null: timm's.")
     PATCH_SIZE: PositiveOrAuto | None = setting(
         None, "Side of a patch in pixels; 16 for ViT-B/16; auto: 4 to 8, for about 8 patches a row."
     )

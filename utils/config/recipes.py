@@ -8,17 +8,15 @@ from pathlib import Path
 from utils.errors import UserError, closest, either
 from utils.program import ROOT
 
-FOLDER = ROOT / "configs"
-
 
 def recipe_file(cfg: str) -> tuple[str, str]:
     """The file of a recipe, and a line for the log; or `cfg`, if it is a path."""
     # Files that begin with an underscore are parts of others.
-    shipped = {file.stem: file for file in sorted(FOLDER.rglob("*.yaml")) if not file.name.startswith("_")}
+    shipped = {file.stem: file for file in sorted(ROOT.glob("configs/*.yaml")) if not file.name.startswith("_")}
     path = Path(cfg)
-    if path.name == cfg and cfg in shipped:
-        file = str(_as_seen(shipped[cfg]))
-        return file, f"-cfg {cfg}: {file}, a recipe that comes with vitamp"
+    if cfg in shipped:
+        file = _as_seen(shipped[cfg])
+        return str(file), f"-cfg {cfg}: {file}, a recipe that comes with vitamp"
     if path.exists():
         return cfg, ""
     if path.suffix in (".yaml", ".yml") and path.stem in shipped:
@@ -26,17 +24,14 @@ def recipe_file(cfg: str) -> tuple[str, str]:
     if path.name == cfg and not path.suffix:
         similar = difflib.get_close_matches(cfg, shipped)
         suggestion = f" Did you mean {either(similar)}?" if similar else ""
-        raise UserError(
-            f"-cfg {cfg}: no such file, and no recipe of this name.{suggestion} The recipes are in {_as_seen(FOLDER)}; "
-            f"{_as_seen(ROOT / 'docs/recipes.md')} describes them."
-        )
+        where = f"The recipes are in {_as_seen(ROOT / 'configs')}; {_as_seen(ROOT / 'docs/recipes.md')} describes them."
+        raise UserError(f"-cfg {cfg}: no such file, and no recipe of this name.{suggestion} {where}")
     return cfg, ""
 
 
 def _as_seen(path: Path) -> Path:
     """Relative to the current folder, if it is below."""
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def similar_file(path: Path) -> str:

@@ -65,5 +65,5 @@ def resolved_by_run(given: Mapping[str, Entry]) -> dict[str, Entry]:
         return {}
     keys = [key for key in (DATASET, *(FROM_WEIGHTS if saved.MODEL.PRETRAINED else ())) if key not in given]
     keys += [key for key in AUTO_BY_DATA if key in given and folded(given[key].value) == AUTO]
-    found = {key: Entry(value_of(saved, key), f"run in {run or folder}") for key in keys if known}
-    return {key: entry for key, entry in found.items() if entry.value != AUTO}
+    values = {key: value_of(saved, key) for key in keys if known}
+    return {key: Entry(value, f"run in {run or folder}") for key, value in values.items() if value != AUTO}

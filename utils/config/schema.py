@@ -1,6 +1,6 @@
 """All settings: one class per YAML section, one description per key.
 
-`docs/config.md` and the JSON schema for editors are generated from them.
+`docs/config.md` is generated from them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from utils.config.data import DataConfig
 from utils.config.fields import Section, excludes, needs, only_with, setting
-from utils.config.kinds import OWN_SETTING, AboveZero, Count, Names, OwnName, Positive, Threads, Time, as_names, folded
+from utils.config.kinds import OWN_SETTING, AboveZero, Count, Names, OwnName, Positive, Time, as_names
 from utils.config.model import ModelConfig
 from utils.config.train import TrainConfig
 from vitamp.metrics import METRICS, NO_LABELS, ONE_LABEL, TASKS, TaskKind
@@ -29,12 +29,7 @@ class AmpConfig(Section):
         "auto: bf16 with O3, else fp16 on GPUs and bf16 on CPUs (fp16 if a CPU has fp16 but no bf16; with O1, fp32 if "
         "it has neither). fp8 needs torchao.",
         _ON,
-        excludes(
-            "DIST.STRATEGY=fsdp",
-            at="fp8",
-            why="FSDP with fp8 is not supported",
-            do="use bf16 or fp16, or DIST.STRATEGY=ddp",
-        ),
+        excludes("DIST.STRATEGY=fsdp", at="fp8", why="FSDP with fp8 is not supported", do="use bf16, fp16 or ddp"),
     )
     LEVEL: Literal["O0", "O1", "O2", "NAIVE", "O3"] = setting(
         "O1",
@@ -57,11 +52,7 @@ class AmpConfig(Section):
         False,
         "Switch a module to fp32 at its second overflow; overflows in the backward pass count only at loss scale 1.",
         _ON,
-        excludes(
-            "DIST.STRATEGY=fsdp",
-            why="vitamp does not replay skipped updates of FSDP to find the module that overflowed",
-            do="name the modules in AMP.FP32_MODULES",
-        ),
+        excludes("DIST.STRATEGY=fsdp", why="updates of FSDP are not replayed", do="set AMP.FP32_MODULES"),
     )
 
 
@@ -80,7 +71,7 @@ SpeedWord = Literal["auto", "plain", _Kernel, _NoKernel, _Way]
 class DistConfig(Section):
     """Processes and how they share the work."""
 
-    STRATEGY: Annotated[Literal["ddp", "fsdp"], BeforeValidator(folded)] = setting(
+    STRATEGY: Literal["ddp", "fsdp"] = setting(
         "ddp",
         "ddp: each process holds the whole model. fsdp: the weights are sharded over the processes; see docs/fsdp.md.",
         excludes("DEVICE=mps", why="FSDP needs several devices, and MPS is one"),
@@ -92,9 +83,7 @@ class DistConfig(Section):
     )
     BACKEND: Literal["nccl", "gloo"] | None = setting(None, "Communication; null: nccl on GPUs, gloo elsewhere.")
     TIMEOUT: float = setting(10.0, "Minutes that ranks wait for another rank; then the run ends with an error.", gt=0)
-    SYNC_BATCHNORM: bool = setting(
-        True, "ddp on GPUs: share the statistics of batch norms; not at AMP.LEVEL O2, NAIVE."
-    )
+    SYNC_BATCHNORM: bool = setting(True, "ddp on GPUs: share the statistics of batch norms; not at O2 and NAIVE.")
 
     @property
     def group_timeout(self) -> timedelta:
@@ -111,9 +100,8 @@ class Config(Section):
     BASE: Names = setting((), "YAML files that this one extends, relative to it; later ones override earlier ones.")
     USE: Names = setting(
         (),
-        "Python files of your own (-use), which register losses, models, augmentations, data sets and metrics; "
-        "and the settings of these, as NAME.SETTING=VALUE, which can also be words of the command line. See "
-        "docs/own_code.md.",
+        "Python files of your own (-use), which register losses, models, augmentations, data sets and metrics; and "
+        "their settings as NAME.SETTING=VALUE, also words of the command line. See docs/own_code.md.",
     )
     DATA: DataConfig = Field(default_factory=DataConfig, description="Data.")
     MODEL: ModelConfig = Field(default_factory=ModelConfig, description="Model.")
@@ -127,9 +115,8 @@ class Config(Section):
     SAVE_EVERY_UPDATES: Positive | None = setting(None, "Also save a checkpoint every N updates.")
     SAVE_BEST_BY: BestBy = setting(
         ONE_LABEL.best.name,
-        "Validation metric that decides which checkpoint is best. "
-        + " ".join(f"{kind.words[0].upper()}{kind.words[1:]}: {', '.join(kind.deciding)}." for kind in TASKS)
-        + " The first of each is the default.",
+        "Validation metric that decides which checkpoint is best; the default is the first one. "
+        + " ".join(f"{kind.words[0].upper()}{kind.words[1:]}: {', '.join(kind.deciding)}." for kind in TASKS),
     )
     VALIDATE_METRICS: Names = setting(
         (),
@@ -152,15 +139,18 @@ class Config(Section):
     )
     DEVICE: Literal["cpu", "cuda", "mps"] | None = setting(None, "Device to train on; null: the best available.")
     NGPUS: int = setting(-1, "Processes that main_multi_gpu.py starts; -1: one per visible GPU.", ge=-1, le=1024)
-    THREADS: Threads | None = setting(
-        None, "CPU threads per process; null: what SLURM reserves per task, else usable cores / ranks on this machine."
+    THREADS: int | None = setting(
+        None,
+        "CPU threads per process; null: what SLURM reserves per task, else usable cores / ranks on this machine.",
+        ge=1,
+        le=4096,
     )
     SPEED: Annotated[tuple[SpeedWord, ...], BeforeValidator(as_names), Field(min_length=1)] = setting(
         ("auto",),
         "How layers compute; results differ in the last bits only. auto: as measured to be fastest; plain: as the "
-        "model is written. +NAME forces a way and -NAME leaves it out: kernels of attention (fused: torch's choice of "
-        "kernel; flash, efficient, cudnn, packed on GPUs), linear_patches (patches by a matrix product), fused_mlp "
-        "(bias and GELU in one kernel), channels_last (memory format); see docs/performance_settings.md.",
+        "model is written. +NAME forces and -NAME leaves out: kernels of attention (fused: torch's choice; flash, "
+        "efficient, cudnn, packed), linear_patches (patches by a matrix product), fused_mlp (bias and GELU in one "
+        "kernel), channels_last; see docs/performance_settings.md.",
     )
     MAX_TIME: Time | None = setting(None, "HH:MM:SS, before which the run saves and exits; -resume continues it.")
     PROFILE: Count = setting(0, "Write a torch profiler trace of this many updates.")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from utils.config.fields import TRAINING, Section, excludes, only_with, overridden_by, setting
 from utils.config.kinds import (
@@ -21,8 +21,6 @@ from utils.config.kinds import (
     OwnName,
     Positive,
     SizeSteps,
-    as_word_or_integer,
-    folded,
 )
 
 _MUON = only_with("TRAIN.OPTIMIZER.NAME=*Muon")
@@ -35,18 +33,11 @@ _OF_PROGRAM = only_with("TRAIN.LOSS=ce|bce")
 _LOSSES = ("ce", "bce")
 
 
-def _own_or_folded(value: Any) -> Any:
-    """The name of a loss of ours in any case; another is the name of a function."""
-    return folded(value) if folded(value) in _LOSSES else value
-
-
 class MuonConfig(Section):
     """Muon, NMuon, AdaMuon, NAdaMuon update the linear layers of blocks; AdamW (NAdaMuon: NAdamW) updates the rest."""
 
     EVERY_MATRIX: bool = setting(
-        False,
-        "Muon also updates patch embedding, classifier and convolutions; for small models (docs/methods.md).",
-        _MUON,
+        False, "Update patch embedding, classifier and convolutions too; for small models (docs/methods.md).", _MUON
     )
 
 
@@ -70,9 +61,8 @@ WSD_DECAY = 0.2
 
 
 class SchedulerConfig(Section):
-    NAME: Annotated[Literal["warmupcosine", "cosine", "step", "multi-step", "wsd"], BeforeValidator(folded)] = setting(
-        "warmupcosine",
-        "Schedule after the warm-up; wsd (warmup-stable-decay): constant, with a decay in the last fifth of the run.",
+    NAME: Literal["warmupcosine", "cosine", "step", "multi-step", "wsd"] = setting(
+        "warmupcosine", "Schedule after the warm-up; wsd: constant, with a decay in the last fifth of the run."
     )
     MILESTONES: Integers = setting((30, 60, 90), "multi-step: epochs after which the rate is multiplied by DECAY_RATE.")
     DECAY_EPOCHS: Positive = setting(30, "step: epochs between two decays.")
@@ -88,73 +78,46 @@ class TrainConfig(Section):
     WARMUP_START_LR: NonNegative = setting(1e-6, "Learning rate of the first update of the warm-up.")
     BASE_LR: NonNegative = setting(3e-3, "Learning rate after the warm-up.")
     END_LR: NonNegative = setting(0.0, "Learning rate at the end of the cosine, or of the decay of wsd.")
-    LINEAR_SCALED_LR: AboveZero | bool | None = setting(
-        None, "Multiply the three rates above by global batch / this (true: 512)."
-    )
-    LAYER_DECAY: FractionAboveZero | None = setting(
-        None, "Each layer's learning rate as a fraction of the next layer's."
-    )
-    WEIGHT_DECAY: NonNegative = setting(
-        0.3, "Weight decay: decoupled in AdamW and Lion, part of the gradient in SGD and Adam."
-    )
+    LINEAR_SCALED_LR: AboveZero | bool | None = setting(None, "Multiply these rates by global batch / N (true: 512).")
+    LAYER_DECAY: FractionAboveZero | None = setting(None, "A layer's learning rate as a fraction of the next one's.")
+    WEIGHT_DECAY: NonNegative = setting(0.3, "Weight decay: decoupled in AdamW and Lion, not in SGD and Adam.")
     WEIGHT_DECAY_ALL: bool = setting(False, "Also decay biases, norms, position and class embeddings.")
     GRAD_CLIP: AboveZero | None = setting(None, "Largest norm of the unscaled gradient; null: no clipping.")
     ACCUM_ITER: Positive = setting(1, "Gradient accumulation: micro-batches per update and process.")
     GLOBAL_BATCH: Positive | None = setting(
         None, "Images per update, from which ACCUM_ITER follows; null: BATCH_SIZE x processes x ACCUM_ITER."
     )
-    MEMORY_LIMIT: AboveZero | None = setting(
-        None, "DATA.BATCH_SIZE auto: GiB per process; null: the device's free memory."
+    MEMORY_LIMIT: AboveZero | None = setting(None, "DATA.BATCH_SIZE auto: GiB per process; null: the free memory.")
+    COMPILE: Literal["auto", "none", "blocks", "whole"] = setting(
+        "auto", "torch.compile of each block, or of all from images to loss (whole); auto: in long runs on GPUs."
     )
-    COMPILE: Annotated[Literal["auto", "none", "blocks", "whole"], BeforeValidator(folded)] = setting(
-        "auto",
-        "torch.compile of each block, or of everything from images to loss (whole); auto: on GPUs, if the run is "
-        "long enough to gain.",
-    )
-    GRAD_CHECKPOINT: Annotated[Literal["none", "blocks"] | Positive, BeforeValidator(as_word_or_integer)] = setting(
-        "none",
-        "Gradient checkpointing: recompute activations in the backward pass, in all blocks (blocks) "
-        "or in the first of every N.",
+    GRAD_CHECKPOINT: Literal["none", "blocks"] | Positive = setting(
+        "none", "Recompute activations in the backward pass: of all blocks, or of the first of every N."
     )
     OPTIMIZER: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The optimiser.")
     LR_SCHEDULER: SchedulerConfig = Field(default_factory=SchedulerConfig, description="The schedule.")
-    LOSS: Annotated[Literal["ce", "bce"] | OwnName, BeforeValidator(_own_or_folded)] = setting(
+    LOSS: Literal["ce", "bce"] | OwnName = setting(
         "ce",
         "Loss for the labels. ce: cross-entropy. bce: binary cross-entropy, each class by itself, as in DeiT III; the "
         "default with DATA.MULTI_LABEL. Or a loss of your own, by its name in a file of USE.",
-        excludes(
-            "DATA.MULTI_LABEL",
-            at="ce",
-            why="cross-entropy has one class per image",
-            do="leave TRAIN.LOSS out, or use bce",
-        ),
+        excludes("DATA.MULTI_LABEL", at="ce", why="cross-entropy has one class per image", do="leave TRAIN.LOSS out"),
     )
     BCE_TARGET_THRESH: FractionBelowOne | None = setting(
-        None,
-        "Targets above it become 1, others 0: with 0, both labels of a mixed image are 1. null: soft targets.",
-        _BCE,
+        None, "Targets above it become 1, others 0 (0: both labels of a mixed image count); null: soft targets.", _BCE
     )
     SMOOTHING: FractionBelowOne = setting(0.0, "Label smoothing.", _LABELLED, _OF_PROGRAM)
     CLASS_WEIGHTS: str | None = setting(
         None,
-        "Class weights in the training loss; with LOSS bce they weigh only positive targets. balanced: inversely "
-        "proportional to the number of images per class. Or a file with one line per class, NAME WEIGHT; see "
-        "docs/methods.md.",
+        "Class weights in the training loss; in bce of positive targets. balanced: inversely proportional to the "
+        "images per class. Or a file with lines NAME WEIGHT; see docs/methods.md.",
         _OF_PROGRAM,
-        excludes(
-            "TRAIN.DISTILLATION_TYPE",
-            when=TRAINING,
-            why="the teacher's loss has no class weights",
-            do="use DATA.SAMPLER=balanced instead, or no teacher",
-        ),
+        excludes("TRAIN.DISTILLATION_TYPE", when=TRAINING, why="its loss has none", do="use DATA.SAMPLER=balanced"),
     )
     MODEL_EMA: bool = setting(False, "Keep an exponential moving average of the weights, and validate it too.")
     MODEL_EMA_DECAY: FractionBelowOne = setting(0.99996, "Decay of the EMA per update.")
     MODEL_EMA_WARMUP: bool = setting(True, "Let the EMA's decay grow from 0.1 to MODEL_EMA_DECAY, for short runs.")
     MODEL_EMA_FORCE_CPU: bool = setting(
-        False,
-        "Keep the EMA in host memory: slower, but saves device memory.",
-        excludes("DIST.STRATEGY=fsdp", why="FSDP shards the EMA"),
+        False, "Keep the EMA in host memory, slower.", excludes("DIST.STRATEGY=fsdp", why="FSDP shards the EMA")
     )
     MAX_UPDATES: Positive | None = setting(None, "End the run after this many updates.")
     PATIENCE: Positive | None = setting(None, "End the run after this many validations without improvement.")
@@ -165,15 +128,9 @@ class TrainConfig(Section):
     RAND_AUGMENT_MAGNITUDE: float = setting(9, "RandAugment: magnitude.", ge=0, le=10)
     AUGMENT: Names = setting(
         (),
-        "More augmentations of single images, in this order: trivial (TrivialAugment, wide: one operation of random "
-        "strength), three (ThreeAugment of DeiT III: one of greyscale, solarise and blur), and your own, by their "
-        "names in the files of USE, after all others.",
-        excludes(
-            *(_RAND, _AUTO),
-            at="trivial|three",
-            why="these policies were never meant to be combined",
-            do="choose one of them",
-        ),
+        "More augmentations of single images, in this order: trivial (TrivialAugment, wide), three (ThreeAugment of "
+        "DeiT III: greyscale, solarise or blur), and your own, by their names in the files of USE.",
+        excludes(_RAND, _AUTO, at="trivial|three", why="they were never meant to be combined", do="choose one of them"),
     )
     MIXUP_ALPHA: NonNegative = setting(0.0, "Mixup: alpha of its Beta distribution; 0: off.", _LABELLED)
     MIXUP_PROB: Fraction = setting(1.0, "Probability of mixup or CutMix for a batch, pair or sample (MIXUP_MODE).")
@@ -184,9 +141,7 @@ class TrainConfig(Section):
         None, "CutMix: smallest and largest side of the box as fractions; replaces CUTMIX_ALPHA.", _LABELLED
     )
     RANDOM_ERASE_PROB: Fraction = setting(0.0, "Probability of random erasing; 0: off.", _LABELLED)
-    RANDOM_ERASE_MODE: Literal["const", "rand", "pixel"] = setting(
-        "pixel", "Fill with zeros, one random colour or random pixels."
-    )
+    RANDOM_ERASE_MODE: Literal["const", "rand", "pixel"] = setting("pixel", "Fill with zeros, one colour or noise.")
     RANDOM_ERASE_COUNT: Positive = setting(1, "Random erasing: largest number of boxes.")
     RANDOM_ERASE_SPLIT: bool = setting(False, "Random erasing: skip the first half of each micro-batch.")
     TOKEN_DROP: FractionBelowOne = setting(0.0, "Fraction of the patch tokens dropped at random in training.")
@@ -198,12 +153,11 @@ class TrainConfig(Section):
     )
     KNN: str | None = setting(
         None,
-        "Images with labels, on which each validation measures how well features separate classes: those of the "
-        "training images vote, the nearest 20. A folder laid out as for DATA.DATA_PATH, the name of a data set, or "
-        "NAME=FOLDER; see docs/pretraining.md.",
+        "Labelled images on which each validation measures how well the nearest 20 training images vote: as for "
+        "DATA.DATA_PATH, the name of a data set, or NAME=FOLDER; see docs/pretraining.md.",
         _MASKED,
     )
-    DISTILLATION_TYPE: Annotated[Literal["hard", "soft"] | None, BeforeValidator(folded)] = setting(
+    DISTILLATION_TYPE: Literal["hard", "soft"] | None = setting(
         None,
         "Distillation: learn the teacher's top class (hard) or its probabilities (soft); null: off.",
         excludes("DATA.MULTI_LABEL", when=TRAINING, why="its loss is a softmax cross-entropy over the classes"),
@@ -212,9 +166,8 @@ class TrainConfig(Section):
     DISTILLATION_TAU: AboveZero = setting(1.0, "Distillation: temperature for type soft.")
     TEACHER_MODEL: str | None = setting(
         None,
-        "Teacher for distillation: a timm model, a run or checkpoint, or NAME=FILE (timm's name of the model, and the "
-        "file of its weights). null: with MODEL.TYPE deit, levit, pit or xcit, PaddleViT's teacher "
-        "(docs/distillation.md).",
+        "Teacher for distillation: a timm model, a run or checkpoint, or NAME=FILE (timm's name and the file of its "
+        "weights). null: with MODEL.TYPE deit, levit, pit or xcit, PaddleViT's teacher (docs/distillation.md).",
     )
 
     def size_in(self, epoch: int, full: int) -> int:

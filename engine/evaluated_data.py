@@ -8,14 +8,14 @@ from typing import Any, Literal
 
 import torch
 
-from datasets import comes_unsplit, data_identity, identity_of, open_dataset, source_of, validates_on_test
+from datasets import comes_unsplit, identity_of, source_of, validates_on_test
 from datasets.base import TITLES
 from engine.features.knn import OF_OWN_DATA, place_of
 from engine.setup import training_data
 from models.weights.find import local_weights
 from utils.config import Config
 from utils.config.data import DataConfig
-from utils.config.keys import default_of, value_of
+from utils.config.keys import default_of
 from utils.config.kinds import AUTO
 from utils.config.resumed import is_of_earlier_version
 from utils.distributed.again import tool
@@ -28,7 +28,6 @@ from vitamp.checkpoints import run_folder_of
 from vitamp.weights import Chosen, chosen_at
 
 PART = "DATA.PART"
-NOT_NEW = "so the result does not show how well it recognises new images"
 
 
 def settings_for_evaluation(
@@ -38,27 +37,27 @@ def settings_for_evaluation(
 
     `given`: the settings on the command line, which stay.
     """
-    place, data_of_run = source_of(config.DATA), _is_data_of_run(config, saved)
-    changes: dict[str, Any] = {}
+    place, data_of_run, part = source_of(config.DATA), _is_data_of_run(config, saved), config.DATA.PART
     notes: list[str] = []
-    if data_of_run in ("same place", "moved") and config.DATA.PART in ("train", "all"):
-        which = "are" if config.DATA.PART == "train" else "include"
-        notes.append(f"{PART} {config.DATA.PART}: these {which} the images that the model was trained on, {NOT_NEW}")
-    if saved is not None and data_of_run == "same place" and config.DATA.PART in (AUTO, "val", "train"):
-        _check_split(saved)
+    if data_of_run in ("same place", "moved") and part in ("train", "all"):
+        which = "are" if part == "train" else "include"
+        notes.append(
+            f"{PART} {part}: these {which} the images that the model was trained on, so the result does not show how "
+            "well it recognises new images"
+        )
     if data_of_run == "same place":
-        return ({PART: "val"} if config.DATA.PART == AUTO else {}), notes
-    if saved is not None and data_of_run not in ("moved", "training images"):
+        if saved is not None and part in (AUTO, "val", "train"):
+            _check_split(saved)
+        return ({PART: "val"} if part == AUTO else {}), notes
+    changes: dict[str, Any] = {}
+    if saved is not None and data_of_run != "moved":
         changes = {key: default_of(key) for key in OF_OWN_DATA if key not in given}
         if config.DATA.EXCLUDE is not None and "DATA.EXCLUDE" in changes:
             notes.append(f"DATA.EXCLUDE {config.DATA.EXCLUDE} of the run has no effect: {place} is other data")
-    if data_of_run == "training images":
-        part = "all" if config.DATA.PART == AUTO else config.DATA.PART
-        notes.append(f"{PART} {part}: {place} has exactly the images that the model was trained on, {NOT_NEW}")
-    if config.DATA.PART != AUTO:
+    if part != AUTO:
         return changes, notes
     unsplit = comes_unsplit(_with(config, changes).DATA)
-    part = "all" if unsplit and data_of_run in ("other", "training images") else "val"
+    part = "all" if unsplit and data_of_run == "other" else "val"
     if data_of_run == "other":
         why = " and has no validation split of its own" if unsplit else ""
         notes.append(f"{PART} {part}: {place} is not recognised as the data that the model was trained on{why}")
@@ -74,9 +73,7 @@ def settings_for_evaluation(
     return {**changes, PART: part}, notes
 
 
-def _is_data_of_run(
-    config: Config, saved: Chosen | None
-) -> Literal["same place", "moved", "training images", "other", "unknown"]:
+def _is_data_of_run(config: Config, saved: Chosen | None) -> Literal["same place", "moved", "other", "unknown"]:
     own, samples = (settings_of(saved), saved.samples) if saved else ({}, None)
     if "DATA.DATASET" not in own:
         return "unknown"
@@ -85,47 +82,32 @@ def _is_data_of_run(
         return "same place"
     if not samples:
         return "unknown"
-    with unheard():  # splits are made here that are not evaluated
-        if _has_samples(config, samples):
-            return "moved"
-        return "training images" if _is_training_split(config, samples) else "other"
+    return "moved" if _has_samples(config, samples) else "other"
 
 
 def _check_split(saved: Chosen) -> None:
     """Refuse to evaluate a run of an earlier version whose images this version would split otherwise."""
-    if saved.samples and is_of_earlier_version(settings_of(saved)):
-        with unheard():
-            own = config_of(saved)
-            same = _has_samples(own, saved.samples)
-        if not same:
-            raise UserError(
-                f"{saved.place} is of an earlier version of vitamp, and {source_of(own.DATA)} would now be split "
-                "otherwise than in its training: images that it was trained on would be evaluated. Name images that "
-                "it was not trained on with -data_path, or use the version that trained it."
-            )
+    if not saved.samples or not is_of_earlier_version(settings_of(saved)):
+        return
+    own = config_of(saved)
+    if not _has_samples(own, saved.samples):
+        raise UserError(
+            f"{saved.place} is of an earlier version of vitamp, and {source_of(own.DATA)} would now be split "
+            "otherwise than in its training: images that it was trained on would be evaluated. Name images that "
+            "it was not trained on with -data_path, or use the version that trained it."
+        )
 
 
 def _has_samples(config: Config, samples: dict[str, Any]) -> bool:
     """Whether the training split has the names and labels of these samples, the `identity_of` a run's."""
     field = "data" if "data" in samples else "order"  # checkpoints of 0.1.0 may have no data
-    try:
-        one_by_one = _with(config, {"DATA.BATCH_SIZE": 1, PART: AUTO})
-        train_set, loader = training_data(one_by_one, ALONE, torch.device("cpu"))
-    except UserError:
-        return False
-    return identity_of(train_set, loader.order).get(field) == samples.get(field)
-
-
-def _is_training_split(config: Config, samples: dict[str, Any]) -> bool:
-    """Whether all images, as given, have the names and labels of these samples: those of the folder train, say."""
-    data = _with(config, {PART: "all"}).DATA
-    try:
-        if not comes_unsplit(data):
+    with unheard():  # the split that is made here is not evaluated
+        try:
+            one_by_one = _with(config, {"DATA.BATCH_SIZE": 1, PART: AUTO})
+            train_set, loader = training_data(one_by_one, ALONE, torch.device("cpu"))
+        except UserError:
             return False
-        whole = open_dataset(data, False, value_of(config, "MODEL.NUM_CLASSES"), config.SEED, torch.device("cpu"))
-    except UserError:
-        return False
-    return data_identity(whole) == samples.get("data")
+    return identity_of(train_set, loader.order).get(field) == samples.get(field)
 
 
 def _with(config: Config, changes: dict[str, Any]) -> Config:
@@ -144,15 +126,6 @@ def title_of(data: DataConfig) -> str:
     """'imagefolder in /data/flowers, validation split'."""
     part = "val" if data.PART == AUTO else data.PART
     return f"{source_of(data)}, {TITLES['test' if part == 'val' and validates_on_test(data) else part]}"
-
-
-def images_of_all(config: Config, data: DataConfig, images: int) -> str:
-    """'84 of 837 images', where the split was made by a fraction of the images, or is all of them; else '84 images'."""
-    if data.PART != "all" and not comes_unsplit(data):
-        return f"{images:,} images"
-    everything = data.model_copy(update={"PART": "all", "EXCLUDE": None})
-    whole = open_dataset(everything, False, value_of(config, "MODEL.NUM_CLASSES"), config.SEED, torch.device("cpu"))
-    return f"{images:,} of {len(whole):,} images"
 
 
 def copies_evaluated(config: Config, saved: Chosen, images: int) -> str:

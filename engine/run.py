@@ -20,8 +20,8 @@ from engine.machine.memory import is_out_of_memory
 from engine.machine.stopping import signals
 from engine.measure.meters import clock, updates_left
 from engine.measure.throughput import Throughput
-from engine.report.banner import banner, short_banner
-from engine.report.outcome import as_lines, in_context, next_commands, tied
+from engine.report.banner import banner
+from engine.report.outcome import in_context, next_commands
 from engine.report.reporter import Reporter
 from engine.setup import ReadyToTrain, build_for_training, sharding_of
 from engine.trainer import Trainer
@@ -31,7 +31,6 @@ from utils.distributed.again import tool
 from utils.distributed.world import World, on_every_rank, on_rank_0
 from utils.errors import EXIT_DONE, TrainingError, UserError
 from utils.log import brief_terminal, log, print_on_terminal
-from utils.record.history import History
 from utils.record.resumed_run import resumed_run
 from utils.record.run_folder import copies_in_words
 from utils.terminal import DETAIL
@@ -126,9 +125,10 @@ def train(given: Run, lock: FolderLock | None, lists: OpLists | None) -> int:
         if advice := tile_size_hint(ready.model, config.DATA.BATCH_SIZE):
             log.info(advice)
     folder = None if lock is None else make_run_folder(run, "train", lock)
-    log.info(banner(run, ready, folder), extra=DETAIL)
+    text = banner(run, ready, folder)
+    log.info(text, extra=DETAIL)
     if (brief := brief_terminal()) and folder is not None:
-        print_on_terminal(brief.banner(*short_banner(run, ready, folder)))
+        print_on_terminal(brief.banner(text))
     for warning in ready.train_loader.order.warnings():
         log.warning(warning)
     if checkpoint:
@@ -193,15 +193,11 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> 
     copies = copies_in_words(folder, tool("check_data")) if world.first else ""
     if world.first:
         for line in filter(None, (context, copies)):
-            log.info(line, extra=DETAIL)
-        if not trainer.paused and (line := tied(trainer.best, History.of_run(folder))):
-            log.info("%s.", line)
-        log.info(as_lines(commands), extra=DETAIL)
+            log.info(line)
+        log.info(commands)
     words = "Paused, to be resumed with -resume" if trainer.paused else "Done"
     best, total = trainer.best_words(": best "), clock(trainer.throughput.total)
-    log.info("%s%s; total time %s; everything is in %s", words, best, total, folder, extra=DETAIL)
-    if brief := brief_terminal():
-        print_on_terminal(trainer.summary(context, copies, commands, brief.looks))
+    log.info("%s%s; total time %s; everything is in %s", words, best, total, folder)
     return code
 
 
@@ -214,7 +210,7 @@ def _finished(run: Run, ready: ReadyToTrain, folder: Path) -> bool:
         return False
     place = resumed_run(config) or folder
     if run.world.first:
-        log.info(as_lines(next_commands(run, position, place)))
+        log.info(next_commands(run, position, place))
     validated = f", best {best.words()}" if best.figure is not None else ""
     updates = counted(position.update, "update")
     log.info("This run had already finished: %s%s; its folder is %s", updates, validated, place)

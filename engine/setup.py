@@ -26,7 +26,7 @@ from engine.callback import Callback
 from engine.inputs.batches import Inputs, MixedWeights, input_of, no_transform, shortcuts_of
 from engine.machine.device import Run, global_batch
 from engine.measure.meters import Best, Position, TrainMeters, updates_left
-from engine.measure.throughput import DATA, Setting, stages_of
+from engine.measure.throughput import DATA, Setting, Stages
 from engine.optim.build import build_optimizer, describe_parameters, scaled_learning_rates
 from engine.optim.schedule import Schedule, build_scheduler
 from engine.speed.tuning import speed_up
@@ -286,7 +286,11 @@ def build_train_state(
     alone = train.ACCUM_ITER * world.size == 1  # one micro-batch an update: its mean is the update's
     if isinstance(criterion, WeightedCrossEntropy) and train.mixes and train.MIXUP_MODE == "elem" and not alone:
         mixed = MixedWeights(criterion.weights)
-    change, stages = no_transform, stages_of(config.REPORT_STAGES, device)
+    change, stages = no_transform, Stages()
+    if config.REPORT_STAGES:
+        from engine.measure.stages import stages_on
+
+        stages = stages_on(device)
     if train.RANDOM_ERASE_PROB or train.mixes:
         from engine.inputs.mixing import build_batch_transform
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,7 @@ from engine.machine.stopping import TIME_IS_UP, Deadline, Stopped, Stopping, sig
 from engine.measure.meters import Reading, best_of_validation, resumed_best, seconds_of
 from engine.measure.throughput import Bottleneck, Throughput, bottleneck_of_all
 from engine.report.curves import Curves, title_of
-from engine.report.outcome import Health, marks_of_best, summary
+from engine.report.outcome import Health, mark_of_best
 from engine.report.reporter import Reporter
 from engine.setup import ReadyToTrain, checkpoint_meta, setting_of
 from engine.task.base import Metrics
@@ -27,7 +27,6 @@ from engine.update import train_update
 from utils.distributed.world import broadcast_buffers
 from utils.errors import EXIT_DONE, AllRanksError
 from utils.log import log
-from utils.terminal import Looks
 from vitamp.metrics import TOP1, WeightSet, metric_named, set_of
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ class Trainer:
             self._validate_and_save_within_epoch()  # the run may have been stopped in a validation
         profiling: AbstractContextManager[Callable[[], None]] = nullcontext(lambda: None)
         if self.config.PROFILE and self.world.first:
-            from engine.measure.profile import profiled
+            from engine.measure.stages import profiled
 
             profiling = profiled(self.config.PROFILE, self.folder)
         with profiling as self._profiled:
@@ -278,8 +277,8 @@ class Trainer:
         best_now = best_of_validation(metrics, self.config.SAVE_BEST_BY, self.position)
         improved = best_now.figure is not None and self.best.is_beaten_by(best_now.figure)
         top1 = getattr(metrics[set_of(best_now.kind)[0]], TOP1.name, None)
-        marks = marks_of_best(self._guess, top1) if improved else ()
-        self.reporter.validation(self.position, metrics, perf_counter() - began, marks)
+        mark = mark_of_best(self._guess, top1) if improved else ""
+        self.reporter.validation(self.position, metrics, perf_counter() - began, mark)
         self._restart_clocks()
         if improved:
             self.best = best_now
@@ -318,9 +317,3 @@ class Trainer:
 
     def best_words(self, before: str = "") -> str:
         return before + self.best.words() if self.best.figure is not None else ""
-
-    def summary(self, context: str, copies: str, commands: Mapping[str, str], looks: Looks) -> str:
-        """For the end of the run on a terminal. `context`, `copies`: how far to trust its metrics."""
-        pace, best = self.throughput, self.best
-        ended = pace.total, pace.tally, self.folder, commands, self.paused
-        return summary(self.config, best, (context, copies), self._last_metrics, *ended, looks)

@@ -16,6 +16,8 @@ IN_FULL = {"in_full": True}
 """`extra` of a log line that such a terminal does not shorten before training begins."""
 MOST_LINES = 10
 """Before the first update, warnings aside."""
+MAIN_ROWS = ("device", "precision", "model", "data", "training", "output")
+"""Of the banner"""
 GLYPHS = "━…·"
 
 
@@ -81,8 +83,9 @@ class Brief:
     def count(self, text: str) -> None:
         self.lines += text.count("\n") + 1
 
-    def banner(self, head: str, rows: Mapping[str, str]) -> str:
-        """The banner, one line per row. From now on, only as many notes are shown as there is room for."""
+    def banner(self, text: str) -> str:
+        """The main rows of the banner. From now on, only as many notes are shown as there is room for."""
         self._banner = True
-        lines = [head, *(f"  {name:<9} {words}" for name, words in rows.items())]
+        head, *rows = text.splitlines()
+        lines = [head, *(row for row in rows if row.split()[0] in MAIN_ROWS)]
         return "\n".join(self.looks.shortened(line, terminal_width()) for line in lines)

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from pydantic import Field
 from safetensors import SafetensorError, safe_open
 
-from vitamp.checkpoints import CHECKPOINTS, WEIGHTS, Checkpoint, checkpoint_of, files_of, inspect, run_folder_of
+from vitamp.checkpoints import WEIGHTS, Checkpoint, checkpoint_of, files_of, inspect, run_folder_of
 from vitamp.errors import UserError
 from vitamp.files import kind_of_path, parse_json, read_json
 from vitamp.meta import META, Fields, Number, WeightsMeta, check_fields
@@ -150,11 +150,6 @@ class Chosen:
             return f"calibrated ({own.words})" if applied else "not calibrated (-no_calibration)"
         others = self.checkpoint is not None and read_calibrations(self.place)
         return f"not calibrated (the temperatures in {CALIBRATION} are of other weights)" if others else ""
-
-
-def holds_weights(path: Path) -> bool:
-    """Whether a path looks like what `chosen_at` takes: a run, a checkpoint, or a file of weights."""
-    return path.suffix == ".safetensors" if path.is_file() else (path / CHECKPOINTS).is_dir() or (path / META).is_file()
 
 
 def chosen_at(path: Path, weights: str = BETTER) -> Chosen:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from engine.machine.device import Run, describe_devices
-from engine.report.outcome import Guess
 from engine.setup import Ready
 from models.parts import count_parameters
 from utils.config import Config, to_yaml
@@ -92,14 +91,12 @@ def _check_checkpoints(root: Path) -> None:
         raise UserError(f"{root}: is {what}, so no checkpoint can be saved. Fix this, or choose another -output.")
 
 
-def largest_class(ready: Ready) -> Guess | None:
-    """Always guessing the most frequent class of the validation split; None without labels, or with several."""
+def largest_class(ready: Ready) -> float | None:
+    """Percent of the validation images in the most frequent class; None without labels, or with several."""
     labels = ready.val_set.sample_labels()
     if ready.task.kind == NO_LABELS or labels is None or labels.ndim > 1 or not len(labels):
         return None
-    counts, names = np.bincount(labels), ready.val_set.classes
-    label = int(counts.argmax())
-    return Guess(names[label] if names else f"class {label}", 100 * float(counts[label]) / len(labels))
+    return 100 * float(np.bincount(labels).max()) / len(labels)
 
 
 def write_run_files(run: Run, ready: Ready, folder: Path) -> None:
@@ -122,8 +119,7 @@ def write_run_files(run: Run, ready: Ready, folder: Path) -> None:
     about = describe_run(describe_devices(run.device, world, threads), choices, config.TAG)
     splits = {"train": getattr(ready, "train_set", None), "val": ready.val_set}
     about["samples"] = {name: len(split) for name, split in splits.items() if split is not None}
-    guess = largest_class(ready)
-    about["largest_class_percent"] = guess and guess.percent
+    about["largest_class_percent"] = largest_class(ready)
     about["parameters"] = dict(zip(("all", "trainable"), count_parameters(ready.model), strict=True))
     with os_errors_as_user_errors(folder):
         if config.USE:

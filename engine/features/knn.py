@@ -52,19 +52,16 @@ def pooled_features(module: nn.Module, pixels: Tensor, pool: Pool = POOLED) -> T
     model: Any = module
     # O3 casts the images before the model's forward, which is not called here.
     tokens = model.forward_features(pixels.to(next(model.parameters()).dtype))
-    return _pooled(model, tokens, pool).float()
-
-
-def _pooled(model: Any, tokens: Tensor, pool: Pool) -> Tensor:
     match pool:
         case "pooled":
-            return model.forward_head(tokens, pre_logits=True)
+            seen = model.forward_head(tokens, pre_logits=True)
         case "class":
-            return tokens[:, 0]
+            seen = tokens[:, 0]
         case "mean":
-            return tokens[:, model.num_prefix_tokens :].mean(1)
+            seen = tokens[:, model.num_prefix_tokens :].mean(1)
         case "patches":
-            return tokens[:, model.num_prefix_tokens :]
+            seen = tokens[:, model.num_prefix_tokens :]
+    return seen.float()
 
 
 OF_OWN_DATA = ("DATA.EXCLUDE", "DATA.FOLD", "DATA.GROUP")
@@ -88,30 +85,25 @@ def labelled_data(config: Config) -> DataConfig:
     DATA.EXCLUDE stays, since this run reads both: unlabelled `images` and the class folders of k-NN can be one folder,
     and a broken image that only k-NN reads must be excludable too.
     """
-    name, path = _place_of_knn(config.TRAIN.KNN or "")
+    text = config.TRAIN.KNN or ""
+    name, named, path = text.partition("=")
+    if not named and (text in names() or text.startswith("hf:")):
+        path = None
+    elif not named:
+        from datasets.recognise import recognise
+
+        try:
+            layout = recognise(text)
+        except UserError as error:
+            raise UserError(f"The images of TRAIN.KNN: {error}") from None
+        if layout is None:
+            raise UserError(f"TRAIN.KNN {text}: no such folder, file or data set.")
+        name, path = layout[0], text
     data = config.DATA.model_copy(update={"DATASET": name, "DATA_PATH": path, "PART": "val"})
     if place_of(data) == place_of(config.DATA):
         return data
     fitting = [key for key in OF_OWN_DATA if key != "DATA.EXCLUDE"]
     return data.model_copy(update={key.removeprefix("DATA."): default_of(key) for key in fitting})
-
-
-def _place_of_knn(text: str) -> tuple[str, str | None]:
-    """Name of the data set and its folder; without a name, the layout of the folder is recognised."""
-    name, found, path = text.partition("=")
-    if found:
-        return name, path
-    if text in names() or text.startswith("hf:"):
-        return text, None
-    from datasets.recognise import recognise
-
-    try:
-        layout = recognise(text)
-    except UserError as error:
-        raise UserError(f"The images of TRAIN.KNN: {error}") from None
-    if layout is None:
-        raise UserError(f"TRAIN.KNN {text}: no such folder, file or data set.")
-    return layout[0], text
 
 
 def open_labelled(
@@ -147,12 +139,10 @@ Rows = tuple[Tensor, Tensor, Tensor]
 """Features, labels and indices of some images"""
 
 
-def classify(
-    images: Iterable[Rows], bank: Iterable[Rows], count: int, world: World = ALONE, plain: bool = False
-) -> tuple[Tensor, Tensor]:
+def classify(images: Iterable[Rows], bank: Iterable[Rows], count: int, world: World = ALONE) -> tuple[Tensor, Tensor]:
     """Guessed and true class of each image, by the `count` nearest images of `bank`. A collective call.
 
-    Each rank gives its part of both, and gets the classes of all images. `plain`: all votes have the same weight.
+    Each rank gives its part of both, and gets the classes of all images.
     """
     features, labels, indices = (torch.cat(column) for column in zip(*images, strict=True))
     total = int(sum_over_ranks(torch.tensor(len(indices), device=indices.device), world))
@@ -169,12 +159,16 @@ def classify(
         for some, near, of in zip(*(one.split(AT_ONCE) for one in (rows, similar, classes)), strict=True):
             _keep_nearest(near, of, some @ more.T, labels.expand(len(some), -1))
     for near, of in zip(similar.split(AT_ONCE), classes.split(AT_ONCE), strict=True):
-        found = [_of_ranks(one, world) for one in (near, of)]
+        found = []  # of all ranks: ranks x images x count
+        for own in (near, of):
+            table = own.new_zeros(world.size, *own.shape)
+            table[world.rank] = own
+            found.append(sum_over_ranks(table, world))
         for rank in range(world.size):
             if rank != world.rank:
                 _keep_nearest(near, of, *(one[rank] for one in found))
     votes, weights = rows.new_zeros(total, int(classes.max()) + 1), (similar / TEMPERATURE).exp()
-    return votes.scatter_add_(1, classes, torch.ones_like(weights) if plain else weights).argmax(1), truth
+    return votes.scatter_add_(1, classes, weights).argmax(1), truth
 
 
 def _directions(features: Tensor) -> Tensor:
@@ -187,13 +181,6 @@ def _keep_nearest(similar: Tensor, labels: Tensor, more: Tensor, of_more: Tensor
     found = torch.cat((similar, more), 1).topk(similar.shape[1], dim=1)
     labels.copy_(torch.cat((labels, of_more), 1).gather(1, found.indices))
     similar.copy_(found.values)
-
-
-def _of_ranks(tensor: Tensor, world: World) -> Tensor:
-    """The tensors of all ranks, ranks x ..."""
-    table = tensor.new_zeros(world.size, *tensor.shape)
-    table[world.rank] = tensor
-    return sum_over_ranks(table, world)
 
 
 class Neighbours:

@@ -8,10 +8,7 @@ asynchronously, so there each lap records a CUDA event, and reports read those e
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -28,8 +25,6 @@ DATA, COPY, FORWARD, BACKWARD, OPTIMISER, OTHER = "data", "copy", "forward", "ba
 STAGES = (DATA, COPY, FORWARD, BACKWARD, OPTIMISER, OTHER)
 TEACHER = "teacher"
 """Stage of distillation; runs without a teacher do not report it."""
-MOST_EVENTS = 4096
-"""Limit of pending events. A host that is further ahead of its GPU leaves updates unmeasured, to bound memory."""
 
 
 @dataclass(frozen=True)
@@ -71,95 +66,6 @@ class Stages:
     def take(self) -> StageTimes | None:
         """Times measured since the last call."""
         return None
-
-
-class HostStages(Stages):
-    """Measures by the host's clock, for training on a CPU."""
-
-    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
-        self._clock = clock
-        self._last: float | None = None
-        self._seconds, self._updates = _no_times(), 0
-
-    def begin(self) -> None:
-        self.mark(OTHER)
-        self._updates += 1
-
-    def mark(self, stage: str) -> None:
-        now = self._clock()
-        if self._last is not None:
-            self._seconds[stage] += now - self._last
-        self._last = now
-
-    def pause(self) -> None:
-        self._last = None
-
-    def take(self) -> StageTimes | None:
-        taken = StageTimes(self._updates, self._seconds)
-        self._seconds, self._updates = _no_times(), 0
-        return taken if taken.updates else None
-
-
-class EventStages(Stages):
-    """Measures by CUDA events between the GPU's kernels. Events are reused once they were read."""
-
-    def __init__(self, new_event: Callable[[], Any]) -> None:
-        """`new_event`: makes a torch.cuda.Event."""
-        self._new_event = new_event
-        self._spare: list[Any] = []
-        self._open: deque[tuple[str | None, Any, bool]] = deque()
-        """Stage that ends at the event (None for the first after a pause), event, whether an update begins there."""
-        self._paused = True
-        self._seconds, self._updates = _no_times(), 0
-
-    def begin(self) -> None:
-        self._mark(OTHER, begins=True)
-
-    def mark(self, stage: str) -> None:
-        self._mark(stage, begins=False)
-
-    def pause(self) -> None:
-        self._paused = True
-
-    def take(self) -> StageTimes | None:
-        self._read_events()
-        taken = StageTimes(self._updates, self._seconds)
-        self._seconds, self._updates = _no_times(), 0
-        return taken if taken.updates else None
-
-    def _mark(self, stage: str, begins: bool) -> None:
-        if len(self._open) >= MOST_EVENTS:
-            self._read_events()
-            if len(self._open) >= MOST_EVENTS:
-                self._paused = True
-        if self._paused and (not begins or len(self._open) >= MOST_EVENTS):
-            return
-        event = self._spare.pop() if self._spare else self._new_event()
-        event.record()
-        self._open.append((None if self._paused else stage, event, begins))
-        self._paused = False
-
-    def _read_events(self) -> None:
-        """Add up the events that have happened. Asking whether one has happened does not wait."""
-        while len(self._open) > 1 and self._open[1][1].query():
-            _, before, begins = self._open.popleft()
-            stage, event, _ = self._open[0]
-            self._updates += begins
-            if stage is not None:
-                self._seconds[stage] += before.elapsed_time(event) / 1000
-            self._spare.append(before)
-
-
-def _no_times() -> dict[str, float]:
-    return defaultdict(float, dict.fromkeys(STAGES, 0.0))
-
-
-def stages_of(wanted: bool, device: torch.device) -> Stages:
-    if not wanted:
-        return Stages()
-    if device.type == "cuda":
-        return EventStages(lambda: torch.cuda.Event(enable_timing=True))
-    return HostStages()
 
 
 @dataclass(frozen=True)

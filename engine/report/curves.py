@@ -49,8 +49,8 @@ class Curves:
         if force or self._took <= TIME_FRACTION * (began - self._drawn):
             try:
                 draw_curves(self._folder, title, metric_named(self._by))
-            except Exception as error:  # of matplotlib or its fonts: no picture is worth a run
-                _warn_once(self._folder / "curves.png", f"drawn ({type(error).__name__}: {error})")
+            except Exception as error:  # of matplotlib, its fonts, or the disk: no picture is worth a run
+                _warn_once(f"{self._folder / 'curves.png'} cannot be drawn ({type(error).__name__}: {error})")
             self._drawn = perf_counter()
             self._took = self._drawn - began
 
@@ -100,17 +100,14 @@ def draw_curves(folder: Path, title: str, by: Metric = TOP1) -> Path | None:
     figure.savefig(picture, dpi=110, format="png")
     plt.close(figure)
     path = folder / "curves.png"
-    try:
-        write_atomically(path, picture.getvalue())
-    except OSError as error:
-        _warn_once(path, f"written ({error.strerror})")
+    write_atomically(path, picture.getvalue())
     return path
 
 
 @cache
-def _warn_once(path: Path, failure: str) -> None:
+def _warn_once(failure: str) -> None:
     """Once per process and reason."""
-    log.warning("%s cannot be %s; training continues.", path, failure)
+    log.warning("%s; training continues.", failure)
 
 
 def _train_and_validation(axes: Axes, history: History, key: str, by: Metric) -> None:

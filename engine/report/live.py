@@ -9,7 +9,6 @@ import math
 import sys
 from collections.abc import Mapping
 from time import perf_counter
-from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -38,7 +37,6 @@ class Live:
     def __init__(self, config: Config, per_epoch: int, start: Position) -> None:
         self._config, self._per_epoch = config, per_epoch
         self._began, self._first_update, self._epoch = perf_counter(), start.update, start.epoch
-        self._stderr: TextIO | None = None
         brief = brief_terminal()
         self._table = brief and EpochTable(config, brief)
         stream = sys.stderr if brief is None else sys.stdout
@@ -53,8 +51,6 @@ class Live:
                 dynamic_ncols=True,
                 leave=False,
             )
-            if brief is not None:
-                self._stderr, sys.stderr = sys.stderr, _AboveBar(sys.stderr)
 
     def _place(self, position: Position) -> str:
         return f"epoch {position.epoch}/{self._config.TRAIN.NUM_EPOCHS}"
@@ -95,47 +91,20 @@ class Live:
         if self._bar is not None:
             self._bar.set_description_str(f"{self._place(position)}, validating")
 
-    def validated(
-        self, position: Position, metrics: Mapping[WeightSet, Metrics], seconds: float, marks: tuple[str, ...]
-    ) -> None:
-        """`marks`: words for the best validation so far, the longest first; none for another."""
+    def validated(self, position: Position, metrics: Mapping[WeightSet, Metrics], seconds: float, mark: str) -> None:
+        """`mark`: word for the best validation so far; '' for another."""
         if self._bar is not None:
             self._bar.set_description_str(self._place(position), refresh=False)
         if self._table is not None:
             epochs = position.epoch - 1 + position.step / self._per_epoch
-            self._table.validated(f"{epochs:.2f}", metrics, seconds, marks)
+            self._table.validated(f"{epochs:.2f}", metrics, seconds, mark)
 
     def close(self) -> None:
         """The training ended or failed."""
         if self._bar is not None:
             self._bar.close()
-        if self._stderr is not None:
-            sys.stderr.flush()
-            sys.stderr, self._stderr = self._stderr, None
         if self._table is not None:
             self._table.print_row()
-
-
-class _AboveBar:
-    """Standard error: whole lines, which warnings of Python and of libraries are, are printed above the bar."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream, self._begun = stream, ""
-
-    def write(self, text: str) -> int:
-        whole, newline, self._begun = (self._begun + text).rpartition("\n")
-        if newline:
-            with tqdm.external_write_mode(file=self):  # pyright: ignore[reportArgumentType]
-                self._stream.write(whole + newline)
-                self._stream.flush()
-        return len(text)
-
-    def flush(self) -> None:
-        if self._begun:
-            self.write("\n")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 class EpochTable:
@@ -144,14 +113,19 @@ class EpochTable:
     def __init__(self, config: Config, brief: Brief) -> None:
         self._brief, self._epochs = brief, config.TRAIN.NUM_EPOCHS
         within = config.VALIDATE_EVERY_UPDATES is not None or config.TRAIN.MAX_UPDATES is not None
-        self._metrics = {_heading(which, metric): (which, metric) for which, metric in _shown_metrics(config)}
-        # A terminal that is too narrow for all columns shows the first ones.
+        self._metrics = {
+            which.marked(metric.words) + " %" * metric.percent: (which, metric)
+            for which, metric in _shown_metrics(config)
+        }
         widths = {"epoch": len(f"{self._epochs}") * 2 + 1 + 3 * within, "train loss": 7, "val loss": 7}
         widths |= dict.fromkeys(self._metrics, 6) | {"time": 7, "images/s": 7, "lr": 8}
         self._widths = {name: max(width, len(name)) for name, width in widths.items()}
+        room = terminal_width() - len(GAP + "best")  # a terminal that is too narrow for all columns has the first ones
+        while len(self._widths) > 2 and sum(self._widths.values()) + len(GAP) * (len(self._widths) - 1) > room:
+            self._widths.popitem()
         self._row: dict[str, str] | None = None
         """Cells of an epoch that may still be validated"""
-        self._seconds, self._marks = 0.0, ("",)
+        self._seconds, self._mark = 0.0, ""
         self.lr: float | None = None
         self.rate: float | None = None
         """Images per second, of the last report"""
@@ -164,7 +138,7 @@ class EpochTable:
         self._print_header()
 
     def begin_row(self, place: str, seconds: float = 0.0, train_loss: float | None = None) -> None:
-        self._seconds, self._marks = seconds, ("",)
+        self._seconds, self._mark = seconds, ""
         self._row = {
             "epoch": f"{place}/{self._epochs}",
             "train loss": _cell(LOSS, train_loss),
@@ -173,9 +147,7 @@ class EpochTable:
             "lr": NOTHING if self.lr is None else f"{self.lr:.2e}",
         }
 
-    def validated(
-        self, place: str, metrics: Mapping[WeightSet, Metrics], seconds: float, marks: tuple[str, ...]
-    ) -> None:
+    def validated(self, place: str, metrics: Mapping[WeightSet, Metrics], seconds: float, mark: str) -> None:
         if self._row is None:
             self.begin_row(place)
         assert self._row is not None
@@ -184,7 +156,7 @@ class EpochTable:
         for heading, (which, metric) in self._metrics.items():
             if which in metrics:
                 self._row[heading] = _cell(metric, metrics[which].value(metric.name))
-        self._marks = marks
+        self._mark = mark
         self.print_row()
 
     def print_row(self) -> None:
@@ -192,29 +164,17 @@ class EpochTable:
         if self._row is None:
             return
         row, self._row = self._row, None
-        if self._columns() != self._printed or self._brief.lines - self._header_line >= LINES_PER_HEADER:
+        if self._brief.lines - self._header_line >= LINES_PER_HEADER:
             self._print_header()
-        text = GAP.join(row.get(name, NOTHING).rjust(self._widths[name]) for name in self._printed)
-        room = terminal_width() - len(text) - len(GAP)
-        mark = next((mark for mark in self._marks if len(mark) <= room), "")
-        notes = [self._brief.looks.coloured(mark, GREEN) if mark == "best" else mark]
-        skipped = f"{self.skipped - self._skipped_before:,} skipped"
-        if self.skipped > self._skipped_before and len(f"{mark}, {skipped}") <= room:
-            notes.append(skipped)
+        text = GAP.join(row.get(name, NOTHING).rjust(width) for name, width in self._widths.items())
+        notes = [self._brief.looks.coloured(self._mark, GREEN) if self._mark == "best" else self._mark]
+        if self.skipped > self._skipped_before:
+            notes.append(f"{self.skipped - self._skipped_before:,} skipped")
         self._skipped_before = self.skipped
         print_on_terminal(f"{text}{GAP}{', '.join(filter(None, notes))}".rstrip())
 
-    def _columns(self) -> list[str]:
-        """Those that fit, with room for a mark."""
-        names = list(self._widths)
-        room = terminal_width() - len(GAP + "best")
-        while len(names) > 2 and sum(self._widths[name] + len(GAP) for name in names) - len(GAP) > room:
-            names.pop()
-        return names
-
     def _print_header(self) -> None:
-        self._printed = self._columns()
-        text = GAP.join(name.rjust(self._widths[name]) for name in self._printed)
+        text = GAP.join(name.rjust(width) for name, width in self._widths.items())
         print_on_terminal(self._brief.looks.coloured(text, BOLD))
         self._header_line = self._brief.lines
 
@@ -232,10 +192,6 @@ def _shown_metrics(config: Config) -> list[tuple[WeightSet, Metric]]:
     if MACRO_F1 in config.task.metrics:
         shown.append((PLAIN, MACRO_F1))
     return list(dict.fromkeys(shown))
-
-
-def _heading(which: WeightSet, metric: Metric) -> str:
-    return f"{which.marked(metric.words)} %" if metric.percent else which.marked(metric.words)
 
 
 def _cell(metric: Metric, value: float | None) -> str:

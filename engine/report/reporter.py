@@ -6,8 +6,7 @@ import contextlib
 import math
 import sys
 import threading
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,6 @@ from vitamp.metrics import METRICS, WeightSet, metric_named, set_of, task_of
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
 
-    from engine.amp.overflow import Blame
     from engine.report.live import Live
     from engine.report.trackers import TrackedRun
 
@@ -88,14 +86,6 @@ class Reporter:
             log.info("Where the time went: %s", verdict.text, extra=extra)
             self._last_verdict = verdict
 
-    def skip(self, position: Position, blame: Blame) -> None:
-        """Report a skipped update in its own epoch; a GPU may report it only in the next one."""
-        before = blame.update <= position.update - position.step
-        fields = {"update": blame.update, "samples": list(blame.sample_indices), **vars(blame)}
-        perf = {"noticed_at": fields.pop("noticed_at")}
-        del fields["sample_indices"]
-        self.event("skip", replace(position, epoch=position.epoch - before), perf, **fields)
-
     def stepped(self, position: Position) -> None:
         """Show that an update was done."""
         if self._live:
@@ -106,7 +96,14 @@ class Reporter:
     ) -> None:
         """`figures`: those of the run's callbacks."""
         now, figures = reading.update, figures or {}
-        health = self._health(position, reading, perf) + "".join(f", {one.words}" for one in figures.values())
+        # At the mean pace of this start, validation and saving included.
+        updates = updates_left(self.config, position, self.per_epoch)
+        left = perf.seconds * updates / max(position.update - self._first_update, 1)
+        health = (
+            f"Img/s: {perf.images_per_second:.1f}, Data: {perf.data_wait_percent:.0f}%, Grad: {reading.grad_norm:.4f}, "
+            f"Scale: {reading.scale:g}, Skipped: {reading.skipped}, Mem: {perf.peak_memory_gb:.2f}GB, "
+            f"Time: {clock(perf.seconds)}, Left: {clock(left)}{perf.words()}"
+        ) + "".join(f", {one.words}" for one in figures.values())
         if self._fleet:
             log.info(f"[Epoch {position.epoch - 1}, batch {position.step - 1}] {now.fleet()}")
             log.info("Lr: %.6e, %s", reading.lr, health)
@@ -131,16 +128,6 @@ class Reporter:
         self.event("train", position, perf.as_dict(), **fields)
         self._plot("train", {**metrics, "images_per_second": perf.images_per_second, **perf.extra()}, position.update)
 
-    def _health(self, position: Position, reading: Reading, perf: Perf) -> str:
-        # At the mean pace of this start, validation and saving included.
-        updates = updates_left(self.config, position, self.per_epoch)
-        left = perf.seconds * updates / max(position.update - self._first_update, 1)
-        return (
-            f"Img/s: {perf.images_per_second:.1f}, Data: {perf.data_wait_percent:.0f}%, Grad: {reading.grad_norm:.4f}, "
-            f"Scale: {reading.scale:g}, Skipped: {reading.skipped}, Mem: {perf.peak_memory_gb:.2f}GB, "
-            f"Time: {clock(perf.seconds)}, Left: {clock(left)}{perf.words()}"
-        )
-
     def epoch(self, position: Position, means: Metrics, seconds: float, verdict: Bottleneck | None = None) -> None:
         self._summary("Train", position, means, seconds)
         fields = {"update": position.update, **means.fields()}
@@ -155,9 +142,9 @@ class Reporter:
             self._live.validating(position)
 
     def validation(
-        self, position: Position, metrics: Mapping[WeightSet, Metrics], seconds: float, marks: tuple[str, ...] = ()
+        self, position: Position, metrics: Mapping[WeightSet, Metrics], seconds: float, mark: str = ""
     ) -> None:
-        """`marks`: words for the best validation so far, the longest first; none for another."""
+        """`mark`: word for the best validation so far; '' for another."""
         fields: dict[str, float | None] = {}
         for which, means in metrics.items():
             fields |= {f"{which.prefix}{name}": value for name, value in means.fields().items()}
@@ -165,7 +152,7 @@ class Reporter:
         self.event("val", position, {"seconds": round(seconds, 3)}, update=position.update, **fields)
         self._plot("val", fields, position.update)
         if self._live:
-            self._live.validated(position, metrics, seconds, marks)
+            self._live.validated(position, metrics, seconds, mark)
 
     def _summary(self, what: str, position: Position, means: Metrics, seconds: float, whose: str = "") -> None:
         epoch = f"Epoch[{position.epoch:03d}/{self.config.TRAIN.NUM_EPOCHS:03d}], "
@@ -173,7 +160,8 @@ class Reporter:
             epoch = ""
         elif self._fleet:
             epoch = f"Epoch {position.epoch - 1}, "
-        words = f"----- {epoch}{means.summary(what)}, time: {seconds:.2f}{means.after_time()}{_more(means)}{whose}"
+        more = "".join(f", {metric_named(name).words}: {value:.4f}" for name, value in means.more.items())
+        words = f"----- {epoch}{means.summary(what)}, time: {seconds:.2f}{means.after_time()}{more}{whose}"
         log.info(words, extra=DETAIL)
 
     def _redraw(self, folder: Path, since: int) -> None:
@@ -208,43 +196,41 @@ class Reporter:
             self._tracked.ended(best)
 
     def close(self) -> None:
-        if self._live:
-            self._live.close()
-        if self._metrics:
-            self._metrics.close()
-        if self._board:
-            self._board.close()
-        if self._tracked:
-            self._tracked.close()
+        for one in (self._live, self._metrics, self._board, self._tracked):
+            if one:
+                one.close()
 
 
 class Board:
+    """TensorBoard's file. If the disk does not take a point, later ones are left out."""
+
     def __init__(self, folder: Path, start: int) -> None:
         """`start`: points that an earlier process wrote from this update on are hidden."""
         self._folder, self._start = folder, start
         self._writer: SummaryWriter | None = None
         self._ended = False
-        _silence_writer_thread()
+        before = threading.excepthook
+
+        def hook(args: threading.ExceptHookArgs) -> None:
+            """Ignore disk errors of TensorBoard's own thread, where nobody can catch them."""
+            if not (type(args.thread).__name__ == "_AsyncWriterThread" and issubclass(args.exc_type, OSError)):
+                before(args)
+
+        threading.excepthook = hook
 
     def add(self, name: str, value: float, update: int) -> None:
-        if self._ended:
-            return
-        try:
-            if self._writer is None:
-                from torch.utils.tensorboard.writer import SummaryWriter  # slow, so only once there is a point
+        self._attempt(self._add, name, value, update)
 
-                self._writer = SummaryWriter(str(self._folder), purge_step=self._start)
-            self._writer.add_scalar(name, value, update)
-        except OSError as error:
-            self._end(error)
+    def _add(self, name: str, value: float, update: int) -> None:
+        if self._writer is None:
+            from torch.utils.tensorboard.writer import SummaryWriter  # slow, so only once there is a point
+
+            self._writer = SummaryWriter(str(self._folder), purge_step=self._start)
+        self._writer.add_scalar(name, value, update)
 
     def flush(self) -> None:
-        if self._writer is None or self._ended:
-            return
-        try:
-            self._writer.flush()
-        except OSError as error:
-            self._end(error)
+        if self._writer is not None:
+            self._attempt(self._writer.flush)
 
     def close(self) -> None:
         self.flush()
@@ -252,30 +238,19 @@ class Board:
             with contextlib.suppress(OSError):
                 self._writer.close()
 
-    def _end(self, error: OSError) -> None:
-        self._ended = True
-        log.warning(
-            "%s cannot be written (%s): TensorBoard shows no later points. Training continues, and metrics.jsonl has "
-            "them all; if you remove the folder, a resumed run draws them again.",
-            self._folder,
-            error.strerror,
-        )
-
-
-def _silence_writer_thread() -> None:
-    """Ignore disk errors that TensorBoard's own thread raises, where nobody can catch them."""
-    before = threading.excepthook
-
-    def hook(args: threading.ExceptHookArgs) -> None:
-        if not (type(args.thread).__name__ == "_AsyncWriterThread" and issubclass(args.exc_type, OSError)):
-            before(args)
-
-    threading.excepthook = hook
-
-
-def _more(means: Metrics) -> str:
-    """What follows the task's own metrics in a line of log."""
-    return "".join(f", {metric_named(name).words}: {value:.4f}" for name, value in means.more.items())
+    def _attempt(self, call: Callable[..., object], *args: object) -> None:
+        if self._ended:
+            return
+        try:
+            call(*args)
+        except OSError as error:
+            self._ended = True
+            log.warning(
+                "%s cannot be written (%s): TensorBoard shows no later points. Training continues, and metrics.jsonl "
+                "has them all; if you remove the folder, a resumed run draws them again.",
+                self._folder,
+                error.strerror,
+            )
 
 
 def _perf(seconds: float, verdict: Bottleneck | None) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.amp.overflow import FORWARD, Blame, OverflowWatch
 from engine.measure.meters import Position, Reading
 from engine.report.outcome import Health
+from engine.report.reporter import Reporter
 from utils.distributed.world import all_gather
 from utils.errors import AllRanksError
 from utils.log import log
@@ -32,9 +33,13 @@ class ScaledHealth(Health):
         watch = self.parts.callback(OverflowWatch)
         if watch is None or (self.world.size > 1 and not together):
             return
-        for blame in _clearest(all_gather(watch.take(), self.world)):
+        clearest: dict[int, Blame] = {}  # one report per update; of several ranks', the one that found the operation
+        for blame in all_gather(watch.take(), self.world):
+            if blame.update not in clearest or (blame.operation and not clearest[blame.update].operation):
+                clearest[blame.update] = blame
+        for _, blame in sorted(clearest.items()):
             log.info("%s", blame.words())
-            self.reporter.skip(position, blame)
+            report_skip(self.reporter, position, blame)
             self._last = blame
             if self.amp.AUTO_FP32:
                 self._move_to_fp32(blame, watch)
@@ -86,10 +91,10 @@ class ScaledHealth(Health):
         return "Use bf16, or lower TRAIN.BASE_LR; AMP.AUTO_FP32=true moves modules that overflow to fp32."
 
 
-def _clearest(blames: list[Blame]) -> list[Blame]:
-    """One report per update; of several ranks', the one that found the operation."""
-    best: dict[int, Blame] = {}
-    for blame in blames:
-        if blame.update not in best or (blame.operation and not best[blame.update].operation):
-            best[blame.update] = blame
-    return [best[update] for update in sorted(best)]
+def report_skip(reporter: Reporter, position: Position, blame: Blame) -> None:
+    """Write the line of a skipped update in its own epoch; a GPU may report it only in the next one."""
+    before = blame.update <= position.update - position.step
+    fields = {"update": blame.update, "samples": list(blame.sample_indices), **vars(blame)}
+    perf = {"noticed_at": fields.pop("noticed_at")}
+    del fields["sample_indices"]
+    reporter.event("skip", replace(position, epoch=position.epoch - before), perf, **fields)

@@ -27,7 +27,6 @@ from vitamp.metrics import SETS, TASKS
 if TYPE_CHECKING:
     import wandb
 
-SECONDS_TO_BEGIN, SECONDS_TO_LOG_IN, SECONDS_TO_END = 30, 60, 30
 NOTE = "wandb.json"
 """File in the run's folder with the id of the run at the service, which a resumed run continues there."""
 
@@ -43,7 +42,8 @@ class TrackedRun:
         }
         self._run: wandb.Run | None = None
         self._succeeded = False
-        self._attempt("cannot be used", self._begin, config, folder, precision)
+        failure = "cannot be used; WANDB_MODE=offline keeps the metrics in the run's folder, for `wandb sync`"
+        self._attempt(failure, self._begin, config, folder, precision)
 
     def _begin(self, config: Config, folder: Path, precision: str) -> None:
         if sys.modules.get("wandb", sys) is None:  # hidden at the start (engine/entry.py)
@@ -61,27 +61,25 @@ class TrackedRun:
             console="off",
             silent=True,
             disable_code=True,
-            init_timeout=SECONDS_TO_BEGIN,
-            login_timeout=SECONDS_TO_LOG_IN,
-            finish_timeout=SECONDS_TO_END,
+            init_timeout=30,
+            login_timeout=60,
+            finish_timeout=30,
         )
-
-        def begin(mode: Any) -> wandb.Run:
-            return wandb.init(
-                project=config.WANDB,
-                dir=folder,
-                id=name,
-                name=folder.name,
-                resume="allow",
-                config={**redacted_values(config.model_dump(mode="json")), "precision": precision},
-                tags=[precision, *([config.TAG] if config.TAG else [])],
-                allow_val_change=True,
-                mode=mode,
-                settings=settings,
-            )
-
-        is_online = os.environ.get("WANDB_MODE", "online") == "online"
-        run = _online_or_offline(begin, folder) if is_online else begin(None)
+        run = wandb.init(
+            project=config.WANDB,
+            dir=folder,
+            id=name,
+            name=folder.name,
+            resume="allow",
+            config={**redacted_values(config.model_dump(mode="json")), "precision": precision},
+            tags=[precision, *([config.TAG] if config.TAG else [])],
+            allow_val_change=True,
+            settings=settings,
+        )
+        if run.disabled and os.environ.get("WANDB_MODE") != "disabled":  # nobody answered its question for the key
+            raise UserError("nobody is logged in")
+        if run.url:
+            log.info("Weights & Biases: the metrics go to %s", run.url)
         run.define_metric("update")
         run.define_metric("train/*", step_metric="update")
         run.define_metric("val/*", step_metric="update")
@@ -114,27 +112,6 @@ class TrackedRun:
         except Exception as error:
             self._run = None
             log.warning("Weights & Biases %s (%s); the run is not affected.", failure, redacted(first_line(error)))
-
-
-def _online_or_offline(begin: Callable[[Any], wandb.Run], folder: Path) -> wandb.Run:
-    """Start online. Without a login, or if the service cannot be reached, start offline, to be sent later."""
-    import wandb
-
-    try:
-        run = begin("online")
-        if not run.disabled:  # disabled: nobody answered its question for the key
-            log.info("Weights & Biases: the metrics go to %s", run.url)
-            return run
-        why = "nobody is logged in"
-    except Exception as error:
-        why = redacted(first_line(error))
-    log.warning(
-        "Weights & Biases cannot be used online (%s). The metrics are kept in %s; `wandb sync` sends them later.",
-        why,
-        folder / "wandb",
-    )
-    wandb.teardown()  # otherwise the failed attempt keeps the run's id
-    return begin("offline")
 
 
 def check_wandb(config: Config) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -266,30 +266,6 @@ def name_of(dataset: ImageDataset, index: int) -> str:
     return samples.name(index) if samples is not None else str(index)
 
 
-def names_of(datasets: Sequence[ImageDataset], where: str) -> list[str]:
-    """Names of the images, which are the same in each data set. UserError, beginning with `where`, if they are not."""
-    names = [[name_of(dataset, index) for index in range(len(dataset))] for dataset in datasets]
-    if any(other != names[0] for other in names[1:]):
-        raise UserError(f"{where}: the runs have different images, so their probabilities cannot be averaged.")
-    return names[0]
-
-
 def picture_of(dataset: ImageDataset, index: int) -> Image.Image:
     pixels = dataset.__getitems__([(0, index)]).images[0].cpu().permute(1, 2, 0).numpy()
     return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
-
-
-def check_same_classes(models: Sequence[Trained]) -> None:
-    """Raise UserError unless all models have the same classes in the same order."""
-    first, names = models[0], models[0].names()
-    for other in models[1:]:
-        both = f"{other.chosen.place} and {first.chosen.place}"
-        advice = "Only models with the same classes in the same order can be averaged."
-        if other.task.kind != first.task.kind:
-            raise UserError(f"{both}: one has a single label per image, the other several. {advice}")
-        own = other.names()
-        if len(own) != len(names):
-            raise UserError(f"{both} have {len(own)} and {len(names)} classes. {advice}")
-        for label, (mine, theirs) in enumerate(zip(own, names, strict=True)):
-            if mine != theirs:
-                raise UserError(f"{both} have different classes: class {label} is {mine!r} and {theirs!r}. {advice}")

@@ -101,13 +101,6 @@ def use_of_meta(meta: Mapping[str, Any], config: Config, place: Path, kinds: Seq
     use_of_weights(noted_of(meta.get(FIELD), place), config, run_folder_of(place), kinds)
 
 
-def may_execute(meta: Mapping[str, Any], place: Path, names: Collection[str]) -> bool:
-    """Whether the command line allows to execute the files that register these names, by what is noted at `place`."""
-    own = {read(path)[1] for path in allowed.files}
-    needed = [one for one in noted_of(meta.get(FIELD), place) if not one.registers.keys().isdisjoint(names)]
-    return allowed.trust or all(one.sha256 in own for one in needed)
-
-
 def _place(run: Path | None, noted: Noted) -> str:
     try:
         return str(copy_of(run, noted))

@@ -34,7 +34,7 @@ def test_weights_of_an_earlier_version_are_evaluated_on_the_images_it_did_not_tr
     done = vitamp(run, script="scripts/evaluate.py")
     assert done.code == 0, done.text
     assert f"{gone}DATA.LISTING, TRAIN.OOM\n" in done.text
-    assert "validation split: 3 of 24 images" in done.text
+    assert "validation split: 3 images" in done.text
     done = vitamp("-cfg", run / "config.yaml", "-pretrained", run, "-output", tmp_path / "fine", "-dry_run")
     assert done.code == 0, done.text
     save_image(data / "a" / "new.jpg", 1, (12, 12))

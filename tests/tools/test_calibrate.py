@@ -43,7 +43,7 @@ def test_fit_finds_the_temperature_of_lowest_nll() -> None:
     assert found == pytest.approx(3, rel=0.05)
     losses = [float(F.cross_entropy(logits.double() / (found * factor), labels)) for factor in (0.999, 1, 1.001)]
     assert losses[1] == min(losses)
-    before, after = (measure(logits, labels, torch.full((len(labels),), t, dtype=torch.float64), 15) for t in (1, 3))
+    before, after = (measure(logits, labels, torch.full((len(labels),), t, dtype=torch.float64)) for t in (1, 3))
     assert (after["nll"], after["ece"]) < (before["nll"], before["ece"])
     assert after["nll"] == pytest.approx(float(F.cross_entropy(logits.double() / 3, labels)))
     assert before["ece"] > 10 > 3 > after["ece"]

@@ -113,8 +113,6 @@ def test_card_has_metadata_results_settings_and_no_path(
         "| training images | 12 |",
         "`a cat`, `dog\\|wolf`, `élan`",
         "centre cropped to 32 x 32 (`crop_pct` 0.9)",
-        "TRAIN.NUM_EPOCHS=12",
-        "DATA.IMAGENET_MEAN=[0.4, 0.5, 0.6]",
         "![Loss and accuracy by epoch](curves.png)",
         'timm.create_model("local-dir:photos", pretrained=True)',
     ):
@@ -129,7 +127,7 @@ def test_card_names_public_sources_alone(export_tool: Tool, digits_run: Path, tm
     for data, weights, named in (
         ("hf:ylecun/mnist", "vit_tiny_patch16_224", ("ylecun/mnist", "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k")),
         ("hf:/secret/images", "/secret/weights.pth", (None, None)),
-        ("cifar10", None, ("uoft-cs/cifar10", None)),
+        ("cifar10", None, (None, None)),
         ("imagenet2012", None, (None, None)),
         ("digits", None, (None, None)),
     ):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom, binomtest
 
-from engine.report.outcome import Guess, in_context
+from engine.report.outcome import in_context
 from utils.text import wilson
 from vitamp.metrics import BALANCED, MAP, TOP1
 
@@ -32,7 +32,7 @@ def test_it_holds_the_true_value_in_93_to_98_percent_of_all_sets(images: int) ->
 
 
 def test_words_for_the_end_of_a_run() -> None:
-    guess = Guess("arrow", 34.9)
+    guess = 34.9
     assert in_context(TOP1, 90.0, 100, guess) == (
         "Top-1 90.00 % on 100 images: 95 % interval 82.56 to 94.48 %; always guessing the largest class: 34.9 % top-1."
     )

@@ -11,8 +11,9 @@ images: if all of them are right, it knows no other outcome.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,14 +21,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from datasets import ImageDataset
+from datasets import ImageDataset, check_dataset, open_dataset
+from datasets.labels import ANY_LABEL
+from engine.evaluated_data import data_for_evaluation, title_of
 from engine.task.one import ClassCounts, correct
-from engine.task.several import HALF, f1, scores_of
+from engine.task.several import f1, scores_of
 from engine.trained.model import Trained, batches_of, guesses
 from tools.common.tables import in_columns, shown
 from tools.common.turns import progress_bar
+from utils.cli import CommandLine
+from utils.errors import UserError, nearest
+from utils.record.history import plain
 from utils.text import Interval, wilson
-from vitamp.metrics import AUROC, BALANCED, LOSS, MACRO_F1, MAP, ONE_LABEL, TOP1, TOP5, Metric, always_guessing
+from vitamp.metrics import AUROC, BALANCED, LOSS, MACRO_F1, MAP, TOP1, TOP5, Metric, always_guessing
 
 ADDED = 1
 """Right and wrong images that are added to each class for its variance, which is never 0 then (Agresti and Coull)"""
@@ -80,8 +86,8 @@ def ranking_intervals(scores: np.ndarray, truth: np.ndarray) -> tuple[Interval |
         most += 4 * positives[label] * (images - positives[label]) / images
     precision, unbiased, area = sums / len(usable)
     variances = [float((influence**2).sum()) / len(usable) ** 2 for influence in (on_precision, on_area)]
-    plain, lower = (_of_variance(float(value), variances[0], most) for value in (precision, unbiased))
-    of_map = Interval(min(plain.low, lower.low), max(plain.high, lower.high))
+    usual, lower = (_of_variance(float(value), variances[0], most) for value in (precision, unbiased))
+    of_map = Interval(min(usual.low, lower.low), max(usual.high, lower.high))
     return of_map, _of_variance(float(area), variances[1], most)
 
 
@@ -129,6 +135,9 @@ def _of_variance(fraction: float, variance: float, most: float) -> Interval:
 ALL_SHOWN, WORST_SHOWN = 20, 10
 MOST_IN_JSON = 1000
 """Most classes for which the JSON file has the confusion matrix"""
+BINS = 15
+"""Of the calibration error"""
+MOST_NAMED = 10
 INTERVALS = "In brackets: 95 % interval of the metric, as chance in which images are evaluated gives it."
 
 
@@ -148,8 +157,6 @@ class Evaluation:
     """By the metric's name; None where it is unknown"""
     not_finite: int
     """Number of images whose logits are NaN or infinite"""
-    own: Mapping[str, float] = field(default_factory=dict, kw_only=True)
-    """Metrics of the user's own"""
 
     @property
     def precision(self) -> np.ndarray:
@@ -169,10 +176,24 @@ class Evaluation:
         """The classes that have images."""
         return np.flatnonzero(self.support).tolist()
 
-    @property
-    def largest_class_percent(self) -> float:
-        """Top-1 of a model that always guesses the most frequent class."""
-        return 100 * int(self.support.max()) / self.images
+    def _class_table(
+        self, trained: Trained, worst: tuple[str, np.ndarray], cells: Callable[[int], dict[str, str]]
+    ) -> list[str]:
+        """One line per class; of many, those that are lowest in `worst`."""
+        labels, head = self.present, "Each class:"
+        if len(labels) > ALL_SHOWN:
+            what, values = worst
+            labels = sorted(labels, key=lambda label: (float(values[label]), label))[:WORST_SHOWN]
+            head = f"The {WORST_SHOWN} classes with the lowest {what}:"
+        rows = [
+            {"class": shown(trained.name_of(label)), "images": f"{self.support[label]}", **cells(label)}
+            for label in labels
+        ]
+        return [head, *in_columns([list(rows[0]), *(list(row.values()) for row in rows)])]
+
+    def _scores(self, label: int) -> dict[str, str]:
+        columns = {"precision": self.precision, "recall": self.recall, "F1": self.f1}
+        return {name: f"{of_class[label]:.1f} %" for name, of_class in columns.items()}
 
 
 class Bin(NamedTuple):
@@ -216,13 +237,8 @@ class OneLabel(Evaluation):
     ece: float
     bins: list[Bin]
 
-    no_matrix = ""
-    """Why there is no confusion matrix; '': there is one"""
-
     @classmethod
-    def of(
-        cls, trained: Trained, outputs: Iterable[tuple[Tensor, Tensor]], bins: int, _averaged: bool = False
-    ) -> OneLabel:
+    def of(cls, trained: Trained, outputs: Iterable[tuple[Tensor, Tensor]]) -> OneLabel:
         """`outputs`: logits and labels, batch by batch."""
         rows = Rows(*(torch.cat(column) for column in zip(*(Rows.of(*batch) for batch in outputs), strict=True)))
         images, classes, hit = len(rows.label), int(trained.config.MODEL.NUM_CLASSES), rows.label == rows.guess
@@ -245,38 +261,39 @@ class OneLabel(Evaluation):
         }
         nll, brier = (float(column.sum()) / images for column in (rows.nll, rows.brier))
         bad = int((~rows.nll.isfinite()).sum())
-        found = calibration(rows.confidence, hit, bins)
+        found = calibration(rows.confidence, hit)
         return cls(images, support, predicted, right, values, intervals, bad, rows, nll, brier, *found)
 
-    def words(self, counted: str) -> str:
-        """What was evaluated. `counted`: the number of images."""
-        of = f"{counted} of {len(self.present)} classes; calibration in {len(self.bins)} bins"
+    @property
+    def largest_class_percent(self) -> float:
+        """Top-1 of a model that always guesses the most frequent class."""
+        return 100 * int(self.support.max()) / self.images
+
+    def words(self) -> str:
+        """What was evaluated."""
+        of = f"{self.images:,} images of {len(self.present)} classes; calibration in {len(self.bins)} bins"
         return f"{of}; {always_guessing(self.largest_class_percent)}"
 
     def cells(self) -> dict[str, str]:
         """The metrics, for a table."""
-        precision, recall, f1 = self.precision, self.recall, self.f1
         return {
             **{metric.words: measured(value, self.intervals[metric.name]) for metric, value in self.values.items()},
-            "precision, macro": f"{self._macro(precision):.2f} %",
-            "precision, weighted": f"{self._weighted(precision):.2f} %",
-            "recall, weighted": f"{self._weighted(recall):.2f} %",
-            "F1, weighted": f"{self._weighted(f1):.2f} %",
+            "precision, macro": f"{self._macro(self.precision):.2f} %",
+            "precision, weighted": f"{self._weighted(self.precision):.2f} %",
+            "recall, weighted": f"{self._weighted(self.recall):.2f} %",
+            "F1, weighted": f"{self._weighted(self.f1):.2f} %",
             "calibration error": f"{self.ece:.2f} %",
             "NLL": f"{self.nll:.4f}",
             "Brier": f"{self.brier:.4f}",
         }
 
-    def class_table(self, trained: Trained, of: str) -> list[str]:
-        """One line per class; of many, those with the lowest recall. `of`: the weights, if there are several."""
-        rows = [["class", "images", "precision", "recall", "F1", "most often mistaken for"]]
-        labels, head = _shown_classes(self.present, self.recall, "recall", of)
-        for label in labels:
+    def class_table(self, trained: Trained) -> list[str]:
+        def cells(label: int) -> dict[str, str]:
             other, times = self.taken_for(label)
-            percents = (f"{of_class[label]:.1f} %" for of_class in (self.precision, self.recall, self.f1))
             mistaken = f"{shown(trained.name_of(other))} ({times})" if times else "-"
-            rows.append([shown(trained.name_of(label)), f"{self.support[label]}", *percents, mistaken])
-        return [head, *in_columns(rows)]
+            return {**self._scores(label), "most often mistaken for": mistaken}
+
+        return self._class_table(trained, ("recall", self.recall), cells)
 
     def as_json(self) -> dict[str, Any]:
         of_class = {"precision": self.precision, "recall": self.recall, "f1": self.f1}
@@ -284,28 +301,29 @@ class OneLabel(Evaluation):
         means |= {f"{name}_weighted": self._weighted(values) for name, values in of_class.items()}
         known = {metric.name: value for metric, value in self.values.items()}
         whole = len(self.support) <= MOST_IN_JSON
-        return {
+        found = {
             "images": self.images,
-            **_numbers({**known, **means, "nll": self.nll, "brier": self.brier, "ece": self.ece, **self.own}),
-            "intervals": _lists(self.intervals),
+            **known,
+            **means,
+            "nll": self.nll,
+            "brier": self.brier,
+            "ece": self.ece,
+            "intervals": {name: interval and [*interval] for name, interval in self.intervals.items()},
             "largest_class_percent": self.largest_class_percent,
-            "bins": [_numbers(bin._asdict()) for bin in self.bins],
+            "bins": [bin._asdict() for bin in self.bins],
             "per_class": {
                 "images": self.support.tolist(),
                 **{name: values.tolist() for name, values in of_class.items()},
             },
             "confusion": self.confusion(range(len(self.support))).tolist() if whole else None,
         }
+        return plain(found)
 
     def confusion(self, chosen: Iterable[int]) -> np.ndarray:
         """Number of images by true class (rows) and predicted class (columns), of the chosen classes."""
-        labels = list(chosen)
-        place = np.full(len(self.support), -1)
-        place[labels] = np.arange(len(labels))
-        true, guess = place[self.rows.label.numpy()], place[self.rows.guess.numpy()]
-        counts = np.zeros((len(labels), len(labels)), dtype=np.int64)
-        np.add.at(counts, (true[inside := (true >= 0) & (guess >= 0)], guess[inside]), 1)
-        return counts
+        from sklearn.metrics import confusion_matrix  # takes a while to import
+
+        return confusion_matrix(self.rows.label.numpy(), self.rows.guess.numpy(), labels=list(chosen))
 
     def taken_for(self, label: int) -> tuple[int, int]:
         """The class most often predicted for images of this class by mistake, and how often; 0 if never."""
@@ -341,19 +359,14 @@ class SeveralLabels(Evaluation):
     rows: tuple[np.ndarray, np.ndarray]
     """Probabilities and true labels, images x classes"""
 
-    no_matrix = "a confusion matrix needs one label per image; -json has each class's metrics"
-
     @classmethod
-    def of(
-        cls, trained: Trained, outputs: Iterable[tuple[Tensor, Tensor]], _bins: int, averaged: bool = False
-    ) -> SeveralLabels:
-        """`averaged`: the outputs are means of models, which have no thresholds."""
+    def of(cls, trained: Trained, outputs: Iterable[tuple[Tensor, Tensor]]) -> SeveralLabels:
         logits, labels = (
             torch.cat(column) for column in zip(*((one.cpu(), of.cpu()) for one, of in outputs), strict=True)
         )
         logits, labels = logits.double(), labels.double()
         probabilities, truth = logits.sigmoid().numpy(), labels.numpy() > 0
-        thresholds = np.full(truth.shape[1], HALF) if averaged else np.array(trained.thresholds()[0])
+        thresholds = np.array(trained.thresholds()[0])
         chosen = probabilities >= thresholds
         scores = scores_of(probabilities, truth)
         halves = {"f1_micro": scores.f1_micro, "f1_macro": scores.f1_macro, "exact_match": scores.exact_match}
@@ -383,9 +396,9 @@ class SeveralLabels(Evaluation):
             rows=(probabilities, truth),
         )
 
-    def words(self, counted: str) -> str:
+    def words(self) -> str:
         labels = f"{int(self.support.sum())} labels of {len(self.present)} classes"
-        return f"{counted} with {labels}; {self.unlabelled} images without a label"
+        return f"{self.images:,} images with {labels}; {self.unlabelled} images without a label"
 
     def cells(self) -> dict[str, str]:
         found = {metric.words: measured(value, self.intervals[metric.name]) for metric, value in self.values.items()}
@@ -396,27 +409,17 @@ class SeveralLabels(Evaluation):
             found[f"exact match at {at}"] = measured(values["exact_match"], self.intervals[f"exact_match{ending}"])
         return {**found, LOSS.words: f"{self.loss:.4f}"}
 
-    def class_table(self, trained: Trained, of: str) -> list[str]:
-        """One line per class; of many, those with the lowest average precision."""
-        rows = [["class", "images", "AP", "AUROC", "threshold", "precision", "recall", "F1"]]
-        labels, head = _shown_classes(self.present, self.average_precision, "average precision", of)
-        for label in labels:
-            ranked = (f"{self.average_precision[label]:.1f} %", self.auroc_text(label))
-            percents = (f"{of_class[label]:.1f} %" for of_class in (self.precision, self.recall, self.f1))
-            name, images = shown(trained.name_of(label)), f"{self.support[label]}"
-            rows.append([name, images, *ranked, f"{self.thresholds[label]:.3f}", *percents])
-        return [head, *in_columns(rows)]
+    def class_table(self, trained: Trained) -> list[str]:
+        def cells(label: int) -> dict[str, str]:
+            ranked = {"AP": f"{self.average_precision[label]:.1f} %", "AUROC": self.auroc_text(label)}
+            return {**ranked, "threshold": f"{self.thresholds[label]:.3f}", **self._scores(label)}
+
+        return self._class_table(trained, ("average precision", self.average_precision), cells)
 
     def auroc_text(self, label: int) -> str:
         return f"{auroc:.1f} %" if math.isfinite(auroc := self.aurocs[label]) else "-"
 
     def as_json(self) -> dict[str, Any]:
-        plain = {
-            LOSS.name: self.loss,
-            **{metric.name: value for metric, value in self.values.items()},
-            **self.at_half,
-            **{f"{name}_at_thresholds": value for name, value in self.at_thresholds.items()},
-        }
         of_class = {
             "average_precision": self.average_precision,
             "auroc": self.aurocs,
@@ -425,20 +428,21 @@ class SeveralLabels(Evaluation):
             "recall": self.recall,
             "f1": self.f1,
         }
-        columns = {name: [_number(value) for value in values.tolist()] for name, values in of_class.items()}
-        return {
+        found = {
             "images": self.images,
             "images_without_label": self.unlabelled,
             **dict.fromkeys((TOP1.name, TOP5.name)),  # those of one label
-            **_numbers({**plain, **self.own}),
-            "intervals": _lists(self.intervals),
-            "per_class": {"images": self.support.tolist(), **columns},
+            LOSS.name: self.loss,
+            **{metric.name: value for metric, value in self.values.items()},
+            **self.at_half,
+            **{f"{name}_at_thresholds": value for name, value in self.at_thresholds.items()},
+            "intervals": {name: interval and [*interval] for name, interval in self.intervals.items()},
+            "per_class": {
+                "images": self.support.tolist(),
+                **{name: values.tolist() for name, values in of_class.items()},
+            },
         }
-
-
-def kind_of(trained: Trained) -> type[OneLabel | SeveralLabels]:
-    """The evaluation of the model's task."""
-    return OneLabel if trained.task.kind == ONE_LABEL else SeveralLabels
+        return plain(found)
 
 
 def with_bar(trained: Trained, dataset: ImageDataset, **how: Any) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -449,17 +453,10 @@ def with_bar(trained: Trained, dataset: ImageDataset, **how: Any) -> Iterator[tu
             bar.update(len(batch[1]))
 
 
-def table_of(found: Mapping[str, Any]) -> list[str]:
-    """A table with a column for each evaluation, and a line for each with logits that are not finite."""
-    columns = {title: one.cells() | {name: f"{v:.4f}" for name, v in one.own.items()} for title, one in found.items()}
-    rows = [["", *columns]]
-    rows += [[name, *(cells[name] for cells in columns.values())] for name in next(iter(columns.values()))]
-    bad = [
-        f"{one.not_finite} images have NaN or infinite logits ({title})."
-        for title, one in found.items()
-        if one.not_finite
-    ]
-    return [*in_columns(rows), INTERVALS, *bad]
+def table_of(found: OneLabel | SeveralLabels, title: str) -> list[str]:
+    """The metrics, and a line about logits that are not finite."""
+    bad = [f"{found.not_finite} images have NaN or infinite logits."] if found.not_finite else []
+    return [*in_columns([["", title], *found.cells().items()]), INTERVALS, *bad]
 
 
 def measured(percent: float, interval: Interval | None = None) -> str:
@@ -468,7 +465,7 @@ def measured(percent: float, interval: Interval | None = None) -> str:
     return f"{percent:.2f} %{brackets}" if math.isfinite(percent) else "-"
 
 
-def calibration(confidence: Tensor, right: Tensor, count: int) -> tuple[float, list[Bin]]:
+def calibration(confidence: Tensor, right: Tensor, count: int = BINS) -> tuple[float, list[Bin]]:
     """ECE in percent, and its bins of equal width; each includes its upper edge."""
     number = (confidence.nan_to_num() * count).ceil().long().sub(1).clamp(0, count - 1)
     images, sure, hits = (
@@ -480,23 +477,74 @@ def calibration(confidence: Tensor, right: Tensor, count: int) -> tuple[float, l
     return ece, [Bin(int(n), float(c), float(a)) for n, c, a in zip(images, *means, strict=True)]
 
 
-def _shown_classes(present: list[int], of_class: np.ndarray, what: str, of: str) -> tuple[list[int], str]:
-    """The classes to list, and the heading: the lowest of many."""
-    weights = f" ({of})" if of else ""
-    if len(present) <= ALL_SHOWN:
-        return present, f"Each class{weights}:"
-    lowest = sorted(present, key=lambda label: (float(of_class[label]), label))[:WORST_SHOWN]
-    return lowest, f"The {WORST_SHOWN} classes with the lowest {what}{weights}:"
+@dataclass(frozen=True)
+class Part:
+    """A split of a data set."""
+
+    dataset: ImageDataset
+    title: str
+    to_models: Tensor | None
+    """Model label of each data-set label; None if they are equal."""
+    classes: int
+    """Number of the model's classes"""
+
+    def labels(self, labels: Tensor) -> Tensor:
+        """The model's labels for those of the data set: one per image, or rows of zeros and ones."""
+        if self.to_models is None:
+            return labels
+        places = self.to_models.to(labels.device)
+        if labels.ndim == 1:
+            return places[labels]
+        rows = labels.new_zeros(len(labels), self.classes)
+        rows[:, places] = labels[:, : len(places)]
+        return rows
 
 
-def _lists(intervals: Mapping[str, Interval | None]) -> dict[str, list[float] | None]:
-    return {name: interval and list(interval) for name, interval in intervals.items()}
+def open_part(trained: Trained, given: CommandLine) -> tuple[Part, list[str]]:
+    """Open the split to evaluate, without augmentation, and give notes on its choice."""
+    config, device, classes = trained.config, trained.precision.device, int(trained.config.MODEL.NUM_CLASSES)
+    data, notes = data_for_evaluation(config, trained.chosen, {*given.flags, *given.words})
+    try:
+        check_dataset(data, classes, train=False)
+        dataset = open_dataset(data, False, classes, config.SEED, device)
+    except UserError as error:
+        # If there are more classes than the model has, and they have names, the error below names them.
+        try:
+            dataset = open_dataset(data, False, ANY_LABEL, config.SEED, device)
+        except UserError:
+            raise error from None
+        if dataset.classes is None or trained.chosen.classes is None:
+            raise error from None
+    title = title_of(data)
+    if not len(dataset):
+        raise UserError(f"{title}: the split has no images.")
+    return Part(dataset, title, _to_models(trained, dataset, title), classes), notes
 
 
-def _numbers(values: Mapping[str, float]) -> dict[str, float | None]:
-    return {name: _number(value) for name, value in values.items()}
+def outputs_of(trained: Trained, part: Part) -> tuple[Tensor, Tensor]:
+    """Logits and labels of all images, on the host."""
+    rows = [(logits.cpu(), part.labels(labels).cpu()) for logits, labels, _ in with_bar(trained, part.dataset)]
+    logits, labels = (torch.cat(column) for column in zip(*rows, strict=True))
+    return logits, labels
 
 
-def _number(value: float) -> float | None:
-    """JSON has no NaN: null takes its place."""
-    return value if math.isfinite(value) else None
+def _to_models(trained: Trained, dataset: ImageDataset, title: str) -> Tensor | None:
+    """Match classes by name if both have names; otherwise labels stay as they are."""
+    theirs, ours = dataset.classes, trained.chosen.classes
+    if theirs is None or ours is None or theirs == ours:
+        return None
+    places = {name: label for label, name in enumerate(ours)}
+    if unknown := [name for name in theirs if name not in places]:
+        more = f", and {len(unknown) - MOST_NAMED} more" if len(unknown) > MOST_NAMED else ""
+        raise UserError(
+            f"{title}: {len(unknown)} of its {len(theirs)} classes are unknown to the model: "
+            f"{', '.join(unknown[:MOST_NAMED])}{more}.{nearest(unknown[0], ours)} The model was trained on "
+            f"{', '.join(ours[:MOST_NAMED])}{', ...' if len(ours) > MOST_NAMED else ''}."
+        )
+    twice = [name for name, times in Counter(ours).items() if times > 1 and name in theirs]
+    if twice:
+        raise UserError(
+            f"{title}: classes are matched by name, but the model has several classes named "
+            f"{', '.join(twice[:MOST_NAMED])}. Use a data set with the classes of the training data, in the same order."
+        )
+    return torch.tensor([places[name] for name in theirs])

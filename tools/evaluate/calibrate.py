@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.trained.model import Trained, guesses
-from tools.common.evaluation import calibration
-from tools.common.parts import Part, outputs_of
+from tools.common.evaluation import BINS, Part, calibration, open_part, outputs_of
 from tools.common.tables import in_columns
+from utils.cli import CommandLine
 from utils.errors import UserError
+from utils.log import log
 from utils.record.run_folder import write_json
 from vitamp.checkpoints import run_folder_of
 from vitamp.files import try_to_write
@@ -24,11 +25,20 @@ from vitamp.weights import CALIBRATION, Fitted, read_calibrations
 FEWEST = 50
 """Images. With fewer, the temperature is mostly noise."""
 SMALLEST, LARGEST = 0.01, 100.0
-AT_ONCE = 1 << 24
-"""Logits in double precision at once: 128 MiB"""
 
 
-def check(trained: Trained) -> Path:
+def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
+    """Fit a temperature to the weights, keep it in the run if it helps on other images, and log both."""
+    file = _file_for(trained)
+    data, notes = open_part(trained, given)
+    log.setLevel("INFO")
+    log.info("%s: %s", path, trained.chosen.words)
+    for note in notes:
+        log.info("%s.", note)
+    log.info("%s", _calibrated(trained, data, file))
+
+
+def _file_for(trained: Trained) -> Path:
     """The file to keep the temperature in. Refuses what cannot be calibrated or kept, before the images are read."""
     place = trained.chosen.place
     if trained.task.kind != ONE_LABEL:
@@ -46,8 +56,7 @@ def check(trained: Trained) -> Path:
     return run / CALIBRATION
 
 
-def calibrate(trained: Trained, part: Part, bins: int, file: Path) -> str:
-    """Fit a temperature, keep it in the file if it helps on images that it was not fitted on, and describe both."""
+def _calibrated(trained: Trained, part: Part, file: Path) -> str:
     logits, labels = outputs_of(trained, part)
     if not bool(logits.isfinite().all()):
         raise UserError("-calibrate: the model has NaN or infinite logits on these images; nothing can be fitted.")
@@ -60,8 +69,7 @@ def calibrate(trained: Trained, part: Part, bins: int, file: Path) -> str:
     of_others = torch.empty(len(labels), dtype=torch.float64)
     for half, temperature in zip(halves, reversed(fitted), strict=True):
         of_others[half] = temperature
-    before = measure(logits, labels, torch.ones_like(of_others), bins)
-    after = measure(logits, labels, of_others, bins)
+    before, after = (measure(logits, labels, each) for each in (torch.ones_like(of_others), of_others))
     temperature, chosen = fit_temperature(logits, labels), trained.chosen
     helps = after["nll"] < before["nll"]
     kept = Fitted(
@@ -91,7 +99,7 @@ def calibrate(trained: Trained, part: Part, bins: int, file: Path) -> str:
         )
     text = [
         trained.words(),
-        f"{part.title}: {part.counted}; calibration in {bins} bins",
+        f"{part.title}: {len(labels):,} images; calibration in {BINS} bins",
         "",
         *in_columns(rows),
         "",
@@ -121,23 +129,12 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
     return math.exp(log_temperature)
 
 
-def measure(logits: Tensor, labels: Tensor, temperatures: Tensor, bins: int) -> dict[str, float]:
+def measure(logits: Tensor, labels: Tensor, temperatures: Tensor) -> dict[str, float]:
     """NLL, and ECE in percent, if the logits of each image are divided by its temperature."""
-    guess, confidence = guesses(logits)[:, 0], torch.empty(len(labels), dtype=torch.float64)
-    for rows in _in_parts(logits):
-        probabilities = (logits[rows].double() / temperatures[rows, None]).softmax(1)
-        confidence[rows] = probabilities.gather(1, guess[rows, None])[:, 0]
-    return {"nll": _nll(logits, labels, temperatures), "ece": calibration(confidence, guess == labels, bins)[0]}
+    guess, probabilities = guesses(logits)[:, 0], (logits.double() / temperatures[:, None]).softmax(1)
+    confidence = probabilities.gather(1, guess[:, None])[:, 0]
+    return {"nll": _nll(logits, labels, temperatures), "ece": calibration(confidence, guess == labels)[0]}
 
 
 def _nll(logits: Tensor, labels: Tensor, temperatures: Tensor) -> float:
-    total = 0.0
-    for rows in _in_parts(logits):
-        scaled = logits[rows].double() / temperatures[rows, None]
-        total += float(F.cross_entropy(scaled, labels[rows], reduction="sum"))
-    return total / len(labels)
-
-
-def _in_parts(logits: Tensor) -> list[slice]:
-    step = max(1, AT_ONCE // logits.shape[1])
-    return [slice(first, first + step) for first in range(0, len(logits), step)]
+    return float(F.cross_entropy(logits.double() / temperatures[:, None], labels, reduction="sum")) / len(labels)

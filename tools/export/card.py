@@ -21,11 +21,8 @@ from engine.checkpoint.folder import raising_os_errors
 from models.build import is_timm_name
 from models.parts import count_parameters
 from tools.common.report_page.runs import Run, read_runs
-from tools.common.weights import needed_by_tools
 from tools.export import CARD, CONFIG, CURVES, WEIGHTS
 from tools.export.formats import Export, Format
-from utils.config.keys import default_of
-from utils.config.kinds import one_line
 from utils.errors import TrainingError, first_line
 from utils.record.resumed_run import settings_of
 from utils.record.run_folder import is_run_folder
@@ -33,13 +30,9 @@ from vitamp.checkpoints import run_folder_of
 from vitamp.metrics import LOSS, ONE_LABEL
 
 TASK = "image-classification"
-HUB_IDS = {"cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100"}
-"""DATA.DATASET -> its name on the Hub, where that differs"""
-IMAGENET, IMAGENET_SAMPLES = "ILSVRC/imagenet-1k", {"train": 1_281_167, "val": 50_000}
 LAYOUTS = ("csv", "imagefolder", "imagenet2012", "shards")
 """Values of DATA.DATASET that say how images are stored, not which they are"""
 UNKNOWN = "unknown"
-SHOWN_SECTIONS = ("MODEL.", "DATA.", "TRAIN.", "AMP.", "SEED")
 MOST_CLASSES = 50
 """Class names in the card; all are in config.json"""
 RESIZED = {
@@ -55,18 +48,23 @@ SHOWN = (*(metric for metric in ONE_LABEL.metrics if metric != LOSS), LOSS)
 def card_of(export: Export, title: str, license: str | None, run: Run | None, has_curves: bool) -> str:
     """`run`: of the weights, if it is known."""
     trained, about = export.trained, export.metadata(False)
-    metrics = {metric: trained.chosen.metrics[metric.name] for metric in SHOWN if metric.name in trained.chosen.metrics}
+    chosen = trained.chosen
+    metrics = {metric: chosen.metrics[metric.name] for metric in SHOWN if metric.name in chosen.metrics}
     samples = run.about.get("samples", {}) if run else {}
-    dataset = _dataset(trained.config.DATA.DATASET, samples, about["num_classes"])
-    base = settings_of(trained.chosen).get("MODEL.PRETRAINED")
+    name, dataset = trained.config.DATA.DATASET, None  # of the data set, if the run knows one; never a path
+    if name.startswith(HUB_PREFIX):
+        place = name.removeprefix(HUB_PREFIX)
+        dataset = None if hub_data.is_path(place) else hub_data.repository_of(place)[0]
+    elif name not in LAYOUTS:
+        dataset = name
+    base = settings_of(chosen).get("MODEL.PRETRAINED")
     timms = timm.get_pretrained_cfg(base) if isinstance(base, str) and is_timm_name(base) else None
     base = timms.hf_hub_id if timms is not None else None  # on the Hub; None without weights, or with those of a file
+    what = {"dataset_type": dataset or UNKNOWN, "dataset_name": dataset or UNKNOWN, "dataset_split": "validation"}
     results = [
         EvalResult(
+            **what,
             task_type=TASK,
-            dataset_type=dataset or UNKNOWN,
-            dataset_name=dataset or UNKNOWN,
-            dataset_split="validation",
             metric_type="accuracy",
             metric_name=metric.heading,
             metric_value=round(value, 4),
@@ -91,28 +89,23 @@ def card_of(export: Export, title: str, license: str | None, run: Run | None, ha
         f"parameters and {about['num_classes']:,} classes, trained with vitamp"
         f"{f' on {_code(dataset)}' if dataset else ''}{f', fine-tuned from {_code(base)}' if base else ''}."
     )
+    found = "These weights were not validated by their run: their accuracy is unknown."
+    if metrics:
+        epoch, update = chosen.meta.get("epoch"), chosen.meta.get("update")
+        when = f" after epoch {epoch} (update {update:,})" if epoch is not None and update is not None else ""
+        stored = "" if export.dtype == "fp32" else f" They are stored in {export.dtype} here."
+        found = f"Measured in training, on the validation split, with the {chosen.which.label} weights{when}.{stored}"
+        found += f"\n\n{_table(('metric', 'value'), {one.words: one.number(value) for one, value in metrics.items()})}"
+        found += f"\n\n![Loss and accuracy by epoch]({CURVES})" if has_curves else ""
     parts = [
         f"---\n{head.to_yaml()}\n---",
         f"# {title}",
         summary,
         f"## Load it\n\n{_loading(export, about, title)}",
-        f"## Data\n\n{_data(about, trained.chosen.classes, dataset, samples)}",
-        f"## Results\n\n{_results(export, {one.words: one.number(value) for one, value in metrics.items()})}",
-        f"## Settings\n\n{_settings(export, dataset, run)}",
+        f"## Data\n\n{_data(about, chosen.classes, dataset, samples)}",
+        f"## Results\n\n{found}",
     ]
-    if metrics and has_curves:
-        parts[5] += f"\n\n![Loss and accuracy by epoch]({CURVES})"
     return "\n\n".join(parts) + "\n"
-
-
-def _dataset(name: str, samples: dict[str, int], classes: int) -> str | None:
-    """Name of the data set, if the run knows it; None for a layout. Never a path."""
-    if name.startswith(HUB_PREFIX):
-        place = name.removeprefix(HUB_PREFIX)
-        return None if hub_data.is_path(place) else hub_data.repository_of(place)[0]
-    if name == "imagenet2012" and samples == IMAGENET_SAMPLES and classes == 1000:
-        return IMAGENET
-    return None if name in LAYOUTS else HUB_IDS.get(name, name)
 
 
 def _loading(export: Export, about: dict[str, Any], title: str) -> str:
@@ -171,12 +164,8 @@ def _data(about: dict[str, Any], names: list[str] | None, dataset: str | None, s
         how += f" (`crop_pct` {about['crop_pct']:g})"
     listed = ", ".join(_code(name) for name in (names or [])[:MOST_CLASSES])
     more = f", and {len(names) - MOST_CLASSES:,} more in config.json" if names and len(names) > MOST_CLASSES else ""
-    kept, behind, temperature = about.get("calibration"), about["background"], ""
-    if kept is not None:
-        temperature = (
-            f"{kept['temperature']:.6g}, fitted on {kept['images']:,} validation images: divide the logits by it, and "
-            "the probabilities are calibrated. The weights are as they were trained"
-        )
+    kept, behind = about.get("calibration"), about["background"]
+    fitted = "{temperature:.6g}, fitted on {images:,} validation images: divide the logits by it, as above"
     rows = {
         "data set": _code(dataset) if dataset else f"{UNKNOWN}: the run knows no name of it",
         "training images": f"{samples['train']:,}" if "train" in samples else "",
@@ -184,44 +173,11 @@ def _data(about: dict[str, Any], names: list[str] | None, dataset: str | None, s
         "classes": f"{about['num_classes']:,}{': ' if listed else ''}{listed}{more}",
         "input": f"{colours}, {how}, {about['interpolation']}",
         "transparent pixels": "dropped alpha" if behind is None else f"composited on RGB {', '.join(map(str, behind))}",
-        "temperature": temperature,
+        "temperature": fitted.format_map(kept) if kept is not None else "",
         "mean": ", ".join(f"{value:g}" for value in about["mean"]),
         "standard deviation": ", ".join(f"{value:g}" for value in about["std"]),
     }
     return _table(("", ""), rows)
-
-
-def _results(export: Export, rows: dict[str, str]) -> str:
-    if not rows:
-        return "These weights were not validated by their run: their accuracy is unknown."
-    chosen = export.trained.chosen
-    epoch, update = chosen.meta.get("epoch"), chosen.meta.get("update")
-    when = f" after epoch {epoch} (update {update:,})" if epoch is not None and update is not None else ""
-    stored = "" if export.dtype == "fp32" else f" They are stored in {export.dtype} here."
-    how = f"Measured in training, on the validation split, with the {chosen.which.label} weights{when}.{stored}"
-    return f"{how}\n\n{_table(('metric', 'value'), rows)}"
-
-
-def _settings(export: Export, dataset: str | None, run: Run | None) -> str:
-    differing = {
-        key: value
-        for key, value in needed_by_tools(export.trained.chosen)["settings"].items()
-        if key.startswith(SHOWN_SECTIONS) and one_line(value) != one_line(_listed(default_of(key)))
-    }
-    if HUB_PREFIX in str(differing.get("DATA.DATASET")):
-        differing["DATA.DATASET"] = dataset or "parquet"
-    lines = "\n".join(f"{key}={one_line(value)}" for key, value in differing.items())
-    versions = run.about.get("versions", {}) if run else {}
-    installed = ", ".join(f"{name} {number}" for name, number in versions.items())
-    return (
-        f"{f'Precision: {run.precision}. ' if run else ''}{f'Trained with {installed}. ' if installed else ''}"
-        f"Settings that differ from vitamp's defaults:\n\n```text\n{lines}\n```"
-    )
-
-
-def _listed(value: Any) -> Any:
-    """As JSON returns it: one_line writes tuples and lists alike only in this form."""
-    return [_listed(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _code(text: str) -> str:

@@ -4,12 +4,10 @@
     python scripts/predict.py runs/flowers 'holiday/*.jpg' more_photos/ -topk 3
     python scripts/predict.py runs/flowers photos/ -format csv -out found.csv
     python scripts/predict.py runs/flowers -part test -out found.csv
-    python scripts/predict.py runs/a runs/b runs/c photos/
     python scripts/predict.py runs/flowers photos/ -features photos.npz
     find /data -name '*.jpg' | python scripts/predict.py runs/flowers - -format jsonl -amp bf16 | gzip > all.jsonl.gz
 
-The model is a run (its best checkpoint), a checkpoint, or weights written by scripts/checkpoint.py. More of them, right
-after the first, are models too, and the mean of their probabilities is predicted. Images are files,
+The model is a run (its best checkpoint), a checkpoint, or weights written by scripts/checkpoint.py. Images are files,
 folders with their subfolders, globs, or `-` for a list of files on standard input; or with -part a split of the run's
 data. They are prepared exactly as in the run's validation. Results keep the order of the images and are written batch
 by batch.
@@ -26,8 +24,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -46,29 +43,24 @@ from tools.common.command_line import (
     run_tool,
 )
 from tools.common.output_file import check_output_file, writing
-from tools.predict.show import ENDINGS, FORMATS
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError
 from utils.flags import BY_NAME, Flag, Positional, whole
 from utils.log import log
 from vitamp.files import replacing
-from vitamp.weights import holds_weights
 
 if TYPE_CHECKING:
     from datasets import Batch
-    from engine.trained.model import Trained
-    from tools.predict.show import Guess
+    from tools.predict.images import Guess
 
 
 def _probability(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise ValueError("takes a number from 0 to 1, such as 0.5")
-    return value
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := float(text)) <= 1:
+            return value
+    raise ValueError("takes a number from 0 to 1, such as 0.5")
 
 
+FORMATS = ("table", "csv", "json", "jsonl")
 OWN = (
     Flag(
         "topk",
@@ -89,7 +81,7 @@ OWN = (
         "output format",
         "FORMAT",
         default_text="by the ending of -out, else table",
-        choices=tuple(FORMATS),
+        choices=FORMATS,
     ),
     Flag("out", "write to a file, which appears only when complete", "FILE", kind=Path),
     Flag("features", "write the features of the images, in place of their classes", "FILE.npz", kind=Path),
@@ -132,46 +124,44 @@ def _predict(argv: list[str]) -> int:
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from datasets.given import open_given
-    from engine.trained.model import check_same_classes, load_trained, names_of, split_of_run
-    from tools.predict.images import Chosen, find_images, predict_images
+    from engine.trained.model import load_trained, name_of, split_of_run
+    from tools.predict.images import FORMS, Chosen, find_images, predict_images, write_features
 
     paths = find_images(asked.images) if asked.images else []
-    models = [
-        load_trained(
-            *(at, asked.weights, asked.device, asked.amp),
-            calibrated=not asked.no_calibration,
-            needs_labels=asked.features is None,
-        )
-        for at in asked.models
-    ]
-    for trained in models:
-        trained.flip = bool(asked.tta)
-    check_same_classes(models)
-    datasets = [
-        split_of_run(trained, asked.part) if asked.part else open_given(paths, trained.config.DATA)
-        for trained in models
-    ]
-    paths = paths or names_of(datasets, f"-part {asked.part}")
+    trained = load_trained(
+        *(asked.path, asked.weights, asked.device, asked.amp),
+        calibrated=not asked.no_calibration,
+        needs_labels=asked.features is None,
+    )
+    trained.flip = bool(asked.tta)
+    dataset = split_of_run(trained, asked.part) if asked.part else open_given(paths, trained.config.DATA)
+    paths = paths or [name_of(dataset, index) for index in range(len(dataset))]
     if asked.features is not None:
-        from tools.predict.features import write_features
+        return write_features(asked, trained, dataset, paths)
+    choose = Chosen(trained, asked.topk, asked.threshold)
+    calibration = trained.chosen.describe_calibration(trained.calibrated)
+    mirrored = "mean of the probabilities of each image and its mirror image" if trained.flip else ""
+    words = (trained.chosen.words, choose.words, calibration, mirrored)
+    print(f"{asked.path}: {'; '.join(filter(None, words))}", file=sys.stderr)
 
-        return write_features(asked, models[0], datasets[0], paths)
-    first = models[0]
-    choose = Chosen(first, asked.topk, asked.threshold, len(models) > 1)
-    _describe(asked, models, choose.words)
+    def results(batch: Batch) -> list[list[Guess]]:
+        return choose(trained.logits(batch.images))
 
-    def results(batches: Sequence[Batch]) -> list[list[Guess]]:
-        outputs = [trained.logits(one.images) for trained, one in zip(models, batches, strict=True)]
-        return choose(outputs[0] if len(outputs) == 1 else first.task.averaged(outputs))
-
-    form = FORMATS[asked.format or ENDINGS.get(asked.out.suffix.lower() if asked.out else "", "table")]
+    ending = asked.out.suffix.lower().removeprefix(".") if asked.out else ""
+    form = FORMS[asked.format or (ending if ending in FORMATS else FORMATS[0])]
     with _opened(asked.out) as stream:
-        rows = form(stream, first.names(), choose.most, paths)
+        rows = form(stream, trained.names(), choose.most, paths)
         progress = sys.stderr.isatty() and not (asked.out is None and sys.stdout.isatty())
+        unreadable = False
         try:
-            unreadable = predict_images(
-                models, datasets, paths, rows, results, asked.batch_size, asked.num_workers, progress
-            )
+            rows.begin()
+            for path, guesses, reason in predict_images(trained, dataset, paths, results, asked, progress):
+                unreadable |= bool(reason)
+                if reason:
+                    rows.failure(path, reason)
+                else:
+                    rows.image(path, guesses)
+            rows.end()
             stream.flush()
         except KeyboardInterrupt:
             if asked.out is not None:
@@ -181,24 +171,8 @@ def _predict(argv: list[str]) -> int:
     return EXIT_FAILED if unreadable else EXIT_DONE
 
 
-def _describe(asked: Namespace, models: Sequence[Trained], choice: str) -> None:
-    """One line on standard error for each model, and one for the mean of several."""
-    for path, trained in zip(asked.models, models, strict=True):
-        calibration = trained.chosen.describe_calibration(trained.calibrated)
-        mirrored = "mean of the probabilities of each image and its mirror image" if trained.flip else ""
-        words = (trained.chosen.words, choice if len(models) == 1 else "", calibration, mirrored)
-        print(f"{path}: {'; '.join(filter(None, words))}", file=sys.stderr)
-    if len(models) > 1:
-        words = f"the mean of the probabilities of {len(models)} models"
-        print("; ".join(filter(None, (words, choice))), file=sys.stderr)
-
-
 def _check(line: ToolLine) -> None:
     asked = line.asked
-    asked.models = [asked.path]
-    # Models after the first one; if that is none, an error that names it follows.
-    while holds_weights(asked.path.expanduser()) and asked.images and holds_weights(Path(asked.images[0]).expanduser()):
-        asked.models.append(Path(asked.images.pop(0)))
     if bool(asked.images) == bool(asked.part):
         if asked.part:
             raise UserError(f"-part {asked.part} predicts the images of the run's data; leave {asked.images[0]} out.")
@@ -212,8 +186,6 @@ def _check(line: ToolLine) -> None:
             raise UserError(f"-pool {asked.pool}: chooses the features that -features FILE writes; give that too.")
         return
     asked.pool = asked.pool or POOLED
-    if len(asked.models) > 1:
-        raise UserError(f"-features: takes one model, but {len(asked.models)} are given; their features differ.")
     if others := [name for name in OF_CLASSES if name in line.given]:
         raise UserError(f"-{others[0]}: does not go with -features, which writes no classes; leave it out.")
     asked.features = check_output_file(asked.features, "-features", fresh=not asked.overwrite)

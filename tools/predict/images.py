@@ -1,27 +1,33 @@
-"""Finds the image files that predict.py is asked for, and predicts them batch by batch."""
+"""Finds the image files that predict.py is asked for; predicts them, or writes their features; output formats."""
 
 from __future__ import annotations
 
+import csv
 import glob
+import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, BinaryIO
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TextIO
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from datasets import Batch, ImageDataset, ValLoader, auto_workers
+from datasets import Batch, ImageDataset, ValLoader, auto_workers, has_labels
 from datasets.base import PADDING
 from datasets.decoding import ENDINGS
 from datasets.given import Unread
 from datasets.sources.files import SkippedFiles, images_below
-from engine.task.several import HALF
+from engine.features.knn import check_pool
 from engine.trained.model import Trained, batch_size, guesses
-from tools.predict.show import Guess
-from utils.errors import UserError
+from tools.common.output_file import writing
+from tools.common.tables import shown
+from utils.errors import EXIT_DONE, EXIT_FAILED, TrainingError, UserError
 from utils.log import log
+from vitamp.files import replacing
 from vitamp.metrics import ONE_LABEL
 
 TOP = 5
@@ -29,64 +35,84 @@ TOP = 5
 
 
 def predict_images(
-    models: Sequence[Trained],
-    datasets: Sequence[ImageDataset],
+    trained: Trained,
+    dataset: ImageDataset,
     paths: list[str],
-    form: Any,
-    results: Callable[[Sequence[Batch]], Iterable[Any]],
-    batch: int | None,
-    workers: int | None,
+    results: Callable[[Batch], Iterable[Any]],
+    asked: Namespace,
     progress: bool,
-) -> int:
-    """Write one result per image, in order, with its name in `paths`. Returns the number of unreadable images.
+) -> Iterator[tuple[str, Any, str]]:
+    """Name in `paths`, result and reason of each image, in order: an unreadable one has a reason and no result.
 
-    `datasets`: the images as each model takes them. `results`: those of a batch, from the batches of all models.
-    `form`: where they are written, with the methods of `show.Form`.
+    `results`: those of a batch. `progress`: show a bar.
     """
-    workers = auto_workers() if workers is None else workers
+    workers = auto_workers() if asked.num_workers is None else asked.num_workers
     failed, row = 0, 0
-    size = batch or batch_size(models[0])
-    workers = 0 if len(paths) <= size else workers // len(models)  # nothing to prefetch
-    unread = [Unread() for _ in models]
-    loaders = [
-        ValLoader(dataset, size, 0, 1, workers, trained.precision.device, broken)
-        for dataset, trained, broken in zip(datasets, models, unread, strict=True)
-    ]
+    size, unread = asked.batch_size or batch_size(trained), Unread()
+    workers = 0 if len(paths) <= size else workers  # nothing to prefetch
+    loader = ValLoader(dataset, size, 0, 1, workers, trained.precision.device, unread)
     bar = tqdm(total=len(paths), unit=" images", file=sys.stderr, disable=not progress, dynamic_ncols=True)
-    form.begin()
     try:
-        for batches in zip(*loaders, strict=True):
-            indices = torch.stack([one.indices.cpu() for one in batches]).amin(0)  # PADDING is below all others
-            for index, result in zip(indices.tolist()[: len(paths) - row], results(batches), strict=False):
-                if index == PADDING:  # unreadable for one of the models
-                    failed, reason = failed + 1, next(filter(None, [one.take(row) for one in unread]))
+        for batch in loader:
+            for index, result in zip(batch.indices.tolist()[: len(paths) - row], results(batch), strict=False):
+                if index == PADDING:
+                    failed, reason = failed + 1, unread.take(row) or ""
                     log.warning("%s cannot be read: %s", paths[row], reason)
-                    form.failure(paths[row], reason)
+                    yield paths[row], None, reason
                 else:
-                    form.image(paths[row], result)
+                    yield paths[row], result, ""
                 row += 1
                 bar.update()
     finally:
-        for loader in loaders:
-            loader.close()
+        loader.close()
         bar.close()
-    form.end()
     if failed:
         log.warning("%d of %d images could not be read.", failed, len(paths))
-    return failed
+
+
+def write_features(asked: Namespace, trained: Trained, dataset: ImageDataset, paths: list[str]) -> int:
+    """Write what the classifier sees of each image that can be read, as npz. Returns the exit code.
+
+    The arrays are `features` and `paths`; of a split with labels also `labels` and `classes`.
+    """
+    check_pool(trained.model, asked.pool)
+    print(f"{asked.path}: {trained.chosen.words}", file=sys.stderr)
+
+    def results(batch: Batch) -> Iterable[tuple[np.ndarray, np.ndarray]]:
+        features = trained.features(batch.images, asked.pool).cpu().numpy()
+        return zip(features, batch.labels.cpu().numpy(), strict=True)
+
+    found = predict_images(trained, dataset, paths, results, asked, sys.stderr.isatty())
+    rows = [(path, *seen) for path, seen, reason in found if not reason]
+    if not rows:
+        raise TrainingError(f"None of the images can be read; {asked.features} is not written.")
+    readable, features, labels = zip(*rows, strict=True)
+    arrays = {"features": np.stack(features), "paths": np.array(readable)}
+    if asked.part is not None and has_labels(trained.config.DATA):
+        arrays |= {"labels": np.stack(labels).astype(np.int64), "classes": np.array(trained.names())}
+    with writing(asked.features, "-features"), replacing(asked.features) as unfinished, unfinished.open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
+    size = " x ".join(map(str, arrays["features"].shape))
+    print(f"{asked.features}: features of {len(rows):,} images, {size} numbers ({asked.pool})", file=sys.stderr)
+    return EXIT_DONE if len(rows) == len(paths) else EXIT_FAILED
+
+
+class Guess(NamedTuple):
+    label: int
+    name: str
+    probability: float
 
 
 class Chosen:
     """The predicted classes of an image.
 
     With one label per image these are the most probable ones, else those whose probability reaches their threshold.
-    `averaged`: of several models, whose mean has no thresholds of its own.
     """
 
     words = ""
     _limits: Tensor | None = None
 
-    def __init__(self, trained: Trained, topk: int | None, threshold: float | None, averaged: bool) -> None:
+    def __init__(self, trained: Trained, topk: int | None, threshold: float | None) -> None:
         self._trained, classes = trained, int(trained.config.MODEL.NUM_CLASSES)
         if trained.task.kind == ONE_LABEL:
             if threshold is not None:
@@ -97,7 +123,6 @@ class Chosen:
             return
         self.most = topk or classes
         limits, self.words = trained.thresholds()
-        threshold = HALF if averaged and threshold is None else threshold
         if threshold is not None:
             limits, self.words = [threshold] * classes, f"a class is predicted if its probability reaches {threshold:g}"
         self._limits = torch.tensor(limits, dtype=torch.float64)
@@ -121,11 +146,6 @@ class Chosen:
 
 
 NO_IMAGES = f"no images found (files ending in {' '.join(ENDINGS)})"
-LONGEST_NAME = 4096
-"""Bytes; the longest path on Linux"""
-CHUNK = 1 << 16
-LARGEST_LIST = 1 << 28
-"""Bytes: millions of paths, while `yes | predict.py RUN -` reaches it within seconds."""
 
 
 def find_images(words: list[str]) -> list[str]:
@@ -143,8 +163,10 @@ def find_images(words: list[str]) -> list[str]:
 
 
 def _paths_of(word: str) -> list[str]:
-    if word == "-":
-        return _names_in(sys.stdin.buffer)
+    if word == "-":  # names separated by newlines, or by zero bytes, as `find -print0` prints them
+        content = sys.stdin.buffer.read()
+        names = content.split(b"\0") if b"\0" in content else [name.rstrip(b"\r") for name in content.split(b"\n")]
+        return [os.fsdecode(name) for name in names if name]
     path = os.path.expanduser(word)
     # A file may be called `photo[1].jpg`, so an existing path is not read as a glob.
     matched = [path] if os.path.lexists(path) else sorted(glob.glob(path, recursive=True))
@@ -162,24 +184,92 @@ def _paths_of(word: str) -> list[str]:
     return found
 
 
-def _names_in(stream: BinaryIO) -> list[str]:
-    """Names separated by newlines, or by zero bytes, as `find -print0` prints them.
+LONGEST_IMAGE = 60
+"""Longer paths move the columns of their line"""
 
-    Standard input may be endless, so UserError is raised as soon as it cannot be a list of files.
-    """
-    content = bytearray()
-    why = ""
-    while not why and (chunk := stream.read(CHUNK)):
-        checked = max(0, len(content) - LONGEST_NAME)  # also across the border of two chunks
-        content += chunk
-        new = bytes(content[checked:])
-        if len(content) > LARGEST_LIST:
-            why = f"it is larger than {LARGEST_LIST >> 20} MiB; name a folder instead, or split the list"
-        elif b"\0\0" in new:
-            why = "it has two zero bytes in a row; give one name per line, or the output of find -print0"
-        elif any(len(name) > LONGEST_NAME for name in new.replace(b"\0", b"\n").split(b"\n")):
-            why = f"a name has over {LONGEST_NAME} bytes; give one name per line, or the output of find -print0"
-    if why:
-        raise UserError(f"standard input is not a list of files: {why}.")
-    names = content.split(b"\0") if b"\0" in content else (line.rstrip(b"\r") for line in content.split(b"\n"))
-    return [os.fsdecode(bytes(name)) for name in names if name]
+
+class Form:
+    """One output format. Unreadable images are named on standard error besides."""
+
+    def __init__(self, stream: TextIO, classes: Sequence[str], topk: int, paths: Sequence[str]) -> None:
+        """`classes` and `paths` give the widths of columns before the first row."""
+        self.stream, self.classes, self.topk, self.paths = stream, classes, min(topk, len(classes)), paths
+
+    def begin(self) -> None: ...
+
+    def image(self, path: str, best: list[Guess]) -> None: ...
+
+    def failure(self, path: str, reason: str) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class Csv(Form):
+    """One line per guess, or one without a class; none for an unreadable image."""
+
+    def begin(self) -> None:
+        self.writer = csv.writer(self.stream, lineterminator="\n")
+        self.writer.writerow(("image", "rank", "label", "class", "probability"))
+
+    def image(self, path: str, best: list[Guess]) -> None:
+        for rank, guess in enumerate(best, start=1):
+            self.writer.writerow((path, rank, guess.label, guess.name, f"{guess.probability:.6f}"))
+        if not best:
+            self.writer.writerow((path, "", "", "", ""))
+
+
+class JsonLines(Form):
+    """One JSON object per line."""
+
+    def image(self, path: str, best: list[Guess]) -> None:
+        guesses = [{"class": one.name, "label": one.label, "probability": round(one.probability, 6)} for one in best]
+        self.write({"image": path, "guesses": guesses})
+
+    def failure(self, path: str, reason: str) -> None:
+        self.write({"image": path, "error": reason})
+
+    def write(self, row: dict[str, object]) -> None:
+        self.stream.write(_json(row) + "\n")
+
+
+class Json(JsonLines):
+    """JSON list of the same objects."""
+
+    def begin(self) -> None:
+        self.stream.write("[")
+        self.separator = "\n"
+
+    def write(self, row: dict[str, object]) -> None:
+        self.stream.write(f"{self.separator}{_json(row)}")
+        self.separator = ",\n"
+
+    def end(self) -> None:
+        self.stream.write("\n]\n")
+
+
+class Table(Form):
+    """One line per image."""
+
+    def begin(self) -> None:
+        self.image_width = min(LONGEST_IMAGE, max([5, *(len(shown(path)) for path in self.paths)]))
+        self.class_width = max([5, *(len(shown(name)) for name in self.classes)])
+        self._line("image", [f"{rank}" for rank in range(1, self.topk + 1)])
+
+    def image(self, path: str, best: list[Guess]) -> None:
+        cells = [f"{shown(one.name).ljust(self.class_width)} {100 * one.probability:5.1f} %" for one in best]
+        self._line(path, cells or ["-"])
+
+    def failure(self, path: str, reason: str) -> None:
+        self._line(path, [f"cannot be read: {shown(reason)}"])
+
+    def _line(self, path: str, cells: list[str]) -> None:
+        line = "  ".join([shown(path).ljust(self.image_width), *(cell.ljust(self.class_width + 8) for cell in cells)])
+        self.stream.write(f"{line.rstrip()}\n")
+
+
+FORMS: dict[str, type[Form]] = {"table": Table, "csv": Csv, "json": Json, "jsonl": JsonLines}
+
+
+def _json(row: dict[str, object]) -> str:
+    text = json.dumps(row, ensure_ascii=False)
+    return text if text.isprintable() else json.dumps(row)

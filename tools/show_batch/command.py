@@ -12,7 +12,6 @@ Takes the flags and settings of main_single_gpu.py.
 from __future__ import annotations
 
 from tools.common.command_line import OVERWRITE, Tool, run_tool
-from utils.config import Loaded
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, whole
 from utils.log import log
@@ -36,7 +35,8 @@ def _show(argv: list[str]) -> int:
     out, count = line.file("out", ".png"), line.asked.count
     assert out is not None, "it has a default"
     loaded = line.load()
-    _check(loaded)
+    if loaded.config.EVAL:
+        raise UserError(f"{loaded.sources['EVAL']}: show_batch.py shows training images; leave this out.")
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from datasets import check_dataset
@@ -49,8 +49,3 @@ def _show(argv: list[str]) -> int:
     draw(out, loaded.config, shown)
     log.info("%s as the model sees them: %s", counted(len(shown), "image"), out)
     return EXIT_DONE
-
-
-def _check(loaded: Loaded) -> None:
-    if loaded.config.EVAL:
-        raise UserError(f"{loaded.sources['EVAL']}: show_batch.py shows training images; leave this out.")

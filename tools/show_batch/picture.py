@@ -5,16 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-import matplotlib
-
-matplotlib.use("Agg")
 import numpy as np
 import torch
-from matplotlib import pyplot as plt
-from torch import Tensor
+import torch.nn.functional as F
+from matplotlib.figure import Figure
 
 from engine.inputs.batches import Inputs
 from engine.inputs.mixing import build_batch_transform
@@ -32,8 +29,7 @@ SMALLEST_FRACTION = 0.005
 LONGEST_NAME = 18
 
 
-@dataclass(frozen=True)
-class Shown:
+class Shown(NamedTuple):
     """One image as the model sees it, but with pixels from 0 to 255."""
 
     pixels: np.ndarray
@@ -50,17 +46,22 @@ def first_images(config: Config, count: int) -> list[Shown]:
     inputs = Inputs(config.DATA).to(device)
     change = build_batch_transform(config.TRAIN, task_of(config), device)
 
+    def name(label: int) -> str:
+        text = samples.classes[label] if samples.classes else str(label)
+        return text if len(text) <= LONGEST_NAME else f"{text[: LONGEST_NAME - 1]}…"
+
     def images() -> Iterator[Shown]:
         for update, window in enumerate(loader.epoch(1), start=1):
             for share, batch in window:
                 seed_all(config.SEED, "micro", update, share.number)
                 seen = change(inputs(batch.images), batch.labels)
-                targets = seen.targets if seen.targets.dim() > 1 else None
-                pixels = _bytes(seen.images, inputs).cpu().numpy()
-                for row, image in enumerate(pixels):
-                    fractions = {int(seen.labels[row]): 1.0} if targets is None else _fractions(targets[row])
-                    named = ((_name(samples.classes, label), fraction) for label, fraction in fractions.items())
-                    yield Shown(image, tuple(named))
+                # Normalised images back to pixels. Noise of random erasing can leave 0..255 and is clipped.
+                pixels = ((seen.images - inputs.offset) / inputs.factor).round().clamp(0, 255).to(torch.uint8)
+                several = seen.targets if seen.targets.dim() > 1 else F.one_hot(seen.labels)
+                for image, target in zip(pixels.permute(0, 2, 3, 1).cpu().numpy(), several, strict=True):
+                    values, labels = target.float().sort(descending=True, stable=True)
+                    pairs = zip(labels.tolist(), values.tolist(), strict=True)
+                    yield Shown(image, tuple((name(one), part) for one, part in pairs if part >= SMALLEST_FRACTION))
 
     try:
         return list(itertools.islice(images(), count))
@@ -73,38 +74,14 @@ def draw(path: Path, config: Config, shown: list[Shown]) -> None:
     columns = math.ceil(math.sqrt(len(shown)))
     rows = math.ceil(len(shown) / columns)
     size = (SIDE_INCHES * max(columns, 3), SIDE_INCHES * 1.25 * rows + 0.5)
-    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, constrained_layout=True)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
     figure.suptitle(f"{config.DATA.DATASET}, {config.DATA.IMAGE_SIZE} x {config.DATA.IMAGE_SIZE}", fontsize=9)
     for axis in axes.flat:
         axis.set_axis_off()
     for axis, one in zip(axes.flat, shown, strict=False):
         axis.imshow(one.pixels.squeeze(-1) if one.pixels.shape[-1] == 1 else one.pixels, cmap="gray", vmin=0, vmax=255)
-        axis.set_title(_label_text(one.labels), fontsize=7)
-    try:
-        with writing(path, "-out"):
-            figure.savefig(path, dpi=120)
-    finally:
-        plt.close(figure)
-
-
-def _bytes(images: Tensor, inputs: Inputs) -> Tensor:
-    """Normalised images back to pixels. Noise of random erasing can leave 0..255 and is clipped."""
-    return ((images - inputs.offset) / inputs.factor).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
-
-
-def _fractions(target: Tensor) -> dict[int, float]:
-    """Fraction of each class in the image, the larger first."""
-    values, labels = target.sort(descending=True, stable=True)
-    pairs = zip(labels.tolist(), values.tolist(), strict=True)
-    return {label: value for label, value in pairs if value >= SMALLEST_FRACTION}
-
-
-def _name(classes: list[str] | None, label: int) -> str:
-    name = classes[label] if classes else str(label)
-    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
-
-
-def _label_text(labels: tuple[tuple[str, float], ...]) -> str:
-    if len(labels) == 1:
-        return labels[0][0]
-    return "\n".join(f"{name}: {100 * fraction:.0f} %" for name, fraction in labels)
+        title = "\n".join(f"{name}: {100 * fraction:.0f} %" for name, fraction in one.labels)
+        axis.set_title(one.labels[0][0] if len(one.labels) == 1 else title, fontsize=7)
+    with writing(path, "-out"):
+        figure.savefig(path, dpi=120)

@@ -196,11 +196,6 @@ class History:
         ]
         return max(validations, key=lambda best: best.value if metric.higher else -best.value, default=None)
 
-    def constant(self, metric: Metric) -> int:
-        """Number of validations, if the better weights have the same value in all of them; else 0."""
-        each = [History([line]).best(metric) for line in self.of("val")]
-        return len(each) if len({best and best.value for best in each}) == 1 else 0
-
     def last(self, metric: Metric) -> dict[WeightSet, float]:
         """Of each set of weights, in the last validation; without those that have no value."""
         values = {which: line.get(f"{which.prefix}{metric.name}") for line in self.of("val")[-1:] for which in SETS}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.measure.profile import profiled
+from engine.measure.stages import profiled
 
 
 @pytest.mark.parametrize(("updates", "written"), [(4, False), (6, True)])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.measure import throughput
+from engine.measure.stages import EventStages, HostStages, stages_on
 from engine.measure.throughput import (
     BACKWARD,
     COPY,
@@ -23,12 +23,9 @@ from engine.measure.throughput import (
     OTHER,
     STAGES,
     TEACHER,
-    EventStages,
-    HostStages,
     Stages,
     StageTimes,
     Throughput,
-    stages_of,
 )
 from engine.setup import ReadyToTrain
 from tests.engine.small import CPU, build, train
@@ -76,25 +73,6 @@ def update(gpu: Gpu, made: Stages) -> None:
         gpu.work(takes)
         made.mark(stage)
     gpu.work(6)
-
-
-def test_host_time_is_counted_for_the_stage_that_ends() -> None:
-    now = [0.0]
-    made = HostStages(lambda: now[0])
-    for _ in range(2):
-        made.begin()
-        for takes, stage in enumerate((DATA, COPY, FORWARD, BACKWARD, OPTIMISER), start=1):
-            now[0] += takes
-            made.mark(stage)
-        now[0] += 6
-    made.pause()
-    now[0] += 1000  # validation
-    made.begin()
-    found = made.take()
-    assert found is not None
-    assert found.seconds == {DATA: 2.0, COPY: 4.0, FORWARD: 6.0, BACKWARD: 8.0, OPTIMISER: 10.0, OTHER: 6.0}
-    assert found.updates == 3
-    assert made.take() is None
 
 
 def test_events_measure_device_time() -> None:
@@ -145,34 +123,13 @@ def test_pauses_are_left_out() -> None:
     assert found.total == pytest.approx(0.030)
 
 
-def test_pending_events_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throughput, "MOST_EVENTS", 60)
-    gpu = Gpu()
-    made = EventStages(gpu.new_event)
-    for _ in range(100):
-        update(gpu, made)
-    assert gpu.events == 60
-    gpu.done = gpu.queued
-    found = made.take()
-    assert found is not None
-    assert found.updates == 10
-    for _ in range(5):
-        update(gpu, made)
-    gpu.done = gpu.queued
-    found = made.take()
-    assert found is not None
-    assert found.updates == 5
-    assert found.milliseconds()[BACKWARD] == pytest.approx(4.0)
-
-
 def test_stages_use_events_on_a_gpu_and_nothing_by_default() -> None:
-    assert isinstance(stages_of(True, torch.device("cuda", 0)), EventStages)
-    assert isinstance(stages_of(True, CPU), HostStages)
-    for device in (CPU, torch.device("cuda", 0)):
-        off = stages_of(False, device)
-        off.begin()
-        off.mark(DATA)
-        assert off.take() is None
+    assert isinstance(stages_on(torch.device("cuda", 0)), EventStages)
+    assert isinstance(stages_on(CPU), HostStages)
+    off = Stages()
+    off.begin()
+    off.mark(DATA)
+    assert off.take() is None
 
 
 class Naps:

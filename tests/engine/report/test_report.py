@@ -14,8 +14,10 @@ import pytest
 from engine.amp.overflow import Blame
 from engine.measure import throughput
 from engine.measure.meters import Position, Reading, clock, seconds_of
-from engine.measure.throughput import DATA, FORWARD, HostStages, Perf, Throughput
+from engine.measure.stages import HostStages
+from engine.measure.throughput import DATA, FORWARD, Perf, Throughput
 from engine.report.reporter import Reporter
+from engine.report.skips import report_skip
 from engine.task.one import Means
 from tests.engine.small import CPU
 from utils.config import Config
@@ -106,13 +108,13 @@ def test_skip_line_has_noticed_at_under_perf(tmp_path: Path) -> None:
     ):
         folder = tmp_path / str(number)
         folder.mkdir()
-        reporter(folder).skip(position, replace(found, noticed_at=noticed))
+        report_skip(reporter(folder), position, replace(found, noticed_at=noticed))
     told = [lines(tmp_path / name)[0] for name in "012"]
     assert [line.pop("perf") for line in told] == [{"noticed_at": noticed} for noticed in (100, 100, 102)]
     assert told[0] == told[1] == told[2]
     assert told[0]["epoch"] == 1
     assert (told[0]["update"], told[0]["samples"], told[0]["module"]) == (100, [3, 1, 2], "head")
-    reporter(tmp_path).skip(Position(2, 1, 101), replace(found, update=101, noticed_at=101))
+    report_skip(reporter(tmp_path), Position(2, 1, 101), replace(found, update=101, noticed_at=101))
     assert lines(tmp_path)[0]["epoch"] == 2
 
 
@@ -168,23 +170,6 @@ def test_reporter_without_folder_writes_nothing(tmp_path: Path, monkeypatch: pyt
     silent.stepped(Position(1, 1, 1))
     silent.close()
     assert os.listdir(tmp_path) == []
-
-
-def test_paddlevit_log_lines(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
-    made = reporter(tmp_path, TRAIN={"NUM_EPOCHS": 300})
-    made.train(Position(1, 20, 20), READING, PERF)
-    made.epoch(Position(1, 100, 100), Means(6.0, 1.0, 2.0), 3.0)
-    made.validation(Position(1, 0, 100), {PLAIN: Means(5.0, 3.0, 4.0), AVERAGE: Means(4.5, 3.5, 4.5)}, 2.0)
-    train, epoch, val, ema = said.messages
-    assert train.startswith(
-        "Epoch[001/300], Step[0020/0100], Lr: 1.000000e-03, Loss: 0.2004 (0.2500), Avg Acc: 25.0000"
-    )
-    for part in ("Img/s: 1234.6", "Data: 2%", "Grad: 1.5000", "Scale: 1024", "Skipped: 2", "Mem: 0.25GB", "1:02:05"):
-        assert part in train
-    assert epoch.startswith("----- Epoch[001/300], Train Loss: 6.0000, Train Acc@1: 1.0000, Train Acc@5: 2.0000, time:")
-    figures = "Validation Loss: 5.0000, Validation Acc@1: 3.0000, Validation Acc@5: 4.0000, time: 2.00"
-    assert val == f"----- Epoch[001/300], {figures}"
-    assert ema.endswith("time: 2.00 (EMA)")
 
 
 @pytest.mark.parametrize(

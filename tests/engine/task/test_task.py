@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import fields
 
 import pytest
+import torch
 
 from engine.task.base import Metrics
-from engine.task.one import ValidationMeans
-from engine.task.several import LabelMetrics
+from engine.task.one import OneLabel, ValidationMeans
+from engine.task.several import LabelMetrics, SeveralLabels
 from utils.config import load_config
 from utils.errors import UserError
 from vitamp.metrics import METRICS, NO_LABELS, ONE_LABEL, SEVERAL_LABELS, TaskKind
@@ -38,3 +39,13 @@ def test_save_best_by_takes_what_the_run_measures() -> None:
         load_config(words={**several, "SAVE_BEST_BY": "mapp"})
     with pytest.raises(UserError, match=r"is not measured without labels .knn needs TRAIN.KNN.; use"):
         load_config(words={**unlabelled, "SAVE_BEST_BY": "knn_acc1"})
+
+
+def test_logits_of_the_mean_have_its_probabilities() -> None:
+    generator = torch.Generator().manual_seed(2)
+    outputs = [20 * torch.randn(5, 4, generator=generator) for _ in range(3)]
+    for task, activation in ((OneLabel(4), lambda logits: logits.softmax(-1)), (SeveralLabels(4), torch.sigmoid)):
+        found = activation(task.averaged(outputs))
+        torch.testing.assert_close(found, torch.stack([activation(logits) for logits in outputs]).mean(0))
+    far = [torch.tensor([[-300.0, 300.0]])] * 2
+    torch.testing.assert_close(SeveralLabels(2).averaged(far), far[0], msg="far from rounding to 0 and 1")

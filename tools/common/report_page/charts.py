@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tools.common.comparison.runs import PAIRED_BY, PLACES
 from tools.common.report_page.runs import Run, differing_settings, metrics_of
 from utils.record.history import Points
-from vitamp.metrics import LOSS, SETS, TASKS
+from vitamp.metrics import SETS
 
 if TYPE_CHECKING:
     from tools.common.evaluation import Bin
@@ -22,11 +21,9 @@ HUES, SHADES = 8, 4
 MOST_POINTS = 300
 """Points of a line: more would not be visible."""
 MOST_MARKERS, SPARSE_MARKERS = 60, 12
-MOST_COLUMNS, MOST_VALUES = 60, 600
-"""Limits of what is shown under the pointer, for the size of the page"""
-MOST_SIDE_BY_SIDE = 6
 WIDTH, HEIGHT = 360, 220
 LEFT, RIGHT, TOP, BOTTOM = 50, 10, 10, 36
+SIZES = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM}
 PLOT, GAP, COUNTS = 200, 10, 34
 """Heights: a reliability diagram, and below it the bars of how many images each bin has"""
 
@@ -56,42 +53,22 @@ class Curve:
 class Mark(NamedTuple):
     """Symbols of a run at some points."""
 
+    symbol: str
+    """cross: skipped updates; diamond: the best validation"""
     points: Points
     label: str
     style: Style
-
-
-class Value(NamedTuple):
-    """One line of what is shown under the pointer."""
-
-    label: str
-    text: str
-    style: Style | None = None
-
-
-class Column(NamedTuple):
-    """Vertical strip of a chart that shows its values while the pointer is over it. Sizes in percent of the plot."""
-
-    width: float
-    x: float
-    title: str
-    values: list[Value]
 
 
 @dataclass(frozen=True)
 class Chart:
     title: str
     curves: list[Curve]
-    skips: list[Mark] = field(default_factory=list)
-    """Skipped updates: crosses"""
-    best: list[Mark] = field(default_factory=list)
-    """Best validations: diamonds"""
-    resumed: list[tuple[float, str]] = field(default_factory=list)
-    """(where, label): dotted vertical lines"""
+    marks: list[Mark] = field(default_factory=list)
+    resumed: list[float] = field(default_factory=list)
+    """Dotted vertical lines"""
     x_name: str = "update"
     logarithmic: bool = False
-    shared_axes: Sequence[Chart] = ()
-    """Charts in the same row, whose axes this one shares"""
 
     @property
     def drawn(self) -> list[Curve]:
@@ -102,24 +79,27 @@ class Chart:
         paths = (" ".join(f"{x},{y}" for x, y in map(self._place, thinned(c.points, MOST_POINTS))) for c in self.drawn)
         return [(curve, f"M{path}") for curve, path in zip(self.drawn, paths, strict=True)]
 
-    def markers(self) -> list[tuple[float, float, Style]]:
-        """(x, y, style): every point of a short curve, some points of a long one."""
+    def markers(self) -> list[tuple[float, float, Style, str]]:
+        """(x, y, style, words for the pointer): every point of a short curve, some points of a long one."""
         found = []
         for curve in self.drawn:
             few = len(curve.points) <= MOST_MARKERS
-            if not curve.faint:
-                points = curve.points if few else thinned(curve.points, SPARSE_MARKERS)
-                found += [(*self._place(point), curve.style) for point in points]
+            for point in curve.points if few else thinned(curve.points, SPARSE_MARKERS):
+                if not curve.faint:
+                    words = f"{curve.label}, {self.x_name} {point[0]:,.6g}: {short(point[1])}"
+                    found.append((*self._place(point), curve.style, words))
         return found
 
-    def crosses(self) -> list[tuple[float, float, Style]]:
-        return [(*self._place(point), mark.style) for mark in self.skips for point in thinned(mark.points, MOST_POINTS)]
-
-    def diamonds(self) -> list[tuple[float, float, Style]]:
-        return [(*self._place(point), mark.style) for mark in self.best for point in mark.points]
+    def symbols(self) -> list[tuple[str, float, float, Style, str]]:
+        """(symbol, x, y, style, words for the pointer) of the marks."""
+        return [
+            (mark.symbol, *self._place(point), mark.style, f"{mark.label}, {self.x_name} {point[0]:,.6g}")
+            for mark in self.marks
+            for point in thinned(mark.points, MOST_POINTS)
+        ]
 
     def resume_lines(self) -> list[float]:
-        return [self._place((x, 0))[0] for x, _ in self.resumed]
+        return [self._place((x, 0))[0] for x in self.resumed]
 
     def x_ticks(self) -> list[tuple[float, str]]:
         return [(self._place((tick, 0))[0], text) for tick, text in labelled(round_numbers(*self._x_range, 5))]
@@ -141,36 +121,13 @@ class Chart:
             ("dashed", f"{'/'.join(filter(None, (which.mark for which in SETS)))} validation"),
         )
         symbols = (
-            ("diamond", "best validation", any(mark.points for mark in self.best)),
-            ("cross", "skipped update", any(mark.points for mark in self.skips)),
-            ("dotted", "resumed", bool(self.resumed)),
+            ("diamond", "best validation"),
+            ("cross", "skipped update"),
+            ("dotted", "resumed"),
         )
+        present = {mark.symbol for mark in self.marks if mark.points} | ({"dotted"} if self.resumed else set())
         found = [line for line in lines if line[0] in kinds and len(kinds) > 1]
-        return [*found, *((symbol, meaning) for symbol, meaning, present in symbols if present)]
-
-    def columns(self) -> list[Column]:
-        """Strips around the curves' points, or around some of them where they are many."""
-        curves = [(curve, thinned(curve.points, MOST_POINTS)) for curve in self.drawn]
-        places = sorted({x for _, points in curves for x, _ in points})
-        most = max(2, min(MOST_COLUMNS, MOST_VALUES // max(1, len(curves))))
-        places = [x for x, _ in thinned([(x, 0.0) for x in places], most)]
-        low, high = self._x_range
-        borders = [low, *((a + b) / 2 for a, b in pairwise(places)), high]
-        events = [(x, Value(label, "")) for x, label in self.resumed]
-        for mark in (*self.best, *self.skips):
-            events += [(x, Value(mark.label, "", mark.style)) for x, _ in mark.points]
-        found = []
-        for x, (start, end) in zip(places, pairwise(borders), strict=True):
-            values = []
-            for curve, points in curves:
-                near = [point for point in points if start <= point[0] <= end]
-                if near:
-                    _, y = min(near, key=lambda point: abs(point[0] - x))
-                    values.append(Value(curve.label, short(y), curve.style))
-            values += dict.fromkeys(value for at, value in events if start < at <= end)
-            share, across = (100 * part / ((high - low) or 1) for part in (end - start, x - low))
-            found.append(Column(round(share, 2), round(across, 2), f"{self.x_name} {x:,.6g}", values))
-        return found
+        return [*found, *(symbol for symbol in symbols if symbol[0] in present)]
 
     def description(self) -> str:
         """Text for readers who cannot see the chart."""
@@ -179,8 +136,7 @@ class Chart:
 
     @cached_property
     def _points(self) -> Points:
-        """Of all charts on these axes."""
-        return [point for chart in (self.shared_axes or (self,)) for curve in chart.curves for point in curve.points]
+        return [point for curve in self.curves for point in curve.points]
 
     @cached_property
     def _x_range(self) -> tuple[float, float]:
@@ -220,16 +176,21 @@ class Reliability:
     bottom_of_plot = TOP + PLOT
     height = TOP + PLOT + GAP + COUNTS + BOTTOM
 
-    def accuracy_bars(self) -> list[dict[str, float]]:
-        return self._bars([bin.accuracy / 100 for bin in self.bins], TOP + PLOT, PLOT)
-
-    def confidence_lines(self) -> list[dict[str, float]]:
-        """Top edges of bars as high as the mean confidence."""
-        return self._bars([bin.confidence / 100 for bin in self.bins], TOP + PLOT, PLOT)
-
-    def count_bars(self) -> list[dict[str, float]]:
-        most = max(bin.images for bin in self.bins) or 1
-        return self._bars([bin.images / most for bin in self.bins], TOP + PLOT + GAP + COUNTS, COUNTS)
+    def bars(self) -> list[dict[str, Any]]:
+        """Heights and words of the bins that have images."""
+        width, most = (WIDTH - LEFT - RIGHT) / len(self.bins), max(bin.images for bin in self.bins)
+        return [
+            {
+                "x": round(LEFT + number * width + 1, 1),
+                "width": round(width - 2, 1),
+                "accuracy": round(PLOT * bin.accuracy / 100, 1),
+                "confidence": round(PLOT * bin.confidence / 100, 1),
+                "count": round(COUNTS * bin.images / most, 1),
+                "words": f"{bin.images:,} images: accuracy {bin.accuracy:.1f} %, confidence {bin.confidence:.1f} %",
+            }
+            for number, bin in enumerate(self.bins)
+            if bin.images
+        ]
 
     def x_ticks(self) -> list[tuple[float, str]]:
         return [(LEFT + share * (WIDTH - LEFT - RIGHT), f"{share:.0%}") for share in (0, 0.25, 0.5, 0.75, 1)]
@@ -237,37 +198,11 @@ class Reliability:
     def y_ticks(self) -> list[tuple[float, str]]:
         return [(TOP + PLOT * (1 - share), f"{share:.0%}") for share in (0, 0.25, 0.5, 0.75, 1)]
 
-    def columns(self) -> list[Column]:
-        share = 100 / len(self.bins)
-        found = []
-        for number, bin in enumerate(self.bins):
-            values = [Value("images", f"{bin.images:,}")]
-            if bin.images:
-                values.append(Value("accuracy", f"{bin.accuracy:.1f} %", Style(0)))
-                values.append(Value("mean confidence", f"{bin.confidence:.1f} %"))
-            title = f"confidence {share * number:.0f} to {share * (number + 1):.0f} %"
-            found.append(Column(round(share, 2), round(share * (number + 0.5), 2), title, values))
-        return found
-
     def description(self) -> str:
         """Text for readers who cannot see the diagram."""
         filled = [bin for bin in self.bins if bin.images]
         bins = [f"{bin.confidence:.0f} % confident: {bin.accuracy:.0f} % accurate" for bin in filled]
         return f"Reliability diagram, calibration error {self.ece:.1f} %: {'; '.join(bins)}"
-
-    def _bars(self, shares: Sequence[float], bottom: float, full: float) -> list[dict[str, float]]:
-        """Those of the bins that have images."""
-        width = (WIDTH - LEFT - RIGHT) / len(self.bins)
-        return [
-            {
-                "x": round(LEFT + number * width + 1, 1),
-                "y": round(bottom - share * full, 1),
-                "width": round(width - 2, 1),
-                "height": round(share * full, 1),
-            }
-            for number, share in enumerate(shares)
-            if self.bins[number].images
-        ]
 
 
 def styles_of(runs: Sequence[Run]) -> list[Style]:
@@ -284,80 +219,52 @@ def styles_of(runs: Sequence[Run]) -> list[Style]:
 
 
 def charts(runs: Sequence[Run]) -> list[Chart]:
-    """Charts of all runs: loss, accuracy, speed, learning rate, gradient norm, loss scale. Empty ones are left out."""
-    axis = _Axis.of(runs)
-    found = [
-        *(axis.training_and_validation(metric.title, metric.name) for metric in metrics_of(runs) if metric.title),
-        axis.training("Speed (images/s)", "images_per_second"),
-        axis.training("Learning rate", "lr"),
-        axis.training("Gradient norm, unscaled", "grad_norm"),
-        axis.loss_scale(),
-    ]
-    return [chart for chart in found if chart.drawn]
+    """Charts of all runs: loss, accuracy, speed, learning rate, gradient norm, loss scale. Empty ones are left out.
 
+    The x axis counts epochs if every run has whole ones, else updates.
+    """
+    styled = list(zip(runs, styles_of(runs), strict=True))
+    by_epoch = all(run.history.by_epoch for run in runs)
 
-def side_by_side(runs: Sequence[Run]) -> list[list[Chart]]:
-    """A row of losses and a row of accuracies, one chart per run, on shared axes. Nothing for many runs."""
-    if not 1 < len(runs) <= MOST_SIDE_BY_SIDE:
-        return []
-    together = _Axis.of(runs)
-    rows = []
-    for metric in (LOSS, *(kind.best for kind in TASKS)):
-        row = []
-        for run, style in together.runs:
-            alone = _Axis([(run, style)], together.by_epoch)
-            row.append(alone.training_and_validation(f"{run.name}: {metric.heading}", metric.name))
-        rows.append([replace(chart, shared_axes=row) for chart in row if chart.drawn])
-    return [row for row in rows if row]
-
-
-@dataclass(frozen=True)
-class _Axis:
-    """Runs in one chart, and whether its x axis counts epochs or updates."""
-
-    runs: list[tuple[Run, Style]]
-    by_epoch: bool
-
-    @classmethod
-    def of(cls, runs: Sequence[Run]) -> _Axis:
-        """Epochs if every run has whole ones, else updates."""
-        return cls(list(zip(runs, styles_of(runs), strict=True)), all(run.history.by_epoch for run in runs))
-
-    def label(self, run: Run, what: str) -> str:
+    def label(run: Run, what: str) -> str:
         """Name of the run, where there are several, and of the curve."""
-        return f"{run.name}, {what}" if len(self.runs) > 1 else what
+        return f"{run.name}, {what}" if len(runs) > 1 else what
 
-    def chart(self, title: str, curves: list[Curve], **more: Any) -> Chart:
-        resumed = [(x, self.label(run, "resumed")) for run, _ in self.runs for x in run.history.resumes(self.by_epoch)]
-        return Chart(title, curves, resumed=resumed, x_name="epoch" if self.by_epoch else "update", **more)
+    def chart(title: str, curves: list[Curve], marks: Sequence[Mark] = (), logarithmic: bool = False) -> Chart:
+        resumed = [x for run in runs for x in run.history.resumes(by_epoch)]
+        return Chart(title, curves, [*marks], resumed, "epoch" if by_epoch else "update", logarithmic)
 
-    def training_and_validation(self, title: str, key: str) -> Chart:
-        curves, best = [], []
-        for run, style in self.runs:
-            history = run.history
-            curves.append(Curve(history.trained(key, self.by_epoch), self.label(run, "training"), style, faint=True))
-            for which in SETS:
-                points = history.points("val", f"{which.prefix}{key}", self.by_epoch)
-                label = self.label(run, which.marked("validation"))
-                curves.append(Curve(points, label, style, dashed=bool(which.mark)))
-            at = history.best_point(key, run.deciding, self.by_epoch)
-            best.append(Mark(at, self.label(run, "best validation"), style))
-        return self.chart(title, curves, best=best)
-
-    def training(self, title: str, key: str) -> Chart:
-        return self.chart(
-            title, [Curve(run.history.points("train", key, self.by_epoch), run.name, style) for run, style in self.runs]
+    def training(title: str, key: str) -> Chart:
+        return chart(
+            title, [Curve(run.history.points("train", key, by_epoch), run.name, style) for run, style in styled]
         )
 
-    def loss_scale(self) -> Chart:
-        """Loss scale of the runs that scale the loss: without scaling it is always 1."""
-        curves, skips = [], []
-        for run, style in self.runs:
-            points = run.history.points("train", "scale", self.by_epoch)
-            if any(scale != 1 for _, scale in points):
-                curves.append(Curve(points, run.name, style))
-                skips.append(Mark(run.history.skips(self.by_epoch), self.label(run, "update skipped"), style))
-        return self.chart("Loss scale", curves, skips=skips, logarithmic=True)
+    found = []
+    for metric in metrics_of(runs):
+        curves, best = [], []
+        for run, style in styled if metric.title else ():
+            history, key = run.history, metric.name
+            curves.append(Curve(history.trained(key, by_epoch), label(run, "training"), style, faint=True))
+            for which in SETS:
+                points = history.points("val", f"{which.prefix}{key}", by_epoch)
+                named = label(run, which.marked("validation"))
+                curves.append(Curve(points, named, style, dashed=bool(which.mark)))
+            at = history.best_point(key, run.deciding, by_epoch)
+            best.append(Mark("diamond", at, label(run, "best validation"), style))
+        found.append(chart(metric.title, curves, best))
+    found += [
+        training("Speed (images/s)", "images_per_second"),
+        training("Learning rate", "lr"),
+        training("Gradient norm, unscaled", "grad_norm"),
+    ]
+    curves, skips = [], []  # of the runs that scale the loss: without scaling, the scale is always 1
+    for run, style in styled:
+        points = run.history.points("train", "scale", by_epoch)
+        if any(scale != 1 for _, scale in points):
+            curves.append(Curve(points, run.name, style))
+            skips.append(Mark("cross", run.history.skips(by_epoch), label(run, "update skipped"), style))
+    found.append(chart("Loss scale", curves, skips, logarithmic=True))
+    return [chart for chart in found if chart.drawn]
 
 
 def thinned(points: Points, most: int) -> Points:

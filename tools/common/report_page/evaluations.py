@@ -17,17 +17,15 @@ from PIL import Image
 
 from datasets import ImageDataset
 from datasets.labels import images_of_classes
-from engine.task.one import ClassCounts
 from engine.trained.model import Trained, load_trained, name_of, picture_of, split_of_run
 from tools.common.evaluation import Evaluation, OneLabel, SeveralLabels, with_bar
 from tools.common.report_page.charts import Reliability
-from tools.common.report_page.opening import Headline
+from tools.common.report_page.runs import Headline
 from utils.errors import TrainingError, UserError
 from utils.text import counted
-from vitamp.metrics import AUROC, BALANCED, MACRO_F1, MAP, NO_LABELS, ONE_LABEL, TOP1, TOP5, Metric, always_guessing
+from vitamp.metrics import AUROC, BALANCED, MAP, NO_LABELS, ONE_LABEL, TOP1, Metric, always_guessing
 
 IMAGE_OF = {"train": "training image", "val": "validation image", "test": "test image", "all": "image"}
-BINS = 15
 MOST_ROWS = 100
 """Classes in a table"""
 MOST_CLASSES = 20
@@ -40,7 +38,7 @@ MOST_NAMED = 3
 MOST_EXAMPLES, MOST_WRONG = 12, 9
 """Example images, and how many of them may have a wrong label while others have none"""
 PAINTED = 8
-THUMBNAIL, MOST_LETTERS = 112, 36
+THUMBNAIL = 112
 
 Shown = dict[str, Any]
 
@@ -62,7 +60,7 @@ def evaluate(folder: Path, part: str, deciding: Metric) -> Shown | str:
 
 def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Metric) -> Shown:
     numbers: list[torch.Tensor] = []
-    found = OneLabel.of(trained, _outputs(trained, dataset, numbers), BINS)
+    found = OneLabel.of(trained, _outputs(trained, dataset, numbers))
     classes = _rows_of_classes(trained, found)
     for row in classes:
         other, count = found.taken_for(row["label"])
@@ -81,7 +79,10 @@ def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Me
         }
         for (label, other), count in confusions.most_common(MOST_PAIRS)
     ]
-    chosen = _matrix_classes(found)
+    chosen = list(range(len(found.support)))
+    if len(chosen) > MOST_CLASSES:  # the most confused ones, of equally confused ones those with more images
+        order = (found.support + found.predicted - 2 * found.right) * (found.images + 1) + found.support
+        chosen = sorted(torch.from_numpy(order).topk(MOST_CLASSES).indices.tolist())
     matrix = found.confusion(chosen)
     percents = 100 * matrix / np.maximum(found.support[chosen], 1)[:, None]
     worst = wrong[found.rows.confidence[wrong].argsort(descending=True, stable=True)][:MOST_MISTAKES]
@@ -97,10 +98,18 @@ def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Me
         for row in worst.tolist()
     ]
     metric = deciding if deciding in found.values else TOP1
-    at, always = found.intervals[metric.name], "always guessing the largest class"
-    remarks = [*_notable_confusion(pairs), *_never_right(found, classes)]
+    guess_of = {TOP1: found.largest_class_percent, BALANCED: 100 / len(found.present)}.get(metric)
+    always, remarks = "always guessing the largest class", []
+    if pairs and pairs[0]["images"] >= NOTABLE_IMAGES and pairs[0]["percent"] >= NOTABLE_PERCENT:
+        first = pairs[0]
+        times = f"{first['images']:,} of {first['of_class']:,} images"
+        remarks.append(f"Most frequent mistake: {first['true']} is taken for {first['guess']} ({times}).")
+    if never := [row["name"] for row in classes if not row["recall"]]:  # these come first
+        which = f": {', '.join(never)}" if len(never) <= MOST_NAMED else ""
+        words = f"{counted(len(never), 'class')} of {len(found.present):,} {'is' if len(never) == 1 else 'are'}"
+        remarks.append(f"{words} never recognised{which}.")
     headline = Headline(
-        metric, found.values[metric], at, found.images, image, _always_largest(found)[metric], always, remarks
+        metric, found.values[metric], found.intervals[metric.name], found.images, image, guess_of, always, remarks
     )
     return {
         "template": "one.html",
@@ -119,53 +128,9 @@ def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Me
     }
 
 
-def _always_largest(found: OneLabel) -> dict[Metric, float]:
-    """Metrics of a model that always predicts the class with the most images."""
-    support, largest = found.support.tolist(), int(found.support.argmax())
-    right, predicted = [0] * len(support), [0] * len(support)
-    right[largest], predicted[largest] = support[largest], found.images
-    counts = ClassCounts(right, support, predicted)
-    return {
-        TOP1: found.largest_class_percent,
-        TOP5: 100 * sum(sorted(support)[-5:]) / found.images,
-        BALANCED: 100 * counts.balanced_accuracy(),
-        MACRO_F1: 100 * counts.macro_f1(),
-    }
-
-
-def _matrix_classes(found: OneLabel) -> list[int]:
-    """Labels of all classes, or of the most confused ones where there are many, in order."""
-    if len(found.support) <= MOST_CLASSES:
-        return list(range(len(found.support)))
-    wrong = found.support + found.predicted - 2 * found.right
-    order = wrong * (found.images + 1) + found.support  # of equally confused classes those with more images
-    return sorted(torch.from_numpy(order).topk(MOST_CLASSES).indices.tolist())
-
-
-def _notable_confusion(pairs: list[Shown]) -> list[str]:
-    """The most frequent confusion, if it is notable."""
-    if not pairs or pairs[0]["images"] < NOTABLE_IMAGES or pairs[0]["percent"] < NOTABLE_PERCENT:
-        return []
-    first, alone = pairs[0], len(pairs) == 1 or pairs[1]["images"] < pairs[0]["images"]
-    which = "Most frequent mistake" if alone else "Among the most frequent mistakes"
-    times = f"{first['images']:,} of {first['of_class']:,} images"
-    return [f"{which}: {first['true']} is taken for {first['guess']} ({times})."]
-
-
-def _never_right(found: OneLabel, classes: list[Shown]) -> list[str]:
-    """Classes of which no image is recognised. `classes`: lowest recall first."""
-    never = int(((found.support > 0) & (found.right == 0)).sum())
-    if not never:
-        return []
-    which = f": {', '.join(row['name'] for row in classes[:never])}" if never <= MOST_NAMED else ""
-    return [
-        f"{counted(never, 'class')} of {len(found.present):,} {'is' if never == 1 else 'are'} never recognised{which}."
-    ]
-
-
 def _several_labels(trained: Trained, dataset: ImageDataset, image: str, deciding: Metric) -> Shown:
     numbers: list[torch.Tensor] = []
-    found = SeveralLabels.of(trained, _outputs(trained, dataset, numbers), BINS)
+    found = SeveralLabels.of(trained, _outputs(trained, dataset, numbers))
     classes = _rows_of_classes(trained, found)
     for row in classes:
         label = row["label"]
@@ -292,11 +257,9 @@ def _rows_of_classes(trained: Trained, found: Evaluation) -> list[Shown]:
 
 
 def _named(dataset: ImageDataset, index: int) -> Shown:
-    """Its name, and the short one: folder and file, or the file alone; the middle of a long name is cut."""
-    image, half = name_of(dataset, index), MOST_LETTERS // 2
-    last = "/".join(PurePath(image).parts[-2:])
-    text = last if len(last) <= MOST_LETTERS else PurePath(image).name
-    return {"image": image, "short": text if len(text) <= MOST_LETTERS else f"{text[: half - 1]}…{text[-half:]}"}
+    """Its name, and the short one: folder and file."""
+    image = name_of(dataset, index)
+    return {"image": image, "short": "/".join(PurePath(image).parts[-2:])}
 
 
 def _pictured(dataset: ImageDataset, index: int) -> Shown:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -11,25 +12,18 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from tools.common.comparison.runs import contenders_of
-from tools.common.comparison.verdict import Judged, interval, unit
+from tools.common.comparison.verdict import interval, unit
 from tools.common.output_file import check_output_file, writing
 from tools.common.report_page.charts import (
-    BOTTOM,
-    HEIGHT,
-    LEFT,
-    RIGHT,
-    TOP,
-    WIDTH,
+    SIZES,
     Style,
     charts,
     labelled,
     round_numbers,
     short,
-    side_by_side,
     styles_of,
 )
-from tools.common.report_page.opening import opening_of
-from tools.common.report_page.runs import NOTHING, Run, differing_settings, read_runs, summary
+from tools.common.report_page.runs import NOTHING, Run, differing_settings, opening_of, read_runs, summary
 from utils.log import log
 from utils.program import started_as
 from utils.text import Interval, wilson
@@ -64,7 +58,12 @@ def figure_of(folders: Sequence[Path], styles: Sequence[Style]) -> dict[str, Any
     kind = "Lines: mean."
     if all(len(of_runs) >= LEAST_RUNS for of_runs in values.values()):
         kind = f"Lines: mean and its 95 % interval over the {by}s."
-        intervals = {name: _of_runs(list(of_runs.values()), judged) for name, of_runs in values.items()}
+        for name, of_runs in values.items():
+            at = interval([*of_runs.values()], 1)
+            low, high = at.low or 0.0, at.high or 0.0
+            intervals[name] = (
+                Interval(max(low, 0.0), min(high, 100.0)) if judged.metric.percent else Interval(low, high)
+            )
     elif judged.metric.counts_images and images:
         kind = f"Lines: mean, and 95 % interval of one run on {images:,} images."
         intervals = {name: wilson(mean, images) for name, mean in means.items()}
@@ -102,14 +101,6 @@ def figure_of(folders: Sequence[Path], styles: Sequence[Style]) -> dict[str, Any
     }
 
 
-def _of_runs(values: list[float], judged: Judged) -> Interval:
-    """Student's interval of the mean."""
-    found = interval(values, 1)
-    low, high = found.low or 0.0, found.high or 0.0
-    return Interval(max(low, 0.0), min(high, 100.0)) if judged.metric.percent else Interval(low, high)
-
-
-TEMPLATE = "page.html"
 MAIN_FIGURES = (
     *(f"best {kind.best.words}" for kind in TASKS),
     *("precision", "images/s", "peak memory", "training time", "updates skipped"),
@@ -130,9 +121,9 @@ def write_report(
     `predictions`: evaluate the best checkpoints, on the split `part`. `overwrite`: replace an existing `out`.
     """
     read = read_runs(runs)
-    out = check_output_file(
-        out or _common_folder(read) / "report.html", "-out", fresh=out is not None and not overwrite
-    )
+    folder = Path(os.path.commonpath([run.folder.resolve() for run in read]))
+    folder = Path.cwd() if folder.parent == folder else folder
+    out = check_output_file(out or folder / "report.html", "-out", fresh=out is not None and not overwrite)
     evaluations: list[dict[str, Any] | str] = []
     if predictions:
         # Imports torch and timm, which the rest does not need.
@@ -146,15 +137,6 @@ def write_report(
     with writing(out, "-out"):
         write_atomically(out, text)
     return out
-
-
-def _common_folder(runs: Sequence[Run]) -> Path:
-    """Folder of the run, or nearest folder that contains all runs; the current folder where that is only /."""
-    folders = [run.folder.resolve() for run in runs]
-    if len(folders) == 1:
-        return folders[0]
-    above = next(above for above in folders[0].parents if all(folder.is_relative_to(above) for folder in folders))
-    return Path.cwd() if above.parent == above else above
 
 
 def _page(runs: Sequence[Run], verdict: str | None, evaluations: Sequence[dict[str, Any] | str]) -> str:
@@ -174,7 +156,7 @@ def _page(runs: Sequence[Run], verdict: str | None, evaluations: Sequence[dict[s
     devices = dict.fromkeys(str(run.about["device"]) for run in runs if run.about.get("device"))
     readable = len(known) == len(runs)
     styles = styles_of(runs)
-    return pages.get_template(TEMPLATE).render(
+    return pages.get_template("page.html").render(
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}",
         subtitle="; ".join([*what, *devices]),
         verdict=verdict,
@@ -189,15 +171,9 @@ def _page(runs: Sequence[Run], verdict: str | None, evaluations: Sequence[dict[s
         settings=differing_settings(runs),
         no_settings="None." if readable else "Unknown: the config.yaml of at least one run is missing or unreadable.",
         charts=charts(runs),
-        side_by_side=side_by_side(runs),
         amp=[_amp(run) for run in runs],
         evaluations=evaluations,
-        width=WIDTH,
-        height=HEIGHT,
-        left=LEFT,
-        right=RIGHT,
-        bottom=BOTTOM,
-        top=TOP,
+        **SIZES,
         made=time.strftime("%Y-%m-%d %H:%M"),
     )
 

@@ -1,15 +1,14 @@
-"""Runs as the report reads them: settings, metrics and environment from the files in a run's folder."""
+"""Runs as the report reads them: settings, metrics and environment from the files in a run's folder, in words."""
 
 from __future__ import annotations
 
-import contextlib
+import os
 import re
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from engine.measure.meters import clock
 from engine.measure.throughput import shown_rate
@@ -19,9 +18,17 @@ from utils.config.kinds import one_line
 from utils.errors import UserError
 from utils.record.history import History, Line
 from utils.record.run_folder import is_run_folder, read_about, read_data, read_data_notes
+from utils.text import Interval, counted, wilson
 from vitamp.checkpoints import run_folder_of
-from vitamp.metrics import LOSS, METRICS, Metric, metric_named
+from vitamp.metrics import LOSS, METRICS, ONE_LABEL, SEVERAL_LABELS, TOP1, Metric, metric_named
 from vitamp.weights import chosen_at
+
+T = TypeVar("T")
+NOTHING = "-"
+LAYOUTS = ("csv", "imagefolder", "images", "imagenet2012", "shards")
+"""Values of DATA.DATASET that say how images are stored: the folder's name says more"""
+WIDE = 20.0
+"""Width of an interval in percentage points, from which on the page warns of it"""
 
 
 @dataclass(frozen=True)
@@ -62,26 +69,7 @@ class Run:
     @property
     def data_notes(self) -> list[str]:
         """What was said of the data before training."""
-        try:
-            return read_data_notes(self.folder)
-        except UserError:  # damaged
-            return []
-
-    @cached_property
-    def data_check(self) -> dict[str, Any]:
-        """data.json, which a run without image files does not have; empty if it is damaged."""
-        try:
-            return read_data(self.folder)
-        except UserError:
-            return {}
-
-    @property
-    def class_counts(self) -> list[tuple[str, int, int]]:
-        """(name, training images, validation images) of each class by data.json, the largest first."""
-        found = self.data_check.get("classes", {})
-        validation = found.get("validation", {})
-        rows = [(name, count, validation.get(name, 0)) for name, count in found.get("training", {}).items()]
-        return sorted(rows, key=lambda row: -row[1])
+        return _unless_damaged(read_data_notes, self.folder, [])
 
     @property
     def epochs(self) -> str:
@@ -89,19 +77,6 @@ class Run:
         done = max((line.get("epoch") or 0 for line in self.history.of("epoch")), default=0)
         of_all = f" of {self.config.TRAIN.NUM_EPOCHS}" if self.config else ""
         return f"{done}{of_all}" if self.history.lines else ""
-
-    @property
-    def best_checkpoint(self) -> str:
-        """Best checkpoint, its better weights, and their metrics."""
-        try:
-            return chosen_at(self.folder).words
-        except UserError:  # there is no complete checkpoint
-            return ""
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """Percent of the time by stage, of the last verdict."""
-        return {stage: percent for stage, percent in self.verdict.get("shares", {}).items() if percent > 0}
 
 
 def folders_of(paths: Sequence[Path]) -> list[Path]:
@@ -117,36 +92,32 @@ def folders_of(paths: Sequence[Path]) -> list[Path]:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """The runs, called by their folders, with as much of the paths as these need to differ."""
     folders = folders_of(paths)
-    runs = []
-    for folder, name in zip(folders, _names(folders), strict=True):
-        config, about = None, {}
-        with contextlib.suppress(UserError):  # perhaps of a later version, or not written yet: the rest can be shown
-            config = config_of_run(folder)
-        with contextlib.suppress(UserError):
-            about = read_about(folder)
-        runs.append(Run(folder, name, config, about, History.of_run(folder)))
-    return runs
+    whole = [folder.resolve() for folder in folders]
+    names = [folder.name for folder in whole]
+    if len(set(names)) < len(names):
+        names = [os.path.relpath(folder, os.path.commonpath(whole)) for folder in whole]
+    # A config.yaml that cannot be read is perhaps of a later version, or not written yet: the rest can be shown.
+    return [
+        Run(
+            *(folder, name, _unless_damaged(config_of_run, folder, None)),
+            *(_unless_damaged(read_about, folder, {}), History.of_run(folder)),
+        )
+        for folder, name in zip(folders, names, strict=True)
+    ]
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
-    """Names of the folders, with as many parent folders as they need to differ."""
-    paths = [folder.resolve().parts for folder in folders]
-    names = [path[-1] for path in paths]
-    depth = 1
-    while len(set(names)) < len(names) and depth < max(map(len, paths)):
-        depth += 1
-        twice = {name for name, count in Counter(names).items() if count > 1}
-        names = ["/".join(path[-depth:]) if name in twice else name for name, path in zip(names, paths, strict=True)]
-    return names
+def _unless_damaged(read: Callable[[Path], T], folder: Path, instead: T) -> T:
+    try:
+        return read(folder)
+    except UserError:
+        return instead
 
 
 def metrics_of(runs: Sequence[Run]) -> list[Metric]:
     """The program's metrics, and those of the users' own that the runs have measured."""
     return list(dict.fromkeys([*METRICS.values(), *(metric for run in runs for metric in run.history.metrics)]))
-
-
-NOTHING = "-"
 
 
 def summary(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
@@ -177,7 +148,7 @@ def _column(run: Run, metrics: Sequence[Metric]) -> dict[str, Any]:
     counts = ", ".join(f"{count:,} {part}" for part, count in about.get("samples", {}).items())
     data = config.DATA.DATASET if config else ""
     return found | {
-        "checkpoint": run.best_checkpoint,
+        "checkpoint": _unless_damaged(lambda folder: chosen_at(folder).words, run.folder, ""),
         "precision": run.precision,
         "images/s": shown_rate(rate) if rate else "",
         "peak memory": f"{memory:.2f} GB" if memory else "",
@@ -207,3 +178,90 @@ def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
         if key not in (*OF_ONE_START, "SAVE") and len(set(texts)) > 1:
             rows.append((key, texts))
     return rows
+
+
+class Headline(NamedTuple):
+    """How good the model is on the images of a split."""
+
+    metric: Metric
+    value: float
+    interval: Interval | None
+    images: int | None
+    image: str
+    """What an image of the split is called"""
+    guess: float | None
+    """The same metric without looking at the images"""
+    guessing: str
+    """How that is done"""
+    remarks: Sequence[str] = ()
+
+
+def opening_of(run: Run, headline: Headline | None) -> dict[str, Any]:
+    """First sentences of the report of one run: what was learnt, how well, and how far to trust that.
+
+    `headline`: of the evaluation; None: as the run's own validation measured it. `before`, `figure` and `after` are one
+    sentence about the figure, which is missing if nothing was measured.
+    """
+    found, learnt = headline or _validated(run), _learnt(run)
+    remarks = [*_unfinished(run, found), *(found.remarks if found else ())]
+    data = _unless_damaged(read_data, run.folder, {})
+    copies, images = data.get("copies") or {}, data.get("images", {}).get("validation")
+    if copies.get("compared") and copies.get("found"):
+        have = "image has a copy" if copies["found"] == 1 else "images have a copy"
+        remarks.append(f"{copies['found']:,} validation {have} in training: expect less on new images.")
+    elif copies.get("compared") == images and copies.get("found") == 0:
+        remarks.append("No validation image is a copy of a training image.")
+    if found is None:
+        return {"learnt": learnt, "figure": "", "remarks": remarks}
+    if found.images and found.interval and found.interval.high - found.interval.low >= WIDE:
+        remarks.append(f"{counted(found.images, found.image)} are few: the interval is wide.")
+    place = f" on {counted(found.images, found.image)}" if found.images else ""
+    after = place + (f" (95 % interval {found.interval.words()})" if found.interval else "")
+    if found.guess is not None:
+        guess = found.metric.number(found.guess)
+        if found.value <= found.guess:
+            after += f", which is no better than {found.guessing} ({guess})"
+        else:
+            doubt = found.interval is not None and found.interval.low <= found.guess
+            after += f"; {found.guessing} gives {guess}{', so it may be no better than that' * doubt}"
+    before = f"Its {found.metric.plain_words or found.metric.words} is "
+    figure = found.metric.number(found.value)
+    return {"learnt": learnt, "before": before, "figure": figure, "after": f"{after}.", "remarks": remarks}
+
+
+def _learnt(run: Run) -> str:
+    samples = run.about.get("samples", {}).get("train")
+    if run.config is None:
+        return f"{run.name} was trained" + (f" on {counted(samples, 'image')}." if samples else ".")
+    task, name, path = run.config.task, run.config.DATA.DATASET, run.config.DATA.DATA_PATH
+    if name in LAYOUTS and path:
+        name = f"{Path(str(path)).resolve().name}/"
+    images = f"{counted(samples, 'image')} {'from' if name.endswith('/') else 'of'} {name}" if samples else name
+    labels = {ONE_LABEL: "", SEVERAL_LABELS: ", several per image"}.get(task)
+    classes = run.config.MODEL.NUM_CLASSES
+    told = f" to tell {classes:,} classes apart{labels}" if labels is not None and isinstance(classes, int) else ""
+    told = told or ("" if labels is not None else ", without labels")
+    return f"{run.config.MODEL.NAME} was trained on {images}{told}."
+
+
+def _validated(run: Run) -> Headline | None:
+    """The best validation of the run itself."""
+    deciding = run.deciding if run.deciding.percent else run.history.task.best
+    best = run.history.best(deciding)
+    if best is None:
+        return None
+    images = run.about.get("samples", {}).get("val")
+    interval = wilson(best.value, images) if images and deciding.counts_images else None
+    guess, guessing = deciding.without_learning or (None, "")
+    if deciding is TOP1:
+        guess, guessing = run.about.get("largest_class_percent"), "always guessing the largest class"
+    return Headline(deciding, best.value, interval, images, "validation image", guess, guessing)
+
+
+def _unfinished(run: Run, found: Headline | None) -> list[str]:
+    if run.state == "finished":
+        return [] if found else ["The run ended without a validation."]
+    if not run.history.lines:
+        return ["The run has no metrics yet."]
+    epochs = f" ({run.epochs} epochs)" if run.epochs else ""
+    return [f"The run has not finished{epochs}" + (", so this may still change." if found else "; no validation yet.")]

@@ -1,0 +1,115 @@
+"""REPORT_STAGES and -profile: the time of each stage of an update, and a trace by torch's profiler."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from engine.measure.throughput import OTHER, STAGES, Stages, StageTimes
+from utils.log import log
+
+
+class HostStages(Stages):
+    """Measures by the host's clock, for training on a CPU."""
+
+    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+        self._clock = clock
+        self._last: float | None = None
+        self._seconds, self._updates = _no_times(), 0
+
+    def begin(self) -> None:
+        self.mark(OTHER)
+        self._updates += 1
+
+    def mark(self, stage: str) -> None:
+        now = self._clock()
+        if self._last is not None:
+            self._seconds[stage] += now - self._last
+        self._last = now
+
+    def pause(self) -> None:
+        self._last = None
+
+    def take(self) -> StageTimes | None:
+        taken = StageTimes(self._updates, self._seconds)
+        self._seconds, self._updates = _no_times(), 0
+        return taken if taken.updates else None
+
+
+class EventStages(Stages):
+    """Measures by CUDA events between the GPU's kernels."""
+
+    def __init__(self, new_event: Callable[[], Any]) -> None:
+        """`new_event`: makes a torch.cuda.Event."""
+        self._new_event = new_event
+        self._open: deque[tuple[str | None, Any, bool]] = deque()
+        """Stage that ends at the event (None for the first after a pause), event, whether an update begins there."""
+        self._paused = True
+        self._seconds, self._updates = _no_times(), 0
+
+    def begin(self) -> None:
+        self._mark(OTHER, begins=True)
+
+    def mark(self, stage: str) -> None:
+        if not self._paused:
+            self._mark(stage, begins=False)
+
+    def pause(self) -> None:
+        self._paused = True
+
+    def take(self) -> StageTimes | None:
+        """Add up the events that have happened. Asking whether one has happened does not wait."""
+        while len(self._open) > 1 and self._open[1][1].query():
+            _, before, begins = self._open.popleft()
+            stage, event, _ = self._open[0]
+            self._updates += begins
+            if stage is not None:
+                self._seconds[stage] += before.elapsed_time(event) / 1000
+        taken = StageTimes(self._updates, self._seconds)
+        self._seconds, self._updates = _no_times(), 0
+        return taken if taken.updates else None
+
+    def _mark(self, stage: str, begins: bool) -> None:
+        event = self._new_event()
+        event.record()
+        self._open.append((None if self._paused else stage, event, begins))
+        self._paused = False
+
+
+def stages_on(device: torch.device) -> Stages:
+    if device.type == "cuda":
+        return EventStages(lambda: torch.cuda.Event(enable_timing=True))
+    return HostStages()
+
+
+def _no_times() -> dict[str, float]:
+    return defaultdict(float, dict.fromkeys(STAGES, 0.0))
+
+
+SKIPPED, WARMUP = 3, 2  # updates before the trace: the first ones allocate and tune, so their times mislead
+
+
+@contextlib.contextmanager
+def profiled(updates: int, folder: Path) -> Iterator[Callable[[], None]]:
+    """Write a trace of `updates` updates to the run's folder. Yields what is to be called after each update."""
+    trace = folder / "profile.json"
+
+    def write(profiler: torch.profiler.profile) -> None:
+        profiler.export_chrome_trace(str(trace))
+        log.info("Profile written to %s (open it in chrome://tracing or Perfetto).", trace)
+
+    with torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=SKIPPED, warmup=WARMUP, active=updates, repeat=1),
+        on_trace_ready=write,
+        record_shapes=True,
+        acc_events=True,  # without it torch warns that earlier cycles are lost; there is only one
+    ) as profiler:
+        yield profiler.step
+    if not trace.exists():
+        log.warning("-profile: the run ended before %d updates; no trace was written.", SKIPPED + WARMUP + 1)

@@ -60,11 +60,12 @@ def card_of(export: Export, title: str, license: str | None, run: Run | None, ha
     base = settings_of(chosen).get("MODEL.PRETRAINED")
     timms = timm.get_pretrained_cfg(base) if isinstance(base, str) and is_timm_name(base) else None
     base = timms.hf_hub_id if timms is not None else None  # on the Hub; None without weights, or with those of a file
-    what = {"dataset_type": dataset or UNKNOWN, "dataset_name": dataset or UNKNOWN, "dataset_split": "validation"}
     results = [
         EvalResult(
-            **what,
             task_type=TASK,
+            dataset_type=dataset or UNKNOWN,
+            dataset_name=dataset or UNKNOWN,
+            dataset_split="validation",
             metric_type="accuracy",
             metric_name=metric.heading,
             metric_value=round(value, 4),

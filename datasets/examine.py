@@ -28,7 +28,6 @@ from utils.config.data import DataConfig
 from utils.distributed.again import tool
 from utils.log import log
 from utils.record.run_folder import CONFIG, DATA, write_json
-from utils.text import counted
 from vitamp.metrics import NO_LABELS
 
 Item = TypeVar("Item")
@@ -254,20 +253,11 @@ def notes_of(found: Findings, data: DataConfig, weighted: bool, check: str) -> l
 
 def warnings_of(found: Findings, check: str) -> list[str]:
     """What makes the metrics of a validation wrong, with the command that mends it."""
-    lines = []
-    if found.copies is not None and found.copies.found:
-        of = f"{found.copies.found:,} of {found.copies.compared:,} validation images"
-        one, other = found.copies.examples[0]
-        lines.append(
-            f"Copies of training images, on which a model does better than on new ones: {of}. {one} has the bytes of "
-            f"{other}. `{check} -fix exclude.txt` lists the copies; train with "
-            "DATA.EXCLUDE=exclude.txt."
-        )
-    validation = found.classes["validation"]
-    if unseen := [name for name, count in found.classes["training"].items() if count and not validation.get(name)]:
-        more = f" and {len(unseen) - MOST_NAMED} more" if len(unseen) > MOST_NAMED else ""
-        lines.append(
-            f"{counted(len(unseen), 'class')} without a validation image: {', '.join(unseen[:MOST_NAMED])}{more}. "
-            "Nothing will be known of how well they are recognised."
-        )
-    return lines
+    if found.copies is None or not found.copies.found:
+        return []
+    of = f"{found.copies.found:,} of {found.copies.compared:,} validation images"
+    one, other = found.copies.examples[0]
+    return [
+        f"Copies of training images, on which a model does better than on new ones: {of}. {one} has the bytes of "
+        f"{other}. `{check} -fix exclude.txt` lists the copies; train with DATA.EXCLUDE=exclude.txt."
+    ]

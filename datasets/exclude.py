@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,7 +11,7 @@ import numpy as np
 
 from datasets.base import Encoded, Samples
 from utils.config.data import DataConfig
-from utils.errors import UserError, nearest
+from utils.errors import UserError
 from utils.log import log
 from utils.program import started_as
 from vitamp.files import read_regular_text
@@ -20,7 +19,7 @@ from vitamp.files import read_regular_text
 REMARK = "  # "
 """Between a name in the list and the reason, which is ignored."""
 MARK = re.compile(r"(?:^|\s)#")
-MOST_NAMED, MOST_COMPARED = 5, 2000
+MOST_NAMED = 5
 
 
 class Remaining(Samples):
@@ -82,17 +81,13 @@ def warn_unmatched(data: DataConfig, splits: Iterable[Samples | None]) -> None:
     unmatched = {number: name for name, number in reversed(excluded(data).items()) if number not in matched}
     if not unmatched:
         return
-    numbers, prefix = sorted(unmatched), name_prefix(data)
-    folder, base = os.path.split(unmatched[numbers[0]])
-    names = (split.name(index).removeprefix(prefix) for split in read_singly for index in range(len(split)))
-    close = (name for name in names if name.endswith(base) or name.startswith(f"{folder}/"))
     log.warning(
-        "DATA.EXCLUDE %s: %d of its lines match no image: %s%s.%s",
+        "DATA.EXCLUDE %s: %d of its lines match no image: %s%s. A line is a path below DATA_PATH, as %s.",
         data.EXCLUDE,
         len(unmatched),
-        "; ".join(f"line {number}, {unmatched[number]}" for number in numbers[:MOST_NAMED]),
+        "; ".join(f"line {number}, {unmatched[number]}" for number in sorted(unmatched)[:MOST_NAMED]),
         "; ..." if len(unmatched) > MOST_NAMED else "",
-        nearest(unmatched[numbers[0]], itertools.islice(close, MOST_COMPARED)),
+        read_singly[0].name(0).removeprefix(name_prefix(data)),
     )
 
 

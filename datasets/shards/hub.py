@@ -44,8 +44,8 @@ class Columns(NamedTuple):
     image: str
     label: str
     classes: list[str] | None
-    names_are_labels: bool
-    """The label column holds names, not numbers."""
+    numbers: dict[str, int] | None
+    """Of the classes, if the label column holds names, not numbers"""
 
 
 def choose_files(root: Path, paths: Iterable[Path], dataset: str) -> dict[str, list[Path]]:
@@ -107,39 +107,13 @@ def columns_of(root: Path, files: list[Path], dataset: str) -> Columns:
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         batches = (batch for file in files for batch in _batches(file, 1 << 16, [label]))
         names = {name for batch in batches for name in batch.column(label).unique().to_pylist() if name is not None}
-        return Columns(image, label, sorted(names), True)
+        return Columns(image, label, sorted(names), {name: number for number, name in enumerate(sorted(names))})
     if not pa.types.is_integer(kind):
         raise UserError(
             f"DATA.DATASET {dataset}: the column {label} of {files[0]} is of type {kind}; labels must be whole numbers "
             "or names. Several labels per image are read from a csv table; see docs/several_labels.md."
         )
-    return Columns(image, label, features.get(label, {}).get("names"), False)
-
-
-def rows(file: Path, number: int, columns: Columns) -> Iterator[tuple[str, str, bytes, int]]:
-    """Key, kind, unchanged image and label of each row of a file.
-
-    A missing image becomes an empty file, which training reports as broken. `number`: index of the file in its split.
-    Keys begin with it, because files in different folders can share a name.
-    """
-    import pyarrow as pa
-
-    numbers = {name: number for number, name in enumerate(columns.classes or ())}
-    row = 0
-    for batch in _batches(file, ROWS, [columns.image, columns.label]):
-        images = batch.column(columns.image)
-        if pa.types.is_struct(images.type) and images.type.get_field_index("bytes") >= 0:
-            images = images.flatten()[images.type.get_field_index("bytes")]
-        if not (pa.types.is_binary(images.type) or pa.types.is_large_binary(images.type)):
-            raise UserError(
-                f"{file}, row {row}: the image column is of type {images.type}; it must hold the bytes of image files."
-            )
-        for image, label in zip(images.to_pylist(), batch.column(columns.label).to_pylist(), strict=True):
-            if label is None:
-                raise UserError(f"{file}, row {row}: the column {columns.label} has no label.")
-            content, numbered = image or b"", numbers[label] if columns.names_are_labels else int(label)
-            yield f"{number:05d}/{row:08d}", kind_of(content), content, numbered
-            row += 1
+    return Columns(image, label, features.get(label, {}).get("names"), None)
 
 
 def _open(file: Path) -> Any:
@@ -304,18 +278,38 @@ def _copy(source: Path, folder: Path, data: DataConfig) -> None:
 
 
 def _copy_split(files: list[Path], columns: Columns, folder: Path) -> list[str]:
-    """Copy the images of a split, and return the names of its tar files, relative to the parent of `folder`."""
+    """Copy the images of a split, and return the names of its tar files, relative to the parent of `folder`.
+
+    A missing image becomes an empty file, which training reports as broken.
+    """
+    import pyarrow as pa
+
     folder.mkdir(parents=True)
     names: list[str] = []
     writer: TarWriter | None = None
     for number, file in enumerate(files):
-        for key, kind, image, label in rows(file, number, columns):
-            if writer is None or writer.size >= SHARD_BYTES:
-                if writer is not None:
-                    writer.close()
-                names.append(f"{folder.name}/{len(names):05d}.tar")
-                writer = TarWriter(folder.parent / names[-1])
-            writer.add(key, kind, image, label)
+        row = 0
+        for batch in _batches(file, ROWS, [columns.image, columns.label]):
+            images = batch.column(columns.image)
+            if pa.types.is_struct(images.type) and images.type.get_field_index("bytes") >= 0:
+                images = images.flatten()[images.type.get_field_index("bytes")]
+            if not (pa.types.is_binary(images.type) or pa.types.is_large_binary(images.type)):
+                raise UserError(
+                    f"{file}, row {row}: the image column is of type {images.type}; it must hold the bytes of image "
+                    "files."
+                )
+            for image, label in zip(images.to_pylist(), batch.column(columns.label).to_pylist(), strict=True):
+                if label is None:
+                    raise UserError(f"{file}, row {row}: the column {columns.label} has no label.")
+                if writer is None or writer.size >= SHARD_BYTES:
+                    if writer is not None:
+                        writer.close()
+                    names.append(f"{folder.name}/{len(names):05d}.tar")
+                    writer = TarWriter(folder.parent / names[-1])
+                # Keys begin with the number of the file, because files in different folders can share a name.
+                key, content = f"{number:05d}/{row:08d}", image or b""
+                writer.add(key, kind_of(content), content, columns.numbers[label] if columns.numbers else int(label))
+                row += 1
     if writer is None:
         raise UserError(f"{files[0]} has no images.")
     writer.close()

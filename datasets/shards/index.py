@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import numpy as np
 
@@ -35,13 +35,8 @@ MOST_ZEROS = 1 << 20
 """Most zero bytes at the end of a tar file, usually 10 KiB or less. More mean a copy with space but no content."""
 
 
-class TarSample(NamedTuple):
-    """An image in a tar file."""
-
-    name: str
-    offset: int
-    size: int
-    label: int
+TarSample = tuple[str, int, int, int]
+"""Name, offset, size and label of an image in a tar file"""
 
 
 def read_tar(file: BinaryIO, size: int, where: str, skipped: SkippedFiles) -> list[TarSample]:
@@ -75,7 +70,7 @@ def read_tar(file: BinaryIO, size: int, where: str, skipped: SkippedFiles) -> li
                 f"{where}: the image {name} has no label: there is no {key}.cls beside it, and no {key}.json with a "
                 "'label'."
             )
-    return [TarSample(*image, labels[key]) for key, image in images.items()]
+    return [(*image, labels[key]) for key, image in images.items()]
 
 
 def _members(file: BinaryIO, size: int, where: str) -> Iterator[tarfile.TarInfo]:
@@ -250,23 +245,14 @@ def from_bytes(content: bytes) -> ShardIndex | None:
 
 def _is_sound(index: ShardIndex, arrays: dict[str, np.ndarray]) -> bool:
     """Whether all positions are inside the shards and its own tables. An index may come from an untrusted place."""
-    if any(arrays[name].dtype != kind or arrays[name].ndim != 1 for name, kind in _ARRAYS.items()):
-        return False
     samples, shards = len(index), len(index.shards)
-    if not len(index.offset) == len(index.size) == len(index.label) == len(index.name_ends) == samples:
-        return False
-    if len(index.shard_sizes) != shards or len(index.stamps) != shards or any(map(leads_out, index.shards)):
-        return False
-    if not samples:
-        return True
     return bool(
-        index.shard[0] >= 0
-        and index.shard[-1] < shards
-        and (np.diff(index.shard) >= 0).all()
-        and (np.diff(index.name_ends, prepend=0) >= 0).all()
-        and index.name_ends[-1] == len(index.names)
-        and (index.offset >= 0).all()
-        and (index.size >= 0).all()
+        all(arrays[name].dtype == kind and arrays[name].ndim == 1 for name, kind in _ARRAYS.items())
+        and all(len(arrays[name]) == samples for name in ("offset", "size", "label", "name_ends"))
+        and len(index.shard_sizes) == len(index.stamps) == shards
+        and (np.diff(index.shard, prepend=0, append=max(shards - 1, 0)) >= 0).all()
+        and (np.diff(index.name_ends, prepend=0, append=len(index.names)) >= 0).all()
+        and (np.concatenate([index.offset, index.size]) >= 0).all()
         and (index.offset + index.size <= index.shard_sizes[index.shard]).all()
     )
 
@@ -282,7 +268,7 @@ def make_index(store: Store, shards: Sequence[ShardFile]) -> ShardIndex:
                 samples = read_tar(opened, file.size, where, skipped)
         except OSError as error:
             raise UserError(f"{where} cannot be read: {error}.") from None
-        names = [sample.name.encode(errors="surrogateescape") for sample in samples]
+        names = [name.encode(errors="surrogateescape") for name, *_ in samples]
         numbers = np.array([sample[1:] for sample in samples], dtype=np.int64).reshape(-1, 3)
         for column, values in zip(("offset", "size", "label"), numbers.T, strict=True):
             columns[column].append(values)

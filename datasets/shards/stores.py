@@ -47,12 +47,8 @@ class Folder:
 
     def tars(self, folder: str = "") -> list[ShardFile]:
         """Tar files in `folder`, in the order of their names; none if the folder does not exist."""
-        path = os.path.join(self.root, folder)
-        if not os.path.isdir(path):
-            return []
-        with os.scandir(path) as entries:
-            files = [entry for entry in entries if entry.name.endswith(".tar") and not entry.name.startswith(".")]
-            stats = [(file.name, file.stat()) for file in files if file.is_file()]
+        files = [file for file in Path(self.root, folder).glob("*.tar") if file.is_file()]
+        stats = [(file.name, file.stat()) for file in files if not file.name.startswith(".")]
         prefix = f"{folder}/" if folder else ""
         return sorted(ShardFile(prefix + name, stat.st_size, str(stat.st_mtime_ns)) for name, stat in stats)
 

@@ -22,7 +22,6 @@ class Found(NamedTuple):
     """One image with a defect or a note."""
 
     split: str
-    number: int
     name: str
     about: str
     kind: str = ""
@@ -75,7 +74,7 @@ class _Image(NamedTuple):
         return ";".join(map(str, names)) or "no label"
 
     def found(self, about: str, kind: str = "") -> Found:
-        return Found(self.split.title, self.number, self.split.samples.name(self.number), about, kind)
+        return Found(self.split.title, self.split.samples.name(self.number), about, kind)
 
     def copy_of(self, other: _Image, alike: str = "the same bytes as") -> Found:
         """Finding of this image, which has the bytes of `other`, or nearly its pixels."""
@@ -291,11 +290,11 @@ def exclude_list(findings: Findings, data: DataConfig) -> tuple[str, str, int]:
     Duplicates are removed from the training split alone, so that results on the validation split stay comparable.
     Lines of the current DATA.EXCLUDE stay, since those images were not checked.
     """
-    chosen: dict[tuple[str, int], tuple[str, Found]] = {}
+    chosen: dict[tuple[str, str], tuple[str, Found]] = {}
     for kind in REASONS:
         for found in findings.defects[kind]:
             if kind in (UNREADABLE, DAMAGED) or found.split == "training":
-                chosen.setdefault((found.split, found.number), (kind, found))
+                chosen.setdefault((found.split, found.name), (kind, found))
     before = Path(data.EXCLUDE).expanduser().read_text(encoding="utf-8-sig").rstrip("\n") if data.EXCLUDE else ""
     today = datetime.date.today().isoformat()
     head = f"# Images to exclude (DATA.EXCLUDE), found by {started_as('scripts/check_data.py')} on {today}"

@@ -6,7 +6,6 @@ A shard appears only when it is complete.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import io
 import json
@@ -83,7 +82,6 @@ class Encoder:
 
 RECORDS = ".packing"
 """Folder in DST while packing is unfinished, with a record of each finished shard"""
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Shard(NamedTuple):
@@ -100,8 +98,6 @@ class Record:
 
     name: str
     bytes: int = 0
-    samples: int = 0
-    bytes_before: int = 0
     left_out: list[tuple[str, str]] = field(default_factory=list)
     """(name, reason) of each unreadable image"""
 
@@ -146,23 +142,19 @@ def make_shard(shard: Shard) -> Record:
             # The record comes first, so that every tar file under its final name has one.
             write_atomically(record_path, json.dumps(asdict(record)))
     except OSError as error:
-        full = error.errno in DISK_FULL
-        what = f"The disk has no space for {path}" if full else f"{path} cannot be written"
-        do = "free some space" if full else "mend this"
         raise TrainingError(
-            f"{what}: {error.strerror or error}. Finished tar files stay; {do}, and the same command resumes."
+            f"{path} cannot be written: {error.strerror or error}. Finished tar files stay; once it can be written, "
+            "the same command resumes."
         ) from None
     return record
 
 
 def _add(number: int, samples: Samples, encoder: Encoder, writer: TarWriter, record: Record) -> None:
     """Add an image to a shard, or to the record of those left out."""
-    name, found = samples.name(number), list[tuple[str, bytes, int]]()
+    name, found = samples.name(number), list[tuple[str, bytes]]()
 
     def encode() -> None:
-        encoded = samples.read(number)
-        before = encoded.nbytes if isinstance(encoded, np.ndarray) else len(encoded)
-        found.append((*encoder(encoded, name), before))
+        found.append(encoder(samples.read(number), name))
 
     problem = failure_of(encode)
     if problem is not None and problem.kind == "storage":
@@ -173,10 +165,7 @@ def _add(number: int, samples: Samples, encoder: Encoder, writer: TarWriter, rec
     if problem is not None:
         record.left_out.append((name, problem.reason))
         return
-    kind, content, before = found[-1]
-    writer.add(f"{number:08d}", kind, content, int(samples.labels[number]))
-    record.samples += 1
-    record.bytes_before += before
+    writer.add(f"{number:08d}", *found[-1], int(samples.labels[number]))
 
 
 SPLITS = {"train": True, "val": False}
@@ -297,11 +286,10 @@ def _finish(folder: Path, records: list[Record], about: dict[str, Any], classes:
         raise TrainingError(f"{folder}: the index cannot be written: {error}. The same command resumes.") from None
     shutil.rmtree(folder / RECORDS)
     log.info(
-        "%s in %s, %s MB (%s MB before), %d left out. Train with: -dataset shards -data_path %s",
+        "%s in %s, %s MB, %d left out. Train with: -dataset shards -data_path %s",
         counted(samples, "image"),
         counted(len(records), "tar file"),
         f"{sum(record.bytes for record in records) / 1e6:,.1f}",
-        f"{sum(record.bytes_before for record in records) / 1e6:,.1f}",
         len(left_out),
         folder,
     )

@@ -96,7 +96,7 @@ def test_exclude_lines_without_a_match_are_logged(
     assert "2 of its lines match no image" in caplog.text
     assert "line 2, trian/3.png" in caplog.text
     assert "line 4, val/99.png" in caplog.text
-    assert "Did you mean train/3.png?" in caplog.text
+    assert "A line is a path below DATA_PATH, as train/" in caplog.text
 
 
 def test_missing_exclude_file_is_refused_before_the_run(listed: Path, settings: Settings) -> None:

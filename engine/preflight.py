@@ -44,10 +44,6 @@ def check(config: Config, sources: Mapping[str, str] = MappingProxyType({})) -> 
             from datasets.transforms.augment import check_augmentations
 
             check_augmentations(config.TRAIN)
-        if config.TRAIN.CLASS_WEIGHTS is not None:
-            from engine.task.class_weights import check_class_weights
-
-            check_class_weights(config.TRAIN)
         if config.WANDB is not None:
             from engine.report.trackers import check_wandb
 

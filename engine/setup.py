@@ -32,7 +32,7 @@ from engine.optim.schedule import Schedule, build_scheduler
 from engine.speed.tuning import speed_up
 from engine.task import task_of
 from engine.task.base import Task
-from engine.task.losses import WeightedCrossEntropy, loss_named
+from engine.task.losses import loss_named
 from engine.update import TrainState
 from models.build import build_model, timm_call
 from models.parts import frozen_weights
@@ -233,12 +233,12 @@ def training_data(config: Config, world: World, device: torch.device) -> tuple[I
 
 def weights_of_classes(config: Config, train_set: ImageDataset) -> np.ndarray | None:
     """Weight of each class in the loss, or with bce of its positives; None without TRAIN.CLASS_WEIGHTS."""
-    if config.TRAIN.CLASS_WEIGHTS is None:
+    setting, loss = config.TRAIN.CLASS_WEIGHTS, loss_named(config.TRAIN.LOSS)
+    if setting is None or loss.weighs == "nothing":
         return None
-    from engine.task.class_weights import class_weights
+    from engine.task.other_losses import class_weights
 
-    labels, classes = train_set.sample_labels(), config.MODEL.NUM_CLASSES
-    return class_weights(config.TRAIN, classes, labels, train_set.classes, config.DATA.DATASET)
+    return class_weights(setting, config.MODEL.NUM_CLASSES, train_set.sample_labels(), config.DATA.DATASET)
 
 
 def _model(config: Config, device: torch.device, replaced: bool) -> nn.Module:
@@ -282,10 +282,14 @@ def build_train_state(
     task = task_of(config)
     weights = None if train_set is None else weights_of_classes(config, train_set)
     criterion = task.loss(train, None if weights is None else torch.tensor(weights, dtype=torch.float32)).to(device)
-    mixed = None
-    alone = train.ACCUM_ITER * world.size == 1  # one micro-batch an update: its mean is the update's
-    if isinstance(criterion, WeightedCrossEntropy) and train.mixes and train.MIXUP_MODE == "elem" and not alone:
-        mixed = MixedWeights(criterion.weights)
+    mixed, weighted = None, False
+    if weights is not None:
+        from engine.task.other_losses import WeightedCrossEntropy
+
+        alone = train.ACCUM_ITER * world.size == 1  # one micro-batch an update: its mean is the update's
+        weighted = isinstance(criterion, WeightedCrossEntropy)
+        if weighted and train.mixes and train.MIXUP_MODE == "elem" and not alone:
+            mixed = MixedWeights(criterion.weights)
     change, stages = no_transform, Stages()
     if config.REPORT_STAGES:
         from engine.measure.stages import stages_on
@@ -295,7 +299,7 @@ def build_train_state(
         from engine.inputs.mixing import build_batch_transform
 
         change = build_batch_transform(train, task, device, mixed)
-    weighted, taught, averaged = isinstance(criterion, WeightedCrossEntropy), [], []
+    taught, averaged = [], []
     others: dict[WeightSet, nn.Module] = {}
     if train.DISTILLATION_TYPE is not None:  # changes what the model returns, so before it is copied
         from engine.distill.teacher import Distillation, check_teacher_matches
@@ -363,10 +367,6 @@ def callbacks(
         from engine.inputs.by_epoch import GrowingImages
 
         yield GrowingImages(train, config.DATA.IMAGE_SIZE)
-    if world.size > 1:  # changes the modules that the rest holds on to
-        from engine.parallel.ddp import SharedBatchNorm
-
-        yield SharedBatchNorm(precision, config.DIST, world)
     if precision.computes_in_copy and not sharded:
         from engine.amp.low_precision import HalfCopy
 

@@ -47,7 +47,6 @@ ELSEWHERE = {
     "DATA.REPEATED_AUGMENT=3": ("ra_sampler",),
     "DATA.VAL_FRACTION=...": ("train_split", "val_split"),
     "DETERMINISTIC=true": ("use_deterministic_algorithms",),
-    "DIST.SYNC_BATCHNORM": ("sync_bn",),
     "KEEP_LAST": ("checkpoint_hist",),
     "MODEL.DROPOUT": ("drop",),
     "MODEL.DROPPATH": ("drop_path",),

@@ -388,14 +388,6 @@ class OverflowWatch(Callback):
 
     def attach(self, to: Computing) -> None:
         """What computes now is replayed. It must be neither compiled nor wrapped by DDP."""
-        if any(isinstance(module, nn.SyncBatchNorm) for module in to.forward.modules()):
-            # A replay is a forward pass of one rank alone, which would wait for the others for ever.
-            self._replay = None
-            log.info(
-                "With DIST.SYNC_BATCHNORM, skipped updates are not replayed, and the log names no module that "
-                "overflowed."
-            )
-            return
         self._replay = Replay(to.forward, to.inputs, to.criterion, self._precision.autocast, to.change)
 
     def after_backward(self, share: MicroBatch, batch: Batch) -> None:

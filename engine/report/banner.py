@@ -97,9 +97,9 @@ def _classes(config: Config, ready: ReadyToTrain) -> str:
 
         words.append(balanced_order(ready.train_set, config.DATA.DATASET).words())
     if (weights := weights_of_classes(config, ready.train_set)) is not None:
-        from engine.task.class_weights import describe_class_weights
-
-        words.append(describe_class_weights(config.TRAIN, weights))
+        where = "on positives only, " if loss_named(config.TRAIN.LOSS).weighs == "positives" else ""
+        weighed = f"class weights {config.TRAIN.CLASS_WEIGHTS}: {weights.min():.3g} to {weights.max():.3g}"
+        words.append(f"{weighed}, {where}in the training loss only")
     return "; ".join(words)
 
 

@@ -70,7 +70,7 @@ def refuses(vitamp: Callable[..., Result], tiny: Path, here: Path) -> Callable[.
             ["DATA.BATCH_SIZE", "1 is not possible with TRAIN.MIXUP", "2 or more"],
         ),
         (["TRAIN.OPTIMIZER.NAME=muon", "DIST.STRATEGY=fsdp"], ["muon orthogonalises whole matrices", "STRATEGY fsdp"]),
-        (["TRAIN.CLASS_WEIGHTS=none.txt"], ["TRAIN.CLASS_WEIGHTS: the file none.txt does not exist"]),
+        (["TRAIN.CLASS_WEIGHTS=none.txt"], ["TRAIN.CLASS_WEIGHTS: expected balanced or null, got 'none.txt'"]),
         (["-max_time", "90"], ["MAX_TIME", "HH:MM:SS"]),
         (["-host", "localhost"], ["missing: -port -rank -world_size"]),
     ],

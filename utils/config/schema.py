@@ -83,7 +83,6 @@ class DistConfig(Section):
     )
     BACKEND: Literal["nccl", "gloo"] | None = setting(None, "Communication; null: nccl on GPUs, gloo elsewhere.")
     TIMEOUT: float = setting(10.0, "Minutes that ranks wait for another rank; then the run ends with an error.", gt=0)
-    SYNC_BATCHNORM: bool = setting(True, "ddp on GPUs: share the statistics of batch norms; not at O2 and NAIVE.")
 
     @property
     def group_timeout(self) -> timedelta:

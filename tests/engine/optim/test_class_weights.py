@@ -13,11 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from datasets import EpochOrder
-from engine.task.class_weights import class_weights
-from engine.task.losses import WeightedCrossEntropy
+from engine.task.other_losses import WeightedCrossEntropy, class_weights
 from engine.update import accumulate
 from tests.engine.small import build, windows
-from utils.config import TrainConfig
 from utils.errors import UserError
 
 WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.7, 2.5])
@@ -58,27 +56,27 @@ def test_weights_of_micro_batches_give_the_mean_of_the_global_batch(size: int, a
     assert checked == 203
 
 
-def gradients(tiny: Path, batch_size: int, accum: int, weights: Path, **words: Any) -> dict[str, Tensor]:
+def gradients(tiny: Path, batch_size: int, accum: int, **words: Any) -> dict[str, Tensor]:
     """Gradients of the first update, from the program's own loader and loss."""
-    given = {"DATA__BATCH_SIZE": batch_size, "TRAIN__ACCUM_ITER": accum, "TRAIN__CLASS_WEIGHTS": weights, **words}
+    given = {"DATA__BATCH_SIZE": batch_size, "TRAIN__ACCUM_ITER": accum, "TRAIN__CLASS_WEIGHTS": "balanced", **words}
     ready = build(tiny, **given)
     accumulate(ready.parts, next(windows(ready)), 1)
     return {name: p.grad.clone() for name, p in ready.parts.model.named_parameters() if p.grad is not None}
 
 
 @pytest.fixture
-def weights_file(tmp_path: Path) -> Path:
-    file = tmp_path / "weights.txt"
-    file.write_text("# rare digits count more\n" + "".join(f"{digit} {0.25 + digit**2}\n" for digit in range(10)))
-    return file
+def table(monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """Weights that differ more than those of the digits."""
+    weights = np.array([0.25 + digit**2 for digit in range(10)])
+    monkeypatch.setattr("engine.task.other_losses.class_weights", lambda *_: weights)
+    return torch.from_numpy(weights)
 
 
-def test_gradient_equals_torch_in_fp64(tiny: Path, weights_file: Path) -> None:
-    ours = gradients(tiny, 32, 1, weights_file)
+def test_gradient_equals_torch_in_fp64(tiny: Path, table: Tensor) -> None:
+    ours = gradients(tiny, 32, 1)
     ready = build(tiny, DATA__BATCH_SIZE=32)
     ((_, first),) = next(windows(ready))
     model = ready.parts.model.double()
-    table = torch.tensor([0.25 + digit**2 for digit in range(10)]).double()
     F.cross_entropy(model((first.images.double() / 255 - 0.5) / 0.5), first.labels, table).backward()
     for name, weight in model.named_parameters():
         assert weight.grad is not None
@@ -87,10 +85,10 @@ def test_gradient_equals_torch_in_fp64(tiny: Path, weights_file: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["batch", "elem"])
 def test_mixed_images_of_several_micro_batches_count_by_their_mixed_weights(
-    tiny: Path, weights_file: Path, mode: str
+    tiny: Path, table: Tensor, mode: str
 ) -> None:
     """Loss and gradient of an update, and the epoch's loss so far, are torch's of all its mixed images at once."""
-    words = {"TRAIN__MIXUP_ALPHA": 0.8, "TRAIN__MIXUP_MODE": mode, "TRAIN__CLASS_WEIGHTS": weights_file}
+    words = {"TRAIN__MIXUP_ALPHA": 0.8, "TRAIN__MIXUP_MODE": mode, "TRAIN__CLASS_WEIGHTS": "balanced"}
     ready = build(tiny, DATA__BATCH_SIZE=8, TRAIN__ACCUM_ITER=4, TRAIN__SMOOTHING=0.1, **words)
     parts, change, seen = ready.parts, ready.parts.change, []
     parts.change = lambda images, labels: seen.append(change(images, labels)) or seen[-1]
@@ -101,10 +99,10 @@ def test_mixed_images_of_several_micro_batches_count_by_their_mixed_weights(
         accumulate(parts, window, update)
         parts.meters.close_update(update, torch.ones(()), True, False)
         reading = parts.meters.read(torch.ones(()), 0.1)
-        model, table = copy.deepcopy(parts.model).double(), torch.tensor([0.25 + digit**2 for digit in range(10)])
+        model = copy.deepcopy(parts.model).double()
         model.zero_grad()
         images, targets = (torch.cat([getattr(one, name) for one in seen]).double() for name in ("images", "targets"))
-        total = F.cross_entropy(model(images), targets, table.double(), label_smoothing=0.1, reduction="sum")
+        total = F.cross_entropy(model(images), targets, table, label_smoothing=0.1, reduction="sum")
         every.append((float(total.detach()), float((targets * table).sum())))
         (total / every[-1][1]).backward()
         assert reading.update.loss == pytest.approx(every[-1][0] / every[-1][1], rel=1e-5)
@@ -117,47 +115,13 @@ def test_mixed_images_of_several_micro_batches_count_by_their_mixed_weights(
     assert reading.epoch.loss == pytest.approx(sum(losses) / sum(counts), rel=1e-5)
 
 
-def weights_of(setting: str | None, labels: np.ndarray = SKEWED, names: list[str] | None = None) -> np.ndarray | None:
-    train = TrainConfig.model_validate({"CLASS_WEIGHTS": setting})
-    return class_weights(train, 6, labels, names, "made")
-
-
 def test_balanced_weights_make_all_classes_count_equally() -> None:
-    weights = weights_of("balanced")
-    assert weights is not None
+    weights = class_weights("balanced", 6, SKEWED, "made")
     counts = np.bincount(SKEWED, minlength=6)
     assert weights[5] == 1, "a class without images"
     assert np.allclose((weights * counts)[:5], 203 / 5)
-    assert weights_of(None) is None
-
-
-def test_file_may_name_classes(tmp_path: Path) -> None:
-    file = tmp_path / "w.txt"
-    file.write_text("red fox\t2\n\nowl 0.5\n# a comment\n")
-    assert weights_of(str(file), names=["owl", "red fox"]).tolist() == [0.5, 2, 1, 1, 1, 1]  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("owl 1\nowl 2\n", ":2: the class owl has a weight already"),
-        ("owl\n", ":1: 'owl' is not a class and a weight above 0"),
-        ("owl 0\n", ":1: 'owl 0' is not a class and a weight above 0"),
-        ("owl inf\n", "is not a class and a weight above 0"),
-        ("owl nan\n", "is not a class and a weight above 0"),
-        ("owl 1e39\n", ":1: the weight 1e+39 of class owl is not between 1e-12 and 1e+12"),
-        ("owl 1\nfix 2\n", "the data set has no class 'fix'. Did you mean fox?"),
-        ("owl 1\n", "1 of 2 classes have no weight (the first: fox)"),
-    ],
-)
-def test_bad_file_is_refused(content: str, said: str, tmp_path: Path) -> None:
-    file = tmp_path / "w.txt"
-    file.write_text(content)
-    with pytest.raises(UserError) as error:
-        weights_of(str(file), names=["owl", "fox"])
-    assert said in str(error.value)
 
 
 def test_stream_without_labels_is_refused() -> None:
     with pytest.raises(UserError, match=r"TRAIN.CLASS_WEIGHTS: the data set far is read as a stream"):
-        class_weights(TrainConfig.model_validate({"CLASS_WEIGHTS": "balanced"}), 6, None, None, "far")
+        class_weights("balanced", 6, None, "far")

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from engine.distill.teacher import DistillationLoss
 from engine.inputs.mixing import Mixing
-from engine.task.losses import BinaryCrossEntropy
 from engine.task.one import OneLabel
+from engine.task.other_losses import BinaryCrossEntropy
 from utils.config import TrainConfig, load_config
 from utils.errors import UserError
 from utils.seeding import seed_all

@@ -1,0 +1,98 @@
+"""Losses beside the plain cross-entropy: bce, class weights (TRAIN.CLASS_WEIGHTS), and a function of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from datasets.labels import images_of_classes
+from utils.config.train import TrainConfig
+from utils.errors import UserError
+
+BALANCED = "balanced"
+KEY = "TRAIN.CLASS_WEIGHTS"
+
+
+def class_weights(setting: str, classes: int, labels: np.ndarray | None, source: str) -> np.ndarray:
+    """Weight of each output of the classifier, float64. `labels`: of the training split. `source`: DATA.DATASET."""
+    if setting != BALANCED:
+        raise UserError(f"{KEY}: expected {BALANCED} or null, got {setting!r}")
+    if labels is None:
+        raise UserError(
+            f"{KEY}: the data set {source} is read as a stream, so the labels of its images are not known when an "
+            f"epoch begins. Use {KEY}=null."
+        )
+    counts = images_of_classes(labels, classes)
+    # Classes without images get 1: label smoothing alone ever asks for their weight.
+    return np.where(counts > 0, counts.sum() / ((counts > 0).sum() * np.maximum(counts, 1)), 1.0)
+
+
+class BinaryCrossEntropy(nn.Module):
+    """Binary cross-entropy of each class, as timm's `BinaryCrossEntropy` computes it.
+
+    Labels are made one-hot. Smoothing mixes targets with 1 / `outcomes`. timm does that in its mixup; here the loss
+    does it, with the same result. With one label, the outcomes are the classes; with several, each class has two, so
+    that targets move towards 0.5, as timm's `smooth_dense` does.
+    """
+
+    positive_weights: Tensor | None
+
+    def __init__(self, train: TrainConfig, outcomes: int, positive_weights: Tensor | None = None) -> None:
+        super().__init__()
+        self.outcomes = outcomes
+        self.smoothing, self.threshold = train.SMOOTHING, train.BCE_TARGET_THRESH
+        self.register_buffer("positive_weights", positive_weights)
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        targets = self._targets(logits, targets)
+        total = F.binary_cross_entropy_with_logits(logits, targets, pos_weight=self.positive_weights, reduction="sum")
+        return total / logits.numel()
+
+    def _targets(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if not targets.is_floating_point():
+            classes = torch.arange(logits.shape[-1], device=logits.device)
+            targets = (targets.unsqueeze(1) == classes).to(logits.dtype)
+        if self.smoothing:
+            targets = targets * (1 - self.smoothing) + self.smoothing / self.outcomes
+        return targets if self.threshold is None else (targets > self.threshold).to(targets.dtype)
+
+
+class WeightedCrossEntropy(nn.Module):
+    """Mean cross-entropy of a micro-batch, in which each image counts with the weight of its class.
+
+    So the loss of an update is the sum of (class weight x loss) over all its images, divided by the sum of their class
+    weights, however it is cut into micro-batches: `MicroBatch.weight` weighs those.
+
+    For labels it is torch's. For mixed targets, one row of probabilities per image, torch divides by the number of
+    images; this divides by the sum of the images' weights, each the mean of its classes' weights by their
+    probabilities. So a target that is one class alone gives the same as its label.
+    """
+
+    weights: Tensor
+
+    def __init__(self, weights: Tensor, smoothing: float) -> None:
+        super().__init__()
+        self.register_buffer("weights", weights)
+        self.smoothing = smoothing
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if not targets.is_floating_point():
+            return F.cross_entropy(logits, targets, self.weights, label_smoothing=self.smoothing)
+        total = F.cross_entropy(logits, targets, self.weights, label_smoothing=self.smoothing, reduction="sum")
+        # Not a matrix product, which autocast would compute in half precision.
+        return total / (targets * self.weights).sum()
+
+
+class OwnFunction(nn.Module):
+    """A function (logits, targets) as a module."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return self.function(logits, targets)

@@ -109,7 +109,7 @@ class TrainConfig(Section):
     CLASS_WEIGHTS: str | None = setting(
         None,
         "Class weights in the training loss; in bce of positive targets. balanced: inversely proportional to the "
-        "images per class. Or a file with lines NAME WEIGHT; see docs/methods.md.",
+        "images per class.",
         _OF_PROGRAM,
         excludes("TRAIN.DISTILLATION_TYPE", when=TRAINING, why="its loss has none", do="use DATA.SAMPLER=balanced"),
     )

@@ -190,8 +190,3 @@ def test_out_of_memory_is_a_result(monkeypatch: pytest.MonkeyPatch, error: Runti
 
     monkeypatch.setattr(sessions, "start_log", lambda **_: None)
     assert sessions.attempt(full) == {"failed": "out of memory"}
-
-
-def test_unknown_precision_is_refused(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["timm", "-cfg", str(tiny), "-precisions", "fp32,int4"]) == EXIT_USAGE
-    assert "-precisions fp32,int4: unknown 'int4'. Known: fp32,bf16,fp16." in capsys.readouterr().err

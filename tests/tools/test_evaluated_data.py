@@ -155,7 +155,7 @@ def test_part_is_for_evaluation(vitamp: Callable[..., Result], place: Path, run:
     assert run.is_dir()
     done = vitamp("-cfg", place / "icons.yaml", "-part", "test", "-output", tmp_path / "run")
     assert done.code == 2
-    assert "-part: DATA.PART: test needs EVAL=true: training always validates on the validation split" in done.err
+    assert "-part: DATA.PART: test needs EVAL=true: training uses val" in done.err
 
 
 def test_other_tools_take_a_part_of_the_runs_data(vitamp: Callable[..., Result], run: Path, tmp_path: Path) -> None:

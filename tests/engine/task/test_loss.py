@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from engine.distill.teacher import DistillationLoss
 from engine.inputs.mixing import Mixing
 from engine.task.one import OneLabel
-from engine.task.other_losses import BinaryCrossEntropy
-from utils.config import TrainConfig, load_config
-from utils.errors import UserError
+from utils.config import TrainConfig
 from utils.seeding import seed_all
 
 POSITIVE = torch.tensor([0.2, 1.0, 3.0, 0.7, 2.5])
@@ -92,39 +90,3 @@ def test_teacher_is_added_to_it(kind: str) -> None:
     expected = 0.7 * TimmsBce(0.0, 0.0)(logits, labels) + 0.3 * of_teacher
     found = DistillationLoss(OneLabel(5).loss(train, None), train)(logits, both)
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (
-            {"TRAIN.BCE_TARGET_THRESH": "0", "TRAIN.SMOOTHING": "0.1"},
-            "TRAIN.BCE_TARGET_THRESH: 0 makes all targets equal: TRAIN.SMOOTHING 0.1 turns 0 and 1 into 0.01 and 0.91",
-        ),
-        ({"TRAIN.BCE_TARGET_THRESH": "0.95", "TRAIN.SMOOTHING": "0.1"}, "0.95 makes all targets equal"),
-        ({"TRAIN.BCE_TARGET_THRESH": "1"}, "TRAIN.BCE_TARGET_THRESH: expected number >= 0 and < 1 or null, got 1"),
-    ],
-)
-def test_impossible_thresholds_are_refused(words: dict[str, str], said: str) -> None:
-    with pytest.raises(UserError) as error:
-        load_config(None, words={"MODEL.NUM_CLASSES": "10", "TRAIN.LOSS": "bce", **words})
-    assert said in str(error.value)
-
-
-@pytest.mark.parametrize("mixing", [{"TRAIN.MIXUP_ALPHA": "0.8"}, {"TRAIN.CUTMIX_MINMAX": "0.2,0.8"}, {}])
-@pytest.mark.parametrize(
-    ("threshold", "smoothing", "needed"), [("0.9", "0", 0.5), ("0.4", "0", 0.5), ("0.48", "0.2", 0.45)]
-)
-def test_threshold_that_takes_all_classes_from_mixed_images_is_noted(
-    mixing: dict[str, str], threshold: str, smoothing: str, needed: float
-) -> None:
-    """`needed`: the target of a label whose image is half of a mixed one, with 4 classes."""
-    words = {"TRAIN.LOSS": "bce", "TRAIN.MIXUP_ALPHA": "0", "TRAIN.CUTMIX_ALPHA": "0", "MODEL.NUM_CLASSES": "4"}
-    words |= {"TRAIN.BCE_TARGET_THRESH": threshold, "TRAIN.SMOOTHING": smoothing}
-    loaded = load_config(None, words=words | mixing)
-    noted = any(f"with a threshold below {needed:g}, every mixed image has one" in note for note in loaded.notes)
-    assert noted == (bool(mixing) and float(threshold) >= needed)
-    loss = OneLabel(4).loss(loaded.config.TRAIN, None)
-    assert isinstance(loss, BinaryCrossEntropy)
-    targets = loss._targets(torch.zeros(1, 4), torch.tensor([[0.5, 0.5, 0.0, 0.0]]))
-    assert bool(targets.any()) == (float(threshold) < needed)

@@ -287,9 +287,10 @@ def build_train_state(
         from engine.task.other_losses import WeightedCrossEntropy
 
         alone = train.ACCUM_ITER * world.size == 1  # one micro-batch an update: its mean is the update's
-        weighted = isinstance(criterion, WeightedCrossEntropy)
-        if weighted and train.mixes and train.MIXUP_MODE == "elem" and not alone:
-            mixed = MixedWeights(criterion.weights)
+        if isinstance(criterion, WeightedCrossEntropy):
+            weighted = True
+            if train.mixes and train.MIXUP_MODE == "elem" and not alone:
+                mixed = MixedWeights(criterion.weights)
     change, stages = no_transform, Stages()
     if config.REPORT_STAGES:
         from engine.measure.stages import stages_on

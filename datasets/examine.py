@@ -25,8 +25,8 @@ from datasets.decoding import TRANSPARENT, Header, header_of
 from datasets.labels import images_of_classes
 from utils.config import Config
 from utils.config.data import DataConfig
-from utils.distributed.again import tool
 from utils.log import log
+from utils.program import tool
 from utils.record.run_folder import CONFIG, DATA, write_json
 from vitamp.metrics import NO_LABELS
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from utils.errors import UserError
-from utils.log import log
-from utils.terminal import IN_FULL
+from utils.log import IN_FULL, log
 
 ANY_LABEL = 2**63
 """In place of a number of classes: labels are not checked. For tools that look for wrong labels. Exceeds int64."""

@@ -18,7 +18,7 @@ from engine.machine.stopping import CTRL_C, ENDED, signals
 from utils.cli import CommandLine, parse, version_text
 from utils.config import Loaded, format_config, load_config
 from utils.config.keys import OF_ONE_START, default_of
-from utils.distributed.world import ALONE, BY_HAND, World, check_rank_is_known, read_world, world_from_launcher
+from utils.distributed.world import ALONE, BY_HAND, RANK_VARIABLES, SIZES_OF_OTHERS, World
 from utils.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -59,7 +59,7 @@ def main(script: str, many: bool) -> NoReturn:
 
 def _exit_code(script: str, argv: list[str], many: bool) -> int:
     """Run the program, and report any exception as text."""
-    place = world_from_launcher() or ALONE
+    place = _launched_as() or ALONE
     start_log(place.first, survives_closed_pipe=True)
     try:
         return flush_after(lambda: _dispatch(script, argv, many))
@@ -98,6 +98,15 @@ def _exit_code(script: str, argv: list[str], many: bool) -> int:
         name = _rank_name()
         _report((f"{name} failed:\n" if name else "") + (_in_own_code(error) or traceback.format_exc()), aloud=True)
         return EXIT_FAILED
+
+
+def _launched_as() -> World | None:
+    """This process's rank as its launcher gives it, before any setting is known."""
+    if not any(name in os.environ for name in RANK_VARIABLES.values()):
+        return None
+    from utils.distributed.launchers import world_from_launcher
+
+    return world_from_launcher()
 
 
 def _group() -> Any:
@@ -146,16 +155,29 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
         return EXIT_DONE
     if command.action == "print_amp":
         _use_own_code(loaded, command)
-        print(_precisions(loaded))
+        from engine.amp.precision import check_amp
+        from engine.amp.print_amp import show_precisions
+        from engine.preflight import resolve
+        from models.build import check_model
+
+        config = resolve(loaded).config
+        check_amp(config.AMP, config.TRAIN)
+        check_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
+        print(show_precisions(config))
         return EXIT_DONE
     # main_single_gpu.py needs no address where ranks meet, which read_world would ask for.
-    world = (None if many else world_from_launcher()) or read_world(command.ranks)
+    world = None if many else _launched_as()
+    launched = any(name in os.environ for name in (*RANK_VARIABLES.values(), *SIZES_OF_OTHERS))
+    if world is None and (launched or command.ranks):
+        from utils.distributed.launchers import check_rank_is_known, read_world
+
+        world = read_world(command.ranks)
+        if world is None:
+            check_rank_is_known()
     if world is not None and not world.first:  # a rank set with -rank is known only now
         start_log(to_terminal=False)
     if loaded.config.LOG_STYLE == "auto" and command.action == "train" and not loaded.config.EVAL:
         shorten_on_terminal()
-    if world is None:
-        check_rank_is_known()
     if not many and world is not None and world.size > 1:
         raise UserError(
             f"{started_as('main_single_gpu.py')} was started {world.size} times ({world.launcher}), and each "
@@ -194,18 +216,6 @@ def _use_own_code(loaded: Loaded, command: CommandLine) -> None:
         from engine.trained.own_code import use_own_code
 
         use_own_code(loaded.config, is_of_user(loaded.sources["USE"]), command.trust)
-
-
-def _precisions(loaded: Loaded) -> str:
-    from engine.amp.precision import check_amp
-    from engine.amp.print_amp import show_precisions
-    from engine.preflight import resolve
-    from models.build import check_model
-
-    config = resolve(loaded).config
-    check_amp(config.AMP, config.TRAIN)
-    check_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
-    return show_precisions(config)
 
 
 def _train(script: str, argv: list[str], loaded: Loaded, world: World | None, command: CommandLine, many: bool) -> int:

@@ -18,10 +18,10 @@ from utils.config.data import DataConfig
 from utils.config.keys import default_of
 from utils.config.kinds import AUTO
 from utils.config.resumed import is_of_earlier_version
-from utils.distributed.again import tool
 from utils.distributed.world import ALONE
 from utils.errors import UserError
 from utils.log import unheard
+from utils.program import tool
 from utils.record.resumed_run import config_of, resumed_run, settings_of
 from utils.record.run_folder import copies_in_words
 from vitamp.checkpoints import run_folder_of

@@ -9,21 +9,19 @@ from types import MappingProxyType
 
 import torch
 
-from datasets import check_dataset, count_classes, open_dataset, source_of
+from datasets import check_dataset
 from engine.amp.precision import check_amp
 from engine.inputs.batches import shortcuts_of
 from engine.machine.memory import total_memory
 from engine.optim.build import optimizer_name
-from engine.task import task_of
 from models.build import check_model
-from utils.config import Config, DataConfig, Loaded
-from utils.config.keys import CLASSES, DATASET, IMAGE_SIZE, PATCH_SIZE
+from utils.config import Config, Loaded
+from utils.config.keys import DATASET
 from utils.config.kinds import AUTO
 from utils.config.read import Entry
 from utils.errors import UserError
 from utils.record.resumed_run import resumed_run, target_folder
 from utils.record.run_folder import check_output
-from vitamp.metrics import NO_LABELS
 
 
 def check(config: Config, sources: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -90,14 +88,6 @@ def check(config: Config, sources: Mapping[str, str] = MappingProxyType({})) -> 
 # Each process resolves them for itself, before anything is built; config.yaml stores the result. A resumed run has them
 # from its checkpoint instead (utils/config/resumed.py).
 
-SIZES = range(32, 97)
-"""Image sizes that `auto` chooses from"""
-PATCHES = range(4, 9)
-"""Patch sizes that `auto` chooses from"""
-TEACHER = "TRAIN.TEACHER_MODEL"
-PATCHES_PER_ROW = 8
-"""Number of patches that a patch size of `auto` comes closest to"""
-
 
 def resolve(loaded: Loaded) -> Loaded:
     """The settings with numbers for `auto`, the layout of DATA_PATH, and the preprocessing of the weights.
@@ -112,7 +102,10 @@ def resolve(loaded: Loaded) -> Loaded:
             name, what = found
             note = f"{DATASET} {name}: {what}"
             loaded = loaded.with_values({DATASET: Entry(name, f"recognised in {place}")}, [note])
-    loaded = _with_classes(loaded)
+    if loaded.config.MODEL.NUM_CLASSES == AUTO:
+        from engine.inputs.auto import with_classes
+
+        loaded = with_classes(loaded)
     if loaded.config.MODEL.PRETRAINED is not None:
         from engine.checkpoint.preprocessing import with_preprocessing
 
@@ -121,8 +114,11 @@ def resolve(loaded: Loaded) -> Loaded:
         from engine.distill.teacher import default_teacher
 
         if (found := default_teacher(loaded.config)) is not None:
-            loaded = loaded.with_values({TEACHER: Entry(found[0], "PaddleViT's default")}, [found[1]])
-    loaded = _with_patch_size(_with_image_size(loaded))
+            loaded = loaded.with_values({"TRAIN.TEACHER_MODEL": Entry(found[0], "PaddleViT's default")}, [found[1]])
+    if loaded.config.DATA.IMAGE_SIZE == AUTO or loaded.config.MODEL.PATCH_SIZE == AUTO:
+        from engine.inputs.auto import with_image_size, with_patch_size
+
+        loaded = with_patch_size(with_image_size(loaded))
     if not loaded.config.EVAL:
         return loaded
     from engine.evaluated_data import evaluated_weights, settings_for_evaluation
@@ -130,68 +126,3 @@ def resolve(loaded: Loaded) -> Loaded:
     given = {key for key, source in loaded.sources.items() if source.startswith("-") or source == "command line"}
     values, notes = settings_for_evaluation(loaded.config, evaluated_weights(loaded.config), given)
     return loaded.with_values({key: Entry(value, "the evaluated data") for key, value in values.items()}, notes)
-
-
-def _with_classes(loaded: Loaded) -> Loaded:
-    config = loaded.config
-    if config.MODEL.NUM_CLASSES != AUTO:
-        return loaded
-    try:
-        number = count_classes(_of_any_size(config.DATA), train=True)
-    except UserError:
-        if config.task == NO_LABELS:  # of a data set without classes of its own
-            return loaded.with_values({CLASSES: Entry(1, "no labels are read")}, [])
-        if not config.EVAL:
-            raise
-        number = count_classes(_of_any_size(config.DATA), train=False)  # an evaluation needs no training split
-    number = max(number, 1)  # the check of the data reports negative labels, with their lines
-    name = source_of(config.DATA)
-    note = f"{CLASSES} {number}: classes of {name}"
-    if number < task_of(config).fewest_classes:
-        note += ". With one class there is nothing to learn: is DATA.DATA_PATH the folder that holds the class folders?"
-    return loaded.with_values({CLASSES: Entry(number, f"classes of {name}")}, [note])
-
-
-def _of_any_size(data: DataConfig) -> DataConfig:
-    """For a look at the data while DATA.IMAGE_SIZE may still be `auto`."""
-    return data.model_copy(update={"IMAGE_SIZE": SIZES[-1]}) if data.IMAGE_SIZE == AUTO else data
-
-
-def _with_image_size(loaded: Loaded) -> Loaded:
-    config = loaded.config
-    if config.DATA.IMAGE_SIZE != AUTO:
-        return loaded
-    from datasets.examine import median_side
-
-    name, classes = source_of(config.DATA), config.MODEL.NUM_CLASSES
-    data = _of_any_size(config.DATA)
-    samples = open_dataset(data, not config.EVAL, classes, config.SEED, torch.device("cpu")).single_images()
-    side = None if samples is None else median_side(samples, data)
-    if side is None:
-        raise UserError(
-            f"{loaded.sources[IMAGE_SIZE]}: {IMAGE_SIZE} auto: the size of the images of {name} is unknown, because "
-            f"{'they are in memory' if samples is None else 'none of those tried can be read'}. Give a number, as in "
-            "-image_size 32."
-        )
-    patch = config.MODEL.PATCH_SIZE
-    step = 8 if patch == AUTO else patch or 16
-    size = min((size for size in SIZES if size % step == 0), key=lambda size: abs(size - side), default=step)
-    note = f"{IMAGE_SIZE} {size}: the median image of {name} has {side} pixels (shorter side)"
-    if side > SIZES[-1]:
-        note += f". auto chooses at most {size}; -image_size N shows the model more detail, but takes more time"
-    return loaded.with_values({IMAGE_SIZE: Entry(size, f"median image of {name}")}, [note])
-
-
-def _with_patch_size(loaded: Loaded) -> Loaded:
-    config, size = loaded.config, loaded.config.DATA.IMAGE_SIZE
-    if config.MODEL.PATCH_SIZE != AUTO:
-        return loaded
-    fitting = [patch for patch in PATCHES if size % patch == 0]
-    if not fitting:
-        raise UserError(
-            f"{loaded.sources[PATCH_SIZE]}: {PATCH_SIZE} auto: no patch of {PATCHES[0]} to {PATCHES[-1]} pixels "
-            f"divides {IMAGE_SIZE} {size}. Use a multiple of 8, such as -image_size {(size + 7) // 8 * 8}."
-        )
-    patch = min(fitting, key=lambda patch: abs(size / patch - PATCHES_PER_ROW))
-    note = f"{PATCH_SIZE} {patch}: {size // patch} x {size // patch} patches of an image of {size} x {size}"
-    return loaded.with_values({PATCH_SIZE: Entry(patch, f"{IMAGE_SIZE} {size}")}, [note])

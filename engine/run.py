@@ -27,13 +27,12 @@ from engine.setup import ReadyToTrain, build_for_training, sharding_of
 from engine.trainer import Trainer
 from utils.config import Loaded
 from utils.config.kinds import AUTO
-from utils.distributed.again import tool
 from utils.distributed.world import World, on_every_rank, on_rank_0
 from utils.errors import EXIT_DONE, TrainingError, UserError
-from utils.log import brief_terminal, log, print_on_terminal
+from utils.log import DETAIL, brief_terminal, log, print_on_terminal
+from utils.program import tool
 from utils.record.resumed_run import resumed_run
 from utils.record.run_folder import copies_in_words
-from utils.terminal import DETAIL
 from utils.text import counted
 from vitamp.metrics import metric_named
 
@@ -42,9 +41,22 @@ if TYPE_CHECKING:
 
 
 def run(loaded: Loaded, world: World, dry: bool) -> int:
-    """Join the other ranks, train or evaluate, and return the exit code. Errors are raised."""
+    """Choose the device and threads, join the other ranks, train or evaluate, and return the exit code."""
+    config = loaded.config
     try:
-        this = join(loaded, world)
+        device = pick_device(config.DEVICE, world)
+        threads = set_up_device(config, device, world)
+        for note in loaded.notes:
+            log.info(note)
+        for warning in loaded.warnings:
+            log.warning(warning)
+        if world.first and (advice := no_gpu_notice(config, device)):
+            log.info(advice)
+        if world.size > 1:
+            from engine.machine.environment import join_run
+
+            join_run(config, world, device, threads)
+        this = Run(config, world, device, threads)
         try:
             return _train_or_evaluate(this, dry)
         except Exception as error:
@@ -59,24 +71,6 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
             from utils.distributed.group import leave
 
             leave()
-
-
-def join(loaded: Loaded, world: World) -> Run:
-    """Choose the device and threads, log notes on the settings, and join the other ranks."""
-    config = loaded.config
-    device = pick_device(config.DEVICE, world)
-    threads = set_up_device(config, device, world)
-    for note in loaded.notes:
-        log.info(note)
-    for warning in loaded.warnings:
-        log.warning(warning)
-    if world.first and (advice := no_gpu_notice(config, device)):
-        log.info(advice)
-    if world.size > 1:
-        from engine.machine.environment import join_run
-
-        join_run(config, world, device, threads)
-    return Run(config, world, device, threads)
 
 
 def _train_or_evaluate(this: Run, dry: bool) -> int:

@@ -39,9 +39,8 @@ from models.parts import frozen_weights
 from utils.config import Config, config_hash
 from utils.config.keys import values_to_keep
 from utils.distributed.world import ALONE, World, broadcast, on_every_rank
-from utils.log import log
+from utils.log import DETAIL, log
 from utils.seeding import seed_all
-from utils.terminal import DETAIL
 from utils.text import redacted_values
 from vitamp.checkpoints import LORA, Checkpoint
 from vitamp.metrics import AVERAGE, WeightSet

@@ -30,8 +30,7 @@ from models.sizes import (
 )
 from utils.config.model import ModelConfig
 from utils.errors import UserError
-from utils.log import log
-from utils.terminal import DETAIL
+from utils.log import DETAIL, log
 from vitamp.registry import own_named
 
 LAYER_SCALE = ("init_values", "ls_init_value", "eta")

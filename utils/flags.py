@@ -56,7 +56,6 @@ class Positional:
     nargs: Literal["?", "+", "*"] | None = None
     """How many, as in argparse; None: one."""
     kind: Callable[[str], Any] = str
-    choices: tuple[str, ...] = ()
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -82,7 +81,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("eval", "validate once and exit", keys=("EVAL",)),
         Flag(
             "dry_run",
-            "make a few real updates; estimate memory, time and disk space of the whole run",
+            "make a few real updates; estimate memory and time of the whole run",
             action="dry_run",
         ),
         Flag("print_config", "print all settings and where each comes from", action="print_config"),
@@ -192,12 +191,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             ("OUTPUT",),
             default_text="the resumed run's, else a new one in ./output",
         ),
-        Flag(
-            "resume",
-            "resume a run or checkpoint; auto: the run in -output",
-            "PATH|auto",
-            ("MODEL.RESUME",),
-        ),
+        Flag("resume", "resume a run or checkpoint; auto: the run in -output", "PATH|auto", ("MODEL.RESUME",)),
         Flag(
             "last_epoch",
             "start after epoch N, with the schedule advanced to it; with -resume, from the checkpoint of this epoch",

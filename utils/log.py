@@ -7,17 +7,24 @@ import functools
 import logging
 import sys
 from collections.abc import Iterator
+from logging.handlers import MemoryHandler
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from tqdm import tqdm
 
 from utils.standard_output import LineFile, discard_output
-from utils.terminal import Brief
 from utils.text import redacted
+
+if TYPE_CHECKING:
+    from utils.terminal import Brief
 
 log = logging.getLogger("vitamp")
 LOG = "log.txt"
+DETAIL = {"detail": True}
+"""`extra` of a log line that a terminal with a table of epochs leaves out; log.txt and pipes have it."""
+IN_FULL = {"in_full": True}
+"""`extra` of a log line that such a terminal does not shorten before training begins."""
 CONTROL = {code: ascii(chr(code))[1:-1] for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 """What log lines show of control characters, which a file's name can have: a terminal would obey them."""
 
@@ -72,17 +79,6 @@ class _Terminal(logging.Handler):
             log.info("The program reading %s has closed its pipe: the run continues and logs to %s.", name, LOG)
 
 
-class _Buffer(logging.Handler):
-    """Keeps records logged before the run's folder exists, to write them there later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
-
-
 class _File(logging.Handler):
     """Appends to a file of the run; a full disk does not stop the run."""
 
@@ -125,7 +121,8 @@ def start_log(to_terminal: bool, survives_closed_pipe: bool = False) -> None:
         terminal = _Terminal(survives_closed_pipe)
         terminal.setFormatter(_WithLevel("%(message)s"))
         log.addHandler(terminal)
-    log.addHandler(_Buffer())
+    # Until the run's folder exists.
+    log.addHandler(MemoryHandler(sys.maxsize, flushLevel=sys.maxsize))
 
 
 def log_into(folder: Path, rank: int) -> None:
@@ -133,14 +130,14 @@ def log_into(folder: Path, rank: int) -> None:
     files = [folder / "ranks" / f"{rank}.log"]
     if rank == 0:
         files.append(folder / LOG)
-    buffers = [handler for handler in log.handlers if isinstance(handler, _Buffer)]
+    buffers = [handler for handler in log.handlers if isinstance(handler, MemoryHandler)]
     for path in files:
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = _File(path)
         handler.setFormatter(_WithLevel("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
         log.addHandler(handler)
         for buffer in buffers:
-            for record in buffer.records:
+            for record in buffer.buffer:
                 handler.handle(record)
     for buffer in buffers:
         log.removeHandler(buffer)
@@ -170,6 +167,8 @@ def _terminal() -> _Terminal | None:
 def shorten_on_terminal() -> None:
     """From now on, the terminal leaves out details, if this process logs to one and no pipe or file takes its place."""
     if (terminal := _terminal()) and sys.stdout.isatty():
+        from utils.terminal import Brief
+
         terminal.brief = Brief()
 
 

@@ -19,6 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from utils.distributed.world import BY_HAND, World
+
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
@@ -56,7 +58,8 @@ def help_here(text: str, installed: bool = INSTALLED) -> str:
 
     def subcommand(found: re.Match[str]) -> str:
         name = found[1]
-        return f"vitamp {ENTRIES.get(name, name)}" if name in ENTRIES or name in _tools() else found[0]
+        known = name in ENTRIES or (ROOT / "scripts" / f"{name}.py").is_file()
+        return f"vitamp {ENTRIES.get(name, name)}" if known else found[0]
 
     return _RECIPE.sub(r"\1", _SCRIPT.sub(subcommand, text)) if installed else text
 
@@ -68,11 +71,36 @@ def as_typed(argv: Sequence[str]) -> str:
     return shlex.join([*start, *argv[1:]])
 
 
-@cache
-def _tools() -> set[str]:
-    return {file.stem for file in (ROOT / "scripts").glob("*.py")}
+def entry_script() -> Path:
+    """The script that was started, relative to the current folder if it is below."""
+    path, here = Path(sys.argv[0]).absolute(), Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
+def tool(name: str) -> str:
+    """Command that starts a tool, from the current folder, also in another tool."""
+    if INSTALLED:
+        return f"vitamp {name}"
+    folder = entry_script().parent
+    folder = folder if folder.name == "scripts" else folder / "scripts"
+    return f"python {shlex.quote(str(folder / f'{name}.py'))}"
+
+
+def start_again(world: World, flags: str) -> str:
+    """Command that starts this script again with `flags` and as many processes."""
+    script = entry_script()
+    by_hand = f"vitamp {ENTRIES[script.stem]}" if INSTALLED else shlex.quote(str(script))
+    start = by_hand if INSTALLED else f"python {by_hand}"
+    if world.size == 1:
+        return f"{start} {flags}"
+    if LAUNCHER_PID in os.environ:
+        return f"{start} -ngpus {world.size} {flags}"
+    how = "by hand, each with its rank" if world.launcher == BY_HAND else f"by {world.launcher}"
+    return f"{by_hand} {flags}  # start its {world.size} processes {how}, as before"
+
+
+LAUNCHER_PID = "VITAMP_LAUNCHER_PID"
+"""Environment variable with the process that started the ranks, if that is main_multi_gpu.py itself."""
 PARENT = "VITAMP_PARENT_PID"
 """Environment variable of a program that a tool starts: the tool's process."""
 PR_SET_PDEATHSIG = 1

@@ -5,20 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TextIO
 
-DETAIL = {"detail": True}
-"""`extra` of a log line that such a terminal leaves out; log.txt and pipes have it."""
-IN_FULL = {"in_full": True}
-"""`extra` of a log line that such a terminal does not shorten before training begins."""
 MOST_LINES = 10
 """Before the first update, warnings aside."""
 MAIN_ROWS = ("device", "precision", "model", "data", "training", "output")
 """Of the banner"""
-GLYPHS = "━…·"
 
 
 @dataclass(frozen=True)
@@ -26,27 +18,16 @@ class Looks:
     moves: bool = True
     """Whether a line can be drawn again in place."""
     colours: bool = True
-    unicode: bool = True
 
     def coloured(self, text: str, code: str) -> str:
         return f"\x1b[{code}m{text}\x1b[0m" if self.colours else text
 
     def shortened(self, text: str, width: int) -> str:
         """Cut at a blank to one line of at most `width` characters."""
-        end = "…" if self.unicode else "..."
         if len(text) <= width:
             return text
-        cut = text[: max(width - len(end), 1)]
-        return f"{cut.rpartition(' ')[0].rstrip(' ,;:') or cut}{end}"
-
-
-def looks_of(stream: TextIO, env: Mapping[str, str] = os.environ) -> Looks:
-    moves = env.get("TERM") != "dumb"
-    try:
-        GLYPHS.encode(stream.encoding or "ascii")
-    except (LookupError, UnicodeEncodeError):
-        return Looks(moves, moves and not env.get("NO_COLOR"), unicode=False)
-    return Looks(moves, moves and not env.get("NO_COLOR"))
+        cut = text[: max(width - 3, 1)]
+        return f"{cut.rpartition(' ')[0].rstrip(' ,;:') or cut}..."
 
 
 def terminal_width() -> int:
@@ -58,7 +39,8 @@ class Brief:
     """Chooses what the terminal shows of each log line: before training begins, one line each, and no details."""
 
     def __init__(self) -> None:
-        self.looks = looks_of(sys.stdout)
+        moves = os.environ.get("TERM") != "dumb"
+        self.looks = Looks(moves, moves and not os.environ.get("NO_COLOR"))
         self.training = False
         """From the first update on, lines are shown in full."""
         self.lines = 0

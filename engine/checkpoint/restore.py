@@ -29,11 +29,10 @@ from utils.config.keys import OF_ONE_START
 from utils.config.kinds import AUTO, one_line
 from utils.config.model import LoraConfig
 from utils.config.resumed import known_settings
-from utils.distributed.again import start_again, tool
 from utils.distributed.world import World, broadcast
 from utils.errors import UserError
-from utils.log import log
-from utils.terminal import IN_FULL
+from utils.log import IN_FULL, log
+from utils.program import start_again, tool
 from utils.text import counted
 from vitamp.checkpoints import CHECKPOINTS, LORA, MODEL, Checkpoint, folder_name, run_folder_of
 from vitamp.metrics import PLAIN

@@ -29,8 +29,7 @@ from engine.task.base import Metrics
 from engine.update import TrainState
 from utils.config.schema import Config
 from utils.errors import TrainingError
-from utils.log import log
-from utils.terminal import DETAIL
+from utils.log import DETAIL, log
 from vitamp.checkpoints import best_of, folder_name, read_index, write_index
 from vitamp.metrics import WeightSet
 

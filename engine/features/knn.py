@@ -27,8 +27,7 @@ from utils.config.data import DataConfig
 from utils.config.keys import default_of
 from utils.distributed.world import ALONE, World, sum_over_ranks
 from utils.errors import UserError
-from utils.log import log
-from utils.terminal import DETAIL
+from utils.log import DETAIL, log
 from vitamp.metrics import always_guessing
 
 Pool = Literal["pooled", "class", "mean", "patches"]

@@ -17,14 +17,14 @@ import torch
 from torch.cuda import nccl
 
 from utils.config import Config
-from utils.distributed.world import ALONE, MPICH, OPENMPI, SLURM, World
+from utils.distributed.world import ALONE, OPENMPI, SLURM, World
 from utils.errors import UserError
 from utils.machine.cpus import first_processor, keep_freed_memory
 from utils.text import counted
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 # Launchers under which a process may see only its own GPU (srun --gpus-per-task=1).
-LAUNCHERS_WITH_OWN_GPU = (SLURM, OPENMPI, MPICH)
+LAUNCHERS_WITH_OWN_GPU = (SLURM, OPENMPI)
 
 
 def pick_device(wanted: str | None, world: World) -> torch.device:
@@ -118,28 +118,20 @@ def no_gpu_notice(config: Config, device: torch.device, env: Mapping[str, str] =
     """One line for the log; None if a GPU is used, or if -device cpu was given."""
     if device.type != "cpu" or config.DEVICE is not None:
         return None
-    hidden, driver, why = env.get("CUDA_VISIBLE_DEVICES"), NVIDIA_DRIVER.exists(), ""
-    if hidden is not None and hidden.strip() in ("", "-1"):
-        why = f", because CUDA_VISIBLE_DEVICES is {hidden!r}"
-    elif driver and torch.version.cuda is None and torch.version.hip is None:
-        why = (
-            f", though an NVIDIA driver is installed: torch {torch.__version__} is built for CPUs only (pip install "
-            "torch torchvision in a new environment installs them with CUDA)"
-        )
-    elif driver and hidden is not None:
-        why = f", because CUDA_VISIBLE_DEVICES is {hidden!r} (nvidia-smi -L lists the GPUs)"
-    elif driver:
-        why = ", though an NVIDIA driver is installed (nvidia-smi shows whether it works)"
+    hidden, facts = env.get("CUDA_VISIBLE_DEVICES"), []
+    if hidden is not None:
+        facts.append(f"CUDA_VISIBLE_DEVICES is {hidden!r}")
+    if NVIDIA_DRIVER.exists():
+        facts.append("an NVIDIA driver is installed, and nvidia-smi shows whether it works")
+        if torch.version.cuda is None and torch.version.hip is None:
+            new = "pip install torch torchvision in a new environment installs them with CUDA"
+            facts.append(f"torch {torch.__version__} is built for CPUs only, and {new}")
+    why = f" ({'; '.join(facts)})" if facts else ""
     return (
         f"No GPU is visible{why}: this run uses the CPU, which is enough to try things out (training with "
         "-cfg configs/vit_digits.yaml takes a minute or two), but training on ImageNet would take weeks. -dry_run "
         "estimates the time of training; pass -device cpu to silence this."
     )
-
-
-def has_driver() -> bool:
-    """Whether the machine seems to have a GPU, even if CUDA_VISIBLE_DEVICES hides it."""
-    return NVIDIA_DRIVER.exists() or torch.version.hip is not None
 
 
 def arguments() -> str:
@@ -156,21 +148,14 @@ def libraries() -> dict[str, str]:
             continue
     if torch.cuda.is_available():
         versions["CUDA"] = str(torch.version.cuda)
-        versions["cuDNN"] = _dotted(torch.backends.cudnn.version())
+        number = torch.backends.cudnn.version() or 0  # such as 90100
+        versions["cuDNN"] = f"{number // 10000}.{number % 10000 // 100}.{number % 100}"
         versions["NCCL"] = ".".join(map(str, nccl.version()))
         with contextlib.suppress(OSError):
-            text = Path("/proc/driver/nvidia/version").read_text(encoding="ascii", errors="replace")
+            text = NVIDIA_DRIVER.read_text(encoding="ascii", errors="replace")
             if number := re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text):
                 versions["driver"] = number[0]
     return versions
-
-
-def _dotted(number: int | None) -> str:
-    """cuDNN's version number in dots: 90100 -> 9.1.0, or older, 8902 -> 8.9.2."""
-    if number is None:
-        return "none"
-    major = 10000 if number >= 90000 else 1000
-    return f"{number // major}.{number % major // 100}.{number % 100}"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections import Counter
 from typing import Any
 
 import torch
@@ -13,13 +12,11 @@ from engine.machine.device import describe_device, libraries
 from utils.cli import version_text
 from utils.config import Config
 from utils.config.keys import settings, value_of
-from utils.distributed.again import LAUNCHER_PID
 from utils.distributed.group import backend_of, join
 from utils.distributed.world import World
 from utils.errors import AllRanksUserError
-from utils.log import log
-from utils.program import started_as
-from utils.terminal import DETAIL
+from utils.log import DETAIL, log
+from utils.program import LAUNCHER_PID, started_as
 from utils.text import aligned, counted
 
 MAX_ROWS = 16
@@ -39,12 +36,11 @@ def join_run(config: Config, world: World, device: torch.device, threads: int) -
         "device": describe_device(device),
         "threads": threads,
         "gpu": None,
-        "visible": 0,
         "vitamp": version_text().splitlines()[0].split()[-1],
         "torch": torch.__version__,
     }
     if device.type == "cuda":
-        member |= {"gpu": str(torch.cuda.get_device_properties(device).uuid), "visible": torch.cuda.device_count()}
+        member["gpu"] = str(torch.cuda.get_device_properties(device).uuid)
     common = {key: str(value_of(config, key)) for key in settings() if key != "NGPUS"}
     members = join(world, config.DIST, device, member, common)
     _check_devices(members)
@@ -52,7 +48,7 @@ def join_run(config: Config, world: World, device: torch.device, threads: int) -
 
 
 def _check_devices(members: list[dict[str, Any]]) -> None:
-    """Reject ranks that share a GPU, and warn of idle GPUs. All ranks get the same result."""
+    """Reject ranks that share a GPU. All ranks get the same result."""
     taken: dict[tuple[str, str], int] = {}
     for member in members:
         if member["gpu"] is None:
@@ -63,15 +59,6 @@ def _check_devices(members: list[dict[str, Any]]) -> None:
                 f"ranks {before} and {member['rank']} on {member['host']} were given the same GPU; start one process "
                 "per GPU. Ranks started by hand or by a script each need their own LOCAL_RANK in the environment."
             )
-    used = Counter(member["host"] for member in members)
-    idle = {m["host"]: m["visible"] for m in members if m["visible"] > used[m["host"]]}
-    for host, visible in list(idle.items())[:1]:
-        log.warning(
-            "%d GPUs are visible on %s for %s: start one process per GPU to use all.",
-            visible,
-            host,
-            counted(used[host], "process"),
-        )
 
 
 def environment_table(config: Config, world: World, device: torch.device, members: list[dict[str, Any]]) -> str:

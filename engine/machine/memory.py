@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import resource
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from utils.machine.cpus import cgroups_of, return_freed_memory
+from utils.machine.cpus import control_groups, return_freed_memory
 
 GIB = 2**30
 MEMINFO = Path("/proc/meminfo")
@@ -59,21 +58,6 @@ def total_memory(device: torch.device) -> int | None:
         return torch.mps.recommended_max_memory()
     known = [size for size in (_meminfo("MemTotal"), *(limit for limit, _ in _groups())) if size is not None]
     return min(known) if known else None
-
-
-def largest_blocks(device: torch.device, kinds: int = 3) -> str | None:
-    """Sizes that take most of a GPU's memory: '24 x 592.0 MiB, 60 x 148.0 MiB'. None on other devices."""
-    if device.type != "cuda":
-        return None
-    sizes = Counter(
-        int(block["size"])
-        for segment in torch.cuda.memory_snapshot()
-        if segment["device"] == (device.index or 0)
-        for block in segment["blocks"]
-        if block["state"] == "active_allocated"
-    )
-    most = sorted(sizes.items(), key=lambda item: item[0] * item[1], reverse=True)[:kinds]
-    return ", ".join(f"{count} x {in_gib(size)}" for size, count in most) or None
 
 
 @contextmanager
@@ -131,25 +115,15 @@ def _meminfo(name: str, file: Path | None = None) -> int | None:
 
 
 def _groups() -> Iterator[tuple[int, int]]:
-    """(limit, bytes in use) of every control group with a limit that this process is in, of version 2 or 1."""
-    for folder, version in cgroups_of("memory"):
-        names = (
-            ("memory.max", "memory.current", "inactive_file")
-            if version == 2
-            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        )
-        if (found := _limit_of(folder, *names)) is not None:
-            yield found
-
-
-def _limit_of(folder: Path, limit: str, used: str, cache: str) -> tuple[int, int] | None:
-    try:
-        limit_bytes = int((folder / limit).read_text())  # 'max' means no limit, and raises ValueError
-        in_use = int((folder / used).read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return None
-    return limit_bytes, in_use - int(stat.get(cache, 0))  # the kernel can free cached files
+    """(limit, bytes in use) of every control group with a limit that this process is in."""
+    for folder in control_groups():
+        try:
+            limit = int((folder / "memory.max").read_text())  # 'max' means no limit, and raises ValueError
+            used = int((folder / "memory.current").read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        yield limit, used - int(stat.get("inactive_file", 0))  # the kernel can free cached files
 
 
 def peak_memory_gb(device: torch.device) -> float:

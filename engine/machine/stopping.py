@@ -182,23 +182,20 @@ class Stopping:
         each, self._last_exchange = (now - self._last_exchange) / self._every, now
         before = self._received()
         if before == NOTHING:
-            self._send(request, min(int(SECONDS_BETWEEN_EXCHANGES / max(each, 1e-6)), MOST_UPDATES_BETWEEN_EXCHANGES))
+            import torch.distributed
+
+            every = min(int(SECONDS_BETWEEN_EXCHANGES / max(each, 1e-6)), MOST_UPDATES_BETWEEN_EXCHANGES)
+            flag = torch.tensor([request, max(every, 1)], dtype=torch.int32)
+            work = torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, self._group, async_op=True)
+            assert work is not None
+            self._in_flight = work, flag
         self._left = self._every
         return before
-
-    def _send(self, request: int, every: int) -> None:
-        import torch.distributed
-
-        flag = torch.tensor([request, max(every, 1)], dtype=torch.int32)
-        work = torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, self._group, async_op=True)
-        assert work is not None
-        self._in_flight = work, flag
 
     def _received(self) -> int:
         if self._in_flight is None:
             return NOTHING
-        work, flag = self._in_flight
-        self._in_flight = None
+        (work, flag), self._in_flight = self._in_flight, None
         work.wait()
         request, self._every = flag.numpy().tolist()
         return request

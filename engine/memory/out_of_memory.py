@@ -8,7 +8,7 @@ import torch
 
 from engine.amp.precision import amp_may_gain
 from engine.machine.device import Run, describe_device
-from engine.machine.memory import IN_VALIDATION, in_gib, largest_blocks, peak_memory_gb, total_memory
+from engine.machine.memory import IN_VALIDATION, in_gib, peak_memory_gb, total_memory
 from engine.trainer import Trainer
 from utils.config import Config
 from utils.config.kinds import AUTO
@@ -54,8 +54,6 @@ def describe(error: BaseException, run: Run, update: int | None = None) -> str:
     if batch != AUTO:
         size = f"{data.IMAGE_SIZE} x {data.IMAGE_SIZE} x {data.IMAGE_CHANNELS}"
         lines.append(f"  {counted(batch, 'image')} at a time, of {size}.")
-    if blocks := largest_blocks(device):
-        lines.append(f"  Allocations that take the most memory: {blocks}.")
     return "\n".join([*lines, "Ways out:", *(f"  {way}" for way in ways)])
 
 

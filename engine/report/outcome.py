@@ -12,9 +12,9 @@ from engine.measure.meters import NEVER, Position, Reading
 from engine.report.reporter import Reporter
 from engine.update import TrainState
 from utils.config.schema import AmpConfig
-from utils.distributed.again import start_again, tool
 from utils.distributed.world import World
 from utils.errors import AllRanksError
+from utils.program import start_again, tool
 from utils.text import counted, wilson
 from vitamp.checkpoints import CHECKPOINTS, read_index
 from vitamp.metrics import NO_LABELS, TOP1, Metric, always_guessing

@@ -16,10 +16,9 @@ from engine.measure.meters import Best, Position, Reading, clock, updates_left
 from engine.measure.throughput import COMPUTE, Bottleneck, Perf
 from engine.task.base import Metrics
 from utils.config.schema import Config
-from utils.log import log
+from utils.log import DETAIL, log
 from utils.record.history import Line, MetricsFile, read_lines
 from utils.record.run_folder import os_errors_as_user_errors
-from utils.terminal import DETAIL
 from vitamp.metrics import METRICS, WeightSet, metric_named, set_of, task_of
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ import pytest
 from PIL import Image
 
 from tests.conftest import TINY_DIGITS
-from tests.program import Result, metrics, run_program, write_meta
+from tests.program import Result, metrics, run_program
 from utils.record.history import History
 from vitamp.metrics import ONE_LABEL, SETS
 from vitamp.weights import choose_weights, read_header
 
-LAST, BEFORE, MIDDLE = "step-000000088", "step-000000044", "step-000000066"
+LAST, BEFORE = "step-000000088", "step-000000044"
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +34,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert validated["acc1"] > 2 * validated["ema_acc1"]
     assert f"Done: best top-1 {validated['acc1']:.2f} %" in done.out.splitlines()[-1]
     return place / "run"
-
-
-def rewrite(folder: Path, **changes: Any) -> None:
-    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8")) | changes
-    kept = {key: value for key, value in meta.items() if value is not None}
-    write_meta(folder / "meta.json", kept)
 
 
 def test_every_tool_uses_the_plain_weights_if_the_ema_is_at_chance(
@@ -111,28 +105,6 @@ def test_pretrained_uses_the_better_weights_of_a_run(vitamp: Callable[..., Resul
         assert re.search(rf"Pretrained weights: .*{said}", done.out)
         (found,) = metrics(tmp_path / f"eval{prefix}", "val")
         assert found["acc1"] == best[f"{prefix}acc1"]
-
-
-@pytest.mark.slow
-def test_assumption_without_validation_metrics_is_reported(
-    vitamp: Callable[..., Result], run: Path, tmp_path: Path
-) -> None:
-    place = tmp_path / MIDDLE
-    shutil.copytree(run / "checkpoints" / MIDDLE, place)
-    settings = json.loads((place / "meta.json").read_text())["settings"]
-    recorded = {"kind": "ema_acc1", "figure": 90.0, "update": 44, "epoch": 1}
-    older = {key: value for key, value in settings.items() if key != "SAVE_BEST_BY"}
-    assumed = "chosen without metrics of this update: the run's best validation was that of its"
-    for changes, words in (
-        ({}, f"plain weights ({assumed} plain weights)"),
-        ({"best": recorded}, f"EMA weights ({assumed} EMA weights)"),
-        ({"best": None, "settings": older}, "plain weights (by default: this checkpoint has no validation metrics)"),
-        ({"best": recorded, "metrics": {"acc1": 1.0, "ema_acc1": 2.0}}, "EMA weights, top-1 2.00 %; plain: 1.00 %"),
-    ):
-        rewrite(place, **changes)
-        done = vitamp(place, script="scripts/evaluate.py")
-        assert done.code == 0, done.text
-        assert f"{MIDDLE}, {words}" in done.out
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from tests.program import Result, metrics, run_program, train_tiny, write_meta
 from utils.config import load_config
 from utils.distributed.world import ALONE
 from vitamp.checkpoints import META, STATE
-from vitamp.meta import META_HASH
 
 FIRST, NEWEST = "step-000000044", "step-000000088"
 GONE = "(left out)"
@@ -25,67 +24,42 @@ GONE = "(left out)"
 IN_META: list[tuple[str, Any, str]] = [
     ("format", GONE, "format is missing"),
     ("format", "1", "format: Input should be a valid integer"),
-    ("format", None, "format: "),
-    ("files", GONE, "files is missing"),
-    ("files", [], "files: "),
     ("files", {}, "'files' does not name model.safetensors and state.pt"),
-    ("files state.pt", 7, "files.state.pt: "),
     ("files state.pt size", "7", "files.state.pt.size: "),
-    ("files state.pt sha256", GONE, "files.state.pt.sha256 is missing"),
     ("files ../config.yaml", {"size": 0, "sha256": ""}, "'../config.yaml', which is not the name of a file"),
     *((key, GONE, f"{key} is missing") for key in ("epoch", "epoch_finished", "batch", "samples", "settings")),
-    ("epoch", "2", "epoch: "),
     ("epoch", 0, "epoch: "),
-    ("epoch", [], "epoch: "),
     ("epoch", True, "epoch: "),
-    ("epoch_finished", "no", "epoch_finished: "),
     ("update", GONE, "update is missing"),
     ("update", -1, "update: "),
     ("update", 88.5, "update: "),
-    ("metrics", [1.0], "metrics: "),
     ("metrics acc1", "high", "metrics.acc1: "),
     ("batch", {}, "batch.per_process is missing; batch.accumulated is missing; batch.processes is missing"),
-    ("batch", 32, "batch: "),
-    ("batch processes", GONE, "batch.processes is missing"),
     ("batch per_process", 0, "batch.per_process: "),
-    ("batch accumulated", "1", "batch.accumulated: "),
     ("choices", None, "choices: "),
-    ("choices", [], "choices: "),
-    ("choices attention", 3, "choices.attention: "),
     ("choices compile", "most", "choices.compile: "),
     ("choices batch_size", "auto", "choices.batch_size: "),
-    ("samples", {}, "samples.number is missing"),
-    ("samples updates", None, "samples.updates: "),
     ("samples updates", 0, "samples.updates: "),
     ("samples order", 5, "samples.order: "),
-    ("classes", "0123456789", "classes: "),
     ("classes", [0, 1], "classes.0: "),
     ("settings", [], "settings: "),
     ("frozen", {"head": 1}, "frozen: "),
 ]
 IN_STATE: list[tuple[str, Any, str]] = [
-    *((key, GONE, f"{key} is missing") for key in ("optimizer", "optimizer_name", "fp32_modules", "moved", "scaler")),
-    ("trained", GONE, "trained is missing"),
-    *((key, GONE, f"{key} is missing") for key in ("position", "best", "meters")),
-    ("global_batch", GONE, "global_batch is missing"),
-    ("optimizer", [], "optimizer: "),
+    *(
+        (key, GONE, f"{key} is missing")
+        for key in ("optimizer", "trained", "position", "best", "meters", "global_batch")
+    ),
     ("optimizer state", GONE, "optimizer.state is missing"),
-    ("optimizer param_groups", [], "optimizer.param_groups: "),
     ("optimizer param_groups", [{}], "optimizer.param_groups.0.params is missing"),
     ("trained", ["head.weight"], "'trained' names 1 weights, but the optimizer has "),
-    ("trained", 5, "trained: "),
     ("moved", "88", "moved: "),
     ("fp32_modules", None, "fp32_modules: "),
     ("scaler scale", None, "scale: "),
     ("skips", {"more": 1}, "skips.more: "),
-    ("skips blamed", [], "skips.blamed: "),
     ("position epoch", 0, "position.epoch: "),
-    ("position step", GONE, "position.step is missing"),
-    ("best", {"kind": "top-1"}, "best.kind: "),
     ("best figure", "90", "best.figure: "),
     ("meters epoch", [0.0], "meters.epoch: "),
-    ("meters skipped", GONE, "meters.skipped is missing"),
-    ("global_batch", 0, "global_batch: "),
 ]
 FLAGS = ("-amp", "fp16", "TRAIN.MODEL_EMA=true", "TRAIN.NUM_EPOCHS=2", "SAVE_FREQ=1", "KEEP_LAST=0")
 
@@ -157,7 +131,7 @@ def test_invalid_field_falls_back_to_the_checkpoint_before(
     assert warning.endswith("Trying the checkpoint before it.")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "null", "{", "[" * 100_000, "\x00", '"format"'])
+@pytest.mark.parametrize("text", ["", "null", "{", "\x00"])
 def test_malformed_meta_falls_back_to_the_checkpoint_before(
     run: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -166,14 +140,11 @@ def test_malformed_meta_falls_back_to_the_checkpoint_before(
     assert f"{NEWEST}/{META}: " in caplog.text
 
 
-@pytest.mark.parametrize("older", [False, True], ids=["with a hash", "of 0.1.0"])
-def test_edited_update_is_found_and_moves_nothing(vitamp: Callable[..., Result], run: Path, older: bool) -> None:
+def test_edited_update_is_found_and_moves_nothing(vitamp: Callable[..., Result], run: Path) -> None:
     path = run / "checkpoints" / NEWEST / META
     meta = json.loads(path.read_text())
-    if older:
-        del meta[META_HASH]
     path.write_text(json.dumps({**meta, "update": 50}))
-    said = "is of update 50" if older else "damaged or edited, its contents are not what was written"
+    said = "damaged or edited, its contents are not what was written"
     checked = vitamp("verify", run, script="scripts/checkpoint.py")
     assert (checked.code, said in checked.err, checked.out.count(": good")) == (1, True, 1), checked.text
     named = vitamp("-resume", path.parent)

@@ -18,7 +18,6 @@ from tests.program import TINY_DIGITS, Result, metrics, run_program
 from tests.terminal import on_terminal
 from utils.config import load_config
 from utils.config.data import DataConfig
-from utils.errors import UserError
 
 Vitamp = Callable[..., Result]
 DECODER = ("MODEL.DECODER.EMBED_DIM=16", "MODEL.DECODER.DEPTH=1", "MODEL.DECODER.NUM_HEADS=2")
@@ -209,21 +208,6 @@ def test_knn_leaves_out_excluded_images(vitamp: Vitamp, recipe: Path, tmp_path: 
     assert [line["knn_acc1"] for line in metrics(tmp_path / "run", "val")] == [100, 100]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_knn_accuracy_of_two_processes(vitamp: Vitamp, recipe: Path, tmp_path: Path, strategy: str) -> None:
-    two, words = tmp_path / "two", ("-ngpus", "2", "-device", "cpu", f"DIST.STRATEGY={strategy}")
-    ema = "TRAIN.MODEL_EMA=true"
-    done = vitamp("-cfg", recipe, "-output", two, *MASKED, *KNN, ema, *words, script="main_multi_gpu.py")
-    assert done.code == 0, done.text
-    done = vitamp(two, "-knn", 20, "-weights", "ema", "-json", tmp_path / "knn.json", script="scripts/evaluate.py")
-    assert done.code == 0, done.text
-    found = json.loads((tmp_path / "knn.json").read_text())
-    update = int(Path(found["source"]).name.removeprefix("step-"))
-    val = next(line for line in metrics(two, "val") if line["update"] == update)
-    assert found["figures"]["ema"]["acc1"] == val["ema_knn_acc1"]
-
-
 def test_fine_tuning_takes_the_encoder(vitamp: Vitamp, recipe: Path, run: Path, tmp_path: Path) -> None:
     done = vitamp("-cfg", recipe, PATCHES, "-pretrained", run, "-output", tmp_path / "run", "TRAIN.NUM_EPOCHS=1")
     assert done.code == 0, done.text
@@ -300,12 +284,6 @@ def test_paddlevits_files_have_its_defaults(tmp_path: Path) -> None:
     )
     assert config.DATA.IMAGENET_MEAN == (0.485, 0.456, 0.406)
     assert (config.MODEL.MASK_RATIO, config.MODEL.DECODER.DEPTH, config.MODEL.NORM_PIX_LOSS) == (0.6, 2, False)
-
-
-@pytest.mark.parametrize("ratio", ["0", "1"])
-def test_a_mask_of_nothing_or_all_is_refused(ratio: str) -> None:
-    with pytest.raises(UserError, match="MASK_RATIO"):
-        load_config(words={"MODEL.MAE_PRETRAIN": "true", "MODEL.MASK_RATIO": ratio})
 
 
 def test_a_terminal_shows_the_table_and_how_to_go_on(recipe: Path, tmp_path: Path) -> None:

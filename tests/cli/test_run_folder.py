@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from engine.report.curves import draw_curves
 from tests.program import Result, metrics
 from utils.config import config_hash, load_config
-from utils.errors import UserError
-from utils.record.history import last_line, read_lines
 from vitamp.checkpoints import inspect, read_index, verify
-from vitamp.weights import chosen_at
 
 FIELDS = {
     "train": {
@@ -218,29 +214,3 @@ def test_save_and_validate_every_updates_count_the_last_update_of_an_epoch(
     saved = {int(folder.name.removeprefix("step-")) for folder in (tmp_path / "run" / "checkpoints").glob("step-*")}
     assert saved == {22, 44, 66, 88}
     assert [line["update"] for line in metrics(tmp_path / "run", "val")] == [44, 88]
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
-def test_a_named_pipe_in_place_of_a_small_file_is_refused_at_once(
-    finished: tuple[Path, Result], vitamp: Callable[..., Result], tmp_path: Path
-) -> None:
-    """Reading it would wait for ever for a writer."""
-    run = shutil.copytree(finished[0], tmp_path / "run")
-    index, meta = run / "checkpoints" / "index.json", run / "checkpoints" / "step-000000088" / "meta.json"
-    index.unlink()
-    os.mkfifo(index)
-    assert "the run's last; no best is recorded" in chosen_at(run).words
-    resumed = vitamp("-resume", run, "TRAIN.NUM_EPOCHS=3")
-    assert resumed.code == 2
-    assert f"{index}: is a named pipe" in resumed.err
-    index.unlink()
-    index.mkdir()
-    assert f"{index}: is a folder" in vitamp("-resume", run, "TRAIN.NUM_EPOCHS=3").err
-    meta.unlink()
-    os.mkfifo(meta)
-    with pytest.raises(UserError, match="it is a named pipe, not a file"):
-        chosen_at(meta.parent)
-    (run / "metrics.jsonl").unlink()
-    os.mkfifo(run / "metrics.jsonl")
-    assert not read_lines(run)
-    assert not last_line(run)

@@ -41,15 +41,6 @@ def test_max_time_pauses_and_is_resumed(vitamp: Callable[..., Result], tiny: Pat
     assert metrics(run, "run")[-1]["update"] == paused["update"] + 3
 
 
-def test_max_time_ends_a_run_with_one_log_line_per_epoch(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
-) -> None:
-    words = ("TRAIN.NUM_EPOCHS=100000", "REPORT_FREQ=1000", "-max_time=0:00:01")
-    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *words, timeout=60)
-    assert done.code == 0, done.text
-    assert metrics(tmp_path / "run", "run")[-1]["what"] == "paused"
-
-
 def test_patience_ends_a_run_without_improvement(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     """With learning rate 0, nothing improves after the first validation."""
     words = ("TRAIN.BASE_LR=0", "TRAIN.WARMUP_START_LR=0", "TRAIN.PATIENCE=2", "TRAIN.NUM_EPOCHS=9")

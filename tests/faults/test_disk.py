@@ -16,7 +16,6 @@ import torch
 from engine.checkpoint import saver as saving
 from engine.checkpoint.find import newest_good
 from engine.checkpoint.saver import HostCopy, Saver, Snapshot
-from engine.machine.stopping import signals
 from engine.report.reporter import Board
 from tests.faults.killing import Run, reported
 from tests.faults.small_disk import SmallDisk, small_disk
@@ -110,17 +109,6 @@ def test_a_run_that_ends_unsaved_has_failed(
     assert names(folder / "checkpoints")[-1] == "step-000000020"
 
 
-def test_a_full_disk_is_seen_before_training(vitamp: Callable[..., Result], tiny: Path, disk: SmallDisk) -> None:
-    folder = disk.folder / "run"
-    folder.mkdir()
-    disk.fill()
-    done = vitamp("-cfg", tiny, "-output", folder)
-    assert done.code == 2, done.text
-    assert f"{folder}/" in done.err
-    assert "cannot be written (No space left on device)" in done.err
-    assert "Traceback" not in done.text
-
-
 @pytest.mark.parametrize("harm", ["read-only", "full", "a file", "a link to a folder that is gone"])
 def test_unwritable_checkpoints_in_a_writable_run_are_seen_before_training(
     vitamp: Callable[..., Result], tiny: Path, disk: SmallDisk, tmp_path: Path, harm: str
@@ -199,21 +187,6 @@ def test_an_end_without_room_tells_what_is_left(disk: SmallDisk, monkeypatch: py
     saver.save(Snapshot(TENSORS, {}, meta(2), None))
     with pytest.raises(TrainingError, match=r"update 2 .* No space left .* 0 kB free.* last checkpoint is step-0+1;"):
         saver.finish()
-
-
-@pytest.mark.parametrize("saved", [False, True])
-def test_earlier_checkpoints_are_named_only_where_there_are_some(
-    disk: SmallDisk, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, saved: bool
-) -> None:
-    monkeypatch.setattr(signals, "saved", False)
-    monkeypatch.setattr(HostCopy, "take", lambda *_: None)  # no memory: saved in the foreground
-    saver = Saver(disk.folder / "checkpoints", Config(), pinned=False)
-    if saved:
-        saver.save(Snapshot(TENSORS, {}, meta(1), None))
-    disk.fill()
-    saver.save(Snapshot(TENSORS, {}, meta(2), None))
-    assert ("Earlier checkpoints are untouched; training continues" in said.text) is saved
-    assert ("Nothing is saved yet; training continues" in said.text) is not saved
 
 
 def test_room_that_comes_at_the_end_is_used(disk: SmallDisk, monkeypatch: pytest.MonkeyPatch) -> None:

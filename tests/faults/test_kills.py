@@ -209,21 +209,15 @@ def test_killed_anywhere_it_is_the_run_that_was_never_killed(begin: Callable[...
 
 
 @pytest.mark.slow
-def test_killed_twenty_times(begin: Callable[..., Run], tmp_path: Path) -> None:
-    compared(begin, tmp_path, [Shape(2, 2)], WAYS, 20)
-
-
-@pytest.mark.slow
-def test_killed_twenty_times_with_muon(begin: Callable[..., Run], tmp_path: Path) -> None:
-    compared(begin, tmp_path, [Shape(2, 2, optimizer="Muon")], WAYS, 20)
-
-
-@pytest.mark.slow
-def test_killed_and_moved_between_two_processes_and_one(begin: Callable[..., Run], tmp_path: Path) -> None:
-    """Two ranks, or one process that accumulates what they had."""
-    compared(begin, tmp_path, [Shape(2, 1), Shape(1, 2)], WAYS, 10)
-
-
-@pytest.mark.slow
-def test_killed_while_the_weights_are_dealt_out(begin: Callable[..., Run], tmp_path: Path) -> None:
-    compared(begin, tmp_path, [Shape(2, 2, "fsdp")], WAYS, 10)
+@pytest.mark.parametrize(
+    ("shapes", "number"),
+    [
+        ([Shape(2, 2)], 20),
+        ([Shape(2, 2, optimizer="Muon")], 20),
+        ([Shape(2, 1), Shape(1, 2)], 10),
+        ([Shape(2, 2, "fsdp")], 10),
+    ],
+    ids=["AdamW", "Muon", "moved between two processes and one", "fsdp"],
+)
+def test_killed_many_times(begin: Callable[..., Run], tmp_path: Path, shapes: list[Shape], number: int) -> None:
+    compared(begin, tmp_path, shapes, WAYS, number)

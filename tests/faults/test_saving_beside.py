@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import multiprocessing
 import random
 import threading
@@ -114,32 +113,6 @@ def test_a_failed_run_lets_its_last_checkpoint_be_written(tmp_path: Path, gate: 
     threading.Timer(0.2, gate.open).start()
     saver.finish_after_failure()
     verify(inspect(tmp_path / folder_name(1)))
-
-
-def test_files_that_a_subclass_writes_are_hashed_and_pruned_too(tmp_path: Path) -> None:
-    class OtherFiles(Saver):
-        def write(self, folder: Path, snapshot: Snapshot) -> None:
-            (folder / MODEL).write_bytes(b"x")
-            (folder / STATE).write_bytes(b"y")
-            (folder / "shard-0.bin").write_text("z" * snapshot.update)
-
-    saver = OtherFiles(tmp_path, Config(KEEP_LAST=1), pinned=False)
-    for update in (1, 2):
-        saver.save(Snapshot({}, {}, meta(update), None))
-    saver.finish()
-    assert names(tmp_path) == [folder_name(2)]
-    checkpoint = verify(inspect(tmp_path / folder_name(2)))
-    assert checkpoint.meta["files"]["shard-0.bin"] == {"size": 2, "sha256": hashlib.sha256(b"zz").hexdigest()}
-
-
-def test_standing_memory_is_used_again_and_follows_what_is_saved() -> None:
-    copy = HostCopy(pinned=False)
-    first = copy.take([torch.ones(1000), torch.zeros(10)]) or []
-    second = copy.take([torch.zeros(1000), torch.ones(10)]) or []
-    assert [tensor.data_ptr() for tensor in first] == [tensor.data_ptr() for tensor in second]
-    assert [tensor.sum().item() for tensor in first] == [0, 10]
-    (other,) = copy.take([torch.full((2000,), 2.0)]) or []
-    assert other.sum().item() == 4000
 
 
 def test_saving_without_memory_for_a_copy_takes_place_in_the_foreground(

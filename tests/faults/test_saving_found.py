@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from engine.checkpoint.find import newest_good
-from tests.faults.killing import Run
 from tests.program import Result, made_meta, write_meta
 from tests.saved import save_checkpoint
 from vitamp.checkpoints import MODEL, STATE, folder_name
@@ -45,36 +44,6 @@ def test_one_of_fifty_is_picked_at_once_and_hashed_alone(many: Path, monkeypatch
     assert found.folder == many / folder_name(48)
     assert sorted(hashed) == [found.folder / MODEL, found.folder / STATE], "not those of a wrong size, not the others"
     assert passed < 1.0
-
-
-COUNTING = """
-import hashlib, os
-digest = hashlib.file_digest
-def counting(file, kind):
-    if "checkpoints" in file.name and ".tmp-" not in file.name:
-        with open(os.environ["HASHED"], "a") as log:
-            log.write(os.environ.get("RANK", "launcher") + " " + file.name + "\\n")
-    return digest(file, kind)
-hashlib.file_digest = counting
-"""
-
-
-@pytest.mark.slow
-def test_only_rank_0_hashes(
-    vitamp: Callable[..., Result], start: Callable[..., Run], tiny: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    assert vitamp("-cfg", tiny, "-output", run, "TRAIN.MAX_UPDATES=6", "SAVE_EVERY_UPDATES=3").code == 0
-    (tmp_path / "hook").mkdir()
-    (tmp_path / "hook" / "sitecustomize.py").write_text(COUNTING)
-    env = {"PYTHONPATH": str(tmp_path / "hook"), "HASHED": str(tmp_path / "hashed")}
-    words = ("-resume", "auto", "-batch_size", 16, "TRAIN.MAX_UPDATES=8")
-    again = start(*words, folder=run, **env).end(120)
-    assert again.code == 0, again.text
-    assert "resuming from step-000000006" in again.out
-    newest = run / "checkpoints" / folder_name(6)
-    lines = sorted((tmp_path / "hashed").read_text().split())
-    assert lines == sorted(["0", f"{newest / MODEL}", "0", f"{newest / STATE}"])
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.program import ROOT
-from utils.distributed import again
+from utils import program
 from utils.distributed.world import ALONE
 from utils.program import help_here, version
 
@@ -63,7 +63,7 @@ def test_help_names_the_commands_of_an_installed_program() -> None:
 
 
 def test_next_commands_are_those_of_an_installed_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(again, "INSTALLED", True)
+    monkeypatch.setattr(program, "INSTALLED", True)
     monkeypatch.setattr(sys, "argv", ["/somewhere/vitamp/program/main_single_gpu.py"])
-    assert again.tool("evaluate") == "vitamp evaluate"
-    assert again.start_again(ALONE, "-resume runs/a") == "vitamp train -resume runs/a"
+    assert program.tool("evaluate") == "vitamp evaluate"
+    assert program.start_again(ALONE, "-resume runs/a") == "vitamp train -resume runs/a"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from utils.cli import CommandLine, Parser, parse, usage, version_text
+from utils.cli import CommandLine, Parser, entry_parser, parse
 from utils.config import Config, load_config
 from utils.config.keys import settings
 from utils.config.schema import DistConfig
@@ -240,7 +239,7 @@ def test_help_lists_every_flag_and_exits_with_0(capsys: pytest.CaptureFixture[st
         read("-amp -h")
     assert left.value.code == 0
     shown = capsys.readouterr().out
-    assert shown == usage("main.py") + "\n"
+    assert shown == entry_parser("main.py").format_help()
     for group, flags in FLAGS.items():
         assert f"\n{group}:\n" in shown
         assert all(f"\n  -{flag.name}" in shown for flag in flags)
@@ -248,7 +247,7 @@ def test_help_lists_every_flag_and_exits_with_0(capsys: pytest.CaptureFixture[st
 
 
 def test_examples_in_help_are_valid() -> None:
-    lines = [line.split() for line in usage("main.py").splitlines() if line.startswith("  python")]
+    lines = [line.split() for line in entry_parser("main.py").format_help().splitlines() if line.startswith("  python")]
     assert len(lines) == 5
     for _, program, *argv in lines:
         line = parse(argv, program)
@@ -273,18 +272,11 @@ def test_values_like_flags_or_words_are_read_as_values(line: str, key: str, valu
 
 
 def test_help_shows_defaults() -> None:
-    shown = " ".join(usage("main.py").split())
+    shown = " ".join(entry_parser("main.py").format_help().split())
     assert "-image_size PIXELS|auto height and width of the model's input (default: 224)" in shown
     assert "-num_workers N loading processes per rank (default: depends on the number of cores)" in shown
     written_by_hand = [flag.name for group in FLAGS.values() for flag in group if "default" in flag.about]
     assert not written_by_hand, "defaults belong in Flag.default_text"
-
-
-def test_version_lists_vitamp_torch_and_timm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert [line.split()[0] for line in version_text().splitlines()] == ["vitamp", "torch", "timm"]
-    assert version_text().startswith(f"vitamp {version}\n")
 
 
 def _reader() -> Parser:

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from utils.distributed import launchers
 from utils.distributed import world as world_of_ranks
-from utils.distributed.world import World, check_rank_is_known, first_host, read_world, world_from_launcher
+from utils.distributed.launchers import check_rank_is_known, first_host, read_world, world_from_launcher
+from utils.distributed.world import World
 from utils.errors import UserError
 
 SRUN = {
@@ -29,7 +31,6 @@ OPENMPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     "OMPI_MCA_ess_base_jobid": "1234567",
 }
-MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 ADDRESS = {"MASTER_ADDR": "node0", "MASTER_PORT": "29501"}
 TORCHRUN = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "1"}
 NO_FLAGS: dict[str, Any] = {}
@@ -71,7 +72,8 @@ def test_srun_gives_the_first_node_and_the_step() -> None:
 def test_cores_that_srun_divided_are_not_divided_again(
     monkeypatch: pytest.MonkeyPatch, bound: int, on_node: int | None, own: int
 ) -> None:
-    monkeypatch.setattr(world_of_ranks, "cores", lambda: bound)
+    for module in (launchers, world_of_ranks):
+        monkeypatch.setattr(module, "cores", lambda: bound)
     slurm = {**SRUN, "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": "0"}
     world = read_world(NO_FLAGS, slurm | ({} if on_node is None else {"SLURM_CPUS_ON_NODE": str(on_node)}))
     assert world is not None
@@ -134,20 +136,11 @@ def test_two_jobs_of_openmpi_5_have_different_names_and_ports() -> None:
     assert world(4711).rendezvous != world(4712).rendezvous
 
 
-def test_mpich_job_has_no_name_and_the_usual_port() -> None:
-    world = read_world(NO_FLAGS, MPICH)
-    assert world is not None
-    assert (world.rendezvous, world.job) == (("127.0.0.1", 29500), None)
-
-
 def test_innermost_launcher_counts() -> None:
-    for inner, name in ((TORCHRUN, "torchrun"), (OPENMPI, "OpenMPI"), (MPICH, "MPICH")):
+    for inner, name in ((TORCHRUN, "torchrun"), (OPENMPI, "OpenMPI")):
         found = world_from_launcher({**SRUN, **inner})
         assert found is not None
         assert found.launcher == name
-    srun_with_pmi = world_from_launcher({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "6"})
-    assert srun_with_pmi is not None
-    assert srun_with_pmi.launcher == "SLURM", "it knows the local rank"
 
 
 def test_rank_flags_give_the_world() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 import textwrap
 from argparse import Namespace
@@ -17,7 +16,7 @@ from utils.cli import WIDTH, CommandLine, Parser, command_line
 from utils.config import Loaded, load_config
 from utils.config.keys import AUTO_BY_DATA, CLASSES, IMAGE_SIZE, PATCH_SIZE, value_of
 from utils.config.kinds import AUTO
-from utils.distributed.world import read_world
+from utils.distributed.launchers import read_world
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainingError, UserError, nearest
 from utils.flags import BY_NAME, HELP, Flag, Positional
 from utils.log import log, start_log
@@ -28,28 +27,17 @@ from utils.standard_output import OutputError, discard_output, flush_after, watc
 from vitamp.metrics import BETTER, CHOICES, CHOICES_IN_WORDS, ONE_LABEL
 
 PAGES = {
-    "benchmark_amp.py": "docs/benchmarks.md",
-    "check_data.py": "docs/broken_images.md",
-    "checkpoint.py": "docs/checkpoints.md",
-    "choose_precision.py": "docs/choose_precision.md",
-    "compare.py": "docs/compare.md",
-    "evaluate.py": "docs/predict.md",
-    "export.py": "docs/export.md",
-    "pack_images.py": "docs/shards.md",
-    "predict.py": "docs/predict.md",
-    "report.py": "docs/report.md",
-    "show_batch.py": "docs/augmentation.md",
+    "benchmark_amp.py": "benchmarks",
+    "check_data.py": "broken_images",
+    "checkpoint.py": "checkpoints",
+    "evaluate.py": "predict",
+    "pack_images.py": "shards",
+    "show_batch.py": "augmentation",
 }
-"""Documentation page of each tool."""
+"""Documentation page of a tool, where it has another name."""
 SAY = {CLASSES: 1000, IMAGE_SIZE: 224, PATCH_SIZE: 16}
 """Numbers to suggest in place of `auto` to tools that read no data"""
-WEIGHTS = Flag(
-    "weights",
-    CHOICES_IN_WORDS,
-    "|".join(CHOICES),
-    default=BETTER,
-    choices=CHOICES,
-)
+WEIGHTS = Flag("weights", CHOICES_IN_WORDS, "|".join(CHOICES), default=BETTER, choices=CHOICES)
 """For tools that load a trained model."""
 PART = Flag(
     "part",
@@ -257,29 +245,12 @@ def first_word(argv: Sequence[str], tool: str, about: str | None, known: Mapping
 
 
 def about_tool(about: str | None, tool: str) -> str:
-    """Format a tool's docstring for -h: wrapped to the terminal's width, followed by the page of the docs."""
+    """A tool's docstring for -h, wrapped but for its command lines, followed by the page of the docs."""
     parts = help_here(about or "").strip("\n").split("\n\n")
-    page = PAGES.get(tool)
-    if page and page not in (about or ""):
+    page = f"docs/{PAGES.get(tool, Path(tool).stem)}.md"
+    if page not in (about or ""):
         parts.append(f"More: {page}.")
-    return "\n\n".join(_wrap(part) for part in parts)
-
-
-def _wrap(part: str) -> str:
-    """Re-wrap a paragraph. Indented command lines are broken before a flag."""
-    lines = re.sub(r" *\\\n +", " ", part).splitlines()
-    if not any(line.startswith(" ") for line in lines):
-        return "\n".join(textwrap.wrap(" ".join(lines), WIDTH))
-    return "\n".join(piece for line in lines for piece in _break_line(line))
-
-
-def _break_line(line: str) -> list[str]:
-    if len(line) <= WIDTH:
-        return [line]
-    if line.lstrip().startswith("python ") and (at := line.rfind(" -", 20, WIDTH - 2)) > 0:
-        return [f"{line[:at].rstrip()} \\", *_break_line(f"        {line[at:].lstrip()}")]
-    gap = re.match(r"\s+\S+\s{2,}", line)  # a word followed by its meaning
-    return textwrap.wrap(line, WIDTH, subsequent_indent=" " * (gap.end() if gap else 4))
+    return "\n\n".join(part if "\n " in f"\n{part}" else textwrap.fill(part, WIDTH) for part in parts)
 
 
 def about_one_device(loaded: Loaded) -> list[str]:
@@ -295,14 +266,13 @@ def about_one_device(loaded: Loaded) -> list[str]:
 
 def check_one_training(loaded: Loaded, tool: str) -> None:
     """Refuse settings that evaluate or resume, and a launch in several processes: the tool starts its own."""
-    instead = {
-        "EVAL": "leave it out, since the tool trains",
-        "MODEL.RESUME": "give -pretrained RUN to start from its weights",
-    }
-    config = loaded.config
-    for key, given in (("EVAL", config.EVAL), ("MODEL.RESUME", config.MODEL.RESUME)):
+    config, resume = loaded.config, "give -pretrained RUN to start from its weights"
+    for key, given, instead in (
+        ("EVAL", config.EVAL, "leave it out, since the tool trains"),
+        ("MODEL.RESUME", config.MODEL.RESUME, resume),
+    ):
         if given:
-            raise UserError(f"{loaded.sources[key]}: {tool} has no {key}; {instead[key]}.")
+            raise UserError(f"{loaded.sources[key]}: {tool} has no {key}; {instead}.")
     world = read_world()
     if world is not None and world.size > 1:
         raise UserError(f"{tool} was started in {world.size} processes ({world.launcher}); start one process.")

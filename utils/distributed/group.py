@@ -17,7 +17,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from utils.config.schema import DistConfig
@@ -107,9 +106,10 @@ def _open_store(world: World, timeout: datetime.timedelta) -> tuple[Store, str]:
             "be the machine of rank 0; check -host (MASTER_ADDR)."
         ) from None
     serves = world.first and not world.served
+    # A rank that waits for others inside torch would run no handler of ours.
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        with _signals_end_at_once():
-            store = TCPStore(host, port, is_master=serves, timeout=timeout, wait_for_workers=False)
+        store = TCPStore(host, port, is_master=serves, timeout=timeout, wait_for_workers=False)
     except (DistNetworkError, DistStoreError) as error:
         if serves:
             why = str(error).partition("\n")[0].partition(" - ")[0].rstrip(". ")
@@ -121,21 +121,13 @@ def _open_store(world: World, timeout: datetime.timedelta) -> tuple[Store, str]:
             f"({_minutes(timeout)}, DIST.TIMEOUT). Check that rank 0 is running there "
             "and that no firewall blocks the connection."
         ) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     # Another job may have a port that follows from the same number. And torchrun keeps its store through restarts, with
     # the keys of an earlier start.
     start = f"{world.job or 'run'}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     return PrefixStore(start, store), f"{host}:{port}"
-
-
-@contextlib.contextmanager
-def _signals_end_at_once() -> Iterator[None]:
-    """A rank that waits for others inside torch would run no handler of ours."""
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _gather(

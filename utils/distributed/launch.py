@@ -10,11 +10,11 @@ import socket
 import sys
 import threading
 import uuid
+from pathlib import Path
 from types import FrameType
 
-from utils.distributed.again import LAUNCHER_PID
 from utils.errors import EXIT_INTERRUPTED, EXIT_STOPPED
-from utils.program import die_with
+from utils.program import LAUNCHER_PID, die_with
 from utils.text import counted
 
 SECONDS_TO_SAVE = 60
@@ -73,11 +73,9 @@ class _SignalForwarder:
     def _forward(self, number: int, _frame: FrameType | None) -> None:
         again, name = self.exit_code != 0, signal.Signals(number).name
         self.exit_code = self.exit_code or (EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED)
-        ranks = _children()
-        if not ranks:
+        if not _send_to_ranks(number):
             os.write(2, f"vitamp: stopped by {name} before any rank was started\n".encode())
             os._exit(self.exit_code)
-        _send(ranks, number)
         if not again or number == signal.SIGINT:
             seconds = SECONDS_TO_EXIT if again else SECONDS_TO_SAVE
             timer = threading.Timer(seconds, _kill_remaining, (name, seconds))
@@ -86,30 +84,21 @@ class _SignalForwarder:
 
 
 def _kill_remaining(name: str, seconds: float) -> None:
-    ranks = _children()
-    if ranks:
-        print(
-            f"vitamp: {counted(len(ranks), 'rank')} did not exit within {seconds:g} s of {name}; killed",
-            file=sys.stderr,
-        )
-        _send(ranks, signal.SIGKILL)
+    if ranks := _send_to_ranks(signal.SIGKILL):
+        text = f"vitamp: {counted(ranks, 'rank')} did not exit within {seconds:g} s of {name}; killed"
+        print(text, file=sys.stderr)
 
 
-def _send(ranks: list[int], number: int) -> None:
+def _send_to_ranks(number: int) -> int:
+    """Send a signal to all children, which are the ranks. Returns their number."""
+    ranks: list[int] = []
+    for file in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            ranks += map(int, file.read_text(encoding="ascii").split())
     for rank in ranks:
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank, number)
-
-
-def _children() -> list[int]:
-    me, found = os.getpid(), []
-    for thread in os.listdir(f"/proc/{me}/task"):
-        try:
-            with open(f"/proc/{me}/task/{thread}/children", encoding="ascii") as file:
-                found += [int(pid) for pid in file.read().split()]
-        except OSError:
-            continue
-    return found
+    return len(ranks)
 
 
 def die_with_launcher() -> None:

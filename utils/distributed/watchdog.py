@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from utils.distributed.world import BY_HAND, MPICH, OPENMPI, TORCHRUN, World, name_of
+from utils.distributed.world import BY_HAND, OPENMPI, TORCHRUN, World, name_of
 from utils.errors import EXIT_FAILED
 from utils.log import log, logs_to_terminal, write_to_files
 from utils.text import counted
@@ -39,7 +39,7 @@ SECONDS_OF_SILENCE = 60.0
 SECONDS_OF_SILENCE_AFTER_DISCONNECT = 4.0
 """The limit once a rank has lost its connection to another."""
 SECONDS_FOR_THE_LAUNCHER = 5.0
-LAUNCHERS_THAT_NAME_THE_KILLED = (TORCHRUN, OPENMPI, MPICH)
+LAUNCHERS_THAT_NAME_THE_KILLED = (TORCHRUN, OPENMPI)
 """They print which of their processes was killed, and end the others a moment later."""
 # A main thread in one of these files, or in what they call, waits for other ranks: it is not the one to blame.
 _COLLECTIVES = ("torch/distributed/", "torch/autograd/graph.py")
@@ -140,19 +140,7 @@ class Watchdog:
         }
         for rank in killed:
             if "left" not in heartbeats[rank]:
-                self._decide(self._killed_text(rank), self._world.launcher not in LAUNCHERS_THAT_NAME_THE_KILLED)
-        self._find_silent(heartbeats)
-        if self._world.first and self._store.check(["stuck"]):
-            self._decide(self._blame_for_hang(heartbeats))
-
-    def _killed(self) -> list[int]:
-        """Ranks of this machine whose processes have ended."""
-        return [rank for rank, process in self._local.items() if start_time_of(process["pid"]) != process["started"]]
-
-    def _killed_text(self, rank: int) -> str:
-        return f"{self._names[rank]} {DIED}: it was killed, perhaps by the out-of-memory killer"
-
-    def _find_silent(self, heartbeats: dict[int, dict[str, Any]]) -> None:
+                self._decide(*self._death_of(rank))
         now, disconnected = time.monotonic(), self._store.check(["disconnected"])
         limit = min(SECONDS_OF_SILENCE_AFTER_DISCONNECT if disconnected else SECONDS_OF_SILENCE, self._timeout)
         limit = max(limit, 3 * self._interval)
@@ -160,15 +148,24 @@ class Watchdog:
             if "left" in heartbeat or self._last_change[rank][0] != heartbeat["number"]:
                 self._last_change[rank] = (heartbeat.get("number", 0), now)
             elif now - self._last_change[rank][1] > limit:
-                how = (
-                    f"{DIED}: killed, out of memory, or its machine is down"
-                    if disconnected
-                    else f"has sent no heartbeat for {limit:.0f} s: it is stopped, or its machine or network is down"
-                )
+                how = f"has sent no heartbeat for {limit:.0f} s: it is stopped, or its machine or network is down"
+                if disconnected:
+                    how = f"{DIED}: killed, out of memory, or its machine is down"
                 if rank in self._local:
                     # A stopped process keeps its launcher waiting. Continued, it finds the reason and exits, too.
                     os.kill(self._local[rank]["pid"], signal.SIGCONT)
                 self._decide(f"{self._names[rank]} {how}")
+        if self._world.first and self._store.check(["stuck"]):
+            self._decide(self._blame_for_hang(heartbeats))
+
+    def _killed(self) -> list[int]:
+        """Ranks of this machine whose processes have ended."""
+        return [rank for rank, process in self._local.items() if start_time_of(process["pid"]) != process["started"]]
+
+    def _death_of(self, rank: int) -> tuple[str, bool]:
+        """The reason why the run ends, and whether the terminal needs it: some launchers name the killed process."""
+        text = f"{self._names[rank]} {DIED}: it was killed, perhaps by the out-of-memory killer"
+        return text, self._world.launcher not in LAUNCHERS_THAT_NAME_THE_KILLED
 
     def _blame_for_hang(self, heartbeats: dict[int, dict[str, Any]]) -> str:
         """Of the ranks that do not themselves wait for others, blame the one that is where no other is."""
@@ -211,7 +208,8 @@ class Watchdog:
     def _store_is_lost(self, error: Exception) -> None:
         """End the run: who served the store has died. That is rank 0, or torchrun, which then reports it itself."""
         if 0 in self._killed():
-            self._end(self._killed_text(0), 1, self._world.launcher not in LAUNCHERS_THAT_NAME_THE_KILLED)
+            text, on_terminal = self._death_of(0)
+            self._end(text, 1, on_terminal)
         end = time.monotonic() + SECONDS_FOR_THE_LAUNCHER
         while time.monotonic() < end:
             if self._stopped:

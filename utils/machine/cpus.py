@@ -5,12 +5,12 @@ Containers and batch systems set their limits, those of memory too, through cont
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import math
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from utils.log import log
@@ -31,22 +31,13 @@ def cores() -> int:
 
 def cpu_quota() -> tuple[float, Path] | None:
     """The smallest limit on CPU time, as a number of cores, of all control groups of this process; and its file."""
-    quotas = [quota for group in cgroups_of("cpu") if (quota := _quota_of(*group)) is not None]
-    return min(quotas, default=None)
-
-
-def _quota_of(folder: Path, version: int) -> tuple[float, Path] | None:
-    try:
-        if version == 2:
-            file = folder / "cpu.max"
+    quotas: list[tuple[float, Path]] = []
+    for file in (folder / "cpu.max" for folder in control_groups()):
+        with contextlib.suppress(OSError, ValueError):
             quota, period = map(int, file.read_text(encoding="ascii").split())  # 'max' is not a number
-        else:
-            file = folder / "cpu.cfs_quota_us"
-            quota = int(file.read_text(encoding="ascii"))  # -1: no quota
-            period = int((folder / "cpu.cfs_period_us").read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return None
-    return (quota / period, file) if quota > 0 and period > 0 else None
+            if quota > 0 and period > 0:
+                quotas.append((quota / period, file))
+    return min(quotas, default=None)
 
 
 @functools.cache
@@ -58,23 +49,15 @@ def _log_quota(quota: float, visible: int, file: Path) -> None:
     )
 
 
-def cgroups_of(controller: str) -> Iterator[tuple[Path, int]]:
-    """Folders and versions of this process's control groups, of 2 and of 1 for `controller`, each up to the root."""
+def control_groups() -> list[Path]:
+    """Folders of this process's control group and of all around it; none without version 2 of cgroups."""
     try:
         lines = OWN.read_text(encoding="ascii").splitlines()
     except (OSError, UnicodeDecodeError):
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        root = MOUNTED / controller if controllers else MOUNTED
-        # A container may show its own group as the root, but the path as seen from outside.
-        own = root / path.lstrip("/")
-        for folder in (own, *own.parents):
-            yield folder, 1 if controllers else 2
-            if folder == root:
-                break
+        return []
+    # A container may show its own group as the root, but the path as seen from outside.
+    own = [MOUNTED / line.removeprefix("0::/") for line in lines if line.startswith("0::/")]
+    return [folder for group in own for folder in (group, *group.parents) if folder.is_relative_to(MOUNTED)]
 
 
 def processors() -> list[dict[str, str]]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
 import torch
 
-from engine.machine.device import _dotted, pick_device
+from engine.machine.device import pick_device
 from engine.machine.environment import _check_devices, environment_table
 from utils.config import Config
 from utils.distributed.world import World
@@ -27,7 +26,6 @@ def members(machines: int, each: int, **more: Any) -> list[dict[str, Any]]:
             "threads": 8,
             "device": "NVIDIA H200, 140 GiB, compute capability 9.0",
             "gpu": f"GPU-{machine}-{local}",
-            "visible": each,
             "rendezvous": "node0:23456",
             **more,
         }
@@ -57,23 +55,9 @@ def test_ranks_that_share_a_gpu_are_rejected() -> None:
         _check_devices(members(1, 2, gpu="GPU-the-one"))
 
 
-def test_idle_gpus_are_warned_about(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.getLogger("vitamp"), "propagate", True)
-    _check_devices(members(2, 1, visible=8))
-    assert "8 GPUs are visible on node0 for 1 process: start one process per GPU to use all" in caplog.text
-    caplog.clear()
-    _check_devices(members(2, 8))
-    assert caplog.text == ""
-
-
 def test_launcher_may_show_each_process_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert pick_device(None, World(3, 4, 3, 4, "SLURM")) == torch.device("cuda", 0)
     with pytest.raises(UserError, match="start no more processes than GPUs"):
         pick_device(None, World(3, 4, 3, 4, "torchrun"))
-
-
-@pytest.mark.parametrize(("number", "said"), [(91002, "9.10.2"), (8902, "8.9.2"), (None, "none")])
-def test_cudnn_versions(number: int | None, said: str) -> None:
-    assert _dotted(number) == said

@@ -25,9 +25,14 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("env", "driver_there", "cuda", "said"),
     [
-        ({"CUDA_VISIBLE_DEVICES": ""}, False, None, "No GPU is visible, because CUDA_VISIBLE_DEVICES is ''"),
-        ({"CUDA_VISIBLE_DEVICES": "0"}, False, None, "No GPU is visible: "),
-        ({"CUDA_VISIBLE_DEVICES": "7"}, True, "13.2", "because CUDA_VISIBLE_DEVICES is '7' (nvidia-smi -L"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, False, None, "No GPU is visible (CUDA_VISIBLE_DEVICES is ''): "),
+        ({}, False, None, "No GPU is visible: "),
+        (
+            {"CUDA_VISIBLE_DEVICES": "7"},
+            True,
+            "13.2",
+            "(CUDA_VISIBLE_DEVICES is '7'; an NVIDIA driver is installed, and nvidia-smi shows",
+        ),
         ({}, True, "13.2", "nvidia-smi shows"),
         ({}, True, None, "is built for CPUs only"),
     ],

@@ -251,19 +251,15 @@ def test_tools_and_fsdp_refuse_auto_batch(vitamp: Callable[..., Result], tiny: P
         settings(tiny, DIST__STRATEGY="fsdp")
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_container_limit_counts_as_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int) -> None:
-    root = tmp_path / ("memory" if version == 1 else "")
-    own = root / "jobs" / "mine"
+def test_container_limit_counts_as_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "jobs" / "mine"
     own.mkdir(parents=True)
-    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    limit, used, cache = names if version == 1 else ("memory.max", "memory.current", "inactive_file")
-    for folder, most in ((own, "max" if version == 2 else str(2**63)), (own.parent, str(3 * GIB))):
-        (folder / limit).write_text(f"{most}\n")
-        (folder / used).write_text(f"{2 * GIB}\n")
-        (folder / "memory.stat").write_text(f"anon 5\n{cache} {GIB}\n")
+    for folder, most in ((own, "max"), (own.parent, str(3 * GIB))):
+        (folder / "memory.max").write_text(f"{most}\n")
+        (folder / "memory.current").write_text(f"{2 * GIB}\n")
+        (folder / "memory.stat").write_text(f"anon 5\ninactive_file {GIB}\n")
     groups, meminfo = tmp_path / "cgroup", tmp_path / "meminfo"
-    groups.write_text("5:cpu:/x\n4:memory:/jobs/mine\n" if version == 1 else "0::/jobs/mine\n")
+    groups.write_text("5:cpu:/x\n0::/jobs/mine\n")
     meminfo.write_text("MemTotal:  33554432 kB\nMemAvailable:  16777216 kB\n")
     monkeypatch.setattr(memory, "MEMINFO", meminfo)
     monkeypatch.setattr(cpus, "MOUNTED", tmp_path)

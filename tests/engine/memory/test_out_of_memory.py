@@ -11,7 +11,7 @@ import torch
 
 from engine.evaluate import evaluate
 from engine.machine.device import Run
-from engine.machine.memory import IN_VALIDATION, is_out_of_memory, largest_blocks
+from engine.machine.memory import IN_VALIDATION, is_out_of_memory
 from engine.memory.out_of_memory import describe, ways_out
 from tests.engine.small import CPU, build
 from tests.program import ROOT, Result, metrics
@@ -145,28 +145,13 @@ def test_rank_out_of_memory_is_named_and_ends_the_others(
     assert "-batch_size 8 -accum_iter 2" in done.err
 
 
-def test_largest_blocks_of_gpu_memory_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def block(size: int, state: str = "active_allocated") -> dict[str, object]:
-        return {"size": size << 20, "state": state}
-
-    segments = [
-        {"device": 1, "blocks": [block(592), block(592), block(3), block(9000, "inactive")]},
-        {"device": 1, "blocks": [block(148)] * 5},
-        {"device": 0, "blocks": [block(4000)]},
-    ]
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    assert largest_blocks(torch.device("cuda", 1), kinds=2) == "2 x 0.6 GiB, 5 x 148.0 MiB"
-    assert largest_blocks(CPU) is None
-
-
-def test_failed_validation_restores_training_mode(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_validation_restores_training_mode(tiny: Path) -> None:
     full = build(tiny)
 
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
     full.model.register_forward_pre_hook(fail)
-    monkeypatch.setattr("engine.memory.out_of_memory.largest_blocks", lambda _device: "2 x 0.6 GiB")
     with pytest.raises(torch.OutOfMemoryError) as caught:
         evaluate(full.model, full.val_loader, len(full.val_set), full.inputs, full.precision, ALONE, full.task)
     assert full.model.training
@@ -176,7 +161,6 @@ def test_failed_validation_restores_training_mode(tiny: Path, monkeypatch: pytes
     assert re.search(
         r"the peak was .+ on cpu \(.+\), of [\d.]+ GiB in total, and 20\.00 MiB more were requested\.\n", told
     )
-    assert "\n  Allocations that take the most memory: 2 x 0.6 GiB.\n" in told
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from engine.report.outcome import mark_of_best
 from engine.task.one import ValidationMeans
 from tests.terminal import screen
 from utils.config import Config
-from utils.log import brief_terminal, log, print_on_terminal, shorten_on_terminal, start_log
-from utils.terminal import DETAIL, Looks, looks_of
+from utils.log import DETAIL, brief_terminal, log, print_on_terminal, shorten_on_terminal, start_log
+from utils.terminal import Brief, Looks
 from vitamp.metrics import AVERAGE, PLAIN
 
 CONFIG = Config.model_validate({"MODEL": {"NUM_CLASSES": 100}, "TRAIN": {"NUM_EPOCHS": 90, "MODEL_EMA": True}})
@@ -79,7 +79,7 @@ def test_lines_before_training_are_short_and_without_details(monkeypatch: pytest
     log.warning("a warning of many words " * 5)
     print_on_terminal("only here")
     note, warning, here, rest = screen(terminal.getvalue())
-    assert note.endswith("…")
+    assert note.endswith("...")
     assert len(note) < 60
     assert warning == "warning: " + "a warning of many words " * 4 + "a warning of many words"
     assert (here, rest) == ("only here", "")
@@ -145,13 +145,19 @@ def test_best_epoch_that_is_no_better_than_guessing_says_so(monkeypatch: pytest.
     assert rows(monkeypatch, 140, marks[25.0])[1].endswith("  best (as good as guessing)")
 
 
-def test_looks_follow_the_environment() -> None:
-    stream = Terminal()
-    assert looks_of(stream, {"TERM": "xterm"}) == Looks()
-    assert looks_of(stream, {"TERM": "xterm", "NO_COLOR": "1"}) == Looks(colours=False)
-    assert looks_of(stream, {"TERM": "dumb"}) == Looks(moves=False, colours=False)
-    stream.encoding = "latin-1"  # pyright: ignore
-    assert not looks_of(stream, {"TERM": "xterm"}).unicode
+@pytest.mark.parametrize(
+    ("env", "looks"),
+    [
+        ({"TERM": "xterm"}, Looks()),
+        ({"TERM": "xterm", "NO_COLOR": "1"}, Looks(colours=False)),
+        ({"TERM": "dumb"}, Looks(moves=False, colours=False)),
+    ],
+)
+def test_looks_follow_the_environment(monkeypatch: pytest.MonkeyPatch, env: dict[str, str], looks: Looks) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert Brief().looks == looks
 
 
 def test_detail_is_logged_where_nothing_is_shortened(said: pytest.LogCaptureFixture) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from utils.distributed.again import LAUNCHER_PID, start_again
 from utils.distributed.world import BY_HAND, SLURM, World
+from utils.program import LAUNCHER_PID, start_again
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,6 @@ from utils.log import log
 from utils.machine import cpus
 from utils.machine.cpus import cores, cpu_quota
 
-VERSIONS = [1, 2]
-
 
 @pytest.fixture(autouse=True)
 def _sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,24 +25,18 @@ def _sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def groups(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, quotas: dict[str, float | None], own: str = "/pod/me"
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quotas: dict[str, float | None], own: str = "/pod/me"
 ) -> None:
     """Write control groups with these quotas, in cores, as the kernel shows them; this process is in `own`."""
-    root = tmp_path / ("cpu" if version == 1 else "")
     for path, quota in quotas.items():
-        folder = root / path
-        folder.mkdir(parents=True, exist_ok=True)
-        if version == 1:
-            (folder / "cpu.cfs_quota_us").write_text("-1\n" if quota is None else f"{int(100_000 * quota)}\n")
-            (folder / "cpu.cfs_period_us").write_text("100000\n")
-        else:
-            (folder / "cpu.max").write_text("max 100000\n" if quota is None else f"{int(100_000 * quota)} 100000\n")
-    (tmp_path / "own").write_text(f"4:memory:/x\n3:cpu,cpuacct:{own}\n" if version == 1 else f"0::{own}\n")
+        (tmp_path / path).mkdir(parents=True, exist_ok=True)
+        text = "max 100000\n" if quota is None else f"{int(100_000 * quota)} 100000\n"
+        (tmp_path / path / "cpu.max").write_text(text)
+    (tmp_path / "own").write_text(f"1:name=systemd:/x\n0::{own}\n")
     monkeypatch.setattr(cpus, "MOUNTED", tmp_path)
     monkeypatch.setattr(cpus, "OWN", tmp_path / "own")
 
 
-@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(
     ("quotas", "own", "counted"),
     [
@@ -60,25 +52,20 @@ def groups(
     ],
 )
 def test_cores_is_the_smallest_quota(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    version: int,
-    quotas: dict[str, float | None],
-    own: str,
-    counted: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quotas: dict[str, float | None], own: str, counted: int
 ) -> None:
-    groups(tmp_path, monkeypatch, version, quotas, own)
+    groups(tmp_path, monkeypatch, quotas, own)
     assert cores() == counted
 
 
 def test_affinity_below_the_quota_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    groups(tmp_path, monkeypatch, 2, {"pod/me": 4})
+    groups(tmp_path, monkeypatch, {"pod/me": 4})
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     assert cores() == 2
 
 
 def test_malformed_quota_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    groups(tmp_path, monkeypatch, 2, {"pod/me": 4})
+    groups(tmp_path, monkeypatch, {"pod/me": 4})
     for text in ("", "nonsense", "100000", "0 100000", "100000 0"):
         (tmp_path / "pod" / "me" / "cpu.max").write_text(text)
         assert cpu_quota() is None
@@ -86,12 +73,11 @@ def test_malformed_quota_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert cores() == 16
 
 
-@pytest.mark.parametrize("version", VERSIONS)
 def test_threads_and_workers_follow_the_quota_which_is_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(log, "propagate", True)
-    groups(tmp_path, monkeypatch, version, {"pod/me": 4})
+    groups(tmp_path, monkeypatch, {"pod/me": 4})
     before = torch.get_num_threads()
     try:
         with caplog.at_level(logging.INFO):

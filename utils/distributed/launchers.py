@@ -1,0 +1,142 @@
+"""This process's rank, as its launcher or the flags -host -port -rank -world_size give it."""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from utils.distributed.world import BY_HAND, OPENMPI, RANK_VARIABLES, SIZES_OF_OTHERS, SLURM, TORCHRUN, World
+from utils.errors import UserError
+from utils.machine.cpus import cores
+
+DEFAULT_PORT = 29500
+RANK_FLAGS = ("host", "port", "rank", "world_size")
+PORTS = range(20000, 32000)
+"""Of jobs that have a number: below the range from which Linux takes ephemeral ports."""
+# For each launcher: world size, local rank, local world size. The innermost launcher comes first: mpirun within a SLURM
+# job counts, not the job.
+_VARIABLES = {
+    TORCHRUN: ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    OPENMPI: ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    # Never SLURM_NTASKS: a plain python in a batch script finds it set, and is one process all the same.
+    SLURM: ("SLURM_STEP_NUM_TASKS", "", ""),
+}
+
+
+def read_world(given: Mapping[str, Any] | None = None, env: Mapping[str, str] = os.environ) -> World | None:
+    """The rank that a launcher gave this process, or the flags -host -port -rank -world_size; None without either."""
+    given = given or {}
+    by_name: dict[str, Any] = {**dict.fromkeys(RANK_FLAGS), **given}
+    host, port, rank, size = by_name.values()
+    missing = " ".join(f"-{name}" for name in RANK_FLAGS if name not in given)
+    needed = f"-host, -port, -rank and -world_size are needed together; missing: {missing}"
+    if missing and (rank is not None or size is not None):  # host and port alone may complete what a launcher says
+        raise UserError(needed)
+    if rank is not None and rank >= size:
+        raise UserError(f"-rank {rank} is not below -world_size {size}; ranks count from 0.")
+    world = world_from_launcher(env)
+    if world is not None and "RANK" in env and "WORLD_SIZE" in env:
+        if rank is not None and (world.rank, world.size) != (rank, size):
+            raise UserError(
+                f"-rank {rank} -world_size {size}, but the launcher made this process rank "
+                f"{world.rank} of {world.size} (RANK, WORLD_SIZE); leave -host, -port, -rank and -world_size out."
+            )
+        return _at_master(world, env)
+    if rank is not None:
+        # A command line does not say how many ranks are on this machine: one per machine is assumed.
+        local = int(env.get("LOCAL_RANK", "0")), int(env.get("LOCAL_WORLD_SIZE", "1"))
+        return World(rank, by_name["world_size"], *local, BY_HAND, (host, port))
+    if world is None:
+        if given:
+            raise UserError(f"Without a launcher, {needed}.")
+        return None
+    job = None  # a name that no other job has
+    if world.launcher == SLURM:
+        job = f"SLURM {env.get('SLURM_CLUSTER_NAME', '')} {env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '0')}"
+    elif name := env.get("OMPI_MCA_ess_base_jobid") or env.get("PMIX_NAMESPACE"):
+        job = f"{world.launcher} {name}"
+    by_job = PORTS[zlib.crc32(job.encode()) % len(PORTS)] if job else DEFAULT_PORT
+    port = port or int(env.get("MASTER_PORT", "0")) or by_job
+    return replace(world, rendezvous=(host or _host(world, env), port), job=job)
+
+
+def _at_master(world: World, env: Mapping[str, str]) -> World:
+    """The rank with the address in the environment, as torchrun and others that set RANK give it."""
+    host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT", "")
+    if world.size == 1:
+        return world
+    if not host or not port.isdigit():
+        raise UserError(
+            f"rank {world.rank} of {world.size} (RANK, WORLD_SIZE): MASTER_ADDR must be the host of rank 0 and "
+            f"MASTER_PORT a free port of it, but they are {host!r} and {port!r}; torchrun sets both."
+        )
+    served = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return replace(world, rendezvous=(host, int(port)), served=served)
+
+
+def world_from_launcher(env: Mapping[str, str] = os.environ) -> World | None:
+    """This process's rank from its launcher's environment variables, before any setting is known."""
+    for launcher, (size, local_rank, local_size) in _VARIABLES.items():
+        rank = RANK_VARIABLES[launcher]
+        if rank not in env or size not in env:
+            continue
+        if launcher != TORCHRUN and int(env[size]) == 1:
+            continue  # one shell or launcher per machine, which may start processes of its own
+        if launcher == SLURM:
+            return _of_slurm(env)
+        # A Kubernetes operator or a shell script may set RANK, too, without local rank and size: one process per
+        # machine is assumed.
+        name = BY_HAND if launcher == TORCHRUN and "TORCHELASTIC_RUN_ID" not in env else launcher
+        local = int(env.get(local_rank, 0)), int(env.get(local_size, 1))
+        return World(int(env[rank]), int(env[size]), *local, name)
+    return None
+
+
+def check_rank_is_known(env: Mapping[str, str] = os.environ) -> None:
+    """Refuse to run as one of several processes without a rank: each would train a model of its own."""
+    for name in SIZES_OF_OTHERS:
+        if env.get(name, "1").isdigit() and int(env.get(name, "1")) > 1 and "SLURM_STEP_NUM_TASKS" not in env:
+            raise UserError(
+                f"this is one of {env[name]} processes ({name}), but its rank or local rank is in no "
+                "environment variable that vitamp reads. Use torchrun or srun, or give each process -host, -port, "
+                "-rank and -world_size."
+            )
+
+
+def _of_slurm(env: Mapping[str, str]) -> World:
+    # This node's number of tasks, from the list of all nodes, such as '4(x2),3' for 4, 4 and 3.
+    size, node = env["SLURM_STEP_NUM_TASKS"], int(env.get("SLURM_NODEID", "0"))
+    text = env.get("SLURM_STEP_TASKS_PER_NODE", size)
+    counts = [int(many) for many, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
+    local = int(env.get("SLURM_LOCALID", 0)), counts[node] if node < len(counts) else counts[0]
+    # By default, srun binds each task to cores of its own; else all tasks of a node may use all of the job's cores.
+    visible = cores()
+    reserved = visible if visible < int(env.get("SLURM_CPUS_ON_NODE", "0")) else None
+    own = int(env["SLURM_CPUS_PER_TASK"]) if "SLURM_CPUS_PER_TASK" in env else reserved
+    return World(int(env["SLURM_PROCID"]), int(size), *local, SLURM, cores=own)
+
+
+def first_host(machines: str) -> str:
+    """'gpu03' of 'gpu[03-05,9],cpu1'; SLURM's own tool for this is missing in containers."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", machines)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]) if first else machines
+
+
+def _host(world: World, env: Mapping[str, str]) -> str:
+    """The host of rank 0."""
+    host = env.get("MASTER_ADDR")
+    if host is None and world.local_size == world.size:
+        host = "127.0.0.1"
+    if host is None and world.launcher in (SLURM, OPENMPI):  # rank 0 of mpirun in a job is on the job's first machine
+        machines = env.get("SLURM_STEP_NODELIST" if world.launcher == SLURM else "SLURM_JOB_NODELIST")
+        host = first_host(machines) if machines else None
+    if host is None:
+        raise UserError(
+            f"{world.launcher} started {world.size} processes on several machines and does not say where rank 0 runs: "
+            "add -host NAME, the machine of rank 0 (and -port N)."
+        )
+    return host

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,12 +16,10 @@ from datasets.base import (
     Broken,
     Encoded,
     ImageDataset,
-    Joined,
     Key,
     Part,
     Parts,
     Samples,
-    Source,
     comes_split,
     distinct,
     part_of,
@@ -90,34 +89,24 @@ class Images(ImageDataset):
         size = self.data.IMAGE_SIZE
         # Channels last, as decoders and resizing work; the device makes planes of it when it converts to float.
         images = torch.zeros(len(keys), size, size, self.data.IMAGE_CHANNELS, dtype=torch.uint8).permute(0, 3, 1, 2)
-        labels = self._no_labels(len(keys))
+        several = self.samples.labels.shape[1:]
+        labels = torch.zeros(len(keys), *several, dtype=torch.float32 if several else torch.int64)
         indices = torch.tensor([index for _, index in keys])
         self.samples.prefetch([index for _, index in keys if index != PADDING])
         for row, key in enumerate(keys):
-            if key[1] == PADDING:
+            index = key[1]
+            if index == PADDING:
                 continue
             if self.train:
-                labels[row] = torch.as_tensor(self.samples.labels[self._fill(images[row], key)])
-            elif self._fill_strictly(images[row], key):
-                labels[row] = torch.as_tensor(self.samples.labels[key[1]])
-            else:
-                indices[row] = PADDING
+                index = self._fill(images[row], key)
+            elif failure := failure_of(partial(self._write, images[row], key, index)):
+                # Black and not counted. The error comes at the end of the validation pass, because all ranks go through
+                # their batches together.
+                self._new_broken[index] = self._broken(index, failure)
+                images[row], indices[row] = 0, PADDING
+                continue
+            labels[row] = torch.as_tensor(self.samples.labels[index])
         return Batch(images, labels, indices)
-
-    def _no_labels(self, count: int) -> torch.Tensor:
-        several = self.samples.labels.shape[1:]
-        return torch.zeros(count, *several, dtype=torch.float32 if several else torch.int64)
-
-    def _fill_strictly(self, out: torch.Tensor, key: Key) -> bool:
-        """Write a validation sample to `out`. A broken one is left black, is not counted, and is reported later.
-
-        The error comes at the end of the validation pass, because all ranks go through their batches together.
-        """
-        failure = failure_of(lambda: self._write(out, key, key[1]))
-        if failure is not None:
-            self._new_broken[key[1]] = self._broken(key[1], failure)
-            out.zero_()
-        return failure is None
 
     def _fill(self, out: torch.Tensor, key: Key) -> int:
         """Write the sample, or the next readable one, to `out`, and return the index of the one written.
@@ -129,7 +118,7 @@ class Images(ImageDataset):
             index = (wanted + step) % len(self)
             if step and index in self._failures:
                 continue
-            failure = self._failures.get(index) or failure_of(lambda index=index: self._write(out, key, index))
+            failure = self._failures.get(index) or failure_of(partial(self._write, out, key, index))
             if failure is None:
                 return index
             self._new_broken[index] = broken = self._broken(index, failure)
@@ -137,7 +126,11 @@ class Images(ImageDataset):
                 self._failures[index] = failure
             storage_failures += broken.storage
             if storage_failures == FAILURES_OF_STORAGE:
-                raise TrainingError(_storage_gone(broken.name, failure.reason))
+                raise TrainingError(
+                    f"Storage failure: {FAILURES_OF_STORAGE} training images in a row could not be read; the last is "
+                    f"{broken.name}: {failure.reason}. When the storage is back, resume from the last checkpoint with "
+                    "-resume."
+                )
             # Storage failures do not count towards MAX_BAD here: the next images show whether the storage is gone.
             if sum(not one.storage for one in self._new_broken.values()) > self.max_bad:
                 break
@@ -157,18 +150,41 @@ class Images(ImageDataset):
         self.pixels(self.samples.read(index), out)
 
 
-def image_source(
-    samples: Callable[[DataConfig, Part, int], Samples],
-    check: Callable[[DataConfig, int, bool], None],
-    fetches: bool = False,
-    count: Callable[[DataConfig, bool], int] | None = None,
-    multi_label: bool = False,
-    reads_path: bool = True,
-    parts: Callable[[DataConfig], Parts] = comes_split,
-    groups: bool = False,
-    labelled: bool = True,
-) -> Source:
-    """A source whose images are read one by one.
+class Joined(Samples):
+    """Several splits of a data set, one after the other."""
+
+    def __init__(self, splits: Sequence[Samples]) -> None:
+        self.splits = splits
+        self.labels = np.concatenate([split.labels for split in splits])
+        self.classes, self.stored, self.remote = splits[0].classes, splits[0].stored, splits[0].remote
+        self._begins = np.cumsum([0, *(len(split) for split in splits)])
+
+    def read(self, index: int) -> Encoded:
+        split, inside = self._place(index)
+        return split.read(inside)
+
+    def name(self, index: int) -> str:
+        split, inside = self._place(index)
+        return split.name(inside)
+
+    def size(self, index: int) -> int:
+        split, inside = self._place(index)
+        return split.size(inside)
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        for begin, split in zip(self._begins.tolist(), self.splits, strict=False):
+            if inside := [index - begin for index in indices if 0 <= index - begin < len(split)]:
+                split.prefetch(inside)
+
+    def _place(self, index: int) -> tuple[Samples, int]:
+        number = int(np.searchsorted(self._begins, index, side="right")) - 1
+        return self.splits[number], index - int(self._begins[number])
+
+
+def open_images(
+    samples: Callable[[DataConfig, Part, int], Samples], parts: Callable[[DataConfig], Parts] = comes_split
+) -> Callable[[DataConfig, bool, int, int, torch.device], Images]:
+    """`Source.open` of images that are read one by one.
 
     `samples`: (data, part, num_classes) -> the samples of a split; of data that comes unsplit, also those of `all`.
     """
@@ -180,21 +196,4 @@ def image_source(
             return Images(joined, data, train, seed)
         return Images(samples(data, part, num_classes), data, train, seed)
 
-    return Source(
-        open_split,
-        check,
-        count=count,
-        parts=parts,
-        fetches=fetches,
-        multi_label=multi_label,
-        reads_path=reads_path,
-        groups=groups,
-        labelled=labelled,
-    )
-
-
-def _storage_gone(name: str, reason: str) -> str:
-    return (
-        f"Storage failure: {FAILURES_OF_STORAGE} training images in a row could not be read; the last is {name}: "
-        f"{reason}. When the storage is back, resume from the last checkpoint with -resume."
-    )
+    return open_split

@@ -29,11 +29,6 @@ def images_of_classes(labels: np.ndarray, classes: int) -> np.ndarray:
     return np.bincount(labels, minlength=classes)[:classes]
 
 
-def number_of_digits(digits: str) -> int:
-    """The number that these digits are; Python refuses to convert thousands, so it is then one that is no label."""
-    return int(digits) if len(digits) < 1000 else ANY_LABEL
-
-
 def check_gaps(labels: Sequence[int] | np.ndarray, where: Callable[[int], str]) -> None:
     """Raise UserError if a few labels, as a rule one that is wrong, would make most of very many classes.
 
@@ -51,8 +46,6 @@ def check_gaps(labels: Sequence[int] | np.ndarray, where: Callable[[int], str]) 
 def check_label(label: int, num_classes: int, where: str) -> None:
     """Raise UserError for a label outside the classes. `where` begins the message."""
     least = -ANY_LABEL if num_classes == ANY_LABEL else 0
-    if num_classes == ANY_LABEL and abs(label) >= ANY_LABEL:
-        raise UserError(f"{where}: label {label} is too large for a class. Correct it.")
     if not least <= label < num_classes:
         raise UserError(
             f"{where}: label {label} does not fit MODEL.NUM_CLASSES {num_classes}: "

@@ -6,7 +6,6 @@ Each sample has its own random numbers, so its pixels do not depend on the rest 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -43,16 +42,6 @@ def open_arrays(samples: ArraySamples, data: DataConfig, train: bool, seed: int,
     return InMemory(samples, data, train, seed, device)
 
 
-@dataclass
-class _Transforms:
-    """Random transforms of one epoch, one row per sample; None where the settings turn a kind off."""
-
-    crops: torch.Tensor | None = None
-    """Top edge of the crop, left edge, and 1 for a mirrored image"""
-    matrices: torch.Tensor | None = None
-    """Affine matrices, see `BatchAffine.matrices`"""
-
-
 class InMemory(ImageDataset):
     """A split that is held on the device at the size it is stored in."""
 
@@ -77,8 +66,9 @@ class InMemory(ImageDataset):
         self.flip = data.FLIP if train and cropped else 0.0
         self.crops = self.margin > 0 or self.flip > 0
         self.affine = BatchAffine(data, device) if train and has_affine(data) else None
-        self._transforms: dict[int, _Transforms] = {}
-        """By epoch"""
+        self._transforms: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
+        """Epoch -> random transforms, one row per sample: top and left edge of the crop, and 1 for a mirrored image;
+        `BatchAffine.matrices`. None where the settings turn a kind off."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -107,7 +97,11 @@ class InMemory(ImageDataset):
         chosen = indices.clamp(min=0)
         labels, images = self.labels[chosen], resized(self.images[chosen], self.data, self.squeezed)
         if self.train:
-            images = self._transformed(images, self._transforms_of(keys[0][0]), chosen)
+            crops, matrices = self._transforms_of(keys[0][0])
+            if crops is not None:
+                images = _crop(images, self.margin, crops[chosen])
+            if self.affine is not None and matrices is not None:
+                images = self.affine(images, matrices[chosen])
         images = images.expand(-1, self.data.IMAGE_CHANNELS, -1, -1).contiguous()
         # With one channel, the strides can also read as channels-last, which convolutions would pass on.
         images = images.view(images.shape)
@@ -116,34 +110,24 @@ class InMemory(ImageDataset):
             images, labels = images * real[:, None, None, None], labels * real
         return Batch(images, labels, indices)
 
-    def _transformed(self, images: torch.Tensor, transforms: _Transforms, chosen: torch.Tensor) -> torch.Tensor:
-        if transforms.crops is not None:
-            images = _crop(images, self.margin, transforms.crops[chosen])
-        if self.affine is not None and transforms.matrices is not None:
-            images = self.affine(images, transforms.matrices[chosen])
-        return images
-
-    def _transforms_of(self, epoch: int) -> _Transforms:
-        if epoch not in self._transforms:
-            self._transforms[epoch] = self._draw(epoch)
-            # Copies of a sample have epochs of their own, which alternate.
-            while len(self._transforms) > self.copies:
-                del self._transforms[next(iter(self._transforms))]
-        return self._transforms[epoch]
-
-    def _draw(self, epoch: int) -> _Transforms:
-        transforms = _Transforms()
-        if not self.crops and self.affine is None:
-            return transforms
+    def _transforms_of(self, epoch: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        if epoch in self._transforms:
+            return self._transforms[epoch]
+        crops = matrices = None
         columns = BatchAffine.COLUMNS
-        uniform = sample_table(self.seed, epoch, len(self), columns + 3 * self.crops)
-        if self.affine is not None:
-            transforms.matrices = self.affine.matrices(uniform[:, :columns]).to(self.device, non_blocking=True)
-        if self.crops:
-            edges = (uniform[:, columns : columns + 2] * (2 * self.margin + 1)).astype(np.int64)
-            crops = torch.from_numpy(np.c_[edges, uniform[:, columns + 2] < self.flip])
-            transforms.crops = crops.to(self.device, non_blocking=True)
-        return transforms
+        if self.crops or self.affine is not None:
+            uniform = sample_table(self.seed, epoch, len(self), columns + 3 * self.crops)
+            if self.affine is not None:
+                matrices = self.affine.matrices(uniform[:, :columns]).to(self.device, non_blocking=True)
+            if self.crops:
+                edges = (uniform[:, columns : columns + 2] * (2 * self.margin + 1)).astype(np.int64)
+                crops = torch.from_numpy(np.c_[edges, uniform[:, columns + 2] < self.flip])
+                crops = crops.to(self.device, non_blocking=True)
+        self._transforms[epoch] = crops, matrices
+        # Copies of a sample have epochs of their own, which alternate.
+        while len(self._transforms) > self.copies:
+            del self._transforms[next(iter(self._transforms))]
+        return crops, matrices
 
 
 def resized(images: torch.Tensor, data: DataConfig, squeezed: bool) -> torch.Tensor:

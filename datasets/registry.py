@@ -31,9 +31,6 @@ PLACES = {
 }
 """Name -> file and `Source` in it, below this folder. Only the data set that a run reads is imported."""
 
-ON_HUB = {"flowers102": "hf:OWNER/NAME", "food101": "hf:ethz/food101", "pets": "hf:timm/oxford-iiit-pet"}
-"""Retired data sets -> the data set that has the same images"""
-
 
 def names() -> list[str]:
     """Names of all data sets, in alphabetical order."""
@@ -147,9 +144,8 @@ def _check_fold(source: Source, data: DataConfig) -> None:
             "folders alone or one csv file."
         )
     if data.fold is not None and not source.is_unsplit(data):
-        where = "" if data.DATA_PATH is None else f" in {data.DATA_PATH}"
         raise UserError(
-            f"DATA.FOLD {data.fold}: the data set {data.DATASET}{where} comes with its own validation split, and folds "
+            f"DATA.FOLD {data.fold}: the data set {source_of(data)} comes with its own validation split, and folds "
             "would mix it with the training images. Leave DATA.FOLD out, or use a data set without splits: class "
             "folders alone, one csv file, or tar files named neither train nor val."
         )
@@ -171,16 +167,11 @@ def _named(data: DataConfig) -> Source:
         from datasets.shards import hub
 
         return hub.SOURCE
-    if data.DATASET in ON_HUB:
-        raise UserError(
-            f"DATA.DATASET {data.DATASET} is retired: the Hugging Face Hub has it. Use -dataset {ON_HUB[data.DATASET]} "
-            f"DATA.DOWNLOAD=true. Version 0.1.0 of vitamp is the last that has it."
-        )
     source = source_named(data.DATASET)
-    if source is None and own_named("dataset", data.DATASET):
+    if source is None and (own := own_named("dataset", data.DATASET)):
         from datasets.sources.own import source_of_own
 
-        source = source_of_own(data.DATASET)
+        return source_of_own(own)
     if source is None:
         raise UserError(
             f"DATA.DATASET (-dataset): unknown data set {data.DATASET!r}.{nearest(data.DATASET, PLACES)} "

@@ -202,7 +202,7 @@ def training_data(config: Config, world: World, device: torch.device) -> tuple[I
     train_set = open_dataset(data, True, config.MODEL.NUM_CLASSES, config.SEED, device).augment(config.TRAIN)
     balanced = None
     if data.SAMPLER == "balanced":
-        from datasets.loading.order import balanced_order
+        from datasets.loading.balanced import balanced_order
 
         balanced = balanced_order(train_set, data.DATASET)
     weighs_images = loss_named(config.TRAIN.LOSS).weighs == "images"
@@ -220,11 +220,11 @@ def training_data(config: Config, world: World, device: torch.device) -> tuple[I
         None if weights is None else weights[train_set.sample_labels()],
     )
     if (copies := data.REPEATED_AUGMENT * (balanced.copies if balanced else 1)) > 1:
-        from datasets.base import Repeated
+        from datasets.variants import Repeated
 
         train_set = Repeated(train_set, copies)
     if config.TRAIN.SIZE_SCHEDULE:
-        from datasets.base import Sized
+        from datasets.variants import Sized
 
         train_set = Sized(train_set, config.TRAIN, data.IMAGE_SIZE)
     return train_set, TrainLoader(train_set, order, config.SEED, _workers(config, world), device)

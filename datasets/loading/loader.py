@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import os
-import secrets
-import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from multiprocessing import connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,8 +17,6 @@ from datasets.base import PADDING, Batch, Broken, ImageDataset, Key
 from datasets.loading.order import EpochOrder, MicroBatch, validation_batches
 from utils.distributed.world import ALONE, World
 from utils.errors import TrainingError
-from utils.machine.cpus import keep_freed_memory
-from utils.program import die_with_parent
 from utils.text import counted
 
 if TYPE_CHECKING:
@@ -85,80 +78,6 @@ class Window:
 
 
 class _Loader:
-    """Common part of both loaders."""
-
-    _feed: _Feed
-
-    def take_wait(self) -> float:
-        """Seconds this process waited for batches since the last call."""
-        return self._feed.take_wait()
-
-    def close(self) -> None:
-        """End the loading processes."""
-        self._feed.close()
-
-
-class TrainLoader(_Loader):
-    """The windows of an epoch, one per update, with their batches on the device."""
-
-    def __init__(self, dataset: ImageDataset, order: EpochOrder, seed: int, workers: int, device: torch.device) -> None:
-        self.order, self.workers = order, workers
-        self.broken: BrokenImages | None = None
-        """Images that could not be read; None for images in memory"""
-        if not dataset.in_memory:
-            from datasets.damage import BrokenImages
-
-            self.broken = BrokenImages(dataset.max_bad)
-        self._feed = _Feed(dataset, workers, seed, device, self.broken)
-
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Window]:
-        """Windows from update `start` (counted from 0) to the end of the epoch."""
-        windows, ahead = itertools.tee(self.order.windows(epoch, start))
-        batches = self._feed.batches(epoch, (share.indices for shares in ahead for share in shares))
-        for shares in windows:
-            window = Window(shares, batches)
-            yield window
-            window.finish()
-
-    def on_arrival(self, call: Callable[[], None]) -> None:
-        """Set a function to call when a batch arrives, before it is copied to the device."""
-        self._feed.on_arrival = call
-
-
-class ValLoader(_Loader):
-    """This rank's part of the validation split, in batches of one shape on the device."""
-
-    def __init__(
-        self,
-        dataset: ImageDataset,
-        batch_size: int,
-        rank: int,
-        world: int,
-        workers: int,
-        device: torch.device,
-        broken: BrokenInValidation | None = None,
-        shard: Callable[[int, int, int, int], list[np.ndarray]] = validation_batches,
-    ) -> None:
-        """`broken`: collects the images that cannot be read; by default they end the validation with an error.
-
-        `shard`: this rank's batches.
-        """
-        self._batches = shard(len(dataset), batch_size, rank, world)
-        if broken is None and not dataset.in_memory:
-            from datasets.damage import BrokenInValidation
-
-            broken = BrokenInValidation()
-        self.broken = broken
-        self._feed = _Feed(dataset, min(workers, len(self._batches)), 0, device, self.broken)
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self._feed.batches(0, self._batches)
-
-
-class _Feed:
     """Fetches batches, in this process or in persistent loading processes, and copies them to the device."""
 
     def __init__(
@@ -170,7 +89,7 @@ class _Feed:
         broken: BrokenImages | BrokenInValidation | None,
     ) -> None:
         self._broken, self._fetch, self._device = broken, _Fetch(dataset), device
-        self.on_arrival: Callable[[], None] | None = None
+        self._arrived: Callable[[], None] | None = None
         self._plan = Plan()
         self._wait = 0.0
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" and not dataset.in_memory else None
@@ -183,7 +102,6 @@ class _Feed:
                 num_workers=workers,
                 collate_fn=_unchanged,
                 pin_memory=device.type == "cuda",
-                worker_init_fn=start_worker,
                 persistent_workers=workers > 0,
                 # Without a generator, every epoch would draw from the global one.
                 generator=torch.Generator().manual_seed(seed),
@@ -193,7 +111,7 @@ class _Feed:
 
                 self._begin_processes = partial(LoadingProcesses, self._loader, self._awaited)
 
-    def batches(self, epoch: int, plan: Iterable[np.ndarray]) -> Iterator[Batch]:
+    def _batches(self, epoch: int, plan: Iterable[np.ndarray]) -> Iterator[Batch]:
         self._plan.begin(epoch, plan)
         begin = time.perf_counter()
         source = self._start()
@@ -207,6 +125,7 @@ class _Feed:
             begin = time.perf_counter()
 
     def take_wait(self) -> float:
+        """Seconds this process waited for batches since the last call."""
         wait, self._wait = self._wait, 0.0
         return wait
 
@@ -238,8 +157,8 @@ class _Feed:
 
     def _receive(self, fetched: Fetched) -> Batch:
         self._plan.under_way.popleft()
-        if self.on_arrival is not None:
-            self.on_arrival()
+        if self._arrived is not None:
+            self._arrived()
         if self._broken is not None:
             self._broken.add(fetched.broken)
         if isinstance(fetched.batch, TrainingError):
@@ -257,6 +176,66 @@ class _Feed:
 
     def _on_device(self, batch: Batch) -> Batch:
         return Batch(*(tensor.to(self._device, non_blocking=True) for tensor in batch))
+
+
+class TrainLoader(_Loader):
+    """The windows of an epoch, one per update, with their batches on the device."""
+
+    def __init__(self, dataset: ImageDataset, order: EpochOrder, seed: int, workers: int, device: torch.device) -> None:
+        self.order, self.workers = order, workers
+        self.broken: BrokenImages | None = None
+        """Images that could not be read; None for images in memory"""
+        if not dataset.in_memory:
+            from datasets.damage import BrokenImages
+
+            self.broken = BrokenImages(dataset.max_bad)
+        super().__init__(dataset, workers, seed, device, self.broken)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Window]:
+        """Windows from update `start` (counted from 0) to the end of the epoch."""
+        windows, ahead = itertools.tee(self.order.windows(epoch, start))
+        batches = self._batches(epoch, (share.indices for shares in ahead for share in shares))
+        for shares in windows:
+            window = Window(shares, batches)
+            yield window
+            window.finish()
+
+    def on_arrival(self, call: Callable[[], None]) -> None:
+        """Set a function to call when a batch arrives, before it is copied to the device."""
+        self._arrived = call
+
+
+class ValLoader(_Loader):
+    """This rank's part of the validation split, in batches of one shape on the device."""
+
+    def __init__(
+        self,
+        dataset: ImageDataset,
+        batch_size: int,
+        rank: int,
+        world: int,
+        workers: int,
+        device: torch.device,
+        broken: BrokenInValidation | None = None,
+        shard: Callable[[int, int, int, int], list[np.ndarray]] = validation_batches,
+    ) -> None:
+        """`broken`: collects the images that cannot be read; by default they end the validation with an error.
+
+        `shard`: this rank's batches.
+        """
+        self._plans = shard(len(dataset), batch_size, rank, world)
+        if broken is None and not dataset.in_memory:
+            from datasets.damage import BrokenInValidation
+
+            broken = BrokenInValidation()
+        self.broken = broken
+        super().__init__(dataset, min(workers, len(self._plans)), 0, device, self.broken)
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._batches(0, self._plans)
 
 
 class Fetched(NamedTuple):
@@ -282,20 +261,3 @@ class _Fetch(Dataset[Any]):
 
 def _unchanged(batch: Any) -> Any:
     return batch
-
-
-def start_worker(_: int) -> None:
-    """Initialise a loading process. It ignores signals, because the training process ends it, and never outlives it."""
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
-    torch.set_num_threads(1)
-    # Errors are sent to the training process; the rest is noise of shutting down when that process ends.
-    sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    die_with_parent(signal.SIGKILL)
-    keep_freed_memory()
-    if sys.platform == "linux":
-        # Tensors are sent through a socket in the temporary folder, which would stay there when this process is killed.
-        # Linux also has sockets without a file; what they send is authenticated all the same.
-        address = f"\0vitamp-{os.getpid()}-"
-        setattr(connection, "arbitrary_address", lambda _: address + secrets.token_hex(8))  # noqa: B010

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 
 from datasets.base import PADDING, ImageDataset
-from datasets.labels import members_of_classes
 from utils.config.data import DropLast
 from utils.errors import UserError
 from utils.seeding import key
@@ -68,8 +67,19 @@ class EpochOrder:
         unit = self.global_batch if drop_last == "update" else batch_size if drop_last else 1
         self.used = samples // unit * unit
         """Samples of an epoch, without those that DATA.DROP_LAST leaves out."""
+        if not samples:
+            raise UserError("The training set is empty: DATA.DATASET and DATA.DATA_PATH must name one with images.")
+        if not self.used and unit > batch_size:
+            raise UserError(
+                f"An update takes {unit} images (DATA.BATCH_SIZE x processes x TRAIN.ACCUM_ITER), but the training set "
+                f"has only {samples}: not one full update. Use a smaller global batch, or keep incomplete updates with "
+                f"DATA.DROP_LAST={'batch' if samples >= batch_size else 'false'}."
+            )
         if not self.used:
-            raise UserError(_too_large(samples, unit, batch_size))
+            raise UserError(
+                f"DATA.BATCH_SIZE is {batch_size}, but the training set has only {samples} images: not one full batch. "
+                f"Set it to {samples} or less, or keep partial batches with DATA.DROP_LAST=false."
+            )
         self._micro_batches = -(-self.used // batch_size)
         self.updates = -(-self._micro_batches // self._per_window)
 
@@ -110,15 +120,11 @@ class EpochOrder:
     def permutation(self, epoch: int) -> np.ndarray:
         """Samples in the order of an epoch."""
         generator = np.random.Generator(np.random.Philox(key=key(self.seed, "order", epoch)))
-        return self._with_copies(self._shuffled(generator))
-
-    def _with_copies(self, permutation: np.ndarray) -> np.ndarray:
-        """Each sample `copies` times in a row, at the same total; copy c of sample i is i + c * samples.
-
-        Samples that are copies already, as in a balanced order, get `copies` copies each.
-        """
+        permutation = self._shuffled(generator)
         if self.copies == 1:
             return permutation
+        # Each sample `copies` times in a row, at the same total; copy c of sample i is i + c * samples. Samples that
+        # are copies already, as in a balanced order, get `copies` copies each.
         places = np.arange(self.samples)
         copy, sample = np.divmod(permutation[places // self.copies], self.samples)
         return sample + (copy * self.copies + places % self.copies) * self.samples
@@ -128,21 +134,21 @@ class EpochOrder:
             begin = (first + number) * self.batch_size
             return permutation[begin : begin + self.batch_size]
 
+        def counts_of(indices: np.ndarray) -> float:
+            """What the samples of a micro-batch count for in the loss."""
+            weights = self._sample_weights
+            return float(len(indices)) if weights is None else float(weights[indices % self.samples].sum())
+
         real = min(self._per_window, self._micro_batches - first)
         each, more = divmod(real, self.world)
         begin = self.rank * each + min(self.rank, more)
         end = begin + each + (self.rank < more)
-        counts = [self._counts(indices(number)) for number in range(real)]  # equal on all ranks, as all know all labels
+        counts = [counts_of(indices(number)) for number in range(real)]  # equal on all ranks, as all know all labels
         shares = [MicroBatch(v, indices(v), counts[v] / sum(counts), counts[v]) for v in range(begin, end)]
         if more and self.rank >= more:
             # All ranks need equally many micro-batches, or the all-reduce waits for ever: one of weight 0.
             shares.append(MicroBatch(real + self.rank - more, indices(0), 0.0))
         return tuple(shares)
-
-    def _counts(self, indices: np.ndarray) -> float:
-        """What the samples of a micro-batch count for in the loss."""
-        weights = self._sample_weights
-        return float(len(indices)) if weights is None else float(weights[indices % self.samples].sum())
 
 
 def validation_batches(samples: int, batch_size: int, rank: int, world: int) -> list[np.ndarray]:
@@ -167,72 +173,6 @@ def whole_batches(samples: int, batch_size: int, rank: int, world: int) -> list[
     batches = validation_batches(samples, batch_size, 0, 1)
     padding = [np.full_like(batches[0], PADDING)] * (-len(batches) % world) if batches else []
     return [*batches, *padding][rank::world]
-
-
-def _too_large(samples: int, unit: int, batch_size: int) -> str:
-    if not samples:
-        return "The training set is empty: DATA.DATASET and DATA.DATA_PATH must name one with images."
-    if unit > batch_size:
-        return (
-            f"An update takes {unit} images (DATA.BATCH_SIZE x processes x TRAIN.ACCUM_ITER), but the training set has "
-            f"only {samples}: not one full update. Use a smaller global batch, or keep incomplete updates with "
-            f"DATA.DROP_LAST={'batch' if samples >= batch_size else 'false'}."
-        )
-    return (
-        f"DATA.BATCH_SIZE is {batch_size}, but the training set has only {samples} images: not one full batch. "
-        f"Set it to {samples} or less, or keep partial batches with DATA.DROP_LAST=false."
-    )
-
-
-class BalancedOrder:
-    """Draws as many samples as there are, equally many of each class that has any.
-
-    All images of a class are drawn before one is drawn again. Copy c of sample i is i + c * samples, so that
-    `variants.Repeated` augments each copy differently. Drawing equally many, instead of leaving the class of every
-    sample to chance, spares rare classes the noise of chance.
-    """
-
-    def __init__(self, labels: np.ndarray) -> None:
-        self._members = members_of_classes(labels)
-        self._samples = len(labels)
-        self.classes = len(self._members)
-        self.least = self._samples // max(self.classes, 1)
-        """Samples of each class per epoch; some classes get one more, in every epoch others."""
-        self._more = self._samples % max(self.classes, 1)
-        most, smallest = self.least + (self._more > 0), min(map(len, self._members), default=1)
-        self.copies = max(1, -(-most // smallest))
-        """Most copies of a sample in an epoch."""
-
-    def __call__(self, generator: np.random.Generator) -> np.ndarray:
-        counts = np.full(self.classes, self.least)
-        counts[generator.permutation(self.classes)[: self._more]] += 1
-        drawn = [
-            _draw(of_class, count, self._samples, generator)
-            for of_class, count in zip(self._members, counts, strict=True)
-        ]
-        return generator.permutation(np.concatenate(drawn))
-
-    def words(self) -> str:
-        """For the banner of a run."""
-        each = f"{self.least:,}" + (f" or {self.least + 1:,}" if self._more else "")
-        repeated = f", each image at most {self.copies} times" if self.copies > 1 else ""
-        return f"sampler balanced: {each} images of each of {self.classes} classes per epoch{repeated}"
-
-
-def _draw(members: np.ndarray, count: int, samples: int, generator: np.random.Generator) -> np.ndarray:
-    copies = -(-count // len(members))
-    return np.concatenate([generator.permutation(members) + samples * copy for copy in range(copies)])[:count]
-
-
-def balanced_order(dataset: ImageDataset, name: str) -> BalancedOrder:
-    """The balanced order of a training split. `name`: DATA.DATASET."""
-    labels = dataset.sample_labels()
-    if labels is None:
-        raise UserError(
-            f"DATA.SAMPLER balanced: the data set {name} is read as a stream, so the labels of its images are not "
-            "known when an epoch begins. Use DATA.SAMPLER=shuffle."
-        )
-    return BalancedOrder(labels)
 
 
 def data_identity(dataset: ImageDataset) -> str:

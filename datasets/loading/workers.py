@@ -10,22 +10,27 @@ import atexit
 import contextlib
 import multiprocessing
 import multiprocessing.util
+import os
+import secrets
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader
 
 from utils.errors import TrainingError
 from utils.log import log
+from utils.machine.cpus import keep_freed_memory
+from utils.program import die_with_parent
 
-SECONDS_TO_BEGIN = 60.0
-"""Time limit for the start. A process forked from a threaded one can hang on a lock that a thread held at the fork."""
 SECONDS_TO_WARN = 30.0
 """A longer wait for a batch is reported while it lasts."""
 SECONDS_TO_STOP = 2.0
@@ -61,11 +66,9 @@ class LoadingProcesses:
         """`awaited`: words for the images of the batch that comes next."""
         self._loader, self._awaited = loader, awaited
         self._batches: Any = None
-        self._hung: list[Any] = []
         self._waits_since: float | None = None
         self._ended = threading.Event()
-        self._begun = multiprocessing.RawArray("b", loader.num_workers)
-        loader.worker_init_fn = partial(_begin, loader.worker_init_fn, self._begun)
+        loader.worker_init_fn = start_worker
         others = set(multiprocessing.active_children())
         try:
             with _signals_held_back():
@@ -75,7 +78,14 @@ class LoadingProcesses:
                 process.kill()
             reason = error.strerror or error
             raise TrainingError(f"Loading processes could not be started: {reason}. {REMEDY}") from None
-        self._forget_exit = call_at_exit(self.end)
+        # Python ends child processes with SIGTERM, which loading processes ignore, and then waits for them without
+        # limit. So they are ended before.
+        if multiprocessing.parent_process() is None:
+            atexit.register(self.end)  # last in, first out: it runs before the hooks of multiprocessing and torch
+            self._forget_exit: Callable[[], object] = partial(atexit.unregister, self.end)
+        else:  # in a process that multiprocessing started, atexit's hooks do not run
+            priority = BEFORE_QUEUES_CLOSE
+            self._forget_exit = multiprocessing.util.Finalize(None, self.end, exitpriority=priority).cancel
         threading.Thread(target=self._watch, daemon=True).start()
 
     def begin_epoch(self) -> None:
@@ -97,7 +107,7 @@ class LoadingProcesses:
         except Exception:  # a process that dies while it sends can raise nearly anything here
             time.sleep(SECONDS_TO_DIE)
             if dead := self._dead():
-                causes = ", ".join(f"the loading process {worker.pid} {self._cause(worker)}" for worker in dead)
+                causes = ", ".join(f"the loading process {worker.pid} {_cause(worker.exitcode)}" for worker in dead)
                 raise TrainingError(f"A batch could not be loaded: {causes}. {REMEDY}") from None
             raise
 
@@ -124,29 +134,21 @@ class LoadingProcesses:
             on_long_wait()
 
     def _watch(self) -> None:
-        """A thread: report long waits, interrupt them each second, and kill processes that do not begin."""
-        begin, main, reported = time.monotonic(), threading.main_thread().ident or 0, None
+        """A thread: report long waits, and interrupt them each second."""
+        main, reported = threading.main_thread().ident or 0, None
         while not self._ended.wait(1):
             now, since = time.monotonic(), self._waits_since
-            if now - begin > SECONDS_TO_BEGIN and not all(self._begun) and not self._hung:
-                workers = zip(self._batches._workers, self._begun, strict=True)
-                self._hung = [worker for worker, begun in workers if not begun]
-                for worker in self._hung:
-                    worker.kill()
             if since is None or now - since < SECONDS_TO_STOP:
                 continue
             if now - since > SECONDS_TO_WARN and reported != since:
                 reported = since
-                log.warning("No batch for %.0f s: %s.", now - since, self._awaited_words())
+                workers = self._batches._workers
+                stopped = [worker for worker in workers if _state(worker.pid) == "T"]
+                number = (self._batches._task_info.get(self._batches._rcvd_idx) or [0])[0]
+                names = ", ".join(f"loading process {worker.pid}" for worker in stopped or [workers[number]])
+                doing = "is stopped (SIGSTOP)" if stopped else "does not finish; its storage may hang"
+                log.warning("No batch for %.0f s: %s %s. It loads %s.", now - since, names, doing, self._awaited())
             signal.pthread_kill(main, signal.SIGCHLD)
-
-    def _awaited_words(self) -> str:
-        workers = self._batches._workers
-        stopped = [worker for worker in workers if _state(worker.pid) == "T"]
-        number = (self._batches._task_info.get(self._batches._rcvd_idx) or [0])[0]
-        names = ", ".join(f"loading process {worker.pid}" for worker in stopped or [workers[number]])
-        doing = "is stopped (SIGSTOP)" if stopped else "does not finish; its storage may hang"
-        return f"{names} {doing}. It loads {self._awaited()}"
 
     def _dead(self) -> list[Any]:
         return [worker for worker in self._batches._workers if not worker.is_alive()]
@@ -167,9 +169,6 @@ class LoadingProcesses:
             if hasattr(batches, "_pin_memory_thread"):  # it ends, or waits for the rest of a message until we end
                 batches._pin_memory_thread_done_event.set()
 
-    def _cause(self, worker: Any) -> str:
-        return f"did not begin in {SECONDS_TO_BEGIN:g} s" if worker in self._hung else _cause(worker.exitcode)
-
 
 def _state(pid: int) -> str:
     """State of a process as a letter, such as T for stopped; '' where the system does not show it."""
@@ -179,23 +178,20 @@ def _state(pid: int) -> str:
         return ""
 
 
-def _begin(initialise: Callable[[int], None] | None, begun: Any, number: int) -> None:
-    """Initialise a loading process, and then set its flag."""
-    if initialise is not None:
-        initialise(number)
-    begun[number] = 1
-
-
-def call_at_exit(call: Callable[[], None]) -> Callable[[], object]:
-    """Register a call for the end of the process, before Python ends its child processes. Returns a cancel function.
-
-    Python ends child processes with SIGTERM, which loading processes ignore, and then waits for them without limit.
-    """
-    if multiprocessing.parent_process() is None:
-        atexit.register(call)  # last in, first out: it runs before the hooks of multiprocessing and torch
-        return partial(atexit.unregister, call)
-    # In a process that multiprocessing started, atexit's hooks do not run.
-    return multiprocessing.util.Finalize(None, call, exitpriority=BEFORE_QUEUES_CLOSE).cancel
+def start_worker(_: int) -> None:
+    """Initialise a loading process. It ignores signals, because the training process ends it, and never outlives it."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    # Errors are sent to the training process; the rest is noise of shutting down when that process ends.
+    sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    die_with_parent(signal.SIGKILL)
+    keep_freed_memory()
+    if sys.platform == "linux":
+        # Tensors are sent through a socket in the temporary folder, which would stay there when this process is killed.
+        # Linux also has sockets without a file; what they send is authenticated all the same.
+        address = f"\0vitamp-{os.getpid()}-"
+        setattr(connection, "arbitrary_address", lambda _: address + secrets.token_hex(8))  # noqa: B010
 
 
 def _cause(code: int | None) -> str:

@@ -15,19 +15,13 @@ from typing import Any
 import numpy as np
 
 from datasets.base import TITLES, Encoded, Part, Parts, Samples, Source, Unreadable, part_of, parts_read
-from datasets.images import image_source
+from datasets.images import open_images
 from datasets.labels import ANY_LABEL, check_class_count, log_unused_outputs, warn_empty_classes
 from datasets.shards.index import ShardIndex, from_bytes, make_index
 from datasets.shards.stores import Folder, Range, Remote, ShardFile, Store, open_store
 from datasets.sources.files import leads_out
-from datasets.sources.split import (
-    SPLIT_NAMES,
-    named_parts,
-    no_such_part,
-    split_named_in,
-    split_rows,
-    warn_of_skipped,
-)
+from datasets.sources.folds import split_rows
+from datasets.sources.split import SPLIT_NAMES, named_parts, no_such_part, split_named_in, warn_of_skipped
 from utils.cache import cache_folder, process_lock
 from utils.config.data import DataConfig
 from utils.errors import UserError
@@ -330,7 +324,7 @@ def open_split(shards: ShardSet, data: DataConfig, part: Part, num_classes: int,
             f"{index.label[row]}, which does not fit MODEL.NUM_CLASSES {num_classes}: labels go from 0 to "
             f"{num_classes - 1}. Correct it, or train with a larger -num_classes."
         )
-    rows = split_rows(index.label, data, part, shards.store.root, shards.classes) if shared else None
+    rows = split_rows(index.label, data, part, shards.store.root) if shared else None
     return ShardSamples(shards, index, window, rows)
 
 
@@ -356,7 +350,10 @@ def shard_source(
             if part == "train" or not shards.split(part)[1]:  # `split_rows` warns of a validation split that it makes
                 warn_empty_classes(split.labels, classes, f"The {TITLES[part]} of the {owner}")
 
-    return image_source(samples, check, parts=lambda data: opened(data).parts(), fetches=fetches, reads_path=reads_path)
+    def parts(data: DataConfig) -> Parts:
+        return opened(data).parts()
+
+    return Source(open_images(samples, parts), check, parts=parts, fetches=fetches, reads_path=reads_path)
 
 
 SOURCE = shard_source(lambda data: ShardSet(open_store(data.DATA_PATH), data))

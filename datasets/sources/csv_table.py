@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import csv
 import re
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
-from datasets.base import TITLES, Part, parts_read
-from datasets.images import image_source
+from datasets.base import Part, Source, parts_read
+from datasets.images import open_images
 from datasets.labels import (
     ANY_LABEL,
     check_class_count,
     check_gaps,
     check_label,
-    images_of_classes,
     log_unused_outputs,
-    number_of_digits,
     warn_empty_classes,
 )
 from datasets.sources.files import FileList, FileSamples, check_first_files, check_path, no_file, split_files
@@ -31,38 +26,15 @@ from utils.errors import UserError, nearest
 from utils.log import log
 from vitamp.files import kind_of_path, only_regular
 
-LEAST_RECURRING = {";": 0.0, "|": 0.5, ",": 0.5}
-"""Separator -> fraction of the parts of labels that must recur in other labels, so that the labels look like lists"""
+SEPARATORS = (";", "|", ",")
+"""Between the labels of an image; the first that occurs in the training table separates"""
 LabelSet = tuple[str, ...]
 """The labels of one image as its table has them; empty for an image of no class."""
-
-
-def separator_in(labels: Iterable[str]) -> tuple[str, str] | None:
-    """The separator by which these labels look like lists of labels, and the first such label.
-
-    The parts of lists recur in other lists, or as labels of their own. Blanks are part of names.
-    """
-    distinct = list(dict.fromkeys(labels))
-    for separator, least in LEAST_RECURRING.items():
-        lists = {label: parts for label in distinct if len(parts := set(_parts(label, separator))) > 1}
-        alone = set(distinct) - set(lists)
-        found = Counter(part for parts in lists.values() for part in parts if part)
-        recurring = sum(count > 1 or part in alone for part, count in found.items())
-        if lists and recurring >= least * len(found):
-            return separator, next(iter(lists))
-    return None
-
-
-def _parts(text: str, separator: str) -> LabelSet:
-    return tuple(part.strip() for part in text.split(separator))
-
 
 PATHS = ("path", "image_path", "image", "file", "filename")
 TARGETS = ("target", "label", "class")
 PLURALS = ("targets", "labels", "classes")
 """Names of the column that may hold several labels, besides TARGETS"""
-NAMES = "class_name"
-"""Column with the class names of numbered targets"""
 LAYOUT = """Expected layout:
   {root}/train.csv    a header such as path,target, then lines such as images/cat 1.jpg,cat
   {root}/val.csv    (or valid.csv, validation.csv, dev.csv; test.csv if there is one)
@@ -80,17 +52,15 @@ class _Table:
     """DATA.MULTI_LABEL: any number of labels per line; else one"""
     columns: list[str] | None
     """With DATA.MULTI_LABEL: the classes, if each has a column"""
-    paths: list[str] = field(default_factory=list)
+    paths: list[str]
+    numbers: list[int]
+    """Line numbers in the file"""
+    groups: list[str]
+    """Of the column DATA.GROUP; empty without"""
+    separator: str
+    """With DATA.MULTI_LABEL: between the labels of a line"""
     sets: list[LabelSet] = field(default_factory=list)
     """The labels of each line"""
-    names: list[str] = field(default_factory=list)
-    """Class names of numbered labels; empty without such a column"""
-    numbers: list[int] = field(default_factory=list)
-    """Line numbers in the file"""
-    groups: list[str] = field(default_factory=list)
-    """Of the column DATA.GROUP; empty without"""
-    separator: str = ";"
-    """With DATA.MULTI_LABEL: between the labels of a line"""
 
     def where(self, row: int) -> str:
         return f"{self.file}:{self.numbers[row]}"
@@ -119,7 +89,7 @@ class _Table:
     def labelled(self, training: _Table, num_classes: int) -> FileList:
         """The images with checked labels. `training`: the table that defines the classes."""
         if training.is_numbered():
-            classes = _numbered_classes(training)
+            classes = range(max(training.label_numbers(ANY_LABEL)) + 1)
             if self.several and num_classes == ANY_LABEL:
                 self.check_gaps()
             numbers = self.label_numbers(len(classes) if self.several and num_classes == ANY_LABEL else num_classes)
@@ -178,39 +148,25 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
     given = _files(data)
     parts = parts_read(data, train, given)
     first = _read(given.get("all") or given["train"], data)
-    _warn_of_lists(first)
+    looks_like_list = (row for row, label in first.each() if ";" in label or "|" in label)
+    if not first.several and (row := next(looks_like_list, None)) is not None:
+        log.warning(
+            "%s: the label %r is read as one class. If it lists several labels, set DATA.MULTI_LABEL=true.",
+            first.where(row),
+            first.sets[row][0],
+        )
     files = first.labelled(first, num_classes)
     if "all" in given:
-        read, validation = [first], split_files(files, data, parts[-1]).labels
+        read = [first]
+        split_files(files, data, parts[-1])
     else:
         read = [_read_part(given, part, first, data) for part in parts]
-        validation = [table.labelled(first, num_classes) for table in read][-1].labels
+        for table in read:
+            table.labelled(first, num_classes)
     log_unused_outputs(len(files.classes), num_classes, f"The table {first.file}")
     warn_empty_classes(files.labels, files.classes, f"The table {first.file}")
-    unmeasured = np.flatnonzero(images_of_classes(validation, len(files.classes)) == 0)
-    if data.MULTI_LABEL and data.PART != "all" and len(unmeasured):
-        log.warning(
-            "The %s has no image of %d of %d classes (the first: %s): mAP and macro F1 leave these classes out.",
-            TITLES[parts[-1]],
-            len(unmeasured),
-            len(files.classes),
-            files.classes[unmeasured[0]],
-        )
     for table in read:
         check_first_files(table.file, table.paths)
-
-
-def _warn_of_lists(table: _Table) -> None:
-    """Warn of labels that look like lists but are read as one class each."""
-    if table.columns is not None or (found := separator_in(label for _, label in table.each())) is None:
-        return
-    log.warning(
-        "%s: the label %r is read as one class. If it lists several labels, separated by %r, %s.",
-        table.where(next(row for row, label in table.each() if label == found[1])),
-        found[1],
-        found[0],
-        "separate them in the same way in all tables" if table.several else "set DATA.MULTI_LABEL=true",
-    )
 
 
 def _files(data: DataConfig) -> dict[Part, Path]:
@@ -237,47 +193,35 @@ def _read_part(files: dict[Part, Path], part: Part, training: _Table, data: Data
     return training if part == "train" else _read(files[part], data, training.separator)
 
 
-class _Head(NamedTuple):
-    """Places of the columns in a file."""
-
-    path: int
-    targets: list[int]
-    """One column, or one per class"""
-    name: int | None
-    group: int | None
-    last: int
-
-
 def _read(file: Path, data: DataConfig, separator: str | None = None) -> _Table:
     """`separator`: of the training table's labels; None: this is it."""
+    paths, texts, numbers, groups = [], [], [], []
     try:
         with open(file, encoding="utf-8-sig", newline="", opener=only_regular) as opened:
             rows = csv.reader(opened, strict=True)
             header = [text.strip() for text in next(rows, [])]
-            head = _read_head(file, header, data)
-            columns = [header[place] for place in head.targets] if len(head.targets) > 1 else None
-            table, texts = _Table(file, data.MULTI_LABEL, columns), []
+            path, targets = _places(file, header, data)
+            group = header.index(data.GROUP) if data.GROUP in header else None
+            last = max(path, *targets, group or 0)
             for row in rows:
                 if not any(field.strip() for field in row):
                     continue
                 where = f"{file}:{rows.line_num}"
-                if len(row) <= head.last:
+                if len(row) <= last:
                     raise UserError(f"{where} has {len(row)} fields; the header has {len(header)}.")
-                table.paths.append(check_path(row[head.path].strip(), where))
-                texts.append([row[place].strip() for place in head.targets])
-                if head.name is not None:
-                    table.names.append(row[head.name].strip())
-                if head.group is not None:
-                    table.groups.append(row[head.group].strip())
-                table.numbers.append(rows.line_num)
+                paths.append(check_path(row[path].strip(), where))
+                texts.append([row[place].strip() for place in targets])
+                numbers.append(rows.line_num)
+                if group is not None:
+                    groups.append(row[group].strip())
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"The table {file} cannot be read: {error}.") from None
-    if not table.paths:
+    if not paths:
         raise UserError(f"{file} has no lines below its header. {LAYOUT.format(root=file.parent)}")
-    if data.MULTI_LABEL and columns is None and separator is None:
-        found = separator_in(text for (text,) in texts)
-        separator = found[0] if found else ";"
-    table = replace(table, separator=separator or ";")
+    columns = [header[place] for place in targets] if len(targets) > 1 else None
+    if separator is None:
+        separator = next((one for one in SEPARATORS if any(one in fields[0] for fields in texts)), ";")
+    table = _Table(file, data.MULTI_LABEL, columns, paths, numbers, groups, separator)
     table.sets.extend(_label_set(fields, table, table.where(row)) for row, fields in enumerate(texts))
     return table
 
@@ -297,7 +241,7 @@ def _label_set(fields: list[str], table: _Table, where: str) -> LabelSet:
         if not text:
             raise UserError(f"{where}: the target is empty.")
         return (text,)
-    labels = _parts(text, table.separator) if text else ()
+    labels = tuple(part.strip() for part in text.split(table.separator)) if text else ()
     if "" in labels:
         raise UserError(f"{where}: {text!r} has an empty label; separate labels by one {table.separator}")
     if len(set(labels)) < len(labels):
@@ -306,18 +250,18 @@ def _label_set(fields: list[str], table: _Table, where: str) -> LabelSet:
     return labels
 
 
-def _read_head(file: Path, header: list[str], data: DataConfig) -> _Head:
-    """Where the columns are. With DATA.MULTI_LABEL and no column of labels, all columns but the path are classes."""
+def _places(file: Path, header: list[str], data: DataConfig) -> tuple[int, list[int]]:
+    """Places of the column of paths, and of the one of labels, or of one per class.
+
+    With DATA.MULTI_LABEL and no column of labels, all columns but the path are classes.
+    """
     path = _column(file, header, PATHS)
-    group = header.index(data.GROUP) if data.GROUP in header else None
     if not data.MULTI_LABEL:
-        target = _column(file, header, TARGETS)
-        name = next((place for place, text in enumerate(header) if text.casefold() == NAMES), None)
-        return _Head(path, [target], name, group, max(path, target, name or 0, group or 0))
+        return path, [_column(file, header, TARGETS)]
     target = next((place for place, name in enumerate(header) if name.casefold() in (*TARGETS, *PLURALS)), None)
     if target is not None:
-        return _Head(path, [target], None, group, max(path, target, group or 0))
-    classes = [place for place in range(len(header)) if place not in (path, group)]
+        return path, [target]
+    classes = [place for place in range(len(header)) if place != path and header[place] != data.GROUP]
     if len(classes) < 2:
         raise UserError(
             f"{file} has neither a column called {' or '.join((*TARGETS, *PLURALS))} nor one column per class. "
@@ -325,7 +269,7 @@ def _read_head(file: Path, header: list[str], data: DataConfig) -> _Head:
         )
     if repeated := next((header[place] for place in classes if header.count(header[place]) > 1), None):
         raise UserError(f"{file}: two columns are called {repeated!r}; give each class one column.")
-    return _Head(path, classes, None, group, len(header) - 1)
+    return path, classes
 
 
 def _column(file: Path, header: list[str], names: tuple[str, ...]) -> int:
@@ -340,23 +284,10 @@ def _column(file: Path, header: list[str], names: tuple[str, ...]) -> int:
     )
 
 
-def _numbered_classes(table: _Table) -> list[str] | range:
-    """Names of the numbered classes if the table has them, else their numbers."""
-    labels = table.label_numbers(ANY_LABEL)
-    numbers = range(max(labels) + 1)
-    if not table.names:
-        return numbers
-    names = {}
-    for row, (label, name) in enumerate(zip(labels, table.names, strict=True)):
-        if names.setdefault(label, name) != name:
-            raise UserError(f"{table.where(row)}: class {label} is called {name!r} here and {names[label]!r} above.")
-    return [names.get(label, str(label)) for label in numbers]
-
-
 def _whole_number(text: str) -> int | None:
     """5 for `5`, and for `5.0`, which pandas writes if a column ever had a missing value."""
-    match = re.fullmatch(r"(-?[0-9]+)(\.0*)?", text)
-    return number_of_digits(match[1]) if match else None
+    match = re.fullmatch(r"(-?[0-9]{1,18})(\.0*)?", text)
+    return int(match[1]) if match else None
 
 
 def _count(data: DataConfig, train: bool) -> int:  # noqa: ARG001 - the training table has the classes of both splits
@@ -367,4 +298,4 @@ def _count(data: DataConfig, train: bool) -> int:  # noqa: ARG001 - the training
     return len(first.labelled(first, ANY_LABEL).classes)
 
 
-SOURCE = image_source(_samples, _check, count=_count, multi_label=True, parts=_files, groups=True)
+SOURCE = Source(open_images(_samples, _files), _check, count=_count, multi_label=True, parts=_files, groups=True)

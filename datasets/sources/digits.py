@@ -17,7 +17,7 @@ import torch
 from datasets.base import Source, comes_unsplit, part_of
 from datasets.labels import check_class_count, log_unused_outputs
 from datasets.memory import ArraySamples, InMemory
-from datasets.sources.split import no_such_part, split, split_by_fold
+from datasets.sources.split import no_such_part, split
 from utils.config.data import DataConfig
 from utils.errors import UserError
 
@@ -45,12 +45,9 @@ def _file() -> Path:
     folders = spec.submodule_search_locations if spec else None
     file = Path(folders[0]) / "datasets" / "data" / "digits.csv.gz" if folders else None
     if file is None or not file.is_file():
-        if file is None:
-            where, flag = "the package is not installed", ""
-        else:
-            where, flag = f"its file {file} is missing", "--force-reinstall "
         raise UserError(
-            f"DATA.DATASET digits reads a file of scikit-learn: {where}. Run: pip install {flag}scikit-learn"
+            "DATA.DATASET digits reads a file of scikit-learn, which is missing. Run: pip install --force-reinstall "
+            "scikit-learn"
         )
     return file
 
@@ -59,6 +56,8 @@ def _open(data: DataConfig, train: bool, num_classes: int, seed: int, device: to
     check_class_count(len(CLASSES), num_classes, "The data set digits")
     pixels, labels = read_digits()
     if data.fold is not None:
+        from datasets.sources.folds import split_by_fold
+
         splits = split_by_fold(labels, data.fold, data.SPLIT_SEED)
     else:
         splits = split(labels, VALIDATION_FRACTION, 0, "digits")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +13,7 @@ import numpy as np
 from datasets.base import Part, Samples
 from datasets.decoding import ENDINGS
 from datasets.labels import check_label, log_unused_outputs, warn_empty_classes
-from datasets.sources.split import groups_in_paths, split_rows
+from datasets.sources.folds import groups_in_paths, split_rows
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.log import log, warn_once
@@ -27,34 +26,24 @@ HIDDEN, HIDDEN_FOLDER = "hidden files", "hidden folders"
 
 
 class SkippedFiles:
-    """Files that were skipped in one place, counted by kind, mostly their extension."""
+    """Files that were skipped in one place, by kind, mostly their extension."""
 
     def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
         self._names: dict[str, list[str]] = {}
 
     def add(self, name: str, kind: str | None = None) -> None:
-        """Count a file. `kind`: what to count it as, if not its extension."""
+        """Add a file. `kind`: what to count it as, if not its extension."""
         kind = kind or os.path.splitext(name)[1].lower() or "no extension"
-        self._counts[kind] += 1
-        names = self._names.setdefault(kind, [])
-        if len(names) < MOST_NAMES:
-            names.append(name)
+        self._names.setdefault(kind, []).append(name)
 
     def line(self) -> str:
-        """'skipped 3 files: .heic 3 (photo.heic, ...)'; '' for none."""
-        if not self._counts:
-            return ""
-        count = self._counts.total()
-        kinds = sorted(self._counts, key=lambda kind: (-self._counts[kind], kind))
-        parts = [self._of_kind(kind) for kind in kinds[:MOST_KINDS]] + ["..."] * (len(kinds) > MOST_KINDS)
-        end = "s" * (count > 1)
-        nouns = [f"file{end}"] * (count > self._counts[HIDDEN_FOLDER]) + [f"folder{end}"] * (HIDDEN_FOLDER in kinds)
-        return f"skipped {count:,} {' and '.join(nouns)}: {', '.join(parts)}"
-
-    def _of_kind(self, kind: str) -> str:
-        count, names = self._counts[kind], self._names[kind]
-        return f"{kind} {count:,} ({', '.join([*names, '...'] if count > len(names) else names)})"
+        """'skipped .heic 3 (photo.heic, ...)'; '' for none."""
+        parts = []
+        for kind, names in sorted(self._names.items(), key=lambda item: (-len(item[1]), item[0])):
+            more = ["..."] if len(names) > MOST_NAMES else []
+            parts.append(f"{kind} {len(names):,} ({', '.join(names[:MOST_NAMES] + more)})")
+        more = ["..."] if len(parts) > MOST_KINDS else []
+        return f"skipped {', '.join(parts[:MOST_KINDS] + more)}" if parts else ""
 
     def warn(self, where: str) -> None:
         """Log the line, once per process and place."""
@@ -66,15 +55,14 @@ FileId = tuple[int, int]
 """Device and inode"""
 
 
-def images_below(folder: str, skipped: SkippedFiles | None = None) -> Iterator[str]:
+def images_below(
+    folder: str, skipped: SkippedFiles | None = None, inside: str = "", above: tuple[FileId, ...] = ()
+) -> Iterator[str]:
     """Paths relative to `folder`: its own images in the order of names, then those of each subfolder.
 
     Links to folders are followed, unless they lead back to a folder above. What is not read is counted in `skipped`.
+    `inside` and `above`: the way to a subfolder.
     """
-    return _images(folder, "", (), skipped)
-
-
-def _images(folder: str, inside: str, above: tuple[FileId, ...], skipped: SkippedFiles | None) -> Iterator[str]:
     try:
         stat = os.stat(folder)
         own_id = stat.st_dev, stat.st_ino
@@ -97,7 +85,7 @@ def _images(folder: str, inside: str, above: tuple[FileId, ...], skipped: Skippe
             skipped.add(name)
     for name, is_folder in names:
         if is_folder and not name.startswith("."):
-            yield from _images(f"{folder}/{name}", f"{inside}{name}/", (*above, own_id), skipped)
+            yield from images_below(f"{folder}/{name}", skipped, f"{inside}{name}/", (*above, own_id))
 
 
 def is_folder_entry(entry: os.DirEntry[str]) -> bool:
@@ -165,7 +153,7 @@ def split_files(files: FileList, data: DataConfig, part: Part) -> FileSamples:
     def groups() -> list[str]:
         return groups_in_paths(files.paths, data) if files.groups is None else files.groups
 
-    chosen = split_rows(files.labels, data, part, files.root, files.classes, groups)
+    chosen = split_rows(files.labels, data, part, files.root, groups)
     return files._replace(paths=[files.paths[index] for index in chosen], labels=files.labels[chosen]).samples()
 
 
@@ -200,16 +188,9 @@ PROBED = 8
 
 def read_list(file: Path, num_classes: int) -> tuple[PathTable, np.ndarray]:
     """Paths and labels of a list file, with every line checked."""
-    labels = array("q")
-    paths = PathTable(_paths(file, num_classes, labels))
-    if not labels:
-        raise UserError(f"{file} is empty: it needs one image per line, as in 'train/n01440764/image.JPEG 0'.")
-    return paths, np.array(labels, dtype=np.int64)
+    labels: list[int] = []
 
-
-def _paths(file: Path, num_classes: int, labels: array[int]) -> Iterator[str]:
-    """Yield the paths and append to `labels`, so that a million lines never exist as Python strings at once."""
-    try:
+    def paths() -> Iterator[str]:  # one by one, so that a million lines never exist as Python strings at once
         with open(file, encoding="utf-8-sig", opener=only_regular) as lines:
             for number, line in enumerate(lines, start=1):
                 if line.isspace():
@@ -217,17 +198,21 @@ def _paths(file: Path, num_classes: int, labels: array[int]) -> Iterator[str]:
                 where = f"{file}:{number}"
                 try:
                     path, text = line.rsplit(maxsplit=1)
-                    label = int(text)
+                    labels.append(int(text))
                 except ValueError:
                     raise UserError(
                         f"{where}: {line.strip()!r} must be 'relative/path.JPEG label'; the label is a whole number."
                     ) from None
-                path = check_path(path.strip(), where)
-                check_label(label, num_classes, where)
-                labels.append(label)
-                yield path
+                check_label(labels[-1], num_classes, where)
+                yield check_path(path.strip(), where)
+
+    try:
+        table = PathTable(paths())
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"The list {file} cannot be read: {error}.") from None
+    if not labels:
+        raise UserError(f"{file} is empty: it needs one image per line, as in 'train/n01440764/image.JPEG 0'.")
+    return table, np.array(labels, dtype=np.int64)
 
 
 def check_list(file: Path, num_classes: int) -> None:

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from datasets.base import Part, Parts, parts_read
-from datasets.images import image_source
+from datasets.base import Part, Parts, Source, parts_read
+from datasets.images import open_images
 from datasets.labels import ANY_LABEL, check_gaps
+from datasets.sources import imagefolder
 from datasets.sources.files import FileSamples, check_list, data_folder, no_file, read_list
-from datasets.sources.imagefolder import (
-    check_split_folders,
-    count_split_classes,
-    split_folder_samples,
-    split_folders_of,
-)
 from datasets.sources.split import SPLIT_NAMES, no_such_part, parts_in_files
 from utils.config.data import DataConfig
 from utils.errors import UserError
 
-TRAIN_LIST = "train_list.txt"
 LAYOUT = """Expected layout:
   {root}/train_list.txt    lines like: train/n01440764/n01440764_10026.JPEG 0
   {root}/val_list.txt      lines like: val/ILSVRC2012_val_00000001.JPEG 65    (or valid_list.txt, ...)
@@ -34,33 +28,30 @@ def list_name(split: str) -> str:
 
 
 def _samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
-    root = data_folder(data)
-    lists = _lists(root, data)
-    if not lists:
-        return split_folder_samples(root, data, part, num_classes)
-    paths, labels = read_list(_list_file(root, lists, part), num_classes)
-    return FileSamples(root, paths, labels, None)
+    if not (lists := _lists(data)):
+        return imagefolder.samples(data, part, num_classes)
+    file = _list_file(data, lists, part)
+    return FileSamples(file.parent, *read_list(file, num_classes), None)
 
 
 def _check(data: DataConfig, num_classes: int, train: bool) -> None:
-    root = data_folder(data)
-    lists = _lists(root, data)
-    if not lists:
-        check_split_folders(root, data, num_classes, train)
-        return
-    for part in parts_read(data, train, lists):
-        check_list(_list_file(root, lists, part), num_classes)
+    if not (lists := _lists(data)):
+        imagefolder.check(data, num_classes, train)
+    for part in parts_read(data, train, lists) if lists else ():
+        check_list(_list_file(data, lists, part), num_classes)
 
 
-def _lists(root: Path, data: DataConfig) -> dict[Part, str]:
+def _lists(data: DataConfig) -> dict[Part, str]:
     """The splits that are list files, which take precedence over folders; UserError if it has neither."""
+    root = data_folder(data)
     lists = parts_in_files(root, data, list_name)
     if not lists and not any((root / name).is_dir() for name in SPLIT_NAMES):
-        raise _missing(root / TRAIN_LIST)
+        raise _missing(root / list_name("train"))
     return lists
 
 
-def _list_file(root: Path, lists: dict[Part, str], part: Part) -> Path:
+def _list_file(data: DataConfig, lists: dict[Part, str], part: Part) -> Path:
+    root = data_folder(data)
     if part == "test" and part not in lists:
         raise no_such_part(part, root)
     file = root / lists.get(part, list_name(part))
@@ -74,20 +65,16 @@ def _missing(file: Path) -> UserError:
 
 
 def _count(data: DataConfig, train: bool) -> int:
-    root = data_folder(data)
-    lists = _lists(root, data)
-    if not lists:
-        return count_split_classes(root, data, train)
-    part = parts_read(data, train, lists)[0]
-    file = _list_file(root, lists, part)
+    if not (lists := _lists(data)):
+        return imagefolder.count(data, train)
+    file = _list_file(data, lists, parts_read(data, train, lists)[0])
     paths, labels = read_list(file, ANY_LABEL)
     check_gaps(labels, lambda row: f"{file}: {paths[row]}")
     return int(labels.max()) + 1
 
 
 def _parts(data: DataConfig) -> Parts:
-    root = data_folder(data)
-    return _lists(root, data) or split_folders_of(root, data)
+    return _lists(data) or imagefolder.parts(data)
 
 
-SOURCE = image_source(_samples, _check, count=_count, parts=_parts)
+SOURCE = Source(open_images(_samples, _parts), _check, count=_count, parts=_parts)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from datasets.base import Encoded, Part, Samples, Source, comes_split, parts_read
-from datasets.images import image_source
+from datasets.images import open_images
 from datasets.labels import check_class_count, check_label
 from utils.config.data import DataConfig
 from utils.errors import UserError
@@ -37,12 +37,9 @@ class OwnSamples(Samples):
         return super().size(index) if isinstance(image, str) else image.nbytes
 
 
-def source_of_own(name: str) -> Source | None:
-    """The data set that a file of USE has registered under this name."""
-    own = own_named("dataset", name)
-    if own is None:
-        return None
-    return image_source(_samples, _check, count=_count, reads_path=own.takes("data_path"))
+def source_of_own(own: Own) -> Source:
+    """The data set that a file of USE has registered."""
+    return Source(open_images(_samples), _check, count=_count, reads_path=own.takes("data_path"))
 
 
 def _samples(data: DataConfig, part: Part, num_classes: int) -> OwnSamples:
@@ -64,22 +61,17 @@ def _count(data: DataConfig, train: bool) -> int:
 def _opened(name: str, path: str | None, part: Part) -> OwnSamples:
     """What the function returns for a split, checked."""
     own = own_named("dataset", name)
-    assert own is not None  # source_of_own found it
+    assert own is not None  # the registry found it
     where = f"{own.file}: data set {name}, split {part}"
     try:
-        returned = own.made()(**{"split": part, **({"data_path": path} if own.takes("data_path") else {})})
-        images, labels, classes = returned
-        return _checked(own, where, part, list(images), np.asarray(labels), [str(one) for one in classes])
+        given = {"data_path": path} if own.takes("data_path") else {}
+        returned, labels, classes = own.made()(split=part, **given)
+        images, labels, classes = list(returned), np.asarray(labels), [str(one) for one in classes]
     except UserError:
         raise
     except OWN_ERRORS as error:
         what = own_lines(error) or f"{where}: must return (images, labels, classes): {error}"
         raise UserError(what) from None
-
-
-def _checked(
-    own: Own, where: str, part: Part, images: list[object], labels: np.ndarray, classes: list[str]
-) -> OwnSamples:
     if not images or labels.shape != (len(images),) or not np.issubdtype(labels.dtype, np.integer):
         raise UserError(
             f"{where}: {len(images)} images and labels of shape {labels.shape} ({labels.dtype}); there must be a "

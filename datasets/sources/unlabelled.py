@@ -6,14 +6,13 @@ training. Without a folder val, DATA.VAL_FRACTION splits them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from datasets.base import Part, Parts, comes_split, comes_unsplit, parts_read
+from datasets.base import Part, Parts, Source, comes_split, comes_unsplit, parts_read
 from datasets.decoding import ENDINGS
-from datasets.images import image_source
+from datasets.images import open_images
 from datasets.sources.files import FileList, FileSamples, SkippedFiles, data_folder, images_below, split_files
 from datasets.sources.split import TEST, VALIDATION_NAMES, no_such_part
 from utils.config.data import DataConfig
@@ -22,27 +21,22 @@ from utils.errors import UserError
 
 def _samples(data: DataConfig, part: Part, _num_classes: int) -> FileSamples:
     root = data_folder(data)
+    if part == "test" and not (root / TEST).is_dir():
+        raise no_such_part(part, root)
     skipped = SkippedFiles()
     paths = sorted(images_below(str(root), skipped))
     skipped.warn(str(root))
-    paths = _of_part(root, paths, part)
-    files = FileList(root, paths, np.zeros(len(paths), dtype=np.int64), range(1))
-    return split_files(files, data, part) if _validation_folder(root) is None and part != "test" else files.samples()
-
-
-def _of_part(root: Path, paths: Sequence[str], part: Part) -> list[str]:
-    """The images of a split; without a folder for validation, those from which it is taken."""
     validation = _validation_folder(root)
-    wanted = {"train": None, "val": validation, "test": TEST}
-    if part == "all":
-        return list(paths)
-    if part == "test" and not (root / TEST).is_dir():
-        raise no_such_part(part, root)
-    chosen = [path for path in paths if _split_of(path, validation) == wanted[part]]
-    if not chosen:
-        where = root if wanted[part] is None else root / str(wanted[part])
-        raise UserError(f"DATA.DATA_PATH (-data_path): {where} has no images (image files end in {' '.join(ENDINGS)}).")
-    return chosen
+    if part != "all":  # without a folder for validation, it is taken from those of the training
+        folder = {"train": None, "val": validation, "test": TEST}[part]
+        paths = [path for path in paths if _split_of(path, validation) == folder]
+        if not paths:
+            where = root if folder is None else root / folder
+            raise UserError(
+                f"DATA.DATA_PATH (-data_path): {where} has no images (image files end in {' '.join(ENDINGS)})."
+            )
+    files = FileList(root, paths, np.zeros(len(paths), dtype=np.int64), range(1))
+    return split_files(files, data, part) if validation is None and part != "test" else files.samples()
 
 
 def _split_of(path: str, validation: str | None) -> str | None:
@@ -60,8 +54,12 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
         _samples(data, part, num_classes)
 
 
+def _count(_data: DataConfig, _train: bool) -> int:
+    return 1
+
+
 def _parts(data: DataConfig) -> Parts:
     return comes_unsplit(data) if _validation_folder(data_folder(data)) is None else comes_split(data)
 
 
-SOURCE = image_source(_samples, _check, count=lambda _data, _train: 1, parts=_parts, groups=True, labelled=False)
+SOURCE = Source(open_images(_samples, _parts), _check, count=_count, parts=_parts, groups=True, labelled=False)

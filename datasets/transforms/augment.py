@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 from utils.errors import UserError, nearest
 from utils.own_code import OWN_ERRORS, OwnCodeError, execute, own_lines
-from vitamp.registry import own_named
+from vitamp.registry import names_of, own_named
 
 
 class OwnChange:
@@ -93,8 +92,7 @@ def check_augmentations(train: TrainConfig) -> None:
     """Raise UserError for an unknown name in TRAIN.AUGMENT, and for two policies."""
     if len(policies := [name for name in train.AUGMENT if name in POLICIES]) > 1:
         raise UserError(f"TRAIN.AUGMENT {', '.join(policies)}: these were never meant to be combined; choose one.")
-    registry = sys.modules.get("vitamp.registry")
-    known = [*POLICIES, *(registry.names_of("augmentation") if registry else ())]
+    known = [*POLICIES, *names_of("augmentation")]
     if unknown := [name for name in train.AUGMENT if name not in known]:
         raise UserError(
             f"TRAIN.AUGMENT {unknown[0]}: there is no augmentation of this name.{nearest(unknown[0], known)} Known: "

@@ -6,18 +6,157 @@ decoded. The crop and the resizing do not depend on the decoder.
 
 from __future__ import annotations
 
+import math
 import random
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
 
-from datasets.base import Encoded, mean_colour
+from datasets.base import Box, Encoded, mean_colour
 from datasets.decoding import Reader, decoder_of_jpeg, decoding_errors
 from datasets.transforms.augment import ImageChange, affine_changes, image_changes
-from datasets.transforms.crops import PAD, PilResize, Resize, TorchResize, View, training_views, validation_views
+from datasets.transforms.crops import PAD, resized_size
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
+
+TRIES = 10
+"""Random shapes to try before falling back to a centre crop, as in torchvision and timm."""
+REACH = {"bicubic": 2, "bilinear": 1}
+"""Radius of the interpolation filter, in pixels of the smaller image."""
+
+
+class View(NamedTuple):
+    """`columns` x `rows` pixels of the model's input, from (`left`, `top`), each of `across` x `down` image pixels.
+
+    `box` holds all image pixels that contribute. In training these are the crop itself. In validation the surrounding
+    pixels contribute at the borders, because the image is resized before it is cropped.
+    """
+
+    box: Box
+    left: float
+    top: float
+    across: float
+    down: float
+    columns: int
+    rows: int
+
+
+Views = Callable[[int, int], View]
+"""(width, height) of an image -> its view"""
+
+
+def square(box: Box, size: int) -> View:
+    """The whole `box`, resized to `size` x `size`."""
+    return View(box, box.left, box.top, box.width / size, box.height / size, size, size)
+
+
+class RandomViews:
+    """Random crops with the distribution of torchvision's RandomResizedCrop."""
+
+    def __init__(self, data: DataConfig) -> None:
+        self.size, self.scale, self.ratio = data.IMAGE_SIZE, data.CROP_SCALE, data.CROP_RATIO
+        self.log_ratio = math.log(data.CROP_RATIO[0]), math.log(data.CROP_RATIO[1])
+
+    def __call__(self, width: int, height: int) -> View:
+        draw, (least, most), (narrow, wide) = random.random, self.scale, self.log_ratio
+        for _ in range(TRIES):
+            area = width * height * (least + (most - least) * draw())
+            ratio = math.exp(narrow + (wide - narrow) * draw())
+            w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            if 0 < w <= width and 0 < h <= height:
+                return square(Box(int(draw() * (width - w + 1)), int(draw() * (height - h + 1)), w, h), self.size)
+        ratio = min(max(width / height, self.ratio[0]), self.ratio[1])
+        w, h = min(width, max(1, round(height * ratio))), min(height, max(1, round(width / ratio)))
+        return square(Box((width - w) // 2, (height - h) // 2, w, h), self.size)
+
+
+class SqueezedViews:
+    """The whole image, squeezed into a square."""
+
+    def __init__(self, data: DataConfig) -> None:
+        self.size = data.IMAGE_SIZE
+
+    def __call__(self, width: int, height: int) -> View:
+        return square(Box(0, 0, width, height), self.size)
+
+
+class MiddleViews:
+    """The centre of the resized image, which can be smaller than the model's input with CROP_MODE border."""
+
+    def __init__(self, data: DataConfig) -> None:
+        self.data, self.size = data, data.IMAGE_SIZE
+        self.reach = REACH[data.INTERPOLATION]
+
+    def __call__(self, width: int, height: int) -> View:
+        wide, high = resized_size(self.data, width, height)
+        columns, rows = min(wide, self.size), min(high, self.size)
+        across, down = width / wide, height / high
+        left, top = round((wide - columns) / 2), round((high - rows) / 2)
+        box = Box(0, 0, self._end(left + columns, across, width), self._end(top + rows, down, height))
+        return View(box, left * across, top * down, across, down, columns, rows)
+
+    def _end(self, end: int, scale: float, length: int) -> int:
+        """End of the last image pixel that contributes to those before `end`."""
+        return min(length, math.ceil((end - 0.5) * scale + self.reach * max(scale, 1.0) + 1))
+
+
+Resize = Callable[[np.ndarray, View, np.ndarray | None], np.ndarray]
+"""(pixels of the view's box: height x width x channels, the view, output array) -> rows x columns x channels
+
+The result is the output array if resizing can write into it, else a new array.
+"""
+
+
+class TorchResize:
+    """Resizes with torch, directly on uint8."""
+
+    def __init__(self, interpolation: str) -> None:
+        # torch.nn.functional.interpolate accepts no size together with a scale, and no output tensor.
+        self.kernel = getattr(torch.ops.aten, f"_upsample_{interpolation}2d_aa").out
+        self.by_pil = PilResize(interpolation)
+        self.interpolation = interpolation
+        # Raw pixels are read-only, which is fine here. torch warns of such arrays once per process: use that up now.
+        with warnings.catch_warnings(action="ignore"):
+            torch.from_numpy(np.frombuffer(b"read only", dtype=np.uint8))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle without the kernel, which cannot be pickled: spawned loading processes look it up themselves."""
+        return TorchResize, (self.interpolation,)
+
+    def __call__(self, pixels: np.ndarray, view: View, place: np.ndarray | None = None) -> np.ndarray:
+        # The kernel has no offset: pixels left of and above the view are resized too, and then cut off.
+        left, top = round((view.left - view.box.left) / view.across), round((view.top - view.box.top) / view.down)
+        if left > view.columns or top > view.rows:
+            return self.by_pil(pixels, view)  # such a long strip that most of the work would be cut off
+        shape = (top + view.rows, left + view.columns, pixels.shape[2])
+        scales = zip(shape, pixels.shape, (view.down, view.across), strict=False)
+        if any(made == stored and scale != 1 for made, stored, scale in scales):
+            return self.by_pil(pixels, view)  # the kernel ignores the scale of an axis whose length does not change
+        made = place if place is not None and place.shape == shape else np.empty(shape, dtype=np.uint8)
+        # Channels-last, in and out, as the kernel works; planes would cost a slow conversion.
+        source, out = (torch.from_numpy(array).permute(2, 0, 1)[None] for array in (pixels, made))
+        self.kernel(source, shape[:2], False, 1 / view.down, 1 / view.across, out=out)
+        return made if made is place else made[top:, left:]
+
+
+class PilResize:
+    """Resizes with PIL: slower, and the reference for TorchResize."""
+
+    def __init__(self, interpolation: str) -> None:
+        self.filter = Image.Resampling[interpolation.upper()]
+
+    def __call__(self, pixels: np.ndarray, view: View, place: np.ndarray | None = None) -> np.ndarray:
+        left, top = view.left - view.box.left, view.top - view.box.top
+        right, bottom = left + view.columns * view.across, top + view.rows * view.down
+        height, width, channels = pixels.shape
+        within = (left, top, min(right, width), min(bottom, height))  # rounding can exceed the image by a tiny bit
+        image = Image.fromarray(pixels.squeeze(2) if channels == 1 else pixels)
+        small = image.resize((view.columns, view.rows), self.filter, box=within)
+        return np.asarray(small).reshape(view.rows, view.columns, channels)
 
 
 class Pixels:
@@ -29,7 +168,8 @@ class Pixels:
     def __init__(self, data: DataConfig, train: bool, augmentation: TrainConfig | None = None) -> None:
         self.size, self.channels = data.IMAGE_SIZE, data.IMAGE_CHANNELS
         self.reader = Reader(data)
-        self.views = training_views(data) if train else validation_views(data)
+        squeezed = data.CROP != "random" if train else data.CROP == "none"
+        self.views: Views = SqueezedViews(data) if squeezed else RandomViews(data) if train else MiddleViews(data)
         self.resize: Resize = (PilResize if decoder_of_jpeg() == "pil" else TorchResize)(data.INTERPOLATION)
         self.pad = PAD if train and data.CROP == "pad" else 0
         self.flip = data.FLIP if train else 0.0
@@ -62,27 +202,19 @@ class Pixels:
             place[:] = self.border
             place = place[(self.size - high) // 2 :, (self.size - wide) // 2 :][:high, :wide]
         if self.pad:
-            pixels = _padded_crop(pixels, self.pad)
+            # A black margin, and a crop of the original size at a random place.
+            top, left = (int(random.random() * (2 * self.pad + 1)) for _ in range(2))
+            padded = np.pad(pixels, ((self.pad, self.pad), (self.pad, self.pad), (0, 0)))
+            pixels = padded[top : top + high, left : left + wide]
         if self.flip > 0 and random.random() < self.flip:
             pixels = torch.from_numpy(pixels).flip(1).numpy()  # seven times as fast as numpy
         if self.changes:
-            pixels = self._augmented(pixels)
+            grey = pixels.shape[2] == 1
+            image = Image.fromarray(pixels[:, :, 0] if grey else pixels)
+            if grey and self.channels == 3:
+                image = image.convert("RGB")
+            for change in self.changes:
+                image = change(image)
+            pixels = np.asarray(image).reshape(self.size, self.size, self.channels)
         if pixels is not place:
             np.copyto(place, pixels)  # broadcasts one channel to three
-
-    def _augmented(self, pixels: np.ndarray) -> np.ndarray:
-        grey = pixels.shape[2] == 1
-        image = Image.fromarray(pixels[:, :, 0] if grey else pixels)
-        if grey and self.channels == 3:
-            image = image.convert("RGB")
-        for change in self.changes:
-            image = change(image)
-        return np.asarray(image).reshape(self.size, self.size, self.channels)
-
-
-def _padded_crop(pixels: np.ndarray, pad: int) -> np.ndarray:
-    """Pad with a black margin and crop the original size at a random place."""
-    height, width, _ = pixels.shape
-    top, left = (int(random.random() * (2 * pad + 1)) for _ in range(2))
-    padded = np.pad(pixels, ((pad, pad), (pad, pad), (0, 0)))
-    return padded[top : top + height, left : left + width]

@@ -46,7 +46,7 @@ class TokenDrop(Callback):
 
 
 class GrowingImages(Callback):
-    """TRAIN.SIZE_SCHEDULE: training images grow. The data set makes them (`datasets.Sized`); this is for the log."""
+    """TRAIN.SIZE_SCHEDULE: training images grow. The data set makes them (`variants.Sized`); this is for the log."""
 
     def __init__(self, train: TrainConfig, full: int) -> None:
         """`full`: size of the images in epochs for which the schedule has none."""

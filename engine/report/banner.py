@@ -93,7 +93,7 @@ def _classes(config: Config, ready: ReadyToTrain) -> str:
     """How classes of different frequency are treated; '' if they are not."""
     words = []
     if config.DATA.SAMPLER == "balanced":
-        from datasets.loading.order import balanced_order
+        from datasets.loading.balanced import balanced_order
 
         words.append(balanced_order(ready.train_set, config.DATA.DATASET).words())
     if (weights := weights_of_classes(config, ready.train_set)) is not None:

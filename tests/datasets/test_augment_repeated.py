@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from datasets import PADDING, EpochOrder, open_dataset
-from datasets.base import Repeated
+from datasets.variants import Repeated
 from utils.config.data import DataConfig
 
 Settings = Callable[..., DataConfig]

@@ -13,10 +13,11 @@ from PIL import Image
 from timm.data.transforms_factory import transforms_imagenet_eval
 
 from datasets import PADDING
-from datasets.base import Repeated, sample_table
+from datasets.base import sample_table
 from datasets.given import ArrayPixels
 from datasets.images import Images
 from datasets.memory import ArraySamples, InMemory, open_arrays
+from datasets.variants import Repeated
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 
@@ -55,18 +56,6 @@ def test_memory_crop_uses_each_samples_own_numbers(settings: Settings) -> None:
     assert batch.labels.tolist() == samples().labels.tolist()
 
 
-def test_memory_crops_draw_every_place_and_flip(settings: Settings) -> None:
-    dataset = opened(settings, FLIP=0.25)
-    seen, mirrored = set(), 0.0
-    for epoch in range(8):
-        taken = dataset._transforms_of(epoch).crops
-        assert taken is not None
-        seen |= {tuple(row) for row in taken[:, :2].tolist()}
-        mirrored += taken[:, 2].float().mean().item() / 8
-    assert seen == {(top, left) for top in range(2 * MARGIN + 1) for left in range(2 * MARGIN + 1)}
-    assert 0.2 < mirrored < 0.3
-
-
 @pytest.mark.parametrize("values", [{}, {"SHIFT": 0.1, "ROTATE": 10}, {"IMAGE_SIZE": 20}, {"CROP": "none"}])
 def test_memory_sample_does_not_depend_on_its_batch(settings: Settings, values: dict[str, Any]) -> None:
     dataset, other = opened(settings, **values), opened(settings, **values)
@@ -76,11 +65,6 @@ def test_memory_sample_does_not_depend_on_its_batch(settings: Settings, values: 
     assert not torch.equal(together, images(dataset, list(range(64)), epoch=2))
     assert torch.equal(together, images(dataset, list(range(64))))
     assert not torch.equal(together, images(opened(settings, seed=6, **values), list(range(64))))
-
-
-def test_memory_images_without_transforms_are_unchanged(settings: Settings) -> None:
-    got = images(opened(settings, CROP="none", FLIP=0.0), [4, 2])
-    assert np.array_equal(got.permute(0, 2, 3, 1).numpy(), samples().pixels[[4, 2]])
 
 
 def test_memory_padding_is_black_and_not_counted(settings: Settings) -> None:
@@ -172,8 +156,7 @@ def test_digits_warn_of_single_image_augmentation(settings: Settings, caplog: py
 
 def test_repeated_augmentation_draws_each_copy_once(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset, drawn = opened(settings, REPEATED_AUGMENT=3), []
-    draw = InMemory._draw
-    monkeypatch.setattr(InMemory, "_draw", lambda self, epoch: drawn.append(epoch) or draw(self, epoch))
+    monkeypatch.setattr("datasets.memory.sample_table", lambda *given: drawn.append(given[1]) or sample_table(*given))
     repeated = Repeated(dataset, 3)
     copies = [index + copy * COUNT for index in range(20) for copy in range(3)]
     batches = [repeated.__getitems__([(2, index) for index in copies[k : k + 15]]) for k in range(0, 60, 15)]

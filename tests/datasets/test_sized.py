@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from datasets import Batch, ImageDataset, open_dataset
-from datasets.base import Repeated, Sized
+from datasets.variants import Repeated, Sized
 from tests.program import save_image
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig

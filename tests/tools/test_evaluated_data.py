@@ -109,7 +109,7 @@ def test_parts_of_a_run_on_the_folders_train_and_test(vitamp: Callable[..., Resu
     assert done.text.count("has no image for") == done.text.count("no image for 1 of its 3 classes (the first: c)") == 1
     assert "cannot be read" not in done.text
     assert "split at random" not in done.text
-    assert f"{own / 'train'}: skipped 1 folder: hidden folders 1 (.ipynb_checkpoints)" in done.text
+    assert f"{own / 'train'}: skipped hidden folders 1 (.ipynb_checkpoints)" in done.text
     whole = vitamp(tmp_path / "run", "-data_path", own / "test", script="scripts/evaluate.py")
     assert "all images: 4 images" in whole.text
     for words, times in (((), 1), (("-part", "test"), 0), (("-part", "all"), 0)):

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, Dataset
 from datasets.base import Encoded, Samples
 from datasets.damage import failure_of
 from datasets.decoding import JPEG_START, damage_of, decoder_of_jpeg, header_of
-from datasets.loading.loader import start_worker
 from datasets.loading.workers import LoadingProcesses
 from datasets.transforms.pixels import Pixels
 from tools.common.turns import progress_bar
@@ -173,7 +172,6 @@ def scan_split(title: str, samples: Samples, data: DataConfig, workers: int) -> 
         num_workers=min(workers, len(chunks)),
         prefetch_factor=PREFETCH if workers and chunks else None,
         collate_fn=list,
-        worker_init_fn=start_worker,
         generator=torch.Generator(),
         persistent_workers=bool(workers and chunks),
     )

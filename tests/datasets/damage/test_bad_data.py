@@ -33,9 +33,6 @@ def test_unknown_data_set_is_refused_with_the_closest_name(settings: Settings, c
     said = complaint(settings(DATASET="imagenet"))
     assert "Did you mean imagenet2012?" in said
     assert "digits, imagefolder, imagenet2012" in said
-    assert "is retired: the Hugging Face Hub has it. Use -dataset hf:ethz/food101" in complaint(
-        settings(DATASET="food101")
-    )
     with pytest.raises(UserError, match="imagenet2012"):
         open_dataset(settings(DATASET="imagenet"), True, 3, 0, cpu)
 

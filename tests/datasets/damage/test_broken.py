@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from datasets import PADDING, Batch, EpochOrder, TrainLoader, ValLoader, open_dataset
-from datasets.base import Repeated, Samples
+from datasets.base import Samples
 from datasets.damage import PAUSES, BrokenImages
 from datasets.images import Images
+from datasets.variants import Repeated
 from utils.config.data import DataConfig
 from utils.distributed.world import ALONE, World
 from utils.errors import TrainingError
@@ -196,7 +197,7 @@ def test_temporary_failure_changes_no_pixels(
     monkeypatch.setattr("datasets.damage.PAUSES", (0.0, 0.0, 0.0))
     expected = epoch(loaders())
     loader = loaders()
-    images = loader._feed._fetch.dataset
+    images = loader._fetch.dataset
     assert isinstance(images, Images)
     images.samples = Flaky(images.samples, {4: times, 9: times}, error)
     assert same(epoch(loader), expected)
@@ -214,7 +215,7 @@ def test_number_of_retries_by_kind_of_failure(
     slept: list[float] = []
     monkeypatch.setattr("datasets.damage.time.sleep", slept.append)
     loader = loaders()
-    images = loader._feed._fetch.dataset
+    images = loader._fetch.dataset
     assert isinstance(images, Images)
     images.samples = Flaky(images.samples, {4: 99}, error)
     epoch(loader)

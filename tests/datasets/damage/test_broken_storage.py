@@ -92,7 +92,7 @@ def test_memory_error_is_not_a_broken_image(
         def starve(*_: object) -> None:
             raise MemoryError
 
-        images = loader._feed._fetch.dataset
+        images = loader._fetch.dataset
         assert isinstance(images, Images)
         assert isinstance(images.pixels, Pixels)
         monkeypatch.setattr(images.pixels.reader, "open", starve)

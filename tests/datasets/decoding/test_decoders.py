@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import io
-import json
 import logging
 import random
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import simplejpeg
 import torch
-from PIL import Image, UnidentifiedImageError
 
 from datasets import check_dataset
 from datasets.base import Box
-from datasets.decoding import JpegStored, PilStored, decoder_of_jpeg
+from datasets.decoding import JpegStored, decoder_of_jpeg
 from datasets.transforms.pixels import Pixels
 from tests.datasets.pictures import encoded, picture, square
-from tests.program import Result
 from utils.config.data import DataConfig
 
 Settings = Callable[..., DataConfig]
@@ -45,14 +40,6 @@ def test_partial_jpeg_decoding_equals_full_decoding(subsampling: str, size: tupl
         assert bottom <= len(rows) <= height
         assert np.array_equal(rows[:bottom], complete[:bottom])
     assert len(stored._rows(1)) <= 32
-
-
-def test_a_format_for_which_pil_would_start_a_program_is_refused() -> None:
-    """An EPS file named .jpg: PIL knows the format and has Ghostscript run what is in it."""
-    file = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
-    assert Image.open(io.BytesIO(file)).format == "EPS"
-    with pytest.raises(UnidentifiedImageError):
-        PilStored(file, 3)
 
 
 @pytest.mark.parametrize("how", [{}, {"progressive": True}, {"restart_marker_rows": 1}, {"restart_marker_blocks": 3}])
@@ -88,11 +75,3 @@ def test_pil_decodes_where_simplejpeg_is_missing(
     out = torch.empty_like(expected)
     Pixels(data, True)(file, out)
     assert torch.equal(out, expected)
-
-
-def test_run_json_names_the_decoder(imagenet: Path, vitamp: Callable[..., Result], tmp_path: Path) -> None:
-    words = ["MODEL.NAME=tiny", "MODEL.PATCH_SIZE=8", "MODEL.EMBED_DIM=16", "MODEL.DEPTH=1", "MODEL.NUM_HEADS=2"]
-    words += ["MODEL.NUM_CLASSES=4", "DATA.IMAGE_SIZE=16", "TRAIN.NUM_EPOCHS=1", "DEVICE=cpu", "DATA.NUM_WORKERS=0"]
-    where = ("-dataset", "imagenet2012", "-data_path", imagenet, "-batch_size", 8, "-output", tmp_path / "run")
-    assert vitamp(*where, *words).code == 0
-    assert json.loads((tmp_path / "run/run.json").read_text())["choices"]["decoder"] == "simplejpeg"

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from datasets import EpochOrder, identity_of, open_dataset
-from datasets.base import Repeated
-from datasets.memory import InMemory
+from datasets.variants import Repeated
 from tests.datasets.shards.tar_files import samples, write_tar
 from tests.program import save_image
 from utils.config.data import DataConfig
@@ -118,14 +117,6 @@ def test_identity_has_the_names_and_labels_in_order(tmp_path: Path, source: str)
     for change in (renamed, swapped, {**NAMES, "a": 1}):
         other = made("here", change)
         assert other["data"] != first["data"], change
-
-
-def test_identity_of_data_in_memory_has_its_labels(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = identity()["data"]
-    assert identity(seed=1)["data"] == first, "the order is a field of its own"
-    labels = InMemory.sample_labels
-    monkeypatch.setattr(InMemory, "sample_labels", lambda self: labels(self)[::-1])
-    assert identity()["data"] != first
 
 
 def test_excluded_images_change_the_identity(listed: Path, tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ import torch
 
 from datasets import Batch, EpochOrder, ImageDataset, TrainLoader, open_dataset
 from datasets.base import Samples
-from datasets.loading.loader import start_worker
 from tests.datasets.processes import children, gone, in_order
 from utils.config.data import DataConfig
 from utils.errors import TrainingError
@@ -27,51 +26,8 @@ ROOT = Path(__file__).parents[3]
 Settings = Callable[..., DataConfig]
 
 
-def test_close_ends_the_workers(training) -> None:
-    before = set(children(os.getpid()))
-    loader = training(workers=2)
-    in_order(loader, 0)
-    started = set(children(os.getpid())) - before
-    assert len(started) == 2
-    loader.close()
-    assert gone(started)
-
-
-@pytest.mark.slow  # tests/faults interrupts a run that is loading
-@pytest.mark.skipif(sys.platform != "linux", reason="the death of the parent is a signal on Linux only")
-def test_workers_ignore_a_groups_signals_and_die_with_their_parent(listed: Path) -> None:
-    script = f"""
-import sys, time, torch
-from datasets import *
-from utils.config.data import DataConfig
-cpu = torch.device("cpu")
-dataset = open_dataset(DataConfig(DATA_PATH={str(listed)!r}, IMAGE_SIZE=8), True, 3, 0, cpu)
-loader = TrainLoader(dataset, EpochOrder(12, 4, 1, 0, 1, 0, True), 0, 2, cpu)
-print(sum(1 for _ in loader.epoch(0)), flush=True)
-time.sleep(60)
-"""
-    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
-        try:
-            assert parent.stdout is not None
-            assert parent.stdout.readline() == "3\n"
-            workers = children(parent.pid)
-            assert len(workers) == 2
-            for worker in workers:
-                for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-                    os.kill(worker, name)
-            time.sleep(0.3)
-            assert children(parent.pid) == workers
-        finally:
-            parent.kill()
-    assert gone(set(workers), seconds=1.5), "torch alone notices within five seconds; a signal at once"
-
-
-@pytest.mark.parametrize(
-    "method", ["fork", *(pytest.param(method, marks=pytest.mark.slow) for method in ("spawn", "forkserver"))]
-)
-def test_multiprocessing_child_ends_without_closing_its_loader(listed: Path, method: str) -> None:
-    context: Any = multiprocessing.get_context(method)
-    process = context.Process(target=_load_without_closing, args=(listed,))
+def test_multiprocessing_child_ends_without_closing_its_loader(listed: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=_load_without_closing, args=(listed,))
     process.start()
     process.join(60)
     code = process.exitcode
@@ -126,7 +82,7 @@ def deadly(training, tmp_path: Path) -> Iterator[Callable[..., TrainLoader]]:
             for life in range(count):
                 (lives / f"{index}-{life}").touch()
         plain = training(batch=2)
-        dataset = Deadly(plain._feed._fetch.dataset, lives, signal_number)
+        dataset = Deadly(plain._fetch.dataset, lives, signal_number)
         opened.append(TrainLoader(dataset, plain.order, 5, workers, torch.device("cpu")))
         return opened[-1]
 
@@ -160,23 +116,6 @@ def test_processes_killed_between_epochs_end_the_run(training) -> None:
     time.sleep(0.1)  # a signal handler that raises would do so here
     with pytest.raises(TrainingError, match="was killed by SIGKILL"):
         in_order(loader, 2)
-
-
-def test_loading_process_that_never_begins_ends_the_run(training, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that is forked while a thread holds a lock that it needs waits for it for ever."""
-    before = set(children(os.getpid()))
-
-    def stuck(number: int) -> None:
-        time.sleep(600 * number)
-        start_worker(number)
-
-    monkeypatch.setattr("datasets.loading.loader.start_worker", stuck)
-    monkeypatch.setattr("datasets.loading.workers.SECONDS_TO_BEGIN", 1.0)
-    loader = training(batch=2, workers=2)
-    with pytest.raises(TrainingError, match=r"the loading process \d+ did not begin in 1 s\. Provide more"):
-        in_order(loader, 1)
-    loader.close()
-    assert gone(set(children(os.getpid())) - before)
 
 
 def test_started_processes_end_if_another_cannot_start(training, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +169,7 @@ def half_sent(training, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[i
 
     def make(signal_number: int) -> TrainLoader:
         plain = training(batch=2)
-        dataset = Interrupting(plain._feed._fetch.dataset, signal_number)
+        dataset = Interrupting(plain._fetch.dataset, signal_number)
         opened.append(TrainLoader(dataset, plain.order, 5, 1, torch.device("cpu")))
         real = Connection._send  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -66,17 +66,3 @@ def test_shards(tmp_path: Path, of_shards: Callable[..., DataConfig], told: Call
     assert told(data, 3, False) == [f"The validation {owner} 1 of its 3 classes (the first: 0)."]
     (tmp_path / "classes.txt").write_text("ant\nbee\ncat\n")
     assert told(data, 3)[0] == f"The training {owner} 1 of its 3 classes (the first: bee)."
-
-
-def test_warns_of_empty_classes_in_split_shards(
-    tmp_path: Path, of_shards: Callable[..., DataConfig], told: Callable[..., list[str]]
-) -> None:
-    write_tar(tmp_path / "0.tar", samples([0, 3, 6, 9, 2]))
-    data = of_shards(tmp_path, VAL_FRACTION=0.4)
-    rare = "which have too few images for DATA.VAL_FRACTION 0.4."
-    assert told(data, 3) == [
-        f"{tmp_path}: the validation split has no image of 1 of 3 classes (2), {rare}",
-        f"The training split of the data set in {tmp_path} has no image for 1 of its 3 classes (the first: 1).",
-    ]
-    write_tar(tmp_path / "0.tar", samples([0, 3, 6, 9, 2, 1]))
-    assert told(data, 3) == [f"{tmp_path}: the validation split has no image of 2 of 3 classes (1, 2), {rare}"]

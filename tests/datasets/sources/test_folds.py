@@ -12,7 +12,7 @@ import torch
 
 from datasets import check_dataset, open_dataset
 from datasets.base import ImageDataset
-from datasets.sources.split import split_by_fold
+from datasets.sources.folds import split_by_fold
 from tests.datasets.shards.tar_files import samples, write_set, write_tar
 from tests.datasets.sources.published import image
 from utils.config.data import DataConfig
@@ -48,19 +48,6 @@ def test_folds_depend_on_their_seed_alone() -> None:
     for one, same, other in zip(folds(LABELS, 5), folds(LABELS, 5), folds(LABELS, 5, seed=1), strict=True):
         assert np.array_equal(one, same)
         assert not np.array_equal(one, other)
-
-
-def test_more_folds_than_images_are_refused() -> None:
-    with pytest.raises(UserError, match=r"DATA.FOLD 1/5: 4 images cannot fill 5 folds; use fewer folds"):
-        split_by_fold(np.zeros(4, dtype=np.int64), Fold(1, 5), 0)
-
-
-def test_classes_smaller_than_the_number_of_folds_are_reported(said: pytest.LogCaptureFixture) -> None:
-    split_by_fold(np.array([0] * 9 + [1] * 3 + [4] * 2), Fold(1, 7), 0)
-    assert "DATA.FOLD 1/7: 2 of 3 classes have fewer images than folds" in said.text
-    assert "The smallest is label 4, with 2 images." in said.text
-    split_by_fold(np.array([0] * 9 + [1] * 3 + [2] * 2), Fold(1, 7), 0, ["ant", "bee", "cat"])
-    assert "The smallest is cat, with 2 images." in said.text
 
 
 def both(data: DataConfig, classes: int) -> tuple[list[str], list[str]]:

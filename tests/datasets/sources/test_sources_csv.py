@@ -72,13 +72,6 @@ def test_csv_targets_may_be_numbers_and_pandas_numbers(
     assert open_dataset(data, True, 10, 0, CPU).classes is None
 
 
-def test_csv_class_with_two_names_is_refused(table: Callable[..., Path], settings: Settings) -> None:
-    lines = ["pictures/0.png,0,cat", "pictures/1.png,1,dog", "pictures/2.png,0,lion"]
-    path = table(lines, "image_path,target,class_name")
-    with pytest.raises(UserError, match=r"all.csv:4: class 0 is called 'lion' here and 'cat' above"):
-        parts(settings(DATASET="csv", DATA_PATH=str(path), VAL_FRACTION=0.5))
-
-
 @pytest.mark.parametrize("paths", ["path", "image_path", "image", "file", "filename"])
 @pytest.mark.parametrize("targets", ["target", "label", " Class "])
 def test_csv_columns_have_several_names_and_any_position(

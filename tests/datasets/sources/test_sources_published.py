@@ -129,14 +129,6 @@ def test_incomplete_published_data_set_is_refused(
     assert "Remove the folder, and DATA.DOWNLOAD=true fetches it again" in str(error.value)
 
 
-def test_caltech_with_too_few_images_is_logged(
-    tmp_path: Path, settings: Settings, said: pytest.LogCaptureFixture
-) -> None:
-    MAKERS["caltech101"](tmp_path)
-    check_dataset(settings(DATASET="caltech101", DATA_PATH=str(tmp_path)), 101)
-    assert "has 20 images; 8,677 were published" in said.text
-
-
 def test_more_published_classes_than_num_classes_are_refused(tmp_path: Path, settings: Settings) -> None:
     for name, classes in (("cifar10", 10), ("caltech256", 2)):
         MAKERS[name](tmp_path)

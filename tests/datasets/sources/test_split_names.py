@@ -114,9 +114,7 @@ def test_a_table_of_test_images_beside_class_folders_is_no_data_set(tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["imagefolder", "csv", "shards"])
-def test_each_class_of_two_images_has_one_in_validation(
-    kind: str, tmp_path: Path, settings: Settings, said: pytest.LogCaptureFixture
-) -> None:
+def test_each_class_of_two_images_has_one_in_validation(kind: str, tmp_path: Path, settings: Settings) -> None:
     rows = [(f"{name}/{k}.png", name) for name in "abcde" for k in range(1 if name == "e" else 5)]
     root = tmp_path / "set"
     if kind == "shards":
@@ -128,9 +126,7 @@ def test_each_class_of_two_images_has_one_in_validation(
         place.write_text("\n".join(["path,target", *(f"{path},{name}" for path, name in rows)]) + "\n")
     data = settings(DATASET=kind, DATA_PATH=str(place), CACHE=str(tmp_path / "cache"))
     check_dataset(data, 5)
-    names = "4" if kind == "shards" else "e"
     assert open_dataset(data, False, 5, 0, CPU).sample_labels().tolist() == [0, 1, 2, 3]  # type: ignore[union-attr]
-    assert f"the validation split has no image of 1 of 5 classes ({names}), which have too few" in said.text
 
 
 @pytest.mark.parametrize("kind", ["imagefolder", "parquet"])
@@ -145,5 +141,5 @@ def test_hidden_folders_are_skipped(
     image(tmp_path / "a" / "train" / "a" / ".ipynb_checkpoints" / "0-checkpoint.png")
     image(tmp_path / "a" / "train" / "a" / "._0.png")
     assert count(settings(**given), train=True) == 6
-    line = "skipped 2 files and folders: hidden files 1 (._0.png), hidden folders 1 (.ipynb_checkpoints)"
+    line = "skipped hidden files 1 (._0.png), hidden folders 1 (.ipynb_checkpoints)"
     assert f"{tmp_path / 'a' / 'train'}: {line}" in said.text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from datasets.sources.split import split_several_labels
+from datasets.sources.folds import split_rows, split_several_labels
 from utils.config.data import DataConfig
 from utils.errors import UserError
 
@@ -62,5 +62,6 @@ def test_small_and_unlabelled_tables_are_split() -> None:
     assert len(split(np.zeros((50, 3), dtype=np.uint8))[1]) == 5
     with pytest.raises(UserError, match="One image is too few for a validation split"):
         split(np.ones((1, 3), dtype=np.uint8))
-    with pytest.raises(UserError, match=r"DATA.FOLD 1/5: 4 images cannot fill 5 folds; use fewer folds"):
-        split(np.ones((4, 3), dtype=np.uint8), FOLD="1/5")
+    for labels in (np.ones((4, 3), dtype=np.uint8), np.zeros(4, dtype=np.int64)):
+        with pytest.raises(UserError, match=r"DATA.FOLD 1/5: 4 images cannot fill 5 folds; use fewer"):
+            split_rows(labels, DataConfig(FOLD="1/5"), "train", "here")

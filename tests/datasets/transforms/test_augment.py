@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageFilter, ImageOps
+from PIL import Image
 
 from datasets.base import seed_sample
 from datasets.transforms.augment import image_changes
@@ -56,15 +56,6 @@ def test_each_augmentation_changes_images_reproducibly(settings: Settings, key: 
     assert all(torch.equal(one, two) for one, two in zip(results, again, strict=True))
 
 
-def test_augmentation_uses_the_samples_own_random_numbers(settings: Settings) -> None:
-    """Independent of earlier draws from any generator."""
-    data = settings(IMAGE_SIZE=24)
-    first = change(data, 7, RAND_AUGMENT=True)
-    np.random.rand(5)
-    torch.rand(5)
-    assert torch.equal(change(data, 7, RAND_AUGMENT=True), first)
-
-
 def test_rand_augment_wins_over_auto_augment_and_turns_jitter_off(settings: Settings) -> None:
     data = settings(IMAGE_SIZE=24, **UNCROPPED)
     for seed in range(8):
@@ -75,24 +66,6 @@ def test_rand_augment_wins_over_auto_augment_and_turns_jitter_off(settings: Sett
     three = [change(data, seed, AUGMENT=["three"]) for seed in range(8)]
     jittered = [change(data, seed, AUGMENT=["three"], COLOR_JITTER=0.4) for seed in range(8)]
     assert not any(torch.equal(one, two) for one, two in zip(three, jittered, strict=True))
-
-
-def test_three_augment_is_grey_solarised_or_blurred(settings: Settings) -> None:
-    image = picture(24)
-    grey, solarised = image.convert("L").convert("RGB"), ImageOps.solarize(image, 128)
-    blurred = {radius: image.filter(ImageFilter.GaussianBlur(radius)) for radius in (0.1, 2.0)}
-    spread = [np.asarray(blurred[radius]).std() for radius in (2.0, 0.1)]
-    seen = set()
-    for seed in range(30):
-        got = change(settings(IMAGE_SIZE=24, **UNCROPPED), seed, image, AUGMENT=["three"]).permute(1, 2, 0).numpy()
-        if np.abs(got.astype(int) - np.asarray(grey)).max() <= 1:
-            seen.add("grey")
-        elif np.array_equal(got, np.asarray(solarised)):
-            seen.add("solarised")
-        else:
-            assert spread[0] - 0.5 <= got.std() <= spread[1] + 0.5
-            seen.add("blurred")
-    assert seen == {"grey", "solarised", "blurred"}
 
 
 def test_layers_and_magnitude_of_rand_augment_act(settings: Settings) -> None:
@@ -117,17 +90,6 @@ def test_uncovered_corners_have_the_mean_colour(settings: Settings, channels: in
     for operation in shears:
         operation.prob = 1.0
         assert set(np.unique(np.asarray(operation(white)))) == {51, 255}
-
-
-@pytest.mark.parametrize("magnitude", [0, 9, 10])
-def test_rand_augment_never_raises(settings: Settings, magnitude: float) -> None:
-    """At the highest magnitudes timm would posterise to 0 bits, which Pillow 13 rejects."""
-    data, image = settings(IMAGE_SIZE=8), picture(8)
-    train = TrainConfig(RAND_AUGMENT=True, RAND_AUGMENT_MAGNITUDE=magnitude)
-    (augment,) = image_changes(data, train)
-    seed_sample(0, 1, 0)
-    for _ in range(20_000 if magnitude == 10 else 2_000):
-        assert augment(image).size == (8, 8)
 
 
 def test_the_strongest_posterising_leaves_two_shades(settings: Settings) -> None:

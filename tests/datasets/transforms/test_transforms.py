@@ -15,7 +15,6 @@ from torchvision.transforms import v2
 
 from datasets.base import Box
 from datasets.memory import BatchAffine
-from datasets.transforms.crops import training_views, validation_views
 from datasets.transforms.pixels import Pixels
 from tests.datasets.pictures import decoded_by
 from utils.config.data import DataConfig
@@ -44,19 +43,6 @@ def test_images_of_any_shape_become_square(
         data = settings(IMAGE_SIZE=48, IMAGE_CHANNELS=channels, SHIFT=0.1, ROTATE=10, CROP=crop)
         for train in (True, False):
             assert pixels_of(data, train, np.full((size[1], size[0], stored), 9, np.uint8)).max() == 9
-
-
-def test_validation_keeps_the_middle(settings: Settings) -> None:
-    """A 256 x 512 image needs no resizing at 224 / 0.875, so the crop is its exact centre."""
-    pixels = noise(512, 256)
-    assert np.array_equal(pixels_of(settings(IMAGE_SIZE=224), False, pixels), pixels[16:240, 144:368])
-
-
-def test_validation_rounds_the_resized_side_down(settings: Settings) -> None:
-    """224 / 0.9 is 248.9: an image with a short side of 248 is not resized."""
-    pixels = noise(248, 248)
-    got = pixels_of(settings(IMAGE_SIZE=224, CROP_PCT=0.9), False, pixels)
-    assert np.array_equal(got, pixels[12:236, 12:236])
 
 
 MEAN = (0.3, 0.5, 0.8)
@@ -121,7 +107,7 @@ def test_crop_none_squeezes_the_whole_image(settings: Settings, train: bool) -> 
 
 def boxes(data: DataConfig, width: int, height: int, count: int) -> np.ndarray:
     random.seed(0)
-    views = training_views(data)
+    views = Pixels(data, True).views
     return np.array([views(width, height).box for _ in range(count)])
 
 
@@ -149,14 +135,6 @@ def test_random_crops_have_torchvisions_distribution(
         assert apart < 1.95 * np.sqrt(2 / 3000)  # Kolmogorov-Smirnov test at 1 in 1,000
 
 
-def test_random_crops_keep_to_their_ranges(settings: Settings) -> None:
-    drawn = boxes(settings(CROP_SCALE=(0.2, 0.4), CROP_RATIO=(0.5, 2.0)), 1000, 1000, 2000)
-    area, ratio = drawn[:, 2] * drawn[:, 3] / 1e6, drawn[:, 2] / drawn[:, 3]
-    assert (area.min(), area.max()) == pytest.approx((0.2, 0.4), abs=0.003)
-    assert (ratio.min(), ratio.max()) == pytest.approx((0.5, 2.0), rel=0.02)
-    assert np.abs(np.log(ratio)).mean() == pytest.approx(np.log(2) / 2, rel=0.05)
-
-
 @pytest.mark.parametrize(("size", "box"), [((1000, 10), (493, 0, 13, 10)), ((10, 1000), (0, 493, 10, 13))])
 def test_image_too_long_for_any_crop_is_center_cropped(
     settings: Settings, size: tuple[int, int], box: tuple[int, ...]
@@ -166,7 +144,7 @@ def test_image_too_long_for_any_crop_is_center_cropped(
 
 
 def test_validation_decodes_no_more_than_it_needs(settings: Settings) -> None:
-    box = validation_views(settings(IMAGE_SIZE=224))(500, 375).box
+    box = Pixels(settings(IMAGE_SIZE=224), False).views(500, 375).box
     assert box == Box(0, 0, 417, 355)
 
 

@@ -154,7 +154,7 @@ def naps(monkeypatch: pytest.MonkeyPatch) -> Naps:
 
 
 def slow_data(ready: ReadyToTrain) -> None:
-    dataset = ready.train_loader._feed._fetch.dataset
+    dataset = ready.train_loader._fetch.dataset
     fetch = dataset.__getitems__
 
     class Slow(type(dataset)):

@@ -1,0 +1,92 @@
+"""Splits with copies of their samples, or with images that grow."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import torch
+
+from datasets.base import Batch, Broken, ImageDataset, Key, Samples
+from utils.config.train import TrainConfig
+
+
+class _Variant(ImageDataset):
+    """A wrapper with as many samples as the split that it wraps."""
+
+    def __init__(self, inner: ImageDataset) -> None:
+        self.inner = inner
+        self.classes, self.in_memory, self.max_bad = inner.classes, inner.in_memory, inner.max_bad
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def shuffled(self, generator: np.random.Generator) -> np.ndarray:
+        return self.inner.shuffled(generator)
+
+    def single_images(self) -> Samples | None:
+        return self.inner.single_images()
+
+    def sample_labels(self) -> np.ndarray | None:
+        return self.inner.sample_labels()
+
+    def take_broken(self) -> list[Broken]:
+        return self.inner.take_broken()
+
+
+class Repeated(_Variant):
+    """A split whose samples can be in an epoch several times, with a new augmentation each time.
+
+    Repeated augmentation and DATA.SAMPLER balanced need it. Index i + n * copy, where n is the number of samples, is
+    sample i with the random numbers of that copy. An epoch keeps its length, and so its cost: it has fewer different
+    samples.
+    """
+
+    def __init__(self, inner: ImageDataset, copies: int) -> None:
+        super().__init__(inner)
+        self.copies = inner.copies = copies
+
+    def augment(self, train: TrainConfig) -> ImageDataset:
+        self.inner = self.inner.augment(train)
+        return self
+
+    def at_size(self, size: int) -> ImageDataset:
+        return Repeated(self.inner.at_size(size), self.copies)
+
+    def __getitems__(self, keys: list[Key]) -> Batch:
+        rows: dict[int, list[int]] = defaultdict(list)
+        for row, (_, index) in enumerate(keys):
+            rows[max(index, 0) // len(self.inner)].append(row)
+        # A data set in memory draws the transforms of one epoch at a time, so each copy gets a call of its own.
+        batches = [self.inner.__getitems__([self._key(*keys[row]) for row in rows[copy]]) for copy in rows]
+        if len(batches) == 1:
+            return batches[0]
+        order = torch.tensor([row for copy in rows for row in rows[copy]]).argsort()
+        order = order.to(batches[0].images.device, non_blocking=True)
+        return Batch(*(torch.cat(fields)[order] for fields in zip(*batches, strict=True)))
+
+    def _key(self, epoch: int, index: int) -> Key:
+        """Key in the wrapped split. Each copy has its own epochs: random numbers depend on epoch and index alone."""
+        copy, sample = divmod(max(index, 0), len(self.inner))
+        return (epoch - 1) * self.copies + copy + 1, sample if index >= 0 else index
+
+
+class Sized(_Variant):
+    """One split in several sizes, for images that grow during training (TRAIN.SIZE_SCHEDULE).
+
+    The size depends on the epoch alone, which is part of every key.
+    """
+
+    def __init__(self, inner: ImageDataset, train: TrainConfig, full: int) -> None:
+        super().__init__(inner)
+        self.train, self.full = train, full
+        self.by_size = {full: inner} | {size: inner.at_size(size) for _, size in train.SIZE_SCHEDULE if size != full}
+
+    def at_size(self, size: int) -> ImageDataset:
+        return self.inner.at_size(size)
+
+    def take_broken(self) -> list[Broken]:
+        return [broken for dataset in self.by_size.values() for broken in dataset.take_broken()]
+
+    def __getitems__(self, keys: list[Key]) -> Batch:
+        return self.by_size[self.train.size_in(keys[0][0], self.full)].__getitems__(keys)

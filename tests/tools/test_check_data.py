@@ -188,16 +188,6 @@ def test_all_training_copies_with_conflicting_labels_are_excluded(check: Check, 
     assert done.code == 0, done.text
 
 
-def test_classes_that_share_a_name_are_counted_separately(check: Check, tree: Path) -> None:
-    """ImageNet has two cranes."""
-    for part, count in (("train", 24), ("val", 6)):
-        lines = [f"{part}/{CLASSES[i % 3]}/{i}.jpg,{i % 3},{('crane', 'bee', 'crane')[i % 3]}" for i in range(count)]
-        (tree / f"{part}.csv").write_text("\n".join(["path,target,class_name", *lines[: count - 1]]) + "\n")
-    done, found = check(tree, dataset="csv")
-    assert done.code == 0, done.text
-    assert found["classes"]["training"] == {"crane (label 0)": 8, "bee": 8, "crane (label 2)": 7}
-
-
 def as_lists(tree: Path, labels: list[int]) -> Path:
     (tree / "train_list.txt").write_text("".join(f"train/{CLASSES[i % 3]}/{i}.jpg {k}\n" for i, k in enumerate(labels)))
     (tree / "val_list.txt").write_text("".join(f"val/{CLASSES[i % 3]}/{i}.jpg {i % 3}\n" for i in range(6)))

@@ -23,7 +23,6 @@ TOOLS = {
     "show_batch": ("-cfg", "configs/vit_digits.yaml", "-out", "{out}.png"),
     "predict": ("{run}", "{tree}", "-out", "{out}.csv"),
     "evaluate": ("{run}", "-json", "{out}.json"),
-    "evaluate -confusion": ("{run}", "-confusion", "{out}.csv"),
     "export": ("{run}", "-to", "torch", "-out", "{out}.pt2"),
     "checkpoint": ("strip", "{run}", "-out", "{out}.safetensors"),
     "report": ("{run}", "-out", "{out}.html"),

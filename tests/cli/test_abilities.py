@@ -42,7 +42,6 @@ ABILITIES = {
         (
             "sampler balanced: 143 or 144 images of each of 10 classes per epoch, each image at most 2 times",
             "class weights balanced: 0.98",
-            "TRAIN.CLASS_WEIGHTS balanced weighs their images besides",  # rare classes would count twice
         ),
     ),
     "bce": Ability(

@@ -197,7 +197,7 @@ def test_resuming_with_other_adapters_is_refused_and_without_any_trains_the_merg
     once = ("-resume", place / "run", "TRAIN.NUM_EPOCHS=3", f"TRAIN.MAX_UPDATES={2 * PER_EPOCH + 1}")
     done = vitamp(*once, "-output", tmp_path / "a", "MODEL.LORA.ALPHA=2")
     assert done.code == 2, done.text
-    assert "{ALPHA: 6.0, RANK: 2, TARGETS: [q, v, fc1]}, but MODEL.LORA is {ALPHA: 2.0, RANK: 2, " in done.err
+    assert "{RANK: 2, ALPHA: 6.0, TARGETS: [q, v, fc1]}, but MODEL.LORA is {RANK: 2, ALPHA: 2.0, " in done.err
     done = vitamp(*once, "-output", tmp_path / "b", "MODEL.LORA.RANK=null")
     assert done.code == 0, done.text
     assert "trained from now on (MODEL.LORA): 18 tensors" in done.out

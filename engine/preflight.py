@@ -121,7 +121,7 @@ def resolve(loaded: Loaded) -> Loaded:
         loaded = with_patch_size(with_image_size(loaded))
     if not loaded.config.EVAL:
         return loaded
-    from engine.evaluated_data import evaluated_weights, settings_for_evaluation
+    from engine.evaluation.data import evaluated_weights, settings_for_evaluation
 
     given = {key for key, source in loaded.sources.items() if source.startswith("-") or source == "command line"}
     values, notes = settings_for_evaluation(loaded.config, evaluated_weights(loaded.config), given)

@@ -84,7 +84,7 @@ def _train_or_evaluate(this: Run, dry: bool) -> int:
             lists = OpLists(this.device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST)
             until_the_end.enter_context(lists)
         if config.EVAL:
-            from engine.evaluate_only import evaluate_only
+            from engine.evaluation.evaluate_only import evaluate_only
 
             evaluate_only(this, dry)
             return EXIT_DONE

@@ -47,7 +47,7 @@ from vitamp.metrics import AVERAGE, WeightSet
 from vitamp.registry import own_named
 
 if TYPE_CHECKING:
-    from engine.features.knn import Neighbours
+    from engine.evaluation.knn import Neighbours
     from engine.parallel.fsdp import Sharding
 
 BATCH_CHOICE = "batch_size"
@@ -97,7 +97,7 @@ def build_for_evaluation(run: Run, checkpoint: Checkpoint | None = None) -> Read
     val_loader = ValLoader(val_set, val_batch, world.rank, world.size, _workers(config, world), device)
     neighbours = None
     if config.measures_knn:
-        from engine.features.knn import Neighbours
+        from engine.evaluation.knn import Neighbours
 
         neighbours = Neighbours(config, world, device, _workers(config, world))
     return Ready(task_of(config), model, inputs, precision, val_set, val_loader, computing, choices, neighbours)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from engine.checkpoint.run_folder import largest_class
 from engine.checkpoint.saver import Snapshot, estimate_seconds, progress
 from engine.checkpoint.state import finite_everywhere, saver_of, snapshot_of
-from engine.evaluate import on_device, validate
+from engine.evaluation.evaluate import on_device, validate
 from engine.machine.device import Run, global_batch
 from engine.machine.stopping import TIME_IS_UP, Deadline, Stopped, Stopping, signals
 from engine.measure.meters import Reading, best_of_validation, resumed_best, seconds_of

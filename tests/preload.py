@@ -21,10 +21,10 @@ IMPORTED = (
     *("torch", "torch.optim", "torch.distributed", "torchvision.transforms.v2", "timm", "timm.optim", "timm.scheduler"),
     *("torch.distributed.launcher.api", "torch.nn.parallel", "torch.utils.tensorboard", "matplotlib.pyplot"),
     *("pydantic", "safetensors.torch", "huggingface_hub", "simplejpeg"),
-    *("engine.entry", "engine.run", "engine.evaluate", "engine.trained.model", "engine.trained.model"),
+    *("engine.entry", "engine.run", "engine.evaluation.evaluate", "engine.trained.model", "engine.trained.model"),
     *("engine.preflight", "engine.preflight", "engine.speed.packed_attention", "tools.common.command_line"),
     # What settings choose, in many tests.
-    *("datasets.recognise", "datasets.shards.hub", "models.weights.fit", "engine.evaluated_data"),
+    *("datasets.recognise", "datasets.shards.hub", "models.weights.fit", "engine.evaluation.data"),
     *("engine.checkpoint.find", "engine.checkpoint.restore", "engine.report.skips"),
     *("engine.checkpoint.preprocessing", "engine.amp.low_precision", "engine.optim.ema", "engine.memory.dry_run"),
 )

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta
 
-from engine.evaluate import on_device, validate
+from engine.evaluation.evaluate import on_device, validate
 from engine.machine.device import Run, global_batch, synchronize
 from engine.machine.memory import in_gib, is_out_of_memory, peak_memory_gb, total_memory
 from engine.measure.meters import Position, clock

@@ -70,7 +70,7 @@ def _data(config: Config, ready: Ready) -> str:
     classes = ready.task.words()
     size = f"{config.DATA.IMAGE_SIZE} x {config.DATA.IMAGE_SIZE} x {config.DATA.IMAGE_CHANNELS}"
     if not isinstance(ready, ReadyToTrain):
-        from engine.evaluated_data import title_of
+        from engine.evaluation.data import title_of
 
         text = f"{title_of(config.DATA)}: {len(ready.val_set):,} images of {size}, {classes}"
     else:

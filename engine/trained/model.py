@@ -22,7 +22,7 @@ from engine.amp.low_precision import force_fp32
 from engine.amp.op_lists import OpLists
 from engine.amp.precision import Precision, check_amp, check_precision
 from engine.checkpoint.restore import load_weights
-from engine.features.knn import Pool, pooled_features
+from engine.evaluation.knn import Pool, pooled_features
 from engine.machine.device import pick_device, set_up_device
 from engine.machine.memory import is_out_of_memory
 from engine.setup import model_in_precision

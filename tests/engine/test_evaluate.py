@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from datasets import PADDING, Batch, validation_batches
 from datasets.damage import BrokenInValidation
 from engine.amp.precision import Precision
-from engine.evaluate import evaluate
+from engine.evaluation.evaluate import evaluate
 from engine.task.one import OneLabel, ValidationMeans
 from tests.engine.small import CPU, OFF
 from utils.config import AmpConfig

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from engine.checkpoint.restore import log_resumption, restore
-from engine.evaluate import evaluate
+from engine.evaluation.evaluate import evaluate
 from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain
 from models.build import build_without_weights

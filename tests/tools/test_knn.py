@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 
-from engine.features import knn
+from engine.evaluation import knn
 from engine.trained.model import Trained, load_trained, split_of_run
 from tests.program import ROOT, Result, metrics, run_program
 from tools.evaluate import command as evaluate

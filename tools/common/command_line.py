@@ -64,7 +64,7 @@ POOL = Flag(
     default_text=POOLED,
     choices=(POOLED, "class", "mean", "patches"),
 )
-"""For tools that take a model's features; engine/features/knn.py has the choices too."""
+"""For tools that take a model's features; engine/evaluation/knn.py has the choices too."""
 TRUST = (BY_NAME["use"], BY_NAME["trust"])
 """For tools that load a trained model: which code of its run may be executed."""
 OVERWRITE = Flag("overwrite", "replace existing output files")

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from datasets import ImageDataset, check_dataset, open_dataset
 from datasets.labels import ANY_LABEL
-from engine.evaluated_data import data_for_evaluation, title_of
+from engine.evaluation.data import data_for_evaluation, title_of
 from engine.task.one import ClassCounts, correct
 from engine.task.several import f1, scores_of
 from engine.trained.model import Trained, batches_of, guesses

@@ -124,7 +124,7 @@ def _evaluate(argv: list[str]) -> int:
 
 def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str, Any]:
     """Log the metrics, and return what the JSON file says of the evaluation."""
-    from engine.evaluated_data import copies_evaluated
+    from engine.evaluation.data import copies_evaluated
     from tools.common.evaluation import OneLabel, SeveralLabels, open_part, table_of, with_bar
 
     one_label, chosen, config = trained.task.kind == ONE_LABEL, trained.chosen, trained.config

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from datasets import ImageDataset, has_labels, source_of
-from engine.evaluated_data import data_for_evaluation, title_of
-from engine.features.knn import TEMPERATURE, Rows, check_pool, classify, labelled_data, open_labelled
+from engine.evaluation.data import data_for_evaluation, title_of
+from engine.evaluation.knn import TEMPERATURE, Rows, check_pool, classify, labelled_data, open_labelled
 from engine.trained.model import Trained
 from tools.common.command_line import POOLED
 from tools.common.evaluation import INTERVALS, measured, with_bar

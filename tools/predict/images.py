@@ -21,7 +21,7 @@ from datasets.base import PADDING
 from datasets.decoding import ENDINGS
 from datasets.given import Unread
 from datasets.sources.files import SkippedFiles, images_below
-from engine.features.knn import check_pool
+from engine.evaluation.knn import check_pool
 from engine.trained.model import Trained, batch_size, guesses
 from tools.common.output_file import writing
 from tools.common.tables import shown

@@ -16,7 +16,7 @@ from datasets import Batch, MicroBatch, Window
 from engine.amp.low_precision import tile_size_hint
 from engine.amp.overflow import OverflowWatch
 from engine.amp.precision import check_amp
-from engine.evaluate import evaluate
+from engine.evaluation.evaluate import evaluate
 from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain
 from engine.task.one import Means

@@ -18,7 +18,7 @@ from engine.amp.precision import Precision
 from engine.compile import compiled as compiling
 from engine.compile.choice import BLOCKS, WHOLE, Compiling
 from engine.compile.compiled import CACHE
-from engine.evaluate import evaluate
+from engine.evaluation.evaluate import evaluate
 from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain
 from tests.engine.small import build, train, windows

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.evaluate import evaluate
+from engine.evaluation.evaluate import evaluate
 from engine.machine.device import Run
 from engine.machine.memory import IN_VALIDATION, is_out_of_memory
 from engine.memory.out_of_memory import describe, ways_out

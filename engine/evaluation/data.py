@@ -10,7 +10,7 @@ import torch
 
 from datasets import comes_unsplit, identity_of, source_of, validates_on_test
 from datasets.base import TITLES
-from engine.features.knn import OF_OWN_DATA, place_of
+from engine.evaluation.knn import OF_OWN_DATA, place_of
 from engine.setup import training_data
 from models.weights.find import local_weights
 from utils.config import Config

@@ -8,8 +8,8 @@ from engine.amp.low_precision import force_fp32
 from engine.checkpoint.find import chosen_checkpoint
 from engine.checkpoint.restore import check_task, load_weights
 from engine.checkpoint.run_folder import largest_class, make_run_folder, write_run_files
-from engine.evaluate import validate
-from engine.evaluated_data import copies_evaluated, evaluated_weights
+from engine.evaluation.data import copies_evaluated, evaluated_weights
+from engine.evaluation.evaluate import validate
 from engine.machine.device import Run
 from engine.measure.meters import Position
 from engine.report.banner import banner

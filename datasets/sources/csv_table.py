@@ -148,6 +148,8 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
     given = _files(data)
     parts = parts_read(data, train, given)
     first = _read(given.get("all") or given["train"], data)
+    if first.several and first.columns is None:
+        log.info("%s: the labels of an image are separated by %r.", first.file, first.separator)
     looks_like_list = (row for row, label in first.each() if ";" in label or "|" in label)
     if not first.several and (row := next(looks_like_list, None)) is not None:
         log.warning(

@@ -38,6 +38,7 @@ def test_ema_is_validated_as_it_is_saved(vitamp: Callable[..., Result], tiny: Pa
         script="main_multi_gpu.py",
     )
     assert done.code == 0, done.text
+    assert "Batch norm: each process normalises its own images (4 per micro-batch)" in done.text
     (wanted,) = metrics(tmp_path / "run", "val")
     done = vitamp("-eval", "-resume", tmp_path / "run", "-output", tmp_path / "eval")
     assert done.code == 0, done.text

@@ -72,6 +72,15 @@ def test_labels_become_rows_of_zeros_and_ones(
     assert [row[3:] for row in rows(data, True, classes=5)] == [[0, 0]] * 3, "outputs that no class has"
 
 
+@pytest.mark.parametrize("separator", [";", "|", ","])
+def test_the_log_names_what_separates_labels(
+    table: Callable[..., Path], settings: Settings, said: pytest.LogCaptureFixture, separator: str
+) -> None:
+    file = table([f'0.png,"ant{separator}bee"', "1.png,ant"], "path,labels")
+    check_dataset(settings(DATASET="csv", DATA_PATH=str(file), MULTI_LABEL=True, VAL_FRACTION=0.5), 2)
+    assert f"{file}: the labels of an image are separated by {separator!r}." in said.text
+
+
 def test_columns_of_the_validation_table_may_have_another_order(table: Callable[..., Path], settings: Settings) -> None:
     root = two(table, ["1,0", "0,1"], ["1,0"], "path,ant,bee")
     table(["6.png,0,1"], "path,bee,ant", "val.csv")

@@ -21,7 +21,14 @@ class ClosedPipe(BrokenPipeError):
 
 
 def watch_standard_output() -> None:
-    """From now on, a failed write to standard output raises OutputError, or ClosedPipe if its reader is gone."""
+    """From now on, a failed write to standard output raises OutputError, or ClosedPipe if its reader is gone.
+
+    What is written to a closed standard stream (`>&-`) is discarded.
+    """
+    while (free := os.open(os.devnull, os.O_RDWR)) <= 2:  # else the next file opened would get its number
+        pass
+    os.close(free)
+    sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
     for name in ("write", "flush"):
         setattr(sys.stdout, name, _watched(getattr(sys.stdout, name)))
 

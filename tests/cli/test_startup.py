@@ -116,3 +116,10 @@ optimizer.step()
 @pytest.mark.slow  # imports torch's compiler; that it comes late is tested beside
 def test_compiler_is_imported_when_something_is_compiled() -> None:
     assert in_python(LATE_COMPILER).strip() == "a graph break, as ever"
+
+
+def test_what_is_written_to_closed_streams_is_discarded() -> None:
+    words = [sys.executable, str(ROOT / "main_single_gpu.py"), "-list_models", "vit_tiny*"]
+    for closed, code in ((">&-", 0), ("<&- >&- 2>&-", 0), ("-nosuch 2>&-", 2)):
+        done = subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *words], cwd=ROOT, capture_output=True, check=False)
+        assert (done.returncode, b"Traceback" in done.stderr) == (code, False), closed

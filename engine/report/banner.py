@@ -26,14 +26,15 @@ def banner(run: Run, ready: Ready, folder: Path | None) -> str:
     """One row per topic. `folder` None: a dry run."""
     config, world, data = run.config, run.world, run.config.DATA
     mean, std = (", ".join(f"{value:g}" for value in values) for values in (data.IMAGENET_MEAN, data.IMAGENET_STD))
-    mode = "" if data.CROP_MODE == "center" else f", CROP_MODE {data.CROP_MODE}"
+    crop = f"crop {data.CROP}, " if isinstance(ready, ReadyToTrain) else ""
+    crop += f"CROP_PCT {data.CROP_PCT:g}" + ("" if data.CROP_MODE == "center" else f", CROP_MODE {data.CROP_MODE}")
     rows = [
         ("device", describe_devices(run.device, world, run.threads)),
         ("precision", ready.precision.line()),
         ("computing", ready.computing),
         ("model", describe_model(ready.model)),
         ("data", _data(config, ready)),
-        ("inputs", f"mean {mean}; std {std}; crop {data.CROP}, CROP_PCT {data.CROP_PCT:g}{mode}, {data.INTERPOLATION}"),
+        ("inputs", f"mean {mean}; std {std}; {crop}, {data.INTERPOLATION}"),
         *ready.task.rows(ready.val_set).items(),
     ]
     if isinstance(ready, ReadyToTrain):

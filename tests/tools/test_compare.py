@@ -225,7 +225,7 @@ def test_ngpus_starts_main_multi_gpu(
         (["-modes", "fp32,tf32"], "-modes tf32: this device has no TF32, which needs an NVIDIA GPU"),
         (["-modes", "fp32,bf61"], "unknown 'bf61'. Did you mean bf16? It takes fp32, tf32, bf16"),
         (["-modes", "bf16"], "list at least two"),
-        (["-modes", "fp32,bf16,auto"], "bf16 and auto are both bf16 here"),
+        (["-modes", "fp32,bf16,auto"], "bf16 and auto are both bf16 on this device"),
         (["-modes", "fp32,O3:fp16"], "-modes O3-fp16: AMP.LEVEL O3 in fp16: squared gradients round to zero"),
         (["-seeds", "many"], "-seeds many: give a number of seeds"),
         (["-seeds", "1,1"], "a seed is listed twice"),
@@ -284,7 +284,7 @@ def test_read_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     on_gpu = read_modes("tf32,auto,O2", Config(), torch.device("cuda"))
     assert [mode.name for mode in on_gpu] == ["tf32", "fp16", "O2-fp16"]
-    with pytest.raises(UserError, match="off and fp32 are both fp32 here"):
+    with pytest.raises(UserError, match="off and fp32 are both fp32 on this device"):
         read_modes("off,fp32", Config(), cpu)
 
 

@@ -242,7 +242,10 @@ def read_modes(text: str, config: Config, device: torch.device) -> tuple[Mode, .
     seen: dict[str, str] = {}
     for name, mode in zip(named, modes, strict=True):
         if mode.name in seen:
-            raise UserError(f"-modes {text}: {seen[mode.name]} and {name} are both {mode.name} here; list one of them.")
+            raise UserError(
+                f"-modes {text}: {seen[mode.name]} and {name} are both {mode.name} on this device; list others, such as "
+                "-modes fp32,bf16, or compare settings with -vary."
+            )
         seen[mode.name] = name
     return tuple(modes)
 

@@ -243,8 +243,8 @@ def read_modes(text: str, config: Config, device: torch.device) -> tuple[Mode, .
     for name, mode in zip(named, modes, strict=True):
         if mode.name in seen:
             raise UserError(
-                f"-modes {text}: {seen[mode.name]} and {name} are both {mode.name} on this device; list others, such as "
-                "-modes fp32,bf16, or compare settings with -vary."
+                f"-modes {text}: {seen[mode.name]} and {name} are both {mode.name} on this device; list others, "
+                "such as -modes fp32,bf16, or compare settings with -vary."
             )
         seen[mode.name] = name
     return tuple(modes)

@@ -1,8 +1,7 @@
-"""MODEL settings give the right timm model with the right rates, or a clear error."""
+"""MODEL settings give the right timm model with the right rates, or are refused before anything is built."""
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -10,31 +9,16 @@ import timm
 import torch
 from torch import nn
 
-from models.build import build_model, describe, list_models
+from models.build import build_model, check_model, describe, list_models
 from models.parts import count_parameters
 from utils.config.model import ModelConfig
+from utils.errors import UserError
 
-VIT_B16 = {
-    "TYPE": "vit",
-    "PATCH_SIZE": 16,
-    "EMBED_DIM": 768,
-    "DEPTH": 12,
-    "NUM_HEADS": 12,
-    "MLP_RATIO": 4.0,
-    "QKV_BIAS": True,
-}
+BASE_SIZES = {"PATCH_SIZE": 16, "EMBED_DIM": 768, "DEPTH": 12, "NUM_HEADS": 12, "MLP_RATIO": 4.0, "QKV_BIAS": True}
 TINY_VIT = {"NAME": "tiny", "EMBED_DIM": 16, "DEPTH": 2, "NUM_HEADS": 2, "PATCH_SIZE": 8, "NUM_CLASSES": 5}
-TINY_SWIN = {
-    "TYPE": "swin",
-    "NAME": "tiny",
-    "PATCH_SIZE": 4,
-    "EMBED_DIM": 16,
-    "STAGE_DEPTHS": [1, 2],
-    "NUM_HEADS": [2, 4],
-    "WINDOW_SIZE": 4,
-    "NUM_CLASSES": 5,
-}
-WIDTHS = {"tiny": (192, 12, 3), "small": (384, 12, 6), "base": (768, 12, 12), "large": (1024, 24, 16)}
+SWIN_SIZES = {"PATCH_SIZE": 4, "EMBED_DIM": 16, "STAGE_DEPTHS": [1, 2], "NUM_HEADS": [2, 4], "WINDOW_SIZE": 4}
+TINY_SWIN = {"TYPE": "swin", "NAME": "tiny", **SWIN_SIZES, "NUM_CLASSES": 5}
+SWIN_384 = {"TYPE": "swin", "EMBED_DIM": 128, "WINDOW_SIZE": 12}
 
 
 def build(image_size: int = 32, channels: int = 3, **settings: Any) -> nn.Module:
@@ -51,7 +35,7 @@ def on_meta(name: str, **arguments: Any) -> nn.Module:
 
 
 def test_vit_b16_equals_timms_in_parameters_and_output() -> None:
-    ours = build(224, NAME="vit_base_patch16_224", **VIT_B16).eval()
+    ours = build(224, TYPE="vit", NAME="vit_base_patch16_224", **BASE_SIZES).eval()
     theirs = timm.create_model("vit_base_patch16_224").eval()
     assert count_parameters(ours) == (86_567_656, 86_567_656)
     assert shapes(ours) == shapes(theirs)
@@ -64,20 +48,12 @@ def test_vit_b16_equals_timms_in_parameters_and_output() -> None:
 @pytest.mark.parametrize(
     ("settings", "size", "timm_name"),
     [
-        (
-            {"TYPE": "deit", "NAME": "deit_base_patch16_384", **{k: v for k, v in VIT_B16.items() if k != "TYPE"}},
-            384,
-            None,
-        ),
+        ({"TYPE": "deit", "NAME": "deit_base_patch16_384", **BASE_SIZES}, 384, None),
         ({"TYPE": "deit", "NAME": "deit_base_distilled_patch16_224", "DEPTH": 12}, 224, None),
         ({"TYPE": "deit", "NAME": "deit"}, 224, "deit_base_patch16_224"),
         ({"TYPE": "vit", "NAME": "vit"}, 224, "vit_base_patch16_224"),
         ({"TYPE": "swin", "NAME": "swin"}, 224, "swin_tiny_patch4_window7_224"),
-        (
-            {"TYPE": "swin", "NAME": "swin_base_patch4_window12_384_21k_1k", "EMBED_DIM": 128, "WINDOW_SIZE": 12},
-            384,
-            "swin_base_patch4_window12_384",
-        ),
+        ({"NAME": "swin_base_patch4_window12_384_21k_1k", **SWIN_384}, 384, "swin_base_patch4_window12_384"),
         ({"TYPE": "swin", "NAME": "swin_large_patch4_window7_224", "NUM_HEADS": [6, 12, 24, 48]}, 224, None),
         ({"TYPE": "RegNet", "NAME": "regnety_160"}, 224, None),
         ({"NAME": "resnet50"}, 224, None),
@@ -111,21 +87,17 @@ def test_image_size_channels_and_classes_reach_timm() -> None:
     assert resnet(torch.rand(2, 1, 64, 64)).shape == (2, 7)
 
 
-def test_edited_sizes_make_the_name_a_label_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "vitamp"):
-        edited = build(224, NAME="vit_tiny_patch16_224", DEPTH=3, QKV_BIAS=False, NUM_HEADS=3)
+def test_edited_sizes_make_the_name_a_label_in_the_log(said: pytest.LogCaptureFixture) -> None:
+    edited = build(224, NAME="vit_tiny_patch16_224", DEPTH=3, QKV_BIAS=False, NUM_HEADS=3)
     assert len(edited.blocks) == 3  # pyright: ignore
     assert "blocks.0.attn.qkv.bias" not in shapes(edited)
-    said = caplog.text
-    assert "differs from timm's model of that name" in said
-    assert "DEPTH 3 (timm's: 12)" in said
-    assert "QKV_BIAS false (timm's: true)" in said
-    assert "NUM_HEADS" not in said  # given, but not edited
-    caplog.clear()
-    with caplog.at_level(logging.INFO, "vitamp"):
-        build(224, NAME="vit_tiny_patch16_224", NUM_HEADS=3)
-    assert "differs" not in caplog.text
-    assert "vit_tiny_patch16_224" in caplog.text
+    for text in ("differs from timm's model of that name", "DEPTH 3 (timm's: 12)", "QKV_BIAS false (timm's: true)"):
+        assert text in said.text
+    assert "NUM_HEADS" not in said.text  # given, but not edited
+    said.clear()
+    build(224, NAME="vit_tiny_patch16_224", NUM_HEADS=3)
+    assert "differs" not in said.text
+    assert "vit_tiny_patch16_224" in said.text
 
 
 def test_swin_sizes_are_built() -> None:
@@ -150,10 +122,9 @@ def test_vit_rates_reach_the_modules() -> None:
     assert isinstance(vit.blocks[0].drop_path1, nn.Identity)  # pyright: ignore
 
 
-def test_swin_rates_reach_the_modules_and_zero_means_zero(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "vitamp"):
-        swin = build(DROPOUT=0.1, ATTENTION_DROPOUT=0.2, DROPPATH=0.3, **TINY_SWIN)
-    assert "has no dropout after the patch embedding" in caplog.text
+def test_swin_rates_reach_the_modules_and_zero_means_zero(said: pytest.LogCaptureFixture) -> None:
+    swin = build(DROPOUT=0.1, ATTENTION_DROPOUT=0.2, DROPPATH=0.3, **TINY_SWIN)
+    assert "has no dropout after the patch embedding" in said.text
     rates = dropouts(swin)
     assert rates["layers.0.blocks.0.attn.proj_drop"] == rates["layers.1.blocks.1.mlp.drop1"] == 0.1
     assert rates["layers.0.blocks.0.attn.attn_drop"] == 0.2
@@ -191,3 +162,64 @@ def test_list_models_by_glob() -> None:
         "swin_base_patch4_window7_224_21k_1k",
     ]
     assert list_models("nothing_like_this*") == []
+
+
+def refusal(image_size: int = 224, **settings: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        check_model(ModelConfig(**settings), image_size, 3)
+    with pytest.raises(UserError) as again:
+        build_model(ModelConfig(**settings), image_size, 3)
+    assert str(again.value) == str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"NAME": "resnet50", "EMBED_DIM": 768}, ["MODEL.EMBED_DIM 768", "ResNet has no such size"]),
+        ({"NAME": "resnet50", "ATTENTION_DROPOUT": 0.1}, ["MODEL.ATTENTION_DROPOUT 0.1", "ResNet"]),
+        ({"NAME": "vgg11", "DROPPATH": 0.1}, ["MODEL.DROPPATH 0.1", "VGG"]),
+        ({"WINDOW_SIZE": 7}, ["MODEL.WINDOW_SIZE 7", "VisionTransformer"]),
+        ({"STAGE_DEPTHS": [2, 2]}, ["MODEL.STAGE_DEPTHS [2, 2]", "VisionTransformer"]),
+        ({"NUM_HEADS": [3, 6]}, ["MODEL.NUM_HEADS [3, 6]", "one number"]),
+        ({"TYPE": "swin", "NAME": "swin", "DEPTH": 12}, ["MODEL.DEPTH 12", "SwinTransformer"]),
+        ({"TYPE": "swin", "NAME": "swin", "NUM_HEADS": 3}, ["MODEL.NUM_HEADS 3", "one number per stage"]),
+        ({"TYPE": "swin", "NAME": "swin", "NUM_HEADS": [3, 6]}, ["NUM_HEADS [3, 6]", "STAGE_DEPTHS [2, 2, 6, 2]"]),
+        (
+            {"TYPE": "swin", "NAME": "swin", "NUM_HEADS": [3, 5, 12, 24]},
+            ["NUM_HEADS[1] 5", "192", "heads that divides"],
+        ),
+        ({"TYPE": "swin"}, ["MODEL.TYPE swin", "MODEL.NAME vit_base_patch16_224", "VisionTransformer"]),
+        ({"TYPE": "deit", "NAME": "resnet50"}, ["MODEL.TYPE deit", "ResNet"]),
+        ({"NAME": "vit_bas_patch16_224"}, ["'vit_bas_patch16_224'", "Did you mean vit_base_patch16_224?"]),
+        ({"NAME": "vit_tiny"}, ["'vit_tiny'", "Did you mean vit_tiny_patch16_224, ", " or "]),
+        (
+            {"TYPE": "cnn", "NAME": "resnet5O", "EMBED_DIM": 8},
+            ["'cnn' cannot be built from sizes", "'resnet5O' is not"],
+        ),
+        ({"NAME": "vit_base_patch16_224.wrong"}, ["no tag 'wrong'", "augreg_in21k"]),
+        ({"NAME": "beit_base_patch16_224", "EMBED_DIM": 769}, ["MODEL.EMBED_DIM 769", "768"]),
+    ],
+)
+def test_unsupported_model_settings_are_refused(settings: dict[str, Any], words: list[str]) -> None:
+    said = refusal(**settings)
+    assert all(word in said for word in words), said
+
+
+def test_contradicting_sizes_are_refused_with_possible_ones() -> None:
+    said = refusal(230, EMBED_DIM=100, NUM_HEADS=7)
+    assert "DATA.IMAGE_SIZE 230 is not divisible by MODEL.PATCH_SIZE 16" in said
+    assert "IMAGE_SIZE 224 or 240" in said
+    assert "MODEL.EMBED_DIM 100 is not divisible by MODEL.NUM_HEADS 7" in said
+
+
+@pytest.mark.parametrize("name", ["beit_base_patch16_224", "swinv2_tiny_window8_256"])
+def test_other_patch_models_need_divisible_image_sizes(name: str) -> None:
+    said = refusal(225, NAME=name)
+    assert "DATA.IMAGE_SIZE 225" in said
+    assert "or another PATCH_SIZE" not in said  # these models do not accept it
+
+
+@pytest.mark.parametrize(("name", "size"), [("maxvit_tiny_tf_224", 100), ("inception_v3", 32), ("vgg11", 16)])
+def test_unsupported_image_size_is_refused_before_training(name: str, size: int) -> None:
+    assert f"DATA.IMAGE_SIZE {size}: {name} does not support images of this size" in refusal(size, NAME=name)

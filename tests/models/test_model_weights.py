@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +15,19 @@ from safetensors.torch import save_file
 from torch import nn
 
 from models.build import build_model
+from models.parts import classifiers
 from models.weights.fit import load_pretrained
+from tests.models.test_model_build import TINY_SWIN, TINY_VIT
 from utils.config.model import ModelConfig
 from utils.errors import UserError
 from vitamp.checkpoints import folder_name, shard_name
 
-TINY = {"NAME": "tiny", "EMBED_DIM": 16, "DEPTH": 2, "NUM_HEADS": 2, "PATCH_SIZE": 8, "NUM_CLASSES": 5}
-SWIN = {
-    "TYPE": "swin",
-    "NAME": "tiny",
-    "DEPTH": None,
-    "EMBED_DIM": 16,
-    "PATCH_SIZE": 4,
-    "STAGE_DEPTHS": [1, 2],
-    "NUM_HEADS": [2, 4],
-    "WINDOW_SIZE": 4,
-    "NUM_CLASSES": 5,
-}
+SWIN = {**TINY_SWIN, "DEPTH": None}
 
 
 def build(seed: int = 0, image_size: int = 32, channels: int = 3, **settings: Any) -> nn.Module:
     torch.manual_seed(seed)
-    return build_model(ModelConfig(**{**TINY, **settings}), image_size, channels).eval()
+    return build_model(ModelConfig(**{**TINY_VIT, **settings}), image_size, channels).eval()
 
 
 def load(source: Path, **settings: Any) -> tuple[nn.Module, str]:
@@ -85,33 +77,27 @@ def test_torch_files_are_loaded(donor: nn.Module, tmp_path: Path, ending: str, w
     tensors = donor.state_dict()
     content = {wrapped: tensors, "epoch": 3, "args": argparse.Namespace(lr=1.0)} if wrapped else tensors
     torch.save(content, tmp_path / f"w{ending}")
-    ours, _ = load(tmp_path / f"w{ending}")
-    assert_equal_weights(ours, donor)
+    assert_equal_weights(load(tmp_path / f"w{ending}")[0], donor)
 
 
 def test_ema_in_a_checkpoint_is_used_and_logged(
-    donor: nn.Module, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    donor: nn.Module, tmp_path: Path, said: pytest.LogCaptureFixture
 ) -> None:
     plain, file = build(seed=9), tmp_path / "w.pth"
-    options = argparse.Namespace(lr=1.0)
-    torch.save({"model": plain.state_dict(), "model_ema": donor.state_dict(), "args": options}, file)
-    with caplog.at_level("INFO"):
-        ours, _ = load(file)
-    assert_equal_weights(ours, donor)
-    assert f"{file} holds model_ema and model: the EMA is used." in caplog.text
+    torch.save({"model": plain.state_dict(), "model_ema": donor.state_dict()}, file)
+    assert_equal_weights(load(file)[0], donor)
+    assert f"{file} holds model_ema and model: the EMA is used." in said.text
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
 def test_ddp_and_compile_prefixes_are_removed(donor: nn.Module, tmp_path: Path, prefix: str) -> None:
     torch.save({prefix + key: value for key, value in donor.state_dict().items()}, tmp_path / "w.pth")
-    ours, _ = load(tmp_path / "w.pth")
-    assert_equal_weights(ours, donor)
+    assert_equal_weights(load(tmp_path / "w.pth")[0], donor)
 
 
 def test_older_torch_format_is_loaded(donor: nn.Module, tmp_path: Path) -> None:
     torch.save(donor.state_dict(), tmp_path / "w.pth", _use_new_zipfile_serialization=False)
-    ours, _ = load(tmp_path / "w.pth")
-    assert_equal_weights(ours, donor)
+    assert_equal_weights(load(tmp_path / "w.pth")[0], donor)
 
 
 @pytest.mark.parametrize(("best", "taken"), [(1, 1), (None, 2), ("not a name", 2)])
@@ -124,20 +110,16 @@ def test_run_folder_loads_its_best_checkpoint(tmp_path: Path, best: object, take
     index = {"last": folder_name(2), "best": folder_name(best) if isinstance(best, int) else best}
     (tmp_path / "checkpoints" / "index.json").write_text(json.dumps(index))
     for folder in (tmp_path, tmp_path / "checkpoints"):
-        ours, _ = load(folder)
-        assert_equal_weights(ours, made[taken])
+        assert_equal_weights(load(folder)[0], made[taken])
 
 
 def test_weights_in_shards_are_joined(donor: nn.Module, tmp_path: Path) -> None:
     """As FSDP saves them: the rows of each tensor, one file after the other."""
     for nth in range(2):
-        rows = {
-            name: tensor.chunk(2)[nth].contiguous() for name, tensor in donor.state_dict().items() if len(tensor) > 1
-        }
-        whole = {name: tensor for name, tensor in donor.state_dict().items() if len(tensor) == 1 and nth == 0}
-        save_file(rows | whole, tmp_path / shard_name("model.safetensors", nth, 2))
-    ours, _ = load(tmp_path)
-    assert_equal_weights(ours, donor)
+        parts = {name: tensor.chunk(2)[nth:] for name, tensor in donor.state_dict().items()}
+        rows = {name: part[0].contiguous() for name, part in parts.items() if part}
+        save_file(rows, tmp_path / shard_name("model.safetensors", nth, 2))
+    assert_equal_weights(load(tmp_path)[0], donor)
 
 
 def test_classifier_with_other_classes_is_replaced(donor: nn.Module, weights: Path) -> None:
@@ -150,9 +132,8 @@ def test_classifier_with_other_classes_is_replaced(donor: nn.Module, weights: Pa
 
 
 def test_weights_without_a_classifier_are_loaded(donor: nn.Module, tmp_path: Path) -> None:
-    save_file(
-        {key: value for key, value in donor.state_dict().items() if "head" not in key}, tmp_path / "w.safetensors"
-    )
+    body = {key: value for key, value in donor.state_dict().items() if "head" not in key}
+    save_file(body, tmp_path / "w.safetensors")
     ours, said = load(tmp_path / "w.safetensors")
     assert "the file has no head" in said
     assert_equal_weights(ours, donor, but=("head.weight", "head.bias"))
@@ -284,9 +265,7 @@ def test_npz_of_other_width_or_model_is_refused(npz: Path, tmp_path: Path) -> No
 
 def test_malicious_weights_are_refused(donor: nn.Module, tmp_path: Path) -> None:
     torch.save(donor, tmp_path / "whole.pth")
-    said = refusal(tmp_path / "whole.pth")
-    assert "whole.pth" in said
-    assert "could run malicious code" in said
+    assert re.search(r"whole\.pth.*could run malicious code", refusal(tmp_path / "whole.pth"), re.DOTALL)
 
 
 def test_damaged_weights_are_refused(donor: nn.Module, weights: Path, npz: Path, tmp_path: Path) -> None:
@@ -306,6 +285,46 @@ def test_damaged_weights_are_refused(donor: nn.Module, weights: Path, npz: Path,
 
 def test_weights_file_without_tensors_is_refused(tmp_path: Path) -> None:
     torch.save({"epoch": 3}, tmp_path / "w.pth")
-    said = refusal(tmp_path / "w.pth")
-    assert "no tensors" in said
-    assert "epoch" in said
+    assert re.search("no tensors.*epoch", refusal(tmp_path / "w.pth"), re.DOTALL)
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "vit": TINY_VIT,
+    "deit": {**TINY_VIT, "TYPE": "deit", "NAME": "deit_tiny_distilled_patch16_224"},
+    "swin": TINY_SWIN,
+    "resnet": {"TYPE": "resnet", "NAME": "test_resnet"},
+}
+
+
+@pytest.mark.parametrize(("classes", "asked"), [(5, True), (7, False), (7, True)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_new_classifier_keeps_the_models_own(tmp_path: Path, family: str, classes: int, asked: bool) -> None:
+    def made(seed: int, classes: int) -> nn.Module:
+        torch.manual_seed(seed)
+        settings = {**FAMILIES[family], "NUM_CLASSES": classes, "FREEZE": ("backbone",)}
+        return build_model(ModelConfig(**settings), 32, 3)
+
+    donor = made(0, 5)
+    for tensor in donor.state_dict().values():
+        if tensor.is_floating_point():
+            nn.init.normal_(tensor)
+    save_file(donor.state_dict(), tmp_path / "w.safetensors")
+    ours, untouched = made(1, classes), made(1, classes)
+    said = load_pretrained(ours, str(tmp_path / "w.safetensors"), family, new_classifier=asked)
+    heads = classifiers(ours)
+    assert len(heads) == (2 if family == "deit" else 1)
+    for name, tensor in ours.state_dict().items():
+        fresh = name.startswith(heads)
+        expected = (untouched if fresh else donor).state_dict()[name]
+        assert torch.equal(tensor, expected), name
+    assert all(weight.requires_grad is name.startswith(heads) for name, weight in ours.named_parameters())
+    for head in heads:
+        assert f"{head} {'left as ' * asked}freshly initialised{' (5 classes in the file, 7' * (not asked)}" in said
+
+
+def test_new_classifier_with_npz_weights(donor: nn.Module, npz: Path) -> None:
+    ours = build(1)
+    fresh = ours.state_dict()["head.weight"].clone()
+    assert "head left as freshly initialised" in load_pretrained(ours, str(npz), "vit", new_classifier=True)
+    assert torch.equal(ours.state_dict()["head.weight"], fresh)
+    assert_equal_weights(ours, donor, but=("head.weight", "head.bias"))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.program import ROOT
 from utils.cli import CommandLine, Parser, entry_parser, parse
 from utils.config import Config, load_config
 from utils.config.keys import settings
@@ -14,7 +14,7 @@ from utils.config.schema import DistConfig
 from utils.errors import UserError
 from utils.flags import FLAGS, Flag, Positional
 
-ROOT = Path(__file__).resolve().parents[2]
+APEX_LISTS = {"CUSTOM_WHITE_LIST": (), "CUSTOM_BLACK_LIST": ("gelu", "layer_norm", "softmax")}
 
 
 def read(line: str) -> CommandLine:
@@ -43,10 +43,7 @@ def test_paddlevit_command_line_is_read() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["-batch_size_eval 3", "--batch_size_eval 3", "-batch-size-eval=3", "--batch-size-eval=3", "--batch-size_eval 3"],
-)
+@pytest.mark.parametrize("line", ["--batch_size_eval 3", "-batch-size-eval=3", "--batch-size_eval 3"])
 def test_all_spellings_of_a_flag_are_equivalent(line: str) -> None:
     assert read(line).flags == {"DATA.BATCH_SIZE_EVAL": ("3", "-batch_size_eval")}
 
@@ -60,13 +57,8 @@ def test_each_flag_sets_its_setting() -> None:
     )
     config = load_config(None, read(line).flags).config
     assert (config.OUTPUT, config.SAVE_FREQ, config.REPORT_FREQ, config.VALIDATE_FREQ) == ("o", 2, 3, 4)
-    assert (config.NGPUS, config.DEVICE, config.THREADS, config.MAX_TIME, config.PROFILE) == (
-        -1,
-        "cpu",
-        2,
-        "01:00:00",
-        6,
-    )
+    assert (config.NGPUS, config.DEVICE, config.THREADS, config.PROFILE) == (-1, "cpu", 2, 6)
+    assert config.MAX_TIME == "01:00:00"
     assert read(line).ranks == {"host": "h", "port": 1234, "rank": 0, "world_size": 2}
     assert DistConfig(BACKEND="gloo") == config.DIST
     assert (config.TRAIN.LAST_EPOCH, config.TRAIN.ACCUM_ITER, config.EVAL) == (5, 7, True)
@@ -100,22 +92,12 @@ def test_last_of_two_equal_flags_counts() -> None:
         ("-amp naive", {"ENABLED": True, "LEVEL": "NAIVE"}),
         ("-amp off", {"ENABLED": False}),
         ("-amp No", {"ENABLED": False}),
-        ("-amp yes", {"ENABLED": True}),
         ("-amp on", {"ENABLED": True}),
         ("-amp torch", {"ENABLED": True, "DTYPE": "auto", "LEVEL": "O1"}),
         ("-amp naive-FP16", {"ENABLED": True, "DTYPE": "fp16", "LEVEL": "NAIVE"}),
         ("-amp=O2-bf16", {"ENABLED": True, "DTYPE": "bf16", "LEVEL": "O2"}),
         ("-amp fp32", {"ENABLED": False, "TF32": False}),
-        (
-            "-amp apex",
-            {
-                "ENABLED": True,
-                "DTYPE": "auto",
-                "LEVEL": "O1",
-                "CUSTOM_WHITE_LIST": (),
-                "CUSTOM_BLACK_LIST": ("gelu", "layer_norm", "softmax"),
-            },
-        ),
+        ("-amp apex", {"ENABLED": True, "DTYPE": "auto", "LEVEL": "O1", **APEX_LISTS}),
         ("-amp fp16 -amp off", {"ENABLED": False, "DTYPE": "fp16"}),
     ],
 )
@@ -143,7 +125,6 @@ def test_key_value_words_may_be_anywhere_and_flag_values_are_none() -> None:
         ("--print-config", "print_config", None),
         ("-list_models", "list_models", None),
         ("-list_models vit_*", "list_models", "vit_*"),
-        ("-list_models=vit_* -amp", "list_models", "vit_*"),
         ("-list_models SEED=1", "list_models", None),
         ("-version", "version", None),
     ],
@@ -168,28 +149,16 @@ def test_local_rank_of_launchers_is_ignored(line: str) -> None:
         ("-eval=yes", "-eval takes no value; leave out '=yes'"),
         ("-eval yes", "unrecognised argument 'yes'. -eval takes no value."),
         ("-amp fp61", "unrecognised argument 'fp61'. Did you mean fp16? -amp alone turns AMP on"),
-        *(
-            (
-                f"-amp{between}{value}",
-                f"{value}{after} -amp alone turns AMP on; its values are auto",
-            )
-            for value in ("none", "true", "False", "1")
-            for between, after in ((" ", "'."), ("=", ":"))
-        ),
-        ("-num_epochs 5", "unknown flag -num_epochs. Did you mean TRAIN.NUM_EPOCHS=5? -h lists"),
+        ("-amp False", "False'. -amp alone turns AMP on; its values are auto"),
+        ("-amp=none", "none: -amp alone turns AMP on; its values are auto"),
         ("--max-epochs=5", "unknown flag --max-epochs. Did you mean -epochs?"),
         ("-lr -amp", "-lr needs a value: -lr RATE"),
         ("-blr 1e-3", "unknown flag -blr. Did you mean TRAIN.BASE_LR=1e-3?"),  # scaled with the batch, unlike -lr
-        ("--experiment base", "unknown flag --experiment. Did you mean -output?"),
         ("-sched -amp", "unknown flag -sched. Did you mean TRAIN.LR_SCHEDULER.NAME=...?"),
-        ("-bs 4", "unknown flag -bs. Did you mean -batch_size?"),
-        ("--workers 4", "unknown flag --workers. Did you mean -num_workers?"),
         ("--weight-decya 0.1", "unknown flag --weight-decya. Did you mean -weight_decay?"),
         ("--mean 0.4 0.5 0.6 -amp", "Did you mean DATA.IMAGENET_MEAN=0.4,0.5,0.6?"),
-        ("--pin-mem", "unknown flag --pin-mem. Not needed: there is nothing to set here."),
         ("--amp --amp-dtype bfloat16", "unknown flag --amp-dtype. Did you mean -amp bf16?"),
         ("-depth 3", "unknown flag -depth. Did you mean MODEL.DEPTH=3?"),
-        ("-fp16", "unknown flag -fp16. Did you mean -amp fp16?"),
         ("configs/x.yaml", "Did you mean -cfg configs/x.yaml?"),
         ("amp", "Did you mean -amp?"),
         ("batch_size=3", "Did you mean -batch_size=3?"),
@@ -202,7 +171,6 @@ def test_local_rank_of_launchers_is_ignored(line: str) -> None:
         ("-list_models a b", "unrecognised argument 'b'."),
         ("A..B=3", "unrecognised argument 'A..B=3'. Settings have the form KEY=VALUE"),
         ("-dry_run -print_config", "-dry_run and -print_config exclude each other"),
-        ("-dry_run -print_amp", "-dry_run and -print_amp exclude each other"),
     ],
 )
 def test_mistake_gets_a_suggestion(line: str, message: str) -> None:
@@ -279,17 +247,10 @@ def test_help_shows_defaults() -> None:
     assert not written_by_hand, "defaults belong in Flag.default_text"
 
 
-def _reader() -> Parser:
+def test_choices_and_positional_words_of_a_tool() -> None:
     flags = (Flag("format", "how to print", "FORMAT", choices=("table", "json")),)
-    return Parser("tool.py", "A tool.", {"Flags": flags}, positionals=(Positional("files", "FILE", "files", "*"),))
-
-
-def test_value_outside_the_choices_names_the_closest() -> None:
-    with pytest.raises(UserError) as caught:
-        _reader().read(["-format", "jsn"])
-    assert "-format jsn: takes table or json. Did you mean json?" in str(caught.value)
-
-
-def test_words_after_two_dashes_are_positional() -> None:
-    given, words = _reader().read(["-format", "json", "--", "-format", "A=b"])
+    parser = Parser("tool.py", "A tool.", {"Flags": flags}, positionals=(Positional("files", "FILE", "files", "*"),))
+    with pytest.raises(UserError, match=r"-format jsn: takes table or json\. Did you mean json\?"):
+        parser.read(["-format", "jsn"])
+    given, words = parser.read(["-format", "json", "--", "-format", "A=b"])
     assert (given["format"], given["files"], words) == ("json", ["-format", "A=b"], {})

@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 import timm
-import yaml
 
 from models.build import check_model, timm_call
 from tests.program import Result
@@ -47,15 +46,6 @@ def error(folder: Path, text: str, **words: str) -> str:
     with pytest.raises(UserError) as caught:
         load(folder, text, **words)
     return str(caught.value).replace(f"{folder}/", "")
-
-
-def section(sizes: dict[str, Any]) -> dict[str, Any]:
-    """Sizes by dotted key as a MODEL section."""
-    tree: dict[str, Any] = {}
-    for key, value in sizes.items():
-        outer, _, inner = key.rpartition(".")
-        (tree.setdefault(outer, {}) if outer else tree)[inner] = value
-    return tree
 
 
 def timm_arguments(name: str) -> dict[str, Any]:
@@ -103,19 +93,6 @@ def test_sizes_in_the_table_are_those_of_timms_model(name: str) -> None:
         assert plain(has) == plain(value), f"{name}: MODEL.{key}"
         compared += 1
     assert compared >= 2 or not MODELS[name].models[name]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_model_of_the_table_is_built_from_its_sizes(name: str, tmp_path: Path) -> None:
-    word = next(word for word, family in families().items() if family is MODELS[name])
-    sizes = {key: value for key, value in MODELS[name].models[name].items() if value is not None}
-    image = timm.get_pretrained_cfg(name).input_size[1]  # pyright: ignore[reportOptionalMemberAccess]
-    text = yaml.safe_dump({"MODEL": {"TYPE": word, "NAME": name, **section(sizes)}, "DATA": {"IMAGE_SIZE": image}})
-    config = load(tmp_path, text).config
-    assert name == config.MODEL.NAME
-    assert image == config.DATA.IMAGE_SIZE
-    check_model(config.MODEL, image, 3)
 
 
 def test_defaults_of_the_table_are_settings(tmp_path: Path) -> None:

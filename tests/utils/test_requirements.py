@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.program import ROOT
+
 ROOMS = ("utils", "models", "datasets", "engine", "tools", "scripts", "vitamp")
 
 
@@ -70,11 +71,9 @@ def needed_by(names: set[str]) -> dict[str, Distribution]:
 @pytest.mark.slow
 def test_requirements_alone_train_the_digits_with_amp(tmp_path: Path) -> None:
     """With the packages of requirements.txt and those that they need, and no others of this environment."""
-    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
-    names = {word[0] for line in lines if (word := re.match(r"[A-Za-z0-9_.-]+", line))}
     packages = tmp_path / "packages"
     packages.mkdir()
-    for installed in needed_by(names).values():
+    for installed in needed_by(asked_for("requirements.txt")).values():
         for top in {file.parts[0] for file in installed.files or ()}:
             link, place = packages / top, Path(str(installed.locate_file(top)))
             if top not in ("..", "__pycache__") and not top.endswith(".pth") and not link.exists():

@@ -6,9 +6,10 @@ import os
 import subprocess
 import threading
 from typing import Any
+from unittest import mock
 
 import pytest
-from torch.distributed import DistNetworkError  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import DistNetworkError, HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tests.waiting import until
 from utils.distributed import group
@@ -18,13 +19,6 @@ from utils.distributed.world import TORCHRUN, World
 WAITS = {"number": 9, "in_collective": True, "place": "torch/distributed/distributed_c10d.py:1 (all_reduce)"}
 READS = {"number": 9, "in_collective": False, "place": "engine/measure/meters.py:70 (read)"}
 HANGS = {"number": 9, "in_collective": False, "place": "datasets/images.py:33 (read)"}
-
-
-class NoStore:
-    """A store whose every method fails."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise ConnectionError(name)
 
 
 def members(*pids: int) -> list[dict[str, Any]]:
@@ -62,7 +56,9 @@ def test_watchdog_does_not_blame_a_rank_that_has_left() -> None:
 
 
 def test_leaving_after_the_store_has_closed_is_no_failure() -> None:
-    watchdog = Watchdog(NoStore(), World(1, 2, 1, 2, "SLURM"), members(1, 2), 600)  # pyright: ignore[reportArgumentType]
+    fails = mock.Mock(side_effect=ConnectionError)
+    store = mock.Mock(set=fails, get=fails, check=fails)
+    watchdog = Watchdog(store, World(1, 2, 1, 2, "SLURM"), members(1, 2), 600)
     watchdog.leave(1)
     assert "watchdog" not in [thread.name for thread in threading.enumerate()]
 
@@ -76,29 +72,13 @@ def test_lost_store_is_not_this_ranks_failure(monkeypatch: pytest.MonkeyPatch) -
     assert not group.caused_by_lost_rank(RuntimeError("Broken pipe of one's own"))
 
 
-class LocalStore:
-    """A store in this process."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-
-    def set(self, key: str, value: str) -> None:
-        self.values[key] = value
-
-    def get(self, key: str) -> str:
-        return self.values[key]
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.values for key in keys)
-
-
 @pytest.mark.parametrize("left", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_watchdog_notices_a_killed_process_at_once(left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     child = subprocess.Popen(["sleep", "60"])
     decided: list[str] = []
     monkeypatch.setattr(Watchdog, "_decide", lambda _self, text, *_: decided.append(text))
-    store = LocalStore()
-    watchdog = Watchdog(store, World(0, 2, 0, 2, TORCHRUN), members(os.getpid(), child.pid), 600)  # pyright: ignore[reportArgumentType]
+    store = HashStore()
+    watchdog = Watchdog(store, World(0, 2, 0, 2, TORCHRUN), members(os.getpid(), child.pid), 600)
     try:
         until(lambda: watchdog._mine["number"] > 1)
         assert not decided, "while it lives"
@@ -121,6 +101,6 @@ def test_reused_pid_and_processes_of_other_containers_are_not_watched_by_pid() -
     child.wait()
     assert start_time_of(child.pid) is None
     found[1] |= {"pid": os.getpid()}
-    watchdog = Watchdog(LocalStore(), World(0, 4, 0, 4, TORCHRUN), found, 600)  # pyright: ignore[reportArgumentType]
+    watchdog = Watchdog(HashStore(), World(0, 4, 0, 4, TORCHRUN), found, 600)
     watchdog._stop()
     assert watchdog._local == {}

@@ -1,9 +1,10 @@
-"""cores() follows the limits of containers and batch systems."""
+"""cores() follows the limits of containers and batch systems; keep_freed_memory keeps freed blocks in the process."""
 
 from __future__ import annotations
 
-import logging
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,9 @@ import torch
 
 from datasets import auto_workers
 from engine.machine.device import set_up_device
+from tests.program import ROOT
 from utils.config import load_config
 from utils.distributed.world import ALONE, World
-from utils.log import log
 from utils.machine import cpus
 from utils.machine.cpus import cores, cpu_quota
 
@@ -74,21 +75,19 @@ def test_malformed_quota_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_threads_and_workers_follow_the_quota_which_is_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(log, "propagate", True)
     groups(tmp_path, monkeypatch, {"pod/me": 4})
     before = torch.get_num_threads()
     try:
-        with caplog.at_level(logging.INFO):
-            assert set_up_device(load_config(None, {}, {}).config, torch.device("cpu"), ALONE) == 4
-            assert torch.get_num_threads() == 4
-            assert auto_workers() == 4
-            assert auto_workers(World(local_size=2)) == 2
+        assert set_up_device(load_config(None, {}, {}).config, torch.device("cpu"), ALONE) == 4
+        assert torch.get_num_threads() == 4
+        assert auto_workers() == 4
+        assert auto_workers(World(local_size=2)) == 2
     finally:
         torch.set_num_threads(before)
-    assert caplog.text.count("CPU quota: this process may use 4 of the 16 visible cores (") == 1
-    assert str(tmp_path) in caplog.text
+    assert said.text.count("CPU quota: this process may use 4 of the 16 visible cores (") == 1
+    assert str(tmp_path) in said.text
 
 
 def test_processors_parses_cpuinfo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -103,3 +102,31 @@ def test_processors_parses_cpuinfo(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     ]
     monkeypatch.setattr(cpus, "PROCESSORS", tmp_path / "none")
     assert cpus.processors() == []
+
+
+FETCHED = """
+import resource, sys
+sys.path.insert(0, {root!r})
+from utils.machine.cpus import keep_freed_memory
+if {kept}:
+    keep_freed_memory()
+def fetched():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        bytearray(40 << 20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+fetched()
+print(fetched())
+"""
+
+
+def pages_fetched(kept: bool) -> int:
+    """Page faults for twenty blocks of 40 MB, one after another."""
+    code = FETCHED.format(root=str(ROOT), kept=kept)
+    return int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="acts on glibc only")
+def test_freed_blocks_cause_no_new_page_faults() -> None:
+    assert pages_fetched(kept=False) > 1000
+    assert pages_fetched(kept=True) < 100

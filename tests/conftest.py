@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.program import TINY_DIGITS, Result, run_program, save_image, train_tiny
+from tests.program import TINY_DIGITS, Result, Vitamp, run_program, save_image, train_tiny
 from utils.log import log
 
 pytest_plugins = ["tests.gate"]
@@ -47,7 +47,7 @@ def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 @pytest.fixture
-def vitamp(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
+def vitamp(tmp_path_factory: pytest.TempPathFactory) -> Vitamp:
     """`vitamp("-cfg", path, ...)`: run an entry script in a process of its own and give back code and output."""
     streams = tmp_path_factory.mktemp("streams")
 

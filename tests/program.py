@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,10 @@ class Result:
         return self.out + self.err
 
 
+Vitamp = Callable[..., Result]
+"""The fixture: `run_program` with a folder for the streams"""
+
+
 def run_program(
     *args: object,
     script: str = "main_single_gpu.py",
@@ -41,8 +46,10 @@ def run_program(
     env: dict[str, str] | None = None,
     timeout: float = 120,
     slow_start: bool = False,
+    code: int | None = None,
     streams: Path,
 ) -> Result:
+    """`code`: it must end with this exit code, and without a traceback."""
     argv, path = [str(arg) for arg in args], str(ROOT / script)
     if slow_start:
         done = subprocess.run(
@@ -54,8 +61,13 @@ def run_program(
             timeout=timeout,
             check=False,
         )
-        return Result(done.returncode, done.stdout, done.stderr)
-    return Started(path, argv, cwd, env or {}, streams).end(timeout)
+        result = Result(done.returncode, done.stdout, done.stderr)
+    else:
+        result = Started(path, argv, cwd, env or {}, streams).end(timeout)
+    if code is not None:
+        assert result.code == code, f"exit code {result.code}, not {code}:\n{result.text}"
+        assert "Traceback" not in result.text, result.text
+    return result
 
 
 def write_meta(path: Path, meta: dict[str, Any]) -> None:
@@ -131,8 +143,7 @@ DEVICE: cpu
 def train_tiny(place: Path, *words: object) -> Path:
     """The folder of a whole run of the tiny recipe, made in `place`."""
     (place / "tiny.yaml").write_text(TINY_DIGITS, encoding="utf-8")
-    done = run_program("-cfg", place / "tiny.yaml", "-output", place / "run", *words, streams=place)
-    assert done.code == 0, done.text
+    run_program("-cfg", place / "tiny.yaml", "-output", place / "run", *words, streams=place, code=0)
     return place / "run"
 
 

@@ -18,7 +18,6 @@ from tests.program import ROOT
 
 @dataclass(frozen=True)
 class Shown:
-    code: int
     raw: str
     """All that was written, with what was drawn over later"""
 
@@ -39,9 +38,9 @@ def screen(raw: str) -> list[str]:
 
 
 def on_terminal(
-    *args: object, columns: int = 100, interrupt_at: str | None = None, env: dict[str, str] | None = None
+    *args: object, columns: int = 100, interrupt_at: str | None = None, env: dict[str, str] | None = None, code: int = 0
 ) -> Shown:
-    """Run main_single_gpu.py. `interrupt_at`: send SIGINT once this was written."""
+    """Run main_single_gpu.py, which must end with `code`. `interrupt_at`: send SIGINT once this was written."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 40, columns, 0, 0))
     command = [sys.executable, str(ROOT / "main_single_gpu.py"), *map(str, args)]
@@ -59,4 +58,5 @@ def on_terminal(
                 process.send_signal(signal.SIGINT)
                 interrupt_at = None
     os.close(ours)
-    return Shown(process.returncode, raw.decode())
+    assert process.returncode == code, raw.decode()
+    return Shown(raw.decode())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 
 from engine.optim.build import build_optimizer
 from tests.documents import blocks, commands
-from tests.program import Result
+from tests.program import Vitamp
 from utils.cli import parse
 from utils.config import Config, OptimizerConfig, TrainConfig, load_config
 from utils.config.keys import default_of
@@ -28,10 +27,9 @@ def defaults(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("more", "precision"), [((), "bf16"), (("AMP.CUSTOM_BLACK_LIST=[softmax]",), "fp32")])
 def test_the_softmax_of_plain_attention_on_a_cpu(
-    vitamp: Callable[..., Result], tiny: Path, more: tuple[str, ...], precision: str
+    vitamp: Vitamp, tiny: Path, more: tuple[str, ...], precision: str
 ) -> None:
-    done = vitamp("-cfg", tiny, "-device", "cpu", "-amp", "bf16", "-print_amp", "SPEED=-fused", *more)
-    assert done.code == 0, done.text
+    done = vitamp("-cfg", tiny, "-device", "cpu", "-amp", "bf16", "-print_amp", "SPEED=-fused", *more, code=0)
     assert f"softmax {precision}" in done.out
     page = " ".join((ROOT / "docs" / "amp.md").read_text(encoding="utf-8").split())
     assert "`SPEED=-fused` computes softmax in bf16" in page

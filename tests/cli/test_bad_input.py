@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.program import Result, save_image
+from tests.program import Result, Vitamp, save_image
 
 
 def refused(result: Result, *said: str) -> None:
@@ -32,7 +31,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def refuses(vitamp: Callable[..., Result], tiny: Path, here: Path) -> Callable[..., Result]:
+def refuses(vitamp: Vitamp, tiny: Path, here: Path) -> Vitamp:
     """Run the tiny recipe with `words`; it must be refused with all of `said`."""
 
     def call(*words: object, said: tuple[str, ...], cfg: Path = tiny, **options: object) -> Result:
@@ -76,51 +75,51 @@ def refuses(vitamp: Callable[..., Result], tiny: Path, here: Path) -> Callable[.
     ],
     ids=lambda value: str(value[0]) if isinstance(value, list) else "",
 )
-def test_bad_setting_is_refused(refuses: Callable[..., Result], words: list[str], said: list[str]) -> None:
+def test_bad_setting_is_refused(refuses: Vitamp, words: list[str], said: list[str]) -> None:
     env = {"CUDA_VISIBLE_DEVICES": ""} if "cuda" in words else {}
     refuses(*words, said=tuple(said), env=env)
 
 
-def test_typo_in_the_yaml_is_refused(refuses: Callable[..., Result], tiny: Path) -> None:
+def test_typo_in_the_yaml_is_refused(refuses: Vitamp, tiny: Path) -> None:
     tiny.write_text(tiny.read_text().replace("BATCH_SIZE", "BATCH_SIZ"))
     refuses(said=(str(tiny), "DATA.BATCH_SIZ", "Did you mean DATA.BATCH_SIZE"))
 
 
-def test_missing_yaml_is_refused(refuses: Callable[..., Result], tiny: Path) -> None:
+def test_missing_yaml_is_refused(refuses: Vitamp, tiny: Path) -> None:
     refuses(cfg=tiny.with_name("tiny.yml"), said=("tiny.yml", "Did you mean", "tiny.yaml"))
 
 
-def test_file_as_output_is_refused(refuses: Callable[..., Result], tiny: Path) -> None:
+def test_file_as_output_is_refused(refuses: Vitamp, tiny: Path) -> None:
     refuses("-output", tiny / "run", said=(str(tiny), "is a file", "-output"))
     refuses(f"SAVE={tiny}/runs", said=(str(tiny), "is a file", "SAVE"))
     refuses("-output", tiny, said=(str(tiny), "is a file"))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_output_without_permission_is_refused(refuses: Callable[..., Result], tmp_path: Path) -> None:
+def test_output_without_permission_is_refused(refuses: Vitamp, tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir(mode=0o555)
     refuses("-output", tmp_path / "locked" / "run", said=("cannot write to",))
 
 
-def test_ngpus_0_is_refused(refuses: Callable[..., Result]) -> None:
+def test_ngpus_0_is_refused(refuses: Vitamp) -> None:
     refuses("-ngpus", 0, script="main_multi_gpu.py", said=("-ngpus 0", "at least one"))
 
 
-def test_main_single_gpu_in_two_ranks_is_refused(refuses: Callable[..., Result]) -> None:
+def test_main_single_gpu_in_two_ranks_is_refused(refuses: Vitamp) -> None:
     """Also where its launcher gives no address for the ranks to meet."""
     env = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
     refuses(env=env, said=("main_single_gpu.py was started 2 times", "main_multi_gpu.py"))
 
 
 @pytest.fixture
-def run_folder(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> Path:
+def run_folder(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> Path:
     """A run with one checkpoint."""
     folder = tmp_path / "run"
-    assert vitamp("-cfg", tiny, "-output", folder, "TRAIN.MAX_UPDATES=3").code == 0
+    vitamp("-cfg", tiny, "-output", folder, "TRAIN.MAX_UPDATES=3", code=0)
     return folder
 
 
-def test_output_with_a_run_is_refused(refuses: Callable[..., Result], run_folder: Path) -> None:
+def test_output_with_a_run_is_refused(refuses: Vitamp, run_folder: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in run_folder.rglob("*")}
     refuses("-output", run_folder, said=("already contains a run", "-resume auto"))
     assert {path: path.stat().st_mtime_ns for path in run_folder.rglob("*")} == before
@@ -131,7 +130,7 @@ def checkpoint_of(run: Path) -> Path:
     return found
 
 
-def test_unreadable_checkpoint_is_refused(refuses: Callable[..., Result], run_folder: Path) -> None:
+def test_unreadable_checkpoint_is_refused(refuses: Vitamp, run_folder: Path) -> None:
     checkpoint = checkpoint_of(run_folder)
     weights, whole = checkpoint / "model.safetensors", (checkpoint / "model.safetensors").read_bytes()
     go_on = ("-resume", checkpoint)
@@ -149,7 +148,7 @@ def test_unreadable_checkpoint_is_refused(refuses: Callable[..., Result], run_fo
     refuses("-resume", run_folder, said=("no usable checkpoint", "step-*"))
 
 
-def test_resume_into_another_architecture_is_refused(refuses: Callable[..., Result], run_folder: Path) -> None:
+def test_resume_into_another_architecture_is_refused(refuses: Vitamp, run_folder: Path) -> None:
     wider, deeper = (
         "cls_token: (1, 1, 16) in the file, (1, 1, 24) in the model",
         "blocks.1.norm1.weight: missing in the file",
@@ -159,9 +158,7 @@ def test_resume_into_another_architecture_is_refused(refuses: Callable[..., Resu
     refuses("-resume", run_folder, "TRAIN.OPTIMIZER.NAME=SGD", said=("TRAIN.OPTIMIZER.NAME", "AdamW", "SGD"))
 
 
-def test_data_set_that_is_not_there_comes_with_the_layout_that_is(
-    refuses: Callable[..., Result], tmp_path: Path
-) -> None:
+def test_data_set_that_is_not_there_comes_with_the_layout_that_is(refuses: Vitamp, tmp_path: Path) -> None:
     """A recipe names a data set, and DATA_PATH holds something else: class folders, or a table."""
     icons = tmp_path / "icons"
     for name in ("a/1.png", "a/2.png", "b/1.png", "b/2.png"):
@@ -176,7 +173,7 @@ def test_data_set_that_is_not_there_comes_with_the_layout_that_is(
 
 
 def test_weights_of_a_run_that_do_not_fit_come_with_its_settings(
-    refuses: Callable[..., Result], digits_run: Path, tmp_path: Path
+    refuses: Vitamp, digits_run: Path, tmp_path: Path
 ) -> None:
     """Sizes are those in the file, not those after timm resized a position embedding."""
     said = (f"do not fit tiny (-cfg {digits_run}/config.yaml builds the model of their run):", "missing in the file")

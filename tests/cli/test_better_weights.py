@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from PIL import Image
 
 from tests.conftest import TINY_DIGITS
-from tests.program import Result, metrics, run_program
+from tests.program import Vitamp, metrics, run_program
 from utils.record.history import History
 from vitamp.metrics import ONE_LABEL, SETS
 from vitamp.weights import choose_weights, read_header
@@ -28,17 +27,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "tiny.yaml").write_text(TINY_DIGITS)
     slow = ("TRAIN.MODEL_EMA=true", "TRAIN.MODEL_EMA_WARMUP=false", "TRAIN.MODEL_EMA_DECAY=0.9999")
     words = (*slow, "SAVE_FREQ=1", "SAVE_EVERY_UPDATES=22", "KEEP_LAST=0")
-    done = run_program("-cfg", place / "tiny.yaml", "-output", place / "run", *words, streams=place)
-    assert done.code == 0, done.text
+    done = run_program("-cfg", place / "tiny.yaml", "-output", place / "run", *words, streams=place, code=0)
     (validated,) = [line for line in metrics(place / "run", "val") if line["update"] == 88]
     assert validated["acc1"] > 2 * validated["ema_acc1"]
     assert f"Done: best top-1 {validated['acc1']:.2f} %" in done.out.splitlines()[-1]
     return place / "run"
 
 
-def test_every_tool_uses_the_plain_weights_if_the_ema_is_at_chance(
-    vitamp: Callable[..., Result], run: Path, tmp_path: Path
-) -> None:
+def test_every_tool_uses_the_plain_weights_if_the_ema_is_at_chance(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
     best = metrics(run, "val")[-1]
     line = f"{LAST} (the run's best), plain weights, top-1 {best['acc1']:.2f} %; EMA: {best['ema_acc1']:.2f} %"
     assert json.loads((run / "checkpoints" / LAST / "meta.json").read_text())["best"] == {
@@ -56,8 +52,7 @@ def test_every_tool_uses_the_plain_weights_if_the_ema_is_at_chance(
         (("strip", run, "-out", stripped), "checkpoint.py"),
         ((run, "-out", page), "report.py"),
     ):
-        done = vitamp(*words, script=f"scripts/{script}")
-        assert done.code == 0, done.text
+        done = vitamp(*words, script=f"scripts/{script}", code=0)
         assert script == "report.py" or line in done.text, script
     figures = json.loads((tmp_path / "eval.json").read_text())["figures"]
     assert {which: found["acc1"] for which, found in figures.items()} == {"model": best["acc1"]}
@@ -67,7 +62,7 @@ def test_every_tool_uses_the_plain_weights_if_the_ema_is_at_chance(
     assert f"EMA weights (-weights ema), top-1 {best['ema_acc1']:.2f} %; plain: {best['acc1']:.2f} %" in forced.out
 
 
-def test_eval_uses_the_best_checkpoint_of_a_run(vitamp: Callable[..., Result], run: Path, tmp_path: Path) -> None:
+def test_eval_uses_the_best_checkpoint_of_a_run(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
     """As evaluate.py does; a checkpoint or epoch that is named is used as named."""
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
@@ -79,8 +74,7 @@ def test_eval_uses_the_best_checkpoint_of_a_run(vitamp: Callable[..., Result], r
             (("-resume", copy, "-last_epoch", 2), LAST),
         )
     ):
-        done = vitamp("-eval", *words, "-output", tmp_path / f"{number}")
-        assert done.code == 0, done.text
+        done = vitamp("-eval", *words, "-output", tmp_path / f"{number}", code=0)
         (found,) = metrics(tmp_path / f"{number}", "val")
         assert found == next(line for line in metrics(run, "val") if line["update"] == int(name[5:]))
         ending = f"plain weights, loss {found['loss']:.4f}, acc1 {found['acc1']:.4f}, acc5 {found['acc5']:.4f}"
@@ -93,15 +87,14 @@ def test_eval_uses_the_best_checkpoint_of_a_run(vitamp: Callable[..., Result], r
     assert "The newest undamaged checkpoint is evaluated instead, if there is one." in done.err
 
 
-def test_pretrained_uses_the_better_weights_of_a_run(vitamp: Callable[..., Result], run: Path, tmp_path: Path) -> None:
+def test_pretrained_uses_the_better_weights_of_a_run(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
     best = metrics(run, "val")[-1]
     for place, said, prefix in (
         (run, rf"\({LAST}, plain weights", ""),
         (run / "checkpoints" / LAST / "ema.safetensors", "ema.safetensors", "ema_"),
     ):
         words = ("-cfg", run / "config.yaml", "-eval", "-pretrained", place)
-        done = vitamp(*words, "-output", tmp_path / f"eval{prefix}")
-        assert done.code == 0, done.text
+        done = vitamp(*words, "-output", tmp_path / f"eval{prefix}", code=0)
         assert re.search(rf"Pretrained weights: .*{said}", done.out)
         (found,) = metrics(tmp_path / f"eval{prefix}", "val")
         assert found["acc1"] == best[f"{prefix}acc1"]
@@ -126,35 +119,31 @@ def test_save_best_by_decides_which_weights_are_better(metrics: dict[str, Any], 
     assert choose_weights(meta, SETS, "auto")[1] == words
 
 
-def test_best_top1_is_equal_in_run_report_and_results(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
-) -> None:
+def test_best_top1_is_equal_in_run_report_and_results(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     """The best over all validations, of plain weights and EMA; here the EMA is better."""
     run = tmp_path / "run"
     words = ("TRAIN.MODEL_EMA=true", "TRAIN.MODEL_EMA_DECAY=0.98", "TRAIN.BASE_LR=0.05", "REPORT_FREQ=11")
-    done = vitamp("-cfg", tiny, "-output", run, *words, "TRAIN.LR_SCHEDULER.NAME=step", "TRAIN.NUM_EPOCHS=3")
-    assert done.code == 0, done.text
+    done = vitamp("-cfg", tiny, "-output", run, *words, "TRAIN.LR_SCHEDULER.NAME=step", "TRAIN.NUM_EPOCHS=3", code=0)
     best = max(line[key] for line in metrics(run, "val") for key in ("acc1", "ema_acc1"))
     assert best > max(line["acc1"] for line in metrics(run, "val"))
     assert f"Done: best EMA top-1 {best:.2f} % (epoch" in done.out.splitlines()[-1]
     found = History.of_run(run).best(ONE_LABEL.best)
     assert found is not None
     assert (found.value, found.which.label) == (best, "EMA")
-    assert vitamp(run, "-out", tmp_path / "report.html", script="scripts/report.py").code == 0
+    vitamp(run, "-out", tmp_path / "report.html", script="scripts/report.py", code=0)
     page = (tmp_path / "report.html").read_text()
     assert f"{best:.2f} % (epoch {found.line['epoch']}, EMA)" in page
     assert re.search(rf"step-\d+ \(the run.{{1,6}}s best\), EMA weights, top-1 {best:.2f} %", page)
 
 
-def test_eval_refuses_an_untrained_classifier(vitamp: Callable[..., Result], run: Path, tmp_path: Path) -> None:
+def test_eval_refuses_an_untrained_classifier(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
     file = run / "checkpoints" / LAST / "model.safetensors"
     for more, why in (
         (("-num_classes", 12), "head freshly initialised (10 classes in the file, 12 in the model)"),
         (("MODEL.NEW_CLASSIFIER=true",), "head left as freshly initialised (MODEL.NEW_CLASSIFIER)"),
     ):
         words = ("-cfg", run / "config.yaml", "-eval", "-pretrained", file, "-output", tmp_path / "eval", *more)
-        done = vitamp(*words)
-        assert done.code == 2
+        done = vitamp(*words, code=2)
         assert why in done.err
         assert "its accuracy would be that of an untrained classifier" in done.err
         assert not (tmp_path / "eval").exists()

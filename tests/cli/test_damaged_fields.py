@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from engine.checkpoint.find import chosen_checkpoint
-from tests.program import Result, metrics, run_program, train_tiny, write_meta
+from tests.program import Vitamp, metrics, run_program, train_tiny, write_meta
 from utils.config import load_config
 from utils.distributed.world import ALONE
 from vitamp.checkpoints import META, STATE
@@ -140,7 +139,7 @@ def test_malformed_meta_falls_back_to_the_checkpoint_before(
     assert f"{NEWEST}/{META}: " in caplog.text
 
 
-def test_edited_update_is_found_and_moves_nothing(vitamp: Callable[..., Result], run: Path) -> None:
+def test_edited_update_is_found_and_moves_nothing(vitamp: Vitamp, run: Path) -> None:
     path = run / "checkpoints" / NEWEST / META
     meta = json.loads(path.read_text())
     path.write_text(json.dumps({**meta, "update": 50}))
@@ -170,13 +169,11 @@ def test_unknown_fields_are_ignored(run: Path, caplog: pytest.LogCaptureFixture)
 )
 @pytest.mark.parametrize("wanted", ["auto", "the run"])
 def test_run_resumes_from_the_checkpoint_before(
-    vitamp: Callable[..., Result], run: Path, file: str, place: str, value: Any, wanted: str
+    vitamp: Vitamp, run: Path, file: str, place: str, value: Any, wanted: str
 ) -> None:
     damage(run, file, (place, value))
-    done = vitamp("-resume", "auto" if wanted == "auto" else run, "-output", run)
-    assert done.code == 0, done.text
+    done = vitamp("-resume", "auto" if wanted == "auto" else run, "-output", run, code=0)
     assert f"{NEWEST}/{file}: damaged, {place}" in done.err
-    assert "Traceback" not in done.text
     assert f"{FIRST}: epoch 2, 44 updates done" in done.out
     assert [line["epoch"] for line in metrics(run, "epoch")] == [1, 2]
 
@@ -190,4 +187,3 @@ def test_tools_name_the_invalid_field(run: Path, tmp_path: Path, tool: str, file
     done = run_program(*words, run / "checkpoints" / NEWEST, *images, script=f"scripts/{script}", streams=tmp_path)
     if (script, words, file) != ("checkpoint.py", ["list"], STATE):  # which does not open the state
         assert f"{place}: Input should be" in done.text, done.text
-    assert "Traceback" not in done.text

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.program import Result, metrics
+from tests.program import Vitamp, metrics
 
 SWIN = """\
 DATA: {DATASET: synthetic, SYNTHETIC_TRAIN: 16, SYNTHETIC_VAL: 8, IMAGE_SIZE: 32, BATCH_SIZE: 8, NUM_WORKERS: 0}
@@ -24,7 +23,6 @@ TRAIN: {NUM_EPOCHS: 2}
 DEVICE: cpu
 THREADS: 1
 """
-Vitamp = Callable[..., Result]
 
 
 @pytest.fixture
@@ -35,8 +33,7 @@ def swin(tmp_path: Path) -> Path:
 
 
 def test_run_uses_and_logs_the_defaults_of_its_family(vitamp: Vitamp, swin: Path, tmp_path: Path) -> None:
-    done = vitamp("-cfg", swin, "-output", tmp_path / "run", "TRAIN.WARMUP_EPOCHS=0", "REPORT_FREQ=1")
-    assert done.code == 0, done.text
+    done = vitamp("-cfg", swin, "-output", tmp_path / "run", "TRAIN.WARMUP_EPOCHS=0", "REPORT_FREQ=1", code=0)
     assert "defaults of this family: " in done.text
     rate = "learning rate 7.81e-06 = BASE_LR 0.0005 x global batch 8 / LINEAR_SCALED_LR 512"
     assert rate in done.text
@@ -46,15 +43,13 @@ def test_run_uses_and_logs_the_defaults_of_its_family(vitamp: Vitamp, swin: Path
 
 
 def test_unknown_type_is_refused(vitamp: Vitamp, swin: Path) -> None:
-    done = vitamp("-cfg", swin, "MODEL.TYPE=swinn")
-    assert done.code == 2
+    done = vitamp("-cfg", swin, "MODEL.TYPE=swinn", code=2)
     said = "MODEL.TYPE: 'swinn' cannot be built from sizes (MODEL.EMBED_DIM, ...); only vit, deit, swin, mae can: "
     assert f"{said}set TYPE to one of them. Did you mean swin?" in done.text
 
 
 def test_scaled_learning_rate_is_logged_with_its_formula(vitamp: Vitamp, swin: Path) -> None:
-    done = vitamp("-cfg", swin, "-dry_run", "TRAIN.BASE_LR=1e-3", "-batch_size", 4, "-accum_iter", 2)
-    assert done.code == 0, done.text
+    done = vitamp("-cfg", swin, "-dry_run", "TRAIN.BASE_LR=1e-3", "-batch_size", 4, "-accum_iter", 2, code=0)
     assert "learning rate 1.56e-05 = BASE_LR 0.001 x global batch 8 / LINEAR_SCALED_LR 512" in done.text
     assert "TRAIN.BASE_LR 0.001 (command line): multiplied by (global batch / 512)" in done.err
     done = vitamp("-cfg", swin, "-dry_run", "TRAIN.BASE_LR=1e-3", "TRAIN.LINEAR_SCALED_LR=null")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.program import Result, metrics
+from tests.program import Result, Vitamp, metrics
 
 # Added to the page's own flags, so that its model of 86 million parameters trains within a minute on a CPU.
 SMALL = [
@@ -32,13 +31,13 @@ def trained(result: Result, folder: Path, updates: int) -> None:
 
 
 @pytest.mark.parametrize("line", [EQUALS, SPACES], ids=["-flag=value", "-flag value"])
-def test_single_gpu_command_trains(vitamp: Callable[..., Result], imagenet: Path, tmp_path: Path, line: str) -> None:
+def test_single_gpu_command_trains(vitamp: Vitamp, imagenet: Path, tmp_path: Path, line: str) -> None:
     folder = tmp_path / "run"
     done = vitamp(*line.format(data=imagenet).split(), "-output", folder, *SMALL, env={"CUDA_VISIBLE_DEVICES": "0"})
     trained(done, folder, updates=3)
 
 
-def test_multi_gpu_command_trains(vitamp: Callable[..., Result], imagenet: Path, tmp_path: Path) -> None:
+def test_multi_gpu_command_trains(vitamp: Vitamp, imagenet: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     done = vitamp(
         *EQUALS.format(data=imagenet).split(),
@@ -50,7 +49,7 @@ def test_multi_gpu_command_trains(vitamp: Callable[..., Result], imagenet: Path,
     assert "8 per device x 2 devices x 1 accumulated = 16" in done.out
 
 
-def test_run_without_output_creates_its_folder(vitamp: Callable[..., Result], imagenet: Path, tmp_path: Path) -> None:
+def test_run_without_output_creates_its_folder(vitamp: Vitamp, imagenet: Path, tmp_path: Path) -> None:
     done = vitamp(*EQUALS.format(data=imagenet).split(), *SMALL, f"SAVE={tmp_path / 'output'}")
     (made,) = (tmp_path / "output").iterdir()
     assert made.name.startswith("train-20")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,16 +11,15 @@ import pytest
 
 from engine.memory import dry_run
 from tests.engine.small import CPU
-from tests.program import Result
+from tests.program import Vitamp
 from utils.config import load_config
 
 
-def test_dry_run_of_two_processes_leaves_no_files(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_dry_run_of_two_processes_leaves_no_files(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     place = tmp_path / "empty"
     place.mkdir()
     more = ("-ngpus", 2, "-num_workers", 1, "-dry_run", "TRAIN.MODEL_EMA=true")
-    done = vitamp("-cfg", tiny, *more, script="main_multi_gpu.py", cwd=place)
-    assert done.code == 0, done.text
+    done = vitamp("-cfg", tiny, *more, script="main_multi_gpu.py", cwd=place, code=0)
     assert len(re.findall(r"^Epoch\[001/002\], Step\[0020/0022\], Lr: ", done.out, re.MULTILINE)) == 1
     assert done.out.count("----- Epoch[001/002], Validation Loss: ") == 2, "the model and its EMA"
     assert re.search(r"memory     [\d.]+ [GM]iB of [\d.]+ GiB at the peak, for each process", done.out)
@@ -32,7 +30,7 @@ def test_dry_run_of_two_processes_leaves_no_files(vitamp: Callable[..., Result],
 
 
 def test_dry_run_of_an_evaluation_says_whether_weights_were_loaded(
-    vitamp: Callable[..., Result], digits_run: Path, tiny: Path, tmp_path: Path
+    vitamp: Vitamp, digits_run: Path, tiny: Path, tmp_path: Path
 ) -> None:
     ending = "Nothing was validated or written."
     for more, said in (
@@ -40,8 +38,7 @@ def test_dry_run_of_an_evaluation_says_whether_weights_were_loaded(
         (("-cfg", tiny, "-pretrained", digits_run), "the weights match the model"),
         (("-resume", digits_run), "the weights match the model"),
     ):
-        done = vitamp("-eval", "-dry_run", "-output", tmp_path / "run", *more)
-        assert done.code == 0, done.text
+        done = vitamp("-eval", "-dry_run", "-output", tmp_path / "run", *more, code=0)
         assert f"Dry run: {said}. {ending}" in done.out
 
 

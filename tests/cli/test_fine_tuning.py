@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from engine.preflight import check
-from tests.program import TINY_DIGITS, Result, metrics, run_program
+from tests.program import TINY_DIGITS, Vitamp, metrics, run_program
 from utils.config import load_config
 from utils.errors import UserError
 
@@ -24,8 +23,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tuning")
     (folder / "tiny.yaml").write_text(TINY_DIGITS.replace("DEPTH: 1", "DEPTH: 2"))
     words = ("TRAIN.NUM_EPOCHS=1", "TRAIN.MODEL_EMA=true")
-    done = run_program("-cfg", folder / "tiny.yaml", "-output", folder / "base", *words, streams=folder)
-    assert done.code == 0, done.text
+    run_program("-cfg", folder / "tiny.yaml", "-output", folder / "base", *words, streams=folder, code=0)
     return folder
 
 
@@ -39,17 +37,12 @@ def test_a_pattern_that_matches_no_weight_is_refused_before_the_start(place: Pat
 
 
 @pytest.mark.slow
-def test_sharded_fine_tuning_equals_one_process_and_may_be_thawed(
-    vitamp: Callable[..., Result], place: Path, tmp_path: Path
-) -> None:
+def test_sharded_fine_tuning_equals_one_process_and_may_be_thawed(vitamp: Vitamp, place: Path, tmp_path: Path) -> None:
     words = ("-batch_size", 16, "TRAIN.MODEL_EMA=true", "REPORT_FREQ=1")
-    one = vitamp(*command(place, tmp_path / "one"), *words, "TRAIN.MAX_UPDATES=20", "-accum_iter", 2)
-    assert one.code == 0, one.text
+    vitamp(*command(place, tmp_path / "one"), *words, "TRAIN.MAX_UPDATES=20", "-accum_iter", 2, code=0)
     sharded = (*command(place, tmp_path / "two"), *words, "-ngpus", 2, "DIST.STRATEGY=fsdp")
-    two = vitamp(*sharded, "TRAIN.MAX_UPDATES=20", script="main_multi_gpu.py")
-    assert two.code == 0, two.text
+    vitamp(*sharded, "TRAIN.MAX_UPDATES=20", script="main_multi_gpu.py", code=0)
     alone, both = ([line["loss"] for line in metrics(tmp_path / name, "train")] for name in ("one", "two"))
     assert both == pytest.approx(alone, rel=1e-5)
-    thawed = vitamp(*sharded, "MODEL.FREEZE=null", "TRAIN.MAX_UPDATES=25", script="main_multi_gpu.py")
-    assert thawed.code == 0, thawed.text
+    thawed = vitamp(*sharded, "MODEL.FREEZE=null", "TRAIN.MAX_UPDATES=25", script="main_multi_gpu.py", code=0)
     assert "trained from now on (MODEL.FREEZE): 16 tensors" in thawed.out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from datasets.given import open_given
 from engine.trained.model import load_trained
 from tests.datasets.pictures import decoded_by
 from tests.predicted import validation_predictions
-from tests.program import ROOT, Result, run_program, save_image
+from tests.program import ROOT, Result, Vitamp, run_program, save_image
 from tests.tools.timm_alone import in_timm_alone
 
 MEAN, STD = (0.4, 0.45, 0.55), (0.2, 0.21, 0.22)
@@ -49,8 +48,7 @@ def one_line(place: Path, run: Path) -> list[object]:
 
 @pytest.fixture(scope="module")
 def trained(place: Path) -> tuple[Path, Result]:
-    done = run_program(*one_line(place, place / "run"), "-epochs", 1, streams=place)
-    assert done.code == 0, done.text
+    done = run_program(*one_line(place, place / "run"), "-epochs", 1, streams=place, code=0)
     return place / "run", done
 
 
@@ -89,27 +87,23 @@ def test_one_line_trains_with_the_classes_of_the_data_and_the_preprocessing_of_t
     }
 
 
-def test_twelve_photos_are_trained_on_in_every_epoch(
-    vitamp: Callable[..., Result], place: Path, tmp_path: Path
-) -> None:
+def test_twelve_photos_are_trained_on_in_every_epoch(vitamp: Vitamp, place: Path, tmp_path: Path) -> None:
     for number in range(12):
         save_image(tmp_path / "photos" / f"class_{number % 2}" / f"{number}.jpg", seed=number)
     line = one_line(place, tmp_path / "run")
     line[line.index(place / "flowers")] = tmp_path / "photos"
-    done = vitamp(*line, "-epochs", 1, "-batch_size", 32)
-    assert done.code == 0, done.text
+    done = vitamp(*line, "-epochs", 1, "-batch_size", 32, code=0)
     assert "10 training and 2 validation images" in done.out
     assert "1 update per epoch, which is of 10 images" in done.out
 
 
 def test_the_same_line_resumes_without_the_weights(
-    vitamp: Callable[..., Result], place: Path, trained: tuple[Path, Result], tmp_path: Path
+    vitamp: Vitamp, place: Path, trained: tuple[Path, Result], tmp_path: Path
 ) -> None:
     shutil.copytree(trained[0], tmp_path / "run")
     line = one_line(place, tmp_path / "run")
     line[line.index("-pretrained") + 1] = tmp_path / "no_longer_here"
-    done = vitamp(*line, "-epochs", 2)
-    assert done.code == 0, done.text
+    done = vitamp(*line, "-epochs", 2, code=0)
     changed = [text.split("changed since: ")[1] for text in done.out.splitlines() if "changed since: " in text]
     assert {text.partition(":")[0] for text in changed} == {"MODEL.PRETRAINED", "TRAIN.NUM_EPOCHS"}
     saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
@@ -118,19 +112,16 @@ def test_the_same_line_resumes_without_the_weights(
 
 
 def test_the_run_is_evaluated_used_and_exported_with_the_preprocessing_of_the_weights(
-    vitamp: Callable[..., Result], place: Path, trained: tuple[Path, Result], tmp_path: Path
+    vitamp: Vitamp, place: Path, trained: tuple[Path, Result], tmp_path: Path
 ) -> None:
     run, image = trained[0], place / "flowers" / "class_0" / "0.jpg"
-    evaluated = vitamp("-eval", "-resume", run, "-data_path", place / "flowers", "SAVE=" + str(tmp_path))
-    assert evaluated.code == 0, evaluated.text
+    evaluated = vitamp("-eval", "-resume", run, "-data_path", place / "flowers", "SAVE=" + str(tmp_path), code=0)
     assert "mean 0.4, 0.45, 0.55; std 0.2, 0.21, 0.22" in evaluated.out
     assert "CROP_PCT 0.95, CROP_MODE squash" in evaluated.out
-    used = vitamp(run, image, "-device", "cpu", script="scripts/predict.py")
-    assert used.code == 0, used.text
+    used = vitamp(run, image, "-device", "cpu", script="scripts/predict.py", code=0)
     assert "class_" in used.out
     out = tmp_path / "exported.safetensors"
-    exported = vitamp(run, "-to", "safetensors", "-out", out, script="scripts/export.py")
-    assert exported.code == 0, exported.text
+    vitamp(run, "-to", "safetensors", "-out", out, script="scripts/export.py", code=0)
     with safe_open(str(out), framework="pt") as file:
         header = json.loads(file.metadata()["vitamp"])
     assert (header["mean"], header["crop_pct"], header["interpolation"]) == (list(MEAN), 0.95, "bilinear")
@@ -139,11 +130,10 @@ def test_the_run_is_evaluated_used_and_exported_with_the_preprocessing_of_the_we
 
 @pytest.mark.slow
 def test_timm_alone_squeezes_images_as_the_run_does(
-    vitamp: Callable[..., Result], place: Path, trained: tuple[Path, Result], tmp_path: Path
+    vitamp: Vitamp, place: Path, trained: tuple[Path, Result], tmp_path: Path
 ) -> None:
     hub = tmp_path / "hub"
-    done = vitamp(trained[0], "-to", "hub", "-output", hub, "-check", 4, script="scripts/export.py")
-    assert done.code == 0, done.text
+    vitamp(trained[0], "-to", "hub", "-output", hub, "-check", 4, script="scripts/export.py", code=0)
     card = (hub / "README.md").read_text()
     assert "resized without keeping the aspect ratio, then the centre cropped to 32 x 32" in card
     paths = [place / "flowers" / f"class_{number}" / f"{number}.jpg" for number in range(5)]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.program import ROOT, Result, metrics
+from tests.program import ROOT, Vitamp, metrics
 
 STANDARD_ERRORS = 3
 """Another CPU rounds differently, which acts like another seed."""
@@ -29,13 +28,12 @@ def promised() -> tuple[float, float]:
 
 
 @pytest.mark.slow
-def test_quickstarts_recipe_reaches_the_accuracy_in_the_readme(vitamp: Callable[..., Result], tmp_path: Path) -> None:
+def test_quickstarts_recipe_reaches_the_accuracy_in_the_readme(vitamp: Vitamp, tmp_path: Path) -> None:
     best = []
     for seed in range(3):
         run = tmp_path / str(seed)
         words = ("-cfg", ROOT / "configs" / "vit_digits.yaml", "-amp", "-device", "cpu", f"SEED={seed}")
-        done = vitamp(*words, "-output", run, timeout=500)
-        assert done.code == 0, done.text
+        vitamp(*words, "-output", run, timeout=500, code=0)
         best.append(max(line["acc1"] for line in metrics(run, "val")))
     mean, error = promised()
     assert statistics.mean(best) > mean - STANDARD_ERRORS * error, best
@@ -43,13 +41,12 @@ def test_quickstarts_recipe_reaches_the_accuracy_in_the_readme(vitamp: Callable[
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_epochs(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_epochs(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     """With everything that is repeated in each epoch: validation of two sets of weights, curves and checkpoints."""
     run = tmp_path / "run"
     each = ("SAVE_FREQ=1", "VALIDATE_FREQ=1", "KEEP_LAST=1", "REPORT_FREQ=45", "TRAIN.MODEL_EMA=true")
     words = ("-cfg", tiny, "-output", run, f"TRAIN.NUM_EPOCHS={EPOCHS}", *each, "-amp", "bf16")
-    done = vitamp(*words, slow_start=True, timeout=1500)
-    assert done.code == 0, done.text
+    vitamp(*words, slow_start=True, timeout=1500, code=0)
     lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     peaks = {line["epoch"]: 1000 * line["perf"]["peak_memory_gb"] for line in lines if line["event"] == "train"}
     assert len(peaks) == EPOCHS

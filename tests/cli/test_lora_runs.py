@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from engine.checkpoint.restore import load_weights
 from engine.trained.model import load_trained
 from models.weights.fit import load_pretrained
 from tests.engine.small import build
-from tests.program import Result, metrics, run_program, train_tiny
+from tests.program import Vitamp, metrics, run_program, train_tiny
 from utils.errors import UserError
 from vitamp.checkpoints import inspect, verify
 from vitamp.tensors import open_tensors
@@ -42,8 +41,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lora")
     train_tiny(folder, "TRAIN.NUM_EPOCHS=1")
     (folder / "run").rename(folder / "base")
-    done = run_program(*command(folder), "-output", folder / "run", streams=folder)
-    assert done.code == 0, done.text
+    done = run_program(*command(folder), "-output", folder / "run", streams=folder, code=0)
     (folder / "said").write_text(done.out)
     return folder
 
@@ -83,15 +81,11 @@ def test_checkpoints_hold_adapters_and_classifier_and_the_run_holds_the_rest_onc
     assert f"The frozen weights are in {frozen}" in (place / "said").read_text()
 
 
-def test_stopped_and_resumed_run_equals_an_uninterrupted_one(
-    vitamp: Callable[..., Result], place: Path, tmp_path: Path
-) -> None:
+def test_stopped_and_resumed_run_equals_an_uninterrupted_one(vitamp: Vitamp, place: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    done = vitamp(*command(place), "-output", run, f"TRAIN.MAX_UPDATES={PER_EPOCH + 9}")
-    assert done.code == 0, done.text
+    vitamp(*command(place), "-output", run, f"TRAIN.MAX_UPDATES={PER_EPOCH + 9}", code=0)
     shutil.rmtree(step(run, PER_EPOCH))
-    done = vitamp("-resume", run, "TRAIN.MAX_UPDATES=null")
-    assert done.code == 0, done.text
+    vitamp("-resume", run, "TRAIN.MAX_UPDATES=null", code=0)
     assert step_bytes(run) == step_bytes(place / "run")
     assert metrics(run, "train") == metrics(place / "run", "train")
 
@@ -100,10 +94,9 @@ def step_bytes(run: Path) -> list[bytes]:
     return [(step(run) / name).read_bytes() for name in ("model.safetensors", "ema.safetensors")]
 
 
-def test_two_processes_train_the_same_bits(vitamp: Callable[..., Result], place: Path, tmp_path: Path) -> None:
+def test_two_processes_train_the_same_bits(vitamp: Vitamp, place: Path, tmp_path: Path) -> None:
     both = ("-ngpus", 2, "TRAIN.ACCUM_ITER=1")
-    done = vitamp(*command(place), "-output", tmp_path / "run", *both, script="main_multi_gpu.py")
-    assert done.code == 0, done.text
+    vitamp(*command(place), "-output", tmp_path / "run", *both, script="main_multi_gpu.py", code=0)
     assert step_bytes(tmp_path / "run") == step_bytes(place / "run")
 
 
@@ -116,7 +109,7 @@ def logits_unmerged(place: Path, images: Tensor) -> Tensor:
         return ready.model.eval()(ready.inputs(images))
 
 
-def test_tools_get_merged_weights_in_a_plain_model(vitamp: Callable[..., Result], place: Path, tmp_path: Path) -> None:
+def test_tools_get_merged_weights_in_a_plain_model(vitamp: Vitamp, place: Path, tmp_path: Path) -> None:
     run, images = place / "run", torch.randint(0, 256, (8, 1, 8, 8), dtype=torch.uint8)
     expected = logits_unmerged(place, images)
     trained = load_trained(step(run), weights="model", amp="off")
@@ -135,8 +128,7 @@ def test_tools_get_merged_weights_in_a_plain_model(vitamp: Callable[..., Result]
         torch.testing.assert_close(merged[name], value, rtol=0, atol=1e-7)
 
     words = (run, "-to", "safetensors", "-out", tmp_path / "out.safetensors", "-weights", "model")
-    done = vitamp(*words, script="scripts/export.py")
-    assert done.code == 0, done.text
+    vitamp(*words, script="scripts/export.py", code=0)
     sizes: dict[str, Any] = {"num_classes": 10, "in_chans": 1, "img_size": 8, "patch_size": 4}
     sizes |= {"embed_dim": 16, "num_heads": 2, "depth": 1}
     timms = timm.create_model("vit_base_patch16_224", **sizes, checkpoint_path=str(tmp_path / "out.safetensors"))
@@ -146,10 +138,9 @@ def test_tools_get_merged_weights_in_a_plain_model(vitamp: Callable[..., Result]
 
 
 def test_validation_of_the_merged_weights_gives_the_metrics_of_training(
-    vitamp: Callable[..., Result], place: Path, tmp_path: Path
+    vitamp: Vitamp, place: Path, tmp_path: Path
 ) -> None:
-    done = vitamp("-resume", step(place / "run"), "-eval", "-output", tmp_path / "eval", "-amp", "off")
-    assert done.code == 0, done.text
+    vitamp("-resume", step(place / "run"), "-eval", "-output", tmp_path / "eval", "-amp", "off", code=0)
     before, now = metrics(place / "run", "val")[-1], metrics(tmp_path / "eval", "val")[-1]
     for name in ("loss", "ema_loss"):
         assert now[name] == pytest.approx(before[name], rel=2e-2), "computed in bf16 then, in fp32 now"
@@ -192,14 +183,12 @@ def test_a_moved_run_keeps_working_and_a_checkpoint_alone_says_what_it_lacks(pla
 
 
 def test_resuming_with_other_adapters_is_refused_and_without_any_trains_the_merged_weights(
-    vitamp: Callable[..., Result], place: Path, tmp_path: Path
+    vitamp: Vitamp, place: Path, tmp_path: Path
 ) -> None:
     once = ("-resume", place / "run", "TRAIN.NUM_EPOCHS=3", f"TRAIN.MAX_UPDATES={2 * PER_EPOCH + 1}")
-    done = vitamp(*once, "-output", tmp_path / "a", "MODEL.LORA.ALPHA=2")
-    assert done.code == 2, done.text
+    done = vitamp(*once, "-output", tmp_path / "a", "MODEL.LORA.ALPHA=2", code=2)
     assert "{RANK: 2, ALPHA: 6.0, TARGETS: [q, v, fc1]}, but MODEL.LORA is {RANK: 2, ALPHA: 2.0, " in done.err
-    done = vitamp(*once, "-output", tmp_path / "b", "MODEL.LORA.RANK=null")
-    assert done.code == 0, done.text
+    done = vitamp(*once, "-output", tmp_path / "b", "MODEL.LORA.RANK=null", code=0)
     assert "trained from now on (MODEL.LORA): 18 tensors" in done.out
     whole = load_file(step(tmp_path / "b", 2 * PER_EPOCH + 1) / "model.safetensors")
     before = dict(open_tensors(inspect(step(place / "run"))))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.label_sets import CLASSES, write_recipe, write_set
-from tests.program import Result, metrics, run_program
+from tests.program import Vitamp, metrics, run_program
 
-Vitamp = Callable[..., Result]
 SHORT = ("TRAIN.MIXUP_ALPHA=0.2", "TRAIN.SMOOTHING=0.02", "MODEL.DROPOUT=0.1", "DATA.BATCH_SIZE=8", "-accum_iter", "2")
 LAST = "checkpoints/step-000000030"
 
@@ -27,8 +25,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run of one process."""
     place = tmp_path_factory.mktemp("whole")
-    done = run_program("-cfg", recipe, "-output", place / "run", *SHORT, streams=place)
-    assert done.code == 0, done.text
+    run_program("-cfg", recipe, "-output", place / "run", *SHORT, streams=place, code=0)
     return place / "run"
 
 
@@ -55,8 +52,7 @@ def test_log_metrics_and_checkpoint(whole: Path) -> None:
 
 
 def test_evaluation_repeats_the_metrics_of_the_run(vitamp: Vitamp, whole: Path, tmp_path: Path) -> None:
-    done = vitamp("-eval", "-resume", whole / LAST, "-output", tmp_path / "eval")
-    assert done.code == 0, done.text
+    vitamp("-eval", "-resume", whole / LAST, "-output", tmp_path / "eval", code=0)
     (line,) = metrics(tmp_path / "eval", "val")
     last = metrics(whole, "val")[-1]
     assert {k: line[k] for k in ("map", "f1_macro_tuned", "loss")} == {
@@ -78,8 +74,7 @@ def test_evaluation_repeats_the_metrics_of_the_run(vitamp: Vitamp, whole: Path, 
 )
 def test_every_precision_learns(vitamp: Vitamp, recipe: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
     run = tmp_path / "run"
-    done = vitamp("-cfg", recipe, "-output", run, "TRAIN.CLASS_WEIGHTS=balanced", *words, timeout=300)
-    assert done.code == 0, done.text
+    vitamp("-cfg", recipe, "-output", run, "TRAIN.CLASS_WEIGHTS=balanced", *words, timeout=300, code=0)
     val = metrics(run, "val")
     assert val[-1]["loss"] < val[0]["loss"]
     if "fp16" in words:
@@ -89,8 +84,7 @@ def test_every_precision_learns(vitamp: Vitamp, recipe: Path, tmp_path: Path, wo
 @pytest.mark.slow
 def test_one_table_is_split_into_folds(vitamp: Vitamp, recipe: Path, tmp_path: Path) -> None:
     words = ("-data_path", recipe.parent / "train.csv", "DATA.FOLD=2/4", "TRAIN.NUM_EPOCHS=1")
-    done = vitamp("-cfg", recipe, "-output", tmp_path / "run", *words, "LOG_STYLE=fleet")
-    assert done.code == 0, done.text
+    done = vitamp("-cfg", recipe, "-output", tmp_path / "run", *words, "LOG_STYLE=fleet", code=0)
     assert "csv: 120 training and 40 validation images" in done.out
     assert "[Epoch 0, batch 0] loss: " in done.out
     assert ", f1: " in done.out

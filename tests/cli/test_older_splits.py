@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
-from tests.program import Result, change_settings, save_image
+from tests.program import Vitamp, change_settings, save_image
 
 RECIPE = """\
 DATA: {{DATASET: imagefolder, DATA_PATH: {path}, IMAGE_SIZE: 8, BATCH_SIZE: 4, NUM_WORKERS: 0}}
@@ -17,28 +16,24 @@ DEVICE: cpu
 
 
 def test_weights_of_an_earlier_version_are_evaluated_on_the_images_it_did_not_train_on(
-    vitamp: Callable[..., Result], tmp_path: Path
+    vitamp: Vitamp, tmp_path: Path
 ) -> None:
     data, run = tmp_path / "set", tmp_path / "run"
     for number in range(24):
         save_image(data / "ab"[number % 2] / f"{number}.jpg", number, (12, 12))
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(path=data))
-    assert vitamp("-cfg", tmp_path / "recipe.yaml", "-output", run).code == 0
+    vitamp("-cfg", tmp_path / "recipe.yaml", "-output", run, code=0)
     change_settings(run, {"DATA.LISTING": 1, "TRAIN.OOM": "stop"}, without="SPEED")
     saved = (run / "config.yaml").read_text().replace("  KNN: null\n", "  KNN:\n    K: 20\n")
     (run / "config.yaml").write_text(f"{saved}LOCAL_NOISE: 3\n")
     gone = "of another version of vitamp; its settings that this version does not have: "
-    done = vitamp("-eval", "-resume", run, "-output", tmp_path / "eval")
-    assert done.code == 0, done.text
+    done = vitamp("-eval", "-resume", run, "-output", tmp_path / "eval", code=0)
     assert f"{gone}TRAIN.KNN, LOCAL_NOISE\n" in done.text
-    done = vitamp(run, script="scripts/evaluate.py")
-    assert done.code == 0, done.text
+    done = vitamp(run, script="scripts/evaluate.py", code=0)
     assert f"{gone}DATA.LISTING, TRAIN.OOM\n" in done.text
     assert "validation split: 3 images" in done.text
-    done = vitamp("-cfg", run / "config.yaml", "-pretrained", run, "-output", tmp_path / "fine", "-dry_run")
-    assert done.code == 0, done.text
+    vitamp("-cfg", run / "config.yaml", "-pretrained", run, "-output", tmp_path / "fine", "-dry_run", code=0)
     save_image(data / "a" / "new.jpg", 1, (12, 12))
     for words in (("-eval", "-resume", run, "-output", tmp_path / "again"), (run,)):
-        done = vitamp(*words, **({} if len(words) > 1 else {"script": "scripts/evaluate.py"}))
-        assert done.code == 2, done.text
+        done = vitamp(*words, **({} if len(words) > 1 else {"script": "scripts/evaluate.py"}), code=2)
         assert "would now be split otherwise than in its training" in done.err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +13,11 @@ from PIL import Image
 
 from datasets import open_dataset
 from datasets.recognise import UNLABELLED, recognise
-from tests.program import TINY_DIGITS, Result, metrics, run_program
+from tests.program import TINY_DIGITS, Vitamp, metrics, run_program
 from tests.terminal import on_terminal
 from utils.config import load_config
 from utils.config.data import DataConfig
 
-Vitamp = Callable[..., Result]
 DECODER = ("MODEL.DECODER.EMBED_DIM=16", "MODEL.DECODER.DEPTH=1", "MODEL.DECODER.NUM_HEADS=2")
 PATCHES = "MODEL.PATCH_SIZE=2"
 MASKED = (
@@ -53,8 +51,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("whole")
     words = ("-accum_iter", "2", "TRAIN.MODEL_EMA=true", "SAVE_FREQ=1", "-amp", "bf16")
-    done = run_program("-cfg", recipe, "-output", place / "run", *MASKED, *words, streams=place)
-    assert done.code == 0, done.text
+    run_program("-cfg", recipe, "-output", place / "run", *MASKED, *words, streams=place, code=0)
     return place / "run"
 
 
@@ -74,8 +71,7 @@ def test_log_and_metrics(run: Path) -> None:
 
 
 def test_settings_of_another_task_are_refused_in_words(vitamp: Vitamp, recipe: Path, run: Path) -> None:
-    done = vitamp("-cfg", recipe, "-eval", "-resume", run)
-    assert done.code == 2, done.text
+    done = vitamp("-cfg", recipe, "-eval", "-resume", run, code=2)
     assert "a masked autoencoder (MODEL.MAE_PRETRAIN), which has no classifier to evaluate" in done.err
     assert f"evaluate.py {run} -knn`" in done.err
     assert "norm" not in done.err.partition("error:")[2], "no list of tensors"
@@ -84,18 +80,16 @@ def test_settings_of_another_task_are_refused_in_words(vitamp: Vitamp, recipe: P
 def test_a_resumed_run_equals_one_that_was_not_stopped(vitamp: Vitamp, recipe: Path, run: Path, tmp_path: Path) -> None:
     more = ("-accum_iter", "2", "TRAIN.MODEL_EMA=true", "-amp", "bf16")
     words = ("-cfg", recipe, "-output", tmp_path / "run", *MASKED, *more)
-    assert vitamp(*words, "TRAIN.MAX_UPDATES=30").code == 0
-    done = vitamp(*words, "-resume", "auto")
-    assert done.code == 0, done.text
+    vitamp(*words, "TRAIN.MAX_UPDATES=30", code=0)
+    vitamp(*words, "-resume", "auto", code=0)
     assert same_weights(run, tmp_path / "run")
 
 
 @pytest.mark.slow
 def test_two_processes_equal_one(vitamp: Vitamp, recipe: Path, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    assert vitamp("-cfg", recipe, "-output", one, *MASKED, "-accum_iter", "2").code == 0
-    done = vitamp("-cfg", recipe, "-output", two, *MASKED, "-ngpus", "2", "-device", "cpu", script="main_multi_gpu.py")
-    assert done.code == 0, done.text
+    vitamp("-cfg", recipe, "-output", one, *MASKED, "-accum_iter", "2", code=0)
+    vitamp("-cfg", recipe, "-output", two, *MASKED, "-ngpus", "2", "-device", "cpu", script="main_multi_gpu.py", code=0)
     assert same_weights(one, two)
 
 
@@ -113,8 +107,7 @@ def test_two_processes_equal_one(vitamp: Vitamp, recipe: Path, tmp_path: Path) -
 )
 def test_other_ways_of_training(vitamp: Vitamp, recipe: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
     script = "main_multi_gpu.py" if "-ngpus" in words else "main_single_gpu.py"
-    done = vitamp("-cfg", recipe, "-output", tmp_path / "run", "-device", "cpu", *MASKED, *words, script=script)
-    assert done.code == 0, done.text
+    vitamp("-cfg", recipe, "-output", tmp_path / "run", "-device", "cpu", *MASKED, *words, script=script, code=0)
     losses = [line["loss"] for line in metrics(tmp_path / "run", "val")]
     assert losses[-1] < losses[0]
 
@@ -124,8 +117,7 @@ def watched(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As `run`, with the k-NN accuracy on labelled images."""
     place = tmp_path_factory.mktemp("watched")
     words = ("-accum_iter", "2", "TRAIN.MODEL_EMA=true", "SAVE_FREQ=1", "-amp", "bf16", *KNN)
-    done = run_program("-cfg", recipe, "-output", place / "run", *MASKED, *words, streams=place)
-    assert done.code == 0, done.text
+    run_program("-cfg", recipe, "-output", place / "run", *MASKED, *words, streams=place, code=0)
     return place / "run"
 
 
@@ -144,13 +136,11 @@ def test_knn_accuracy_in_validations_changes_nothing_else(run: Path, watched: Pa
 def test_knn_accuracy_is_that_of_evaluate(vitamp: Vitamp, watched: Path, tmp_path: Path) -> None:
     words = ("-knn", 20, "-weights", "ema", "-json", tmp_path / "knn.json")
     last = max((watched / "checkpoints").glob("step-*"))
-    done = vitamp(last, *words, script="scripts/evaluate.py")
-    assert done.code == 0, done.text
+    vitamp(last, *words, script="scripts/evaluate.py", code=0)
     found = json.loads((tmp_path / "knn.json").read_text())["figures"]
     val = metrics(watched, "val")[-1]
     assert found["ema"]["acc1"] == val["ema_knn_acc1"]
-    done = vitamp("-eval", "-resume", last, "-output", tmp_path / "eval")
-    assert done.code == 0, done.text
+    vitamp("-eval", "-resume", last, "-output", tmp_path / "eval", code=0)
     (line,) = metrics(tmp_path / "eval", "val")
     assert (line["knn_acc1"], line["ema_knn_acc1"]) == (val["knn_acc1"], val["ema_knn_acc1"])
 
@@ -165,23 +155,19 @@ def test_knn_accuracy_of_a_folder_decides(vitamp: Vitamp, recipe: Path, tmp_path
     labelled = (f"TRAIN.KNN={tmp_path / 'flowers'}", "DATA.VAL_FRACTION=0.25")
     words = (*labelled, "SAVE_BEST_BY=knn_acc1", "TRAIN.NUM_EPOCHS=1", "-num_workers", 0)
     shown = on_terminal("-cfg", recipe, *MASKED, *words, "-output", tmp_path / "run", columns=120)
-    assert shown.code == 0, shown.raw
     assert "k-NN top-1 %" in "\n".join(shown.lines)
     (val,) = metrics(tmp_path / "run", "val")
     assert val["knn_acc1"] == 100
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "10 images of imagefolder in" in log
     assert "Done: best k-NN top-1 100.00 %" in log
-    report = vitamp(tmp_path / "run", script="scripts/report.py")
-    assert report.code == 0, report.text
+    vitamp(tmp_path / "run", script="scripts/report.py", code=0)
     page = (tmp_path / "run" / "report.html").read_text()
     assert "k-NN accuracy, top-1 (%)" in page
-    done = vitamp("-cfg", recipe, *MASKED, *labelled, "DATA.VAL_FRACTION=0.6", "-output", tmp_path / "other")
-    assert done.code == 2
+    done = vitamp("-cfg", recipe, *MASKED, *labelled, "DATA.VAL_FRACTION=0.6", "-output", tmp_path / "other", code=2)
     assert "TRAIN.KNN 20: imagefolder in" in done.text
     assert "has only 16 training images" in done.text
-    done = vitamp("-cfg", recipe, *MASKED, "TRAIN.KNN=nowhere", "-output", tmp_path / "other")
-    assert done.code == 2
+    done = vitamp("-cfg", recipe, *MASKED, "TRAIN.KNN=nowhere", "-output", tmp_path / "other", code=2)
     assert "TRAIN.KNN nowhere: no such folder, file or data set" in done.text
     assert not (tmp_path / "other").exists()
 
@@ -201,16 +187,15 @@ def test_knn_leaves_out_excluded_images(vitamp: Vitamp, recipe: Path, tmp_path: 
     (tmp_path / "exclude.txt").write_text("".join(f"{path}\n" for path in broken))
     data = ("-dataset", "images", "-data_path", places[0], f"DATA.EXCLUDE={tmp_path / 'exclude.txt'}")
     knn = (f"TRAIN.KNN={places[-1]}", "DATA.VAL_FRACTION=0.25", "-num_workers", 0)
-    done = vitamp("-cfg", recipe, *MASKED, *data, *knn, "TRAIN.NUM_EPOCHS=1", "-output", tmp_path / "run")
-    assert done.code == 0, done.text
-    done = vitamp("-resume", tmp_path / "run", "TRAIN.NUM_EPOCHS=2")
-    assert done.code == 0, done.text
+    vitamp("-cfg", recipe, *MASKED, *data, *knn, "TRAIN.NUM_EPOCHS=1", "-output", tmp_path / "run", code=0)
+    vitamp("-resume", tmp_path / "run", "TRAIN.NUM_EPOCHS=2", code=0)
     assert [line["knn_acc1"] for line in metrics(tmp_path / "run", "val")] == [100, 100]
 
 
 def test_fine_tuning_takes_the_encoder(vitamp: Vitamp, recipe: Path, run: Path, tmp_path: Path) -> None:
-    done = vitamp("-cfg", recipe, PATCHES, "-pretrained", run, "-output", tmp_path / "run", "TRAIN.NUM_EPOCHS=1")
-    assert done.code == 0, done.text
+    done = vitamp(
+        "-cfg", recipe, PATCHES, "-pretrained", run, "-output", tmp_path / "run", "TRAIN.NUM_EPOCHS=1", code=0
+    )
     assert "tensors of its decoder left out; the file has no head" in done.text
 
 
@@ -222,13 +207,11 @@ def test_images_without_classes(vitamp: Vitamp, recipe: Path, tmp_path: Path) ->
         where = folder if number % 2 else folder.parent
         Image.fromarray(generator.integers(0, 255, (8, 8), dtype=np.uint8)).save(where / f"{number}.png")
     words = ("-cfg", recipe, "-data_path", tmp_path / "images", "DATA.DATASET=images", "DATA.VAL_FRACTION=0.2")
-    done = vitamp(*words, *MASKED, "-output", tmp_path / "run", "-num_workers", "0")
-    assert done.code == 0, done.text
+    done = vitamp(*words, *MASKED, "-output", tmp_path / "run", "-num_workers", "0", code=0)
     assert "Data: 32 training, 8 validation images." in done.text
     assert recognise(str(tmp_path / "images"), needs_labels=False) == ("images", UNLABELLED)
     assert "images: 32 training and 8 validation images of 8 x 8 x 1, no labels" in done.text
-    report = vitamp(tmp_path / "run", script="scripts/report.py")
-    assert report.code == 0, report.text
+    vitamp(tmp_path / "run", script="scripts/report.py", code=0)
     page = (tmp_path / "run" / "report.html").read_text()
     assert page.count("hidden, predicted, original") == 8
     assert "was trained on 32 images from images/, without labels." in page
@@ -242,16 +225,14 @@ def test_what_has_no_meaning_without_labels_is_refused(vitamp: Vitamp, recipe: P
         (("SAVE_BEST_BY=acc1",), "acc1 is not measured without labels"),
         (("TRAIN.TOKEN_DROP=0.5",), "it leaves out patches itself"),
     ):
-        done = vitamp("-cfg", recipe, *MASKED, *words)
-        assert done.code == 2
+        done = vitamp("-cfg", recipe, *MASKED, *words, code=2)
         assert message in done.text
     for tool in (
         ("scripts/predict.py", "-part", "val"),
         ("scripts/evaluate.py",),
         ("scripts/export.py", "-to", "onnx", "-out", "unwritten.onnx"),
     ):
-        done = vitamp(run, *tool[1:], script=tool[0])
-        assert done.code == 2
+        done = vitamp(run, *tool[1:], script=tool[0], code=2)
         assert "this model learned without labels and has no classes yet" in done.text
 
 
@@ -288,7 +269,6 @@ def test_paddlevits_files_have_its_defaults(tmp_path: Path) -> None:
 
 def test_a_terminal_shows_the_table_and_how_to_go_on(recipe: Path, tmp_path: Path) -> None:
     shown = on_terminal("-cfg", recipe, *MASKED, "-output", tmp_path / "run", columns=120)
-    assert shown.code == 0, shown.raw
     text = "\n".join(shown.lines)
     assert "explained variance %" in text
     assert "-pretrained" in text.partition("\n  finetune ")[2].splitlines()[0]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.program import Result, metrics, save_image, train_tiny
+from tests.program import Result, Vitamp, metrics, save_image, train_tiny
 
 # Everything that has a state or draws random numbers.
 ALL_ON = [
@@ -55,14 +54,12 @@ def equal(run: Path, whole: Path) -> None:
     ids=["between epochs", "within an epoch"],
 )
 def test_stopped_and_resumed_run_equals_an_uninterrupted_one(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, whole: Path, stop: int
+    vitamp: Vitamp, tiny: Path, tmp_path: Path, whole: Path, stop: int
 ) -> None:
     run = tmp_path / "run"
-    first = vitamp("-cfg", tiny, "-output", run, *ALL_ON, f"TRAIN.MAX_UPDATES={stop}")
-    assert first.code == 0, first.text
+    vitamp("-cfg", tiny, "-output", run, *ALL_ON, f"TRAIN.MAX_UPDATES={stop}", code=0)
     assert metrics(run, "train")[-1]["update"] == stop
-    again = vitamp("-cfg", tiny, "-output", run, *ALL_ON, "-resume", "auto")
-    assert again.code == 0, again.text
+    again = vitamp("-cfg", tiny, "-output", run, *ALL_ON, "-resume", "auto", code=0)
     assert f"changed since: TRAIN.MAX_UPDATES: {stop} -> null" in again.out
     equal(run, whole)
     told = [line["what"] for line in metrics(run, "run")]
@@ -74,13 +71,10 @@ def newest(run: Path) -> int:
     return max((int(folder.name[5:]) for folder in (run / "checkpoints").glob("step-*")), default=0)
 
 
-def test_resume_auto_starts_resumes_and_detects_a_finished_run(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
-) -> None:
+def test_resume_auto_starts_resumes_and_detects_a_finished_run(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = ("-cfg", tiny, "-output", run, "-resume", "auto", "SAVE_FREQ=1")
-    fresh = vitamp(*words, "TRAIN.NUM_EPOCHS=1")
-    assert fresh.code == 0
+    fresh = vitamp(*words, "TRAIN.NUM_EPOCHS=1", code=0)
     assert "no checkpoint yet, starting a new run" in fresh.out
     more = vitamp(*words, "TRAIN.NUM_EPOCHS=2")
     assert "resuming from step-000000044" in more.out
@@ -88,8 +82,7 @@ def test_resume_auto_starts_resumes_and_detects_a_finished_run(
     assert "the schedule now spans 2 epochs instead of 1" in more.out
     assert [line["epoch"] for line in metrics(run, "epoch")] == [1, 2]
     before = metrics(run)
-    done = vitamp(*words, "TRAIN.NUM_EPOCHS=2")
-    assert done.code == 0
+    done = vitamp(*words, "TRAIN.NUM_EPOCHS=2", code=0)
     assert "had already finished: 88 updates" in done.out.splitlines()[-1]
     assert metrics(run) == before
 
@@ -112,52 +105,43 @@ def stopped(whole: Path, tmp_path: Path) -> Path:
         "checkpoints/step-000000044/model.safetensors",
     ],
 )
-def test_resume_takes_run_checkpoint_or_file(
-    vitamp: Callable[..., Result], stopped: Path, whole: Path, part: str
-) -> None:
+def test_resume_takes_run_checkpoint_or_file(vitamp: Vitamp, stopped: Path, whole: Path, part: str) -> None:
     """Without -cfg, too: the run's saved settings are used, and its folder of now."""
     before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
-    done = vitamp("-resume", stopped / part)
-    assert done.code == 0, done.text
+    done = vitamp("-resume", stopped / part, code=0)
     assert "epoch 3, 44 updates done" in done.out
     equal(stopped, whole)
     assert {path: path.stat().st_mtime_ns for path in whole.rglob("*")} == before
 
 
-def test_resume_into_another_folder(vitamp: Callable[..., Result], stopped: Path, whole: Path) -> None:
+def test_resume_into_another_folder(vitamp: Vitamp, stopped: Path, whole: Path) -> None:
     other = stopped.with_name("other")
-    done = vitamp("-resume", stopped, "-output", other)
-    assert done.code == 0, done.text
+    vitamp("-resume", stopped, "-output", other, code=0)
     assert weights(other, 4 * PER_EPOCH) == weights(whole, 4 * PER_EPOCH)
     assert not (stopped / "checkpoints" / f"step-{4 * PER_EPOCH:09d}").exists()
 
 
-def test_damaged_checkpoint_falls_back_to_the_one_before(
-    vitamp: Callable[..., Result], stopped: Path, whole: Path
-) -> None:
+def test_damaged_checkpoint_falls_back_to_the_one_before(vitamp: Vitamp, stopped: Path, whole: Path) -> None:
     newest = stopped / "checkpoints" / "step-000000044"
     content = bytearray((newest / "state.pt").read_bytes())
     content[len(content) // 2] ^= 1
     (newest / "state.pt").write_bytes(content)
-    done = vitamp("-resume", "auto", "-output", stopped)
-    assert done.code == 0, done.text
+    done = vitamp("-resume", "auto", "-output", stopped, code=0)
     assert "step-000000044" in done.err
     assert "Trying the checkpoint before it" in done.err
     assert "resuming from step-000000022" in done.out
     equal(stopped, whole)
 
 
-def test_last_epoch_chooses_the_checkpoint(vitamp: Callable[..., Result], whole: Path, tmp_path: Path) -> None:
+def test_last_epoch_chooses_the_checkpoint(vitamp: Vitamp, whole: Path, tmp_path: Path) -> None:
     """Updates after the chosen checkpoint are repeated in a folder of their own, without their old results."""
     words, run = (
         ("-resume", whole, "-last_epoch", 1, "KEEP_LAST=1", f"TRAIN.MAX_UPDATES={2 * PER_EPOCH}"),
         tmp_path / "run",
     )
-    refused = vitamp(*words)
-    assert refused.code == 2
+    refused = vitamp(*words, code=2)
     assert "later checkpoints, up to step-000000088, which are not overwritten" in refused.err
-    done = vitamp(*words, "-output", run)
-    assert done.code == 0, done.text
+    done = vitamp(*words, "-output", run, code=0)
     assert "resuming from" in done.out.lower()
     assert "epoch 2, 22 updates done" in done.out
     assert metrics(run, "train")[-1]["update"] == 2 * PER_EPOCH
@@ -166,29 +150,26 @@ def test_last_epoch_chooses_the_checkpoint(vitamp: Callable[..., Result], whole:
     assert index["last"] == "step-000000044"
     kept = {folder.name for folder in (run / "checkpoints").glob("step-*")}
     assert kept == {index["last"], index["best"]}
-    refused = vitamp("-resume", run, "-last_epoch", 3)
-    assert refused.code == 2
+    refused = vitamp("-resume", run, "-last_epoch", 3, code=2)
     assert "no usable checkpoint of epoch 3" in refused.err
 
 
-def test_resume_removes_unfinished_files_of_a_killed_run(
-    vitamp: Callable[..., Result], digits_run: Path, tmp_path: Path
-) -> None:
+def test_resume_removes_unfinished_files_of_a_killed_run(vitamp: Vitamp, digits_run: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(digits_run, run)
     left = [run / ".curves.png.4242", run / ".run.json.17", run / "checkpoints" / ".index.json.4242"]
     others = [run / ".report.html.4242", run / ".curves.png.bak"]
     for path in (*left, *others):
         path.write_text("half")
-    assert vitamp("-resume", run, "-dry_run").code == 0
+    vitamp("-resume", run, "-dry_run", code=0)
     assert all(path.exists() for path in left), "a dry run changes nothing"
-    assert vitamp("-resume", run).code == 0
+    vitamp("-resume", run, code=0)
     assert not any(path.exists() for path in left)
     assert all(path.exists() for path in others)
 
 
 def test_changed_samples_are_refused_only_in_the_middle_of_an_epoch(
-    vitamp: Callable[..., Result], tiny: Path, imagenet: Path, tmp_path: Path
+    vitamp: Vitamp, tiny: Path, imagenet: Path, tmp_path: Path
 ) -> None:
     place, run = tmp_path / "data", tmp_path / "run"
     shutil.copytree(imagenet, place)
@@ -203,48 +184,42 @@ def test_changed_samples_are_refused_only_in_the_middle_of_an_epoch(
     def go_on(until: int, *more: object) -> Result:
         return vitamp(*words, "DATA.NUM_WORKERS=0", f"TRAIN.MAX_UPDATES={until}", *more)
 
-    assert go_on(4, f"DATA.EXCLUDE={first}").code == 0
+    go_on(4, f"DATA.EXCLUDE={first}", code=0)
     for changed in ((), (f"DATA.EXCLUDE={other}",), (f"DATA.EXCLUDE={first}", "SEED=1")):
-        refused = go_on(12, *changed)
-        assert refused.code == 2, refused.text
+        refused = go_on(12, *changed, code=2)
         assert "saved within epoch 1, but the training samples have changed since: 23 " in refused.err
         assert newest(run) == 4
-    assert go_on(6, f"DATA.EXCLUDE={first}").code == 0
-    between = go_on(8)
-    assert between.code == 0, between.text
+    go_on(6, f"DATA.EXCLUDE={first}", code=0)
+    between = go_on(8, code=0)
     assert "changed since: DATA.EXCLUDE" in between.out
 
 
 @pytest.mark.parametrize("change", ["renamed", "swapped"])
 def test_renamed_and_swapped_images_are_refused_in_the_middle_of_an_epoch(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, change: str
+    vitamp: Vitamp, tiny: Path, tmp_path: Path, change: str
 ) -> None:
     place, run = tmp_path / "data", tmp_path / "run"
     for split, name, number in ((s, n, k) for s in ("train", "val") for n in ("ant", "bee") for k in range(4)):
         save_image(place / split / name / f"{name}-{number}.jpg", seed=number)
     data = ("-dataset", "imagefolder", "-data_path", place, "-batch_size", 2, "DATA.NUM_WORKERS=0")
     words = ("-cfg", tiny, "-output", run, *data, "DATA.IMAGE_CHANNELS=3", "-resume", "auto", "SAVE_FREQ=1")
-    assert vitamp(*words, "TRAIN.MAX_UPDATES=2").code == 0
+    vitamp(*words, "TRAIN.MAX_UPDATES=2", code=0)
     moved = place.rename(tmp_path / "moved")
-    assert vitamp(*words, "-data_path", moved, "TRAIN.MAX_UPDATES=3").code == 0, "moving it changes nothing"
+    vitamp(*words, "-data_path", moved, "TRAIN.MAX_UPDATES=3", code=0)  # moving it changes nothing
     shutil.rmtree(run / "checkpoints" / "step-000000003")
     train, swaps = moved / "train", {"ant/ant-0.jpg": "bee/ant-0.jpg", "bee/bee-3.jpg": "ant/bee-3.jpg"}
     for old, new in ({"bee/bee-0.jpg": "bee/bee-9.jpg"} if change == "renamed" else swaps).items():
         (train / old).rename(train / new)
-    done = vitamp(*words, "-data_path", moved, "TRAIN.MAX_UPDATES=4")
-    assert done.code == 2, done.text
+    done = vitamp(*words, "-data_path", moved, "TRAIN.MAX_UPDATES=4", code=2)
     assert "the training samples have changed since: 8 as before, but with other names or labels" in done.err
     assert newest(run) == 2
 
 
-def test_resume_does_not_depend_on_the_working_directory(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
-) -> None:
+def test_resume_does_not_depend_on_the_working_directory(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     """A relative -output is saved as written, and the run is found again by another path."""
     os.makedirs(tmp_path / "elsewhere")
     words = ("TRAIN.MAX_UPDATES=44",)
-    assert vitamp("-cfg", tiny, "-output", "run", *words, cwd=tmp_path).code == 0
-    done = vitamp("-resume", "../run", "TRAIN.MAX_UPDATES=null", cwd=tmp_path / "elsewhere")
-    assert done.code == 0, done.text
+    vitamp("-cfg", tiny, "-output", "run", *words, cwd=tmp_path, code=0)
+    vitamp("-resume", "../run", "TRAIN.MAX_UPDATES=null", cwd=tmp_path / "elsewhere", code=0)
     assert metrics(tmp_path / "run", "train")[-1]["update"] == 88
     assert list((tmp_path / "elsewhere").iterdir()) == []

@@ -6,7 +6,7 @@ import hashlib
 import json
 import shlex
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.program import Result, metrics, train_tiny, write_meta
+from tests.program import Vitamp, metrics, train_tiny, write_meta
 
 RATE = 2e-3
 BASE = ("SAVE_FREQ=1", "KEEP_LAST=0", "TRAIN.MODEL_EMA=true", "TRAIN.MODEL_EMA_DECAY=0.9")
@@ -87,13 +87,10 @@ def cases(named: Iterable[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("change", cases(ALLOWED))
-def test_resume_with_a_change_is_logged_and_loses_nothing(
-    vitamp: Callable[..., Result], run: Path, change: str
-) -> None:
+def test_resume_with_a_change_is_logged_and_loses_nothing(vitamp: Vitamp, run: Path, change: str) -> None:
     words, logged = ALLOWED[change]
     before, reached = saved(run), metrics(run, "val")[-1]["acc1"]
-    done = vitamp("-resume", "auto", "-output", run, MORE, *words)
-    assert done.code == 0, done.text
+    done = vitamp("-resume", "auto", "-output", run, MORE, *words, code=0)
     assert logged in done.text
     if "learning rate is" not in logged:
         assert AFTER_TWO_OF_FOUR in done.out
@@ -104,42 +101,37 @@ def test_resume_with_a_change_is_logged_and_loses_nothing(
 
 
 @pytest.mark.slow
-def test_resume_on_two_processes_continues_the_count_of_updates(vitamp: Callable[..., Result], run: Path) -> None:
+def test_resume_on_two_processes_continues_the_count_of_updates(vitamp: Vitamp, run: Path) -> None:
     before = saved(run)
     words = ("-resume", "auto", "-output", run, MORE, "-batch_size", 32, "-ngpus", 2)
-    done = vitamp(*words, "TRAIN.GLOBAL_BATCH=64", script="main_multi_gpu.py")
-    assert done.code == 0, done.text
+    done = vitamp(*words, "TRAIN.GLOBAL_BATCH=64", script="main_multi_gpu.py", code=0)
     assert "An epoch has 22 updates now, but had 44 in the checkpoint" in done.err
     assert AFTER_TWO_OF_FOUR in done.out
     check_whole(run, before, last_epoch=4)
 
 
-def test_lengthened_run_has_the_whole_warmup(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_lengthened_run_has_the_whole_warmup(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    first = vitamp("-cfg", tiny, "-output", run, "TRAIN.NUM_EPOCHS=1", "TRAIN.WARMUP_EPOCHS=2")
-    assert first.code == 0, first.text
+    first = vitamp("-cfg", tiny, "-output", run, "TRAIN.NUM_EPOCHS=1", "TRAIN.WARMUP_EPOCHS=2", code=0)
     assert "clipped to 1, so the learning rate rises until the end" in first.out
-    done = vitamp("-resume", run, MORE)
-    assert done.code == 0, done.text
+    done = vitamp("-resume", run, MORE, code=0)
     assert f"the next update's learning rate is {RATE / 2:.3e}" in done.out
     assert "clipped" not in done.out
 
 
-def test_resume_with_fewer_and_with_more_epochs(vitamp: Callable[..., Result], run: Path, tmp_path: Path) -> None:
+def test_resume_with_fewer_and_with_more_epochs(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
     finished = vitamp("-resume", run, "-output", tmp_path / "empty", "TRAIN.NUM_EPOCHS=1")
     assert f"its folder is {run}" in finished.out.splitlines()[-1]
     finished = vitamp("-resume", run, "TRAIN.NUM_EPOCHS=1")
     assert "had already finished" in finished.out
     assert "next update" not in finished.out
-    done = vitamp("-resume", run, "TRAIN.NUM_EPOCHS=3")
-    assert done.code == 0, done.text
+    done = vitamp("-resume", run, "TRAIN.NUM_EPOCHS=3", code=0)
     assert "the schedule now spans 3 epochs instead of 2" in done.out
     check_whole(run, set(), last_epoch=3)
 
 
-def test_max_updates_is_independent_of_the_batch_size(vitamp: Callable[..., Result], run: Path) -> None:
-    done = vitamp("-resume", run, MORE, "-batch_size", 128, "TRAIN.MAX_UPDATES=93")
-    assert done.code == 0, done.text
+def test_max_updates_is_independent_of_the_batch_size(vitamp: Vitamp, run: Path) -> None:
+    vitamp("-resume", run, MORE, "-batch_size", 128, "TRAIN.MAX_UPDATES=93", code=0)
     assert metrics(run, "val")[-1]["update"] == 93
     assert index(run)["last"] == "step-000000093"
 
@@ -154,28 +146,26 @@ def test_max_updates_is_independent_of_the_batch_size(vitamp: Callable[..., Resu
     ids=["optimiser", "width", "image size"],
 )
 def test_incompatible_resume_is_refused_and_changes_nothing(
-    vitamp: Callable[..., Result], run: Path, words: list[str], reason: str
+    vitamp: Vitamp, run: Path, words: list[str], reason: str
 ) -> None:
     kept = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.suffix in (".jsonl", ".json")}
-    done = vitamp("-resume", run, MORE, *words)
-    assert done.code == 2, done.text
+    done = vitamp("-resume", run, MORE, *words, code=2)
     assert reason in done.err
     assert {path: path.read_bytes() for path in kept} == kept
 
 
 @pytest.mark.parametrize("words", [["-batch_size", 64], ["SEED=1"]], ids=["batch", "order"])
 def test_batch_and_order_cannot_change_in_the_middle_of_an_epoch(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, words: list[object]
+    vitamp: Vitamp, tiny: Path, tmp_path: Path, words: list[object]
 ) -> None:
     run = tmp_path / "run"
-    assert vitamp("-cfg", tiny, "-output", run, "TRAIN.MAX_UPDATES=5").code == 0
-    done = vitamp("-resume", run, "TRAIN.MAX_UPDATES=9", *words)
-    assert done.code == 2, done.text
+    vitamp("-cfg", tiny, "-output", run, "TRAIN.MAX_UPDATES=5", code=0)
+    done = vitamp("-resume", run, "TRAIN.MAX_UPDATES=9", *words, code=2)
     assert "saved within" in done.err
     assert saved(run) == {"step-000000005"}
 
 
-def test_epoch_that_is_not_saved_lists_those_that_are(vitamp: Callable[..., Result], run: Path) -> None:
+def test_epoch_that_is_not_saved_lists_those_that_are(vitamp: Vitamp, run: Path) -> None:
     words = "There is a checkpoint of the end of epochs 1, 2: use -last_epoch 2."
     for path, said in (
         (run, "no usable checkpoint of epoch 3 found"),
@@ -185,7 +175,7 @@ def test_epoch_that_is_not_saved_lists_those_that_are(vitamp: Callable[..., Resu
         assert (done.code, said in done.err, words in done.err) == (2, True, True), done.text
 
 
-def test_copies_under_own_names_are_left_alone(vitamp: Callable[..., Result], run: Path) -> None:
+def test_copies_under_own_names_are_left_alone(vitamp: Vitamp, run: Path) -> None:
     """Names like step-000000044.mine are the user's: not pruned, not resumed from, not moved, not listed."""
     root = run / "checkpoints"
     own = [root / name for name in ("step-000000044.mine", "step-000000044-notes", "step-000000999.bak", "step-7")]
@@ -194,8 +184,7 @@ def test_copies_under_own_names_are_left_alone(vitamp: Callable[..., Result], ru
     kept = {path: path.read_bytes() for folder in own for path in folder.rglob("*")}
     listed = vitamp("list", run, script="scripts/checkpoint.py")
     assert "2 checkpoints, " in listed.out, listed.text
-    done = vitamp("-resume", run, "KEEP_LAST=1", "TRAIN.NUM_EPOCHS=3")
-    assert done.code == 0, done.text
+    vitamp("-resume", run, "KEEP_LAST=1", "TRAIN.NUM_EPOCHS=3", code=0)
     assert saved(run) - {folder.name for folder in own} == {index(run)["best"], "step-000000132"}
     assert "had already finished: 132 updates" in vitamp("-resume", "auto", "-output", run, "TRAIN.NUM_EPOCHS=3").out
     assert {path: path.read_bytes() for path in kept} == kept
@@ -203,17 +192,16 @@ def test_copies_under_own_names_are_left_alone(vitamp: Callable[..., Result], ru
 
 @pytest.mark.parametrize(("samples", "updates"), [(12, 3), (120, 30)], ids=["half the data", "five times the data"])
 def test_learning_rate_follows_epochs_if_the_data_set_changed(
-    vitamp: Callable[..., Result], tiny: Path, imagenet: Path, tmp_path: Path, samples: int, updates: int
+    vitamp: Vitamp, tiny: Path, imagenet: Path, tmp_path: Path, samples: int, updates: int
 ) -> None:
     place, run = tmp_path / "data", tmp_path / "run"
     shutil.copytree(imagenet, place)
     data = ("-dataset", "imagenet2012", "-data_path", place, "-batch_size", 4, "DATA.NUM_WORKERS=0")
     words = ("-cfg", tiny, "-output", run, *data, "-resume", "auto", "REPORT_FREQ=1", "SAVE_FREQ=1", "KEEP_LAST=0")
-    assert vitamp(*words, "TRAIN.NUM_EPOCHS=2").code == 0
+    vitamp(*words, "TRAIN.NUM_EPOCHS=2", code=0)
     lines = (place / "train_list.txt").read_text().splitlines()
     (place / "train_list.txt").write_text("\n".join((lines * 5)[:samples]) + "\n")
-    done = vitamp(*words, MORE)
-    assert done.code == 0, done.text
+    done = vitamp(*words, MORE, code=0)
     assert f"The training samples have changed since the checkpoint: 24 then, {samples} now." in done.err
     assert "epoch 3, 12 updates done; the next update's learning rate is 1.500e-03" in done.out
     check_whole(run, {"step-000000006", "step-000000012"}, last_epoch=4)
@@ -225,18 +213,14 @@ def test_learning_rate_follows_epochs_if_the_data_set_changed(
 
 
 @pytest.mark.parametrize("by", ["epoch", "folder"])
-def test_resume_from_an_earlier_checkpoint_needs_a_folder_of_its_own(
-    vitamp: Callable[..., Result], run: Path, by: str
-) -> None:
+def test_resume_from_an_earlier_checkpoint_needs_a_folder_of_its_own(vitamp: Vitamp, run: Path, by: str) -> None:
     whole, told = saved(run), metrics(run)
     first = run / "checkpoints" / "step-000000044"
     words = ("-resume", run, "-last_epoch", 1) if by == "epoch" else ("-resume", first)
-    refused = vitamp(*words, "TRAIN.NUM_EPOCHS=2")
-    assert refused.code == 2
+    refused = vitamp(*words, "TRAIN.NUM_EPOCHS=2", code=2)
     assert f"{first}: the run has later checkpoints, up to step-000000088, which are not overwritten." in refused.err
     command = shlex.split(refused.err.partition("`")[2].partition("`")[0])
-    done = vitamp(*command[2:], "TRAIN.NUM_EPOCHS=2", "SEED=3")
-    assert done.code == 0, done.text
+    vitamp(*command[2:], "TRAIN.NUM_EPOCHS=2", "SEED=3", code=0)
     assert (saved(run), metrics(run)) == (whole, told)
     branch = Path(f"{run}-from-44")
     assert index(branch)["last"] == "step-000000088"
@@ -244,7 +228,7 @@ def test_resume_from_an_earlier_checkpoint_needs_a_folder_of_its_own(
 
 
 def test_the_state_of_another_version_is_refused_in_one_line_and_its_weights_are_used(
-    vitamp: Callable[..., Result], run: Path, tmp_path: Path
+    vitamp: Vitamp, run: Path, tmp_path: Path
 ) -> None:
     for folder in (run / "checkpoints").glob("step-*"):
         state = torch.load(folder / "state.pt", weights_only=True)
@@ -261,17 +245,16 @@ def test_the_state_of_another_version_is_refused_in_one_line_and_its_weights_are
     assert (refused.code, len(refused.err.strip().splitlines())) == (2, 1), refused.err
     last = run / "checkpoints" / "step-000000088"
     assert f"{last}: vitamp 0.2.0 wrote its training state" in refused.err
-    assert vitamp(run, script="scripts/evaluate.py").code == 0
-    assert vitamp("-eval", "-resume", run, "-output", tmp_path / "e").code == 0
-    assert vitamp("verify", run, script="scripts/checkpoint.py").code == 0
+    vitamp(run, script="scripts/evaluate.py", code=0)
+    vitamp("-eval", "-resume", run, "-output", tmp_path / "e", code=0)
+    vitamp("verify", run, script="scripts/checkpoint.py", code=0)
 
 
-def test_best_checkpoint_in_another_folder_is_named_and_still_counts(
-    vitamp: Callable[..., Result], run: Path, tmp_path: Path
-) -> None:
+def test_best_checkpoint_in_another_folder_is_named_and_still_counts(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
     other, best = tmp_path / "other", index(run)["best"]
-    done = vitamp("-resume", run, "-output", other, "TRAIN.NUM_EPOCHS=3", "TRAIN.BASE_LR=0", "TRAIN.MODEL_EMA=false")
-    assert done.code == 0, done.text
+    done = vitamp(
+        "-resume", run, "-output", other, "TRAIN.NUM_EPOCHS=3", "TRAIN.BASE_LR=0", "TRAIN.MODEL_EMA=false", code=0
+    )
     assert f"its checkpoint is in another folder ({run / 'checkpoints' / best})" in done.err
     assert index(other)["best"] in saved(other)
     assert "(epoch 3)" in done.out.splitlines()[-1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from engine.report.curves import draw_curves
-from tests.program import Result, metrics
+from tests.program import Result, Vitamp, metrics
 from utils.config import config_hash, load_config
 from vitamp.checkpoints import inspect, read_index, verify
 
@@ -48,8 +47,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     place = tmp_path_factory.mktemp("finished")
     (place / "tiny.yaml").write_text(TINY_DIGITS)
     words = ("-amp", "fp16", "TRAIN.MODEL_EMA=true", "TAG=night watch")
-    result = run_program("-cfg", place / "tiny.yaml", "-output", place / "run", *words, streams=place)
-    assert result.code == 0, result.text
+    result = run_program("-cfg", place / "tiny.yaml", "-output", place / "run", *words, streams=place, code=0)
     return place / "run", result
 
 
@@ -141,13 +139,10 @@ def test_checkpoints_have_metrics_input_settings_and_hashes(finished: tuple[Path
     verify(inspect(run / "checkpoints" / "step-000000044"))
 
 
-def test_last_validation_after_a_save_can_become_the_best(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
-) -> None:
+def test_last_validation_after_a_save_can_become_the_best(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     """A checkpoint that was saved before the last validation is saved again with its metrics."""
     run, name = tmp_path / "run", "step-000000010"
-    done = vitamp("-cfg", tiny, "-output", run, "SAVE_EVERY_UPDATES=10", "TRAIN.MAX_UPDATES=10")
-    assert done.code == 0, done.text
+    vitamp("-cfg", tiny, "-output", run, "SAVE_EVERY_UPDATES=10", "TRAIN.MAX_UPDATES=10", code=0)
     (val,) = metrics(run, "val")
     assert inspect(run / "checkpoints" / name).meta["metrics"]["acc1"] == pytest.approx(val["acc1"])
     assert read_index(run / "checkpoints")["best"] == name
@@ -176,24 +171,22 @@ def test_last_line_has_best_accuracy_time_and_folder(finished: tuple[Path, Resul
     assert str(run) in last
 
 
-def test_save_is_the_parent_folder_and_output_the_run_folder(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
-) -> None:
+def test_save_is_the_parent_folder_and_output_the_run_folder(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     short = ("-cfg", tiny, "TRAIN.MAX_UPDATES=1")
     for _ in range(2):  # within one second, perhaps: neither may land in the other's folder
-        assert vitamp(*short, f"SAVE={tmp_path / 'all'}").code == 0
+        vitamp(*short, f"SAVE={tmp_path / 'all'}", code=0)
     made = sorted((tmp_path / "all").iterdir())
     assert len(made) == 2
     assert all(folder.name.startswith("train-20") and (folder / "run.json").exists() for folder in made)
-    assert vitamp(*short, "-output", tmp_path / "mine", f"SAVE={tmp_path / 'other'}").code == 0
+    vitamp(*short, "-output", tmp_path / "mine", f"SAVE={tmp_path / 'other'}", code=0)
     assert (tmp_path / "mine" / "run.json").exists()
     assert not (tmp_path / "other").exists()
 
 
-def test_keep_last_keeps_the_best(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_keep_last_keeps_the_best(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     """The best checkpoint comes early, since the learning rate falls to 0 at the end."""
     words = ("SAVE_EVERY_UPDATES=5", "KEEP_LAST=2", "VALIDATE_EVERY_UPDATES=13", "TRAIN.NUM_EPOCHS=1")
-    assert vitamp("-cfg", tiny, "-output", tmp_path / "run", *words).code == 0
+    vitamp("-cfg", tiny, "-output", tmp_path / "run", *words, code=0)
     root = tmp_path / "run" / "checkpoints"
     kept = {folder.name for folder in root.glob("step-*")}
     index = json.loads((root / "index.json").read_text())
@@ -206,11 +199,11 @@ def test_keep_last_keeps_the_best(vitamp: Callable[..., Result], tiny: Path, tmp
 
 
 def test_save_and_validate_every_updates_count_the_last_update_of_an_epoch(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+    vitamp: Vitamp, tiny: Path, tmp_path: Path
 ) -> None:
     rarely = ("SAVE_FREQ=100", "VALIDATE_FREQ=100", "TRAIN.NUM_EPOCHS=2", "KEEP_LAST=0")
     often = ("SAVE_EVERY_UPDATES=22", "VALIDATE_EVERY_UPDATES=44")
-    assert vitamp("-cfg", tiny, "-output", tmp_path / "run", *rarely, *often).code == 0
+    vitamp("-cfg", tiny, "-output", tmp_path / "run", *rarely, *often, code=0)
     saved = {int(folder.name.removeprefix("step-")) for folder in (tmp_path / "run" / "checkpoints").glob("step-*")}
     assert saved == {22, 44, 66, 88}
     assert [line["update"] for line in metrics(tmp_path / "run", "val")] == [44, 88]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from tests.program import Result, train_tiny
+from tests.program import Vitamp, train_tiny
 
 KEY = "DATA.BACKGROUND"
 
@@ -37,21 +36,20 @@ def of_icons(icons: Path) -> list[object]:
 
 
 def test_packed_images_are_composited_and_kept_ones_follow_the_training(
-    vitamp: Callable[..., Result], icons: Path, tmp_path: Path
+    vitamp: Vitamp, icons: Path, tmp_path: Path
 ) -> None:
-    done = vitamp(icons, tmp_path / "raw", "-dataset", "imagefolder", "-raw", script="scripts/pack_images.py")
-    assert done.code == 0, done.text
+    vitamp(icons, tmp_path / "raw", "-dataset", "imagefolder", "-raw", script="scripts/pack_images.py", code=0)
     done = vitamp(
-        *(icons, tmp_path / "raw", "-dataset", "imagefolder", "-raw", f"{KEY}=drop"), script="scripts/pack_images.py"
+        *(icons, tmp_path / "raw", "-dataset", "imagefolder", "-raw", f"{KEY}=drop"),
+        script="scripts/pack_images.py",
+        code=2,
     )
-    assert done.code == 2
     assert f"packed with {KEY} white, not drop" in done.text
 
     keep = (icons, tmp_path / "keep", "-dataset", "imagefolder", "-keep")
     done = vitamp(*keep, f"{KEY}=black", script="scripts/pack_images.py")
     assert (done.code, "set it when training" in done.text) == (2, True), done.text
-    done = vitamp(*keep, script="scripts/pack_images.py")
-    assert done.code == 0, done.text
+    done = vitamp(*keep, script="scripts/pack_images.py", code=0)
     assert f"Train with: -dataset shards -data_path {tmp_path / 'keep'}" in done.out
     run = train_tiny(tmp_path, *of_icons(tmp_path / "keep"), "-dataset", "shards", f"{KEY}=black")
     assert "With transparent pixels, composited by DATA.BACKGROUND=black: 8 of 24" in (run / "log.txt").read_text()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.program import Result, metrics
+from tests.program import Vitamp, metrics
 
-Vitamp = Callable[..., Result]
 FROZEN = ("MODEL.FREEZE=backbone", "MODEL.UNFREEZE_EPOCH=2", "TRAIN.NUM_EPOCHS=3", "TRAIN.LAYER_DECAY=0.6")
 RICH = (*FROZEN, "TRAIN.MODEL_EMA=true", "MODEL.DEPTH=2", "MODEL.DROPOUT=0.1", "MODEL.DROPPATH=0.2")
 O2 = ("-amp", "bf16", "AMP.LEVEL=O2")
@@ -22,8 +20,7 @@ def test_sharded_run_agrees_with_ddp_and_resumes(
 ) -> None:
     words = ("-cfg", tiny, *RICH, *amp, "-ngpus", 2, "KEEP_LAST=0")
     for name, how in (("ddp", ()), ("fsdp", ("DIST.STRATEGY=fsdp",))):
-        done = vitamp("-output", tmp_path / name, *words, *how, script="main_multi_gpu.py")
-        assert done.code == 0, done.text
+        vitamp("-output", tmp_path / name, *words, *how, script="main_multi_gpu.py", code=0)
     ddp, fsdp = (
         [(line["loss"], line["grad_norm"]) for line in metrics(tmp_path / name, "train")] for name in ("ddp", "fsdp")
     )
@@ -32,22 +29,18 @@ def test_sharded_run_agrees_with_ddp_and_resumes(
         assert ours == pytest.approx(theirs, rel=close)
     again = (*words, "DIST.STRATEGY=fsdp", "-output", tmp_path / "again", "-resume", "auto")
     for limit in (("TRAIN.MAX_UPDATES=22",), ("TRAIN.MAX_UPDATES=30",), ()):
-        done = vitamp(*again, *limit, script="main_multi_gpu.py")
-        assert done.code == 0, done.text
+        vitamp(*again, *limit, script="main_multi_gpu.py", code=0)
     assert metrics(tmp_path / "again", "train") == metrics(tmp_path / "fsdp", "train")
 
 
 @pytest.mark.slow
 def test_compiled_run_compiles_again_and_resumes(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     words = ("-cfg", tiny, *FROZEN, "TRAIN.COMPILE=blocks")
-    done = vitamp("-output", tmp_path / "whole", *words, timeout=600)
-    assert done.code == 0, done.text
+    done = vitamp("-output", tmp_path / "whole", *words, timeout=600, code=0)
     assert done.out.count("Compiling each block") == 2
     for limit in ("TRAIN.MAX_UPDATES=44",), ():
-        done = vitamp("-output", tmp_path / "run", "-resume", "auto", *words, *limit, timeout=600)
-        assert done.code == 0, done.text
+        vitamp("-output", tmp_path / "run", "-resume", "auto", *words, *limit, timeout=600, code=0)
     assert metrics(tmp_path / "run", "train") == metrics(tmp_path / "whole", "train")
-    eager = vitamp("-output", tmp_path / "eager", "-cfg", tiny, *FROZEN)
-    assert eager.code == 0
+    vitamp("-output", tmp_path / "eager", "-cfg", tiny, *FROZEN, code=0)
     losses = [[line["loss"] for line in metrics(tmp_path / name, "train")] for name in ("whole", "eager")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)

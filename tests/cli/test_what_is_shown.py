@@ -7,12 +7,11 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.program import ROOT, Result
+from tests.program import ROOT, Vitamp
 from tests.terminal import on_terminal
 
 TIMES = r"Time: \d+:\d\d:\d\d, Left: \d+:\d\d:\d\d"
@@ -32,7 +31,7 @@ def lines_like(pattern: str, text: str) -> list[str]:
     return [line for line in text.splitlines() if re.fullmatch(pattern, line)]
 
 
-def test_paddlevit_log_lines(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_paddlevit_log_lines(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     done = vitamp("-cfg", tiny, "-output", tmp_path / "run", "TRAIN.NUM_EPOCHS=1")
     assert len(lines_like(PADDLEVIT, done.out)) == 5
     assert len(lines_like(VALIDATION, done.out)) == 1
@@ -40,7 +39,7 @@ def test_paddlevit_log_lines(vitamp: Callable[..., Result], tiny: Path, tmp_path
     assert done.err == ""
 
 
-def test_fleet_log_lines_count_from_0(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_fleet_log_lines_count_from_0(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     words = ("LOG_STYLE=fleet", "REPORT_FREQ=20", "TRAIN.NUM_EPOCHS=1")
     done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *words)
     assert len(lines_like(FLEET, done.out)) == 3
@@ -59,7 +58,6 @@ def test_paddlevit_lines_on_a_terminal_have_a_progress_bar(tiny: Path, tmp_path:
     """It has loss, images per second and the time left, and log lines do not break it."""
     words = ("TRAIN.NUM_EPOCHS=8", "REPORT_FREQ=4", "LOG_STYLE=paddlevit")
     shown = on_terminal("-cfg", tiny, "-output", tmp_path / "run", *words, columns=160)
-    assert shown.code == 0, shown.raw
     bars = [piece for piece in re.split(r"[\r\n]+", shown.raw) if " left, " in piece]
     form = r"epoch \d/8 \S* +\d+/44 \[\d\d:\d\d left, run \d:\d\d:\d\d left, loss \d+\.\d{4}, [\d,]+ images/s\]"
     assert any(re.search(form, bar) for bar in bars), bars[-3:]
@@ -67,43 +65,38 @@ def test_paddlevit_lines_on_a_terminal_have_a_progress_bar(tiny: Path, tmp_path:
     assert "Done: best" in shown.raw
 
 
-def test_print_config_shows_values_with_sources(vitamp: Callable[..., Result], tiny: Path) -> None:
-    done = vitamp("-cfg", tiny, "-amp", "-print_config", "TRAIN.BASE_LR=1e-4")
-    assert done.code == 0
+def test_print_config_shows_values_with_sources(vitamp: Vitamp, tiny: Path) -> None:
+    done = vitamp("-cfg", tiny, "-amp", "-print_config", "TRAIN.BASE_LR=1e-4", code=0)
     assert re.search(r"  BASE_LR: 0\.0001 +# .*command line", done.out), done.out
     assert re.search(r"  ENABLED: true +# -amp", done.out)
     assert re.search(r"  EMBED_DIM: 16 +# .*tiny\.yaml", done.out)
     assert re.search(r"SEED: 0 +# default", done.out)
 
 
-def test_list_models_prints_timm_names(vitamp: Callable[..., Result]) -> None:
-    done = vitamp("-list_models", "vit_tiny*")
-    assert done.code == 0
+def test_list_models_prints_timm_names(vitamp: Vitamp) -> None:
+    done = vitamp("-list_models", "vit_tiny*", code=0)
     names = done.out.split()
     assert "vit_tiny_patch16_224" in names
     assert all(name.startswith("vit_tiny") for name in names)
-    assert vitamp("-list_models", "no_such*").code == 2
+    vitamp("-list_models", "no_such*", code=2)
 
 
-def test_version_and_help_are_printed(vitamp: Callable[..., Result]) -> None:
-    version = vitamp("-version")
-    assert version.code == 0
+def test_version_and_help_are_printed(vitamp: Vitamp) -> None:
+    version = vitamp("-version", code=0)
     assert re.fullmatch(r"vitamp \S+\ntorch 2\.\S+\ntimm 1\.\S+\n", version.out)
-    usage = vitamp("-h")
-    assert usage.code == 0
+    usage = vitamp("-h", code=0)
     for words in ("usage: python main_single_gpu.py", "Precision:", "-amp [HOW]", "-batch_size N", "-resume PATH|auto"):
         assert words in usage.out
 
 
-def test_profile_writes_a_trace(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
-    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", "-profile", 2, "TRAIN.MAX_UPDATES=8")
-    assert done.code == 0, done.text
+def test_profile_writes_a_trace(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
+    vitamp("-cfg", tiny, "-output", tmp_path / "run", "-profile", 2, "TRAIN.MAX_UPDATES=8", code=0)
     trace = json.loads((tmp_path / "run" / "profile.json").read_text())
     assert any("aten::addmm" in str(event.get("name")) for event in trace["traceEvents"])
 
 
 def test_next_commands_have_the_folder_and_come_before_the_last_line(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+    vitamp: Vitamp, tiny: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "a run"
     done = vitamp("-cfg", tiny, "-output", run, "TRAIN.MAX_UPDATES=2")
@@ -122,15 +115,14 @@ def test_next_commands_have_the_folder_and_come_before_the_last_line(
         assert Path(words[2]).name == tool
         assert Path(words[2]).exists()
         assert str(run) in words
-    again = vitamp(*shlex.split(resume)[3:])
-    assert again.code == 0, again.text
+    again = vitamp(*shlex.split(resume)[3:], code=0)
     assert "after update 4" in again.out
     finished = vitamp(*shlex.split(resume)[3:])
     assert "had already finished: 4 updates" in finished.out
     assert shlex.split(finished.out.splitlines()[-2])[-1] == "TRAIN.MAX_UPDATES=8"
 
 
-def test_banner_has_mean_std_and_crop(vitamp: Callable[..., Result], tiny: Path) -> None:
+def test_banner_has_mean_std_and_crop(vitamp: Vitamp, tiny: Path) -> None:
     done = vitamp("-cfg", tiny, "-dry_run")
     assert re.search(r"inputs +mean 0\.5; std 0\.5; crop random, CROP_PCT 0\.875, bicubic\n", done.out), done.out
 

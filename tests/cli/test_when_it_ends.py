@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 
-from tests.program import Result, metrics
+from tests.program import Vitamp, metrics
 from utils.text import wilson
 
 
-def test_max_updates_ends_with_validation_and_checkpoint(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
-) -> None:
+def test_max_updates_ends_with_validation_and_checkpoint(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    done = vitamp("-cfg", tiny, "-output", run, "TRAIN.MAX_UPDATES=50", "SAVE_EVERY_UPDATES=50")
-    assert done.code == 0
+    vitamp("-cfg", tiny, "-output", run, "TRAIN.MAX_UPDATES=50", "SAVE_EVERY_UPDATES=50", code=0)
     assert metrics(run, "run")[-1]["update"] == 50
     assert [line["update"] for line in metrics(run, "val")] == [44, 50]
     index = json.loads((run / "checkpoints" / "index.json").read_text())
@@ -26,26 +22,23 @@ def test_max_updates_ends_with_validation_and_checkpoint(
     assert index["best"] == "step-000000050"
 
 
-def test_max_time_pauses_and_is_resumed(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_max_time_pauses_and_is_resumed(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     run, words = tmp_path / "run", ("TRAIN.NUM_EPOCHS=1000", "REPORT_FREQ=5")
-    done = vitamp("-cfg", tiny, "-output", run, *words, "-max_time", "0:00:01")
-    assert done.code == 0, done.text
+    done = vitamp("-cfg", tiny, "-output", run, *words, "-max_time", "0:00:01", code=0)
     assert "Paused, to be resumed" in done.out.splitlines()[-1]
     paused = metrics(run, "run")[-1]
     assert paused["what"] == "paused"
     assert 0 < paused["update"] < 44000
     more = f"TRAIN.MAX_UPDATES={paused['update'] + 3}"
-    again = vitamp("-cfg", tiny, "-output", run, *words, "-resume", "auto", more)
-    assert again.code == 0, again.text
+    vitamp("-cfg", tiny, "-output", run, *words, "-resume", "auto", more, code=0)
     assert [line["what"] for line in metrics(run, "run")] == ["start", "paused", "resume", "end"]
     assert metrics(run, "run")[-1]["update"] == paused["update"] + 3
 
 
-def test_patience_ends_a_run_without_improvement(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_patience_ends_a_run_without_improvement(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     """With learning rate 0, nothing improves after the first validation."""
     words = ("TRAIN.BASE_LR=0", "TRAIN.WARMUP_START_LR=0", "TRAIN.PATIENCE=2", "TRAIN.NUM_EPOCHS=9")
-    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *words)
-    assert done.code == 0
+    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *words, code=0)
     assert "TRAIN.PATIENCE" in done.out
     assert [line["epoch"] for line in metrics(tmp_path / "run", "val")] == [1, 2, 3]
     assert metrics(tmp_path / "run", "run")[-1]["what"] == "end"
@@ -56,33 +49,30 @@ def weights(run: Path, update: int) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def test_equal_commands_give_equal_results(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_equal_commands_give_equal_results(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     words = ("-amp", "bf16", "TRAIN.NUM_EPOCHS=1", "MODEL.DROPOUT=0.1")
     for name, more in (("a", ()), ("b", ()), ("c", ("DETERMINISTIC=true",)), ("d", ("SEED=1",))):
-        done = vitamp("-cfg", tiny, "-output", tmp_path / name, *words, *more)
-        assert done.code == 0, done.text
+        vitamp("-cfg", tiny, "-output", tmp_path / name, *words, *more, code=0)
     a, b, c, d = (metrics(tmp_path / name) for name in "abcd")
     assert a == b == c != d
     assert weights(tmp_path / "a", 44) == weights(tmp_path / "b", 44) == weights(tmp_path / "c", 44)
     assert weights(tmp_path / "a", 44) != weights(tmp_path / "d", 44)
 
 
-def test_eval_reproduces_the_metrics_of_training(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_eval_reproduces_the_metrics_of_training(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert vitamp("-cfg", tiny, "-output", run, "TRAIN.MODEL_EMA=true", "TRAIN.NUM_EPOCHS=1").code == 0
+    vitamp("-cfg", tiny, "-output", run, "TRAIN.MODEL_EMA=true", "TRAIN.NUM_EPOCHS=1", code=0)
     (validated,) = metrics(run, "val")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
     evaluated = tmp_path / "by_resume"
-    done = vitamp("-cfg", tiny, "-eval", "-resume", run, "-output", evaluated)
-    assert done.code == 0, done.text
+    vitamp("-cfg", tiny, "-eval", "-resume", run, "-output", evaluated, code=0)
     assert metrics(evaluated, "val") == [validated]
     assert not (evaluated / "checkpoints").exists()
 
     evaluated = tmp_path / "by_pretrained"
     file = run / "checkpoints" / "step-000000044" / "model.safetensors"
-    done = vitamp("-cfg", tiny, "-eval", "-pretrained", file, "-output", evaluated)
-    assert done.code == 0, done.text
+    done = vitamp("-cfg", tiny, "-eval", "-pretrained", file, "-output", evaluated, code=0)
     (figures,) = metrics(evaluated, "val")
     assert {key: figures[key] for key in ("loss", "acc1", "acc5")} == {
         key: validated[key] for key in ("loss", "acc1", "acc5")
@@ -97,21 +87,20 @@ def test_eval_reproduces_the_metrics_of_training(vitamp: Callable[..., Result], 
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
-def test_eval_does_not_write_to_the_evaluated_run(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_eval_does_not_write_to_the_evaluated_run(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     """Without -cfg, the run's own settings are used, with its folder as OUTPUT; metrics must not be written there."""
     run = tmp_path / "run"
-    assert vitamp("-cfg", tiny, "-output", run, "TRAIN.NUM_EPOCHS=1").code == 0
+    vitamp("-cfg", tiny, "-output", run, "TRAIN.NUM_EPOCHS=1", code=0)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     for number, place in enumerate((["-resume", run], ["-resume", "auto", "-output", run]), start=1):
-        done = vitamp("-eval", *place, f"SAVE={tmp_path / 'evals'}")
-        assert done.code == 0, done.text
+        vitamp("-eval", *place, f"SAVE={tmp_path / 'evals'}", code=0)
         assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
         made = sorted((tmp_path / "evals").iterdir())
         assert len(made) == number
         assert metrics(made[-1], "val") == metrics(run, "val")
 
 
-def test_eval_of_a_run_without_checkpoint_is_refused(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_eval_of_a_run_without_checkpoint_is_refused(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     for line in (("-eval",), ("-eval", "-dry_run")):
         done = vitamp("-cfg", tiny, *line, "-resume", "auto", "-output", empty)

@@ -130,6 +130,12 @@ def metrics(folder: Path, event: str | None = None) -> list[dict[str, Any]]:
     ]
 
 
+def last_weights(run: Path) -> dict[str, bytes]:
+    """The files of weights in a run's newest checkpoint."""
+    newest = max((run / "checkpoints").glob("step-*"))
+    return {f"{newest.name}/{file.name}": file.read_bytes() for file in newest.glob("*.safetensors")}
+
+
 TINY_DIGITS = """\
 DATA: {DATASET: digits, IMAGE_SIZE: 8, IMAGE_CHANNELS: 1, BATCH_SIZE: 32, IMAGENET_MEAN: 0.5, IMAGENET_STD: 0.5}
 MODEL: {NAME: tiny, NUM_CLASSES: 10, PATCH_SIZE: 4, EMBED_DIM: 16, DEPTH: 1, NUM_HEADS: 2}

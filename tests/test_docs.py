@@ -104,20 +104,6 @@ def test_commands_are_those_the_program_takes(page: Path) -> None:
     assert not wrong
 
 
-def test_what_is_wrong_is_seen() -> None:
-    """The check above itself."""
-    text = (
-        "CUDA_VISIBLE_DEVICES=0 python main_single_gpu.py -cfg \\\n  configs/vit_digits.yaml -bach_size 4 # so\n"
-        "python scripts/choose_precision.py -cfg configs/none.yaml -updates 3 -nothing TRAIN.NO=1\n"
-        "python main_single_gpu.py -cfg configs/vit_digits.yaml TRAIN.BASE_LR=x\n"
-        "python scripts/none.py\n"
-        "vitamp train -cfg vit_digits -bach_size 4\n"
-    )
-    told = [problems_of(words) for words in commands(text)]
-    assert [len(problems) for problems in told] == [1, 3, 1, 1, 1]
-    assert "-batch_size" in told[0][0]
-
-
 @pytest.mark.parametrize("block", [pytest.param(block, id=str(block), marks=marks_of(block)) for block in RUN])
 def test_a_block_runs_as_it_is_printed(block: Block, tmp_path: Path) -> None:
     place = tmp_path / "vitamp"

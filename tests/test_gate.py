@@ -6,11 +6,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
 
-from tests import gate
 from tests.gate import SLICES, NoUnknownSkips, in_slice, is_selected
-from tests.gpu import runs
 
 
 def item(name: str, *marks: str) -> pytest.Item:
@@ -41,38 +38,6 @@ def test_gpu_and_timing_select_by_marker(options: dict[str, object], left: str) 
     config = cast(pytest.Config, SimpleNamespace(getoption=options.get))
     tests = [item("a"), item("gpu", "gpu"), item("timing", "timing"), item("both", "gpu", "timing")]
     assert [test.nodeid for test in tests if is_selected(test, config)] == left.split()
-
-
-@pytest.mark.parametrize(
-    ("capability", "word", "missing"),
-    [
-        ((7, 5), "bf16", "bf16"),
-        ((7, 0), torch.bfloat16, "bf16"),
-        ((7, 0), "SPEED=+flash", "flash"),
-        ((7, 5), "fp16", None),
-        ((8, 0), "bf16", None),
-    ],
-)
-def test_an_older_gpu_skips_what_it_lacks(
-    capability: tuple[int, int], word: object, missing: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runs, "KIND", "cuda")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    if missing is None:
-        runs.skip_if_missing("-amp", word)
-        return
-    with pytest.raises(pytest.skip.Exception, match=f"this GPU has no {missing}: compute capability 7"):
-        runs.skip_if_missing("-amp", word)
-
-
-def test_gpu_without_one_is_an_error_unless_a_cpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = cast(pytest.Config, SimpleNamespace(getoption={"--gpu": True}.get))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(gate, "GPU_TESTS_ON", "cuda")
-    with pytest.raises(pytest.UsageError, match=r"torch sees no GPU here\. VITAMP_GPU_TESTS_ON=cpu"):
-        gate.pytest_configure(config)
-    monkeypatch.setattr(gate, "GPU_TESTS_ON", "cpu")
-    gate.pytest_configure(config)
 
 
 @pytest.mark.parametrize(

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from engine.optim.build import build_optimizer
 from tests.documents import blocks, commands
 from tests.program import Vitamp
 from utils.cli import parse
-from utils.config import Config, OptimizerConfig, TrainConfig, load_config
+from utils.config import Config, load_config
 from utils.config.keys import default_of
 
 ROOT = Path(__file__).resolve().parents[1]
-CPU = torch.device("cpu")
-
-
-def defaults(name: str) -> dict[str, Any]:
-    settings = TrainConfig(OPTIMIZER=OptimizerConfig(NAME=name))
-    return build_optimizer(nn.Linear(2, 2), settings, 0.1, CPU).defaults
 
 
 @pytest.mark.parametrize(("more", "precision"), [((), "bf16"), (("AMP.CUSTOM_BLACK_LIST=[softmax]",), "fp32")])

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.label_sets import write_recipe, write_set
-from tests.program import TINY_DIGITS, Vitamp, metrics, run_program
+from tests.program import TINY_DIGITS, Vitamp, last_weights, metrics, run_program
 
 
 class Ability(NamedTuple):
@@ -126,9 +126,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, command: Callable[[str], lis
 
 def trained(run: Path) -> dict[str, Any]:
     """What must be equal, bit for bit."""
-    last = max((run / "checkpoints").glob("step-*"))
-    weights = {file.name: file.read_bytes() for file in last.glob("*.safetensors")}
-    return {**weights, "metrics": [line for line in metrics(run) if line["event"] in ("train", "epoch")]}
+    return {**last_weights(run), "metrics": [line for line in metrics(run) if line["event"] in ("train", "epoch")]}
 
 
 def validated(run: Path) -> dict[str, Any]:

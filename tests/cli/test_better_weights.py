@@ -148,5 +148,4 @@ def test_eval_refuses_an_untrained_classifier(vitamp: Vitamp, run: Path, tmp_pat
         assert "its accuracy would be that of an untrained classifier" in done.err
         assert not (tmp_path / "eval").exists()
     words = ("-cfg", run / "config.yaml", "-pretrained", file, "-output", tmp_path / "new", "-num_classes", 12)
-    done = vitamp(*words, "-dry_run")
-    assert done.code == 0, "training begins with it"
+    vitamp(*words, "-dry_run", code=0)  # training begins with it

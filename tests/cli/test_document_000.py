@@ -20,7 +20,6 @@ SPACES = "-cfg ./configs/vit_base_patch16_224.yaml -dataset imagenet2012 -batch_
 
 def trained(result: Result, folder: Path, updates: int) -> None:
     """Assert that it made so many updates in mixed precision, and validated all images."""
-    assert result.code == 0, result.text
     assert metrics(folder, "train")[-1]["update"] == updates
     (validated,) = metrics(folder, "val")
     assert validated["update"] == updates
@@ -33,7 +32,9 @@ def trained(result: Result, folder: Path, updates: int) -> None:
 @pytest.mark.parametrize("line", [EQUALS, SPACES], ids=["-flag=value", "-flag value"])
 def test_single_gpu_command_trains(vitamp: Vitamp, imagenet: Path, tmp_path: Path, line: str) -> None:
     folder = tmp_path / "run"
-    done = vitamp(*line.format(data=imagenet).split(), "-output", folder, *SMALL, env={"CUDA_VISIBLE_DEVICES": "0"})
+    done = vitamp(
+        *line.format(data=imagenet).split(), "-output", folder, *SMALL, env={"CUDA_VISIBLE_DEVICES": "0"}, code=0
+    )
     trained(done, folder, updates=3)
 
 
@@ -44,13 +45,7 @@ def test_multi_gpu_command_trains(vitamp: Vitamp, imagenet: Path, tmp_path: Path
         *("-ngpus", 2, "-output", folder, *SMALL),
         script="main_multi_gpu.py",
         env={"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"},
+        code=0,
     )
     trained(done, folder, updates=2)  # 3 micro-batches: 2, and a last window of 1
     assert "8 per device x 2 devices x 1 accumulated = 16" in done.out
-
-
-def test_run_without_output_creates_its_folder(vitamp: Vitamp, imagenet: Path, tmp_path: Path) -> None:
-    done = vitamp(*EQUALS.format(data=imagenet).split(), *SMALL, f"SAVE={tmp_path / 'output'}")
-    (made,) = (tmp_path / "output").iterdir()
-    assert made.name.startswith("train-20")
-    trained(done, made, updates=3)

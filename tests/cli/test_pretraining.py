@@ -13,46 +13,20 @@ from PIL import Image
 
 from datasets import open_dataset
 from datasets.recognise import UNLABELLED, recognise
-from tests.program import TINY_DIGITS, Vitamp, metrics, run_program
+from tests.program import Vitamp, last_weights, metrics, train_tiny
 from tests.terminal import on_terminal
 from utils.config import load_config
 from utils.config.data import DataConfig
 
 DECODER = ("MODEL.DECODER.EMBED_DIM=16", "MODEL.DECODER.DEPTH=1", "MODEL.DECODER.NUM_HEADS=2")
 PATCHES = "MODEL.PATCH_SIZE=2"
-MASKED = (
-    "-mae_pretrain",
-    PATCHES,
-    *DECODER,
-    "TRAIN.NUM_EPOCHS=2",
-    "TRAIN.WARMUP_EPOCHS=0",
-    "DATA.BATCH_SIZE=16",
-)
-
-
-KNN = ("TRAIN.KNN=digits",)
-
-
-def same_weights(one: Path, other: Path) -> bool:
-    """Of the last checkpoints, byte by byte."""
-    last = [max((run / "checkpoints").glob("step-*")) for run in (one, other)]
-    assert last[0].name == last[1].name
-    return all((last[0] / file.name).read_bytes() == file.read_bytes() for file in last[1].glob("*.safetensors"))
+MASKED = ("-mae_pretrain", PATCHES, *DECODER, "TRAIN.NUM_EPOCHS=2", "TRAIN.WARMUP_EPOCHS=0", "DATA.BATCH_SIZE=16")
+WHOLE = (*MASKED, "-accum_iter", 2, "TRAIN.MODEL_EMA=true", "SAVE_FREQ=1", "-amp", "bf16")
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("recipe") / "tiny.yaml"
-    path.write_text(TINY_DIGITS, encoding="utf-8")
-    return path
-
-
-@pytest.fixture(scope="module")
-def run(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("whole")
-    words = ("-accum_iter", "2", "TRAIN.MODEL_EMA=true", "SAVE_FREQ=1", "-amp", "bf16")
-    run_program("-cfg", recipe, "-output", place / "run", *MASKED, *words, streams=place, code=0)
-    return place / "run"
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_tiny(tmp_path_factory.mktemp("whole"), *WHOLE)
 
 
 def test_log_and_metrics(run: Path) -> None:
@@ -70,27 +44,26 @@ def test_log_and_metrics(run: Path) -> None:
     assert "explained variance" in log
 
 
-def test_settings_of_another_task_are_refused_in_words(vitamp: Vitamp, recipe: Path, run: Path) -> None:
-    done = vitamp("-cfg", recipe, "-eval", "-resume", run, code=2)
+def test_settings_of_another_task_are_refused_in_words(vitamp: Vitamp, tiny: Path, run: Path) -> None:
+    done = vitamp("-cfg", tiny, "-eval", "-resume", run, code=2)
     assert "a masked autoencoder (MODEL.MAE_PRETRAIN), which has no classifier to evaluate" in done.err
     assert f"evaluate.py {run} -knn`" in done.err
     assert "norm" not in done.err.partition("error:")[2], "no list of tensors"
 
 
-def test_a_resumed_run_equals_one_that_was_not_stopped(vitamp: Vitamp, recipe: Path, run: Path, tmp_path: Path) -> None:
-    more = ("-accum_iter", "2", "TRAIN.MODEL_EMA=true", "-amp", "bf16")
-    words = ("-cfg", recipe, "-output", tmp_path / "run", *MASKED, *more)
+def test_a_resumed_run_equals_one_that_was_not_stopped(vitamp: Vitamp, tiny: Path, run: Path, tmp_path: Path) -> None:
+    words = ("-cfg", tiny, "-output", tmp_path / "run", *WHOLE)
     vitamp(*words, "TRAIN.MAX_UPDATES=30", code=0)
     vitamp(*words, "-resume", "auto", code=0)
-    assert same_weights(run, tmp_path / "run")
+    assert last_weights(run) == last_weights(tmp_path / "run")
 
 
 @pytest.mark.slow
-def test_two_processes_equal_one(vitamp: Vitamp, recipe: Path, tmp_path: Path) -> None:
+def test_two_processes_equal_one(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    vitamp("-cfg", recipe, "-output", one, *MASKED, "-accum_iter", "2", code=0)
-    vitamp("-cfg", recipe, "-output", two, *MASKED, "-ngpus", "2", "-device", "cpu", script="main_multi_gpu.py", code=0)
-    assert same_weights(one, two)
+    vitamp("-cfg", tiny, "-output", one, *MASKED, "-accum_iter", "2", code=0)
+    vitamp("-cfg", tiny, "-output", two, *MASKED, "-ngpus", "2", "-device", "cpu", script="main_multi_gpu.py", code=0)
+    assert last_weights(one) == last_weights(two)
 
 
 @pytest.mark.slow
@@ -105,24 +78,21 @@ def test_two_processes_equal_one(vitamp: Vitamp, recipe: Path, tmp_path: Path) -
         ("-ngpus", "2", "DIST.STRATEGY=fsdp"),
     ],
 )
-def test_other_ways_of_training(vitamp: Vitamp, recipe: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_other_ways_of_training(vitamp: Vitamp, tiny: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
     script = "main_multi_gpu.py" if "-ngpus" in words else "main_single_gpu.py"
-    vitamp("-cfg", recipe, "-output", tmp_path / "run", "-device", "cpu", *MASKED, *words, script=script, code=0)
+    vitamp("-cfg", tiny, "-output", tmp_path / "run", "-device", "cpu", *MASKED, *words, script=script, code=0)
     losses = [line["loss"] for line in metrics(tmp_path / "run", "val")]
     assert losses[-1] < losses[0]
 
 
 @pytest.fixture(scope="module")
-def watched(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As `run`, with the k-NN accuracy on labelled images."""
-    place = tmp_path_factory.mktemp("watched")
-    words = ("-accum_iter", "2", "TRAIN.MODEL_EMA=true", "SAVE_FREQ=1", "-amp", "bf16", *KNN)
-    run_program("-cfg", recipe, "-output", place / "run", *MASKED, *words, streams=place, code=0)
-    return place / "run"
+    return train_tiny(tmp_path_factory.mktemp("watched"), *WHOLE, "TRAIN.KNN=digits")
 
 
 def test_knn_accuracy_in_validations_changes_nothing_else(run: Path, watched: Path) -> None:
-    assert same_weights(run, watched)
+    assert last_weights(run) == last_weights(watched)
     mine, others = metrics(watched), metrics(run)
     names = {"knn_acc1", "ema_knn_acc1"}
     assert [{name: value for name, value in line.items() if name not in names} for line in mine] == others
@@ -145,17 +115,27 @@ def test_knn_accuracy_is_that_of_evaluate(vitamp: Vitamp, watched: Path, tmp_pat
     assert (line["knn_acc1"], line["ema_knn_acc1"]) == (val["knn_acc1"], val["ema_knn_acc1"])
 
 
-def test_knn_accuracy_of_a_folder_decides(vitamp: Vitamp, recipe: Path, tmp_path: Path) -> None:
-    """Class folders alone are split, as everywhere. The best checkpoint, report and terminal table follow."""
+def dark_and_light(root: Path) -> list[Path]:
+    """40 images of noise in two class folders."""
+    paths = []
     for number in range(40):
-        path = tmp_path / "flowers" / ("dark" if number % 2 else "light") / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pixels = np.random.default_rng(number).integers(0, 40, (8, 8), dtype=np.uint8) + 200 * (number % 2 == 0)
-        Image.fromarray(pixels.astype(np.uint8)).save(path)
+        paths.append(root / ("dark" if number % 2 else "light") / f"{number}.png")
+        paths[-1].parent.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(number).integers(0, 40, (8, 8)) + 200 * (number % 2 == 0)
+        Image.fromarray(pixels.astype(np.uint8)).save(paths[-1])
+    return paths
+
+
+def test_knn_accuracy_of_a_folder_decides(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
+    """Class folders alone are split, as everywhere. The best checkpoint, report and terminal table follow."""
+    dark_and_light(tmp_path / "flowers")
     labelled = (f"TRAIN.KNN={tmp_path / 'flowers'}", "DATA.VAL_FRACTION=0.25")
     words = (*labelled, "SAVE_BEST_BY=knn_acc1", "TRAIN.NUM_EPOCHS=1", "-num_workers", 0)
-    shown = on_terminal("-cfg", recipe, *MASKED, *words, "-output", tmp_path / "run", columns=120)
-    assert "k-NN top-1 %" in "\n".join(shown.lines)
+    shown = on_terminal("-cfg", tiny, *MASKED, *words, "-output", tmp_path / "run", columns=120)
+    text = "\n".join(shown.lines)
+    assert "explained variance %" in text
+    assert "k-NN top-1 %" in text
+    assert "-pretrained" in text.partition("\n  finetune ")[2].splitlines()[0]
     (val,) = metrics(tmp_path / "run", "val")
     assert val["knn_acc1"] == 100
     log = (tmp_path / "run" / "log.txt").read_text()
@@ -164,49 +144,43 @@ def test_knn_accuracy_of_a_folder_decides(vitamp: Vitamp, recipe: Path, tmp_path
     vitamp(tmp_path / "run", script="scripts/report.py", code=0)
     page = (tmp_path / "run" / "report.html").read_text()
     assert "k-NN accuracy, top-1 (%)" in page
-    done = vitamp("-cfg", recipe, *MASKED, *labelled, "DATA.VAL_FRACTION=0.6", "-output", tmp_path / "other", code=2)
+    done = vitamp("-cfg", tiny, *MASKED, *labelled, "DATA.VAL_FRACTION=0.6", "-output", tmp_path / "other", code=2)
     assert "TRAIN.KNN 20: imagefolder in" in done.text
     assert "has only 16 training images" in done.text
-    done = vitamp("-cfg", recipe, *MASKED, "TRAIN.KNN=nowhere", "-output", tmp_path / "other", code=2)
+    done = vitamp("-cfg", tiny, *MASKED, "TRAIN.KNN=nowhere", "-output", tmp_path / "other", code=2)
     assert "TRAIN.KNN nowhere: no such folder, file or data set" in done.text
     assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_knn_leaves_out_excluded_images(vitamp: Vitamp, recipe: Path, tmp_path: Path, apart: bool) -> None:
+def test_knn_leaves_out_excluded_images(vitamp: Vitamp, tiny: Path, tmp_path: Path, apart: bool) -> None:
     """Whether the labelled images are those that are learned from, or other ones; on resuming too."""
     places = [tmp_path / name for name in ("learned", "judged")[: 1 + apart]]
-    for place in places:
-        for number in range(40):
-            path = place / ("dark" if number % 2 else "light") / f"{number}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(np.full((8, 8), 200 * (number % 2 == 0) + number, dtype=np.uint8)).save(path)
-    broken = [places[-1] / ("dark" if number % 2 else "light") / f"{number}.png" for number in (3, 8, 12, 25)]
+    images = [dark_and_light(place) for place in places][-1]
+    broken = [images[number] for number in (3, 8, 12, 25)]
     for path in broken:
         path.write_bytes(b"no image")
     (tmp_path / "exclude.txt").write_text("".join(f"{path}\n" for path in broken))
     data = ("-dataset", "images", "-data_path", places[0], f"DATA.EXCLUDE={tmp_path / 'exclude.txt'}")
     knn = (f"TRAIN.KNN={places[-1]}", "DATA.VAL_FRACTION=0.25", "-num_workers", 0)
-    vitamp("-cfg", recipe, *MASKED, *data, *knn, "TRAIN.NUM_EPOCHS=1", "-output", tmp_path / "run", code=0)
+    vitamp("-cfg", tiny, *MASKED, *data, *knn, "TRAIN.NUM_EPOCHS=1", "-output", tmp_path / "run", code=0)
     vitamp("-resume", tmp_path / "run", "TRAIN.NUM_EPOCHS=2", code=0)
     assert [line["knn_acc1"] for line in metrics(tmp_path / "run", "val")] == [100, 100]
 
 
-def test_fine_tuning_takes_the_encoder(vitamp: Vitamp, recipe: Path, run: Path, tmp_path: Path) -> None:
-    done = vitamp(
-        "-cfg", recipe, PATCHES, "-pretrained", run, "-output", tmp_path / "run", "TRAIN.NUM_EPOCHS=1", code=0
-    )
+def test_fine_tuning_takes_the_encoder(vitamp: Vitamp, tiny: Path, run: Path, tmp_path: Path) -> None:
+    done = vitamp("-cfg", tiny, PATCHES, "-pretrained", run, "-output", tmp_path / "run", "TRAIN.NUM_EPOCHS=1", code=0)
     assert "tensors of its decoder left out; the file has no head" in done.text
 
 
-def test_images_without_classes(vitamp: Vitamp, recipe: Path, tmp_path: Path) -> None:
+def test_images_without_classes(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     folder = tmp_path / "images" / "deep"
     folder.mkdir(parents=True)
     generator = np.random.default_rng(0)
     for number in range(40):
         where = folder if number % 2 else folder.parent
         Image.fromarray(generator.integers(0, 255, (8, 8), dtype=np.uint8)).save(where / f"{number}.png")
-    words = ("-cfg", recipe, "-data_path", tmp_path / "images", "DATA.DATASET=images", "DATA.VAL_FRACTION=0.2")
+    words = ("-cfg", tiny, "-data_path", tmp_path / "images", "DATA.DATASET=images", "DATA.VAL_FRACTION=0.2")
     done = vitamp(*words, *MASKED, "-output", tmp_path / "run", "-num_workers", "0", code=0)
     assert "Data: 32 training, 8 validation images." in done.text
     assert recognise(str(tmp_path / "images"), needs_labels=False) == ("images", UNLABELLED)
@@ -219,13 +193,13 @@ def test_images_without_classes(vitamp: Vitamp, recipe: Path, tmp_path: Path) ->
     assert "<span>best explained variance, epoch " in page
 
 
-def test_what_has_no_meaning_without_labels_is_refused(vitamp: Vitamp, recipe: Path, run: Path) -> None:
+def test_what_has_no_meaning_without_labels_is_refused(vitamp: Vitamp, tiny: Path, run: Path) -> None:
     for words, message in (
         (("TRAIN.CLASS_WEIGHTS=balanced",), "TRAIN.CLASS_WEIGHTS"),
         (("SAVE_BEST_BY=acc1",), "acc1 is not measured without labels"),
         (("TRAIN.TOKEN_DROP=0.5",), "it leaves out patches itself"),
     ):
-        done = vitamp("-cfg", recipe, *MASKED, *words, code=2)
+        done = vitamp("-cfg", tiny, *MASKED, *words, code=2)
         assert message in done.text
     for tool in (
         ("scripts/predict.py", "-part", "val"),
@@ -265,10 +239,3 @@ def test_paddlevits_files_have_its_defaults(tmp_path: Path) -> None:
     )
     assert config.DATA.IMAGENET_MEAN == (0.485, 0.456, 0.406)
     assert (config.MODEL.MASK_RATIO, config.MODEL.DECODER.DEPTH, config.MODEL.NORM_PIX_LOSS) == (0.6, 2, False)
-
-
-def test_a_terminal_shows_the_table_and_how_to_go_on(recipe: Path, tmp_path: Path) -> None:
-    shown = on_terminal("-cfg", recipe, *MASKED, "-output", tmp_path / "run", columns=120)
-    text = "\n".join(shown.lines)
-    assert "explained variance %" in text
-    assert "-pretrained" in text.partition("\n  finetune ")[2].splitlines()[0]

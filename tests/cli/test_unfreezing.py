@@ -1,4 +1,4 @@
-"""MODEL.UNFREEZE_EPOCH through the command line: sharded and compiled runs, dry runs."""
+"""MODEL.FREEZE and MODEL.UNFREEZE_EPOCH through the command line: sharded and compiled runs."""
 
 from __future__ import annotations
 
@@ -31,6 +31,22 @@ def test_sharded_run_agrees_with_ddp_and_resumes(
     for limit in (("TRAIN.MAX_UPDATES=22",), ("TRAIN.MAX_UPDATES=30",), ()):
         vitamp(*again, *limit, script="main_multi_gpu.py", code=0)
     assert metrics(tmp_path / "again", "train") == metrics(tmp_path / "fsdp", "train")
+
+
+@pytest.mark.slow
+def test_sharded_fine_tuning_equals_one_process_and_may_be_thawed(
+    vitamp: Vitamp, tiny: Path, digits_run: Path, tmp_path: Path
+) -> None:
+    tuned = ("-cfg", tiny, "-pretrained", digits_run, "MODEL.NEW_CLASSIFIER=true", "MODEL.DROPOUT=0.1", "SEED=5")
+    tuned += ("MODEL.FREEZE=patch_embed,pos_embed,cls_token", "TRAIN.LAYER_DECAY=0.6", "TRAIN.MODEL_EMA=true")
+    words = (*tuned, "-batch_size", 16, "REPORT_FREQ=1", "TRAIN.MAX_UPDATES=20")
+    vitamp(*words, "-output", tmp_path / "one", "-accum_iter", 2, code=0)
+    sharded = (*words, "-output", tmp_path / "two", "-resume", "auto", "-ngpus", 2, "DIST.STRATEGY=fsdp")
+    vitamp(*sharded, script="main_multi_gpu.py", code=0)
+    alone, both = ([line["loss"] for line in metrics(tmp_path / name, "train")] for name in ("one", "two"))
+    assert both == pytest.approx(alone, rel=1e-5)
+    thawed = vitamp(*sharded, "MODEL.FREEZE=null", "TRAIN.MAX_UPDATES=25", script="main_multi_gpu.py", code=0)
+    assert "trained from now on (MODEL.FREEZE): 4 tensors" in thawed.out
 
 
 @pytest.mark.slow

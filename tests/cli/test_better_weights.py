@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.conftest import TINY_DIGITS
-from tests.program import Vitamp, metrics, run_program
+from tests.program import Vitamp, metrics, train_tiny
 from utils.record.history import History
 from vitamp.metrics import ONE_LABEL, SETS
 from vitamp.weights import choose_weights, read_header
@@ -23,15 +22,13 @@ LAST, BEFORE = "step-000000088", "step-000000044"
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two epochs, whose EMA hardly moved from the initial weights; one checkpoint within an epoch."""
-    place = tmp_path_factory.mktemp("ema_at_chance")
-    (place / "tiny.yaml").write_text(TINY_DIGITS)
     slow = ("TRAIN.MODEL_EMA=true", "TRAIN.MODEL_EMA_WARMUP=false", "TRAIN.MODEL_EMA_DECAY=0.9999")
     words = (*slow, "SAVE_FREQ=1", "SAVE_EVERY_UPDATES=22", "KEEP_LAST=0")
-    done = run_program("-cfg", place / "tiny.yaml", "-output", place / "run", *words, streams=place, code=0)
-    (validated,) = [line for line in metrics(place / "run", "val") if line["update"] == 88]
+    made = train_tiny(tmp_path_factory.mktemp("ema_at_chance"), *words)
+    validated = metrics(made, "val")[-1]
     assert validated["acc1"] > 2 * validated["ema_acc1"]
-    assert f"Done: best top-1 {validated['acc1']:.2f} %" in done.out.splitlines()[-1]
-    return place / "run"
+    assert f"Done: best top-1 {validated['acc1']:.2f} %" in (made / "log.txt").read_text()
+    return made
 
 
 def test_every_tool_uses_the_plain_weights_if_the_ema_is_at_chance(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:

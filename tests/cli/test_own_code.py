@@ -114,6 +114,7 @@ def test_own_code_computes_the_same_in_two_processes(vitamp: Vitamp, files: Path
 LOSS = "from vitamp import loss\n@loss\n"
 SCALED = f"{LOSS}def bad(logits, targets, gamma: float = 2): ...\n"
 METRIC = "from vitamp import metric\n\n\n@metric\n"
+BEYOND = f"{METRIC}def bad(probabilities, labels):\n    return labels[9999]\n"
 BAD = [
     ("TRAIN.LOSS=bad", "def focal(:\n", "line 1: "),
     ("TRAIN.LOSS=bad", "import sys\nsys.exit(0)\n", "mine.py, line 2: SystemExit: 0"),
@@ -127,11 +128,7 @@ BAD = [
     ("TRAIN.LOSS=bad bad.gamma=high", SCALED, "bad.gamma=high: input should be a valid number"),
     ("TRAIN.LOSS=bad bad.gama=1", SCALED, "Did you mean bad.gamma?"),
     ("VALIDATE_METRICS=bad", f"{METRIC}def bad(probabilities): ...\n", "line 4: metric 'bad' must take the arguments"),
-    (
-        "VALIDATE_METRICS=bad",
-        f"{METRIC}def bad(probabilities, labels):\n    return labels[999]\n",
-        "line 6: IndexError",
-    ),
+    ("VALIDATE_METRICS=bad", BEYOND, "line 6: IndexError"),
     ("VALIDATE_METRICS=bad", f"{METRIC}def bad(probabilities, labels): return labels\n", "bad returned a tensor of"),
     ("VALIDATE_METRICS=bad", f"{METRIC}def macro_f1(probabilities, labels): ...\n", "has a metric macro_f1 already"),
     ("VALIDATE_METRICS=bad", f"{METRIC}def ema_f(probabilities, labels): ...\n", "vitamp has a metric ema_f already"),

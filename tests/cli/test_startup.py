@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.program import ROOT
+from tests.program import ROOT, TINY_DIGITS
 
 LATE = {
     *("tensorboard", "matplotlib", "torchao", "sklearn", "pandas", "pyarrow", "fsspec", "onnx", "scipy", "sympy"),
@@ -22,8 +22,6 @@ MOST_MODULES = 2400
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """The output of a run with `-X importtime`, before and after the log line of its first update."""
-    from tests.program import TINY_DIGITS
-
     place = tmp_path_factory.mktemp("startup")
     (place / "tiny.yaml").write_text(TINY_DIGITS, encoding="utf-8")
     words = ["-cfg", place / "tiny.yaml", "-output", place / "run", "REPORT_FREQ=1", "TRAIN.MAX_UPDATES=1"]

@@ -46,7 +46,7 @@ class CommandLine:
     trust: bool = False
     """-trust: execute the user's own code in the folder of a run."""
     ranks: dict[str, Any] = field(default_factory=dict)
-    """-host, -port, -rank and -world_size, for utils.distributed.world.read_world."""
+    """-host, -port, -rank and -world_size, for utils.distributed.launchers.read_world."""
 
 
 class Parser(argparse.ArgumentParser):

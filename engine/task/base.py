@@ -20,7 +20,7 @@ from vitamp.metrics import OF_EVERY_TASK, TaskKind
 
 @dataclass(frozen=True)
 class Metrics:
-    """Metrics of an update, an epoch or a validation: attributes have the names of utils/record/tasks.py."""
+    """Metrics of an update, an epoch or a validation: attributes have the names of vitamp/metrics.py."""
 
     loss: float
     _: KW_ONLY

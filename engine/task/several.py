@@ -38,7 +38,7 @@ class F1Means(Metrics):
 
 @dataclass(frozen=True)
 class LabelMetrics(F1Means):
-    """Validation metrics, as `ranking.Scores` explains them."""
+    """Validation metrics, as `Scores` explains them."""
 
     f1_macro: float
     map: float

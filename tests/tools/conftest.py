@@ -11,22 +11,14 @@ import torch
 from PIL import Image
 
 from tests.program import Result, train_tiny
-from tests.tools.packing import Pack
 from tests.tools.timm_alone import Tool
 from tools.export import command as export
-from tools.pack_images.command import main
 
 
 @pytest.fixture
 def bf16_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, -amp chooses bf16 whatever the CPU."""
     monkeypatch.setattr("engine.amp.precision.cpu_computes_in_bf16", lambda: True)
-
-
-@pytest.fixture
-def pack() -> Pack:
-    """Call pack_images.py in this process: starting another takes seconds."""
-    return lambda *words: main([str(word) for word in words])
 
 
 @pytest.fixture

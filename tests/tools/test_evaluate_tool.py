@@ -1,9 +1,10 @@
-"""scripts/evaluate.py: metrics agree with scikit-learn and validation, on the run's data and on other data."""
+"""scripts/evaluate.py: metrics and -knn agree with scikit-learn and validation, on the run's data and on other."""
 
 from __future__ import annotations
 
 import csv
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,23 +13,32 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
+from safetensors.torch import load_file
+from scipy.stats import norm
 from sklearn import metrics as sklearn
+from sklearn.linear_model import LogisticRegression
+from sklearn.neighbors import KNeighborsClassifier
 
-from engine.trained.model import load_trained, split_of_run
+from engine.evaluation import knn
+from engine.task.several import scores_of
+from engine.trained.model import Trained, load_trained, split_of_run
 from tests.predicted import validation_predictions
-from tests.program import Result, metrics
+from tests.program import Result, metrics, run_program
 from tools.checkpoint import command as checkpoint
-from tools.common.evaluation import OneLabel
+from tools.common.evaluation import OneLabel, balanced_accuracy_interval, macro_f1_interval, ranking_intervals
 from tools.evaluate import command as evaluate
+from utils.text import Interval, wilson
 from vitamp.metrics import BALANCED, MACRO_F1, TOP1, TOP5
 
+Say = Callable[..., Result]
 CLASSES = 7
 SCORES: Any = sklearn.precision_recall_fscore_support  # its type stubs do not know the values it takes
 
 
 @pytest.fixture
-def say(in_process: Callable[..., Callable[..., Result]]) -> Callable[..., Result]:
+def say(in_process: Callable[[Any], Say]) -> Say:
     return in_process(evaluate.main)
 
 
@@ -104,9 +114,7 @@ def test_certain_model_and_model_with_nan() -> None:
 
 
 @pytest.mark.parametrize(("which", "prefix"), [("model", ""), ("ema", "ema_")])
-def test_metrics_are_those_of_validation(
-    say: Callable[..., Result], digits_run: Path, tmp_path: Path, which: str, prefix: str
-) -> None:
+def test_metrics_are_those_of_validation(say: Say, digits_run: Path, tmp_path: Path, which: str, prefix: str) -> None:
     done = say(digits_run, "-weights", which, "-json", tmp_path / "eval.json")
     assert done.code == 0, done.err
     validated = metrics(digits_run, "val")[-1]
@@ -129,7 +137,7 @@ def test_metrics_are_those_of_validation(
 
 
 def test_mirrored_images_are_averaged(
-    say: Callable[..., Result], vitamp: Callable[..., Result], digits_run: Path, tmp_path: Path
+    say: Say, vitamp: Callable[..., Result], digits_run: Path, tmp_path: Path
 ) -> None:
     """Against the model itself, called by hand; predict.py gives the same classes."""
     done = say(digits_run, "-tta", "flip", "-amp", "off", "-json", tmp_path / "eval.json")
@@ -160,13 +168,12 @@ def tree(digits_run: Path, tmp_path: Path) -> Callable[..., Path]:
     """Validation images of the run in class folders with these names."""
 
     def make(names: dict[int, str]) -> Path:
-        part = split_of_run(load_trained(digits_run))
-        images, labels, _ = part.__getitems__([(0, index) for index in range(len(part))])
-        for number, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
+        own = validation_predictions(load_trained(digits_run), workers=0)
+        for row, label in enumerate(own.labels.tolist()):
             if label in names:
-                path = tmp_path / "tree" / "val" / names[label] / f"{number:03d}.png"
+                path = tmp_path / "tree" / "val" / names[label] / f"{row:03d}.png"
                 path.parent.mkdir(parents=True, exist_ok=True)
-                Image.fromarray(image[0].numpy()).save(path)
+                own.picture(row).save(path)
         return tmp_path / "tree"
 
     return make
@@ -176,7 +183,7 @@ OTHER = ("-dataset", "imagefolder", "DATA.CROP=none")
 
 
 def test_classes_of_other_data_are_matched_by_name(
-    say: Callable[..., Result], digits_run: Path, tree: Callable[..., Path], tmp_path: Path
+    say: Say, digits_run: Path, tree: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Folders 3, 4 and 8 have labels 0, 1 and 2 in that data set."""
     root = tree({3: "3", 4: "4", 8: "8"})
@@ -192,26 +199,17 @@ def test_classes_of_other_data_are_matched_by_name(
     assert "images of 3 classes" in done.out
 
 
-@pytest.mark.parametrize("more", [{}, {label: f"{label}" for label in range(10) if label != 7}])
-def test_unknown_classes_are_named(
-    say: Callable[..., Result], digits_run: Path, tree: Callable[..., Path], more: dict[int, str]
-) -> None:
-    root = tree({1: "1", 7: "seven", **more})
-    if more:  # eleven classes: more than the model has
-        (root / "val" / "six").mkdir()
-        save = next((root / "val" / "1").iterdir()).read_bytes()
-        (root / "val" / "six" / "x.png").write_bytes(save)
+def test_unknown_classes_are_named(say: Say, digits_run: Path, tree: Callable[..., Path]) -> None:
+    """There are eleven, more than the model has."""
+    root = tree({label: "seven" if label == 7 else f"{label}" for label in range(10)})
+    shutil.copytree(root / "val" / "1", root / "val" / "six")
     done = say(digits_run, *OTHER, "-data_path", root)
     assert done.code == 2
-    assert (
-        "2 of its 11 classes are unknown to the model: seven, six." if more else "1 of its 2 classes are unknown"
-    ) in done.err
+    assert "2 of its 11 classes are unknown to the model: seven, six." in done.err
     assert "The model was trained on 0, 1, 2" in done.err
 
 
-def test_unreadable_image_ends_the_evaluation(
-    say: Callable[..., Result], digits_run: Path, tree: Callable[..., Path]
-) -> None:
+def test_unreadable_image_ends_the_evaluation(say: Say, digits_run: Path, tree: Callable[..., Path]) -> None:
     root = tree({3: "3", 4: "4"})
     (root / "val" / "3" / "bad.png").write_text("no image")
     done = say(digits_run, *OTHER, "-data_path", root)
@@ -220,7 +218,7 @@ def test_unreadable_image_ends_the_evaluation(
     assert "top-5" not in done.out, "no metrics of the other images alone"
 
 
-def test_bad_command_lines_are_refused(say: Callable[..., Result], digits_run: Path, tmp_path: Path) -> None:
+def test_bad_command_lines_are_refused(say: Say, digits_run: Path, tmp_path: Path) -> None:
     for words, said in (
         ((), "required: RUN_OR_CHECKPOINT"),
         ((tmp_path / "none",), "no such file or folder"),
@@ -228,14 +226,15 @@ def test_bad_command_lines_are_refused(say: Callable[..., Result], digits_run: P
         ((digits_run, "-part", "test"), "the data set digits has no test split"),
         ((digits_run, "-part", "vol"), "takes train, val, test or all. Did you mean val?"),
         ((digits_run, "-json", tmp_path / "x.txt"), "name a file that ends in .json"),
-        (
-            (digits_run, "-cfg", "x.yaml"),
-            "-cfg x.yaml: leave this out. The model is evaluated with the settings",
-        ),
+        ((digits_run, "-cfg", "x.yaml"), "-cfg x.yaml: leave this out. The model is evaluated with the settings"),
         ((digits_run, "-pretrained", "x.pth"), "the model is the first argument"),
         ((digits_run, "-dataset", "imagefolder"), "needs DATA.DATA_PATH"),
         ((digits_run, "MODEL.DEPTH=3"), "weights of another architecture"),
         ((digits_run, "DEVICE=mps"), "-device mps: this machine has no mps device"),
+        ((digits_run, "-knn", "-part", "train"), "the training images vote, so -knn needs other ones"),
+        ((digits_run, "-knn", "-calibrate"), "-calibrate: does not go with -knn"),
+        ((digits_run, "-pool", "mean"), "-pool mean: chooses the features that -knn compares"),
+        ((digits_run, "-knn", "-pool", "patches"), "-pool"),
     ):
         done = say(*words)
         assert done.code == 2, (words, done.err)
@@ -244,7 +243,7 @@ def test_bad_command_lines_are_refused(say: Callable[..., Result], digits_run: P
 
 
 def test_missing_ema_is_refused_before_the_evaluation(
-    say: Callable[..., Result], digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    say: Say, digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tools.common.evaluation.batches_of", lambda *_: pytest.fail("it was evaluated"))
     plain = tmp_path / "plain.safetensors"
@@ -252,3 +251,211 @@ def test_missing_ema_is_refused_before_the_evaluation(
     done = say(plain, "-weights", "ema")
     assert done.code == 2
     assert "has no EMA (TRAIN.MODEL_EMA) weights; use -weights model" in done.err
+
+
+# 95 % intervals hold the true value about that often.
+
+
+REPEATS = 400
+Drawn = tuple[np.ndarray, np.ndarray]
+
+
+def drawn_classes(generator: np.random.Generator, sizes: list[int], recalls: list[float]) -> Drawn:
+    """Labels, and guesses that are right with the class's recall, else any other class."""
+    labels = np.repeat(np.arange(len(sizes)), sizes)
+    other = (labels + generator.integers(1, len(sizes), len(labels))) % len(sizes)
+    return labels, np.where(generator.random(len(labels)) < np.array(recalls)[labels], labels, other)
+
+
+def true_values(sizes: list[int], recalls: list[float]) -> tuple[float, float]:
+    """Balanced accuracy and macro F1 of infinitely many images of these proportions."""
+    classes, shares = len(sizes), np.array(sizes, dtype=float)
+    right = shares * recalls
+    guessed = right + ((shares - right).sum() - (shares - right)) / (classes - 1)
+    return 100 * float(np.mean(recalls)), 100 * float((2 * right / (shares + guessed)).mean())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "recalls"),
+    [
+        ([90, 10], [0.9, 0.9]),
+        ([90, 10], [0.95, 0.3]),
+        ([20, 10, 5, 3, 2], [0.7] * 5),
+        ([200, 50, 20, 10, 5], [0.95, 0.8, 0.6, 0.5, 0.3]),
+        ([3] * 20, [0.5] * 20),
+    ],
+)
+def test_class_metrics_are_covered(sizes: list[int], recalls: list[float]) -> None:
+    generator, classes = np.random.default_rng(0), len(sizes)
+    truths = true_values(sizes, recalls)
+    held = np.zeros(2)
+    for _ in range(REPEATS):
+        drawn = drawn_classes(generator, sizes, recalls)
+        for number, interval in enumerate((balanced_accuracy_interval, macro_f1_interval)):
+            low, high = interval(*drawn, classes)
+            held[number] += low <= truths[number] <= high
+    assert (held / REPEATS >= 0.91).all(), held / REPEATS
+    assert (held / REPEATS < 1).all(), "so wide that they say nothing"
+
+
+def drawn_scores(generator: np.random.Generator, positives: int, images: int, classes: int, area: float) -> Drawn:
+    truth = generator.permuted(np.arange(images)[:, None].repeat(classes, 1) < positives, axis=0)
+    return generator.standard_normal(truth.shape) + np.sqrt(2) * norm.ppf(area) * truth, truth
+
+
+@pytest.mark.parametrize(("positives", "images", "classes"), [(15, 30, 1), (10, 100, 1), (50, 500, 1), (20, 200, 5)])
+@pytest.mark.parametrize("area", [0.75, 0.9])
+def test_ranking_metrics_are_covered(positives: int, images: int, classes: int, area: float) -> None:
+    generator = np.random.default_rng(0)
+    many = drawn_scores(generator, 200_000 * positives // images, 200_000, 1, area)
+    true_map = 100 * scores_of(*many).map
+    held = np.zeros(2)
+    for _ in range(REPEATS):
+        of_map, of_area = ranking_intervals(*drawn_scores(generator, positives, images, classes, area))
+        assert of_map is not None
+        assert of_area is not None
+        held += of_map.low <= true_map <= of_map.high, of_area.low <= 100 * area <= of_area.high
+    assert (held / REPEATS >= 0.90).all(), held / REPEATS
+
+
+@pytest.mark.parametrize("interval", [balanced_accuracy_interval, macro_f1_interval])
+def test_all_right_is_not_certain(interval: Callable[[np.ndarray, np.ndarray, int], Interval]) -> None:
+    """A bootstrap would say 100 to 100 %."""
+    labels = np.repeat(np.arange(3), 12)
+    assert interval(labels, labels, 3) == pytest.approx(wilson(100, 36))
+    assert interval(np.zeros(4, dtype=int), np.ones(4, dtype=int), 2).high > 30
+
+
+def test_ranking_without_error_and_without_classes() -> None:
+    truth = np.arange(20)[:, None] < 5
+    of_map, of_area = ranking_intervals(-np.arange(20.0)[:, None], truth)
+    assert of_map is not None
+    assert of_area is not None
+    assert of_area.high == of_map.high == 100
+    assert 50 < of_map.low < 95
+    assert ranking_intervals(np.zeros((20, 1)), np.ones((20, 1), dtype=bool)) == (None, None)
+    assert ranking_intervals(np.full((20, 1), np.nan), truth) == (None, None)
+
+
+# -knn and linear probes.
+
+
+@pytest.fixture(scope="module")
+def flowers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two classes of images that any features separate."""
+    folder = tmp_path_factory.mktemp("flowers")
+    for number in range(40):
+        path = folder / ("dark" if number % 2 else "striped") / f"{number}.png"
+        path.parent.mkdir(exist_ok=True)
+        pixels = np.random.default_rng(number).integers(0, 40, (8, 8), dtype=np.uint8)
+        pixels[:, :: 2 + 6 * (number % 2)] += 200 - 190 * (number % 2)
+        Image.fromarray(pixels).save(path)
+    return folder
+
+
+PROBE = ("-cfg", "configs/linear_probe_vit_base.yaml", "MODEL.NAME=tiny", "MODEL.PATCH_SIZE=4", "MODEL.EMBED_DIM=16")
+PROBE += ("MODEL.DEPTH=1", "MODEL.NUM_HEADS=2")
+
+
+def _scikit_learn(bank: np.ndarray, labels: np.ndarray, count: int) -> KNeighborsClassifier:
+    """Its distance is 1 - similarity."""
+    weights: Any = lambda distance: np.exp((1 - distance) / knn.TEMPERATURE)  # noqa: E731
+    return KNeighborsClassifier(count, metric="cosine", weights=weights).fit(bank, labels)
+
+
+def test_guesses_agree_with_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the batches in which the training images come, and the chunks in which they are compared."""
+    monkeypatch.setattr(knn, "AT_ONCE", 33)
+    draw = np.random.default_rng(0)
+    bank, labels = draw.normal(size=(500, 24)), draw.integers(0, 7, 500)
+    bank[np.arange(500), labels] += 2
+    images = draw.normal(size=(100, 24))
+    images[np.arange(100), np.arange(100) % 7] += 2
+    for count in (1, 5, 40):
+        rows = [torch.from_numpy(one) for one in (images, np.arange(100) % 7, np.arange(100))]
+        others = [torch.from_numpy(one).split(64) for one in (bank, labels, labels)]
+        found, truth = knn.classify([tuple(rows)], zip(*others, strict=True), count)  # pyright: ignore[reportArgumentType]
+        assert torch.equal(truth, rows[1])
+        assert (found.numpy() == _scikit_learn(bank, labels, count).predict(images)).all()
+        found = found.numpy()
+        assert 0.3 < (found == np.arange(100) % 7).mean() < 1
+
+
+def _seen(trained: Trained, part: str, pool: str) -> tuple[np.ndarray, np.ndarray]:
+    dataset = split_of_run(trained, part)
+    batch = dataset.__getitems__([(0, index) for index in range(len(dataset))])
+    return trained.features(batch.images, pool).numpy(), batch.labels.numpy()  # pyright: ignore[reportArgumentType]
+
+
+def test_accuracy_of_a_run(say: Say, digits_run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "knn.json"
+    done = say(digits_run, "-knn", 15, "-pool", "mean", "-weights", "ema", "-amp", "off", "-json", out)
+    assert done.code == 0, done.err
+    found = json.loads(out.read_text())
+    assert (found["knn"], found["pool"], found["bank_images"]) == (15, "mean", 1437)
+    assert found["data"] == "digits, validation split"
+    trained = load_trained(digits_run, "ema", amp="off")
+    images, truth = _seen(trained, "val", "mean")
+    right = (_scikit_learn(*_seen(trained, "train", "mean"), 15).predict(images) == truth).mean()
+    figures = found["figures"]["ema"]
+    assert figures["acc1"] == pytest.approx(100 * right, abs=0.3)  # one image: its similarities are in fp32
+    assert figures["intervals"]["acc1"] == pytest.approx(wilson(figures["acc1"], 360))
+    assert f"{figures['acc1']:.2f} % (" in done.text
+
+
+def test_a_model_without_labels_on_other_images(say: Say, unlabelled_run: Path, flowers: Path, tmp_path: Path) -> None:
+    done = say(unlabelled_run, "-knn")
+    assert done.code == 2
+    assert "has no labels. Name images with labels, as in -dataset imagefolder -data_path DIR" in done.err
+    words = ("-dataset", "imagefolder", "-data_path", flowers, "DATA.VAL_FRACTION=0.25")
+    done = say(unlabelled_run, "-knn", *words, "-json", tmp_path / "knn.json")
+    assert done.code == 0, done.err
+    found = json.loads((tmp_path / "knn.json").read_text())
+    assert (found["knn"], found["bank_images"], found["figures"]["model"]["images"]) == (20, 30, 10)
+    assert found["figures"]["model"]["acc1"] == 100
+    done = say(unlabelled_run, "-knn", 31, *words)
+    assert done.code == 2
+    assert "has only 30 training images" in done.err
+
+
+def test_a_linear_probe_of_a_model_without_labels(unlabelled_run: Path, flowers: Path, tmp_path: Path) -> None:
+    """Its encoder stays as it is, and only the new classifier is trained."""
+    data = ("-dataset", "imagefolder", "-data_path", flowers, "DATA.VAL_FRACTION=0.25", "DATA.IMAGE_CHANNELS=1")
+    short = ("-batch_size", 8, "TRAIN.NUM_EPOCHS=1", "DEVICE=cpu", "THREADS=1", "-output", tmp_path / "run")
+    done = run_program(*PROBE, "-pretrained", unlabelled_run, *data, *short, streams=tmp_path)
+    assert done.code == 0, done.text
+    before, after = (
+        load_file(max((run / "checkpoints").glob("step-*")) / "model.safetensors")
+        for run in (unlabelled_run, tmp_path / "run")
+    )
+    encoder = {name for name in before if not name.startswith("decoder.")}
+    assert after.keys() - encoder == {"head.weight", "head.bias"}
+    assert all(torch.equal(after[name], before[name]) for name in encoder)
+
+
+@pytest.mark.slow
+def test_a_linear_probe_converges_to_scikit_learns(digits_run: Path, tmp_path: Path) -> None:
+    """The same minimum as LogisticRegression on the encoder's features: cross-entropy with an L2 penalty of weights."""
+    decay, images = 0.01, 1437
+    data = ("-dataset", "digits", "-image_size", 8, "DATA.IMAGE_CHANNELS=1", "-batch_size", images)
+    descent = ("TRAIN.OPTIMIZER.NAME=SGD", "TRAIN.OPTIMIZER.MOMENTUM=0.9", "TRAIN.BASE_LR=0.5", "TRAIN.WARMUP_EPOCHS=0")
+    plain = (f"TRAIN.WEIGHT_DECAY={decay}", "TRAIN.SMOOTHING=0", "TRAIN.GRAD_CLIP=null", "DEVICE=cpu", "THREADS=1")
+    rare = ("TRAIN.NUM_EPOCHS=1000", "VALIDATE_FREQ=1000", "SAVE_FREQ=1000", "-output", tmp_path / "run")
+    words = (*PROBE, "-pretrained", digits_run, *data, *descent, *plain, *rare)
+    done = run_program(*words, streams=tmp_path, timeout=600)
+    assert done.code == 0, done.text
+
+    trained = load_trained(tmp_path / "run", amp="off")
+    (bank, labels), (features, truth) = (_seen(trained, part, "pooled") for part in ("train", "val"))
+    theirs = LogisticRegression(C=1 / (images * decay), tol=1e-10, max_iter=10_000).fit(bank.astype(np.float64), labels)
+    head: Any = trained.model.get_submodule("head")
+    ours = head.weight.detach().double().numpy(), head.bias.detach().double().numpy()
+
+    def objective(weights: np.ndarray, bias: np.ndarray) -> float:
+        logits = torch.from_numpy(bank.astype(np.float64) @ weights.T + bias)
+        return float(F.cross_entropy(logits, torch.from_numpy(labels)) + decay / 2 * (weights**2).sum())
+
+    assert objective(*ours) == pytest.approx(objective(theirs.coef_, theirs.intercept_), rel=1e-6)
+    (val,) = (line for line in metrics(tmp_path / "run", "val") if line["epoch"] == 1000)
+    assert val["acc1"] == pytest.approx(100 * theirs.score(features, truth), abs=1e-9)
+    assert 60 < val["acc1"] < 100

@@ -1,4 +1,4 @@
-"""scripts/export.py: exported files agree with the model, and a file that does not is not left behind."""
+"""scripts/export.py: exported files agree with the model, here and elsewhere, and others are not left behind."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import json
 import os
 import re
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import timm
 import torch
 from PIL import Image
@@ -23,17 +26,18 @@ from safetensors import safe_open
 from datasets.base import background_of
 from datasets.transforms.pixels import Pixels
 from engine.task.one import OneLabel
-from engine.trained.model import Trained, load_trained
+from engine.trained.model import load_trained
 from tests.datasets.pictures import decoded_by
 from tests.predicted import validation_predictions
-from tests.program import ROOT, Result, change_settings, train_tiny
+from tests.program import ROOT, Result, change_settings, metrics, save_image, train_tiny
+from tests.tools.timm_alone import Tool, pictures_of
 from tools.export.check import CheckImages, compare
 from utils.config.data import DataConfig
 from utils.errors import TrainingError
+from vitamp.weights import read_header
 
 PAGE = ROOT / "docs" / "export.md"
 NAMES = {"onnx": "m.onnx", "torch": "m.pt2", "safetensors": "m.safetensors"}
-Export = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +45,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Trained in bf16, so that attention and patches use vitamp's own code, and with an EMA."""
     words = ("-amp", "bf16", "TRAIN.MODEL_EMA=true", "AMP.FP32_MODULES=['blocks.0.mlp']")
     return train_tiny(tmp_path_factory.mktemp("export"), *words)
-
-
-@pytest.fixture
-def tool(export_tool: Export) -> Export:
-    return export_tool
 
 
 def about_of(file: Path) -> dict[str, Any]:
@@ -63,14 +62,15 @@ def about_of(file: Path) -> dict[str, Any]:
         return json.loads(opened.metadata()["vitamp"])
 
 
-def test_three_formats_agree_with_the_model(tool: Export, run: Path, tmp_path: Path) -> None:
-    code, said = tool(run, "-to", "onnx,torch,safetensors", "-out", tmp_path / "m", "-check", "all")
+def test_three_formats_agree_with_the_model(export_tool: Tool, run: Path, tmp_path: Path) -> None:
+    code, said = export_tool(run, "-to", "onnx,torch,safetensors", "-out", tmp_path / "m", "-check", "all")
     assert code == 0, said
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(NAMES.values()), "no other file is left"
     assert said.count("checked on 360 images of the run's validation split") == 3
     assert said.count("top-1 the same on all") == 3
 
     model = load_trained(run, device="cpu", amp="off")
+    (tmp_path / "plain").touch()
     for name in NAMES.values():
         told = about_of(tmp_path / name)
         assert told["classes"] == [str(digit) for digit in range(10)]
@@ -79,7 +79,7 @@ def test_three_formats_agree_with_the_model(tool: Export, run: Path, tmp_path: P
         assert told["exif_rotate"] is False
         held = (tmp_path / name).read_bytes()
         assert not [place for place in (str(ROOT), sys.prefix, str(tmp_path)) if place.encode() in held]
-        assert (tmp_path / name).stat().st_mode & 0o444 == 0o444 & ~_umask(), "others may read it"
+        assert (tmp_path / name).stat().st_mode == (tmp_path / "plain").stat().st_mode, "others may read it"
 
     pixels = torch.randint(0, 256, (5, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     wanted, images = model.logits(pixels), model.inputs(pixels)
@@ -91,35 +91,27 @@ def test_three_formats_agree_with_the_model(tool: Export, run: Path, tmp_path: P
         torch.testing.assert_close(torch.export.load(tmp_path / "m.pt2").module()(images), wanted, rtol=0, atol=1e-5)
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def test_file_with_different_outputs_is_not_left_behind(tool: Export, run: Path, tmp_path: Path) -> None:
+def test_file_with_different_outputs_is_not_left_behind(export_tool: Tool, run: Path, tmp_path: Path) -> None:
     words = ("-to", "safetensors", "-out", tmp_path / "m.safetensors", "-dtype", "fp16")
-    code, said = tool(run, *words, "-tolerance", "1e-7")
+    code, said = export_tool(run, *words, "-tolerance", "1e-7")
     assert code == 1
     assert "was not written: the outputs differ from the model's by up to" in said
     assert re.search(r"\n  \d+, class \d: -?[\d.]+ instead of -?[\d.]+\n", said), "the largest differences are listed"
     assert list(tmp_path.iterdir()) == []
-    code, said = tool(run, *words)
+    code, said = export_tool(run, *words)
     assert code == 0, "fp16 has a larger tolerance"
     assert "(0.01 allowed)" in said
     with safe_open(str(tmp_path / "m.safetensors"), framework="pt") as file:
         assert file.get_tensor("head.weight").dtype is torch.float16
 
 
-def test_check_on_images_of_a_folder(tool: Export, run: Path, tmp_path: Path) -> None:
+def test_check_on_images_of_a_folder(export_tool: Tool, run: Path, tmp_path: Path) -> None:
     pictures = tmp_path / "pictures"
-    pictures.mkdir()
-    random = np.random.default_rng(0)
     for number in range(3):
-        Image.fromarray(random.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(pictures / f"{number}.png")
+        save_image(pictures / f"{number}.jpg", seed=number)
     (pictures / "broken.png").write_bytes(b"no image")
     (pictures / "notes.txt").write_text("no image either")
-    code, said = tool(run, "-to", "safetensors", "-out", tmp_path / "m.safetensors", "-images", pictures)
+    code, said = export_tool(run, "-to", "safetensors", "-out", tmp_path / "m.safetensors", "-images", pictures)
     assert code == 0, said
     assert f"checked on 3 images in {pictures}" in said
     assert "freshly initialised" not in said, "the weights are loaded"
@@ -127,23 +119,23 @@ def test_check_on_images_of_a_folder(tool: Export, run: Path, tmp_path: Path) ->
     assert about_of(tmp_path / "m.safetensors")["crop"] == "none", "as for digits"
 
 
-def test_without_data_the_check_uses_noise_and_says_so(tool: Export, run: Path, tmp_path: Path) -> None:
+def test_without_data_the_check_uses_noise_and_says_so(export_tool: Tool, run: Path, tmp_path: Path) -> None:
     moved = tmp_path / "moved"
     shutil.copytree(run, moved)
     change_settings(moved, {"DATA.DATASET": "imagefolder", "DATA.DATA_PATH": str(tmp_path / "gone")})
-    code, said = tool(moved, "-to", "safetensors", "-out", tmp_path / "m.safetensors")
+    code, said = export_tool(moved, "-to", "safetensors", "-out", tmp_path / "m.safetensors")
     assert code == 0, said
     assert f"{tmp_path / 'gone'} does not exist" in said
     assert "images of generated noise, since the real ones cannot be read" in said
 
 
 @pytest.mark.parametrize("kind", ["torch", "safetensors"])
-def test_full_disk_leaves_no_file(tool: Export, run: Path, tmp_path: Path, kind: str) -> None:
+def test_full_disk_leaves_no_file(export_tool: Tool, run: Path, tmp_path: Path, kind: str) -> None:
     """No file may grow beyond 2,000 bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
     try:
-        code, said = tool(run, "-to", kind, "-out", tmp_path / NAMES[kind], "-check", 4)
+        code, said = export_tool(run, "-to", kind, "-out", tmp_path / NAMES[kind], "-check", 4)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert code == 2
@@ -173,38 +165,28 @@ def test_full_disk_leaves_no_file(tool: Export, run: Path, tmp_path: Path, kind:
     ],
 )
 def test_bad_command_lines_are_refused(
-    tool: Export, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], expected: str
+    export_tool: Tool, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], expected: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("large.onnx.data").touch()
     Path("file").touch()
     Path("run").symlink_to(run)
-    code, said = tool(run, *words)
+    code, said = export_tool(run, *words)
     assert code == 2
     assert expected in said
 
 
-def _images(count: int) -> CheckImages:
-    return CheckImages(torch.zeros(count, 1, 8, 8, dtype=torch.uint8), ["a", "b"][:count], "of a test")
-
-
-class _Named:
-    task = OneLabel(3)
-
-    def name_of(self, label: int) -> str:
-        return f"class {label}"
-
-
 def test_comparison_counts_classes_and_lists_differences() -> None:
-    trained: Trained = _Named()  # pyright: ignore[reportAssignmentType]
+    trained: Any = SimpleNamespace(task=OneLabel(3), name_of=lambda label: f"class {label}")
+    images = CheckImages(torch.zeros(2, 1, 8, 8, dtype=torch.uint8), ["a", "b"], "of a test")
     wanted = torch.tensor([[1.0, 0.9999, -4.0], [0.0, 3.0, 1.0]])
     near = wanted + torch.tensor([[-2e-4, 0.0, 0.0], [0.0, 0.0, 0.0]])
-    said = compare(trained, _images(2), wanted, near, 1e-3)
+    said = compare(trained, images, wanted, near, 1e-3)
     assert "top-1 different on 1, where two classes are nearly equal: a is class 0 to the model, class 1 to" in said
     with pytest.raises(TrainingError, match=r"Largest differences:\n  a, class class 0: 0.9998 instead of 1"):
-        compare(trained, _images(2), wanted, near, 1e-5)
+        compare(trained, images, wanted, near, 1e-5)
     with pytest.raises(TrainingError, match=r"Largest differences:\n  b, class class 2: nan instead of 1"):
-        compare(trained, _images(2), wanted, wanted + torch.tensor([[0.0] * 3, [0.0, 0.0, torch.nan]]), 1e-3)
+        compare(trained, images, wanted, wanted + torch.tensor([[0.0] * 3, [0.0, 0.0, torch.nan]]), 1e-3)
 
 
 # The code in docs/export.md, run in processes of its own where none of vitamp's modules can be imported.
@@ -225,15 +207,8 @@ def consumer_says(folder: Path, script: str, model: Path, pictures: list[Path]) 
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     alone = "import importlib.util as i, sys; sys.exit(any(map(i.find_spec, ['engine', 'models', 'utils', 'scripts'])))"
     subprocess.run([sys.executable, "-c", alone], cwd=folder, env=clean, check=True)
-    done = subprocess.run(
-        [sys.executable, script, str(model), *map(str, pictures)],
-        cwd=folder,
-        env=clean,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    words = [sys.executable, script, str(model), *map(str, pictures)]
+    done = subprocess.run(words, cwd=folder, env=clean, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     lines = [line.rsplit(" ", 1) for line in done.stdout.splitlines()]
     assert [name for name, _ in lines] == [str(path) for path in pictures]
@@ -247,9 +222,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path], 
     words = ("TRAIN.NUM_EPOCHS=8", "MODEL.DEPTH=2", "MODEL.EMBED_DIM=32", "-amp", "bf16")
     trained = load_trained(train_tiny(place, *words), device="cpu", amp="off")
     found = validation_predictions(trained)
-    pictures = [place / f"{row:03d}.png" for row in range(len(found))]
-    for row, path in enumerate(pictures):
-        found.picture(row).save(path)
+    pictures = pictures_of(found, place)
     said = [trained.name_of(int(label)) for label in found.logits.argmax(1)]
     right = np.mean([int(name) for name in said] == found.labels.numpy())
     assert right > 0.7, "the model must have learned something"
@@ -309,12 +282,16 @@ def test_documented_code_crops_as_validation_does(
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("-with_preprocess",), ("-dtype", "fp16")], ids=["plain", "pixels", "fp16"])
 def test_documented_code_predicts_as_the_model_does(
-    tool: Export, digits: tuple[Path, list[Path], list[str]], consumers: Path, tmp_path: Path, more: tuple[str, ...]
+    export_tool: Tool,
+    digits: tuple[Path, list[Path], list[str]],
+    consumers: Path,
+    tmp_path: Path,
+    more: tuple[str, ...],
 ) -> None:
     run, pictures, wanted = digits
     scripts = {"onnx": "with_onnxruntime.py", "torch": "with_torch.py"}
     scripts |= {} if more == ("-with_preprocess",) else {"safetensors": "with_timm.py"}
-    code, said = tool(run, "-to", ",".join(scripts), "-out", tmp_path / "m", "-check", "all", *more)
+    code, said = export_tool(run, "-to", ",".join(scripts), "-out", tmp_path / "m", "-check", "all", *more)
     assert code == 0, said
     for kind, script in scripts.items():
         got = consumer_says(consumers, script, tmp_path / NAMES[kind], pictures)
@@ -334,22 +311,21 @@ def test_documented_code_predicts_as_the_model_does(
     ids=["swin", "deit", "resnet"],
 )
 def test_other_models_are_exported(
-    vitamp: Callable[..., Result], tool: Export, consumers: Path, tmp_path: Path, model: tuple[str, ...]
+    vitamp: Callable[..., Result],
+    export_tool: Tool,
+    consumers: Path,
+    imagenet: Path,
+    tmp_path: Path,
+    model: tuple[str, ...],
 ) -> None:
-    """Trained in pure bf16, from a folder of photographs that have to be resized and cropped."""
-    for part, count in (("train", 16), ("val", 8)):
-        for number in range(count):
-            path = tmp_path / "data" / part / f"class{number % 2}" / f"{number}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            noise = np.random.default_rng(number).integers(0, 256, (8, 11, 3), dtype=np.uint8)
-            Image.fromarray(noise).resize((88, 64)).save(path)
-    sizes = ("-image_size", 32, "MODEL.NUM_CLASSES=2", "MODEL.EMBED_DIM=16", "MODEL.PATCH_SIZE=4")
+    """Trained in pure bf16, from photographs that have to be resized and cropped."""
+    sizes = ("-image_size", 32, "MODEL.NUM_CLASSES=4", "MODEL.EMBED_DIM=16", "MODEL.PATCH_SIZE=4")
     sizes = sizes if len(model) > 1 else sizes[:3]
-    words = ("-dataset", "imagefolder", "-data_path", tmp_path / "data", "-batch_size", 8, "-device", "cpu")
+    words = ("-dataset", "imagefolder", "-data_path", imagenet, "-batch_size", 8, "-device", "cpu")
     rest = ("TRAIN.NUM_EPOCHS=1", "TRAIN.WARMUP_EPOCHS=0", "-amp", "O3", "AMP.DTYPE=bf16", "-num_workers", 0)
     done = vitamp(*words, *sizes, *model, *rest, "-output", tmp_path / "run")
     assert done.code == 0, done.text
-    code, said = tool(tmp_path / "run", "-to", "onnx,torch,safetensors", "-out", tmp_path / "m")
+    code, said = export_tool(tmp_path / "run", "-to", "onnx,torch,safetensors", "-out", tmp_path / "m")
     assert code == 0, said
     trained = load_trained(tmp_path / "run", device="cpu", amp="off")
     found = validation_predictions(trained)
@@ -361,12 +337,85 @@ def test_other_models_are_exported(
 
 @pytest.mark.slow
 def test_weights_beyond_two_gigabytes_are_in_a_second_file(
-    tool: Export, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    export_tool: Tool, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The limit is lowered to a kilobyte here."""
     monkeypatch.setattr("torch.onnx._internal.exporter._onnx_program._LARGE_MODEL_THRESHOLD", 1000)
-    code, said = tool(run, "-to", "onnx", "-out", tmp_path / "m.onnx")
+    code, said = export_tool(run, "-to", "onnx", "-out", tmp_path / "m.onnx")
     assert code == 0, said
     assert "opset " in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.onnx", "m.onnx.data"]
     assert about_of(tmp_path / "m.onnx")["model"] == "tiny"
+
+
+# vitamp's own tools.
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    save_image(path := tmp_path_factory.mktemp("image") / "x.jpg", seed=0)
+    return path
+
+
+@pytest.fixture
+def exported(export_tool: Tool, digits_run: Path, tmp_path: Path) -> Path:
+    out = tmp_path / "mine.safetensors"
+    code, said = export_tool(digits_run, "-to", "safetensors", "-out", out, "-check", 8)
+    assert code == 0, said
+    return out
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_predict_and_evaluate_load_an_export(
+    export_tool: Tool, vitamp: Callable[..., Result], digits_run: Path, image: Path, tmp_path: Path, dtype: str
+) -> None:
+    out = tmp_path / "vit.safetensors"
+    words = ("-to", "safetensors", "-out", out, "-dtype", dtype, "-weights", "ema", "-check", 8)
+    code, printed = export_tool(digits_run, *words)
+    assert code == 0, printed
+    assert str(digits_run) not in str(read_header(out)), "no paths of this machine"
+    best = metrics(digits_run, "val")[-1]
+    found = vitamp(out, "-json", tmp_path / "eval.json", script="scripts/evaluate.py")
+    assert found.code == 0, found.text
+    assert f"vit.safetensors, EMA weights, top-1 {best['ema_acc1']:.2f} %" in found.out
+    acc1 = json.loads((tmp_path / "eval.json").read_text())["figures"]["ema"]["acc1"]
+    assert acc1 == pytest.approx(best["ema_acc1"], abs=0 if dtype == "fp32" else 1)
+    said = [
+        vitamp(path, image, "-weights", "ema", "-format", "jsonl", script="scripts/predict.py")
+        for path in (digits_run, out)
+    ]
+    assert [each.code for each in said] == [0, 0], said[1].text
+    if dtype == "fp32":
+        assert said[0].out == said[1].out
+
+
+def test_export_is_a_teacher(vitamp: Callable[..., Result], exported: Path, tiny: Path, tmp_path: Path) -> None:
+    words = ("TRAIN.DISTILLATION_TYPE=soft", f"TRAIN.TEACHER_MODEL={exported}", "-dry_run")
+    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *words)
+    assert done.code == 0, done.text
+    assert f"Teacher {exported}: mine.safetensors, plain weights" in done.out
+
+
+def test_unusable_weights_are_refused_with_working_advice(
+    vitamp: Callable[..., Result], digits_run: Path, exported: Path, image: Path, tmp_path: Path
+) -> None:
+    header, tensors = read_header(exported), safetensors.torch.load_file(exported)
+    unneeded = {key: header[key] for key in header if key not in ("settings", "choices", "fp32_modules", "metrics")}
+    older, foreign = tmp_path / "older.safetensors", tmp_path / "foreign.safetensors"
+    safetensors.torch.save_file(tensors, older, metadata={"vitamp": json.dumps(unneeded)})
+    safetensors.torch.save_file(tensors, foreign)
+    (tmp_path / "x.onnx").write_bytes(b"x")
+    for file, reason in (
+        (older, "its header was not written by scripts/checkpoint.py strip or scripts/export.py"),
+        (foreign, "its header was not written by"),
+        (tmp_path / "x.onnx", "an exported program, not weights for vitamp"),
+    ):
+        done = vitamp(file, image, script="scripts/predict.py")
+        assert done.code == 2
+        assert f"{file}: {reason}" in done.err
+    done = vitamp(older, image, script="scripts/predict.py")
+    (command,) = re.findall(r"python (main_single_gpu\.py -cfg CONFIG\.yaml -eval -pretrained \S+)", done.err)
+    words = shlex.split(command.replace("CONFIG.yaml", str(digits_run / "config.yaml")))
+    validated = vitamp(*words[1:], "-output", tmp_path / "eval")
+    assert validated.code == 0, validated.text
+    assert metrics(tmp_path / "eval", "val")[0]["acc1"] == metrics(digits_run, "val")[-1]["acc1"]

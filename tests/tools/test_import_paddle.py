@@ -1,45 +1,176 @@
-"""scripts/export.py converts PaddleViT's weights to models with the same outputs."""
+"""scripts/export.py converts PaddleViT's weights to models with the same outputs, and runs nothing that is in the file.
+
+Each file of paddle_logits has the names and shapes of the tensors of one of PaddleViT's other models, and what it
+computed in PaddlePaddle 3.3 with the weights and images that `weights_of` and `images_of` make again here.
+"""
 
 from __future__ import annotations
 
+import io
+import itertools
+import os
 import pickle
 import re
-from collections.abc import Callable
+import struct
+import sys
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import timm
 import torch
+import yaml
 from safetensors import safe_open
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
 
 from engine.trained.model import load_trained
-from models.build import build_model
 from models.weights.fit import load_pretrained
 from models.weights.paddle_file import read_pdparams
-from models.weights.paddle_names import convert, sizes_of_weights, timm_name
-from tests.tools.paddle_files import (
-    BLOCKS,
-    MODELS,
-    SWIN,
-    TODAY,
-    VIT,
-    Arrays,
-    Tool,
-    of_paddle,
-    pieces_of,
-    state_dict_of,
-    tool_of,
-    training_of,
-    write,
-)
-from utils.config.model import ModelConfig
+from models.weights.paddle_names import all_rules, convert, rules_of, sizes_of_weights, timm_name
+from tests.tools.timm_alone import Tool
+from utils.config.paddlevit import families
+from utils.errors import UserError
+
+Arrays = dict[str, np.ndarray]
+
+VIT: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 5}
+SWIN: dict[str, Any] = {"img_size": 56, "window_size": 7, "embed_dim": 24, "depths": (2, 2), "num_heads": (2, 4)}
+SWIN |= {"num_classes": 5}
+BLOCKS = {"norm1": "attn_norm", "norm2": "mlp_norm", "attn.proj": "attn.out"}
+TODAY = {
+    "cls_token": "cls_token",
+    "dist_token": "dist_token",
+    "pos_embed": "position_embedding",
+    "patch_embed.proj": "patch_embedding.patch_embedding",
+    "norm": "encoder.encoder_norm",
+    "head": "classifier",
+    "head_dist": "classifier_dist",
+    "blocks": "encoder.layers",
+}
+SECOND = TODAY | {
+    "cls_token": "patch_embedding.cls_token",
+    "pos_embed": "patch_embedding.position_embeddings",
+}
+FIRST = TODAY | {
+    "cls_token": "transformer.embeddings.cls_token",
+    "pos_embed": "transformer.embeddings.position_embeddings",
+    "patch_embed.proj": "transformer.embeddings.patch_embeddings",
+    "norm": "transformer.encoder.encoder_norm",
+    "blocks": "transformer.encoder.layers",
+}
+FIRST_DEIT = {
+    "cls_token": "class_token",
+    "dist_token": "distill_token",
+    "pos_embed": "pos_embed",
+    "patch_embed.proj": "patch_embed.proj",
+    "norm": "norm",
+    "head": "head",
+    "head_dist": "head_distill",
+    "blocks": "layers",
+}
+OF_SWIN = {"patch_embed.proj": "patch_embedding.patch_embed", "patch_embed.norm": "patch_embedding.norm"}
+OF_SWIN |= {"norm": "norm", "head.fc": "fc"}
+
+
+def random_weights(model: nn.Module) -> nn.Module:
+    """Random values in every tensor, also norms and biases."""
+    torch.manual_seed(1)
+    for weight in model.parameters():
+        nn.init.normal_(weight, std=0.3)
+    return model.eval()
+
+
+def of_paddle(model: nn.Module, names: dict[str, str], blocks: dict[str, str]) -> Arrays:
+    """Weights in PaddleViT's names and layout: the inverse of the conversion."""
+    arrays = {}
+    for key, value in model.state_dict().items():
+        place, _, kind = key.rpartition(".")
+        if block := re.fullmatch(r"blocks\.(\d+)\.(.+)", place):
+            name = f"{names['blocks']}.{block[1]}.{blocks.get(block[2], block[2])}.{kind}"
+        elif block := re.fullmatch(r"layers\.(\d+)\.downsample(.+)", place):
+            name = f"stages.{int(block[1]) - 1}.downsample{block[2]}.{kind}"
+        elif key.startswith("layers."):
+            name = key.replace("layers.", "stages.", 1)
+        else:
+            name = f"{names[place]}.{kind}" if place else names[key]
+        array = value.numpy()
+        linear = kind == "weight" and array.ndim == 2
+        arrays[name] = np.ascontiguousarray(array.T) if linear else array
+    return arrays
+
+
+def swin_of_paddle() -> tuple[nn.Module, Arrays]:
+    model = random_weights(SwinTransformer(**SWIN))
+    arrays = of_paddle(model, OF_SWIN, {})
+    arrays["stages.0.blocks.1.attn_mask"] = np.zeros((4, 49, 49), np.float32)
+    arrays["stages.0.blocks.0.attn.relative_position_index"] = np.zeros((49, 49), np.int64)
+    return model, arrays
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Arrays]]] = {
+    "vit": lambda: (model := random_weights(VisionTransformer(**VIT)), of_paddle(model, TODAY, BLOCKS)),
+    "vit, second": lambda: (model := random_weights(VisionTransformer(**VIT)), of_paddle(model, SECOND, BLOCKS)),
+    "vit, first": lambda: (model := random_weights(VisionTransformer(**VIT)), of_paddle(model, FIRST, BLOCKS)),
+    "distilled": lambda: (model := random_weights(VisionTransformerDistilled(**VIT)), of_paddle(model, TODAY, BLOCKS)),
+    "distilled, first": lambda: (
+        model := random_weights(VisionTransformerDistilled(**VIT)),
+        of_paddle(model, FIRST_DEIT, {}),
+    ),
+    "swin": swin_of_paddle,
+}
+
+
+class Tensor:
+    """Tensor as newer versions of paddle.save pickle it: a tuple of its name in the graph and its array."""
+
+    def __init__(self, name: str, data: np.ndarray) -> None:
+        self.name, self.data = name, data
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, ((self.name, self.data),)
+
+
+def state_dict_of(arrays: Arrays) -> dict[str, Any]:
+    return {**arrays, "StructuredToParameterName@@": {name: f"linear_{n}.w_0" for n, name in enumerate(arrays)}}
+
+
+def training_of(arrays: Arrays) -> dict[str, Any]:
+    tensors = OrderedDict((name, Tensor(f"p_{n}", array)) for n, (name, array) in enumerate(arrays.items()))
+    rate = {"last_epoch": 3, "last_lr": np.float64(0.1), "betas": (0.9, None)}
+    return {"model": tensors, "optimizer": {"LR_Scheduler": rate, "m": Tensor("m", np.ones(3))}, "epoch": 3}
+
+
+def pieces_of(arrays: Arrays) -> dict[str, Any]:
+    """Arrays of more than 60 numbers in pieces, as paddle.save cuts those beyond 1 GiB."""
+    content, cut = dict[str, Any](), {}
+    for name, array in arrays.items():
+        if array.size <= 60:
+            content[name] = array
+            continue
+        flat = array.flatten()
+        slices = {f"{name}@@.{n}": flat[n * 60 : (n + 1) * 60] for n in range(-(-flat.size // 60))}
+        content |= slices
+        cut[name] = {"OriginShape": array.shape, "slices": list(slices)}
+    return {**content, "UnpackBigParamInfor@@": cut, "StructuredToParameterName@@": {}}
 
 
 @pytest.fixture
-def tool(capsys: pytest.CaptureFixture[str]) -> Tool:
-    return tool_of(capsys)
+def tool(export_tool: Tool) -> Tool:
+    """Run the tool in this process: exit code and output."""
+    return lambda *words: export_tool(*words, "-to", "safetensors")
+
+
+def write(path: Path, content: Any, protocol: int = 4) -> Path:
+    path.write_bytes(pickle.dumps(content, protocol=protocol))
+    return path
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -107,14 +238,8 @@ def test_model_is_recognised_by_sizes_or_file_name(tool: Tool, tmp_path: Path) -
 def test_pretrained_reads_pdparams(kind: str, tmp_path: Path) -> None:
     source, arrays = MODELS[kind]()
     write(tmp_path / "mine.pdparams", training_of(arrays))
-    sizes: dict[str, Any] = {"EMBED_DIM": 48, "DEPTH": 2, "NUM_HEADS": 3, "PATCH_SIZE": 8}
-    named = {"vit": ("vit", "mine"), "distilled": ("deit", "deit_tiny_distilled_patch16_224"), "swin": ("swin", "mine")}
-    if kind == "swin":
-        sizes = {"EMBED_DIM": 24, "STAGE_DEPTHS": [2, 2], "NUM_HEADS": [2, 4], "WINDOW_SIZE": 7, "PATCH_SIZE": 4}
-    config = ModelConfig.model_validate({"TYPE": named[kind][0], "NAME": named[kind][1], "NUM_CLASSES": 5, **sizes})
-    model = build_model(config, 56 if kind == "swin" else 32, 3)
-    said = load_pretrained(model, str(tmp_path / "mine"), "mine")
-    assert "mine.pdparams" in said
+    model = type(source)(**(SWIN if kind == "swin" else VIT))
+    assert "mine.pdparams" in load_pretrained(model, str(tmp_path / "mine"), "mine")
     assert all(torch.equal(value, source.state_dict()[name]) for name, value in model.state_dict().items())
 
 
@@ -145,13 +270,240 @@ def test_bad_commands_are_refused(tool: Tool, tmp_path: Path) -> None:
         ([tmp_path / "no.pdparams"], "no such file"),
         ([file, "-out", tmp_path / "w.pth"], f"use -out {tmp_path}/w.safetensors"),
         ([file, "-name", "vit_of_mine"], "timm has no model of that name"),
-        (
-            [other],
-            "that can be converted: 1 of 1 tensors match no rule (conv1.weight), and",
-        ),
+        ([other], "that can be converted: 1 of 1 tensors match no rule (conv1.weight), and"),
         ([], "-h lists"),
     ):
         code, said = tool(*words)
         assert code == 2, said
         assert told in said
     assert tool(file, "-name", "vit_tiny_patch16_224")[0] == 1
+
+
+class Calls:
+    """Pickles to a call of any function."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.function, self.arguments = function, arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.function, self.arguments
+
+
+class WithId(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        return Calls(os.system, "touch ran") if isinstance(obj, set) else None
+
+
+def by_persistent_id() -> bytes:
+    stream = io.BytesIO()
+    WithId(stream, 2).dump({"w": {1}})
+    return stream.getvalue()
+
+
+def objects() -> np.ndarray:
+    return np.array([Calls(os.system, "touch ran"), 1], dtype=object)
+
+
+MALICIOUS: dict[str, tuple[bytes, str]] = {
+    "os.system": (pickle.dumps({"w": Calls(os.system, "touch ran")}), "posix.system"),
+    "os.system, protocol 0": (pickle.dumps({"w": Calls(os.system, "touch ran")}, 0), "posix.system"),
+    "numpy's own": (pickle.dumps({"w": Calls(np.load, "ran")}), "numpy.load"),
+    "nested": (pickle.dumps({"model": {"w": [({"a": Calls(eval, "open('ran', 'w')")},)]}}), "builtins.eval"),
+    "in a persistent id": (by_persistent_id(), "posix.system"),
+    "a persistent id": (b"\x80\x02}U\x01wU\x01xQs.", "persistent ids"),
+    "an array of objects": (pickle.dumps({"w": objects()}), "'O8'"),
+    "an array of records": (pickle.dumps({"w": np.zeros(2, [("a", "f4")])}), "'V4'"),
+    "an instance": (b"(iposix\nsystem\np0\n.", "posix.system"),
+    "an object": (b"(cposix\nsystem\nS'touch ran'\no.", "posix.system"),
+    "a subclass in the array's place": (
+        b"\x80\x02cnumpy.core.multiarray\n_reconstruct\n(cnumpy\ndtype\nK\x00\x85U\x01btR.",
+        "in another way than numpy does",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MALICIOUS)
+def test_malicious_pickle_is_refused_and_not_executed(
+    kind: str, tool: Tool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    content, told = MALICIOUS[kind]
+    (tmp_path / "w.pdparams").write_bytes(content)
+    code, said = tool(tmp_path / "w.pdparams")
+    assert code == 2, said
+    assert told in said
+    assert "nothing in it was run" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["w.pdparams"]
+    with pytest.raises(UserError, match=r"w\.pdparams"):
+        load_pretrained(nn.Linear(1, 1), str(tmp_path / "w.pdparams"), "linear")
+    assert not (tmp_path / "ran").exists()
+
+
+def huge(size: int) -> bytes:
+    """Array of three numbers whose shape claims `size` numbers."""
+    content = pickle.dumps({"w": np.arange(3, dtype=np.float32)}, protocol=2)
+    assert content.count(b"K\x03\x85") == 1
+    return content.replace(b"K\x03\x85", b"\x8a\x05" + size.to_bytes(5, "little") + b"\x85")
+
+
+BROKEN: dict[str, bytes] = {
+    "no pickle": b"PK\x03\x04 what is this",
+    "empty": b"",
+    "cut off": pickle.dumps({"w": np.arange(300.0)})[:-500],
+    "no dict": pickle.dumps([1, 2]),
+    "no arrays": pickle.dumps({"epoch": 3}),
+    "a shape without numbers": huge(2**38),
+    "bytes that are not there": b"\x80\x04}U\x01w\x8e" + struct.pack("<Q", 2**40) + b"x",
+    "a call of what is no function": b"\x80\x02U\x01x)R.",
+    "an extension": b"\x80\x02\x82\x01.",
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_damaged_file_is_refused(kind: str, tmp_path: Path, tool: Tool) -> None:
+    (tmp_path / "w.pdparams").write_bytes(BROKEN[kind])
+    code, said = tool(tmp_path / "w.pdparams")
+    assert code == 2
+    assert str(tmp_path / "w.pdparams") in said
+
+
+def test_small_file_cannot_expand(tmp_path: Path) -> None:
+    """One array under a thousand names."""
+    array = np.arange(10_000.0)
+    write(tmp_path / "w.pdparams", {str(n): array for n in range(1000)})
+    with pytest.raises(UserError, match="larger than the file"):
+        read_pdparams(tmp_path / "w.pdparams")
+
+
+CASES = Path(__file__).with_name("paddle_logits")
+LARGE = ("halonet", "halonet_silu", "levit_192", "mobileone_branches", "mobileone_se", "pvtv2", "regnet")
+NAMES = [
+    pytest.param(file.stem, marks=pytest.mark.slow) if file.stem in LARGE else file.stem
+    for file in sorted(CASES.glob("*.yaml"))
+]
+VARIED = ("halonet", "levit", "mobile", "regnet")
+"""Models that timm does not build in other sizes"""
+
+
+def case_of(name: str) -> dict[str, Any]:
+    return yaml.safe_load((CASES / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+def rows_of(case: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+    """Name, shape, and whether it is a table of whole numbers; `[0-2]` in a name are three names."""
+    for line in case["tensors"].splitlines():
+        name, shape, *whole = line.split()
+        sides = tuple(int(side) for side in shape.split("x"))
+        pieces = re.split(r"\[(\d+)-(\d+)\]", name)
+        ranges = [range(int(a), int(b) + 1) for a, b in zip(pieces[1::3], pieces[2::3], strict=True)]
+        for numbers in itertools.product(*ranges):
+            yield (
+                "".join(map(str, [*itertools.chain(*zip(pieces[::3], numbers, strict=False)), pieces[-1]])),
+                sides,
+                bool(whole),
+            )
+
+
+def weights_of(case: dict[str, Any]) -> Arrays:
+    """Random values that depend on the name; those that timm shares are equal."""
+    arrays: Arrays = {}
+    for name, shape, whole in rows_of(case):
+        if whole:
+            arrays[name] = np.zeros(shape, np.int64)
+            continue
+        rng = np.random.RandomState(zlib.crc32(re.sub(r"\.mlp[34]\.", ".mlp2.", name).encode()) & 0x7FFFFFFF)
+        kind = name.rpartition(".")[2]
+        if kind == "_variance":
+            values = rng.uniform(0.5, 1.5, shape)
+        elif kind == "weight" and len(shape) == 1:
+            values = (1 + 0.2 * rng.randn(*shape)) * case.get("norms", 1)
+        elif kind == "weight":
+            values = rng.randn(*shape) / np.sqrt(shape[0] if len(shape) == 2 else np.prod(shape[1:]))
+        else:
+            values = 0.3 * rng.randn(*shape)
+        arrays[name] = values.astype("float32")
+    return arrays
+
+
+def images_of(case: dict[str, Any]) -> torch.Tensor:
+    size = case["image"]
+    return torch.from_numpy(np.random.RandomState(0).randn(2, 3, size, size).astype("float32"))
+
+
+def built(case: dict[str, Any]) -> nn.Module:
+    """timm's model in the sizes of the case: its entry point takes few of them, its class all."""
+    name, arguments, classes = case["model"], case.get("arguments", {}), case.get("classes", 7)
+    if any(word in name for word in VARIED):
+        return timm.create_model(name, num_classes=classes)
+    entry, made = timm.models.model_entrypoint(name), []
+
+    def build(kind: Any, _variant: str, _pretrained: bool = False, **given: Any) -> None:
+        own = {key: value for key, value in given.items() if not key.startswith(("pretrained_", "feature_cfg"))}
+        made.append(kind(**{**own, **arguments, "num_classes": classes}))
+
+    with mock.patch.object(sys.modules[entry.__module__], "build_model_with_cfg", build):
+        entry()
+    return made[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_converted_weights_compute_what_paddlevit_computes(name: str, tmp_path: Path) -> None:
+    case = case_of(name)
+    model = built(case).eval()
+    file = write(tmp_path / "weights.pdparams", weights_of(case))
+    load_pretrained(model, str(file), case["model"])
+    with torch.no_grad():
+        logits = model(images_of(case))
+    found = logits[:, : len(case["logits"][0])].numpy()
+    np.testing.assert_allclose(found, case["logits"], atol=1e-4 * max(1, np.abs(case["logits"]).max()))
+    assert abs(found[0] - found[1]).max() > 1e-3, "the images matter"
+
+
+def test_every_family_of_timm_converts_or_says_why_not() -> None:
+    """Besides BEiT and the others in paddle_logits, none is left out."""
+    rules = {one.family: one for one in all_rules()}
+    for word, family in families().items():
+        names = {other for other, one in families().items() if one.title == family.title}
+        assert names & rules.keys(), f"{word}: no rules"
+    named = [rules_of([name for name, *_ in rows_of(case_of(file.stem))]) for file in CASES.glob("*.yaml")]
+    checked = {one.family for one in named if one}
+    assert checked == {word for word, one in rules.items() if not one.refused}
+    assert {word for word, one in rules.items() if one.refused} == {"mobilevit", "poolformer"}
+
+
+def test_families_that_compute_something_else_are_refused(tmp_path: Path) -> None:
+    numbers = np.ones((2, 2), np.float32)
+    for name, said in (
+        (
+            "mvit_block_1.transformer.norm.weight",
+            "PaddleViT's MobileViT cannot be converted: its attention has 8 heads",
+        ),
+        ("network.0.0.layer_scale_1", "PaddleViT's PoolFormer cannot be converted: it normalises the feature map"),
+    ):
+        file = write(tmp_path / "weights.pdparams", {name: numbers})
+        with pytest.raises(UserError, match=said):
+            load_pretrained(nn.Linear(1, 1), str(file), "any")
+
+
+def test_trained_weights_that_timm_shares_are_refused() -> None:
+    arrays = weights_of(case_of("coat"))
+    arrays["parallel_blocks.0.mlp3.fc1.bias"] = arrays["parallel_blocks.0.mlp3.fc1.bias"] + 1
+    with pytest.raises(UserError, match=r"mlp3\.fc1\.bias differs from parallel_blocks\.0\.mlp2\.fc1\.bias"):
+        convert(arrays)
+
+
+def test_export_finds_the_model_and_counts_what_does_not_match(tool: Tool, tmp_path: Path) -> None:
+    arrays = weights_of(case_of("pvtv2"))
+    code, said = tool(write(tmp_path / "mine.pdparams", arrays))
+    assert code == 0, said
+    assert "timm's pvt_v2_b0 has its tensors" in said
+    assert "MODEL.TYPE=pvtv2 MODEL.NAME=pvt_v2_b0 DATA.IMAGE_SIZE=224" in said
+    model = timm.create_model("pvt_v2_b0", num_classes=7, checkpoint_path=str(tmp_path / "mine.safetensors"))
+    assert torch.equal(model.state_dict()["stages.3.norm.weight"], torch.from_numpy(arrays["norm4.weight"]))
+
+    del arrays["norm4.weight"]
+    arrays["extra.weight"] = np.ones(3, np.float32)
+    code, said = tool(write(tmp_path / "less.pdparams", arrays), "-name", "pvt_v2_b0")
+    assert code == 1
+    assert "2 of 178 tensors do not match this model (extra.weight, stages.3.norm.weight): nothing was written" in said
+    assert not (tmp_path / "less.safetensors").exists()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import multiprocessing
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +24,42 @@ import torch
 from PIL import Image
 
 from datasets import check_dataset, open_dataset
-from tests.tools.packing import Pack, all_bytes, members, photograph
+from datasets.sources.files import FileSamples
 from tests.waiting import until
 from tools.pack_images.command import main
 from utils.config.data import DataConfig
 
 CPU = torch.device("cpu")
+Pack = Callable[..., int]
+
+
+@pytest.fixture
+def pack() -> Pack:
+    """Call pack_images.py in this process: starting another takes seconds."""
+    return lambda *words: main([str(word) for word in words])
+
+
+def photograph(path: Path, seed: int, size: tuple[int, int] = (96, 64), **how: Any) -> Path:
+    """Write an image with smooth colours, which JPEG keeps well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    coarse = np.random.default_rng(seed).integers(0, 256, (5, 7, 3), dtype=np.uint8)
+    Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC).save(path, **{"quality": 95, **how})
+    return path
+
+
+def members(folder: Path, part: str) -> dict[str, bytes]:
+    found = {}
+    for path in sorted((folder / part).iterdir()):
+        with tarfile.open(path) as tar:
+            for member in tar:
+                file = tar.extractfile(member)
+                assert file is not None
+                found[member.name] = file.read()
+    return found
+
+
+def all_bytes(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="module")
@@ -137,9 +171,7 @@ def _become(words: list[str], out: Path) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_killed_packing_resumes(many: Path, tmp_path: Path, pack: Pack, how: signal.Signals) -> None:
-    words = [
-        str(word) for word in (many, tmp_path / "packed", "-short_side", 200, "-shard_images", 10, "-num_workers", 2)
-    ]
+    words = [f"{many}", f"{tmp_path}/packed", *["-short_side", "200", "-shard_images", "10", "-num_workers", "2"]]
     process = multiprocessing.get_context("fork").Process(target=_become, args=(words, tmp_path / "out"))
     process.start()
     until(lambda: any((tmp_path / "packed" / "train").glob("*.tar")) or not process.is_alive())
@@ -249,10 +281,7 @@ def test_bad_command_lines_are_refused(
         ([source, tmp_path / "new", "-raw", "-keep"], "-raw and -keep exclude each other"),
         ([source, tmp_path / "new", "-raw", "-quality", 80], "-quality has no effect with -raw"),
         ([source, tmp_path / "new", "-keep", "-short_side", 80], "-short_side has no effect with -keep"),
-        (
-            [source, tmp_path / "new", "-keep", "DATA.EXIF_ROTATE=true"],
-            "DATA.EXIF_ROTATE has no effect with -keep",
-        ),
+        ([source, tmp_path / "new", "-keep", "DATA.EXIF_ROTATE=true"], "DATA.EXIF_ROTATE has no effect with -keep"),
         ([source, tmp_path / "new", "-quality", 101], "-quality 101: takes a whole number from 1 to 100"),
         ([source, tmp_path / "new", "-short_side", "big"], "-short_side big: takes a whole number"),
         ([source, tmp_path / "new", "-data_path", source], "-data_path: give the path as SRC"),
@@ -282,3 +311,78 @@ def test_exif_rotation_is_applied_to_small_images(tmp_path: Path, pack: Pack) ->
         assert not image.getexif().get(orientation), "the tag is gone, so that it is not rotated again"
         upright = np.asarray(original.transpose(Image.Transpose.ROTATE_270), dtype=int)
         assert np.abs(np.asarray(image, dtype=int) - upright).mean() < 4
+
+
+def test_storage_error_stops_packing_and_leaves_no_image_out(
+    source: Path, tmp_path: Path, pack: Pack, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.damage.PAUSES", (0.01,))
+    lost = source / "train" / "a" / "0.jpg"
+    words = (source, tmp_path / "packed", "-keep", "-shard_images", 4, "-num_workers", 1, "DATA.MAX_BAD=5")
+
+    def read(samples: FileSamples, index: int) -> bytes:
+        if samples.name(index) == str(lost):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return Path(samples.name(index)).read_bytes()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSamples, "read", read)
+        assert pack(*words) == 1
+    said = capsys.readouterr().err
+    assert f"{lost} cannot be read: Input/output error" in said
+    assert "When the storage is back, the same command resumes" in said
+    assert not list(tmp_path.rglob("*.part"))
+    assert pack(*words) == 0
+    assert lost.read_bytes() in members(tmp_path / "packed", "train").values()
+    assert "0 left out" in capsys.readouterr().out
+
+
+def test_packing_starts_over_after_an_early_interruption(
+    source: Path, tmp_path: Path, pack: Pack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Interrupted before its settings were written; a folder with other content is refused."""
+    packed = tmp_path / "packed"
+    (packed / ".packing").mkdir(parents=True)
+    assert pack(source, packed, "-keep") == 0
+    other = tmp_path / "other"
+    (other / "train").mkdir(parents=True)
+    (other / "train" / "00000.tar").write_text("mine")
+    capsys.readouterr()
+    assert pack(source, other, "-keep") == 2
+    assert "has other content, such as train." in capsys.readouterr().err
+    assert [path.read_text() for path in other.rglob("*") if path.is_file()] == ["mine"]
+
+
+def test_settings_are_written_atomically(
+    source: Path, tmp_path: Path, pack: Pack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The disk takes 100 bytes, about half of the settings file."""
+    words = (source, tmp_path / "packed", "-keep")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        assert pack(*words) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert "packed cannot be written: " in capsys.readouterr().err
+    assert not [path for path in tmp_path.glob("packed/.packing/*") if path.is_file()]
+    assert pack(*words) == 0
+
+
+def test_source_is_recognised_under_any_spelling_of_its_path(
+    source: Path, tmp_path: Path, pack: Pack, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = shutil.copytree(source, tmp_path / "src")
+    lines = [f"{path.relative_to(source)},{path.parent.name}\n" for path in sorted(source.rglob("*.jpg"))]
+    (source / "all.csv").write_text("path,target\n" + "".join(lines))
+    monkeypatch.chdir(source)
+    for dataset, ways in (
+        ("csv", (source / "all.csv", "all.csv", "./all.csv", f"{source}/../src/all.csv")),
+        ("imagefolder", (source, ".", f"{source}/", "../src")),
+        ("shards", (tmp_path / "csv", f"file://{tmp_path}/csv", f"file://{tmp_path}/csv/")),
+    ):
+        for way in ways:
+            assert pack(way, tmp_path / dataset, "-keep", "-dataset", dataset) == 0, capsys.readouterr().err
+        assert capsys.readouterr().out.count("is packed already") == len(ways) - 1

@@ -1,4 +1,4 @@
-"""scripts/predict.py predicts images as validation does."""
+"""scripts/predict.py predicts images as validation does; -features writes what the classifier sees, as npz."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 from engine.setup import model_in_precision
-from engine.trained.model import load_trained, split_of_run
+from engine.trained.model import load_trained
 from tests.predicted import validation_predictions
 from tests.program import ROOT, Result, made_meta, metrics, save_image
 from tests.saved import save_checkpoint
@@ -29,21 +29,21 @@ from vitamp.checkpoints import MODEL
 from vitamp.metrics import AVERAGE, PLAIN
 
 Row = dict[str, Any]
+Say = Callable[..., Result]
 
 
 @pytest.fixture(scope="module")
 def digits(digits_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The validation images of the run, as files called NUMBER_LABEL.png."""
     folder = tmp_path_factory.mktemp("digits")
-    part = split_of_run(load_trained(digits_run))
-    images, labels, _ = part.__getitems__([(0, index) for index in range(len(part))])
-    for number, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
-        Image.fromarray(image[0].numpy()).save(folder / f"{number:03d}_{label}.png")
+    found = validation_predictions(load_trained(digits_run))
+    for row, label in enumerate(found.labels.tolist()):
+        found.picture(row).save(folder / f"{row:03d}_{label}.png")
     return folder
 
 
 @pytest.fixture
-def say(in_process: Callable[..., Callable[..., Result]]) -> Callable[..., Result]:
+def say(in_process: Callable[[Any], Say]) -> Say:
     return in_process(predict.main)
 
 
@@ -53,7 +53,7 @@ def lines_of(text: str) -> list[Row]:
 
 @pytest.mark.parametrize(("weights", "prefix"), [("model", ""), ("ema", "ema_"), ("auto", "")])
 def test_predictions_have_the_accuracy_of_validation(
-    say: Callable[..., Result], digits_run: Path, digits: Path, tmp_path: Path, weights: str, prefix: str
+    say: Say, digits_run: Path, digits: Path, tmp_path: Path, weights: str, prefix: str
 ) -> None:
     done = say(digits_run, digits, "-weights", weights, "-topk", 1, "-out", tmp_path / "found.csv")
     assert (done.code, done.out, done.err.count("\n")) == (0, "", 1)
@@ -66,9 +66,7 @@ def test_predictions_have_the_accuracy_of_validation(
 
 
 @pytest.mark.parametrize("settings", [{}, {"DATA.EXIF_ROTATE": "true", "DATA.CROP_PCT": "1.0"}, {"DATA.CROP": "none"}])
-def test_photographs_are_prepared_as_in_validation(
-    say: Callable[..., Result], tmp_path: Path, settings: dict[str, str]
-) -> None:
+def test_photographs_are_prepared_as_in_validation(say: Say, tmp_path: Path, settings: dict[str, str]) -> None:
     """Bit for bit, with every setting that affects the preparation."""
     val = tmp_path / "data" / "val"
     for number in range(6):
@@ -101,7 +99,7 @@ def untrained(place: Path, settings: dict[str, str], classes: tuple[str, ...] = 
 
 
 def test_images_from_files_folders_globs_and_lists(
-    say: Callable[..., Result], digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    say: Say, digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("b.png", "deep/er/z.PNG", "deep/a.png", ".hidden.png", "deep/notes.txt", "odd[1].png", "line\nfeed.png")
     for name in names:
@@ -128,38 +126,28 @@ def test_images_from_files_folders_globs_and_lists(
 
 
 def test_unreadable_images_are_named_and_the_rest_predicted(
-    say: Callable[..., Result], digits_run: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    say: Say, digits_run: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = sorted(digits.iterdir())[:3]
-    bad = tmp_path / "bad.png"
+    bad, gone = tmp_path / "bad.png", tmp_path / "gone.png"
     bad.write_text("no image")
-    listed = f"{good[1]}\n{tmp_path}/gone.png".encode()
+    errors = {bad: "not an image in a known format", gone: "it does not exist"}
     for workers in (0, 2):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(listed)))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"{good[1]}\n{gone}".encode())))
         words = ("-format", "jsonl", "-batch_size", 2, "-num_workers", workers)
         done = say(digits_run, good[0], bad, "-", good[2], *words)
         assert done.code == 1
         rows = lines_of(done.out)
-        assert [row["image"] for row in rows] == [
-            f"{p}" for p in (good[0], bad, good[1], tmp_path / "gone.png", good[2])
-        ]
-        assert [row.get("error") for row in rows] == [
-            None,
-            "not an image in a known format",
-            None,
-            "it does not exist",
-            None,
-        ]
+        expected = [(f"{path}", errors.get(path)) for path in (good[0], bad, good[1], gone, good[2])]
+        assert [(row["image"], row.get("error")) for row in rows] == expected
         assert f"warning: {bad} cannot be read: not an image in a known format" in done.err
-        assert f"{tmp_path}/gone.png cannot be read: it does not exist" in done.err
+        assert f"{gone} cannot be read: it does not exist" in done.err
         assert "2 of 5 images could not be read" in done.err
         alone = say(digits_run, *good, *words)
         assert lines_of(alone.out) == [rows[0], rows[2], rows[4]]
 
 
-def test_table_has_a_line_per_image(
-    say: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_table_has_a_line_per_image(say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = untrained(tmp_path, {"DATA.DATASET": "imagefolder"}, ("ant", "\x1b[31mred", "a long name"))
     monkeypatch.chdir(tmp_path)
     for name in ("x.png", "short.png"):
@@ -173,7 +161,7 @@ def test_table_has_a_line_per_image(
     assert len({row.index(" %") for row in rows}) == 1
 
 
-def test_odd_names_survive_csv_and_json(say: Callable[..., Result], tmp_path: Path) -> None:
+def test_odd_names_survive_csv_and_json(say: Say, tmp_path: Path) -> None:
     classes = ('comma, "quote"', "line\nfeed")
     checkpoint = untrained(tmp_path, {"DATA.DATASET": "imagefolder"}, classes)
     odd = os.fsencode(tmp_path) + b"/latin-\xe9, x.png"
@@ -193,7 +181,7 @@ def test_odd_names_survive_csv_and_json(say: Callable[..., Result], tmp_path: Pa
 
 
 def test_bad_command_lines_are_refused(
-    say: Callable[..., Result], digits_run: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    say: Say, digits_run: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "empty").mkdir()
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
@@ -211,6 +199,9 @@ def test_bad_command_lines_are_refused(
         ((digits_run, image, "-format", "xml"), "xml"),
         ((digits_run, image, "-amp=fp7"), "fp7"),
         ((digits_run, image, "-cfg", "x.yaml"), "-cfg"),
+        ((digits_run, image, "-features", "x.txt"), "name a file that ends in .npz, such as x.npz"),
+        ((digits_run, image, "-features", tmp_path / "x.npz", "-topk", 2), "-topk: does not go with -features"),
+        ((digits_run, image, "-pool", "mean"), "-pool mean: chooses the features that -features FILE writes"),
     ):
         done = say(*words)
         assert done.code == 2, (words, done.err)
@@ -227,3 +218,67 @@ def test_closed_pipe_ends_quietly(digits_run: Path, digits: Path) -> None:
     assert len(done.stdout.splitlines()) == 4
     assert done.stdout.endswith("\n0\n")
     assert done.stderr.count("\n") == 1, "only the line about the weights"
+
+
+# -features
+
+
+def test_features_and_labels_of_a_split(say: Say, digits_run: Path, tmp_path: Path) -> None:
+    """The classifier makes the logits of validation of the pooled features."""
+    out = tmp_path / "val.npz"
+    done = say(digits_run, "-part", "val", "-features", out, "-weights", "ema", "-amp", "off", "-batch_size", 7)
+    assert done.code == 0, done.err
+    assert done.out == ""
+    assert "EMA weights" in done.err
+    assert f"{out}: features of 360 images, 360 x 16 numbers (pooled)" in done.err
+    found = np.load(out)
+    assert sorted(found.files) == ["classes", "features", "labels", "paths"]
+    assert found["features"].dtype == np.float32
+
+    trained = load_trained(digits_run, "ema", amp="off")
+    validated = validation_predictions(trained)
+    head: torch.nn.Linear = trained.model.get_submodule("head")  # pyright: ignore[reportAssignmentType]
+    logits = head(torch.from_numpy(found["features"])).detach()
+    assert torch.allclose(logits, validated.logits, atol=1e-5)
+    assert found["labels"].tolist() == validated.labels.tolist()
+    assert found["paths"].tolist() == [validated.name(row) for row in range(360)]
+    assert found["classes"].tolist() == trained.names()
+
+
+def test_tokens_without_a_broken_image(say: Say, digits_run: Path, digits: Path, tmp_path: Path) -> None:
+    arrays, images = {}, sorted(digits.iterdir())[:2]
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    for pool in ("class", "mean", "patches", "pooled"):
+        out = tmp_path / f"{pool}.npz"
+        done = say(digits_run, tmp_path / "broken.png", *images, "-features", out, "-pool", pool, "-amp", "off")
+        assert done.code == 1, done.err
+        assert "broken.png cannot be read" in done.err
+        found = np.load(out)
+        assert sorted(found.files) == ["features", "paths"]
+        assert found["paths"].tolist() == [str(path) for path in images]
+        arrays[pool] = found["features"]
+    shapes = [array.shape for array in arrays.values()]
+    assert shapes == [(2, 16), (2, 16), (2, 4, 16), (2, 16)]
+    assert np.allclose(arrays["patches"].mean(1), arrays["mean"], atol=1e-6)
+    assert np.allclose(arrays["pooled"], arrays["class"], atol=1e-6)  # this model's classifier sees it
+
+
+def test_no_readable_image_leaves_no_file(say: Say, digits_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    done = say(digits_run, tmp_path / "broken.png", "-features", tmp_path / "f.npz")
+    assert done.code == 1
+    assert "None of the images can be read" in done.err
+    assert not (tmp_path / "f.npz").exists()
+
+
+def test_features_of_a_model_that_learned_without_labels(say: Say, unlabelled_run: Path, tmp_path: Path) -> None:
+    """All patches are seen, and images without labels get none."""
+    out = tmp_path / "f.npz"
+    done = say(unlabelled_run, "-part", "all", "-features", out, "-pool", "patches")
+    assert done.code == 0, done.err
+    found = np.load(out)
+    assert sorted(found.files) == ["features", "paths"]
+    assert found["features"].shape == (12, 4, 16)
+    done = say(unlabelled_run, found["paths"][0])
+    assert done.code == 2
+    assert "learned without labels" in done.err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -68,7 +67,8 @@ def test_picture_holds_any_number_of_images(tiny: Path, tmp_path: Path, count: i
 def test_command_writes_a_picture(imagenet: Path, tmp_path: Path, vitamp: Callable[..., Result]) -> None:
     out = tmp_path / "seen.png"
     recipe = ("-cfg", "configs/deit_tiny_patch16_224.yaml", "-data_path", imagenet, "-image_size", 32)
-    done = show(vitamp, *recipe, "-batch_size", 8, "-device", "cpu", "-num_workers", 1, "-out", out, "-count", 12)
+    words = ("-batch_size", 8, "-device", "cpu", "-num_workers", 1, "-out", out, "-count", 12)
+    done = vitamp(*recipe, *words, script="scripts/show_batch.py")
     assert done.code == 0, done.text
     assert f"12 images as the model sees them: {out}" in done.out
     with Image.open(out) as picture:
@@ -90,7 +90,3 @@ def test_bad_command_lines_are_refused(
     assert main(["-cfg", str(tiny), *words]) == 2
     told = capsys.readouterr().err
     assert all(word in told for word in said), told
-
-
-def show(vitamp: Callable[..., Result], *words: object, **options: Any) -> Result:
-    return vitamp(*words, script="scripts/show_batch.py", **options)

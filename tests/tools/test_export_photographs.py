@@ -1,25 +1,37 @@
-"""scripts/export.py -to hub: timm alone loads the folder and computes what the run computed."""
+"""export.py -to hub, which timm alone loads, and -to onnx -with_resize, which resizes an image as validation does."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import onnxruntime
 import pytest
+import torch
 import yaml
 from huggingface_hub import ModelCard
 from PIL import Image
 
 from datasets.given import open_given
+from datasets.transforms.pixels import Pixels
 from engine.trained.model import load_trained
 from tests.datasets.pictures import decoded_by
 from tests.predicted import validation_predictions
-from tests.program import change_settings, metrics, save_image, train_tiny
+from tests.program import ROOT, change_settings, metrics, save_image, train_tiny
 from tests.tools.timm_alone import Tool, check_equal, in_timm_alone, pictures_of
+from tools.export import from_image
+from tools.export.check import IMAGE, OneLabel
+from tools.export.from_image import resize_model
+from utils.config.data import DataConfig
 
 NAMES = ["a cat", "dog|wolf", "élan"]
+SIZES = ((130, 97), (97, 130), (51, 90), (7, 5), (1, 1), (32, 32), (36, 36), (47, 36))
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +61,8 @@ def test_digits_are_classified_alike_by_timm_alone(export_tool: Tool, digits_run
     code, said = export_tool(digits_run, "-to", "hub", "-output", folder, "-check", "all", "-weights", "model")
     assert code == 0, said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["vit digits"], "nothing else is left"
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "README.md",
-        "config.json",
-        "curves.png",
-        "model.safetensors",
-    ]
+    files = {"README.md", "config.json", "curves.png", "model.safetensors"}
+    assert {path.name for path in folder.iterdir()} == files
     assert "checked on 360 images of the run's validation split" in said
     assert f'timm.create_model("local-dir:{folder}", pretrained=True)' in said
     assert "README.md has no license" in said
@@ -141,10 +149,8 @@ def test_card_names_public_sources_alone(export_tool: Tool, digits_run: Path, tm
         text = (tmp_path / "hub" / "README.md").read_text(encoding="utf-8")
         card = ModelCard(text).data
         assert (card.get("datasets"), card.get("base_model")) == (named[0] and [named[0]], named[1])
-        assert ("ILSVRC" in text, "trained with vitamp on" in text) == (
-            False,
-            data in ("digits", "cifar10") or "mnist" in data,
-        )
+        assert "ILSVRC" not in text
+        assert ("trained with vitamp on" in text) == (data in ("digits", "cifar10") or "mnist" in data)
         assert "They are stored in bf16 here." in text
         assert "secret" not in text
 
@@ -167,9 +173,93 @@ def test_overwrite_replaces_only_files_of_the_export(export_tool: Tool, digits_r
     assert (folder / "curves.png").exists()
     code, said = export_tool(moved, *words[1:], "-overwrite")
     assert code == 0, said
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "README.md",
-        "config.json",
-        "model.safetensors",
-        "notes.txt",
-    ], "a checkpoint without its run has no curves, and those of the earlier export are gone"
+    # A checkpoint without its run has no curves, and those of the earlier export are gone.
+    files = {"README.md", "config.json", "model.safetensors", "notes.txt"}
+    assert {path.name for path in folder.iterdir()} == files
+
+
+# -with_resize
+
+
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+@pytest.mark.parametrize(("mode", "share", "channels"), [("center", 0.875, 3), ("center", 0.9, 1), ("squash", 1.0, 3)])
+def test_pixels_are_those_of_validation(interpolation: str, mode: str, share: float, channels: int) -> None:
+    values = {"IMAGE_SIZE": 32, "CROP_PCT": share, "CROP_MODE": mode, "INTERPOLATION": interpolation}
+    data = DataConfig.model_validate({**values, "IMAGE_CHANNELS": channels})
+    session = onnxruntime.InferenceSession(resize_model(data).SerializeToString(), providers=["CPUExecutionProvider"])
+    random = np.random.default_rng(0)
+    for wide, high in SIZES:
+        image = random.integers(0, 256, (high, wide, 3), dtype=np.uint8)
+        wanted = torch.empty(channels, 32, 32, dtype=torch.uint8)
+        Pixels(data, train=False)(image, wanted)
+        pixels = np.asarray(session.run(None, {IMAGE: image})[0])[0]
+        differences = np.abs(pixels.astype(int) - wanted.numpy())
+        if interpolation == "bilinear" and mode == "squash":  # beyond the edge, onnxruntime repeats the last pixel
+            differences = differences[:, 1:-1, 1:-1]
+        assert differences.max() <= 2, (wide, high)
+        assert (differences > 0).mean() < 0.2, (wide, high)
+
+
+def test_documented_code_predicts_from_images_of_any_size(export_tool: Tool, photo_run: Path, tmp_path: Path) -> None:
+    code, said = export_tool(photo_run, "-to", "onnx", "-with_resize", "-out", tmp_path / "m.onnx")
+    assert code == 0, said
+    assert "'image' H x W x 3 (uint8, RGB, any size) to 'probabilities' 3" in said
+    assert "checked on 25 images of the run's validation split (16 of them resized to be portrait, landscape" in said
+    found = re.search(r"pixels differ from those of validation by at most ([012]) of 255", said)
+    assert found is not None
+    session = onnxruntime.InferenceSession(tmp_path / "m.onnx")
+    told = {name: json.loads(text) for name, text in session.get_modelmeta().custom_metadata_map.items()}
+    assert (told["input"], told["output"]) == ("image", "probabilities")
+    assert told["differences"]["images"] == 25
+    assert told["differences"]["pixels"] == int(found[1])
+    assert told["differences"]["probabilities"] < 0.01
+
+    trained = load_trained(photo_run, device="cpu", amp="off")
+    predicted = validation_predictions(trained)
+    assert len(set(predicted.logits.argmax(1).tolist())) == 3, "the model has learned something"
+    pictures = [predicted.name(row) for row in range(len(predicted))]
+    for row, picture in enumerate(pictures):
+        probabilities = np.asarray(session.run(None, {"image": np.asarray(Image.open(picture).convert("RGB"))})[0])
+        wanted = predicted.logits[row].softmax(0).numpy()
+        np.testing.assert_allclose(probabilities, wanted, rtol=0, atol=told["differences"]["probabilities"] + 1e-6)
+    pattern = r"```python\n# from_image\.py\n(.*?)```"
+    (code_of_page,) = re.findall(pattern, (ROOT / "docs/export.md").read_text(encoding="utf-8"), re.DOTALL)
+    words = [sys.executable, "-c", code_of_page, str(tmp_path / "m.onnx"), *pictures]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    lines = [line.rpartition(" ")[0] for line in done.stdout.splitlines()]
+    labels = predicted.logits.argmax(1).tolist()
+    assert lines == [f"{path} {NAMES[label]}" for path, label in zip(pictures, labels, strict=True)]
+
+
+def test_file_that_would_predict_otherwise_is_not_written(
+    export_tool: Tool, photo_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here ONNX would swap the colours."""
+    plain = from_image.run_onnx
+    monkeypatch.setattr(from_image, "run_onnx", lambda *words: [row[:, ::-1].copy() for row in plain(*words)])
+    code, said = export_tool(photo_run, "-to", "onnx", "-with_resize", "-out", tmp_path / "m.onnx")
+    assert code == 1
+    assert "are clearly predicted otherwise than in validation, such as" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_clear() -> None:
+    wanted, found = torch.tensor([[0.54, 0.46], [0.6, 0.4], [0.6, 0.4]]), torch.tensor([[0.4, 0.6]] * 2 + [[0.6, 0.4]])
+    trained: Any = None
+    assert OneLabel(trained).clearly_other(wanted, found, 0.1).tolist() == [False, True, False]
+
+
+def test_what_a_file_cannot_do_is_refused(export_tool: Tool, photo_run: Path, tmp_path: Path) -> None:
+    for words, expected in (
+        (("-to", "onnx,torch", "-out", tmp_path / "m"), "-with_resize: works only with -to onnx; export torch by"),
+        (("-to", "onnx", "-with_preprocess", "-out", tmp_path / "m.onnx"), "leave -with_preprocess out"),
+    ):
+        code, said = export_tool(photo_run, "-with_resize", *words)
+        assert code == 2
+        assert expected in said
+    other = tmp_path / "border"
+    shutil.copytree(photo_run, other)
+    change_settings(other, {"DATA.CROP_MODE": "border"})
+    code, said = export_tool(other, "-to", "onnx", "-with_resize", "-out", tmp_path / "m.onnx")
+    assert code == 2
+    assert "DATA.CROP_MODE border is not supported, only center and squash. Use -with_preprocess" in said

@@ -1,4 +1,4 @@
-"""Output files of tools: errors are found before the work, and an interrupted tool lists what it wrote."""
+"""What all tools share: flags beside those of the entry scripts, and output files that are checked before the work."""
 
 from __future__ import annotations
 
@@ -11,11 +11,90 @@ from pathlib import Path
 import pytest
 
 from tests.program import ROOT, Result, save_image
-from tools.common.command_line import run_tool
+from tools.common.command_line import Tool, ToolLine, above_zero, run_tool, some_of
 from tools.common.output_file import check_output_file, writing
 from tools.export import command as export
 from utils.errors import EXIT_INTERRUPTED, UserError
+from utils.flags import Flag, whole
 from utils.log import log
+
+OWN = (
+    Flag("out", "where to", "FILE.png"),
+    Flag("count", "how many", "N", default=7, kind=whole(1, 8)),
+    Flag("quiet", "say less"),
+    Flag("above", "a number", "X", kind=above_zero),
+    Flag("words", "some words", "A,B", kind=some_of("red", "green")),
+)
+TOOL = Tool("tool.py", "What it does.", OWN)
+
+
+def read(*words: str) -> ToolLine:
+    return TOOL.read(list(words))
+
+
+def test_own_flags_and_those_of_the_run_are_kept_apart() -> None:
+    line = read("-count=3", "-num_classes", "5", "-quiet", "TRAIN.SEED=1", "-cfg", "a.yaml")
+    assert (line.asked.count, line.asked.quiet, line.asked.out) == (3, True, None)
+    assert line.given == {"count", "quiet"}
+    assert line.run.flags == {"MODEL.NUM_CLASSES": ("5", "-num_classes")}
+    assert (line.run.cfg, line.run.words) == ("a.yaml", {"TRAIN.SEED": "1"})
+    loaded = read("-count", "3", "-num_classes", "5").load({"DATA.DATASET": ("digits", "SRC")})
+    assert (loaded.config.MODEL.NUM_CLASSES, loaded.config.DATA.DATASET) == (5, "digits")
+    assert loaded.sources["DATA.DATASET"] == "SRC"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-cuont", "3"], "unknown flag -cuont. Did you mean -count?"),
+        (["-num_clases", "3"], "unknown flag -num_clases. Did you mean -num_classes?"),
+        (["count=3"], "Did you mean -count=3?"),
+        (["count"], "Did you mean -count?"),
+        (["-count"], "-count needs a value: -count N (how many)"),
+        (["-quiet=1"], "-quiet takes no value"),
+        (["-quiet", "1"], "-quiet takes no value"),
+        (["-dry_run"], "tool.py has no -dry_run; use main_single_gpu.py, which has it"),
+    ],
+)
+def test_mistakes(words: list[str], said: str) -> None:
+    with pytest.raises(UserError) as error:
+        read(*words)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_help_shows_own_flags_and_exits_with_0(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        read("-count", "3", word)
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: python scripts/tool.py [-flag value ...] [KEY=VALUE ...]\n\nWhat it does.\n")
+    assert "\nFlags of this tool:\n  -out FILE.png  where to\n  -count N       how many (default: 7)\n" in shown
+    assert "-num_classes" not in shown
+
+
+def test_values_of_flags_and_files(tmp_path: Path) -> None:
+    assert (read().asked.count, read("-count", "3").asked.count) == (7, 3)
+    assert read("-above", "0.5").asked.above == 0.5
+    assert read("-words", "green,red,green").asked.words == ("green", "red")
+    for words, said in (
+        (("-count", "0"), "-count 0: takes a whole number from 1 to 8."),
+        (("-count", "1.5"), "-count 1.5: takes a whole number"),
+        (("-above", "0"), "-above 0: takes a number above 0."),
+        (("-above", "nan"), "-above nan: takes a number above 0."),
+        (("-words", "red,gren"), "-words red,gren: unknown 'gren'. Did you mean green? Known: red,green."),
+    ):
+        with pytest.raises(UserError) as error:
+            read(*words)
+        assert said in str(error.value)
+    assert read().file("out", ".png") is None
+    assert read("-out", f"{tmp_path}/a.PNG").file("out", ".png") == tmp_path / "a.PNG"
+    with pytest.raises(UserError, match=r"a\.jpg: name a file that ends in \.png, such as a\.png\."):
+        read("-out", "a.jpg").file("out", ".png")
+
+
+# Output files.
+
 
 TOOLS = {
     "check_data": ("-dataset", "imagefolder", "-data_path", "{tree}", "-num_classes", "1", "-fix", "{out}.txt"),
@@ -63,14 +142,18 @@ def test_full_disk_behind_standard_output_is_one_line(
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_unwritable_output_is_refused_before_the_work(
+def test_unusable_output_is_refused_before_the_work(
     tool: str, tree: Path, digits_run: Path, tmp_path: Path, vitamp: Callable[..., Result]
 ) -> None:
     (tmp_path / "file").write_text("")
+    (ending,) = (word.removeprefix("{out}") for word in TOOLS[tool] if word.startswith("{out}"))
+    old = tmp_path / f"old{ending}"
+    old.write_text("mine")
     places = {
         str(tmp_path / "none" / "x"): f"the folder {tmp_path / 'none'} does not exist",
         str(tmp_path / "file" / "x"): f"{tmp_path / 'file'} is a file, not a folder",
         str(tmp_path / ("x" * 300)): "cannot be written (File name too long)",
+        str(tmp_path / "old"): "already exists; name another file, or give -overwrite to replace it",
     }
     for out, said in places.items():
         words = [word.format(out=out, tree=tree, run=digits_run) for word in TOOLS[tool]]
@@ -79,19 +162,6 @@ def test_unwritable_output_is_refused_before_the_work(
         assert said in done.err
         assert "Traceback" not in done.text
         assert done.out == "", "no work was done"
-
-
-@pytest.mark.parametrize("tool", TOOLS)
-def test_existing_output_is_refused_before_the_work(
-    tool: str, tree: Path, digits_run: Path, tmp_path: Path, vitamp: Callable[..., Result]
-) -> None:
-    words = [word.format(out=tmp_path / "old", tree=tree, run=digits_run) for word in TOOLS[tool]]
-    (old,) = (Path(word) for word in words if word.startswith(str(tmp_path)))
-    old.write_text("mine")
-    done = vitamp(*words, script=f"scripts/{tool.split()[0]}.py")
-    assert done.code == 2, done.text
-    assert "already exists" in done.err
-    assert "-overwrite" in done.err
     assert old.read_text() == "mine"
 
 

@@ -5,36 +5,28 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
-import uuid
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.program import ROOT, Result
+from tests.launch.clusters import MULTI, SINGLE, Command, marked
+from tests.program import Result
 from tests.waiting import until
 
+ENDLESS = ("TRAIN.NUM_EPOCHS=100000", "SAVE_FREQ=100000", "VALIDATE_FREQ=100000")
 
-class Run:
-    """A run in the background, whose processes are known by a word in their environment."""
+
+class Run(Command):
+    """A run of the program."""
 
     def __init__(
         self, folder: Path, *words: object, ngpus: int = 2, launcher: tuple[str, ...] = (), **env: str
     ) -> None:
-        self.mark = f"VITAMP_TEST={uuid.uuid4().hex}"
-        name, value = self.mark.split("=")
         self.folder = folder
-        script = str(ROOT / ("main_multi_gpu.py" if ngpus else "main_single_gpu.py"))
-        devices = ["-ngpus", str(ngpus)] if ngpus and not launcher else []
-        self.process = subprocess.Popen(
-            [sys.executable, *launcher, script, *map(str, words), "-output", str(folder), *devices],
-            env={**os.environ, **env, name: value},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        devices = ["-ngpus", ngpus] if ngpus and not launcher else []
+        script = MULTI if ngpus else SINGLE
+        super().__init__(sys.executable, *launcher, script, *words, "-output", folder, *devices, env=env)
 
     def wait_for_updates(self, update: int = 3, seconds: float = 90) -> None:
         """Until so many updates have been reported; a run that ends before fails the test."""
@@ -47,16 +39,7 @@ class Run:
 
     def alive(self) -> list[int]:
         """Processes of this run, loading processes included."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                marked = entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes()
-                zombie = marked and (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
-            except OSError:
-                continue
-            if marked and not zombie:
-                found.append(int(entry.name))
-        return found
+        return marked(self.mark)
 
     def ranks(self) -> list[int]:
         """The training processes, rank by rank; the launcher is not one of them."""

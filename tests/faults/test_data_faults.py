@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from datasets import EpochOrder
-from tests.faults.test_failures import Run
+from tests.faults.killing import Run
 from tests.program import Result, metrics, save_image
 
 MODEL = [
@@ -58,13 +58,8 @@ def test_training_ends_well_with_one_broken_image_in_a_hundred(
     assert {line.split("  # ")[0] for line in found.splitlines()} == {
         str(name_of(photos, number).relative_to(photos)) for number in BROKEN
     }
-    again = train(
-        "-output",
-        tmp_path / "again",
-        "TRAIN.NUM_EPOCHS=1",
-        "DATA.MAX_BAD=0",
-        f"DATA.EXCLUDE={tmp_path / 'run' / 'broken.txt'}",
-    )
+    without = f"DATA.EXCLUDE={tmp_path / 'run' / 'broken.txt'}"
+    again = train("-output", tmp_path / "again", "TRAIN.NUM_EPOCHS=1", "DATA.MAX_BAD=0", without)
     assert again.code == 0, again.text
     assert again.err == ""
 
@@ -108,9 +103,8 @@ def test_run_whose_loading_processes_were_killed_resumes(
     words = ("DATA.NUM_WORKERS=2", "TRAIN.NUM_EPOCHS=12", "REPORT_FREQ=1", "VALIDATE_FREQ=100", "SAVE_FREQ=1")
     run = start(*MODEL, "-data_path", photos, *words, folder=tmp_path / "killed", ngpus=0)
     run.wait_for_updates()
-    children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children")
-    for pid in children.read_text().split():
-        os.kill(int(pid), signal.SIGKILL)
+    for pid in run.loaders():
+        os.kill(pid, signal.SIGKILL)
     done = run.end(60)
     assert done.code == 1, done.text
     assert "was killed by SIGKILL (probably out of memory)" in done.err

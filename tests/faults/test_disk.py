@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
+import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,9 +19,9 @@ from engine.checkpoint import saver as saving
 from engine.checkpoint.find import newest_good
 from engine.checkpoint.saver import HostCopy, Saver, Snapshot
 from engine.report.reporter import Board
-from tests.faults.killing import Run, reported
-from tests.faults.small_disk import SmallDisk, small_disk
-from tests.program import Result, Started, made_meta, metrics
+from tests.faults.killing import ENDLESS, Run, reported
+from tests.program import Result, Started, metrics
+from tests.program import made_meta as meta
 from tests.saved import save_checkpoint
 from tests.waiting import until
 from utils.config.schema import Config
@@ -27,18 +29,47 @@ from utils.errors import TrainingError
 from utils.standard_output import LineFile
 from vitamp.checkpoints import MODEL, inspect, read_index, verify
 
-ENDLESS = ["TRAIN.NUM_EPOCHS=100000", "SAVE_FREQ=100000", "VALIDATE_FREQ=100000", "REPORT_FREQ=5"]
 TENSORS = {MODEL: {"weight": torch.arange(50_000.0)}}  # 200 kB
+
+
+class SmallDisk:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._filler = folder / "filler"
+
+    def fill(self) -> None:
+        """Leave no byte free."""
+        with contextlib.suppress(OSError), self._filler.open("ab", buffering=0) as file:
+            while True:
+                file.write(b"x" * 1024)
+
+    def make_room(self) -> None:
+        self._filler.unlink()
+
+    def freeze(self, part: Path) -> None:
+        """Make a folder read-only, as a file system does by itself when its disk has errors."""
+        _mount("--bind", part, part)
+        _mount("-o", "remount,ro,bind", part)
+
+    def thaw(self, part: Path) -> None:
+        subprocess.run(["umount", str(part)], check=True)
+
+
+def _mount(*words: object) -> None:
+    subprocess.run(["mount", *map(str, words)], check=True, capture_output=True)
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[SmallDisk]:
-    with small_disk(tmp_path / "disk", "1m") as made:
-        yield made
-
-
-def meta(update: int) -> dict[str, Any]:
-    return made_meta(update)
+    """A tmpfs of 1 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    try:
+        _mount("-t", "tmpfs", "-o", "size=1m", "tmpfs", folder)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip(f"needs to mount a small tmpfs{'' if os.getuid() == 0 else ', which only root may'}")
+    yield SmallDisk(folder)
+    subprocess.run(["umount", "--recursive", "--lazy", str(folder)], check=True)
 
 
 def names(root: Path) -> list[str]:
@@ -48,7 +79,7 @@ def names(root: Path) -> list[str]:
 def test_full_in_mid_run_and_free_again(start: Callable[..., Run], disk: SmallDisk) -> None:
     """Everything the run writes is on that disk: nothing is lost but the checkpoints of that time."""
     folder = disk.folder / "run"
-    run = start(*ENDLESS, "SAVE_EVERY_UPDATES=40", "KEEP_LAST=2", folder=folder, ngpus=0)
+    run = start(*ENDLESS, "REPORT_FREQ=5", "SAVE_EVERY_UPDATES=40", "KEEP_LAST=2", folder=folder, ngpus=0)
     root = folder / "checkpoints"
     until(lambda: len(list(root.glob("step-*"))) == 2, 90)
     disk.fill()

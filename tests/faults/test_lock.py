@@ -15,19 +15,17 @@ import pytest
 
 from engine.checkpoint import run_folder as run_lock
 from engine.checkpoint.run_folder import FolderLock
-from tests.faults.killing import reported
+from tests.faults.killing import ENDLESS, reported
 from tests.program import Result, Started
 from tests.waiting import until
 from utils.errors import UserError
-
-ENDLESS = ("TRAIN.NUM_EPOCHS=100000", "SAVE_FREQ=100000", "REPORT_FREQ=1", "TRAIN.MAX_UPDATES=100000")
 
 
 def test_a_second_run_is_told_who_is_there(
     begin: Callable[..., Started], vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    first = begin("-output", run, *ENDLESS, "SAVE_EVERY_UPDATES=20")
+    first = begin("-output", run, *ENDLESS, "REPORT_FREQ=1", "SAVE_EVERY_UPDATES=20")
     until(lambda: reported(run) > 20 or not first.running(), 60)
     before = (run / "log.txt").read_text()
     second = vitamp("-cfg", tiny, "-output", run, "-resume", "auto", *ENDLESS)

@@ -17,7 +17,7 @@ import torch
 
 from engine.machine import stopping
 from engine.machine.stopping import Deadline
-from tests.faults.killing import Run, drawn_curves, reported
+from tests.faults.killing import ENDLESS, Run, drawn_curves, reported
 from tests.program import ROOT, Result, Started, metrics, train_tiny
 from tests.waiting import until
 
@@ -136,24 +136,19 @@ def test_what_a_killed_run_wrote_last_is_written_anew(
     run = tmp_path / "run"
     done = vitamp("-cfg", tiny, "-output", run, *WORDS, "TRAIN.MAX_UPDATES=8")
     assert done.code == 0, done.text
-    kept = [line for line in metrics(run) if line["event"] != "val"]
+    kept = metrics(run, "train")
     with (run / "metrics.jsonl").open("ab") as file:
-        for update in (9, 10):
-            file.write(
-                json.dumps({"event": "train", "epoch": 1, "update": update, "loss": 9, "perf": {}}).encode() + b"\n"
-            )
+        for update in (b"9", b"10"):
+            file.write(b'{"event": "train", "epoch": 1, "update": %s, "loss": 9, "perf": {}}\n' % update)
         file.write(b'{"event": "train", "upd\xff\x00')
     done = vitamp("-resume", run, "TRAIN.MAX_UPDATES=9")
     assert done.code == 0, done.text
-    ninth = [line for line in told(undisturbed) if line["event"] == "train" and line["update"] == 9]
-    assert [line for line in metrics(run) if line["event"] == "train"] == [
-        *(line for line in kept if line["event"] == "train"),
-        *ninth,
-    ]
+    ninth = [line for line in metrics(undisturbed, "train") if line["update"] == 9]
+    assert metrics(run, "train") == [*kept, *ninth]
 
 
 def test_one_rank_was_told_and_all_stop(start: Callable[..., Run]) -> None:
-    run = start("TRAIN.NUM_EPOCHS=100000", "SAVE_FREQ=100000", "REPORT_FREQ=1", "VALIDATE_FREQ=100000")
+    run = start(*ENDLESS, "REPORT_FREQ=1")
     run.wait_for_updates()
     assert len(run.ranks()) == 2
     os.kill(run.ranks()[1], signal.SIGUSR1)
@@ -171,7 +166,7 @@ def test_one_rank_was_told_and_all_stop(start: Callable[..., Run]) -> None:
 def test_under_torchrun(start: Callable[..., Run], number: signal.Signals, whom: str) -> None:
     """Its own exit code is not ours to choose; what is saved is."""
     launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone")
-    run = start("TRAIN.NUM_EPOCHS=100000", "SAVE_FREQ=100000", "REPORT_FREQ=1", launcher=launcher)
+    run = start(*ENDLESS, "REPORT_FREQ=1", launcher=launcher)
     run.wait_for_updates()
     os.kill(run.process.pid if whom == "torchrun" else run.ranks()[0], number)
     done = run.end(60)
@@ -224,3 +219,41 @@ def test_the_time_given_leaves_room_for_saving(monkeypatch: pytest.MonkeyPatch) 
     assert not after(1.0)
     assert after(6.0), "updates have become slow: another two might be too many"
     assert not Deadline(None, lambda: 1e9).passed()
+
+
+SMALL = [
+    *("MODEL.DEPTH=1", "MODEL.EMBED_DIM=32", "MODEL.NUM_HEADS=2", "MODEL.PATCH_SIZE=16", "DATA.IMAGE_SIZE=32"),
+    *("DATA.IMAGE_CHANNELS=3", "DATA.DATASET=imagenet2012", "DATA.NUM_WORKERS=1", "DATA.BATCH_SIZE=4"),
+]
+ALL_THERE = "a launcher, two ranks, a loading process each; or one process and its own"
+
+
+@pytest.mark.parametrize(
+    ("processes", "to_all"),
+    [(0, True), *(pytest.param(2, to_all, marks=pytest.mark.slow) for to_all in (False, True))],
+    ids=["a single process", "to the launcher", "to the whole group"],
+)
+def test_ctrl_c_ends_all(start: Callable[..., Run], imagenet: Path, processes: int, to_all: bool) -> None:
+    run = start(*SMALL, *ENDLESS, "REPORT_FREQ=1", f"DATA.DATA_PATH={imagenet}", ngpus=processes)
+    run.wait_for_updates()
+    assert len(run.alive()) >= (5 if processes else 2), ALL_THERE
+    if to_all:
+        os.killpg(run.process.pid, signal.SIGINT)
+    else:
+        run.process.send_signal(signal.SIGINT)
+    done = run.end(15)
+    assert done.code == 130, done.text
+    assert "Interrupted" in done.out
+    assert "Traceback" not in done.text
+    until(lambda: not run.alive(), 5)
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_leaves_no_orphans(start: Callable[..., Run], imagenet: Path) -> None:
+    run = start(*SMALL, *ENDLESS, "REPORT_FREQ=1", f"DATA.DATA_PATH={imagenet}")
+    run.wait_for_updates()
+    assert len(run.alive()) >= 5, ALL_THERE
+    run.process.kill()
+    until(lambda: not run.alive(), 10)
+    text = run.end(10).text
+    assert "frame #" not in text, text

@@ -18,15 +18,11 @@ from engine.checkpoint import saver as saving
 from engine.checkpoint.find import newest_good
 from engine.checkpoint.folder import bring_back
 from engine.checkpoint.saver import HostCopy, Saver, Snapshot
-from tests.program import made_meta
+from tests.program import made_meta as meta
 from tests.saved import save_checkpoint
 from utils.config.schema import Config
 from vitamp.checkpoints import MODEL, STATE, folder_name, inspect, verify
 from vitamp.tensors import open_tensors, read_state
-
-
-def meta(update: int, **more: Any) -> dict[str, Any]:
-    return made_meta(update, **more)
 
 
 def names(root: Path) -> list[str]:

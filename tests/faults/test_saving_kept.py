@@ -1,14 +1,22 @@
-"""Which checkpoints a run keeps: the last, the best by a chosen figure, some for ever; and when it saves."""
+"""Which checkpoints a run keeps: the last, the best by a chosen figure, some for ever; and which -resume takes."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from tests.program import Result, metrics
-from vitamp.checkpoints import folder_name, read_index
+from engine.checkpoint.find import newest_good
+from tests.program import Result, made_meta, metrics, write_meta
+from tests.saved import save_checkpoint
+from vitamp.checkpoints import MODEL, STATE, folder_name, read_index
 
 
 def names(root: Path) -> list[str]:
@@ -27,12 +35,8 @@ def test_the_best_by_another_figure(
     index = read_index(tmp_path / "run" / "checkpoints")
     assert index["best"] == folder_name(min(update for update, figure in figures.items() if figure == best))
     assert set(names(tmp_path / "run" / "checkpoints")) == {index["best"], index["last"]}
-    words = {
-        "acc5": f"top-5 {best:.2f} %",
-        "balanced_acc": f"balanced accuracy {best:.2f} %",
-        "loss": f"loss {best:.4f}",
-    }
-    assert words[by] in done.out.splitlines()[-1]
+    words = {"acc5": "top-5 {:.2f} %", "balanced_acc": "balanced accuracy {:.2f} %", "loss": "loss {:.4f}"}
+    assert words[by].format(best) in done.out.splitlines()[-1]
 
 
 def test_another_figure_on_resuming_begins_anew(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
@@ -49,3 +53,74 @@ def test_some_epochs_are_kept_for_ever(vitamp: Callable[..., Result], tiny: Path
     done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *words)
     assert done.code == 0, done.text
     assert names(tmp_path / "run" / "checkpoints") == [folder_name(44 * epoch) for epoch in (2, 4, 6, 7)]
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Path:
+    root = tmp_path / "run" / "checkpoints"
+    for update in range(1, 51):
+        save_checkpoint(root, update, {MODEL: {"weight": torch.zeros(2500)}}, {}, made_meta(update))
+    return root
+
+
+def test_one_of_fifty_is_picked_at_once_and_hashed_alone(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (many / folder_name(50) / MODEL).unlink()
+    (many / folder_name(49) / STATE).write_bytes(b"short")
+    hashed, digest = [], hashlib.file_digest
+
+    def counting(file: Any, kind: Any) -> Any:
+        hashed.append(Path(file.name))
+        return digest(file, kind)
+
+    monkeypatch.setattr(hashlib, "file_digest", counting)
+    began = time.perf_counter()
+    found = newest_good(many)
+    passed = time.perf_counter() - began
+    assert found is not None
+    assert found.folder == many / folder_name(48)
+    assert sorted(hashed) == [found.folder / MODEL, found.folder / STATE], "not those of a wrong size, not the others"
+    assert passed < 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("vit.pdparams", "this is a PaddleViT checkpoint; -resume takes only runs of vitamp"),
+        ("vit", "/vit.pdparams"),
+        ("deit.pth", "Start a new run from these weights: -pretrained"),
+        ("mine.safetensors", "Start a new run from these weights: -pretrained"),
+    ],
+)
+def test_what_is_no_run_says_what_to_do(
+    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, name: str, said: str
+) -> None:
+    for file in ("vit.pdparams", "vit.pdopt", "deit.pth", "mine.safetensors"):
+        (tmp_path / file).write_bytes(b"weights")
+    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", "-resume", tmp_path / name)
+    assert done.code == 2, done.text
+    assert said in done.err
+    assert "Traceback" not in done.text
+
+
+def test_a_checkpoint_that_would_run_code_is_refused(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert vitamp("-cfg", tiny, "-output", run, "TRAIN.MAX_UPDATES=2").code == 0
+    folder = run / "checkpoints" / folder_name(2)
+    torch.save({"optimizer": Harm(tmp_path / "harm")}, folder / STATE)
+    # The right size and hash: whoever can write the one can write the others.
+    content = json.loads((folder / "meta.json").read_text())
+    data = (folder / STATE).read_bytes()
+    content["files"][STATE] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    write_meta(folder / "meta.json", content)
+    done = vitamp("-resume", run)
+    assert done.code == 2, done.text
+    assert f"{folder / STATE}: cannot be read" in done.err
+    assert not (tmp_path / "harm").exists()
+
+
+class Harm:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._path),)

@@ -1,36 +1,27 @@
-"""Twenty updates give the same losses, bit for bit, under every launcher."""
+"""Two processes have one voice, and give the same losses as one, bit for bit, under every launcher."""
 
 from __future__ import annotations
 
 import re
 import shutil
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.launch.clusters import (
-    MPI_AS_ROOT,
-    MULTI,
-    SINGLE,
-    Command,
-    Slurm,
-    launch,
-    needs,
-    slurm,
-    torchrun,
-    two_machines,
-)
-from tests.program import TINY_DIGITS, Result, Started, metrics, run_program
+from tests.launch import clusters
+from tests.launch.clusters import MPI_AS_ROOT, MULTI, SINGLE, Command, Slurm, launch, needs, torchrun, two_machines
+from tests.program import ROOT, TINY_DIGITS, Result, Started, metrics, run_program
 from tests.waiting import free_port
+from utils.cli import parse
 
 # Mixed precision, dropout, EMA: whatever could differ from rank to rank.
 WORDS = [
     *("-amp", "bf16", "MODEL.DROPOUT=0.1", "MODEL.DROPPATH=0.1", "MODEL.DEPTH=2", "TRAIN.MODEL_EMA=true"),
-    *("REPORT_FREQ=1", "-batch_size_eval", "77", "TRAIN.MAX_UPDATES=20"),
+    *("REPORT_FREQ=1", "-batch_size_eval", "77"),
     "LOG_STYLE=paddlevit",  # mpirun gives its ranks a terminal
 ]
 
@@ -46,11 +37,18 @@ def program(run: Path) -> list[str]:
     return [MULTI, "-cfg", str(run.parent / "tiny.yaml"), "-output", str(run), *WORDS]
 
 
+def begin(run: Path, rank: object, *words: str, env: dict[str, str]) -> Started:
+    """Start one rank in the background."""
+    streams = run.with_name(f"{run.name}_streams{rank}")
+    streams.mkdir()
+    return Started(MULTI, [*program(run)[1:], *words], ROOT, env, streams)
+
+
 def outcome(run: Path) -> tuple[list[dict[str, Any]], bytes, bytes]:
     """All metrics, and the final weights."""
     last = max((run / "checkpoints").glob("step-*"))
     figures = metrics(run)
-    assert sum(line["event"] == "train" for line in figures) == 20
+    assert sum(line["event"] == "train" for line in figures) == 44
     return figures, (last / "model.safetensors").read_bytes(), (last / "ema.safetensors").read_bytes()
 
 
@@ -65,7 +63,7 @@ def alone(place: Path) -> tuple[list[dict[str, Any]], bytes, bytes]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Slurm]:
-    with slurm() as running:
+    with clusters.slurm() as running:
         yield running
 
 
@@ -78,8 +76,57 @@ def well(done: Result, *said: str) -> None:
 def test_main_multi_gpu_starts_its_own_ranks(alone: object, place: Path) -> None:
     run = place / "plain"
     done = run_program(*program(run)[1:], "-ngpus", 2, script="main_multi_gpu.py", streams=place)
-    well(done, "main_multi_gpu.py itself, 2 processes on 1 machine")
+    batch = "32 per device x 2 devices x 1 accumulated = 64; 22 updates per epoch"
+    well(done, "main_multi_gpu.py itself, 2 processes on 1 machine", batch, "precision  bf16")
+    assert done.out.count("Step[0022/0022]") == 2
+    assert (run / "log.txt").read_text() == (run / "ranks" / "0.log").read_text()
+    assert batch in (run / "ranks" / "1.log").read_text()
     assert outcome(run) == alone
+
+
+def test_windows_that_do_not_come_out_even(vitamp: Callable[..., Result], place: Path) -> None:
+    """Ten micro-batches in windows of four leave a last one of two; 101 images are an odd one out for two ranks."""
+    data = ("DATA.DATASET=synthetic", "DATA.SYNTHETIC_TRAIN=330", "DATA.SYNTHETIC_VAL=101", "TRAIN.NUM_EPOCHS=1")
+    words = ("-cfg", place / "tiny.yaml", *data, "REPORT_FREQ=1", "-batch_size_eval", 16, "TRAIN.GRAD_CLIP=null")
+    for ranks in (1, 2):
+        spread = ("-ngpus", ranks, "-accum_iter", 4 // ranks)
+        done = vitamp(*words, *spread, "-output", place / f"uneven{ranks}", script="main_multi_gpu.py")
+        assert done.code == 0, done.text
+    one, many = metrics(place / "uneven1"), metrics(place / "uneven2")
+    assert [line["update"] for line in many if line["event"] == "train"] == [1, 2, 3]
+    for ours, theirs in zip(one, many, strict=True):
+        numbers = {key: value for key, value in ours.items() if not isinstance(value, str)}
+        assert numbers == pytest.approx({key: theirs[key] for key in numbers}, rel=1e-5), (ours, theirs)
+    (validated,) = (line for line in many if line["event"] == "val")
+    hits = validated["acc1"] * 101 / 100
+    assert hits == pytest.approx(round(hits), abs=1e-9), "of 101 images, each once"
+
+
+def test_without_a_gpu_and_without_ngpus_one_process_and_it_says_so(vitamp: Callable[..., Result], place: Path) -> None:
+    run = place / "one"
+    done = vitamp(*("-cfg", place / "tiny.yaml", "-output", run, "TRAIN.MAX_UPDATES=1"), script="main_multi_gpu.py")
+    assert done.code == 0, done.text
+    assert "One process" in done.out
+    assert "-ngpus N" in done.out
+    assert [path.name for path in (run / "ranks").iterdir()] == ["0.log"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["TRAIN.BASELR=1"], "Did you mean TRAIN.BASE_LR"),
+        (["-batch_size", 2000], "1437 images"),
+        (["DIST.BACKEND=nccl"], "-backend nccl needs GPUs"),
+    ],
+)
+def test_what_is_wrong_is_said_once(vitamp: Callable[..., Result], place: Path, words: list[object], said: str) -> None:
+    run = place / "refused"
+    done = vitamp("-cfg", place / "tiny.yaml", "-output", run, "-ngpus", 2, *words, script="main_multi_gpu.py")
+    assert done.code == 2, done.text
+    assert done.text.count(said) == 1
+    assert done.err.count("error:") == 1
+    assert "Traceback" not in done.text
+    assert not run.exists()
 
 
 def test_torchrun(alone: object, place: Path) -> None:
@@ -98,36 +145,16 @@ def test_torch_distributed_launch(alone: object, place: Path) -> None:
     assert outcome(run) == alone
 
 
-def test_ranks_by_flags(alone: object, place: Path) -> None:
-    """-host, -port, -rank and -world_size, one command line per process; only rank 0 prints."""
-    run, words = place / "hand", ("-host", "localhost", "-port", free_port(), "-world_size", 2)
-
-    def rank(number: int) -> Result:
-        streams = place / f"streams{number}"
-        streams.mkdir()
-        flags = (*program(run)[1:], *words, "-rank", number)
-        return run_program(*flags, script="main_multi_gpu.py", streams=streams)
-
-    with ThreadPoolExecutor() as pool:
-        first, other = pool.map(rank, (0, 1))
+@pytest.mark.parametrize("by", ["flags", "environment variables"])
+def test_ranks_by_hand(alone: object, place: Path, by: str) -> None:
+    """One command line per process, or one pod, as a Kubernetes operator starts them; only rank 0 prints."""
+    run, port, ranks = place / by, str(free_port()), []
+    for rank in ("0", "1"):
+        flags = ["-host", "localhost", "-port", port, "-world_size", "2", "-rank", rank] * (by == "flags")
+        env = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        ranks.append(begin(run, rank, *flags, env={} if flags else env))
+    first, other = (rank.end(120) for rank in ranks)
     well(first, "by hand, 2 processes on 1 machine")
-    assert (other.code, other.text) == (0, "")
-    assert outcome(run) == alone
-
-
-def test_ranks_by_environment_variables(alone: object, place: Path) -> None:
-    """As a Kubernetes operator starts one process per pod: no launcher, and no local rank."""
-    run, port = place / "environment", str(free_port())
-
-    def rank(number: int) -> Result:
-        streams = place / f"pod{number}"
-        streams.mkdir()
-        env = {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-        return run_program(*program(run)[1:], script="main_multi_gpu.py", streams=streams, env=env)
-
-    with ThreadPoolExecutor() as pool:
-        first, other = pool.map(rank, (0, 1))
-    well(first)
     assert (other.code, other.text) == (0, "")
     assert outcome(run) == alone
 
@@ -196,7 +223,7 @@ def test_torchrun_on_two_machines(alone: object, place: Path) -> None:
 @pytest.mark.slow
 def test_srun_on_two_machines_resolves_the_first_by_name(alone: object, place: Path) -> None:
     run = place / "srun_machines"
-    with two_machines() as on, slurm(on) as cluster:
+    with two_machines() as on, clusters.slurm(on) as cluster:
         start = [*on(0), "srun", "-N", 2, "-n", 2, sys.executable]
         done = launch(*start, *program(run), env=cluster.env)
     well(done, "SLURM, 2 processes on 2 machines", "rendezvous at n0:")
@@ -230,9 +257,8 @@ def of_job(kind: str, job: int, rank: int) -> dict[str, str]:
         place = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": 0}
         return {name: str(value) for name, value in {**step, **place}.items()}
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "SIZE": 2, "LOCAL_SIZE": 2}
-    name = (
-        {"OMPI_MCA_ess_base_jobid": f"{job}"} if kind == "openmpi 4" else {"PMIX_NAMESPACE": f"prterun-node07-{job}@1"}
-    )
+    four, five = {"OMPI_MCA_ess_base_jobid": f"{job}"}, {"PMIX_NAMESPACE": f"prterun-node07-{job}@1"}
+    name = four if kind == "openmpi 4" else five
     return {**{f"OMPI_COMM_WORLD_{key}": str(number) for key, number in numbers.items()}, **name}
 
 
@@ -250,13 +276,26 @@ def test_concurrent_jobs_do_not_join_each_other(place: Path, kind: str, launcher
     for job in (4711, 4712):
         run = place / f"{kind.replace(' ', '_')}_{job}"
         for rank in (0, 1):
-            streams = place / f"{run.name}_streams{rank}"
-            streams.mkdir()
-            argv = [*program(run)[1:], *short]
-            ranks[job, rank] = Started(MULTI, argv, place, of_job(kind, job, rank), streams)
+            ranks[job, rank] = begin(run, rank, *short, env=of_job(kind, job, rank))
     ended = {key: process.end(120) for key, process in ranks.items()}
     for job in (4711, 4712):
         well(ended[job, 0], f"{launcher}, 2 processes on 1 machine")
         assert (ended[job, 1].code, ended[job, 1].out) == (0, ""), ended[job, 1].text
     met = {re.search(r"rendezvous at 127\.0\.0\.1:(\d+)", ended[job, 0].out)[1] for job in (4711, 4712)}  # pyright: ignore[reportOptionalSubscript]
     assert len(met) == 2
+
+
+def test_kubernetes_manifest_starts_an_existing_script_and_recipe() -> None:
+    text = (ROOT / "scripts" / "kubernetes" / "pytorchjob.yaml").read_text(encoding="utf-8")
+    replicas: dict[str, Any] = yaml.safe_load(text)["spec"]["pytorchReplicaSpecs"]
+    assert replicas["Master"]["replicas"] == 1, "the operator allows one"
+    for pods in replicas.values():
+        (container,) = pods["template"]["spec"]["containers"]
+        assert container["name"] == "pytorch", "the operator looks for this name"
+        script, *words = container["args"]
+        assert (container["command"], (ROOT / script).is_file()) == (["torchrun"], True)
+        command = parse(words, script)
+        assert command.cfg is not None
+        assert (ROOT / command.cfg).is_file()
+        assert command.flags["MODEL.RESUME"][0] == "auto", "or a restarted pod is refused its own run folder"
+        assert command.flags["OUTPUT"][0].startswith("/runs")

@@ -6,21 +6,21 @@ import os
 import re
 import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.program import ROOT, Result, run_program
+from tests.launch.clusters import MULTI
+from tests.program import ROOT, Started, run_program
 from tests.waiting import free_port, until
 
 HOST = socket.gethostname()
 # The program, with a fault in rank 1's fifth update.
-FAULTY = """\
+FAULTY = f"""\
 import os, runpy, sys, threading, time
-sys.path.insert(0, {root!r})
+sys.path.insert(0, {str(ROOT)!r})
 import torch
 step, calls = torch.optim.AdamW.step, []
 def faulty(*args, **kwargs):
@@ -33,86 +33,55 @@ def faulty(*args, **kwargs):
             time.sleep(600)
     return step(*args, **kwargs)
 torch.optim.AdamW.step = faulty
-runpy.run_path({script!r}, run_name="__main__")
+runpy.run_path({MULTI!r}, run_name="__main__")
 """
 # The program, with an error while it checks the settings.
-BROKEN = """\
+BROKEN = f"""\
 import runpy, sys
-sys.path.insert(0, {root!r})
+sys.path.insert(0, {str(ROOT)!r})
 import engine.preflight
 def check(*_):
     raise RuntimeError("no way to read the data")
 engine.preflight.check = check
-runpy.run_path({script!r}, run_name="__main__")
+runpy.run_path({MULTI!r}, run_name="__main__")
 """
 ENDLESS = ("TRAIN.NUM_EPOCHS=100000", "SAVE_FREQ=100000", "REPORT_FREQ=1")
 
 
-class Rank(threading.Thread):
-    """One rank started by hand, in the background."""
-
-    def __init__(self, place: Path, number: int, how: tuple[str, ...], words: tuple[object, ...], **options: object):
-        super().__init__(daemon=True)
-        self.streams = place / f"rank{number}-{time.monotonic_ns()}"
-        self.streams.mkdir()
-        self.result: Result | None = None
-        self.words = ("-cfg", place / "tiny.yaml", "-output", place / "run", *how, *words)
-        self.options = {"script": "main_multi_gpu.py", "timeout": 120, **options}
-        self.start()
-
-    def run(self) -> None:
-        self.result = run_program(*self.words, streams=self.streams, **self.options)  # pyright: ignore[reportArgumentType]
-
-    def end(self, seconds: float = 120) -> Result:
-        self.join(seconds)
-        said = (self.streams / "stdout").read_text() + (self.streams / "stderr").read_text()
-        assert self.result is not None, f"no end after {seconds} s\n{said}"
-        return self.result
-
-    def says(self) -> str:
-        out = self.streams / "stdout"
-        return out.read_text() if out.exists() else ""
-
-
 class Ranks:
+    """Ranks started by hand, in the background."""
+
     def __init__(self, place: Path) -> None:
         self.place, self.port = place, free_port()
-        self.started: list[Rank] = []
+        self.run = place / "run"
+        self.started: list[Started] = []
 
     def start(
-        self,
-        number: int,
-        *words: object,
-        world: int = 2,
-        by: str = "flags",
-        env: dict[str, str] | None = None,
-        **options: object,
-    ) -> Rank:
+        self, number: int, *words: object, world: int = 2, by: str = "flags", script: str = MULTI, **env: str
+    ) -> Started:
         """`by`: the rank comes from flags, or from environment variables without a launcher."""
-        how: tuple[str, ...] = ()
-        names = {"RANK": number, "WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": self.port}
+        how: tuple[object, ...] = ()
         if by == "flags":
             how = ("-host=localhost", f"-port={self.port}", f"-rank={number}", f"-world_size={world}")
         else:
-            env = {**(env or {}), **{name: str(value) for name, value in names.items()}}
-        rank = Rank(self.place, number, how, words, env=env or {}, **options)
-        self.started.append(rank)
-        return rank
+            names = {"RANK": number, "WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": self.port}
+            env |= {name: str(value) for name, value in names.items()}
+        streams = self.place / f"streams{len(self.started)}"
+        streams.mkdir()
+        argv = [str(word) for word in ("-cfg", self.place / "tiny.yaml", "-output", self.run, *how, *words)]
+        self.started.append(Started(script, argv, ROOT, env, streams))
+        return self.started[-1]
 
-    def two(self, *words: object, fault: str = "none") -> tuple[Rank, Rank]:
+    def two(self, *words: object, fault: str = "none") -> tuple[Started, Started]:
         """Two ranks in endless training; the second may have a fault."""
         script = self.place / "faulty.py"
-        script.write_text(FAULTY.format(root=str(ROOT), script=str(ROOT / "main_multi_gpu.py")))
-        options = {"script": str(script), "env": {"FAULT": fault}}
-        first, second = (self.start(number, *ENDLESS, *words, **options) for number in (0, 1))
+        script.write_text(FAULTY)
+        first, second = (self.start(number, *ENDLESS, *words, script=str(script), FAULT=fault) for number in (0, 1))
         return first, second
 
-    def pid(self, number: int) -> int:
-        """The pid of a rank, from the table of processes in the log."""
-        until(lambda: "Step[" in self.started[0].says(), 100)
-        row = re.search(rf"^  {number} +{HOST} +\d+ +(\d+) ", self.started[0].says(), re.MULTILINE)
-        assert row is not None, self.started[0].says()
-        return int(row[1])
+    def wait_for_updates(self) -> None:
+        log = self.run / "log.txt"
+        until(lambda: log.exists() and "Step[" in log.read_text(), 100)
 
 
 @pytest.fixture
@@ -120,12 +89,11 @@ def ranks(tiny: Path) -> Iterator[Ranks]:
     running = Ranks(tiny.parent)
     yield running
     for rank in running.started:
-        rank.join(120)
-        assert not rank.is_alive()
+        rank.end(120)
 
 
-def refused(rank: Rank, *said: str) -> None:
-    done = rank.end()
+def refused(rank: Started, *said: str) -> None:
+    done = rank.end(120)
     assert done.code == 2, done.text
     for text in said:
         assert re.search(text, done.err), done.text
@@ -141,7 +109,7 @@ def test_ranks_with_different_settings_are_refused(ranks: Ranks) -> None:
             rf"rank 1 on {HOST} \(process \d+\) was started with other settings than rank 0 on {HOST}",
             r"TRAIN.BASE_LR is 1.0 there and 0.002 on rank 0; SEED is 7 there and 0 on rank 0\.",
         )
-    assert not (ranks.place / "run").exists()
+    assert not ranks.run.exists()
 
 
 def test_ranks_with_different_world_sizes_are_refused(ranks: Ranks) -> None:
@@ -161,7 +129,7 @@ def test_duplicate_rank_is_refused(ranks: Ranks) -> None:
 def test_rank_that_cannot_take_part_ends_the_others(ranks: Ranks, unable: int, by: str) -> None:
     """Its problem is found before it joins them."""
     words: dict[int, tuple[object, ...]] = {unable: ("-device", "cuda")}
-    both = [ranks.start(number, *words.get(number, ()), by=by, env={"CUDA_VISIBLE_DEVICES": ""}) for number in (0, 1)]
+    both = [ranks.start(number, *words.get(number, ()), by=by, CUDA_VISIBLE_DEVICES="") for number in (0, 1)]
     refused(both[unable], "-device cuda: .* sees no GPU here")
     refused(both[1 - unable], rf"rank {unable} on {HOST} \(process \d+\): -device cuda: .* sees no GPU here")
 
@@ -169,10 +137,10 @@ def test_rank_that_cannot_take_part_ends_the_others(ranks: Ranks, unable: int, b
 def test_rank_that_fails_before_it_joins_ends_the_others(ranks: Ranks) -> None:
     """By an error of the program's own, too."""
     script = ranks.place / "broken.py"
-    script.write_text(BROKEN.format(root=str(ROOT), script=str(ROOT / "main_multi_gpu.py")))
+    script.write_text(BROKEN)
     waiting, broken = ranks.start(0), ranks.start(1, script=str(script))
     refused(waiting, rf"rank 1 on {HOST} \(process \d+\): RuntimeError: no way to read the data")
-    assert broken.end().code == 1
+    assert broken.end(120).code == 1
 
 
 def test_missing_rank_is_named(ranks: Ranks) -> None:
@@ -223,37 +191,37 @@ def test_incomplete_rank_settings_are_refused(tiny: Path, flags: list[str], env:
 
 def test_failing_rank_is_named_in_the_others_terminals(ranks: Ranks) -> None:
     first, second = ranks.two(fault="raise")
-    broken, other = second.end(), first.end(30)
+    broken, other = second.end(120), first.end(30)
     assert (broken.code, other.code) == (1, 1)
     assert re.search(rf"rank 1 on {HOST} \(process \d+\) failed:\nTraceback", broken.err)
     assert broken.err.count("RuntimeError: rank one has had enough") == 1
     named = rf"error: rank 1 on {HOST} \(process \d+\) failed: RuntimeError: rank one has had enough. This run ends."
     assert len(re.findall(named, other.err)) == 1, other.text
     assert "Traceback" not in other.text
-    assert re.search(named.removeprefix("error: "), (ranks.place / "run" / "log.txt").read_text())
+    assert re.search(named.removeprefix("error: "), (ranks.run / "log.txt").read_text())
 
 
 @pytest.mark.parametrize("victim", [1, 0])
 def test_killed_rank_is_named_within_15_seconds(ranks: Ranks, victim: int) -> None:
     both = ranks.two()
-    os.kill(ranks.pid(victim), signal.SIGKILL)
+    ranks.wait_for_updates()
+    os.kill(both[victim].pid, signal.SIGKILL)
     began = time.monotonic()
     left = both[1 - victim].end(60)
     assert time.monotonic() - began < 15
     assert left.code == 1, left.text
-    death = f"rank {victim} on {HOST} (process {ranks.pid(victim)}) died without an error message"
+    death = f"rank {victim} on {HOST} (process {both[victim].pid}) died without an error message"
     assert left.err.count(death) == 1, left.err
     assert "Traceback" not in left.text
     assert both[victim].end(10).code == -signal.SIGKILL
-    log = (ranks.place / "run" / "log.txt").read_text()
-    assert log.count(death) == 1, log
+    assert (ranks.run / "log.txt").read_text().count(death) == 1
 
 
 @pytest.mark.slow
 def test_hanging_rank_is_named_with_its_place_in_the_code(ranks: Ranks) -> None:
     where = r"faulty.py:\d+ \(faulty\), called from engine/[\w/]+.py:\d+ \(\w+\)"
     for rank in ranks.two("DIST.TIMEOUT=0.1", fault="sleep"):
-        done = rank.end()
+        done = rank.end(120)
         assert done.code == 1, done.text
         named = rf"error: rank 1 on {HOST} \(process \d+\) has kept the others waiting for 0.1 minutes \(DIST.TIMEOUT\)"
         assert len(re.findall(f"{named}; it is in .*{where}", done.err)) == 1, done.text
@@ -263,9 +231,9 @@ def test_hanging_rank_is_named_with_its_place_in_the_code(ranks: Ranks) -> None:
 @pytest.mark.slow
 def test_stopped_rank_is_named(ranks: Ranks) -> None:
     first, second = ranks.two("DIST.TIMEOUT=0.1")
-    pid = ranks.pid(1)
-    os.kill(pid, signal.SIGSTOP)
+    ranks.wait_for_updates()
+    os.kill(second.pid, signal.SIGSTOP)
     done = first.end(60)
     assert done.code == 1, done.text
-    assert done.err.count(f"rank 1 on {HOST} (process {pid}) has sent no heartbeat for 6 s") == 1, done.text
+    assert done.err.count(f"rank 1 on {HOST} (process {second.pid}) has sent no heartbeat for 6 s") == 1, done.text
     assert second.end(60).code == 1, "continued by the watchdog of the other, it ends by itself"

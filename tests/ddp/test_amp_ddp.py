@@ -88,23 +88,31 @@ def outcome(ready: ReadyToTrain) -> dict[str, Any]:
     }
 
 
-def _rank(rank: int, folder: str, config_file: str, words: dict[str, str], overflow_at: int) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    result = train(Path(config_file), words, World(rank, 2, rank, 2), overflow_at)
-    torch.save(result, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
-def on_two(tiny: Path, words: dict[str, str], overflow_at: int = NEVER) -> list[dict[str, Any]]:
+def in_two_processes(folder: Path, call: Callable[..., None], *given: object) -> None:
+    """Call `call(world, *given)` as each of two ranks, which meet in `folder`."""
     context = multiprocessing.get_context("forkserver")
-    given = (str(tiny.parent), str(tiny), {**PLAIN_STEPS, **words}, overflow_at)
-    ranks = [context.Process(target=_rank, args=(rank, *given)) for rank in range(2)]
+    ranks = [context.Process(target=_rank, args=(rank, folder, call, *given)) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(90)
+        process.join(120)
     assert [process.exitcode for process in ranks] == [0, 0]
-    return [torch.load(tiny.parent / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def _rank(rank: int, folder: Path, call: Callable[..., None], *given: object) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    call(World(rank, 2, rank, 2), *given)
+    torch.distributed.destroy_process_group()
+
+
+def train_and_save(world: World, tiny: Path, words: dict[str, str], overflow_at: int) -> None:
+    torch.save(train(tiny, words, world, overflow_at), tiny.with_name(f"{world.rank}.pt"))
+
+
+def on_two(tiny: Path, words: dict[str, str], overflow_at: int = NEVER) -> list[dict[str, Any]]:
+    in_two_processes(tiny.parent, train_and_save, tiny, {**PLAIN_STEPS, **words}, overflow_at)
+    return [torch.load(tiny.with_name(f"{rank}.pt"), weights_only=True) for rank in range(2)]
 
 
 def alike(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
@@ -125,15 +133,11 @@ def test_two_processes_with_accumulation_are_one_with_more_of_it(tiny: Path, lev
     words = {**PLAIN_STEPS, **LEVELS[level], "TRAIN.ACCUM_ITER": "4"}
     alone = train(tiny, words, ALONE, NEVER)
     assert alone["moved"] == first["moved"] == UPDATES
-    start = build_start(tiny, words)
+    model = build(tiny, **{key.replace(".", "__"): value for key, value in words.items()}).model
+    start = torch.cat([weight.detach().flatten() for weight in model.parameters()])
     moved = (alone["weights"] - start).norm()
     assert (first["weights"] - alone["weights"]).norm() < 1e-5 * moved
     assert first["norm"] == pytest.approx(alone["norm"], rel=1e-5)
-
-
-def build_start(tiny: Path, words: dict[str, str]) -> torch.Tensor:
-    model = build(tiny, **{key.replace(".", "__"): value for key, value in words.items()}).model
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 @pytest.mark.parametrize("level", [level for level in LEVELS if level.endswith("fp16")])

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
-import multiprocessing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -22,6 +20,7 @@ from engine.parallel.fsdp import build_sharding
 from engine.parallel.shards import local_shard
 from engine.setup import ReadyToTrain, build_for_training
 from engine.update import accumulate
+from tests.ddp.test_amp_ddp import in_two_processes
 from tests.engine.small import CPU
 from tests.program import TINY_DIGITS
 from utils.config import load_config
@@ -120,18 +119,15 @@ def tensors_like_weights(model: nn.Module) -> int:
     return sum(storages.values())
 
 
-def _rank(rank: int, folder: Path, ways: dict[str, dict[str, str]]) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS)
-    world, counts = World(rank, RANKS, rank, RANKS), {}
-    for name, words in ways.items():
+def count(world: World, folder: Path) -> None:
+    counts = {}
+    for name, words in WAYS.items():
         config = load_config(str(folder / "tiny.yaml"), words=WORDS | words).config
         ready = build_for_training(Run(config, world, CPU, 1), None, build_sharding(config, world, CPU))
         counts[name] = vars(counts_of(ready))
         shapes = {name: list(weight.shape) for name, weight in ready.model.named_parameters()}
-        if rank == 0:
+        if world.rank == 0:
             (folder / "counts.json").write_text(json.dumps([counts, shapes]))
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -139,13 +135,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Counts]
     """Counts by way, and shapes of the weights."""
     folder = tmp_path_factory.mktemp("bytes")
     (folder / "tiny.yaml").write_text(TINY_DIGITS)
-    context = multiprocessing.get_context("forkserver")
-    ranks = [context.Process(target=_rank, args=(rank, folder, WAYS)) for rank in range(RANKS)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(120)
-    assert [process.exitcode for process in ranks] == [0, 0]
+    in_two_processes(folder, count, folder)
     counts, shapes = json.loads((folder / "counts.json").read_text())
     return {name: Counts(**numbers) for name, numbers in counts.items()}, shapes
 

@@ -1,7 +1,8 @@
-"""The packed attention on a GPU: near to fp64, the same bits twice, as written and compiled."""
+"""Attention on a GPU: the packed kernel near to fp64 and the same bits twice; the race; each kind by name."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,17 @@ from torch import Tensor
 
 from engine.compile.compiled import CACHE
 from engine.speed.attention import AttentionKernel
-from engine.speed.attention_kinds import PACKED
+from engine.speed.attention_kinds import KINDS, PACKED
 from engine.speed.kernels.attention import packed_attention
 from engine.speed.packed_attention import PackedAttention
 from tests.engine.small import built_of
-from tests.engine.speed.exact_attention import apart, exact_attention
-from tests.gpu.runs import Train, on_a_gpu_alone, skip_if_missing
+from tests.engine.speed import exact_attention as exact
+from tests.gpu.runs import Train, apart, on_a_gpu_alone, skip_if_missing
 
 pytestmark = on_a_gpu_alone
 BOUNDS = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 HEADS = 3
+DESCENT = ("TRAIN.OPTIMIZER.NAME=SGD", "TRAIN.BASE_LR=0.1")
 
 
 def sample(tokens: int, width: int, dtype: torch.dtype, batch: int = 4) -> tuple[Tensor, Tensor]:
@@ -44,10 +46,10 @@ def passes(call: Callable[..., Any], qkv: Tensor, grad: Tensor) -> tuple[Tensor,
 def test_both_passes_are_near_to_fp64_and_the_same_twice(tokens: int, width: int, dtype: torch.dtype) -> None:
     qkv, grad = sample(tokens, width, dtype)
     found, again = (passes(packed_attention, qkv, grad) for _ in range(2))
-    out, _, dqkv = exact_attention(qkv, HEADS, grad)
-    assert apart(found[0], out) < BOUNDS[dtype]
-    for ours, exact in zip(found[1].chunk(3, -1), dqkv.chunk(3, -1), strict=True):
-        assert apart(ours, exact) < BOUNDS[dtype]
+    out, _, dqkv = exact.exact_attention(qkv, HEADS, grad)
+    assert exact.apart(found[0], out) < BOUNDS[dtype]
+    for ours, right in zip(found[1].chunk(3, -1), dqkv.chunk(3, -1), strict=True):
+        assert exact.apart(ours, right) < BOUNDS[dtype]
     assert torch.equal(found[0], again[0])
     assert torch.equal(found[1], again[1])
 
@@ -87,10 +89,49 @@ def test_a_compiled_layer_gives_the_numbers_of_the_one_as_written(
         x = torch.randn(8, 197, 128, device="cuda")
         for ours, expected in zip(gradients(compiled, x), gradients(layer, x), strict=True):
             assert ours.dtype is expected.dtype
-            assert apart(ours, expected.double()) < BOUNDS[dtype]
+            assert exact.apart(ours, expected.double()) < BOUNDS[dtype]
 
 
 def test_a_run_by_name_is_packed_and_the_same_twice(train: Train) -> None:
     runs = [train(name, "-amp", "bf16", "SPEED=+packed", "DETERMINISTIC=true") for name in ("one", "two")]
     assert runs[0].choices["attention"] == PACKED
     assert runs[0].losses == runs[1].losses
+
+
+def test_the_race_is_told_and_kept(train: Train) -> None:
+    run = train("run", "-amp")
+    kind = run.choices["attention"]
+    assert kind in KINDS["cuda"]
+    (told,) = [line for line in run.result.out.splitlines() if line.startswith("  computing ")]
+    assert f"attention {kind} (" in told
+    assert "raced against" in told or f"x {'fused'} in a race of" in told
+    assert run.choices["computed_in"] == "cuda fp16"
+    meta = json.loads((run.checkpoint / "meta.json").read_text(encoding="utf-8"))
+    assert meta["choices"]["attention"] == kind
+
+
+def _speed(kind: str) -> str:
+    return "SPEED=-fused" if kind == "plain" else f"SPEED=+{kind}"
+
+
+@pytest.mark.parametrize("kind", KINDS["cuda"])
+def test_each_kind_is_the_same_mathematics(train: Train, kind: str) -> None:
+    expected = train("fp32", "-amp", "off", "SPEED=-fused", *DESCENT)
+    run = train(kind, "-amp", "bf16", _speed(kind), *DESCENT)
+    assert f"attention {kind} (as asked for)" in run.text
+    assert 0 < apart(run.losses, expected.losses) < 2.0**-6
+    assert run.of("val")[-1]["loss"] == pytest.approx(expected.of("val")[-1]["loss"], rel=2.0**-6)
+
+
+@pytest.mark.parametrize("kind", ["flash", "cudnn", "packed"])
+def test_what_knows_no_fp32_validates_in_it_all_the_same(train: Train, kind: str) -> None:
+    run = train("run", "-amp", "fp16", _speed(kind))
+    plain = train("eval", "-eval", "-resume", run.folder, "-amp", "off", "SPEED=-fused", updates=None)
+    assert run.of("val")[-1]["loss"] == pytest.approx(plain.of("val")[-1]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["flash", "cudnn", "packed"])
+def test_in_fp32_they_are_refused_by_name(train: Train, tmp_path: Path, kind: str) -> None:
+    refused = train("run", _speed(kind), code=2)
+    assert f"SPEED +{kind} does not support this GPU, model and precision (fp32); use " in refused.text
+    assert not (tmp_path / "run").exists()

@@ -14,25 +14,11 @@ from pathlib import Path
 import pytest
 
 from tests.launch.clusters import MPI_AS_ROOT, MULTI, Command, launch, needs, slurm, torchrun
-from tests.program import ROOT, metrics
+from tests.launch.test_together import ENDLESS, FAULTY
+from tests.program import metrics
 from tests.waiting import free_port
 
 pytestmark = pytest.mark.slow
-ENDLESS = ("TRAIN.NUM_EPOCHS=100000", "SAVE_FREQ=100000", "REPORT_FREQ=1")
-# Killed in its fifth update, and only before any restart.
-MORTAL = f"""\
-import os, runpy, signal, sys
-sys.path.insert(0, {str(ROOT)!r})
-import torch
-step, calls = torch.optim.AdamW.step, []
-def mortal(*args, **kwargs):
-    calls.append(1)
-    if len(calls) == 5 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return step(*args, **kwargs)
-torch.optim.AdamW.step = mortal
-runpy.run_path({MULTI!r}, run_name="__main__")
-"""
 
 
 @contextlib.contextmanager
@@ -86,9 +72,9 @@ def test_killed_rank_ends_all_within_15_seconds_and_log_txt_names_it(name: str, 
 def test_ranks_restarted_by_torchrun_resume(tiny: Path, own_store: str) -> None:
     """With --max-restarts, whether or not torchrun keeps its store through a restart."""
     script = tiny.parent / "mortal.py"
-    script.write_text(MORTAL)
+    script.write_text(FAULTY)
     restarted, quiet = tiny.parent / "restarted", tiny.parent / "quiet"
-    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": own_store}
+    env = {"FAULT": "die before any restart", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": own_store}
     words = ("--nproc_per_node", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts")
     flags = ("-cfg", tiny, "TRAIN.MAX_UPDATES=20", "SAVE_EVERY_UPDATES=2", "REPORT_FREQ=1", "-resume", "auto")
     done = launch(*torchrun(*words, 2), script, *flags, "-output", restarted, env=env)

@@ -19,18 +19,20 @@ from tests.waiting import free_port, until
 HOST = socket.gethostname()
 # The program, with a fault in rank 1's fifth update.
 FAULTY = f"""\
-import os, runpy, sys, threading, time
+import os, runpy, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 import torch
 step, calls = torch.optim.AdamW.step, []
 def faulty(*args, **kwargs):
     calls.append(1)
-    if len(calls) == 5 and "-rank=1" in sys.argv:
+    if len(calls) == 5 and ("-rank=1" in sys.argv or os.environ.get("RANK") == "1"):
         fault = os.environ["FAULT"]
         if fault == "raise":
             raise RuntimeError("rank one has had enough")
         if fault == "sleep":
             time.sleep(600)
+        if fault == "die before any restart" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), 9)
     return step(*args, **kwargs)
 torch.optim.AdamW.step = faulty
 runpy.run_path({MULTI!r}, run_name="__main__")

@@ -45,14 +45,6 @@ def put_in_cache(cache: Path, name: str, tensors: dict[str, torch.Tensor]) -> No
     save_file(tensors, repo / "snapshots" / "abc" / "model.safetensors")
 
 
-def test_check_accepts_good_weights(tmp_path: Path) -> None:
-    tensors = {"a": torch.zeros(2)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    torch.save(tensors, tmp_path / "w.pth")
-    for source in (tmp_path, tmp_path / "model.safetensors", tmp_path / "w.pth"):
-        check_pretrained(str(source))
-
-
 def test_missing_weights_are_refused_with_the_closest_name(tmp_path: Path) -> None:
     (tmp_path / "vit_base.pth").touch()
     assert "no such file. Did you mean vit_base.pth?" in refusal(tmp_path / "vit_bse.pth")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.inputs.by_epoch import GrowingImages, TokenDrop
+from engine.inputs.by_epoch import TokenDrop
 from models.build import build_model, check_model
 from models.sizes import Shortcuts
 from utils.config.model import ModelConfig
@@ -105,9 +105,3 @@ def test_token_drop_and_size_schedule_refuse_other_models(name: str, key: str, s
     ) as error:
         check_model(ModelConfig(NAME=name), 224, 3, shortcuts)
     assert len(str(error.value).splitlines()) == 2, "and nothing else is said"
-
-
-def test_banner_shows_token_drop_and_size_schedule() -> None:
-    train = training(TOKEN_DROP=0.25, TOKEN_DROP_TAIL=2, SIZE_SCHEDULE=[[0, 16], [0.75, 32]])
-    assert TokenDrop(train).rows() == {"shortcuts": "25 % of the patches left out, none in the last 2 epochs"}
-    assert GrowingImages(train, 32).rows() == {"shortcuts": "images of 16 from epoch 1, 32 from epoch 9"}

@@ -207,11 +207,10 @@ def test_transform_is_that_of_validation(values: dict[str, Any], most: int, inte
     for (wide, high), mode in itertools.product(SIZES, MODES):
         channels = {"RGB": 3, "RGBA": 4}.get(mode)
         shape = (high, wide) if channels is None else (high, wide, channels)
-        image = Image.fromarray(random.integers(0, 256, shape, dtype=np.uint8), mode if channels else "L")
         if mode == "I;16":
             image = Image.fromarray(random.integers(0, 65536, shape, dtype=np.uint16))
-        elif mode == "P":
-            image = image.convert("P")
+        else:
+            image = Image.fromarray(random.integers(0, 256, shape, dtype=np.uint8)).convert(mode)
         exif = Image.Exif()
         exif[0x0112] = 6
         image.save(tmp_path / "x.png", exif=exif)

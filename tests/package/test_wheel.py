@@ -57,12 +57,8 @@ def run(*words: object, cwd: Path, **env: str) -> str:
 
 
 def tracked_files() -> Iterator[str]:
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-    ).stdout
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
     yield from (name for name in filter(None, listed.decode().split("\0")) if (ROOT / name).is_file())
 
 

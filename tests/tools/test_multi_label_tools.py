@@ -19,7 +19,7 @@ from tests.label_sets import CLASSES, named, truth, write_images, write_recipe, 
 from tests.program import Result, metrics, run_program
 from vitamp.metrics import MAP
 
-Vitamp = Callable[..., Result]
+Tool = Callable[..., Result]
 LONGER = ("TRAIN.NUM_EPOCHS=4", "DATA.BATCH_SIZE=8", "TRAIN.MODEL_EMA=true", "SAVE_FREQ=1", "REPORT_FREQ=40")
 
 
@@ -33,21 +33,32 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "run"
 
 
+@pytest.fixture
+def tool(vitamp: Tool) -> Tool:
+    """Call a tool by its name, which must succeed."""
+
+    def call(name: str, *words: object) -> Result:
+        done = vitamp(*words, script=f"scripts/{name}.py")
+        assert done.code == 0, done.text
+        return done
+
+    return call
+
+
 def best(run: Path) -> dict[str, Any]:
     index = json.loads((run / "checkpoints/index.json").read_text())
     return json.loads((run / "checkpoints" / index["best"] / "meta.json").read_text())
 
 
-def evaluated(vitamp: Vitamp, run: Path, out: Path, *words: object) -> tuple[str, dict[str, Any]]:
-    done = vitamp(run, "-json", out, *words, script="scripts/evaluate.py")
-    assert done.code == 0, done.text
+def evaluated(tool: Tool, run: Path, out: Path, *words: object) -> tuple[str, dict[str, Any]]:
+    done = tool("evaluate", run, "-json", out, *words)
     return done.out, json.loads(out.read_text())
 
 
-def test_evaluate_has_the_metrics_of_the_run(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
+def test_evaluate_has_the_metrics_of_the_run(tool: Tool, run: Path, tmp_path: Path) -> None:
     meta = best(run)
     which = "ema" if meta["best"]["kind"].startswith("ema_") else "model"
-    text, found = evaluated(vitamp, run, tmp_path / "e.json")
+    text, found = evaluated(tool, run, tmp_path / "e.json")
     ours, theirs, prefix = found["figures"][which], meta["metrics"], "ema_" * (which == "ema")
     for name in ("map", "auroc", "f1_micro", "f1_macro", "exact_match", "loss"):
         assert ours[name] == pytest.approx(theirs[prefix + name], abs=1e-4), name
@@ -71,7 +82,7 @@ def test_evaluate_has_the_metrics_of_the_run(vitamp: Vitamp, run: Path, tmp_path
     assert ours["per_class"]["threshold"][CLASSES.index("north")] == 0.5
 
 
-def test_evaluate_matches_classes_of_other_data_by_name(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
+def test_evaluate_matches_classes_of_other_data_by_name(tool: Tool, run: Path, tmp_path: Path) -> None:
     """Its own 0/1 columns, in another order, without one of the classes."""
     rows = truth(40, seed=5)
     paths = write_images(tmp_path, rows, "other", seed=5)
@@ -81,7 +92,7 @@ def test_evaluate_matches_classes_of_other_data_by_name(vitamp: Vitamp, run: Pat
         lines.append(",".join([path, *(str(row[CLASSES.index(name)]) for name in columns)]))
     for name in ("train", "val"):
         (tmp_path / f"{name}.csv").write_text("\n".join(lines) + "\n")
-    _, found = evaluated(vitamp, run, tmp_path / "e.json", "-data_path", tmp_path)
+    _, found = evaluated(tool, run, tmp_path / "e.json", "-data_path", tmp_path)
     (figures,) = found["figures"].values()
     counts = rows.sum(0)
     counts[CLASSES.index("south")] = 0
@@ -89,28 +100,26 @@ def test_evaluate_matches_classes_of_other_data_by_name(vitamp: Vitamp, run: Pat
     assert figures["per_class"]["average_precision"][CLASSES.index("south")] is None
 
 
-def predicted(vitamp: Vitamp, run: Path, *words: object) -> list[dict[str, Any]]:
-    done = vitamp(run, run.parent / "images", "-format", "jsonl", *words, script="scripts/predict.py")
-    assert done.code == 0, done.text
+def predicted(tool: Tool, run: Path, *words: object) -> list[dict[str, Any]]:
+    done = tool("predict", run, run.parent / "images", "-format", "jsonl", *words)
     return [json.loads(line) for line in done.out.splitlines()]
 
 
-def test_predict_names_the_labels_that_reach_their_thresholds(vitamp: Vitamp, run: Path) -> None:
+def test_predict_names_the_labels_that_reach_their_thresholds(tool: Tool, run: Path) -> None:
     meta = best(run)
     which = "ema" if meta["best"]["kind"].startswith("ema_") else "model"
     limits = dict(zip(CLASSES, meta["thresholds"][which], strict=True))
-    all_of = {row["image"]: row["guesses"] for row in predicted(vitamp, run, "-threshold", 0)}
+    all_of = {row["image"]: row["guesses"] for row in predicted(tool, run, "-threshold", 0)}
     assert all(len(guesses) == 4 for guesses in all_of.values())
-    rows = predicted(vitamp, run)
+    rows = predicted(tool, run)
     counts = set()
     for row in rows:
         expected = [one for one in all_of[row["image"]] if one["probability"] >= round(limits[one["class"]], 6)]
         assert row["guesses"] == expected
         counts.add(len(expected))
     assert len(counts) > 1
-    scores = np.array(
-        [[g["probability"] for g in sorted(all_of[row["image"]], key=lambda g: g["label"])] for row in rows]
-    )
+    in_order = [sorted(all_of[row["image"]], key=lambda guess: guess["label"]) for row in rows]
+    scores = np.array([[guess["probability"] for guess in guesses] for guesses in in_order])
     labels = {
         path: [int(name in text.split(";")) for name in CLASSES]
         for file in ("train.csv", "val.csv")
@@ -120,13 +129,12 @@ def test_predict_names_the_labels_that_reach_their_thresholds(vitamp: Vitamp, ru
     known = np.array([labels[f"images/{Path(row['image']).name}"] for row in rows])
     found = 100 * float(average_precision_score(known[validation], scores[validation], average="macro"))
     assert found == pytest.approx(meta["best"]["figure"], abs=0.5), "probabilities are rounded to six digits"
-    assert all(len(row["guesses"]) <= 1 for row in predicted(vitamp, run, "-topk", 1))
+    assert all(len(row["guesses"]) <= 1 for row in predicted(tool, run, "-topk", 1))
 
 
-def test_features_have_all_labels_of_an_image(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
+def test_features_have_all_labels_of_an_image(tool: Tool, run: Path, tmp_path: Path) -> None:
     known = truth(61, seed=1)
-    done = vitamp(run, "-part", "val", "-features", tmp_path / "val.npz", script="scripts/predict.py")
-    assert done.code == 0, done.err
+    tool("predict", run, "-part", "val", "-features", tmp_path / "val.npz")
     arrays = np.load(tmp_path / "val.npz")
     assert tuple(arrays["classes"]) == CLASSES
     assert (arrays["labels"] == known).all()
@@ -134,26 +142,25 @@ def test_features_have_all_labels_of_an_image(vitamp: Vitamp, run: Path, tmp_pat
 
 @pytest.mark.slow
 def test_stripped_weights_keep_their_thresholds_and_averaged_ones_lose_them(
-    vitamp: Vitamp, run: Path, tmp_path: Path
+    tool: Tool, run: Path, tmp_path: Path
 ) -> None:
     image = run.parent / "images/val1.png"
-    expected = vitamp(run, image, "-weights", "model", script="scripts/predict.py").out
+    expected = tool("predict", run, image, "-weights", "model").out
     alone, mean = tmp_path / "alone.safetensors", tmp_path / "mean.safetensors"
-    assert vitamp("strip", run, "-weights", "model", "-out", alone, script="scripts/checkpoint.py").code == 0
-    done = vitamp(alone, image, script="scripts/predict.py")
+    tool("checkpoint", "strip", run, "-weights", "model", "-out", alone)
+    done = tool("predict", alone, image)
     assert done.out == expected, done.err
     assert "its own threshold, found" in done.err
-    assert vitamp("average", run, "-last", 2, "-out", mean, script="scripts/checkpoint.py").code == 0
-    done = vitamp(mean, image, script="scripts/predict.py")
+    tool("checkpoint", "average", run, "-last", 2, "-out", mean)
+    done = tool("predict", mean, image)
     assert "a class is predicted if its probability reaches 0.5, because these weights have no thresholds" in done.err
-    table = vitamp("list", run, script="scripts/checkpoint.py").out
+    table = tool("checkpoint", "list", run).out
     assert "mAP    EMA mAP" in table
     assert f"{best(run)['metrics']['map']:.2f}" in table
 
 
-def test_report_has_average_precision_of_each_class(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
-    done = vitamp(run, "-out", tmp_path / "r.html", script="scripts/report.py")
-    assert done.code == 0, done.text
+def test_report_has_average_precision_of_each_class(tool: Tool, run: Path, tmp_path: Path) -> None:
+    tool("report", run, "-out", tmp_path / "r.html")
     page = (tmp_path / "r.html").read_text()
     assert "to tell 4 classes apart, several per image. Its mean average precision (mAP) is " in page
     assert "ordering the images at random gives 39.75\N{NO-BREAK SPACE}%" in page, "the mean prevalence of the classes"
@@ -185,9 +192,8 @@ def _check_examples(page: str, root: Path) -> None:
     assert wrong[0] > 0 == wrong[-1]
 
 
-def test_check_data_counts_labels(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
-    done = vitamp("-cfg", run.parent / "recipe.yaml", "-json", tmp_path / "c.json", script="scripts/check_data.py")
-    assert done.code == 0, done.text
+def test_check_data_counts_labels(tool: Tool, run: Path, tmp_path: Path) -> None:
+    done = tool("check_data", "-cfg", run.parent / "recipe.yaml", "-json", tmp_path / "c.json")
     rows = truth(160)
     unlabelled = int((rows.sum(1) == 0).sum())
     words = f"160 images in 4 classes, with {rows.sum()} labels; {unlabelled} images without a label"
@@ -198,7 +204,7 @@ def test_check_data_counts_labels(vitamp: Vitamp, run: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_check_data_compares_all_labels_of_copies(vitamp: Vitamp, tmp_path: Path) -> None:
+def test_check_data_compares_all_labels_of_copies(vitamp: Tool, tmp_path: Path) -> None:
     rows = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1]], dtype=np.uint8)
     paths = write_images(tmp_path, rows, "one")
     (tmp_path / paths[1]).write_bytes((tmp_path / paths[0]).read_bytes())
@@ -211,39 +217,32 @@ def test_check_data_compares_all_labels_of_copies(vitamp: Vitamp, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_export_notes_the_sigmoid(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
-    done = vitamp(
-        run, "-to", "onnx,torch,safetensors", "-weights", "model", "-out", tmp_path / "m", script="scripts/export.py"
-    )
-    assert done.code == 0, done.text
+def test_export_notes_the_sigmoid(tool: Tool, run: Path, tmp_path: Path) -> None:
+    done = tool("export", run, "-to", "onnx,torch,safetensors", "-weights", "model", "-out", tmp_path / "m")
     assert done.out.count("labels the same on all; apply a sigmoid to the logits") == 3
     with safe_open(str(tmp_path / "m.safetensors"), framework="pt") as file:
         header = json.loads(file.metadata()["vitamp"])
     assert (header["multi_label"], header["activation"]) == (True, "sigmoid")
     assert header["class_thresholds"] == best(run)["thresholds"]["model"]
     words = ("-to", "onnx", "-with_resize", "-weights", "model", "-check", 8, "-out", tmp_path / "whole.onnx")
-    done = vitamp(run, *words, script="scripts/export.py")
-    assert done.code == 0, done.text
+    done = tool("export", run, *words)
     assert done.out.count("labels the same on all\n") == 1, "they are probabilities"
     image = run.parent / "images/val1.png"
-    alone = vitamp(tmp_path / "m.safetensors", image, script="scripts/predict.py")
-    assert alone.out == vitamp(run, image, "-weights", "model", script="scripts/predict.py").out
+    alone = tool("predict", tmp_path / "m.safetensors", image)
+    assert alone.out == tool("predict", run, image, "-weights", "model").out
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
         ("pack_images.py {data} packed {labels}", "{key}: packed tar files hold one label per image"),
-        (
-            "benchmark_amp.py amp {labels} -data_path {data}",
-            "{key}: benchmark_amp.py measures models with one label per image",
-        ),
+        ("benchmark_amp.py amp {labels} -data_path {data}", "{key}: benchmark_amp.py measures models with one label"),
         ("export.py {run} -to hub -output hub", "-to hub: this model has several labels per image"),
         ("evaluate.py {run} -knn", "-knn: needs one label per image"),
     ],
 )
 def test_what_needs_one_label_per_image_refuses_it(
-    vitamp: Vitamp, run: Path, tmp_path: Path, line: str, said: str
+    vitamp: Tool, run: Path, tmp_path: Path, line: str, said: str
 ) -> None:
     labels = "-dataset csv DATA.MULTI_LABEL=true"
     script, *words = line.format(data=run.parent, run=run, labels=labels).split()

@@ -31,6 +31,7 @@ PAGES = {
     "check_data.py": "broken_images",
     "checkpoint.py": "checkpoints",
     "evaluate.py": "predict",
+    "loading.py": "data_speed",
     "pack_images.py": "shards",
     "show_batch.py": "augmentation",
 }

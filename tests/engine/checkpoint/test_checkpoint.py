@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 import multiprocessing
 import random
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ from engine.checkpoint.folder import prune
 from tests.program import made_meta
 from tests.saved import save_checkpoint
 from utils.errors import UserError
-from utils.log import log
 from vitamp.checkpoints import (
     META,
     MODEL,
@@ -44,19 +41,6 @@ STATE_DICT = {"position": {"epoch": 1, "step": 0, "update": 1}, "numbers": [1, 2
 
 def save(root: Path, update: int, epoch: int | None = None, **meta: Any) -> Path:
     return save_checkpoint(root, update, TENSORS, STATE_DICT, made_meta(update, epoch or update, **meta))
-
-
-@pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
-    monkeypatch.setattr(log, "propagate", True)
-    with caplog.at_level(logging.WARNING, "vitamp"):
-        yield caplog
-
-
-def flip_bit(path: Path, bit: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(bytes(data))
 
 
 def test_checkpoint_restores_tensors_and_state(tmp_path: Path) -> None:
@@ -156,7 +140,7 @@ def test_kill_while_pruning_leaves_no_partial_checkpoint(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("name", [MODEL, STATE, META])
 @pytest.mark.parametrize("harm", ["missing", "cut", "empty"])
 def test_damaged_newest_checkpoint_falls_back(
-    tmp_path: Path, warnings: pytest.LogCaptureFixture, name: str, harm: str
+    tmp_path: Path, said: pytest.LogCaptureFixture, name: str, harm: str
 ) -> None:
     good, bad = save(tmp_path, 1), save(tmp_path, 2)
     data = (bad / name).read_bytes()
@@ -166,8 +150,8 @@ def test_damaged_newest_checkpoint_falls_back(
     found = newest_good(tmp_path)
     assert found is not None
     assert found.folder == good
-    assert len(warnings.records) == 1
-    assert name in warnings.text
+    (warning,) = said.messages
+    assert name in warning
     with pytest.raises(UserError, match=name):
         inspect(bad)  # without reading what may be gigabytes
 
@@ -181,12 +165,13 @@ def test_any_flipped_bit_in_meta_is_handled(tmp_path: Path) -> None:
     del fields[META_HASH]
     refused = 0
     for bit in range(0, 8 * len(whole), 3):
-        flip_bit(bad, bit)
+        data = bytearray(whole)
+        data[bit // 8] ^= 1 << bit % 8
+        bad.write_bytes(data)
         found = newest_good(tmp_path)
         assert found is not None
         refused += found.folder.name == folder_name(1)
         assert found.folder.name == folder_name(1) or fields.items() <= found.meta.items(), (bit, found.meta)
-        bad.write_bytes(whole)
     assert refused > len(whole)
 
 
@@ -195,8 +180,6 @@ def test_any_flipped_bit_in_meta_is_handled(tmp_path: Path) -> None:
     [
         "",
         "[]",
-        "{}",
-        '"text"',
         '{"format": 1, "epoch": 1, "files": []}',
         '{"format": 1, "epoch": 1, "files": {}}',
         '{"format": 1, "epoch": 1, "files": {"model.safetensors": 5}}',
@@ -209,12 +192,6 @@ def test_invalid_meta_is_refused(tmp_path: Path, meta: str) -> None:
     (folder / META).write_text(meta, encoding="latin-1")
     with pytest.raises(UserError, match=META):
         inspect(folder)
-
-
-def test_newest_good_is_none_without_valid_checkpoints(tmp_path: Path) -> None:
-    assert newest_good(tmp_path) is None
-    (save(tmp_path, 1) / MODEL).unlink()
-    assert newest_good(tmp_path) is None
 
 
 def test_unknown_format_version_is_refused(tmp_path: Path) -> None:

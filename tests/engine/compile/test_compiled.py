@@ -21,6 +21,7 @@ from engine.compile.compiled import CACHE
 from engine.evaluation.evaluate import evaluate
 from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain
+from tests.engine.amp.modes import MODES
 from tests.engine.small import build, train, windows
 from utils.config.data import DataConfig
 from utils.config.schema import AmpConfig
@@ -30,11 +31,8 @@ from utils.errors import UserError
 RANDOM = {"MODEL__DEPTH": 2, "MODEL__DROPOUT": 0.1, "MODEL__DROPPATH": 0.2, "DATA__BATCH_SIZE": 16}
 PRECISIONS = {
     "fp32": {},
-    "O1": {"AMP__ENABLED": "true", "AMP__DTYPE": "bf16", "AMP__FP32_MODULES": "[blocks.1.attn]"},
-    "O1 fp16": {"AMP__ENABLED": "true", "AMP__DTYPE": "fp16", "AMP__INIT_LOSS_SCALING": 1024},
-    "O2": {"AMP__ENABLED": "true", "AMP__DTYPE": "bf16", "AMP__LEVEL": "O2"},
-    "NAIVE": {"AMP__ENABLED": "true", "AMP__DTYPE": "bf16", "AMP__LEVEL": "NAIVE"},
-    "O3": {"AMP__ENABLED": "true", "AMP__DTYPE": "bf16", "AMP__LEVEL": "O3"},
+    "O1": {**MODES["O1 bf16"], "AMP__FP32_MODULES": "[blocks.1.attn]"},
+    **{mode: MODES[mode] for mode in ("O1 fp16", "O2 bf16", "NAIVE bf16", "O3 bf16")},
 }
 
 
@@ -87,7 +85,7 @@ def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-QUICK = ((BLOCKS, "O2"),)
+QUICK = ((BLOCKS, "O2 bf16"),)
 CASES = [(how, precision) for precision in PRECISIONS for how in (BLOCKS, WHOLE)]
 
 

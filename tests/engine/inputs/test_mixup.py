@@ -98,13 +98,6 @@ def test_middle_image_of_an_odd_batch_is_not_mixed(kind: str, mode: str) -> None
         assert torch.allclose(seen.targets.sum(1), torch.ones(count))
 
 
-def test_mixing_does_not_write_to_its_input() -> None:
-    images, labels = samples()
-    before = images.clone()
-    Mixing(TrainConfig(CUTMIX_ALPHA=1.0), OneLabel(CLASSES)).mixed(images, labels)
-    assert torch.equal(images, before)
-
-
 def erased(**settings: object) -> Tensor:
     """Which pixels of a batch of 40 images of ones were put out, and with what."""
     change = build_batch_transform(TrainConfig.model_validate(settings), OneLabel(CLASSES), CPU)

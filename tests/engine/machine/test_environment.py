@@ -1,14 +1,18 @@
-"""The table of processes, and what is found when all have told their devices."""
+"""The table of processes, what is found when all have told their devices, and the notice of a run without a GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from engine.machine import device
 from engine.machine.device import pick_device
 from engine.machine.environment import _check_devices, environment_table
+from tests.program import Result
 from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import AllRanksUserError, UserError
@@ -61,3 +65,35 @@ def test_launcher_may_show_each_process_its_own_gpu(monkeypatch: pytest.MonkeyPa
     assert pick_device(None, World(3, 4, 3, 4, "SLURM")) == torch.device("cuda", 0)
     with pytest.raises(UserError, match="start no more processes than GPUs"):
         pick_device(None, World(3, 4, 3, 4, "torchrun"))
+
+
+@pytest.mark.parametrize(
+    ("env", "driver_there", "cuda", "said"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": ""}, False, None, "No GPU is visible (CUDA_VISIBLE_DEVICES is ''): "),
+        ({}, False, None, "No GPU is visible: "),
+        ({"CUDA_VISIBLE_DEVICES": "7"}, True, "13.2", "(CUDA_VISIBLE_DEVICES is '7'; an NVIDIA driver is installed, "),
+        ({}, True, None, "is built for CPUs only"),
+    ],
+)
+def test_notice_names_why_no_gpu_is_visible(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    env: dict[str, str],
+    driver_there: bool,
+    cuda: str | None,
+    said: str,
+) -> None:
+    monkeypatch.setattr(device, "NVIDIA_DRIVER", tmp_path if driver_there else tmp_path / "nowhere")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    notice = device.no_gpu_notice(Config(), CPU, env) or ""
+    assert said in notice
+    assert ("built for CPUs only" in notice) == (driver_there and cuda is None)
+    assert device.no_gpu_notice(Config(DEVICE="cpu"), CPU, env) is None
+
+
+def test_notice_is_logged_once_per_run(vitamp: Callable[..., Result], tiny: Path) -> None:
+    tiny.write_text(tiny.read_text().replace("DEVICE: cpu\n", ""))
+    command = ("-cfg", tiny, "-ngpus", 2, "-dry_run")
+    done = vitamp(*command, script="main_multi_gpu.py", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert (done.code, done.text.count("No GPU is visible")) == (0, 1), done.text

@@ -15,6 +15,11 @@ from utils.distributed.world import ALONE, World
 ONE = torch.tensor(1.0)
 
 
+@pytest.fixture
+def meters() -> TrainMeters:
+    return TrainMeters(CPU, ALONE, OneLabel(10))
+
+
 def logits(*guesses: int, classes: int = 10) -> torch.Tensor:
     """One row a sample; its guess first, the other classes after it in their order."""
     rows = torch.arange(classes, 0, -1.0).repeat(len(guesses), 1)
@@ -29,9 +34,8 @@ def closed(
     return meters.read(ONE, 0.125)
 
 
-def test_loss_is_a_mean_over_micro_batches_and_accuracy_over_samples() -> None:
+def test_loss_is_a_mean_over_micro_batches_and_accuracy_over_samples(meters: TrainMeters) -> None:
     """The loss is the mean of the micro-batches' means, as the gradient is; accuracies count samples."""
-    meters = TrainMeters(CPU, ALONE, OneLabel(10))
     meters.add(torch.tensor(2.0), logits(0, 1, 2, 3), torch.tensor([0, 1, 2, 9]), 0.5)
     meters.add(torch.tensor(4.0), logits(0, 0), torch.tensor([1, 9]), 0.5)
     reading = closed(meters)
@@ -42,8 +46,7 @@ def test_loss_is_a_mean_over_micro_batches_and_accuracy_over_samples() -> None:
     assert (reading.lr, reading.scale, reading.grad_norm) == (0.125, 1.0, 1.0)
 
 
-def test_reading_has_means_of_the_update_and_of_the_epoch() -> None:
-    meters = TrainMeters(CPU, ALONE, OneLabel(10))
+def test_reading_has_means_of_the_update_and_of_the_epoch(meters: TrainMeters) -> None:
     for update, (loss, label) in enumerate(((1.0, 0), (3.0, 9)), start=1):
         meters.add(torch.tensor(loss), logits(0), torch.tensor([label]), 1.0)
         reading = closed(meters, update)
@@ -61,8 +64,7 @@ def test_top_5_with_fewer_than_5_classes(classes: int, label: int, five: bool) -
     assert (first.tolist(), among_five.tolist()) == ([False], [five])
 
 
-def test_micro_batch_of_weight_0_is_not_counted() -> None:
-    meters = TrainMeters(CPU, ALONE, OneLabel(10))
+def test_micro_batch_of_weight_0_is_not_counted(meters: TrainMeters) -> None:
     meters.add(torch.tensor(2.0), logits(0), torch.tensor([0]), 1.0)
     meters.add(torch.tensor(float("nan")), logits(0), torch.tensor([9]), 0.0)
     reading = closed(meters)
@@ -70,8 +72,7 @@ def test_micro_batch_of_weight_0_is_not_counted() -> None:
 
 
 @pytest.mark.parametrize("loss", [float("inf"), float("nan")])
-def test_infinite_loss_is_left_out_of_the_epochs_mean(loss: float) -> None:
-    meters = TrainMeters(CPU, ALONE, OneLabel(10))
+def test_infinite_loss_is_left_out_of_the_epochs_mean(meters: TrainMeters, loss: float) -> None:
     meters.add(torch.tensor(2.0), logits(0), torch.tensor([0]), 1.0)
     closed(meters)
     meters.add(torch.tensor(loss), logits(0), torch.tensor([9]), 1.0)
@@ -81,8 +82,7 @@ def test_infinite_loss_is_left_out_of_the_epochs_mean(loss: float) -> None:
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_skipped_updates_are_counted_and_are_not_faults(as_tensor: bool) -> None:
-    meters = TrainMeters(CPU, ALONE, OneLabel(10))
+def test_skipped_updates_are_counted_and_are_not_faults(meters: TrainMeters, as_tensor: bool) -> None:
     for update, stepped in enumerate((True, False, True, False, False), start=1):
         flag = torch.tensor(stepped) if as_tensor else stepped
         closed(meters, update, norm=1.0 if stepped else float("nan"), stepped=flag, scaled=True)
@@ -91,16 +91,14 @@ def test_skipped_updates_are_counted_and_are_not_faults(as_tensor: bool) -> None
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_first_bad_update_without_loss_scaling_is_recorded(bad: float) -> None:
-    meters = TrainMeters(CPU, ALONE, OneLabel(10))
+def test_first_bad_update_without_loss_scaling_is_recorded(meters: TrainMeters, bad: float) -> None:
     for update, norm in enumerate((1.0, 1.0, bad, 1.0, bad), start=11):
         closed(meters, update, norm)
     reading = meters.read(ONE, 0.0)
     assert (reading.first_bad, reading.skipped) == (13, 0)
 
 
-def test_sums_are_restored_from_a_checkpoint() -> None:
-    meters = TrainMeters(CPU, ALONE, OneLabel(10))
+def test_sums_are_restored_from_a_checkpoint(meters: TrainMeters) -> None:
     meters.add(torch.tensor(2.0), logits(0, 1), torch.tensor([0, 9]), 1.0)
     closed(meters, 1, stepped=False, scaled=True)
     state = meters.state()
@@ -120,6 +118,6 @@ def test_only_rank_0_restores_the_sums() -> None:
     assert int(second._skipped) == 3
 
 
-def test_empty_meters_read_as_zero() -> None:
-    reading = TrainMeters(CPU, ALONE, OneLabel(10)).read(ONE, 0.0)
+def test_empty_meters_read_as_zero(meters: TrainMeters) -> None:
+    reading = meters.read(ONE, 0.0)
     assert (reading.epoch.loss, reading.epoch.fields()["acc1"], reading.skipped) == (0.0, 0.0, 0)

@@ -6,14 +6,14 @@ import json
 import re
 import time
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from engine.measure.stages import EventStages, HostStages, stages_on
+from engine.measure.stages import EventStages, HostStages, profiled, stages_on
 from engine.measure.throughput import (
     BACKWARD,
     COPY,
@@ -27,7 +27,6 @@ from engine.measure.throughput import (
     StageTimes,
     Throughput,
 )
-from engine.setup import ReadyToTrain
 from tests.engine.small import CPU, build, train
 from tests.program import Result, metrics
 
@@ -123,101 +122,37 @@ def test_pauses_are_left_out() -> None:
     assert found.total == pytest.approx(0.030)
 
 
-def test_stages_use_events_on_a_gpu_and_nothing_by_default() -> None:
+def test_stages_use_events_on_a_gpu() -> None:
     assert isinstance(stages_on(torch.device("cuda", 0)), EventStages)
     assert isinstance(stages_on(CPU), HostStages)
-    off = Stages()
-    off.begin()
-    off.mark(DATA)
-    assert off.take() is None
-
-
-class Naps:
-    """A clock that only naps move, in place of time itself: a busy machine delays nothing."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-@pytest.fixture
-def naps(monkeypatch: pytest.MonkeyPatch) -> Naps:
-    naps = Naps()
-    monkeypatch.setattr(time, "perf_counter", naps.perf_counter)
-    monkeypatch.setattr(time, "sleep", naps.sleep)
-    return naps
-
-
-def slow_data(ready: ReadyToTrain) -> None:
-    dataset = ready.train_loader._fetch.dataset
-    fetch = dataset.__getitems__
-
-    class Slow(type(dataset)):
-        def __getitems__(self, keys: Any) -> Any:
-            time.sleep(NAP)
-            return fetch(keys)
-
-    dataset.__class__ = Slow
-
-
-def slow_forward(ready: ReadyToTrain) -> None:
-    ready.parts.model.register_forward_hook(lambda *_: time.sleep(NAP))
-
-
-def slow_loss(ready: ReadyToTrain) -> None:
-    before = ready.parts.criterion
-
-    def slow(logits: Tensor, targets: Tensor) -> Tensor:
-        time.sleep(NAP)
-        return before(logits, targets)
-
-    ready.parts.criterion = slow
-
-
-def slow_backward(ready: ReadyToTrain) -> None:
-    next(ready.parts.model.parameters()).register_hook(lambda _: time.sleep(NAP))
-
-
-def slow_optimiser(ready: ReadyToTrain) -> None:
-    ready.parts.optimizer.register_step_pre_hook(lambda *_: time.sleep(NAP))
-
-
-def slow_meters(ready: ReadyToTrain) -> None:
-    before = ready.parts.meters.add
-
-    def slow(*given: Any) -> None:
-        time.sleep(NAP)
-        before(*given)
-
-    ready.parts.meters.add = slow  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize(
-    ("slow", "stage"),
+    ("part", "name", "stage"),
     [
-        (slow_data, DATA),
-        (slow_forward, FORWARD),
-        (slow_loss, FORWARD),
-        (slow_backward, BACKWARD),
-        (slow_optimiser, OPTIMISER),
-        (slow_meters, OTHER),
+        ("train_loader._fetch.dataset", "__getitems__", DATA),
+        ("parts.model", "forward", FORWARD),
+        ("parts", "criterion", FORWARD),
+        ("parts.precision", "backward", BACKWARD),
+        ("parts.optimizer", "step", OPTIMISER),
+        ("parts.meters", "add", OTHER),
     ],
 )
-def test_slow_stage_is_found(
-    tiny: Path,
-    naps: Naps,
-    monkeypatch: pytest.MonkeyPatch,
-    slow: Callable[[ReadyToTrain], None],
-    stage: str,
-) -> None:
+def test_slow_stage_is_found(tiny: Path, monkeypatch: pytest.MonkeyPatch, part: str, name: str, stage: str) -> None:
+    """By a clock that only the slow part moves: a busy machine delays nothing."""
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
     ready = build(tiny, REPORT_STAGES="true", TRAIN__ACCUM_ITER=2)
-    monkeypatch.setattr(ready.parts.stages, "_clock", naps.perf_counter)
-    slow(ready)
+    monkeypatch.setattr(ready.parts.stages, "_clock", time.perf_counter)
+    owner = attrgetter(part)(ready)
+    work = getattr(owner, name)
+
+    def slow(*given: Any, **words: Any) -> Any:
+        nonlocal now
+        now += NAP
+        return work(*given, **words)
+
+    monkeypatch.setattr(owner, name, slow)
     train(ready, 2)
     ready.parts.stages.take()
     pace = Throughput(CPU, ready.parts.stages)
@@ -256,6 +191,16 @@ def test_stages_are_logged_and_do_not_change_training(
         drawn = [point.value for point in board.Scalars(f"train/{name}")]
         assert drawn == pytest.approx([perf[name] for perf in figures], abs=1e-3)
     assert (tmp_path / "on" / "profile.json").exists()
+    assert "no trace" not in on.text
+
+
+def test_run_too_short_for_a_trace_says_how_many_updates_it_needs(
+    tmp_path: Path, said: pytest.LogCaptureFixture
+) -> None:
+    with profiled(2, tmp_path) as step:
+        for _ in range(4):
+            step()
+    assert "the run ended before 6 updates; no trace was written" in said.text
 
 
 def test_a_stage_that_only_one_of_two_times_has_keeps_its_seconds() -> None:

@@ -16,7 +16,6 @@ from PIL import Image
 from engine.report import curves
 from engine.report.curves import MOST_POINTS, Curves, draw_curves, title_of
 from utils.config import Config
-from utils.log import log
 from vitamp.metrics import LOSS, TOP1, Metric
 
 Drawn = dict[str, dict[str, list[tuple[float, float]]]]
@@ -147,9 +146,8 @@ def test_curves_with_one_point_and_with_none(drawn: Callable[..., Drawn], tmp_pa
 
 @pytest.mark.parametrize("trouble", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_interrupted_drawing_keeps_the_old_picture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: BaseException
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture, trouble: BaseException
 ) -> None:
-    told: list[str] = []
     write(tmp_path, line(1))
     draw_curves(tmp_path, "")
     before = (tmp_path / "curves.png").read_bytes()
@@ -158,11 +156,10 @@ def test_interrupted_drawing_keeps_the_old_picture(
         raise trouble
 
     monkeypatch.setattr(os, "replace", fail)
-    monkeypatch.setattr(log, "warning", lambda text, *words: told.append(text % words))
     if isinstance(trouble, OSError):
         for _ in range(2):
             Curves(tmp_path, "acc1").draw("", force=True)
-        (warning,) = told
+        (warning,) = said.messages
         assert "curves.png cannot be drawn (OSError: [Errno 28] No space left on device" in warning
     else:
         with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Reports of a run: metrics.jsonl, log lines, and the measured time."""
+"""Reports of a run: metrics.jsonl, log lines, the measured time, and the command that resumes it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from engine.report.skips import report_skip
 from engine.task.one import Means
 from tests.engine.small import CPU
 from utils.config import Config
+from utils.distributed.world import BY_HAND, SLURM, World
+from utils.program import LAUNCHER_PID, start_again
 from vitamp.metrics import AVERAGE, PLAIN
 
 PERF = Perf(images_per_second=1234.56789, data_wait_percent=1.5, peak_memory_gb=0.25, seconds=3725.4)
@@ -216,3 +218,12 @@ def test_pace_covers_the_time_between_reports(monkeypatch: pytest.MonkeyPatch) -
     second = made.read(waited=9.0)
     assert (second.images_per_second, second.data_wait_percent, second.seconds) == (32.0, 100.0, 12.0)
     assert 0.01 < second.peak_memory_gb < 1000
+
+
+@pytest.mark.parametrize(("launcher", "how"), [(BY_HAND, "by hand, each with its rank"), (SLURM, "by SLURM")])
+def test_command_that_resumes_several_processes_says_how_they_are_started(
+    monkeypatch: pytest.MonkeyPatch, launcher: str, how: str
+) -> None:
+    monkeypatch.delenv(LAUNCHER_PID, raising=False)
+    command = start_again(World(0, 4, 0, 4, launcher), "-resume runs/a")
+    assert f"-resume runs/a  # start its 4 processes {how}, as before" in command

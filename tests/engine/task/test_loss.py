@@ -1,7 +1,11 @@
-"""TRAIN.LOSS bce: timm's binary cross-entropy, and the same in fp64."""
+"""TRAIN.LOSS bce is timm's binary cross-entropy, and TRAIN.CLASS_WEIGHTS torch's weighted one of the global batch."""
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,13 +13,19 @@ from timm.data.mixup import Mixup
 from timm.loss.binary_cross_entropy import BinaryCrossEntropy as TimmsBce
 from torch import Tensor, nn
 
+from datasets import EpochOrder
 from engine.distill.teacher import DistillationLoss
 from engine.inputs.mixing import Mixing
 from engine.task.one import OneLabel
+from engine.task.other_losses import WeightedCrossEntropy, class_weights
+from engine.update import accumulate
+from tests.engine.small import build, windows
 from utils.config import TrainConfig
+from utils.errors import UserError
 from utils.seeding import seed_all
 
-POSITIVE = torch.tensor([0.2, 1.0, 3.0, 0.7, 2.5])
+WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.7, 2.5])
+SKEWED = np.random.default_rng(1).choice(5, 203, p=[0.5, 0.3, 0.1, 0.07, 0.03])
 
 
 def batch(count: int = 24) -> tuple[Tensor, Tensor]:
@@ -45,7 +55,7 @@ def exact(train: TrainConfig, weights: Tensor | None, logits: Tensor, targets: T
     return value.item(), leaf.grad
 
 
-@pytest.mark.parametrize("weights", [None, POSITIVE])
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
 @pytest.mark.parametrize(("smoothing", "threshold"), [(0.0, None), (0.1, None), (0.1, 0.2), (0.0, 0.0)])
 @pytest.mark.parametrize("mixed", [False, True])
 def test_loss_and_gradient_equal_timm_and_fp64(
@@ -90,3 +100,93 @@ def test_teacher_is_added_to_it(kind: str) -> None:
     expected = 0.7 * TimmsBce(0.0, 0.0)(logits, labels) + 0.3 * of_teacher
     found = DistillationLoss(OneLabel(5).loss(train, None), train)(logits, both)
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_target_of_one_class_gives_the_same_as_its_label(smoothing: float) -> None:
+    logits, labels = batch()
+    loss = WeightedCrossEntropy(WEIGHTS, smoothing)
+    assert float(loss(logits, F.one_hot(labels, 5).float())) == pytest.approx(float(loss(logits, labels)), rel=1e-6)
+
+
+@pytest.mark.parametrize(("size", "accum", "world"), [(8, 4, 1), (8, 1, 4), (4, 4, 2), (32, 1, 1)])
+def test_weights_of_micro_batches_give_the_mean_of_the_global_batch(size: int, accum: int, world: int) -> None:
+    weights = WEIGHTS.double().numpy()
+    logits = np.random.default_rng(2).normal(size=(len(SKEWED), 5)) * 3
+    rows = torch.from_numpy(logits).log_softmax(1)
+    losses = -rows[torch.arange(len(SKEWED)), torch.from_numpy(SKEWED)].numpy()
+    ranks = [EpochOrder(203, size, accum, rank, world, 0, False, 1, None, weights[SKEWED]) for rank in range(world)]
+    checked = 0
+    for shares in zip(*(order.windows(1) for order in ranks), strict=True):
+        real = [share for rank in shares for share in rank if share.weight]
+        means = [np.average(losses[s.indices], weights=weights[SKEWED[s.indices]]) for s in real]
+        chosen = np.concatenate([share.indices for share in real])
+        expected = np.average(losses[chosen], weights=weights[SKEWED[chosen]])
+        assert sum(m * s.weight for m, s in zip(means, real, strict=True)) == pytest.approx(expected, rel=1e-12)
+        checked += len(chosen)
+    assert checked == 203
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """Weights that differ more than those of the digits."""
+    weights = np.array([0.25 + digit**2 for digit in range(10)])
+    monkeypatch.setattr("engine.task.other_losses.class_weights", lambda *_: weights)
+    return torch.from_numpy(weights)
+
+
+def assert_same_gradients(ours: nn.Module, exact: nn.Module) -> None:
+    for (name, weight), other in zip(ours.named_parameters(), exact.parameters(), strict=True):
+        assert weight.grad is not None
+        assert other.grad is not None
+        assert torch.allclose(weight.grad.double(), other.grad, atol=1e-5), name
+
+
+def test_gradient_equals_torch_in_fp64(tiny: Path, table: Tensor) -> None:
+    ours, plain = (build(tiny, DATA__BATCH_SIZE=32, TRAIN__CLASS_WEIGHTS=words) for words in ("balanced", "null"))
+    accumulate(ours.parts, next(windows(ours)), 1)
+    ((_, first),) = next(windows(plain))
+    model = plain.parts.model.double()
+    F.cross_entropy(model((first.images.double() / 255 - 0.5) / 0.5), first.labels, table).backward()
+    assert_same_gradients(ours.model, model)
+
+
+@pytest.mark.parametrize("mode", ["batch", "elem"])
+def test_mixed_images_of_several_micro_batches_count_by_their_mixed_weights(
+    tiny: Path, table: Tensor, mode: str
+) -> None:
+    """Loss and gradient of an update, and the epoch's loss so far, are torch's of all its mixed images at once."""
+    words = {"TRAIN__MIXUP_ALPHA": 0.8, "TRAIN__MIXUP_MODE": mode, "TRAIN__CLASS_WEIGHTS": "balanced"}
+    ready = build(tiny, DATA__BATCH_SIZE=8, TRAIN__ACCUM_ITER=4, TRAIN__SMOOTHING=0.1, **words)
+    parts, change, seen = ready.parts, ready.parts.change, []
+    parts.change = lambda images, labels: seen.append(change(images, labels)) or seen[-1]
+    every = []
+    for update, window in zip((1, 2), windows(ready), strict=False):
+        seen.clear()
+        parts.optimizer.zero_grad()
+        accumulate(parts, window, update)
+        parts.meters.close_update(update, torch.ones(()), True, False)
+        reading = parts.meters.read(torch.ones(()), 0.1)
+        model = copy.deepcopy(parts.model).double()
+        model.zero_grad()
+        images, targets = (torch.cat([getattr(one, name) for one in seen]).double() for name in ("images", "targets"))
+        total = F.cross_entropy(model(images), targets, table, label_smoothing=0.1, reduction="sum")
+        every.append((float(total.detach()), float((targets * table).sum())))
+        (total / every[-1][1]).backward()
+        assert reading.update.loss == pytest.approx(every[-1][0] / every[-1][1], rel=1e-5)
+        assert_same_gradients(parts.model, model)
+    losses, counts = zip(*every, strict=True)
+    reading = parts.meters.read(torch.ones(()), 0.1)
+    assert reading.epoch.loss == pytest.approx(sum(losses) / sum(counts), rel=1e-5)
+
+
+def test_balanced_weights_make_all_classes_count_equally() -> None:
+    weights = class_weights("balanced", 6, SKEWED, "made")
+    counts = np.bincount(SKEWED, minlength=6)
+    assert weights[5] == 1, "a class without images"
+    assert np.allclose((weights * counts)[:5], 203 / 5)
+
+
+def test_stream_without_labels_is_refused() -> None:
+    with pytest.raises(UserError, match=r"TRAIN.CLASS_WEIGHTS: the data set far is read as a stream"):
+        class_weights("balanced", 6, None, "far")

@@ -141,10 +141,7 @@ def test_modules_moved_to_fp32_stay_in_fp32(digits_run: Path, tmp_path: Path) ->
     ("words", "which"),
     [
         ("ema", "ema"),
-        ("the EMA", "ema"),
         ("average of the EMA", "ema"),
-        ("model", "model"),
-        ("the model's weights", "model"),
         ("average of the model's weights", "model"),
         ("a schema", "model"),
     ],
@@ -187,15 +184,9 @@ def test_guesses_break_ties_as_validation() -> None:
     assert sorted(guesses(equal, 99)[0].tolist()) == list(range(12))
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
 def test_unloadable_paths_are_refused(digits_run: Path, tmp_path: Path) -> None:
     damaged = alone(digits_run, tmp_path / "damaged")
-    flip(damaged / EMA)
+    (damaged / EMA).write_bytes((damaged / EMA).read_bytes()[:-1] + b"?")
     newer = alone(digits_run, tmp_path / "newer")
     rewrite(newer, settings={"MODEL.NAME": "tiny", "MODEL.WARP": 9})
     without = alone(digits_run, tmp_path / "without")

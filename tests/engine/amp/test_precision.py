@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -52,11 +53,9 @@ def cpu(monkeypatch: pytest.MonkeyPatch):
         ((7, 0), "Volta"),
         ((7, 5), "Turing"),
         ((8, 0), "Ampere"),
-        ((8, 6), "Ampere"),
         ((8, 9), "Ada"),
         ((9, 0), "Hopper"),
         ((10, 0), "Blackwell"),
-        ((12, 0), "Blackwell"),
     ],
 )
 def test_auto_is_fp16_on_gpus_with_tensor_cores(gpu, capability: tuple[int, int], name: str) -> None:
@@ -67,12 +66,9 @@ def test_auto_is_fp16_on_gpus_with_tensor_cores(gpu, capability: tuple[int, int]
     assert choice.warning is None
 
 
-@pytest.mark.parametrize("capability", [(6, 0), (6, 1), (5, 2), (3, 7)])
+@pytest.mark.parametrize("capability", [(6, 0), (6, 1), (5, 2)])
 def test_gpus_without_a_gain_from_fp16_warn(gpu, capability: tuple[int, int]) -> None:
-    warning = choose(AUTO, gpu(*capability)).warning
-    assert warning is not None
-    assert "no" in warning
-    assert "speed" in warning
+    assert re.search("no .*speed", str(choose(AUTO, gpu(*capability)).warning))
 
 
 def test_bf16_warns_on_a_gpu_that_emulates_it(gpu) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from engine.checkpoint.restore import restore
 from engine.checkpoint.state import state_of
 from engine.measure.meters import Best, Position
 from engine.setup import ReadyToTrain
+from tests.engine.amp.modes import amp
 from tests.engine.small import build, train
 from tests.program import made_meta
 from tests.saved import save_checkpoint
@@ -38,6 +38,8 @@ class PaddleScale:
         self.scale = self.amp.INIT_LOSS_SCALING
 
     def update(self, overflow: bool) -> float:
+        if not self.amp.USE_DYNAMIC_LOSS_SCALING:
+            return self.scale
         if overflow:
             self.good, self.bad = 0, self.bad + 1
             if self.bad == self.amp.DECR_EVERY_N_NAN_OR_INF:
@@ -66,50 +68,36 @@ class Driven:
         return self.scaler.get_scale()
 
 
-def settings(**keys: Any) -> AmpConfig:
-    return AmpConfig(ENABLED=True, DTYPE="fp16", **keys)
-
-
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("cut_after", [1, 2, 3])
-def test_scale_follows_paddles_rule_for_random_overflows(cut_after: int, fused: bool) -> None:
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_scale_follows_paddles_rule_for_random_overflows(dynamic: bool, cut_after: int, fused: bool) -> None:
     dice = random.Random(cut_after)
     for _ in range(12):
-        amp = settings(
+        settings = amp(
             INIT_LOSS_SCALING=dice.choice([2.0, 64.0, 32768.0]),
             INCR_EVERY_N_STEPS=dice.randint(1, 5),
             INCR_RATIO=dice.choice([2.0, 3.0]),
             DECR_RATIO=dice.choice([0.5, 0.25, 0.8]),
             DECR_EVERY_N_NAN_OR_INF=cut_after,
+            USE_DYNAMIC_LOSS_SCALING=dynamic,
         )
-        expected, driven = PaddleScale(amp), Driven(amp, fused)
+        expected, driven = PaddleScale(settings), Driven(settings, fused)
         often = dice.choice([0.3, 0.6, 0.9])
         for step in range(40):
             if dice.random() < 0.1:  # saved, and gone on with by another process
                 state = driven.scaler.state_dict()
-                driven.scaler = LossScaler("cpu", amp)
+                driven.scaler = LossScaler("cpu", settings)
                 driven.scaler.load_state_dict(state)
             overflow = dice.random() < often
             before = driven.weight.item()
-            assert driven.update(overflow) == pytest.approx(expected.update(overflow), rel=1e-5), (amp, step)
+            assert driven.update(overflow) == pytest.approx(expected.update(overflow), rel=1e-5), (settings, step)
             assert (driven.weight.item() == before) is overflow, "an overflow moves no weight, all else does"
-
-
-@pytest.mark.parametrize("cut_after", [1, 3])
-def test_fixed_scale_does_not_change_and_overflows_are_skipped(cut_after: int) -> None:
-    amp = settings(
-        INIT_LOSS_SCALING=512, USE_DYNAMIC_LOSS_SCALING=False, INCR_EVERY_N_STEPS=1, DECR_EVERY_N_NAN_OR_INF=cut_after
-    )
-    driven = Driven(amp)
-    for overflow in (False, False, True, True, True, True, False):
-        before = driven.weight.item()
-        assert driven.update(overflow) == 512
-        assert (driven.weight.item() == before) is overflow
 
 
 @pytest.mark.parametrize("cut_after", [1, 2])
 def test_scale_does_not_fall_below_1_and_recovers(cut_after: int) -> None:
-    driven = Driven(settings(INIT_LOSS_SCALING=8, DECR_EVERY_N_NAN_OR_INF=cut_after, INCR_EVERY_N_STEPS=2))
+    driven = Driven(amp(INIT_LOSS_SCALING=8, DECR_EVERY_N_NAN_OR_INF=cut_after, INCR_EVERY_N_STEPS=2))
     for _ in range(200):  # unlimited, it would be 0 by then, and stay so
         driven.update(True)
     assert driven.scaler.get_scale() == 1.0
@@ -118,7 +106,7 @@ def test_scale_does_not_fall_below_1_and_recovers(cut_after: int) -> None:
 
 @pytest.mark.parametrize("cut_after", [1, 2])
 def test_scale_never_grows_to_infinity(cut_after: int) -> None:
-    driven = Driven(settings(INIT_LOSS_SCALING=2.0**127, INCR_EVERY_N_STEPS=1, DECR_EVERY_N_NAN_OR_INF=cut_after))
+    driven = Driven(amp(INIT_LOSS_SCALING=2.0**127, INCR_EVERY_N_STEPS=1, DECR_EVERY_N_NAN_OR_INF=cut_after))
     assert driven.update(False) == 2.0**127
 
 
@@ -170,9 +158,9 @@ def test_fixed_scale_comes_from_the_settings_after_a_resume(tiny: Path, tmp_path
 
 
 def test_scale_grows_after_the_interval_was_shortened() -> None:
-    before = Driven(settings(INIT_LOSS_SCALING=4, INCR_EVERY_N_STEPS=100))
+    before = Driven(amp(INIT_LOSS_SCALING=4, INCR_EVERY_N_STEPS=100))
     for _ in range(50):
         before.update(False)
-    after = Driven(settings(INIT_LOSS_SCALING=4, INCR_EVERY_N_STEPS=10))
+    after = Driven(amp(INIT_LOSS_SCALING=4, INCR_EVERY_N_STEPS=10))
     after.scaler.load_state_dict(before.scaler.state_dict())
     assert [after.update(False) for _ in range(2)] == [8.0, 8.0]

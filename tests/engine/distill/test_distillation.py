@@ -37,6 +37,8 @@ DISTILLED = {"MODEL__NAME": "deit_tiny_distilled_patch16_224"}
 """Without MODEL.TYPE, which would set the augmentation of its model family."""
 MIXED = {"TRAIN__MIXUP_ALPHA": 0.8, "TRAIN__CUTMIX_ALPHA": 1.0, "TRAIN__RANDOM_ERASE_PROB": 0.5}
 UPDATES = 5
+Words = dict[str, Any]
+Student = Callable[..., ReadyToTrain]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,7 @@ def teacher_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def student(tiny: Path, teacher_run: Path) -> Callable[..., ReadyToTrain]:
+def student(tiny: Path, teacher_run: Path) -> Student:
     def made(kind: str = "hard", **words: object) -> ReadyToTrain:
         given = {"TRAIN__DISTILLATION_TYPE": kind, "TRAIN__TEACHER_MODEL": teacher_run}
         return build(tiny, **{**given, **words})
@@ -73,13 +75,13 @@ def losses_of(ready: ReadyToTrain, updates: int = UPDATES) -> list[float]:
     return losses
 
 
-SIZES: dict[str, Any] = {"img_size": 8, "patch_size": 4, "in_chans": 1, "num_classes": 10}
+SIZES: Words = {"img_size": 8, "patch_size": 4, "in_chans": 1, "num_classes": 10}
 SIZES |= {"embed_dim": 16, "depth": 1, "num_heads": 2}
 CONSTANT = {"TRAIN__WARMUP_EPOCHS": 0, "TRAIN__LR_SCHEDULER__NAME": "step", "TRAIN__WEIGHT_DECAY": 0}
 CONSTANT |= {"TRAIN__GRAD_CLIP": "null", "TRAIN__SMOOTHING": 0.1}
 
 
-def plain_losses(ready: ReadyToTrain, run: Path, mixing: dict[str, Any], kind: str, alpha: float, tau: float):
+def plain_losses(ready: ReadyToTrain, run: Path, mixing: Words, kind: str, alpha: float, tau: float):
     """Losses of a plain training loop: timm's models, torch's AdamW, DeiT's loss."""
     start = ready.parts.model.state_dict()
     two = "dist_token" in start
@@ -90,10 +92,8 @@ def plain_losses(ready: ReadyToTrain, run: Path, mixing: dict[str, Any], kind: s
     teacher = VisionTransformer(**SIZES).eval()
     teacher.load_state_dict(weights_of(run))
     train_config = TrainConfig.model_validate({key.removeprefix("TRAIN__"): value for key, value in mixing.items()})
-    change, optimizer = (
-        build_batch_transform(train_config, OneLabel(10), CPU),
-        AdamW(student.parameters(), lr=2e-3, weight_decay=0.0),
-    )
+    change = build_batch_transform(train_config, OneLabel(10), CPU)
+    optimizer = AdamW(student.parameters(), lr=2e-3, weight_decay=0.0)
     losses = []
     for update, window in enumerate(itertools.islice(windows(ready), UPDATES), start=1):
         ((share, batch),) = window
@@ -119,13 +119,7 @@ def plain_losses(ready: ReadyToTrain, run: Path, mixing: dict[str, Any], kind: s
 @pytest.mark.parametrize("heads", [{}, DISTILLED], ids=["one", "two"])
 @pytest.mark.parametrize(("kind", "alpha", "tau"), [("hard", 0.5, 1.0), ("soft", 0.3, 3.0)])
 def test_distillation_loss_equals_plain_loop(
-    student: Callable[..., ReadyToTrain],
-    teacher_run: Path,
-    kind: str,
-    alpha: float,
-    tau: float,
-    heads: dict[str, Any],
-    mixing: dict[str, Any],
+    student: Student, teacher_run: Path, kind: str, alpha: float, tau: float, heads: Words, mixing: Words
 ) -> None:
     words = {"TRAIN__DISTILLATION_ALPHA": alpha, "TRAIN__DISTILLATION_TAU": tau, **CONSTANT, **heads, **mixing}
     plain = plain_losses(student(kind, **words), teacher_run, mixing, kind, alpha, tau)
@@ -134,9 +128,7 @@ def test_distillation_loss_equals_plain_loop(
     assert len(set(ours)) == UPDATES
 
 
-def test_teacher_is_frozen_and_neither_trained_nor_saved(
-    student: Callable[..., ReadyToTrain], teacher_run: Path
-) -> None:
+def test_teacher_is_frozen_and_neither_trained_nor_saved(student: Student, teacher_run: Path) -> None:
     ready = student("soft", TRAIN__MODEL_EMA="true", **DISTILLED)
     teacher = teacher_in(ready)
     losses_of(ready)
@@ -171,7 +163,7 @@ def test_teacher_gets_images_in_its_own_size_and_normalisation(tiny: Path, tmp_p
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "NAIVE"])
-def test_teacher_computes_in_the_precision_of_the_run(student: Callable[..., ReadyToTrain], level: str) -> None:
+def test_teacher_computes_in_the_precision_of_the_run(student: Student, level: str) -> None:
     ready = student(AMP__ENABLED="true", AMP__DTYPE="bf16", AMP__LEVEL=level)
     teacher, seen = teacher_in(ready), []
     layer: nn.Module = next(part for part in teacher.model.modules() if isinstance(part, nn.Linear))
@@ -182,9 +174,7 @@ def test_teacher_computes_in_the_precision_of_the_run(student: Callable[..., Rea
 
 
 @pytest.mark.parametrize("scale", [1e38, 1])
-def test_overflow_is_replayed_with_the_teacher_and_named_where_it_is_its_own(
-    student: Callable[..., ReadyToTrain], scale: float
-) -> None:
+def test_overflow_is_replayed_with_the_teacher_and_named_where_it_is_its_own(student: Student, scale: float) -> None:
     ready = student("soft", AMP__ENABLED="true", AMP__DTYPE="fp16", AMP__INIT_LOSS_SCALING=scale, **DISTILLED)
     if scale == 1:
         teacher_in(ready).model.get_parameter("blocks.0.mlp.fc2.weight").fill_(1e5)
@@ -197,14 +187,14 @@ def test_overflow_is_replayed_with_the_teacher_and_named_where_it_is_its_own(
     assert (blame.module == "teacher.blocks.0.mlp.fc2") is (scale == 1)
 
 
-def refused(student: Callable[..., ReadyToTrain], **words: object) -> str:
+def refused(student: Student, **words: object) -> str:
     with pytest.raises(UserError) as caught:
         student(**words)
     assert str(caught.value).startswith("TRAIN.TEACHER_MODEL")
     return str(caught.value)
 
 
-def test_unusable_teacher_is_refused(student: Callable[..., ReadyToTrain], tmp_path: Path) -> None:
+def test_unusable_teacher_is_refused(student: Student, tmp_path: Path) -> None:
     small = timm.create_model("test_vit.r160_in1k", num_classes=7, in_chans=1)
     headless = {name: value for name, value in small.state_dict().items() if not name.startswith("head.")}
     for name, weights in {"seven": small.state_dict(), "headless": headless}.items():
@@ -236,7 +226,7 @@ def test_deit_learns_from_paddlevits_teacher_unless_another_is_set(
 
 
 def test_file_without_a_name_is_of_paddlevits_teacher(
-    student: Callable[..., ReadyToTrain], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    student: Student, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A small model stands for RegNetY-160 here. MODEL.TYPE deit changes only what is tried."""
     monkeypatch.setattr(teachers, "PADDLEVIT", "test_vit.r160_in1k")
@@ -252,17 +242,16 @@ def test_file_without_a_name_is_of_paddlevits_teacher(
 
 
 def test_teacher_with_other_classes_or_channels_is_refused(tiny: Path, teacher_run: Path) -> None:
-    for word, said in (
-        ("MODEL.NUM_CLASSES=7", "has 10 classes, but MODEL.NUM_CLASSES is 7"),
-        ("DATA.IMAGE_CHANNELS=3", "images with 1 channels, but DATA.IMAGE_CHANNELS is 3"),
+    for key, value, said in (
+        ("MODEL.NUM_CLASSES", "7", "has 10 classes, but MODEL.NUM_CLASSES is 7"),
+        ("DATA.IMAGE_CHANNELS", "3", "images with 1 channels, but DATA.IMAGE_CHANNELS is 3"),
     ):
-        key, value = word.split("=")
         config = load_config(str(tiny), words={key: value, "TRAIN.TEACHER_MODEL": str(teacher_run)}).config
         with pytest.raises(UserError, match=said):
             load_teacher(config, Precision(config.AMP, CPU))
 
 
-def test_teacher_of_other_classes_or_with_changed_weights_is_refused(student: Callable[..., ReadyToTrain]) -> None:
+def test_teacher_of_other_classes_or_with_changed_weights_is_refused(student: Student) -> None:
     teacher = teacher_in(student())
     names, kept = list(teacher.source.names or []), teacher.noted()
     assert len(names) == 10
@@ -284,11 +273,8 @@ def test_distillation_on_two_sharded_processes_equals_one(
     words = ("-cfg", tiny, *given, "TRAIN.DISTILLATION_TYPE=hard", "-teacher_model", teacher_run, "REPORT_FREQ=1")
     words = (*words, "TRAIN.MAX_UPDATES=8", "TRAIN.GLOBAL_BATCH=64")
     one = vitamp(*words, "-output", tmp_path / "one")
-    two = vitamp(
-        *(*words, "-output", tmp_path / "two", "-ngpus", 2, "DIST.STRATEGY=fsdp"),
-        script="main_multi_gpu.py",
-        timeout=300,
-    )
+    sharded = ("-output", tmp_path / "two", "-ngpus", 2, "DIST.STRATEGY=fsdp")
+    two = vitamp(*words, *sharded, script="main_multi_gpu.py", timeout=300)
     assert (one.code, two.code) == (0, 0), one.text + two.text
     losses = [[line["loss"] for line in metrics(tmp_path / name, "train")] for name in ("one", "two")]
     assert len(losses[0]) == 8

@@ -1,17 +1,17 @@
-"""Run by Triton's interpreter, in a process of its own: how far the packed attention is from fp64, as JSON.
+"""The kernels of the packed attention, carried out by Triton's interpreter, as interpreted_gelu.py does those of GELU.
 
-python -m tests.engine.speed.interpreted_attention, with TRITON_INTERPRET=1 set before Triton is imported.
+TRITON_INTERPRET=1 python -m pytest tests/engine/speed/interpreted_attention.py runs these tests by hand.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from timm.layers.attention import Attention
 from torch import Tensor
@@ -23,11 +23,6 @@ import engine.speed.packed_attention as packed_attention_module
 from engine.speed.kernels.attention import packed_attention, supports
 from engine.speed.packed_attention import use_packed
 from tests.engine.speed.exact_attention import apart, exact_attention
-
-CASES = [(197, 64), (50, 64), (17, 32), (256, 32), (1, 64)]
-KINDS = [(torch.bfloat16, 1.0), (torch.float16, 4.0)]
-"""With the spread of queries and keys: 4 makes a few weights of each row large."""
-builder: Any = interpreter.InterpreterBuilder
 
 
 def numbers(handle: Any) -> Any:
@@ -41,27 +36,51 @@ def dot(_self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
     return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
 
-def errors(tokens: int, width: int, dtype: torch.dtype, spread: float) -> dict[str, float]:
+@pytest.fixture(autouse=True)
+def interpreter_with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "spread", "bound"),
+    [
+        (torch.bfloat16, 1.0, 2.0**-5),  # the interpreter cuts bf16 off where a GPU rounds
+        (torch.float16, 4.0, 2.0**-9),  # queries and keys so far apart make a few weights of each row large
+    ],
+)
+# The last has more keys than one block of its backward pass: the gradients of the queries add up over the blocks.
+@pytest.mark.parametrize(
+    ("tokens", "width", "keys"),
+    [(197, 64, 256), (50, 64, 256), (17, 32, 256), (256, 32, 256), (1, 64, 256), (197, 64, 64)],
+)
+def test_packed_attention_is_close_to_fp64(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, width: int, keys: int, dtype: torch.dtype, spread: float, bound: float
+) -> None:
+    monkeypatch.setattr(kernels, "BACKWARD", replace(kernels.BACKWARD, keys=keys))
     torch.manual_seed(0)
     heads = 2
     leaf = torch.randn(2, tokens, 3 * heads * width)
     leaf[..., : 2 * heads * width] *= spread
     qkv, grad = leaf.to(dtype).requires_grad_(), torch.randn(2, tokens, heads * width).to(dtype)
     out, logsumexp = packed_attention(qkv, heads)
-    found: dict[str, tuple[Tensor, Tensor]] = {}
     expected_out, expected_logsumexp, expected_grad = exact_attention(qkv, heads, grad)
-    found["out"] = (out, expected_out)
-    found["logsumexp"] = (logsumexp, expected_logsumexp / math.log(2.0))
-    parts = [whole.unflatten(2, (3, -1)).unbind(2) for whole in (torch.autograd.grad(out, qkv, grad)[0], expected_grad)]
-    found |= dict(zip(("dq", "dk", "dv"), zip(*parts, strict=True), strict=True))
-    return {name: apart(*pair) for name, pair in found.items()}
+    assert apart(logsumexp, expected_logsumexp / math.log(2.0)) < 1e-6
+    assert apart(out, expected_out) < bound
+    parts = (whole.unflatten(2, (3, -1)).unbind(2) for whole in (torch.autograd.grad(out, qkv, grad)[0], expected_grad))
+    for name, found, expected in zip("qkv", *parts, strict=True):
+        assert apart(found, expected) < bound, name
 
 
-def layer_in_each_way() -> dict[str, bool]:
-    """timm's layer under autocast: whether a compiled and a checkpointed one give the bits of the one as written."""
-    packed_attention_module.supports_call = lambda qkv, heads: supports(
-        qkv.shape[1], qkv.shape[2] // heads // 3, qkv.dtype
-    )
+def test_packed_attention_passes_torchs_opcheck() -> None:
+    sample = torch.randn(2, 5, 3 * 2 * 32, dtype=torch.float16, requires_grad=True)
+    torch.library.opcheck(packed_attention, (sample, 2))
+
+
+def test_compiled_or_checkpointed_layer_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def supports_call(qkv: Tensor, heads: int) -> bool:
+        return supports(qkv.shape[1], qkv.shape[2] // heads // 3, qkv.dtype)
+
+    monkeypatch.setattr(packed_attention_module, "supports_call", supports_call)
     torch.manual_seed(0)
     layer, x = Attention(64, num_heads=2, qkv_bias=True), torch.randn(2, 17, 64)
     use_packed(layer)
@@ -74,25 +93,5 @@ def layer_in_each_way() -> dict[str, bool]:
         return [out, *torch.autograd.grad(out.float().square().sum(), [leaf, *layer.parameters()])]
 
     expected = passes(layer)
-    ways: dict[str, Callable[[Tensor], Tensor]] = {
-        "compiled": torch.compile(layer, backend="aot_eager", fullgraph=True),
-        "checkpointed": lambda leaf: checkpoint(layer, leaf, use_reentrant=False),
-    }
-    return {
-        name: all(torch.equal(*pair) for pair in zip(passes(way), expected, strict=True)) for name, way in ways.items()
-    }
-
-
-if __name__ == "__main__":
-    builder.create_dot = dot
-    told: dict[str, dict[str, Any]] = {
-        f"{tokens} {width} {str(dtype).removeprefix('torch.')}": errors(tokens, width, dtype, spread)
-        for tokens, width in CASES
-        for dtype, spread in KINDS
-    }
-    kernels.BACKWARD = replace(kernels.BACKWARD, keys=64)
-    told["in blocks of keys"] = errors(197, 64, torch.float16, 1.0)
-    sample = torch.randn(2, 5, 3 * 2 * 32, dtype=torch.float16, requires_grad=True)
-    told["operator"] = torch.library.opcheck(packed_attention, (sample, 2))
-    told["layer"] = layer_in_each_way()
-    print(json.dumps(told))
+    assert all(map(torch.equal, passes(torch.compile(layer, backend="aot_eager", fullgraph=True)), expected))
+    assert all(map(torch.equal, passes(lambda leaf: checkpoint(layer, leaf, use_reentrant=False)), expected))

@@ -1,12 +1,14 @@
 """The kernels of GELU with bias, carried out by Triton's interpreter, which needs no GPU.
 
-Triton takes up its interpreter when it is imported: test_fused_mlp.py runs these tests in a process of their own.
+Triton takes up its interpreter when it is imported: test_kernels.py runs these tests in a process of their own.
 TRITON_INTERPRET=1 python -m pytest tests/engine/speed/interpreted_gelu.py does so by hand.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -137,24 +139,17 @@ def mlps(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, nn.Module]:
     return theirs, fused
 
 
-def calls(graph: Tensor) -> list[str]:
-    """The names of what a tensor was made by."""
-    nodes, names = [graph.grad_fn], []
-    while nodes:
-        node = nodes.pop()
-        if node is not None:
-            names.append(node.name())
-            nodes += [before for before, _ in node.next_functions]
-    return names
-
-
 def is_fused(y: Tensor) -> bool:
-    return any("gelu_with_bias" in name for name in calls(y))
+    """Whether the operator is among what `y` was made by."""
+    nodes: list[Any] = [y.grad_fn]
+    for node in nodes:
+        nodes += [before for before, _ in node.next_functions if before is not None]
+    return any("gelu_with_bias" in node.name() for node in nodes)
 
 
-def results(model: nn.Module, x: Tensor) -> list[Tensor]:
+def results(model: nn.Module, x: Tensor, forward: Callable[..., Any] | None = None) -> list[Tensor]:
     with torch.autocast("cpu", torch.bfloat16):
-        y = model(x)
+        y = (forward or model)(x)
     return [y.detach(), *torch.autograd.grad(y.float().square().sum(), list(model.parameters()))]
 
 
@@ -179,19 +174,10 @@ def test_fused_mlp_is_the_same_compiled_and_checkpointed(mlps: tuple[nn.Module, 
     _, fused = mlps
     x = torch.randn(3, 7, 12)
     expected = results(fused, x)
-    compiled = copy.deepcopy(fused)
-    compiled.compile(backend="aot_eager", fullgraph=True)
-    assert all(torch.equal(a, b) for a, b in zip(results(compiled, x), expected, strict=True))
-
-    class Recomputed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = fused
-
-        def forward(self, images: Tensor) -> Tensor:
-            return checkpoint(self.inner, images, use_reentrant=False)  # type: ignore[return-value]
-
-    assert all(torch.equal(a, b) for a, b in zip(results(Recomputed(), x), expected, strict=True))
+    compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
+    assert all(map(torch.equal, results(fused, x, compiled), expected))
+    recomputed = results(fused, x, lambda images: checkpoint(fused, images, use_reentrant=False))
+    assert all(map(torch.equal, recomputed, expected))
 
 
 def test_fused_mlp_uses_timms_forward_in_fp32_and_with_hooks(mlps: tuple[nn.Module, nn.Module]) -> None:

@@ -1,49 +1,47 @@
-"""Kernels of attention: who decides how attention is computed, and the race that decides it on a GPU."""
+"""Who decides how attention is computed, the race that decides it on a GPU, and the layers and calls packed is for."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from timm.layers.attention import Attention as TimmAttention
 from timm.models import create_model
-from torch import nn
+from torch import Tensor, nn
 
 import engine.speed.attention_race as attention_race
+import engine.speed.kernels.attention as kernels
+import engine.speed.packed_attention as packed
 from engine.amp.precision import Precision
 from engine.inputs.batches import Inputs
 from engine.speed.attention import AttentionKernel, attention_by_rule
-from engine.speed.attention_kinds import attention_layers
+from engine.speed.attention_kinds import PACKED, attention_layers
 from engine.speed.attention_race import first_call, race, race_attention, winner
+from engine.speed.kernels.attention import key_blocks, supports
+from engine.speed.packed_attention import PackedAttention, can_be_packed, packed_only
 from engine.speed.speedup import BuiltModel, Choice
 from engine.speed.tuning import speed_up
 from tests.engine.small import BF16, CPU, OFF, build, built_of, chosen, train
+from tests.engine.speed.exact_attention import apart, exact_attention
 from utils.config import AmpConfig, load_config
 from utils.distributed.world import ALONE
 from utils.errors import UserError
 
 TWO_IMAGES = {"BATCH_SIZE": 2, "IMAGE_SIZE": 160}
-
-
-class OnGpu:
-    """As much of a precision as a decision asks for."""
-
-    device, level, name = torch.device("cuda", 0), "O1", "bf16"
+ON_GPU = SimpleNamespace(device=torch.device("cuda", 0), level="O1", name="bf16")
+"""As much of a precision as a decision asks for."""
 
 
 def kinds_of(model: nn.Module) -> set[str]:
     return {"fused" if layer.fused_attn else "plain" for layer in attention_layers(model)}
 
 
-def raced_on_cpu(model: nn.Module, wanted: str, amp: AmpConfig = OFF) -> BuiltModel:
-    return built_of(
-        model,
-        Precision(amp, CPU),
-        SPEED=[{"plain": "-fused", "auto": "auto"}.get(wanted, f"+{wanted}")],
-        DATA=TWO_IMAGES,
-    )
+def on_cpu(model: nn.Module, wanted: str, amp: AmpConfig = OFF, kept: dict[str, str] | None = None) -> BuiltModel:
+    return built_of(model, Precision(amp, CPU), kept, SPEED=[wanted], DATA=TWO_IMAGES)
 
 
 @pytest.fixture(autouse=True)
@@ -114,13 +112,14 @@ def test_resumed_run_with_another_precision_decides_again(tiny: Path) -> None:
         assert f"attention {kind} ({words})" in words_of_it
 
 
-@pytest.mark.parametrize(("kept", "kind"), [(None, None), ("cudnn", "cudnn")])
-def test_gpu_times_kinds_unless_resumed(vit: nn.Module, kept: str | None, kind: str | None) -> None:
-    found = attention_by_rule(built_of(vit, OnGpu(), {"attention": kept} if kept else {}))
-    assert (found and found.value) == kind
-    flash = built_of(vit, OnGpu(), SPEED=["+flash"])
+def test_gpu_times_kinds_unless_resumed(vit: nn.Module) -> None:
+    assert attention_by_rule(built_of(vit, ON_GPU)) is None
+    kept = attention_by_rule(built_of(vit, ON_GPU, {"attention": "cudnn"}))
+    assert kept is not None
+    assert kept.value == "cudnn"
+    flash = built_of(vit, ON_GPU, SPEED=["+flash"])
     assert attention_by_rule(flash) is None, "it is tried whether there is such a one"
-    listed = attention_by_rule(built_of(vit, OnGpu(), AMP={"CUSTOM_BLACK_LIST": ["bmm"]}))
+    listed = attention_by_rule(built_of(vit, ON_GPU, AMP={"CUSTOM_BLACK_LIST": ["bmm"]}))
     assert listed is not None
     assert listed.value == "plain"
 
@@ -131,7 +130,7 @@ def test_deterministic_run_does_not_time_kinds(
 ) -> None:
     raced: list[Choice] = []
     monkeypatch.setattr(attention_race, "race_attention", lambda _: raced.append(Choice("flash")) or raced[0])
-    found = chosen(AttentionKernel, built_of(vit, OnGpu(), DETERMINISTIC=deterministic, DATA=TWO_IMAGES))
+    found = chosen(AttentionKernel, built_of(vit, ON_GPU, DETERMINISTIC=deterministic, DATA=TWO_IMAGES))
     assert (len(raced), found.value) == (races, "flash" if races else "fused")
 
 
@@ -146,7 +145,7 @@ def test_race_uses_the_models_call_and_has_no_side_effects(vit: nn.Module) -> No
     assert vit.training
     assert not any(layer._forward_pre_hooks for layer in attention_layers(vit))
     assert all(parameter.grad is None for parameter in vit.parameters())
-    race_attention(raced_on_cpu(vit, "plain", BF16))
+    race_attention(on_cpu(vit, "-fused", BF16))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -157,12 +156,12 @@ def test_race_includes_only_kinds_that_work(vit: nn.Module, monkeypatch: pytest.
     monkeypatch.setattr(
         attention_race, "race", lambda run, kinds, clock: raced.extend(kinds) or race(run, kinds, clock)
     )
-    race_attention(raced_on_cpu(vit, "auto"))
+    race_attention(on_cpu(vit, "auto"))
     assert "fused" in raced
     assert "cudnn" not in raced
     assert "plain" not in raced, "101 tokens: its matrices may not fit where a batch was found to"
     with pytest.raises(UserError, match=r"SPEED \+cudnn does not support this GPU.*use fused, plain"):
-        race_attention(raced_on_cpu(vit, "cudnn"))
+        race_attention(on_cpu(vit, "+cudnn"))
 
 
 def test_race_alternates_kinds_and_uses_medians() -> None:
@@ -204,3 +203,170 @@ def test_apply_attention_sets_and_resets_torchs_backends(vit: nn.Module) -> None
     assert flags.flash_sdp_enabled()
     assert kinds_of(vit) == {"plain"}
     assert torch._C._get_sdp_priority_order() == own  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# ---- packed
+
+
+def test_key_blocks_hold_any_number_of_tokens() -> None:
+    for tokens in range(1, 257):
+        held = sum(key_blocks(tokens))
+        assert tokens <= held <= max(16, 1 << (tokens - 1).bit_length())
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Sizes of what the kernels are called with: on a CPU, by fp64 in their place."""
+    sizes: list[tuple[int, ...]] = []
+
+    def stand_in(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+        sizes.append(tuple(qkv.shape))
+        grad = qkv.new_zeros(*qkv.shape[:2], qkv.shape[2] // 3)
+        out, logsumexp, _ = exact_attention(qkv, heads, grad)
+        return out.to(qkv.dtype), logsumexp.float()
+
+    monkeypatch.setattr(packed, "packed_attention", stand_in)
+    monkeypatch.setattr(
+        packed, "supports_call", lambda qkv, heads: supports(qkv.shape[1], qkv.shape[2] // heads // 3, qkv.dtype)
+    )
+    return sizes
+
+
+@pytest.fixture
+def layer() -> Any:
+    torch.manual_seed(0)
+    return TimmAttention(64, num_heads=2, qkv_bias=True)
+
+
+def under_autocast(layer: nn.Module, *inputs: Any, **named: Any) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return layer(*inputs, **named)
+
+
+def test_packed_layer_gives_the_same_results(layer: Any, taken: list[tuple[int, ...]]) -> None:
+    x = torch.randn(2, 17, 64)
+    expected, names = under_autocast(layer, x), list(layer.state_dict())
+    packed.use_packed(layer)
+    assert isinstance(layer, PackedAttention)
+    assert type(layer).__name__ == "Attention"
+    assert list(layer.state_dict()) == names
+    assert 0 < apart(under_autocast(layer, x), expected.double()) < 2.0**-6
+    assert taken == [(2, 17, 192)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "autocast", "mask", "drop"),
+    [(17, False, False, 0.0), (257, True, False, 0.0), (17, True, True, 0.0), (17, True, False, 0.5)],
+    ids=["fp32", "many tokens", "a mask", "dropout"],
+)
+def test_packed_layer_falls_back_to_torch(
+    layer: Any, taken: list[tuple[int, ...]], tokens: int, autocast: bool, mask: bool, drop: float
+) -> None:
+    layer.attn_drop.p = drop
+    x, seen = torch.randn(2, tokens, 64), torch.ones(tokens, tokens, dtype=torch.bool).tril() if mask else None
+    found: list[Tensor] = []
+    for packing in (False, True):
+        if packing:
+            packed.use_packed(layer)
+        torch.manual_seed(0)
+        found.append(under_autocast(layer, x, attn_mask=seen) if autocast else layer(x, attn_mask=seen))
+    assert torch.equal(*found)
+    assert taken == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"qk_norm": True, "norm_layer": nn.LayerNorm}, {"scale_norm": True, "norm_layer": nn.LayerNorm}, {"gated": True}],
+)
+def test_layers_with_norms_or_gates_are_not_packed(options: dict[str, Any]) -> None:
+    layer: Any = TimmAttention(64, num_heads=2, **options)
+    packed.use_packed(layer)
+    assert type(layer) is TimmAttention
+    assert not can_be_packed(layer)
+
+
+def test_other_attention_classes_are_not_packed() -> None:
+    swin = create_model("swin_tiny_patch4_window7_224", img_size=32, window_size=4, depths=(1, 1, 1, 1))
+    assert attention_layers(swin)
+    AttentionKernel().apply(built_of(swin), PACKED)
+    assert not any(isinstance(module, PackedAttention) for module in swin.modules())
+
+
+def test_applied_kinds_replace_each_other(layer: Any, taken: list[tuple[int, ...]]) -> None:
+    x, calls = torch.randn(2, 17, 64), []
+    for kind in (PACKED, "fused", PACKED, "plain"):
+        AttentionKernel().apply(built_of(layer), kind)
+        under_autocast(layer, x)
+        calls.append(len(taken))
+    assert calls == [1, 1, 2, 2]
+
+
+def failing(*_: Any) -> None:
+    raise RuntimeError("out of resources\nand more")
+
+
+def test_packed_is_rejected_without_kernels(vit: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "_check_kernels", failing)
+    built = on_cpu(vit, "+packed", BF16)
+    with pytest.raises(UserError, match=r"SPEED \+packed does not support this GPU.*use fused, plain"):
+        race_attention(built)
+    assert not any(isinstance(module, PackedAttention) for module in vit.modules())
+    with pytest.raises(UserError, match=r"packed: cpu supports only fused and plain; leave it out"):
+        attention_by_rule(built)
+
+
+def test_amp_lists_with_torchs_operator_exclude_packed(vit: nn.Module) -> None:
+    amp, kept = {"CUSTOM_BLACK_LIST": ["scaled_dot_product_attention"]}, {"attention": PACKED}
+    with pytest.raises(UserError, match=r"packed: AMP's lists, which affect .* name scaled_dot"):
+        attention_by_rule(built_of(vit, ON_GPU, SPEED=["+packed"], AMP=amp))
+    assert attention_by_rule(built_of(vit, ON_GPU, kept, AMP=amp)) is None, "another kind has to be found"
+    assert attention_by_rule(built_of(vit, ON_GPU, kept)) is None, "it has to be tried on this GPU"
+    with pytest.raises(UserError, match="no effect on softmax"):
+        attention_by_rule(built_of(vit, ON_GPU, SPEED=["+packed"], AMP={"CUSTOM_BLACK_LIST": ["softmax"]}))
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_resumed_run_keeps_packed_where_its_kernels_work(
+    vit: nn.Module, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    """Another GPU may have too little memory on its chip."""
+    monkeypatch.setattr(packed, "_check_kernels", failing if not there else lambda *_: None)
+    monkeypatch.setattr(packed, "supports_call", lambda *_: True)
+    monkeypatch.setattr(packed, "packed_attention", lambda qkv, _heads: (qkv[..., : qkv.shape[2] // 3] * 1.0, None))
+    monkeypatch.setattr(attention_race, "_time_by_events", lambda work: work() or 1.0)
+    found = race_attention(on_cpu(vit, "auto", BF16, {"attention": PACKED}))
+    assert (found.value, found.why == "as before the resume") == ((PACKED, True) if there else ("fused", False))
+
+
+def test_race_times_packed_kernels_without_fallback(
+    layer: Any, taken: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(2, 17, 64)
+    with (
+        pytest.raises(RuntimeError, match=r"has no kernel for torch\.float16"),
+        packed_only(layer, 17, torch.float16, CPU),
+    ):
+        pass
+    monkeypatch.setattr(packed, "_check_kernels", lambda *_: None)
+    with packed_only(layer, 17, torch.bfloat16, CPU):
+        under_autocast(layer, x)
+        with pytest.raises(RuntimeError, match=r"no kernel for .* torch\.float32"):
+            layer(x)
+        with pytest.raises(RuntimeError, match="no kernel for dropout or a mask"):
+            under_autocast(layer, x, is_causal=True)
+    assert taken == [(2, 17, 192)]
+    assert type(layer) is TimmAttention
+    under_autocast(layer, x)
+    assert len(taken) == 1
+
+
+def test_failing_or_wrong_kernels_exclude_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_compiler(*_: Any) -> None:
+        raise OSError("no compiler")
+
+    monkeypatch.setattr(packed, "self_test", no_compiler)
+    with pytest.raises(RuntimeError, match="does not run here: no compiler"):
+        packed._check_kernels(17, 64, torch.bfloat16, torch.device("cuda", 0))
+    monkeypatch.setattr(kernels, "packed_attention", lambda qkv, heads: (qkv[..., : 64 * heads] * 1.0, None))
+    with pytest.raises(RuntimeError, match="relative error"):
+        kernels.self_test(CPU, torch.bfloat16, 17, 64)

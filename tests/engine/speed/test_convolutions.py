@@ -1,6 +1,10 @@
-"""linear_patches: a convolution whose windows lie side by side, as a matrix product."""
+"""channels_last: channels of a pixel side by side. linear_patches: windows side by side, as a matrix product."""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,10 +13,77 @@ from torch import Tensor, nn
 
 from engine.amp.low_precision import force_fp32
 from engine.amp.precision import Precision
-from engine.speed.convolutions import LinearPatches, PatchesAsProduct
+from engine.speed.convolutions import ChannelsLast, LinearPatches, PatchesAsProduct
 from engine.speed.speedup import mix_in
-from tests.engine.small import BF16, CPU, OFF, built_of, chosen
+from tests.engine.small import BF16, CPU, OFF, build, built_of, chosen, train
 from utils.errors import UserError
+
+LAST = torch.channels_last
+
+
+# ---- channels_last
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "strategy", "last"),
+    [
+        ("test_resnet", "O1", "ddp", True),
+        ("test_convnext", "O2", "ddp", True),
+        ("test_resnet", "O0", "ddp", False),
+        ("test_resnet", "O1", "fsdp", False),
+        ("test_vit", "O1", "ddp", False),
+        ("swin_tiny_patch4_window7_224", "O1", "ddp", False),
+    ],
+)
+def test_auto_is_for_convolutions_on_a_gpu_in_half_precision(name: str, level: str, strategy: str, last: bool) -> None:
+    with torch.device("meta"):
+        model = create_model(name)
+    on_gpu = SimpleNamespace(device=torch.device("cuda", 0), level=level)
+    assert chosen(ChannelsLast, built_of(model, on_gpu, DIST={"STRATEGY": strategy})).value is last
+    assert chosen(ChannelsLast, built_of(model)).value is False
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "words"), [("test_vit", "ddp", "no convolutions"), ("test_resnet", "fsdp", "fsdp does not")]
+)
+def test_channels_last_is_rejected_without_convolutions_or_with_fsdp(name: str, strategy: str, words: str) -> None:
+    with pytest.raises(UserError, match=rf"SPEED \+channels_last: .*{words}"):
+        chosen(ChannelsLast, built_of(create_model(name), SPEED=["+channels_last"], DIST={"STRATEGY": strategy}))
+
+
+def test_training_in_channels_last_is_the_same_to_rounding(tiny: Path) -> None:
+    text = re.sub("NAME: tiny.*", "TYPE: timm, NAME: test_resnet, NUM_CLASSES: 10}", tiny.read_text())
+    tiny.write_text(text.replace("IMAGE_SIZE: 8", "IMAGE_SIZE: 32"))
+    weights = []
+    for last in ("+channels_last", "-channels_last"):
+        ready = build(tiny, SPEED=last, TRAIN__MODEL_EMA="true")
+        seen: set[bool] = set()
+
+        def note(convolution: nn.Module, images: tuple[Tensor], seen: set[bool] = seen) -> None:
+            both = (images[0], convolution.get_parameter("weight"))
+            seen |= {tensor.is_contiguous(memory_format=LAST) for tensor in both}
+
+        ready.model.get_submodule("conv1.3").register_forward_pre_hook(note)
+        train(ready, 2)
+        assert seen == {last == "+channels_last"}
+        assert ready.choices["channels_last"] == (last == "+channels_last")
+        weights.append(ready.model.state_dict().values())
+    assert all(torch.allclose(a.float(), b.float(), atol=1e-4) for a, b in zip(*weights, strict=True))
+
+
+@pytest.mark.parametrize("by_pixel", [False, True])
+def test_images_are_converted_to_the_models_memory_format(by_pixel: bool) -> None:
+    images = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
+    built = built_of(nn.Conv2d(3, 4, 3))
+    wanted = built.inputs(images)
+    ChannelsLast().apply(built, True)
+    found = built.inputs(images.contiguous(memory_format=LAST) if by_pixel else images)
+    assert wanted.is_contiguous()
+    assert found.is_contiguous(memory_format=LAST)
+    assert torch.equal(found, wanted)
+
+
+# ---- linear_patches
 
 
 def gradients(convolution: nn.Conv2d, images: Tensor) -> tuple[Tensor, ...]:

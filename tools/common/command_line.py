@@ -248,7 +248,7 @@ def first_word(argv: Sequence[str], tool: str, about: str | None, known: Mapping
 def about_tool(about: str | None, tool: str) -> str:
     """A tool's docstring for -h, wrapped but for its command lines, followed by the page of the docs."""
     parts = help_here(about or "").strip("\n").split("\n\n")
-    page = f"docs/{PAGES.get(tool, Path(tool).stem)}.md"
+    page = f"docs/{PAGES.get(Path(tool).name, Path(tool).stem)}.md"
     if page not in (about or ""):
         parts.append(f"More: {page}.")
     return "\n\n".join(part if "\n " in f"\n{part}" else textwrap.fill(part, WIDTH) for part in parts)

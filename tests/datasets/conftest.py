@@ -7,18 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from datasets import EpochOrder, TrainLoader, open_dataset
-from utils.config.data import DataConfig
+from datasets.variants import Repeated
+from tests.datasets.opened import CPU, settings
 
 COLOURS = [(255, 0, 0), (0, 255, 0), (0, 0, 255)]
-
-
-@pytest.fixture
-def cpu() -> torch.device:
-    return torch.device("cpu")
 
 
 @pytest.fixture
@@ -37,60 +32,35 @@ def listed(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def class_tree(tmp_path: Path) -> Callable[..., Path]:
+def class_tree(tmp_path: Path) -> Path:
     """Class folders: class k has k + 1 images, all of colour k."""
-
-    def make() -> Path:
-        for part in ("train", "val"):
-            for label, name in enumerate(("ant", "bee", "cat")):
-                folder = tmp_path / part / name
-                folder.mkdir(parents=True)
-                for number in range(label + 1):
-                    Image.new("RGB", (24, 24), COLOURS[label]).save(folder / f"{number}.png")
-        return tmp_path
-
-    return make
+    for part in ("train", "val"):
+        for label, name in enumerate(("ant", "bee", "cat")):
+            folder = tmp_path / part / name
+            folder.mkdir(parents=True)
+            for number in range(label + 1):
+                Image.new("RGB", (24, 24), COLOURS[label]).save(folder / f"{number}.png")
+    return tmp_path
 
 
-@pytest.fixture
-def settings() -> Callable[..., DataConfig]:
-    """A DataConfig with small images and the settings of the test."""
-
-    def make(**values: object) -> DataConfig:
-        return DataConfig.model_validate({"IMAGE_SIZE": 8, "BATCH_SIZE": 4, **values})
-
-    return make
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that DATA.CACHE names if it is not set."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setattr("utils.cache.DEFAULT", str(folder))
+    return folder
 
 
 @pytest.fixture
-def of_shards(
-    settings: Callable[..., DataConfig], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., DataConfig]:
-    """Settings for shards in a folder, with a cache for this test."""
-    cache = tmp_path_factory.mktemp("cache")
-    return lambda place, **more: settings(DATASET="shards", DATA_PATH=str(place), CACHE=str(cache), **more)
-
-
-@pytest.fixture
-def of_hub(settings: Callable[..., DataConfig], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., DataConfig]:
-    """Settings for a folder of parquet files, with a cache for this test."""
-    cache = tmp_path_factory.mktemp("cache")
-    return lambda place, **more: settings(DATASET=f"hf:{place}", **{"CACHE": str(cache), **more})
-
-
-@pytest.fixture
-def training(
-    listed: Path, settings: Callable[..., DataConfig], cpu: torch.device
-) -> Iterator[Callable[..., TrainLoader]]:
+def training(listed: Path) -> Iterator[Callable[..., TrainLoader]]:
     """Loaders of the twelve listed images, with every random transform on."""
-    data = settings(DATA_PATH=str(listed), SHIFT=0.2, ZOOM=0.2, ROTATE=20, AFFINE_PROB=0.7)
     opened: list[TrainLoader] = []
 
-    def make(batch: int = 4, accum: int = 1, workers: int = 0, seed: int = 5) -> TrainLoader:
-        dataset = open_dataset(data, True, 3, seed, cpu)
-        opened.append(
-            TrainLoader(dataset, EpochOrder(len(dataset), batch, accum, 0, 1, seed, True), seed, workers, cpu)
-        )
+    def make(batch: int = 4, accum: int = 1, workers: int = 0, copies: int = 1, **values: object) -> TrainLoader:
+        given = {"SHIFT": 0.2, "ZOOM": 0.2, "ROTATE": 20, "AFFINE_PROB": 0.7, "MAX_BAD": 6, **values}
+        dataset = open_dataset(settings(DATA_PATH=str(listed), **given), True, 3, 5, CPU)
+        order = EpochOrder(len(dataset), batch, accum, 0, 1, 5, True, copies)
+        opened.append(TrainLoader(Repeated(dataset, copies) if copies > 1 else dataset, order, 5, workers, CPU))
         return opened[-1]
 
     yield make

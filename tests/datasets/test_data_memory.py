@@ -13,6 +13,7 @@ import torch
 
 from datasets import Batch, EpochOrder, ImageDataset, TrainLoader, open_dataset
 from datasets.images import Images
+from tests.datasets.opened import CPU
 from tests.program import save_image
 from utils.config.data import DataConfig
 
@@ -47,7 +48,7 @@ def imagenet(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def training_set(imagenet: Path) -> Images:
     data = DataConfig(DATASET="imagenet2012", DATA_PATH=str(imagenet), IMAGE_SIZE=16)
-    found = open_dataset(data, True, CLASSES, 0, torch.device("cpu"))
+    found = open_dataset(data, True, CLASSES, 0, CPU)
     assert isinstance(found, Images)
     return found
 
@@ -84,7 +85,7 @@ def private_memory_of_workers(dataset: ImageDataset, samples: int, batch: int) -
     Modules imported before the fork stay shared, so this is the cost of the data plus a little.
     """
     order = EpochOrder(len(dataset), batch, 1, 0, 1, 0, drop_last=True)
-    loader = TrainLoader(dataset, order, 0, WORKERS, torch.device("cpu"))
+    loader = TrainLoader(dataset, order, 0, WORKERS, CPU)
     others, seen = set(multiprocessing.active_children()), 0
     try:
         for window in itertools.islice(loader.epoch(1), samples // batch):

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from datasets import examine as searching
 from datasets import open_dataset
 from datasets.examine import examine, find_copies, notes_of, warnings_of
 from datasets.sources.files import FileSamples, PathTable
+from tests.datasets.opened import CPU
 from tests.program import TINY_DIGITS, Result, metrics
 from utils.config import load_config
 from utils.config.data import DataConfig
@@ -180,7 +180,7 @@ def test_images_in_tar_files_are_compared(icons: Path) -> None:
                 label.size = 1
                 tar.addfile(label, io.BytesIO(b"0"))
     data = DataConfig(DATASET="shards", DATA_PATH=str(icons))
-    train, validation = (open_dataset(data, part, 3, 0, torch.device("cpu")).single_images() for part in (True, False))
+    train, validation = (open_dataset(data, part, 3, 0, CPU).single_images() for part in (True, False))
     assert train is not None
     assert validation is not None
     found = find_copies(train, validation, 1e9)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,11 +17,9 @@ from datasets.given import ArrayPixels
 from datasets.images import Images
 from datasets.memory import ArraySamples, InMemory, open_arrays
 from datasets.variants import Repeated
-from utils.config.data import DataConfig
+from tests.datasets.opened import CPU, settings
 from utils.config.train import TrainConfig
 
-Settings = Callable[..., DataConfig]
-CPU = torch.device("cpu")
 COUNT, SIDE, MARGIN = 300, 12, 4
 
 
@@ -32,7 +29,7 @@ def samples(count: int = COUNT, side: int = SIDE, channels: int = 3) -> ArraySam
     return ArraySamples(pixels, generator.integers(0, 10, count), [str(k) for k in range(10)], "noise")
 
 
-def opened(settings: Settings, train: bool = True, seed: int = 5, **values: Any) -> InMemory:
+def opened(train: bool = True, seed: int = 5, **values: Any) -> InMemory:
     data = settings(**{"IMAGE_SIZE": SIDE, "CROP": "pad", "FLIP": 0.5, **values})
     dataset = open_arrays(samples(), data, train, seed, CPU)
     assert isinstance(dataset, InMemory)
@@ -43,8 +40,8 @@ def images(dataset: InMemory, indices: list[int], epoch: int = 1) -> torch.Tenso
     return dataset.__getitems__([(epoch, index) for index in indices]).images
 
 
-def test_memory_crop_uses_each_samples_own_numbers(settings: Settings) -> None:
-    dataset, indices = opened(settings), list(range(COUNT))
+def test_memory_crop_uses_each_samples_own_numbers() -> None:
+    dataset, indices = opened(), list(range(COUNT))
     batch = dataset.__getitems__([(4, index) for index in indices])
     uniform = sample_table(5, 4, COUNT, 8)
     for index in indices:
@@ -57,19 +54,19 @@ def test_memory_crop_uses_each_samples_own_numbers(settings: Settings) -> None:
 
 
 @pytest.mark.parametrize("values", [{}, {"SHIFT": 0.1, "ROTATE": 10}, {"IMAGE_SIZE": 20}, {"CROP": "none"}])
-def test_memory_sample_does_not_depend_on_its_batch(settings: Settings, values: dict[str, Any]) -> None:
-    dataset, other = opened(settings, **values), opened(settings, **values)
+def test_memory_sample_does_not_depend_on_its_batch(values: dict[str, Any]) -> None:
+    dataset, other = opened(**values), opened(**values)
     together = images(dataset, list(range(64)))
     assert torch.equal(together[[9, 3, 40]], images(other, [9, 3, 40]))
     assert torch.equal(together[[9]], images(other, [9]))
     assert not torch.equal(together, images(dataset, list(range(64)), epoch=2))
     assert torch.equal(together, images(dataset, list(range(64))))
-    assert not torch.equal(together, images(opened(settings, seed=6, **values), list(range(64))))
+    assert not torch.equal(together, images(opened(seed=6, **values), list(range(64))))
 
 
-def test_memory_padding_is_black_and_not_counted(settings: Settings) -> None:
+def test_memory_padding_is_black_and_not_counted() -> None:
     for train in (True, False):
-        batch = opened(settings, train).__getitems__([(1, 7), (1, PADDING)])
+        batch = opened(train).__getitems__([(1, 7), (1, PADDING)])
         assert batch.images[0].any()
         assert not batch.images[1].any()
         assert (batch.labels[1].item(), batch.indices.tolist()) == (0, [7, PADDING])
@@ -85,10 +82,8 @@ def test_memory_padding_is_black_and_not_counted(settings: Settings) -> None:
     ],
 )
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
-def test_memory_validation_equals_pil(
-    settings: Settings, values: dict[str, Any], short: int, interpolation: str
-) -> None:
-    dataset = opened(settings, train=False, INTERPOLATION=interpolation, **values)
+def test_memory_validation_equals_pil(values: dict[str, Any], short: int, interpolation: str) -> None:
+    dataset = opened(train=False, INTERPOLATION=interpolation, **values)
     size, cut = dataset.data.IMAGE_SIZE, (short - dataset.data.IMAGE_SIZE) // 2
     for index in (0, 11):
         image = Image.fromarray(samples().pixels[index])
@@ -101,9 +96,7 @@ def test_memory_validation_equals_pil(
 
 @pytest.mark.parametrize("mode", ["center", "squash", "border"])
 @pytest.mark.parametrize("size", [(SIDE, SIDE + 9), (SIDE + 9, SIDE)])
-def test_single_images_of_a_data_set_in_memory_equal_timms(
-    settings: Settings, mode: str, size: tuple[int, int]
-) -> None:
+def test_single_images_of_a_data_set_in_memory_equal_timms(mode: str, size: tuple[int, int]) -> None:
     """predict.py prepares photographs of any shape as such a run does."""
     pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     how: dict[str, Any] = {"crop_pct": 0.9, "crop_mode": mode, "interpolation": "bicubic", "mean": (0.3, 0.5, 0.8)}
@@ -115,12 +108,12 @@ def test_single_images_of_a_data_set_in_memory_equal_timms(
     assert (out.int() - expected).abs().max() <= 1
 
 
-def test_memory_grey_equals_pils(settings: Settings) -> None:
-    got = images(opened(settings, train=False, IMAGE_CHANNELS=1, CROP="none"), [3])
+def test_memory_grey_equals_pils() -> None:
+    got = images(opened(train=False, IMAGE_CHANNELS=1, CROP="none"), [3])
     assert np.array_equal(got[0, 0].numpy(), np.asarray(Image.fromarray(samples().pixels[3]).convert("L")))
 
 
-def test_memory_grey_images_become_three_equal_channels(settings: Settings) -> None:
+def test_memory_grey_images_become_three_equal_channels() -> None:
     data = settings(IMAGE_SIZE=SIDE, CROP="none")
     got = open_arrays(samples(channels=1), data, False, 0, CPU).__getitems__([(1, 3)]).images
     assert got.shape == (1, 3, SIDE, SIDE)
@@ -128,7 +121,7 @@ def test_memory_grey_images_become_three_equal_channels(settings: Settings) -> N
     assert (got == got[:, :1]).all()
 
 
-def test_single_image_augmentation_uses_loading_processes(settings: Settings) -> None:
+def test_single_image_augmentation_uses_loading_processes() -> None:
     pad, free = settings(IMAGE_SIZE=SIDE, CROP="pad"), settings(IMAGE_SIZE=SIDE)
     plain, policy = TrainConfig(), TrainConfig.model_validate({"RAND_AUGMENT": True})
     for data, train, in_memory in (
@@ -145,7 +138,7 @@ def test_single_image_augmentation_uses_loading_processes(settings: Settings) ->
     assert open_arrays(samples(), free, False, 0, CPU).in_memory
 
 
-def test_digits_warn_of_single_image_augmentation(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
+def test_digits_warn_of_single_image_augmentation(caplog: pytest.LogCaptureFixture) -> None:
     data = settings(IMAGE_SIZE=SIDE, CROP="pad", FLIP=1.0)
     dataset = InMemory(samples(), data, True, 0, CPU, cropped=False)
     with caplog.at_level(logging.WARNING, "vitamp"):
@@ -154,8 +147,8 @@ def test_digits_warn_of_single_image_augmentation(settings: Settings, caplog: py
     assert np.array_equal(images(dataset, [4])[0].permute(1, 2, 0).numpy(), samples().pixels[4])
 
 
-def test_repeated_augmentation_draws_each_copy_once(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset, drawn = opened(settings, REPEATED_AUGMENT=3), []
+def test_repeated_augmentation_draws_each_copy_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset, drawn = opened(REPEATED_AUGMENT=3), []
     monkeypatch.setattr("datasets.memory.sample_table", lambda *given: drawn.append(given[1]) or sample_table(*given))
     repeated = Repeated(dataset, 3)
     copies = [index + copy * COUNT for index in range(20) for copy in range(3)]

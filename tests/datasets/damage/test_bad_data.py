@@ -3,42 +3,33 @@
 from __future__ import annotations
 
 import re
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from datasets import check_dataset, open_dataset
+from tests.datasets.opened import CPU, settings
 from utils.config.data import DataConfig
 from utils.errors import UserError
 
-Settings = Callable[..., DataConfig]
 
-
-@pytest.fixture
-def complaint() -> Callable[[DataConfig, int], str]:
+def complaint(data: DataConfig, num_classes: int = 3) -> str:
     """Message of the check before a run."""
-
-    def check(data: DataConfig, num_classes: int = 3) -> str:
-        with pytest.raises(UserError) as caught:
-            check_dataset(data, num_classes)
-        return str(caught.value)
-
-    return check
+    with pytest.raises(UserError) as caught:
+        check_dataset(data, num_classes)
+    return str(caught.value)
 
 
-def test_unknown_data_set_is_refused_with_the_closest_name(settings: Settings, complaint, cpu: torch.device) -> None:
+def test_unknown_data_set_is_refused_with_the_closest_name() -> None:
     said = complaint(settings(DATASET="imagenet"))
     assert "Did you mean imagenet2012?" in said
     assert "digits, imagefolder, imagenet2012" in said
     with pytest.raises(UserError, match="imagenet2012"):
-        open_dataset(settings(DATASET="imagenet"), True, 3, 0, cpu)
+        open_dataset(settings(DATASET="imagenet"), True, 3, 0, CPU)
 
 
 @pytest.mark.parametrize("name", ["imagenet2012", "imagefolder"])
-def test_data_path_without_data_is_refused(settings: Settings, complaint, tmp_path: Path, name: str) -> None:
+def test_data_path_without_data_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "empty").mkdir()
     expected = tmp_path / "empty" / {"imagenet2012": "train_list.txt", "imagefolder": "train"}[name]
@@ -68,50 +59,44 @@ def test_data_path_without_data_is_refused(settings: Settings, complaint, tmp_pa
         (b"\xff\xfe\x00\x81", r".*train_list\.txt cannot be read"),
     ],
 )
-def test_bad_list_is_refused(listed: Path, settings: Settings, complaint, content: str | bytes, said: str) -> None:
+def test_bad_list_is_refused(listed: Path, content: str | bytes, said: str) -> None:
     (listed / "train_list.txt").write_bytes(content if isinstance(content, bytes) else content.encode())
     assert re.match(f"(?s){said}", complaint(settings(DATA_PATH=str(listed))))
 
 
-def test_missing_second_list_is_refused(listed: Path, settings: Settings, complaint) -> None:
+def test_missing_second_list_is_refused(listed: Path) -> None:
     (listed / "val_list.txt").unlink()
     assert str(listed / "val_list.txt") in complaint(settings(DATA_PATH=str(listed)))
 
 
 @pytest.mark.parametrize("label", [3, -1])
-def test_label_outside_the_classes_is_refused(
-    listed: Path, settings: Settings, complaint, cpu: torch.device, label: int
-) -> None:
+def test_label_outside_the_classes_is_refused(listed: Path, label: int) -> None:
     (listed / "val_list.txt").write_text(f"val/0.png 2\nval/1.png {label}\n")
     said = complaint(settings(DATA_PATH=str(listed)))
     assert said.startswith(f"{listed / 'val_list.txt'}:2: label {label} ")
     assert "NUM_CLASSES 3" in said
     with pytest.raises(UserError, match=f"label {label}"):
-        open_dataset(settings(DATA_PATH=str(listed)), False, 3, 0, cpu)
+        open_dataset(settings(DATA_PATH=str(listed)), False, 3, 0, CPU)
 
 
-def test_more_class_folders_than_num_classes_are_refused(class_tree, settings: Settings, complaint) -> None:
-    data = settings(DATASET="imagefolder", DATA_PATH=str(class_tree()))
+def test_more_class_folders_than_num_classes_are_refused(class_tree) -> None:
+    data = settings(DATASET="imagefolder", DATA_PATH=str(class_tree))
     said = complaint(data, 2)
     assert "3 classes" in said
     assert "NUM_CLASSES is 2" in said
     assert "NUM_CLASSES is 9" in complaint(settings(DATASET="digits"), 9)
 
 
-def test_class_folders_without_images_are_refused(class_tree, settings: Settings, complaint) -> None:
-    root = class_tree()
-    for image in (root / "val").rglob("*.png"):
-        image.unlink()
-    said = complaint(settings(DATASET="imagefolder", DATA_PATH=str(root)))
-    assert f"{root / 'val'} has no images" in said
-    shutil.rmtree(root / "train")
-    (root / "train").mkdir()
-    assert f"{root / 'train'} has no images" in complaint(settings(DATASET="imagefolder", DATA_PATH=str(root)))
+def test_class_folders_without_images_are_refused(class_tree: Path) -> None:
+    data = settings(DATASET="imagefolder", DATA_PATH=str(class_tree))
+    for part in ("val", "train"):
+        for image in (class_tree / part).rglob("*.png"):
+            image.unlink()
+        assert f"{class_tree / part} has no images" in complaint(data)
 
 
-def test_validation_class_missing_in_training_is_refused(class_tree, settings: Settings, complaint) -> None:
-    root = class_tree()
-    (root / "val" / "cat").rename(root / "val" / "cats")
-    said = complaint(settings(DATASET="imagefolder", DATA_PATH=str(root)), 4)
-    assert str(root / "val" / "cats") in said
+def test_validation_class_missing_in_training_is_refused(class_tree) -> None:
+    (class_tree / "val" / "cat").rename(class_tree / "val" / "cats")
+    said = complaint(settings(DATASET="imagefolder", DATA_PATH=str(class_tree)), 4)
+    assert str(class_tree / "val" / "cats") in said
     assert "Did you mean cat?" in said

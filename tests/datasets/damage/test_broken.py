@@ -1,4 +1,4 @@
-"""Unreadable images: replacement in training, log lines, and the limit that ends training."""
+"""Unreadable images and failing storage: replacement in training, log lines, and the limit that ends training."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ import errno
 import shutil
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from datasets import PADDING, Batch, EpochOrder, TrainLoader, ValLoader, open_dataset
+from datasets import PADDING, Batch, TrainLoader, ValLoader, open_dataset
 from datasets.base import Samples
 from datasets.damage import PAUSES, BrokenImages
 from datasets.images import Images
-from datasets.variants import Repeated
-from utils.config.data import DataConfig
+from datasets.transforms.pixels import Pixels
+from tests.datasets.opened import CPU, part, settings
 from utils.distributed.world import ALONE, World
 from utils.errors import TrainingError
 
-Settings = Callable[..., DataConfig]
-Spoil = Callable[[Path], object]
+Loaders = Callable[..., TrainLoader]
 
 
 def claim_to_be_huge(path: Path) -> None:
@@ -33,7 +32,7 @@ def claim_to_be_huge(path: Path) -> None:
     path.write_bytes(png[:12] + header + struct.pack(">I", zlib.crc32(header)) + png[33:])
 
 
-SPOILS: dict[str, Spoil] = {
+SPOILS: dict[str, Callable[[Path], object]] = {
     "bomb": claim_to_be_huge,
     "text": lambda path: path.write_text("no picture at all"),
     "empty": lambda path: path.write_bytes(b""),
@@ -42,33 +41,8 @@ SPOILS: dict[str, Spoil] = {
 }
 
 
-class Loaders:
-    """Training loaders of the twelve listed images, with every random transform on."""
-
-    def __init__(self, root: Path, settings: Settings) -> None:
-        self.root, self.settings = root, settings
-        self.opened: list[TrainLoader] = []
-
-    def __call__(self, workers: int = 0, copies: int = 1, batch: int = 4, **values: object) -> TrainLoader:
-        given = {"SHIFT": 0.2, "ZOOM": 0.2, "ROTATE": 20, "AFFINE_PROB": 0.7, "MAX_BAD": 6, **values}
-        cpu = torch.device("cpu")
-        dataset = open_dataset(self.settings(DATA_PATH=str(self.root), **given), True, 3, 5, cpu)
-        order = EpochOrder(len(dataset), batch, 1, 0, 1, 5, True, copies)
-        if copies > 1:
-            dataset = Repeated(dataset, copies)
-        self.opened.append(TrainLoader(dataset, order, 5, workers, cpu))
-        return self.opened[-1]
-
-    def image(self, number: int) -> Path:
-        return self.root / "train" / f"{number}.png"
-
-
-@pytest.fixture
-def loaders(listed: Path, settings: Settings) -> Iterator[Loaders]:
-    made = Loaders(listed, settings)
-    yield made
-    for loader in made.opened:
-        loader.close()
+def image(listed: Path, number: int) -> Path:
+    return listed / "train" / f"{number}.png"
 
 
 def epoch(loader: TrainLoader, number: int = 1) -> list[Batch]:
@@ -89,36 +63,38 @@ def same(one: list[Batch], other: list[Batch]) -> bool:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("spoil", SPOILS)
 def test_broken_image_is_replaced_by_the_next_and_other_samples_are_unchanged(
-    loaders: Loaders, said: pytest.LogCaptureFixture, spoil: str, workers: int
+    listed: Path, training: Loaders, said: pytest.LogCaptureFixture, spoil: str, workers: int
 ) -> None:
-    shutil.copy(loaders.image(5), loaders.image(4))
-    expected = epoch(loaders())
+    shutil.copy(image(listed, 5), image(listed, 4))
+    expected = epoch(training())
     assert not said.messages
-    SPOILS[spoil](loaders.image(4))
-    found = epoch(loaders(workers))
+    SPOILS[spoil](image(listed, 4))
+    found = epoch(training(workers=workers))
     for batch, wanted in zip(found, expected, strict=True):
         # The pixels and the label are those of image 5, the random numbers those of image 4.
         assert torch.equal(batch.images, wanted.images)
         assert torch.equal(batch.indices, wanted.indices)
         assert batch.labels.tolist() == [(5 if i == 4 else i) % 3 for i in batch.indices.tolist()]
     assert len(said.messages) == 1
-    assert str(loaders.image(4)) in said.messages[0]
+    assert str(image(listed, 4)) in said.messages[0]
     reasons = {"missing": "it does not exist", "empty": "the file is empty", "bomb": "PIL's limit"}
     assert reasons.get(spoil, "cannot be read") in said.messages[0]
 
 
-def test_replacement_search_wraps_around_the_end(loaders: Loaders) -> None:
+def test_replacement_search_wraps_around_the_end(listed: Path, training: Loaders) -> None:
     for number in (10, 11, 0):
-        loaders.image(number).unlink()
-    found = {int(i): int(y) for batch in epoch(loaders()) for i, y in zip(batch.indices, batch.labels, strict=True)}
+        image(listed, number).unlink()
+    found = {int(i): int(y) for batch in epoch(training()) for i, y in zip(batch.indices, batch.labels, strict=True)}
     assert [found[i] for i in (9, 10, 11, 0, 1)] == [0, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_broken_image_is_logged_once(loaders: Loaders, said: pytest.LogCaptureFixture, workers: int) -> None:
-    loaders.image(5).write_bytes(b"")
-    loaders.image(7).write_bytes(b"")
-    loader = loaders(workers, copies=3)
+def test_broken_image_is_logged_once(
+    listed: Path, training: Loaders, said: pytest.LogCaptureFixture, workers: int
+) -> None:
+    for number in (5, 7):
+        image(listed, number).write_bytes(b"")
+    loader = training(workers=workers, copies=3)
     for number in (1, 2, 3):  # each reads a third of the images, including these two
         epoch(loader, number)
     assert sorted(line.split("/")[-1].split(" ")[0] for line in said.messages) == ["5.png", "7.png"]
@@ -128,15 +104,15 @@ def test_broken_image_is_logged_once(loaders: Loaders, said: pytest.LogCaptureFi
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(("limit", "number"), [(0, 1), (0.01, 2), (0.2, 4), (2, 3)])
 def test_more_broken_images_than_max_bad_end_the_run(
-    loaders: Loaders, tmp_path: Path, limit: float, number: int, workers: int
+    listed: Path, training: Loaders, tmp_path: Path, limit: float, number: int, workers: int
 ) -> None:
     """`number` is the first count beyond the limit: fractions of 12 images are rounded up."""
     broken = [2, 5, 7, 8][: number - 1]
     for one in broken:
-        loaders.image(one).write_bytes(b"x")
-    epoch(loaders(workers, MAX_BAD=limit))
-    loaders.image(10).write_bytes(b"x")
-    loader = loaders(workers, MAX_BAD=limit)
+        image(listed, one).write_bytes(b"x")
+    epoch(training(workers=workers, MAX_BAD=limit))
+    image(listed, 10).write_bytes(b"x")
+    loader = training(workers=workers, MAX_BAD=limit)
     broken_of(loader).folder = tmp_path
     with pytest.raises(TrainingError) as caught:
         epoch(loader)
@@ -149,11 +125,11 @@ def test_more_broken_images_than_max_bad_end_the_run(
     assert {line.split("  # ")[0] for line in (tmp_path / "broken.txt").read_text().splitlines()} == names
 
 
-def test_broken_list_keeps_lines_of_an_earlier_start(loaders: Loaders, tmp_path: Path) -> None:
+def test_broken_list_keeps_lines_of_an_earlier_start(listed: Path, training: Loaders, tmp_path: Path) -> None:
     (tmp_path / "broken.txt").write_text("train/3.png  # long ago\n")
-    loaders.image(3).write_bytes(b"x")
-    loaders.image(6).unlink()
-    loader = loaders()
+    image(listed, 3).write_bytes(b"x")
+    image(listed, 6).unlink()
+    loader = training()
     broken_of(loader).folder = tmp_path
     epoch(loader)
     broken_of(loader).share(World())
@@ -183,25 +159,30 @@ class Flaky(Samples):
         return self.good.name(index)
 
 
+def made_flaky(loader: TrainLoader | ValLoader, failures: dict[int, int], error: Exception | bytes) -> Flaky:
+    images = loader._fetch.dataset
+    assert isinstance(images, Images)
+    images.samples = Flaky(images.samples, failures, error)
+    return images.samples
+
+
 EIO, STALE = OSError(errno.EIO, "Input/output error"), OSError(errno.ESTALE, "Stale file handle")
 
 
 @pytest.mark.parametrize(("error", "times"), [(EIO, 3), (STALE, 1), (b"garbage", 1)])
 def test_temporary_failure_changes_no_pixels(
-    loaders: Loaders,
+    training: Loaders,
     monkeypatch: pytest.MonkeyPatch,
     said: pytest.LogCaptureFixture,
     error: Exception | bytes,
     times: int,
 ) -> None:
     monkeypatch.setattr("datasets.damage.PAUSES", (0.0, 0.0, 0.0))
-    expected = epoch(loaders())
-    loader = loaders()
-    images = loader._fetch.dataset
-    assert isinstance(images, Images)
-    images.samples = Flaky(images.samples, {4: times, 9: times}, error)
+    expected = epoch(training())
+    loader = training()
+    samples = made_flaky(loader, {4: times, 9: times}, error)
     assert same(epoch(loader), expected)
-    assert images.samples.tries == 2 * times
+    assert samples.tries == 2 * times
     assert not said.messages
 
 
@@ -210,26 +191,22 @@ def test_temporary_failure_changes_no_pixels(
     [(EIO, 4), (b"garbage", 2), (FileNotFoundError(2, "x"), 1), (PermissionError(13, "Permission denied"), 1)],
 )
 def test_number_of_retries_by_kind_of_failure(
-    loaders: Loaders, monkeypatch: pytest.MonkeyPatch, error: Exception | bytes, tries: int
+    training: Loaders, monkeypatch: pytest.MonkeyPatch, error: Exception | bytes, tries: int
 ) -> None:
     slept: list[float] = []
     monkeypatch.setattr("datasets.damage.time.sleep", slept.append)
-    loader = loaders()
-    images = loader._fetch.dataset
-    assert isinstance(images, Images)
-    images.samples = Flaky(images.samples, {4: 99}, error)
+    loader = training()
+    samples = made_flaky(loader, {4: 99}, error)
     epoch(loader)
-    assert images.samples.tries == tries
+    assert samples.tries == tries
     assert slept == list(PAUSES) * (error is EIO), "network file systems are waited for, nothing else"
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("spoil", SPOILS)
-def test_validation_raises_instead_of_replacing_broken_images(
-    listed: Path, settings: Settings, cpu: torch.device, spoil: str, workers: int
-) -> None:
+def test_validation_raises_instead_of_replacing_broken_images(listed: Path, spoil: str, workers: int) -> None:
     SPOILS[spoil](listed / "val" / "5.png")
-    loader = ValLoader(open_dataset(settings(DATA_PATH=str(listed)), False, 3, 0, cpu), 4, 0, 1, workers, cpu)
+    loader = ValLoader(open_dataset(settings(DATA_PATH=str(listed)), False, 3, 0, CPU), 4, 0, 1, workers, CPU)
     seen = torch.cat([batch.indices for batch in loader])
     assert sorted(index for index in seen.tolist() if index != PADDING) == [0, 1, 2, 3, 4, 6]
     assert loader.broken is not None
@@ -241,3 +218,72 @@ def test_validation_raises_instead_of_replacing_broken_images(
     assert "DATA.EXCLUDE" in text
     assert "check_data.py" in text
     assert "\n" not in text
+
+
+@pytest.fixture
+def failing(training: Loaders, monkeypatch: pytest.MonkeyPatch) -> Loaders:
+    """A training loader of the twelve listed images, some of which fail with storage errors."""
+    monkeypatch.setattr("datasets.damage.PAUSES", ())
+
+    def make(lost: list[int], max_bad: float, error: Exception = EIO) -> TrainLoader:
+        loader = training(MAX_BAD=max_bad)
+        made_flaky(loader, dict.fromkeys(lost, 99), error)
+        return loader
+
+    return make
+
+
+@pytest.mark.parametrize("max_bad", [0, 1, 7, 8, 1000])
+def test_storage_failures_end_training_whatever_max_bad_is(failing: Loaders, max_bad: int) -> None:
+    with pytest.raises(TrainingError) as caught:
+        epoch(failing(list(range(12)), max_bad))
+    text = str(caught.value)
+    assert text.startswith("Storage failure: 8 training images in a row") == (max_bad >= 8)
+    assert text.startswith("8 training images cannot be read, and DATA.MAX_BAD allows") == (max_bad < 8)
+    assert "Input/output error" in text
+    assert "when the storage is back" in text.casefold()
+    assert "-resume" in text
+
+
+def test_validation_error_after_storage_failure_does_not_blame_the_file(
+    listed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.damage.PAUSES", ())
+    loader = ValLoader(open_dataset(settings(DATA_PATH=str(listed)), False, 3, 5, CPU), 4, 0, 1, 0, CPU)
+    made_flaky(loader, {2: 99}, EIO)
+    assert sum(int((batch.indices >= 0).sum()) for batch in loader) == 6
+    assert loader.broken is not None
+    with pytest.raises(TrainingError, match=r"Input/output error.*when the storage is back, repeat the command"):
+        loader.broken.raise_together(ALONE)
+
+
+def test_storage_failures_are_comments_in_the_broken_list(failing: Loaders, listed: Path, tmp_path: Path) -> None:
+    (listed / "train" / "2.png").write_bytes(b"x")
+    loader = failing([4, 9], 3)
+    broken_of(loader).folder = tmp_path
+    for number in (1, 2):
+        epoch(loader, number)
+        broken_of(loader).share(World())
+    file = tmp_path / "broken.txt"
+    lines = sorted(file.read_text().splitlines())
+    assert lines[:2] == ["# train/4.png  # Input/output error", "# train/9.png  # Input/output error"]
+    assert len(lines) == 3
+    assert "3 training images could not be read" in broken_of(loader).summary()
+    assert len(part(settings(DATA_PATH=str(listed), EXCLUDE=str(file)))) == 11, "2.png alone is left out"
+
+
+@pytest.mark.parametrize("where", ["decoding", "reading"])
+def test_memory_error_is_not_a_broken_image(failing: Loaders, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    loader = failing([4] if where == "reading" else [], 12, MemoryError())
+    if where == "decoding":
+
+        def starve(*_: object) -> None:
+            raise MemoryError
+
+        images = loader._fetch.dataset
+        assert isinstance(images, Images)
+        assert isinstance(images.pixels, Pixels)
+        monkeypatch.setattr(images.pixels.reader, "open", starve)
+    with pytest.raises(TrainingError, match=r"Memory ran out.*NUM_WORKERS.*-resume"):
+        epoch(loader)
+    assert broken_of(loader).summary() == ""

@@ -8,25 +8,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from datasets import check_dataset, open_dataset
 from datasets.base import Samples
 from datasets.exclude import Remaining, warn_unmatched
-from utils.config.data import DataConfig
+from tests.datasets.opened import CPU, settings
 from utils.errors import UserError
-
-Settings = Callable[..., DataConfig]
 
 
 @pytest.fixture
-def names(listed: Path, settings: Settings, cpu: torch.device) -> Callable[..., list[list[str]]]:
+def names(listed: Path) -> Callable[..., list[list[str]]]:
     """Names of the training and validation images that remain after excluding these lines."""
 
     def opened(lines: str, encoding: str = "utf-8", path: str = str(listed)) -> list[list[str]]:
         (listed / "exclude.txt").write_bytes(lines.encode(encoding))
         data = settings(DATA_PATH=path, EXCLUDE=str(listed / "exclude.txt"))
-        parts = [open_dataset(data, train, 3, 0, cpu).single_images() for train in (True, False)]
+        parts = [open_dataset(data, train, 3, 0, CPU).single_images() for train in (True, False)]
         warn_unmatched(data, parts)
         return [[Path(part.name(i)).name for i in range(len(part))] for part in parts if part is not None]
 
@@ -99,7 +96,7 @@ def test_exclude_lines_without_a_match_are_logged(
     assert "A line is a path below DATA_PATH, as train/" in caplog.text
 
 
-def test_missing_exclude_file_is_refused_before_the_run(listed: Path, settings: Settings) -> None:
+def test_missing_exclude_file_is_refused_before_the_run(listed: Path) -> None:
     with pytest.raises(UserError, match=r"DATA\.EXCLUDE: the file .*none\.txt does not exist.*check_data\.py"):
         check_dataset(settings(DATA_PATH=str(listed), EXCLUDE=str(listed / "none.txt")), 3)
     with pytest.raises(UserError, match="cannot be read"):

@@ -18,6 +18,7 @@ from datasets.given import open_given
 from datasets.shards.index import IMAGE_KINDS
 from datasets.sources.imagefolder import class_files
 from models.weights.find import check_pretrained
+from tests.datasets.opened import settings
 from tests.datasets.shards.tar_files import picture, samples, write_set, write_tar
 from tests.program import ROOT, Result, save_image
 from tools.predict.images import find_images
@@ -138,9 +139,7 @@ def test_weights_that_are_a_pipe_are_refused(tmp_path: Path, name: str) -> None:
         ("hf:{root}", None, "train.parquet"),
     ],
 )
-def test_data_that_is_a_pipe_is_refused(
-    tmp_path: Path, settings: Callable[..., DataConfig], dataset: str, place: str | None, name: str
-) -> None:
+def test_data_that_is_a_pipe_is_refused(tmp_path: Path, dataset: str, place: str | None, name: str) -> None:
     write_set(tmp_path)
     (tmp_path / "lists").mkdir()
     odd(tmp_path / name, "pipe")
@@ -153,7 +152,7 @@ def test_data_that_is_a_pipe_is_refused(
         check_dataset(data, 3)
 
 
-def test_list_that_names_a_pipe_is_refused(tmp_path: Path, settings: Callable[..., DataConfig]) -> None:
+def test_list_that_names_a_pipe_is_refused(tmp_path: Path) -> None:
     odd(tmp_path / "pipe.png", "pipe")
     (tmp_path / "all.csv").write_text("path,target\npipe.png,0\nb.png,0\n", encoding="utf-8")
     with pytest.raises(UserError, match=r"names pipe\.png, but .*pipe\.png is a named pipe, not a file"):
@@ -198,11 +197,7 @@ def test_circular_links_are_not_followed(tmp_path: Path) -> None:
     assert find_images([str(tmp_path)]) == [str(tmp_path / "one" / "a.png")]
 
 
-def test_tar_images_with_two_dots_are_counted_as_skipped(
-    tmp_path: Path,
-    settings: Callable[..., DataConfig],
-    said: pytest.LogCaptureFixture,
-) -> None:
+def test_tar_images_with_two_dots_are_counted_as_skipped(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     dotted = [("cat.front.jpg", picture(7)), ("cat.front.cls", b"1"), ("x.heic", b"x")]
     write_tar(write_set(tmp_path) / "train" / "0001.tar", [*dotted, *samples([1, 2])])
     data = settings(DATASET="shards", DATA_PATH=str(tmp_path))

@@ -1,26 +1,26 @@
-"""JPEG decoding: only the rows that the crop needs, and the settings of decoding."""
+"""Decoding: only the rows of a JPEG that the crop needs, and one orientation by all decoders (EXIF_ROTATE)."""
 
 from __future__ import annotations
 
 import logging
 import random
 import sys
-from collections.abc import Callable
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import simplejpeg
 import torch
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from datasets import check_dataset
 from datasets.base import Box
 from datasets.decoding import JpegStored, decoder_of_jpeg
 from datasets.transforms.pixels import Pixels
+from tests.datasets.opened import settings
 from tests.datasets.pictures import encoded, picture, square
-from utils.config.data import DataConfig
-
-Settings = Callable[..., DataConfig]
 
 
 def jpeg(subsampling: str, width: int, height: int) -> bytes:
@@ -60,7 +60,7 @@ def test_part_of_a_jpeg_is_decoded_once(how: dict[str, Any], monkeypatch: pytest
 
 
 def test_pil_decodes_where_simplejpeg_is_missing(
-    settings: Settings, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vitamp"), "propagate", True)
     data, file = settings(DATASET="synthetic"), encoded(picture(60, 50))
@@ -75,3 +75,55 @@ def test_pil_decodes_where_simplejpeg_is_missing(
     out = torch.empty_like(expected)
     Pixels(data, True)(file, out)
     assert torch.equal(out, expected)
+
+
+XMP = """<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>"""
+
+
+def turned(file: bytes, decoder: str) -> bool:
+    """Whether EXIF_ROTATE changes the pixels of the model."""
+    plain, turns = (settings(IMAGE_SIZE=16, CROP="none", FLIP=0.0, EXIF_ROTATE=rotate) for rotate in (False, True))
+    return not torch.equal(square(plain, True, file, 0, decoder), square(turns, True, file, 0, decoder))
+
+
+def exif(orientation: int | None) -> Image.Exif:
+    made = Image.Exif()
+    made[0x010F] = "A maker"
+    if orientation:
+        made[0x0112] = orientation
+    return made
+
+
+def with_xmp(kind: str, made: Image.Exif | None) -> bytes:
+    image, how = picture(40, 30), {} if made is None else {"exif": made}
+    if kind == "PNG":
+        text = PngInfo()
+        text.add_itxt("XML:com.adobe.xmp", XMP)
+        return encoded(image, kind, pnginfo=text, **how)
+    return encoded(image, kind, xmp=XMP.encode(), **how)
+
+
+@pytest.mark.parametrize("decoder", ["simplejpeg", "pil"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize(("made", "wanted"), [(None, False), (exif(None), False), (exif(6), True)])
+def test_exif_orientation_is_used_and_xmp_is_ignored(
+    kind: str, decoder: str, made: Image.Exif | None, wanted: bool
+) -> None:
+    """XMP can have an orientation too, but JPEG files are not searched for it."""
+    assert turned(with_xmp(kind, made), decoder) == wanted
+
+
+@pytest.mark.parametrize("decoder", ["simplejpeg", "pil"])
+def test_exif_data_of_imagemagick_is_read(decoder: str) -> None:
+    text, data = PngInfo(), exif(6).tobytes()
+    text.add_text("Raw profile type exif", f"\nexif\n{len(data)}\n{data.hex()}\n")
+    assert turned(encoded(picture(40, 30), "PNG", pnginfo=text), decoder)
+
+
+@pytest.mark.parametrize("decoder", ["simplejpeg", "pil"])
+def test_odd_exif_data_causes_no_warning(decoder: str) -> None:
+    cut_off = exif(6).tobytes()[:-12]
+    file = encoded(picture(40, 30), exif=cut_off)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        square(settings(IMAGE_SIZE=16, EXIF_ROTATE=True), True, file, 0, decoder)

@@ -12,13 +12,13 @@ from datasets import EpochOrder
 from datasets.base import Batch, ImageDataset, Key
 from datasets.loading.balanced import BalancedOrder, balanced_order
 from engine.setup import training_data
+from tests.datasets.opened import CPU
 from utils.config import Config, load_config
 from utils.distributed.world import ALONE, World
 from utils.errors import UserError
 
 SIZES = (700, 200, 70, 25, 5)
 LABELS = np.random.default_rng(0).permutation(np.repeat(np.arange(5) * 2, SIZES))  # the odd labels have no images
-CPU = torch.device("cpu")
 
 
 def order_of(labels: np.ndarray, rank: int = 0, world: int = 1, batch: int = 8, repeated: int = 1) -> EpochOrder:

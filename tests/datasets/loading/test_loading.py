@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +9,12 @@ import pytest
 import torch
 
 from datasets import Batch, TrainLoader, ValLoader, auto_workers, open_dataset
-from utils.config.data import DataConfig
+from tests.datasets.opened import CPU, settings
 from utils.distributed.world import World
 from utils.machine.cpus import cores
 from utils.seeding import seed_all
 
 ROOT = Path(__file__).parents[3]
-Settings = Callable[..., DataConfig]
 
 
 def by_sample(loader: TrainLoader, epoch: int, start: int = 0) -> dict[int, torch.Tensor]:
@@ -68,14 +66,12 @@ def test_loading_leaves_the_random_numbers_of_training_alone(training, workers: 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("name", ["imagenet2012", "digits", "synthetic"])
-def test_validation_is_padded_and_complete(
-    listed: Path, settings: Settings, cpu: torch.device, name: str, workers: int
-) -> None:
+def test_validation_is_padded_and_complete(listed: Path, name: str, workers: int) -> None:
     data = settings(DATASET=name, DATA_PATH=str(listed), SYNTHETIC_VAL=41)
-    dataset = open_dataset(data, False, 10, 0, cpu)
+    dataset = open_dataset(data, False, 10, 0, CPU)
     seen: list[Batch] = []
     for rank in range(3):
-        loader = ValLoader(dataset, 5, rank, 3, workers, cpu)
+        loader = ValLoader(dataset, 5, rank, 3, workers, CPU)
         batches = list(loader)
         loader.close()
         assert len(batches) == len(loader)

@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from datasets import Batch, EpochOrder, ImageDataset, TrainLoader, open_dataset
 from datasets.base import Samples
+from tests.datasets.opened import CPU
 from tests.datasets.processes import children, gone, in_order
 from utils.config.data import DataConfig
 from utils.errors import TrainingError
 
 ROOT = Path(__file__).parents[3]
-Settings = Callable[..., DataConfig]
 
 
 def test_multiprocessing_child_ends_without_closing_its_loader(listed: Path) -> None:
@@ -38,9 +37,8 @@ def test_multiprocessing_child_ends_without_closing_its_loader(listed: Path) -> 
 
 
 def _load_without_closing(listed: Path) -> None:
-    cpu = torch.device("cpu")
-    dataset = open_dataset(DataConfig(DATA_PATH=str(listed), IMAGE_SIZE=8), True, 3, 0, cpu)
-    loader = TrainLoader(dataset, EpochOrder(12, 4, 1, 0, 1, 0, True), 0, 2, cpu)
+    dataset = open_dataset(DataConfig(DATA_PATH=str(listed), IMAGE_SIZE=8), True, 3, 0, CPU)
+    loader = TrainLoader(dataset, EpochOrder(12, 4, 1, 0, 1, 0, True), 0, 2, CPU)
     _unclosed.append(loader)
     windows = loader.epoch(0)
     next(iter(next(windows)))
@@ -83,7 +81,7 @@ def deadly(training, tmp_path: Path) -> Iterator[Callable[..., TrainLoader]]:
                 (lives / f"{index}-{life}").touch()
         plain = training(batch=2)
         dataset = Deadly(plain._fetch.dataset, lives, signal_number)
-        opened.append(TrainLoader(dataset, plain.order, 5, workers, torch.device("cpu")))
+        opened.append(TrainLoader(dataset, plain.order, 5, workers, CPU))
         return opened[-1]
 
     yield make
@@ -170,7 +168,7 @@ def half_sent(training, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[i
     def make(signal_number: int) -> TrainLoader:
         plain = training(batch=2)
         dataset = Interrupting(plain._fetch.dataset, signal_number)
-        opened.append(TrainLoader(dataset, plain.order, 5, 1, torch.device("cpu")))
+        opened.append(TrainLoader(dataset, plain.order, 5, 1, CPU))
         real = Connection._send  # pyright: ignore[reportAttributeAccessIssue]
 
         def in_two(self: Any, data: Any, *more: Any) -> None:

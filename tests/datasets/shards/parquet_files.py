@@ -7,17 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from datasets import check_dataset, open_dataset
-from datasets.images import Images
 from tests.datasets.shards.tar_files import picture
-from utils.config.data import DataConfig
 
 pa = pytest.importorskip("pyarrow", reason="parquet files need pyarrow")
 pq = pytest.importorskip("pyarrow.parquet", reason="parquet files need pyarrow")
 
-CPU = torch.device("cpu")
 NOTES = {
     "image": {"_type": "Image"},
     "label": {"_type": "ClassLabel", "names": ["ant", "bee", "cat"]},
@@ -54,14 +49,3 @@ def write(
         table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": notes}})})
     pq.write_table(table, path, row_group_size=row_group)
     return path
-
-
-def part(data: DataConfig, train: bool = True) -> Any:
-    check_dataset(data, 3)
-    dataset = open_dataset(data, train, 3, 0, CPU)
-    assert isinstance(dataset, Images)
-    return dataset.samples
-
-
-def content(samples: Any) -> list[bytes]:
-    return [samples.read(k) for k in range(len(samples))]

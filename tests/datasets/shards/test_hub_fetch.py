@@ -5,17 +5,17 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 
 from datasets import check_dataset
-from tests.datasets.shards.parquet_files import content, part, write
+from tests.datasets.opened import content, of_hub, part
+from tests.datasets.shards.parquet_files import write
 from tests.datasets.shards.serving import serving
 from tests.datasets.shards.tar_files import picture
-from utils.config.data import DataConfig
 from utils.errors import UserError
 
 
@@ -74,9 +74,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
         yield handler
 
 
-def test_hub_data_set_needs_no_network_after_its_copy(
-    tmp_path: Path, hub: type[Hub], of_hub: Callable[..., DataConfig]
-) -> None:
+def test_hub_data_set_needs_no_network_after_its_copy(tmp_path: Path, hub: type[Hub]) -> None:
     write(tmp_path / "hub" / "data" / "train-00000-of-00001.parquet", range(12))
     write(tmp_path / "hub" / "data" / "test-00000-of-00001.parquet", range(4))
     (tmp_path / "hub" / "README.md").write_text("not fetched")
@@ -92,7 +90,7 @@ def test_hub_data_set_needs_no_network_after_its_copy(
 
 
 def test_hub_asks_for_a_configuration_before_it_fetches(
-    tmp_path: Path, hub: type[Hub], of_hub: Callable[..., DataConfig], said: pytest.LogCaptureFixture
+    tmp_path: Path, hub: type[Hub], said: pytest.LogCaptureFixture
 ) -> None:
     for name in ("large", "small"):
         write(tmp_path / "hub" / name / "train-0.parquet", range(12))
@@ -107,10 +105,10 @@ def test_hub_asks_for_a_configuration_before_it_fetches(
     assert f"to get the same files again, name its revision: hf:owner/flowers/small@{Hub.commit}" in said.text
 
 
-def test_hub_revision_can_be_named(tmp_path: Path, hub: type[Hub], of_hub: Callable[..., DataConfig]) -> None:
+def test_hub_revision_can_be_named(tmp_path: Path, cache: Path, hub: type[Hub]) -> None:
     write(tmp_path / "hub" / "a" / "train-0.parquet", range(12))
     latest, older = (of_hub(f"owner/flowers{more}", DOWNLOAD=True, VAL_FRACTION=0.25) for more in ("", "/a@v1.0"))
     assert (len(part(latest)), len(part(older))) == (9, 9)
     assert [revision for revision in hub.asked if revision != Hub.commit] == ["main", "v1.0"]
-    copies = [path.name for data in (latest, older) for path in Path(data.CACHE or "", "hf").iterdir() if path.is_dir()]
+    copies = [path.name for path in (cache / "hf").iterdir() if path.is_dir()]
     assert {name.rpartition("-")[0] for name in copies} == {"owner-flowers", "owner-flowers-a-v1.0"}

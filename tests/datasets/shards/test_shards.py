@@ -7,8 +7,9 @@ import io
 import json
 import os
 import pickle
+import threading
+import tracemalloc
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,14 @@ from PIL import Image
 
 from datasets import check_dataset, open_dataset
 from datasets.base import Unreadable
+from datasets.shards.index import from_bytes
 from datasets.shards.source import pixels_of
 from datasets.shards.stores import MOST_OPEN, Folder
-from tests.datasets.opened import part, pixels
+from tests.datasets.opened import CPU, of_shards, part, pixels, settings
 from tests.datasets.shards.tar_files import picture, samples, write_set, write_tar
-from utils.config.data import DataConfig
-
-CPU = torch.device("cpu")
-Settings = Callable[..., DataConfig]
 
 
-def test_shard_samples_equal_the_members_of_the_tar_files(tmp_path: Path, of_shards: Callable[..., DataConfig]) -> None:
+def test_shard_samples_equal_the_members_of_the_tar_files(tmp_path: Path) -> None:
     data = of_shards(write_set(tmp_path))
     check_dataset(data, 3)
     train, val = part(data), part(data, train=False)
@@ -40,9 +38,7 @@ def test_shard_samples_equal_the_members_of_the_tar_files(tmp_path: Path, of_sha
     assert train.name(6) == f"{tmp_path}/train/0001.tar/0006.png"
 
 
-def test_shards_give_the_same_pixels_as_folders(
-    tmp_path: Path, of_shards: Callable[..., DataConfig], settings: Settings
-) -> None:
+def test_shards_give_the_same_pixels_as_folders(tmp_path: Path) -> None:
     """In training too: a sample's random numbers depend on its index, not on its storage."""
     write_set(tmp_path / "tars")
     lines = {"train": range(12), "val": range(12, 16)}
@@ -65,7 +61,7 @@ def test_shards_give_the_same_pixels_as_folders(
     ids=["beside folders", "beside names"],
 )
 def test_tar_files_in_no_split_are_named(
-    tmp_path: Path, of_shards: Callable[..., DataConfig], said: pytest.LogCaptureFixture, train: str, others: list[str]
+    tmp_path: Path, said: pytest.LogCaptureFixture, train: str, others: list[str]
 ) -> None:
     for name in (train, train.replace("train", "val"), *others):
         write_tar(tmp_path / name, samples(range(3)))
@@ -79,9 +75,7 @@ def test_tar_files_in_no_split_are_named(
 
 
 @pytest.mark.parametrize("name", ["train/0.tar", "interval-trainval-0.tar"])
-def test_shards_without_a_validation_split_are_split(
-    tmp_path: Path, of_shards: Callable[..., DataConfig], name: str
-) -> None:
+def test_shards_without_a_validation_split_are_split(tmp_path: Path, name: str) -> None:
     write_tar(tmp_path / name, samples(range(30)))
     data = of_shards(tmp_path, VAL_FRACTION=0.2)
     check_dataset(data, 3)
@@ -97,7 +91,7 @@ def test_shards_without_a_validation_split_are_split(
         assert sorted(one.shuffled(np.random.default_rng(0))) == list(range(len(one)))
 
 
-def test_shard_labels_as_text_or_json(tmp_path: Path, of_shards: Callable[..., DataConfig]) -> None:
+def test_shard_labels_as_text_or_json(tmp_path: Path) -> None:
     members = [
         ("a.b/x.png", picture(0)),
         ("a.b/x.cls", b"2\n"),
@@ -121,9 +115,7 @@ def test_shard_labels_as_text_or_json(tmp_path: Path, of_shards: Callable[..., D
 
 
 @pytest.mark.parametrize(("height", "width", "channels"), [(20, 30, 3), (7, 7, 1), (9, 5, None)])
-def test_npy_members_are_pixels(
-    tmp_path: Path, of_shards: Callable[..., DataConfig], height: int, width: int, channels: int | None
-) -> None:
+def test_npy_members_are_pixels(tmp_path: Path, height: int, width: int, channels: int | None) -> None:
     shape = (height, width) if channels is None else (height, width, channels)
     array = np.random.default_rng(1).integers(0, 256, shape, dtype=np.uint8)
     file = io.BytesIO()
@@ -144,7 +136,7 @@ def test_npy_members_are_pixels(
         assert torch.equal(pixels(arrays, 0, 1), pixels(files, 0, 1))
 
 
-def test_open_files_are_limited(tmp_path: Path, of_shards: Callable[..., DataConfig]) -> None:
+def test_open_files_are_limited(tmp_path: Path) -> None:
     """Also for raw pixels; a file that is cut off while in use causes an error, not a crash."""
     array = np.random.default_rng(0).integers(0, 256, (90, 12, 12, 3), dtype=np.uint8)
     for k in range(90):
@@ -201,7 +193,7 @@ def test_npy_members_that_are_not_pixels_are_refused(
 
 @pytest.mark.parametrize("window", [1, 2, 3, 100])
 def test_epoch_reads_one_window_of_shards_at_a_time(
-    tmp_path: Path, of_shards: Callable[..., DataConfig], monkeypatch: pytest.MonkeyPatch, window: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:
     monkeypatch.setattr("datasets.shards.source.WINDOW", window)
     sizes = [5, 1, 7, 0, 4, 3, 6]
@@ -264,3 +256,77 @@ def test_short_file_is_reopened(tmp_path: Path) -> None:
     (tmp_path / "copy").write_bytes(WHOLE.tobytes())
     os.replace(tmp_path / "copy", tmp_path / "0.tar")
     assert np.array_equal(store.range(PART), WHOLE[1000:1500])
+
+
+def test_index_is_made_once_and_again_after_a_change(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    data = of_shards(write_set(tmp_path))
+    made = "Reading the headers"
+
+    def makes() -> bool:
+        said.clear()
+        part(data)
+        return made in said.text
+
+    assert makes()
+    assert not makes()
+    os.utime(tmp_path / "train" / "0001.tar", ns=(1, 1))
+    assert makes(), "written anew, perhaps with other content of the same size"
+    write_tar(tmp_path / "train" / "0000.tar", samples(range(100, 103)))
+    assert makes()
+    assert part(data).read(0) == picture(100)
+    write_tar(tmp_path / "train" / "0009.tar", samples(range(3)))
+    assert makes()
+    (tmp_path / "train" / "0001.tar").unlink()
+    assert makes()
+    assert len(part(data)) == 3 + 4 + 3
+    (tmp_path / "index-train.npz").write_bytes((tmp_path / "index-train.npz").read_bytes()[:500])
+    assert makes()
+    assert not makes()
+
+
+def test_index_larger_than_its_file_is_refused(tmp_path: Path) -> None:
+    """A compressed index of 1 MB can take 1 GB of memory before its content is looked at."""
+    file = tmp_path / "index-train.npz"
+    np.savez_compressed(file, format=np.array(1), shard_sizes=np.zeros(1 << 25, dtype=np.int64))
+    content = file.read_bytes()
+    assert len(content) < 1 << 20
+    tracemalloc.start()
+    try:
+        assert from_bytes(content) is None
+        assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    finally:
+        tracemalloc.stop()
+
+
+def test_index_that_points_outside_is_rebuilt(tmp_path: Path) -> None:
+    data = of_shards(write_set(tmp_path))
+    part(data)
+    file = tmp_path / "index-train.npz"
+    with np.load(file) as sound:
+        fields = dict(sound)
+    for name, value in (
+        ("offset", fields["offset"] + 10**9),
+        ("size", -fields["size"]),
+        ("shard", fields["shard"] + 5),
+        ("shard", fields["shard"][::-1]),
+        ("name_ends", fields["name_ends"] + 9),
+        ("label", fields["label"][:-1]),
+        ("label", fields["label"].astype(float)),
+        ("shards", np.frombuffer(b"../a\n../b\n../c\n", np.uint8)),
+        ("format", np.array(99)),
+    ):
+        np.savez(file, **{**fields, name: value})
+        assert part(data).read(11) == picture(11), name
+        with np.load(file) as anew:
+            assert all(np.array_equal(anew[field], fields[field]) for field in fields), name
+
+
+def test_index_is_made_by_one_process(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    data = of_shards(write_set(tmp_path, [40] * 10))
+    threads = [threading.Thread(target=check_dataset, args=(data, 3)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert said.text.count("Reading the headers of 10") == 1
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")], "nothing half made is left"

@@ -5,65 +5,45 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
-from datasets import check_dataset, open_dataset
-from datasets.images import Images
-from tests.datasets.shards.tar_files import Member, picture, samples, write_set, write_tar
+from datasets import check_dataset
+from tests.datasets.opened import of_shards, part, settings
+from tests.datasets.shards.tar_files import picture, samples, write_set, write_tar
 from tests.program import Result
-from utils.config.data import DataConfig
 from utils.errors import UserError
 
-CPU = torch.device("cpu")
+
+def check(place: object) -> None:
+    check_dataset(of_shards(place), 3)
 
 
-@pytest.fixture
-def check(settings: Callable[..., DataConfig], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
-    cache = str(tmp_path_factory.mktemp("cache"))
-    return lambda place, **more: check_dataset(
-        settings(DATASET="shards", DATA_PATH=None if place is None else str(place), CACHE=cache, **more), 3
-    )
-
-
-Members = list[tarfile.TarInfo]
-DAMAGES: dict[str, Callable[[bytes, Members], tuple[bytes, int]]] = {
-    "cut in the last image": lambda tar, found: (tar[: found[-2].offset_data + found[-2].size // 2], found[-2].offset),
-    "cut between members": lambda tar, found: (tar[: found[-2].offset], found[-2].offset),
-    "cut in a header": lambda tar, found: (tar[: found[-2].offset + 100], found[-2].offset),
-    "a header overwritten": lambda tar, found: (
-        tar[: found[2].offset] + b"x" * 512 + tar[found[2].offset + 512 :],
-        found[2].offset,
-    ),
-    "a hole over two members": lambda tar, found: (
-        tar[: found[2].offset] + bytes(found[4].offset - found[2].offset) + tar[found[4].offset :],
-        found[2].offset,
-    ),
-    "only room after the first image": lambda tar, found: (
-        tar[: found[2].offset] + bytes((1 << 20) + 512),
-        found[2].offset,
-    ),
-}
-"""The damaged tar file, and the offset of the first lost member."""
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_shard_is_refused_with_the_offset(tmp_path: Path, check: Callable[..., None], damage: str) -> None:
+def test_damaged_shard_is_refused_with_the_offset(tmp_path: Path) -> None:
     """Samples behind the damage are never lost silently."""
     shard = write_set(tmp_path) / "train" / "0001.tar"
-    with tarfile.open(shard) as tar:
-        members = tar.getmembers()
-    content, place = DAMAGES[damage](shard.read_bytes(), members)
-    shard.write_bytes(content)
-    with pytest.raises(UserError, match=rf"train/0001\.tar is damaged or cut off.* data at byte {place:,} "):
-        check(tmp_path)
+    with tarfile.open(shard) as opened:
+        starts = [member.offset for member in opened.getmembers()]
+    tar, second, third, last = shard.read_bytes(), starts[2], starts[4], starts[-2]
+    for damage, content, lost in (
+        ("cut in the last image", tar[: last + 1000], last),
+        ("cut between members", tar[:last], last),
+        ("cut in a header", tar[: last + 100], last),
+        ("a header overwritten", tar[:second] + b"x" * 512 + tar[second + 512 :], second),
+        ("a hole over two members", tar[:second] + bytes(third - second) + tar[third:], second),
+        ("only room after the first image", tar[:second] + bytes((1 << 20) + 512), second),
+    ):
+        shard.write_bytes(content)
+        with pytest.raises(UserError) as error:
+            check(tmp_path)
+        assert re.search(rf"train/0001\.tar is damaged or cut off.* data at byte {lost:,} ", str(error.value)), damage
 
 
-def test_trailing_zeros_of_a_shard_are_accepted(tmp_path: Path, check: Callable[..., None]) -> None:
+def test_trailing_zeros_of_a_shard_are_accepted(tmp_path: Path) -> None:
     """Programs write different numbers of them."""
     shard = write_set(tmp_path) / "train" / "0001.tar"
     for blocks in (1, 2, 2047):
@@ -73,18 +53,14 @@ def test_trailing_zeros_of_a_shard_are_accepted(tmp_path: Path, check: Callable[
         check(tmp_path)
 
 
-def test_shard_cut_off_after_indexing_is_reported(
-    tmp_path: Path, settings: Callable[..., DataConfig], vitamp: Callable[..., Result]
-) -> None:
+def test_shard_cut_off_after_indexing_is_reported(tmp_path: Path, vitamp: Callable[..., Result]) -> None:
     """A running training names shard and byte; a new one names the shard before it starts."""
-    data = settings(DATASET="shards", DATA_PATH=str(write_set(tmp_path)), CACHE=str(tmp_path))
-    train = open_dataset(data, True, 3, 0, CPU)
-    assert isinstance(train, Images)
+    train = part(of_shards(write_set(tmp_path)))
     shard = tmp_path / "train" / "0001.tar"
     os.truncate(shard, 5000)
-    assert train.samples.read(5) == picture(5)
+    assert train.read(5) == picture(5)
     with pytest.raises(OSError, match=r"train/0001\.tar ends before byte \d+"):
-        train.samples.read(7)
+        train.read(7)
     done = vitamp("-dataset", "shards", "-data_path", tmp_path, "-num_classes", 3, "-batch_size", 4, "-dry_run")
     assert done.code == 2, done.text
     assert f"{shard} is damaged or cut off" in done.err
@@ -100,19 +76,15 @@ def pax_size(size: int) -> list[tarfile.TarInfo]:
 
 def pax_headers(number: int) -> list[tarfile.TarInfo]:
     """Extended headers that belong to one another instead of a file."""
-    infos = []
-    for k in range(number):
-        info = tarfile.TarInfo(f"{k}")
+    infos = [tarfile.TarInfo(f"{k}") for k in range(number)]
+    for info in infos:
         info.type = tarfile.XHDTYPE
-        infos.append(info)
     return infos
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
 @pytest.mark.parametrize("members", [pax_size(-1536), pax_size(-512), pax_size(10**30), pax_headers(3000)])
-def test_absurd_tar_headers_are_refused(
-    tmp_path: Path, check: Callable[..., None], members: list[tarfile.TarInfo], first: bool
-) -> None:
+def test_absurd_tar_headers_are_refused(tmp_path: Path, members: list[tarfile.TarInfo], first: bool) -> None:
     """Neither read for ever nor a traceback."""
     others = samples([1, 2])
     write_tar(write_set(tmp_path) / "train" / "0001.tar", [*members, *others] if first else [*others, *members])
@@ -121,7 +93,7 @@ def test_absurd_tar_headers_are_refused(
 
 
 @pytest.mark.parametrize("name", ["../0009.png", "a/../../0009.png", "/etc/0009.png"])
-def test_tar_members_that_lead_out_are_refused(tmp_path: Path, check: Callable[..., None], name: str) -> None:
+def test_tar_members_that_lead_out_are_refused(tmp_path: Path, name: str) -> None:
     write_tar(write_set(tmp_path) / "train" / "0001.tar", [*samples([1]), (name, picture(9)), ("0009.cls", b"0")])
     with pytest.raises(UserError, match=r"0001\.tar: the member '.*0009\.png' leads out"):
         check(tmp_path)
@@ -130,10 +102,7 @@ def test_tar_members_that_lead_out_are_refused(tmp_path: Path, check: Callable[.
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE])
 def test_links_and_devices_in_tar_files_are_skipped(
-    tmp_path: Path,
-    check: Callable[..., None],
-    kind: bytes,
-    said: pytest.LogCaptureFixture,
+    tmp_path: Path, kind: bytes, said: pytest.LogCaptureFixture
 ) -> None:
     link = tarfile.TarInfo("0009.png")
     link.type, link.linkname = kind, "/etc/passwd"
@@ -144,58 +113,58 @@ def test_links_and_devices_in_tar_files_are_skipped(
 
 
 @pytest.mark.parametrize(
-    ("members", "said"),
+    ("name", "content", "said"),
     [
-        ([("a.png", picture(0))], r"a\.png has no label: there is no a\.cls beside it"),
-        ([("a.png", picture(0)), ("a.json", b'{"width": 30}')], r"a\.png has no label"),
-        ([("a.png", picture(0)), ("a.json", b'{"label": ')], r"a\.json has no valid label"),
-        ([("a.png", picture(0)), ("a.json", b'{"label": 1.5}')], r"a\.json has no valid label: '1\.5' is not a whole"),
-        ([("a.png", picture(0)), ("a.json", b'{"label": true}')], r"a\.json has no valid label: 'True' is not a whole"),
-        ([("a.png", picture(0)), ("a.cls", b"")], r"a\.cls has no valid label: '' is not a whole number"),
-        ([("a.png", picture(0)), ("a.cls", b"\xff\xfe")], r"a\.cls has no valid label"),
-        (
-            [("a.png", picture(0)), ("a.cls", b"3")],
-            r"label of a\.png is 3.*MODEL\.NUM_CLASSES 3: labels go from 0 to 2",
-        ),
-        ([("a.png", picture(0)), ("a.cls", b"-1")], r"label of a\.png is -1"),
-        ([("a.png", picture(0)), ("a.cls", b"9" * 30)], r"a\.cls has the label 9+, which is too large"),
-        ([("a.png", picture(0)), ("a.cls", b"9" * 5000)], r"a\.cls has the label 9{40}, which is too large"),
-        ([("a.png", picture(0)), ("a.json", b'{"label": ' + b"9" * 5000 + b"}")], r"a\.json has no valid label"),
-        ([("a.png", picture(0)), ("a.json", b"[" * 90_000)], r"a\.json has no valid label"),
-        ([("a.png", picture(0)), ("a.cls", b"cat")], r"no valid label: 'cat' is not a whole .* lines of classes\.txt"),
-        (
-            [("a.png", picture(0)), ("a.jpg", picture(1)), ("a.cls", b"0")],
-            r"a\.jpg and a\.png are two images of one sample",
-        ),
-        ([("a.txt", b"nothing to see")], "have no images"),
+        ("a.txt", b"", r"a\.png has no label: there is no a\.cls beside it"),
+        ("a.json", b'{"width": 30}', r"a\.png has no label"),
+        ("a.json", b'{"label": ', r"a\.json has no valid label"),
+        ("a.json", b'{"label": 1.5}', r"a\.json has no valid label: '1\.5' is not a whole"),
+        ("a.json", b'{"label": true}', r"a\.json has no valid label: 'True' is not a whole"),
+        ("a.json", b'{"label": ' + b"9" * 5000 + b"}", r"a\.json has no valid label"),
+        ("a.json", b"[" * 90_000, r"a\.json has no valid label"),
+        ("a.cls", b"", r"a\.cls has no valid label: '' is not a whole number"),
+        ("a.cls", b"\xff\xfe", r"a\.cls has no valid label"),
+        ("a.cls", b"cat", r"no valid label: 'cat' is not a whole .* lines of classes\.txt"),
+        ("a.cls", b"3", r"label of a\.png is 3.*MODEL\.NUM_CLASSES 3: labels go from 0 to 2"),
+        ("a.cls", b"-1", r"label of a\.png is -1"),
+        ("a.cls", b"9" * 30, r"a\.cls has the label 9+, which is too large"),
+        ("a.cls", b"9" * 5000, r"a\.cls has the label 9{40}, which is too large"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_samples_in_tar_files_are_refused(
-    tmp_path: Path, check: Callable[..., None], members: list[Member], said: str
-) -> None:
-    write_set(tmp_path, [2])
-    write_tar(tmp_path / "train" / "0000.tar", members)
+def test_bad_labels_in_tar_files_are_refused(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+    write_tar(write_set(tmp_path, [2]) / "train" / "0000.tar", [("a.png", picture(0)), (name, content)])
     with pytest.raises(UserError, match=said):
         check(tmp_path)
 
 
-def test_more_shard_classes_than_num_classes_are_refused(tmp_path: Path, check: Callable[..., None]) -> None:
+def test_tar_files_without_images_or_with_two_of_a_sample_are_refused(tmp_path: Path) -> None:
+    shard = write_set(tmp_path, [2]) / "train" / "0000.tar"
+    write_tar(shard, [("a.txt", b"nothing to see")])
+    with pytest.raises(UserError, match="have no images"):
+        check(tmp_path)
+    write_tar(shard, [("a.png", picture(0)), ("a.jpg", picture(1)), ("a.cls", b"0")])
+    with pytest.raises(UserError, match=r"a\.jpg and a\.png are two images of one sample"):
+        check(tmp_path)
+
+
+def test_more_shard_classes_than_num_classes_are_refused(tmp_path: Path) -> None:
     (write_set(tmp_path) / "classes.txt").write_text("a\nb\nc\nd\n")
     with pytest.raises(UserError, match=r"has 4 classes, but MODEL\.NUM_CLASSES is 3"):
         check(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"no tar at all" * 99, bytes(100), gzip.compress(bytes(5000))])
-def test_files_that_are_not_tar_files_are_refused(tmp_path: Path, check: Callable[..., None], content: bytes) -> None:
+def test_files_that_are_not_tar_files_are_refused(tmp_path: Path, content: bytes) -> None:
     (write_set(tmp_path) / "train" / "0002.tar").write_bytes(content)
     with pytest.raises(UserError, match=r"train/0002\.tar cannot be read as a tar file: .*gunzip"):
         check(tmp_path)
 
 
-def test_missing_shards_error_shows_the_expected_layout(tmp_path: Path, check: Callable[..., None]) -> None:
+def test_missing_shards_error_shows_the_expected_layout(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"needs DATA\.DATA_PATH"):
+        check_dataset(settings(DATASET="shards"), 3)
     for place, said in (
-        (None, "needs DATA.DATA_PATH"),
         (tmp_path / "nowhere", "does not exist"),
         (tmp_path, "there is no tar file in"),
         ("memory://nothing/here", "there is no tar file in"),
@@ -221,7 +190,7 @@ def manifest(root: Path, **changes: object) -> None:
     (root / "dataset.json").write_text(json.dumps({**about, **changes}))
 
 
-def test_missing_or_changed_packed_shards_are_refused(tmp_path: Path, check: Callable[..., None]) -> None:
+def test_missing_or_changed_packed_shards_are_refused(tmp_path: Path) -> None:
     manifest(write_set(tmp_path))
     check(tmp_path)
     os.truncate(tmp_path / "train" / "0001.tar", 4096)
@@ -233,12 +202,12 @@ def test_missing_or_changed_packed_shards_are_refused(tmp_path: Path, check: Cal
 
 
 @pytest.mark.parametrize("text", ["{", '{"made_by": "vitamp"}', '{"made_by": "vitamp", "parts": 3, "classes": null}'])
-def test_damaged_manifest_is_refused(tmp_path: Path, check: Callable[..., None], text: str) -> None:
+def test_damaged_manifest_is_refused(tmp_path: Path, text: str) -> None:
     (write_set(tmp_path) / "dataset.json").write_text(text)
     with pytest.raises(UserError, match=r"dataset\.json cannot be read"):
         check(tmp_path)
 
 
-def test_manifest_of_another_program_is_ignored(tmp_path: Path, check: Callable[..., None]) -> None:
+def test_manifest_of_another_program_is_ignored(tmp_path: Path) -> None:
     manifest(write_set(tmp_path), made_by="another program", parts=["of another form"])
     check(tmp_path)

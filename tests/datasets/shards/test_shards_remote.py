@@ -12,15 +12,13 @@ import torch
 
 from datasets import EpochOrder, TrainLoader, check_dataset, open_dataset
 from datasets.images import Images
-from tests.datasets.opened import pixels
+from tests.datasets.opened import CPU, of_shards, pixels
 from tests.datasets.shards.serving import ByteRanges, serving
 from tests.datasets.shards.tar_files import write_set
 from tests.program import Result
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.text import redacted
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -40,9 +38,7 @@ def batches(data: DataConfig, workers: int) -> list[tuple[list[int], torch.Tenso
         loader.close()
 
 
-def test_remote_shards_equal_local_ones(
-    tmp_path: Path, of_shards: Callable[..., DataConfig], address: str, said: pytest.LogCaptureFixture
-) -> None:
+def test_remote_shards_equal_local_ones(tmp_path: Path, address: str, said: pytest.LogCaptureFixture) -> None:
     """Also in loading processes, which have their own connections."""
     pytest.importorskip("aiohttp", reason="reading over http needs aiohttp")
     write_set(tmp_path / "set", [6, 5, 9])
@@ -59,9 +55,7 @@ def test_remote_shards_equal_local_ones(
     assert "Reading the headers" not in said.text, "the index is kept on this machine"
 
 
-def test_remote_shards_are_fetched_batch_by_batch(
-    tmp_path: Path, of_shards: Callable[..., DataConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_remote_shards_are_fetched_batch_by_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import fsspec
 
     write_set(tmp_path)
@@ -89,7 +83,7 @@ def test_remote_shards_are_fetched_batch_by_batch(
         store.rm("/bucket", recursive=True)
 
 
-def test_server_that_ignores_ranges_is_refused(tmp_path: Path, of_shards: Callable[..., DataConfig]) -> None:
+def test_server_that_ignores_ranges_is_refused(tmp_path: Path) -> None:
     """Before training, and the server is blamed: else each image would be a whole tar file, and damaged."""
     pytest.importorskip("aiohttp", reason="reading over http needs aiohttp")
 

@@ -12,18 +12,16 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-import torch
 
 from datasets import check_dataset, open_dataset
 from datasets.sources.published import fetch_once
+from tests.datasets.opened import CPU, settings
 from tests.datasets.sources.published import FETCHERS, FOLDERS, MAKERS
 from tests.program import Result
 from tests.waiting import until
-from utils.config.data import DataConfig
 from utils.errors import UserError
 
 FORK = multiprocessing.get_context("fork")
-Settings = Callable[..., DataConfig]
 FILES = 5
 
 
@@ -143,9 +141,7 @@ def test_download_to_a_readonly_folder_is_a_user_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(MAKERS))
-def test_download_by_torchvision(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: Settings, name: str
-) -> None:
+def test_download_by_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     asked: list[tuple[str, bool]] = []
 
     def torchvisions(root: str, download: bool) -> None:
@@ -159,12 +155,10 @@ def test_download_by_torchvision(
     check_dataset(data, 257)
     assert asked == [(str(root / f".{FOLDERS[name]}.part"), True)]
     assert sorted(os.listdir(root)) == sorted([f".{FOLDERS[name]}.lock", FOLDERS[name]])
-    assert len(open_dataset(data, True, 257, 0, torch.device("cpu"))) > 0
+    assert len(open_dataset(data, True, 257, 0, CPU)) > 0
 
 
-def test_download_warns_for_data_sets_without_one(
-    tmp_path: Path, settings: Settings, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_download_warns_for_data_sets_without_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "vitamp"):
         check_dataset(settings(DATASET="digits", DOWNLOAD=True), 10)
         assert "DATA.DOWNLOAD has no effect on the data set digits" in caplog.text

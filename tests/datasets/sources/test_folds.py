@@ -1,27 +1,47 @@
-"""Cross-validation (DATA.FOLD): folds of data that comes without a validation split."""
+"""Splits and folds (DATA.VAL_FRACTION, DATA.FOLD) of data that comes without a validation split."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from datasets import check_dataset, open_dataset
 from datasets.base import ImageDataset
-from datasets.sources.folds import split_by_fold
-from tests.datasets.shards.tar_files import samples, write_set, write_tar
-from tests.datasets.sources.published import image
+from datasets.sources.folds import split_by_fold, split_rows, split_several_labels
+from datasets.sources.split import split
+from tests.datasets.layouts import lay_out
+from tests.datasets.opened import CPU, settings
+from tests.datasets.shards.tar_files import write_set
 from utils.config.data import DataConfig
 from utils.config.kinds import Fold
 from utils.errors import UserError
 
-Settings = Callable[..., DataConfig]
-CPU = torch.device("cpu")
 LABELS = np.random.default_rng(0).choice(6, 1003, p=[0.5, 0.3, 0.1, 0.06, 0.03, 0.01])
+
+
+def test_the_split_is_stratified_and_depends_on_its_seed_alone() -> None:
+    labels = np.random.default_rng(0).choice(5, 1000, p=[0.5, 0.3, 0.1, 0.09, 0.01])
+    train, validation = split(labels, 0.25, 0)
+    assert len(validation) == 250
+    assert sorted([*train, *validation]) == list(range(1000))
+    for label in range(5):
+        assert abs((labels[validation] == label).sum() - (labels == label).sum() * 0.25) < 1
+    assert np.array_equal(split(labels, 0.25, 0)[1], validation)
+    assert not np.array_equal(split(labels, 0.25, 1)[1], validation)
+
+
+def test_split_size_ignores_floating_point_noise() -> None:
+    assert len(split(np.zeros(70, dtype=np.int64), 0.1, 0)[1]) == 7
+
+
+def test_every_class_keeps_an_image_for_training() -> None:
+    labels = np.array([0, 1, 1, 2, 2, 2])
+    train, validation = split(labels, 0.95, 0)
+    assert sorted(labels[train].tolist()) == [0, 1, 2]
+    assert sorted(labels[validation].tolist()) == [1, 2, 2]
 
 
 def folds(labels: np.ndarray, count: int, seed: int = 0) -> list[np.ndarray]:
@@ -59,18 +79,9 @@ def both(data: DataConfig, classes: int) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize("kind", ["imagefolder", "csv", "shards"])
-def test_each_source_without_a_split_has_folds(kind: str, tmp_path: Path, settings: Settings) -> None:
-    path = tmp_path / "data"
-    if kind == "shards":
-        write_tar(path / "a.tar", samples(range(12)))
-    else:
-        for number in range(12):
-            image(path / f"{'abc'[number % 3]}" / f"{number:02d}.png", number)
-    if kind == "csv":
-        lines = [f"{'abc'[number % 3]}/{number:02d}.png,{number % 3}" for number in range(12)]
-        path = path / "all.csv"
-        path.write_text("\n".join(["path,target", *lines]) + "\n")
-    given = {"DATASET": kind, "DATA_PATH": str(path), "CACHE": str(tmp_path / "cache")}
+def test_each_source_without_a_split_has_folds(kind: str, tmp_path: Path) -> None:
+    rows = [(f"{number:02d}.png", number % 3) for number in range(12)]
+    given = lay_out(kind, tmp_path, {"": rows})
     validated = []
     for number in range(1, 5):
         train, validation = both(settings(**given, FOLD=f"{number}/4"), 3)
@@ -86,7 +97,7 @@ def labels_of(dataset: ImageDataset) -> np.ndarray:
     return labels
 
 
-def test_digits_have_folds_of_all_images(settings: Settings) -> None:
+def test_digits_have_folds_of_all_images() -> None:
     validated = []
     for number in range(1, 6):
         data = settings(DATASET="digits", FOLD=f"{number}/5", IMAGE_CHANNELS=1)
@@ -98,15 +109,13 @@ def test_digits_have_folds_of_all_images(settings: Settings) -> None:
     assert (counts.max(0) - counts.min(0) <= 1).all()
 
 
-def test_data_with_a_validation_split_has_no_folds(
-    tmp_path: Path, imagenet: Path, class_tree: Callable[..., Path], settings: Settings
-) -> None:
+def test_data_with_a_validation_split_has_no_folds(tmp_path: Path, imagenet: Path, class_tree: Path) -> None:
     write_set(tmp_path / "shards")
-    folders = shutil.copytree(class_tree(), tmp_path / "folders")
+    folders = shutil.copytree(class_tree, tmp_path / "folders")
     given = [
         {"DATASET": "imagenet2012", "DATA_PATH": str(imagenet)},
         {"DATASET": "imagefolder", "DATA_PATH": str(folders)},
-        {"DATASET": "shards", "DATA_PATH": str(tmp_path / "shards"), "CACHE": str(tmp_path / "cache")},
+        {"DATASET": "shards", "DATA_PATH": str(tmp_path / "shards")},
         {"DATASET": "synthetic"},
     ]
     for data in given:
@@ -120,6 +129,64 @@ def test_data_with_a_validation_split_has_no_folds(
 
 
 @pytest.mark.parametrize("wrong", ["0/5", "6/5", "1/1", "2", "2/", "a/b", "-1/5", "2.0/5"])
-def test_wrong_fold_is_refused(wrong: str, settings: Settings) -> None:
+def test_wrong_fold_is_refused(wrong: str) -> None:
     with pytest.raises(ValueError, match=r"is not K/N \(fold K of N, with N >= 2 and K from 1 to N, such as 2/5\)"):
         settings(FOLD=wrong)
+
+
+IMAGES = (900, 700, 600, 500, 400, 300, 200, 60, 30, 20, 15, 12, 10, 10)
+"""Images of each label, of 2,000: most sets of labels occur once, so spreading equal sets evenly is not enough."""
+
+
+def label_rows(seed: int = 0) -> np.ndarray:
+    generator = np.random.default_rng(seed)
+    rows = np.zeros((2000, len(IMAGES)), dtype=np.uint8)
+    for label, images in enumerate(IMAGES):
+        rows[generator.choice(len(rows), images, replace=False), label] = 1
+    return rows
+
+
+def split_labels(rows: np.ndarray, **settings: object) -> tuple[np.ndarray, np.ndarray]:
+    train, val = split_several_labels(rows, DataConfig.model_validate(settings))
+    assert sorted([*train, *val]) == list(range(len(rows)))
+    return train, val
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.25])
+def test_validation_split_has_every_label_in_proportion(fraction: float) -> None:
+    """A label of 10 images has one in a validation split of 10 %, whatever the seed."""
+    for seed in range(8):
+        rows = label_rows(seed)
+        _, val = split_labels(rows, VAL_FRACTION=fraction, SPLIT_SEED=seed)
+        assert len(val) == round(2000 * fraction)
+        assert np.abs(rows[val].sum(0) - fraction * rows.sum(0)).max() <= 1
+
+
+def test_folds_have_every_label_in_proportion() -> None:
+    for seed in range(4):
+        rows = label_rows(seed)
+        folds = [split_labels(rows, FOLD=f"{number}/7", SPLIT_SEED=seed)[1] for number in range(1, 8)]
+        assert sorted(map(len, folds)) == [285, 285, 286, 286, 286, 286, 286]
+        assert sorted(np.concatenate(folds)) == list(range(2000))
+        assert np.ptp([rows[fold].sum(0) for fold in folds], axis=0).max() <= 2
+
+
+@pytest.mark.parametrize("settings", [{}, {"FOLD": "2/5"}])
+def test_split_depends_on_its_seed_and_not_on_the_order_of_columns(settings: dict[str, str]) -> None:
+    rows = label_rows()
+    val = split_labels(rows, **settings)[1]
+    assert np.array_equal(val, split_labels(rows, **settings)[1])
+    for seed in range(5):
+        columns = np.random.default_rng(seed).permutation(rows.shape[1])
+        assert np.array_equal(val, split_labels(rows[:, columns], **settings)[1])
+    assert not np.array_equal(val, split_labels(rows, SPLIT_SEED=1, **settings)[1])
+
+
+def test_small_and_unlabelled_tables_are_split() -> None:
+    assert [len(of_split) for of_split in split_labels(np.zeros((2, 3), dtype=np.uint8))] == [1, 1]
+    assert len(split_labels(np.zeros((50, 3), dtype=np.uint8))[1]) == 5
+    with pytest.raises(UserError, match="One image is too few for a validation split"):
+        split_labels(np.ones((1, 3), dtype=np.uint8))
+    for labels in (np.ones((4, 3), dtype=np.uint8), np.zeros(4, dtype=np.int64)):
+        with pytest.raises(UserError, match=r"DATA.FOLD 1/5: 4 images cannot fill 5 folds; use fewer"):
+            split_rows(labels, DataConfig(FOLD="1/5"), "train", "here")

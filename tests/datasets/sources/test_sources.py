@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +11,8 @@ import torch
 from datasets import check_dataset, open_dataset
 from datasets.sources.digits import read_digits
 from datasets.sources.split import split
-from utils.config.data import DataConfig
+from tests.datasets.opened import CPU, settings
 from utils.errors import UserError
-
-Settings = Callable[..., DataConfig]
 
 
 def keys(*indices: int, epoch: int = 0) -> list[tuple[int, int]]:
@@ -38,18 +35,16 @@ def test_digits_split_is_always_the_same() -> None:
     assert (len(train), len(validation), validation.sum()) == (1437, 360, 314_610)
 
 
-def test_digits_without_scikit_learn_say_what_to_install(monkeypatch: pytest.MonkeyPatch, settings: Settings) -> None:
+def test_digits_without_scikit_learn_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"is missing\. Run: pip install --force-reinstall scikit-learn"):
         check_dataset(settings(DATASET="digits"), 10)
 
 
 @pytest.mark.parametrize(("size", "channels"), [(8, 1), (8, 3), (32, 3)])
-def test_digits_are_resized_and_get_the_wanted_channels(
-    settings: Settings, cpu: torch.device, size: int, channels: int
-) -> None:
+def test_digits_are_resized_and_get_the_wanted_channels(size: int, channels: int) -> None:
     data = settings(DATASET="digits", IMAGE_SIZE=size, IMAGE_CHANNELS=channels)
-    batch = open_dataset(data, False, 10, 0, cpu).__getitems__(keys(3, -1, 0))
+    batch = open_dataset(data, False, 10, 0, CPU).__getitems__(keys(3, -1, 0))
     assert batch.images.shape == (3, channels, size, size)
     assert batch.images[0].any()
     assert not batch.images[1].any()
@@ -58,18 +53,18 @@ def test_digits_are_resized_and_get_the_wanted_channels(
     assert batch.indices.tolist() == [3, -1, 0]
 
 
-def test_affine_prob_leaves_other_samples_unchanged(settings: Settings, cpu: torch.device) -> None:
+def test_affine_prob_leaves_other_samples_unchanged() -> None:
     plain = {"DATASET": "digits", "IMAGE_CHANNELS": 1}
-    still = open_dataset(settings(**plain), True, 10, 0, cpu).__getitems__(keys(*range(1000))).images
+    still = open_dataset(settings(**plain), True, 10, 0, CPU).__getitems__(keys(*range(1000))).images
     half = settings(**plain, SHIFT=0.3, ROTATE=20, AFFINE_PROB=0.4)
-    moved = open_dataset(half, True, 10, 0, cpu).__getitems__(keys(*range(1000))).images
+    moved = open_dataset(half, True, 10, 0, CPU).__getitems__(keys(*range(1000))).images
     share = (moved != still).flatten(1).any(1).float().mean()
     assert 0.33 < share < 0.47
 
 
-def test_synthetic_is_reproducible_and_repeats_its_pool(settings: Settings, cpu: torch.device) -> None:
+def test_synthetic_is_reproducible_and_repeats_its_pool() -> None:
     data = settings(DATASET="synthetic", SYNTHETIC_TRAIN=500, SYNTHETIC_VAL=70)
-    train, validation = (open_dataset(data, part, 7, 1, cpu) for part in (True, False))
+    train, validation = (open_dataset(data, part, 7, 1, CPU) for part in (True, False))
     assert (len(train), len(validation)) == (500, 70)
     batch = train.__getitems__(keys(5, 499, 5))
     assert batch.images.dtype == torch.uint8
@@ -81,80 +76,68 @@ def test_synthetic_is_reproducible_and_repeats_its_pool(settings: Settings, cpu:
 
 
 @pytest.mark.parametrize("name", ["imagefolder", "imagenet2012"])
-def test_class_folders(class_tree: Callable[..., Path], settings: Settings, cpu: torch.device, name: str) -> None:
-    data = settings(DATASET=name, DATA_PATH=str(class_tree()))
+def test_class_folders(class_tree: Path, name: str) -> None:
+    data = settings(DATASET=name, DATA_PATH=str(class_tree))
     check_dataset(data, 3)
     for train in (True, False):
-        dataset = open_dataset(data, train, 3, 0, cpu)
+        dataset = open_dataset(data, train, 3, 0, CPU)
         assert dataset.classes == ["ant", "bee", "cat"]
         batch = dataset.__getitems__(keys(*range(6)))
         assert batch.labels.tolist() == [0, 1, 1, 2, 2, 2]
         assert batch.images.float().mean((2, 3)).argmax(1).tolist() == batch.labels.tolist()
 
 
-def test_class_folders_may_be_nested_and_have_other_files(
-    class_tree: Callable[..., Path], settings: Settings, cpu: torch.device
-) -> None:
-    root = class_tree()
-    (root / "train" / "ant" / "deep" / "er").mkdir(parents=True)
-    shutil.copy(root / "train" / "cat" / "0.png", root / "train" / "ant" / "deep" / "er" / "x.PNG")
-    (root / "train" / "ant" / "notes.txt").write_text("not an image")
-    (root / "train" / ".cache").mkdir()
-    dataset = open_dataset(settings(DATASET="imagefolder", DATA_PATH=str(root)), True, 3, 0, cpu)
+def test_class_folders_may_be_nested_and_have_other_files(class_tree: Path) -> None:
+    (class_tree / "train" / "ant" / "deep" / "er").mkdir(parents=True)
+    shutil.copy(class_tree / "train" / "cat" / "0.png", class_tree / "train" / "ant" / "deep" / "er" / "x.PNG")
+    (class_tree / "train" / "ant" / "notes.txt").write_text("not an image")
+    (class_tree / "train" / ".cache").mkdir()
+    dataset = open_dataset(settings(DATASET="imagefolder", DATA_PATH=str(class_tree)), True, 3, 0, CPU)
     assert dataset.classes == ["ant", "bee", "cat"]
     assert len(dataset) == 7
     assert dataset.__getitems__(keys(1)).images.float().mean((2, 3)).argmax(1).item() == 2
 
 
-def test_validation_uses_the_labels_of_training(
-    class_tree: Callable[..., Path], settings: Settings, cpu: torch.device
-) -> None:
-    root = class_tree()
-    shutil.rmtree(root / "val" / "ant")
-    dataset = open_dataset(settings(DATASET="imagefolder", DATA_PATH=str(root)), False, 3, 0, cpu)
+def test_validation_uses_the_labels_of_training(class_tree: Path) -> None:
+    shutil.rmtree(class_tree / "val" / "ant")
+    dataset = open_dataset(settings(DATASET="imagefolder", DATA_PATH=str(class_tree)), False, 3, 0, CPU)
     assert dataset.__getitems__(keys(0)).labels.item() == 1
 
 
-def test_validation_alone_needs_no_training_folder(
-    class_tree: Callable[..., Path], settings: Settings, cpu: torch.device
-) -> None:
-    root = class_tree()
-    shutil.rmtree(root / "train")
-    data = settings(DATASET="imagefolder", DATA_PATH=str(root))
+def test_validation_alone_needs_no_training_folder(class_tree: Path) -> None:
+    shutil.rmtree(class_tree / "train")
+    data = settings(DATASET="imagefolder", DATA_PATH=str(class_tree))
     check_dataset(data, 3, train=False)
-    assert open_dataset(data, False, 3, 0, cpu).classes == ["ant", "bee", "cat"]
+    assert open_dataset(data, False, 3, 0, CPU).classes == ["ant", "bee", "cat"]
     with pytest.raises(UserError, match="train"):
         check_dataset(data, 3)
 
 
-def test_list_files_are_read(listed: Path, settings: Settings, cpu: torch.device) -> None:
+def test_list_files_are_read(listed: Path) -> None:
     data = settings(DATA_PATH=str(listed))
     check_dataset(data, 3)
-    train, validation = (open_dataset(data, part, 3, 0, cpu) for part in (True, False))
+    train, validation = (open_dataset(data, part, 3, 0, CPU) for part in (True, False))
     assert (len(train), len(validation), train.classes) == (12, 7, None)
     assert validation.__getitems__(keys(4, 5, 6)).labels.tolist() == [1, 2, 0]
 
 
-def test_list_lines_may_have_spaces_tabs_and_windows_line_ends(
-    listed: Path, settings: Settings, cpu: torch.device
-) -> None:
+def test_list_lines_may_have_spaces_tabs_and_windows_line_ends(listed: Path) -> None:
     shutil.copy(listed / "val" / "0.png", listed / "val" / "a b.png")
     (listed / "val_list.txt").write_bytes(b"\xef\xbb\xbfval/a b.png 2\r\n\r\nval/1.png\t1\r\n")
-    dataset = open_dataset(settings(DATA_PATH=str(listed)), False, 3, 0, cpu)
+    dataset = open_dataset(settings(DATA_PATH=str(listed)), False, 3, 0, CPU)
     assert dataset.__getitems__(keys(0, 1)).labels.tolist() == [2, 1]
 
 
 @pytest.mark.parametrize("name", ["digits", "synthetic", "imagefolder"])
 def test_unused_path_is_warned_of_with_a_way_to_use_it(
-    class_tree: Callable[..., Path], settings: Settings, caplog: pytest.LogCaptureFixture, name: str
+    class_tree: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    root = class_tree()
-    check_dataset(settings(DATASET=name, DATA_PATH=str(root)), 10)
-    warned = f"DATA.DATA_PATH {root} is not used" in caplog.text and "-dataset imagefolder" in caplog.text
+    check_dataset(settings(DATASET=name, DATA_PATH=str(class_tree)), 10)
+    warned = f"DATA.DATA_PATH {class_tree} is not used" in caplog.text and "-dataset imagefolder" in caplog.text
     assert warned == (name != "imagefolder")
 
 
-def test_unused_outputs_are_logged(listed: Path, settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
+def test_unused_outputs_are_logged(listed: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "vitamp"):
         check_dataset(settings(DATA_PATH=str(listed)), 1000)
     assert "3 classes; 997 of the model's outputs stay unused (MODEL.NUM_CLASSES); " in caplog.text

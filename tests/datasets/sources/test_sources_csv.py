@@ -1,40 +1,51 @@
-"""`csv`: tables with one path and target per line."""
+"""`csv`: tables with one path and target, or several labels (DATA.MULTI_LABEL), per line."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from datasets import check_dataset, open_dataset
+from datasets.registry import count_classes
+from engine.inputs.mixing import Mixing
+from engine.task.several import SeveralLabels
+from tests.datasets.opened import CPU, settings
 from tests.datasets.sources.published import image
 from tests.program import Result
+from utils.config import TrainConfig
 from utils.config.data import DataConfig
 from utils.errors import UserError
+from utils.seeding import seed_all
 
-Settings = Callable[..., DataConfig]
-CPU = torch.device("cpu")
 ANIMALS = ["cat", "bee", "ant", "bee", "cat", "bee"]
 
 
 @pytest.fixture
 def table(tmp_path: Path) -> Callable[..., Path]:
-    """Write one table; its images, `pictures/0.png` and so on, have the shade of their number."""
+    """Write one table; its images, `0.png` and so on, have the shade of their number."""
     for number in range(12):
-        image(tmp_path / "pictures" / f"{number}.png", 20 * number)
+        image(tmp_path / f"{number}.png", 20 * number)
 
-    def write(lines: list[str], header: str = "path,target", name: str = "all.csv") -> Path:
-        (tmp_path / name).write_text("\n".join([header, *lines]) + "\n", encoding="utf-8")
+    def write(text: str, name: str = "all.csv") -> Path:
+        (tmp_path / name).write_bytes(text.encode())
         return tmp_path / name
 
     return write
 
 
-def rows(targets: list[str], first: int = 0) -> list[str]:
-    return [f"pictures/{number}.png,{target}" for number, target in enumerate(targets, start=first)]
+def rows(targets: list[str], first: int = 0, header: str = "path,target") -> str:
+    """A table of these targets; the images are numbered from `first` on."""
+    return "\n".join([header, *(f"{number}.png,{target}" for number, target in enumerate(targets, start=first)), ""])
+
+
+def of_csv(place: Path, **more: object) -> DataConfig:
+    return settings(DATASET="csv", DATA_PATH=str(place), **more)
 
 
 def parts(data: DataConfig, classes: int = 10) -> list[list[tuple[str, int]]]:
@@ -49,14 +60,14 @@ def parts(data: DataConfig, classes: int = 10) -> list[list[tuple[str, int]]]:
     return found
 
 
-def two(table: Callable[..., Path], train: list[str], val: list[str], header: str = "path,target") -> Path:
-    table(train, header, "train.csv")
-    return table(val, header, "val.csv").parent
+def two(table: Callable[..., Path], train: str, val: str) -> Path:
+    table(train, "train.csv")
+    return table(val, "val.csv").parent
 
 
-def test_csv_tables_with_class_names(table: Callable[..., Path], settings: Settings) -> None:
+def test_csv_tables_with_class_names(table: Callable[..., Path]) -> None:
     root = two(table, rows(ANIMALS), rows(["cat", "ant"], first=6))
-    data = settings(DATASET="csv", DATA_PATH=str(root))
+    data = of_csv(root)
     train, validation = parts(data, 3)
     assert train == [("0.png", 2), ("1.png", 1), ("2.png", 0), ("3.png", 1), ("4.png", 2), ("5.png", 1)]
     assert validation == [("6.png", 2), ("7.png", 0)]
@@ -64,92 +75,61 @@ def test_csv_tables_with_class_names(table: Callable[..., Path], settings: Setti
 
 
 @pytest.mark.parametrize("targets", [["3", "0", "1"], ["3.0", "0.0", "1.0"], ["3.", "0", "1.000"]])
-def test_csv_targets_may_be_numbers_and_pandas_numbers(
-    table: Callable[..., Path], settings: Settings, targets: list[str]
-) -> None:
-    data = settings(DATASET="csv", DATA_PATH=str(two(table, rows(targets), rows(["1"], first=6))))
+def test_csv_targets_may_be_numbers_and_pandas_numbers(table: Callable[..., Path], targets: list[str]) -> None:
+    data = of_csv(two(table, rows(targets), rows(["1"], first=6)))
     assert parts(data) == [[("0.png", 3), ("1.png", 0), ("2.png", 1)], [("6.png", 1)]]
     assert open_dataset(data, True, 10, 0, CPU).classes is None
 
 
 @pytest.mark.parametrize("paths", ["path", "image_path", "image", "file", "filename"])
 @pytest.mark.parametrize("targets", ["target", "label", " Class "])
-def test_csv_columns_have_several_names_and_any_position(
-    table: Callable[..., Path], settings: Settings, paths: str, targets: str
-) -> None:
-    lines = [f"{number},{name},pictures/{number}.png,x" for number, name in enumerate(ANIMALS)]
-    root = two(table, lines, lines[:3], f",{targets},{paths},note")
-    train, validation = parts(settings(DATASET="csv", DATA_PATH=str(root)))
+def test_csv_columns_have_several_names_and_any_position(table: Callable[..., Path], paths: str, targets: str) -> None:
+    lines = [f"{number},{name},{number}.png,x" for number, name in enumerate(ANIMALS)]
+    header = f",{targets},{paths},note"
+    root = two(table, "\n".join([header, *lines]), "\n".join([header, *lines[:3]]))
+    train, validation = parts(of_csv(root))
     assert [label for _, label in train] == [2, 1, 0, 1, 2, 1]
     assert [name for name, _ in validation] == ["0.png", "1.png", "2.png"]
 
 
-def test_csv_fields_may_be_quoted_and_lines_blank(
-    tmp_path: Path, table: Callable[..., Path], settings: Settings
-) -> None:
+def test_csv_fields_may_be_quoted_and_lines_blank(tmp_path: Path, table: Callable[..., Path]) -> None:
     image(tmp_path / "a, b" / 'the "best" one.png')
-    lines = ['"a, b/the ""best"" one.png","dog, big"', "", " , ", "pictures/1.png,cat"]
-    path = two(table, lines, lines)
-    for name in ("train.csv", "val.csv"):
-        (path / name).write_bytes(b"\xef\xbb\xbf" + (path / name).read_bytes().replace(b"\n", b"\r\n"))
+    lines = ['"a, b/the ""best"" one.png","dog, big"', "", " , ", "1.png,cat"]
+    text = "\ufeff" + "\r\n".join(["path,target", *lines, ""])
+    path = two(table, text, text)
     expected = [('the "best" one.png', 1), ("1.png", 0)]
-    assert parts(settings(DATASET="csv", DATA_PATH=str(path))) == [expected, expected]
+    assert parts(of_csv(path)) == [expected, expected]
 
 
-BAD = {
-    "no path": (
-        ["0,cat"],
-        "number,target",
-        "no column path or image_path or image or file or filename; its columns are number, target",
-    ),
-    "no target": (
-        ["pictures/0.png,cat"],
-        "path,species",
-        "no column target or label or class; its columns are path, species",
-    ),
-    "nearly": (["pictures/0.png,cat"], "path,lable", "Did you mean label?"),
-    "semicolons": (["pictures/0.png;cat"], "path;target", "its columns are path;target"),
-    "empty": ([], "path,target", "has no lines below its header"),
-    "short": (["pictures/0.png,cat", "pictures/1.png"], "path,target", "train.csv:3 has 1 fields; the header has 2"),
-    "too large": (
-        ["pictures/0.png,3", "pictures/1.png,10"],
-        "path,target",
-        "train.csv:3: label 10 does not fit MODEL.NUM_CLASSES 10",
-    ),
-    "negative": (["pictures/0.png,3", "", "pictures/1.png,-1"], "path,target", "train.csv:4: label -1 does not fit"),
-    "half": (
-        ["pictures/0.png,3", "pictures/1.png,1.5"],
-        "path,target",
-        "train.csv:3: the label '1.5' is not a whole number",
-    ),
-    "gap": (["pictures/0.png,cat", "pictures/1.png,"], "path,target", "train.csv:3: the target is empty"),
-    "mixed": (["pictures/0.png,cat", "pictures/1.png,4"], "path,target", "train.csv:3: the target 4 is a number"),
-    "absolute": (["/etc/passwd,cat"], "path,target", "train.csv:2: /etc/passwd leads out of the data folder"),
-    "climbing": (["a/../../x.png,cat"], "path,target", "train.csv:2: a/../../x.png leads out of the data folder"),
-    "missing": (
-        ["pictures/0.png,cat", "pictures/no.png,cat"],
-        "path,target",
-        "train.csv names pictures/no.png, but there is no file",
-    ),
-    "quote": (['"pictures/0.png,cat'], "path,target", "train.csv cannot be read: unexpected end of data"),
-    "many": (
-        [f"pictures/0.png,c{k}" for k in range(11)],
-        "path,target",
-        "train.csv has 11 classes, but MODEL.NUM_CLASSES is 10",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", sorted(BAD))
-def test_bad_csv_is_refused_with_its_line(table: Callable[..., Path], settings: Settings, case: str) -> None:
-    lines, header, said = BAD[case]
-    root = two(table, lines, lines, header)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("number,target\n0,cat\n", "no column path or image_path or image or file or filename; its columns are"),
+        ("path,species\n0.png,cat\n", "no column target or label or class; its columns are path, species"),
+        ("path,lable\n0.png,cat\n", "Did you mean label?"),
+        ("path;target\n0.png;cat\n", "its columns are path;target"),
+        ("path,target\n", "has no lines below its header"),
+        ("path,target\n0.png,cat\n1.png\n", "train.csv:3 has 1 fields; the header has 2"),
+        ("path,target\n0.png,3\n1.png,10\n", "train.csv:3: label 10 does not fit MODEL.NUM_CLASSES 10"),
+        ("path,target\n0.png,3\n\n1.png,-1\n", "train.csv:4: label -1 does not fit"),
+        ("path,target\n0.png,3\n1.png,1.5\n", "train.csv:3: the label '1.5' is not a whole number"),
+        ("path,target\n0.png,cat\n1.png,\n", "train.csv:3: the target is empty"),
+        ("path,target\n0.png,cat\n1.png,4\n", "train.csv:3: the target 4 is a number"),
+        ("path,target\n/etc/passwd,cat\n", "train.csv:2: /etc/passwd leads out of the data folder"),
+        ("path,target\na/../../x.png,cat\n", "train.csv:2: a/../../x.png leads out of the data folder"),
+        ("path,target\n0.png,cat\nno.png,cat\n", "train.csv names no.png, but there is no file"),
+        ('path,target\n"0.png,cat\n', "train.csv cannot be read: unexpected end of data"),
+        ("path,target\n" + "".join(f"0.png,c{k}\n" for k in range(11)), "11 classes, but MODEL.NUM_CLASSES is 10"),
+    ],
+)
+def test_bad_csv_is_refused_with_its_line(table: Callable[..., Path], text: str, said: str) -> None:
+    root = two(table, text, text)
     with pytest.raises(UserError, match=re.escape(said)):
-        check_dataset(settings(DATASET="csv", DATA_PATH=str(root)), 10)
+        check_dataset(of_csv(root), 10)
 
 
-def test_csv_validation_class_missing_in_training_is_refused(table: Callable[..., Path], settings: Settings) -> None:
-    data = settings(DATASET="csv", DATA_PATH=str(two(table, rows(ANIMALS), rows(["bees"]))))
+def test_csv_validation_class_missing_in_training_is_refused(table: Callable[..., Path]) -> None:
+    data = of_csv(two(table, rows(ANIMALS), rows(["bees"])))
     with pytest.raises(UserError, match=r"val.csv:2: .*train.csv has no class 'bees'. Did you mean bee\?"):
         check_dataset(data, 10)
 
@@ -172,3 +152,117 @@ def test_missing_csv_error_shows_the_expected_layout(
     assert named.get(missing, f"no file {root / missing}") in done.err
     assert "val.csv" in done.err
     assert "images/cat 1.jpg,cat" in done.err
+
+
+def label_rows(data: DataConfig, train: bool, classes: int = 3) -> list[list[int]]:
+    check_dataset(data, classes)
+    dataset = open_dataset(data, train, classes, 0, CPU)
+    batch = dataset.__getitems__([(1, index) for index in range(len(dataset))])
+    assert batch.labels.dtype == torch.float32
+    return batch.labels.int().tolist()
+
+
+TRAIN = [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
+VAL = [[0, 1, 1], [1, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "header", "names"),
+    [
+        (["ant;cow", "", "bee"], ["cow; bee", "ant"], "path,labels", ["ant", "bee", "cow"]),
+        (["0;2", "", "1"], ["2;1.0", "0"], "image_path,target", None),
+        (["1,0,1", "0,0,0", "0.0,1.0,0"], ["0,1,1", "1,0,0"], "path,cow,ant,bee", ["cow", "ant", "bee"]),
+    ],
+)
+def test_labels_become_rows_of_zeros_and_ones(
+    table: Callable[..., Path], train: list[str], val: list[str], header: str, names: list[str]
+) -> None:
+    data = settings(
+        DATASET="csv", DATA_PATH=str(two(table, rows(train, 0, header), rows(val, 6, header))), MULTI_LABEL=True
+    )
+    assert label_rows(data, True) == TRAIN
+    assert label_rows(data, False) == VAL
+    assert open_dataset(data, False, 3, 0, CPU).classes == names
+    assert count_classes(data, True) == 3
+    assert [row[3:] for row in label_rows(data, True, classes=5)] == [[0, 0]] * 3, "outputs that no class has"
+
+
+def test_columns_of_the_validation_table_may_have_another_order(table: Callable[..., Path]) -> None:
+    root = two(table, rows(["1,0", "0,1"], 0, "path,ant,bee"), rows(["0,1"], 6, "path,bee,ant"))
+    assert label_rows(of_csv(root, MULTI_LABEL=True), False, 2) == [[1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("path,labels\n0.png,ant;;bee", "all.csv:2: 'ant;;bee' has an empty label; separate labels by one ;"),
+        ("path,labels\n0.png,ant;ant", "all.csv:2: the label 'ant' appears twice"),
+        ("path,labels\n0.png,\n1.png, ", "all.csv: no image has a label"),
+        ("path,labels\n0.png,0;two", "all.csv:2: the label 'two' is not a whole number, but the first label is"),
+        ("path,labels\n0.png,0;-1", "all.csv:2: label -1 does not fit MODEL.NUM_CLASSES 3"),
+        ("path,labels\n0.png,0;3", "all.csv:2: label 3 does not fit MODEL.NUM_CLASSES 3"),
+        ("path,labels\n0.png,a;b;c;d", "has 4 classes, but MODEL.NUM_CLASSES is 3"),
+        ("path,ant,bee\n0.png,1,2", "all.csv:2: the column bee holds '2'. Without a column of labels, every"),
+        ("path,ant,ant\n0.png,1,0", "two columns are called 'ant'"),
+        ("path,ant\n0.png,1", "has neither a column called target or label or class or targets or labels or"),
+    ],
+)
+def test_bad_tables_of_several_labels_are_refused(table: Callable[..., Path], text: str, said: str) -> None:
+    data = of_csv(table(text), MULTI_LABEL=True)
+    with pytest.raises(UserError, match=re.escape(said)):
+        check_dataset(data, 3)
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "said"),
+    [
+        ("path,labels\n0.png,ant\n1.png,bee\n", "path,labels\n6.png,fox\n", "val.csv:2: "),
+        ("path,ant,bee\n0.png,1,0\n", "path,ant,cow\n6.png,1,0\n", "the same columns; only one of them has bee"),
+    ],
+)
+def test_splits_need_the_same_classes(table: Callable[..., Path], train: str, val: str, said: str) -> None:
+    data = of_csv(two(table, train, val), MULTI_LABEL=True)
+    with pytest.raises(UserError, match=said):
+        check_dataset(data, 3)
+
+
+def test_other_data_sets_are_refused() -> None:
+    with pytest.raises(UserError, match="the data set digits has one label per image"):
+        check_dataset(settings(DATASET="digits", MULTI_LABEL=True), 10)
+
+
+@pytest.mark.parametrize("separator", [";", "|", ", "])
+def test_each_separator_is_recognised_in_the_training_table(
+    table: Callable[..., Path], said: pytest.LogCaptureFixture, separator: str
+) -> None:
+    targets = [f"ant{separator}cow", "", "bee", f"cow{separator}bee"]
+    root = two(table, rows([f'"{target}"' for target in targets]), rows([f'"bee{separator}ant"']))
+    data = of_csv(root, MULTI_LABEL=True)
+    assert label_rows(data, True) == [[1, 0, 1], [0, 0, 0], [0, 1, 0], [0, 1, 1]]
+    assert label_rows(data, False) == [[1, 1, 0]]
+    assert "one class" not in said.text
+    assert f"{root / 'train.csv'}: the labels of an image are separated by {separator.strip()!r}." in said.text
+
+
+@pytest.mark.parametrize(("label", "warned"), [("ant;cow", True), ("ant|cow", True), ("Smith, John", False)])
+def test_targets_that_look_like_lists_are_warned_of(
+    table: Callable[..., Path], said: pytest.LogCaptureFixture, label: str, warned: bool
+) -> None:
+    root = two(table, rows(["bee", f'"{label}"']), rows(["bee"]))
+    check_dataset(of_csv(root), 3)
+    assert (f"train.csv:3: the label '{label}' is read as one class. If it lists several" in said.text) == warned
+
+
+@pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
+def test_mixup_mixes_rows(mode: str) -> None:
+    seed_all("mixing")
+    labels = torch.tensor(np.random.default_rng(0).random((24, 7)) < 0.3).float()
+    train: Any = TrainConfig.model_validate({"MIXUP_ALPHA": 0.8, "MIXUP_MODE": mode, "LOSS": "bce"})
+    images = torch.rand(24, 1, 1, 1).expand(24, 1, 4, 4).clone()
+    mixed = Mixing(train, SeveralLabels(7)).mixed(images, labels)
+    for row in range(24):
+        own, partner = images[row, 0, 0, 0], images[23 - row, 0, 0, 0]
+        lam = (mixed.images[row, 0, 0, 0] - partner) / (own - partner)
+        expected = lam * labels[row] + (1 - lam) * labels[23 - row]
+        assert torch.allclose(mixed.targets[row], expected, atol=1e-3)
+        assert torch.equal(mixed.labels[row], labels[row] if lam >= 0.5 else labels[23 - row])

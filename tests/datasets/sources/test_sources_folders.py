@@ -1,24 +1,20 @@
-"""Class folders without splits, and warnings of empty classes for lists and folders."""
+"""Class folders without splits, and warnings of empty classes."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 from datasets import check_dataset, open_dataset
 from datasets.images import Images
-from datasets.sources.split import split
+from tests.datasets.layouts import lay_out
+from tests.datasets.opened import CPU, of_shards, settings
+from tests.datasets.shards.tar_files import samples, write_tar
 from tests.datasets.sources.published import image
 from utils.config.data import DataConfig
 from utils.errors import UserError
-
-Settings = Callable[..., DataConfig]
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -36,7 +32,7 @@ def paths(data: DataConfig, train: bool) -> list[tuple[str, int]]:
     return [(samples.name(k), int(samples.labels[k])) for k in range(len(samples))]
 
 
-def test_class_folders_without_splits_are_split(unparted: Path, settings: Settings) -> None:
+def test_class_folders_without_splits_are_split(unparted: Path) -> None:
     data = settings(DATASET="imagefolder", DATA_PATH=str(unparted), VAL_FRACTION=0.2)
     check_dataset(data, 2)
     train, validation = paths(data, True), paths(data, False)
@@ -49,36 +45,14 @@ def test_class_folders_without_splits_are_split(unparted: Path, settings: Settin
     assert batch.labels.tolist() == [label for _, label in train]
 
 
-def test_the_split_is_stratified_and_depends_on_its_seed_alone() -> None:
-    labels = np.random.default_rng(0).choice(5, 1000, p=[0.5, 0.3, 0.1, 0.09, 0.01])
-    train, validation = split(labels, 0.25, 0)
-    assert len(validation) == 250
-    assert sorted([*train, *validation]) == list(range(1000))
-    for label in range(5):
-        assert abs((labels[validation] == label).sum() - (labels == label).sum() * 0.25) < 1
-    assert np.array_equal(split(labels, 0.25, 0)[1], validation)
-    assert not np.array_equal(split(labels, 0.25, 1)[1], validation)
-
-
-def test_split_size_ignores_floating_point_noise() -> None:
-    assert len(split(np.zeros(70, dtype=np.int64), 0.1, 0)[1]) == 7
-
-
-def test_every_class_keeps_an_image_for_training() -> None:
-    labels = np.array([0, 1, 1, 2, 2, 2])
-    train, validation = split(labels, 0.95, 0)
-    assert sorted(labels[train].tolist()) == [0, 1, 2]
-    assert sorted(labels[validation].tolist()) == [1, 2, 2]
-
-
-def test_too_few_images_for_a_split_are_refused(tmp_path: Path, settings: Settings) -> None:
+def test_too_few_images_for_a_split_are_refused(tmp_path: Path) -> None:
     for name in ("a", "b"):
         image(tmp_path / name / "only.png")
     with pytest.raises(UserError, match="too few images for a validation split: 2 in 2 classes"):
         check_dataset(settings(DATASET="imagefolder", DATA_PATH=str(tmp_path)), 2)
 
 
-def test_data_path_one_folder_too_high_is_refused(unparted: Path, settings: Settings) -> None:
+def test_data_path_one_folder_too_high_is_refused(unparted: Path) -> None:
     image(unparted / "flowers" / "train" / "tulip" / "0.png")
     said = f"one folder too high: .* has class folders in train/. Try -data_path {unparted / 'flowers'}"
     with pytest.raises(UserError, match=said):
@@ -86,9 +60,7 @@ def test_data_path_one_folder_too_high_is_refused(unparted: Path, settings: Sett
 
 
 @pytest.mark.parametrize("name", ["train", "val", "test"])
-def test_class_may_have_the_name_of_a_split(
-    unparted: Path, settings: Settings, caplog: pytest.LogCaptureFixture, name: str
-) -> None:
+def test_class_may_have_the_name_of_a_split(unparted: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
     for number in range(10):
         image(unparted / name / f"{number}.png")
     data = settings(DATASET="imagefolder", DATA_PATH=str(unparted))
@@ -98,9 +70,48 @@ def test_class_may_have_the_name_of_a_split(
     assert open_dataset(data, True, 3, 0, CPU).classes == sorted(["daisy", "rose", name])
 
 
-def test_split_folders_without_class_folders_are_not_classes(tmp_path: Path, settings: Settings) -> None:
+def test_split_folders_without_class_folders_are_not_classes(tmp_path: Path) -> None:
     for part in ("train", "val"):
         for number in range(10):
             image(tmp_path / part / f"{number}.png")
     with pytest.raises(UserError, match="has no images in class folders"):
         check_dataset(settings(DATASET="imagefolder", DATA_PATH=str(tmp_path)), 2)
+
+
+def warnings_of(data: DataConfig, classes: int, said: pytest.LogCaptureFixture, train: bool = True) -> list[str]:
+    """Warnings of the check before a run."""
+    said.clear()
+    check_dataset(data, classes, train)
+    return [record.getMessage() for record in said.records if record.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("kind", "splits", "warning"),
+    [
+        ("csv", ("train", "val"), "train.csv has no image for 2 of its 4 classes (the first: 1)."),
+        ("lists", ("train", "val"), "train_list.txt has no image for 2 of its 4 classes (the first: 1)."),
+        ("imagefolder", ("train", "val"), "train has no image for 1 of its 3 classes (the first: none)."),
+        ("imagefolder", ("",), "set has no image for 1 of its 3 classes (the first: none)."),
+    ],
+)
+def test_empty_classes_of_lists_and_folders_are_named(
+    tmp_path: Path, said: pytest.LogCaptureFixture, kind: str, splits: tuple[str, ...], warning: str
+) -> None:
+    rows = [(f"{label}-{k}.png", label) for label in (0, 3) for k in range(2)]
+    given = lay_out(kind, tmp_path / "set", dict.fromkeys(splits, rows))
+    if kind == "imagefolder":
+        (tmp_path / "set" / splits[0] / "none").mkdir()
+    assert warnings_of(settings(**given), 4, said)[0].endswith(warning)
+
+
+def test_empty_classes_of_shards_are_named(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    write_tar(tmp_path / "train" / "0.tar", samples([0, 2, 3]))  # labels 0, 2, 0
+    write_tar(tmp_path / "val" / "0.tar", samples([1, 2]))
+    data, owner = of_shards(tmp_path), f"split of the data set in {tmp_path} has no image for"
+    assert warnings_of(data, 3, said) == [
+        f"The training {owner} 1 of its 3 classes (the first: 1).",
+        f"The validation {owner} 1 of its 3 classes (the first: 0).",
+    ]
+    assert warnings_of(data, 3, said, False) == [f"The validation {owner} 1 of its 3 classes (the first: 0)."]
+    (tmp_path / "classes.txt").write_text("ant\nbee\ncat\n")
+    assert warnings_of(data, 3, said)[0] == f"The training {owner} 1 of its 3 classes (the first: bee)."

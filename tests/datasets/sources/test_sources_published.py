@@ -15,13 +15,11 @@ import torch
 
 from datasets import check_dataset, open_dataset
 from datasets.images import Images
+from tests.datasets.opened import CPU, settings
 from tests.datasets.sources.published import FOLDERS, MAKERS, cifar10, cifar100, python_two, torchvisions
 from tests.program import Result
 from utils.config.data import DataConfig
 from utils.errors import UserError
-
-Settings = Callable[..., DataConfig]
-CPU = torch.device("cpu")
 
 
 def opened(data: DataConfig, train: bool = True) -> Any:
@@ -42,7 +40,7 @@ def listed(dataset: Images, root: Path) -> list[tuple[str, int]]:
     ],
 )
 def test_caltech_is_split_without_its_clutter(
-    tmp_path: Path, settings: Settings, name: str, classes: list[str], dropped: str, images: int
+    tmp_path: Path, name: str, classes: list[str], dropped: str, images: int
 ) -> None:
     MAKERS[name](tmp_path)
     data = settings(DATASET=name, DATA_PATH=str(tmp_path), VAL_FRACTION=0.3)
@@ -64,9 +62,7 @@ def test_caltech_is_split_without_its_clutter(
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100"])
 @pytest.mark.parametrize("train", [True, False])
-def test_cifar_equals_torchvisions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: Settings, name: str, train: bool
-) -> None:
+def test_cifar_equals_torchvisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, train: bool) -> None:
     MAKERS[name](tmp_path)
     data = settings(DATASET=name, DATA_PATH=str(tmp_path), IMAGE_SIZE=32, CROP="none", FLIP=0.0)
     check_dataset(data, 257)
@@ -77,7 +73,7 @@ def test_cifar_equals_torchvisions(
 
 
 @pytest.mark.parametrize("size", [32, 40])
-def test_cifar_read_singly_equals_cifar_in_memory(tmp_path: Path, settings: Settings, size: int) -> None:
+def test_cifar_read_singly_equals_cifar_in_memory(tmp_path: Path, size: int) -> None:
     """With a crop of the whole image and no other transform, both ways give the same pixels."""
     cifar10(tmp_path)
     data = settings(DATASET="cifar10", DATA_PATH=str(tmp_path), IMAGE_SIZE=size, FLIP=0.0)
@@ -91,7 +87,7 @@ def test_cifar_read_singly_equals_cifar_in_memory(tmp_path: Path, settings: Sett
 
 
 @pytest.mark.parametrize("name", sorted(MAKERS))
-def test_data_path_may_be_the_data_sets_own_folder(tmp_path: Path, settings: Settings, name: str) -> None:
+def test_data_path_may_be_the_data_sets_own_folder(tmp_path: Path, name: str) -> None:
     MAKERS[name](tmp_path)
     outer, inner = (settings(DATASET=name, DATA_PATH=str(tmp_path / sub)) for sub in ("", FOLDERS[name]))
     check_dataset(inner, 257)
@@ -99,7 +95,7 @@ def test_data_path_may_be_the_data_sets_own_folder(tmp_path: Path, settings: Set
 
 
 @pytest.mark.parametrize("name", sorted(MAKERS))
-def test_missing_published_data_set_error_shows_the_layout(tmp_path: Path, settings: Settings, name: str) -> None:
+def test_missing_published_data_set_error_shows_the_layout(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError) as error:
         check_dataset(settings(DATASET=name, DATA_PATH=str(tmp_path)), 257)
     said = str(error.value)
@@ -117,9 +113,7 @@ def test_missing_published_data_set_error_shows_the_layout(tmp_path: Path, setti
         ("caltech101", "101_ObjectCategories", "there is no 101_ObjectCategories"),
     ],
 )
-def test_incomplete_published_data_set_is_refused(
-    tmp_path: Path, settings: Settings, name: str, lost: str, said: str
-) -> None:
+def test_incomplete_published_data_set_is_refused(tmp_path: Path, name: str, lost: str, said: str) -> None:
     MAKERS[name](tmp_path)
     path = tmp_path / FOLDERS[name] / lost
     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -129,7 +123,7 @@ def test_incomplete_published_data_set_is_refused(
     assert "Remove the folder, and DATA.DOWNLOAD=true fetches it again" in str(error.value)
 
 
-def test_more_published_classes_than_num_classes_are_refused(tmp_path: Path, settings: Settings) -> None:
+def test_more_published_classes_than_num_classes_are_refused(tmp_path: Path) -> None:
     for name, classes in (("cifar10", 10), ("caltech256", 2)):
         MAKERS[name](tmp_path)
         data = settings(DATASET=name, DATA_PATH=str(tmp_path))
@@ -139,7 +133,7 @@ def test_more_published_classes_than_num_classes_are_refused(tmp_path: Path, set
 
 
 @pytest.mark.parametrize("damage", ["cut", "shape", "type", "label", "no labels", "text"])
-def test_damaged_cifar_file_is_refused(tmp_path: Path, settings: Settings, damage: str) -> None:
+def test_damaged_cifar_file_is_refused(tmp_path: Path, damage: str) -> None:
     cifar100(tmp_path)
     file = tmp_path / "cifar-100-python" / "test"
     pixels, labels = np.zeros((2, 3072), np.uint8), [0, 99]
@@ -171,7 +165,7 @@ class Harm:
 
 @pytest.mark.parametrize("name", ["data_batch_2", "test_batch", "batches.meta"])
 @pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_malicious_cifar_file_is_refused(tmp_path: Path, settings: Settings, name: str, protocol: int) -> None:
+def test_malicious_cifar_file_is_refused(tmp_path: Path, name: str, protocol: int) -> None:
     cifar10(tmp_path)
     trace = tmp_path / "was here"
     harmful = {"data": Harm(f"touch '{trace}'"), "labels": [0], "label_names": ["a"]}
@@ -187,7 +181,7 @@ MODEL: {NAME: tiny, NUM_CLASSES: 10, PATCH_SIZE: 8, EMBED_DIM: 16, DEPTH: 1, NUM
 TRAIN: {NUM_EPOCHS: 1, WARMUP_EPOCHS: 0, BASE_LR: 1e-3}
 REPORT_FREQ: 1
 THREADS: 1
-DEVICE: cpu
+DEVICE: CPU
 """
 
 

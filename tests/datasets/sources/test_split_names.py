@@ -2,49 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from datasets import check_dataset, open_dataset
-from datasets.recognise import recognise
+from tests.datasets.layouts import lay_out
+from tests.datasets.opened import CPU, settings
 from tests.datasets.shards.parquet_files import write as write_parquet
-from tests.datasets.shards.tar_files import samples, write_tar
 from tests.datasets.sources.published import image
 from utils.config.data import DataConfig
 from utils.errors import UserError
 
-Settings = Callable[..., DataConfig]
-CPU = torch.device("cpu")
 IMAGES = {"train": 6, "val": 3, "valid": 3, "validation": 3, "dev": 3, "test": 4}
 FOLDERS = ("imagefolder", "imagenet2012", "lists", "csv", "shards", "shards_by_name", "parquet")
 
 
 def make(kind: str, root: Path, *splits: str) -> dict[str, str]:
     """A data set with these splits, in which each split has its own number of images; its settings."""
-    for split in splits:
-        numbers = range(IMAGES[split])
-        rows = [(f"images/{split}{k}.png", k % 3) for k in numbers]
-        if kind in ("imagefolder", "imagenet2012"):
-            for k in numbers:
-                image(root / split / "abc"[k % 3] / f"{k}.png", k)
-        elif kind in ("lists", "csv"):
-            for k, (path, _) in enumerate(rows):
-                image(root / path, k)
-            if kind == "csv":
-                (root / f"{split}.csv").write_text("\n".join(["path,target", *(f"{a},{b}" for a, b in rows)]) + "\n")
-            else:
-                (root / f"{split}_list.txt").write_text("".join(f"{a} {b}\n" for a, b in rows))
-        elif kind == "parquet":
-            write_parquet(root / f"{split}-00000-of-00001.parquet", numbers)
-        else:
-            write_tar(root / (f"{split}/0.tar" if kind == "shards" else f"cats-{split}-0.tar"), samples(numbers))
     if kind == "parquet":
-        return {"DATASET": f"hf:{root}", "CACHE": f"{root}.cache"}
-    name = {"lists": "imagenet2012", "shards_by_name": "shards"}.get(kind, kind)
-    return {"DATASET": name, "DATA_PATH": str(root), "CACHE": f"{root}.cache"}
+        for split in splits:
+            write_parquet(root / f"{split}-00000-of-00001.parquet", range(IMAGES[split]))
+        return {"DATASET": f"hf:{root}"}
+    rows = {split: [(f"{split}{k}.png", k % 3) for k in range(IMAGES[split])] for split in splits}
+    given = lay_out("shards" if kind == "shards_by_name" else kind, root, rows)
+    if kind == "shards_by_name":
+        for split in splits:
+            (root / split / "0.tar").rename(root / f"cats-{split}-0.tar")
+    return given
 
 
 def count(data: DataConfig, train: bool = False) -> int:
@@ -55,7 +40,7 @@ def count(data: DataConfig, train: bool = False) -> int:
 @pytest.mark.parametrize("kind", FOLDERS)
 @pytest.mark.parametrize("name", ["val", "valid", "validation", "dev"])
 def test_each_name_of_a_validation_split_comes_before_test(
-    kind: str, name: str, tmp_path: Path, settings: Settings, said: pytest.LogCaptureFixture
+    kind: str, name: str, tmp_path: Path, said: pytest.LogCaptureFixture
 ) -> None:
     given = make(kind, tmp_path / "a", "train", name, "test")
     assert [count(settings(**given, PART=part)) for part in ("train", "val", "test", "all")] == [6, 3, 4, 13]
@@ -67,7 +52,7 @@ def test_each_name_of_a_validation_split_comes_before_test(
 
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_test_validates_only_where_nothing_else_does_and_this_is_logged(
-    kind: str, tmp_path: Path, settings: Settings, said: pytest.LogCaptureFixture
+    kind: str, tmp_path: Path, said: pytest.LogCaptureFixture
 ) -> None:
     given = make(kind, tmp_path / "a", "train", "test")
     # A copy of parquet files has each image once, so its test split is called val.
@@ -77,9 +62,7 @@ def test_test_validates_only_where_nothing_else_does_and_this_is_logged(
 
 
 @pytest.mark.parametrize("kind", ["imagefolder", "csv", "shards"])
-def test_all_is_every_image_of_data_without_splits(
-    kind: str, tmp_path: Path, settings: Settings, said: pytest.LogCaptureFixture
-) -> None:
+def test_all_is_every_image_of_data_without_splits(kind: str, tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     given = make(kind, tmp_path / "a", "train")
     place = {"imagefolder": "train", "csv": "train.csv", "shards": "train"}[kind]
     given["DATA_PATH"] = f"{tmp_path}/a/{place}"
@@ -95,7 +78,7 @@ def test_all_is_every_image_of_data_without_splits(
         count(settings(**given, PART="test"))
 
 
-def test_small_sets_have_the_same_parts(settings: Settings) -> None:
+def test_small_sets_have_the_same_parts() -> None:
     digits = settings(DATASET="digits", IMAGE_CHANNELS=1)
     made = settings(DATASET="synthetic", SYNTHETIC_TRAIN=20, SYNTHETIC_VAL=8)
     for data, expected in ((digits, [1437, 360, 1797]), (made, [20, 8, 28])):
@@ -105,41 +88,23 @@ def test_small_sets_have_the_same_parts(settings: Settings) -> None:
             open_dataset(data.model_copy(update={"PART": "test"}), False, 10, 0, CPU)
 
 
-def test_a_table_of_test_images_beside_class_folders_is_no_data_set(tmp_path: Path) -> None:
-    make("imagefolder", tmp_path, "train", "valid")
-    (tmp_path / "test.csv").write_text("id\n1\n")
-    name, what = recognise(str(tmp_path)) or ("", "")
-    assert name == "imagefolder"
-    assert "class folders in train/ and valid/" in what
-
-
 @pytest.mark.parametrize("kind", ["imagefolder", "csv", "shards"])
-def test_each_class_of_two_images_has_one_in_validation(kind: str, tmp_path: Path, settings: Settings) -> None:
-    rows = [(f"{name}/{k}.png", name) for name in "abcde" for k in range(1 if name == "e" else 5)]
-    root = tmp_path / "set"
-    if kind == "shards":
-        write_tar(root / "0.tar", [m for n, (_, c) in enumerate(rows) for m in samples([n * 5 + "abcde".index(c)], 5)])
-    for k, (path, _) in enumerate(rows if kind != "shards" else ()):
-        image(root / path, k)
-    place = root / "all.csv" if kind == "csv" else root
-    if kind == "csv":
-        place.write_text("\n".join(["path,target", *(f"{path},{name}" for path, name in rows)]) + "\n")
-    data = settings(DATASET=kind, DATA_PATH=str(place), CACHE=str(tmp_path / "cache"))
+def test_each_class_of_two_images_has_one_in_validation(kind: str, tmp_path: Path) -> None:
+    rows = [(f"{label}-{k}.png", label) for label in range(5) for k in range(1 if label == 4 else 5)]
+    data = settings(**lay_out(kind, tmp_path / "set", {"": rows}))
     check_dataset(data, 5)
     assert open_dataset(data, False, 5, 0, CPU).sample_labels().tolist() == [0, 1, 2, 3]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("kind", ["imagefolder", "parquet"])
-def test_hidden_folders_are_skipped(
-    kind: str, tmp_path: Path, settings: Settings, said: pytest.LogCaptureFixture
-) -> None:
+def test_hidden_folders_are_skipped(kind: str, tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     given = make(kind, tmp_path / "a", "train", "val")
     if kind == "parquet":
         write_parquet(tmp_path / "a" / ".cache" / "train-0.parquet", range(5))
         assert count(settings(**given), train=True) == 6
         return
-    image(tmp_path / "a" / "train" / "a" / ".ipynb_checkpoints" / "0-checkpoint.png")
-    image(tmp_path / "a" / "train" / "a" / "._0.png")
+    image(tmp_path / "a" / "train" / "0" / ".ipynb_checkpoints" / "0-checkpoint.png")
+    image(tmp_path / "a" / "train" / "0" / "._0.png")
     assert count(settings(**given), train=True) == 6
     line = "skipped hidden files 1 (._0.png), hidden folders 1 (.ipynb_checkpoints)"
     assert f"{tmp_path / 'a' / 'train'}: {line}" in said.text

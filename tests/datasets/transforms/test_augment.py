@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,10 @@ from PIL import Image
 from datasets.base import seed_sample
 from datasets.transforms.augment import image_changes
 from datasets.transforms.pixels import Pixels
+from tests.datasets.opened import settings
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 
-Settings = Callable[..., DataConfig]
 POLICIES: dict[str, dict[str, Any]] = {
     "rand": {"RAND_AUGMENT": True},
     "auto": {"AUTO_AUGMENT": True},
@@ -44,7 +43,7 @@ def change(data: DataConfig, seed: int, image: Image.Image | None = None, **trai
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("key", POLICIES)
-def test_each_augmentation_changes_images_reproducibly(settings: Settings, key: str, channels: int) -> None:
+def test_each_augmentation_changes_images_reproducibly(key: str, channels: int) -> None:
     data = settings(IMAGE_SIZE=24, IMAGE_CHANNELS=channels, **UNCROPPED)
     plain = change(data, 0)
     results = [change(data, seed, **POLICIES[key]) for seed in range(60)]
@@ -56,7 +55,7 @@ def test_each_augmentation_changes_images_reproducibly(settings: Settings, key: 
     assert all(torch.equal(one, two) for one, two in zip(results, again, strict=True))
 
 
-def test_rand_augment_wins_over_auto_augment_and_turns_jitter_off(settings: Settings) -> None:
+def test_rand_augment_wins_over_auto_augment_and_turns_jitter_off() -> None:
     data = settings(IMAGE_SIZE=24, **UNCROPPED)
     for seed in range(8):
         rand = change(data, seed, RAND_AUGMENT=True)
@@ -68,7 +67,7 @@ def test_rand_augment_wins_over_auto_augment_and_turns_jitter_off(settings: Sett
     assert not any(torch.equal(one, two) for one, two in zip(three, jittered, strict=True))
 
 
-def test_layers_and_magnitude_of_rand_augment_act(settings: Settings) -> None:
+def test_layers_and_magnitude_of_rand_augment_act() -> None:
     data = settings(IMAGE_SIZE=24, **UNCROPPED)
     plain = change(data, 0).float()
 
@@ -81,7 +80,7 @@ def test_layers_and_magnitude_of_rand_augment_act(settings: Settings) -> None:
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_uncovered_corners_have_the_mean_colour(settings: Settings, channels: int) -> None:
+def test_uncovered_corners_have_the_mean_colour(channels: int) -> None:
     """Uncovered corners have the fill colour; shears and shifts alone leave two shades."""
     data = settings(IMAGE_SIZE=16, IMAGE_CHANNELS=channels, IMAGENET_MEAN=0.2, INTERPOLATION="bilinear", **UNCROPPED)
     white = Image.new("L" if channels == 1 else "RGB", (16, 16), "white")
@@ -92,7 +91,7 @@ def test_uncovered_corners_have_the_mean_colour(settings: Settings, channels: in
         assert set(np.unique(np.asarray(operation(white)))) == {51, 255}
 
 
-def test_the_strongest_posterising_leaves_two_shades(settings: Settings) -> None:
+def test_the_strongest_posterising_leaves_two_shades() -> None:
     (augment,) = image_changes(settings(), TrainConfig(RAND_AUGMENT=True, RAND_AUGMENT_MAGNITUDE=10))
     (posterize,) = (operation for operation in augment.ops if "Posterize" in operation.name)  # pyright: ignore
     posterize.prob, posterize.magnitude_std = 1.0, 0

@@ -16,10 +16,9 @@ from PIL import Image, ImageOps
 
 from datasets.base import Unreadable
 from datasets.transforms.pixels import Pixels
+from tests.datasets.opened import settings
 from tests.datasets.pictures import apart, decoded_by, encoded, picture, square
-from utils.config.data import DataConfig
 
-Settings = Callable[..., DataConfig]
 Kind = Callable[[Image.Image], bytes | np.ndarray]
 
 
@@ -74,7 +73,7 @@ LYING = [(331, 250), (257, 257)]
 @pytest.mark.parametrize("channels", [3, 1])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("train", [True, False])
-def test_every_kind_of_file_agrees_with_pil(settings: Settings, kind: str, train: bool, channels: int) -> None:
+def test_every_kind_of_file_agrees_with_pil(kind: str, train: bool, channels: int) -> None:
     data = settings(IMAGE_SIZE=112, IMAGE_CHANNELS=channels, CROP_SCALE=(0.3, 1), CROP_RATIO=(1, 1.5))
     for seed, size in enumerate(LYING):
         image = KINDS[kind](picture(*size, seed))
@@ -84,7 +83,7 @@ def test_every_kind_of_file_agrees_with_pil(settings: Settings, kind: str, train
 
 
 @pytest.mark.parametrize(("size", "side"), [(8, 8), (16, 17), (224, 253)])
-def test_resize_with_an_unchanged_side_agrees_with_pil(settings: Settings, size: int, side: int) -> None:
+def test_resize_with_an_unchanged_side_agrees_with_pil(size: int, side: int) -> None:
     """These sides keep their length, but are resized: as many pixels are needed up to the edge of the centre crop."""
     data = settings(IMAGE_SIZE=size)
     image = encoded(picture(side, side, 1), "png")
@@ -105,16 +104,16 @@ OVER = np.array([[-5, 0x4000, 0x8000, 100_000]] * 4, dtype=np.int32)
     ],
 )
 @pytest.mark.parametrize("channels", [1, 3])
-def test_16_bits_keep_their_shades(settings: Settings, file: bytes, channels: int) -> None:
+def test_16_bits_keep_their_shades(file: bytes, channels: int) -> None:
     """Pillow's own conversion clips at 255, which makes most of them white."""
     data = settings(IMAGE_SIZE=4, IMAGE_CHANNELS=channels, CROP="none", FLIP=0.0)
     assert [plane[0].tolist() for plane in square(data, True, file)] == [[0, 64, 128, 255]] * channels
 
 
-def test_floating_point_pixels_are_refused(settings: Settings) -> None:
+def test_floating_point_pixels_are_refused() -> None:
     """Their range is unknown: 0 to 1, 0 to 255, degrees or metres."""
     file = encoded(Image.fromarray(SHADES.astype(np.float32) / 65535), "TIFF")
-    assert "floating-point" in reason(settings, file)
+    assert "floating-point" in reason(file)
 
 
 UNDO = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}
@@ -124,7 +123,7 @@ UNDO = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("decoder", ["simplejpeg", "pil"])
-def test_exif_rotates_only_if_set(settings: Settings, kind: str, orientation: int, decoder: str) -> None:
+def test_exif_rotates_only_if_set(kind: str, orientation: int, decoder: str) -> None:
     """Rotated as by Pillow's exif_transpose if set, else not rotated, as in timm. Crops are made upright.
 
     TIFF files are upright in either case: Pillow rotates them when it reads them.
@@ -143,7 +142,7 @@ def test_exif_rotates_only_if_set(settings: Settings, kind: str, orientation: in
         assert torch.equal(square(plain, True, file, 0, decoder), square(plain, True, as_it_lies, 0, decoder))
 
 
-def reason(settings: Settings, image: bytes, decoder: str = "simplejpeg", **values: Any) -> str:
+def reason(image: bytes, decoder: str = "simplejpeg", **values: Any) -> str:
     with pytest.raises(Unreadable) as caught:
         square(settings(**values), True, image, 0, decoder)
     return str(caught.value)
@@ -151,24 +150,24 @@ def reason(settings: Settings, image: bytes, decoder: str = "simplejpeg", **valu
 
 @pytest.mark.parametrize("decoder", ["simplejpeg", "pil"])
 @pytest.mark.parametrize("kind", ["4:2:0", "progressive", "png", "webp"])
-def test_broken_images_give_a_reason(settings: Settings, kind: str, decoder: str) -> None:
+def test_broken_images_give_a_reason(kind: str, decoder: str) -> None:
     """Files cut off anywhere, even below the crop."""
     whole = KINDS[kind](picture(160, 120))
     assert isinstance(whole, bytes)
     lengths = [len(whole) * 9 // 10, len(whole) // 2, 300, 20]
     for length in lengths if kind == "png" else [len(whole) - 2, *lengths]:  # PIL accepts a PNG without its end marker
         for crop in ("random", "none"):
-            said = reason(settings, whole[:length], decoder, CROP=crop, CROP_SCALE=(0.02, 0.03))
+            said = reason(whole[:length], decoder, CROP=crop, CROP_SCALE=(0.02, 0.03))
             assert said
             assert "0x" not in said
-    assert "is empty" in reason(settings, b"", decoder)
-    assert "not an image" in reason(settings, b"These are my holiday photographs.\n" * 50, decoder)
-    assert "not an image" in reason(settings, b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", decoder)
+    assert "is empty" in reason(b"", decoder)
+    assert "not an image" in reason(b"These are my holiday photographs.\n" * 50, decoder)
+    assert "not an image" in reason(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", decoder)
 
 
 @pytest.mark.parametrize("decoder", ["simplejpeg", "pil"])
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF"])
-def test_decompression_bomb_is_refused(settings: Settings, decoder: str, kind: str) -> None:
+def test_decompression_bomb_is_refused(decoder: str, kind: str) -> None:
     """A small file whose header claims 60,000 x 60,000 pixels, 10 GB."""
     bomb = bytearray(encoded(Image.new("RGB", (16, 16)), kind))
     if kind == "JPEG":
@@ -179,11 +178,11 @@ def test_decompression_bomb_is_refused(settings: Settings, decoder: str, kind: s
     else:
         bomb[16:24] = (60_000).to_bytes(4, "big") * 2
         bomb[29:33] = zlib.crc32(bomb[12:29]).to_bytes(4, "big")
-    said = reason(settings, bytes(bomb), decoder)
+    said = reason(bytes(bomb), decoder)
     assert "178,956,970 pixels" in said
 
 
-def test_large_images_cause_no_warning(settings: Settings) -> None:
+def test_large_images_cause_no_warning() -> None:
     """PIL would warn of each image with more than 89 million pixels."""
     large = encoded(Image.new("1", (10_000, 9_000)), "PNG")
     with warnings.catch_warnings():
@@ -191,7 +190,7 @@ def test_large_images_cause_no_warning(settings: Settings) -> None:
         assert square(settings(CROP_SCALE=(0.001, 0.001)), True, large).max() == 0
 
 
-def test_damaged_jpegs_are_judged_like_pil(settings: Settings) -> None:
+def test_damaged_jpegs_are_judged_like_pil() -> None:
     """Also for damage below the crop, which is not decoded: whether a file is readable does not depend on the crop."""
     files = [KINDS[kind](picture(96, 80)) for kind in ("4:2:0", "4:4:4", "with restarts", "grey", "progressive")]
     generator = np.random.default_rng(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,9 @@ from torchvision.transforms import v2
 from datasets.base import Box
 from datasets.memory import BatchAffine
 from datasets.transforms.pixels import Pixels
+from tests.datasets.opened import CPU, settings
 from tests.datasets.pictures import decoded_by
 from utils.config.data import DataConfig
-
-Settings = Callable[..., DataConfig]
 
 
 def pixels_of(data: DataConfig, train: bool, image: np.ndarray) -> np.ndarray:
@@ -36,9 +34,7 @@ def noise(width: int, height: int, channels: int = 3) -> np.ndarray:
 @pytest.mark.parametrize("size", [(1, 1), (1, 40), (2000, 1), (7, 300), (300, 7), (224, 224), (500, 375)])
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("stored", [1, 3])
-def test_images_of_any_shape_become_square(
-    settings: Settings, size: tuple[int, int], channels: int, stored: int
-) -> None:
+def test_images_of_any_shape_become_square(size: tuple[int, int], channels: int, stored: int) -> None:
     for crop in ("random", "pad", "none"):
         data = settings(IMAGE_SIZE=48, IMAGE_CHANNELS=channels, SHIFT=0.1, ROTATE=10, CROP=crop)
         for train in (True, False):
@@ -54,7 +50,7 @@ MEAN = (0.3, 0.5, 0.8)
 @pytest.mark.parametrize("mode", ["center", "squash", "border"])
 @pytest.mark.parametrize("share", [0.9, 1.0])
 def test_validation_equals_timms(
-    settings: Settings, interpolation: str, size: tuple[int, int], decoder: str, mode: str, share: float
+    interpolation: str, size: tuple[int, int], decoder: str, mode: str, share: float
 ) -> None:
     """timm resizes the whole image and crops it; we do not compute most of what is cropped off."""
     pixels = np.asarray(Image.fromarray(noise(size[0] // 4 + 2, size[1] // 4 + 2)).resize(size))
@@ -71,7 +67,7 @@ def test_validation_equals_timms(
     assert difference.mean() < (0.05 if max(size) < 5 * min(size) else 0.3)
 
 
-def test_flip_follows_its_setting(settings: Settings) -> None:
+def test_flip_follows_its_setting() -> None:
     half = np.zeros((16, 16, 1), np.uint8)
     half[:, :8] = 255
     whole: dict[str, Any] = {"CROP_SCALE": (1.0, 1.0), "CROP_RATIO": (1.0, 1.0), "IMAGE_SIZE": 16, "IMAGE_CHANNELS": 1}
@@ -82,7 +78,7 @@ def test_flip_follows_its_setting(settings: Settings) -> None:
     assert 60 < mirrored < 140
 
 
-def test_crop_pad_shifts_the_image_over_black(settings: Settings) -> None:
+def test_crop_pad_shifts_the_image_over_black() -> None:
     image = noise(10, 10) | 1
     data = settings(IMAGE_SIZE=10, CROP="pad", FLIP=0.0)
     seen = set()
@@ -98,7 +94,7 @@ def test_crop_pad_shifts_the_image_over_black(settings: Settings) -> None:
 
 
 @pytest.mark.parametrize("train", [True, False])
-def test_crop_none_squeezes_the_whole_image(settings: Settings, train: bool) -> None:
+def test_crop_none_squeezes_the_whole_image(train: bool) -> None:
     image = noise(30, 18)
     data = settings(IMAGE_SIZE=10, CROP="none", FLIP=0.0, INTERPOLATION="bilinear")
     expected = np.asarray(Image.fromarray(image).resize((10, 10), Image.Resampling.BILINEAR))
@@ -120,9 +116,7 @@ def torchvisions(data: DataConfig, width: int, height: int, count: int) -> np.nd
 
 @pytest.mark.parametrize("size", [(500, 375), (60, 90), (500, 100)])
 @pytest.mark.parametrize("scale", [(0.05, 1.0), (0.3, 0.5)])
-def test_random_crops_have_torchvisions_distribution(
-    settings: Settings, size: tuple[int, int], scale: tuple[float, float]
-) -> None:
+def test_random_crops_have_torchvisions_distribution(size: tuple[int, int], scale: tuple[float, float]) -> None:
     """Position, size, area and shape of the boxes have the same distribution, within the noise of 3,000 draws."""
     data = settings(CROP_SCALE=scale)
     ours, theirs = (draw(data, *size, 3000) for draw in (boxes, torchvisions))
@@ -136,42 +130,40 @@ def test_random_crops_have_torchvisions_distribution(
 
 
 @pytest.mark.parametrize(("size", "box"), [((1000, 10), (493, 0, 13, 10)), ((10, 1000), (0, 493, 10, 13))])
-def test_image_too_long_for_any_crop_is_center_cropped(
-    settings: Settings, size: tuple[int, int], box: tuple[int, ...]
-) -> None:
+def test_image_too_long_for_any_crop_is_center_cropped(size: tuple[int, int], box: tuple[int, ...]) -> None:
     drawn = boxes(settings(CROP_SCALE=(0.9, 1.0)), *size, 5)
     assert {tuple(row) for row in drawn.tolist()} == {box}
 
 
-def test_validation_decodes_no_more_than_it_needs(settings: Settings) -> None:
+def test_validation_decodes_no_more_than_it_needs() -> None:
     box = Pixels(settings(IMAGE_SIZE=224), False).views(500, 375).box
     assert box == Box(0, 0, 417, 355)
 
 
-def affine(settings: Settings, row: list[float], image: torch.Tensor, **values: float) -> torch.Tensor:
+def affine(row: list[float], image: torch.Tensor, **values: float) -> torch.Tensor:
     """One image transformed by one row of uniform numbers: whether to act, shift x, shift y, zoom, angle."""
-    move = BatchAffine(settings(IMAGE_SIZE=image.shape[-1], **values), torch.device("cpu"))
+    move = BatchAffine(settings(IMAGE_SIZE=image.shape[-1], **values), CPU)
     return move(image[None, None], move.matrices(np.array([row])))[0, 0]
 
 
-def test_batch_affine_shifts_as_set(settings: Settings) -> None:
+def test_batch_affine_shifts_as_set() -> None:
     image = torch.zeros(8, 8, dtype=torch.uint8)
     image[2, 3] = 240
-    same = affine(settings, [0, 0.5, 0.5, 0.5, 0.5], image, SHIFT=0.25, ZOOM=0.5, ROTATE=90)
+    same = affine([0, 0.5, 0.5, 0.5, 0.5], image, SHIFT=0.25, ZOOM=0.5, ROTATE=90)
     assert torch.equal(same, image)
-    shifted = affine(settings, [0, 1.0, 0.5, 0.5, 0.5], image, SHIFT=0.25)
+    shifted = affine([0, 1.0, 0.5, 0.5, 0.5], image, SHIFT=0.25)
     assert shifted.nonzero().tolist() == [[2, 5]]
-    turned = affine(settings, [0, 0.5, 0.5, 0.5, 1.0], image, ROTATE=90)
+    turned = affine([0, 0.5, 0.5, 0.5, 1.0], image, ROTATE=90)
     assert torch.equal(turned, torch.rot90(image, -1))
-    untouched = affine(settings, [0.9, 1.0, 1.0, 1.0, 1.0], image, SHIFT=0.25, AFFINE_PROB=0.5)
+    untouched = affine([0.9, 1.0, 1.0, 1.0, 1.0], image, SHIFT=0.25, AFFINE_PROB=0.5)
     assert torch.equal(untouched, image)
 
 
-def test_batch_affine_zooms_about_the_middle(settings: Settings) -> None:
+def test_batch_affine_zooms_about_the_middle() -> None:
     image = torch.zeros(16, 16, dtype=torch.uint8)
     image[6:10, 6:10] = 200
-    larger = affine(settings, [0, 0.5, 0.5, 1.0, 0.5], image, ZOOM=0.5)
-    smaller = affine(settings, [0, 0.5, 0.5, 0.0, 0.5], image, ZOOM=0.5)
+    larger = affine([0, 0.5, 0.5, 1.0, 0.5], image, ZOOM=0.5)
+    smaller = affine([0, 0.5, 0.5, 0.0, 0.5], image, ZOOM=0.5)
     total = float(image.sum())
     assert float(larger.sum()) / total == pytest.approx(1.5**2, rel=0.05)
     assert float(smaller.sum()) / total == pytest.approx(0.5**2, rel=0.05)

@@ -13,11 +13,11 @@ from PIL import Image
 
 from datasets.decoding import take_transparent
 from datasets.given import ArrayPixels
+from tests.datasets.opened import settings
 from tests.datasets.pictures import encoded, square
 from tools.pack_images.run import Encoder
 from utils.config.data import DataConfig
 
-Settings = Callable[..., DataConfig]
 SIDE = 8
 HIDDEN, SHOWN = (0, 200, 0), (200, 0, 0)
 GREY_HIDDEN, GREY_SHOWN = 40, 200
@@ -88,7 +88,7 @@ def by_packing(data: DataConfig, file: bytes) -> np.ndarray:
 @pytest.mark.parametrize("reader", [by_training, by_validation, in_memory, by_packing])
 @pytest.mark.parametrize("name", [*COLOURED, *GREY])
 def test_every_file_and_reader_shows_the_background(
-    settings: Settings, name: str, reader: Callable[[DataConfig, bytes], np.ndarray]
+    name: str, reader: Callable[[DataConfig, bytes], np.ndarray]
 ) -> None:
     file = {**COLOURED, **GREY}[name]
     shown, hidden = (SHOWN, HIDDEN) if name in COLOURED else ([GREY_SHOWN] * 3, [GREY_HIDDEN] * 3)
@@ -100,27 +100,27 @@ def test_every_file_and_reader_shows_the_background(
         assert got[0, -1].tolist() == [*behind], background
 
 
-def test_grey_models_see_the_grey_of_the_background(settings: Settings) -> None:
+def test_grey_models_see_the_grey_of_the_background() -> None:
     for file in (COLOURED["png"], GREY["grey png"]):
         data = settings(IMAGE_SIZE=SIDE, IMAGE_CHANNELS=1, CROP="none", FLIP=0.0, BACKGROUND=(255, 0, 0))
         assert square(data, False, file)[0, 0, -1] == 76
 
 
-def test_half_transparent_pixels_are_mixed_with_the_background(settings: Settings) -> None:
+def test_half_transparent_pixels_are_mixed_with_the_background() -> None:
     """Alpha is straight: stored colours are not multiplied by it."""
     file = encoded(Image.new("RGBA", (SIDE, SIDE), (200, 100, 0, 51)), "PNG")
     data = settings(IMAGE_SIZE=SIDE, CROP="none", BACKGROUND="white")
     assert square(data, False, file)[:, 0, 0].tolist() == [244, 224, 204]
 
 
-def test_packing_keeps_no_small_file_with_transparent_pixels(settings: Settings) -> None:
+def test_packing_keeps_no_small_file_with_transparent_pixels() -> None:
     """Else its background would be that of the training, and that of larger images the one of the packing."""
     opaque = encoded(Image.new("RGBA", (SIDE, SIDE), (200, 100, 0, 255)), "PNG")
     encode = Encoder(settings(), {"kind": "jpeg", "short_side": SIDE, "quality": 90})
     assert [encode(file, "a.png")[0] for file in (opaque, COLOURED["png"])] == ["png", "jpg"]
 
 
-def test_images_with_transparent_pixels_are_counted_and_opaque_ones_are_not(settings: Settings) -> None:
+def test_images_with_transparent_pixels_are_counted_and_opaque_ones_are_not() -> None:
     opaque = encoded(Image.new("RGBA", (SIDE, SIDE), (200, 100, 0, 255)), "PNG")
     take_transparent()
     for background in ("white", "drop"):

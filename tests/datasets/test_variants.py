@@ -1,20 +1,19 @@
-"""Repeated augmentation: samples of an epoch, and differences between copies."""
+"""Repeated augmentation, and image sizes that the epoch determines (TRAIN.SIZE_SCHEDULE)."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from datasets import PADDING, EpochOrder, open_dataset
-from datasets.variants import Repeated
-from utils.config.data import DataConfig
-
-Settings = Callable[..., DataConfig]
+from datasets import PADDING, Batch, EpochOrder, ImageDataset, open_dataset
+from datasets.variants import Repeated, Sized
+from tests.datasets.opened import CPU, settings
+from utils.config.train import TrainConfig
 
 
 def indices(samples: int, copies: int, epoch: int = 1, accum: int = 1, world: int = 1) -> list[int]:
@@ -48,12 +47,10 @@ def test_repeated_global_batches_do_not_depend_on_ranks() -> None:
 
 
 @pytest.mark.parametrize("source", ["imagenet2012", "digits"])
-def test_repeated_copies_are_one_sample_with_new_transforms(
-    settings: Settings, cpu: torch.device, listed: Path, source: str
-) -> None:
+def test_repeated_copies_are_one_sample_with_new_transforms(listed: Path, source: str) -> None:
     channels = 1 if source == "digits" else 3
     data = settings(DATASET=source, DATA_PATH=str(listed), IMAGE_CHANNELS=channels, SHIFT=0.3, ROTATE=30)
-    samples = open_dataset(data, True, 10, 0, cpu)
+    samples = open_dataset(data, True, 10, 0, CPU)
     repeated = Repeated(samples, 3)
     count = len(samples)
     assert (len(repeated), repeated.classes, repeated.in_memory) == (count, samples.classes, samples.in_memory)
@@ -66,17 +63,58 @@ def test_repeated_copies_are_one_sample_with_new_transforms(
         assert torch.equal(repeated.__getitems__([key]).images[0], batch.images[row]), "whoever stands beside it"
 
 
-def test_repeated_copies_of_all_epochs_differ(settings: Settings, cpu: torch.device, listed: Path) -> None:
+def test_repeated_copies_of_all_epochs_differ(listed: Path) -> None:
     data = settings(DATASET="imagenet2012", DATA_PATH=str(listed))
-    repeated = Repeated(open_dataset(data, True, 10, 0, cpu), 3)
+    repeated = Repeated(open_dataset(data, True, 10, 0, CPU), 3)
     seen = [
         repeated.__getitems__([(epoch, 4 + copy * len(repeated))]).images for epoch in (1, 2, 3) for copy in (0, 1, 2)
     ]
     assert len({image.numpy().tobytes() for image in seen}) == 9
 
 
-def test_repeated_padding_stays_padding(settings: Settings, cpu: torch.device, listed: Path) -> None:
+def test_repeated_padding_stays_padding(listed: Path) -> None:
     data = settings(DATASET="imagenet2012", DATA_PATH=str(listed))
-    batch = Repeated(open_dataset(data, True, 10, 0, cpu), 2).__getitems__([(1, PADDING), (1, 13)])
+    batch = Repeated(open_dataset(data, True, 10, 0, CPU), 2).__getitems__([(1, PADDING), (1, 13)])
     assert batch.indices.tolist() == [PADDING, 1]
     assert not np.any(batch.images[0].numpy())
+
+
+TRAIN = TrainConfig(NUM_EPOCHS=4, SIZE_SCHEDULE=((0.0, 8), (0.5, 12), (0.75, 16)))
+SIZES = {1: 8, 2: 8, 3: 12, 4: 16}
+
+
+def opened(place: Path, name: str, train: TrainConfig = TRAIN, **values: Any) -> ImageDataset:
+    data = settings(**{"DATASET": name, "DATA_PATH": str(place), "IMAGE_SIZE": 16, **values})
+    return open_dataset(data, True, 10, 0, CPU).augment(train)
+
+
+def batch(dataset: ImageDataset, epoch: int) -> Batch:
+    return dataset.__getitems__([(epoch, index) for index in (3, 0, 7)])
+
+
+@pytest.mark.parametrize("name", ["digits", "synthetic", "imagenet2012"])
+@pytest.mark.parametrize("copies", [1, 2])
+def test_sized_follows_the_schedule_by_epoch(imagenet: Path, name: str, copies: int) -> None:
+    samples = opened(imagenet, name, SHIFT=0.1)
+    grown = Sized(Repeated(samples, copies) if copies > 1 else samples, TRAIN, 16)
+    assert {epoch: batch(grown, epoch).images.shape[-2:] for epoch in SIZES} == {e: (s, s) for e, s in SIZES.items()}
+
+
+@pytest.mark.parametrize("name", ["digits", "imagenet2012"])
+@pytest.mark.parametrize("changes", [{}, {"RAND_AUGMENT": True, "COLOR_JITTER": 0.4}], ids=["plain", "augmented"])
+def test_sized_images_equal_a_data_set_of_that_size(imagenet: Path, name: str, changes: dict[str, Any]) -> None:
+    """Independent of earlier batches: a resumed run may start at any epoch."""
+    train = TRAIN.model_copy(update=changes)
+    grown = Sized(opened(imagenet, name, train, SHIFT=0.1, ROTATE=10), train, 16)
+    for epoch in (4, 1, 3, 2, 1):
+        alone = opened(imagenet, name, train, SHIFT=0.1, ROTATE=10, IMAGE_SIZE=SIZES[epoch])
+        for ours, theirs in zip(batch(grown, epoch), batch(alone, epoch), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_sized_reports_broken_images_of_all_sizes(listed: Path) -> None:
+    (listed / "train/0.png").write_bytes(b"no image")
+    grown = Sized(opened(listed, "imagenet2012", MAX_BAD=1), TRAIN, 16)
+    for epoch in (1, 4):
+        grown.__getitems__([(epoch, 0)])
+        assert [broken[0] for broken in grown.take_broken()] == [0]

@@ -162,14 +162,11 @@ def test_modules_moved_to_fp32_stay_there(place: Path, whole: Path, tmp_path: Pa
     source = inspect(whole / "checkpoints" / f"step-{STOPPED_AT:09d}")
     state = {**read_state(source), "fp32_modules": modules}
     meta = {key: value for key, value in source.meta.items() if key not in ("format", "files")}
-    moved = save_checkpoint(
-        tmp_path, STOPPED_AT, {name: dict(open_tensors(source, name)) for name in (MODEL, EMA)}, state, meta
-    )
+    tensors = {name: dict(open_tensors(source, name)) for name in (MODEL, EMA)}
+    moved = save_checkpoint(tmp_path, STOPPED_AT, tensors, state, meta)
     words = ("-amp", "bf16", f"AMP.LEVEL={level}", "-resume", moved, f"TRAIN.MAX_UPDATES={STOPPED_AT + 2}")
-    ours, theirs = (
-        start(place, f"moved {level} {strategy}", *words, f"DIST.STRATEGY={strategy}")[0]
-        for strategy in ("fsdp", "ddp")
-    )
+    kinds = ("fsdp", "ddp")
+    ours, theirs = (start(place, f"moved {level} {kind}", *words, f"DIST.STRATEGY={kind}")[0] for kind in kinds)
     losses = [[line["loss"] for line in metrics(run, "train")] for run in (ours, theirs)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     saved = inspect(ours / "checkpoints" / f"step-{STOPPED_AT + 2:09d}")

@@ -89,13 +89,6 @@ def test_two_processes_name_what_each_of_them_met(train: Callable[..., Result], 
     assert len((tmp_path / "run" / "broken.txt").read_text().splitlines()) == 2
 
 
-def test_a_list_that_does_not_exist(train: Callable[..., Result], tmp_path: Path) -> None:
-    done = train("-output", tmp_path / "run", "DATA.EXCLUDE=nowhere.txt")
-    assert done.code == 2
-    assert "DATA.EXCLUDE: the file nowhere.txt does not exist" in done.err
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.slow
 def test_run_whose_loading_processes_were_killed_resumes(
     start: Callable[..., Run], train: Callable[..., Result], photos: Path, tmp_path: Path

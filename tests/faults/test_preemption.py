@@ -221,10 +221,10 @@ def test_the_time_given_leaves_room_for_saving(monkeypatch: pytest.MonkeyPatch) 
     assert not Deadline(None, lambda: 1e9).passed()
 
 
-SMALL = [
-    *("MODEL.DEPTH=1", "MODEL.EMBED_DIM=32", "MODEL.NUM_HEADS=2", "MODEL.PATCH_SIZE=16", "DATA.IMAGE_SIZE=32"),
-    *("DATA.IMAGE_CHANNELS=3", "DATA.DATASET=imagenet2012", "DATA.NUM_WORKERS=1", "DATA.BATCH_SIZE=4"),
-]
+PHOTOS = (
+    *("MODEL.PATCH_SIZE=16", "DATA.IMAGE_SIZE=32", "DATA.IMAGE_CHANNELS=3", "DATA.DATASET=imagenet2012"),
+    *("DATA.NUM_WORKERS=1", "DATA.BATCH_SIZE=4", *ENDLESS, "REPORT_FREQ=1"),
+)
 ALL_THERE = "a launcher, two ranks, a loading process each; or one process and its own"
 
 
@@ -234,7 +234,7 @@ ALL_THERE = "a launcher, two ranks, a loading process each; or one process and i
     ids=["a single process", "to the launcher", "to the whole group"],
 )
 def test_ctrl_c_ends_all(start: Callable[..., Run], imagenet: Path, processes: int, to_all: bool) -> None:
-    run = start(*SMALL, *ENDLESS, "REPORT_FREQ=1", f"DATA.DATA_PATH={imagenet}", ngpus=processes)
+    run = start(*PHOTOS, f"DATA.DATA_PATH={imagenet}", ngpus=processes)
     run.wait_for_updates()
     assert len(run.alive()) >= (5 if processes else 2), ALL_THERE
     if to_all:
@@ -250,7 +250,7 @@ def test_ctrl_c_ends_all(start: Callable[..., Run], imagenet: Path, processes: i
 
 @pytest.mark.slow
 def test_a_killed_launcher_leaves_no_orphans(start: Callable[..., Run], imagenet: Path) -> None:
-    run = start(*SMALL, *ENDLESS, "REPORT_FREQ=1", f"DATA.DATA_PATH={imagenet}")
+    run = start(*PHOTOS, f"DATA.DATA_PATH={imagenet}")
     run.wait_for_updates()
     assert len(run.alive()) >= 5, ALL_THERE
     run.process.kill()

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,28 +30,26 @@ def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.glob("step-*"))
 
 
+@dataclass(frozen=True)
 class Gate:
     """Holds the writing thread back until it is opened."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._open, self._write = threading.Event(), disk.write_files
-        self.writing = threading.Event()
-        monkeypatch.setattr(saving, "write_files", self._wait)
-
-    def _wait(self, *args: Any) -> None:
-        self.writing.set()
-        assert self._open.wait(60)
-        self._write(*args)
-
-    def open(self) -> None:
-        self._open.set()
+    open: threading.Event
+    writing: threading.Event
 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    made = Gate(monkeypatch)
+    made = Gate(threading.Event(), threading.Event())
+
+    def wait(*args: Any) -> None:
+        made.writing.set()
+        assert made.open.wait(60)
+        disk.write_files(*args)
+
+    monkeypatch.setattr(saving, "write_files", wait)
     yield made
-    made.open()
+    made.open.set()
 
 
 def test_what_is_written_is_what_was_when_it_was_saved(tmp_path: Path, gate: Gate) -> None:
@@ -61,7 +60,7 @@ def test_what_is_written_is_what_was_when_it_was_saved(tmp_path: Path, gate: Gat
     assert gate.writing.wait(10)
     weight.zero_()  # training goes on
     moment.zero_()
-    gate.open()
+    gate.open.set()
     saver.finish()
     found = verify(inspect(tmp_path / folder_name(1)))
     assert torch.equal(dict(open_tensors(found))["weight"], torch.arange(6.0).reshape(2, 3).t())
@@ -81,7 +80,7 @@ def test_one_at_a_time_and_the_wait_is_counted(tmp_path: Path, gate: Gate, monke
     def let_it_write() -> None:
         assert waiting.wait(60)
         now[0] += 7
-        gate.open()
+        gate.open.set()
 
     saver, waiting = Saver(tmp_path, Config(), pinned=False), threading.Event()
     wait_for_writer = saver.wait_for_writer
@@ -106,7 +105,7 @@ def test_one_at_a_time_and_the_wait_is_counted(tmp_path: Path, gate: Gate, monke
 def test_a_failed_run_lets_its_last_checkpoint_be_written(tmp_path: Path, gate: Gate) -> None:
     saver = Saver(tmp_path, Config(), pinned=False)
     saver.save(Snapshot({MODEL: {"weight": torch.ones(4)}}, {}, meta(1), None))
-    threading.Timer(0.2, gate.open).start()
+    threading.Timer(0.2, gate.open.set).start()
     saver.finish_after_failure()
     verify(inspect(tmp_path / folder_name(1)))
 

@@ -174,20 +174,13 @@ def test_mpirun(alone: object, place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_srun(alone: object, place: Path, cluster: Slurm) -> None:
-    """Two nodes with one task each; older scripts, `HOST=... srun bash script.sh`, give the host by a flag."""
-    run = place / "srun"
-    flags = ("-host", "127.0.0.1", "-port", free_port())
-    done = launch("srun", "-N", 2, "-n", 2, sys.executable, *program(run), *flags, env=cluster.env)
-    well(done, "SLURM, 2 processes on 1 machine")  # both nodes are this machine
-    assert outcome(run) == alone
-
-
-@pytest.mark.slow
-def test_srun_on_one_node_needs_no_host(alone: object, place: Path, cluster: Slurm) -> None:
-    run = place / "srun_one"
-    done = launch("srun", "-N", 1, "-n", 2, "-c", 1, sys.executable, *program(run), env=cluster.env)
-    well(done, "SLURM, 2 processes on 1 machine")
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_srun(alone: object, place: Path, cluster: Slurm, nodes: int) -> None:
+    """Two nodes need the host of rank 0 by a flag, as older scripts, `HOST=... srun bash script.sh`, give it."""
+    run = place / f"srun{nodes}"
+    flags = ("-host", "127.0.0.1", "-port", free_port()) if nodes == 2 else ()
+    start = ("srun", "-N", nodes, "-n", 2, *["-c", 1] * (nodes == 1), sys.executable)
+    well(launch(*start, *program(run), *flags, env=cluster.env), "SLURM, 2 processes on 1 machine")
     assert outcome(run) == alone
 
 

@@ -130,7 +130,7 @@ def test_duplicate_rank_is_refused(ranks: Ranks) -> None:
 @pytest.mark.parametrize("unable", [1, 0])
 def test_rank_that_cannot_take_part_ends_the_others(ranks: Ranks, unable: int, by: str) -> None:
     """Its problem is found before it joins them."""
-    words: dict[int, tuple[object, ...]] = {unable: ("-device", "cuda")}
+    words = {unable: ("-device", "cuda")}
     both = [ranks.start(number, *words.get(number, ()), by=by, CUDA_VISIBLE_DEVICES="") for number in (0, 1)]
     refused(both[unable], "-device cuda: .* sees no GPU here")
     refused(both[1 - unable], rf"rank {unable} on {HOST} \(process \d+\): -device cuda: .* sees no GPU here")

@@ -142,10 +142,8 @@ def test_weights_without_a_classifier_are_loaded(donor: nn.Module, tmp_path: Pat
 def test_position_embedding_is_resized_to_the_image(donor: nn.Module, weights: Path) -> None:
     ours, said = load(weights, image_size=64)
     assert "pos_embed resized from 1x17x16 to 1x65x16" in said
-    position = ours.pos_embed
-    assert isinstance(position, torch.Tensor)
-    assert torch.equal(position[:, 0], donor.pos_embed[:, 0])  # pyright: ignore
-    assert position.shape == (1, 65, 16)
+    assert torch.equal(ours.pos_embed[:, 0], donor.pos_embed[:, 0])  # pyright: ignore
+    assert ours.pos_embed.shape == (1, 65, 16)  # pyright: ignore
     assert_equal_weights(ours, donor, but=("pos_embed",))
 
 
@@ -234,8 +232,7 @@ def npz(donor: nn.Module, tmp_path: Path) -> Path:
 def test_npz_is_loaded(donor: nn.Module, npz: Path) -> None:
     ours, said = load(npz)
     assert_equal_weights(ours, donor)
-    assert "freshly initialised" not in said
-    assert "resized" not in said
+    assert not re.search("freshly initialised|resized", said)
     image = torch.rand(2, 3, 32, 32)
     with torch.no_grad():
         assert torch.equal(ours(image), donor(image))

@@ -57,7 +57,7 @@ def test_watchdog_does_not_blame_a_rank_that_has_left() -> None:
 
 def test_leaving_after_the_store_has_closed_is_no_failure() -> None:
     fails = mock.Mock(side_effect=ConnectionError)
-    store = mock.Mock(set=fails, get=fails, check=fails)
+    store = mock.Mock(set=fails, add=fails, get=fails, check=fails)
     watchdog = Watchdog(store, World(1, 2, 1, 2, "SLURM"), members(1, 2), 600)
     watchdog.leave(1)
     assert "watchdog" not in [thread.name for thread in threading.enumerate()]

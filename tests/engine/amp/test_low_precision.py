@@ -123,7 +123,6 @@ def output_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     ("patterns", "taken"),
     [
         (["head"], ["head"]),
-        (["blocks.1"], ["blocks.1"]),
         (["blocks.*.attn"], ["blocks.0.attn", "blocks.1.attn"]),
         (["blocks.1.mlp.fc?"], ["blocks.1.mlp.fc1", "blocks.1.mlp.fc2"]),
         (["blocks.[1-9]", "blocks.1.mlp"], ["blocks.1"]),
@@ -206,7 +205,6 @@ def test_fp8_converts_suitable_layers_and_logs_the_others(tiny: Path, said: pyte
     assert linears(ready.model) == {**fitting, **others}
     (warning,) = [r.getMessage() for r in said.records if (r.name, r.levelno) == (log.name, logging.WARNING)]
     assert "EMULATED" in warning
-    assert "8.9" in warning
     (left,) = [r.getMessage() for r in said.records if "left in bf16" in r.getMessage()]
     assert left.endswith(": blocks.0.mlp.fc1, blocks.0.mlp.fc2, head")
     qkv: Any = ready.model.get_submodule("blocks.0.attn.qkv")
@@ -295,12 +293,3 @@ def test_weights_with_another_use_are_not_cast() -> None:
     )
     model["tied"].weight = model["embedding"].weight  # pyright: ignore[reportArgumentType]
     assert names_of(model) == {"tied.bias"}
-
-
-def test_autocast_casts_these_weights() -> None:
-    """The gradient's way back is a cast, and the result that of weights that are in half precision already."""
-    for layer, images in ((nn.Linear(3, 2), torch.rand(4, 3)), (nn.Conv2d(3, 2, 1), torch.rand(4, 3, 2, 2))):
-        assert names_of(layer) == {"weight", "bias"}
-        with torch.autocast("cpu", torch.bfloat16):
-            expected = layer(images)
-            assert torch.equal(layer.bfloat16()(images), expected)

@@ -104,12 +104,6 @@ def test_scale_does_not_fall_below_1_and_recovers(cut_after: int) -> None:
     assert [driven.update(False) for _ in range(4)] == [1.0, 2.0, 2.0, 4.0]
 
 
-@pytest.mark.parametrize("cut_after", [1, 2])
-def test_scale_never_grows_to_infinity(cut_after: int) -> None:
-    driven = Driven(amp(INIT_LOSS_SCALING=2.0**127, INCR_EVERY_N_STEPS=1, DECR_EVERY_N_NAN_OR_INF=cut_after))
-    assert driven.update(False) == 2.0**127
-
-
 # ---- saved and gone on with
 
 OVERFLOWING = {"AMP__ENABLED": "true", "AMP__DTYPE": "fp16", "AMP__INIT_LOSS_SCALING": 2.0**60}

@@ -21,7 +21,7 @@ from engine.inputs.batches import Inputs
 from engine.speed.attention import AttentionKernel, attention_by_rule
 from engine.speed.attention_kinds import PACKED, attention_layers
 from engine.speed.attention_race import first_call, race, race_attention, winner
-from engine.speed.kernels.attention import key_blocks, supports
+from engine.speed.kernels.attention import supports
 from engine.speed.packed_attention import PackedAttention, can_be_packed, packed_only
 from engine.speed.speedup import BuiltModel, Choice
 from engine.speed.tuning import speed_up
@@ -206,12 +206,6 @@ def test_apply_attention_sets_and_resets_torchs_backends(vit: nn.Module) -> None
 
 
 # ---- packed
-
-
-def test_key_blocks_hold_any_number_of_tokens() -> None:
-    for tokens in range(1, 257):
-        held = sum(key_blocks(tokens))
-        assert tokens <= held <= max(16, 1 << (tokens - 1).bit_length())
 
 
 @pytest.fixture

@@ -138,7 +138,6 @@ def test_only_plain_mlps_are_fused(mlp: Mlp, fused: bool) -> None:
     ("device", "dtype", "fused"),
     [
         ("cuda", torch.half, True),
-        ("cuda", torch.bfloat16, True),
         ("cuda", torch.float, False),
         ("cpu", torch.half, False),
     ],

@@ -113,13 +113,12 @@ def test_run_resumed_on_another_kind_of_device_chooses_again() -> None:
 def test_gpu_checkpoint_resumes_on_a_cpu_without_compiling(vitamp: Callable, tiny: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = ("-cfg", tiny, "-output", run, "TRAIN.NUM_EPOCHS=2", "SAVE_FREQ=1")
-    assert vitamp(*words, "TRAIN.MAX_UPDATES=45").code == 0
+    vitamp(*words, "TRAIN.MAX_UPDATES=45", code=0)
     for meta in run.glob("checkpoints/step-*/meta.json"):
         told = json.loads(meta.read_text())
         told["choices"] |= {"compile": "whole", "computed_in": "cuda fp32"}
         write_meta(meta, told)
-    done = vitamp(*words, "-resume", "auto", env={"CXX": "no-such-compiler"})
-    assert done.code == 0, done.text
+    done = vitamp(*words, "-resume", "auto", env={"CXX": "no-such-compiler"}, code=0)
     chosen_again = "used TRAIN.COMPILE whole, but on cuda instead of cpu, so TRAIN.COMPILE is chosen again."
     assert f"The resumed run {chosen_again}" in done.out
     assert "compile    none (auto: on cpu compiling takes longer than it saves)" in done.out
@@ -134,11 +133,10 @@ def test_compile_blocks_is_rejected_for_models_without_blocks() -> None:
 
 
 def test_missing_compiler_is_one_clear_error(vitamp: Callable, tiny: Path, tmp_path: Path) -> None:
-    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", "TRAIN.COMPILE=whole", env={"CXX": "no-such-compiler"})
-    assert done.code == 2, done.text
+    words = ("-cfg", tiny, "-output", tmp_path / "run", "TRAIN.COMPILE=whole")
+    done = vitamp(*words, env={"CXX": "no-such-compiler"}, code=2)
     assert "TRAIN.COMPILE whole: torch.compile needs a compiler, and there is no no-such-compiler" in done.text
     assert "set TRAIN.COMPILE=none" in done.text
-    assert "Traceback" not in done.text
 
 
 @pytest.mark.usefixtures("gpu")

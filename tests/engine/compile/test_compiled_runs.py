@@ -62,7 +62,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     assert done.code == 0, done.text
     assert "Compiling the forward and backward pass" in done.text
     assert f"cached in {place / 'cache' / 'compiled'}" in done.text
-    assert run_program(*words, "-output", made.eager, streams=place).code == 0
+    run_program(*words, "-output", made.eager, streams=place, code=0)
     return made
 
 
@@ -79,9 +79,8 @@ def test_compiled_run_is_the_eager_one_but_for_rounding(runs: Runs) -> None:
 def test_resumed_compiled_run_is_the_uninterrupted_one(vitamp: Vitamp, runs: Runs, tmp_path: Path) -> None:
     """By `auto`, which on a CPU would not compile, but keeps what the run had."""
     words = (*runs.words, "-output", tmp_path / "stopped")
-    assert vitamp(*words, "TRAIN.COMPILE=whole", f"TRAIN.MAX_UPDATES={MIDDLE}", timeout=SLOW).code == 0
-    done = vitamp(*words, "-resume", "auto", timeout=SLOW)
-    assert done.code == 0, done.text
+    vitamp(*words, "TRAIN.COMPILE=whole", f"TRAIN.MAX_UPDATES={MIDDLE}", timeout=SLOW, code=0)
+    done = vitamp(*words, "-resume", "auto", timeout=SLOW, code=0)
     assert "compile    whole (as before the resume)" in done.text
     for name in FILES:
         assert torch.equal(weights(tmp_path / "stopped", name), weights(runs.whole, name)), name
@@ -95,17 +94,15 @@ def test_incomplete_files_of_the_compiler_are_named(vitamp: Vitamp, runs: Runs, 
     for library in cache.rglob("*.so"):
         os.truncate(library, 0)
     words = (*runs.words, f"DATA.CACHE={cache}", "-output", tmp_path / "run", "TRAIN.COMPILE=whole")
-    done = vitamp(*words, timeout=SLOW)
-    assert done.code == 2, done.text
+    done = vitamp(*words, timeout=SLOW, code=2)
     assert f"remove the incomplete files in {cache}" in done.text
 
 
 @pytest.mark.parametrize(("first", "then"), [("whole", "none"), ("none", "whole")])
 def test_compiling_can_change_at_a_resume(vitamp: Vitamp, runs: Runs, tmp_path: Path, first: str, then: str) -> None:
     words = (*runs.words, "-output", tmp_path / "run")
-    assert vitamp(*words, f"TRAIN.COMPILE={first}", f"TRAIN.MAX_UPDATES={MIDDLE}", timeout=SLOW).code == 0
-    done = vitamp(*words, "-resume", "auto", f"TRAIN.COMPILE={then}", timeout=SLOW)
-    assert done.code == 0, done.text
+    vitamp(*words, f"TRAIN.COMPILE={first}", f"TRAIN.MAX_UPDATES={MIDDLE}", timeout=SLOW, code=0)
+    vitamp(*words, "-resume", "auto", f"TRAIN.COMPILE={then}", timeout=SLOW, code=0)
     assert off(tmp_path / "run", runs.eager) < 1e-3
 
 
@@ -113,8 +110,7 @@ def test_two_processes_compile_blocks(vitamp: Vitamp, tiny: Path, tmp_path: Path
     cache, until = f"DATA.CACHE={tmp_path / 'cache'}", f"TRAIN.MAX_UPDATES={MIDDLE}"
     words = ("-cfg", tiny, "-ngpus", 2, "DATA.BATCH_SIZE=16", until, cache)
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    done = vitamp(*words, "-output", ours, "TRAIN.COMPILE=whole", script="main_multi_gpu.py", timeout=SLOW)
-    assert done.code == 0, done.text
+    done = vitamp(*words, "-output", ours, "TRAIN.COMPILE=whole", script="main_multi_gpu.py", timeout=SLOW, code=0)
     assert "compile    blocks (one graph would delay the all-reduce of gradients" in done.text
-    assert vitamp(*words, "-output", theirs, script="main_multi_gpu.py", timeout=SLOW).code == 0
+    vitamp(*words, "-output", theirs, script="main_multi_gpu.py", timeout=SLOW, code=0)
     assert 0 < off(ours, theirs, MIDDLE) < 1e-3

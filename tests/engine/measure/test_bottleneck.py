@@ -199,8 +199,7 @@ def test_slow_data_source_is_reported_as_input_bound(
 ) -> None:
     data = ("-dataset", "shards", "-data_path", slow_source, "-batch_size", 4, "-num_workers", 0)
     words = ("DATA.IMAGE_SIZE=16", "DATA.IMAGE_CHANNELS=3", "MODEL.NUM_CLASSES=3", f"DATA.CACHE={tmp_path / 'cache'}")
-    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *data, *words, "TRAIN.NUM_EPOCHS=1")
-    assert done.code == 0, done.text
+    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *data, *words, "TRAIN.NUM_EPOCHS=1", code=0)
     (sentence,) = re.findall("Where the time went: (.*)", done.out)
     assert sentence.startswith("input-bound: the CPU waited for data ")
     assert "the training process loads the images itself" in sentence

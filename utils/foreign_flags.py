@@ -16,8 +16,6 @@ from utils.errors import UserError, closest, either, nearest
 from utils.flags import IGNORED, Flag
 from utils.precisions import AMP_WORDS
 
-BOOLEANS = {"true", "false", "none", "null", "0", "1"}
-"""Values for on and off in other programs: after -amp, a similarly spelt value is no helpful suggestion."""
 ELSEWHERE = {
     "-accum_iter": ("gradient_accumulation_steps", "accumulation_steps", "accumulate_grad_batches"),
     "-amp": ("precision", "native_amp"),
@@ -156,5 +154,5 @@ def unrecognised(text: str, before: Flag | None, known: Mapping[str, Flag], take
 
 def amp_advice(value: str) -> str:
     """Advice on what to write instead of `-amp value`."""
-    guess = "" if value.casefold() in BOOLEANS else nearest(value, AMP_WORDS.split()).lstrip() + " "
-    return f"{guess}-amp alone turns AMP on; its values are {AMP_WORDS}.".lstrip()
+    guess = nearest(value, AMP_WORDS.split()) if len(value) > 1 else ""  # 0 and 1 are other programs' off and on
+    return f"{guess} -amp alone turns AMP on; its values are {AMP_WORDS}.".lstrip()

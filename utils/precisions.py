@@ -29,9 +29,8 @@ AMP_SETTINGS: dict[str, dict[str, Any]] = {
     # A dtype leaves LEVEL to other settings, and a level leaves DTYPE to them.
     **{dtype: {**ON, "DTYPE": dtype} for dtype in DTYPES},
     **{level: {**ON, "LEVEL": level} for level in LEVELS},
-    "on": ON,
-    "yes": ON,
-    "no": {"ENABLED": False},
+    **dict.fromkeys(("on", "yes", "true"), ON),
+    **{word: {"ENABLED": False} for word in ("no", "false", "O0")},
     "torch": {**ON, "DTYPE": "auto", "LEVEL": "O1"},
 }
 AMP_SETTINGS |= {name: settings for name, settings in PRECISIONS.items() if name not in AMP_SETTINGS}

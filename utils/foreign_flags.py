@@ -154,5 +154,6 @@ def unrecognised(text: str, before: Flag | None, known: Mapping[str, Flag], take
 
 def amp_advice(value: str) -> str:
     """Advice on what to write instead of `-amp value`."""
-    guess = nearest(value, AMP_WORDS.split()) if len(value) > 1 else ""  # 0 and 1 are other programs' off and on
+    of_others = value.casefold() in ("none", "null", "0", "1")  # on and off elsewhere: a similar word is no help
+    guess = "" if of_others else nearest(value, AMP_WORDS.split())
     return f"{guess} -amp alone turns AMP on; its values are {AMP_WORDS}.".lstrip()

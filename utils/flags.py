@@ -110,7 +110,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     "Your own code": (
         Flag(
             "use",
-            "your own losses, models, augmentations or data sets: Python files, separated by commas (docs/own_code.md)",
+            "your own losses, metrics, models, augmentations or data sets: Python files, separated by commas "
+            "(docs/own_code.md)",
             "FILE",
             ("USE",),
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from datasets import comes_unsplit
+from datasets.registry import source_named
 from engine.machine.device import Run, arguments, describe_devices, global_batch, libraries
 from engine.optim.build import (
     describe_learning_rate,
@@ -26,15 +27,18 @@ def banner(run: Run, ready: Ready, folder: Path | None) -> str:
     """One row per topic. `folder` None: a dry run."""
     config, world, data = run.config, run.world, run.config.DATA
     mean, std = (", ".join(f"{value:g}" for value in values) for values in (data.IMAGENET_MEAN, data.IMAGENET_STD))
-    crop = f"crop {data.CROP}, " if isinstance(ready, ReadyToTrain) else ""
-    crop += f"CROP_PCT {data.CROP_PCT:g}" + ("" if data.CROP_MODE == "center" else f", CROP_MODE {data.CROP_MODE}")
+    inputs, source = [f"mean {mean}; std {std}"], source_named(data.DATASET)
+    if source is None or source.arrays != "whole":  # else no image is cropped or resized
+        crop = [f"crop {data.CROP}"] * isinstance(ready, ReadyToTrain) + [f"CROP_PCT {data.CROP_PCT:g}"]
+        crop += [f"CROP_MODE {data.CROP_MODE}"] * (data.CROP_MODE != "center") + [data.INTERPOLATION]
+        inputs.append(", ".join(crop))
     rows = [
         ("device", describe_devices(run.device, world, run.threads)),
         ("precision", ready.precision.line()),
         ("computing", ready.computing),
         ("model", describe_model(ready.model)),
         ("data", _data(config, ready)),
-        ("inputs", f"mean {mean}; std {std}; {crop}, {data.INTERPOLATION}"),
+        ("inputs", "; ".join(inputs)),
         *ready.task.rows(ready.val_set).items(),
     ]
     if isinstance(ready, ReadyToTrain):
@@ -118,7 +122,7 @@ def _training(config: Config, ready: ReadyToTrain, world: World) -> str:
         f"{counted(warmup, 'epoch')} of warm-up, then {describe_schedule(train, end)}"
     )
     text += f"; weight decay {train.WEIGHT_DECAY:g}"
-    if loss := loss_named(train.LOSS).words(train):
+    if not config.MODEL.MAE_PRETRAIN and (loss := loss_named(train.LOSS).words(train)):
         text += f"; {loss}"
     if train.GRAD_CLIP is not None:
         text += f"; gradient norm at most {train.GRAD_CLIP:g}"

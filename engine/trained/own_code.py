@@ -46,7 +46,7 @@ IN_VALIDATION = (*IN_TOOLS, "metric")
 IS_BUILT_IN: dict[str, Callable[[str], bool]] = {
     "loss": lambda name: name.casefold() in choices("TRAIN.LOSS"),
     "model": lambda name: timm.is_model(name) and timm.model_entrypoint(name).__module__ != __name__,
-    "augmentation": lambda name: name in POLICIES,
+    "augmentation": lambda name: name.casefold() in POLICIES,
     # Or it reads as a field that lines of metrics.jsonl have already.
     "metric": lambda name: name in METRICS or name in NO_METRICS or set_of(name)[1] != name,
     "dataset": lambda name: name in datasets.names(),
@@ -131,7 +131,7 @@ def _bind(config: Config, kinds: Sequence[str]) -> None:
     """Offer what is registered to what chooses by name, and check names and settings."""
     for name, own in registered.items():
         if IS_BUILT_IN[own.kind](name):
-            raise UserError(f"-use {own.file}: vitamp has a {own.kind} {name} already; rename yours.")
+            raise UserError(f"-use {own.file}: the {own.kind} {name} is vitamp's own already; rename yours.")
         if own.kind == "model" and not timm.is_model(name):
             _offer(own)
     if "loss" in kinds and config.TRAIN.own_loss:

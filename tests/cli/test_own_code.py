@@ -120,7 +120,12 @@ BAD = [
     ("TRAIN.LOSS=bad", "import sys\nsys.exit(0)\n", "mine.py, line 2: SystemExit: 0"),
     ("TRAIN.LOSS=bad", "raise KeyboardInterrupt\n", "mine.py, line 1: KeyboardInterrupt"),
     ("TRAIN.LOSS=bad", "x = 1\n", "registers nothing"),
-    ("TRAIN.LOSS=ce", f"{LOSS}def ce(logits, targets): ...\n", "vitamp has a loss ce already"),
+    ("TRAIN.LOSS=ce", f"{LOSS}def ce(logits, targets): ...\n", "the loss ce is vitamp's own already"),
+    (
+        "TRAIN.AUGMENT=Trivial",
+        "from vitamp import augmentation\n\n@augmentation\ndef Trivial(image): ...\n",
+        "vitamp's own",
+    ),
     ("TRAIN.LOSS=bad", f"{LOSS}def bad(logits): ...\n", "line 2: loss 'bad' must take"),
     ("TRAIN.LOSS=bad", f"{LOSS}def bad(logits, targets): return logits\n", "as a scalar"),
     ("TRAIN.LOSS=bad", f"{LOSS}def bad(logits, targets):\n    return logits[99]\n", "line 4: IndexError"),
@@ -130,8 +135,12 @@ BAD = [
     ("VALIDATE_METRICS=bad", f"{METRIC}def bad(probabilities): ...\n", "line 4: metric 'bad' must take the arguments"),
     ("VALIDATE_METRICS=bad", BEYOND, "line 6: IndexError"),
     ("VALIDATE_METRICS=bad", f"{METRIC}def bad(probabilities, labels): return labels\n", "bad returned a tensor of"),
-    ("VALIDATE_METRICS=bad", f"{METRIC}def macro_f1(probabilities, labels): ...\n", "has a metric macro_f1 already"),
-    ("VALIDATE_METRICS=bad", f"{METRIC}def ema_f(probabilities, labels): ...\n", "vitamp has a metric ema_f already"),
+    (
+        "VALIDATE_METRICS=bad",
+        f"{METRIC}def macro_f1(probabilities, labels): ...\n",
+        "the metric macro_f1 is vitamp's own",
+    ),
+    ("VALIDATE_METRICS=bad", f"{METRIC}def ema_f(probabilities, labels): ...\n", "the metric ema_f is vitamp's own"),
     ("VALIDATE_METRICS=bad", f"{METRIC}def bade(probabilities, labels): ...\n", "bad: there is no metric of this"),
 ]
 

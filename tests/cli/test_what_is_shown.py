@@ -123,8 +123,9 @@ def test_next_commands_have_the_folder_and_come_before_the_last_line(
 
 
 def test_banner_has_mean_std_and_crop(vitamp: Vitamp, tiny: Path) -> None:
-    done = vitamp("-cfg", tiny, "-dry_run")
-    assert re.search(r"inputs +mean 0\.5; std 0\.5; crop random, CROP_PCT 0\.875, bicubic\n", done.out), done.out
+    digits, others = vitamp("-cfg", tiny, "-dry_run"), vitamp("-cfg", tiny, "-dry_run", "-dataset", "synthetic")
+    assert re.search(r"inputs +mean 0\.5; std 0\.5\n", digits.out), digits.out  # which are not cropped
+    assert re.search(r"inputs +mean 0\.5; std 0\.5; crop random, CROP_PCT 0\.875, bicubic\n", others.out), others.out
 
 
 @pytest.mark.slow

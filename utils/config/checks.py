@@ -13,6 +13,7 @@ from utils.config.fields import broken, rules_of
 from utils.config.keys import default_of, settings, value_of
 from utils.config.kinds import AUTO, one_line
 from utils.config.schema import Config
+from utils.config.train import LOSSES
 from utils.errors import either, nearest
 from vitamp.metrics import KNN
 
@@ -94,7 +95,7 @@ def _names(config: Config) -> Iterator[Problem]:
     """A loss that does not exist, or a metric that this run does not measure."""
     loss, by, kind = config.TRAIN.LOSS, config.SAVE_BEST_BY, config.task
     if config.TRAIN.own_loss and not config.USE:
-        yield "TRAIN.LOSS", f"{loss} is not ce or bce.{nearest(loss, ('ce', 'bce'))} One of your own needs -use FILE"
+        yield "TRAIN.LOSS", f"{loss} is not {either(LOSSES)}.{nearest(loss, LOSSES)} One of your own needs -use FILE"
     measured = [name for name in kind.deciding if name != KNN.name or config.measures_knn]
     if by not in measured and by not in config.VALIDATE_METRICS:
         other = " (knn needs TRAIN.KNN)" if by == KNN.name else nearest(by, [*measured, *config.VALIDATE_METRICS])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field
 
@@ -29,8 +29,9 @@ _BCE = only_with("TRAIN.LOSS=bce")
 _LABELLED = overridden_by("MODEL.MAE_PRETRAIN", why="images without labels are not mixed or erased")
 
 _MASKED = only_with("MODEL.MAE_PRETRAIN")
-_OF_PROGRAM = only_with("TRAIN.LOSS=ce|bce")
-_LOSSES = ("ce", "bce")
+Losses = Literal["ce", "bce"]
+LOSSES: tuple[str, ...] = get_args(Losses)
+_OF_PROGRAM = only_with(f"TRAIN.LOSS={'|'.join(LOSSES)}")
 
 
 class MuonConfig(Section):
@@ -96,11 +97,12 @@ class TrainConfig(Section):
     )
     OPTIMIZER: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The optimiser.")
     LR_SCHEDULER: SchedulerConfig = Field(default_factory=SchedulerConfig, description="The schedule.")
-    LOSS: Literal["ce", "bce"] | OwnName = setting(
+    LOSS: Losses | OwnName = setting(
         "ce",
         "Loss for the labels. ce: cross-entropy. bce: binary cross-entropy, each class by itself, as in DeiT III; the "
         "default with DATA.MULTI_LABEL. Or a loss of your own, by its name in a file of USE.",
         excludes("DATA.MULTI_LABEL", at="ce", why="cross-entropy has one class per image", do="leave TRAIN.LOSS out"),
+        overridden_by("MODEL.MAE_PRETRAIN", why="it learns the pixels of hidden patches"),
     )
     BCE_TARGET_THRESH: FractionBelowOne | None = setting(
         None, "Targets above it become 1, others 0 (0: both labels of a mixed image count); null: soft targets.", _BCE
@@ -128,8 +130,8 @@ class TrainConfig(Section):
     RAND_AUGMENT_MAGNITUDE: float = setting(9, "RandAugment: magnitude.", ge=0, le=10)
     AUGMENT: Names = setting(
         (),
-        "More augmentations of single images, in this order: trivial (TrivialAugment, wide), three (ThreeAugment of "
-        "DeiT III: greyscale, solarise or blur), and your own, by their names in the files of USE.",
+        "More augmentations of single images: trivial (TrivialAugment, wide) or three (ThreeAugment of DeiT III: "
+        "greyscale, solarise or blur), then your own, by their names in the files of USE, in this order.",
         excludes(_RAND, _AUTO, at="trivial|three", why="they were never meant to be combined", do="choose one of them"),
     )
     MIXUP_ALPHA: NonNegative = setting(0.0, "Mixup: alpha of its Beta distribution; 0: off.", _LABELLED)
@@ -200,7 +202,7 @@ class TrainConfig(Section):
     @property
     def own_loss(self) -> bool:
         """Whether LOSS names one of the user's own."""
-        return self.LOSS not in _LOSSES
+        return self.LOSS not in LOSSES
 
     @property
     def mixes(self) -> bool:

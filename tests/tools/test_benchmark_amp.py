@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,63 +14,47 @@ from tools.common.turns import Budget
 from utils.errors import TrainingError
 
 
-class Clock:
-    """Time that passes only during turns."""
+class Turns:
+    """Contenders with given durations, the order of their turns, and a time that passes only during turns."""
 
     def __init__(self) -> None:
         self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr("tools.common.turns.time.monotonic", clock.monotonic)
-    return clock
-
-
-class Turns:
-    """Contenders with given durations, and the order of their turns."""
-
-    def __init__(self, clock: Clock, **seconds: float) -> None:
         self.order: list[str] = []
         self.closed: list[str] = []
-        self.clock = clock
-        self.contenders = {name: Fake(self, name, each) for name, each in seconds.items()}
 
-    def plan(self, rounds: int) -> Plan:
-        return Plan(self.contenders, rounds, {}, "a device", "none")
+    def plan(self, rounds: int, failure: BaseException | str | None = None, **seconds: float) -> Plan:
+        """With a `failure`, a contender "b" that raises it, or fails for that reason."""
+        contenders = {name: Fake(self, name, each) for name, each in seconds.items()}
+        failing = {} if failure is None else {"b": Fake(self, "b", failure)}
+        return Plan(contenders | failing, rounds, {}, "a device", "none")
 
 
+@dataclass
 class Fake:
     """A contender in this process."""
 
-    def __init__(self, turns: Turns, name: str, seconds: float) -> None:
-        self._turns, self._name, self._seconds = turns, name, seconds
+    turns: Turns
+    name: str
+    outcome: float | str | BaseException
 
     def turn(self) -> Metrics:
-        self._turns.order.append(self._name)
-        self._turns.clock.now += self._seconds
-        return {"seconds": self._seconds + 0.1 * len(self._turns.order)}
+        self.turns.order.append(self.name)
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        if isinstance(self.outcome, str):
+            return {"failed": self.outcome}
+        self.turns.now += self.outcome
+        return {"seconds": self.outcome + 0.1 * len(self.turns.order)}
 
     def close(self) -> None:
-        self._turns.closed.append(self._name)
+        self.turns.closed.append(self.name)
 
 
-class Failing(Fake):
-    """A contender that raises an error, or fails with a reason."""
-
-    def __init__(self, turns: Turns, failure: BaseException | str) -> None:
-        super().__init__(turns, "b", 0.0)
-        self._failure = failure
-
-    def turn(self) -> Metrics:
-        super().turn()
-        if isinstance(self._failure, str):
-            return {"failed": self._failure}
-        raise self._failure
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
+    turns = Turns()
+    monkeypatch.setattr("tools.common.turns.time.monotonic", lambda: turns.now)
+    return turns
 
 
 def report(results: Results) -> str:
@@ -77,52 +62,45 @@ def report(results: Results) -> str:
     return "\n".join(results.report(Section("How long", rows, [results.control_line("a", "seconds")])))
 
 
-def test_every_other_round_is_reversed(clock: Clock) -> None:
-    turns = Turns(clock, a=1, b=2, c=3)
-    results = measure("amp", turns.plan(3), Budget(100), None)
+def test_every_other_round_is_reversed(turns: Turns) -> None:
+    results = measure("amp", turns.plan(3, a=1, b=2, c=3), Budget(100), None)
     assert turns.order == ["a", "b", "c", "c", "b", "a", "a", "b", "c"]
     assert turns.closed == ["a", "b", "c"]
     assert [len(metrics) for metrics in results["turns"].values()] == [3, 3, 3]
     assert not results["cut"]
 
 
-def test_budget_ends_the_turns(clock: Clock, tmp_path: Path) -> None:
-    path, turns = tmp_path / "f.json", Turns(clock, a=1, b=2, c=3)
-    cut = measure("amp", turns.plan(3), Budget(13.5), path)
+def test_budget_ends_the_turns(turns: Turns, tmp_path: Path) -> None:
+    path, plan = tmp_path / "f.json", turns.plan(3, a=1, b=2, c=3)
+    cut = measure("amp", plan, Budget(13.5), path)
     assert turns.order == ["a", "b", "c", "c", "b", "a", "a"]
     assert cut["cut"]
     assert json.loads(path.read_text(encoding="utf-8")) == cut
+    with pytest.raises(TrainingError, match="-budget_min"):
+        measure("amp", plan, Budget(-1), None)
 
 
-def test_failed_contender_is_reported_and_not_retried(clock: Clock) -> None:
-    turns = Turns(clock, a=1)
-    alone = {"b": Failing(turns, "out of memory")}
-    results = measure("amp", Plan(turns.contenders | alone, 3, {}, "a device", "none"), Budget(100), None)
+def test_failed_contender_is_reported_and_not_retried(turns: Turns) -> None:
+    results = measure("amp", turns.plan(3, "out of memory", a=1), Budget(100), None)
     assert turns.order == ["a", "b", "a", "a"]
     with pytest.raises(TrainingError, match="out of memory"):
-        measure("amp", Plan(alone, 3, {}, "a device", "none"), Budget(100), None)
+        measure("amp", turns.plan(3, "out of memory"), Budget(100), None)
     results["left_out"] = {"c": "this CPU has none", "d": "this CPU has none"}
     results["turns"].pop("b")
     assert "not measured: `c`, `d`: this CPU has none" in report(results)
 
 
-def test_no_time_left_is_an_error(clock: Clock) -> None:
-    with pytest.raises(TrainingError, match="-budget_min"):
-        measure("amp", Turns(clock, a=1).plan(1), Budget(-1), None)
-
-
-def test_interrupt_keeps_finished_turns_in_the_file(clock: Clock, tmp_path: Path) -> None:
-    path, turns = tmp_path / "f.json", Turns(clock, a=1)
-    contenders = turns.contenders | {"b": Failing(turns, KeyboardInterrupt())}
+def test_interrupt_keeps_finished_turns_in_the_file(turns: Turns, tmp_path: Path) -> None:
+    path = tmp_path / "f.json"
     with pytest.raises(KeyboardInterrupt):
-        measure("amp", Plan(contenders, 2, {}, "a device", "none"), Budget(100), path)
+        measure("amp", turns.plan(2, KeyboardInterrupt(), a=1), Budget(100), path)
     assert len(json.loads(path.read_text(encoding="utf-8"))["turns"]["a"]) == 1
     assert turns.closed == ["a", "b"]
 
 
-def test_report_has_command_machine_date_and_noise(clock: Clock) -> None:
+def test_report_has_command_machine_date_and_noise(turns: Turns) -> None:
     words = ["amp", "-iters", "3", "-amp"]
-    results = measure("amp", Turns(clock, **{"a": 1, "a" + AGAIN: 2}).plan(1), Budget(100), None, words)
+    results = measure("amp", turns.plan(1, **{"a": 1, "a" + AGAIN: 2}), Budget(100), None, words)
     output = report(results)
     assert "python scripts/benchmark_amp.py amp -iters 3 -amp" in output
     assert f"a device, torch {results['versions']['torch']}" in output

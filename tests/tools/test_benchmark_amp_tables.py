@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Callable
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.program import Result
+from tests.program import ROOT, Result
 from tools.benchmark_amp.command import main
 from tools.benchmark_amp.plan import AGAIN
 from tools.benchmark_amp.tables import OFF, ON
@@ -48,7 +53,8 @@ def test_amp(measured: Callable[..., tuple[Fields, str]]) -> None:
     assert all(turn["images_per_second"] * turn["seconds"] == pytest.approx(64) for turn in results["turns"][ON])
 
 
-SMALL = ("-image_size", 32, "-batch_size", 4, "-num_classes", 4, "DATA.IMAGE_CHANNELS=3", "-num_workers", 0)
+SMALL = ("-image_size", 32, "-batch_size", 4, "-num_classes", 4, "DATA.IMAGE_CHANNELS=3")
+VIT = ("-model", "tiny", "MODEL.PATCH_SIZE=16", "MODEL.EMBED_DIM=16", "MODEL.DEPTH=1", "MODEL.NUM_HEADS=2")
 
 
 @pytest.mark.slow
@@ -56,8 +62,7 @@ def test_amp_measures_the_images_of_data_path(
     imagenet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], vitamp: Callable[..., Result]
 ) -> None:
     """Its layout is recognised; a folder that does not exist is refused, and so is any by tables that read none."""
-    vit = ("-model", "tiny", "MODEL.PATCH_SIZE=16", "MODEL.EMBED_DIM=16", "MODEL.DEPTH=1", "MODEL.NUM_HEADS=2")
-    words = ("amp", *vit, *SMALL, "-device", "cpu", "-iters", 2, "-windows", 1)
+    words = ("amp", *VIT, *SMALL, "-num_workers", 0, "-device", "cpu", "-iters", 2, "-windows", 1)
     out = tmp_path / "amp.json"
     done = vitamp(*words, "-data_path", imagenet, "-json", out, script="scripts/benchmark_amp.py")
     assert done.code == 0, done.text
@@ -70,13 +75,10 @@ def test_amp_measures_the_images_of_data_path(
     for table, path, said in (
         ("amp", tmp_path / "nowhere", f"{tmp_path / 'nowhere'} does not exist"),
         ("precisions", tmp_path / "nowhere", f"{tmp_path / 'nowhere'} does not exist"),
-        *((table, imagenet, f"-data_path {imagenet}: this table measures no files") for table in READ_NO_FILES),
+        *((table, imagenet, f"-data_path {imagenet}: this table measures no files") for table in ("simplenet", "timm")),
     ):
-        assert main([table, "-data_path", str(path), "-device", "cpu", *map(str, (*vit[:2], *SMALL))]) == 2
+        assert main([table, "-data_path", str(path), "-device", "cpu", *map(str, (*VIT[:2], *SMALL))]) == 2
         assert said in capsys.readouterr().err
-
-
-READ_NO_FILES = ("simplenet", "timm")
 
 
 def test_trainings_end_for_each_other_without_memory_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +99,7 @@ def test_trainings_end_for_each_other_without_memory_for_two(monkeypatch: pytest
 
 def test_precisions(measured: Callable[..., tuple[Fields, str]], imagenet: Path) -> None:
     """From files, if a data set is named."""
-    data = ("-dataset", "imagenet2012", "-data_path", imagenet, *SMALL)
+    data = ("-dataset", "imagenet2012", "-data_path", imagenet, *SMALL, "-num_workers", 0)
     results, output = measured("precisions", *data, "-modes", "O2-bf16", "-iters", 1, "-rounds", 1)
     assert list(results["turns"]) == [
         "fp32, synthetic", "O2-bf16, synthetic", "fp32, synthetic, again", "fp32, files", "O2-bf16, files"
@@ -112,8 +114,7 @@ def test_precisions(measured: Callable[..., tuple[Fields, str]], imagenet: Path)
 
 
 def test_precisions_with_apex_and_accumulation(measured: Callable[..., tuple[Fields, str]]) -> None:
-    words = ("-modes", "apex", "-iters", 1, "-rounds", 1, "-accum_iter", 2)
-    results, output = measured("precisions", *words)
+    results, output = measured("precisions", "-modes", "apex", "-iters", 1, "-rounds", 1, "-accum_iter", 2)
     of_files = ["fp32, files", "apex, files"]
     assert list(results["turns"]) == ["fp32, synthetic", "apex, synthetic", "fp32, synthetic, again", *of_files]
     assert "an iteration is one update of 2 micro-batches of 32 images" in output
@@ -146,3 +147,49 @@ def _loss_by_hand(batches: list[torch.Tensor], together: int) -> float:
                 optimizer.step()
                 optimizer.zero_grad()
     return sum(losses[-together:]) / together
+
+
+COMMANDS = {
+    "amp": "benchmark_amp.py amp -iters 2 -windows 2",
+    "precisions": "benchmark_amp.py precisions -modes bf16 -iters 2 -rounds 1",
+    "timm": "benchmark_amp.py timm -precisions fp32 -updates 2 -rounds 1",
+    "choose_precision": "choose_precision.py -modes bf16 -updates 5",
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a session's processes are read from /proc")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+def test_command_leaves_no_process(name: str, imagenet: Path, tmp_path: Path) -> None:
+    """choose_precision.py leaves none either. Files are read by two workers."""
+    files = () if name == "timm" else ("-dataset", "imagenet2012", "-data_path", imagenet)
+    output = ("-output", tmp_path / "out") if name == "choose_precision" else ()
+    words = (*COMMANDS[name].split(), *files, *VIT, *SMALL, "-num_workers", 2, "-device", "cpu", "-threads", 1, *output)
+    command = [sys.executable, *map(str, (ROOT / "scripts" / words[0], *words[1:]))]
+    with (tmp_path / "said").open("w") as said:
+        process = subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True)
+        try:
+            code = process.wait(180)
+        except subprocess.TimeoutExpired:
+            code = None
+    deadline = time.monotonic() + 10  # for multiprocessing's servers, which exit once all their clients have exited
+    while (left := list(_processes_of(process.pid))) and code is not None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+    text = (tmp_path / "said").read_text(encoding="utf-8")
+    assert code == 0, text
+    assert "failed" not in text
+    assert not left, text
+
+
+def _processes_of(session: int) -> Iterator[int]:
+    """Running processes of a session."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, its_session = stat.read_text().rsplit(")", 1)[1].split()[:4]
+        except OSError:
+            continue
+        if int(its_session) == session and state != "Z":
+            yield int(stat.parent.name)

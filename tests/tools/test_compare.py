@@ -71,6 +71,19 @@ def compare(tiny: Path, tmp_path: Path) -> Call:
     return call
 
 
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the runs that were started; each fails at once."""
+    started: list[str] = []
+
+    def start(command: list[str], _output: IO[bytes]) -> Any:
+        started.append(Path(command[command.index("-output") + 1]).name)
+        return SimpleNamespace(wait=lambda _: 1)
+
+    monkeypatch.setattr(train, "start", start)
+    return started
+
+
 def metrics_file(out: Path) -> dict[str, Any]:
     return json.loads((out / "compare.json").read_text(encoding="utf-8"))
 
@@ -143,18 +156,13 @@ def test_failed_run_is_reported_and_the_others_are_compared(
 ) -> None:
     """Processes that fail with or without output; one that exits with 0 but did not finish."""
 
-    class Fails:
-        def __init__(self, command: list[str], output: IO[bytes]) -> None:
-            name = Path(command[command.index("-output") + 1]).name
-            self.code = {"fp32-0": 1, "bf16-0": -9, "fp32-1": 0, "bf16-1": 1}[name]
-            if name == "fp32-0":
-                output.write(b"Epoch 1\nwarning: hm\nerror: the gradients stopped being numbers\nand so on\n")
+    def start(command: list[str], output: IO[bytes]) -> Any:
+        name = Path(command[command.index("-output") + 1]).name
+        if name == "fp32-0":
+            output.write(b"Epoch 1\nwarning: hm\nerror: the gradients stopped being numbers\nand so on\n")
+        return SimpleNamespace(wait=lambda _: {"fp32-0": 1, "bf16-0": -9, "fp32-1": 0, "bf16-1": 1}[name])
 
-        def wait(self, timeout: float) -> int:
-            del timeout
-            return self.code
-
-    monkeypatch.setattr(train, "start", Fails)
+    monkeypatch.setattr(train, "start", start)
     assert compare("-modes", "fp32,bf16", "-seeds", "2") == 1
     assert metrics_file(tmp_path / "out")["failed"] == {
         "fp32-0": "exit code 1: the gradients stopped being numbers",
@@ -166,19 +174,6 @@ def test_failed_run_is_reported_and_the_others_are_compared(
     assert "1 of 4: fp32, seed 0 failed: exit code 1: the gradients stopped being numbers" in said.err
     assert "fp32: 2 of 2 runs failed: exit code 1: the gradients stopped being numbers" in said.out
     assert "bf16: no verdict" in said.out
-
-
-@pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the runs that were started; each fails at once."""
-    started: list[str] = []
-
-    def start(command: list[str], _output: IO[bytes]) -> Any:
-        started.append(Path(command[command.index("-output") + 1]).name)
-        return SimpleNamespace(wait=lambda _: 1)
-
-    monkeypatch.setattr(train, "start", start)
-    return started
 
 
 def test_order_is_reversed_for_every_other_seed(compare: Call, failing: list[str]) -> None:
@@ -193,8 +188,7 @@ def test_order_is_reversed_for_every_other_seed(compare: Call, failing: list[str
 @pytest.mark.parametrize(
     ("words", "script", "said"),
     [
-        ((), "main_single_gpu.py", None),
-        (("-ngpus", "-1"), "main_multi_gpu.py", "each run: 2 processes"),
+        ((), "main_single_gpu.py", ""),
         (("NGPUS=-1",), "main_multi_gpu.py", "each run: 2 processes"),
         (("-ngpus", "2"), "main_multi_gpu.py", "each run: 2 processes"),
         (("-ngpus", "3"), None, "-ngpus 3: only 2 GPU(s) are visible"),
@@ -203,20 +197,17 @@ def test_order_is_reversed_for_every_other_seed(compare: Call, failing: list[str
 def test_ngpus_starts_main_multi_gpu(
     words: tuple[str, ...],
     script: str | None,
-    said: str | None,
+    said: str,
     compare: Call,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    scripts: list[str] = []
+    scripts = set[str]()
     monkeypatch.setattr("engine.machine.device.visible_gpus", lambda _: 2)
-    monkeypatch.setattr(
-        train, "start", lambda command, _: scripts.append(command[0]) or SimpleNamespace(wait=lambda _: 1)
-    )
+    monkeypatch.setattr(train, "start", lambda command, _: scripts.add(command[0]) or SimpleNamespace(wait=lambda _: 1))
     assert compare("-modes", "fp32,bf16", "-seeds", "0,", *words) == (1 if script else 2)
-    assert set(scripts) == ({script} if script else set())
-    output = "".join(capsys.readouterr())
-    assert said is None or said in output
+    assert scripts == ({script} if script else set())
+    assert said in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize(
@@ -241,6 +232,11 @@ def test_ngpus_starts_main_multi_gpu(
         (["-vary", "lr=1e-3,1e-4", "TRAIN.BASE_LR=0.1"], "TRAIN.BASE_LR (on the command line): cannot be given here"),
         (["-vary", "lr=1e-3,0.001"], "lr=1e-3 and lr=0.001 have the same settings here"),
         (["-vary", "DATA.SAMPLER=shuffle,sorted"], "DATA.SAMPLER"),
+        (["-folds", "1"], "-folds 1: takes a whole number from 2 on"),
+        (["-folds", "x"], "takes a whole number from 2 on"),
+        (["-folds", "5", "-seeds", "3"], "-folds 5 -seeds 3: with -folds, all runs have the same seed"),
+        (["-folds", "5", "DATA.FOLD=1/5"], "DATA.FOLD (on the command line): cannot be given here; leave out"),
+        (["-folds", "5", "-dataset", "synthetic"], "DATA.FOLD 1/5: the data set synthetic"),
         (["-metric", "map"], "-metric map: not a metric of these runs. It takes loss, acc1, acc5, "),
         (["-weights", "ema"], "no run has an EMA; it needs TRAIN.MODEL_EMA=true"),
     ],
@@ -337,6 +333,31 @@ def test_recipes_are_compared(tiny: Path, tmp_path: Path, failing: list[str]) ->
     assert main(words) == 1
     assert failing == [f"{tiny.stem}-0", "deeper-0"]
     assert load_config(str(tmp_path / "out" / "deeper-0.yaml")).config.MODEL.DEPTH == 2
+
+
+def test_each_mode_is_trained_on_each_fold(
+    compare: Call, failing: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare("-modes", "fp32,bf16", "-folds", "3") == 1
+    assert failing == ["fp32-fold1", "bf16-fold1", "bf16-fold2", "fp32-fold2", "fp32-fold3", "bf16-fold3"]
+    settings = load_config(str(tmp_path / "out/bf16-fold2.yaml")).config
+    assert (settings.DATA.FOLD, settings.SEED, settings.AMP.DTYPE) == ("2/3", 0, "bf16")
+    said = capsys.readouterr()
+    assert "6 runs: fp32, bf16, each on 3 folds, with seed 0; in" in said.out
+    assert "fp32, fold 1/3 failed" in said.err
+    results = metrics_file(tmp_path / "out")
+    assert (results["seeds"], results["folds"]) == ([0], 3)
+    assert compare("-modes", "fp32,bf16", "-folds", 5) == 2
+    assert "fp32-fold1: was trained with other settings: DATA.FOLD: 1/3 -> 1/5" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("trainings")
+def test_folds_are_trained_and_compared(compare: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare("-modes", "fp32,bf16", "-folds", 2, "-seeds", "7,") == 0
+    found = [(row["fold"], row["seed"], row["validation_images"]) for row in metrics_file(tmp_path / "out")["runs"]]
+    assert sorted(found) == [("1/2", 7, 899)] * 2 + [("2/2", 7, 898)] * 2
+    assert "(95 % interval, 2 folds)" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from scipy import stats
 
 from tools.common.comparison.verdict import (
     ByName,
+    Difference,
     Judged,
     by_name,
     difference_in_metric,
@@ -52,9 +53,19 @@ def runs(**modes: dict[str, list[float]]) -> ByName:
     )
 
 
+def verdict_of(results: ByName, judged: Judged = ACCURACY) -> dict[str, Any]:
+    (verdict,) = judge(results, MODES, judged)
+    return verdict
+
+
 def text_of(results: ByName) -> str:
-    (verdict,) = judge(results, MODES, ACCURACY)
-    return verdict["text"]
+    return verdict_of(results)["text"]
+
+
+def difference(results: ByName, mode: str = "bf16", base: str = "fp32") -> Difference:
+    found = difference_in_metric(results[mode], results[base], 1, ACCURACY)
+    assert found is not None
+    return found
 
 
 def test_verdict_of_a_gain() -> None:
@@ -72,25 +83,23 @@ def test_interval_equals_the_paired_t_test() -> None:
     results = runs(fp32={"last_acc1": theirs}, bf16={"last_acc1": ours})
     for row in (*results["fp32"].values(), *results["bf16"].values()):
         row["validation_images"] = None  # without the grain of the validation set
-    difference = difference_in_metric(results["bf16"], results["fp32"], 1, ACCURACY)
-    assert difference is not None
+    found = difference(results)
     expected: Any = stats.ttest_rel(ours, theirs)
-    assert (difference.low, difference.high) == pytest.approx(tuple(expected.confidence_interval(0.95)))
-    assert difference.seen
+    assert (found.low, found.high) == pytest.approx(tuple(expected.confidence_interval(0.95)))
+    assert found.seen
 
 
 def test_seed_counts_only_in_pairs() -> None:
     """The effect of a seed is the same in both modes, so a seed that one mode lacks would look like a difference."""
     results = runs(fp32={"last_acc1": [90.0, 95.0, 99.0]}, bf16={"last_acc1": [90.0, 95.0]})
     for mode, base in (MODES, MODES[::-1]):
-        difference = difference_in_metric(results[mode], results[base], 1, ACCURACY)
-        assert difference is not None
-        assert (difference.value, difference.runs) == (0.0, 2)
+        found = difference(results, mode, base)
+        assert (found.value, found.runs) == (0.0, 2)
 
 
 def test_details_bound_the_unseen_loss() -> None:
     results = runs(fp32={"last_acc1": [97.0, 98.0, 97.5]}, bf16={"last_acc1": [97.5, 97.2, 97.6]})
-    (verdict,) = judge(results, MODES, ACCURACY)
+    verdict = verdict_of(results)
     low = verdict["accuracy"]["low"]
     assert low < -1
     assert "difference within noise" in verdict["text"]
@@ -101,7 +110,7 @@ def test_one_seed_is_too_few() -> None:
     results = runs(
         fp32={"images_per_second": [1000], "last_acc1": [98.0]}, bf16={"images_per_second": [1900], "last_acc1": [90.0]}
     )
-    (verdict,) = judge(results, MODES, ACCURACY)
+    verdict = verdict_of(results)
     assert "1.9x faster in one run each" in verdict["text"]
     assert "accuracy 90.0 against 98.0: one seed is too few to compare accuracy" in verdict["text"]
     assert not verdict["speed"]["seen"]
@@ -111,9 +120,8 @@ def test_one_seed_is_too_few() -> None:
 def test_interval_of_percentages_ends_where_percentages_do() -> None:
     """Student's interval of two pairs reaches 12.7 standard errors."""
     results = runs(fp32={"last_acc1": [60.0, 40.0]}, bf16={"last_acc1": [40.0, 70.0]})
-    difference = difference_in_metric(results["bf16"], results["fp32"], 1, ACCURACY)
-    assert difference is not None
-    assert (difference.low, difference.high) == (-100.0, 100.0)
+    found = difference(results)
+    assert (found.low, found.high) == (-100.0, 100.0)
 
 
 def test_speed_of_the_slow_first_updates_is_not_judged() -> None:
@@ -134,9 +142,8 @@ def test_differences_of_one_image_are_noise() -> None:
     """Three equal differences of one image: a standard deviation of zero is not certainty."""
     image = 100 / 360
     results = runs(fp32={"last_acc1": [97.5] * 3}, bf16={"last_acc1": [97.5 - image] * 3})
-    difference = difference_in_metric(results["bf16"], results["fp32"], 1, ACCURACY)
-    assert difference is not None
-    assert not difference.seen
+    found = difference(results)
+    assert not found.seen
     assert not interval([0.0, 0.0, 0.0], 1, grain=image).seen
 
 
@@ -208,7 +215,7 @@ def test_says_how_many_more_seeds_would_tell() -> None:
     results = runs(fp32={"last_acc1": theirs}, bf16={"last_acc1": ours})
     for row in (*results["fp32"].values(), *results["bf16"].values()):
         row["validation_images"] = None
-    (verdict,) = judge(results, MODES, ACCURACY)
+    verdict = verdict_of(results)
     needed = verdict["accuracy"]["runs_needed"]
     assert f"too few seeds to tell: {needed - 3} more would probably show a difference" in verdict["details"]
     differences = np.array(ours) - np.array(theirs)
@@ -216,27 +223,23 @@ def test_says_how_many_more_seeds_would_tell() -> None:
     tries = [interval(list(random.normal(mean, spread, needed)), 1).seen for _ in range(500)]
     assert 0.74 < np.mean(tries) < 0.88
     same = runs(fp32={"last_acc1": theirs}, bf16={"last_acc1": theirs[::-1]})
-    (verdict,) = judge(same, MODES, ACCURACY)
+    verdict = verdict_of(same)
     assert "too few" not in verdict["details"], "no number of seeds shows a difference that is not there"
 
 
 def test_loss_is_better_when_it_is_lower() -> None:
     results = runs(fp32={"last_loss": [0.5, 0.52, 0.51, 0.49]}, bf16={"last_loss": [0.4, 0.42, 0.405, 0.39]})
-    (verdict,) = judge(results, MODES, Judged(LOSS, PLAIN))
+    verdict = verdict_of(results, Judged(LOSS, PLAIN))
     assert "loss 0.4037 ± 0.0125 against 0.5050 ± 0.0129: 0.1012 lower" in verdict["text"]
     noisy = runs(fp32={"last_loss": [0.5, 0.6, 0.4]}, bf16={"last_loss": [0.5, 0.5, 0.45]})
-    (verdict,) = judge(noisy, MODES, Judged(LOSS, PLAIN))
+    verdict = verdict_of(noisy, Judged(LOSS, PLAIN))
     assert f"a rise in loss of up to {verdict['accuracy']['high']:.4f} could be hidden" in verdict["details"]
 
 
 def test_average_is_judged_in_runs_that_have_one() -> None:
-    results = runs(
-        plain={"last_acc1": [90.0, 91.0]}, averaged={"last_acc1": [80.0, 81.0], "last_ema_acc1": [95.0, 96.0]}
-    )
-    (verdict,) = judge(results, ("plain", "averaged"), Judged(TOP1, AVERAGE))
-    assert verdict["accuracy"]["value"] == 5.0
-    (verdict,) = judge(results, ("plain", "averaged"), ACCURACY)
-    assert verdict["accuracy"]["value"] == -10.0
+    results = runs(fp32={"last_acc1": [90.0, 91.0]}, bf16={"last_acc1": [80.0, 81.0], "last_ema_acc1": [95.0, 96.0]})
+    assert verdict_of(results, Judged(TOP1, AVERAGE))["accuracy"]["value"] == 5.0
+    assert verdict_of(results)["accuracy"]["value"] == -10.0
 
 
 def test_best_two_are_compared_with_each_other() -> None:
@@ -258,6 +261,49 @@ def test_contenders_no_better_than_guessing_are_named() -> None:
     assert "none is better than always guessing the largest class, which has 35.0 %" in sentences(about)[0]
     rows[0]["last_acc1"] = 37.0
     assert sentences(about) == []
+
+
+# Folds
+
+
+def folds(count: int, **modes: list[float]) -> ByName:
+    return by_name(
+        run(mode, 0, fold=f"{number}/{count}", last_acc1=value, validation_images=None)
+        for mode, values in modes.items()
+        for number, value in enumerate(values, start=1)
+    )
+
+
+def test_modes_are_compared_fold_by_fold() -> None:
+    """Folds differ by more than modes do: unpaired, the difference would be within noise."""
+    results = folds(4, fp32=[90.0, 94.0, 97.0, 99.0], bf16=[88.0, 92.1, 94.9, 97.0])
+    verdict = verdict_of(results)
+    assert "accuracy 93.0 ± 3.9 against 95.0 ± 3.9: 2.00 points lower" in verdict["text"]
+    assert "(95 % interval, 4 folds)" in verdict["details"]
+
+
+def test_interval_is_nadeau_and_bengios() -> None:
+    ours, theirs = [97.1, 96.8, 97.9, 96.5, 97.0], [97.6, 97.4, 98.2, 97.5, 97.3]
+    results = folds(5, fp32=theirs, bf16=ours)
+    found = difference(results)
+    spread = (np.array(ours) - np.array(theirs)).std(ddof=1)
+    reach = stats.t.ppf(0.975, 4) * spread * np.sqrt(1 / 5 + 1 / 4)
+    assert (found.low, found.high) == pytest.approx((found.value - reach, found.value + reach))
+
+
+def test_folds_are_named_in_troubles_and_notes() -> None:
+    results = folds(5, fp32=[97.0, 98.0], bf16=[97.0, 98.0])
+    results["bf16"][2] |= {"diverged": True, "skipped": 40}
+    assert troubles(results, {}, MODES) == [
+        "bf16: diverged with fold 2: the loss ended as NaN or well above its start",
+        "bf16: with fold 2, 40 of 400 updates were skipped (10 %); docs/amp.md says what to do",
+    ]
+    rows = [row for each in results.values() for row in each.values()]
+    lines = notes({"runs": rows, "device": "cuda: a GPU", "seeds": [0], "folds": 3})
+    assert "accuracy: after the last epoch, mean ± standard deviation over the folds" in lines
+    assert "3 folds are few: only large differences in accuracy show" in lines
+    verdict = verdict_of(folds(5, fp32=[97.0], bf16=[98.0]))
+    assert "one fold is too few to compare accuracy" in verdict["text"]
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +15,9 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import until
+
 PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-SECONDS_TO_START = 60
 
 
 @dataclass
@@ -54,13 +54,9 @@ def views_of(page: Path, folder: Path, views: list[View]) -> list[View]:
 
 
 def _port(profile: Path) -> int:
-    end = time.monotonic() + SECONDS_TO_START
-    while time.monotonic() < end:
-        port = profile / "DevToolsActivePort"
-        if port.exists() and len(port.read_text().split()) > 1:
-            return int(port.read_text().split()[0])
-        time.sleep(0.1)
-    pytest.fail("Chromium did not start")
+    file = profile / "DevToolsActivePort"
+    until(lambda: file.exists() and len(file.read_text().split()) > 1)
+    return int(file.read_text().split()[0])
 
 
 async def _look(page: Path, port: int, views: list[View]) -> None:

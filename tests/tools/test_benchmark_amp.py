@@ -129,12 +129,3 @@ def test_bad_input_is_refused(capsys: pytest.CaptureFixture[str], words: list[st
     assert main([*words, *(["-device", "cpu"] if "-cfg" not in words else [])]) == 2
     output = capsys.readouterr().err
     assert all(word in output for word in said), output
-
-
-def test_help_lists_tables_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, said in ((["-h"], ["amp", "timm"]), (["simplenet", "-h"], ["-width N", "-budget_min M"])):
-        with pytest.raises(SystemExit) as left:
-            main(words)
-        assert left.value.code == 0
-        output = capsys.readouterr().out
-        assert all(word in output for word in said), output

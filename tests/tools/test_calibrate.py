@@ -87,11 +87,7 @@ def test_temperature_is_crossfitted_kept_and_applied(
     assert f"{kept['crossfitted']['nll']:.4f}" in out
 
     told = {}
-    for name, weights, words in (
-        ("after", "model", ()),
-        ("left_out", "model", ("-no_calibration",)),
-        ("ema", "ema", ()),
-    ):
+    for name, weights, *words in (("after", "model"), ("left_out", "model", "-no_calibration"), ("ema", "ema")):
         done = say(run, "-weights", weights, *words, "-json", tmp_path / f"{name}.json")
         assert done.code == 0, done.text
         written = json.loads((tmp_path / f"{name}.json").read_text())
@@ -104,10 +100,8 @@ def test_temperature_is_crossfitted_kept_and_applied(
     assert told["after"][1]["nll"] == pytest.approx(scaled, rel=1e-6)
     assert told["left_out"][1]["nll"] == pytest.approx(kept["before"]["nll"], rel=1e-6)
     assert told["after"][1]["acc1"] == told["left_out"][1]["acc1"]
-    best = load_trained(run, "ema")
-    assert told["ema"][1]["nll"] == pytest.approx(
-        float(F.cross_entropy(validation_predictions(best, workers=0).logits, labels)), rel=1e-6
-    )
+    averaged = validation_predictions(load_trained(run, "ema"), workers=0).logits
+    assert told["ema"][1]["nll"] == pytest.approx(float(F.cross_entropy(averaged, labels)), rel=1e-6)
 
     guessed = vitamp(run, "-weights", "model", *PREDICT, script="scripts/predict.py")
     assert "calibrated (temperature" in guessed.err
@@ -138,9 +132,8 @@ def test_exports_are_calibrated(export_tool: Callable[..., tuple[int, str]], run
     assert "model(image[None]).softmax(1)" in (tmp_path / "plain" / "README.md").read_text()
     code, said = export_tool(run, "-weights", "model", "-to", "hub", "-output", tmp_path / "hub")
     assert code == 0, said
-    assert (
-        f"(model(image[None]) / {kept['temperature']:.6g}).softmax(1)" in (tmp_path / "hub" / "README.md").read_text()
-    )
+    calibrated = f"(model(image[None]) / {kept['temperature']:.6g}).softmax(1)"
+    assert calibrated in (tmp_path / "hub" / "README.md").read_text()
 
 
 def test_what_cannot_be_calibrated_is_refused(say: Callable[..., Result], run: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 from tests.label_sets import write_recipe, write_set
-from tests.program import ROOT, Started, metrics
+from tests.program import ROOT, Result, Started, metrics
 from tests.waiting import until
 from tools.compare import plan, train
 from tools.compare.command import main
@@ -24,7 +23,7 @@ from tools.compare.plan import read_modes, read_seeds
 from utils.config import Config, load_config
 from utils.errors import UserError
 
-Call = Callable[..., int]
+Call = Callable[..., Result]
 pytestmark = pytest.mark.usefixtures("bf16_cpu")
 
 
@@ -61,12 +60,14 @@ def trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainings:
 
 
 @pytest.fixture
-def compare(tiny: Path, tmp_path: Path) -> Call:
-    """Run compare.py with a few updates per run."""
+def compare(tiny: Path, tmp_path: Path, in_process: Callable[..., Callable[..., Result]]) -> Call:
+    """Run compare.py, which ends with `code`, with a few updates per run."""
 
-    def call(*words: object) -> int:
+    def call(*words: object, code: int = 0) -> Result:
         small = ("TRAIN.MAX_UPDATES=6", "REPORT_FREQ=2", "DATA.BATCH_SIZE_EVAL=360")
-        return main(["-cfg", str(tiny), "-output", str(tmp_path / "out"), *map(str, words), *small])
+        done = in_process(main)("-cfg", tiny, "-output", tmp_path / "out", *words, *small)
+        assert done.code == code, done.text
+        return done
 
     return call
 
@@ -89,14 +90,10 @@ def metrics_file(out: Path) -> dict[str, Any]:
 
 
 def test_two_modes_are_trained_once_and_compared(
-    compare: Call,
-    trainings: Trainings,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    compare: Call, trainings: Trainings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    assert compare("-modes", "fp32,O1:bf16", "-seeds", "0,") == 0
+    printed = compare("-modes", "fp32,O1:bf16", "-seeds", "0,").out
     assert trainings.started == ["fp32-0", "bf16-0"]
     results = metrics_file(out)
     assert [(row["mode"], row["precision"]) for row in results["runs"]] == [("fp32", "fp32"), ("bf16", "bf16")]
@@ -105,25 +102,22 @@ def test_two_modes_are_trained_once_and_compared(
     assert results["compared"] == ["fp32", "bf16"]
     assert results["settings"]["TRAIN.MAX_UPDATES"] == "6"
     assert results["versions"]["torch"]
-    printed = capsys.readouterr().out
     assert results["verdicts"][0]["text"] in printed
     assert "one seed is too few to compare accuracy" in printed
     assert "2 of 2: bf16, seed 0: top-1" in printed
     assert (out / "report.html").exists()
 
     trainings.started.clear()
-    assert compare("-modes", "fp32,bf16", "-seeds", "0,") == 0
+    assert "already finished" in compare("-modes", "fp32,bf16", "-seeds", "0,").out
     assert trainings.started == []
     assert metrics_file(out)["runs"] == results["runs"]
-    assert "already finished" in capsys.readouterr().out
 
     def refuse(path: Path, _content: object) -> None:
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr("tools.compare.command.write_json", refuse)
     monkeypatch.setattr("tools.common.report_page.page.write_atomically", refuse)
-    assert compare("-modes", "fp32,bf16", "-seeds", "0,") == 0
-    said = capsys.readouterr()
+    said = compare("-modes", "fp32,bf16", "-seeds", "0,")
     assert results["verdicts"][0]["text"] in said.out, "the verdict is printed although the disk is full"
     assert f"{out / 'compare.json'}: cannot be written (No space left on device)" in said.err
     assert "all metrics:" not in said.out
@@ -145,14 +139,14 @@ def test_parent_holds_no_gpu_during_training(compare: Call, tmp_path: Path, monk
     monkeypatch.setattr(torch.cuda, "_get_device_properties", lambda _: hopper, raising=False)
     monkeypatch.setattr(plan, "in_another_process", elsewhere)
     monkeypatch.setattr(train, "start", lambda *_: SimpleNamespace(wait=lambda _: 1))
-    assert compare("-device", "cuda", "-modes", "fp32,auto,tf32,fp8", "-seeds", "0,") == 1
+    compare("-device", "cuda", "-modes", "fp32,auto,tf32,fp8", "-seeds", "0,", code=1)
     assert metrics_file(tmp_path / "out")["compared"] == ["fp32", "fp16", "tf32", "fp8"]
     assert metrics_file(tmp_path / "out")["device"] == "H100, 80 GiB, compute capability 9.0"
     assert opened == []
 
 
 def test_failed_run_is_reported_and_the_others_are_compared(
-    compare: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    compare: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Processes that fail with or without output; one that exits with 0 but did not finish."""
 
@@ -163,21 +157,20 @@ def test_failed_run_is_reported_and_the_others_are_compared(
         return SimpleNamespace(wait=lambda _: {"fp32-0": 1, "bf16-0": -9, "fp32-1": 0, "bf16-1": 1}[name])
 
     monkeypatch.setattr(train, "start", start)
-    assert compare("-modes", "fp32,bf16", "-seeds", "2") == 1
+    said = compare("-modes", "fp32,bf16", "-seeds", "2", code=1)
     assert metrics_file(tmp_path / "out")["failed"] == {
         "fp32-0": "exit code 1: the gradients stopped being numbers",
         "bf16-0": "exit code -9: no output",
         "bf16-1": "exit code 1: no output",
         "fp32-1": "exit code 0, but it did not finish",
     }
-    said = capsys.readouterr()
     assert "1 of 4: fp32, seed 0 failed: exit code 1: the gradients stopped being numbers" in said.err
     assert "fp32: 2 of 2 runs failed: exit code 1: the gradients stopped being numbers" in said.out
     assert "bf16: no verdict" in said.out
 
 
 def test_order_is_reversed_for_every_other_seed(compare: Call, failing: list[str]) -> None:
-    assert compare("-modes", "bf16,fp32,O2", "-seeds", "3") == 1
+    compare("-modes", "bf16,fp32,O2", "-seeds", "3", code=1)
     assert failing == [
         *("bf16-0", "fp32-0", "O2-bf16-0"),
         *("O2-bf16-1", "fp32-1", "bf16-1"),
@@ -199,15 +192,14 @@ def test_ngpus_starts_main_multi_gpu(
     script: str | None,
     said: str,
     compare: Call,
-    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scripts = set[str]()
     monkeypatch.setattr("engine.machine.device.visible_gpus", lambda _: 2)
     monkeypatch.setattr(train, "start", lambda command, _: scripts.add(command[0]) or SimpleNamespace(wait=lambda _: 1))
-    assert compare("-modes", "fp32,bf16", "-seeds", "0,", *words) == (1 if script else 2)
+    done = compare("-modes", "fp32,bf16", "-seeds", "0,", *words, code=1 if script else 2)
     assert scripts == ({script} if script else set())
-    assert said in "".join(capsys.readouterr())
+    assert said in done.text
 
 
 @pytest.mark.parametrize(
@@ -242,30 +234,20 @@ def test_ngpus_starts_main_multi_gpu(
     ],
 )
 def test_bad_input_is_refused_before_training(
-    words: list[str],
-    output: str,
-    compare: Call,
-    trainings: Trainings,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    words: list[str], output: str, compare: Call, failing: list[str], tmp_path: Path
 ) -> None:
-    assert compare(*words) == 2
-    assert output in capsys.readouterr().err
-    assert trainings.started == []
+    assert output in compare(*words, code=2).err
+    assert failing == []
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.usefixtures("failing")
-def test_folder_with_other_settings_is_refused(
-    compare: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert compare("-modes", "fp32,bf16", "-seeds", "1") == 1
-    capsys.readouterr()
-    assert compare("-modes", "fp32,bf16", "-seeds", "2", "TRAIN.BASE_LR=0.5", "TAG=mine") == 2
-    said = capsys.readouterr().err
+def test_folder_with_other_settings_is_refused(compare: Call, tmp_path: Path) -> None:
+    compare("-modes", "fp32,bf16", "-seeds", "1", code=1)
+    said = compare("-modes", "fp32,bf16", "-seeds", "2", "TRAIN.BASE_LR=0.5", "TAG=mine", code=2).err
     assert "fp32-0: was trained with other settings: TRAIN.BASE_LR: 0.002 -> 0.5; TAG: null -> mine" in said
     assert "choose another -output" in said
-    assert compare("-modes", "fp32,O2", "-seeds", "2") == 1, "more modes and seeds are accepted"
+    compare("-modes", "fp32,O2", "-seeds", "2", code=1)  # more modes and seeds are accepted
     assert sorted(path.stem for path in (tmp_path / "out").glob("*.yaml")) == [
         *("O2-bf16-0", "O2-bf16-1", "bf16-0", "fp32-0", "fp32-1"),
     ]
@@ -290,11 +272,9 @@ def test_read_seeds() -> None:
     assert read_seeds("7,") == (7,)
 
 
-def test_grid_of_settings(
-    compare: Call, trainings: Trainings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_grid_of_settings(compare: Call, trainings: Trainings, tmp_path: Path) -> None:
     words = ["-vary", "DATA.SAMPLER=shuffle,balanced", "-vary", "TRAIN.MODEL_EMA=false,true", "-seeds", "3,"]
-    assert compare(*words, "-amp", "bf16") == 0
+    said = compare(*words, "-amp", "bf16").out
     results = metrics_file(tmp_path / "out")
     assert results["compared"] == [
         f"SAMPLER={sampler}, MODEL_EMA={ema}"
@@ -307,13 +287,12 @@ def test_grid_of_settings(
     (val,) = metrics(tmp_path / "out" / row["folder"], "val")
     assert (row["last_ema_acc1"], row["precision"]) == (val["ema_acc1"], "bf16")
     assert row["largest_class_percent"] == pytest.approx(100 * 37 / 360, abs=2)
-    said = capsys.readouterr().out
     assert "accuracy: after the last epoch, of the EMA in runs that have one" in said
     assert "4 runs: SAMPLER=shuffle, MODEL_EMA=false; SAMPLER=shuffle, MODEL_EMA=true; " in said
 
 
 def test_comma_within_brackets_belongs_to_the_value(compare: Call, failing: list[str], tmp_path: Path) -> None:
-    assert compare("-vary", "TRAIN.OPTIMIZER.BETAS=[0.9,0.95],[0.9,0.999]", "-seeds", "0,") == 1
+    compare("-vary", "TRAIN.OPTIMIZER.BETAS=[0.9,0.95],[0.9,0.999]", "-seeds", "0,", code=1)
     out = tmp_path / "out"
     assert metrics_file(out)["compared"] == ["BETAS=[0.9,0.95]", "BETAS=[0.9,0.999]"]
     assert failing == ["BETAS-0.9-0.95-0", "BETAS-0.9-0.999-0"]
@@ -323,7 +302,7 @@ def test_comma_within_brackets_belongs_to_the_value(compare: Call, failing: list
 @pytest.mark.usefixtures("failing")
 def test_passwords_are_not_kept(compare: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["compare.py", "DATA.DATA_PATH=https://me:secret@host/x"])
-    assert compare("-modes", "fp32,bf16", "-seeds", "0,") == 1
+    compare("-modes", "fp32,bf16", "-seeds", "0,", code=1)
     assert metrics_file(tmp_path / "out")["command"].endswith("DATA.DATA_PATH=https://***@host/x")
 
 
@@ -335,41 +314,36 @@ def test_recipes_are_compared(tiny: Path, tmp_path: Path, failing: list[str]) ->
     assert load_config(str(tmp_path / "out" / "deeper-0.yaml")).config.MODEL.DEPTH == 2
 
 
-def test_each_mode_is_trained_on_each_fold(
-    compare: Call, failing: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert compare("-modes", "fp32,bf16", "-folds", "3") == 1
+def test_each_mode_is_trained_on_each_fold(compare: Call, failing: list[str], tmp_path: Path) -> None:
+    said = compare("-modes", "fp32,bf16", "-folds", 3, code=1)
     assert failing == ["fp32-fold1", "bf16-fold1", "bf16-fold2", "fp32-fold2", "fp32-fold3", "bf16-fold3"]
     settings = load_config(str(tmp_path / "out/bf16-fold2.yaml")).config
     assert (settings.DATA.FOLD, settings.SEED, settings.AMP.DTYPE) == ("2/3", 0, "bf16")
-    said = capsys.readouterr()
     assert "6 runs: fp32, bf16, each on 3 folds, with seed 0; in" in said.out
     assert "fp32, fold 1/3 failed" in said.err
     results = metrics_file(tmp_path / "out")
     assert (results["seeds"], results["folds"]) == ([0], 3)
-    assert compare("-modes", "fp32,bf16", "-folds", 5) == 2
-    assert "fp32-fold1: was trained with other settings: DATA.FOLD: 1/3 -> 1/5" in capsys.readouterr().err
+    said = compare("-modes", "fp32,bf16", "-folds", 5, code=2)
+    assert "fp32-fold1: was trained with other settings: DATA.FOLD: 1/3 -> 1/5" in said.err
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("trainings")
-def test_folds_are_trained_and_compared(compare: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert compare("-modes", "fp32,bf16", "-folds", 2, "-seeds", "7,") == 0
+def test_folds_are_trained_and_compared(compare: Call, tmp_path: Path) -> None:
+    said = compare("-modes", "fp32,bf16", "-folds", 2, "-seeds", "7,")
     found = [(row["fold"], row["seed"], row["validation_images"]) for row in metrics_file(tmp_path / "out")["runs"]]
     assert sorted(found) == [("1/2", 7, 899)] * 2 + [("2/2", 7, 898)] * 2
-    assert "(95 % interval, 2 folds)" in capsys.readouterr().out
+    assert "(95 % interval, 2 folds)" in said.out
 
 
 @pytest.mark.slow
-def test_budget_leaves_runs_out_and_goes_on(
-    compare: Call, trainings: Trainings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_budget_leaves_runs_out_and_goes_on(compare: Call, trainings: Trainings, tmp_path: Path) -> None:
     words = ["-modes", "fp32,bf16", "-seeds", "2"]
-    assert compare(*words, "-budget_min", "0.0001") == 0
+    said = compare(*words, "-budget_min", "0.0001")
     assert trainings.started == ["fp32-0"], "a run whose time is not known is started"
     assert metrics_file(tmp_path / "out")["left_out"] == ["bf16, seed 0", "bf16, seed 1", "fp32, seed 1"]
-    assert "-budget_min: no time for 3 runs: bf16, seed 0; " in capsys.readouterr().err
-    assert compare(*words) == 0
+    assert "-budget_min: no time for 3 runs: bf16, seed 0; " in said.err
+    compare(*words)
     assert len(metrics_file(tmp_path / "out")["runs"]) == 4
 
 
@@ -404,19 +378,6 @@ def test_search_of_the_page_runs(tmp_path: Path) -> None:
     assert (tmp_path / "output/search/0/metrics.jsonl").exists()
 
 
-def processes_of(out: Path) -> list[str]:
-    """Command lines of running processes that contain the folder."""
-    commands = []
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if str(out) in words and int(place.name) != os.getpid():
-            commands.append(words)
-    return commands
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted_comparison_resumes(
@@ -432,7 +393,7 @@ def test_interrupted_comparison_resumes(
         said, _ = first.communicate(timeout=180)
     assert first.returncode == code, said
     assert "the same command resumes" in said
-    assert processes_of(out) == []
+    assert subprocess.run(["pgrep", "-f", str(out)], check=False).returncode == 1, "no process of it is left"
     assert [row["folder"] for row in metrics_file(out)["runs"]] == ["fp32-0"]
     assert metrics(out / "bf16-0")[-1]["what"] == "paused"
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)

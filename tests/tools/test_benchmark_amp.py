@@ -100,7 +100,7 @@ def test_interrupt_keeps_finished_turns_in_the_file(turns: Turns, tmp_path: Path
 
 def test_report_has_command_machine_date_and_noise(turns: Turns) -> None:
     words = ["amp", "-iters", "3", "-amp"]
-    results = measure("amp", turns.plan(1, **{"a": 1, "a" + AGAIN: 2}), Budget(100), None, words)
+    results = measure("amp", turns.plan(1, None, **{"a": 1, "a" + AGAIN: 2}), Budget(100), None, words)
     output = report(results)
     assert "python scripts/benchmark_amp.py amp -iters 3 -amp" in output
     assert f"a device, torch {results['versions']['torch']}" in output

@@ -164,8 +164,9 @@ def test_command_leaves_no_process(name: str, imagenet: Path, tmp_path: Path) ->
     """choose_precision.py leaves none either. Files are read by two workers."""
     files = () if name == "timm" else ("-dataset", "imagenet2012", "-data_path", imagenet)
     output = ("-output", tmp_path / "out") if name == "choose_precision" else ()
-    words = (*COMMANDS[name].split(), *files, *VIT, *SMALL, "-num_workers", 2, "-device", "cpu", "-threads", 1, *output)
-    command = [sys.executable, *map(str, (ROOT / "scripts" / words[0], *words[1:]))]
+    script, *words = COMMANDS[name].split()
+    words += map(str, (*files, *VIT, *SMALL, "-num_workers", 2, "-device", "cpu", "-threads", 1, *output))
+    command = [sys.executable, str(ROOT / "scripts" / script), *words]
     with (tmp_path / "said").open("w") as said:
         process = subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True)
         try:

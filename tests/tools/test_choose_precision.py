@@ -107,12 +107,12 @@ def test_report(examined: Any) -> None:
 @pytest.mark.slow
 def test_budget_cuts_measurements_short(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    words = ("-cfg", tiny, "-updates", 5000, "-modes", "bf16", "-output", out, "TRAIN.NUM_EPOCHS=500")
+    words = ("-cfg", tiny, "-updates", 50000, "-modes", "bf16", "-output", out, "TRAIN.NUM_EPOCHS=5000")
     result = vitamp(*words, "-budget_min", 1.5, script="scripts/choose_precision.py", timeout=300)
     assert result.code == 0, result.text
     assert "cut short (-budget_min)" in result.out
     found = json.loads((out / REPORT).read_text(encoding="utf-8"))
-    assert all(0 < run["updates"] < 5000 for run in found["fp32"]["runs"])
+    assert all(0 < run["updates"] < 50_000 for run in found["fp32"]["runs"])
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def write_as(folder: Path, sign: int, host: str = "elsewhere") -> None:
     about = {"host": host, "pid": 4711, "since": "2026-01-01 00:00:00", "sign": sign}
-    (folder / run_lock.NAME).write_text(json.dumps(about) + "\n")
+    (folder / run_lock.NAME).touch()
+    with (folder / run_lock.NAME).open("r+") as file:  # as a run does: never empty while it lives
+        file.write(json.dumps(about) + "\n")
 
 
 @pytest.mark.usefixtures("quick")

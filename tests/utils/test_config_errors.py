@@ -75,7 +75,7 @@ def test_all_errors_are_reported_together_with_their_lines(tmp_path: Path) -> No
         ("MODEL: {TRANS: {HYBRID: false}}\n", "run.yaml:1: unknown key MODEL.HYBRID."),
         ("MODEL: {QK_SCALE: 0.2}\n", "run.yaml:1: MODEL.QK_SCALE 0.2 is not possible here; leave the key out"),
         ("- a\n- b\n", "run.yaml:1: expected `KEY: value` lines"),
-        ("SEED: 1\nTAG: [a\n", "run.yaml: not a YAML text file: while parsing a flow sequence"),
+        ("SEED: 1\nTAG: [a\n", "run.yaml:3: not valid YAML: expected ',' or ']'"),
         ("[1]: 2\n", "run.yaml:1: a key must be a plain word"),
         ("a: &a {}\n<<: *a\n", "run.yaml:2: a key must be a plain word; instead of `<<`, build on files with BASE"),
         ("BASE: [gone.yaml]\n", "gone.yaml cannot be read: No such file or directory."),

@@ -74,6 +74,9 @@ def read_files(name: str, above: tuple[Path, ...] = ()) -> list[Layer]:
         from utils.config.recipes import similar_file
 
         raise UserError(f"{name} cannot be read: {error.strerror}.{similar_file(path)}") from None
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{name}{line}: not valid YAML: {error.problem or error.context}") from None
     except (yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{name}: not a YAML text file: {' '.join(str(error).split())}") from None
     if root is not None and not isinstance(root, yaml.MappingNode):

@@ -417,7 +417,7 @@ def test_confusion_and_classes_that_are_never_recognised_are_named(monkeypatch: 
     assert remarks("aaaaaaaabbbbc") == []
     assert remarks("aaaaaaabbbbbc") == [], "a single image"
     assert remarks("aaaaabbbbbbba") == [
-        "Most frequent mistake: a is taken for b (3 of 8 images).",
+        "A frequent mistake: a is taken for b (3 of 8 images).",
         "1 class of 3 is never recognised: c.",
     ]
 

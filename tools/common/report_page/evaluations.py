@@ -103,7 +103,7 @@ def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Me
     if pairs and pairs[0]["images"] >= NOTABLE_IMAGES and pairs[0]["percent"] >= NOTABLE_PERCENT:
         first = pairs[0]
         times = f"{first['images']:,} of {first['of_class']:,} images"
-        remarks.append(f"Most frequent mistake: {first['true']} is taken for {first['guess']} ({times}).")
+        remarks.append(f"A frequent mistake: {first['true']} is taken for {first['guess']} ({times}).")
     if never := [row["name"] for row in classes if not row["recall"]]:  # these come first
         which = f": {', '.join(never)}" if len(never) <= MOST_NAMED else ""
         words = f"{counted(len(never), 'class')} of {len(found.present):,} {'is' if len(never) == 1 else 'are'}"

@@ -154,7 +154,7 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
         log.info("All weights are trained: from MODEL.UNFREEZE_EPOCH %s on, MODEL.FREEZE has no effect.", epoch)
     log.info(describe_parameters(ready.model), extra=DETAIL)
     norms = [module for module in ready.model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    if world.size > 1 and any(norm.training for norm in norms):  # frozen ones keep their statistics
+    if world.size > 1 and any(norm.training or epoch for norm in norms):  # frozen: statistics stay
         log.info(
             "Batch norm: each process normalises its own images (%d per micro-batch); validation and checkpoints use "
             "the running statistics of rank 0.",

@@ -1,4 +1,4 @@
-"""The GPU's memory: what fits, what is told when it ends, what takes less of it; and what a run measures of itself."""
+"""The GPU's memory: batch sizes that fit, out-of-memory errors, and settings that save memory; a run's measurements."""
 
 from __future__ import annotations
 

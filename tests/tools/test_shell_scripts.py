@@ -138,7 +138,7 @@ def test_too_old_a_python_is_refused(clone: Path) -> None:
 
 STAND_IN = """\
 #!/usr/bin/env bash
-# Stands in for Python: prints its arguments and trains nothing.
+# Replaces Python in these tests: prints its arguments and trains nothing.
 if [[ $1 == */report.py ]]; then
     echo "report of ${*:2}"
     exit "${REPORT_CODE:-0}"

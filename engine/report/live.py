@@ -25,6 +25,8 @@ GAP = "  "
 BOLD, GREEN = "1", "1;32"
 NOTHING = "-"
 BAR = "{desc} {bar} {n_fmt}/{total_fmt} [{remaining} left{postfix}]"
+BESIDE_WORDS = 42
+"""Columns of the bar's line for all but its last words; with less room than those need, tqdm would cut them anywhere"""
 
 
 class Live:
@@ -76,10 +78,11 @@ class Live:
             # At the mean pace of this start, validation and saving included.
             pace = (perf_counter() - self._began) / max(position.update - self._first_update, 1)
             left = clock(pace * updates_left(self._config, position, self._per_epoch))
-            rate = shown_rate(perf.images_per_second)
-            self._bar.set_postfix_str(
-                f"run {left} left, loss {reading.update.loss:.4f}, {rate} images/s", refresh=False
-            )
+            words = [f"run {left} left", f"loss {reading.update.loss:.4f}"]
+            words.append(f"{shown_rate(perf.images_per_second)} images/s")
+            while len(words) > 1 and len(", ".join(words)) > terminal_width() - BESIDE_WORDS:
+                words.pop()
+            self._bar.set_postfix_str(", ".join(words), refresh=False)
 
     def epoch_ended(self, position: Position, means: Metrics, seconds: float) -> None:
         """`means`, `seconds`: of its training. A validation may follow."""
@@ -167,7 +170,8 @@ class EpochTable:
         if self._brief.lines - self._header_line >= LINES_PER_HEADER:
             self._print_header()
         text = GAP.join(row.get(name, NOTHING).rjust(width) for name, width in self._widths.items())
-        notes = [self._brief.looks.coloured(self._mark, GREEN) if self._mark == "best" else self._mark]
+        mark = self._mark if len(text + GAP + self._mark) <= terminal_width() else self._mark.split(" (")[0]
+        notes = [self._brief.looks.coloured(mark, GREEN) if mark == self._mark == "best" else mark]
         if self.skipped > self._skipped_before:
             notes.append(f"{self.skipped - self._skipped_before:,} skipped")
         self._skipped_before = self.skipped

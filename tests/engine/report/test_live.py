@@ -12,7 +12,8 @@ import sys
 import pytest
 
 from engine.machine.stopping import Signals
-from engine.measure.meters import Position
+from engine.measure.meters import Position, Reading
+from engine.measure.throughput import Perf
 from engine.report.live import EpochTable, Live
 from engine.report.outcome import mark_of_best
 from engine.task.one import ValidationMeans
@@ -55,6 +56,19 @@ def test_log_lines_are_whole_lines_above_the_bar(monkeypatch: pytest.MonkeyPatch
     lines = screen(terminal.getvalue())
     assert "warning: from the log, in words that are longer than one line of this terminal" in lines
     assert not [line for line in lines if "epoch 1" in line]
+
+
+@pytest.mark.parametrize(("width", "last"), [(100, "loss 1.2500, 1,234 images/s]"), (60, "run 0:00:00 left]")])
+def test_narrow_bar_drops_whole_words(monkeypatch: pytest.MonkeyPatch, width: int, last: str) -> None:
+    terminal = open_terminal(monkeypatch)
+    monkeypatch.setenv("COLUMNS", f"{width}")
+    end = Position(step=44, update=44 * 90, epoch=90)
+    live = Live(CONFIG, 44, Position(epoch=90))
+    live.stepped(end)
+    live.reported(end, Reading(MEANS, MEANS, 1.0, 1.0, 1e-3, 0, 0, 0), Perf(1234.5, 0.0, 1.0, 1.0))
+    live.validating(end)
+    assert screen(terminal.getvalue())[-1].endswith(last)
+    live.close()
 
 
 def test_second_ctrl_c_leaves_no_bar_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,8 +134,9 @@ def rows(monkeypatch: pytest.MonkeyPatch, width: int, mark: str = "best", skippe
 
 
 @pytest.mark.parametrize("width", range(40, 140, 9))
-def test_rows_are_as_wide_as_the_header_and_fit(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    header, row, bare, _ = rows(monkeypatch, width)
+@pytest.mark.parametrize("mark", ["best", "best (worse than guessing)"])
+def test_rows_are_as_wide_as_the_header_and_fit(monkeypatch: pytest.MonkeyPatch, width: int, mark: str) -> None:
+    header, row, bare, _ = rows(monkeypatch, width, mark)
     assert max(len(header), len(row)) < width
     assert row.split()[0] == "12/90"
     assert "best" in row

@@ -1,1 +1,1 @@
-import utils.installed  # noqa: F401 - before all that may be missing
+import utils.installed  # noqa: F401 - before imports of what may be missing

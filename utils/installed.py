@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 NEEDED = ("torch", "torchvision", "timm", "numpy", "PIL", "pydantic", "yaml", "tqdm", "safetensors")
-"""What every script imports"""
 ROOT = Path(__file__).resolve().parents[1]
 
 missing = ["Python 3.11"] * (sys.version_info < (3, 11))

@@ -34,8 +34,8 @@ MOST_UPDATES, SECONDS_OF_UPDATES = 20, 30.0
 MOST_BATCHES = 20
 """Of a validation: the time of a longer one is estimated."""
 NEARLY_FULL = 0.9
-MOST_SECONDS_TWICE = 10.0
-"""An update that takes longer on all threads of a CPU is not tried again on one."""
+MOST_SECONDS_ALONE = 40.0
+"""One thread of a CPU, often faster with small models or on a busy machine, is not tried if it may take longer."""
 
 
 class _Enough(Exception):
@@ -58,7 +58,7 @@ def try_out(run: Run, ready: ReadyToTrain, updates_left: int) -> None:
     try:
         measure("time")
         several = run.device.type == "cpu" and run.threads > 1 and world.size == 1
-        if several and costs["time"][0] <= MOST_SECONDS_TWICE:  # one is often faster: small models, busy machines
+        if several and costs["time"][0] * run.threads <= MOST_SECONDS_ALONE:
             log.info("Once more with one thread instead of %d:", run.threads)
             torch.set_num_threads(1)
             measure("THREADS=1")

@@ -106,7 +106,7 @@ def load_config(
         defaults, about = defaults_by(set_before)
         entries, lines = {**defaults, **set_before}, [*lines, *about]
     config, sources = _checked(entries, problems)
-    if proportional and WARMUP not in of_run:
+    if proportional and WARMUP not in of_run:  # a recipe's warm-up belongs to its number of epochs
         below = {EPOCHS: Entry(default_of(EPOCHS), DEFAULT), **defaults, **_merged(files)}
         before, now, warmup = as_integer(below[EPOCHS].value), config.TRAIN.NUM_EPOCHS, config.TRAIN.WARMUP_EPOCHS
         if warmup and isinstance(before, int) and before not in (0, now):

@@ -11,6 +11,7 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -168,7 +169,7 @@ def house(tmp_path: Path) -> Path:
     return scripts.parent
 
 
-def start(house: Path, *words: str, out: int = subprocess.PIPE, **env: str) -> subprocess.Popen[str]:
+def start(house: Path, *words: str, out: Any = subprocess.PIPE, **env: str) -> subprocess.Popen[str]:
     command = ["bash", str(house / "scripts" / "quickstart.sh"), *words]
     env = {**os.environ, "RUN": str(house.parent / "the run"), "TMPDIR": str(house.parent), **env}
     return subprocess.Popen(command, env=env, text=True, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)

@@ -1,0 +1,1 @@
+import utils.installed  # noqa: F401 - before imports of what may be missing

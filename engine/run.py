@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,7 +31,7 @@ from utils.config.kinds import AUTO
 from utils.distributed.world import World, on_every_rank, on_rank_0
 from utils.errors import EXIT_DONE, TrainingError, UserError
 from utils.log import DETAIL, brief_terminal, log, print_on_terminal
-from utils.program import tool
+from utils.program import FOLDER_FILE, tool
 from utils.record.resumed_run import resumed_run
 from utils.record.run_folder import copies_in_words
 from utils.text import counted
@@ -192,6 +193,8 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> 
     words = "Paused, to be resumed with -resume" if trainer.paused else "Done"
     best, total = trainer.best_words(": best "), clock(trainer.throughput.total)
     log.info("%s%s; total time %s; everything is in %s", words, best, total, folder)
+    if world.first and (file := os.environ.get(FOLDER_FILE)):
+        Path(file).write_text(f"{folder}\n", encoding="utf-8")
     return code
 
 

@@ -14,16 +14,14 @@ if [[ ! -f $CONFIG && -f $ROOT/$CONFIG ]]; then
     CONFIG="$ROOT/$CONFIG"
 fi
 
-# The last line of the log has the run's folder, so the log is shown and also kept in a file.
-output="$(mktemp)"
-trap 'rm -f "$output"' EXIT
-exec 3> >(trap '' INT TERM USR1 && exec tee "$output")
-tee=$!
+# The training writes its folder to this file. Its output goes to the terminal itself, which shows a bar only then.
+file="$(mktemp)"
+trap 'rm -f "$file"' EXIT
 
 # Traps before the training starts: a signal between its start and the traps would end this script alone. `$!` is the
 # training from the moment it runs.
 forward() {
-    [[ $! != "$tee" ]] || exit $((128 + $(kill -l "$1")))
+    [[ -n ${!-} ]] || exit $((128 + $(kill -l "$1")))
     kill "-$1" "$!" 2>/dev/null || true
 }
 for signal in INT TERM USR1; do
@@ -32,7 +30,7 @@ done
 
 # In the background, so that signals to this script reach the training at once; `set -m`, so that Ctrl-C does too.
 set -m
-"$PYTHON" "$ROOT/main_single_gpu.py" -cfg "$CONFIG" -amp "$@" >&3 &
+VITAMP_FOLDER_FILE="$file" "$PYTHON" "$ROOT/main_single_gpu.py" -cfg "$CONFIG" -amp "$@" &
 training=$!
 set +m
 code=0
@@ -41,10 +39,8 @@ while kill -0 "$training" 2>/dev/null; do # a signal ended `wait`, not the train
     code=0
     wait "$training" || code=$?
 done
-exec 3>&-
-wait "$tee" || true
 
-run="$(sed -n 's/.*everything is in //p' "$output" | tail -n 1)"
+run="$(<"$file")"
 if [[ $code == 0 && -d $run ]]; then
     "$PYTHON" "$ROOT/scripts/report.py" "$run" || echo 'The run is done, but the report could not be written.' >&2
     if [[ $PYTHON == "$ROOT/.venv/bin/python" && ${VIRTUAL_ENV:-} != "$ROOT/.venv" ]]; then

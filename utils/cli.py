@@ -21,7 +21,8 @@ from utils.config.keys import default_of, settings
 from utils.errors import EXIT_DONE, UserError, either, nearest
 from utils.flags import BY_NAME, FLAGS, IGNORED, RANK_FLAGS, Action, Flag, Positional
 from utils.precisions import amp_settings_of
-from utils.program import INSTALLED, help_here, version
+from utils.program import INSTALLED, help_here
+from vitamp import __version__
 
 WIDTH = 100
 """Columns of -h."""
@@ -235,7 +236,7 @@ USAGE_END = (
 
 def version_text() -> str:
     """The output of -version, without importing torch, which takes seconds."""
-    lines = [f"vitamp {version()}"]
+    lines = [f"vitamp {__version__}"]
     for package in ("torch", "timm"):
         try:
             lines.append(f"{package} {importlib.metadata.version(package)}")

@@ -6,16 +6,13 @@ program, the same command is `vitamp evaluate RUN`: `started_as` for the log, `h
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 import shlex
 import signal
 import sys
 import threading
-import tomllib
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,15 +28,6 @@ ENTRIES = {"main_single_gpu": "train", "main_multi_gpu": "multi"}
 """Entry script -> subcommand of `vitamp`. The other subcommands have the names of their files in scripts/."""
 _SCRIPT = re.compile(r"(?<![\w/.-])(?:python )?(?:scripts/)?(\w+)\.py\b(?!, line)")
 _RECIPE = re.compile(r"(?<=-cfg )configs/(\w+)\.yaml")
-
-
-@cache
-def version() -> str:
-    """The version of vitamp. pyproject.toml has it, and so has what pip installed."""
-    if INSTALLED:
-        return importlib.metadata.version("vitamp")
-    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    return tomllib.loads(project)["project"]["version"]
 
 
 def started_as(script: str) -> str:
@@ -103,6 +91,8 @@ LAUNCHER_PID = "VITAMP_LAUNCHER_PID"
 """Environment variable with the process that started the ranks, if that is main_multi_gpu.py itself."""
 PARENT = "VITAMP_PARENT_PID"
 """Environment variable of a program that a tool starts: the tool's process."""
+FOLDER_FILE = "VITAMP_FOLDER_FILE"
+"""Environment variable with the file to which a run that is done writes its folder, for scripts/quickstart.sh."""
 PR_SET_PDEATHSIG = 1
 
 

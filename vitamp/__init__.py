@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor, nn
 
-__all__ = ["augmentation", "dataset", "load", "loss", "metric", "model"]
+__all__ = ["__version__", "augmentation", "dataset", "load", "loss", "metric", "model"]
+__version__ = "0.3.0"
 
 
 def load(path: str | Path, weights: str = "auto") -> tuple[nn.Module, Callable[[Image.Image], Tensor]]:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta
 
+import torch
+
 from engine.evaluation.evaluate import on_device, validate
 from engine.machine.device import Run, global_batch, synchronize
 from engine.machine.memory import in_gib, is_out_of_memory, peak_memory_gb, total_memory
@@ -32,6 +34,8 @@ MOST_UPDATES, SECONDS_OF_UPDATES = 20, 30.0
 MOST_BATCHES = 20
 """Of a validation: the time of a longer one is estimated."""
 NEARLY_FULL = 0.9
+MOST_SECONDS_ALONE = 40.0
+"""One thread of a CPU, often faster with small models or on a busy machine, is not tried if it may take longer."""
 
 
 class _Enough(Exception):
@@ -45,9 +49,19 @@ def try_out(run: Run, ready: ReadyToTrain, updates_left: int) -> None:
     parts.enter(config.MODEL.UNFREEZE_EPOCH or ready.position.epoch)  # frozen weights need less memory and time
     position, per_epoch = replace(ready.position), ready.train_loader.order.updates
     reporter = Reporter(config, per_epoch, None, False, position)
+    costs: dict[str, tuple[float, float]] = {}
+
+    def measure(name: str) -> None:
+        update = global_batch(config, world) / max(_train(world, ready, position, reporter), 1e-9)
+        costs[name] = update, _validate(world, ready, position, reporter)
+
     try:
-        images_per_second = _train(world, ready, position, reporter)
-        validation = _validate(world, ready, position, reporter)
+        measure("time")
+        several = run.device.type == "cpu" and run.threads > 1 and world.size == 1
+        if several and costs["time"][0] * run.threads <= MOST_SECONDS_ALONE:
+            log.info("Once more with one thread instead of %d:", run.threads)
+            torch.set_num_threads(1)
+            measure("THREADS=1")
     except Exception as error:
         # Nothing is trained: what a run would end with 1 for is a problem found before the first update.
         failure = UserError if world.size == 1 else TrainingError
@@ -56,8 +70,7 @@ def try_out(run: Run, ready: ReadyToTrain, updates_left: int) -> None:
         if not is_out_of_memory(error):
             raise
         raise failure(describe(error, run, position.update)) from None
-    update = global_batch(config, world) / max(images_per_second, 1e-9)
-    for line in _costs(config, ready, update, validation, updates_left):
+    for line in _costs(config, ready, costs, updates_left):
         log.info("  %s", line)
     log.info("Dry run: updates, validation and data loading work. Nothing was kept or written.")
 
@@ -121,8 +134,8 @@ def _validate(world: World, ready: ReadyToTrain, position: Position, reporter: R
     return seconds
 
 
-def _costs(config: Config, ready: ReadyToTrain, update: float, validation: float, updates: int) -> Iterator[str]:
-    """`update`, `validation`: seconds of each. `updates`: those left to train."""
+def _costs(config: Config, ready: ReadyToTrain, costs: dict[str, tuple[float, float]], updates: int) -> Iterator[str]:
+    """`costs`: by heading, seconds per update and per validation. `updates`: those left to train."""
     device = ready.precision.device
     peak, total = 1e9 * peak_memory_gb(device), total_memory(device)
     of = f" of {in_gib(total)}" if total else ""
@@ -133,9 +146,10 @@ def _costs(config: Config, ready: ReadyToTrain, update: float, validation: float
     if config.TRAIN.SIZE_SCHEDULE or (config.TRAIN.TOKEN_DROP and config.TRAIN.TOKEN_DROP_TAIL):
         yield "           epochs with larger images, or without dropped tokens, take more memory and time"
     epochs = updates / ready.train_loader.order.updates
-    left = updates * update + max(1, round(epochs / config.VALIDATE_FREQ)) * (updates > 0) * validation
-    yield (
-        f"time       {update:.3g} s per update, about {clock(validation)} per validation; {counted(updates, 'update')} "
-        f"to go ({epochs:,.1f} epochs): about {clock(left)}, until "
-        f"{datetime.now() + timedelta(seconds=left):%Y-%m-%d %H:%M} if started now"
-    )
+    for name, (update, validation) in costs.items():
+        left = updates * update + max(1, round(epochs / config.VALIDATE_FREQ)) * (updates > 0) * validation
+        yield (
+            f"{name:<11}{update:.3g} s per update, about {clock(validation)} per validation; "
+            f"{counted(updates, 'update')} to go ({epochs:,.1f} epochs): about {clock(left)}, until "
+            f"{datetime.now() + timedelta(seconds=left):%Y-%m-%d %H:%M} if started now"
+        )

@@ -24,7 +24,7 @@ def build_scheduler(optimizer: Optimizer, train: TrainConfig, rates: tuple[float
     """timm's schedule of the name in TRAIN.LR_SCHEDULER, in updates."""
     _, start_lr, end_lr = rates
     total = train.NUM_EPOCHS * per_epoch
-    warmup = min(round(train.WARMUP_EPOCHS * per_epoch), total)
+    warmup = min(max(round(train.WARMUP_EPOCHS * per_epoch), train.WARMUP_EPOCHS > 0), total)
     common = {"warmup_t": warmup, "warmup_lr_init": start_lr, "t_in_epochs": False}
     shape = train.LR_SCHEDULER
     if shape.NAME == "step":

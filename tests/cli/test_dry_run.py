@@ -29,6 +29,15 @@ def test_dry_run_of_two_processes_leaves_no_files(vitamp: Vitamp, tiny: Path, tm
     assert list(place.iterdir()) == []
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_dry_run_of_several_threads_also_tries_one(vitamp: Vitamp, tiny: Path, tmp_path: Path, threads: int) -> None:
+    done = vitamp("-cfg", tiny, "-dry_run", "-threads", threads, cwd=tmp_path, code=0)
+    times = re.findall(r"^  (time|THREADS=1) +[\d.e-]+ s per update, .* until 20", done.out, re.MULTILINE)
+    assert times == ["time", "THREADS=1"][:threads]
+    assert done.out.count("----- Epoch[001/002], Validation Loss: ") == threads, "the validation is timed too"
+    assert done.err == ""
+
+
 def test_dry_run_of_an_evaluation_says_whether_weights_were_loaded(
     vitamp: Vitamp, digits_run: Path, tiny: Path, tmp_path: Path
 ) -> None:
@@ -49,11 +58,12 @@ def test_dry_run_says_the_time_of_the_updates_left_and_warns_of_too_little_memor
     loader = SimpleNamespace(order=SimpleNamespace(updates=100))
     ready: Any = SimpleNamespace(precision=SimpleNamespace(device=CPU), train_loader=loader)
     monkeypatch.setattr(dry_run, "total_memory", lambda _: 1000)
-    costs = "\n".join(dry_run._costs(config, ready, 2.0, 100.0, 1000))
+    costs = "\n".join(dry_run._costs(config, ready, {"time": (2.0, 100.0), "THREADS=1": (0.5, 25.0)}, 1000))
     assert "nearly all memory; to save some: -batch_size 16 -accum_iter 2: " in costs
     assert "2 s per update, about 0:01:40 per validation" in costs
     assert "1,000 updates to go (10.0 epochs): about 0:41:40" in costs, "1,000 updates of 2 s, 5 validations of 100 s"
+    assert re.search(r"THREADS=1  0\.5 s per update, .* about 0:10:25, until", costs)
     monkeypatch.setattr(dry_run, "total_memory", lambda _: 2**60)
-    costs = "\n".join(dry_run._costs(config, ready, 2.0, 100.0, 0))
+    costs = "\n".join(dry_run._costs(config, ready, {"time": (2.0, 100.0)}, 0))
     assert "nearly" not in costs
     assert "0 updates to go (0.0 epochs): about 0:00:00" in costs

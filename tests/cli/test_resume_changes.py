@@ -119,6 +119,15 @@ def test_lengthened_run_has_the_whole_warmup(vitamp: Vitamp, tiny: Path, tmp_pat
     assert "clipped" not in done.out
 
 
+def test_resumed_run_keeps_its_warmup_with_other_epochs(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
+    """One epoch of two in the recipe."""
+    words = ("-cfg", tiny, "-output", tmp_path / "run", "-resume", "auto")
+    for epochs, updates in ((4, 1), (4, 2), (8, 3)):
+        done = vitamp(*words, "-epochs", epochs, f"TRAIN.MAX_UPDATES={updates}", code=0)
+        assert "after 2 epochs of warm-up" in done.out
+        assert ("WARMUP_EPOCHS 2: the recipe's 1 of 2 epochs, in proportion to" in done.out) == (updates == 1)
+
+
 def test_resume_with_fewer_and_with_more_epochs(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
     finished = vitamp("-resume", run, "-output", tmp_path / "empty", "TRAIN.NUM_EPOCHS=1")
     assert f"its folder is {run}" in finished.out.splitlines()[-1]
@@ -133,7 +142,7 @@ def test_resume_with_fewer_and_with_more_epochs(vitamp: Vitamp, run: Path, tmp_p
 @pytest.mark.slow
 def test_run_made_longer_before_its_decay_equals_a_long_one(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     short, long, longer = tmp_path / "short", tmp_path / "long", tmp_path / "longer"
-    words = ("-cfg", tiny, "TRAIN.LR_SCHEDULER.NAME=wsd", "TRAIN.MODEL_EMA=true")
+    words = ("-cfg", tiny, "TRAIN.LR_SCHEDULER.NAME=wsd", "TRAIN.MODEL_EMA=true", "TRAIN.WARMUP_EPOCHS=1")
     done = vitamp(*words, "-output", short, "TRAIN.NUM_EPOCHS=4", "KEEP_EVERY=2", "KEEP_LAST=1", code=0)
     assert "warm-up, then wsd: constant through epoch 3.2, then decaying (1 - sqrt) to 0; weight decay" in done.out
     vitamp(*words, "-output", long, "TRAIN.NUM_EPOCHS=6", code=0)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.program import ROOT
 from utils import program
 from utils.distributed.world import ALONE
-from utils.program import help_here, version
+from utils.program import help_here
+from vitamp import __version__
 
+MAIN = ("main_single_gpu.py", "main_multi_gpu.py")
 SCRIPTS = sorted(file.stem for file in (ROOT / "scripts").glob("*.py"))
 
 
@@ -47,7 +52,7 @@ def test_unknown_commands_are_refused_with_the_closest(words: list[str], said: s
 
 
 def test_commands_take_the_flags_of_their_scripts() -> None:
-    assert start("--version").stdout.startswith(f"vitamp {version()}\ntorch ")
+    assert start("--version").stdout.startswith(f"vitamp {__version__}\ntorch ")
     assert start("train", "-h").stdout.startswith("usage: python main_single_gpu.py ")
     missing = start("predict")
     assert missing.returncode == 2
@@ -67,3 +72,14 @@ def test_next_commands_are_those_of_an_installed_program(monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "argv", ["/somewhere/vitamp/program/main_single_gpu.py"])
     assert program.tool("evaluate") == "vitamp evaluate"
     assert program.start_again(ALONE, "-resume runs/a") == "vitamp train -resume runs/a"
+
+
+@pytest.mark.parametrize("script", [*MAIN, *(f"scripts/{name}.py" for name in SCRIPTS)])
+def test_python_without_packages_gets_one_line(script: str, tmp_path: Path) -> None:
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-S", str(ROOT / script), "-h"]
+    done = subprocess.run(command, cwd=tmp_path, env=bare, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: {sys.executable} lacks torch, torchvision, timm, ")
+    assert re.search(r"(activate the environment: source|to install, run: bash) \S+", line)

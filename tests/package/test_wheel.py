@@ -20,7 +20,7 @@ from PIL import Image
 
 from tests.package.test_load import in_program
 from tests.program import ROOT
-from utils.program import version
+from vitamp import __version__
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 LOSS = """\
@@ -96,7 +96,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_holds_the_program_in_a_folder_of_its_own(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as file:
         names = file.namelist()
-        info = f"vitamp-{version()}.dist-info"
+        info = f"vitamp-{__version__}.dist-info"
         metadata = file.read(f"{info}/METADATA").decode()
     assert {name.partition("/")[0] for name in names} == {"vitamp", info}
     packed = {name.removeprefix("vitamp/program/") for name in names if name.startswith("vitamp/program/")}
@@ -123,7 +123,7 @@ def test_digits_train_in_an_empty_folder_and_others_keep_their_names(environment
     assert "scripts/" not in said.replace(str(package), "")
     about = json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))
     assert about["command"].startswith("vitamp train -cfg vit_digits -amp")
-    assert (about["versions"]["vitamp"], about["git"]) == (version(), None)
+    assert (about["versions"]["vitamp"], about["git"]) == (__version__, None)
 
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 8), dtype=np.uint8)).save(tmp_path / "digit.png")
     assert "digit.png" in run(command, "predict", "run", "digit.png", cwd=tmp_path)

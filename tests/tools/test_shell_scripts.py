@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import shutil
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -145,10 +147,11 @@ if [[ $1 == */report.py ]]; then
 fi
 for name in INT TERM USR1; do trap "echo heard $name; exit 143" "$name"; done
 echo "training with ${*:2}"
+if [[ -t 1 ]]; then echo "on a terminal"; fi
 if [[ -n ${WAIT:-} ]]; then
     for _ in {1..600}; do sleep 0.05; done
 fi
-echo "Done: best top-1 99 %; everything is in $RUN"
+echo "$RUN" >"$VITAMP_FOLDER_FILE"
 exit "${TRAIN_CODE:-0}"
 """
 
@@ -166,12 +169,10 @@ def house(tmp_path: Path) -> Path:
     return scripts.parent
 
 
-def start(house: Path, *words: str, **env: str) -> subprocess.Popen[str]:
+def start(house: Path, *words: str, out: Any = subprocess.PIPE, **env: str) -> subprocess.Popen[str]:
     command = ["bash", str(house / "scripts" / "quickstart.sh"), *words]
     env = {**os.environ, "RUN": str(house.parent / "the run"), "TMPDIR": str(house.parent), **env}
-    return subprocess.Popen(
-        command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
+    return subprocess.Popen(command, env=env, text=True, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
 
 
 def test_quickstart_ends_with_the_report(house: Path) -> None:
@@ -181,6 +182,19 @@ def test_quickstart_ends_with_the_report(house: Path) -> None:
     assert told[0] == "training with -cfg configs/vit_digits.yaml -amp -output some where TRAIN.NUM_EPOCHS=5"
     assert told[-1] == f"report of {house.parent / 'the run'}"
     assert not list(house.parent.glob("tmp.*")), "no temporary file is left"
+    assert "on a terminal" not in told
+
+
+def test_quickstart_trains_on_the_terminal_itself(house: Path) -> None:
+    """Through a pipe, it would show lines for a file, and no bar."""
+    ours, theirs = pty.openpty()
+    done = start(house, out=theirs)
+    assert done.wait(timeout=60) == 0
+    told = os.read(ours, 65536).decode()
+    os.close(theirs)
+    os.close(ours)
+    assert "on a terminal" in told
+    assert "report of" in told
 
 
 def test_quickstart_says_how_to_activate_its_own_environment(house: Path) -> None:

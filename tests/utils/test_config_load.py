@@ -143,12 +143,41 @@ def test_key_value_words_keep_what_yaml_would_cut_or_refuse() -> None:
     assert (config.MODEL.DEPTH, config.AMP.CUSTOM_WHITE_LIST) == (4, ("softmax", "gelu"))
 
 
-def test_long_warmup_is_clipped_with_a_note() -> None:
-    loaded = load_config(words={"TRAIN.NUM_EPOCHS": "10"})
+def test_long_warmup_is_clipped_with_a_note(tmp_path: Path) -> None:
+    loaded = load_config(write(tmp_path, "TRAIN: {NUM_EPOCHS: 10}\n"))
     assert loaded.config.TRAIN.WARMUP_EPOCHS == 32, "a resume may lengthen the run"
     assert len(loaded.notes) == 1
     assert "TRAIN.WARMUP_EPOCHS 32 is more than TRAIN.NUM_EPOCHS 10: clipped to 10" in loaded.notes[0]
-    assert load_config(words={"TRAIN.NUM_EPOCHS": "32"}).notes == ()
+    assert load_config(write(tmp_path, "TRAIN: {NUM_EPOCHS: 32}\n")).notes == ()
+
+
+SHORT = {"TRAIN.NUM_EPOCHS": ("12", "-epochs")}
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "words", "warmup"),
+    [
+        ("TRAIN: {NUM_EPOCHS: 200, WARMUP_EPOCHS: 10}", SHORT, {}, 0.6),
+        ("TRAIN: {NUM_EPOCHS: 200, WARMUP_EPOCHS: 10}", {}, {"TRAIN.NUM_EPOCHS": "12"}, 0.6),
+        ("TRAIN: {NUM_EPOCHS: 200, WARMUP_EPOCHS: 10}", SHORT, {"TRAIN.WARMUP_EPOCHS": "3"}, 3),
+        ("TRAIN: {NUM_EPOCHS: 12, WARMUP_EPOCHS: 10}", SHORT, {}, 10),
+        ("TRAIN: {NUM_EPOCHS: 200, WARMUP_EPOCHS: 0}", SHORT, {}, 0),
+        ("BASE: base.yaml\nTRAIN: {NUM_EPOCHS: 12, WARMUP_EPOCHS: 5}", {}, {}, 5),
+        ("BASE: base.yaml\nTRAIN: {NUM_EPOCHS: 12}", {}, {}, 10),
+        ("MODEL: {TYPE: swin}", {"TRAIN.NUM_EPOCHS": ("30", "-epochs")}, {}, 2),
+        ("", {"TRAIN.NUM_EPOCHS": ("75", "-epochs")}, {}, 8),
+    ],
+)
+def test_epochs_of_the_command_line_keep_the_recipes_proportion_of_warmup(
+    tmp_path: Path, text: str, flags: dict[str, tuple[str, str]], words: dict[str, str], warmup: float
+) -> None:
+    write(tmp_path, "TRAIN: {NUM_EPOCHS: 200, WARMUP_EPOCHS: 10}\n", "base.yaml")
+    loaded = load_config(write(tmp_path, f"{text}\n"), flags, words)
+    assert warmup == loaded.config.TRAIN.WARMUP_EPOCHS
+    by = "-epochs" if flags else "command line"
+    changed = loaded.sources["TRAIN.WARMUP_EPOCHS"] == f"{by}, in proportion"
+    assert changed == (warmup in (0.6, 2, 8))
+    assert any("in proportion to TRAIN.NUM_EPOCHS" in note and f"({by})" in note for note in loaded.notes) == changed
 
 
 def test_settings_of_own_code_stay_where_another_layer_names_its_files(tmp_path: Path) -> None:

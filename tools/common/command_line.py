@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine.machine.late_compiler import import_compiler_late
 from tools.common.output_file import check_output_file, describe_written_files, forget_written_files
 from utils.cli import WIDTH, CommandLine, Parser, command_line
 from utils.config import Loaded, load_config
@@ -99,6 +100,7 @@ def some_of(*known: str) -> Callable[[str], tuple[str, ...]]:
 def run_tool(work: Callable[[list[str]], int], argv: list[str]) -> int:
     """Run `work`; report an error as one line of text and return an exit code."""
     die_with_starting_tool()
+    import_compiler_late()
     watch_standard_output()
     start_log(to_terminal=True)
     forget_written_files()

@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from utils.config.checks import conflicts, notes, warnings
-from utils.config.keys import nested, settings, value_of, values_by_key
-from utils.config.kinds import OWN_SETTING, as_names, as_yaml, one_line
+from utils.config.keys import default_of, nested, settings, value_of, values_by_key
+from utils.config.kinds import OWN_SETTING, as_integer, as_names, as_yaml, one_line
 from utils.config.read import Entry, Layer, read_files, read_words, type_of
 from utils.config.schema import Config
 from utils.errors import UserError
@@ -21,6 +21,7 @@ from utils.record.run_folder import CONFIG, is_of_user
 from utils.text import redacted
 
 DEFAULT = "default"
+EPOCHS, WARMUP = "TRAIN.NUM_EPOCHS", "TRAIN.WARMUP_EPOCHS"
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,13 @@ def load_config(
         elif own:
             problems.append(f"{typed.name}: {own[0]}: no such setting; one of your own code needs its file: -use FILE")
 
-    set_before = dict(given)
+    proportional = EPOCHS in typed.entries and WARMUP not in typed.entries
+    set_before, of_run, defaults = dict(given), {}, {}
     if "MODEL.RESUME" in given:
         from utils.config.resumed import resolved_by_run
 
-        set_before |= resolved_by_run(given)
+        of_run = resolved_by_run(given, (WARMUP,) if proportional else ())
+        set_before |= of_run
     entries = set_before
     if type_of(given) != "vit" or "DATA.MULTI_LABEL" in given or "MODEL.MAE_PRETRAIN" in given:
         from utils.config.families import defaults_by
@@ -103,6 +106,15 @@ def load_config(
         defaults, about = defaults_by(set_before)
         entries, lines = {**defaults, **set_before}, [*lines, *about]
     config, sources = _checked(entries, problems)
+    if proportional and WARMUP not in of_run:  # a recipe's warm-up belongs to its number of epochs
+        below = {EPOCHS: Entry(default_of(EPOCHS), DEFAULT), **defaults, **_merged(files)}
+        before, now, warmup = as_integer(below[EPOCHS].value), config.TRAIN.NUM_EPOCHS, config.TRAIN.WARMUP_EPOCHS
+        if warmup and isinstance(before, int) and before not in (0, now):
+            part, by = round(warmup * now / before, 6), sources[EPOCHS]
+            config, sources = _checked({**entries, WARMUP: Entry(part, f"{by}, in proportion")}, [])
+            lines.append(
+                f"{WARMUP} {part:g}: the recipe's {warmup:g} of {before} epochs, in proportion to {EPOCHS} {now} ({by})"
+            )
     lines += [
         note + _of_family(sources, note) for note in notes(config, {key: one.source for key, one in given.items()})
     ]

@@ -43,11 +43,11 @@ def is_of_earlier_version(saved: Mapping[str, Any]) -> bool:
     return "SPEED" not in saved  # a setting that every run has since then
 
 
-def resolved_by_run(given: Mapping[str, Entry]) -> dict[str, Entry]:
+def resolved_by_run(given: Mapping[str, Entry], kept: Iterable[str] = ()) -> dict[str, Entry]:
     """The values that the resumed run got from its data and weights, for settings that would look them up now.
 
-    The data may have grown by a class since, and the weights may be gone. Nothing, if the run's settings cannot be
-    read, which loading reports later.
+    And its values of `kept`. The data may have grown by a class since, and the weights may be gone. Nothing, if the
+    run's settings cannot be read, which loading reports later.
     """
     resume, output = (given[key].value if key in given else None for key in ("MODEL.RESUME", "OUTPUT"))
     name = output if resume == AUTO else resume
@@ -65,5 +65,6 @@ def resolved_by_run(given: Mapping[str, Entry]) -> dict[str, Entry]:
         return {}
     keys = [key for key in (DATASET, *(FROM_WEIGHTS if saved.MODEL.PRETRAINED else ())) if key not in given]
     keys += [key for key in AUTO_BY_DATA if key in given and folded(given[key].value) == AUTO]
+    keys += kept
     values = {key: value_of(saved, key) for key in keys if known}
     return {key: Entry(value, f"run in {run or folder}") for key, value in values.items() if value != AUTO}

@@ -75,7 +75,7 @@ class TrainConfig(Section):
 
     LAST_EPOCH: Count = setting(0, "Start after this epoch of the schedule; with -resume, from its checkpoint.")
     NUM_EPOCHS: Positive = setting(300, "Number of epochs.")
-    WARMUP_EPOCHS: NonNegative = setting(32, "Epochs of linear warm-up, clipped to NUM_EPOCHS.")
+    WARMUP_EPOCHS: NonNegative = setting(32, "Epochs of linear warm-up, clipped to NUM_EPOCHS; -epochs scales them.")
     WARMUP_START_LR: NonNegative = setting(1e-6, "Learning rate of the first update of the warm-up.")
     BASE_LR: NonNegative = setting(3e-3, "Learning rate after the warm-up.")
     END_LR: NonNegative = setting(0.0, "Learning rate at the end of the cosine, or of the decay of wsd.")

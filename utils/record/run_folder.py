@@ -17,9 +17,9 @@ from typing import Any
 
 from utils.errors import UserError
 from utils.program import INSTALLED, ROOT, as_typed
-from utils.program import version as version_of_vitamp
 from utils.record.history import METRICS_FILE
 from utils.text import redacted
+from vitamp import __version__
 from vitamp.checkpoints import CHECKPOINTS
 from vitamp.files import read_json, write_atomically
 
@@ -106,7 +106,7 @@ def describe_run(device: str, choices: dict[str, Any], tag: str | None) -> dict[
         "host": platform.node(),
         "tag": tag,
         "device": device,
-        "versions": {"python": platform.python_version(), "vitamp": version_of_vitamp(), **versions()},
+        "versions": {"python": platform.python_version(), "vitamp": __version__, **versions()},
         "git": git_state(),
         "choices": choices,
     }

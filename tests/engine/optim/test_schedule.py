@@ -56,6 +56,10 @@ def test_cosine_after_warmup() -> None:
     assert seen[30] == pytest.approx(0.01), "END_LR when all updates are made"
 
 
+def test_shortest_warmup_is_one_update() -> None:
+    assert rates_of(*schedule(**{**COSINE, "WARMUP_EPOCHS": 0.01}), updates=2) == pytest.approx([0.1, 1.0])
+
+
 @pytest.mark.parametrize("name", ["step", "multi-step"])
 def test_warmup_does_not_move_the_milestones(name: str) -> None:
     shape = SchedulerConfig.model_validate({"NAME": name, "DECAY_EPOCHS": 3, "MILESTONES": (3, 6), "DECAY_RATE": 0.5})

@@ -125,15 +125,16 @@ def resumable(checkpoint: Checkpoint) -> Checkpoint:
     """Check that the files are undamaged and that the state has every field that a resumed run reads."""
     state = read_state(verify(checkpoint), mapped=True)
     if (version := state.get("version")) != VERSION:
-        run = run_folder_of(checkpoint.folder)
-        about = read_about(run) if run is not None and (run / ABOUT).is_file() else {}
-        wrote = version or about.get("versions", {}).get("vitamp") or "of before 0.3"
-        raise OtherVersion(
-            f"{checkpoint.folder}: vitamp {wrote} wrote its training state, and this version resumes only runs of "
-            f"{VERSION}; start a new run from its weights with -pretrained {checkpoint.folder}."
-        )
+        raise _of_other_version(checkpoint.folder, version or "of before 0.3")
     check_fields(State, state, checkpoint.folder / STATE)
     return checkpoint
+
+
+def _of_other_version(place: Path, wrote: str) -> OtherVersion:
+    return OtherVersion(
+        f"{place}: vitamp {wrote} wrote its training state, and this version resumes only runs of {VERSION}; start a "
+        f"new run from its weights with -pretrained {place}."
+    )
 
 
 def find(path: Path, epoch: int = 0, check: Check = verify) -> Checkpoint:
@@ -152,13 +153,22 @@ def find(path: Path, epoch: int = 0, check: Check = verify) -> Checkpoint:
     return found
 
 
-def check_resumable(path: Path, epoch: int = 0) -> None:
-    """Raise UserError for a wrong -resume path. Contents are checked later, by one process for all."""
-    folder, root = _places(path)
-    if folder is not None:
-        _of_epoch(inspect(folder), epoch)
-    elif not checkpoints_in(root):
-        raise UserError(f"-resume {path}: no usable checkpoint found (looked for {root}/{PREFIX}*).")
+def check_resumable(config: Config) -> None:
+    """Raise UserError for a wrong -resume path, or a run of another version. One process checks the rest for all."""
+    run, path = resumed_run(config), Path(str(config.MODEL.RESUME))
+    if config.MODEL.RESUME != AUTO:
+        folder, root = _places(path)
+        if folder is not None:
+            _of_epoch(inspect(folder), config.TRAIN.LAST_EPOCH)
+        elif not checkpoints_in(root):
+            raise UserError(f"-resume {path}: no usable checkpoint found (looked for {root}/{PREFIX}*).")
+    if run is None or config.EVAL or not checkpoints_in(run / CHECKPOINTS):
+        return
+    wrote = VERSION
+    with contextlib.suppress(UserError, LookupError):  # resuming does without run.json
+        wrote = read_about(run)["versions"]["vitamp"]
+    if not f"{wrote}.".startswith(f"{VERSION}."):
+        raise _of_other_version(run if config.MODEL.RESUME == AUTO else path, wrote)
 
 
 def _places(path: Path) -> tuple[Path | None, Path]:

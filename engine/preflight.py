@@ -106,9 +106,9 @@ def resolve(loaded: Loaded) -> Loaded:
 
         loaded = with_classes(loaded)
     if loaded.config.MODEL.PRETRAINED is not None:
-        from engine.checkpoint.preprocessing import with_preprocessing
+        from engine.checkpoint.preprocessing import as_pretrained
 
-        loaded = with_preprocessing(loaded, loaded.config.MODEL.PRETRAINED)
+        loaded = as_pretrained(loaded, loaded.config.MODEL.PRETRAINED)
     if loaded.config.TRAIN.DISTILLATION_TYPE is not None:
         from engine.distill.teacher import default_teacher
 

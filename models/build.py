@@ -55,6 +55,13 @@ class Plan:
     weights: int
 
 
+def sizes_in(model: ModelConfig) -> dict[str, Any]:
+    """Sizes of the model that the settings describe; those not given are timm's."""
+    sizes = given_sizes(model)
+    timm_name, _ = resolve(model, bool(sizes))
+    return sizes_of(_without_weights(timm_name, {})) | sizes
+
+
 def build_model(model: ModelConfig, image_size: int, channels: int, shortcuts: Shortcuts = NONE) -> nn.Module:
     """A model with weights initialised by timm, from torch's random generator in its current state.
 

@@ -34,6 +34,8 @@ COMMON_ARGUMENTS = {
 VIT_ARGUMENTS = {**COMMON_ARGUMENTS, "DEPTH": "depth"}
 SWIN_ARGUMENTS = {**COMMON_ARGUMENTS, "STAGE_DEPTHS": "depths", "WINDOW_SIZE": "window_size"}
 SIZE_KEYS = tuple(dict.fromkeys((*VIT_ARGUMENTS, *SWIN_ARGUMENTS)))
+RESIZED = ("PATCH_SIZE", "WINDOW_SIZE")
+"""Keys of sizes to which timm resizes weights"""
 
 
 class Shortcuts(NamedTuple):

@@ -118,7 +118,7 @@ def suggest_flag(flag: str, value: str, known: list[str], takes_settings: bool) 
     if len(same) == 1:
         return f" Did you mean {_with_value(same[0], value)}?"
     setting = suggest(name.upper()) if same else ""
-    harmless = [one for one in known if one != "use" or "_" not in name]  # -use executes files: none for --use_something
+    harmless = [one for one in known if one != "use" or "_" not in name]  # -use executes files
     return setting.replace("?", f"={value or ANY_VALUE}?") or nearest(name, harmless).replace("mean ", "mean -")
 
 

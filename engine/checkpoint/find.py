@@ -19,7 +19,7 @@ from utils.errors import UserError
 from utils.log import log
 from utils.program import start_again
 from utils.record.resumed_run import resumed_run, target_folder
-from utils.record.run_folder import ABOUT, read_about
+from utils.record.run_folder import read_about
 from vitamp.checkpoints import (
     CHECKPOINTS,
     META,

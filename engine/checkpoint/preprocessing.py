@@ -1,6 +1,6 @@
-"""The preprocessing that pretrained weights were trained with.
+"""The sizes of the model and the preprocessing that pretrained weights were trained with.
 
-Their file, run or timm name says it, or else timm's description of the model."""
+Their run says both; their file, their timm name or timm's description of the model the preprocessing."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any
 
 import timm
 
-from models.build import is_timm_name
+from models.build import is_timm_name, sizes_in
 from models.build import resolve as timm_base
-from models.sizes import given_sizes
-from models.weights.find import local_weights
+from models.sizes import RESIZED, given_sizes
+from models.weights.find import local_weights, model_of_run
 from utils.config import Loaded
 from utils.config.keys import value_of
 from utils.config.kinds import AUTO, one_line
 from utils.config.model import ModelConfig
 from utils.config.read import Entry
 from utils.config.words import choices
+from utils.errors import UserError
 from utils.record.resumed_run import resumed_run
 from vitamp.files import read_json
 from vitamp.meta import META, Input, check_fields, unchecked_meta
@@ -49,11 +50,40 @@ class Preprocessing:
     where: str
 
 
-def with_preprocessing(loaded: Loaded, source: str) -> Loaded:
-    """Take the preprocessing of MODEL.PRETRAINED where the user set none, and note where theirs differs."""
+def as_pretrained(loaded: Loaded, source: str) -> Loaded:
+    """Take sizes and preprocessing of MODEL.PRETRAINED where the user set none."""
     resumes = loaded.config.MODEL.RESUME not in (None, AUTO) or resumed_run(loaded.config) is not None
-    if resumes:
-        return loaded  # a resumed run keeps its own
+    return loaded if resumes else _with_preprocessing(_with_sizes(loaded, source), source)
+
+
+def _with_sizes(loaded: Loaded, source: str) -> Loaded:
+    """Take the sizes of the run's model, and its name, where the settings leave them open."""
+    file, mine = local_weights(source), loaded.config.MODEL
+    if file is None or (run := model_of_run(file)) is None:
+        return loaded
+    if loaded.is_default("MODEL.NAME") and run.TYPE == mine.TYPE:
+        own, theirs = {"NAME": mine.NAME}, {"NAME": run.NAME, **given_sizes(run)}
+    else:
+        try:
+            own, theirs = sizes_in(mine), sizes_in(run)
+        except UserError:  # the build reports it
+            return loaded
+        if own.keys() != theirs.keys():  # another kind of model
+            return loaded
+        # timm resizes patches and windows of weights to those of MODEL.NAME.
+        theirs = {key: value for key, value in theirs.items() if key not in RESIZED or getattr(mine, key) == AUTO}
+    where = str(file.with_name(META))
+    taken = {
+        f"MODEL.{key}": Entry(value, where)
+        for key, value in theirs.items()
+        if value != own.get(key) and (key == "NAME" or getattr(mine, key) in (None, AUTO))
+    }
+    words = _in_words({key: entry.value for key, entry in taken.items()})
+    return loaded.with_values(taken, [f"Model of {where}, as the settings leave it open: {words}"]) if taken else loaded
+
+
+def _with_preprocessing(loaded: Loaded, source: str) -> Loaded:
+    """The same for the preprocessing; a note says where theirs differs."""
     known = preprocessing_of(source) or _of_model(loaded.config.MODEL, source)
     unset = [key for key in FIELDS.values() if loaded.is_default(key) or value_of(loaded.config, key) == AUTO]
     if known is None:

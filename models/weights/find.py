@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import zipfile
@@ -13,10 +14,13 @@ from typing import Any
 import huggingface_hub
 import timm
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
 from models.build import is_timm_name
 from models.refusals import similar_models
+from utils.config.keys import nested, settings
+from utils.config.model import ModelConfig
 from utils.errors import UserError, nearest
 from vitamp.checkpoints import CHECKPOINTS, checkpoint_of, checkpoints_in, files_of
 from vitamp.files import NotRegular, require_regular
@@ -67,6 +71,15 @@ def locate(source: str) -> Source:
     file = _on_hub(config, source, download=True)
     assert file is not None
     return Source((file,), config.label_offset or 0)
+
+
+def model_of_run(file: Path) -> ModelConfig | None:
+    """The model whose training saved these weights; None without the meta.json of a run beside them."""
+    saved = unchecked_meta(file.parent).get("settings") or {}
+    values = {key: value for key, value in saved.items() if key.startswith("MODEL.") and key in settings()}
+    with contextlib.suppress(ValidationError):
+        return ModelConfig.model_validate(nested(values).get("MODEL"))
+    return None
 
 
 def check_file(path: Path) -> None:

@@ -7,7 +7,8 @@ import contextlib
 import importlib
 import inspect
 import re
-from collections.abc import Sequence
+import shlex
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,16 @@ import torch
 from timm.models import adapt_input_conv, load_state_dict
 from torch import Tensor, nn
 
+from models.build import sizes_in
 from models.masked import DECODER
 from models.parts import classifiers, is_inside, names_in_cfg
-from models.weights.find import PADDLE, Source, locate, unreadable
+from models.sizes import as_text, given_sizes, sizes_of
+from models.weights.find import PADDLE, Source, locate, model_of_run, unreadable
 from models.weights.paddle_file import EMA_KEYS, WEIGHTS_KEYS, read_pdparams
-from models.weights.paddle_names import convert
+from models.weights.paddle_names import Converted, convert, sizes_of_weights
 from utils.errors import UserError
 from utils.log import log
-from utils.record.run_folder import CONFIG
-from vitamp.checkpoints import LORA, run_folder_of, verified_base
+from vitamp.checkpoints import LORA, verified_base
 from vitamp.meta import META, Adapters, check_fields, unchecked_meta
 from vitamp.tensors import JoinedShards, Merged, is_adapter
 
@@ -32,6 +34,16 @@ MOST_NAMED = 5
 """Tensors of each kind that an error names"""
 FRESH = "freshly initialised"
 REPLACED = f"{{}} {FRESH} ({{}} classes in the file, {{}} in the model)"
+
+IN_WORDS = {
+    "EMBED_DIM": "width",
+    "DEPTH": "depth",
+    "STAGE_DEPTHS": "depths",
+    "NUM_HEADS": "heads",
+    "MLP_RATIO": "MLP ratio",
+    "QKV_BIAS": "bias of queries, keys and values",
+}
+"""Sizes to which no weights are resized"""
 
 Weights = dict[str, Tensor]
 
@@ -74,9 +86,9 @@ def _load(module: nn.Module, found: Source, name: str, new_classifier: bool) -> 
 def _load_tensors(
     module: nn.Module, weights: Weights, file: Path, name: str, label_offset: int, fresh_modules: tuple[str, ...]
 ) -> tuple[str, list[str]]:
-    weights, left_out = _without_decoder(module, weights)
-    before = {key: tuple(value.shape) for key, value in weights.items()}
-    weights = _adapt_channels(module, _filter(module, weights, file, name))
+    given, left_out = _without_decoder(module, weights)
+    before = {key: tuple(value.shape) for key, value in given.items()}
+    weights = _adapt_channels(module, _filter(module, given, file, name))
     target = module.state_dict()
     changes = [
         f"{key} resized from {_shape(before[key])} to {_shape(tuple(value.shape))}"
@@ -84,7 +96,7 @@ def _load_tensors(
         if key in before and before[key] != tuple(value.shape)
     ]
     fresh, replacements = _replace_classifier(module, weights, target, label_offset, fresh_modules)
-    _require_match(weights, before, target, fresh, _misfit(file, name))
+    _require_match(weights, before, target, fresh, lambda: _misfit(module, given, file, name))
     module.load_state_dict(weights, strict=False)
     return f"{len(weights)} of {len(target)} tensors", [*left_out, *changes, *replacements]
 
@@ -159,7 +171,8 @@ def _filter(module: nn.Module, weights: Weights, file: Path, name: str) -> Weigh
     try:
         return dict(convert(weights, module, **options) if len(parameters) > 1 else convert(weights))
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError(f"{_misfit(file, name)}: {error or type(error).__name__}.") from None
+        problem = _misfit(module, weights, file, name)
+        raise UserError(f"{problem}: {error or type(error).__name__}.") from None
 
 
 def _adapt_channels(module: nn.Module, weights: Weights) -> Weights:
@@ -206,16 +219,29 @@ def _replace_classifier(
     return fresh, changes
 
 
-def _misfit(file: Path, name: str) -> str:
-    """Beginning of an error; for weights of a run, with the settings that build its model."""
-    run = run_folder_of(file)
-    settings = run / CONFIG if run else None
-    advice = f" (-cfg {settings} builds the model of their run)" if settings and settings.is_file() else ""
-    return f"Pretrained weights {file} do not fit {name}{advice}"
+def _misfit(module: nn.Module, weights: Weights, file: Path, name: str) -> str:
+    """Beginning of an error: sizes that differ, and the words of a command line that give the model those of a run."""
+    run, own, theirs = model_of_run(file), sizes_of(module), dict[str, Any]()
+    with contextlib.suppress(UserError, LookupError, ValueError):  # no ViT or Swin, or with names of another program
+        kind = "swin" if any(key.startswith("layers.") for key in weights) else "vit"
+        theirs = sizes_in(run) if run else sizes_of_weights(Converted(kind, tensors=weights))
+    differing = {key: theirs[key] for key in IN_WORDS if theirs.get(key) is not None and theirs[key] != own.get(key)}
+    text = f"Pretrained weights {file} do not fit {name}"
+    if differing and own:
+        text += ": " + "; ".join(
+            f"{IN_WORDS[key]} {as_text(value)} in the weights, {as_text(own.get(key))} in the recipe"
+            for key, value in differing.items()
+        )
+    if run is None:
+        return text
+    other = own.keys() != theirs.keys()  # a model of another kind
+    given = {"TYPE": run.TYPE, "NAME": run.NAME, **given_sizes(run)} if other else differing
+    words = " ".join(f"MODEL.{key}={shlex.quote(as_text(value))}" for key, value in given.items())
+    return f"{text}. Add {words} to the command for the model of these weights" if words else text
 
 
 def _require_match(
-    weights: Weights, before: dict[str, tuple[int, ...]], target: Weights, fresh: set[str], problem: str
+    weights: Weights, before: dict[str, tuple[int, ...]], target: Weights, fresh: set[str], problem: Callable[[], str]
 ) -> None:
     """Raise UserError for tensors that differ in shape, are missing, or are unknown to the model.
 
@@ -240,7 +266,7 @@ def _require_match(
         if len(tensors) > MOST_NAMED:
             lines.append(f"    ... and {len(tensors) - MOST_NAMED} more")
     if lines:
-        raise UserError("\n".join([f"{problem}:", *lines]))
+        raise UserError("\n".join([f"{problem()}:", *lines]))
 
 
 def _load_npz(module: Any, file: Path, name: str) -> tuple[str, list[str]]:

@@ -255,14 +255,14 @@ def test_the_state_of_another_version_is_refused_in_one_line_and_its_weights_are
     (run / "run.json").write_text(json.dumps(about))
     saved_settings = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(f"{saved_settings}LOCAL_NOISE: 3\n")  # a setting that is gone
-    for words in (("-resume", run), ("-resume", "auto", "-output", run), ("-resume", run / "checkpoints/step-000000088")):
-        refused = vitamp(*words, "TRAIN.NUM_EPOCHS=3", "TRAIN.WARMUP_EPOCHS=9", code=2)
-        place = words[3] if words[1] == "auto" else words[1]
+    last = run / "checkpoints" / "step-000000088"
+    for place, words in ((run, (run,)), (run, ("auto", "-output", run)), (last, (last,))):
+        refused = vitamp("-resume", *words, "TRAIN.NUM_EPOCHS=3", "TRAIN.WARMUP_EPOCHS=9", code=2)
         assert f"error: {place}: vitamp 0.2.0 wrote its training state" in refused.err
         assert len(refused.text.strip().splitlines()) == 1, refused.text
     (run / "run.json").unlink()
     refused = vitamp("-resume", run, "TRAIN.NUM_EPOCHS=3", code=2)
-    assert f"{run / 'checkpoints/step-000000088'}: vitamp of before 0.3 wrote its training state" in refused.err
+    assert f"{last}: vitamp of before 0.3 wrote its training state" in refused.err
     vitamp(run, script="scripts/evaluate.py", code=0)
     vitamp("-eval", "-resume", run, "-output", tmp_path / "e", code=0)
     vitamp("verify", run, script="scripts/checkpoint.py", code=0)

@@ -176,9 +176,8 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
             check_rank_is_known()
     if world is not None and not world.first:  # a rank set with -rank is known only now
         start_log(to_terminal=False)
-    # mpirun gives its ranks a terminal even where its own output is a file.
-    by_mpirun = world is not None and world.launcher == OPENMPI
-    if loaded.config.LOG_STYLE == "auto" and command.action == "train" and not loaded.config.EVAL and not by_mpirun:
+    terminal = world is None or world.launcher != OPENMPI  # mpirun gives ranks one even where its output is a file
+    if terminal and loaded.config.LOG_STYLE == "auto" and command.action == "train" and not loaded.config.EVAL:
         shorten_on_terminal()
     if not many and world is not None and world.size > 1:
         raise UserError(

@@ -45,6 +45,12 @@ Check = Callable[[Checkpoint], Checkpoint]
 class OtherVersion(UserError):
     """The state is of another version, whose weights alone can be used. Older checkpoints are no better."""
 
+    def __init__(self, place: Path, wrote: str) -> None:
+        super().__init__(
+            f"{place}: vitamp {wrote} wrote its training state, and this version resumes only runs of {VERSION}; start "
+            f"a new run from its weights with -pretrained {place}."
+        )
+
 
 def chosen_checkpoint(config: Config, world: World) -> Checkpoint | None:
     """The checkpoint that -resume names, the same on every rank; None for a new run."""
@@ -125,16 +131,9 @@ def resumable(checkpoint: Checkpoint) -> Checkpoint:
     """Check that the files are undamaged and that the state has every field that a resumed run reads."""
     state = read_state(verify(checkpoint), mapped=True)
     if (version := state.get("version")) != VERSION:
-        raise _of_other_version(checkpoint.folder, version or "of before 0.3")
+        raise OtherVersion(checkpoint.folder, version or "of before 0.3")
     check_fields(State, state, checkpoint.folder / STATE)
     return checkpoint
-
-
-def _of_other_version(place: Path, wrote: str) -> OtherVersion:
-    return OtherVersion(
-        f"{place}: vitamp {wrote} wrote its training state, and this version resumes only runs of {VERSION}; start a "
-        f"new run from its weights with -pretrained {place}."
-    )
 
 
 def find(path: Path, epoch: int = 0, check: Check = verify) -> Checkpoint:
@@ -168,7 +167,7 @@ def check_resumable(config: Config) -> None:
     with contextlib.suppress(UserError, LookupError):  # resuming does without run.json
         wrote = read_about(run)["versions"]["vitamp"]
     if not f"{wrote}.".startswith(f"{VERSION}."):
-        raise _of_other_version(run if config.MODEL.RESUME == AUTO else path, wrote)
+        raise OtherVersion(run if config.MODEL.RESUME == AUTO else path, wrote)
 
 
 def _places(path: Path) -> tuple[Path | None, Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import zipfile
@@ -14,7 +13,6 @@ from typing import Any
 import huggingface_hub
 import timm
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
-from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
 from models.build import is_timm_name
@@ -74,12 +72,10 @@ def locate(source: str) -> Source:
 
 
 def model_of_run(file: Path) -> ModelConfig | None:
-    """The model whose training saved these weights; None without the meta.json of a run beside them."""
-    saved = unchecked_meta(file.parent).get("settings") or {}
-    values = {key: value for key, value in saved.items() if key.startswith("MODEL.") and key in settings()}
-    with contextlib.suppress(ValidationError):
-        return ModelConfig.model_validate(nested(values).get("MODEL"))
-    return None
+    """The model of the run that saved these weights; None without its meta.json beside them."""
+    saved = unchecked_meta(file.parent).get("settings", {})
+    known = {key: value for key, value in saved.items() if key.startswith("MODEL.") and key in settings()}
+    return ModelConfig.model_validate(nested(known)["MODEL"]) if known else None
 
 
 def check_file(path: Path) -> None:
@@ -197,17 +193,13 @@ def _on_hub(config: Any, name: str, download: bool) -> Path | None:
         except HfHubHTTPError as error:
             raise UserError(f"MODEL.PRETRAINED '{name}': the hub refused {url} ({error}).") from None
         except Exception as error:  # the hub's client passes on the errors of its HTTP library
-            raise UserError(_offline(name, where, files[0], error or type(error).__name__)) from None
+            raise UserError(
+                f"MODEL.PRETRAINED '{name}': the weights are not on this machine and cannot be fetched "
+                f"({error or type(error).__name__}).\n  looked for: {where}\n"
+                f"  what helps: fetch {files[0]} on a machine with internet access, copy it here and set "
+                "MODEL.PRETRAINED to its path; or copy that machine's cache here"
+            ) from None
     raise UserError(f"MODEL.PRETRAINED '{name}': {repo} has none of {', '.join(files)}.")
-
-
-def _offline(name: str, where: str, file: str, reason: object) -> str:
-    return (
-        f"MODEL.PRETRAINED '{name}': the weights are not on this machine and cannot be fetched ({reason}).\n"
-        f"  looked for: {where}\n"
-        f"  what helps: fetch {file} on a machine with internet access, copy it here and set MODEL.PRETRAINED to its "
-        f"path; or copy that machine's cache here"
-    )
 
 
 def _within(seconds: float, ask: Callable[[], Any]) -> None:

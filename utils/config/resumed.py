@@ -22,7 +22,7 @@ from vitamp.meta import unchecked_meta
 FROM_WEIGHTS = (
     *(IMAGE_SIZE, "DATA.CROP_PCT", "DATA.CROP_MODE", "DATA.INTERPOLATION"),
     *("DATA.IMAGENET_MEAN", "DATA.IMAGENET_STD"),
-    *("MODEL.NAME", "MODEL.EMBED_DIM", "MODEL.DEPTH", "MODEL.NUM_HEADS", "MODEL.MLP_RATIO", "MODEL.QKV_BIAS"),
+    *("MODEL.EMBED_DIM", "MODEL.DEPTH", "MODEL.NUM_HEADS", "MODEL.MLP_RATIO", "MODEL.QKV_BIAS"),
     *("MODEL.PATCH_SIZE", "MODEL.STAGE_DEPTHS", "MODEL.WINDOW_SIZE"),
 )
 """Settings that a new run takes from its pretrained weights if they are not set; see engine/preflight.py."""
@@ -38,11 +38,6 @@ def known_settings(saved: Mapping[str, Any], where: object) -> dict[str, Any]:
 def without_words(where: object, gone: Iterable[str]) -> str:
     """A line about a run's settings that this version does not have."""
     return f"{where} is of another version of vitamp; its settings that this version does not have: {', '.join(gone)}"
-
-
-def is_of_earlier_version(saved: Mapping[str, Any]) -> bool:
-    """Whether a run's settings are those of a version before 0.3, which may have split the images otherwise."""
-    return "SPEED" not in saved  # a setting that every run has since then
 
 
 def resolved_by_run(given: Mapping[str, Entry]) -> dict[str, Entry]:

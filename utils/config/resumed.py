@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from utils.config.keys import AUTO_BY_DATA, DATASET, IMAGE_SIZE, nested, settings, value_of
-from utils.config.kinds import AUTO, folded
+from utils.config.kinds import AUTO, folded, is_no_value
 from utils.config.read import Entry, read_files
 from utils.config.schema import Config
 from utils.errors import UserError
@@ -60,7 +60,11 @@ def resolved_by_run(given: Mapping[str, Entry]) -> dict[str, Entry]:
         saved = Config.model_validate(nested(known))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError, ValidationError):
         return {}
-    keys = [key for key in (DATASET, *(FROM_WEIGHTS if saved.MODEL.PRETRAINED else ())) if key not in given]
+    keys = [
+        key
+        for key in (DATASET, *(FROM_WEIGHTS if saved.MODEL.PRETRAINED else ()))
+        if key not in given or is_no_value(str(given[key].value))
+    ]
     keys += [key for key in AUTO_BY_DATA if key in given and folded(given[key].value) == AUTO]
     values = {key: value_of(saved, key) for key in keys if known}
     return {key: Entry(value, f"run in {run or folder}") for key, value in values.items() if value != AUTO}

@@ -155,8 +155,7 @@ def _filter(module: nn.Module, weights: Weights, file: Path, name: str) -> Weigh
     try:
         return dict(convert(weights, module, **options) if len(parameters) > 1 else convert(weights))
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        problem = _misfit(module, weights, file, name)
-        raise UserError(f"{problem}: {error or type(error).__name__}.") from None
+        raise UserError(f"{_misfit(module, weights, file, name)}: {error or type(error).__name__}.") from None
 
 
 def _adapt_channels(module: nn.Module, weights: Weights) -> Weights:

@@ -60,11 +60,8 @@ def resolved_by_run(given: Mapping[str, Entry]) -> dict[str, Entry]:
         saved = Config.model_validate(nested(known))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError, ValidationError):
         return {}
-    keys = [
-        key
-        for key in (DATASET, *(FROM_WEIGHTS if saved.MODEL.PRETRAINED else ()))
-        if key not in given or is_no_value(str(given[key].value))
-    ]
+    looked_up = (DATASET, *(FROM_WEIGHTS if saved.MODEL.PRETRAINED else ()))
+    keys = [key for key in looked_up if key not in given or is_no_value(str(given[key].value))]
     keys += [key for key in AUTO_BY_DATA if key in given and folded(given[key].value) == AUTO]
     values = {key: value_of(saved, key) for key in keys if known}
     return {key: Entry(value, f"run in {run or folder}") for key, value in values.items() if value != AUTO}

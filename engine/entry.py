@@ -18,7 +18,7 @@ from engine.machine.stopping import CTRL_C, ENDED, signals
 from utils.cli import CommandLine, parse, version_text
 from utils.config import Loaded, format_config, load_config
 from utils.config.keys import OF_ONE_START, default_of
-from utils.distributed.world import ALONE, BY_HAND, RANK_VARIABLES, SIZES_OF_OTHERS, World
+from utils.distributed.world import ALONE, BY_HAND, OPENMPI, RANK_VARIABLES, SIZES_OF_OTHERS, World
 from utils.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -176,7 +176,8 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
             check_rank_is_known()
     if world is not None and not world.first:  # a rank set with -rank is known only now
         start_log(to_terminal=False)
-    if loaded.config.LOG_STYLE == "auto" and command.action == "train" and not loaded.config.EVAL:
+    terminal = world is None or world.launcher != OPENMPI  # mpirun gives ranks one even where its output is a file
+    if terminal and loaded.config.LOG_STYLE == "auto" and command.action == "train" and not loaded.config.EVAL:
         shorten_on_terminal()
     if not many and world is not None and world.size > 1:
         raise UserError(

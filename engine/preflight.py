@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 
 import torch
@@ -26,10 +25,10 @@ from utils.record.run_folder import check_output
 
 def check(config: Config, sources: Mapping[str, str] = MappingProxyType({})) -> None:
     """Raise UserError for the first problem. `sources`: where each setting comes from."""
-    if config.MODEL.RESUME not in (None, AUTO):
+    if config.MODEL.RESUME is not None:
         from engine.checkpoint.find import check_resumable
 
-        check_resumable(Path(str(config.MODEL.RESUME)), config.TRAIN.LAST_EPOCH)
+        check_resumable(config)
     check_output(target_folder(config), config.SAVE, resumed_run(config))
     check_dataset(config.DATA, config.MODEL.NUM_CLASSES, train=not config.EVAL)
     optimizer_name(config.TRAIN.OPTIMIZER.NAME)
@@ -107,9 +106,9 @@ def resolve(loaded: Loaded) -> Loaded:
 
         loaded = with_classes(loaded)
     if loaded.config.MODEL.PRETRAINED is not None:
-        from engine.checkpoint.preprocessing import with_preprocessing
+        from engine.checkpoint.preprocessing import as_pretrained
 
-        loaded = with_preprocessing(loaded, loaded.config.MODEL.PRETRAINED)
+        loaded = as_pretrained(loaded, loaded.config.MODEL.PRETRAINED)
     if loaded.config.TRAIN.DISTILLATION_TYPE is not None:
         from engine.distill.teacher import default_teacher
 

@@ -20,6 +20,7 @@ from models.sizes import (
     DEFAULTS,
     NONE,
     RECIPES,
+    SIZE_WORDS,
     Shortcuts,
     arguments_of,
     as_text,
@@ -53,6 +54,13 @@ class Plan:
     arguments: dict[str, Any]
     notes: list[str]
     weights: int
+
+
+def sizes_in(model: ModelConfig) -> dict[str, Any]:
+    """Sizes of the model that the settings describe; those not given are timm's."""
+    sizes = given_sizes(model)
+    timm_name, _ = resolve(model, bool(sizes))
+    return sizes_of(_without_weights(timm_name, {})) | sizes
 
 
 def build_model(model: ModelConfig, image_size: int, channels: int, shortcuts: Shortcuts = NONE) -> nn.Module:
@@ -132,17 +140,9 @@ def timm_call(model: ModelConfig, image_size: int, channels: int) -> tuple[str, 
 
 def describe(module: nn.Module) -> str:
     """One line with the model's name, class, sizes and parameters."""
-    formats = {
-        "PATCH_SIZE": "patch {}",
-        "WINDOW_SIZE": "window {}",
-        "EMBED_DIM": "width {}",
-        "DEPTH": "depth {}",
-        "STAGE_DEPTHS": "depths {}",
-        "NUM_HEADS": "heads {}",
-    }
     sizes = sizes_of(module)
     kind = type(module).__name__.removeprefix("FSDP")  # torch's fully_shard renames the class
-    parts = [kind, *(text.format(as_text(sizes[key])) for key, text in formats.items() if key in sizes)]
+    parts = [kind, *(f"{word} {as_text(sizes[key])}" for key, word in SIZE_WORDS.items() if key in sizes)]
     if (words := getattr(module, "masking_words", None)) is not None:
         parts.append(words())
     total, trainable = count_parameters(module)

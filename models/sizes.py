@@ -34,6 +34,16 @@ COMMON_ARGUMENTS = {
 VIT_ARGUMENTS = {**COMMON_ARGUMENTS, "DEPTH": "depth"}
 SWIN_ARGUMENTS = {**COMMON_ARGUMENTS, "STAGE_DEPTHS": "depths", "WINDOW_SIZE": "window_size"}
 SIZE_KEYS = tuple(dict.fromkeys((*VIT_ARGUMENTS, *SWIN_ARGUMENTS)))
+SIZE_WORDS = {
+    "PATCH_SIZE": "patch",
+    "WINDOW_SIZE": "window",
+    "EMBED_DIM": "width",
+    "DEPTH": "depth",
+    "STAGE_DEPTHS": "depths",
+    "NUM_HEADS": "heads",
+}
+RESIZED = ("PATCH_SIZE", "WINDOW_SIZE")
+"""Keys of sizes to which timm resizes weights"""
 
 
 class Shortcuts(NamedTuple):

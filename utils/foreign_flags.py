@@ -14,13 +14,14 @@ from utils.config.schema import Config
 from utils.config.words import allowed, suggest
 from utils.errors import UserError, closest, either, nearest
 from utils.flags import IGNORED, Flag
-from utils.precisions import AMP_WORDS
+from utils.precisions import AMP_WORDS, amp_settings_of
 
 ELSEWHERE = {
     "-accum_iter": ("gradient_accumulation_steps", "accumulation_steps", "accumulate_grad_batches"),
-    "-amp": ("precision", "native_amp"),
+    "-amp": ("precision", "native_amp", "use_amp", "a yes", "a no"),
     "-amp O1": ("amp_impl", "apex_amp"),
     "-amp bf16": ("amp_dtype bfloat16", "bf16"),
+    "-amp off": ("use_amp 0", "a 0"),
     "-amp fp16": ("amp_dtype", "amp_dtype float16", "fp16", "half"),
     "-batch_size": ("b", "bs", "per_device_train_batch_size"),
     "-batch_size_eval": ("vb", "validation_batch_size", "eval_batch_size", "per_device_eval_batch_size"),
@@ -31,7 +32,7 @@ ELSEWHERE = {
     "-image_size": ("val_crop_size", "train_crop_size", "resolution"),
     "-log_freq": ("log_interval", "print_freq"),
     "-lr": ("learning_rate",),
-    "-model": ("arch",),
+    "-model": ("arch", "a"),
     "-ngpus": ("nproc", "nproc_per_node"),
     "-num_workers": ("j", "nw"),
     "-output": ("experiment", "log_dir", "o", "save_dir"),
@@ -78,6 +79,7 @@ ABSENT = {
     "Not needed: there is nothing to set here": ("pin_mem", "no_prefetcher", "fast_norm", "sched_on_updates"),
     "Not needed: torchrun is detected": ("from_torch",),
     "Not needed: set CUDA_VISIBLE_DEVICES=0,1 before the command": ("gpus", "gpu", "gpu_ids"),
+    "Not available here: all images of an epoch have one size": ("multi_scale_sampler_ddp",),
     "Not available here: each setting has its own key, so a misspelt key is an error": ("opt_kwargs", "model_kwargs"),
 }
 ANY_VALUE = "..."
@@ -116,11 +118,14 @@ def suggest_flag(flag: str, value: str, known: list[str], takes_settings: bool) 
     if len(same) == 1:
         return f" Did you mean {_with_value(same[0], value)}?"
     setting = suggest(name.upper()) if same else ""
-    return setting.replace("?", f"={value or ANY_VALUE}?") or nearest(name, known).replace("mean ", "mean -")
+    harmless = [one for one in known if one != "use" or "_" not in name]  # -use executes files
+    return setting.replace("?", f"={value or ANY_VALUE}?") or nearest(name, harmless).replace("mean ", "mean -")
 
 
 def _with_value(ours: str, value: str) -> str:
-    """`ours`, or for a setting without a value, the setting with `value`, if it allows this value."""
+    """`ours`, or for -amp or a setting without a value, the same with `value`, if it allows this value."""
+    if ours == "-amp" and value and amp_settings_of(value) is not None:
+        return f"-amp {value}"
     if ours.startswith("-") or "=" in ours:
         return ours
     if not value:

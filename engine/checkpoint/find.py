@@ -19,7 +19,7 @@ from utils.errors import UserError
 from utils.log import log
 from utils.program import start_again
 from utils.record.resumed_run import resumed_run, target_folder
-from utils.record.run_folder import ABOUT, read_about
+from utils.record.run_folder import read_about
 from vitamp.checkpoints import (
     CHECKPOINTS,
     META,
@@ -44,6 +44,12 @@ Check = Callable[[Checkpoint], Checkpoint]
 
 class OtherVersion(UserError):
     """The state is of another version, whose weights alone can be used. Older checkpoints are no better."""
+
+    def __init__(self, place: Path, wrote: str) -> None:
+        super().__init__(
+            f"{place}: vitamp {wrote} wrote its training state, and this version resumes only runs of {VERSION}; start "
+            f"a new run from its weights with -pretrained {place}."
+        )
 
 
 def chosen_checkpoint(config: Config, world: World) -> Checkpoint | None:
@@ -125,13 +131,7 @@ def resumable(checkpoint: Checkpoint) -> Checkpoint:
     """Check that the files are undamaged and that the state has every field that a resumed run reads."""
     state = read_state(verify(checkpoint), mapped=True)
     if (version := state.get("version")) != VERSION:
-        run = run_folder_of(checkpoint.folder)
-        about = read_about(run) if run is not None and (run / ABOUT).is_file() else {}
-        wrote = version or about.get("versions", {}).get("vitamp") or "of before 0.3"
-        raise OtherVersion(
-            f"{checkpoint.folder}: vitamp {wrote} wrote its training state, and this version resumes only runs of "
-            f"{VERSION}; start a new run from its weights with -pretrained {checkpoint.folder}."
-        )
+        raise OtherVersion(checkpoint.folder, version or "of before 0.3")
     check_fields(State, state, checkpoint.folder / STATE)
     return checkpoint
 
@@ -152,13 +152,22 @@ def find(path: Path, epoch: int = 0, check: Check = verify) -> Checkpoint:
     return found
 
 
-def check_resumable(path: Path, epoch: int = 0) -> None:
-    """Raise UserError for a wrong -resume path. Contents are checked later, by one process for all."""
-    folder, root = _places(path)
-    if folder is not None:
-        _of_epoch(inspect(folder), epoch)
-    elif not checkpoints_in(root):
-        raise UserError(f"-resume {path}: no usable checkpoint found (looked for {root}/{PREFIX}*).")
+def check_resumable(config: Config) -> None:
+    """Raise UserError for a wrong -resume path, or a run of another version. One process checks the rest for all."""
+    run, path = resumed_run(config), Path(str(config.MODEL.RESUME))
+    if config.MODEL.RESUME != AUTO:
+        folder, root = _places(path)
+        if folder is not None:
+            _of_epoch(inspect(folder), config.TRAIN.LAST_EPOCH)
+        elif not checkpoints_in(root):
+            raise UserError(f"-resume {path}: no usable checkpoint found (looked for {root}/{PREFIX}*).")
+    if run is None or config.EVAL or not checkpoints_in(run / CHECKPOINTS):
+        return
+    wrote = VERSION
+    with contextlib.suppress(UserError, LookupError):  # resuming does without run.json
+        wrote = read_about(run)["versions"]["vitamp"]
+    if not f"{wrote}.".startswith(f"{VERSION}."):
+        raise OtherVersion(run if config.MODEL.RESUME == AUTO else path, wrote)
 
 
 def _places(path: Path) -> tuple[Path | None, Path]:

@@ -1,25 +1,26 @@
-"""The preprocessing that pretrained weights were trained with.
+"""The sizes of the model and the preprocessing that pretrained weights were trained with.
 
-Their file, run or timm name says it, or else timm's description of the model."""
+Their run says both; their file, their timm name or timm's description of the model the preprocessing."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+import contextlib
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import timm
 
-from models.build import is_timm_name
+from models.build import is_timm_name, sizes_in
 from models.build import resolve as timm_base
-from models.sizes import given_sizes
-from models.weights.find import local_weights
+from models.sizes import RESIZED, given_sizes
+from models.weights.find import local_weights, model_of_run
 from utils.config import Loaded
 from utils.config.keys import value_of
 from utils.config.kinds import AUTO, one_line
-from utils.config.model import ModelConfig
 from utils.config.read import Entry
 from utils.config.words import choices
+from utils.errors import UserError
 from utils.record.resumed_run import resumed_run
 from vitamp.files import read_json
 from vitamp.meta import META, Input, check_fields, unchecked_meta
@@ -40,21 +41,41 @@ TIMMS_CONFIG = "config.json"
 """File beside the weights in a folder that timm saved for the hub."""
 
 
-@dataclass(frozen=True)
-class Preprocessing:
-    """Preprocessing that weights were trained with, and where that is written."""
-
-    values: dict[str, Any]
-    """By setting; without those that are not known."""
-    where: str
+Preprocessing = tuple[dict[str, Any], str]
+"""Known values by setting, and where they are written."""
 
 
-def with_preprocessing(loaded: Loaded, source: str) -> Loaded:
-    """Take the preprocessing of MODEL.PRETRAINED where the user set none, and note where theirs differs."""
+def as_pretrained(loaded: Loaded, source: str) -> Loaded:
+    """Take sizes and preprocessing of MODEL.PRETRAINED where the user set none."""
     resumes = loaded.config.MODEL.RESUME not in (None, AUTO) or resumed_run(loaded.config) is not None
-    if resumes:
-        return loaded  # a resumed run keeps its own
-    known = preprocessing_of(source) or _of_model(loaded.config.MODEL, source)
+    return loaded if resumes else _with_preprocessing(_with_sizes(loaded, source), source)
+
+
+def _with_sizes(loaded: Loaded, source: str) -> Loaded:
+    """Take the sizes of a run's model where the settings leave them open."""
+    file, mine, own, theirs = local_weights(source), loaded.config.MODEL, {}, {}
+    with contextlib.suppress(UserError, ValueError):  # the build reports what is wrong
+        if file and (run := model_of_run(file)):
+            own, theirs = sizes_in(mine), sizes_in(run)
+    # With a MODEL.NAME, timm resizes patches and windows to those of the name.
+    kept = () if loaded.is_default("MODEL.NAME") else RESIZED
+    taken = {
+        f"MODEL.{key}": Entry(value, str(file))
+        for key, value in theirs.items()
+        if own.keys() == theirs.keys() and own[key] != value  # other keys: another kind of model
+        if getattr(mine, key) == AUTO or (getattr(mine, key) is None and key not in kept)
+    }
+    words = f"Open in the settings, so as in {file}: {_in_words({key: one.value for key, one in taken.items()})}"
+    return loaded.with_values(taken, [words]) if taken else loaded
+
+
+def _with_preprocessing(loaded: Loaded, source: str) -> Loaded:
+    """The same for the preprocessing; a note says where theirs differs."""
+    known, model = preprocessing_of(source), loaded.config.MODEL
+    if known is None:  # the best guess: that of timm's own weights for the model, unless its sizes are the user's
+        name, is_label = timm_base(model, sizes_given := bool(given_sizes(model)))
+        if not (is_label and sizes_given):
+            known = _of_timms_name(name, f"timm's {name} (MODEL.NAME; {source} does not say its own)")
     unset = [key for key in FIELDS.values() if loaded.is_default(key) or value_of(loaded.config, key) == AUTO]
     if known is None:
         now = _in_words({key: value_of(loaded.config, key) for key in FIELDS.values()})
@@ -63,23 +84,22 @@ def with_preprocessing(loaded: Loaded, source: str) -> Loaded:
             "Other values than those of its training cost accuracy: set them if you know them"
         )
         return replace(loaded, warnings=(*loaded.warnings, warning))
-    theirs = known.values
+    theirs, where = known
     if loaded.config.DATA.IMAGE_CHANNELS == 1:  # as the first convolution of the weights gets the sum over colours
         theirs = theirs | {key: (sum(theirs[key]) / len(theirs[key]),) for key in COLOURS if theirs.get(key)}
     taken, notes = {key: value for key, value in theirs.items() if key in unset}, []
     for key in (INTERPOLATION, CROP_MODE):
         if key in taken and taken[key] not in choices(key):
             mine, unsupported = value_of(loaded.config, key), taken.pop(key)
-            notes.append(f"{key} {mine} is used; {known.where} has {unsupported}, which is not supported")
+            notes.append(f"{key} {mine} is used; {where} has {unsupported}, which is not supported")
     if taken:
-        notes.insert(0, f"Preprocessing of {known.where}: {_in_words(taken)}")
+        notes.insert(0, f"Preprocessing of {where}: {_in_words(taken)}")
     for key in (key for key in theirs if key not in unset):
         mine = value_of(loaded.config, key)
-        if not _same(mine, theirs[key]):
-            notes.append(
-                f"{loaded.sources[key]}: {key} {one_line(mine)} is used; {known.where} has {one_line(theirs[key])}"
-            )
-    return loaded.with_values({key: Entry(value, known.where) for key, value in taken.items()}, notes)
+        same = {*mine} == {*theirs[key]} if key in COLOURS and len({*mine}) == 1 else mine == theirs[key]
+        if not same:  # one number for all colours equals that number for each
+            notes.append(f"{loaded.sources[key]}: {key} {one_line(mine)} is used; {where} has {one_line(theirs[key])}")
+    return loaded.with_values({key: Entry(value, where) for key, value in taken.items()}, notes)
 
 
 def preprocessing_of(source: str) -> Preprocessing | None:
@@ -96,14 +116,6 @@ def preprocessing_of(source: str) -> Preprocessing | None:
         return _of_timm(read_json(config).get("pretrained_cfg"), config)
     name = next((name for name in (file.stem, file.name.partition(".")[0]) if is_timm_name(name)), None)
     return _of_timms_name(name, f"timm's {name} (recognised by the name of {file})") if name else None
-
-
-def _of_model(model: ModelConfig, source: str) -> Preprocessing | None:
-    """That of timm's own weights for the model: the best guess for a file that says nothing; None without a model."""
-    name, is_label = timm_base(model, sizes_given := bool(given_sizes(model)))
-    if is_label and sizes_given:
-        return None  # a model of the user's own sizes
-    return _of_timms_name(name, f"timm's {name} (MODEL.NAME; {source} does not say its own)")
 
 
 def _of_timm(cfg: Any, where: Path | str) -> Preprocessing | None:
@@ -126,19 +138,12 @@ def _of_fields(fields: Any, where: Path | str) -> Preprocessing | None:
     if not known:
         return None
     values = {name: tuple(map(float, value)) if isinstance(value, list) else value for name, value in known.items()}
-    return Preprocessing({FIELDS[name]: value for name, value in values.items()}, str(where))
+    return {FIELDS[name]: value for name, value in values.items()}, str(where)
 
 
 def _of_timms_name(name: str, where: str) -> Preprocessing | None:
     cfg = timm.get_pretrained_cfg(name)
     return None if cfg is None else _of_timm(asdict(cfg), where)
-
-
-def _same(mine: Any, theirs: Any) -> bool:
-    """Whether two values are equal; one number for all colours equals that number for each."""
-    if isinstance(mine, tuple) and len(set(mine)) == len(set(theirs)) == 1:
-        return mine[0] == theirs[0]
-    return mine == theirs
 
 
 def _in_words(values: dict[str, Any]) -> str:

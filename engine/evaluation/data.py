@@ -17,7 +17,6 @@ from utils.config import Config
 from utils.config.data import DataConfig
 from utils.config.keys import default_of
 from utils.config.kinds import AUTO
-from utils.config.resumed import is_of_earlier_version
 from utils.distributed.world import ALONE
 from utils.errors import UserError
 from utils.log import unheard
@@ -87,7 +86,7 @@ def _is_data_of_run(config: Config, saved: Chosen | None) -> Literal["same place
 
 def _check_split(saved: Chosen) -> None:
     """Refuse to evaluate a run of an earlier version whose images this version would split otherwise."""
-    if not saved.samples or not is_of_earlier_version(settings_of(saved)):
+    if not saved.samples or "SPEED" in settings_of(saved):  # a setting that every run has since 0.3
         return
     own = config_of(saved)
     if not _has_samples(own, saved.samples):

@@ -161,7 +161,7 @@ def load_trained(
     if needs_labels and config.task == NO_LABELS:
         raise UserError(
             f"{path}: this model learned without labels and has no classes yet. Train it on images with labels: "
-            f"-pretrained {path}, with the settings of a ViT of its size (docs/pretraining.md)."
+            f"-cfg RECIPE.yaml -data_path LABELLED_IMAGES -pretrained {path} (docs/pretraining.md)."
         )
     if config.USE:
         from engine.trained.own_code import use_of_meta

@@ -17,6 +17,8 @@ from safetensors import SafetensorError, safe_open
 
 from models.build import is_timm_name
 from models.refusals import similar_models
+from utils.config.keys import nested, settings
+from utils.config.model import ModelConfig
 from utils.errors import UserError, nearest
 from vitamp.checkpoints import CHECKPOINTS, checkpoint_of, checkpoints_in, files_of
 from vitamp.files import NotRegular, require_regular
@@ -67,6 +69,13 @@ def locate(source: str) -> WeightFiles:
     file = _on_hub(config, source, download=True)
     assert file is not None
     return WeightFiles((file,), config.label_offset or 0)
+
+
+def model_of_run(file: Path) -> ModelConfig | None:
+    """The model of the run that saved these weights; None without its meta.json beside them."""
+    saved = unchecked_meta(file.parent).get("settings", {})
+    known = {key: value for key, value in saved.items() if key.startswith("MODEL.") and key in settings()}
+    return ModelConfig.model_validate(nested(known)["MODEL"]) if known else None
 
 
 def check_file(path: Path) -> None:
@@ -184,17 +193,13 @@ def _on_hub(config: Any, name: str, download: bool) -> Path | None:
         except HfHubHTTPError as error:
             raise UserError(f"MODEL.PRETRAINED '{name}': the hub refused {url} ({error}).") from None
         except Exception as error:  # the hub's client passes on the errors of its HTTP library
-            raise UserError(_offline(name, where, files[0], error or type(error).__name__)) from None
+            raise UserError(
+                f"MODEL.PRETRAINED '{name}': the weights are not on this machine and cannot be fetched "
+                f"({error or type(error).__name__}).\n  looked for: {where}\n"
+                f"  what helps: fetch {files[0]} on a machine with internet access, copy it here and set "
+                "MODEL.PRETRAINED to its path; or copy that machine's cache here"
+            ) from None
     raise UserError(f"MODEL.PRETRAINED '{name}': {repo} has none of {', '.join(files)}.")
-
-
-def _offline(name: str, where: str, file: str, reason: object) -> str:
-    return (
-        f"MODEL.PRETRAINED '{name}': the weights are not on this machine and cannot be fetched ({reason}).\n"
-        f"  looked for: {where}\n"
-        f"  what helps: fetch {file} on a machine with internet access, copy it here and set MODEL.PRETRAINED to its "
-        f"path; or copy that machine's cache here"
-    )
 
 
 def _within(seconds: float, ask: Callable[[], Any]) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import inspect
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,16 @@ import torch
 from timm.models import adapt_input_conv, load_state_dict
 from torch import Tensor, nn
 
+from models.build import sizes_in
 from models.masked import DECODER
 from models.parts import classifiers, is_inside, names_in_cfg
-from models.weights.find import PADDLE, WeightFiles, locate, unreadable
+from models.sizes import RESIZED, SIZE_WORDS, as_text, given_sizes, sizes_of
+from models.weights.find import PADDLE, WeightFiles, locate, model_of_run, unreadable
 from models.weights.paddle_file import EMA_KEYS, WEIGHTS_KEYS, read_pdparams
-from models.weights.paddle_names import convert
+from models.weights.paddle_names import Converted, convert, sizes_of_weights
 from utils.errors import UserError
 from utils.log import log
-from utils.record.run_folder import CONFIG
-from vitamp.checkpoints import LORA, run_folder_of, verified_base
+from vitamp.checkpoints import LORA, verified_base
 from vitamp.meta import META, Adapters, check_fields, unchecked_meta
 from vitamp.tensors import JoinedShards, Merged, is_adapter
 
@@ -74,9 +76,11 @@ def _load(module: nn.Module, found: WeightFiles, name: str, new_classifier: bool
 def _load_tensors(
     module: nn.Module, weights: Weights, file: Path, name: str, label_offset: int, fresh_modules: tuple[str, ...]
 ) -> tuple[str, list[str]]:
-    weights, left_out = _without_decoder(module, weights)
-    before = {key: tuple(value.shape) for key, value in weights.items()}
-    weights = _adapt_channels(module, _filter(module, weights, file, name))
+    kept = (key for key in weights if hasattr(module, DECODER) or not key.startswith(f"{DECODER}."))
+    given = {key: weights[key] for key in kept}  # without the decoder of a masked autoencoder
+    left_out = [f"{len(weights) - len(given)} tensors of its decoder left out"] * (len(given) < len(weights))
+    before = {key: tuple(value.shape) for key, value in given.items()}
+    weights = _adapt_channels(module, _filter(module, given, file, name))
     target = module.state_dict()
     changes = [
         f"{key} resized from {_shape(before[key])} to {_shape(tuple(value.shape))}"
@@ -84,18 +88,10 @@ def _load_tensors(
         if key in before and before[key] != tuple(value.shape)
     ]
     fresh, replacements = _replace_classifier(module, weights, target, label_offset, fresh_modules)
-    _require_match(weights, before, target, fresh, _misfit(file, name))
+    if lines := _mismatches(weights, before, target, fresh):
+        raise UserError("\n".join([f"{_misfit(module, given, file, name)}:", *lines]))
     module.load_state_dict(weights, strict=False)
     return f"{len(weights)} of {len(target)} tensors", [*left_out, *changes, *replacements]
-
-
-def _without_decoder(module: nn.Module, weights: Weights) -> tuple[Weights, list[str]]:
-    """Leave out the decoder of a masked autoencoder, unless the model has one; and a phrase for the log."""
-    inside = f"{DECODER}."
-    kept = {key: value for key, value in weights.items() if not key.startswith(inside)}
-    if len(kept) == len(weights) or hasattr(module, DECODER):
-        return weights, []
-    return kept, [f"{len(weights) - len(kept)} tensors of its decoder left out"]
 
 
 def _read(files: Sequence[Path]) -> Weights:
@@ -103,7 +99,7 @@ def _read(files: Sequence[Path]) -> Weights:
     file = files[0]
     if file.suffix == PADDLE:
         converted = convert(arrays := read_pdparams(file), file)
-        # Included so that `_require_match` reports them with all other mismatches.
+        # Included so that `_mismatches` reports them with all other mismatches.
         return converted.tensors | {name: torch.from_numpy(arrays[name].copy()) for name in converted.left_over}
     _log_if_ema(file)
     try:
@@ -159,7 +155,7 @@ def _filter(module: nn.Module, weights: Weights, file: Path, name: str) -> Weigh
     try:
         return dict(convert(weights, module, **options) if len(parameters) > 1 else convert(weights))
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError(f"{_misfit(file, name)}: {error or type(error).__name__}.") from None
+        raise UserError(f"{_misfit(module, weights, file, name)}: {error or type(error).__name__}.") from None
 
 
 def _adapt_channels(module: nn.Module, weights: Weights) -> Weights:
@@ -172,7 +168,7 @@ def _adapt_channels(module: nn.Module, weights: Weights) -> Weights:
         try:
             weights[key] = adapt_input_conv(own.shape[1], given, base_chans=given.shape[1])
         except (AssertionError, NotImplementedError):
-            continue  # `_require_match` reports it
+            continue  # `_mismatches` reports it
     return weights
 
 
@@ -206,20 +202,29 @@ def _replace_classifier(
     return fresh, changes
 
 
-def _misfit(file: Path, name: str) -> str:
-    """Beginning of an error; for weights of a run, with the settings that build its model."""
-    run = run_folder_of(file)
-    settings = run / CONFIG if run else None
-    advice = f" (-cfg {settings} builds the model of their run)" if settings and settings.is_file() else ""
-    return f"Pretrained weights {file} do not fit {name}{advice}"
+def _misfit(module: nn.Module, weights: Weights, file: Path, name: str) -> str:
+    """Beginning of an error: sizes that differ, and the words of a command line that give the model those of a run."""
+    run, own, theirs = None, sizes_of(module), dict[str, Any]()
+    with contextlib.suppress(UserError, LookupError, ValueError):  # no ViT or Swin, or names of another program
+        run, kind = model_of_run(file), "swin" if any(key.startswith("layers.") for key in weights) else "vit"
+        theirs = sizes_in(run) if run else sizes_of_weights(Converted(kind, tensors=weights))
+    differing = {key: value for key, value in theirs.items() if key in own and key not in RESIZED and value is not None}
+    differing = {key: value for key, value in differing.items() if value != own[key]}
+    words = "; ".join(
+        f"{SIZE_WORDS.get(key, key)} {as_text(value)} in the weights, {as_text(own[key])} in the recipe"
+        for key, value in differing.items()
+    )
+    text = f"Pretrained weights {file} do not fit {name}{': ' * bool(words)}{words}"
+    if run and own.keys() != theirs.keys():  # a model of another kind
+        differing = {"TYPE": run.TYPE, "NAME": run.NAME, **given_sizes(run)}
+    words = " ".join(f"MODEL.{key}={shlex.quote(as_text(value))}" for key, value in differing.items())
+    return f"{text}. For the model of the run, add {words} to the command" if run and words else text
 
 
-def _require_match(
-    weights: Weights, before: dict[str, tuple[int, ...]], target: Weights, fresh: set[str], problem: str
-) -> None:
-    """Raise UserError for tensors that differ in shape, are missing, or are unknown to the model.
+def _mismatches(weights: Weights, before: dict[str, tuple[int, ...]], target: Weights, fresh: set[str]) -> list[str]:
+    """Lines about tensors that differ in shape, are missing, or are unknown to the model.
 
-    `before`: the shapes in the file, before anything was resized. `problem`: the beginning of the error.
+    `before`: the shapes in the file, before anything was resized.
     """
     differing = [
         f"{key}: {_shape(before.get(key, tuple(weights[key].shape)))} in the file, {_shape(tuple(own.shape))} in the "
@@ -239,8 +244,7 @@ def _require_match(
             lines += [f"  {title} ({len(tensors)}):", *(f"    {line}" for line in tensors[:MOST_NAMED])]
         if len(tensors) > MOST_NAMED:
             lines.append(f"    ... and {len(tensors) - MOST_NAMED} more")
-    if lines:
-        raise UserError("\n".join([f"{problem}:", *lines]))
+    return lines
 
 
 def _load_npz(module: Any, file: Path, name: str) -> tuple[str, list[str]]:

@@ -157,16 +157,17 @@ def test_data_set_that_is_not_there_comes_with_the_layout_that_is(refuses: Vitam
     refuses("-dataset", "cifar10", "-data_path", icons, said=(offer, "train.csv and val.csv: -dataset csv reads them"))
 
 
-def test_weights_of_a_run_that_do_not_fit_come_with_its_settings(
+def test_weights_of_a_run_that_do_not_fit_come_with_the_words_that_build_its_model(
     refuses: Vitamp, digits_run: Path, tmp_path: Path
 ) -> None:
     """Sizes are those in the file, not those after timm resized a position embedding."""
-    said = (f"do not fit tiny (-cfg {digits_run}/config.yaml builds the model of their run):", "missing in the file")
+    depth = "do not fit tiny: depth 1 in the weights, 5 in the recipe"
+    said = (f"{depth}. For the model of the run, add MODEL.DEPTH=1 to the command:", "missing in the file")
     message = refuses("-pretrained", digits_run, "MODEL.DEPTH=5", "-image_size", 16, said=said).text
     assert "pos_embed" not in message, "it was resized, and fits"
     narrow = refuses("-pretrained", digits_run, "MODEL.EMBED_DIM=24", "-image_size", 16, said=("differ",)).text
     there = load_file(sorted(digits_run.glob("checkpoints/step-*/model.safetensors"))[-1])["pos_embed"].shape
     assert f"pos_embed: {'x'.join(map(str, there))} in the file" in narrow
     shutil.copy(sorted(digits_run.glob("checkpoints/step-*/model.safetensors"))[-1], tmp_path / "alone.safetensors")
-    alone = refuses("-pretrained", tmp_path / "alone.safetensors", "MODEL.DEPTH=5", said=("do not fit tiny:",))
-    assert "-cfg" not in alone.err
+    alone = refuses("-pretrained", tmp_path / "alone.safetensors", "MODEL.DEPTH=5", said=(f"{depth}: ",))
+    assert "add MODEL" not in alone.err

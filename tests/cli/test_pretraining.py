@@ -171,6 +171,30 @@ def test_knn_leaves_out_excluded_images(vitamp: Vitamp, tiny: Path, tmp_path: Pa
 def test_fine_tuning_takes_the_encoder(vitamp: Vitamp, tiny: Path, run: Path, tmp_path: Path) -> None:
     done = vitamp("-cfg", tiny, PATCHES, "-pretrained", run, "-output", tmp_path / "run", "TRAIN.NUM_EPOCHS=1", code=0)
     assert "tensors of its decoder left out; the file has no head" in done.text
+    assert "Open in the settings" not in done.text
+
+
+def test_fine_tuning_takes_the_sizes_that_the_recipe_leaves_open(
+    vitamp: Vitamp, tiny: Path, run: Path, tmp_path: Path
+) -> None:
+    """Of a recipe without sizes, or with null for them; where the recipe has its own, the error's words lead on."""
+    unset = ("MODEL.NAME=vit_tiny_patch16_224", "MODEL.PATCH_SIZE=auto", "MODEL.DEPTH=null", "MODEL.NUM_HEADS=null")
+    words = ("-cfg", tiny, *unset, "-pretrained", run, "-output", tmp_path / "run", "-resume", "auto")
+    wrong = vitamp(*words, "MODEL.EMBED_DIM=96", code=2).err
+    advice = re.search(
+        r"width 16 in the weights, 96 in the recipe\. For the model of the run, add (.*) to the c", wrong
+    )
+    assert advice
+    done = vitamp(*words, "MODEL.EMBED_DIM=96", *advice[1].split(), "TRAIN.NUM_EPOCHS=1", code=0)
+    assert re.search(
+        r"Open in the settings, so as in \S+: MODEL.DEPTH 1, MODEL.NUM_HEADS 2, MODEL.PATCH_SIZE 2\n", done.text
+    )
+    assert (
+        "patch 2, width 16, depth 1, heads 2"
+        in vitamp(*words, "MODEL.EMBED_DIM=null", "TRAIN.NUM_EPOCHS=2", code=0).text
+    )
+    for tool, *more in (("evaluate",), ("predict", "-part", "val")):
+        vitamp(tmp_path / "run", *more, script=f"scripts/{tool}.py", code=0)
 
 
 def test_images_without_classes(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:

@@ -262,10 +262,16 @@ def test_the_state_of_another_version_is_refused_in_one_line_and_its_weights_are
     about = json.loads((run / "run.json").read_text())
     about["versions"]["vitamp"] = "0.2.0"
     (run / "run.json").write_text(json.dumps(about))
-    refused = vitamp("-resume", run, "TRAIN.NUM_EPOCHS=3")
-    assert (refused.code, len(refused.err.strip().splitlines())) == (2, 1), refused.err
+    saved_settings = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(f"{saved_settings}LOCAL_NOISE: 3\n")  # a setting that is gone
     last = run / "checkpoints" / "step-000000088"
-    assert f"{last}: vitamp 0.2.0 wrote its training state" in refused.err
+    for place, words in ((run, (run,)), (run, ("auto", "-output", run)), (last, (last,))):
+        refused = vitamp("-resume", *words, "TRAIN.NUM_EPOCHS=3", "TRAIN.WARMUP_EPOCHS=9", code=2)
+        assert f"error: {place}: vitamp 0.2.0 wrote its training state" in refused.err
+        assert len(refused.text.strip().splitlines()) == 1, refused.text
+    (run / "run.json").unlink()
+    refused = vitamp("-resume", run, "TRAIN.NUM_EPOCHS=3", code=2)
+    assert f"{last}: vitamp of before 0.3 wrote its training state" in refused.err
     vitamp(run, script="scripts/evaluate.py", code=0)
     vitamp("-eval", "-resume", run, "-output", tmp_path / "e", code=0)
     vitamp("verify", run, script="scripts/checkpoint.py", code=0)

@@ -58,6 +58,22 @@ def test_family_has_paddlevits_defaults(family: str) -> None:
     assert {key for key, source in loaded.sources.items() if source == f"default ({family})"} == set(expected)
 
 
+@pytest.mark.parametrize(
+    ("family", "name", "numbers"),
+    [
+        ("mae", "vit_base_patch16_224", {"SAVE_FREQ": 1, "REPORT_FREQ": 100, "VALIDATE_FREQ": 100, "SEED": 0}),
+        ("mobileone", "mobileone_s0", {"SAVE_FREQ": 1, "REPORT_FREQ": 20, "VALIDATE_FREQ": 1, "SEED": 0}),
+        ("mobilevit", "mobilevit_s", {"SAVE_FREQ": 10, "REPORT_FREQ": 20, "VALIDATE_FREQ": 1, "SEED": 0}),
+        ("levit", "levit_128", {"SAVE_FREQ": 10, "REPORT_FREQ": 20, "VALIDATE_FREQ": 1, "SEED": 42}),
+    ],
+)
+def test_frequencies_and_seed_are_paddlevits(family: str, name: str, numbers: dict[str, int]) -> None:
+    config = given(MODEL__TYPE=family, MODEL__NAME=name).config
+    assert {key: value_of(config, key) for key in numbers} == numbers
+    layers, magnitude = config.TRAIN.RAND_AUGMENT_LAYERS, config.TRAIN.RAND_AUGMENT_MAGNITUDE
+    assert (layers, magnitude) == ((9, 5) if family == "mae" else (2, 9))
+
+
 @pytest.mark.parametrize("word", ["resnet", "EfficientNet", "vit"])
 def test_other_types_have_the_defaults_of_vit(word: str) -> None:
     loaded = given(MODEL__TYPE=word, SEED="1")

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.lint import for_each
-from tests.program import ROOT
+from tests.program import ROOT, Vitamp
 from utils.cli import Parser, parse
 from utils.config import Config, load_config
 from utils.config.keys import nested, settings
@@ -71,6 +71,17 @@ def test_value_of_the_other_program_is_suggested_only_if_it_is_valid_here() -> N
     assert "DATA.INTERPOLATION=...?" in error_of("--interpolation", "random")
     assert "TRAIN.MIXUP_PROB=0.5?" in error_of("--mixup-prob", "0.5")
     assert "TRAIN.WARMUP_START_LR=...?" in error_of("--lr-warmup-decay", "0.01"), "there a factor"
+
+
+def test_flag_for_amp_keeps_its_value_and_no_flag_leads_to_executed_files(vitamp: Vitamp) -> None:
+    words = ("--use-amp", "no", "-a", "yes", "--use_ema", "-multi_scale_sampler_ddp")
+    assert vitamp("-cfg", "vit_digits", *words, code=2).err.splitlines()[1:] == [
+        "  --use-amp. Did you mean -amp no?",
+        "  -a. Did you mean -amp yes?",
+        "  --use_ema.",
+        "  -multi_scale_sampler_ddp. Not available here: all images of an epoch have one size.",
+    ]
+    assert "-model?" in error_of("-a", "resnet50")
 
 
 def test_tool_without_settings_suggests_none() -> None:

@@ -67,8 +67,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "TRAIN.LINEAR_SCALED_LR": 256,
         "TRAIN.OPTIMIZER.BETAS": (0.9, 0.95),
         "TRAIN.SMOOTHING": 0.1,
+        "TRAIN.RAND_AUGMENT_LAYERS": 9,
+        "TRAIN.RAND_AUGMENT_MAGNITUDE": 5.0,
         "TRAIN.MIXUP_ALPHA": 0.8,
         "TRAIN.CUTMIX_ALPHA": 1.0,
+        "SAVE_FREQ": 1,
+        "REPORT_FREQ": 100,
+        "VALIDATE_FREQ": 100,
     },
 }
 """TYPE -> dotted key -> the family's default, where it differs from the schema's."""

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from utils.config.keys import AUTO_BY_DATA, DATASET, IMAGE_SIZE, nested, settings, value_of
-from utils.config.kinds import AUTO, folded
+from utils.config.kinds import AUTO, folded, is_no_value
 from utils.config.read import Entry, read_files
 from utils.config.schema import Config
 from utils.errors import UserError
@@ -22,6 +22,8 @@ from vitamp.meta import unchecked_meta
 FROM_WEIGHTS = (
     *(IMAGE_SIZE, "DATA.CROP_PCT", "DATA.CROP_MODE", "DATA.INTERPOLATION"),
     *("DATA.IMAGENET_MEAN", "DATA.IMAGENET_STD"),
+    *("MODEL.EMBED_DIM", "MODEL.DEPTH", "MODEL.NUM_HEADS", "MODEL.MLP_RATIO", "MODEL.QKV_BIAS"),
+    *("MODEL.PATCH_SIZE", "MODEL.STAGE_DEPTHS", "MODEL.WINDOW_SIZE"),
 )
 """Settings that a new run takes from its pretrained weights if they are not set; see engine/preflight.py."""
 
@@ -36,11 +38,6 @@ def known_settings(saved: Mapping[str, Any], where: object) -> dict[str, Any]:
 def without_words(where: object, gone: Iterable[str]) -> str:
     """A line about a run's settings that this version does not have."""
     return f"{where} is of another version of vitamp; its settings that this version does not have: {', '.join(gone)}"
-
-
-def is_of_earlier_version(saved: Mapping[str, Any]) -> bool:
-    """Whether a run's settings are those of a version before 0.3, which may have split the images otherwise."""
-    return "SPEED" not in saved  # a setting that every run has since then
 
 
 def resolved_by_run(given: Mapping[str, Entry], kept: Iterable[str] = ()) -> dict[str, Entry]:
@@ -63,7 +60,8 @@ def resolved_by_run(given: Mapping[str, Entry], kept: Iterable[str] = ()) -> dic
         saved = Config.model_validate(nested(known))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError, ValidationError):
         return {}
-    keys = [key for key in (DATASET, *(FROM_WEIGHTS if saved.MODEL.PRETRAINED else ())) if key not in given]
+    looked_up = (DATASET, *(FROM_WEIGHTS if saved.MODEL.PRETRAINED else ()))
+    keys = [key for key in looked_up if key not in given or is_no_value(str(given[key].value))]
     keys += [key for key in AUTO_BY_DATA if key in given and folded(given[key].value) == AUTO]
     keys += kept
     values = {key: value_of(saved, key) for key in keys if known}

@@ -127,7 +127,8 @@ class Sharding:
         else:
             kept = {id(weight) for weight in _weights_in_fp32(model, level)}
         self._gathered = f", gathered in {half}" + " where autocast casts them" * (level == "O1")
-        return MixedPrecisionPolicy(
+        # To a type checker with an older torch, the last argument is unknown.
+        return cast(Any, MixedPrecisionPolicy)(
             param_dtype=precision.choice.dtype,
             reduce_dtype=torch.float32,
             cast_forward_inputs=level == "NAIVE",

@@ -251,7 +251,6 @@ def test_bad_command_lines_are_refused(vitamp: Callable[..., Result], tree: Path
     for words, said in (
         (("-data_path", tmp_path / "none"), "none does not exist"),
         (("-data_path", tree, "-fix", tmp_path / "a", "-json", tmp_path / "a"), "give each its own file"),
-        (("-data_path", tree, "-near"), "-near: extends the list that -fix FILE writes"),
     ):
         done = vitamp("-dataset", "imagefolder", *words, script=SCRIPT)
         assert (done.code, said in done.err) == (2, True), done.text

@@ -53,8 +53,6 @@ def _check(argv: list[str]) -> int:
     fix, json_file = line.file("fix"), line.file("json")
     if fix is not None and fix == json_file:
         raise UserError(f"-fix and -json both name {fix}; give each its own file.")
-    if line.asked.near and fix is None:
-        raise UserError("-near: extends the list that -fix FILE writes; give that too.")
     config = line.load().config
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
@@ -65,11 +63,10 @@ def _check(argv: list[str]) -> int:
         return EXIT_DONE
     findings = report.find_problems(splits, config.MODEL.NUM_CLASSES, config.DATA.IMAGE_SIZE)
     content, words, count = report.exclude_list(findings, config.DATA, line.asked.near)
+    advice = [f"Excluded by {fix or 'the list that -fix FILE writes'}:", words] if count else []
     if fix is not None:
         with writing(fix, "-fix"):
             write_atomically(fix, content)
-    advice = [f"Excluded by {fix or 'the list that -fix FILE writes'}:", words] if count else []
-    if fix is not None:
         advice.append(f"{counted(count, 'image')} to exclude; to exclude them, add DATA.EXCLUDE={fix}")
     if report.NEAR_OVERLAP in findings.defects and not line.asked.near:
         advice.append("Images that are nearly the same as a validation image stay: look at them, then add -near.")

@@ -62,8 +62,6 @@ SMALL, MODES = "smaller than IMAGE_SIZE", "not plain"
 NEAR_OVERLAP, NEAR_DUPLICATES, FLAT_IMAGES = "nearly in both parts", "nearly duplicate", "of one colour"
 FEW = 5
 """Training images below which a class is called tiny"""
-EMPTY, UNVALIDATED = "classes without training images", "classes without validation images"
-TINY = f"classes with fewer than {FEW} training images"
 
 
 class _Image(NamedTuple):
@@ -212,9 +210,10 @@ HEADINGS = {
 
 def text(findings: Findings, data: DataConfig, advice: list[str]) -> str:
     """Report for the terminal: numbers, the `advice`, then SHOWN lines of each kind, with names below DATA_PATH."""
-    kinds: dict[str, Sequence[str | Found]] = {f"DEFECT: {EMPTY}": findings.empty}
+    kinds: dict[str, Sequence[str | Found]] = {"DEFECT: classes without training images": findings.empty}
     kinds |= {f"DEFECT: {HEADINGS[kind]}": found for kind, found in findings.defects.items()}
-    kinds |= {f"note: {UNVALIDATED}": findings.unvalidated, f"note: {TINY}": findings.tiny}
+    kinds["note: classes without validation images"] = findings.unvalidated
+    kinds[f"note: classes with fewer than {FEW} training images"] = findings.tiny
     kinds |= {f"note: {HEADINGS[kind]}": found for kind, found in findings.notes.items()}
     summary = []
     for split, counts in findings.classes.items():
@@ -223,30 +222,31 @@ def text(findings: Findings, data: DataConfig, advice: list[str]) -> str:
             without = f"{findings.unlabelled[split]:,} images without a label"
             summary[-1] += f", with {sum(counts.values()):,} labels; {without}"
     summary += [f"{heading}: {len(found):,}" for heading, found in kinds.items() if found]
+    if modes := Counter(found.about for found in findings.notes.get(MODES, ())):
+        summary.append(f"note: colour modes: {', '.join(f'{mode} {count:,}' for mode, count in modes.items())}")
     blocks = [summary, advice, _table(findings.classes)]
     blocks += [[f"{heading}:", *_lines(found, name_prefix(data))] for heading, found in kinds.items() if found]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
 def _table(classes: dict[str, dict[str, int]]) -> list[str]:
-    """Images per class of each split."""
+    """Images per class of each split, of the smallest and the largest classes."""
     names = list(dict.fromkeys(itertools.chain(*classes.values())))
     rows = sorted(([of_split.get(name, 0) for of_split in classes.values()], name) for name in names)
-    some = f"; the {SHOWN} smallest and the {SHOWN} largest classes" if len(rows) > 2 * SHOWN else ""
-    shown = [*rows[:SHOWN], *rows[-SHOWN:]] if some else rows
+    shown = rows if len(rows) <= 2 * SHOWN else [*rows[:SHOWN], *rows[-SHOWN:]]
     lines = [f"  {' '.join(f'{count:>9,}' for count in counts)}  {name}" for counts, name in shown]
-    return [f"Images per class ({', '.join(classes)}){some}:", *lines]
+    return [f"Images per class ({', '.join(classes)}), {len(shown)} of {len(rows)} classes:", *lines]
 
 
 def _lines(found: Sequence[str | Found], prefix: str) -> list[str]:
     """Lines of one kind of finding. Of two copies, each may be listed for -json and -fix; here one line names both."""
-    lines: dict[frozenset[str], str] = {}
+    lines: dict[str | frozenset[str], str] = {}
     for one in found:
         if isinstance(one, str):
-            lines[frozenset({one})] = f"    {one}"
-        else:
-            line = f"    {one.name.removeprefix(prefix)}: {one.about.replace(prefix, '')}"
-            lines.setdefault(frozenset({one.name, one.copy_of}), line)
+            lines[one] = f"    {one}"
+            continue
+        about = one.about.replace(one.copy_of, one.copy_of.removeprefix(prefix))
+        lines.setdefault(frozenset({one.name, one.copy_of}), f"    {one.name.removeprefix(prefix)}: {about}")
     more = [f"    ... and {len(lines) - SHOWN:,} more; -json FILE lists all"] if len(lines) > SHOWN else []
     return [*lines.values()][:SHOWN] + more
 
@@ -290,9 +290,8 @@ REASONS = {
 def exclude_list(findings: Findings, data: DataConfig, near: bool) -> tuple[str, str, int]:
     """Content of the exclude list; what it removes and why, one line per split and reason; and how many images.
 
-    `near`: training images that are nearly the same as one in validation are removed too.
-
-    Duplicates are removed from the training split alone, so that results on the validation split stay comparable.
+    Images that are nearly the same as one in validation are removed if `near`. Duplicates are removed from the training
+    split alone, so that results on the validation split stay comparable.
     Lines of the current DATA.EXCLUDE stay, since those images were not checked.
     """
     chosen: dict[tuple[str, str], tuple[str, Found]] = {}

@@ -38,8 +38,8 @@ SMALLEST, LARGEST = 16, 128
 """Pixels of a shorter side between which the limits shrink"""
 FAINT = 15.0
 """Contrast of blocks below which the limits shrink with it"""
-LIGHTNESS = np.array([0.299, 0.587, 0.114], np.float32)
-"""Weights of red, green and blue: JPEG keeps lightness better than colour."""
+LIGHTNESS = {1: np.ones(1, np.float32), 3: np.array([0.299, 0.587, 0.114], np.float32)}
+"""Weights of channels, by their number: JPEG keeps lightness better than colour."""
 MOST_BRIGHTER, MOST_CONTRAST = 30.0, 1.25
 """Difference of brightness, in shades, and ratio of contrasts that copies may have"""
 BITS, BANDS = 64, 4
@@ -66,12 +66,11 @@ class Thumbnails:
         self.blocks = np.zeros((count, channels, BLOCKS, BLOCKS), np.float16)
         self.codes = np.zeros(count, np.uint64)
         directions = np.random.default_rng(0).standard_normal((channels * BLOCKS**2, BITS)).astype(np.float32)
-        weights = LIGHTNESS if channels == len(LIGHTNESS) else np.ones(1, np.float32)
         for begin in range(0, count, 1024):
             part = slice(begin, begin + 1024)
             planes = thumbnails[part].astype(np.float32)
             self.flat[part] = np.sqrt(planes.var((2, 3)).mean(1)) < FLAT
-            self.cells[part] = np.einsum("nchw,c->nhw", _squares(planes, SIDE // CELLS), weights)[:, None]
+            self.cells[part] = np.einsum("nchw,c->nhw", _squares(planes, SIDE // CELLS), LIGHTNESS[channels])[:, None]
             self.blocks[part] = blocks = _squares(planes, SIDE // BLOCKS)
             self.brightness[part] = blocks.mean((1, 2, 3))
             # The contrast of blocks, since resizing takes contrast from thin lines.
@@ -81,12 +80,9 @@ class Thumbnails:
 
     def difference(self, planes: np.ndarray, one: np.ndarray, other: np.ndarray) -> np.ndarray:
         """Difference of the cells or blocks of pairs, in `planes`, at the same brightness and contrast."""
-        scale = np.sqrt(self.contrast[other] / self.contrast[one])
-        first, second = (
-            (planes[index].astype(np.float32) - self.brightness[index, None, None, None]) * by[:, None, None, None]
-            for index, by in ((one, scale), (other, 1 / scale))
-        )
-        return first - second
+        scale = np.sqrt(self.contrast[other] / self.contrast[one])[:, None, None, None]
+        level = self.brightness[:, None, None, None]
+        return (planes[one] - level[one]) * scale - (planes[other] - level[other]) / scale
 
     def limits(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
         """Factors of the limits of pairs. Images that are both enlarged to thumbnails lose nothing by that."""
@@ -147,10 +143,9 @@ def _alike(thumbnails: Thumbnails, one: np.ndarray, other: np.ndarray) -> Pairs:
         pairs = likely[begin : begin + 1024]
         both = one[pairs], other[pairs]
         light, colour = (thumbnails.difference(planes, *both) for planes in (thumbnails.cells, thumbnails.blocks))
-        compared = [(_squares(light, side), most) for side, most in MOST_APART.items()]
-        compared.append((_squares(colour, 2), MOST_IN_COLOUR))
-        factor = thumbnails.limits(*both)
-        kept.append(pairs[np.all([np.abs(apart).max((1, 2, 3)) < most * factor for apart, most in compared], axis=0)])
+        compared = [(light, side, most) for side, most in MOST_APART.items()] + [(colour, 2, MOST_IN_COLOUR)]
+        apart = [np.abs(_squares(planes, side)).max((1, 2, 3)) / most for planes, side, most in compared]
+        kept.append(pairs[np.max(apart, axis=0) < thumbnails.limits(*both)])
     pairs = np.concatenate(kept)
     return one[pairs], other[pairs]
 

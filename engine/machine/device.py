@@ -127,10 +127,10 @@ def no_gpu_notice(config: Config, device: torch.device, env: Mapping[str, str] =
             new = "pip install torch torchvision in a new environment installs them with CUDA"
             facts.append(f"torch {torch.__version__} is built for CPUs only, and {new}")
     why = f" ({'; '.join(facts)})" if facts else ""
+    slow = ", on which training on ImageNet takes weeks" if config.DATA.DATASET == "imagenet2012" else ""
     return (
-        f"No GPU is visible{why}: this run uses the CPU, which is enough to try things out (training with "
-        "-cfg configs/vit_digits.yaml takes a minute or two), but training on ImageNet would take weeks. -dry_run "
-        "estimates the time of training; pass -device cpu to silence this."
+        f"No GPU is visible{why}: this run uses the CPU{slow}. -dry_run estimates the time of training; pass "
+        "-device cpu to silence this."
     )
 
 

@@ -98,6 +98,9 @@ def test_edited_sizes_make_the_name_a_label_in_the_log(said: pytest.LogCaptureFi
     build(224, NAME="vit_tiny_patch16_224", NUM_HEADS=3)
     assert "differs" not in said.text
     assert "vit_tiny_patch16_224" in said.text
+    said.clear()
+    build(**TINY_VIT)
+    assert "label" not in said.text, "a name of one's own, whose sizes are in the banner"
 
 
 def test_swin_sizes_are_built() -> None:

@@ -123,6 +123,10 @@ def test_images_from_files_folders_globs_and_lists(
     assert found("-", given=b"line\nfeed.png\0b.png\0") == ["line\nfeed.png", "b.png"]
     (tmp_path / "deep" / "round").symlink_to(tmp_path)
     assert found("deep") == ["deep/a.png", "deep/er/z.PNG", *(f"deep/round/{name}" for name in found("*.png"))]
+    (tmp_path / "b.txt").touch()
+    told = say(digits_run, ".", "deep/er", "deep", "-num_workers=0").err
+    assert told.count("skipped") == 1, "one line of all folders"
+    assert "., deep/er, ...: skipped .txt 4 (b.txt, notes.txt, ...)" in told
 
 
 def test_unreadable_images_are_named_and_the_rest_predicted(

@@ -4,7 +4,7 @@
     python scripts/check_data.py -cfg configs/vit_base_patch16_224.yaml -data_path /data/imagenet -fix exclude.txt
 
 Defects: unreadable and damaged images, labels out of range, classes without training images, duplicates (equal bytes),
-images that are in both splits, or nearly so (encoded again, resized, slightly brighter).
+images that are in both splits, or nearly so (encoded again, resized).
 Notes: near duplicates within a split, images of one colour, tiny classes, classes without validation images, images
 that must be converted, and images smaller than IMAGE_SIZE.
 Exit codes: 0 no defects, 1 defects or an unfinished check, 2 anything wrong with the command or the data set.
@@ -34,9 +34,10 @@ OWN = (
     Flag(
         "fix",
         "write a list for DATA.EXCLUDE: unreadable and damaged images, and training images that are duplicates, have "
-        "conflicting labels, or are (nearly) in validation too",
+        "conflicting labels, or are in validation too",
         "FILE",
     ),
+    Flag("near", "-fix: list training images that are nearly the same as a validation image too; look at them first"),
     Flag("json", "write all findings as JSON", "FILE"),
     OVERWRITE,
 )
@@ -61,17 +62,18 @@ def _check(argv: list[str]) -> int:
     if not splits:
         return EXIT_DONE
     findings = report.find_problems(splits, config.MODEL.NUM_CLASSES, config.DATA.IMAGE_SIZE)
-    log.info(report.text(findings))
+    content, words, count = report.exclude_list(findings, config.DATA, line.asked.near)
+    advice = [f"Excluded by {fix or 'the list that -fix FILE writes'}:", words] if count else []
+    if fix is not None:
+        with writing(fix, "-fix"):
+            write_atomically(fix, content)
+        advice.append(f"{counted(count, 'image')} to exclude; to exclude them, add DATA.EXCLUDE={fix}")
+    if report.NEAR_OVERLAP in findings.defects and not line.asked.near:
+        advice.append("Images that are nearly the same as a validation image stay: look at them, then add -near.")
+    log.info(report.text(findings, config.DATA, advice))
     if json_file is not None:
         with writing(json_file, "-json"):
             write_atomically(json_file, json.dumps(report.as_json(findings), indent=1) + "\n")
-    if fix is not None:
-        content, words, count = report.exclude_list(findings, config.DATA)
-        with writing(fix, "-fix"):
-            write_atomically(fix, content)
-        if count:
-            log.info("\nExcluded by %s:\n%s", fix, words)
-        log.info("\n%s to exclude; to exclude them, add DATA.EXCLUDE=%s", counted(count, "image"), fix)
     log.info("\n%s", "No defects." if findings.clean else "There are defects.")
     return EXIT_DONE if findings.clean else EXIT_FAILED
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import datetime
 import itertools
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from datasets.exclude import line_of
+from datasets.exclude import line_of, name_prefix
 from datasets.labels import images_of_classes
 from tools.check_data.scan import SIDE, Split, Thumbnails, near_pairs
 from utils.config.data import DataConfig
@@ -26,6 +27,8 @@ class Found(NamedTuple):
     about: str
     kind: str = ""
     """Kind of problem of an unreadable image"""
+    copy_of: str = ""
+    """Name of the image that it is a copy of"""
 
 
 @dataclass
@@ -73,13 +76,14 @@ class _Image(NamedTuple):
         names = [classes[one] if classes and 0 <= one < len(classes) else f"label {one}" for one in numbers]
         return ";".join(map(str, names)) or "no label"
 
-    def found(self, about: str, kind: str = "") -> Found:
-        return Found(self.split.title, self.split.samples.name(self.number), about, kind)
+    def found(self, about: str, kind: str = "", copy_of: str = "") -> Found:
+        return Found(self.split.title, self.split.samples.name(self.number), about, kind, copy_of)
 
     def copy_of(self, other: _Image, alike: str = "the same bytes as") -> Found:
         """Finding of this image, which has the bytes of `other`, or nearly its pixels."""
         labels = "" if self.label == other.label else f", but {self.label} instead of {other.label}"
-        return self.found(f"{alike} {other.split.samples.name(other.number)}{labels}")
+        name = other.split.samples.name(other.number)
+        return self.found(f"{alike} {name}{labels}", copy_of=name)
 
 
 def find_problems(splits: list[Split], num_classes: int, image_size: int) -> Findings:
@@ -170,7 +174,8 @@ def _add_near(findings: Findings, splits: list[Split]) -> None:
         return
     images = list(by_digest.values())
     pixels = np.frombuffer(b"".join(one.split.scans[one.number].thumbnail for one in images), dtype=np.uint8)
-    thumbnails = Thumbnails(pixels.reshape(len(images), -1, SIDE, SIDE))
+    sides = np.array([min(one.split.scans[one.number].size) for one in images])
+    thumbnails = Thumbnails(pixels.reshape(len(images), -1, SIDE, SIDE), sides)
     for index in np.flatnonzero(thumbnails.flat).tolist():
         findings.notes[FLAT_IMAGES].append(images[index].found("of one colour, as the model sees it"))
     reported: set[int] = set()
@@ -186,8 +191,8 @@ def _add_near(findings: Findings, splits: list[Split]) -> None:
             findings.defects[NEAR_OVERLAP].append(found)
 
 
-SHOWN = 10
-TABLE = 40
+SHOWN = 5
+"""Lines of each kind of finding; twice as many of the table of classes"""
 HEADINGS = {
     UNREADABLE: "cannot be read",
     DAMAGED: "damaged, although they can be read",
@@ -195,7 +200,7 @@ HEADINGS = {
     CONFLICTS: "the same bytes with different labels",
     DUPLICATES: "duplicates within a split",
     OVERLAP: "in the training and in the validation split",
-    NEAR_OVERLAP: "nearly the same in the training and in the validation split (encoded again, resized, brighter)",
+    NEAR_OVERLAP: "nearly the same in the training and in the validation split (encoded again, resized)",
     NEAR_DUPLICATES: "nearly the same within a split",
     FLAT_IMAGES: "of one colour; if they should not be, see DATA.BACKGROUND",
     MODES: "stored in another colour mode; converted when read (transparent images by DATA.BACKGROUND)",
@@ -203,49 +208,47 @@ HEADINGS = {
 }
 
 
-def text(findings: Findings) -> str:
-    """Report for the terminal: images per class, then defects and notes, SHOWN of each kind."""
-    blocks = [_table(findings, split) for split in findings.classes]
-    if findings.empty:
-        blocks.append(f"DEFECT: classes without training images: {_named(findings.empty)}")
-    blocks += [_listing("DEFECT: ", kind, found) for kind, found in findings.defects.items() if found]
-    if findings.unvalidated:
-        blocks.append(f"note: classes without validation images: {_named(findings.unvalidated)}")
-    if findings.tiny:
-        blocks.append(f"note: classes with fewer than {FEW} training images: {_named(findings.tiny)}")
-    blocks += [_listing("note: ", kind, found) for kind, found in findings.notes.items() if found]
-    return "\n\n".join(blocks)
+def text(findings: Findings, data: DataConfig, advice: list[str]) -> str:
+    """Report for the terminal: numbers, the `advice`, then SHOWN lines of each kind, with names below DATA_PATH."""
+    kinds: dict[str, Sequence[str | Found]] = {"DEFECT: classes without training images": findings.empty}
+    kinds |= {f"DEFECT: {HEADINGS[kind]}": found for kind, found in findings.defects.items()}
+    kinds["note: classes without validation images"] = findings.unvalidated
+    kinds[f"note: classes with fewer than {FEW} training images"] = findings.tiny
+    kinds |= {f"note: {HEADINGS[kind]}": found for kind, found in findings.notes.items()}
+    summary = []
+    for split, counts in findings.classes.items():
+        summary.append(f"{split.capitalize()} split: {findings.images[split]:,} images in {len(counts):,} classes")
+        if split in findings.unlabelled:
+            without = f"{findings.unlabelled[split]:,} images without a label"
+            summary[-1] += f", with {sum(counts.values()):,} labels; {without}"
+    summary += [f"{heading}: {len(found):,}" for heading, found in kinds.items() if found]
+    if modes := Counter(found.about for found in findings.notes.get(MODES, ())):
+        summary.append(f"note: colour modes: {', '.join(f'{mode} {count:,}' for mode, count in modes.items())}")
+    blocks = [summary, advice, _table(findings.classes)]
+    blocks += [[f"{heading}:", *_lines(found, name_prefix(data))] for heading, found in kinds.items() if found]
+    return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
-def _named(classes: list[str]) -> str:
-    """Number and first names of classes."""
-    return f"{len(classes)}\n    {', '.join(classes[:SHOWN])}{', ...' if len(classes) > SHOWN else ''}"
+def _table(classes: dict[str, dict[str, int]]) -> list[str]:
+    """Images per class of each split, of the smallest and the largest classes."""
+    names = list(dict.fromkeys(itertools.chain(*classes.values())))
+    rows = sorted(([of_split.get(name, 0) for of_split in classes.values()], name) for name in names)
+    shown = rows if len(rows) <= 2 * SHOWN else [*rows[:SHOWN], *rows[-SHOWN:]]
+    lines = [f"  {' '.join(f'{count:>9,}' for count in counts)}  {name}" for counts, name in shown]
+    return [f"Images per class ({', '.join(classes)}), {len(shown)} of {len(rows)} classes:", *lines]
 
 
-def _table(findings: Findings, split: str) -> str:
-    counts = findings.classes[split]
-    lines = [f"{split.capitalize()} split: {findings.images[split]:,} images in {len(counts):,} classes"]
-    if split in findings.unlabelled:
-        without = f"{findings.unlabelled[split]:,} images without a label"
-        lines[0] += f", with {sum(counts.values()):,} labels; {without}"
-    shown = sorted(counts.items(), key=lambda item: item[1])
-    if len(shown) > TABLE:
-        lines.append(f"  the {SHOWN} smallest and the {SHOWN} largest:")
-        shown = [*shown[:SHOWN], *shown[-SHOWN:]]
-    lines += [f"  {count:>9,}  {name}{'' if count else '  (empty)'}" for name, count in shown]
-    return "\n".join(lines)
-
-
-def _listing(mark: str, kind: str, found: list[Found]) -> str:
-    lines = [f"{mark}{HEADINGS[kind]}: {len(found):,}"]
-    if kind == MODES:
-        lines[0] += (
-            " (" + ", ".join(f"{count:,} {mode}" for mode, count in Counter(f.about for f in found).items()) + ")"
-        )
-    lines += [f"    {one.name}: {one.about}" for one in found[:SHOWN]]
-    if len(found) > SHOWN:
-        lines.append(f"    ... and {len(found) - SHOWN:,} more; -json FILE lists all")
-    return "\n".join(lines)
+def _lines(found: Sequence[str | Found], prefix: str) -> list[str]:
+    """Lines of one kind of finding. Of two copies, each may be listed for -json and -fix; here one line names both."""
+    lines: dict[str | frozenset[str], str] = {}
+    for one in found:
+        if isinstance(one, str):
+            lines[one] = f"    {one}"
+            continue
+        about = one.about.replace(one.copy_of, one.copy_of.removeprefix(prefix))
+        lines.setdefault(frozenset({one.name, one.copy_of}), f"    {one.name.removeprefix(prefix)}: {about}")
+    more = [f"    ... and {len(lines) - SHOWN:,} more; -json FILE lists all"] if len(lines) > SHOWN else []
+    return [*lines.values()][:SHOWN] + more
 
 
 def as_json(findings: Findings) -> dict[str, Any]:
@@ -284,15 +287,16 @@ REASONS = {
 """Defects whose images the exclude list has"""
 
 
-def exclude_list(findings: Findings, data: DataConfig) -> tuple[str, str, int]:
+def exclude_list(findings: Findings, data: DataConfig, near: bool) -> tuple[str, str, int]:
     """Content of the exclude list; what it removes and why, one line per split and reason; and how many images.
 
-    Duplicates are removed from the training split alone, so that results on the validation split stay comparable.
+    Images that are nearly the same as one in validation are removed if `near`. Duplicates are removed from the training
+    split alone, so that results on the validation split stay comparable.
     Lines of the current DATA.EXCLUDE stay, since those images were not checked.
     """
     chosen: dict[tuple[str, str], tuple[str, Found]] = {}
-    for kind in REASONS:
-        for found in findings.defects[kind]:
+    for kind in (kind for kind in REASONS if near or kind != NEAR_OVERLAP):
+        for found in findings.defects.get(kind, ()):
             if kind in (UNREADABLE, DAMAGED) or found.split == "training":
                 chosen.setdefault((found.split, found.name), (kind, found))
     before = Path(data.EXCLUDE).expanduser().read_text(encoding="utf-8-sig").rstrip("\n") if data.EXCLUDE else ""

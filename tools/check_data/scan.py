@@ -23,19 +23,28 @@ from tools.common.turns import progress_bar
 from utils.config.data import DataConfig
 from utils.errors import TrainingError
 
-SIDE, BLOCKS = 32, 8
-"""Pixels, and blocks, along each side of a thumbnail"""
+SIDE, CELLS, BLOCKS = 32, 16, 8
+"""Pixels along each side of a thumbnail; its cells, compared in lightness, and its blocks, compared in colour"""
 FLAT = 6.0
 """Contrast (standard deviation within a channel, of 255 shades) of images of one colour, which have no near copies"""
-MOST_APART, MOST_IN_BLOCK = 0.12, 0.15
-"""Root mean square difference of thumbnails, and greatest difference of a block"""
-CLOSE, MOST_IN_BLOCK_OF_CLOSE = 0.05, 0.3
-"""The same for thumbnails that differ less: where a brighter copy is clipped at white, whole blocks differ smoothly."""
+MOST_APART = {1: 30.0, 2: 9.0, 4: 4.0}
+MOST_IN_COLOUR = 9.0
+"""Most shades by which near copies of SIDE x SIDE pixels differ: in lightness, in squares of so many cells along each
+side; and in a channel, in squares of 2 x 2 blocks. JPEG and resizing change pixels much and areas little.
+
+The limits shrink as the images grow, since thumbnails show less of either.
+"""
+SMALLEST, LARGEST = 16, 128
+"""Pixels of a shorter side between which the limits shrink"""
+FAINT = 15.0
+"""Contrast of blocks below which the limits shrink with it"""
+LIGHTNESS = {1: np.ones(1, np.float32), 3: np.array([0.299, 0.587, 0.114], np.float32)}
+"""Weights of channels, by their number: JPEG keeps lightness better than colour."""
 MOST_BRIGHTER, MOST_CONTRAST = 30.0, 1.25
 """Difference of brightness, in shades, and ratio of contrasts that copies may have"""
 BITS, BANDS = 64, 4
 MOST_BITS = 8
-"""Different bits of two codes; those of images at MOST_APART differ in 2.4 of 64 on average"""
+"""Different bits of two codes; those of 99 % of the copies of icons of 32 x 32 pixels differ in fewer"""
 PAIRS = 1 << 20
 """Pairs held in memory at once"""
 
@@ -43,36 +52,48 @@ Pairs = tuple[np.ndarray, np.ndarray]
 
 
 class Thumbnails:
-    """Thumbnails (images x channels x SIDE x SIDE, uint8) and what is compared of them."""
+    """What is compared of thumbnails (images x channels x SIDE x SIDE, uint8).
 
-    def __init__(self, pixels: np.ndarray) -> None:
-        self.pixels = pixels
-        count = len(pixels)
+    `sides`: pixels of the shorter side of each image.
+    """
+
+    def __init__(self, thumbnails: np.ndarray, sides: np.ndarray) -> None:
+        self.sides = sides
+        count, channels = thumbnails.shape[:2]
+        self.flat = np.zeros(count, bool)
         self.brightness, self.contrast = np.zeros(count, np.float32), np.zeros(count, np.float32)
-        self.blocks = np.zeros((count, pixels.shape[1] * BLOCKS * BLOCKS), np.float16)
+        self.cells = np.zeros((count, 1, CELLS, CELLS), np.float16)
+        self.blocks = np.zeros((count, channels, BLOCKS, BLOCKS), np.float16)
         self.codes = np.zeros(count, np.uint64)
-        directions = np.random.default_rng(0).standard_normal((self.blocks.shape[1], BITS)).astype(np.float32)
+        directions = np.random.default_rng(0).standard_normal((channels * BLOCKS**2, BITS)).astype(np.float32)
         for begin in range(0, count, 1024):
             part = slice(begin, begin + 1024)
-            planes = pixels[part].reshape(len(pixels[part]), pixels.shape[1], -1).astype(np.float32)
-            self.brightness[part], self.contrast[part] = planes.mean((1, 2)), np.sqrt(planes.var(2).mean(1))
-            normal, side = self.normal(np.arange(count)[part]), SIDE // BLOCKS
-            blocks = normal.reshape(len(normal), pixels.shape[1], BLOCKS, side, BLOCKS, side)
-            of_blocks = blocks.mean((3, 5)).reshape(len(normal), -1)
-            self.blocks[part] = of_blocks
-            by_channel = of_blocks.reshape(len(of_blocks), pixels.shape[1], -1)
-            pattern = (by_channel - by_channel.mean(2, keepdims=True)).reshape(of_blocks.shape)
+            planes = thumbnails[part].astype(np.float32)
+            self.flat[part] = np.sqrt(planes.var((2, 3)).mean(1)) < FLAT
+            self.cells[part] = np.einsum("nchw,c->nhw", _squares(planes, SIDE // CELLS), LIGHTNESS[channels])[:, None]
+            self.blocks[part] = blocks = _squares(planes, SIDE // BLOCKS)
+            self.brightness[part] = blocks.mean((1, 2, 3))
+            # The contrast of blocks, since resizing takes contrast from thin lines.
+            self.contrast[part] = np.maximum(np.sqrt(blocks.var((2, 3)).mean(1)), 1.0)
+            pattern = (blocks - blocks.mean((2, 3), keepdims=True)).reshape(len(blocks), -1)
             self.codes[part] = np.packbits(pattern @ directions > 0, axis=1).view(np.uint64)[:, 0]
 
-    @property
-    def flat(self) -> np.ndarray:
-        return self.contrast < FLAT
+    def difference(self, planes: np.ndarray, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        """Difference of the cells or blocks of pairs, in `planes`, at the same brightness and contrast."""
+        scale = np.sqrt(self.contrast[other] / self.contrast[one])[:, None, None, None]
+        level = self.brightness[:, None, None, None]
+        return (planes[one] - level[one]) * scale - (planes[other] - level[other]) / scale
 
-    def normal(self, indices: np.ndarray) -> np.ndarray:
-        """Thumbnails of mean 0 and contrast 1. Channels keep their differences: a red and a green icon differ."""
-        pixels = self.pixels[indices].astype(np.float32)
-        scale = np.maximum(self.contrast[indices], 1.0)[:, None, None, None]
-        return (pixels - self.brightness[indices][:, None, None, None]) / scale
+    def limits(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        """Factors of the limits of pairs. Images that are both enlarged to thumbnails lose nothing by that."""
+        smaller, larger = np.minimum(self.sides[one], self.sides[other]), np.maximum(self.sides[one], self.sides[other])
+        side = np.where(larger < SIDE, SIDE, smaller.clip(SMALLEST, LARGEST))
+        return SIDE / side * np.minimum(1, np.minimum(self.contrast[one], self.contrast[other]) / FAINT)
+
+
+def _squares(planes: np.ndarray, side: int) -> np.ndarray:
+    """Means of squares of `side` x `side`."""
+    return planes.reshape(*planes.shape[:2], planes.shape[2] // side, side, -1, side).mean((3, 5))
 
 
 def near_pairs(thumbnails: Thumbnails) -> np.ndarray:
@@ -113,20 +134,18 @@ def _candidates(codes: np.ndarray) -> Iterator[Pairs]:
 
 
 def _alike(thumbnails: Thumbnails, one: np.ndarray, other: np.ndarray) -> Pairs:
-    """Those pairs that are nearly the same: first by brightness and contrast, then by blocks, then by all pixels."""
+    """Those pairs that are nearly the same."""
     kept: list[np.ndarray] = [np.empty(0, np.int64)]
-    ratio = thumbnails.contrast[one] / thumbnails.contrast[other]
-    apart = np.abs(thumbnails.brightness[one] - thumbnails.brightness[other])
-    likely = np.flatnonzero((apart < MOST_BRIGHTER) & (ratio < MOST_CONTRAST) & (ratio > 1 / MOST_CONTRAST))
-    for begin in range(0, len(likely), 4096):
-        pairs = likely[begin : begin + 4096]
-        blocks = np.abs(thumbnails.blocks[one[pairs]] - thumbnails.blocks[other[pairs]]).max(1)
-        close = np.flatnonzero(blocks < MOST_IN_BLOCK_OF_CLOSE)
-        for at in range(0, len(close), 512):
-            part = close[at : at + 512]
-            difference = thumbnails.normal(one[pairs[part]]) - thumbnails.normal(other[pairs[part]])
-            apart = np.sqrt((difference**2).mean((1, 2, 3)))
-            kept.append(pairs[part[((apart < MOST_APART) & (blocks[part] < MOST_IN_BLOCK)) | (apart < CLOSE)]])
+    contrast, brightness = thumbnails.contrast, thumbnails.brightness
+    ratio = np.maximum(contrast[one], contrast[other]) / np.minimum(contrast[one], contrast[other])
+    likely = np.flatnonzero((np.abs(brightness[one] - brightness[other]) < MOST_BRIGHTER) & (ratio < MOST_CONTRAST))
+    for begin in range(0, len(likely), 1024):
+        pairs = likely[begin : begin + 1024]
+        both = one[pairs], other[pairs]
+        light, colour = (thumbnails.difference(planes, *both) for planes in (thumbnails.cells, thumbnails.blocks))
+        compared = [(light, side, most) for side, most in MOST_APART.items()] + [(colour, 2, MOST_IN_COLOUR)]
+        apart = [np.abs(_squares(planes, side)).max((1, 2, 3)) / most for planes, side, most in compared]
+        kept.append(pairs[np.max(apart, axis=0) < thumbnails.limits(*both)])
     pairs = np.concatenate(kept)
     return one[pairs], other[pairs]
 

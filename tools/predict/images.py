@@ -150,7 +150,9 @@ NO_IMAGES = f"no images found (files ending in {' '.join(ENDINGS)})"
 
 def find_images(words: list[str]) -> list[str]:
     """Paths in the order of the arguments; those of a folder or glob are sorted."""
-    by_word = {word: _paths_of(word) for word in words}
+    skipped = SkippedFiles()
+    by_word = {word: _paths_of(word, skipped) for word in words}
+    skipped.warn(", ".join(words[:2]) + (", ..." if len(words) > 2 else ""))
     found = [path for word in words for path in by_word[word]]
     empty = [word for word, paths in by_word.items() if not paths and word != "-"]
     if not found and empty:
@@ -162,7 +164,7 @@ def find_images(words: list[str]) -> list[str]:
     return found
 
 
-def _paths_of(word: str) -> list[str]:
+def _paths_of(word: str, skipped: SkippedFiles) -> list[str]:
     if word == "-":  # names separated by newlines, or by zero bytes, as `find -print0` prints them
         content = sys.stdin.buffer.read()
         names = content.split(b"\0") if b"\0" in content else [name.rstrip(b"\r") for name in content.split(b"\n")]
@@ -175,12 +177,8 @@ def _paths_of(word: str) -> list[str]:
         raise UserError(f"{word}: {reason}.")
     found = []
     for one in matched:
-        if not os.path.isdir(one):
-            found.append(one)
-            continue
-        skipped = SkippedFiles()
-        found += [os.path.join(one, file) for file in images_below(one, skipped)]
-        skipped.warn(one)
+        below = (os.path.join(one, file) for file in images_below(one, skipped))
+        found += below if os.path.isdir(one) else [one]
     return found
 
 

@@ -122,12 +122,13 @@ class Sharding:
             self._gathered = f", gathered in fp32 (in {half}, at O1, by torch 2.15 or later)"
             return MixedPrecisionPolicy(cast_forward_inputs=False)
         if level == "O1":
-            cast = {id(weight) for weight in cast_weights(model, precision.black_list)}
-            kept = {id(weight) for weight in model.parameters() if id(weight) not in cast}
+            halved = {id(weight) for weight in cast_weights(model, precision.black_list)}
+            kept = {id(weight) for weight in model.parameters() if id(weight) not in halved}
         else:
             kept = {id(weight) for weight in _weights_in_fp32(model, level)}
         self._gathered = f", gathered in {half}" + " where autocast casts them" * (level == "O1")
-        return MixedPrecisionPolicy(
+        # To a type checker with an older torch, the last argument is unknown.
+        return cast(Any, MixedPrecisionPolicy)(
             param_dtype=precision.choice.dtype,
             reduce_dtype=torch.float32,
             cast_forward_inputs=level == "NAIVE",

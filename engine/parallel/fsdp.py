@@ -122,8 +122,8 @@ class Sharding:
             self._gathered = f", gathered in fp32 (in {half}, at O1, by torch 2.15 or later)"
             return MixedPrecisionPolicy(cast_forward_inputs=False)
         if level == "O1":
-            cast = {id(weight) for weight in cast_weights(model, precision.black_list)}
-            kept = {id(weight) for weight in model.parameters() if id(weight) not in cast}
+            halved = {id(weight) for weight in cast_weights(model, precision.black_list)}
+            kept = {id(weight) for weight in model.parameters() if id(weight) not in halved}
         else:
             kept = {id(weight) for weight in _weights_in_fp32(model, level)}
         self._gathered = f", gathered in {half}" + " where autocast casts them" * (level == "O1")

@@ -94,6 +94,12 @@ def test_temperature_is_crossfitted_kept_and_applied(
         assert written["temperature"] == {weights: temperature if name == "after" else 1}
         told[name] = done.out, written["figures"][weights]
     assert f"calibrated (temperature {temperature:.4g}, fitted on 360 images)" in told["after"][0]
+    numbers = "calibration error {ece:.2f} %, NLL {nll:.4f}.".format(**kept["crossfitted"])
+    line = "The temperature was fitted on these images: cross-fitted, "
+    assert line + numbers in told["after"][0], "those of the table are too low"
+    others = say(run, "-weights", "model", "-part", "train")
+    assert others.code == 0, others.text
+    assert not any(line in text for text in (others.out, told["left_out"][0], told["ema"][0]))
     assert "-no_calibration" in told["left_out"][0]
     assert "of other weights" in told["ema"][0], "another set of weights has no temperature"
     scaled = float(F.cross_entropy(logits / temperature, labels))

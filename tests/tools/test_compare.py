@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -274,7 +275,7 @@ def test_read_seeds() -> None:
 
 def test_grid_of_settings(compare: Call, trainings: Trainings, tmp_path: Path) -> None:
     words = ["-vary", "DATA.SAMPLER=shuffle,balanced", "-vary", "TRAIN.MODEL_EMA=false,true", "-seeds", "3,"]
-    said = compare(*words, "-amp", "bf16").out
+    said = compare(*words, "-amp", "bf16", "-metric", "balanced_acc").out
     results = metrics_file(tmp_path / "out")
     assert results["compared"] == [
         f"SAMPLER={sampler}, MODEL_EMA={ema}"
@@ -282,12 +283,19 @@ def test_grid_of_settings(compare: Call, trainings: Trainings, tmp_path: Path) -
     ]
     assert trainings.started[:2] == ["SAMPLER-shuffle-MODEL-EMA-false-3", "SAMPLER-shuffle-MODEL-EMA-true-3"]
     assert results["varied"] == ["DATA.SAMPLER", "TRAIN.MODEL_EMA"]
-    assert (results["metric"], results["weights"]) == ("acc1", "ema")
+    assert (results["metric"], results["weights"]) == ("balanced_acc", "ema")
     row = results["runs"][1]
     (val,) = metrics(tmp_path / "out" / row["folder"], "val")
-    assert (row["last_ema_acc1"], row["precision"]) == (val["ema_acc1"], "bf16")
+    assert (row["last_ema_balanced_acc"], row["precision"]) == (val["ema_balanced_acc"], "bf16")
     assert row["largest_class_percent"] == pytest.approx(100 * 37 / 360, abs=2)
-    assert "accuracy: after the last epoch, of the EMA in runs that have one" in said
+    assert "balanced accuracy: after the last epoch, of the EMA in runs that have one" in said
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "<h3>Balanced accuracy of each setting (%)</h3>" in page
+    assert '<th scope="col" class="n">best balanced accuracy</th>' in page
+    assert '<th scope="col" class="n">best top-1</th>' not in page
+    judged = [one.get("last_ema_balanced_acc") or one["last_balanced_acc"] for one in results["runs"]]
+    best = next(one["mode"] for one in results["runs"] if max(judged) in one.values())
+    assert re.search(rf'class="contender hue\d shade\d best"><span class="who">{re.escape(best)}<', page)
     assert "4 runs: SAMPLER=shuffle, MODEL_EMA=false; SAMPLER=shuffle, MODEL_EMA=true; " in said
 
 

@@ -27,7 +27,7 @@ from engine.trained.model import Trained, load_trained, split_of_run
 from tests.predicted import validation_predictions
 from tests.program import Result, metrics, run_program
 from tools.checkpoint import command as checkpoint
-from tools.common.evaluation import OneLabel, balanced_accuracy_interval, macro_f1_interval, ranking_intervals
+from tools.common.evaluation import OneLabel, balanced_accuracy_interval, macro_f1_interval, ranking_intervals, table_of
 from tools.evaluate import command as evaluate
 from utils.text import Interval, wilson
 from vitamp.metrics import BALANCED, MACRO_F1, TOP1, TOP5
@@ -261,8 +261,8 @@ Drawn = tuple[np.ndarray, np.ndarray]
 
 
 def drawn_classes(generator: np.random.Generator, sizes: list[int], recalls: list[float]) -> Drawn:
-    """Labels, and guesses that are right with the class's recall, else any other class."""
-    labels = np.repeat(np.arange(len(sizes)), sizes)
+    """Labels, about as many of each class, and guesses: right with the class's recall, else any other class."""
+    labels = generator.choice(len(sizes), sum(sizes), p=np.array(sizes) / sum(sizes))
     other = (labels + generator.integers(1, len(sizes), len(labels))) % len(sizes)
     return labels, np.where(generator.random(len(labels)) < np.array(recalls)[labels], labels, other)
 
@@ -279,31 +279,34 @@ def true_values(sizes: list[int], recalls: list[float]) -> tuple[float, float]:
     ("sizes", "recalls"),
     [
         ([90, 10], [0.9, 0.9]),
-        ([90, 10], [0.95, 0.3]),
-        ([20, 10, 5, 3, 2], [0.7] * 5),
+        ([4850, 150], [0.96, 0.8]),
+        ([30, 20, 15, 10, 8], [0.7] * 5),
         ([200, 50, 20, 10, 5], [0.95, 0.8, 0.6, 0.5, 0.3]),
-        ([3] * 20, [0.5] * 20),
+        ([5] * 100, [0.6] * 100),
     ],
 )
 def test_class_metrics_are_covered(sizes: list[int], recalls: list[float]) -> None:
+    """In random samples, where the number of images of a class is chance too."""
     generator, classes = np.random.default_rng(0), len(sizes)
     truths = true_values(sizes, recalls)
-    held = np.zeros(2)
+    held, few = np.zeros(2), 0
     for _ in range(REPEATS):
         drawn = drawn_classes(generator, sizes, recalls)
         for number, interval in enumerate((balanced_accuracy_interval, macro_f1_interval)):
-            low, high = interval(*drawn, classes)
-            held[number] += low <= truths[number] <= high
+            found = interval(*drawn, classes)
+            held[number] += found is None or found.low <= truths[number] <= found.high
+            few += found is None
+    assert few <= 0.05 * REPEATS
     assert (held / REPEATS >= 0.91).all(), held / REPEATS
     assert (held / REPEATS < 1).all(), "so wide that they say nothing"
 
 
 def drawn_scores(generator: np.random.Generator, positives: int, images: int, classes: int, area: float) -> Drawn:
-    truth = generator.permuted(np.arange(images)[:, None].repeat(classes, 1) < positives, axis=0)
+    truth = generator.random((images, classes)) < positives / images
     return generator.standard_normal(truth.shape) + np.sqrt(2) * norm.ppf(area) * truth, truth
 
 
-@pytest.mark.parametrize(("positives", "images", "classes"), [(15, 30, 1), (10, 100, 1), (50, 500, 1), (20, 200, 5)])
+@pytest.mark.parametrize(("positives", "images", "classes"), [(30, 60, 1), (20, 500, 1), (60, 200, 2), (30, 300, 8)])
 @pytest.mark.parametrize("area", [0.75, 0.9])
 def test_ranking_metrics_are_covered(positives: int, images: int, classes: int, area: float) -> None:
     generator = np.random.default_rng(0)
@@ -318,12 +321,35 @@ def test_ranking_metrics_are_covered(positives: int, images: int, classes: int, 
     assert (held / REPEATS >= 0.90).all(), held / REPEATS
 
 
+def test_too_few_images_per_class_are_named() -> None:
+    """One or two images of each class: macro F1 is lower than of many images, by more than an interval could say."""
+    labels, guesses = map(torch.from_numpy, drawn_classes(np.random.default_rng(0), [2] * 100, [0.6] * 100))
+    found = of_logits(F.one_hot(guesses, 100).double(), labels)
+    assert found.as_json()["intervals"]["macro_f1"] is None
+    said = "\n".join(table_of(found, "model"))
+    assert "No interval of macro F1: too few images per class." in said
+    assert f"{found.values[MACRO_F1]:.2f} % (" not in said
+    of_map, of_area = ranking_intervals(*drawn_scores(np.random.default_rng(0), 2, 200, 40, 0.8))
+    assert of_map is None
+    assert of_area is not None
+
+
+def test_top_5_of_five_classes_is_in_no_table() -> None:
+    labels = torch.arange(30) % 5
+    for classes in (5, 6):
+        found = of_logits(F.one_hot(labels, classes).double(), labels)
+        assert ("top-5" in found.cells()) is (classes == 6)
+        assert found.as_json()["acc5"] == 100
+
+
 @pytest.mark.parametrize("interval", [balanced_accuracy_interval, macro_f1_interval])
-def test_all_right_is_not_certain(interval: Callable[[np.ndarray, np.ndarray, int], Interval]) -> None:
+def test_all_right_is_not_certain(interval: Callable[[np.ndarray, np.ndarray, int], Interval | None]) -> None:
     """A bootstrap would say 100 to 100 %."""
     labels = np.repeat(np.arange(3), 12)
     assert interval(labels, labels, 3) == pytest.approx(wilson(100, 36))
-    assert interval(np.zeros(4, dtype=int), np.ones(4, dtype=int), 2).high > 30
+    of_wrong = interval(np.zeros(4, dtype=int), np.ones(4, dtype=int), 2)
+    assert of_wrong is not None
+    assert of_wrong.high > 30
 
 
 def test_ranking_without_error_and_without_classes() -> None:

@@ -4,8 +4,9 @@ One label per image is judged from a few numbers per image, so that memory does 
 
 Intervals of metrics that are no share of the images (balanced accuracy, macro F1, AUROC, mAP) are Wilson intervals with
 an effective number of images: as many as would give a share of the images the variance that the metric has, the sum of
-the squared influences of the images. A bootstrap that is stratified by class covers too rarely where a class has few
-images: if all of them are right, it knows no other outcome.
+the squared influences of the images. Which classes they are of is chance too: it changes macro F1 and mAP, which depend
+on how frequent a class is. Both are also biased where a class has few images; their interval is around the value
+without the bias. A bootstrap covers too rarely there: if all images of a class are right, it knows no other outcome.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from vitamp.metrics import AUROC, BALANCED, LOSS, MACRO_F1, MAP, TOP1, TOP5, Met
 
 ADDED = 1
 """Right and wrong images that are added to each class for its variance, which is never 0 then (Agresti and Coull)"""
+MOST_SINGLE = 0.1
+"""Fraction of classes with a single image, above which too many others may have none for an interval"""
 
 
 def balanced_accuracy_interval(labels: np.ndarray, guesses: np.ndarray, classes: int) -> Interval:
@@ -48,7 +51,7 @@ def balanced_accuracy_interval(labels: np.ndarray, guesses: np.ndarray, classes:
     return _of_variance(float((right / images).mean()), variance, int(images.sum()))
 
 
-def macro_f1_interval(labels: np.ndarray, guesses: np.ndarray, classes: int) -> Interval:
+def macro_f1_interval(labels: np.ndarray, guesses: np.ndarray, classes: int) -> Interval | None:
     """The influence of an image depends on its class and on whether, or for which class, it is mistaken."""
     hit = labels == guesses
     images, right = np.bincount(labels, minlength=classes), np.bincount(labels[hit], minlength=classes)
@@ -60,17 +63,20 @@ def macro_f1_interval(labels: np.ndarray, guesses: np.ndarray, classes: int) -> 
     if_right = 2 / sizes / counted - 2 * pull
     influence = np.where(hit, 0.0, -pull[labels] - pull[guesses])
     wrong = images - right
-    if_wrong = np.bincount(labels, influence, minlength=classes) / np.maximum(wrong, 1)
-    spread = np.bincount(labels, np.where(hit, 0.0, influence - if_wrong[labels]) ** 2, minlength=classes)
-    spread /= np.maximum(wrong, 1)
-    if_wrong = np.where(wrong > 0, if_wrong, -pull)
-    sure = (right + ADDED) / (images + 2 * ADDED)
-    variance = images * (sure * (1 - sure) * (if_right - if_wrong) ** 2 + (1 - sure) * spread)
-    return _of_variance(float(f1.sum()) / counted, float(variance.sum()), len(labels))
+    squares = np.bincount(labels, influence**2, minlength=classes) / np.maximum(wrong, 1)
+    # What is added is as often right as the mean class. With half of it, as above, errors of many classes would add up.
+    usual = float((right / np.maximum(images, 1)).sum() + ADDED) / (np.count_nonzero(images) + 2 * ADDED)
+    sure = (right + 2 * ADDED * usual) / (images + 2 * ADDED)
+    variance = images * (sure * if_right**2 + (1 - sure) * np.where(wrong > 0, squares, pull**2))
+    either = of_either - right  # F1 is a concave function of right / either, so by its second order it is too low by:
+    bias = f1 * (1 - f1) / sizes * either / np.maximum(either - 1, 1)
+    value, unbiased = (float(each.sum()) / counted for each in (f1, f1 + bias))
+    freedom = max(len(labels) - counted, 1)  # as an unbiased variance is larger
+    return _around(value, unbiased, float(variance.sum()) * len(labels) / freedom, len(labels), images[images > 0])
 
 
 def ranking_intervals(scores: np.ndarray, truth: np.ndarray) -> tuple[Interval | None, Interval | None]:
-    """Of mAP and of the mean AUROC; None where no class has positives and negatives. Both arguments: N x C."""
+    """Of mAP and of the mean AUROC; None if no class has positives and negatives, or too few for mAP. Both: N x C."""
     positives, images = truth.sum(0), len(truth)
     usable = np.flatnonzero((positives > 0) & (positives < images))
     if not len(usable) or np.isnan(scores).any():
@@ -84,18 +90,17 @@ def ranking_intervals(scores: np.ndarray, truth: np.ndarray) -> tuple[Interval |
         on_precision += of_precision
         on_area += of_area
         most += 4 * positives[label] * (images - positives[label]) / images
-    precision, unbiased, area = sums / len(usable)
+    precision, unbiased, area = (sums / len(usable)).tolist()
     variances = [float((influence**2).sum()) / len(usable) ** 2 for influence in (on_precision, on_area)]
-    usual, lower = (_of_variance(float(value), variances[0], most) for value in (precision, unbiased))
-    of_map = Interval(min(usual.low, lower.low), max(usual.high, lower.high))
-    return of_map, _of_variance(float(area), variances[1], most)
+    of_map = _around(precision, unbiased, variances[0], most, positives[usable])
+    return of_map, _of_variance(area, variances[1], most)
 
 
 def _influences(scores: np.ndarray, truth: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Three values of a class, and the influence of each image on average precision and on AUROC.
 
-    The second value leaves each positive out of its own precision: with few positives, average precision is too high,
-    because the first one above all others has a precision of 1.
+    The second value leaves each positive out of its own precision, and counts the others for all: with few positives,
+    average precision is too high. A positive above all others takes the precision of the next one.
     """
     order = np.argsort(-scores, kind="stable")
     ranked, hit = scores[order], truth[order]
@@ -108,7 +113,11 @@ def _influences(scores: np.ndarray, truth: np.ndarray) -> tuple[np.ndarray, np.n
     new_wrong = np.diff(seen, prepend=0) - new
     precision = found / seen
     average = float((new * precision).sum()) / positives
-    others = np.where(seen > 1, (found - 1) / np.maximum(seen - 1, 1), average)
+    others = (found - 1) * positives / max(positives - 1, 1)
+    others = others / np.maximum(others + seen - found, 1e-9)
+    tops = np.flatnonzero(new)[:2]
+    if seen[tops[0]] == 1:
+        others[tops[0]] = others[tops[1]] if len(tops) > 1 else average
     after, weighted = (np.cumsum((new * x / seen)[::-1])[::-1] for x in (np.ones(len(last)), precision))
     on_precision = (hit * (precision - average + after)[group] - weighted[group]) / positives
     beaten = negatives - np.cumsum(new_wrong) + new_wrong / 2  # negatives below, and half of the equal ones
@@ -118,12 +127,21 @@ def _influences(scores: np.ndarray, truth: np.ndarray) -> tuple[np.ndarray, np.n
         hit, (beaten[group] / negatives - area) / positives, (above[group] / positives - area) / negatives
     )
     for kind, size in ((hit, positives), (~hit, negatives)):
-        on_precision[kind] -= on_precision[kind].mean()
         for influence in (on_precision, on_area):
-            influence[kind] *= np.sqrt(size / max(size - 1, 1))  # as an unbiased variance is larger
+            mean = influence[kind].mean()  # not 0 if the value depends on how many are of this kind
+            # As an unbiased variance is larger.
+            influence[kind] = mean + (influence[kind] - mean) * np.sqrt(size / max(size - 1, 1))
+    on_precision *= 1 + 2 / positives  # in simulations, the unbiased value varies so much more
     back = np.argsort(order)
     values = np.array([average, float((new * others).sum()) / positives, area])
     return values, on_precision[back], on_area[back]
+
+
+def _around(value: float, unbiased: float, variance: float, most: float, images: np.ndarray) -> Interval | None:
+    """None where classes have too few `images`: the bias is uncertain, or puts the value outside the interval."""
+    found = _of_variance(unbiased, variance, most)
+    few = (images == 1).mean() > MOST_SINGLE or 200 * abs(unbiased - value) > found.high - found.low
+    return None if few else found
 
 
 def _of_variance(fraction: float, variance: float, most: float) -> Interval:
@@ -154,7 +172,7 @@ class Evaluation:
     values: dict[Metric, float]
     """The metrics of a validation"""
     intervals: Mapping[str, Interval | None]
-    """By the metric's name; None where it is unknown"""
+    """By the metric's name; None where classes have too few images"""
     not_finite: int
     """Number of images whose logits are NaN or infinite"""
 
@@ -175,6 +193,17 @@ class Evaluation:
     def present(self) -> list[int]:
         """The classes that have images."""
         return np.flatnonzero(self.support).tolist()
+
+    @property
+    def shown(self) -> dict[Metric, float]:
+        """The metrics to list: without top-5, if that is always right."""
+        return {metric: value for metric, value in self.values.items() if metric is not TOP5 or len(self.support) > 5}
+
+    def without_interval(self) -> str:
+        """A sentence about the metrics without an interval; '' if each has one."""
+        known = {metric: value for metric, value in self.values.items() if math.isfinite(value)}
+        names = [metric.words for metric in known if self.intervals[metric.name] is None]
+        return f"No interval of {' and '.join(names)}: too few images per class." if names else ""
 
     def _class_table(
         self, trained: Trained, worst: tuple[str, np.ndarray], cells: Callable[[int], dict[str, str]]
@@ -277,7 +306,7 @@ class OneLabel(Evaluation):
     def cells(self) -> dict[str, str]:
         """The metrics, for a table."""
         return {
-            **{metric.words: measured(value, self.intervals[metric.name]) for metric, value in self.values.items()},
+            **{metric.words: measured(value, self.intervals[metric.name]) for metric, value in self.shown.items()},
             "precision, macro": f"{self._macro(self.precision):.2f} %",
             "precision, weighted": f"{self._weighted(self.precision):.2f} %",
             "recall, weighted": f"{self._weighted(self.recall):.2f} %",
@@ -454,9 +483,10 @@ def with_bar(trained: Trained, dataset: ImageDataset, **how: Any) -> Iterator[tu
 
 
 def table_of(found: OneLabel | SeveralLabels, title: str) -> list[str]:
-    """The metrics, and a line about logits that are not finite."""
-    bad = [f"{found.not_finite} images have NaN or infinite logits."] if found.not_finite else []
-    return [*in_columns([["", title], *found.cells().items()]), INTERVALS, *bad]
+    """The metrics, and lines about missing intervals and logits that are not finite."""
+    bad = f"{found.not_finite} images have NaN or infinite logits." if found.not_finite else ""
+    notes = (INTERVALS, found.without_interval(), bad)
+    return [*in_columns([["", title], *found.cells().items()]), *filter(None, notes)]
 
 
 def measured(percent: float, interval: Interval | None = None) -> str:

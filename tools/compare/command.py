@@ -169,9 +169,9 @@ def _report(about: dict[str, Any], out: Path) -> None:
         from tools.common.report_page.page import write_report
 
         rows = sorted(about["runs"], key=lambda row: (about["compared"].index(row["mode"]), number_of(row)))
-        verdict = "\n".join(sentences(about))
+        folders, verdict = [out / row["folder"] for row in rows], "\n".join(sentences(about))
         try:
-            page = write_report([out / row["folder"] for row in rows], out / "report.html", verdict=verdict)
+            page = write_report(folders, out / "report.html", verdict=verdict, judged=judged_of(about))
         except UserError as error:  # not fatal: the verdict still appears
             log.warning("%s", error)
     what = "settings" if "varied" in about else "mode"

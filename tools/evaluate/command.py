@@ -48,9 +48,11 @@ from utils.flags import Flag, Positional, whole
 from utils.log import log
 from utils.record.run_folder import write_json
 from vitamp.metrics import ONE_LABEL
+from vitamp.weights import Fitted
 
 if TYPE_CHECKING:
     from engine.trained.model import Trained
+    from tools.common.evaluation import Part
 
 OWN = (
     WEIGHTS,
@@ -144,6 +146,7 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
         f"{data.title}: {found.words()}",
         "",
         *table_of(found, chosen.which.mark or chosen.which.name),
+        *_crossfitted(trained, data),
         "",
         *found.class_table(trained),
     ]
@@ -160,6 +163,15 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
         "classes": trained.names(),
         "figures": {chosen.which.name: found.as_json()},
     }
+
+
+def _crossfitted(trained: Trained, data: Part) -> list[str]:
+    """What is too low, if the temperature was fitted on these images, and by cross-fitting is not."""
+    kept = trained.chosen.calibration if trained.calibrated else None
+    if not isinstance(kept, Fitted) or (kept.data, kept.images) != (data.title, len(data.dataset)):
+        return []
+    ece, nll = kept.crossfitted["ece"], kept.crossfitted["nll"]
+    return [f"The temperature was fitted on these images: cross-fitted, calibration error {ece:.2f} %, NLL {nll:.4f}."]
 
 
 def _check(line: ToolLine) -> None:

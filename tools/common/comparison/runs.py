@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.common.comparison.verdict import (
+    CONFIDENCE,
     ByName,
     Judged,
     Metrics,
@@ -129,8 +130,8 @@ def verdict_of(folders: Sequence[Path]) -> list[str]:
     return _sentences(found) if isinstance(found, Contenders) else [f"No verdict: {found}"]
 
 
-def contenders_of(folders: Sequence[Path]) -> Contenders | str:
-    """The contenders among these runs, or why they cannot be compared."""
+def contenders_of(folders: Sequence[Path], judged: Judged | None = None) -> Contenders | str:
+    """The contenders among these runs, or why they cannot be compared. `judged`: None for that of their task."""
     try:
         runs = [Finished(each, config_of_run(each), metrics_of(each)) for each in folders if is_finished(each)]
     except UserError as error:
@@ -142,7 +143,7 @@ def contenders_of(folders: Sequence[Path]) -> Contenders | str:
         return "these runs have the same settings but for the seed or fold."
     if problem := _not_comparable(runs):
         return problem
-    judged = judged_by(None, None, [run.config for run in runs])
+    judged = judged or judged_by(None, None, [run.config for run in runs])
     rows: list[Metrics] = []
     for name, run in zip(names, runs, strict=True):
         fold = run.config.DATA.FOLD
@@ -188,7 +189,8 @@ def _sentences(found: Contenders) -> list[str]:
         pairs = [(name, base) for name in others]
         first = [] if len(best) < 2 or base in best else [(best[0], best[1])]
         pairs = sorted([*first, *pairs], key=lambda pair: set(pair) != set(best))
-        return [_one_run_each(name, against, runs, judged) for name, against in pairs]
+        every = math.comb(len(found.names), 2)
+        return [_one_run_each(name, against, runs, judged, every) for name, against in pairs]
     lines = []
     verdicts = judge(runs, found.names, judged)
     for verdict in sorted(verdicts, key=lambda each: {each["mode"], each["against"]} != set(best)):
@@ -199,8 +201,8 @@ def _sentences(found: Contenders) -> list[str]:
     return lines
 
 
-def _one_run_each(name: str, against: str, runs: ByName, judged: Judged) -> str:
-    """What one run each can tell: whether the images alone could explain the difference."""
+def _one_run_each(name: str, against: str, runs: ByName, judged: Judged, comparisons: int) -> str:
+    """What one run each can tell: whether the images alone could explain the difference, the largest of many pairs."""
     rows = [next(iter(runs[which].values())) for which in (name, against)]
     ours, theirs = (judged.of(row) for row in rows)
     images = rows[0]["validation_images"]
@@ -213,19 +215,21 @@ def _one_run_each(name: str, against: str, runs: ByName, judged: Judged) -> str:
     said += "one seed each" if number_of(rows[0]) == number_of(rows[1]) else "one run each, of different seeds"
     if not judged.metric.counts_images or not images:
         return f"{said}. That is too few to tell: repeat both with more seeds."
-    low, high = chance((ours, theirs), images)
+    low, high = chance((ours, theirs), images, comparisons)
     within = "within chance" if low <= 0 <= high else "more than the choice of images explains"
     return (
-        f"{said}. On {images:,} images this is {within}: 95 % interval {low:+.1f} to {high:+.1f} points. "
+        f"{said}. On {images:,} images this is {within}: 95 % interval"
+        f"{f' for all {comparisons} pairs' * (comparisons > 1)} {low:+.1f} to {high:+.1f} points. "
         "Whether another seed would give the same, only more seeds can tell."
     )
 
 
-def chance(percents: tuple[float, float], images: int) -> tuple[float, float]:
+def chance(percents: tuple[float, float], images: int, comparisons: int = 1) -> tuple[float, float]:
     """Newcombe's interval of the difference of two shares of as many images, in percentage points.
 
     It takes the images of the two for independent, which makes it wider than that of the same images, not narrower.
     """
-    (ours, theirs), (one, other) = percents, (wilson(each, images) for each in percents)
+    z = statistics.NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / comparisons / 2)
+    (ours, theirs), (one, other) = percents, (wilson(each, images, z) for each in percents)
     low = ours - theirs - math.hypot(ours - one.low, other.high - theirs)
     return low, ours - theirs + math.hypot(one.high - ours, theirs - other.low)

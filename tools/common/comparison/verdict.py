@@ -19,8 +19,8 @@ ByName = dict[str, dict[int, Metrics]]
 """Contender -> seed, or fold of a cross-validation -> metrics of a finished run."""
 
 CONFIDENCE = 0.95
-LEAST_MEMORY = 0.01
-"""Smaller differences in memory are not reported."""
+LEAST_MEMORY, LEAST_PROCESS_MEMORY = 0.01, 0.1
+"""Smaller differences are not reported. A process's memory jumps by itself, often equally in several runs."""
 MANY_SKIPPED = 0.05
 POWER = 0.8
 """Chance with which so many seeds, as are named, would show a difference of the size that was found."""
@@ -144,20 +144,19 @@ def interval(values: Sequence[float], comparisons: int, grain: float = 0.0, over
     # Standard deviation of the difference of two values rounded to the grain.
     spread = math.hypot(statistics.stdev(values), grain / math.sqrt(6))
     level = 1 - (1 - CONFIDENCE) / comparisons / 2
-    reach = _reach(spread, len(values), overlap, level)
+    reach = _reach(spread * math.sqrt(1 / len(values) + overlap), len(values) - 1, level)
     low, high = mean - reach, mean + reach
     seen = not low <= 0 <= high
-    more = range(len(values) + 1, MOST_ROUNDS + 1)
-    needed = None if seen else next((n for n in more if _reach(spread, n, overlap, level, POWER) < abs(mean)), None)
+    more = ((n, spread * math.sqrt(1 / n + overlap)) for n in range(len(values) + 1, MOST_ROUNDS + 1))
+    needed = None if seen else next((n for n, of_n in more if _reach(of_n, n - 1, level, POWER) < abs(mean)), None)
     return Difference(mean, low, high, len(values), seen, needed)
 
 
-def _reach(spread: float, runs: int, overlap: float, *levels: float) -> float:
-    """Student's quantiles of these levels, added up, times the standard error of so many runs."""
+def _reach(error: float, freedom: int, *levels: float) -> float:
+    """Student's quantiles of these levels, added up, times the standard error."""
     from scipy import stats  # a second to import
 
-    quantiles = sum(float(stats.t.ppf(level, runs - 1)) for level in levels)
-    return quantiles * spread * math.sqrt(1 / runs + overlap)
+    return sum(float(stats.t.ppf(level, freedom)) for level in levels) * error
 
 
 def variation(rows: Sequence[Metrics], key: str) -> float:
@@ -181,15 +180,23 @@ def times_as_fast(ours: dict[int, Metrics], theirs: dict[int, Metrics], comparis
     return Difference(math.exp(difference.value), low, high, difference.runs, seen)
 
 
-def times_the_memory(ours: dict[int, Metrics], theirs: dict[int, Metrics]) -> Difference | None:
-    """Ratio of the median peak memories. It is seen if the ranges of the two do not overlap."""
-    one, other = (values_of(list(rows.values()), "peak_memory_gb") for rows in (ours, theirs))
-    if not one or not other:
+def times_the_memory(runs: ByName, name: str, against: str, comparisons: int) -> Difference | None:
+    """Ratio of the mean peak memories. Runs are few, so the noise is that of all contenders around their means."""
+    logs = {each: [*map(math.log, values_of([*rows.values()], "peak_memory_gb"))] for each, rows in runs.items()}
+    ours, theirs = logs.get(name), logs.get(against)
+    if not ours or not theirs:
         return None
-    ratio = statistics.median(one) / statistics.median(other)
-    apart = max(one) < min(other) or min(one) > max(other)
-    low, high = min(one) / max(other), max(one) / min(other)
-    return Difference(ratio, low, high, min(len(one), len(other)), apart and abs(ratio - 1) >= LEAST_MEMORY)
+    value, number = statistics.fmean(ours) - statistics.fmean(theirs), min(len(ours), len(theirs))
+    freedom = sum(len(of_one) - 1 for of_one in logs.values() if of_one)
+    if not freedom:
+        return Difference(math.exp(value), None, None, number)
+    squares = sum((one - statistics.fmean(of_one)) ** 2 for of_one in logs.values() for one in of_one)
+    error = math.sqrt(squares / freedom * (1 / len(ours) + 1 / len(theirs)))
+    reach = _reach(error, freedom, 1 - (1 - CONFIDENCE) / comparisons / 2)
+    low, high = (math.exp(end) for end in (value - reach, value + reach))
+    on_cpu = next(iter(runs[name].values()))["device"].startswith("cpu")
+    least = LEAST_PROCESS_MEMORY if on_cpu else LEAST_MEMORY
+    return Difference(math.exp(value), low, high, number, abs(value) > reach and abs(math.exp(value) - 1) >= least)
 
 
 def difference_in_metric(
@@ -230,7 +237,7 @@ def _verdict(
 ) -> dict[str, Any]:
     """`named`: say in the sentence what it is compared with, because that is not the baseline."""
     ours, theirs = runs.get(name, {}), runs.get(against, {})
-    speed, memory = times_as_fast(ours, theirs, comparisons), times_the_memory(ours, theirs)
+    speed, memory = times_as_fast(ours, theirs, comparisons), times_the_memory(runs, name, against, comparisons)
     metric = difference_in_metric(ours, theirs, comparisons, judged)
     parts = [_speed_words(speed), _memory_words(memory, ours), _metric_words(metric, ours, theirs, judged)]
     who = f"{name} against {against}" if named else name
@@ -289,11 +296,13 @@ def _times(ratio: float) -> str:
 def _memory_words(memory: Difference | None, rows: dict[int, Metrics]) -> str:
     if memory is None:
         return ""
-    if not memory.seen:
-        return "the same memory"
-    percent = 100 * abs(1 - memory.value)
-    of = "process memory" if any(row["device"].startswith("cpu") for row in rows.values()) else "memory"
-    return f"{percent:.0f} % {'less' if memory.value < 1 else 'more'} {of}"
+    of = "process memory" if next(iter(rows.values()))["device"].startswith("cpu") else "memory"
+    if abs(memory.value - 1) < LEAST_MEMORY:
+        return f"the same {of}"
+    if memory.low is not None and not memory.seen:
+        return f"{of} within noise ({memory.value:.2f}x)"
+    percent = f"{100 * abs(1 - memory.value):.0f} % {'less' if memory.value < 1 else 'more'} {of}"
+    return percent if memory.seen else f"{percent} in one run each"
 
 
 def _metric_words(

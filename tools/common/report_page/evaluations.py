@@ -114,8 +114,9 @@ def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Me
     return {
         "template": "one.html",
         "headline": headline,
-        "tiles": [(one.words, one.number(value), found.intervals[one.name]) for one, value in found.values.items()],
+        "tiles": [(one.words, one.number(value), found.intervals[one.name]) for one, value in found.shown.items()],
         "evaluated": found.images,
+        "without_interval": found.without_interval(),
         "guessing": always_guessing(found.largest_class_percent),
         "classes": classes[:MOST_ROWS],
         "left_out": max(0, len(classes) - MOST_ROWS),
@@ -154,7 +155,7 @@ def _several_labels(trained: Trained, dataset: ImageDataset, image: str, decidin
         "template": "several.html",
         "headline": Headline(metric, found.values[metric], at, found.images, image, guess, guessing, remarks),
         "tiles": [
-            *((one.words, one.number(value), found.intervals[one.name]) for one, value in found.values.items()),
+            *((one.words, one.number(value), found.intervals[one.name]) for one, value in found.shown.items()),
             ("micro F1", MAP.number(found.at_thresholds["f1_micro"]), None),
             ("macro F1", MAP.number(found.at_thresholds["f1_macro"]), None),
             (
@@ -164,6 +165,7 @@ def _several_labels(trained: Trained, dataset: ImageDataset, image: str, decidin
             ),
         ],
         "evaluated": found.images,
+        "without_interval": found.without_interval(),
         "thresholds": trained.thresholds()[1],
         "classes": classes[:MOST_ROWS],
         "left_out": max(0, len(classes) - MOST_ROWS),

@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from tools.common.comparison.runs import contenders_of
-from tools.common.comparison.verdict import interval, unit
+from tools.common.comparison.verdict import Judged, interval, unit
 from tools.common.output_file import check_output_file, writing
 from tools.common.report_page.charts import (
     SIZES,
@@ -34,12 +34,12 @@ LEAST_RUNS = 3
 """Runs of each contender, from which on their spread gives the interval"""
 
 
-def figure_of(folders: Sequence[Path], styles: Sequence[Style]) -> dict[str, Any] | None:
+def figure_of(folders: Sequence[Path], styles: Sequence[Style], judged: Judged | None = None) -> dict[str, Any] | None:
     """What templates/contenders.html draws. Positions are percent of its width.
 
-    `styles`: of each run. None where the runs cannot be compared, or only two can.
+    `styles`: of each run. `judged`: see `contenders_of`. None where the runs cannot be compared, or only two can.
     """
-    found = contenders_of(folders)
+    found = contenders_of(folders, judged)
     if isinstance(found, str) or sum(map(len, found.runs.values())) < LEAST_RUNS:
         return None
     judged, hues = found.judged, {folder: style.hue for folder, style in zip(folders, styles, strict=True)}
@@ -101,10 +101,7 @@ def figure_of(folders: Sequence[Path], styles: Sequence[Style]) -> dict[str, Any
     }
 
 
-MAIN_FIGURES = (
-    *(f"best {kind.best.words}" for kind in TASKS),
-    *("precision", "images/s", "peak memory", "training time", "updates skipped"),
-)
+MAIN_FIGURES = ("precision", "images/s", "peak memory", "training time", "updates skipped")
 MOST_SKIPS = 20
 
 
@@ -115,10 +112,12 @@ def write_report(
     predictions: bool = True,
     overwrite: bool = True,
     part: str = "val",
+    judged: Judged | None = None,
 ) -> Path:
     """Write the page and return its path. `out` None: report.html in the folder of the runs, which is always replaced.
 
     `predictions`: evaluate the best checkpoints, on the split `part`. `overwrite`: replace an existing `out`.
+    `judged`: of the verdict; None for that of the runs' task.
     """
     read = read_runs(runs)
     folder = Path(os.path.commonpath([run.folder.resolve() for run in read]))
@@ -131,23 +130,26 @@ def write_report(
 
         for run in read:
             log.info("%s: evaluating the best checkpoint on its %ss ...", run.name, IMAGE_OF[part])
-            evaluations.append(evaluate(run.folder, part, run.deciding))
+            evaluations.append(evaluate(run.folder, part, judged.metric if judged else run.deciding))
     # File names may have bytes that are not UTF-8: each is shown as a replacement character.
-    text = _page(read, verdict, evaluations).encode(errors="surrogateescape").decode(errors="replace")
+    text = _page(read, verdict, evaluations, judged).encode(errors="surrogateescape").decode(errors="replace")
     with writing(out, "-out"):
         write_atomically(out, text)
     return out
 
 
-def _page(runs: Sequence[Run], verdict: str | None, evaluations: Sequence[dict[str, Any] | str]) -> str:
+def _page(
+    runs: Sequence[Run], verdict: str | None, evaluations: Sequence[dict[str, Any] | str], judged: Judged | None
+) -> str:
     here = Path(__file__).parent / "templates"
     pages = Environment(loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     pages.filters["started_as"] = started_as
     headlines = [None if isinstance(found, str) else found["headline"] for found in evaluations]
-    rows = summary(runs)
+    rows = summary(runs, judged.metric if judged else None)
     by_name = dict(rows)
+    best = [f"best {metric.words}" for metric in ([judged.metric] if judged else [kind.best for kind in TASKS])]
     tiles = []
-    for name in MAIN_FIGURES:
+    for name in (*best, *MAIN_FIGURES):
         if (text := by_name.get(name, [NOTHING])[0]) != NOTHING:
             value, _, more = text.partition(" (")  # '98.61 % (epoch 29)'
             tiles.append((name, value, more.removesuffix(")")))
@@ -162,11 +164,11 @@ def _page(runs: Sequence[Run], verdict: str | None, evaluations: Sequence[dict[s
         verdict=verdict,
         opening=opening_of(runs[0], headlines[0] if headlines else None) if len(runs) == 1 else None,
         headlines=headlines,
-        figure=figure_of([run.folder for run in runs], styles) if len(runs) > 2 else None,
+        figure=figure_of([run.folder for run in runs], styles, judged) if len(runs) > 2 else None,
         runs=runs,
         styles=styles,
         tiles=tiles,
-        short_rows=[(name, by_name[name]) for name in MAIN_FIGURES if name in by_name],
+        short_rows=[(name, by_name[name]) for name in (*best, *MAIN_FIGURES) if name in by_name],
         rows=rows,
         settings=differing_settings(runs),
         no_settings="None." if readable else "Unknown: the config.yaml of at least one run is missing or unreadable.",

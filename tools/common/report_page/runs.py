@@ -120,9 +120,10 @@ def metrics_of(runs: Sequence[Run]) -> list[Metric]:
     return list(dict.fromkeys([*METRICS.values(), *(metric for run in runs for metric in run.history.metrics)]))
 
 
-def summary(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+def summary(runs: Sequence[Run], judged: Metric | None) -> list[tuple[str, list[str]]]:
     """Rows of the table of runs: a title and one text per run. Rows without any text are left out."""
-    shown = [metric for metric in metrics_of(runs) if metric.title and metric.decides and metric is not LOSS]
+    metrics = metrics_of(runs)
+    shown = [one for one in metrics if one == judged or (one.title and one.decides and one is not LOSS)]
     columns = [_column(run, shown) for run in runs]
     rows = [
         (title, [NOTHING if column[title] in (None, "") else str(column[title]) for column in columns])

@@ -173,7 +173,7 @@ def accumulate(parts: TrainState, window: Window, update: int) -> None:
 
 
 def sync_gradients(parts: TrainState, last: bool) -> AbstractContextManager[None]:
-    """DDP all-reduces gradients in the backward pass of the last micro-batch only; FSDP each time."""
+    """DDP all-reduces gradients in the last micro-batch only. FSDP reduce-scatters in each, HSDP all-reduces last."""
     if isinstance(parts.forward, DistributedDataParallel) and not last:
         return parts.forward.no_sync()
     if parts.sharding is not None:

@@ -174,9 +174,10 @@ def finite(tensors: dict[str, Tensor]) -> bool:
 
 
 def finite_everywhere(parts: TrainState) -> bool:
-    """Whether all weights that a checkpoint would hold are finite. A collective call: the ranks agree.
+    """Whether the model's weights, as a checkpoint would hold them, are finite. A collective call: the ranks agree.
 
-    Of unsharded tensors, rank 0's are saved. The others' may differ: batch norm's statistics of their own images do.
+    The EMA is not checked. Of unsharded tensors, rank 0's are saved. The others' may differ: batch norm's statistics of
+    their own images do.
     """
     tensors = parts.model.state_dict()
     saved = {name: tensor for name, tensor in tensors.items() if parts.world.first or is_sharded(tensor)}

@@ -1,8 +1,8 @@
 """Speed and memory of a run, the stages of an update (data, copy, forward, backward, optimiser), and the bottleneck.
 
-They are logged under `perf`, apart from the metrics, which must be reproducible. An update calls `lap(FORWARD)` at the
-end of its forward pass: the time since the previous lap belongs to that stage. Nothing waits. A GPU works
-asynchronously, so there each lap records a CUDA event, and reports read those events that have happened by then.
+They are logged under `perf`, apart from the metrics, which must be reproducible. An update calls `mark(FORWARD)` at the
+end of its forward pass: the time since the previous mark belongs to that stage. Nothing waits. A GPU works
+asynchronously, so there each mark records a CUDA event, and reports read those events that have happened by then.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Stages:
         """Begin an update; the time since the previous one ended is counted as OTHER."""
 
     def mark(self, stage: str) -> None:
-        """Count the time since the last lap as `stage`."""
+        """Count the time since the last mark as `stage`."""
 
     def pause(self) -> None:
         """Leave out the time until the next update, which is not training."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from engine.amp.overflow import FORWARD, Blame, OverflowWatch
+from engine.amp.overflow import Blame, OverflowWatch
+from engine.amp.replay import FORWARD
 from engine.measure.meters import Position, Reading
 from engine.report.outcome import Health
 from engine.report.reporter import Reporter

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from datasets import Batch, MicroBatch
+from vitamp.metrics import WeightSet
 
 
 class Computing(Protocol):
@@ -20,7 +21,7 @@ class Computing(Protocol):
     """The module that is called: the model, DDP around it, or a copy."""
     inputs: nn.Module
     criterion: Callable[[Tensor, Tensor], Tensor]
-    change: Callable[[Tensor, Tensor], Any]
+    batch_transform: Callable[[Tensor, Tensor], Any]
     optimizer: Optimizer
     compute: Callable[[Batch], Any]
     """Forward pass of a micro-batch."""
@@ -44,7 +45,7 @@ class Callback:
     """A method does nothing unless a callback needs it. The updates' methods must not wait for the device."""
 
     def attach(self, to: Computing) -> None:
-        """Hold on to what computes, or replace `to.forward` or `to.compute`. A collective call.
+        """Hold on to what computes, or replace some of it, such as `to.forward`. A collective call.
 
         Called anew when other weights train, or modules move to fp32.
         """
@@ -71,6 +72,10 @@ class Callback:
 
         A collective call, which may wait for the device. The values must not depend on time or machine.
         """
+        return {}
+
+    def weights(self) -> dict[WeightSet, nn.Module]:
+        """Weights beside the trained ones: validated, saved, sharded and moved to fp32 with them."""
         return {}
 
     def state(self) -> dict[str, Any]:

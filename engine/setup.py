@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from datasets import (
 )
 from engine.amp.precision import PRECISION, Precision, amp_may_gain, choose
 from engine.callback import Callback
-from engine.inputs.batches import Inputs, MixedWeights, input_of, no_transform, shortcuts_of
+from engine.inputs.batches import Inputs, MixedWeights, no_transform, shortcuts_of
 from engine.machine.device import Run, global_batch
 from engine.measure.meters import Best, Position, TrainMeters, updates_left
 from engine.measure.throughput import DATA, Setting, Stages
@@ -34,45 +35,48 @@ from engine.task import task_of
 from engine.task.base import Task
 from engine.task.losses import loss_named
 from engine.update import TrainState
-from models.build import build_model, timm_call
-from models.parts import frozen_weights
-from utils.config import Config, config_hash
-from utils.config.keys import values_to_keep
+from models.build import build_model
+from utils.config import Config
 from utils.distributed.world import ALONE, World, broadcast, on_every_rank
 from utils.log import DETAIL, log
 from utils.seeding import seed_all
-from utils.text import redacted_values
-from vitamp.checkpoints import LORA, Checkpoint
-from vitamp.metrics import AVERAGE, WeightSet
-from vitamp.registry import own_named
+from vitamp.checkpoints import Checkpoint
 
 if TYPE_CHECKING:
     from engine.evaluation.knn import Neighbours
     from engine.parallel.fsdp import Sharding
 
+NO_CHOICES: Mapping[str, Any] = MappingProxyType({})
 BATCH_CHOICE = "batch_size"
 """Key under which a run's choices keep the batch size that `auto` found."""
 
 
 @dataclass
-class Ready:
+class TunedModel:
+    """A model in its precision, on its device."""
+
+    model: nn.Module
+    inputs: nn.Module
+    """Normalises the images"""
+    precision: Precision
+    choices: dict[str, Any] = field(default_factory=dict)
+    """Made by measurement, or by what the machine has; kept in run.json and checkpoints, and repeated on resuming."""
+    computing: str = ""
+    """How the layers compute, in words"""
+
+
+@dataclass(kw_only=True)
+class Ready(TunedModel):
     """All that validation needs."""
 
     task: Task
-    model: nn.Module
-    inputs: nn.Module
-    precision: Precision
     val_set: ImageDataset
     val_loader: ValLoader
-    computing: str
-    """How the layers compute, in words"""
-    choices: dict[str, Any]
-    """Made by measurement, or by what the machine has; kept in run.json and checkpoints, and repeated on resuming."""
     neighbours: Neighbours | None
     """Measures k-NN accuracy at each validation, if TRAIN.KNN names images."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ReadyToTrain(Ready):
     train_set: ImageDataset
     train_loader: TrainLoader
@@ -87,11 +91,10 @@ def build_for_evaluation(run: Run, checkpoint: Checkpoint | None = None) -> Read
     """Build the model and the validation data. The weights of `checkpoint` are not loaded yet."""
     config, world, device = run.config, run.world, run.device
     data, saved_choices = config.DATA, checkpoint.meta.get("choices", {}) if checkpoint else {}
-    built, choices, computing = tuned_model(config, device, world, saved_choices, replaced=checkpoint is not None)
-    model, inputs, precision = built
-    choices = {PRECISION: precision.name} | choices
+    tuned = tuned_model(config, device, world, saved_choices, replaced=checkpoint is not None)
+    tuned.choices = {PRECISION: tuned.precision.name} | tuned.choices
     if run.auto_batch_size:
-        choices[BATCH_CHOICE] = data.BATCH_SIZE
+        tuned.choices[BATCH_CHOICE] = data.BATCH_SIZE
     val_set = open_dataset(data, False, config.MODEL.NUM_CLASSES, config.SEED, device)
     val_batch = data.BATCH_SIZE_EVAL or data.BATCH_SIZE
     val_loader = ValLoader(val_set, val_batch, world.rank, world.size, _workers(config, world), device)
@@ -100,24 +103,19 @@ def build_for_evaluation(run: Run, checkpoint: Checkpoint | None = None) -> Read
         from engine.evaluation.knn import Neighbours
 
         neighbours = Neighbours(config, world, device, _workers(config, world))
-    return Ready(task_of(config), model, inputs, precision, val_set, val_loader, computing, choices, neighbours)
-
-
-def model_in_precision(
-    config: Config, device: torch.device, saved_choices: dict[str, Any] | None = None
-) -> tuple[nn.Module, nn.Module, Precision]:
-    """Model, module that normalises its inputs, and precision of both. `saved_choices`: those of the model's run."""
-    return tuned_model(config, device, ALONE, saved_choices or {})[0]
+    return Ready(**vars(tuned), task=task_of(config), val_set=val_set, val_loader=val_loader, neighbours=neighbours)
 
 
 def tuned_model(
-    config: Config, device: torch.device, world: World, saved_choices: dict[str, Any], replaced: bool = False
-) -> tuple[tuple[nn.Module, nn.Module, Precision], dict[str, Any], str]:
-    """`model_in_precision`, and how its layers compute: choices, and words for the banner.
+    config: Config,
+    device: torch.device,
+    world: World = ALONE,
+    saved_choices: Mapping[str, Any] = NO_CHOICES,
+    replaced: bool = False,
+) -> TunedModel:
+    """Build the model and choose how its layers compute. A collective call: all ranks take rank 0's choices.
 
-    A collective call: all ranks take rank 0's choices.
-
-    `replaced`: a checkpoint's weights will replace those that are made here.
+    `saved_choices`: those of the model's run. `replaced`: a checkpoint's weights will replace those that are made here.
     """
     choice = broadcast(choose(config.AMP, device), world)  # the CPUs of several machines may differ
     model = on_every_rank(world, lambda: _model(config, device, replaced))
@@ -127,7 +125,25 @@ def tuned_model(
         from engine.amp.low_precision import prepare_model
 
         on_every_rank(world, lambda: prepare_model(model, config.AMP, precision))
-    return (model, inputs, precision), *speed_up(config, model, inputs, precision, world, saved_choices)
+    return TunedModel(model, inputs, precision, *speed_up(config, model, inputs, precision, world, saved_choices))
+
+
+def _model(config: Config, device: torch.device, replaced: bool) -> nn.Module:
+    """Model with pretrained weights, or with initial ones from SEED, which are the same on every rank."""
+    seed_all(config.SEED, "init")
+    model = build_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config))
+    if config.MODEL.PRETRAINED and not replaced:
+        from models.weights.fit import load_pretrained
+
+        options = config.MODEL.NEW_CLASSIFIER, config.EVAL
+        log.info(load_pretrained(model, config.MODEL.PRETRAINED, config.MODEL.NAME, *options))
+    elif not replaced:
+        log.info("The weights are freshly initialised, from SEED %d.", config.SEED, extra=DETAIL)
+    if config.MODEL.LORA.RANK is not None and not config.EVAL:  # else the adapters are merged into the weights
+        from models.lora import add_adapters
+
+        add_adapters(model, config.MODEL.LORA, config.SEED)
+    return model.to(device)
 
 
 def sharding_of(config: Config, world: World, device: torch.device) -> Sharding | None:
@@ -164,7 +180,6 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
     if world.first:
         warn_of_splits(config.DATA, train_set.single_images(), ready.val_set.single_images())
     train, updates = config.TRAIN, loader.order.updates
-    in_precision = ready.model, ready.inputs, ready.precision
     choices = checkpoint.meta.get("choices", {}) if checkpoint else {}
     if sharding is not None and checkpoint is not None and ready.precision.level in ("O1", "O2"):
         from engine.amp.low_precision import force_fp32
@@ -172,29 +187,22 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
 
         # FSDP decides once, when it shards them, in which dtype it gathers weights.
         force_fp32(ready.model, read_state(checkpoint, mapped=True)["fp32_modules"], device.type)
-    parts = build_train_state(config, world, device, in_precision, updates, sharding, train_set, choices)
+    parts = build_train_state(config, world, ready, updates, sharding, train_set, choices)
     loader.on_arrival(partial(parts.stages.mark, DATA))
     position, best = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * updates), Best()
     if checkpoint is not None:
-        from engine.checkpoint.restore import check_adapters, check_batch, check_samples, check_task, restore
+        from engine.checkpoint.restore import check_and_restore
 
-        check_task(checkpoint, config, world)
-        check_adapters(checkpoint, config.MODEL.LORA)
-        check_batch(checkpoint, config, world)
-        position, best = restore(parts, checkpoint, updates)
-        check_samples(checkpoint, position, identity_of(train_set, loader.order), config, world)
+        position, best = check_and_restore(parts, checkpoint, identity_of(train_set, loader.order), config, world)
     elif train.LAST_EPOCH:
         parts.schedule.restore(position.update)
     how, why = "none", "as asked for"
     if train.COMPILE == "auto":
         why = f"auto: on {device.type} compiling takes longer than it saves"
     if may_compile(config, device, choices):
-        from engine.compile.choice import Compiling, choose_compiling
+        from engine.compile.choice import choose_compiling
 
         how, why = choose_compiling(config, parts, world, updates_left(config, position, updates), choices)
-        for callback in parts.callbacks:
-            if isinstance(callback, Compiling):
-                callback.how = how
     ready.choices |= {"compile": how, "compile_why": why}
     for callback in parts.callbacks:
         ready.choices |= callback.noted()
@@ -247,24 +255,6 @@ def weights_of_classes(config: Config, train_set: ImageDataset) -> np.ndarray | 
     return class_weights(setting, config.MODEL.NUM_CLASSES, train_set.sample_labels(), config.DATA.DATASET)
 
 
-def _model(config: Config, device: torch.device, replaced: bool) -> nn.Module:
-    """Model with pretrained weights, or with initial ones from SEED, which are the same on every rank."""
-    seed_all(config.SEED, "init")
-    model = build_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config))
-    if config.MODEL.PRETRAINED and not replaced:
-        from models.weights.fit import load_pretrained
-
-        options = config.MODEL.NEW_CLASSIFIER, config.EVAL
-        log.info(load_pretrained(model, config.MODEL.PRETRAINED, config.MODEL.NAME, *options))
-    elif not replaced:
-        log.info("The weights are freshly initialised, from SEED %d.", config.SEED, extra=DETAIL)
-    if config.MODEL.LORA.RANK is not None and not config.EVAL:  # else the adapters are merged into the weights
-        from models.lora import add_adapters
-
-        add_adapters(model, config.MODEL.LORA, config.SEED)
-    return model.to(device)
-
-
 def _workers(config: Config, world: World) -> int:
     given = config.DATA.NUM_WORKERS
     return auto_workers(world) if given is None else given
@@ -273,19 +263,18 @@ def _workers(config: Config, world: World) -> int:
 def build_train_state(
     config: Config,
     world: World,
-    device: torch.device,
-    in_precision: tuple[nn.Module, nn.Module, Precision],
+    tuned: TunedModel,
     per_epoch: int,
     sharding: Sharding | None = None,
     train_set: ImageDataset | None = None,
-    resumed: Mapping[str, Any] | None = None,
+    resumed: Mapping[str, Any] = NO_CHOICES,
 ) -> TrainState:
-    """Optimiser, schedule and all else that an update needs, for what `model_in_precision` returned.
+    """Optimiser, schedule and all else that an update needs.
 
     `train_set` None: a trial, with equal classes. `resumed`: choices of the run that is resumed.
     """
-    train, (model, inputs, precision) = config.TRAIN, in_precision
-    task = task_of(config)
+    train, model, precision, task = config.TRAIN, tuned.model, tuned.precision, task_of(config)
+    device = precision.device
     weights = None if train_set is None else weights_of_classes(config, train_set)
     criterion = task.loss(train, None if weights is None else torch.tensor(weights, dtype=torch.float32)).to(device)
     mixed, weighted = None, False
@@ -297,7 +286,7 @@ def build_train_state(
             weighted = True
             if train.mixes and train.MIXUP_MODE == "elem" and not alone:
                 mixed = MixedWeights(criterion.weights)
-    change, stages = no_transform, Stages()
+    batch_transform, stages = no_transform, Stages()
     if config.REPORT_STAGES:
         from engine.measure.stages import stages_on
 
@@ -305,24 +294,12 @@ def build_train_state(
     if train.RANDOM_ERASE_PROB or train.mixes:
         from engine.inputs.mixing import build_batch_transform
 
-        change = build_batch_transform(train, task, device, mixed)
-    taught, averaged = [], []
-    others: dict[WeightSet, nn.Module] = {}
-    if train.DISTILLATION_TYPE is not None:  # changes what the model returns, so before it is copied
-        from engine.distill.teacher import Distillation, check_teacher_matches
-
-        taught = [Distillation(config, model, precision, stages, change, criterion)]
-        check_teacher_matches(taught[0].teacher, None if train_set is None else train_set.classes, resumed or {})
-        change, criterion = taught[0], taught[0].criterion
-    between = tuple(callbacks(config, precision, world, sharding is not None, resumed or {}))
-    if train.MODEL_EMA:  # copies the model after all that changes it
-        from engine.optim.ema import Ema
-
-        averaged = [Ema(model, train, precision.device)]
-        others[AVERAGE] = averaged[0].module
+        batch_transform = build_batch_transform(train, task, device, mixed)
+    classes = None if train_set is None else train_set.classes
+    built = tuple(callbacks(config, tuned, world, sharding is not None, resumed, stages, classes))
     if sharding is not None:
         sharding.shard(model, precision)
-        for other in others.values():
+        for other in (module for callback in built for module in callback.weights().values()):
             sharding.shard(other, precision, computing=False)
     rates = scaled_learning_rates(train, global_batch(config, world))
     optimizer = build_optimizer(model, train, rates[0], device, amp=precision.level != "O0")
@@ -336,7 +313,7 @@ def build_train_state(
     return TrainState(
         model=model,
         forward=model,
-        inputs=inputs,
+        inputs=tuned.inputs,
         criterion=criterion,
         optimizer=optimizer,
         schedule=schedule,
@@ -345,23 +322,32 @@ def build_train_state(
         grad_clip=train.GRAD_CLIP,
         seed=config.SEED,
         world=world,
-        change=change,
+        batch_transform=batch_transform,
         mixed_weights=mixed,
         sharding=sharding,
         stages=stages,
-        callbacks=(*taught, *between, *averaged),
-        others=others,
+        callbacks=built,
     )
 
 
 def callbacks(
-    config: Config, precision: Precision, world: World, sharded: bool, resumed: Mapping[str, Any]
+    config: Config,
+    tuned: TunedModel,
+    world: World,
+    sharded: bool,
+    resumed: Mapping[str, Any],
+    stages: Stages,
+    classes: list[str] | None,
 ) -> Iterator[Callback]:
-    """What the run may have, in the one order of attaching and calling; around them, a teacher and the EMA.
+    """What the run may have, in the one order of building, attaching and calling; docs/architecture.md says why.
 
-    `sharded`: FSDP casts weights and sums gradients, so that no copy and no DDP does.
+    `sharded`: FSDP casts weights and sums gradients, so that no copy and no DDP does. `classes`: names of the data's.
     """
-    train = config.TRAIN
+    train, precision = config.TRAIN, tuned.precision
+    if train.DISTILLATION_TYPE is not None:  # changes what the model returns, so before it is copied
+        from engine.distill.teacher import Distillation
+
+        yield Distillation(config, tuned.model, precision, stages, classes, resumed)
     if config.MODEL.UNFREEZE_EPOCH is not None:
         from engine.inputs.by_epoch import Unfreezing
 
@@ -390,6 +376,10 @@ def callbacks(
         from engine.parallel.ddp import Ddp
 
         yield Ddp(precision.device)
+    if train.MODEL_EMA:  # copies the model after all that changes it
+        from engine.optim.ema import Ema
+
+        yield Ema(tuned.model, train, precision.device)
 
 
 def may_compile(config: Config, device: torch.device, resumed: Mapping[str, Any]) -> bool:
@@ -410,41 +400,3 @@ def setting_of(ready: ReadyToTrain) -> Setting:
     compiled = ready.choices.get("compile", "none") != "none"
     here = ready.parts.world.own_cores
     return Setting(device.type, amp, compiled, workers, here, stored, remote)
-
-
-def checkpoint_meta(run: Run, ready: ReadyToTrain) -> dict[str, Any]:
-    """Description of the weights for a checkpoint's meta.json: all settings, classes, input preprocessing."""
-    config, data = run.config, run.config.DATA
-    own_code = {}
-    if config.USE:
-        from utils.own_code import FIELD, noted_files
-
-        own_code = {FIELD: noted_files()}
-    return {
-        "config_hash": config_hash(config),
-        "batch": {
-            "per_process": data.BATCH_SIZE,
-            "accumulated": config.TRAIN.ACCUM_ITER,
-            "processes": run.world.size,
-            "asked": run.asked_accumulation or config.TRAIN.ACCUM_ITER,
-        },
-        "choices": ready.choices,
-        "samples": identity_of(ready.train_set, ready.train_loader.order),
-        "settings": redacted_values(values_to_keep(config)),
-        **own_code,
-        "model": config.MODEL.NAME,
-        "classes": ready.train_set.classes,
-        "num_classes": config.MODEL.NUM_CLASSES,
-        **({"frozen": frozen} if (frozen := frozen_weights(ready.model)) else {}),
-        **({LORA: ready.adapters} if ready.adapters else {}),
-        "input": input_of(data),
-        "timm": _timm_model_of(config),
-    }
-
-
-def _timm_model_of(config: Config) -> dict[str, Any] | None:
-    """The call of timm.create_model that builds this model; None if timm alone cannot."""
-    if config.MODEL.MAE_PRETRAIN or (config.USE and own_named("model", config.MODEL.NAME.strip()) is not None):
-        return None
-    name, arguments = timm_call(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
-    return {"name": name, "arguments": arguments}

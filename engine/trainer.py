@@ -10,8 +10,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from engine.checkpoint.meta import checkpoint_meta, progress
 from engine.checkpoint.run_folder import largest_class
-from engine.checkpoint.saver import Snapshot, estimate_seconds, progress
+from engine.checkpoint.saver import Snapshot, estimate_seconds
 from engine.checkpoint.state import finite_everywhere, saver_of, snapshot_of
 from engine.evaluation.evaluate import on_device, validate
 from engine.machine.device import Run, global_batch
@@ -21,7 +22,7 @@ from engine.measure.throughput import Bottleneck, Throughput, bottleneck_of_all
 from engine.report.curves import Curves, title_of
 from engine.report.outcome import Health, mark_of_best
 from engine.report.reporter import Reporter
-from engine.setup import ReadyToTrain, checkpoint_meta, setting_of
+from engine.setup import ReadyToTrain, setting_of
 from engine.task.base import Metrics
 from engine.update import train_update
 from utils.distributed.world import broadcast_buffers

@@ -52,11 +52,9 @@ class TrainState:
     grad_clip: float | None
     seed: int
     world: World
-    change: BatchTransform = no_transform
+    batch_transform: BatchTransform = no_transform
     mixed_weights: MixedWeights | None = None
     callbacks: tuple[Callback, ...] = ()
-    others: dict[WeightSet, nn.Module] = field(default_factory=dict)
-    """Weights beside the trained ones: validated, saved, sharded and moved to fp32 with them."""
     sharding: Sharding | None = None
     stages: Stages = field(default_factory=Stages)
     moved_to_fp32: list[str] = field(default_factory=list)
@@ -72,6 +70,11 @@ class TrainState:
     def __post_init__(self) -> None:
         self.gradients = Gradients(self.model)
         self.compute = self.eager
+
+    @property
+    def others(self) -> dict[WeightSet, nn.Module]:
+        """Weights beside the trained ones; see `Callback.weights`."""
+        return {which: module for callback in self.callbacks for which, module in callback.weights().items()}
 
     @property
     def weights(self) -> dict[WeightSet, nn.Module]:
@@ -112,7 +115,7 @@ class TrainState:
     def eager(self, batch: Batch) -> ForwardResult:
         """Forward pass of a micro-batch without compiled code around it."""
         with self.precision.autocast():
-            images, targets, labels = self.change(self.inputs(batch.images), batch.labels)
+            images, targets, labels = self.batch_transform(self.inputs(batch.images), batch.labels)
             logits = self.forward(images)
             return ForwardResult(self.criterion(logits.float(), targets), logits.detach(), labels)
 

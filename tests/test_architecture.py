@@ -87,9 +87,9 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 def test_the_page_has_the_order_of_the_callbacks() -> None:
     """docs/architecture.md says why each has its place; engine/setup.py is where it has it."""
     code = (ROOT / "engine/setup.py").read_text(encoding="utf-8")
-    first, last, *between = re.findall(r"(?:yield |= \[)([A-Z]\w+)\(", code)
+    built = re.findall(r"yield ([A-Z]\w+)\(", code)
     shown = re.findall(r"(?m)^\| `([A-Z]\w+)` \| ", (ROOT / "docs/architecture.md").read_text(encoding="utf-8"))
-    assert shown == [first, *between, last]
+    assert shown == built != []
 
 
 def test_torch_loads_weights_only() -> None:

@@ -15,7 +15,7 @@ from engine.amp.low_precision import half_copy_of, is_forced
 from engine.amp.op_lists import OPERATORS, OpLists
 from engine.amp.precision import check_precision, dtype_name
 from engine.machine.device import pick_device, set_up_device
-from engine.setup import model_in_precision
+from engine.setup import tuned_model
 from utils.config import Config
 from utils.distributed.world import ALONE
 from utils.text import aligned
@@ -65,7 +65,8 @@ def show_precisions(config: Config) -> str:
     device = pick_device(config.DEVICE, ALONE)
     set_up_device(config, device, ALONE)
     check_precision(config.AMP, device)
-    model, inputs, precision = model_in_precision(config, device)
+    tuned = tuned_model(config, device)
+    model, inputs, precision = tuned.model, tuned.inputs, tuned.precision
     if precision.computes_in_copy:
         model, _ = half_copy_of(model, precision)
     size = (2, config.DATA.IMAGE_CHANNELS, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_SIZE)

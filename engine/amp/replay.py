@@ -226,14 +226,14 @@ class Replay:
         inputs: nn.Module,
         criterion: Callable[[Tensor, Tensor], Tensor],
         autocast: Callable[[], contextlib.AbstractContextManager[Any]],
-        change: BatchTransform = no_transform,
+        batch_transform: BatchTransform = no_transform,
     ) -> None:
         self._model, self._inputs, self._criterion, self._autocast = model, inputs, criterion, autocast
-        self._change = change
+        self._batch_transform = batch_transform
 
     def run(self, images: Tensor, labels: Tensor, weight: float, scale: Tensor) -> Found | None:
         """Run one micro-batch, forward and backward, and find its overflow."""
-        teacher = getattr(self._change, "teacher", None)  # set in distillation
+        teacher = getattr(self._batch_transform, "teacher", None)  # set in distillation
         tracker = _CallTracker(self._model, teacher and teacher.model)
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         recorder = _ExtremesRecorder(tracker, names, len(images))
@@ -243,7 +243,8 @@ class Replay:
                 recorder.batch_images(images)
                 with self._autocast():
                     with tracker.inside_module(INPUTS):
-                        images, targets, _ = self._change(_call_with_copied_buffers(self._inputs, images), labels)
+                        images = _call_with_copied_buffers(self._inputs, images)
+                        images, targets, _ = self._batch_transform(images, labels)
                     with tracker.inside_module(type(self._model).__name__):
                         logits = _call_with_copied_buffers(self._model, images)
                     loss = self._criterion(logits.float(), targets)

@@ -42,6 +42,18 @@ if TYPE_CHECKING:
     from engine.parallel.fsdp import Sharding
 
 
+def check_and_restore(
+    parts: TrainState, checkpoint: Checkpoint, samples: dict[str, Any], config: Config, world: World
+) -> tuple[Position, Best]:
+    """Restore the training state if the checkpoint fits the run. `samples`: `identity_of` those of the run."""
+    check_task(checkpoint, config, world)
+    check_adapters(checkpoint, config.MODEL.LORA)
+    check_batch(checkpoint, config, world)
+    position, best = restore(parts, checkpoint, samples["updates"])
+    check_samples(checkpoint, position, samples, config, world)
+    return position, best
+
+
 def restore(parts: TrainState, checkpoint: Checkpoint, per_epoch: int) -> tuple[Position, Best]:
     """Restore all of the training state but the optimiser's settings, which come from the config."""
     state, sharding = read_state(checkpoint), parts.sharding

@@ -11,7 +11,7 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,14 +24,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from engine.checkpoint.folder import new_checkpoint, prune, write_files
 from engine.machine.stopping import signals
-from engine.measure.meters import Best, Position
-from engine.task.base import Metrics
 from engine.update import TrainState
 from utils.config.schema import Config
 from utils.errors import TrainingError
 from utils.log import DETAIL, log
 from vitamp.checkpoints import best_of, folder_name, read_index, write_index
-from vitamp.metrics import WeightSet
 
 T = TypeVar("T")
 
@@ -126,23 +123,6 @@ class Snapshot:
     @property
     def update(self) -> int:
         return self.meta["update"]
-
-
-def progress(
-    position: Position, finished_epoch: int | None, metrics: Mapping[WeightSet, Metrics], best: Best
-) -> dict[str, Any]:
-    """Position and metrics of a checkpoint, for its meta.json. `metrics`: of a validation after this very update."""
-    thresholds = {which.name: list(means.thresholds) for which, means in metrics.items() if means.thresholds}
-    return {
-        "epoch": finished_epoch or position.epoch,
-        "epoch_finished": finished_epoch is not None,
-        "update": position.update,
-        "metrics": {
-            f"{which.prefix}{name}": value for which, means in metrics.items() for name, value in means.fields().items()
-        },
-        "best": best.record(),
-        **({"thresholds": thresholds} if thresholds else {}),
-    }
 
 
 def estimate_seconds(parts: TrainState) -> float:

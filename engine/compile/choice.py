@@ -72,7 +72,7 @@ class Compiling(Callback):
 def choose_compiling(
     config: Config, parts: TrainState, world: World, updates: int, previous: Mapping[str, Any]
 ) -> CompileChoice:
-    """What to compile. A collective call.
+    """Choose what the callback compiles. A collective call.
 
     `updates`: number of updates left. `previous`: choices of the run that is resumed.
     """
@@ -104,6 +104,8 @@ def choose_compiling(
             )
 
     on_every_rank(world, check)
+    if (compiling := parts.callback(Compiling)) is not None:
+        compiling.how = how
     return CompileChoice(how, reason)
 
 

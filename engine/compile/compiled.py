@@ -109,8 +109,8 @@ class Compiled:
     def _one_graph(self, options: dict[str, Any]) -> Callable[[Batch], ForwardResult]:
         """Compile from uint8 images to loss; if a batch transform draws random numbers on the host, after it."""
         forward, inputs, criterion, precision = self._to.forward, self._to.inputs, self._to.criterion, self._precision
-        change = self._to.change
-        from_uint8 = change is no_transform
+        batch_transform = self._to.batch_transform
+        from_uint8 = batch_transform is no_transform
 
         def to_loss(images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             # Autocast is inside the graph: around it, the compiled backward pass would run under autocast too.
@@ -124,7 +124,7 @@ class Compiled:
             images, targets, labels = batch.images, batch.labels, batch.labels
             if not from_uint8:
                 with precision.autocast():
-                    images, targets, labels = change(inputs(images), labels)
+                    images, targets, labels = batch_transform(inputs(images), labels)
             return ForwardResult(*graph(images, targets), labels)
 
         return compute

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from engine.amp.low_precision import force_fp32
 from engine.amp.precision import Precision
-from engine.callback import Callback
+from engine.callback import Callback, Computing
 from engine.checkpoint.restore import load_weights
 from engine.inputs.batches import BatchTransform, TransformedBatch, per_channel
 from engine.machine.memory import is_out_of_memory
@@ -50,7 +50,7 @@ class DistillationLoss(nn.Module):
     Of two classifiers, the first learns the labels and the second the teacher's logits; a single one learns both.
     """
 
-    def __init__(self, label_loss: nn.Module, train: TrainConfig) -> None:
+    def __init__(self, label_loss: Callable[[Tensor, Tensor], Tensor], train: TrainConfig) -> None:
         super().__init__()
         self.label_loss = label_loss
         self.hard = train.DISTILLATION_TYPE == "hard"
@@ -81,9 +81,9 @@ class StackedHeads(nn.Module):
 
 
 class Distillation(Callback):
-    """TRAIN.DISTILLATION_TYPE: the model learns from a teacher too. `criterion` replaces the one given.
+    """TRAIN.DISTILLATION_TYPE: the model learns from a teacher too.
 
-    It is a `BatchTransform`, which adds the teacher's logits for the transformed images to the targets.
+    It is a `BatchTransform` after the run's own, and adds the teacher's logits for the same images to the targets.
     """
 
     def __init__(
@@ -92,19 +92,25 @@ class Distillation(Callback):
         model: nn.Module,
         precision: Precision,
         stages: Stages,
-        change: BatchTransform,
-        criterion: nn.Module,
+        classes: list[str] | None,
+        saved_choices: Mapping[str, Any],
     ) -> None:
+        """`classes`, `saved_choices`: see `check_teacher_matches`."""
         if hasattr(model, "set_distilled_training"):  # timm's; in validation, the mean of both is returned as before
             model.set_distilled_training(True)  # pyright: ignore[reportCallIssue]
             mix_in(model, StackedHeads)
         self.teacher = load_teacher(config, precision)
-        self.criterion = DistillationLoss(criterion, config.TRAIN)
-        self._change, self._stages = change, stages
+        check_teacher_matches(self.teacher, classes, saved_choices)
+        self._train, self._stages = config.TRAIN, stages
         self._classes = torch.arange(self.teacher.source.classes, device=precision.device)
 
+    def attach(self, to: Computing) -> None:
+        if to.batch_transform is not self:  # else it is attached anew
+            self._before: BatchTransform = to.batch_transform
+            to.batch_transform, to.criterion = self, DistillationLoss(to.criterion, self._train)
+
     def __call__(self, images: Tensor, labels: Tensor) -> TransformedBatch:
-        seen = self._change(images, labels)
+        seen = self._before(images, labels)
         self._stages.mark(FORWARD)
         teacher_logits = self.teacher(seen.images)
         self._stages.mark(TEACHER)

@@ -19,7 +19,7 @@ from datasets import Batch, MicroBatch, Window, open_dataset
 from engine.amp.overflow import OverflowWatch
 from engine.machine.device import Run, global_batch, synchronize, with_batch
 from engine.machine.memory import GIB, free_memory, held_memory, in_gib, is_out_of_memory, limited, take_peak
-from engine.setup import BATCH_CHOICE, build_train_state, model_in_precision
+from engine.setup import BATCH_CHOICE, build_train_state, tuned_model
 from engine.task import task_of
 from engine.update import train_update
 from models.freeze import unfreeze
@@ -232,12 +232,12 @@ class Trial:
         # In the run, the data sets take their part of the memory, too.
         options = config.MODEL.NUM_CLASSES, config.SEED, device
         self._datasets = [open_dataset(config.DATA, train, *options) for train in (not config.EVAL, False)]
-        self._model = model_in_precision(config, device)
+        self._tuned = tuned_model(config, device)
         self._parts, self._seconds = None, 0.0
         if not config.EVAL:
             numbered = with_batch(config, STEP, self._micro_batches)
-            unfreeze(self._model[0])  # MODEL.UNFREEZE_EPOCH: the batch must fit in every epoch
-            self._parts = build_train_state(numbered, ALONE, device, self._model, per_epoch=1000)
+            unfreeze(self._tuned.model)  # MODEL.UNFREEZE_EPOCH: the batch must fit in every epoch
+            self._parts = build_train_state(numbered, ALONE, self._tuned, per_epoch=1000)
             self._parts.leave_out(OverflowWatch)  # it would replay overflows; MARGIN has room for what it keeps
             self._parts.assemble()
         self.peaks: dict[int, int] = {}
@@ -305,10 +305,10 @@ class Trial:
 
     @torch.no_grad()
     def _validate(self, batch: int) -> None:
-        model, inputs, precision = self._model
-        model.eval()
-        with precision.autocast(training=False):
-            model(inputs(self._batch(batch).images))
+        tuned = self._tuned
+        tuned.model.eval()
+        with tuned.precision.autocast(training=False):
+            tuned.model(tuned.inputs(self._batch(batch).images))
 
     def _batch(self, size: int) -> Batch:
         data, device = self._config.DATA, self._device

@@ -20,10 +20,11 @@ from engine.callback import Callback
 from engine.parallel.shards import local_shard
 from models.parts import base_weights
 from utils.config.train import TrainConfig
+from vitamp.metrics import AVERAGE, WeightSet
 
 
 class Ema(Callback):
-    """TRAIN.MODEL_EMA. `module` is validated, saved, sharded and moved to fp32 with the trained weights."""
+    """TRAIN.MODEL_EMA. `module` has the averages."""
 
     def __init__(self, model: nn.Module, train: TrainConfig, device: torch.device) -> None:
         self.device = torch.device("cpu") if train.MODEL_EMA_FORCE_CPU else device
@@ -36,6 +37,9 @@ class Ema(Callback):
         self.updates: int | Tensor = 0
         self._model = model
         self._averages: list[Tensor] = []
+
+    def weights(self) -> dict[WeightSet, nn.Module]:
+        return {AVERAGE: self.module}
 
     def state(self) -> dict[str, Any]:
         return {"ema_updates": int(self.updates)}

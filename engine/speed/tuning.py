@@ -5,7 +5,7 @@ The choices are shown in the banner, saved in run.json and checkpoints, and used
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -53,7 +53,7 @@ def speedups(config: Config, precision: Precision) -> Iterator[Speedup]:
 
 
 def speed_up(
-    config: Config, model: nn.Module, inputs: Inputs, precision: Precision, world: World, previous: dict[str, Any]
+    config: Config, model: nn.Module, inputs: Inputs, precision: Precision, world: World, previous: Mapping[str, Any]
 ) -> tuple[dict[str, Any], str]:
     """Choose and apply. `previous`: choices of the run that is resumed. A collective call.
 

@@ -25,7 +25,7 @@ from engine.checkpoint.restore import load_weights
 from engine.evaluation.knn import Pool, pooled_features
 from engine.machine.device import pick_device, set_up_device
 from engine.machine.memory import is_out_of_memory
-from engine.setup import model_in_precision
+from engine.setup import tuned_model
 from engine.task import task_of
 from engine.task.base import Task
 from utils.cli import CommandLine, amp_settings
@@ -173,11 +173,12 @@ def load_trained(
     check_precision(config.AMP, where)
     set_up_device(config, where, ALONE)
     with _quietly():
-        model, inputs, precision = model_in_precision(config, where, chosen.choices)
+        tuned = tuned_model(config, where, saved_choices=chosen.choices)
+    model, precision = tuned.model, tuned.precision
     if precision.level in ("O1", "O2") and (moved := fp32_modules(chosen)):
         force_fp32(model, moved, where.type)
     model.eval()
-    trained = Trained(model, inputs, precision, config, chosen, calibrated=calibrated)
+    trained = Trained(model, tuned.inputs, precision, config, chosen, calibrated=calibrated)
     trained.take(chosen.which)
     return trained
 

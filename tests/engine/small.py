@@ -14,8 +14,9 @@ from engine.amp.precision import Precision
 from engine.inputs.batches import Inputs
 from engine.machine.device import Run
 from engine.measure.meters import TrainMeters
+from engine.measure.throughput import Stages
 from engine.optim.schedule import Schedule, build_scheduler
-from engine.setup import ReadyToTrain, build_for_training, callbacks
+from engine.setup import ReadyToTrain, TunedModel, build_for_training, callbacks
 from engine.speed.speedup import BuiltModel, Choice, Speedup
 from engine.speed.tuning import speedups
 from engine.task.one import OneLabel
@@ -102,6 +103,7 @@ def parts_of(
     rates = (settings.BASE_LR, settings.WARMUP_START_LR, settings.END_LR)
     schedule = Schedule(build_scheduler(optimizer, settings, rates, updates), optimizer, updates)
     precision = Precision(amp, CPU)
+    config, tuned = Config(AMP=amp, TRAIN=settings), TunedModel(model, nn.Identity(), precision)
     return TrainState(
         model=model,
         forward=model,
@@ -114,7 +116,7 @@ def parts_of(
         grad_clip=grad_clip,
         seed=0,
         world=ALONE,
-        callbacks=tuple(callbacks(Config(AMP=amp, TRAIN=settings), precision, ALONE, False, {})),
+        callbacks=tuple(callbacks(config, tuned, ALONE, False, {}, Stages(), None)),
     )
 
 

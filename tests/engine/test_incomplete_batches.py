@@ -81,7 +81,7 @@ def plain_gradient(ready: ReadyToTrain, batches: list[Batch], loss: Loss) -> Ten
     model, parts = ready.model.train(), ready.parts
     for number, batch in enumerate(batches):
         seed_all(0, "micro", 1, number)
-        seen = parts.change((batch.images.float() / 255 - 0.5) / 0.5, batch.labels)
+        seen = parts.batch_transform((batch.images.float() / 255 - 0.5) / 0.5, batch.labels)
         (loss(model(seen.images), seen.targets) / sum(SIZES)).backward()
     return torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None])
 

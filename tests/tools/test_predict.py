@@ -17,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
-from engine.setup import model_in_precision
+from engine.setup import tuned_model
 from engine.trained.model import load_trained
 from tests.predicted import validation_predictions
 from tests.program import ROOT, Result, made_meta, metrics, save_image
@@ -91,7 +91,7 @@ def untrained(place: Path, settings: dict[str, str], classes: tuple[str, ...] = 
     sizes = {"DATA.IMAGE_SIZE": "16", "MODEL.NUM_CLASSES": f"{len(classes)}", "THREADS": "1", "DEVICE": "cpu"}
     vit = {"MODEL.NAME": "vit", "MODEL.PATCH_SIZE": "8", "MODEL.EMBED_DIM": "16", "MODEL.DEPTH": "1"}
     config = load_config(None, {}, {**sizes, **vit, "MODEL.NUM_HEADS": "2", **settings}).config
-    model, _, _ = model_in_precision(config, torch.device("cpu"))
+    model = tuned_model(config, torch.device("cpu")).model
     with torch.no_grad():  # timm's initial classifier gives nearly equal probabilities
         model.get_parameter("head.weight").normal_()
     meta = made_meta(1, settings=values_to_keep(config), classes=list(classes))

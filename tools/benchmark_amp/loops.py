@@ -29,11 +29,11 @@ from torch import Tensor, nn
 
 from datasets import Batch, MicroBatch, Window
 from engine.amp.precision import Precision, switch_tf32
-from engine.compile.choice import NONE, WHOLE, Compiling, choose_compiling
+from engine.compile.choice import NONE, WHOLE, choose_compiling
 from engine.inputs.batches import TransformedBatch, per_channel
 from engine.machine.device import pick_device, set_up_device, synchronize
 from engine.machine.memory import peak_memory_gb
-from engine.setup import build_train_state, tuned_model
+from engine.setup import TunedModel, build_train_state, tuned_model
 from engine.update import TrainState, train_update
 from models.build import build_model
 from tools.benchmark_amp.plan import FUSED, OURS, Way, changed
@@ -137,13 +137,11 @@ class Ours:
         config = changed(config, "AMP", **amp)
         config = changed(config, "TRAIN", COMPILE=WHOLE if way.compiled else NONE)
         set_up_device(config, device, ALONE)
-        in_precision, choices, _ = tuned_model(config, device, ALONE, {})
-        in_precision[0].train()
-        self._parts = build_train_state(config, ALONE, device, in_precision, UPDATES_PER_EPOCH)
+        tuned = tuned_model(config, device)
+        tuned.model.train()
+        self._parts = build_train_state(config, ALONE, tuned, UPDATES_PER_EPOCH)
         how, why = choose_compiling(config, self._parts, ALONE, 0, {})
-        if compiling := self._parts.callback(Compiling):
-            compiling.how = how
-        self.choices = choices | {"compile": how, "compile_why": why}
+        self.choices = tuned.choices | {"compile": how, "compile_why": why}
         self._parts.assemble()
         self._done = 0
 
@@ -345,8 +343,8 @@ class SimpleNet(Session):
         seed_all(config.SEED, "init")
         layers = [nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)]
         model = nn.Sequential(*layers).to(self._device)
-        trained = model, nn.Identity(), Precision(config.AMP, self._device)
-        parts = build_train_state(config, ALONE, self._device, trained, len(self._batches))
-        parts.criterion, parts.change = nn.MSELoss(), inputs_and_targets
+        tuned = TunedModel(model, nn.Identity(), Precision(config.AMP, self._device))
+        parts = build_train_state(config, ALONE, tuned, len(self._batches))
+        parts.criterion, parts.batch_transform = nn.MSELoss(), inputs_and_targets
         parts.assemble()
         return parts

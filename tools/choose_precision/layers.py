@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from datasets import Batch, MicroBatch
 from engine.amp.low_precision import NORMS
-from engine.setup import ReadyToTrain, model_in_precision
+from engine.setup import ReadyToTrain, tuned_model
 from tools.common.sessions import opened, windows
 from utils.config import Config
 from utils.seeding import seed_all
@@ -84,7 +84,8 @@ def examine_layers(config: Config, ready: ReadyToTrain, given: tuple[MicroBatch,
     share, batch = given
     precisions = _precisions(ready, batch, scale)
     full = config.model_copy(update={"AMP": config.AMP.model_copy(update={"ENABLED": False, "TF32": False})})
-    reference, inputs, _ = model_in_precision(full, ready.precision.device)
+    tuned = tuned_model(full, ready.precision.device)
+    reference, inputs = tuned.model, tuned.inputs
     reference.load_state_dict(ready.parts.model.state_dict())
     layers = {name: Layer(name, SHORT[at.dtype]) for name, at in precisions.items()}
     modules = dict(_leaves(reference))

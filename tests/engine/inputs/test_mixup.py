@@ -121,14 +121,14 @@ def test_random_erasing_follows_its_settings() -> None:
 
 
 def keeping(parts: Any) -> list[TransformedBatch]:
-    """Every result of parts.change from now on."""
-    found, inner = [], parts.change
+    """Every result of parts.batch_transform from now on."""
+    found, inner = [], parts.batch_transform
 
     def change(images: Tensor, labels: Tensor) -> TransformedBatch:
         found.append(inner(images, labels))
         return found[-1]
 
-    parts.change = change
+    parts.batch_transform = change
     return found
 
 
@@ -169,6 +169,6 @@ def test_reported_accuracy_uses_the_labels_of_the_larger_weight(tiny: Path) -> N
         with torch.no_grad():
             return TransformedBatch(images, labels, ready.model(images).argmax(1))
 
-    ready.parts.change = always_right
+    ready.parts.batch_transform = always_right
     train(ready, 1)
     assert ready.parts.meters.read(ready.parts.precision.scale_tensor(), 0.0).update.fields()["acc1"] == 100.0

@@ -158,8 +158,8 @@ def test_mixed_images_of_several_micro_batches_count_by_their_mixed_weights(
     """Loss and gradient of an update, and the epoch's loss so far, are torch's of all its mixed images at once."""
     words = {"TRAIN__MIXUP_ALPHA": 0.8, "TRAIN__MIXUP_MODE": mode, "TRAIN__CLASS_WEIGHTS": "balanced"}
     ready = build(tiny, DATA__BATCH_SIZE=8, TRAIN__ACCUM_ITER=4, TRAIN__SMOOTHING=0.1, **words)
-    parts, change, seen = ready.parts, ready.parts.change, []
-    parts.change = lambda images, labels: seen.append(change(images, labels)) or seen[-1]
+    parts, change, seen = ready.parts, ready.parts.batch_transform, []
+    parts.batch_transform = lambda images, labels: seen.append(change(images, labels)) or seen[-1]
     every = []
     for update, window in zip((1, 2), windows(ready), strict=False):
         seen.clear()

@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.checkpoint.meta import checkpoint_meta, progress
 from engine.checkpoint.run_folder import largest_class
-from engine.checkpoint.saver import Snapshot, estimate_seconds
+from engine.checkpoint.saver import estimate_seconds
 from engine.checkpoint.state import finite_everywhere, saver_of, snapshot_of
 from engine.evaluation.evaluate import on_device, validate
 from engine.machine.device import Run, global_batch
@@ -102,8 +102,8 @@ class Trainer:
 
     def _train(self) -> None:
         position = self.position
-        if position.step:
-            self._validate_and_save_within_epoch()  # the run may have been stopped in a validation
+        if 0 < position.step < self.per_epoch:
+            self._validate_and_save()  # the run may have been stopped in a validation
         profiling: AbstractContextManager[Callable[[], None]] = nullcontext(lambda: None)
         if self.config.PROFILE and self.world.first:
             from engine.measure.stages import profiled
@@ -112,9 +112,7 @@ class Trainer:
         with profiling as self._profiled:
             while position.epoch <= self.config.TRAIN.NUM_EPOCHS and not self._ends_early():
                 self._epoch()
-        improved = position.validated != position.update and self._validate()
-        if improved or self._saved_at != position.update:
-            self._save()
+        self._validate_and_save(last=True)
 
     def _bottleneck(self) -> Bottleneck | None:
         return bottleneck_of_all(self.throughput.tally, self._setting, self.world)
@@ -123,8 +121,7 @@ class Trainer:
         """Save, so that the resumed run logs and does all that is still to be logged and done after this update."""
         self.paused = True
         log.info("%s: saving after update %d; resume with -resume.", stopped.words, self.position.update)
-        if self._saved_at != self.position.update:
-            self._save()
+        self._save()
         self._finish_saving()
         if stopped.request == TIME_IS_UP:  # a signal leaves no time for drawing
             self._draw(force=True)
@@ -153,7 +150,8 @@ class Trainer:
             elif self._health.check_is_due(position):
                 self._stop_on_skips(self._read())
             self._stopping.check()
-            self._validate_and_save_within_epoch()
+            if position.step < self.per_epoch:
+                self._validate_and_save()
             if self._update_limit_reached():
                 break
         if position.step == self.per_epoch:
@@ -168,42 +166,32 @@ class Trainer:
 
     def _end_epoch(self, seconds: float) -> None:
         """Report the epoch's means, validate and save where due, and move to the next epoch."""
-        position, config = self.position, self.config
-        reading = self._read()
+        position, reading = self.position, self._read()
         self._stop_on_nan(reading)
         self._health.report(position, together=True)
         verdict, self._judged = None if self._judged else self._bottleneck(), True  # after the first epoch
         self.reporter.epoch(position, reading.epoch, seconds, verdict)
-        finished, improved = position.epoch, False
-        last = finished == config.TRAIN.NUM_EPOCHS
-        due = finished % config.VALIDATE_FREQ == 0 or last or self._is_due(config.VALIDATE_EVERY_UPDATES)
-        if due and position.validated != position.update:
-            improved = self._validate()
-        position.epoch, position.step = finished + 1, 0
-        self.parts.meters.start_epoch()
-        kept = bool(config.KEEP_EVERY) and finished % (config.KEEP_EVERY or 1) == 0
-        due = finished % config.SAVE_FREQ == 0 or self._is_due(config.SAVE_EVERY_UPDATES)
-        if due or kept or last or improved:
-            self._save(finished)
+        self._validate_and_save(position.epoch, last=position.epoch == self.config.TRAIN.NUM_EPOCHS)
         if self.broken is not None:
             self.broken.share(self.world)
         self._draw()
         self._restart_clocks()
 
-    def _validate_and_save_within_epoch(self) -> None:
-        """Do what VALIDATE_EVERY_UPDATES and SAVE_EVERY_UPDATES ask for within an epoch."""
+    def _validate_and_save(self, finished: int | None = None, last: bool = False) -> None:
+        """Do what is due after this update. `finished`: the epoch that it ends. `last`: of the run, so both are due."""
         position, config = self.position, self.config
-        if position.step == self.per_epoch:
-            return
-        due = self._is_due(config.VALIDATE_EVERY_UPDATES)
-        improved = due and position.validated != position.update and self._validate()
-        due = self._is_due(config.SAVE_EVERY_UPDATES)
-        if improved or (due and self._saved_at != position.update):
-            self._save()
-            self._restart_clocks()
 
-    def _is_due(self, every: int | None) -> bool:
-        return every is not None and self.position.update % every == 0
+        def is_due(epochs: int | None, updates: int | None = None) -> bool:
+            done = ((finished, epochs), (position.update, updates))
+            return last or any(number is not None and every and number % every == 0 for number, every in done)
+
+        improved = is_due(config.VALIDATE_FREQ, config.VALIDATE_EVERY_UPDATES) and self._validate()
+        if finished is not None:
+            position.epoch, position.step = finished + 1, 0
+            self.parts.meters.start_epoch()
+        if improved or is_due(config.SAVE_FREQ, config.SAVE_EVERY_UPDATES) or is_due(config.KEEP_EVERY):
+            self._save(finished, anew=improved)
+            self._restart_clocks()
 
     def _restart_clocks(self) -> None:
         """Leave validation and saving out of the training's time and of its waiting for data."""
@@ -257,7 +245,9 @@ class Trainer:
         self._health.stop_on_nan(reading, self.position, self.folder)
 
     def _validate(self) -> bool:
-        """Validate all weights that the run keeps. True if one of them is the best so far."""
+        """Validate all weights that the run keeps, unless it is done. True if one of them is now the best so far."""
+        if self.position.validated == self.position.update:
+            return False
         self._stop_on_nan(self._read())
         parts, began = self.parts, perf_counter()
         self._health.report(self.position, together=True)  # report skips before a validation that may be interrupted
@@ -269,8 +259,7 @@ class Trainer:
                 broadcast_buffers(model, self.world)
                 metrics[which] = validate(self.ready, model, self.world, check)
         except AllRanksError as error:  # raised by all ranks alike; the training so far must not be lost with it
-            if self._saved_at != self.position.update:
-                self._save()
+            self._save()
             self._finish_saving()
             raise AllRanksError(f"{error} The training so far is saved; -resume repeats this validation.") from None
         self._last_metrics = metrics
@@ -287,10 +276,12 @@ class Trainer:
             self.best.stale += 1
         return improved
 
-    def _save(self, finished_epoch: int | None = None) -> None:
-        """Save a checkpoint. `finished_epoch`: the epoch that has just ended, if one has."""
-        self._stop_on_nan(self._read())
+    def _save(self, finished_epoch: int | None = None, anew: bool = False) -> None:
+        """Save a checkpoint, unless this update is saved; also then at the end of `finished_epoch`, or `anew`."""
         parts, position = self.parts, self.position
+        if self._saved_at == position.update and finished_epoch is None and not anew:
+            return
+        self._stop_on_nan(self._read())
         self._health.report(position, together=True)  # report skips now: what was found is not in the checkpoint
         began = perf_counter()
         meters = parts.meters.state()
@@ -301,11 +292,8 @@ class Trainer:
         self.reporter.flush()
         metrics = self._last_metrics if position.validated == position.update else {}
         meta = {**progress(position, finished_epoch, metrics, self.best), **self._meta}
-        self._saver.save(replace(self._snapshot(meters, meta), paused_at=began))
-
-    def _snapshot(self, meters: dict[str, Any], meta: dict[str, Any]) -> Snapshot:
-        batch = global_batch(self.config, self.world)
-        return snapshot_of(self.parts, self.position, self.best, batch, meters, meta)
+        snapshot = snapshot_of(parts, position, self.best, global_batch(self.config, self.world), meters, meta)
+        self._saver.save(replace(snapshot, paused_at=began))
 
     def _finish_saving(self) -> None:
         self._saver.finish()

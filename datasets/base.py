@@ -40,7 +40,7 @@ Encoded = bytes | np.ndarray
 
 Colour = tuple[int, int, int]
 
-Stored = Literal["files", "tar files", "pixels"]
+StorageKind = Literal["files", "tar files", "pixels"]
 """How images are stored: as single files, as encoded images in tar files, or as raw pixels."""
 
 HUB_PREFIX = "hf:"
@@ -91,7 +91,7 @@ class Samples(ABC):
     """int64, one per sample; with DATA.MULTI_LABEL uint8, samples x classes, of zeros and ones"""
     classes: list[str] | None = None
     """Class names in the order of their labels, if known."""
-    stored: Stored = "files"
+    stored: StorageKind = "files"
     remote = False
     """Read over a network. Loading processes then mostly wait and use little CPU."""
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from datasets import Batch, MicroBatch
+from engine.measure.throughput import Stages
 from vitamp.metrics import WeightSet
 
 
@@ -23,6 +24,7 @@ class Computing(Protocol):
     criterion: Callable[[Tensor, Tensor], Tensor]
     batch_transform: Callable[[Tensor, Tensor], Any]
     optimizer: Optimizer
+    stages: Stages
     compute: Callable[[Batch], Any]
     """Forward pass of a micro-batch."""
     eager: Callable[[Batch], Any]

@@ -36,6 +36,7 @@ from engine.task.base import Task
 from engine.task.losses import loss_named
 from engine.update import TrainState
 from models.build import build_model
+from models.parts import BATCH_NORM
 from utils.config import Config
 from utils.distributed.world import ALONE, World, broadcast, on_every_rank
 from utils.log import DETAIL, log
@@ -46,7 +47,8 @@ if TYPE_CHECKING:
     from engine.evaluation.knn import Neighbours
     from engine.parallel.fsdp import Sharding
 
-NO_CHOICES: Mapping[str, Any] = MappingProxyType({})
+Choices = Mapping[str, Any]  # of a run, as its checkpoints keep them
+NO_CHOICES: Choices = MappingProxyType({})
 BATCH_CHOICE = "batch_size"
 """Key under which a run's choices keep the batch size that `auto` found."""
 
@@ -107,15 +109,11 @@ def build_for_evaluation(run: Run, checkpoint: Checkpoint | None = None) -> Read
 
 
 def tuned_model(
-    config: Config,
-    device: torch.device,
-    world: World = ALONE,
-    saved_choices: Mapping[str, Any] = NO_CHOICES,
-    replaced: bool = False,
+    config: Config, device: torch.device, world: World = ALONE, choices: Choices = NO_CHOICES, replaced: bool = False
 ) -> TunedModel:
     """Build the model and choose how its layers compute. A collective call: all ranks take rank 0's choices.
 
-    `saved_choices`: those of the model's run. `replaced`: a checkpoint's weights will replace those that are made here.
+    `choices`: those of the model's run. `replaced`: a checkpoint's weights will replace those that are made here.
     """
     choice = broadcast(choose(config.AMP, device), world)  # the CPUs of several machines may differ
     model = on_every_rank(world, lambda: _model(config, device, replaced))
@@ -125,7 +123,7 @@ def tuned_model(
         from engine.amp.low_precision import prepare_model
 
         on_every_rank(world, lambda: prepare_model(model, config.AMP, precision))
-    return TunedModel(model, inputs, precision, *speed_up(config, model, inputs, precision, world, saved_choices))
+    return TunedModel(model, inputs, precision, *speed_up(config, model, inputs, precision, world, choices))
 
 
 def _model(config: Config, device: torch.device, replaced: bool) -> nn.Module:
@@ -169,7 +167,7 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
         unfreeze(ready.model)
         log.info("All weights are trained: from MODEL.UNFREEZE_EPOCH %s on, MODEL.FREEZE has no effect.", epoch)
     log.info(describe_parameters(ready.model), extra=DETAIL)
-    norms = [module for module in ready.model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    norms = [module for module in ready.model.modules() if isinstance(module, BATCH_NORM)]
     if world.size > 1 and any(norm.training or epoch for norm in norms):  # frozen: statistics stay
         log.info(
             "Batch norm: each process normalises its own images (%d per micro-batch); validation and checkpoints use "
@@ -267,7 +265,7 @@ def build_train_state(
     per_epoch: int,
     sharding: Sharding | None = None,
     train_set: ImageDataset | None = None,
-    resumed: Mapping[str, Any] = NO_CHOICES,
+    resumed: Choices = NO_CHOICES,
 ) -> TrainState:
     """Optimiser, schedule and all else that an update needs.
 
@@ -296,7 +294,7 @@ def build_train_state(
 
         batch_transform = build_batch_transform(train, task, device, mixed)
     classes = None if train_set is None else train_set.classes
-    built = tuple(callbacks(config, tuned, world, sharding is not None, resumed, stages, classes))
+    built = tuple(callbacks(config, tuned, world, sharding is not None, resumed, classes))
     if sharding is not None:
         sharding.shard(model, precision)
         for other in (module for callback in built for module in callback.weights().values()):
@@ -331,13 +329,7 @@ def build_train_state(
 
 
 def callbacks(
-    config: Config,
-    tuned: TunedModel,
-    world: World,
-    sharded: bool,
-    resumed: Mapping[str, Any],
-    stages: Stages,
-    classes: list[str] | None,
+    config: Config, tuned: TunedModel, world: World, sharded: bool, resumed: Choices, classes: list[str] | None
 ) -> Iterator[Callback]:
     """What the run may have, in the one order of building, attaching and calling; docs/architecture.md says why.
 
@@ -347,7 +339,7 @@ def callbacks(
     if train.DISTILLATION_TYPE is not None:  # changes what the model returns, so before it is copied
         from engine.distill.teacher import Distillation
 
-        yield Distillation(config, tuned.model, precision, stages, classes, resumed)
+        yield Distillation(config, tuned.model, precision, classes, resumed)
     if config.MODEL.UNFREEZE_EPOCH is not None:
         from engine.inputs.by_epoch import Unfreezing
 
@@ -382,7 +374,7 @@ def callbacks(
         yield Ema(tuned.model, train, precision.device)
 
 
-def may_compile(config: Config, device: torch.device, resumed: Mapping[str, Any]) -> bool:
+def may_compile(config: Config, device: torch.device, resumed: Choices) -> bool:
     """Whether there is something to decide; `auto` only compiles on a GPU, or as the run that is resumed."""
     if config.TRAIN.COMPILE == "auto":
         return device.type == "cuda" or resumed.get("compile", "none") != "none"

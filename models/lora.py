@@ -16,14 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.freeze import keep_in_eval
-from models.parts import BASE, classifiers, is_inside
+from models.parts import BASE, BATCH_NORM, classifiers, is_inside
 from utils.config.model import LORA_TARGETS, LoraConfig
 from utils.errors import UserError, either
 from utils.seeding import key
 from utils.text import counted
 from vitamp.tensors import adapter_name, factors, is_adapter, parts_of
-
-BATCH_NORM = nn.modules.batchnorm._BatchNorm
 
 
 class Linear(nn.Linear):

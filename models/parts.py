@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vitamp.checkpoints import ADAPTER
 
+BATCH_NORM = (nn.modules.batchnorm._BatchNorm,)
 FROZEN_FOR_NOW = "frozen_for_now"
 """Attribute of a model with the names of the weights that `unfreeze` will train."""
 BASE = "base_names"

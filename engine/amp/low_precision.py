@@ -20,15 +20,14 @@ from datasets import Batch, MicroBatch
 from engine.amp.op_lists import HALVES, cast_floats, operators_named
 from engine.amp.precision import Precision
 from engine.callback import Callback, Computing
-from models.parts import has_adapters, is_inside
+from models.parts import BATCH_NORM, has_adapters, is_inside
 from utils.config.schema import AmpConfig
 from utils.distributed.world import World, sum_over_ranks
 from utils.errors import UserError, nearest
 from utils.log import log
 from utils.text import counted
 
-# Always fp32: its running statistics are, and its kernels take no weights of another dtype.
-BATCH_NORM = (nn.modules.batchnorm._BatchNorm,)
+# Batch norm is always in fp32: its running statistics are, and its kernels take no weights of another dtype.
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, *BATCH_NORM)
 Pairs = list[tuple[nn.Parameter, nn.Parameter]]
 """(master, half-precision copy) of each trained weight."""

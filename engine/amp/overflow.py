@@ -126,7 +126,7 @@ class OverflowWatch(Callback):
 
     def attach(self, to: Computing) -> None:
         """What computes now is replayed. It must be neither compiled nor wrapped by DDP."""
-        self._replay = Replay(to.forward, to.inputs, to.criterion, self._precision.autocast, to.batch_transform)
+        self._replay = Replay(to, self._precision.autocast)
 
     def after_backward(self, share: MicroBatch, batch: Batch) -> None:
         """Hold a micro-batch; none of the current update once these alone exceed MAX_BYTES.

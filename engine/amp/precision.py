@@ -54,7 +54,7 @@ GENERATIONS = (
 
 
 @dataclass(frozen=True)
-class Choice:
+class DtypeChoice:
     """The chosen dtype, and the reason for the banner and run.json."""
 
     dtype: torch.dtype
@@ -62,40 +62,40 @@ class Choice:
     warning: str | None = None
 
 
-def choose(amp: AmpConfig, device: torch.device) -> Choice:
+def choose(amp: AmpConfig, device: torch.device) -> DtypeChoice:
     """The dtype that -amp means on `device`."""
     if not amp.ENABLED or amp.LEVEL == "O0":
-        return Choice(torch.float32, "AMP is off")
+        return DtypeChoice(torch.float32, "AMP is off")
     if amp.DTYPE != "auto":
         return _asked_for(DTYPES[amp.DTYPE], device)
     if amp.LEVEL == "O3":
         emulated = device.type == "cpu" and not cpu_computes_in_bf16()
         why = "without fp32 master weights, only bf16 has enough range"
-        return Choice(torch.bfloat16, why, EMULATED_BF16 if emulated else None)
+        return DtypeChoice(torch.bfloat16, why, EMULATED_BF16 if emulated else None)
     if device.type == "cuda":
         return _for_gpu(torch.cuda.get_device_capability(device))
     if device.type == "cpu":
         return _for_cpu(amp.LEVEL)
-    return Choice(torch.float16, f"fp16 is the fast dtype on {device.type}")
+    return DtypeChoice(torch.float16, f"fp16 is the fast dtype on {device.type}")
 
 
-def _for_gpu(capability: tuple[int, int]) -> Choice:
+def _for_gpu(capability: tuple[int, int]) -> DtypeChoice:
     number = f"compute capability {capability[0]}.{capability[1]}"
     for first, name, gain in GENERATIONS:
         if capability >= first:
             warning = f"on {name}, fp16 saves memory, with no gain in speed" if name == "Pascal" else None
-            return Choice(torch.float16, f"{name} ({number}): {gain}", warning)
-    return Choice(torch.float16, number, "this GPU has no fp16 arithmetic: expect no gain in speed")
+            return DtypeChoice(torch.float16, f"{name} ({number}): {gain}", warning)
+    return DtypeChoice(torch.float16, number, "this GPU has no fp16 arithmetic: expect no gain in speed")
 
 
-def _for_cpu(level: str) -> Choice:
+def _for_cpu(level: str) -> DtypeChoice:
     if torch.ops.mkldnn._is_mkldnn_fp16_supported() and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return Choice(torch.float16, "this CPU computes in fp16 but not in bf16")
+        return DtypeChoice(torch.float16, "this CPU computes in fp16 but not in bf16")
     if cpu_computes_in_bf16():
-        return Choice(torch.bfloat16, "this CPU computes in bf16")
+        return DtypeChoice(torch.bfloat16, "this CPU computes in bf16")
     if level == "O1":
-        return Choice(torch.float32, IN_FP32, f"-amp computes in fp32 here: {IN_FP32}. -amp bf16 emulates it")
-    return Choice(torch.bfloat16, "bf16 needs no loss scaling", EMULATED_BF16)
+        return DtypeChoice(torch.float32, IN_FP32, f"-amp computes in fp32 here: {IN_FP32}. -amp bf16 emulates it")
+    return DtypeChoice(torch.bfloat16, "bf16 needs no loss scaling", EMULATED_BF16)
 
 
 def cpu_computes_in_bf16() -> bool:
@@ -110,7 +110,7 @@ def cpu_computes_in_bf16() -> bool:
     return limit not in WITHOUT_BF16 and any(features[name] for name in BF16_FEATURES)
 
 
-def _asked_for(dtype: torch.dtype, device: torch.device) -> Choice:
+def _asked_for(dtype: torch.dtype, device: torch.device) -> DtypeChoice:
     warning = None
     if device.type == "cuda" and dtype is torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
         warning = "this GPU emulates bf16, which is slow; fp16 is faster"
@@ -118,7 +118,7 @@ def _asked_for(dtype: torch.dtype, device: torch.device) -> Choice:
         warning = "this CPU has no fp16 arithmetic: expect fp16 to be many times slower than fp32; use bf16 on CPUs"
     if device.type == "cpu" and dtype is torch.bfloat16 and not cpu_computes_in_bf16():
         warning = EMULATED_BF16
-    return Choice(dtype, "as asked for", warning)
+    return DtypeChoice(dtype, "as asked for", warning)
 
 
 def amp_may_gain(device: torch.device) -> bool:
@@ -134,7 +134,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 class Precision:
     """Autocast and loss scaling of one run, with the same calls whether or not either is on."""
 
-    def __init__(self, amp: AmpConfig, device: torch.device, choice: Choice | None = None) -> None:
+    def __init__(self, amp: AmpConfig, device: torch.device, choice: DtypeChoice | None = None) -> None:
         """`choice`: that of rank 0, if there are several."""
         self.choice = choice or choose(amp, device)
         self.device = device

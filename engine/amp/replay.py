@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.amp.precision import dtype_name
-from engine.inputs.batches import BatchTransform, no_transform
+from engine.callback import Computing
 from engine.machine.late_compiler import uncompiled
 
 BATCH, INPUTS, LOSS = "batch", "inputs", "loss"
@@ -220,16 +220,9 @@ class _ExtremesRecorder(TorchDispatchMode):
 class Replay:
     """Replays micro-batches without side effects on gradients, buffers and hooks. Callers protect random generators."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        inputs: nn.Module,
-        criterion: Callable[[Tensor, Tensor], Tensor],
-        autocast: Callable[[], contextlib.AbstractContextManager[Any]],
-        batch_transform: BatchTransform = no_transform,
-    ) -> None:
-        self._model, self._inputs, self._criterion, self._autocast = model, inputs, criterion, autocast
-        self._batch_transform = batch_transform
+    def __init__(self, to: Computing, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._model, self._inputs, self._criterion = to.forward, to.inputs, to.criterion
+        self._batch_transform, self._autocast = to.batch_transform, autocast
 
     def run(self, images: Tensor, labels: Tensor, weight: float, scale: Tensor) -> Found | None:
         """Run one micro-batch, forward and backward, and find its overflow."""

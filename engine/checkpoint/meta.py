@@ -13,7 +13,7 @@ from engine.setup import ReadyToTrain
 from engine.task.base import Metrics
 from models.build import timm_call
 from models.parts import frozen_weights
-from utils.config import Config, config_hash
+from utils.config import config_hash
 from utils.config.keys import values_to_keep
 from utils.text import redacted_values
 from vitamp.checkpoints import LORA
@@ -29,6 +29,10 @@ def checkpoint_meta(run: Run, ready: ReadyToTrain) -> dict[str, Any]:
         from utils.own_code import FIELD, noted_files
 
         own_code = {FIELD: noted_files()}
+    call = None  # of timm.create_model that builds this model, if timm alone can
+    if not (config.MODEL.MAE_PRETRAIN or (config.USE and own_named("model", config.MODEL.NAME.strip()) is not None)):
+        name, arguments = timm_call(config.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
+        call = {"name": name, "arguments": arguments}
     return {
         "config_hash": config_hash(config),
         "batch": {
@@ -47,16 +51,8 @@ def checkpoint_meta(run: Run, ready: ReadyToTrain) -> dict[str, Any]:
         **({"frozen": frozen} if (frozen := frozen_weights(ready.model)) else {}),
         **({LORA: ready.adapters} if ready.adapters else {}),
         "input": input_of(data),
-        "timm": _timm_model_of(config),
+        "timm": call,
     }
-
-
-def _timm_model_of(config: Config) -> dict[str, Any] | None:
-    """The call of timm.create_model that builds this model; None if timm alone cannot."""
-    if config.MODEL.MAE_PRETRAIN or (config.USE and own_named("model", config.MODEL.NAME.strip()) is not None):
-        return None
-    name, arguments = timm_call(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
-    return {"name": name, "arguments": arguments}
 
 
 def progress(

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from engine.amp.precision import PRECISION
 from engine.checkpoint.find import ended_epochs
-from engine.checkpoint.state import OPTIMIZER, add_moments, shard_state, trained_weights
+from engine.checkpoint.state import OPTIMIZER, trained_weights
 from engine.machine.device import global_batch
 from engine.measure.meters import Best, Position
 from engine.parallel.shards import is_sharded, local_shard
@@ -60,7 +59,7 @@ def restore(parts: TrainState, checkpoint: Checkpoint, per_epoch: int) -> tuple[
     merged = not base_weights(parts.model)  # adapters are merged if all weights are trained from now on
     load_weights(parts.model, open_tensors(checkpoint, MODEL, merged), f"{checkpoint.folder / MODEL}", sharding)
     moments = open_tensors(checkpoint, OPTIMIZER) if checkpoint.has(OPTIMIZER) else {}
-    load_optimizer(parts.model, parts.optimizer, state, moments, sharding)
+    load_optimizer(parts, state, moments)
     if state["fp32_modules"] and parts.precision.level in ("O1", "O2"):
         if sharding is None:
             parts.force_fp32(state["fp32_modules"])
@@ -175,22 +174,19 @@ def log_resumption(checkpoint: Checkpoint, config: Config, parts: TrainState, po
 GROUPS = "param_groups"
 
 
-def load_optimizer(
-    model: nn.Module,
-    optimizer: Optimizer,
-    state: dict[str, Any],
-    moments: Mapping[str, Tensor],
-    sharding: Sharding | None,
-) -> None:
-    """Load the saved `state` into `optimizer`. `moments`: the part of it that is in a checkpoint's shards."""
+def load_optimizer(parts: TrainState, state: dict[str, Any], moments: Mapping[str, Tensor]) -> None:
+    """Load the saved `state` of the optimiser. `moments`: the part of it that is in a checkpoint's shards."""
+    optimizer, sharding = parts.optimizer, parts.sharding
     if state["optimizer_name"] != type(optimizer).__name__:
         raise UserError(
             f"TRAIN.OPTIMIZER.NAME: the run was trained with {state['optimizer_name']}, but the optimiser "
             f"is {type(optimizer).__name__} now. Set the name back, or start a new run with -pretrained."
         )
     saved, now = state["optimizer"], optimizer.state_dict()
-    add_moments(saved, moments)
-    before, names = state["trained"], trained_weights(model, optimizer)
+    for name, moment in moments.items():  # which `into_shards` took out
+        number, _, key = name.partition(".")
+        saved["state"].setdefault(int(number), {})[key] = moment
+    before, names = state["trained"], trained_weights(parts.model, optimizer)
     sizes = [[len(group["params"]) for group in groups] for groups in (saved[GROUPS], now[GROUPS])]
     if before != names or sizes[0] != sizes[1]:
         # Saved state, renumbered for the weights and groups of now. Newly trained weights start with a new state.
@@ -203,7 +199,11 @@ def load_optimizer(
         }
         saved = {"state": numbered, GROUPS: [{**saved[GROUPS][0], **group} for group in now[GROUPS]]}
     if sharding is not None:
-        shard_state(saved, [weight for group in optimizer.param_groups for weight in group["params"]], sharding)
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        for number, values in saved["state"].items():
+            for key, value in values.items():
+                if isinstance(value, Tensor):
+                    values[key] = sharding.like(value, weights[number])
     # Settings are those of now. A key that a new group lacks is no setting: LAMB counts its steps there.
     groups = [{**old, **new} for old, new in zip(saved[GROUPS], now[GROUPS], strict=True)]
     optimizer.load_state_dict({"state": saved["state"], GROUPS: groups})

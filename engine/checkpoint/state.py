@@ -112,15 +112,6 @@ def trained_weights(model: nn.Module, optimizer: Optimizer) -> list[str]:
     return [names[id(weight)] for group in optimizer.param_groups for weight in group["params"]]
 
 
-def tensors_of(parts: TrainState) -> dict[str, dict[str, Tensor]]:
-    """Weights to save, by the file that they are written to. A run's frozen weights are saved once, beside them."""
-    base = base_weights(parts.model)
-    return {
-        which.file: {name: tensor for name, tensor in module.state_dict().items() if name not in base}
-        for which, module in parts.weights.items()
-    }
-
-
 def state_of(
     parts: TrainState, position: Position, best: Best, global_batch: int, meters: dict[str, Any]
 ) -> dict[str, Any]:
@@ -148,7 +139,12 @@ def snapshot_of(
     parts: TrainState, position: Position, best: Best, global_batch: int, meters: dict[str, Any], meta: dict[str, Any]
 ) -> Snapshot:
     """All that this rank saves. Training goes on to change its tensors."""
-    tensors, state = tensors_of(parts), state_of(parts, position, best, global_batch, meters)
+    base = base_weights(parts.model)  # a run's frozen weights are saved once, beside the checkpoints
+    tensors = {
+        which.file: {name: tensor for name, tensor in module.state_dict().items() if name not in base}
+        for which, module in parts.weights.items()
+    }
+    state = state_of(parts, position, best, global_batch, meters)
     if parts.sharding is not None:
         tensors, state = into_shards(tensors, state, parts.sharding)
     return Snapshot(tensors, state, meta, best.update if best.figure is not None else None)
@@ -170,7 +166,11 @@ def finite(tensors: dict[str, Tensor]) -> bool:
     """Whether all weights are finite. Waits for the device once."""
     floats = [t for t in local_shards(tensors).values() if t.is_floating_point() and t.numel()]
     # The Euclidean norm takes a tenth of the time of the maximum norm, but may overflow where that one does not.
-    return _all_finite(floats, 2.0) or _all_finite(floats, float("inf"))
+    for order in (2.0, float("inf")):
+        norms = torch._foreach_norm(floats, order) if floats else [torch.zeros(())]
+        if torch.isfinite(torch.stack([n.float() for n in norms])).all():
+            return True
+    return False
 
 
 def finite_everywhere(parts: TrainState) -> bool:
@@ -183,11 +183,6 @@ def finite_everywhere(parts: TrainState) -> bool:
     saved = {name: tensor for name, tensor in tensors.items() if parts.world.first or is_sharded(tensor)}
     bad = torch.tensor(int(not finite(saved)), device=parts.precision.device)
     return not bool(sum_over_ranks(bad, parts.world))
-
-
-def _all_finite(tensors: list[Tensor], order: float) -> bool:
-    norms = torch._foreach_norm(tensors, order) if tensors else [torch.zeros(())]
-    return bool(torch.isfinite(torch.stack([n.float() for n in norms])).all())
 
 
 def saver_of(folder: Path, config: Config, parts: TrainState, world: World) -> RankSaver:
@@ -234,21 +229,6 @@ def _split_moments(optimizer: dict[str, Any]) -> tuple[dict[str, Tensor], dict[s
         moments |= {f"{number}.{key}": value for key, value in values.items() if is_sharded(value)}
         rest[number] = {key: value for key, value in values.items() if not is_sharded(value)}
     return moments, {**optimizer, "state": rest}
-
-
-def add_moments(optimizer: dict[str, Any], moments: Mapping[str, Tensor]) -> None:
-    """Put the moments that `into_shards` took out back into the optimiser's state."""
-    for name in moments:
-        number, _, key = name.partition(".")
-        optimizer["state"].setdefault(int(number), {})[key] = moments[name]
-
-
-def shard_state(optimizer: dict[str, Any], parameters: list[Tensor], sharding: Sharding) -> None:
-    """Keep this rank's rows of the optimiser's state, as its parameters are sharded now."""
-    for number, values in optimizer["state"].items():
-        for key, value in values.items():
-            if isinstance(value, Tensor):
-                values[key] = sharding.like(value, parameters[number])
 
 
 def keep_base(folder: Path, model: nn.Module, settings: ModelConfig, resumed: Checkpoint | None) -> dict[str, Any]:

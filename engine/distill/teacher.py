@@ -25,7 +25,7 @@ from engine.callback import Callback, Computing
 from engine.checkpoint.restore import load_weights
 from engine.inputs.batches import BatchTransform, TransformedBatch, per_channel
 from engine.machine.memory import is_out_of_memory
-from engine.measure.throughput import FORWARD, TEACHER, Stages
+from engine.measure.throughput import FORWARD, TEACHER
 from engine.speed.speedup import mix_in
 from models.build import build_model, is_timm_name
 from models.parts import count_parameters
@@ -87,26 +87,21 @@ class Distillation(Callback):
     """
 
     def __init__(
-        self,
-        config: Config,
-        model: nn.Module,
-        precision: Precision,
-        stages: Stages,
-        classes: list[str] | None,
-        saved_choices: Mapping[str, Any],
+        self, config: Config, model: nn.Module, precision: Precision, names: list[str] | None, saved: Mapping[str, Any]
     ) -> None:
-        """`classes`, `saved_choices`: see `check_teacher_matches`."""
+        """`names`, `saved`: classes and saved choices, as in `check_teacher_matches`."""
         if hasattr(model, "set_distilled_training"):  # timm's; in validation, the mean of both is returned as before
             model.set_distilled_training(True)  # pyright: ignore[reportCallIssue]
             mix_in(model, StackedHeads)
         self.teacher = load_teacher(config, precision)
-        check_teacher_matches(self.teacher, classes, saved_choices)
-        self._train, self._stages = config.TRAIN, stages
+        check_teacher_matches(self.teacher, names, saved)
+        self._train = config.TRAIN
         self._classes = torch.arange(self.teacher.source.classes, device=precision.device)
 
     def attach(self, to: Computing) -> None:
         if to.batch_transform is not self:  # else it is attached anew
             self._before: BatchTransform = to.batch_transform
+            self._stages = to.stages
             to.batch_transform, to.criterion = self, DistillationLoss(to.criterion, self._train)
 
     def __call__(self, images: Tensor, labels: Tensor) -> TransformedBatch:
@@ -143,7 +138,7 @@ FORMS = (
 
 
 @dataclass(frozen=True)
-class Source:
+class TeacherModel:
     """A teacher's model with its weights, and the preprocessing that it was trained with."""
 
     model: nn.Module
@@ -159,7 +154,7 @@ class Source:
 class Teacher:
     """Frozen model that takes images as the student gets them: normalised for the student, mixed, of any size."""
 
-    def __init__(self, source: Source, config: Config, precision: Precision) -> None:
+    def __init__(self, source: TeacherModel, config: Config, precision: Precision) -> None:
         self.source, self._precision, self.setting = source, precision, f"{config.TRAIN.TEACHER_MODEL}"
         self.model = source.model.eval().requires_grad_(False).to(precision.device)
         digest = hashlib.sha256()
@@ -285,7 +280,7 @@ def check_teacher_matches(teacher: Teacher, names: list[str] | None, saved_choic
         raise UserError(f"{KEY} {source.where}: {difference}; both must have the same classes in the same order.")
 
 
-def _load_source(setting: str, config: Config, precision: Precision) -> Source:
+def _load_source(setting: str, config: Config, precision: Precision) -> TeacherModel:
     name, place = _parse(setting, config.MODEL.TYPE.casefold() in TAUGHT)
     if name is None:
         return _load_run(Path(place), setting, config, precision)
@@ -316,14 +311,14 @@ def _load_source(setting: str, config: Config, precision: Precision) -> Source:
     mean, std = (tuple(header.get(key, getattr(pretrained, key))) for key in ("mean", "std"))
     if len(mean) != channels:  # grey images, and a teacher trained on colour
         mean, std = (sum(mean) / len(mean),), (sum(std) / len(std),)
-    return Source(model, setting, size, mean, std, classes)
+    return TeacherModel(model, setting, size, mean, std, classes)
 
 
 def _unnamed(setting: str) -> str:
     return f"{KEY} {setting}: neither the file's header nor its name says which timm model it is"
 
 
-def _load_run(place: Path, setting: str, config: Config, precision: Precision) -> Source:
+def _load_run(place: Path, setting: str, config: Config, precision: Precision) -> TeacherModel:
     """Model of a run or checkpoint. Its precision follows from the student's settings."""
     with _errors_name_teacher():
         chosen = chosen_at(place)
@@ -340,7 +335,7 @@ def _load_run(place: Path, setting: str, config: Config, precision: Precision) -
     if precision.level != "O0":
         force_fp32(model, [*theirs.AMP.FP32_MODULES, *fp32_modules(chosen)], precision.device.type)
     where, classes = f"{theirs.MODEL.NAME} of {chosen.file}", theirs.MODEL.NUM_CLASSES
-    return Source(model, where, data.IMAGE_SIZE, data.IMAGENET_MEAN, data.IMAGENET_STD, classes, chosen.classes)
+    return TeacherModel(model, where, data.IMAGE_SIZE, data.IMAGENET_MEAN, data.IMAGENET_STD, classes, chosen.classes)
 
 
 def _parse(setting: str, taught: bool) -> tuple[str | None, str]:

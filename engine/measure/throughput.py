@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from datasets.base import Stored
+from datasets.base import StorageKind
 from engine.machine.memory import peak_memory_gb
 from utils.distributed.world import World, all_gather
 from utils.program import started_as
@@ -206,7 +206,7 @@ class Setting:
     """Loading processes; None if the images are in memory."""
     cores: int
     """CPU cores for this rank's loading processes."""
-    stored: Stored = "files"
+    stored: StorageKind = "files"
     remote: bool = False
 
 

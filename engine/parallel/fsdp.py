@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from engine.amp.low_precision import BATCH_NORM, NORMS, cast_weights, forced_modules
+from engine.amp.low_precision import NORMS, cast_weights, forced_modules
 from engine.amp.precision import Precision, dtype_name
-from models.parts import blocks_of
+from models.parts import BATCH_NORM, blocks_of
 from utils.config import Config
 from utils.config.schema import DistConfig
 from utils.distributed.world import World, raise_on_every_rank

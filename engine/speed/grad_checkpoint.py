@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from engine.amp.low_precision import BATCH_NORM
 from engine.speed.speedup import BuiltModel, Choice, Speedup, mix_in
-from models.parts import blocks_of
+from models.parts import BATCH_NORM, blocks_of
 from utils.errors import UserError
 
 

@@ -173,7 +173,7 @@ def load_trained(
     check_precision(config.AMP, where)
     set_up_device(config, where, ALONE)
     with _quietly():
-        tuned = tuned_model(config, where, saved_choices=chosen.choices)
+        tuned = tuned_model(config, where, choices=chosen.choices)
     model, precision = tuned.model, tuned.precision
     if precision.level in ("O1", "O2") and (moved := fp32_modules(chosen)):
         force_fp32(model, moved, where.type)

@@ -33,7 +33,7 @@ PROBE_SECONDS = 4.0
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightFiles:
     """A file of weights on this machine, or its shards in order."""
 
     files: tuple[Path, ...]
@@ -59,14 +59,14 @@ def local_weights(source: str) -> Path | None:
     return found.file if found else None
 
 
-def locate(source: str) -> Source:
+def locate(source: str) -> WeightFiles:
     """The file of these weights, downloaded if `source` is a timm name that is not in the cache."""
     if (found := _local(source)) is not None:
         return found
     config = _timm_config(source)
     file = _on_hub(config, source, download=True)
     assert file is not None
-    return Source((file,), config.label_offset or 0)
+    return WeightFiles((file,), config.label_offset or 0)
 
 
 def check_file(path: Path) -> None:
@@ -99,20 +99,20 @@ def unreadable(path: Path, reason: object) -> str:
     return f"Pretrained weights {path}: the file is damaged, or its extension does not match its format ({reason})."
 
 
-def _local(source: str) -> Source | None:
+def _local(source: str) -> WeightFiles | None:
     """The file at a path, checked; None if `source` is a timm name."""
     path = Path(source).expanduser()
     if path.is_dir():
         return _in_folder(path)
     if path.exists():
         check_file(path)
-        return Source((path,))
+        return WeightFiles((path,))
     if is_timm_name(source):
         return None
     with_paddle_extension = path.with_name(path.name + PADDLE)
     if with_paddle_extension.exists():  # PaddleViT's command lines omit the extension
         check_file(with_paddle_extension)
-        return Source((with_paddle_extension,))
+        return WeightFiles((with_paddle_extension,))
     for candidate in (path.with_name(path.name + ending) for ending in ENDINGS):
         if candidate.exists():
             raise UserError(f"Pretrained weights {path}: no such file, but there is {candidate.name}.")
@@ -125,7 +125,7 @@ def _local(source: str) -> Source | None:
     raise UserError(f"Pretrained weights {path}: no such file.{nearest(path.name, sorted(os.listdir(folder)))}")
 
 
-def _in_folder(folder: Path) -> Source:
+def _in_folder(folder: Path) -> WeightFiles:
     """The weights of a run's best checkpoint, of a checkpoint, or of a folder that timm saved for the hub.
 
     Of a checkpoint, those with the better metrics in its meta.json; only the file itself is read from a folder that
@@ -140,10 +140,10 @@ def _in_folder(folder: Path) -> Source:
         files = tuple(folder / name for name in files_of(which.file, there))
         for file in files:
             check_file(file)
-        return Source(files, description=f"{folder.name}, {words}" if meta else "")
+        return WeightFiles(files, description=f"{folder.name}, {words}" if meta else "")
     if HUB_FILES[1] in there:
         check_file(folder / HUB_FILES[1])
-        return Source((folder / HUB_FILES[1],))
+        return WeightFiles((folder / HUB_FILES[1],))
     raise UserError(
         f"Pretrained weights {folder}: the folder has no {' or '.join(HUB_FILES)}, and no {CHECKPOINTS}/ of a run."
     )

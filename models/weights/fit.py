@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from models.masked import DECODER
 from models.parts import classifiers, is_inside, names_in_cfg
-from models.weights.find import PADDLE, Source, locate, unreadable
+from models.weights.find import PADDLE, WeightFiles, locate, unreadable
 from models.weights.paddle_file import EMA_KEYS, WEIGHTS_KEYS, read_pdparams
 from models.weights.paddle_names import convert
 from utils.errors import UserError
@@ -60,7 +60,7 @@ def load_pretrained(
     return f"{sentence} ({found.description})" if found.description else sentence
 
 
-def _load(module: nn.Module, found: Source, name: str, new_classifier: bool) -> tuple[str, list[str]]:
+def _load(module: nn.Module, found: WeightFiles, name: str, new_classifier: bool) -> tuple[str, list[str]]:
     """Load the weights; returns how many, and how they were changed."""
     fresh = classifiers(module) if new_classifier else ()
     if found.file.suffix == ".npz":

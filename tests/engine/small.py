@@ -14,7 +14,6 @@ from engine.amp.precision import Precision
 from engine.inputs.batches import Inputs
 from engine.machine.device import Run
 from engine.measure.meters import TrainMeters
-from engine.measure.throughput import Stages
 from engine.optim.schedule import Schedule, build_scheduler
 from engine.setup import ReadyToTrain, TunedModel, build_for_training, callbacks
 from engine.speed.speedup import BuiltModel, Choice, Speedup
@@ -116,7 +115,7 @@ def parts_of(
         grad_clip=grad_clip,
         seed=0,
         world=ALONE,
-        callbacks=tuple(callbacks(config, tuned, ALONE, False, {}, Stages(), None)),
+        callbacks=tuple(callbacks(config, tuned, ALONE, False, {}, None)),
     )
 
 

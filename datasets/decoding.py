@@ -371,12 +371,16 @@ def decoding_errors(encoded: Encoded) -> Iterator[None]:
         raise Unreadable(_reason(error, encoded)) from None
 
 
+EMPTY, UNKNOWN_FORMAT = "the file is empty", "not an image in a known format"
+TOO_LARGE = f"its header claims more than {MOST_PIXELS:,} pixels"
+
+
 def _reason(error: Exception, encoded: Encoded) -> str:
     """Why an image could not be decoded, for the user who has the file."""
     if len(encoded) == 0:
-        return "the file is empty"
+        return EMPTY
     if isinstance(error, UnidentifiedImageError):
-        return "not an image in a known format"
+        return UNKNOWN_FORMAT
     if isinstance(error, Image.DecompressionBombError):
-        return f"its header claims more than {MOST_PIXELS:,} pixels, PIL's limit against decompression bombs"
+        return f"{TOO_LARGE}, PIL's limit against decompression bombs"
     return str(error) or type(error).__name__

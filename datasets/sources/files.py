@@ -22,7 +22,9 @@ from vitamp.files import kind_of_path, only_regular, read_regular
 MOST_NAMES, MOST_KINDS = 2, 8
 """Files named of each kind, and kinds named, in one line"""
 HIDDEN, HIDDEN_FOLDER = "hidden files", "hidden folders"
-"""Kinds under which files and folders whose name begins with a dot are counted as skipped"""
+"""Kinds under which what `is_hidden` is counted as skipped"""
+OF_SYSTEMS = ("__MACOSX", "__pycache__", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found")
+"""Folders that archives, Python and file systems leave beside those of the user"""
 
 
 class SkippedFiles:
@@ -77,15 +79,19 @@ def images_below(
         return
     skipped = SkippedFiles() if skipped is None else skipped
     for name, is_folder in names:
-        if name.startswith("."):
+        if is_hidden(name):
             skipped.add(name, HIDDEN_FOLDER if is_folder else HIDDEN)
         elif not is_folder and name.lower().endswith(ENDINGS):
             yield f"{inside}{name}"
         elif not is_folder:
             skipped.add(name)
     for name, is_folder in names:
-        if is_folder and not name.startswith("."):
+        if is_folder and not is_hidden(name):
             yield from images_below(f"{folder}/{name}", skipped, f"{inside}{name}/", (*above, own_id))
+
+
+def is_hidden(name: str) -> bool:
+    return name.startswith(".") or name in OF_SYSTEMS
 
 
 def is_folder_entry(entry: os.DirEntry[str]) -> bool:
@@ -174,6 +180,13 @@ def readable_folder(path: str) -> Path:
     if not os.access(folder, os.R_OK | os.X_OK):
         raise UserError(f"DATA.DATA_PATH (-data_path): no permission to read {folder}.")
     return folder
+
+
+def in_any_case(folder: Path, name: str) -> Path:
+    """The entry of this name, or else one whose name has other capital letters, if there is one."""
+    if (folder / name).exists():
+        return folder / name
+    return next((one for one in sorted(folder.glob("*")) if one.name.lower() == name.lower()), folder / name)
 
 
 def no_file(path: Path) -> str:

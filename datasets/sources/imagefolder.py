@@ -19,6 +19,7 @@ from datasets.sources.files import (
     data_folder,
     images_below,
     is_folder_entry,
+    is_hidden,
     split_files,
 )
 from datasets.sources.split import SPLIT_NAMES, TEST, TRAIN, VALIDATION_NAMES, named_parts, no_such_part
@@ -77,6 +78,15 @@ def check(data: DataConfig, num_classes: int, train: bool) -> None:
             log.warning("%s is taken for a class, not for a split, because no folder in it has images.", root / name)
         warn_empty_classes(files.labels, classes, str(root))
         split_files(files, data, parts_read(data, train, comes_unsplit(data))[-1])
+    if train and len(classes) == 1:
+        inner = (root / TRAIN if _has_splits(root) else root) / classes[0]
+        while len(below := [name for name in subfolders(inner) if _has_images(inner / name)]) == 1:
+            inner /= below[0]
+        instead = "name the folder with one folder per class. Without labels, -dataset images reads this one"
+        raise UserError(
+            f"DATA.DATA_PATH (-data_path): {root} has one class, {classes[0]}, so there is nothing to learn: "
+            f"{f'try -data_path {inner}' if below else instead}."
+        )
     log_unused_outputs(len(classes), num_classes, owner)
 
 
@@ -110,8 +120,8 @@ def layout_of(root: Path) -> str | None:
 def class_files(folder: Path, classes: list[str]) -> FileList:
     """All images in the class folders, in the order of class and path."""
     skipped = SkippedFiles()
-    for entry in sorted(folder.glob(".*")):
-        if entry.is_dir():
+    for entry in sorted(folder.iterdir()):
+        if is_hidden(entry.name) and entry.is_dir():
             skipped.add(entry.name, HIDDEN_FOLDER)
     by_class = [sorted(images_below(str(folder / name), skipped)) for name in classes]
     skipped.warn(str(folder))
@@ -123,7 +133,7 @@ def class_files(folder: Path, classes: list[str]) -> FileList:
 def subfolders(folder: Path) -> list[str]:
     """Names of the folders in `folder`, in order, without hidden ones."""
     with os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if is_folder_entry(entry) and not entry.name.startswith("."))
+        return sorted(entry.name for entry in entries if is_folder_entry(entry) and not is_hidden(entry.name))
 
 
 def _has_splits(root: Path) -> bool:

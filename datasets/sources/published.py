@@ -18,7 +18,7 @@ from datasets.base import ImageDataset, Part, Source, comes_unsplit, part_of, pa
 from datasets.images import open_images
 from datasets.labels import check_class_count, log_unused_outputs
 from datasets.memory import ArraySamples, open_arrays
-from datasets.sources.files import FileList, FileSamples, data_folder, split_files
+from datasets.sources.files import FileList, FileSamples, data_folder, in_any_case, split_files
 from datasets.sources.imagefolder import class_files, subfolders
 from utils.cache import process_lock
 from utils.config.data import DataConfig
@@ -97,7 +97,7 @@ class Published:
                 f"DATA.DOWNLOAD=true fetches it ({self.megabytes:,} MB)."
             )
         for name in self.required:
-            if not (folder / name).exists():
+            if not in_any_case(folder, name).exists():
                 raise self.damaged(folder, f"there is no {name}")
         return folder
 
@@ -109,9 +109,9 @@ class Published:
         )
 
     def _find(self, root: Path) -> Path | None:
-        if (root / self.folder).is_dir():
-            return root / self.folder
-        is_root = root.name == self.folder or all((root / name).exists() for name in self.required)
+        if (folder := in_any_case(root, self.folder)).is_dir():
+            return folder
+        is_root = root.name.lower() == self.folder or all(in_any_case(root, name).exists() for name in self.required)
         return root if is_root and root.is_dir() else None
 
     def _fetch(self, scratch: Path) -> None:
@@ -133,9 +133,10 @@ def _caltech(classes: int, clutter: str, example: str, megabytes: int, record: s
 
     def files_of(data: DataConfig, num_classes: int) -> FileList:
         folder = published.folder_of(data)
-        names = [name for name in subfolders(folder / inner) if name != clutter]
+        objects = in_any_case(folder, inner)
+        names = [name for name in subfolders(objects) if name != clutter]
         check_class_count(len(names), num_classes, f"The data set {data.DATASET}")
-        files = class_files(folder / inner, names)
+        files = class_files(objects, names)
         if not files.paths:
             raise published.damaged(folder, f"{inner} has no images in class folders")
         return files
@@ -156,12 +157,14 @@ CALTECH256 = _caltech(256, "257.clutter", "001.ak47/001_0001.jpg", 1183, "20087"
 
 
 SHAPE = (3, 32, 32)
-# Callables in the pickle of a numpy array, by their names in older and newer versions of numpy.
+# Callables in the pickles of arrays, numbers and bytes, by their names in older versions of numpy and Python.
 _ALLOWED: dict[tuple[str, str], Any] = {
     ("numpy", "ndarray"): np.ndarray,
     ("numpy", "dtype"): np.dtype,
     ("numpy.core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
-    ("numpy._core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
+    ("numpy.core.multiarray", "scalar"): np.int64(0).__reduce__()[0],
+    ("numpy.core.numeric", "_frombuffer"): np.empty(0).__reduce_ex__(pickle.HIGHEST_PROTOCOL)[0],
+    ("_codecs", "encode"): lambda text, _: text.encode("latin1"),  # bytes, by protocol 2 of Python 3
 }
 
 
@@ -169,11 +172,11 @@ class _ArraysOnly(pickle.Unpickler):
     """Unpickler of arrays. A pickle can name any function and have it called; this one allows those of arrays."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED:
-            return _ALLOWED[module, name]
+        if (known := (module.replace("numpy._core", "numpy.core"), name)) in _ALLOWED:
+            return _ALLOWED[known]
         raise UserError(
-            f"A file of the data set calls {module}.{name}, which no CIFAR file does: it may be malicious. Nothing was "
-            f"run. Remove the data set and fetch it from its publisher."
+            f"A file of the data set calls {module}.{name}, which no CIFAR file of its publisher does: another program "
+            "wrote or changed it. Nothing was run. Remove the data set and fetch it from its publisher."
         )
 
 
@@ -194,8 +197,10 @@ def _cifar(
     def entries(place: Path, name: str, *keys: str) -> list[Any]:
         """Values of these keys in a file."""
         try:
-            with open(place / name, "rb", opener=only_regular) as opened:
+            with open(in_any_case(place, name), "rb", opener=only_regular) as opened:
                 table = _ArraysOnly(opened, encoding="latin1").load()
+            # A newer Python may have stored the text of Python 2 as bytes.
+            table = {key.decode() if isinstance(key, bytes) else key: value for key, value in table.items()}
             return [table[key] for key in keys]
         except UserError:
             raise
@@ -205,7 +210,7 @@ def _cifar(
     def names_in(place: Path, data: DataConfig, num_classes: int) -> list[str]:
         (names,) = entries(place, meta, f"{prefix}label_names")
         check_class_count(len(names), num_classes, f"The data set {data.DATASET}")
-        return [str(name) for name in names]
+        return [name.decode() if isinstance(name, bytes) else str(name) for name in names]
 
     def read(place: Path, name: str, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Pixels (N x H x W x C) and labels of one file."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from datasets import count_classes, open_dataset, source_of
-from engine.task import task_of
 from utils.config import DataConfig, Loaded
 from utils.config.keys import CLASSES, IMAGE_SIZE, PATCH_SIZE
 from utils.config.kinds import AUTO
@@ -34,8 +33,6 @@ def with_classes(loaded: Loaded) -> Loaded:
     number = max(number, 1)  # the check of the data reports negative labels, with their lines
     name = source_of(config.DATA)
     note = f"{CLASSES} {number}: classes of {name}"
-    if number < task_of(config).fewest_classes:
-        note += ". With one class there is nothing to learn: is DATA.DATA_PATH the folder that holds the class folders?"
     return loaded.with_values({CLASSES: Entry(number, f"classes of {name}")}, [note])
 
 

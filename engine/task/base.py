@@ -75,8 +75,6 @@ class Task(ABC):
     """Names and words of its metrics"""
     mixes: ClassVar[bool] = True
     """Whether images may be erased and mixed, with their labels."""
-    fewest_classes: ClassVar[int] = 1
-    """With fewer there is nothing to learn."""
     classes: int
     own_metrics: tuple[str, ...] = field(default=(), kw_only=True)
     """Metrics of the user's own that validation computes too"""

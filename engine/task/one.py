@@ -50,7 +50,6 @@ class ValidationMeans(Means):
 
 class OneLabel(Task):
     kind = ONE_LABEL
-    fewest_classes = 2
 
     def loss(self, train: TrainConfig, weights: Tensor | None) -> nn.Module:
         return loss_named(train.LOSS).build(train, self.classes, weights)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,12 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
 from torch.utils.data import DataLoader, Dataset
 
 from datasets.base import Encoded, Samples
 from datasets.damage import failure_of
-from datasets.decoding import JPEG_START, damage_of, decoder_of_jpeg, header_of
+from datasets.decoding import EMPTY, JPEG_START, TOO_LARGE, UNKNOWN_FORMAT, damage_of, decoder_of_jpeg, header_of
 from datasets.loading.workers import LoadingProcesses
 from datasets.transforms.pixels import Pixels
 from tools.common.turns import progress_bar
@@ -134,6 +132,8 @@ def _alike(thumbnails: Thumbnails, one: np.ndarray, other: np.ndarray) -> Pairs:
 CHUNK = 32
 PREFETCH = 2
 """Chunks per loading process that are under way at once."""
+KINDS = {"empty": EMPTY, "no image": UNKNOWN_FORMAT, "too large": TOO_LARGE}
+"""Kind of problem -> words of the decoder about it"""
 
 
 class Scan(NamedTuple):
@@ -222,9 +222,7 @@ class _Scanner(Dataset[Any]):
         failure = failure_of(decode)
         encoded = read[0] if read else None
         if failure is not None:
-            problem = failure.kind
-            if problem == "damaged" and encoded is not None and not isinstance(encoded, np.ndarray):
-                problem = _kind_of_damage(bytes(encoded))
+            problem = next((kind for kind, reason in KINDS.items() if reason in failure.reason), failure.kind)
             return Scan(problem, failure.reason, b"", "", (0, 0))
         assert encoded is not None
         mode, size, damage = "", encoded.shape[1::-1] if isinstance(encoded, np.ndarray) else (0, 0), ""
@@ -234,17 +232,3 @@ class _Scanner(Dataset[Any]):
             damage = damage_of(encoded) if self.by_simplejpeg and encoded.startswith(JPEG_START) else ""
         digest = hashlib.blake2b(bytes(encoded), digest_size=16).digest()
         return Scan("", "", digest, mode, size, damage, self.out.numpy().tobytes())
-
-
-def _kind_of_damage(encoded: bytes) -> str:
-    if not encoded:
-        return "empty"
-    try:
-        with Image.open(io.BytesIO(encoded)):
-            return "damaged"
-    except UnidentifiedImageError:
-        return "no image"
-    except Image.DecompressionBombError:
-        return "too large"
-    except Exception:  # a damaged header can raise nearly anything
-        return "damaged"

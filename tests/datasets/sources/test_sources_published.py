@@ -170,9 +170,34 @@ def test_malicious_cifar_file_is_refused(tmp_path: Path, name: str, protocol: in
     trace = tmp_path / "was here"
     harmful = {"data": Harm(f"touch '{trace}'"), "labels": [0], "label_names": ["a"]}
     (tmp_path / "cifar-10-batches-py" / name).write_bytes(pickle.dumps(harmful, protocol))
-    with pytest.raises(UserError, match=r"calls \w+\.system, which no CIFAR file does"):
+    with pytest.raises(UserError, match=r"calls \w+\.system, which no CIFAR file of its publisher does"):
         check_dataset(settings(DATASET="cifar10", DATA_PATH=str(tmp_path)), 10)
     assert not trace.exists()
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_cifar_files_of_a_newer_python_are_read(tmp_path: Path, protocol: int) -> None:
+    cifar10(tmp_path)
+    data = settings(DATASET="cifar10", DATA_PATH=str(tmp_path), IMAGE_SIZE=32, CROP="none")
+    before = opened(data)
+    for file in (tmp_path / "cifar-10-batches-py").iterdir():
+        table = pickle.loads(file.read_bytes(), encoding="bytes")  # noqa: S301 - made above
+        if b"labels" in table:
+            table[b"labels"] = list(np.array(table[b"labels"]))
+        file.write_bytes(pickle.dumps(table, protocol))
+    after = opened(data)
+    assert after.classes == before.classes
+    for one, other in zip(*(dataset.__getitems__([(1, 0), (1, 19)]) for dataset in (before, after)), strict=True):
+        assert one.equal(other)
+
+
+def test_caltech_is_found_in_any_case_below_its_parent(tmp_path: Path, vitamp: Callable[..., Result]) -> None:
+    MAKERS["caltech256"](tmp_path)
+    (tmp_path / "caltech256" / "256_ObjectCategories").rename(tmp_path / "caltech256" / "256_objectcategories")
+    (tmp_path / "caltech256").rename(tmp_path / "Caltech256")
+    check_dataset(settings(DATASET="caltech256", DATA_PATH=str(tmp_path)), 2)
+    done = vitamp("-data_path", tmp_path, code=2)
+    assert f"has one class, Caltech256, so there is nothing to learn: try -data_path {tmp_path}/Caltech256/" in done.err
 
 
 RECIPE = """\

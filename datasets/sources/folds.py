@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from datasets.base import Part
-from datasets.sources.split import no_such_part, shuffled_classes, split
+from datasets.sources.split import TooFewToSplit, no_such_part, shuffled_classes, split
 from utils.config.data import DataConfig
 from utils.config.kinds import Fold
 from utils.errors import UserError
@@ -43,6 +43,11 @@ def split_rows(
         train, validation = split_by_fold(labels, data.fold, data.SPLIT_SEED)
     else:
         train, validation = split(labels, data.VAL_FRACTION, data.SPLIT_SEED)
+        if part == "val" and not len(validation):
+            raise TooFewToSplit(
+                f"There are too few images for a validation split: {len(labels)} in {len(np.unique(labels))} classes, "
+                "and each class keeps one image for training. Add images, or a validation split of your own."
+            )
         if len(validation) > 1.5 * data.VAL_FRACTION * len(labels) + 1:
             warn_once(
                 f"{where}: {len(validation):,} of {len(labels):,} images validate, more than DATA.VAL_FRACTION "

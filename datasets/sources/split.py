@@ -67,6 +67,10 @@ def warn_of_skipped(root: str, files: Sequence[str]) -> None:
         )
 
 
+class TooFewToSplit(UserError):
+    """No class has an image that it can give to a validation split."""
+
+
 def no_such_part(part: str, where: object) -> UserError:
     """The error for a split that the data set does not have."""
     instead = "-part all evaluates all images" if part == "val" else "-part val evaluates the validation split"
@@ -87,11 +91,6 @@ def split(labels: np.ndarray, fraction: float, seed: int, purpose: str = "split"
     missing = max(0, math.ceil(round(len(labels) * fraction, 6)) - counts.sum())  # 70 * 0.1 is a little more than 7
     by_remainder = np.argsort(counts - exact, kind="stable")
     counts[by_remainder[counts[by_remainder] < sizes[by_remainder] - 1][:missing]] += 1
-    if not counts.any():
-        raise UserError(
-            f"There are too few images for a validation split: {len(labels)} in {len(sizes)} classes, and "
-            "each class keeps one image for training. Add images, or a validation split of your own."
-        )
     validation = np.concatenate([of_class[:count] for of_class, count in zip(members, counts, strict=True)])
     return np.setdiff1d(np.arange(len(labels)), validation), np.sort(validation)
 

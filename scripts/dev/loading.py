@@ -106,7 +106,8 @@ def measure(argv: list[str]) -> int:
     # As in loading processes: operations must not use other cores. timm gains from it too.
     torch.set_num_threads(1)
     keep_freed_memory()
-    check_dataset(config.DATA, config.MODEL.NUM_CLASSES)
+    # Only training images are loaded: the data set may be too small for a validation split.
+    check_dataset(config.DATA.model_copy(update={"PART": "train"}), config.MODEL.NUM_CLASSES, train=False)
     images = open_dataset(config.DATA, True, config.MODEL.NUM_CLASSES, config.SEED, CPU).augment(config.TRAIN)
     if not isinstance(images, Images):
         raise UserError(f"DATA.DATASET {config.DATA.DATASET}: its images are in memory, so there is nothing to load.")

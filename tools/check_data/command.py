@@ -82,22 +82,18 @@ def _scan(config: Config) -> list[Split]:
 
     from datasets import auto_workers, open_dataset, warn_of_splits
     from datasets.labels import ANY_LABEL
+    from datasets.sources.split import TooFewToSplit
     from tools.check_data.scan import scan_split
-
-    def opened(train: bool, classes: int) -> Samples | None:
-        return open_dataset(config.DATA, train, classes, config.SEED, torch.device("cpu")).single_images()
 
     splits: dict[str, Samples | None] = {}
     for title in ("training", "validation"):
         try:
-            splits[title] = opened(title == "training", config.MODEL.NUM_CLASSES)
-        except UserError as error:
-            # Open it with any label, so that labels out of range are reported with all other defects.
-            try:
-                splits[title] = opened(title == "training", ANY_LABEL)
-            except UserError:
-                raise error from None
-    warn_of_splits(config.DATA, splits["training"], splits["validation"])
+            # With any label, so that labels out of range are reported with all other defects.
+            split = open_dataset(config.DATA, title == "training", ANY_LABEL, config.SEED, torch.device("cpu"))
+            splits[title] = split.single_images()
+        except TooFewToSplit as error:
+            log.warning("%s Here all images are checked as training images.", error)
+    warn_of_splits(config.DATA, splits["training"], splits.get("validation"))
     workers = auto_workers() if config.DATA.NUM_WORKERS is None else config.DATA.NUM_WORKERS
     scans = []
     for title, samples in splits.items():

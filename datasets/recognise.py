@@ -26,7 +26,7 @@ def recognise(place: str, needs_labels: bool = True) -> tuple[str, str] | None:
     if "://" in place:
         return "shards", "a URL is read as tar files"
     path = Path(place).expanduser()
-    if path.suffix == ".csv" and path.is_file():
+    if path.suffix.lower() in (".csv", ".tsv") and path.is_file():
         return "csv", "a table"
     if not path.is_dir():
         return None

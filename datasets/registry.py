@@ -91,13 +91,10 @@ def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> Non
         warn_of_decoder()
     if data.DOWNLOAD and not source.fetches:
         log.warning("DATA.DOWNLOAD has no effect on the data set %s: it cannot be downloaded.", data.DATASET)
-    if data.DATA_PATH is not None and not source.reads_path:
-        log.warning(
-            "DATA.DATA_PATH %s is not used: the data set %s is not read from it. To use the images there, name their "
-            "layout, as in -dataset imagefolder.",
-            data.DATA_PATH,
-            data.DATASET,
-        )
+    if unread := unread_path(data):
+        log.warning("%s", unread)
+    if data.COLUMNS is not None and data.DATASET != "csv":
+        raise UserError(f"DATA.COLUMNS {data.COLUMNS}: the data set {source_of(data)} is no csv table; leave it out.")
     try:
         source.check(data, num_classes, train)
     except UserError as error:
@@ -105,6 +102,16 @@ def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> Non
 
         raise offering_layout(error, data) from None
     _check_fold(source, data)
+
+
+def unread_path(data: DataConfig) -> str:
+    """What is wrong with DATA_PATH if the data set is not read from it; else ''."""
+    if data.DATA_PATH is None or _named(data).reads_path:
+        return ""
+    return (
+        f"DATA.DATA_PATH (-data_path) {data.DATA_PATH} is not used: the data set {data.DATASET} is not read from it. "
+        "To use the images there, name their layout, as in -dataset imagefolder; else leave it out."
+    )
 
 
 def warn_of_splits(data: DataConfig, train: Samples | None, validation: Samples | None) -> None:

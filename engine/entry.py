@@ -151,6 +151,10 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
     if command.action == "print_config":
         if is_of_user(loaded.sources["USE"]):
             _use_own_code(loaded, command)
+        if loaded.config.DATA.DATA_PATH is not None:
+            from engine.preflight import with_data_set
+
+            loaded = with_data_set(loaded)
         print(format_config(loaded), end="")
         return EXIT_DONE
     if command.action == "print_amp":

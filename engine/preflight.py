@@ -10,6 +10,7 @@ from types import MappingProxyType
 import torch
 
 from datasets import check_dataset
+from datasets.registry import unread_path
 from engine.amp.precision import check_amp
 from engine.inputs.batches import shortcuts_of
 from engine.machine.memory import total_memory
@@ -21,7 +22,7 @@ from utils.config.kinds import AUTO
 from utils.config.read import Entry
 from utils.errors import UserError
 from utils.record.resumed_run import resumed_run, target_folder
-from utils.record.run_folder import check_output
+from utils.record.run_folder import check_output, is_of_user
 
 
 def check(config: Config, sources: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -89,19 +90,28 @@ def check(config: Config, sources: Mapping[str, str] = MappingProxyType({})) -> 
 # from its checkpoint instead (utils/config/resumed.py).
 
 
+def with_data_set(loaded: Loaded) -> Loaded:
+    """The settings with the data set that is recognised in DATA_PATH, unless the user has named one."""
+    place = loaded.config.DATA.DATA_PATH
+    if place is not None and loaded.is_default(DATASET):
+        from datasets.recognise import recognise
+
+        found = recognise(place, needs_labels=not loaded.config.MODEL.MAE_PRETRAIN)
+        if found is not None:
+            values = {DATASET: Entry(found[0], f"recognised in {place}")}
+            return loaded.with_values(values, [f"{DATASET} {': '.join(found)}"])
+    return loaded
+
+
 def resolve(loaded: Loaded) -> Loaded:
     """The settings with numbers for `auto`, the layout of DATA_PATH, and the preprocessing of the weights.
 
     For an evaluation also with the split to evaluate.
     """
-    place = loaded.config.DATA.DATA_PATH
-    if place is not None and loaded.is_default(DATASET):
-        from datasets.recognise import recognise
-
-        if (found := recognise(place, needs_labels=not loaded.config.MODEL.MAE_PRETRAIN)) is not None:
-            name, what = found
-            note = f"{DATASET} {name}: {what}"
-            loaded = loaded.with_values({DATASET: Entry(name, f"recognised in {place}")}, [note])
+    loaded = with_data_set(loaded)
+    given = {key for key, source in loaded.sources.items() if source.startswith("-") or source == "command line"}
+    if "DATA.DATA_PATH" in given and not loaded.config.EVAL and (unread := unread_path(loaded.config.DATA)):
+        raise UserError(unread)
     if loaded.config.MODEL.NUM_CLASSES == AUTO:
         from engine.inputs.auto import with_classes
 
@@ -123,6 +133,6 @@ def resolve(loaded: Loaded) -> Loaded:
         return loaded
     from engine.evaluation.data import evaluated_weights, settings_for_evaluation
 
-    given = {key for key, source in loaded.sources.items() if source.startswith("-") or source == "command line"}
+    given |= {DATASET} if is_of_user(loaded.sources[DATASET]) else set()
     values, notes = settings_for_evaluation(loaded.config, evaluated_weights(loaded.config), given)
     return loaded.with_values({key: Entry(value, "the evaluated data") for key, value in values.items()}, notes)

@@ -126,6 +126,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             default_text="recognised in -data_path",
         ),
         Flag("data_path", "folder of the data set", "DIR", ("DATA.DATA_PATH",)),
+        Flag("columns", "columns of a csv table's paths and labels", "file=NAME,label=NAME", ("DATA.COLUMNS",)),
         Flag(
             "part",
             "with -eval: split to evaluate: train, val, test or all",

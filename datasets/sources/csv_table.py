@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from datasets.base import Part, Source, parts_read
+from datasets.decoding import ENDINGS
 from datasets.images import open_images
 from datasets.labels import (
     ANY_LABEL,
@@ -22,9 +24,10 @@ from datasets.labels import (
 from datasets.sources.files import FileList, FileSamples, check_first_files, check_path, no_file, split_files
 from datasets.sources.split import no_such_part, parts_in_files
 from utils.config.data import DataConfig
+from utils.config.kinds import COLUMN
 from utils.errors import UserError, nearest
-from utils.log import log
-from vitamp.files import kind_of_path, only_regular
+from utils.log import log, warn_once
+from vitamp.files import read_regular
 
 SEPARATORS = (";", "|", ",")
 """Between the labels of an image; the first that occurs in the training table separates"""
@@ -35,6 +38,8 @@ PATHS = ("path", "image_path", "image", "file", "filename")
 TARGETS = ("target", "label", "class")
 PLURALS = ("targets", "labels", "classes")
 """Names of the column that may hold several labels, besides TARGETS"""
+table_name = "{}.csv".format
+"""File name of the table of a split"""
 LAYOUT = """Expected layout:
   {root}/train.csv    a header such as path,target, then lines such as images/cat 1.jpg,cat
   {root}/val.csv    (or valid.csv, validation.csv, dev.csv; test.csv if there is one)
@@ -131,11 +136,6 @@ class _Table:
         return [numbers[name] for _, name in self.each()]
 
 
-def table_name(split: str) -> str:
-    """File name of the table of a split."""
-    return f"{split}.csv"
-
-
 def _samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
     files = _files(data)
     training = _read(files.get("all") or files["train"], data)
@@ -181,10 +181,7 @@ def _files(data: DataConfig) -> dict[Part, Path]:
     parts = parts_in_files(root, data, table_name)
     missing = next((part for part in ("train", "val") if part not in parts), None)
     if missing:
-        if root.is_dir():
-            problem = f"there is no file {root / table_name(missing)}"
-        else:
-            problem = no_file(root) if kind_of_path(root) else f"{root} does not exist"
+        problem = no_file(root / table_name(missing) if root.is_dir() else root)
         raise UserError(f"DATA.DATA_PATH (-data_path): {problem}. {LAYOUT.format(root=root)}")
     return {part: root / file for part, file in parts.items()}
 
@@ -199,23 +196,33 @@ def _read(file: Path, data: DataConfig, separator: str | None = None) -> _Table:
     """`separator`: of the training table's labels; None: this is it."""
     paths, texts, numbers, groups = [], [], [], []
     try:
-        with open(file, encoding="utf-8-sig", newline="", opener=only_regular) as opened:
-            rows = csv.reader(opened, strict=True)
-            header = [text.strip() for text in next(rows, [])]
-            path, targets = _places(file, header, data)
-            group = header.index(data.GROUP) if data.GROUP in header else None
-            last = max(path, *targets, group or 0)
-            for row in rows:
-                if not any(field.strip() for field in row):
-                    continue
-                where = f"{file}:{rows.line_num}"
-                if len(row) <= last:
-                    raise UserError(f"{where} has {len(row)} fields; the header has {len(header)}.")
-                paths.append(check_path(row[path].strip(), where))
-                texts.append([row[place].strip() for place in targets])
-                numbers.append(rows.line_num)
-                if group is not None:
-                    groups.append(row[group].strip())
+        content = read_regular(file)
+        try:
+            text = content.decode("utf-8-sig")
+        except UnicodeDecodeError:
+            if b"\0" in content:  # no text, or of 16 bits
+                raise
+            text = content.decode("latin1")
+            warn_once(f"{file} is not UTF-8 and is read as Latin-1.")
+        delimiter = max(",\t" if data.MULTI_LABEL else ",;\t", key=text.partition("\n")[0].count)
+        if delimiter != ",":
+            warn_once(f"{file}: columns are separated by {delimiter!r}, as in its header.")
+        rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        header = [text.strip() for text in next(rows, [])]
+        path, targets = _places(file, header, data)
+        group = header.index(data.GROUP) if data.GROUP in header else None
+        last = max(path, *targets, group or 0)
+        for row in rows:
+            if not any(field.strip() for field in row):
+                continue
+            where = f"{file}:{rows.line_num}"
+            if len(row) <= last:
+                raise UserError(f"{where} has {len(row)} fields; the header has {len(header)}.")
+            paths.append(check_path(row[path].strip(), where))
+            texts.append([row[place].strip() for place in targets])
+            numbers.append(rows.line_num)
+            if group is not None:
+                groups.append(row[group].strip())
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"The table {file} cannot be read: {error}.") from None
     if not paths:
@@ -255,35 +262,42 @@ def _label_set(fields: list[str], table: _Table, where: str) -> LabelSet:
 def _places(file: Path, header: list[str], data: DataConfig) -> tuple[int, list[int]]:
     """Places of the column of paths, and of the one of labels, or of one per class.
 
-    With DATA.MULTI_LABEL and no column of labels, all columns but the path are classes.
+    With DATA.MULTI_LABEL and no column of labels, all columns but the path are classes. Two columns may have any names.
     """
-    path = _column(file, header, PATHS)
-    if not data.MULTI_LABEL:
-        return path, [_column(file, header, TARGETS)]
-    target = next((place for place, name in enumerate(header) if name.casefold() in (*TARGETS, *PLURALS)), None)
+    given = dict(re.findall(COLUMN, data.COLUMNS or ""))
+    paths = (given["file"],) if "file" in given else PATHS
+    targets = (given["label"],) if "label" in given else (*TARGETS, *PLURALS) if data.MULTI_LABEL else TARGETS
+    columns = [name.casefold() for name in header]
+    path, target = (
+        next((columns.index(name.casefold()) for name in names if name.casefold() in columns), None)
+        for names in (paths, targets)
+    )
+    own = [place for place in range(len(header)) if header[place] != data.GROUP]
+    advice = "Name the columns in a header, such as path,target, or with -columns file=NAME,label=NAME."
+    if len(own) == 2 and None in (path, target) and not data.MULTI_LABEL and not given:
+        if any(header[place].lower().endswith(ENDINGS) for place in own):
+            raise UserError(f"{file} has no header: its first line is {', '.join(header)}. {advice}")
+        path = next(place for place in own if place != target) if path is None else path
+        target = next(place for place in own if place != path)
+        warn_once(f"{file}: the column {header[path]!r} is read as the path, {header[target]!r} as the label. {advice}")
+    if path is None or (target is None and (not data.MULTI_LABEL or "label" in given)):
+        names = paths if path is None else targets
+        suggestion = next((text for name in columns if (text := nearest(name, names))), "")
+        raise UserError(
+            f"{file} has no column {' or '.join(names)}; its columns are {', '.join(header) or 'none'}.{suggestion} "
+            f"{advice} {LAYOUT.format(root=file.parent)}"
+        )
     if target is not None:
         return path, [target]
-    classes = [place for place in range(len(header)) if place != path and header[place] != data.GROUP]
+    classes = [place for place in own if place != path]
     if len(classes) < 2:
         raise UserError(
-            f"{file} has neither a column called {' or '.join((*TARGETS, *PLURALS))} nor one column per class. "
+            f"{file} has neither a column called {' or '.join(targets)} nor one column per class. "
             f"{LAYOUT.format(root=file.parent)}"
         )
     if repeated := next((header[place] for place in classes if header.count(header[place]) > 1), None):
         raise UserError(f"{file}: two columns are called {repeated!r}; give each class one column.")
     return path, classes
-
-
-def _column(file: Path, header: list[str], names: tuple[str, ...]) -> int:
-    columns = [name.strip().casefold() for name in header]
-    for name in names:
-        if name in columns:
-            return columns.index(name)
-    suggestion = next((text for name in columns if (text := nearest(name, names))), "")
-    raise UserError(
-        f"{file} has no column {' or '.join(names)}; its columns are {', '.join(header) or 'none'}.{suggestion} "
-        f"{LAYOUT.format(root=file.parent)}"
-    )
 
 
 def _whole_number(text: str) -> int | None:

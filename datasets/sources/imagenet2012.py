@@ -13,6 +13,8 @@ from datasets.sources.split import SPLIT_NAMES, no_such_part, parts_in_files
 from utils.config.data import DataConfig
 from utils.errors import UserError
 
+list_name = "{}_list.txt".format
+"""File name of the list of a split"""
 LAYOUT = """Expected layout:
   {root}/train_list.txt    lines like: train/n01440764/n01440764_10026.JPEG 0
   {root}/val_list.txt      lines like: val/ILSVRC2012_val_00000001.JPEG 65    (or valid_list.txt, ...)
@@ -20,11 +22,6 @@ LAYOUT = """Expected layout:
 or, without list files, class folders:
   {root}/train/<class>/image.JPEG
   {root}/val/<class>/image.JPEG"""
-
-
-def list_name(split: str) -> str:
-    """File name of the list of a split."""
-    return f"{split}_list.txt"
 
 
 def _samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from datasets import comes_unsplit, identity_of, source_of, validates_on_test
+from datasets import check_dataset, comes_unsplit, identity_of, source_of, validates_on_test
 from datasets.base import TITLES
+from datasets.labels import ANY_LABEL
+from datasets.recognise import recognise
+from datasets.registry import unread_path
+from datasets.sources.split import TooFewToSplit
 from engine.evaluation.knn import OF_OWN_DATA, place_of
 from engine.setup import training_data
 from models.weights.find import local_weights
 from utils.config import Config
 from utils.config.data import DataConfig
-from utils.config.keys import default_of
+from utils.config.keys import DATASET, default_of
 from utils.config.kinds import AUTO
 from utils.config.resumed import is_of_earlier_version
 from utils.distributed.world import ALONE
@@ -37,8 +42,15 @@ def settings_for_evaluation(
 
     `given`: the settings on the command line, which stay.
     """
-    place, data_of_run, part = source_of(config.DATA), _is_data_of_run(config, saved), config.DATA.PART
+    changes: dict[str, Any] = {}
     notes: list[str] = []
+    if "DATA.DATA_PATH" in given:
+        if DATASET not in given and (found := _other_layout(config.DATA)):
+            changes, notes = {DATASET: found[0]}, [f"{DATASET} {': '.join(found)}"]
+            config = _with(config, changes)
+        if unread := unread_path(config.DATA):
+            raise UserError(unread)
+    place, data_of_run, part = source_of(config.DATA), _is_data_of_run(config, saved), config.DATA.PART
     if data_of_run in ("same place", "moved") and part in ("train", "all"):
         which = "are" if part == "train" else "include"
         notes.append(
@@ -49,9 +61,8 @@ def settings_for_evaluation(
         if saved is not None and part in (AUTO, "val", "train"):
             _check_split(saved)
         return ({PART: "val"} if part == AUTO else {}), notes
-    changes: dict[str, Any] = {}
     if saved is not None and data_of_run != "moved":
-        changes = {key: default_of(key) for key in OF_OWN_DATA if key not in given}
+        changes |= {key: default_of(key) for key in OF_OWN_DATA if key not in given}
         if config.DATA.EXCLUDE is not None and "DATA.EXCLUDE" in changes:
             notes.append(f"DATA.EXCLUDE {config.DATA.EXCLUDE} of the run has no effect: {place} is other data")
     if part != AUTO:
@@ -66,11 +77,28 @@ def settings_for_evaluation(
     elif data_of_run == "moved":
         notes.append(f"{PART} {part}: {place} is the data that the model was trained on, in another place")
     elif unsplit:
-        notes.append(
-            f"{PART} {part}: whether the model was trained on {place} is unknown, so the split of a training "
-            "(DATA.VAL_FRACTION) is evaluated; -part all evaluates all images"
+        why = (
+            f"whether the model was trained on {place} is unknown, so the split of a training (DATA.VAL_FRACTION) is "
+            "evaluated; -part all evaluates all images"
         )
+        try:
+            with unheard():
+                check_dataset(_with(config, {PART: part}).DATA, ANY_LABEL, train=False)
+        except TooFewToSplit:
+            part, why = "all", f"{place} has one image per class, so nothing can be split off"
+        notes.append(f"{PART} {part}: {why}")
     return {**changes, PART: part}, notes
+
+
+def _other_layout(data: DataConfig) -> tuple[str, str] | None:
+    """What `recognise` finds in DATA_PATH; None if the data set that DATA names is there, or nothing is recognised."""
+    with unheard(), suppress(UserError):
+        if not unread_path(data):
+            check_dataset(data.model_copy(update={"DOWNLOAD": False}), ANY_LABEL, train=False)
+            return None
+    with suppress(UserError):  # the check of the data set that DATA names reports what is missing
+        found = recognise(str(data.DATA_PATH))
+        return found if found and found[0] != data.DATASET else None
 
 
 def _is_data_of_run(config: Config, saved: Chosen | None) -> Literal["same place", "moved", "other", "unknown"]:

@@ -63,7 +63,7 @@ def pooled_features(module: nn.Module, pixels: Tensor, pool: Pool = POOLED) -> T
     return seen.float()
 
 
-OF_OWN_DATA = ("DATA.EXCLUDE", "DATA.FOLD", "DATA.GROUP")
+OF_OWN_DATA = ("DATA.EXCLUDE", "DATA.FOLD", "DATA.GROUP", "DATA.COLUMNS")
 """Settings that fit the run's own data alone."""
 
 

@@ -183,3 +183,28 @@ def test_other_tools_take_a_part_of_the_runs_data(vitamp: Callable[..., Result],
         done = vitamp(*words, script="scripts/predict.py")
         assert done.code == 2
         assert said in done.err
+
+
+def test_a_table_is_recognised_as_in_training(vitamp: Callable[..., Result], run: Path, tmp_path: Path) -> None:
+    other = folders(tmp_path / "new", "new", 2)
+    lines = [f"{path.relative_to(other)};{path.parent.name}" for path in sorted(other.glob("*/*.jpg"))]
+    table = tmp_path / "new" / "labels.csv"
+    table.write_text("\n".join(["Datei;Klasse", *lines]) + "\n")
+    found = evaluated(vitamp, run, "-data_path", table)
+    assert found.startswith(f"csv in {table}, all images: 6 images\nDATA.DATASET csv: a table.\n")
+    table.write_text("\n".join(["id;Datei;Klasse", *(f"1;{line}" for line in lines)]) + "\n")
+    assert "all images: 6 images" in evaluated(vitamp, run, "-data_path", table, "-columns", "file=Datei,label=Klasse")
+
+
+def test_one_image_per_class_is_evaluated(vitamp: Callable[..., Result], run: Path, tmp_path: Path) -> None:
+    other = folders(tmp_path / "new", "new", 1)
+    assert "all images: 3 images" in evaluated(vitamp, run, "-data_path", other)
+    words = ("-cfg", run.parent / "icons.yaml", "-data_path", other, "DATA.EXCLUDE=null", "-output", tmp_path / "out")
+    done = vitamp(*words, "-eval", code=0)
+    assert f"DATA.PART all: imagefolder in {other} has one image per class, so nothing can be split off" in done.text
+    assert "all images: 3 images of 8 x 8" in done.text
+    checked = vitamp(*words, script="scripts/check_data.py", code=0)
+    assert "all images are checked as training images." in checked.err
+    assert "Training split: 3 images in 3 classes" in checked.out
+    assert "rounds of 3 images" in vitamp(*words, "-rounds", 1, script="scripts/dev/loading.py", code=0).out
+    assert "too few images for a validation split: 3 in" in vitamp(*words, "-output", tmp_path / "x", code=2).err

@@ -179,10 +179,9 @@ def users_data(setup: Setup) -> tuple[Config | None, str]:
     if setup.is_default("DATA.DATASET"):
         if config.DATA.DATA_PATH is None:
             return None, ON_THE_DEVICE
-        from datasets.recognise import recognise
+        from engine.preflight import with_data_set
 
-        if found := recognise(config.DATA.DATA_PATH):
-            config = changed(config, "DATA", DATASET=found[0])
+        config = with_data_set(setup.loaded).config
     from datasets import check_dataset, source_of
 
     check_dataset(config.DATA, int(config.MODEL.NUM_CLASSES))

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from utils.config.fields import TRAINING, Section, excludes, needs, overridden_by, setting
 from utils.config.kinds import (
     Background,
+    Columns,
     Count,
     Fold,
     FoldText,
@@ -51,6 +52,7 @@ class DataConfig(Section):
         "imagenet2012",
         "A data set or layout (docs/datasets.md); not set: recognised in DATA_PATH; the default if that is missing.",
     )
+    COLUMNS: Columns | None = setting(None, "Columns of a csv table: file=NAME,label=NAME (docs/datasets.md).")
     IMAGE_SIZE: PositiveOrAuto = setting(
         224, "Side of the model's input in pixels; auto: of the weights, or the median image (docs/small_images.md)."
     )

@@ -131,6 +131,8 @@ def _in_words(words: str, kind: str = "string") -> WithJsonSchema:
 
 FOLD_WORDS = "K/N (fold K of N, with N >= 2 and K from 1 to N, such as 2/5)"
 FoldText = Annotated[Annotated[str, _in_words(FOLD_WORDS)] | None, BeforeValidator(_as_fold)]
+COLUMN = r"(file|label)=([^=,]+)"
+Columns = Annotated[str, Field(pattern=f"^{COLUMN}(,{COLUMN})?$"), _in_words("file=NAME,label=NAME, or one of both")]
 Time = Annotated[str, Field(pattern=r"^\d+:[0-5]\d:[0-5]\d$"), _in_words("a time as HH:MM:SS, such as 11:30:00")]
 Numbers = Annotated[tuple[float, ...], BeforeValidator(_as_tuple)]
 NumbersAboveZero = Annotated[tuple[AboveZero, ...], BeforeValidator(_as_tuple)]

@@ -94,7 +94,7 @@ def test_paths_and_columns_name_groups(vitamp: Vitamp, tmp_path: Path) -> None:
         (("DATA.GROUP=(p)(a)",), "has 2 pairs of parentheses; put one around what names the group"),
         (("DATA.GROUP=png",), "1 group, too few for two splits, since a group is not divided"),
         ((r"DATA.GROUP=patient\d", "DATA.FOLD=1/9"), "6 groups, fewer than the 9 folds"),
-        (("DATA.GROUP=x", "-dataset", "digits"), "the data set digits names no groups"),
+        (("DATA.GROUP=x", "-dataset", "digits", "DATA.DATA_PATH=null"), "the data set digits names no groups"),
     ],
 )
 def test_bad_groups_are_refused(vitamp: Vitamp, tmp_path: Path, words: tuple[str, ...], said: str) -> None:

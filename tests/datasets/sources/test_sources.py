@@ -133,7 +133,7 @@ def test_unused_path_is_warned_of_with_a_way_to_use_it(
     class_tree: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     check_dataset(settings(DATASET=name, DATA_PATH=str(class_tree)), 10)
-    warned = f"DATA.DATA_PATH {class_tree} is not used" in caplog.text and "-dataset imagefolder" in caplog.text
+    warned = f"{class_tree} is not used" in caplog.text and "-dataset imagefolder" in caplog.text
     assert warned == (name != "imagefolder")
 
 

@@ -33,7 +33,7 @@ def table(tmp_path: Path) -> Callable[..., Path]:
         image(tmp_path / f"{number}.png", 20 * number)
 
     def write(text: str, name: str = "all.csv") -> Path:
-        (tmp_path / name).write_bytes(text.encode())
+        (tmp_path / name).write_bytes(text.encode("latin1" if "\xe4" in text else "utf-8"))
         return tmp_path / name
 
     return write
@@ -102,12 +102,41 @@ def test_csv_fields_may_be_quoted_and_lines_blank(tmp_path: Path, table: Callabl
 
 
 @pytest.mark.parametrize(
+    ("header", "line", "columns", "lines"),
+    [
+        ("Datei;Tierart", "{0};k\xe4fer", None, "Latin-1|columns are separated by ';'|'Datei' is read as the path"),
+        ("species\tfile", "k\xe4fer\t{0}", None, "Latin-1|columns are separated by '\\t'|'species' as the label"),
+        ("id,Bild,Art", "7,{0},k\xe4fer", "file=bild,label=Art", "Latin-1"),
+        ("photo,label,old", "{0},k\xe4fer,cat", "file=photo", "Latin-1"),
+    ],
+)
+def test_tables_of_other_programs_are_read_and_each_choice_is_said(
+    table: Callable[..., Path], said: pytest.LogCaptureFixture, header: str, line: str, columns: str | None, lines: str
+) -> None:
+    text = "\n".join([header, *(line.format(f"{number}.png") for number in range(3))])
+    data = of_csv(two(table, text, text), COLUMNS=columns)
+    assert parts(data, 1) == [[(f"{number}.png", 0) for number in range(3)]] * 2
+    assert open_dataset(data, False, 1, 0, CPU).classes == ["k\xe4fer"]
+    warned = [one for one in said.messages if f"{data.DATA_PATH}/train.csv" in one]
+    assert all(word in one for word, one in zip(lines.split("|"), warned, strict=True))
+
+
+def test_columns_that_are_not_there_or_not_of_a_table_are_refused(table: Callable[..., Path]) -> None:
+    root = two(table, rows(ANIMALS), rows(ANIMALS))
+    with pytest.raises(UserError, match=r"has no column lable; its columns are path, target\."):
+        check_dataset(of_csv(root, COLUMNS="label=lable"), 3)
+    with pytest.raises(UserError, match="the data set digits is no csv table"):
+        check_dataset(settings(DATASET="digits", COLUMNS="label=x"), 10)
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("number,target\n0,cat\n", "no column path or image_path or image or file or filename; its columns are"),
-        ("path,species\n0.png,cat\n", "no column target or label or class; its columns are path, species"),
-        ("path,lable\n0.png,cat\n", "Did you mean label?"),
-        ("path;target\n0.png;cat\n", "its columns are path;target"),
+        ("number,target,x\n0,cat,1\n", "no column path or image_path or image or file or filename; its columns are"),
+        ("path,species,x\n0.png,cat,1\n", "no column target or label or class; its columns are path, species, x"),
+        ("path;lable;x\n0.png;cat;1\n", "Did you mean label? Name the columns in a header, such as path,target"),
+        ("0.png,cat\n1.png,ant\n", "train.csv has no header: its first line is 0.png, cat."),
+        ("path,target\n0.png,c\xe4t\0\n", "train.csv cannot be read: 'utf-8' codec can't decode"),
         ("path,target\n", "has no lines below its header"),
         ("path,target\n0.png,cat\n1.png\n", "train.csv:3 has 1 fields; the header has 2"),
         ("path,target\n0.png,3\n1.png,10\n", "train.csv:3: label 10 does not fit MODEL.NUM_CLASSES 10"),
@@ -145,7 +174,7 @@ def test_missing_csv_error_shows_the_expected_layout(
     done = vitamp("-cfg", tiny, "-dataset", "csv", *given, "-output", tmp_path / "run")
     named = {
         "both": f"no file {root / 'train.csv'}",
-        "folder": f"{root / 'no'} does not exist",
+        "folder": f"there is no file {root / 'no'}",
         "path": "needs DATA.DATA_PATH",
     }
     assert done.code == 2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from tests.datasets.layouts import lay_out
 from tests.datasets.opened import CPU, of_shards, settings
 from tests.datasets.shards.tar_files import samples, write_tar
 from tests.datasets.sources.published import image
+from tests.program import Result
 from utils.config.data import DataConfig
 from utils.errors import UserError
 
@@ -115,3 +118,21 @@ def test_empty_classes_of_shards_are_named(tmp_path: Path, said: pytest.LogCaptu
     assert warnings_of(data, 3, said, False) == [f"The validation {owner} 1 of its 3 classes (the first: 0)."]
     (tmp_path / "classes.txt").write_text("ant\nbee\ncat\n")
     assert warnings_of(data, 3, said)[0] == f"The training {owner} 1 of its 3 classes (the first: bee)."
+
+
+def test_folders_of_systems_are_no_classes(vitamp: Callable[..., Result], unparted: Path, tiny: Path) -> None:
+    for name in ("__MACOSX", ".git", "rose/__MACOSX"):
+        image(unparted / name / "x.png")
+    done = vitamp("-cfg", tiny, "-data_path", unparted, "-dataset", "imagefolder", "-num_classes", "auto", "-dry_run")
+    assert "MODEL.NUM_CLASSES 2: classes of" in done.out
+    assert "skipped hidden folders 3 (.git, __MACOSX, ...)" in done.text
+
+
+def test_data_path_that_is_not_read_is_refused(vitamp: Callable[..., Result], unparted: Path, tiny: Path) -> None:
+    refused = vitamp("-cfg", tiny, "-data_path", unparted, code=2)
+    assert "digits is not read from it. To use the images there, name their layout, as in -dataset" in refused.err
+
+
+def test_print_config_shows_the_recognised_data_set(vitamp: Callable[..., Result], unparted: Path) -> None:
+    shown = vitamp("-data_path", unparted, "-print_config", code=0)
+    assert re.search(rf"  DATASET: imagefolder +# recognised in {unparted}\n", shown.out)

@@ -10,7 +10,7 @@ from utils.config.keys import CLASSES, IMAGE_SIZE, PATCH_SIZE
 from utils.config.kinds import AUTO
 from utils.config.read import Entry
 from utils.errors import UserError
-from vitamp.metrics import NO_LABELS
+from vitamp.metrics import NO_LABELS, ONE_LABEL
 
 SIZES = range(32, 97)
 """Image sizes that `auto` chooses from"""
@@ -32,6 +32,8 @@ def with_classes(loaded: Loaded) -> Loaded:
         number = count_classes(_of_any_size(config.DATA), train=False)  # an evaluation needs no training split
     number = max(number, 1)  # the check of the data reports negative labels, with their lines
     name = source_of(config.DATA)
+    if number == 1 and config.task == ONE_LABEL and not config.EVAL:
+        raise UserError(f"{name} has one class, so there is nothing to learn. Give the data with all classes.")
     note = f"{CLASSES} {number}: classes of {name}"
     return loaded.with_values({CLASSES: Entry(number, f"classes of {name}")}, [note])
 

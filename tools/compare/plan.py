@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tools.common.command_line import ToolLine, check_one_training
+from tools.common.comparison.runs import VALIDATION
 from tools.common.comparison.verdict import Judged, judged_by
 from tools.common.turns import alternating_order
 from utils.cli import command_line
@@ -67,7 +68,7 @@ SET_PER_FOLD = {
     "DATA.FOLD": "leave out DATA.FOLD to validate on each fold, or leave out -folds to validate only on this one"
 }
 """The same with -folds."""
-DATA = ("DATA.DATASET", "DATA.DATA_PATH", "DATA.VAL_FRACTION", "DATA.GROUP", "DATA.EXCLUDE", "DATA.PART", "cfg")
+DATA = (*VALIDATION, "DATA.PART", "cfg")
 """What may choose other validation images."""
 MAY_DIFFER = ("OUTPUT", "SAVE", "MODEL.RESUME")
 """Settings that may change when a run is resumed."""

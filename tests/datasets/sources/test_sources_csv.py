@@ -295,3 +295,9 @@ def test_mixup_mixes_rows(mode: str) -> None:
         expected = lam * labels[row] + (1 - lam) * labels[23 - row]
         assert torch.allclose(mixed.targets[row], expected, atol=1e-3)
         assert torch.equal(mixed.labels[row], labels[row] if lam >= 0.5 else labels[23 - row])
+
+
+def test_a_table_of_one_class_is_not_trained_on(table: Callable[..., Path], vitamp: Callable[..., Result]) -> None:
+    place = table(rows(["cat"] * 12))
+    done = vitamp("-data_path", place, "-num_classes", "auto", code=2)
+    assert f"csv in {place} has one class, so there is nothing to learn" in done.err

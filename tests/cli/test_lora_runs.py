@@ -39,7 +39,7 @@ ADAPTERS |= {"blocks.0.mlp.fc1.lora_fc1_A", "blocks.0.mlp.fc1.lora_fc1_B"}
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the recipe, a run to start from, and a whole run with adapters. Not to be changed."""
     folder = tmp_path_factory.mktemp("lora")
-    train_tiny(folder, "TRAIN.NUM_EPOCHS=1")
+    train_tiny(folder, "TRAIN.NUM_EPOCHS=1", "TRAIN.WARMUP_EPOCHS=1")
     (folder / "run").rename(folder / "base")
     done = run_program(*command(folder), "-output", folder / "run", streams=folder, code=0)
     (folder / "said").write_text(done.out)

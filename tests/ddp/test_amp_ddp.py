@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed
 from safetensors.torch import save_file
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from datasets import Window
 from engine.machine.device import Run
@@ -30,6 +31,9 @@ LEVELS = {
     "O1 fp16": {"AMP.ENABLED": "true", "AMP.DTYPE": "fp16", "AMP.INIT_LOSS_SCALING": "1024"},
     "O2 fp16": {"AMP.ENABLED": "true", "AMP.DTYPE": "fp16", "AMP.INIT_LOSS_SCALING": "1024", "AMP.LEVEL": "O2"},
 }
+GATHERS_IN_HALF = hasattr(MixedPrecisionPolicy, "param_dtype_override_fn")
+"""From torch 2.15 on, which FSDP needs at O2 and NAIVE"""
+FSDP_LEVELS = ["O1", *["O2"] * GATHERS_IN_HALF]
 PLAIN_STEPS = {
     "TRAIN.OPTIMIZER.NAME": "SGD",
     "TRAIN.OPTIMIZER.MOMENTUM": "0",

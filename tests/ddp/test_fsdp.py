@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from tests.ddp.test_amp_ddp import FSDP_LEVELS, GATHERS_IN_HALF
 from tests.program import ROOT, TINY_DIGITS, Result, Started, metrics, run_program
 from tests.saved import save_checkpoint
 from tests.waiting import free_port
@@ -27,7 +28,7 @@ WORDS = [
 ]
 UPDATES = 50
 STOPPED_AT = 30
-HALVES = ["-amp", "fp16", "AMP.LEVEL=O2", "AMP.INIT_LOSS_SCALING=1024"]
+HALVES = ["-amp", "fp16", f"AMP.LEVEL={FSDP_LEVELS[-1]}", "AMP.INIT_LOSS_SCALING=1024"]
 # Read by every Python that starts with its folder in PYTHONPATH: in the third update rank 1, and no other, finds one
 # gradient of its own rows infinite.
 OVERFLOW_ON_ONE_RANK = """
@@ -155,7 +156,7 @@ def test_it_goes_on_from_ddp(place: Path, whole: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", FSDP_LEVELS)
 def test_modules_moved_to_fp32_stay_there(place: Path, whole: Path, tmp_path: Path, level: str) -> None:
     """AMP.AUTO_FP32 of a ddp run moved them. FSDP must know them before it shards the weights."""
     modules = ["blocks.0.mlp.fc1", "blocks.1.attn"]
@@ -204,7 +205,7 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(place: Path, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["O1", "O2", "NAIVE"])
+@pytest.mark.parametrize("level", [*FSDP_LEVELS, *["NAIVE"] * GATHERS_IN_HALF])
 def test_mixed_precision_is_that_of_ddp(place: Path, level: str) -> None:
     words = ("-amp", "bf16", f"AMP.LEVEL={level}", "TRAIN.MAX_UPDATES=6", "MODEL.DROPOUT=0")
     runs = [start(place, f"{level}{strategy}", *words, f"DIST.STRATEGY={strategy}")[0] for strategy in ("ddp", "fsdp")]
@@ -217,7 +218,7 @@ def test_mixed_precision_is_that_of_ddp(place: Path, level: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", FSDP_LEVELS)
 def test_sharded_blocks_can_be_compiled(place: Path, level: str) -> None:
     words = (FSDP, "-amp", "bf16", f"AMP.LEVEL={level}", "TRAIN.MAX_UPDATES=3", "MODEL.DROPOUT=0", "MODEL.DROPPATH=0")
     runs = [start(place, f"{level} {how}", *words, f"TRAIN.COMPILE={how}")[0] for how in ("blocks", "none")]

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.machine.device import Run
@@ -20,7 +19,7 @@ from engine.parallel.fsdp import build_sharding
 from engine.parallel.shards import local_shard
 from engine.setup import ReadyToTrain, build_for_training
 from engine.update import accumulate
-from tests.ddp.test_amp_ddp import in_two_processes
+from tests.ddp.test_amp_ddp import FSDP_LEVELS, GATHERS_IN_HALF, in_two_processes
 from tests.engine.small import CPU
 from tests.program import TINY_DIGITS
 from utils.config import load_config
@@ -32,7 +31,7 @@ BF16 = {"AMP.ENABLED": "true", "AMP.DTYPE": "bf16"}
 WAYS: dict[str, dict[str, str]] = {
     "O0": {},
     "O1": BF16,
-    "O2": BF16 | {"AMP.LEVEL": "O2"},
+    **({"O2": BF16 | {"AMP.LEVEL": "O2"}} if GATHERS_IN_HALF else {}),
     "linear in fp32": BF16 | {"AMP.CUSTOM_BLACK_LIST": "[fc]"},
     "accumulated O0": {"TRAIN.ACCUM_ITER": "2"},
     "accumulated O1": BF16 | {"TRAIN.ACCUM_ITER": "2"},
@@ -49,7 +48,6 @@ IN_HALF: dict[str, tuple[str, ...]] = {
     "mlp in fp32": (*LINEAR, *CONVOLUTION),
 }
 """Ends of the names of the weights that are gathered in half precision."""
-HALF_AT_O1 = hasattr(MixedPrecisionPolicy, "param_dtype_override_fn")  # from torch 2.15 on
 
 
 class Traffic(TorchDispatchMode):
@@ -146,23 +144,23 @@ def bytes_of(shapes: dict[str, list[int]], in_half: tuple[str, ...]) -> int:
     return sum(size * (2 if name.endswith(in_half) else 4) for name, size in sizes.items())
 
 
-@pytest.mark.parametrize("way", IN_HALF)
+@pytest.mark.parametrize("way", [way for way in IN_HALF if way in WAYS])
 def test_weights_are_gathered_in_half_as_far_as_the_level_allows(
     counted: tuple[dict[str, Counts], dict[str, list[int]]], way: str
 ) -> None:
     """Twice per micro-batch; norms, tokens and position embeddings in fp32. Gradients are reduced in fp32."""
     counts, shapes = counted
-    in_half = IN_HALF[way] if HALF_AT_O1 or "O2" in way else ()
+    in_half = IN_HALF[way] if GATHERS_IN_HALF else ()
     assert counts[way].gathered == 2 * bytes_of(shapes, in_half)
     assert counts[way].reduced == bytes_of(shapes, ())
 
 
-@pytest.mark.parametrize("way", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("way", ["O0", *FSDP_LEVELS])
 def test_no_gathered_weight_is_kept_for_the_backward_pass(
     counted: tuple[dict[str, Counts], dict[str, list[int]]], way: str
 ) -> None:
     counts, _ = counted
-    if way != "O1" or HALF_AT_O1:
+    if way == "O0" or GATHERS_IN_HALF:
         assert counts[way].saved == 0
     else:
         assert counts[way].saved > 0, "casts by autocast"

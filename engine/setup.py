@@ -391,4 +391,4 @@ def setting_of(ready: ReadyToTrain) -> Setting:
     stored, remote = ("pixels", False) if samples is None else (samples.stored, samples.remote)
     compiled = ready.choices.get("compile", "none") != "none"
     here = ready.parts.world.own_cores
-    return Setting(device.type, amp, compiled, workers, here, stored, remote)
+    return Setting(device.type, amp, compiled, workers, here, stored, remote, torch.get_num_threads())

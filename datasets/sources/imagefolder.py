@@ -123,6 +123,8 @@ def class_files(folder: Path, classes: list[str]) -> FileList:
     for entry in sorted(folder.iterdir()):
         if is_hidden(entry.name) and entry.is_dir():
             skipped.add(entry.name, HIDDEN_FOLDER)
+        elif entry.name.lower().endswith(ENDINGS) and entry.is_file():
+            skipped.add(entry.name, "images beside the class folders")
     by_class = [sorted(images_below(str(folder / name), skipped)) for name in classes]
     skipped.warn(str(folder))
     paths = [f"{name}/{path}" for name, of_class in zip(classes, by_class, strict=True) for path in of_class]

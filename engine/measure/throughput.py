@@ -208,6 +208,8 @@ class Setting:
     """CPU cores for this rank's loading processes."""
     stored: StorageKind = "files"
     remote: bool = False
+    threads: int = 1
+    """Of this process's computing on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -300,5 +302,7 @@ def _compute_bound(device: str, waited: float, stages: dict[str, float], setting
         ways.append(f"-amp ({started_as('scripts/choose_precision.py')} measures the gain)")
     if not setting.compiled and setting.device != "cpu":  # on a CPU it takes minutes, and was never seen to gain them
         ways.append("TRAIN.COMPILE=whole (or blocks)")
+    if setting.device == "cpu" and setting.threads > 1:
+        ways.append("THREADS=1 (faster for a small model or on a busy CPU; -dry_run measures it)")
     advice = f"To speed up, try {' and '.join(ways)}" if ways else "Only a smaller model or more devices would help"
     return f"{text}. {advice}; see docs/performance.md."

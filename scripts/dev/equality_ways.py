@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 
 TEACHER, LABELS, FAULTY = "{made}/teacher", "{made}/labels", "{made}/faulty.safetensors"
 """What `make_materials` makes; a way's words are formatted with the folder."""
-PHASES = ("DATA.BATCH_SIZE=256", "TRAIN.NUM_EPOCHS=3")
+PHASES = ("DATA.BATCH_SIZE=256", "TRAIN.NUM_EPOCHS=3", "TRAIN.WARMUP_EPOCHS=3")
 """Epochs of five updates. So a run is resumed within epoch 2, and a second time at the start of epoch 3."""
 FREEZE = (*PHASES, "-pretrained", TEACHER, "MODEL.FREEZE=[backbone]")
 SEVERAL = (

@@ -123,9 +123,10 @@ def test_empty_classes_of_shards_are_named(tmp_path: Path, said: pytest.LogCaptu
 def test_folders_of_systems_are_no_classes(vitamp: Callable[..., Result], unparted: Path, tiny: Path) -> None:
     for name in ("__MACOSX", ".git", "rose/__MACOSX"):
         image(unparted / name / "x.png")
+    image(unparted / "loose.png")
     done = vitamp("-cfg", tiny, "-data_path", unparted, "-dataset", "imagefolder", "-num_classes", "auto", "-dry_run")
     assert "MODEL.NUM_CLASSES 2: classes of" in done.out
-    assert "skipped hidden folders 3 (.git, __MACOSX, ...)" in done.text
+    assert "skipped hidden folders 3 (.git, __MACOSX, ...), images beside the class folders 1 (loose.png)" in done.text
 
 
 def test_data_path_that_is_not_read_is_refused(vitamp: Callable[..., Result], unparted: Path, tiny: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,8 @@ def test_advice_for_a_compute_bound_run(device: str, amp: bool, compiled: bool, 
     assert advice in made.text
     assert made.percent == pytest.approx(98)
     in_stages = bottleneck(tally(data=2.0, forward=30.0), setting)
+    shared = bottleneck(tally(waited=2.0), replace(setting, threads=2))
+    assert ("THREADS=1 (faster for a small model" in shared.text) == (device == "cpu")
     assert "forward pass took 30 % and the backward pass 68 %" in in_stages.text
 
 

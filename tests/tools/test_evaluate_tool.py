@@ -329,6 +329,8 @@ def test_too_few_images_per_class_are_named() -> None:
     said = "\n".join(table_of(found, "model"))
     assert "No interval of macro F1: too few images per class." in said
     assert f"{found.values[MACRO_F1]:.2f} % (" not in said
+    letters = np.repeat(np.arange(26), 2)
+    assert macro_f1_interval(letters, np.zeros(52, dtype=int), 26) is None, "it would be 0 to 70 %"
     of_map, of_area = ranking_intervals(*drawn_scores(np.random.default_rng(0), 2, 200, 40, 0.8))
     assert of_map is None
     assert of_area is not None

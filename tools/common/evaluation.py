@@ -40,6 +40,8 @@ ADDED = 1
 """Right and wrong images that are added to each class for its variance, which is never 0 then (Agresti and Coull)"""
 MOST_SINGLE = 0.1
 """Fraction of classes with a single image, above which too many others may have none for an interval"""
+WIDEST = 60
+"""Percentage points; an interval of macro F1 that is wider says nothing"""
 
 
 def balanced_accuracy_interval(labels: np.ndarray, guesses: np.ndarray, classes: int) -> Interval:
@@ -72,7 +74,8 @@ def macro_f1_interval(labels: np.ndarray, guesses: np.ndarray, classes: int) -> 
     bias = f1 * (1 - f1) / sizes * either / np.maximum(either - 1, 1)
     value, unbiased = (float(each.sum()) / counted for each in (f1, f1 + bias))
     freedom = max(len(labels) - counted, 1)  # as an unbiased variance is larger
-    return _around(value, unbiased, float(variance.sum()) * len(labels) / freedom, len(labels), images[images > 0])
+    found = _around(value, unbiased, float(variance.sum()) * len(labels) / freedom, len(labels), images[images > 0])
+    return None if found is None or found.high - found.low > WIDEST else found
 
 
 def ranking_intervals(scores: np.ndarray, truth: np.ndarray) -> tuple[Interval | None, Interval | None]:

@@ -87,6 +87,8 @@ def suggest(key: str) -> str:
         return f" Did you mean {either([k for k in same_name if k.count('.') == same_name[0].count('.')])}?"
     section = canonical(key).rpartition(".")[0]
     inside = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
+    if ending := [k for k in inside.values() if k.endswith(f"_{name}")]:
+        return f" Did you mean {either(ending)}?"
     anywhere = {k.rpartition(".")[2]: k for k in known}
     match = (
         inside.get(closest(name, inside) or "") or closest(key, known) or anywhere.get(closest(name, anywhere) or "")

@@ -146,13 +146,10 @@ def _fill(data: DataConfig) -> list[int]:
     return list(mean_colour(data)[: data.IMAGE_CHANNELS])
 
 
-def _trivial(data: DataConfig) -> ImageChange:
-    return v2.TrivialAugmentWide(interpolation=InterpolationMode(data.INTERPOLATION), fill=_fill(data))
-
-
-def _three(data: DataConfig) -> ImageChange:
-    return timm_augment.AutoAugment(timm_augment.auto_augment_policy("3a", _options(data, spread=0.0)))
-
-
-POLICIES: dict[str, Callable[[DataConfig], ImageChange]] = {"trivial": _trivial, "three": _three}
+POLICIES: dict[str, Callable[[DataConfig], ImageChange]] = {
+    "trivial": lambda data: v2.TrivialAugmentWide(
+        interpolation=InterpolationMode(data.INTERPOLATION), fill=_fill(data)
+    ),
+    "three": lambda data: timm_augment.AutoAugment(timm_augment.auto_augment_policy("3a", _options(data, spread=0.0))),
+}
 """Values of TRAIN.AUGMENT -> what makes them; all other values are the user's own"""

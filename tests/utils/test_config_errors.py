@@ -70,7 +70,10 @@ def test_all_errors_are_reported_together_with_their_lines(tmp_path: Path) -> No
         ("AMP: maybe\n", "run.yaml:1: AMP.ENABLED: expected true or false, got maybe."),
         ("TRAIN: 3\n", "run.yaml:1: TRAIN is a section, not a setting. Its keys: LAST_EPOCH, NUM_EPOCHS,"),
         ("data:\n  batch_size: 3\n", "run.yaml:1: unknown key data. Did you mean DATA?"),
-        ("TRAIN:\n  LR: 3\n", "unknown key TRAIN.LR. Did you mean TRAIN.WARMUP_START_LR, TRAIN.BASE_LR, TRAIN.END_LR or"),
+        (
+            "TRAIN:\n  LR: 3\n",
+            "unknown key TRAIN.LR. Did you mean TRAIN.WARMUP_START_LR, TRAIN.BASE_LR, TRAIN.END_LR or",
+        ),
         ("SEED: 1\nSEED: 2\n", "run.yaml:2: SEED is set twice: run.yaml:1 has another value"),
         ("MODEL:\n  DEPTH: 3\n  TRANS: {DEPTH: 4}\n", "run.yaml:3: MODEL.DEPTH is set twice: "),
         ("MODEL: {TRANS: {HYBRID: false}}\n", "run.yaml:1: unknown key MODEL.HYBRID."),

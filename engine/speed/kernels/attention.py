@@ -65,7 +65,7 @@ def key_blocks(tokens: int) -> tuple[int, int, int]:
     left, blocks = -(-tokens // MIN_DOT_SIZE) * MIN_DOT_SIZE, []
     while left > 0:
         last = len(blocks) == 2
-        blocks.append(_next_power_of_2(left) if last else _previous_power_of_2(left))
+        blocks.append(_next_power_of_2(left) if last else 1 << (left.bit_length() - 1))
         left -= blocks[-1]
     if sum(blocks) == _next_power_of_2(tokens):
         blocks = [sum(blocks)]
@@ -75,10 +75,6 @@ def key_blocks(tokens: int) -> tuple[int, int, int]:
 
 def _next_power_of_2(number: int) -> int:
     return max(MIN_DOT_SIZE, 1 << (number - 1).bit_length())
-
-
-def _previous_power_of_2(number: int) -> int:
-    return 1 << (number.bit_length() - 1)
 
 
 @torch.library.custom_op("vitamp::packed_attention", mutates_args=())

@@ -127,11 +127,6 @@ def unit(rows: Iterable[Metrics]) -> str:
     return "fold" if any("fold" in row for row in rows) else "seed"
 
 
-def _overlap(rows: Iterable[Metrics]) -> float:
-    """Validation images per training image in a cross-validation; 0 without."""
-    return next((1 / (int(row["fold"].partition("/")[2]) - 1) for row in rows if "fold" in row), 0.0)
-
-
 def interval(values: Sequence[float], comparisons: int, grain: float = 0.0, overlap: float = 0.0) -> Difference:
     """Student's interval of the mean of `values`. `grain`: the resolution of the metric, a lower bound of the noise.
 
@@ -208,7 +203,9 @@ def difference_in_metric(
         return None
     images = next((row["validation_images"] for row in ours.values() if row.get("validation_images")), None)
     grain = 100 / images if images and judged.metric.counts_images else 0.0
-    found = interval([one - other for one, other in pairs], comparisons, grain, _overlap(ours.values()))
+    # Validation images per training image in a cross-validation
+    overlap = next((1 / (int(row["fold"].partition("/")[2]) - 1) for row in ours.values() if "fold" in row), 0.0)
+    found = interval([one - other for one, other in pairs], comparisons, grain, overlap)
     if judged.metric.percent and found.low is not None and found.high is not None:
         # Of few seeds, Student's interval can be wider than any difference of two percentages.
         return replace(found, low=max(found.low, -100.0), high=min(found.high, 100.0))

@@ -214,7 +214,8 @@ def _misfit(module: nn.Module, weights: Weights, file: Path, name: str) -> str:
         f"{SIZE_WORDS.get(key, key)} {as_text(value)} in the weights, {as_text(own[key])} in the recipe"
         for key, value in differing.items()
     )
-    text = f"Pretrained weights {file} do not fit {name}{': ' * bool(words)}{words}"
+    words = words or "they may be of another model, which -model names (-list_models prints timm's)"
+    text = f"Pretrained weights {file} do not fit {name}: {words}"
     if run and own.keys() != theirs.keys():  # a model of another kind
         differing = {"TYPE": run.TYPE, "NAME": run.NAME, **given_sizes(run)}
     words = " ".join(f"MODEL.{key}={shlex.quote(as_text(value))}" for key, value in differing.items())

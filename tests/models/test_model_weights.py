@@ -184,7 +184,7 @@ def test_other_architecture_is_refused_with_mismatched_tensors(weights: Path) ->
     said = refusal(weights, DEPTH=3)
     assert "missing in the file (12):" in said
     assert "blocks.2.norm1.weight" in said
-    assert "do not fit tiny" in refusal(weights, **SWIN)
+    assert "do not fit tiny: they may be of another model, which -model names" in refusal(weights, **SWIN)
 
 
 def augreg(module: Any) -> dict[str, np.ndarray]:

@@ -278,7 +278,8 @@ def read_weights_meta(file: Path) -> tuple[dict[str, Any], WeightSet]:
     if header.get("made_by") != MADE_BY or not header.keys() >= {*NEEDED}:
         raise UserError(
             f"{file}: its header was not written by {WRITERS}, so the model and its preprocessing are unknown. "
-            f"Evaluate or fine-tune it with its model: python main_single_gpu.py -model NAME -pretrained {file}"
+            f"Evaluate it with the settings of its model, or with -model NAME for one of timm: python "
+            f"main_single_gpu.py -cfg CONFIG.yaml -eval -pretrained {file}"
         )
     check_fields(WeightsMeta, header, file)
     if header.get("calibration"):

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.ddp.test_amp_ddp import FSDP_LEVELS
 from tests.program import Vitamp, metrics
 
 FROZEN = ("MODEL.FREEZE=backbone", "MODEL.UNFREEZE_EPOCH=2", "TRAIN.NUM_EPOCHS=3", "TRAIN.LAYER_DECAY=0.6")
 RICH = (*FROZEN, "TRAIN.MODEL_EMA=true", "MODEL.DEPTH=2", "MODEL.DROPOUT=0.1", "MODEL.DROPPATH=0.2")
-O2 = ("-amp", "bf16", "AMP.LEVEL=O2")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("amp", [(), O2, ("-amp", "bf16")], ids=["fp32", "O2", "O1"])
+@pytest.mark.parametrize("amp", [(), *(("-amp", "bf16", f"AMP.LEVEL={level}") for level in FSDP_LEVELS)])
 def test_sharded_run_agrees_with_ddp_and_resumes(
     vitamp: Vitamp, tiny: Path, tmp_path: Path, amp: tuple[object, ...]
 ) -> None:

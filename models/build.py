@@ -214,7 +214,7 @@ def _plan(model: ModelConfig, image_size: int, channels: int, shortcuts: Shortcu
         raise UserError("The model cannot be built:\n" + "\n".join(f"  {line}" for line in problems))
     differing = ", ".join(f"{key} {as_text(value)} (timm's: {as_text(has.get(key))})" for key, value in edited.items())
     notes = []
-    if is_label and not wanted:  # sizes that are given stand in the banner
+    if is_label and not wanted:  # the banner shows sizes that are given
         notes.append(f"MODEL.NAME {model.NAME} is only a label: the model has the sizes of timm's {timm_name}")
     elif differing and not is_label:
         notes.append(

@@ -70,7 +70,7 @@ def _with_sizes(loaded: Loaded, source: str) -> Loaded:
 
 
 def _with_preprocessing(loaded: Loaded, source: str) -> Loaded:
-    """The same for the preprocessing; a note says where theirs differs."""
+    """Take the preprocessing of the weights where the settings leave it open, and note where theirs differs."""
     known, model = preprocessing_of(source), loaded.config.MODEL
     if known is None:  # the best guess: that of timm's own weights for the model, unless its sizes are the user's
         name, is_label = timm_base(model, sizes_given := bool(given_sizes(model)))

@@ -92,6 +92,8 @@ class Samples(ABC):
     classes: list[str] | None = None
     """Class names in the order of their labels, if known."""
     stored: StorageKind = "files"
+    groups: list[str] | None = None
+    """Of the samples, if DATA.GROUP names them"""
     remote = False
     """Read over a network. Loading processes then mostly wait and use little CPU."""
 

@@ -160,7 +160,11 @@ def split_files(files: FileList, data: DataConfig, part: Part) -> FileSamples:
         return groups_in_paths(files.paths, data) if files.groups is None else files.groups
 
     chosen = split_rows(files.labels, data, part, files.root, groups)
-    return files._replace(paths=[files.paths[index] for index in chosen], labels=files.labels[chosen]).samples()
+    found = files._replace(paths=[files.paths[index] for index in chosen], labels=files.labels[chosen]).samples()
+    if data.GROUP is not None:
+        of_all = groups()
+        found.groups = [of_all[index] for index in chosen]
+    return found
 
 
 def data_folder(data: DataConfig) -> Path:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,39 +28,7 @@ from utils.distributed.world import ALONE, World, sum_over_ranks
 from utils.errors import UserError
 from utils.log import DETAIL, log
 from vitamp.metrics import always_guessing
-
-Pool = Literal["pooled", "class", "mean", "patches"]
-POOLED: Pool = "pooled"
-"""What the classifier sees"""
-
-
-def check_pool(model: nn.Module, pool: Pool) -> None:
-    """Raise UserError if the model has no tokens, or no class token, for this pooling."""
-    if pool == POOLED:
-        return
-    kind = type(model).__name__
-    if not hasattr(model, "num_prefix_tokens"):
-        raise UserError(f"-pool {pool}: {kind} has no tokens as a ViT has them; use -pool pooled.")
-    if pool == "class" and getattr(model, "cls_token", None) is None:
-        raise UserError(f"-pool class: this {kind} has no class token; use -pool pooled or mean.")
-
-
-def pooled_features(module: nn.Module, pixels: Tensor, pool: Pool = POOLED) -> Tensor:
-    """Features in fp32 of normalised images: B x D; patches B x N x D. A masked autoencoder sees all patches here."""
-    model: Any = module
-    # O3 casts the images before the model's forward, which is not called here.
-    tokens = model.forward_features(pixels.to(next(model.parameters()).dtype))
-    match pool:
-        case "pooled":
-            seen = model.forward_head(tokens, pre_logits=True)
-        case "class":
-            seen = tokens[:, 0]
-        case "mean":
-            seen = tokens[:, model.num_prefix_tokens :].mean(1)
-        case "patches":
-            seen = tokens[:, model.num_prefix_tokens :]
-    return seen.float()
-
+from vitamp.pooling import POOLED, pooled_features
 
 OF_OWN_DATA = ("DATA.EXCLUDE", "DATA.FOLD", "DATA.GROUP", "DATA.COLUMNS")
 """Settings that fit the run's own data alone."""
@@ -106,13 +73,13 @@ def labelled_data(config: Config) -> DataConfig:
 
 
 def open_labelled(
-    data: DataConfig, count: int, seed: int, device: torch.device, setting: str, do: str
+    data: DataConfig, count: int, seed: int, device: torch.device, setting: str, do: str, several: bool = False
 ) -> tuple[ImageDataset, ImageDataset]:
     """Training images, and those of DATA.PART, which need not have the labels of any model.
 
-    `count`: of neighbours. `setting` asked for it; `do`: what names other images.
+    `count`: of neighbours. `setting` asked for it; `do`: what names other images. `several`: labels are possible.
     """
-    if data.MULTI_LABEL:
+    if data.MULTI_LABEL and not several:
         raise UserError(f"{setting}: needs one label per image; this data has several (DATA.MULTI_LABEL).")
     if not has_labels(data):
         raise UserError(f"{setting}: {source_of(data)} has no labels. Name images with labels, as in {do}.")
@@ -121,7 +88,7 @@ def open_labelled(
     bank, images = (
         open_dataset(one, False, classes, seed, device) for one in (data.model_copy(update={"PART": "train"}), data)
     )
-    if count > len(bank):
+    if count > len(bank) and not several:
         raise UserError(f"{setting} {count}: {source_of(data)} has only {len(bank):,} training images.")
     if not len(images):
         raise UserError(f"{setting}: {source_of(data)}, {TITLES[data.PART]}: the split has no images.")
@@ -224,7 +191,7 @@ class Neighbours:
                 for batch in loader:
                     between()
                     with uncompiled(), precision.autocast(training=False):
-                        features = pooled_features(model, inputs(batch.images))
+                        features = pooled_features(model, inputs(batch.images), POOLED)
                     real = batch.indices >= 0  # False for samples that only pad the batch
                     finite.logical_and_(features.isfinite().all())
                     yield features[real], batch.labels[real], batch.indices[real]

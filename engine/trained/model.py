@@ -22,7 +22,6 @@ from engine.amp.low_precision import force_fp32
 from engine.amp.op_lists import OpLists
 from engine.amp.precision import Precision, check_amp, check_precision
 from engine.checkpoint.restore import load_weights
-from engine.evaluation.knn import Pool, pooled_features
 from engine.machine.device import pick_device, set_up_device
 from engine.machine.memory import is_out_of_memory
 from engine.setup import tuned_model
@@ -37,6 +36,7 @@ from utils.log import log
 from utils.record.resumed_run import config_of
 from utils.text import counted
 from vitamp.metrics import BETTER, NO_LABELS, WeightSet
+from vitamp.pooling import pooled_features
 from vitamp.tensors import fp32_modules, read_weights
 from vitamp.weights import Chosen, chosen_at
 
@@ -91,7 +91,7 @@ class Trained:
                     "-batch_size (in predict.py and evaluate.py), or -amp."
                 ) from None
 
-    def features(self, images: Tensor, pool: Pool) -> Tensor:
+    def features(self, images: Tensor, pool: str) -> Tensor:
         """Features in fp32 of uint8 images (B x C x S x S), as in validation: B x D; patches B x N x D."""
         with self.computing(len(images)):
             return pooled_features(self.model, self.inputs(images.to(self.precision.device)), pool)

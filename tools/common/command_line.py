@@ -26,6 +26,7 @@ from utils.program import die_with_starting_tool, help_here, started_as
 from utils.record.run_folder import is_of_user
 from utils.standard_output import OutputError, discard_output, flush_after, watch_standard_output
 from vitamp.metrics import BETTER, CHOICES, CHOICES_IN_WORDS, ONE_LABEL
+from vitamp.pooling import PATCHES, POOLED, POOLS
 
 PAGES = {
     "benchmark_amp.py": "benchmarks",
@@ -58,15 +59,15 @@ TTA = Flag(
 """For tools that predict."""
 NO_CALIBRATION = Flag("no_calibration", "leave out the temperature that evaluate.py -calibrate fitted to the weights")
 """For tools that apply it."""
-POOLED = "pooled"
 POOL = Flag(
     "pool",
-    "the features: what the classifier sees (pooled), the class token, the mean of all patches, or each of the patches",
+    "what the classifier sees (pooled), the class token, the mean of all patches, both, class tokens of the last 4 "
+    "blocks with that mean (blocks), or each of the patches",
     "POOL",
     default_text=POOLED,
-    choices=(POOLED, "class", "mean", "patches"),
+    choices=(*POOLS, PATCHES),
 )
-"""For tools that take a model's features; engine/evaluation/knn.py has the choices too."""
+"""For tools that take a model's features."""
 TRUST = (BY_NAME["use"], BY_NAME["trust"])
 """For tools that load a trained model: which code of its run may be executed."""
 OVERWRITE = Flag("overwrite", "replace existing output files")

@@ -4,6 +4,7 @@
     python scripts/evaluate.py runs/flowers -weights ema -json eval.json
     python scripts/evaluate.py runs/flowers -calibrate
     python scripts/evaluate.py runs/flowers -knn
+    python scripts/evaluate.py -model vit_small_patch16_224 -pretrained w.safetensors -data_path flowers -probe -out runs/p
     python scripts/evaluate.py runs/flowers -dataset imagefolder -data_path /data/other_flowers
 
 The model is a run (its best checkpoint), a checkpoint, or weights written by scripts/checkpoint.py. Settings are those
@@ -18,9 +19,11 @@ match, and average precision for each class.
 -calibrate fits a temperature to the weights, so that the probabilities are as often right as they say. It is kept in
 the run's calibration.json; predict.py, export.py and later evaluations of these weights divide the logits by it.
 
--knn classifies each image by its nearest training images, without the classifier: it says how well the features of a
-model separate the classes, also those of a model that learned without labels. -dataset and -data_path name images with
-labels, if the run's have none.
+-probe trains linear classifiers on the frozen model's features, in seconds: features are computed once and kept, and
+folds of the training images choose the strength and the pooling. It says what the weights are worth for these images,
+also those of a model that learned without labels, or of timm (-model NAME -pretrained FILE, in place of a run). -out
+saves the best one as a run. -knn classifies each image by its nearest training images instead. -dataset and -data_path
+name images with labels, if the run's have none.
 """
 
 from __future__ import annotations
@@ -48,6 +51,7 @@ from utils.flags import Flag, Positional, whole
 from utils.log import log
 from utils.record.run_folder import write_json
 from vitamp.metrics import ONE_LABEL
+from vitamp.pooling import POOLED, POOLS
 from vitamp.weights import Fitted
 
 if TYPE_CHECKING:
@@ -69,15 +73,18 @@ OWN = (
         const="20",
         accepts=str.isdecimal,
     ),
+    Flag("probe", "linear classifiers on the features of the frozen model; no other metrics"),
+    Flag("out", "-probe: save the best one as a run, which starts from the weights", "RUN"),
     replace(
         POOL,
-        about="-knn: what the classifier sees (pooled), the class token, or the mean of all patches",
-        choices=tuple(choice for choice in POOL.choices if choice != "patches"),
+        about=f"-knn, -probe: {POOL.about.rpartition(',')[0]}",
+        default_text=f"{POOLED}; of -probe, all that the model has",
+        choices=POOLS,
     ),
     *TRUST,
     OVERWRITE,
 )
-TOOL = Tool("evaluate.py", __doc__, OWN, (Positional("model", "RUN_OR_CHECKPOINT", "the model"),))
+TOOL = Tool("evaluate.py", __doc__, OWN, (Positional("model", "RUN_OR_CHECKPOINT", "the model", "?"),))
 MEMORISED = ("train", "all")
 """Values of -part that include training images"""
 OF_CLASSIFIER = ("calibrate", "no_calibration", "tta")

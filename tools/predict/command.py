@@ -34,7 +34,6 @@ from tools.common.command_line import (
     OVERWRITE,
     PART,
     POOL,
-    POOLED,
     TRUST,
     TTA,
     WEIGHTS,
@@ -47,6 +46,7 @@ from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError
 from utils.flags import BY_NAME, Flag, Positional, whole
 from utils.log import log
 from vitamp.files import replacing
+from vitamp.pooling import POOLED
 
 if TYPE_CHECKING:
     from datasets import Batch

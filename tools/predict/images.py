@@ -21,7 +21,6 @@ from datasets.base import PADDING
 from datasets.decoding import ENDINGS
 from datasets.given import Unread
 from datasets.sources.files import SkippedFiles, images_below
-from engine.evaluation.knn import check_pool
 from engine.trained.model import Trained, batch_size, guesses
 from tools.common.output_file import writing
 from tools.common.tables import shown
@@ -29,6 +28,7 @@ from utils.errors import EXIT_DONE, EXIT_FAILED, TrainingError, UserError
 from utils.log import log
 from vitamp.files import replacing
 from vitamp.metrics import ONE_LABEL
+from vitamp.pooling import check_pool
 
 TOP = 5
 """Classes per image without -topk"""

@@ -1,0 +1,99 @@
+"""What a classifier sees of a model's tokens (MODEL.POOL): `vitamp.load` needs it too, to build such a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from vitamp.errors import UserError
+
+if TYPE_CHECKING:  # command lines have these names before torch is needed
+    from torch import Tensor, nn
+
+OwnPool = Literal["class", "mean", "both", "blocks"]
+POOLED, PATCHES = "pooled", "patches"
+POOLS = (POOLED, *get_args(OwnPool))
+"""What the model's own classifier sees; the class token; the mean of the patches; both; and the class tokens of the
+last blocks with the mean of the patches, as DINOv2's evaluation has them"""
+OWN_POOL = "own_pool"
+"""Attribute of a model whose classifier sees another pooling than timm's"""
+BLOCKS = 4
+"""The last ones, whose class tokens `blocks` has"""
+
+
+def pools_of(model: nn.Module) -> tuple[str, ...]:
+    """Those that the model has and that differ."""
+    if not hasattr(model, "num_prefix_tokens"):
+        return (POOLED,)
+    if getattr(model, "cls_token", None) is None:
+        return POOLED, "mean"
+    same = getattr(model, "global_pool", "") == "token" and type(getattr(model, "fc_norm", None)).__name__ == "Identity"
+    return tuple(pool for pool in POOLS if not (same and pool == "class"))
+
+
+def check_pool(model: nn.Module, pool: str, where: str = "-pool") -> None:
+    """Raise UserError if the model has no tokens, or no class token, for this pooling."""
+    kind = type(model).__name__
+    if pool != POOLED and not hasattr(model, "num_prefix_tokens"):
+        raise UserError(f"{where} {pool}: {kind} has no tokens as a ViT has them; use {POOLED}.")
+    if pool in ("class", "both", "blocks") and getattr(model, "cls_token", None) is None:
+        raise UserError(f"{where} {pool}: this {kind} has no class token; use {POOLED} or mean.")
+
+
+def pooled_features(module: nn.Module, pixels: Tensor, *pools: str) -> Tensor:
+    """Features in fp32 of normalised images, those of several poolings side by side: B x D; patches alone B x N x D.
+
+    A masked autoencoder sees all patches here.
+    """
+    import torch
+
+    model: Any = module
+    # O3 casts the images before the model's forward, which is not called here.
+    return torch.cat(_seen(model, pixels.to(next(model.parameters()).dtype), pools), 1).float()
+
+
+def _seen(model: Any, pixels: Tensor, pools: Sequence[str]) -> list[Tensor]:
+    import torch
+
+    own = vars(model).get(OWN_POOL, POOLED)
+    pools = [own if pool == POOLED else pool for pool in pools]
+    classes = []
+    if "blocks" in pools:
+        last = min(BLOCKS, len(model.blocks))
+        how = {"return_prefix_tokens": True, "norm": True, "output_fmt": "NLC"}
+        tokens, blocks = model.forward_intermediates(pixels, indices=last, **how)
+        classes = [prefix[:, 0] for _, prefix in blocks]
+    else:
+        tokens = model.forward_features(pixels)
+    found = []
+    for pool in pools:
+        if pool == POOLED:
+            found.append(model.forward_head(tokens, pre_logits=True))
+            continue
+        patches = tokens[:, model.num_prefix_tokens :]
+        parts = {"mean": [], "class": [tokens[:, 0]], "both": [tokens[:, 0]], "blocks": classes, PATCHES: []}[pool]
+        mean = [] if pool in ("class", PATCHES) else [patches.mean(1)]
+        found.append(patches if pool == PATCHES else torch.cat([*parts, *mean], 1))
+    return found
+
+
+def pool_by(module: nn.Module, pool: str) -> None:
+    """Let the model's classifier see this: a new one, of zeros, in the place of its own."""
+    from torch import nn
+
+    check_pool(module, pool, "MODEL.POOL")
+    model: Any = module
+    parts = {"class": 1, "mean": 1, "both": 2, "blocks": 1 + min(BLOCKS, len(model.blocks))}[pool]
+    old = model.get_classifier()
+    if not isinstance(old, nn.Linear) or model.head is not old:
+        raise UserError(f"MODEL.POOL {pool}: the classifier of this {type(model).__name__} is not one linear layer.")
+    model.head = nn.Linear(parts * model.embed_dim, old.out_features).to(old.weight)
+    nn.init.zeros_(model.head.weight)
+    nn.init.zeros_(model.head.bias)
+    vars(model)[OWN_POOL] = pool
+    model.forward = MethodType(_forward, model)
+
+
+def _forward(self: Any, pixels: Tensor) -> Tensor:
+    return self.head(self.head_drop(*_seen(self, pixels, (POOLED,))))

@@ -49,16 +49,15 @@ class Callback:
     def attach(self, to: Computing) -> None:
         """Hold on to what computes, or replace some of it, such as `to.forward`. A collective call.
 
-        Called anew when other weights train, or modules move to fp32.
+        Called anew when modules move to fp32.
         """
 
     def phase(self, epoch: int) -> str:
         """What this epoch computes otherwise than others, in words; code is compiled once for each phase."""
         return ""
 
-    def enter(self, epoch: int, *models: nn.Module) -> bool:
-        """Prepare these models for an epoch. Returns whether other weights are trained from now on."""
-        return False
+    def enter(self, epoch: int, *models: nn.Module) -> None:
+        """Prepare these models for an epoch."""
 
     def after_backward(self, share: MicroBatch, batch: Batch) -> None:
         """The gradients of a micro-batch are there."""

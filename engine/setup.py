@@ -157,18 +157,9 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
     """Build all that training needs, and restore `checkpoint` if there is one. A collective call."""
     config, world, device = run.config, run.world, run.device
     ready = build_for_evaluation(run, checkpoint)
-    begins_in = config.TRAIN.LAST_EPOCH + 1
-    if checkpoint is not None:
-        begins_in = checkpoint.meta["epoch"] + checkpoint.meta["epoch_finished"]
-    epoch = config.MODEL.UNFREEZE_EPOCH
-    if epoch is not None and begins_in >= epoch:
-        from models.freeze import unfreeze
-
-        unfreeze(ready.model)
-        log.info("All weights are trained: from MODEL.UNFREEZE_EPOCH %s on, MODEL.FREEZE has no effect.", epoch)
     log.info(describe_parameters(ready.model), extra=DETAIL)
     norms = [module for module in ready.model.modules() if isinstance(module, BATCH_NORM)]
-    if world.size > 1 and any(norm.training or epoch for norm in norms):  # frozen: statistics stay
+    if world.size > 1 and any(norm.training for norm in norms):  # frozen: statistics stay
         log.info(
             "Batch norm: each process normalises its own images (%d per micro-batch); validation and checkpoints use "
             "the running statistics of rank 0.",
@@ -340,10 +331,6 @@ def callbacks(
         from engine.distill.teacher import Distillation
 
         yield Distillation(config, tuned.model, precision, classes, resumed)
-    if config.MODEL.UNFREEZE_EPOCH is not None:
-        from engine.inputs.by_epoch import Unfreezing
-
-        yield Unfreezing(config.MODEL, sharded)
     if train.TOKEN_DROP:
         from engine.inputs.by_epoch import TokenDrop
 

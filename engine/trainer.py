@@ -131,9 +131,7 @@ class Trainer:
     def _epoch(self) -> None:
         """Train from the current position to the end of the epoch, or to TRAIN.MAX_UPDATES."""
         position, began = self.position, perf_counter()
-        if self.parts.enter(position.epoch):
-            self._meta = checkpoint_meta(self.run, self.ready)
-            self._restart_clocks()
+        self.parts.enter(position.epoch)
         for window in self.train_loader.epoch(position.epoch, start=position.step):
             self._window = window
             train_update(self.parts, window, position.update + 1)

@@ -92,21 +92,18 @@ class TrainState:
     def assemble(self) -> None:
         """Let the callbacks hold on to what computes.
 
-        A collective call: once the weights are loaded and every rank is ready, and again when others are trained or
-        modules move to fp32.
+        A collective call: once the weights are loaded and every rank is ready, and again when modules move to fp32.
         """
         self.forward, self.compute = self.model, self.eager
         for callback in self.callbacks:
             callback.attach(self)
         self._assembled = True
 
-    def enter(self, epoch: int) -> bool:
-        """Prepare for an epoch. Returns whether other weights are trained from now on. A collective call."""
-        changed = [callback.enter(epoch, self.model, self.forward) for callback in self.callbacks]
+    def enter(self, epoch: int) -> None:
+        """Prepare for an epoch."""
+        for callback in self.callbacks:
+            callback.enter(epoch, self.model, self.forward)
         self.phase = ", ".join(filter(None, (callback.phase(epoch) for callback in self.callbacks)))
-        if any(changed):
-            self.assemble()
-        return any(changed)
 
     def figures(self) -> dict[str, Figure]:
         """What the callbacks report of the last update. A collective call."""

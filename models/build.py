@@ -106,7 +106,7 @@ def _finished(module: nn.Module, model: ModelConfig, shortcuts: Shortcuts) -> nn
     if model.FREEZE:
         from models.freeze import freeze
 
-        freeze(module, model.FREEZE, for_now=model.UNFREEZE_EPOCH is not None)
+        freeze(module, model.FREEZE)
     return module
 
 

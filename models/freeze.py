@@ -1,4 +1,4 @@
-"""MODEL.FREEZE: weights that are not trained, or not before MODEL.UNFREEZE_EPOCH."""
+"""MODEL.FREEZE: weights that are not trained."""
 
 from __future__ import annotations
 
@@ -10,31 +10,26 @@ from typing import Any
 from timm.layers.patch_dropout import PatchDropout
 from torch import nn
 
-from models.parts import FROZEN_FOR_NOW, classifiers, is_inside
+from models.parts import classifiers, is_inside
 from utils.errors import UserError, nearest
 
 BACKBONE = "backbone"
 
 
-def freeze(model: nn.Module, patterns: Iterable[str], for_now: bool = False) -> None:
+def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
     """Disable gradients of the weights that match `patterns`, and keep fully frozen modules in eval mode.
 
     A pattern is `backbone` or a glob over names of weights and modules (`pos_embed`, `blocks.[0-5].*`) or over class
     names (`*Norm*`). A fully frozen module stays in eval mode also when the model is set to training: its running
     statistics do not change, and its dropout and stochastic depth are off.
-
-    `for_now`: `unfreeze` will be called.
     """
     patterns = tuple(patterns)
     matching = {name for pattern in patterns for name in _matching(pattern, model)}
-    # A weight that the model itself never trains, such as a fixed position embedding, stays as it is.
-    found = {name: weight for name, weight in model.named_parameters() if name in matching and weight.requires_grad}
-    for weight in found.values():
-        weight.requires_grad_(False)
+    for name in matching:
+        model.get_parameter(name).requires_grad_(False)
     if not any(weight.requires_grad for weight in model.parameters()):
         raise UserError(f"MODEL.FREEZE: {', '.join(patterns)} leaves no weights of {type(model).__name__} to train.")
     keep_in_eval(model, _frozen_parts(model))
-    vars(model)[FROZEN_FOR_NOW] = tuple(found) if for_now else ()
 
 
 def keep_in_eval(model: nn.Module, parts: Iterable[str]) -> None:
@@ -43,18 +38,6 @@ def keep_in_eval(model: nn.Module, parts: Iterable[str]) -> None:
     model.frozen_parts = tuple(parts)  # pyright: ignore[reportArgumentType]
     model.train = MethodType(_train_unfrozen, model)
     model.train(model.training)
-
-
-def unfreeze(model: nn.Module) -> list[str]:
-    """Train what `freeze` froze for now. Returns the names of these weights; there are none the second time."""
-    names = vars(model).pop(FROZEN_FOR_NOW, ())
-    if not names:
-        return []
-    for name in names:
-        model.get_parameter(name).requires_grad_(True)
-    del model.frozen_parts, model.train  # the class's own `train` is visible again
-    model.train(model.training)
-    return list(names)
 
 
 def _matching(pattern: str, model: nn.Module) -> list[str]:

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from vitamp.checkpoints import ADAPTER
 
 BATCH_NORM = (nn.modules.batchnorm._BatchNorm,)
-FROZEN_FOR_NOW = "frozen_for_now"
-"""Attribute of a model with the names of the weights that `unfreeze` will train."""
 BASE = "base_names"
 """Attribute of a model with adapters (MODEL.LORA): the names of its frozen weights."""
 
@@ -22,12 +20,6 @@ def count_parameters(module: nn.Module) -> tuple[int, int]:
         sum(p.numel() for p in module.parameters()),
         sum(p.numel() for p in module.parameters() if p.requires_grad),
     )
-
-
-def weights_to_train(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Weights that are trained now, or will be from MODEL.UNFREEZE_EPOCH on."""
-    later = vars(model).get(FROZEN_FOR_NOW, ())
-    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad or name in later}
 
 
 def frozen_weights(model: nn.Module) -> list[str]:

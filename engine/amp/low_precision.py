@@ -44,7 +44,7 @@ class HalfCopy(Callback):
         self._precision, self._world = precision, world
 
     def attach(self, to: Computing) -> None:
-        """A copy has gradients only where its master has them now, and fp32 only where it computes in fp32 now."""
+        """A new copy has fp32 weights only where the model computes in fp32 now."""
         self._master = to.model
         self._copy, self._pairs = half_copy_of(to.model, self._precision)
         to.forward = self._copy

@@ -22,7 +22,6 @@ from engine.machine.memory import GIB, free_memory, held_memory, in_gib, is_out_
 from engine.setup import BATCH_CHOICE, build_train_state, tuned_model
 from engine.task import task_of
 from engine.update import train_update
-from models.freeze import unfreeze
 from utils.config import Config
 from utils.config.kinds import AUTO
 from utils.distributed.world import ALONE, World, all_gather, on_every_rank
@@ -236,7 +235,6 @@ class Trial:
         self._parts, self._seconds = None, 0.0
         if not config.EVAL:
             numbered = with_batch(config, STEP, self._micro_batches)
-            unfreeze(self._tuned.model)  # MODEL.UNFREEZE_EPOCH: the batch must fit in every epoch
             self._parts = build_train_state(numbered, ALONE, self._tuned, per_epoch=1000)
             self._parts.leave_out(OverflowWatch)  # it would replay overflows; MARGIN has room for what it keeps
             self._parts.assemble()

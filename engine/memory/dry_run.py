@@ -46,7 +46,7 @@ def try_out(run: Run, ready: ReadyToTrain, updates_left: int) -> None:
     """Make a few updates and a validation, and log what the run would cost. A collective call."""
     config, world, parts = run.config, run.world, ready.parts
     parts.assemble()
-    parts.enter(config.MODEL.UNFREEZE_EPOCH or ready.position.epoch)  # frozen weights need less memory and time
+    parts.enter(ready.position.epoch)
     position, per_epoch = replace(ready.position), ready.train_loader.order.updates
     reporter = Reporter(config, per_epoch, None, False, position)
     costs: dict[str, tuple[float, float]] = {}

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from engine.optim.schedule import SCALE
 from engine.parallel.shards import is_sharded, local_shard
-from models.parts import count_parameters, weights_to_train
+from models.parts import count_parameters
 from utils.config.train import TrainConfig
 from utils.errors import UserError
 
@@ -96,7 +96,9 @@ def _groups(model: nn.Module, train: TrainConfig, optimizer: str) -> list[dict[s
 
         scales = rate_scales(model, train.LAYER_DECAY)
     groups: dict[tuple[float, float, int], list[torch.Tensor]] = {}
-    for name, weight in weights_to_train(model).items():
+    for name, weight in model.named_parameters():
+        if not weight.requires_grad:
+            continue
         exempt = weight.ndim <= 1 or name.endswith(".bias") or any(fnmatch(name, pattern) for pattern in no_decay)
         decay = train.WEIGHT_DECAY if train.WEIGHT_DECAY_ALL or not exempt else 0.0
         groups.setdefault((scales.get(name, 1.0), decay, matrices.get(name, 0)), []).append(weight)

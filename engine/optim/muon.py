@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from engine.amp.precision import dtype_name
-from models.parts import blocks_of, classifiers, is_inside, weights_to_train
+from models.parts import blocks_of, classifiers, is_inside
 from utils.errors import UserError
 from utils.text import counted
 
@@ -62,7 +62,7 @@ def matrices_of(model: nn.Module, every: bool = False) -> dict[str, int]:
         # A vector has no directions to make orthogonal.
         if chosen(name, module) and min(cast(Tensor, module.weight).flatten(1).shape) > 1
     }
-    if not found.keys() & weights_to_train(model).keys():
+    if not any(model.get_parameter(name).requires_grad for name in found):
         raise UserError(
             f"TRAIN.OPTIMIZER.NAME: Muon finds no matrix to train in {type(model).__name__}: it updates only the "
             "linear layers of blocks, and there are none, or all are frozen (MODEL.FREEZE). Use AdamW."

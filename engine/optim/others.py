@@ -89,9 +89,7 @@ def describe_fine_tuning(config: Config, model: nn.Module, optimizer: Optimizer,
         parts.append(describe_lora(model, config.MODEL.LORA))
     elif frozen:
         by = f" ({', '.join(config.MODEL.FREEZE)})" if config.MODEL.FREEZE else ""
-        until = config.MODEL.UNFREEZE_EPOCH
-        later = "" if until is None else f", trained from epoch {until} on"
-        parts.append(f"{len(frozen)} of {len(list(model.parameters()))} tensors frozen{by}{later}")
+        parts.append(f"{len(frozen)} of {len(list(model.parameters()))} tensors frozen{by}")
     scales = [group["lr_scale"] for group in optimizer.param_groups if "lr_scale" in group]
     if scales and train.LAYER_DECAY is not None:
         least, most = f"{rate * min(scales):.3g}", f"{rate * max(scales):.3g}"

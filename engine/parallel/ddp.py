@@ -2,8 +2,6 @@
 
 # No `from __future__ import annotations` here: DDP compares the annotations of its hooks with real types.
 
-import gc
-
 import torch
 import torch.distributed
 from torch import nn
@@ -17,14 +15,10 @@ class Ddp(Callback):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._forward: DistributedDataParallel | None = None
-        self._trained: list[nn.Parameter] = []
 
     def attach(self, to: Computing) -> None:
-        trained = [parameter for parameter in to.model.parameters() if parameter.requires_grad]
-        if self._forward is None or list(map(id, trained)) != list(map(id, self._trained)):
-            self._forward = None
-            gc.collect()  # an earlier DDP takes its hooks off the weights when it is gone
-            self._forward, self._trained = wrap_ddp(to.model, self._device), trained
+        if self._forward is None:
+            self._forward = wrap_ddp(to.model, self._device)
         to.forward = self._forward
 
 

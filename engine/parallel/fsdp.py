@@ -160,16 +160,6 @@ class Sharding:
         return DTensor.from_local(rows, parameter.device_mesh, placed, run_check=False, shape=shape, stride=stride)
 
 
-def read_trained_weights(model: nn.Module) -> None:
-    """Let FSDP notice which weights have gradients now: it reads their dtypes once. A collective call."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.unshard()
-            module.reshard()
-
-
 def _weights_in_fp32(model: nn.Module, level: str) -> Iterator[nn.Parameter]:
     """Those that stay in fp32 at O2 or NAIVE, the same ones as in `HalfCopy`."""
     classes, forced = NORMS if level == "O2" else BATCH_NORM, forced_modules(model)

@@ -15,7 +15,7 @@ TEACHER, LABELS, FAULTY = "{made}/teacher", "{made}/labels", "{made}/faulty.safe
 """What `make_materials` makes; a way's words are formatted with the folder."""
 PHASES = ("DATA.BATCH_SIZE=256", "TRAIN.NUM_EPOCHS=3", "TRAIN.WARMUP_EPOCHS=3")
 """Epochs of five updates. So a run is resumed within epoch 2, and a second time at the start of epoch 3."""
-FREEZE = (*PHASES, "-pretrained", TEACHER, "MODEL.FREEZE=[backbone]")
+FREEZE = ("-pretrained", TEACHER, "MODEL.FREEZE=[backbone]")
 SEVERAL = (
     "-data_path",
     LABELS,
@@ -66,9 +66,9 @@ WAYS = {
     "balanced": Way(("DATA.SAMPLER=balanced",)),
     "token_drop": Way((*PHASES, "TRAIN.TOKEN_DROP=0.25", "TRAIN.TOKEN_DROP_TAIL=1")),
     "growing": Way((*PHASES, "TRAIN.SIZE_SCHEDULE=[[0, 4], [1, 6], [2, 8]]")),
-    "thaw": Way((*FREEZE, "MODEL.UNFREEZE_EPOCH=3")),
-    "thaw_O2": Way((*FREEZE, "MODEL.UNFREEZE_EPOCH=2", "-amp", "O2", "AMP.DTYPE=fp16")),
-    "thaw_ddp": Way((*FREEZE, "MODEL.UNFREEZE_EPOCH=2"), processes=2),
+    "frozen": Way(FREEZE),
+    "frozen_O2": Way((*FREEZE, "-amp", "O2", "AMP.DTYPE=fp16")),
+    "frozen_ddp": Way(FREEZE, processes=2),
     "skips": Way(("-amp", "fp16", "AMP.INIT_LOSS_SCALING=1e9", "AMP.DECR_RATIO=0.1")),
     "auto_fp32": Way((*OVERFLOWING, "AMP.AUTO_FP32=true")),
     "auto_fp32_O2": Way((*OVERFLOWING, "AMP.AUTO_FP32=true", "AMP.LEVEL=O2")),

@@ -67,14 +67,10 @@ ABILITIES = {
             *(f", Patches left out: {what}\n" for what in ("50%, Size: 8", "50%, Size: 16", "0%, Size: 16")),
         ),
     ),
-    "unfreezing": Ability(
-        ("MODEL.FREEZE=backbone", "MODEL.UNFREEZE_EPOCH=2", "TRAIN.LAYER_DECAY=0.6", "MODEL.DROPPATH=0.2", *O2),
-        ("30 of 32 tensors frozen (backbone), trained from epoch 2 on", "MODEL.UNFREEZE_EPOCH: from epoch 2 on, "),
-    ),
     "fine-tuning": Ability(
         (
             *("-pretrained", "{digits_run}", "MODEL.NEW_CLASSIFIER=true", "MODEL.DEPTH=1"),
-            *("MODEL.FREEZE=patch_embed,pos_embed,cls_token", "TRAIN.LAYER_DECAY=0.6"),
+            *("MODEL.FREEZE=patch_embed,pos_embed,cls_token", "TRAIN.LAYER_DECAY=0.6", *O2),
         ),
         (
             "safetensors; head left as freshly initialised (MODEL.NEW_CLASSIFIER)",
@@ -159,7 +155,7 @@ def test_stopped_and_resumed_run_equals_a_whole_one(
     name: str,
     epochs: float,
 ) -> None:
-    """Stopped within the second epoch, or within the first, before weights thaw and images grow."""
+    """Stopped within the second epoch, or within the first, before images grow."""
     words = (*command(name), "-accum_iter", 2, "-output", tmp_path / "run", "-resume", "auto")
     stop = int(epochs * ABILITIES[name].images / BATCH)
     vitamp(*words, f"TRAIN.MAX_UPDATES={stop}", timeout=300, code=0)

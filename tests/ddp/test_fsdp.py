@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 from tests.ddp.test_amp_ddp import FSDP_LEVELS, GATHERS_IN_HALF
-from tests.program import ROOT, TINY_DIGITS, Result, Started, metrics, run_program
+from tests.program import ROOT, TINY_DIGITS, Result, Started, Vitamp, metrics, run_program
 from tests.saved import save_checkpoint
 from tests.waiting import free_port
 from vitamp.checkpoints import MODEL, inspect, verify
@@ -215,6 +215,23 @@ def test_mixed_precision_is_that_of_ddp(place: Path, level: str) -> None:
         assert ours[key]["loss"] == pytest.approx(theirs[key]["loss"], rel=2e-3)
     saved = safetensors.torch.load_file(runs[1] / "checkpoints" / "step-000000006" / "model.shard-1-of-2.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}, "the masters are what is kept"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("amp", [(), *(("-amp", "bf16", f"AMP.LEVEL={level}") for level in FSDP_LEVELS)])
+def test_sharded_fine_tuning_equals_one_process_and_may_be_thawed(
+    vitamp: Vitamp, tiny: Path, digits_run: Path, tmp_path: Path, amp: tuple[str, ...]
+) -> None:
+    tuned = ("-cfg", tiny, "-pretrained", digits_run, "MODEL.NEW_CLASSIFIER=true", "MODEL.DROPOUT=0.1", "SEED=5", *amp)
+    tuned += ("MODEL.FREEZE=patch_embed,pos_embed,cls_token", "TRAIN.LAYER_DECAY=0.6", "TRAIN.MODEL_EMA=true")
+    words = (*tuned, "-batch_size", 16, "REPORT_FREQ=1", "TRAIN.MAX_UPDATES=20")
+    vitamp(*words, "-output", tmp_path / "one", "-accum_iter", 2, code=0)
+    sharded = (*words, "-output", tmp_path / "two", "-resume", "auto", "-ngpus", 2, "DIST.STRATEGY=fsdp")
+    vitamp(*sharded, script="main_multi_gpu.py", code=0)
+    alone, both = ([line["loss"] for line in metrics(tmp_path / name, "train")] for name in ("one", "two"))
+    assert both == pytest.approx(alone, rel=1e-2 if amp else 1e-5)
+    thawed = vitamp(*sharded, "MODEL.FREEZE=null", "TRAIN.MAX_UPDATES=25", script="main_multi_gpu.py", code=0)
+    assert "trained from now on (MODEL.FREEZE): 4 tensors" in thawed.out
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ from utils.config.keys import settings
 from utils.config.words import allowed, rule_in_words
 from utils.errors import UserError
 
-FREEZE = "MODEL.FREEZE=backbone MODEL.UNFREEZE_EPOCH"
 SIZES = "DATA.IMAGE_SIZE=64 MODEL.PATCH_SIZE=16 TRAIN.SIZE_SCHEDULE"
 
 
@@ -150,8 +149,6 @@ def test_invalid_flag_that_sets_two_keys_is_reported_once() -> None:
         ("DATA.CROP_SCALE=[0.5,0.2]", "DATA.CROP_SCALE: [0.5, 0.2] must be"),
         ("DATA.CROP_SCALE=[0,1]", "DATA.CROP_SCALE: expected list of two numbers > 0 and <= 1, got [0, 1]."),
         ("DATA.CROP_RATIO=[2,1]", "DATA.CROP_RATIO: [2.0, 1.0] must be"),
-        (f"{FREEZE}=3 TRAIN.NUM_EPOCHS=2", "MODEL.UNFREEZE_EPOCH: 3 is not one of the epochs 2 to TRAIN.NUM_EPOCHS 2"),
-        (f"{FREEZE}=1", "1 is not one of the epochs 2 to"),
         ("AMP.DECR_RATIO=1", "AMP.DECR_RATIO: expected number > 0 and < 1, got 1"),
         ("AMP.DECR_EVERY_N_NAN_OR_INF=0", "AMP.DECR_EVERY_N_NAN_OR_INF: expected whole number >= 1, got 0"),
         ("TRAIN.TOKEN_DROP=1", "TRAIN.TOKEN_DROP: expected number >= 0 and < 1, got 1"),
@@ -218,7 +215,6 @@ MUON = ["TRAIN.OPTIMIZER.NAME=NMuon"]
         ("DATA.PART=test", [], "needs EVAL=true: training uses val; add -eval"),
         ("DATA.SAMPLER=balanced", LABELS, "DATA.MULTI_LABEL: an image of one label has others; use TRAIN.CLASS"),
         ("MODEL.RESUME=auto", [], "needs OUTPUT: auto looks in the run's own folder; name it with -output"),
-        ("MODEL.UNFREEZE_EPOCH=2", [], "needs MODEL.FREEZE: without it, nothing is frozen that could be unfrozen"),
         ("TRAIN.LOSS=ce", LABELS, "DATA.MULTI_LABEL: cross-entropy has one class per image; leave TRAIN.LOSS out"),
         ("TRAIN.CLASS_WEIGHTS=balanced", TEACHER, "TRAIN.DISTILLATION_TYPE hard: its loss has none; use DATA.SAMPLER"),
         ("TRAIN.MODEL_EMA_FORCE_CPU=true", FSDP, "DIST.STRATEGY fsdp: FSDP shards the EMA; leave TRAIN.MODEL_EMA_FORC"),
@@ -249,7 +245,6 @@ def test_broken_rule_is_refused(word: str, others: list[str], reason: str) -> No
         ["DATA.PART=test", "EVAL=true"],
         ["DATA.PART=val"],
         ["MODEL.RESUME=auto", "OUTPUT=there"],
-        ["MODEL.UNFREEZE_EPOCH=2", "EVAL=true"],
         ["TRAIN.CLASS_WEIGHTS=balanced", *TEACHER, "EVAL=true"],
         [*LABELS, *TEACHER, "EVAL=true"],
         ["TRAIN.RAND_AUGMENT=true", "TRAIN.AUTO_AUGMENT=true"],

@@ -59,9 +59,6 @@ def _data_and_model(config: Config) -> Iterator[Problem]:
         divisors = [n for n in range(1, width + 1) if width % n == 0]
         near = either(sorted(sorted(divisors, key=lambda n: abs(n - heads))[:2]))
         yield "MODEL.NUM_HEADS", f"{heads} does not divide MODEL.EMBED_DIM {width}; nearest: {near}"
-    epoch, epochs = model.UNFREEZE_EPOCH, config.TRAIN.NUM_EPOCHS
-    if epoch is not None and not config.EVAL and not 2 <= epoch <= epochs:
-        yield "MODEL.UNFREEZE_EPOCH", f"{epoch} is not one of the epochs 2 to TRAIN.NUM_EPOCHS {epochs}; or give null"
 
 
 def _train(config: Config) -> Iterator[Problem]:

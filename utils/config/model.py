@@ -83,11 +83,6 @@ class ModelConfig(Section):
         only_with("MODEL.PRETRAINED", why="without weights to start from, every classifier is new"),
     )
     FREEZE: Names = setting((), "Weights not to train: backbone (all but the classifier), or globs of their names.")
-    UNFREEZE_EPOCH: Positive | None = setting(
-        None,
-        "First epoch (2 to NUM_EPOCHS) in which the weights of FREEZE are trained too; null: never.",
-        needs("MODEL.FREEZE", when=TRAINING, why="without it, nothing is frozen that could be unfrozen"),
-    )
     LORA: LoraConfig = Field(default_factory=LoraConfig, description="Adapters of frozen linear layers.")
     MAE_PRETRAIN: bool = setting(
         False,
@@ -115,7 +110,3 @@ class ModelConfig(Section):
     QKV_BIAS: bool | None = setting(None, "Bias in the query, key and value projection.")
     WINDOW_SIZE: Positive | None = setting(None, "Swin: height and width of an attention window, in patches.")
     STAGE_DEPTHS: Integers | None = setting(None, "Swin: blocks in each stage.")
-
-    def frozen_in(self, epoch: int) -> tuple[str, ...]:
-        """What FREEZE freezes in an epoch."""
-        return self.FREEZE if self.UNFREEZE_EPOCH is None or epoch < self.UNFREEZE_EPOCH else ()

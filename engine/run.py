@@ -139,7 +139,7 @@ def train(given: Run, lock: FolderLock | None, lists: OpLists | None) -> int:
 
         try_out(run, ready, updates_left(config, ready.position, ready.train_loader.order.updates))
         return EXIT_DONE
-    if _finished(run, ready, folder):
+    if checkpoint and _finished(run, ready, folder):
         return EXIT_DONE
 
     if checkpoint:

@@ -36,7 +36,7 @@ from engine.task.base import Task
 from engine.task.losses import loss_named
 from engine.update import TrainState
 from models.build import build_model
-from models.parts import BATCH_NORM
+from models.parts import BATCH_NORM, classifiers
 from utils.config import Config
 from utils.distributed.world import ALONE, World, broadcast, on_every_rank
 from utils.log import DETAIL, log
@@ -133,8 +133,11 @@ def _model(config: Config, device: torch.device, replaced: bool) -> nn.Module:
     if config.MODEL.PRETRAINED and not replaced:
         from models.weights.fit import load_pretrained
 
-        options = config.MODEL.NEW_CLASSIFIER, config.EVAL
-        log.info(load_pretrained(model, config.MODEL.PRETRAINED, config.MODEL.NAME, *options))
+        new, whole = config.MODEL.NEW_CLASSIFIER, config.EVAL
+        log.info(load_pretrained(model, config.MODEL.PRETRAINED, config.MODEL.NAME, bool(new), whole))
+        if new == "zero":
+            for weight in (one for name in classifiers(model) for one in model.get_submodule(name).parameters()):
+                torch.nn.init.zeros_(weight)
     elif not replaced:
         log.info("The weights are freshly initialised, from SEED %d.", config.SEED, extra=DETAIL)
     if config.MODEL.LORA.RANK is not None and not config.EVAL:  # else the adapters are merged into the weights
@@ -157,6 +160,10 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
     """Build all that training needs, and restore `checkpoint` if there is one. A collective call."""
     config, world, device = run.config, run.world, run.device
     ready = build_for_evaluation(run, checkpoint)
+    if checkpoint is None and config.MODEL.NEW_CLASSIFIER == "probe":
+        from engine.evaluation.linear import start_at_probe
+
+        start_at_probe(run, ready)
     log.info(describe_parameters(ready.model), extra=DETAIL)
     norms = [module for module in ready.model.modules() if isinstance(module, BATCH_NORM)]
     if world.size > 1 and any(norm.training for norm in norms):  # frozen: statistics stay

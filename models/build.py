@@ -99,6 +99,10 @@ def _finished(module: nn.Module, model: ModelConfig, shortcuts: Shortcuts) -> nn
         for part in module.modules():
             if isinstance(part, PatchDropout):
                 part.prob, part.num_prefix_tokens = 0.0, getattr(module, "num_prefix_tokens", part.num_prefix_tokens)
+    if model.POOL is not None:
+        from vitamp.pooling import pool_by
+
+        pool_by(module, model.POOL)
     if model.MAE_PRETRAIN:
         from models.masked import masked_autoencoder
 

@@ -41,6 +41,11 @@ def check_pool(model: nn.Module, pool: str, where: str = "-pool") -> None:
         raise UserError(f"{where} {pool}: this {kind} has no class token; use {POOLED} or mean.")
 
 
+def pool_of(model: nn.Module) -> str:
+    """What its classifier sees."""
+    return vars(model).get(OWN_POOL, POOLED)
+
+
 def pooled_features(module: nn.Module, pixels: Tensor, *pools: str) -> Tensor:
     """Features in fp32 of normalised images, those of several poolings side by side: B x D; patches alone B x N x D.
 
@@ -56,8 +61,6 @@ def pooled_features(module: nn.Module, pixels: Tensor, *pools: str) -> Tensor:
 def _seen(model: Any, pixels: Tensor, pools: Sequence[str]) -> list[Tensor]:
     import torch
 
-    own = vars(model).get(OWN_POOL, POOLED)
-    pools = [own if pool == POOLED else pool for pool in pools]
     classes = []
     if "blocks" in pools:
         last = min(BLOCKS, len(model.blocks))
@@ -96,4 +99,4 @@ def pool_by(module: nn.Module, pool: str) -> None:
 
 
 def _forward(self: Any, pixels: Tensor) -> Tensor:
-    return self.head(self.head_drop(*_seen(self, pixels, (POOLED,))))
+    return self.head(self.head_drop(*_seen(self, pixels, (pool_of(self),))))

@@ -143,7 +143,7 @@ def _with(config: Config, changes: dict[str, Any]) -> Config:
     return config.model_copy(update={"DATA": data})
 
 
-def data_for_evaluation(config: Config, saved: Chosen, given: Collection[str]) -> tuple[DataConfig, list[str]]:
+def data_for_evaluation(config: Config, saved: Chosen | None, given: Collection[str]) -> tuple[DataConfig, list[str]]:
     """DATA as `settings_for_evaluation` changes it, and the notes."""
     changes, notes = settings_for_evaluation(config, saved, given)
     return _with(config, changes).DATA, notes

@@ -196,7 +196,7 @@ def _weights_digest(model: nn.Module) -> str:
     for name, value in model.state_dict().items():
         if not is_inside(name, heads):
             digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-            digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy())
+            digest.update(value.detach().cpu().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
@@ -209,5 +209,5 @@ def _images_digest(dataset: ImageDataset) -> str:
             digest.update(f"{about.st_size} {about.st_mtime_ns} ".encode())
     pixels = getattr(dataset, "samples", samples)
     if isinstance(pixels, ArraySamples):
-        digest.update(pixels.pixels)
+        digest.update(pixels.pixels.data)
     return digest.hexdigest()

@@ -7,19 +7,28 @@ solution of the stronger one before it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from datasets import ImageDataset, source_of
+from datasets import ImageDataset, auto_workers, open_dataset, source_of
 from datasets.sources.folds import split_rows
-from engine.evaluation.features import AT_ONCE
+from engine.evaluation.features import AT_ONCE, Extractor, features_of
+from engine.machine.device import Run
 from engine.task.several import MOST_NAMED, scores_of
+from models.parts import classifiers
 from utils.config.data import DataConfig
+from utils.distributed.world import broadcast
+from utils.errors import UserError
+from utils.log import log
 from utils.text import counted
+from vitamp.pooling import pool_of
+
+if TYPE_CHECKING:
+    from engine.setup import Ready
 
 STRENGTHS = tuple(10 ** (1 - step / 2) for step in range(13))
 """Of weight decay, from 10 to 1e-5: the mean loss gets half of it times the squared weights"""
@@ -180,3 +189,35 @@ class _Problem:
 
 def _starts(features: np.ndarray) -> range:
     return range(0, len(features), AT_ONCE)
+
+
+def start_at_probe(run: Run, ready: Ready) -> None:
+    """Give the model a classifier that is fitted to the features of the training images (MODEL.NEW_CLASSIFIER probe).
+
+    A collective call.
+    """
+    config, world, model, device = run.config, run.world, ready.model, run.device
+    classes = int(config.MODEL.NUM_CLASSES)
+    heads: list[Any] = [model.get_submodule(name) for name in classifiers(model)]
+    if not heads or any(getattr(head, "bias", None) is None for head in heads):
+        raise UserError(
+            f"MODEL.NEW_CLASSIFIER probe: the classifier of this {type(model).__name__} is unknown, or has no bias; "
+            "use true or zero."
+        )
+    data = config.DATA.model_copy(update={"PART": "train"})
+    bank = open_dataset(data, False, classes, config.SEED, device)
+    workers = auto_workers(world) if data.NUM_WORKERS is None else data.NUM_WORKERS
+    size = data.BATCH_SIZE_EVAL or data.BATCH_SIZE
+    extractor = Extractor(model, ready.inputs, ready.precision, config.MODEL.NAME, size, workers, world)
+    known = features_of(extractor, bank, data, classes, "Linear probe: training split")
+    found = None
+    if world.first:
+        fold_of, words = folds_of(bank, known.labels, data)
+        found = fit(known.of(pool_of(model)), known.labels, fold_of, classes, device)
+        by, figure = ready.task.kind.best.words, f"{found.figure:.2f} %"
+        log.info("%s The new classifier has strength %.2g: %s %s in folds.", words, found.strength, by, figure)
+    found = broadcast(found, world)
+    with torch.no_grad():
+        for head in heads:  # the two of a distilled model have the mean of their logits
+            head.weight.copy_(found.weight.view_as(head.weight))
+            head.bias.copy_(found.bias)

@@ -178,7 +178,7 @@ class Position:
     """Updates done in this epoch."""
     update: int = 0
     """Updates done in the run."""
-    validated: int = 0
+    validated: int = -1
     """Value of `update` at the last complete validation: a run may be stopped during one."""
 
 

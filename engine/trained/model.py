@@ -30,13 +30,13 @@ from engine.task.base import Task
 from utils.cli import CommandLine, amp_settings
 from utils.config import Config
 from utils.config.kinds import AUTO
-from utils.distributed.world import ALONE
+from utils.distributed.world import ALONE, World
 from utils.errors import TrainingError, UserError
 from utils.log import log
 from utils.record.resumed_run import config_of
 from utils.text import counted
-from vitamp.metrics import BETTER, NO_LABELS, WeightSet
-from vitamp.pooling import pooled_features
+from vitamp.metrics import BETTER, NO_LABELS, PLAIN, WeightSet
+from vitamp.pooling import POOLED, pool_of, pooled_features
 from vitamp.tensors import fp32_modules, read_weights
 from vitamp.weights import Chosen, chosen_at
 
@@ -94,7 +94,8 @@ class Trained:
     def features(self, images: Tensor, pool: str) -> Tensor:
         """Features in fp32 of uint8 images (B x C x S x S), as in validation: B x D; patches B x N x D."""
         with self.computing(len(images)):
-            return pooled_features(self.model, self.inputs(images.to(self.precision.device)), pool)
+            seen = pool_of(self.model) if pool == POOLED else pool
+            return pooled_features(self.model, self.inputs(images.to(self.precision.device)), seen)
 
     def thresholds(self) -> tuple[list[float], str]:
         """With several labels: the threshold of each class, and their origin for the log."""
@@ -141,6 +142,7 @@ def load_trained(
     given: CommandLine | None = None,
     calibrated: bool = False,
     needs_labels: bool = True,
+    world: World = ALONE,
 ) -> Trained:
     """Load the model at `path`: a run (its best checkpoint, or else its last), a checkpoint, a file in one, or weights
     that scripts/checkpoint.py or scripts/export.py wrote.
@@ -148,7 +150,7 @@ def load_trained(
     `weights`: a value of -weights; auto: those that validated better. `device` None: the run's, if it exists here.
     `amp` None: as the run validates; otherwise a value of -amp, or `on`. `given`: settings that override the run's.
     `calibrated`: divide the logits by the temperature that evaluate.py -calibrate fitted to these weights.
-    `needs_labels`: refuse a model that learned without them.
+    `needs_labels`: refuse a model that learned without them. `world`: processes of a launcher, each with its device.
     """
     place = Path(path).expanduser()
     chosen = chosen_at(place, weights)
@@ -169,9 +171,9 @@ def load_trained(
         use_of_meta(chosen.meta, config, place)
     check_amp(config.AMP, config.TRAIN)
     overridden = {**given.flags, **given.words}.keys() if given else ()
-    where = _device(device or (config.DEVICE if "DEVICE" in overridden else None), config)
+    where = _device(device or (config.DEVICE if "DEVICE" in overridden else None), config, world)
     check_precision(config.AMP, where)
-    set_up_device(config, where, ALONE)
+    set_up_device(config, where, world)
     with _quietly():
         tuned = tuned_model(config, where, choices=chosen.choices)
     model, precision = tuned.model, tuned.precision
@@ -181,6 +183,19 @@ def load_trained(
     trained = Trained(model, tuned.inputs, precision, config, chosen, calibrated=calibrated)
     trained.take(chosen.which)
     return trained
+
+
+def pretrained(config: Config, world: World) -> Trained:
+    """The model of the settings with the weights of MODEL.PRETRAINED, which need no run."""
+    assert config.MODEL.PRETRAINED is not None
+    check_amp(config.AMP, config.TRAIN)
+    device = pick_device(config.DEVICE, world)
+    check_precision(config.AMP, device)
+    set_up_device(config, device, world)
+    tuned = tuned_model(config, device)
+    place = Path(config.MODEL.PRETRAINED)
+    chosen = Chosen(place, PLAIN, f"weights for {config.MODEL.NAME}", (PLAIN,), {})
+    return Trained(tuned.model.eval(), tuned.inputs, tuned.precision, config, chosen)
 
 
 @contextlib.contextmanager
@@ -194,14 +209,14 @@ def _quietly() -> Iterator[None]:
         log.setLevel(before)
 
 
-def _device(name: str | None, config: Config) -> torch.device:
+def _device(name: str | None, config: Config, world: World) -> torch.device:
     """The named device; or else the run's own, if this machine has it; or else the best one."""
     if name is None and config.DEVICE is not None:
         try:
-            return pick_device(config.DEVICE, ALONE)
+            return pick_device(config.DEVICE, world)
         except UserError:
             pass
-    return pick_device(name, ALONE)
+    return pick_device(name, world)
 
 
 VALIDATED = 5

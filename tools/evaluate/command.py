@@ -4,7 +4,7 @@
     python scripts/evaluate.py runs/flowers -weights ema -json eval.json
     python scripts/evaluate.py runs/flowers -calibrate
     python scripts/evaluate.py runs/flowers -knn
-    python scripts/evaluate.py -model vit_small_patch16_224 -pretrained w.safetensors -data_path flowers -probe -out runs/p
+    python scripts/evaluate.py -model vit_small_patch16_224 -pretrained w.pth -data_path flowers -probe -out runs/probe
     python scripts/evaluate.py runs/flowers -dataset imagefolder -data_path /data/other_flowers
 
 The model is a run (its best checkpoint), a checkpoint, or weights written by scripts/checkpoint.py. Settings are those
@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.common.command_line import (
@@ -46,6 +47,8 @@ from tools.common.command_line import (
 )
 from tools.common.output_file import writing
 from utils.cli import CommandLine
+from utils.distributed.launchers import read_world
+from utils.distributed.world import ALONE
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional, whole
 from utils.log import log
@@ -84,7 +87,7 @@ OWN = (
     *TRUST,
     OVERWRITE,
 )
-TOOL = Tool("evaluate.py", __doc__, OWN, (Positional("model", "RUN_OR_CHECKPOINT", "the model", "?"),))
+TOOL = Tool("evaluate.py", __doc__, OWN, (Positional("path", "RUN_OR_CHECKPOINT", "the model", "?"),))
 MEMORISED = ("train", "all")
 """Values of -part that include training images"""
 OF_CLASSIFIER = ("calibrate", "no_calibration", "tta")
@@ -101,34 +104,57 @@ def _evaluate(argv: list[str]) -> int:
     asked = line.asked
     out = line.file("json", ".json")
     _check(line)
-    default = None if asked.knn is None else "val"  # its training images vote, so it needs both splits
-    part = {"DATA.PART": (asked.part or default, "-part")} if asked.part or default else {}
+    if asked.knn is not None or asked.probe:
+        return _features(line, out)
+    part = {"DATA.PART": (asked.part, "-part")} if asked.part else {}
     given = replace(line.run, flags={**line.run.flags, "EVAL": (True, "evaluate.py"), **part})
     log.setLevel("WARNING")  # building the model logs what the training has logged already
 
     from engine.trained.model import load_trained  # torch takes seconds to import; a wrong command fails at once
 
     calibrated = not (asked.no_calibration or asked.calibrate)
-    trained = load_trained(
-        asked.model, asked.weights, given=given, calibrated=calibrated, needs_labels=asked.knn is None
-    )
+    trained = load_trained(asked.path, asked.weights, given=given, calibrated=calibrated)
     trained.flip = bool(asked.tta)
     if asked.calibrate:
         from tools.evaluate.calibrate import calibrate
 
-        calibrate(trained, given, asked.model)
+        calibrate(trained, given, asked.path)
         return EXIT_DONE
-    if asked.knn is not None:
-        from tools.evaluate.knn import evaluate_neighbours
+    _write(out, _metrics(trained, given, asked))
+    return EXIT_DONE
 
-        found = evaluate_neighbours(trained, given, asked)
+
+def _features(line: ToolLine, out: Path | None) -> int:
+    """-knn and -probe: of a run, or of weights for a model that the flags name."""
+    asked, world = line.asked, read_world() or ALONE
+    part = {"DATA.PART": (asked.part or "val", "-part")}  # the training images vote, so both splits are needed
+    given = replace(line.run, flags={**line.run.flags, "EVAL": (True, "evaluate.py"), **part})
+    log.setLevel("WARNING" if asked.path or not world.first else "INFO")
+
+    from engine.trained.model import load_trained, pretrained
+    from tools.evaluate.features import evaluate_features, save_probe
+
+    if asked.path:
+        trained = load_trained(asked.path, asked.weights, given=given, needs_labels=False, world=world)
     else:
-        found = _metrics(trained, given, asked)
+        about_classes = {"MODEL.NEW_CLASSIFIER": (True, "-probe"), "MODEL.NUM_CLASSES": ("auto", "-probe")}
+        loaded = line.load(about_classes)
+        for note in loaded.notes:
+            log.info("%s", note)
+        data = loaded.config.DATA.model_copy(update={"PART": part["DATA.PART"][0]})
+        trained = pretrained(loaded.config.model_copy(update={"DATA": data}), world)
+    found = evaluate_features(trained, given, asked, world)
+    if found is None:
+        return EXIT_DONE
+    _write(out, found)
+    return save_probe(trained, found, asked) if asked.out else EXIT_DONE
+
+
+def _write(out: Path | None, found: dict[str, Any]) -> None:
     if out is not None:
         with writing(out, "-json"):
             write_json(out, found)
         log.info("All metrics: %s", out)
-    return EXIT_DONE
 
 
 def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str, Any]:
@@ -140,7 +166,7 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
     data, notes = open_part(trained, given)
     log.setLevel("INFO")
     calibration = chosen.describe_calibration(trained.calibrated)
-    log.info("%s: %s", asked.model, "; ".join(filter(None, (chosen.words, calibration))))
+    log.info("%s: %s", asked.path, "; ".join(filter(None, (chosen.words, calibration))))
     for note in notes:
         log.info("%s.", note)
     if asked.tta:
@@ -184,12 +210,22 @@ def _crossfitted(trained: Trained, data: Part) -> list[str]:
 def _check(line: ToolLine) -> None:
     """Raise UserError for flags that do not go together."""
     asked = line.asked
-    if asked.knn is None and asked.pool is not None:
-        raise UserError(f"-pool {asked.pool}: chooses the features that -knn compares; give that too.")
-    if asked.knn is not None and (others := [name for name in OF_CLASSIFIER if name in line.given]):
-        raise UserError(f"-{others[0]}: does not go with -knn, which has no classifier and no probabilities.")
-    if asked.knn is not None and asked.part in MEMORISED:
-        raise UserError(f"-part {asked.part}: the training images vote, so -knn needs other ones: val or test.")
+    by = "-probe" if asked.probe else "-knn" if asked.knn is not None else ""
+    if not by and asked.pool is not None:
+        raise UserError(f"-pool {asked.pool}: chooses the features that -knn and -probe use; give one of them too.")
+    if by and (others := [name for name in OF_CLASSIFIER if name in line.given]):
+        raise UserError(f"-{others[0]}: does not go with {by}, which leaves out the classifier of the model.")
+    if by and asked.part in MEMORISED:
+        raise UserError(f"-part {asked.part}: {by} learns from the training images, so it needs others: val or test.")
+    if asked.probe and asked.knn is not None:
+        raise UserError("-knn: leave it out; -probe shows it too.")
+    if asked.out and not asked.probe:
+        raise UserError(f"-out {asked.out}: the run that -probe saves; give that too.")
+    if asked.path is None and not (by and line.given_by("MODEL.PRETRAINED")):
+        raise UserError(
+            "RUN_OR_CHECKPOINT is missing: name a run, a checkpoint or a file of weights. -probe and -knn also take "
+            "weights of another program: -model NAME -pretrained FILE."
+        )
     if asked.calibrate:
         if others := [name for name in ("tta", "json", "no_calibration") if name in line.given]:
             raise UserError(f"-{others[0]}: does not go with -calibrate, which only fits a temperature; leave it out.")
@@ -198,6 +234,8 @@ def _check(line: ToolLine) -> None:
                 f"-part {asked.part}: the model was trained on these images, and is surer of them than of others; "
                 "-calibrate needs val or test."
             )
+    if asked.path is None:
+        return
     if line.run.cfg is not None:
         raise UserError(
             f"-cfg {line.run.cfg}: leave this out. The model is evaluated with the settings that it was trained with; "

@@ -9,7 +9,6 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,15 +19,17 @@ from engine.evaluation.features import Extractor, Features, Rows, features_of
 from engine.evaluation.knn import TEMPERATURE, classify, labelled_data, open_labelled
 from engine.evaluation.linear import FOLDS, Classifier, fit, folds_of
 from engine.trained.model import Trained, batch_size
-from tools.common.evaluation import INTERVALS, OneLabel, SeveralLabels, measured, table_of
+from tools.common.evaluation import INTERVALS, OneLabel, SeveralLabels, measured
 from tools.common.tables import in_columns
 from tools.common.turns import progress, progress_bar
 from utils.cli import CommandLine
+from utils.config import load_config
 from utils.config.data import DataConfig
-from utils.distributed.world import World
+from utils.config.keys import values_to_keep
+from utils.distributed.world import ALONE, World
 from utils.log import log
 from utils.text import wilson
-from vitamp.metrics import KNN, ONE_LABEL, TOP1, always_guessing
+from vitamp.metrics import KNN, TOP1, always_guessing
 from vitamp.pooling import POOLED, check_pool, pools_of
 
 COUNT = 20
@@ -45,7 +46,7 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
     count, flag = (COUNT, "-probe") if asked.probe else (asked.knn, "-knn")
     bank, images = open_labelled(data, count, config.SEED, trained.precision.device, flag, NAMED_BY, asked.probe)
     log.setLevel("INFO" if world.first else "WARNING")
-    log.info("%s: %s", asked.model or config.MODEL.PRETRAINED, trained.chosen.words)
+    log.info("%s: %s", asked.path or config.MODEL.PRETRAINED, trained.chosen.words)
     for note in notes:
         log.info("%s.", note)
     of_bank = data.model_copy(update={"PART": "train"})
@@ -121,8 +122,8 @@ def _probe(
 ) -> dict[str, Any]:
     """Fit a classifier for each pooling, and show them beside k-NN; and all metrics of the one that folds choose."""
     config, device = trained.config, trained.precision.device
-    classes = int(seen.labels.shape[1]) if data.MULTI_LABEL else len(images.classes or ()) or int(known.labels.max()) + 1
     one_label = not data.MULTI_LABEL
+    classes = len(images.classes or ()) or int(known.labels.max()) + 1 if one_label else seen.labels.shape[1]
     fold_of, words = folds_of(bank, known.labels, data)
     log.info("%s", words)
     # The classes of these images, not those of the model.
@@ -148,8 +149,7 @@ def _probe(
         rows += [[f"{KNN.words}, {pool}", "", "", one["words"]] for pool, one in nearest.items()]
         figures = {pool: one[TOP1.name] for pool, one in nearest.items()}
     chosen = max(fitted, key=lambda pool: fitted[pool].figure)
-    table = table_of(results[chosen], f"linear, {chosen}")
-    log.info("%s\n\n%s", "\n".join([*in_columns(rows), INTERVALS]), "\n".join(table))
+    log.info("\n%s", "\n".join([*in_columns(rows), INTERVALS]))
     log.info("Chosen by the folds: linear, %s, strength %.2g.", chosen, fitted[chosen].strength)
     return {
         "probes": {
@@ -158,4 +158,34 @@ def _probe(
         },
         "knn": figures,
         "chosen": chosen,
+        "settings": data.model_dump(mode="json"),
     }
+
+
+SECTIONS = ("MODEL.", "DATA.", "AMP.", "SEED", "DEVICE", "THREADS", "SPEED", "DETERMINISTIC")
+"""Settings of the new run that are those of the old one"""
+
+
+def save_probe(trained: Trained, found: dict[str, Any], asked: Namespace) -> int:
+    """A run of no epochs, which fits the chosen classifier anew, from the features that are kept. Returns its code."""
+    from engine.preflight import check, resolve
+    from engine.run import run
+
+    config, chosen = trained.config, trained.chosen
+    start = f"{chosen.file if chosen.meta else config.MODEL.PRETRAINED}"
+    settings = {key: value for key, value in values_to_keep(config).items() if key.startswith(SECTIONS)}
+    settings |= {f"DATA.{key}": value for key, value in found["settings"].items()}
+    settings = {key: value for key, value in settings.items() if not key.startswith(("MODEL.MAE", "MODEL.LORA"))}
+    settings |= {
+        "DATA.PART": "auto",
+        "MODEL.PRETRAINED": start,
+        "MODEL.NEW_CLASSIFIER": "probe",
+        "MODEL.NUM_CLASSES": "auto",
+        "MODEL.POOL": None if found["chosen"] == POOLED else found["chosen"],
+        "MODEL.FREEZE": "backbone",
+        "TRAIN.NUM_EPOCHS": 0,
+        "OUTPUT": asked.out,
+    }
+    loaded = resolve(load_config(None, {key: (value, "-probe") for key, value in settings.items()}))
+    check(loaded.config)
+    return run(loaded, ALONE, dry=False)

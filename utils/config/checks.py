@@ -64,7 +64,7 @@ def _data_and_model(config: Config) -> Iterator[Problem]:
 def _train(config: Config) -> Iterator[Problem]:
     train, full, patch = config.TRAIN, config.DATA.IMAGE_SIZE, config.MODEL.PATCH_SIZE
     epochs = f"TRAIN.NUM_EPOCHS {train.NUM_EPOCHS}"
-    if train.LAST_EPOCH >= train.NUM_EPOCHS and not config.EVAL:
+    if 0 < train.NUM_EPOCHS <= train.LAST_EPOCH and not config.EVAL:
         yield "TRAIN.LAST_EPOCH", f"{train.LAST_EPOCH} leaves no epoch of {epochs} to train"
     if train.CUTMIX_MINMAX is not None:
         low, high = (int(full * side) for side in train.CUTMIX_MINMAX)

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from utils.config.fields import TRAINING, Section, excludes, needs, only_with, overridden_by, setting
 from utils.config.kinds import AboveZero, FractionBelowOne, Integers, Names, Positive, PositiveOrAuto, as_names, folded
+from vitamp.pooling import OwnPool
 
 _LABELS = "it learns without labels"
 _MASKED = only_with("MODEL.MAE_PRETRAIN")
@@ -77,10 +78,18 @@ class ModelConfig(Section):
         "Weights to start from: .safetensors, .pth, .npz, .pdparams, a run, or a timm model.",
         overridden_by("MODEL.RESUME!=auto", why="the run's own weights are loaded"),
     )
-    NEW_CLASSIFIER: bool = setting(
+    NEW_CLASSIFIER: Annotated[bool | Literal["zero", "probe"], BeforeValidator(folded)] = setting(
         False,
-        "Initialise a new classifier, even if the number of classes stays the same.",
+        "A new classifier, even for as many classes: true: timm's start; zero: of zeros; probe: a linear classifier, "
+        "fitted to the features of the training images.",
         only_with("MODEL.PRETRAINED", why="without weights to start from, every classifier is new"),
+    )
+    POOL: OwnPool | None = setting(
+        None,
+        "ViT: what the classifier sees: class (token), mean (of the patches), both, or blocks (class tokens of the "
+        "last 4 blocks, and that mean); null: as timm's model.",
+        excludes("MODEL.MAE_PRETRAIN", why=f"{_LABELS} and has no classifier"),
+        excludes("TRAIN.DISTILLATION_TYPE", why="a distilled model has two classifiers", when=TRAINING),
     )
     FREEZE: Names = setting((), "Weights not to train: backbone (all but the classifier), or globs of their names.")
     LORA: LoraConfig = Field(default_factory=LoraConfig, description="Adapters of frozen linear layers.")

@@ -74,7 +74,7 @@ class TrainConfig(Section):
     """Length of the training, optimiser, schedule, regularisation and augmentation."""
 
     LAST_EPOCH: Count = setting(0, "Start after this epoch of the schedule; with -resume, from its checkpoint.")
-    NUM_EPOCHS: Positive = setting(300, "Number of epochs.")
+    NUM_EPOCHS: Count = setting(300, "Number of epochs; 0: the start is validated and saved.")
     WARMUP_EPOCHS: NonNegative = setting(32, "Epochs of linear warm-up, clipped to NUM_EPOCHS; -epochs scales them.")
     WARMUP_START_LR: NonNegative = setting(1e-6, "Learning rate of the first update of the warm-up.")
     BASE_LR: NonNegative = setting(3e-3, "Learning rate after the warm-up.")

@@ -24,8 +24,7 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
     statistics do not change, and its dropout and stochastic depth are off.
     """
     patterns = tuple(patterns)
-    matching = {name for pattern in patterns for name in _matching(pattern, model)}
-    for name in matching:
+    for name in [name for pattern in patterns for name in _matching(pattern, model)]:
         model.get_parameter(name).requires_grad_(False)
     if not any(weight.requires_grad for weight in model.parameters()):
         raise UserError(f"MODEL.FREEZE: {', '.join(patterns)} leaves no weights of {type(model).__name__} to train.")

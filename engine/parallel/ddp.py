@@ -4,7 +4,6 @@
 
 import torch
 import torch.distributed
-from torch import nn
 from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
 
@@ -12,22 +11,18 @@ from engine.callback import Callback, Computing
 
 
 class Ddp(Callback):
+    """Wraps the model so that its backward pass all-reduces gradients."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._forward: DistributedDataParallel | None = None
 
     def attach(self, to: Computing) -> None:
         if self._forward is None:
-            self._forward = wrap_ddp(to.model, self._device)
+            devices = [self._device.index] if self._device.type == "cuda" else None
+            self._forward = DistributedDataParallel(to.model, device_ids=devices, gradient_as_bucket_view=True)
+            self._forward.register_comm_hook(None, _sum_gradients)
         to.forward = self._forward
-
-
-def wrap_ddp(model: nn.Module, device: torch.device) -> DistributedDataParallel:
-    """Wrap the model so that its backward pass all-reduces gradients. A collective call: every rank must be ready."""
-    devices = [device.index] if device.type == "cuda" else None
-    forward = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
-    forward.register_comm_hook(None, _sum_gradients)
-    return forward
 
 
 def _sum_gradients(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

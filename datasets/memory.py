@@ -13,7 +13,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
 from datasets.base import PADDING, Batch, ImageDataset, Key, Samples, mean_colour, sample_table
-from datasets.transforms.crops import PAD, BatchAffine, has_affine, resized_size
+from datasets.transforms.crops import PAD, BatchAffine, resized_size
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 
@@ -65,7 +65,7 @@ class InMemory(ImageDataset):
         self.margin = PAD if train and cropped and data.CROP == "pad" else 0
         self.flip = data.FLIP if train and cropped else 0.0
         self.crops = self.margin > 0 or self.flip > 0
-        self.affine = BatchAffine(data, device) if train and has_affine(data) else None
+        self.affine = BatchAffine(data, device) if train and data.has_affine else None
         self._transforms: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
         """Epoch -> random transforms, one row per sample: top and left edge of the crop, and 1 for a mirrored image;
         `BatchAffine.matrices`. None where the settings turn a kind off."""

@@ -11,7 +11,7 @@ from datasets.base import Batch, Broken, ImageDataset, Key, Samples
 from utils.config.train import TrainConfig
 
 
-class _Variant(ImageDataset):
+class Variant(ImageDataset):
     """A wrapper with as many samples as the split that it wraps."""
 
     def __init__(self, inner: ImageDataset) -> None:
@@ -34,7 +34,7 @@ class _Variant(ImageDataset):
         return self.inner.take_broken()
 
 
-class Repeated(_Variant):
+class Repeated(Variant):
     """A split whose samples can be in an epoch several times, with a new augmentation each time.
 
     Repeated augmentation and DATA.SAMPLER balanced need it. Index i + n * copy, where n is the number of samples, is
@@ -71,7 +71,7 @@ class Repeated(_Variant):
         return (epoch - 1) * self.copies + copy + 1, sample if index >= 0 else index
 
 
-class Sized(_Variant):
+class Sized(Variant):
     """One split in several sizes, for images that grow during training (TRAIN.SIZE_SCHEDULE).
 
     The size depends on the epoch alone, which is part of every key.

@@ -184,7 +184,6 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
         # FSDP decides once, when it shards them, in which dtype it gathers weights.
         force_fp32(ready.model, read_state(checkpoint, mapped=True)["fp32_modules"], device.type)
     parts = build_train_state(config, world, ready, updates, sharding, train_set, choices)
-    loader.on_arrival(partial(parts.stages.mark, DATA))
     position, best = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * updates), Best()
     if checkpoint is not None:
         from engine.checkpoint.restore import check_and_restore
@@ -192,6 +191,18 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
         position, best = check_and_restore(parts, checkpoint, identity_of(train_set, loader.order), config, world)
     elif train.LAST_EPOCH:
         parts.schedule.restore(position.update)
+    if config.trains_on_features:
+        from engine.evaluation.features import see_features
+
+        train_set = see_features(run, ready, parts, train_set)
+        loader = TrainLoader(train_set, loader.order, config.SEED, 0, device)
+    elif config.freezes_backbone and train.NUM_EPOCHS > 1:
+        log.info(
+            "MODEL.FREEZE backbone: it is computed in each of %d epochs, because the images change at random. "
+            "scripts/evaluate.py -probe computes it once, and fits the classifier in seconds.",
+            train.NUM_EPOCHS,
+        )
+    loader.on_arrival(partial(parts.stages.mark, DATA))
     how, why = "none", "as asked for"
     if train.COMPILE == "auto":
         why = f"auto: on {device.type} compiling takes longer than it saves"
@@ -370,6 +381,8 @@ def callbacks(
 
 def may_compile(config: Config, device: torch.device, resumed: Choices) -> bool:
     """Whether there is something to decide; `auto` only compiles on a GPU, or as the run that is resumed."""
+    if config.trains_on_features:
+        return False
     if config.TRAIN.COMPILE == "auto":
         return device.type == "cuda" or resumed.get("compile", "none") != "none"
     return config.TRAIN.COMPILE != "none"

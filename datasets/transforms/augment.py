@@ -11,7 +11,6 @@ from timm.data import auto_augment as timm_augment
 from torchvision.transforms import InterpolationMode, v2
 
 from datasets.base import mean_colour
-from datasets.transforms.crops import has_affine
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 from utils.errors import UserError, nearest
@@ -102,7 +101,7 @@ def check_augmentations(train: TrainConfig) -> None:
 
 def affine_changes(data: DataConfig) -> list[ImageChange]:
     """The transform for single images by SHIFT, ZOOM and ROTATE; none if they are off."""
-    if not has_affine(data):
+    if not data.has_affine:
         return []
     affine = v2.RandomAffine(
         degrees=(-data.ROTATE, data.ROTATE),

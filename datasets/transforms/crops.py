@@ -26,11 +26,6 @@ def resized_size(data: DataConfig, width: int, height: int) -> tuple[int, int]:
     return int(side * width / height), side
 
 
-def has_affine(data: DataConfig) -> bool:
-    """Whether SHIFT, ZOOM or ROTATE has any effect."""
-    return data.AFFINE_PROB > 0 and (data.SHIFT > 0 or data.ZOOM > 0 or data.ROTATE > 0)
-
-
 class BatchAffine:
     """Affine transform of a whole batch at once, with each sample's own random numbers."""
 

@@ -13,27 +13,35 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MethodType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from datasets import ImageDataset, ValLoader
+from datasets import Batch, ImageDataset, ValLoader, auto_workers
+from datasets.base import TITLES, Key, Part
 from datasets.loading.order import data_identity
 from datasets.memory import ArraySamples
+from datasets.variants import Variant
 from engine.amp.precision import Precision
 from engine.checkpoint.saver import size_words
 from engine.inputs.batches import input_of
+from engine.machine.device import Run
 from engine.machine.late_compiler import uncompiled
 from models.parts import classifiers, is_inside
 from utils.cache import cache_folder
 from utils.config.data import DataConfig
-from utils.distributed.world import ALONE, World
+from utils.distributed.world import ALONE, World, broadcast
 from utils.errors import UserError
 from utils.log import log
 from vitamp.files import read_json, write_atomically
-from vitamp.pooling import BLOCKS, POOLED, pooled_features, pools_of
+from vitamp.pooling import BLOCKS, POOLED, pool_of, pooled_features, pools_of
+
+if TYPE_CHECKING:
+    from engine.setup import Ready, TunedModel
+    from engine.update import TrainState
 
 ABOUT = "about.json"
 BLOCK = 512
@@ -211,3 +219,46 @@ def _images_digest(dataset: ImageDataset) -> str:
     if isinstance(pixels, ArraySamples):
         digest.update(pixels.pixels.data)
     return digest.hexdigest()
+
+
+class FeatureSet(Variant):
+    """A split whose images are replaced by what the model's classifier sees of them."""
+
+    def __init__(self, inner: ImageDataset, features: Features, pool: str, device: torch.device) -> None:
+        super().__init__(inner)
+        self._features, self._pool, self._device, self.in_memory = features, pool, device, True
+
+    def __getitems__(self, keys: list[Key]) -> Batch:
+        indices = np.array([index for _, index in keys])
+        rows = np.maximum(indices, 0)  # where padding is
+        columns = self._features.of(self._pool)[rows], self._features.labels[rows], indices
+        return Batch(*(torch.from_numpy(column).to(self._device) for column in columns))
+
+
+def extractor_of(run: Run, tuned: TunedModel) -> Extractor:
+    data = run.config.DATA
+    workers = auto_workers(run.world) if data.NUM_WORKERS is None else data.NUM_WORKERS
+    size = int(data.BATCH_SIZE_EVAL or data.BATCH_SIZE)
+    return Extractor(tuned.model, tuned.inputs, tuned.precision, run.config.MODEL.NAME, size, workers, run.world)
+
+
+def see_features(run: Run, ready: Ready, parts: TrainState, train_set: ImageDataset) -> ImageDataset:
+    """Let training and validation read features in place of images. Returns the training split. A collective call."""
+    config, model, device = run.config, ready.model, run.device
+    extractor, pool, classes = extractor_of(run, ready), pool_of(model), int(config.MODEL.NUM_CLASSES)
+
+    def features(dataset: ImageDataset, part: Part) -> FeatureSet:
+        data = config.DATA.model_copy(update={"PART": part})
+        found = features_of(extractor, dataset, data, classes, TITLES[part].capitalize())
+        broadcast(None, run.world)  # the first process is here once they are complete
+        return FeatureSet(dataset, found, pool, device)
+
+    train_set, ready.val_set = features(train_set, "train"), features(ready.val_set, "val")
+    ready.val_loader = ValLoader(ready.val_set, extractor.batch_size, run.world.rank, run.world.size, 0, device)
+    model.forward = MethodType(_of_features, model)
+    ready.inputs = parts.inputs = nn.Identity()
+    return train_set
+
+
+def _of_features(self: nn.Module, seen: Tensor) -> Tensor:
+    return self.get_submodule(classifiers(self)[0])(seen)

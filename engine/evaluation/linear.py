@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from datasets import ImageDataset, auto_workers, open_dataset, source_of
+from datasets import ImageDataset, open_dataset, source_of
 from datasets.sources.folds import split_rows
-from engine.evaluation.features import AT_ONCE, Extractor, features_of
+from engine.evaluation.features import AT_ONCE, extractor_of, features_of
 from engine.machine.device import Run
 from engine.task.several import MOST_NAMED, scores_of
 from models.parts import classifiers
@@ -206,10 +206,7 @@ def start_at_probe(run: Run, ready: Ready) -> None:
         )
     data = config.DATA.model_copy(update={"PART": "train"})
     bank = open_dataset(data, False, classes, config.SEED, device)
-    workers = auto_workers(world) if data.NUM_WORKERS is None else data.NUM_WORKERS
-    size = data.BATCH_SIZE_EVAL or data.BATCH_SIZE
-    extractor = Extractor(model, ready.inputs, ready.precision, config.MODEL.NAME, size, workers, world)
-    known = features_of(extractor, bank, data, classes, "Linear probe: training split")
+    known = features_of(extractor_of(run, ready), bank, data, classes, "Linear probe: training split")
     found = None
     if world.first:
         fold_of, words = folds_of(bank, known.labels, data)

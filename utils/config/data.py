@@ -131,6 +131,11 @@ class DataConfig(Section):
         return SEVERAL_LABELS if self.MULTI_LABEL else ONE_LABEL
 
     @property
+    def has_affine(self) -> bool:
+        """Whether SHIFT, ZOOM or ROTATE has any effect."""
+        return self.AFFINE_PROB > 0 and (self.SHIFT > 0 or self.ZOOM > 0 or self.ROTATE > 0)
+
+    @property
     def fold(self) -> Fold | None:
         """The fold to validate on; None without cross-validation."""
         return None if self.FOLD is None else read_fold(self.FOLD)

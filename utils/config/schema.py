@@ -180,6 +180,20 @@ class Config(Section):
         return NO_LABELS if self.MODEL.MAE_PRETRAIN else self.DATA.task
 
     @property
+    def freezes_backbone(self) -> bool:
+        """Whether only a classifier is trained, on one device or by DDP."""
+        frozen = "backbone" in self.MODEL.FREEZE and not self.MODEL.MAE_PRETRAIN and not self.EVAL
+        return frozen and self.TRAIN.DISTILLATION_TYPE is None and self.DIST.STRATEGY == "ddp"
+
+    @property
+    def trains_on_features(self) -> bool:
+        """Whether a frozen backbone sees the same images in each epoch, so that its features are computed once."""
+        data, train = self.DATA, self.TRAIN
+        changed = data.CROP != "none" or data.FLIP or data.has_affine or train.single_image_keys or train.TOKEN_DROP
+        changed = changed or train.mixes or train.RANDOM_ERASE_PROB or train.SIZE_SCHEDULE or self.MODEL.DROPOUT
+        return self.freezes_backbone and (train.NUM_EPOCHS == 0 or not changed)
+
+    @property
     def measures_knn(self) -> bool:
         """Whether validations measure how well features separate the classes of labelled images (TRAIN.KNN)."""
         return self.MODEL.MAE_PRETRAIN and self.TRAIN.KNN is not None

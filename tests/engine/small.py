@@ -22,7 +22,6 @@ from engine.task.one import OneLabel
 from engine.update import TrainState, train_update
 from utils.config import AmpConfig, Config, TrainConfig, load_config
 from utils.distributed.world import ALONE
-from vitamp.checkpoints import Checkpoint
 
 CPU = torch.device("cpu")
 FP16 = AmpConfig(ENABLED=True, DTYPE="fp16")
@@ -30,16 +29,14 @@ BF16 = AmpConfig(ENABLED=True, DTYPE="bf16")
 OFF = AmpConfig()
 
 
-def build(
-    tiny: Path, device: torch.device = CPU, checkpoint: Checkpoint | None = None, /, **words: object
-) -> ReadyToTrain:
-    """The tiny recipe, ready for its first update, or for the next of `checkpoint`. AMP__DTYPE is AMP.DTYPE."""
+def build(tiny: Path, device: torch.device = CPU, /, **words: object) -> ReadyToTrain:
+    """The tiny recipe, ready for its first update. AMP__DTYPE is AMP.DTYPE."""
     torch.set_num_threads(1)
     settings = {key.replace("__", "."): str(value) for key, value in words.items()}
     if device.type != "cpu":
         settings["DEVICE"] = device.type
     config = load_config(str(tiny), words=settings).config
-    ready = build_for_training(Run(config, ALONE, device, threads=1), checkpoint)
+    ready = build_for_training(Run(config, ALONE, device, threads=1), None)
     ready.parts.assemble()
     return ready
 

@@ -22,6 +22,7 @@ from torchvision.transforms.v2 import functional
 
 from vitamp.errors import UserError
 from vitamp.metrics import CHOICES
+from vitamp.pooling import pool_by
 from vitamp.tensors import read_weights
 from vitamp.weights import chosen_at
 
@@ -97,7 +98,10 @@ def _build(about: Mapping[str, Any], path: Path) -> nn.Module:
             )
         raise ValueError(f"{path}: an earlier version wrote it, without the arguments of timm's model. {_export(path)}")
     with torch.random.fork_rng(devices=[]):
-        return timm.create_model(call["name"], **call["arguments"])
+        model = timm.create_model(call["name"], **call["arguments"])
+        if pool := about["settings"].get("MODEL.POOL"):
+            pool_by(model, pool)
+        return model
 
 
 def _export(path: Path) -> str:

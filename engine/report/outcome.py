@@ -75,7 +75,8 @@ def next_commands(run: Run, position: Position, folder: Path, paused: bool = Fal
         recipe = f"-cfg RECIPE.yaml -data_path LABELLED_IMAGES -pretrained {quoted}"
         commands = {"finetune": start_again(run.world, recipe)}
     commands["report"] = f"{tool('report')} {quoted}"
-    commands["resume"] = start_again(run.world, f"-resume {quoted}{'' if paused else longer}")
+    if train.NUM_EPOCHS:
+        commands["resume"] = start_again(run.world, f"-resume {quoted}{'' if paused else longer}")
     return "\n".join(["Next:", *(f"  {name:<8}  {command}" for name, command in commands.items())])
 
 

@@ -132,7 +132,7 @@ def _features(line: ToolLine, out: Path | None) -> int:
     log.setLevel("WARNING" if asked.path or not world.first else "INFO")
 
     from engine.trained.model import load_trained, pretrained
-    from tools.evaluate.features import evaluate_features, save_probe
+    from tools.evaluate.features import evaluate_features
 
     if asked.path:
         trained = load_trained(asked.path, asked.weights, given=given, needs_labels=False, world=world)
@@ -144,10 +144,9 @@ def _features(line: ToolLine, out: Path | None) -> int:
         data = loaded.config.DATA.model_copy(update={"PART": part["DATA.PART"][0]})
         trained = pretrained(loaded.config.model_copy(update={"DATA": data}), world)
     found = evaluate_features(trained, given, asked, world)
-    if found is None:
-        return EXIT_DONE
-    _write(out, found)
-    return save_probe(trained, found, asked) if asked.out else EXIT_DONE
+    if found is not None:
+        _write(out, found)
+    return EXIT_DONE
 
 
 def _write(out: Path | None, found: dict[str, Any]) -> None:

@@ -10,18 +10,18 @@ from typing import Any
 from timm.layers.patch_dropout import PatchDropout
 from torch import nn
 
-from models.parts import classifiers, is_inside
+from models.parts import BATCH_NORM, classifiers, is_inside
 from utils.errors import UserError, nearest
 
-BACKBONE = "backbone"
+BACKBONE, NORMS = "backbone", "batch_norm"
 
 
 def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
     """Disable gradients of the weights that match `patterns`, and keep fully frozen modules in eval mode.
 
-    A pattern is `backbone` or a glob over names of weights and modules (`pos_embed`, `blocks.[0-5].*`) or over class
-    names (`*Norm*`). A fully frozen module stays in eval mode also when the model is set to training: its running
-    statistics do not change, and its dropout and stochastic depth are off.
+    A pattern is `backbone`, `batch_norm` (of which a model may have none), or a glob over names of weights and modules
+    (`pos_embed`, `blocks.[0-5].*`) or over class names (`*Norm*`). A fully frozen module stays in eval mode also when
+    the model is set to training: its running statistics do not change, and its dropout and stochastic depth are off.
     """
     patterns = tuple(patterns)
     for name in [name for pattern in patterns for name in _matching(pattern, model)]:
@@ -49,11 +49,14 @@ def _matching(pattern: str, model: nn.Module) -> list[str]:
                 f"MODEL.FREEZE {BACKBONE}: the classifier of {type(model).__name__} is unknown; use globs instead."
             )
         return [name for name in weights if not is_inside(name, heads)]
+    if pattern == NORMS:
+        norms = [name for name, module in model.named_modules() if isinstance(module, BATCH_NORM)]
+        return [name for name in weights if is_inside(name, norms)]
     modules = {name: type(module).__name__ for name, module in model.named_modules() if name}
     matches = [name for name, kind in modules.items() if fnmatchcase(name, pattern) or fnmatchcase(kind, pattern)]
     names = [name for name in weights if fnmatchcase(name, pattern) or is_inside(name, matches)]
     if not names:
-        known = [BACKBONE, *weights, *modules, *modules.values()]
+        known = [BACKBONE, NORMS, *weights, *modules, *modules.values()]
         tops = dict.fromkeys(name.partition(".")[0] for name in weights)
         raise UserError(
             f"MODEL.FREEZE: {pattern!r} matches no weight by its name, its module's name or its module's class."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -23,22 +22,17 @@ BLOCKS = 4
 
 
 def pools_of(model: nn.Module) -> tuple[str, ...]:
-    """Those that the model has and that differ."""
+    """Those that the model has: without tokens, or without a class token, fewer."""
     if not hasattr(model, "num_prefix_tokens"):
         return (POOLED,)
-    if getattr(model, "cls_token", None) is None:
-        return POOLED, "mean"
-    same = getattr(model, "global_pool", "") == "token" and type(getattr(model, "fc_norm", None)).__name__ == "Identity"
-    return tuple(pool for pool in POOLS if not (same and pool == "class"))
+    return POOLS if getattr(model, "cls_token", None) is not None else (POOLED, "mean")
 
 
 def check_pool(model: nn.Module, pool: str, where: str = "-pool") -> None:
-    """Raise UserError if the model has no tokens, or no class token, for this pooling."""
-    kind = type(model).__name__
-    if pool != POOLED and not hasattr(model, "num_prefix_tokens"):
-        raise UserError(f"{where} {pool}: {kind} has no tokens as a ViT has them; use {POOLED}.")
-    if pool in ("class", "both", "blocks") and getattr(model, "cls_token", None) is None:
-        raise UserError(f"{where} {pool}: this {kind} has no class token; use {POOLED} or mean.")
+    """Raise UserError if the model does not have the tokens for this pooling."""
+    known = pools_of(model)
+    if pool not in (*known, *([] if known == (POOLED,) else [PATCHES])):
+        raise UserError(f"{where} {pool}: this {type(model).__name__} has no such tokens; use {' or '.join(known)}.")
 
 
 def pool_of(model: nn.Module) -> str:
@@ -54,31 +48,22 @@ def pooled_features(module: nn.Module, pixels: Tensor, *pools: str) -> Tensor:
     import torch
 
     model: Any = module
-    # O3 casts the images before the model's forward, which is not called here.
-    return torch.cat(_seen(model, pixels.to(next(model.parameters()).dtype), pools), 1).float()
-
-
-def _seen(model: Any, pixels: Tensor, pools: Sequence[str]) -> list[Tensor]:
-    import torch
-
-    classes = []
+    pixels, blocks = pixels.to(next(model.parameters()).dtype), []  # O3 casts in the model's forward
     if "blocks" in pools:
-        last = min(BLOCKS, len(model.blocks))
         how = {"return_prefix_tokens": True, "norm": True, "output_fmt": "NLC"}
-        tokens, blocks = model.forward_intermediates(pixels, indices=last, **how)
-        classes = [prefix[:, 0] for _, prefix in blocks]
+        tokens, found = model.forward_intermediates(pixels, indices=min(BLOCKS, len(model.blocks)), **how)
+        blocks = [prefix[:, 0] for _, prefix in found]
     else:
         tokens = model.forward_features(pixels)
-    found = []
+    columns = []
     for pool in pools:
         if pool == POOLED:
-            found.append(model.forward_head(tokens, pre_logits=True))
+            columns.append(model.forward_head(tokens, pre_logits=True))
             continue
         patches = tokens[:, model.num_prefix_tokens :]
-        parts = {"mean": [], "class": [tokens[:, 0]], "both": [tokens[:, 0]], "blocks": classes, PATCHES: []}[pool]
-        mean = [] if pool in ("class", PATCHES) else [patches.mean(1)]
-        found.append(patches if pool == PATCHES else torch.cat([*parts, *mean], 1))
-    return found
+        classes = {"mean": [], "blocks": blocks, PATCHES: [patches]}.get(pool, [tokens[:, 0]])
+        columns += classes if pool in ("class", PATCHES) else [*classes, patches.mean(1)]
+    return torch.cat(columns, 1).float()
 
 
 def pool_by(module: nn.Module, pool: str) -> None:
@@ -99,4 +84,4 @@ def pool_by(module: nn.Module, pool: str) -> None:
 
 
 def _forward(self: Any, pixels: Tensor) -> Tensor:
-    return self.head(self.head_drop(*_seen(self, pixels, (pool_of(self),))))
+    return self.head(self.head_drop(pooled_features(self, pixels, pool_of(self)).to(self.head.weight.dtype)))

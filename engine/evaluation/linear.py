@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from engine.setup import Ready
 
 FOLDS = 5
-STRENGTHS = tuple(10 ** (1 - step / 2) for step in range(13))
-"""Of weight decay, from 10 to 1e-5: half of it times the squared weights is added to the mean loss"""
+STRENGTHS = tuple(10 ** (1 - step / 2) for step in range(17))
+"""Of weight decay, from 10 to 1e-7: half of it times the squared weights is added to the mean loss"""
 STALE = 3
 """Strengths without a better result after which weaker ones are not tried"""
 ITERATIONS = 300

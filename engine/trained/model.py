@@ -169,32 +169,28 @@ def load_trained(
         from engine.trained.own_code import use_of_meta
 
         use_of_meta(chosen.meta, config, place)
-    check_amp(config.AMP, config.TRAIN)
     overridden = {**given.flags, **given.words}.keys() if given else ()
     where = _device(device or (config.DEVICE if "DEVICE" in overridden else None), config, world)
-    check_precision(config.AMP, where)
-    set_up_device(config, where, world)
     with _quietly():
-        tuned = tuned_model(config, where, choices=chosen.choices)
-    model, precision = tuned.model, tuned.precision
-    if precision.level in ("O1", "O2") and (moved := fp32_modules(chosen)):
-        force_fp32(model, moved, where.type)
-    model.eval()
-    trained = Trained(model, tuned.inputs, precision, config, chosen, calibrated=calibrated)
+        trained = _built(config, where, world, chosen)
+    if trained.precision.level in ("O1", "O2") and (moved := fp32_modules(chosen)):
+        force_fp32(trained.model, moved, where.type)
+    trained.calibrated = calibrated
     trained.take(chosen.which)
     return trained
 
 
 def pretrained(config: Config, world: World) -> Trained:
     """The model of the settings with the weights of MODEL.PRETRAINED, which need no run."""
-    assert config.MODEL.PRETRAINED is not None
+    place, words = Path(config.MODEL.PRETRAINED or ""), f"weights for {config.MODEL.NAME}"
+    return _built(config, pick_device(config.DEVICE, world), world, Chosen(place, PLAIN, words, (PLAIN,), {}))
+
+
+def _built(config: Config, device: torch.device, world: World, chosen: Chosen) -> Trained:
     check_amp(config.AMP, config.TRAIN)
-    device = pick_device(config.DEVICE, world)
     check_precision(config.AMP, device)
     set_up_device(config, device, world)
-    tuned = tuned_model(config, device)
-    place = Path(config.MODEL.PRETRAINED)
-    chosen = Chosen(place, PLAIN, f"weights for {config.MODEL.NAME}", (PLAIN,), {})
+    tuned = tuned_model(config, device, choices=chosen.choices)
     return Trained(tuned.model.eval(), tuned.inputs, tuned.precision, config, chosen)
 
 

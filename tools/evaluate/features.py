@@ -30,7 +30,7 @@ from utils.distributed.world import ALONE, World
 from utils.log import log
 from utils.text import wilson
 from vitamp.metrics import KNN, TOP1, always_guessing
-from vitamp.pooling import POOLED, check_pool, pool_of, pools_of
+from vitamp.pooling import POOLED, check_pool, pool_of
 
 COUNT = 20
 """Of neighbours beside -probe"""
@@ -63,7 +63,10 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
     known, seen = parts
 
     classes = known.labels.shape[1] if data.MULTI_LABEL else len(images.classes or ()) or int(known.labels.max()) + 1
-    pools = [asked.pool or pool_of(model)] if asked.pool or not asked.probe else list(pools_of(model))
+    pools = [asked.pool or pool_of(model)]
+    if asked.probe and asked.pool is None:
+        same = np.array_equal(seen.of("class"), seen.of(POOLED)) if "class" in seen.pools else False
+        pools = [pool for pool in seen.pools if not (same and pool == "class")]
     found: dict[str, Any] = {
         "model": config.MODEL.NAME,
         "source": f"{trained.chosen.place}",

@@ -39,6 +39,7 @@ from tools.export.check import IMAGE, LOGITS, CheckImages, compare, outputs_of
 from utils.config.data import DataConfig
 from utils.errors import TrainingError, UserError, first_line
 from utils.log import log
+from vitamp.pooling import pool_by
 from vitamp.weights import EXPORTED, MADE_BY, encoded
 
 INPUT, OUTPUT, BATCH = "images", LOGITS, "batch"
@@ -73,6 +74,8 @@ class Export:
             config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS
         )
         model = timm.create_model(self.timm_name, **self.timm_arguments)
+        if config.MODEL.POOL is not None:
+            pool_by(model, config.MODEL.POOL)
         load_weights(model, self.trained.model.state_dict(), f"{self.trained.chosen.place}")
         self.model = model.eval().requires_grad_(False)
         self.module = _Exported(self).eval()
@@ -245,6 +248,8 @@ class Safetensors(Format):
         import safetensors.torch
 
         chosen, tensors = export.trained.chosen, export.model.state_dict()
+        if (pool := export.trained.config.MODEL.POOL) is not None:
+            raise UserError(f"-to safetensors: timm's model has no MODEL.POOL {pool}; use -to torch or onnx.")
         of_run = {key: chosen.meta[key] for key in FOR_TOOLS if key in chosen.meta}
         # One key: safetensors writes several in a different order each time.
         header = encoded({EXPORTED: {**export.metadata(False), **of_run, **needed_by_tools(chosen)}})

@@ -91,7 +91,9 @@ class ModelConfig(Section):
         excludes("MODEL.MAE_PRETRAIN", why=f"{_LABELS} and has no classifier"),
         excludes("TRAIN.DISTILLATION_TYPE", why="a distilled model has two classifiers", when=TRAINING),
     )
-    FREEZE: Names = setting((), "Weights not to train: backbone (all but the classifier), or globs of their names.")
+    FREEZE: Names = setting(
+        (), "Weights not to train: backbone (all but the classifier), batch_norm, or globs of names."
+    )
     LORA: LoraConfig = Field(default_factory=LoraConfig, description="Adapters of frozen linear layers.")
     MAE_PRETRAIN: bool = setting(
         False,

@@ -24,7 +24,10 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
     the model is set to training: its running statistics do not change, and its dropout and stochastic depth are off.
     """
     patterns = tuple(patterns)
-    for name in [name for pattern in patterns for name in _matching(pattern, model)]:
+    found = [name for pattern in patterns for name in _matching(pattern, model)]
+    if not found:
+        return
+    for name in found:
         model.get_parameter(name).requires_grad_(False)
     if not any(weight.requires_grad for weight in model.parameters()):
         raise UserError(f"MODEL.FREEZE: {', '.join(patterns)} leaves no weights of {type(model).__name__} to train.")

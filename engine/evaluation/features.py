@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from datasets import Batch, ImageDataset, ValLoader, auto_workers
 from datasets.base import TITLES, Key, Part, part_of
+from datasets.damage import BrokenInValidation
 from datasets.loading.order import data_identity
 from datasets.variants import Variant
 from engine.amp.precision import Precision
@@ -135,13 +136,13 @@ def features_of(
         def compute(blocks: list[int]) -> None:
             starts = [range(block * one, min(block * (one + 1), images), batch) for one in blocks]
             plan = [np.arange(first, min(first + batch, images)) for of_block in starts for first in of_block]
-            loader = ValLoader(dataset, batch, 0, 1, workers, seeing.precision.device, shard=lambda *_: plan)
+            broken = BrokenInValidation("image")
+            loader = ValLoader(dataset, batch, 0, 1, workers, seeing.precision.device, broken, lambda *_: plan)
             try:
                 for one in loader:
                     rows = one.indices.cpu().numpy()
                     table[rows] = found = _columns(seeing, one.images).cpu().numpy()
-                    if loader.broken is not None:
-                        loader.broken.raise_together(ALONE)
+                    broken.raise_together(ALONE)
                     if not np.isfinite(found).all():
                         raise UserError("The model has NaN or infinite features; nothing can be compared.")
                     if (last := int(rows[-1]) + 1) % block == 0 or last == images:

@@ -30,7 +30,7 @@ from engine.inputs.batches import input_of
 from engine.machine.device import Run
 from engine.machine.late_compiler import uncompiled
 from models.parts import classifiers, is_inside
-from utils.cache import cache_folder
+from utils.cache import cache_folder, process_lock
 from utils.config import Config
 from utils.config.data import DataConfig
 from utils.distributed.world import ALONE, World, broadcast
@@ -123,14 +123,15 @@ def features_of(
         folder = cache_folder(data, f"features/{key}")
         needed, free = 4 * shape[0] * shape[1], shutil.disk_usage(folder).free
         table, complete = (folder / name for name in ("features.npy", "complete.npy"))
-        if not complete.exists():
-            if needed > free:
-                raise UserError(
-                    f"{folder}: the features take {size_words(needed)}, and {size_words(free)} are free. Name a folder "
-                    "on a larger disk: DATA.CACHE=DIR."
-                )
-            open_memmap(table, "w+", np.float32, shape)
-            open_memmap(complete, "w+", np.bool_, (-(-images // block),))
+        with process_lock(folder / ".lock", "makes room for features"):
+            if not complete.exists():
+                if needed > free:
+                    raise UserError(
+                        f"{folder}: the features take {size_words(needed)}, and {size_words(free)} are free. Name a "
+                        "folder on a larger disk: DATA.CACHE=DIR."
+                    )
+                open_memmap(table, "w+", np.float32, shape)
+                open_memmap(complete, "w+", np.bool_, (-(-images // block),))
         table, complete = (open_memmap(file, "r+") for file in (table, complete))
 
         def compute(blocks: list[int]) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import logging
 import math
 import os
 import sys
 from pathlib import Path
 
-from utils.log import log
+from utils.log import warn_once
 
 MOUNTED, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 PROCESSORS = Path("/proc/cpuinfo")
@@ -25,7 +26,11 @@ def cores() -> int:
     quota, file = cpu_quota() or (math.inf, None)
     if quota >= visible:
         return visible
-    _log_quota(quota, visible, file)
+    warn_once(
+        f"CPU quota: this process may use {quota:g} of the {visible} visible cores ({file}). Without -threads and "
+        "-num_workers, the numbers of threads and loading processes follow from the quota.",
+        logging.INFO,
+    )
     return math.ceil(quota)  # a fraction of a core is worth a thread, which then idles at times
 
 
@@ -38,15 +43,6 @@ def cpu_quota() -> tuple[float, Path] | None:
             if quota > 0 and period > 0:
                 quotas.append((quota / period, file))
     return min(quotas, default=None)
-
-
-@functools.cache
-def _log_quota(quota: float, visible: int, file: Path) -> None:
-    log.info(
-        "CPU quota: this process may use %g of the %d visible cores (%s). Without -threads and -num_workers, the "
-        "numbers of threads and loading processes follow from the quota.",
-        *(quota, visible, file),
-    )
 
 
 def control_groups() -> list[Path]:

@@ -22,7 +22,6 @@ from utils.machine.cpus import cores, cpu_quota
 @pytest.fixture(autouse=True)
 def _sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
-    cpus._log_quota.cache_clear()
 
 
 def groups(

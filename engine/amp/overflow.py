@@ -220,7 +220,11 @@ class OverflowWatch(Callback):
                         batches, (overflow, rows) = [(share, batch)], found
                         break
                 else:
-                    reason = self._why_not_reproduced(skipped)
+                    reasons = ["the weights have changed since"] if self._update > skipped.update else []
+                    reasons += ["only the sum of the micro-batches overflowed"] * (len(skipped.micro_batches) > 1)
+                    reasons.append("compiled code (TRAIN.COMPILE) rounds differently from the eager replay")
+                    listed = f"{', '.join(reasons)}, or the overflow was on another rank (with several processes)"
+                    reason = f"the replay did not overflow; possible reasons: {listed}"
         except RuntimeError as error:  # such as out of memory: the training itself can continue
             reason = f"cause unknown, the replay failed ({str(error).strip().partition(chr(10))[0]})"
             log.debug("The replay of update %d failed.", skipped.update, exc_info=True)
@@ -235,15 +239,6 @@ class OverflowWatch(Callback):
             passed_over=self.skips.passed_over,
             reason=reason,
         )
-
-    def _why_not_reproduced(self, skipped: _Pending) -> str:
-        """Possible reasons why the replay of a skipped update did not overflow."""
-        reasons = ["the weights have changed since"] if self._update > skipped.update else []
-        if len(skipped.micro_batches) > 1:
-            reasons.append("only the sum of the micro-batches overflowed")
-        reasons.append("compiled code (TRAIN.COMPILE) rounds differently from the eager replay")
-        reasons.append("the overflow was on another rank (with several processes)")
-        return f"the replay did not overflow; possible reasons: {', '.join(reasons[:-1])}, or {reasons[-1]}"
 
 
 def _size(micro_batches: MicroBatches) -> int:

@@ -113,25 +113,18 @@ def preprocessing_of(source: str) -> Preprocessing | None:
     if fields := preprocessing_in(read_header(file)):
         return _of_fields(fields, file)
     if config.is_file():
-        return _of_timm(read_json(config).get("pretrained_cfg"), config)
+        return _of_fields(read_json(config).get("pretrained_cfg"), config)
     name = next((name for name in (file.stem, file.name.partition(".")[0]) if is_timm_name(name)), None)
     return _of_timms_name(name, f"timm's {name} (recognised by the name of {file})") if name else None
 
 
-def _of_timm(cfg: Any, where: Path | str) -> Preprocessing | None:
-    """From timm's description of its weights, as a dict."""
-    if not isinstance(cfg, dict):
-        return None
-    size = cfg.get("input_size")
-    if isinstance(size, list | tuple) and len(size) == 3 and size[1] == size[2]:
-        cfg = {**cfg, "image_size": size[1]}
-    return _of_fields(cfg, where)
-
-
 def _of_fields(fields: Any, where: Path | str) -> Preprocessing | None:
-    """From our meta.json, or from the header of weights that scripts/checkpoint.py or scripts/export.py wrote."""
+    """From our meta.json, the header of weights that checkpoint.py or export.py wrote, or timm's description of its."""
     if not isinstance(fields, dict):
         return None
+    size = fields.get("input_size")  # timm's
+    if isinstance(size, list | tuple) and len(size) == 3 and size[1] == size[2]:
+        fields = {**fields, "image_size": size[1]}
     known = {name: fields[name] for name in FIELDS if fields.get(name) is not None}
     known = {name: list(value) if isinstance(value, tuple) else value for name, value in known.items()}
     check_fields(Input, known, Path(where))
@@ -143,7 +136,7 @@ def _of_fields(fields: Any, where: Path | str) -> Preprocessing | None:
 
 def _of_timms_name(name: str, where: str) -> Preprocessing | None:
     cfg = timm.get_pretrained_cfg(name)
-    return None if cfg is None else _of_timm(asdict(cfg), where)
+    return None if cfg is None else _of_fields(asdict(cfg), where)
 
 
 def _in_words(values: dict[str, Any]) -> str:

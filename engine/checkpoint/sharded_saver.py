@@ -132,11 +132,8 @@ class ShardWriter(RankSaver):
                 )
             write_tensors(folder, rows)
             for name in rows:
-                handle = os.open(folder / name, os.O_RDWR)
-                try:
-                    os.fsync(handle)  # another machine cannot sync what this one still buffers
-                finally:
-                    os.close(handle)
+                with (folder / name).open("rb+") as file:
+                    os.fsync(file.fileno())  # another machine cannot sync what this one still buffers
         except OSError as error:
             return error.errno or 5, error.strerror or str(error), str(error.filename or folder)
         except Exception as error:

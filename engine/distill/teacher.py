@@ -61,15 +61,13 @@ class DistillationLoss(nn.Module):
         if targets.ndim < 3:  # labels alone: the teacher was not asked
             return self.label_loss(label_logits, targets)
         labels, teacher_logits = targets.unbind(1)
-        teacher_loss = self._teacher_loss(distilled_logits, teacher_logits)
-        return (1 - self.alpha) * self.label_loss(label_logits, labels) + self.alpha * teacher_loss
-
-    def _teacher_loss(self, logits: Tensor, teacher_logits: Tensor) -> Tensor:
         if self.hard:
-            return F.cross_entropy(logits, teacher_logits.argmax(1))
-        student, teacher = F.log_softmax(logits / self.tau, 1), F.log_softmax(teacher_logits / self.tau, 1)
-        # The factor tau**2 makes up for the temperature, which divides gradients by its square.
-        return F.kl_div(student, teacher, reduction="batchmean", log_target=True) * self.tau**2
+            teacher_loss = F.cross_entropy(distilled_logits, teacher_logits.argmax(1))
+        else:
+            student, teacher = (F.log_softmax(one / self.tau, 1) for one in (distilled_logits, teacher_logits))
+            # The factor tau**2 makes up for the temperature, which divides gradients by its square.
+            teacher_loss = F.kl_div(student, teacher, reduction="batchmean", log_target=True) * self.tau**2
+        return (1 - self.alpha) * self.label_loss(label_logits, labels) + self.alpha * teacher_loss
 
 
 class StackedHeads(nn.Module):

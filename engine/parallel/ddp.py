@@ -24,16 +24,11 @@ class Ddp(Callback):
         if self._forward is None or list(map(id, trained)) != list(map(id, self._trained)):
             self._forward = None
             gc.collect()  # an earlier DDP takes its hooks off the weights when it is gone
-            self._forward, self._trained = wrap_ddp(to.model, self._device), trained
+            devices = [self._device.index] if self._device.type == "cuda" else None
+            self._forward = DistributedDataParallel(to.model, device_ids=devices, gradient_as_bucket_view=True)
+            self._forward.register_comm_hook(None, _sum_gradients)
+            self._trained = trained
         to.forward = self._forward
-
-
-def wrap_ddp(model: nn.Module, device: torch.device) -> DistributedDataParallel:
-    """Wrap the model so that its backward pass all-reduces gradients. A collective call: every rank must be ready."""
-    devices = [device.index] if device.type == "cuda" else None
-    forward = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
-    forward.register_comm_hook(None, _sum_gradients)
-    return forward
 
 
 def _sum_gradients(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

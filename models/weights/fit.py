@@ -101,7 +101,12 @@ def _read(files: Sequence[Path]) -> Weights:
         converted = convert(arrays := read_pdparams(file), file)
         # Included so that `_mismatches` reports them with all other mismatches.
         return converted.tensors | {name: torch.from_numpy(arrays[name].copy()) for name in converted.left_over}
-    _log_if_ema(file)
+    # timm loads the EMA of a checkpoint that has one. Only keys are read; errors are left to the loading.
+    with contextlib.suppress(Exception), torch.serialization.safe_globals([argparse.Namespace]):
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        keys = [key for key in WEIGHTS_KEYS if checkpoint.get(key) is not None]
+        if len(keys) > 1 and keys[0] in EMA_KEYS:
+            log.info("%s holds %s: the EMA is used.", file, " and ".join(keys))
     try:
         whole: Any = load_state_dict(str(file), weights_only=True) if len(files) == 1 else JoinedShards([*files])
         weights = dict(whole)
@@ -132,15 +137,6 @@ def _merged(weights: Weights, file: Path) -> Weights:
     base = verified_base(file.parent, meta)
     log.info("%s: the adapters (MODEL.LORA) are merged into the frozen weights of %s.", file, base)
     return dict(Merged(load_state_dict(str(base)) | weights, meta[LORA]["factor"]))
-
-
-def _log_if_ema(file: Path) -> None:
-    """Log if a checkpoint has an EMA, which timm then loads. Only keys are read; errors are left to the loading."""
-    with contextlib.suppress(Exception), torch.serialization.safe_globals([argparse.Namespace]):
-        checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        keys = [key for key in WEIGHTS_KEYS if checkpoint.get(key) is not None]
-        if len(keys) > 1 and keys[0] in EMA_KEYS:
-            log.info("%s holds %s: the EMA is used.", file, " and ".join(keys))
 
 
 def _filter(module: nn.Module, weights: Weights, file: Path, name: str) -> Weights:

@@ -51,8 +51,7 @@ def check(config: Config, sources: Mapping[str, str] = MappingProxyType({})) -> 
         from engine.distill.teacher import check_teacher
 
         check_teacher(config)
-    starts_new_run = config.MODEL.RESUME is None or (config.MODEL.RESUME == AUTO and resumed_run(config) is None)
-    if config.MODEL.PRETRAINED and starts_new_run:
+    if config.MODEL.PRETRAINED and _starts_anew(config):
         from models.weights.find import check_pretrained
 
         check_pretrained(config.MODEL.PRETRAINED)
@@ -81,6 +80,10 @@ def check(config: Config, sources: Mapping[str, str] = MappingProxyType({})) -> 
             "file without these keys, or leave -cfg out and set the data on the command line (-dataset, -image_size, "
             "-num_classes)."
         ) from None
+
+
+def _starts_anew(config: Config) -> bool:
+    return config.MODEL.RESUME in (None, AUTO) and resumed_run(config) is None
 
 
 # Settings that only the data and the pretrained weights know: layout, number of classes, preprocessing, image size.
@@ -115,10 +118,11 @@ def resolve(loaded: Loaded) -> Loaded:
         from engine.inputs.auto import with_classes
 
         loaded = with_classes(loaded)
-    if loaded.config.MODEL.PRETRAINED is not None:
-        from engine.checkpoint.preprocessing import as_pretrained
+    source = loaded.config.MODEL.PRETRAINED
+    if source is not None and _starts_anew(loaded.config):
+        from engine.checkpoint.preprocessing import with_preprocessing, with_sizes
 
-        loaded = as_pretrained(loaded, loaded.config.MODEL.PRETRAINED)
+        loaded = with_preprocessing(with_sizes(loaded, source), source)
     if loaded.config.TRAIN.DISTILLATION_TYPE is not None:
         from engine.distill.teacher import default_teacher
 

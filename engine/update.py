@@ -138,7 +138,7 @@ def train_update(parts: TrainState, window: Window, update: int) -> None:
     accumulate(parts, window, update)
     for callback in parts.callbacks:
         callback.before_step(update)
-    precision.unscale(optimizer)
+    precision.scaler.unscale_(optimizer)  # once per update, before anything uses the gradients
     norm = parts.gradients.clip(parts.grad_clip)
     stepped = precision.step(optimizer)
     optimizer.zero_grad(set_to_none=True)

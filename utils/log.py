@@ -101,19 +101,15 @@ def _make_harmless(record: logging.LogRecord) -> bool:
     return True
 
 
-def _close(logger: logging.Logger) -> None:
-    for handler in list(logger.handlers):
-        logger.removeHandler(handler)
-        handler.close()
-
-
 def start_log(to_terminal: bool, survives_closed_pipe: bool = False) -> None:
     """Begin logging; only one process of a run logs `to_terminal`.
 
     `survives_closed_pipe`: continue without the terminal once its reader, `| head` for example, has closed the pipe.
     Otherwise BrokenPipeError is raised.
     """
-    _close(log)
+    for handler in list(log.handlers):
+        log.removeHandler(handler)
+        handler.close()
     log.setLevel(logging.INFO)
     log.propagate = False
     log.addFilter(_make_harmless)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from datasets import PADDING, Batch, MicroBatch
 from engine.amp.precision import Precision
 from engine.amp.replay import BACKWARD, BATCH, LOSS, Overflow, Replay
 from engine.callback import Callback, Computing
+from engine.measure.meters import SkipRecord
 from utils.log import log
 from utils.seeding import fork_host_rng, seed_all
 from utils.text import counted
@@ -86,18 +87,6 @@ class Blame(Overflow):
 
 
 @dataclass
-class SkipRecord:
-    """Counts over all skipped updates; saved in checkpoints, so that a resumed run replays the same ones."""
-
-    replays: int = 0
-    last_replay: int = 0
-    """Update of the last replay."""
-    passed_over: int = 0
-    blamed: dict[str, int] = field(default_factory=dict)
-    """Number of overflows of each module (AMP.AUTO_FP32)."""
-
-
-@dataclass
 class _Pending:
     """One update that may have been skipped."""
 
@@ -160,7 +149,7 @@ class OverflowWatch(Callback):
         self._check_pending()
 
     def state(self) -> dict[str, Any]:
-        return {"skips": asdict(self.skips)}
+        return {"skips": self.skips.model_dump()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.skips = SkipRecord(**state.get("skips", {}))

@@ -163,10 +163,6 @@ class Precision:
     def backward(self, loss: Tensor) -> None:
         self.scaler.scale(loss).backward()
 
-    def unscale(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the loss scale; once per update, before anything uses them."""
-        self.scaler.unscale_(optimizer)
-
     def step(self, optimizer: Optimizer) -> bool | Tensor:
         """Step the optimiser unless a gradient overflowed. Returns whether it did, without waiting for a GPU.
 

@@ -21,7 +21,6 @@ from utils.config.kinds import AUTO, one_line
 from utils.config.read import Entry
 from utils.config.words import choices
 from utils.errors import UserError
-from utils.record.resumed_run import resumed_run
 from vitamp.files import read_json
 from vitamp.meta import META, Input, check_fields, unchecked_meta
 from vitamp.weights import preprocessing_in, read_header
@@ -45,13 +44,7 @@ Preprocessing = tuple[dict[str, Any], str]
 """Known values by setting, and where they are written."""
 
 
-def as_pretrained(loaded: Loaded, source: str) -> Loaded:
-    """Take sizes and preprocessing of MODEL.PRETRAINED where the user set none."""
-    resumes = loaded.config.MODEL.RESUME not in (None, AUTO) or resumed_run(loaded.config) is not None
-    return loaded if resumes else _with_preprocessing(_with_sizes(loaded, source), source)
-
-
-def _with_sizes(loaded: Loaded, source: str) -> Loaded:
+def with_sizes(loaded: Loaded, source: str) -> Loaded:
     """Take the sizes of a run's model where the settings leave them open."""
     file, mine, own, theirs = local_weights(source), loaded.config.MODEL, {}, {}
     with contextlib.suppress(UserError, ValueError):  # the build reports what is wrong
@@ -69,7 +62,7 @@ def _with_sizes(loaded: Loaded, source: str) -> Loaded:
     return loaded.with_values(taken, [words]) if taken else loaded
 
 
-def _with_preprocessing(loaded: Loaded, source: str) -> Loaded:
+def with_preprocessing(loaded: Loaded, source: str) -> Loaded:
     """Take the preprocessing of the weights where the settings leave it open, and note where theirs differs."""
     known, model = preprocessing_of(source), loaded.config.MODEL
     if known is None:  # the best guess: that of timm's own weights for the model, unless its sizes are the user's

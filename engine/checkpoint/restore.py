@@ -302,18 +302,14 @@ def check_samples(
 def _check_fold(checkpoint: Checkpoint, data: DataConfig) -> None:
     """Raise UserError for another fold: it would validate on images that the run was trained on."""
     settings = checkpoint.meta["settings"]
-    saved, seed = settings.get("DATA.FOLD"), settings.get("DATA.SPLIT_SEED", 0)
-    if saved != data.FOLD or (saved is not None and seed != data.SPLIT_SEED):
-        raise UserError(
-            f"{checkpoint.folder}: trained with DATA.FOLD {saved or 'null'} and DATA.SPLIT_SEED {seed}; with DATA.FOLD "
-            f"{data.FOLD or 'null'} and DATA.SPLIT_SEED {data.SPLIT_SEED} it would be validated on images that it was "
-            "trained on. Set both back, or start a new run."
-        )
-    if (group := settings.get("DATA.GROUP")) != data.GROUP:
-        raise UserError(
-            f"{checkpoint.folder}: trained with DATA.GROUP {group or 'null'}; with {data.GROUP or 'null'} it would be "
-            "validated on images that it was trained on. Set it back, or start a new run."
-        )
+    of_folds = {"DATA.SPLIT_SEED": data.SPLIT_SEED} if data.FOLD is not None else {}
+    for key, now in {"DATA.FOLD": data.FOLD, **of_folds, "DATA.GROUP": data.GROUP}.items():
+        if (saved := settings.get(key, 0 if key in of_folds else None)) != now:
+            raise UserError(
+                f"{checkpoint.folder}: trained with {key} {'null' if saved is None else saved}; with "
+                f"{'null' if now is None else now} it would be validated on images that it was trained on. Set it "
+                "back, or start a new run."
+            )
 
 
 def _go_back(checkpoint: Checkpoint, position: Position, config: Config, world: World) -> str:

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import safetensors.torch
 import torch
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from engine.checkpoint.folder import raising_os_errors
 from engine.checkpoint.saver import RankSaver, Saver, Snapshot, size_words
-from engine.measure.meters import Best, Position
+from engine.measure.meters import Best, Position, SkipRecord
 from engine.parallel.shards import is_sharded, local_shard
 from engine.update import TrainState
 from models.parts import base_weights
@@ -59,15 +59,6 @@ class ScalerState(Fields):
     bad_in_a_row: Count
 
 
-class Skips(Fields):
-    model_config = ConfigDict(extra="forbid")
-
-    replays: Count = 0
-    last_replay: Count = 0
-    passed_over: Count = 0
-    blamed: dict[str, Count] = Field(default_factory=dict)
-
-
 class PositionState(Fields):
     epoch: Number
     step: Count
@@ -91,7 +82,7 @@ class State(Fields):
     moved: Count
     scaler: Annotated[dict[str, Any], Field(max_length=0)] | ScalerState
     """Empty if loss scaling is off."""
-    skips: Skips = Skips()
+    skips: SkipRecord = SkipRecord()
     ema_updates: Count = 0
     position: PositionState
     best: BestState

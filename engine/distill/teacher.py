@@ -217,14 +217,11 @@ def check_teacher(config: Config) -> None:
 
 
 def default_teacher(config: Config) -> tuple[str, str] | None:
-    """TRAIN.TEACHER_MODEL of a family that PaddleViT distils, and a note; None where a user has to choose."""
-    train = config.TRAIN
-    if (
-        config.EVAL
-        or train.DISTILLATION_TYPE is None
-        or train.TEACHER_MODEL is not None
-        or config.MODEL.TYPE.casefold() not in TAUGHT
-    ):
+    """TRAIN.TEACHER_MODEL of a family that PaddleViT distils, and a note; None where a user has to choose.
+
+    Called with a TRAIN.DISTILLATION_TYPE.
+    """
+    if config.EVAL or config.TRAIN.TEACHER_MODEL is not None or config.MODEL.TYPE.casefold() not in TAUGHT:
         return None
     teacher = PADDLEVIT_FILE if Path(PADDLEVIT_FILE).is_file() else EXAMPLE
     return teacher, f"{KEY} {teacher}: PaddleViT's default teacher for MODEL.TYPE {config.MODEL.TYPE}"

@@ -6,8 +6,6 @@ import contextlib
 import os
 import platform
 import re
-import shlex
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -132,10 +130,6 @@ def no_gpu_notice(config: Config, device: torch.device, env: Mapping[str, str] =
         f"No GPU is visible{why}: this run uses the CPU{slow}. -dry_run estimates the time of training; pass "
         "-device cpu to silence this."
     )
-
-
-def arguments() -> str:
-    return shlex.join(sys.argv[1:]) or "none"
 
 
 def libraries() -> dict[str, str]:

@@ -70,12 +70,7 @@ def _load(module: nn.Module, found: WeightFiles, name: str, new_classifier: bool
         loaded, changes = _load_npz(module, found.file, name)
         module.load_state_dict(own, strict=False)
         return loaded, changes + ([f"{', '.join(fresh)} left as {FRESH}"] if own else [])
-    return _load_tensors(module, _read(found.files), found.file, name, found.label_offset, fresh)
-
-
-def _load_tensors(
-    module: nn.Module, weights: Weights, file: Path, name: str, label_offset: int, fresh_modules: tuple[str, ...]
-) -> tuple[str, list[str]]:
+    weights, file = _read(found.files), found.file
     kept = (key for key in weights if hasattr(module, DECODER) or not key.startswith(f"{DECODER}."))
     given = {key: weights[key] for key in kept}  # without the decoder of a masked autoencoder
     left_out = [f"{len(weights) - len(given)} tensors of its decoder left out"] * (len(given) < len(weights))
@@ -87,8 +82,8 @@ def _load_tensors(
         for key, value in weights.items()
         if key in before and before[key] != tuple(value.shape)
     ]
-    fresh, replacements = _replace_classifier(module, weights, target, label_offset, fresh_modules)
-    if lines := _mismatches(weights, before, target, fresh):
+    missing, replacements = _replace_classifier(module, weights, target, found.label_offset, fresh)
+    if lines := _mismatches(weights, before, target, missing):
         raise UserError("\n".join([f"{_misfit(module, given, file, name)}:", *lines]))
     module.load_state_dict(weights, strict=False)
     return f"{len(weights)} of {len(target)} tensors", [*left_out, *changes, *replacements]

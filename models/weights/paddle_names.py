@@ -208,7 +208,11 @@ def convert(arrays: dict[str, np.ndarray], where: object = "the file") -> Conver
         if swin and COMPUTED.fullmatch(name):
             converted.computed.append(name)
             continue
-        new = _renamed(name, SWIN if swin else VIT)
+        new = next(
+            (found.expand(to) for old, to in (SWIN if swin else VIT) if (found := re.fullmatch(old, name))), None
+        )
+        if swin and (merging := re.fullmatch(MERGING, name)):
+            new = f"layers.{int(merging[1]) + 1}.downsample.{merging[2]}"
         if new is None or new in converted.tensors:
             converted.unused.append(name)
             continue
@@ -236,15 +240,6 @@ def _converted_by(rules: FamilyRules, arrays: dict[str, np.ndarray], where: obje
 
 def is_transposed(name: str, array: np.ndarray) -> bool:
     return name.endswith(".weight") and array.ndim == 2
-
-
-def _renamed(name: str, rules: Rules) -> str | None:
-    if rules is SWIN and (merging := re.fullmatch(MERGING, name)):
-        return f"layers.{int(merging[1]) + 1}.downsample.{merging[2]}"
-    for pattern, new in rules:
-        if match := re.fullmatch(pattern, name):
-            return match.expand(new)
-    return None
 
 
 def _tensor(array: np.ndarray, transposed: bool) -> Tensor:

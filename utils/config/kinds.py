@@ -116,21 +116,16 @@ def read_fold(value: str) -> Fold:
     return Fold(int(match[1]), int(match[2]))
 
 
-def _as_fold(value: Any) -> Any:
-    return value if value is None else str(read_fold(str(value)))
-
-
-def _auto_is_none(value: Any) -> Any:
-    return None if folded(value) == AUTO else value
-
-
 def _in_words(words: str, kind: str = "string") -> WithJsonSchema:
     """`words`: what an error and the reference call the type."""
     return WithJsonSchema({"type": kind, "description": words})
 
 
 FOLD_WORDS = "K/N (fold K of N, with N >= 2 and K from 1 to N, such as 2/5)"
-FoldText = Annotated[Annotated[str, _in_words(FOLD_WORDS)] | None, BeforeValidator(_as_fold)]
+FoldText = Annotated[
+    Annotated[str, _in_words(FOLD_WORDS)] | None,
+    BeforeValidator(lambda value: None if value is None else str(read_fold(str(value)))),
+]
 COLUMN = r"(file|label)=([^=,]+)"
 Columns = Annotated[str, Field(pattern=f"^{COLUMN}(,{COLUMN})?$"), _in_words("file=NAME,label=NAME, or one of both")]
 Time = Annotated[str, Field(pattern=r"^\d+:[0-5]\d:[0-5]\d$"), _in_words("a time as HH:MM:SS, such as 11:30:00")]
@@ -153,4 +148,6 @@ OwnName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$"), _in_words("a name tha
 # To its readers it is a number: what is found replaces "auto" before anything is built.
 _Auto = WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "enum": [AUTO]}]})
 PositiveOrAuto = Annotated[Positive, WrapValidator(_or_auto), _Auto]
-PositiveUnlessAuto = Annotated[Annotated[Positive, _Auto] | None, BeforeValidator(_auto_is_none)]
+PositiveUnlessAuto = Annotated[
+    Annotated[Positive, _Auto] | None, BeforeValidator(lambda value: None if folded(value) == AUTO else value)
+]

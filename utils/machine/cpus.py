@@ -56,20 +56,17 @@ def control_groups() -> list[Path]:
     return [folder for group in own for folder in (group, *group.parents) if folder.is_relative_to(MOUNTED)]
 
 
-def processors() -> list[dict[str, str]]:
-    """/proc/cpuinfo as one dictionary per CPU ("model name", "flags", "cpu MHz", ...); empty on other systems."""
-    try:
-        blocks = PROCESSORS.read_text(encoding="ascii", errors="replace").strip().split("\n\n")
-    except OSError:
-        return []
-    pairs = ((line.partition(":") for line in block.splitlines()) for block in blocks)
-    return [{key.strip(): value.strip() for key, _, value in block} for block in pairs]
-
-
 @functools.cache
 def first_processor() -> dict[str, str]:
-    """The first CPU's entry in /proc/cpuinfo, read once; the other CPUs of a machine have the same features."""
-    return next(iter(processors()), {})
+    """The first CPU's entry in /proc/cpuinfo ("model name", "flags", ...), read once; empty on other systems.
+
+    The other CPUs of a machine have the same features.
+    """
+    try:
+        block = PROCESSORS.read_text(encoding="ascii", errors="replace").strip().partition("\n\n")[0]
+    except OSError:
+        return {}
+    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in block.splitlines())}
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3

@@ -16,6 +16,7 @@ from engine.machine.memory import total_memory
 from engine.optim.build import optimizer_name
 from models.build import check_model
 from utils.config import Config, Loaded
+from utils.config.checks import is_typed
 from utils.config.keys import DATASET
 from utils.config.kinds import AUTO
 from utils.config.read import Entry
@@ -111,7 +112,7 @@ def resolve(loaded: Loaded) -> Loaded:
     For an evaluation also with the split to evaluate.
     """
     loaded = with_data_set(loaded)
-    given = {key for key, source in loaded.sources.items() if source.startswith("-") or source == "command line"}
+    given = {key for key, source in loaded.sources.items() if is_typed(source)}
     if "DATA.DATA_PATH" in given and not loaded.config.EVAL and (unread := unread_path(loaded.config.DATA)):
         raise UserError(unread)
     if loaded.config.MODEL.NUM_CLASSES == AUTO:

@@ -170,8 +170,7 @@ def shorten_on_terminal() -> None:
 
 def brief_terminal() -> Brief | None:
     """What chooses the lines on the terminal; None where it shows all of them, as pipes and files do."""
-    terminal = _terminal()
-    return None if terminal is None else terminal.brief
+    return terminal.brief if (terminal := _terminal()) else None
 
 
 def print_on_terminal(text: str) -> None:

@@ -102,9 +102,8 @@ class OverflowWatch(Callback):
     Call `take` for each report. `seed` is that of the updates.
     """
 
-    def __init__(self, seed: int, precision: Precision, send: Callable[[Tensor], Answer] | None = None) -> None:
+    def __init__(self, seed: int, precision: Precision) -> None:
         self._seed, self._precision = seed, precision
-        self._send = send or send_to_host
         self._replay: Replay | None = None
         self.skips = SkipRecord()
         self._now: MicroBatches | None = []
@@ -145,7 +144,7 @@ class OverflowWatch(Callback):
         if self._replay is None:
             return
         self._update = update
-        self._pending[-1].answer = self._send(stepped) if isinstance(stepped, Tensor) else lambda: stepped
+        self._pending[-1].answer = send_to_host(stepped) if isinstance(stepped, Tensor) else lambda: stepped
         self._check_pending()
 
     def state(self) -> dict[str, Any]:
@@ -172,29 +171,26 @@ class OverflowWatch(Callback):
             stepped = self._pending[0].answer()
             if stepped is None:
                 return
-            update = self._pending.popleft()
-            if not stepped:
-                self._on_skip(update)
-
-    def _on_skip(self, skipped: _Pending) -> None:
-        skips = self.skips
-        early = skips.replays < FIRST_REPLAYS
-        if not skipped.micro_batches and not self._limit_was_logged:
-            self._limit_was_logged = True
-            log.info(
-                "update %d was skipped and cannot be replayed: the images of recent updates exceed the limit of "
-                "%.0f GiB. A smaller -batch_size or -accum_iter makes replays possible. Later updates like it are only "
-                "counted.",
-                skipped.update,
-                MAX_BYTES / 2**30,
-            )
-        if not skipped.micro_batches or not (early or skipped.update - skips.last_replay >= UPDATES_BETWEEN_REPLAYS):
-            skips.passed_over += 1
-            return
-        skips.replays += 1
-        skips.last_replay = skipped.update
-        self._blames.append(self._find_cause(skipped))
-        skips.passed_over = 0
+            skipped, skips = self._pending.popleft(), self.skips
+            if stepped:
+                continue
+            if not skipped.micro_batches and not self._limit_was_logged:
+                self._limit_was_logged = True
+                log.info(
+                    "update %d was skipped and cannot be replayed: the images of recent updates exceed the limit of "
+                    "%.0f GiB. A smaller -batch_size or -accum_iter makes replays possible. Later updates like it are "
+                    "only counted.",
+                    skipped.update,
+                    MAX_BYTES / 2**30,
+                )
+            due = skips.replays < FIRST_REPLAYS or skipped.update - skips.last_replay >= UPDATES_BETWEEN_REPLAYS
+            if not skipped.micro_batches or not due:
+                skips.passed_over += 1
+                continue
+            skips.replays += 1
+            skips.last_replay = skipped.update
+            self._blames.append(self._find_cause(skipped))
+            skips.passed_over = 0
 
     def _find_cause(self, skipped: _Pending) -> Blame:
         batches, overflow, rows, reason = skipped.micro_batches, Overflow(), (), ""

@@ -62,7 +62,13 @@ class Compiled:
         self._to = to
         self._done.clear()
         options: dict[str, Any] = {"backend": BACKEND, "fullgraph": True, "dynamic": False}
-        self._compute = self._blocks(options) if self._in_blocks else self._one_graph(options)
+        self._compute = to.eager if self._in_blocks else self._one_graph(options)
+        # Each block by itself, so that the last blocks' gradients are all-reduced during the backward pass.
+        for _, block in blocks_of(to.forward) if self._in_blocks else ():
+            if self._sharded:  # only the block's own code: FSDP's hooks around it gather and free the weights
+                block.forward = torch.compile(block.forward, **options)
+            else:
+                block.compile(**options)
         to.compute = self
 
     def __call__(self, batch: Batch) -> ForwardResult:
@@ -96,15 +102,6 @@ class Compiled:
         log.info("Compiled in %.1f s; cached in %s for other runs.", took, os.environ[CACHE])
         self._to.after_pause()
         return computed
-
-    def _blocks(self, options: dict[str, Any]) -> Callable[[Batch], ForwardResult]:
-        """Compile each block by itself, so that the last blocks' gradients are all-reduced during the backward pass."""
-        for _, block in blocks_of(self._to.forward):
-            if self._sharded:  # only the block's own code: FSDP's hooks around it gather and free the weights
-                block.forward = torch.compile(block.forward, **options)
-            else:
-                block.compile(**options)
-        return self._to.eager
 
     def _one_graph(self, options: dict[str, Any]) -> Callable[[Batch], ForwardResult]:
         """Compile from uint8 images to loss; if a batch transform draws random numbers on the host, after it."""

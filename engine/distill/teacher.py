@@ -117,7 +117,9 @@ class Distillation(Callback):
         return {"teacher": f"{source.where}, {total:,} parameters, frozen; images of {source.image_size}"}
 
     def noted(self) -> dict[str, str]:
-        return self.teacher.noted()
+        """For run.json and checkpoints; `check_teacher_matches` compares it."""
+        source = self.teacher.source.where
+        return {"teacher_model": self.teacher.setting, "teacher": source, "teacher_sha256": self.teacher.fingerprint}
 
 
 KEY = "TRAIN.TEACHER_MODEL"
@@ -183,10 +185,6 @@ class Teacher:
         with torch.autocast(device, dtype, enabled=level != "O0"):
             return self.model(images).float()
 
-    def noted(self) -> dict[str, str]:
-        """Fields for run.json and checkpoints."""
-        return {"teacher_model": self.setting, "teacher": self.source.where, "teacher_sha256": self.fingerprint}
-
 
 def check_teacher(config: Config) -> None:
     """Check TRAIN.TEACHER_MODEL as far as possible before any model is built."""
@@ -217,10 +215,7 @@ def check_teacher(config: Config) -> None:
 
 
 def default_teacher(config: Config) -> tuple[str, str] | None:
-    """TRAIN.TEACHER_MODEL of a family that PaddleViT distils, and a note; None where a user has to choose.
-
-    Called with a TRAIN.DISTILLATION_TYPE.
-    """
+    """TRAIN.TEACHER_MODEL of a family that PaddleViT distils, and a note; None where a user has to choose."""
     if config.EVAL or config.TRAIN.TEACHER_MODEL is not None or config.MODEL.TYPE.casefold() not in TAUGHT:
         return None
     teacher = PADDLEVIT_FILE if Path(PADDLEVIT_FILE).is_file() else EXAMPLE

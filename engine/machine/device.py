@@ -136,10 +136,8 @@ def libraries() -> dict[str, str]:
     """Versions of Python, torch and the libraries that compute and communicate."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     for package in ("torchvision", "timm"):
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
     if torch.cuda.is_available():
         versions["CUDA"] = str(torch.version.cuda)
         number = torch.backends.cudnn.version() or 0  # such as 90100

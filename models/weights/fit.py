@@ -117,12 +117,9 @@ def _read(files: Sequence[Path]) -> Weights:
     if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
         keys = ", ".join(map(str, list(weights)[:MOST_NAMED])) or "nothing"
         raise UserError(f"Pretrained weights {file}: no tensors under model, state_dict or model_ema; it holds {keys}.")
-    return _merged(weights, file) if any(map(is_adapter, weights)) else weights
-
-
-def _merged(weights: Weights, file: Path) -> Weights:
-    """Weights of a run with adapters (MODEL.LORA), merged."""
-    meta = unchecked_meta(file.parent)
+    if not any(map(is_adapter, weights)):
+        return weights
+    meta = unchecked_meta(file.parent)  # of a run with adapters (MODEL.LORA)
     if meta.get(LORA) is None:
         raise UserError(
             f"Pretrained weights {file}: the file holds adapters, and the {META} beside it, which names the frozen "

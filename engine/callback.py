@@ -26,7 +26,7 @@ class Computing(Protocol):
     optimizer: Optimizer
     stages: Stages
     compute: Callable[[Batch], Any]
-    """Forward pass of a micro-batch."""
+    """Forward pass of a micro-batch, compiled or eager."""
     eager: Callable[[Batch], Any]
     """The same without compiled code around it."""
     phase: str

@@ -92,7 +92,7 @@ def _exit_code(script: str, argv: list[str], many: bool) -> int:
             signals.exit_if_asked(CTRL_C)
             # The launcher will end this rank by SIGTERM; until then, the watchdog has time to log which rank is lost.
             signals.deferred = True
-            group.expect_lost_rank()
+            group.watchdog.expect_lost_rank()
             time.sleep(SECONDS_TO_FIND_LOST_RANK)
             signals.exit_if_asked(ENDED)
         name = _rank_name()
@@ -115,7 +115,7 @@ def _group() -> Any:
 
 
 def _rank_name() -> str | None:
-    return group.rank_name() if (group := _group()) else None
+    return group.rank_name if (group := _group()) else None
 
 
 def _in_own_code(error: BaseException) -> str:

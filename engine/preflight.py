@@ -16,6 +16,7 @@ from engine.machine.memory import total_memory
 from engine.optim.build import optimizer_name
 from models.build import check_model
 from utils.config import Config, Loaded
+from utils.config.checks import is_typed
 from utils.config.keys import DATASET
 from utils.config.kinds import AUTO
 from utils.config.read import Entry
@@ -51,8 +52,7 @@ def check(config: Config, sources: Mapping[str, str] = MappingProxyType({})) -> 
         from engine.distill.teacher import check_teacher
 
         check_teacher(config)
-    starts_new_run = config.MODEL.RESUME is None or (config.MODEL.RESUME == AUTO and resumed_run(config) is None)
-    if config.MODEL.PRETRAINED and starts_new_run:
+    if config.MODEL.PRETRAINED and _starts_anew(config):
         from models.weights.find import check_pretrained
 
         check_pretrained(config.MODEL.PRETRAINED)
@@ -83,6 +83,10 @@ def check(config: Config, sources: Mapping[str, str] = MappingProxyType({})) -> 
         ) from None
 
 
+def _starts_anew(config: Config) -> bool:
+    return config.MODEL.RESUME in (None, AUTO) and resumed_run(config) is None
+
+
 # Settings that only the data and the pretrained weights know: layout, number of classes, preprocessing, image size.
 #
 # Each process resolves them for itself, before anything is built; config.yaml stores the result. A resumed run has them
@@ -108,17 +112,18 @@ def resolve(loaded: Loaded) -> Loaded:
     For an evaluation also with the split to evaluate.
     """
     loaded = with_data_set(loaded)
-    given = {key for key, source in loaded.sources.items() if source.startswith("-") or source == "command line"}
+    given = {key for key, source in loaded.sources.items() if is_typed(source)}
     if "DATA.DATA_PATH" in given and not loaded.config.EVAL and (unread := unread_path(loaded.config.DATA)):
         raise UserError(unread)
     if loaded.config.MODEL.NUM_CLASSES == AUTO:
         from engine.inputs.auto import with_classes
 
         loaded = with_classes(loaded)
-    if loaded.config.MODEL.PRETRAINED is not None:
-        from engine.checkpoint.preprocessing import as_pretrained
+    source = loaded.config.MODEL.PRETRAINED
+    if source is not None and _starts_anew(loaded.config):
+        from engine.checkpoint.preprocessing import with_preprocessing, with_sizes
 
-        loaded = as_pretrained(loaded, loaded.config.MODEL.PRETRAINED)
+        loaded = with_preprocessing(with_sizes(loaded, source), source)
     if loaded.config.TRAIN.DISTILLATION_TYPE is not None:
         from engine.distill.teacher import default_teacher
 

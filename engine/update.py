@@ -38,11 +38,10 @@ class ForwardResult(NamedTuple):
 
 @dataclass
 class TrainState:
-    """Everything that an update uses. Its callbacks hold on to it from `assemble` on."""
+    """Everything that an update uses. Its callbacks hold on to it from `assemble` on, as a `Computing`."""
 
     model: nn.Module
     forward: nn.Module
-    """The module that is called: the model, DDP around it, or a copy."""
     inputs: nn.Module
     criterion: Callable[[Tensor, Tensor], Tensor]
     optimizer: Optimizer
@@ -60,11 +59,8 @@ class TrainState:
     moved_to_fp32: list[str] = field(default_factory=list)
     """Modules that AMP.AUTO_FP32 has moved to fp32, besides AMP.FP32_MODULES."""
     phase: str = ""
-    """What is special in this epoch; see `Callback.phase`."""
     after_pause: Callable[[], None] = lambda: None
-    """Called after compiling, whose time is no training time."""
     compute: Callable[[Batch], ForwardResult] = field(init=False)
-    """Forward pass of a micro-batch, compiled or eager."""
     _assembled: bool = False
 
     def __post_init__(self) -> None:
@@ -135,7 +131,7 @@ def train_update(parts: TrainState, window: Window, update: int) -> None:
     accumulate(parts, window, update)
     for callback in parts.callbacks:
         callback.before_step(update)
-    precision.unscale(optimizer)
+    precision.scaler.unscale_(optimizer)  # once per update, before anything uses the gradients
     norm = parts.gradients.clip(parts.grad_clip)
     stepped = precision.step(optimizer)
     optimizer.zero_grad(set_to_none=True)

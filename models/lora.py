@@ -83,11 +83,13 @@ def describe_lora(model: nn.Module, lora: LoraConfig) -> str:
 def layers_to_adapt(model: nn.Module, lora: LoraConfig, heads: Iterable[str]) -> dict[str, nn.Linear]:
     """The layers of the targets by name; UserError for a target without a layer, and for a rank that is too large."""
     modules, kind, heads = dict(model.named_modules()), type(model).__name__, tuple(heads)
-    linear = {
-        name: module
-        for name, module in modules.items()
-        if type(module) is nn.Linear and not is_inside(name, heads) and _has_parts(name, module, modules)
-    }
+    linear: dict[str, nn.Linear] = {}
+    for name, layer in modules.items():
+        if type(layer) is nn.Linear and not is_inside(name, heads):
+            # Its rows must be what its name says. With `head_first`, timm keeps q, k and v of each head together.
+            parts, by_head = len(parts_of(name)), getattr(modules[name.rpartition(".")[0]], "head_first", False)
+            if parts == 1 or (layer.out_features % parts == 0 and not by_head):
+                linear[name] = layer
     there = {part for name in linear for part in parts_of(name)}
     for target in lora.TARGETS:
         if target not in there:
@@ -103,13 +105,6 @@ def layers_to_adapt(model: nn.Module, lora: LoraConfig, heads: Iterable[str]) ->
                 f"{rows} x {columns} weights; 4 to 16 are common."
             )
     return chosen
-
-
-def _has_parts(name: str, layer: nn.Linear, modules: dict[str, nn.Module]) -> bool:
-    """Whether its rows are what its name says. With `head_first`, timm keeps q, k and v of each head together."""
-    parts = len(parts_of(name))
-    by_head = getattr(modules[name.rpartition(".")[0]], "head_first", False)
-    return parts == 1 or (layer.out_features % parts == 0 and not by_head)
 
 
 def require_calls(model: nn.Module, lora: LoraConfig, channels: int, image_size: int) -> None:

@@ -101,19 +101,15 @@ def _make_harmless(record: logging.LogRecord) -> bool:
     return True
 
 
-def _close(logger: logging.Logger) -> None:
-    for handler in list(logger.handlers):
-        logger.removeHandler(handler)
-        handler.close()
-
-
 def start_log(to_terminal: bool, survives_closed_pipe: bool = False) -> None:
     """Begin logging; only one process of a run logs `to_terminal`.
 
     `survives_closed_pipe`: continue without the terminal once its reader, `| head` for example, has closed the pipe.
     Otherwise BrokenPipeError is raised.
     """
-    _close(log)
+    for handler in list(log.handlers):
+        log.removeHandler(handler)
+        handler.close()
     log.setLevel(logging.INFO)
     log.propagate = False
     log.addFilter(_make_harmless)
@@ -174,8 +170,7 @@ def shorten_on_terminal() -> None:
 
 def brief_terminal() -> Brief | None:
     """What chooses the lines on the terminal; None where it shows all of them, as pipes and files do."""
-    terminal = _terminal()
-    return None if terminal is None else terminal.brief
+    return terminal.brief if (terminal := _terminal()) else None
 
 
 def print_on_terminal(text: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from dataclasses import dataclass
 
 MOST_LINES = 10
 """Before the first update, warnings aside."""
@@ -13,34 +12,26 @@ MAIN_ROWS = ("device", "precision", "model", "data", "training", "output")
 """Of the banner"""
 
 
-@dataclass(frozen=True)
-class Looks:
-    moves: bool = True
-    """Whether a line can be drawn again in place."""
-    colours: bool = True
-
-    def coloured(self, text: str, code: str) -> str:
-        return f"\x1b[{code}m{text}\x1b[0m" if self.colours else text
-
-    def shortened(self, text: str, width: int) -> str:
-        """Cut at a blank to one line of at most `width` characters."""
-        if len(text) <= width:
-            return text
-        cut = text[: max(width - 3, 1)]
-        return f"{cut.rpartition(' ')[0].rstrip(' ,;:') or cut}..."
-
-
 def terminal_width() -> int:
     """Columns that a line may fill: some terminals wrap a line that fills the last one."""
     return max(shutil.get_terminal_size().columns - 1, 20)
+
+
+def shortened(text: str) -> str:
+    """Cut at a blank to one line of the terminal."""
+    if len(text) <= (width := terminal_width()):
+        return text
+    cut = text[: width - 3]
+    return f"{cut.rpartition(' ')[0].rstrip(' ,;:') or cut}..."
 
 
 class Brief:
     """Chooses what the terminal shows of each log line: before training begins, one line each, and no details."""
 
     def __init__(self) -> None:
-        moves = os.environ.get("TERM") != "dumb"
-        self.looks = Looks(moves, moves and not os.environ.get("NO_COLOR"))
+        self.moves = os.environ.get("TERM") != "dumb"
+        """Whether a line can be drawn again in place."""
+        self.colours = self.moves and not os.environ.get("NO_COLOR")
         self.training = False
         """From the first update on, lines are shown in full."""
         self.lines = 0
@@ -56,11 +47,14 @@ class Brief:
                 self.left_out += not getattr(record, "detail", False)
                 return None
             if not getattr(record, "in_full", False):
-                text = self.looks.shortened(text.partition("\n")[0], terminal_width())
+                text = shortened(text.partition("\n")[0])
         elif getattr(record, "detail", False):
             return None
         self.count(text)
         return text
+
+    def coloured(self, text: str, code: str) -> str:
+        return f"\x1b[{code}m{text}\x1b[0m" if self.colours else text
 
     def count(self, text: str) -> None:
         self.lines += text.count("\n") + 1
@@ -70,4 +64,4 @@ class Brief:
         self._banner = True
         head, *rows = text.splitlines()
         lines = [head, *(row for row in rows if row.split()[0] in MAIN_ROWS)]
-        return "\n".join(self.looks.shortened(line, terminal_width()) for line in lines)
+        return "\n".join(map(shortened, lines))

@@ -61,10 +61,8 @@ class LossScaler(torch.amp.GradScaler):
             super().update()
         finally:
             self._growth_factor, self._backoff_factor = growth, backoff
-        if self._dynamic:
-            self._back_off_after_several(scale, overflowed, backoff)
-
-    def _back_off_after_several(self, scale: Tensor, overflowed: Tensor, backoff: float) -> None:
+        if not self._dynamic:
+            return
         if self._overflows_in_a_row is None:
             count = self._restored_overflows
             self._overflows_in_a_row = torch.full((), count, dtype=torch.int32, device=scale.device)

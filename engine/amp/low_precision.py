@@ -52,18 +52,16 @@ class HalfCopy(Callback):
     @torch.no_grad()
     def after_backward(self, share: MicroBatch, batch: Batch) -> None:
         """Add the copy's gradients to the masters' in fp32, where sums of many micro-batches lose no small terms."""
-        pairs = [(master, half) for master, half in self._pairs if half.grad is not None]
-        first = [(master, half.grad) for master, half in pairs if master.grad is None and half.grad is not None]
-        later = [
-            (master.grad, half.grad) for master, half in pairs if master.grad is not None and half.grad is not None
-        ]
+        pairs = [(master, half.grad) for master, half in self._pairs if half.grad is not None]
+        first = [(master, gradient) for master, gradient in pairs if master.grad is None]
+        later = [(master.grad, gradient) for master, gradient in pairs if master.grad is not None]
         if later:
             torch._foreach_add_([total for total, _ in later], [gradient for _, gradient in later])
         if first:  # copied, not added to zeros: of mixed dtypes, only copies are fused into few kernels on a GPU
             for master, _ in first:
                 master.grad = torch.empty_like(master)
             torch._foreach_copy_([m.grad for m, _ in first if m.grad is not None], [gradient for _, gradient in first])
-        for _, half in pairs:
+        for _, half in self._pairs:
             half.grad = None
 
     @torch.no_grad()

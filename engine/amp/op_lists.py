@@ -11,7 +11,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -129,9 +128,9 @@ class OpLists:
         self._called: set[str] = set()
         self._undo: ExitStack | None = None
 
-    def install(self) -> None:
-        if self._undo is not None or not (self.white or self.black):
-            return
+    def __enter__(self) -> Self:
+        if not (self.white or self.black):
+            return self
         self._undo = ExitStack()
         library = torch.library.Library("aten", "IMPL")
         self._undo.callback(library._destroy)
@@ -149,9 +148,9 @@ class OpLists:
         self._undo.enter_context(compiler_config.patch(cache_key_tag=tag))  # pyright: ignore[reportAttributeAccessIssue]
         self._undo.enter_context(autograd_config.patch(backward_pass_autocast="off"))
         _reset_compiler()
+        return self
 
-    def remove(self) -> None:
-        """Restore torch's own behaviour."""
+    def __exit__(self, *_: object) -> None:
         if self._undo is not None:
             self._undo.close()
             self._undo = None
@@ -166,13 +165,6 @@ class OpLists:
                 ", ".join(uncalled),
                 "it" if len(uncalled) == 1 else "them",
             )
-
-    def __enter__(self) -> Self:
-        self.install()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.remove()
 
 
 def operators_named(names: Iterable[str]) -> dict[str, tuple[str, ...]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from datasets import PADDING, Batch, MicroBatch
 from engine.amp.precision import Precision
 from engine.amp.replay import BACKWARD, BATCH, LOSS, Overflow, Replay
 from engine.callback import Callback, Computing
+from engine.measure.meters import SkipRecord
 from utils.log import log
 from utils.seeding import fork_host_rng, seed_all
 from utils.text import counted
@@ -86,18 +87,6 @@ class Blame(Overflow):
 
 
 @dataclass
-class SkipRecord:
-    """Counts over all skipped updates; saved in checkpoints, so that a resumed run replays the same ones."""
-
-    replays: int = 0
-    last_replay: int = 0
-    """Update of the last replay."""
-    passed_over: int = 0
-    blamed: dict[str, int] = field(default_factory=dict)
-    """Number of overflows of each module (AMP.AUTO_FP32)."""
-
-
-@dataclass
 class _Pending:
     """One update that may have been skipped."""
 
@@ -113,9 +102,8 @@ class OverflowWatch(Callback):
     Call `take` for each report. `seed` is that of the updates.
     """
 
-    def __init__(self, seed: int, precision: Precision, send: Callable[[Tensor], Answer] | None = None) -> None:
+    def __init__(self, seed: int, precision: Precision) -> None:
         self._seed, self._precision = seed, precision
-        self._send = send or send_to_host
         self._replay: Replay | None = None
         self.skips = SkipRecord()
         self._now: MicroBatches | None = []
@@ -156,11 +144,11 @@ class OverflowWatch(Callback):
         if self._replay is None:
             return
         self._update = update
-        self._pending[-1].answer = self._send(stepped) if isinstance(stepped, Tensor) else lambda: stepped
+        self._pending[-1].answer = send_to_host(stepped) if isinstance(stepped, Tensor) else lambda: stepped
         self._check_pending()
 
     def state(self) -> dict[str, Any]:
-        return {"skips": asdict(self.skips)}
+        return {"skips": self.skips.model_dump()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.skips = SkipRecord(**state.get("skips", {}))
@@ -183,29 +171,26 @@ class OverflowWatch(Callback):
             stepped = self._pending[0].answer()
             if stepped is None:
                 return
-            update = self._pending.popleft()
-            if not stepped:
-                self._on_skip(update)
-
-    def _on_skip(self, skipped: _Pending) -> None:
-        skips = self.skips
-        early = skips.replays < FIRST_REPLAYS
-        if not skipped.micro_batches and not self._limit_was_logged:
-            self._limit_was_logged = True
-            log.info(
-                "update %d was skipped and cannot be replayed: the images of recent updates exceed the limit of "
-                "%.0f GiB. A smaller -batch_size or -accum_iter makes replays possible. Later updates like it are only "
-                "counted.",
-                skipped.update,
-                MAX_BYTES / 2**30,
-            )
-        if not skipped.micro_batches or not (early or skipped.update - skips.last_replay >= UPDATES_BETWEEN_REPLAYS):
-            skips.passed_over += 1
-            return
-        skips.replays += 1
-        skips.last_replay = skipped.update
-        self._blames.append(self._find_cause(skipped))
-        skips.passed_over = 0
+            skipped, skips = self._pending.popleft(), self.skips
+            if stepped:
+                continue
+            if not skipped.micro_batches and not self._limit_was_logged:
+                self._limit_was_logged = True
+                log.info(
+                    "update %d was skipped and cannot be replayed: the images of recent updates exceed the limit of "
+                    "%.0f GiB. A smaller -batch_size or -accum_iter makes replays possible. Later updates like it are "
+                    "only counted.",
+                    skipped.update,
+                    MAX_BYTES / 2**30,
+                )
+            due = skips.replays < FIRST_REPLAYS or skipped.update - skips.last_replay >= UPDATES_BETWEEN_REPLAYS
+            if not skipped.micro_batches or not due:
+                skips.passed_over += 1
+                continue
+            skips.replays += 1
+            skips.last_replay = skipped.update
+            self._blames.append(self._find_cause(skipped))
+            skips.passed_over = 0
 
     def _find_cause(self, skipped: _Pending) -> Blame:
         batches, overflow, rows, reason = skipped.micro_batches, Overflow(), (), ""
@@ -220,7 +205,11 @@ class OverflowWatch(Callback):
                         batches, (overflow, rows) = [(share, batch)], found
                         break
                 else:
-                    reason = self._why_not_reproduced(skipped)
+                    reasons = ["the weights have changed since"] if self._update > skipped.update else []
+                    reasons += ["only the sum of the micro-batches overflowed"] * (len(skipped.micro_batches) > 1)
+                    reasons.append("compiled code (TRAIN.COMPILE) rounds differently from the eager replay")
+                    listed = f"{', '.join(reasons)}, or the overflow was on another rank (with several processes)"
+                    reason = f"the replay did not overflow; possible reasons: {listed}"
         except RuntimeError as error:  # such as out of memory: the training itself can continue
             reason = f"cause unknown, the replay failed ({str(error).strip().partition(chr(10))[0]})"
             log.debug("The replay of update %d failed.", skipped.update, exc_info=True)
@@ -235,15 +224,6 @@ class OverflowWatch(Callback):
             passed_over=self.skips.passed_over,
             reason=reason,
         )
-
-    def _why_not_reproduced(self, skipped: _Pending) -> str:
-        """Possible reasons why the replay of a skipped update did not overflow."""
-        reasons = ["the weights have changed since"] if self._update > skipped.update else []
-        if len(skipped.micro_batches) > 1:
-            reasons.append("only the sum of the micro-batches overflowed")
-        reasons.append("compiled code (TRAIN.COMPILE) rounds differently from the eager replay")
-        reasons.append("the overflow was on another rank (with several processes)")
-        return f"the replay did not overflow; possible reasons: {', '.join(reasons[:-1])}, or {reasons[-1]}"
 
 
 def _size(micro_batches: MicroBatches) -> int:

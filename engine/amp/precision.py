@@ -66,34 +66,32 @@ def choose(amp: AmpConfig, device: torch.device) -> DtypeChoice:
     """The dtype that -amp means on `device`."""
     if not amp.ENABLED or amp.LEVEL == "O0":
         return DtypeChoice(torch.float32, "AMP is off")
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    emulated = EMULATED_BF16 if device.type == "cpu" and not cpu_computes_in_bf16() else None
     if amp.DTYPE != "auto":
-        return _asked_for(DTYPES[amp.DTYPE], device)
+        dtype, warning = DTYPES[amp.DTYPE], None
+        if dtype is torch.bfloat16:
+            slow = "this GPU emulates bf16, which is slow; fp16 is faster"
+            warning = slow if device.type == "cuda" and capability < (8, 0) else emulated
+        elif device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+            warning = "this CPU has no fp16 arithmetic: expect fp16 to be many times slower than fp32; use bf16 on CPUs"
+        return DtypeChoice(dtype, "as asked for", warning)
     if amp.LEVEL == "O3":
-        emulated = device.type == "cpu" and not cpu_computes_in_bf16()
-        why = "without fp32 master weights, only bf16 has enough range"
-        return DtypeChoice(torch.bfloat16, why, EMULATED_BF16 if emulated else None)
+        return DtypeChoice(torch.bfloat16, "without fp32 master weights, only bf16 has enough range", emulated)
     if device.type == "cuda":
-        return _for_gpu(torch.cuda.get_device_capability(device))
-    if device.type == "cpu":
-        return _for_cpu(amp.LEVEL)
-    return DtypeChoice(torch.float16, f"fp16 is the fast dtype on {device.type}")
-
-
-def _for_gpu(capability: tuple[int, int]) -> DtypeChoice:
-    number = f"compute capability {capability[0]}.{capability[1]}"
-    for first, name, gain in GENERATIONS:
-        if capability >= first:
-            warning = f"on {name}, fp16 saves memory, with no gain in speed" if name == "Pascal" else None
-            return DtypeChoice(torch.float16, f"{name} ({number}): {gain}", warning)
-    return DtypeChoice(torch.float16, number, "this GPU has no fp16 arithmetic: expect no gain in speed")
-
-
-def _for_cpu(level: str) -> DtypeChoice:
+        number = f"compute capability {capability[0]}.{capability[1]}"
+        for first, name, gain in GENERATIONS:
+            if capability >= first:
+                warning = f"on {name}, fp16 saves memory, with no gain in speed" if name == "Pascal" else None
+                return DtypeChoice(torch.float16, f"{name} ({number}): {gain}", warning)
+        return DtypeChoice(torch.float16, number, "this GPU has no fp16 arithmetic: expect no gain in speed")
+    if device.type != "cpu":
+        return DtypeChoice(torch.float16, f"fp16 is the fast dtype on {device.type}")
     if torch.ops.mkldnn._is_mkldnn_fp16_supported() and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return DtypeChoice(torch.float16, "this CPU computes in fp16 but not in bf16")
-    if cpu_computes_in_bf16():
+    if not emulated:
         return DtypeChoice(torch.bfloat16, "this CPU computes in bf16")
-    if level == "O1":
+    if amp.LEVEL == "O1":
         return DtypeChoice(torch.float32, IN_FP32, f"-amp computes in fp32 here: {IN_FP32}. -amp bf16 emulates it")
     return DtypeChoice(torch.bfloat16, "bf16 needs no loss scaling", EMULATED_BF16)
 
@@ -108,17 +106,6 @@ def cpu_computes_in_bf16() -> bool:
     # On x86, oneDNN also says yes where it emulates bf16, on any CPU with AVX-512.
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
     return limit not in WITHOUT_BF16 and any(features[name] for name in BF16_FEATURES)
-
-
-def _asked_for(dtype: torch.dtype, device: torch.device) -> DtypeChoice:
-    warning = None
-    if device.type == "cuda" and dtype is torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
-        warning = "this GPU emulates bf16, which is slow; fp16 is faster"
-    if device.type == "cpu" and dtype is torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
-        warning = "this CPU has no fp16 arithmetic: expect fp16 to be many times slower than fp32; use bf16 on CPUs"
-    if device.type == "cpu" and dtype is torch.bfloat16 and not cpu_computes_in_bf16():
-        warning = EMULATED_BF16
-    return DtypeChoice(dtype, "as asked for", warning)
 
 
 def amp_may_gain(device: torch.device) -> bool:
@@ -175,10 +162,6 @@ class Precision:
 
     def backward(self, loss: Tensor) -> None:
         self.scaler.scale(loss).backward()
-
-    def unscale(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the loss scale; once per update, before anything uses them."""
-        self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer) -> bool | Tensor:
         """Step the optimiser unless a gradient overflowed. Returns whether it did, without waiting for a GPU.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -177,18 +178,10 @@ def _fold(rows: Iterable[Row]) -> Iterator[Row]:
         else:
             alike[row.label] = row, []
     for row, numbers in alike.values():
-        yield replace(row, label=_ranges(numbers)) if numbers else row
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Numbers as ranges: 0, 1, 2, 4 -> 0-2,4."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+        # Numbers as ranges: 0, 1, 2, 4 -> 0-2,4. Consecutive ones have the same distance from their places in the list.
+        runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+        label = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+        yield replace(row, label=label) if numbers else row
 
 
 def _lines(rows: Iterable[Row], under: str = "") -> Iterator[tuple[str, ...]]:

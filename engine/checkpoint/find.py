@@ -90,8 +90,17 @@ def _choose(config: Config, world: World) -> Checkpoint | None:
     if wanted != AUTO:
         checkpoint = find(Path(wanted), config.TRAIN.LAST_EPOCH, check)
         named = config.TRAIN.LAST_EPOCH or place_of(Path(wanted))[0] is not None
-        if named and not config.EVAL:
-            _refuse_older(checkpoint, config, world)
+        run, target = run_folder_of(checkpoint.folder), target_folder(config)
+        if not named or config.EVAL or run is None or target is None or Path(target).resolve() != run.resolve():
+            return checkpoint
+        # Training on from a named checkpoint would overwrite later ones of the same run.
+        update = checkpoint.meta["update"]
+        if later := [folder.name for number, folder in checkpoints_in(run / CHECKPOINTS).items() if number > update]:
+            place, new = shlex.quote(str(checkpoint.folder)), shlex.quote(f"{run}-from-{update}")
+            raise UserError(
+                f"{checkpoint.folder}: the run has later checkpoints, up to {later[-1]}, which are not overwritten. "
+                f"Resume in a folder of its own: `{start_again(world, f'-resume {place} -output {new}')}`"
+            )
         return checkpoint
     if run is not None:
         root = run / CHECKPOINTS
@@ -110,21 +119,6 @@ def _choose(config: Config, world: World) -> Checkpoint | None:
             "-pretrained."
         )
     return None
-
-
-def _refuse_older(checkpoint: Checkpoint, config: Config, world: World) -> None:
-    """Raise UserError if training on from a named checkpoint would overwrite later ones of the same run."""
-    run, target = run_folder_of(checkpoint.folder), target_folder(config)
-    if run is None or target is None or Path(target).resolve() != run.resolve():
-        return
-    update = checkpoint.meta["update"]
-    later = [folder.name for number, folder in checkpoints_in(run / CHECKPOINTS).items() if number > update]
-    if later:
-        place, new = shlex.quote(str(checkpoint.folder)), shlex.quote(f"{run}-from-{update}")
-        raise UserError(
-            f"{checkpoint.folder}: the run has later checkpoints, up to {later[-1]}, which are not overwritten. Resume "
-            f"in a folder of its own: `{start_again(world, f'-resume {place} -output {new}')}`"
-        )
 
 
 def resumable(checkpoint: Checkpoint) -> Checkpoint:

@@ -77,7 +77,12 @@ def new_checkpoint(root: Path, update: int, meta: dict[str, Any]) -> Iterator[Pa
     try:
         hidden.mkdir()
         yield hidden
-        files = {path.name: _seal(path) for path in sorted(hidden.iterdir())}
+        files: dict[str, Any] = {}
+        for path in sorted(hidden.iterdir()):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            files[path.name] = {"size": path.stat().st_size, "sha256": digest}
         meta = {"format": FORMAT, **meta, "files": files}
         meta[META_HASH] = hash_of(meta)
         with (hidden / META).open("w", encoding="utf-8") as file:
@@ -110,13 +115,6 @@ def _hide(folder: Path, mark: str) -> Path:
     if folder.exists():
         folder.rename(hidden)
     return hidden
-
-
-def _seal(path: Path) -> dict[str, Any]:
-    """Sync a file to the disk, and return its size and hash."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def _sync_folder(folder: Path) -> None:

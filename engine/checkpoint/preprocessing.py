@@ -21,7 +21,6 @@ from utils.config.kinds import AUTO, one_line
 from utils.config.read import Entry
 from utils.config.words import choices
 from utils.errors import UserError
-from utils.record.resumed_run import resumed_run
 from vitamp.files import read_json
 from vitamp.meta import META, Input, check_fields, unchecked_meta
 from vitamp.weights import preprocessing_in, read_header
@@ -45,13 +44,7 @@ Preprocessing = tuple[dict[str, Any], str]
 """Known values by setting, and where they are written."""
 
 
-def as_pretrained(loaded: Loaded, source: str) -> Loaded:
-    """Take sizes and preprocessing of MODEL.PRETRAINED where the user set none."""
-    resumes = loaded.config.MODEL.RESUME not in (None, AUTO) or resumed_run(loaded.config) is not None
-    return loaded if resumes else _with_preprocessing(_with_sizes(loaded, source), source)
-
-
-def _with_sizes(loaded: Loaded, source: str) -> Loaded:
+def with_sizes(loaded: Loaded, source: str) -> Loaded:
     """Take the sizes of a run's model where the settings leave them open."""
     file, mine, own, theirs = local_weights(source), loaded.config.MODEL, {}, {}
     with contextlib.suppress(UserError, ValueError):  # the build reports what is wrong
@@ -69,7 +62,7 @@ def _with_sizes(loaded: Loaded, source: str) -> Loaded:
     return loaded.with_values(taken, [words]) if taken else loaded
 
 
-def _with_preprocessing(loaded: Loaded, source: str) -> Loaded:
+def with_preprocessing(loaded: Loaded, source: str) -> Loaded:
     """Take the preprocessing of the weights where the settings leave it open, and note where theirs differs."""
     known, model = preprocessing_of(source), loaded.config.MODEL
     if known is None:  # the best guess: that of timm's own weights for the model, unless its sizes are the user's
@@ -113,25 +106,18 @@ def preprocessing_of(source: str) -> Preprocessing | None:
     if fields := preprocessing_in(read_header(file)):
         return _of_fields(fields, file)
     if config.is_file():
-        return _of_timm(read_json(config).get("pretrained_cfg"), config)
+        return _of_fields(read_json(config).get("pretrained_cfg"), config)
     name = next((name for name in (file.stem, file.name.partition(".")[0]) if is_timm_name(name)), None)
     return _of_timms_name(name, f"timm's {name} (recognised by the name of {file})") if name else None
 
 
-def _of_timm(cfg: Any, where: Path | str) -> Preprocessing | None:
-    """From timm's description of its weights, as a dict."""
-    if not isinstance(cfg, dict):
-        return None
-    size = cfg.get("input_size")
-    if isinstance(size, list | tuple) and len(size) == 3 and size[1] == size[2]:
-        cfg = {**cfg, "image_size": size[1]}
-    return _of_fields(cfg, where)
-
-
 def _of_fields(fields: Any, where: Path | str) -> Preprocessing | None:
-    """From our meta.json, or from the header of weights that scripts/checkpoint.py or scripts/export.py wrote."""
+    """From our meta.json, the header of weights that checkpoint.py or export.py wrote, or timm's description of its."""
     if not isinstance(fields, dict):
         return None
+    size = fields.get("input_size")  # timm's
+    if isinstance(size, list | tuple) and len(size) == 3 and size[1] == size[2]:
+        fields = {**fields, "image_size": size[1]}
     known = {name: fields[name] for name in FIELDS if fields.get(name) is not None}
     known = {name: list(value) if isinstance(value, tuple) else value for name, value in known.items()}
     check_fields(Input, known, Path(where))
@@ -143,7 +129,7 @@ def _of_fields(fields: Any, where: Path | str) -> Preprocessing | None:
 
 def _of_timms_name(name: str, where: str) -> Preprocessing | None:
     cfg = timm.get_pretrained_cfg(name)
-    return None if cfg is None else _of_timm(asdict(cfg), where)
+    return None if cfg is None else _of_fields(asdict(cfg), where)
 
 
 def _in_words(values: dict[str, Any]) -> str:

@@ -75,23 +75,19 @@ def restore(parts: TrainState, checkpoint: Checkpoint, per_epoch: int) -> tuple[
             log.info("The %s starts from the checkpoint's weights, since the checkpoint has no %s.", *[which.label] * 2)
     for callback in parts.callbacks:
         callback.restore(state)
-    parts.schedule.restore(_place_on_schedule(state["moved"], checkpoint.meta["samples"]["updates"], per_epoch))
+    moved, before = state["moved"], checkpoint.meta["samples"]["updates"]
+    if before != per_epoch:
+        log.warning(
+            "An epoch has %s now, but had %d in the checkpoint. The learning-rate schedule resumes at the same "
+            "epoch, and the update number continues from the checkpoint's. The result will differ from that of an "
+            "uninterrupted run.",
+            counted(per_epoch, "update"),
+            before,
+        )
+        moved = round(moved * per_epoch / before)
+    parts.schedule.restore(moved)
     parts.meters.restore(**state["meters"])
     return Position(**state["position"]), Best(**state["best"])
-
-
-def _place_on_schedule(stepped: int, before: int, now: int) -> int:
-    """Updates that the schedule counts as done: as many epochs as before, with the epoch's length of now."""
-    if before == now:
-        return stepped
-    log.warning(
-        "An epoch has %s now, but had %d in the checkpoint. The learning-rate schedule resumes at the same "
-        "epoch, and the update number continues from the checkpoint's. The result will differ from that of an "
-        "uninterrupted run.",
-        counted(now, "update"),
-        before,
-    )
-    return round(stepped * now / before)
 
 
 def load_weights(model: nn.Module, saved: Mapping[str, Tensor], where: str, sharding: Sharding | None = None) -> None:
@@ -132,15 +128,6 @@ def best_to_beat(best: Best, folder: Path, checkpoint: Checkpoint, world: World)
     return Best(kind=best.kind, stale=best.stale)
 
 
-def _log_frozen_changes(checkpoint: Checkpoint, parts: TrainState) -> None:
-    now, before = set(frozen_weights(parts.model)), set(checkpoint.meta.get("frozen", ()))
-    setting = "MODEL.LORA" if checkpoint.meta.get(LORA) else "MODEL.FREEZE"
-    for names, what in ((now - before, "frozen from now on"), (before - now, "trained from now on")):
-        if names:
-            shown = ", ".join(name for name, _ in parts.model.named_parameters() if name in names)
-            log.info("  %s (%s): %s: %s", what, setting, counted(len(names), "tensor"), textwrap.shorten(shown, 200))
-
-
 def log_resumption(checkpoint: Checkpoint, config: Config, parts: TrainState, position: Position) -> None:
     """Log where the run resumes and at which learning rate, and how the settings differ from the checkpoint's."""
     rate = f"; the next update's learning rate is {parts.schedule.rate_at(parts.schedule.stepped):.3e}"
@@ -152,7 +139,12 @@ def log_resumption(checkpoint: Checkpoint, config: Config, parts: TrainState, po
         rate if position.epoch <= config.TRAIN.NUM_EPOCHS else "",
         extra=IN_FULL,
     )
-    _log_frozen_changes(checkpoint, parts)
+    frozen, earlier = set(frozen_weights(parts.model)), set(checkpoint.meta.get("frozen", ()))
+    setting = "MODEL.LORA" if checkpoint.meta.get(LORA) else "MODEL.FREEZE"
+    for names, what in ((frozen - earlier, "frozen from now on"), (earlier - frozen, "trained from now on")):
+        if names:
+            shown = ", ".join(name for name, _ in parts.model.named_parameters() if name in names)
+            log.info("  %s (%s): %s: %s", what, setting, counted(len(names), "tensor"), textwrap.shorten(shown, 200))
     try:
         # Not config.yaml's: it may be from a resumed run that was killed before it saved.
         settings = known_settings(checkpoint.meta["settings"], checkpoint.folder)
@@ -310,18 +302,14 @@ def check_samples(
 def _check_fold(checkpoint: Checkpoint, data: DataConfig) -> None:
     """Raise UserError for another fold: it would validate on images that the run was trained on."""
     settings = checkpoint.meta["settings"]
-    saved, seed = settings.get("DATA.FOLD"), settings.get("DATA.SPLIT_SEED", 0)
-    if saved != data.FOLD or (saved is not None and seed != data.SPLIT_SEED):
-        raise UserError(
-            f"{checkpoint.folder}: trained with DATA.FOLD {saved or 'null'} and DATA.SPLIT_SEED {seed}; with DATA.FOLD "
-            f"{data.FOLD or 'null'} and DATA.SPLIT_SEED {data.SPLIT_SEED} it would be validated on images that it was "
-            "trained on. Set both back, or start a new run."
-        )
-    if (group := settings.get("DATA.GROUP")) != data.GROUP:
-        raise UserError(
-            f"{checkpoint.folder}: trained with DATA.GROUP {group or 'null'}; with {data.GROUP or 'null'} it would be "
-            "validated on images that it was trained on. Set it back, or start a new run."
-        )
+    of_folds = {"DATA.SPLIT_SEED": data.SPLIT_SEED} if data.FOLD is not None else {}
+    for key, now in {"DATA.FOLD": data.FOLD, **of_folds, "DATA.GROUP": data.GROUP}.items():
+        if (saved := settings.get(key, 0 if key in of_folds else None)) != now:
+            raise UserError(
+                f"{checkpoint.folder}: trained with {key} {'null' if saved is None else saved}; with "
+                f"{'null' if now is None else now} it would be validated on images that it was trained on. Set it "
+                "back, or start a new run."
+            )
 
 
 def _go_back(checkpoint: Checkpoint, position: Position, config: Config, world: World) -> str:

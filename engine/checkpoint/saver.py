@@ -52,7 +52,21 @@ class HostCopy:
         layout = [(tensor.shape, tensor.dtype) for tensor in tensors]
         if self._layout != layout:
             self._layout, self._places = layout, []  # the old memory first: there may be no room for both
-            self._allocate()
+            size = sum(shape.numel() * dtype.itemsize for shape, dtype in layout)
+            # In pageable memory if there is no page-locked memory; no places if there is none either.
+            for pinned in (True, False)[not self._pinned :]:
+                self._pinned = pinned
+                try:
+                    self._places = [torch.empty(shape, dtype=dtype, pin_memory=pinned) for shape, dtype in layout]
+                    break
+                except (RuntimeError, MemoryError) as error:
+                    self.problem = f"{size_words(size)}: {error}".partition("\n")[0]
+                if pinned:
+                    log.warning(
+                        "There is no page-locked host memory for copies of checkpoints (%s). They are made in pageable "
+                        "memory, so each save pauses training for longer.",
+                        self.problem,
+                    )
         if len(self._places) < len(tensors):
             return None
         for place, tensor in zip(self._places, tensors, strict=True):
@@ -66,31 +80,9 @@ class HostCopy:
         places = iter(self._places)
         return tree_map_only(Tensor, lambda _: next(places), tree)
 
-    def _allocate(self) -> None:
-        """A place for each tensor, in pageable memory if there is no page-locked memory; no places if none."""
-        size = sum(shape.numel() * dtype.itemsize for shape, dtype in self._layout)
-        for pinned in (True, False)[not self._pinned :]:
-            self._pinned = pinned
-            try:
-                self._places = [torch.empty(shape, dtype=dtype, pin_memory=pinned) for shape, dtype in self._layout]
-                return
-            except (RuntimeError, MemoryError) as error:
-                self.problem = f"{size_words(size)}: {error}".partition("\n")[0]
-            if pinned:
-                log.warning(
-                    "There is no page-locked host memory for copies of checkpoints (%s). They are made in pageable "
-                    "memory, so each save pauses training for longer.",
-                    self.problem,
-                )
-
 
 def _bytes(tensor: Tensor) -> np.ndarray:
     return tensor.reshape(-1).view(torch.uint8).numpy()
-
-
-def on_host(tree: T) -> T:
-    """`tree` with its tensors on the host; tensors that are there already are not copied."""
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), tree)
 
 
 def size_words(size: int) -> str:
@@ -182,7 +174,8 @@ class Saver(RankSaver):
                 self._copy.problem,
             )
             self._copy = None
-        tensors, state = copied or on_host(live)
+        # Without a copy, tensors that are on the host already are written as they are.
+        tensors, state = copied or tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), live)
         self._unsaved = snapshot = replace(snapshot, tensors=tensors, state=state)
         if self._copy is None:
             self._attempt(snapshot)

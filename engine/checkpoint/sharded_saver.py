@@ -56,21 +56,15 @@ class ShardedSaver(Saver):
         except Exception as error:  # others still write into this folder, which is removed once this is raised
             problem = error
         for rank in self._others:
-            problem = self._answer(rank) or problem
+            key = f"{self._orders}/{rank}"
+            while not self._store.check([key]):
+                time.sleep(SECONDS_BETWEEN_LOOKS / 10)
+            if (answer := json.loads(self._store.get(key))) is not None:
+                number, words, path = answer
+                words = f"{words} (rank {rank})"
+                problem = OSError(number, words, path) if number else RuntimeError(words)
         if problem is not None:
             raise problem
-
-    def _answer(self, rank: int) -> Exception | None:
-        """Wait for the answer of `rank`; the error that it met, if any."""
-        key = f"{self._orders}/{rank}"
-        while not self._store.check([key]):
-            time.sleep(SECONDS_BETWEEN_LOOKS / 10)
-        answer = json.loads(self._store.get(key))
-        if answer is None:
-            return None
-        number, words, path = answer
-        words = f"{words} (rank {rank})"
-        return OSError(number, words, path) if number else RuntimeError(words)
 
 
 class ShardWriter(RankSaver):
@@ -132,11 +126,8 @@ class ShardWriter(RankSaver):
                 )
             write_tensors(folder, rows)
             for name in rows:
-                handle = os.open(folder / name, os.O_RDWR)
-                try:
-                    os.fsync(handle)  # another machine cannot sync what this one still buffers
-                finally:
-                    os.close(handle)
+                with (folder / name).open("rb+") as file:
+                    os.fsync(file.fileno())  # another machine cannot sync what this one still buffers
         except OSError as error:
             return error.errno or 5, error.strerror or str(error), str(error.filename or folder)
         except Exception as error:

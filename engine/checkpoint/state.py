@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import safetensors.torch
 import torch
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from engine.checkpoint.folder import raising_os_errors
 from engine.checkpoint.saver import RankSaver, Saver, Snapshot, size_words
-from engine.measure.meters import Best, Position
-from engine.parallel.shards import is_sharded, local_shard, local_shards
+from engine.measure.meters import Best, Position, SkipRecord
+from engine.parallel.shards import is_sharded, local_shard
 from engine.update import TrainState
 from models.parts import base_weights
 from utils.config import Config
@@ -59,15 +59,6 @@ class ScalerState(Fields):
     bad_in_a_row: Count
 
 
-class Skips(Fields):
-    model_config = ConfigDict(extra="forbid")
-
-    replays: Count = 0
-    last_replay: Count = 0
-    passed_over: Count = 0
-    blamed: dict[str, Count] = Field(default_factory=dict)
-
-
 class PositionState(Fields):
     epoch: Number
     step: Count
@@ -91,7 +82,7 @@ class State(Fields):
     moved: Count
     scaler: Annotated[dict[str, Any], Field(max_length=0)] | ScalerState
     """Empty if loss scaling is off."""
-    skips: Skips = Skips()
+    skips: SkipRecord = SkipRecord()
     ema_updates: Count = 0
     position: PositionState
     best: BestState
@@ -164,7 +155,8 @@ def _plain(value: Any) -> Any:
 
 def finite(tensors: dict[str, Tensor]) -> bool:
     """Whether all weights are finite. Waits for the device once."""
-    floats = [t for t in local_shards(tensors).values() if t.is_floating_point() and t.numel()]
+    shards = (local_shard(tensor.detach()) for tensor in tensors.values())
+    floats = [shard for shard in shards if shard.is_floating_point() and shard.numel()]
     # The Euclidean norm takes a tenth of the time of the maximum norm, but may overflow where that one does not.
     for order in (2.0, float("inf")):
         norms = torch._foreach_norm(floats, order) if floats else [torch.zeros(())]
@@ -206,29 +198,20 @@ def into_shards(
     tensors: Mapping[str, Mapping[str, Tensor]], state: dict[str, Any], sharding: Sharding
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """Tensors that this rank saves, by file, and the state without the moments that are among them."""
-    moments, optimizer = _split_moments(state["optimizer"])
-    shards = {
-        shard_name(name, sharding.nth, sharding.count): _rows(named, sharding)
-        for name, named in {**tensors, OPTIMIZER: moments}.items()
-    }
-    return shards, {**state, "optimizer": optimizer}
-
-
-def _rows(tensors: Mapping[str, Tensor], sharding: Sharding) -> dict[str, Tensor]:
-    """This rank's rows of sharded tensors, if it has any. The first rank also saves what is not sharded."""
-    rows = {name: local_shard(tensor.detach()) for name, tensor in tensors.items() if is_sharded(tensor)}
-    whole = {name: tensor.detach() for name, tensor in tensors.items() if not is_sharded(tensor)}
-    return {name: part for name, part in rows.items() if len(part)} | (whole if sharding.nth == 0 else {})
-
-
-def _split_moments(optimizer: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Sharded tensors of the optimizer's state, by number and key, and the state without them."""
-    moments: dict[str, Tensor] = {}
+    moments: dict[str, Tensor] = {}  # sharded tensors of the optimizer's state, by number and key
     rest: dict[Any, dict[str, Any]] = {}
-    for number, values in optimizer["state"].items():
+    for number, values in state["optimizer"]["state"].items():
         moments |= {f"{number}.{key}": value for key, value in values.items() if is_sharded(value)}
         rest[number] = {key: value for key, value in values.items() if not is_sharded(value)}
-    return moments, {**optimizer, "state": rest}
+    shards: dict[str, dict[str, Tensor]] = {}
+    for file, named in {**tensors, OPTIMIZER: moments}.items():
+        # This rank's rows of sharded tensors, if it has any. The first rank also saves what is not sharded.
+        shards[shard_name(file, sharding.nth, sharding.count)] = {
+            name: local_shard(tensor.detach())
+            for name, tensor in named.items()
+            if (len(local_shard(tensor)) if is_sharded(tensor) else sharding.nth == 0)
+        }
+    return shards, {**state, "optimizer": {**state["optimizer"], "state": rest}}
 
 
 def keep_base(folder: Path, model: nn.Module, settings: ModelConfig, resumed: Checkpoint | None) -> dict[str, Any]:

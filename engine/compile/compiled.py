@@ -62,7 +62,13 @@ class Compiled:
         self._to = to
         self._done.clear()
         options: dict[str, Any] = {"backend": BACKEND, "fullgraph": True, "dynamic": False}
-        self._compute = self._blocks(options) if self._in_blocks else self._one_graph(options)
+        self._compute = to.eager if self._in_blocks else self._one_graph(options)
+        # Each block by itself, so that the last blocks' gradients are all-reduced during the backward pass.
+        for _, block in blocks_of(to.forward) if self._in_blocks else ():
+            if self._sharded:  # only the block's own code: FSDP's hooks around it gather and free the weights
+                block.forward = torch.compile(block.forward, **options)
+            else:
+                block.compile(**options)
         to.compute = self
 
     def __call__(self, batch: Batch) -> ForwardResult:
@@ -97,15 +103,6 @@ class Compiled:
         self._to.after_pause()
         return computed
 
-    def _blocks(self, options: dict[str, Any]) -> Callable[[Batch], ForwardResult]:
-        """Compile each block by itself, so that the last blocks' gradients are all-reduced during the backward pass."""
-        for _, block in blocks_of(self._to.forward):
-            if self._sharded:  # only the block's own code: FSDP's hooks around it gather and free the weights
-                block.forward = torch.compile(block.forward, **options)
-            else:
-                block.compile(**options)
-        return self._to.eager
-
     def _one_graph(self, options: dict[str, Any]) -> Callable[[Batch], ForwardResult]:
         """Compile from uint8 images to loss; if a batch transform draws random numbers on the host, after it."""
         forward, inputs, criterion, precision = self._to.forward, self._to.inputs, self._to.criterion, self._precision
@@ -134,8 +131,13 @@ def _configure_compiler(data: DataConfig, precision: Precision, world: World) ->
     import torch._dynamo.config as tracing
     import torch._functorch.config as autograd
     import torch._inductor.config as inductor
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    prepare_compiler_cache(data)
+    # torch's compiler caches in a folder of the user's own, because code in it is executed. Importing the compiler may
+    # have set the variable to torch's default.
+    if os.environ.get(CACHE, default_cache_dir()) == default_cache_dir():
+        kind = re.sub(r"\W+", "-", f"{processor()} {torch.backends.cpu.get_cpu_capability()}")
+        os.environ[CACHE] = str(cache_folder(data, f"compiled/{kind}"))
     tracing.recompile_limit = MAX_GRAPHS
     tracing.optimize_ddp = False  # it splits graphs at DDP's buckets; blocks are separate graphs already
     autograd.force_non_lazy_backward_lowering = True  # else the backward pass is compiled at its first call
@@ -152,13 +154,3 @@ def _configure_compiler(data: DataConfig, precision: Precision, world: World) ->
     inductor.fallback_random = True  # the same dropout and stochastic depth as in eager mode
     if precision.device.type == "cpu":  # it warns about a missing GPU if the CUDA toolkit is installed
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-
-
-def prepare_compiler_cache(data: DataConfig) -> None:
-    """Set the folder in which torch's compiler caches: one of the user's own, because code in it is executed."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    # Importing the compiler may have set the variable to torch's default.
-    if os.environ.get(CACHE, default_cache_dir()) == default_cache_dir():
-        kind = re.sub(r"\W+", "-", f"{processor()} {torch.backends.cpu.get_cpu_capability()}")
-        os.environ[CACHE] = str(cache_folder(data, f"compiled/{kind}"))

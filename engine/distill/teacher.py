@@ -61,15 +61,13 @@ class DistillationLoss(nn.Module):
         if targets.ndim < 3:  # labels alone: the teacher was not asked
             return self.label_loss(label_logits, targets)
         labels, teacher_logits = targets.unbind(1)
-        teacher_loss = self._teacher_loss(distilled_logits, teacher_logits)
-        return (1 - self.alpha) * self.label_loss(label_logits, labels) + self.alpha * teacher_loss
-
-    def _teacher_loss(self, logits: Tensor, teacher_logits: Tensor) -> Tensor:
         if self.hard:
-            return F.cross_entropy(logits, teacher_logits.argmax(1))
-        student, teacher = F.log_softmax(logits / self.tau, 1), F.log_softmax(teacher_logits / self.tau, 1)
-        # The factor tau**2 makes up for the temperature, which divides gradients by its square.
-        return F.kl_div(student, teacher, reduction="batchmean", log_target=True) * self.tau**2
+            teacher_loss = F.cross_entropy(distilled_logits, teacher_logits.argmax(1))
+        else:
+            student, teacher = (F.log_softmax(one / self.tau, 1) for one in (distilled_logits, teacher_logits))
+            # The factor tau**2 makes up for the temperature, which divides gradients by its square.
+            teacher_loss = F.kl_div(student, teacher, reduction="batchmean", log_target=True) * self.tau**2
+        return (1 - self.alpha) * self.label_loss(label_logits, labels) + self.alpha * teacher_loss
 
 
 class StackedHeads(nn.Module):
@@ -119,7 +117,9 @@ class Distillation(Callback):
         return {"teacher": f"{source.where}, {total:,} parameters, frozen; images of {source.image_size}"}
 
     def noted(self) -> dict[str, str]:
-        return self.teacher.noted()
+        """For run.json and checkpoints; `check_teacher_matches` compares it."""
+        source = self.teacher.source.where
+        return {"teacher_model": self.teacher.setting, "teacher": source, "teacher_sha256": self.teacher.fingerprint}
 
 
 KEY = "TRAIN.TEACHER_MODEL"
@@ -185,10 +185,6 @@ class Teacher:
         with torch.autocast(device, dtype, enabled=level != "O0"):
             return self.model(images).float()
 
-    def noted(self) -> dict[str, str]:
-        """Fields for run.json and checkpoints."""
-        return {"teacher_model": self.setting, "teacher": self.source.where, "teacher_sha256": self.fingerprint}
-
 
 def check_teacher(config: Config) -> None:
     """Check TRAIN.TEACHER_MODEL as far as possible before any model is built."""
@@ -220,13 +216,7 @@ def check_teacher(config: Config) -> None:
 
 def default_teacher(config: Config) -> tuple[str, str] | None:
     """TRAIN.TEACHER_MODEL of a family that PaddleViT distils, and a note; None where a user has to choose."""
-    train = config.TRAIN
-    if (
-        config.EVAL
-        or train.DISTILLATION_TYPE is None
-        or train.TEACHER_MODEL is not None
-        or config.MODEL.TYPE.casefold() not in TAUGHT
-    ):
+    if config.EVAL or config.TRAIN.TEACHER_MODEL is not None or config.MODEL.TYPE.casefold() not in TAUGHT:
         return None
     teacher = PADDLEVIT_FILE if Path(PADDLEVIT_FILE).is_file() else EXAMPLE
     return teacher, f"{KEY} {teacher}: PaddleViT's default teacher for MODEL.TYPE {config.MODEL.TYPE}"

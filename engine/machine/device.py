@@ -6,8 +6,6 @@ import contextlib
 import os
 import platform
 import re
-import shlex
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -134,18 +132,12 @@ def no_gpu_notice(config: Config, device: torch.device, env: Mapping[str, str] =
     )
 
 
-def arguments() -> str:
-    return shlex.join(sys.argv[1:]) or "none"
-
-
 def libraries() -> dict[str, str]:
     """Versions of Python, torch and the libraries that compute and communicate."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     for package in ("torchvision", "timm"):
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
     if torch.cuda.is_available():
         versions["CUDA"] = str(torch.version.cuda)
         number = torch.backends.cudnn.version() or 0  # such as 90100

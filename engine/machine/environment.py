@@ -35,12 +35,10 @@ def join_run(config: Config, world: World, device: torch.device, threads: int) -
         "started": start_time_of(os.getpid()),
         "device": describe_device(device),
         "threads": threads,
-        "gpu": None,
+        "gpu": str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
         "vitamp": version_text().splitlines()[0].split()[-1],
         "torch": torch.__version__,
     }
-    if device.type == "cuda":
-        member["gpu"] = str(torch.cuda.get_device_properties(device).uuid)
     common = {key: str(value_of(config, key)) for key in settings() if key != "NGPUS"}
     members = join(world, config.DIST, device, member, common)
     _check_devices(members)

@@ -24,7 +24,8 @@ def import_compiler_late() -> None:
     """Install the stand-in. It has no effect if torch's compiler is imported already."""
     if COMPILER in sys.modules:
         return
-    sys.modules[COMPILER] = _StandIn(COMPILER, graph_break=_nothing, disable=_disable)
+    # graph_break has no effect outside tracing.
+    sys.modules[COMPILER] = _StandIn(COMPILER, graph_break=lambda *_: None, disable=_disable)
     sys.modules[HELPERS] = _StandIn(HELPERS, is_compile_supported=_is_compile_supported)
 
 
@@ -59,10 +60,6 @@ def _import_compiler() -> ModuleType:
         if isinstance(sys.modules.get(name), _StandIn):
             del sys.modules[name]
     return importlib.import_module(COMPILER)
-
-
-def _nothing(*_: object) -> None:
-    """Stands in for graph_break, which has no effect outside tracing."""
 
 
 def _disable(function: Any = None, recursive: bool = True, **options: Any) -> Any:

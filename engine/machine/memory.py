@@ -14,7 +14,7 @@ import torch
 from utils.machine.cpus import control_groups, return_freed_memory
 
 GIB = 2**30
-MEMINFO = Path("/proc/meminfo")
+MEMINFO, STATUS = Path("/proc/meminfo"), Path("/proc/self/status")
 # Texts of out-of-memory errors other than torch.OutOfMemoryError: on CPUs, on Apple GPUs, and of CUDA's libraries.
 MARKS = (
     "can't allocate memory",
@@ -81,7 +81,7 @@ def held_memory(device: torch.device) -> int:
     """Bytes that this process holds now, libraries and data included; 0 on a GPU, whose libraries are no part of it."""
     if device.type != "cpu":
         return 0
-    return _status("VmRSS") or round(1e9 * peak_memory_gb(device))
+    return _meminfo("VmRSS", STATUS) or round(1e9 * peak_memory_gb(device))
 
 
 def take_peak(device: torch.device) -> int:
@@ -95,15 +95,11 @@ def take_peak(device: torch.device) -> int:
         peak = torch.mps.driver_allocated_memory()
         torch.mps.empty_cache()
         return peak
-    peak = _status("VmHWM") or round(1e9 * peak_memory_gb(device))
+    peak = _meminfo("VmHWM", STATUS) or round(1e9 * peak_memory_gb(device))
     return_freed_memory()
     with contextlib.suppress(OSError):  # then the peak is that since the process began
         Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to VmRSS
     return peak
-
-
-def _status(name: str) -> int | None:
-    return _meminfo(name, Path("/proc/self/status"))
 
 
 def _meminfo(name: str, file: Path | None = None) -> int | None:

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pydantic import ConfigDict, Field
 from torch import Tensor
 
 from engine.task.base import Metrics, Task, sum_type_of
 from utils.config import Config
 from utils.distributed.world import World, sum_over_ranks
 from utils.log import log
+from vitamp.meta import Count, Fields
 from vitamp.metrics import ONE_LABEL, PLAIN, WeightSet, best_set, metric_named, set_of
 
 # Indices into the rows of sums; between them are the two counts of the task.
@@ -180,6 +182,19 @@ class Position:
     """Updates done in the run."""
     validated: int = -1
     """Value of `update` at the last complete validation: a run may be stopped during one."""
+
+
+class SkipRecord(Fields):
+    """Counts over all skipped updates; saved in checkpoints, so that a resumed run replays the same ones."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    replays: Count = 0
+    last_replay: Count = 0
+    """Update of the last replay."""
+    passed_over: Count = 0
+    blamed: dict[str, Count] = Field(default_factory=dict)
+    """Number of overflows of each module (AMP.AUTO_FP32)."""
 
 
 def updates_left(config: Config, position: Position, per_epoch: int) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -15,38 +15,24 @@ from engine.measure.throughput import OTHER, STAGES, Stages, StageTimes
 from utils.log import log
 
 
-class HostStages(Stages):
-    """Measures by the host's clock, for training on a CPU."""
+class HostEvent:
+    """Stands in for a torch.cuda.Event where training is on a CPU: measures by the host's clock."""
 
-    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
-        self._clock = clock
-        self._last: float | None = None
-        self._seconds, self._updates = _no_times(), 0
+    def record(self) -> None:
+        self._at = time.perf_counter()
 
-    def begin(self) -> None:
-        self.mark(OTHER)
-        self._updates += 1
+    def query(self) -> bool:
+        return True
 
-    def mark(self, stage: str) -> None:
-        now = self._clock()
-        if self._last is not None:
-            self._seconds[stage] += now - self._last
-        self._last = now
-
-    def pause(self) -> None:
-        self._last = None
-
-    def take(self) -> StageTimes | None:
-        taken = StageTimes(self._updates, self._seconds)
-        self._seconds, self._updates = _no_times(), 0
-        return taken if taken.updates else None
+    def elapsed_time(self, end: HostEvent) -> float:
+        return 1000 * (end._at - self._at)
 
 
 class EventStages(Stages):
     """Measures by CUDA events between the GPU's kernels."""
 
-    def __init__(self, new_event: Callable[[], Any]) -> None:
-        """`new_event`: makes a torch.cuda.Event."""
+    def __init__(self, new_event: Callable[[], Any] = HostEvent) -> None:
+        """`new_event`: makes a torch.cuda.Event, or its stand-in."""
         self._new_event = new_event
         self._open: deque[tuple[str | None, Any, bool]] = deque()
         """Stage that ends at the event (None for the first after a pause), event, whether an update begins there."""
@@ -83,9 +69,7 @@ class EventStages(Stages):
 
 
 def stages_on(device: torch.device) -> Stages:
-    if device.type == "cuda":
-        return EventStages(lambda: torch.cuda.Event(enable_timing=True))
-    return HostStages()
+    return EventStages((lambda: torch.cuda.Event(enable_timing=True)) if device.type == "cuda" else HostEvent)
 
 
 def _no_times() -> dict[str, float]:

@@ -251,7 +251,18 @@ def find_bottleneck(tally: Tally, setting: Setting, waited: list[float] | None =
             f"{advise_faster_loading(setting)}."
         )
     elif bound == COMPUTE:
-        text = _compute_bound(device, longest, stages, setting)
+        text = f"compute-bound: the {device} waited for data {longest:.0f} % of the time"
+        if stages:
+            text += f"; the forward pass took {stages[FORWARD]:.0f} % and the backward pass {stages[BACKWARD]:.0f} %"
+        ways = []
+        if not setting.amp:
+            ways.append(f"-amp ({started_as('scripts/choose_precision.py')} measures the gain)")
+        if not setting.compiled and setting.device != "cpu":  # on a CPU it takes minutes, and was never seen to gain
+            ways.append("TRAIN.COMPILE=whole (or blocks)")
+        if setting.device == "cpu" and setting.threads > 1:
+            ways.append("THREADS=1 (faster for a small model or on a busy CPU; -dry_run measures it)")
+        advice = f"To speed up, try {' and '.join(ways)}" if ways else "Only a smaller model or more devices would help"
+        text = f"{text}. {advice}; see docs/performance.md."
     else:
         text = f"{bound}-bound: {_OTHERWISE[bound].format(device, percents[bound])}; see docs/performance.md."
     computed = stages[FORWARD] + stages[BACKWARD] + stages.get(TEACHER, 0.0) if stages else 100 - longest
@@ -291,18 +302,3 @@ def advise_faster_loading(setting: Setting) -> str:
             "docs/data_speed.md"
         )
     return f"To speed up, try {' or '.join(ways)}; see docs/data_speed.md"
-
-
-def _compute_bound(device: str, waited: float, stages: dict[str, float], setting: Setting) -> str:
-    text = f"compute-bound: the {device} waited for data {waited:.0f} % of the time"
-    if stages:
-        text += f"; the forward pass took {stages[FORWARD]:.0f} % and the backward pass {stages[BACKWARD]:.0f} %"
-    ways = []
-    if not setting.amp:
-        ways.append(f"-amp ({started_as('scripts/choose_precision.py')} measures the gain)")
-    if not setting.compiled and setting.device != "cpu":  # on a CPU it takes minutes, and was never seen to gain them
-        ways.append("TRAIN.COMPILE=whole (or blocks)")
-    if setting.device == "cpu" and setting.threads > 1:
-        ways.append("THREADS=1 (faster for a small model or on a busy CPU; -dry_run measures it)")
-    advice = f"To speed up, try {' and '.join(ways)}" if ways else "Only a smaller model or more devices would help"
-    return f"{text}. {advice}; see docs/performance.md."

@@ -279,9 +279,13 @@ class Trial:
             for number in range(1, UPDATES_PER_TRIAL + 1):
                 began = time.perf_counter()
                 if self._parts is None:
-                    self._validate(batch)
+                    self._tuned.model.eval()
+                    with torch.no_grad(), self._tuned.precision.autocast(training=False):
+                        self._tuned.model(self._tuned.inputs(self._batch(batch).images))
                 else:
-                    self._train(batch, number)
+                    of = range(self._micro_batches)
+                    shares = tuple(MicroBatch(nth, np.arange(batch), 1 / len(of)) for nth in of)
+                    train_update(self._parts, Window(shares, (self._batch(batch) for _ in of)), number)
                 synchronize(self._device)
                 # Overwritten by the last update: the first one may import much.
                 self._seconds = UPDATES_PER_TRIAL * (time.perf_counter() - began)
@@ -294,19 +298,6 @@ class Trial:
                 self._parts.optimizer.zero_grad(set_to_none=True)
                 self._parts.forward.zero_grad(set_to_none=True)
         return True
-
-    def _train(self, batch: int, update: int) -> None:
-        assert self._parts is not None
-        number = self._micro_batches
-        shares = tuple(MicroBatch(nth, np.arange(batch), 1 / number) for nth in range(number))
-        train_update(self._parts, Window(shares, (self._batch(batch) for _ in shares)), update)
-
-    @torch.no_grad()
-    def _validate(self, batch: int) -> None:
-        tuned = self._tuned
-        tuned.model.eval()
-        with tuned.precision.autocast(training=False):
-            tuned.model(tuned.inputs(self._batch(batch).images))
 
     def _batch(self, size: int) -> Batch:
         data, device = self._config.DATA, self._device

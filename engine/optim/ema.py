@@ -9,7 +9,7 @@ The lists of tensors are made once: walking two state dicts at every update cost
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,9 +29,10 @@ class Ema(Callback):
     def __init__(self, model: nn.Module, train: TrainConfig, device: torch.device) -> None:
         self.device = torch.device("cpu") if train.MODEL_EMA_FORCE_CPU else device
         # Always in fp32: half precision rounds the average's small steps away.
-        # Weights that are frozen for good (MODEL.LORA) are shared with the model, where they can be.
-        self._shared = _shareable(model, self.device)
-        memo = {id(weight): weight for weight in self._shared.values()}
+        # Weights that are frozen for good (MODEL.LORA) are shared with the model, if they are here, and in fp32.
+        frozen, here = base_weights(model).values(), torch.empty(0, device=self.device).device
+        shared = all(w.device == here and w.dtype == torch.float32 for w in frozen)
+        memo = {id(weight): weight for weight in map(model.get_parameter, base_weights(model))} if shared else {}
         self.module = copy.deepcopy(model, memo).to(self.device).float().eval().requires_grad_(False)
         self.decay, self.warmup = train.MODEL_EMA_DECAY, train.MODEL_EMA_WARMUP
         self.updates: int | Tensor = 0
@@ -55,8 +56,13 @@ class Ema(Callback):
         pairs = zip(self._model.parameters(), self.module.parameters(), strict=True)
         tensors = [(local_shard(p.detach()), local_shard(ours.detach())) for p, ours in pairs if p is not ours]
         self._sources, self._averages = [source for source, _ in tensors], [average for _, average in tensors]
-        # Running statistics are averages already, so they are copied.
-        self._buffers = _by_dtype(zip(self.module.buffers(), self._model.buffers(), strict=True))
+        # Running statistics are averages already, so they are copied: those of one dtype at once.
+        groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        for ours, theirs in zip(self.module.buffers(), self._model.buffers(), strict=True):
+            group = groups.setdefault((ours.dtype, theirs.dtype), ([], []))
+            group[0].append(ours)
+            group[1].append(theirs)
+        self._buffers = list(groups.values())
 
     @torch.no_grad()
     def after_update(self, update: int, stepped: bool | Tensor) -> None:
@@ -71,7 +77,10 @@ class Ema(Callback):
         if isinstance(stepped, Tensor):
             self._update_on_device(stepped, averages, sources)
             return
-        torch._foreach_lerp_(averages, sources, 1 - self._decay_at(self.updates))
+        # Smaller during the first updates, so that the average forgets the random initial weights.
+        count = int(self.updates)
+        decay = min(self.decay, (1 + count) / (10 + count)) if self.warmup else self.decay
+        torch._foreach_lerp_(averages, sources, 1 - decay)
         self.updates += 1
         for ours, theirs in self._buffers:
             torch._foreach_copy_(ours, theirs)
@@ -91,25 +100,3 @@ class Ema(Callback):
             new, old = _flatten_dense_tensors(theirs).to(self.device), _flatten_dense_tensors(ours)
             chosen = torch.where(stepped.reshape(()).bool(), new, old)
             torch._foreach_copy_(ours, list(_unflatten_dense_tensors(chosen, ours)))
-
-    def _decay_at(self, updates: int | Tensor) -> float:
-        """Decay, smaller during the first updates, so that the average forgets the random initial weights."""
-        count = int(updates)
-        return min(self.decay, (1 + count) / (10 + count)) if self.warmup else self.decay
-
-
-def _shareable(model: nn.Module, device: torch.device) -> dict[str, nn.Parameter]:
-    """The frozen weights beside adapters, if they are where the EMA is, and in fp32."""
-    weights = {name: model.get_parameter(name) for name in base_weights(model)}
-    here = torch.empty(0, device=device).device
-    return weights if all(w.device == here and w.dtype == torch.float32 for w in weights.values()) else {}
-
-
-def _by_dtype(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """Group pairs of buffers by dtype: a group is copied at once, and a batch norm has two dtypes."""
-    groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-    for ours, theirs in pairs:
-        group = groups.setdefault((ours.dtype, theirs.dtype), ([], []))
-        group[0].append(ours)
-        group[1].append(theirs)
-    return list(groups.values())

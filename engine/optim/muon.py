@@ -128,8 +128,11 @@ class Muon(Optimizer):
                 for matrix, direction in zip(*parts, strict=True):
                     rows = direction.flatten(1)  # of a convolution: one per output
                     by_shape.setdefault(rows.shape, []).append((matrix, rows, group["lr"]))
-        for shape, same in by_shape.items():
-            self._step_muon(shape, same)
+        for shape, same in by_shape.items():  # one batch for all matrices of a shape: few, large products
+            directions = torch.stack([direction for _, direction, _ in same])
+            orthogonal = zeropower_via_newtonschulz(directions, NS_STEPS, COEFFICIENTS, dtype=self.dtype)
+            for (matrix, _, rate), change in zip(same, orthogonal.unbind(), strict=True):
+                matrix.add_(change.view(matrix.shape).to(matrix.dtype), alpha=-rate * 0.2 * max(shape) ** 0.5)
         return loss
 
     def _momentum(self, weights: list[Tensor], group: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -143,13 +146,6 @@ class Muon(Optimizer):
         gradients = _gradients(weights)
         torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
         return torch._foreach_lerp(gradients, buffers, group["momentum"])
-
-    def _step_muon(self, shape: torch.Size, same: list[tuple[Tensor, Tensor, float]]) -> None:
-        """Update matrices of one shape: (matrix, direction, learning rate). One batch for all: few, large products."""
-        directions = torch.stack([direction for _, direction, _ in same])
-        orthogonal = zeropower_via_newtonschulz(directions, NS_STEPS, COEFFICIENTS, dtype=self.dtype)
-        for (matrix, _, rate), change in zip(same, orthogonal.unbind(), strict=True):
-            matrix.add_(change.view(matrix.shape).to(matrix.dtype), alpha=-rate * 0.2 * max(shape) ** 0.5)
 
     def _step_adamw(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         for weight in weights:

@@ -8,7 +8,6 @@ Each rank holds rows of every tensor. A block's weights are gathered while the b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -125,7 +124,9 @@ class Sharding:
             halved = {id(weight) for weight in cast_weights(model, precision.black_list)}
             kept = {id(weight) for weight in model.parameters() if id(weight) not in halved}
         else:
-            kept = {id(weight) for weight in _weights_in_fp32(model, level)}
+            classes, forced = NORMS if level == "O2" else BATCH_NORM, forced_modules(model)  # as in `HalfCopy`
+            in_fp32 = [one for name, one in model.named_modules() if name in forced or isinstance(one, classes)]
+            kept = {id(weight) for module in in_fp32 for weight in module.parameters()}
         self._gathered = f", gathered in {half}" + " where autocast casts them" * (level == "O1")
         # To a type checker with an older torch, the last argument is unknown.
         return cast(Any, MixedPrecisionPolicy)(
@@ -158,11 +159,3 @@ class Sharding:
         shape, stride = parameter.shape, parameter.stride()
         placed = parameter.placements
         return DTensor.from_local(rows, parameter.device_mesh, placed, run_check=False, shape=shape, stride=stride)
-
-
-def _weights_in_fp32(model: nn.Module, level: str) -> Iterator[nn.Parameter]:
-    """Those that stay in fp32 at O2 or NAIVE, the same ones as in `HalfCopy`."""
-    classes, forced = NORMS if level == "O2" else BATCH_NORM, forced_modules(model)
-    for name, module in model.named_modules():
-        if name in forced or isinstance(module, classes):
-            yield from module.parameters()

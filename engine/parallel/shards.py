@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -33,7 +33,3 @@ def whole_outside_blocks(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         sharded.reshard()
-
-
-def local_shards(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: local_shard(tensor.detach()) for name, tensor in tensors.items()}

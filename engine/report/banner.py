@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 
 from datasets import comes_unsplit
 from datasets.registry import source_named
-from engine.machine.device import Run, arguments, describe_devices, global_batch, libraries
+from engine.machine.device import Run, describe_devices, global_batch, libraries
 from engine.optim.build import (
     describe_learning_rate,
     describe_optimizer,
@@ -64,7 +66,7 @@ def banner(run: Run, ready: Ready, folder: Path | None) -> str:
     rows.append(("output", f"{folder}" if folder else "nothing is written (-dry_run)"))
     if world.size == 1:
         rows.insert(0, ("libraries", ", ".join(f"{name} {what}" for name, what in libraries().items())))
-    rows.insert(0, ("arguments", arguments()))
+    rows.insert(0, ("arguments", shlex.join(sys.argv[1:]) or "none"))
     if config.TAG:
         rows.insert(0, ("tag", config.TAG))
     head = ", ".join(version_text().splitlines())

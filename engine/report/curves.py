@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import io
-from functools import cache
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from utils.config import Config
-from utils.log import log
+from utils.log import warn_once
 from utils.record.history import History, Points
 from vitamp.files import write_atomically
 from vitamp.metrics import LOSS, SETS, TOP1, Metric, metric_named
@@ -50,7 +49,8 @@ class Curves:
             try:
                 draw_curves(self._folder, title, metric_named(self._by))
             except Exception as error:  # of matplotlib, its fonts, or the disk: no picture is worth a run
-                _warn_once(f"{self._folder / 'curves.png'} cannot be drawn ({type(error).__name__}: {error})")
+                why = f"{type(error).__name__}: {error}"
+                warn_once(f"{self._folder / 'curves.png'} cannot be drawn ({why}); training continues.")
             self._drawn = perf_counter()
             self._took = self._drawn - began
 
@@ -102,12 +102,6 @@ def draw_curves(folder: Path, title: str, by: Metric = TOP1) -> Path | None:
     path = folder / "curves.png"
     write_atomically(path, picture.getvalue())
     return path
-
-
-@cache
-def _warn_once(failure: str) -> None:
-    """Once per process and reason."""
-    log.warning("%s; training continues.", failure)
 
 
 def _train_and_validation(axes: Axes, history: History, key: str, by: Metric) -> None:

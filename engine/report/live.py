@@ -43,7 +43,7 @@ class Live:
         self._table = brief and EpochTable(config, brief)
         stream = sys.stderr if brief is None else sys.stdout
         self._bar: tqdm | None = None
-        if sys.stderr.isatty() if brief is None else brief.looks.moves:
+        if sys.stderr.isatty() if brief is None else brief.moves:
             self._bar = tqdm(
                 desc=self._place(start),
                 total=per_epoch,
@@ -171,7 +171,7 @@ class EpochTable:
             self._print_header()
         text = GAP.join(row.get(name, NOTHING).rjust(width) for name, width in self._widths.items())
         mark = self._mark if len(text + GAP + self._mark) <= terminal_width() else self._mark.split(" (")[0]
-        notes = [self._brief.looks.coloured(mark, GREEN) if mark == self._mark == "best" else mark]
+        notes = [self._brief.coloured(mark, GREEN) if mark == self._mark == "best" else mark]
         if self.skipped > self._skipped_before:
             notes.append(f"{self.skipped - self._skipped_before:,} skipped")
         self._skipped_before = self.skipped
@@ -179,7 +179,7 @@ class EpochTable:
 
     def _print_header(self) -> None:
         text = GAP.join(name.rjust(width) for name, width in self._widths.items())
-        print_on_terminal(self._brief.looks.coloured(text, BOLD))
+        print_on_terminal(self._brief.coloured(text, BOLD))
         self._header_line = self._brief.lines
 
 

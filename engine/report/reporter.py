@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import sys
 import threading
@@ -17,8 +18,9 @@ from engine.measure.throughput import COMPUTE, Bottleneck, Perf
 from engine.task.base import Metrics
 from utils.config.schema import Config
 from utils.log import DETAIL, log
-from utils.record.history import Line, MetricsFile, read_lines
+from utils.record.history import Line, MetricsFile, plain, read_lines
 from utils.record.run_folder import os_errors_as_user_errors
+from utils.text import redacted
 from vitamp.metrics import METRICS, WeightSet, metric_named, set_of, task_of
 
 if TYPE_CHECKING:
@@ -71,7 +73,7 @@ class Reporter:
         """Write a line of metrics.jsonl. All that depends on time or machine goes under `perf`."""
         line = {"event": kind, "epoch": position.epoch, **fields, "perf": perf or {}}
         if self._metrics:
-            self._metrics.add_values(line)
+            self._metrics.add(redacted(json.dumps(plain(line))))
 
     def run(self, what: str, position: Position, seconds: float, verdict: Bottleneck | None = None) -> None:
         """Report that the run starts, resumes, is paused or ends."""

@@ -70,12 +70,7 @@ def _load(module: nn.Module, found: WeightFiles, name: str, new_classifier: bool
         loaded, changes = _load_npz(module, found.file, name)
         module.load_state_dict(own, strict=False)
         return loaded, changes + ([f"{', '.join(fresh)} left as {FRESH}"] if own else [])
-    return _load_tensors(module, _read(found.files), found.file, name, found.label_offset, fresh)
-
-
-def _load_tensors(
-    module: nn.Module, weights: Weights, file: Path, name: str, label_offset: int, fresh_modules: tuple[str, ...]
-) -> tuple[str, list[str]]:
+    weights, file = _read(found.files), found.file
     kept = (key for key in weights if hasattr(module, DECODER) or not key.startswith(f"{DECODER}."))
     given = {key: weights[key] for key in kept}  # without the decoder of a masked autoencoder
     left_out = [f"{len(weights) - len(given)} tensors of its decoder left out"] * (len(given) < len(weights))
@@ -87,8 +82,8 @@ def _load_tensors(
         for key, value in weights.items()
         if key in before and before[key] != tuple(value.shape)
     ]
-    fresh, replacements = _replace_classifier(module, weights, target, label_offset, fresh_modules)
-    if lines := _mismatches(weights, before, target, fresh):
+    missing, replacements = _replace_classifier(module, weights, target, found.label_offset, fresh)
+    if lines := _mismatches(weights, before, target, missing):
         raise UserError("\n".join([f"{_misfit(module, given, file, name)}:", *lines]))
     module.load_state_dict(weights, strict=False)
     return f"{len(weights)} of {len(target)} tensors", [*left_out, *changes, *replacements]
@@ -101,7 +96,12 @@ def _read(files: Sequence[Path]) -> Weights:
         converted = convert(arrays := read_pdparams(file), file)
         # Included so that `_mismatches` reports them with all other mismatches.
         return converted.tensors | {name: torch.from_numpy(arrays[name].copy()) for name in converted.left_over}
-    _log_if_ema(file)
+    # timm loads the EMA of a checkpoint that has one. Only keys are read; errors are left to the loading.
+    with contextlib.suppress(Exception), torch.serialization.safe_globals([argparse.Namespace]):
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        keys = [key for key in WEIGHTS_KEYS if checkpoint.get(key) is not None]
+        if len(keys) > 1 and keys[0] in EMA_KEYS:
+            log.info("%s holds %s: the EMA is used.", file, " and ".join(keys))
     try:
         whole: Any = load_state_dict(str(file), weights_only=True) if len(files) == 1 else JoinedShards([*files])
         weights = dict(whole)
@@ -117,12 +117,9 @@ def _read(files: Sequence[Path]) -> Weights:
     if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
         keys = ", ".join(map(str, list(weights)[:MOST_NAMED])) or "nothing"
         raise UserError(f"Pretrained weights {file}: no tensors under model, state_dict or model_ema; it holds {keys}.")
-    return _merged(weights, file) if any(map(is_adapter, weights)) else weights
-
-
-def _merged(weights: Weights, file: Path) -> Weights:
-    """Weights of a run with adapters (MODEL.LORA), merged."""
-    meta = unchecked_meta(file.parent)
+    if not any(map(is_adapter, weights)):
+        return weights
+    meta = unchecked_meta(file.parent)  # of a run with adapters (MODEL.LORA)
     if meta.get(LORA) is None:
         raise UserError(
             f"Pretrained weights {file}: the file holds adapters, and the {META} beside it, which names the frozen "
@@ -132,15 +129,6 @@ def _merged(weights: Weights, file: Path) -> Weights:
     base = verified_base(file.parent, meta)
     log.info("%s: the adapters (MODEL.LORA) are merged into the frozen weights of %s.", file, base)
     return dict(Merged(load_state_dict(str(base)) | weights, meta[LORA]["factor"]))
-
-
-def _log_if_ema(file: Path) -> None:
-    """Log if a checkpoint has an EMA, which timm then loads. Only keys are read; errors are left to the loading."""
-    with contextlib.suppress(Exception), torch.serialization.safe_globals([argparse.Namespace]):
-        checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        keys = [key for key in WEIGHTS_KEYS if checkpoint.get(key) is not None]
-        if len(keys) > 1 and keys[0] in EMA_KEYS:
-            log.info("%s holds %s: the EMA is used.", file, " and ".join(keys))
 
 
 def _filter(module: nn.Module, weights: Weights, file: Path, name: str) -> Weights:

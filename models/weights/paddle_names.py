@@ -60,16 +60,13 @@ class FamilyRules:
         for pattern, parts in self.split:
             if re.search(pattern, name):
                 return [re.sub(pattern, part, name) for part in parts]
-        return [self._timm_name(name)]
-
-    def _timm_name(self, name: str) -> str:
         for pattern, new in self.names:
             name = re.sub(pattern, new, name)
         name = NUMBER.sub(_computed, name)
         for paddle, torchs in OF_BATCH_NORM:
             if name.endswith(paddle):
-                return name.removesuffix(paddle) + torchs
-        return name
+                return [name.removesuffix(paddle) + torchs]
+        return [name]
 
     def prepared(self, arrays: dict[str, np.ndarray], where: object) -> dict[str, np.ndarray]:
         """The arrays without what timm computes or lacks. Raise UserError for weights that timm's model cannot have."""
@@ -211,7 +208,11 @@ def convert(arrays: dict[str, np.ndarray], where: object = "the file") -> Conver
         if swin and COMPUTED.fullmatch(name):
             converted.computed.append(name)
             continue
-        new = _renamed(name, SWIN if swin else VIT)
+        new = next(
+            (found.expand(to) for old, to in (SWIN if swin else VIT) if (found := re.fullmatch(old, name))), None
+        )
+        if swin and (merging := re.fullmatch(MERGING, name)):
+            new = f"layers.{int(merging[1]) + 1}.downsample.{merging[2]}"
         if new is None or new in converted.tensors:
             converted.unused.append(name)
             continue
@@ -241,15 +242,6 @@ def is_transposed(name: str, array: np.ndarray) -> bool:
     return name.endswith(".weight") and array.ndim == 2
 
 
-def _renamed(name: str, rules: Rules) -> str | None:
-    if rules is SWIN and (merging := re.fullmatch(MERGING, name)):
-        return f"layers.{int(merging[1]) + 1}.downsample.{merging[2]}"
-    for pattern, new in rules:
-        if match := re.fullmatch(pattern, name):
-            return match.expand(new)
-    return None
-
-
 def _tensor(array: np.ndarray, transposed: bool) -> Tensor:
     if array.dtype == np.uint16:  # Paddle stores bfloat16 as uint16: the upper half of a float32
         array = (array.astype(np.uint32) << 16).view(np.float32)
@@ -272,17 +264,11 @@ def sizes_of_weights(converted: Converted) -> dict[str, Any]:
     first = "layers.0.blocks.0" if swin else "blocks.0"
     sizes["MLP_RATIO"] = tensors[f"{first}.mlp.fc1.weight"].shape[0] / width
     sizes["QKV_BIAS"] = f"{first}.attn.qkv.bias" in tensors
-    return sizes | (_of_swin(tensors, patch) if swin else _of_vit(tensors, width, patch))
-
-
-def _of_vit(tensors: dict[str, Tensor], width: int, patch: int) -> dict[str, Any]:
-    depth = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("blocks."))
-    tokens = tensors["pos_embed"].shape[1] - 1 - ("dist_token" in tensors)
-    _, heads = VIT_SIZES.get((width, depth), ("", None))
-    return {"DEPTH": depth, "NUM_HEADS": heads, "IMAGE_SIZE": math.isqrt(tokens) * patch}
-
-
-def _of_swin(tensors: dict[str, Tensor], patch: int) -> dict[str, Any]:
+    if not swin:
+        depth = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("blocks."))
+        tokens = tensors["pos_embed"].shape[1] - 1 - ("dist_token" in tensors)
+        _, heads = VIT_SIZES.get((width, depth), ("", None))
+        return sizes | {"DEPTH": depth, "NUM_HEADS": heads, "IMAGE_SIZE": math.isqrt(tokens) * patch}
     tables = {
         (int(name.split(".")[1]), int(name.split(".")[3])): value.shape
         for name, value in tensors.items()
@@ -291,7 +277,7 @@ def _of_swin(tensors: dict[str, Tensor], patch: int) -> dict[str, Any]:
     stages = 1 + max(stage for stage, _ in tables)
     depths = [1 + max(block for owner, block in tables if owner == stage) for stage in range(stages)]
     windows = [(math.isqrt(tables[stage, 0][0]) + 1) // 2 for stage in range(stages)]
-    return {
+    return sizes | {
         "STAGE_DEPTHS": depths,
         "NUM_HEADS": [tables[stage, 0][1] for stage in range(stages)],
         "WINDOW_SIZE": windows[0],

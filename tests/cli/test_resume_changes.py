@@ -179,9 +179,9 @@ def test_other_fold_is_refused_on_resuming(vitamp: Vitamp, tiny: Path, tmp_path:
     first = vitamp(*words, "DATA.FOLD=2/5", "TRAIN.NUM_EPOCHS=1", code=0)
     assert "1,437 training and 360 validation images" in first.out
     assert "validation on fold 2/5" in first.out
-    for other in ("DATA.FOLD=3/5", "DATA.FOLD=null", "DATA.SPLIT_SEED=1"):
-        done = vitamp(*words, "DATA.FOLD=2/5", other, "-resume", "auto", code=2)
-        assert "trained with DATA.FOLD 2/5 and DATA.SPLIT_SEED 0" in done.err
+    for other, before in (("FOLD=3/5", "FOLD 2/5"), ("FOLD=null", "FOLD 2/5"), ("SPLIT_SEED=1", "SPLIT_SEED 0")):
+        done = vitamp(*words, "DATA.FOLD=2/5", f"DATA.{other}", "-resume", "auto", code=2)
+        assert f"trained with DATA.{before}; with {other.partition('=')[2]} it would be validated on" in done.err
     done = vitamp("-eval", "-resume", tmp_path / "run", code=0)
     assert "validation split: 360 images" in done.out, "the run's own fold"
 

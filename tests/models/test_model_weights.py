@@ -122,15 +122,6 @@ def test_weights_in_shards_are_joined(donor: nn.Module, tmp_path: Path) -> None:
     assert_equal_weights(load(tmp_path)[0], donor)
 
 
-def test_classifier_with_other_classes_is_replaced(donor: nn.Module, weights: Path) -> None:
-    fresh = build(1, NUM_CLASSES=7)
-    ours, said = load(weights, NUM_CLASSES=7)
-    assert "head freshly initialised (5 classes in the file, 7 in the model)" in said
-    assert "30 of 32" in said
-    assert torch.equal(ours.head.weight, fresh.head.weight)  # pyright: ignore
-    assert_equal_weights(ours, donor, but=("head.weight", "head.bias"))
-
-
 def test_weights_without_a_classifier_are_loaded(donor: nn.Module, tmp_path: Path) -> None:
     body = {key: value for key, value in donor.state_dict().items() if "head" not in key}
     save_file(body, tmp_path / "w.safetensors")
@@ -155,22 +146,10 @@ def test_first_convolution_is_adapted_to_grey_images(donor: nn.Module, weights: 
         torch.testing.assert_close(ours(grey), donor(grey.expand(-1, 3, -1, -1)))
 
 
-def test_swin_weights_with_other_head_and_window_are_adapted(tmp_path: Path) -> None:
-    donor = build(0, **SWIN)
-    save_file(donor.state_dict(), tmp_path / "w.safetensors")
-    ours, said = load(tmp_path / "w.safetensors", **{**SWIN, "NUM_CLASSES": 7})
-    assert "head.fc freshly initialised (5 classes in the file, 7 in the model" in said
-    assert_equal_weights(ours, donor, but=("head.fc.weight", "head.fc.bias"))
+def test_swin_weights_with_another_window_are_adapted(tmp_path: Path) -> None:
+    save_file(build(0, **SWIN).state_dict(), tmp_path / "w.safetensors")
     _, said = load(tmp_path / "w.safetensors", **{**SWIN, "WINDOW_SIZE": 2})
     assert "relative_position_bias_table resized from 49x2 to 9x2" in said
-
-
-def test_distilled_deit_replaces_both_heads(tmp_path: Path) -> None:
-    deit = {"TYPE": "deit", "NAME": "deit_tiny_distilled_patch16_224", "DEPTH": 1}
-    save_file(build(0, **deit).state_dict(), tmp_path / "w.safetensors")
-    _, said = load(tmp_path / "w.safetensors", **{**deit, "NUM_CLASSES": 7})
-    assert "head freshly initialised" in said
-    assert "head_dist freshly initialised" in said
 
 
 def test_other_architecture_is_refused_with_mismatched_tensors(weights: Path) -> None:

@@ -72,15 +72,6 @@ def test_flags_set_existing_settings() -> None:
     assert [key for group in FLAGS.values() for flag in group for key in flag.keys if key not in settings()] == []
 
 
-@pytest.mark.parametrize("line", ["-batch_size_eval 8 -batch_size 64", "-batch_size 64 -batch_size_eval 8"])
-def test_batch_size_eval_overrides_batch_size(line: str) -> None:
-    assert values(line) == {"DATA.BATCH_SIZE": "64", "DATA.BATCH_SIZE_EVAL": "8"}
-
-
-def test_last_of_two_equal_flags_counts() -> None:
-    assert values("-batch_size 64 -batch_size 32") == {"DATA.BATCH_SIZE": "32", "DATA.BATCH_SIZE_EVAL": "32"}
-
-
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -235,10 +226,14 @@ def test_examples_in_help_are_valid() -> None:
         ("-output A=B=C", "OUTPUT", "A=B=C"),
         ("-teacher_model_path x=y.z", "TRAIN.TEACHER_MODEL", "x=y.z"),
         ("-pretrained x -pretrained y", "MODEL.PRETRAINED", "y"),
+        ("-batch_size 64 -batch_size_eval 8 -batch_size 32", "DATA.BATCH_SIZE_EVAL", "8"),
+        ("-batch_size_eval 8 -batch_size 64 -batch_size 32", "DATA.BATCH_SIZE_EVAL", "8"),
+        ("-batch_size 64 -batch_size 32", "DATA.BATCH_SIZE_EVAL", "32"),
     ],
 )
-def test_values_like_flags_or_words_are_read_as_values(line: str, key: str, value: str) -> None:
-    assert values(line) == {key: value}
+def test_values_like_flags_or_words_are_read_as_values_and_the_last_one_counts(line: str, key: str, value: str) -> None:
+    batch = {"DATA.BATCH_SIZE": "32"} if "-batch_size " in line else {}
+    assert values(line) == {key: value, **batch}
 
 
 def test_help_shows_defaults() -> None:

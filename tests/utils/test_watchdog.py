@@ -67,7 +67,7 @@ def test_lost_store_is_not_this_ranks_failure(monkeypatch: pytest.MonkeyPatch) -
     """The launcher or rank 0 served it, and has ended."""
     gone = DistNetworkError("Broken pipe")
     assert not group.caused_by_lost_rank(gone), "a process by itself has nobody to lose"
-    monkeypatch.setattr(group, "_watchdog", object())
+    monkeypatch.setattr(group, "watchdog", object())
     assert group.caused_by_lost_rank(gone)
     assert not group.caused_by_lost_rank(RuntimeError("Broken pipe of one's own"))
 

@@ -28,12 +28,9 @@ from utils.config.kinds import (
 )
 from vitamp.metrics import ONE_LABEL, SEVERAL_LABELS, TaskKind
 
-
-def _true_is_batch(value: str | bool) -> str | bool:
-    return "batch" if value is True else value
-
-
-DropLast = Annotated[Literal["batch", "update"] | bool, AfterValidator(_true_is_batch)]
+DropLast = Annotated[
+    Literal["batch", "update"] | bool, AfterValidator(lambda value: "batch" if value is True else value)
+]
 _MIXING = ("TRAIN.MIXUP_ALPHA", "TRAIN.CUTMIX_ALPHA", "TRAIN.CUTMIX_MINMAX")
 
 

@@ -82,20 +82,16 @@ TAUGHT = ("deit", "levit", "pit", "xcit")
 RGB_ONLY = ("DATA.IMAGENET_MEAN", "DATA.IMAGENET_STD")
 
 
-def family_of(kind: str) -> Mapping[str, Any] | None:
-    """The defaults of a TYPE; None if it is no family."""
-    if kind in FAMILIES:
-        return FAMILIES[kind]
-    from utils.config.paddlevit import families
-
-    return families()[kind].defaults if kind in families() else None
-
-
 def defaults_by(given: Mapping[str, Entry]) -> tuple[dict[str, Entry], list[str]]:
     """The defaults that the settings of a run change, by key, and lines for the log about those that it takes."""
     kind = type_of(given)
+    of_family: Mapping[str, Any] | None = FAMILIES.get(kind)
+    if of_family is None:
+        from utils.config.paddlevit import families
+
+        of_family = families()[kind].defaults if kind in families() else {}
     grey = "DATA.IMAGE_CHANNELS" in given and str(given["DATA.IMAGE_CHANNELS"].value).strip() == "1"
-    family = {key: value for key, value in (family_of(kind) or {}).items() if not grey or key not in RGB_ONLY}
+    family = {key: value for key, value in of_family.items() if not grey or key not in RGB_ONLY}
     on = [by for by in IMPLIED if by in given and str(given[by].value).strip().casefold() in TRUE_WORDS]
     entries: dict[str, Entry] = {}
     notes = []

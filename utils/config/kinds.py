@@ -7,7 +7,7 @@ import re
 from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
-from pydantic import BeforeValidator, Field, ValidatorFunctionWrapHandler, WithJsonSchema, WrapValidator
+from pydantic import BeforeValidator, Field, WithJsonSchema, WrapValidator
 
 
 def is_no_value(value: Any) -> bool:
@@ -32,6 +32,9 @@ def parse_text(value: Any) -> Any:
     return value
 
 
+LIST = "tag:yaml.org,2002:seq"
+
+
 class OneLine(yaml.SafeDumper):
     """Writes every value on its key's line: lists in brackets, line breaks escaped."""
 
@@ -40,12 +43,8 @@ def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=None if value.isprintable() else '"')
 
 
-def _list(dumper: yaml.SafeDumper, value: tuple[Any, ...]) -> yaml.Node:
-    return dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True)
-
-
 OneLine.add_representer(str, _text)
-OneLine.add_representer(tuple, _list)
+OneLine.add_representer(tuple, lambda dumper, value: dumper.represent_sequence(LIST, value, flow_style=True))
 
 
 def as_yaml(values: Any, flow: bool = False) -> str:
@@ -94,10 +93,6 @@ def folded(value: Any) -> Any:
     return value.strip().casefold() if isinstance(value, str) else value
 
 
-def _or_auto(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    return AUTO if folded(value) == AUTO else check(value)
-
-
 class Fold(NamedTuple):
     """Fold `number` of `folds`, counted from 1, as in `2/5`."""
 
@@ -116,21 +111,16 @@ def read_fold(value: str) -> Fold:
     return Fold(int(match[1]), int(match[2]))
 
 
-def _as_fold(value: Any) -> Any:
-    return value if value is None else str(read_fold(str(value)))
-
-
-def _auto_is_none(value: Any) -> Any:
-    return None if folded(value) == AUTO else value
-
-
 def _in_words(words: str, kind: str = "string") -> WithJsonSchema:
     """`words`: what an error and the reference call the type."""
     return WithJsonSchema({"type": kind, "description": words})
 
 
 FOLD_WORDS = "K/N (fold K of N, with N >= 2 and K from 1 to N, such as 2/5)"
-FoldText = Annotated[Annotated[str, _in_words(FOLD_WORDS)] | None, BeforeValidator(_as_fold)]
+FoldText = Annotated[
+    Annotated[str, _in_words(FOLD_WORDS)] | None,
+    BeforeValidator(lambda value: None if value is None else str(read_fold(str(value)))),
+]
 COLUMN = r"(file|label)=([^=,]+)"
 Columns = Annotated[str, Field(pattern=f"^{COLUMN}(,{COLUMN})?$"), _in_words("file=NAME,label=NAME, or one of both")]
 Time = Annotated[str, Field(pattern=r"^\d+:[0-5]\d:[0-5]\d$"), _in_words("a time as HH:MM:SS, such as 11:30:00")]
@@ -152,5 +142,8 @@ OWN_SETTING = re.compile(r"\s*([A-Za-z_]\w*)\.([A-Za-z_]\w*)\s*=\s*(.*?)\s*", re
 OwnName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$"), _in_words("a name that USE registers")]
 # To its readers it is a number: what is found replaces "auto" before anything is built.
 _Auto = WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "enum": [AUTO]}]})
-PositiveOrAuto = Annotated[Positive, WrapValidator(_or_auto), _Auto]
-PositiveUnlessAuto = Annotated[Annotated[Positive, _Auto] | None, BeforeValidator(_auto_is_none)]
+_or_auto = WrapValidator(lambda value, check: AUTO if folded(value) == AUTO else check(value))
+PositiveOrAuto = Annotated[Positive, _or_auto, _Auto]
+PositiveUnlessAuto = Annotated[
+    Annotated[Positive, _Auto] | None, BeforeValidator(lambda value: None if folded(value) == AUTO else value)
+]

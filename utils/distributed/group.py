@@ -42,8 +42,9 @@ MOST_NAMED = 3
 # All ranks raise these alike, or leave together: no rank needs to report where it began.
 _RAISED_BY_ALL = (UserError, AllRanksError, SystemExit)
 
-_watchdog: Watchdog | None = None
-_rank_name: str | None = None
+watchdog: Watchdog | None = None
+rank_name: str | None = None
+"""'rank 1 on node7 (process 4711)' in a run of several processes"""
 
 
 def join(
@@ -53,16 +54,16 @@ def join(
 
     `settings` must be those of rank 0.
     """
-    global _watchdog, _rank_name
+    global watchdog, rank_name
     import torch.distributed
 
     from utils.distributed.watchdog import Watchdog
 
     backend, timeout = backend_of(dist, device), datetime.timedelta(minutes=dist.TIMEOUT)
-    _rank_name = name_of(member)
+    rank_name = name_of(member)
     store, member["rendezvous"] = _open_store(world, timeout)
     members = _gather(store, world, member, settings, timeout)
-    _watchdog = Watchdog(store.clone(), world, members, timeout.total_seconds())
+    watchdog = Watchdog(store.clone(), world, members, timeout.total_seconds())
     torch.distributed.init_process_group(
         backend,
         store=torch.distributed.PrefixStore("group", store),
@@ -224,16 +225,16 @@ def backend_of(dist: DistConfig, device: torch.device) -> str:
 
 def leave() -> None:
     """Leave the process group; where an error ends this rank alone, report it to the others first."""
-    global _watchdog
+    global watchdog
     error = sys.exception()
     if error is not None and caused_by_lost_rank(error):
         return  # the watchdog stays, to find out which
-    watchdog, _watchdog = _watchdog, None
-    if watchdog is not None and error is not None and not isinstance(error, _RAISED_BY_ALL):
-        watchdog.report_failure(error)
+    watching, watchdog = watchdog, None
+    if watching is not None and error is not None and not isinstance(error, _RAISED_BY_ALL):
+        watching.report_failure(error)
         return
-    if watchdog is not None:
-        watchdog.leave(SECONDS_TO_LEAVE if error is None else SECONDS_TO_LEAVE_AFTER_ERROR)
+    if watching is not None:
+        watching.leave(SECONDS_TO_LEAVE if error is None else SECONDS_TO_LEAVE_AFTER_ERROR)
     import torch.distributed
 
     if torch.distributed.is_initialized():
@@ -244,15 +245,4 @@ def caused_by_lost_rank(error: BaseException) -> bool:
     """Whether this rank, one of several, failed only because another rank was lost."""
     text = f"{type(error).__name__} {error}"
     marks = ("Connection closed by peer", "Connection reset", "DistBackendError", "DistNetworkError", "gloo")
-    return _watchdog is not None and any(mark in text for mark in marks)
-
-
-def rank_name() -> str | None:
-    """'rank 1 on node7 (process 4711)' in a run of several processes, else None."""
-    return _rank_name
-
-
-def expect_lost_rank() -> None:
-    """The connection to another rank is lost: let the watchdog find out soon which one."""
-    if _watchdog is not None:
-        _watchdog.expect_lost_rank()
+    return watchdog is not None and any(mark in text for mark in marks)

@@ -33,7 +33,25 @@ def self_launch(script: str, argv: list[str], processes: int) -> int:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_SAVE))
     # It logs every rank that exits with another code than 0; the ranks report that themselves.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-    forwarder = _SignalForwarder()
+    exit_code = 0  # that of the first signal
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        """Forward a signal to the ranks, which save and exit; ranks that do not exit in time are killed."""
+        nonlocal exit_code
+        again, name = exit_code != 0, signal.Signals(number).name
+        exit_code = exit_code or (EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED)
+        if not _send_to_ranks(number):
+            os.write(2, f"vitamp: stopped by {name} before any rank was started\n".encode())
+            os._exit(exit_code)
+        if not again or number == signal.SIGINT:
+            seconds = SECONDS_TO_EXIT if again else SECONDS_TO_SAVE
+            timer = threading.Timer(seconds, _kill_remaining, (name, seconds))
+            timer.daemon = True
+            timer.start()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, forward)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -52,35 +70,11 @@ def self_launch(script: str, argv: list[str], processes: int) -> int:
             return failure.exitcode
         name = f"rank {rank} on {socket.gethostname()} (process {failure.pid})"
         print(f"vitamp: {name} was killed by {failure.signal_name()}", file=sys.stderr)
-        return forwarder.exit_code or 128 - failure.exitcode
+        return exit_code or 128 - failure.exitcode
     except SignalException as error:
         print(f"vitamp: stopped by {error.sigval.name}", file=sys.stderr)
         return 128 + int(error.sigval)
     return 0
-
-
-class _SignalForwarder:
-    """Forwards signals to the ranks, which save and exit; ranks that do not exit in time are killed."""
-
-    def __init__(self) -> None:
-        self.exit_code = 0
-        """The exit code of the first signal."""
-        for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
-            number = getattr(signal, name, None)
-            if number is not None and signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._forward)
-
-    def _forward(self, number: int, _frame: FrameType | None) -> None:
-        again, name = self.exit_code != 0, signal.Signals(number).name
-        self.exit_code = self.exit_code or (EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED)
-        if not _send_to_ranks(number):
-            os.write(2, f"vitamp: stopped by {name} before any rank was started\n".encode())
-            os._exit(self.exit_code)
-        if not again or number == signal.SIGINT:
-            seconds = SECONDS_TO_EXIT if again else SECONDS_TO_SAVE
-            timer = threading.Timer(seconds, _kill_remaining, (name, seconds))
-            timer.daemon = True
-            timer.start()
 
 
 def _kill_remaining(name: str, seconds: float) -> None:

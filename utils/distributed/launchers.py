@@ -45,7 +45,17 @@ def read_world(given: Mapping[str, Any] | None = None, env: Mapping[str, str] = 
                 f"-rank {rank} -world_size {size}, but the launcher made this process rank "
                 f"{world.rank} of {world.size} (RANK, WORLD_SIZE); leave -host, -port, -rank and -world_size out."
             )
-        return _at_master(world, env)
+        if world.size == 1:
+            return world
+        # The address in the environment, as torchrun and others that set RANK give it.
+        host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT", "")
+        if not host or not port.isdigit():
+            raise UserError(
+                f"rank {world.rank} of {world.size} (RANK, WORLD_SIZE): MASTER_ADDR must be the host of rank 0 and "
+                f"MASTER_PORT a free port of it, but they are {host!r} and {port!r}; torchrun sets both."
+            )
+        served = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return replace(world, rendezvous=(host, int(port)), served=served)
     if rank is not None:
         # A command line does not say how many ranks are on this machine: one per machine is assumed.
         local = int(env.get("LOCAL_RANK", "0")), int(env.get("LOCAL_WORLD_SIZE", "1"))
@@ -62,20 +72,6 @@ def read_world(given: Mapping[str, Any] | None = None, env: Mapping[str, str] = 
     by_job = PORTS[zlib.crc32(job.encode()) % len(PORTS)] if job else DEFAULT_PORT
     port = port or int(env.get("MASTER_PORT", "0")) or by_job
     return replace(world, rendezvous=(host or _host(world, env), port), job=job)
-
-
-def _at_master(world: World, env: Mapping[str, str]) -> World:
-    """The rank with the address in the environment, as torchrun and others that set RANK give it."""
-    host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT", "")
-    if world.size == 1:
-        return world
-    if not host or not port.isdigit():
-        raise UserError(
-            f"rank {world.rank} of {world.size} (RANK, WORLD_SIZE): MASTER_ADDR must be the host of rank 0 and "
-            f"MASTER_PORT a free port of it, but they are {host!r} and {port!r}; torchrun sets both."
-        )
-    served = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return replace(world, rendezvous=(host, int(port)), served=served)
 
 
 def world_from_launcher(env: Mapping[str, str] = os.environ) -> World | None:

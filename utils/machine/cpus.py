@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import logging
 import math
 import os
 import sys
 from pathlib import Path
 
-from utils.log import log
+from utils.log import warn_once
 
 MOUNTED, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 PROCESSORS = Path("/proc/cpuinfo")
@@ -25,7 +26,11 @@ def cores() -> int:
     quota, file = cpu_quota() or (math.inf, None)
     if quota >= visible:
         return visible
-    _log_quota(quota, visible, file)
+    warn_once(
+        f"CPU quota: this process may use {quota:g} of the {visible} visible cores ({file}). Without -threads and "
+        "-num_workers, the numbers of threads and loading processes follow from the quota.",
+        logging.INFO,
+    )
     return math.ceil(quota)  # a fraction of a core is worth a thread, which then idles at times
 
 
@@ -40,15 +45,6 @@ def cpu_quota() -> tuple[float, Path] | None:
     return min(quotas, default=None)
 
 
-@functools.cache
-def _log_quota(quota: float, visible: int, file: Path) -> None:
-    log.info(
-        "CPU quota: this process may use %g of the %d visible cores (%s). Without -threads and -num_workers, the "
-        "numbers of threads and loading processes follow from the quota.",
-        *(quota, visible, file),
-    )
-
-
 def control_groups() -> list[Path]:
     """Folders of this process's control group and of all around it; none without version 2 of cgroups."""
     try:
@@ -60,20 +56,17 @@ def control_groups() -> list[Path]:
     return [folder for group in own for folder in (group, *group.parents) if folder.is_relative_to(MOUNTED)]
 
 
-def processors() -> list[dict[str, str]]:
-    """/proc/cpuinfo as one dictionary per CPU ("model name", "flags", "cpu MHz", ...); empty on other systems."""
-    try:
-        blocks = PROCESSORS.read_text(encoding="ascii", errors="replace").strip().split("\n\n")
-    except OSError:
-        return []
-    pairs = ((line.partition(":") for line in block.splitlines()) for block in blocks)
-    return [{key.strip(): value.strip() for key, _, value in block} for block in pairs]
-
-
 @functools.cache
 def first_processor() -> dict[str, str]:
-    """The first CPU's entry in /proc/cpuinfo, read once; the other CPUs of a machine have the same features."""
-    return next(iter(processors()), {})
+    """The first CPU's entry in /proc/cpuinfo ("model name", "flags", ...), read once; empty on other systems.
+
+    The other CPUs of a machine have the same features.
+    """
+    try:
+        block = PROCESSORS.read_text(encoding="ascii", errors="replace").strip().partition("\n\n")[0]
+    except OSError:
+        return {}
+    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in block.splitlines())}
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import statistics
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from utils.standard_output import LineFile
-from utils.text import redacted
 from vitamp.files import only_regular, parse_json, read_regular_text, write_atomically
 from vitamp.metrics import METRICS, SETS, Metric, TaskKind, WeightSet, metric_named, set_of, task_of
 
@@ -34,9 +32,6 @@ class MetricsFile(LineFile):
             kept = [line for line in _texts(path) if any(not repeats(content) for content in _parsed([line]))]
             write_atomically(path, "".join(f"{line}\n" for line in kept))
         super().__init__(path)
-
-    def add_values(self, line: Line) -> None:
-        self.add(redacted(json.dumps(plain(line))))
 
 
 def read_lines(folder: Path) -> list[Line]:

@@ -169,21 +169,17 @@ def test_white_list_acts_the_same_eager_compiled_and_checkpointed() -> None:
         assert step(compiled, aot(compiled)).equals(eager)
 
 
-def test_remove_restores_torchs_behaviour() -> None:
+def test_leaving_restores_torchs_behaviour() -> None:
     before = step(small_vit())
     tag, backward = compiler_config.cache_key_tag, autograd_config.backward_pass_autocast
     lists = OpLists("cpu", ["softmax"], ["linear"])
-    lists.install()
-    lists.install()
-    assert compiler_config.cache_key_tag != tag
-    assert not step(small_vit()).equals(before)
-    lists.remove()
-    lists.remove()
+    with lists:
+        assert compiler_config.cache_key_tag != tag
+        assert not step(small_vit()).equals(before)
     assert (compiler_config.cache_key_tag, autograd_config.backward_pass_autocast) == (tag, backward)
     assert step(small_vit()).equals(before)
-    lists.install()
-    assert not step(small_vit()).equals(before)
-    lists.remove()
+    with lists:
+        assert not step(small_vit()).equals(before)
 
 
 def test_operator_on_both_lists_is_an_error_under_any_name() -> None:

@@ -44,9 +44,8 @@ def micro_batch(number: int = 0, images: Tensor | None = None) -> tuple[MicroBat
     return MicroBatch(number, indices.numpy(), 1.0), Batch(images, torch.arange(SAMPLES), indices)
 
 
-def watch_of(model: nn.Module, **options: Any) -> OverflowWatch:
-    precision = Precision(FP16, CPU)
-    watch = OverflowWatch(7, precision, **options)
+def watch_of(model: nn.Module) -> OverflowWatch:
+    watch = OverflowWatch(7, Precision(FP16, CPU))
     watch.attach(parts_of(model, torch.optim.SGD([nn.Parameter(torch.zeros(1))]), criterion=F.cross_entropy))
     return watch
 
@@ -320,7 +319,8 @@ def test_replays_are_limited() -> None:
 class Late:
     """Answers that arrive when the test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(overflow, "send_to_host", self)
         self.flags: list[Tensor] = []
         self.arrived = 0
 
@@ -330,9 +330,9 @@ class Late:
         return lambda: bool(self.flags[number]) if number < self.arrived else None
 
 
-def test_late_skip_is_replayed_with_its_own_batch_and_scale() -> None:
-    late = Late()
-    watch, scale = watch_of(with_huge_bias(), send=late), torch.tensor(64.0)
+def test_late_skip_is_replayed_with_its_own_batch_and_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = Late(monkeypatch)
+    watch, scale = watch_of(with_huge_bias()), torch.tensor(64.0)
     watch._precision.scale_tensor = lambda: scale
     for update, stepped in ((1, True), (2, False), (3, True)):
         watch.after_backward(*micro_batch(update))
@@ -352,8 +352,8 @@ def test_memory_of_pending_updates_is_limited(monkeypatch: pytest.MonkeyPatch, s
     """Two updates of two micro-batches fit; the newest two keep their images."""
     size = micro_batch(0)[1].images.nbytes
     monkeypatch.setattr(overflow, "MAX_BYTES", 4 * size)
-    late = Late()
-    watch = watch_of(with_huge_bias(), send=late)
+    late = Late(monkeypatch)
+    watch = watch_of(with_huge_bias())
     images = []
     for update in range(1, 5):
         batches = [micro_batch(2 * update + nth) for nth in (0, 1)]

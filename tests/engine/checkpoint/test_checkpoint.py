@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import random
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -41,62 +38,6 @@ STATE_DICT = {"position": {"epoch": 1, "step": 0, "update": 1}, "numbers": [1, 2
 
 def save(root: Path, update: int, epoch: int | None = None, **meta: Any) -> Path:
     return save_checkpoint(root, update, TENSORS, STATE_DICT, made_meta(update, epoch or update, **meta))
-
-
-def test_checkpoint_restores_tensors_and_state(tmp_path: Path) -> None:
-    folder = save(tmp_path / "new" / "checkpoints", 123)
-    assert folder.name == "step-000000123"
-    found = verify(inspect(folder))
-    for name, tensor in TENSORS[MODEL].items():
-        assert torch.equal(dict(open_tensors(found))[name], tensor)
-    state = read_state(found)
-    assert state["numbers"] == [1, 2.5, None, "x"]
-    assert torch.equal(state["t"], torch.ones(2))
-    assert sorted(path.name for path in folder.iterdir()) == [META, MODEL, STATE]
-
-
-def test_state_with_pickled_objects_is_refused(tmp_path: Path) -> None:
-    """An object that could run code when it is unpickled is refused, even with the right hash."""
-    folder = save_checkpoint(tmp_path, 1, TENSORS, {"x": Path("/")}, made_meta(1))
-    with pytest.raises(UserError, match=STATE):
-        read_state(verify(inspect(folder)))
-
-
-def keep_saving(root: Path, first: int, began: Any) -> None:
-    """Save without end, as fast as possible."""
-    tensors = {MODEL: {f"weight{n}": torch.randn(20, 500) for n in range(10)}}
-    began.set()
-    for update in range(first, first + 10**6):
-        state, meta = {"update": update}, made_meta(update)
-        folder = save_checkpoint(root, update, tensors, state, meta)
-        if update % 3 == 0:  # a run may come by an update that it had saved before
-            save_checkpoint(root, update, tensors, state, meta)
-        write_index(root, folder.name, None)
-        prune(root, 2, folder.name, None)
-
-
-def test_kill_while_saving_leaves_no_partial_checkpoint(tmp_path: Path) -> None:
-    root, chance, halves = tmp_path / "checkpoints", random.Random(5), 0
-    processes = multiprocessing.get_context("forkserver")
-    for number in range(10):
-        began = processes.Event()
-        saver = processes.Process(target=keep_saving, args=(root, 1 + number * 10**6, began))
-        saver.start()
-        assert began.wait(60)
-        time.sleep(chance.uniform(0.02, 0.15))
-        saver.kill()
-        saver.join()
-        halves += any(root.glob(".tmp-*"))
-        folders = sorted(root.glob("step-*"))
-        for folder in folders:
-            verify(inspect(folder))
-        newest = newest_good(root)
-        assert newest is None if not folders else newest is not None and newest.folder == folders[-1]
-        assert newest is None or read_state(newest) == {"update": newest.meta["update"]}
-    assert read_index(root)["last"], "the saver never came to save"
-    assert halves, "no kill hit a save: this proves nothing"
-    save(root, 10**8)
-    assert not list(root.glob(".tmp-*")), "what a killed run left is swept out"
 
 
 def test_failed_save_leaves_no_files_and_keeps_older_checkpoints(

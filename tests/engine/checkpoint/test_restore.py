@@ -102,20 +102,6 @@ def test_resumed_training_equals_uninterrupted(tiny: Path, tmp_path: Path, words
     assert (expected["meters"]["skipped"] > 0) is (words.get("AMP__INIT_LOSS_SCALING") == 1e7)
 
 
-def test_resume_restores_loss_scaler(tiny: Path, tmp_path: Path) -> None:
-    words = {"AMP__ENABLED": "true", "AMP__DTYPE": "fp16", "AMP__INIT_LOSS_SCALING": 64}
-    ready = build(tiny, **words, AMP__INCR_EVERY_N_STEPS=4)
-    train(ready, 6)
-    checkpoint = save(ready, tmp_path, 6)
-    resumed = build(tiny, **words, AMP__INCR_EVERY_N_STEPS=3, AMP__INCR_RATIO=8)
-    restore(resumed.parts, checkpoint, PER_EPOCH)
-    scaler = resumed.parts.precision.scaler
-    assert (scaler.get_scale(), scaler.state_dict()["_growth_tracker"]) == (128.0, 2)
-    assert (scaler.get_growth_factor(), scaler.get_growth_interval()) == (8.0, 3), "settings are the present ones"
-    train(resumed, 1, done=6)
-    assert scaler.get_scale() == 128.0 * 8
-
-
 def test_resume_may_add_or_drop_ema(tiny: Path, tmp_path: Path) -> None:
     without = build(tiny)
     train(without, 2)

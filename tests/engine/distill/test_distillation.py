@@ -252,8 +252,9 @@ def test_teacher_with_other_classes_or_channels_is_refused(tiny: Path, teacher_r
 
 
 def test_teacher_of_other_classes_or_with_changed_weights_is_refused(student: Student) -> None:
-    teacher = teacher_in(student())
-    names, kept = list(teacher.source.names or []), teacher.noted()
+    ready = student()
+    teacher, kept = teacher_in(ready), ready.choices
+    names = list(teacher.source.names or [])
     assert len(names) == 10
     check_teacher_matches(teacher, names, {**kept, "teacher_model": "another", "teacher_sha256": "other"})
     for known, changed, said in (

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.measure.stages import HostStages
+from engine.measure.stages import EventStages
 from engine.measure.throughput import (
     BACKWARD,
     COPY,
@@ -160,7 +160,7 @@ def test_tally_leaves_out_set_up_and_validation(monkeypatch: pytest.MonkeyPatch)
 
     now = [0.0]
     monkeypatch.setattr(throughput.time, "perf_counter", lambda: now[0])
-    stages = HostStages(lambda: now[0])
+    stages = EventStages()
     made = Throughput(CPU, stages)
 
     def updates(number: int, seconds: float) -> None:

@@ -20,7 +20,7 @@ from engine.task.one import ValidationMeans
 from tests.terminal import screen
 from utils.config import Config
 from utils.log import DETAIL, brief_terminal, log, print_on_terminal, shorten_on_terminal, start_log
-from utils.terminal import Brief, Looks
+from utils.terminal import Brief
 from vitamp.metrics import AVERAGE, PLAIN
 
 CONFIG = Config.model_validate({"MODEL": {"NUM_CLASSES": 100}, "TRAIN": {"NUM_EPOCHS": 90, "MODEL_EMA": True}})
@@ -163,9 +163,9 @@ def test_best_epoch_that_is_no_better_than_guessing_says_so(monkeypatch: pytest.
 def test_no_color_leaves_out_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert Brief().looks == Looks()
+    assert Brief().colours
     monkeypatch.setenv("NO_COLOR", "1")
-    assert Brief().looks == Looks(colours=False)
+    assert (Brief().moves, Brief().colours) == (True, False)
 
 
 def test_detail_is_logged_where_nothing_is_shortened(said: pytest.LogCaptureFixture) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 from engine.amp.overflow import Blame
 from engine.measure import throughput
 from engine.measure.meters import Position, Reading, clock, seconds_of
-from engine.measure.stages import HostStages
+from engine.measure.stages import EventStages
 from engine.measure.throughput import DATA, FORWARD, Perf, Throughput
 from engine.report.reporter import Reporter
 from engine.report.skips import report_skip
@@ -23,7 +23,7 @@ from tests.engine.small import CPU
 from utils.config import Config
 from utils.distributed.world import BY_HAND, SLURM, World
 from utils.program import LAUNCHER_PID, start_again
-from vitamp.metrics import AVERAGE, PLAIN
+from vitamp.metrics import PLAIN
 
 PERF = Perf(images_per_second=1234.56789, data_wait_percent=1.5, peak_memory_gb=0.25, seconds=3725.4)
 READING = Reading(
@@ -36,7 +36,6 @@ READING = Reading(
     skipped_in_a_row=1,
     first_bad=-1,
 )
-ALWAYS = {"event", "epoch", "perf"}
 
 
 def reporter(folder: Path | None, start: Position | None = None, **settings: Any) -> Reporter:
@@ -74,34 +73,6 @@ def test_train_line_has_exactly_its_fields(tmp_path: Path) -> None:
     assert perf["seconds"] == 3725.4
 
 
-def test_val_line_has_exactly_its_fields(tmp_path: Path) -> None:
-    made = reporter(tmp_path)
-    made.validation(Position(2, 0, 200), {PLAIN: Means(1.0, 2.0, 3.0)}, 4.0)
-    made.validation(Position(2, 0, 200), {PLAIN: Means(1.0, 2.0, 3.0), AVERAGE: Means(4.0, 5.0, 6.0)}, 4.0)
-    plain, averaged = lines(tmp_path)
-    own = {"event": "val", "epoch": 2, "update": 200, "loss": 1.0, "acc1": 2.0, "acc5": 3.0}
-    assert plain == {**own, "perf": {"seconds": 4.0}}
-    assert averaged == {**own, "ema_loss": 4.0, "ema_acc1": 5.0, "ema_acc5": 6.0, "perf": {"seconds": 4.0}}
-
-
-def test_all_that_depends_on_time_is_under_perf(tmp_path: Path) -> None:
-    for number, seconds in enumerate((1.0, 2.0)):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        made = reporter(folder)
-        made.run("start", Position(), seconds)
-        made.train(Position(1, 1, 1), READING, Perf(seconds, seconds, seconds, seconds))
-        made.epoch(Position(1, 100, 100), Means(1.0, 2.0, 3.0), seconds)
-        made.validation(Position(1, 100, 100), {PLAIN: Means(1.0, 2.0, 3.0)}, seconds)
-    first, second = (lines(tmp_path / name) for name in "01")
-    assert [line["event"] for line in first] == ["run", "train", "epoch", "val"]
-    assert all(set(line) >= ALWAYS for line in first)
-    assert all(a["perf"] != b["perf"] for a, b in zip(first, second, strict=True))
-    for line in first + second:
-        del line["perf"]
-    assert first == second
-
-
 def test_skip_line_has_noticed_at_under_perf(tmp_path: Path) -> None:
     """It may be noticed at the end of its epoch, between epochs, or in the next epoch."""
     found = Blame(update=100, noticed_at=100, module="head", sample_indices=(3, 1, 2), scale=64.0, kernel="aten::mm")
@@ -129,21 +100,6 @@ def test_nan_and_infinity_become_null(tmp_path: Path, bad: float) -> None:
     assert (train["loss"], train["grad_norm"], train["scale"], val["loss"]) == (None, None, 1.0, None)
 
 
-def test_resume_removes_lines_that_are_repeated(tmp_path: Path) -> None:
-    before = reporter(tmp_path)
-    before.run("start", Position(), 0.0)
-    for update in range(1, 6):
-        before.train(Position(1, update, update), READING, PERF)
-    before.validation(Position(1, 5, 5), {PLAIN: Means(1.0, 2.0, 3.0)}, 1.0)
-    with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"event": "train", "epoch": 1, "st')  # killed while writing
-    after = reporter(tmp_path, Position(1, 3, 3))
-    after.run("resume", Position(1, 3, 3), 0.0)
-    after.train(Position(1, 4, 4), READING, PERF)
-    told = [(line["event"], line["update"]) for line in lines(tmp_path)]
-    assert told == [("run", 0), ("train", 1), ("train", 2), ("train", 3), ("run", 3), ("train", 4)]
-
-
 @pytest.mark.parametrize(
     ("start", "kept"),
     [
@@ -165,15 +121,6 @@ def test_resume_keeps_lines_at_the_same_update_that_are_not_repeated(
     assert [line["event"] for line in lines(tmp_path)] == kept
 
 
-def test_reporter_without_folder_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    silent = reporter(None)
-    silent.train(Position(1, 1, 1), READING, PERF)
-    silent.stepped(Position(1, 1, 1))
-    silent.close()
-    assert os.listdir(tmp_path) == []
-
-
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0, "0:00:00"), (0.6, "0:00:01"), (59.6, "0:01:00"), (3599.6, "1:00:00"), (3725.4, "1:02:05"), (1e6, "277:46:40")],
@@ -187,11 +134,12 @@ def test_seconds_of_parses_clock(text: str, seconds: float) -> None:
     assert seconds_of(text) == seconds
 
 
-def test_log_line_has_one_number_for_the_wait() -> None:
+def test_log_line_has_one_number_for_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """With stages it is the device's: it had no data for half its time, while the host did other work than wait."""
-    stages = HostStages(iter([0.0, 5.0, 10.0]).__next__)
+    stages = EventStages()
     made = Throughput(CPU, stages)
     made.count(64)
+    monkeypatch.setattr(time, "perf_counter", iter([0.0, 5.0, *[10.0] * 4]).__next__)
     stages.begin()
     stages.mark(DATA)
     stages.mark(FORWARD)

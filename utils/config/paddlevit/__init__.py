@@ -100,7 +100,8 @@ def translate(layers: Sequence[Layer]) -> list[str]:
             layer.entries[NAME] = Entry(named, layer.entries[NAME].source)
     sizes = {key: entry for key, entry in sizes.items() if entry.value is not None and not is_no_value(entry.value)}
     if differing := [key for key, entry in sizes.items() if _plain(entry.value) != _plain(has[key])]:
-        words = ", ".join(f"MODEL.{key} {_text(sizes[key])} (timm's: {one_line(has[key])})" for key in differing)
+        given_sizes = {key: str(sizes[key].value).replace("'", "") for key in differing}
+        words = ", ".join(f"MODEL.{key} {one} (timm's: {one_line(has[key])})" for key, one in given_sizes.items())
         raise UserError(
             f"{sizes[differing[0]].source}: {words}: MODEL.NAME {name.value} is timm's {named}, whose sizes cannot be "
             "changed; leave the keys out, or name another model"
@@ -115,10 +116,6 @@ def translate(layers: Sequence[Layer]) -> list[str]:
     words = [f"MODEL.NAME {name.value}" + (f" is timm's {named}" if str(name.value) != named else "")]
     words += [f"the file restates its sizes ({', '.join(sizes)})"] if sizes else []
     return [*notes, "; ".join(words)] if str(name.value) != named or sizes else notes
-
-
-def _text(entry: Entry) -> str:
-    return str(entry.value).replace("'", "")
 
 
 def _plain(value: object) -> object:

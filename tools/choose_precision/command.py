@@ -21,10 +21,11 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from tools.common.command_line import OVERWRITE, Tool, about_one_device, above_zero, check_one_training, run_tool
 from tools.common.output_file import writing
@@ -123,16 +124,6 @@ class Measured:
         self.peak_memory_gb, self.skipped = history.peak_memory_gb or 0.0, history.skipped
         self.updates, self.scale = lines[-1]["update"], lines[-1]["scale"]
 
-    @property
-    def gain(self) -> str:
-        """Its memory and its loss, for the recommendation."""
-        percent = round(100 * ((self.memory or 1) - 1))
-        memory = f"{abs(percent)} % {'less' if percent < 0 else 'more'} memory"
-        return (
-            f"{'the same memory' if abs(percent) < 2 else memory}; its loss differs from fp32's by at most "
-            f"{self.difference:.2g}; two fp32 seeds differ by {self.noise:.2g}"
-        )
-
 
 @dataclass(frozen=True)
 class Baseline:
@@ -157,20 +148,16 @@ class Baseline:
         return max(largest_difference(*pair) for pair in itertools.combinations(curves, 2))
 
 
-def _smooth(curves: list[list[float]]) -> list[list[float]]:
+def _smooth(*curves: list[float]) -> np.ndarray:
     """Moving means of loss curves, over the reports that all of them have."""
-    length = min(map(len, curves))
-    window = max(1, length // SMOOTHED_OVER)
-    return [[math.fsum(curve[at : at + window]) / window for at in range(length - window + 1)] for curve in curves]
+    common = np.array([curve[: min(map(len, curves))] for curve in curves])
+    window = max(1, common.shape[1] // SMOOTHED_OVER)
+    return np.lib.stride_tricks.sliding_window_view(common, window, axis=1).mean(2)
 
 
 def largest_difference(first: list[float], second: list[float]) -> float:
     """Largest difference of two smoothed loss curves; infinite if one has a NaN."""
-    return _greatest(abs(a - b) for a, b in zip(*_smooth([first, second]), strict=True))
-
-
-def _greatest(values: Iterable[float]) -> float:
-    return max((value if math.isfinite(value) else math.inf for value in values), default=math.inf)
+    return float(np.nan_to_num(np.ptp(_smooth(first, second), axis=0), nan=math.inf).max())
 
 
 def judge(one: Measured, base: Baseline, updates: int, slow: str = "") -> None:
@@ -187,8 +174,8 @@ def judge(one: Measured, base: Baseline, updates: int, slow: str = "") -> None:
     one.noise = base.seed_noise(len(one.losses))
     # One seed is not enough to compare with: small differences grow until two curves differ as much as those of two
     # seeds do, in either direction. So harm is a curve that rises above those of all three.
-    curve, *seeds = _smooth([one.losses, *(run.losses for run in base.runs)])
-    one.excess = _greatest(value - max(others) for value, *others in zip(curve, *seeds, strict=True))
+    curve, *seeds = _smooth(one.losses, *(run.losses for run in base.runs))
+    one.excess = float(np.nan_to_num(curve - np.max(seeds, axis=0), nan=math.inf).max())
     if one.excess > one.noise:
         one.against.append(
             f"its loss is up to {one.excess:.2g} above all fp32 seeds, which differ by {one.noise:.2g} among themselves"
@@ -203,19 +190,22 @@ def recommend(modes: list[Measured], base: Baseline, fp32_flags: str) -> dict[st
     if fast := [one for one in sound if one.speed and one.speed > max(FASTER, noisy)]:
         enough = ALIKE * max(one.speed or 0 for one in fast)
         chosen = next(one for one in fast if (one.speed or 0) >= enough)
-        gains = f"{chosen.speed:.2g}x faster, {chosen.gain}"
+        gains = f"{chosen.speed:.2g}x faster,"
     elif small := [one for one in sound if (one.memory or 1) <= SMALLER and (one.speed or 0) * noisy >= 1]:
-        chosen = min(small, key=lambda one: one.memory or 1)
-        gains = f"no faster, but {chosen.gain}"
+        chosen, gains = min(small, key=lambda one: one.memory or 1), "no faster, but"
     else:
         why = f" (the speed of equal runs varied by {100 * base.speed_noise:.0f} %)" * (base.speed_noise > 0.02)
-        chosen = Measured(FP32, fp32_flags)
         gains = (
             f"of the precisions that trained as well as fp32, none was faster by more than both "
             f"{100 * (FASTER - 1):.0f} % and the noise, and none saved {100 * (1 - SMALLER):.0f} % of memory without "
             f"being slower{why}"
         )
-    return {"mode": chosen.name, "flags": chosen.flags, "sentence": f"{chosen.flags}: {gains}."}
+        return {"mode": FP32, "flags": fp32_flags, "sentence": f"{fp32_flags}: {gains}."}
+    percent = round(100 * ((chosen.memory or 1) - 1))
+    memory = f"{abs(percent)} % {'less' if percent < 0 else 'more'} memory" if abs(percent) >= 2 else "the same memory"
+    loss = f"its loss differs from fp32's by at most {chosen.difference:.2g}; two fp32 seeds differ by"
+    sentence = f"{chosen.flags}: {gains} {memory}; {loss} {chosen.noise:.2g}."
+    return {"mode": chosen.name, "flags": chosen.flags, "sentence": sentence}
 
 
 def _choose(argv: list[str]) -> int:
@@ -244,8 +234,8 @@ def _choose(argv: list[str]) -> int:
     threads = set_up_device(config, device, ALONE)
     where = describe_devices(device, ALONE, threads)
     log.info("%s on %s, batch %d, %s", config.MODEL.NAME, config.DATA.DATASET, config.DATA.BATCH_SIZE, where)
-    names = ["fp32 (three seeds)", *(mode.name for mode in modes)]
-    log.info("measuring %s of each: %s", counted(asked.updates, "update"), ", ".join(names))
+    names, updates = ", ".join(["fp32 (three seeds)", *(mode.name for mode in modes)]), counted(asked.updates, "update")
+    log.info("measuring %s of each, about %g minutes at most (-budget_min): %s", updates, asked.budget_min, names)
     for name, reason in left_out.items():
         log.info("left out: %s: %s", name, reason)
 
@@ -258,8 +248,8 @@ def _choose(argv: list[str]) -> int:
 
     def run_of(mode: Mode, seed: int) -> Run:
         amp = mode.amp(config.AMP).model_copy(update={"AUTO_FP32": False})
-        folder_of_run = folder / f"{mode.name}-{seed}"
-        return Run(mode.name, seed, short.model_copy(update={"AMP": amp, "SEED": seed}), folder_of_run)
+        settings = short.model_copy(update={"AMP": amp, "SEED": seed})
+        return Run(mode.name, seed, settings, folder / f"{mode.name}-{seed}")
 
     # fp32 first, in the middle and last, each with a seed of its own, so that a drift of the machine shows.
     half, others = len(modes) // 2, [run_of(mode, config.SEED) for mode in modes]

@@ -14,7 +14,7 @@ import torch
 from tests.engine.small import CPU
 from tools.benchmark_amp import loops
 from tools.benchmark_amp.command import main
-from tools.benchmark_amp.loops import COMPARED, Loop, loop_of, random_batches
+from tools.benchmark_amp.loops import COMPARED, loop_of, random_batches
 from tools.benchmark_amp.plan import FUSED, OURS, TIMM, Way, changed
 from tools.benchmark_amp.tables import FIXED, apart, disagreements
 from tools.common import sessions
@@ -100,7 +100,7 @@ def test_all_loops_autocast_to_bf16(config: Config) -> None:
 def test_loop_with_other_losses_is_refused(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(way: Way, config: Config, device: torch.device) -> Loop:
+    def broken(way: Way, config: Config, device: torch.device) -> Any:
         return loop_of(way, changed(config, "TRAIN", BASE_LR=1.01e-3) if way.kind == OURS else config, device)
 
     run_in_this_process(monkeypatch)

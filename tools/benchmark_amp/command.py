@@ -17,8 +17,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.benchmark_amp import tables
 from tools.benchmark_amp.plan import Plan, Results
+from tools.benchmark_amp.tables import TABLES
 from tools.common.command_line import OVERWRITE, Tool, above_zero, first_word, run_tool
 from tools.common.output_file import writing
 from tools.common.turns import Budget, alternating_order, progress_bar
@@ -29,7 +29,6 @@ from utils.program import typed
 from utils.record.run_folder import git_state, versions, write_json
 from utils.text import redacted
 
-TABLES = {table.name: table for table in tables.TABLES}
 OWN = (
     Flag("budget_min", "time limit in minutes; fewer rounds are measured", "M", default=10, kind=above_zero),
     Flag("json", "write every measurement to this file, with device, versions and command", "FILE"),
@@ -37,10 +36,6 @@ OWN = (
 )
 NAME = "benchmark_amp.py"
 ONE_LABEL = "benchmark_amp.py measures models with one label per image; leave it out"
-COMMANDS = {
-    name: Tool(NAME, table.about, (*table.flags, *OWN), command=name, one_label=ONE_LABEL)
-    for name, table in TABLES.items()
-}
 
 
 def main(argv: list[str]) -> int:
@@ -48,9 +43,10 @@ def main(argv: list[str]) -> int:
 
 
 def _benchmark(argv: list[str]) -> int:
-    abouts = {name: (tool.about or "").splitlines()[0] for name, tool in COMMANDS.items()}
+    abouts = {name: table.about.splitlines()[0] for name, table in TABLES.items()}
     name = first_word(argv or ["-h"], NAME, __doc__, abouts, "table")
-    table, line = TABLES[name], COMMANDS[name].read(argv[1:])
+    table = TABLES[name]
+    line = Tool(NAME, table.about, (*table.flags, *OWN), command=name, one_label=ONE_LABEL).read(argv[1:])
     json_file = line.file("json", ".json")
     budget = Budget(60 * line.asked.budget_min)
     try:
@@ -60,7 +56,7 @@ def _benchmark(argv: list[str]) -> int:
             raise
         log.warning("interrupted; every finished measurement is in %s", json_file)
         return EXIT_INTERRUPTED
-    print("\n".join(results.report(table.section(results))))
+    print("\n".join(table.report(results)))
     if results["cut"]:
         log.warning("the time ran out (-budget_min) before all rounds were done")
     if json_file is not None:

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tools.common.command_line import ToolLine, about_one_device, check_one_training
 from tools.common.tables import in_columns
@@ -20,6 +20,8 @@ from utils.flags import Flag, whole
 
 if TYPE_CHECKING:
     import torch
+
+    from tools.common.sessions import Worker
 
 Metrics = dict[str, Any]
 """Metrics of one turn of one contender, as plain values; {'failed': reason} if it could not be measured."""
@@ -37,39 +39,21 @@ DEFAULTS = {"MODEL.NAME": "vit_base_patch16_224", "DATA.IMAGE_SIZE": 224, "DATA.
 NOT_SHOWN = ("computed_in", "compile_why")
 
 
-class Measurable(Protocol):
-    """A contender: tools/common/sessions.py's Worker. Its first turn starts with building and warming up."""
-
-    def turn(self) -> Metrics: ...
-
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Setup:
+class Setup(NamedTuple):
     """Checked settings and the device to measure."""
 
     loaded: Loaded
+    config: Config
     device: torch.device
+    on_cpu: bool
     remarks: list[str]
-
-    @property
-    def config(self) -> Config:
-        return self.loaded.config
-
-    @property
-    def on_cpu(self) -> bool:
-        return self.device.type == "cpu"
-
-    def is_default(self, key: str) -> bool:
-        return self.loaded.sources[key] == "default"
 
 
 @dataclass(frozen=True)
 class Plan:
     """Everything to measure."""
 
-    contenders: Mapping[str, Measurable]
+    contenders: Mapping[str, Worker]
     rounds: int
     settings: dict[str, Any]
     device: str
@@ -82,24 +66,15 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Section:
-    """A table for the terminal. The first row is the heading."""
-
-    title: str
-    rows: Sequence[Sequence[str]]
-    notes: Sequence[str]
-
-
-@dataclass(frozen=True)
 class Table:
     """One subcommand: benchmark_amp.py NAME."""
 
-    name: str
     about: str
     """For -h; its first line is the summary."""
     flags: tuple[Flag, ...]
     plan: Callable[[ToolLine], Plan]
-    section: Callable[[Results], Section]
+    report: Callable[[Results], list[str]]
+    """The lines for the terminal"""
 
 
 @dataclass(frozen=True)
@@ -149,7 +124,7 @@ def set_up(
     defaults = on_cpu if device.type == "cpu" else on_gpu or {}
     if not amp_may_gain(device):  # the tables measure mixed precision, also where -amp would compute in fp32
         defaults = {**defaults, "AMP.DTYPE": "bf16"}
-    defaults = {key: value for key, value in defaults.items() if loaded.sources[key] == "default"}
+    defaults = {key: value for key, value in defaults.items() if loaded.is_default(key)}
     if defaults:
         own = {key: (value, "benchmark_amp.py") for key, value in defaults.items()}
         loaded = line.load({**given, **own}, resolved=False)
@@ -159,7 +134,7 @@ def set_up(
         remarks.append(
             f"on a CPU, defaults are small: {', '.join(f'{key} {value}' for key, value in defaults.items())}"
         )
-    return Setup(loaded, device, remarks)
+    return Setup(loaded, loaded.config, device, device.type == "cpu", remarks)
 
 
 def prepared(setup: Setup) -> str:
@@ -176,7 +151,7 @@ def prepared(setup: Setup) -> str:
 def users_data(setup: Setup) -> tuple[Config | None, str]:
     """The settings with the data set that the user named, checked, or None; and which images are measured."""
     config = setup.config
-    if setup.is_default("DATA.DATASET"):
+    if setup.loaded.is_default("DATA.DATASET"):
         if config.DATA.DATA_PATH is None:
             return None, ON_THE_DEVICE
         from engine.preflight import with_data_set
@@ -270,20 +245,19 @@ class Results(dict[str, Any]):
         images = f"{batch} images" if parts == 1 else f"{parts} micro-batches of {batch} images"
         return f"an iteration is one update of {images}"
 
-    def report(self, section: Section) -> list[str]:
-        """The lines for the terminal."""
+    def report(self, title: str, rows: Sequence[Sequence[str]], notes: Sequence[str]) -> list[str]:
+        """The lines of a table for the terminal. The first row is the heading."""
         waits = {name: self.median(name, "data_wait_percent") or 0.0 for name in self.turns}
         most = max(waits, key=lambda name: waits[name])
         waiting = f"; waiting for data: at most {waits[most]:.0f} % of the time ({quoted([most])})"
         versions = ", ".join(f"{name} {version}" for name, version in self["versions"].items())
-        notes = [
+        about = [
             f"images: {self['images']}" + waiting * any(self.per_turn(name, "data_wait_percent") for name in waits),
             *self.failures(),
             f"{self['device']}, {versions}, {self['date']}",
             self["command"],
         ]
-        table = ["", section.title, *in_columns(section.rows), *(f"  {note}" for note in section.notes)]
-        return [*table, "", *(f"  {note}" for note in notes)]
+        return ["", title, *in_columns(rows), *(f"  {note}" for note in notes), "", *(f"  {line}" for line in about)]
 
 
 def with_columns(

@@ -19,7 +19,6 @@ from tools.benchmark_amp.plan import (
     TIMM,
     Plan,
     Results,
-    Section,
     Table,
     Way,
     changed,
@@ -77,7 +76,7 @@ def _training(config: Config, amp: AmpConfig, updates: int, workers: list[Worker
     return Worker(partial(TrainingSession, config.model_copy(update={"AMP": amp}), updates), workers, keep)
 
 
-def amp_section(results: Results) -> Section:
+def amp_report(results: Results) -> list[str]:
     windows = {name: results.per_turn(name, "seconds") for name in (OFF, ON)}
     # If the time ran out, one may have a window more: averages are over the windows of both.
     both = min(map(len, windows.values()))
@@ -90,7 +89,7 @@ def amp_section(results: Results) -> Section:
     iterations, means = results.settings["iterations"], results.first(ON, "precision", "-")
     title = f"Seconds per {iterations} iterations, {results.subject()}; {ON} means {means}"
     choices = results.choices_lines({OFF: OFF, ON: ON})
-    return Section(title, rows, [results.control_line(OFF, "seconds"), *choices, results.iteration_line()])
+    return results.report(title, rows, [results.control_line(OFF, "seconds"), *choices, results.iteration_line()])
 
 
 def _ordinal(number: int) -> str:
@@ -139,7 +138,7 @@ def plan_precisions(line: ToolLine) -> Plan:
     return Plan(contenders, line.asked.rounds, settings, prepared(setup), images, left_out, setup.remarks)
 
 
-def precisions_section(results: Results) -> Section:
+def precisions_report(results: Results) -> list[str]:
     modes = [name.removesuffix(SYNTHETIC) for name in results.turns if name.endswith(SYNTHETIC)]
     base = FP32 + SYNTHETIC
 
@@ -179,7 +178,7 @@ def precisions_section(results: Results) -> Section:
     if results["device"].startswith("cpu"):
         notes.append("memory: peak of the whole process, Python and libraries included")
     title = f"Precisions, {results.subject()}, {results.settings['iterations']} iterations per measurement"
-    return Section(title, with_columns(modes, columns, "mode"), notes)
+    return results.report(title, with_columns(modes, columns, "mode"), notes)
 
 
 SIMPLENET_ABOUT = """Time and loss of three linear layers on random numbers: no AMP, AMP, AMP with accumulation.
@@ -221,7 +220,7 @@ def plan_simplenet(line: ToolLine) -> Plan:
     width, batches = asked.width or (512 if setup.on_cpu else 4096), asked.batches or (20 if setup.on_cpu else 50)
     epochs = asked.epochs or (2 if setup.on_cpu else 5)
     config = changed(setup.config, "TRAIN", NUM_EPOCHS=epochs)
-    if setup.is_default("AMP.INIT_LOSS_SCALING"):
+    if setup.loaded.is_default("AMP.INIT_LOSS_SCALING"):
         config = changed(config, "AMP", INIT_LOSS_SCALING=1024.0)
     rows = _simplenet_rows(asked.accumulated)
     contenders = {
@@ -234,7 +233,7 @@ def plan_simplenet(line: ToolLine) -> Plan:
     return Plan(contenders, asked.rounds, settings, prepared(setup), images, remarks=setup.remarks)
 
 
-def simplenet_section(results: Results) -> Section:
+def simplenet_report(results: Results) -> list[str]:
     settings = results.settings
     columns = [
         ("precision", lambda name: results.first(name, "precision", "-")),
@@ -247,7 +246,7 @@ def simplenet_section(results: Results) -> Section:
         f"{counted(settings['epochs'], 'epoch')}"
     )
     rows = with_columns(_simplenet_rows(settings["accumulated"]), columns)
-    return Section(title, rows, [results.control_line(OFF, "seconds")])
+    return results.report(title, rows, [results.control_line(OFF, "seconds")])
 
 
 ABOUT = """Speed of vitamp's update and of timm's loop, with its default flags and with its fastest.
@@ -361,7 +360,7 @@ def _precision_of(name: str) -> str:
     return name.removesuffix(AGAIN).rpartition(", ")[2]
 
 
-def section(results: Results) -> Section:
+def report(results: Results) -> list[str]:
     settings = results.settings
     names = [name for name in results.turns if not name.endswith(AGAIN) and results.per_turn(name, "seconds")]
     first, to_ms = f"{TIMM}, {settings['precisions'].partition(',')[0]}", 1000 / settings["updates"]
@@ -387,12 +386,12 @@ def section(results: Results) -> Section:
         *results.choices_lines({name: name for name in names}),
     ]
     title = f"An update, {results.subject()}, with EMA and clipping"
-    return Section(title, with_columns(names, columns), notes)
+    return results.report(title, with_columns(names, columns), notes)
 
 
-TABLES = (
-    Table("amp", AMP_ABOUT, AMP_FLAGS, plan_amp, amp_section),
-    Table("precisions", PRECISIONS_ABOUT, PRECISIONS_FLAGS, plan_precisions, precisions_section),
-    Table("simplenet", SIMPLENET_ABOUT, SIMPLENET_FLAGS, plan_simplenet, simplenet_section),
-    Table("timm", ABOUT, FLAGS, plan, section),
-)
+TABLES = {
+    "amp": Table(AMP_ABOUT, AMP_FLAGS, plan_amp, amp_report),
+    "precisions": Table(PRECISIONS_ABOUT, PRECISIONS_FLAGS, plan_precisions, precisions_report),
+    "simplenet": Table(SIMPLENET_ABOUT, SIMPLENET_FLAGS, plan_simplenet, simplenet_report),
+    "timm": Table(ABOUT, FLAGS, plan, report),
+}

@@ -125,22 +125,16 @@ class Measured:
         self.updates, self.scale = lines[-1]["update"], lines[-1]["scale"]
 
 
-@dataclass(frozen=True)
 class Baseline:
     """fp32 with three seeds: its speed and loss curves, and the noise of both."""
 
-    runs: list[Measured]
-    """The first has the user's seed, which the other precisions use as well."""
-
-    @property
-    def images_per_second(self) -> float:
-        return statistics.median(run.images_per_second for run in self.runs)
-
-    @property
-    def speed_noise(self) -> float:
+    def __init__(self, runs: list[Measured]) -> None:
+        self.runs = runs
+        """The first has the user's seed, which the other precisions use as well."""
+        speeds = [run.images_per_second for run in runs]
+        self.images_per_second = statistics.median(speeds)
+        self.speed_noise = max(speeds) / min(speeds) - 1
         """Variation of the speed between the three runs: 0.1 is 10 %."""
-        speeds = [run.images_per_second for run in self.runs]
-        return max(speeds) / min(speeds) - 1
 
     def seed_noise(self, reports: int) -> float:
         """Largest difference between loss curves of two seeds, over this many reports."""
@@ -257,11 +251,11 @@ def _choose(argv: list[str]) -> int:
     runs = [fp32[0], *others[:half], fp32[1], *others[half:], fp32[2]]
     try:
         measured = _train(runs, 60 * asked.budget_min, bool(asked.overwrite))
-        base, found = Baseline([measured[run.folder] for run in fp32]), [measured[run.folder] for run in others]
-        if failed := next((run.failed for run in base.runs if run.failed), ""):
+        if failed := next((why for run in fp32 if (why := measured[run.folder].failed)), ""):
             raise TrainingError(
                 f"fp32 failed, so nothing can be compared with it: {failed}. Try a smaller -batch_size."
             )
+        base, found = Baseline([measured[run.folder] for run in fp32]), [measured[run.folder] for run in others]
         for mode, run, one in zip(modes, others, found, strict=True):
             one.flags = mode.flags(config.AMP)
             if mode.dtype and not one.failed:
@@ -346,16 +340,18 @@ def _examine_layers(run: Run, one: Measured) -> None:
 
 def _rows(found: list[Measured], base: Baseline) -> list[list[str]]:
     """One row per mode. `loss`: largest difference from fp32's curve; `two seeds`: that of two fp32 curves."""
-    rows = [["mode", "images/s", "speed", "memory", "of fp32's", "loss", "two seeds", "skipped"]]
-    rows[0] += ["underflow", "headroom"]
     noise, memory = _small(base.seed_noise(len(base.runs[0].losses))), f"{base.runs[0].peak_memory_gb:.2f} GB"
-    rows.append([FP32, rounded(base.images_per_second), "1.00x", memory, "100 %", "-", noise, *["-"] * 3])
+    rows = [
+        ["mode", "images/s", "speed", "memory", "of fp32's", "loss", "two seeds", "skipped", "underflow", "headroom"],
+        [FP32, rounded(base.images_per_second), "1.00x", memory, "100 %", "-", noise, *["-"] * 3],
+    ]
     for one in found:
         if one.failed:
             rows.append([one.name, *["-"] * 9])
             continue
         headroom = min((layer.headroom for layer in one.layers), default=math.inf)
         power = "any" if math.isinf(headroom) else f"2^{math.floor(math.log2(headroom))}"
+        worst = max((layer.underflow_share for layer in one.layers), default=0.0)
         rows.append(
             [
                 one.name,
@@ -366,8 +362,7 @@ def _rows(found: list[Measured], base: Baseline) -> list[list[str]]:
                 _small(one.difference),
                 _small(one.noise),
                 f"{one.skipped}/{one.updates}",
-                _percent(max(layer.underflow_share for layer in one.layers)) if one.layers else "-",
-                power if one.layers else "-",
+                *([_percent(worst), power] if one.layers else ["-", "-"]),
             ]
         )
     return rows

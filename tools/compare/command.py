@@ -36,6 +36,7 @@ from tools.common.comparison.verdict import (
     Judged,
     Metrics,
     by_name,
+    in_words,
     judge,
     judged_of,
     number_of,
@@ -138,7 +139,8 @@ def _write(plan: Plan, trained: Trained, out: Path) -> dict[str, Any]:
     about = {
         "compared": names,
         **({"varied": list(plan.varied)} if plan.varied else {}),
-        **plan.judged.as_noted(),
+        "metric": plan.judged.metric.name,
+        "weights": plan.judged.weights.name,
         "seeds": list(plan.seeds),
         **({} if plan.folds is None else {"folds": plan.folds}),
         "date": time.strftime("%Y-%m-%d"),
@@ -195,24 +197,13 @@ def table(runs: ByName, names: Sequence[str], judged: Judged, what: str = "mode"
     """One row per contender. `what`: the heading of their names."""
     from engine.measure.throughput import shown_rate
 
-    heading = judged.metric.heading
-    head = [
-        what,
-        "runs",
-        "images/s",
-        "s/epoch",
-        "speed",
-        "peak memory",
-        f"last {heading}",
-        f"best {heading}",
-        "skipped",
-    ]
+    last_best = [f"{which} {judged.metric.heading}" for which in ("last", "best")]
+    rows = [[what, "runs", "images/s", "s/epoch", "speed", "peak memory", *last_best, "skipped"]]
     base, digits = runs.get(names[0], {}), judged.digits + 1
-    rows = [head]
     for name in names:
         ours = runs.get(name, {})
         if not ours:
-            rows.append([name, "0", *["-"] * (len(head) - 2)])
+            rows.append([name, "0", *["-"] * (len(rows[0]) - 2)])
             continue
 
         def shown(key: str, form: Callable[[float], str], ours: dict[int, Metrics] = ours) -> str:
@@ -240,11 +231,7 @@ def table(runs: ByName, names: Sequence[str], judged: Judged, what: str = "mode"
 
 def sentences(about: dict[str, Any]) -> list[str]:
     """The verdicts, each with its details, and the problems."""
-    lines: list[str] = []
-    for verdict in about["verdicts"]:
-        lines.append(verdict["text"])
-        if verdict["details"]:
-            lines.append(f"  ({verdict['details']})")
+    lines = in_words(about["verdicts"])
     if about["runs"] and (words := no_better_than_guessing(about["runs"], judged_of(about))):
         lines.append(words)
     return [*lines, *about["troubles"], *about.get("data", ())]

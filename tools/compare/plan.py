@@ -32,28 +32,11 @@ if TYPE_CHECKING:
     from tools.common.precisions import Mode
 
 T = TypeVar("T")
-SAME_FOR_ALL = "it is the same for all runs"
-NOT_VARIED = {
-    "SEED": "give -seeds",
-    "DATA.FOLD": "give -folds",
-    "OUTPUT": "every run has a folder of its own",
-    "SAVE": "every run has a folder of its own",
-    "NGPUS": SAME_FOR_ALL,
-    "DEVICE": SAME_FOR_ALL,
-    "MAX_TIME": SAME_FOR_ALL,
-    "EVAL": "every run trains",
-    "MODEL.RESUME": "every run starts anew",
-    "TRAIN.LAST_EPOCH": "every run starts anew",
-}
-"""Settings that -vary refuses -> why, or what to give instead."""
 EXAMPLE = "such as -vary DATA.SAMPLER=shuffle,balanced"
 BRACKETS = {"[": "]", "{": "}", "(": ")"}
 DEFAULT_MODES = "fp32,auto"
-USE_MODES = "list the precisions to compare in -modes"
 SET_BY_MODE = {
-    "AMP.ENABLED": USE_MODES,
-    "AMP.DTYPE": USE_MODES,
-    "AMP.LEVEL": USE_MODES,
+    **dict.fromkeys(("AMP.ENABLED", "AMP.DTYPE", "AMP.LEVEL"), "list the precisions to compare in -modes"),
     "AMP.TF32": "list tf32 in -modes",
 }
 """Settings that each of -modes sets -> what to give instead."""
@@ -68,6 +51,14 @@ SET_PER_FOLD = {
     "DATA.FOLD": "leave out DATA.FOLD to validate on each fold, or leave out -folds to validate only on this one"
 }
 """The same with -folds."""
+NOT_VARIED = SET_PER_RUN | {
+    "DATA.FOLD": "give -folds",
+    "SAVE": "every run has a folder of its own",
+    **dict.fromkeys(("NGPUS", "DEVICE"), "it is the same for all runs"),
+    "EVAL": "every run trains",
+    "MODEL.RESUME": "every run starts anew",
+}
+"""Settings that -vary refuses -> why, or what to give instead."""
 DATA = (*VALIDATION, "DATA.PART", "cfg")
 """What may choose other validation images."""
 MAY_DIFFER = ("OUTPUT", "SAVE", "MODEL.RESUME")
@@ -231,24 +222,20 @@ def read_seeds(text: str) -> tuple[int, ...]:
 
 def read_modes(text: str, config: Config, device: torch.device) -> tuple[Mode, ...]:
     """Parse -modes. A level alone (`O2`) and `auto` are resolved as by -amp on this device."""
-    from tools.common.precisions import mode_of, unknown_mode
+    from tools.common.precisions import modes_named
 
-    named, modes = [part.strip() for part in text.split(",") if part.strip()], list["Mode"]()
-    for name in named:
-        if (mode := mode_of(name, config.AMP, device)) is None:
-            raise unknown_mode(name)
-        modes.append(mode)
-    if len(modes) < 2:
+    named = modes_named(text, config, device)
+    if len(named) < 2:
         raise UserError(f"-modes {text}: list at least two, such as fp32,bf16; the first is the baseline.")
     seen: dict[str, str] = {}
-    for name, mode in zip(named, modes, strict=True):
+    for name, mode in named:
         if mode.name in seen:
             raise UserError(
                 f"-modes {text}: {seen[mode.name]} and {name} are both {mode.name} on this device; list others, "
                 "such as -modes fp32,bf16, or compare settings with -vary."
             )
         seen[mode.name] = name
-    return tuple(modes)
+    return tuple(mode for _, mode in named)
 
 
 def make_plan(line: ToolLine, out: Path) -> Plan:
@@ -325,12 +312,10 @@ def _query(
 ) -> tuple[tuple[Mode, ...], list[str], str]:
     """Everything that needs the device itself: modes, remarks on them, the device's name."""
     from engine.machine.device import describe_device, visible_devices
-    from tools.common.precisions import cannot, is_emulated, lacks_arithmetic
+    from tools.common.precisions import is_emulated, lacks_arithmetic
 
     modes, remarks = () if modes_text is None else read_modes(modes_text, config, device), list[str]()
     for mode in modes:
-        if reason := cannot(mode, config, device):
-            raise UserError(f"-modes {mode.name}: {reason}")
         if lacks_arithmetic(mode, device):
             remarks.append(
                 f"{mode.name}: this CPU has no fp16 arithmetic; expect this mode to be many times slower than fp32"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from datasets.given import open_given
 from datasets.sources.files import SkippedFiles, images_below
 from engine.trained.model import Trained, name_of, split_of_run
 from tools.common.turns import progress_bar
-from utils.errors import TrainingError, UserError
+from utils.errors import TrainingError, UserError, first_line
 from utils.log import log
 from utils.text import counted
 from vitamp.metrics import ONE_LABEL
@@ -33,43 +32,24 @@ WORST_SHOWN = 3
 NOISE_IMAGES = 16
 
 
-class Outputs(ABC):
-    """How users of an exported file read its logits, by the task of the model."""
+class OneLabel:
+    """How users of an exported file read its logits."""
 
     no_hub = ""
     """Why the Hub cannot have the model; '' if it can"""
 
     def __init__(self, trained: Trained) -> None:
         self.trained = trained
+        self.metadata: dict[str, Any] = {}
+        """What the file says of its outputs; nothing, since a softmax is what everyone expects"""
 
-    @abstractmethod
-    def metadata(self) -> dict[str, Any]:
-        """What the file says of its outputs."""
-
-    @abstractmethod
-    def probabilities(self, logits: Tensor) -> Tensor: ...
-
-    @abstractmethod
     def clearly_other(self, expected: Tensor, found: Tensor, clear: float) -> Tensor:
         """Rows of probabilities whose prediction differs, although it is not within `clear` of another."""
-
-    @abstractmethod
-    def agreement(self, names: Sequence[str], expected: Tensor, found: Tensor, are_logits: bool) -> str:
-        """Whether the file predicts what the model does for the images of these names."""
-
-
-class OneLabel(Outputs):
-    def metadata(self) -> dict[str, Any]:
-        return {}  # a softmax is what everyone expects
-
-    def probabilities(self, logits: Tensor) -> Tensor:
-        return logits.softmax(-1)
-
-    def clearly_other(self, expected: Tensor, found: Tensor, clear: float) -> Tensor:
         first, second = expected.topk(2, dim=1).values.unbind(1)
         return (expected.argmax(1) != found.argmax(1)) & (first - second > clear)
 
     def agreement(self, names: Sequence[str], expected: Tensor, found: Tensor, are_logits: bool) -> str:
+        """Whether the file predicts what the model does for the images of these names."""
         other = torch.nonzero(expected.argmax(1) != found.argmax(1))[:, 0].tolist()
         if not other:
             return "top-1 the same on all"
@@ -81,7 +61,7 @@ class OneLabel(Outputs):
         )
 
 
-class SeveralLabels(Outputs):
+class SeveralLabels(OneLabel):
     no_hub = (
         "this model has several labels per image, but the Hub and timm's example code apply a softmax, which fits only "
         "one label; use safetensors, whose header names the sigmoid"
@@ -90,12 +70,8 @@ class SeveralLabels(Outputs):
     def __init__(self, trained: Trained) -> None:
         super().__init__(trained)
         self.thresholds = torch.tensor(trained.thresholds()[0], dtype=torch.float64)
-
-    def metadata(self) -> dict[str, Any]:
-        return {"multi_label": True, "activation": "sigmoid", "class_thresholds": self.thresholds.tolist()}
-
-    def probabilities(self, logits: Tensor) -> Tensor:
-        return logits.sigmoid()
+        thresholds = self.thresholds.tolist()
+        self.metadata = {"multi_label": True, "activation": "sigmoid", "class_thresholds": thresholds}
 
     def clearly_other(self, expected: Tensor, found: Tensor, clear: float) -> Tensor:
         other = (expected >= self.thresholds) != (found >= self.thresholds)
@@ -109,7 +85,7 @@ class SeveralLabels(Outputs):
         return f"labels {f'different on {other}' if other else 'the same on all'}{advice}"
 
 
-def outputs_of(trained: Trained) -> Outputs:
+def outputs_of(trained: Trained) -> OneLabel:
     return OneLabel(trained) if trained.task.kind == ONE_LABEL else SeveralLabels(trained)
 
 
@@ -198,6 +174,21 @@ def reference_logits(trained: Trained, images: CheckImages) -> Tensor:
             logits.append(trained.logits(part))
             bar.update(len(part))
     return torch.cat(logits)
+
+
+def run_onnx(model: str | bytes, name: str, output: str, inputs: Iterable[np.ndarray]) -> list[np.ndarray]:
+    """Outputs of a model with one input, a file or its bytes, for each input. `name`: of the model, for errors."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3  # errors only
+    try:
+        session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        (taken,) = session.get_inputs()
+        return [np.asarray(session.run([output], {taken.name: one})[0]) for one in inputs]
+    except Exception as error:  # onnxruntime's exceptions have no common base class
+        raise TrainingError(f"{name}: onnxruntime cannot run the file: {first_line(error)}") from None
 
 
 def compare(trained: Trained, images: CheckImages, expected: Tensor, found: Tensor, tolerance: float) -> str:

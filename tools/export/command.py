@@ -28,8 +28,10 @@ are missing or left over, apart from the classifier's; 2 anything wrong with the
 
 from __future__ import annotations
 
+import contextlib
 from argparse import Namespace
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from tools.common.command_line import NO_CALIBRATION, OVERWRITE, PART, TRUST, WEIGHTS, Tool, run_tool
@@ -45,6 +47,8 @@ HUB, PADDLE = "hub", ".pdparams"
 KNOWN = (*ENDINGS, HUB)
 DTYPES = ("fp32", "fp16", "bf16")
 IMAGES_CHECKED = 256
+ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+"""Needed besides vitamp's requirements"""
 
 NAMES = f"{', '.join(KNOWN[:-1])} and {KNOWN[-1]}"
 
@@ -58,13 +62,10 @@ def _image_count(text: str) -> int | None:
 
 
 def _fraction(text: str) -> float:
-    try:
-        fraction = float(text)
-    except ValueError:
-        fraction = 0.0
-    if not 0 < fraction < 1:
-        raise ValueError("takes a number between 0 and 1, such as 1e-3")
-    return fraction
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < 1:
+            return float(text)
+    raise ValueError("takes a number between 0 and 1, such as 1e-3")
 
 
 OWN = (
@@ -114,31 +115,30 @@ def _export(argv: list[str]) -> int:
         raise UserError(f"-name {asked.name}: works only with PaddleViT's weights, a {PADDLE} file; leave it out.")
     formats = _formats(asked)
     files = _files(asked, formats)
+    missing = [name for name in ONNX_PACKAGES if "onnx" in formats and find_spec(name) is None]
+    if missing:
+        raise UserError(f"-to onnx needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from engine.trained.model import load_trained
     from tools.export.card import Hub
     from tools.export.check import TOLERANCES, images_for_check, outputs_of, reference_logits
-    from tools.export.formats import FORMATS, Export, Onnx, write_checked
+    from tools.export.formats import FORMATS, Export, write_checked
 
     kinds = FORMATS | {HUB: Hub(asked.license)}
-    for name in formats:
-        kinds[name].check_packages()
     calibrated = not asked.no_calibration
     trained = load_trained(asked.path, asked.weights, device="cpu", amp="off", calibrated=calibrated)
     calibration = trained.chosen.describe_calibration(trained.calibrated)
     log.info("%s: %s", asked.path, "; ".join(filter(None, (trained.chosen.words, calibration))))
-    outputs = outputs_of(trained)
-    if HUB in formats and outputs.no_hub:
-        raise UserError(f"-to {HUB}: {outputs.no_hub}.")
+    if HUB in formats and (why := outputs_of(trained).no_hub):
+        raise UserError(f"-to {HUB}: {why}.")
     images = images_for_check(trained, asked.images, asked.check, asked.part or "val")
     if asked.with_resize:
-        from tools.export.from_image import prepend, whole_images
+        from tools.export.from_image import whole_images
 
-        kinds["onnx"] = Onnx(prepend)
         images = whole_images(trained, images)
     expected = reference_logits(trained, images)
-    expected = outputs.probabilities(expected) if asked.with_resize else expected
+    expected = trained.task.probabilities(expected) if asked.with_resize else expected
     tolerance = asked.tolerance or TOLERANCES[asked.dtype]
     options = (asked.dtype, asked.with_preprocess, asked.with_resize, tolerance)
     for name in formats:

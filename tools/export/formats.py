@@ -7,37 +7,33 @@ weights are loaded into timm's plain model, so that the exported graph needs non
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import json
 import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import timm
 import torch
 from torch import Tensor, nn
 
-from datasets.base import background_of
-from datasets.registry import crop_of, squeezes
+from datasets.registry import crop_of
 from engine.checkpoint.folder import raising_os_errors
 from engine.checkpoint.restore import load_weights
-from engine.inputs.batches import Inputs, per_channel
+from engine.inputs.batches import Inputs, input_of
 from engine.trained.model import Trained
 from models.build import timm_call
 from tools.common.output_file import writing
 from tools.common.turns import progress_bar
 from tools.common.weights import needed_by_tools
 from tools.export import CONFIG, HUB_FILES
-from tools.export.check import IMAGE, LOGITS, CheckImages, compare, outputs_of
-from utils.config.data import DataConfig
-from utils.errors import TrainingError, UserError, first_line
+from tools.export.check import IMAGE, LOGITS, CheckImages, compare, outputs_of, run_onnx
+from utils.errors import TrainingError, first_line
 from utils.log import log
 from vitamp.weights import EXPORTED, MADE_BY, encoded
 
@@ -96,7 +92,7 @@ class Export:
         """
         trained, config, data = self.trained, self.trained.config, self.trained.config.DATA
         crop_mode, crop_pct = crop_of(data)
-        chosen, channels = trained.chosen, data.IMAGE_CHANNELS
+        chosen = trained.chosen
         about = {
             "made_by": MADE_BY,
             "model": config.MODEL.NAME,
@@ -108,20 +104,13 @@ class Export:
             "num_classes": config.MODEL.NUM_CLASSES,
             "input": "pixels" if self.with_preprocess else "normalised",
             "dtype": self.dtype,
-            "image_size": data.IMAGE_SIZE,
-            "channels": channels,
-            "mean": per_channel(data.IMAGENET_MEAN, channels),
-            "std": per_channel(data.IMAGENET_STD, channels),
-            "crop": "none" if squeezes(data) else "middle",
+            **input_of(data),
             "crop_mode": crop_mode,
             "crop_pct": crop_pct,
-            "interpolation": data.INTERPOLATION,
-            "exif_rotate": data.EXIF_ROTATE,
-            "background": background_of(data),
         }
         if (kept := chosen.calibration) is not None and trained.calibrated:
             about["calibration"] = {"temperature": kept.temperature, "images": kept.images, "applied": program}
-        return about | outputs_of(trained).metadata() | self.images.about
+        return about | outputs_of(trained).metadata | self.images.about
 
 
 class _Exported(nn.Module):
@@ -132,7 +121,7 @@ class _Exported(nn.Module):
         trained, self.dtype = export.trained, DTYPES[export.dtype]
         takes_pixels = export.with_preprocess or export.with_resize
         self.inputs = Inputs(trained.config.DATA) if takes_pixels else nn.Identity()
-        self.probabilities = outputs_of(trained).probabilities if export.with_resize else None
+        self.probabilities = trained.task.probabilities if export.with_resize else None
         self.module, self.temperature = export.model.to(self.dtype), trained.temperature
 
     def forward(self, images: Tensor) -> Tensor:
@@ -147,14 +136,6 @@ class Format:
     """The flag that names the file"""
     program = False
     """Whether the file computes outputs itself, rather than holding only weights"""
-    packages: tuple[str, ...] = ()
-    """Packages besides vitamp's requirements"""
-
-    def check_packages(self) -> None:
-        """Raise UserError if a package is missing."""
-        missing = [name for name in self.packages if importlib.util.find_spec(name) is None]
-        if missing:
-            raise UserError(f"-to {self.name} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 
     def write(self, export: Export, file: Path) -> str:
         """Write the file and return a summary of it."""
@@ -172,11 +153,6 @@ class Format:
 class Onnx(Format):
     name = "onnx"
     program = True
-    packages = ("onnx", "onnxscript", "onnxruntime")
-
-    def __init__(self, prepend: Callable[[DataConfig, Any], None] | None = None) -> None:
-        """`prepend`: with -with_resize, puts nodes that resize one image before the model's."""
-        self.prepend = prepend
 
     def write(self, export: Export, file: Path) -> str:
         whole = export.with_resize
@@ -201,8 +177,9 @@ class Onnx(Format):
                 del part.metadata_props[key]
         summary = export.input_summary
         if whole:
-            assert self.prepend is not None
-            self.prepend(export.trained.config.DATA, model)
+            from tools.export.from_image import prepend
+
+            prepend(export.trained.config.DATA, model)
             classes = export.trained.config.MODEL.NUM_CLASSES
             summary = f"'{IMAGE}' H x W x 3 (uint8, RGB, any size) to '{export.images.output}' {classes}"
         with raising_os_errors(file):
@@ -316,21 +293,6 @@ def _move_into_place(folder: Path, out: Path) -> None:
         with file.open("rb") as handle:
             os.fsync(handle.fileno())
         file.replace(target / file.name)
-
-
-def run_onnx(model: str | bytes, name: str, output: str, inputs: Iterable[np.ndarray]) -> list[np.ndarray]:
-    """Outputs of a model with one input, a file or its bytes, for each input. `name`: of the model, for errors."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 3  # errors only
-    try:
-        session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-        (taken,) = session.get_inputs()
-        return [np.asarray(session.run([output], {taken.name: one})[0]) for one in inputs]
-    except Exception as error:  # onnxruntime's exceptions have no common base class
-        raise TrainingError(f"{name}: onnxruntime cannot run the file: {first_line(error)}") from None
 
 
 @contextlib.contextmanager

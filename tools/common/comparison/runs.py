@@ -15,6 +15,7 @@ from tools.common.comparison.verdict import (
     Metrics,
     best_two,
     by_name,
+    in_words,
     judge,
     judged_by,
     number_of,
@@ -192,14 +193,8 @@ def _sentences(found: Contenders) -> list[str]:
         pairs = sorted([*first, *pairs], key=lambda pair: set(pair) != set(best))
         every = math.comb(len(found.names), 2)
         return [_one_run_each(name, against, runs, judged, every) for name, against in pairs]
-    lines = []
-    verdicts = judge(runs, found.names, judged)
-    for verdict in sorted(verdicts, key=lambda each: {each["mode"], each["against"]} != set(best)):
-        name, text = verdict["mode"], verdict["text"]
-        if not text.startswith(f"{name} against "):
-            text = text.replace(name, f"{name} against {verdict['against']}", 1)
-        lines += [text, *([f"  ({verdict['details']})"] if verdict["details"] else [])]
-    return lines
+    verdicts = judge(runs, found.names, judged, named=True)
+    return in_words(sorted(verdicts, key=lambda each: {each["mode"], each["against"]} != set(best)))
 
 
 def _one_run_each(name: str, against: str, runs: ByName, judged: Judged, comparisons: int) -> str:

@@ -64,14 +64,10 @@ class Judged:
     def values(self, rows: Sequence[Mapping[str, Any]]) -> list[float]:
         return [value for row in rows if (value := self.of(row)) is not None]
 
-    def as_noted(self) -> dict[str, str]:
-        return {"metric": self.metric.name, "weights": self.weights.name}
-
 
 def judged_of(about: Mapping[str, Any]) -> Judged:
     """Of a compare.json; one of earlier versions compared the accuracy of plain weights."""
-    name = about.get("metric", ONE_LABEL.best.name)
-    metric = metric_named(name)
+    metric = metric_named(about.get("metric", ONE_LABEL.best.name))
     return Judged(metric, set_named(about.get("weights", PLAIN.name)))
 
 
@@ -212,10 +208,13 @@ def difference_in_metric(
     return found
 
 
-def judge(runs: ByName, names: Sequence[str], judged: Judged) -> list[dict[str, Any]]:
-    """Compare each contender with the first one; of three or more, also the two with the best means."""
+def judge(runs: ByName, names: Sequence[str], judged: Judged, named: bool = False) -> list[dict[str, Any]]:
+    """Compare each contender with the first one; of three or more, also the two with the best means.
+
+    `named`: say in every sentence what it is compared with.
+    """
     base, *others = names
-    verdicts = [_verdict(runs, name, base, len(others), judged) for name in others]
+    verdicts = [_verdict(runs, name, base, len(others), judged, named) for name in others]
     best = best_two(runs, names, judged)
     if len(names) > 2 and len(best) == 2 and base not in best:
         # Any two of them could have been the best: the interval allows for all pairs.
@@ -229,10 +228,12 @@ def best_two(runs: ByName, names: Sequence[str], judged: Judged) -> list[str]:
     return sorted(known, key=lambda name: known[name], reverse=judged.metric.higher)[:2]
 
 
-def _verdict(
-    runs: ByName, name: str, against: str, comparisons: int, judged: Judged, named: bool = False
-) -> dict[str, Any]:
-    """`named`: say in the sentence what it is compared with, because that is not the baseline."""
+def in_words(verdicts: Sequence[dict[str, Any]]) -> list[str]:
+    """The sentences, each with its details."""
+    return [line for each in verdicts for line in (each["text"], f"  ({each['details']})")[: 1 + bool(each["details"])]]
+
+
+def _verdict(runs: ByName, name: str, against: str, comparisons: int, judged: Judged, named: bool) -> dict[str, Any]:
     ours, theirs = runs.get(name, {}), runs.get(against, {})
     speed, memory = times_as_fast(ours, theirs, comparisons), times_the_memory(runs, name, against, comparisons)
     metric = difference_in_metric(ours, theirs, comparisons, judged)

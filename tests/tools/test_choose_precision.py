@@ -49,7 +49,7 @@ def examine(root: Path, cfg: Path) -> tuple[int, str, list[str]]:
     trainings = Trainings(root)
     words = ("-cfg", cfg, "-updates", UPDATES, "-output", root / "out", "-modes", "fp16,bf16", *SCALE)
     with pytest.MonkeyPatch.context() as there, contextlib.redirect_stdout(io.StringIO()) as out:
-        there.setattr("tools.compare.train.start", trainings.start)
+        there.setattr("tools.compare.runs.start", trainings.start)
         code = main([*map(str, words)])
     return code, out.getvalue(), trainings.started
 

@@ -18,9 +18,9 @@ import torch
 from tests.label_sets import write_recipe, write_set
 from tests.program import ROOT, Result, Started, metrics
 from tests.waiting import until
-from tools.compare import plan, train
+from tools.compare import runs
 from tools.compare.command import main
-from tools.compare.plan import read_modes, read_seeds
+from tools.compare.runs import read_modes, read_seeds
 from utils.config import Config, load_config
 from utils.errors import UserError
 
@@ -56,7 +56,7 @@ class Trainings:
 @pytest.fixture
 def trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainings:
     trainings = Trainings(tmp_path)
-    monkeypatch.setattr(train, "start", trainings.start)
+    monkeypatch.setattr(runs, "start", trainings.start)
     return trainings
 
 
@@ -82,7 +82,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         started.append(Path(command[command.index("-output") + 1]).name)
         return SimpleNamespace(wait=lambda _: 1)
 
-    monkeypatch.setattr(train, "start", start)
+    monkeypatch.setattr(runs, "start", start)
     return started
 
 
@@ -138,8 +138,8 @@ def test_parent_holds_no_gpu_during_training(compare: Call, tmp_path: Path, monk
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: opened.append("here"))
     hopper = SimpleNamespace(name="H100", total_memory=80 * 2**30, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "_get_device_properties", lambda _: hopper, raising=False)
-    monkeypatch.setattr(plan, "in_another_process", elsewhere)
-    monkeypatch.setattr(train, "start", lambda *_: SimpleNamespace(wait=lambda _: 1))
+    monkeypatch.setattr(runs, "in_another_process", elsewhere)
+    monkeypatch.setattr(runs, "start", lambda *_: SimpleNamespace(wait=lambda _: 1))
     compare("-device", "cuda", "-modes", "fp32,auto,tf32,fp8", "-seeds", "0,", code=1)
     assert metrics_file(tmp_path / "out")["compared"] == ["fp32", "fp16", "tf32", "fp8"]
     assert metrics_file(tmp_path / "out")["device"] == "H100, 80 GiB, compute capability 9.0"
@@ -157,7 +157,7 @@ def test_failed_run_is_reported_and_the_others_are_compared(
             output.write(b"Epoch 1\nwarning: hm\nerror: the gradients stopped being numbers\nand so on\n")
         return SimpleNamespace(wait=lambda _: {"fp32-0": 1, "bf16-0": -9, "fp32-1": 0, "bf16-1": 1}[name])
 
-    monkeypatch.setattr(train, "start", start)
+    monkeypatch.setattr(runs, "start", start)
     said = compare("-modes", "fp32,bf16", "-seeds", "2", code=1)
     assert metrics_file(tmp_path / "out")["failed"] == {
         "fp32-0": "exit code 1: the gradients stopped being numbers",
@@ -197,7 +197,7 @@ def test_ngpus_starts_main_multi_gpu(
 ) -> None:
     scripts = set[str]()
     monkeypatch.setattr("engine.machine.device.visible_gpus", lambda _: 2)
-    monkeypatch.setattr(train, "start", lambda command, _: scripts.add(command[0]) or SimpleNamespace(wait=lambda _: 1))
+    monkeypatch.setattr(runs, "start", lambda command, _: scripts.add(command[0]) or SimpleNamespace(wait=lambda _: 1))
     done = compare("-modes", "fp32,bf16", "-seeds", "0,", *words, code=1 if script else 2)
     assert scripts == ({script} if script else set())
     assert said in done.text

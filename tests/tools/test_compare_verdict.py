@@ -10,15 +10,18 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tools.common.comparison.runs import chance, fraction_done, is_finished, metrics_of
-from tools.common.comparison.verdict import (
+from tools.common.comparison import (
     ByName,
     Difference,
     Judged,
     by_name,
+    chance,
     difference_in_metric,
+    fraction_done,
     interval,
+    is_finished,
     judge,
+    metrics_of,
     times_as_fast,
     times_the_memory,
     troubles,

@@ -31,7 +31,7 @@ from tests.datasets.pictures import decoded_by
 from tests.predicted import validation_predictions
 from tests.program import ROOT, Result, change_settings, metrics, save_image, train_tiny
 from tests.tools.timm_alone import Tool, pictures_of
-from tools.export.check import CheckImages, compare
+from tools.export.formats import CheckImages, compare
 from utils.config.data import DataConfig
 from utils.errors import TrainingError
 from vitamp.weights import read_header

@@ -26,7 +26,7 @@ from tests.predicted import validation_predictions
 from tests.program import ROOT, change_settings, metrics, save_image, train_tiny
 from tests.tools.timm_alone import Tool, check_equal, in_timm_alone, pictures_of
 from tools.export import from_image
-from tools.export.check import IMAGE, OneLabel
+from tools.export.formats import IMAGE, OneLabel
 from tools.export.from_image import resize_model
 from utils.config.data import DataConfig
 

@@ -28,7 +28,7 @@ from vitamp.files import write_atomically
 
 if TYPE_CHECKING:
     from datasets.base import Samples
-    from tools.check_data.scan import Split
+    from tools.check_data.findings import Split
 
 OWN = (
     Flag(
@@ -85,7 +85,7 @@ def _scan(config: Config) -> list[Split]:
     from datasets import auto_workers, open_dataset, warn_of_splits
     from datasets.labels import ANY_LABEL
     from datasets.sources.split import TooFewToSplit
-    from tools.check_data.scan import scan_split
+    from tools.check_data.findings import scan_split
 
     splits: dict[str, Samples | None] = {}
     for title in ("training", "validation"):

@@ -40,7 +40,7 @@ from utils.text import counted, redacted_values
 if TYPE_CHECKING:
     from tools.choose_precision.layers import Layer
     from tools.common.precisions import Mode
-    from tools.compare.plan import Run
+    from tools.compare.runs import Run
 
 FEWEST_UPDATES = 5
 POINTS = 100
@@ -215,8 +215,7 @@ def _choose(argv: list[str]) -> int:
     from engine.preflight import check
     from tools.common.precisions import REFERENCE, is_emulated, lacks_arithmetic, modes_to_measure
     from tools.common.sessions import silence_torchao
-    from tools.compare.plan import Run
-    from tools.compare.train import Terminated
+    from tools.compare.runs import Run, Terminated
     from utils.distributed.world import ALONE
 
     silence_torchao()
@@ -301,10 +300,9 @@ def _choose(argv: list[str]) -> int:
 
 def _train(runs: list[Run], seconds: float, again: bool) -> dict[Path, Measured]:
     """Train what is not trained yet; each run gets an equal part of the time left, and is paused when that is over."""
-    from tools.common.comparison.runs import is_finished
+    from tools.common.comparison import is_finished
     from tools.common.turns import progress
-    from tools.compare.plan import check_runs
-    from tools.compare.train import terminating, train_run
+    from tools.compare.runs import check_runs, terminating, train_run
 
     check_runs(runs, again)
     measured: dict[Path, Measured] = {}

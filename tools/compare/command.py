@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.common.command_line import Tool, above_zero, run_tool
-from tools.common.comparison.verdict import (
+from tools.common.comparison import (
     ByName,
     Judged,
     Metrics,
@@ -58,8 +58,7 @@ from vitamp.files import kind_of_path
 from vitamp.metrics import AVERAGE, ONE_LABEL, PLAIN
 
 if TYPE_CHECKING:
-    from tools.compare.plan import Plan
-    from tools.compare.train import Trained
+    from tools.compare.runs import Plan, Trained
 
 
 OWN = (
@@ -93,8 +92,7 @@ def _compare(argv: list[str]) -> int:
     if (kind := kind_of_path(out)) not in (None, "a folder"):
         raise UserError(f"-output {out}: this is {kind}; name a folder.")
 
-    from tools.compare.plan import make_plan
-    from tools.compare.train import Terminated, train_all
+    from tools.compare.runs import Terminated, make_plan, train_all
 
     plan = make_plan(line, out)
     for remark in plan.remarks:
@@ -115,8 +113,8 @@ def _compare(argv: list[str]) -> int:
 
 def _write(plan: Plan, trained: Trained, out: Path) -> dict[str, Any]:
     """Write compare.json with all metrics so far, and return its contents."""
-    from tools.common.comparison.runs import is_finished, metrics_of
-    from tools.compare.plan import SET_BY_MODE, SET_PER_FOLD, SET_PER_RUN
+    from tools.common.comparison import is_finished, metrics_of
+    from tools.compare.runs import SET_BY_MODE, SET_PER_FOLD, SET_PER_RUN
 
     names, failed = list(plan.contenders), trained.failed
     set_here = SET_BY_MODE | SET_PER_RUN | SET_PER_FOLD

@@ -122,8 +122,15 @@ def _export(argv: list[str]) -> int:
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from engine.trained.model import load_trained
     from tools.export.card import Hub
-    from tools.export.check import TOLERANCES, images_for_check, outputs_of, reference_logits
-    from tools.export.formats import FORMATS, Export, write_checked
+    from tools.export.formats import (
+        FORMATS,
+        TOLERANCES,
+        Export,
+        images_for_check,
+        outputs_of,
+        reference_logits,
+        write_checked,
+    )
 
     kinds = FORMATS | {HUB: Hub(asked.license)}
     calibrated = not asked.no_calibration

@@ -22,7 +22,7 @@ from datasets.decoding import Reader
 from datasets.given import open_given
 from datasets.registry import crop_of
 from engine.trained.model import Trained
-from tools.export.check import IMAGE, PROBABILITIES, CheckImages, outputs_of, reference_logits, run_onnx
+from tools.export.formats import IMAGE, PROBABILITIES, CheckImages, outputs_of, reference_logits, run_onnx
 from utils.config.data import DataConfig
 from utils.errors import TrainingError, UserError
 from utils.log import log
@@ -113,7 +113,7 @@ def whole_images(trained: Trained, images: CheckImages) -> CheckImages:
         "probabilities": worst,
     }
     about = {"input": IMAGE, "output": PROBABILITIES, "differences": differences}
-    return replace(found, any_size=sources, about=about)
+    return replace(found, any_size=sources, prepend=functools.partial(prepend, data), about=about)
 
 
 def _decoded(data: DataConfig, samples: Samples, index: int) -> np.ndarray:

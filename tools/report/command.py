@@ -39,7 +39,7 @@ def _report(argv: list[str]) -> int:
     if out is not None and out.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"-out {out}: name a file that ends in .html.")
 
-    from tools.common.comparison.runs import verdict_of
+    from tools.common.comparison import verdict_of
     from tools.common.report_page.page import write_report
     from tools.common.report_page.runs import folders_of
 

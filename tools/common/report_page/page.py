@@ -11,8 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from tools.common.comparison.runs import contenders_of
-from tools.common.comparison.verdict import Judged, interval, unit
+from tools.common.comparison import Judged, contenders_of, interval, unit
 from tools.common.output_file import check_output_file, writing
 from tools.common.report_page.charts import (
     SIZES,

@@ -17,9 +17,8 @@ import pytest
 import torch
 
 from tests.program import ROOT, Result
-from tools.benchmark_amp.command import main
+from tools.benchmark_amp.command import OFF, ON, main
 from tools.benchmark_amp.plan import AGAIN
-from tools.benchmark_amp.tables import OFF, ON
 from tools.common.sessions import OUT_OF_MEMORY, Session, Worker, own_process
 from utils.seeding import seed_all
 

@@ -13,10 +13,9 @@ import torch
 
 from tests.engine.small import CPU
 from tools.benchmark_amp import loops
-from tools.benchmark_amp.command import main
+from tools.benchmark_amp.command import TIMM_FIXED, apart, disagreements, main
 from tools.benchmark_amp.loops import COMPARED, loop_of, random_batches
 from tools.benchmark_amp.plan import FUSED, OURS, TIMM, Way, changed
-from tools.benchmark_amp.tables import FIXED, apart, disagreements
 from tools.common import sessions
 from utils.config import Config, load_config
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
@@ -56,7 +55,7 @@ def train_one_epoch(epoch, model, loader, optimizer, loss_fn, args, device, lr_s
 @pytest.fixture
 def config(tiny: Path) -> Config:
     torch.set_num_threads(1)
-    return load_config(str(tiny), words={key: str(value) for key, value in FIXED.items()}).config
+    return load_config(str(tiny), words={key: str(value) for key, value in TIMM_FIXED.items()}).config
 
 
 def losses(config: Config, way: Way, updates: int = COMPARED) -> list[float]:

@@ -282,23 +282,20 @@ class Findings:
     """By split"""
     unlabelled: dict[str, int]
     """Images without a label, by split; empty where every image has exactly one"""
-    defects: dict[str, list[Found]] = field(default_factory=lambda: defaultdict(list))
-    notes: dict[str, list[Found]] = field(default_factory=lambda: defaultdict(list))
-    empty: list[str] = field(default_factory=list)
-    """Classes without training images: a defect"""
-    unvalidated: list[str] = field(default_factory=list)
-    """Other classes without validation images: a note"""
-    tiny: list[str] = field(default_factory=list)
-    """Classes with fewer than FEW training images, with their number: a note"""
+    defects: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    """By kind: images, each Found, or names of classes"""
+    notes: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
 
     @property
     def clean(self) -> bool:
-        return not self.empty and not any(self.defects.values())
+        return not any(self.defects.values())
 
 
 UNREADABLE, DAMAGED = "unreadable", "damaged but readable"
 LABELS, DUPLICATES, OVERLAP = "label out of range", "duplicate", "in both parts"
 CONFLICTS = "conflicting labels"
+EMPTY_CLASSES, UNVALIDATED = "empty classes", "classes without validation images"
+TINY = "tiny classes"
 SMALL, MODES = "smaller than IMAGE_SIZE", "not plain"
 NEAR_OVERLAP, NEAR_DUPLICATES, FLAT_IMAGES = "nearly in both parts", "nearly duplicate", "of one colour"
 FEW = 5
@@ -334,9 +331,9 @@ def find_problems(splits: list[Split], num_classes: int, image_size: int) -> Fin
     unlabelled = {title: int((labels.sum(1) == 0).sum()) for title, labels in rows.items()}
     findings = Findings(counts, {split.title: len(split.samples) for split in splits}, unlabelled)
     of_training, of_validation = (counts.get(title, {}) for title in ("training", "validation"))
-    findings.empty = [name for name, count in of_training.items() if not count]
-    findings.unvalidated = [name for name, count in of_validation.items() if not count and name not in findings.empty]
-    findings.tiny = [f"{name} ({count})" for name, count in of_training.items() if 0 < count < FEW]
+    empty = findings.defects[EMPTY_CLASSES] = [name for name, count in of_training.items() if not count]
+    findings.notes[UNVALIDATED] = [name for name, count in of_validation.items() if not count and name not in empty]
+    findings.notes[TINY] = [f"{name} ({count})" for name, count in of_training.items() if 0 < count < FEW]
     copies: dict[bytes, list[_Image]] = {}
     for split in splits:
         for index, scan in enumerate(split.scans):
@@ -435,6 +432,9 @@ def _add_near(findings: Findings, splits: list[Split]) -> None:
 SHOWN = 5
 """Lines of each kind of finding; twice as many of the table of classes"""
 HEADINGS = {
+    EMPTY_CLASSES: "classes without training images",
+    UNVALIDATED: UNVALIDATED,
+    TINY: f"classes with fewer than {FEW} training images",
     UNREADABLE: "cannot be read",
     DAMAGED: "damaged, although they can be read",
     LABELS: "labels out of range",
@@ -451,10 +451,7 @@ HEADINGS = {
 
 def text(findings: Findings, data: DataConfig, advice: list[str]) -> str:
     """Report for the terminal: numbers, the `advice`, then SHOWN lines of each kind, with names below DATA_PATH."""
-    kinds: dict[str, Sequence[str | Found]] = {"DEFECT: classes without training images": findings.empty}
-    kinds |= {f"DEFECT: {HEADINGS[kind]}": found for kind, found in findings.defects.items()}
-    kinds["note: classes without validation images"] = findings.unvalidated
-    kinds[f"note: classes with fewer than {FEW} training images"] = findings.tiny
+    kinds = {f"DEFECT: {HEADINGS[kind]}": found for kind, found in findings.defects.items()}
     kinds |= {f"note: {HEADINGS[kind]}": found for kind, found in findings.notes.items()}
     summary = []
     for split, counts in findings.classes.items():
@@ -495,25 +492,20 @@ def _lines(found: Sequence[str | Found], prefix: str) -> list[str]:
 def as_json(findings: Findings) -> dict[str, Any]:
     """Content of the -json file."""
 
-    def listed(kinds: dict[str, list[Found]]) -> dict[str, Any]:
-        return {
-            kind.replace(" ", "_").lower(): [
-                {"part": f.split, "name": f.name, "about": f.about, **({"kind": f.kind} if f.kind else {})}
-                for f in found
-            ]
-            for kind, found in kinds.items()
-        }
+    def listed(kinds: dict[str, list[Any]]) -> dict[str, Any]:
+        return {kind.replace(" ", "_").lower(): [in_json(one) for one in found] for kind, found in kinds.items()}
+
+    def in_json(one: str | Found) -> Any:
+        if isinstance(one, str):
+            return one
+        return {"part": one.split, "name": one.name, "about": one.about, **({"kind": one.kind} if one.kind else {})}
 
     return {
         "clean": findings.clean,
         "classes": findings.classes,
         **({"images_without_label": findings.unlabelled} if findings.unlabelled else {}),
-        "defects": {"empty_classes": findings.empty, **listed(findings.defects)},
-        "notes": {
-            "classes_without_validation_images": findings.unvalidated,
-            "tiny_classes": findings.tiny,
-            **listed(findings.notes),
-        },
+        "defects": listed(findings.defects),
+        "notes": listed(findings.notes),
     }
 
 

@@ -194,11 +194,9 @@ def _files(asked: Namespace, formats: list[str]) -> dict[str, Path]:
         problems.append(f"-out {asked.out}: -to hub writes a folder; name it with -output {asked.out}")
     if HUB in formats and not asked.output:
         problems.append("-output is missing: name the folder that -to hub writes")
-    only_hub = [name for name in ("output", "license") if getattr(asked, name) is not None]
-    if HUB not in formats:
-        problems += [
-            f"-{name} {getattr(asked, name)}: works only with -to hub; add hub, or omit -{name}" for name in only_hub
-        ]
+    for name in ("output", "license") if HUB not in formats else ():
+        if (given := getattr(asked, name)) is not None:
+            problems.append(f"-{name} {given}: works only with -to hub; add hub, or omit -{name}")
     if asked.part and asked.images:
         problems.append(f"-part {asked.part}: the check is on -images {asked.images}; leave one of them out")
     if problems:

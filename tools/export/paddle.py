@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -198,11 +199,10 @@ def _of_family(file: Path, converted: Converted, name: str | None) -> Target:
     family = families()[converted.family]
     named = family.timm_name(file.name.partition(".")[0])
     guesses = [name] if name else [*filter(None, [named]), *family.models]
-    best, fewest = None, 0
+    best, fewest = None, math.inf
     for guess in dict.fromkeys(guesses):
         target = _published(converted, guess)
-        differing = target.differing(converted)
-        if best is None or differing < fewest:
+        if (differing := target.differing(converted)) < fewest:
             best, fewest = target, differing
         if not differing:
             break

@@ -34,7 +34,6 @@ from tools.benchmark_amp.plan import (
     Table,
     Way,
     changed,
-    prepared,
     set_up,
     shown,
     synthetic,
@@ -84,7 +83,7 @@ def plan_amp(line: ToolLine) -> Plan:
     amps = {name: config.AMP.model_copy(update={"ENABLED": name == ON}) for name in (OFF, ON, OFF + AGAIN)}
     contenders = {name: _training(config, amp, updates, workers) for name, amp in amps.items()}
     settings = {"iterations": updates, **non_defaults(changed(config, "AMP", ENABLED=True))}
-    return Plan(contenders, line.asked.windows, settings, prepared(setup), images, remarks=setup.remarks)
+    return Plan(contenders, line.asked.windows, settings, setup.where, images, remarks=setup.remarks)
 
 
 def _training(config: Config, amp: AmpConfig, updates: int, workers: list[Worker], keep: bool = True) -> Worker:
@@ -103,7 +102,7 @@ def amp_report(results: Results) -> list[str]:
         cells = [shown(second, 4) for second in seconds[:both]] + ["-"] * (results["rounds"] - both)
         speedup = averages[OFF] / averages[ON] if name == ON and both else None
         rows.append([name, *cells, shown(averages.get(name), 4), shown(speedup, 4)])
-    iterations, means = results.settings["iterations"], results.first(ON, "precision", "-")
+    iterations, means = results["settings"]["iterations"], results.first(ON, "precision", "-")
     title = f"Seconds per {iterations} iterations, {results.subject()}; {ON} means {means}"
     choices = results.choices_lines({OFF: OFF, ON: ON})
     return results.report(title, rows, [results.control_line(OFF, "seconds"), *choices, results.iteration_line()])
@@ -152,7 +151,7 @@ def plan_precisions(line: ToolLine) -> Plan:
     }
     settings = {"iterations": updates, **non_defaults(config)}
     images = f"{ON_THE_DEVICE}; with files, {images}" if given else ON_THE_DEVICE
-    return Plan(contenders, line.asked.rounds, settings, prepared(setup), images, left_out, setup.remarks)
+    return Plan(contenders, line.asked.rounds, settings, setup.where, images, left_out, setup.remarks)
 
 
 def precisions_report(results: Results) -> list[str]:
@@ -194,7 +193,7 @@ def precisions_report(results: Results) -> list[str]:
         ]
     if results["device"].startswith("cpu"):
         notes.append("memory: peak of the whole process, Python and libraries included")
-    title = f"Precisions, {results.subject()}, {results.settings['iterations']} iterations per measurement"
+    title = f"Precisions, {results.subject()}, {results['settings']['iterations']} iterations per measurement"
     return results.report(title, with_columns(modes, columns, "mode"), notes)
 
 
@@ -247,11 +246,11 @@ def plan_simplenet(line: ToolLine) -> Plan:
     settings = {"width": width, "batch": config.DATA.BATCH_SIZE, "batches": batches, "epochs": epochs}
     settings |= {"accumulated": asked.accumulated, "amp": f"{config.AMP.LEVEL} {config.AMP.DTYPE}", "seed": config.SEED}
     images = "none, but random numbers on the device"
-    return Plan(contenders, asked.rounds, settings, prepared(setup), images, remarks=setup.remarks)
+    return Plan(contenders, asked.rounds, settings, setup.where, images, remarks=setup.remarks)
 
 
 def simplenet_report(results: Results) -> list[str]:
-    settings = results.settings
+    settings = results["settings"]
     columns = [
         ("precision", lambda name: results.first(name, "precision", "-")),
         ("seconds", lambda name: results.cell(name, "seconds", 4)),
@@ -327,7 +326,6 @@ def plan_timm(line: ToolLine) -> Plan:
     by_name[first + AGAIN] = by_name[first]
     # None is ended for another's memory: a loop that was rebuilt would not be past its warm-up.
     workers = {name: Worker(partial(LoopSession, way, setup.config, updates), []) for name, way in by_name.items()}
-    device = prepared(setup)
     log.info("building the loops and comparing their first losses: %s", "; ".join(workers))
     try:
         answers = {name: worker.start() for name, worker in workers.items()}
@@ -353,7 +351,7 @@ def plan_timm(line: ToolLine) -> Plan:
         **non_defaults(setup.config),
     }
     images = "random, on the device before the timer starts"
-    return Plan(workers, line.asked.rounds, settings, device, images, left_out, setup.remarks)
+    return Plan(workers, line.asked.rounds, settings, setup.where, images, left_out, setup.remarks)
 
 
 def disagreements(losses: dict[str, list[float]], first: str) -> list[str]:
@@ -378,7 +376,7 @@ def _precision_of(name: str) -> str:
 
 
 def timm_report(results: Results) -> list[str]:
-    settings = results.settings
+    settings = results["settings"]
     names = [name for name in results.turns if not name.endswith(AGAIN) and results.per_turn(name, "seconds")]
     first, to_ms = f"{TIMM}, {settings['precisions'].partition(',')[0]}", 1000 / settings["updates"]
 

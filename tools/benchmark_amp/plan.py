@@ -46,6 +46,8 @@ class Setup(NamedTuple):
     config: Config
     device: torch.device
     on_cpu: bool
+    where: str
+    """The device's name, and the number of threads"""
     remarks: list[str]
 
 
@@ -100,7 +102,9 @@ def set_up(
     fixed: Mapping[str, Any] | None = None,
     reads_data: bool = False,
 ) -> Setup:
-    """Settings of the command line, completed by a table's own defaults, and their device.
+    """Settings of the command line, completed by a table's own defaults, and their device, which is prepared.
+
+    A model that cannot be built is refused.
 
     `on_cpu`, `on_gpu`: defaults for keys that the user did not set. `fixed`: settings that the table always uses.
     `reads_data`: whether the table can measure a data set of the user.
@@ -113,7 +117,8 @@ def set_up(
                 "or use the table amp or precisions, which read the images of a data set."
             )
     from engine.amp.precision import amp_may_gain
-    from engine.machine.device import pick_device
+    from engine.machine.device import describe_devices, pick_device, set_up_device
+    from models.build import build_without_weights
     from utils.distributed.world import ALONE
 
     given: dict[str, Any] = {key: (value, "benchmark_amp.py") for key, value in (fixed or {}).items()}
@@ -134,18 +139,10 @@ def set_up(
         remarks.append(
             f"on a CPU, defaults are small: {', '.join(f'{key} {value}' for key, value in defaults.items())}"
         )
-    return Setup(loaded, loaded.config, device, device.type == "cpu", remarks)
-
-
-def prepared(setup: Setup) -> str:
-    """Refuse a model that cannot be built, and prepare the device; return its name and the number of threads."""
-    from engine.machine.device import describe_devices, set_up_device
-    from models.build import build_without_weights
-    from utils.distributed.world import ALONE
-
-    config = setup.config
+    config = loaded.config
     build_without_weights(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
-    return describe_devices(setup.device, ALONE, set_up_device(config, setup.device, ALONE))
+    where = describe_devices(device, ALONE, set_up_device(config, device, ALONE))
+    return Setup(loaded, config, device, device.type == "cpu", where, remarks)
 
 
 def users_data(setup: Setup) -> tuple[Config | None, str]:
@@ -182,10 +179,6 @@ class Results(dict[str, Any]):
     def turns(self) -> dict[str, list[Metrics]]:
         """Name of a contender -> its turns."""
         return self["turns"]
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return self["settings"]
 
     def per_turn(self, name: str, key: str) -> list[float]:
         """Metric `key` in every turn of a contender that has it."""
@@ -235,12 +228,12 @@ class Results(dict[str, Any]):
 
     def subject(self) -> str:
         """Model, image size and batch size."""
-        settings = DEFAULTS | self.settings
+        settings = DEFAULTS | self["settings"]
         return f"{settings['MODEL.NAME']}, {settings['DATA.IMAGE_SIZE']} pixels, batch {settings['DATA.BATCH_SIZE']}"
 
     def iteration_line(self) -> str:
         """Note on the number of images per iteration."""
-        settings = DEFAULTS | self.settings
+        settings = DEFAULTS | self["settings"]
         batch, parts = int(settings["DATA.BATCH_SIZE"]), int(settings["TRAIN.ACCUM_ITER"])
         images = f"{batch} images" if parts == 1 else f"{parts} micro-batches of {batch} images"
         return f"an iteration is one update of {images}"

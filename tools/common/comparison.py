@@ -458,7 +458,18 @@ def verdict_of(folders: Sequence[Path]) -> list[str]:
     if len(folders) < 2:
         return []
     found = contenders_of(folders)
-    return _sentences(found) if isinstance(found, Contenders) else [f"No verdict: {found}"]
+    if isinstance(found, str):
+        return [f"No verdict: {found}"]
+    runs, (base, *others), judged = found.runs, found.names, found.judged
+    best = best_two(runs, found.names, judged) if len(others) > 1 else []
+    if all(len(runs[name].keys() & runs[base].keys()) < 2 for name in others):
+        pairs = [(name, base) for name in others]
+        first = [] if len(best) < 2 or base in best else [(best[0], best[1])]
+        pairs = sorted([*first, *pairs], key=lambda pair: set(pair) != set(best))
+        every = math.comb(len(found.names), 2)
+        return [_one_run_each(name, against, runs, judged, every) for name, against in pairs]
+    verdicts = judge(runs, found.names, judged, named=True)
+    return in_words(sorted(verdicts, key=lambda each: {each["mode"], each["against"]} != set(best)))
 
 
 def contenders_of(folders: Sequence[Path], judged: Judged | None = None) -> Contenders | str:
@@ -511,19 +522,6 @@ def _not_comparable(runs: Sequence[Finished]) -> str:
     if different or any(len(images) > 1 for images in by_fold.values()):
         return f"the runs may validate on different images ({', '.join(different) or 'their number differs'})."
     return ""
-
-
-def _sentences(found: Contenders) -> list[str]:
-    runs, (base, *others), judged = found.runs, found.names, found.judged
-    best = best_two(runs, found.names, judged) if len(others) > 1 else []
-    if all(len(runs[name].keys() & runs[base].keys()) < 2 for name in others):
-        pairs = [(name, base) for name in others]
-        first = [] if len(best) < 2 or base in best else [(best[0], best[1])]
-        pairs = sorted([*first, *pairs], key=lambda pair: set(pair) != set(best))
-        every = math.comb(len(found.names), 2)
-        return [_one_run_each(name, against, runs, judged, every) for name, against in pairs]
-    verdicts = judge(runs, found.names, judged, named=True)
-    return in_words(sorted(verdicts, key=lambda each: {each["mode"], each["against"]} != set(best)))
 
 
 def _one_run_each(name: str, against: str, runs: ByName, judged: Judged, comparisons: int) -> str:

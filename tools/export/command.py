@@ -147,9 +147,9 @@ def _export(argv: list[str]) -> int:
     expected = reference_logits(trained, images)
     expected = trained.task.probabilities(expected) if asked.with_resize else expected
     tolerance = asked.tolerance or TOLERANCES[asked.dtype]
-    options = (asked.dtype, asked.with_preprocess, asked.with_resize, tolerance)
     for name in formats:
-        write_checked(kinds[name], Export(trained, images, *options), expected, files[name])
+        export = Export(trained, images, asked.dtype, asked.with_preprocess, tolerance)
+        write_checked(kinds[name], export, expected, files[name])
     if HUB in formats and asked.license is None:
         log.info("  README.md has no license: add one before others use the model (-license ID)")
     return EXIT_DONE
@@ -201,26 +201,22 @@ def _files(asked: Namespace, formats: list[str]) -> dict[str, Path]:
         problems.append(f"-part {asked.part}: the check is on -images {asked.images}; leave one of them out")
     if problems:
         raise UserError(f"{'; '.join(problems)}.")
-    files = _single_files(asked.out, singles, asked.overwrite) if singles else {}
-    if HUB in formats:
-        files[HUB] = check_output_folder(asked.output, "-output", HUB_FILES, fresh=not asked.overwrite)
-    return files
-
-
-def _single_files(out: Path, formats: list[str], overwrite: bool) -> dict[str, Path]:
-    """`out` itself, or for several formats `out` with their endings."""
-    if len(formats) == 1:
-        ending = ENDINGS[formats[0]]
-        if out.suffix != ending:
-            better = out.parent / f"{out.stem}{ending}"
-            raise UserError(f"-out {out}: {formats[0]} files end in {ending}; use -out {better}.")
-        files = {formats[0]: out}
-    else:
-        if out.suffix in ENDINGS.values():
-            raise UserError(f"-out {out}: there are {len(formats)} formats; give the name without ending, {out.stem}.")
-        files = {name: out.with_name(f"{out.name}{ENDINGS[name]}") for name in formats}
+    files: dict[str, Path] = {}
+    if len(singles) == 1:
+        ending = ENDINGS[singles[0]]
+        if asked.out.suffix != ending:
+            better = asked.out.parent / f"{asked.out.stem}{ending}"
+            raise UserError(f"-out {asked.out}: {singles[0]} files end in {ending}; use -out {better}.")
+        files = {singles[0]: asked.out}
+    elif singles:
+        if asked.out.suffix in ENDINGS.values():
+            many = f"there are {len(singles)} formats; give the name without ending, {asked.out.stem}"
+            raise UserError(f"-out {asked.out}: {many}.")
+        files = {name: asked.out.with_name(f"{asked.out.name}{ENDINGS[name]}") for name in singles}
     # ONNX keeps weights beyond 2 GB in a second file.
     second = [file.with_name(f"{file.name}.data") for name, file in files.items() if name == "onnx"]
     for file in (*files.values(), *second):
-        check_output_file(file, "-out", fresh=not overwrite)
+        check_output_file(file, "-out", fresh=not asked.overwrite)
+    if HUB in formats:
+        files[HUB] = check_output_folder(asked.output, "-output", HUB_FILES, fresh=not asked.overwrite)
     return files

@@ -146,7 +146,14 @@ class CheckImages:
 def images_for_check(trained: Trained, folder: Path | None, count: int | None, part: str = "val") -> CheckImages:
     """`count` images, evenly chosen from the folder or a split of the run's data; noise if that cannot be read."""
     if folder is not None:
-        return _choose(_open_folder(trained, folder), count, f"in {folder}")
+        if not folder.is_dir():
+            raise UserError(f"-images {folder}: not a folder; name a folder with images.")
+        skipped = SkippedFiles()
+        paths = [str(folder / path) for path in images_below(str(folder), skipped)]
+        skipped.warn(str(folder))
+        if not paths:
+            raise UserError(f"-images {folder}: no images are in it; name a folder with images.")
+        return _choose(open_given(paths, trained.config.DATA), count, f"in {folder}")
     try:
         dataset = split_of_run(trained, part)
     except UserError as error:
@@ -158,17 +165,6 @@ def images_for_check(trained: Trained, folder: Path | None, count: int | None, p
         names = [f"noise {number}" for number in range(NOISE_IMAGES)]
         return CheckImages(pixels, names, "of generated noise, since the real ones cannot be read")
     return _choose(dataset, count, f"of the run's {'data' if part == 'all' else TITLES[part]}")
-
-
-def _open_folder(trained: Trained, folder: Path) -> ImageDataset:
-    if not folder.is_dir():
-        raise UserError(f"-images {folder}: not a folder; name a folder with images.")
-    skipped = SkippedFiles()
-    paths = [str(folder / path) for path in images_below(str(folder), skipped)]
-    skipped.warn(str(folder))
-    if not paths:
-        raise UserError(f"-images {folder}: no images are in it; name a folder with images.")
-    return open_given(paths, trained.config.DATA)
 
 
 def _choose(dataset: ImageDataset, most: int | None, source: str) -> CheckImages:
@@ -249,32 +245,22 @@ FOR_TOOLS = ("choices", "metrics", "thresholds", "own_code")
 """Fields of meta.json that vitamp's own tools need of safetensors, besides the metadata"""
 
 
-@dataclass
 class Export:
     """A model for one file, with the options of the export."""
 
-    trained: Trained
-    images: CheckImages
-    dtype: str
-    with_preprocess: bool
-    with_resize: bool
-    tolerance: float
-    timm_name: str = field(init=False)
-    timm_arguments: dict[str, Any] = field(init=False)
-    model: nn.Module = field(init=False)
-    """timm's plain model with the trained weights, on the CPU"""
-    module: nn.Module = field(init=False)
-    """What is exported: pixels or normalised images in, fp32 logits out, calibrated if the model is"""
-
-    def __post_init__(self) -> None:
-        config = self.trained.config
-        self.timm_name, self.timm_arguments = timm_call(
-            config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS
-        )
-        model = timm.create_model(self.timm_name, **self.timm_arguments)
-        load_weights(model, self.trained.model.state_dict(), f"{self.trained.chosen.place}")
-        self.model = model.eval().requires_grad_(False)
+    def __init__(
+        self, trained: Trained, images: CheckImages, dtype: str, with_preprocess: bool, tolerance: float
+    ) -> None:
+        self.trained, self.images, self.dtype, self.tolerance = trained, images, dtype, tolerance
+        self.with_preprocess, self.with_resize = with_preprocess, bool(images.any_size)
+        model, data = trained.config.MODEL, trained.config.DATA
+        self.timm_name, self.timm_arguments = timm_call(model, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
+        self.model = timm.create_model(self.timm_name, **self.timm_arguments)
+        """timm's plain model with the trained weights, on the CPU"""
+        load_weights(self.model, trained.model.state_dict(), f"{trained.chosen.place}")
+        self.model.eval().requires_grad_(False)
         self.module = _Exported(self).eval()
+        """What is exported: pixels or normalised images in, fp32 logits out, calibrated if the model is"""
 
     @property
     def example(self) -> Tensor:

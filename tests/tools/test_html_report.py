@@ -137,19 +137,6 @@ def test_time_by_stage_is_that_of_the_last_verdict(page: Page, tmp_path: Path) -
     assert "0.1 images/s" in text, "not 0"
 
 
-def test_time_and_speed_of_a_resumed_run(page: Page, tmp_path: Path) -> None:
-    """Each start has its own clock, and its first report does not count for the speed."""
-    run = make_run(tmp_path / "resumed", seconds=3600)
-    metrics = run / "metrics.jsonl"
-    begun, *lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-    half = next(number for number, line in enumerate(lines) if '"update": 50' in line)
-    again = json.dumps({"event": "run", "epoch": 3, "what": "resume", "update": 40, "perf": {"seconds": 0.1}})
-    metrics.write_text("".join([begun, *lines[:half], f"{again}\n", *lines[half:]]), encoding="utf-8")
-    assert "1:30:00 training time" in page(run).text
-    [read] = read_runs([run])
-    assert read.history.images_per_second == 150.0, "the median of 120 to 140 and 160 to 180"
-
-
 def test_two_runs_are_compared(page: Page, tmp_path: Path) -> None:
     runs = make_run(tmp_path / "a", rate="1e-3"), make_run(tmp_path / "b", rate="2e-3", precision="fp32")
     seen = page(*runs, verdict="a is better\nby far")
@@ -354,8 +341,6 @@ def test_figure_that_guessing_also_reaches_is_named_so(run: Path) -> None:
     assert "; always guessing the largest class gives 88.00 %, so it may be no better than that." in said(run)
     change(run, "run.json", lambda text: text.replace("88.0", "90.0"))
     assert ", which is no better than always guessing the largest class (90.00 %)." in said(run)
-    change(run, "run.json", lambda text: text.replace("90.0", "95.0"))
-    assert ", which is no better than always guessing the largest class (95.00 %)." in said(run)
 
 
 def test_a_metric_that_counts_no_images_has_no_interval(run: Path) -> None:
@@ -472,16 +457,6 @@ def test_one_seed_each_is_judged_by_the_number_of_images(report: Report, first: 
     assert "is more than the choice of images explains" in report(low, far)[0]
 
 
-def test_several_seeds_get_the_verdict_of_a_comparison(report: Report, first: Path) -> None:
-    runs = [
-        *(copied(first, f"a{seed}", 90.0 + seed, f"SEED: 0 -> SEED: {seed}") for seed in range(1, 4)),
-        *(copied(first, f"b{seed}", 95.1 + seed, RATE, f"SEED: 0 -> SEED: {seed}") for seed in range(1, 4)),
-    ]
-    said, page = report(*runs)
-    assert "accuracy 97.1 ± 1.0 against 92.0 ± 1.0: 5.10 points higher" in said
-    assert "(95 % interval, 3 seeds)" in page
-
-
 def test_three_settings_are_drawn_and_the_best_two_compared_first(report: Report, first: Path) -> None:
     rates = {"a": (0.002, 90.0), "b": (0.004, 94.0), "c": (0.008, 92.0)}
     runs = [
@@ -497,6 +472,8 @@ def test_three_settings_are_drawn_and_the_best_two_compared_first(report: Report
     assert drawn == [("0.002", "92.00", 3), ("0.004", "96.00", 3), ("0.008", "94.00", 3)]
     assert re.search(r'class="contender hue1 shade0 best"><span class="who">BASE_LR=0.004<', page)
     assert "mean and its 95 % interval over the seeds" in page
+    assert "accuracy 96.0 ± 1.0 against 92.0 ± 1.0: 4.00 points higher" in said
+    assert "(95 % interval, 3 seeds)" in page
     assert "contenders" not in report(runs[0], runs[3])[1].partition("<body>")[2]
     page = report(*runs[::3])[1]
     assert "95 % interval of one run on 360 images" in page

@@ -322,15 +322,6 @@ def test_each_mode_is_trained_on_each_fold(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("trainings")
-def test_folds_are_trained_and_compared(compare: Call, tmp_path: Path) -> None:
-    said = compare("-modes", "fp32,bf16", "-folds", 2, "-seeds", "7,")
-    found = [(row["fold"], row["seed"], row["validation_images"]) for row in metrics_file(tmp_path / "out")["runs"]]
-    assert sorted(found) == [("1/2", 7, 899)] * 2 + [("2/2", 7, 898)] * 2
-    assert "(95 % interval, 2 folds)" in said.out
-
-
-@pytest.mark.slow
 def test_budget_leaves_runs_out_and_goes_on(compare: Call, trainings: Trainings, tmp_path: Path) -> None:
     words = ["-modes", "fp32,bf16", "-seeds", "2"]
     said = compare(*words, "-budget_min", "0.0001")

@@ -376,7 +376,7 @@ def write(folder: Path, *lines: dict[str, Any], rest: str = "") -> None:
     (folder / "metrics.jsonl").write_text(text, encoding="utf-8")
 
 
-def test_speed_excludes_the_first_report_after_each_start(folder: Path) -> None:
+def test_speed_excludes_the_first_report_after_each_start_if_there_are_others(folder: Path) -> None:
     write(
         folder,
         line("run", 0, what="start"),
@@ -404,9 +404,6 @@ def test_speed_excludes_the_first_report_after_each_start(folder: Path) -> None:
     assert (results["updates"], results["skipped"], results["starts"], results["seconds"]) == (35, 2, 2, 150.0)
     assert (results["precision"], results["validation_images"]) == ("bf16", 360)
     assert not results["diverged"]
-
-
-def test_speed_of_a_single_report_includes_the_start(folder: Path) -> None:
     write(folder, line("run", 0, what="start"), train(5, 10.0), line("run", 5, perf={"seconds": 1.0}, what="end"))
     results = metrics_of(folder)
     assert (results["images_per_second"], results["start_up_counted"]) == (10.0, True)

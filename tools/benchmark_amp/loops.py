@@ -318,15 +318,13 @@ class SimpleNet(Session):
                 yield Window(shares, iter(batches))
 
     def _parts(self) -> TrainState:
-        def inputs_and_targets(numbers: Tensor, labels: Tensor) -> TransformedBatch:
-            return TransformedBatch(numbers[0], numbers[1], labels)
-
         config, width = self._config, self._width
         seed_all(config.SEED, "init")
         layers = [nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)]
         model = nn.Sequential(*layers).to(self._device)
         tuned = TunedModel(model, nn.Identity(), Precision(config.AMP, self._device))
         parts = build_train_state(config, ALONE, tuned, len(self._batches))
-        parts.criterion, parts.batch_transform = nn.MSELoss(), inputs_and_targets
+        parts.criterion = nn.MSELoss()
+        parts.batch_transform = lambda numbers, labels: TransformedBatch(numbers[0], numbers[1], labels)
         parts.assemble()
         return parts

@@ -53,7 +53,6 @@ def main(argv: list[str]) -> int:
 def _pack(argv: list[str]) -> int:
     line = TOOL.read(argv)
     places = line.asked.places or []
-    jobs = line.asked.num_workers
     if len(places) != 2:
         given = f"got {len(places)}: {' '.join(places)}" if places else "got neither"
         raise UserError(f"pack_images.py needs SRC (what to pack) and DST (the folder to write); {given}. See -h.")
@@ -61,13 +60,13 @@ def _pack(argv: list[str]) -> int:
         raise UserError("-data_path: give the path as SRC, the first argument of pack_images.py.")
     place = "DATA.DATASET" if places[0].startswith("hf:") else "DATA.DATA_PATH"
     loaded = line.load({place: (places[0], "SRC")})
-    config = loaded.config
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from tools.pack_images.run import pack
 
     try:
-        pack(config.DATA, config.MODEL.NUM_CLASSES, Path(places[1]).expanduser(), _settings(line, loaded), jobs)
+        config, folder = loaded.config, Path(places[1]).expanduser()
+        pack(config.DATA, config.MODEL.NUM_CLASSES, folder, _settings(line, loaded), line.asked.num_workers)
     except KeyboardInterrupt:
         log.warning("interrupted; finished tar files stay, and the same command resumes")
         return EXIT_INTERRUPTED

@@ -169,7 +169,7 @@ def judge(one: Measured, base: Baseline, updates: int, slow: str = "") -> None:
     # One seed is not enough to compare with: small differences grow until two curves differ as much as those of two
     # seeds do, in either direction. So harm is a curve that rises above those of all three.
     curve, *seeds = _smooth(one.losses, *(run.losses for run in base.runs))
-    one.excess = float(np.nan_to_num(curve - np.max(seeds, axis=0), nan=math.inf).max())
+    one.excess = float(np.nan_to_num(curve - np.fmax.reduce(seeds), nan=math.inf).max())
     if one.excess > one.noise:
         one.against.append(
             f"its loss is up to {one.excess:.2g} above all fp32 seeds, which differ by {one.noise:.2g} among themselves"

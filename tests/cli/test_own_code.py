@@ -23,8 +23,7 @@ from engine.trained.own_code import bind
 from tests.documents import blocks, commands
 from tests.predicted import validation_predictions
 from tests.program import ROOT, Result, Vitamp, metrics
-from tools.common.comparison.runs import metrics_of
-from tools.common.comparison.verdict import judged_by
+from tools.common.comparison import judged_by, metrics_of
 from utils.config import TrainConfig, config_of_run
 from utils.own_code import execute, executed
 from utils.record.run_folder import read_about

@@ -28,7 +28,6 @@ class View:
     dark: bool
     page_width: int = 0
     text: str = ""
-    background: str = ""
     complaints: list[str] = field(default_factory=list)
     """Console messages and failed loads"""
     requests: list[str] = field(default_factory=list)
@@ -105,7 +104,6 @@ class _Tab:
         await self.wait_for("Page.loadEventFired")
         view.page_width = await self.value("document.documentElement.scrollWidth")
         view.text = await self.value("document.body.innerText")
-        view.background = await self.value("getComputedStyle(document.body).backgroundColor")
         view.picture = base64.b64decode((await self.call("Page.captureScreenshot", format="png"))["data"])
         self._sort(view)
 

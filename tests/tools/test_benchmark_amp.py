@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tools.benchmark_amp.command import main, measure
-from tools.benchmark_amp.plan import AGAIN, Metrics, Plan, Results, Section
+from tools.benchmark_amp.plan import AGAIN, Metrics, Plan, Results
 from tools.common.turns import Budget
 from utils.errors import TrainingError
 
@@ -24,7 +25,7 @@ class Turns:
 
     def plan(self, rounds: int, failure: BaseException | str | None = None, **seconds: float) -> Plan:
         """With a `failure`, a contender "b" that raises it, or fails for that reason."""
-        contenders = {name: Fake(self, name, each) for name, each in seconds.items()}
+        contenders: Any = {name: Fake(self, name, each) for name, each in seconds.items()}
         failing = {} if failure is None else {"b": Fake(self, "b", failure)}
         return Plan(contenders | failing, rounds, {}, "a device", "none")
 
@@ -59,7 +60,7 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
 
 def report(results: Results) -> str:
     rows = [["", "seconds"], *([name, results.cell(name, "seconds")] for name in results.turns)]
-    return "\n".join(results.report(Section("How long", rows, [results.control_line("a", "seconds")])))
+    return "\n".join(results.report("How long", rows, [results.control_line("a", "seconds")]))
 
 
 def test_every_other_round_is_reversed(turns: Turns) -> None:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.engine.small import CPU
-from tools.benchmark_amp import loops
-from tools.benchmark_amp.command import main
-from tools.benchmark_amp.loops import COMPARED, Loop, loop_of, random_batches
+from tools.benchmark_amp.command import TIMM_FIXED, apart, main
+from tools.benchmark_amp.loops import COMPARED, loop_of, random_batches
 from tools.benchmark_amp.plan import FUSED, OURS, TIMM, Way, changed
-from tools.benchmark_amp.tables import FIXED, apart, disagreements
 from tools.common import sessions
 from utils.config import Config, load_config
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
@@ -56,7 +51,7 @@ def train_one_epoch(epoch, model, loader, optimizer, loss_fn, args, device, lr_s
 @pytest.fixture
 def config(tiny: Path) -> Config:
     torch.set_num_threads(1)
-    return load_config(str(tiny), words={key: str(value) for key, value in FIXED.items()}).config
+    return load_config(str(tiny), words={key: str(value) for key, value in TIMM_FIXED.items()}).config
 
 
 def losses(config: Config, way: Way, updates: int = COMPARED) -> list[float]:
@@ -97,47 +92,20 @@ def test_all_loops_autocast_to_bf16(config: Config) -> None:
         assert 1e-6 < apart(curve, exact) < 1e-2
 
 
+@pytest.mark.parametrize("second", [2.0003, float("nan")])
 def test_loop_with_other_losses_is_refused(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    second: float, tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(way: Way, config: Config, device: torch.device) -> Loop:
-        return loop_of(way, changed(config, "TRAIN", BASE_LR=1.01e-3) if way.kind == OURS else config, device)
-
-    run_in_this_process(monkeypatch)
-    monkeypatch.setattr(loops, "loop_of", broken)
+    monkeypatch.setattr(sessions, "own_process", lambda: None)
+    answers = iter([[1.0, 2.0], [1.0, 2.0], [1.0, second], [1.0, 2.0]])
+    monkeypatch.setattr(sessions.Worker, "start", lambda _: {"losses": next(answers)})
     code = main(["timm", "-cfg", str(tiny), "-precisions", "fp32", "-updates", "1", "-rounds", "1"])
     output = capsys.readouterr()
     assert code == EXIT_FAILED
     assert "the losses do not agree, so nothing is measured" in output.err
-    assert "  ours, fp32: " in output.err
+    assert f"  ours, fp32: 1.0000000, {second:.7f}; differs from timm, fp32 by" in output.err
     assert "timm, fused, fp32: " not in output.err.partition("do not agree")[2]
     assert "images/s" not in output.out
-
-
-def run_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "own_process", ThisProcess)
-    monkeypatch.setattr(sessions, "start_log", lambda **_: None)
-
-
-class ThisProcess:
-    """Stands for a pool; each has its own session."""
-
-    def __init__(self) -> None:
-        self._session = sessions.Session()
-
-    def submit(self, work: Callable[..., Any], *given: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        sessions._session = self._session
-        done.set_result(work(*given))
-        self._session = sessions._session
-        return done
-
-    def shutdown(self) -> None: ...
-
-
-def test_nan_is_a_disagreement() -> None:
-    problems = disagreements({"timm, fp32": [1.0, 2.0], "ours, fp32": [1.0, float("nan")]}, "timm, fp32")
-    assert "ours, fp32" in problems[0]
 
 
 def test_loop_of_train_py_runs(config: Config, tmp_path: Path) -> None:
@@ -164,11 +132,9 @@ def test_invalid_train_py_is_refused(
     tiny: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
     text: str | None,
     output: str,
 ) -> None:
-    run_in_this_process(monkeypatch)
     path = tmp_path / "train.py"
     if text is not None:
         path.write_text(text, encoding="utf-8")

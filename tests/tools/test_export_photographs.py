@@ -26,7 +26,7 @@ from tests.predicted import validation_predictions
 from tests.program import ROOT, change_settings, metrics, save_image, train_tiny
 from tests.tools.timm_alone import Tool, check_equal, in_timm_alone, pictures_of
 from tools.export import from_image
-from tools.export.check import IMAGE, OneLabel
+from tools.export.formats import IMAGE, OneLabel
 from tools.export.from_image import resize_model
 from utils.config.data import DataConfig
 
@@ -249,14 +249,7 @@ def test_what_is_clear() -> None:
     assert OneLabel(trained).clearly_other(wanted, found, 0.1).tolist() == [False, True, False]
 
 
-def test_what_a_file_cannot_do_is_refused(export_tool: Tool, photo_run: Path, tmp_path: Path) -> None:
-    for words, expected in (
-        (("-to", "onnx,torch", "-out", tmp_path / "m"), "-with_resize: works only with -to onnx; export torch by"),
-        (("-to", "onnx", "-with_preprocess", "-out", tmp_path / "m.onnx"), "leave -with_preprocess out"),
-    ):
-        code, said = export_tool(photo_run, "-with_resize", *words)
-        assert code == 2
-        assert expected in said
+def test_resize_with_a_border_is_refused(export_tool: Tool, photo_run: Path, tmp_path: Path) -> None:
     other = tmp_path / "border"
     shutil.copytree(photo_run, other)
     change_settings(other, {"DATA.CROP_MODE": "border"})

@@ -115,16 +115,13 @@ def page(tmp_path: Path) -> Page:
 
 
 def test_metrics_of_one_run(page: Page, tmp_path: Path) -> None:
-    text = page(make_run(tmp_path / "night", best=97.5, seconds=3725)).text
+    run = make_run(tmp_path / "night", best=97.5, seconds=3725)
+    text = page(run).text
     assert "97.50 % best top-1, epoch 4" in text
     assert "1:02:05 training time" in text
     assert "fp16 precision" in text
     assert "compute-bound: the CPU waited" in text
     assert "finished" in text
-
-
-def test_time_by_stage_is_that_of_the_last_verdict(page: Page, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "slow")
     metrics = run / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     for line in lines:
@@ -137,22 +134,11 @@ def test_time_by_stage_is_that_of_the_last_verdict(page: Page, tmp_path: Path) -
     assert "0.1 images/s" in text, "not 0"
 
 
-def test_time_and_speed_of_a_resumed_run(page: Page, tmp_path: Path) -> None:
-    """Each start has its own clock, and its first report does not count for the speed."""
-    run = make_run(tmp_path / "resumed", seconds=3600)
-    metrics = run / "metrics.jsonl"
-    begun, *lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-    half = next(number for number, line in enumerate(lines) if '"update": 50' in line)
-    again = json.dumps({"event": "run", "epoch": 3, "what": "resume", "update": 40, "perf": {"seconds": 0.1}})
-    metrics.write_text("".join([begun, *lines[:half], f"{again}\n", *lines[half:]]), encoding="utf-8")
-    assert "1:30:00 training time" in page(run).text
-    [read] = read_runs([run])
-    assert read.history.images_per_second == 150.0, "the median of 120 to 140 and 160 to 180"
-
-
 def test_two_runs_are_compared(page: Page, tmp_path: Path) -> None:
-    runs = make_run(tmp_path / "a", rate="1e-3"), make_run(tmp_path / "b", rate="2e-3", precision="fp32")
+    runs = [make_run(tmp_path / "a", best=80), make_run(tmp_path / "b", best=60, rate="2e-3", precision="fp32")]
     seen = page(*runs, verdict="a is better\nby far")
+    under_the_pointer = {"a, validation, epoch 4: 80", "b, validation, epoch 4: 60", "b, best validation, epoch 4"}
+    assert under_the_pointer <= set(re.findall(r"<title>(.*?)</title>", seen.html))
     assert "TRAIN.BASE_LR 0.001 0.002" in seen.text
     assert "TRAIN.NUM_EPOCHS" not in seen.text, "equal settings are not listed"
     assert "a is better by far" in seen.text
@@ -191,7 +177,8 @@ def test_incomplete_run_is_reported(page: Page, tmp_path: Path, what: str) -> No
 
 def test_malicious_names_are_escaped(page: Page, tmp_path: Path) -> None:
     run = make_run(tmp_path / 'a "quoted" <img src=x onerror=alert(1)>', tag=MISCHIEF)
-    seen = page(run, make_run(tmp_path / "other"), verdict=MISCHIEF)
+    seen = page(run, make_run(tmp_path / os.fsdecode(b"caf\xe9")), verdict=MISCHIEF)
+    assert "caf\N{REPLACEMENT CHARACTER}" in seen.text, "not UTF-8"
     assert not seen.named("script")
     assert not seen.named("img")
     assert seen.text.count(MISCHIEF) >= 2, "shown unchanged"
@@ -222,11 +209,6 @@ def test_predictions_agree_with_validation(digits_run: Path, page: Page) -> None
     assert guesses == sorted(guesses, reverse=True), "the most confident first"
     in_matrix = [int(a["title"].rpartition(" ")[2]) for a in seen.named("td") if "predicted as" in a.get("title", "")]
     assert sum(in_matrix) == 360
-
-
-def test_names_that_are_not_utf8_are_shown_with_replacements(page: Page, tmp_path: Path) -> None:
-    run = make_run(tmp_path / os.fsdecode(b"caf\xe9"))
-    assert "caf\N{REPLACEMENT CHARACTER}" in page(run, make_run(tmp_path / "other")).text
 
 
 def test_missing_weights_leave_the_rest_of_the_page(digits_run: Path, page: Page, tmp_path: Path) -> None:
@@ -303,12 +285,6 @@ def test_legend_names_only_what_a_chart_shows(page: Page, tmp_path: Path) -> Non
     assert "training, epoch means validation best validation" in page(run).text
 
 
-def test_points_say_their_values_under_the_pointer(page: Page, tmp_path: Path) -> None:
-    runs = [make_run(tmp_path / "a", best=80), make_run(tmp_path / "b", best=60)]
-    titles = re.findall(r"<title>(.*?)</title>", page(*runs).html)
-    assert {"a, validation, epoch 4: 80", "b, validation, epoch 4: 60", "b, best validation, epoch 4"} <= set(titles)
-
-
 def test_reliability_diagram_has_accuracy_and_confidence_of_each_bin() -> None:
     diagram = Reliability([Bin(0, 0.0, 0.0), Bin(30, 75.0, 50.0)], 25.0)
     (bar,) = diagram.bars()
@@ -354,8 +330,6 @@ def test_figure_that_guessing_also_reaches_is_named_so(run: Path) -> None:
     assert "; always guessing the largest class gives 88.00 %, so it may be no better than that." in said(run)
     change(run, "run.json", lambda text: text.replace("88.0", "90.0"))
     assert ", which is no better than always guessing the largest class (90.00 %)." in said(run)
-    change(run, "run.json", lambda text: text.replace("90.0", "95.0"))
-    assert ", which is no better than always guessing the largest class (95.00 %)." in said(run)
 
 
 def test_a_metric_that_counts_no_images_has_no_interval(run: Path) -> None:
@@ -472,16 +446,6 @@ def test_one_seed_each_is_judged_by_the_number_of_images(report: Report, first: 
     assert "is more than the choice of images explains" in report(low, far)[0]
 
 
-def test_several_seeds_get_the_verdict_of_a_comparison(report: Report, first: Path) -> None:
-    runs = [
-        *(copied(first, f"a{seed}", 90.0 + seed, f"SEED: 0 -> SEED: {seed}") for seed in range(1, 4)),
-        *(copied(first, f"b{seed}", 95.1 + seed, RATE, f"SEED: 0 -> SEED: {seed}") for seed in range(1, 4)),
-    ]
-    said, page = report(*runs)
-    assert "accuracy 97.1 ± 1.0 against 92.0 ± 1.0: 5.10 points higher" in said
-    assert "(95 % interval, 3 seeds)" in page
-
-
 def test_three_settings_are_drawn_and_the_best_two_compared_first(report: Report, first: Path) -> None:
     rates = {"a": (0.002, 90.0), "b": (0.004, 94.0), "c": (0.008, 92.0)}
     runs = [
@@ -497,6 +461,8 @@ def test_three_settings_are_drawn_and_the_best_two_compared_first(report: Report
     assert drawn == [("0.002", "92.00", 3), ("0.004", "96.00", 3), ("0.008", "94.00", 3)]
     assert re.search(r'class="contender hue1 shade0 best"><span class="who">BASE_LR=0.004<', page)
     assert "mean and its 95 % interval over the seeds" in page
+    assert "accuracy 96.0 ± 1.0 against 92.0 ± 1.0: 4.00 points higher" in said
+    assert "(95 % interval, 3 seeds)" in page
     assert "contenders" not in report(runs[0], runs[3])[1].partition("<body>")[2]
     page = report(*runs[::3])[1]
     assert "95 % interval of one run on 360 images" in page

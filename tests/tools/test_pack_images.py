@@ -236,6 +236,9 @@ def test_unreadable_images_are_named_and_left_out(
     source: Path, tmp_path: Path, pack: Pack, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
     root = spoil(source, tmp_path / "spoiled")
+    assert pack(root, tmp_path / "packed", how, "DATA.MAX_BAD=2") == 1
+    assert "3 images cannot be read, and DATA.MAX_BAD allows 2" in capsys.readouterr().err
+    assert not (tmp_path / "packed" / "dataset.json").exists()
     assert pack(root, tmp_path / "packed", how, "DATA.MAX_BAD=3") == 0
     said = capsys.readouterr()
     broken = ("train/a/text.jpg", "train/b/empty.jpg", "train/b/1.jpg")
@@ -245,16 +248,6 @@ def test_unreadable_images_are_named_and_left_out(
     left_out = json.loads((tmp_path / "packed" / "dataset.json").read_text())["left_out"]
     assert len(left_out) == 3
     assert all(any(name in line for line in left_out) for name in broken)
-
-
-def test_packing_stops_beyond_max_bad(
-    source: Path, tmp_path: Path, pack: Pack, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = spoil(source, tmp_path / "spoiled")
-    assert pack(root, tmp_path / "packed", "-keep", "DATA.MAX_BAD=2") == 1
-    assert "3 images cannot be read, and DATA.MAX_BAD allows 2" in capsys.readouterr().err
-    assert not (tmp_path / "packed" / "dataset.json").exists()
-    assert pack(root, tmp_path / "packed", "-keep", "DATA.MAX_BAD=3") == 0
 
 
 def test_bad_command_lines_are_refused(
@@ -335,22 +328,6 @@ def test_storage_error_stops_packing_and_leaves_no_image_out(
     assert pack(*words) == 0
     assert lost.read_bytes() in members(tmp_path / "packed", "train").values()
     assert "0 left out" in capsys.readouterr().out
-
-
-def test_packing_starts_over_after_an_early_interruption(
-    source: Path, tmp_path: Path, pack: Pack, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Interrupted before its settings were written; a folder with other content is refused."""
-    packed = tmp_path / "packed"
-    (packed / ".packing").mkdir(parents=True)
-    assert pack(source, packed, "-keep") == 0
-    other = tmp_path / "other"
-    (other / "train").mkdir(parents=True)
-    (other / "train" / "00000.tar").write_text("mine")
-    capsys.readouterr()
-    assert pack(source, other, "-keep") == 2
-    assert "has other content, such as train." in capsys.readouterr().err
-    assert [path.read_text() for path in other.rglob("*") if path.is_file()] == ["mine"]
 
 
 def test_settings_are_written_atomically(

@@ -13,23 +13,405 @@ accepted; -eval and -resume are refused, and those without a meaning here, such 
 from __future__ import annotations
 
 import json
+import math
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from tools.benchmark_amp import tables
-from tools.benchmark_amp.plan import Plan, Results
-from tools.common.command_line import OVERWRITE, Tool, above_zero, first_word, run_tool
+from tools.benchmark_amp.plan import (
+    AGAIN,
+    FUSED,
+    MODEL,
+    ON_THE_DEVICE,
+    OURS,
+    ROUNDS,
+    TIMM,
+    Plan,
+    Results,
+    Table,
+    Way,
+    changed,
+    set_up,
+    shown,
+    synthetic,
+    users_data,
+    with_columns,
+)
+from tools.common.command_line import OVERWRITE, Tool, ToolLine, above_zero, first_word, run_tool, some_of
 from tools.common.output_file import writing
+from tools.common.tables import non_defaults
 from tools.common.turns import Budget, alternating_order, progress_bar
+from utils.config import AmpConfig, Config
 from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, TrainingError
-from utils.flags import Flag
+from utils.flags import Flag, whole
 from utils.log import log
 from utils.program import typed
 from utils.record.run_folder import git_state, versions, write_json
-from utils.text import redacted
+from utils.text import counted, redacted
 
-TABLES = {table.name: table for table in tables.TABLES}
+if TYPE_CHECKING:
+    from tools.common.sessions import Worker
+
+
+OFF, ON = "AMP off", "AMP on"
+FP32 = "fp32"
+SYNTHETIC, FILES = ", synthetic", ", files"
+"""Ends of the names in the table `precisions`."""
+
+AMP_ABOUT = """Seconds per 100 iterations in seven windows, AMP off and AMP on; their averages and the speed-up.
+
+    python scripts/benchmark_amp.py amp -cfg configs/vit_base_patch16_224.yaml -batch_size 64
+    python scripts/benchmark_amp.py amp -model vit_small_patch16_224 -amp bf16 -iters 20 -windows 3
+
+Images are made on the device, unless -dataset or -data_path names others. -amp chooses the precision of `AMP on`
+(default: what AMP.DTYPE auto chooses on this device)."""
+AMP_FLAGS = (
+    MODEL,
+    Flag("iters", "iterations per window", "N", kind=whole(1), default_text="100; on a CPU 10"),
+    Flag("windows", "windows for AMP off and for AMP on", "N", default=7, kind=whole(1)),
+)
+
+
+def plan_amp(line: ToolLine) -> Plan:
+    setup = set_up(line, reads_data=True)
+    updates = line.asked.iters or (10 if setup.on_cpu else 100)
+    given, images = users_data(setup)
+    config, workers = given or synthetic(setup.config, updates), list["Worker"]()
+    amps = {name: config.AMP.model_copy(update={"ENABLED": name == ON}) for name in (OFF, ON, OFF + AGAIN)}
+    contenders = {name: _training(config, amp, updates, workers) for name, amp in amps.items()}
+    settings = {"iterations": updates, **non_defaults(changed(config, "AMP", ENABLED=True))}
+    return Plan(contenders, line.asked.windows, settings, setup.where, images, remarks=setup.remarks)
+
+
+def _training(config: Config, amp: AmpConfig, updates: int, workers: list[Worker], keep: bool = True) -> Worker:
+    from tools.common.sessions import TrainingSession, Worker
+
+    return Worker(partial(TrainingSession, config.model_copy(update={"AMP": amp}), updates), workers, keep)
+
+
+def amp_report(results: Results) -> list[str]:
+    windows = {name: results.per_turn(name, "seconds") for name in (OFF, ON)}
+    # If the time ran out, one may have a window more: averages are over the windows of both.
+    both = min(map(len, windows.values()))
+    averages = {name: statistics.fmean(seconds[:both]) for name, seconds in windows.items()} if both else {}
+    rows = [["", *(_ordinal(n) for n in range(1, results["rounds"] + 1)), "average", "speed-up"]]
+    for name, seconds in windows.items():
+        cells = [shown(second, 4) for second in seconds[:both]] + ["-"] * (results["rounds"] - both)
+        speedup = averages[OFF] / averages[ON] if name == ON and both else None
+        rows.append([name, *cells, shown(averages.get(name), 4), shown(speedup, 4)])
+    iterations, means = results["settings"]["iterations"], results.first(ON, "precision", "-")
+    title = f"Seconds per {iterations} iterations, {results.subject()}; {ON} means {means}"
+    choices = results.choices_lines({OFF: OFF, ON: ON})
+    return results.report(title, rows, [results.control_line(OFF, "seconds"), *choices, results.iteration_line()])
+
+
+def _ordinal(number: int) -> str:
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th") if number % 100 not in (11, 12, 13) else "th"
+    return f"{number}{ending}"
+
+
+PRECISIONS_ABOUT = """Memory, iterations/s, images/s and speed-up of each precision.
+
+    python scripts/benchmark_amp.py precisions -model vit_base_patch16_224 -batch_size 128
+    python scripts/benchmark_amp.py precisions -dataset imagefolder -data_path /data/flowers -modes bf16,O2-bf16
+
+Every measurement runs in a process of its own, so that its peak memory is known. Synthetic images are generated on the
+device. If -dataset or -data_path names images, these are measured as well."""
+PRECISIONS_FLAGS = (
+    MODEL,
+    Flag("iters", "iterations per measurement", "N", kind=whole(1), default_text="50; on a CPU 5"),
+    ROUNDS,
+    Flag(
+        "modes",
+        "precisions to compare with fp32: values of -amp such as tf32,bf16,O2-fp16",
+        "A,B",
+        default_text="all that are useful on this device",
+    ),
+)
+
+
+def plan_precisions(line: ToolLine) -> Plan:
+    setup = set_up(line, reads_data=True)
+    from tools.common.precisions import REFERENCE, modes_to_measure
+
+    updates, (given, images) = line.asked.iters or (5 if setup.on_cpu else 50), users_data(setup)
+    config = changed(given or setup.config, "AMP", ENABLED=False)
+    others, left_out = modes_to_measure(line.asked.modes, config, setup.device)
+    modes = (REFERENCE, *others)
+    drawn, workers = synthetic(config, updates), list["Worker"]()
+    configs = {mode.name + SYNTHETIC: (drawn, mode) for mode in modes}
+    configs[REFERENCE.name + SYNTHETIC + AGAIN] = drawn, REFERENCE
+    configs |= {mode.name + FILES: (config, mode) for mode in modes if given}
+    # A new process for each turn, so that the peak memory is known.
+    contenders = {
+        name: _training(one, mode.amp(one.AMP), updates, workers, keep=False) for name, (one, mode) in configs.items()
+    }
+    settings = {"iterations": updates, **non_defaults(config)}
+    images = f"{ON_THE_DEVICE}; with files, {images}" if given else ON_THE_DEVICE
+    return Plan(contenders, line.asked.rounds, settings, setup.where, images, left_out, setup.remarks)
+
+
+def precisions_report(results: Results) -> list[str]:
+    modes = [name.removesuffix(SYNTHETIC) for name in results.turns if name.endswith(SYNTHETIC)]
+    base = FP32 + SYNTHETIC
+
+    def column(key: str, source: str = SYNTHETIC):
+        return lambda mode: results.cell(mode + source, key)
+
+    def memory_to_fp32(mode: str) -> str:
+        memory, of_base = (results.median(name, "peak_memory_gb") for name in (mode + SYNTHETIC, base))
+        return f"{100 * memory / of_base:.0f} %" if memory is not None and of_base else "-"
+
+    def speedup(source: str):
+        return lambda mode: shown(results.ratio(mode + source, FP32 + source, "images_per_second"))
+
+    columns = [
+        ("memory (GB)", column("peak_memory_gb")),
+        ("to fp32", memory_to_fp32),
+        ("iterations/s", column("iterations_per_second")),
+        ("images/s", column("images_per_second")),
+        ("speed-up", speedup(SYNTHETIC)),
+    ]
+    notes = [
+        *results.choices_lines({mode + SYNTHETIC: mode for mode in modes}),
+        results.control_line(base, "images_per_second", FP32),
+        results.iteration_line(),
+    ]
+    if any(name.endswith(FILES) for name in results.turns):
+        columns += [
+            ("from files", column("images_per_second", FILES)),
+            ("speed-up", speedup(FILES)),
+            ("waited (%)", column("data_wait_percent", FILES)),
+        ]
+        notes += [
+            "from files: images/s with image files that are read, decoded and augmented, followed by the speed-up with "
+            "them; waited: fraction of the time that training from these files spent waiting for data",
+            "everything else: with synthetic images, made on the device",
+        ]
+    if results["device"].startswith("cpu"):
+        notes.append("memory: peak of the whole process, Python and libraries included")
+    title = f"Precisions, {results.subject()}, {results['settings']['iterations']} iterations per measurement"
+    return results.report(title, with_columns(modes, columns, "mode"), notes)
+
+
+SIMPLENET_ABOUT = """Time and loss of three linear layers on random numbers: no AMP, AMP, AMP with accumulation.
+
+    python scripts/benchmark_amp.py simplenet
+    python scripts/benchmark_amp.py simplenet -width 4096 -batch_size 512 -batches 50 -epochs 5
+
+ReLU after the first two layers, mean squared error, SGD at 1e-4, loss scale 1024 if the loss is scaled. The numbers are
+on the device before the timer starts. The reported loss is that of the last update. The net does little but matrix
+products, so its speed-up is about the most that AMP can reach on a device."""
+SIMPLENET_FLAGS = (
+    Flag("width", "inputs and outputs of each layer", "N", kind=whole(1), default_text="4096; on a CPU 512"),
+    Flag("batches", "batches per epoch", "N", kind=whole(1), default_text="50; on a CPU 20"),
+    Flag("epochs", "epochs per measurement", "N", kind=whole(1), default_text="5; on a CPU 2"),
+    Flag("accumulated", "batches per update where AMP is on with accumulation", "N", default=10, kind=whole(1)),
+    ROUNDS,
+)
+SIMPLENET = {
+    "TRAIN.OPTIMIZER.NAME": "SGD",
+    "TRAIN.OPTIMIZER.MOMENTUM": 0.0,
+    "TRAIN.BASE_LR": 1e-4,
+    "TRAIN.END_LR": 1e-4,
+    "TRAIN.WARMUP_EPOCHS": 0,
+    "TRAIN.WEIGHT_DECAY": 0.0,
+}
+
+
+def _simplenet_rows(accumulated: int) -> dict[str, tuple[bool, int]]:
+    """Name of a contender, a key in -json files -> whether AMP is on, and batches per update."""
+    return {OFF: (False, 1), ON: (True, 1), f"{ON}, {accumulated} batches an update": (True, accumulated)}
+
+
+def plan_simplenet(line: ToolLine) -> Plan:
+    setup = set_up(line, on_cpu={"DATA.BATCH_SIZE": 64}, on_gpu={"DATA.BATCH_SIZE": 512}, fixed=SIMPLENET)
+    from tools.benchmark_amp.loops import SimpleNet
+    from tools.common.sessions import Worker
+
+    asked, workers = line.asked, list["Worker"]()
+    width, batches = asked.width or (512 if setup.on_cpu else 4096), asked.batches or (20 if setup.on_cpu else 50)
+    epochs = asked.epochs or (2 if setup.on_cpu else 5)
+    config = changed(setup.config, "TRAIN", NUM_EPOCHS=epochs)
+    if setup.loaded.is_default("AMP.INIT_LOSS_SCALING"):
+        config = changed(config, "AMP", INIT_LOSS_SCALING=1024.0)
+    rows = _simplenet_rows(asked.accumulated)
+    contenders = {
+        name: Worker(partial(SimpleNet, config, setup.device, width, batches, *how), workers)
+        for name, how in {**rows, OFF + AGAIN: rows[OFF]}.items()
+    }
+    settings = {"width": width, "batch": config.DATA.BATCH_SIZE, "batches": batches, "epochs": epochs}
+    settings |= {"accumulated": asked.accumulated, "amp": f"{config.AMP.LEVEL} {config.AMP.DTYPE}", "seed": config.SEED}
+    images = "none, but random numbers on the device"
+    return Plan(contenders, asked.rounds, settings, setup.where, images, remarks=setup.remarks)
+
+
+def simplenet_report(results: Results) -> list[str]:
+    settings = results["settings"]
+    columns = [
+        ("precision", lambda name: results.first(name, "precision", "-")),
+        ("seconds", lambda name: results.cell(name, "seconds", 4)),
+        ("speed-up", lambda name: shown(results.ratio(OFF, name, "seconds"))),
+        ("loss", lambda name: results.cell(name, "loss", 4)),
+    ]
+    title = (
+        f"Three linear layers of {settings['width']}, {counted(settings['batches'], 'batch')} of {settings['batch']}, "
+        f"{counted(settings['epochs'], 'epoch')}"
+    )
+    rows = with_columns(_simplenet_rows(settings["accumulated"]), columns)
+    return results.report(title, rows, [results.control_line(OFF, "seconds")])
+
+
+TIMM_ABOUT = """Speed of vitamp's update and of timm's loop, with its default flags and with its fastest.
+
+    python scripts/benchmark_amp.py timm -image_size 224 -batch_size 8 -threads 1
+    python scripts/benchmark_amp.py timm -image_size 32 -compile
+    python scripts/benchmark_amp.py timm -model vit_small_patch16_224 -batch_size 256 -timm_train train.py -compile
+
+All loops have the same model, initial weights, batches, AdamW, cosine schedule, clipping and EMA. First the losses of
+5 updates are compared; if they differ by more than rounding, nothing is measured. timm's loop is in train.py, which is
+in timm's repository but not in its package: give the file with -timm_train. Otherwise, the loop is assembled from parts
+of the package. timm's fastest flags are the fused AdamW and, with -compile, --torchcompile."""
+PRECISIONS = ("fp32", "bf16", "fp16")
+TIMM_FLAGS = (
+    MODEL,
+    Flag("updates", "updates per measurement", "N", kind=whole(1), default_text="50; on a CPU 5"),
+    Flag("rounds", "how often each contender is measured", "N", default=7, kind=whole(1)),
+    Flag(
+        "precisions",
+        f"precisions to measure, from {','.join(PRECISIONS)}",
+        "A,B",
+        kind=some_of(*PRECISIONS),
+        default_text="fp32,bf16",
+    ),
+    Flag("compile", "also measure compiled versions of vitamp's update and of timm's loop with its fastest flags"),
+    Flag("timm_train", "train.py of timm's repository, to measure the loop in it", "FILE", kind=Path),
+)
+TIMM_FIXED: dict[str, Any] = {
+    "TRAIN.NUM_EPOCHS": 10,
+    "TRAIN.WARMUP_EPOCHS": 0.1,
+    "TRAIN.BASE_LR": 1e-3,
+    "TRAIN.WEIGHT_DECAY": 0.3,
+    "TRAIN.GRAD_CLIP": 1.0,
+    "TRAIN.MODEL_EMA": True,
+    "TRAIN.MODEL_EMA_DECAY": 0.9998,
+    "TRAIN.MODEL_EMA_WARMUP": False,
+}
+TOLERANCE = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 1e-2}
+"""Allowed difference of a loss from timm's in fp32, relative to the loss. fp32 rounds to 6e-8, many times."""
+
+
+def plan_timm(line: ToolLine) -> Plan:
+    # fp32 first: the other precisions are compared with it.
+    precisions = sorted(line.asked.precisions or ("fp32", "bf16"), key=lambda name: name != "fp32")
+    compiled, train_py = bool(line.asked.compile), line.asked.timm_train
+    setup = set_up(line, fixed=TIMM_FIXED)
+    updates = line.asked.updates or (5 if setup.on_cpu else 50)
+
+    from tools.benchmark_amp.loops import LoopSession, read_train_py
+    from tools.common.sessions import Worker
+
+    if train_py is not None:
+        train_py = train_py.expanduser().resolve()
+        read_train_py(train_py)
+    ways: list[Way] = []
+    for precision in precisions:
+        ways += [Way(kind, precision, train_py=train_py) for kind in (TIMM, FUSED, OURS)]
+        ways += [Way(kind, precision, True, train_py) for kind in (FUSED, OURS) if compiled]
+    by_name = {way.name: way for way in ways}
+    first = next(iter(by_name))
+    by_name[first + AGAIN] = by_name[first]
+    # None is ended for another's memory: a loop that was rebuilt would not be past its warm-up.
+    workers = {name: Worker(partial(LoopSession, way, setup.config, updates), []) for name, way in by_name.items()}
+    log.info("building the loops and comparing their first losses: %s", "; ".join(workers))
+    try:
+        answers = {name: worker.start() for name, worker in workers.items()}
+        left_out = {name: answer["failed"] for name, answer in answers.items() if "failed" in answer}
+        if first in left_out:
+            raise TrainingError(f"the baseline {first} failed: {left_out[first]}")
+        losses = {name: answer["losses"] for name, answer in answers.items() if name not in left_out}
+        # Loops with different losses do different work.
+        if problems := disagreements(losses, first):
+            raise TrainingError("the losses do not agree, so nothing is measured:\n" + "\n".join(problems))
+    except BaseException:
+        for worker in workers.values():
+            worker.close()
+        raise
+    for name, why in left_out.items():
+        workers.pop(name).close()
+        log.warning("%s: %s", name, why)
+    settings = {
+        "updates": updates,
+        "precisions": ",".join(precisions),
+        "compiled": compiled,
+        "timm_loop": "its own train.py" if train_py else "parts of its package",
+        **non_defaults(setup.config),
+    }
+    images = "random, on the device before the timer starts"
+    return Plan(workers, line.asked.rounds, settings, setup.where, images, left_out, setup.remarks)
+
+
+def disagreements(losses: dict[str, list[float]], first: str) -> list[str]:
+    """One line per loop whose losses differ from those of `first` by more than its precision rounds."""
+    texts = {name: ", ".join(f"{loss:.7f}" for loss in own) for name, own in losses.items()}
+    problems: list[str] = []
+    for name, own in losses.items():
+        difference, limit = apart(own, losses[first]), TOLERANCE[_precision_of(name)]
+        if difference > limit:
+            problems.append(f"  {name}: {texts[name]}; differs from {first} by {difference:.1e}, more than {limit:.0e}")
+    return [*problems, f"  {first}: {texts[first]}"] if problems else []
+
+
+def apart(one: list[float], other: list[float]) -> float:
+    """Greatest difference of two loss curves, relative to the loss."""
+    differences = [abs(a - b) / max(abs(b), 1.0) for a, b in zip(one, other, strict=True)]
+    return max(differences) if all(map(math.isfinite, differences)) else math.inf
+
+
+def _precision_of(name: str) -> str:
+    return name.removesuffix(AGAIN).rpartition(", ")[2]
+
+
+def timm_report(results: Results) -> list[str]:
+    settings = results["settings"]
+    names = [name for name in results.turns if not name.endswith(AGAIN) and results.per_turn(name, "seconds")]
+    first, to_ms = f"{TIMM}, {settings['precisions'].partition(',')[0]}", 1000 / settings["updates"]
+
+    def speedup(key: str, over: str | None = None) -> Callable[[str], str]:
+        return lambda name: shown(results.ratio(over or f"{TIMM}, {_precision_of(name)}", name, key))
+
+    columns = [
+        ("ms/update", lambda name: results.cell(name, "seconds", 4, to_ms)),
+        ("images/s", lambda name: results.cell(name, "images_per_second")),
+        (f"to {first}", speedup("seconds", first)),
+        ("to timm", speedup("seconds")),
+        ("CPU ms", lambda name: results.cell(name, "cpu_seconds", 4, to_ms)),
+        (f"to {first}", speedup("cpu_seconds", first)),
+        ("to timm", speedup("cpu_seconds")),
+        ("GB", lambda name: results.cell(name, "peak_memory_gb")),
+    ]
+    notes = [
+        results.control_line(first, "seconds"),
+        f"by CPU time, {results.control_line(first, 'cpu_seconds')}",
+        "`to timm`: speed-up over timm's loop in the same precision, first by wall-clock time, then by CPU time",
+        f"timm's loop: {settings['timm_loop']}",
+        *results.choices_lines({name: name for name in names}),
+    ]
+    title = f"An update, {results.subject()}, with EMA and clipping"
+    return results.report(title, with_columns(names, columns), notes)
+
+
+TABLES = {
+    "amp": Table(AMP_ABOUT, AMP_FLAGS, plan_amp, amp_report),
+    "precisions": Table(PRECISIONS_ABOUT, PRECISIONS_FLAGS, plan_precisions, precisions_report),
+    "simplenet": Table(SIMPLENET_ABOUT, SIMPLENET_FLAGS, plan_simplenet, simplenet_report),
+    "timm": Table(TIMM_ABOUT, TIMM_FLAGS, plan_timm, timm_report),
+}
+
+
 OWN = (
     Flag("budget_min", "time limit in minutes; fewer rounds are measured", "M", default=10, kind=above_zero),
     Flag("json", "write every measurement to this file, with device, versions and command", "FILE"),
@@ -37,10 +419,6 @@ OWN = (
 )
 NAME = "benchmark_amp.py"
 ONE_LABEL = "benchmark_amp.py measures models with one label per image; leave it out"
-COMMANDS = {
-    name: Tool(NAME, table.about, (*table.flags, *OWN), command=name, one_label=ONE_LABEL)
-    for name, table in TABLES.items()
-}
 
 
 def main(argv: list[str]) -> int:
@@ -48,9 +426,10 @@ def main(argv: list[str]) -> int:
 
 
 def _benchmark(argv: list[str]) -> int:
-    abouts = {name: (tool.about or "").splitlines()[0] for name, tool in COMMANDS.items()}
+    abouts = {name: table.about.splitlines()[0] for name, table in TABLES.items()}
     name = first_word(argv or ["-h"], NAME, __doc__, abouts, "table")
-    table, line = TABLES[name], COMMANDS[name].read(argv[1:])
+    table = TABLES[name]
+    line = Tool(NAME, table.about, (*table.flags, *OWN), command=name, one_label=ONE_LABEL).read(argv[1:])
     json_file = line.file("json", ".json")
     budget = Budget(60 * line.asked.budget_min)
     try:
@@ -60,7 +439,7 @@ def _benchmark(argv: list[str]) -> int:
             raise
         log.warning("interrupted; every finished measurement is in %s", json_file)
         return EXIT_INTERRUPTED
-    print("\n".join(results.report(table.section(results))))
+    print("\n".join(table.report(results)))
     if results["cut"]:
         log.warning("the time ran out (-budget_min) before all rounds were done")
     if json_file is not None:

@@ -17,7 +17,7 @@ import runpy
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import timm.optim
@@ -58,13 +58,13 @@ class LoopSession(Session):
 
     def __init__(self, way: Way, config: Config, updates: int) -> None:
         self._device = pick_device(config.DEVICE, ALONE)
-        self._loop: Loop = loop_of(way, config, self._device)
+        self._loop = loop_of(way, config, self._device)
         self._batches = random_batches(config, self._device)
         self._way, self._size, self._updates, self._done = way, config.DATA.BATCH_SIZE, updates, 0
         self._losses = [self._loop.train_one(batch) for batch in self._next(COMPARED)]
         self._loop.train(self._next(max(0, warmup_updates(updates) - COMPARED)))
         synchronize(self._device)
-        self._free_cache()
+        torch.cuda.empty_cache()  # leaves memory to the other loops, which are on the same device
 
     def started(self) -> Metrics:
         return {"losses": self._losses}
@@ -74,11 +74,6 @@ class LoopSession(Session):
         self._done += count
         return batches
 
-    def _free_cache(self) -> None:
-        """Leave memory to the other loops, which are on the same device."""
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-
     def turn(self) -> Metrics:
         updates, batches = self._updates, self._next(self._updates)
         reset_peak_memory(self._device)
@@ -87,7 +82,8 @@ class LoopSession(Session):
         self._loop.train(batches)
         synchronize(self._device)
         seconds, on_cpu = time.perf_counter() - began, time.process_time() - on_cpu
-        metrics = {
+        torch.cuda.empty_cache()
+        return {
             "seconds": seconds,
             "images_per_second": updates * self._size / seconds,
             "cpu_seconds": on_cpu,
@@ -96,8 +92,6 @@ class LoopSession(Session):
             "choices": self._loop.choices,
             **self.started(),
         }
-        self._free_cache()
-        return metrics
 
 
 def random_batches(config: Config, device: torch.device) -> list[Batch]:
@@ -112,18 +106,7 @@ def random_batches(config: Config, device: torch.device) -> list[Batch]:
     return batches
 
 
-class Loop(Protocol):
-    choices: dict[str, Any]
-
-    def train(self, batches: list[Batch]) -> None:
-        """Train one update per batch."""
-
-    def train_one(self, batch: Batch) -> float:
-        """Train one update and return its loss."""
-        ...
-
-
-def loop_of(way: Way, config: Config, device: torch.device) -> Loop:
+def loop_of(way: Way, config: Config, device: torch.device) -> Ours | Timm:
     if way.kind == OURS:
         return Ours(way, config, device)
     return (TimmTrain if way.train_py else Timm)(way, config, device)
@@ -146,12 +129,14 @@ class Ours:
         self._done = 0
 
     def train(self, batches: list[Batch]) -> None:
+        """Train one update per batch."""
         for batch in batches:
             self._done += 1
             share = MicroBatch(0, batch.indices.numpy(), 1.0)
             train_update(self._parts, Window((share,), iter((batch,))), self._done)
 
     def train_one(self, batch: Batch) -> float:
+        """Train one update and return its loss."""
         self.train([batch])
         return self._parts.meters.read(self._parts.precision.scale_tensor(), 0.0).update.loss
 
@@ -206,11 +191,8 @@ class Timm:
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self.half is None else torch.autocast(self.device.type, self.half)
 
-    def train(self, batches: list[Batch]) -> None:
-        self._epoch(batches)
-
     def train_one(self, batch: Batch) -> float:
-        return self._epoch([batch])
+        return self.train([batch])
 
     def _loader(self, batches: list[Batch]) -> PrefetchLoader:
         data = self.config.DATA
@@ -218,7 +200,7 @@ class Timm:
         pairs: Any = [(batch.images, batch.labels) for batch in batches]
         return PrefetchLoader(pairs, mean, std, data.IMAGE_CHANNELS, self.device)
 
-    def _epoch(self, batches: list[Batch]) -> float:
+    def train(self, batches: list[Batch]) -> float:
         """Train one pass over the batches and return the mean loss; it is read at every update, as in timm's loop."""
         losses, weights = timm.utils.AverageMeter(), self.plain.parameters
         for images, targets in self._loader(batches):
@@ -263,7 +245,7 @@ class TimmTrain(Timm):
         self.done += 1
         self.schedule.step_update(self.done, metric=metric)
 
-    def _epoch(self, batches: list[Batch]) -> float:
+    def train(self, batches: list[Batch]) -> float:
         given: dict[str, Any] = {
             "epoch": 0,
             "model": self.model,
@@ -336,15 +318,13 @@ class SimpleNet(Session):
                 yield Window(shares, iter(batches))
 
     def _parts(self) -> TrainState:
-        def inputs_and_targets(numbers: Tensor, labels: Tensor) -> TransformedBatch:
-            return TransformedBatch(numbers[0], numbers[1], labels)
-
         config, width = self._config, self._width
         seed_all(config.SEED, "init")
         layers = [nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)]
         model = nn.Sequential(*layers).to(self._device)
         tuned = TunedModel(model, nn.Identity(), Precision(config.AMP, self._device))
         parts = build_train_state(config, ALONE, tuned, len(self._batches))
-        parts.criterion, parts.batch_transform = nn.MSELoss(), inputs_and_targets
+        parts.criterion = nn.MSELoss()
+        parts.batch_transform = lambda numbers, labels: TransformedBatch(numbers[0], numbers[1], labels)
         parts.assemble()
         return parts

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tools.common.command_line import ToolLine, about_one_device, check_one_training
 from tools.common.tables import in_columns
@@ -20,6 +20,8 @@ from utils.flags import Flag, whole
 
 if TYPE_CHECKING:
     import torch
+
+    from tools.common.sessions import Worker
 
 Metrics = dict[str, Any]
 """Metrics of one turn of one contender, as plain values; {'failed': reason} if it could not be measured."""
@@ -37,39 +39,23 @@ DEFAULTS = {"MODEL.NAME": "vit_base_patch16_224", "DATA.IMAGE_SIZE": 224, "DATA.
 NOT_SHOWN = ("computed_in", "compile_why")
 
 
-class Measurable(Protocol):
-    """A contender: tools/common/sessions.py's Worker. Its first turn starts with building and warming up."""
-
-    def turn(self) -> Metrics: ...
-
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Setup:
+class Setup(NamedTuple):
     """Checked settings and the device to measure."""
 
     loaded: Loaded
+    config: Config
     device: torch.device
+    on_cpu: bool
+    where: str
+    """The device's name, and the number of threads"""
     remarks: list[str]
-
-    @property
-    def config(self) -> Config:
-        return self.loaded.config
-
-    @property
-    def on_cpu(self) -> bool:
-        return self.device.type == "cpu"
-
-    def is_default(self, key: str) -> bool:
-        return self.loaded.sources[key] == "default"
 
 
 @dataclass(frozen=True)
 class Plan:
     """Everything to measure."""
 
-    contenders: Mapping[str, Measurable]
+    contenders: Mapping[str, Worker]
     rounds: int
     settings: dict[str, Any]
     device: str
@@ -82,24 +68,15 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Section:
-    """A table for the terminal. The first row is the heading."""
-
-    title: str
-    rows: Sequence[Sequence[str]]
-    notes: Sequence[str]
-
-
-@dataclass(frozen=True)
 class Table:
     """One subcommand: benchmark_amp.py NAME."""
 
-    name: str
     about: str
     """For -h; its first line is the summary."""
     flags: tuple[Flag, ...]
     plan: Callable[[ToolLine], Plan]
-    section: Callable[[Results], Section]
+    report: Callable[[Results], list[str]]
+    """The lines for the terminal"""
 
 
 @dataclass(frozen=True)
@@ -125,7 +102,9 @@ def set_up(
     fixed: Mapping[str, Any] | None = None,
     reads_data: bool = False,
 ) -> Setup:
-    """Settings of the command line, completed by a table's own defaults, and their device.
+    """Settings of the command line, completed by a table's own defaults, and their device, which is prepared.
+
+    A model that cannot be built is refused.
 
     `on_cpu`, `on_gpu`: defaults for keys that the user did not set. `fixed`: settings that the table always uses.
     `reads_data`: whether the table can measure a data set of the user.
@@ -138,7 +117,8 @@ def set_up(
                 "or use the table amp or precisions, which read the images of a data set."
             )
     from engine.amp.precision import amp_may_gain
-    from engine.machine.device import pick_device
+    from engine.machine.device import describe_devices, pick_device, set_up_device
+    from models.build import build_without_weights
     from utils.distributed.world import ALONE
 
     given: dict[str, Any] = {key: (value, "benchmark_amp.py") for key, value in (fixed or {}).items()}
@@ -149,7 +129,7 @@ def set_up(
     defaults = on_cpu if device.type == "cpu" else on_gpu or {}
     if not amp_may_gain(device):  # the tables measure mixed precision, also where -amp would compute in fp32
         defaults = {**defaults, "AMP.DTYPE": "bf16"}
-    defaults = {key: value for key, value in defaults.items() if loaded.sources[key] == "default"}
+    defaults = {key: value for key, value in defaults.items() if loaded.is_default(key)}
     if defaults:
         own = {key: (value, "benchmark_amp.py") for key, value in defaults.items()}
         loaded = line.load({**given, **own}, resolved=False)
@@ -159,24 +139,16 @@ def set_up(
         remarks.append(
             f"on a CPU, defaults are small: {', '.join(f'{key} {value}' for key, value in defaults.items())}"
         )
-    return Setup(loaded, device, remarks)
-
-
-def prepared(setup: Setup) -> str:
-    """Refuse a model that cannot be built, and prepare the device; return its name and the number of threads."""
-    from engine.machine.device import describe_devices, set_up_device
-    from models.build import build_without_weights
-    from utils.distributed.world import ALONE
-
-    config = setup.config
+    config = loaded.config
     build_without_weights(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
-    return describe_devices(setup.device, ALONE, set_up_device(config, setup.device, ALONE))
+    where = describe_devices(device, ALONE, set_up_device(config, device, ALONE))
+    return Setup(loaded, config, device, device.type == "cpu", where, remarks)
 
 
 def users_data(setup: Setup) -> tuple[Config | None, str]:
     """The settings with the data set that the user named, checked, or None; and which images are measured."""
     config = setup.config
-    if setup.is_default("DATA.DATASET"):
+    if setup.loaded.is_default("DATA.DATASET"):
         if config.DATA.DATA_PATH is None:
             return None, ON_THE_DEVICE
         from engine.preflight import with_data_set
@@ -207,10 +179,6 @@ class Results(dict[str, Any]):
     def turns(self) -> dict[str, list[Metrics]]:
         """Name of a contender -> its turns."""
         return self["turns"]
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return self["settings"]
 
     def per_turn(self, name: str, key: str) -> list[float]:
         """Metric `key` in every turn of a contender that has it."""
@@ -260,30 +228,29 @@ class Results(dict[str, Any]):
 
     def subject(self) -> str:
         """Model, image size and batch size."""
-        settings = DEFAULTS | self.settings
+        settings = DEFAULTS | self["settings"]
         return f"{settings['MODEL.NAME']}, {settings['DATA.IMAGE_SIZE']} pixels, batch {settings['DATA.BATCH_SIZE']}"
 
     def iteration_line(self) -> str:
         """Note on the number of images per iteration."""
-        settings = DEFAULTS | self.settings
+        settings = DEFAULTS | self["settings"]
         batch, parts = int(settings["DATA.BATCH_SIZE"]), int(settings["TRAIN.ACCUM_ITER"])
         images = f"{batch} images" if parts == 1 else f"{parts} micro-batches of {batch} images"
         return f"an iteration is one update of {images}"
 
-    def report(self, section: Section) -> list[str]:
-        """The lines for the terminal."""
+    def report(self, title: str, rows: Sequence[Sequence[str]], notes: Sequence[str]) -> list[str]:
+        """The lines of a table for the terminal. The first row is the heading."""
         waits = {name: self.median(name, "data_wait_percent") or 0.0 for name in self.turns}
         most = max(waits, key=lambda name: waits[name])
         waiting = f"; waiting for data: at most {waits[most]:.0f} % of the time ({quoted([most])})"
         versions = ", ".join(f"{name} {version}" for name, version in self["versions"].items())
-        notes = [
+        about = [
             f"images: {self['images']}" + waiting * any(self.per_turn(name, "data_wait_percent") for name in waits),
             *self.failures(),
             f"{self['device']}, {versions}, {self['date']}",
             self["command"],
         ]
-        table = ["", section.title, *in_columns(section.rows), *(f"  {note}" for note in section.notes)]
-        return [*table, "", *(f"  {note}" for note in notes)]
+        return ["", title, *in_columns(rows), *(f"  {note}" for note in notes), "", *(f"  {line}" for line in about)]
 
 
 def with_columns(

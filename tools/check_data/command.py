@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 from tools.common.command_line import OVERWRITE, Tool, run_tool
 from tools.common.output_file import writing
-from utils.config import Config
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.flags import Flag
 from utils.log import log
@@ -28,7 +27,6 @@ from vitamp.files import write_atomically
 
 if TYPE_CHECKING:
     from datasets.base import Samples
-    from tools.check_data.scan import Split
 
 OWN = (
     Flag(
@@ -56,13 +54,34 @@ def _check(argv: list[str]) -> int:
     config = line.load().config
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
+    import torch
+
+    from datasets import auto_workers, open_dataset, warn_of_splits
+    from datasets.labels import ANY_LABEL
+    from datasets.sources.split import TooFewToSplit
     from tools.check_data import findings as report
 
-    splits = _scan(config)
+    data = config.DATA
+    samples: dict[str, Samples | None] = {}
+    for title in ("training", "validation"):
+        try:
+            # With any label, so that labels out of range are reported with all other defects.
+            split = open_dataset(data, title == "training", ANY_LABEL, config.SEED, torch.device("cpu"))
+            samples[title] = split.single_images()
+        except TooFewToSplit as error:
+            log.warning("%s Here all images are checked as training images.", error)
+    warn_of_splits(data, samples["training"], samples.get("validation"))
+    workers = auto_workers() if data.NUM_WORKERS is None else data.NUM_WORKERS
+    splits = []
+    for title, found in samples.items():
+        if found is None:
+            log.info("The %s split of %s is held in memory: there are no files to check.", title, data.DATASET)
+        else:
+            splits.append(report.scan_split(title, found, data, workers))
     if not splits:
         return EXIT_DONE
-    findings = report.find_problems(splits, config.MODEL.NUM_CLASSES, config.DATA.IMAGE_SIZE)
-    content, words, count = report.exclude_list(findings, config.DATA, line.asked.near)
+    findings = report.find_problems(splits, config.MODEL.NUM_CLASSES, data.IMAGE_SIZE)
+    content, words, count = report.exclude_list(findings, data, line.asked.near)
     advice = [f"Excluded by {fix or 'the list that -fix FILE writes'}:", words] if count else []
     if fix is not None:
         with writing(fix, "-fix"):
@@ -70,37 +89,9 @@ def _check(argv: list[str]) -> int:
         advice.append(f"{counted(count, 'image')} to exclude; to exclude them, add DATA.EXCLUDE={fix}")
     if report.NEAR_OVERLAP in findings.defects and not line.asked.near:
         advice.append("Images that are nearly the same as a validation image stay: look at them, then add -near.")
-    log.info(report.text(findings, config.DATA, advice))
+    log.info(report.text(findings, data, advice))
     if json_file is not None:
         with writing(json_file, "-json"):
             write_atomically(json_file, json.dumps(report.as_json(findings), indent=1) + "\n")
     log.info("\n%s", "No defects." if findings.clean else "There are defects.")
     return EXIT_DONE if findings.clean else EXIT_FAILED
-
-
-def _scan(config: Config) -> list[Split]:
-    """Scans of both splits, training first; without those that are held in memory."""
-    import torch
-
-    from datasets import auto_workers, open_dataset, warn_of_splits
-    from datasets.labels import ANY_LABEL
-    from datasets.sources.split import TooFewToSplit
-    from tools.check_data.scan import scan_split
-
-    splits: dict[str, Samples | None] = {}
-    for title in ("training", "validation"):
-        try:
-            # With any label, so that labels out of range are reported with all other defects.
-            split = open_dataset(config.DATA, title == "training", ANY_LABEL, config.SEED, torch.device("cpu"))
-            splits[title] = split.single_images()
-        except TooFewToSplit as error:
-            log.warning("%s Here all images are checked as training images.", error)
-    warn_of_splits(config.DATA, splits["training"], splits.get("validation"))
-    workers = auto_workers() if config.DATA.NUM_WORKERS is None else config.DATA.NUM_WORKERS
-    scans = []
-    for title, samples in splits.items():
-        if samples is None:
-            log.info("The %s split of %s is held in memory: there are no files to check.", title, config.DATA.DATASET)
-        else:
-            scans.append(scan_split(title, samples, config.DATA, workers))
-    return scans

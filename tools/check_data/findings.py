@@ -1,22 +1,263 @@
-"""Defects and notes of a data set, from the scans of its images, and their report."""
+"""Scan of a data set, in which every image is decoded once; near copies; defects and notes, and their report."""
 
 from __future__ import annotations
 
 import datetime
+import hashlib
 import itertools
+import warnings
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
 
+from datasets.base import Encoded, Samples
+from datasets.damage import failure_of
+from datasets.decoding import EMPTY, JPEG_START, TOO_LARGE, UNKNOWN_FORMAT, damage_of, decoder_of_jpeg, header_of
 from datasets.exclude import line_of, name_prefix
 from datasets.labels import images_of_classes
-from tools.check_data.scan import SIDE, Split, Thumbnails, near_pairs
+from datasets.loading.workers import LoadingProcesses
+from datasets.transforms.pixels import Pixels
+from tools.common.turns import progress_bar
 from utils.config.data import DataConfig
+from utils.errors import TrainingError
 from utils.program import started_as
+
+SIDE, CELLS, BLOCKS = 32, 16, 8
+"""Pixels along each side of a thumbnail; its cells, compared in lightness, and its blocks, compared in colour"""
+FLAT = 6.0
+"""Contrast (standard deviation within a channel, of 255 shades) of images of one colour, which have no near copies"""
+MOST_APART = {1: 30.0, 2: 9.0, 4: 4.0}
+MOST_IN_COLOUR = 9.0
+"""Most shades by which near copies of SIDE x SIDE pixels differ: in lightness, in squares of so many cells along each
+side; and in a channel, in squares of 2 x 2 blocks. JPEG and resizing change pixels much and areas little.
+
+The limits shrink as the images grow, since thumbnails show less of either.
+"""
+SMALLEST, LARGEST = 16, 128
+"""Pixels of a shorter side between which the limits shrink"""
+FAINT = 15.0
+"""Contrast of blocks below which the limits shrink with it"""
+LIGHTNESS = {1: np.ones(1, np.float32), 3: np.array([0.299, 0.587, 0.114], np.float32)}
+"""Weights of channels, by their number: JPEG keeps lightness better than colour."""
+MOST_BRIGHTER, MOST_CONTRAST = 30.0, 1.25
+"""Difference of brightness, in shades, and ratio of contrasts that copies may have"""
+BITS, BANDS = 64, 4
+MOST_BITS = 8
+"""Different bits of two codes; those of 99 % of the copies of icons of 32 x 32 pixels differ in fewer"""
+PAIRS = 1 << 20
+"""Pairs held in memory at once"""
+
+Pairs = tuple[np.ndarray, np.ndarray]
+
+
+class Thumbnails:
+    """What is compared of thumbnails (images x channels x SIDE x SIDE, uint8).
+
+    `sides`: pixels of the shorter side of each image.
+    """
+
+    def __init__(self, thumbnails: np.ndarray, sides: np.ndarray) -> None:
+        self.sides = sides
+        count, channels = thumbnails.shape[:2]
+        self.flat = np.zeros(count, bool)
+        self.brightness, self.contrast = np.zeros(count, np.float32), np.zeros(count, np.float32)
+        self.cells = np.zeros((count, 1, CELLS, CELLS), np.float16)
+        self.blocks = np.zeros((count, channels, BLOCKS, BLOCKS), np.float16)
+        self.codes = np.zeros(count, np.uint64)
+        directions = np.random.default_rng(0).standard_normal((channels * BLOCKS**2, BITS)).astype(np.float32)
+        for begin in range(0, count, 1024):
+            part = slice(begin, begin + 1024)
+            planes = thumbnails[part].astype(np.float32)
+            self.flat[part] = np.sqrt(planes.var((2, 3)).mean(1)) < FLAT
+            self.cells[part] = np.einsum("nchw,c->nhw", _squares(planes, SIDE // CELLS), LIGHTNESS[channels])[:, None]
+            self.blocks[part] = blocks = _squares(planes, SIDE // BLOCKS)
+            self.brightness[part] = blocks.mean((1, 2, 3))
+            # The contrast of blocks, since resizing takes contrast from thin lines.
+            self.contrast[part] = np.maximum(np.sqrt(blocks.var((2, 3)).mean(1)), 1.0)
+            pattern = (blocks - blocks.mean((2, 3), keepdims=True)).reshape(len(blocks), -1)
+            self.codes[part] = np.packbits(pattern @ directions > 0, axis=1).view(np.uint64)[:, 0]
+
+    def difference(self, planes: np.ndarray, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        """Difference of the cells or blocks of pairs, in `planes`, at the same brightness and contrast."""
+        scale = np.sqrt(self.contrast[other] / self.contrast[one])[:, None, None, None]
+        level = self.brightness[:, None, None, None]
+        return (planes[one] - level[one]) * scale - (planes[other] - level[other]) / scale
+
+    def limits(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        """Factors of the limits of pairs. Images that are both enlarged to thumbnails lose nothing by that."""
+        smaller, larger = np.minimum(self.sides[one], self.sides[other]), np.maximum(self.sides[one], self.sides[other])
+        side = np.where(larger < SIDE, SIDE, smaller.clip(SMALLEST, LARGEST))
+        return SIDE / side * np.minimum(1, np.minimum(self.contrast[one], self.contrast[other]) / FAINT)
+
+
+def _squares(planes: np.ndarray, side: int) -> np.ndarray:
+    """Means of squares of `side` x `side`."""
+    return planes.reshape(*planes.shape[:2], planes.shape[2] // side, side, -1, side).mean((3, 5))
+
+
+def near_pairs(thumbnails: Thumbnails) -> np.ndarray:
+    """Pairs of images that are nearly the same (pairs x 2, the first index below the second)."""
+    chosen = np.flatnonzero(~thumbnails.flat)
+    found = [np.empty((0, 2), np.int64)]
+    for one, other in _candidates(thumbnails.codes[chosen]):
+        first, second = _alike(thumbnails, chosen[one], chosen[other])
+        found.append(np.stack([np.minimum(first, second), np.maximum(first, second)], axis=1))
+    return np.unique(np.concatenate(found), axis=0)
+
+
+def _candidates(codes: np.ndarray) -> Iterator[Pairs]:
+    """Pairs of codes that differ in few bits, some of them several times.
+
+    Of 7 different bits, one of 4 bands has at most one. So each band is looked up with each of its bits changed, in the
+    list of images sorted by that band; no image is compared with all others.
+    """
+    width = BITS // BANDS
+    for band in range(BANDS):
+        values = (codes >> np.uint64(band * width)).astype(np.int64) & ((1 << width) - 1)
+        order = np.argsort(values, kind="stable")
+        begins = np.searchsorted(values[order], np.arange((1 << width) + 1))
+        for flipped in (0, *(1 << bit for bit in range(width))):
+            begin, counts = begins[values ^ flipped], np.diff(begins)[values ^ flipped]
+            ends = np.cumsum(counts)
+            at = 0
+            while at < len(codes):
+                past = ends[at - 1] if at else 0
+                until = max(at + 1, int(np.searchsorted(ends, past + PAIRS, side="right")))
+                one = np.repeat(np.arange(at, until), counts[at:until])
+                inside = np.arange(len(one)) - np.repeat(ends[at:until] - counts[at:until] - past, counts[at:until])
+                other = order[begin[one] + inside]
+                near = (one < other) & (np.bitwise_count(codes[one] ^ codes[other]) <= MOST_BITS)
+                if near.any():
+                    yield one[near], other[near]
+                at = until
+
+
+def _alike(thumbnails: Thumbnails, one: np.ndarray, other: np.ndarray) -> Pairs:
+    """Those pairs that are nearly the same."""
+    kept: list[np.ndarray] = [np.empty(0, np.int64)]
+    contrast, brightness = thumbnails.contrast, thumbnails.brightness
+    ratio = np.maximum(contrast[one], contrast[other]) / np.minimum(contrast[one], contrast[other])
+    likely = np.flatnonzero((np.abs(brightness[one] - brightness[other]) < MOST_BRIGHTER) & (ratio < MOST_CONTRAST))
+    for begin in range(0, len(likely), 1024):
+        pairs = likely[begin : begin + 1024]
+        both = one[pairs], other[pairs]
+        light, colour = (thumbnails.difference(planes, *both) for planes in (thumbnails.cells, thumbnails.blocks))
+        compared = [(light, side, most) for side, most in MOST_APART.items()] + [(colour, 2, MOST_IN_COLOUR)]
+        apart = [np.abs(_squares(planes, side)).max((1, 2, 3)) / most for planes, side, most in compared]
+        kept.append(pairs[np.max(apart, axis=0) < thumbnails.limits(*both)])
+    pairs = np.concatenate(kept)
+    return one[pairs], other[pairs]
+
+
+CHUNK = 32
+PREFETCH = 2
+"""Chunks per loading process that are under way at once."""
+KINDS = {"empty": EMPTY, "no image": UNKNOWN_FORMAT, "too large": TOO_LARGE}
+"""Kind of problem -> words of the decoder about it"""
+
+
+class Scan(NamedTuple):
+    """Result for one image."""
+
+    problem: str
+    """Kind of problem in a word; '' where the image can be read"""
+    reason: str
+    digest: bytes
+    """Equal for images of equal bytes; b'' where they cannot be read"""
+    mode: str
+    """How the colours are stored; '' where the model takes them so, or where it is unknown"""
+    size: tuple[int, int]
+    """Width and height; (0, 0) where unknown"""
+    damage: str = ""
+    """The decoder's warning about an image that it could read all the same"""
+    thumbnail: bytes = b""
+    """Pixels of the whole image, channels x SIDE x SIDE; b'' where it cannot be read"""
+
+
+@dataclass
+class Split:
+    """Split of a data set with the scans of its images."""
+
+    title: str
+    samples: Samples
+    scans: list[Scan]
+
+
+def scan_split(title: str, samples: Samples, data: DataConfig, workers: int) -> Split:
+    """Scan every image of a split."""
+    chunks = [list(range(begin, min(begin + CHUNK, len(samples)))) for begin in range(0, len(samples), CHUNK)]
+    loader = DataLoader(
+        _Scanner(samples, data),
+        batch_sampler=chunks,
+        num_workers=min(workers, len(chunks)),
+        prefetch_factor=PREFETCH if workers and chunks else None,
+        collate_fn=list,
+        generator=torch.Generator(),
+        persistent_workers=bool(workers and chunks),
+    )
+    scans: list[Scan] = []
+
+    def next_images() -> str:
+        others = CHUNK * workers * PREFETCH - 1
+        return f"{samples.name(len(scans))} or one of the next {others} images of the {title} split"
+
+    with warnings.catch_warnings(action="ignore"), progress_bar(len(samples), "images", title) as bar:
+        processes = LoadingProcesses(loader, next_images) if loader.num_workers else None
+        try:
+            for chunk in processes or loader:
+                scans.extend(chunk)
+                bar.update(len(chunk))
+        except TrainingError as death:
+            raise TrainingError(f"{death} If an image caused this, it is {next_images()}.") from None
+        finally:
+            if processes is not None:
+                processes.end()
+    return Split(title, samples, scans)
+
+
+class _Scanner(Dataset[Any]):
+    def __init__(self, samples: Samples, data: DataConfig) -> None:
+        self.samples, self.channels = samples, data.IMAGE_CHANNELS
+        # Images are decoded whole: training's fastest decoders may stop at the end of a crop and miss damage behind it.
+        # And they are resized whole, to the thumbnails that are compared with each other.
+        whole = {"CROP": "none", "IMAGE_SIZE": SIDE}
+        self.pixels = Pixels(data.model_copy(update=whole), train=False)
+        self.by_simplejpeg = decoder_of_jpeg() == "simplejpeg"
+        self.out = torch.empty(data.IMAGE_CHANNELS, SIDE, SIDE, dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitems__(self, indices: list[int]) -> list[Scan]:
+        self.samples.prefetch(indices)
+        return [self._scan(index) for index in indices]
+
+    def _scan(self, index: int) -> Scan:
+        read: list[Encoded] = []
+
+        def decode() -> None:
+            read[:] = [self.samples.read(index)]
+            self.pixels(read[0], self.out)
+
+        failure = failure_of(decode)
+        encoded = read[0] if read else None
+        if failure is not None:
+            problem = next((kind for kind, reason in KINDS.items() if reason in failure.reason), failure.kind)
+            return Scan(problem, failure.reason, b"", "", (0, 0))
+        assert encoded is not None
+        mode, size, damage = "", encoded.shape[1::-1] if isinstance(encoded, np.ndarray) else (0, 0), ""
+        if not isinstance(encoded, np.ndarray):
+            header = header_of(encoded, self.channels)
+            mode, size = header.mode, header.size
+            damage = damage_of(encoded) if self.by_simplejpeg and encoded.startswith(JPEG_START) else ""
+        digest = hashlib.blake2b(bytes(encoded), digest_size=16).digest()
+        return Scan("", "", digest, mode, size, damage, self.out.numpy().tobytes())
 
 
 class Found(NamedTuple):
@@ -41,23 +282,20 @@ class Findings:
     """By split"""
     unlabelled: dict[str, int]
     """Images without a label, by split; empty where every image has exactly one"""
-    defects: dict[str, list[Found]] = field(default_factory=lambda: defaultdict(list))
-    notes: dict[str, list[Found]] = field(default_factory=lambda: defaultdict(list))
-    empty: list[str] = field(default_factory=list)
-    """Classes without training images: a defect"""
-    unvalidated: list[str] = field(default_factory=list)
-    """Other classes without validation images: a note"""
-    tiny: list[str] = field(default_factory=list)
-    """Classes with fewer than FEW training images, with their number: a note"""
+    defects: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    """By kind: images, each Found, or names of classes"""
+    notes: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
 
     @property
     def clean(self) -> bool:
-        return not self.empty and not any(self.defects.values())
+        return not any(self.defects.values())
 
 
 UNREADABLE, DAMAGED = "unreadable", "damaged but readable"
 LABELS, DUPLICATES, OVERLAP = "label out of range", "duplicate", "in both parts"
 CONFLICTS = "conflicting labels"
+EMPTY_CLASSES, UNVALIDATED = "empty classes", "classes without validation images"
+TINY = "tiny classes"
 SMALL, MODES = "smaller than IMAGE_SIZE", "not plain"
 NEAR_OVERLAP, NEAR_DUPLICATES, FLAT_IMAGES = "nearly in both parts", "nearly duplicate", "of one colour"
 FEW = 5
@@ -93,9 +331,9 @@ def find_problems(splits: list[Split], num_classes: int, image_size: int) -> Fin
     unlabelled = {title: int((labels.sum(1) == 0).sum()) for title, labels in rows.items()}
     findings = Findings(counts, {split.title: len(split.samples) for split in splits}, unlabelled)
     of_training, of_validation = (counts.get(title, {}) for title in ("training", "validation"))
-    findings.empty = [name for name, count in of_training.items() if not count]
-    findings.unvalidated = [name for name, count in of_validation.items() if not count and name not in findings.empty]
-    findings.tiny = [f"{name} ({count})" for name, count in of_training.items() if 0 < count < FEW]
+    empty = findings.defects[EMPTY_CLASSES] = [name for name, count in of_training.items() if not count]
+    findings.notes[UNVALIDATED] = [name for name, count in of_validation.items() if not count and name not in empty]
+    findings.notes[TINY] = [f"{name} ({count})" for name, count in of_training.items() if 0 < count < FEW]
     copies: dict[bytes, list[_Image]] = {}
     for split in splits:
         for index, scan in enumerate(split.scans):
@@ -194,6 +432,9 @@ def _add_near(findings: Findings, splits: list[Split]) -> None:
 SHOWN = 5
 """Lines of each kind of finding; twice as many of the table of classes"""
 HEADINGS = {
+    EMPTY_CLASSES: "classes without training images",
+    UNVALIDATED: UNVALIDATED,
+    TINY: f"classes with fewer than {FEW} training images",
     UNREADABLE: "cannot be read",
     DAMAGED: "damaged, although they can be read",
     LABELS: "labels out of range",
@@ -210,10 +451,7 @@ HEADINGS = {
 
 def text(findings: Findings, data: DataConfig, advice: list[str]) -> str:
     """Report for the terminal: numbers, the `advice`, then SHOWN lines of each kind, with names below DATA_PATH."""
-    kinds: dict[str, Sequence[str | Found]] = {"DEFECT: classes without training images": findings.empty}
-    kinds |= {f"DEFECT: {HEADINGS[kind]}": found for kind, found in findings.defects.items()}
-    kinds["note: classes without validation images"] = findings.unvalidated
-    kinds[f"note: classes with fewer than {FEW} training images"] = findings.tiny
+    kinds = {f"DEFECT: {HEADINGS[kind]}": found for kind, found in findings.defects.items()}
     kinds |= {f"note: {HEADINGS[kind]}": found for kind, found in findings.notes.items()}
     summary = []
     for split, counts in findings.classes.items():
@@ -254,25 +492,20 @@ def _lines(found: Sequence[str | Found], prefix: str) -> list[str]:
 def as_json(findings: Findings) -> dict[str, Any]:
     """Content of the -json file."""
 
-    def listed(kinds: dict[str, list[Found]]) -> dict[str, Any]:
-        return {
-            kind.replace(" ", "_").lower(): [
-                {"part": f.split, "name": f.name, "about": f.about, **({"kind": f.kind} if f.kind else {})}
-                for f in found
-            ]
-            for kind, found in kinds.items()
-        }
+    def listed(kinds: dict[str, list[Any]]) -> dict[str, Any]:
+        return {kind.replace(" ", "_").lower(): [in_json(one) for one in found] for kind, found in kinds.items()}
+
+    def in_json(one: str | Found) -> Any:
+        if isinstance(one, str):
+            return one
+        return {"part": one.split, "name": one.name, "about": one.about, **({"kind": one.kind} if one.kind else {})}
 
     return {
         "clean": findings.clean,
         "classes": findings.classes,
         **({"images_without_label": findings.unlabelled} if findings.unlabelled else {}),
-        "defects": {"empty_classes": findings.empty, **listed(findings.defects)},
-        "notes": {
-            "classes_without_validation_images": findings.unvalidated,
-            "tiny_classes": findings.tiny,
-            **listed(findings.notes),
-        },
+        "defects": listed(findings.defects),
+        "notes": listed(findings.notes),
     }
 
 

@@ -21,10 +21,11 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from tools.common.command_line import OVERWRITE, Tool, about_one_device, above_zero, check_one_training, run_tool
 from tools.common.output_file import writing
@@ -39,7 +40,7 @@ from utils.text import counted, redacted_values
 if TYPE_CHECKING:
     from tools.choose_precision.layers import Layer
     from tools.common.precisions import Mode
-    from tools.compare.plan import Run
+    from tools.compare.runs import Run
 
 FEWEST_UPDATES = 5
 POINTS = 100
@@ -123,33 +124,17 @@ class Measured:
         self.peak_memory_gb, self.skipped = history.peak_memory_gb or 0.0, history.skipped
         self.updates, self.scale = lines[-1]["update"], lines[-1]["scale"]
 
-    @property
-    def gain(self) -> str:
-        """Its memory and its loss, for the recommendation."""
-        percent = round(100 * ((self.memory or 1) - 1))
-        memory = f"{abs(percent)} % {'less' if percent < 0 else 'more'} memory"
-        return (
-            f"{'the same memory' if abs(percent) < 2 else memory}; its loss differs from fp32's by at most "
-            f"{self.difference:.2g}; two fp32 seeds differ by {self.noise:.2g}"
-        )
 
-
-@dataclass(frozen=True)
 class Baseline:
     """fp32 with three seeds: its speed and loss curves, and the noise of both."""
 
-    runs: list[Measured]
-    """The first has the user's seed, which the other precisions use as well."""
-
-    @property
-    def images_per_second(self) -> float:
-        return statistics.median(run.images_per_second for run in self.runs)
-
-    @property
-    def speed_noise(self) -> float:
+    def __init__(self, runs: list[Measured]) -> None:
+        self.runs = runs
+        """The first has the user's seed, which the other precisions use as well."""
+        speeds = [run.images_per_second for run in runs]
+        self.images_per_second = statistics.median(speeds)
+        self.speed_noise = max(speeds) / min(speeds) - 1
         """Variation of the speed between the three runs: 0.1 is 10 %."""
-        speeds = [run.images_per_second for run in self.runs]
-        return max(speeds) / min(speeds) - 1
 
     def seed_noise(self, reports: int) -> float:
         """Largest difference between loss curves of two seeds, over this many reports."""
@@ -157,20 +142,16 @@ class Baseline:
         return max(largest_difference(*pair) for pair in itertools.combinations(curves, 2))
 
 
-def _smooth(curves: list[list[float]]) -> list[list[float]]:
+def _smooth(*curves: list[float]) -> np.ndarray:
     """Moving means of loss curves, over the reports that all of them have."""
-    length = min(map(len, curves))
-    window = max(1, length // SMOOTHED_OVER)
-    return [[math.fsum(curve[at : at + window]) / window for at in range(length - window + 1)] for curve in curves]
+    common = np.array([curve[: min(map(len, curves))] for curve in curves])
+    window = max(1, common.shape[1] // SMOOTHED_OVER)
+    return np.lib.stride_tricks.sliding_window_view(common, window, axis=1).mean(2)
 
 
 def largest_difference(first: list[float], second: list[float]) -> float:
     """Largest difference of two smoothed loss curves; infinite if one has a NaN."""
-    return _greatest(abs(a - b) for a, b in zip(*_smooth([first, second]), strict=True))
-
-
-def _greatest(values: Iterable[float]) -> float:
-    return max((value if math.isfinite(value) else math.inf for value in values), default=math.inf)
+    return float(np.nan_to_num(np.ptp(_smooth(first, second), axis=0), nan=math.inf).max())
 
 
 def judge(one: Measured, base: Baseline, updates: int, slow: str = "") -> None:
@@ -187,8 +168,8 @@ def judge(one: Measured, base: Baseline, updates: int, slow: str = "") -> None:
     one.noise = base.seed_noise(len(one.losses))
     # One seed is not enough to compare with: small differences grow until two curves differ as much as those of two
     # seeds do, in either direction. So harm is a curve that rises above those of all three.
-    curve, *seeds = _smooth([one.losses, *(run.losses for run in base.runs)])
-    one.excess = _greatest(value - max(others) for value, *others in zip(curve, *seeds, strict=True))
+    curve, *seeds = _smooth(one.losses, *(run.losses for run in base.runs))
+    one.excess = float(np.nan_to_num(curve - np.fmax.reduce(seeds), nan=math.inf).max())
     if one.excess > one.noise:
         one.against.append(
             f"its loss is up to {one.excess:.2g} above all fp32 seeds, which differ by {one.noise:.2g} among themselves"
@@ -203,19 +184,22 @@ def recommend(modes: list[Measured], base: Baseline, fp32_flags: str) -> dict[st
     if fast := [one for one in sound if one.speed and one.speed > max(FASTER, noisy)]:
         enough = ALIKE * max(one.speed or 0 for one in fast)
         chosen = next(one for one in fast if (one.speed or 0) >= enough)
-        gains = f"{chosen.speed:.2g}x faster, {chosen.gain}"
+        gains = f"{chosen.speed:.2g}x faster,"
     elif small := [one for one in sound if (one.memory or 1) <= SMALLER and (one.speed or 0) * noisy >= 1]:
-        chosen = min(small, key=lambda one: one.memory or 1)
-        gains = f"no faster, but {chosen.gain}"
+        chosen, gains = min(small, key=lambda one: one.memory or 1), "no faster, but"
     else:
         why = f" (the speed of equal runs varied by {100 * base.speed_noise:.0f} %)" * (base.speed_noise > 0.02)
-        chosen = Measured(FP32, fp32_flags)
         gains = (
             f"of the precisions that trained as well as fp32, none was faster by more than both "
             f"{100 * (FASTER - 1):.0f} % and the noise, and none saved {100 * (1 - SMALLER):.0f} % of memory without "
             f"being slower{why}"
         )
-    return {"mode": chosen.name, "flags": chosen.flags, "sentence": f"{chosen.flags}: {gains}."}
+        return {"mode": FP32, "flags": fp32_flags, "sentence": f"{fp32_flags}: {gains}."}
+    percent = round(100 * ((chosen.memory or 1) - 1))
+    memory = f"{abs(percent)} % {'less' if percent < 0 else 'more'} memory" if abs(percent) >= 2 else "the same memory"
+    loss = f"its loss differs from fp32's by at most {chosen.difference:.2g}; two fp32 seeds differ by"
+    sentence = f"{chosen.flags}: {gains} {memory}; {loss} {chosen.noise:.2g}."
+    return {"mode": chosen.name, "flags": chosen.flags, "sentence": sentence}
 
 
 def _choose(argv: list[str]) -> int:
@@ -231,8 +215,7 @@ def _choose(argv: list[str]) -> int:
     from engine.preflight import check
     from tools.common.precisions import REFERENCE, is_emulated, lacks_arithmetic, modes_to_measure
     from tools.common.sessions import silence_torchao
-    from tools.compare.plan import Run
-    from tools.compare.train import Terminated
+    from tools.compare.runs import Run, Terminated
     from utils.distributed.world import ALONE
 
     silence_torchao()
@@ -244,8 +227,8 @@ def _choose(argv: list[str]) -> int:
     threads = set_up_device(config, device, ALONE)
     where = describe_devices(device, ALONE, threads)
     log.info("%s on %s, batch %d, %s", config.MODEL.NAME, config.DATA.DATASET, config.DATA.BATCH_SIZE, where)
-    names = ["fp32 (three seeds)", *(mode.name for mode in modes)]
-    log.info("measuring %s of each: %s", counted(asked.updates, "update"), ", ".join(names))
+    names, updates = ", ".join(["fp32 (three seeds)", *(mode.name for mode in modes)]), counted(asked.updates, "update")
+    log.info("measuring %s of each, about %g minutes at most (-budget_min): %s", updates, asked.budget_min, names)
     for name, reason in left_out.items():
         log.info("left out: %s: %s", name, reason)
 
@@ -258,8 +241,8 @@ def _choose(argv: list[str]) -> int:
 
     def run_of(mode: Mode, seed: int) -> Run:
         amp = mode.amp(config.AMP).model_copy(update={"AUTO_FP32": False})
-        folder_of_run = folder / f"{mode.name}-{seed}"
-        return Run(mode.name, seed, short.model_copy(update={"AMP": amp, "SEED": seed}), folder_of_run)
+        settings = short.model_copy(update={"AMP": amp, "SEED": seed})
+        return Run(mode.name, seed, settings, folder / f"{mode.name}-{seed}")
 
     # fp32 first, in the middle and last, each with a seed of its own, so that a drift of the machine shows.
     half, others = len(modes) // 2, [run_of(mode, config.SEED) for mode in modes]
@@ -267,11 +250,11 @@ def _choose(argv: list[str]) -> int:
     runs = [fp32[0], *others[:half], fp32[1], *others[half:], fp32[2]]
     try:
         measured = _train(runs, 60 * asked.budget_min, bool(asked.overwrite))
-        base, found = Baseline([measured[run.folder] for run in fp32]), [measured[run.folder] for run in others]
-        if failed := next((run.failed for run in base.runs if run.failed), ""):
+        if failed := next((why for run in fp32 if (why := measured[run.folder].failed)), ""):
             raise TrainingError(
                 f"fp32 failed, so nothing can be compared with it: {failed}. Try a smaller -batch_size."
             )
+        base, found = Baseline([measured[run.folder] for run in fp32]), [measured[run.folder] for run in others]
         for mode, run, one in zip(modes, others, found, strict=True):
             one.flags = mode.flags(config.AMP)
             if mode.dtype and not one.failed:
@@ -317,10 +300,9 @@ def _choose(argv: list[str]) -> int:
 
 def _train(runs: list[Run], seconds: float, again: bool) -> dict[Path, Measured]:
     """Train what is not trained yet; each run gets an equal part of the time left, and is paused when that is over."""
-    from tools.common.comparison.runs import is_finished
+    from tools.common.comparison import is_finished
     from tools.common.turns import progress
-    from tools.compare.plan import check_runs
-    from tools.compare.train import terminating, train_run
+    from tools.compare.runs import check_runs, terminating, train_run
 
     check_runs(runs, again)
     measured: dict[Path, Measured] = {}
@@ -356,16 +338,18 @@ def _examine_layers(run: Run, one: Measured) -> None:
 
 def _rows(found: list[Measured], base: Baseline) -> list[list[str]]:
     """One row per mode. `loss`: largest difference from fp32's curve; `two seeds`: that of two fp32 curves."""
-    rows = [["mode", "images/s", "speed", "memory", "of fp32's", "loss", "two seeds", "skipped"]]
-    rows[0] += ["underflow", "headroom"]
     noise, memory = _small(base.seed_noise(len(base.runs[0].losses))), f"{base.runs[0].peak_memory_gb:.2f} GB"
-    rows.append([FP32, rounded(base.images_per_second), "1.00x", memory, "100 %", "-", noise, *["-"] * 3])
+    rows = [
+        ["mode", "images/s", "speed", "memory", "of fp32's", "loss", "two seeds", "skipped", "underflow", "headroom"],
+        [FP32, rounded(base.images_per_second), "1.00x", memory, "100 %", "-", noise, *["-"] * 3],
+    ]
     for one in found:
         if one.failed:
             rows.append([one.name, *["-"] * 9])
             continue
         headroom = min((layer.headroom for layer in one.layers), default=math.inf)
         power = "any" if math.isinf(headroom) else f"2^{math.floor(math.log2(headroom))}"
+        worst = max((layer.underflow_share for layer in one.layers), default=0.0)
         rows.append(
             [
                 one.name,
@@ -376,8 +360,7 @@ def _rows(found: list[Measured], base: Baseline) -> list[list[str]]:
                 _small(one.difference),
                 _small(one.noise),
                 f"{one.skipped}/{one.updates}",
-                _percent(max(layer.underflow_share for layer in one.layers)) if one.layers else "-",
-                power if one.layers else "-",
+                *([_percent(worst), power] if one.layers else ["-", "-"]),
             ]
         )
     return rows

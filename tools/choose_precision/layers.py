@@ -22,7 +22,7 @@ from utils.seeding import seed_all
 from vitamp.files import parse_json
 
 if TYPE_CHECKING:
-    from tools.compare.plan import Run
+    from tools.compare.runs import Run
 
 SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e5m2: "e5m2", torch.float8_e4m3fn: "e4m3"}
 

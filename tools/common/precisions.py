@@ -79,25 +79,26 @@ def mode_of(word: str, amp: AmpConfig, device: torch.device) -> Mode | None:
     return BY_NAME[(dtype if level == "O1" else f"{level}-{dtype}").casefold()]
 
 
-def unknown_mode(word: str) -> UserError:
-    names = list(dict.fromkeys([*(mode.name for mode in MODES), *AMP_WORDS.split()]))
-    return UserError(f"-modes: unknown {word!r}.{nearest(word, names)} It takes {', '.join(names)}.")
+def modes_named(text: str, config: Config, device: torch.device) -> list[tuple[str, Mode]]:
+    """Parse -modes, such as `bf16,O2-fp16`: each word and its precision."""
+    found = []
+    for word in filter(None, map(str.strip, text.split(","))):
+        if (mode := mode_of(word, config.AMP, device)) is None:
+            names = list(dict.fromkeys([*(mode.name for mode in MODES), *AMP_WORDS.split()]))
+            raise UserError(f"-modes: unknown {word!r}.{nearest(word, names)} It takes {', '.join(names)}.")
+        if why := cannot(mode, config, device):
+            raise UserError(f"-modes {mode.name}: {why}")
+        found.append((word, mode))
+    return found
 
 
 def modes_to_measure(text: str | None, config: Config, device: torch.device) -> tuple[tuple[Mode, ...], dict[str, str]]:
-    """Parse -modes, such as `bf16,O2-fp16`: what to compare with fp32. Without it, also name -> why it is left out."""
-    if text is None:
-        left_out = {mode.name: why for mode in MODES[1:] if (why := _why_not(mode, config, device))}
-        return tuple(mode for mode in MODES[1:] if mode.name not in left_out), left_out
-    names: set[str] = set()
-    for word in filter(None, (part.strip() for part in text.split(","))):
-        mode = mode_of(word, config.AMP, device)
-        if mode is None:
-            raise unknown_mode(word)
-        if why := cannot(mode, config, device):
-            raise UserError(f"-modes {mode.name}: {why}")
-        names.add(mode.name)
-    return tuple(mode for mode in MODES[1:] if mode.name in names), {}
+    """What to compare with fp32, by -modes. Without it, also name -> why it is left out."""
+    if text is not None:
+        named = {mode for _, mode in modes_named(text, config, device)}
+        return tuple(mode for mode in MODES[1:] if mode in named), {}
+    left_out = {mode.name: why for mode in MODES[1:] if (why := _why_not(mode, config, device))}
+    return tuple(mode for mode in MODES[1:] if mode.name not in left_out), left_out
 
 
 def _why_not(mode: Mode, config: Config, device: torch.device) -> str | None:

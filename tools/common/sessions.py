@@ -160,9 +160,7 @@ def _turn() -> Metrics:
 
 
 def _close() -> None:
-    global _session
     _session.close()
-    _session = Session()
 
 
 def warmup_updates(updates: int) -> int:

@@ -31,11 +31,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.common.command_line import Tool, above_zero, run_tool
-from tools.common.comparison.verdict import (
+from tools.common.comparison import (
     ByName,
     Judged,
     Metrics,
     by_name,
+    in_words,
     judge,
     judged_of,
     number_of,
@@ -57,8 +58,7 @@ from vitamp.files import kind_of_path
 from vitamp.metrics import AVERAGE, ONE_LABEL, PLAIN
 
 if TYPE_CHECKING:
-    from tools.compare.plan import Plan
-    from tools.compare.train import Trained
+    from tools.compare.runs import Plan, Trained
 
 
 OWN = (
@@ -92,8 +92,7 @@ def _compare(argv: list[str]) -> int:
     if (kind := kind_of_path(out)) not in (None, "a folder"):
         raise UserError(f"-output {out}: this is {kind}; name a folder.")
 
-    from tools.compare.plan import make_plan
-    from tools.compare.train import Terminated, train_all
+    from tools.compare.runs import Terminated, make_plan, train_all
 
     plan = make_plan(line, out)
     for remark in plan.remarks:
@@ -114,8 +113,8 @@ def _compare(argv: list[str]) -> int:
 
 def _write(plan: Plan, trained: Trained, out: Path) -> dict[str, Any]:
     """Write compare.json with all metrics so far, and return its contents."""
-    from tools.common.comparison.runs import is_finished, metrics_of
-    from tools.compare.plan import SET_BY_MODE, SET_PER_FOLD, SET_PER_RUN
+    from tools.common.comparison import is_finished, metrics_of
+    from tools.compare.runs import SET_BY_MODE, SET_PER_FOLD, SET_PER_RUN
 
     names, failed = list(plan.contenders), trained.failed
     set_here = SET_BY_MODE | SET_PER_RUN | SET_PER_FOLD
@@ -138,7 +137,8 @@ def _write(plan: Plan, trained: Trained, out: Path) -> dict[str, Any]:
     about = {
         "compared": names,
         **({"varied": list(plan.varied)} if plan.varied else {}),
-        **plan.judged.as_noted(),
+        "metric": plan.judged.metric.name,
+        "weights": plan.judged.weights.name,
         "seeds": list(plan.seeds),
         **({} if plan.folds is None else {"folds": plan.folds}),
         "date": time.strftime("%Y-%m-%d"),
@@ -195,24 +195,13 @@ def table(runs: ByName, names: Sequence[str], judged: Judged, what: str = "mode"
     """One row per contender. `what`: the heading of their names."""
     from engine.measure.throughput import shown_rate
 
-    heading = judged.metric.heading
-    head = [
-        what,
-        "runs",
-        "images/s",
-        "s/epoch",
-        "speed",
-        "peak memory",
-        f"last {heading}",
-        f"best {heading}",
-        "skipped",
-    ]
+    last_best = [f"{which} {judged.metric.heading}" for which in ("last", "best")]
+    rows = [[what, "runs", "images/s", "s/epoch", "speed", "peak memory", *last_best, "skipped"]]
     base, digits = runs.get(names[0], {}), judged.digits + 1
-    rows = [head]
     for name in names:
         ours = runs.get(name, {})
         if not ours:
-            rows.append([name, "0", *["-"] * (len(head) - 2)])
+            rows.append([name, "0", *["-"] * (len(rows[0]) - 2)])
             continue
 
         def shown(key: str, form: Callable[[float], str], ours: dict[int, Metrics] = ours) -> str:
@@ -240,11 +229,7 @@ def table(runs: ByName, names: Sequence[str], judged: Judged, what: str = "mode"
 
 def sentences(about: dict[str, Any]) -> list[str]:
     """The verdicts, each with its details, and the problems."""
-    lines: list[str] = []
-    for verdict in about["verdicts"]:
-        lines.append(verdict["text"])
-        if verdict["details"]:
-            lines.append(f"  ({verdict['details']})")
+    lines = in_words(about["verdicts"])
     if about["runs"] and (words := no_better_than_guessing(about["runs"], judged_of(about))):
         lines.append(words)
     return [*lines, *about["troubles"], *about.get("data", ())]

@@ -20,7 +20,7 @@ from datasets.shards import hub as hub_data
 from engine.checkpoint.folder import raising_os_errors
 from models.build import is_timm_name
 from models.parts import count_parameters
-from tools.common.report_page.runs import Run, read_runs
+from tools.common.report_page.runs import LAYOUTS, Run, read_runs
 from tools.export import CARD, CONFIG, CURVES, WEIGHTS
 from tools.export.formats import Export, Format
 from utils.errors import TrainingError, first_line
@@ -30,8 +30,6 @@ from vitamp.checkpoints import run_folder_of
 from vitamp.metrics import LOSS, ONE_LABEL
 
 TASK = "image-classification"
-LAYOUTS = ("csv", "imagefolder", "imagenet2012", "shards")
-"""Values of DATA.DATASET that say how images are stored, not which they are"""
 UNKNOWN = "unknown"
 MOST_CLASSES = 50
 """Class names in the card; all are in config.json"""
@@ -241,11 +239,10 @@ class Hub(Format):
 def _data_config(export: Export) -> dict[str, Any]:
     """The preprocessing of validation, in the words of timm.data."""
     about = export.metadata(False)
+    size = about["image_size"]
     return {
-        "input_size": (about["channels"], about["image_size"], about["image_size"]),
-        "interpolation": about["interpolation"],
+        "input_size": (about["channels"], size, size),
         "mean": tuple(about["mean"]),
         "std": tuple(about["std"]),
-        "crop_pct": about["crop_pct"],
-        "crop_mode": about["crop_mode"],
+        **{key: about[key] for key in ("interpolation", "crop_pct", "crop_mode")},
     }

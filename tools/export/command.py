@@ -28,8 +28,10 @@ are missing or left over, apart from the classifier's; 2 anything wrong with the
 
 from __future__ import annotations
 
+import contextlib
 from argparse import Namespace
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from tools.common.command_line import NO_CALIBRATION, OVERWRITE, PART, TRUST, WEIGHTS, Tool, run_tool
@@ -45,6 +47,8 @@ HUB, PADDLE = "hub", ".pdparams"
 KNOWN = (*ENDINGS, HUB)
 DTYPES = ("fp32", "fp16", "bf16")
 IMAGES_CHECKED = 256
+ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+"""Needed besides vitamp's requirements"""
 
 NAMES = f"{', '.join(KNOWN[:-1])} and {KNOWN[-1]}"
 
@@ -58,13 +62,10 @@ def _image_count(text: str) -> int | None:
 
 
 def _fraction(text: str) -> float:
-    try:
-        fraction = float(text)
-    except ValueError:
-        fraction = 0.0
-    if not 0 < fraction < 1:
-        raise ValueError("takes a number between 0 and 1, such as 1e-3")
-    return fraction
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < 1:
+            return float(text)
+    raise ValueError("takes a number between 0 and 1, such as 1e-3")
 
 
 OWN = (
@@ -114,35 +115,41 @@ def _export(argv: list[str]) -> int:
         raise UserError(f"-name {asked.name}: works only with PaddleViT's weights, a {PADDLE} file; leave it out.")
     formats = _formats(asked)
     files = _files(asked, formats)
+    missing = [name for name in ONNX_PACKAGES if "onnx" in formats and find_spec(name) is None]
+    if missing:
+        raise UserError(f"-to onnx needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from engine.trained.model import load_trained
     from tools.export.card import Hub
-    from tools.export.check import TOLERANCES, images_for_check, outputs_of, reference_logits
-    from tools.export.formats import FORMATS, Export, Onnx, write_checked
+    from tools.export.formats import (
+        FORMATS,
+        TOLERANCES,
+        Export,
+        images_for_check,
+        outputs_of,
+        reference_logits,
+        write_checked,
+    )
 
     kinds = FORMATS | {HUB: Hub(asked.license)}
-    for name in formats:
-        kinds[name].check_packages()
     calibrated = not asked.no_calibration
     trained = load_trained(asked.path, asked.weights, device="cpu", amp="off", calibrated=calibrated)
     calibration = trained.chosen.describe_calibration(trained.calibrated)
     log.info("%s: %s", asked.path, "; ".join(filter(None, (trained.chosen.words, calibration))))
-    outputs = outputs_of(trained)
-    if HUB in formats and outputs.no_hub:
-        raise UserError(f"-to {HUB}: {outputs.no_hub}.")
+    if HUB in formats and (why := outputs_of(trained).no_hub):
+        raise UserError(f"-to {HUB}: {why}.")
     images = images_for_check(trained, asked.images, asked.check, asked.part or "val")
     if asked.with_resize:
-        from tools.export.from_image import prepend, whole_images
+        from tools.export.from_image import whole_images
 
-        kinds["onnx"] = Onnx(prepend)
         images = whole_images(trained, images)
     expected = reference_logits(trained, images)
-    expected = outputs.probabilities(expected) if asked.with_resize else expected
+    expected = trained.task.probabilities(expected) if asked.with_resize else expected
     tolerance = asked.tolerance or TOLERANCES[asked.dtype]
-    options = (asked.dtype, asked.with_preprocess, asked.with_resize, tolerance)
     for name in formats:
-        write_checked(kinds[name], Export(trained, images, *options), expected, files[name])
+        export = Export(trained, images, asked.dtype, asked.with_preprocess, tolerance)
+        write_checked(kinds[name], export, expected, files[name])
     if HUB in formats and asked.license is None:
         log.info("  README.md has no license: add one before others use the model (-license ID)")
     return EXIT_DONE
@@ -187,35 +194,29 @@ def _files(asked: Namespace, formats: list[str]) -> dict[str, Path]:
         problems.append(f"-out {asked.out}: -to hub writes a folder; name it with -output {asked.out}")
     if HUB in formats and not asked.output:
         problems.append("-output is missing: name the folder that -to hub writes")
-    only_hub = [name for name in ("output", "license") if getattr(asked, name) is not None]
-    if HUB not in formats:
-        problems += [
-            f"-{name} {getattr(asked, name)}: works only with -to hub; add hub, or omit -{name}" for name in only_hub
-        ]
+    for name in ("output", "license") if HUB not in formats else ():
+        if (given := getattr(asked, name)) is not None:
+            problems.append(f"-{name} {given}: works only with -to hub; add hub, or omit -{name}")
     if asked.part and asked.images:
         problems.append(f"-part {asked.part}: the check is on -images {asked.images}; leave one of them out")
     if problems:
         raise UserError(f"{'; '.join(problems)}.")
-    files = _single_files(asked.out, singles, asked.overwrite) if singles else {}
-    if HUB in formats:
-        files[HUB] = check_output_folder(asked.output, "-output", HUB_FILES, fresh=not asked.overwrite)
-    return files
-
-
-def _single_files(out: Path, formats: list[str], overwrite: bool) -> dict[str, Path]:
-    """`out` itself, or for several formats `out` with their endings."""
-    if len(formats) == 1:
-        ending = ENDINGS[formats[0]]
-        if out.suffix != ending:
-            better = out.parent / f"{out.stem}{ending}"
-            raise UserError(f"-out {out}: {formats[0]} files end in {ending}; use -out {better}.")
-        files = {formats[0]: out}
-    else:
-        if out.suffix in ENDINGS.values():
-            raise UserError(f"-out {out}: there are {len(formats)} formats; give the name without ending, {out.stem}.")
-        files = {name: out.with_name(f"{out.name}{ENDINGS[name]}") for name in formats}
+    files: dict[str, Path] = {}
+    if len(singles) == 1:
+        ending = ENDINGS[singles[0]]
+        if asked.out.suffix != ending:
+            better = asked.out.parent / f"{asked.out.stem}{ending}"
+            raise UserError(f"-out {asked.out}: {singles[0]} files end in {ending}; use -out {better}.")
+        files = {singles[0]: asked.out}
+    elif singles:
+        if asked.out.suffix in ENDINGS.values():
+            many = f"there are {len(singles)} formats; give the name without ending, {asked.out.stem}"
+            raise UserError(f"-out {asked.out}: {many}.")
+        files = {name: asked.out.with_name(f"{asked.out.name}{ENDINGS[name]}") for name in singles}
     # ONNX keeps weights beyond 2 GB in a second file.
     second = [file.with_name(f"{file.name}.data") for name, file in files.items() if name == "onnx"]
     for file in (*files.values(), *second):
-        check_output_file(file, "-out", fresh=not overwrite)
+        check_output_file(file, "-out", fresh=not asked.overwrite)
+    if HUB in formats:
+        files[HUB] = check_output_folder(asked.output, "-output", HUB_FILES, fresh=not asked.overwrite)
     return files

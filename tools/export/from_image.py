@@ -22,8 +22,7 @@ from datasets.decoding import Reader
 from datasets.given import open_given
 from datasets.registry import crop_of
 from engine.trained.model import Trained
-from tools.export.check import IMAGE, PROBABILITIES, CheckImages, outputs_of, reference_logits
-from tools.export.formats import run_onnx
+from tools.export.formats import IMAGE, PROBABILITIES, CheckImages, outputs_of, reference_logits, run_onnx
 from utils.config.data import DataConfig
 from utils.errors import TrainingError, UserError
 from utils.log import log
@@ -89,16 +88,12 @@ def whole_images(trained: Trained, images: CheckImages) -> CheckImages:
     pixels = torch.cat([torch.from_numpy(row) for row in rows])
     where = f"{images.source} ({len(made)} of them resized to be {', '.join(SHAPES)})"
     found = CheckImages(pixels, [*names, *made], where)
-    outputs = outputs_of(trained)
     validated = replace(found, pixels=own)
-    wanted, given = (outputs.probabilities(reference_logits(trained, one)) for one in (validated, found))
+    wanted, given = (trained.task.probabilities(reference_logits(trained, one)) for one in (validated, found))
     apart = (own.short() - pixels.short()).abs()
-    percent, most, worst = (
-        100 * float((apart > 0).double().mean()),
-        int(apart.max()),
-        float((wanted - given).abs().max()),
-    )
-    other = outputs.clearly_other(wanted, given, CLEAR)
+    percent, most = 100 * float((apart > 0).double().mean()), int(apart.max())
+    worst = float((wanted - given).abs().max())
+    other = outputs_of(trained).clearly_other(wanted, given, CLEAR)
     if bool(other.any()):
         row = int(torch.nonzero(other)[0])
         raise TrainingError(
@@ -118,7 +113,7 @@ def whole_images(trained: Trained, images: CheckImages) -> CheckImages:
         "probabilities": worst,
     }
     about = {"input": IMAGE, "output": PROBABILITIES, "differences": differences}
-    return replace(found, any_size=sources, about=about)
+    return replace(found, any_size=sources, prepend=functools.partial(prepend, data), about=about)
 
 
 def _decoded(data: DataConfig, samples: Samples, index: int) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import timm
 
+from engine.inputs.batches import input_of
 from models.build import build_without_weights, is_timm_name
 from models.weights.paddle_file import read_pdparams
 from models.weights.paddle_names import (
@@ -30,6 +31,7 @@ from utils.config.model import ModelConfig
 from utils.config.paddlevit import families
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.log import log
+from vitamp.weights import encoded
 
 IMAGE_KEYS = ("IMAGE_SIZE", "IMAGE_CHANNELS")
 DISTILLED = "deit_tiny_distilled_patch16_224"
@@ -146,27 +148,17 @@ def _header(converted: Converted, target: Target, file: Path) -> dict[str, str]:
             "DATA.IMAGENET_STD": list(pretrained.std),
         }
         config = load_config(None, {key: (value, "the file") for key, value in values.items()}, {}).config
-        data = config.DATA
         about |= {
             "model": target.name,
             "made_by": "vitamp",
             "weights": "the model's weights",
-            "input": {
-                "image_size": data.IMAGE_SIZE,
-                "channels": data.IMAGE_CHANNELS,
-                "crop_pct": data.CROP_PCT,
-                "crop_mode": data.CROP_MODE,
-                "interpolation": data.INTERPOLATION,
-                "mean": data.IMAGENET_MEAN,
-                "std": data.IMAGENET_STD,
-            },
+            "input": input_of(config.DATA),
             "settings": {k: v for k, v in values_to_keep(config).items() if k.startswith(("MODEL.", "DATA."))},
             "classes": None,
             "choices": {},
             "fp32_modules": [],
         }
-    plain = {key: value if isinstance(value, str) else json.dumps(value) for key, value in about.items()}
-    return {"format": "pt", **plain}
+    return {"format": "pt", **encoded(about)}
 
 
 def _text(value: Any) -> str:
@@ -207,11 +199,10 @@ def _of_family(file: Path, converted: Converted, name: str | None) -> Target:
     family = families()[converted.family]
     named = family.timm_name(file.name.partition(".")[0])
     guesses = [name] if name else [*filter(None, [named]), *family.models]
-    best, fewest = None, 0
+    best, fewest = None, math.inf
     for guess in dict.fromkeys(guesses):
         target = _published(converted, guess)
-        differing = target.differing(converted)
-        if best is None or differing < fewest:
+        if (differing := target.differing(converted)) < fewest:
             best, fewest = target, differing
         if not differing:
             break

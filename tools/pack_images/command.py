@@ -22,16 +22,15 @@ from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError
 from utils.flags import Flag, Positional, whole
 from utils.log import log
 
-SHORT_SIDE, QUALITY = 256, 90
 OWN = (
     Flag(
         "short_side",
         "pixels of the shorter side; smaller images keep their size",
         "N",
-        default_text=str(SHORT_SIDE),
+        default=256,
         kind=whole(1, 65535),
     ),
-    Flag("quality", "JPEG quality, 1 to 100", "N", kind=whole(1, 100), default_text=str(QUALITY)),
+    Flag("quality", "JPEG quality, 1 to 100", "N", default=90, kind=whole(1, 100)),
     Flag("raw", "store pixels instead of JPEG: no decoding, but 6 to 7 times the size of packed JPEGs"),
     Flag("keep", "copy files unchanged, byte for byte"),
     Flag("shard_images", "images per tar file", "N", default=1000, kind=whole(1, 10**9)),
@@ -54,7 +53,6 @@ def main(argv: list[str]) -> int:
 def _pack(argv: list[str]) -> int:
     line = TOOL.read(argv)
     places = line.asked.places or []
-    jobs = line.asked.num_workers
     if len(places) != 2:
         given = f"got {len(places)}: {' '.join(places)}" if places else "got neither"
         raise UserError(f"pack_images.py needs SRC (what to pack) and DST (the folder to write); {given}. See -h.")
@@ -62,13 +60,13 @@ def _pack(argv: list[str]) -> int:
         raise UserError("-data_path: give the path as SRC, the first argument of pack_images.py.")
     place = "DATA.DATASET" if places[0].startswith("hf:") else "DATA.DATA_PATH"
     loaded = line.load({place: (places[0], "SRC")})
-    config = loaded.config
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from tools.pack_images.run import pack
 
     try:
-        pack(config.DATA, config.MODEL.NUM_CLASSES, Path(places[1]).expanduser(), _settings(line, loaded), jobs)
+        config, folder = loaded.config, Path(places[1]).expanduser()
+        pack(config.DATA, config.MODEL.NUM_CLASSES, folder, _settings(line, loaded), line.asked.num_workers)
     except KeyboardInterrupt:
         log.warning("interrupted; finished tar files stay, and the same command resumes")
         return EXIT_INTERRUPTED
@@ -83,16 +81,11 @@ def _settings(line: ToolLine, loaded: Loaded) -> dict[str, int | str | bool]:
     if "raw" in line.given and "keep" in line.given:
         raise UserError("-raw and -keep exclude each other; give one.")
     kind = next((name for name in ("raw", "keep") if name in line.given), "jpeg")
-    settings: dict[str, int | str | bool] = {"kind": kind}
-    for name, value, kinds in (
-        ("short_side", asked.short_side or SHORT_SIDE, ("jpeg", "raw")),
-        ("quality", asked.quality or QUALITY, ("jpeg",)),
-    ):
-        if kind in kinds:
-            settings[name] = value
-        elif name in line.given:
-            raise UserError(f"-{name} has no effect with -{kind}; leave it out.")
-    settings["shard_images"] = asked.shard_images
+    useless = {"keep": ("short_side", "quality"), "raw": ("quality",)}.get(kind, ())
+    if given := [name for name in useless if name in line.given]:
+        raise UserError(f"-{given[0]} has no effect with -{kind}; leave it out.")
+    names = [name for name in ("short_side", "quality", "shard_images") if name not in useless]
+    settings: dict[str, int | str | bool] = {"kind": kind, **{name: getattr(asked, name) for name in names}}
     if kind != "keep":
         settings["background"] = one_line(background_of(data) if data.BACKGROUND == "mean" else data.BACKGROUND)
     elif odd := [key for key in ("DATA.EXIF_ROTATE", "DATA.BACKGROUND") if not loaded.is_default(key)]:

@@ -13,7 +13,7 @@ import multiprocessing
 import shutil
 import signal
 from collections import defaultdict
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import CancelledError, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -102,10 +102,6 @@ class Record:
     """(name, reason) of each unreadable image"""
 
 
-class Stopped(Exception):
-    """Raised where another process has failed."""
-
-
 _state: tuple[Path, dict[str, Samples], Encoder, Any] | None = None
 """Of a packing process: DST, the splits, the encoder, and a shared event, to stop at the next image"""
 
@@ -135,8 +131,8 @@ def make_shard(shard: Shard) -> Record:
         with replacing(path, sync=False, one_writer=True) as unfinished:
             with contextlib.closing(TarWriter(unfinished)) as writer:
                 for number in shard.indices.tolist():
-                    if stop.is_set():
-                        raise Stopped
+                    if stop.is_set():  # another process has failed
+                        raise CancelledError
                     _add(number, splits[shard.split], encoder, writer, record)
             record.bytes = unfinished.stat().st_size
             # The record comes first, so that every tar file under its final name has one.

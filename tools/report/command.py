@@ -15,12 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from tools.common.command_line import OVERWRITE, PART, TRUST, Tool, run_tool
-from utils.errors import EXIT_DONE, UserError
+from utils.errors import EXIT_DONE
 from utils.flags import Flag, Positional
 from utils.log import log
 
 OWN = (
-    Flag("out", "file to write", "FILE.html", default_text="report.html in the run's folder", kind=Path),
+    Flag("out", "file to write", "FILE.html", default_text="report.html in the run's folder"),
     OVERWRITE,
     replace(PART, about="evaluate the best checkpoint on this split of the run's data", default="val", default_text=""),
     Flag("no_predictions", "leave out predictions, and do not evaluate the best checkpoint"),
@@ -34,19 +34,15 @@ def main(argv: list[str]) -> int:
 
 
 def _report(argv: list[str]) -> int:
-    asked = TOOL.read(argv).asked
-    out: Path | None = asked.out
-    if out is not None and out.suffix.lower() not in (".html", ".htm"):
-        raise UserError(f"-out {out}: name a file that ends in .html.")
+    line = TOOL.read(argv)
+    asked, out = line.asked, line.file("out", ".html", ".htm")
 
-    from tools.common.comparison.runs import verdict_of
+    from tools.common.comparison import verdict_of
     from tools.common.report_page.page import write_report
     from tools.common.report_page.runs import folders_of
 
-    verdict, again = verdict_of(folders_of(asked.runs)), bool(asked.overwrite)
-    page = write_report(
-        asked.runs, out, "\n".join(verdict) or None, not asked.no_predictions, overwrite=again, part=asked.part
-    )
+    verdict = verdict_of(folders_of(asked.runs))
+    page = write_report(asked.runs, out, "\n".join(verdict) or None, not asked.no_predictions, part=asked.part)
     for line in verdict:
         log.info("%s", line)
     log.info("Report: %s", page)

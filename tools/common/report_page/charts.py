@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tools.common.comparison.runs import PAIRED_BY, PLACES
+from tools.common.comparison import PAIRED_BY, PLACES
 from tools.common.report_page.runs import Run, differing_settings, metrics_of
 from utils.record.history import Points
 from vitamp.metrics import SETS

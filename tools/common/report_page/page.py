@@ -11,8 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from tools.common.comparison.runs import contenders_of
-from tools.common.comparison.verdict import Judged, interval, unit
+from tools.common.comparison import Judged, contenders_of, interval, unit
 from tools.common.output_file import check_output_file, writing
 from tools.common.report_page.charts import (
     SIZES,
@@ -110,19 +109,18 @@ def write_report(
     out: Path | None = None,
     verdict: str | None = None,
     predictions: bool = True,
-    overwrite: bool = True,
     part: str = "val",
     judged: Judged | None = None,
 ) -> Path:
     """Write the page and return its path. `out` None: report.html in the folder of the runs, which is always replaced.
 
-    `predictions`: evaluate the best checkpoints, on the split `part`. `overwrite`: replace an existing `out`.
+    `predictions`: evaluate the best checkpoints, on the split `part`.
     `judged`: of the verdict; None for that of the runs' task.
     """
     read = read_runs(runs)
     folder = Path(os.path.commonpath([run.folder.resolve() for run in read]))
     folder = Path.cwd() if folder.parent == folder else folder
-    out = check_output_file(out or folder / "report.html", "-out", fresh=out is not None and not overwrite)
+    out = check_output_file(out or folder / "report.html", "-out")
     evaluations: list[dict[str, Any] | str] = []
     if predictions:
         # Imports torch and timm, which the rest does not need.

@@ -1,59 +1,55 @@
-"""Plan of a comparison: contenders, seeds, the settings of every run, and whether this machine can train them all."""
+"""The runs of a comparison: settings, checked before training; and training, each in a process of its own."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import FrameType
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
+from tqdm import tqdm
+
+from engine.measure.meters import clock
 from tools.common.command_line import ToolLine, check_one_training
-from tools.common.comparison.runs import VALIDATION
-from tools.common.comparison.verdict import Judged, judged_by
-from tools.common.turns import alternating_order
+from tools.common.comparison import VALIDATION, Judged, fraction_done, is_finished, judged_by, metrics_of
+from tools.common.turns import Budget, alternating_order, progress_bar
 from utils.cli import command_line
-from utils.config import Config, Loaded, differences, load_config
+from utils.config import Config, Loaded, differences, load_config, to_yaml
 from utils.config.keys import settings
 from utils.config.kinds import Fold
 from utils.config.words import suggest
 from utils.errors import UserError, nearest
 from utils.flags import BY_NAME
-from utils.program import die_with_parent, started_as
+from utils.log import log
+from utils.program import as_child, die_with_parent, started_as
 from utils.text import counted
+from vitamp.files import write_atomically
 
 if TYPE_CHECKING:
     import torch
 
     from tools.common.precisions import Mode
 
+
 T = TypeVar("T")
-SAME_FOR_ALL = "it is the same for all runs"
-NOT_VARIED = {
-    "SEED": "give -seeds",
-    "DATA.FOLD": "give -folds",
-    "OUTPUT": "every run has a folder of its own",
-    "SAVE": "every run has a folder of its own",
-    "NGPUS": SAME_FOR_ALL,
-    "DEVICE": SAME_FOR_ALL,
-    "MAX_TIME": SAME_FOR_ALL,
-    "EVAL": "every run trains",
-    "MODEL.RESUME": "every run starts anew",
-    "TRAIN.LAST_EPOCH": "every run starts anew",
-}
-"""Settings that -vary refuses -> why, or what to give instead."""
 EXAMPLE = "such as -vary DATA.SAMPLER=shuffle,balanced"
 BRACKETS = {"[": "]", "{": "}", "(": ")"}
 DEFAULT_MODES = "fp32,auto"
-USE_MODES = "list the precisions to compare in -modes"
 SET_BY_MODE = {
-    "AMP.ENABLED": USE_MODES,
-    "AMP.DTYPE": USE_MODES,
-    "AMP.LEVEL": USE_MODES,
+    **dict.fromkeys(("AMP.ENABLED", "AMP.DTYPE", "AMP.LEVEL"), "list the precisions to compare in -modes"),
     "AMP.TF32": "list tf32 in -modes",
 }
 """Settings that each of -modes sets -> what to give instead."""
@@ -68,6 +64,14 @@ SET_PER_FOLD = {
     "DATA.FOLD": "leave out DATA.FOLD to validate on each fold, or leave out -folds to validate only on this one"
 }
 """The same with -folds."""
+NOT_VARIED = SET_PER_RUN | {
+    "DATA.FOLD": "give -folds",
+    "SAVE": "every run has a folder of its own",
+    **dict.fromkeys(("NGPUS", "DEVICE"), "it is the same for all runs"),
+    "EVAL": "every run trains",
+    "MODEL.RESUME": "every run starts anew",
+}
+"""Settings that -vary refuses -> why, or what to give instead."""
 DATA = (*VALIDATION, "DATA.PART", "cfg")
 """What may choose other validation images."""
 MAY_DIFFER = ("OUTPUT", "SAVE", "MODEL.RESUME")
@@ -231,24 +235,20 @@ def read_seeds(text: str) -> tuple[int, ...]:
 
 def read_modes(text: str, config: Config, device: torch.device) -> tuple[Mode, ...]:
     """Parse -modes. A level alone (`O2`) and `auto` are resolved as by -amp on this device."""
-    from tools.common.precisions import mode_of, unknown_mode
+    from tools.common.precisions import modes_named
 
-    named, modes = [part.strip() for part in text.split(",") if part.strip()], list["Mode"]()
-    for name in named:
-        if (mode := mode_of(name, config.AMP, device)) is None:
-            raise unknown_mode(name)
-        modes.append(mode)
-    if len(modes) < 2:
+    named = modes_named(text, config, device)
+    if len(named) < 2:
         raise UserError(f"-modes {text}: list at least two, such as fp32,bf16; the first is the baseline.")
     seen: dict[str, str] = {}
-    for name, mode in zip(named, modes, strict=True):
+    for name, mode in named:
         if mode.name in seen:
             raise UserError(
                 f"-modes {text}: {seen[mode.name]} and {name} are both {mode.name} on this device; list others, "
                 "such as -modes fp32,bf16, or compare settings with -vary."
             )
         seen[mode.name] = name
-    return tuple(modes)
+    return tuple(mode for _, mode in named)
 
 
 def make_plan(line: ToolLine, out: Path) -> Plan:
@@ -325,12 +325,10 @@ def _query(
 ) -> tuple[tuple[Mode, ...], list[str], str]:
     """Everything that needs the device itself: modes, remarks on them, the device's name."""
     from engine.machine.device import describe_device, visible_devices
-    from tools.common.precisions import cannot, is_emulated, lacks_arithmetic
+    from tools.common.precisions import is_emulated, lacks_arithmetic
 
     modes, remarks = () if modes_text is None else read_modes(modes_text, config, device), list[str]()
     for mode in modes:
-        if reason := cannot(mode, config, device):
-            raise UserError(f"-modes {mode.name}: {reason}")
         if lacks_arithmetic(mode, device):
             remarks.append(
                 f"{mode.name}: this CPU has no fp16 arithmetic; expect this mode to be many times slower than fp32"
@@ -363,3 +361,135 @@ def check_runs(runs: Sequence[Run], again: bool = False) -> None:
                 )
         elif run.folder.exists() and any(run.folder.iterdir()):
             raise UserError(f"{run.folder}: already exists and was not made by this tool; choose another -output.")
+
+
+ROOT = Path(__file__).resolve().parents[2]
+POLL_SECONDS = 0.5
+
+
+class Terminated(Exception):
+    """SIGTERM was received; the run in progress saves and exits."""
+
+
+def start(command: list[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start a run in a session of its own, so that Ctrl-C reaches this process, which forwards it once."""
+    script, *words = command
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / script), *words],
+        env=as_child(),
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+    )
+
+
+@dataclass
+class Trained:
+    """What became of the runs that are not finished."""
+
+    failed: dict[str, str] = field(default_factory=dict)
+    """Folder -> reason."""
+    left_out: list[str] = field(default_factory=list)
+    """Names of runs that -budget_min left no time for."""
+
+
+def train_all(plan: Plan, after_each: Callable[[Trained], object]) -> Trained:
+    """Train all runs that are not finished, as far as the budget allows."""
+    done, times, total = Trained(), dict[str, list[float]](), len(plan.runs)
+    budget = Budget(60 * plan.budget_min) if plan.budget_min else None
+    finished = [run for run in plan.runs if is_finished(run.folder)]
+    for run in finished:
+        times.setdefault(run.contender, []).append(metrics_of(run.folder)["seconds"])
+    with terminating(), progress_bar(total, "runs") as bar:
+        bar.initial = len(finished)  # which took none of the time that the bar divides by
+        for nth, run in enumerate(plan.runs, start=1):
+            if is_finished(run.folder):
+                log.info("%d of %d: %s: already finished", nth, total, run.name)
+            elif budget is not None and not budget.allows(_expected(times, run.contender)):
+                done.left_out.append(run.name)
+                continue
+            else:
+                began = time.monotonic()
+                why = train_run(run, partial(_show, bar, nth, run.name), many=plan.many)
+                if why is None and not is_finished(run.folder):
+                    why = "exit code 0, but it did not finish"
+                seconds = time.monotonic() - began
+                if why is None:
+                    times.setdefault(run.contender, []).append(seconds)
+                    last, metric = plan.judged.of(metrics_of(run.folder)), plan.judged.metric
+                    reached = "" if last is None else f"{metric.words} {metric.number(last)}, "
+                    log.info("%d of %d: %s: %sin %s", nth, total, run.name, reached, clock(seconds))
+                else:
+                    done.failed[run.folder.name] = why
+                    log.warning("%d of %d: %s failed: %s", nth, total, run.name, why)
+            after_each(done)
+    after_each(done)
+    return done
+
+
+def _expected(times: dict[str, list[float]], contender: str) -> float:
+    """Mean duration of this contender, or of all if it has none yet."""
+    known = times.get(contender) or [seconds for each in times.values() for seconds in each]
+    return sum(known) / len(known) if known else 0.0
+
+
+def train_run(run: Run, show: Callable[[float], None], *words: str, many: bool = False) -> str | None:
+    """Train or resume one run, by main_multi_gpu.py if `many`. Returns the reason if it fails, else None.
+
+    `show` gets the fraction that is done, a few times a second. `words`: more of the command line.
+    """
+    if not run.settings_file.exists():  # a later call compares its settings with it
+        run.settings_file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(run.settings_file, f"# {run.name}; made by vitamp\n{to_yaml(run.config)}")
+    script = "main_multi_gpu.py" if many else "main_single_gpu.py"
+    command = [script, "-cfg", str(run.settings_file), "-output", str(run.folder), "-resume", "auto", *words]
+    train = run.config.TRAIN
+    with tempfile.TemporaryFile() as output:
+        process = start(command, output)
+        try:
+            while True:
+                try:
+                    code = process.wait(POLL_SECONDS)
+                    break
+                except subprocess.TimeoutExpired:
+                    show(fraction_done(run.folder, train.NUM_EPOCHS, train.MAX_UPDATES))
+        except (KeyboardInterrupt, Terminated) as error:
+            _forward(process, signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
+            raise
+        return f"exit code {code}: {_last_error(output)}" if code else None
+
+
+def _forward(process: subprocess.Popen[bytes], number: int) -> None:
+    """Send a signal, on which the run saves and exits. A second Ctrl-C makes it exit at once."""
+    process.send_signal(number)
+    while True:
+        try:
+            process.wait()
+            return
+        except (KeyboardInterrupt, Terminated):
+            process.send_signal(signal.SIGINT)
+
+
+def _last_error(output: IO[bytes]) -> str:
+    """The last error that the run printed, or else its last line."""
+    output.seek(0)
+    lines = [line.strip() for line in output.read().decode(errors="replace").splitlines() if line.strip()]
+    errors = [line.partition("error: ")[2] for line in lines if line.startswith("error: ")]
+    return (errors or lines or ["no output"])[-1]
+
+
+def _show(bar: tqdm, nth: int, name: str, fraction: float) -> None:
+    bar.n = nth - 1 + fraction
+    bar.set_description_str(f"run {nth} of {bar.total}: {name}")
+
+
+@contextlib.contextmanager
+def terminating() -> Iterator[None]:
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

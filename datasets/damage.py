@@ -152,8 +152,9 @@ def _names(broken: list[Broken]) -> str:
 class BrokenInValidation:
     """Unreadable images of one validation. A single one is an error: every validation image counts once."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str = "validation image") -> None:
         self._broken: list[Broken] = []
+        self._what = what
 
     def add(self, images: Iterable[Broken]) -> None:
         self._broken += images
@@ -163,11 +164,11 @@ class BrokenInValidation:
         broken, self._broken = all_gather(self._broken, world), []
         if not broken:
             return
-        text = f"{counted(len(broken), 'validation image')} cannot be read: {_names(broken[:MOST_NAMED_IN_VALIDATION])}"
+        text = f"{counted(len(broken), self._what)} cannot be read: {_names(broken[:MOST_NAMED_IN_VALIDATION])}"
         if len(broken) > MOST_NAMED_IN_VALIDATION:
             text += "; ..."
         raise AllRanksError(
-            f"{text}. Every validation image counts once, so none is replaced. Repair them, or list them in the file "
+            f"{text}. Each of them counts, so none is replaced. Repair them, or list them in the file "
             f"of DATA.EXCLUDE ({started_as('scripts/check_data.py')} -fix FILE writes it); after storage errors, the "
             "files may be intact: when the storage is back, repeat the command, or resume a training run with -resume."
         )

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from datasets import Batch, ImageDataset, ValLoader, auto_workers
 from datasets.base import TITLES, Key, Part, part_of
+from datasets.damage import BrokenInValidation
 from datasets.loading.order import data_identity
 from datasets.variants import Variant
 from engine.amp.precision import Precision
@@ -29,7 +30,7 @@ from engine.inputs.batches import input_of
 from engine.machine.device import Run
 from engine.machine.late_compiler import uncompiled
 from models.parts import classifiers, is_inside
-from utils.cache import cache_folder
+from utils.cache import cache_folder, process_lock
 from utils.config import Config
 from utils.config.data import DataConfig
 from utils.distributed.world import ALONE, World, broadcast
@@ -122,26 +123,27 @@ def features_of(
         folder = cache_folder(data, f"features/{key}")
         needed, free = 4 * shape[0] * shape[1], shutil.disk_usage(folder).free
         table, complete = (folder / name for name in ("features.npy", "complete.npy"))
-        if not complete.exists():
-            if needed > free:
-                raise UserError(
-                    f"{folder}: the features take {size_words(needed)}, and {size_words(free)} are free. Name a folder "
-                    "on a larger disk: DATA.CACHE=DIR."
-                )
-            open_memmap(table, "w+", np.float32, shape)
-            open_memmap(complete, "w+", np.bool_, (-(-images // block),))
+        with process_lock(folder / ".lock", "makes room for features"):
+            if not complete.exists():
+                if needed > free:
+                    raise UserError(
+                        f"{folder}: the features take {size_words(needed)}, and {size_words(free)} are free. Name a "
+                        "folder on a larger disk: DATA.CACHE=DIR."
+                    )
+                open_memmap(table, "w+", np.float32, shape)
+                open_memmap(complete, "w+", np.bool_, (-(-images // block),))
         table, complete = (open_memmap(file, "r+") for file in (table, complete))
 
         def compute(blocks: list[int]) -> None:
             starts = [range(block * one, min(block * (one + 1), images), batch) for one in blocks]
             plan = [np.arange(first, min(first + batch, images)) for of_block in starts for first in of_block]
-            loader = ValLoader(dataset, batch, 0, 1, workers, seeing.precision.device, shard=lambda *_: plan)
+            broken = BrokenInValidation("image")
+            loader = ValLoader(dataset, batch, 0, 1, workers, seeing.precision.device, broken, lambda *_: plan)
             try:
                 for one in loader:
                     rows = one.indices.cpu().numpy()
                     table[rows] = found = _columns(seeing, one.images).cpu().numpy()
-                    if loader.broken is not None:
-                        loader.broken.raise_together(ALONE)
+                    broken.raise_together(ALONE)
                     if not np.isfinite(found).all():
                         raise UserError("The model has NaN or infinite features; nothing can be compared.")
                     if (last := int(rows[-1]) + 1) % block == 0 or last == images:

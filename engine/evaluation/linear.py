@@ -32,7 +32,7 @@ STRENGTHS = tuple(10 ** (1 - step / 2) for step in range(17))
 """Of weight decay, from 10 to 1e-7: half of it times the squared weights is added to the mean loss"""
 STALE = 3
 """Strengths without a better result after which weaker ones are not tried"""
-ITERATIONS = 300
+ITERATIONS = 100
 """Of L-BFGS for a strength"""
 
 
@@ -79,27 +79,35 @@ def fit(
     def chunks() -> Iterator[tuple[Tensor, ...]]:
         yield from (tuple(part.to(device) for part in chunk) for chunk in zip(*parts, strict=True))
 
-    mean = torch.stack([rows.sum(0, dtype=exact) for rows, _, _ in chunks()]).sum(0) / len(labels)
-    squares = [(rows.to(exact) - mean).square().sum(0) for rows, _, _ in chunks()]
-    variance = torch.stack(squares).sum(0) / len(labels)
-    deviation = variance.sqrt().clamp(min=1e-6 * float(variance.max().sqrt()) or 1.0)  # of columns without information
+    count, width = features.shape
+    mean = torch.stack([rows.sum(0, dtype=exact) for rows, _, _ in chunks()]).sum(0) / count
+    products = torch.zeros(width, width, dtype=exact, device=device)
+    for rows, _, _ in chunks():
+        products += (centred := rows.to(exact) - mean).T @ centred / count
+    deviation = products.diagonal().sqrt()
+    deviation = deviation.clamp(min=1e-6 * float(deviation.max()) or 1.0)  # of columns without information
+    # In these directions, scaled for each strength, the loss is curved nearly alike: L-BFGS needs few steps.
+    curves, directions = torch.linalg.eigh((products / deviation.outer(deviation)).cpu())
+    curves, directions = curves.clamp(min=0).to(device) / 4, directions.to(device)
     models = FOLDS + 1  # each leaves out a fold, the last one none
-    shares = 1 / (len(labels) - np.bincount(fold_of, minlength=models))
+    shares = 1 / (count - np.bincount(fold_of, minlength=models))
     share = torch.tensor(shares, dtype=torch.float32, device=device)
-    weights = torch.zeros(len(mean) + 1, models * classes, dtype=exact, device=device, requires_grad=True)
+    found = torch.zeros(width + 1, models * classes, dtype=exact, device=device)
 
-    def logits(rows: Tensor) -> Tensor:
+    def logits(rows: Tensor, standardised: Tensor) -> Tensor:
         """Images x models x classes."""
-        scaled = weights[:-1] / deviation[:, None]
-        bias = weights[-1] - mean @ scaled
+        scaled = standardised[:-1] / deviation[:, None]
+        bias = standardised[-1] - mean @ scaled
         return torch.addmm(bias.float(), rows, scaled.float()).view(-1, models, classes)
 
-    def loss(strength: float) -> Tensor:
+    def loss(weights: Tensor, basis: Tensor, strength: float) -> Tensor:
         steps.zero_grad()
-        total = strength / 2 * weights[:-1].square().sum()
+        standardised = torch.cat((basis @ weights[:-1], weights[-1:]))
+        leaf = standardised.detach().requires_grad_(True)
+        total = strength / 2 * leaf[:-1].square().sum()
         total.backward()
         for rows, truth, folds in chunks():
-            found = logits(rows)
+            found = logits(rows, leaf)
             if several:
                 of = F.binary_cross_entropy_with_logits(found, truth[:, None].expand_as(found), reduction="none").sum(2)
             else:
@@ -107,21 +115,26 @@ def fit(
             part = (of * share * (folds[:, None] != torch.arange(models, device=device))).sum()
             part.backward()
             total = total.detach() + part.detach()
+        standardised.backward(leaf.grad)
         return total
 
     best, stale = None, 0
     for strength in STRENGTHS:
+        scale = (curves + strength).sqrt()
+        basis = directions / scale
+        weights = torch.cat(((directions * scale).T @ found[:-1], found[-1:])).requires_grad_(True)
         steps = torch.optim.LBFGS([weights], 1, ITERATIONS, tolerance_grad=1e-5, line_search_fn="strong_wolfe")
-        steps.step(partial(loss, strength))
+        steps.step(partial(loss, weights, basis, strength))
         with torch.no_grad():
-            of_other = [logits(rows)[torch.arange(len(rows)), folds].cpu() for rows, _, folds in chunks()]
+            found = torch.cat((basis @ weights[:-1], weights[-1:]))
+            of_other = [logits(rows, found)[torch.arange(len(rows)), folds].cpu() for rows, _, folds in chunks()]
         guesses = torch.cat(of_other).double()
         if several:
             figure = scores_of(guesses.sigmoid().numpy(), labels > 0).map
         else:
             figure = float((guesses.argmax(1).numpy() == labels).mean())
         if best is None or figure > best[0]:
-            best, stale = (figure, strength, weights[:, -classes:].detach().clone()), 0
+            best, stale = (figure, strength, found[:, -classes:]), 0
         elif (stale := stale + 1) == STALE:
             break
     assert best is not None

@@ -39,7 +39,11 @@ class LoraConfig(Section):
             why="adapters change what frozen weights have learned",
             do="name weights with -pretrained, or leave MODEL.LORA out",
         ),
-        excludes("MODEL.FREEZE!=batch_norm", why="LoRA freezes all weights but the classifier itself", do="leave MODEL.FREEZE out"),
+        excludes(
+            "MODEL.FREEZE!=batch_norm",
+            why="LoRA freezes all weights but the classifier itself",
+            do="leave MODEL.FREEZE out",
+        ),
         excludes("MODEL.MAE_PRETRAIN", why=f"{_LABELS}, which changes all weights"),
         excludes("DIST.STRATEGY=fsdp", why="what it would shard is frozen here", do="use DIST.STRATEGY ddp"),
         excludes("TRAIN.OPTIMIZER.NAME=*muon", why="it updates matrices of blocks, frozen here", do="use AdamW"),

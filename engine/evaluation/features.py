@@ -39,7 +39,6 @@ from utils.log import log
 from vitamp.pooling import BLOCKS, POOLED, pool_of, pooled_features, pools_of
 
 if TYPE_CHECKING:
-    from engine.setup import Ready
     from engine.update import TrainState
 
 BLOCK = 512
@@ -54,6 +53,11 @@ class Seeing(Protocol):
     model: nn.Module
     inputs: nn.Module
     precision: Precision
+
+
+class Validating(Seeing, Protocol):
+    val_set: ImageDataset
+    val_loader: ValLoader
 
 
 class Features(NamedTuple):
@@ -206,7 +210,7 @@ class FeatureSet(Variant):
         return Batch(*(torch.from_numpy(column).to(self._device) for column in columns))
 
 
-def see_features(run: Run, ready: Ready, parts: TrainState, train_set: ImageDataset) -> ImageDataset:
+def see_features(run: Run, ready: Validating, parts: TrainState, train_set: ImageDataset) -> ImageDataset:
     """Let training and validation read features in place of images. Returns the training split. A collective call."""
     config, model, world = run.config, ready.model, run.world
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from datasets import ImageDataset, open_dataset, source_of
 from datasets.sources.folds import split_rows
-from engine.evaluation.features import AT_ONCE, features_of
+from engine.evaluation.features import AT_ONCE, Seeing, features_of
 from engine.machine.device import Run
+from engine.task.base import Task
 from engine.task.several import MOST_NAMED, scores_of
 from models.parts import classifiers
 from utils.config.data import DataConfig
@@ -23,9 +24,6 @@ from utils.errors import UserError
 from utils.log import log
 from utils.text import counted
 from vitamp.pooling import pool_of
-
-if TYPE_CHECKING:
-    from engine.setup import Ready
 
 FOLDS = 5
 STRENGTHS = tuple(10 ** (1 - step / 2) for step in range(17))
@@ -144,7 +142,11 @@ def fit(
     return Classifier(weight.T.cpu().contiguous(), bias.cpu(), strength, 100 * figure)
 
 
-def start_at_probe(run: Run, ready: Ready) -> None:
+class Starting(Seeing, Protocol):
+    task: Task
+
+
+def start_at_probe(run: Run, ready: Starting) -> None:
     """Fit the model's new classifier to the features of the training images. A collective call."""
     config, model, classes = run.config, ready.model, int(run.config.MODEL.NUM_CLASSES)
     heads: list[Any] = [model.get_submodule(name) for name in classifiers(model)]

@@ -15,6 +15,14 @@ from tests.tools.timm_alone import Tool
 from tools.export import command as export
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that DATA.CACHE names if it is not set, in this process."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setattr("utils.cache.DEFAULT", str(folder))
+    return folder
+
+
 @pytest.fixture
 def bf16_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, -amp chooses bf16 whatever the CPU."""

@@ -220,7 +220,7 @@ def test_unreadable_image_ends_the_evaluation(say: Say, digits_run: Path, tree: 
 
 def test_bad_command_lines_are_refused(say: Say, digits_run: Path, tmp_path: Path) -> None:
     for words, said in (
-        ((), "required: RUN_OR_CHECKPOINT"),
+        ((), "RUN_OR_CHECKPOINT is missing"),
         ((tmp_path / "none",), "no such file or folder"),
         ((digits_run, "-weights", "best"), "takes auto, model or ema"),
         ((digits_run, "-part", "test"), "the data set digits has no test split"),
@@ -231,9 +231,9 @@ def test_bad_command_lines_are_refused(say: Say, digits_run: Path, tmp_path: Pat
         ((digits_run, "-dataset", "imagefolder"), "needs DATA.DATA_PATH"),
         ((digits_run, "MODEL.DEPTH=3"), "weights of another architecture"),
         ((digits_run, "DEVICE=mps"), "-device mps: this machine has no mps device"),
-        ((digits_run, "-knn", "-part", "train"), "the training images vote, so -knn needs other ones"),
+        ((digits_run, "-knn", "-part", "train"), "-knn learns from the training images, so it needs others"),
         ((digits_run, "-knn", "-calibrate"), "-calibrate: does not go with -knn"),
-        ((digits_run, "-pool", "mean"), "-pool mean: chooses the features that -knn compares"),
+        ((digits_run, "-pool", "mean"), "-pool mean: chooses the features that -knn and -probe use"),
         ((digits_run, "-knn", "-pool", "patches"), "-pool"),
     ):
         done = say(*words)

@@ -1,0 +1,341 @@
+"""evaluate.py -probe and its runs, MODEL.NEW_CLASSIFIER, MODEL.POOL, and trainings on features that are kept."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import average_precision_score, log_loss
+from sklearn.preprocessing import StandardScaler
+
+import vitamp as package
+from datasets import open_dataset
+from engine.evaluation import linear
+from engine.trained.model import load_trained, split_of_run
+from tests.label_sets import write_recipe, write_set
+from tests.program import ROOT, Result, Started, Vitamp, metrics, run_program, train_tiny
+from tests.waiting import free_port
+from tools.evaluate import command as evaluate
+from tools.export import command as export
+from tools.predict import command as predict
+from tools.report import command as report
+from vitamp.pooling import POOLS
+
+Say = Callable[..., Result]
+Tool = Callable[[Any], Say]
+# A script of the program, with one strength. It shows which batches it computes features of, and may kill itself.
+PATCHED = f"""\
+import os, runpy, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from engine.evaluation import features, linear
+from utils.config import Config
+linear.STRENGTHS = (1e-2,)
+if "IMAGES" in os.environ:
+    Config.trains_on_features = property(lambda config: False)
+columns, calls = features._columns, []
+def shown(seeing, images):
+    calls.append(len(images))
+    if len(calls) == int(os.environ.get("KILLED_IN", 0)):
+        os.kill(os.getpid(), 9)
+    time.sleep(float(os.environ.get("PACE", 0)))
+    print("batch of", len(images), file=sys.stderr)
+    return columns(seeing, images)
+features._columns = shown
+runpy.run_path(os.environ["SCRIPT"], run_name="__main__")
+"""
+EVALUATE, SINGLE, MULTI = (
+    str(ROOT / name) for name in ("scripts/evaluate.py", "main_single_gpu.py", "main_multi_gpu.py")
+)
+NEW_FEATURES, KEPT = "no features of these very weights and images are kept yet", "images; features are kept in"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of two blocks, so that -pool blocks is not -pool both. Not to be changed: tests share it."""
+    return train_tiny(tmp_path_factory.mktemp("probe"), "MODEL.DEPTH=2", "TRAIN.NUM_EPOCHS=1", "TRAIN.WARMUP_EPOCHS=0")
+
+
+@pytest.fixture
+def say(in_process: Tool) -> Say:
+    return in_process(evaluate.main)
+
+
+@pytest.fixture
+def patched(vitamp: Vitamp, tmp_path: Path) -> Say:
+    """A script in a process of its own, with what `PATCHED` changes."""
+    (tmp_path / "patched.py").write_text(PATCHED)
+
+    def call(script: str, *words: object, code: int = 0, **env: object) -> Result:
+        settings = {"SCRIPT": script, **{name: str(value) for name, value in env.items()}}
+        return vitamp(*words, script=str(tmp_path / "patched.py"), env=settings, code=code)
+
+    return call
+
+
+def probed(say: Say, place: Path, *words: object, probe: bool = True) -> dict[str, Any]:
+    done = say(*words, *["-probe"] * probe, "-json", place / "found.json", "-overwrite")
+    assert done.code == 0, done.text
+    return json.loads((place / "found.json").read_text())
+
+
+def standardised(in_process: Tool, run: Path, pool: str, place: Path) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Features of both splits, as predict.py writes them, and their labels."""
+    scaler, found = StandardScaler(), []
+    for part in ("train", "val"):
+        done = in_process(predict.main)(run, "-part", part, "-pool", pool, "-features", place / f"{part}.npz")
+        assert done.code == 0, done.err
+        arrays = np.load(place / f"{part}.npz")
+        columns = arrays["features"].astype(np.float64)
+        found.append(((scaler.fit(columns) if part == "train" else scaler).transform(columns), arrays["labels"]))
+    return found
+
+
+def logistic(strength: float, features: np.ndarray, labels: np.ndarray) -> Any:
+    """Its objective is that of the probe, times the number of images over the strength."""
+    return LogisticRegression(C=1 / (strength * len(labels)), solver="newton-cholesky", tol=1e-8).fit(features, labels)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pool", ["pooled", "both"])
+def test_probe_is_logistic_regression_whose_strength_folds_choose(
+    say: Say, in_process: Tool, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: str
+) -> None:
+    best = probed(say, tmp_path, run, "-pool", pool)["probes"][pool]
+    monkeypatch.setattr(linear, "STRENGTHS", linear.STRENGTHS[:9])  # the minimum of weaker ones is flat
+    ours = probed(say, tmp_path, run, "-pool", pool)["probes"][pool]
+    (bank, labels), (images, truth) = standardised(in_process, run, pool, tmp_path)
+    theirs = logistic(ours["strength"], bank, labels)
+    assert ours["acc1"] == pytest.approx(100 * theirs.score(images, truth), abs=0.1)
+    assert ours["nll"] == pytest.approx(log_loss(truth, theirs.predict_proba(images)), rel=1e-3)
+
+    data = load_trained(run).config.DATA.model_copy(update={"PART": "train"})
+    fold_of, _ = linear.folds_of(open_dataset(data, False, 10, 0, torch.device("cpu")), labels, data)
+
+    def in_folds(strength: float) -> float:
+        each = [(fold_of != fold, fold_of == fold) for fold in range(5)]
+        right = [(logistic(strength, bank[a], labels[a]).predict(bank[b]) == labels[b]).sum() for a, b in each]
+        return 100 * float(sum(right)) / len(bank)
+
+    assert np.bincount(fold_of).tolist() == pytest.approx([1437 / 5] * 5, abs=10)
+    assert ours["folds"] == pytest.approx(in_folds(ours["strength"]), abs=0.1)
+    assert best["folds"] >= ours["folds"] > in_folds(10.0) + 5
+    others = [in_folds(best["strength"] * step) for step in (10, 10**0.5, 1, 10**-0.5)]
+    assert best["folds"] == pytest.approx(others[2], abs=0.3)
+    assert best["folds"] >= max(others) - 0.3, "a few images more or less"
+
+
+@pytest.mark.slow
+def test_probe_of_several_labels_is_one_regression_per_class(say: Say, in_process: Tool, tmp_path: Path) -> None:
+    write_set(tmp_path)
+    run_program("-cfg", write_recipe(tmp_path), "-output", tmp_path / "run", streams=tmp_path, code=0)
+    found = probed(say, tmp_path, tmp_path / "run", "-pool", "mean")
+    (bank, labels), (images, truth) = standardised(in_process, tmp_path / "run", "mean", tmp_path)
+    strength = found["probes"]["mean"]["strength"]
+    scores = np.stack([logistic(strength, bank, column).decision_function(images) for column in labels.T], 1)
+    assert found["probes"]["mean"]["map"] == pytest.approx(100 * average_precision_score(truth, scores), abs=0.1)
+    assert "neighbours" not in found
+
+
+# Features that are kept.
+
+
+def table(done: Result) -> list[str]:
+    return [line for line in done.out.splitlines() if " %" in line]
+
+
+def computed(done: Result) -> int:
+    """Images; one of each split only shows how many features there are."""
+    return sum(map(int, re.findall(r"batch of (\d+)", done.err))) - 2
+
+
+def kept(cache: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(cache)): path.read_bytes() for path in cache.glob("features/*/*.npy")}
+
+
+def test_killed_probe_resumes_and_processes_share_the_work(patched: Say, run: Path, tmp_path: Path) -> None:
+    """In blocks of 512 images."""
+    words = (run, "-probe", "-pool", "both")
+    whole, cache = patched(EVALUATE, *words, f"DATA.CACHE={tmp_path / 'whole'}"), f"DATA.CACHE={tmp_path / 'killed'}"
+    patched(EVALUATE, *words, cache, KILLED_IN=40, code=-9)
+    again = patched(EVALUATE, *words, cache)
+    assert f"training split: 1,437 images; {NEW_FEATURES}, 413 are computed now in {tmp_path}" in again.out
+    third = patched(EVALUATE, *words, cache)
+    assert (computed(again), computed(third), third.out.count(KEPT)) == (413 + 360, 0, 2)
+
+    began, port = [], str(free_port())
+    for rank in ("0", "1"):
+        (streams := tmp_path / rank).mkdir()
+        env = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "PACE": "0.02"}
+        argv = [*map(str, words), f"DATA.CACHE={tmp_path / 'shared'}"]
+        began.append(Started(str(tmp_path / "patched.py"), argv, ROOT, {"SCRIPT": EVALUATE, **env}, streams))
+    first, second = (one.end(60) for one in began)
+    assert (first.code, second.code) == (0, 0), first.text + second.text
+    assert computed(second) >= 512
+    assert computed(first) + computed(second) <= 1437 + 360 + 512, "at most a block twice"
+    assert table(second) == []
+    assert table(again) == table(third) == table(first) == table(whole) != []
+    assert kept(tmp_path / "killed") == kept(tmp_path / "shared") == kept(tmp_path / "whole")
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "STRENGTHS", (1e-2,))
+
+
+@pytest.fixture
+def greys(tmp_path: Path) -> tuple[object, ...]:
+    """Words that name class folders of noise of another brightness."""
+    for number, (name, images) in enumerate({"dark": 20, "grey": 20, "light": 3}.items()):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for image in range(images):
+            pixels = np.random.default_rng(image).integers(0, 60, (8, 8), dtype=np.uint8) + np.uint8(90 * number)
+            Image.fromarray(pixels).save(tmp_path / "data" / name / f"{image}.png")
+    return "-dataset", "imagefolder", "-data_path", tmp_path / "data", "DATA.VAL_FRACTION=0.25", "DATA.NUM_WORKERS=0"
+
+
+@pytest.mark.usefixtures("quick")
+def test_changed_images_weights_and_inputs_are_computed_anew(
+    say: Say, digits_run: Path, greys: tuple[object, ...], tmp_path: Path
+) -> None:
+    def counts(*more: object) -> tuple[int, int]:
+        done = say(digits_run, *greys, "-probe", "-pool", "mean", *more)
+        assert done.code == 0, done.err
+        assert "fewer images than folds have 1 class: light." in done.out
+        return done.out.count(NEW_FEATURES), done.out.count(KEPT)
+
+    assert (counts(), counts()) == ((2, 0), (0, 2))
+    assert [counts(*more) for more in (("-weights", "ema"), ("DATA.IMAGENET_MEAN=0.4",))] == [(2, 0)] * 2
+    Image.new("L", (8, 8)).save(tmp_path / "data" / "dark" / "0.png")
+    assert counts() == (1, 1)
+
+
+@pytest.mark.usefixtures("quick")
+def test_full_disk_is_refused_before_work(say: Say, run: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+    done = say(run, "-probe")
+    assert done.code == 2
+    assert "1 kB are free. Name a folder on a larger disk: DATA.CACHE=DIR." in done.err
+    assert kept(cache) == {}
+
+
+def test_bad_command_lines_are_refused(say: Say, run: Path, tmp_path: Path) -> None:
+    for words, text in (
+        ((run, "-out", tmp_path / "out"), "the run that -probe saves; give that too"),
+        ((run, "-probe", "-knn"), "-knn: leave it out; -probe shows it too"),
+        ((run, "-probe", "-tta", "flip"), "-tta: does not go with -probe"),
+        ((run, "-probe", "-part", "train"), "-part train: -probe learns from the training images"),
+        ((run, "-probe", "-pool", "patches"), "-pool patches: takes "),
+        (("-probe",), "RUN_OR_CHECKPOINT is missing"),
+        (("-pretrained", "w.pth"), "RUN_OR_CHECKPOINT is missing"),
+        (("-probe", "-model", "resnet10t", "-pretrained", "w.pth", "-dataset", "digits"), "w.pth"),
+    ):
+        done = say(*words)
+        assert done.code == 2, (words, done.err)
+        assert text in done.err, (words, done.err)
+        assert "Traceback" not in done.err
+
+
+# Runs.
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("pool", [POOLS[0], *(pytest.param(pool, marks=pytest.mark.slow) for pool in POOLS[1:])])
+def test_saved_probe_is_a_run(say: Say, in_process: Tool, run: Path, tmp_path: Path, pool: str) -> None:
+    out = tmp_path / "run"
+    acc1 = probed(say, tmp_path, run, "-pool", pool, "-out", out)["probes"][pool]["acc1"]
+    assert [(line["update"], line["acc1"]) for line in metrics(out, "val")] == [(0, acc1)]
+    again = probed(say, tmp_path, out, probe=False)
+    assert (again["figures"]["model"]["acc1"], again["classes"]) == (acc1, [str(digit) for digit in range(10)])
+
+    trained, right = load_trained(out), round(3.6 * acc1)
+    batch = split_of_run(trained).__getitems__([(0, index) for index in range(360)])
+    guessed = in_process(predict.main)(out, "-part", "val", "-topk", 1, "-format", "csv")
+    labels = [int(row["label"]) for row in csv.DictReader(guessed.out.splitlines())]
+    assert int((torch.tensor(labels) == batch.labels).sum()) == right
+    done = in_process(export.main)(out, "-to", "torch", "-out", tmp_path / "m.pt2", "-check", "all")
+    assert "top-1 the same on all" in done.text
+    for model in (package.load(out)[0], torch.export.load(tmp_path / "m.pt2").module()):
+        assert int((model(trained.inputs(batch.images)).argmax(1) == batch.labels).sum()) == right
+    done = in_process(report.main)(out, "-out", tmp_path / "page.html")
+    assert f"{acc1:.2f} %" in (tmp_path / "page.html").read_text(), done.err
+
+
+@pytest.mark.usefixtures("quick")
+def test_probes_of_a_masked_autoencoder_and_of_weights_without_tokens(
+    say: Say, unlabelled_run: Path, greys: tuple[object, ...], tmp_path: Path
+) -> None:
+    found = probed(say, tmp_path, unlabelled_run, *greys, "-out", tmp_path / "mae")
+    assert found["chosen"] == max(found["probes"], key=lambda pool: found["probes"][pool]["folds"])
+    again = probed(say, tmp_path, tmp_path / "mae", probe=False)
+    assert again["classes"] == ["dark", "grey", "light"]
+    assert again["figures"]["model"]["acc1"] == found["probes"][found["chosen"]]["acc1"] > 80
+
+    torch.save(timm.create_model("resnet10t").state_dict(), tmp_path / "w.pth")
+    named = ("-model", "resnet10t", "-pretrained", tmp_path / "w.pth", *greys, "-image_size", 8, "DEVICE=cpu")
+    done = say(*named, "-probe", "-pool", "class")
+    assert done.code == 2
+    assert "-pool class: this ResNet has no such tokens; use pooled." in done.err
+    found = probed(say, tmp_path, *named, "-out", tmp_path / "cnn")
+    assert (found["source"], set(found["probes"])) == (str(tmp_path / "w.pth"), {"pooled"})
+    assert [line["acc1"] for line in metrics(tmp_path / "cnn", "val")] == [found["probes"]["pooled"]["acc1"]]
+
+
+NEW = ("MODEL.DEPTH=2", "REPORT_FREQ=1", "SAVE_FREQ=1", "-output")
+
+
+@pytest.mark.usefixtures("quick")
+def test_training_from_a_probe_is_never_worse_and_zeros_guess_nothing(
+    say: Say, patched: Say, tiny: Path, run: Path, tmp_path: Path
+) -> None:
+    acc1 = probed(say, tmp_path, run, "-pool", "pooled")["probes"]["pooled"]["acc1"]
+    words = ("-cfg", tiny, "-pretrained", run, f"DATA.CACHE={tmp_path / 'cache'}", *NEW)
+    bad = ("TRAIN.BASE_LR=1", "TRAIN.WARMUP_EPOCHS=0", "TRAIN.GRAD_CLIP=null", "TRAIN.NUM_EPOCHS=1")
+    patched(SINGLE, *words, tmp_path / "run", "MODEL.NEW_CLASSIFIER=probe", *bad)
+    first, last = metrics(tmp_path / "run", "val")
+    assert (first["update"], first["acc1"]) == (0, acc1)
+    assert last["acc1"] < acc1
+    assert probed(say, tmp_path, tmp_path / "run", probe=False)["figures"]["model"]["acc1"] == acc1
+
+    patched(SINGLE, *words, tmp_path / "zero", "MODEL.NEW_CLASSIFIER=zero", "TRAIN.NUM_EPOCHS=0")
+    logits = load_trained(tmp_path / "zero").logits(torch.arange(256, dtype=torch.uint8).view(4, 1, 8, 8))
+    assert torch.equal(logits, torch.zeros(4, 10))
+
+
+def test_frozen_backbone_trains_on_kept_features_as_on_images(
+    patched: Say, tiny: Path, run: Path, tmp_path: Path
+) -> None:
+    words = ("-cfg", tiny, "-pretrained", run, "MODEL.FREEZE=backbone", "MODEL.NEW_CLASSIFIER=true", "DATA.CROP=none")
+    words += ("DATA.FLIP=0", "-batch_size", 16, f"DATA.CACHE={tmp_path / 'cache'}", *NEW)
+    alone = ("-accum_iter", 2)
+
+    def losses(name: str) -> list[float]:
+        of_epochs = [line["loss"] for line in metrics(tmp_path / name, "val") if line["update"] in (45, 90)]
+        return [*(line["loss"] for line in metrics(tmp_path / name, "train")), *of_epochs]
+
+    patched(SINGLE, *words, tmp_path / "images", *alone, IMAGES=1)
+    done = patched(SINGLE, *words, tmp_path / "features", *alone)
+    assert f"training split: 1,437 images; {NEW_FEATURES}" in done.out
+    assert computed(done) == 1437 + 360
+    assert losses("features") == pytest.approx(losses("images"), rel=1e-5)
+    for limit in (("TRAIN.MAX_UPDATES=20",), ("TRAIN.MAX_UPDATES=60",), ()):
+        assert computed(patched(SINGLE, *words, tmp_path / "resumed", "-resume", "auto", *alone, *limit)) == 0
+    assert losses("resumed") == losses("features")
+    two = ("-ngpus", 2, f"DATA.CACHE={tmp_path / 'two'}")
+    patched(MULTI, *words, tmp_path / "shared", *two)
+    assert losses("shared") == pytest.approx(losses("features"), rel=1e-5)
+    assert len(kept(tmp_path / "two")) == 4
+
+    done = patched(SINGLE, *words, tmp_path / "shifted", "DATA.SHIFT=0.1", "TRAIN.MAX_UPDATES=1")
+    text = "MODEL.FREEZE backbone: it is computed in each of 2 epochs, because the images change at random. scripts/"
+    assert done.out.count(text) == 1
+    assert "batch of" not in done.err

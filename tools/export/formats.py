@@ -249,31 +249,6 @@ FOR_TOOLS = ("choices", "metrics", "thresholds", "own_code")
 class Export:
     """A model for one file, with the options of the export."""
 
-<<<<<<< HEAD
-    trained: Trained
-    images: CheckImages
-    dtype: str
-    with_preprocess: bool
-    with_resize: bool
-    tolerance: float
-    timm_name: str = field(init=False)
-    timm_arguments: dict[str, Any] = field(init=False)
-    model: nn.Module = field(init=False)
-    """timm's plain model with the trained weights, on the CPU"""
-    module: nn.Module = field(init=False)
-    """What is exported: pixels or normalised images in, fp32 logits out, calibrated if the model is"""
-
-    def __post_init__(self) -> None:
-        config = self.trained.config
-        self.timm_name, self.timm_arguments = timm_call(
-            config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS
-        )
-        model = timm.create_model(self.timm_name, **self.timm_arguments)
-        if config.MODEL.POOL is not None:
-            pool_by(model, config.MODEL.POOL)
-        load_weights(model, self.trained.model.state_dict(), f"{self.trained.chosen.place}")
-        self.model = model.eval().requires_grad_(False)
-=======
     def __init__(
         self, trained: Trained, images: CheckImages, dtype: str, with_preprocess: bool, tolerance: float
     ) -> None:
@@ -283,9 +258,10 @@ class Export:
         self.timm_name, self.timm_arguments = timm_call(model, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
         self.model = timm.create_model(self.timm_name, **self.timm_arguments)
         """timm's plain model with the trained weights, on the CPU"""
+        if model.POOL is not None:
+            pool_by(self.model, model.POOL)
         load_weights(self.model, trained.model.state_dict(), f"{trained.chosen.place}")
         self.model.eval().requires_grad_(False)
->>>>>>> wt47-cut-tools
         self.module = _Exported(self).eval()
         """What is exported: pixels or normalised images in, fp32 logits out, calibrated if the model is"""
 

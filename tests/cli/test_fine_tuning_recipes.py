@@ -18,7 +18,7 @@ from datasets.given import open_given
 from engine.trained.model import load_trained
 from tests.datasets.pictures import decoded_by
 from tests.predicted import validation_predictions
-from tests.program import ROOT, Result, Vitamp, run_program, save_image
+from tests.program import ROOT, Result, Vitamp, metrics, run_program, save_image
 from tests.tools.timm_alone import in_timm_alone
 
 MEAN, STD = (0.4, 0.45, 0.55), (0.2, 0.21, 0.22)
@@ -145,3 +145,70 @@ def test_timm_alone_squeezes_images_as_the_run_does(
             found = validation_predictions(model, open_given([str(path) for path in paths], data), workers=0)
         # timm resizes the whole image, vitamp only what remains of it; this rounds a few pixels differently.
         assert torch.allclose(found.logits, logits, rtol=0, atol=1e-3) is agrees, mode
+
+
+# Classifiers of a frozen backbone.
+
+
+def acc1_of(vitamp: Vitamp, place: Path, run: Path, *words: object) -> float:
+    vitamp(run, *words, "-json", place / "found.json", "-overwrite", script="scripts/evaluate.py", code=0)
+    found = json.loads((place / "found.json").read_text())
+    return (found["probes"]["pooled"] if "probes" in found else found["figures"]["model"])["acc1"]
+
+
+@pytest.mark.slow
+def test_training_from_a_probe_is_never_worse_and_zeros_guess_nothing(
+    vitamp: Vitamp, tiny: Path, digits_run: Path, tmp_path: Path
+) -> None:
+    cache = f"DATA.CACHE={tmp_path / 'cache'}"
+    acc1 = acc1_of(vitamp, tmp_path, digits_run, "-probe", "-pool", "pooled", "-weights", "model", "-amp", "off", cache)
+    words = ("-cfg", tiny, "-pretrained", digits_run, cache, "TRAIN.BASE_LR=1", "TRAIN.GRAD_CLIP=null", "-output")
+    short = ("TRAIN.WARMUP_EPOCHS=0", "TRAIN.NUM_EPOCHS=1")
+    vitamp(*words, tmp_path / "run", "MODEL.NEW_CLASSIFIER=probe", *short, code=0)
+    first, last = metrics(tmp_path / "run", "val")
+    assert (first["update"], first["acc1"]) == (0, acc1)
+    assert last["acc1"] < acc1
+    assert acc1_of(vitamp, tmp_path, tmp_path / "run") == acc1
+
+    vitamp(*words, tmp_path / "zero", "MODEL.NEW_CLASSIFIER=zero", "TRAIN.NUM_EPOCHS=0", code=0)
+    logits = load_trained(tmp_path / "zero").logits(torch.arange(256, dtype=torch.uint8).view(4, 1, 8, 8))
+    assert torch.equal(logits, torch.zeros(4, 10))
+
+
+ON_IMAGES = f"""\
+import runpy, sys
+sys.path.insert(0, {str(ROOT)!r})
+from utils.config import Config
+Config.trains_on_features = property(lambda config: False)
+runpy.run_path({str(ROOT / "main_single_gpu.py")!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_frozen_backbone_trains_on_kept_features_as_on_images(
+    vitamp: Vitamp, tiny: Path, digits_run: Path, tmp_path: Path
+) -> None:
+    words = ("-cfg", tiny, "-pretrained", digits_run, "MODEL.FREEZE=backbone", "MODEL.NEW_CLASSIFIER=true")
+    words += ("DATA.CROP=none", "DATA.FLIP=0", f"DATA.CACHE={tmp_path / 'cache'}", "-batch_size", 16)
+    words += ("REPORT_FREQ=1", "SAVE_FREQ=1", "-output")
+    alone, new = ("-accum_iter", 2), "images; no features of these very weights and images are kept yet"
+
+    def losses(name: str) -> list[float]:
+        of_epochs = [line["loss"] for line in metrics(tmp_path / name, "val") if line["update"] in (45, 90)]
+        return [*(line["loss"] for line in metrics(tmp_path / name, "train")), *of_epochs]
+
+    (tmp_path / "on_images.py").write_text(ON_IMAGES)
+    vitamp(*words, tmp_path / "images", *alone, script=str(tmp_path / "on_images.py"), code=0)
+    assert vitamp(*words, tmp_path / "features", *alone, code=0).out.count(new) == 2
+    assert losses("features") == pytest.approx(losses("images"), rel=1e-5)
+    for limit in (("TRAIN.MAX_UPDATES=20",), ("TRAIN.MAX_UPDATES=60",), ()):
+        done = vitamp(*words, tmp_path / "resumed", "-resume", "auto", *alone, *limit, code=0)
+        assert done.out.count("images; features are kept in") == 2
+    assert losses("resumed") == losses("features")
+    two = ("-ngpus", 2, f"DATA.CACHE={tmp_path / 'two'}")
+    assert vitamp(*words, tmp_path / "two_ranks", *two, script="main_multi_gpu.py", code=0).out.count(new) == 2
+    assert losses("two_ranks") == pytest.approx(losses("features"), rel=1e-5)
+
+    done = vitamp(*words, tmp_path / "shifted", "DATA.SHIFT=0.1", "TRAIN.MAX_UPDATES=1", code=0)
+    text = "MODEL.FREEZE backbone: it is computed in each of 2 epochs, because the images change at random. scripts/"
+    assert (done.out.count(text), done.out.count("kept")) == (1, 0)

@@ -235,6 +235,14 @@ def test_bad_command_lines_are_refused(say: Say, digits_run: Path, tmp_path: Pat
         ((digits_run, "-knn", "-calibrate"), "-calibrate: does not go with -knn"),
         ((digits_run, "-pool", "mean"), "-pool mean: chooses the features that -knn and -probe use"),
         ((digits_run, "-knn", "-pool", "patches"), "-pool"),
+        ((digits_run, "-out", tmp_path / "out"), "the run that -probe saves; give that too"),
+        ((digits_run, "-probe", "-knn"), "-knn: leave it out; -probe shows it too"),
+        ((digits_run, "-probe", "-tta", "flip"), "-tta: does not go with -probe"),
+        ((digits_run, "-probe", "-part", "train"), "-part train: -probe learns from the training images"),
+        ((digits_run, "-probe", "-pool", "patches"), "-pool patches: takes "),
+        (("-probe",), "RUN_OR_CHECKPOINT is missing"),
+        (("-pretrained", "w.pth"), "RUN_OR_CHECKPOINT is missing"),
+        (("-probe", "-model", "resnet10t", "-pretrained", "w.pth", "-dataset", "digits"), "w.pth"),
     ):
         done = say(*words)
         assert done.code == 2, (words, done.err)

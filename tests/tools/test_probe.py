@@ -1,4 +1,4 @@
-"""evaluate.py -probe and its runs, MODEL.NEW_CLASSIFIER, MODEL.POOL, and trainings on features that are kept."""
+"""evaluate.py -probe: it agrees with scikit-learn, keeps features, and saves runs like any others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from datasets import open_dataset
 from engine.evaluation import linear
 from engine.trained.model import load_trained, split_of_run
 from tests.label_sets import write_recipe, write_set
-from tests.program import ROOT, Result, Started, Vitamp, metrics, run_program, train_tiny
+from tests.program import ROOT, Result, Started, metrics, run_program, train_tiny
 from tests.waiting import free_port
 from tools.evaluate import command as evaluate
 from tools.export import command as export
@@ -33,15 +33,12 @@ from vitamp.pooling import POOLS
 
 Say = Callable[..., Result]
 Tool = Callable[[Any], Say]
-# A script of the program, with one strength. It shows which batches it computes features of, and may kill itself.
+# evaluate.py, with one strength. It shows which batches it computes features of, and may kill itself.
 PATCHED = f"""\
 import os, runpy, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from engine.evaluation import features, linear
-from utils.config import Config
 linear.STRENGTHS = (1e-2,)
-if "IMAGES" in os.environ:
-    Config.trains_on_features = property(lambda config: False)
 columns, calls = features._columns, []
 def shown(seeing, images):
     calls.append(len(images))
@@ -51,11 +48,8 @@ def shown(seeing, images):
     print("batch of", len(images), file=sys.stderr)
     return columns(seeing, images)
 features._columns = shown
-runpy.run_path(os.environ["SCRIPT"], run_name="__main__")
+runpy.run_path({str(ROOT / "scripts/evaluate.py")!r}, run_name="__main__")
 """
-EVALUATE, SINGLE, MULTI = (
-    str(ROOT / name) for name in ("scripts/evaluate.py", "main_single_gpu.py", "main_multi_gpu.py")
-)
 NEW_FEATURES, KEPT = "no features of these very weights and images are kept yet", "images; features are kept in"
 
 
@@ -68,18 +62,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def say(in_process: Tool) -> Say:
     return in_process(evaluate.main)
-
-
-@pytest.fixture
-def patched(vitamp: Vitamp, tmp_path: Path) -> Say:
-    """A script in a process of its own, with what `PATCHED` changes."""
-    (tmp_path / "patched.py").write_text(PATCHED)
-
-    def call(script: str, *words: object, code: int = 0, **env: object) -> Result:
-        settings = {"SCRIPT": script, **{name: str(value) for name, value in env.items()}}
-        return vitamp(*words, script=str(tmp_path / "patched.py"), env=settings, code=code)
-
-    return call
 
 
 def probed(say: Say, place: Path, *words: object, probe: bool = True) -> dict[str, Any]:
@@ -162,24 +144,25 @@ def kept(cache: Path) -> dict[str, bytes]:
     return {str(path.relative_to(cache)): path.read_bytes() for path in cache.glob("features/*/*.npy")}
 
 
-def test_killed_probe_resumes_and_processes_share_the_work(patched: Say, run: Path, tmp_path: Path) -> None:
+def test_killed_probe_resumes_and_processes_share_the_work(run: Path, tmp_path: Path) -> None:
     """In blocks of 512 images."""
-    words = (run, "-probe", "-pool", "both")
-    whole, cache = patched(EVALUATE, *words, f"DATA.CACHE={tmp_path / 'whole'}"), f"DATA.CACHE={tmp_path / 'killed'}"
-    patched(EVALUATE, *words, cache, KILLED_IN=40, code=-9)
-    again = patched(EVALUATE, *words, cache)
+    (tmp_path / "patched.py").write_text(PATCHED)
+
+    def start(name: str, cache: str, **env: str) -> Started:
+        (streams := tmp_path / name).mkdir()
+        words = [str(run), "-probe", "-pool", "both", f"DATA.CACHE={tmp_path / cache}"]
+        return Started(str(tmp_path / "patched.py"), words, ROOT, env, streams)
+
+    whole = start("first", "whole").end(60)
+    assert start("second", "killed", KILLED_IN="40").end(60).code == -9
+    again, third = start("third", "killed").end(60), start("fourth", "killed").end(60)
     assert f"training split: 1,437 images; {NEW_FEATURES}, 413 are computed now in {tmp_path}" in again.out
-    third = patched(EVALUATE, *words, cache)
     assert (computed(again), computed(third), third.out.count(KEPT)) == (413 + 360, 0, 2)
 
-    began, port = [], str(free_port())
-    for rank in ("0", "1"):
-        (streams := tmp_path / rank).mkdir()
-        env = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "PACE": "0.02"}
-        argv = [*map(str, words), f"DATA.CACHE={tmp_path / 'shared'}"]
-        began.append(Started(str(tmp_path / "patched.py"), argv, ROOT, {"SCRIPT": EVALUATE, **env}, streams))
+    both = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "PACE": "0.02"}
+    began = [start(f"rank{rank}", "shared", RANK=str(rank), **both) for rank in range(2)]
     first, second = (one.end(60) for one in began)
-    assert (first.code, second.code) == (0, 0), first.text + second.text
+    assert (whole.code, first.code, second.code) == (0, 0, 0), first.text + second.text
     assert computed(second) >= 512
     assert computed(first) + computed(second) <= 1437 + 360 + 512, "at most a block twice"
     assert table(second) == []
@@ -228,23 +211,6 @@ def test_full_disk_is_refused_before_work(say: Say, run: Path, cache: Path, monk
     assert kept(cache) == {}
 
 
-def test_bad_command_lines_are_refused(say: Say, run: Path, tmp_path: Path) -> None:
-    for words, text in (
-        ((run, "-out", tmp_path / "out"), "the run that -probe saves; give that too"),
-        ((run, "-probe", "-knn"), "-knn: leave it out; -probe shows it too"),
-        ((run, "-probe", "-tta", "flip"), "-tta: does not go with -probe"),
-        ((run, "-probe", "-part", "train"), "-part train: -probe learns from the training images"),
-        ((run, "-probe", "-pool", "patches"), "-pool patches: takes "),
-        (("-probe",), "RUN_OR_CHECKPOINT is missing"),
-        (("-pretrained", "w.pth"), "RUN_OR_CHECKPOINT is missing"),
-        (("-probe", "-model", "resnet10t", "-pretrained", "w.pth", "-dataset", "digits"), "w.pth"),
-    ):
-        done = say(*words)
-        assert done.code == 2, (words, done.err)
-        assert text in done.err, (words, done.err)
-        assert "Traceback" not in done.err
-
-
 # Runs.
 
 
@@ -270,6 +236,7 @@ def test_saved_probe_is_a_run(say: Say, in_process: Tool, run: Path, tmp_path: P
     assert f"{acc1:.2f} %" in (tmp_path / "page.html").read_text(), done.err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_probes_of_a_masked_autoencoder_and_of_weights_without_tokens(
     say: Say, unlabelled_run: Path, greys: tuple[object, ...], tmp_path: Path
@@ -288,54 +255,3 @@ def test_probes_of_a_masked_autoencoder_and_of_weights_without_tokens(
     found = probed(say, tmp_path, *named, "-out", tmp_path / "cnn")
     assert (found["source"], set(found["probes"])) == (str(tmp_path / "w.pth"), {"pooled"})
     assert [line["acc1"] for line in metrics(tmp_path / "cnn", "val")] == [found["probes"]["pooled"]["acc1"]]
-
-
-NEW = ("MODEL.DEPTH=2", "REPORT_FREQ=1", "SAVE_FREQ=1", "-output")
-
-
-@pytest.mark.usefixtures("quick")
-def test_training_from_a_probe_is_never_worse_and_zeros_guess_nothing(
-    say: Say, patched: Say, tiny: Path, run: Path, tmp_path: Path
-) -> None:
-    acc1 = probed(say, tmp_path, run, "-pool", "pooled")["probes"]["pooled"]["acc1"]
-    words = ("-cfg", tiny, "-pretrained", run, f"DATA.CACHE={tmp_path / 'cache'}", *NEW)
-    bad = ("TRAIN.BASE_LR=1", "TRAIN.WARMUP_EPOCHS=0", "TRAIN.GRAD_CLIP=null", "TRAIN.NUM_EPOCHS=1")
-    patched(SINGLE, *words, tmp_path / "run", "MODEL.NEW_CLASSIFIER=probe", *bad)
-    first, last = metrics(tmp_path / "run", "val")
-    assert (first["update"], first["acc1"]) == (0, acc1)
-    assert last["acc1"] < acc1
-    assert probed(say, tmp_path, tmp_path / "run", probe=False)["figures"]["model"]["acc1"] == acc1
-
-    patched(SINGLE, *words, tmp_path / "zero", "MODEL.NEW_CLASSIFIER=zero", "TRAIN.NUM_EPOCHS=0")
-    logits = load_trained(tmp_path / "zero").logits(torch.arange(256, dtype=torch.uint8).view(4, 1, 8, 8))
-    assert torch.equal(logits, torch.zeros(4, 10))
-
-
-def test_frozen_backbone_trains_on_kept_features_as_on_images(
-    patched: Say, tiny: Path, run: Path, tmp_path: Path
-) -> None:
-    words = ("-cfg", tiny, "-pretrained", run, "MODEL.FREEZE=backbone", "MODEL.NEW_CLASSIFIER=true", "DATA.CROP=none")
-    words += ("DATA.FLIP=0", "-batch_size", 16, f"DATA.CACHE={tmp_path / 'cache'}", *NEW)
-    alone = ("-accum_iter", 2)
-
-    def losses(name: str) -> list[float]:
-        of_epochs = [line["loss"] for line in metrics(tmp_path / name, "val") if line["update"] in (45, 90)]
-        return [*(line["loss"] for line in metrics(tmp_path / name, "train")), *of_epochs]
-
-    patched(SINGLE, *words, tmp_path / "images", *alone, IMAGES=1)
-    done = patched(SINGLE, *words, tmp_path / "features", *alone)
-    assert f"training split: 1,437 images; {NEW_FEATURES}" in done.out
-    assert computed(done) == 1437 + 360
-    assert losses("features") == pytest.approx(losses("images"), rel=1e-5)
-    for limit in (("TRAIN.MAX_UPDATES=20",), ("TRAIN.MAX_UPDATES=60",), ()):
-        assert computed(patched(SINGLE, *words, tmp_path / "resumed", "-resume", "auto", *alone, *limit)) == 0
-    assert losses("resumed") == losses("features")
-    two = ("-ngpus", 2, f"DATA.CACHE={tmp_path / 'two'}")
-    patched(MULTI, *words, tmp_path / "shared", *two)
-    assert losses("shared") == pytest.approx(losses("features"), rel=1e-5)
-    assert len(kept(tmp_path / "two")) == 4
-
-    done = patched(SINGLE, *words, tmp_path / "shifted", "DATA.SHIFT=0.1", "TRAIN.MAX_UPDATES=1")
-    text = "MODEL.FREEZE backbone: it is computed in each of 2 epochs, because the images change at random. scripts/"
-    assert done.out.count(text) == 1
-    assert "batch of" not in done.err

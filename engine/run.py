@@ -110,7 +110,7 @@ def train(given: Run, lock: FolderLock | None, lists: OpLists | None) -> int:
         run = settle_batch(given, checkpoint)
         config = run.config
     sharding = sharding_of(config, world, run.device)
-    ready = on_every_rank(world, lambda: build_for_training(run, checkpoint, sharding))
+    ready = on_every_rank(world, lambda: build_for_training(run, checkpoint, sharding, dry=lock is None))
 
     if warning := ready.precision.choice.warning:
         log.warning(warning)

@@ -156,11 +156,18 @@ def sharding_of(config: Config, world: World, device: torch.device) -> Sharding 
     return build_sharding(config, world, device)
 
 
-def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Sharding | None = None) -> ReadyToTrain:
-    """Build all that training needs, and restore `checkpoint` if there is one. A collective call."""
+def build_for_training(
+    run: Run, checkpoint: Checkpoint | None, sharding: Sharding | None = None, dry: bool = False
+) -> ReadyToTrain:
+    """Build all that training needs, and restore `checkpoint` if there is one. A collective call.
+
+    `dry`: keep no features, and fit nothing to them.
+    """
     config, world, device = run.config, run.world, run.device
     ready = build_for_evaluation(run, checkpoint)
-    if checkpoint is None and config.MODEL.NEW_CLASSIFIER == "probe":
+    if dry and (config.MODEL.NEW_CLASSIFIER == "probe" or config.trains_on_features):
+        log.info("-dry_run keeps no features: training begins with a pass over the images, which is left out here.")
+    elif checkpoint is None and config.MODEL.NEW_CLASSIFIER == "probe":
         from engine.evaluation.linear import start_at_probe
 
         start_at_probe(run, ready)
@@ -191,7 +198,7 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, sharding: Shardi
         position, best = check_and_restore(parts, checkpoint, identity_of(train_set, loader.order), config, world)
     elif train.LAST_EPOCH:
         parts.schedule.restore(position.update)
-    if config.trains_on_features:
+    if config.trains_on_features and not dry:
         from engine.evaluation.features import see_features
 
         train_set = see_features(run, ready, parts, train_set)

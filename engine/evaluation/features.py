@@ -33,7 +33,7 @@ from models.parts import classifiers, is_inside
 from utils.cache import cache_folder, process_lock
 from utils.config import Config
 from utils.config.data import DataConfig
-from utils.distributed.world import ALONE, World, broadcast
+from utils.distributed.world import ALONE, World, on_every_rank
 from utils.errors import UserError
 from utils.log import log
 from vitamp.pooling import BLOCKS, POOLED, pool_of, pooled_features, pools_of
@@ -215,8 +215,9 @@ def see_features(run: Run, ready: Validating, parts: TrainState, train_set: Imag
     config, model, world = run.config, ready.model, run.world
 
     def features(dataset: ImageDataset, part: Part) -> FeatureSet:
-        found = features_of(ready, config, dataset, config.DATA.model_copy(update={"PART": part}), world)
-        broadcast(None, world)  # the first process is here once they are complete
+        data = config.DATA.model_copy(update={"PART": part})
+        # The first process is here once all are complete.
+        found = on_every_rank(world, lambda: features_of(ready, config, dataset, data, world))
         return FeatureSet(dataset, found, pool_of(model), run.device)
 
     train_set, ready.val_set = features(train_set, "train"), features(ready.val_set, "val")

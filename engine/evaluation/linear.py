@@ -19,7 +19,7 @@ from engine.task.base import Task
 from engine.task.several import MOST_NAMED, scores_of
 from models.parts import classifiers
 from utils.config.data import DataConfig
-from utils.distributed.world import broadcast
+from utils.distributed.world import broadcast, on_every_rank, on_rank_0
 from utils.errors import UserError
 from utils.log import log
 from utils.text import counted
@@ -157,13 +157,16 @@ def start_at_probe(run: Run, ready: Starting) -> None:
         )
     data = config.DATA.model_copy(update={"PART": "train"})
     bank = open_dataset(data, False, classes, config.SEED, run.device)
-    known, found = features_of(ready, config, bank, data, run.world), None
-    if run.world.first:
+    known = on_every_rank(run.world, lambda: features_of(ready, config, bank, data, run.world))
+
+    def fitted() -> Classifier:
         fold_of, words = folds_of(bank, known.labels, data)
         found = fit(known.of(pool_of(model)), known.labels, fold_of, classes, run.device)
         by = f"{ready.task.kind.best.words} {found.figure:.2f} %"
         log.info("The new classifier is a linear probe of strength %.2g, %s in folds. %s", found.strength, by, words)
-    found = broadcast(found, run.world)
+        return found
+
+    found = broadcast(on_rank_0(run.world, fitted), run.world)
     with torch.no_grad():
         for head in heads:  # the two of a distilled model have the mean of their logits
             head.weight.copy_(found.weight.view_as(head.weight))

@@ -120,7 +120,8 @@ def test_probe_is_logistic_regression_whose_strength_folds_choose(
 def test_probe_of_several_labels_is_one_regression_per_class(say: Say, in_process: Tool, tmp_path: Path) -> None:
     write_set(tmp_path)
     run_program("-cfg", write_recipe(tmp_path), "-output", tmp_path / "run", streams=tmp_path, code=0)
-    found = probed(say, tmp_path, tmp_path / "run", "-pool", "mean")
+    found = probed(say, tmp_path, tmp_path / "run")
+    assert found["chosen"] == max(found["probes"], key=lambda pool: found["probes"][pool]["folds"])
     (bank, labels), (images, truth) = standardised(in_process, tmp_path / "run", "mean", tmp_path)
     strength = found["probes"]["mean"]["strength"]
     scores = np.stack([logistic(strength, bank, column).decision_function(images) for column in labels.T], 1)
@@ -242,7 +243,6 @@ def test_probes_of_a_masked_autoencoder_and_of_weights_without_tokens(
     say: Say, unlabelled_run: Path, greys: tuple[object, ...], tmp_path: Path
 ) -> None:
     found = probed(say, tmp_path, unlabelled_run, *greys, "-out", tmp_path / "mae")
-    assert found["chosen"] == max(found["probes"], key=lambda pool: found["probes"][pool]["folds"])
     again = probed(say, tmp_path, tmp_path / "mae", probe=False)
     assert again["classes"] == ["dark", "grey", "light"]
     assert again["figures"]["model"]["acc1"] == found["probes"][found["chosen"]]["acc1"] > 80

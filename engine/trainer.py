@@ -264,11 +264,12 @@ class Trainer:
             raise AllRanksError(f"{error} The training so far is saved; -resume repeats this validation.") from None
         self._last_metrics = metrics
         self.position.validated = self.position.update
-        best_now = best_of_validation(metrics, self.config.SAVE_BEST_BY, self.position)
+        here = self.position if self.position.update else replace(self.position, epoch=0)  # before the first epoch
+        best_now = best_of_validation(metrics, self.config.SAVE_BEST_BY, here)
         improved = best_now.figure is not None and self.best.is_beaten_by(best_now.figure)
         top1 = getattr(metrics[set_of(best_now.kind)[0]], TOP1.name, None)
         mark = mark_of_best(self._guess, top1) if improved else ""
-        self.reporter.validation(self.position, metrics, perf_counter() - began, mark)
+        self.reporter.validation(here, metrics, perf_counter() - began, mark)
         self._restart_clocks()
         if improved:
             self.best = best_now

@@ -141,6 +141,7 @@ def save_probe(trained: Trained, data: DataConfig, pool: str, out: str) -> None:
         "MODEL.POOL": None if pool == POOLED else pool,
         "MODEL.FREEZE": "backbone",
         "TRAIN.NUM_EPOCHS": 0,
+        "TRAIN.WARMUP_EPOCHS": 0,
         "OUTPUT": out,
     }
     loaded = resolve(load_config(None, {key: (value, "-probe") for key, value in settings.items()}))

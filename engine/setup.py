@@ -165,9 +165,9 @@ def build_for_training(
     """
     config, world, device = run.config, run.world, run.device
     ready = build_for_evaluation(run, checkpoint)
-    if dry and (config.MODEL.NEW_CLASSIFIER == "probe" or config.trains_on_features):
+    if dry and (config.MODEL.starts_at_probe or config.trains_on_features):
         log.info("-dry_run keeps no features: training begins with a pass over the images, which is left out here.")
-    elif checkpoint is None and config.MODEL.NEW_CLASSIFIER == "probe":
+    elif checkpoint is None and config.MODEL.starts_at_probe:
         from engine.evaluation.linear import start_at_probe
 
         start_at_probe(run, ready)

@@ -104,7 +104,7 @@ class Trainer:
         position = self.position
         if 0 < position.step < self.per_epoch:
             self._validate_and_save()  # the run may have been stopped in a validation
-        if position.update == 0 and self.config.MODEL.NEW_CLASSIFIER == "probe":
+        if position.update == 0 and self.config.MODEL.starts_at_probe:
             self._validate_and_save(last=True)  # training may only make it worse
         profiling: AbstractContextManager[Callable[[], None]] = nullcontext(lambda: None)
         if self.config.PROFILE and self.world.first:

@@ -125,3 +125,8 @@ class ModelConfig(Section):
     QKV_BIAS: bool | None = setting(None, "Bias in the query, key and value projection.")
     WINDOW_SIZE: Positive | None = setting(None, "Swin: height and width of an attention window, in patches.")
     STAGE_DEPTHS: Integers | None = setting(None, "Swin: blocks in each stage.")
+
+    @property
+    def starts_at_probe(self) -> bool:
+        """Whether the new classifier of pretrained weights is fitted to features before training."""
+        return self.NEW_CLASSIFIER == "probe" and self.PRETRAINED is not None

@@ -246,7 +246,8 @@ class Trainer:
 
     def _validate(self) -> bool:
         """Validate all weights that the run keeps, unless it is done. True if one of them is now the best so far."""
-        if self.position.validated == self.position.update:
+        known = self.position.update or self.best.figure is not None  # a start may be validated too
+        if known and self.position.validated == self.position.update:
             return False
         self._stop_on_nan(self._read())
         parts, began = self.parts, perf_counter()

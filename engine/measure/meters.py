@@ -180,7 +180,7 @@ class Position:
     """Updates done in this epoch."""
     update: int = 0
     """Updates done in the run."""
-    validated: int = -1
+    validated: int = 0
     """Value of `update` at the last complete validation: a run may be stopped during one."""
 
 

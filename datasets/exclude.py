@@ -33,6 +33,7 @@ class Remaining(Samples):
         self._new_index[remaining] = np.arange(len(remaining))
         self.labels, self.classes = samples.labels[remaining], samples.classes
         self.stored, self.remote = samples.stored, samples.remote
+        self.groups = samples.groups and [samples.groups[index] for index in remaining]
 
     def read(self, index: int) -> Encoded:
         return self.samples.read(int(self._old_index[index]))

@@ -136,8 +136,10 @@ def _model(config: Config, device: torch.device, replaced: bool) -> nn.Module:
         new, whole = config.MODEL.NEW_CLASSIFIER, config.EVAL
         log.info(load_pretrained(model, config.MODEL.PRETRAINED, config.MODEL.NAME, bool(new), whole))
         if new == "zero":
-            for weight in (one for name in classifiers(model) for one in model.get_submodule(name).parameters()):
-                torch.nn.init.zeros_(weight)
+            for layer in (one for name in classifiers(model) for one in model.get_submodule(name).modules()):
+                if isinstance(layer, nn.Linear | nn.Conv2d):  # a norm before them stays
+                    for weight in layer.parameters():
+                        torch.nn.init.zeros_(weight)
     elif not replaced:
         log.info("The weights are freshly initialised, from SEED %d.", config.SEED, extra=DETAIL)
     if config.MODEL.LORA.RANK is not None and not config.EVAL:  # else the adapters are merged into the weights
@@ -201,8 +203,8 @@ def build_for_training(
     if config.trains_on_features and not dry:
         from engine.evaluation.features import see_features
 
-        train_set = see_features(run, ready, parts, train_set)
-        loader = TrainLoader(train_set, loader.order, config.SEED, 0, device)
+        if (found := see_features(run, ready, parts, train_set)) is not None:
+            train_set, loader = found, TrainLoader(found, loader.order, config.SEED, 0, device)
     elif config.freezes_backbone and train.NUM_EPOCHS > 1:
         log.info(
             "MODEL.FREEZE backbone: it is computed in each of %d epochs, because the images change at random. "

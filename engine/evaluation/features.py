@@ -6,6 +6,7 @@ number of processes share the work, and memory holds what is read of a map.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -19,7 +20,7 @@ import torch
 from numpy.lib.format import open_memmap
 from torch import Tensor, nn
 
-from datasets import Batch, ImageDataset, ValLoader, auto_workers
+from datasets import Batch, ImageDataset, ValLoader, auto_workers, open_dataset
 from datasets.base import TITLES, Key, Part, part_of
 from datasets.damage import BrokenInValidation
 from datasets.loading.order import data_identity
@@ -30,11 +31,12 @@ from engine.inputs.batches import input_of
 from engine.machine.device import Run
 from engine.machine.late_compiler import uncompiled
 from models.parts import classifiers, is_inside
+from models.sizes import sizes_of
 from utils.cache import cache_folder, process_lock
 from utils.config import Config
 from utils.config.data import DataConfig
 from utils.distributed.world import ALONE, World, on_every_rank
-from utils.errors import UserError
+from utils.errors import AllRanksError, UserError
 from utils.log import log
 from vitamp.pooling import BLOCKS, POOLED, pool_of, pooled_features, pools_of
 
@@ -122,7 +124,16 @@ def features_of(
     try:
         empty = torch.zeros(1, data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE, dtype=torch.uint8)
         shape = images, _columns(seeing, empty).shape[1]
-        about = [1, shape, batch, config.MODEL.NAME, _weights(model), _images(dataset), seeing.precision.name]
+        model_is = [config.MODEL.NAME, str(sizes_of(model)), _weights(model)]
+        about = [
+            1,
+            shape,
+            batch,
+            *model_is,
+            _images(dataset),
+            seeing.precision.name,
+            config.AMP.model_dump(mode="json"),
+        ]
         key = hashlib.sha256(json.dumps([*about, input_of(data)]).encode()).hexdigest()[:16]
         folder = cache_folder(data, f"features/{key}")
         needed, free = 4 * shape[0] * shape[1], shutil.disk_usage(folder).free
@@ -132,7 +143,7 @@ def features_of(
                 if needed > free:
                     raise UserError(
                         f"{folder}: the features take {size_words(needed)}, and {size_words(free)} are free. Name a "
-                        "folder on a larger disk: DATA.CACHE=DIR."
+                        "folder on a larger disk (DATA.CACHE=DIR). MODEL.NEW_CLASSIFIER=zero needs no features."
                     )
                 open_memmap(table, "w+", np.float32, shape)
                 open_memmap(complete, "w+", np.bool_, (-(-images // block),))
@@ -147,7 +158,10 @@ def features_of(
                 for one in loader:
                     rows = one.indices.cpu().numpy()
                     table[rows] = found = _columns(seeing, one.images).cpu().numpy()
-                    broken.raise_together(ALONE)
+                    try:
+                        broken.raise_together(ALONE)
+                    except AllRanksError as error:  # here nothing is trained yet
+                        raise UserError(str(error)) from None
                     if not np.isfinite(found).all():
                         raise UserError("The model has NaN or infinite features; nothing can be compared.")
                     if (last := int(rows[-1]) + 1) % block == 0 or last == images:
@@ -188,8 +202,11 @@ def _images(dataset: ImageDataset) -> str:
     digest, samples = hashlib.sha256(data_identity(dataset).encode()), dataset.single_images()
     if samples is not None and samples.stored == "files":
         for index in range(len(samples)):
-            about = os.stat(samples.name(index))
-            digest.update(f"{about.st_size} {about.st_mtime_ns} ".encode())
+            try:
+                about = os.stat(samples.name(index))
+                digest.update(f"{about.st_size} {about.st_mtime_ns} ".encode())
+            except OSError:  # no file, such as an image that own code makes
+                digest.update(bytes(np.asarray(samples.read(index)).data))
     pixels = getattr(getattr(dataset, "samples", None), "pixels", None)
     if pixels is not None:
         digest.update(pixels.data)
@@ -205,25 +222,43 @@ class FeatureSet(Variant):
 
     def __getitems__(self, keys: list[Key]) -> Batch:
         indices = np.array([index for _, index in keys])
-        rows = np.maximum(indices, 0)  # where padding is
+        rows = np.maximum(indices, 0) % len(self._labels)  # not padding, nor a copy (variants.Repeated)
         columns = self._columns[rows], self._labels[rows], indices
         return Batch(*(torch.from_numpy(column).to(self._device) for column in columns))
 
 
-def see_features(run: Run, ready: Validating, parts: TrainState, train_set: ImageDataset) -> ImageDataset:
-    """Let training and validation read features in place of images. Returns the training split. A collective call."""
+def see_features(run: Run, ready: Validating, parts: TrainState, train_set: ImageDataset) -> ImageDataset | None:
+    """Let training and validation read features in place of images. Returns the training split. A collective call.
+
+    None: the model does more with its features than `_of_features`.
+    """
     config, model, world = run.config, ready.model, run.world
+    pool, size = pool_of(model), config.DATA.IMAGE_SIZE
+    pixels = ready.inputs(torch.zeros(1, config.DATA.IMAGE_CHANNELS, size, size, device=run.device))
+    training, agrees = model.training, False
+    model.eval()
+    with torch.no_grad(), ready.precision.autocast(training=False), contextlib.suppress(Exception):
+        by_parts = _of_features(model, pooled_features(model, pixels, pool))
+        agrees = torch.allclose(model(pixels).float(), by_parts.float(), rtol=1e-2, atol=1e-2)
+    model.train(training)
+    if not agrees or len(classifiers(model)) > 1:
+        kind = type(model).__name__
+        log.info("The features of this %s are not kept: its classifier is not applied to them alone.", kind)
+        return None
 
     def features(dataset: ImageDataset, part: Part) -> FeatureSet:
         data = config.DATA.model_copy(update={"PART": part})
-        # The first process is here once all are complete.
-        found = on_every_rank(world, lambda: features_of(ready, config, dataset, data, world))
-        return FeatureSet(dataset, found, pool_of(model), run.device)
+        images = open_dataset(data, False, config.MODEL.NUM_CLASSES, config.SEED, run.device)
+        # The first process is here once all are complete; one on a machine with another disk computes its own then.
+        found = on_every_rank(world, lambda: features_of(ready, config, images, data, world))
+        found = found if world.first else features_of(ready, config, images, data)
+        return FeatureSet(dataset, found, pool, run.device)
 
     train_set, ready.val_set = features(train_set, "train"), features(ready.val_set, "val")
     batch = config.DATA.BATCH_SIZE_EVAL or config.DATA.BATCH_SIZE
     ready.val_loader = ValLoader(ready.val_set, batch, world.rank, world.size, 0, run.device)
-    model.forward = MethodType(_of_features, model)
+    for module in parts.weights.values():
+        module.forward = MethodType(_of_features, module)
     ready.inputs = parts.inputs = nn.Identity()
     return train_set
 

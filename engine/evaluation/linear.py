@@ -26,8 +26,8 @@ from utils.text import counted
 from vitamp.pooling import pool_of
 
 FOLDS = 5
-STRENGTHS = tuple(10 ** (1 - step / 2) for step in range(17))
-"""Of weight decay, from 10 to 1e-7: half of it times the squared weights is added to the mean loss"""
+STRENGTHS = tuple(10 ** (1 - step / 2) for step in range(13))
+"""Of weight decay, from 10 to 1e-5: half of it times the squared weights is added to the mean loss"""
 STALE = 3
 """Strengths without a better result after which weaker ones are not tried"""
 ITERATIONS = 100
@@ -139,7 +139,7 @@ def fit(
     figure, strength, found = best
     weight = found[:-1] / deviation[:, None]
     bias = found[-1] - mean @ weight
-    return Classifier(weight.T.cpu().contiguous(), bias.cpu(), strength, 100 * figure)
+    return Classifier(weight.T.cpu().double().contiguous(), bias.cpu().double(), strength, 100 * figure)
 
 
 class Starting(Seeing, Protocol):
@@ -164,6 +164,8 @@ def start_at_probe(run: Run, ready: Starting) -> None:
         found = fit(known.of(pool_of(model)), known.labels, fold_of, classes, run.device)
         by = f"{ready.task.kind.best.words} {found.figure:.2f} %"
         log.info("The new classifier is a linear probe of strength %.2g, %s in folds. %s", found.strength, by, words)
+        if config.TRAIN.CLASS_WEIGHTS is not None or config.DATA.SAMPLER == "balanced":
+            log.info("In the fit, all images weigh alike: TRAIN.CLASS_WEIGHTS and DATA.SAMPLER have no part in it.")
         return found
 
     found = broadcast(on_rank_0(run.world, fitted), run.world)

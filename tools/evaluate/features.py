@@ -17,8 +17,8 @@ from datasets import has_labels, source_of
 from engine.evaluation.data import data_for_evaluation, title_of
 from engine.evaluation.features import features_of
 from engine.evaluation.knn import classify, labelled_data, open_labelled
-from engine.evaluation.linear import FOLDS, fit, folds_of
-from engine.trained.model import Trained
+from engine.evaluation.linear import FOLDS, STRENGTHS, fit, folds_of
+from engine.trained.model import Trained, batch_size
 from tools.common.evaluation import INTERVALS, OneLabel, SeveralLabels, measured
 from tools.common.tables import in_columns
 from tools.common.turns import progress, progress_bar
@@ -56,7 +56,7 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
         log.info("%s.", note)
     of_bank, parts = data.model_copy(update={"PART": "train"}), []
     for dataset, about in ((bank, of_bank), (images, data)):
-        with progress_bar(len(dataset), "images") as bar:
+        with progress_bar(len(dataset), "images") as bar, trained.computing(batch_size(trained)):
             parts.append(features_of(trained, config, dataset, about, world, bar.update))
     if not world.first:
         return None
@@ -111,13 +111,14 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
     log.info("\n%s", "\n".join([*in_columns(rows), INTERVALS]))
     if asked.probe:
         strength = found["probes"][found["chosen"]]["strength"]
-        log.info("Chosen by the folds: linear, %s, strength %.2g.", found["chosen"], strength)
+        edge = ", the weakest that is tried" if strength == STRENGTHS[-1] else ""
+        log.info("Chosen by the folds: linear, %s, strength %.2g%s.", found["chosen"], strength, edge)
         if asked.out:
             save_probe(trained, data, found["chosen"], asked.out)
     return found
 
 
-SECTIONS = ("MODEL.", "DATA.", "AMP.", "SEED", "DEVICE", "THREADS", "SPEED", "DETERMINISTIC")
+SECTIONS = ("MODEL.", "DATA.", "AMP.", "SEED", "USE", "DEVICE", "THREADS", "SPEED", "DETERMINISTIC")
 """Settings of the new run that are those of the old one"""
 
 

@@ -116,9 +116,7 @@ def features_of(
     if labels is None:
         raise UserError(f"{data.DATASET}: its labels are known only once its images are read, so no features are kept.")
     workers = auto_workers(world) if config.DATA.NUM_WORKERS is None else config.DATA.NUM_WORKERS
-    batch = int(config.DATA.BATCH_SIZE_EVAL or config.DATA.BATCH_SIZE)
-    batch = -(-images // -(-images // batch))  # the batches of `whole_batches`
-    block = batch * -(-BLOCK // batch)
+    batch = min(int(config.DATA.BATCH_SIZE_EVAL or config.DATA.BATCH_SIZE), BLOCK)
     training = model.training
     model.eval()
     try:
@@ -128,7 +126,6 @@ def features_of(
         about = [
             1,
             shape,
-            batch,
             *model_is,
             _images(dataset),
             seeing.precision.name,
@@ -146,12 +143,12 @@ def features_of(
                         "folder on a larger disk (DATA.CACHE=DIR). MODEL.NEW_CLASSIFIER=zero needs no features."
                     )
                 open_memmap(table, "w+", np.float32, shape)
-                open_memmap(complete, "w+", np.bool_, (-(-images // block),))
+                open_memmap(complete, "w+", np.bool_, (-(-images // BLOCK),))
         table, complete = (open_memmap(file, "r+") for file in (table, complete))
 
         def compute(blocks: list[int]) -> None:
-            starts = [range(block * one, min(block * (one + 1), images), batch) for one in blocks]
-            plan = [np.arange(first, min(first + batch, images)) for of_block in starts for first in of_block]
+            starts = [range(BLOCK * one, min(BLOCK * (one + 1), images), batch) for one in blocks]
+            plan = [np.arange(first, min(first + batch, of_block.stop)) for of_block in starts for first in of_block]
             broken = BrokenInValidation("image")
             loader = ValLoader(dataset, batch, 0, 1, workers, seeing.precision.device, broken, lambda *_: plan)
             try:
@@ -164,15 +161,15 @@ def features_of(
                         raise UserError(str(error)) from None
                     if not np.isfinite(found).all():
                         raise UserError("The model has NaN or infinite features; nothing can be compared.")
-                    if (last := int(rows[-1]) + 1) % block == 0 or last == images:
+                    if (last := int(rows[-1]) + 1) % BLOCK == 0 or last == images:
                         table.flush()
-                        complete[(last - 1) // block] = True
+                        complete[(last - 1) // BLOCK] = True
                     between(len(rows))
             finally:
                 loader.close()
 
         missing = np.flatnonzero(~complete).tolist()
-        left = sum(min(block, images - block * one) for one in missing)
+        left = sum(min(BLOCK, images - BLOCK * one) for one in missing)
         what = f"no features of these very weights and images are kept yet, {left:,} are computed now in"
         what = what if left else "features are kept in"
         log.info(

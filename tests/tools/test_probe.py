@@ -208,7 +208,7 @@ def test_full_disk_is_refused_before_work(say: Say, run: Path, cache: Path, monk
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
     done = say(run, "-probe")
     assert done.code == 2
-    assert "1 kB are free. Name a folder on a larger disk: DATA.CACHE=DIR." in done.err
+    assert "1 kB are free. Name a folder on a larger disk (DATA.CACHE=DIR)." in done.err
     assert kept(cache) == {}
 
 

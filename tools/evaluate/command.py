@@ -52,7 +52,7 @@ from utils.distributed.world import ALONE
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional, whole
 from utils.log import log
-from utils.record.run_folder import check_output, write_json
+from utils.record.run_folder import is_run_folder, write_json
 from vitamp.metrics import ONE_LABEL
 from vitamp.pooling import POOLED, POOLS
 from vitamp.weights import Fitted
@@ -220,8 +220,8 @@ def _check(line: ToolLine) -> None:
         raise UserError("-knn: leave it out; -probe shows it too.")
     if asked.out and not asked.probe:
         raise UserError(f"-out {asked.out}: the run that -probe saves; give that too.")
-    if asked.out:
-        check_output(asked.out, "", None)
+    if asked.out and is_run_folder(Path(asked.out)):
+        raise UserError(f"-out {asked.out}: this folder has a run, which is not overwritten; name another folder.")
     if asked.path is None and not (by and line.given_by("MODEL.PRETRAINED")):
         raise UserError(
             "RUN_OR_CHECKPOINT is missing: name a run, a checkpoint or a file of weights. -probe and -knn also take "

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from datasets import has_labels, source_of
+from datasets.base import TITLES, part_of
 from engine.evaluation.data import data_for_evaluation, title_of
 from engine.evaluation.features import features_of
 from engine.evaluation.knn import classify, labelled_data, open_labelled
@@ -77,7 +78,7 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
         "knn": count,
     }
     log.info("%s of %s, in %s", config.MODEL.NAME, trained.chosen.place, trained.precision.name)
-    rows = [["", "strength", f"in {FOLDS} folds", which.mark or which.name]]
+    rows = [["", "strength", f"in {FOLDS} folds", f"{which.mark or which.name}, {TITLES[part_of(data, False)]}"]]
     if asked.probe:
         fold_of, words = folds_of(bank, known.labels, data)
         log.info("%s", words)

@@ -86,6 +86,13 @@ class ModelConfig(Section):
         False,
         "A new classifier, even for as many classes: true: timm's start; zero: of zeros; probe: a linear classifier, "
         "fitted to the features of the training images.",
+        needs(
+            *("MODEL.PRETRAINED", "MODEL.RESUME!=auto"),
+            at="probe",
+            when=TRAINING,
+            why="it is fitted to what pretrained weights see",
+            do="name weights with -pretrained",
+        ),
         only_with("MODEL.PRETRAINED", why="without weights to start from, every classifier is new"),
     )
     POOL: OwnPool | None = setting(

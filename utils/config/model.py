@@ -93,7 +93,7 @@ class ModelConfig(Section):
             why="it is fitted to what pretrained weights see",
             do="name weights with -pretrained",
         ),
-        only_with("MODEL.PRETRAINED", why="without weights to start from, every classifier is new"),
+        only_with("MODEL.PRETRAINED", why="without weights to start from, every classifier is new", at="true|zero"),
     )
     POOL: OwnPool | None = setting(
         None,

@@ -182,7 +182,8 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> 
         reporter.close()
     if trainer.broken is not None and (lost := trainer.broken.summary()):
         log.warning(lost)
-    if trainer.best.epoch == 0 and trainer.best.figure is not None and trainer.position.update:
+    untrained = trainer.best.figure is not None and trainer.best.update == 0 < trainer.position.update
+    if config.MODEL.starts_at_probe and untrained:
         log.info("Training did not improve on the linear probe that it began with: that is the best checkpoint.")
     commands = next_commands(run, trainer.position, folder, trainer.paused)
     by, figure = metric_named(trainer.best.by), trainer.best.figure

@@ -50,6 +50,6 @@ def config_of(
 ) -> Config:
     """The same, checked and overridden by `flags` and `given`. Adapters are merged, so they are none of the model."""
     base = {key: (value, f"{chosen.place}") for key, value in settings_of(chosen).items()}
-    unset = dict.fromkeys(("MODEL.RESUME", "MODEL.PRETRAINED", "MODEL.LORA.RANK"), (None, ""))
+    unset: dict[str, Any] = dict.fromkeys(("MODEL.RESUME", "MODEL.PRETRAINED", "MODEL.LORA.RANK"), (None, ""))
     unset["MODEL.NEW_CLASSIFIER"] = (False, "")
     return load_config(None, {**base, **unset, **(flags or {})}, given.words if given else {}).config

@@ -23,7 +23,7 @@ BLOCKS = 4
 
 def pools_of(model: nn.Module) -> tuple[str, ...]:
     """Those that the model has: without tokens, or without a class token, fewer."""
-    if not hasattr(model, "num_prefix_tokens") or hasattr(model, "head_dist"):  # a distilled model has two classifiers
+    if not hasattr(model, "num_prefix_tokens"):
         return (POOLED,)
     return POOLS if getattr(model, "cls_token", None) is not None else (POOLED, "mean")
 

@@ -123,14 +123,7 @@ def features_of(
         empty = torch.zeros(1, data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE, dtype=torch.uint8)
         shape = images, _columns(seeing, empty).shape[1]
         model_is = [config.MODEL.NAME, str(sizes_of(model)), _weights(model)]
-        about = [
-            1,
-            shape,
-            *model_is,
-            _images(dataset),
-            seeing.precision.name,
-            config.AMP.model_dump(mode="json"),
-        ]
+        about = [1, shape, *model_is, _images(dataset), seeing.precision.name, config.AMP.model_dump(mode="json")]
         key = hashlib.sha256(json.dumps([*about, input_of(data)]).encode()).hexdigest()[:16]
         folder = cache_folder(data, f"features/{key}")
         needed, free = 4 * shape[0] * shape[1], shutil.disk_usage(folder).free

@@ -16,7 +16,7 @@ from utils.log import log
 
 
 class HostEvent:
-    """Stands in for a torch.cuda.Event where training is on a CPU: measures by the host's clock."""
+    """What torch.cuda.Event is on a GPU, for training on a CPU: measures by the host's clock."""
 
     def record(self) -> None:
         self._at = time.perf_counter()

@@ -68,6 +68,8 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
     if asked.probe and asked.pool is None:
         same = np.array_equal(seen.of("class"), seen.of(POOLED)) if "class" in seen.pools else False
         pools = [pool for pool in seen.pools if not (same and pool == "class")]
+        if hasattr(model, "head_dist"):  # a distilled model has two classifiers, which MODEL.POOL cannot replace
+            pools = [POOLED]
     found: dict[str, Any] = {
         "model": config.MODEL.NAME,
         "source": f"{trained.chosen.place}",

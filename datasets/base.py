@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from utils.config.data import DataConfig
 from utils.config.kinds import AUTO
 from utils.config.train import TrainConfig
 from utils.log import log
-from utils.seeding import key, seed_host
+from utils.seeding import key
 
 Key = tuple[int, int]
 """(epoch, sample index): besides the seed, all that determines a training sample."""
@@ -60,12 +61,8 @@ Parts = Mapping[Part, object]
 """The splits that a data set has, and where each is; `all` alone if it comes without a validation split"""
 
 
-def comes_split(data: DataConfig) -> Parts:  # noqa: ARG001 - true of all data of such a source
-    return {"train": "train", "val": "val"}
-
-
-def comes_unsplit(data: DataConfig) -> Parts:  # noqa: ARG001 - true of all data of such a source
-    return {"all": "all"}
+SPLIT: Parts = {"train": "train", "val": "val"}
+UNSPLIT: Parts = {"all": "all"}
 
 
 def distinct(parts: Parts) -> list[Part]:
@@ -150,15 +147,10 @@ class Unreadable(Exception):
     """Bytes that are not an image, or a broken one. The text says why."""
 
 
-NAMED: dict[str, Colour] = {"white": (255, 255, 255), "black": (0, 0, 0)}
-
-
 def background_of(data: DataConfig) -> Colour | None:
     """DATA.BACKGROUND as a colour; None if the alpha channel is dropped."""
-    chosen = data.BACKGROUND
-    if chosen == "drop":
-        return None
-    return mean_colour(data) if chosen == "mean" else NAMED[chosen] if isinstance(chosen, str) else chosen
+    named = {"white": (255, 255, 255), "black": (0, 0, 0), "mean": mean_colour(data), "drop": None}
+    return named[data.BACKGROUND] if isinstance(data.BACKGROUND, str) else data.BACKGROUND
 
 
 def mean_colour(data: DataConfig) -> Colour:
@@ -166,6 +158,23 @@ def mean_colour(data: DataConfig) -> Colour:
     shades = [min(255, max(0, round(255 * value))) for value in data.IMAGENET_MEAN]
     red, green, blue = shades if len(shades) == data.IMAGE_CHANNELS == 3 else [shades[0]] * 3
     return red, green, blue
+
+
+PAD = 4
+"""Width of the black border of DATA.CROP: pad, in pixels, as is usual for CIFAR"""
+
+
+def resized_size(data: DataConfig, width: int, height: int) -> tuple[int, int]:
+    """Width and height to which validation resizes an image before it takes the centre, by DATA.CROP_MODE."""
+    side = math.floor(data.IMAGE_SIZE / data.CROP_PCT)
+    if data.CROP_MODE == "squash":
+        return side, side
+    if data.CROP_MODE == "border":
+        ratio = max(width, height) / side
+        return max(1, round(width / ratio)), max(1, round(height / ratio))
+    if width <= height:
+        return side, int(side * height / width)
+    return int(side * width / height), side
 
 
 class ImageDataset(Dataset[Batch]):
@@ -184,8 +193,7 @@ class ImageDataset(Dataset[Batch]):
         """This split with the single-image augmentations of TRAIN. Images in memory do not support them."""
         if without_effect := train.single_image_keys:
             log.warning(
-                "%s: no effect on this data set, because its images are not loaded one by one. Mixup, cutmix and "
-                "random erasing do work.",
+                "%s: no effect on images in memory. Mixup, cutmix and random erasing do work.",
                 ", ".join(without_effect),
             )
         return self
@@ -196,11 +204,12 @@ class ImageDataset(Dataset[Batch]):
 
     def shuffled(self, generator: np.random.Generator) -> np.ndarray:
         """A random order for one epoch, with every sample once."""
-        return generator.permutation(len(self))
+        samples = self.single_images()
+        return generator.permutation(len(self)) if samples is None else samples.shuffled(generator)
 
-    def sample_labels(self) -> np.ndarray | None:
-        """Labels of all samples, as in `Samples.labels`; None if labels are known only once the samples are read."""
-        return None
+    def sample_labels(self) -> np.ndarray:
+        """Labels of all samples, as in `Samples.labels`"""
+        raise NotImplementedError
 
     def single_images(self) -> Samples | None:
         """The samples of this split if images are read one by one; None if batches come from memory."""
@@ -221,16 +230,19 @@ class ImageDataset(Dataset[Batch]):
 class Source:
     """A data set that DATA.DATASET can name."""
 
-    open: Callable[[DataConfig, bool, int, int, torch.device], ImageDataset]
-    """(data, train, num_classes, seed, device) -> the split of `part_of`. With labels.ANY_LABEL as num_classes, labels
-    are not checked."""
-    check: Callable[[DataConfig, int, bool], None]
-    """(data, num_classes, train): raise UserError for problems that show without opening an image"""
+    samples: Callable[[DataConfig, Part, int], Samples] | None
+    """(data, part, num_classes) -> the images of a split; of data that comes unsplit, also those of `all`. With
+    labels.ANY_LABEL as num_classes, labels are not checked. None: `open` makes the split."""
+    check: Callable[[DataConfig, int, bool], None] | None = None
+    """(data, num_classes, train): raise UserError for problems that show without opening an image; None: `samples` of
+    the splits that are read does"""
+    open: Callable[[DataConfig, bool, int, int, torch.device], ImageDataset] | None = None
+    """(data, train, num_classes, seed, device) -> the split of `part_of`"""
     arrays: Literal["cropped", "whole"] | None = None
     """Its images are arrays in memory, which validation crops or leaves whole; see `given.ArrayPixels`"""
     count: Callable[[DataConfig, bool], int] | None = None
     """(data, train) -> number of classes, where it is known without listing every image; None: open the split"""
-    parts: Callable[[DataConfig], Parts] = comes_split
+    parts: Callable[[DataConfig], Parts] = lambda _: SPLIT
     fetches: bool = False
     """`check` downloads the data set if DATA.DOWNLOAD is set"""
     multi_label: bool = False
@@ -245,11 +257,6 @@ class Source:
     def is_unsplit(self, data: DataConfig) -> bool:
         """Whether the data comes without a validation split, so that the program makes one. Only then has it folds."""
         return "all" in self.parts(data)
-
-
-def seed_sample(seed: int, epoch: int, index: int) -> None:
-    """Seed python, numpy and torch for the transforms of one sample."""
-    seed_host(seed, "sample", epoch, index)
 
 
 def sample_table(seed: int, epoch: int, samples: int, columns: int) -> np.ndarray:

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from datasets.base import Broken, Unreadable
 from utils.distributed.world import World, all_gather
@@ -16,6 +16,8 @@ from utils.log import log
 from utils.program import started_as
 from utils.text import counted
 from vitamp.files import NotRegular, write_atomically
+
+Value = TypeVar("Value")
 
 PAUSES = (0.1, 1.0, 3.0)
 """Seconds between retries after a storage error; network file systems have temporary ones."""
@@ -32,8 +34,8 @@ class Failure(NamedTuple):
     """not a file: a pipe, a socket or a device. storage: a storage error, after which the image may be intact."""
 
 
-def failure_of(read: Callable[[], None]) -> Failure | None:
-    """Call `read` until it succeeds or retries are used up; None after success.
+def failure_or(read: Callable[[], Value]) -> Failure | Value:
+    """Call `read` until it succeeds or retries are used up; what it returns after success.
 
     Raises TrainingError if memory runs out, which is not the image's fault.
     """
@@ -59,9 +61,8 @@ def failure_of(read: Callable[[], None]) -> Failure | None:
             time.sleep(pause)
         except MemoryError:
             raise TrainingError(
-                "Memory ran out while an image was read; the image is not to blame. Use fewer loading processes "
-                "(DATA.NUM_WORKERS, -num_workers), a smaller batch (DATA.BATCH_SIZE, -batch_size), or more memory. "
-                "Then repeat the command, or resume a training run from its last checkpoint with -resume."
+                "Memory ran out while an image was read. Use fewer loading processes (DATA.NUM_WORKERS, -num_workers), "
+                "a smaller -batch_size, or more memory. Then repeat the command, or resume a training run with -resume."
             ) from None
 
 
@@ -113,14 +114,9 @@ class BrokenImages:
         if broken.sample in self._broken:
             return False
         self._broken[broken.sample] = broken
-        log.warning(
-            "The training image %s cannot be read: %s.%s (%d so far; DATA.MAX_BAD allows %d.)",
-            broken.name,
-            broken.reason,
-            " The next image replaces it." if len(self._broken) <= self.limit else "",
-            len(self._broken),
-            self.limit,
-        )
+        replaced = " The next image replaces it." if len(self._broken) <= self.limit else ""
+        count = f"({len(self._broken)} so far; DATA.MAX_BAD allows {self.limit}.)"
+        log.warning("The training image %s cannot be read: %s.%s %s", broken.name, broken.reason, replaced, count)
         return True
 
     def _write(self) -> None:
@@ -139,9 +135,8 @@ class BrokenImages:
         return (
             f"{counted(len(self._broken), 'training image')} cannot be read, and DATA.MAX_BAD allows {self.limit}. The "
             f"last: {_names(last)}. Repair them, exclude them with DATA.EXCLUDE={self._file}, which lists them "
-            f"({started_as('scripts/check_data.py')} finds all broken images), or raise DATA.MAX_BAD; after storage "
-            "errors, the files may be intact when the storage is back. Then resume from the last checkpoint with "
-            "-resume; after excluding images, from one saved at the end of an epoch (-last_epoch)."
+            f"({started_as('scripts/check_data.py')} finds all), or raise DATA.MAX_BAD. Then (after storage errors, "
+            "when the storage is back) use -resume; after excluding images, from the end of an epoch (-last_epoch)."
         )
 
 
@@ -168,7 +163,6 @@ class BrokenInValidation:
         if len(broken) > MOST_NAMED_IN_VALIDATION:
             text += "; ..."
         raise AllRanksError(
-            f"{text}. Each of them counts, so none is replaced. Repair them, or list them in the file "
-            f"of DATA.EXCLUDE ({started_as('scripts/check_data.py')} -fix FILE writes it); after storage errors, the "
-            "files may be intact: when the storage is back, repeat the command, or resume a training run with -resume."
+            f"{text}. Repair them, or list them in DATA.EXCLUDE ({started_as('scripts/check_data.py')} -fix FILE does)."
+            " After storage errors, when the storage is back, repeat the command, or resume a training with -resume."
         )

@@ -10,7 +10,7 @@ import re
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -22,22 +22,6 @@ from utils.log import log
 OPAQUE = 255
 
 _transparent = 0
-
-
-def on_background(image: Image.Image, colour: Colour | None) -> Image.Image:
-    """An image with transparent pixels, composited on `colour`; other images stay as they are.
-
-    Without a colour the alpha channel is dropped, so that the colours stored under it appear.
-    """
-    global _transparent
-    if not image.has_transparency_data:
-        return image
-    image = image if image.mode == "RGBA" else image.convert("RGBA")
-    least, _ = image.getchannel("A").getextrema()
-    if least == OPAQUE:
-        return image
-    _transparent += 1
-    return image if colour is None else Image.alpha_composite(Image.new("RGBA", image.size, (*colour, OPAQUE)), image)
 
 
 def take_transparent() -> int:
@@ -108,7 +92,11 @@ def in_channels(pixels: np.ndarray, channels: int) -> np.ndarray:
 
 
 def as_rgb_or_grey(image: Image.Image, channels: int, background: Colour | None) -> Image.Image:
-    """An image of any mode as RGB, or as grey for one channel. ValueError if its value for white is unknown."""
+    """An image of any mode as RGB, or as grey for one channel. ValueError if its value for white is unknown.
+
+    Transparent pixels are composited on `background`; without one, the colours stored under them appear.
+    """
+    global _transparent
     if image.mode == "F":
         raise ValueError("its pixels are floating-point numbers of unknown range; store 8 or 16 bits")
     if image.mode.startswith("I"):
@@ -118,7 +106,13 @@ def as_rgb_or_grey(image: Image.Image, channels: int, background: Colour | None)
         image = Image.fromarray((stored.clip(0, 65535) >> 8).astype(np.uint8))
         if isinstance(transparent, int):  # a shade of 16 bits
             image.putalpha(Image.fromarray(np.where(stored == transparent, 0, OPAQUE).astype(np.uint8)))
-    return on_background(image, background).convert("L" if channels == 1 else "RGB")
+    if image.has_transparency_data:
+        image = image if image.mode == "RGBA" else image.convert("RGBA")
+        if image.getchannel("A").getextrema()[0] != OPAQUE:
+            _transparent += 1
+            if background is not None:
+                image = Image.alpha_composite(Image.new("RGBA", image.size, (*background, OPAQUE)), image)
+    return image.convert("L" if channels == 1 else "RGB")
 
 
 @functools.cache
@@ -275,21 +269,7 @@ class Turned(Stored):
         return np.ascontiguousarray(pixels.swapaxes(0, 1) if self.swapped else pixels)
 
 
-def upright(stored: Stored, data: bytes) -> Stored:
-    """The image rotated by its EXIF orientation."""
-    if not isinstance(stored, PilStored):
-        if data.find(MARK, 0, SEARCHED) < 0:
-            return stored
-        by_pil = PilStored(data, 3)
-    else:
-        by_pil = stored
-    if by_pil.image.format == "TIFF":
-        return stored  # PIL always rotates TIFF files itself
-    orientation = orientation_of(by_pil.image)
-    return Turned(stored, orientation) if isinstance(orientation, int) and orientation in TURNS else stored
-
-
-def orientation_of(image: Image.Image) -> object:
+def orientation_of(image: Image.Image) -> Any:
     """The orientation in the EXIF data alone: Pillow would also read XMP, which no other code here does."""
     if image.format == "PNG" and EXIF[0] not in image.info:
         image.load()  # the EXIF data may come after the pixels
@@ -343,21 +323,23 @@ class Reader:
     def open(self, encoded: Encoded) -> Stored:
         if isinstance(encoded, np.ndarray):
             return ArrayStored(encoded, self.channels)
-        stored = self._open(encoded)
-        if not self.turns:
-            return stored
-        with warnings.catch_warnings(action="ignore"):
-            return upright(stored, encoded)
-
-    def _open(self, data: bytes) -> Stored:
-        if self.by_simplejpeg and data.startswith(JPEG_START):
-            try:
-                return JpegStored(data, self.channels)
-            except ValueError:
-                pass  # PIL supports more kinds of JPEG, and has better error messages
         # PIL warns of odd EXIF data and large sizes in images that it can read, which is noise during training.
         with warnings.catch_warnings(action="ignore"):
-            return PilStored(data, self.channels, self.background)
+            stored: Stored | None = None
+            if self.by_simplejpeg and encoded.startswith(JPEG_START):
+                with contextlib.suppress(ValueError):  # PIL supports more kinds, and has better error messages
+                    stored = JpegStored(encoded, self.channels)
+            stored = stored or PilStored(encoded, self.channels, self.background)
+            if self.turns and (isinstance(stored, PilStored) or encoded.find(MARK, 0, SEARCHED) >= 0):
+                image = (stored if isinstance(stored, PilStored) else PilStored(encoded, 3)).image
+                # PIL always rotates TIFF files itself.
+                orientation = None if image.format == "TIFF" else orientation_of(image)
+                return Turned(stored, orientation) if isinstance(orientation, int) and orientation in TURNS else stored
+            return stored
+
+
+EMPTY, UNKNOWN_FORMAT = "the file is empty", "not an image in a known format"
+TOO_LARGE = f"its header claims more than {MOST_PIXELS:,} pixels"
 
 
 @contextlib.contextmanager
@@ -368,19 +350,11 @@ def decoding_errors(encoded: Encoded) -> Iterator[None]:
     except MemoryError:
         raise  # not the file's fault
     except Exception as error:  # the decoder of a damaged file can raise nearly anything
-        raise Unreadable(_reason(error, encoded)) from None
-
-
-EMPTY, UNKNOWN_FORMAT = "the file is empty", "not an image in a known format"
-TOO_LARGE = f"its header claims more than {MOST_PIXELS:,} pixels"
-
-
-def _reason(error: Exception, encoded: Encoded) -> str:
-    """Why an image could not be decoded, for the user who has the file."""
-    if len(encoded) == 0:
-        return EMPTY
-    if isinstance(error, UnidentifiedImageError):
-        return UNKNOWN_FORMAT
-    if isinstance(error, Image.DecompressionBombError):
-        return f"{TOO_LARGE}, PIL's limit against decompression bombs"
-    return str(error) or type(error).__name__
+        reason = str(error) or type(error).__name__
+        if len(encoded) == 0:
+            reason = EMPTY
+        elif isinstance(error, UnidentifiedImageError):
+            reason = UNKNOWN_FORMAT
+        elif isinstance(error, Image.DecompressionBombError):
+            reason = f"{TOO_LARGE}, PIL's limit against decompression bombs"
+        raise Unreadable(reason) from None

@@ -82,14 +82,11 @@ def warn_unmatched(data: DataConfig, splits: Iterable[Samples | None]) -> None:
     unmatched = {number: name for name, number in reversed(excluded(data).items()) if number not in matched}
     if not unmatched:
         return
-    log.warning(
-        "DATA.EXCLUDE %s: %d of its lines match no image: %s%s. A line is a path below DATA_PATH, as %s.",
-        data.EXCLUDE,
-        len(unmatched),
-        "; ".join(f"line {number}, {unmatched[number]}" for number in sorted(unmatched)[:MOST_NAMED]),
-        "; ..." if len(unmatched) > MOST_NAMED else "",
-        read_singly[0].name(0).removeprefix(name_prefix(data)),
-    )
+    lines = [f"line {number}, {unmatched[number]}" for number in sorted(unmatched)[:MOST_NAMED]]
+    named = "; ".join([*lines, "..."] if len(unmatched) > MOST_NAMED else lines)
+    what = f"DATA.EXCLUDE {data.EXCLUDE}: {len(unmatched)} of its lines match no image: {named}."
+    one = read_singly[0].name(0).removeprefix(name_prefix(data))
+    log.warning("%s A line is a path below DATA_PATH, as %s.", what, one)
 
 
 def excluded(data: DataConfig) -> dict[str, int]:

@@ -7,34 +7,21 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from datasets.base import Box, Broken, Encoded, Samples
+from datasets.base import Box, Broken, Encoded
 from datasets.damage import BrokenInValidation
 from datasets.decoding import Reader, decoding_errors
 from datasets.images import Images
 from datasets.memory import planes, resized
 from datasets.registry import source_named
-from datasets.sources.files import PathTable
+from datasets.sources.files import FileSamples
 from utils.config.data import DataConfig
-from vitamp.files import read_regular
-
-
-class GivenSamples(Samples):
-    """Image files in any folder. Their labels are all 0, as a placeholder."""
-
-    def __init__(self, paths: Sequence[str]) -> None:
-        self.paths, self.labels = PathTable(paths), np.zeros(len(paths), dtype=np.int64)
-
-    def read(self, index: int) -> bytes:
-        return read_regular(self.paths[index])
-
-    def name(self, index: int) -> str:
-        return self.paths[index]
 
 
 def open_given(paths: Sequence[str], data: DataConfig) -> Images:
-    """A data set of these files, in this order."""
+    """A data set of these files, in this order. Their labels are all 0, as a placeholder."""
     data = data.model_copy(update={"EXCLUDE": None})
-    images = Images(GivenSamples(paths), data, train=False, seed=0)
+    samples = FileSamples("", paths, np.zeros(len(paths), dtype=np.int64), None)
+    images = Images(samples, data, train=False, seed=0)
     source = source_named(data.DATASET)
     if source is not None and source.arrays is not None:  # such sources have their own preprocessing
         images.pixels = ArrayPixels(data, source.arrays == "cropped")

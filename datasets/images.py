@@ -10,27 +10,13 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from datasets.base import (
-    PADDING,
-    Batch,
-    Broken,
-    Encoded,
-    ImageDataset,
-    Key,
-    Part,
-    Parts,
-    Samples,
-    comes_split,
-    distinct,
-    part_of,
-    seed_sample,
-)
-from datasets.damage import Failure, allowed, failure_of
+from datasets.base import PADDING, Batch, Broken, Encoded, ImageDataset, Key, Samples
+from datasets.damage import Failure, allowed, failure_or
 from datasets.transforms.pixels import Pixels
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 from utils.errors import TrainingError
-from utils.seeding import fork_host_rng
+from utils.seeding import fork_host_rng, seed_host
 
 FAILURES_OF_STORAGE = 8
 """Storage failures in a row that end training: so many are not a problem of single images."""
@@ -66,9 +52,6 @@ class Images(ImageDataset):
     def __len__(self) -> int:
         return len(self.samples)
 
-    def shuffled(self, generator: np.random.Generator) -> np.ndarray:
-        return self.samples.shuffled(generator)
-
     def sample_labels(self) -> np.ndarray:
         return self.samples.labels
 
@@ -99,7 +82,7 @@ class Images(ImageDataset):
                 continue
             if self.train:
                 index = self._fill(images[row], key)
-            elif failure := failure_of(partial(self._write, images[row], key, index)):
+            elif failure := failure_or(partial(self._write, images[row], key, index)):
                 # Black and not counted. The error comes at the end of the validation pass, because all ranks go through
                 # their batches together.
                 self._new_broken[index] = self._broken(index, failure)
@@ -118,7 +101,7 @@ class Images(ImageDataset):
             index = (wanted + step) % len(self)
             if step and index in self._failures:
                 continue
-            failure = self._failures.get(index) or failure_of(partial(self._write, out, key, index))
+            failure = self._failures.get(index) or failure_or(partial(self._write, out, key, index))
             if failure is None:
                 return index
             self._new_broken[index] = broken = self._broken(index, failure)
@@ -127,9 +110,8 @@ class Images(ImageDataset):
             storage_failures += broken.storage
             if storage_failures == FAILURES_OF_STORAGE:
                 raise TrainingError(
-                    f"Storage failure: {FAILURES_OF_STORAGE} training images in a row could not be read; the last is "
-                    f"{broken.name}: {failure.reason}. When the storage is back, resume from the last checkpoint with "
-                    "-resume."
+                    f"Storage failure: {FAILURES_OF_STORAGE} training images in a row could not be read, the last "
+                    f"{broken.name}: {failure.reason}. When the storage is back, resume with -resume."
                 )
             # Storage failures do not count towards MAX_BAD here: the next images show whether the storage is gone.
             if sum(not one.storage for one in self._new_broken.values()) > self.max_bad:
@@ -146,7 +128,7 @@ class Images(ImageDataset):
 
     def _write(self, out: torch.Tensor, key: Key, index: int) -> None:
         if self.train:
-            seed_sample(self.seed, *key)
+            seed_host(self.seed, "sample", *key)
         self.pixels(self.samples.read(index), out)
 
 
@@ -179,21 +161,3 @@ class Joined(Samples):
     def _place(self, index: int) -> tuple[Samples, int]:
         number = int(np.searchsorted(self._begins, index, side="right")) - 1
         return self.splits[number], index - int(self._begins[number])
-
-
-def open_images(
-    samples: Callable[[DataConfig, Part, int], Samples], parts: Callable[[DataConfig], Parts] = comes_split
-) -> Callable[[DataConfig, bool, int, int, torch.device], Images]:
-    """`Source.open` of images that are read one by one.
-
-    `samples`: (data, part, num_classes) -> the samples of a split; of data that comes unsplit, also those of `all`.
-    """
-
-    def open_split(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> Images:  # noqa: ARG001 - images are read on the host
-        part = part_of(data, train)
-        if part == "all" and "all" not in (existing := parts(data)):
-            joined = Joined([samples(data, one, num_classes) for one in distinct(existing)])
-            return Images(joined, data, train, seed)
-        return Images(samples(data, part, num_classes), data, train, seed)
-
-    return open_split

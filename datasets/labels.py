@@ -57,22 +57,16 @@ def check_class_count(classes: int, num_classes: int, owner: str) -> None:
     """Raise UserError for more classes than the classifier has. `owner` begins the message."""
     if classes > num_classes:
         raise UserError(
-            f"{owner} has {classes} classes, but MODEL.NUM_CLASSES is {num_classes}. To train on all of them, set "
-            f"-num_classes {classes}."
+            f"{owner} has {classes} classes, but MODEL.NUM_CLASSES is {num_classes}; set -num_classes {classes}."
         )
 
 
 def log_unused_outputs(classes: int, num_classes: int, owner: str) -> None:
     """Log fewer classes than the classifier has. That is allowed: a pretrained classifier is often kept whole."""
     if num_classes != ANY_LABEL and classes < num_classes:
-        log.info(
-            "%s has %d classes; %d of the model's outputs stay unused (MODEL.NUM_CLASSES); "
-            "MODEL.NUM_CLASSES=auto takes the number of classes.",
-            owner,
-            classes,
-            num_classes - classes,
-            extra=IN_FULL,
-        )
+        unused = f"{num_classes - classes} of the model's outputs stay unused (MODEL.NUM_CLASSES)"
+        auto = "MODEL.NUM_CLASSES=auto takes the number of classes"
+        log.info("%s has %d classes; %s; %s.", owner, classes, unused, auto, extra=IN_FULL)
 
 
 def warn_empty_classes(labels: np.ndarray, classes: Sequence[object], owner: str) -> None:

@@ -12,10 +12,40 @@ import torch
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
-from datasets.base import PADDING, Batch, ImageDataset, Key, Samples, mean_colour, sample_table
-from datasets.transforms.crops import PAD, BatchAffine, resized_size
+from datasets.base import PAD, PADDING, Batch, ImageDataset, Key, Samples, mean_colour, resized_size, sample_table
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
+
+
+class BatchAffine:
+    """Affine transform of a whole batch at once, with each sample's own random numbers."""
+
+    COLUMNS = 5
+
+    def __init__(self, data: DataConfig, device: torch.device) -> None:
+        self.data = data
+        self.size = data.IMAGE_SIZE
+        centres = (torch.arange(self.size, dtype=torch.float32, device=device) * 2 + 1) / self.size - 1
+        self.x, self.y = centres[None, None, :], centres[None, :, None]
+
+    def matrices(self, uniform: np.ndarray) -> torch.Tensor:
+        """Rows of five uniform numbers -> rows (a, b, c, d, e, f), which map an output pixel (x, y) to its source."""
+        data = self.data
+        acts = uniform[:, 0] < data.AFFINE_PROB
+        shift_x, shift_y, zoom, angle = (np.where(acts, 2 * column - 1, 0.0) for column in uniform[:, 1:].T)
+        shift_x, shift_y = 2 * data.SHIFT * shift_x, 2 * data.SHIFT * shift_y
+        zoom, angle = 1 + data.ZOOM * zoom, np.deg2rad(data.ROTATE * angle)
+        a, b = np.cos(angle) / zoom, np.sin(angle) / zoom
+        rows = np.stack([a, b, -a * shift_x - b * shift_y, -b, a, b * shift_x - a * shift_y], axis=1)
+        return torch.from_numpy(rows.astype(np.float32))
+
+    def __call__(self, images: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+        """Transform images (uint8, B x C x S x S); both arguments are on the device."""
+        # Elementwise products: the rounding of affine_grid's matrix product can depend on the batch size.
+        a, b, c, d, e, f = matrices[:, :, None, None].unbind(1)
+        grid = torch.stack([a * self.x + b * self.y + c, d * self.x + e * self.y + f], dim=-1)
+        moved = torch.nn.functional.grid_sample(images.float(), grid, mode="bilinear", align_corners=False)
+        return moved.round_().clamp_(0, 255).to(torch.uint8)
 
 
 class ArraySamples(Samples):
@@ -33,13 +63,15 @@ class ArraySamples(Samples):
         return f"{self.owner}:{index}"
 
 
-def open_arrays(samples: ArraySamples, data: DataConfig, train: bool, seed: int, device: torch.device) -> ImageDataset:
+def open_arrays(
+    samples: ArraySamples, data: DataConfig, train: bool, seed: int, device: torch.device, cropped: bool = True
+) -> ImageDataset:
     """The split in memory, unless its crops are random: these are made one image at a time, in loading processes."""
-    if train and data.CROP == "random":
+    if train and cropped and data.CROP == "random":
         from datasets.images import Images
 
         return Images(samples, data, train, seed)
-    return InMemory(samples, data, train, seed, device)
+    return InMemory(samples, data, train, seed, device, cropped)
 
 
 class InMemory(ImageDataset):

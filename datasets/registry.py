@@ -9,7 +9,7 @@ import importlib
 
 import torch
 
-from datasets.base import HUB_PREFIX, ImageDataset, Samples, Source
+from datasets.base import HUB_PREFIX, ImageDataset, Samples, Source, distinct, part_of, parts_read
 from datasets.labels import ANY_LABEL, check_gaps
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
@@ -48,20 +48,42 @@ def source_named(name: str) -> Source | None:
 def open_dataset(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> ImageDataset:
     """Open the training or validation split of DATA.DATASET. In-memory data sets are put on `device`."""
     source = _source(data)
-    dataset = source.open(data, train, num_classes, seed, device)
+    dataset = _open(source, data, train, num_classes, seed, device)
     _check_fold(source, data)
     return dataset
+
+
+def _open(
+    source: Source, data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device
+) -> ImageDataset:
+    if source.open is not None:
+        return source.open(data, train, num_classes, seed, device)
+    part, opened = part_of(data, train), source.samples
+    assert opened is not None, "a source has one of the two"
+    if source.arrays is not None:
+        from datasets.memory import ArraySamples, open_arrays
+
+        samples = opened(data, part, num_classes)
+        assert isinstance(samples, ArraySamples)
+        return open_arrays(samples, data, train, seed, device, source.arrays == "cropped")
+    from datasets.images import Images, Joined
+
+    if part == "all" and "all" not in (parts := source.parts(data)):
+        samples = Joined([opened(data, one, num_classes) for one in distinct(parts)])
+    else:
+        samples = opened(data, part, num_classes)
+    return Images(samples, data, train, seed)
 
 
 def count_classes(data: DataConfig, train: bool) -> int:
     """Number of classes of a split of DATA.DATASET, which is downloaded first if DATA.DOWNLOAD is set."""
     source = _source(data)
-    if source.fetches and data.DOWNLOAD:
+    if source.fetches and source.check and data.DOWNLOAD:
         source.check(data, ANY_LABEL, train)
     try:
         if source.count is not None:
             return source.count(data, train)
-        split = source.open(data, train, ANY_LABEL, 0, torch.device("cpu"))
+        split = _open(source, data, train, ANY_LABEL, 0, torch.device("cpu"))
     except UserError as error:
         from datasets.recognise import offering_layout
 
@@ -96,7 +118,11 @@ def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> Non
     if data.COLUMNS is not None and data.DATASET != "csv":
         raise UserError(f"DATA.COLUMNS {data.COLUMNS}: the data set {source_of(data)} is no csv table; leave it out.")
     try:
-        source.check(data, num_classes, train)
+        if source.check is not None:
+            source.check(data, num_classes, train)
+        elif source.samples is not None:
+            for part in parts_read(data, train, source.parts(data)):
+                source.samples(data, part, num_classes)
     except UserError as error:
         from datasets.recognise import offering_layout
 
@@ -146,15 +172,11 @@ def source_of(data: DataConfig) -> str:
 def _check_fold(source: Source, data: DataConfig) -> None:
     if data.GROUP is not None and not (source.groups and source.is_unsplit(data)):
         why = "comes with its own validation split" if source.groups else "names no groups"
-        raise UserError(
-            f"DATA.GROUP {data.GROUP}: the data set {source_of(data)} {why}. Leave DATA.GROUP out, or use class "
-            "folders alone or one csv file."
-        )
+        raise UserError(f"DATA.GROUP {data.GROUP}: the data set {source_of(data)} {why}. Leave DATA.GROUP out.")
     if data.fold is not None and not source.is_unsplit(data):
         raise UserError(
-            f"DATA.FOLD {data.fold}: the data set {source_of(data)} comes with its own validation split, and folds "
-            "would mix it with the training images. Leave DATA.FOLD out, or use a data set without splits: class "
-            "folders alone, one csv file, or tar files named neither train nor val."
+            f"DATA.FOLD {data.fold}: the data set {source_of(data)} comes with its own validation split. Leave "
+            "DATA.FOLD out, or use class folders alone, one csv file, or tar files named neither train nor val."
         )
 
 

@@ -21,13 +21,10 @@ class Variant(ImageDataset):
     def __len__(self) -> int:
         return len(self.inner)
 
-    def shuffled(self, generator: np.random.Generator) -> np.ndarray:
-        return self.inner.shuffled(generator)
-
     def single_images(self) -> Samples | None:
         return self.inner.single_images()
 
-    def sample_labels(self) -> np.ndarray | None:
+    def sample_labels(self) -> np.ndarray:
         return self.inner.sample_labels()
 
     def take_broken(self) -> list[Broken]:
@@ -57,18 +54,18 @@ class Repeated(Variant):
         rows: dict[int, list[int]] = defaultdict(list)
         for row, (_, index) in enumerate(keys):
             rows[max(index, 0) // len(self.inner)].append(row)
-        # A data set in memory draws the transforms of one epoch at a time, so each copy gets a call of its own.
-        batches = [self.inner.__getitems__([self._key(*keys[row]) for row in rows[copy]]) for copy in rows]
+        # Each copy has its own epochs: random numbers depend on epoch and index alone. And each gets a call of its own,
+        # because a data set in memory draws the transforms of one epoch at a time. Padding is in the first.
+        batches = []
+        for copy, of_copy in rows.items():
+            old = (keys[row] for row in of_copy)
+            new = [((epoch - 1) * self.copies + copy + 1, index - copy * len(self.inner)) for epoch, index in old]
+            batches.append(self.inner.__getitems__(new))
         if len(batches) == 1:
             return batches[0]
         order = torch.tensor([row for copy in rows for row in rows[copy]]).argsort()
         order = order.to(batches[0].images.device, non_blocking=True)
         return Batch(*(torch.cat(fields)[order] for fields in zip(*batches, strict=True)))
-
-    def _key(self, epoch: int, index: int) -> Key:
-        """Key in the wrapped split. Each copy has its own epochs: random numbers depend on epoch and index alone."""
-        copy, sample = divmod(max(index, 0), len(self.inner))
-        return (epoch - 1) * self.copies + copy + 1, sample if index >= 0 else index
 
 
 class Sized(Variant):

@@ -17,12 +17,12 @@ from engine.optim.build import optimizer_name
 from models.build import check_model
 from utils.config import Config, Loaded
 from utils.config.checks import is_typed
-from utils.config.keys import DATASET
+from utils.config.keys import DATASET, WARMUP
 from utils.config.kinds import AUTO
 from utils.config.read import Entry
 from utils.errors import UserError
 from utils.record.resumed_run import resumed_run, target_folder
-from utils.record.run_folder import check_output, is_of_user
+from utils.record.run_folder import check_output, is_of_user, versions
 
 
 def check(config: Config, sources: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -39,14 +39,24 @@ def check(config: Config, sources: Mapping[str, str] = MappingProxyType({})) -> 
 
         check_sharding(config)
     if not config.EVAL:
+        if config.TRAIN.NUM_EPOCHS == AUTO:
+            if config.MAX_TIME is None:
+                raise UserError("TRAIN.NUM_EPOCHS auto: give the time that the epochs are to fill, -max_time HH:MM:SS.")
+            if config.TRAIN.WARMUP_EPOCHS >= 1:
+                raise UserError(
+                    f"TRAIN.WARMUP_EPOCHS {config.TRAIN.WARMUP_EPOCHS:g} ({sources.get(WARMUP)}): with "
+                    "TRAIN.NUM_EPOCHS auto it is a fraction of the run, such as 0.05."
+                )
         if config.TRAIN.AUGMENT:
             from datasets.transforms.augment import check_augmentations
 
             check_augmentations(config.TRAIN)
-        if config.WANDB is not None:
-            from engine.report.trackers import check_wandb
-
-            check_wandb(config)
+        # Not an import, which would take a folder of its name, as wandb makes, for the package.
+        if config.WANDB is not None and not versions("wandb"):
+            raise UserError(
+                f"WANDB {config.WANDB}: the package wandb is not installed. Run: pip install wandb   or leave WANDB "
+                "out."
+            )
     check_amp(config.AMP, config.TRAIN)
     if config.TRAIN.DISTILLATION_TYPE is not None or config.TRAIN.TEACHER_MODEL is not None:
         from engine.distill.teacher import check_teacher

@@ -109,6 +109,11 @@ def train(given: Run, lock: FolderLock | None, lists: OpLists | None) -> int:
 
         run = settle_batch(given, checkpoint)
         config = run.config
+    if config.TRAIN.NUM_EPOCHS == AUTO:
+        from engine.memory.dry_run import settle_epochs
+
+        run = settle_epochs(run)
+        config = run.config
     sharding = sharding_of(config, world, run.device)
     ready = on_every_rank(world, lambda: build_for_training(run, checkpoint, sharding, dry=lock is None))
 

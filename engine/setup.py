@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from datasets import (
+    BalancedOrder,
     EpochOrder,
     ImageDataset,
     TrainLoader,
@@ -233,9 +234,7 @@ def training_data(config: Config, world: World, device: torch.device) -> tuple[I
     train_set = open_dataset(data, True, config.MODEL.NUM_CLASSES, config.SEED, device).augment(config.TRAIN)
     balanced = None
     if data.SAMPLER == "balanced":
-        from datasets.loading.balanced import balanced_order
-
-        balanced = balanced_order(train_set, data.DATASET)
+        balanced = BalancedOrder(train_set.sample_labels())
     weighs_images = loss_named(config.TRAIN.LOSS).weighs == "images"
     weights = weights_of_classes(config, train_set) if weighs_images else None
     order = EpochOrder(
@@ -268,7 +267,7 @@ def weights_of_classes(config: Config, train_set: ImageDataset) -> np.ndarray | 
         return None
     from engine.task.other_losses import class_weights
 
-    return class_weights(setting, config.MODEL.NUM_CLASSES, train_set.sample_labels(), config.DATA.DATASET)
+    return class_weights(setting, config.MODEL.NUM_CLASSES, train_set.sample_labels())
 
 
 def _workers(config: Config, world: World) -> int:

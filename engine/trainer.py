@@ -8,27 +8,36 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from engine.checkpoint.meta import checkpoint_meta, progress
+from datasets import identity_of
 from engine.checkpoint.run_folder import largest_class
 from engine.checkpoint.saver import estimate_seconds
 from engine.checkpoint.state import finite_everywhere, saver_of, snapshot_of
 from engine.evaluation.evaluate import on_device, validate
+from engine.inputs.batches import input_of
 from engine.machine.device import Run, global_batch
 from engine.machine.stopping import TIME_IS_UP, Deadline, Stopped, Stopping, signals
-from engine.measure.meters import Reading, best_of_validation, resumed_best, seconds_of
+from engine.measure.meters import Best, Reading, seconds_of
 from engine.measure.throughput import Bottleneck, Throughput, bottleneck_of_all
 from engine.report.curves import Curves, title_of
-from engine.report.outcome import Health, mark_of_best
+from engine.report.health import Health
+from engine.report.outcome import mark_of_best
 from engine.report.reporter import Reporter
 from engine.setup import ReadyToTrain, setting_of
 from engine.task.base import Metrics
 from engine.update import train_update
+from models.build import timm_call
+from models.parts import frozen_weights
+from utils.config import config_hash
+from utils.config.keys import values_to_keep
 from utils.distributed.world import broadcast_buffers
 from utils.errors import EXIT_DONE, AllRanksError
 from utils.log import log
-from vitamp.metrics import TOP1, WeightSet, metric_named, set_of
+from utils.text import redacted_values
+from vitamp.checkpoints import LORA
+from vitamp.metrics import PLAIN, TOP1, WeightSet, best_set, metric_named
+from vitamp.registry import own_named
 
 if TYPE_CHECKING:
     from datasets import Window
@@ -52,18 +61,20 @@ class Trainer:
         self.run, self.ready, self.folder, self.reporter, self.throughput = run, ready, folder, reporter, pace
         self.config, self.world = config, world
         self.parts, self.position, self.train_loader = ready.parts, ready.position, ready.train_loader
-        self.best = resumed_best(ready.best, config.SAVE_BEST_BY)
+        self.best = ready.best
+        if self.best.by != config.SAVE_BEST_BY:
+            if self.best.figure is not None:
+                words = self.best.words()
+                log.info("SAVE_BEST_BY is now %s: the best so far, %s, is ignored.", config.SAVE_BEST_BY, words)
+            self.best = Best(kind=config.SAVE_BEST_BY)
         self.per_epoch = self.train_loader.order.updates
         self.paused = False
         self._setting, self._judged = setting_of(ready), False
-        self._meta = checkpoint_meta(run, ready)
+        self._meta = weights_meta(run, ready)
         self._title = title_of(config, ready.precision.name, ready.precision.level != "O0")
         self._guess = largest_class(ready) if world.first else None
         self._curves = Curves(folder, config.SAVE_BEST_BY)
-        watching = Health
-        if self.parts.precision.scaler.is_enabled():
-            from engine.report.skips import ScaledHealth as watching
-        self._health = watching(config.AMP, self.parts, world, reporter, op_lists)
+        self._health = Health(config.AMP, self.parts, world, reporter, op_lists)
         self._saver = saver_of(folder, config, self.parts, world)
         self._saved_at = self.position.update
         self._last_metrics: dict[WeightSet, Metrics] = {}
@@ -266,9 +277,12 @@ class Trainer:
         self._last_metrics = metrics
         self.position.validated = self.position.update
         here = self.position if self.position.update else replace(self.position, epoch=0)  # before the first epoch
-        best_now = best_of_validation(metrics, self.config.SAVE_BEST_BY, here)
+        by = self.config.SAVE_BEST_BY
+        values = {which: means.value(by) for which, means in metrics.items()}
+        better = best_set(values, metric_named(by)) or PLAIN
+        best_now = Best(figure=values[better], kind=f"{better.prefix}{by}", update=here.update, epoch=here.epoch)
         improved = best_now.figure is not None and self.best.is_beaten_by(best_now.figure)
-        top1 = getattr(metrics[set_of(best_now.kind)[0]], TOP1.name, None)
+        top1 = getattr(metrics[better], TOP1.name, None)
         mark = mark_of_best(self._guess, top1) if improved else ""
         self.reporter.validation(here, metrics, perf_counter() - began, mark)
         self._restart_clocks()
@@ -293,7 +307,20 @@ class Trainer:
         self._saved_at = position.update
         self.reporter.flush()
         metrics = self._last_metrics if position.validated == position.update else {}
-        meta = {**progress(position, finished_epoch, metrics, self.best), **self._meta}
+        thresholds = {which.name: list(means.thresholds) for which, means in metrics.items() if means.thresholds}
+        meta = {
+            "epoch": finished_epoch or position.epoch,
+            "epoch_finished": finished_epoch is not None,
+            "update": position.update,
+            "metrics": {
+                f"{which.prefix}{name}": value
+                for which, means in metrics.items()
+                for name, value in means.fields().items()
+            },
+            "best": self.best.record(),
+            **({"thresholds": thresholds} if thresholds else {}),
+            **self._meta,
+        }
         snapshot = snapshot_of(parts, position, self.best, global_batch(self.config, self.world), meters, meta)
         self._saver.save(replace(snapshot, paused_at=began))
 
@@ -308,3 +335,37 @@ class Trainer:
 
     def best_words(self, before: str = "") -> str:
         return before + self.best.words() if self.best.figure is not None else ""
+
+
+def weights_meta(run: Run, ready: ReadyToTrain) -> dict[str, Any]:
+    """What a checkpoint's meta.json says of its weights: all settings, classes, input preprocessing."""
+    config, data = run.config, run.config.DATA
+    own_code = {}
+    if config.USE:
+        from utils.own_code import FIELD, noted_files
+
+        own_code = {FIELD: noted_files()}
+    call = None  # of timm.create_model that builds this model, if timm alone can
+    if not (config.MODEL.MAE_PRETRAIN or (config.USE and own_named("model", config.MODEL.NAME.strip()) is not None)):
+        name, arguments = timm_call(config.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
+        call = {"name": name, "arguments": arguments}
+    return {
+        "config_hash": config_hash(config),
+        "batch": {
+            "per_process": data.BATCH_SIZE,
+            "accumulated": config.TRAIN.ACCUM_ITER,
+            "processes": run.world.size,
+            "asked": run.asked_accumulation or config.TRAIN.ACCUM_ITER,
+        },
+        "choices": ready.choices,
+        "samples": identity_of(ready.train_set, ready.train_loader.order),
+        "settings": redacted_values(values_to_keep(config)),
+        **own_code,
+        "model": config.MODEL.NAME,
+        "classes": ready.train_set.classes,
+        "num_classes": config.MODEL.NUM_CLASSES,
+        **({"frozen": frozen} if (frozen := frozen_weights(ready.model)) else {}),
+        **({LORA: ready.adapters} if ready.adapters else {}),
+        "input": input_of(data),
+        "timm": call,
+    }

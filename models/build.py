@@ -23,12 +23,12 @@ from models.sizes import (
     SIZE_WORDS,
     Shortcuts,
     arguments_of,
-    as_text,
     given_sizes,
     patch_of,
     same,
     sizes_of,
 )
+from utils.config.kinds import one_line
 from utils.config.model import ModelConfig
 from utils.errors import UserError
 from utils.log import DETAIL, log
@@ -146,7 +146,7 @@ def describe(module: nn.Module) -> str:
     """One line with the model's name, class, sizes and parameters."""
     sizes = sizes_of(module)
     kind = type(module).__name__.removeprefix("FSDP")  # torch's fully_shard renames the class
-    parts = [kind, *(f"{word} {as_text(sizes[key])}" for key, word in SIZE_WORDS.items() if key in sizes)]
+    parts = [kind, *(f"{word} {one_line(sizes[key])}" for key, word in SIZE_WORDS.items() if key in sizes)]
     if (words := getattr(module, "masking_words", None)) is not None:
         parts.append(words())
     total, trainable = count_parameters(module)
@@ -216,7 +216,9 @@ def _plan(model: ModelConfig, image_size: int, channels: int, shortcuts: Shortcu
     problems += geometry + unsupported
     if problems:
         raise UserError("The model cannot be built:\n" + "\n".join(f"  {line}" for line in problems))
-    differing = ", ".join(f"{key} {as_text(value)} (timm's: {as_text(has.get(key))})" for key, value in edited.items())
+    differing = ", ".join(
+        f"{key} {one_line(value)} (timm's: {one_line(has.get(key))})" for key, value in edited.items()
+    )
     notes = []
     if is_label and not wanted:  # the banner shows sizes that are given
         notes.append(f"MODEL.NAME {model.NAME} is only a label: the model has the sizes of timm's {timm_name}")

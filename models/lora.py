@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.freeze import keep_in_eval
-from models.parts import BASE, BATCH_NORM, classifiers, is_inside
+from models.parts import BASE, BATCH_NORM, classifiers, count_parameters, is_inside
 from utils.config.model import LORA_TARGETS, LoraConfig
 from utils.errors import UserError, either
 from utils.seeding import key
@@ -72,8 +72,7 @@ def describe_lora(model: nn.Module, lora: LoraConfig) -> str:
     alpha = lora.RANK if lora.ALPHA is None else lora.ALPHA
     layers = sum(isinstance(module, Linear) for module in model.modules())
     own = sum(weight.numel() for name, weight in model.named_parameters() if is_adapter(name))
-    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    total = sum(weight.numel() for weight in model.parameters())
+    total, trained = count_parameters(model)
     return (
         f"LoRA of rank {lora.RANK}, alpha {alpha:g}, on {', '.join(lora.TARGETS)} in "
         f"{counted(layers, 'layer')} ({own:,} parameters) and the classifier: {trained:,} of {total:,} parameters"

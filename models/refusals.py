@@ -9,7 +9,8 @@ import timm
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from models.sizes import DEFAULTS, RECIPES, Shortcuts, arguments_of, as_text, patch_of
+from models.sizes import DEFAULTS, RECIPES, Shortcuts, arguments_of, patch_of
+from utils.config.kinds import one_line
 from utils.config.model import ModelConfig
 from utils.errors import either, nearest
 
@@ -61,7 +62,7 @@ def geometry_problems(reference: nn.Module, sizes: dict[str, Any], patch: int | 
     elif depths is not None and not isinstance(heads, tuple):
         problems.append(f"MODEL.NUM_HEADS {heads}: a Swin takes one number per stage, such as [3, 6, 12, 24]")
     elif isinstance(heads, tuple) and len(heads) != len(depths or ()):
-        problems.append(f"MODEL.NUM_HEADS {list(heads)} and MODEL.STAGE_DEPTHS {as_text(depths)} differ in length")
+        problems.append(f"MODEL.NUM_HEADS {list(heads)} and MODEL.STAGE_DEPTHS {one_line(depths)} differ in length")
     elif width and heads:
         for stage, count in enumerate(heads if isinstance(heads, tuple) else (heads,)):
             if (width << stage) % count:  # each stage of a Swin doubles the width
@@ -98,6 +99,6 @@ def unchangeable(key: str, value: Any, module: nn.Module, has: dict[str, Any]) -
     """Message for a size that this kind of model does not take from its settings."""
     kind = type(module).__name__
     if key not in has:
-        return f"MODEL.{key} {as_text(value)}: {kind} {NO_SUCH_SIZE}; leave the key out"
-    why = f"this {kind} has {as_text(has[key])}"
-    return f"MODEL.{key} {as_text(value)}: {why}, which this key cannot change; leave the key out or give that value"
+        return f"MODEL.{key} {one_line(value)}: {kind} {NO_SUCH_SIZE}; leave the key out"
+    why = f"this {kind} has {one_line(has[key])}"
+    return f"MODEL.{key} {one_line(value)}: {why}, which this key cannot change; leave the key out or give that value"

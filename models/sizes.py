@@ -112,13 +112,6 @@ def same(key: str, wanted: Any, has: dict[str, Any]) -> bool:
     return wanted == has[key]
 
 
-def as_text(value: Any) -> str:
-    """A size as the YAML writes it."""
-    if isinstance(value, tuple):
-        return str(list(value))
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def _dig(module: Any, path: str) -> Any:
     """`module.a.b`, or None if there is no such attribute."""
     return reduce(lambda part, name: getattr(part, name, None), path.split("."), module)

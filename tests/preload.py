@@ -25,7 +25,7 @@ IMPORTED = (
     *("engine.preflight", "engine.preflight", "engine.speed.packed_attention", "tools.common.command_line"),
     # What settings choose, in many tests.
     *("datasets.recognise", "datasets.shards.hub", "models.weights.fit", "engine.evaluation.data"),
-    *("engine.checkpoint.find", "engine.checkpoint.restore", "engine.report.skips"),
+    *("engine.checkpoint.find", "engine.checkpoint.restore"),
     *("engine.checkpoint.preprocessing", "engine.amp.low_precision", "engine.optim.ema", "engine.memory.dry_run"),
 )
 for name in IMPORTED:

@@ -8,7 +8,6 @@ only some words can be (`-amp O1`, `-amp SEED=1`), distinguishes `-` from `_`, a
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import re
 import sys
 import textwrap
@@ -22,6 +21,7 @@ from utils.errors import EXIT_DONE, UserError, either, nearest
 from utils.flags import BY_NAME, FLAGS, IGNORED, RANK_FLAGS, Action, Flag, Positional
 from utils.precisions import amp_settings_of
 from utils.program import INSTALLED, help_here
+from utils.record.run_folder import versions
 from vitamp import __version__
 
 WIDTH = 100
@@ -236,10 +236,6 @@ USAGE_END = (
 
 def version_text() -> str:
     """The output of -version, without importing torch, which takes seconds."""
-    lines = [f"vitamp {__version__}"]
-    for package in ("torch", "timm"):
-        try:
-            lines.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            lines.append(f"{package} is not installed")
-    return "\n".join(lines)
+    packages = ("torch", "timm")
+    found = dict.fromkeys(packages, "is not installed") | versions(*packages)
+    return "\n".join([f"vitamp {__version__}", *(f"{name} {number}" for name, number in found.items())])

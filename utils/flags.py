@@ -174,7 +174,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         ),
     ),
     "Training": (
-        Flag("epochs", "number of epochs; the warm-up keeps its proportion", "N", ("TRAIN.NUM_EPOCHS",)),
+        Flag("epochs", "number of epochs; auto: as many as fit into -max_time", "N|auto", ("TRAIN.NUM_EPOCHS",)),
         Flag(
             "lr",
             "learning rate after the warm-up; turns off scaling by the batch size (TRAIN.LINEAR_SCALED_LR=null)",

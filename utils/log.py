@@ -30,10 +30,10 @@ CONTROL = {code: ascii(chr(code))[1:-1] for code in (*range(32), *range(127, 160
 
 
 @contextlib.contextmanager
-def unheard() -> Iterator[None]:
-    """Log nothing but errors."""
+def unheard(least: int = logging.ERROR) -> Iterator[None]:
+    """Log nothing but errors, or what is at `least` of this level."""
     level = log.level
-    log.setLevel(logging.ERROR)
+    log.setLevel(max(level, least))
     try:
         yield
     finally:

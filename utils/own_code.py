@@ -9,12 +9,11 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import BaseModel
 
 from utils.errors import TrainingError, UserError
-from utils.record.run_folder import ABOUT, read_about
 from vitamp.files import write_atomically
 from vitamp.registry import registered
 
@@ -41,13 +40,8 @@ class Noted(BaseModel):
         return f"{self.file} ({', '.join(f'{kind} {name}' for name, kind in self.registers.items())})"
 
 
-class Executed(NamedTuple):
-    noted: Noted
-    source: bytes
-
-
-executed: dict[str, Executed] = {}
-"""By path"""
+executed: dict[str, tuple[Noted, bytes]] = {}
+"""By path: what is noted of the file, and its content"""
 
 OWN_ERRORS = (Exception, SystemExit)
 """What the user's own code may raise: `sys.exit(0)` in it must not end a run as if it were done."""
@@ -74,21 +68,21 @@ def read(path: Path) -> tuple[bytes, str]:
 
 def noted_files() -> list[dict[str, Any]]:
     """What run.json and meta.json record."""
-    return [one.noted.model_dump() for one in executed.values()]
+    return [noted.model_dump() for noted, _ in executed.values()]
 
 
 def execute(path: Path, known_as: str = "") -> None:
     """Execute a file once in this process. UserError, with file and line, if it fails or registers nothing."""
     name = str(path)
     source, sha256 = read(path)
-    if name in executed and executed[name].noted.sha256 == sha256:
+    if name in executed and executed[name][0].sha256 == sha256:
         return
     before = set(registered)
     module = ModuleType(f"own_code_{len(executed)}_{path.stem}")
     module.__file__ = name
     sys.modules[module.__name__] = module  # where pydantic, dataclasses and timm look up types
     noted = Noted(file=known_as or path.name, sha256=sha256)
-    executed[name] = Executed(noted, source)
+    executed[name] = noted, source
     try:
         exec(compile(source, name, "exec"), vars(module))  # exactly what was hashed
     except SyntaxError as error:  # of NUL bytes Python does not say where they are
@@ -125,16 +119,11 @@ def noted_of(values: object, where: Path) -> list[Noted]:
         raise UserError(f"{where}: the field {FIELD!r} is damaged. Name your files with -use.") from None
 
 
-def noted_by_run(run: Path) -> list[Noted]:
-    """The files that the run used when it was last started."""
-    return noted_of(read_about(run).get(FIELD), run / ABOUT) if (run / ABOUT).exists() else []
-
-
 def keep_own_code(run: Path) -> dict[str, Any]:
     """Copy the files that were executed into the run's folder. Returns the field for run.json."""
     (run / FOLDER).mkdir(exist_ok=True)
-    for one in executed.values():
-        write_atomically(run / FOLDER / one.noted.copy_name, one.source)
+    for noted, source in executed.values():
+        write_atomically(run / FOLDER / noted.copy_name, source)
     return {FIELD: noted_files()}
 
 

@@ -32,30 +32,23 @@ def main() -> NoReturn:
     tools = sorted((PROGRAM / "scripts").glob("*.py"))
     scripts = {name: PROGRAM / file for name, file in ENTRIES.items()} | {file.stem: file for file in tools}
     if name.lstrip("-") in ("h", "help"):
-        print(_help(scripts))
+        lines = [HEAD, "commands:"]  # each with the first line of its script
+        for name, script in scripts.items():
+            about = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
+            lines.append(f"  {name:<18}{about.partition(chr(10))[0]}")
+        pages = f"vitamp COMMAND -h lists its flags. The pages of docs/ are in {PROGRAM / 'docs'}."
+        print("\n".join([*lines, "", pages]))
         sys.exit(0)
     if name.lstrip("-") == "version":
         name, words = "train", ["-version"]
     if name not in scripts:
-        print(f"error: {_unknown(name, scripts)} vitamp -h lists the commands.", file=sys.stderr)
+        similar = difflib.get_close_matches(name.removesuffix(".py"), scripts, n=1)
+        problem = f"unknown command {name!r}.{f' Did you mean {similar[0]}?' if similar else ''}"
+        if name.startswith("-") or "=" in name:
+            problem = f"the command is missing before {name!r}. Did you mean vitamp train {name}?"
+        print(f"error: {problem} vitamp -h lists the commands.", file=sys.stderr)
         sys.exit(EXIT_USAGE)
     os.execv(sys.executable, [sys.executable, str(scripts[name]), *words])
-
-
-def _unknown(name: str, scripts: dict[str, Path]) -> str:
-    if name.startswith("-") or "=" in name:
-        return f"the command is missing before {name!r}. Did you mean vitamp train {name}?"
-    similar = difflib.get_close_matches(name.removesuffix(".py"), scripts, n=1)
-    return f"unknown command {name!r}.{f' Did you mean {similar[0]}?' if similar else ''}"
-
-
-def _help(scripts: dict[str, Path]) -> str:
-    """All commands, each with the first line of its script."""
-    lines = [HEAD, "commands:"]
-    for name, script in scripts.items():
-        about = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
-        lines.append(f"  {name:<18}{about.partition(chr(10))[0]}")
-    return "\n".join([*lines, "", f"vitamp COMMAND -h lists its flags. The pages of docs/ are in {PROGRAM / 'docs'}."])
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from vitamp.errors import UserError
 from vitamp.files import read_json
-from vitamp.metrics import ONE_LABEL, SETS
+from vitamp.metrics import ONE_LABEL
 
 META = "meta.json"
 FORMAT = 1
@@ -24,15 +24,6 @@ MOST_LISTED = 3
 
 Count = Annotated[int, Field(ge=0)]
 Number = Annotated[int, Field(ge=1)]
-
-
-def _one_of(*known: str) -> AfterValidator:
-    def check(value: str) -> str:
-        if value not in known:
-            raise ValueError(f"Input should be {', '.join(map(repr, known[:-1]))} or {known[-1]!r}")
-        return value
-
-    return AfterValidator(check)
 
 
 class Fields(BaseModel):
@@ -80,17 +71,19 @@ class WeightsMeta(Fields):
     samples: Samples | None = None
     settings: dict[str, Any]
     """By dotted key; checked when they are loaded."""
-    thresholds: dict[Annotated[str, _one_of(*(which.name for which in SETS))], list[float]] = {}
+    thresholds: dict[Literal["model", "ema"], list[float]] = {}  # by the names in vitamp.metrics.SETS
     """Several labels per sample: the probability from which on each class is predicted, by weights."""
 
 
 class BestState(Fields):
     figure: float | None = None
+    """Value of the metric"""
     kind: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] = ONE_LABEL.best.name
-    """A metric with the prefix of its weights"""
+    """Value of SAVE_BEST_BY, with the prefix of the better weights"""
     update: Count = 0
     epoch: Count = 0
     stale: Count = 0
+    """Validations since then without improvement"""
 
 
 class Adapters(Fields):

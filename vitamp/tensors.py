@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel
+from pydantic import create_model
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -124,18 +124,12 @@ def read_state(checkpoint: Checkpoint, mapped: bool = False) -> dict[str, Any]:
         raise UserError(f"{file}: cannot be read ({type(error).__name__}).") from None
 
 
-class MovedModules(BaseModel):
-    """The field of state.pt that tools read."""
-
-    fp32_modules: list[str]
-
-
 def fp32_modules(chosen: Chosen) -> list[str]:
     """Modules that AMP.AUTO_FP32 had moved to fp32."""
     if chosen.checkpoint is None:
         return chosen.meta["fp32_modules"]
     state = read_state(chosen.checkpoint, mapped=True)  # nearly all of it is the optimiser's, and not read
-    check_fields(MovedModules, state, chosen.place / STATE)
+    check_fields(create_model("MovedModules", fp32_modules=(list[str], ...)), state, chosen.place / STATE)
     return state["fp32_modules"]
 
 

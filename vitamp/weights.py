@@ -28,7 +28,6 @@ from vitamp.metrics import (
     ONE_LABEL,
     PLAIN,
     SETS,
-    Metric,
     WeightSet,
     best_set,
     is_number,
@@ -182,9 +181,21 @@ def choose_weights(
 
     `meta`: of a checkpoint, perhaps a foreign one. `wanted`: a value of -weights. `reason`: why, if not auto.
     """
-    by = _deciding_metric(meta)
-    values = {which: metrics[by.name] for which, metrics in _metrics(meta).items() if by.name in metrics}
-    which, why = _decide(meta, values, by, available) if wanted == BETTER else (set_named(wanted), reason)
+    # The run's SAVE_BEST_BY; its default if it is missing or unknown. The meta.json may be a foreign one.
+    of_sets, key, best = _metrics(meta), meta.get("settings", {}).get("SAVE_BEST_BY"), meta.get("best")
+    known = isinstance(key, str) and (key in METRICS or any(key in one for one in of_sets.values()))
+    by = metric_named(key) if known else ONE_LABEL.best
+    values = {which: metrics[by.name] for which, metrics in of_sets.items() if by.name in metrics}
+    which, why = PLAIN, "by default: this checkpoint has no validation metrics"
+    if wanted != BETTER:
+        which, why = set_named(wanted), reason
+    elif len(available) == 1:
+        which, why = next(iter(available)), ""
+    elif (better := best_set(values, by)) is not None:
+        which, why = better, ""
+    elif isinstance(best, Mapping) and isinstance(best.get("kind"), str):
+        which, _ = set_of(best["kind"])
+        why = f"chosen without metrics of this update: the run's best validation was that of its {which.label} weights"
     words = f"{which.label} weights" + (f" ({why})" if why else "")
     if which in values:
         words += f", {by.words} {by.number(values[which])}"
@@ -192,24 +203,6 @@ def choose_weights(
         if other != which and other in available:
             words += f"; {other.label}: {by.number(value)}"
     return which, words
-
-
-def _decide(
-    meta: Mapping[str, Any], values: Mapping[WeightSet, float], by: Metric, available: Collection[WeightSet]
-) -> tuple[WeightSet, str]:
-    """The better weights, and what was assumed if this checkpoint was not validated."""
-    if len(available) == 1:
-        return next(iter(available)), ""
-    if (better := best_set(values, by)) is not None:
-        return better, ""
-    best = meta.get("best")
-    if isinstance(best, Mapping) and isinstance(best.get("kind"), str):
-        which, _ = set_of(best["kind"])
-        return (
-            which,
-            f"chosen without metrics of this update: the run's best validation was that of its {which.label} weights",
-        )
-    return PLAIN, "by default: this checkpoint has no validation metrics"
 
 
 def _metrics(meta: Mapping[str, Any]) -> dict[WeightSet, dict[str, float]]:
@@ -220,13 +213,6 @@ def _metrics(meta: Mapping[str, Any]) -> dict[WeightSet, dict[str, float]]:
         if is_number(value):
             found[which][name] = value
     return found
-
-
-def _deciding_metric(meta: Mapping[str, Any]) -> Metric:
-    """The run's SAVE_BEST_BY; its default if it is missing or unknown."""
-    by = meta.get("settings", {}).get("SAVE_BEST_BY")  # of a foreign meta.json too
-    known = isinstance(by, str) and (by in METRICS or any(by in one for one in _metrics(meta).values()))
-    return metric_named(by) if known else ONE_LABEL.best
 
 
 def read_calibrations(place: Path) -> list[Fitted]:

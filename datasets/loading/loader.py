@@ -6,7 +6,6 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -100,16 +99,12 @@ class _Loader:
                 self._fetch,
                 batch_sampler=self._plan,
                 num_workers=workers,
-                collate_fn=_unchanged,
+                collate_fn=Fetched._make,  # unchanged
                 pin_memory=device.type == "cuda",
                 persistent_workers=workers > 0,
                 # Without a generator, every epoch would draw from the global one.
                 generator=torch.Generator().manual_seed(seed),
             )
-            if workers:
-                from datasets.loading.workers import LoadingProcesses
-
-                self._begin_processes = partial(LoadingProcesses, self._loader, self._awaited)
 
     def _batches(self, epoch: int, plan: Iterable[np.ndarray]) -> Iterator[Batch]:
         self._plan.begin(epoch, plan)
@@ -135,7 +130,9 @@ class _Loader:
         if not self._loader.num_workers:
             return iter(self._loader)
         if self._processes is None:
-            self._processes = self._begin_processes()
+            from datasets.loading.workers import LoadingProcesses
+
+            self._processes = LoadingProcesses(self._loader, self._awaited)
         else:
             self._processes.begin_epoch()
         return iter(self._processes)
@@ -257,7 +254,3 @@ class _Fetch(Dataset[Any]):
         except TrainingError as error:
             batch = error
         return Fetched(batch, self.dataset.take_broken())
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch

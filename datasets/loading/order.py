@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from datasets.base import PADDING, ImageDataset
+from datasets.labels import members_of_classes
 from utils.config.data import DropLast
 from utils.errors import UserError
 from utils.seeding import key
@@ -69,11 +70,11 @@ class EpochOrder:
         """Samples of an epoch, without those that DATA.DROP_LAST leaves out."""
         if not samples:
             raise UserError("The training set is empty: DATA.DATASET and DATA.DATA_PATH must name one with images.")
+        full = samples >= batch_size
         if not self.used and unit > batch_size:
             raise UserError(
                 f"An update takes {unit} images (DATA.BATCH_SIZE x processes x TRAIN.ACCUM_ITER), but the training set "
-                f"has only {samples}: not one full update. Use a smaller global batch, or keep incomplete updates with "
-                f"DATA.DROP_LAST={'batch' if samples >= batch_size else 'false'}."
+                f"has only {samples}: not one full update. Use fewer, or DATA.DROP_LAST={'batch' if full else 'false'}."
             )
         if not self.used:
             raise UserError(
@@ -111,10 +112,9 @@ class EpochOrder:
             )
         if left_out > FEW * self.samples:
             yield (
-                f"Each epoch leaves out {left_out:,} of the {self.samples:,} training images, in each epoch others, "
-                f"because its {counted(self.updates, 'update')} of {self.global_batch:,} images "
-                f"{'takes' if self.updates == 1 else 'take'} the rest. To use all images, set DATA.DROP_LAST=false; "
-                "for more updates, choose a smaller -batch_size."
+                f"Each epoch leaves out {left_out:,} of the {self.samples:,} training images, in each epoch others: it "
+                f"has {counted(self.updates, 'update')} of {self.global_batch:,} images. To use all images, set "
+                "DATA.DROP_LAST=false; for more updates, choose a smaller -batch_size."
             )
 
     def permutation(self, epoch: int) -> np.ndarray:
@@ -134,21 +134,54 @@ class EpochOrder:
             begin = (first + number) * self.batch_size
             return permutation[begin : begin + self.batch_size]
 
-        def counts_of(indices: np.ndarray) -> float:
-            """What the samples of a micro-batch count for in the loss."""
-            weights = self._sample_weights
-            return float(len(indices)) if weights is None else float(weights[indices % self.samples].sum())
-
         real = min(self._per_window, self._micro_batches - first)
         each, more = divmod(real, self.world)
         begin = self.rank * each + min(self.rank, more)
         end = begin + each + (self.rank < more)
-        counts = [counts_of(indices(number)) for number in range(real)]  # equal on all ranks, as all know all labels
+        # What each micro-batch counts for in the loss: equal on all ranks, as all know all labels.
+        whole, weights = map(indices, range(real)), self._sample_weights
+        counts = [float(len(of) if weights is None else weights[of % self.samples].sum()) for of in whole]
         shares = [MicroBatch(v, indices(v), counts[v] / sum(counts), counts[v]) for v in range(begin, end)]
         if more and self.rank >= more:
             # All ranks need equally many micro-batches, or the all-reduce waits for ever: one of weight 0.
             shares.append(MicroBatch(real + self.rank - more, indices(0), 0.0))
         return tuple(shares)
+
+
+class BalancedOrder:
+    """DATA.SAMPLER balanced: draws as many samples as there are, equally many of each class that has any.
+
+    All images of a class are drawn before one is drawn again. Copy c of sample i is i + c * samples, so that
+    `variants.Repeated` augments each copy differently. Drawing equally many, instead of leaving the class of every
+    sample to chance, spares rare classes the noise of chance.
+    """
+
+    def __init__(self, labels: np.ndarray) -> None:
+        self._members = members_of_classes(labels)
+        self._samples = len(labels)
+        self.classes = len(self._members)
+        self.least = self._samples // max(self.classes, 1)
+        """Samples of each class per epoch; some classes get one more, in every epoch others."""
+        self._more = self._samples % max(self.classes, 1)
+        most, smallest = self.least + (self._more > 0), min(map(len, self._members), default=1)
+        self.copies = max(1, -(-most // smallest))
+        """Most copies of a sample in an epoch."""
+
+    def __call__(self, generator: np.random.Generator) -> np.ndarray:
+        counts = np.full(self.classes, self.least)
+        counts[generator.permutation(self.classes)[: self._more]] += 1
+        drawn = []
+        for members, count in zip(self._members, counts, strict=True):
+            rounds = range(-(-count // len(members)))
+            copies = [generator.permutation(members) + self._samples * copy for copy in rounds]
+            drawn.append(np.concatenate(copies)[:count])
+        return generator.permutation(np.concatenate(drawn))
+
+    def words(self) -> str:
+        """For the banner of a run."""
+        each = f"{self.least:,}" + (f" or {self.least + 1:,}" if self._more else "")
+        repeated = f", each image at most {self.copies} times" if self.copies > 1 else ""
+        return f"sampler balanced: {each} images of each of {self.classes} classes per epoch{repeated}"
 
 
 def validation_batches(samples: int, batch_size: int, rank: int, world: int) -> list[np.ndarray]:
@@ -183,9 +216,8 @@ def data_identity(dataset: ImageDataset) -> str:
     digest, samples, labels = hashlib.sha256(), dataset.single_images(), dataset.sample_labels()
     for part in samples.names() if samples is not None else ():
         digest.update(part)
-    if labels is not None:
-        digest.update(f"{labels.shape}".encode())
-        digest.update(labels.astype(np.int64 if labels.ndim == 1 else np.uint8).tobytes())
+    digest.update(f"{labels.shape}".encode())
+    digest.update(labels.astype(np.int64 if labels.ndim == 1 else np.uint8).tobytes())
     return digest.hexdigest()
 
 

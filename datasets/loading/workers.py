@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing import connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,11 +50,7 @@ class _Died(Exception):
     """Raised in the main thread as soon as a loading process has ended while it waits for a batch."""
 
 
-def _nothing() -> None:
-    pass
-
-
-on_long_wait: Callable[[], None] = _nothing
+on_long_wait: Callable[[], None] | None = None
 """Called in the main thread, each second of a long wait for a batch. It may raise an exception, which ends the wait."""
 
 
@@ -70,14 +65,21 @@ class LoadingProcesses:
         self._ended = threading.Event()
         loader.worker_init_fn = start_worker
         others = set(multiprocessing.active_children())
+        # Processes start with Ctrl-C blocked. And torch's SIGCHLD handler, which raises an error at any point of the
+        # program, say within an update, does not stay.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        handler = signal.getsignal(signal.SIGCHLD)
         try:
-            with _signals_held_back():
-                self._batches = iter(loader)
+            self._batches = iter(loader)
         except OSError as error:  # out of memory, or too many processes
             for process in set(multiprocessing.active_children()) - others:
                 process.kill()
             reason = error.strerror or error
             raise TrainingError(f"Loading processes could not be started: {reason}. {REMEDY}") from None
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL if handler is None else handler)
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         # Python ends child processes with SIGTERM, which loading processes ignore, and then waits for them without
         # limit. So they are ended before.
         if multiprocessing.parent_process() is None:
@@ -130,7 +132,7 @@ class LoadingProcesses:
         since = self._waits_since
         if since is not None and self._dead():
             raise _Died
-        if since is not None and time.monotonic() - since > SECONDS_TO_STOP:
+        if since is not None and time.monotonic() - since > SECONDS_TO_STOP and on_long_wait is not None:
             on_long_wait()
 
     def _watch(self) -> None:
@@ -142,12 +144,10 @@ class LoadingProcesses:
                 continue
             if now - since > SECONDS_TO_WARN and reported != since:
                 reported = since
-                workers = self._batches._workers
-                stopped = [worker for worker in workers if _state(worker.pid) == "T"]
                 number = (self._batches._task_info.get(self._batches._rcvd_idx) or [0])[0]
-                names = ", ".join(f"loading process {worker.pid}" for worker in stopped or [workers[number]])
-                doing = "is stopped (SIGSTOP)" if stopped else "does not finish; its storage may hang"
-                log.warning("No batch for %.0f s: %s %s. It loads %s.", now - since, names, doing, self._awaited())
+                process = f"loading process {self._batches._workers[number].pid}"
+                doing = f"{process} does not finish; its storage may hang, or it is stopped (SIGSTOP)"
+                log.warning("No batch for %.0f s: %s. It loads %s.", now - since, doing, self._awaited())
             signal.pthread_kill(main, signal.SIGCHLD)
 
     def _dead(self) -> list[Any]:
@@ -168,14 +168,6 @@ class LoadingProcesses:
             _remove_worker_pids(id(batches))
             if hasattr(batches, "_pin_memory_thread"):  # it ends, or waits for the rest of a message until we end
                 batches._pin_memory_thread_done_event.set()
-
-
-def _state(pid: int) -> str:
-    """State of a process as a letter, such as T for stopped; '' where the system does not show it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
 
 
 def start_worker(_: int) -> None:
@@ -200,19 +192,3 @@ def _cause(code: int | None) -> str:
     name = signal.Signals(-code).name if -code in {*map(int, signal.Signals)} else f"signal {-code}"
     causes = {"SIGKILL": " (probably out of memory)", "SIGBUS": " (probably /dev/shm is full)"}
     return f"was killed by {name}{causes.get(name, '')}"
-
-
-@contextlib.contextmanager
-def _signals_held_back() -> Iterator[None]:
-    """Block Ctrl-C while processes start, so that they start with it blocked, and restore the SIGCHLD handler.
-
-    torch's SIGCHLD handler raises an error at any point of the program, say within an update.
-    """
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    handler = signal.getsignal(signal.SIGCHLD)
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL if handler is None else handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from datasets.base import HUB_PREFIX, distinct
-from datasets.shards.index import TarWriter
+from datasets.shards.index import Folder, TarWriter
 from datasets.shards.source import MANIFEST, ShardSet, finish_set, shard_source
-from datasets.shards.stores import Folder
 from datasets.sources.split import SPLIT_NAMES, named_parts, split_named_in, warn_of_skipped
 from utils.cache import cache_folder, process_lock
 from utils.config.data import DataConfig
@@ -81,7 +80,8 @@ def columns_of(root: Path, files: list[Path], dataset: str) -> Columns:
     """Find the columns of the images and labels, by the hub's metadata, else by their names."""
     import pyarrow as pa
 
-    schema = _open(files[0]).schema_arrow
+    with _opened(files[0]) as parquet:
+        schema = parquet.schema_arrow
     try:
         features = parse_json((schema.metadata or {})[b"huggingface"])["info"]["features"]
         features = {name: about for name, about in features.items() if isinstance(about, dict)}
@@ -116,27 +116,21 @@ def columns_of(root: Path, files: list[Path], dataset: str) -> Columns:
     return Columns(image, label, features.get(label, {}).get("names"), None)
 
 
-def _open(file: Path) -> Any:
-    import pyarrow.parquet as pq
-
-    with _naming(file):
-        require_regular(file)
-        # Buffered in small pieces: a row group can hold a gigabyte of images.
-        return pq.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
-
-
 def _batches(file: Path, size: int, columns: list[str]) -> Iterator[Any]:
-    with _naming(file):
-        yield from _open(file).iter_batches(size, columns=columns)
+    with _opened(file) as parquet:
+        yield from parquet.iter_batches(size, columns=columns)
 
 
 @contextlib.contextmanager
-def _naming(file: Path) -> Iterator[None]:
-    """Turn errors of pyarrow into UserErrors that name the file."""
+def _opened(file: Path) -> Iterator[Any]:
+    """The file as pyarrow reads it, whose errors become UserErrors that name the file."""
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
     try:
-        yield
+        require_regular(file)
+        # Buffered in small pieces: a row group can hold a gigabyte of images.
+        yield pq.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
     except (OSError, pa.ArrowException) as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise UserError(f"{file} cannot be read as a parquet file: {reason}. Fetch it again.") from None
@@ -164,9 +158,7 @@ def _copied_folder(data: DataConfig) -> Path:
     """The folder of the copy, made at the first use."""
     place = data.DATASET.removeprefix(HUB_PREFIX)
     if not place:
-        raise UserError(
-            "DATA.DATASET 'hf:' lacks a name or a folder; give one, as in hf:ylecun/mnist or hf:/data/mnist."
-        )
+        raise UserError("DATA.DATASET 'hf:' lacks a name or a folder, as in hf:ylecun/mnist or hf:/data/mnist.")
     local = is_path(place)
     if local and not Path(place).expanduser().is_dir():
         raise UserError(f"DATA.DATASET {data.DATASET}: there is no folder {place}.")
@@ -176,10 +168,7 @@ def _copied_folder(data: DataConfig) -> Path:
     with process_lock(folder.with_name(f"{folder.name}.lock"), f"copies {data.DATASET}"):
         if not (folder / MANIFEST).is_file():
             if importlib.util.find_spec("pyarrow") is None:
-                raise UserError(
-                    f"DATA.DATASET {data.DATASET}: reading parquet files needs pyarrow, which is not installed. "
-                    "Run: pip install pyarrow"
-                )
+                raise UserError(f"DATA.DATASET {data.DATASET} needs pyarrow. Run: pip install pyarrow")
             source = Path(place).expanduser() if local else _download(place, data)
             _copy(source, folder, data)
     return folder
@@ -213,10 +202,7 @@ def _download(place: str, data: DataConfig) -> Path:
     """Download the parquet files that are needed and return their folder. `place`: see `repository_of`."""
     name, inside, revision = repository_of(place)
     if not data.DOWNLOAD:
-        raise UserError(
-            f"DATA.DATASET {data.DATASET} is not on this machine, neither as a folder nor as a copy in DATA.CACHE. "
-            f"DATA.DOWNLOAD=true fetches it from the Hugging Face hub."
-        )
+        raise UserError(f"DATA.DATASET {data.DATASET} is not on this machine. DATA.DOWNLOAD=true fetches it.")
     from huggingface_hub import snapshot_download
 
     try:
@@ -235,10 +221,8 @@ def _download(place: str, data: DataConfig) -> Path:
     except Exception as error:  # the network, the hub and the disk have errors of many types
         reason = " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
         raise UserError(
-            f"DATA.DATASET {data.DATASET}: {name} could not be fetched from the Hugging Face hub: "
-            f"{reason.rstrip('.')}. "
-            f"Files fetched so far are kept. Try again, or fetch its parquet files yourself and give their folder as "
-            f"hf:/folder."
+            f"DATA.DATASET {data.DATASET}: {name} could not be fetched from the Hugging Face hub: {reason.rstrip('.')}."
+            " Files fetched so far are kept. Try again, or give the folder of its parquet files as hf:/folder."
         ) from None
     again = f"{HUB_PREFIX}{place.partition('@')[0]}@{folder.name}"  # the folder is named by the commit
     log.info("%s is fetched; to get the same files again, name its revision: %s", data.DATASET, again)
@@ -269,9 +253,7 @@ def _copy(source: Path, folder: Path, data: DataConfig) -> None:
         samples = finish_set(scratch, names, {"classes": columns.classes, "source": data.DATASET})
         os.replace(scratch, folder)
     except OSError as error:
-        raise UserError(
-            f"DATA.DATASET {data.DATASET}: copying it to {folder} failed: {error}. DATA.CACHE sets another folder."
-        ) from None
+        raise UserError(f"{data.DATASET} cannot be copied to {folder} (DATA.CACHE): {error}.") from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     log.info("%s: copied %d images; from now on, this copy is read.", data.DATASET, samples)
@@ -294,10 +276,7 @@ def _copy_split(files: list[Path], columns: Columns, folder: Path) -> list[str]:
             if pa.types.is_struct(images.type) and images.type.get_field_index("bytes") >= 0:
                 images = images.flatten()[images.type.get_field_index("bytes")]
             if not (pa.types.is_binary(images.type) or pa.types.is_large_binary(images.type)):
-                raise UserError(
-                    f"{file}, row {row}: the image column is of type {images.type}; it must hold the bytes of image "
-                    "files."
-                )
+                raise UserError(f"{file}, row {row}: images are of type {images.type}, not bytes of image files.")
             for image, label in zip(images.to_pylist(), batch.column(columns.label).to_pylist(), strict=True):
                 if label is None:
                     raise UserError(f"{file}, row {row}: the column {columns.label} has no label.")

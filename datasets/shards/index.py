@@ -1,27 +1,196 @@
 """Tar files in WebDataset's layout, `key.jpg` beside `key.cls` or `key.json`, and the index of a set of them.
 
-Nothing is ever extracted: the position of each sample is read from the headers once and kept in a file.
+They are in a local folder, or at a URL that fsspec supports, such as s3://bucket/imagenet. Nothing is ever extracted:
+the position of each sample is read from the headers once and kept in a file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import tarfile
 import zipfile
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 
 from datasets.decoding import ENDINGS
-from datasets.shards.stores import ShardFile, Store
-from datasets.sources.files import SkippedFiles, leads_out
+from datasets.sources.files import SkippedFiles, leads_out, readable_folder
 from utils.errors import UserError
-from vitamp.files import parse_json
+from utils.text import is_redacted
+from vitamp.files import only_regular, parse_json, read_regular
+
+MOST_OPEN = 64
+"""Files that a process keeps open: the shards of a window are read alternately, and opening one per image is slow."""
+
+STAMPS = ("ETag", "etag", "LastModified", "mtime", "created")
+"""Entries of a listing that change when the file is rewritten, by protocol"""
+
+Range = tuple[str, int, int]
+"""(file, first byte, number of bytes)"""
+
+
+class ShardFile(NamedTuple):
+    """A tar file in a store."""
+
+    name: str
+    """Relative to the store's root, with /"""
+    size: int
+    stamp: str
+    """Changes when the file is rewritten; '' if the store does not record it"""
+
+
+class Folder:
+    """Files below a local folder."""
+
+    remote = False
+
+    def __init__(self, root: Path) -> None:
+        self.root = str(root)
+        self._files: OrderedDict[str, BinaryIO] = OrderedDict()
+
+    def tars(self, folder: str = "") -> list[ShardFile]:
+        """Tar files in `folder`, in the order of their names; none if the folder does not exist."""
+        files = [file for file in Path(self.root, folder).glob("*.tar") if file.is_file()]
+        stats = [(file.name, file.stat()) for file in files if not file.name.startswith(".")]
+        prefix = f"{folder}/" if folder else ""
+        return sorted(ShardFile(prefix + name, stat.st_size, str(stat.st_mtime_ns)) for name, stat in stats)
+
+    def read_file(self, name: str) -> bytes | None:
+        """Content of a small file; None if it does not exist. Raises OSError."""
+        try:
+            return read_regular(os.path.join(self.root, name))
+        except FileNotFoundError:
+            return None
+
+    def open(self, name: str) -> BinaryIO:
+        return open(os.path.join(self.root, name), "rb", opener=only_regular)
+
+    def range(self, wanted: Range) -> np.ndarray:
+        """Bytes of a range, fewer if the file ends early. Raises OSError."""
+        name, offset, size = wanted
+        content, length = np.empty(size, dtype=np.uint8), 0
+        try:
+            if name not in self._files:
+                if len(self._files) >= MOST_OPEN:
+                    self._files.popitem(last=False)[1].close()
+                self._files[name] = self.open(name)
+            self._files.move_to_end(name)
+            handle = self._files[name].fileno()
+            while length < size and (got := os.preadv(handle, [content[length:].data], offset + length)):
+                length += got
+        finally:
+            # When a file system is mounted again, old handles stay invalid; a complete file may replace a short one.
+            if length < size and name in self._files:
+                with contextlib.suppress(OSError):
+                    self._files.pop(name).close()
+        return content[:length]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_files": OrderedDict()}
+
+
+class Remote:
+    """Files below a URL, read with fsspec."""
+
+    remote = True
+
+    def __init__(self, url: str) -> None:
+        self.root = url.rstrip("/")
+        self._place()
+
+    def _place(self, name: str = "") -> tuple[Any, str]:
+        """The file system, of which fsspec keeps one in each process, and a path in it."""
+        import fsspec
+
+        try:
+            files, root = fsspec.core.url_to_fs(self.root, use_listings_cache=False)
+        except (ImportError, ValueError) as error:  # each protocol needs its own package
+            raise UserError(f"DATA.DATA_PATH (-data_path): {self.root} cannot be opened: {error}") from None
+        return files, f"{root.rstrip('/')}/{name}" if name else root.rstrip("/")
+
+    def tars(self, folder: str = "") -> list[ShardFile]:
+        files, place = self._place(folder)
+        try:
+            with _as_os_error():
+                entries = files.ls(place, detail=True)
+        except FileNotFoundError:
+            return []
+        shards = []
+        for entry in entries:
+            name = entry["name"].rstrip("/").rpartition("/")[2]
+            if not name.endswith(".tar") or name.startswith("."):
+                continue
+            size = entry["size"] if entry.get("size") is not None else files.size(entry["name"])
+            stamp = next((str(entry[key]) for key in STAMPS if entry.get(key)), "")
+            shards.append(ShardFile(f"{folder}/{name}" if folder else name, int(size or 0), stamp))
+        return sorted(shards)
+
+    def read_file(self, name: str) -> bytes | None:
+        files, place = self._place(name)
+        try:
+            with _as_os_error():
+                return cast(bytes, files.cat_file(place))
+        except FileNotFoundError:
+            return None
+
+    def open(self, name: str) -> BinaryIO:
+        files, place = self._place(name)
+        with _as_os_error():
+            return cast(BinaryIO, files.open(place, "rb"))
+
+    def range(self, wanted: Range) -> np.ndarray:
+        name, offset, size = wanted
+        files, place = self._place(name)
+        with _as_os_error():
+            content = files.cat_file(place, start=offset, end=offset + size)
+        if len(content) > size:
+            raise OSError(
+                f"the server ignores requests for a part of a file (Range): it sent {len(content):,} bytes, not "
+                f"{size:,}. Use a server that supports them, or copy the files to a disk"
+            )
+        return np.frombuffer(bytearray(content), dtype=np.uint8)  # a bytearray can be written to, as torch wants it
+
+    def ranges(self, wanted: Sequence[Range]) -> list[np.ndarray | None]:
+        """Many ranges at once, with None for those that failed; an empty list if the whole request fails."""
+        files, root = self._place()
+        names, starts = [f"{root}/{name}" for name, _, _ in wanted], [offset for _, offset, _ in wanted]
+        try:
+            contents = files.cat_ranges(names, starts, [offset + size for _, offset, size in wanted], on_error="return")
+        except Exception:  # the ranges are read again one by one, and report their errors then
+            return []
+        return [None if isinstance(one, Exception) else np.frombuffer(bytearray(one), np.uint8) for one in contents]
+
+
+Store = Folder | Remote
+
+
+def open_store(place: str | None) -> Store:
+    """Open DATA_PATH, a folder or a URL."""
+    if place is None:
+        raise UserError("DATA.DATASET shards needs DATA.DATA_PATH (-data_path): the folder or URL of its tar files.")
+    if is_redacted(place):
+        raise UserError(f"DATA.DATA_PATH: {place} is without its password. Give the whole URL: -data_path.")
+    if "://" in place:
+        return Remote(place)
+    return Folder(readable_folder(place))
+
+
+@contextlib.contextmanager
+def _as_os_error() -> Iterator[None]:
+    """Raise errors of a protocol's own types as OSError."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from None
+
 
 IMAGE_KINDS = (*(ending.removeprefix(".") for ending in ENDINGS), "npy")
 LABEL_KINDS = ("cls", "json")
@@ -34,12 +203,11 @@ MOST_ZEROS = 1 << 20
 """Most zero bytes at the end of a tar file, usually 10 KiB or less. More mean a copy with space but no content."""
 
 
-TarSample = tuple[str, int, int, int]
-"""Name, offset, size and label of an image in a tar file"""
+def read_tar(file: BinaryIO, size: int, where: str, skipped: SkippedFiles) -> list[tuple[str, int, int, int]]:
+    """Name, offset, size and label of each image in the tar file `where`, `size` bytes long, by its headers.
 
-
-def read_tar(file: BinaryIO, size: int, where: str, skipped: SkippedFiles) -> list[TarSample]:
-    """Samples of the tar file `where`, `size` bytes long, by its headers. UserErrors name the offset of the damage."""
+    UserErrors name the offset of the damage.
+    """
     images: dict[str, tuple[str, int, int]] = {}
     labels: dict[str, int] = {}
     for member in _members(file, size, where):
@@ -52,9 +220,7 @@ def read_tar(file: BinaryIO, size: int, where: str, skipped: SkippedFiles) -> li
                 skipped.add(member.name, "links and other members that are not files")
         elif kind in IMAGE_KINDS:
             if key in images:
-                raise UserError(
-                    f"{where}: {member.name} and {images[key][0]} are two images of one sample; a sample has one."
-                )
+                raise UserError(f"{where}: {member.name} and {images[key][0]} are two images of one sample.")
             images[key] = member.name, member.offset_data, member.size
         elif kind in LABEL_KINDS and (kind == "cls" or key not in labels):
             label = _label(file, member, where)
@@ -65,10 +231,7 @@ def read_tar(file: BinaryIO, size: int, where: str, skipped: SkippedFiles) -> li
             skipped.add(member.name, "more than one dot in the name" if dotted else None)
     for key, (name, _, _) in images.items():
         if key not in labels:
-            raise UserError(
-                f"{where}: the image {name} has no label: there is no {key}.cls beside it, and no {key}.json with a "
-                "'label'."
-            )
+            raise UserError(f"{where}: {name} has no label: there is no {key}.cls beside it, nor any in {key}.json.")
     return [(*image, labels[key]) for key, image in images.items()]
 
 
@@ -76,10 +239,7 @@ def _members(file: BinaryIO, size: int, where: str) -> Iterator[tarfile.TarInfo]
     try:
         tar = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115 - the file is the caller's
     except UNREADABLE as error:
-        raise UserError(
-            f"{where} cannot be read as a tar file: {error}. Compressed tar files are not supported, because images "
-            f"are read in place; decompress such a file with gunzip or a similar program."
-        ) from None
+        raise UserError(f"{where} cannot be read as a tar file: {error}. Decompress it (gunzip).") from None
     # Not tar.next(): it keeps every member in memory, and takes a cut between two members, or damage, for the end.
     tar.offset = 0
     while True:
@@ -100,10 +260,7 @@ def _members(file: BinaryIO, size: int, where: str) -> Iterator[tarfile.TarInfo]
         if member.offset_data + member.size > size:
             raise _damaged(where, size, begin, member.name)
         if leads_out(member.name):
-            raise UserError(
-                f"{where}: the member {member.name!r} leads out of the tar file. Names must be relative and without "
-                f"'..'; do not trust this file."
-            )
+            raise UserError(f"{where}: the member {member.name!r} leads out of the tar file; do not trust it.")
         yield member
 
 
@@ -168,11 +325,8 @@ FORMAT = 1
 class ShardIndex:
     """All samples of a split, in the order of shards and of images in them. Arrays, so that processes share them."""
 
-    shards: list[str]
-    """Names, relative to the store's root."""
-    shard_sizes: np.ndarray
-    stamps: list[str]
-    """Modification stamps of the shards; an empty one is not compared."""
+    files: list[ShardFile]
+    """The shards"""
     shard: np.ndarray
     """ShardFile number of each sample, ascending."""
     offset: np.ndarray
@@ -192,11 +346,10 @@ class ShardIndex:
         return self.names[begin : self.name_ends[index]].tobytes().decode(errors="surrogateescape")
 
     def is_current(self, shards: Sequence[ShardFile]) -> bool:
-        """Whether the index is of these tar files, unchanged."""
-        indexed = zip(self.shards, self.shard_sizes.tolist(), self.stamps, strict=True)
-        return len(shards) == len(self.shards) and all(
-            name == shard.name and size == shard.size and (stamp == shard.stamp or not (stamp and shard.stamp))
-            for (name, size, stamp), shard in zip(indexed, shards, strict=True)
+        """Whether the index is of these tar files, unchanged. An empty stamp is not compared."""
+        return len(shards) == len(self.files) and all(
+            (old.name, old.size, old.stamp and new.stamp) == (new.name, new.size, new.stamp and old.stamp)
+            for old, new in zip(self.files, shards, strict=True)
         )
 
     def to_bytes(self) -> bytes:
@@ -204,8 +357,9 @@ class ShardIndex:
         np.savez(
             file,
             format=np.array(FORMAT),
-            shards=_text(self.shards),
-            stamps=_text(self.stamps),
+            shards=_text([file.name for file in self.files]),
+            stamps=_text([file.stamp for file in self.files]),
+            shard_sizes=np.array([file.size for file in self.files], dtype=np.int64),
             classes=_text([]),  # of labels that are names, which earlier versions read
             passed_over=_text([self.skipped]),
             **{name: getattr(self, name) for name in _ARRAYS},
@@ -214,7 +368,6 @@ class ShardIndex:
 
 
 _ARRAYS = {
-    "shard_sizes": np.int64,
     "shard": np.int32,
     "offset": np.int64,
     "size": np.int64,
@@ -225,7 +378,10 @@ _ARRAYS = {
 
 
 def from_bytes(content: bytes) -> ShardIndex | None:
-    """Load an index; None if it is damaged or of another format."""
+    """Load an index; None if it is damaged or of another format.
+
+    It may come from an untrusted place, so all positions must be inside the shards and its own tables.
+    """
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as file:  # an index is not compressed: a bomb would be
             if sum(member.file_size for member in file.infolist()) > len(content):
@@ -233,27 +389,22 @@ def from_bytes(content: bytes) -> ShardIndex | None:
         with np.load(io.BytesIO(content), allow_pickle=False) as file:
             if int(file["format"]) != FORMAT or len(file["classes"]):
                 return None
-            arrays = {name: file[name] for name in _ARRAYS}
-            texts = {name: _lines(file[name]) for name in ("shards", "stamps")}
+            arrays, sizes = {name: file[name] for name in _ARRAYS}, file["shard_sizes"]
+            shards = zip(_lines(file["shards"]), sizes.tolist(), _lines(file["stamps"]), strict=True)
             skipped = "".join(_lines(file["passed_over"])) if "passed_over" in file else ""
-            index = ShardIndex(**texts, **arrays, skipped=skipped)
+            index = ShardIndex([ShardFile(*fields) for fields in shards], **arrays, skipped=skipped)
     except (OSError, ValueError, KeyError, TypeError, EOFError, MemoryError, zipfile.BadZipFile):
         return None
-    return index if _is_sound(index, arrays) else None
-
-
-def _is_sound(index: ShardIndex, arrays: dict[str, np.ndarray]) -> bool:
-    """Whether all positions are inside the shards and its own tables. An index may come from an untrusted place."""
-    samples, shards = len(index), len(index.shards)
-    return bool(
+    sound = (
         all(arrays[name].dtype == kind and arrays[name].ndim == 1 for name, kind in _ARRAYS.items())
-        and all(len(arrays[name]) == samples for name in ("offset", "size", "label", "name_ends"))
-        and len(index.shard_sizes) == len(index.stamps) == shards
-        and (np.diff(index.shard, prepend=0, append=max(shards - 1, 0)) >= 0).all()
+        and (sizes.dtype, sizes.ndim) == (np.int64, 1)
+        and all(len(arrays[name]) == len(index) for name in ("offset", "size", "label", "name_ends"))
+        and (np.diff(index.shard, prepend=0, append=max(len(sizes) - 1, 0)) >= 0).all()
         and (np.diff(index.name_ends, prepend=0, append=len(index.names)) >= 0).all()
         and (np.concatenate([index.offset, index.size]) >= 0).all()
-        and (index.offset + index.size <= index.shard_sizes[index.shard]).all()
+        and (index.offset + index.size <= sizes[index.shard]).all()
     )
+    return index if sound else None
 
 
 def make_index(store: Store, shards: Sequence[ShardFile]) -> ShardIndex:
@@ -276,13 +427,7 @@ def make_index(store: Store, shards: Sequence[ShardFile]) -> ShardIndex:
         columns["name_ends"].append(np.array([len(name) for name in names], dtype=np.int64))
     joined = {name: np.concatenate(parts) for name, parts in columns.items()}
     joined["name_ends"] = np.cumsum(joined["name_ends"])
-    return ShardIndex(
-        shards=[file.name for file in shards],
-        shard_sizes=np.array([file.size for file in shards], dtype=np.int64),
-        stamps=[file.stamp for file in shards],
-        skipped=skipped.line(),
-        **joined,
-    )
+    return ShardIndex(list(shards), **joined, skipped=skipped.line())
 
 
 def _text(lines: list[str]) -> np.ndarray:

@@ -15,13 +15,10 @@ from typing import Any
 import numpy as np
 
 from datasets.base import TITLES, Encoded, Part, Parts, Samples, Source, Unreadable, part_of, parts_read
-from datasets.images import open_images
 from datasets.labels import ANY_LABEL, check_class_count, log_unused_outputs, warn_empty_classes
-from datasets.shards.index import ShardIndex, from_bytes, make_index
-from datasets.shards.stores import Folder, Range, Remote, ShardFile, Store, open_store
+from datasets.shards.index import Folder, Remote, ShardFile, ShardIndex, Store, from_bytes, make_index, open_store
 from datasets.sources.files import leads_out
-from datasets.sources.folds import split_rows
-from datasets.sources.split import SPLIT_NAMES, named_parts, no_such_part, split_named_in, warn_of_skipped
+from datasets.sources.split import SPLIT_NAMES, named_parts, no_such_part, split_named_in, split_rows, warn_of_skipped
 from utils.cache import cache_folder, process_lock
 from utils.config.data import DataConfig
 from utils.errors import UserError
@@ -29,6 +26,8 @@ from utils.log import log, warn_once
 from vitamp.files import parse_json, write_atomically
 
 MANIFEST, CLASS_NAMES = "dataset.json", "classes.txt"
+index_name = "index-{}.npz".format
+"""File name of the index of a split"""
 MADE_BY = "vitamp"
 """Mark of our manifest: other programs use the same file name."""
 LAYOUT = """Expected layout, of tar files with key.jpg and key.cls (or key.json) for each image:
@@ -209,21 +208,17 @@ def finish_set(folder: Path, splits: dict[str, list[str]], about: dict[str, Any]
     return sum(entry["samples"] for entry in entries.values())
 
 
-def index_name(split: str) -> str:
-    return f"index-{split}.npz"
-
-
 WINDOW = 8
 """Tar files whose samples are shuffled together, unless all of them are on a local disk that we filled."""
 
 
 class ShardSamples(Samples):
-    """Samples of an index: all, or those in `rows`, which ascend."""
+    """Samples of an index, those in `rows`, which ascend."""
 
-    def __init__(self, shards: ShardSet, index: ShardIndex, window: int, rows: np.ndarray | None) -> None:
+    def __init__(self, shards: ShardSet, index: ShardIndex, window: int, rows: np.ndarray) -> None:
         self.store, self.classes, self.window = shards.store, shards.classes, window
         self._index, self._rows = index, rows
-        self.labels = index.label if rows is None else index.label[rows]
+        self.labels = index.label[rows]
         # Only .npy ends in y among the extensions of images, and one letter is faster to look up than the name.
         self._is_array = np.isin(index.names[index.name_ends - 1], np.frombuffer(b"yY", dtype=np.uint8))
         self.stored = "pixels" if self._is_array.all() else "tar files"
@@ -231,7 +226,7 @@ class ShardSamples(Samples):
         self._prefetched: dict[int, np.ndarray] = {}
 
     def read(self, index: int) -> Encoded:
-        row = self._row(index)
+        row = int(self._rows[index])
         wanted = self._range(row)
         is_array = self._is_array[row]
         content = self._prefetched.pop(row, None)
@@ -243,17 +238,17 @@ class ShardSamples(Samples):
         return pixels_of(content) if is_array else content.tobytes()
 
     def name(self, index: int) -> str:
-        row = self._row(index)
-        return f"{self.store.root}/{self._index.shards[self._index.shard[row]]}/{self._index.name(row)}"
+        row = int(self._rows[index])
+        return f"{self.store.root}/{self._index.files[self._index.shard[row]].name}/{self._index.name(row)}"
 
     def size(self, index: int) -> int:
-        return int(self._index.size[self._row(index)])
+        return int(self._index.size[self._rows[index]])
 
     def names(self) -> Iterator[bytes]:
-        index, rows = self._index, slice(None) if self._rows is None else self._rows
+        index, rows = self._index, self._rows
         lengths, chosen = np.diff(index.name_ends, prepend=0), np.zeros(len(index), dtype=bool)
         chosen[rows] = True
-        yield "\0".join(index.shards).encode(errors="surrogateescape")
+        yield "\0".join(file.name for file in index.files).encode(errors="surrogateescape")
         for column in (index.shard, index.size, lengths):
             yield column[rows].astype(np.int64).tobytes()
         yield index.names[np.repeat(chosen, lengths)].tobytes()
@@ -261,27 +256,24 @@ class ShardSamples(Samples):
     def prefetch(self, indices: Sequence[int]) -> None:
         if not isinstance(self.store, Remote):
             return
-        rows = [self._row(index) for index in indices]
+        rows = [int(self._rows[index]) for index in indices]
         contents = self.store.ranges([self._range(row) for row in rows])
         # Failed ranges are requested again when they are read, and raise there.
         self._prefetched = {row: content for row, content in zip(rows, contents, strict=False) if content is not None}
 
     def shuffled(self, generator: np.random.Generator) -> np.ndarray:
         """Shuffle the shards, then the samples within each `window` of shards, so that few files are read at once."""
-        shard = self._index.shard if self._rows is None else self._index.shard[self._rows]
-        shards = len(self._index.shards)
+        shard = self._index.shard[self._rows]
+        shards = len(self._index.files)
         begins = np.searchsorted(shard, np.arange(shards + 1)).tolist()
         order = generator.permutation(shards)
         windows = [order[first : first + self.window] for first in range(0, shards, self.window)]
         samples = [np.concatenate([np.arange(begins[s], begins[s + 1]) for s in window]) for window in windows]
         return np.concatenate([generator.permutation(of_window) for of_window in samples])
 
-    def _row(self, index: int) -> int:
-        return index if self._rows is None else int(self._rows[index])
-
-    def _range(self, row: int) -> Range:
+    def _range(self, row: int) -> tuple[str, int, int]:
         index = self._index
-        return index.shards[index.shard[row]], int(index.offset[row]), int(index.size[row])
+        return index.files[index.shard[row]].name, int(index.offset[row]), int(index.size[row])
 
 
 def pixels_of(content: np.ndarray) -> np.ndarray:
@@ -320,11 +312,11 @@ def open_split(shards: ShardSet, data: DataConfig, part: Part, num_classes: int,
     if wrong.size and num_classes != ANY_LABEL:
         row = int(wrong[0])
         raise UserError(
-            f"{shards.store.root}/{index.shards[index.shard[row]]}: the label of {index.name(row)} is "
+            f"{shards.store.root}/{index.files[index.shard[row]].name}: the label of {index.name(row)} is "
             f"{index.label[row]}, which does not fit MODEL.NUM_CLASSES {num_classes}: labels go from 0 to "
             f"{num_classes - 1}. Correct it, or train with a larger -num_classes."
         )
-    rows = split_rows(index.label, data, part, shards.store.root) if shared else None
+    rows = split_rows(index.label, data, part, shards.store.root) if shared else np.arange(len(index))
     return ShardSamples(shards, index, window, rows)
 
 
@@ -350,10 +342,7 @@ def shard_source(
             if part == "train" or not shards.split(part)[1]:  # `split_rows` warns of a validation split that it makes
                 warn_empty_classes(split.labels, classes, f"The {TITLES[part]} of the {owner}")
 
-    def parts(data: DataConfig) -> Parts:
-        return opened(data).parts()
-
-    return Source(open_images(samples, parts), check, parts=parts, fetches=fetches, reads_path=reads_path)
+    return Source(samples, check, parts=lambda data: opened(data).parts(), fetches=fetches, reads_path=reads_path)
 
 
 SOURCE = shard_source(lambda data: ShardSet(open_store(data.DATA_PATH), data))

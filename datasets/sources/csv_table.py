@@ -12,7 +12,6 @@ import numpy as np
 
 from datasets.base import Part, Source, parts_read
 from datasets.decoding import ENDINGS
-from datasets.images import open_images
 from datasets.labels import (
     ANY_LABEL,
     check_class_count,
@@ -21,7 +20,7 @@ from datasets.labels import (
     log_unused_outputs,
     warn_empty_classes,
 )
-from datasets.sources.files import FileList, FileSamples, check_first_files, check_path, no_file, split_files
+from datasets.sources.files import FileSamples, check_first_files, check_path, no_file, split_files
 from datasets.sources.split import no_such_part, parts_in_files
 from utils.config.data import DataConfig
 from utils.config.kinds import COLUMN
@@ -31,8 +30,6 @@ from vitamp.files import read_regular
 
 SEPARATORS = (";", "|", ",")
 """Between the labels of an image; the first that occurs in the training table separates"""
-LabelSet = tuple[str, ...]
-"""The labels of one image as its table has them; empty for an image of no class."""
 
 PATHS = ("path", "image_path", "image", "file", "filename")
 TARGETS = ("target", "label", "class")
@@ -64,8 +61,8 @@ class _Table:
     """Of the column DATA.GROUP; empty without"""
     separator: str
     """With DATA.MULTI_LABEL: between the labels of a line"""
-    sets: list[LabelSet] = field(default_factory=list)
-    """The labels of each line"""
+    sets: list[tuple[str, ...]] = field(default_factory=list)
+    """The labels of each line; empty for an image of no class"""
 
     def where(self, row: int) -> str:
         return f"{self.file}:{self.numbers[row]}"
@@ -91,49 +88,50 @@ class _Table:
             found.append(label)
         return found
 
-    def labelled(self, training: _Table, num_classes: int) -> FileList:
+    def classes(self) -> list[str] | range:
+        """The names of the classes that this table has; their numbers if they have no names."""
+        if self.is_numbered():
+            return range(max(self.label_numbers(ANY_LABEL)) + 1)
+        return self.columns or sorted({label for _, label in self.each()})
+
+    def labelled(self, training: _Table, num_classes: int) -> FileSamples:
         """The images with checked labels. `training`: the table that defines the classes."""
-        if training.is_numbered():
-            classes = range(max(training.label_numbers(ANY_LABEL)) + 1)
+        classes = training.classes()
+        width = len(classes) if self.several and num_classes == ANY_LABEL else num_classes
+        if isinstance(classes, range):
             if self.several and num_classes == ANY_LABEL:
                 self.check_gaps()
-            numbers = self.label_numbers(len(classes) if self.several and num_classes == ANY_LABEL else num_classes)
+            names, numbers = None, self.label_numbers(width)
         else:
-            classes = training.columns or sorted({label for _, label in training.each()})
             check_class_count(len(classes), num_classes, f"The table {training.file}")
-            numbers = self._numbers_of(classes, training)
+            if self.columns is not None and set(self.columns) != set(classes):
+                missing = sorted({*self.columns} ^ {*classes})
+                raise UserError(f"{self.file} and {training.file} need the same columns: one lacks {missing[0]}.")
+            number_of = {name: label for label, name in enumerate(classes)}
+            for row, name in self.each():
+                if name not in number_of:
+                    raise UserError(
+                        f"{self.where(row)}: {training.file} has no class {name!r}.{nearest(name, classes)} "
+                        "Every class in the validation split must also be in the training split."
+                    )
+                if not self.several and _whole_number(name) is not None:
+                    raise UserError(
+                        f"{self.where(row)}: the target {name} is a number, but {training.sets[0][0]!r} in "
+                        f"{training.where(0)} is a name. Give all targets as names, or all as whole numbers."
+                    )
+            names, numbers = classes, [number_of[name] for _, name in self.each()]
         if self.several:
-            width = len(classes) if num_classes == ANY_LABEL else num_classes
             labels = np.zeros((len(self.sets), width), dtype=np.uint8)
             labels[[row for row, _ in self.each()], numbers] = 1
         else:
             labels = np.array(numbers, dtype=np.int64)
-        return FileList(self.file.parent, self.paths, labels, classes, groups=self.groups or None)
+        files = FileSamples(self.file.parent, self.paths, labels, names)
+        files.groups = self.groups or None
+        return files
 
     def check_gaps(self) -> None:
         rows = [row for row, _ in self.each()]
         check_gaps(self.label_numbers(ANY_LABEL), lambda place: self.where(rows[place]))
-
-    def _numbers_of(self, classes: list[str], training: _Table) -> list[int]:
-        """The number of each label in `each`, by its name."""
-        if self.columns is not None and set(self.columns) != set(classes):
-            missing = sorted({*self.columns} ^ {*classes})
-            raise UserError(
-                f"{self.file} and {training.file} need the same columns; only one of them has {missing[0]}."
-            )
-        numbers = {name: label for label, name in enumerate(classes)}
-        for row, name in self.each():
-            if name not in numbers:
-                raise UserError(
-                    f"{self.where(row)}: {training.file} has no class {name!r}.{nearest(name, classes)} "
-                    "Every class in the validation split must also be in the training split."
-                )
-            if not self.several and _whole_number(name) is not None:
-                raise UserError(
-                    f"{self.where(row)}: the target {name} is a number, but {training.sets[0][0]!r} in "
-                    f"{training.where(0)} is a name. Give all targets as names, or all as whole numbers."
-                )
-        return [numbers[name] for _, name in self.each()]
 
 
 def _samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
@@ -141,7 +139,7 @@ def _samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
     training = _read(files.get("all") or files["train"], data)
     if "all" in files:
         return split_files(training.labelled(training, num_classes), data, part)
-    return _read_part(files, part, training, data).labelled(training, num_classes).samples()
+    return _read_part(files, part, training, data).labelled(training, num_classes)
 
 
 def _check(data: DataConfig, num_classes: int, train: bool) -> None:
@@ -152,11 +150,8 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
         log.info("%s: the labels of an image are separated by %r.", first.file, first.separator)
     looks_like_list = (row for row, label in first.each() if ";" in label or "|" in label)
     if not first.several and (row := next(looks_like_list, None)) is not None:
-        log.warning(
-            "%s: the label %r is read as one class. If it lists several labels, set DATA.MULTI_LABEL=true.",
-            first.where(row),
-            first.sets[row][0],
-        )
+        what = f"{first.where(row)}: the label {first.sets[row][0]!r} is read as one class."
+        log.warning("%s If it lists several labels, set DATA.MULTI_LABEL=true.", what)
     files = first.labelled(first, num_classes)
     if "all" in given:
         read = [first]
@@ -165,8 +160,9 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
         read = [_read_part(given, part, first, data) for part in parts]
         for table in read:
             table.labelled(first, num_classes)
-    log_unused_outputs(len(files.classes), num_classes, f"The table {first.file}")
-    warn_empty_classes(files.labels, files.classes, f"The table {first.file}")
+    classes = first.classes()
+    log_unused_outputs(len(classes), num_classes, f"The table {first.file}")
+    warn_empty_classes(files.labels, classes, f"The table {first.file}")
     for table in read:
         check_first_files(table.file, table.paths)
 
@@ -235,7 +231,7 @@ def _read(file: Path, data: DataConfig, separator: str | None = None) -> _Table:
     return table
 
 
-def _label_set(fields: list[str], table: _Table, where: str) -> LabelSet:
+def _label_set(fields: list[str], table: _Table, where: str) -> tuple[str, ...]:
     """The labels of a line: its target, the parts of it, or the names of the columns that hold a 1."""
     if table.columns is not None:
         for name, text in zip(table.columns, fields, strict=True):
@@ -273,6 +269,7 @@ def _places(file: Path, header: list[str], data: DataConfig) -> tuple[int, list[
         for names in (paths, targets)
     )
     own = [place for place in range(len(header)) if header[place] != data.GROUP]
+    layout = LAYOUT.format(root=file.parent)
     advice = "Name the columns in a header, such as path,target, or with -columns file=NAME,label=NAME."
     if len(own) == 2 and None in (path, target) and not data.MULTI_LABEL and not given:
         if any(header[place].lower().endswith(ENDINGS) for place in own):
@@ -285,16 +282,13 @@ def _places(file: Path, header: list[str], data: DataConfig) -> tuple[int, list[
         suggestion = next((text for name in columns if (text := nearest(name, names))), "")
         raise UserError(
             f"{file} has no column {' or '.join(names)}; its columns are {', '.join(header) or 'none'}.{suggestion} "
-            f"{advice} {LAYOUT.format(root=file.parent)}"
+            f"{advice} {layout}"
         )
     if target is not None:
         return path, [target]
     classes = [place for place in own if place != path]
     if len(classes) < 2:
-        raise UserError(
-            f"{file} has neither a column called {' or '.join(targets)} nor one column per class. "
-            f"{LAYOUT.format(root=file.parent)}"
-        )
+        raise UserError(f"{file} has neither a column called {' or '.join(targets)} nor one column per class. {layout}")
     if repeated := next((header[place] for place in classes if header.count(header[place]) > 1), None):
         raise UserError(f"{file}: two columns are called {repeated!r}; give each class one column.")
     return path, classes
@@ -311,7 +305,8 @@ def _count(data: DataConfig, train: bool) -> int:  # noqa: ARG001 - the training
     first = _read(files.get("all") or files["train"], data)
     if first.is_numbered():
         first.check_gaps()
-    return len(first.labelled(first, ANY_LABEL).classes)
+    first.labelled(first, ANY_LABEL)  # checks all labels
+    return len(first.classes())
 
 
-SOURCE = Source(open_images(_samples, _files), _check, count=_count, multi_label=True, parts=_files, groups=True)
+SOURCE = Source(_samples, _check, count=_count, multi_label=True, parts=_files, groups=True)

@@ -12,12 +12,11 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from datasets.base import Source, comes_unsplit, part_of
+from datasets.base import UNSPLIT, Part, Source
 from datasets.labels import check_class_count, log_unused_outputs
-from datasets.memory import ArraySamples, InMemory
-from datasets.sources.split import no_such_part, split
+from datasets.memory import ArraySamples
+from datasets.sources.split import no_such_part, split, split_by_fold
 from utils.config.data import DataConfig
 from utils.errors import UserError
 
@@ -27,14 +26,10 @@ BRIGHTEST = 16
 VALIDATION_FRACTION = 0.2
 
 
+@cache  # both splits are in one file
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
     """Pixels (1797 x 8 x 8, uint8, 0..255) and labels from scikit-learn's file, without importing scikit-learn."""
-    return _read(_file())
-
-
-@cache  # both splits are in one file
-def _read(file: Path) -> tuple[np.ndarray, np.ndarray]:
-    with gzip.open(file, "rt", encoding="ascii") as lines:
+    with gzip.open(_file(), "rt", encoding="ascii") as lines:
         table = np.loadtxt(lines, delimiter=",")
     pixels = np.rint(table[:, :-1] * (255 / BRIGHTEST)).astype(np.uint8)
     return pixels.reshape(-1, SIDE, SIDE), table[:, -1].astype(np.int64)
@@ -45,28 +40,21 @@ def _file() -> Path:
     folders = spec.submodule_search_locations if spec else None
     file = Path(folders[0]) / "datasets" / "data" / "digits.csv.gz" if folders else None
     if file is None or not file.is_file():
-        raise UserError(
-            "DATA.DATASET digits reads a file of scikit-learn, which is missing. Run: pip install --force-reinstall "
-            "scikit-learn"
-        )
+        raise UserError("DATA.DATASET digits: scikit-learn is missing. Run: pip install --force-reinstall scikit-learn")
     return file
 
 
-def _open(data: DataConfig, train: bool, num_classes: int, seed: int, device: torch.device) -> InMemory:
+def _samples(data: DataConfig, part: Part, num_classes: int) -> ArraySamples:
     check_class_count(len(CLASSES), num_classes, "The data set digits")
     pixels, labels = read_digits()
     if data.fold is not None:
-        from datasets.sources.folds import split_by_fold
-
         splits = split_by_fold(labels, data.fold, data.SPLIT_SEED)
     else:
         splits = split(labels, VALIDATION_FRACTION, 0, "digits")
-    part = part_of(data, train)
     if part == "test":
         raise no_such_part(part, "the data set digits")
     chosen = np.concatenate(splits) if part == "all" else splits[0 if part == "train" else 1]
-    samples = ArraySamples(pixels[chosen, :, :, None], labels[chosen], CLASSES, "digits")
-    return InMemory(samples, data, train, seed, device, cropped=False)
+    return ArraySamples(pixels[chosen, :, :, None], labels[chosen], CLASSES, "digits")
 
 
 def _check(data: DataConfig, num_classes: int, train: bool) -> None:  # noqa: ARG001 - both splits are in one file
@@ -75,4 +63,4 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:  # noqa: AR
     log_unused_outputs(len(CLASSES), num_classes, "The data set digits")
 
 
-SOURCE = Source(_open, _check, arrays="whole", parts=comes_unsplit, reads_path=False)
+SOURCE = Source(_samples, _check, arrays="whole", parts=lambda _: UNSPLIT, reads_path=False)

@@ -6,14 +6,13 @@ import os
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from datasets.base import Part, Samples
 from datasets.decoding import ENDINGS
-from datasets.labels import check_label, log_unused_outputs, warn_empty_classes
-from datasets.sources.folds import groups_in_paths, split_rows
+from datasets.labels import check_label
+from datasets.sources.split import groups_in_paths, split_rows
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.log import log, warn_once
@@ -53,17 +52,13 @@ class SkippedFiles:
             warn_once(f"{where}: {line}")
 
 
-FileId = tuple[int, int]
-"""Device and inode"""
-
-
 def images_below(
-    folder: str, skipped: SkippedFiles | None = None, inside: str = "", above: tuple[FileId, ...] = ()
+    folder: str, skipped: SkippedFiles | None = None, inside: str = "", above: tuple[tuple[int, int], ...] = ()
 ) -> Iterator[str]:
     """Paths relative to `folder`: its own images in the order of names, then those of each subfolder.
 
     Links to folders are followed, unless they lead back to a folder above. What is not read is counted in `skipped`.
-    `inside` and `above`: the way to a subfolder.
+    `inside` and `above`: the way to a subfolder, and device and inode of each folder on it.
     """
     try:
         stat = os.stat(folder)
@@ -115,55 +110,42 @@ class PathTable:
     def __len__(self) -> int:
         return len(self.ends) - 1
 
+    def __iter__(self) -> Iterator[str]:
+        return map(self.__getitem__, range(len(self)))
+
     def __getitem__(self, index: int) -> str:
         begin, end = self.ends[index : index + 2]
         return os.fsdecode(self.block[begin:end])
 
 
 class FileSamples(Samples):
-    """Image files below one folder."""
+    """Image files below one folder; with '' for it, in any folders."""
 
-    def __init__(self, root: Path, paths: PathTable, labels: np.ndarray, classes: list[str] | None) -> None:
-        self.root, self.paths, self.labels, self.classes = root, paths, labels, classes
+    def __init__(
+        self, root: Path | str, paths: Iterable[str] | PathTable, labels: np.ndarray, classes: list[str] | None
+    ) -> None:
+        """`paths`: relative to `root`"""
+        self.root, self.labels, self.classes = root, labels, classes
+        self.paths = paths if isinstance(paths, PathTable) else PathTable(paths)
 
     def read(self, index: int) -> bytes:
         return read_regular(self.name(index))
 
     def name(self, index: int) -> str:
-        return f"{self.root}/{self.paths[index]}"
+        return os.path.join(self.root, self.paths[index])
 
     def names(self) -> Iterator[bytes]:
         yield from (self.paths.block, self.paths.ends.tobytes())
 
 
-class FileList(NamedTuple):
-    """Labelled image files of a split, or of a data set that is to be split."""
-
-    root: Path
-    paths: list[str]
-    """Relative to `root`"""
-    labels: np.ndarray
-    classes: list[str] | range
-    """Names of the classes, or their numbers if they have no names"""
-    groups: list[str] | None = None
-    """Of the images, if a column names them (DATA.GROUP); None: a pattern finds them in the paths"""
-
-    def samples(self) -> FileSamples:
-        names = self.classes if isinstance(self.classes, list) else None
-        return FileSamples(self.root, PathTable(self.paths), self.labels, names)
-
-
-def split_files(files: FileList, data: DataConfig, part: Part) -> FileSamples:
-    """One split of these files, as `split_rows` chooses it."""
-
-    def groups() -> list[str]:
-        return groups_in_paths(files.paths, data) if files.groups is None else files.groups
-
+def split_files(files: FileSamples, data: DataConfig, part: Part) -> FileSamples:
+    """One split of these files, as `split_rows` chooses it. Without `groups` of its own, DATA.GROUP is in the paths."""
+    paths, groups = list(files.paths), files.groups
+    if data.GROUP is not None and groups is None:
+        groups = groups_in_paths(paths, data)
     chosen = split_rows(files.labels, data, part, files.root, groups)
-    found = files._replace(paths=[files.paths[index] for index in chosen], labels=files.labels[chosen]).samples()
-    if data.GROUP is not None:
-        of_all = groups()
-        found.groups = [of_all[index] for index in chosen]
+    found = FileSamples(files.root, [paths[index] for index in chosen], files.labels[chosen], files.classes)
+    found.groups = groups and [groups[index] for index in chosen]
     return found
 
 
@@ -232,23 +214,12 @@ def read_list(file: Path, num_classes: int) -> tuple[PathTable, np.ndarray]:
     return table, np.array(labels, dtype=np.int64)
 
 
-def check_list(file: Path, num_classes: int) -> None:
-    """Check a list like `read_list`, and that its first images exist."""
-    paths, labels = read_list(file, num_classes)
-    check_first_files(file, paths)
-    classes = int(labels.max()) + 1
-    log_unused_outputs(classes, num_classes, f"The list {file}")
-    warn_empty_classes(labels, range(classes), f"The list {file}")
-
-
 def check_first_files(file: Path, paths: PathTable | Sequence[str]) -> None:
     """Raise UserError unless the first images that `file` names exist."""
     for index in range(min(PROBED, len(paths))):
         image = file.parent / paths[index]
         if not image.is_file():
-            raise UserError(
-                f"{file} names {paths[index]}, but {no_file(image)}. Paths in this file are relative to its folder."
-            )
+            raise UserError(f"{file} names {paths[index]}, but {no_file(image)}. Paths are relative to the file.")
 
 
 def leads_out(path: str) -> bool:
@@ -261,7 +232,5 @@ def check_path(path: str, where: str) -> str:
     if not path:
         raise UserError(f"{where}: the path is empty.")
     if leads_out(path):
-        raise UserError(
-            f"{where}: {path} leads out of the data folder; give a path relative to the file's folder, without '..'."
-        )
+        raise UserError(f"{where}: {path} leads out of the data folder; give a relative path, without '..'.")
     return path

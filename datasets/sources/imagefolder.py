@@ -7,13 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from datasets.base import TITLES, Part, Parts, Source, comes_unsplit, part_of, parts_read
+from datasets.base import TITLES, UNSPLIT, Part, Parts, Source, part_of, parts_read
 from datasets.decoding import ENDINGS
-from datasets.images import open_images
 from datasets.labels import check_class_count, log_unused_outputs, warn_empty_classes
 from datasets.sources.files import (
     HIDDEN_FOLDER,
-    FileList,
     FileSamples,
     SkippedFiles,
     data_folder,
@@ -38,14 +36,12 @@ or, to be split by DATA.VAL_FRACTION:
 def samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
     """All images of a split, in the order of class and path."""
     root = data_folder(data)
-    has_splits = _has_splits(root)
-    folder = _split_folder(root, data, part) if has_splits else root
-    classes = _class_names(root, folder) if has_splits else subfolders(root)
+    folder, classes = _split(root, data, part)
     check_class_count(len(classes), num_classes, f"The data set in {root}")
     files = class_files(folder, classes)
-    if not files.paths:
+    if not len(files):
         raise _no_images(folder, root)
-    return files.samples() if has_splits else split_files(files, data, part)
+    return split_files(files, data, part) if folder == root else files
 
 
 def check(data: DataConfig, num_classes: int, train: bool) -> None:
@@ -55,8 +51,7 @@ def check(data: DataConfig, num_classes: int, train: bool) -> None:
     if _has_splits(root):
         classes: list[str] = []
         for part in parts_read(data, train, parts(data)):
-            folder = _split_folder(root, data, part)
-            classes = _class_names(root, folder)
+            folder, classes = _split(root, data, part)
             check_class_count(len(classes), num_classes, owner)
             with_images = np.flatnonzero([_has_images(folder / name) for name in classes])
             if not len(with_images):
@@ -70,14 +65,11 @@ def check(data: DataConfig, num_classes: int, train: bool) -> None:
                     f"DATA.DATA_PATH (-data_path): {root} seems to be one folder too high: {root / name} has "
                     f"class folders in {' and '.join(f'{split}/' for split in splits)}. Try -data_path {root / name}."
                 )
-        check_class_count(len(classes), num_classes, owner)
-        files = class_files(root, classes)
-        if not files.paths:
-            raise _no_images(root, root)
+        files = samples(data, "all", num_classes)
         for name in sorted({*SPLIT_NAMES}.intersection(classes)):
             log.warning("%s is taken for a class, not for a split, because no folder in it has images.", root / name)
         warn_empty_classes(files.labels, classes, str(root))
-        split_files(files, data, parts_read(data, train, comes_unsplit(data))[-1])
+        split_files(files, data, parts_read(data, train, UNSPLIT)[-1])
     if train and len(classes) == 1:
         inner = (root / TRAIN if _has_splits(root) else root) / classes[0]
         while len(below := [name for name in subfolders(inner) if _has_images(inner / name)]) == 1:
@@ -94,18 +86,14 @@ def parts(data: DataConfig) -> Parts:
     """The splits that are folders; a folder test without class folders is none, unless it is for validation."""
     root = data_folder(data)
     if not _has_splits(root):
-        return comes_unsplit(data)
+        return UNSPLIT
     found, tested = _named(root, data), TEST in _split_folders(root)
     return {part: name for part, name in found.items() if part != "test" or tested or found["val"] == TEST}
 
 
 def count(data: DataConfig, train: bool) -> int:
     """Number of class folders, of the training split if there is one."""
-    root = data_folder(data)
-    if not _has_splits(root):
-        return len(subfolders(root))
-    part = parts_read(data, train, parts(data))[0]
-    return len(_class_names(root, _split_folder(root, data, part)))
+    return len(_split(data_folder(data), data, parts_read(data, train, parts(data))[0])[1])
 
 
 def layout_of(root: Path) -> str | None:
@@ -117,7 +105,7 @@ def layout_of(root: Path) -> str | None:
     return None
 
 
-def class_files(folder: Path, classes: list[str]) -> FileList:
+def class_files(folder: Path, classes: list[str]) -> FileSamples:
     """All images in the class folders, in the order of class and path."""
     skipped = SkippedFiles()
     for entry in sorted(folder.iterdir()):
@@ -129,7 +117,7 @@ def class_files(folder: Path, classes: list[str]) -> FileList:
     skipped.warn(str(folder))
     paths = [f"{name}/{path}" for name, of_class in zip(classes, by_class, strict=True) for path in of_class]
     labels = np.repeat(np.arange(len(classes)), [len(of_class) for of_class in by_class])
-    return FileList(folder, paths, labels, classes)
+    return FileSamples(folder, paths, labels, classes)
 
 
 def subfolders(folder: Path) -> list[str]:
@@ -157,19 +145,20 @@ def _named(root: Path, data: DataConfig) -> dict[Part, str]:
     return named_parts([name for name in SPLIT_NAMES if (root / name).is_dir()], root, part_of(data, False))
 
 
-def _split_folder(root: Path, data: DataConfig, part: Part) -> Path:
+def _split(root: Path, data: DataConfig, part: Part) -> tuple[Path, list[str]]:
+    """The folder of a split, and the class names in the order of their labels, from the training split if there is one.
+
+    Without splits, the folder is `root`.
+    """
+    if not _has_splits(root):
+        return root, subfolders(root)
     found = _named(root, data)
-    if part in found:
-        return root / found[part]
-    if part == "test":
-        raise no_such_part(part, root)
-    expected = " or ".join(str(root / name) for name in ((TRAIN,) if part == "train" else VALIDATION_NAMES))
-    raise UserError(f"DATA.DATA_PATH (-data_path): there is no folder {expected}. {LAYOUT.format(root=root)}")
-
-
-def _class_names(root: Path, folder: Path) -> list[str]:
-    """Class names in the order of their labels, from the training split if there is one."""
-    train = root / TRAIN
+    if part not in found:
+        if part == "test":
+            raise no_such_part(part, root)
+        expected = " or ".join(str(root / name) for name in ((TRAIN,) if part == "train" else VALIDATION_NAMES))
+        raise UserError(f"DATA.DATA_PATH (-data_path): there is no folder {expected}. {LAYOUT.format(root=root)}")
+    folder, train = root / found[part], root / TRAIN
     classes = subfolders(train if train.is_dir() else folder)
     if not classes:
         raise _no_images(train if train.is_dir() else folder, root)
@@ -179,7 +168,7 @@ def _class_names(root: Path, folder: Path) -> list[str]:
             f"{folder / first}: the training split {train} has no class of that name.{nearest(first, classes)} Every "
             f"class in the {TITLES['test' if folder.name == TEST else 'val']} must also be in the training split."
         )
-    return classes
+    return folder, classes
 
 
 def _has_images(folder: Path) -> bool:
@@ -188,9 +177,7 @@ def _has_images(folder: Path) -> bool:
 
 def _no_images(folder: Path, root: Path) -> UserError:
     kinds = " ".join(ENDINGS)
-    return UserError(
-        f"{folder} has no images in class folders (image files end in {kinds}). {LAYOUT.format(root=root)}"
-    )
+    return UserError(f"{folder} has no images in class folders (they end in {kinds}). {LAYOUT.format(root=root)}")
 
 
-SOURCE = Source(open_images(samples, parts), check, count=count, parts=parts, groups=True)
+SOURCE = Source(samples, check, count=count, parts=parts, groups=True)

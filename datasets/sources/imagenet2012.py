@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from datasets.base import Part, Parts, Source, parts_read
-from datasets.images import open_images
-from datasets.labels import ANY_LABEL, check_gaps
+from datasets.labels import ANY_LABEL, check_gaps, log_unused_outputs, warn_empty_classes
 from datasets.sources import imagefolder
-from datasets.sources.files import FileSamples, check_list, data_folder, no_file, read_list
+from datasets.sources.files import FileSamples, check_first_files, data_folder, no_file, read_list
 from datasets.sources.split import SPLIT_NAMES, no_such_part, parts_in_files
 from utils.config.data import DataConfig
 from utils.errors import UserError
@@ -35,7 +34,12 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
     if not (lists := _lists(data)):
         imagefolder.check(data, num_classes, train)
     for part in parts_read(data, train, lists) if lists else ():
-        check_list(_list_file(data, lists, part), num_classes)
+        file = _list_file(data, lists, part)
+        paths, labels = read_list(file, num_classes)
+        check_first_files(file, paths)
+        classes = int(labels.max()) + 1
+        log_unused_outputs(classes, num_classes, f"The list {file}")
+        warn_empty_classes(labels, range(classes), f"The list {file}")
 
 
 def _lists(data: DataConfig) -> dict[Part, str]:
@@ -74,4 +78,4 @@ def _parts(data: DataConfig) -> Parts:
     return _lists(data) or imagefolder.parts(data)
 
 
-SOURCE = Source(open_images(_samples, _parts), _check, count=_count, parts=_parts)
+SOURCE = Source(_samples, _check, count=_count, parts=_parts)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from datasets.base import Encoded, Part, Samples, Source, comes_split, parts_read
-from datasets.images import open_images
+from datasets.base import Encoded, Part, Samples, Source
 from datasets.labels import check_class_count, check_label
 from utils.config.data import DataConfig
 from utils.errors import UserError
@@ -39,22 +38,13 @@ class OwnSamples(Samples):
 
 def source_of_own(own: Own) -> Source:
     """The data set that a file of USE has registered."""
-    return Source(open_images(_samples), _check, count=_count, reads_path=own.takes("data_path"))
+    return Source(_samples, reads_path=own.takes("data_path"))
 
 
 def _samples(data: DataConfig, part: Part, num_classes: int) -> OwnSamples:
     samples = _opened(data.DATASET, data.DATA_PATH, part)
     check_class_count(len(samples.classes or ()), num_classes, f"The data set {data.DATASET}")
     return samples
-
-
-def _check(data: DataConfig, num_classes: int, train: bool) -> None:
-    for part in parts_read(data, train, comes_split(data)):
-        _samples(data, part, num_classes)
-
-
-def _count(data: DataConfig, train: bool) -> int:
-    return len(_opened(data.DATASET, data.DATA_PATH, parts_read(data, train, comes_split(data))[0]).classes or ())
 
 
 @cache

@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from datasets.base import ImageDataset, Part, Source, comes_unsplit, part_of, parts_read
-from datasets.images import open_images
+from datasets.base import UNSPLIT, Part, Source, parts_read
 from datasets.labels import check_class_count, log_unused_outputs
-from datasets.memory import ArraySamples, open_arrays
-from datasets.sources.files import FileList, FileSamples, data_folder, in_any_case, split_files
+from datasets.memory import ArraySamples
+from datasets.sources.files import FileSamples, data_folder, in_any_case, split_files
 from datasets.sources.imagefolder import class_files, subfolders
 from utils.cache import process_lock
 from utils.config.data import DataConfig
@@ -87,8 +85,11 @@ class Published:
         if data.DOWNLOAD and data.DATA_PATH is not None:
             root = Path(data.DATA_PATH).expanduser()
             if self._find(root) is None:
+                import torchvision.datasets as fetchers
+
                 by_hand = f"Try again, or fetch it yourself from {self.page} and unpack it. {self._expected(root)}"
-                fetch_once(root / self.folder, self._fetch, by_hand)
+                fetcher = getattr(fetchers, self.fetcher)
+                fetch_once(root / self.folder, lambda scratch: fetcher(str(scratch), download=True), by_hand)
         root = data_folder(data)
         folder = self._find(root)
         if folder is None:
@@ -114,11 +115,6 @@ class Published:
         is_root = root.name.lower() == self.folder or all(in_any_case(root, name).exists() for name in self.required)
         return root if is_root and root.is_dir() else None
 
-    def _fetch(self, scratch: Path) -> None:
-        import torchvision.datasets
-
-        getattr(torchvision.datasets, self.fetcher)(str(scratch), download=True)
-
     def _expected(self, root: Path) -> str:
         lines = "\n".join(f"  {root}/{self.folder}/{line}" for line in self.layout.splitlines())
         return f"Expected layout:\n{lines}"
@@ -131,25 +127,25 @@ def _caltech(classes: int, clutter: str, example: str, megabytes: int, record: s
         f"Caltech{classes}", megabytes, page, f"caltech{classes}", (inner,), layout=f"{inner}/{example}"
     )
 
-    def files_of(data: DataConfig, num_classes: int) -> FileList:
+    def files_of(data: DataConfig, num_classes: int) -> FileSamples:
         folder = published.folder_of(data)
         objects = in_any_case(folder, inner)
         names = [name for name in subfolders(objects) if name != clutter]
         check_class_count(len(names), num_classes, f"The data set {data.DATASET}")
         files = class_files(objects, names)
-        if not files.paths:
+        if not len(files):
             raise published.damaged(folder, f"{inner} has no images in class folders")
         return files
+
+    def check(data: DataConfig, num_classes: int, train: bool) -> None:
+        files = files_of(data, num_classes)
+        log_unused_outputs(len(files.classes or ()), num_classes, f"The data set {data.DATASET}")
+        split_files(files, data, parts_read(data, train, UNSPLIT)[-1])
 
     def samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
         return split_files(files_of(data, num_classes), data, part)
 
-    def check(data: DataConfig, num_classes: int, train: bool) -> None:
-        files = files_of(data, num_classes)
-        log_unused_outputs(len(files.classes), num_classes, f"The data set {data.DATASET}")
-        split_files(files, data, parts_read(data, train, comes_unsplit(data))[-1])
-
-    return Source(open_images(samples, comes_unsplit), check, fetches=True, parts=comes_unsplit)
+    return Source(samples, check, fetches=True, parts=lambda _: UNSPLIT)
 
 
 CALTECH101 = _caltech(101, "BACKGROUND_Google", "accordion/image_0001.jpg", 137, "20086")
@@ -207,11 +203,6 @@ def _cifar(
         except Exception as error:  # a damaged file can raise nearly anything
             raise published.damaged(place, f"{name} cannot be read ({type(error).__name__}: {error})") from None
 
-    def names_in(place: Path, data: DataConfig, num_classes: int) -> list[str]:
-        (names,) = entries(place, meta, f"{prefix}label_names")
-        check_class_count(len(names), num_classes, f"The data set {data.DATASET}")
-        return [name.decode() if isinstance(name, bytes) else str(name) for name in names]
-
     def read(place: Path, name: str, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Pixels (N x H x W x C) and labels of one file."""
         pixels, labels = map(np.asarray, entries(place, name, "data", f"{prefix}labels"))
@@ -221,23 +212,20 @@ def _cifar(
             raise published.damaged(place, f"{name} has labels beyond its {number} classes")
         return pixels.reshape(-1, *SHAPE).transpose(0, 2, 3, 1), labels.astype(np.int64)
 
-    def opened(data: DataConfig, train_split: bool, num_classes: int, seed: int, device: torch.device) -> ImageDataset:
+    def samples(data: DataConfig, part: Part, num_classes: int) -> ArraySamples:
         place = published.folder_of(data)
-        names = names_in(place, data, num_classes)
-        part = part_of(data, train_split)
+        (found,) = entries(place, meta, f"{prefix}label_names")
+        names = [name.decode() if isinstance(name, bytes) else str(name) for name in found]
+        check_class_count(len(names), num_classes, f"The data set {data.DATASET}")
         files = (*(train if part in ("train", "all") else ()), *([validation] if part != "train" else ()))
         pixels, labels = map(np.concatenate, zip(*(read(place, name, len(names)) for name in files), strict=True))
-        owner = f"{data.DATASET}:{'test' if part == 'val' else part}"
-        return open_arrays(ArraySamples(pixels, labels, names, owner), data, train_split, seed, device)
+        return ArraySamples(pixels, labels, names, f"{data.DATASET}:{'test' if part == 'val' else part}")
 
     def check(data: DataConfig, num_classes: int, train_split: bool) -> None:
-        place = published.folder_of(data)
-        names = names_in(place, data, num_classes)
+        names = samples(data, "all" if train_split else "val", num_classes).classes or ()
         log_unused_outputs(len(names), num_classes, f"The data set {data.DATASET}")
-        for name in (*(train if train_split else ()), validation):
-            read(place, name, len(names))
 
-    return Source(opened, check, arrays="cropped", fetches=True)
+    return Source(samples, check, arrays="cropped", fetches=True)
 
 
 BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))

@@ -53,15 +53,8 @@ def _open(data: DataConfig, train: bool, num_classes: int, seed: int, device: to
     return Synthetic(samples.get(part) or sum(samples.values()), data, num_classes, seed, device)
 
 
-def _check(data: DataConfig, num_classes: int, train: bool) -> None:
-    """Nothing can be wrong."""
-
-
 def _count(_data: DataConfig, _train: bool) -> int:
-    raise UserError(
-        "MODEL.NUM_CLASSES auto: the data set synthetic has no classes of its own; give a number, as in "
-        "-num_classes 10."
-    )
+    raise UserError("MODEL.NUM_CLASSES auto: synthetic images have no classes; give a number, as in -num_classes 10.")
 
 
-SOURCE = Source(_open, _check, count=_count, reads_path=False)
+SOURCE = Source(None, open=_open, count=_count, reads_path=False)

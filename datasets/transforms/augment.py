@@ -35,10 +35,8 @@ class OwnChange:
         if not isinstance(changed, Image.Image) or (changed.size, changed.mode) != (image.size, image.mode):
             same = isinstance(changed, Image.Image)
             what = f"a {changed.mode} image of {changed.size}" if same else type(changed).__name__
-            raise OwnCodeError(
-                f"{self.file}: augmentation {self.name} returned {what}; it must return a {image.mode} image of "
-                f"{image.size}."
-            )
+            where = f"{self.file}: augmentation {self.name}"
+            raise OwnCodeError(f"{where} returned {what}; it must return a {image.mode} image of {image.size}.")
         return changed
 
     def __reduce__(self) -> Any:

@@ -10,16 +10,16 @@ import math
 import random
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
 
-from datasets.base import Box, Encoded, mean_colour
+from datasets.base import PAD, Box, Encoded, mean_colour, resized_size
 from datasets.decoding import Reader, decoder_of_jpeg, decoding_errors
 from datasets.transforms.augment import ImageChange, affine_changes, image_changes
-from datasets.transforms.crops import PAD, resized_size
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 
@@ -45,63 +45,42 @@ class View(NamedTuple):
     rows: int
 
 
-Views = Callable[[int, int], View]
-"""(width, height) of an image -> its view"""
-
-
 def square(box: Box, size: int) -> View:
     """The whole `box`, resized to `size` x `size`."""
     return View(box, box.left, box.top, box.width / size, box.height / size, size, size)
 
 
-class RandomViews:
-    """Random crops with the distribution of torchvision's RandomResizedCrop."""
-
-    def __init__(self, data: DataConfig) -> None:
-        self.size, self.scale, self.ratio = data.IMAGE_SIZE, data.CROP_SCALE, data.CROP_RATIO
-        self.log_ratio = math.log(data.CROP_RATIO[0]), math.log(data.CROP_RATIO[1])
-
-    def __call__(self, width: int, height: int) -> View:
-        draw, (least, most), (narrow, wide) = random.random, self.scale, self.log_ratio
-        for _ in range(TRIES):
-            area = width * height * (least + (most - least) * draw())
-            ratio = math.exp(narrow + (wide - narrow) * draw())
-            w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-            if 0 < w <= width and 0 < h <= height:
-                return square(Box(int(draw() * (width - w + 1)), int(draw() * (height - h + 1)), w, h), self.size)
-        ratio = min(max(width / height, self.ratio[0]), self.ratio[1])
-        w, h = min(width, max(1, round(height * ratio))), min(height, max(1, round(width / ratio)))
-        return square(Box((width - w) // 2, (height - h) // 2, w, h), self.size)
+def random_view(data: DataConfig, width: int, height: int) -> View:
+    """A random crop with the distribution of torchvision's RandomResizedCrop."""
+    draw, (least, most), (narrowest, widest) = random.random, data.CROP_SCALE, data.CROP_RATIO
+    narrow, wide = math.log(narrowest), math.log(widest)
+    for _ in range(TRIES):
+        area = width * height * (least + (most - least) * draw())
+        ratio = math.exp(narrow + (wide - narrow) * draw())
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            return square(Box(int(draw() * (width - w + 1)), int(draw() * (height - h + 1)), w, h), data.IMAGE_SIZE)
+    ratio = min(max(width / height, narrowest), widest)
+    w, h = min(width, max(1, round(height * ratio))), min(height, max(1, round(width / ratio)))
+    return square(Box((width - w) // 2, (height - h) // 2, w, h), data.IMAGE_SIZE)
 
 
-class SqueezedViews:
+def squeezed_view(data: DataConfig, width: int, height: int) -> View:
     """The whole image, squeezed into a square."""
-
-    def __init__(self, data: DataConfig) -> None:
-        self.size = data.IMAGE_SIZE
-
-    def __call__(self, width: int, height: int) -> View:
-        return square(Box(0, 0, width, height), self.size)
+    return square(Box(0, 0, width, height), data.IMAGE_SIZE)
 
 
-class MiddleViews:
+def middle_view(data: DataConfig, width: int, height: int) -> View:
     """The centre of the resized image, which can be smaller than the model's input with CROP_MODE border."""
-
-    def __init__(self, data: DataConfig) -> None:
-        self.data, self.size = data, data.IMAGE_SIZE
-        self.reach = REACH[data.INTERPOLATION]
-
-    def __call__(self, width: int, height: int) -> View:
-        wide, high = resized_size(self.data, width, height)
-        columns, rows = min(wide, self.size), min(high, self.size)
-        across, down = width / wide, height / high
-        left, top = round((wide - columns) / 2), round((high - rows) / 2)
-        box = Box(0, 0, self._end(left + columns, across, width), self._end(top + rows, down, height))
-        return View(box, left * across, top * down, across, down, columns, rows)
-
-    def _end(self, end: int, scale: float, length: int) -> int:
-        """End of the last image pixel that contributes to those before `end`."""
-        return min(length, math.ceil((end - 0.5) * scale + self.reach * max(scale, 1.0) + 1))
+    wide, high = resized_size(data, width, height)
+    columns, rows = min(wide, data.IMAGE_SIZE), min(high, data.IMAGE_SIZE)
+    across, down = width / wide, height / high
+    left, top = round((wide - columns) / 2), round((high - rows) / 2)
+    reach, last = REACH[data.INTERPOLATION], (left + columns - 0.5, top + rows - 0.5)
+    # To the end of the last image pixels that contribute.
+    right, bottom = (math.ceil(end * s + reach * max(s, 1.0) + 1) for end, s in zip(last, (across, down), strict=True))
+    box = Box(0, 0, min(width, right), min(height, bottom))
+    return View(box, left * across, top * down, across, down, columns, rows)
 
 
 Resize = Callable[[np.ndarray, View, np.ndarray | None], np.ndarray]
@@ -169,7 +148,7 @@ class Pixels:
         self.size, self.channels = data.IMAGE_SIZE, data.IMAGE_CHANNELS
         self.reader = Reader(data)
         squeezed = data.CROP != "random" if train else data.CROP == "none"
-        self.views: Views = SqueezedViews(data) if squeezed else RandomViews(data) if train else MiddleViews(data)
+        self.views = partial(squeezed_view if squeezed else random_view if train else middle_view, data)
         self.resize: Resize = (PilResize if decoder_of_jpeg() == "pil" else TorchResize)(data.INTERPOLATION)
         self.pad = PAD if train and data.CROP == "pad" else 0
         self.flip = data.FLIP if train else 0.0

@@ -54,6 +54,10 @@ class Overflow:
     parameter: str = ""
     """The parameter that does not fit `dtype`, if that is the cause."""
 
+    @property
+    def is_forward(self) -> bool:
+        return self.direction == FORWARD
+
 
 Found = tuple[Overflow, tuple[int, ...]]
 """An overflow, and the rows of the micro-batch whose output is not finite, if known"""

@@ -66,26 +66,19 @@ def chosen_checkpoint(config: Config, world: World) -> Checkpoint | None:
     return on_every_rank(world, lambda: checkpoint if world.first or name is None else inspect(Path(name)))
 
 
-def _best_good(run: Path | None) -> Checkpoint | None:
-    """Best checkpoint of a run. None if `run` is not a run's folder, or its best checkpoint is damaged."""
-    try:
-        folder, why = checkpoint_of(run) if run is not None else (Path(), "")
-        if not why:
-            return None
-        checkpoint = verify(inspect(folder))
-        log.info("Evaluating %s, %s.", folder.name, why)
-        return checkpoint
-    except UserError as error:
-        log.warning("%s The newest undamaged checkpoint is evaluated instead, if there is one.", error)
-        return None
-
-
 def _choose(config: Config, world: World) -> Checkpoint | None:
     wanted, run = str(config.MODEL.RESUME), resumed_run(config)
     if run is not None:
         bring_back(run / CHECKPOINTS)
-    if config.EVAL and not config.TRAIN.LAST_EPOCH and (best := _best_good(run if wanted == AUTO else Path(wanted))):
-        return best
+    if config.EVAL and not config.TRAIN.LAST_EPOCH and (place := run if wanted == AUTO else Path(wanted)):
+        try:
+            folder, why = checkpoint_of(place)
+            if why:  # the best one of a run
+                checkpoint = verify(inspect(folder))
+                log.info("Evaluating %s, %s.", folder.name, why)
+                return checkpoint
+        except UserError as error:
+            log.warning("%s The newest undamaged checkpoint is evaluated instead, if there is one.", error)
     check = verify if config.EVAL else resumable
     if wanted != AUTO:
         checkpoint = find(Path(wanted), config.TRAIN.LAST_EPOCH, check)

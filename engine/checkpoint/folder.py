@@ -135,13 +135,9 @@ def prune(root: Path, keep: int, last: str, best: str | None, every: int | None 
     folders = [path for update, path in checkpoints_in(root).items() if update <= newest and (path / META).exists()]
     kept = {folder.name for folder in folders[-keep:]} | {best}
     for folder in folders:
-        if folder.name not in kept and not folder.is_symlink() and not (every and _ends_kept_epoch(folder, every)):
-            shutil.rmtree(_hide(folder, REMOVED), ignore_errors=True)
-
-
-def _ends_kept_epoch(folder: Path, every: int) -> bool:
-    try:
-        meta = inspect(folder).meta
-    except UserError:  # damaged: not worth keeping
-        return False
-    return meta["epoch_finished"] and meta["epoch"] % every == 0
+        if folder.name in kept or folder.is_symlink():
+            continue
+        with contextlib.suppress(UserError):  # damaged: not worth keeping
+            if every and (meta := inspect(folder).meta)["epoch_finished"] and meta["epoch"] % every == 0:
+                continue
+        shutil.rmtree(_hide(folder, REMOVED), ignore_errors=True)

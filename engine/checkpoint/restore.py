@@ -23,7 +23,7 @@ from engine.measure.meters import Best, Position
 from engine.parallel.shards import is_sharded, local_shard
 from engine.update import TrainState
 from models.parts import base_weights, frozen_weights
-from utils.config import Config, DataConfig, differences, load_config
+from utils.config import Config, differences, load_config
 from utils.config.keys import OF_ONE_START
 from utils.config.kinds import AUTO, one_line
 from utils.config.model import LoraConfig
@@ -279,7 +279,15 @@ def check_samples(
 
     `now`: the `identity_of` them.
     """
-    _check_fold(checkpoint, config.DATA)
+    settings, data = checkpoint.meta["settings"], config.DATA
+    of_folds = {"DATA.SPLIT_SEED": data.SPLIT_SEED} if data.FOLD is not None else {}
+    for key, own in {"DATA.FOLD": data.FOLD, **of_folds, "DATA.GROUP": data.GROUP}.items():
+        if (before := settings.get(key, 0 if key in of_folds else None)) != own:
+            raise UserError(
+                f"{checkpoint.folder}: trained with {key} {'null' if before is None else before}; with "
+                f"{'null' if own is None else own} it would be validated on images that it was trained on. Set it "
+                "back, or start a new run."
+            )
     saved = checkpoint.meta["samples"]
     if saved["number"] != now["number"]:
         change = f"{saved['number']} then, {now['number']} now"
@@ -297,19 +305,6 @@ def check_samples(
         f"{change}. They depend on SEED, DATA.SAMPLER, DATA.EXCLUDE, DATA.VAL_FRACTION, DATA.GROUP and the files. "
         f"Restore the former samples and order, or go back:\n{_go_back(checkpoint, position, config, world)}"
     )
-
-
-def _check_fold(checkpoint: Checkpoint, data: DataConfig) -> None:
-    """Raise UserError for another fold: it would validate on images that the run was trained on."""
-    settings = checkpoint.meta["settings"]
-    of_folds = {"DATA.SPLIT_SEED": data.SPLIT_SEED} if data.FOLD is not None else {}
-    for key, now in {"DATA.FOLD": data.FOLD, **of_folds, "DATA.GROUP": data.GROUP}.items():
-        if (saved := settings.get(key, 0 if key in of_folds else None)) != now:
-            raise UserError(
-                f"{checkpoint.folder}: trained with {key} {'null' if saved is None else saved}; with "
-                f"{'null' if now is None else now} it would be validated on images that it was trained on. Set it "
-                "back, or start a new run."
-            )
 
 
 def _go_back(checkpoint: Checkpoint, position: Position, config: Config, world: World) -> str:

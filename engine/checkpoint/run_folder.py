@@ -66,7 +66,21 @@ def make_run_folder(run: Run, kind: str, lock: FolderLock | None = None) -> Path
                 if name in WRITTEN_WHOLE and number.isdecimal():
                     with contextlib.suppress(OSError):
                         path.unlink()
-            _check_checkpoints(folder / CHECKPOINTS)
+            # An existing folder of checkpoints may be on another disk, or something else: can they be written?
+            root = folder / CHECKPOINTS
+            if root.is_dir():
+                if (root / INDEX).exists() and not (root / INDEX).is_file():
+                    raise UserError(
+                        f"{root / INDEX}: is {kind_of_path(root / INDEX)}, so the last and the best checkpoint cannot "
+                        "be recorded. Remove it; resuming does not need it."
+                    )
+                with os_errors_as_user_errors(root):
+                    try_to_write(root / INDEX)
+            elif root.exists() or root.is_symlink():
+                what = kind_of_path(root) or f"a link to {os.readlink(root)}, which does not exist"
+                raise UserError(
+                    f"{root}: is {what}, so no checkpoint can be saved. Fix this, or choose another -output."
+                )
         return str(folder)
 
     folder = Path(broadcast(on_rank_0(world, make), world))
@@ -75,25 +89,10 @@ def make_run_folder(run: Run, kind: str, lock: FolderLock | None = None) -> Path
     return folder
 
 
-def _check_checkpoints(root: Path) -> None:
-    """Raise UserError if checkpoints cannot be written into an existing folder: it may be on another disk."""
-    if root.is_dir():
-        if (root / INDEX).exists() and not (root / INDEX).is_file():
-            raise UserError(
-                f"{root / INDEX}: is {kind_of_path(root / INDEX)}, so the last and the best checkpoint cannot be "
-                "recorded. Remove it; resuming does not need it."
-            )
-        with os_errors_as_user_errors(root):
-            try_to_write(root / INDEX)
-    elif root.exists() or root.is_symlink():
-        what = kind_of_path(root) or f"a link to {os.readlink(root)}, which does not exist"
-        raise UserError(f"{root}: is {what}, so no checkpoint can be saved. Fix this, or choose another -output.")
-
-
 def largest_class(ready: Ready) -> float | None:
     """Percent of the validation images in the most frequent class; None without labels, or with several."""
     labels = ready.val_set.sample_labels()
-    if ready.task.kind == NO_LABELS or labels is None or labels.ndim > 1 or not len(labels):
+    if ready.task.kind == NO_LABELS or labels.ndim > 1 or not len(labels):
         return None
     return 100 * float(np.bincount(labels).max()) / len(labels)
 
@@ -115,11 +114,13 @@ def write_run_files(run: Run, ready: Ready, folder: Path) -> None:
         from datasets.decoding import decoder_of_jpeg
 
         choices["decoder"] = decoder_of_jpeg()
-    about = describe_run(describe_devices(run.device, world, threads), choices, config.TAG)
     splits = {"train": getattr(ready, "train_set", None), "val": ready.val_set}
-    about["samples"] = {name: len(split) for name, split in splits.items() if split is not None}
-    about["largest_class_percent"] = largest_class(ready)
-    about["parameters"] = dict(zip(("all", "trainable"), count_parameters(ready.model), strict=True))
+    about = {
+        **describe_run(describe_devices(run.device, world, threads), choices, config.TAG),
+        "samples": {name: len(split) for name, split in splits.items() if split is not None},
+        "largest_class_percent": largest_class(ready),
+        "parameters": dict(zip(("all", "trainable"), count_parameters(ready.model), strict=True)),
+    }
     with os_errors_as_user_errors(folder):
         if config.USE:
             from utils.own_code import keep_own_code
@@ -242,8 +243,6 @@ def _is_alive(path: Path, about: dict[str, Any]) -> bool:
     while time.monotonic() < end:
         time.sleep(0.5)
         now = _read(path)
-        if now and now.get("sign") != about.get("sign"):
-            return True
-        if not now:
-            return False
+        if not now or now.get("sign") != about.get("sign"):
+            return bool(now)
     return False

@@ -159,9 +159,6 @@ class Saver(RankSaver):
         self._unsaved: Snapshot | None = None
         self._failing: dict[int, str] = {}
         self._pauses: dict[str, float] = {}
-        self._saves = 0
-        self.seconds_paused = 0.0
-        """How long training was paused for saving, in all."""
 
     def save(self, snapshot: Snapshot) -> None:
         self.wait_for_writer()
@@ -182,10 +179,7 @@ class Saver(RankSaver):
         else:
             self._thread = threading.Thread(target=self._attempt, args=(snapshot,), name="saver", daemon=True)
             self._thread.start()
-        pause = time.perf_counter() - snapshot.paused_at
-        self._pauses[folder_name(snapshot.update)] = pause
-        self.seconds_paused += pause
-        self._saves += 1
+        self._pauses[folder_name(snapshot.update)] = time.perf_counter() - snapshot.paused_at
         self.report()
 
     def write(self, folder: Path, snapshot: Snapshot) -> None:
@@ -199,9 +193,6 @@ class Saver(RankSaver):
     def finish(self) -> None:
         self.wait_for_writer()
         self.report()
-        if self._saves > 1:
-            words = "Saving %d checkpoints paused training for %.3f s in all."
-            log.info(words, self._saves, self.seconds_paused, extra=DETAIL)
         for pause in PAUSES_AT_THE_END:
             if self._unsaved is None:
                 return

@@ -119,7 +119,7 @@ def state_of(
         "moved": parts.schedule.stepped,
         "scaler": _plain(parts.precision.scaler.state_dict()),
         "position": asdict(position),
-        "best": asdict(best),
+        "best": best.model_dump(),
         "meters": meters,
         "global_batch": global_batch,
         **{key: value for callback in parts.callbacks for key, value in callback.state().items()},

@@ -113,8 +113,6 @@ def features_of(
     Several processes share the work; only the first one waits until it is done. `between`: called after so many images.
     """
     model, images, labels = seeing.model, len(dataset), dataset.sample_labels()
-    if labels is None:
-        raise UserError(f"{data.DATASET}: its labels are known only once its images are read, so no features are kept.")
     workers = auto_workers(world) if config.DATA.NUM_WORKERS is None else config.DATA.NUM_WORKERS
     batch = min(int(config.DATA.BATCH_SIZE_EVAL or config.DATA.BATCH_SIZE), BLOCK)
     training = model.training

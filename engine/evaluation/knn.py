@@ -164,14 +164,14 @@ class Neighbours:
         self._world, self._workers = world, workers
         self._batch_size = config.DATA.BATCH_SIZE_EVAL or config.DATA.BATCH_SIZE
         labels = self._images.sample_labels()
-        largest = None if labels is None else 100 * float(np.bincount(labels).max()) / len(labels)
+        largest = 100 * float(np.bincount(labels).max()) / len(labels)
         log.info(
             "TRAIN.KNN: at each validation, %s images of %s get the class of the nearest %d of %s training images%s.",
             f"{len(self._images):,}",
             source_of(data),
             COUNT,
             f"{len(self._bank):,}",
-            "" if largest is None else f"; {always_guessing(largest)}",
+            f"; {always_guessing(largest)}",
             extra=DETAIL,
         )
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from datasets import ImageDataset, open_dataset, source_of
-from datasets.sources.folds import split_rows
+from datasets.sources.split import split_rows
 from engine.evaluation.features import AT_ONCE, Seeing, features_of
 from engine.machine.device import Run
 from engine.task.base import Task
@@ -40,7 +40,7 @@ def folds_of(dataset: ImageDataset, labels: np.ndarray, data: DataConfig) -> tup
     groups = (samples.groups if samples is not None else None) or ()
     for number in range(FOLDS):
         of_fold = data.model_copy(update={"FOLD": f"{number + 1}/{FOLDS}"})
-        fold_of[split_rows(labels, of_fold, "val", source_of(data), lambda: groups)] = number
+        fold_of[split_rows(labels, of_fold, "val", source_of(data), groups)] = number
     counts = labels.sum(0).astype(np.int64) if labels.ndim == 2 else np.bincount(labels)
     words = f"{FOLDS} folds of the training images choose the strength"
     if len(few := np.flatnonzero((counts > 0) & (counts < FOLDS))):

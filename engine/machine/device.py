@@ -8,7 +8,6 @@ import platform
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -17,10 +16,11 @@ from torch.cuda import nccl
 from utils.config import Config
 from utils.distributed.world import ALONE, OPENMPI, SLURM, World
 from utils.errors import UserError
-from utils.machine.cpus import first_processor, keep_freed_memory
+from utils.machine.cpus import keep_freed_memory
+from utils.record.run_folder import versions
 from utils.text import counted
 
-NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+NVIDIA_DRIVER, PROCESSORS = Path("/proc/driver/nvidia/version"), Path("/proc/cpuinfo")
 # Launchers under which a process may see only its own GPU (srun --gpus-per-task=1).
 LAUNCHERS_WITH_OWN_GPU = (SLURM, OPENMPI)
 
@@ -83,7 +83,10 @@ def describe_device(device: torch.device) -> str:
 
 
 def processor() -> str:
-    return first_processor().get("model name") or platform.processor() or platform.machine()
+    with contextlib.suppress(OSError), PROCESSORS.open(encoding="ascii", errors="replace") as lines:
+        if found := next((line for line in lines if line.startswith("model name")), ""):
+            return found.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def synchronize(device: torch.device) -> None:
@@ -134,20 +137,17 @@ def no_gpu_notice(config: Config, device: torch.device, env: Mapping[str, str] =
 
 def libraries() -> dict[str, str]:
     """Versions of Python, torch and the libraries that compute and communicate."""
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("torchvision", "timm"):
-        with contextlib.suppress(PackageNotFoundError):
-            versions[package] = version(package)
+    found = {"python": platform.python_version(), "torch": torch.__version__, **versions("torchvision", "timm")}
     if torch.cuda.is_available():
-        versions["CUDA"] = str(torch.version.cuda)
+        found["CUDA"] = str(torch.version.cuda)
         number = torch.backends.cudnn.version() or 0  # such as 90100
-        versions["cuDNN"] = f"{number // 10000}.{number % 10000 // 100}.{number % 100}"
-        versions["NCCL"] = ".".join(map(str, nccl.version()))
+        found["cuDNN"] = f"{number // 10000}.{number % 10000 // 100}.{number % 100}"
+        found["NCCL"] = ".".join(map(str, nccl.version()))
         with contextlib.suppress(OSError):
             text = NVIDIA_DRIVER.read_text(encoding="ascii", errors="replace")
             if number := re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text):
-                versions["driver"] = number[0]
-    return versions
+                found["driver"] = number[0]
+    return found
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ both, training accuracy stays far below that of validation.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +17,8 @@ from torch import Tensor
 from engine.task.base import Metrics, Task, sum_type_of
 from utils.config import Config
 from utils.distributed.world import World, sum_over_ranks
-from utils.log import log
-from vitamp.meta import Count, Fields
-from vitamp.metrics import ONE_LABEL, PLAIN, WeightSet, best_set, metric_named, set_of
+from vitamp.meta import BestState, Count, Fields
+from vitamp.metrics import metric_named, set_of
 
 # Indices into the rows of sums; between them are the two counts of the task.
 LOSS, SAMPLES = 0, 3
@@ -204,18 +202,8 @@ def updates_left(config: Config, position: Position, per_epoch: int) -> int:
     return planned if limit is None else max(0, min(planned, limit - position.update))
 
 
-@dataclass
-class Best:
+class Best(BestState):
     """The best validation so far."""
-
-    figure: float | None = None
-    """Value of the metric."""
-    kind: str = ONE_LABEL.best.name
-    """Value of SAVE_BEST_BY, with the prefix of the better weights."""
-    update: int = 0
-    epoch: int = 0
-    stale: int = 0
-    """Validations since then without improvement."""
 
     @property
     def by(self) -> str:
@@ -238,22 +226,6 @@ class Best:
         if self.figure is None:
             return None
         return {"kind": self.kind, "figure": self.figure, "update": self.update, "epoch": self.epoch}
-
-
-def best_of_validation(figures: Mapping[WeightSet, Metrics], by: str, position: Position) -> Best:
-    """The best weights of one validation."""
-    values = {which: means.value(by) for which, means in figures.items()}
-    which = best_set(values, metric_named(by)) or PLAIN
-    return Best(values[which], f"{which.prefix}{by}", position.update, position.epoch)
-
-
-def resumed_best(best: Best, by: str) -> Best:
-    """Best validation of the resumed run; none if SAVE_BEST_BY has changed."""
-    if best.by == by:
-        return best
-    if best.figure is not None:
-        log.info("SAVE_BEST_BY is now %s: the best so far, %s, is ignored.", by, best.words())
-    return Best(kind=by)
 
 
 def clock(seconds: float) -> str:

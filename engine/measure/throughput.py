@@ -110,14 +110,8 @@ class Perf:
     stages: StageTimes | None = None
 
     def as_dict(self) -> dict[str, float]:
-        values = {
-            "images_per_second": self.images_per_second,
-            "data_wait_percent": self.data_wait_percent,
-            "peak_memory_gb": self.peak_memory_gb,
-            "seconds": self.seconds,
-            **self.extra(),
-        }
-        return {key: round(value, 4) for key, value in values.items()}
+        values = {**vars(self), **self.extra()}
+        return {key: round(value, 4) for key, value in values.items() if key != "stages"}
 
     def extra(self) -> dict[str, float]:
         """Milliseconds per update by stage, if stages are measured."""

@@ -1,31 +1,38 @@
-"""Dry run (-dry_run): ordinary updates and a validation, with the memory and time that the run will need.
+"""What a run will cost, by ordinary updates and a validation: for -dry_run, and for TRAIN.NUM_EPOCHS auto.
 
 Everything is built as for a run, and nothing is written.
 """
 
 from __future__ import annotations
 
+import gc
 import math
+import sys
 import time
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta
 
 import torch
 
+from engine.checkpoint.saver import estimate_seconds
 from engine.evaluation.evaluate import on_device, validate
 from engine.machine.device import Run, global_batch, synchronize
-from engine.machine.memory import in_gib, is_out_of_memory, peak_memory_gb, total_memory
-from engine.measure.meters import Position, clock
+from engine.machine.memory import in_gib, is_out_of_memory, peak_memory_gb, take_peak, total_memory
+from engine.machine.stopping import BEGAN
+from engine.measure.meters import Position, clock, seconds_of
 from engine.measure.throughput import Throughput, bottleneck_of_all
 from engine.memory.out_of_memory import describe, ways_out
 from engine.report.reporter import Reporter
-from engine.setup import ReadyToTrain, setting_of
+from engine.setup import ReadyToTrain, build_for_training, setting_of, sharding_of
 from engine.update import train_update
 from utils.config import Config
-from utils.distributed.world import World, broadcast
+from utils.config.train import TrainConfig
+from utils.distributed.world import World, broadcast, on_every_rank
 from utils.errors import TrainingError, UserError
-from utils.log import log
+from utils.log import log, unheard
+from utils.seeding import fork_host_rng
 from utils.text import counted
 
 SET_UP = 3
@@ -36,6 +43,12 @@ MOST_BATCHES = 20
 NEARLY_FULL = 0.9
 MOST_SECONDS_ALONE = 40.0
 """One thread of a CPU, often faster with small models or on a busy machine, is not tried if it may take longer."""
+LONGEST_RUN = 10_000
+"""Most epochs that TRAIN.NUM_EPOCHS auto chooses"""
+SPARE = 0.03
+"""Fraction of MAX_TIME that auto leaves for what it did not measure"""
+SHARE_OF_TRIAL = 0.02
+"""Fraction of MAX_TIME that auto measures updates for, at most: by time, because images may have been loaded ahead"""
 
 
 class _Enough(Exception):
@@ -75,8 +88,86 @@ def try_out(run: Run, ready: ReadyToTrain, updates_left: int) -> None:
     log.info("Dry run: updates, validation and data loading work. Nothing was kept or written.")
 
 
-def _train(world: World, ready: ReadyToTrain, position: Position, reporter: Reporter) -> float:
-    """Train within one epoch. Returns the images per second."""
+def settle_epochs(run: Run) -> Run:
+    """`run` with as many epochs as fit into MAX_TIME (TRAIN.NUM_EPOCHS auto). A collective call.
+
+    The number is found once, by trial updates with a model of their own, and config.yaml keeps it: the training is as
+    reproducible as if it had been given.
+    """
+    config, world, given = run.config, run.world, run.config.MAX_TIME
+    assert given is not None, "checked before"
+    if config.trains_on_features:
+        raise UserError(
+            "TRAIN.NUM_EPOCHS auto: this training keeps the features of its frozen backbone, and an epoch takes "
+            "seconds; set -epochs to a number."
+        )
+    train, full, began = config.TRAIN.spanning(LONGEST_RUN), config.DATA.IMAGE_SIZE, time.monotonic()
+
+    def phase(of: TrainConfig, epoch: int) -> tuple[int, bool]:
+        """What an epoch's time depends on: the size of its images, and whether tokens are dropped."""
+        return of.size_in(epoch, full), of.TOKEN_DROP > 0 and epoch <= of.NUM_EPOCHS - of.TOKEN_DROP_TAIL
+
+    paces: dict[tuple[int, bool], float] = {}
+    position = Position()
+    with unheard(), fork_host_rng():  # the run logs these lines itself, and draws from its own beginning
+        trial = replace(run, config=config.model_copy(update={"TRAIN": train}))
+        shared = sharding_of(config, world, run.device)
+        ready = on_every_rank(world, lambda: build_for_training(trial, None, shared, dry=True))
+        ready.parts.assemble()
+        set_up = time.monotonic() - began
+        per_epoch, reporter = ready.train_loader.order.updates, Reporter(trial.config, 1, None, False, Position())
+        first = {phase(train, epoch): epoch for epoch in range(LONGEST_RUN, 0, -1)}
+        for one, epoch in first.items():
+            position, seconds = Position(epoch), SHARE_OF_TRIAL * seconds_of(given) / len(first)
+            ready.parts.enter(epoch)
+            started = time.monotonic()
+            images = _train(world, ready, position, reporter, min(SECONDS_OF_UPDATES, seconds), sys.maxsize)
+            paces[one] = global_batch(config, world) / max(images, 1e-9)
+            # What the first updates take longer, such as compiling, the run spends again.
+            set_up += max(0.0, time.monotonic() - started - position.step * paces[one])
+        validation = _validate(world, ready, position, reporter)
+        saving = estimate_seconds(ready.parts)
+        ready.train_loader.close()
+        ready.val_loader.close()
+        del ready
+    gc.collect()
+    take_peak(run.device)
+
+    def needed(epochs: int) -> float:
+        of = train.model_copy(update={"NUM_EPOCHS": epochs})
+        slowest = max(paces.values())  # also for what only a very short run has
+        updates = sum(paces.get(phase(of, epoch), slowest) for epoch in range(1, epochs + 1)) * per_epoch
+        more = epochs * per_epoch // (config.VALIDATE_EVERY_UPDATES or LONGEST_RUN * per_epoch)
+        return updates + (math.ceil(epochs / config.VALIDATE_FREQ) + more) * validation
+
+    left = (1 - SPARE) * seconds_of(given) - (time.monotonic() - BEGAN) - set_up - saving
+    if config.MODEL.starts_at_probe:  # which computes features of all images once
+        left -= per_epoch * max(paces.values()) + validation
+    epochs = broadcast(bisect_right(range(1, LONGEST_RUN + 1), left, key=needed), world)
+    if epochs == 0:
+        raise UserError(
+            f"TRAIN.NUM_EPOCHS auto: MAX_TIME {given} is too short: one epoch takes about {needed(1):.3g} s, and start "
+            f"and end leave {max(left, 0):.3g} s."
+        )
+    config = config.model_copy(update={"TRAIN": config.TRAIN.spanning(epochs)})
+    each = " to ".join(f"{pace:.3g}" for pace in sorted({min(paces.values()), max(paces.values())}))
+    log.info(
+        "TRAIN.NUM_EPOCHS auto: %d, with a warm-up of %g: about %s of MAX_TIME %s (%s s per update, %.3g s per "
+        "validation)",
+        *(epochs, config.TRAIN.WARMUP_EPOCHS, clock(needed(epochs)), given, each, validation),
+    )
+    return replace(run, config=config)
+
+
+def _train(
+    world: World,
+    ready: ReadyToTrain,
+    position: Position,
+    reporter: Reporter,
+    seconds: float = SECONDS_OF_UPDATES,
+    most: int = MOST_UPDATES,
+) -> float:
+    """Train within one epoch, for about so many seconds and updates. Returns the images per second."""
     parts, loader, device = ready.parts, ready.train_loader, ready.precision.device
     pace = Throughput(device, parts.stages)
 
@@ -86,7 +177,7 @@ def _train(world: World, ready: ReadyToTrain, position: Position, reporter: Repo
 
     parts.after_pause = restart
     position.step %= loader.order.updates
-    end = time.perf_counter() + SECONDS_OF_UPDATES
+    end = time.perf_counter() + seconds
     for done, window in enumerate(loader.epoch(position.epoch, position.step), start=1):
         position.step += 1
         position.update += 1
@@ -95,7 +186,7 @@ def _train(world: World, ready: ReadyToTrain, position: Position, reporter: Repo
         if done == SET_UP and position.step < loader.order.updates:
             synchronize(device)
             restart()
-        if not broadcast(done <= SET_UP or (done < MOST_UPDATES and time.perf_counter() < end), world):
+        if not broadcast(done <= SET_UP or (done < most and time.perf_counter() < end), world):
             break
     synchronize(device)
     reading = parts.meters.read(parts.precision.scale_tensor(), parts.schedule.last_rate())

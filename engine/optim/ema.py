@@ -51,26 +51,22 @@ class Ema(Callback):
     def rows(self) -> dict[str, str]:
         return {"training": f"EMA {self.decay:g}"}
 
-    def _track(self) -> None:
-        """List the tensors, at the first update: by then both models are sharded, and each rank averages its shard."""
-        pairs = zip(self._model.parameters(), self.module.parameters(), strict=True)
-        tensors = [(local_shard(p.detach()), local_shard(ours.detach())) for p, ours in pairs if p is not ours]
-        self._sources, self._averages = [source for source, _ in tensors], [average for _, average in tensors]
-        # Running statistics are averages already, so they are copied: those of one dtype at once.
-        groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-        for ours, theirs in zip(self.module.buffers(), self._model.buffers(), strict=True):
-            group = groups.setdefault((ours.dtype, theirs.dtype), ([], []))
-            group[0].append(ours)
-            group[1].append(theirs)
-        self._buffers = list(groups.values())
-
     @torch.no_grad()
     def after_update(self, update: int, stepped: bool | Tensor) -> None:
         """Move the average one step towards the weights, unless the update was skipped."""
         if stepped is False:
             return
-        if not self._averages:
-            self._track()
+        if not self._averages:  # the first update: by now both models are sharded, and each rank averages its shard
+            pairs = zip(self._model.parameters(), self.module.parameters(), strict=True)
+            tensors = [(local_shard(p.detach()), local_shard(ours.detach())) for p, ours in pairs if p is not ours]
+            self._sources, self._averages = [source for source, _ in tensors], [average for _, average in tensors]
+            # Running statistics are averages already, so they are copied: those of one dtype at once.
+            groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+            for ours, theirs in zip(self.module.buffers(), self._model.buffers(), strict=True):
+                group = groups.setdefault((ours.dtype, theirs.dtype), ([], []))
+                group[0].append(ours)
+                group[1].append(theirs)
+            self._buffers = list(groups.values())
         averages, sources = self._averages, self._sources
         if sources[0].device != self.device or sources[0].dtype != averages[0].dtype:
             sources = [s.to(self.device, torch.float32) for s in sources]

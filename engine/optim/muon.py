@@ -23,6 +23,7 @@ from engine.amp.precision import dtype_name
 from models.parts import blocks_of, classifiers, is_inside
 from utils.errors import UserError
 from utils.text import counted
+from vitamp.tensors import parts_of
 
 MATRICES = "matrices"
 """Key of a parameter group: number of matrices in each of its weights, 3 for a fused qkv; 0: AdamW updates it."""
@@ -32,8 +33,6 @@ NS_STEPS = 5
 MOMENTUM = 0.95
 USES_MUON = "use_muon"
 """Key of a group of Muon and its relatives, as timm reads it: false if AdamW updates the group's parameters."""
-FUSED_PROJECTIONS = {"qkv": 3, "qk": 2, "kv": 2}
-"""Linear layers whose rows are several matrices one below the other, by the name that timm's models give them."""
 
 
 def matrices_of(model: nn.Module, every: bool = False) -> dict[str, int]:
@@ -50,10 +49,9 @@ def matrices_of(model: nn.Module, every: bool = False) -> dict[str, int]:
         return isinstance(module, nn.Linear) and (every or (is_inside(name, blocks) and not is_inside(name, heads)))
 
     def number_in(name: str, layer: nn.Module) -> int:
-        parent, _, own = name.rpartition(".")
-        number = FUSED_PROJECTIONS.get(own, 1) if isinstance(layer, nn.Linear) else 1
+        number = len(parts_of(name)) if isinstance(layer, nn.Linear) else 1
         # timm's attention with `head_first` keeps q, k and v of a head together: its thirds are not q, k and v.
-        by_head = getattr(modules[parent], "head_first", False)
+        by_head = getattr(modules[name.rpartition(".")[0]], "head_first", False)
         return 1 if by_head or cast(Tensor, layer.weight).shape[0] % number else number
 
     found = {

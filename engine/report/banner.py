@@ -6,7 +6,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from datasets import comes_unsplit
+from datasets import BalancedOrder, comes_unsplit
 from datasets.registry import source_named
 from engine.machine.device import Run, describe_devices, global_batch, libraries
 from engine.optim.build import (
@@ -100,9 +100,7 @@ def _classes(config: Config, ready: ReadyToTrain) -> str:
     """How classes of different frequency are treated; '' if they are not."""
     words = []
     if config.DATA.SAMPLER == "balanced":
-        from datasets.loading.balanced import balanced_order
-
-        words.append(balanced_order(ready.train_set, config.DATA.DATASET).words())
+        words.append(BalancedOrder(ready.train_set.sample_labels()).words())
     if (weights := weights_of_classes(config, ready.train_set)) is not None:
         where = "on positives only, " if loss_named(config.TRAIN.LOSS).weighs == "positives" else ""
         weighed = f"class weights {config.TRAIN.CLASS_WEIGHTS}: {weights.min():.3g} to {weights.max():.3g}"

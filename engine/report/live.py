@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from time import perf_counter
 
 from tqdm import tqdm
 
-from engine.measure.meters import Position, Reading, clock, updates_left
+from engine.measure.meters import Position, Reading, clock
 from engine.measure.throughput import Perf, shown_rate
 from engine.task.base import Metrics
 from utils.config import Config
@@ -37,8 +36,7 @@ class Live:
     """
 
     def __init__(self, config: Config, per_epoch: int, start: Position) -> None:
-        self._config, self._per_epoch = config, per_epoch
-        self._began, self._first_update, self._epoch = perf_counter(), start.update, start.epoch
+        self._config, self._per_epoch, self._epoch = config, per_epoch, start.epoch
         brief = brief_terminal()
         self._table = brief and EpochTable(config, brief)
         stream = sys.stderr if brief is None else sys.stdout
@@ -69,16 +67,13 @@ class Live:
             self._bar.set_description_str(self._place(position), refresh=False)
         self._bar.update(position.step - self._bar.n)
 
-    def reported(self, position: Position, reading: Reading, perf: Perf) -> None:
-        """The metrics of an update were read."""
+    def reported(self, reading: Reading, perf: Perf, left: float) -> None:
+        """The metrics of an update were read. `left`: seconds of the run."""
         if self._table is not None:
             self._table.lr, self._table.rate = reading.lr, perf.images_per_second
             self._table.skipped = reading.skipped
         if self._bar is not None:
-            # At the mean pace of this start, validation and saving included.
-            pace = (perf_counter() - self._began) / max(position.update - self._first_update, 1)
-            left = clock(pace * updates_left(self._config, position, self._per_epoch))
-            words = [f"run {left} left", f"loss {reading.update.loss:.4f}"]
+            words = [f"run {clock(left)} left", f"loss {reading.update.loss:.4f}"]
             words.append(f"{shown_rate(perf.images_per_second)} images/s")
             while len(words) > 1 and len(", ".join(words)) > terminal_width() - BESIDE_WORDS:
                 words.pop()
@@ -116,9 +111,20 @@ class EpochTable:
     def __init__(self, config: Config, brief: Brief) -> None:
         self._brief, self._epochs = brief, config.TRAIN.NUM_EPOCHS
         within = config.VALIDATE_EVERY_UPDATES is not None or config.TRAIN.MAX_UPDATES is not None
+        # Validation metrics, the most important first.
+        main, by = config.task.best, metric_named(config.SAVE_BEST_BY)
+        shown = [(PLAIN, main)]
+        if config.TRAIN.MODEL_EMA:
+            shown.append((AVERAGE, main if by == LOSS else by))
+        named = (by, *(KNN,) * config.measures_knn, *map(metric_named, config.VALIDATE_METRICS))
+        shown += [(PLAIN, metric) for metric in named if metric not in (main, LOSS)]
+        if TOP5 in config.task.metrics and (config.MODEL.NUM_CLASSES or 0) > 10:
+            shown.append((PLAIN, TOP5))
+        if MACRO_F1 in config.task.metrics:
+            shown.append((PLAIN, MACRO_F1))
         self._metrics = {
             which.marked(metric.words) + " %" * metric.percent: (which, metric)
-            for which, metric in _shown_metrics(config)
+            for which, metric in dict.fromkeys(shown)
         }
         widths = {"epoch": len(f"{self._epochs}") * 2 + 1 + 3 * within, "train loss": 7, "val loss": 7}
         widths |= dict.fromkeys(self._metrics, 6) | {"time": 7, "images/s": 7, "lr": 8}
@@ -181,21 +187,6 @@ class EpochTable:
         text = GAP.join(name.rjust(width) for name, width in self._widths.items())
         print_on_terminal(self._brief.coloured(text, BOLD))
         self._header_line = self._brief.lines
-
-
-def _shown_metrics(config: Config) -> list[tuple[WeightSet, Metric]]:
-    """Validation metrics of the table, the most important first."""
-    main, by = config.task.best, metric_named(config.SAVE_BEST_BY)
-    shown = [(PLAIN, main)]
-    if config.TRAIN.MODEL_EMA:
-        shown.append((AVERAGE, main if by == LOSS else by))
-    named = (by, *(KNN,) * config.measures_knn, *map(metric_named, config.VALIDATE_METRICS))
-    shown += [(PLAIN, metric) for metric in dict.fromkeys(named) if metric not in (main, LOSS)]
-    if TOP5 in config.task.metrics and (config.MODEL.NUM_CLASSES or 0) > 10:
-        shown.append((PLAIN, TOP5))
-    if MACRO_F1 in config.task.metrics:
-        shown.append((PLAIN, MACRO_F1))
-    return list(dict.fromkeys(shown))
 
 
 def _cell(metric: Metric, value: float | None) -> str:

@@ -116,7 +116,7 @@ class Reporter:
                 extra=DETAIL,
             )
         if self._live:
-            self._live.reported(position, reading, perf)
+            self._live.reported(reading, perf, left)
         metrics = {
             **now.fields(),
             "lr": reading.lr,

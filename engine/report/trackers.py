@@ -11,7 +11,6 @@ import os
 import secrets
 import sys
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,13 +111,3 @@ class TrackedRun:
         except Exception as error:
             self._run = None
             log.warning("Weights & Biases %s (%s); the run is not affected.", failure, redacted(first_line(error)))
-
-
-def check_wandb(config: Config) -> None:
-    """Check that the package is installed. An import would take a folder of its name, as wandb makes, for it."""
-    try:
-        version("wandb")
-    except PackageNotFoundError:
-        raise UserError(
-            f"WANDB {config.WANDB}: the package wandb is not installed. Run: pip install wandb   or leave WANDB out."
-        ) from None

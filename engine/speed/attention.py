@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from engine.speed.attention_kinds import (
+from engine.speed.speedup import (
     FUSED,
     FUSED_OPERATOR,
     KINDS,
@@ -16,11 +16,13 @@ from engine.speed.attention_kinds import (
     OWN,
     PACKED,
     PLAIN,
+    BuiltModel,
+    Choice,
+    Speedup,
     attention_layers,
     backends_of,
     packed_is_possible,
 )
-from engine.speed.speedup import BuiltModel, Choice, Speedup
 from utils.errors import UserError
 
 INSIDE_FUSED = frozenset({"softmax", "matmul", "matmul_v2", "bmm"})

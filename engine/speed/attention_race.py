@@ -13,16 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from engine.amp.precision import Precision
-from engine.speed.attention_kinds import (
+from engine.speed.speedup import (
     FUSED,
     KINDS,
     PACKED,
     PLAIN,
+    BuiltModel,
+    Choice,
     attention_layers,
     backends_of,
     packed_is_possible,
 )
-from engine.speed.speedup import BuiltModel, Choice
 from utils.errors import UserError
 
 ROUNDS, WARM_UPS = 5, 2
@@ -55,12 +56,10 @@ class Call:
 
     def run(self, kind: str) -> None:
         """Forward and backward by this kind alone; raises RuntimeError if it does not support this call."""
-        low = self.precision.level not in ("O0", "O3")
-        dtype = self.precision.choice.dtype
         before, self.layer.fused_attn = self.layer.fused_attn, kind != PLAIN
         try:
             with self._only(kind):
-                with torch.autocast(self.precision.device.type, dtype if low else None, enabled=low):
+                with self.precision.autocast(training=False):
                     output: Tensor = self.layer(*self.inputs, **self.named)
                 leaves = [*self.layer.parameters(), *(t for t in self.inputs if isinstance(t, Tensor))]
                 wanted = [leaf for leaf in leaves if leaf.requires_grad]

@@ -40,7 +40,7 @@ class PatchesAsProduct(nn.Module):
 class LinearPatches(Speedup):
     """`auto`: where it was faster in measurements."""
 
-    key = "linear_patches"
+    key, title = "linear_patches", "patches by a matrix product"
 
     def choose(self, built: BuiltModel) -> Choice:
         convolutions = _patch_convolutions(built.model)
@@ -57,9 +57,6 @@ class LinearPatches(Speedup):
     def apply(self, built: BuiltModel, value: bool) -> None:
         for convolution in _patch_convolutions(built.model):
             mix_in(convolution, PatchesAsProduct)
-
-    def words(self, choice: Choice) -> str:
-        return "patches by a matrix product"
 
 
 def _patch_convolutions(model: nn.Module) -> list[nn.Conv2d]:
@@ -79,7 +76,7 @@ def _patch_convolutions(model: nn.Module) -> list[nn.Conv2d]:
 class ChannelsLast(Speedup):
     """The memory format for which convolutions have faster kernels; `auto`: on a GPU in half precision."""
 
-    key = "channels_last"
+    key, title = "channels_last", "channels last"
 
     def choose(self, built: BuiltModel) -> Choice:
         obstacle = ""
@@ -96,6 +93,3 @@ class ChannelsLast(Speedup):
     def apply(self, built: BuiltModel, value: bool) -> None:
         built.model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         built.inputs.layout = torch.channels_last
-
-    def words(self, choice: Choice) -> str:
-        return "channels last"

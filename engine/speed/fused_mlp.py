@@ -49,7 +49,7 @@ class FusedMlp(nn.Module):
 class FusedMlps(Speedup):
     """`auto`: on a GPU in half precision if the kernels work."""
 
-    key = "fused_mlp"
+    key, title = "fused_mlp", "bias and GELU in one kernel"
 
     def choose(self, built: BuiltModel) -> Choice:
         wanted = built.config.wants("fused_mlp")
@@ -68,9 +68,6 @@ class FusedMlps(Speedup):
 
         for mlp in _plain_mlps(built.model):
             mix_in(mlp, FusedMlp)
-
-    def words(self, choice: Choice) -> str:
-        return "bias and GELU in one kernel"
 
 
 def _obstacle(built: BuiltModel) -> str:
@@ -107,14 +104,13 @@ def _why_kernels_fail(precision: Precision) -> str:
 
 
 def _plain_mlps(model: nn.Module) -> list[Mlp]:
-    return [module for module in model.modules() if type(module) is Mlp and _is_plain(module)]
-
-
-def _is_plain(mlp: Mlp) -> bool:
-    act, fc1 = mlp.act, mlp.fc1
-    exact = type(act) is activations.GELU or (type(act) is nn.GELU and act.approximate == "none")
-    linear = all(type(fc) is nn.Linear for fc in (fc1, mlp.fc2))
-    return exact and linear and fc1.bias is not None and type(mlp.norm) is nn.Identity
+    found = []
+    for mlp in (module for module in model.modules() if type(module) is Mlp):
+        act, fc1 = mlp.act, mlp.fc1
+        exact = type(act) is activations.GELU or (type(act) is nn.GELU and act.approximate == "none")
+        linear = all(type(fc) is nn.Linear for fc in (fc1, mlp.fc2))
+        found += [mlp] * (exact and linear and fc1.bias is not None and type(mlp.norm) is nn.Identity)
+    return found
 
 
 def _in_half(x: Tensor) -> bool:

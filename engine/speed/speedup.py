@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -54,6 +55,8 @@ class Choice(NamedTuple):
 class Speedup(ABC):
     key = ""
     """Of its value in a run's choices; empty where the settings alone decide."""
+    title = ""
+    """Its words, unless they depend on the choice"""
 
     @abstractmethod
     def choose(self, built: BuiltModel) -> Choice:
@@ -63,9 +66,9 @@ class Speedup(ABC):
     def apply(self, built: BuiltModel, value: Any) -> None:
         """Change the model. Not called for False."""
 
-    @abstractmethod
     def words(self, choice: Choice) -> str:
         """For the banner, which shows no empty words. Not called for False."""
+        return self.title
 
 
 def mix_in(module: nn.Module, kind: type[nn.Module]) -> None:
@@ -81,3 +84,37 @@ def mix_in(module: nn.Module, kind: type[nn.Module]) -> None:
 @cache
 def _mixed(kind: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
     return type(own.__name__, (kind, own), {"__module__": own.__module__, "__doc__": kind.__doc__})
+
+
+# The kinds of kernels for attention, and what they can compute.
+
+FUSED, PLAIN, FLASH, EFFICIENT, CUDNN, PACKED = "fused", "plain", "flash", "efficient", "cudnn", "packed"
+OWN = "the model's own"
+KINDS = {"cuda": (FUSED, PLAIN, FLASH, EFFICIENT, CUDNN, PACKED)}
+KINDS_ELSEWHERE = (FUSED, PLAIN)
+FUSED_OPERATOR = frozenset({"scaled_dot_product_attention", "fused_attention", "flash_attn"})
+"""Names of torch's fused operator on AMP's lists, which have no effect on `packed`."""
+
+
+def attention_layers(model: nn.Module) -> list[Any]:
+    """timm's attention layers, whose kernel can be chosen."""
+    return [module for module in model.modules() if hasattr(module, "fused_attn")]
+
+
+def packed_is_possible(listed: frozenset[str]) -> bool:
+    return not FUSED_OPERATOR & listed and find_spec("triton") is not None
+
+
+def backends_of(kind: str, strictly: bool = False) -> list[Any]:
+    """torch's backends for a kind, by preference; empty for torch's own choice.
+
+    The others are fallbacks: flash and cuDNN do not support fp32, in which a run may validate.
+    """
+    if kind not in (FLASH, EFFICIENT, CUDNN):
+        return []
+    from torch.nn.attention import SDPBackend
+
+    named = {FLASH: SDPBackend.FLASH_ATTENTION, EFFICIENT: SDPBackend.EFFICIENT_ATTENTION}
+    named[CUDNN] = SDPBackend.CUDNN_ATTENTION
+    fallbacks = [] if strictly else [named[EFFICIENT], SDPBackend.MATH]
+    return list(dict.fromkeys([named[kind], *fallbacks]))

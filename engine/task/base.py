@@ -22,6 +22,10 @@ from vitamp.metrics import OF_EVERY_TASK, TaskKind
 class Metrics:
     """Metrics of an update, an epoch or a validation: attributes have the names of vitamp/metrics.py."""
 
+    shown: ClassVar[Sequence[tuple[str, str, str]]] = ()
+    """What log lines show beside the loss: attribute, its words, and its name for LOG_STYLE fleet"""
+    mean_words: ClassVar[str] = ""
+    """The first of these, as the mean of an epoch so far"""
     loss: float
     _: KW_ONLY
     thresholds: tuple[float, ...] = ()
@@ -42,11 +46,12 @@ class Metrics:
 
     def average(self) -> str:
         """The mean of the epoch so far, for a training log line."""
-        raise NotImplementedError
+        return f"Avg {self.mean_words}: {getattr(self, self.shown[0][0]):.4f}"
 
     def summary(self, what: str) -> str:
         """For the log line of a whole epoch or validation. `what`: Train or Validation."""
-        raise NotImplementedError
+        values = (f"{what} {words}: {getattr(self, name):.4f}" for name, words, _ in self.shown)
+        return ", ".join([f"{what} Loss: {self.loss:.4f}", *values])
 
     def after_time(self) -> str:
         """What follows in that line: PaddleViT's own fields come first."""
@@ -54,7 +59,8 @@ class Metrics:
 
     def fleet(self) -> str:
         """For LOG_STYLE fleet."""
-        raise NotImplementedError
+        values = (f"{own}: {getattr(self, name):.5f}" for name, _, own in self.shown)
+        return ", ".join([f"loss: {self.loss:.5f}", *values])
 
 
 class Tally(ABC):

@@ -24,17 +24,10 @@ from vitamp.metrics import ONE_LABEL
 class Means(Metrics):
     """Mean loss and accuracies in percent."""
 
+    shown = (("acc1", "Acc@1", "acc1"), ("acc5", "Acc@5", "acc5"))
+    mean_words = "Acc"
     acc1: float
     acc5: float
-
-    def average(self) -> str:
-        return f"Avg Acc: {self.acc1:.4f}"
-
-    def summary(self, what: str) -> str:
-        return f"{what} Loss: {self.loss:.4f}, {what} Acc@1: {self.acc1:.4f}, {what} Acc@5: {self.acc5:.4f}"
-
-    def fleet(self) -> str:
-        return f"loss: {self.loss:.5f}, acc1: {self.acc1:.5f}, acc5: {self.acc5:.5f}"
 
 
 @dataclass(frozen=True)

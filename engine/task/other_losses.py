@@ -17,15 +17,10 @@ BALANCED = "balanced"
 KEY = "TRAIN.CLASS_WEIGHTS"
 
 
-def class_weights(setting: str, classes: int, labels: np.ndarray | None, source: str) -> np.ndarray:
-    """Weight of each output of the classifier, float64. `labels`: of the training split. `source`: DATA.DATASET."""
+def class_weights(setting: str, classes: int, labels: np.ndarray) -> np.ndarray:
+    """Weight of each output of the classifier, float64. `labels`: of the training split."""
     if setting != BALANCED:
         raise UserError(f"{KEY}: expected {BALANCED} or null, got {setting!r}")
-    if labels is None:
-        raise UserError(
-            f"{KEY}: the data set {source} is read as a stream, so the labels of its images are not known when an "
-            f"epoch begins. Use {KEY}=null."
-        )
     counts = images_of_classes(labels, classes)
     # Classes without images get 1: label smoothing alone ever asks for their weight.
     return np.where(counts > 0, counts.sum() / ((counts > 0).sum() * np.maximum(counts, 1)), 1.0)
@@ -48,17 +43,15 @@ class BinaryCrossEntropy(nn.Module):
         self.register_buffer("positive_weights", positive_weights)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        targets = self._targets(logits, targets)
-        total = F.binary_cross_entropy_with_logits(logits, targets, pos_weight=self.positive_weights, reduction="sum")
-        return total / logits.numel()
-
-    def _targets(self, logits: Tensor, targets: Tensor) -> Tensor:
         if not targets.is_floating_point():
             classes = torch.arange(logits.shape[-1], device=logits.device)
             targets = (targets.unsqueeze(1) == classes).to(logits.dtype)
         if self.smoothing:
             targets = targets * (1 - self.smoothing) + self.smoothing / self.outcomes
-        return targets if self.threshold is None else (targets > self.threshold).to(targets.dtype)
+        if self.threshold is not None:
+            targets = (targets > self.threshold).to(targets.dtype)
+        total = F.binary_cross_entropy_with_logits(logits, targets, pos_weight=self.positive_weights, reduction="sum")
+        return total / logits.numel()
 
 
 class WeightedCrossEntropy(nn.Module):

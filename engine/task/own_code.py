@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +20,7 @@ from utils.config import Config
 from utils.distributed.world import World, broadcast
 from utils.errors import AllRanksError, UserError
 from utils.own_code import OWN_ERRORS, OwnCodeError, own_lines
+from utils.seeding import fork_host_rng
 from vitamp.registry import own_named
 
 
@@ -88,9 +88,8 @@ FOR_METRICS, MOST_FOR_METRICS = 64, 2048
 
 def try_own_code(config: Config) -> None:
     """Raise UserError, with the user's line, for what fails on made-up data."""
-    host = random.getstate(), np.random.get_state()
     size, channels = config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS
-    with torch.random.fork_rng(devices=[]):
+    with fork_host_rng():
         try:
             if own := own_named("loss", config.TRAIN.LOSS):
                 _try_loss(config, f"{own.file}: loss {own.name}")
@@ -114,9 +113,6 @@ def try_own_code(config: Config) -> None:
             if lines := own_lines(error):
                 raise UserError(lines) from None
             raise
-        finally:
-            random.setstate(host[0])
-            np.random.set_state(host[1])
 
 
 def _try_loss(config: Config, named: str) -> None:

@@ -18,16 +18,9 @@ from vitamp.metrics import NO_LABELS
 class PixelMeans(Metrics):
     """Mean squared error, and how much of the variance inside the masked patches is explained, in percent."""
 
+    shown = (("explained", "Explained variance", "explained"),)
+    mean_words = "Explained"
     explained: float
-
-    def average(self) -> str:
-        return f"Avg Explained: {self.explained:.4f}"
-
-    def summary(self, what: str) -> str:
-        return f"{what} Loss: {self.loss:.4f}, {what} Explained variance: {self.explained:.4f}"
-
-    def fleet(self) -> str:
-        return f"loss: {self.loss:.5f}, explained: {self.explained:.5f}"
 
 
 class MeanOverImages(nn.Module):

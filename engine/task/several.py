@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,16 +24,9 @@ from vitamp.metrics import SEVERAL_LABELS
 class F1Means(Metrics):
     """Training metrics."""
 
+    shown = (("f1_micro", "F1", "f1"),)
+    mean_words = "F1"
     f1_micro: float
-
-    def average(self) -> str:
-        return f"Avg F1: {self.f1_micro:.4f}"
-
-    def summary(self, what: str) -> str:
-        return f"{what} Loss: {self.loss:.4f}, {what} F1: {self.f1_micro:.4f}"
-
-    def fleet(self) -> str:
-        return f"loss: {self.loss:.5f}, f1: {self.f1_micro:.5f}"
 
 
 @dataclass(frozen=True)
@@ -66,8 +59,6 @@ class SeveralLabels(Task):
     def rows(self, val_set: ImageDataset) -> dict[str, str]:
         """Classes with too few validation images for a threshold of their own."""
         labels = val_set.sample_labels()
-        if labels is None:
-            return {}
         names = val_set.classes or []
         untuned = np.flatnonzero(labels.sum(0, dtype=np.int64) < ENOUGH)
         words = describe_untuned(untuned, [*names, *range(len(names), labels.shape[1])])
@@ -114,17 +105,15 @@ class _ScoreTable(Tally):
         self._table.add(torch.cat((logits, batch.labels), dim=1), batch.indices)
 
     def metrics(self, world: World) -> LabelMetrics:
-        rows = self._table.on_rank_0(world)
-        # One rank computes, so that the last digits are the same on all and they agree on the best validation.
-        return LabelMetrics(**broadcast(self._computed(rows) if world.first else None, world))
-
-    def _computed(self, rows: Tensor) -> dict[str, Any]:
-        logits, labels = rows[:, : self._classes].double(), rows[:, self._classes :].double()
-        found = scores_of(logits.sigmoid().numpy(), labels.numpy() > 0)._asdict()
-        del found["average_precision"], found["aurocs"]
-        thresholds = tuple(found.pop("thresholds").tolist())
-        loss = float(F.binary_cross_entropy_with_logits(logits, labels))
-        return {"loss": loss, **{name: 100 * value for name, value in found.items()}, "thresholds": thresholds}
+        rows, made = self._table.on_rank_0(world), None
+        if world.first:  # alone, so that the last digits are the same on all and they agree on the best validation
+            logits, labels = rows[:, : self._classes].double(), rows[:, self._classes :].double()
+            found = scores_of(logits.sigmoid().numpy(), labels.numpy() > 0)._asdict()
+            del found["average_precision"], found["aurocs"]
+            thresholds = tuple(found.pop("thresholds").tolist())
+            loss = float(F.binary_cross_entropy_with_logits(logits, labels))
+            made = LabelMetrics(loss, thresholds=thresholds, **{name: 100 * value for name, value in found.items()})
+        return broadcast(made, world)
 
 
 # Metrics of several labels per sample, from the scores of a whole split: mAP, AUROC, F1 and exact match.
@@ -223,15 +212,12 @@ def rank(scores: np.ndarray, truth: np.ndarray) -> Ranked:
     below = float(scores[best + 1]) if best + 1 < len(scores) else 0.0
     between = (float(scores[best]) + below) / 2  # halfway, because other samples score a little lower or higher
     threshold = between if between > below else float(scores[best])
-    return Ranked(average, threshold, _area(hits, predicted - hits))
-
-
-def _area(hits: np.ndarray, misses: np.ndarray) -> float:
-    """Area under the ROC curve through these counts of true and false positives, from the highest score on."""
-    if not misses[-1]:
-        return np.nan
-    heights = hits - np.diff(hits, prepend=0) / 2  # a positive and a negative of equal score count as half right
-    return float((heights * np.diff(misses, prepend=0)).sum() / (hits[-1] * misses[-1]))
+    # The area under the ROC curve through these counts of true and false positives, from the highest score on.
+    misses, auroc = predicted - hits, np.nan
+    if misses[-1]:
+        heights = hits - np.diff(hits, prepend=0) / 2  # a positive and a negative of equal score count as half right
+        auroc = float((heights * np.diff(misses, prepend=0)).sum() / (hits[-1] * misses[-1]))
+    return Ranked(average, threshold, auroc)
 
 
 def f1(chosen: np.ndarray, truth: np.ndarray) -> tuple[np.ndarray, float, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,9 +32,10 @@ from utils.config import Config
 from utils.config.kinds import AUTO
 from utils.distributed.world import ALONE, World
 from utils.errors import TrainingError, UserError
-from utils.log import log
+from utils.log import unheard
 from utils.record.resumed_run import config_of
 from utils.text import counted
+from vitamp.checkpoints import run_folder_of
 from vitamp.metrics import BETTER, NO_LABELS, PLAIN, WeightSet
 from vitamp.pooling import POOLED, pool_of, pooled_features
 from vitamp.tensors import fp32_modules, read_weights
@@ -166,12 +167,18 @@ def load_trained(
             f"-cfg RECIPE.yaml -data_path LABELLED_IMAGES -pretrained {path} (docs/pretraining.md)."
         )
     if config.USE:
-        from engine.trained.own_code import use_of_meta
+        from engine.trained.own_code import use_of_weights
+        from utils.own_code import FIELD, noted_of
 
-        use_of_meta(chosen.meta, config, place)
+        use_of_weights(noted_of(chosen.meta.get(FIELD), place), config, run_folder_of(place))
     overridden = {**given.flags, **given.words}.keys() if given else ()
-    where = _device(device or (config.DEVICE if "DEVICE" in overridden else None), config, world)
-    with _quietly():
+    name = device or (config.DEVICE if "DEVICE" in overridden else None)
+    if name is None and config.DEVICE is not None:  # the run's own, if this machine has it
+        with contextlib.suppress(UserError):
+            pick_device(config.DEVICE, world)
+            name = config.DEVICE
+    where = pick_device(name, world)
+    with unheard(logging.WARNING):  # lines about building belong to training: "freshly initialised" would mislead
         trained = _built(config, where, world, chosen)
     if trained.precision.level in ("O1", "O2") and (moved := fp32_modules(chosen)):
         force_fp32(trained.model, moved, where.type)
@@ -194,27 +201,6 @@ def _built(config: Config, device: torch.device, world: World, chosen: Chosen) -
     return Trained(tuned.model.eval(), tuned.inputs, tuned.precision, config, chosen)
 
 
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Suppress log lines about building the model, which belong to training: "freshly initialised" would mislead."""
-    before = log.level
-    log.setLevel(max(before, logging.WARNING))
-    try:
-        yield
-    finally:
-        log.setLevel(before)
-
-
-def _device(name: str | None, config: Config, world: World) -> torch.device:
-    """The named device; or else the run's own, if this machine has it; or else the best one."""
-    if name is None and config.DEVICE is not None:
-        try:
-            return pick_device(config.DEVICE, world)
-        except UserError:
-            pass
-    return pick_device(name, world)
-
-
 VALIDATED = 5
 """Highest logits that validation looks at."""
 BATCH = 64
@@ -235,24 +221,19 @@ def guesses(logits: Tensor, count: int = 1) -> Tensor:
 
 
 def batches_of(
-    trained: Trained,
-    dataset: ImageDataset,
-    workers: int | None = None,
-    compute: Callable[[Tensor], Tensor] | None = None,
+    trained: Trained, dataset: ImageDataset, workers: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Logits, labels and indices, one batch at a time, on the device, in order.
 
-    `compute`: gives something else than logits for uint8 images. Raises TrainingError at the end if an image could not
-    be read.
+    Raises TrainingError at the end if an image could not be read.
     """
     number = workers if workers is not None else trained.config.DATA.NUM_WORKERS
     number = auto_workers() if number is None else number
-    compute = compute or trained.logits
     loader = ValLoader(dataset, batch_size(trained), 0, 1, number, trained.precision.device)
     try:
         for batch in loader:
             real = batch.indices != PADDING
-            yield compute(batch.images)[real], batch.labels[real], batch.indices[real]
+            yield trained.logits(batch.images)[real], batch.labels[real], batch.indices[real]
         if loader.broken is not None:
             loader.broken.raise_together(ALONE)
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,13 @@ from utils.own_code import (
     copy_of,
     execute,
     executed,
-    noted_by_run,
     noted_of,
     own_lines,
     read,
 )
 from utils.record.history import NO_METRICS
 from utils.record.resumed_run import resumed_run
-from vitamp.checkpoints import run_folder_of
+from utils.record.run_folder import ABOUT, read_about
 from vitamp.metrics import METRICS, set_of
 from vitamp.registry import KINDS, Own, names_of, registered
 
@@ -58,7 +57,8 @@ def use_own_code(config: Config, given: bool, trust: bool = False) -> None:
     """For the entry scripts: execute the files of USE, if they are `given` now, else the resumed run's copies."""
     allowed.trust |= trust
     run = resumed_run(config)
-    noted = noted_by_run(run) if run is not None else []
+    # The files that the run used when it was last started.
+    noted = noted_of(read_about(run).get(FIELD), run / ABOUT) if run is not None and (run / ABOUT).exists() else []
     if not given:
         use_of_weights(noted, config, run, IN_VALIDATION if config.EVAL else tuple(KINDS))
         return
@@ -72,11 +72,19 @@ def use_own_code(config: Config, given: bool, trust: bool = False) -> None:
             )
     for name in config.own_files:
         execute(Path(name).expanduser())
-    for one in executed.values():
-        log.info("Own code: %s", one.noted.words())
+    for file, _ in executed.values():
+        log.info("Own code: %s", file.words())
     _bind(config, tuple(KINDS))
-    for line in _unused(config):
-        log.info("%s", line)
+    # What no setting chooses is noted. A model may also be the teacher, a data set that of the k-NN accuracy.
+    used = _used(config) | {config.TRAIN.TEACHER_MODEL, (config.TRAIN.KNN or "").partition("=")[0]}
+    for name, own in registered.items():
+        if name in used or (config.EVAL and own.kind not in IN_VALIDATION):
+            continue
+        setting = KINDS[own.kind].setting
+        others = value_of(config, setting)
+        value = ",".join([*others, name]) if isinstance(others, list | tuple) else name
+        what = f"{own.kind} {name} of {Path(own.file).name}"
+        log.info("%s is registered, but not used; %s=%s chooses it", what, setting, value)
 
 
 def use_of_weights(noted: Sequence[Noted], config: Config, run: Path | None, kinds: Sequence[str] = IN_TOOLS) -> None:
@@ -96,11 +104,6 @@ def use_of_weights(noted: Sequence[Noted], config: Config, run: Path | None, kin
     _bind(config, kinds)
 
 
-def use_of_meta(meta: Mapping[str, Any], config: Config, place: Path, kinds: Sequence[str] = IN_TOOLS) -> None:
-    """For tools: what the weights at `place` need."""
-    use_of_weights(noted_of(meta.get(FIELD), place), config, run_folder_of(place), kinds)
-
-
 def _place(run: Path | None, noted: Noted) -> str:
     try:
         return str(copy_of(run, noted))
@@ -111,20 +114,6 @@ def _place(run: Path | None, noted: Noted) -> str:
 def _used(config: Config) -> set[str]:
     single = {config.TRAIN.LOSS, config.MODEL.NAME.strip(), config.DATA.DATASET}
     return single.union(config.TRAIN.AUGMENT, config.VALIDATE_METRICS)
-
-
-def _unused(config: Config) -> Iterator[str]:
-    """One line for each thing that the files register and that no setting chooses."""
-    # A model may also be the teacher, a data set that of the k-NN accuracy.
-    used = _used(config) | {config.TRAIN.TEACHER_MODEL, (config.TRAIN.KNN or "").partition("=")[0]}
-    for name, own in registered.items():
-        if name in used or (config.EVAL and own.kind not in IN_VALIDATION):
-            continue
-        setting = KINDS[own.kind].setting
-        others = value_of(config, setting)
-        value = ",".join([*others, name]) if isinstance(others, list | tuple) else name
-        file = Path(own.file).name
-        yield f"{own.kind} {name} of {file} is registered, but not used; {setting}={value} chooses it"
 
 
 def _bind(config: Config, kinds: Sequence[str]) -> None:

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from models.build import sizes_in
 from models.masked import DECODER
 from models.parts import classifiers, is_inside, names_in_cfg
-from models.sizes import RESIZED, SIZE_WORDS, as_text, given_sizes, sizes_of
-from models.weights.find import PADDLE, WeightFiles, locate, model_of_run, unreadable
-from models.weights.paddle_file import EMA_KEYS, WEIGHTS_KEYS, read_pdparams
-from models.weights.paddle_names import Converted, convert, sizes_of_weights
+from models.sizes import RESIZED, SIZE_WORDS, given_sizes, sizes_of
+from models.weights.find import PADDLE, locate, model_of_run, unreadable
+from models.weights.paddle import EMA_KEYS, WEIGHTS_KEYS, Converted, convert, read_pdparams, sizes_of_weights
+from utils.config.kinds import one_line
 from utils.errors import UserError
 from utils.log import log
 from vitamp.checkpoints import LORA, verified_base
@@ -51,7 +51,29 @@ def load_pretrained(
     classifier freshly initialised, as evaluation needs.
     """
     found = locate(source)
-    loaded, changes = _load(module, found, name, new_classifier)
+    fresh = classifiers(module) if new_classifier else ()
+    if found.file.suffix == ".npz":
+        own = {key: value.clone() for key, value in module.state_dict().items() if is_inside(key, fresh)}
+        loaded, changes = _load_npz(module, found.file, name)
+        module.load_state_dict(own, strict=False)
+        changes += [f"{', '.join(fresh)} left as {FRESH}"] if own else []
+    else:
+        weights, file = _read(found.files), found.file
+        kept = (key for key in weights if hasattr(module, DECODER) or not key.startswith(f"{DECODER}."))
+        given = {key: weights[key] for key in kept}  # without the decoder of a masked autoencoder
+        changes = [f"{len(weights) - len(given)} tensors of its decoder left out"] * (len(given) < len(weights))
+        before = {key: tuple(value.shape) for key, value in given.items()}
+        weights, target = _adapt_channels(module, _filter(module, given, file, name)), module.state_dict()
+        changes += [
+            f"{key} resized from {_shape(before[key])} to {_shape(tuple(value.shape))}"
+            for key, value in weights.items()
+            if key in before and before[key] != tuple(value.shape)
+        ]
+        missing, replacements = _replace_classifier(module, weights, target, found.label_offset, fresh)
+        if lines := _mismatches(weights, before, target, missing):
+            raise UserError("\n".join([f"{_misfit(module, given, file, name)}:", *lines]))
+        module.load_state_dict(weights, strict=False)
+        loaded, changes = f"{len(weights)} of {len(target)} tensors", [*changes, *replacements]
     sentence = f"Pretrained weights: {'; '.join([f'{loaded} from {found.file}', *changes])}"
     if complete and any(FRESH in change for change in changes):
         raise UserError(
@@ -60,33 +82,6 @@ def load_pretrained(
             "leave out MODEL.NEW_CLASSIFIER; or train first, without -eval."
         )
     return f"{sentence} ({found.description})" if found.description else sentence
-
-
-def _load(module: nn.Module, found: WeightFiles, name: str, new_classifier: bool) -> tuple[str, list[str]]:
-    """Load the weights; returns how many, and how they were changed."""
-    fresh = classifiers(module) if new_classifier else ()
-    if found.file.suffix == ".npz":
-        own = {key: value.clone() for key, value in module.state_dict().items() if is_inside(key, fresh)}
-        loaded, changes = _load_npz(module, found.file, name)
-        module.load_state_dict(own, strict=False)
-        return loaded, changes + ([f"{', '.join(fresh)} left as {FRESH}"] if own else [])
-    weights, file = _read(found.files), found.file
-    kept = (key for key in weights if hasattr(module, DECODER) or not key.startswith(f"{DECODER}."))
-    given = {key: weights[key] for key in kept}  # without the decoder of a masked autoencoder
-    left_out = [f"{len(weights) - len(given)} tensors of its decoder left out"] * (len(given) < len(weights))
-    before = {key: tuple(value.shape) for key, value in given.items()}
-    weights = _adapt_channels(module, _filter(module, given, file, name))
-    target = module.state_dict()
-    changes = [
-        f"{key} resized from {_shape(before[key])} to {_shape(tuple(value.shape))}"
-        for key, value in weights.items()
-        if key in before and before[key] != tuple(value.shape)
-    ]
-    missing, replacements = _replace_classifier(module, weights, target, found.label_offset, fresh)
-    if lines := _mismatches(weights, before, target, missing):
-        raise UserError("\n".join([f"{_misfit(module, given, file, name)}:", *lines]))
-    module.load_state_dict(weights, strict=False)
-    return f"{len(weights)} of {len(target)} tensors", [*left_out, *changes, *replacements]
 
 
 def _read(files: Sequence[Path]) -> Weights:
@@ -199,14 +194,14 @@ def _misfit(module: nn.Module, weights: Weights, file: Path, name: str) -> str:
     differing = {key: value for key, value in theirs.items() if key in own and key not in RESIZED and value is not None}
     differing = {key: value for key, value in differing.items() if value != own[key]}
     words = "; ".join(
-        f"{SIZE_WORDS.get(key, key)} {as_text(value)} in the weights, {as_text(own[key])} in the recipe"
+        f"{SIZE_WORDS.get(key, key)} {one_line(value)} in the weights, {one_line(own[key])} in the recipe"
         for key, value in differing.items()
     )
     words = words or "they may be of another model, which -model names (-list_models prints timm's)"
     text = f"Pretrained weights {file} do not fit {name}: {words}"
     if run and own.keys() != theirs.keys():  # a model of another kind
         differing = {"TYPE": run.TYPE, "NAME": run.NAME, **given_sizes(run)}
-    words = " ".join(f"MODEL.{key}={shlex.quote(as_text(value))}" for key, value in differing.items())
+    words = " ".join(f"MODEL.{key}={shlex.quote(one_line(value))}" for key, value in differing.items())
     return f"{text}. For the model of the run, add {words} to the command" if run and words else text
 
 

@@ -60,7 +60,14 @@ def main() -> int:
         shutil.copytree(old.made / "teacher", new.made / "teacher")
         for side in (old, new):
             side.make_materials(side.made)
-        differing = sum(report(name, old, new, given.numbers) for name in names)
+        differing = 0
+        for name in names:
+            try:
+                differences = list(compare(name, old, new, given.numbers))
+            except RuntimeError as error:
+                differences = [f"failed: {error}"]
+            print("\n    ".join([f"{name:14} {'DIFFERS' if differences else 'equal'}", *differences]), flush=True)
+            differing += bool(differences)
     print(f"{differing} of {len(names)} ways differ.")
     return int(differing > 0)
 
@@ -90,10 +97,6 @@ class Commit:
         )
 
 
-class RunError(Exception):
-    """A run exited with an error."""
-
-
 def check_out(name: str, folder: Path) -> Commit:
     """Extract a commit's files to a folder of their own. Both commits run in this Python environment."""
     sha = subprocess.check_output(["git", "rev-parse", "--verify", f"{name}^{{commit}}"], cwd=ROOT, text=True).strip()
@@ -104,18 +107,6 @@ def check_out(name: str, folder: Path) -> Commit:
     subprocess.run(["tar", "-x", "-C", str(code)], input=packed, check=True)
     own = runpy.run_path(str(code / "scripts/dev/equality_ways.py"))
     return Commit(sha[:9], code, place / "runs", place / "made", own["WAYS"], own["make_materials"])
-
-
-def report(name: str, old: Commit, new: Commit, only_numbers: bool) -> bool:
-    """Compare one way, and print what differs."""
-    try:
-        differences = list(compare(name, old, new, only_numbers))
-    except RunError as error:
-        differences = [f"failed: {error}"]
-    print(f"{name:14} {'DIFFERS' if differences else 'equal'}", flush=True)
-    for line in differences:
-        print(f"    {line}", flush=True)
-    return bool(differences)
 
 
 def compare(name: str, old: Commit, new: Commit, only_numbers: bool) -> Iterator[str]:
@@ -145,7 +136,7 @@ def finish(started: list[tuple[Commit, subprocess.Popen[str]]]) -> None:
     printed = [process.communicate()[0] for _, process in started]
     for text, (side, process) in zip(printed, started, strict=True):
         if process.returncode:
-            raise RunError(f"{side.name} exits with {process.returncode}: {text.strip().splitlines()[-3:]}")
+            raise RuntimeError(f"{side.name} exits with {process.returncode}: {text.strip().splitlines()[-3:]}")
 
 
 def differing_numbers(one: Path, other: Path, only_numbers: bool) -> Iterator[str]:
@@ -168,9 +159,7 @@ def differing_numbers(one: Path, other: Path, only_numbers: bool) -> Iterator[st
         first, second = (_contents(run / "checkpoints" / name) for run in (one, other))
         if not any(isinstance(value, torch.Tensor) for value in first.values()):
             yield f"{name}: no tensors"
-        names = first.keys() ^ second.keys()
-        if only_numbers:
-            names = {key for key in names if not key.startswith("state.pt")}
+        names = {key for key in first.keys() ^ second.keys() if not (only_numbers and key.startswith("state.pt"))}
         if names:
             yield f"{name}: other names: {sorted(names)[:3]}"
         yield from (f"{name}: {key}" for key in first.keys() & second.keys() if not _same(first[key], second[key]))

@@ -88,16 +88,12 @@ WAYS = {
 
 def make_materials(made: Path) -> None:
     """Write a table with several labels per image and weights that overflow. `made` has the teacher's run."""
-    _write_labels(made / "labels")
     (last,) = (made / "teacher" / "checkpoints").glob("step-*/model.safetensors")
     weights = load_file(last)
     weights["blocks.0.mlp.fc1.bias"] = torch.full_like(weights["blocks.0.mlp.fc1.bias"], 7e4)  # above fp16's largest
     save_file(weights, made / "faulty.safetensors")
-
-
-def _write_labels(root: Path) -> None:
-    """Digits as PNG files; their labels are properties of the number."""
-    pixels, numbers = load_digits(return_X_y=True)
+    # Digits as PNG files; their labels are properties of the number.
+    root, (pixels, numbers) = made / "labels", load_digits(return_X_y=True)
     (root / "images").mkdir(parents=True)
     lines = {"train": ["path,labels"], "val": ["path,labels"]}
     for index, (image, number) in enumerate(zip(pixels[:600], numbers, strict=False)):

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from datasets import EpochOrder, TrainLoader, check_dataset, open_dataset
 from datasets.images import Images
 from datasets.transforms.augment import image_changes
-from tools.common.command_line import Tool, run_tool
+from tools.common.command_line import Tool, tool
 from tools.common.turns import alternating_order, ratio
 from utils.config.train import TrainConfig
 from utils.errors import EXIT_DONE, UserError
@@ -80,16 +80,6 @@ class PerSample(Dataset[tuple[Any, int]]):
         return self.transform(image), int(self.samples.labels[index])
 
 
-def timms_loader(dataset: Any, size: int, batch: int, workers: int) -> Any:
-    """The DataLoader inside timm's PrefetchLoader, which would normalise on the device."""
-    transform = dataset.transform
-    loader: Any = create_loader(
-        dataset, size, batch, is_training=True, num_workers=workers, persistent_workers=workers > 0, device=CPU
-    )
-    dataset.transform = transform  # create_loader has set one of its own
-    return loader.loader
-
-
 def cpu_seconds() -> float:
     """CPU time of this process and its children."""
     seconds = time.process_time()
@@ -100,6 +90,7 @@ def cpu_seconds() -> float:
     return seconds
 
 
+@tool
 def measure(argv: list[str]) -> int:
     line = TOOL.read(argv)
     asked, config = line.asked, line.load().config
@@ -121,7 +112,13 @@ def measure(argv: list[str]) -> int:
         len(order), batch, 1, 0, 1, images.seed, drop_last=True, shuffled=lambda g: g.permutation(order)
     )
     ours = TrainLoader(images, epochs, images.seed, workers, CPU)
-    timms = timms_loader(PerSample(images, config.TRAIN, order), config.DATA.IMAGE_SIZE, batch, workers)
+    dataset: Any = PerSample(images, config.TRAIN, order)
+    transform, size, persistent = dataset.transform, config.DATA.IMAGE_SIZE, workers > 0
+    timms: Any = create_loader(
+        dataset, size, batch, is_training=True, num_workers=workers, persistent_workers=persistent, device=CPU
+    )
+    dataset.transform = transform  # create_loader has set one of its own
+    timms = timms.loader  # its PrefetchLoader would normalise on the device
     wall: dict[str, list[float]] = {"vitamp": [], "timm": []}
     cpu: dict[str, list[float]] = {"vitamp": [], "timm": []}
     # Round 0 starts the processes.
@@ -150,4 +147,4 @@ def measure(argv: list[str]) -> int:
 TOOL = Tool("dev/loading.py", __doc__, OWN, one_label="the compared loaders support one label per image; leave it out")
 
 if __name__ == "__main__":
-    sys.exit(run_tool(measure, sys.argv[1:]))
+    sys.exit(measure(sys.argv[1:]))

@@ -130,7 +130,7 @@ def test_invalid_field_falls_back_to_the_checkpoint_before(
     assert warning.endswith("Trying the checkpoint before it.")
 
 
-@pytest.mark.parametrize("text", ["", "null", "{", "\x00"])
+@pytest.mark.parametrize("text", ["", "null", "[]", "{", "\x00"])
 def test_malformed_meta_falls_back_to_the_checkpoint_before(
     run: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:

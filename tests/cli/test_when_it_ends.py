@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tests.program import Vitamp, last_weights, metrics
+from utils.config import config_of_run
 from utils.text import wilson
 
 
@@ -33,6 +37,64 @@ def test_max_time_pauses_and_is_resumed(vitamp: Vitamp, tiny: Path, tmp_path: Pa
     vitamp("-cfg", tiny, "-output", run, *words, "-resume", "auto", more, code=0)
     assert [line["what"] for line in metrics(run, "run")] == ["start", "paused", "resume", "end"]
     assert metrics(run, "run")[-1]["update"] == paused["update"] + 3
+
+
+AUTO = ("-epochs", "auto", "-max_time")
+GROWING = ("DATA.DATASET=synthetic", "DATA.IMAGE_SIZE=32", "TRAIN.SIZE_SCHEDULE=[[0, 16], [0.5, 32]]")
+DROPPING = ("TRAIN.TOKEN_DROP=0.5", "TRAIN.TOKEN_DROP_TAIL=2")
+"""A run of one epoch would drop none, and not have grown: what no longer run has"""
+
+
+def test_auto_trains_as_many_epochs_as_fit(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
+    """The number is found once: the run equals one that is given it, and keeps it when it is killed and resumed."""
+    run, words = tmp_path / "run", ("TRAIN.MAX_UPDATES=66", "SAVE_FREQ=1")
+    done = vitamp("-cfg", tiny, "-output", run, *AUTO, "0:03:00", *words, code=0)
+    assert "TRAIN.WARMUP_EPOCHS 0.5: the recipe's 1 of 2 epochs, in proportion to TRAIN.NUM_EPOCHS auto" in done.out
+    found = config_of_run(run)
+    epochs = found.TRAIN.NUM_EPOCHS
+    assert f"TRAIN.NUM_EPOCHS auto: {epochs}, with a warm-up of {epochs / 2:g}" in done.out
+    assert epochs / 2 == found.TRAIN.WARMUP_EPOCHS
+    vitamp("-cfg", tiny, "-output", tmp_path / "given", "-epochs", epochs, *words, code=0)
+    assert metrics(run) == metrics(tmp_path / "given")
+
+    shutil.copytree(run, tmp_path / "resumed")
+    newest, *_ = sorted((tmp_path / "resumed" / "checkpoints").glob("step-*"), reverse=True)
+    shutil.rmtree(newest)
+    vitamp("-cfg", tiny, "-output", tmp_path / "resumed", "-resume", "auto", *AUTO, "0:03:00", *words, code=0)
+    assert config_of_run(tmp_path / "resumed").TRAIN == found.TRAIN
+    assert last_weights(tmp_path / "resumed") == last_weights(run)
+
+
+def test_auto_counts_what_an_epoch_of_each_size_takes(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
+    done = vitamp(
+        "-cfg",
+        tiny,
+        "-output",
+        tmp_path / "run",
+        *AUTO,
+        "0:03:00",
+        "TRAIN.MAX_UPDATES=3",
+        *GROWING,
+        "MODEL.PATCH_SIZE=4",
+        code=0,
+    )
+    small, large = re.findall(r"auto: .* \((\S+) to (\S+) s per update", done.out)[0]
+    assert float(small) < float(large)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("-epochs", "auto"), "give the time that the epochs are to fill, -max_time HH:MM:SS"),
+        (("TRAIN.NUM_EPOCHS=auto", "TRAIN.WARMUP_EPOCHS=2", "-max_time", "1:00:00"), "WARMUP_EPOCHS 2 (command line)"),
+        (("-epochs", "auto", "-max_time", "0:00:01"), "MAX_TIME 0:00:01 is too short: one epoch takes about"),
+        ((*AUTO, "0:00:01", *GROWING, "MODEL.PATCH_SIZE=4", *DROPPING), "one epoch takes about"),
+        (("-epochs", "auto", "-max_time", "1:00:00", "TRAIN.LAST_EPOCH=1"), "leaves no epoch of TRAIN.NUM_EPOCHS auto"),
+    ],
+)
+def test_auto_says_what_it_lacks(vitamp: Vitamp, tiny: Path, tmp_path: Path, words: tuple, expected: str) -> None:
+    assert expected in vitamp("-cfg", tiny, "-output", tmp_path / "run", *words, code=2).err
+    assert not (tmp_path / "run").exists()
 
 
 def test_patience_ends_a_run_without_improvement(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:

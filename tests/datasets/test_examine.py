@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,8 +14,9 @@ from PIL import Image
 from datasets import examine as searching
 from datasets import open_dataset
 from datasets.examine import examine, find_copies, notes_of, warnings_of
-from datasets.sources.files import FileSamples, PathTable
+from datasets.sources.files import FileSamples
 from tests.datasets.opened import CPU
+from tests.datasets.shards.tar_files import write_tar
 from tests.program import TINY_DIGITS, Result, metrics
 from utils.config import load_config
 from utils.config.data import DataConfig
@@ -120,7 +119,7 @@ def test_check_changes_no_number_and_can_be_off(icons: Path, vitamp: Vitamp, tmp
 def samples(root: Path, split: str) -> FileSamples:
     paths = sorted(str(path.relative_to(root)) for path in (root / split).glob("*/*"))
     names = sorted(COUNTS)
-    return FileSamples(root, PathTable(paths), np.array([names.index(path.split("/")[1]) for path in paths]), names)
+    return FileSamples(root, paths, np.array([names.index(path.split("/")[1]) for path in paths]), names)
 
 
 def test_a_part_is_compared_where_the_time_is_short(icons: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,12 +172,9 @@ def test_images_that_are_not_compared_are_named(icons: Path) -> None:
 
 def test_images_in_tar_files_are_compared(icons: Path) -> None:
     for split in ("train", "val"):
-        with tarfile.open(icons / f"{split}-0.tar", "w") as tar:
-            for number, path in enumerate(sorted((icons / split).rglob("*.*g"))):
-                tar.add(path, f"{number}.{path.suffix[1:]}")
-                label = tarfile.TarInfo(f"{number}.cls")
-                label.size = 1
-                tar.addfile(label, io.BytesIO(b"0"))
+        images = enumerate(sorted((icons / split).rglob("*.*g")))
+        pairs = (((f"{k}{path.suffix}", path.read_bytes()), (f"{k}.cls", b"0")) for k, path in images)
+        write_tar(icons / f"{split}-0.tar", [member for pair in pairs for member in pair])
     data = DataConfig(DATASET="shards", DATA_PATH=str(icons))
     train, validation = (open_dataset(data, part, 3, 0, CPU).single_images() for part in (True, False))
     assert train is not None

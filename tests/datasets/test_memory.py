@@ -11,7 +11,6 @@ import torch
 from PIL import Image
 from timm.data.transforms_factory import transforms_imagenet_eval
 
-from datasets import PADDING
 from datasets.base import sample_table
 from datasets.given import ArrayPixels
 from datasets.images import Images
@@ -62,14 +61,6 @@ def test_memory_sample_does_not_depend_on_its_batch(values: dict[str, Any]) -> N
     assert not torch.equal(together, images(dataset, list(range(64)), epoch=2))
     assert torch.equal(together, images(dataset, list(range(64))))
     assert not torch.equal(together, images(opened(seed=6, **values), list(range(64))))
-
-
-def test_memory_padding_is_black_and_not_counted() -> None:
-    for train in (True, False):
-        batch = opened(train).__getitems__([(1, 7), (1, PADDING)])
-        assert batch.images[0].any()
-        assert not batch.images[1].any()
-        assert (batch.labels[1].item(), batch.indices.tolist()) == (0, [7, PADDING])
 
 
 @pytest.mark.parametrize(

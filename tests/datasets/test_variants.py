@@ -16,19 +16,15 @@ from tests.datasets.opened import CPU, settings
 from utils.config.train import TrainConfig
 
 
-def indices(samples: int, copies: int, epoch: int = 1, accum: int = 1, world: int = 1) -> list[int]:
-    """Sample indices of an epoch in the order of the global batches, over all ranks."""
-    found = []
-    orders = [EpochOrder(samples, 4, accum, rank, world, 0, True, copies) for rank in range(world)]
-    for shares in zip(*(order.windows(epoch) for order in orders), strict=True):
-        of_window = sorted((share for rank in shares for share in rank), key=lambda share: share.number)
-        found += [int(index) for share in of_window for index in share.indices]
-    return found
+def indices(copies: int, epoch: int = 1) -> list[int]:
+    """Sample indices of an epoch of 24 in their order."""
+    windows = EpochOrder(24, 4, 1, 0, 1, 0, True, copies).windows(epoch)
+    return [index for (share,) in windows for index in share.indices.tolist()]
 
 
 @pytest.mark.parametrize("copies", [2, 3])
 def test_repeated_epoch_keeps_its_length(copies: int) -> None:
-    found = indices(24, copies)
+    found = indices(copies)
     assert len(found) == 24
     assert len(set(found)) == 24, "no copy twice"
     assert set(Counter(index % 24 for index in found).values()) == {copies}
@@ -36,18 +32,24 @@ def test_repeated_epoch_keeps_its_length(copies: int) -> None:
     assert [index % 24 for index in found[:copies]] == [found[0]] * copies, "copies stand side by side"
 
 
-def test_repeated_epochs_differ_and_one_copy_is_the_plain_order() -> None:
-    met = [{index % 24 for index in indices(24, 3, epoch)} for epoch in range(1, 30)]
+def test_repeated_epochs_differ() -> None:
+    met = [{index % 24 for index in indices(3, epoch)} for epoch in range(1, 30)]
     assert set.union(*met) == set(range(24))
-    assert indices(24, 1) == [int(i) for shares in EpochOrder(24, 4, 1, 0, 1, 0, True).windows(1) for i in shares[0][1]]
 
 
 def test_repeated_global_batches_do_not_depend_on_ranks() -> None:
-    assert indices(48, 3, accum=4) == indices(48, 3, accum=2, world=2) == indices(48, 3, world=4)
+    found = []
+    for accum, world in ((4, 1), (2, 2), (1, 4)):
+        orders = [EpochOrder(48, 4, accum, rank, world, 0, True, 3) for rank in range(world)]
+        windows = zip(*(order.windows(1) for order in orders), strict=True)
+        shares = ([share for rank in ranks for share in rank] for ranks in windows)
+        of_each = [sorted(some, key=lambda share: share.number) for some in shares]
+        found.append([index for some in of_each for share in some for index in share.indices.tolist()])
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize("source", ["imagenet2012", "digits"])
-def test_repeated_copies_are_one_sample_with_new_transforms(listed: Path, source: str) -> None:
+def test_repeated_copies_are_one_sample_with_new_transforms_in_every_epoch(listed: Path, source: str) -> None:
     channels = 1 if source == "digits" else 3
     data = settings(DATASET=source, DATA_PATH=str(listed), IMAGE_CHANNELS=channels, SHIFT=0.3, ROTATE=30)
     samples = open_dataset(data, True, 10, 0, CPU)
@@ -61,20 +63,9 @@ def test_repeated_copies_are_one_sample_with_new_transforms(listed: Path, source
     assert len({image.numpy().tobytes() for image in batch.images}) == 5
     for row, key in enumerate(keys):
         assert torch.equal(repeated.__getitems__([key]).images[0], batch.images[row]), "whoever stands beside it"
-
-
-def test_repeated_copies_of_all_epochs_differ(listed: Path) -> None:
-    data = settings(DATASET="imagenet2012", DATA_PATH=str(listed))
-    repeated = Repeated(open_dataset(data, True, 10, 0, CPU), 3)
-    seen = [
-        repeated.__getitems__([(epoch, 4 + copy * len(repeated))]).images for epoch in (1, 2, 3) for copy in (0, 1, 2)
-    ]
+    seen = [repeated.__getitems__([(epoch, 4 + copy * count)]).images for epoch in (1, 2, 3) for copy in (0, 1, 2)]
     assert len({image.numpy().tobytes() for image in seen}) == 9
-
-
-def test_repeated_padding_stays_padding(listed: Path) -> None:
-    data = settings(DATASET="imagenet2012", DATA_PATH=str(listed))
-    batch = Repeated(open_dataset(data, True, 10, 0, CPU), 2).__getitems__([(1, PADDING), (1, 13)])
+    batch = repeated.__getitems__([(1, PADDING), (1, count + 1)])
     assert batch.indices.tolist() == [PADDING, 1]
     assert not np.any(batch.images[0].numpy())
 
@@ -93,21 +84,21 @@ def batch(dataset: ImageDataset, epoch: int) -> Batch:
 
 
 @pytest.mark.parametrize("name", ["digits", "synthetic", "imagenet2012"])
-@pytest.mark.parametrize("copies", [1, 2])
-def test_sized_follows_the_schedule_by_epoch(imagenet: Path, name: str, copies: int) -> None:
-    samples = opened(imagenet, name, SHIFT=0.1)
-    grown = Sized(Repeated(samples, copies) if copies > 1 else samples, TRAIN, 16)
-    assert {epoch: batch(grown, epoch).images.shape[-2:] for epoch in SIZES} == {e: (s, s) for e, s in SIZES.items()}
-
-
-@pytest.mark.parametrize("name", ["digits", "imagenet2012"])
 @pytest.mark.parametrize("changes", [{}, {"RAND_AUGMENT": True, "COLOR_JITTER": 0.4}], ids=["plain", "augmented"])
-def test_sized_images_equal_a_data_set_of_that_size(imagenet: Path, name: str, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("copies", [1, 2])
+def test_sized_images_equal_a_data_set_of_that_size(
+    imagenet: Path, name: str, changes: dict[str, Any], copies: int
+) -> None:
     """Independent of earlier batches: a resumed run may start at any epoch."""
     train = TRAIN.model_copy(update=changes)
-    grown = Sized(opened(imagenet, name, train, SHIFT=0.1, ROTATE=10), train, 16)
+
+    def made(size: int) -> ImageDataset:
+        dataset = opened(imagenet, name, train, SHIFT=0.1, ROTATE=10, IMAGE_SIZE=size)
+        return Repeated(dataset, copies) if copies > 1 else dataset
+
+    grown = Sized(made(16), train, 16)
     for epoch in (4, 1, 3, 2, 1):
-        alone = opened(imagenet, name, train, SHIFT=0.1, ROTATE=10, IMAGE_SIZE=SIZES[epoch])
+        alone = made(SIZES[epoch])
         for ours, theirs in zip(batch(grown, epoch), batch(alone, epoch), strict=True):
             assert torch.equal(ours, theirs)
 

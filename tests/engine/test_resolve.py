@@ -18,7 +18,6 @@ from utils.config import Loaded, load_config
 from utils.errors import UserError
 
 DEIT = "deit_small_patch16_224.fb_in1k"
-SQUASHED = "vit_base_patch16_clip_384.openai_ft_in1k"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 

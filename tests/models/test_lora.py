@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from engine.amp.precision import Precision
 from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain
-from engine.speed.attention_kinds import attention_layers
 from engine.speed.fused_mlp import FusedMlps
 from engine.speed.packed_attention import use_packed
+from engine.speed.speedup import attention_layers
 from models.build import check_model
 from models.lora import add_adapters
 from models.parts import base_weights

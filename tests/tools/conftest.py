@@ -12,6 +12,7 @@ from PIL import Image
 
 from tests.program import Result, train_tiny
 from tests.tools.timm_alone import Tool
+from tools.evaluate import command as evaluate
 from tools.export import command as export
 
 
@@ -31,14 +32,15 @@ def bf16_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def in_process(capsys: pytest.CaptureFixture[str]) -> Callable[[Callable[[list[str]], int]], Callable[..., Result]]:
-    """A tool that is called with its words in this process."""
+    """A tool that is called with its words in this process; `code`: it must end with this exit code."""
 
     def of(command: Callable[[list[str]], int]) -> Callable[..., Result]:
-        def call(*words: object) -> Result:
+        def call(*words: object, code: int | None = None) -> Result:
             capsys.readouterr()
-            code = command([str(word) for word in words])
+            ended = command([str(word) for word in words])
             said = capsys.readouterr()
-            return Result(code, said.out, said.err)
+            assert code in (None, ended), (ended, said)
+            return Result(ended, said.out, said.err)
 
         return call
 
@@ -46,14 +48,22 @@ def in_process(capsys: pytest.CaptureFixture[str]) -> Callable[[Callable[[list[s
 
 
 @pytest.fixture
+def say(in_process: Callable[..., Callable[..., Result]]) -> Callable[..., Result]:
+    """evaluate.py in this process."""
+    return in_process(evaluate.main)
+
+
+@pytest.fixture
 def export_tool(capfd: pytest.CaptureFixture[str]) -> Iterator[Tool]:
-    """Call export.py in this process."""
+    """What export.py says in this process; it must end with `code`."""
     threads = torch.get_num_threads()
 
-    def call(*words: object) -> tuple[int, str]:
+    def call(*words: object, code: int = 0) -> str:
         capfd.readouterr()
-        code = export.main([str(word) for word in words])
-        return code, "".join(capfd.readouterr())
+        ended = export.main([str(word) for word in words])
+        said = "".join(capfd.readouterr())
+        assert ended == code, said
+        return said
 
     yield call
     torch.set_num_threads(threads)

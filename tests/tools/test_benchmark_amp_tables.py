@@ -63,8 +63,7 @@ def test_amp_measures_the_images_of_data_path(
     """Its layout is recognised; a folder that does not exist is refused, and so is any by tables that read none."""
     words = ("amp", *VIT, *SMALL, "-num_workers", 0, "-device", "cpu", "-iters", 2, "-windows", 1)
     out = tmp_path / "amp.json"
-    done = vitamp(*words, "-data_path", imagenet, "-json", out, script="scripts/benchmark_amp.py")
-    assert done.code == 0, done.text
+    done = vitamp(*words, "-data_path", imagenet, "-json", out, script="scripts/benchmark_amp.py", code=0)
     (line,) = [line for line in done.out.splitlines() if line.strip().startswith("images: ")]
     assert re.search(rf"images: those of imagenet2012 in {imagenet}; waiting for data: at most \d+ %", line), line
     turns = [turn for turns in json.loads(out.read_text())["turns"].values() for turn in turns]

@@ -66,15 +66,6 @@ def names(found: list[dict[str, str]]) -> list[str]:
     return ["/".join(Path(one["name"]).parts[-3:]) for one in found]
 
 
-def test_clean_data_has_no_defects(check: Check, tree: Path) -> None:
-    done, found = check(tree)
-    assert "No defects." in done.out
-    assert found["clean"] is True
-    assert found["classes"] == {"training": dict.fromkeys(CLASSES, 8), "validation": dict.fromkeys(CLASSES, 2)}
-    assert not any(found["defects"].values())
-    assert not any(found["notes"].values())
-
-
 def test_damaged_jpeg_files_that_pil_reads_are_defects(check: Check, tree: Path, tmp_path: Path) -> None:
     """A lost third behind which the end marker stands, and noise: PIL shows grey or wrong pixels, and says nothing."""
     train, listed = tree / "train", tmp_path / "exclude.txt"
@@ -156,7 +147,12 @@ def test_each_planted_defect_is_reported_and_nothing_else(check: Check, tree: Pa
     assert len(listed.read_text().splitlines()) == 2 + len(kinds) + 5, "earlier lines stay"
 
 
-def test_classes_without_images_are_found(check: Check, tree: Path) -> None:
+def test_clean_data_has_no_defects_and_classes_without_images_are_found(check: Check, tree: Path) -> None:
+    done, found = check(tree)
+    assert "No defects." in done.out
+    assert found["clean"] is True
+    assert found["classes"] == {"training": dict.fromkeys(CLASSES, 8), "validation": dict.fromkeys(CLASSES, 2)}
+    assert not any([*found["defects"].values(), *found["notes"].values()])
     shutil.rmtree(tree / "val" / "cat")
     done, found = check(tree)
     assert "note: classes without validation images: 1\n" in done.out

@@ -138,8 +138,7 @@ def test_stripped_weights_load_into_a_run_and_into_timm(
     assert json.loads(told["metrics"]) == meta["metrics"]
     assert told["format"] == "pt"
 
-    validated = vitamp("-cfg", run / "config.yaml", "-eval", "-pretrained", out, "-output", tmp_path / "eval")
-    assert validated.code == 0, validated.text
+    vitamp("-cfg", run / "config.yaml", "-eval", "-pretrained", out, "-output", tmp_path / "eval", code=0)
     (figures,) = metrics(tmp_path / "eval", "val")
     assert figures["acc1"] == pytest.approx(max(meta["metrics"]["acc1"], meta["metrics"]["ema_acc1"]))
 
@@ -166,8 +165,7 @@ def test_written_files_have_no_paths(vitamp: Callable[..., Result], run: Path, t
         ):
             out = tmp_path / f"{name}.safetensors"
             out.unlink(missing_ok=True)
-            done = vitamp(*words, "-out", out, script=script)
-            assert done.code == 0, done.text
+            vitamp(*words, "-out", out, script=script, code=0)
             assert str(tmp_path) not in str(header(out)), name
             assert {key: read_header(out)["settings"].get(key) for key in given} == {**dict.fromkeys(given), **kept}
 
@@ -195,5 +193,4 @@ def test_bad_commands_are_refused(tool: Callable[..., Result], run: Path, tmp_pa
     ):
         done = tool(*words, code=2)
         assert said in done.err, (words, done.text)
-        assert "Traceback" not in done.text
     assert not (tmp_path / "new.safetensors").exists()

@@ -57,8 +57,7 @@ def test_measurements_are_runs(examined: Any, vitamp: Callable[..., Result], tmp
     """The baseline is exactly what main_single_gpu.py trains; other seeds train differently."""
     cfg, _, found, folder = examined
     run = tmp_path / "run"
-    done = vitamp("-cfg", cfg, "-output", run, "REPORT_FREQ=1", f"TRAIN.MAX_UPDATES={UPDATES}")
-    assert done.code == 0, done.text
+    vitamp("-cfg", cfg, "-output", run, "REPORT_FREQ=1", f"TRAIN.MAX_UPDATES={UPDATES}", code=0)
     theirs = [line["loss"] for line in metrics(run, "train")]
     first, second, third = (run["losses"] for run in found["fp32"]["runs"])
     assert first == theirs
@@ -108,8 +107,7 @@ def test_report(examined: Any) -> None:
 def test_budget_cuts_measurements_short(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ("-cfg", tiny, "-updates", 50000, "-modes", "bf16", "-output", out, "TRAIN.NUM_EPOCHS=5000")
-    result = vitamp(*words, "-budget_min", 1.5, script="scripts/choose_precision.py", timeout=300)
-    assert result.code == 0, result.text
+    result = vitamp(*words, "-budget_min", 1.5, script="scripts/choose_precision.py", timeout=300, code=0)
     assert "cut short (-budget_min)" in result.out
     found = json.loads((out / REPORT).read_text(encoding="utf-8"))
     assert all(0 < run["updates"] < 50_000 for run in found["fp32"]["runs"])
@@ -128,8 +126,7 @@ def test_budget_cuts_measurements_short(vitamp: Callable[..., Result], tiny: Pat
 def test_bad_input_is_refused_before_measuring(
     in_process: Callable[..., Callable[..., Result]], tiny: Path, tmp_path: Path, words: tuple[str, ...], said: str
 ) -> None:
-    result = in_process(main)("-cfg", tiny, "-output", tmp_path / "out", "-device", "cpu", *words)
-    assert result.code == 2, result.text
+    result = in_process(main)("-cfg", tiny, "-output", tmp_path / "out", "-device", "cpu", *words, code=2)
     assert said in result.err
     assert not (tmp_path / "out").exists()
 
@@ -138,8 +135,7 @@ def test_existing_report_is_not_overwritten(
     in_process: Callable[..., Callable[..., Result]], tiny: Path, tmp_path: Path
 ) -> None:
     (tmp_path / REPORT).write_text("mine", encoding="utf-8")
-    result = in_process(main)("-cfg", tiny, "-output", tmp_path)
-    assert result.code == 2, result.text
+    result = in_process(main)("-cfg", tiny, "-output", tmp_path, code=2)
     assert f"{REPORT} exists" in result.err
     assert (tmp_path / REPORT).read_text(encoding="utf-8") == "mine"
 

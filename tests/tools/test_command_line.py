@@ -157,10 +157,8 @@ def test_unusable_output_is_refused_before_the_work(
     }
     for out, said in places.items():
         words = [word.format(out=out, tree=tree, run=digits_run) for word in TOOLS[tool]]
-        done = vitamp(*words, script=f"scripts/{tool.split()[0]}.py")
-        assert done.code == 2, done.text
+        done = vitamp(*words, script=f"scripts/{tool.split()[0]}.py", code=2)
         assert said in done.err
-        assert "Traceback" not in done.text
         assert done.out == "", "no work was done"
     assert old.read_text() == "mine"
 

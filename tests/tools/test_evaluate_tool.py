@@ -28,18 +28,12 @@ from tests.predicted import validation_predictions
 from tests.program import Result, metrics, run_program
 from tools.checkpoint import command as checkpoint
 from tools.common.evaluation import OneLabel, balanced_accuracy_interval, macro_f1_interval, ranking_intervals, table_of
-from tools.evaluate import command as evaluate
 from utils.text import Interval, wilson
 from vitamp.metrics import BALANCED, MACRO_F1, TOP1, TOP5
 
 Say = Callable[..., Result]
 CLASSES = 7
 SCORES: Any = sklearn.precision_recall_fscore_support  # its type stubs do not know the values it takes
-
-
-@pytest.fixture
-def say(in_process: Callable[[Any], Say]) -> Say:
-    return in_process(evaluate.main)
 
 
 def of_logits(logits: torch.Tensor, labels: torch.Tensor) -> OneLabel:
@@ -115,8 +109,7 @@ def test_certain_model_and_model_with_nan() -> None:
 
 @pytest.mark.parametrize(("which", "prefix"), [("model", ""), ("ema", "ema_")])
 def test_metrics_are_those_of_validation(say: Say, digits_run: Path, tmp_path: Path, which: str, prefix: str) -> None:
-    done = say(digits_run, "-weights", which, "-json", tmp_path / "eval.json")
-    assert done.code == 0, done.err
+    done = say(digits_run, "-weights", which, "-json", tmp_path / "eval.json", code=0)
     validated = metrics(digits_run, "val")[-1]
     told = json.loads((tmp_path / "eval.json").read_text(encoding="utf-8"))
     assert told["classes"] == [str(digit) for digit in range(10)]
@@ -140,8 +133,7 @@ def test_mirrored_images_are_averaged(
     say: Say, vitamp: Callable[..., Result], digits_run: Path, tmp_path: Path
 ) -> None:
     """Against the model itself, called by hand; predict.py gives the same classes."""
-    done = say(digits_run, "-tta", "flip", "-amp", "off", "-json", tmp_path / "eval.json")
-    assert done.code == 0, done.err
+    done = say(digits_run, "-tta", "flip", "-amp", "off", "-json", tmp_path / "eval.json", code=0)
     assert "-tta flip: mean of the probabilities of each image and its mirror image." in done.out
     trained = load_trained(digits_run, amp="off")
     dataset = split_of_run(trained)
@@ -152,8 +144,7 @@ def test_mirrored_images_are_averaged(
     found = json.loads((tmp_path / "eval.json").read_text())["figures"][trained.chosen.which.name]
     assert found["acc1"] == pytest.approx(100 * float((logits.argmax(1) == batch.labels).float().mean()))
     assert found["nll"] == pytest.approx(float(torch.nn.functional.cross_entropy(logits, batch.labels)), rel=1e-5)
-    plain = say(digits_run, "-amp", "off", "-json", tmp_path / "plain.json")
-    assert plain.code == 0
+    say(digits_run, "-amp", "off", "-json", tmp_path / "plain.json", code=0)
     other = json.loads((tmp_path / "plain.json").read_text())["figures"][trained.chosen.which.name]
     assert other["nll"] != found["nll"]
     words = ("-part", "val", "-tta", "flip", "-amp", "off", "-topk", "1", "-format", "csv")
@@ -187,8 +178,7 @@ def test_classes_of_other_data_are_matched_by_name(
 ) -> None:
     """Folders 3, 4 and 8 have labels 0, 1 and 2 in that data set."""
     root = tree({3: "3", 4: "4", 8: "8"})
-    done = say(digits_run, *OTHER, "-data_path", root, "-json", tmp_path / "eval.json")
-    assert done.code == 0, done.err
+    done = say(digits_run, *OTHER, "-data_path", root, "-json", tmp_path / "eval.json", code=0)
     found = json.loads((tmp_path / "eval.json").read_text(encoding="utf-8"))["figures"]["model"]
     own = validation_predictions(load_trained(digits_run), workers=0)
     chosen = torch.isin(own.labels, torch.tensor([3, 4, 8]))
@@ -203,8 +193,7 @@ def test_unknown_classes_are_named(say: Say, digits_run: Path, tree: Callable[..
     """There are eleven, more than the model has."""
     root = tree({label: "seven" if label == 7 else f"{label}" for label in range(10)})
     shutil.copytree(root / "val" / "1", root / "val" / "six")
-    done = say(digits_run, *OTHER, "-data_path", root)
-    assert done.code == 2
+    done = say(digits_run, *OTHER, "-data_path", root, code=2)
     assert "2 of its 11 classes are unknown to the model: seven, six." in done.err
     assert "The model was trained on 0, 1, 2" in done.err
 
@@ -212,8 +201,7 @@ def test_unknown_classes_are_named(say: Say, digits_run: Path, tree: Callable[..
 def test_unreadable_image_ends_the_evaluation(say: Say, digits_run: Path, tree: Callable[..., Path]) -> None:
     root = tree({3: "3", 4: "4"})
     (root / "val" / "3" / "bad.png").write_text("no image")
-    done = say(digits_run, *OTHER, "-data_path", root)
-    assert done.code == 1
+    done = say(digits_run, *OTHER, "-data_path", root, code=1)
     assert "bad.png (not an image in a known format)" in done.err
     assert "top-5" not in done.out, "no metrics of the other images alone"
 
@@ -244,8 +232,7 @@ def test_bad_command_lines_are_refused(say: Say, digits_run: Path, tmp_path: Pat
         (("-pretrained", "w.pth"), "RUN_OR_CHECKPOINT is missing"),
         (("-probe", "-model", "resnet10t", "-pretrained", "w.pth", "-dataset", "digits"), "w.pth"),
     ):
-        done = say(*words)
-        assert done.code == 2, (words, done.err)
+        done = say(*words, code=2)
         assert said in done.err, (words, done.err)
         assert "Traceback" not in done.err
 
@@ -256,8 +243,7 @@ def test_missing_ema_is_refused_before_the_evaluation(
     monkeypatch.setattr("tools.common.evaluation.batches_of", lambda *_: pytest.fail("it was evaluated"))
     plain = tmp_path / "plain.safetensors"
     assert checkpoint.main(["strip", str(digits_run), "-weights", "model", "-out", str(plain)]) == 0
-    done = say(plain, "-weights", "ema")
-    assert done.code == 2
+    done = say(plain, "-weights", "ema", code=2)
     assert "has no EMA (TRAIN.MODEL_EMA) weights; use -weights model" in done.err
 
 
@@ -425,8 +411,7 @@ def _seen(trained: Trained, part: str, pool: str) -> tuple[np.ndarray, np.ndarra
 
 def test_accuracy_of_a_run(say: Say, digits_run: Path, tmp_path: Path) -> None:
     out = tmp_path / "knn.json"
-    done = say(digits_run, "-knn", 15, "-pool", "mean", "-weights", "ema", "-amp", "off", "-json", out)
-    assert done.code == 0, done.err
+    done = say(digits_run, "-knn", 15, "-pool", "mean", "-weights", "ema", "-amp", "off", "-json", out, code=0)
     found = json.loads(out.read_text())
     assert (found["knn"], found["pool"], found["bank_images"]) == (15, "mean", 1437)
     assert found["data"] == "digits, validation split"
@@ -440,17 +425,14 @@ def test_accuracy_of_a_run(say: Say, digits_run: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_without_labels_on_other_images(say: Say, unlabelled_run: Path, flowers: Path, tmp_path: Path) -> None:
-    done = say(unlabelled_run, "-knn")
-    assert done.code == 2
+    done = say(unlabelled_run, "-knn", code=2)
     assert "has no labels. Name images with labels, as in -dataset imagefolder -data_path DIR" in done.err
     words = ("-dataset", "imagefolder", "-data_path", flowers, "DATA.VAL_FRACTION=0.25")
-    done = say(unlabelled_run, "-knn", *words, "-json", tmp_path / "knn.json")
-    assert done.code == 0, done.err
+    done = say(unlabelled_run, "-knn", *words, "-json", tmp_path / "knn.json", code=0)
     found = json.loads((tmp_path / "knn.json").read_text())
     assert (found["knn"], found["bank_images"], found["figures"]["model"]["images"]) == (20, 30, 10)
     assert found["figures"]["model"]["acc1"] == 100
-    done = say(unlabelled_run, "-knn", 31, *words)
-    assert done.code == 2
+    done = say(unlabelled_run, "-knn", 31, *words, code=2)
     assert "has only 30 training images" in done.err
 
 
@@ -458,8 +440,7 @@ def test_a_linear_probe_of_a_model_without_labels(unlabelled_run: Path, flowers:
     """Its encoder stays as it is, and only the new classifier is trained."""
     data = ("-dataset", "imagefolder", "-data_path", flowers, "DATA.VAL_FRACTION=0.25", "DATA.IMAGE_CHANNELS=1")
     short = ("-batch_size", 8, "TRAIN.NUM_EPOCHS=1", "DEVICE=cpu", "THREADS=1", "-output", tmp_path / "run")
-    done = run_program(*PROBE, "-pretrained", unlabelled_run, *data, *short, streams=tmp_path)
-    assert done.code == 0, done.text
+    run_program(*PROBE, "-pretrained", unlabelled_run, *data, *short, streams=tmp_path, code=0)
     before, after = (
         load_file(max((run / "checkpoints").glob("step-*")) / "model.safetensors")
         for run in (unlabelled_run, tmp_path / "run")
@@ -485,8 +466,7 @@ def test_a_linear_probe_converges_to_scikit_learns(digits_run: Path, tmp_path: P
     )
     rare = ("TRAIN.NUM_EPOCHS=1000", "VALIDATE_FREQ=1000", "SAVE_FREQ=1000", "-output", tmp_path / "run")
     words = (*PROBE, "-pretrained", digits_run, *data, *descent, *plain, *rare)
-    done = run_program(*words, streams=tmp_path, timeout=600)
-    assert done.code == 0, done.text
+    run_program(*words, streams=tmp_path, timeout=600, code=0)
 
     trained = load_trained(tmp_path / "run", amp="off")
     (bank, labels), (features, truth) = (_seen(trained, part, "pooled") for part in ("train", "val"))

@@ -42,19 +42,16 @@ def run(place: Path) -> Path:
     (place / "exclude.txt").write_text("a/own3.jpg\nb/new1.jpg\n")
     recipe = RECIPE.format(path=place / "own", exclude=place / "exclude.txt")
     (place / "icons.yaml").write_text(recipe)
-    done = run_program("-cfg", place / "icons.yaml", "-output", place / "run", streams=place)
-    assert done.code == 0, done.text
+    run_program("-cfg", place / "icons.yaml", "-output", place / "run", streams=place, code=0)
     return place / "run"
 
 
 def evaluated(vitamp: Callable[..., Result], run: Path, *words: object) -> str:
     """The line of evaluate.py that counts the images, after checking that it and -eval have the same metrics."""
     out = run.parent / "eval.json"
-    done = vitamp(run, *words, "-json", out, "-overwrite", script="scripts/evaluate.py")
-    assert done.code == 0, done.text
+    done = vitamp(run, *words, "-json", out, "-overwrite", script="scripts/evaluate.py", code=0)
     shutil.rmtree(run.parent / "eval", ignore_errors=True)
-    same = vitamp("-eval", "-resume", run, "-output", run.parent / "eval", *words)
-    assert same.code == 0, same.text
+    same = vitamp("-eval", "-resume", run, "-output", run.parent / "eval", *words, code=0)
     (line,) = metrics(run.parent / "eval", "val")
     found = json.loads(out.read_text(encoding="utf-8"))["figures"]["model"]
     assert (found["acc1"], found["nll"]) == (line["acc1"], pytest.approx(line["loss"], rel=1e-6))
@@ -104,8 +101,7 @@ def of_splits(root: Path) -> Path:
 def test_parts_of_a_run_on_the_folders_train_and_test(vitamp: Callable[..., Result], tmp_path: Path) -> None:
     own = of_splits(tmp_path / "own")
     (tmp_path / "icons.yaml").write_text(RECIPE.format(path=own, exclude="null"))
-    done = vitamp("-cfg", tmp_path / "icons.yaml", "-output", tmp_path / "run")
-    assert done.code == 0, done.text
+    done = vitamp("-cfg", tmp_path / "icons.yaml", "-output", tmp_path / "run", code=0)
     assert done.text.count("has no image for") == done.text.count("no image for 1 of its 3 classes (the first: c)") == 1
     assert "cannot be read" not in done.text
     assert "split at random" not in done.text
@@ -113,8 +109,7 @@ def test_parts_of_a_run_on_the_folders_train_and_test(vitamp: Callable[..., Resu
     whole = vitamp(tmp_path / "run", "-data_path", own / "test", script="scripts/evaluate.py")
     assert "all images: 4 images" in whole.text
     for words, times in (((), 1), (("-part", "test"), 0), (("-part", "all"), 0)):
-        done = vitamp(tmp_path / "run", *words, script="scripts/evaluate.py")
-        assert done.code == 0, done.text
+        done = vitamp(tmp_path / "run", *words, script="scripts/evaluate.py", code=0)
         assert ("all images: 16 images" if "all" in words else "test split: 4 images") in done.text
         assert done.text.count("the split test is used for validation") == times
         assert "cannot be read" not in done.text
@@ -146,42 +141,36 @@ def test_stripped_weights_recognise_the_data_of_their_run(
     other = folders(tmp_path / "new", "new", 5)
     for data, said in ((place / "own", "validation split: 3 images"), (other, "all images: 15 images")):
         words = ("-data_path", data, f"DATA.EXCLUDE={place / 'exclude.txt'}" if data != other else "SEED=0")
-        done = vitamp(tmp_path / "w.safetensors", *words, script="scripts/evaluate.py")
-        assert done.code == 0, done.text
+        done = vitamp(tmp_path / "w.safetensors", *words, script="scripts/evaluate.py", code=0)
         assert said in done.out
 
 
 def test_part_is_for_evaluation(vitamp: Callable[..., Result], place: Path, run: Path, tmp_path: Path) -> None:
     assert run.is_dir()
-    done = vitamp("-cfg", place / "icons.yaml", "-part", "test", "-output", tmp_path / "run")
-    assert done.code == 2
+    done = vitamp("-cfg", place / "icons.yaml", "-part", "test", "-output", tmp_path / "run", code=2)
     assert "-part: DATA.PART: test needs EVAL=true: training uses val" in done.err
 
 
 def test_other_tools_take_a_part_of_the_runs_data(vitamp: Callable[..., Result], run: Path, tmp_path: Path) -> None:
     for part, images in (("val", 3), ("train", 26), ("all", 29)):
         out = tmp_path / f"{part}.csv"
-        done = vitamp(run, "-part", part, "-topk", 1, "-out", out, script="scripts/predict.py")
-        assert done.code == 0, done.text
+        done = vitamp(run, "-part", part, "-topk", 1, "-out", out, script="scripts/predict.py", code=0)
         rows = out.read_text(encoding="utf-8").splitlines()[1:]
         assert len(rows) == images
         assert all(row.startswith(f"{run.parent / 'own'}/") for row in rows)
         page = tmp_path / f"{part}.html"
-        done = vitamp(run, "-part", part, "-out", page, script="scripts/report.py")
-        assert done.code == 0, done.text
+        done = vitamp(run, "-part", part, "-out", page, script="scripts/report.py", code=0)
         called = {"val": "validation images", "train": "training images", "all": "images"}[part]
         assert f"on {images} {called}." in page.read_text(encoding="utf-8")
     exported = ("-to", "safetensors", "-out", tmp_path / "w.safetensors", "-part", "train")
-    done = vitamp(run, *exported, script="scripts/export.py")
-    assert done.code == 0, done.text
+    done = vitamp(run, *exported, script="scripts/export.py", code=0)
     assert "checked on 26 images of the run's training split" in done.text
     for words, said in (
         ((run,), "IMAGE is missing"),
         ((run, "-part", "val", "x.jpg"), "-part val predicts the images of the run's data; leave x.jpg out"),
         ((run, "-part", "test"), "has no test split"),
     ):
-        done = vitamp(*words, script="scripts/predict.py")
-        assert done.code == 2
+        done = vitamp(*words, script="scripts/predict.py", code=2)
         assert said in done.err
 
 

@@ -238,8 +238,7 @@ def test_bad_command_lines_are_refused(
     tmp_path: Path, in_process: Callable[..., Callable[..., Result]], words: list[str], told: str
 ) -> None:
     run = make_run(tmp_path / "run")
-    done = in_process(main)(*(word.replace("{run}", str(run)) for word in words))
-    assert done.code == 2
+    done = in_process(main)(*(word.replace("{run}", str(run)) for word in words), code=2)
     assert told in done.err
     assert not (run / "report.html").exists()
 
@@ -424,8 +423,7 @@ def report(in_process: Callable[..., Callable[..., Result]], tmp_path: Path) -> 
     """What the tool says of some runs, and the page."""
 
     def call(*runs: Path) -> tuple[str, str]:
-        done = in_process(main)(*runs, "-no_predictions", "-out", tmp_path / "report.html", "-overwrite")
-        assert done.code == 0, done.text
+        done = in_process(main)(*runs, "-no_predictions", "-out", tmp_path / "report.html", "-overwrite", code=0)
         return done.out, (tmp_path / "report.html").read_text(encoding="utf-8")
 
     return call

@@ -12,7 +12,7 @@ import torch
 
 from tests.predicted import Predictions
 
-Tool = Callable[..., tuple[int, str]]
+Tool = Callable[..., str]
 """scripts/export.py, called in this process: exit code and output"""
 CONSUMER = """\
 import sys

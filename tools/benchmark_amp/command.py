@@ -31,7 +31,6 @@ from tools.benchmark_amp.plan import (
     TIMM,
     Plan,
     Results,
-    Table,
     Way,
     changed,
     set_up,
@@ -40,7 +39,7 @@ from tools.benchmark_amp.plan import (
     users_data,
     with_columns,
 )
-from tools.common.command_line import OVERWRITE, Tool, ToolLine, above_zero, first_word, run_tool, some_of
+from tools.common.command_line import MODES, OVERWRITE, Tool, ToolLine, above_zero, first_word, some_of, tool
 from tools.common.output_file import writing
 from tools.common.tables import non_defaults
 from tools.common.turns import Budget, alternating_order, progress_bar
@@ -76,14 +75,14 @@ AMP_FLAGS = (
 
 
 def plan_amp(line: ToolLine) -> Plan:
-    setup = set_up(line, reads_data=True)
-    updates = line.asked.iters or (10 if setup.on_cpu else 100)
-    given, images = users_data(setup)
-    config, workers = given or synthetic(setup.config, updates), list["Worker"]()
+    loaded, device, where, remarks = set_up(line, reads_data=True)
+    updates = line.asked.iters or (10 if device.type == "cpu" else 100)
+    given, images = users_data(loaded)
+    config, workers = given or synthetic(loaded.config, updates), list["Worker"]()
     amps = {name: config.AMP.model_copy(update={"ENABLED": name == ON}) for name in (OFF, ON, OFF + AGAIN)}
     contenders = {name: _training(config, amp, updates, workers) for name, amp in amps.items()}
     settings = {"iterations": updates, **non_defaults(changed(config, "AMP", ENABLED=True))}
-    return Plan(contenders, line.asked.windows, settings, setup.where, images, remarks=setup.remarks)
+    return Plan(contenders, line.asked.windows, settings, where, images, remarks=remarks)
 
 
 def _training(config: Config, amp: AmpConfig, updates: int, workers: list[Worker], keep: bool = True) -> Worker:
@@ -124,22 +123,17 @@ PRECISIONS_FLAGS = (
     MODEL,
     Flag("iters", "iterations per measurement", "N", kind=whole(1), default_text="50; on a CPU 5"),
     ROUNDS,
-    Flag(
-        "modes",
-        "precisions to compare with fp32: values of -amp such as tf32,bf16,O2-fp16",
-        "A,B",
-        default_text="all that are useful on this device",
-    ),
+    MODES,
 )
 
 
 def plan_precisions(line: ToolLine) -> Plan:
-    setup = set_up(line, reads_data=True)
+    loaded, device, where, remarks = set_up(line, reads_data=True)
     from tools.common.precisions import REFERENCE, modes_to_measure
 
-    updates, (given, images) = line.asked.iters or (5 if setup.on_cpu else 50), users_data(setup)
-    config = changed(given or setup.config, "AMP", ENABLED=False)
-    others, left_out = modes_to_measure(line.asked.modes, config, setup.device)
+    updates, (given, images) = line.asked.iters or (5 if device.type == "cpu" else 50), users_data(loaded)
+    config = changed(given or loaded.config, "AMP", ENABLED=False)
+    others, left_out = modes_to_measure(line.asked.modes, config, device)
     modes = (REFERENCE, *others)
     drawn, workers = synthetic(config, updates), list["Worker"]()
     configs = {mode.name + SYNTHETIC: (drawn, mode) for mode in modes}
@@ -151,7 +145,7 @@ def plan_precisions(line: ToolLine) -> Plan:
     }
     settings = {"iterations": updates, **non_defaults(config)}
     images = f"{ON_THE_DEVICE}; with files, {images}" if given else ON_THE_DEVICE
-    return Plan(contenders, line.asked.rounds, settings, setup.where, images, left_out, setup.remarks)
+    return Plan(contenders, line.asked.rounds, settings, where, images, left_out, remarks)
 
 
 def precisions_report(results: Results) -> list[str]:
@@ -228,25 +222,25 @@ def _simplenet_rows(accumulated: int) -> dict[str, tuple[bool, int]]:
 
 
 def plan_simplenet(line: ToolLine) -> Plan:
-    setup = set_up(line, on_cpu={"DATA.BATCH_SIZE": 64}, on_gpu={"DATA.BATCH_SIZE": 512}, fixed=SIMPLENET)
+    loaded, device, where, remarks = set_up(line, {"DATA.BATCH_SIZE": 64}, {"DATA.BATCH_SIZE": 512}, SIMPLENET)
     from tools.benchmark_amp.loops import SimpleNet
     from tools.common.sessions import Worker
 
-    asked, workers = line.asked, list["Worker"]()
-    width, batches = asked.width or (512 if setup.on_cpu else 4096), asked.batches or (20 if setup.on_cpu else 50)
-    epochs = asked.epochs or (2 if setup.on_cpu else 5)
-    config = changed(setup.config, "TRAIN", NUM_EPOCHS=epochs)
-    if setup.loaded.is_default("AMP.INIT_LOSS_SCALING"):
+    asked, on_cpu, workers = line.asked, device.type == "cpu", list["Worker"]()
+    width, batches = asked.width or (512 if on_cpu else 4096), asked.batches or (20 if on_cpu else 50)
+    epochs = asked.epochs or (2 if on_cpu else 5)
+    config = changed(loaded.config, "TRAIN", NUM_EPOCHS=epochs)
+    if loaded.is_default("AMP.INIT_LOSS_SCALING"):
         config = changed(config, "AMP", INIT_LOSS_SCALING=1024.0)
     rows = _simplenet_rows(asked.accumulated)
     contenders = {
-        name: Worker(partial(SimpleNet, config, setup.device, width, batches, *how), workers)
+        name: Worker(partial(SimpleNet, config, device, width, batches, *how), workers)
         for name, how in {**rows, OFF + AGAIN: rows[OFF]}.items()
     }
     settings = {"width": width, "batch": config.DATA.BATCH_SIZE, "batches": batches, "epochs": epochs}
     settings |= {"accumulated": asked.accumulated, "amp": f"{config.AMP.LEVEL} {config.AMP.DTYPE}", "seed": config.SEED}
     images = "none, but random numbers on the device"
-    return Plan(contenders, asked.rounds, settings, setup.where, images, remarks=setup.remarks)
+    return Plan(contenders, asked.rounds, settings, where, images, remarks=remarks)
 
 
 def simplenet_report(results: Results) -> list[str]:
@@ -308,8 +302,8 @@ def plan_timm(line: ToolLine) -> Plan:
     # fp32 first: the other precisions are compared with it.
     precisions = sorted(line.asked.precisions or ("fp32", "bf16"), key=lambda name: name != "fp32")
     compiled, train_py = bool(line.asked.compile), line.asked.timm_train
-    setup = set_up(line, fixed=TIMM_FIXED)
-    updates = line.asked.updates or (5 if setup.on_cpu else 50)
+    loaded, device, where, remarks = set_up(line, fixed=TIMM_FIXED)
+    updates = line.asked.updates or (5 if device.type == "cpu" else 50)
 
     from tools.benchmark_amp.loops import LoopSession, read_train_py
     from tools.common.sessions import Worker
@@ -325,7 +319,7 @@ def plan_timm(line: ToolLine) -> Plan:
     first = next(iter(by_name))
     by_name[first + AGAIN] = by_name[first]
     # None is ended for another's memory: a loop that was rebuilt would not be past its warm-up.
-    workers = {name: Worker(partial(LoopSession, way, setup.config, updates), []) for name, way in by_name.items()}
+    workers = {name: Worker(partial(LoopSession, way, loaded.config, updates), []) for name, way in by_name.items()}
     log.info("building the loops and comparing their first losses: %s", "; ".join(workers))
     try:
         answers = {name: worker.start() for name, worker in workers.items()}
@@ -334,8 +328,16 @@ def plan_timm(line: ToolLine) -> Plan:
             raise TrainingError(f"the baseline {first} failed: {left_out[first]}")
         losses = {name: answer["losses"] for name, answer in answers.items() if name not in left_out}
         # Loops with different losses do different work.
-        if problems := disagreements(losses, first):
-            raise TrainingError("the losses do not agree, so nothing is measured:\n" + "\n".join(problems))
+        texts = {name: ", ".join(f"{loss:.7f}" for loss in own) for name, own in losses.items()}
+        problems: list[str] = []
+        for name, own in losses.items():
+            difference, limit = apart(own, losses[first]), TOLERANCE[_precision_of(name)]
+            if difference > limit:
+                differs = f"differs from {first} by {difference:.1e}, more than {limit:.0e}"
+                problems.append(f"  {name}: {texts[name]}; {differs}\n")
+        if problems:
+            said = "the losses do not agree, so nothing is measured:\n"
+            raise TrainingError(f"{said}{''.join(problems)}  {first}: {texts[first]}")
     except BaseException:
         for worker in workers.values():
             worker.close()
@@ -348,21 +350,10 @@ def plan_timm(line: ToolLine) -> Plan:
         "precisions": ",".join(precisions),
         "compiled": compiled,
         "timm_loop": "its own train.py" if train_py else "parts of its package",
-        **non_defaults(setup.config),
+        **non_defaults(loaded.config),
     }
     images = "random, on the device before the timer starts"
-    return Plan(workers, line.asked.rounds, settings, setup.where, images, left_out, setup.remarks)
-
-
-def disagreements(losses: dict[str, list[float]], first: str) -> list[str]:
-    """One line per loop whose losses differ from those of `first` by more than its precision rounds."""
-    texts = {name: ", ".join(f"{loss:.7f}" for loss in own) for name, own in losses.items()}
-    problems: list[str] = []
-    for name, own in losses.items():
-        difference, limit = apart(own, losses[first]), TOLERANCE[_precision_of(name)]
-        if difference > limit:
-            problems.append(f"  {name}: {texts[name]}; differs from {first} by {difference:.1e}, more than {limit:.0e}")
-    return [*problems, f"  {first}: {texts[first]}"] if problems else []
+    return Plan(workers, line.asked.rounds, settings, where, images, left_out, remarks)
 
 
 def apart(one: list[float], other: list[float]) -> float:
@@ -405,13 +396,12 @@ def timm_report(results: Results) -> list[str]:
 
 
 TABLES = {
-    "amp": Table(AMP_ABOUT, AMP_FLAGS, plan_amp, amp_report),
-    "precisions": Table(PRECISIONS_ABOUT, PRECISIONS_FLAGS, plan_precisions, precisions_report),
-    "simplenet": Table(SIMPLENET_ABOUT, SIMPLENET_FLAGS, plan_simplenet, simplenet_report),
-    "timm": Table(TIMM_ABOUT, TIMM_FLAGS, plan_timm, timm_report),
+    "amp": (AMP_ABOUT, AMP_FLAGS, plan_amp, amp_report),
+    "precisions": (PRECISIONS_ABOUT, PRECISIONS_FLAGS, plan_precisions, precisions_report),
+    "simplenet": (SIMPLENET_ABOUT, SIMPLENET_FLAGS, plan_simplenet, simplenet_report),
+    "timm": (TIMM_ABOUT, TIMM_FLAGS, plan_timm, timm_report),
 }
-
-
+"""Subcommand -> text for -h, whose first line is the summary; flags; contenders; lines for the terminal"""
 OWN = (
     Flag("budget_min", "time limit in minutes; fewer rounds are measured", "M", default=10, kind=above_zero),
     Flag("json", "write every measurement to this file, with device, versions and command", "FILE"),
@@ -421,25 +411,22 @@ NAME = "benchmark_amp.py"
 ONE_LABEL = "benchmark_amp.py measures models with one label per image; leave it out"
 
 
+@tool
 def main(argv: list[str]) -> int:
-    return run_tool(_benchmark, argv)
-
-
-def _benchmark(argv: list[str]) -> int:
-    abouts = {name: table.about.splitlines()[0] for name, table in TABLES.items()}
+    abouts = {name: about.splitlines()[0] for name, (about, *_) in TABLES.items()}
     name = first_word(argv or ["-h"], NAME, __doc__, abouts, "table")
-    table = TABLES[name]
-    line = Tool(NAME, table.about, (*table.flags, *OWN), command=name, one_label=ONE_LABEL).read(argv[1:])
+    about, flags, plan, report = TABLES[name]
+    line = Tool(NAME, about, (*flags, *OWN), command=name, one_label=ONE_LABEL).read(argv[1:])
     json_file = line.file("json", ".json")
     budget = Budget(60 * line.asked.budget_min)
     try:
-        results = measure(name, table.plan(line), budget, json_file, argv)
+        results = measure(name, plan(line), budget, json_file, argv)
     except KeyboardInterrupt:
         if json_file is None or not json_file.exists():
             raise
         log.warning("interrupted; every finished measurement is in %s", json_file)
         return EXIT_INTERRUPTED
-    print("\n".join(table.report(results)))
+    print("\n".join(report(results)))
     if results["cut"]:
         log.warning("the time ran out (-budget_min) before all rounds were done")
     if json_file is not None:
@@ -453,14 +440,9 @@ def measure(table: str, plan: Plan, budget: Budget, path: Path | None, words: Se
         table=table,
         date=time.strftime("%Y-%m-%d"),
         command=redacted(typed(f"scripts/{NAME}", words)),
-        device=plan.device,
         versions=versions(),
         git=git_state(),
-        settings=json.loads(json.dumps(plan.settings)),
-        images=plan.images,
-        rounds=plan.rounds,
-        left_out=plan.left_out,
-        remarks=plan.remarks,
+        **json.loads(json.dumps({key: value for key, value in vars(plan).items() if key != "contenders"})),
         cut=False,
         turns={name: [] for name in plan.contenders},
     )

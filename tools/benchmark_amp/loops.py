@@ -107,9 +107,7 @@ def random_batches(config: Config, device: torch.device) -> list[Batch]:
 
 
 def loop_of(way: Way, config: Config, device: torch.device) -> Ours | Timm:
-    if way.kind == OURS:
-        return Ours(way, config, device)
-    return (TimmTrain if way.train_py else Timm)(way, config, device)
+    return (Ours if way.kind == OURS else Timm)(way, config, device)
 
 
 class Ours:
@@ -142,7 +140,7 @@ class Ours:
 
 
 class Timm:
-    """timm's training, assembled from its package as in its train.py, from the same first weights as ours.
+    """timm's training from the same first weights as ours, by the loop of its train.py, or one assembled likewise.
 
     FUSED adds what train.py's flags offer for speed: torch's fused AdamW, and torch.compile if the way is compiled.
     """
@@ -187,51 +185,13 @@ class Timm:
         self.model: Callable[[Tensor], Tensor] = torch.compile(self.plain) if way.compiled else self.plain
         self.done = 0
         self.optimizer.zero_grad()
-
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self.half is None else torch.autocast(self.device.type, self.half)
-
-    def train_one(self, batch: Batch) -> float:
-        return self.train([batch])
-
-    def _loader(self, batches: list[Batch]) -> PrefetchLoader:
-        data = self.config.DATA
-        mean, std = (tuple(per_channel(v, data.IMAGE_CHANNELS)) for v in (data.IMAGENET_MEAN, data.IMAGENET_STD))
-        pairs: Any = [(batch.images, batch.labels) for batch in batches]
-        return PrefetchLoader(pairs, mean, std, data.IMAGE_CHANNELS, self.device)
-
-    def train(self, batches: list[Batch]) -> float:
-        """Train one pass over the batches and return the mean loss; it is read at every update, as in timm's loop."""
-        losses, weights = timm.utils.AverageMeter(), self.plain.parameters
-        for images, targets in self._loader(batches):
-            with self.autocast():
-                loss = self.criterion(self.model(images), targets)
-            if self.scaler is not None:
-                self.scaler(loss, self.optimizer, clip_grad=self.clip, parameters=weights())
-            else:
-                loss.backward()
-                timm.utils.dispatch_clip_grad(weights(), self.clip)
-                self.optimizer.step()
-            losses.update(loss.item(), len(images))
-            self.done += 1
-            self.optimizer.zero_grad()
-            self.ema.update(self.plain, step=self.done)
-            self.schedule.step_update(self.done, metric=losses.avg)
-        return losses.avg
-
-
-class TimmTrain(Timm):
-    """timm's training by the loop of its train.py."""
-
-    def __init__(self, way: Way, config: Config, device: torch.device) -> None:
-        super().__init__(way, config, device)
-        assert way.train_py is not None
-        script = read_train_py(way.train_py)
-        self._loop = script["train_one_epoch"]
-        self._args = script["parser"].parse_args(["--clip-grad", str(self.clip), "--model-ema"])
-        vars(self._args).update(prefetcher=True, distributed=False, rank=0, local_rank=0, world_size=1)
+        self._loop, self._args, self._task = self._train_one_epoch, None, None
+        if way.train_py is not None:
+            script = read_train_py(way.train_py)
+            self._loop = script["train_one_epoch"]
+            self._args = script["parser"].parse_args(["--clip-grad", str(self.clip), "--model-ema"])
+            vars(self._args).update(prefetcher=True, distributed=False, rank=0, local_rank=0, world_size=1)
         self._takes = inspect.signature(self._loop).parameters
-        self._task: Any = None
         if "task" in self._takes:
             from timm.task import ClassificationTask
 
@@ -240,16 +200,21 @@ class TimmTrain(Timm):
             if way.compiled:
                 self._task.compile()
 
-    def step_update(self, num_updates: int, metric: float | None = None) -> None:
-        """The schedule for timm's loop, which is called for a few updates at a time and counts from 0 in each call."""
-        self.done += 1
-        self.schedule.step_update(self.done, metric=metric)
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.half is None else torch.autocast(self.device.type, self.half)
+
+    def train_one(self, batch: Batch) -> float:
+        return self.train([batch])
 
     def train(self, batches: list[Batch]) -> float:
+        """Train one pass over the batches and return the mean loss."""
+        data = self.config.DATA
+        mean, std = (tuple(per_channel(v, data.IMAGE_CHANNELS)) for v in (data.IMAGENET_MEAN, data.IMAGENET_STD))
+        pairs: Any = [(batch.images, batch.labels) for batch in batches]
         given: dict[str, Any] = {
             "epoch": 0,
             "model": self.model,
-            "loader": self._loader(batches),
+            "loader": PrefetchLoader(pairs, mean, std, data.IMAGE_CHANNELS, self.device),
             "optimizer": self.optimizer,
             "loss_fn": self.criterion,
             "args": self._args,
@@ -261,6 +226,29 @@ class TimmTrain(Timm):
             "model_ema": self.ema,
         }
         return self._loop(**{name: value for name, value in given.items() if name in self._takes})["loss"]
+
+    def step_update(self, num_updates: int, metric: float | None = None) -> None:
+        """The schedule for a loop that is called for a few updates at a time and counts from 0 in each call."""
+        self.done += 1
+        self.schedule.step_update(self.done, metric=metric)
+
+    def _train_one_epoch(self, loader: PrefetchLoader) -> dict[str, float]:
+        """As the loop of train.py, the loss is read at every update."""
+        losses, weights = timm.utils.AverageMeter(), self.plain.parameters
+        for images, targets in loader:
+            with self.autocast():
+                loss = self.criterion(self.model(images), targets)
+            if self.scaler is not None:
+                self.scaler(loss, self.optimizer, clip_grad=self.clip, parameters=weights())
+            else:
+                loss.backward()
+                timm.utils.dispatch_clip_grad(weights(), self.clip)
+                self.optimizer.step()
+            losses.update(loss.item(), len(images))
+            self.optimizer.zero_grad()
+            self.ema.update(self.plain, step=self.done + 1)
+            self.step_update(self.done, losses.avg)
+        return {"loss": losses.avg}
 
 
 def read_train_py(path: Path) -> dict[str, Any]:

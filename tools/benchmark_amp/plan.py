@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from tools.common.command_line import ToolLine, about_one_device, check_one_training
 from tools.common.tables import in_columns
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from tools.common.sessions import Worker
 
-Metrics = dict[str, Any]
-"""Metrics of one turn of one contender, as plain values; {'failed': reason} if it could not be measured."""
 MODEL = Flag("model", "name of the model (or give -cfg FILE)", "NAME")
 ROUNDS = Flag("rounds", "how often each contender is measured", "N", default=3, kind=whole(1))
 ON_CPU: dict[str, Any] = {"MODEL.NAME": "vit_tiny_patch16_224", "DATA.BATCH_SIZE": 8}
@@ -39,18 +37,6 @@ DEFAULTS = {"MODEL.NAME": "vit_base_patch16_224", "DATA.IMAGE_SIZE": 224, "DATA.
 NOT_SHOWN = ("computed_in", "compile_why")
 
 
-class Setup(NamedTuple):
-    """Checked settings and the device to measure."""
-
-    loaded: Loaded
-    config: Config
-    device: torch.device
-    on_cpu: bool
-    where: str
-    """The device's name, and the number of threads"""
-    remarks: list[str]
-
-
 @dataclass(frozen=True)
 class Plan:
     """Everything to measure."""
@@ -59,24 +45,11 @@ class Plan:
     rounds: int
     settings: dict[str, Any]
     device: str
-    """Its name and the number of threads."""
+    """Its name and the number of threads"""
     images: str
-    """Which images are measured."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Name -> why it cannot be measured here."""
     remarks: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Table:
-    """One subcommand: benchmark_amp.py NAME."""
-
-    about: str
-    """For -h; its first line is the summary."""
-    flags: tuple[Flag, ...]
-    plan: Callable[[ToolLine], Plan]
-    report: Callable[[Results], list[str]]
-    """The lines for the terminal"""
 
 
 @dataclass(frozen=True)
@@ -91,8 +64,7 @@ class Way:
 
     @property
     def name(self) -> str:
-        parts = (self.kind, "compiled" * self.compiled, self.precision)
-        return ", ".join(filter(None, parts))
+        return ", ".join(filter(None, (self.kind, "compiled" * self.compiled, self.precision)))
 
 
 def set_up(
@@ -101,10 +73,9 @@ def set_up(
     on_gpu: Mapping[str, Any] | None = None,
     fixed: Mapping[str, Any] | None = None,
     reads_data: bool = False,
-) -> Setup:
-    """Settings of the command line, completed by a table's own defaults, and their device, which is prepared.
-
-    A model that cannot be built is refused.
+) -> tuple[Loaded, torch.device, str, list[str]]:
+    """Settings of the command line, completed by a table's own defaults; their device, which is prepared, its name
+    and number of threads; and remarks. A model that cannot be built is refused.
 
     `on_cpu`, `on_gpu`: defaults for keys that the user did not set. `fixed`: settings that the table always uses.
     `reads_data`: whether the table can measure a data set of the user.
@@ -122,8 +93,7 @@ def set_up(
     from utils.distributed.world import ALONE
 
     given: dict[str, Any] = {key: (value, "benchmark_amp.py") for key, value in (fixed or {}).items()}
-    if "model" in line.given:
-        given["MODEL.NAME"] = line.asked.model, "-model"
+    given |= {"MODEL.NAME": (line.asked.model, "-model")} if "model" in line.given else {}
     loaded = line.load(given, resolved=False)
     device = pick_device(loaded.config.DEVICE, ALONE)
     defaults = on_cpu if device.type == "cpu" else on_gpu or {}
@@ -131,29 +101,28 @@ def set_up(
         defaults = {**defaults, "AMP.DTYPE": "bf16"}
     defaults = {key: value for key, value in defaults.items() if loaded.is_default(key)}
     if defaults:
-        own = {key: (value, "benchmark_amp.py") for key, value in defaults.items()}
-        loaded = line.load({**given, **own}, resolved=False)
+        given |= {key: (value, "benchmark_amp.py") for key, value in defaults.items()}
+        loaded = line.load(given, resolved=False)
     check_one_training(loaded, "benchmark_amp.py")
     remarks = [*loaded.notes, *about_one_device(loaded)]
     if defaults and device.type == "cpu":
-        remarks.append(
-            f"on a CPU, defaults are small: {', '.join(f'{key} {value}' for key, value in defaults.items())}"
-        )
+        small = ", ".join(f"{key} {value}" for key, value in defaults.items())
+        remarks.append(f"on a CPU, defaults are small: {small}")
     config = loaded.config
     build_without_weights(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
     where = describe_devices(device, ALONE, set_up_device(config, device, ALONE))
-    return Setup(loaded, config, device, device.type == "cpu", where, remarks)
+    return loaded, device, where, remarks
 
 
-def users_data(setup: Setup) -> tuple[Config | None, str]:
+def users_data(loaded: Loaded) -> tuple[Config | None, str]:
     """The settings with the data set that the user named, checked, or None; and which images are measured."""
-    config = setup.config
-    if setup.loaded.is_default("DATA.DATASET"):
+    config = loaded.config
+    if loaded.is_default("DATA.DATASET"):
         if config.DATA.DATA_PATH is None:
             return None, ON_THE_DEVICE
         from engine.preflight import with_data_set
 
-        config = with_data_set(setup.loaded).config
+        config = with_data_set(loaded).config
     from datasets import check_dataset, source_of
 
     check_dataset(config.DATA, int(config.MODEL.NUM_CLASSES))
@@ -176,7 +145,7 @@ class Results(dict[str, Any]):
     """Contents of a -json file; `measure` in command.py lists the fields."""
 
     @property
-    def turns(self) -> dict[str, list[Metrics]]:
+    def turns(self) -> dict[str, list[dict[str, Any]]]:
         """Name of a contender -> its turns."""
         return self["turns"]
 

@@ -17,8 +17,17 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from datasets.base import Encoded, Samples
-from datasets.damage import failure_of
-from datasets.decoding import EMPTY, JPEG_START, TOO_LARGE, UNKNOWN_FORMAT, damage_of, decoder_of_jpeg, header_of
+from datasets.damage import Failure, failure_or
+from datasets.decoding import (
+    EMPTY,
+    JPEG_START,
+    TOO_LARGE,
+    UNKNOWN_FORMAT,
+    Header,
+    damage_of,
+    decoder_of_jpeg,
+    header_of,
+)
 from datasets.exclude import line_of, name_prefix
 from datasets.labels import images_of_classes
 from datasets.loading.workers import LoadingProcesses
@@ -170,10 +179,7 @@ class Scan(NamedTuple):
     reason: str
     digest: bytes
     """Equal for images of equal bytes; b'' where they cannot be read"""
-    mode: str
-    """How the colours are stored; '' where the model takes them so, or where it is unknown"""
-    size: tuple[int, int]
-    """Width and height; (0, 0) where unknown"""
+    header: Header
     damage: str = ""
     """The decoder's warning about an image that it could read all the same"""
     thumbnail: bytes = b""
@@ -239,25 +245,22 @@ class _Scanner(Dataset[Any]):
         return [self._scan(index) for index in indices]
 
     def _scan(self, index: int) -> Scan:
-        read: list[Encoded] = []
+        def decode() -> Encoded:
+            read = self.samples.read(index)
+            self.pixels(read, self.out)
+            return read
 
-        def decode() -> None:
-            read[:] = [self.samples.read(index)]
-            self.pixels(read[0], self.out)
-
-        failure = failure_of(decode)
-        encoded = read[0] if read else None
-        if failure is not None:
-            problem = next((kind for kind, reason in KINDS.items() if reason in failure.reason), failure.kind)
-            return Scan(problem, failure.reason, b"", "", (0, 0))
-        assert encoded is not None
-        mode, size, damage = "", encoded.shape[1::-1] if isinstance(encoded, np.ndarray) else (0, 0), ""
-        if not isinstance(encoded, np.ndarray):
+        encoded, damage = failure_or(decode), ""
+        if isinstance(encoded, Failure):
+            problem = next((kind for kind, reason in KINDS.items() if reason in encoded.reason), encoded.kind)
+            return Scan(problem, encoded.reason, b"", Header("", (0, 0)))
+        if isinstance(encoded, np.ndarray):
+            header = Header("", encoded.shape[1::-1])
+        else:
             header = header_of(encoded, self.channels)
-            mode, size = header.mode, header.size
             damage = damage_of(encoded) if self.by_simplejpeg and encoded.startswith(JPEG_START) else ""
         digest = hashlib.blake2b(bytes(encoded), digest_size=16).digest()
-        return Scan("", "", digest, mode, size, damage, self.out.numpy().tobytes())
+        return Scan("", "", digest, header, damage, self.out.numpy().tobytes())
 
 
 class Found(NamedTuple):
@@ -346,10 +349,10 @@ def find_problems(splits: list[Split], num_classes: int, image_size: int) -> Fin
             if np.ndim(label) == 0 and not 0 <= label < num_classes:
                 about = f"label {label}; MODEL.NUM_CLASSES {num_classes} allows 0 to {num_classes - 1}"
                 findings.defects[LABELS].append(image.found(about))
-            if scan.mode:
-                findings.notes[MODES].append(image.found(scan.mode))
-            if scan.size != (0, 0) and min(scan.size) < image_size:
-                findings.notes[SMALL].append(image.found(f"{scan.size[0]} x {scan.size[1]}"))
+            if mode := scan.header.mode:
+                findings.notes[MODES].append(image.found(mode))
+            if 0 < min(size := scan.header.size) < image_size:
+                findings.notes[SMALL].append(image.found(f"{size[0]} x {size[1]}"))
             if scan.digest:
                 copies.setdefault(scan.digest, []).append(image)
     for images in copies.values():
@@ -374,11 +377,10 @@ def _counts(splits: list[Split], num_classes: int) -> dict[str, dict[str, int]]:
     titles = [name if times[name] == 1 else f"{name} (label {label})" for label, name in enumerate(names)]
     counts = {split.title: dict.fromkeys(titles, 0) for split in splits}
     for split in splits:
-        if several:
-            of_class = images_of_classes(split.samples.labels, len(names)).tolist()
-            counts[split.title] = dict(zip(titles, of_class, strict=True))
-            continue
-        for label, count in zip(*np.unique(split.samples.labels, return_counts=True), strict=True):
+        labels = split.samples.labels
+        each = np.unique(labels, return_counts=True)
+        found = enumerate(images_of_classes(labels, len(names))) if several else zip(*each, strict=True)
+        for label, count in found:
             counts[split.title][titles[label] if 0 <= label < len(names) else f"label {label}"] = int(count)
     return counts
 
@@ -412,7 +414,7 @@ def _add_near(findings: Findings, splits: list[Split]) -> None:
         return
     images = list(by_digest.values())
     pixels = np.frombuffer(b"".join(one.split.scans[one.number].thumbnail for one in images), dtype=np.uint8)
-    sides = np.array([min(one.split.scans[one.number].size) for one in images])
+    sides = np.array([min(one.split.scans[one.number].header.size) for one in images])
     thumbnails = Thumbnails(pixels.reshape(len(images), -1, SIDE, SIDE), sides)
     for index in np.flatnonzero(thumbnails.flat).tolist():
         findings.notes[FLAT_IMAGES].append(images[index].found("of one colour, as the model sees it"))
@@ -493,12 +495,12 @@ def as_json(findings: Findings) -> dict[str, Any]:
     """Content of the -json file."""
 
     def listed(kinds: dict[str, list[Any]]) -> dict[str, Any]:
-        return {kind.replace(" ", "_").lower(): [in_json(one) for one in found] for kind, found in kinds.items()}
+        return {kind.replace(" ", "_").lower(): [*map(in_json, found)] for kind, found in kinds.items()}
 
     def in_json(one: str | Found) -> Any:
         if isinstance(one, str):
             return one
-        return {"part": one.split, "name": one.name, "about": one.about, **({"kind": one.kind} if one.kind else {})}
+        return {"part": one.split, "name": one.name, "about": one.about} | ({"kind": one.kind} if one.kind else {})
 
     return {
         "clean": findings.clean,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.common.command_line import OVERWRITE, WEIGHTS, Tool, first_word, run_tool
+from tools.common.command_line import OVERWRITE, WEIGHTS, Tool, first_word, tool
 from tools.common.output_file import check_weights_file
 from utils.errors import UserError
 from utils.flags import Flag, Positional, whole
@@ -46,11 +46,8 @@ COMMANDS = {
 }
 
 
+@tool
 def main(argv: list[str]) -> int:
-    return run_tool(_run, argv)
-
-
-def _run(argv: list[str]) -> int:
     command = first_word(argv, NAME, __doc__, {name: tool.about or "" for name, tool in COMMANDS.items()}, "command")
     asked = COMMANDS[command].read(argv[1:]).asked
     if "out" in asked:

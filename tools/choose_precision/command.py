@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tools.common.command_line import OVERWRITE, Tool, about_one_device, above_zero, check_one_training, run_tool
+from tools.common.command_line import MODES, OVERWRITE, Tool, about_one_device, above_zero, check_one_training, tool
 from tools.common.output_file import writing
 from tools.common.tables import in_columns
 from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED, TrainingError, UserError
@@ -65,19 +65,10 @@ OWN = (
         "updates", "updates per measurement; use at least a few hundred", "N", default=300, kind=whole(FEWEST_UPDATES)
     ),
     Flag("budget_min", "time limit in minutes; measurements are cut short to fit", "M", default=10, kind=above_zero),
-    Flag(
-        "modes",
-        "precisions to compare with fp32: tf32,fp16,bf16,O2-fp16,...",
-        "A,B",
-        default_text="all that are useful on this device",
-    ),
+    MODES,
     OVERWRITE,
 )
 TOOL = Tool(f"{NAME}.py", __doc__, OWN)
-
-
-def main(argv: list[str]) -> int:
-    return run_tool(_choose, argv)
 
 
 @dataclass
@@ -202,7 +193,8 @@ def recommend(modes: list[Measured], base: Baseline, fp32_flags: str) -> dict[st
     return {"mode": chosen.name, "flags": chosen.flags, "sentence": sentence}
 
 
-def _choose(argv: list[str]) -> int:
+@tool
+def main(argv: list[str]) -> int:
     line = TOOL.read(argv)
     asked, loaded = line.asked, line.load()
     config = loaded.config
@@ -213,8 +205,9 @@ def _choose(argv: list[str]) -> int:
     # Imported after all checks: importing torch takes seconds.
     from engine.machine.device import describe_devices, pick_device, set_up_device
     from engine.preflight import check
+    from tools.choose_precision.layers import layers_of
     from tools.common.precisions import REFERENCE, is_emulated, lacks_arithmetic, modes_to_measure
-    from tools.common.sessions import silence_torchao
+    from tools.common.sessions import reason, silence_torchao
     from tools.compare.runs import Run, Terminated
     from utils.distributed.world import ALONE
 
@@ -229,15 +222,14 @@ def _choose(argv: list[str]) -> int:
     log.info("%s on %s, batch %d, %s", config.MODEL.NAME, config.DATA.DATASET, config.DATA.BATCH_SIZE, where)
     names, updates = ", ".join(["fp32 (three seeds)", *(mode.name for mode in modes)]), counted(asked.updates, "update")
     log.info("measuring %s of each, about %g minutes at most (-budget_min): %s", updates, asked.budget_min, names)
-    for name, reason in left_out.items():
-        log.info("left out: %s: %s", name, reason)
+    for name, why in left_out.items():
+        log.info("left out: %s: %s", name, why)
 
-    began = time.monotonic()
+    began, level = time.monotonic(), log.level
     folder = make_folder(config.OUTPUT, config.SAVE, NAME)
     train = config.TRAIN.model_copy(update={"MAX_UPDATES": asked.updates})
-    short = config.model_copy(
-        update={"TRAIN": train, "REPORT_FREQ": max(1, asked.updates // POINTS), "OUTPUT": None},
-    )
+    changes = {"TRAIN": train, "REPORT_FREQ": max(1, asked.updates // POINTS), "OUTPUT": None}
+    short = config.model_copy(update=changes)
 
     def run_of(mode: Mode, seed: int) -> Run:
         amp = mode.amp(config.AMP).model_copy(update={"AUTO_FP32": False})
@@ -258,7 +250,13 @@ def _choose(argv: list[str]) -> int:
         for mode, run, one in zip(modes, others, found, strict=True):
             one.flags = mode.flags(config.AMP)
             if mode.dtype and not one.failed:
-                _examine_layers(run, one)
+                log.setLevel(logging.WARNING)  # the model's lines are in the run's own log
+                try:
+                    one.layers = layers_of(run, one.scale)
+                except (MemoryError, RuntimeError, UserError) as error:
+                    one.notes.append(f"its layers could not be examined: {reason(error)}")
+                finally:
+                    log.setLevel(level)
             emulated = is_emulated(mode, device) or lacks_arithmetic(mode, device)
             slow = "emulated on this device, so its speed is meaningless" if emulated else ""
             judge(one, base, asked.updates, slow)
@@ -322,20 +320,6 @@ def _train(runs: list[Run], seconds: float, again: bool) -> dict[Path, Measured]
     return measured
 
 
-def _examine_layers(run: Run, one: Measured) -> None:
-    from tools.choose_precision.layers import layers_of
-    from tools.common.sessions import reason
-
-    level = log.level
-    log.setLevel(logging.WARNING)  # the model's lines are in the run's own log
-    try:
-        one.layers = layers_of(run, one.scale)
-    except (MemoryError, RuntimeError, UserError) as error:
-        one.notes.append(f"its layers could not be examined: {reason(error)}")
-    finally:
-        log.setLevel(level)
-
-
 def _rows(found: list[Measured], base: Baseline) -> list[list[str]]:
     """One row per mode. `loss`: largest difference from fp32's curve; `two seeds`: that of two fp32 curves."""
     noise, memory = _small(base.seed_noise(len(base.runs[0].losses))), f"{base.runs[0].peak_memory_gb:.2f} GB"
@@ -350,19 +334,11 @@ def _rows(found: list[Measured], base: Baseline) -> list[list[str]]:
         headroom = min((layer.headroom for layer in one.layers), default=math.inf)
         power = "any" if math.isinf(headroom) else f"2^{math.floor(math.log2(headroom))}"
         worst = max((layer.underflow_share for layer in one.layers), default=0.0)
-        rows.append(
-            [
-                one.name,
-                rounded(one.images_per_second),
-                "-" if one.speed is None else f"{one.speed:.2f}x",
-                f"{one.peak_memory_gb:.2f} GB",
-                f"{100 * (one.memory or 0):.0f} %",
-                _small(one.difference),
-                _small(one.noise),
-                f"{one.skipped}/{one.updates}",
-                *([_percent(worst), power] if one.layers else ["-", "-"]),
-            ]
-        )
+        speed = "-" if one.speed is None else f"{one.speed:.2f}x"
+        memory = f"{one.peak_memory_gb:.2f} GB", f"{100 * (one.memory or 0):.0f} %"
+        loss, skipped = (_small(one.difference), _small(one.noise)), f"{one.skipped}/{one.updates}"
+        of_layers = (_percent(worst), power) if one.layers else ("-", "-")
+        rows.append([one.name, rounded(one.images_per_second), speed, *memory, *loss, skipped, *of_layers])
     return rows
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,15 +91,12 @@ def examine_layers(config: Config, ready: ReadyToTrain, given: tuple[MicroBatch,
     layers = {name: Layer(name, SHORT[at.dtype]) for name, at in precisions.items()}
     modules = dict(_leaves(reference))
 
-    def examine_output(name: str) -> Any:
-        def hook(_: nn.Module, __: Any, output: Tensor) -> None:
-            if output.requires_grad:
-                output.register_hook(lambda gradient: layers[name].add(gradient, precisions[name]))
-
-        return hook
+    def examine_output(name: str, _: nn.Module, __: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: layers[name].add(gradient, precisions[name]))
 
     for name in precisions:
-        modules[name].register_forward_hook(examine_output(name))
+        modules[name].register_forward_hook(partial(examine_output, name))
     seed_all(config.SEED, "doctor")
     loss = ready.parts.criterion(reference(inputs(batch.images)), batch.labels) * share.weight
     loss.backward()
@@ -123,16 +121,13 @@ def _precisions(ready: ReadyToTrain, batch: Batch, scale: float) -> dict[str, Sc
     """Precision of the gradient at each layer's output, seen in one forward pass; layers in fp32 are left out."""
     parts, precisions = ready.parts, dict[str, Scaled]()
 
-    def recorder(name: str) -> Any:
-        def hook(module: nn.Module, _: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and output.dtype in SHORT:
-                # fp8 layers cast the gradient of their output to 8 bits, each tensor with its own scale.
-                cast = getattr(getattr(module, "config", None), "cast_config_grad_output", None)
-                precisions[name] = Scaled(output.dtype, scale) if cast is None else Scaled(cast.target_dtype, None)
+    def record(name: str, module: nn.Module, _: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.dtype in SHORT:
+            # fp8 layers cast the gradient of their output to 8 bits, each tensor with its own scale.
+            cast = getattr(getattr(module, "config", None), "cast_config_grad_output", None)
+            precisions[name] = Scaled(output.dtype, scale) if cast is None else Scaled(cast.target_dtype, None)
 
-        return hook
-
-    handles = [module.register_forward_hook(recorder(name)) for name, module in _leaves(parts.forward)]
+    handles = [module.register_forward_hook(partial(record, name)) for name, module in _leaves(parts.forward)]
     with torch.no_grad(), parts.precision.autocast():
         parts.forward(parts.inputs(batch.images[:2]))
     for handle in handles:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import textwrap
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from engine.machine.late_compiler import import_compiler_late
-from tools.common.output_file import check_output_file, describe_written_files, forget_written_files
+from tools.common.output_file import check_output_file, written
 from utils.cli import WIDTH, CommandLine, Parser, command_line
 from utils.config import Loaded, load_config
 from utils.config.keys import AUTO_BY_DATA, CLASSES, IMAGE_SIZE, PATCH_SIZE, value_of
@@ -57,6 +59,13 @@ TTA = Flag(
     choices=("flip",),
 )
 """For tools that predict."""
+MODES = Flag(
+    "modes",
+    "precisions to compare with fp32: values of -amp such as tf32,bf16,O2-fp16",
+    "A,B",
+    default_text="all that are useful on this device",
+)
+"""For tools that measure what a precision gains"""
 NO_CALIBRATION = Flag("no_calibration", "leave out the temperature that evaluate.py -calibrate fitted to the weights")
 """For tools that apply it."""
 POOL = Flag(
@@ -74,15 +83,19 @@ OVERWRITE = Flag("overwrite", "replace existing output files")
 """For tools that write a file named by the user."""
 
 
-def above_zero(text: str) -> float:
-    """For `Flag.kind`: a number above 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise ValueError("takes a number above 0")
-    return number
+def number(words: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
+    """For `Flag.kind`: a number that `fits`."""
+
+    def convert(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if fits(value := float(text)):
+                return value
+        raise ValueError(f"takes a number {words}")
+
+    return convert
+
+
+above_zero = number("above 0", lambda value: 0 < value < math.inf)
 
 
 def some_of(*known: str) -> Callable[[str], tuple[str, ...]]:
@@ -98,21 +111,23 @@ def some_of(*known: str) -> Callable[[str], tuple[str, ...]]:
     return names
 
 
+def tool(work: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
+    """For the main function of a tool: `run_tool` runs it."""
+    return partial(run_tool, work)
+
+
 def run_tool(work: Callable[[list[str]], int], argv: list[str]) -> int:
     """Run `work`; report an error as one line of text and return an exit code."""
     die_with_starting_tool()
     import_compiler_late()
     watch_standard_output()
     start_log(to_terminal=True)
-    forget_written_files()
+    written.clear()  # of another tool in this process
     try:
         return flush_after(lambda: work(argv))
-    except UserError as error:
+    except (UserError, TrainingError) as error:
         log.error("%s", error)
-        return EXIT_USAGE
-    except TrainingError as error:
-        log.error("%s", error)
-        return EXIT_FAILED
+        return EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED
     except OutputError as error:
         log.error("%s; the output is incomplete.", error)
         discard_output()
@@ -121,7 +136,8 @@ def run_tool(work: Callable[[list[str]], int], argv: list[str]) -> int:
         discard_output()
         return EXIT_DONE
     except KeyboardInterrupt:
-        log.warning("interrupted; %s", describe_written_files())
+        files = f"already written and complete: {', '.join(map(str, written))}" if written else "no result was written"
+        log.warning("interrupted; %s", files)
         return EXIT_INTERRUPTED
 
 
@@ -216,10 +232,10 @@ class ToolLine:
         """The flag that gave a setting, or 'on the command line'; '' if neither did."""
         return "on the command line" if key in self.run.words else self.run.flags.get(key, ("", ""))[1]
 
-    def file(self, name: str, *endings: str, fresh: bool = True) -> Path | None:
+    def file(self, name: str, *endings: str) -> Path | None:
         """The file given by the own flag `name`, after checking that it can be written; None without the flag.
 
-        `fresh`: an existing file is an error unless -overwrite is given.
+        Of a tool with -overwrite, an existing file is an error without that flag.
         """
         text, flag = getattr(self.asked, name), f"-{name}"
         if text is None:
@@ -228,7 +244,7 @@ class ToolLine:
         if endings and path.suffix.lower() not in endings:
             such = f"{path.stem or 'result'}{endings[0]}"
             raise UserError(f"{flag} {text}: name a file that ends in {' or '.join(endings)}, such as {such}.")
-        return check_output_file(path, flag, fresh=fresh and not getattr(self.asked, "overwrite", True))
+        return check_output_file(path, flag, fresh=not getattr(self.asked, "overwrite", True))
 
 
 def first_word(argv: Sequence[str], tool: str, about: str | None, known: Mapping[str, str], kind: str) -> str:
@@ -274,9 +290,10 @@ def check_one_training(loaded: Loaded, tool: str) -> None:
     for key, given, instead in (
         ("EVAL", config.EVAL, "leave it out, since the tool trains"),
         ("MODEL.RESUME", config.MODEL.RESUME, resume),
+        ("TRAIN.NUM_EPOCHS auto", config.TRAIN.NUM_EPOCHS == AUTO and tool != "compare.py", "give a number"),
     ):
         if given:
-            raise UserError(f"{loaded.sources[key]}: {tool} has no {key}; {instead}.")
+            raise UserError(f"{loaded.sources[key.split()[0]]}: {tool} has no {key}; {instead}.")
     world = read_world()
     if world is not None and world.size > 1:
         raise UserError(f"{tool} was started in {world.size} processes ({world.launcher}); start one process.")

@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from utils.config import Config, config_of_run
 from utils.config.keys import OF_ONE_START, settings, value_of
-from utils.config.kinds import one_line
+from utils.config.kinds import AUTO, one_line
 from utils.errors import UserError, nearest
 from utils.record.history import History, Line, is_end, is_start, last_line
 from utils.record.run_folder import read_about
@@ -155,9 +155,9 @@ def _reach(error: float, freedom: int, *levels: float) -> float:
     return sum(float(stats.t.ppf(level, freedom)) for level in levels) * error
 
 
-def variation(rows: Sequence[Metrics], key: str) -> float:
-    """Largest over smallest value of a metric among runs of the same contender."""
-    values = values_of(rows, key)
+def variation(rows: Iterable[Metrics]) -> float:
+    """Largest over smallest speed of runs of the same contender."""
+    values = values_of([*rows], "images_per_second")
     return max(values) / min(values) if values else 1.0
 
 
@@ -170,7 +170,7 @@ def times_as_fast(ours: dict[int, Metrics], theirs: dict[int, Metrics], comparis
     if not pairs:
         return None
     difference = interval([math.log(one / other) for one, other in pairs], comparisons)
-    noise = max(variation(list(rows.values()), "images_per_second") for rows in (ours, theirs))
+    noise = max(variation(rows.values()) for rows in (ours, theirs))
     low, high = (None if end is None else math.exp(end) for end in (difference.low, difference.high))
     seen = difference.seen and math.exp(abs(difference.value)) > noise
     return Difference(math.exp(difference.value), low, high, difference.runs, seen)
@@ -249,13 +249,11 @@ def _verdict(runs: ByName, name: str, against: str, comparisons: int, judged: Ju
         if metric or speed
         else f"{who}: no verdict, because {name} and {against} have no finished run with the same seed or fold"
     )
+    found = {"speed": speed, "memory": memory, "accuracy": metric}
     return {
         "mode": name,
         "against": against,
-        **{
-            key: None if each is None else asdict(each)
-            for key, each in (("speed", speed), ("memory", memory), ("accuracy", metric))
-        },
+        **{key: each and asdict(each) for key, each in found.items()},
         "text": text,
         "details": _details(speed, metric, unit(ours.values()), judged),
     }
@@ -286,14 +284,11 @@ def troubles(runs: ByName, failed: dict[str, list[str]], names: Sequence[str]) -
 def _speed_words(speed: Difference | None) -> str:
     if speed is None:
         return ""
-    if speed.low is None:
-        return f"{_times(speed.value)} in one run each"
-    return _times(speed.value) if speed.seen else f"speed within noise ({speed.value:.2f}x)"
-
-
-def _times(ratio: float) -> str:
-    shown = ratio if ratio >= 1 else 1 / ratio
-    return f"{shown:.{2 if shown < 1.5 else 1}f}x {'faster' if ratio >= 1 else 'slower'}"
+    if speed.low is not None and not speed.seen:
+        return f"speed within noise ({speed.value:.2f}x)"
+    times = max(speed.value, 1 / speed.value)
+    words = f"{times:.{2 if times < 1.5 else 1}f}x {'faster' if speed.value >= 1 else 'slower'}"
+    return words if speed.seen else f"{words} in one run each"
 
 
 def _memory_words(memory: Difference | None, rows: dict[int, Metrics]) -> str:
@@ -385,6 +380,8 @@ def fraction_done(folder: Path, epochs: int, updates: int | None) -> float:
     last = last_line(folder)
     if not last:
         return 0.0
+    if epochs == AUTO:
+        epochs = config_of_run(folder).TRAIN.NUM_EPOCHS
     whole = last["epoch"] - (last["event"] not in ("epoch", "val"))
     return min(1.0, max(whole / epochs, last.get("update", 0) / updates if updates else 0.0))
 
@@ -432,22 +429,10 @@ def _diverged(train: list[Line]) -> bool:
     return first is not None and statistics.fmean(known) > DIVERGED * first
 
 
-@dataclass(frozen=True)
-class Finished:
+class Finished(NamedTuple):
     folder: Path
     config: Config
     metrics: Metrics
-
-
-@dataclass(frozen=True)
-class Contenders:
-    """Finished runs by their settings, seeds and folds aside. The first contender is the baseline."""
-
-    runs: ByName
-    names: list[str]
-    judged: Judged
-    folders: dict[str, Path]
-    """A run of each contender"""
 
 
 def verdict_of(folders: Sequence[Path]) -> list[str]:
@@ -460,20 +445,25 @@ def verdict_of(folders: Sequence[Path]) -> list[str]:
     found = contenders_of(folders)
     if isinstance(found, str):
         return [f"No verdict: {found}"]
-    runs, (base, *others), judged = found.runs, found.names, found.judged
-    best = best_two(runs, found.names, judged) if len(others) > 1 else []
+    runs, names, judged, _ = found
+    base, *others = names
+    best = best_two(runs, names, judged) if len(others) > 1 else []
     if all(len(runs[name].keys() & runs[base].keys()) < 2 for name in others):
         pairs = [(name, base) for name in others]
         first = [] if len(best) < 2 or base in best else [(best[0], best[1])]
         pairs = sorted([*first, *pairs], key=lambda pair: set(pair) != set(best))
-        every = math.comb(len(found.names), 2)
+        every = math.comb(len(names), 2)
         return [_one_run_each(name, against, runs, judged, every) for name, against in pairs]
-    verdicts = judge(runs, found.names, judged, named=True)
+    verdicts = judge(runs, names, judged, named=True)
     return in_words(sorted(verdicts, key=lambda each: {each["mode"], each["against"]} != set(best)))
 
 
-def contenders_of(folders: Sequence[Path], judged: Judged | None = None) -> Contenders | str:
-    """The contenders among these runs, or why they cannot be compared. `judged`: None for that of their task."""
+def contenders_of(
+    folders: Sequence[Path], judged: Judged | None = None
+) -> tuple[ByName, list[str], Judged, dict[str, Path]] | str:
+    """Finished runs by their settings, seeds and folds aside; the names of these contenders, the baseline first; what
+    is judged; and the folder of a run of each. Or why they cannot be compared. `judged`: None for that of their task.
+    """
     try:
         runs = [Finished(each, config_of_run(each), metrics_of(each)) for each in folders if is_finished(each)]
     except UserError as error:
@@ -488,11 +478,10 @@ def contenders_of(folders: Sequence[Path], judged: Judged | None = None) -> Cont
     judged = judged or judged_by(None, None, [run.config for run in runs])
     rows: list[Metrics] = []
     for name, run in zip(names, runs, strict=True):
-        fold = run.config.DATA.FOLD
-        place = {"seed": run.config.SEED, **({} if fold is None else {"fold": str(fold)})}
-        rows.append({"mode": name, **place, **run.metrics})
+        fold = {} if run.config.DATA.FOLD is None else {"fold": str(run.config.DATA.FOLD)}
+        rows.append({"mode": name, "seed": run.config.SEED, **fold, **run.metrics})
     first = dict(zip(reversed(names), (run.folder for run in reversed(runs)), strict=True))
-    return Contenders(by_name(rows), list(dict.fromkeys(names)), judged, first)
+    return by_name(rows), list(dict.fromkeys(names)), judged, first
 
 
 def _names(runs: Sequence[Finished]) -> list[str]:

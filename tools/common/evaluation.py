@@ -329,14 +329,12 @@ class OneLabel(Evaluation):
 
     def as_json(self) -> dict[str, Any]:
         of_class = {"precision": self.precision, "recall": self.recall, "f1": self.f1}
-        means = {f"{name}_macro": self._macro(values) for name, values in of_class.items()}
-        means |= {f"{name}_weighted": self._weighted(values) for name, values in of_class.items()}
-        known = {metric.name: value for metric, value in self.values.items()}
         whole = len(self.support) <= MOST_IN_JSON
         found = {
             "images": self.images,
-            **known,
-            **means,
+            **{metric.name: value for metric, value in self.values.items()},
+            **{f"{name}_macro": self._macro(values) for name, values in of_class.items()},
+            **{f"{name}_weighted": self._weighted(values) for name, values in of_class.items()},
             "nll": self.nll,
             "brier": self.brier,
             "ece": self.ece,
@@ -477,10 +475,10 @@ class SeveralLabels(Evaluation):
         return plain(found)
 
 
-def with_bar(trained: Trained, dataset: ImageDataset, **how: Any) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Logits, labels and indices batch by batch, on the device, with a progress bar. `how`: of `batches_of`."""
+def with_bar(trained: Trained, dataset: ImageDataset) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Logits, labels and indices batch by batch, on the device, with a progress bar."""
     with progress_bar(len(dataset), "images") as bar:
-        for batch in batches_of(trained, dataset, **how):
+        for batch in batches_of(trained, dataset):
             yield batch
             bar.update(len(batch[1]))
 
@@ -552,13 +550,6 @@ def open_part(trained: Trained, given: CommandLine) -> tuple[Part, list[str]]:
     if not len(dataset):
         raise UserError(f"{title}: the split has no images.")
     return Part(dataset, title, _to_models(trained, dataset, title), classes), notes
-
-
-def outputs_of(trained: Trained, part: Part) -> tuple[Tensor, Tensor]:
-    """Logits and labels of all images, on the host."""
-    rows = [(logits.cpu(), part.labels(labels).cpu()) for logits, labels, _ in with_bar(trained, part.dataset)]
-    logits, labels = (torch.cat(column) for column in zip(*rows, strict=True))
-    return logits, labels
 
 
 def _to_models(trained: Trained, dataset: ImageDataset, title: str) -> Tensor | None:

@@ -11,7 +11,8 @@ from utils.errors import UserError
 from utils.record.run_folder import is_run_folder
 from vitamp.files import kind_of_path, try_to_write
 
-_written: list[Path] = []
+written: list[Path] = []
+"""Files and folders that are complete"""
 
 
 def check_output_file(path: Path, flag: str, fresh: bool = False, what: str = "file") -> Path:
@@ -76,17 +77,5 @@ def writing(path: Path, flag: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{flag} {path}: cannot be written ({error.strerror or error}).") from None
-    if path not in _written:
-        _written.append(path)
-
-
-def forget_written_files() -> None:
-    """Forget the files that another tool wrote in this process."""
-    _written.clear()
-
-
-def describe_written_files() -> str:
-    """The end of the message of an interrupted tool: which of its files are complete."""
-    if not _written:
-        return "no result was written"
-    return f"already written and complete: {', '.join(map(str, _written))}"
+    if path not in written:
+        written.append(path)

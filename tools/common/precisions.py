@@ -13,8 +13,6 @@ from utils.config import AmpConfig, Config
 from utils.errors import UserError, nearest
 from utils.precisions import AMP_WORDS, PRECISIONS, amp_settings_of
 
-FIRST_WITH_TF32 = (8, 0)
-
 
 @dataclass(frozen=True)
 class Mode:
@@ -117,7 +115,7 @@ def _why_not(mode: Mode, config: Config, device: torch.device) -> str | None:
 
 def cannot(mode: Mode, config: Config, device: torch.device) -> str | None:
     """Why this precision cannot run on this device; None if it can."""
-    if mode.tf32 and (device.type != "cuda" or torch.cuda.get_device_capability(device) < FIRST_WITH_TF32):
+    if mode.tf32 and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
         return "this device has no TF32, which needs an NVIDIA GPU of compute capability 8.0 (Ampere) or higher."
     amp = mode.amp(config.AMP)
     try:

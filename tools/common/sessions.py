@@ -84,7 +84,7 @@ class Worker:
 
     def _try(self) -> Metrics:
         started = {} if self.is_running else self.start()
-        return started if "failed" in started else self._ask(_turn)
+        return started if "failed" in started else self._ask(_call, "turn")
 
     def start(self) -> Metrics:
         """Build the session in a new process; return what that has shown."""
@@ -101,7 +101,7 @@ class Worker:
     def close(self) -> None:
         if self._pool is not None:
             with contextlib.suppress(BrokenProcessPool):
-                self._pool.submit(_close)
+                self._pool.submit(_call, "close")
             self._pool.shutdown()
             self._pool = None
 
@@ -155,12 +155,8 @@ def _start(build: Callable[[], Session]) -> Metrics:
     return _session.started()
 
 
-def _turn() -> Metrics:
-    return _session.turn()
-
-
-def _close() -> None:
-    _session.close()
+def _call(method: str) -> Any:
+    return getattr(_session, method)()
 
 
 def warmup_updates(updates: int) -> int:

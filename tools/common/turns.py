@@ -19,9 +19,9 @@ def progress_bar(total: int, unit: str, what: str | None = None) -> tqdm:
     return tqdm(total=total, unit=f" {unit}", desc=what, disable=None, leave=False, dynamic_ncols=True)
 
 
-def progress(things: Sequence[Item], unit: str, what: str | None = None) -> Iterator[Item]:
+def progress(things: Sequence[Item], unit: str) -> Iterator[Item]:
     """Iterate over `things` with a bar."""
-    with progress_bar(len(things), unit, what) as bar:
+    with progress_bar(len(things), unit) as bar:
         for thing in things:
             yield thing
             bar.update()

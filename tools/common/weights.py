@@ -73,13 +73,14 @@ def list_checkpoints(path: Path) -> int:
     """Log a table of the checkpoints in `path`."""
     folders = checkpoints_at(path)
     index = read_index(folders[0].parent)
-    best = task_of(_metrics(folder) for folder in folders).best
+    metas = [_meta(folder) for folder in folders]
+    best = task_of({} if isinstance(meta, str) else meta.get("metrics") or {} for meta in metas).best
     shown = {LOSS.words: (LOSS.name, LOSS)}
     shown |= {which.marked(best.words): (which.prefix + best.name, best) for which in SETS}
     columns = ["checkpoint", "epoch", "update", *shown, "size", "written", ""]
     rows = [
-        _row(folder, [*shown.values()], [name for name in ("last", "best") if index.get(name) == folder.name])
-        for folder in folders
+        _row(folder, meta, [*shown.values()], [name for name in ("last", "best") if index.get(name) == folder.name])
+        for folder, meta in zip(folders, metas, strict=True)
     ]
     for line in aligned([columns, *rows]):
         log.info("%s", line)
@@ -88,19 +89,19 @@ def list_checkpoints(path: Path) -> int:
     return EXIT_DONE
 
 
-def _metrics(folder: Path) -> dict[str, float | None]:
+def _meta(folder: Path) -> dict[str, Any] | str:
+    """Contents of meta.json, or why there are none."""
     try:
-        return inspect(folder).meta.get("metrics") or {}
-    except UserError:  # its row says why
-        return {}
-
-
-def _row(folder: Path, shown: Sequence[tuple[str, Metric]], marks: list[str]) -> tuple[str, ...]:
-    try:
-        meta = inspect(folder).meta
+        return inspect(folder).meta
     except UserError as error:
-        reason = str(error).removeprefix(f"{folder}: ")
-        return (folder.name, *["-"] * (2 + len(shown)), size_words(_size(folder)), "-", reason)
+        return str(error).removeprefix(f"{folder}: ")
+
+
+def _row(
+    folder: Path, meta: dict[str, Any] | str, shown: Sequence[tuple[str, Metric]], marks: list[str]
+) -> tuple[str, ...]:
+    if isinstance(meta, str):
+        return (folder.name, *["-"] * (2 + len(shown)), size_words(_size(folder)), "-", meta)
     metrics = meta.get("metrics", {})
     written = time.strftime("%Y-%m-%d %H:%M", time.localtime((folder / META).stat().st_mtime))
     epoch = f"{meta['epoch']}" if meta.get("epoch_finished") else f"in {meta['epoch']}"
@@ -223,12 +224,11 @@ def _header(source: Chosen, origin: dict[str, Any], averaged: bool = False) -> d
 
 
 def needed_by_tools(chosen: Chosen) -> dict[str, Any]:
-    """Settings that rebuild the model, for the header of a file that predict.py and other tools read."""
-    return {"settings": _public(settings_of(chosen)), "fp32_modules": fp32_modules(chosen)}
+    """Settings that rebuild the model, for the header of a file that predict.py and other tools read.
 
-
-def _public(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings of SECTIONS, without the paths of this machine."""
+    They are those of SECTIONS, without the paths of this machine.
+    """
+    settings = settings_of(chosen)
     public = {key: value for key, value in settings.items() if key.startswith(SECTIONS) and key not in PRIVATE}
     if public.get(CLASS_WEIGHTS) not in (None, BALANCED):  # a file
         del public[CLASS_WEIGHTS]
@@ -237,7 +237,7 @@ def _public(settings: dict[str, Any]) -> dict[str, Any]:
     dataset = str(public.get(DATASET))
     if dataset.startswith(HUB_PREFIX) and hub.is_path(dataset.removeprefix(HUB_PREFIX)):
         public[DATASET] = HUB_PREFIX  # without the key, the default would name another data set
-    return public
+    return {"settings": public, "fp32_modules": fp32_modules(chosen)}
 
 
 def write_weights(out: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> None:

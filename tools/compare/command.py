@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.common.command_line import Tool, above_zero, run_tool
+from tools.common.command_line import Tool, above_zero, tool
 from tools.common.comparison import (
     ByName,
     Judged,
@@ -82,11 +82,8 @@ OWN = (
 TOOL = Tool("compare.py", __doc__, OWN)
 
 
+@tool
 def main(argv: list[str]) -> int:
-    return run_tool(_compare, argv)
-
-
-def _compare(argv: list[str]) -> int:
     line = TOOL.read(argv)
     out = Path(line.asked.output).expanduser()
     if (kind := kind_of_path(out)) not in (None, "a folder"):
@@ -229,24 +226,18 @@ def table(runs: ByName, names: Sequence[str], judged: Judged, what: str = "mode"
 
 def sentences(about: dict[str, Any]) -> list[str]:
     """The verdicts, each with its details, and the problems."""
-    lines = in_words(about["verdicts"])
-    if about["runs"] and (words := no_better_than_guessing(about["runs"], judged_of(about))):
-        lines.append(words)
-    return [*lines, *about["troubles"], *about.get("data", ())]
-
-
-def no_better_than_guessing(rows: Sequence[Metrics], judged: Judged) -> str:
-    """Says so, if no contender's mean is above the share of the largest class; then the comparison tells nothing."""
+    lines, rows, judged = in_words(about["verdicts"]), about["runs"], judged_of(about)
     shares = values_of([row for row in rows if "largest_class_percent" in row], "largest_class_percent")
     means = [
         statistics.fmean(values) for of_one in by_name(rows).values() if (values := judged.values([*of_one.values()]))
     ]
-    if judged.metric is not ONE_LABEL.best or not shares or not means or max(means) > max(shares):
-        return ""
-    return (
-        f"none is better than always guessing the largest class, which has {max(shares):.1f} % of the validation "
-        "images: train longer, or judge by another -metric"
-    )
+    # Then the comparison tells nothing.
+    if judged.metric is ONE_LABEL.best and shares and means and max(means) <= max(shares):
+        lines.append(
+            f"none is better than always guessing the largest class, which has {max(shares):.1f} % of the validation "
+            "images: train longer, or judge by another -metric"
+        )
+    return [*lines, *about["troubles"], *about.get("data", ())]
 
 
 def notes(about: dict[str, Any]) -> list[str]:
@@ -261,8 +252,7 @@ def notes(about: dict[str, Any]) -> list[str]:
     ]
     if about["device"].startswith("cpu"):
         lines.append("memory: peak of the whole process, libraries and data included, because there is no GPU")
-    runs = [list(of_one.values()) for of_one in by_name(rows).values()]
-    noise = max((variation(of_one, "images_per_second") for of_one in runs), default=1.0)
+    noise = max((variation(of_one.values()) for of_one in by_name(rows).values()), default=1.0)
     if rounds > 1:
         lines.append(f"noise: the speed of runs of the same mode varied by up to {100 * (noise - 1):.0f} %")
     if 1 < rounds < 5:

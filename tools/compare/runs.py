@@ -29,7 +29,7 @@ from tools.common.turns import Budget, alternating_order, progress_bar
 from utils.cli import command_line
 from utils.config import Config, Loaded, differences, load_config, to_yaml
 from utils.config.keys import settings
-from utils.config.kinds import Fold
+from utils.config.kinds import AUTO, Fold
 from utils.config.words import suggest
 from utils.errors import UserError, nearest
 from utils.flags import BY_NAME
@@ -57,7 +57,7 @@ SET_PER_RUN = {
     "SEED": "give -seeds",
     "OUTPUT": "give -output DIR, the folder of all runs",
     "TRAIN.LAST_EPOCH": "leave it out, since every run starts at epoch 1",
-    "MAX_TIME": "interrupt with Ctrl-C instead; the same command resumes",
+    "MAX_TIME": "interrupt with Ctrl-C instead; the same command resumes; or give -epochs auto, too",
 }
 """Settings that compare.py sets for each run -> what to give instead."""
 SET_PER_FOLD = {
@@ -264,12 +264,14 @@ def make_plan(line: ToolLine, out: Path) -> Plan:
     refused = SET_PER_RUN | (SET_PER_FOLD if folds else {}) | (SET_BY_MODE if modes_text else {})
     # What varies must not be given for all runs as well: it would win, or be lost.
     refused |= {key: f"it varies ({name})" for name, values in axes.items() for value in values for key in value.keys}
-    for key, instead in refused.items():
-        if given_by := line.given_by(key):
-            raise UserError(f"{key} ({given_by}): cannot be given here; {instead}.")
     if "cfg" in axes and line.run.cfg is not None:
         raise UserError(f"-cfg {line.run.cfg}: cannot be given here; list it in -vary cfg=...")
     base = Contender(tuple(values[0] for values in axes.values())).load(line)
+    if base.config.TRAIN.NUM_EPOCHS == AUTO:
+        del refused["MAX_TIME"]  # which the epochs of each run fill
+    for key, instead in refused.items():
+        if given_by := line.given_by(key):
+            raise UserError(f"{key} ({given_by}): cannot be given here; {instead}.")
     check_one_training(base, "compare.py")
 
     from engine.machine.device import pick_device
@@ -403,14 +405,20 @@ def train_all(plan: Plan, after_each: Callable[[Trained], object]) -> Trained:
     with terminating(), progress_bar(total, "runs") as bar:
         bar.initial = len(finished)  # which took none of the time that the bar divides by
         for nth, run in enumerate(plan.runs, start=1):
+            # How long it may take: the mean of this contender's runs, or of all if it has none yet
+            known = times.get(run.contender) or [seconds for each in times.values() for seconds in each]
             if is_finished(run.folder):
                 log.info("%d of %d: %s: already finished", nth, total, run.name)
-            elif budget is not None and not budget.allows(_expected(times, run.contender)):
+            elif budget is not None and not budget.allows(sum(known) / max(len(known), 1)):
                 done.left_out.append(run.name)
                 continue
             else:
                 began = time.monotonic()
-                why = train_run(run, partial(_show, bar, nth, run.name), many=plan.many)
+                show = partial(_show, bar, nth, run.name)
+                why = train_run(run, show, many=plan.many)
+                if why is None and run.config.TRAIN.NUM_EPOCHS == AUTO and not is_finished(run.folder):
+                    log.warning("%s was slower than it had planned; beyond MAX_TIME, it trains what is left", run.name)
+                    why = train_run(run, show, many=plan.many)
                 if why is None and not is_finished(run.folder):
                     why = "exit code 0, but it did not finish"
                 seconds = time.monotonic() - began
@@ -425,12 +433,6 @@ def train_all(plan: Plan, after_each: Callable[[Trained], object]) -> Trained:
             after_each(done)
     after_each(done)
     return done
-
-
-def _expected(times: dict[str, list[float]], contender: str) -> float:
-    """Mean duration of this contender, or of all if it has none yet."""
-    known = times.get(contender) or [seconds for each in times.values() for seconds in each]
-    return sum(known) / len(known) if known else 0.0
 
 
 def train_run(run: Run, show: Callable[[float], None], *words: str, many: bool = False) -> str | None:
@@ -456,7 +458,13 @@ def train_run(run: Run, show: Callable[[float], None], *words: str, many: bool =
         except (KeyboardInterrupt, Terminated) as error:
             _forward(process, signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
             raise
-        return f"exit code {code}: {_last_error(output)}" if code else None
+        if not code:
+            return None
+        # The last error that the run printed, or else its last line
+        output.seek(0)
+        lines = [line.strip() for line in output.read().decode(errors="replace").splitlines() if line.strip()]
+        errors = [line.partition("error: ")[2] for line in lines if line.startswith("error: ")]
+        return f"exit code {code}: {(errors or lines or ['no output'])[-1]}"
 
 
 def _forward(process: subprocess.Popen[bytes], number: int) -> None:
@@ -468,14 +476,6 @@ def _forward(process: subprocess.Popen[bytes], number: int) -> None:
             return
         except (KeyboardInterrupt, Terminated):
             process.send_signal(signal.SIGINT)
-
-
-def _last_error(output: IO[bytes]) -> str:
-    """The last error that the run printed, or else its last line."""
-    output.seek(0)
-    lines = [line.strip() for line in output.read().decode(errors="replace").splitlines() if line.strip()]
-    errors = [line.partition("error: ")[2] for line in lines if line.startswith("error: ")]
-    return (errors or lines or ["no output"])[-1]
 
 
 def _show(bar: tqdm, nth: int, name: str, fraction: float) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.trained.model import Trained, guesses
-from tools.common.evaluation import BINS, Part, calibration, open_part, outputs_of
+from tools.common.evaluation import BINS, calibration, open_part, with_bar
 from tools.common.tables import in_columns
 from utils.cli import CommandLine
 from utils.errors import UserError
@@ -30,34 +30,13 @@ SMALLEST, LARGEST = 0.01, 100.0
 def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
     """Fit a temperature to the weights, keep it in the run if it helps on other images, and log both."""
     file = _file_for(trained)
-    data, notes = open_part(trained, given)
+    part, notes = open_part(trained, given)
     log.setLevel("INFO")
     log.info("%s: %s", path, trained.chosen.words)
     for note in notes:
         log.info("%s.", note)
-    log.info("%s", _calibrated(trained, data, file))
-
-
-def _file_for(trained: Trained) -> Path:
-    """The file to keep the temperature in. Refuses what cannot be calibrated or kept, before the images are read."""
-    place = trained.chosen.place
-    if trained.task.kind != ONE_LABEL:
-        raise UserError(
-            "-calibrate: needs one label per image. With several, each class has a threshold of its own, which belongs "
-            "to the probabilities as they are."
-        )
-    run = run_folder_of(place) if trained.chosen.checkpoint else None
-    if run is None:
-        raise UserError(f"-calibrate: {place} is not in a run's folder, where the temperature is kept; name the run.")
-    try:
-        try_to_write(run / CALIBRATION)
-    except OSError as error:
-        raise UserError(f"-calibrate: {run / CALIBRATION} cannot be written ({error.strerror}).") from None
-    return run / CALIBRATION
-
-
-def _calibrated(trained: Trained, part: Part, file: Path) -> str:
-    logits, labels = outputs_of(trained, part)
+    rows = [(logits.cpu(), part.labels(labels).cpu()) for logits, labels, _ in with_bar(trained, part.dataset)]
+    logits, labels = (torch.cat(column) for column in zip(*rows, strict=True))
     if not bool(logits.isfinite().all()):
         raise UserError("-calibrate: the model has NaN or infinite logits on these images; nothing can be fitted.")
     if len(labels) < FEWEST:
@@ -85,7 +64,7 @@ def _calibrated(trained: Trained, part: Part, file: Path) -> str:
     )
     others = [one for one in read_calibrations(chosen.place) if one.sha256 != chosen.hashes]
     write_json(file, {"temperatures": [one.model_dump() for one in (*others, *((kept,) if helps else ()))]})
-    rows = [
+    table = [
         ["", "before", "after"],
         ["calibration error", f"{before['ece']:.2f} %", f"{after['ece']:.2f} %"],
         ["NLL", f"{before['nll']:.4f}", f"{after['nll']:.4f}"],
@@ -101,13 +80,31 @@ def _calibrated(trained: Trained, part: Part, file: Path) -> str:
         trained.words(),
         f"{part.title}: {len(labels):,} images; calibration in {BINS} bins",
         "",
-        *in_columns(rows),
+        *in_columns(table),
         "",
         "After: by cross-fitting. Each half of the images is measured with the temperature fitted on the other half "
         f"({first} and {second}).",
         verdict,
     ]
-    return "\n".join(text)
+    log.info("%s", "\n".join(text))
+
+
+def _file_for(trained: Trained) -> Path:
+    """The file to keep the temperature in. Refuses what cannot be calibrated or kept, before the images are read."""
+    place = trained.chosen.place
+    if trained.task.kind != ONE_LABEL:
+        raise UserError(
+            "-calibrate: needs one label per image. With several, each class has a threshold of its own, which belongs "
+            "to the probabilities as they are."
+        )
+    run = run_folder_of(place) if trained.chosen.checkpoint else None
+    if run is None:
+        raise UserError(f"-calibrate: {place} is not in a run's folder, where the temperature is kept; name the run.")
+    try:
+        try_to_write(run / CALIBRATION)
+    except OSError as error:
+        raise UserError(f"-calibrate: {run / CALIBRATION} cannot be written ({error.strerror}).") from None
+    return run / CALIBRATION
 
 
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:

@@ -43,7 +43,7 @@ from tools.common.command_line import (
     WEIGHTS,
     Tool,
     ToolLine,
-    run_tool,
+    tool,
 )
 from tools.common.output_file import writing
 from utils.cli import CommandLine
@@ -95,40 +95,43 @@ OF_CLASSIFIER = ("calibrate", "no_calibration", "tta")
 REFUSED = ("MODEL.RESUME", "MODEL.PRETRAINED", "TRAIN.LAST_EPOCH", "MODEL.NUM_CLASSES")
 
 
+@tool
 def main(argv: list[str]) -> int:
-    return run_tool(_evaluate, argv)
-
-
-def _evaluate(argv: list[str]) -> int:
     line = TOOL.read(argv)
     asked = line.asked
     out = line.file("json", ".json")
     _check(line)
-    if asked.knn is not None or asked.probe:
-        return _features(line, out)
-    part = {"DATA.PART": (asked.part, "-part")} if asked.part else {}
-    given = replace(line.run, flags={**line.run.flags, "EVAL": (True, "evaluate.py"), **part})
-    log.setLevel("WARNING")  # building the model logs what the training has logged already
+    by_features = asked.knn is not None or asked.probe
+    # For these the training images vote, so both splits are needed.
+    part = asked.part or ("val" if by_features else None)
+    flags = {**line.run.flags, "EVAL": (True, "evaluate.py")} | ({"DATA.PART": (part, "-part")} if part else {})
+    given = replace(line.run, flags=flags)
+    if by_features:
+        found = _features(line, given)
+    else:
+        log.setLevel("WARNING")  # building the model logs what the training has logged already
 
-    from engine.trained.model import load_trained  # torch takes seconds to import; a wrong command fails at once
+        from engine.trained.model import load_trained  # torch takes seconds to import; a wrong command fails at once
 
-    calibrated = not (asked.no_calibration or asked.calibrate)
-    trained = load_trained(asked.path, asked.weights, given=given, calibrated=calibrated)
-    trained.flip = bool(asked.tta)
-    if asked.calibrate:
-        from tools.evaluate.calibrate import calibrate
+        calibrated = not (asked.no_calibration or asked.calibrate)
+        trained = load_trained(asked.path, asked.weights, given=given, calibrated=calibrated)
+        trained.flip = bool(asked.tta)
+        if asked.calibrate:
+            from tools.evaluate.calibrate import calibrate
 
-        calibrate(trained, given, asked.path)
-        return EXIT_DONE
-    _write(out, _metrics(trained, given, asked))
+            calibrate(trained, given, asked.path)
+            return EXIT_DONE
+        found = _metrics(trained, given, asked)
+    if out is not None and found is not None:
+        with writing(out, "-json"):
+            write_json(out, found)
+        log.info("All metrics: %s", out)
     return EXIT_DONE
 
 
-def _features(line: ToolLine, out: Path | None) -> int:
-    """-knn and -probe: of a run, or of weights for a model that the flags name."""
+def _features(line: ToolLine, given: CommandLine) -> dict[str, Any] | None:
+    """-knn and -probe: of a run, or of weights for a model that the flags name. None: another process has them."""
     asked, world = line.asked, read_world() or ALONE
-    part = {"DATA.PART": (asked.part or "val", "-part")}  # the training images vote, so both splits are needed
-    given = replace(line.run, flags={**line.run.flags, "EVAL": (True, "evaluate.py"), **part})
     log.setLevel("WARNING" if asked.path or not world.first else "INFO")
 
     from engine.trained.model import load_trained, pretrained
@@ -141,19 +144,9 @@ def _features(line: ToolLine, out: Path | None) -> int:
         loaded = line.load(about_classes)
         for note in loaded.notes:
             log.info("%s", note)
-        data = loaded.config.DATA.model_copy(update={"PART": part["DATA.PART"][0]})
+        data = loaded.config.DATA.model_copy(update={"PART": given.flags["DATA.PART"][0]})
         trained = pretrained(loaded.config.model_copy(update={"DATA": data}), world)
-    found = evaluate_features(trained, given, asked, world)
-    if found is not None:
-        _write(out, found)
-    return EXIT_DONE
-
-
-def _write(out: Path | None, found: dict[str, Any]) -> None:
-    if out is not None:
-        with writing(out, "-json"):
-            write_json(out, found)
-        log.info("All metrics: %s", out)
+    return evaluate_features(trained, given, asked, world)
 
 
 def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str, Any]:

@@ -194,7 +194,6 @@ KEPT = ("architecture", "fixed_input_size", "first_conv", "classifier")
 
 
 class Hub(Format):
-    name = "hub"
     flag = "-output"
 
     def __init__(self, license: str | None) -> None:
@@ -230,7 +229,7 @@ class Hub(Format):
         found |= {key: tuple(value) for key, value in found.items() if isinstance(value, list)}  # JSON has no tuples
         if wrong := [f"{key} {found[key]} instead of {value}" for key, value in wanted.items() if found[key] != value]:
             raise TrainingError(f"timm would prepare images differently: {'; '.join(wrong)}")
-        return torch.cat([model(batch) for batch in batches])
+        return torch.cat([model(batch) for batch in batches]) / export.trained.temperature
 
     def how_to_load(self, export: Export, out: Path) -> str:
         return f'timm.create_model("local-dir:{out}", pretrained=True)'

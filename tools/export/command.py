@@ -28,18 +28,18 @@ are missing or left over, apart from the classifier's; 2 anything wrong with the
 
 from __future__ import annotations
 
-import contextlib
 from argparse import Namespace
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from tools.common.command_line import NO_CALIBRATION, OVERWRITE, PART, TRUST, WEIGHTS, Tool, run_tool
+from tools.common.command_line import NO_CALIBRATION, OVERWRITE, PART, TRUST, WEIGHTS, Tool, number, tool
 from tools.common.output_file import check_output_file, check_output_folder, check_weights_file
 from tools.export import HUB_FILES
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional
 from utils.log import log
+from vitamp.metrics import ONE_LABEL
 
 ENDINGS = {"onnx": ".onnx", "torch": ".pt2", "safetensors": ".safetensors"}
 """Formats that are one file each"""
@@ -59,13 +59,6 @@ def _image_count(text: str) -> int | None:
     if not text.isdecimal() or int(text) < 1:
         raise ValueError("takes a whole number from 1 on, or all")
     return int(text)
-
-
-def _fraction(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < 1:
-            return float(text)
-    raise ValueError("takes a number between 0 and 1, such as 1e-3")
 
 
 OWN = (
@@ -96,17 +89,19 @@ OWN = (
     replace(PART, about="check on images of this split of the run's data", default_text="val"),
     Flag("check", "number of images to check on", "N|all", default=IMAGES_CHECKED, kind=_image_count),
     Flag("name", "of a .pdparams file: the timm model, if neither its name nor its sizes identify it", "NAME"),
-    Flag("tolerance", "largest difference allowed, as a fraction of the largest output", "X", kind=_fraction),
+    Flag(
+        "tolerance",
+        "largest difference allowed, as a fraction of the largest output",
+        "X",
+        kind=number("between 0 and 1, such as 1e-3", lambda value: 0 < value < 1),
+    ),
 )
 PLACES = (Positional("path", "PATH", "the model: a run, a checkpoint or weights", kind=Path),)
 TOOL = Tool("export.py", __doc__, OWN, PLACES, settings=False)
 
 
+@tool
 def main(argv: list[str]) -> int:
-    return run_tool(_export, argv)
-
-
-def _export(argv: list[str]) -> int:
     line = TOOL.read(argv)
     asked = line.asked
     if asked.path.suffix == PADDLE:
@@ -127,7 +122,6 @@ def _export(argv: list[str]) -> int:
         TOLERANCES,
         Export,
         images_for_check,
-        outputs_of,
         reference_logits,
         write_checked,
     )
@@ -137,8 +131,11 @@ def _export(argv: list[str]) -> int:
     trained = load_trained(asked.path, asked.weights, device="cpu", amp="off", calibrated=calibrated)
     calibration = trained.chosen.describe_calibration(trained.calibrated)
     log.info("%s: %s", asked.path, "; ".join(filter(None, (trained.chosen.words, calibration))))
-    if HUB in formats and (why := outputs_of(trained).no_hub):
-        raise UserError(f"-to {HUB}: {why}.")
+    if HUB in formats and trained.task.kind != ONE_LABEL:
+        raise UserError(
+            f"-to {HUB}: this model has several labels per image, but the Hub and timm's example code apply a softmax, "
+            "which fits only one label; use safetensors, whose header names the sigmoid."
+        )
     images = images_for_check(trained, asked.images, asked.check, asked.part or "val")
     if asked.with_resize:
         from tools.export.from_image import whole_images
@@ -148,8 +145,8 @@ def _export(argv: list[str]) -> int:
     expected = trained.task.probabilities(expected) if asked.with_resize else expected
     tolerance = asked.tolerance or TOLERANCES[asked.dtype]
     for name in formats:
-        export = Export(trained, images, asked.dtype, asked.with_preprocess, tolerance)
-        write_checked(kinds[name], export, expected, files[name])
+        export = Export(trained, images, asked.dtype, asked.with_preprocess)
+        write_checked(kinds[name], export, expected, files[name], tolerance)
     if HUB in formats and asked.license is None:
         log.info("  README.md has no license: add one before others use the model (-license ID)")
     return EXIT_DONE

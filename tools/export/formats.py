@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,61 +54,9 @@ WORST_SHOWN = 3
 NOISE_IMAGES = 16
 
 
-class OneLabel:
-    """How users of an exported file read its logits."""
-
-    no_hub = ""
-    """Why the Hub cannot have the model; '' if it can"""
-
-    def __init__(self, trained: Trained) -> None:
-        self.trained = trained
-        self.metadata: dict[str, Any] = {}
-        """What the file says of its outputs; nothing, since a softmax is what everyone expects"""
-
-    def clearly_other(self, expected: Tensor, found: Tensor, clear: float) -> Tensor:
-        """Rows of probabilities whose prediction differs, although it is not within `clear` of another."""
-        first, second = expected.topk(2, dim=1).values.unbind(1)
-        return (expected.argmax(1) != found.argmax(1)) & (first - second > clear)
-
-    def agreement(self, names: Sequence[str], expected: Tensor, found: Tensor, are_logits: bool) -> str:
-        """Whether the file predicts what the model does for the images of these names."""
-        other = torch.nonzero(expected.argmax(1) != found.argmax(1))[:, 0].tolist()
-        if not other:
-            return "top-1 the same on all"
-        row = other[0]
-        by_model, by_file = (self.trained.name_of(int(output[row].argmax())) for output in (expected, found))
-        return (
-            f"top-1 different on {len(other)}, where two classes are nearly equal: {names[row]} is {by_model} to the "
-            f"model, {by_file} to the exported file"
-        )
-
-
-class SeveralLabels(OneLabel):
-    no_hub = (
-        "this model has several labels per image, but the Hub and timm's example code apply a softmax, which fits only "
-        "one label; use safetensors, whose header names the sigmoid"
-    )
-
-    def __init__(self, trained: Trained) -> None:
-        super().__init__(trained)
-        self.thresholds = torch.tensor(trained.thresholds()[0], dtype=torch.float64)
-        thresholds = self.thresholds.tolist()
-        self.metadata = {"multi_label": True, "activation": "sigmoid", "class_thresholds": thresholds}
-
-    def clearly_other(self, expected: Tensor, found: Tensor, clear: float) -> Tensor:
-        other = (expected >= self.thresholds) != (found >= self.thresholds)
-        return (other & ((expected - self.thresholds).abs() > clear)).any(1)
-
-    def agreement(self, names: Sequence[str], expected: Tensor, found: Tensor, are_logits: bool) -> str:
-        both = (output.double().sigmoid() if are_logits else output.double() for output in (expected, found))
-        by_model, by_file = (output >= self.thresholds for output in both)
-        other = int((by_model != by_file).any(1).sum())
-        advice = "; apply a sigmoid to the logits" if are_logits else ""
-        return f"labels {f'different on {other}' if other else 'the same on all'}{advice}"
-
-
-def outputs_of(trained: Trained) -> OneLabel:
-    return OneLabel(trained) if trained.task.kind == ONE_LABEL else SeveralLabels(trained)
+def thresholds_of(trained: Trained) -> Tensor | None:
+    """Of each class, in probabilities of a model with several labels per image; None: the highest output decides."""
+    return None if trained.task.kind == ONE_LABEL else torch.tensor(trained.thresholds()[0], dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -218,8 +166,7 @@ def compare(trained: Trained, images: CheckImages, expected: Tensor, found: Tens
     if worst <= tolerance:  # never with NaN
         return (
             f"checked on {counted(len(found), 'image')} {images.source}: largest difference {worst:.1e} x the largest "
-            f"output ({tolerance:g} allowed), "
-            + outputs_of(trained).agreement(images.names, expected, found, images.output == LOGITS)
+            f"output ({tolerance:g} allowed), {_agreement(trained, images, expected, found)}"
         )
     # NaN counts as the largest difference.
     order = errors.nan_to_num(nan=torch.inf, posinf=torch.inf).flatten().argsort(descending=True)
@@ -237,6 +184,26 @@ def compare(trained: Trained, images: CheckImages, expected: Tensor, found: Tens
     )
 
 
+def _agreement(trained: Trained, images: CheckImages, expected: Tensor, found: Tensor) -> str:
+    """Whether the file predicts what the model does."""
+    if (thresholds := thresholds_of(trained)) is not None:
+        are_logits = images.output == LOGITS
+        both = (output.double().sigmoid() if are_logits else output.double() for output in (expected, found))
+        by_model, by_file = (output >= thresholds for output in both)
+        different = int((by_model != by_file).any(1).sum())
+        advice = "; apply a sigmoid to the logits" if are_logits else ""
+        return f"labels {f'different on {different}' if different else 'the same on all'}{advice}"
+    other = torch.nonzero(expected.argmax(1) != found.argmax(1))[:, 0].tolist()
+    if not other:
+        return "top-1 the same on all"
+    row = other[0]
+    by_model, by_file = (trained.name_of(int(output[row].argmax())) for output in (expected, found))
+    return (
+        f"top-1 different on {len(other)}, where two classes are nearly equal: {images.names[row]} is {by_model} to "
+        f"the model, {by_file} to the exported file"
+    )
+
+
 INPUT, ANY_NUMBER = "images", "batch"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 TORCH_KEYS = ("pkg.", "namespace")
@@ -249,10 +216,8 @@ FOR_TOOLS = ("choices", "metrics", "thresholds", "own_code")
 class Export:
     """A model for one file, with the options of the export."""
 
-    def __init__(
-        self, trained: Trained, images: CheckImages, dtype: str, with_preprocess: bool, tolerance: float
-    ) -> None:
-        self.trained, self.images, self.dtype, self.tolerance = trained, images, dtype, tolerance
+    def __init__(self, trained: Trained, images: CheckImages, dtype: str, with_preprocess: bool) -> None:
+        self.trained, self.images, self.dtype = trained, images, dtype
         self.with_preprocess, self.with_resize = with_preprocess, bool(images.any_size)
         model, data = trained.config.MODEL, trained.config.DATA
         self.timm_name, self.timm_arguments = timm_call(model, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
@@ -302,7 +267,9 @@ class Export:
         }
         if (kept := chosen.calibration) is not None and trained.calibrated:
             about["calibration"] = {"temperature": kept.temperature, "images": kept.images, "applied": program}
-        return about | outputs_of(trained).metadata | self.images.about
+        if (thresholds := thresholds_of(trained)) is not None:  # else a softmax, which is what everyone expects
+            about |= {"multi_label": True, "activation": "sigmoid", "class_thresholds": thresholds.tolist()}
+        return about | self.images.about
 
 
 class _Exported(nn.Module):
@@ -323,18 +290,15 @@ class _Exported(nn.Module):
 
 
 class Format:
-    name: str
     flag = "-out"
     """The flag that names the file"""
-    program = False
-    """Whether the file computes outputs itself, rather than holding only weights"""
 
     def write(self, export: Export, file: Path) -> str:
         """Write the file and return a summary of it."""
         raise NotImplementedError
 
     def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Tensor:
-        """Logits of the written file. Those of weights alone are not calibrated."""
+        """Logits of the written file, calibrated if the model is."""
         raise NotImplementedError
 
     def how_to_load(self, export: Export, out: Path) -> str:
@@ -343,12 +307,9 @@ class Format:
 
 
 class Onnx(Format):
-    name = "onnx"
-    program = True
-
     def write(self, export: Export, file: Path) -> str:
         whole = export.with_resize
-        with _torch_exporter(self.name, export):
+        with _torch_exporter("onnx", export):
             program = torch.onnx.export(
                 export.module,
                 (export.example,),
@@ -385,12 +346,9 @@ class Onnx(Format):
 
 
 class Torch(Format):
-    name = "torch"
-    program = True
-
     def write(self, export: Export, file: Path) -> str:
         batch = torch.export.Dim(ANY_NUMBER, min=1)
-        with _torch_exporter(self.name, export):
+        with _torch_exporter("torch", export):
             program = torch.export.export(export.module, (export.example,), dynamic_shapes=({0: batch},))
         for module in program.graph_module.modules():
             for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
@@ -406,8 +364,6 @@ class Torch(Format):
 
 
 class Safetensors(Format):
-    name = "safetensors"
-
     def write(self, export: Export, file: Path) -> str:
         import safetensors.torch
 
@@ -423,22 +379,22 @@ class Safetensors(Format):
 
     def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Tensor:
         module = timm.create_model(export.timm_name, **export.timm_arguments, checkpoint_path=str(file)).eval()
-        return torch.cat([module(batch) for batch in batches])
+        return torch.cat([module(batch) for batch in batches]) / export.trained.temperature
 
     def how_to_load(self, export: Export, out: Path) -> str:
         given = "".join(f"{name}={value!r}, " for name, value in export.timm_arguments.items())
         return f'timm.create_model("{export.timm_name}", {given}checkpoint_path="{out}")'
 
 
-FORMATS: dict[str, Format] = {format.name: format for format in (Onnx(), Torch(), Safetensors())}
+FORMATS: dict[str, Format] = {"onnx": Onnx(), "torch": Torch(), "safetensors": Safetensors()}
 
 
-def write_checked(kind: Format, export: Export, expected: Tensor, out: Path) -> None:
+def write_checked(kind: Format, export: Export, expected: Tensor, out: Path, tolerance: float) -> None:
     """Write `out` if its logits agree with `expected`; otherwise raise TrainingError and leave no file.
 
     It is written and checked in a temporary folder, and moved into place only if the check passes.
     """
-    trained, images = export.trained, export.images
+    images = export.images
     with writing(out, kind.flag):
         folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
         try:
@@ -447,14 +403,13 @@ def write_checked(kind: Format, export: Export, expected: Tensor, out: Path) -> 
                 bar.set_description(f"{out.name}: checking")
 
                 def batches() -> Iterator[Tensor]:
-                    for batch in images.batches(trained, export.with_preprocess):
+                    for batch in images.batches(export.trained, export.with_preprocess):
                         yield batch
                         bar.update(len(batch))
 
                 with torch.no_grad():
                     logits = kind.run(export, folder / out.name, batches())
-                    logits = logits if kind.program else logits / trained.temperature
-            agreement = compare(trained, images, expected, logits, export.tolerance)
+            agreement = compare(export.trained, images, expected, logits, tolerance)
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
             _move_into_place(folder, out)
         except TrainingError as error:

@@ -22,7 +22,7 @@ from datasets.decoding import Reader
 from datasets.given import open_given
 from datasets.registry import crop_of
 from engine.trained.model import Trained
-from tools.export.formats import IMAGE, PROBABILITIES, CheckImages, outputs_of, reference_logits, run_onnx
+from tools.export.formats import IMAGE, PROBABILITIES, CheckImages, reference_logits, run_onnx, thresholds_of
 from utils.config.data import DataConfig
 from utils.errors import TrainingError, UserError
 from utils.log import log
@@ -93,7 +93,7 @@ def whole_images(trained: Trained, images: CheckImages) -> CheckImages:
     apart = (own.short() - pixels.short()).abs()
     percent, most = 100 * float((apart > 0).double().mean()), int(apart.max())
     worst = float((wanted - given).abs().max())
-    other = outputs_of(trained).clearly_other(wanted, given, CLEAR)
+    other = clearly_other(thresholds_of(trained), wanted, given)
     if bool(other.any()):
         row = int(torch.nonzero(other)[0])
         raise TrainingError(
@@ -114,6 +114,15 @@ def whole_images(trained: Trained, images: CheckImages) -> CheckImages:
     }
     about = {"input": IMAGE, "output": PROBABILITIES, "differences": differences}
     return replace(found, any_size=sources, prepend=functools.partial(prepend, data), about=about)
+
+
+def clearly_other(thresholds: Tensor | None, expected: Tensor, found: Tensor) -> Tensor:
+    """Rows of probabilities whose prediction differs, although that is clear."""
+    if thresholds is None:
+        first, second = expected.topk(2, dim=1).values.unbind(1)
+        return (expected.argmax(1) != found.argmax(1)) & (first - second > CLEAR)
+    other = (expected >= thresholds) != (found >= thresholds)
+    return (other & ((expected - thresholds).abs() > CLEAR)).any(1)
 
 
 def _decoded(data: DataConfig, samples: Samples, index: int) -> np.ndarray:

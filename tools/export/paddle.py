@@ -14,13 +14,13 @@ import timm
 
 from engine.inputs.batches import input_of
 from models.build import build_without_weights, is_timm_name
-from models.weights.paddle_file import read_pdparams
-from models.weights.paddle_names import (
+from models.weights.paddle import (
     CLASSIFIERS,
     OF_A_CLASSIFIER,
     Converted,
     convert,
     is_transposed,
+    read_pdparams,
     sizes_of_weights,
     timm_name,
 )
@@ -67,25 +67,6 @@ def import_weights(file: Path, out: Path, name: str | None) -> int:
     named = f"timm's {target.name}" if target.name else f"a {converted.family} that has no name in timm"
     log.info("%s: %s (%s)", file, named, sizes)
     missing = [key for key in target.shapes if key not in converted.tensors]
-    if unmatched := _report_tensors(arrays, converted, target, missing):
-        log.error(
-            "%d of %d tensors do not match this model (%s): nothing was written. Choose another model with -name NAME.",
-            *(len(unmatched), len(arrays), some_of(unmatched)),
-        )
-        return EXIT_FAILED
-    if missing:
-        log.warning("The file has no classifier: -pretrained will initialise one.")
-    tensors = {key: value.contiguous() for key, value in converted.tensors.items() if key in target.shapes}
-    write_weights(out, tensors, _header(converted, target, file))
-    flags = shlex.join([str(out), *_flags(converted, target)])
-    log.info("%s: %d tensors. To use it: -pretrained %s", out, len(tensors), flags)
-    return EXIT_DONE
-
-
-def _report_tensors(
-    arrays: dict[str, np.ndarray], converted: Converted, target: Target, missing: list[str]
-) -> list[str]:
-    """Log what becomes of each tensor. Returns those that do not match the model, but for a classifier's."""
     used = [
         f"{paddle} -> {key}  {_shape(converted.tensors[key].shape)}"
         + (", transposed" if is_transposed(paddle, arrays[paddle]) else "")
@@ -110,7 +91,21 @@ def _report_tensors(
             log.info("\n".join([f"{title} ({len(lines)}):", *(f"  {line}" for line in lines)]))
     left_out = () if converted.by_rules else OF_A_CLASSIFIER
     lacking = [key for key in missing if not key.startswith(target.classifiers)]
-    return [*(paddle for paddle in unused if not paddle.startswith(left_out)), *lacking, *resized]
+    # Those that do not match the model, but for a classifier's
+    unmatched = [*(paddle for paddle in unused if not paddle.startswith(left_out)), *lacking, *resized]
+    if unmatched:
+        log.error(
+            "%d of %d tensors do not match this model (%s): nothing was written. Choose another model with -name NAME.",
+            *(len(unmatched), len(arrays), some_of(unmatched)),
+        )
+        return EXIT_FAILED
+    if missing:
+        log.warning("The file has no classifier: -pretrained will initialise one.")
+    tensors = {key: value.contiguous() for key, value in converted.tensors.items() if key in target.shapes}
+    write_weights(out, tensors, _header(converted, target, file))
+    flags = shlex.join([str(out), *_flags(converted, target)])
+    log.info("%s: %d tensors. To use it: -pretrained %s", out, len(tensors), flags)
+    return EXIT_DONE
 
 
 def _flags(converted: Converted, target: Target) -> list[str]:

@@ -89,8 +89,5 @@ def _settings(line: ToolLine, loaded: Loaded) -> dict[str, int | str | bool]:
     if kind != "keep":
         settings["background"] = one_line(background_of(data) if data.BACKGROUND == "mean" else data.BACKGROUND)
     elif odd := [key for key in ("DATA.EXIF_ROTATE", "DATA.BACKGROUND") if not loaded.is_default(key)]:
-        raise UserError(
-            f"{odd[0]} has no effect with -keep, which copies files unchanged. Leave it out here, and set it when "
-            "training."
-        )
+        raise UserError(f"{odd[0]} has no effect with -keep. Leave it out here, and set it when training.")
     return {**settings, "channels": data.IMAGE_CHANNELS, "upright": data.EXIF_ROTATE}

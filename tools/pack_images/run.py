@@ -12,12 +12,11 @@ import json
 import multiprocessing
 import shutil
 import signal
-from collections import defaultdict
 from concurrent.futures import CancelledError, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,13 +24,12 @@ from PIL import Image
 
 from datasets import check_dataset, open_dataset
 from datasets.base import Box, Encoded, Samples
-from datasets.damage import allowed, failure_of
+from datasets.damage import Failure, allowed, failure_or
 from datasets.decoding import Reader, Turned, decoding_errors, take_transparent
 from datasets.exclude import name_prefix
 from datasets.shards.hub import kind_of
-from datasets.shards.index import IMAGE_KINDS, TarWriter
+from datasets.shards.index import IMAGE_KINDS, Folder, TarWriter
 from datasets.shards.source import MADE_BY, MANIFEST, ShardSet, finish_set
-from datasets.shards.stores import Folder
 from tools.common.turns import progress_bar
 from utils.config.data import DataConfig
 from utils.errors import TrainingError, UserError
@@ -84,14 +82,6 @@ RECORDS = ".packing"
 """Folder in DST while packing is unfinished, with a record of each finished shard"""
 
 
-class Shard(NamedTuple):
-    """Tar file to write."""
-
-    split: str
-    name: str
-    indices: np.ndarray
-
-
 @dataclass
 class Record:
     """Summary of a finished shard."""
@@ -116,52 +106,46 @@ def start_process(
     _state = folder, splits, Encoder(data, settings), stop
 
 
-def make_shard(shard: Shard) -> Record:
-    """Pack a shard, or keep it if it is finished already."""
+def make_shard(name: str, indices: np.ndarray) -> Record:
+    """Pack these images into the tar file `name`, or keep it if it is finished already."""
     assert _state is not None
     folder, splits, encoder, stop = _state
-    path = folder / shard.name
+    path = folder / name
+    samples = splits[path.parent.name]
     record_path = folder / RECORDS / f"{path.parent.name}-{path.stem}.json"
     with contextlib.suppress(OSError, ValueError, TypeError):
         record = Record(**parse_json(record_path.read_bytes()))
         if path.stat().st_size == record.bytes:
             return record
-    record = Record(shard.name)
+    record = Record(name)
     try:
         with replacing(path, sync=False, one_writer=True) as unfinished:
             with contextlib.closing(TarWriter(unfinished)) as writer:
-                for number in shard.indices.tolist():
+                for number in indices.tolist():
                     if stop.is_set():  # another process has failed
                         raise CancelledError
-                    _add(number, splits[shard.split], encoder, writer, record)
+                    _add(number, samples, encoder, writer, record)
             record.bytes = unfinished.stat().st_size
             # The record comes first, so that every tar file under its final name has one.
             write_atomically(record_path, json.dumps(asdict(record)))
     except OSError as error:
         raise TrainingError(
-            f"{path} cannot be written: {error.strerror or error}. Finished tar files stay; once it can be written, "
-            "the same command resumes."
+            f"{path} cannot be written: {error.strerror or error}. Finished files stay; the same command resumes."
         ) from None
     return record
 
 
 def _add(number: int, samples: Samples, encoder: Encoder, writer: TarWriter, record: Record) -> None:
     """Add an image to a shard, or to the record of those left out."""
-    name, found = samples.name(number), list[tuple[str, bytes]]()
-
-    def encode() -> None:
-        found.append(encoder(samples.read(number), name))
-
-    problem = failure_of(encode)
-    if problem is not None and problem.kind == "storage":
-        raise TrainingError(
-            f"{name} cannot be read: {problem.reason}. The storage failed, not the image. When the storage is back, "
-            "the same command resumes."
-        )
-    if problem is not None:
-        record.left_out.append((name, problem.reason))
+    name = samples.name(number)
+    found = failure_or(lambda: encoder(samples.read(number), name))
+    if not isinstance(found, Failure):
+        writer.add(f"{number:08d}", *found, int(samples.labels[number]))
         return
-    writer.add(f"{number:08d}", *found[-1], int(samples.labels[number]))
+    if found.kind == "storage":
+        why = f"{name} cannot be read: {found.reason}."
+        raise TrainingError(f"{why} When the storage is back, the same command resumes.")
+    record.left_out.append((name, found.reason))
 
 
 SPLITS = {"train": True, "val": False}
@@ -195,42 +179,48 @@ def pack(data: DataConfig, num_classes: int, folder: Path, settings: dict[str, A
     except OSError as error:
         raise UserError(f"DST {folder} cannot be written: {error}.") from None
     limit = allowed(data.MAX_BAD, sum(map(len, splits.values())))
-    shards: list[Shard] = []
+    shards: dict[str, np.ndarray] = {}
     for split, samples in splits.items():
         order = np.arange(len(samples))
         if split == "train":  # shuffled, so that each shard has all classes
             order = np.random.Generator(np.random.Philox(key=key("pack", len(samples)))).permutation(order)
         parts = np.split(order, range(settings["shard_images"], len(order), settings["shard_images"]))
-        shards += [Shard(split, f"{split}/{number:05d}.tar", part) for number, part in enumerate(parts)]
+        shards |= {f"{split}/{number:05d}.tar": part for number, part in enumerate(parts)}
     stop = multiprocessing.Event()
     work = (folder, splits, data, settings, stop)
     pool = ProcessPoolExecutor(min(jobs or cores(), len(shards)), initializer=start_process, initargs=work)
     bad = 0
     try:
-        futures = {pool.submit(make_shard, shard): shard for shard in shards}
-        with progress_bar(sum(len(shard.indices) for shard in shards), "images", "packing") as bar:
+        futures = {pool.submit(make_shard, *shard): len(shard[1]) for shard in shards.items()}
+        with progress_bar(sum(futures.values()), "images", "packing") as bar:
             for future in as_completed(futures):
                 record = future.result()
-                bar.update(len(futures[future].indices))
+                bar.update(futures[future])
                 for name, reason in record.left_out:
                     bad += 1
                     log.warning("left out: %s: %s (%d so far; DATA.MAX_BAD allows %d)", name, reason, bad, limit)
                 if bad > limit:
                     raise TrainingError(
-                        f"{bad} images cannot be read, and DATA.MAX_BAD allows {limit}. Raise DATA.MAX_BAD and "
-                        "repeat the command, which resumes; or repair them, or exclude them with DATA.EXCLUDE, and "
-                        "pack into another folder."
+                        f"{bad} images cannot be read, and DATA.MAX_BAD allows {limit}. To resume, raise it and repeat;"
+                        " or repair them or list them in DATA.EXCLUDE, and pack into another folder."
                     )
         records = [future.result() for future in futures]
     except BrokenProcessPool:
-        raise TrainingError(
-            "A packing process was killed, probably by the out-of-memory killer. Resume with the same command and a "
-            "smaller -num_workers."
-        ) from None
+        why = "A packing process was killed, probably by the out-of-memory killer."
+        raise TrainingError(f"{why} Resume with the same command and a smaller -num_workers.") from None
     finally:
         stop.set()
         pool.shutdown(cancel_futures=True)
-    _finish(folder, records, about, splits["train"].classes)
+    names = {split: [name for name in shards if name.startswith(f"{split}/")] for split in SPLITS}
+    left_out = [f"{name}: {reason}" for record in records for name, reason in record.left_out]
+    try:
+        samples = finish_set(folder, names, {"classes": splits["train"].classes, **about, "left_out": left_out})
+    except OSError as error:
+        raise TrainingError(f"{folder}: the index cannot be written: {error}. The same command resumes.") from None
+    shutil.rmtree(folder / RECORDS)
+    size = sum(record.bytes for record in records) / 1e6
+    packed = f"{counted(samples, 'image')} in {counted(len(records), 'tar file')}, {size:,.1f} MB"
+    log.info("%s, %d left out. Train with: -dataset shards -data_path %s", packed, len(left_out), folder)
 
 
 def _identity(samples: Samples, data: DataConfig) -> dict[str, Any]:
@@ -269,23 +259,3 @@ def _is_done(folder: Path, about: dict[str, Any], data: DataConfig) -> bool:
     else:
         log.info("%s: packing resumes; finished tar files are verified and kept.", folder)
     return finished
-
-
-def _finish(folder: Path, records: list[Record], about: dict[str, Any], classes: list[str] | None) -> None:
-    names: dict[str, list[str]] = defaultdict(list)
-    for record in records:
-        names[record.name.partition("/")[0]].append(record.name)
-    left_out = [f"{name}: {reason}" for record in records for name, reason in record.left_out]
-    try:
-        samples = finish_set(folder, names, {"classes": classes, **about, "left_out": left_out})
-    except OSError as error:
-        raise TrainingError(f"{folder}: the index cannot be written: {error}. The same command resumes.") from None
-    shutil.rmtree(folder / RECORDS)
-    log.info(
-        "%s in %s, %s MB, %d left out. Train with: -dataset shards -data_path %s",
-        counted(samples, "image"),
-        counted(len(records), "tar file"),
-        f"{sum(record.bytes for record in records) / 1e6:,.1f}",
-        len(left_out),
-        folder,
-    )

@@ -39,9 +39,10 @@ from tools.common.command_line import (
     WEIGHTS,
     Tool,
     ToolLine,
-    run_tool,
+    number,
+    tool,
 )
-from tools.common.output_file import check_output_file, writing
+from tools.common.output_file import writing
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError
 from utils.flags import BY_NAME, Flag, Positional, whole
 from utils.log import log
@@ -51,13 +52,6 @@ from vitamp.pooling import POOLED
 if TYPE_CHECKING:
     from datasets import Batch
     from tools.predict.images import Guess
-
-
-def _probability(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 <= (value := float(text)) <= 1:
-            return value
-    raise ValueError("takes a number from 0 to 1, such as 0.5")
 
 
 FORMATS = ("table", "csv", "json", "jsonl")
@@ -74,7 +68,7 @@ OWN = (
         "several labels per image: predict each class whose probability is at least P",
         "P",
         default_text="each class's own threshold, from validation",
-        kind=_probability,
+        kind=number("from 0 to 1, such as 0.5", lambda value: 0 <= value <= 1),
     ),
     Flag(
         "format",
@@ -112,11 +106,8 @@ OF_CLASSES = ("topk", "threshold", "format", "out", "tta", "no_calibration")
 TOOL = Tool("predict.py", __doc__, OWN, PLACES, settings=False)
 
 
+@tool
 def main(argv: list[str]) -> int:
-    return run_tool(_predict, argv)
-
-
-def _predict(argv: list[str]) -> int:
     line = TOOL.read(argv)
     asked = line.asked
     _check(line)
@@ -149,19 +140,16 @@ def _predict(argv: list[str]) -> int:
 
     ending = asked.out.suffix.lower().removeprefix(".") if asked.out else ""
     form = FORMS[asked.format or (ending if ending in FORMATS else FORMATS[0])]
+    progress, unreadable = sys.stderr.isatty() and not (asked.out is None and sys.stdout.isatty()), list[str]()
+
+    def rows() -> Iterator[tuple[str, list[Guess] | None, str]]:
+        for path, guesses, reason in predict_images(trained, dataset, paths, results, asked, progress):
+            unreadable.extend(filter(None, [reason]))
+            yield path, guesses, reason
+
     with _opened(asked.out) as stream:
-        rows = form(stream, trained.names(), choose.most, paths)
-        progress = sys.stderr.isatty() and not (asked.out is None and sys.stdout.isatty())
-        unreadable = False
         try:
-            rows.begin()
-            for path, guesses, reason in predict_images(trained, dataset, paths, results, asked, progress):
-                unreadable |= bool(reason)
-                if reason:
-                    rows.failure(path, reason)
-                else:
-                    rows.image(path, guesses)
-            rows.end()
+            form(stream, rows(), trained.names(), choose.most, paths)
             stream.flush()
         except KeyboardInterrupt:
             if asked.out is not None:
@@ -177,8 +165,7 @@ def _check(line: ToolLine) -> None:
         if asked.part:
             raise UserError(f"-part {asked.part} predicts the images of the run's data; leave {asked.images[0]} out.")
         raise UserError("IMAGE is missing: name files or folders, or a split of the run's data with -part test.")
-    if asked.out is not None:
-        asked.out = check_output_file(asked.out, "-out", fresh=not asked.overwrite)
+    asked.out = line.file("out")
     if not asked.path.expanduser().exists():
         raise UserError(f"{asked.path}: no such run, checkpoint or file; the model comes before the images.")
     if asked.features is None:
@@ -188,10 +175,7 @@ def _check(line: ToolLine) -> None:
     asked.pool = asked.pool or POOLED
     if others := [name for name in OF_CLASSES if name in line.given]:
         raise UserError(f"-{others[0]}: does not go with -features, which writes no classes; leave it out.")
-    asked.features = check_output_file(asked.features, "-features", fresh=not asked.overwrite)
-    if asked.features.suffix.lower() != ".npz":
-        such = asked.features.with_suffix(".npz").name
-        raise UserError(f"-features {asked.features}: name a file that ends in .npz, such as {such}.")
+    asked.features = line.file("features", ".npz")
 
 
 @contextlib.contextmanager

@@ -131,18 +131,15 @@ class Chosen:
         """Of each image, the most probable class first."""
         if self._limits is None:
             labels = guesses(logits, self.most)
-            probabilities = torch.softmax(logits, dim=-1).gather(-1, labels)
-            pairs = zip(labels.tolist(), probabilities.tolist(), strict=True)
-            return [self._named(zip(*of_image, strict=True)) for of_image in pairs]
-        found = []
-        for row in logits.cpu().double().sigmoid():  # in fp64, in which validation compares them too
-            chosen = torch.nonzero(row >= self._limits)[:, 0]
-            order = chosen[row[chosen].argsort(descending=True, stable=True)][: self.most]
-            found.append(self._named(zip(order.tolist(), row[order].tolist(), strict=True)))
-        return found
-
-    def _named(self, guessed: Iterable[tuple[int, float]]) -> list[Guess]:
-        return [Guess(label, self._trained.name_of(label), value) for label, value in guessed]
+            found = [*zip(labels.cpu(), torch.softmax(logits, dim=-1).gather(-1, labels).cpu(), strict=True)]
+        else:
+            found = []
+            for row in logits.cpu().double().sigmoid():  # in fp64, in which validation compares them too
+                chosen = torch.nonzero(row >= self._limits)[:, 0]
+                order = chosen[row[chosen].argsort(descending=True, stable=True)][: self.most]
+                found.append((order, row[order]))
+        pairs = (zip(labels.tolist(), values.tolist(), strict=True) for labels, values in found)
+        return [[Guess(label, self._trained.name_of(label), value) for label, value in row] for row in pairs]
 
 
 NO_IMAGES = f"no images found (files ending in {' '.join(ENDINGS)})"
@@ -184,90 +181,53 @@ def _paths_of(word: str, skipped: SkippedFiles) -> list[str]:
 
 LONGEST_IMAGE = 60
 """Longer paths move the columns of their line"""
+Rows = Iterable[tuple[str, list[Guess] | None, str]]
+"""Path, guesses, and why the image cannot be read, which standard error says besides"""
 
 
-class Form:
-    """One output format. Unreadable images are named on standard error besides."""
-
-    def __init__(self, stream: TextIO, classes: Sequence[str], topk: int, paths: Sequence[str]) -> None:
-        """`classes` and `paths` give the widths of columns before the first row."""
-        self.stream, self.classes, self.topk, self.paths = stream, classes, min(topk, len(classes)), paths
-
-    def begin(self) -> None: ...
-
-    def image(self, path: str, best: list[Guess]) -> None: ...
-
-    def failure(self, path: str, reason: str) -> None: ...
-
-    def end(self) -> None: ...
-
-
-class Csv(Form):
+def write_csv(stream: TextIO, rows: Rows, *_: object) -> None:
     """One line per guess, or one without a class; none for an unreadable image."""
-
-    def begin(self) -> None:
-        self.writer = csv.writer(self.stream, lineterminator="\n")
-        self.writer.writerow(("image", "rank", "label", "class", "probability"))
-
-    def image(self, path: str, best: list[Guess]) -> None:
-        for rank, guess in enumerate(best, start=1):
-            self.writer.writerow((path, rank, guess.label, guess.name, f"{guess.probability:.6f}"))
-        if not best:
-            self.writer.writerow((path, "", "", "", ""))
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(("image", "rank", "label", "class", "probability"))
+    for path, best, reason in rows:
+        for rank, guess in enumerate(best or (), start=1):
+            writer.writerow((path, rank, guess.label, guess.name, f"{guess.probability:.6f}"))
+        if not best and not reason:
+            writer.writerow((path, "", "", "", ""))
 
 
-class JsonLines(Form):
+def write_jsonl(stream: TextIO, rows: Rows, *_: object) -> None:
     """One JSON object per line."""
-
-    def image(self, path: str, best: list[Guess]) -> None:
-        guesses = [{"class": one.name, "label": one.label, "probability": round(one.probability, 6)} for one in best]
-        self.write({"image": path, "guesses": guesses})
-
-    def failure(self, path: str, reason: str) -> None:
-        self.write({"image": path, "error": reason})
-
-    def write(self, row: dict[str, object]) -> None:
-        self.stream.write(_json(row) + "\n")
+    stream.writelines(f"{_json(*row)}\n" for row in rows)
 
 
-class Json(JsonLines):
+def write_json(stream: TextIO, rows: Rows, *_: object) -> None:
     """JSON list of the same objects."""
-
-    def begin(self) -> None:
-        self.stream.write("[")
-        self.separator = "\n"
-
-    def write(self, row: dict[str, object]) -> None:
-        self.stream.write(f"{self.separator}{_json(row)}")
-        self.separator = ",\n"
-
-    def end(self) -> None:
-        self.stream.write("\n]\n")
+    stream.write("[")
+    stream.writelines(f"{',' * (number > 0)}\n{_json(*row)}" for number, row in enumerate(rows))
+    stream.write("\n]\n")
 
 
-class Table(Form):
-    """One line per image."""
-
-    def begin(self) -> None:
-        self.image_width = min(LONGEST_IMAGE, max([5, *(len(shown(path)) for path in self.paths)]))
-        self.class_width = max([5, *(len(shown(name)) for name in self.classes)])
-        self._line("image", [f"{rank}" for rank in range(1, self.topk + 1)])
-
-    def image(self, path: str, best: list[Guess]) -> None:
-        cells = [f"{shown(one.name).ljust(self.class_width)} {100 * one.probability:5.1f} %" for one in best]
-        self._line(path, cells or ["-"])
-
-    def failure(self, path: str, reason: str) -> None:
-        self._line(path, [f"cannot be read: {shown(reason)}"])
-
-    def _line(self, path: str, cells: list[str]) -> None:
-        line = "  ".join([shown(path).ljust(self.image_width), *(cell.ljust(self.class_width + 8) for cell in cells)])
-        self.stream.write(f"{line.rstrip()}\n")
-
-
-FORMS: dict[str, type[Form]] = {"table": Table, "csv": Csv, "json": Json, "jsonl": JsonLines}
-
-
-def _json(row: dict[str, object]) -> str:
+def _json(path: str, best: list[Guess] | None, reason: str) -> str:
+    guesses = [{"class": one.name, "label": one.label, "probability": round(one.probability, 6)} for one in best or ()]
+    row = {"image": path, **({"error": reason} if reason else {"guesses": guesses})}
     text = json.dumps(row, ensure_ascii=False)
     return text if text.isprintable() else json.dumps(row)
+
+
+def write_table(stream: TextIO, rows: Rows, classes: Sequence[str], topk: int, paths: Sequence[str]) -> None:
+    """One line per image. `classes` and `paths` give the widths of columns before the first row."""
+    image_width = min(LONGEST_IMAGE, max([5, *(len(shown(path)) for path in paths)]))
+    class_width = max([5, *(len(shown(name)) for name in classes)])
+
+    def write_line(path: str, cells: Iterable[str]) -> None:
+        line = "  ".join([shown(path).ljust(image_width), *(cell.ljust(class_width + 8) for cell in cells)])
+        stream.write(f"{line.rstrip()}\n")
+
+    write_line("image", map(str, range(1, min(topk, len(classes)) + 1)))
+    for path, best, reason in rows:
+        cells = [f"{shown(one.name).ljust(class_width)} {100 * one.probability:5.1f} %" for one in best or ()]
+        write_line(path, [f"cannot be read: {shown(reason)}"] if reason else cells or ["-"])
+
+
+FORMS = {"table": write_table, "csv": write_csv, "json": write_json, "jsonl": write_jsonl}

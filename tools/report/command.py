@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tools.common.command_line import OVERWRITE, PART, TRUST, Tool, run_tool
+from tools.common.command_line import OVERWRITE, PART, TRUST, Tool, tool
 from utils.errors import EXIT_DONE
 from utils.flags import Flag, Positional
 from utils.log import log
@@ -29,11 +29,8 @@ OWN = (
 TOOL = Tool("report.py", __doc__, OWN, (Positional("runs", "RUN", "a run's folder", "+", Path),), settings=False)
 
 
+@tool
 def main(argv: list[str]) -> int:
-    return run_tool(_report, argv)
-
-
-def _report(argv: list[str]) -> int:
     line = TOOL.read(argv)
     asked, out = line.asked, line.file("out", ".html", ".htm")
 

@@ -62,8 +62,8 @@ def _data_and_model(config: Config) -> Iterator[Problem]:
 
 
 def _train(config: Config) -> Iterator[Problem]:
-    train, full, patch = config.TRAIN, config.DATA.IMAGE_SIZE, config.MODEL.PATCH_SIZE
-    epochs = f"TRAIN.NUM_EPOCHS {train.NUM_EPOCHS}"
+    train, full, patch = config.TRAIN.spanning(1), config.DATA.IMAGE_SIZE, config.MODEL.PATCH_SIZE
+    epochs = f"TRAIN.NUM_EPOCHS {config.TRAIN.NUM_EPOCHS}"
     if 0 < train.NUM_EPOCHS <= train.LAST_EPOCH and not config.EVAL:
         yield "TRAIN.LAST_EPOCH", f"{train.LAST_EPOCH} leaves no epoch of {epochs} to train"
     if train.CUTMIX_MINMAX is not None:
@@ -104,7 +104,8 @@ def _names(config: Config) -> Iterator[Problem]:
 
 def notes(config: Config, given: Mapping[str, str]) -> Iterator[str]:
     """Lines for the log about settings without the expected effect. `given`: keys that were set -> where."""
-    warmup, epochs = config.TRAIN.WARMUP_EPOCHS, config.TRAIN.NUM_EPOCHS
+    span = config.TRAIN.spanning(1)
+    warmup, epochs = span.WARMUP_EPOCHS, span.NUM_EPOCHS
     if warmup > epochs:  # it stays as it is: a resume may lengthen the run
         yield (
             f"TRAIN.WARMUP_EPOCHS {warmup:g} is more than TRAIN.NUM_EPOCHS {epochs}: clipped to {epochs}, so the "

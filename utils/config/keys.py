@@ -18,6 +18,7 @@ RENAMED = {"MODEL.IN_CHANNELS": "DATA.IMAGE_CHANNELS", "TRAIN.NORMALIZE_TARGET":
 OF_ONE_START = ("OUTPUT", "TRAIN.LAST_EPOCH", "MODEL.RESUME", "MAX_TIME", "PROFILE", "EVAL", "DATA.PART", "NGPUS")
 """Settings of one start, not of the run: where it was, how it was launched, and for how long."""
 DATASET, CLASSES = "DATA.DATASET", "MODEL.NUM_CLASSES"
+EPOCHS, WARMUP = "TRAIN.NUM_EPOCHS", "TRAIN.WARMUP_EPOCHS"
 IMAGE_SIZE, PATCH_SIZE = "DATA.IMAGE_SIZE", "MODEL.PATCH_SIZE"
 AUTO_BY_DATA = (CLASSES, IMAGE_SIZE, PATCH_SIZE)
 """Settings for which engine/preflight.py replaces `auto` by a number, mostly from the data."""

@@ -144,6 +144,9 @@ OwnName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$"), _in_words("a name tha
 _Auto = WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "enum": [AUTO]}]})
 _or_auto = WrapValidator(lambda value, check: AUTO if folded(value) == AUTO else check(value))
 PositiveOrAuto = Annotated[Positive, _or_auto, _Auto]
+CountOrAuto = Annotated[
+    Count, _or_auto, WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"enum": [AUTO]}]})
+]
 PositiveUnlessAuto = Annotated[
     Annotated[Positive, _Auto] | None, BeforeValidator(lambda value: None if folded(value) == AUTO else value)
 ]

@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from utils.config.checks import conflicts, notes, warnings
-from utils.config.keys import default_of, nested, settings, value_of, values_by_key
-from utils.config.kinds import OWN_SETTING, as_integer, as_names, as_yaml, one_line
+from utils.config.keys import EPOCHS, WARMUP, default_of, nested, settings, value_of, values_by_key
+from utils.config.kinds import AUTO, OWN_SETTING, as_integer, as_names, as_yaml, folded, one_line
 from utils.config.read import Entry, Layer, read_files, read_words, type_of
 from utils.config.schema import Config
 from utils.errors import UserError
@@ -21,7 +21,6 @@ from utils.record.run_folder import CONFIG, is_of_user
 from utils.text import redacted
 
 DEFAULT = "default"
-EPOCHS, WARMUP = "TRAIN.NUM_EPOCHS", "TRAIN.WARMUP_EPOCHS"
 
 
 @dataclass(frozen=True)
@@ -109,8 +108,10 @@ def load_config(
     if proportional and WARMUP not in of_run:  # a recipe's warm-up belongs to its number of epochs
         below = {EPOCHS: Entry(default_of(EPOCHS), DEFAULT), **defaults, **_merged(files)}
         before, now, warmup = as_integer(below[EPOCHS].value), config.TRAIN.NUM_EPOCHS, config.TRAIN.WARMUP_EPOCHS
-        if warmup and isinstance(before, int) and before not in (0, now):
-            part, by = round(warmup * now / before, 6), sources[EPOCHS]
+        # With auto, the warm-up is a fraction: of a run of one epoch.
+        length, of = (1 if folded(value) == AUTO else value for value in (now, before))
+        if warmup and isinstance(of, int) and of not in (0, length):
+            part, by = round(warmup * length / of, 6), sources[EPOCHS]
             config, sources = _checked({**entries, WARMUP: Entry(part, f"{by}, in proportion")}, [])
             lines.append(
                 f"{WARMUP} {part:g}: the recipe's {warmup:g} of {before} epochs, in proportion to {EPOCHS} {now} ({by})"

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from utils.config.keys import AUTO_BY_DATA, DATASET, IMAGE_SIZE, nested, settings, value_of
+from utils.config.keys import AUTO_BY_DATA, DATASET, EPOCHS, IMAGE_SIZE, WARMUP, nested, settings, value_of
 from utils.config.kinds import AUTO, folded, is_no_value
 from utils.config.read import Entry, read_files
 from utils.config.schema import Config
@@ -63,6 +63,8 @@ def resolved_by_run(given: Mapping[str, Entry], kept: Iterable[str] = ()) -> dic
     looked_up = (DATASET, *(FROM_WEIGHTS if saved.MODEL.PRETRAINED else ()))
     keys = [key for key in looked_up if key not in given or is_no_value(str(given[key].value))]
     keys += [key for key in AUTO_BY_DATA if key in given and folded(given[key].value) == AUTO]
+    if EPOCHS in given and folded(given[EPOCHS].value) == AUTO:
+        keys += (EPOCHS, WARMUP)
     keys += kept
     values = {key: value_of(saved, key) for key in keys if known}
     return {key: Entry(value, f"run in {run or folder}") for key, value in values.items() if value != AUTO}

@@ -8,9 +8,11 @@ from pydantic import Field
 
 from utils.config.fields import TRAINING, Section, excludes, only_with, overridden_by, setting
 from utils.config.kinds import (
+    AUTO,
     AboveZero,
     Betas,
     Count,
+    CountOrAuto,
     Fraction,
     FractionAboveZero,
     FractionBelowOne,
@@ -74,7 +76,11 @@ class TrainConfig(Section):
     """Length of the training, optimiser, schedule, regularisation and augmentation."""
 
     LAST_EPOCH: Count = setting(0, "Start after this epoch of the schedule; with -resume, from its checkpoint.")
-    NUM_EPOCHS: Count = setting(300, "Number of epochs; 0: the start is validated and saved.")
+    NUM_EPOCHS: CountOrAuto = setting(
+        300,
+        "Number of epochs; 0: the start is validated and saved; auto: as many as fit into MAX_TIME, of which "
+        "WARMUP_EPOCHS then is a fraction.",
+    )
     WARMUP_EPOCHS: NonNegative = setting(32, "Epochs of linear warm-up, clipped to NUM_EPOCHS; -epochs scales them.")
     WARMUP_START_LR: NonNegative = setting(1e-6, "Learning rate of the first update of the warm-up.")
     BASE_LR: NonNegative = setting(3e-3, "Learning rate after the warm-up.")
@@ -171,6 +177,13 @@ class TrainConfig(Section):
         "Teacher for distillation: a timm model, a run or checkpoint, or NAME=FILE (timm's name and the file of its "
         "weights). null: with MODEL.TYPE deit, levit, pit or xcit, PaddleViT's teacher (docs/distillation.md).",
     )
+
+    def spanning(self, epochs: int) -> TrainConfig:
+        """These settings with a number of epochs in place of NUM_EPOCHS auto."""
+        if self.NUM_EPOCHS != AUTO:
+            return self
+        warmup = round(self.WARMUP_EPOCHS * epochs, 6)
+        return self.model_copy(update={"NUM_EPOCHS": epochs, "WARMUP_EPOCHS": warmup})
 
     def size_in(self, epoch: int, full: int) -> int:
         """The size of training images in an epoch; `full` without a schedule."""

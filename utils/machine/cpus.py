@@ -1,4 +1,4 @@
-"""How many CPU cores this process may use, by affinity and control groups; Linux's words for CPUs; its freed memory.
+"""How many CPU cores this process may use, by affinity and control groups; and its freed memory.
 
 Containers and batch systems set their limits, those of memory too, through control groups (cgroups).
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import logging
 import math
 import os
@@ -17,7 +16,6 @@ from pathlib import Path
 from utils.log import warn_once
 
 MOUNTED, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-PROCESSORS = Path("/proc/cpuinfo")
 
 
 def cores() -> int:
@@ -56,37 +54,21 @@ def control_groups() -> list[Path]:
     return [folder for group in own for folder in (group, *group.parents) if folder.is_relative_to(MOUNTED)]
 
 
-@functools.cache
-def first_processor() -> dict[str, str]:
-    """The first CPU's entry in /proc/cpuinfo ("model name", "flags", ...), read once; empty on other systems.
-
-    The other CPUs of a machine have the same features.
-    """
-    try:
-        block = PROCESSORS.read_text(encoding="ascii", errors="replace").strip().partition("\n\n")[0]
-    except OSError:
-        return {}
-    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in block.splitlines())}
-
-
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-KEPT_BYTES = 2**28
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+KEPT_BYTES = 2**31 - 1
 """Freed memory that a process may keep."""
-LARGEST_BLOCK = 2**25
-"""The largest threshold that older C libraries take. Without it, they return every block from 128 KiB on."""
 
 
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory for the rest of this process; without glibc, do nothing.
 
     A decoded photograph is a large block, and so are the activations of a layer on a CPU. By default such memory goes
-    back to the system when freed, and is mapped again, page by page, for the next image or update. That takes a third
-    of the time for large images, and a few percent of an update.
+    back to the system when freed, and is mapped again, page by page, for the next image or layer. That takes a third
+    of the time for large images or an evaluation, and a few percent of an update.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "gnu_get_libc_version"):
-        if not libc.mallopt(M_MMAP_THRESHOLD, KEPT_BYTES):
-            libc.mallopt(M_MMAP_THRESHOLD, LARGEST_BLOCK)
+        libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 

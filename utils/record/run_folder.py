@@ -112,10 +112,10 @@ def describe_run(device: str, choices: dict[str, Any], tag: str | None) -> dict[
     }
 
 
-def versions() -> dict[str, str]:
-    """The versions of the main packages that are installed."""
+def versions(*packages: str) -> dict[str, str]:
+    """The versions of those of these packages that are installed; by default of the main ones."""
     installed = {}
-    for name in ("torch", "torchvision", "timm", "numpy", "pydantic"):
+    for name in packages or ("torch", "torchvision", "timm", "numpy", "pydantic"):
         with contextlib.suppress(PackageNotFoundError):
             installed[name] = version(name)
     return installed

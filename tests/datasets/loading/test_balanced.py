@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-import pytest
 import torch
 
-from datasets import EpochOrder
-from datasets.base import Batch, ImageDataset, Key
-from datasets.loading.balanced import BalancedOrder, balanced_order
+from datasets import Batch, EpochOrder
+from datasets.loading.order import BalancedOrder
 from engine.setup import training_data
 from tests.datasets.opened import CPU
 from utils.config import Config, load_config
 from utils.distributed.world import ALONE, World
-from utils.errors import UserError
 
 SIZES = (700, 200, 70, 25, 5)
 LABELS = np.random.default_rng(0).permutation(np.repeat(np.arange(5) * 2, SIZES))  # the odd labels have no images
@@ -57,19 +54,6 @@ def test_words_of_the_banner() -> None:
         "1 or 2 images of each of 2 classes per epoch, each image at most 2 times"
         in BalancedOrder(np.array([0, 0, 1])).words()
     )
-
-
-class Stream(ImageDataset):
-    def __len__(self) -> int:
-        return 8
-
-    def __getitems__(self, keys: list[Key]) -> Batch:
-        raise NotImplementedError
-
-
-def test_stream_without_labels_is_refused() -> None:
-    with pytest.raises(UserError, match=r"DATA.SAMPLER balanced: the data set far is read as a stream"):
-        balanced_order(Stream(), "far")
 
 
 def digits(**words: object) -> Config:

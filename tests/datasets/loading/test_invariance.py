@@ -5,11 +5,9 @@ The tests compare the batches that training gets: its own loader with real worke
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import io
 import itertools
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from PIL import Image
 
 from datasets import Batch
 from engine.setup import training_data
+from tests.datasets.shards.tar_files import write_tar
 from utils.config import Config, load_config
 from utils.distributed.world import World
 
@@ -52,31 +51,16 @@ def as_folders(root: Path) -> None:
     (root / "val").symlink_to("train")
 
 
-def as_csv(root: Path) -> None:
-    as_folders(root)
-    with (root / "train.csv").open("w", encoding="utf-8", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(["path", "target"])
-        table.writerows(
-            [f"train/class{number % CLASSES}/{number:03d}.jpg", number % CLASSES] for number in range(SAMPLES)
-        )
-    (root / "val.csv").symlink_to("train.csv")
-
-
 def as_shards(root: Path) -> None:
     """Seven tar files, the last of them short."""
-    (root / "train").mkdir(parents=True)
     for shard, first in enumerate(range(0, SAMPLES, 16)):
-        with tarfile.open(root / "train" / f"{shard:06d}.tar", "w") as tar:
-            for number in range(first, min(first + 16, SAMPLES)):
-                for ending, content in (("jpg", jpeg(number)), ("cls", str(number % CLASSES).encode())):
-                    member = tarfile.TarInfo(f"{number:06d}.{ending}")
-                    member.size = len(content)
-                    tar.addfile(member, io.BytesIO(content))
+        numbers = range(first, min(first + 16, SAMPLES))
+        pairs = (((f"{k:06d}.jpg", jpeg(k)), (f"{k:06d}.cls", str(k % CLASSES).encode())) for k in numbers)
+        write_tar(root / "train" / f"{shard:06d}.tar", [member for pair in pairs for member in pair])
     (root / "val").symlink_to("train")
 
 
-SOURCES: dict[str, Callable[[Path], None]] = {"imagefolder": as_folders, "csv": as_csv, "shards": as_shards}
+SOURCES: dict[str, Callable[[Path], None]] = {"imagefolder": as_folders, "shards": as_shards}
 
 
 @pytest.fixture(scope="module", params=SOURCES)

@@ -20,22 +20,10 @@ from PIL import Image
 
 from datasets import check_dataset, open_dataset
 from datasets.base import Unreadable
-from datasets.shards.index import from_bytes
+from datasets.shards.index import MOST_OPEN, Folder, from_bytes
 from datasets.shards.source import pixels_of
-from datasets.shards.stores import MOST_OPEN, Folder
 from tests.datasets.opened import CPU, of_shards, part, pixels, settings
 from tests.datasets.shards.tar_files import picture, samples, write_set, write_tar
-
-
-def test_shard_samples_equal_the_members_of_the_tar_files(tmp_path: Path) -> None:
-    data = of_shards(write_set(tmp_path))
-    check_dataset(data, 3)
-    train, val = part(data), part(data, train=False)
-    assert [len(train), len(val)] == [12, 4]
-    assert [train.read(k) for k in range(12)] == [picture(k) for k in range(12)]
-    assert [val.read(k) for k in range(4)] == [picture(k) for k in range(12, 16)]
-    assert train.labels.tolist() == [k % 3 for k in range(12)]
-    assert train.name(6) == f"{tmp_path}/train/0001.tar/0006.png"
 
 
 def test_shards_give_the_same_pixels_as_folders(tmp_path: Path) -> None:

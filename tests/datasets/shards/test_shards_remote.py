@@ -113,7 +113,7 @@ def test_password_of_a_url_reaches_no_file(tmp_path: Path, vitamp: Callable[...,
     again = ("-resume", run, "TRAIN.NUM_EPOCHS=2")
     without = vitamp(*again)
     assert without.code == 2
-    assert "is without its password, which no file of a run has. Give the whole URL: -data_path" in without.err
+    assert "is without its password. Give the whole URL: -data_path" in without.err
     assert vitamp(*again, "-data_path", url).code == 0
     files = [path for path in run.rglob("*") if path.is_file()]
     assert {"log.txt", "run.json", "config.yaml", "meta.json", "metrics.jsonl"} <= {path.name for path in files}

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 from datasets import check_dataset, open_dataset
-from datasets.base import ImageDataset
-from datasets.sources.folds import split_by_fold, split_rows, split_several_labels
-from datasets.sources.split import split
+from datasets.sources.split import split, split_by_fold, split_rows, split_several_labels
 from tests.datasets.layouts import lay_out
 from tests.datasets.opened import CPU, settings
 from tests.datasets.shards.tar_files import write_set
@@ -33,11 +31,8 @@ def test_the_split_is_stratified_and_depends_on_its_seed_alone() -> None:
     assert not np.array_equal(split(labels, 0.25, 1)[1], validation)
 
 
-def test_split_size_ignores_floating_point_noise() -> None:
+def test_every_class_keeps_an_image_for_training_and_noise_of_rounding_adds_none() -> None:
     assert len(split(np.zeros(70, dtype=np.int64), 0.1, 0)[1]) == 7
-
-
-def test_every_class_keeps_an_image_for_training() -> None:
     labels = np.array([0, 1, 1, 2, 2, 2])
     train, validation = split(labels, 0.95, 0)
     assert sorted(labels[train].tolist()) == [0, 1, 2]
@@ -55,17 +50,14 @@ def folds(labels: np.ndarray, count: int, seed: int = 0) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 10])
-def test_folds_are_disjoint_stratified_and_cover_all_samples(count: int) -> None:
+def test_folds_are_disjoint_stratified_and_depend_on_their_seed_alone(count: int) -> None:
     found = folds(LABELS, count)
     assert sorted(np.concatenate(found)) == list(range(len(LABELS)))
     sizes = [len(validation) for validation in found]
     assert max(sizes) - min(sizes) <= 1
     per_fold = np.array([np.bincount(LABELS[validation], minlength=6) for validation in found])
     assert (per_fold.max(0) - per_fold.min(0) <= 1).all()
-
-
-def test_folds_depend_on_their_seed_alone() -> None:
-    for one, same, other in zip(folds(LABELS, 5), folds(LABELS, 5), folds(LABELS, 5, seed=1), strict=True):
+    for one, same, other in zip(found, folds(LABELS, count), folds(LABELS, count, seed=1), strict=True):
         assert np.array_equal(one, same)
         assert not np.array_equal(one, other)
 
@@ -91,19 +83,13 @@ def test_each_source_without_a_split_has_folds(kind: str, tmp_path: Path) -> Non
     assert len(set(validated)) == 12
 
 
-def labels_of(dataset: ImageDataset) -> np.ndarray:
-    labels = dataset.sample_labels()
-    assert labels is not None
-    return labels
-
-
 def test_digits_have_folds_of_all_images() -> None:
     validated = []
     for number in range(1, 6):
         data = settings(DATASET="digits", FOLD=f"{number}/5", IMAGE_CHANNELS=1)
         train, validation = (open_dataset(data, part, 10, 0, CPU) for part in (True, False))
         assert len(train) + len(validation) == 1797
-        validated.append(np.bincount(labels_of(validation), minlength=10))
+        validated.append(np.bincount(validation.sample_labels(), minlength=10))
     counts = np.array(validated)
     assert counts.sum() == 1797
     assert (counts.max(0) - counts.min(0) <= 1).all()

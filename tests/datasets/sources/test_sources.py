@@ -49,6 +49,7 @@ def test_digits_are_resized_and_get_the_wanted_channels(size: int, channels: int
     assert batch.images[0].any()
     assert not batch.images[1].any()
     assert (batch.images == batch.images[:, :1]).all()
+    assert batch.images.is_contiguous()
     assert batch.labels[1] == 0
     assert batch.indices.tolist() == [3, -1, 0]
 
@@ -111,14 +112,6 @@ def test_validation_alone_needs_no_training_folder(class_tree: Path) -> None:
     assert open_dataset(data, False, 3, 0, CPU).classes == ["ant", "bee", "cat"]
     with pytest.raises(UserError, match="train"):
         check_dataset(data, 3)
-
-
-def test_list_files_are_read(listed: Path) -> None:
-    data = settings(DATA_PATH=str(listed))
-    check_dataset(data, 3)
-    train, validation = (open_dataset(data, part, 3, 0, CPU) for part in (True, False))
-    assert (len(train), len(validation), train.classes) == (12, 7, None)
-    assert validation.__getitems__(keys(4, 5, 6)).labels.tolist() == [1, 2, 0]
 
 
 def test_list_lines_may_have_spaces_tabs_and_windows_line_ends(listed: Path) -> None:

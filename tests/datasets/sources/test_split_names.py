@@ -93,7 +93,7 @@ def test_each_class_of_two_images_has_one_in_validation(kind: str, tmp_path: Pat
     rows = [(f"{label}-{k}.png", label) for label in range(5) for k in range(1 if label == 4 else 5)]
     data = settings(**lay_out(kind, tmp_path / "set", {"": rows}))
     check_dataset(data, 5)
-    assert open_dataset(data, False, 5, 0, CPU).sample_labels().tolist() == [0, 1, 2, 3]  # type: ignore[union-attr]
+    assert open_dataset(data, False, 5, 0, CPU).sample_labels().tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("kind", ["imagefolder", "parquet"])

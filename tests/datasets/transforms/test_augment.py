@@ -9,12 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
-from datasets.base import seed_sample
 from datasets.transforms.augment import image_changes
 from datasets.transforms.pixels import Pixels
 from tests.datasets.opened import settings
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
+from utils.seeding import seed_host
 
 POLICIES: dict[str, dict[str, Any]] = {
     "rand": {"RAND_AUGMENT": True},
@@ -34,7 +34,7 @@ def picture(side: int = 24, seed: int = 0) -> Image.Image:
 
 def change(data: DataConfig, seed: int, image: Image.Image | None = None, **train: Any) -> torch.Tensor:
     """One image through the training transform, with the random numbers of sample `seed`."""
-    seed_sample(0, 1, seed)
+    seed_host(0, "sample", 1, seed)
     out = torch.empty(data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE, dtype=torch.uint8)
     image = image or picture(data.IMAGE_SIZE).convert("L" if data.IMAGE_CHANNELS == 1 else "RGB")
     Pixels(data, True, TrainConfig.model_validate(train))(np.asarray(image), out)

@@ -71,10 +71,6 @@ def by_training(data: DataConfig, file: bytes) -> np.ndarray:
     return square(data, True, file).permute(1, 2, 0).numpy()
 
 
-def by_validation(data: DataConfig, file: bytes) -> np.ndarray:
-    return square(data, False, file).permute(1, 2, 0).numpy()
-
-
 def in_memory(data: DataConfig, file: bytes) -> np.ndarray:
     out = torch.empty(data.IMAGE_CHANNELS, SIDE, SIDE, dtype=torch.uint8)
     ArrayPixels(data)(file, out)
@@ -85,7 +81,7 @@ def by_packing(data: DataConfig, file: bytes) -> np.ndarray:
     return np.load(io.BytesIO(Encoder(data, {"kind": "raw", "short_side": SIDE})(file, "a.png")[1]))
 
 
-@pytest.mark.parametrize("reader", [by_training, by_validation, in_memory, by_packing])
+@pytest.mark.parametrize("reader", [by_training, in_memory, by_packing])
 @pytest.mark.parametrize("name", [*COLOURED, *GREY])
 def test_every_file_and_reader_shows_the_background(
     name: str, reader: Callable[[DataConfig, bytes], np.ndarray]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from engine.amp.low_precision import forced_modules
 from engine.amp.overflow import Blame, OverflowWatch
 from engine.measure.meters import Position, TrainMeters
-from engine.report.skips import ScaledHealth
+from engine.report.health import Health
 from engine.task.one import OneLabel
 from tests.engine.small import CPU, FP16, build
 from tests.program import Result, metrics
@@ -122,20 +122,20 @@ def blame(module: str, update: int = 1, direction: str = "forward", scale: float
     return Blame(update=update, noticed_at=update, sample_indices=(1, 2), scale=scale, **where)
 
 
-Made = Callable[..., tuple[ScaledHealth, list[Any]]]
+Made = Callable[..., tuple[Health, list[Any]]]
 
 
 @pytest.fixture
 def health(tiny: Path) -> Made:
     """That of a run whose watch found these blames; and a list of what it reports."""
 
-    def make(*found: Blame) -> tuple[ScaledHealth, list[Any]]:
+    def make(*found: Blame) -> tuple[Health, list[Any]]:
         parts, told = build(tiny, AMP__ENABLED="true", AMP__DTYPE="fp16").parts, []
         watch = OverflowWatch(0, parts.precision)
         vars(watch)["take"] = lambda: list(found)
         parts.callbacks = (watch,)
         reporter: Any = SimpleNamespace(event=lambda *_, **fields: told.append((fields["module"], fields["update"])))
-        return ScaledHealth(FP16.model_copy(update={"AUTO_FP32": True}), parts, ALONE, reporter), told
+        return Health(FP16.model_copy(update={"AUTO_FP32": True}), parts, ALONE, reporter), told
 
     return make
 

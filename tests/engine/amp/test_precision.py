@@ -47,19 +47,12 @@ def cpu(monkeypatch: pytest.MonkeyPatch):
     return of
 
 
-@pytest.mark.parametrize(
-    ("capability", "name"),
-    [
-        ((7, 0), "Volta"),
-        ((7, 5), "Turing"),
-        ((8, 0), "Ampere"),
-        ((8, 9), "Ada"),
-        ((9, 0), "Hopper"),
-        ((10, 0), "Blackwell"),
-    ],
-)
-def test_auto_is_fp16_on_gpus_with_tensor_cores(gpu, capability: tuple[int, int], name: str) -> None:
-    choice = choose(AUTO, gpu(*capability))
+GPUS = {"Volta": (7, 0), "Turing": (7, 5), "Ampere": (8, 0), "Ada": (8, 9), "Hopper": (9, 0), "Blackwell": (10, 0)}
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_auto_is_fp16_on_gpus_with_tensor_cores(gpu, name: str) -> None:
+    choice, capability = choose(AUTO, gpu(*GPUS[name])), GPUS[name]
     assert choice.dtype is torch.float16
     assert name in choice.reason
     assert f"{capability[0]}.{capability[1]}" in choice.reason

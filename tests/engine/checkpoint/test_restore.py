@@ -27,6 +27,7 @@ EMA = AVERAGE.file
 
 GLOBAL_BATCH = 32
 PER_EPOCH = 44
+BEST = Best(figure=12.5, kind="ema_acc1", update=3, epoch=1, stale=2)
 RICH = {"TRAIN__MODEL_EMA": "true", "MODEL__DROPOUT": 0.1, "AMP__ENABLED": "true"}
 
 
@@ -35,8 +36,7 @@ def save(ready: ReadyToTrain, root: Path, update: int, epoch_step: tuple[int, in
     tensors = {MODEL: parts.model.state_dict()}
     if ema := parts.callback(Ema):
         tensors[EMA] = ema.module.state_dict()
-    best = Best(12.5, "ema_acc1", 3, 1, 2)
-    state = state_of(parts, Position(*epoch_step, update), best, GLOBAL_BATCH, parts.meters.state())
+    state = state_of(parts, Position(*epoch_step, update), BEST, GLOBAL_BATCH, parts.meters.state())
     return inspect(save_checkpoint(root, update, tensors, state, made_meta(update)))
 
 
@@ -92,7 +92,7 @@ def test_resumed_training_equals_uninterrupted(tiny: Path, tmp_path: Path, words
 
     resumed = build(tiny, **words)
     position, best = restore(resumed.parts, checkpoint, PER_EPOCH)
-    assert (position, best) == (Position(1, 6, 6), Best(12.5, "ema_acc1", 3, 1, 2))
+    assert (position, best) == (Position(1, 6, 6), BEST)
     now = everything(resumed)
     assert {key for key in at_six if at_six[key] != now.get(key)} <= {"last_rate"}
     train(resumed, 5, islice(resumed.train_loader.epoch(1, start=6), 5), done=6)

@@ -101,3 +101,11 @@ def test_notice_is_logged_once_per_run(vitamp: Callable[..., Result], tiny: Path
     command = ("-cfg", tiny, "-ngpus", 2, "-dry_run")
     done = vitamp(*command, script="main_multi_gpu.py", env={"CUDA_VISIBLE_DEVICES": ""})
     assert (done.code, done.text.count("No GPU is visible")) == (0, 1), done.text
+
+
+def test_processor_is_named_by_cpuinfo_or_the_platform(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: A: B\nflags\t\t: fpu bf16\n")
+    monkeypatch.setattr(device, "PROCESSORS", tmp_path / "cpuinfo")
+    assert device.processor() == "A: B"
+    monkeypatch.setattr(device, "PROCESSORS", tmp_path / "none")
+    assert device.processor() not in ("", "A: B")

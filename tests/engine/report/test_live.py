@@ -65,7 +65,7 @@ def test_narrow_bar_drops_whole_words(monkeypatch: pytest.MonkeyPatch, width: in
     end = Position(step=44, update=44 * 90, epoch=90)
     live = Live(CONFIG, 44, Position(epoch=90))
     live.stepped(end)
-    live.reported(end, Reading(MEANS, MEANS, 1.0, 1.0, 1e-3, 0, 0, 0), Perf(1234.5, 0.0, 1.0, 1.0))
+    live.reported(Reading(MEANS, MEANS, 1.0, 1.0, 1e-3, 0, 0, 0), Perf(1234.5, 0.0, 1.0, 1.0), 0.0)
     live.validating(end)
     assert screen(terminal.getvalue())[-1].endswith(last)
     live.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,9 @@ import pytest
 from engine.amp.overflow import Blame
 from engine.measure import throughput
 from engine.measure.meters import Position, Reading, clock, seconds_of
-from engine.measure.stages import EventStages
-from engine.measure.throughput import DATA, FORWARD, Perf, Throughput
+from engine.measure.throughput import Perf, Throughput
+from engine.report.health import report_skip
 from engine.report.reporter import Reporter
-from engine.report.skips import report_skip
 from engine.task.one import Means
 from tests.engine.small import CPU
 from utils.config import Config
@@ -132,21 +130,6 @@ def test_clock_formats_seconds(seconds: float, text: str) -> None:
 @pytest.mark.parametrize(("text", "seconds"), [("01:30:00", 5400.0), ("00:00:07", 7.0), ("100:00:01", 360001.0)])
 def test_seconds_of_parses_clock(text: str, seconds: float) -> None:
     assert seconds_of(text) == seconds
-
-
-def test_log_line_has_one_number_for_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With stages it is the device's: it had no data for half its time, while the host did other work than wait."""
-    stages = EventStages()
-    made = Throughput(CPU, stages)
-    made.count(64)
-    monkeypatch.setattr(time, "perf_counter", iter([0.0, 5.0, *[10.0] * 4]).__next__)
-    stages.begin()
-    stages.mark(DATA)
-    stages.mark(FORWARD)
-    perf = made.read(waited=0.0)
-    assert perf.data_wait_percent == 50.0
-    assert perf.as_dict()["data_wait_percent"] == 50.0
-    assert "Stages: data 50% " in perf.words()
 
 
 def test_pace_covers_the_time_between_reports(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,6 @@ from engine.task.other_losses import WeightedCrossEntropy, class_weights
 from engine.update import accumulate
 from tests.engine.small import build, windows
 from utils.config import TrainConfig
-from utils.errors import UserError
 from utils.seeding import seed_all
 
 WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.7, 2.5])
@@ -181,12 +180,7 @@ def test_mixed_images_of_several_micro_batches_count_by_their_mixed_weights(
 
 
 def test_balanced_weights_make_all_classes_count_equally() -> None:
-    weights = class_weights("balanced", 6, SKEWED, "made")
+    weights = class_weights("balanced", 6, SKEWED)
     counts = np.bincount(SKEWED, minlength=6)
     assert weights[5] == 1, "a class without images"
     assert np.allclose((weights * counts)[:5], 203 / 5)
-
-
-def test_stream_without_labels_is_refused() -> None:
-    with pytest.raises(UserError, match=r"TRAIN.CLASS_WEIGHTS: the data set far is read as a stream"):
-        class_weights("balanced", 6, None, "far")

@@ -89,18 +89,6 @@ def test_threads_and_workers_follow_the_quota_which_is_logged(
     assert str(tmp_path) in said.text
 
 
-def test_processors_parses_cpuinfo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text(
-        "processor\t: 0\nmodel name\t: A: B\nflags\t\t: fpu bf16\n\nprocessor\t: 1\ncpu MHz\t\t: 99.5\n\n"
-    )
-    monkeypatch.setattr(cpus, "PROCESSORS", cpuinfo)
-    first = cpus.first_processor.__wrapped__  # not the one that was read before
-    assert first() == {"processor": "0", "model name": "A: B", "flags": "fpu bf16"}
-    monkeypatch.setattr(cpus, "PROCESSORS", tmp_path / "none")
-    assert first() == {}
-
-
 FETCHED = """
 import resource, sys
 sys.path.insert(0, {root!r})

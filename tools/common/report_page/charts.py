@@ -135,17 +135,13 @@ class Chart:
         return f"{self.title}: {'; '.join(ends)}"
 
     @cached_property
-    def _points(self) -> Points:
-        return [point for curve in self.curves for point in curve.points]
-
-    @cached_property
     def _x_range(self) -> tuple[float, float]:
-        found = [x for x, _ in self._points]
+        found = [x for curve in self.curves for x, _ in curve.points]
         return (min(0.0, *found), max(1.0, *found)) if found else (0.0, 1.0)
 
     @cached_property
     def _y_range(self) -> tuple[float, float]:
-        found = [self._scaled(y) for _, y in self._points]
+        found = [self._scaled(y) for curve in self.curves for _, y in curve.points]
         if not found:
             return 0.0, 1.0
         low, high = min(found), max(found)

@@ -39,14 +39,15 @@ def figure_of(folders: Sequence[Path], styles: Sequence[Style], judged: Judged |
     `styles`: of each run. `judged`: see `contenders_of`. None where the runs cannot be compared, or only two can.
     """
     found = contenders_of(folders, judged)
-    if isinstance(found, str) or sum(map(len, found.runs.values())) < LEAST_RUNS:
+    if isinstance(found, str) or sum(map(len, found[0].values())) < LEAST_RUNS:
         return None
-    judged, hues = found.judged, {folder: style.hue for folder, style in zip(folders, styles, strict=True)}
-    every = [metrics for runs in found.runs.values() for metrics in runs.values()]
+    by_name, names, judged, of_each = found
+    hues = {folder: style.hue for folder, style in zip(folders, styles, strict=True)}
+    every = [metrics for runs in by_name.values() for metrics in runs.values()]
     by = unit(every)
     values: dict[str, dict[str, float]] = {}  # of each contender by seed or fold, where they are known
-    for name in found.names:
-        of_runs = {f"{by} {number}": judged.of(run) for number, run in found.runs[name].items()}
+    for name in names:
+        of_runs = {f"{by} {number}": judged.of(run) for number, run in by_name[name].items()}
         if known := {which: value for which, value in of_runs.items() if value is not None}:
             values[name] = known
     if len(values) < 2:
@@ -89,7 +90,7 @@ def figure_of(folders: Sequence[Path], styles: Sequence[Style], judged: Judged |
                 "band": (place(at.low), round(place(at.high) - place(at.low), 2)) if at else None,
                 "dots": dots,
                 "best": name == best,
-                "hue": Style(hues[found.folders[name]]).css,
+                "hue": Style(hues[of_each[name]]).css,
             }
         )
     return {
@@ -129,21 +130,11 @@ def write_report(
         for run in read:
             log.info("%s: evaluating the best checkpoint on its %ss ...", run.name, IMAGE_OF[part])
             evaluations.append(evaluate(run.folder, part, judged.metric if judged else run.deciding))
-    # File names may have bytes that are not UTF-8: each is shown as a replacement character.
-    text = _page(read, verdict, evaluations, judged).encode(errors="surrogateescape").decode(errors="replace")
-    with writing(out, "-out"):
-        write_atomically(out, text)
-    return out
-
-
-def _page(
-    runs: Sequence[Run], verdict: str | None, evaluations: Sequence[dict[str, Any] | str], judged: Judged | None
-) -> str:
     here = Path(__file__).parent / "templates"
     pages = Environment(loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     pages.filters["started_as"] = started_as
     headlines = [None if isinstance(found, str) else found["headline"] for found in evaluations]
-    rows = summary(runs, judged.metric if judged else None)
+    rows = summary(read, judged.metric if judged else None)
     by_name = dict(rows)
     best = [f"best {metric.words}" for metric in ([judged.metric] if judged else [kind.best for kind in TASKS])]
     tiles = []
@@ -151,31 +142,35 @@ def _page(
         if (text := by_name.get(name, [NOTHING])[0]) != NOTHING:
             value, _, more = text.partition(" (")  # '98.61 % (epoch 29)'
             tiles.append((name, value, more.removesuffix(")")))
-    known = [run.config for run in runs if run.config is not None]
+    known = [run.config for run in read if run.config is not None]
     what = dict.fromkeys(f"{config.MODEL.NAME} on {config.DATA.DATASET}" for config in known)
-    devices = dict.fromkeys(str(run.about["device"]) for run in runs if run.about.get("device"))
-    readable = len(known) == len(runs)
-    styles = styles_of(runs)
-    return pages.get_template("page.html").render(
-        title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}",
+    devices = dict.fromkeys(str(run.about["device"]) for run in read if run.about.get("device"))
+    readable = len(known) == len(read)
+    styles = styles_of(read)
+    text = pages.get_template("page.html").render(
+        title=read[0].name if len(read) == 1 else f"{len(read)} runs: {', '.join(run.name for run in read)}",
         subtitle="; ".join([*what, *devices]),
         verdict=verdict,
-        opening=opening_of(runs[0], headlines[0] if headlines else None) if len(runs) == 1 else None,
+        opening=opening_of(read[0], headlines[0] if headlines else None) if len(read) == 1 else None,
         headlines=headlines,
-        figure=figure_of([run.folder for run in runs], styles, judged) if len(runs) > 2 else None,
-        runs=runs,
+        figure=figure_of([run.folder for run in read], styles, judged) if len(read) > 2 else None,
+        runs=read,
         styles=styles,
         tiles=tiles,
         short_rows=[(name, by_name[name]) for name in (*best, *MAIN_FIGURES) if name in by_name],
         rows=rows,
-        settings=differing_settings(runs),
+        settings=differing_settings(read),
         no_settings="None." if readable else "Unknown: the config.yaml of at least one run is missing or unreadable.",
-        charts=charts(runs),
-        amp=[_amp(run) for run in runs],
+        charts=charts(read),
+        amp=[_amp(run) for run in read],
         evaluations=evaluations,
         **SIZES,
         made=time.strftime("%Y-%m-%d %H:%M"),
     )
+    with writing(out, "-out"):
+        # File names may have bytes that are not UTF-8: each is shown as a replacement character.
+        write_atomically(out, text.encode(errors="surrogateescape").decode(errors="replace"))
+    return out
 
 
 def _amp(run: Run) -> dict[str, Any]:

@@ -204,7 +204,15 @@ def opening_of(run: Run, headline: Headline | None) -> dict[str, Any]:
     sentence about the figure, which is missing if nothing was measured.
     """
     found, learnt = headline or _validated(run), _learnt(run)
-    remarks = [*_unfinished(run, found), *(found.remarks if found else ())]
+    remarks = [*found.remarks] if found else []
+    if run.state != "finished" and not run.history.lines:
+        remarks.insert(0, "The run has no metrics yet.")
+    elif run.state != "finished":
+        epochs = f" ({run.epochs} epochs)" if run.epochs else ""
+        after = ", so this may still change." if found else "; no validation yet."
+        remarks.insert(0, f"The run has not finished{epochs}{after}")
+    elif not found:
+        remarks.append("The run ended without a validation.")
     data = _unless_damaged(read_data, run.folder, {})
     copies, images = data.get("copies") or {}, data.get("images", {}).get("validation")
     if copies.get("compared") and copies.get("found"):
@@ -257,12 +265,3 @@ def _validated(run: Run) -> Headline | None:
     if deciding is TOP1:
         guess, guessing = run.about.get("largest_class_percent"), "always guessing the largest class"
     return Headline(deciding, best.value, interval, images, "validation image", guess, guessing)
-
-
-def _unfinished(run: Run, found: Headline | None) -> list[str]:
-    if run.state == "finished":
-        return [] if found else ["The run ended without a validation."]
-    if not run.history.lines:
-        return ["The run has no metrics yet."]
-    epochs = f" ({run.epochs} epochs)" if run.epochs else ""
-    return [f"The run has not finished{epochs}" + (", so this may still change." if found else "; no validation yet.")]

@@ -34,10 +34,16 @@ ITERATIONS = 100
 """Of L-BFGS for a strength"""
 
 
-def folds_of(dataset: ImageDataset, labels: np.ndarray, data: DataConfig) -> tuple[np.ndarray, str]:
-    """The fold of each image of a training split, as DATA.FOLD and DATA.GROUP make them, and a line about it."""
+def folds_of(
+    dataset: ImageDataset, labels: np.ndarray, data: DataConfig, rows: np.ndarray | None = None
+) -> tuple[np.ndarray, str]:
+    """The fold of each image of a training split, as DATA.FOLD and DATA.GROUP make them, and a line about it.
+
+    `rows`: of these images alone, with these labels.
+    """
     samples, fold_of = dataset.single_images(), np.zeros(len(labels), dtype=np.int64)
     groups = (samples.groups if samples is not None else None) or ()
+    groups = groups if rows is None or not groups else [groups[row] for row in rows]
     for number in range(FOLDS):
         of_fold = data.model_copy(update={"FOLD": f"{number + 1}/{FOLDS}"})
         fold_of[split_rows(labels, of_fold, "val", source_of(data), groups)] = number
@@ -65,8 +71,10 @@ class Classifier(NamedTuple):
 
 def fit(
     features: np.ndarray, labels: np.ndarray, fold_of: np.ndarray, classes: int, device: torch.device
-) -> Classifier:
-    """The classifier of the strength that is best for folds. `fold_of`: the fold of each image.
+) -> tuple[Classifier, np.ndarray]:
+    """The classifier of the strength that is best for folds, and logits of all images by those of the other folds.
+
+    `fold_of`: the fold of each image.
 
     Features are standardised. Those of all folds and of all images are fitted at once, since they read the same
     features; each strength begins at the solution of the stronger one before it.
@@ -132,14 +140,15 @@ def fit(
         else:
             figure = float((guesses.argmax(1).numpy() == labels).mean())
         if best is None or figure > best[0]:
-            best, stale = (figure, strength, found[:, -classes:]), 0
+            best, stale = (figure, strength, found[:, -classes:], guesses), 0
         elif (stale := stale + 1) == STALE:
             break
     assert best is not None
-    figure, strength, found = best
+    figure, strength, found, guesses = best
     weight = found[:-1] / deviation[:, None]
     bias = found[-1] - mean @ weight
-    return Classifier(weight.T.cpu().double().contiguous(), bias.cpu().double(), strength, 100 * figure)
+    one = Classifier(weight.T.cpu().double().contiguous(), bias.cpu().double(), strength, 100 * figure)
+    return one, guesses.numpy()
 
 
 class Starting(Seeing, Protocol):
@@ -161,7 +170,7 @@ def start_at_probe(run: Run, ready: Starting) -> None:
 
     def fitted() -> Classifier:
         fold_of, words = folds_of(bank, known.labels, data)
-        found = fit(known.of(pool_of(model)), known.labels, fold_of, classes, run.device)
+        found, _ = fit(known.of(pool_of(model)), known.labels, fold_of, classes, run.device)
         by = f"{ready.task.kind.best.words} {found.figure:.2f} %"
         log.info("The new classifier is a linear probe of strength %.2g, %s in folds. %s", found.strength, by, words)
         if config.TRAIN.CLASS_WEIGHTS is not None or config.DATA.SAMPLER == "balanced":

@@ -100,16 +100,16 @@ def main(argv: list[str]) -> int:
         rounds = f"each on {plan.folds} folds, with seed {plan.seeds[0]}"
     log.info("%s: %s, %s; in %s", counted(len(plan.runs), "run"), names, rounds, out)
     try:
-        trained = train_all(plan, lambda so_far: _write(plan, so_far, out))
-        _report(_write(plan, trained, out), out)
+        trained = train_all(plan, lambda so_far: write(plan, so_far, out))
+        report(write(plan, trained, out), out)
     except (KeyboardInterrupt, Terminated) as error:
         log.warning("interrupted; finished runs are in %s, and the same command resumes", out)
         return EXIT_STOPPED if isinstance(error, Terminated) else EXIT_INTERRUPTED
     return EXIT_FAILED if trained.failed else EXIT_DONE
 
 
-def _write(plan: Plan, trained: Trained, out: Path) -> dict[str, Any]:
-    """Write compare.json with all metrics so far, and return its contents."""
+def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compare.py") -> dict[str, Any]:
+    """Write compare.json with all metrics so far, and return its contents. `script`: of the command."""
     from tools.common.comparison import is_finished, metrics_of
     from tools.compare.runs import SET_BY_MODE, SET_PER_FOLD, SET_PER_RUN
 
@@ -139,7 +139,7 @@ def _write(plan: Plan, trained: Trained, out: Path) -> dict[str, Any]:
         "seeds": list(plan.seeds),
         **({} if plan.folds is None else {"folds": plan.folds}),
         "date": time.strftime("%Y-%m-%d"),
-        "command": typed("scripts/compare.py", sys.argv[1:]),
+        "command": typed(script, sys.argv[1:]),
         "device": next((row["device"] for row in rows), plan.device),
         "versions": next((row["versions"] for row in rows), {}),
         "git": git_state(),
@@ -160,7 +160,8 @@ def _write(plan: Plan, trained: Trained, out: Path) -> dict[str, Any]:
     return about
 
 
-def _report(about: dict[str, Any], out: Path) -> None:
+def report(about: dict[str, Any], out: Path) -> None:
+    """Print the table and the verdict, and write report.html."""
     page = None
     if about["runs"]:
         from tools.common.report_page.page import write_report

@@ -91,7 +91,7 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
         kind = SeveralLabels if data.MULTI_LABEL else OneLabel
         found["probes"] = {}
         for pool in progress(pools, "poolings"):
-            one = fit(known.of(pool), known.labels, fold_of, classes, trained.precision.device)
+            one, _ = fit(known.of(pool), known.labels, fold_of, classes, trained.precision.device)
             outputs = [(one.logits(seen.of(pool)).float(), torch.from_numpy(seen.labels))]
             result, best = kind.of(of_data, outputs), of_data.task.kind.best
             value = measured(result.values[best], result.intervals[best.name])

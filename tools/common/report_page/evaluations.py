@@ -213,7 +213,7 @@ def _without_labels(trained: Trained, dataset: ImageDataset, _image: str, _decid
     shown: Shown = {}
     for name, images in zip(("hidden", "predicted", "original"), (*model.painted(originals), originals), strict=True):
         pixels = ((images - inputs.offset) / inputs.factor).round().clamp(0, 255).byte().cpu().permute(0, 2, 3, 1)
-        shown[name] = [_data_uri(Image.fromarray(one.squeeze(-1).numpy())) for one in pixels]
+        shown[name] = [data_uri(Image.fromarray(one.squeeze(-1).numpy())) for one in pixels]
     return {
         "template": "pixels.html",
         "headline": None,  # only validation measures how much of the images is explained
@@ -265,17 +265,17 @@ def _named(dataset: ImageDataset, index: int) -> Shown:
 
 
 def _pictured(dataset: ImageDataset, index: int) -> Shown:
-    return {**_named(dataset, index), "picture": _data_uri(picture_of(dataset, index))}
+    return {**_named(dataset, index), "picture": data_uri(picture_of(dataset, index))}
 
 
-def _data_uri(picture: Image.Image) -> str:
-    """Thumbnail as a data: URI."""
+def data_uri(picture: Image.Image, side: int = THUMBNAIL) -> str:
+    """Thumbnail of so many pixels as a data: URI."""
     size = max(picture.size)
-    if size > THUMBNAIL:
+    if size > side:
         picture = picture.copy()
-        picture.thumbnail((THUMBNAIL, THUMBNAIL))
-    elif size < THUMBNAIL // 2:  # so that single pixels are visible
-        factor = THUMBNAIL // size
+        picture.thumbnail((side, side))
+    elif size < side // 2:  # so that single pixels are visible
+        factor = side // size
         picture = picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
     content = io.BytesIO()
     picture.save(content, "PNG", optimize=True)

@@ -1,0 +1,137 @@
+"""Find images whose label is probably wrong, by models that did not see the image.
+
+    python scripts/check_labels.py -cfg configs/finetune.yaml -data_path /data/flowers -output labels
+    python scripts/check_labels.py -model vit_small_patch16_224 -pretrained w.pth -data_path flowers -output labels
+    python scripts/check_labels.py runs/pretrained -data_path /data/flowers -output labels
+    python scripts/check_labels.py -cfg configs/small_images.yaml -data_path /data/icons -folds 5 -output labels
+    python main_single_gpu.py -cfg configs/finetune.yaml -data_path /data/flowers DATA.RELABEL=labels/suspects.csv
+
+With weights, a linear classifier of the model's features is fitted to four of five folds of the images and asked about
+the fifth, in seconds. With -folds, or without weights, the recipe is trained once per fold, as compare.py -folds does;
+the same command continues after an interruption. Images with equal bytes, and groups (DATA.GROUP), share a fold.
+
+In -output: report.html shows the suspects; suspects.csv lists them, with a decision (keep, drop or relabel) that you
+may edit and DATA.RELABEL applies; exclude.txt lists them for DATA.EXCLUDE. No image is moved or changed.
+
+-prove trains the recipe with all labels, without the suspects, with the proposed labels, and without as many random
+images of each class, and compares them on validation images that were not searched. docs/check_labels.md explains it.
+
+Exit codes: 0 done, also with suspects; 1 a training failed; 2 an error found before; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tools.common.command_line import POOL, TRUST, Tool, above_zero, check_one_training, tool
+from tools.common.output_file import writing
+from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED, UserError
+from utils.flags import Flag, Positional, whole
+from utils.log import log
+from utils.text import counted
+from vitamp.files import kind_of_path, write_atomically
+from vitamp.pooling import POOLED, POOLS
+
+if TYPE_CHECKING:
+    from tools.check_labels.search import Found, Images, Suspect
+
+FOLDS = 5
+OWN = (
+    Flag("folds", "train the recipe on N folds, in place of fitting a classifier to features", "N", kind=whole(2)),
+    replace(
+        POOL, about=f"features: {POOL.about.rpartition(',')[0]}", default_text=f"{POOLED}, the model's", choices=POOLS
+    ),
+    Flag("prove", "train with and without the suspects, and compare"),
+    Flag("seeds", "-prove: number of seeds, such as 3, or a list of seeds, such as 0,1,5", "N", default="3"),
+    Flag("budget_min", "start no training that would end after so many minutes", "N", kind=above_zero),
+    Flag("output", "folder of the results", "DIR", default="output/labels", kind=Path),
+    *TRUST,
+)
+TOOL = Tool("check_labels.py", __doc__, OWN, (Positional("path", "RUN_OR_CHECKPOINT", "a model for features", "?"),))
+
+
+@tool
+def main(argv: list[str]) -> int:
+    line = TOOL.read(argv)
+    asked, out = line.asked, Path(line.asked.output).expanduser()
+    if (kind := kind_of_path(out)) not in (None, "a folder"):
+        raise UserError(f"-output {out}: this is {kind}; name a folder.")
+    if asked.path and (line.run.cfg is not None) != asked.prove:
+        instead = "leave -cfg out: it has the settings of its own training"
+        raise UserError(f"{asked.path}: {'-prove trains a recipe: name it by -cfg' if asked.prove else instead}.")
+    if asked.path and asked.folds:
+        raise UserError(f"-folds {asked.folds}: trains a recipe, so leave {asked.path} out and name it by -cfg.")
+    if "seeds" in line.given and not asked.prove:
+        raise UserError(f"-seeds {asked.seeds}: only for -prove; a search has one seed, SEED.")
+
+    from datasets import comes_unsplit
+    from tools.check_labels.prove import prove  # imports torch; a wrong command fails at once
+    from tools.check_labels.search import ByFeatures, ByTraining, find, open_images
+    from tools.compare.runs import Terminated
+
+    loaded = line.load({"MODEL.NUM_CLASSES": ("auto", "check_labels.py")} if asked.path is None else {})
+    check_one_training(loaded, "check_labels.py")
+    for note in (*loaded.notes, *loaded.warnings):
+        log.info("%s", note)
+    by_features = not asked.folds and (asked.path or loaded.config.MODEL.PRETRAINED)
+    try:
+        if by_features:
+            method = ByFeatures.of(line, loaded.config)
+            config = method.trained.config
+        else:
+            method, config = ByTraining(line, asked.folds or FOLDS, out / "folds"), loaded.config
+            if not asked.folds:
+                log.info("No weights are given (-pretrained): the recipe is trained on %d folds.", FOLDS)
+        if asked.prove:
+            return prove(line, config, method, out)
+        # Data that comes without a validation split is searched whole.
+        images = open_images(config, "all" if comes_unsplit(config.DATA) else "train")
+        found = find(images, method, config.SEED)
+    except (KeyboardInterrupt, Terminated) as error:
+        log.warning("interrupted; the same command resumes")
+        return EXIT_STOPPED if isinstance(error, Terminated) else EXIT_INTERRUPTED
+    write(images, found, out)
+    return EXIT_DONE
+
+
+def write(images: Images, found: Found, out: Path) -> None:
+    """Write the lists and the page, and log what was found."""
+    from tools.check_labels.page import write_page
+
+    out.mkdir(parents=True, exist_ok=True)
+    decision = "drop" if found.clear else "keep"
+    files = {
+        "suspects.csv": rows_of(images, found.suspects, decision),
+        "exclude.txt": "".join(f"{images.line(one)}\n" for one in found.suspects) if found.clear else "",
+        "labels.json": json.dumps(found.as_json(images), indent=1) + "\n",
+    }
+    for name, content in files.items():
+        with writing(out / name, "-output"):
+            write_atomically(out / name, content)
+    page = write_page(images, found, out)
+    log.info("%s", "\n".join([*found.words(), ""]))
+    for (given, proposed), count in Counter((one.given, one.proposed) for one in found.suspects).most_common(5):
+        log.info("  %s looks like %s: %s", given, proposed, counted(count, "image"))
+    log.info("Look at them: %s", page)
+    if found.clear:
+        log.info("Edit the decisions in %s (keep, drop, relabel), then train with", out / "suspects.csv")
+        log.info("DATA.RELABEL=%s; or leave all out with DATA.EXCLUDE=%s.", out / "suspects.csv", out / "exclude.txt")
+    else:
+        log.info("%s lists the most suspicious ones all the same, with the decision keep.", out / "suspects.csv")
+
+
+def rows_of(images: Images, suspects: Sequence[Suspect], decision: str) -> str:
+    """suspects.csv, as DATA.RELABEL takes it."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["path", "given", "proposed", "score", "decision"])
+    for one in suspects:
+        rows.writerow([images.name(one.image), one.given, one.proposed, f"{one.wrong:.4f}", decision])
+    return text.getvalue()

@@ -1,0 +1,76 @@
+"""report.html of check_labels.py: each suspect with images of both classes that look like it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from datasets import source_of
+from engine.trained.model import picture_of
+from tools.check_labels.search import Found, Images
+from tools.common.output_file import writing
+from tools.common.report_page import evaluations
+from tools.common.report_page.evaluations import data_uri
+from tools.common.turns import progress
+from vitamp.files import write_atomically
+
+MOST_SHOWN = 200
+"""Suspects with pictures"""
+NEIGHBOURS = 2
+"""Images of each of the two classes"""
+SMALL = 48
+"""Pixels of their pictures"""
+MOST_PAIRS = 20
+
+
+def write_page(images: Images, found: Found, out: Path) -> Path:
+    features = found.near - found.near.mean(0)
+    features = features / np.linalg.norm(features, axis=1, keepdims=True).clip(1e-12)
+    suspected = np.zeros(len(images.labels), bool)
+    suspected[[one.image for one in found.suspects]] = True
+    words = np.array([images.label_words(label) for label in images.labels])
+    shown = []
+    for one in progress(found.suspects[:MOST_SHOWN], "pictures"):
+        likeness = features @ features[one.image]
+        # A copy of the image says nothing of its label.
+        likeness[suspected | (images.copy_of == images.copy_of[one.image])] = -np.inf
+        near = {}
+        for name in (one.given, one.proposed):
+            members = np.flatnonzero((words == name) & np.isfinite(likeness))
+            nearest = members[np.argsort(-likeness[members], kind="stable")[:NEIGHBOURS]]
+            near[name] = [data_uri(picture_of(images.dataset, index), SMALL) for index in nearest.tolist()]
+        shown.append(
+            {
+                **one._asdict(),
+                "name": images.name(one.image),
+                "picture": data_uri(picture_of(images.dataset, one.image)),
+                "near": near,
+            }
+        )
+    pairs = Counter((one.given, one.proposed) for one in found.suspects)
+    of_class = Counter(words.tolist())
+    here = Path(evaluations.__file__).parent / "templates"
+    pages = Environment(loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    text = pages.get_template("labels.html").render(
+        title=f"Labels of {source_of(images.data)}",
+        words=found.words(),
+        tiles=[
+            (f"{len(images.labels):,}", "images searched"),
+            (f"{len(found.suspects):,}", "labels look wrong"),
+            (f"{found.if_right:.0f}", "at most would, if all were right"),
+        ],
+        pairs=[(*pair, count, 100 * count / of_class[pair[0]]) for pair, count in pairs.most_common(MOST_PAIRS)],
+        more_pairs=max(0, len(pairs) - MOST_PAIRS),
+        shown=shown,
+        left_out=len(found.suspects) - len(shown),
+        clear=found.clear,
+        made=time.strftime("%Y-%m-%d %H:%M"),
+    )
+    page = out / "report.html"
+    with writing(page, "-output"):
+        write_atomically(page, text.encode(errors="surrogateescape").decode(errors="replace"))
+    return page

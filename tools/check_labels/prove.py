@@ -1,0 +1,120 @@
+"""Did it help? Trainings with all labels, without the suspects, with proposed labels, and without random images.
+
+Each seed has a search of its own. A validation split that no search reads decides, with its labels as given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.machine.device import describe_device, pick_device
+from engine.trained.model import batches_of, guesses, split_of_run
+from tools.check_labels.command import rows_of
+from tools.check_labels.search import (
+    Images,
+    Method,
+    Suspect,
+    find,
+    open_images,
+    suspects_of,
+    trained_last,
+)
+from tools.common.command_line import ToolLine
+from tools.common.comparison import judged_by, spread
+from tools.common.turns import alternating_order
+from tools.compare.command import report, write
+from tools.compare.runs import Plan, Run, check_runs, read_seeds, train_all
+from utils.config import Config
+from utils.distributed.world import ALONE
+from utils.errors import EXIT_DONE, EXIT_FAILED
+from utils.log import log
+from vitamp.files import write_atomically
+from vitamp.metrics import TOP1
+
+ALL, WITHOUT, RELABELLED, RANDOM = ARMS = ("all labels", "without suspects", "relabelled", "without random images")
+DECISIONS = {WITHOUT: "drop", RELABELLED: "relabel", RANDOM: "drop"}
+
+
+def prove(line: ToolLine, config: Config, method: Method, out: Path) -> int:
+    seeds = read_seeds(line.asked.seeds)
+    images, lists = open_images(config, "train"), dict[tuple[str, int], Path]()
+    (out / "lists").mkdir(parents=True, exist_ok=True)
+    for seed in seeds:
+        found = find(images, method, seed)
+        log.info("Search with seed %d: %s", seed, " ".join(found.words()))
+        if not found.clear:
+            continue
+        chosen = {
+            WITHOUT: found.suspects,
+            RELABELLED: found.suspects,
+            RANDOM: random_like(images, found.suspects, seed),
+        }
+        for arm, rows in chosen.items():
+            lists[arm, seed] = file = out / "lists" / f"{arm.replace(' ', '_')}-{seed}.csv"
+            write_atomically(file, rows_of(images, rows, DECISIONS[arm]))
+    if not lists:
+        log.info("No search found wrong labels: there is nothing to prove.")
+        return EXIT_DONE
+    others = open_images(config, "val")
+    wrong = suspects_of(others, method.logits_of_others(others), seeds[-1], np.empty(0))[0]
+
+    runs = []
+    for seed, arm in alternating_order(ARMS, seeds):
+        given: dict[str, tuple[Any, str]] = {"SEED": (seed, "-seeds")}
+        if (arm, seed) in lists:
+            given["DATA.RELABEL"] = (f"{lists[arm, seed]}", "-prove")
+        runs.append(Run(arm, seed, line.load(given).config, out / f"{arm.replace(' ', '_')}-{seed}"))
+    check_runs(runs)
+    judged, device = judged_by(None, None, [run.config for run in runs]), pick_device(config.DEVICE, ALONE)
+    varied, budget = ("DATA.RELABEL",), line.asked.budget_min
+    plan = Plan(ARMS, judged, seeds, None, tuple(runs), describe_device(device), False, (), varied, budget)
+    script = "scripts/check_labels.py"
+    trained = train_all(plan, lambda so_far: write(plan, so_far, out, script))
+    about = write(plan, trained, out, script)
+    report(about, out)
+    if trained.failed or trained.left_out:
+        return EXIT_FAILED if trained.failed else EXIT_DONE
+
+    better = {
+        verdict["mode"]
+        for verdict in about["verdicts"]
+        if verdict["against"] == ALL and (found := verdict["accuracy"]) and found["seen"] and found["value"] > 0
+    }
+    helped = [arm for arm in (WITHOUT, RELABELLED) if arm in better]
+    if RANDOM in better:
+        log.info("Leaving out random images helped too, so the wrong labels may not be the reason.")
+    log.info("It helped: %s." if helped else "It was not shown to help.%s", " and ".join(helped))
+    if judged.metric is TOP1 and wrong:
+        remaining = np.setdiff1d(np.arange(len(others.labels)), [one.image for one in wrong])
+        log.info(
+            "%d labels of the validation split look wrong, too. On its other %d images, which flatters, since suspects "
+            "are those on which models fail:",
+            *(len(wrong), len(remaining)),
+        )
+        for arm in ARMS:
+            shares = [_accuracy(run, remaining) for run in runs if run.contender == arm]
+            log.info("  %s: top-1 %s %%", arm, spread(shares))
+    return EXIT_DONE
+
+
+def random_like(images: Images, suspects: Sequence[Suspect], seed: int) -> list[Suspect]:
+    """As many images of each given label as suspects, at random."""
+    generator, chosen = np.random.default_rng(seed), []
+    words = np.array([images.label_words(label) for label in images.labels])
+    for given in sorted({one.given for one in suspects}):
+        of_label = [one for one in suspects if one.given == given]
+        drawn = generator.choice(np.flatnonzero(words == given), len(of_label), replace=False)
+        chosen += [one._replace(image=int(index)) for one, index in zip(of_label, drawn, strict=True)]
+    return chosen
+
+
+def _accuracy(run: Run, rows: np.ndarray) -> float:
+    """Top-1 of a run on some of its validation images."""
+    trained = trained_last(run)
+    right = [guesses(logits)[:, 0] == labels for logits, labels, _ in batches_of(trained, split_of_run(trained))]
+    return 100 * float(torch.cat(right).cpu()[rows].float().mean())

@@ -1,0 +1,356 @@
+"""The images whose labels are searched, models that did not see them, and the suspects."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from datasets import ImageDataset, comes_unsplit, open_dataset, source_of
+from datasets.base import TITLES, Part, Samples
+from datasets.exclude import line_of, name_prefix
+from datasets.labels import ANY_LABEL, images_of_classes
+from engine.evaluation.features import Features, features_of
+from engine.evaluation.linear import FOLDS, Classifier, fit, folds_of
+from engine.task.several import scores_of
+from engine.trained.model import Trained, batch_size, batches_of, load_trained, pretrained, split_of_run
+from tools.check_labels.noise import Wrong, find_wrong
+from tools.common.command_line import ToolLine
+from tools.common.comparison import judged_by
+from tools.common.turns import progress, progress_bar
+from tools.compare.runs import Plan, Run, check_runs, train_all
+from utils.config import Config
+from utils.config.data import DataConfig
+from utils.config.kinds import Fold
+from utils.distributed.world import ALONE
+from utils.errors import TrainingError, UserError
+from utils.log import log
+from utils.text import counted, wilson
+from vitamp.checkpoints import read_index
+from vitamp.files import write_atomically
+from vitamp.metrics import AVERAGE, PLAIN
+from vitamp.pooling import check_pool, pool_of
+
+
+class Suspect(NamedTuple):
+    image: int
+    """Its index"""
+    given: str
+    proposed: str
+    """Names of classes; of several, separated by |"""
+    wrong: float
+    """Probability that the label is wrong"""
+    of_given: float
+    of_proposed: float
+    """Probabilities of both from pixels alone"""
+
+
+@dataclass
+class Images:
+    """Images that are searched, with their labels as given."""
+
+    data: DataConfig
+    part: Part
+    dataset: ImageDataset
+    samples: Samples
+    classes: list[str]
+    labels: np.ndarray
+    """See `Samples.labels`"""
+    distinct: np.ndarray
+    """Indices of the images of which no earlier one has the same bytes"""
+    copy_of: np.ndarray
+    """Of each image, the place in `distinct` of the one with the same bytes"""
+
+    def name(self, index: int) -> str:
+        return self.samples.name(index).removeprefix(name_prefix(self.data))
+
+    def line(self, one: Suspect) -> str:
+        remark = f"labelled {one.given}, looks like {one.proposed}"
+        return line_of(self.samples.name(one.image), remark, self.data)
+
+    def label_words(self, label: np.ndarray) -> str:
+        """The name of a class, or those of several."""
+        chosen = np.flatnonzero(label) if label.ndim else [int(label)]
+        return "|".join(self.classes[one] for one in chosen)
+
+
+def open_images(config: Config, part: Part) -> Images:
+    """The images of a split."""
+    data = config.DATA.model_copy(update={"PART": part, "FOLD": None})
+    dataset = open_dataset(data, False, ANY_LABEL, config.SEED, torch.device("cpu"))
+    samples = dataset.single_images()
+    if samples is None or samples.remote:
+        where = "held in memory, without names" if samples is None else "read over a network"
+        raise UserError(
+            f"{source_of(data)}: its images are {where}; check_labels.py needs them as files on a disk, such as one "
+            "folder per class."
+        )
+    first: dict[bytes, int] = {}
+    copy_of = np.empty(len(samples), dtype=np.int64)
+    for index in progress(range(len(samples)), "images read"):
+        try:
+            read = samples.read(index)
+        except OSError as error:
+            raise UserError(f"{samples.name(index)}: cannot be read ({error}); leave it out by DATA.EXCLUDE.") from None
+        content = read if isinstance(read, bytes) else str(read.shape).encode() + read.tobytes()
+        copy_of[index] = first.setdefault(hashlib.sha256(content).digest(), index)
+    distinct, places = np.unique(copy_of, return_inverse=True)
+    labels = np.asarray(samples.labels)
+    classes = list(dataset.classes or map(str, range(labels.shape[1] if labels.ndim == 2 else int(labels.max()) + 1)))
+    log.info(
+        "%s: %s images (%s), %d classes; %s",
+        *(source_of(data), f"{len(samples):,}", TITLES[part], len(classes)),
+        f"{len(samples) - len(distinct):,} have the bytes of another",
+    )
+    return Images(data, part, dataset, samples, classes, labels, distinct, places)
+
+
+class Method(Protocol):
+    folds: int
+    features: np.ndarray | None
+    """In which images are near that look alike; None for the logits"""
+
+    def logits(self, images: Images, seed: int) -> np.ndarray:
+        """Of the distinct images, each by a model that was trained without its fold."""
+        ...
+
+    def logits_of_others(self, images: Images) -> np.ndarray:
+        """Of images that were not searched."""
+        ...
+
+
+@dataclass
+class ByFeatures:
+    """A linear classifier of a frozen model's features."""
+
+    trained: Trained
+    pool: str
+    folds: int = FOLDS
+    features: np.ndarray | None = None
+    classifier: Classifier | None = None
+    """Of all distinct images"""
+
+    @classmethod
+    def of(cls, line: ToolLine, config: Config) -> ByFeatures:
+        if line.asked.path:
+            trained = load_trained(line.asked.path, given=line.run, needs_labels=False)
+            log.info("%s: %s", line.asked.path, trained.chosen.words)
+            log.info("If it was trained on these very images, it may have memorised wrong labels, and hides them.")
+        else:
+            trained = pretrained(config, ALONE)
+        if line.asked.pool is not None:
+            check_pool(trained.model, line.asked.pool)
+        return cls(trained, line.asked.pool or pool_of(trained.model))
+
+    def _features(self, images: Images) -> Features:
+        trained = self.trained
+        with progress_bar(len(images.samples), "images") as bar, trained.computing(batch_size(trained)):
+            return features_of(trained, trained.config, images.dataset, images.data, ALONE, bar.update)
+
+    def logits(self, images: Images, seed: int) -> np.ndarray:
+        self.features = self._features(images).of(self.pool)
+        labels = images.labels[images.distinct]
+        labels = labels.astype(np.int64 if labels.ndim == 1 else np.float32)
+        data = images.data.model_copy(update={"SPLIT_SEED": seed})
+        fold_of, words = folds_of(images.dataset, labels, data, images.distinct)
+        table = np.ascontiguousarray(self.features[images.distinct])
+        device = self.trained.precision.device
+        self.classifier, logits = fit(table, labels, fold_of, len(images.classes), device)
+        width, strength = table.shape[1], self.classifier.strength
+        log.info("A linear classifier of %d features (%s), strength %.2g. %s", width, self.pool, strength, words)
+        return logits
+
+    def logits_of_others(self, images: Images) -> np.ndarray:
+        assert self.classifier is not None
+        return self.classifier.logits(self._features(images).of(self.pool)).numpy()
+
+
+@dataclass
+class ByTraining:
+    """The recipe, trained once per fold, and judged by its last epoch: the best one was chosen by these very labels."""
+
+    line: ToolLine
+    folds: int
+    out: Path
+    features: np.ndarray | None = None
+    runs: list[Run] = field(default_factory=list)
+
+    def logits(self, images: Images, seed: int) -> np.ndarray:
+        if not comes_unsplit(images.data):
+            raise UserError(
+                f"{source_of(images.data)} comes with its own validation split, and -folds makes its own: name the "
+                "folder of the training images alone, or give weights (-pretrained), with which -folds is not needed."
+            )
+        # Trainings leave out copies, and images that are set aside.
+        every = open_dataset(images.data.model_copy(update={"PART": "all"}), False, ANY_LABEL, 0, torch.device("cpu"))
+        samples, searched = every.single_images(), {images.name(index) for index in images.distinct.tolist()}
+        assert samples is not None
+        prefix, out = name_prefix(images.data), self.out / f"seed-{seed}"
+        names = [samples.name(index) for index in range(len(samples))]
+        lines = [line_of(name, "", images.data) for name in names if name.removeprefix(prefix) not in searched]
+        if images.data.EXCLUDE:
+            lines.append(Path(images.data.EXCLUDE).expanduser().read_text("utf-8-sig"))
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomically(out / "left_out.txt", "\n".join([*lines, ""]))
+        given = {"SEED": seed, "DATA.SPLIT_SEED": seed, "TRAIN.PATIENCE": None}
+        given["DATA.EXCLUDE"] = str(out / "left_out.txt")
+        self.runs = []
+        for number in range(1, self.folds + 1):
+            fold = Fold(number, self.folds)
+            more = {key: (value, "check_labels.py") for key, value in {**given, "DATA.FOLD": str(fold)}.items()}
+            self.runs.append(Run("recipe", seed, self.line.load(more).config, out / f"fold{number}", fold))
+        check_runs(self.runs)
+        judged, budget = judged_by(None, None, [run.config for run in self.runs]), self.line.asked.budget_min
+        plan = Plan(("recipe",), judged, (seed,), self.folds, tuple(self.runs), "", False, (), (), budget)
+        done = train_all(plan, lambda _: None)
+        if done.failed:
+            raise TrainingError(f"A training failed: {next(iter(done.failed.values()))}")
+        if done.left_out:
+            raise TrainingError("-budget_min: no time was left for all folds; repeat the command to continue.")
+        place = {images.name(index): row for row, index in enumerate(images.distinct.tolist())}
+        found = np.full((len(images.distinct), len(images.classes)), np.nan)
+        for trained in map(trained_last, self.runs):
+            dataset = split_of_run(trained)
+            fold = dataset.single_images()
+            assert fold is not None
+            for logits, _, indices in batches_of(trained, dataset):
+                rows = [place[fold.name(index).removeprefix(prefix)] for index in indices.tolist()]
+                found[rows] = logits.double().cpu().numpy()[:, : len(images.classes)]
+        assert np.isfinite(found).all()
+        return found
+
+    def logits_of_others(self, images: Images) -> np.ndarray:
+        of_models = [
+            torch.cat([logits for logits, _, _ in batches_of(trained, images.dataset)])
+            for trained in map(trained_last, self.runs)
+        ]
+        return torch.stack(of_models).mean(0).double().cpu().numpy()[:, : len(images.classes)]
+
+
+def trained_last(run: Run) -> Trained:
+    """The weights after the last epoch; the EMA, if the run has one."""
+    root = run.folder / "checkpoints"
+    return load_trained(root / read_index(root)["last"], (AVERAGE if run.config.TRAIN.MODEL_EMA else PLAIN).name)
+
+
+@dataclass
+class Found:
+    suspects: list[Suspect]
+    expected: float
+    if_right: float
+    clear: bool
+    accuracy: str
+    """Of the models on images that they did not see, in words"""
+    not_judged: list[str]
+    """Classes with too few images"""
+    near: np.ndarray = field(repr=False)
+    """Features of all images, in which those are near that look alike"""
+
+    def words(self) -> list[str]:
+        lines = [self.accuracy]
+        if self.not_judged:
+            lines.append(f"Not judged, since they have fewer images than folds: {', '.join(self.not_judged)}.")
+        count = counted(len(self.suspects), "label")
+        chance = f"up to {self.if_right:.0f} would if all were right"
+        if self.clear:
+            lines.append(f"{count} look wrong; {chance}, so a part of them is not wrong but hard.")
+        else:
+            lines.append(f"Nothing found: {count} look wrong, and {chance}. The difference is too small to tell.")
+        return lines
+
+    def as_json(self, images: Images) -> dict[str, Any]:
+        rows = [{"path": images.name(one.image), **one._asdict()} for one in self.suspects]
+        return {
+            "data": source_of(images.data),
+            "images": len(images.labels),
+            "accuracy": self.accuracy,
+            "look_wrong": self.expected,
+            "if_all_were_right": self.if_right,
+            "found": self.clear,
+            "not_judged": self.not_judged,
+            "suspects": rows,
+        }
+
+
+def find(images: Images, method: Method, seed: int) -> Found:
+    """Search the labels once."""
+    distinct = method.logits(images, seed)
+    logits, counts = distinct[images.copy_of], images_of_classes(images.labels[images.distinct], len(images.classes))
+    accuracy = _accuracy(distinct, images.labels[images.distinct], method.folds)
+    few = np.flatnonzero((counts > 0) & (counts < method.folds))
+    suspects, expected, if_right, clear = suspects_of(images, logits, seed, few)
+    near = logits if method.features is None else np.asarray(method.features)
+    return Found(suspects, expected, if_right, clear, accuracy, [images.classes[label] for label in few], near)
+
+
+def suspects_of(
+    images: Images, logits: np.ndarray, seed: int, few: np.ndarray
+) -> tuple[list[Suspect], float, float, bool]:
+    """The suspects, and what `Wrong` says of their number. `few`: labels that are not judged."""
+    if images.labels.ndim == 1:
+        found = find_wrong(logits, images.labels, seed)
+        found.probability[np.isin(images.labels, few)] = 0
+        return _one(images, found), found.expected, found.if_right, found.clear
+    # Each class by itself: whether an image has it.
+    columns = zip(logits.T, images.labels.T.astype(np.int64), strict=True)
+    each = [find_wrong(np.stack([0 * column, column], 1), has, seed) for column, has in columns]
+    found = Wrong(
+        np.stack([one.probability for one in each], 1),
+        np.stack([one.right[:, 1] for one in each], 1),
+        1 - images.labels,
+        sum(one.expected for one in each),
+        sum(one.if_right for one in each),
+    )
+    found.probability[:, few] = 0
+    return _several(images, found), found.expected, found.if_right, found.clear
+
+
+def _one(images: Images, found: Wrong) -> list[Suspect]:
+    rows = []
+    for index in found.suspects().tolist():
+        given, proposed = int(images.labels[index]), int(found.proposed[index])
+        right = found.right[index]
+        names = images.classes[given], images.classes[proposed]
+        wrong = float(found.probability[index])
+        rows.append(Suspect(index, *names, wrong, float(right[given]), float(right[proposed])))
+    return rows
+
+
+def _several(images: Images, found: Wrong) -> list[Suspect]:
+    """As many labels of images as expected; all of one image together."""
+    flat = np.argsort(-found.probability, axis=None, kind="stable")[: round(found.expected)]
+    of_image: dict[int, list[int]] = {}
+    for index, label in zip(*np.unravel_index(flat, found.probability.shape), strict=True):
+        of_image.setdefault(int(index), []).append(int(label))
+    rows = []
+    for index, labels in of_image.items():
+        proposed = images.labels[index].copy()
+        proposed[labels] = 1 - proposed[labels]
+        first = labels[0]
+        has = float(found.right[index, first])
+        of_given = has if images.labels[index, first] else 1 - has
+        words = images.label_words(images.labels[index]), images.label_words(proposed)
+        rows.append(Suspect(index, *words, float(found.probability[index, first]), of_given, 1 - of_given))
+    return rows
+
+
+def _accuracy(logits: np.ndarray, labels: np.ndarray, folds: int) -> str:
+    """The accuracy in words. UserError if it is that of guessing: then no probability says anything."""
+    how = f"Models of {folds} folds, on the images that each did not see"
+    if labels.ndim == 2:
+        reached, guessing = scores_of(1 / (1 + np.exp(-logits)), labels > 0).map * 100, 100 * float(labels.mean())
+        least, words = reached / 1.1, f"mAP {reached:.1f} %; ordering at random: {guessing:.1f} %"
+    else:
+        reached = 100 * float((logits.argmax(1) == labels).mean())
+        guessing, least = 100 * float(np.bincount(labels).max()) / len(labels), wilson(reached, len(labels)).low
+        words = f"top-1 {reached:.1f} % of the labels as given; always guessing the largest class: {guessing:.1f} %"
+    if least <= guessing:
+        raise UserError(
+            f"{how}: {words}. Their probabilities say too little of the labels: train longer, or give weights "
+            "(-pretrained) that know such images."
+        )
+    return f"{how}: {words}."

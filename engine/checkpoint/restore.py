@@ -307,8 +307,8 @@ def check_samples(
         return
     raise UserError(
         f"{checkpoint.folder}: saved within epoch {position.epoch}, but the training samples have changed since: "
-        f"{change}. They depend on SEED, DATA.SAMPLER, DATA.EXCLUDE, DATA.VAL_FRACTION, DATA.GROUP and the files. "
-        f"Restore the former samples and order, or go back:\n{_go_back(checkpoint, position, config, world)}"
+        f"{change}. They depend on SEED, DATA.SAMPLER, DATA.EXCLUDE, DATA.RELABEL, DATA.VAL_FRACTION, DATA.GROUP and "
+        f"the files. Restore the former samples and order, or go back:\n{_go_back(checkpoint, position, config, world)}"
     )
 
 

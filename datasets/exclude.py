@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 
 from datasets.base import Encoded, Samples
-from datasets.labels import warn_empty_classes
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
 from utils.log import log, warn_once
@@ -189,12 +188,15 @@ def relabelled(samples: Samples, data: DataConfig) -> Samples:
     if not remains.any():
         raise UserError(f"DATA.RELABEL {data.RELABEL} leaves out all {len(labels)} training images.")
     found = Remaining(samples, np.flatnonzero(remains), samples.lines if isinstance(samples, Remaining) else set())
-    found.labels, found.unmatched, file = labels[remains], unmatched, Path(str(data.RELABEL)).name
+    found.labels, found.unmatched = labels[remains], unmatched
+    file = Path(str(data.RELABEL)).name  # exported weights have this too, so no folders
     found.relabel = {"file": file, "sha256": sha256, "dropped": done["drop"], "relabelled": done["relabel"]}
     words = f"{counted(done['drop'], 'training image')} left out, {done['relabel']} with another label"
-    warn_once(f"DATA.RELABEL {file}: {words}, {done['keep']} as before.", logging.INFO)
-    # check_data.py also reads labels below 0, which no class has.
-    warn_empty_classes(found.labels.clip(0), classes, f"After DATA.RELABEL {file}, the training split")
+    warn_once(f"DATA.RELABEL {data.RELABEL}: {words}, {done['keep']} as before.", logging.INFO)
+    before, after = ({*(np.nonzero(of)[1] if several else of).tolist()} for of in (samples.labels, found.labels))
+    if gone := [name_of.get(label, f"{label}") for label in sorted(before - after)]:
+        words = f"{counted(len(gone), 'class')}, such as {gone[0]}"
+        warn_once(f"DATA.RELABEL {data.RELABEL} leaves no training image of {words}.")
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from utils.errors import UserError
-from utils.log import IN_FULL, log, warn_once
+from utils.log import IN_FULL, log
 
 ANY_LABEL = 2**63
 """In place of a number of classes: labels are not checked. For tools that look for wrong labels. Exceeds int64."""
@@ -74,4 +74,4 @@ def warn_empty_classes(labels: np.ndarray, classes: Sequence[object], owner: str
     empty = np.flatnonzero(images_of_classes(labels, len(classes)) == 0)
     if len(empty):
         first = classes[empty[0]]
-        warn_once(f"{owner} has no image for {len(empty)} of its {len(classes)} classes (the first: {first}).")
+        log.warning("%s has no image for %d of its %d classes (the first: %s).", owner, len(empty), len(classes), first)

@@ -99,6 +99,18 @@ def test_wrong_rows_are_refused_with_their_line(
         part(settings(DATASET="imagefolder", DATA_PATH=str(folders), RELABEL=write(tmp_path / "list.csv", *rows)))
 
 
+@pytest.mark.parametrize("labels", ["0 1 1", "0;1 1 1"])
+def test_class_without_training_images_is_warned_of(
+    tmp_path: Path, said: pytest.LogCaptureFixture, labels: str
+) -> None:
+    images = [(f"{number}.png", label) for number, label in enumerate(labels.split())]
+    several, names = ";" in labels, {"train": images, "val": images}
+    data = settings(**lay_out("csv", tmp_path, names), MULTI_LABEL=several)
+    row = ("images/train/0.png", "0|1" if several else "0", "1", "relabel")
+    part(data.model_copy(update={"RELABEL": write(tmp_path / "list.csv", row)}), num_classes=2)
+    assert f"DATA.RELABEL {tmp_path}/list.csv leaves no training image of 1 class, such as 0." in said.messages
+
+
 def test_relabel_in_a_run(vitamp: Vitamp, tiny: Path, folders: Path, tmp_path: Path) -> None:
     """The log, the class weights, what the run and its checkpoints note, and a list that changes before a resume."""
     rows = [(f"train/ant/{k}.jpg", "ant", "bee", ("drop", "relabel", "relabel", "keep")[k]) for k in range(4)]
@@ -120,7 +132,7 @@ def test_relabel_in_a_run(vitamp: Vitamp, tiny: Path, folders: Path, tmp_path: P
     )
     words = (*words, "-resume", "auto", f"DATA.RELABEL={table}")
     done = vitamp(*words, "TRAIN.MAX_UPDATES=1", "DATA.DROP_LAST=false", code=0)
-    assert "DATA.RELABEL list.csv: 1 training image left out, 2 with another label, 1 as before." in done.text
+    assert f"DATA.RELABEL {table}: 1 training image left out, 2 with another label, 1 as before." in done.text
     assert "2 of its lines match no training image (validation images, whose labels stay as given: 1; " in done.err
     assert "others: 1): line 7, train/ant/99.jpg. A line is a path below DATA_PATH, as train/ant/1" in done.err
     assert "11 training, 12 validation images in 2 classes, from 3 (ant) to 8 (bee) training images" in done.text

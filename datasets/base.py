@@ -7,7 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -91,6 +91,8 @@ class Samples(ABC):
     stored: StorageKind = "files"
     groups: list[str] | None = None
     """Of the samples, if DATA.GROUP names them"""
+    relabel: Mapping[str, Any] | None = None
+    """Of the training split: what DATA.RELABEL did, for run.json and meta.json"""
     remote = False
     """Read over a network. Loading processes then mostly wait and use little CPU."""
 

@@ -1,29 +1,42 @@
-"""DATA.EXCLUDE, a list of images to leave out."""
+"""DATA.EXCLUDE, a list of images to leave out, and DATA.RELABEL, a table of training images with wrong labels."""
 
 from __future__ import annotations
 
+import csv
+import hashlib
+import io
+import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from datasets.base import Encoded, Samples
 from utils.config.data import DataConfig
-from utils.errors import UserError
-from utils.log import log
+from utils.errors import UserError, nearest
+from utils.log import log, warn_once
 from utils.program import started_as
-from vitamp.files import read_regular_text
+from utils.text import counted
+from vitamp.files import read_regular, read_regular_text
 
 REMARK = "  # "
 """Between a name in the list and the reason, which is ignored."""
 MARK = re.compile(r"(?:^|\s)#")
 MOST_NAMED = 5
+COLUMNS = ("path", "given", "proposed", "decision")
+"""Of DATA.RELABEL"""
+Row = tuple[int, list[str], list[str], str]
+"""Line number, names of the given and of the proposed labels, and decision"""
 
 
 class Remaining(Samples):
     """Samples that are not excluded, with new consecutive indices."""
+
+    unmatched: Mapping[str, int] = {}
+    """Names in DATA.RELABEL that no training image has -> their line numbers"""
 
     def __init__(self, samples: Samples, remaining: np.ndarray, lines: set[int]) -> None:
         """`lines`: numbers of the lines that matched an image."""
@@ -46,7 +59,8 @@ class Remaining(Samples):
 
     def names(self) -> Iterator[bytes]:
         yield from self.samples.names()
-        yield self._old_index.tobytes()
+        if len(self) < len(self.samples):
+            yield self._old_index.tobytes()
 
     def prefetch(self, indices: Sequence[int]) -> None:
         self.samples.prefetch([int(self._old_index[index]) for index in indices])
@@ -80,13 +94,16 @@ def warn_unmatched(data: DataConfig, splits: Iterable[Samples | None]) -> None:
     matched = set[int]().union(*(split.lines for split in read_singly if isinstance(split, Remaining)))
     # Reversed, so that of the names that one line may mean, the shortest remains: the one without its comment.
     unmatched = {number: name for name, number in reversed(excluded(data).items()) if number not in matched}
-    if not unmatched:
-        return
+    if unmatched:
+        what = f"DATA.EXCLUDE {data.EXCLUDE}: {len(unmatched)} of its lines match no image"
+        log.warning("%s%s", what, _named(unmatched, read_singly[0], data))
+
+
+def _named(unmatched: Mapping[int, str], split: Samples, data: DataConfig) -> str:
+    """End of a warning of these lines. `split` has an example of a name."""
     lines = [f"line {number}, {unmatched[number]}" for number in sorted(unmatched)[:MOST_NAMED]]
     named = "; ".join([*lines, "..."] if len(unmatched) > MOST_NAMED else lines)
-    what = f"DATA.EXCLUDE {data.EXCLUDE}: {len(unmatched)} of its lines match no image: {named}."
-    one = read_singly[0].name(0).removeprefix(name_prefix(data))
-    log.warning("%s A line is a path below DATA_PATH, as %s.", what, one)
+    return f": {named}. A line is a path below DATA_PATH, as {split.name(0).removeprefix(name_prefix(data))}."
 
 
 def excluded(data: DataConfig) -> dict[str, int]:
@@ -103,13 +120,96 @@ def excluded(data: DataConfig) -> dict[str, int]:
             f"DATA.EXCLUDE: the file {file} {why}. It lists images to leave out, one per line; "
             f"{started_as('scripts/check_data.py')} -fix FILE writes such a file."
         ) from None
-    prefix, root = name_prefix(data), f"{os.path.abspath(name_prefix(data))}/"
-    line_of_name: dict[str, int] = {}
+    prefix, line_of_name = name_prefix(data), dict[str, int]()
     for number, line in enumerate(lines, start=1):
         for end in [*(mark.start() for mark in MARK.finditer(line)), len(line)]:
             if (text := line[:end].strip()) and not text.startswith("#"):
-                line_of_name[text.removeprefix(prefix).removeprefix(root).removeprefix("./")] = number
+                line_of_name[_below(text, prefix)] = number
     return line_of_name
+
+
+def _below(path: str, prefix: str) -> str:
+    """A path in a list as `name` has it without the prefix."""
+    return path.removeprefix(prefix).removeprefix(f"{os.path.abspath(prefix)}/").removeprefix("./")
+
+
+def read_rows(data: DataConfig) -> tuple[dict[str, Row], str]:
+    """The rows of DATA.RELABEL by the name of their image, without `name_prefix`, and the hash of the file."""
+    file, prefix, rows = Path(data.RELABEL or "").expanduser(), name_prefix(data), dict[str, Row]()
+    try:
+        content = read_regular(file)
+        table = csv.DictReader(io.StringIO(content.decode("utf-8-sig"), newline=""), restval="", strict=True)
+        if missing := [name for name in COLUMNS if name not in (table.fieldnames or ())]:
+            columns = f"the columns {','.join(COLUMNS)}, separated by commas; others are ignored"
+            raise UserError(f"DATA.RELABEL {file} has no column {missing[0]}. Its first line must name {columns}.")
+        for row in table:
+            where, name = f"{file}:{table.line_num}", _below(row["path"], prefix)
+            if (decision := row["decision"].strip().casefold()) not in ("keep", "drop", "relabel"):
+                raise UserError(f"{where}: the decision {row['decision']!r} must be keep, drop or relabel.")
+            if name in rows:
+                raise UserError(f"{where}: {name} is in line {rows[name][0]} too. Give each image one line.")
+            texts = (row["given"], row["proposed"])
+            given, proposed = (list(filter(None, text.split("|"))) if data.MULTI_LABEL else [text] for text in texts)
+            rows[name] = table.line_num, given, proposed, decision
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        why = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
+        raise UserError(f"DATA.RELABEL: the file {file} {why}. docs/broken_images.md describes it.") from None
+    return rows, hashlib.sha256(content).hexdigest()
+
+
+def relabelled(samples: Samples, data: DataConfig) -> Samples:
+    """The training samples as DATA.RELABEL decides."""
+    (rows, sha256), prefix, several = read_rows(data), name_prefix(data), data.MULTI_LABEL
+    labels, unmatched, done = samples.labels.copy(), {name: row[0] for name, row in rows.items()}, Counter[str]()
+    classes = samples.classes or range(labels.shape[1] if several else int(labels.max(initial=-1)) + 1)
+    name_of = {label: str(name) for label, name in enumerate(classes)}
+    label_of, remains = {name: label for label, name in name_of.items()}, np.ones(len(labels), dtype=bool)
+    for index in range(len(labels)):
+        name = samples.name(index).removeprefix(prefix)
+        if name not in rows:
+            continue
+        unmatched.pop(name, None)
+        number, given, proposed, decision = rows[name]
+        own = np.flatnonzero(labels[index]).tolist() if several else [int(labels[index])]
+        if {label_of.get(one) for one in given} != {*own}:
+            has = "|".join(name_of.get(label, f"{label}") for label in own)
+            raise UserError(
+                f"{data.RELABEL}:{number}: given is {'|'.join(given)!r}, but {name} has the label {has!r}. The "
+                "list was made for other labels: make it again, or correct the line."
+            )
+        new = proposed if decision == "relabel" else given
+        if (wrong := next((one for one in new if one not in label_of), None)) is not None:
+            closest = nearest(wrong, label_of) or f" Give a name as {name_of[0]!r}."
+            raise UserError(f"{data.RELABEL}:{number}: proposed is {wrong!r}, which is no class of the data.{closest}")
+        wanted = [label_of[one] for one in new]
+        labels[index] = np.isin(np.arange(labels.shape[-1]), wanted) if several else wanted[0]
+        remains[index] = decision != "drop"
+        done["drop" if decision == "drop" else "keep" if {*wanted} == {*own} else "relabel"] += 1
+    if not remains.any():
+        raise UserError(f"DATA.RELABEL {data.RELABEL} leaves out all {len(labels)} training images.")
+    found = Remaining(samples, np.flatnonzero(remains), samples.lines if isinstance(samples, Remaining) else set())
+    found.labels, found.unmatched = labels[remains], unmatched
+    file = Path(str(data.RELABEL)).name  # exported weights have this too, so no folders
+    found.relabel = {"file": file, "sha256": sha256, "dropped": done["drop"], "relabelled": done["relabel"]}
+    words = f"{counted(done['drop'], 'training image')} left out, {done['relabel']} with another label"
+    warn_once(f"DATA.RELABEL {data.RELABEL}: {words}, {done['keep']} as before.", logging.INFO)
+    before, after = ({*(np.nonzero(of)[1] if several else of).tolist()} for of in (samples.labels, found.labels))
+    if gone := [name_of.get(label, f"{label}") for label in sorted(before - after)]:
+        words = f"{counted(len(gone), 'class')}, such as {gone[0]}"
+        warn_once(f"DATA.RELABEL {data.RELABEL} leaves no training image of {words}.")
+    return found
+
+
+def warn_unmatched_rows(data: DataConfig, train: Samples, validation: Samples | None) -> None:
+    """Warn of rows of DATA.RELABEL that match no training image."""
+    unmatched, prefix = train.unmatched if isinstance(train, Remaining) else {}, name_prefix(data)
+    if not unmatched:
+        return
+    validating = {validation.name(index).removeprefix(prefix) for index in range(len(validation))} if validation else ()
+    nowhere = {number: name for name, number in unmatched.items() if name not in validating}
+    what = f"DATA.RELABEL {data.RELABEL}: {len(unmatched)} of its lines match no training image"
+    which = f"validation images, whose labels stay as given: {len(unmatched) - len(nowhere)}; others: {len(nowhere)}"
+    log.warning("%s (%s)%s", what, which, _named(nowhere, train, data) if nowhere else ".")
 
 
 def name_prefix(data: DataConfig) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from datasets.base import PADDING, Batch, Broken, Encoded, ImageDataset, Key, Samples
+from datasets.base import PADDING, Batch, Broken, Encoded, ImageDataset, Key, Samples, part_of
 from datasets.damage import Failure, allowed, failure_or
 from datasets.transforms.pixels import Pixels
 from utils.config.data import DataConfig
@@ -30,6 +30,10 @@ class Images(ImageDataset):
             from datasets.exclude import without_excluded
 
             samples = without_excluded(samples, data)
+        if data.RELABEL is not None and part_of(data, train) == "train":
+            from datasets.exclude import relabelled
+
+            samples = relabelled(samples, data)
         self.samples = samples
         self.classes = samples.classes
         self.data, self.seed, self.train = data, seed, train

@@ -83,7 +83,8 @@ def count_classes(data: DataConfig, train: bool) -> int:
     try:
         if source.count is not None:
             return source.count(data, train)
-        split = _open(source, data, train, ANY_LABEL, 0, torch.device("cpu"))
+        given = data.model_copy(update={"RELABEL": None})  # a class stays, even if no training image has its label
+        split = _open(source, given, train, ANY_LABEL, 0, torch.device("cpu"))
     except UserError as error:
         from datasets.recognise import offering_layout
 
@@ -107,6 +108,13 @@ def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> Non
         from datasets.exclude import excluded
 
         excluded(data)
+    if data.RELABEL is not None and part_of(data, train) == "train":
+        from datasets.exclude import read_rows
+
+        if source.samples is None or source.arrays is not None or not source.labelled:
+            why = "is held in memory: its images have no names" if source.labelled else "has no labels"
+            raise UserError(f"DATA.RELABEL {data.RELABEL}: the data set {data.DATASET} {why}. Leave DATA.RELABEL out.")
+        read_rows(data)
     if source.arrays is None:
         from datasets.decoding import warn_of_decoder
 
@@ -146,6 +154,10 @@ def warn_of_splits(data: DataConfig, train: Samples | None, validation: Samples 
         from datasets.exclude import warn_unmatched
 
         warn_unmatched(data, (train, validation))
+    if data.RELABEL is not None and train is not None:
+        from datasets.exclude import warn_unmatched_rows
+
+        warn_unmatched_rows(data, train, validation)
 
 
 def comes_unsplit(data: DataConfig) -> bool:

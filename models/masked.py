@@ -69,8 +69,6 @@ class MaskedAutoencoder(VisionTransformer):
 
     decoder: Decoder
     mask_ratio: float
-    normalised: bool
-    """Whether the pixels of each patch are normalised by their own mean and standard deviation."""
 
     def forward(self, images: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]  # no attention mask
         masked = self.mask(images)
@@ -83,15 +81,13 @@ class MaskedAutoencoder(VisionTransformer):
     def painted(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """`images` with hidden patches in grey (0), and with what the model predicts there.
 
-        With normalised pixels, a predicted patch gets the mean and deviation of the true one, which the model is not
-        asked for.
+        A predicted patch gets the mean and deviation of the true one, which the model is not asked for.
         """
         masked = self.mask(images)
         predicted = self.decoder(self.encode(images, masked), masked).float()
         patches = self.patches(images.float())
-        if self.normalised:
-            variance, mean = torch.var_mean(chosen(patches, masked.hidden), 2, keepdim=True)
-            predicted = predicted * (variance + EPSILON).sqrt() + mean
+        variance, mean = torch.var_mean(chosen(patches, masked.hidden), 2, keepdim=True)
+        predicted = predicted * (variance + EPSILON).sqrt() + mean
         places = masked.hidden[..., None].expand(-1, -1, patches.shape[2])
         hidden = self.joined(patches.scatter(1, places, 0.0))
         return hidden, self.joined(patches.scatter(1, places, predicted))
@@ -120,10 +116,8 @@ class MaskedAutoencoder(VisionTransformer):
         return self.norm(self.blocks(self.norm_pre(torch.cat((prefix, chosen(patches, masked.seen)), 1))))
 
     def target(self, images: Tensor, numbers: Tensor) -> Tensor:
-        """The pixels of these patches, in fp32."""
+        """The pixels of these patches in fp32, normalised by the mean and standard deviation of each patch."""
         target = chosen(self.patches(images.float()), numbers)
-        if not self.normalised:
-            return target
         variance, mean = torch.var_mean(target, 2, keepdim=True)
         return (target - mean) * (variance + EPSILON).rsqrt()
 
@@ -161,7 +155,7 @@ def masked_autoencoder(vit: Any, model: ModelConfig) -> MaskedAutoencoder:
     values = high * wide * vit.patch_embed.proj.weight.shape[1]
     vit.__class__ = MaskedAutoencoder
     vit.decoder = Decoder(vit.embed_dim, vit.patch_embed.grid_size, values, model.DECODER)
-    vit.mask_ratio, vit.normalised = model.MASK_RATIO, model.NORM_PIX_LOSS
+    vit.mask_ratio = model.MASK_RATIO
     return vit
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -221,7 +221,7 @@ def data_identity(dataset: ImageDataset) -> str:
     return digest.hexdigest()
 
 
-def identity_of(dataset: ImageDataset, order: EpochOrder) -> dict[str, int | str]:
+def identity_of(dataset: ImageDataset, order: EpochOrder) -> dict[str, Any]:
     """Fingerprint of the training split and its order, equal on all ranks, for meta.json."""
     # Checkpoints of older versions have this field alone, so it stays what it was: without the names.
     digest = hashlib.sha256(order.permutation(1).tobytes())
@@ -232,4 +232,5 @@ def identity_of(dataset: ImageDataset, order: EpochOrder) -> dict[str, int | str
         "updates": order.updates,
         "order": digest.hexdigest(),
         "data": data_identity(dataset),
+        **({"relabel": samples.relabel} if samples and samples.relabel else {}),
     }

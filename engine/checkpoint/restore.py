@@ -211,6 +211,11 @@ def check_task(checkpoint: Checkpoint, config: Config, world: World) -> None:
     """Raise UserError if the checkpoint is of a masked autoencoder and the settings are not, or the other way round."""
     key = "MODEL.MAE_PRETRAIN"
     masked = bool(checkpoint.meta["settings"].get(key, False))
+    if masked and checkpoint.meta["settings"].get("MODEL.NORM_PIX_LOSS") is False:  # of an earlier version
+        raise UserError(
+            f"{checkpoint.folder}: learned to predict pixels that are not normalised (MODEL.NORM_PIX_LOSS: false), "
+            "which this version cannot resume or evaluate. To fine-tune it, use -pretrained in place of -resume."
+        )
     if masked == config.MODEL.MAE_PRETRAIN:
         return
     run = run_folder_of(checkpoint.folder) or checkpoint.folder
@@ -302,8 +307,8 @@ def check_samples(
         return
     raise UserError(
         f"{checkpoint.folder}: saved within epoch {position.epoch}, but the training samples have changed since: "
-        f"{change}. They depend on SEED, DATA.SAMPLER, DATA.EXCLUDE, DATA.VAL_FRACTION, DATA.GROUP and the files. "
-        f"Restore the former samples and order, or go back:\n{_go_back(checkpoint, position, config, world)}"
+        f"{change}. They depend on SEED, DATA.SAMPLER, DATA.EXCLUDE, DATA.RELABEL, DATA.VAL_FRACTION, DATA.GROUP and "
+        f"the files. Restore the former samples and order, or go back:\n{_go_back(checkpoint, position, config, world)}"
     )
 
 

@@ -114,10 +114,12 @@ def write_run_files(run: Run, ready: Ready, folder: Path) -> None:
         from datasets.decoding import decoder_of_jpeg
 
         choices["decoder"] = decoder_of_jpeg()
-    splits = {"train": getattr(ready, "train_set", None), "val": ready.val_set}
+    train_set = getattr(ready, "train_set", None)
+    splits, images = {"train": train_set, "val": ready.val_set}, train_set and train_set.single_images()
     about = {
         **describe_run(describe_devices(run.device, world, threads), choices, config.TAG),
         "samples": {name: len(split) for name, split in splits.items() if split is not None},
+        **({"relabel": images.relabel} if images and images.relabel else {}),
         "largest_class_percent": largest_class(ready),
         "parameters": dict(zip(("all", "trainable"), count_parameters(ready.model), strict=True)),
     }

@@ -72,7 +72,7 @@ def settings_for_evaluation(
         why = " and has no validation split of its own" if unsplit else ""
         notes.append(f"{PART} {part}: {place} is not recognised as the data that the model was trained on{why}")
         if saved is not None and "DATA.DATA_PATH" not in settings_of(saved) and config.DATA.EXCLUDE is None:
-            notes.append("If the model was trained on it without some images, give their list too (DATA.EXCLUDE)")
+            notes.append("If it is, without some images or with other labels, give DATA.EXCLUDE or DATA.RELABEL")
     elif data_of_run == "moved":
         notes.append(f"{PART} {part}: {place} is the data that the model was trained on, in another place")
     elif unsplit:

@@ -30,7 +30,7 @@ from utils.log import DETAIL, log
 from vitamp.metrics import always_guessing
 from vitamp.pooling import POOLED, pooled_features
 
-OF_OWN_DATA = ("DATA.EXCLUDE", "DATA.FOLD", "DATA.GROUP", "DATA.COLUMNS")
+OF_OWN_DATA = ("DATA.EXCLUDE", "DATA.RELABEL", "DATA.FOLD", "DATA.GROUP", "DATA.COLUMNS")
 """Settings that fit the run's own data alone."""
 
 

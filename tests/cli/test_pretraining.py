@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from PIL import Image
 
 from datasets import open_dataset
 from datasets.recognise import UNLABELLED, recognise
-from tests.program import Vitamp, last_weights, metrics, train_tiny
+from tests.program import Vitamp, change_settings, last_weights, metrics, train_tiny
 from tests.terminal import on_terminal
 from utils.config import load_config
 from utils.config.data import DataConfig
@@ -49,6 +50,19 @@ def test_settings_of_another_task_are_refused_in_words(vitamp: Vitamp, tiny: Pat
     assert "a masked autoencoder (MODEL.MAE_PRETRAIN), which has no classifier to evaluate" in done.err
     assert f"evaluate.py {run} -knn`" in done.err
     assert "norm" not in done.err.partition("error:")[2], "no list of tensors"
+
+
+def test_weights_of_an_earlier_run_without_normalised_pixels_are_fine_tuned_but_not_resumed(
+    vitamp: Vitamp, tiny: Path, run: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    change_settings(tmp_path / "run", {"MODEL.NORM_PIX_LOSS": False})
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("  MASK_RATIO:", "  NORM_PIX_LOSS: false\n  MASK_RATIO:"))
+    done = vitamp("-resume", tmp_path / "run", "TRAIN.NUM_EPOCHS=3", code=2)
+    assert "pixels that are not normalised (MODEL.NORM_PIX_LOSS: false)" in done.err
+    assert "its settings that this version does not have: MODEL.NORM_PIX_LOSS" in done.text
+    vitamp("-cfg", tiny, PATCHES, "-pretrained", tmp_path / "run", "-output", tmp_path / "fine", "-dry_run", code=0)
 
 
 def test_a_resumed_run_equals_one_that_was_not_stopped(vitamp: Vitamp, tiny: Path, run: Path, tmp_path: Path) -> None:
@@ -252,7 +266,7 @@ def test_paddlevits_files_have_its_defaults(tmp_path: Path) -> None:
     path = tmp_path / "mae.yaml"
     path.write_text(
         "MODEL: {TYPE: MAE, NAME: vit_base_patch16_224, MAE_PRETRAIN: True, TRANS: {MASK_RATIO: 0.6,\n"
-        "  ENCODER: {DEPTH: 12}, DECODER: {DEPTH: 2}}}\nTRAIN: {NORMALIZE_TARGET: False}\n",
+        "  ENCODER: {DEPTH: 12}, DECODER: {DEPTH: 2}}}\nTRAIN: {NORMALIZE_TARGET: True}\n",
         encoding="utf-8",
     )
     config = load_config(str(path)).config
@@ -262,4 +276,4 @@ def test_paddlevits_files_have_its_defaults(tmp_path: Path) -> None:
         (0.9, 0.95),
     )
     assert config.DATA.IMAGENET_MEAN == (0.485, 0.456, 0.406)
-    assert (config.MODEL.MASK_RATIO, config.MODEL.DECODER.DEPTH, config.MODEL.NORM_PIX_LOSS) == (0.6, 2, False)
+    assert (config.MODEL.MASK_RATIO, config.MODEL.DECODER.DEPTH) == (0.6, 2)

@@ -117,10 +117,10 @@ def test_older_nesting_and_names_are_read(tmp_path: Path) -> None:
 
 
 def test_keys_of_paddlevit_that_change_nothing_are_dropped(tmp_path: Path) -> None:
-    text = "LOCAL_RANK: 0\nMODEL: {ATTN_HEAD_SIZE: null, QK_SCALE: None, APE: False, PATCH_NORM: True}\n"
-    assert load(tmp_path, text) == Config()
-    for wrong in ("APE: true", "QK_SCALE: 0.2", "ATTN_HEAD_SIZE: 32", "PATCH_NORM: false"):
-        with pytest.raises(UserError, match=f"1: MODEL.{wrong.replace(':', '')} is not possible here; leave the key"):
+    text = "ATTN_HEAD_SIZE: null, QK_SCALE: None, APE: False, PATCH_NORM: True, NORM_PIX_LOSS: True"
+    assert load(tmp_path, f"LOCAL_RANK: 0\nMODEL: {{{text}}}\n") == Config()
+    for wrong in ("APE: true", "QK_SCALE: 0.2", "ATTN_HEAD_SIZE: 32", "PATCH_NORM: false", "NORM_PIX_LOSS: false"):
+        with pytest.raises(UserError, match=f"1: MODEL.{wrong.replace(':', '')} is not possible: .*; leave the key"):
             load(tmp_path, f"MODEL: {{{wrong}}}\n")
 
 

@@ -115,6 +115,9 @@ class DataConfig(Section):
         "quick", "Report classes, copies in both splits and odd images: quick: within seconds; full: of all images."
     )
     EXCLUDE: str | None = setting(None, "File with images to leave out, one per line; scripts/check_data.py writes it.")
+    RELABEL: str | None = setting(
+        None, "Table of training images to leave out or to train with another label; see docs/broken_images.md."
+    )
     MAX_BAD: NonNegative = setting(0.01, "Stop at more unreadable training images: below 1 a fraction, else a number.")
     BACKGROUND: Background = setting(
         "white",

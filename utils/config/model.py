@@ -115,7 +115,6 @@ class ModelConfig(Section):
         excludes("TRAIN.TOKEN_DROP", "TRAIN.SIZE_SCHEDULE", when=TRAINING, why="it leaves out patches itself"),
     )
     MASK_RATIO: float = setting(0.75, "Fraction of the patches that are hidden.", _MASKED, gt=0, lt=1)
-    NORM_PIX_LOSS: bool = setting(True, "Normalise the pixels of each hidden patch by themselves.", _MASKED)
     DECODER: DecoderConfig = Field(default_factory=DecoderConfig, description="The decoder of a masked autoencoder.")
     NUM_CLASSES: PositiveOrAuto = setting(1000, "Number of classes; auto: as many as the data set has.")
     DROPOUT: FractionBelowOne = setting(0.0, "Dropout after position embedding and projections, and in MLPs.")

@@ -115,7 +115,8 @@ def test_checkpoint_or_weights_alone_can_be_loaded(digits_run: Path, stripped: P
 def test_stripped_weights_contain_no_paths(digits_run: Path, tmp_path: Path) -> None:
     folder = alone(digits_run, tmp_path / "mine")
     settings = json.loads((folder / "meta.json").read_text(encoding="utf-8"))["settings"]
-    secrets = ("MODEL.PRETRAINED", "DATA.DATA_PATH", "DATA.CACHE", "DATA.EXCLUDE", "TRAIN.TEACHER_MODEL", "SAVE", "TAG")
+    secrets = ("MODEL.PRETRAINED", "DATA.DATA_PATH", "DATA.CACHE", "DATA.EXCLUDE", "DATA.RELABEL", "SAVE", "TAG")
+    secrets = (*secrets, "TRAIN.TEACHER_MODEL")
     rewrite(folder, settings=settings | dict.fromkeys(secrets, "/home/me"))
     assert checkpoint.main(["strip", str(folder), "-out", str(tmp_path / "w.safetensors")]) == 0
     with safetensors.safe_open(str(tmp_path / "w.safetensors"), framework="pt") as file:

@@ -218,7 +218,6 @@ def _without_labels(trained: Trained, dataset: ImageDataset, _image: str, _decid
         "template": "pixels.html",
         "headline": None,  # only validation measures how much of the images is explained
         "hidden": 100 * trained.config.MODEL.MASK_RATIO,
-        "normalised": trained.config.MODEL.NORM_PIX_LOSS,
         "images": [
             {**_named(dataset, index), **{kind: uris[row] for kind, uris in shown.items()}}
             for row, index in enumerate(indices)

@@ -14,17 +14,21 @@ import yaml
 from utils.config.kinds import is_no_value, one_line, parse_text
 from utils.config.read import TYPE, Entry, Layer, type_of
 from utils.errors import UserError
+from utils.record.run_folder import is_of_user
 
 FILE = Path(__file__).with_name("families.yaml")
 NAME, IMAGE_SIZE = "MODEL.NAME", "DATA.IMAGE_SIZE"
-FIXED: dict[str, tuple[str, ...]] = {
-    "LOCAL_RANK": ("0",),
-    "MODEL.ATTN_HEAD_SIZE": (),
-    "MODEL.QK_SCALE": (),
-    "MODEL.APE": ("false",),
-    "MODEL.PATCH_NORM": ("true",),
+_NORMALISED = "true", "masked pre-training always normalises the pixels of each patch"
+FIXED: dict[str, tuple[str, str]] = {
+    "LOCAL_RANK": ("0", "the launcher numbers the processes"),
+    "MODEL.ATTN_HEAD_SIZE": ("", "heads divide EMBED_DIM evenly"),
+    "MODEL.QK_SCALE": ("", "attention is scaled by the size of a head"),
+    "MODEL.APE": ("false", "Swin has relative positions alone"),
+    "MODEL.PATCH_NORM": ("true", "Swin always normalises the embedded patches"),
+    "MODEL.NORM_PIX_LOSS": _NORMALISED,
+    "TRAIN.NORMALIZE_TARGET": _NORMALISED,
 }
-"""Keys that change nothing -> the values that they may have besides none."""
+"""Keys that change nothing -> the value that they may have besides none, and why no other."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +78,13 @@ def translate(layers: Sequence[Layer]) -> list[str]:
     """Change the layers' entries to vitamp's settings; returns lines for the log."""
     for layer in layers:
         for key in FIXED.keys() & layer.entries.keys():
-            entry = layer.entries.pop(key)
+            entry, (possible, why) = layer.entries[key], FIXED[key]
             value = str(entry.value).strip().casefold()
-            if not (is_no_value(value) or value in FIXED[key]):
-                layer.problems.append(f"{entry.source}: {key} {entry.value} is not possible here; leave the key out")
+            if not (is_no_value(value) or value == possible):
+                if not is_of_user(f"{layer.name}:"):  # a run of an earlier version, of which loading says what is gone
+                    continue
+                layer.problems.append(f"{entry.source}: {key} {entry.value} is not possible: {why}; leave the key out")
+            del layer.entries[key]
     given = {key: entry for layer in layers for key, entry in layer.entries.items()}
     family = families().get(type_of(given))
     if family is None:

@@ -153,7 +153,8 @@ def read_rows(data: DataConfig) -> tuple[dict[str, Row], str]:
             rows[name] = table.line_num, given, proposed, decision
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         why = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
-        raise UserError(f"DATA.RELABEL: the file {file} {why}. docs/broken_images.md describes it.") from None
+        writer = started_as("scripts/check_labels.py")
+        raise UserError(f"DATA.RELABEL: the file {file} {why}. {writer} writes such a file.") from None
     return rows, hashlib.sha256(content).hexdigest()
 
 

@@ -34,6 +34,8 @@ from utils.program import typed
 RATES, SEEDS = (0.0, 0.02, 0.05, 0.1), (0, 1, 2)
 SIDE = 16
 """Pixels of images for classifiers of pixels"""
+PIXELS = ("uniform", 0.05, 0)
+"""Where these are tried"""
 OWN = (
     replace(POOL, about="features"),
     Flag("similar", "pairs of classes that are taken for each other", "A-B,C-D"),
@@ -74,9 +76,9 @@ def main(argv: list[str]) -> int:
                 "check_labels": [one.image for one in suspects] if clear else [],
                 "cleanlab, same classifier": find_label_issues(labels, of_logits / of_logits.sum(1, keepdims=True)),
             }
-            # These take minutes, so with the first seed alone.
+            # These take minutes, so once.
             of_pixels = {"SVC": SVC(probability=True), "linear": LogisticRegression(C=1e-2, max_iter=200)}
-            for name, model in of_pixels.items() if seed == SEEDS[0] else ():
+            for name, model in of_pixels.items() if (kind, rate, seed) == PIXELS else ():
                 guesses = cross_val_predict(model, pixels, labels, method="predict_proba", cv=5)
                 by[f"cleanlab, {name} of pixels"] = find_label_issues(labels, guesses)
             for name, named in by.items():

@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     asked, out = line.asked, Path(line.asked.output).expanduser()
     if (kind := kind_of_path(out)) not in (None, "a folder"):
         raise UserError(f"-output {out}: this is {kind}; name a folder.")
-    if asked.path and (line.run.cfg is not None) != asked.prove:
+    if asked.path and (line.run.cfg is not None) != bool(asked.prove):
         instead = "leave -cfg out: it has the settings of its own training"
         raise UserError(f"{asked.path}: {'-prove trains a recipe: name it by -cfg' if asked.prove else instead}.")
     if asked.path and asked.folds:

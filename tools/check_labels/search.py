@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -202,7 +203,7 @@ class ByTraining:
         for number in range(1, self.folds + 1):
             fold = Fold(number, self.folds)
             more = {key: (value, "check_labels.py") for key, value in {**given, "DATA.FOLD": str(fold)}.items()}
-            self.runs.append(Run("recipe", seed, self.line.load(more).config, out / f"fold{number}", fold))
+            self.runs.append(Run("recipe", seed, load_with(self.line, more), out / f"fold{number}", fold))
         check_runs(self.runs)
         judged, budget = judged_by(None, None, [run.config for run in self.runs]), self.line.asked.budget_min
         plan = Plan(("recipe",), judged, (seed,), self.folds, tuple(self.runs), "", False, (), (), budget)
@@ -229,6 +230,12 @@ class ByTraining:
             for trained in map(trained_last, self.runs)
         ]
         return torch.stack(of_models).mean(0).double().cpu().numpy()[:, : len(images.classes)]
+
+
+def load_with(line: ToolLine, given: Mapping[str, tuple[Any, str]]) -> Config:
+    """The settings with `given`, which win over those on the command line."""
+    words = {key: text for key, text in line.run.words.items() if key not in given}
+    return replace(line, run=replace(line.run, words=words)).load(dict(given)).config
 
 
 def trained_last(run: Run) -> Trained:

@@ -91,9 +91,13 @@ def test_planted_labels_are_found_by_features(check: Call, digits_run: Path, tmp
 
 def test_right_labels_are_left_alone(check: Call, digits_run: Path, tmp_path: Path) -> None:
     write_folders(tmp_path / "data", wrong=0)
+    (tmp_path / "data" / "dog").mkdir()
+    for number in range(4):
+        Image.new("L", (8, 8), 60 * number).save(tmp_path / "data" / "dog" / f"{number}.png")
     (tmp_path / "labels").mkdir()
     (tmp_path / "labels" / "exclude.txt").write_text("of an earlier search\n")
     done = check(digits_run, *of_folders(tmp_path / "data"), "-pool", "both")
+    assert "Not judged, since they have fewer images than folds: dog." in done.out
     assert "Nothing found" in done.out
     assert {row["decision"] for row in listed(tmp_path / "labels")} <= {"keep"}
     assert excluded(tmp_path / "labels") == set()
@@ -187,8 +191,9 @@ def test_folds_train_the_recipe_and_go_on(
     folder = tmp_path / "labels" / "folds" / "seed-0"
     assert yaml.safe_load((folder / "fold2.yaml").read_text())["TRAIN"]["PATIENCE"] is None
     assert (folder / "left_out.txt").read_text().startswith("bee/copy.png")
-    print(done.out)
-    print(listed(tmp_path / "labels"), planted)
+    rows = listed(tmp_path / "labels")
+    assert len([row for row in rows if row["path"] in planted]) >= 6
+    assert len(rows) <= 16
 
 
 # Refusals.

@@ -197,7 +197,7 @@ class ByTraining:
             lines.append(Path(images.data.EXCLUDE).expanduser().read_text("utf-8-sig"))
         out.mkdir(parents=True, exist_ok=True)
         write_atomically(out / "left_out.txt", "\n".join([*lines, ""]))
-        given = {"SEED": seed, "DATA.SPLIT_SEED": seed, "TRAIN.PATIENCE": None}
+        given = {"SEED": seed, "DATA.SPLIT_SEED": seed, "TRAIN.PATIENCE": None, "MODEL.NUM_CLASSES": "auto"}
         given["DATA.EXCLUDE"] = str(out / "left_out.txt")
         self.runs = []
         for number in range(1, self.folds + 1):
@@ -299,9 +299,9 @@ def suspects_of(
 ) -> tuple[list[Suspect], float, float, bool]:
     """The suspects, and what `Wrong` says of their number. `few`: labels that are not judged."""
     if images.labels.ndim == 1:
-        found = find_wrong(logits, images.labels, seed)
-        found.probability[np.isin(images.labels, few)] = 0
-        return _one(images, found), found.expected, found.if_right, found.clear
+        judged = np.flatnonzero(~np.isin(images.labels, few))
+        found = find_wrong(logits[judged], images.labels[judged], seed)
+        return _one(images, found, judged), found.expected, found.if_right, found.clear
     # Each class by itself: whether an image has it.
     columns = zip(logits.T, images.labels.T.astype(np.int64), strict=True)
     each = [find_wrong(np.stack([0 * column, column], 1), has, seed) for column, has in columns]
@@ -309,20 +309,21 @@ def suspects_of(
         np.stack([one.probability for one in each], 1),
         np.stack([one.right[:, 1] for one in each], 1),
         1 - images.labels,
-        sum(one.expected for one in each),
-        sum(one.if_right for one in each),
+        sum(one.expected for label, one in enumerate(each) if label not in few),
+        sum(one.if_right for label, one in enumerate(each) if label not in few),
     )
     found.probability[:, few] = 0
     return _several(images, found), found.expected, found.if_right, found.clear
 
 
-def _one(images: Images, found: Wrong) -> list[Suspect]:
+def _one(images: Images, found: Wrong, judged: np.ndarray) -> list[Suspect]:
+    """`judged`: the images that `found` is about."""
     rows = []
-    for index in found.suspects().tolist():
-        given, proposed = int(images.labels[index]), int(found.proposed[index])
-        right = found.right[index]
+    for row in found.suspects().tolist():
+        index, proposed, right = int(judged[row]), int(found.proposed[row]), found.right[row]
+        given = int(images.labels[index])
         names = images.classes[given], images.classes[proposed]
-        wrong = float(found.probability[index])
+        wrong = float(found.probability[row])
         rows.append(Suspect(index, *names, wrong, float(right[given]), float(right[proposed])))
     return rows
 

@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     asked, out = line.asked, Path(line.asked.output).expanduser()
     if (kind := kind_of_path(out)) not in (None, "a folder"):
         raise UserError(f"-output {out}: this is {kind}; name a folder.")
-    if asked.path and (line.run.cfg is not None) != asked.prove:
+    if asked.path and (line.run.cfg is not None) != bool(asked.prove):
         instead = "leave -cfg out: it has the settings of its own training"
         raise UserError(f"{asked.path}: {'-prove trains a recipe: name it by -cfg' if asked.prove else instead}.")
     if asked.path and asked.folds:
@@ -118,12 +118,12 @@ def write(images: Images, found: Found, out: Path) -> None:
     page = write_page(images, found, out)
     log.info("%s", "\n".join([*found.words(), ""]))
     for (given, proposed), count in Counter((one.given, one.proposed) for one in found.suspects).most_common(5):
-        log.info("  %s looks like %s: %s", given, proposed, counted(count, "image"))
+        log.info("  %s looks like %s: %s", given or "no class", proposed or "no class", counted(count, "image"))
     log.info("Look at them: %s", page)
     if found.clear:
         log.info("Edit the decisions in %s (keep, drop, relabel), then train with", out / "suspects.csv")
         log.info("DATA.RELABEL=%s; or leave all out with DATA.EXCLUDE=%s.", out / "suspects.csv", out / "exclude.txt")
-    else:
+    elif found.suspects:
         log.info("%s lists the most suspicious ones all the same, with the decision keep.", out / "suspects.csv")
 
 

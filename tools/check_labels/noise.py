@@ -20,7 +20,7 @@ from utils.seeding import key
 REDRAWN = 19
 """Times; so the largest number is a bound of 95 %"""
 CLEARLY = 2
-"""Times as many labels as that must look wrong, since no classifier is calibrated exactly"""
+"""Times as many labels as that, and one, must look wrong, since no classifier is calibrated exactly"""
 ROUNDS, UPDATES, STEPS = 40, 8, 6
 """Of calibration and Q in turn; updates of Q and steps of L-BFGS in each"""
 CLOSE = 0.05
@@ -47,7 +47,7 @@ class Wrong(NamedTuple):
 
     @property
     def clear(self) -> bool:
-        return self.expected > CLEARLY * self.if_right
+        return self.expected > CLEARLY * (self.if_right + 1)
 
     def suspects(self) -> np.ndarray:
         """Indices of as many images as expected, the most probable first."""

@@ -20,6 +20,7 @@ from tools.check_labels.search import (
     Method,
     Suspect,
     find,
+    load_with,
     open_images,
     suspects_of,
     trained_last,
@@ -68,7 +69,7 @@ def prove(line: ToolLine, config: Config, method: Method, out: Path) -> int:
         given: dict[str, tuple[Any, str]] = {"SEED": (seed, "-seeds")}
         if (arm, seed) in lists:
             given["DATA.RELABEL"] = (f"{lists[arm, seed]}", "-prove")
-        runs.append(Run(arm, seed, line.load(given).config, out / f"{arm.replace(' ', '_')}-{seed}"))
+        runs.append(Run(arm, seed, load_with(line, given), out / f"{arm.replace(' ', '_')}-{seed}"))
     check_runs(runs)
     judged, device = judged_by(None, None, [run.config for run in runs]), pick_device(config.DEVICE, ALONE)
     varied, budget = ("DATA.RELABEL",), line.asked.budget_min

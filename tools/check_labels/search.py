@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -196,13 +197,13 @@ class ByTraining:
             lines.append(Path(images.data.EXCLUDE).expanduser().read_text("utf-8-sig"))
         out.mkdir(parents=True, exist_ok=True)
         write_atomically(out / "left_out.txt", "\n".join([*lines, ""]))
-        given = {"SEED": seed, "DATA.SPLIT_SEED": seed, "TRAIN.PATIENCE": None}
+        given = {"SEED": seed, "DATA.SPLIT_SEED": seed, "TRAIN.PATIENCE": None, "MODEL.NUM_CLASSES": "auto"}
         given["DATA.EXCLUDE"] = str(out / "left_out.txt")
         self.runs = []
         for number in range(1, self.folds + 1):
             fold = Fold(number, self.folds)
             more = {key: (value, "check_labels.py") for key, value in {**given, "DATA.FOLD": str(fold)}.items()}
-            self.runs.append(Run("recipe", seed, self.line.load(more).config, out / f"fold{number}", fold))
+            self.runs.append(Run("recipe", seed, load_with(self.line, more), out / f"fold{number}", fold))
         check_runs(self.runs)
         judged, budget = judged_by(None, None, [run.config for run in self.runs]), self.line.asked.budget_min
         plan = Plan(("recipe",), judged, (seed,), self.folds, tuple(self.runs), "", False, (), (), budget)
@@ -229,6 +230,12 @@ class ByTraining:
             for trained in map(trained_last, self.runs)
         ]
         return torch.stack(of_models).mean(0).double().cpu().numpy()[:, : len(images.classes)]
+
+
+def load_with(line: ToolLine, given: Mapping[str, tuple[Any, str]]) -> Config:
+    """The settings with `given`, which win over those on the command line."""
+    words = {key: text for key, text in line.run.words.items() if key not in given}
+    return replace(line, run=replace(line.run, words=words)).load(dict(given)).config
 
 
 def trained_last(run: Run) -> Trained:
@@ -292,9 +299,9 @@ def suspects_of(
 ) -> tuple[list[Suspect], float, float, bool]:
     """The suspects, and what `Wrong` says of their number. `few`: labels that are not judged."""
     if images.labels.ndim == 1:
-        found = find_wrong(logits, images.labels, seed)
-        found.probability[np.isin(images.labels, few)] = 0
-        return _one(images, found), found.expected, found.if_right, found.clear
+        judged = np.flatnonzero(~np.isin(images.labels, few))
+        found = find_wrong(logits[judged], images.labels[judged], seed)
+        return _one(images, found, judged), found.expected, found.if_right, found.clear
     # Each class by itself: whether an image has it.
     columns = zip(logits.T, images.labels.T.astype(np.int64), strict=True)
     each = [find_wrong(np.stack([0 * column, column], 1), has, seed) for column, has in columns]
@@ -302,20 +309,21 @@ def suspects_of(
         np.stack([one.probability for one in each], 1),
         np.stack([one.right[:, 1] for one in each], 1),
         1 - images.labels,
-        sum(one.expected for one in each),
-        sum(one.if_right for one in each),
+        sum(one.expected for label, one in enumerate(each) if label not in few),
+        sum(one.if_right for label, one in enumerate(each) if label not in few),
     )
     found.probability[:, few] = 0
     return _several(images, found), found.expected, found.if_right, found.clear
 
 
-def _one(images: Images, found: Wrong) -> list[Suspect]:
+def _one(images: Images, found: Wrong, judged: np.ndarray) -> list[Suspect]:
+    """`judged`: the images that `found` is about."""
     rows = []
-    for index in found.suspects().tolist():
-        given, proposed = int(images.labels[index]), int(found.proposed[index])
-        right = found.right[index]
+    for row in found.suspects().tolist():
+        index, proposed, right = int(judged[row]), int(found.proposed[row]), found.right[row]
+        given = int(images.labels[index])
         names = images.classes[given], images.classes[proposed]
-        wrong = float(found.probability[index])
+        wrong = float(found.probability[row])
         rows.append(Suspect(index, *names, wrong, float(right[given]), float(right[proposed])))
     return rows
 

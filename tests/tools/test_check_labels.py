@@ -1,0 +1,235 @@
+"""scripts/check_labels.py finds planted wrong labels, and none where all are right."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from tests.label_sets import named, write_recipe, write_set
+from tests.program import ROOT, Result, Started
+from tools.check_labels import command
+from tools.check_labels.noise import find_wrong
+from tools.compare import runs
+
+Call = Callable[..., Result]
+CLASSES = ("ant", "bee", "cat")
+STRIPES = np.s_[:, :4], np.s_[:4], np.s_[::2]
+"""Which pixels of an image of each class are bright"""
+
+
+@pytest.fixture
+def check(in_process: Callable[[Any], Call], tmp_path: Path) -> Call:
+    """check_labels.py in this process; its output is in tmp_path/labels."""
+
+    def call(*words: object, code: int = 0) -> Result:
+        return in_process(command.main)("-output", tmp_path / "labels", *words, code=code)
+
+    return call
+
+
+def write_folders(root: Path, wrong: int = 8, images: int = 150, seed: int = 0) -> dict[str, str]:
+    """Class folders of PNG files; the right class of each that is in the folder of another."""
+    generator, planted = np.random.default_rng(seed), {}
+    for number in range(images):
+        true = number % 3
+        given = CLASSES[true if number >= wrong else (true + 1 + number // 3 % 2) % 3]
+        pixels = generator.integers(0, 60, (8, 8), dtype=np.uint8)
+        pixels[STRIPES[true]] += np.uint8(190)
+        (root / given).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(root / given / f"{number}.png")
+        if number < wrong:
+            planted[f"{given}/{number}.png"] = CLASSES[true]
+    return planted
+
+
+def of_folders(root: Path) -> tuple[object, ...]:
+    return "-dataset", "imagefolder", "-data_path", root, "DATA.NUM_WORKERS=0"
+
+
+def listed(out: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader((out / "suspects.csv").read_text().splitlines()))
+
+
+def excluded(out: Path) -> set[str]:
+    return {line.partition("  #")[0] for line in (out / "exclude.txt").read_text().splitlines()}
+
+
+def test_planted_labels_are_found_by_features(check: Call, digits_run: Path, tmp_path: Path) -> None:
+    planted, out = write_folders(tmp_path / "data"), tmp_path / "labels"
+    shutil.copy(tmp_path / "data" / "ant" / "30.png", tmp_path / "data" / "bee" / "copy.png")
+    planted["bee/copy.png"] = "ant"
+    done = check(digits_run, *of_folders(tmp_path / "data"), "-pool", "both")
+    assert "151 images (all images), 3 classes; 1 have the bytes of another" in done.out
+    rows = listed(out)
+    named = {row["path"]: row["proposed"] for row in rows}
+    assert named.items() <= planted.items()
+    assert len(named) >= 8
+    assert {row["decision"] for row in rows} == {"drop"}
+    assert [row["given"] for row in rows] == [row["path"].partition("/")[0] for row in rows]
+    assert excluded(out) == set(named)
+    found = json.loads((out / "labels.json").read_text())
+    assert (found["found"], found["images"], len(found["suspects"])) == (True, 151, len(named))
+    page = (out / "report.html").read_text()
+    assert [name for name in named if name not in page] == []
+    assert f"{len(named)} labels look wrong; up to " in page
+    assert "bee looks like ant: " in done.out
+
+    excluding = f"DATA.EXCLUDE={out / 'exclude.txt'}"
+    again = check(digits_run, *of_folders(tmp_path / "data"), "-pool", "both", excluding)
+    assert f"{151 - len(named)} images" in again.out
+    assert "Nothing found" in again.out
+
+
+def test_right_labels_are_left_alone(check: Call, digits_run: Path, tmp_path: Path) -> None:
+    write_folders(tmp_path / "data", wrong=0)
+    (tmp_path / "data" / "dog").mkdir()
+    for number in range(4):
+        Image.new("L", (8, 8), 60 * number).save(tmp_path / "data" / "dog" / f"{number}.png")
+    (tmp_path / "labels").mkdir()
+    (tmp_path / "labels" / "exclude.txt").write_text("of an earlier search\n")
+    done = check(digits_run, *of_folders(tmp_path / "data"), "-pool", "both")
+    assert "Not judged, since they have fewer images than folds: dog." in done.out
+    assert "Nothing found" in done.out
+    assert {row["decision"] for row in listed(tmp_path / "labels")} <= {"keep"}
+    assert excluded(tmp_path / "labels") == set()
+    assert json.loads((tmp_path / "labels" / "labels.json").read_text())["found"] is False
+
+
+def test_several_labels_are_judged_one_by_one(check: Call, digits_run: Path, tmp_path: Path) -> None:
+    rows, _ = write_set(tmp_path)
+    right = {f"images/train{number}.png": "|".join(named(rows[number])) for number in range(5, 13)}
+    for number in range(5, 13):
+        rows[number, number % 4] ^= 1
+    lines = [f"images/train{number}.png,{';'.join(named(row))}" for number, row in enumerate(rows)]
+    (tmp_path / "train.csv").write_text("\n".join(["path,labels", *lines]) + "\n")
+    recipe = write_recipe(tmp_path)
+    done = check("-cfg", recipe, "-image_size", 32, "-pretrained", digits_run, "-pool", "both")
+    assert "160 images (training split), 4 classes" in done.out
+    first = {row["path"]: row["proposed"] for row in listed(tmp_path / "labels")[:3]}
+    assert first.items() <= right.items()
+    assert first["images/train6.png"] == ""
+    assert "south looks like no class: 1 image" in done.out
+    assert {row["decision"] for row in listed(tmp_path / "labels")} == {"keep"}
+    assert excluded(tmp_path / "labels") == set()
+
+
+# The probabilities.
+
+
+def drawn(seed: int, images: int = 1500) -> tuple[np.random.Generator, np.ndarray, np.ndarray]:
+    """Calibrated logits of five classes, some of them ambiguous, and labels drawn from them."""
+    generator = np.random.default_rng(seed)
+    logits = 3 * generator.normal(size=(images, 5))
+    return generator, logits, (logits + generator.gumbel(size=logits.shape)).argmax(1)
+
+
+SEEDS = pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
+
+
+@SEEDS
+@pytest.mark.parametrize("offsets", [[0] * 5, pytest.param([3, 1, 0, -1, -3], marks=pytest.mark.slow)])
+def test_right_labels_do_not_look_wrong(seed: int, offsets: list[int]) -> None:
+    """Images are ambiguous; logits have other offsets and scales, such as class weights give."""
+    _, logits, labels = drawn(seed)
+    found = find_wrong(2 * logits + offsets, labels, seed)
+    assert not found.clear
+    assert found.expected < 30
+
+
+@pytest.mark.parametrize("kind", ["uniform", "similar"])
+@SEEDS
+def test_flips_are_found(seed: int, kind: str) -> None:
+    generator, logits, right = drawn(seed)
+    if kind == "uniform":
+        labels = np.where(generator.random(1500) < 0.05, (right + generator.integers(1, 5, 1500)) % 5, right)
+    else:
+        labels = np.where((right == 1) & (generator.random(1500) < 0.25), 2, right)
+    found, wrong = find_wrong(logits, labels, seed), labels != right
+    suspects = found.suspects()
+    hits = suspects[wrong[suspects]]
+    assert found.clear
+    assert found.expected == pytest.approx(wrong.sum(), rel=0.5)
+    assert len(hits) / len(suspects) > 0.45
+    assert len(hits) / wrong.sum() > 0.5
+    assert (found.proposed[hits] == right[hits]).mean() > (0.9 if kind == "similar" else 0.6)
+    assert (found.probability[suspects] >= np.delete(found.probability, suspects).max()).all()
+
+
+# Folds.
+
+
+@pytest.mark.slow
+def test_folds_train_the_recipe_and_go_on(
+    check: Call, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Run:
+        def __init__(self, words: list[str], output: Any) -> None:
+            self.started, self.output = Started(str(ROOT / words[0]), words[1:], ROOT, {}, tmp_path), output
+
+        def wait(self, _: float) -> int:
+            done = self.started.end(120)
+            self.output.write(done.text.encode())
+            return done.code
+
+    monkeypatch.setattr(runs, "start", Run)
+    planted = write_folders(tmp_path / "data")
+    shutil.copy(tmp_path / "data" / "ant" / "30.png", tmp_path / "data" / "bee" / "copy.png")
+    small = ("-epochs", 40, "-lr", 1e-2, "-batch_size", 16, "DATA.CROP=none", "DATA.FLIP=0", "TRAIN.PATIENCE=1")
+    words = ("-cfg", tiny, *of_folders(tmp_path / "data"), "-folds", 2, *small)
+    said = check(*words, "-budget_min", 1e-4, code=1)
+    assert "-budget_min: no time was left for all folds; repeat the command to continue." in said.err
+    done = check(*words)
+    assert "1 of 2: recipe, fold 1/2: already finished" in done.out
+    assert "2 of 2: recipe, fold 2/2: " in done.out
+    folder = tmp_path / "labels" / "folds" / "seed-0"
+    assert yaml.safe_load((folder / "fold2.yaml").read_text())["TRAIN"]["PATIENCE"] is None
+    assert (folder / "left_out.txt").read_text().startswith("bee/copy.png")
+    rows = listed(tmp_path / "labels")
+    assert len([row for row in rows if row["path"] in planted]) >= 6
+    assert len(rows) <= 16
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["RUN"], "digits: its images are held in memory, without names; check_labels.py needs them as files"),
+        (["RUN", "-cfg", "TINY"], "leave -cfg out: it has the settings of its own training."),
+        (["RUN", "-prove"], "-prove trains a recipe: name it by -cfg."),
+        (["RUN", "-folds", "2"], "-folds 2: trains a recipe, so leave"),
+        (["RUN", "-seeds", "3"], "-seeds 3: only for -prove; a search has one seed, SEED."),
+        (["RUN", "-output", "TINY"], "tiny.yaml: this is a file; name a folder."),
+    ],
+)
+def test_commands_that_are_refused(words: list[str], why: str, check: Call, digits_run: Path, tiny: Path) -> None:
+    said = check(*({"RUN": digits_run, "TINY": tiny}.get(word, word) for word in words), code=2)
+    assert why in said.err
+
+
+def test_labels_that_no_model_knows_are_refused(check: Call, digits_run: Path, tmp_path: Path) -> None:
+    write_folders(tmp_path / "data", wrong=0, images=90)
+    files = sorted((tmp_path / "data").glob("*/*.png"))
+    places = np.random.default_rng(0).permutation(len(files))
+    for file, place in zip(files, places, strict=True):
+        file.rename(tmp_path / "data" / CLASSES[place % 3] / f"again{place}.png")
+    said = check(digits_run, *of_folders(tmp_path / "data"), code=2)
+    assert "Their probabilities say too little of the labels: train longer, or give weights" in said.err
+    assert not (tmp_path / "labels").exists()
+
+
+def test_folds_of_data_that_is_already_split_are_refused(check: Call, tiny: Path, tmp_path: Path) -> None:
+    for part in ("train", "val"):
+        write_folders(tmp_path / "data" / part, images=9)
+    said = check("-cfg", tiny, *of_folders(tmp_path / "data"), "-folds", 2, code=2)
+    assert "comes with its own validation split, and -folds makes its own: name the folder of the training" in said.err

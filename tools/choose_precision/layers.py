@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from datasets import Batch, MicroBatch
 from engine.amp.low_precision import NORMS
 from engine.setup import ReadyToTrain, tuned_model
-from tools.common.sessions import opened, windows
+from tools.common.sessions import opened
 from utils.config import Config
 from utils.seeding import seed_all
 from vitamp.files import parse_json
@@ -76,8 +76,8 @@ def layers_of(run: Run, scale: float) -> list[Layer]:
     last = parse_json((run.folder / "checkpoints" / "index.json").read_text(encoding="utf-8"))["last"]
     weights = str(run.folder / "checkpoints" / last / "model.safetensors")
     config = run.config.model_copy(update={"MODEL": run.config.MODEL.model_copy(update={"PRETRAINED": weights})})
-    with opened(config, compiled=False) as ready:  # eager modules can be hooked, with the same numerics
-        return examine_layers(config, ready, next(iter(next(windows(ready)))), scale)
+    with opened(config, compiled=False) as (ready, windows):  # eager modules can be hooked, with the same numerics
+        return examine_layers(config, ready, next(iter(next(windows))), scale)
 
 
 def examine_layers(config: Config, ready: ReadyToTrain, given: tuple[MicroBatch, Batch], scale: float) -> list[Layer]:

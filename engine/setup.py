@@ -212,7 +212,7 @@ def build_for_training(
             "scripts/evaluate.py -probe computes it once, and fits the classifier in seconds.",
             train.NUM_EPOCHS,
         )
-    loader.on_arrival(partial(parts.stages.mark, DATA))
+    loader.on_arrival = partial(parts.stages.mark, DATA)
     how, why = "none", "as asked for"
     if train.COMPILE == "auto":
         why = f"auto: on {device.type} compiling takes longer than it saves"

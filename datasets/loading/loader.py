@@ -88,7 +88,8 @@ class _Loader:
         broken: BrokenImages | BrokenInValidation | None,
     ) -> None:
         self._broken, self._fetch, self._device = broken, _Fetch(dataset), device
-        self._arrived: Callable[[], None] | None = None
+        self.on_arrival: Callable[[], None] | None = None
+        """Called when a batch arrives, before it is copied to the device"""
         self._plan = Plan()
         self._wait = 0.0
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" and not dataset.in_memory else None
@@ -154,8 +155,8 @@ class _Loader:
 
     def _receive(self, fetched: Fetched) -> Batch:
         self._plan.under_way.popleft()
-        if self._arrived is not None:
-            self._arrived()
+        if self.on_arrival is not None:
+            self.on_arrival()
         if self._broken is not None:
             self._broken.add(fetched.broken)
         if isinstance(fetched.batch, TrainingError):
@@ -196,10 +197,6 @@ class TrainLoader(_Loader):
             window = Window(shares, batches)
             yield window
             window.finish()
-
-    def on_arrival(self, call: Callable[[], None]) -> None:
-        """Set a function to call when a batch arrives, before it is copied to the device."""
-        self._arrived = call
 
 
 class ValLoader(_Loader):

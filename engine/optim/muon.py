@@ -120,7 +120,16 @@ class Muon(Optimizer):
             if not group[MATRICES]:
                 self._step_adamw(weights, group)
                 continue
-            for weight, update in zip(weights, self._momentum(weights, group), strict=True):
+            buffers = []
+            for weight in weights:
+                state = self.state[weight]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(weight)
+                buffers.append(state["momentum_buffer"])
+            gradients = _gradients(weights)
+            torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+            ahead = torch._foreach_lerp(gradients, buffers, group["momentum"])  # as Nesterov looks
+            for weight, update in zip(weights, ahead, strict=True):
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 parts = weight.chunk(group[MATRICES]), update.chunk(group[MATRICES])
                 for matrix, direction in zip(*parts, strict=True):
@@ -132,18 +141,6 @@ class Muon(Optimizer):
             for (matrix, _, rate), change in zip(same, orthogonal.unbind(), strict=True):
                 matrix.add_(change.view(matrix.shape).to(matrix.dtype), alpha=-rate * 0.2 * max(shape) ** 0.5)
         return loss
-
-    def _momentum(self, weights: list[Tensor], group: dict[str, Any]) -> tuple[Tensor, ...]:
-        """Add the gradients to the momentum, and return Nesterov's look ahead."""
-        buffers = []
-        for weight in weights:
-            state = self.state[weight]
-            if not state:
-                state["momentum_buffer"] = torch.zeros_like(weight)
-            buffers.append(state["momentum_buffer"])
-        gradients = _gradients(weights)
-        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
-        return torch._foreach_lerp(gradients, buffers, group["momentum"])
 
     def _step_adamw(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         for weight in weights:

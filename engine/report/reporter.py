@@ -60,9 +60,17 @@ class Reporter:
         if folder:
             with os_errors_as_user_errors(folder):
                 self._metrics = MetricsFile(folder, partial(_is_repeated, start))
-            exists = (folder / "tensorboard").exists()
+            since = start.update if (folder / "tensorboard").exists() else 0
             self._board = Board(folder / "tensorboard", start.update)
-            self._redraw(folder, start.update if exists else 0)
+            # Points from this start on are drawn again: a resumed Board hides them, as it may repeat a validation.
+            for line in read_lines(folder):
+                if line["update"] >= since and line["event"] in ("train", "val"):
+                    values = {**line, **line["perf"]}
+                    drawn = {name: value for name, value in values.items() if name not in NOT_DRAWN}
+                    of_others = METRICS.keys() - {metric.name for metric in task_of([line]).metrics}  # null
+                    drawn = {name: value for name, value in drawn.items() if set_of(name)[1] not in of_others}
+                    numbers = {name: math.nan if value is None else value for name, value in drawn.items()}
+                    self._plot(line["event"], numbers, line["update"])
         self._live: Live | None = None
         if prints and not config.EVAL and (sys.stdout.isatty() or sys.stderr.isatty()):
             from engine.report.live import Live
@@ -164,16 +172,6 @@ class Reporter:
         more = "".join(f", {metric_named(name).words}: {value:.4f}" for name, value in means.more.items())
         words = f"----- {epoch}{means.summary(what)}, time: {seconds:.2f}{means.after_time()}{more}{whose}"
         log.info(words, extra=DETAIL)
-
-    def _redraw(self, folder: Path, since: int) -> None:
-        """Draw the points from update `since` on again: a resumed Board hides them, as it may repeat a validation."""
-        for line in read_lines(folder):
-            if line["update"] >= since and line["event"] in ("train", "val"):
-                values = {**line, **line["perf"]}
-                drawn = {name: value for name, value in values.items() if name not in NOT_DRAWN}
-                of_others = METRICS.keys() - {metric.name for metric in task_of([line]).metrics}  # null
-                drawn = {name: value for name, value in drawn.items() if set_of(name)[1] not in of_others}
-                self._plot(line["event"], {k: math.nan if v is None else v for k, v in drawn.items()}, line["update"])
 
     def flush(self) -> None:
         """Sync metrics.jsonl and TensorBoard to the disk, so that no checkpoint is ahead of them."""

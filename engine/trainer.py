@@ -171,7 +171,7 @@ class Trainer:
                 self._validate_and_save()
             if self._update_limit_reached():
                 break
-        if position.step < self.per_epoch:
+        if position.step != self.per_epoch:
             return
         seconds, reading = perf_counter() - began, self._read()
         self._stop_on_nan(reading)

@@ -59,7 +59,20 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
             join_run(config, world, device, threads)
         this = Run(config, world, device, threads)
         try:
-            return _train_or_evaluate(this, dry)
+            check_precision(config.AMP, device)
+            with ExitStack() as until_the_end:
+                lock, lists = until_the_end.enter_context(FolderLock()), None
+                if config.AMP.CUSTOM_WHITE_LIST or config.AMP.CUSTOM_BLACK_LIST:
+                    from engine.amp.op_lists import OpLists
+
+                    lists = OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST)
+                    until_the_end.enter_context(lists)
+                if config.EVAL:
+                    from engine.evaluation.evaluate_only import evaluate_only
+
+                    evaluate_only(this, dry)
+                    return EXIT_DONE
+                return train(this, None if dry else lock, lists)
         except Exception as error:
             signals.deferred = True  # report the error before a signal ends this rank because another rank exited first
             if is_out_of_memory(error):
@@ -72,24 +85,6 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
             from utils.distributed.group import leave
 
             leave()
-
-
-def _train_or_evaluate(this: Run, dry: bool) -> int:
-    config, lists = this.config, None
-    check_precision(config.AMP, this.device)
-    with ExitStack() as until_the_end:
-        lock = until_the_end.enter_context(FolderLock())
-        if config.AMP.CUSTOM_WHITE_LIST or config.AMP.CUSTOM_BLACK_LIST:
-            from engine.amp.op_lists import OpLists
-
-            lists = OpLists(this.device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST)
-            until_the_end.enter_context(lists)
-        if config.EVAL:
-            from engine.evaluation.evaluate_only import evaluate_only
-
-            evaluate_only(this, dry)
-            return EXIT_DONE
-        return train(this, None if dry else lock, lists)
 
 
 def train(given: Run, lock: FolderLock | None, lists: OpLists | None) -> int:

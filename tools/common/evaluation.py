@@ -33,7 +33,7 @@ from tools.common.turns import progress_bar
 from utils.cli import CommandLine
 from utils.errors import UserError, nearest
 from utils.record.history import plain
-from utils.text import Interval, wilson
+from utils.text import Interval, some_of, wilson
 from vitamp.metrics import AUROC, BALANCED, LOSS, MACRO_F1, MAP, TOP1, TOP5, Metric, always_guessing
 
 ADDED = 1
@@ -158,7 +158,6 @@ MOST_IN_JSON = 1000
 """Most classes for which the JSON file has the confusion matrix"""
 BINS = 15
 """Of the calibration error"""
-MOST_NAMED = 10
 INTERVALS = "In brackets: 95 % interval of the metric, as chance in which images are evaluated gives it."
 
 
@@ -559,16 +558,13 @@ def _to_models(trained: Trained, dataset: ImageDataset, title: str) -> Tensor | 
         return None
     places = {name: label for label, name in enumerate(ours)}
     if unknown := [name for name in theirs if name not in places]:
-        more = f", and {len(unknown) - MOST_NAMED} more" if len(unknown) > MOST_NAMED else ""
         raise UserError(
             f"{title}: {len(unknown)} of its {len(theirs)} classes are unknown to the model: "
-            f"{', '.join(unknown[:MOST_NAMED])}{more}.{nearest(unknown[0], ours)} The model was trained on "
-            f"{', '.join(ours[:MOST_NAMED])}{', ...' if len(ours) > MOST_NAMED else ''}."
+            f"{some_of(unknown, 10)}.{nearest(unknown[0], ours)} The model was trained on {some_of(ours, 10)}."
         )
-    twice = [name for name, times in Counter(ours).items() if times > 1 and name in theirs]
-    if twice:
+    if twice := [name for name, times in Counter(ours).items() if times > 1 and name in theirs]:
         raise UserError(
-            f"{title}: classes are matched by name, but the model has several classes named "
-            f"{', '.join(twice[:MOST_NAMED])}. Use a data set with the classes of the training data, in the same order."
+            f"{title}: classes are matched by name, but the model has several classes named {some_of(twice, 10)}. Use "
+            "a data set with the classes of the training data, in the same order."
         )
     return torch.tensor([places[name] for name in theirs])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from utils.record.resumed_run import settings_of
 from utils.text import aligned, counted
 from vitamp.checkpoints import META, checkpoint_of, checkpoints_at, inspect, read_index, verify
 from vitamp.files import replacing
-from vitamp.metrics import BETTER, LOSS, PLAIN, SETS, WeightSet, task_of
+from vitamp.metrics import BETTER, LOSS, PLAIN, SETS, task_of
 from vitamp.tensors import fp32_modules, open_tensors
 from vitamp.weights import MADE_BY, Chosen, chosen_at, encoded
 
@@ -152,8 +151,14 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
         folders = [checkpoint_of(path)[0] for path in paths]
     sources = [chosen_at(folder, weights) for folder in folders]
     checkpoints = [verify(source.checkpoint) for source in sources if source.checkpoint]
-    which, words = _set_to_average(sources, weights)
-    log.info("%s", words)
+    which, why = sources[0].which, f"-weights {weights}"
+    if weights == BETTER:  # others than the plain ones, if they validated better in most checkpoints
+        available = [one for one in SETS if all(one in source.sets for source in sources)]
+        votes = Counter(source.which for source in sources)
+        which = next((one for one in available if 2 * votes[one] > len(sources)), PLAIN)
+        better = "{} is better in {} of {} checkpoints".format
+        why = "; ".join(better(one.words, votes[one], len(sources)) for one in available if one != PLAIN)
+    log.info("%s weights%s", which.label, f" ({why})" if why else "")
     files = [open_tensors(checkpoint, which.file) for checkpoint in checkpoints]
     shapes = [{key: file.shape(key) for key in file} for file in files]
     for checkpoint, own in zip(checkpoints, shapes, strict=True):
@@ -176,19 +181,6 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
         out,
     )
     return EXIT_DONE
-
-
-def _set_to_average(sources: Sequence[Chosen], weights: str) -> tuple[WeightSet, str]:
-    """Which weights: others than the plain ones if they validated better in most checkpoints. And words for the log."""
-    if weights != BETTER:
-        return sources[0].which, f"{sources[0].which.label} weights (-weights {weights})"
-    available = [one for one in SETS if all(one in source.sets for source in sources)]
-    votes = Counter(source.which for source in sources)
-    which = next((one for one in available if 2 * votes[one] > len(sources)), PLAIN)
-    why = "; ".join(
-        f"{one.words} is better in {votes[one]} of {len(sources)} checkpoints" for one in available if one != PLAIN
-    )
-    return which, f"{which.label} weights{f' ({why})' if why else ''}"
 
 
 def _mean(tensors: list[Tensor]) -> Tensor:

@@ -59,7 +59,6 @@ from vitamp.weights import Fitted
 
 if TYPE_CHECKING:
     from engine.trained.model import Trained
-    from tools.common.evaluation import Part
 
 OWN = (
     WEIGHTS,
@@ -166,12 +165,18 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
     batches = ((logits, data.labels(labels)) for logits, labels, _ in with_bar(trained, data.dataset))
     found = (OneLabel if one_label else SeveralLabels).of(trained, batches)
     thresholds = "" if one_label else f"; {trained.thresholds()[1]}"
+    crossfitted, kept = [], chosen.calibration if trained.calibrated else None
+    # The errors above are too low if the temperature was fitted on these images.
+    if isinstance(kept, Fitted) and (kept.data, kept.images) == (data.title, len(data.dataset)):
+        ece, nll = kept.crossfitted["ece"], kept.crossfitted["nll"]
+        words = f"cross-fitted, calibration error {ece:.2f} %, NLL {nll:.4f}"
+        crossfitted = [f"The temperature was fitted on these images: {words}."]
     text = [
         f"{config.MODEL.NAME} of {chosen.place}, in {trained.precision.name}{thresholds}",
         f"{data.title}: {found.words()}",
         "",
         *table_of(found, chosen.which.mark or chosen.which.name),
-        *_crossfitted(trained, data),
+        *crossfitted,
         "",
         *found.class_table(trained),
     ]
@@ -188,15 +193,6 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
         "classes": trained.names(),
         "figures": {chosen.which.name: found.as_json()},
     }
-
-
-def _crossfitted(trained: Trained, data: Part) -> list[str]:
-    """What is too low, if the temperature was fitted on these images, and by cross-fitting is not."""
-    kept = trained.chosen.calibration if trained.calibrated else None
-    if not isinstance(kept, Fitted) or (kept.data, kept.images) != (data.title, len(data.dataset)):
-        return []
-    ece, nll = kept.crossfitted["ece"], kept.crossfitted["nll"]
-    return [f"The temperature was fitted on these images: cross-fitted, calibration error {ece:.2f} %, NLL {nll:.4f}."]
 
 
 def _check(line: ToolLine) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,12 +30,12 @@ from utils.config.model import ModelConfig
 from utils.config.paddlevit import families
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.log import log
+from utils.text import some_of
 from vitamp.weights import encoded
 
 IMAGE_KEYS = ("IMAGE_SIZE", "IMAGE_CHANNELS")
 DISTILLED = "deit_tiny_distilled_patch16_224"
 """Base name for every distilled model without a timm name: its sizes are overridden."""
-MOST_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -182,11 +181,6 @@ def target_of(file: Path, arrays: dict[str, np.ndarray], converted: Converted, n
             f"{len(arrays)} tensors match no rule ({some_of(converted.unused or list(arrays))}), and {why}."
         ) from None
     return _of_sizes(file, converted, sizes, name)
-
-
-def some_of(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + more
 
 
 def _of_family(file: Path, converted: Converted, name: str | None) -> Target:

@@ -21,7 +21,7 @@ from engine.machine.stopping import TIME_IS_UP, Deadline, Stopped, Stopping, sig
 from engine.measure.meters import Best, Reading, seconds_of
 from engine.measure.throughput import Bottleneck, Throughput, bottleneck_of_all
 from engine.report.curves import Curves, title_of
-from engine.report.health import Health
+from engine.report.health import MOST_SKIPS, Health
 from engine.report.outcome import mark_of_best
 from engine.report.reporter import Reporter
 from engine.setup import ReadyToTrain, setting_of
@@ -150,7 +150,8 @@ class Trainer:
             position.step += 1
             position.update += 1
             signals.deferred = True
-            self.reporter.stepped(position)
+            if self.reporter.live:
+                self.reporter.live.stepped(position)
             self._profiled()
             self._health.report(position, together=False)
             due = position.step % freq == 0 or position.step == self.per_epoch
@@ -164,8 +165,8 @@ class Trainer:
                 self._stop_on_nan(reading)
                 self._stop_on_skips(reading)
                 self._saver.report()
-            elif self._health.check_is_due(position):
-                self._stop_on_skips(self._read())
+            elif self.parts.precision.scaler.is_enabled() and position.update % MOST_SKIPS == 0:
+                self._stop_on_skips(self._read())  # reports may be too far apart to notice them
             self._stopping.check()
             if position.step < self.per_epoch:
                 self._validate_and_save()
@@ -250,7 +251,8 @@ class Trainer:
         self._stop_on_nan(self._read())
         parts, began = self.parts, perf_counter()
         self._health.report(self.position, together=True)  # report skips before a validation that may be interrupted
-        self.reporter.validating(self.position)
+        if self.reporter.live:
+            self.reporter.live.validating(self.position)
         try:
             metrics, check = {}, partial(self._stopping.check, what="batches")
             for which, weights in parts.weights.items():

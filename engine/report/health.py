@@ -75,10 +75,6 @@ class Health:
     def _is_in_model(self, blame: Blame) -> bool:
         return blame.module != "" and blame.module in dict(self.parts.model.named_modules())
 
-    def check_is_due(self, position: Position) -> bool:
-        """Whether to check for too many skips now: reports may be too far apart to notice them."""
-        return self.parts.precision.scaler.is_enabled() and position.update % MOST_SKIPS == 0
-
     def too_many_skips(self, reading: Reading, update: int) -> AllRanksError | None:
         """The error that ends the run, if too many updates in a row were skipped, up to `update`."""
         if reading.skipped_in_a_row < MOST_SKIPS:

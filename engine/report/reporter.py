@@ -71,11 +71,11 @@ class Reporter:
                     drawn = {name: value for name, value in drawn.items() if set_of(name)[1] not in of_others}
                     numbers = {name: math.nan if value is None else value for name, value in drawn.items()}
                     self._plot(line["event"], numbers, line["update"])
-        self._live: Live | None = None
+        self.live: Live | None = None
         if prints and not config.EVAL and (sys.stdout.isatty() or sys.stderr.isatty()):
             from engine.report.live import Live
 
-            self._live = Live(config, per_epoch, start)
+            self.live = Live(config, per_epoch, start)
 
     def event(self, kind: str, position: Position, perf: dict[str, Any] | None = None, **fields: Any) -> None:
         """Write a line of metrics.jsonl. All that depends on time or machine goes under `perf`."""
@@ -94,11 +94,6 @@ class Reporter:
             extra = DETAIL if same or verdict.bound == COMPUTE else None  # nothing new, or nothing wrong
             log.info("Where the time went: %s", verdict.text, extra=extra)
             self._last_verdict = verdict
-
-    def stepped(self, position: Position) -> None:
-        """Show that an update was done."""
-        if self._live:
-            self._live.stepped(position)
 
     def train(
         self, position: Position, reading: Reading, perf: Perf, figures: Mapping[str, Figure] | None = None
@@ -123,8 +118,8 @@ class Reporter:
                 f"Loss: {now.loss:.4f} ({reading.epoch.loss:.4f}), {reading.epoch.average()}, {health}",
                 extra=DETAIL,
             )
-        if self._live:
-            self._live.reported(reading, perf, left)
+        if self.live:
+            self.live.reported(reading, perf, left)
         metrics = {
             **now.fields(),
             "lr": reading.lr,
@@ -141,14 +136,9 @@ class Reporter:
         self._summary("Train", position, means, seconds)
         fields = {"update": position.update, **means.fields()}
         self.event("epoch", position, _perf(seconds, verdict), **fields)
-        if self._live:
-            self._live.epoch_ended(position, means, seconds)
+        if self.live:
+            self.live.epoch_ended(position, means, seconds)
         self._log_verdict(verdict)
-
-    def validating(self, position: Position) -> None:
-        """Show that a validation begins."""
-        if self._live:
-            self._live.validating(position)
 
     def validation(
         self, position: Position, metrics: Mapping[WeightSet, Metrics], seconds: float, mark: str = ""
@@ -160,8 +150,8 @@ class Reporter:
             self._summary("Validation", position, means, seconds, f" ({which.mark})" if which.mark else "")
         self.event("val", position, {"seconds": round(seconds, 3)}, update=position.update, **fields)
         self._plot("val", fields, position.update)
-        if self._live:
-            self._live.validated(position, metrics, seconds, mark)
+        if self.live:
+            self.live.validated(position, metrics, seconds, mark)
 
     def _summary(self, what: str, position: Position, means: Metrics, seconds: float, whose: str = "") -> None:
         epoch = f"Epoch[{position.epoch:03d}/{self.config.TRAIN.NUM_EPOCHS:03d}], "
@@ -195,7 +185,7 @@ class Reporter:
             self._tracked.ended(best)
 
     def close(self) -> None:
-        for one in (self._live, self._metrics, self._board, self._tracked):
+        for one in (self.live, self._metrics, self._board, self._tracked):
             if one:
                 one.close()
 

@@ -329,7 +329,7 @@ def _rows(found: list[Measured], base: Baseline) -> list[list[str]]:
         speed = "-" if one.speed is None else f"{one.speed:.2f}x"
         memory = f"{one.peak_memory_gb:.2f} GB", f"{100 * (one.memory or 0):.0f} %"
         loss, skipped = (_small(one.difference), _small(one.noise)), f"{one.skipped}/{one.updates}"
-        of_layers = (_percent(worst), power) if one.layers else ("-", "-")
+        of_layers = (f"{100 * worst:.2g} %", power) if one.layers else ("-", "-")
         rows.append([one.name, rounded(one.images_per_second), speed, *memory, *loss, skipped, *of_layers])
     return rows
 
@@ -340,7 +340,8 @@ def details(found: list[Measured], base: Baseline, on_gpu: bool) -> list[str]:
     for one in found:
         worst = sorted(one.layers, key=lambda layer: layer.underflow_share, reverse=True)[:SHOWN_LAYERS]
         if worst := [layer for layer in worst if layer.underflows]:
-            fractions = ", ".join(f"{layer.name} {_percent(layer.underflow_share)} ({layer.dtype})" for layer in worst)
+            shares = ((layer.name, 100 * layer.underflow_share, layer.dtype) for layer in worst)
+            fractions = ", ".join(f"{name} {percent:.2g} % ({dtype})" for name, percent, dtype in shares)
             lines.append(f"{one.name}: layers whose gradients underflow most, at scale {one.scale:g}: {fractions}")
         lines += [f"{one.name}: {text}" for text in one.notes]
         lines += [f"{one.name}: not recommended: {reason}" for reason in one.against]
@@ -362,7 +363,3 @@ def rounded(images: float) -> str:
 
 def _small(value: float | None) -> str:
     return "-" if value is None else "not a number" if math.isinf(value) else f"{value:.2g}"
-
-
-def _percent(fraction: float) -> str:
-    return f"{100 * fraction:.2g} %"

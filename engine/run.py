@@ -139,10 +139,17 @@ def train(given: Run, lock: FolderLock | None, lists: OpLists | None) -> int:
 
         try_out(run, ready, updates_left(config, ready.position, ready.train_loader.order.updates))
         return EXIT_DONE
-    if checkpoint and _finished(run, ready, folder):
-        return EXIT_DONE
-
     if checkpoint:
+        position, limit = ready.position, config.TRAIN.MAX_UPDATES or sys.maxsize
+        open_end = position.update == limit and position.validated < limit  # stopped within the last validation
+        if position.epoch > config.TRAIN.NUM_EPOCHS or (position.update >= limit and not open_end):
+            place = resumed_run(config) or folder
+            if world.first:
+                log.info(next_commands(run, position, place))
+            validated = f", best {ready.best.words()}" if ready.best.figure is not None else ""
+            updates = counted(position.update, "update")
+            log.info("This run had already finished: %s%s; its folder is %s", updates, validated, place)
+            return EXIT_DONE
         from engine.checkpoint.restore import best_to_beat
 
         ready.best = best_to_beat(ready.best, folder, checkpoint, world)
@@ -199,19 +206,3 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> 
     if world.first and (file := os.environ.get(FOLDER_FILE)):
         Path(file).write_text(f"{folder}\n", encoding="utf-8")
     return code
-
-
-def _finished(run: Run, ready: ReadyToTrain, folder: Path) -> bool:
-    """Whether nothing is left to train; if so, log it."""
-    config, position, best = run.config, ready.position, ready.best
-    limit = config.TRAIN.MAX_UPDATES or sys.maxsize
-    open_end = position.update == limit and position.validated < limit  # stopped within the last validation
-    if position.epoch <= config.TRAIN.NUM_EPOCHS and (position.update < limit or open_end):
-        return False
-    place = resumed_run(config) or folder
-    if run.world.first:
-        log.info(next_commands(run, position, place))
-    validated = f", best {best.words()}" if best.figure is not None else ""
-    updates = counted(position.update, "update")
-    log.info("This run had already finished: %s%s; its folder is %s", updates, validated, place)
-    return True

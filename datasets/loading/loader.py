@@ -110,7 +110,18 @@ class _Loader:
     def _batches(self, epoch: int, plan: Iterable[np.ndarray]) -> Iterator[Batch]:
         self._plan.begin(epoch, plan)
         begin = time.perf_counter()
-        source = self._start()
+        if self._loader is None:
+            source: Iterator[Fetched] = map(self._fetch.__getitems__, self._plan)
+        elif not self._loader.num_workers:
+            source = iter(self._loader)
+        else:
+            if self._processes is None:
+                from datasets.loading.workers import LoadingProcesses
+
+                self._processes = LoadingProcesses(self._loader, self._awaited)
+            else:
+                self._processes.begin_epoch()
+            source = iter(self._processes)
         while True:
             fetched = next(source, None)
             batch = None if fetched is None else self._receive(fetched)
@@ -124,19 +135,6 @@ class _Loader:
         """Seconds this process waited for batches since the last call."""
         wait, self._wait = self._wait, 0.0
         return wait
-
-    def _start(self) -> Iterator[Fetched]:
-        if self._loader is None:
-            return map(self._fetch.__getitems__, self._plan)
-        if not self._loader.num_workers:
-            return iter(self._loader)
-        if self._processes is None:
-            from datasets.loading.workers import LoadingProcesses
-
-            self._processes = LoadingProcesses(self._loader, self._awaited)
-        else:
-            self._processes.begin_epoch()
-        return iter(self._processes)
 
     def close(self) -> None:
         """End the processes now: otherwise they would live as long as the iterator."""

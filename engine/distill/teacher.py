@@ -291,7 +291,7 @@ def _load_source(setting: str, config: Config, precision: Precision) -> TeacherM
         except UserError as error:
             if name != PADDLEVIT or name in setting:
                 raise
-            raise UserError(f"{error}\n{_unnamed(setting)}, so {PADDLEVIT} was tried. {FORMS}") from None
+            raise UserError(f"{error}\n{UNNAMED(setting)}, so {PADDLEVIT} was tried. {FORMS}") from None
         if any(parameter.isnan().any() for parameter in model.parameters()):
             raise UserError(
                 f"{KEY} {setting}: some weights of {name} with {classes} classes are missing. A teacher needs its "
@@ -304,8 +304,7 @@ def _load_source(setting: str, config: Config, precision: Precision) -> TeacherM
     return TeacherModel(model, setting, size, mean, std, classes)
 
 
-def _unnamed(setting: str) -> str:
-    return f"{KEY} {setting}: neither the file's header nor its name says which timm model it is"
+UNNAMED = f"{KEY} {{}}: neither the file's header nor its name says which timm model it is".format
 
 
 def _load_run(place: Path, setting: str, config: Config, precision: Precision) -> TeacherModel:
@@ -345,7 +344,7 @@ def _parse(setting: str, taught: bool) -> tuple[str | None, str]:
         candidates = [str(header.get("model", "")), path.name.partition(".")[0], path.stem]
         model = next(filter(is_timm_name, filter(None, candidates)), None)
         if model is None and not taught:
-            raise UserError(f"{_unnamed(setting)}. {FORMS}")
+            raise UserError(f"{UNNAMED(setting)}. {FORMS}")
         return model or PADDLEVIT, str(path)
     if path.exists():
         return None, str(path)

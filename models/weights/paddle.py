@@ -287,11 +287,6 @@ class Converted:
     folded: list[str] = field(default_factory=list)
     """Biases that the batch norm behind them has taken up"""
 
-    @property
-    def left_over(self) -> list[str]:
-        """Tensors that timm's model does not have, so that it would differ from the trained model."""
-        return [name for name in self.unused if not name.startswith(OF_A_CLASSIFIER)]
-
 
 def convert(arrays: dict[str, np.ndarray], where: object = "the file") -> Converted:
     """Rename the arrays, and transpose the weights of linear layers, which Paddle stores the other way round."""

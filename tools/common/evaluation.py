@@ -222,6 +222,13 @@ class Evaluation:
         ]
         return [head, *in_columns([list(rows[0]), *(list(row.values()) for row in rows)])]
 
+    def _fields(self, of_class: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        """Of the JSON file, what every evaluation has."""
+        classes = {name: values.tolist() for name, values in {"images": self.support, **of_class}.items()}
+        intervals = {name: interval and [*interval] for name, interval in self.intervals.items()}
+        values = {metric.name: value for metric, value in self.values.items()}
+        return {"images": self.images, **values, "intervals": intervals, "per_class": classes}
+
     def _scores(self, label: int) -> dict[str, str]:
         columns = {"precision": self.precision, "recall": self.recall, "F1": self.f1}
         return {name: f"{of_class[label]:.1f} %" for name, of_class in columns.items()}
@@ -330,20 +337,14 @@ class OneLabel(Evaluation):
         of_class = {"precision": self.precision, "recall": self.recall, "f1": self.f1}
         whole = len(self.support) <= MOST_IN_JSON
         found = {
-            "images": self.images,
-            **{metric.name: value for metric, value in self.values.items()},
+            **self._fields(of_class),
             **{f"{name}_macro": self._macro(values) for name, values in of_class.items()},
             **{f"{name}_weighted": self._weighted(values) for name, values in of_class.items()},
             "nll": self.nll,
             "brier": self.brier,
             "ece": self.ece,
-            "intervals": {name: interval and [*interval] for name, interval in self.intervals.items()},
             "largest_class_percent": self.largest_class_percent,
             "bins": [bin._asdict() for bin in self.bins],
-            "per_class": {
-                "images": self.support.tolist(),
-                **{name: values.tolist() for name, values in of_class.items()},
-            },
             "confusion": self.confusion(range(len(self.support))).tolist() if whole else None,
         }
         return plain(found)
@@ -458,18 +459,12 @@ class SeveralLabels(Evaluation):
             "f1": self.f1,
         }
         found = {
-            "images": self.images,
+            **self._fields(of_class),
             "images_without_label": self.unlabelled,
             **dict.fromkeys((TOP1.name, TOP5.name)),  # those of one label
             LOSS.name: self.loss,
-            **{metric.name: value for metric, value in self.values.items()},
             **self.at_half,
             **{f"{name}_at_thresholds": value for name, value in self.at_thresholds.items()},
-            "intervals": {name: interval and [*interval] for name, interval in self.intervals.items()},
-            "per_class": {
-                "images": self.support.tolist(),
-                **{name: values.tolist() for name, values in of_class.items()},
-            },
         }
         return plain(found)
 

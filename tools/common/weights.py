@@ -72,7 +72,12 @@ def list_checkpoints(path: Path) -> int:
     """Log a table of the checkpoints in `path`."""
     folders = checkpoints_at(path)
     index = read_index(folders[0].parent)
-    sizes, metas = [_size(folder) for folder in folders], [_meta(folder) for folder in folders]
+    sizes, metas = [_size(folder) for folder in folders], list[dict[str, Any] | str]()
+    for folder in folders:
+        try:
+            metas.append(inspect(folder).meta)
+        except UserError as error:
+            metas.append(str(error).removeprefix(f"{folder}: "))
     best = task_of({} if isinstance(meta, str) else meta.get("metrics") or {} for meta in metas).best
     shown = {LOSS.words: (LOSS.name, LOSS)}
     shown |= {which.marked(best.words): (which.prefix + best.name, best) for which in SETS}
@@ -94,14 +99,6 @@ def list_checkpoints(path: Path) -> int:
         log.info("%s", line)
     log.info("%s, %s", counted(len(folders), "checkpoint"), size_words(sum(sizes)))
     return EXIT_DONE
-
-
-def _meta(folder: Path) -> dict[str, Any] | str:
-    """Contents of meta.json, or why there are none."""
-    try:
-        return inspect(folder).meta
-    except UserError as error:
-        return str(error).removeprefix(f"{folder}: ")
 
 
 def _size(folder: Path) -> int:

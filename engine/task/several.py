@@ -127,6 +127,7 @@ HALF = 0.5
 """Threshold of a class without one of its own."""
 ENOUGH = 20
 """Validation images that a class needs for a threshold of its own."""
+MOST_NAMED = 10
 
 
 class Scores(NamedTuple):
@@ -192,7 +193,7 @@ def describe_untuned(untuned: Sequence[int] | np.ndarray, names: Sequence[object
         return ""
     return (
         f"{len(untuned)} of {len(names)} classes keep a threshold of {HALF}, with fewer than "
-        f"{counted(ENOUGH, 'validation image')}: {some_of([names[label] for label in untuned], 10)}"
+        f"{counted(ENOUGH, 'validation image')}: {some_of([names[label] for label in untuned], MOST_NAMED)}"
     )
 
 

@@ -272,8 +272,23 @@ def check_teacher_matches(teacher: Teacher, names: list[str] | None, saved_choic
 
 def _load_source(setting: str, config: Config, precision: Precision) -> TeacherModel:
     name, place = _parse(setting, config.MODEL.TYPE.casefold() in TAUGHT)
-    if name is None:
-        return _load_run(Path(place), setting, config, precision)
+    if name is None:  # a run or checkpoint; its precision follows from the student's settings
+        with _errors_name_teacher():
+            chosen = chosen_at(Path(place))
+            theirs = config_of(chosen)
+        data = theirs.DATA
+        if data.IMAGE_CHANNELS != config.DATA.IMAGE_CHANNELS:
+            raise UserError(
+                f"{KEY} {setting}: trained on images with {data.IMAGE_CHANNELS} channels, but DATA.IMAGE_CHANNELS is "
+                f"{config.DATA.IMAGE_CHANNELS}."
+            )
+        model = build_model(theirs.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
+        load_weights(model, read_weights(chosen), f"{chosen.file}")
+        log.info("Teacher %s: %s", setting, chosen.words)
+        if precision.level != "O0":
+            force_fp32(model, [*theirs.AMP.FP32_MODULES, *fp32_modules(chosen)], precision.device.type)
+        where, normalised = f"{theirs.MODEL.NAME} of {chosen.file}", (data.IMAGENET_MEAN, data.IMAGENET_STD)
+        return TeacherModel(model, where, data.IMAGE_SIZE, *normalised, theirs.MODEL.NUM_CLASSES, chosen.classes)
     pretrained, channels = timm.get_pretrained_cfg(name), config.DATA.IMAGE_CHANNELS
     assert pretrained is not None  # is_timm_name
     classes, header = pretrained.num_classes if place == name else config.MODEL.NUM_CLASSES, {}
@@ -305,26 +320,6 @@ def _load_source(setting: str, config: Config, precision: Precision) -> TeacherM
 
 
 UNNAMED = f"{KEY} {{}}: neither the file's header nor its name says which timm model it is".format
-
-
-def _load_run(place: Path, setting: str, config: Config, precision: Precision) -> TeacherModel:
-    """Model of a run or checkpoint. Its precision follows from the student's settings."""
-    with _errors_name_teacher():
-        chosen = chosen_at(place)
-        theirs = config_of(chosen)
-    data = theirs.DATA
-    if data.IMAGE_CHANNELS != config.DATA.IMAGE_CHANNELS:
-        raise UserError(
-            f"{KEY} {setting}: trained on images with {data.IMAGE_CHANNELS} channels, but DATA.IMAGE_CHANNELS is "
-            f"{config.DATA.IMAGE_CHANNELS}."
-        )
-    model = build_model(theirs.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
-    load_weights(model, read_weights(chosen), f"{chosen.file}")
-    log.info("Teacher %s: %s", setting, chosen.words)
-    if precision.level != "O0":
-        force_fp32(model, [*theirs.AMP.FP32_MODULES, *fp32_modules(chosen)], precision.device.type)
-    where, classes = f"{theirs.MODEL.NAME} of {chosen.file}", theirs.MODEL.NUM_CLASSES
-    return TeacherModel(model, where, data.IMAGE_SIZE, data.IMAGENET_MEAN, data.IMAGENET_STD, classes, chosen.classes)
 
 
 def _parse(setting: str, taught: bool) -> tuple[str | None, str]:

@@ -348,9 +348,19 @@ def find_problems(splits: list[Split], num_classes: int, image_size: int) -> Fin
                 findings.notes[SMALL].append(image.found(f"{size[0]} x {size[1]}"))
             if scan.digest:
                 copies.setdefault(scan.digest, []).append(image)
-    for images in copies.values():
-        if len(images) > 1:
-            _add_copies(findings, images)
+    for same in (images for images in copies.values() if len(images) > 1):
+        if len({copy.label for copy in same}) > 1:  # every copy is listed, since no label is known to be right
+            for copy in same:
+                other = next(one for one in same if one.label != copy.label)
+                findings.defects[CONFLICTS].append(copy.copy_of(other))
+            continue
+        # One is spared, in validation first.
+        by_split = [list(of_split) for _, of_split in itertools.groupby(same, key=lambda copy: copy.split.title)]
+        for first, *later in by_split:
+            findings.defects[DUPLICATES] += [copy.copy_of(first) for copy in later]
+        if len(by_split) == 2:
+            training, validation = by_split
+            findings.defects[OVERLAP] += [copy.copy_of(validation[0]) for copy in training]
     _add_near(findings, splits)
     return findings
 
@@ -376,21 +386,6 @@ def _counts(splits: list[Split], num_classes: int) -> dict[str, dict[str, int]]:
         for label, count in found:
             counts[split.title][titles[label] if 0 <= label < len(names) else f"label {label}"] = int(count)
     return counts
-
-
-def _add_copies(findings: Findings, copies: list[_Image]) -> None:
-    """Conflicts list every copy, since no label is known to be right. Other findings spare one, in validation first."""
-    if len({copy.label for copy in copies}) > 1:
-        for copy in copies:
-            other = next(one for one in copies if one.label != copy.label)
-            findings.defects[CONFLICTS].append(copy.copy_of(other))
-        return
-    by_split = [list(of_split) for _, of_split in itertools.groupby(copies, key=lambda copy: copy.split.title)]
-    for first, *later in by_split:
-        findings.defects[DUPLICATES] += [copy.copy_of(first) for copy in later]
-    if len(by_split) == 2:
-        training, validation = by_split
-        findings.defects[OVERLAP] += [copy.copy_of(validation[0]) for copy in training]
 
 
 def _add_near(findings: Findings, splits: list[Split]) -> None:

@@ -38,7 +38,6 @@ from vitamp.files import replacing
 from vitamp.pooling import POOLED
 
 if TYPE_CHECKING:
-    from datasets import Batch
     from tools.predict.images import Guess
 
 
@@ -123,15 +122,15 @@ def main(argv: list[str]) -> int:
     words = (trained.chosen.words, choose.words, calibration, mirrored)
     print(f"{asked.path}: {'; '.join(filter(None, words))}", file=sys.stderr)
 
-    def results(batch: Batch) -> list[list[Guess]]:
-        return choose(trained.logits(batch.images))
-
     ending = asked.out.suffix.lower().removeprefix(".") if asked.out else ""
     form = FORMS[asked.format or (ending if ending in FORMATS else FORMATS[0])]
     progress, unreadable = sys.stderr.isatty() and not (asked.out is None and sys.stdout.isatty()), list[str]()
 
     def rows() -> Iterator[tuple[str, list[Guess] | None, str]]:
-        for path, guesses, reason in predict_images(trained, dataset, paths, results, asked, progress):
+        results = predict_images(
+            trained, dataset, paths, lambda batch: choose(trained.logits(batch.images)), asked, progress
+        )
+        for path, guesses, reason in results:
             unreadable.extend(filter(None, [reason]))
             yield path, guesses, reason
 

@@ -130,8 +130,16 @@ class InMemory(ImageDataset):
         labels, images = self.labels[chosen], resized(self.images[chosen], self.data, self.squeezed)
         if self.train:
             crops, matrices = self._transforms_of(keys[0][0])
-            if crops is not None:
-                images = _crop(images, self.margin, crops[chosen])
+            if crops is not None:  # pad with a black margin, crop each image to its size at its own place, mirror some
+                side = images.shape[-1]
+                top, left, mirrored = crops[chosen][:, :, None].unbind(1)
+                if self.margin:
+                    images = torch.nn.functional.pad(images, (self.margin,) * 4)
+                places = torch.arange(side, device=images.device)
+                columns = left + torch.where(mirrored > 0, side - 1 - places, places)
+                pixels = ((top + places)[:, :, None] * images.shape[-1] + columns[:, None, :]).flatten(1)
+                images = images.flatten(2).gather(2, pixels[:, None].expand(-1, images.shape[1], -1))
+                images = images.unflatten(2, (side, side))
             if self.affine is not None and matrices is not None:
                 images = self.affine(images, matrices[chosen])
         images = images.expand(-1, self.data.IMAGE_CHANNELS, -1, -1).contiguous()
@@ -177,20 +185,6 @@ def resized(images: torch.Tensor, data: DataConfig, squeezed: bool) -> torch.Ten
         edges = [left // 2, top // 2, (left + 1) // 2, (top + 1) // 2]
         images = functional.pad(images, edges, fill=list(mean_colour(data)[: images.shape[1]]))
     return functional.center_crop(images, [size, size])
-
-
-def _crop(images: torch.Tensor, margin: int, crops: torch.Tensor) -> torch.Tensor:
-    """Pad the images with a black margin, crop each to its size at its own place, and mirror some."""
-    size = images.shape[-1]
-    top, left, mirrored = crops[:, :, None].unbind(1)
-    if margin:
-        images = torch.nn.functional.pad(images, (margin,) * 4)
-    places = torch.arange(size, device=images.device)
-    rows = top + places
-    columns = left + torch.where(mirrored > 0, size - 1 - places, places)
-    pixels = (rows[:, :, None] * images.shape[-1] + columns[:, None, :]).flatten(1)
-    cropped = images.flatten(2).gather(2, pixels[:, None].expand(-1, images.shape[1], -1))
-    return cropped.unflatten(2, (size, size))
 
 
 def planes(pixels: np.ndarray, channels: int) -> torch.Tensor:

@@ -147,7 +147,14 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
         names = list_models(command.pattern)
         print("\n".join(names) if names else f"no model name matches {command.pattern!r}")
         return EXIT_DONE if names else EXIT_USAGE
-    loaded = _load(command)
+    cfg, flags, run = command.cfg, command.flags, None
+    if cfg is None:  # of a resumed run, its own config.yaml, so that resuming needs no -cfg
+        wanted, output = (flags.get(key, (None, ""))[0] for key in ("MODEL.RESUME", "OUTPUT"))
+        place = output if wanted == "auto" else wanted
+        run = run_folder_of(Path(place)) if place else None
+    if run is not None and (run / CONFIG).exists():
+        cfg, flags = str(run / CONFIG), {**{key: (default_of(key), "-resume") for key in OF_ONE_START}, **flags}
+    loaded = load_config(cfg, flags, command.words)
     if command.action == "print_config":
         if is_of_user(loaded.sources["USE"]):
             _use_own_code(loaded, command)
@@ -199,20 +206,6 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
             if not refuse(world, error) and not logs_to_terminal():
                 start_log(to_terminal=True)  # nobody else would print the error
         raise
-
-
-def _load(command: CommandLine) -> Loaded:
-    """The settings; of a resumed run, its own config.yaml, so that resuming needs no -cfg."""
-    if command.cfg is not None:
-        return load_config(command.cfg, command.flags, command.words)
-    wanted, _ = command.flags.get("MODEL.RESUME", (None, ""))
-    output, _ = command.flags.get("OUTPUT", (None, ""))
-    place = output if wanted == "auto" else wanted
-    run = run_folder_of(Path(place)) if place else None
-    if run is None or not (run / CONFIG).exists():
-        return load_config(None, command.flags, command.words)
-    flags = {**{key: (default_of(key), "-resume") for key in OF_ONE_START}, **command.flags}
-    return load_config(str(run / CONFIG), flags, command.words)
 
 
 def _use_own_code(loaded: Loaded, command: CommandLine) -> None:

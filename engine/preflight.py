@@ -131,7 +131,7 @@ def resolve(loaded: Loaded) -> Loaded:
         loaded = with_classes(loaded)
     source = loaded.config.MODEL.PRETRAINED
     if source is not None and _starts_anew(loaded.config):
-        from engine.checkpoint.preprocessing import with_preprocessing, with_sizes
+        from engine.inputs.auto import with_preprocessing, with_sizes
 
         loaded = with_preprocessing(with_sizes(loaded, source), source)
     if loaded.config.TRAIN.DISTILLATION_TYPE is not None:

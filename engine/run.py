@@ -59,7 +59,20 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
             join_run(config, world, device, threads)
         this = Run(config, world, device, threads)
         try:
-            return _train_or_evaluate(this, dry)
+            check_precision(config.AMP, device)
+            with ExitStack() as until_the_end:
+                lock, lists = until_the_end.enter_context(FolderLock()), None
+                if config.AMP.CUSTOM_WHITE_LIST or config.AMP.CUSTOM_BLACK_LIST:
+                    from engine.amp.op_lists import OpLists
+
+                    lists = OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST)
+                    until_the_end.enter_context(lists)
+                if config.EVAL:
+                    from engine.evaluation.evaluate_only import evaluate_only
+
+                    evaluate_only(this, dry)
+                    return EXIT_DONE
+                return train(this, None if dry else lock, lists)
         except Exception as error:
             signals.deferred = True  # report the error before a signal ends this rank because another rank exited first
             if is_out_of_memory(error):
@@ -72,24 +85,6 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
             from utils.distributed.group import leave
 
             leave()
-
-
-def _train_or_evaluate(this: Run, dry: bool) -> int:
-    config, lists = this.config, None
-    check_precision(config.AMP, this.device)
-    with ExitStack() as until_the_end:
-        lock = until_the_end.enter_context(FolderLock())
-        if config.AMP.CUSTOM_WHITE_LIST or config.AMP.CUSTOM_BLACK_LIST:
-            from engine.amp.op_lists import OpLists
-
-            lists = OpLists(this.device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST)
-            until_the_end.enter_context(lists)
-        if config.EVAL:
-            from engine.evaluation.evaluate_only import evaluate_only
-
-            evaluate_only(this, dry)
-            return EXIT_DONE
-        return train(this, None if dry else lock, lists)
 
 
 def train(given: Run, lock: FolderLock | None, lists: OpLists | None) -> int:
@@ -144,10 +139,17 @@ def train(given: Run, lock: FolderLock | None, lists: OpLists | None) -> int:
 
         try_out(run, ready, updates_left(config, ready.position, ready.train_loader.order.updates))
         return EXIT_DONE
-    if checkpoint and _finished(run, ready, folder):
-        return EXIT_DONE
-
     if checkpoint:
+        position, limit = ready.position, config.TRAIN.MAX_UPDATES or sys.maxsize
+        open_end = position.update == limit and position.validated < limit  # stopped within the last validation
+        if position.epoch > config.TRAIN.NUM_EPOCHS or (position.update >= limit and not open_end):
+            place = resumed_run(config) or folder
+            if world.first:
+                log.info(next_commands(run, position, place))
+            validated = f", best {ready.best.words()}" if ready.best.figure is not None else ""
+            updates = counted(position.update, "update")
+            log.info("This run had already finished: %s%s; its folder is %s", updates, validated, place)
+            return EXIT_DONE
         from engine.checkpoint.restore import best_to_beat
 
         ready.best = best_to_beat(ready.best, folder, checkpoint, world)
@@ -204,19 +206,3 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> 
     if world.first and (file := os.environ.get(FOLDER_FILE)):
         Path(file).write_text(f"{folder}\n", encoding="utf-8")
     return code
-
-
-def _finished(run: Run, ready: ReadyToTrain, folder: Path) -> bool:
-    """Whether nothing is left to train; if so, log it."""
-    config, position, best = run.config, ready.position, ready.best
-    limit = config.TRAIN.MAX_UPDATES or sys.maxsize
-    open_end = position.update == limit and position.validated < limit  # stopped within the last validation
-    if position.epoch <= config.TRAIN.NUM_EPOCHS and (position.update < limit or open_end):
-        return False
-    place = resumed_run(config) or folder
-    if run.world.first:
-        log.info(next_commands(run, position, place))
-    validated = f", best {best.words()}" if best.figure is not None else ""
-    updates = counted(position.update, "update")
-    log.info("This run had already finished: %s%s; its folder is %s", updates, validated, place)
-    return True

@@ -30,7 +30,7 @@ from engine.machine.device import Run, global_batch
 from engine.measure.meters import Best, Position, TrainMeters, updates_left
 from engine.measure.throughput import DATA, Setting, Stages
 from engine.optim.build import build_optimizer, describe_parameters, scaled_learning_rates
-from engine.optim.schedule import Schedule, build_scheduler
+from engine.optim.schedule import DeviceSchedule, Schedule, build_scheduler
 from engine.speed.tuning import speed_up
 from engine.task import task_of
 from engine.task.base import Task
@@ -212,7 +212,7 @@ def build_for_training(
             "scripts/evaluate.py -probe computes it once, and fits the classifier in seconds.",
             train.NUM_EPOCHS,
         )
-    loader.on_arrival(partial(parts.stages.mark, DATA))
+    loader.on_arrival = partial(parts.stages.mark, DATA)
     how, why = "none", "as asked for"
     if train.COMPILE == "auto":
         why = f"auto: on {device.type} compiling takes longer than it saves"
@@ -320,8 +320,6 @@ def build_train_state(
     optimizer = build_optimizer(model, train, rates[0], device, amp=precision.level != "O0")
     scheduler, updates = build_scheduler(optimizer, train, rates, per_epoch), train.NUM_EPOCHS * per_epoch
     if precision.hides_skips(optimizer):
-        from engine.optim.device_schedule import DeviceSchedule
-
         schedule = DeviceSchedule(scheduler, optimizer, updates, device)
     else:
         schedule = Schedule(scheduler, optimizer, updates)

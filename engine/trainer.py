@@ -21,7 +21,7 @@ from engine.machine.stopping import TIME_IS_UP, Deadline, Stopped, Stopping, sig
 from engine.measure.meters import Best, Reading, seconds_of
 from engine.measure.throughput import Bottleneck, Throughput, bottleneck_of_all
 from engine.report.curves import Curves, title_of
-from engine.report.health import Health
+from engine.report.health import MOST_SKIPS, Health
 from engine.report.outcome import mark_of_best
 from engine.report.reporter import Reporter
 from engine.setup import ReadyToTrain, setting_of
@@ -101,7 +101,15 @@ class Trainer:
             if self.broken is not None:
                 self.broken.share(self.world)
         except Stopped as stopped:
-            self._pause(stopped)
+            # Save, so that the resumed run logs and does all that is still to be logged and done after this update.
+            self.paused = True
+            log.info("%s: saving after update %d; resume with -resume.", stopped.words, self.position.update)
+            self._save()
+            self._finish_saving()
+            if stopped.request == TIME_IS_UP:  # a signal leaves no time for drawing
+                self._draw(force=True)
+            self.reporter.run("paused", self.position, self.throughput.total)
+            self._stopping.wait_for_all()
             return stopped.exit_code
         except Exception:
             self._saver.finish_after_failure()
@@ -130,20 +138,9 @@ class Trainer:
     def _bottleneck(self) -> Bottleneck | None:
         return bottleneck_of_all(self.throughput.tally, self._setting, self.world)
 
-    def _pause(self, stopped: Stopped) -> None:
-        """Save, so that the resumed run logs and does all that is still to be logged and done after this update."""
-        self.paused = True
-        log.info("%s: saving after update %d; resume with -resume.", stopped.words, self.position.update)
-        self._save()
-        self._finish_saving()
-        if stopped.request == TIME_IS_UP:  # a signal leaves no time for drawing
-            self._draw(force=True)
-        self.reporter.run("paused", self.position, self.throughput.total)
-        self._stopping.wait_for_all()
-
     def _epoch(self) -> None:
         """Train from the current position to the end of the epoch, or to TRAIN.MAX_UPDATES."""
-        position, began = self.position, perf_counter()
+        position, freq, began = self.position, self.config.REPORT_FREQ, perf_counter()
         self.parts.enter(position.epoch)
         for window in self.train_loader.epoch(position.epoch, start=position.step):
             self._window = window
@@ -153,31 +150,31 @@ class Trainer:
             position.step += 1
             position.update += 1
             signals.deferred = True
-            self.reporter.stepped(position)
+            if self.reporter.live:
+                self.reporter.live.stepped(position)
             self._profiled()
             self._health.report(position, together=False)
-            if self._report_due():
-                self._report()
-            elif self._health.check_is_due(position):
-                self._stop_on_skips(self._read())
+            due = position.step % freq == 0 or position.step == self.per_epoch
+            if self.config.LOG_STYLE == "fleet":  # counts from 0, and reports its batch 0
+                due = (position.step - 1) % freq == 0
+            if due:
+                reading = self._read()
+                perf = self.throughput.read(self.train_loader.take_wait())
+                self._health.report(position, together=True)
+                self.reporter.train(position, reading, perf, self.parts.figures())
+                self._stop_on_nan(reading)
+                self._stop_on_skips(reading)
+                self._saver.report()
+            elif self.parts.precision.scaler.is_enabled() and position.update % MOST_SKIPS == 0:
+                self._stop_on_skips(self._read())  # reports may be too far apart to notice them
             self._stopping.check()
             if position.step < self.per_epoch:
                 self._validate_and_save()
             if self._update_limit_reached():
                 break
-        if position.step == self.per_epoch:
-            self._end_epoch(perf_counter() - began)
-
-    def _stop_waiting(self) -> None:
-        """End a long wait for a batch if asked to; with several ranks, the others would wait for this one."""
-        if signals.request and self.world.size == 1:
-            if self._window is not None and self._window.begun:  # half an update cannot be saved
-                signals.leave()
-            raise Stopped(signals.request)
-
-    def _end_epoch(self, seconds: float) -> None:
-        """Report the epoch's means, validate and save where due, and move to the next epoch."""
-        position, reading = self.position, self._read()
+        if position.step != self.per_epoch:
+            return
+        seconds, reading = perf_counter() - began, self._read()
         self._stop_on_nan(reading)
         self._health.report(position, together=True)
         verdict, self._judged = None if self._judged else self._bottleneck(), True  # after the first epoch
@@ -187,6 +184,13 @@ class Trainer:
             self.broken.share(self.world)
         self._draw()
         self._restart_clocks()
+
+    def _stop_waiting(self) -> None:
+        """End a long wait for a batch if asked to; with several ranks, the others would wait for this one."""
+        if signals.request and self.world.size == 1:
+            if self._window is not None and self._window.begun:  # half an update cannot be saved
+                signals.leave()
+            raise Stopped(signals.request)
 
     def _validate_and_save(self, finished: int | None = None, last: bool = False) -> None:
         """Do what is due after this update. `finished`: the epoch that it ends. `last`: of the run, so both are due."""
@@ -226,22 +230,6 @@ class Trainer:
         log.info("The run ends here: no better %s in %d validations (TRAIN.PATIENCE).", by, self.best.stale)
         return True
 
-    def _report_due(self) -> bool:
-        step, freq = self.position.step, self.config.REPORT_FREQ
-        if self.config.LOG_STYLE == "fleet":  # counts from 0, and reports its batch 0
-            return (step - 1) % freq == 0
-        return step % freq == 0 or step == self.per_epoch
-
-    def _report(self) -> None:
-        """Read the meters from the device and report them."""
-        reading = self._read()
-        perf = self.throughput.read(self.train_loader.take_wait())
-        self._health.report(self.position, together=True)
-        self.reporter.train(self.position, reading, perf, self.parts.figures())
-        self._stop_on_nan(reading)
-        self._stop_on_skips(reading)
-        self._saver.report()
-
     def _stop_on_skips(self, reading: Reading) -> None:
         if error := self._health.too_many_skips(reading, self.position.update):
             self._save()
@@ -263,7 +251,8 @@ class Trainer:
         self._stop_on_nan(self._read())
         parts, began = self.parts, perf_counter()
         self._health.report(self.position, together=True)  # report skips before a validation that may be interrupted
-        self.reporter.validating(self.position)
+        if self.reporter.live:
+            self.reporter.live.validating(self.position)
         try:
             metrics, check = {}, partial(self._stopping.check, what="batches")
             for which, weights in parts.weights.items():

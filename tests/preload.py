@@ -26,7 +26,7 @@ IMPORTED = (
     # What settings choose, in many tests.
     *("datasets.recognise", "datasets.shards.hub", "models.weights.fit", "engine.evaluation.data"),
     *("engine.checkpoint.find", "engine.checkpoint.restore"),
-    *("engine.checkpoint.preprocessing", "engine.amp.low_precision", "engine.optim.ema", "engine.memory.dry_run"),
+    *("engine.inputs.auto", "engine.amp.low_precision", "engine.optim.ema", "engine.memory.dry_run"),
 )
 for name in IMPORTED:
     importlib.import_module(name)

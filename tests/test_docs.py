@@ -15,7 +15,6 @@ import contextlib
 import importlib
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -78,7 +77,7 @@ def problems_of_tool(script: str, args: list[str]) -> list[str]:
     """Its flags are read in its own files, or are those of the entry scripts."""
     text = (ROOT / script).read_text(encoding="utf-8")
     package = re.search(r"from tools\.(\w+)", text)
-    parts = sorted((ROOT / "tools" / package[1]).rglob("*.py")) if package else []
+    parts = sorted((ROOT / "tools" / (package[1] if package else Path(script).stem)).rglob("*.py"))
     source = "\n".join([text, *(path.read_text(encoding="utf-8") for path in parts)])
     wrong = []
     for arg in args:
@@ -251,9 +250,9 @@ def test_help_fits_a_terminal_and_leads_on(script: str, capsys: pytest.CaptureFi
     if script.startswith("main_"):
         shown = entry_parser(script).format_help()
     else:
-        main = runpy.run_path(str(ROOT / script))["main"]
+        tool = importlib.import_module(f"tools.{Path(script).stem}.command")
         with contextlib.suppress(SystemExit):
-            assert main(["-h"]) == 0
+            assert tool.main(["-h"]) == 0
         shown = capsys.readouterr().out
     lines = shown.splitlines()
     assert [line for line in lines if len(line) > 120] == []

@@ -14,12 +14,8 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from utils.distributed.world import BY_HAND, World
-
-if TYPE_CHECKING:
-    from multiprocessing.process import BaseProcess
 
 ROOT = Path(__file__).resolve().parents[1]
 INSTALLED = ROOT.name == "program" and (ROOT.parent / "__main__.py").is_file()
@@ -116,7 +112,12 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
     if starter.pid == os.getppid():
         die_with(starter.pid, number)
     else:  # between them is a fork server, which ends only after this process; or the starter has ended already
-        threading.Thread(target=_follow, args=(starter, number), daemon=True).start()
+
+        def follow() -> None:
+            starter.join()
+            os.kill(os.getpid(), number)
+
+        threading.Thread(target=follow, daemon=True).start()
 
 
 def die_with(parent: int | None, number: signal.Signals) -> None:
@@ -128,8 +129,3 @@ def die_with(parent: int | None, number: signal.Signals) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if parent is not None and os.getppid() != parent:  # it ended before the line above
         os.kill(os.getpid(), number)
-
-
-def _follow(starter: BaseProcess, number: signal.Signals) -> None:
-    starter.join()
-    os.kill(os.getpid(), number)

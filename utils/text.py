@@ -15,6 +15,12 @@ def counted(number: float, noun: str) -> str:
     return f"{number:{'g' if isinstance(number, float) else ','}} {noun if number == 1 else plural}"
 
 
+def some_of(names: Sequence[object], most: int = 5, separator: str = ", ") -> str:
+    """'a, b and 3 more', with the first `most` of these names."""
+    more = f"{separator.strip(', ')} and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(map(str, names[:most])) + more
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a table: columns two blanks apart, padded to their widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

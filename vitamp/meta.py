@@ -160,14 +160,10 @@ def check_fields(fields: type[BaseModel], content: object, path: Path) -> None:
     try:
         fields.model_validate(content)
     except ValidationError as error:
-        problems = [_in_words(details) for details in error.errors(include_url=False, include_input=False)]
+        problems = []
+        for details in error.errors(include_url=False, include_input=False):
+            place, text = ".".join(map(str, details["loc"])), details["msg"].removeprefix("Value error, ")
+            missing = details["type"] == "missing"
+            problems.append(f"{place} is missing" if missing else f"{place}: {text}" if place else text)
         more = f"; and {len(problems) - MOST_LISTED} more" if len(problems) > MOST_LISTED else ""
         raise UserError(f"{path}: damaged, {'; '.join(problems[:MOST_LISTED])}{more}.") from None
-
-
-def _in_words(details: Any) -> str:
-    place = ".".join(str(part) for part in details["loc"])
-    if details["type"] == "missing":
-        return f"{place} is missing"
-    text = details["msg"].removeprefix("Value error, ")
-    return f"{place}: {text}" if place else text

@@ -238,7 +238,12 @@ def read_header(file: Path) -> dict[str, Any]:
             header = dict(opened.metadata() or {})
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file}: cannot be read as safetensors ({error}).") from None
-    fields = {key: _decoded(text) for key, text in header.items()}
+    fields: dict[str, Any] = header.copy()
+    for key, text in header.items():  # lists, dictionaries and null are JSON; any other text is itself
+        with contextlib.suppress(ValueError):
+            value = parse_json(text)
+            if value is None or isinstance(value, dict | list):
+                fields[key] = value
     exported = fields.get(EXPORTED)
     return exported if isinstance(exported, dict) else fields
 
@@ -279,11 +284,3 @@ def read_weights_meta(file: Path) -> tuple[dict[str, Any], WeightSet]:
 def encoded(fields: dict[str, Any]) -> dict[str, str]:
     """The header of a file: safetensors stores strings only; other values are JSON."""
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in fields.items()}
-
-
-def _decoded(text: str) -> Any:
-    """Lists, dictionaries and null from JSON; any other text unchanged."""
-    with contextlib.suppress(ValueError):
-        value = parse_json(text)
-        return value if isinstance(value, dict | list) or value is None else text
-    return text

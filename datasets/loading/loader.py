@@ -88,7 +88,8 @@ class _Loader:
         broken: BrokenImages | BrokenInValidation | None,
     ) -> None:
         self._broken, self._fetch, self._device = broken, _Fetch(dataset), device
-        self._arrived: Callable[[], None] | None = None
+        self.on_arrival: Callable[[], None] | None = None
+        """Called when a batch arrives, before it is copied to the device"""
         self._plan = Plan()
         self._wait = 0.0
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" and not dataset.in_memory else None
@@ -109,7 +110,18 @@ class _Loader:
     def _batches(self, epoch: int, plan: Iterable[np.ndarray]) -> Iterator[Batch]:
         self._plan.begin(epoch, plan)
         begin = time.perf_counter()
-        source = self._start()
+        if self._loader is None:
+            source: Iterator[Fetched] = map(self._fetch.__getitems__, self._plan)
+        elif not self._loader.num_workers:
+            source = iter(self._loader)
+        else:
+            if self._processes is None:
+                from datasets.loading.workers import LoadingProcesses
+
+                self._processes = LoadingProcesses(self._loader, self._awaited)
+            else:
+                self._processes.begin_epoch()
+            source = iter(self._processes)
         while True:
             fetched = next(source, None)
             batch = None if fetched is None else self._receive(fetched)
@@ -123,19 +135,6 @@ class _Loader:
         """Seconds this process waited for batches since the last call."""
         wait, self._wait = self._wait, 0.0
         return wait
-
-    def _start(self) -> Iterator[Fetched]:
-        if self._loader is None:
-            return map(self._fetch.__getitems__, self._plan)
-        if not self._loader.num_workers:
-            return iter(self._loader)
-        if self._processes is None:
-            from datasets.loading.workers import LoadingProcesses
-
-            self._processes = LoadingProcesses(self._loader, self._awaited)
-        else:
-            self._processes.begin_epoch()
-        return iter(self._processes)
 
     def close(self) -> None:
         """End the processes now: otherwise they would live as long as the iterator."""
@@ -154,8 +153,8 @@ class _Loader:
 
     def _receive(self, fetched: Fetched) -> Batch:
         self._plan.under_way.popleft()
-        if self._arrived is not None:
-            self._arrived()
+        if self.on_arrival is not None:
+            self.on_arrival()
         if self._broken is not None:
             self._broken.add(fetched.broken)
         if isinstance(fetched.batch, TrainingError):
@@ -196,10 +195,6 @@ class TrainLoader(_Loader):
             window = Window(shares, batches)
             yield window
             window.finish()
-
-    def on_arrival(self, call: Callable[[], None]) -> None:
-        """Set a function to call when a batch arrives, before it is copied to the device."""
-        self._arrived = call
 
 
 class ValLoader(_Loader):

@@ -162,32 +162,27 @@ def _copied_folder(data: DataConfig) -> Path:
     local = is_path(place)
     if local and not Path(place).expanduser().is_dir():
         raise UserError(f"DATA.DATASET {data.DATASET}: there is no folder {place}.")
-    folder = cache_folder(data, "hf") / _copy_name(place, local)
+    # The copy's name changes with the files of a local folder; a data set of the hub is downloaded once.
+    identity, source = [place], Path(place).expanduser()
+    if local:
+        files = sorted((str(path), path.stat()) for path in source.resolve().rglob("*.parquet"))
+        identity = [str(source.resolve()), *(f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in files)]
+    digest = hashlib.sha256("\n".join(identity).encode(errors="surrogateescape")).hexdigest()[:12]
+    name = f"{re.sub(r'[^A-Za-z0-9._]+', '-', place).strip('-.')[-60:]}-{digest}"
+    folder = cache_folder(data, "hf") / name
     if (folder / MANIFEST).is_file():
         return folder
     with process_lock(folder.with_name(f"{folder.name}.lock"), f"copies {data.DATASET}"):
         if not (folder / MANIFEST).is_file():
             if importlib.util.find_spec("pyarrow") is None:
                 raise UserError(f"DATA.DATASET {data.DATASET} needs pyarrow. Run: pip install pyarrow")
-            source = Path(place).expanduser() if local else _download(place, data)
-            _copy(source, folder, data)
+            _copy(source if local else _download(place, data), folder, data)
     return folder
 
 
 def is_path(place: str) -> bool:
     """Whether the text after `hf:` names a folder of this machine, not a data set of the hub."""
     return place.startswith(("/", ".", "~")) or Path(place).is_dir()
-
-
-def _copy_name(place: str, local: bool) -> str:
-    """Name of the copy. It changes with the files of a local folder; a data set of the hub is downloaded once."""
-    identity = [place]
-    if local:
-        root = Path(place).expanduser().resolve()
-        files = sorted((str(path), path.stat()) for path in root.rglob("*.parquet"))
-        identity = [str(root), *(f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in files)]
-    digest = hashlib.sha256("\n".join(identity).encode(errors="surrogateescape")).hexdigest()[:12]
-    return f"{re.sub(r'[^A-Za-z0-9._]+', '-', place).strip('-.')[-60:]}-{digest}"
 
 
 def repository_of(place: str) -> tuple[str, str, str | None]:

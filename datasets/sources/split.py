@@ -16,9 +16,8 @@ from utils.config.kinds import Fold
 from utils.errors import UserError
 from utils.log import warn_once
 from utils.seeding import key
-from utils.text import counted
+from utils.text import counted, some_of
 
-MOST_NAMED = 5
 TRAIN, TEST = "train", "test"
 VALIDATION_NAMES = ("val", "valid", "validation", "dev")
 """Names of a validation split, in all kinds of data sets. The first that exists is read."""
@@ -62,10 +61,9 @@ def split_named_in(name: str, names: Iterable[str] = SPLIT_NAMES) -> str | None:
 def warn_of_skipped(root: str, files: Sequence[str]) -> None:
     """Name the files that are in no split although folders or file names name splits."""
     if files:
-        more = f" and {len(files) - MOST_NAMED} more" if len(files) > MOST_NAMED else ""
         warn_once(
             f"{root}: skipping files that are neither in the training split nor in the validation split: "
-            f"{', '.join(files[:MOST_NAMED])}{more}"
+            f"{some_of(files)}"
         )
 
 

@@ -272,8 +272,23 @@ def check_teacher_matches(teacher: Teacher, names: list[str] | None, saved_choic
 
 def _load_source(setting: str, config: Config, precision: Precision) -> TeacherModel:
     name, place = _parse(setting, config.MODEL.TYPE.casefold() in TAUGHT)
-    if name is None:
-        return _load_run(Path(place), setting, config, precision)
+    if name is None:  # a run or checkpoint; its precision follows from the student's settings
+        with _errors_name_teacher():
+            chosen = chosen_at(Path(place))
+            theirs = config_of(chosen)
+        data = theirs.DATA
+        if data.IMAGE_CHANNELS != config.DATA.IMAGE_CHANNELS:
+            raise UserError(
+                f"{KEY} {setting}: trained on images with {data.IMAGE_CHANNELS} channels, but DATA.IMAGE_CHANNELS is "
+                f"{config.DATA.IMAGE_CHANNELS}."
+            )
+        model = build_model(theirs.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
+        load_weights(model, read_weights(chosen), f"{chosen.file}")
+        log.info("Teacher %s: %s", setting, chosen.words)
+        if precision.level != "O0":
+            force_fp32(model, [*theirs.AMP.FP32_MODULES, *fp32_modules(chosen)], precision.device.type)
+        where, normalised = f"{theirs.MODEL.NAME} of {chosen.file}", (data.IMAGENET_MEAN, data.IMAGENET_STD)
+        return TeacherModel(model, where, data.IMAGE_SIZE, *normalised, theirs.MODEL.NUM_CLASSES, chosen.classes)
     pretrained, channels = timm.get_pretrained_cfg(name), config.DATA.IMAGE_CHANNELS
     assert pretrained is not None  # is_timm_name
     classes, header = pretrained.num_classes if place == name else config.MODEL.NUM_CLASSES, {}
@@ -291,7 +306,7 @@ def _load_source(setting: str, config: Config, precision: Precision) -> TeacherM
         except UserError as error:
             if name != PADDLEVIT or name in setting:
                 raise
-            raise UserError(f"{error}\n{_unnamed(setting)}, so {PADDLEVIT} was tried. {FORMS}") from None
+            raise UserError(f"{error}\n{UNNAMED(setting)}, so {PADDLEVIT} was tried. {FORMS}") from None
         if any(parameter.isnan().any() for parameter in model.parameters()):
             raise UserError(
                 f"{KEY} {setting}: some weights of {name} with {classes} classes are missing. A teacher needs its "
@@ -304,28 +319,7 @@ def _load_source(setting: str, config: Config, precision: Precision) -> TeacherM
     return TeacherModel(model, setting, size, mean, std, classes)
 
 
-def _unnamed(setting: str) -> str:
-    return f"{KEY} {setting}: neither the file's header nor its name says which timm model it is"
-
-
-def _load_run(place: Path, setting: str, config: Config, precision: Precision) -> TeacherModel:
-    """Model of a run or checkpoint. Its precision follows from the student's settings."""
-    with _errors_name_teacher():
-        chosen = chosen_at(place)
-        theirs = config_of(chosen)
-    data = theirs.DATA
-    if data.IMAGE_CHANNELS != config.DATA.IMAGE_CHANNELS:
-        raise UserError(
-            f"{KEY} {setting}: trained on images with {data.IMAGE_CHANNELS} channels, but DATA.IMAGE_CHANNELS is "
-            f"{config.DATA.IMAGE_CHANNELS}."
-        )
-    model = build_model(theirs.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
-    load_weights(model, read_weights(chosen), f"{chosen.file}")
-    log.info("Teacher %s: %s", setting, chosen.words)
-    if precision.level != "O0":
-        force_fp32(model, [*theirs.AMP.FP32_MODULES, *fp32_modules(chosen)], precision.device.type)
-    where, classes = f"{theirs.MODEL.NAME} of {chosen.file}", theirs.MODEL.NUM_CLASSES
-    return TeacherModel(model, where, data.IMAGE_SIZE, data.IMAGENET_MEAN, data.IMAGENET_STD, classes, chosen.classes)
+UNNAMED = f"{KEY} {{}}: neither the file's header nor its name says which timm model it is".format
 
 
 def _parse(setting: str, taught: bool) -> tuple[str | None, str]:
@@ -345,7 +339,7 @@ def _parse(setting: str, taught: bool) -> tuple[str | None, str]:
         candidates = [str(header.get("model", "")), path.name.partition(".")[0], path.stem]
         model = next(filter(is_timm_name, filter(None, candidates)), None)
         if model is None and not taught:
-            raise UserError(f"{_unnamed(setting)}. {FORMS}")
+            raise UserError(f"{UNNAMED(setting)}. {FORMS}")
         return model or PADDLEVIT, str(path)
     if path.exists():
         return None, str(path)

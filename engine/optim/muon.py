@@ -118,9 +118,38 @@ class Muon(Optimizer):
             if not weights:
                 continue
             if not group[MATRICES]:
-                self._step_adamw(weights, group)
+                for weight in (weight for weight in weights if not self.state[weight]):
+                    state, device = self.state[weight], weight.device if group["fused"] else None
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
+                means, squares = ([self.state[weight][key] for weight in weights] for key in ("exp_avg", "exp_avg_sq"))
+                adamw(
+                    weights,
+                    _gradients(weights),
+                    means,
+                    squares,
+                    [],
+                    [self.state[weight]["step"] for weight in weights],
+                    fused=group["fused"],
+                    amsgrad=False,
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    lr=group["lr"],
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    maximize=False,
+                )
                 continue
-            for weight, update in zip(weights, self._momentum(weights, group), strict=True):
+            buffers = []
+            for weight in weights:
+                state = self.state[weight]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(weight)
+                buffers.append(state["momentum_buffer"])
+            gradients = _gradients(weights)
+            torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+            ahead = torch._foreach_lerp(gradients, buffers, group["momentum"])  # as Nesterov looks
+            for weight, update in zip(weights, ahead, strict=True):
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 parts = weight.chunk(group[MATRICES]), update.chunk(group[MATRICES])
                 for matrix, direction in zip(*parts, strict=True):
@@ -132,43 +161,6 @@ class Muon(Optimizer):
             for (matrix, _, rate), change in zip(same, orthogonal.unbind(), strict=True):
                 matrix.add_(change.view(matrix.shape).to(matrix.dtype), alpha=-rate * 0.2 * max(shape) ** 0.5)
         return loss
-
-    def _momentum(self, weights: list[Tensor], group: dict[str, Any]) -> tuple[Tensor, ...]:
-        """Add the gradients to the momentum, and return Nesterov's look ahead."""
-        buffers = []
-        for weight in weights:
-            state = self.state[weight]
-            if not state:
-                state["momentum_buffer"] = torch.zeros_like(weight)
-            buffers.append(state["momentum_buffer"])
-        gradients = _gradients(weights)
-        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
-        return torch._foreach_lerp(gradients, buffers, group["momentum"])
-
-    def _step_adamw(self, weights: list[Tensor], group: dict[str, Any]) -> None:
-        for weight in weights:
-            state = self.state[weight]
-            if not state:
-                device = weight.device if group["fused"] else None
-                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
-        states = [self.state[weight] for weight in weights]
-        adamw(
-            weights,
-            _gradients(weights),
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=group["fused"],
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that has the same parameters in Muon's and AdamW's hands."""

@@ -17,7 +17,7 @@ from vitamp.checkpoints import CHECKPOINTS, read_index
 
 if TYPE_CHECKING:
     from engine.amp.op_lists import OpLists
-    from engine.amp.overflow import Blame, OverflowWatch
+    from engine.amp.overflow import Blame
 
 MOST_SKIPS = 100
 """So many skipped updates in a row end the run."""
@@ -59,31 +59,21 @@ class Health:
             log.info("%s", blame.words())
             report_skip(self.reporter, position, blame)
             self._last = blame
-            if self.amp.AUTO_FP32:
-                self._move_to_fp32(blame, watch)
-
-    def _move_to_fp32(self, blame: Blame, watch: OverflowWatch) -> None:
-        """Move a module that was blamed often enough to fp32.
-
-        A backward overflow counts only at the smallest loss scale; a forward one does not depend on it.
-        """
-        if not self._is_in_model(blame) or (not blame.is_forward and blame.scale > 1):
-            return
-        blamed = watch.skips.blamed
-        blamed[blame.module] = blamed.get(blame.module, 0) + 1
-        if blamed[blame.module] == TIMES_TO_BLAME:
-            self.parts.force_fp32([blame.module])
-            watch.begin_anew()
-            log.info(
-                "AMP.AUTO_FP32: %s overflowed %d times and computes in fp32 from now on", blame.module, TIMES_TO_BLAME
-            )
+            # A backward overflow counts only at the smallest loss scale; a forward one does not depend on it.
+            counts = blame.is_forward or blame.scale <= 1
+            if not (self.amp.AUTO_FP32 and counts and self._is_in_model(blame)):
+                continue
+            blamed, module = watch.skips.blamed, blame.module
+            blamed[module] = blamed.get(module, 0) + 1
+            if blamed[module] == TIMES_TO_BLAME:
+                self.parts.force_fp32([module])
+                watch.begin_anew()
+                log.info(
+                    "AMP.AUTO_FP32: %s overflowed %d times and computes in fp32 from now on", module, TIMES_TO_BLAME
+                )
 
     def _is_in_model(self, blame: Blame) -> bool:
         return blame.module != "" and blame.module in dict(self.parts.model.named_modules())
-
-    def check_is_due(self, position: Position) -> bool:
-        """Whether to check for too many skips now: reports may be too far apart to notice them."""
-        return self.parts.precision.scaler.is_enabled() and position.update % MOST_SKIPS == 0
 
     def too_many_skips(self, reading: Reading, update: int) -> AllRanksError | None:
         """The error that ends the run, if too many updates in a row were skipped, up to `update`."""

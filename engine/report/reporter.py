@@ -60,14 +60,22 @@ class Reporter:
         if folder:
             with os_errors_as_user_errors(folder):
                 self._metrics = MetricsFile(folder, partial(_is_repeated, start))
-            exists = (folder / "tensorboard").exists()
+            since = start.update if (folder / "tensorboard").exists() else 0
             self._board = Board(folder / "tensorboard", start.update)
-            self._redraw(folder, start.update if exists else 0)
-        self._live: Live | None = None
+            # Points from this start on are drawn again: a resumed Board hides them, as it may repeat a validation.
+            for line in read_lines(folder):
+                if line["update"] >= since and line["event"] in ("train", "val"):
+                    values = {**line, **line["perf"]}
+                    drawn = {name: value for name, value in values.items() if name not in NOT_DRAWN}
+                    of_others = METRICS.keys() - {metric.name for metric in task_of([line]).metrics}  # null
+                    drawn = {name: value for name, value in drawn.items() if set_of(name)[1] not in of_others}
+                    numbers = {name: math.nan if value is None else value for name, value in drawn.items()}
+                    self._plot(line["event"], numbers, line["update"])
+        self.live: Live | None = None
         if prints and not config.EVAL and (sys.stdout.isatty() or sys.stderr.isatty()):
             from engine.report.live import Live
 
-            self._live = Live(config, per_epoch, start)
+            self.live = Live(config, per_epoch, start)
 
     def event(self, kind: str, position: Position, perf: dict[str, Any] | None = None, **fields: Any) -> None:
         """Write a line of metrics.jsonl. All that depends on time or machine goes under `perf`."""
@@ -86,11 +94,6 @@ class Reporter:
             extra = DETAIL if same or verdict.bound == COMPUTE else None  # nothing new, or nothing wrong
             log.info("Where the time went: %s", verdict.text, extra=extra)
             self._last_verdict = verdict
-
-    def stepped(self, position: Position) -> None:
-        """Show that an update was done."""
-        if self._live:
-            self._live.stepped(position)
 
     def train(
         self, position: Position, reading: Reading, perf: Perf, figures: Mapping[str, Figure] | None = None
@@ -115,8 +118,8 @@ class Reporter:
                 f"Loss: {now.loss:.4f} ({reading.epoch.loss:.4f}), {reading.epoch.average()}, {health}",
                 extra=DETAIL,
             )
-        if self._live:
-            self._live.reported(reading, perf, left)
+        if self.live:
+            self.live.reported(reading, perf, left)
         metrics = {
             **now.fields(),
             "lr": reading.lr,
@@ -133,14 +136,9 @@ class Reporter:
         self._summary("Train", position, means, seconds)
         fields = {"update": position.update, **means.fields()}
         self.event("epoch", position, _perf(seconds, verdict), **fields)
-        if self._live:
-            self._live.epoch_ended(position, means, seconds)
+        if self.live:
+            self.live.epoch_ended(position, means, seconds)
         self._log_verdict(verdict)
-
-    def validating(self, position: Position) -> None:
-        """Show that a validation begins."""
-        if self._live:
-            self._live.validating(position)
 
     def validation(
         self, position: Position, metrics: Mapping[WeightSet, Metrics], seconds: float, mark: str = ""
@@ -152,8 +150,8 @@ class Reporter:
             self._summary("Validation", position, means, seconds, f" ({which.mark})" if which.mark else "")
         self.event("val", position, {"seconds": round(seconds, 3)}, update=position.update, **fields)
         self._plot("val", fields, position.update)
-        if self._live:
-            self._live.validated(position, metrics, seconds, mark)
+        if self.live:
+            self.live.validated(position, metrics, seconds, mark)
 
     def _summary(self, what: str, position: Position, means: Metrics, seconds: float, whose: str = "") -> None:
         epoch = f"Epoch[{position.epoch:03d}/{self.config.TRAIN.NUM_EPOCHS:03d}], "
@@ -164,16 +162,6 @@ class Reporter:
         more = "".join(f", {metric_named(name).words}: {value:.4f}" for name, value in means.more.items())
         words = f"----- {epoch}{means.summary(what)}, time: {seconds:.2f}{means.after_time()}{more}{whose}"
         log.info(words, extra=DETAIL)
-
-    def _redraw(self, folder: Path, since: int) -> None:
-        """Draw the points from update `since` on again: a resumed Board hides them, as it may repeat a validation."""
-        for line in read_lines(folder):
-            if line["update"] >= since and line["event"] in ("train", "val"):
-                values = {**line, **line["perf"]}
-                drawn = {name: value for name, value in values.items() if name not in NOT_DRAWN}
-                of_others = METRICS.keys() - {metric.name for metric in task_of([line]).metrics}  # null
-                drawn = {name: value for name, value in drawn.items() if set_of(name)[1] not in of_others}
-                self._plot(line["event"], {k: math.nan if v is None else v for k, v in drawn.items()}, line["update"])
 
     def flush(self) -> None:
         """Sync metrics.jsonl and TensorBoard to the disk, so that no checkpoint is ahead of them."""
@@ -197,7 +185,7 @@ class Reporter:
             self._tracked.ended(best)
 
     def close(self) -> None:
-        for one in (self._live, self._metrics, self._board, self._tracked):
+        for one in (self.live, self._metrics, self._board, self._tracked):
             if one:
                 one.close()
 

@@ -92,7 +92,17 @@ def try_own_code(config: Config) -> None:
     with fork_host_rng():
         try:
             if own := own_named("loss", config.TRAIN.LOSS):
-                _try_loss(config, f"{own.file}: loss {own.name}")
+                task, named = task_of(config), f"{own.file}: loss {own.name}"
+                loss, labels = task.loss(config.TRAIN, None), task.example(SAMPLES, torch.device("cpu"))
+                mixed = [task.mixed(labels, torch.full((SAMPLES, 1), 0.7))[0]] if config.TRAIN.mixes else []
+                for target in (labels, *mixed):
+                    logits = torch.randn(SAMPLES, task.classes, requires_grad=True)
+                    value = loss(logits, target)
+                    if not isinstance(value, Tensor) or value.ndim:
+                        raise UserError(f"{named} returned {_what(value)}; it must return the mean as a scalar.")
+                    if not value.requires_grad:
+                        raise UserError(f"{named} has no gradient with respect to the logits.")
+                    value.backward()
             for name in own_augmentations(config.TRAIN):
                 pixels = np.random.randint(0, 256, (size, size, 3), dtype=np.uint8)
                 OwnChange(name)(Image.fromarray(pixels if channels == 3 else pixels[:, :, 0]))
@@ -113,23 +123,6 @@ def try_own_code(config: Config) -> None:
             if lines := own_lines(error):
                 raise UserError(lines) from None
             raise
-
-
-def _try_loss(config: Config, named: str) -> None:
-    task = task_of(config)
-    loss = task.loss(config.TRAIN, None)
-    labels = task.example(SAMPLES, torch.device("cpu"))
-    targets = [labels]
-    if config.TRAIN.mixes:
-        targets.append(task.mixed(labels, torch.full((SAMPLES, 1), 0.7))[0])
-    for target in targets:
-        logits = torch.randn(SAMPLES, task.classes, requires_grad=True)
-        value = loss(logits, target)
-        if not isinstance(value, Tensor) or value.ndim:
-            raise UserError(f"{named} returned {_what(value)}; it must return the mean as a scalar.")
-        if not value.requires_grad:
-            raise UserError(f"{named} has no gradient with respect to the logits.")
-        value.backward()
 
 
 def _try_model(config: Config, named: str) -> None:

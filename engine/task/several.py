@@ -16,7 +16,7 @@ from engine.task.base import Metrics, Tally, Task, check_count
 from engine.task.losses import loss_named
 from utils.config.train import TrainConfig
 from utils.distributed.world import World, broadcast, sum_over_ranks
-from utils.text import counted
+from utils.text import counted, some_of
 from vitamp.metrics import SEVERAL_LABELS
 
 
@@ -191,11 +191,9 @@ def describe_untuned(untuned: Sequence[int] | np.ndarray, names: Sequence[object
     """Which of the classes keep HALF, for log and tools; '' for none."""
     if not len(untuned):
         return ""
-    named = ", ".join(str(names[label]) for label in untuned[:MOST_NAMED])
-    more = f" and {len(untuned) - MOST_NAMED} more" if len(untuned) > MOST_NAMED else ""
     return (
         f"{len(untuned)} of {len(names)} classes keep a threshold of {HALF}, with fewer than "
-        f"{counted(ENOUGH, 'validation image')}: {named}{more}"
+        f"{counted(ENOUGH, 'validation image')}: {some_of([names[label] for label in untuned], MOST_NAMED)}"
     )
 
 

@@ -111,8 +111,22 @@ def unreadable(path: Path, reason: object) -> str:
 def _local(source: str) -> WeightFiles | None:
     """The file at a path, checked; None if `source` is a timm name."""
     path = Path(source).expanduser()
-    if path.is_dir():
-        return _in_folder(path)
+    if path.is_dir():  # of a run, its best checkpoint
+        folder = checkpoint_of(path)[0] if (path / CHECKPOINTS).is_dir() or checkpoints_in(path) else path
+        there = [one.name for one in folder.iterdir() if one.is_file()]
+        if available := [which for which in SETS if files_of(which.file, there)]:
+            meta = unchecked_meta(folder)  # only the file itself is read where there is less than a checkpoint
+            which, words = choose_weights(meta, available, BETTER)
+            files = tuple(folder / name for name in files_of(which.file, there))
+            for file in files:
+                check_file(file)
+            return WeightFiles(files, description=f"{folder.name}, {words}" if meta else "")
+        if HUB_FILES[1] in there:  # timm saved it for the hub
+            check_file(folder / HUB_FILES[1])
+            return WeightFiles((folder / HUB_FILES[1],))
+        raise UserError(
+            f"Pretrained weights {folder}: the folder has no {' or '.join(HUB_FILES)}, and no {CHECKPOINTS}/ of a run."
+        )
     if path.exists():
         check_file(path)
         return WeightFiles((path,))
@@ -132,30 +146,6 @@ def _local(source: str) -> WeightFiles | None:
     if not folder.is_dir():
         raise UserError(f"Pretrained weights {path}: no such file, because there is no folder {folder}.")
     raise UserError(f"Pretrained weights {path}: no such file.{nearest(path.name, sorted(os.listdir(folder)))}")
-
-
-def _in_folder(folder: Path) -> WeightFiles:
-    """The weights of a run's best checkpoint, of a checkpoint, or of a folder that timm saved for the hub.
-
-    Of a checkpoint, those with the better metrics in its meta.json; only the file itself is read from a folder that
-    holds less than a checkpoint.
-    """
-    if (folder / CHECKPOINTS).is_dir() or checkpoints_in(folder):
-        folder, _ = checkpoint_of(folder)
-    there = [path.name for path in folder.iterdir() if path.is_file()]
-    if available := [which for which in SETS if files_of(which.file, there)]:
-        meta = unchecked_meta(folder)
-        which, words = choose_weights(meta, available, BETTER)
-        files = tuple(folder / name for name in files_of(which.file, there))
-        for file in files:
-            check_file(file)
-        return WeightFiles(files, description=f"{folder.name}, {words}" if meta else "")
-    if HUB_FILES[1] in there:
-        check_file(folder / HUB_FILES[1])
-        return WeightFiles((folder / HUB_FILES[1],))
-    raise UserError(
-        f"Pretrained weights {folder}: the folder has no {' or '.join(HUB_FILES)}, and no {CHECKPOINTS}/ of a run."
-    )
 
 
 def _timm_config(name: str) -> Any:

@@ -22,7 +22,15 @@ from models.masked import DECODER
 from models.parts import classifiers, is_inside, names_in_cfg
 from models.sizes import RESIZED, SIZE_WORDS, given_sizes, sizes_of
 from models.weights.find import PADDLE, locate, model_of_run, unreadable
-from models.weights.paddle import EMA_KEYS, WEIGHTS_KEYS, Converted, convert, read_pdparams, sizes_of_weights
+from models.weights.paddle import (
+    EMA_KEYS,
+    OF_A_CLASSIFIER,
+    WEIGHTS_KEYS,
+    Converted,
+    convert,
+    read_pdparams,
+    sizes_of_weights,
+)
 from utils.config.kinds import one_line
 from utils.errors import UserError
 from utils.log import log
@@ -89,8 +97,9 @@ def _read(files: Sequence[Path]) -> Weights:
     file = files[0]
     if file.suffix == PADDLE:
         converted = convert(arrays := read_pdparams(file), file)
-        # Included so that `_mismatches` reports them with all other mismatches.
-        return converted.tensors | {name: torch.from_numpy(arrays[name].copy()) for name in converted.left_over}
+        # Those that timm's model does not have are included, so that `_mismatches` reports them with all others.
+        left_over = [name for name in converted.unused if not name.startswith(OF_A_CLASSIFIER)]
+        return converted.tensors | {name: torch.from_numpy(arrays[name].copy()) for name in left_over}
     # timm loads the EMA of a checkpoint that has one. Only keys are read; errors are left to the loading.
     with contextlib.suppress(Exception), torch.serialization.safe_globals([argparse.Namespace]):
         checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)

@@ -287,16 +287,23 @@ class Converted:
     folded: list[str] = field(default_factory=list)
     """Biases that the batch norm behind them has taken up"""
 
-    @property
-    def left_over(self) -> list[str]:
-        """Tensors that timm's model does not have, so that it would differ from the trained model."""
-        return [name for name in self.unused if not name.startswith(OF_A_CLASSIFIER)]
-
 
 def convert(arrays: dict[str, np.ndarray], where: object = "the file") -> Converted:
     """Rename the arrays, and transpose the weights of linear layers, which Paddle stores the other way round."""
     if rules := rules_of(arrays):
-        return _converted_by(rules, arrays, where)
+        converted, kept = Converted(rules.family, by_rules=True), rules.prepared(arrays, where)
+        gone = [name for name in arrays if name not in kept]
+        converted.folded = [name for name in gone if any(re.search(bias, name) for bias, _ in rules.folded)]
+        converted.computed = [name for name in gone if name not in converted.folded]
+        for name, array in kept.items():
+            news = rules.timm_names(name)
+            tensor = _tensor(array, transposed=is_transposed(name, array))
+            converted.used[name] = news[0]
+            converted.tensors |= dict(zip(news, tensor.tensor_split(len(news)), strict=True))
+        for name in [name for name in converted.tensors if name.endswith(".running_mean")]:
+            counter = f"{name.removesuffix('.running_mean')}.num_batches_tracked"  # which Paddle does not count
+            converted.tensors[counter] = torch.tensor(0)
+        return converted
     swin = any(name.startswith("stages.") for name in arrays)
     deit = any(name in ("dist_token", "distill_token", "class_token") for name in arrays)
     converted = Converted("swin" if swin else "deit" if deit else "vit")
@@ -314,23 +321,6 @@ def convert(arrays: dict[str, np.ndarray], where: object = "the file") -> Conver
             continue
         converted.used[name] = new
         converted.tensors[new] = _tensor(array, transposed=is_transposed(name, array))
-    return converted
-
-
-def _converted_by(rules: FamilyRules, arrays: dict[str, np.ndarray], where: object) -> Converted:
-    converted = Converted(rules.family, by_rules=True)
-    kept = rules.prepared(arrays, where)
-    folded = [name for name in arrays if name not in kept and any(re.search(bias, name) for bias, _ in rules.folded)]
-    converted.computed = [name for name in arrays if name not in kept and name not in folded]
-    converted.folded = folded
-    for name, array in kept.items():
-        news = rules.timm_names(name)
-        tensor = _tensor(array, transposed=is_transposed(name, array))
-        converted.used[name] = news[0]
-        converted.tensors |= dict(zip(news, tensor.tensor_split(len(news)), strict=True))
-    for name in [name for name in converted.tensors if name.endswith(".running_mean")]:
-        counter = f"{name.removesuffix('.running_mean')}.num_batches_tracked"  # which Paddle does not count
-        converted.tensors[counter] = torch.tensor(0)
     return converted
 
 

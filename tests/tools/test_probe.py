@@ -35,7 +35,7 @@ Tool = Callable[[Any], Say]
 # evaluate.py, with one strength. It shows which batches it computes features of, and may kill itself.
 PATCHED = f"""\
 import os, runpy, sys, time
-sys.path.insert(0, {str(ROOT)!r})
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "scripts")!r}]
 from engine.evaluation import features, linear
 linear.STRENGTHS = (1e-2,)
 columns, calls = features._columns, []

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import logging
 import math
 import runpy
@@ -34,7 +35,7 @@ from engine.inputs.batches import TransformedBatch, per_channel
 from engine.machine.device import pick_device, set_up_device, synchronize
 from engine.machine.memory import peak_memory_gb
 from engine.setup import TunedModel, build_train_state, tuned_model
-from engine.update import TrainState, train_update
+from engine.update import train_update
 from models.build import build_model
 from tools.benchmark_amp.plan import FUSED, OURS, Way, changed
 from tools.common.sessions import Metrics, Session, reset_peak_memory, warmup_updates
@@ -59,23 +60,15 @@ class LoopSession(Session):
     def __init__(self, way: Way, config: Config, updates: int) -> None:
         self._device = pick_device(config.DEVICE, ALONE)
         self._loop = loop_of(way, config, self._device)
-        self._batches = random_batches(config, self._device)
-        self._way, self._size, self._updates, self._done = way, config.DATA.BATCH_SIZE, updates, 0
-        self._losses = [self._loop.train_one(batch) for batch in self._next(COMPARED)]
-        self._loop.train(self._next(max(0, warmup_updates(updates) - COMPARED)))
+        self._batches = itertools.cycle(random_batches(config, self._device))
+        self._way, self._size, self._updates = way, config.DATA.BATCH_SIZE, updates
+        self.started = {"losses": [self._loop.train_one(batch) for batch in itertools.islice(self._batches, COMPARED)]}
+        self._loop.train(list(itertools.islice(self._batches, max(0, warmup_updates(updates) - COMPARED))))
         synchronize(self._device)
         torch.cuda.empty_cache()  # leaves memory to the other loops, which are on the same device
 
-    def started(self) -> Metrics:
-        return {"losses": self._losses}
-
-    def _next(self, count: int) -> list[Batch]:
-        batches = [self._batches[n % BATCHES] for n in range(self._done, self._done + count)]
-        self._done += count
-        return batches
-
     def turn(self) -> Metrics:
-        updates, batches = self._updates, self._next(self._updates)
+        batches = list(itertools.islice(self._batches, self._updates))
         reset_peak_memory(self._device)
         synchronize(self._device)
         began, on_cpu = time.perf_counter(), time.process_time()
@@ -85,12 +78,12 @@ class LoopSession(Session):
         torch.cuda.empty_cache()
         return {
             "seconds": seconds,
-            "images_per_second": updates * self._size / seconds,
+            "images_per_second": len(batches) * self._size / seconds,
             "cpu_seconds": on_cpu,
             "peak_memory_gb": peak_memory_gb(self._device),
             "precision": self._way.precision,
             "choices": self._loop.choices,
-            **self.started(),
+            **self.started,
         }
 
 
@@ -285,34 +278,29 @@ class SimpleNet(Session):
             self._batches.append(Batch(numbers, torch.zeros_like(places), places))
 
     def turn(self) -> Metrics:
+        config, width = self._config, self._width
         for measured in (False, True):
-            parts = self._parts()
-            updates = list(self._windows())[: None if measured else SIMPLENET_WARMUP]
+            seed_all(config.SEED, "init")
+            layers = [nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)]
+            model = nn.Sequential(*layers).to(self._device)
+            tuned = TunedModel(model, nn.Identity(), Precision(config.AMP, self._device))
+            parts = build_train_state(config, ALONE, tuned, len(self._batches))
+            parts.criterion = nn.MSELoss()
+            parts.batch_transform = lambda numbers, labels: TransformedBatch(numbers[0], numbers[1], labels)
+            parts.assemble()
+            windows = [window for _ in range(config.TRAIN.NUM_EPOCHS) for window in self._epoch()]
             synchronize(self._device)
             began = time.perf_counter()
-            for number, window in enumerate(updates, 1):
+            for number, window in enumerate(windows if measured else windows[:SIMPLENET_WARMUP], 1):
                 train_update(parts, window, number)
             synchronize(self._device)
             seconds = time.perf_counter() - began
         reading = parts.meters.read(parts.precision.scale_tensor(), parts.schedule.last_rate())
         return {"seconds": seconds, "loss": reading.update.loss, "precision": parts.precision.name}
 
-    def _windows(self) -> Iterator[Window]:
-        for _ in range(self._config.TRAIN.NUM_EPOCHS):
-            for first in range(0, len(self._batches), self._accumulated):
-                batches = self._batches[first : first + self._accumulated]
-                places = np.arange(self._config.DATA.BATCH_SIZE)
-                shares = tuple(MicroBatch(number, places, 1 / len(batches)) for number in range(len(batches)))
-                yield Window(shares, iter(batches))
-
-    def _parts(self) -> TrainState:
-        config, width = self._config, self._width
-        seed_all(config.SEED, "init")
-        layers = [nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)]
-        model = nn.Sequential(*layers).to(self._device)
-        tuned = TunedModel(model, nn.Identity(), Precision(config.AMP, self._device))
-        parts = build_train_state(config, ALONE, tuned, len(self._batches))
-        parts.criterion = nn.MSELoss()
-        parts.batch_transform = lambda numbers, labels: TransformedBatch(numbers[0], numbers[1], labels)
-        parts.assemble()
-        return parts
+    def _epoch(self) -> Iterator[Window]:
+        places = np.arange(self._config.DATA.BATCH_SIZE)
+        for first in range(0, len(self._batches), self._accumulated):
+            batches = self._batches[first : first + self._accumulated]
+            shares = tuple(MicroBatch(number, places, 1 / len(batches)) for number in range(len(batches)))
+            yield Window(shares, iter(batches))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from tools.common.command_line import OVERWRITE, Tool, run_tool
+from tools.common.command_line import OVERWRITE, Tool, tool
 from tools.common.output_file import writing
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.flags import Flag
@@ -42,11 +42,8 @@ OWN = (
 TOOL = Tool("check_data.py", __doc__, OWN)
 
 
+@tool
 def main(argv: list[str]) -> int:
-    return run_tool(_check, argv)
-
-
-def _check(argv: list[str]) -> int:
     line = TOOL.read(argv)
     fix, json_file = line.file("fix"), line.file("json")
     if fix is not None and fix == json_file:

@@ -16,18 +16,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from datasets import decoding
 from datasets.base import Encoded, Samples
 from datasets.damage import Failure, failure_or
-from datasets.decoding import (
-    EMPTY,
-    JPEG_START,
-    TOO_LARGE,
-    UNKNOWN_FORMAT,
-    Header,
-    damage_of,
-    decoder_of_jpeg,
-    header_of,
-)
 from datasets.exclude import line_of, name_prefix
 from datasets.labels import images_of_classes
 from datasets.loading.workers import LoadingProcesses
@@ -167,7 +158,7 @@ def _alike(thumbnails: Thumbnails, one: np.ndarray, other: np.ndarray) -> Pairs:
 CHUNK = 32
 PREFETCH = 2
 """Chunks per loading process that are under way at once."""
-KINDS = {"empty": EMPTY, "no image": UNKNOWN_FORMAT, "too large": TOO_LARGE}
+KINDS = {"empty": decoding.EMPTY, "no image": decoding.UNKNOWN_FORMAT, "too large": decoding.TOO_LARGE}
 """Kind of problem -> words of the decoder about it"""
 
 
@@ -179,7 +170,7 @@ class Scan(NamedTuple):
     reason: str
     digest: bytes
     """Equal for images of equal bytes; b'' where they cannot be read"""
-    header: Header
+    header: decoding.Header
     damage: str = ""
     """The decoder's warning about an image that it could read all the same"""
     thumbnail: bytes = b""
@@ -234,7 +225,7 @@ class _Scanner(Dataset[Any]):
         # And they are resized whole, to the thumbnails that are compared with each other.
         whole = {"CROP": "none", "IMAGE_SIZE": SIDE}
         self.pixels = Pixels(data.model_copy(update=whole), train=False)
-        self.by_simplejpeg = decoder_of_jpeg() == "simplejpeg"
+        self.by_simplejpeg = decoding.decoder_of_jpeg() == "simplejpeg"
         self.out = torch.empty(data.IMAGE_CHANNELS, SIDE, SIDE, dtype=torch.uint8)
 
     def __len__(self) -> int:
@@ -253,12 +244,14 @@ class _Scanner(Dataset[Any]):
         encoded, damage = failure_or(decode), ""
         if isinstance(encoded, Failure):
             problem = next((kind for kind, reason in KINDS.items() if reason in encoded.reason), encoded.kind)
-            return Scan(problem, encoded.reason, b"", Header("", (0, 0)))
+            return Scan(problem, encoded.reason, b"", decoding.Header("", (0, 0)))
         if isinstance(encoded, np.ndarray):
-            header = Header("", encoded.shape[1::-1])
+            header = decoding.Header("", encoded.shape[1::-1])
         else:
-            header = header_of(encoded, self.channels)
-            damage = damage_of(encoded) if self.by_simplejpeg and encoded.startswith(JPEG_START) else ""
+            header = decoding.header_of(encoded, self.channels)
+            damage = (
+                decoding.damage_of(encoded) if self.by_simplejpeg and encoded.startswith(decoding.JPEG_START) else ""
+            )
         digest = hashlib.blake2b(bytes(encoded), digest_size=16).digest()
         return Scan("", "", digest, header, damage, self.out.numpy().tobytes())
 
@@ -355,9 +348,19 @@ def find_problems(splits: list[Split], num_classes: int, image_size: int) -> Fin
                 findings.notes[SMALL].append(image.found(f"{size[0]} x {size[1]}"))
             if scan.digest:
                 copies.setdefault(scan.digest, []).append(image)
-    for images in copies.values():
-        if len(images) > 1:
-            _add_copies(findings, images)
+    for same in (images for images in copies.values() if len(images) > 1):
+        if len({copy.label for copy in same}) > 1:  # every copy is listed, since no label is known to be right
+            for copy in same:
+                other = next(one for one in same if one.label != copy.label)
+                findings.defects[CONFLICTS].append(copy.copy_of(other))
+            continue
+        # One is spared, in validation first.
+        by_split = [list(of_split) for _, of_split in itertools.groupby(same, key=lambda copy: copy.split.title)]
+        for first, *later in by_split:
+            findings.defects[DUPLICATES] += [copy.copy_of(first) for copy in later]
+        if len(by_split) == 2:
+            training, validation = by_split
+            findings.defects[OVERLAP] += [copy.copy_of(validation[0]) for copy in training]
     _add_near(findings, splits)
     return findings
 
@@ -383,21 +386,6 @@ def _counts(splits: list[Split], num_classes: int) -> dict[str, dict[str, int]]:
         for label, count in found:
             counts[split.title][titles[label] if 0 <= label < len(names) else f"label {label}"] = int(count)
     return counts
-
-
-def _add_copies(findings: Findings, copies: list[_Image]) -> None:
-    """Conflicts list every copy, since no label is known to be right. Other findings spare one, in validation first."""
-    if len({copy.label for copy in copies}) > 1:
-        for copy in copies:
-            other = next(one for one in copies if one.label != copy.label)
-            findings.defects[CONFLICTS].append(copy.copy_of(other))
-        return
-    by_split = [list(of_split) for _, of_split in itertools.groupby(copies, key=lambda copy: copy.split.title)]
-    for first, *later in by_split:
-        findings.defects[DUPLICATES] += [copy.copy_of(first) for copy in later]
-    if len(by_split) == 2:
-        training, validation = by_split
-        findings.defects[OVERLAP] += [copy.copy_of(validation[0]) for copy in training]
 
 
 def _add_near(findings: Findings, splits: list[Split]) -> None:

@@ -32,7 +32,7 @@ from tools.common.output_file import writing
 from tools.common.tables import in_columns
 from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED, TrainingError, UserError
 from utils.flags import Flag, whole
-from utils.log import log
+from utils.log import log, unheard
 from utils.record.history import History, plain
 from utils.record.run_folder import describe_run, make_folder, write_json
 from utils.text import counted, redacted_values
@@ -101,19 +101,6 @@ class Measured:
     """How far its loss rises above all fp32 seeds."""
     against: list[str] = field(default_factory=list)
     """Reasons not to recommend it, whatever its speed."""
-
-    def read(self, run: Path) -> None:
-        """Take the metrics of a run."""
-        history = History.of_run(run)
-        lines = history.of("train")
-        if not lines:
-            self.failed = "not even one update was reported"
-            return
-        self.losses = [math.nan if line["loss"] is None else line["loss"] for line in lines]
-        self.images_per_second = history.images_per_second or 0.0
-        self.data_wait_percent = statistics.median(line["perf"]["data_wait_percent"] for line in lines[1:] or lines)
-        self.peak_memory_gb, self.skipped = history.peak_memory_gb or 0.0, history.skipped
-        self.updates, self.scale = lines[-1]["update"], lines[-1]["scale"]
 
 
 class Baseline:
@@ -225,7 +212,7 @@ def main(argv: list[str]) -> int:
     for name, why in left_out.items():
         log.info("left out: %s: %s", name, why)
 
-    began, level = time.monotonic(), log.level
+    began = time.monotonic()
     folder = make_folder(config.OUTPUT, config.SAVE, NAME)
     train = config.TRAIN.model_copy(update={"MAX_UPDATES": asked.updates})
     changes = {"TRAIN": train, "REPORT_FREQ": max(1, asked.updates // POINTS), "OUTPUT": None}
@@ -250,13 +237,11 @@ def main(argv: list[str]) -> int:
         for mode, run, one in zip(modes, others, found, strict=True):
             one.flags = mode.flags(config.AMP)
             if mode.dtype and not one.failed:
-                log.setLevel(logging.WARNING)  # the model's lines are in the run's own log
                 try:
-                    one.layers = layers_of(run, one.scale)
+                    with unheard(logging.WARNING):  # the model's lines are in the run's own log
+                        one.layers = layers_of(run, one.scale)
                 except (MemoryError, RuntimeError, UserError) as error:
                     one.notes.append(f"its layers could not be examined: {reason(error)}")
-                finally:
-                    log.setLevel(level)
             emulated = is_emulated(mode, device) or lacks_arithmetic(mode, device)
             slow = "emulated on this device, so its speed is meaningless" if emulated else ""
             judge(one, base, asked.updates, slow)
@@ -312,8 +297,15 @@ def _train(runs: list[Run], seconds: float, again: bool) -> dict[Path, Measured]
                 own = math.ceil(max(1.0, (end - time.monotonic()) / (len(runs) - len(measured) + 1)))
                 limit = f"MAX_TIME={own // 3600:02d}:{own // 60 % 60:02d}:{own % 60:02d}"
                 one.failed = train_run(run, lambda _: None, limit) or ""
-            if not one.failed:
-                one.read(run.folder)
+            history = History.of_run(run.folder)
+            if not one.failed and (lines := history.of("train")):
+                one.losses = [math.nan if line["loss"] is None else line["loss"] for line in lines]
+                one.images_per_second, one.skipped = history.images_per_second or 0.0, history.skipped
+                waited = (line["perf"]["data_wait_percent"] for line in lines[1:] or lines)
+                one.data_wait_percent, one.peak_memory_gb = statistics.median(waited), history.peak_memory_gb or 0.0
+                one.updates, one.scale = lines[-1]["update"], lines[-1]["scale"]
+            else:
+                one.failed = one.failed or "not even one update was reported"
             late = "" if is_finished(run.folder) else ", cut short (-budget_min)"
             speed = f"{counted(one.updates, 'update')}, {rounded(one.images_per_second)} images/s{late}"
             log.info("  %s, seed %d: %s", run.contender, run.seed, one.failed or speed)
@@ -337,7 +329,7 @@ def _rows(found: list[Measured], base: Baseline) -> list[list[str]]:
         speed = "-" if one.speed is None else f"{one.speed:.2f}x"
         memory = f"{one.peak_memory_gb:.2f} GB", f"{100 * (one.memory or 0):.0f} %"
         loss, skipped = (_small(one.difference), _small(one.noise)), f"{one.skipped}/{one.updates}"
-        of_layers = (_percent(worst), power) if one.layers else ("-", "-")
+        of_layers = (f"{100 * worst:.2g} %", power) if one.layers else ("-", "-")
         rows.append([one.name, rounded(one.images_per_second), speed, *memory, *loss, skipped, *of_layers])
     return rows
 
@@ -348,7 +340,8 @@ def details(found: list[Measured], base: Baseline, on_gpu: bool) -> list[str]:
     for one in found:
         worst = sorted(one.layers, key=lambda layer: layer.underflow_share, reverse=True)[:SHOWN_LAYERS]
         if worst := [layer for layer in worst if layer.underflows]:
-            fractions = ", ".join(f"{layer.name} {_percent(layer.underflow_share)} ({layer.dtype})" for layer in worst)
+            shares = ((layer.name, 100 * layer.underflow_share, layer.dtype) for layer in worst)
+            fractions = ", ".join(f"{name} {percent:.2g} % ({dtype})" for name, percent, dtype in shares)
             lines.append(f"{one.name}: layers whose gradients underflow most, at scale {one.scale:g}: {fractions}")
         lines += [f"{one.name}: {text}" for text in one.notes]
         lines += [f"{one.name}: not recommended: {reason}" for reason in one.against]
@@ -370,7 +363,3 @@ def rounded(images: float) -> str:
 
 def _small(value: float | None) -> str:
     return "-" if value is None else "not a number" if math.isinf(value) else f"{value:.2g}"
-
-
-def _percent(fraction: float) -> str:
-    return f"{100 * fraction:.2g} %"

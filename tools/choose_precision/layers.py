@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from datasets import Batch, MicroBatch
 from engine.amp.low_precision import NORMS
 from engine.setup import ReadyToTrain, tuned_model
-from tools.common.sessions import opened, windows
+from tools.common.sessions import opened
 from utils.config import Config
 from utils.seeding import seed_all
 from vitamp.files import parse_json
@@ -76,18 +76,31 @@ def layers_of(run: Run, scale: float) -> list[Layer]:
     last = parse_json((run.folder / "checkpoints" / "index.json").read_text(encoding="utf-8"))["last"]
     weights = str(run.folder / "checkpoints" / last / "model.safetensors")
     config = run.config.model_copy(update={"MODEL": run.config.MODEL.model_copy(update={"PRETRAINED": weights})})
-    with opened(config, compiled=False) as ready:  # eager modules can be hooked, with the same numerics
-        return examine_layers(config, ready, next(iter(next(windows(ready)))), scale)
+    with opened(config, compiled=False) as (ready, windows):  # eager modules can be hooked, with the same numerics
+        return examine_layers(config, ready, next(iter(next(windows))), scale)
 
 
 def examine_layers(config: Config, ready: ReadyToTrain, given: tuple[MicroBatch, Batch], scale: float) -> list[Layer]:
     """Train one micro-batch in fp32 and examine the gradients of all layers that the precision runs below fp32."""
     share, batch = given
-    precisions = _precisions(ready, batch, scale)
+    # Precision of the gradient at each layer's output, seen in one forward pass; layers in fp32 are left out.
+    parts, precisions = ready.parts, dict[str, Scaled]()
+
+    def record(name: str, module: nn.Module, _: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.dtype in SHORT:
+            # fp8 layers cast the gradient of their output to 8 bits, each tensor with its own scale.
+            cast = getattr(getattr(module, "config", None), "cast_config_grad_output", None)
+            precisions[name] = Scaled(output.dtype, scale) if cast is None else Scaled(cast.target_dtype, None)
+
+    handles = [module.register_forward_hook(partial(record, name)) for name, module in _leaves(parts.forward)]
+    with torch.no_grad(), parts.precision.autocast():
+        parts.forward(parts.inputs(batch.images[:2]))
+    for handle in handles:
+        handle.remove()
     full = config.model_copy(update={"AMP": config.AMP.model_copy(update={"ENABLED": False, "TF32": False})})
     tuned = tuned_model(full, ready.precision.device)
     reference, inputs = tuned.model, tuned.inputs
-    reference.load_state_dict(ready.parts.model.state_dict())
+    reference.load_state_dict(parts.model.state_dict())
     layers = {name: Layer(name, SHORT[at.dtype]) for name, at in precisions.items()}
     modules = dict(_leaves(reference))
 
@@ -98,7 +111,7 @@ def examine_layers(config: Config, ready: ReadyToTrain, given: tuple[MicroBatch,
     for name in precisions:
         modules[name].register_forward_hook(partial(examine_output, name))
     seed_all(config.SEED, "doctor")
-    loss = ready.parts.criterion(reference(inputs(batch.images)), batch.labels) * share.weight
+    loss = parts.criterion(reference(inputs(batch.images)), batch.labels) * share.weight
     loss.backward()
     for name, at in precisions.items():
         if isinstance(modules[name], NORMS) and ready.precision.level not in ("NAIVE", "O3"):
@@ -115,21 +128,3 @@ def _leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if next(module.children(), None) is None and next(module.parameters(), None) is not None:
             yield name, module
-
-
-def _precisions(ready: ReadyToTrain, batch: Batch, scale: float) -> dict[str, Scaled]:
-    """Precision of the gradient at each layer's output, seen in one forward pass; layers in fp32 are left out."""
-    parts, precisions = ready.parts, dict[str, Scaled]()
-
-    def record(name: str, module: nn.Module, _: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and output.dtype in SHORT:
-            # fp8 layers cast the gradient of their output to 8 bits, each tensor with its own scale.
-            cast = getattr(getattr(module, "config", None), "cast_config_grad_output", None)
-            precisions[name] = Scaled(output.dtype, scale) if cast is None else Scaled(cast.target_dtype, None)
-
-    handles = [module.register_forward_hook(partial(record, name)) for name, module in _leaves(parts.forward)]
-    with torch.no_grad(), parts.precision.autocast():
-        parts.forward(parts.inputs(batch.images[:2]))
-    for handle in handles:
-        handle.remove()
-    return precisions

@@ -33,7 +33,7 @@ from tools.common.turns import progress_bar
 from utils.cli import CommandLine
 from utils.errors import UserError, nearest
 from utils.record.history import plain
-from utils.text import Interval, wilson
+from utils.text import Interval, some_of, wilson
 from vitamp.metrics import AUROC, BALANCED, LOSS, MACRO_F1, MAP, TOP1, TOP5, Metric, always_guessing
 
 ADDED = 1
@@ -158,7 +158,6 @@ MOST_IN_JSON = 1000
 """Most classes for which the JSON file has the confusion matrix"""
 BINS = 15
 """Of the calibration error"""
-MOST_NAMED = 10
 INTERVALS = "In brackets: 95 % interval of the metric, as chance in which images are evaluated gives it."
 
 
@@ -222,6 +221,13 @@ class Evaluation:
             for label in labels
         ]
         return [head, *in_columns([list(rows[0]), *(list(row.values()) for row in rows)])]
+
+    def _fields(self, of_class: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        """Of the JSON file, what every evaluation has."""
+        classes = {name: values.tolist() for name, values in {"images": self.support, **of_class}.items()}
+        intervals = {name: interval and [*interval] for name, interval in self.intervals.items()}
+        values = {metric.name: value for metric, value in self.values.items()}
+        return {"images": self.images, **values, "intervals": intervals, "per_class": classes}
 
     def _scores(self, label: int) -> dict[str, str]:
         columns = {"precision": self.precision, "recall": self.recall, "F1": self.f1}
@@ -331,20 +337,14 @@ class OneLabel(Evaluation):
         of_class = {"precision": self.precision, "recall": self.recall, "f1": self.f1}
         whole = len(self.support) <= MOST_IN_JSON
         found = {
-            "images": self.images,
-            **{metric.name: value for metric, value in self.values.items()},
+            **self._fields(of_class),
             **{f"{name}_macro": self._macro(values) for name, values in of_class.items()},
             **{f"{name}_weighted": self._weighted(values) for name, values in of_class.items()},
             "nll": self.nll,
             "brier": self.brier,
             "ece": self.ece,
-            "intervals": {name: interval and [*interval] for name, interval in self.intervals.items()},
             "largest_class_percent": self.largest_class_percent,
             "bins": [bin._asdict() for bin in self.bins],
-            "per_class": {
-                "images": self.support.tolist(),
-                **{name: values.tolist() for name, values in of_class.items()},
-            },
             "confusion": self.confusion(range(len(self.support))).tolist() if whole else None,
         }
         return plain(found)
@@ -459,18 +459,12 @@ class SeveralLabels(Evaluation):
             "f1": self.f1,
         }
         found = {
-            "images": self.images,
+            **self._fields(of_class),
             "images_without_label": self.unlabelled,
             **dict.fromkeys((TOP1.name, TOP5.name)),  # those of one label
             LOSS.name: self.loss,
-            **{metric.name: value for metric, value in self.values.items()},
             **self.at_half,
             **{f"{name}_at_thresholds": value for name, value in self.at_thresholds.items()},
-            "intervals": {name: interval and [*interval] for name, interval in self.intervals.items()},
-            "per_class": {
-                "images": self.support.tolist(),
-                **{name: values.tolist() for name, values in of_class.items()},
-            },
         }
         return plain(found)
 
@@ -559,16 +553,13 @@ def _to_models(trained: Trained, dataset: ImageDataset, title: str) -> Tensor | 
         return None
     places = {name: label for label, name in enumerate(ours)}
     if unknown := [name for name in theirs if name not in places]:
-        more = f", and {len(unknown) - MOST_NAMED} more" if len(unknown) > MOST_NAMED else ""
         raise UserError(
             f"{title}: {len(unknown)} of its {len(theirs)} classes are unknown to the model: "
-            f"{', '.join(unknown[:MOST_NAMED])}{more}.{nearest(unknown[0], ours)} The model was trained on "
-            f"{', '.join(ours[:MOST_NAMED])}{', ...' if len(ours) > MOST_NAMED else ''}."
+            f"{some_of(unknown, 10)}.{nearest(unknown[0], ours)} The model was trained on {some_of(ours, 10)}."
         )
-    twice = [name for name, times in Counter(ours).items() if times > 1 and name in theirs]
-    if twice:
+    if twice := [name for name, times in Counter(ours).items() if times > 1 and name in theirs]:
         raise UserError(
-            f"{title}: classes are matched by name, but the model has several classes named "
-            f"{', '.join(twice[:MOST_NAMED])}. Use a data set with the classes of the training data, in the same order."
+            f"{title}: classes are matched by name, but the model has several classes named {some_of(twice, 10)}. Use "
+            "a data set with the classes of the training data, in the same order."
         )
     return torch.tensor([places[name] for name in theirs])

@@ -43,15 +43,11 @@ OUT_OF_MEMORY = "out of memory"
 class Session:
     """What a measuring process keeps between turns: past its warm-up, so that compiling is behind it."""
 
-    def started(self) -> Metrics:
-        """What building it and warming up has shown."""
-        return {}
+    started: Metrics = {}  # noqa: RUF012 - replaced, never changed
+    """What building it and warming up has shown."""
 
     def turn(self) -> Metrics:
         raise NotImplementedError
-
-    def close(self) -> None:
-        """End what the session started, such as loading processes."""
 
 
 class Worker:
@@ -84,7 +80,7 @@ class Worker:
 
     def _try(self) -> Metrics:
         started = {} if self.is_running else self.start()
-        return started if "failed" in started else self._ask(_call, "turn")
+        return started if "failed" in started else self._ask(_turn)
 
     def start(self) -> Metrics:
         """Build the session in a new process; return what that has shown."""
@@ -99,9 +95,8 @@ class Worker:
             return {"failed": KILLED}
 
     def close(self) -> None:
+        """End the process, and with it what the session started, such as loading processes."""
         if self._pool is not None:
-            with contextlib.suppress(BrokenProcessPool):
-                self._pool.submit(_call, "close")
             self._pool.shutdown()
             self._pool = None
 
@@ -152,11 +147,11 @@ _session = Session()
 def _start(build: Callable[[], Session]) -> Metrics:
     global _session
     _session = build()
-    return _session.started()
+    return _session.started
 
 
-def _call(method: str) -> Any:
-    return getattr(_session, method)()
+def _turn() -> Metrics:
+    return _session.turn()
 
 
 def warmup_updates(updates: int) -> int:
@@ -171,10 +166,11 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def opened(config: Config, compiled: bool = True) -> Iterator[ReadyToTrain]:
+def opened(config: Config, compiled: bool = True) -> Iterator[tuple[ReadyToTrain, Iterator[Window]]]:
     """Build everything that a run builds before its first update; close it afterwards.
 
-    `compiled`: compile as TRAIN.COMPILE says. False: stay eager.
+    With it come the windows of its updates, epoch after epoch, without end. `compiled`: compile as TRAIN.COMPILE says.
+    False: stay eager.
     """
     device = pick_device(config.DEVICE, ALONE)
     threads = set_up_device(config, device, ALONE)
@@ -184,49 +180,35 @@ def opened(config: Config, compiled: bool = True) -> Iterator[ReadyToTrain]:
             if not compiled:
                 ready.parts.leave_out(Compiling)
             ready.parts.assemble()
-            yield ready
+            yield ready, itertools.chain.from_iterable(map(ready.train_loader.epoch, itertools.count(1)))
         finally:
             ready.train_loader.close()
-
-
-def windows(ready: ReadyToTrain) -> Iterator[Window]:
-    """The windows of updates, epoch after epoch, without end."""
-    for epoch in itertools.count(1):
-        yield from ready.train_loader.epoch(epoch)
 
 
 class TrainingSession(Session):
     """A run's own training, without validation, reports and checkpoints, in turns of `updates`."""
 
     def __init__(self, config: Config, updates: int) -> None:
-        self._updates, self._update = updates, 0
-        with contextlib.ExitStack() as stack:
-            self.ready = stack.enter_context(opened(config))
-            self._device = self.ready.precision.device
-            self._windows = windows(self.ready)
-            for _ in range(warmup_updates(updates)):
-                self._step()
-            synchronize(self._device)
-            reset_peak_memory(self._device)
-            self._end = stack.pop_all()
+        self._updates, self._opened = updates, contextlib.ExitStack()
+        self.ready, windows = self._opened.enter_context(opened(config))
+        self._device, self._windows = self.ready.precision.device, enumerate(windows, 1)
+        self._train(warmup_updates(updates))
+        reset_peak_memory(self._device)
 
-    def close(self) -> None:
-        self._end.close()
-
-    def _step(self) -> int:
-        """Train one update and return the number of images."""
-        window = next(self._windows)
-        self._update += 1
-        train_update(self.ready.parts, window, self._update)
-        return sum(len(share.indices) for share in window.shares)
+    def _train(self, updates: int) -> int:
+        """Train so many updates and return the number of images."""
+        images = 0
+        for number, window in itertools.islice(self._windows, updates):
+            train_update(self.ready.parts, window, number)
+            images += sum(len(share.indices) for share in window.shares)
+        synchronize(self._device)
+        return images
 
     def turn(self) -> Metrics:
-        loader, images = self.ready.train_loader, 0
+        loader = self.ready.train_loader
         loader.take_wait()
         began = time.perf_counter()
-        for _ in range(self._updates):
-            images += self._step()
-        synchronize(self._device)
+        images = self._train(self._updates)
         seconds = time.perf_counter() - began
         return {
             "seconds": seconds,

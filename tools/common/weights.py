@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,9 @@ from utils.log import log
 from utils.program import started_as
 from utils.record.resumed_run import settings_of
 from utils.text import aligned, counted
-from vitamp.checkpoints import META, Checkpoint, checkpoint_of, checkpoints_at, inspect, read_index, verify
+from vitamp.checkpoints import META, checkpoint_of, checkpoints_at, inspect, read_index, verify
 from vitamp.files import replacing
-from vitamp.metrics import BETTER, LOSS, PLAIN, SETS, Metric, WeightSet, task_of
+from vitamp.metrics import BETTER, LOSS, PLAIN, SETS, task_of
 from vitamp.tensors import fp32_modules, open_tensors
 from vitamp.weights import MADE_BY, Chosen, chosen_at, encoded
 
@@ -73,47 +72,33 @@ def list_checkpoints(path: Path) -> int:
     """Log a table of the checkpoints in `path`."""
     folders = checkpoints_at(path)
     index = read_index(folders[0].parent)
-    metas = [_meta(folder) for folder in folders]
+    sizes, metas = [_size(folder) for folder in folders], list[dict[str, Any] | str]()
+    for folder in folders:
+        try:
+            metas.append(inspect(folder).meta)
+        except UserError as error:
+            metas.append(str(error).removeprefix(f"{folder}: "))
     best = task_of({} if isinstance(meta, str) else meta.get("metrics") or {} for meta in metas).best
     shown = {LOSS.words: (LOSS.name, LOSS)}
     shown |= {which.marked(best.words): (which.prefix + best.name, best) for which in SETS}
     columns = ["checkpoint", "epoch", "update", *shown, "size", "written", ""]
-    rows = [
-        _row(folder, meta, [*shown.values()], [name for name in ("last", "best") if index.get(name) == folder.name])
-        for folder, meta in zip(folders, metas, strict=True)
-    ]
+    rows = []
+    for folder, meta, size in zip(folders, metas, sizes, strict=True):
+        if isinstance(meta, str):
+            rows.append((folder.name, *["-"] * (2 + len(shown)), size_words(size), "-", meta))
+            continue
+        metrics = meta.get("metrics", {})
+        row = [folder.name, f"{meta['epoch']}" if meta.get("epoch_finished") else f"in {meta['epoch']}"]
+        row.append(f"{meta.get('update', '-')}")
+        for key, metric in shown.values():
+            row.append(metric.number_in_table(metrics[key]) if metrics.get(key) is not None else "-")
+        row.append(size_words(size))
+        row.append(time.strftime("%Y-%m-%d %H:%M", time.localtime((folder / META).stat().st_mtime)))
+        rows.append((*row, ", ".join(name for name in ("last", "best") if index.get(name) == folder.name)))
     for line in aligned([columns, *rows]):
         log.info("%s", line)
-    total = sum(_size(folder) for folder in folders)
-    log.info("%s, %s", counted(len(folders), "checkpoint"), size_words(total))
+    log.info("%s, %s", counted(len(folders), "checkpoint"), size_words(sum(sizes)))
     return EXIT_DONE
-
-
-def _meta(folder: Path) -> dict[str, Any] | str:
-    """Contents of meta.json, or why there are none."""
-    try:
-        return inspect(folder).meta
-    except UserError as error:
-        return str(error).removeprefix(f"{folder}: ")
-
-
-def _row(
-    folder: Path, meta: dict[str, Any] | str, shown: Sequence[tuple[str, Metric]], marks: list[str]
-) -> tuple[str, ...]:
-    if isinstance(meta, str):
-        return (folder.name, *["-"] * (2 + len(shown)), size_words(_size(folder)), "-", meta)
-    metrics = meta.get("metrics", {})
-    written = time.strftime("%Y-%m-%d %H:%M", time.localtime((folder / META).stat().st_mtime))
-    epoch = f"{meta['epoch']}" if meta.get("epoch_finished") else f"in {meta['epoch']}"
-    return (
-        folder.name,
-        epoch,
-        f"{meta.get('update', '-')}",
-        *(metric.number_in_table(metrics[key]) if metrics.get(key) is not None else "-" for key, metric in shown),
-        size_words(_size(folder)),
-        written,
-        ", ".join(marks),
-    )
 
 
 def _size(folder: Path) -> int:
@@ -163,9 +148,24 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
         folders = [checkpoint_of(path)[0] for path in paths]
     sources = [chosen_at(folder, weights) for folder in folders]
     checkpoints = [verify(source.checkpoint) for source in sources if source.checkpoint]
-    which, words = _set_to_average(sources, weights)
-    log.info("%s", words)
-    mean = _mean_of(checkpoints, which.file)
+    which, why = sources[0].which, f"-weights {weights}"
+    if weights == BETTER:  # others than the plain ones, if they validated better in most checkpoints
+        available = [one for one in SETS if all(one in source.sets for source in sources)]
+        votes = Counter(source.which for source in sources)
+        which = next((one for one in available if 2 * votes[one] > len(sources)), PLAIN)
+        better = "{} is better in {} of {} checkpoints".format
+        why = "; ".join(better(one.words, votes[one], len(sources)) for one in available if one != PLAIN)
+    log.info("%s weights%s", which.label, f" ({why})" if why else "")
+    files = [open_tensors(checkpoint, which.file) for checkpoint in checkpoints]
+    shapes = [{key: file.shape(key) for key in file} for file in files]
+    for checkpoint, own in zip(checkpoints, shapes, strict=True):
+        if own != shapes[0]:
+            key = next(k for k in sorted({*own, *shapes[0]}) if own.get(k) != shapes[0].get(k))
+            raise UserError(
+                f"{checkpoint.folder} and {checkpoints[0].folder} have different architectures and cannot be averaged: "
+                f"the shape of {key} is {own.get(key, 'missing')} and {shapes[0].get(key, 'missing')}."
+            )
+    mean = {key: _mean([file[key] for file in files]) for key in progress(list(shapes[0]), "tensors")}
     names = [folder.name if last else f"{folder}" for folder in folders]
     header = _header(sources[-1], {"weights": f"average of {which.words}", "from": names}, averaged=True)
     write_weights(out, mean, header)
@@ -180,34 +180,8 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
     return EXIT_DONE
 
 
-def _set_to_average(sources: Sequence[Chosen], weights: str) -> tuple[WeightSet, str]:
-    """Which weights: others than the plain ones if they validated better in most checkpoints. And words for the log."""
-    if weights != BETTER:
-        return sources[0].which, f"{sources[0].which.label} weights (-weights {weights})"
-    available = [one for one in SETS if all(one in source.sets for source in sources)]
-    votes = Counter(source.which for source in sources)
-    which = next((one for one in available if 2 * votes[one] > len(sources)), PLAIN)
-    why = "; ".join(
-        f"{one.words} is better in {votes[one]} of {len(sources)} checkpoints" for one in available if one != PLAIN
-    )
-    return which, f"{which.label} weights{f' ({why})' if why else ''}"
-
-
-def _mean_of(sources: Sequence[Checkpoint], name: str) -> dict[str, Tensor]:
-    """Uniform mean in double precision. Only one tensor of each checkpoint is in memory at a time."""
-    files = [open_tensors(source, name) for source in sources]
-    shapes = [{key: file.shape(key) for key in file} for file in files]
-    for source, own in zip(sources, shapes, strict=True):
-        if own != shapes[0]:
-            key = next(k for k in sorted({*own, *shapes[0]}) if own.get(k) != shapes[0].get(k))
-            raise UserError(
-                f"{source.folder} and {sources[0].folder} have different architectures and cannot be averaged: "
-                f"the shape of {key} is {own.get(key, 'missing')} and {shapes[0].get(key, 'missing')}."
-            )
-    return {key: _mean([file[key] for file in files]) for key in progress(list(shapes[0]), "tensors")}
-
-
 def _mean(tensors: list[Tensor]) -> Tensor:
+    """Uniform mean in double precision. Only this tensor of each checkpoint is in memory."""
     if not tensors[-1].is_floating_point():  # the batch counter of batch norm cannot be averaged
         return tensors[-1]
     total = torch.zeros_like(tensors[0], dtype=torch.float64)

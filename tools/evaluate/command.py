@@ -33,18 +33,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.common.command_line import (
-    NO_CALIBRATION,
-    OVERWRITE,
-    PART,
-    POOL,
-    TRUST,
-    TTA,
-    WEIGHTS,
-    Tool,
-    ToolLine,
-    tool,
-)
+from tools.common import command_line
 from tools.common.output_file import writing
 from utils.cli import CommandLine
 from utils.distributed.launchers import read_world
@@ -59,15 +48,14 @@ from vitamp.weights import Fitted
 
 if TYPE_CHECKING:
     from engine.trained.model import Trained
-    from tools.common.evaluation import Part
 
 OWN = (
-    WEIGHTS,
-    PART,
-    TTA,
+    command_line.WEIGHTS,
+    command_line.PART,
+    command_line.TTA,
     Flag("json", "write all metrics and the confusion matrix as JSON", "FILE.json"),
     Flag("calibrate", "fit a temperature to the weights on these images, and keep it in the run; no other metrics"),
-    NO_CALIBRATION,
+    command_line.NO_CALIBRATION,
     Flag(
         "knn",
         "accuracy of the K nearest training images instead of the classifier; no other metrics",
@@ -79,15 +67,15 @@ OWN = (
     Flag("probe", "linear classifiers on the features of the frozen model; no other metrics"),
     Flag("out", "-probe: save the best one as a run, which starts from the weights", "RUN"),
     replace(
-        POOL,
-        about=f"-knn, -probe: {POOL.about.rpartition(',')[0]}",
+        command_line.POOL,
+        about=f"-knn, -probe: {command_line.POOL.about.rpartition(',')[0]}",
         default_text=f"{POOLED}; of -probe, all that the model has",
         choices=POOLS,
     ),
-    *TRUST,
-    OVERWRITE,
+    *command_line.TRUST,
+    command_line.OVERWRITE,
 )
-TOOL = Tool("evaluate.py", __doc__, OWN, (Positional("path", "RUN_OR_CHECKPOINT", "the model", "?"),))
+TOOL = command_line.Tool("evaluate.py", __doc__, OWN, (Positional("path", "RUN_OR_CHECKPOINT", "the model", "?"),))
 MEMORISED = ("train", "all")
 """Values of -part that include training images"""
 OF_CLASSIFIER = ("calibrate", "no_calibration", "tta")
@@ -95,7 +83,7 @@ OF_CLASSIFIER = ("calibrate", "no_calibration", "tta")
 REFUSED = ("MODEL.RESUME", "MODEL.PRETRAINED", "TRAIN.LAST_EPOCH", "MODEL.NUM_CLASSES")
 
 
-@tool
+@command_line.tool
 def main(argv: list[str]) -> int:
     line = TOOL.read(argv)
     asked = line.asked
@@ -129,7 +117,7 @@ def main(argv: list[str]) -> int:
     return EXIT_DONE
 
 
-def _features(line: ToolLine, given: CommandLine) -> dict[str, Any] | None:
+def _features(line: command_line.ToolLine, given: CommandLine) -> dict[str, Any] | None:
     """-knn and -probe: of a run, or of weights for a model that the flags name. None: another process has them."""
     asked, world = line.asked, read_world() or ALONE
     log.setLevel("WARNING" if asked.path or not world.first else "INFO")
@@ -166,12 +154,18 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
     batches = ((logits, data.labels(labels)) for logits, labels, _ in with_bar(trained, data.dataset))
     found = (OneLabel if one_label else SeveralLabels).of(trained, batches)
     thresholds = "" if one_label else f"; {trained.thresholds()[1]}"
+    crossfitted, kept = [], chosen.calibration if trained.calibrated else None
+    # The errors above are too low if the temperature was fitted on these images.
+    if isinstance(kept, Fitted) and (kept.data, kept.images) == (data.title, len(data.dataset)):
+        ece, nll = kept.crossfitted["ece"], kept.crossfitted["nll"]
+        words = f"cross-fitted, calibration error {ece:.2f} %, NLL {nll:.4f}"
+        crossfitted = [f"The temperature was fitted on these images: {words}."]
     text = [
         f"{config.MODEL.NAME} of {chosen.place}, in {trained.precision.name}{thresholds}",
         f"{data.title}: {found.words()}",
         "",
         *table_of(found, chosen.which.mark or chosen.which.name),
-        *_crossfitted(trained, data),
+        *crossfitted,
         "",
         *found.class_table(trained),
     ]
@@ -190,16 +184,7 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
     }
 
 
-def _crossfitted(trained: Trained, data: Part) -> list[str]:
-    """What is too low, if the temperature was fitted on these images, and by cross-fitting is not."""
-    kept = trained.chosen.calibration if trained.calibrated else None
-    if not isinstance(kept, Fitted) or (kept.data, kept.images) != (data.title, len(data.dataset)):
-        return []
-    ece, nll = kept.crossfitted["ece"], kept.crossfitted["nll"]
-    return [f"The temperature was fitted on these images: cross-fitted, calibration error {ece:.2f} %, NLL {nll:.4f}."]
-
-
-def _check(line: ToolLine) -> None:
+def _check(line: command_line.ToolLine) -> None:
     """Raise UserError for flags that do not go together."""
     asked = line.asked
     by = "-probe" if asked.probe else "-knn" if asked.knn is not None else ""

@@ -105,7 +105,19 @@ def main(argv: list[str]) -> int:
     line = TOOL.read(argv)
     asked = line.asked
     if asked.path.suffix == PADDLE:
-        return _import_paddle(asked, line.given)
+        if asked.to != "safetensors":
+            raise UserError(f"-to {asked.to}: PaddleViT's weights become safetensors only; use -to safetensors.")
+        if others := sorted(line.given - {"path", "to", "out", "overwrite", "name"}):
+            raise UserError(f"-{others[0]}: has no effect on PaddleViT's weights ({PADDLE}); leave it out.")
+        file = asked.path.expanduser()
+        out = (asked.out or file.with_suffix(ENDINGS["safetensors"])).expanduser()
+        if not file.is_file():
+            raise UserError(f"{file}: no such file.")
+        check_weights_file(out, fresh=not asked.overwrite)
+
+        from tools.export.paddle import import_weights
+
+        return import_weights(file, out, asked.name)
     if asked.name is not None:
         raise UserError(f"-name {asked.name}: works only with PaddleViT's weights, a {PADDLE} file; leave it out.")
     formats = _formats(asked)
@@ -150,22 +162,6 @@ def main(argv: list[str]) -> int:
     if HUB in formats and asked.license is None:
         log.info("  README.md has no license: add one before others use the model (-license ID)")
     return EXIT_DONE
-
-
-def _import_paddle(asked: Namespace, given: frozenset[str]) -> int:
-    if asked.to != "safetensors":
-        raise UserError(f"-to {asked.to}: PaddleViT's weights become safetensors only; use -to safetensors.")
-    if others := sorted(given - {"path", "to", "out", "overwrite", "name"}):
-        raise UserError(f"-{others[0]}: has no effect on PaddleViT's weights ({PADDLE}); leave it out.")
-    file = asked.path.expanduser()
-    out = (asked.out or file.with_suffix(ENDINGS["safetensors"])).expanduser()
-    if not file.is_file():
-        raise UserError(f"{file}: no such file.")
-    check_weights_file(out, fresh=not asked.overwrite)
-
-    from tools.export.paddle import import_weights
-
-    return import_weights(file, out, asked.name)
 
 
 def _formats(asked: Namespace) -> list[str]:

@@ -164,9 +164,22 @@ def compare(trained: Trained, images: CheckImages, expected: Tensor, found: Tens
     errors = (found - expected).abs() / (float(expected.abs().max()) or 1.0)
     worst = float(errors.max())
     if worst <= tolerance:  # never with NaN
+        checked = f"checked on {counted(len(found), 'image')} {images.source}: largest difference {worst:.1e}"
+        checked += f" x the largest output ({tolerance:g} allowed), "
+        if (thresholds := thresholds_of(trained)) is not None:
+            are_logits = images.output == LOGITS
+            both = (output.double().sigmoid() if are_logits else output.double() for output in (expected, found))
+            by_model, by_file = (output >= thresholds for output in both)
+            different = int((by_model != by_file).any(1).sum())
+            advice = "; apply a sigmoid to the logits" if are_logits else ""
+            return f"{checked}labels {f'different on {different}' if different else 'the same on all'}{advice}"
+        other = torch.nonzero(expected.argmax(1) != found.argmax(1))[:, 0].tolist()
+        if not other:
+            return f"{checked}top-1 the same on all"
+        by_model, by_file = (trained.name_of(int(output[other[0]].argmax())) for output in (expected, found))
         return (
-            f"checked on {counted(len(found), 'image')} {images.source}: largest difference {worst:.1e} x the largest "
-            f"output ({tolerance:g} allowed), {_agreement(trained, images, expected, found)}"
+            f"{checked}top-1 different on {len(other)}, where two classes are nearly equal: {images.names[other[0]]} "
+            f"is {by_model} to the model, {by_file} to the exported file"
         )
     # NaN counts as the largest difference.
     order = errors.nan_to_num(nan=torch.inf, posinf=torch.inf).flatten().argsort(descending=True)
@@ -181,26 +194,6 @@ def compare(trained: Trained, images: CheckImages, expected: Tensor, found: Tens
         f"the outputs differ from the model's by up to {worst:.2g} times the largest output on {len(images.names)} "
         f"images {images.source}, but only {tolerance:g} is allowed (-tolerance). Largest differences:\n"
         + "\n".join(lines)
-    )
-
-
-def _agreement(trained: Trained, images: CheckImages, expected: Tensor, found: Tensor) -> str:
-    """Whether the file predicts what the model does."""
-    if (thresholds := thresholds_of(trained)) is not None:
-        are_logits = images.output == LOGITS
-        both = (output.double().sigmoid() if are_logits else output.double() for output in (expected, found))
-        by_model, by_file = (output >= thresholds for output in both)
-        different = int((by_model != by_file).any(1).sum())
-        advice = "; apply a sigmoid to the logits" if are_logits else ""
-        return f"labels {f'different on {different}' if different else 'the same on all'}{advice}"
-    other = torch.nonzero(expected.argmax(1) != found.argmax(1))[:, 0].tolist()
-    if not other:
-        return "top-1 the same on all"
-    row = other[0]
-    by_model, by_file = (trained.name_of(int(output[row].argmax())) for output in (expected, found))
-    return (
-        f"top-1 different on {len(other)}, where two classes are nearly equal: {images.names[row]} is {by_model} to "
-        f"the model, {by_file} to the exported file"
     )
 
 

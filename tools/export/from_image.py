@@ -81,8 +81,14 @@ def whole_images(trained: Trained, images: CheckImages) -> CheckImages:
     else:
         sources = [functools.partial(_decoded, data, stored, index) for index in images.indices]
         bases = [source() for source in sources[:RESHAPED]]
-    made = {f"{name} {number}": _shaped(base, name, data) for number, base in enumerate(bases) for name in SHAPES}
-    own = torch.cat([own, *(_as_validation(data, image)[None] for image in made.values())])
+    made, validation = dict[str, np.ndarray](), open_given([], data).pixels
+    for number, base in enumerate(bases):
+        for name, sides in SHAPES.items():
+            wide, high = (max(1, round(side * data.IMAGE_SIZE)) for side in sides)
+            image = Image.fromarray(base).resize((wide, high), Image.Resampling.BICUBIC)
+            made[f"{name} {number}"] = np.asarray(image)
+            own = torch.cat([own, torch.empty(1, *own.shape[1:], dtype=torch.uint8)])
+            validation(made[f"{name} {number}"], own[-1])
     sources = (*sources, *(functools.partial(np.asarray, image) for image in made.values()))
     rows = run_onnx(resize_model(data).SerializeToString(), "resizing", PIXELS, (source() for source in sources))
     pixels = torch.cat([torch.from_numpy(row) for row in rows])
@@ -133,17 +139,6 @@ def _decoded(data: DataConfig, samples: Samples, index: int) -> np.ndarray:
 
 def _rgb(pixels: np.ndarray) -> np.ndarray:
     return pixels.repeat(3, axis=2) if pixels.shape[2] == 1 else pixels
-
-
-def _shaped(image: np.ndarray, name: str, data: DataConfig) -> np.ndarray:
-    wide, high = (max(1, round(share * data.IMAGE_SIZE)) for share in SHAPES[name])
-    return np.asarray(Image.fromarray(image).resize((wide, high), Image.Resampling.BICUBIC))
-
-
-def _as_validation(data: DataConfig, image: np.ndarray) -> Tensor:
-    out = torch.empty(data.IMAGE_CHANNELS, data.IMAGE_SIZE, data.IMAGE_SIZE, dtype=torch.uint8)
-    open_given([], data).pixels(image, out)
-    return out
 
 
 def prepend(data: DataConfig, model: ir.Model) -> None:

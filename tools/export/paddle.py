@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,12 +30,12 @@ from utils.config.model import ModelConfig
 from utils.config.paddlevit import families
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.log import log
+from utils.text import some_of
 from vitamp.weights import encoded
 
 IMAGE_KEYS = ("IMAGE_SIZE", "IMAGE_CHANNELS")
 DISTILLED = "deit_tiny_distilled_patch16_224"
 """Base name for every distilled model without a timm name: its sizes are overridden."""
-MOST_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -103,26 +102,20 @@ def import_weights(file: Path, out: Path, name: str | None) -> int:
         log.warning("The file has no classifier: -pretrained will initialise one.")
     tensors = {key: value.contiguous() for key, value in converted.tensors.items() if key in target.shapes}
     write_weights(out, tensors, _header(converted, target, file))
-    flags = shlex.join([str(out), *_flags(converted, target)])
-    log.info("%s: %d tensors. To use it: -pretrained %s", out, len(tensors), flags)
-    return EXIT_DONE
-
-
-def _flags(converted: Converted, target: Target) -> list[str]:
-    """Settings to give beside -pretrained."""
-    sizes = target.sizes
-    # Only the name of a model says that it has a distillation token.
-    unnamed = DISTILLED if "dist_token" in converted.tensors else "mine"
+    # Settings to give beside -pretrained. Only the name of a model says that it has a distillation token.
+    unnamed, given = DISTILLED if "dist_token" in converted.tensors else "mine", target.sizes
     words = [
         f"MODEL.TYPE={converted.family}",
         f"MODEL.NAME={target.name or unnamed}",
-        *(f"DATA.{key}={sizes[key]}" for key in IMAGE_KEYS),
-        f"MODEL.NUM_CLASSES={sizes['NUM_CLASSES'] or 'N'}",
+        *(f"DATA.{key}={given[key]}" for key in IMAGE_KEYS),
+        f"MODEL.NUM_CLASSES={given['NUM_CLASSES'] or 'N'}",
     ]
-    if target.name:
-        return words
-    rest = {key: value for key, value in sizes.items() if key not in (*IMAGE_KEYS, "NUM_CLASSES")}
-    return [*words, *(f"MODEL.{key}={'N' if value is None else _text(value)}" for key, value in rest.items())]
+    for key, value in given.items():
+        if not target.name and key not in (*IMAGE_KEYS, "NUM_CLASSES"):
+            words.append(f"MODEL.{key}={'N' if value is None else _text(value)}")
+    flags = shlex.join([str(out), *words])
+    log.info("%s: %d tensors. To use it: -pretrained %s", out, len(tensors), flags)
+    return EXIT_DONE
 
 
 def _header(converted: Converted, target: Target, file: Path) -> dict[str, str]:
@@ -171,8 +164,21 @@ def target_of(file: Path, arrays: dict[str, np.ndarray], converted: Converted, n
         raise UserError(
             f"-name {name}: timm has no model of that name; main_single_gpu.py -list_models lists all models."
         )
-    if converted.by_rules:
-        return _of_family(file, converted, name)
+    stem = file.name.partition(".")[0]
+    if converted.by_rules:  # the model of -name or of the file's name, else the first of the family with such tensors
+        family = families()[converted.family]
+        named = family.timm_name(stem)
+        best, fewest = None, math.inf
+        for guess in dict.fromkeys([name] if name else [*filter(None, [named]), *family.models]):
+            target = _published(converted, guess)
+            if (differing := target.differing(converted)) < fewest:
+                best, fewest = target, differing
+            if not differing:
+                break
+        assert best is not None  # no family is without models
+        if not name and not fewest and best.name != named:
+            log.info("%s: its name is that of no %s; timm's %s has its tensors.", file, family.title, best.name)
+        return best
     try:
         sizes = sizes_of_weights(converted)
     except (KeyError, ValueError, IndexError) as error:
@@ -181,30 +187,20 @@ def target_of(file: Path, arrays: dict[str, np.ndarray], converted: Converted, n
             f"{file}: no weights of a family of PaddleViT that can be converted: {len(converted.unused)} of "
             f"{len(arrays)} tensors match no rule ({some_of(converted.unused or list(arrays))}), and {why}."
         ) from None
-    return _of_sizes(file, converted, sizes, name)
-
-
-def some_of(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + more
-
-
-def _of_family(file: Path, converted: Converted, name: str | None) -> Target:
-    """The model of -name or of the file's name, else the first of the family that has such tensors."""
-    family = families()[converted.family]
-    named = family.timm_name(file.name.partition(".")[0])
-    guesses = [name] if name else [*filter(None, [named]), *family.models]
-    best, fewest = None, math.inf
-    for guess in dict.fromkeys(guesses):
-        target = _published(converted, guess)
-        if (differing := target.differing(converted)) < fewest:
-            best, fewest = target, differing
-        if not differing:
-            break
-    assert best is not None  # no family is without models
-    if not name and not fewest and best.name != named:
-        log.info("%s: its name is that of no %s; timm's %s has its tensors.", file, family.title, best.name)
-    return best
+    # The model of -name, of the file's name, or of these sizes; else a model of these sizes without a name.
+    guesses = [name] if name else [stem, timm_name(converted, sizes)]
+    shapes = {key: tuple(value.shape) for key, value in converted.tensors.items()}
+    for guess in guesses:
+        if not guess or not is_timm_name(guess):
+            continue
+        expected = _shapes(converted, {"NAME": guess}, sizes)
+        matches = all(expected.get(key) == shape for key, shape in shapes.items())
+        if matches or guess == guesses[-1]:
+            return Target(guess, sizes, expected)
+    base = DISTILLED if "dist_token" in shapes else converted.family
+    model_sizes = {key: value for key, value in sizes.items() if key not in IMAGE_KEYS and value is not None}
+    heads = {"NUM_HEADS": sizes["NUM_HEADS"] or 1}  # no tensor's shape of a ViT depends on it
+    return Target(None, sizes, _shapes(converted, {"NAME": base, **model_sizes, **heads}, sizes))
 
 
 def _published(converted: Converted, name: str) -> Target:
@@ -220,23 +216,6 @@ def _published(converted: Converted, name: str) -> Target:
     }
     shapes = _shapes(converted, {"NAME": name}, sizes)
     return Target(name, sizes, shapes, tuple(f"{classifier}." for classifier in classifiers))
-
-
-def _of_sizes(file: Path, converted: Converted, sizes: dict[str, Any], name: str | None) -> Target:
-    """Model named by -name, by the file's name, or by its sizes; else a model of these sizes without a name."""
-    guesses = [name] if name else [file.name.partition(".")[0], timm_name(converted, sizes)]
-    shapes = {key: tuple(value.shape) for key, value in converted.tensors.items()}
-    for guess in guesses:
-        if not guess or not is_timm_name(guess):
-            continue
-        expected = _shapes(converted, {"NAME": guess}, sizes)
-        matches = all(expected.get(key) == shape for key, shape in shapes.items())
-        if matches or guess == guesses[-1]:
-            return Target(guess, sizes, expected)
-    base = DISTILLED if "dist_token" in shapes else converted.family
-    model_sizes = {key: value for key, value in sizes.items() if key not in IMAGE_KEYS and value is not None}
-    heads = {"NUM_HEADS": sizes["NUM_HEADS"] or 1}  # no tensor's shape of a ViT depends on it
-    return Target(None, sizes, _shapes(converted, {"NAME": base, **model_sizes, **heads}, sizes))
 
 
 def _shapes(converted: Converted, settings: dict[str, Any], sizes: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.common.command_line import Tool, ToolLine, run_tool
+from tools.common.command_line import Tool, ToolLine, tool
 from utils.config import Loaded
 from utils.config.kinds import one_line
 from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError
@@ -46,11 +46,8 @@ TOOL = Tool(
 )
 
 
+@tool
 def main(argv: list[str]) -> int:
-    return run_tool(_pack, argv)
-
-
-def _pack(argv: list[str]) -> int:
     line = TOOL.read(argv)
     places = line.asked.places or []
     if len(places) != 2:

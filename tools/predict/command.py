@@ -29,19 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from tools.common.command_line import (
-    NO_CALIBRATION,
-    OVERWRITE,
-    PART,
-    POOL,
-    TRUST,
-    TTA,
-    WEIGHTS,
-    Tool,
-    ToolLine,
-    number,
-    tool,
-)
+from tools.common import command_line
 from tools.common.output_file import writing
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError
 from utils.flags import BY_NAME, Flag, Positional, whole
@@ -50,7 +38,6 @@ from vitamp.files import replacing
 from vitamp.pooling import POOLED
 
 if TYPE_CHECKING:
-    from datasets import Batch
     from tools.predict.images import Guess
 
 
@@ -68,7 +55,7 @@ OWN = (
         "several labels per image: predict each class whose probability is at least P",
         "P",
         default_text="each class's own threshold, from validation",
-        kind=number("from 0 to 1, such as 0.5", lambda value: 0 <= value <= 1),
+        kind=command_line.number("from 0 to 1, such as 0.5", lambda value: 0 <= value <= 1),
     ),
     Flag(
         "format",
@@ -79,13 +66,13 @@ OWN = (
     ),
     Flag("out", "write to a file, which appears only when complete", "FILE", kind=Path),
     Flag("features", "write the features of the images, in place of their classes", "FILE.npz", kind=Path),
-    replace(POOL, about=f"-features: {POOL.about}"),
-    replace(PART, about="predict the images of this split of the run's data", default_text="none"),
-    OVERWRITE,
-    WEIGHTS,
-    TTA,
-    NO_CALIBRATION,
-    *TRUST,
+    replace(command_line.POOL, about=f"-features: {command_line.POOL.about}"),
+    replace(command_line.PART, about="predict the images of this split of the run's data", default_text="none"),
+    command_line.OVERWRITE,
+    command_line.WEIGHTS,
+    command_line.TTA,
+    command_line.NO_CALIBRATION,
+    *command_line.TRUST,
     replace(BY_NAME["amp"], default_text="as in the run's validation", append=False),
     Flag(
         "device",
@@ -103,10 +90,10 @@ PLACES = (
 )
 OF_CLASSES = ("topk", "threshold", "format", "out", "tta", "no_calibration")
 """Own flags about classes"""
-TOOL = Tool("predict.py", __doc__, OWN, PLACES, settings=False)
+TOOL = command_line.Tool("predict.py", __doc__, OWN, PLACES, settings=False)
 
 
-@tool
+@command_line.tool
 def main(argv: list[str]) -> int:
     line = TOOL.read(argv)
     asked = line.asked
@@ -135,15 +122,15 @@ def main(argv: list[str]) -> int:
     words = (trained.chosen.words, choose.words, calibration, mirrored)
     print(f"{asked.path}: {'; '.join(filter(None, words))}", file=sys.stderr)
 
-    def results(batch: Batch) -> list[list[Guess]]:
-        return choose(trained.logits(batch.images))
-
     ending = asked.out.suffix.lower().removeprefix(".") if asked.out else ""
     form = FORMS[asked.format or (ending if ending in FORMATS else FORMATS[0])]
     progress, unreadable = sys.stderr.isatty() and not (asked.out is None and sys.stdout.isatty()), list[str]()
 
     def rows() -> Iterator[tuple[str, list[Guess] | None, str]]:
-        for path, guesses, reason in predict_images(trained, dataset, paths, results, asked, progress):
+        results = predict_images(
+            trained, dataset, paths, lambda batch: choose(trained.logits(batch.images)), asked, progress
+        )
+        for path, guesses, reason in results:
             unreadable.extend(filter(None, [reason]))
             yield path, guesses, reason
 
@@ -159,7 +146,7 @@ def main(argv: list[str]) -> int:
     return EXIT_FAILED if unreadable else EXIT_DONE
 
 
-def _check(line: ToolLine) -> None:
+def _check(line: command_line.ToolLine) -> None:
     asked = line.asked
     if bool(asked.images) == bool(asked.part):
         if asked.part:

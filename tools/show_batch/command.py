@@ -11,7 +11,7 @@ Takes the flags and settings of main_single_gpu.py.
 
 from __future__ import annotations
 
-from tools.common.command_line import OVERWRITE, Tool, run_tool
+from tools.common.command_line import OVERWRITE, Tool, tool
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, whole
 from utils.log import log
@@ -26,11 +26,8 @@ OWN = (
 TOOL = Tool("show_batch.py", __doc__, OWN)
 
 
+@tool
 def main(argv: list[str]) -> int:
-    return run_tool(_show, argv)
-
-
-def _show(argv: list[str]) -> int:
     line = TOOL.read(argv)
     out, count = line.file("out", ".png"), line.asked.count
     assert out is not None, "it has a default"

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from utils.config.schema import DistConfig
 from utils.distributed.world import World, name_of
 from utils.errors import AllRanksError, AllRanksUserError, UserError
-from utils.text import counted
+from utils.text import counted, some_of
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,6 @@ SECONDS_TO_LEAVE_AFTER_ERROR = 5
 POLL = 0.02
 POLL_PER_RANK = 0.001
 """With many ranks, each asks rank 0 less often."""
-MOST_NAMED = 3
 # All ranks raise these alike, or leave together: no rank needs to report where it began.
 _RAISED_BY_ALL = (UserError, AllRanksError, SystemExit)
 
@@ -152,11 +151,10 @@ def _gather(
                 store.add("joined", int(problem is None))
             elif time.monotonic() > end:
                 missing = [rank for rank in range(world.size) if not store.check([f"member/{rank}"])]
-                named = ", ".join(map(str, missing[:10])) + (f" and {len(missing) - 10} more" * (len(missing) > 10))
                 problem = (
                     f"{world.size - len(missing)} of {world.size} processes joined within {_minutes(timeout)} "
-                    f"(DIST.TIMEOUT); missing: rank{'s' * (len(missing) > 1)} {named}. See the output of these ranks "
-                    "for the reason."
+                    f"(DIST.TIMEOUT); missing: rank{'s' * (len(missing) > 1)} {some_of(missing, 10)}. See the output "
+                    "of these ranks for the reason."
                 )
             else:
                 time.sleep(max(POLL, POLL_PER_RANK * world.size))
@@ -183,12 +181,9 @@ def _why_not_together(first: dict[str, Any], member: dict[str, Any], settings: d
     different = [key for key in first["settings"] if first["settings"][key] != settings.get(key)]
     if not different:
         return None
-    listed = "; ".join(
-        f"{key} is {settings.get(key)} there and {first['settings'][key]} on rank 0" for key in different[:MOST_NAMED]
-    )
-    more = f"; and {len(different) - MOST_NAMED} more" if len(different) > MOST_NAMED else ""
+    listed = [f"{key} is {settings.get(key)} there and {first['settings'][key]} on rank 0" for key in different]
     return (
-        f"{name_of(member)} was started with other settings than {name_of(first)}: {listed}{more}. "
+        f"{name_of(member)} was started with other settings than {name_of(first)}: {some_of(listed, 3, '; ')}. "
         "Start all ranks with the same settings."
     )
 

@@ -24,13 +24,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from utils.distributed.world import BY_HAND, OPENMPI, TORCHRUN, World, name_of
 from utils.errors import EXIT_FAILED
 from utils.log import log, logs_to_terminal, write_to_files
-from utils.text import counted
+from utils.text import counted, some_of
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 ROOT = str(Path(__file__).resolve().parents[2]) + os.sep
-MOST_NAMED = 3
 HEARTBEAT = 1.0
 HEARTBEAT_PER_RANK = 0.01
 """With many ranks heartbeats are rarer: one thread reads them all."""
@@ -177,9 +176,8 @@ class Watchdog:
         since = f"for {counted(self._timeout / 60, 'minute')} (DIST.TIMEOUT)"
         if len(odd) == 1:
             return f"{self._names[odd[0]]} has kept the others waiting {since}; it is in {ranks[odd[0]]['place']}"
-        places = "; ".join(f"{self._names[rank]} is in {ranks[rank]['place']}" for rank in odd[:MOST_NAMED])
-        more = f"; and {len(odd) - MOST_NAMED} more" if len(odd) > MOST_NAMED else ""
-        return f"no rank has made progress {since}: {places}{more}"
+        places = [f"{self._names[rank]} is in {ranks[rank]['place']}" for rank in odd]
+        return f"no rank has made progress {since}: {some_of(places, 3, '; ')}"
 
     def _look_at_main_thread(self) -> float:
         """Note in our heartbeat where the main thread is. Returns the seconds since any frame of its stack moved."""

@@ -12,9 +12,8 @@ from timm.optim._param_groups import param_groups_layer_decay
 from torch import nn
 
 from engine.optim.build import build_optimizer
-from engine.optim.device_schedule import DeviceSchedule
 from engine.optim.others import describe_fine_tuning
-from engine.optim.schedule import Schedule, build_scheduler
+from engine.optim.schedule import DeviceSchedule, Schedule, build_scheduler
 from tests.engine.small import CPU, build, train
 from utils.config import Config, TrainConfig
 

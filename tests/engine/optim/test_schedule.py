@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from engine.optim.build import build_optimizer, scaled_learning_rates
-from engine.optim.device_schedule import DeviceSchedule
-from engine.optim.schedule import Schedule, build_scheduler
+from engine.optim.schedule import DeviceSchedule, Schedule, build_scheduler
 from engine.update import train_update
 from tests.engine.small import CPU, FP16, Scale, flat, parts_of, window_of
 from utils.config import OptimizerConfig, SchedulerConfig, TrainConfig
@@ -128,7 +127,7 @@ def test_linear_scaled_lr_scales_with_the_global_batch(reference: Any, factor: f
 
 def test_table_of_rates_is_refilled_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """With skips in between: then the count on the device lags behind the updates the host has seen."""
-    monkeypatch.setattr("engine.optim.device_schedule.TABLE_UPDATES", 4)
+    monkeypatch.setattr("engine.optim.schedule.TABLE_UPDATES", 4)
     rates = []
     for on_device in (False, True):
         optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=0.1)

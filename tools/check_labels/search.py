@@ -190,11 +190,15 @@ class ByTraining:
         every = open_dataset(images.data.model_copy(update={"PART": "all"}), False, ANY_LABEL, 0, torch.device("cpu"))
         samples, searched = every.single_images(), {images.name(index) for index in images.distinct.tolist()}
         assert samples is not None
-        prefix, out = name_prefix(images.data), self.out / f"seed-{seed}"
+        prefix = name_prefix(images.data)
         names = [samples.name(index) for index in range(len(samples))]
         lines = [line_of(name, "", images.data) for name in names if name.removeprefix(prefix) not in searched]
         if images.data.EXCLUDE:
             lines.append(Path(images.data.EXCLUDE).expanduser().read_text("utf-8-sig"))
+        # Models of other images or labels are not asked: a fold of theirs may have been another.
+        about = repr([images.name(index) for index in range(len(images.labels))]) + "\n".join(lines)
+        version = hashlib.sha256(about.encode(errors="surrogateescape") + images.labels.tobytes()).hexdigest()[:8]
+        out = self.out / f"seed-{seed}-{version}"
         out.mkdir(parents=True, exist_ok=True)
         write_atomically(out / "left_out.txt", "\n".join([*lines, ""]))
         given = {"SEED": seed, "DATA.SPLIT_SEED": seed, "TRAIN.PATIENCE": None, "MODEL.NUM_CLASSES": "auto"}

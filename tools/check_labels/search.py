@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
-from collections.abc import Mapping
+import io
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -108,6 +110,16 @@ def open_images(config: Config, part: Part) -> Images:
         f"{len(samples) - len(distinct):,} have the bytes of another",
     )
     return Images(data, part, dataset, samples, classes, labels, distinct, places)
+
+
+def rows_of(images: Images, suspects: Sequence[Suspect], decision: str) -> str:
+    """suspects.csv, as DATA.RELABEL takes it."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["path", "given", "proposed", "score", "decision"])
+    for one in suspects:
+        rows.writerow([images.name(one.image), one.given, one.proposed, f"{one.wrong:.4f}", decision])
+    return text.getvalue()
 
 
 class Method(Protocol):

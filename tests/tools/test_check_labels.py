@@ -190,12 +190,16 @@ def test_folds_train_the_recipe_and_go_on(
     done = check(*words)
     assert "1 of 2: recipe, fold 1/2: already finished" in done.out
     assert "2 of 2: recipe, fold 2/2: " in done.out
-    folder = tmp_path / "labels" / "folds" / "seed-0"
+    (folder,) = (tmp_path / "labels" / "folds").glob("seed-0-*")
     assert yaml.safe_load((folder / "fold2.yaml").read_text())["TRAIN"]["PATIENCE"] is None
     assert (folder / "left_out.txt").read_text().startswith("bee/copy.png")
     rows = listed(tmp_path / "labels")
     assert len([row for row in rows if row["path"] in planted]) >= 6
     assert len(rows) <= 16
+
+    (tmp_path / "data" / "ant" / "4.png").rename(tmp_path / "data" / "bee" / "4.png")
+    again = check(*words, "-budget_min", 1e-4, code=1)
+    assert "already finished" not in again.out, "models of other labels"
 
 
 # Refusals.

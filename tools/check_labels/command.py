@@ -21,11 +21,8 @@ Exit codes: 0 done, also with suspects; 1 a training failed; 2 an error found be
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,7 +37,7 @@ from vitamp.files import kind_of_path, write_atomically
 from vitamp.pooling import POOLED, POOLS
 
 if TYPE_CHECKING:
-    from tools.check_labels.search import Found, Images, Suspect
+    from tools.check_labels.search import Found, Images
 
 FOLDS = 5
 OWN = (
@@ -104,6 +101,7 @@ def main(argv: list[str]) -> int:
 def write(images: Images, found: Found, out: Path) -> None:
     """Write the lists and the page, and log what was found."""
     from tools.check_labels.page import write_page
+    from tools.check_labels.search import rows_of
 
     out.mkdir(parents=True, exist_ok=True)
     decision = "drop" if found.clear else "keep"
@@ -125,13 +123,3 @@ def write(images: Images, found: Found, out: Path) -> None:
         log.info("DATA.RELABEL=%s; or leave all out with DATA.EXCLUDE=%s.", out / "suspects.csv", out / "exclude.txt")
     elif found.suspects:
         log.info("%s lists the most suspicious ones all the same, with the decision keep.", out / "suspects.csv")
-
-
-def rows_of(images: Images, suspects: Sequence[Suspect], decision: str) -> str:
-    """suspects.csv, as DATA.RELABEL takes it."""
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(["path", "given", "proposed", "score", "decision"])
-    for one in suspects:
-        rows.writerow([images.name(one.image), one.given, one.proposed, f"{one.wrong:.4f}", decision])
-    return text.getvalue()

@@ -14,7 +14,6 @@ import torch
 
 from engine.machine.device import describe_device, pick_device
 from engine.trained.model import batches_of, guesses, split_of_run
-from tools.check_labels.command import rows_of
 from tools.check_labels.search import (
     Images,
     Method,
@@ -22,6 +21,7 @@ from tools.check_labels.search import (
     find,
     load_with,
     open_images,
+    rows_of,
     suspects_of,
     trained_last,
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
-from collections.abc import Mapping
+import io
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -110,6 +112,16 @@ def open_images(config: Config, part: Part) -> Images:
     return Images(data, part, dataset, samples, classes, labels, distinct, places)
 
 
+def rows_of(images: Images, suspects: Sequence[Suspect], decision: str) -> str:
+    """suspects.csv, as DATA.RELABEL takes it."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["path", "given", "proposed", "score", "decision"])
+    for one in suspects:
+        rows.writerow([images.name(one.image), one.given, one.proposed, f"{one.wrong:.4f}", decision])
+    return text.getvalue()
+
+
 class Method(Protocol):
     folds: int
     features: np.ndarray | None
@@ -190,11 +202,15 @@ class ByTraining:
         every = open_dataset(images.data.model_copy(update={"PART": "all"}), False, ANY_LABEL, 0, torch.device("cpu"))
         samples, searched = every.single_images(), {images.name(index) for index in images.distinct.tolist()}
         assert samples is not None
-        prefix, out = name_prefix(images.data), self.out / f"seed-{seed}"
+        prefix = name_prefix(images.data)
         names = [samples.name(index) for index in range(len(samples))]
         lines = [line_of(name, "", images.data) for name in names if name.removeprefix(prefix) not in searched]
         if images.data.EXCLUDE:
             lines.append(Path(images.data.EXCLUDE).expanduser().read_text("utf-8-sig"))
+        # Models of other images or labels are not asked: a fold of theirs may have been another.
+        about = repr([images.name(index) for index in range(len(images.labels))]) + "\n".join(lines)
+        version = hashlib.sha256(about.encode(errors="surrogateescape") + images.labels.tobytes()).hexdigest()[:8]
+        out = self.out / f"seed-{seed}-{version}"
         out.mkdir(parents=True, exist_ok=True)
         write_atomically(out / "left_out.txt", "\n".join([*lines, ""]))
         given = {"SEED": seed, "DATA.SPLIT_SEED": seed, "TRAIN.PATIENCE": None, "MODEL.NUM_CLASSES": "auto"}

@@ -70,17 +70,19 @@ def main(argv: list[str]) -> int:
             labels = flipped(images, rate, seed, pattern)
             wrong, again = labels != images.labels, replace(images, labels=labels)
             logits = method.logits(again, seed)[images.copy_of]
-            suspects, expected, if_right, clear = suspects_of(again, logits, seed, np.empty(0))
+            suspects, if_right, clear = suspects_of(again, logits, seed, np.empty(0))
             of_logits = np.exp(logits - logits.max(1, keepdims=True))
             by = {
                 "check_labels": [one.image for one in suspects] if clear else [],
-                "cleanlab, same classifier": find_label_issues(labels, of_logits / of_logits.sum(1, keepdims=True)),
+                "cleanlab, same classifier": find_label_issues(
+                    labels, np.asarray(of_logits / of_logits.sum(1, keepdims=True))
+                ),
             }
             # These take minutes, so once.
             of_pixels = {"SVC": SVC(probability=True), "linear": LogisticRegression(C=1e-2, max_iter=200)}
             for name, model in of_pixels.items() if (kind, rate, seed) == PIXELS else ():
                 guesses = cross_val_predict(model, pixels, labels, method="predict_proba", cv=5)
-                by[f"cleanlab, {name} of pixels"] = find_label_issues(labels, guesses)
+                by[f"cleanlab, {name} of pixels"] = find_label_issues(labels, np.asarray(guesses))
             for name, named in by.items():
                 chosen = np.zeros(len(labels), bool)
                 chosen[named] = True
@@ -88,7 +90,7 @@ def main(argv: list[str]) -> int:
                 row = {"kind": kind, "rate": rate, "seed": seed, "by": name, "named": int(chosen.sum()), "right": both}
                 row |= {"wrong": int(wrong.sum()), "images": len(labels)}
                 if name == "check_labels":
-                    row |= {"look_wrong": expected, "if_right": if_right}
+                    row |= {"look_wrong": len(suspects), "if_right": if_right}
                 rows.append(row)
                 log.info("%s", row)
             about = {"command": typed("scripts/dev/wrong_labels.py", argv), "rows": rows}

@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.common.command_line import POOL, TRUST, Tool, above_zero, check_one_training, tool
+from tools.common.command_line import OVERWRITE, POOL, TRUST, Tool, above_zero, check_one_training, tool
 from tools.common.output_file import writing
 from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED, UserError
 from utils.flags import Flag, Positional, whole
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from tools.check_labels.search import Found, Images
 
 FOLDS = 5
+SUSPECTS = "suspects.csv"
 OWN = (
     Flag("folds", "train the recipe on N folds, in place of fitting a classifier to features", "N", kind=whole(2)),
     replace(
@@ -50,6 +51,7 @@ OWN = (
     Flag("budget_min", "start no training that would end after so many minutes", "N", kind=above_zero),
     Flag("output", "folder of the results", "DIR", default="output/labels", kind=Path),
     *TRUST,
+    replace(OVERWRITE, about="replace suspects.csv, with the decisions in it"),
 )
 TOOL = Tool("check_labels.py", __doc__, OWN, (Positional("path", "RUN_OR_CHECKPOINT", "a model for features", "?"),))
 
@@ -65,6 +67,10 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{asked.path}: {'-prove trains a recipe: name it by -cfg' if asked.prove else instead}.")
     if asked.path and asked.folds:
         raise UserError(f"-folds {asked.folds}: trains a recipe, so leave {asked.path} out and name it by -cfg.")
+    if asked.folds and asked.pool:
+        raise UserError(f"-pool {asked.pool}: chooses features, and -folds trains instead; leave one of them out.")
+    if (out / SUSPECTS).exists() and not (asked.overwrite or asked.prove):
+        raise UserError(f"{out / SUSPECTS} may have decisions of yours; name another -output, or give -overwrite.")
     if "seeds" in line.given and not asked.prove:
         raise UserError(f"-seeds {asked.seeds}: only for -prove; a search has one seed, SEED.")
 
@@ -106,7 +112,7 @@ def write(images: Images, found: Found, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     decision = "drop" if found.clear else "keep"
     files = {
-        "suspects.csv": rows_of(images, found.suspects, decision),
+        SUSPECTS: rows_of(images, found.suspects, decision),
         "exclude.txt": "".join(f"{images.line(one)}\n" for one in found.suspects) if found.clear else "",
         "labels.json": json.dumps(found.as_json(images), indent=1) + "\n",
     }
@@ -119,7 +125,7 @@ def write(images: Images, found: Found, out: Path) -> None:
         log.info("  %s looks like %s: %s", given or "no class", proposed or "no class", counted(count, "image"))
     log.info("Look at them: %s", page)
     if found.clear:
-        log.info("Edit the decisions in %s (keep, drop, relabel), then train with", out / "suspects.csv")
-        log.info("DATA.RELABEL=%s; or leave all out with DATA.EXCLUDE=%s.", out / "suspects.csv", out / "exclude.txt")
+        log.info("Edit the decisions in %s (keep, drop, relabel), then train with", out / SUSPECTS)
+        log.info("DATA.RELABEL=%s; or leave all out with DATA.EXCLUDE=%s.", out / SUSPECTS, out / "exclude.txt")
     elif found.suspects:
-        log.info("%s lists the most suspicious ones all the same, with the decision keep.", out / "suspects.csv")
+        log.info("%s lists the most suspicious ones all the same, with the decision keep.", out / SUSPECTS)

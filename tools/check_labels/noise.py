@@ -17,6 +17,8 @@ from torch import Tensor
 
 from utils.seeding import key
 
+WRONG = 0.5
+"""Probability from which on a label looks wrong"""
 REDRAWN = 19
 """Times; so the largest number is a bound of 95 %"""
 CLEARLY = 2
@@ -40,18 +42,14 @@ class Wrong(NamedTuple):
     """Probability of each class, images x classes, from pixels alone"""
     proposed: np.ndarray
     """The most probable other class of each image"""
-    expected: float
-    """Number of labels that look wrong: the sum of `probability`"""
-    if_right: float
-    """So many at most (in 95 % of cases) would look wrong if all were right"""
+    number: int
+    """Labels that are rather wrong than right"""
+    if_right: int
+    """Largest number of them among labels that are redrawn as if all were right"""
 
     @property
     def clear(self) -> bool:
-        return self.expected > CLEARLY * (self.if_right + 1)
-
-    def suspects(self) -> np.ndarray:
-        """Indices of as many images as expected, the most probable first."""
-        return np.argsort(-self.probability, kind="stable")[: round(self.expected)]
+        return self.number > CLEARLY * (self.if_right + 1)
 
 
 def find_wrong(logits: np.ndarray, labels: np.ndarray, seed: int) -> Wrong:
@@ -63,9 +61,10 @@ def find_wrong(logits: np.ndarray, labels: np.ndarray, seed: int) -> Wrong:
     for _ in range(REDRAWN):
         draws = torch.from_numpy(generator.random((len(given), 1)))
         again = (draws > right.cumsum(1)).sum(1).clamp(max=right.shape[1] - 1)
-        redrawn.append(float(_fit(outputs, again)[0].sum()))
+        redrawn.append(int((_fit(outputs, again)[0] >= WRONG).sum()))
     others = whose.scatter(1, given[:, None], -1.0)
-    return Wrong(probability.numpy(), right.numpy(), others.argmax(1).numpy(), float(probability.sum()), max(redrawn))
+    count = int((probability >= WRONG).sum())
+    return Wrong(probability.numpy(), right.numpy(), others.argmax(1).numpy(), count, max(redrawn))
 
 
 def _fit(logits: Tensor, given: Tensor) -> tuple[Tensor, Tensor, Tensor]:

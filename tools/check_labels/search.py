@@ -263,9 +263,10 @@ def trained_last(run: Run) -> Trained:
 @dataclass
 class Found:
     suspects: list[Suspect]
-    expected: float
-    if_right: float
+    """The most probable first"""
+    if_right: int
     clear: bool
+    """See `Wrong` for both"""
     accuracy: str
     """Of the models on images that they did not see, in words"""
     not_judged: list[str]
@@ -278,7 +279,7 @@ class Found:
         if self.not_judged:
             lines.append(f"Not judged, since they have fewer images than folds: {', '.join(self.not_judged)}.")
         count = counted(len(self.suspects), "label")
-        chance = f"up to {self.if_right:.0f} would if all were right"
+        chance = f"up to {self.if_right} would if all were right"
         if self.clear:
             lines.append(f"{count} look wrong; {chance}, so a part of them is not wrong but hard.")
         else:
@@ -291,7 +292,7 @@ class Found:
             "data": source_of(images.data),
             "images": len(images.labels),
             "accuracy": self.accuracy,
-            "look_wrong": self.expected,
+            "look_wrong": len(self.suspects),
             "if_all_were_right": self.if_right,
             "found": self.clear,
             "not_judged": self.not_judged,
@@ -305,19 +306,17 @@ def find(images: Images, method: Method, seed: int) -> Found:
     logits, counts = distinct[images.copy_of], images_of_classes(images.labels[images.distinct], len(images.classes))
     accuracy = _accuracy(distinct, images.labels[images.distinct], method.folds)
     few = np.flatnonzero((counts > 0) & (counts < method.folds))
-    suspects, expected, if_right, clear = suspects_of(images, logits, seed, few)
+    suspects, if_right, clear = suspects_of(images, logits, seed, few)
     near = logits if method.features is None else np.asarray(method.features)
-    return Found(suspects, expected, if_right, clear, accuracy, [images.classes[label] for label in few], near)
+    return Found(suspects, if_right, clear, accuracy, [images.classes[label] for label in few], near)
 
 
-def suspects_of(
-    images: Images, logits: np.ndarray, seed: int, few: np.ndarray
-) -> tuple[list[Suspect], float, float, bool]:
+def suspects_of(images: Images, logits: np.ndarray, seed: int, few: np.ndarray) -> tuple[list[Suspect], int, bool]:
     """The suspects, and what `Wrong` says of their number. `few`: labels that are not judged."""
     if images.labels.ndim == 1:
         judged = np.flatnonzero(~np.isin(images.labels, few))
         found = find_wrong(logits[judged], images.labels[judged], seed)
-        return _one(images, found, judged), found.expected, found.if_right, found.clear
+        return _one(images, found, judged), found.if_right, found.clear
     # Each class by itself: whether an image has it.
     columns = zip(logits.T, images.labels.T.astype(np.int64), strict=True)
     each = [find_wrong(np.stack([0 * column, column], 1), has, seed) for column, has in columns]
@@ -325,17 +324,17 @@ def suspects_of(
         np.stack([one.probability for one in each], 1),
         np.stack([one.right[:, 1] for one in each], 1),
         1 - images.labels,
-        sum(one.expected for label, one in enumerate(each) if label not in few),
+        sum(one.number for label, one in enumerate(each) if label not in few),
         sum(one.if_right for label, one in enumerate(each) if label not in few),
     )
     found.probability[:, few] = 0
-    return _several(images, found), found.expected, found.if_right, found.clear
+    return _several(images, found), found.if_right, found.clear
 
 
 def _one(images: Images, found: Wrong, judged: np.ndarray) -> list[Suspect]:
     """`judged`: the images that `found` is about."""
     rows = []
-    for row in found.suspects().tolist():
+    for row in np.argsort(-found.probability, kind="stable")[: found.number].tolist():
         index, proposed, right = int(judged[row]), int(found.proposed[row]), found.right[row]
         given = int(images.labels[index])
         names = images.classes[given], images.classes[proposed]
@@ -345,8 +344,8 @@ def _one(images: Images, found: Wrong, judged: np.ndarray) -> list[Suspect]:
 
 
 def _several(images: Images, found: Wrong) -> list[Suspect]:
-    """As many labels of images as expected; all of one image together."""
-    flat = np.argsort(-found.probability, axis=None, kind="stable")[: round(found.expected)]
+    """All labels of one image together."""
+    flat = np.argsort(-found.probability, axis=None, kind="stable")[: found.number]
     of_image: dict[int, list[int]] = {}
     for index, label in zip(*np.unravel_index(flat, found.probability.shape), strict=True):
         of_image.setdefault(int(index), []).append(int(label))

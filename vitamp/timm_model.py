@@ -154,24 +154,22 @@ class Resized:
     """Colour around an image that is smaller than the model's"""
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        high, wide = self._before_crop(*pixels.shape[-2:])
+        (high, wide), side = pixels.shape[-2:], math.floor(self.size / self.crop_pct)
+        if self.mode == "none":
+            high = wide = self.size
+        elif self.mode == "squash":
+            high = wide = side
+        elif self.mode == "border":
+            ratio = max(high, wide) / side
+            high, wide = max(1, round(high / ratio)), max(1, round(wide / ratio))
+        else:
+            high, wide = (int(side * high / wide), side) if wide <= high else (side, int(side * wide / high))
         pixels = functional.resize(pixels, [high, wide], InterpolationMode(self.interpolation), antialias=True)
         left, top = max(0, self.size - wide), max(0, self.size - high)
         if left or top:
             edges = [left // 2, top // 2, (left + 1) // 2, (top + 1) // 2]
             pixels = functional.pad(pixels, edges, fill=list(self.border))
         return functional.center_crop(pixels, [self.size, self.size])
-
-    def _before_crop(self, high: int, wide: int) -> tuple[int, int]:
-        side = math.floor(self.size / self.crop_pct)
-        if self.mode == "none":
-            return self.size, self.size
-        if self.mode == "squash":
-            return side, side
-        if self.mode == "border":
-            ratio = max(high, wide) / side
-            return max(1, round(high / ratio)), max(1, round(wide / ratio))
-        return (int(side * high / wide), side) if wide <= high else (side, int(side * wide / high))
 
 
 @dataclass(frozen=True)

@@ -130,22 +130,17 @@ def _posterize(image: Image.Image, bits_to_keep: int, **_: Any) -> Image.Image:
 
 def _options(data: DataConfig, spread: float = MAGNITUDE_SPREAD) -> dict[str, Any]:
     """Options of timm's operations: fill colour of uncovered corners, interpolation, spread of magnitudes."""
-    fill = _fill(data)
+    fill = mean_colour(data)
     return {
-        "img_mean": fill[0] if data.IMAGE_CHANNELS == 1 else tuple(fill),
+        "img_mean": fill[0] if data.IMAGE_CHANNELS == 1 else fill,
         "interpolation": Image.Resampling[data.INTERPOLATION.upper()],
         "magnitude_std": spread,
     }
 
 
-def _fill(data: DataConfig) -> list[int]:
-    """The mean colour, in as many channels as the images have."""
-    return list(mean_colour(data)[: data.IMAGE_CHANNELS])
-
-
 POLICIES: dict[str, Callable[[DataConfig], ImageChange]] = {
     "trivial": lambda data: v2.TrivialAugmentWide(
-        interpolation=InterpolationMode(data.INTERPOLATION), fill=_fill(data)
+        interpolation=InterpolationMode(data.INTERPOLATION), fill=[*mean_colour(data)[: data.IMAGE_CHANNELS]]
     ),
     "three": lambda data: timm_augment.AutoAugment(timm_augment.auto_augment_policy("3a", _options(data, spread=0.0))),
 }

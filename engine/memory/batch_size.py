@@ -265,7 +265,17 @@ class Trial:
             if more + (batch - large) * max(0, more - less) / (large - small) > self._limit:
                 return False
         take_peak(self._device)
-        done = True
+        done = self._try(batch)
+        if not done:
+            gc.collect()  # free what the error held
+        self.peaks[batch] = take_peak(self._device)
+        return done and self.peaks[batch] <= self._limit
+
+    def is_slow(self) -> bool:
+        """Whether twice the batch would take too long to try: a CPU has memory for more than it computes in minutes."""
+        return self._device.type == "cpu" and 2 * self._seconds > SECONDS_PER_TRIAL_ON_CPU
+
+    def _try(self, batch: int) -> bool:
         try:
             for number in range(1, UPDATES_PER_TRIAL + 1):
                 began = time.perf_counter()
@@ -283,19 +293,12 @@ class Trial:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            done = False
+            return False
         finally:
             if self._parts is not None:
                 self._parts.optimizer.zero_grad(set_to_none=True)
                 self._parts.forward.zero_grad(set_to_none=True)
-        if not done:
-            gc.collect()  # free what the error held
-        self.peaks[batch] = take_peak(self._device)
-        return done and self.peaks[batch] <= self._limit
-
-    def is_slow(self) -> bool:
-        """Whether twice the batch would take too long to try: a CPU has memory for more than it computes in minutes."""
-        return self._device.type == "cpu" and 2 * self._seconds > SECONDS_PER_TRIAL_ON_CPU
+        return True
 
     def _batch(self, size: int) -> Batch:
         data, device = self._config.DATA, self._device

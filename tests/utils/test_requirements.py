@@ -30,7 +30,7 @@ def imported() -> dict[str, str]:
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 names = [node.module or ""]
             found |= {name.partition(".")[0]: str(path.relative_to(ROOT)) for name in names}
-    ours = {*sys.stdlib_module_names, *ROOMS, *(path.stem for path in ROOT.glob("main_*.py"))}
+    ours = {*sys.stdlib_module_names, *ROOMS, "start", *(path.stem for path in ROOT.glob("main_*.py"))}
     return {name: file for name, file in found.items() if name not in ours}
 
 

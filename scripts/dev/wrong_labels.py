@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from cleanlab.filter import find_label_issues
+from sklearn.calibration import CalibratedClassifierCV
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import cross_val_predict
 from sklearn.svm import SVC
@@ -50,7 +51,9 @@ def flipped(images: Images, fraction: float, seed: int, similar: dict[int, int] 
     known = np.arange(len(labels)) if similar is None else np.flatnonzero(np.isin(labels, list(similar)))
     for index in generator.permutation(known)[: round(fraction * len(labels))]:
         shift = int(generator.integers(1, len(images.classes)))
-        labels[index] = (labels[index] + shift) % len(images.classes) if similar is None else similar[labels[index]]
+        labels[index] = (
+            (labels[index] + shift) % len(images.classes) if similar is None else similar[int(labels[index])]
+        )
     return labels
 
 
@@ -79,7 +82,10 @@ def main(argv: list[str]) -> int:
                 ),
             }
             # These take minutes, so once.
-            of_pixels = {"SVC": SVC(probability=True), "linear": LogisticRegression(C=1e-2, max_iter=200)}
+            of_pixels = {
+                "SVC": CalibratedClassifierCV(SVC(), ensemble=False),
+                "linear": LogisticRegression(C=1e-2, max_iter=200),
+            }
             for name, model in of_pixels.items() if (kind, rate, seed) == PIXELS else ():
                 guesses = cross_val_predict(model, pixels, labels, method="predict_proba", cv=5)
                 by[f"cleanlab, {name} of pixels"] = find_label_issues(labels, np.asarray(guesses))

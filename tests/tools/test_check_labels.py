@@ -84,7 +84,9 @@ def test_planted_labels_are_found_by_features(check: Call, digits_run: Path, tmp
     assert "bee looks like ant: " in done.out
 
     excluding = f"DATA.EXCLUDE={out / 'exclude.txt'}"
-    again = check(digits_run, *of_folders(tmp_path / "data"), "-pool", "both", excluding)
+    words = digits_run, *of_folders(tmp_path / "data"), "-pool", "both", excluding
+    assert "may have decisions of yours" in check(*words, code=2).err
+    again = check(*words, "-overwrite")
     assert f"{151 - len(named)} images" in again.out
     assert "Nothing found" in again.out
 
@@ -142,7 +144,7 @@ def test_right_labels_do_not_look_wrong(seed: int, offsets: list[int]) -> None:
     _, logits, labels = drawn(seed)
     found = find_wrong(2 * logits + offsets, labels, seed)
     assert not found.clear
-    assert found.expected < 30
+    assert found.number < 30
 
 
 @pytest.mark.parametrize("kind", ["uniform", "similar"])
@@ -154,14 +156,13 @@ def test_flips_are_found(seed: int, kind: str) -> None:
     else:
         labels = np.where((right == 1) & (generator.random(1500) < 0.25), 2, right)
     found, wrong = find_wrong(logits, labels, seed), labels != right
-    suspects = found.suspects()
+    suspects = np.flatnonzero(found.probability >= 0.5)
     hits = suspects[wrong[suspects]]
     assert found.clear
-    assert found.expected == pytest.approx(wrong.sum(), rel=0.5)
-    assert len(hits) / len(suspects) > 0.45
-    assert len(hits) / wrong.sum() > 0.5
+    assert found.number == len(suspects)
+    assert len(hits) / len(suspects) > 0.6
+    assert len(hits) / wrong.sum() > 0.3
     assert (found.proposed[hits] == right[hits]).mean() > (0.9 if kind == "similar" else 0.6)
-    assert (found.probability[suspects] >= np.delete(found.probability, suspects).max()).all()
 
 
 # Folds.
@@ -198,7 +199,7 @@ def test_folds_train_the_recipe_and_go_on(
     assert len(rows) <= 16
 
     (tmp_path / "data" / "ant" / "4.png").rename(tmp_path / "data" / "bee" / "4.png")
-    again = check(*words, "-budget_min", 1e-4, code=1)
+    again = check(*words, "-overwrite", "-budget_min", 1e-4, code=1)
     assert "already finished" not in again.out, "models of other labels"
 
 

@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
             }
             # These take minutes, so once.
             of_pixels = {
-                "SVC": CalibratedClassifierCV(SVC(), ensemble=False),
+                "SVC": CalibratedClassifierCV(SVC()),
                 "linear": LogisticRegression(C=1e-2, max_iter=200),
             }
             for name, model in of_pixels.items() if (kind, rate, seed) == PIXELS else ():

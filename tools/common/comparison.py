@@ -383,7 +383,7 @@ def fraction_done(folder: Path, epochs: int, updates: int | None) -> float:
     if epochs == AUTO:
         epochs = config_of_run(folder).TRAIN.NUM_EPOCHS
     whole = last["epoch"] - (last["event"] not in ("epoch", "val"))
-    return min(1.0, max(whole / epochs, last.get("update", 0) / updates if updates else 0.0))
+    return min(1.0, max(whole / max(epochs, 1), last.get("update", 0) / updates if updates else 0.0))
 
 
 def metrics_of(folder: Path) -> Metrics:

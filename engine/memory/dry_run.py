@@ -18,9 +18,9 @@ import torch
 
 from engine.checkpoint.saver import estimate_seconds
 from engine.evaluation.evaluate import on_device, validate
+from engine.machine import stopping
 from engine.machine.device import Run, global_batch, synchronize
 from engine.machine.memory import in_gib, is_out_of_memory, peak_memory_gb, take_peak, total_memory
-from engine.machine.stopping import BEGAN
 from engine.measure.meters import Position, clock, seconds_of
 from engine.measure.throughput import Throughput, bottleneck_of_all
 from engine.memory.out_of_memory import describe, ways_out
@@ -140,7 +140,7 @@ def settle_epochs(run: Run) -> Run:
         more = epochs * per_epoch // (config.VALIDATE_EVERY_UPDATES or LONGEST_RUN * per_epoch)
         return updates + (math.ceil(epochs / config.VALIDATE_FREQ) + more) * validation
 
-    left = (1 - SPARE) * seconds_of(given) - (time.monotonic() - BEGAN) - set_up - saving
+    left = (1 - SPARE) * seconds_of(given) - (time.monotonic() - stopping.BEGAN) - set_up - saving
     if config.MODEL.starts_at_probe:  # which computes features of all images once
         left -= per_epoch * max(paces.values()) + validation
     epochs = broadcast(bisect_right(range(1, LONGEST_RUN + 1), left, key=needed), world)

@@ -34,7 +34,7 @@ EQUAL_ERRORS = 40.0
 
 
 class Wrong(NamedTuple):
-    """What is known of given labels."""
+    """Verdict on the given labels."""
 
     probability: np.ndarray
     """That each label is wrong"""

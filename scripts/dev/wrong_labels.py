@@ -2,15 +2,20 @@
 
     python scripts/dev/wrong_labels.py -model tf_efficientnet_lite0 -pretrained w.safetensors -data_path DIR \\
         -image_size 128 -similar airplane-ship,cat-dog -json out.json
+    python scripts/dev/wrong_labels.py -cfg small_images -folds 3 -data_path DIR -similar 4-9,3-5 -json out.json
+    python scripts/dev/wrong_labels.py -model ... -data_path DIR -image_size 128 -clean 60 -json out.json
 
 Beside it, on the same images and labels: cleanlab with the same classifier's probabilities, and with a support vector
-machine and a linear classifier of pixels. Needs cleanlab and scikit-learn.
+machine and a linear classifier of pixels. Needs cleanlab and scikit-learn. -clean counts how often wrong labels are
+found among 1,000 images with the labels as given.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +31,11 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import cross_val_predict
 from sklearn.svm import SVC
 
-from tools.check_labels.search import ByFeatures, Images, open_images, suspects_of
-from tools.common.command_line import POOL, Tool, run_tool
-from utils.flags import Flag
+from engine.evaluation.linear import FOLDS, fit
+from tools.check_labels.noise import find_wrong
+from tools.check_labels.search import ByFeatures, ByTraining, Images, open_images, suspects_of
+from tools.common.command_line import POOL, Tool, ToolLine, run_tool
+from utils.flags import Flag, whole
 from utils.log import log
 from utils.program import typed
 
@@ -37,9 +44,13 @@ SIDE = 16
 """Pixels of images for classifiers of pixels"""
 PIXELS = ("uniform", 0.05, 0)
 """Where these are tried"""
+CLEAN = 1000
+"""Images of a draw by -clean"""
 OWN = (
     replace(POOL, about="features"),
-    Flag("similar", "pairs of classes that are taken for each other", "A-B,C-D"),
+    Flag("similar", "pairs of classes that are taken for each other", "A-B,C-D", default=""),
+    Flag("folds", "train the recipe on N folds", "N", kind=whole(2)),
+    Flag("clean", "search N draws of images, with the labels as given", "N", kind=whole(1)),
     Flag("json", "results", "FILE"),
 )
 TOOL = Tool("dev/wrong_labels.py", __doc__, OWN)
@@ -57,14 +68,49 @@ def flipped(images: Images, fraction: float, seed: int, similar: dict[int, int] 
     return labels
 
 
+def by_training(line: ToolLine, images: Images, labels: np.ndarray, seed: int) -> np.ndarray:
+    """Logits of trained folds, which read the labels from class folders."""
+    with tempfile.TemporaryDirectory() as folder:
+        for index, label in enumerate(labels):
+            link = Path(folder, "images", images.classes[label], images.name(index).replace("/", "_"))
+            link.parent.mkdir(parents=True, exist_ok=True)
+            os.link(Path(images.data.DATA_PATH) / images.name(index), link)
+        flags = {**line.run.flags, "DATA.DATA_PATH": (f"{folder}/images", "")}
+        line = replace(line, run=replace(line.run, flags=flags))
+        again = open_images(line.load({"MODEL.NUM_CLASSES": ("auto", "")}).config, "all")
+        logits = ByTraining(line, line.asked.folds, Path(folder, "runs")).logits(again, seed)[again.copy_of]
+        place = {again.name(index).partition("/")[2]: index for index in range(len(labels))}
+        return logits[[place[images.name(index).replace("/", "_")] for index in range(len(labels))]]
+
+
+def search_clean(images: Images, features: np.ndarray, draws: int) -> dict[str, Any]:
+    """How often wrong labels are found among CLEAN images that are drawn at random."""
+    rows = []
+    for seed in range(draws):
+        chosen = np.random.default_rng(seed).permutation(images.distinct)[:CLEAN]
+        labels, fold_of = images.labels[chosen], np.arange(CLEAN) % FOLDS
+        logits = fit(features[chosen], labels, fold_of, len(images.classes), torch.device("cpu"))[1]
+        found = find_wrong(logits, labels, seed)
+        rows.append({"seed": seed, "look_wrong": found.number, "if_right": found.if_right, "found": found.clear})
+        log.info("%s", rows[-1])
+    return {"images": CLEAN, "found": sum(row["found"] for row in rows), "draws": rows}
+
+
 def main(argv: list[str]) -> int:
     line = TOOL.read(argv)
     line.asked.path = None
     loaded = line.load({"MODEL.NUM_CLASSES": ("auto", "")})
-    images, method = open_images(loaded.config, "all"), ByFeatures.of(line, loaded.config)
+    images = open_images(loaded.config, "all")
+    method = None if line.asked.folds else ByFeatures.of(line, loaded.config)
+    about: dict[str, Any] = {"command": typed("scripts/dev/wrong_labels.py", argv)}
+    if line.asked.clean and method is not None:
+        method.logits(images, 0)
+        about |= search_clean(images, np.asarray(method.features), line.asked.clean)
+        Path(line.asked.json).write_text(json.dumps(about, indent=1) + "\n")
+        return 0
     pixels = [images.dataset.__getitems__([(0, row)]).images for row in range(len(images.labels))]
     pixels = F.adaptive_avg_pool2d(torch.cat(pixels).float() / 255, SIDE).flatten(1).numpy()
-    pairs = [tuple(images.classes.index(name) for name in pair.split("-")) for pair in line.asked.similar.split(",")]
+    pairs = [tuple(map(images.classes.index, pair.split("-"))) for pair in line.asked.similar.split(",")]
     similar = {a: b for one, other in pairs for a, b in ((one, other), (other, one))}
     plans = [("uniform", rate, None) for rate in RATES] + [("similar", rate, similar) for rate in RATES[1:]]
     rows: list[dict[str, Any]] = []
@@ -72,7 +118,10 @@ def main(argv: list[str]) -> int:
         for kind, rate, pattern in plans:
             labels = flipped(images, rate, seed, pattern)
             wrong, again = labels != images.labels, replace(images, labels=labels)
-            logits = method.logits(again, seed)[images.copy_of]
+            if method is None:
+                logits = by_training(line, images, labels, seed)
+            else:
+                logits = method.logits(again, seed)[images.copy_of]
             suspects, if_right, clear = suspects_of(again, logits, seed, np.empty(0))
             of_logits = np.exp(logits - logits.max(1, keepdims=True))
             by = {
@@ -99,7 +148,7 @@ def main(argv: list[str]) -> int:
                     row |= {"look_wrong": len(suspects), "if_right": if_right}
                 rows.append(row)
                 log.info("%s", row)
-            about = {"command": typed("scripts/dev/wrong_labels.py", argv), "rows": rows}
+            about["rows"] = rows
             Path(line.asked.json).write_text(json.dumps(about, indent=1) + "\n")
     return 0
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,10 +98,14 @@ def test_right_labels_are_left_alone(check: Call, digits_run: Path, tmp_path: Pa
     (tmp_path / "data" / "dog").mkdir()
     for number in range(4):
         Image.new("L", (8, 8), 60 * number).save(tmp_path / "data" / "dog" / f"{number}.png")
+    (tmp_path / "data" / "elk").mkdir()
+    for number in range(12):
+        Image.new("L", (8, 8), 20 * number).save(tmp_path / "data" / "elk" / f"one-{number}.png")
     (tmp_path / "labels").mkdir()
     (tmp_path / "labels" / "exclude.txt").write_text("of an earlier search\n")
-    done = check(digits_run, *of_folders(tmp_path / "data"), "-pool", "both")
-    assert "Not judged, since they have fewer images than folds: dog." in done.out
+    group = r"DATA.GROUP=(\w+)[-.]"  # the images of elk are one group, the others one each
+    done = check(digits_run, *of_folders(tmp_path / "data"), "-pool", "both", group)
+    assert "Not judged, since they have fewer images than folds, or all in one group: dog, elk." in done.out
     assert "Nothing found" in done.out
     assert {row["decision"] for row in listed(tmp_path / "labels")} <= {"keep"}
     assert excluded(tmp_path / "labels") == set()
@@ -168,10 +174,10 @@ def test_flips_are_found(seed: int, kind: str) -> None:
 # Folds.
 
 
-@pytest.mark.slow
-def test_folds_train_the_recipe_and_go_on(
-    check: Call, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Trainings in processes that the tests' server forks."""
+
     class Run:
         def __init__(self, words: list[str], output: Any) -> None:
             self.started, self.output = Started(str(ROOT / words[0]), words[1:], ROOT, {}, tmp_path), output
@@ -182,12 +188,18 @@ def test_folds_train_the_recipe_and_go_on(
             return done.code
 
     monkeypatch.setattr(runs, "start", Run)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("started")
+def test_folds_train_the_recipe_and_go_on(check: Call, tiny: Path, tmp_path: Path) -> None:
     planted = write_folders(tmp_path / "data")
     shutil.copy(tmp_path / "data" / "ant" / "30.png", tmp_path / "data" / "bee" / "copy.png")
     small = ("-epochs", 40, "-lr", 1e-2, "-batch_size", 16, "DATA.CROP=none", "DATA.FLIP=0", "TRAIN.PATIENCE=1")
     words = ("-cfg", tiny, *of_folders(tmp_path / "data"), "-folds", 2, *small)
-    said = check(*words, "-budget_min", 1e-4, code=1)
+    said = check(*words, "-budget_min", 1e-4)
     assert "-budget_min: no time was left for all folds; repeat the command to continue." in said.err
+    assert not (tmp_path / "labels" / "report.html").exists()
     done = check(*words)
     assert "1 of 2: recipe, fold 1/2: already finished" in done.out
     assert "2 of 2: recipe, fold 2/2: " in done.out
@@ -199,8 +211,63 @@ def test_folds_train_the_recipe_and_go_on(
     assert len(rows) <= 16
 
     (tmp_path / "data" / "ant" / "4.png").rename(tmp_path / "data" / "bee" / "4.png")
-    again = check(*words, "-overwrite", "-budget_min", 1e-4, code=1)
+    again = check(*words, "-overwrite", "-budget_min", 1e-4)
     assert "already finished" not in again.out, "models of other labels"
+
+
+# Proof.
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("started")
+def test_proof_compares_four_trainings_per_seed(check: Call, tiny: Path, digits_run: Path, tmp_path: Path) -> None:
+    planted, out = write_folders(tmp_path / "data" / "train", wrong=24, images=240), tmp_path / "labels"
+    write_folders(tmp_path / "data" / "val", wrong=15, images=150, seed=1)
+    small = ("-epochs", 10, "-lr", 3e-3, "-batch_size", 16, "DATA.CROP=none", "DATA.FLIP=0")
+    words = ("-cfg", tiny, *of_folders(tmp_path / "data"), digits_run, "-pool", "both", *small, "-prove", "-seeds", 2)
+    part = check(*words, "-budget_min", 0.05)
+    assert "-budget_min: no time for" in part.err
+    assert "It was not shown" not in part.out, "a verdict needs all runs"
+    done = check(*words)
+    assert "all labels, seed 0: already finished" in done.out
+    about = json.loads((out / "compare.json").read_text())
+    assert about["compared"] == ["all labels", "without suspects", "relabelled", "without random images"]
+    assert len(about["runs"]) == 8
+    assert re.search(r"It helped: |It was not shown to help\.", done.out)
+    wrong = re.search(r"(\d+) labels of the validation split look wrong, too\. On its other (\d+) images", done.out)
+    assert wrong, done.out
+    assert int(wrong[1]) + int(wrong[2]) == 150
+    for seed in (0, 1):
+        tables = {
+            arm: list(csv.DictReader((out / "lists" / f"{arm}-{seed}.csv").open()))
+            for arm in ("without_suspects", "relabelled", "without_random_images")
+        }
+        suspects = {row["path"]: row for row in tables["without_suspects"]}
+        assert len(suspects.keys() & planted) >= 18
+        assert {row["decision"] for row in suspects.values()} == {"drop"}
+        assert {row["path"]: row["proposed"] for row in tables["relabelled"]} == {
+            path: row["proposed"] for path, row in suspects.items()
+        }
+        # As many of each given label, other images.
+        random = tables["without_random_images"]
+        assert Counter(row["given"] for row in random) == Counter(row["given"] for row in suspects.values())
+        assert {row["path"] for row in random} - suspects.keys()
+        trained = yaml.safe_load((out / f"relabelled-{seed}" / "config.yaml").read_text())
+        assert trained["DATA"]["RELABEL"] == str(out / "lists" / f"relabelled-{seed}.csv")
+        assert trained["SEED"] == seed
+        images = re.compile(r"(\d+) training and 150 validation images")
+        for arm, count in {"all_labels": 240, "without_suspects": 240 - len(suspects), "relabelled": 240}.items():
+            found = images.search((out / f"{arm}-{seed}" / "log.txt").read_text())
+            assert found, arm
+            assert int(found[1]) == count, arm
+
+
+def test_nothing_is_proved_where_nothing_is_found(check: Call, tiny: Path, digits_run: Path, tmp_path: Path) -> None:
+    for part, images in (("train", 150), ("val", 30)):
+        write_folders(tmp_path / "data" / part, wrong=0, images=images)
+    done = check("-cfg", tiny, *of_folders(tmp_path / "data"), digits_run, "-pool", "both", "-prove", "-seeds", 2)
+    assert "No search found wrong labels: there is nothing to prove." in done.out
+    assert not list((tmp_path / "labels").glob("all_labels*"))
 
 
 # Refusals.
@@ -214,6 +281,7 @@ def test_folds_train_the_recipe_and_go_on(
         (["RUN", "-prove"], "-prove trains a recipe: name it by -cfg."),
         (["RUN", "-folds", "2"], "-folds 2: trains a recipe, so leave"),
         (["RUN", "-seeds", "3"], "-seeds 3: only for -prove; a search has one seed, SEED."),
+        (["RUN", "-budget_min", "5"], "-budget_min 5: nothing is trained; it is for -folds and -prove."),
         (["RUN", "-output", "TINY"], "tiny.yaml: this is a file; name a folder."),
     ],
 )

@@ -16,7 +16,8 @@ may edit and DATA.RELABEL applies; exclude.txt lists them for DATA.EXCLUDE. No i
 -prove trains the recipe with all labels, without the suspects, with the proposed labels, and without as many random
 images of each class, and compares them on validation images that were not searched. docs/check_labels.md explains it.
 
-Exit codes: 0 done, also with suspects; 1 a training failed; 2 an error found before; 130 interrupted.
+Exit codes: 0 done, also with suspects, or the time of -budget_min is over; 1 a training failed; 2 an error found
+before; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def main(argv: list[str]) -> int:
 
     from datasets import comes_unsplit
     from tools.check_labels.prove import prove  # imports torch; a wrong command fails at once
-    from tools.check_labels.search import ByFeatures, ByTraining, find, open_images
+    from tools.check_labels.search import ByFeatures, ByTraining, OutOfTimeError, find, open_images
     from tools.compare.runs import Terminated
 
     loaded = line.load({"MODEL.NUM_CLASSES": ("auto", "check_labels.py")} if asked.path is None else {})
@@ -84,6 +85,8 @@ def main(argv: list[str]) -> int:
     for note in (*loaded.notes, *loaded.warnings):
         log.info("%s", note)
     by_features = not asked.folds and (asked.path or loaded.config.MODEL.PRETRAINED)
+    if asked.budget_min and by_features and not asked.prove:
+        raise UserError(f"-budget_min {asked.budget_min:g}: nothing is trained; it is for -folds and -prove.")
     try:
         if by_features:
             method = ByFeatures.of(line, loaded.config)
@@ -100,6 +103,9 @@ def main(argv: list[str]) -> int:
     except (KeyboardInterrupt, Terminated) as error:
         log.warning("interrupted; the same command resumes")
         return EXIT_STOPPED if isinstance(error, Terminated) else EXIT_INTERRUPTED
+    except OutOfTimeError as error:
+        log.warning("%s", error)
+        return EXIT_DONE
     write(images, found, out)
     return EXIT_DONE
 

@@ -39,6 +39,10 @@ from vitamp.metrics import AVERAGE, PLAIN
 from vitamp.pooling import check_pool, pool_of
 
 
+class OutOfTimeError(Exception):
+    """-budget_min is spent before all folds are trained."""
+
+
 class Suspect(NamedTuple):
     image: int
     """Its index"""
@@ -227,7 +231,7 @@ class ByTraining:
         if done.failed:
             raise TrainingError(f"A training failed: {next(iter(done.failed.values()))}")
         if done.left_out:
-            raise TrainingError("-budget_min: no time was left for all folds; repeat the command to continue.")
+            raise OutOfTimeError("-budget_min: no time was left for all folds; repeat the command to continue.")
         place = {images.name(index): row for row, index in enumerate(images.distinct.tolist())}
         found = np.full((len(images.distinct), len(images.classes)), np.nan)
         for trained in map(trained_last, self.runs):
@@ -270,14 +274,15 @@ class Found:
     accuracy: str
     """Of the models on images that they did not see, in words"""
     not_judged: list[str]
-    """Classes with too few images"""
+    """Classes with too few images, or with all of them in one group"""
     near: np.ndarray = field(repr=False)
     """Features of all images, in which those are near that look alike"""
 
     def words(self) -> list[str]:
         lines = [self.accuracy]
         if self.not_judged:
-            lines.append(f"Not judged, since they have fewer images than folds: {', '.join(self.not_judged)}.")
+            names = ", ".join(self.not_judged)
+            lines.append(f"Not judged, since they have fewer images than folds, or all in one group: {names}.")
         count = counted(len(self.suspects), "label")
         chance = f"up to {self.if_right} would if all were right"
         if self.clear:
@@ -303,9 +308,16 @@ class Found:
 def find(images: Images, method: Method, seed: int) -> Found:
     """Search the labels once."""
     distinct = method.logits(images, seed)
-    logits, counts = distinct[images.copy_of], images_of_classes(images.labels[images.distinct], len(images.classes))
-    accuracy = _accuracy(distinct, images.labels[images.distinct], method.folds)
-    few = np.flatnonzero((counts > 0) & (counts < method.folds))
+    logits, labels = distinct[images.copy_of], images.labels[images.distinct]
+    accuracy = _accuracy(distinct, labels, method.folds)
+    counts = images_of_classes(labels, len(images.classes))
+    few = (counts > 0) & (counts < method.folds)
+    if images.samples.groups:  # a fold has the whole group, and its model no image of the class
+        group_of = np.array(images.samples.groups)[images.distinct]
+        for label in np.flatnonzero(counts):
+            has = labels[:, label] > 0 if labels.ndim == 2 else labels == label
+            few[label] |= len(np.unique(group_of[has])) == 1
+    few = np.flatnonzero(few)
     suspects, if_right, clear = suspects_of(images, logits, seed, few)
     near = logits if method.features is None else np.asarray(method.features)
     return Found(suspects, if_right, clear, accuracy, [images.classes[label] for label in few], near)

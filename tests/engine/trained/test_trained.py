@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from safetensors import safe_open
 from engine.amp.low_precision import forced_modules
 from engine.trained.model import guesses, load_trained
 from tests.predicted import Predictions, validation_predictions
-from tests.program import Result, metrics, write_meta
+from tests.program import Vitamp, metrics, write_meta
 from tests.saved import save_checkpoint
 from tools.checkpoint import command as checkpoint
 from utils.errors import TrainingError, UserError
@@ -70,9 +69,7 @@ def test_predictions_equal_validation(digits_run: Path, weights: Any, prefix: st
     assert found.indices.tolist() == list(range(len(found)))
 
 
-def test_predictions_equal_validation_of_a_distilled_model(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
-) -> None:
+def test_predictions_equal_validation_of_a_distilled_model(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     """Dropped tokens, modules in fp32 and black-listed operators act as in training's own validation."""
     special = ("-amp", "fp16", "AMP.FP32_MODULES=blocks.0.mlp", "AMP.CUSTOM_BLACK_LIST=matmul,softmax")
     words = (*special, "TRAIN.TOKEN_DROP=0.25", "MODEL.NAME=deit_tiny_distilled_patch16_224")

@@ -38,14 +38,6 @@ def test_the_best_by_another_figure(
     assert words[by].format(best) in done.out.splitlines()[-1]
 
 
-def test_another_figure_on_resuming_begins_anew(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
-    words = ("-cfg", tiny, "-output", tmp_path / "run")
-    assert vitamp(*words, "TRAIN.NUM_EPOCHS=1").code == 0
-    done = vitamp(*words, "-resume", "auto", "SAVE_BEST_BY=loss", code=0)
-    assert "SAVE_BEST_BY is now loss: the best so far, top-1" in done.out
-    assert "Done: best loss" in done.out
-
-
 def test_some_epochs_are_kept_for_ever(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     words = ("TRAIN.NUM_EPOCHS=7", "KEEP_EVERY=2", "KEEP_LAST=1", "SAVE_FREQ=3", "VALIDATE_FREQ=100")
     vitamp("-cfg", tiny, "-output", tmp_path / "run", *words, code=0)

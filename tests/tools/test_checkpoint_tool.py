@@ -153,7 +153,9 @@ def test_written_files_have_no_paths(vitamp: Vitamp, run: Path, tmp_path: Path) 
     copy, images = tmp_path / "run", tmp_path / "images"
     shutil.copytree(run, copy)
     save_image(images / "x.png", seed=0)
-    paths = {"DATA.DATASET": f"hf:{tmp_path}", "TRAIN.CLASS_WEIGHTS": f"{tmp_path / 'classes.txt'}"}
+    places = ("MODEL.PRETRAINED", "DATA.DATA_PATH", "DATA.CACHE", "DATA.EXCLUDE", "DATA.RELABEL", "SAVE", "TAG")
+    paths = dict.fromkeys((*places, "TRAIN.TEACHER_MODEL", "TRAIN.CLASS_WEIGHTS"), f"{tmp_path / 'x'}")
+    paths |= {"DATA.DATASET": f"hf:{tmp_path}"}
     public = {"DATA.DATASET": "hf:ylecun/mnist", "TRAIN.CLASS_WEIGHTS": "balanced"}
     for given, kept in ((paths, {"DATA.DATASET": "hf:"}), (public, public)):
         change_settings(copy, given)

@@ -138,18 +138,6 @@ def test_missing_compiler_is_one_clear_error(vitamp: Vitamp, tiny: Path, tmp_pat
     assert "set TRAIN.COMPILE=none" in done.text
 
 
-@pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize(
-    ("flops", "seconds"), [(None, 0.002 * 4), (1e6, 0.002 * 4), (1e11, 0.2 * 1e11 * 256 * 4 / 4e13)]
-)
-def test_estimated_gain_grows_with_the_work(
-    monkeypatch: pytest.MonkeyPatch, flops: float | None, seconds: float
-) -> None:
-    """At least 2 ms per micro-batch."""
-    monkeypatch.setattr(choice, "training_flops", lambda *_: flops)
-    assert choose(device="cuda", updates=1000, ACCUM_ITER=4).reason.startswith(f"auto: about {1000 * seconds:,.0f} s")
-
-
 def test_missing_python_headers_prevent_compiling(gpu: Path) -> None:
     """Which are not there where Python came without what programs in C need of it."""
     assert choose(device="cuda").how == "whole"

@@ -19,7 +19,7 @@ from engine.machine import memory
 from engine.machine.device import Run
 from engine.machine.memory import GIB, free_memory, held_memory, limited
 from engine.memory import batch_size
-from engine.memory.batch_size import Trial, largest_divisor, largest_that_fits, settle_batch
+from engine.memory.batch_size import Trial, largest_that_fits, settle_batch
 from tests.engine.small import CPU
 from tests.program import Vitamp, metrics
 from utils.config import Config, load_config
@@ -70,14 +70,6 @@ def test_search_finds_the_largest_batch(most: int, room: int) -> None:
     assert answer == (largest if largest < 8 or largest == most else largest // 8 * 8)
     assert len(tried) == len(set(tried)) <= 15
     assert max(tried) <= most
-
-
-@pytest.mark.parametrize(
-    ("target", "fitting", "share"),
-    [(528, 184, 176), (512, 184, 128), (512, 5000, 512), (500, 184, 125), (1000, 184, 125), (7, 4, 1), (48, 47, 24)],
-)
-def test_largest_divisor_of_the_global_batch(target: int, fitting: int, share: int) -> None:
-    assert largest_divisor(target, fitting) == share
 
 
 @pytest.mark.parametrize(("mib", "size"), [(8.7, 8), (44, 40), (100, 88), (5, 4)])

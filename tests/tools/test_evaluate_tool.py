@@ -26,6 +26,7 @@ from engine.task.several import scores_of
 from engine.trained.model import Trained, load_trained, split_of_run
 from tests.predicted import validation_predictions
 from tests.program import Result, Vitamp, metrics, run_program
+from tools.checkpoint import command as checkpoint
 from tools.common.evaluation import OneLabel, balanced_accuracy_interval, macro_f1_interval, ranking_intervals, table_of
 from utils.text import Interval, wilson
 from vitamp.metrics import BALANCED, MACRO_F1, TOP1, TOP5
@@ -232,6 +233,16 @@ def test_bad_command_lines_are_refused(say: Say, digits_run: Path, tmp_path: Pat
         done = say(*words, code=2)
         assert said in done.err, (words, done.err)
         assert "Traceback" not in done.err
+
+
+def test_missing_ema_is_refused_before_the_evaluation(
+    say: Say, digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools.common.evaluation.batches_of", lambda *_: pytest.fail("it was evaluated"))
+    plain = tmp_path / "plain.safetensors"
+    assert checkpoint.main(["strip", str(digits_run), "-weights", "model", "-out", str(plain)]) == 0
+    done = say(plain, "-weights", "ema", code=2)
+    assert "has no EMA (TRAIN.MODEL_EMA) weights; use -weights model" in done.err
 
 
 # 95 % intervals hold the true value about that often.

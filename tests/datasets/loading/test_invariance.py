@@ -99,6 +99,15 @@ def test_batches_do_not_depend_on_the_start(
     assert global_batches(source, world=world, workers=workers, start=START) == expected[START:]
 
 
+def test_epochs_have_all_samples_once_and_differ(expected: list[GlobalBatch]) -> None:
+    epochs = [expected[first : first + UPDATES] for first in range(0, GLOBAL_BATCHES - UPDATES + 1, UPDATES)]
+    orders = [[index for indices, _ in epoch for index in indices] for epoch in epochs]
+    assert all(sorted(order) == list(range(SAMPLES)) for order in orders)
+    assert len({tuple(order) for order in orders}) == len(orders) == 3
+    checksums = [checksum for _, checksum in expected]
+    assert len(set(checksums)) == len(checksums)
+
+
 @pytest.mark.parametrize(("world", "batch"), [(1, 8), (2, 4)])
 def test_sample_does_not_depend_on_its_place_in_the_batch(
     source: tuple[str, Path], expected: list[GlobalBatch], world: int, batch: int

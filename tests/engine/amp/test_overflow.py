@@ -19,6 +19,7 @@ from engine.amp import overflow
 from engine.amp.overflow import Blame, OverflowWatch
 from engine.amp.precision import Precision
 from tests.engine.small import CPU, FP16, parts_of
+from tests.engine.test_no_host_copies import Listener
 from utils.seeding import seed_all
 
 SAMPLES = 4
@@ -283,6 +284,21 @@ def test_failing_replay_does_not_end_the_run() -> None:
     assert blame.operation == ""
     assert "the replay failed (out of memory)" in blame.words()
     assert not nn.modules.module._global_forward_hooks
+
+
+def test_normal_update_costs_one_copy_of_the_scale() -> None:
+    watch, scale = watch_of(Forward(lambda _: pytest.fail("a forward pass"))), torch.tensor(2.0)
+    watch._precision.scale_tensor = lambda: scale
+    share, batch = micro_batch()
+    held = weakref.ref(batch.images)
+    with Listener() as listener:
+        watch.after_backward(share, batch)
+        watch.before_step(1)
+        watch.after_update(1, True)
+        assert watch.take() == []
+    assert listener.names == {"aten::clone", "aten::detach"}
+    del batch
+    assert held() is None
 
 
 # ---- it is rare

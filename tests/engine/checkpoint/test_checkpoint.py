@@ -19,6 +19,7 @@ from vitamp.checkpoints import (
     META,
     MODEL,
     STATE,
+    Checkpoint,
     best_of,
     checkpoints_in,
     folder_name,
@@ -29,6 +30,7 @@ from vitamp.checkpoints import (
     write_index,
 )
 from vitamp.meta import META_HASH
+from vitamp.tensors import open_tensors, read_state
 
 TENSORS = {MODEL: {"weight": torch.arange(6.0).reshape(2, 3).t(), "count": torch.tensor(3)}}
 STATE_DICT = {"position": {"epoch": 1, "step": 0, "update": 1}, "numbers": [1, 2.5, None, "x"], "t": torch.ones(2)}
@@ -112,6 +114,12 @@ def test_any_flipped_bit_in_meta_is_handled(tmp_path: Path) -> None:
         refused += found.folder.name == folder_name(1)
         assert found.folder.name == folder_name(1) or fields.items() <= found.meta.items(), (bit, found.meta)
     assert refused > len(whole)
+
+
+def test_unknown_format_version_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1, format=2)
+    with pytest.raises(UserError, match="format 2"):
+        inspect(folder)
 
 
 def test_index_round_trip_and_damage(tmp_path: Path) -> None:
@@ -203,6 +211,14 @@ def test_checkpoint_of_another_update_than_its_name_is_refused(tmp_path: Path) -
         inspect(folder)
     assert inspect(folder.rename(tmp_path / "copy")).meta["update"] == 12, "a copy may have any name"
     assert inspect((tmp_path / "copy").rename(tmp_path / folder_name(12)))
+
+
+def test_inspect_names_missing_or_unreadable_file(tmp_path: Path) -> None:
+    (tmp_path / MODEL).write_bytes(b"nonsense")
+    with pytest.raises(UserError, match=MODEL):
+        dict(open_tensors(Checkpoint(tmp_path, {})))
+    with pytest.raises(UserError, match=STATE):
+        read_state(Checkpoint(tmp_path, {}))
 
 
 def test_find_accepts_run_checkpoints_folder_checkpoint_or_file(tmp_path: Path) -> None:

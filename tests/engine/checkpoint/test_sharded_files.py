@@ -17,6 +17,21 @@ from engine.checkpoint.sharded_saver import SECONDS_BETWEEN_LOOKS, ShardedSaver,
 from models.parts import blocks_of
 from utils.config.schema import Config
 from vitamp.checkpoints import files_of, shard_name
+from vitamp.tensors import JoinedShards
+
+ROWS = {"a": torch.arange(6.0).reshape(3, 2), "b": torch.ones(1)}
+
+
+def test_shards_are_joined_by_rows(tmp_path: Path) -> None:
+    parts = [{"a": ROWS["a"][:2], "b": ROWS["b"]}, {"a": ROWS["a"][2:]}]
+    paths = [tmp_path / shard_name("model.safetensors", nth, 2) for nth in range(2)]
+    for path, part in zip(paths, parts, strict=True):
+        safetensors.torch.save_file({name: rows.contiguous() for name, rows in part.items()}, path)
+    joined = JoinedShards(paths)
+    assert set(joined) == {"a", "b"}
+    assert torch.equal(joined["a"], ROWS["a"])
+    assert torch.equal(joined["b"], ROWS["b"])
+    assert (joined.shape("a"), joined.shape("b")) == ((3, 2), (1,))
 
 
 def test_incomplete_shards_are_ignored() -> None:

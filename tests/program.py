@@ -75,6 +75,12 @@ def write_meta(path: Path, meta: dict[str, Any]) -> None:
     path.write_text(json.dumps({**meta, META_HASH: hash_of(meta)}), encoding="utf-8")
 
 
+def change_meta(folder: Path, **fields: Any) -> None:
+    """Change fields of a checkpoint's meta.json; None removes a field."""
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8")) | fields
+    write_meta(folder / "meta.json", {key: value for key, value in meta.items() if value is not None})
+
+
 def change_settings(run: Path, values: dict[str, Any], without: str | None = None) -> None:
     """Change the settings that the run's checkpoints keep; `without` makes it one of a version without this setting."""
     for file in run.glob("checkpoints/*/meta.json"):

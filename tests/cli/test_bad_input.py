@@ -17,8 +17,8 @@ def refuses(vitamp: Vitamp, tiny: Path, tmp_path_factory: pytest.TempPathFactory
     """Run the tiny recipe with `words` in an empty folder; it must be refused in one error with all of `said`."""
     here = tmp_path_factory.mktemp("here")
 
-    def call(*words: object, said: tuple[str, ...], cfg: Path = tiny, **options: object) -> Result:
-        result = vitamp("-cfg", cfg, *words, cwd=here, code=2, **options)
+    def call(*words: object, said: tuple[str, ...], **options: object) -> Result:
+        result = vitamp("-cfg", tiny, *words, cwd=here, code=2, **options)
         assert result.err.count("error:") == 1, result.err
         assert [part for part in said if part not in " ".join(result.err.split())] == [], result.err
         assert list(here.iterdir()) == [], "a refused run left something behind"
@@ -37,7 +37,7 @@ def refuses(vitamp: Vitamp, tiny: Path, tmp_path_factory: pytest.TempPathFactory
         (["-image_size", 30], ["DATA.IMAGE_SIZE", "30 is not divisible by MODEL.PATCH_SIZE 4", "28 or 32"]),
         (["MODEL.NUM_HEADS=3"], ["MODEL.NUM_HEADS", "3 does not divide MODEL.EMBED_DIM 16", "2 or 4"]),
         (["-num_classes", 7], ["10 classes", "MODEL.NUM_CLASSES is 7"]),
-        (["-dataset", "digit"], ["DATA.DATASET", "'digit'", "Did you mean digits"]),
+        (["-dataset", "digit"], ["DATA.DATASET", "'digit'", "Did you mean digits", "digits, imagefolder, imagen"]),
         (["TRAIN.OPTIMIZER.NAME=AdamX"], ["TRAIN.OPTIMIZER.NAME", "AdamX", "Did you mean"]),
         (["MODEL.TYPE=timm", "MODEL.NAME=vit_tny_patch16_224"], ["vit_tny_patch16_224", "Did you mean"]),
         (["-resume", "auto"], ["MODEL.RESUME", "-output"]),
@@ -70,15 +70,6 @@ def refuses(vitamp: Vitamp, tiny: Path, tmp_path_factory: pytest.TempPathFactory
 def test_bad_setting_is_refused(refuses: Vitamp, words: list[str], said: list[str]) -> None:
     env = {"CUDA_VISIBLE_DEVICES": ""} if "cuda" in words else {}
     refuses(*words, said=tuple(said), env=env)
-
-
-def test_typo_in_the_yaml_is_refused(refuses: Vitamp, tiny: Path) -> None:
-    tiny.write_text(tiny.read_text().replace("BATCH_SIZE", "BATCH_SIZ"))
-    refuses(said=(str(tiny), "DATA.BATCH_SIZ", "Did you mean DATA.BATCH_SIZE"))
-
-
-def test_missing_yaml_is_refused(refuses: Vitamp, tiny: Path) -> None:
-    refuses(cfg=tiny.with_name("tiny.yml"), said=("tiny.yml", "Did you mean", "tiny.yaml"))
 
 
 def test_file_as_output_is_refused(refuses: Vitamp, tiny: Path) -> None:
@@ -127,18 +118,11 @@ def test_what_does_not_go_with_a_run_is_refused_and_leaves_it_as_it_is(refuses: 
 
 def test_unreadable_checkpoint_is_refused(refuses: Vitamp, run_folder: Path) -> None:
     checkpoint = run_folder / "checkpoints" / "step-000000003"
-    weights, whole = checkpoint / "model.safetensors", (checkpoint / "model.safetensors").read_bytes()
-    go_on = ("-resume", checkpoint)
-
-    weights.write_bytes(whole[:-100])
-    refuses(*go_on, said=("damaged", "model.safetensors", "size"))
-    weights.write_bytes(bytes(len(whole)))
-    refuses(*go_on, said=("damaged", "contents of model.safetensors"))
-    weights.unlink()
-    refuses(*go_on, said=("model.safetensors is missing",))
-    weights.write_bytes(whole)
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(bytes(weights.stat().st_size))
+    refuses("-resume", checkpoint, said=("damaged", "contents of model.safetensors"))
     (checkpoint / "meta.json").write_bytes(b"\x00\x01 not json")
-    refuses(*go_on, said=("meta.json", "cannot be read"))
+    refuses("-resume", checkpoint, said=("meta.json", "cannot be read"))
     shutil.rmtree(checkpoint)
     refuses("-resume", run_folder, said=("no usable checkpoint", "step-*"))
 

@@ -77,7 +77,7 @@ ALLOWED: dict[str, tuple[Iterable[object], str]] = {
     "another rate": (["TRAIN.BASE_LR=1e-3"], "the next update's learning rate is 7.500e-04"),
     "another schedule": (["TRAIN.LR_SCHEDULER.NAME=step"], "the next update's learning rate is 2.000e-03"),
     "dropout": (["MODEL.DROPOUT=0.1"], "changed since: MODEL.DROPOUT"),
-    "best by loss": (["SAVE_BEST_BY=loss"], "SAVE_BEST_BY is now loss"),
+    "best by loss": (["SAVE_BEST_BY=loss"], "SAVE_BEST_BY is now loss: the best so far, top-1"),
 }
 EVERY_DAY = {"a larger batch", "a smaller batch", "fp16", "another seed", "best by loss"}
 

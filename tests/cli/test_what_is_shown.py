@@ -65,14 +65,6 @@ def test_paddlevit_lines_on_a_terminal_have_a_progress_bar(tiny: Path, tmp_path:
     assert "Done: best" in shown.raw
 
 
-def test_print_config_shows_values_with_sources(vitamp: Vitamp, tiny: Path) -> None:
-    done = vitamp("-cfg", tiny, "-amp", "-print_config", "TRAIN.BASE_LR=1e-4", code=0)
-    assert re.search(r"  BASE_LR: 0\.0001 +# .*command line", done.out), done.out
-    assert re.search(r"  ENABLED: true +# -amp", done.out)
-    assert re.search(r"  EMBED_DIM: 16 +# .*tiny\.yaml", done.out)
-    assert re.search(r"SEED: 0 +# default", done.out)
-
-
 def test_list_models_prints_timm_names(vitamp: Vitamp) -> None:
     done = vitamp("-list_models", "vit_tiny*", code=0)
     names = done.out.split()

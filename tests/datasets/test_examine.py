@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +16,10 @@ from datasets.examine import examine, find_copies, notes_of, warnings_of
 from datasets.sources.files import FileSamples
 from tests.datasets.opened import CPU
 from tests.datasets.shards.tar_files import write_tar
-from tests.program import TINY_DIGITS, Result, metrics
+from tests.program import TINY_DIGITS, Result, Vitamp, metrics
 from utils.config import load_config
 from utils.config.data import DataConfig
 
-Vitamp = Callable[..., Result]
 COUNTS = {"arrow": 40, "bell": 12, "cog": 3}
 
 
@@ -187,6 +185,5 @@ def test_a_dry_run_names_a_command_that_runs(icons: Path, vitamp: Vitamp, tmp_pa
     done = lines(icons, tmp_path / "run", vitamp, "-dry_run")
     assert done.code == 0, done.text
     script, *words = done.err.partition("`python ")[2].partition("`")[0].replace("exclude.txt", "o.txt").split()
-    found = vitamp(*[str(tmp_path / word) if word == "o.txt" else word for word in words], script=script)
-    assert found.code == 1, found.text
+    found = vitamp(*[str(tmp_path / word) if word == "o.txt" else word for word in words], script=script, code=1)
     assert "There are defects" in found.out

@@ -19,7 +19,7 @@ from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain, build_for_training
 from engine.update import train_update
 from tests.engine.small import CPU, build
-from tests.program import Result, metrics
+from tests.program import Vitamp, metrics
 from utils.config import load_config
 from utils.distributed.world import ALONE, World
 
@@ -152,9 +152,7 @@ def test_one_rank_s_overflow_is_skipped_by_both(tiny: Path, level: str) -> None:
     assert first["weights"].isfinite().all()
 
 
-def test_what_one_rank_found_is_told_once_and_both_move_the_module(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
-) -> None:
+def test_what_one_rank_found_is_told_once_and_both_move_the_module(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     weights = {name: tensor.clone() for name, tensor in build(tiny).model.state_dict().items()}
     weights["blocks.0.mlp.fc1.bias"].fill_(7e4)
     save_file(weights, tmp_path / "bias.safetensors")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.program import Result, metrics
+from tests.program import Vitamp, metrics
 
 # Loaded by every Python that has its folder in PYTHONPATH: one rank's images give infinite statistics.
 INFINITE_ON = """
@@ -30,7 +29,7 @@ RESNET = [
 
 
 @pytest.mark.slow
-def test_ema_is_validated_as_it_is_saved(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_ema_is_validated_as_it_is_saved(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     """Two processes have seen other images each; one process then finds the same metrics in what they saved."""
     done = vitamp(
         *("-cfg", tiny, "-output", tmp_path / "run", *RESNET, "TRAIN.BASE_LR=0.1"),
@@ -40,8 +39,7 @@ def test_ema_is_validated_as_it_is_saved(vitamp: Callable[..., Result], tiny: Pa
     assert done.code == 0, done.text
     assert "Batch norm: each process normalises its own images (4 per micro-batch)" in done.text
     (wanted,) = metrics(tmp_path / "run", "val")
-    done = vitamp("-eval", "-resume", tmp_path / "run", "-output", tmp_path / "eval")
-    assert done.code == 0, done.text
+    vitamp("-eval", "-resume", tmp_path / "run", "-output", tmp_path / "eval", code=0)
     (found,) = metrics(tmp_path / "eval", "val")
     for key in ("loss", "ema_loss"):
         assert found[key] == pytest.approx(wanted[key], rel=1e-5), key
@@ -49,9 +47,7 @@ def test_ema_is_validated_as_it_is_saved(vitamp: Callable[..., Result], tiny: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_infinite_statistics_end_all_ranks_or_none(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, rank: int
-) -> None:
+def test_infinite_statistics_end_all_ranks_or_none(vitamp: Vitamp, tiny: Path, tmp_path: Path, rank: int) -> None:
     """Rank 0's are saved, so all ranks end with the same error. Rank 1's are not, so all go on."""
     (tmp_path / "sitecustomize.py").write_text(INFINITE_ON.format(rank=rank))
     done = vitamp(

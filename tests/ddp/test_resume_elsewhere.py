@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.program import Result, metrics
+from tests.program import Vitamp, metrics
 
 WORDS = ("DATA.BATCH_SIZE=16", "REPORT_FREQ=5", "MODEL.DROPOUT=0.1")
 
 
 @pytest.fixture
-def stopped(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> Path:
+def stopped(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> Path:
     """A run of one process with two micro-batches an update, stopped within its second epoch."""
     run = tmp_path / "stopped"
-    done = vitamp("-cfg", tiny, *WORDS, "-accum_iter", 2, "TRAIN.MAX_UPDATES=50", "-output", run)
-    assert done.code == 0, done.text
+    vitamp("-cfg", tiny, *WORDS, "-accum_iter", 2, "TRAIN.MAX_UPDATES=50", "-output", run, code=0)
     return run
 
 
-def test_the_global_batch_is_kept_and_every_bit_with_it(
-    vitamp: Callable[..., Result], stopped: Path, tmp_path: Path
-) -> None:
+def test_the_global_batch_is_kept_and_every_bit_with_it(vitamp: Vitamp, stopped: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     shutil.copytree(stopped, elsewhere)
     here = vitamp("-resume", stopped, "TRAIN.MAX_UPDATES=60")
@@ -37,7 +33,7 @@ def test_the_global_batch_is_kept_and_every_bit_with_it(
 
 
 def test_the_same_command_keeps_the_global_batch_in_a_second_resume_on_fewer_processes(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
+    vitamp: Vitamp, tiny: Path, tmp_path: Path
 ) -> None:
     """The settings ask for one micro-batch per update, as on the two processes that the run began with."""
     run = tmp_path / "run"
@@ -52,7 +48,6 @@ def test_the_same_command_keeps_the_global_batch_in_a_second_resume_on_fewer_pro
     assert [line["update"] for line in metrics(run, "train")] == [*range(5, 65, 5)]
 
 
-def test_what_cannot_keep_it_is_refused(vitamp: Callable[..., Result], stopped: Path) -> None:
-    done = vitamp("-resume", stopped, "-ngpus", 3, script="main_multi_gpu.py")
-    assert done.code == 2, done.text
+def test_what_cannot_keep_it_is_refused(vitamp: Vitamp, stopped: Path) -> None:
+    done = vitamp("-resume", stopped, "-ngpus", 3, script="main_multi_gpu.py", code=2)
     assert done.err.count("trained with a global batch of 32 on 1 process;") == 1

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from datasets import Batch, MicroBatch, Window
 from engine.amp.precision import Precision
@@ -68,6 +69,22 @@ def train(ready: ReadyToTrain, updates: int, source: Iterator[Window] | None = N
     source = source or windows(ready)
     for update in range(done + 1, done + updates + 1):
         train_update(ready.parts, next(source), update)
+
+
+def saved_bytes(compute: Callable[..., Any], *given: Any, known: Iterable[Tensor] = ()) -> int:
+    """Bytes of the tensors that a forward pass saves for the backward pass, `known` ones not counted."""
+    there = {tensor.untyped_storage().data_ptr() for tensor in known}
+    saved: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in there:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        compute(*given)
+    return sum(saved.values())
 
 
 class Scale(nn.Module):

@@ -10,7 +10,6 @@ import pytest
 import timm
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from engine.checkpoint.restore import log_resumption, restore
 from engine.evaluation.evaluate import evaluate
@@ -20,7 +19,7 @@ from models.build import build_without_weights
 from models.freeze import freeze
 from models.parts import classifiers, frozen_weights
 from tests.engine.checkpoint.test_restore import PER_EPOCH, save
-from tests.engine.small import build, train, windows
+from tests.engine.small import build, saved_bytes, train, windows
 from utils.config import load_config
 from utils.config.model import ModelConfig
 from utils.distributed.world import ALONE
@@ -56,18 +55,7 @@ def kept_for_backward(ready: ReadyToTrain) -> int:
     parts = ready.parts
     _, batch = next(iter(next(windows(ready))))
     there = [tensor for model in (parts.model, parts.forward) for tensor in (*model.parameters(), *model.buffers())]
-    known = {tensor.untyped_storage().data_ptr() for tensor in there}
-    kept: dict[int, int] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with saved_tensors_hooks(note, lambda tensor: tensor):
-        parts.compute(batch)
-    return sum(kept.values())
+    return saved_bytes(parts.compute, batch, known=there)
 
 
 FP8 = pytest.param({**AMP, "AMP__DTYPE": "fp8", "MODEL__EMBED_DIM": 32}, marks=pytest.mark.slow)

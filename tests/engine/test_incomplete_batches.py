@@ -17,7 +17,7 @@ from engine.setup import ReadyToTrain
 from engine.task.several import SeveralLabels
 from tests.engine.amp.modes import MODES, PLAIN_STEPS, WITH_MASTERS, change
 from tests.engine.small import CPU, build, windows
-from tests.program import Result, metrics, train_tiny
+from tests.program import Vitamp, metrics, train_tiny
 from utils.distributed.world import ALONE
 from utils.seeding import seed_all
 from vitamp.checkpoints import inspect
@@ -27,7 +27,6 @@ SIZES = [24, 24, 24, 24, 4]
 DATA = {"DATA__DATASET": "synthetic", "DATA__SYNTHETIC_TRAIN": 100, "DATA__SYNTHETIC_VAL": 20, "DATA__BATCH_SIZE": 24}
 ONE_UPDATE = {**DATA, **PLAIN_STEPS, "DATA__DROP_LAST": "false", "TRAIN__ACCUM_ITER": 5}
 MIXED = {"TRAIN__MIXUP_ALPHA": 0.8, "TRAIN__CUTMIX_ALPHA": 1.0, "TRAIN__MIXUP_MODE": "elem", "TRAIN__SMOOTHING": 0.1}
-Vitamp = Callable[..., Result]
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from datasets import EpochOrder
 from tests.faults.killing import Run
-from tests.program import Result, metrics, save_image
+from tests.program import Result, Vitamp, metrics, save_image
 
 MODEL = [
     *("MODEL.DEPTH=1", "MODEL.EMBED_DIM=16", "MODEL.NUM_HEADS=2", "MODEL.PATCH_SIZE=16", "DATA.IMAGE_SIZE=32"),
@@ -39,7 +39,7 @@ def name_of(root: Path, number: int) -> Path:
 
 
 @pytest.fixture
-def train(vitamp: Callable[..., Result], tiny: Path, photos: Path) -> Callable[..., Result]:
+def train(vitamp: Vitamp, tiny: Path, photos: Path) -> Callable[..., Result]:
     def call(*words: object, **options: object) -> Result:
         return vitamp("-cfg", tiny, *MODEL, "-data_path", photos, *words, **options)
 

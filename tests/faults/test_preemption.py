@@ -18,7 +18,7 @@ import torch
 from engine.machine import stopping
 from engine.machine.stopping import Deadline
 from tests.faults.killing import ENDLESS, Run, drawn_curves, reported
-from tests.program import ROOT, Result, Started, metrics, train_tiny
+from tests.program import ROOT, Started, Vitamp, metrics, train_tiny
 from tests.waiting import until
 
 # 12 updates an epoch; every fifth is followed by a validation in batches of two, which takes a while.
@@ -130,19 +130,17 @@ def test_a_second_ctrl_c_leaves_at_once(begin: Callable[..., Started], tmp_path:
 
 
 def test_what_a_killed_run_wrote_last_is_written_anew(
-    vitamp: Callable[..., Result], undisturbed: Path, tiny: Path, tmp_path: Path
+    vitamp: Vitamp, undisturbed: Path, tiny: Path, tmp_path: Path
 ) -> None:
     """Lines of updates that are made again, a line cut in two, and what a dying disk leaves."""
     run = tmp_path / "run"
-    done = vitamp("-cfg", tiny, "-output", run, *WORDS, "TRAIN.MAX_UPDATES=8")
-    assert done.code == 0, done.text
+    vitamp("-cfg", tiny, "-output", run, *WORDS, "TRAIN.MAX_UPDATES=8", code=0)
     kept = metrics(run, "train")
     with (run / "metrics.jsonl").open("ab") as file:
         for update in (b"9", b"10"):
             file.write(b'{"event": "train", "epoch": 1, "update": %s, "loss": 9, "perf": {}}\n' % update)
         file.write(b'{"event": "train", "upd\xff\x00')
-    done = vitamp("-resume", run, "TRAIN.MAX_UPDATES=9")
-    assert done.code == 0, done.text
+    vitamp("-resume", run, "TRAIN.MAX_UPDATES=9", code=0)
     ninth = [line for line in metrics(undisturbed, "train") if line["update"] == 9]
     assert metrics(run, "train") == [*kept, *ninth]
 

@@ -24,7 +24,7 @@ from datasets.given import open_given
 from engine.inputs.batches import Inputs, input_of
 from engine.trained.model import load_trained
 from models.weights.find import locate
-from tests.program import train_tiny, write_meta
+from tests.program import change_meta, train_tiny, write_meta
 from tools.checkpoint import command as checkpoint
 from tools.export import command as export
 from utils.config.data import DataConfig
@@ -65,11 +65,6 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copied(digits_run: Path, tmp_path: Path) -> Path:
     """The best checkpoint of the run, to be changed."""
     return shutil.copytree(load_trained(digits_run).chosen.place, tmp_path / "checkpoint")
-
-
-def change(folder: Path, **fields: Any) -> None:
-    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8")) | fields
-    write_meta(folder / "meta.json", {key: value for key, value in meta.items() if value is not None})
 
 
 def test_two_models_side_by_side_have_the_logits_of_the_program(digits_run: Path, image: Path) -> None:
@@ -155,20 +150,20 @@ def test_what_cannot_be_loaded_names_the_way_on(copied: Path, tmp_path: Path) ->
         return str(caught.value)
 
     meta = json.loads((copied / "meta.json").read_text(encoding="utf-8"))
-    change(copied, timm=None)
+    change_meta(copied, timm=None)
     export = f"python scripts/export.py {copied}"
     assert error().endswith(f"Export it, and load the file: {export} -to safetensors -out model.safetensors")
-    change(copied, own_code=[{"file": "small.py"}])
+    change_meta(copied, own_code=[{"file": "small.py"}])
     assert f"{export} -trust -to torch -out model.pt2" in error()
-    change(copied, settings=meta["settings"] | {"MODEL.MAE_PRETRAIN": True})
+    change_meta(copied, settings=meta["settings"] | {"MODEL.MAE_PRETRAIN": True})
     assert "learned without labels" in error()
     assert error().endswith(f"-pretrained {copied}")
     wider = {"name": meta["timm"]["name"], "arguments": meta["timm"]["arguments"] | {"embed_dim": 32}}
-    change(copied, timm=wider, settings=meta["settings"])
+    change_meta(copied, timm=wider, settings=meta["settings"])
     assert "do not fit timm's plain model" in error()
-    change(copied, timm=meta["timm"], format=2)
+    change_meta(copied, timm=meta["timm"], format=2)
     assert "written in format 2" in error()
-    change(copied, format=1)
+    change_meta(copied, format=1)
     vitamp.load(copied)
     file = copied / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.program import ROOT, Result
+from tests.program import ROOT, Vitamp
 from tools.benchmark_amp.command import OFF, ON, main
 from tools.benchmark_amp.plan import AGAIN
 from tools.common.sessions import OUT_OF_MEMORY, Session, Worker, own_process
@@ -58,7 +58,7 @@ VIT = ("-model", "tiny", "MODEL.PATCH_SIZE=16", "MODEL.EMBED_DIM=16", "MODEL.DEP
 
 @pytest.mark.slow
 def test_amp_measures_the_images_of_data_path(
-    imagenet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], vitamp: Callable[..., Result]
+    imagenet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], vitamp: Vitamp
 ) -> None:
     """Its layout is recognised; a folder that does not exist is refused, and so is any by tables that read none."""
     words = ("amp", *VIT, *SMALL, "-num_workers", 0, "-device", "cpu", "-iters", 2, "-windows", 1)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from engine.trained.model import load_trained
 from tests.predicted import validation_predictions
-from tests.program import Result
+from tests.program import Result, Vitamp
 from tools.evaluate import command as evaluate
 from tools.evaluate.calibrate import fit_temperature, measure
 from utils.errors import UserError
@@ -64,7 +64,7 @@ def kept_in(run: Path) -> dict[str, Any]:
 
 
 def test_temperature_is_crossfitted_kept_and_applied(
-    say: Callable[..., Result], vitamp: Callable[..., Result], run: Path, tmp_path: Path
+    say: Callable[..., Result], vitamp: Vitamp, run: Path, tmp_path: Path
 ) -> None:
     out, kept = say(run, "-calibrate", "-weights", "model").out, kept_in(run)
     found = validation_predictions(load_trained(run, "model"), workers=0)

@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw, ImageEnhance, ImageFont
 from datasets.base import Samples
 from tests.datasets.pictures import picture
 from tests.datasets.shards.tar_files import write_tar
-from tests.program import Result, save_image
+from tests.program import Result, Vitamp, save_image
 from tools.check_data.findings import MOST_BITS, SIDE, Thumbnails, near_pairs, scan_split
 from utils.config.data import DataConfig
 from utils.errors import TrainingError
@@ -39,7 +39,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def check(vitamp: Callable[..., Result], tmp_path: Path) -> Check:
+def check(vitamp: Vitamp, tmp_path: Path) -> Check:
     """Run the check, which ends with `code`: its result and the content of its -json file."""
 
     def call(root: Path, *words: object, dataset: str = "imagefolder", code: int = 0) -> tuple[Result, dict[str, Any]]:
@@ -225,7 +225,7 @@ def test_names_do_not_reach_the_terminal_raw(check: Check, tree: Path) -> None:
     assert names(found["defects"]["unreadable"]) == ["train/bee/loop.jpg"]
 
 
-def test_what_cannot_be_checked(vitamp: Callable[..., Result], tree: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_checked(vitamp: Vitamp, tree: Path, tmp_path: Path) -> None:
     for code, dataset, words, said in (
         (0, "digits", ("-num_classes", 10), "The training split of digits is held in memory"),
         (2, "imagefolder", ("-data_path", tmp_path / "none"), "none does not exist"),

@@ -14,7 +14,7 @@ import timm
 import torch
 from safetensors import safe_open
 
-from tests.program import Result, change_settings, made_meta, metrics, save_image, train_tiny
+from tests.program import Result, Vitamp, change_settings, made_meta, metrics, save_image, train_tiny
 from tests.saved import save_checkpoint
 from vitamp.checkpoints import MODEL
 from vitamp.metrics import AVERAGE
@@ -34,7 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def tool(vitamp: Callable[..., Result]) -> Callable[..., Result]:
+def tool(vitamp: Vitamp) -> Callable[..., Result]:
     """Run a command, which ends with `code`."""
 
     def call(*words: object, code: int = 0) -> Result:
@@ -125,7 +125,7 @@ def test_integer_buffers_are_copied_and_not_averaged(tool: Callable[..., Result]
 
 
 def test_stripped_weights_load_into_a_run_and_into_timm(
-    tool: Callable[..., Result], vitamp: Callable[..., Result], run: Path, tmp_path: Path
+    tool: Callable[..., Result], vitamp: Vitamp, run: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "mine.safetensors"
     newest = run / "checkpoints" / NAMES[3]
@@ -149,11 +149,13 @@ def test_stripped_weights_load_into_a_run_and_into_timm(
         assert torch.equal(model.state_dict()[key], tensor)
 
 
-def test_written_files_have_no_paths(vitamp: Callable[..., Result], run: Path, tmp_path: Path) -> None:
+def test_written_files_have_no_paths(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
     copy, images = tmp_path / "run", tmp_path / "images"
     shutil.copytree(run, copy)
     save_image(images / "x.png", seed=0)
-    paths = {"DATA.DATASET": f"hf:{tmp_path}", "TRAIN.CLASS_WEIGHTS": f"{tmp_path / 'classes.txt'}"}
+    places = ("MODEL.PRETRAINED", "DATA.DATA_PATH", "DATA.CACHE", "DATA.EXCLUDE", "DATA.RELABEL", "SAVE", "TAG")
+    paths = dict.fromkeys((*places, "TRAIN.TEACHER_MODEL", "TRAIN.CLASS_WEIGHTS"), f"{tmp_path / 'x'}")
+    paths |= {"DATA.DATASET": f"hf:{tmp_path}"}
     public = {"DATA.DATASET": "hf:ylecun/mnist", "TRAIN.CLASS_WEIGHTS": "balanced"}
     for given, kept in ((paths, {"DATA.DATASET": "hf:"}), (public, public)):
         change_settings(copy, given)

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.amp.precision import Precision
 from tests.conftest import TINY_DIGITS
 from tests.engine.small import CPU, build, train, windows
-from tests.program import Result, metrics
+from tests.program import Result, Vitamp, metrics
 from tests.tools.test_compare import Trainings
 from tools.choose_precision.command import Baseline, Measured, details, judge, largest_difference, main, recommend
 from tools.choose_precision.layers import Layer, Scaled, examine_layers
@@ -53,7 +53,7 @@ def examine(root: Path, cfg: Path) -> tuple[int, str, list[str]]:
     return code, out.getvalue(), trainings.started
 
 
-def test_measurements_are_runs(examined: Any, vitamp: Callable[..., Result], tmp_path: Path) -> None:
+def test_measurements_are_runs(examined: Any, vitamp: Vitamp, tmp_path: Path) -> None:
     """The baseline is exactly what main_single_gpu.py trains; other seeds train differently."""
     cfg, _, found, folder = examined
     run = tmp_path / "run"
@@ -104,7 +104,7 @@ def test_report(examined: Any) -> None:
 
 
 @pytest.mark.slow
-def test_budget_cuts_measurements_short(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_budget_cuts_measurements_short(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ("-cfg", tiny, "-updates", 50000, "-modes", "bf16", "-output", out, "TRAIN.NUM_EPOCHS=5000")
     result = vitamp(*words, "-budget_min", 1.5, script="scripts/choose_precision.py", timeout=300, code=0)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.program import ROOT, Result, save_image
+from tests.program import ROOT, Vitamp, save_image
 from tools.common.command_line import Tool, ToolLine, above_zero, run_tool, some_of
 from tools.common.output_file import check_output_file, writing
 from tools.export import command as export
@@ -143,7 +142,7 @@ def test_full_disk_behind_standard_output_is_one_line(
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_unusable_output_is_refused_before_the_work(
-    tool: str, tree: Path, digits_run: Path, tmp_path: Path, vitamp: Callable[..., Result]
+    tool: str, tree: Path, digits_run: Path, tmp_path: Path, vitamp: Vitamp
 ) -> None:
     (tmp_path / "file").write_text("")
     (ending,) = (word.removeprefix("{out}") for word in TOOLS[tool] if word.startswith("{out}"))
@@ -184,7 +183,7 @@ def test_output_file_accepts_only_regular_files(tmp_path: Path, monkeypatch: pyt
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "old", "pipe"], "the check leaves no file"
 
 
-def test_write_error_at_the_end_is_one_line(tree: Path, vitamp: Callable[..., Result], tmp_path: Path) -> None:
+def test_write_error_at_the_end_is_one_line(tree: Path, vitamp: Vitamp, tmp_path: Path) -> None:
     words = ("-dataset", "imagefolder", "-data_path", tree, "-num_classes", "1")
     done = vitamp(*words, "-fix", tmp_path / "a.txt", "-json", tmp_path / "a.txt", script="scripts/check_data.py")
     assert done.code == 2

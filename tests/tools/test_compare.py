@@ -73,28 +73,26 @@ def compare(tiny: Path, tmp_path: Path, in_process: Callable[..., Callable[..., 
     return call
 
 
-@pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the runs that were started; each fails at once."""
+def ending_at_once(monkeypatch: pytest.MonkeyPatch, code: int) -> list[str]:
+    """The names of the runs that were started; each ends at once with this exit code."""
     started: list[str] = []
 
     def start(command: list[str], _output: IO[bytes]) -> Any:
         started.append(Path(command[command.index("-output") + 1]).name)
-        return SimpleNamespace(wait=lambda _: 1)
+        return SimpleNamespace(wait=lambda _: code)
 
     monkeypatch.setattr(runs, "start", start)
     return started
 
 
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    return ending_at_once(monkeypatch, 1)
+
+
 def test_runs_of_equal_time_may_go_on_once(compare: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that planned its epochs may take longer than planned, and be paused: it is resumed."""
-    started: list[str] = []
-
-    def start(command: list[str], _output: IO[bytes]) -> Any:
-        started.append(Path(command[command.index("-output") + 1]).name)
-        return SimpleNamespace(wait=lambda _: 0)
-
-    monkeypatch.setattr(runs, "start", start)
+    started = ending_at_once(monkeypatch, 0)
     vary = ("-vary", "lr=1e-3,1e-4", "-seeds", "1")
     said = compare(*vary, "-epochs", "auto", "-max_time", "0:10:00", code=1)
     assert started == ["lr-1e-3-0", "lr-1e-3-0", "lr-1e-4-0", "lr-1e-4-0"]

@@ -25,7 +25,7 @@ from engine.evaluation import knn
 from engine.task.several import scores_of
 from engine.trained.model import Trained, load_trained, split_of_run
 from tests.predicted import validation_predictions
-from tests.program import Result, metrics, run_program
+from tests.program import Result, Vitamp, metrics, run_program
 from tools.checkpoint import command as checkpoint
 from tools.common.evaluation import OneLabel, balanced_accuracy_interval, macro_f1_interval, ranking_intervals, table_of
 from utils.text import Interval, wilson
@@ -129,9 +129,7 @@ def test_metrics_are_those_of_validation(say: Say, digits_run: Path, tmp_path: P
     assert done.out.count("\n  9 ") == 1, "one line per class"
 
 
-def test_mirrored_images_are_averaged(
-    say: Say, vitamp: Callable[..., Result], digits_run: Path, tmp_path: Path
-) -> None:
+def test_mirrored_images_are_averaged(say: Say, vitamp: Vitamp, digits_run: Path, tmp_path: Path) -> None:
     """Against the model itself, called by hand; predict.py gives the same classes."""
     done = say(digits_run, "-tta", "flip", "-amp", "off", "-json", tmp_path / "eval.json", code=0)
     assert "-tta flip: mean of the probabilities of each image and its mirror image." in done.out

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.program import Result, metrics, save_image
+from tests.program import Vitamp, metrics, save_image
 from tools.checkpoint import command as checkpoint
 
 RECIPE = """\
@@ -46,7 +45,7 @@ def run(place: Path) -> Path:
     return place / "run"
 
 
-def evaluated(vitamp: Callable[..., Result], run: Path, *words: object) -> str:
+def evaluated(vitamp: Vitamp, run: Path, *words: object) -> str:
     """The line of evaluate.py that counts the images, after checking that it and -eval have the same metrics."""
     out = run.parent / "eval.json"
     done = vitamp(run, *words, "-json", out, "-overwrite", script="scripts/evaluate.py", code=0)
@@ -63,7 +62,7 @@ def evaluated(vitamp: Callable[..., Result], run: Path, *words: object) -> str:
 
 @pytest.mark.slow
 def test_all_of_other_data_is_evaluated_without_the_runs_exclusions(
-    vitamp: Callable[..., Result], run: Path, place: Path, tmp_path: Path
+    vitamp: Vitamp, run: Path, place: Path, tmp_path: Path
 ) -> None:
     other = folders(tmp_path / "new", "new", 5)
     found = evaluated(vitamp, run, "-data_path", other)
@@ -77,9 +76,7 @@ def test_all_of_other_data_is_evaluated_without_the_runs_exclusions(
     assert part.startswith(f"imagefolder in {other}, validation split: 3 images")
 
 
-def test_other_data_with_splits_is_evaluated_on_its_validation_split(
-    vitamp: Callable[..., Result], run: Path, tmp_path: Path
-) -> None:
+def test_other_data_with_splits_is_evaluated_on_its_validation_split(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
     for name, each in (("train", 5), ("valid", 2), ("test", 3)):
         folders(tmp_path / "new" / name, name, each)
     found = evaluated(vitamp, run, "-data_path", tmp_path / "new")
@@ -98,7 +95,7 @@ def of_splits(root: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_parts_of_a_run_on_the_folders_train_and_test(vitamp: Callable[..., Result], tmp_path: Path) -> None:
+def test_parts_of_a_run_on_the_folders_train_and_test(vitamp: Vitamp, tmp_path: Path) -> None:
     own = of_splits(tmp_path / "own")
     (tmp_path / "icons.yaml").write_text(RECIPE.format(path=own, exclude="null"))
     done = vitamp("-cfg", tmp_path / "icons.yaml", "-output", tmp_path / "run", code=0)
@@ -117,7 +114,7 @@ def test_parts_of_a_run_on_the_folders_train_and_test(vitamp: Callable[..., Resu
 
 @pytest.mark.parametrize("older", [False, True])
 def test_data_that_has_moved_keeps_the_split_of_the_run(
-    vitamp: Callable[..., Result], run: Path, place: Path, tmp_path: Path, older: bool
+    vitamp: Vitamp, run: Path, place: Path, tmp_path: Path, older: bool
 ) -> None:
     shutil.copytree(place / "own", tmp_path / "moved")
     if older:  # its checkpoint has the labels and the order of the samples, not their names
@@ -135,7 +132,7 @@ def test_data_that_has_moved_keeps_the_split_of_the_run(
 
 
 def test_stripped_weights_recognise_the_data_of_their_run(
-    vitamp: Callable[..., Result], run: Path, place: Path, tmp_path: Path
+    vitamp: Vitamp, run: Path, place: Path, tmp_path: Path
 ) -> None:
     assert checkpoint.main(["strip", str(run), "-out", str(tmp_path / "w.safetensors")]) == 0
     other = folders(tmp_path / "new", "new", 5)
@@ -145,13 +142,13 @@ def test_stripped_weights_recognise_the_data_of_their_run(
         assert said in done.out
 
 
-def test_part_is_for_evaluation(vitamp: Callable[..., Result], place: Path, run: Path, tmp_path: Path) -> None:
+def test_part_is_for_evaluation(vitamp: Vitamp, place: Path, run: Path, tmp_path: Path) -> None:
     assert run.is_dir()
     done = vitamp("-cfg", place / "icons.yaml", "-part", "test", "-output", tmp_path / "run", code=2)
     assert "-part: DATA.PART: test needs EVAL=true: training uses val" in done.err
 
 
-def test_other_tools_take_a_part_of_the_runs_data(vitamp: Callable[..., Result], run: Path, tmp_path: Path) -> None:
+def test_other_tools_take_a_part_of_the_runs_data(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
     for part, images in (("val", 3), ("train", 26), ("all", 29)):
         out = tmp_path / f"{part}.csv"
         done = vitamp(run, "-part", part, "-topk", 1, "-out", out, script="scripts/predict.py", code=0)
@@ -174,7 +171,7 @@ def test_other_tools_take_a_part_of_the_runs_data(vitamp: Callable[..., Result],
         assert said in done.err
 
 
-def test_a_table_is_recognised_as_in_training(vitamp: Callable[..., Result], run: Path, tmp_path: Path) -> None:
+def test_a_table_is_recognised_as_in_training(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
     other = folders(tmp_path / "new", "new", 2)
     lines = [f"{path.relative_to(other)};{path.parent.name}" for path in sorted(other.glob("*/*.jpg"))]
     table = tmp_path / "new" / "labels.csv"
@@ -185,7 +182,7 @@ def test_a_table_is_recognised_as_in_training(vitamp: Callable[..., Result], run
     assert "all images: 6 images" in evaluated(vitamp, run, "-data_path", table, "-columns", "file=Datei,label=Klasse")
 
 
-def test_one_image_per_class_is_evaluated(vitamp: Callable[..., Result], run: Path, tmp_path: Path) -> None:
+def test_one_image_per_class_is_evaluated(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
     other = folders(tmp_path / "new", "new", 1)
     assert "all images: 3 images" in evaluated(vitamp, run, "-data_path", other)
     words = ("-cfg", run.parent / "icons.yaml", "-data_path", other, "DATA.EXCLUDE=null", "-output", tmp_path / "out")

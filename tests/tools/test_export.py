@@ -11,7 +11,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +29,7 @@ from engine.task.one import OneLabel
 from engine.trained.model import load_trained
 from tests.datasets.pictures import decoded_by
 from tests.predicted import validation_predictions
-from tests.program import ROOT, Result, change_settings, metrics, save_image, train_tiny
+from tests.program import ROOT, Vitamp, change_settings, metrics, save_image, train_tiny
 from tests.tools.timm_alone import Tool, pictures_of
 from tools.export.formats import CheckImages, compare
 from utils.config.data import DataConfig
@@ -300,7 +299,7 @@ def test_documented_code_predicts_as_the_model_does(
     ids=["swin", "deit", "resnet"],
 )
 def test_other_models_are_exported(
-    vitamp: Callable[..., Result],
+    vitamp: Vitamp,
     export_tool: Tool,
     consumers: Path,
     imagenet: Path,
@@ -352,7 +351,7 @@ def exported(export_tool: Tool, digits_run: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_predict_and_evaluate_load_an_export(
-    export_tool: Tool, vitamp: Callable[..., Result], digits_run: Path, image: Path, tmp_path: Path, dtype: str
+    export_tool: Tool, vitamp: Vitamp, digits_run: Path, image: Path, tmp_path: Path, dtype: str
 ) -> None:
     out = tmp_path / "vit.safetensors"
     words = ("-to", "safetensors", "-out", out, "-dtype", dtype, "-weights", "ema", "-check", 8)
@@ -372,14 +371,14 @@ def test_predict_and_evaluate_load_an_export(
         assert said[0].out == said[1].out
 
 
-def test_export_is_a_teacher(vitamp: Callable[..., Result], exported: Path, tiny: Path, tmp_path: Path) -> None:
+def test_export_is_a_teacher(vitamp: Vitamp, exported: Path, tiny: Path, tmp_path: Path) -> None:
     words = ("TRAIN.DISTILLATION_TYPE=soft", f"TRAIN.TEACHER_MODEL={exported}", "-dry_run")
     done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *words, code=0)
     assert f"Teacher {exported}: mine.safetensors, plain weights" in done.out
 
 
 def test_unusable_weights_are_refused_with_working_advice(
-    vitamp: Callable[..., Result], digits_run: Path, exported: Path, image: Path, tmp_path: Path
+    vitamp: Vitamp, digits_run: Path, exported: Path, image: Path, tmp_path: Path
 ) -> None:
     header, tensors = read_header(exported), safetensors.torch.load_file(exported)
     unneeded = {key: header[key] for key in header if key not in ("settings", "choices", "fp32_modules", "metrics")}

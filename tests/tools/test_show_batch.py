@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 from PIL import Image
 
 from tests.engine.small import build, windows
-from tests.program import Result
+from tests.program import Vitamp
 from tools.show_batch.command import main
 from tools.show_batch.picture import Shown, draw, first_images
 from utils.config import load_config
@@ -64,12 +63,11 @@ def test_picture_holds_any_number_of_images(tiny: Path, tmp_path: Path, count: i
         assert min(picture.size) > 100
 
 
-def test_command_writes_a_picture(imagenet: Path, tmp_path: Path, vitamp: Callable[..., Result]) -> None:
+def test_command_writes_a_picture(imagenet: Path, tmp_path: Path, vitamp: Vitamp) -> None:
     out = tmp_path / "seen.png"
     recipe = ("-cfg", "configs/deit_tiny_patch16_224.yaml", "-data_path", imagenet, "-image_size", 32)
     words = ("-batch_size", 8, "-device", "cpu", "-num_workers", 1, "-out", out, "-count", 12)
-    done = vitamp(*recipe, *words, script="scripts/show_batch.py")
-    assert done.code == 0, done.text
+    done = vitamp(*recipe, *words, script="scripts/show_batch.py", code=0)
     assert f"12 images as the model sees them: {out}" in done.out
     with Image.open(out) as picture:
         assert picture.format == "PNG"

@@ -31,18 +31,6 @@ def error_of(line: str) -> str:
     return str(caught.value)
 
 
-def test_paddlevit_command_line_is_read() -> None:
-    line = read("-cfg=./configs/vit.yaml -dataset=imagenet2012 -batch_size=64 -data_path=/dataset/imagenet -amp")
-    assert (line.cfg, line.action, line.words) == ("./configs/vit.yaml", "train", {})
-    assert line.flags == {
-        "DATA.DATASET": ("imagenet2012", "-dataset"),
-        "DATA.BATCH_SIZE": ("64", "-batch_size"),
-        "DATA.BATCH_SIZE_EVAL": ("64", "-batch_size"),
-        "DATA.DATA_PATH": ("/dataset/imagenet", "-data_path"),
-        "AMP.ENABLED": (True, "-amp"),
-    }
-
-
 @pytest.mark.parametrize("line", ["--batch_size_eval 3", "-batch-size-eval=3", "--batch-size_eval 3"])
 def test_all_spellings_of_a_flag_are_equivalent(line: str) -> None:
     assert read(line).flags == {"DATA.BATCH_SIZE_EVAL": ("3", "-batch_size_eval")}

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from utils.config import Loaded, load_config
-from utils.config.fields import Rule, broken, excludes, needs, only_with, overridden_by, rules_of
+from utils.config.fields import rules_of
 from utils.config.keys import settings
-from utils.config.words import allowed, rule_in_words
+from utils.config.words import allowed
 from utils.errors import UserError
 
 SIZES = "DATA.IMAGE_SIZE=64 MODEL.PATCH_SIZE=16 TRAIN.SIZE_SCHEDULE"
@@ -299,17 +299,3 @@ def test_rules_name_settings_that_exist_and_say_why() -> None:
             if words is None or (" or " in words and not any(kind in words for kind in ("text", "number"))):
                 wrong += [f"{key}: {name}={value}" for value in values.split("|") if value not in (words or "")]
     assert wrong == []
-
-
-def test_setting_without_effect_breaks_no_other_rule() -> None:
-    rules = [excludes("B", why="x"), only_with("C"), overridden_by("D"), needs("E=2|3", "F!=4", why="y", at="1|2")]
-
-    def kinds(value: object, **values: object) -> list[Rule]:
-        return broken(rules, value, 0, values.get)
-
-    assert kinds(0) == []
-    assert kinds(1) == kinds(1, B=1, D=1) == [rules[1]]
-    assert kinds(1, C=1, D=1, B=1) == [rules[2]]
-    assert kinds(1, C=1, B=1) == kinds(1, C=1, B=1, E=1, F=4) == [rules[0], rules[3]]
-    assert kinds(1, C=1, E=3) == kinds(1, C=1, F=5) == kinds(3, C=1) == []
-    assert rule_in_words(rules[3]) == "1 or 2: needs E=2 or 3 or F other than 4."

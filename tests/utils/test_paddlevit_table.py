@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,13 +12,12 @@ import pytest
 import timm
 
 from models.build import check_model, timm_call
-from tests.program import Result
+from tests.program import Vitamp
 from utils.config import Loaded, ModelConfig, load_config
 from utils.config.keys import settings
 from utils.config.paddlevit import families
 from utils.errors import UserError
 
-Vitamp = Callable[..., Result]
 MODELS = {name: family for family in families().values() for name in family.models}
 ARGUMENTS = {
     "DOWNSAMPLES": "downsamples",
@@ -175,11 +173,9 @@ def test_paddlevit_file_runs_from_the_command_line(vitamp: Vitamp, tmp_path: Pat
         "xcit_nano_12_p16_224, PATCH_SIZE: 16, EMBED_DIM: 128, DEPTH: 12, NUM_HEADS: 4, ETA: 0.5, TOKENS_NORM: False, "
         "NUM_CLASSES: 10}\nTHREADS: 1\nDEVICE: cpu\n"
     )
-    done = vitamp("-cfg", file, "-dry_run")
-    assert done.code == 0, done.text
+    done = vitamp("-cfg", file, "-dry_run", code=0)
     assert "MODEL.NAME xcit_nano_12_p16_224; the file restates its sizes (PATCH_SIZE, EMBED_DIM, " in done.text
-    refused = vitamp("-cfg", file, "-print_config", "MODEL.DEPTH=13")
-    assert refused.code == 2
+    refused = vitamp("-cfg", file, "-print_config", "MODEL.DEPTH=13", code=2)
     assert "MODEL.DEPTH 13 (timm's: 12)" in refused.text
 
 

@@ -20,14 +20,6 @@ def complaint(data: DataConfig, num_classes: int = 3) -> str:
     return str(caught.value)
 
 
-def test_unknown_data_set_is_refused_with_the_closest_name() -> None:
-    said = complaint(settings(DATASET="imagenet"))
-    assert "Did you mean imagenet2012?" in said
-    assert "digits, imagefolder, imagenet2012" in said
-    with pytest.raises(UserError, match="imagenet2012"):
-        open_dataset(settings(DATASET="imagenet"), True, 3, 0, CPU)
-
-
 @pytest.mark.parametrize("name", ["imagenet2012", "imagefolder"])
 def test_data_path_without_data_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ from datasets.sources.imagefolder import class_files
 from models.weights.find import check_pretrained
 from tests.datasets.opened import settings
 from tests.datasets.shards.tar_files import picture, samples, write_set, write_tar
-from tests.program import ROOT, Result, save_image
+from tests.program import ROOT, Vitamp, save_image
 from tools.predict.images import find_images
 from utils.config.data import DataConfig
 from utils.errors import UserError
@@ -87,13 +86,12 @@ def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
         os.close(only_regular(tmp_path, os.O_RDONLY))
 
 
-def test_training_replaces_images_that_are_not_files(tree: Path, tmp_path: Path, vitamp: Callable[..., Result]) -> None:
+def test_training_replaces_images_that_are_not_files(tree: Path, tmp_path: Path, vitamp: Vitamp) -> None:
     for kind in KINDS:
         odd(tree / "train" / "class_0" / f"{kind}.png", kind)
     save_image(tree / "train" / "class_0" / "one_more.png", seed=1)  # five full batches, so that every image is read
     words = ("-data_path", tree, "-output", tmp_path / "run", "DATA.MAX_BAD=3")
-    done = vitamp("-cfg", "configs/vit_digits.yaml", *SMALL, *words, timeout=SECONDS)
-    assert done.code == 0, done.text
+    done = vitamp("-cfg", "configs/vit_digits.yaml", *SMALL, *words, timeout=SECONDS, code=0)
     for name, called in (("pipe", "named pipe"), ("socket", "socket"), ("endless", "character device")):
         assert f"{name}.png cannot be read: it is a {called}, not a file. The next image replaces it." in done.text
 
@@ -103,12 +101,9 @@ def test_training_replaces_images_that_are_not_files(tree: Path, tmp_path: Path,
     [("-cfg", "{pipe}"), ("-cfg", "configs/vit_digits.yaml", "DATA.EXCLUDE={pipe}", "-dataset", "digits")],
     ids=["-cfg", "exclude"],
 )
-def test_settings_that_name_a_pipe_are_refused(
-    words: tuple[str, ...], tmp_path: Path, vitamp: Callable[..., Result]
-) -> None:
+def test_settings_that_name_a_pipe_are_refused(words: tuple[str, ...], tmp_path: Path, vitamp: Vitamp) -> None:
     odd(tmp_path / "pipe", "pipe")
-    done = vitamp(*(word.format(pipe=tmp_path / "pipe") for word in words), timeout=SECONDS)
-    assert done.code == 2
+    done = vitamp(*(word.format(pipe=tmp_path / "pipe") for word in words), timeout=SECONDS, code=2)
     assert "it is a named pipe, not a file" in done.text
 
 

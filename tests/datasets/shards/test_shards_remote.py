@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
@@ -15,7 +15,7 @@ from datasets.images import Images
 from tests.datasets.opened import CPU, of_shards, pixels
 from tests.datasets.shards.serving import ByteRanges, serving
 from tests.datasets.shards.tar_files import write_set
-from tests.program import Result
+from tests.program import Vitamp
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.text import redacted
@@ -99,7 +99,7 @@ def test_server_that_ignores_ranges_is_refused(tmp_path: Path) -> None:
                 check_dataset(of_shards(f"{place}/set"), 3)
 
 
-def test_password_of_a_url_reaches_no_file(tmp_path: Path, vitamp: Callable[..., Result], address: str) -> None:
+def test_password_of_a_url_reaches_no_file(tmp_path: Path, vitamp: Vitamp, address: str) -> None:
     """Neither of the log, nor of the settings: a resume needs the URL again, and says so."""
     pytest.importorskip("aiohttp", reason="reading over http needs aiohttp")
     write_set(tmp_path / "set", [6, 6])
@@ -108,11 +108,9 @@ def test_password_of_a_url_reaches_no_file(tmp_path: Path, vitamp: Callable[...,
     model = ("MODEL.NAME=t", "MODEL.PATCH_SIZE=4", "MODEL.EMBED_DIM=16", "MODEL.DEPTH=1", "MODEL.NUM_HEADS=2")
     words = (*model, "DATA.IMAGE_SIZE=8", "-num_classes", 3, "-batch_size", 4, "-device", "cpu", "THREADS=1")
     cache = f"DATA.CACHE={tmp_path / 'cache'}"
-    first = vitamp("-dataset", "shards", "-data_path", url, *words, cache, "TRAIN.NUM_EPOCHS=1", "-output", run)
-    assert first.code == 0, first.text
+    first = vitamp("-dataset", "shards", "-data_path", url, *words, cache, "TRAIN.NUM_EPOCHS=1", "-output", run, code=0)
     again = ("-resume", run, "TRAIN.NUM_EPOCHS=2")
-    without = vitamp(*again)
-    assert without.code == 2
+    without = vitamp(*again, code=2)
     assert "is without its password. Give the whole URL: -data_path" in without.err
     assert vitamp(*again, "-data_path", url).code == 0
     files = [path for path in run.rglob("*") if path.is_file()]

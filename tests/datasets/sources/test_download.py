@@ -17,7 +17,7 @@ from datasets import check_dataset, open_dataset
 from datasets.sources.published import fetch_once
 from tests.datasets.opened import CPU, settings
 from tests.datasets.sources.published import FETCHERS, FOLDERS, MAKERS
-from tests.program import Result
+from tests.program import Vitamp
 from tests.waiting import until
 from utils.errors import UserError
 
@@ -168,9 +168,7 @@ def test_download_warns_for_data_sets_without_one(tmp_path: Path, caplog: pytest
     assert "DOWNLOAD" not in caplog.text
 
 
-def test_download_without_a_network_ends_the_run_with_a_remedy(
-    tmp_path: Path, tiny: Path, vitamp: Callable[..., Result]
-) -> None:
+def test_download_without_a_network_ends_the_run_with_a_remedy(tmp_path: Path, tiny: Path, vitamp: Vitamp) -> None:
     nobody = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
     changes = ("-dataset", "cifar10", "-data_path", tmp_path / "data", "DATA.DOWNLOAD=true")
     done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *changes, env={**nobody, "no_proxy": "", "NO_PROXY": ""})

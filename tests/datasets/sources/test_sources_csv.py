@@ -17,7 +17,7 @@ from engine.inputs.mixing import Mixing
 from engine.task.several import SeveralLabels
 from tests.datasets.opened import CPU, settings
 from tests.datasets.sources.published import image
-from tests.program import Result
+from tests.program import Vitamp
 from utils.config import TrainConfig
 from utils.config.data import DataConfig
 from utils.errors import UserError
@@ -156,7 +156,7 @@ def test_csv_validation_class_missing_in_training_is_refused(table: Callable[...
 
 @pytest.mark.parametrize("missing", ["train.csv", "val.csv", "both", "folder", "path"])
 def test_missing_csv_error_shows_the_expected_layout(
-    tmp_path: Path, table: Callable[..., Path], vitamp: Callable[..., Result], tiny: Path, missing: str
+    tmp_path: Path, table: Callable[..., Path], vitamp: Vitamp, tiny: Path, missing: str
 ) -> None:
     root = two(table, rows(ANIMALS), rows(ANIMALS))
     for name in {"both": ["train.csv", "val.csv"], "folder": [], "path": []}.get(missing, [missing]):
@@ -288,7 +288,7 @@ def test_mixup_mixes_rows(mode: str) -> None:
         assert torch.equal(mixed.labels[row], labels[row] if lam >= 0.5 else labels[23 - row])
 
 
-def test_a_table_of_one_class_is_not_trained_on(table: Callable[..., Path], vitamp: Callable[..., Result]) -> None:
+def test_a_table_of_one_class_is_not_trained_on(table: Callable[..., Path], vitamp: Vitamp) -> None:
     place = table(rows(["cat"] * 12))
     done = vitamp("-data_path", place, "-num_classes", "auto", code=2)
     assert f"csv in {place} has one class, so there is nothing to learn" in done.err

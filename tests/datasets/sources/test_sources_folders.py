@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from tests.datasets.layouts import lay_out
 from tests.datasets.opened import CPU, of_shards, settings
 from tests.datasets.shards.tar_files import samples, write_tar
 from tests.datasets.sources.published import image
-from tests.program import Result
+from tests.program import Vitamp
 from utils.config.data import DataConfig
 from utils.errors import UserError
 
@@ -120,7 +119,7 @@ def test_empty_classes_of_shards_are_named(tmp_path: Path, said: pytest.LogCaptu
     assert warnings_of(data, 3, said)[0] == f"The training {owner} 1 of its 3 classes (the first: bee)."
 
 
-def test_folders_of_systems_are_no_classes(vitamp: Callable[..., Result], unparted: Path, tiny: Path) -> None:
+def test_folders_of_systems_are_no_classes(vitamp: Vitamp, unparted: Path, tiny: Path) -> None:
     for name in ("__MACOSX", ".git", "rose/__MACOSX"):
         image(unparted / name / "x.png")
     image(unparted / "loose.png")
@@ -129,11 +128,11 @@ def test_folders_of_systems_are_no_classes(vitamp: Callable[..., Result], unpart
     assert "skipped hidden folders 3 (.git, __MACOSX, ...), images beside the class folders 1 (loose.png)" in done.text
 
 
-def test_data_path_that_is_not_read_is_refused(vitamp: Callable[..., Result], unparted: Path, tiny: Path) -> None:
+def test_data_path_that_is_not_read_is_refused(vitamp: Vitamp, unparted: Path, tiny: Path) -> None:
     refused = vitamp("-cfg", tiny, "-data_path", unparted, code=2)
     assert "digits is not read from it. To use the images there, name their layout, as in -dataset" in refused.err
 
 
-def test_print_config_shows_the_recognised_data_set(vitamp: Callable[..., Result], unparted: Path) -> None:
+def test_print_config_shows_the_recognised_data_set(vitamp: Vitamp, unparted: Path) -> None:
     shown = vitamp("-data_path", unparted, "-print_config", code=0)
     assert re.search(rf"  DATASET: imagefolder +# recognised in {unparted}\n", shown.out)

@@ -17,7 +17,7 @@ from datasets import check_dataset, open_dataset
 from datasets.images import Images
 from tests.datasets.opened import CPU, settings
 from tests.datasets.sources.published import FOLDERS, MAKERS, cifar10, cifar100, python_two, torchvisions
-from tests.program import Result
+from tests.program import Vitamp
 from utils.config.data import DataConfig
 from utils.errors import UserError
 
@@ -191,7 +191,7 @@ def test_cifar_files_of_a_newer_python_are_read(tmp_path: Path, protocol: int) -
         assert one.equal(other)
 
 
-def test_caltech_is_found_in_any_case_below_its_parent(tmp_path: Path, vitamp: Callable[..., Result]) -> None:
+def test_caltech_is_found_in_any_case_below_its_parent(tmp_path: Path, vitamp: Vitamp) -> None:
     MAKERS["caltech256"](tmp_path)
     (tmp_path / "caltech256" / "256_ObjectCategories").rename(tmp_path / "caltech256" / "256_objectcategories")
     (tmp_path / "caltech256").rename(tmp_path / "Caltech256")
@@ -210,12 +210,11 @@ DEVICE: CPU
 """
 
 
-def test_training_on_cifar(tmp_path: Path, vitamp: Callable[..., Result]) -> None:
+def test_training_on_cifar(tmp_path: Path, vitamp: Vitamp) -> None:
     cifar10(tmp_path, images=10)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)
     common = ("-cfg", recipe, "-data_path", tmp_path)
     for name, changes in (("memory", ()), ("files", ("TRAIN.RAND_AUGMENT=true",)), ("crops", ("DATA.CROP=random",))):
-        done = vitamp(*common, "-output", tmp_path / name, *changes)
-        assert done.code == 0, done.text
+        done = vitamp(*common, "-output", tmp_path / name, *changes, code=0)
         assert "Step[0006/0006]" in done.out

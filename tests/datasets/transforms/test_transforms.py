@@ -12,7 +12,6 @@ from PIL import Image
 from timm.data.transforms_factory import transforms_imagenet_eval
 from torchvision.transforms import v2
 
-from datasets.base import Box
 from datasets.memory import BatchAffine
 from datasets.transforms.pixels import Pixels
 from tests.datasets.opened import CPU, settings
@@ -133,11 +132,6 @@ def test_random_crops_have_torchvisions_distribution(size: tuple[int, int], scal
 def test_image_too_long_for_any_crop_is_center_cropped(size: tuple[int, int], box: tuple[int, ...]) -> None:
     drawn = boxes(settings(CROP_SCALE=(0.9, 1.0)), *size, 5)
     assert {tuple(row) for row in drawn.tolist()} == {box}
-
-
-def test_validation_decodes_no_more_than_it_needs() -> None:
-    box = Pixels(settings(IMAGE_SIZE=224), False).views(500, 375).box
-    assert box == Box(0, 0, 417, 355)
 
 
 def affine(row: list[float], image: torch.Tensor, **values: float) -> torch.Tensor:

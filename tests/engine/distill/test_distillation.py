@@ -28,7 +28,7 @@ from engine.preflight import resolve
 from engine.setup import ReadyToTrain
 from engine.task.one import OneLabel
 from tests.engine.small import CPU, build, train, windows
-from tests.program import Result, metrics, train_tiny
+from tests.program import Vitamp, metrics, train_tiny
 from utils.config import TrainConfig, load_config
 from utils.errors import UserError
 from utils.seeding import seed_all
@@ -268,7 +268,7 @@ def test_teacher_of_other_classes_or_with_changed_weights_is_refused(student: St
 
 @pytest.mark.slow
 def test_distillation_on_two_sharded_processes_equals_one(
-    vitamp: Callable[..., Result], tiny: Path, teacher_run: Path, tmp_path: Path
+    vitamp: Vitamp, tiny: Path, teacher_run: Path, tmp_path: Path
 ) -> None:
     given = [f"{key.replace('__', '.')}={value}" for key, value in {**DISTILLED, **MIXED}.items()]
     words = ("-cfg", tiny, *given, "TRAIN.DISTILLATION_TYPE=hard", "-teacher_model", teacher_run, "REPORT_FREQ=1")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from engine.machine import device
 from engine.machine.device import pick_device
 from engine.machine.environment import _check_devices, environment_table
-from tests.program import Result
+from tests.program import Vitamp
 from utils.config import Config
 from utils.config.data import DataConfig
 from utils.distributed.world import World
@@ -96,7 +95,7 @@ def test_notice_names_why_no_gpu_is_visible(
     assert device.no_gpu_notice(Config(DEVICE="cpu"), CPU, env) is None
 
 
-def test_notice_is_logged_once_per_run(vitamp: Callable[..., Result], tiny: Path) -> None:
+def test_notice_is_logged_once_per_run(vitamp: Vitamp, tiny: Path) -> None:
     tiny.write_text(tiny.read_text().replace("DEVICE: cpu\n", ""))
     command = ("-cfg", tiny, "-ngpus", 2, "-dry_run")
     done = vitamp(*command, script="main_multi_gpu.py", env={"CUDA_VISIBLE_DEVICES": ""})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from engine.measure.throughput import (
 from tests.datasets.shards.serving import ByteRanges, serving
 from tests.datasets.shards.tar_files import write_set
 from tests.engine.small import CPU
-from tests.program import Result
+from tests.program import Vitamp
 
 ON_A_GPU = Setting("cuda", amp=True, compiled=True, workers=8, cores=16)
 NAP = 0.12
@@ -198,7 +198,7 @@ def slow_source(tmp_path: Path) -> Iterator[str]:
 
 
 def test_slow_data_source_is_reported_as_input_bound(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path, slow_source: str
+    vitamp: Vitamp, tiny: Path, tmp_path: Path, slow_source: str
 ) -> None:
     data = ("-dataset", "shards", "-data_path", slow_source, "-batch_size", 4, "-num_workers", 0)
     words = ("DATA.IMAGE_SIZE=16", "DATA.IMAGE_CHANNELS=3", "MODEL.NUM_CLASSES=3", f"DATA.CACHE={tmp_path / 'cache'}")

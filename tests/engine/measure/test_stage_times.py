@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from engine.measure.throughput import (
     Throughput,
 )
 from tests.engine.small import CPU, build, train
-from tests.program import Result, metrics
+from tests.program import Vitamp, metrics
 
 NAP = 0.08
 ENDS = re.compile(r"Stages: data \d+% copy \d+% forward \d+% backward \d+% optimiser \d+% other \d+% of [\d.e+]+ ms$")
@@ -157,9 +156,7 @@ def test_slow_stage_is_found(tiny: Path, monkeypatch: pytest.MonkeyPatch, part: 
     assert found.seconds == pytest.approx(expected)
 
 
-def test_stages_are_logged_and_do_not_change_training(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
-) -> None:
+def test_stages_are_logged_and_do_not_change_training(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     words = ("-cfg", tiny, "TRAIN.NUM_EPOCHS=1", "REPORT_FREQ=20")
     off = vitamp(*words, "-output", tmp_path / "off")
     on = vitamp(*words, "-output", tmp_path / "on", "REPORT_STAGES=true", "-profile", 2)

@@ -19,9 +19,9 @@ from engine.machine import memory
 from engine.machine.device import Run
 from engine.machine.memory import GIB, free_memory, held_memory, limited
 from engine.memory import batch_size
-from engine.memory.batch_size import Trial, largest_divisor, largest_that_fits, settle_batch
+from engine.memory.batch_size import Trial, largest_that_fits, settle_batch
 from tests.engine.small import CPU
-from tests.program import Result, metrics
+from tests.program import Vitamp, metrics
 from utils.config import Config, load_config
 from utils.distributed.world import ALONE, World
 from utils.errors import UserError
@@ -70,14 +70,6 @@ def test_search_finds_the_largest_batch(most: int, room: int) -> None:
     assert answer == (largest if largest < 8 or largest == most else largest // 8 * 8)
     assert len(tried) == len(set(tried)) <= 15
     assert max(tried) <= most
-
-
-@pytest.mark.parametrize(
-    ("target", "fitting", "share"),
-    [(528, 184, 176), (512, 184, 128), (512, 5000, 512), (500, 184, 125), (1000, 184, 125), (7, 4, 1), (48, 47, 24)],
-)
-def test_largest_divisor_of_the_global_batch(target: int, fitting: int, share: int) -> None:
-    assert largest_divisor(target, fitting) == share
 
 
 @pytest.mark.parametrize(("mib", "size"), [(8.7, 8), (44, 40), (100, 88), (5, 4)])
@@ -167,13 +159,10 @@ def test_global_batch_sets_the_accumulation(tiny: Path) -> None:
         settled("100")
 
 
-def test_auto_batch_equals_the_same_number_and_is_kept_on_resume(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
-) -> None:
+def test_auto_batch_equals_the_same_number_and_is_kept_on_resume(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     words = ["TRAIN.MODEL_EMA=true", "MODEL.DROPOUT=0.1", "TRAIN.MAX_UPDATES=12", "SAVE_EVERY_UPDATES=8"]
     auto = tmp_path / "auto"
-    done = vitamp("-cfg", tiny, *AUTO, *words, "-output", auto)
-    assert done.code == 0, done.text
+    done = vitamp("-cfg", tiny, *AUTO, *words, "-output", auto, code=0)
     size = json.loads((auto / "run.json").read_text())["choices"]["batch_size"]
     assert size % 8 == 0
     assert re.search(
@@ -196,8 +185,7 @@ def test_auto_batch_equals_the_same_number_and_is_kept_on_resume(
     for path in sorted((auto / "checkpoints").glob("step-*"))[1:]:
         shutil.rmtree(path)
     (auto / "checkpoints" / "index.json").unlink()
-    again = vitamp("-cfg", tiny, *AUTO, *words, "-output", auto, "-resume", "auto")
-    assert again.code == 0, again.text
+    again = vitamp("-cfg", tiny, *AUTO, *words, "-output", auto, "-resume", "auto", code=0)
     assert f"DATA.BATCH_SIZE auto: {size}, which this run found when it began." in again.out
     assert (auto / "checkpoints" / last / file).read_bytes() == saved[0]
     meta = json.loads((auto / "checkpoints" / last / "meta.json").read_text())
@@ -205,25 +193,21 @@ def test_auto_batch_equals_the_same_number_and_is_kept_on_resume(
 
 
 @pytest.mark.slow  # two runs
-def test_resume_on_other_processes_keeps_the_global_batch(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
-) -> None:
+def test_resume_on_other_processes_keeps_the_global_batch(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert vitamp("-cfg", tiny, "-batch_size", 96, "TRAIN.MAX_UPDATES=3", "-output", run).code == 0
-    done = vitamp("-resume", run, *AUTO, "TRAIN.MAX_UPDATES=5", "DATA.BATCH_SIZE_EVAL=null")
-    assert done.code == 0, done.text
+    done = vitamp("-resume", run, *AUTO, "TRAIN.MAX_UPDATES=5", "DATA.BATCH_SIZE_EVAL=null", code=0)
     (told,) = [line for line in done.out.splitlines() if line.startswith("DATA.BATCH_SIZE auto")]
     assert told.endswith("= 96 images per update.")
 
 
-def test_evaluation_reports_the_fitting_batch(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
-    done = vitamp("-cfg", tiny, *AUTO, "-eval", "-output", tmp_path / "eval")
-    assert done.code == 0, done.text
+def test_evaluation_reports_the_fitting_batch(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
+    done = vitamp("-cfg", tiny, *AUTO, "-eval", "-output", tmp_path / "eval", code=0)
     assert json.loads((tmp_path / "eval" / "run.json").read_text())["choices"]["batch_size"] == 360
     assert "DATA.BATCH_SIZE auto: 360 fits (" in done.out, "all images of the split"
 
 
-def test_tools_and_fsdp_refuse_auto_batch(vitamp: Callable[..., Result], tiny: Path) -> None:
+def test_tools_and_fsdp_refuse_auto_batch(vitamp: Vitamp, tiny: Path) -> None:
     done = vitamp("-cfg", tiny, *AUTO, script="scripts/choose_precision.py")
     assert (done.code, done.err.count("auto does not work in this tool")) == (2, 1), done.text
     with pytest.raises(UserError, match=r"auto is not possible with DIST\.STRATEGY fsdp"):

@@ -14,7 +14,7 @@ from engine.machine.device import Run
 from engine.machine.memory import IN_VALIDATION, is_out_of_memory
 from engine.memory.out_of_memory import describe, ways_out
 from tests.engine.small import CPU, build
-from tests.program import ROOT, Result, metrics
+from tests.program import ROOT, Result, Vitamp, metrics
 from utils.config import load_config
 from utils.distributed.world import ALONE
 
@@ -40,7 +40,7 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def small_device(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> SmallDevice:
+def small_device(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> SmallDevice:
     """Run the tiny recipe on a device with little memory: `small_device(words, ABOVE=16)`."""
     script = tmp_path / "small_device.py"
     script.write_text(SMALL_DEVICE)
@@ -116,15 +116,12 @@ def test_out_of_memory_before_the_first_update_exits_with_2(small_device: SmallD
 
 
 @pytest.mark.slow  # two processes, and only what one of them says is new
-def test_rank_out_of_memory_is_named_and_ends_the_others(
-    vitamp: Callable[..., Result], tiny: Path, tmp_path: Path
-) -> None:
+def test_rank_out_of_memory_is_named_and_ends_the_others(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     """Rank 1 of two has memory for only 8 images from its 13th update on."""
     (tmp_path / "sitecustomize.py").write_text(SMALL_DEVICE.partition("if __name__")[0])
     words = ("-cfg", tiny, "-ngpus", 2, "-output", tmp_path / "run", "-batch_size", 16, "REPORT_FREQ=5")
     small = {"PYTHONPATH": str(tmp_path), "ABOVE": "8", "FROM": "13", "ON_RANK": "1"}
-    done = vitamp(*words, script="main_multi_gpu.py", env=small)
-    assert done.code == 1, done.text
+    done = vitamp(*words, script="main_multi_gpu.py", env=small, code=1)
     assert done.err.count("out of memory in update 13") == 1
     assert "rank 1 on " in done.err
     assert "-batch_size 8 -accum_iter 2" in done.err

@@ -16,12 +16,12 @@ import pytest
 from engine import preflight
 from engine.measure.meters import Best
 from engine.report.trackers import TrackedRun
-from tests.program import Result, metrics
+from tests.program import Vitamp, metrics
 from utils.config import Config, load_config
 from utils.errors import UserError
 
 
-def test_resumed_run_continues_at_wandb(vitamp: Callable[..., Result], tiny: Path, tmp_path: Path) -> None:
+def test_resumed_run_continues_at_wandb(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     """With the package itself, offline; training is not affected."""
     pytest.importorskip("wandb")
     words = ("-cfg", tiny, "-amp", "bf16", "REPORT_FREQ=5", "SAVE_EVERY_UPDATES=10")

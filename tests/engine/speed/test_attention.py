@@ -285,15 +285,6 @@ def test_other_attention_classes_are_not_packed() -> None:
     assert not any(isinstance(module, PackedAttention) for module in swin.modules())
 
 
-def test_applied_kinds_replace_each_other(layer: Any, taken: list[tuple[int, ...]]) -> None:
-    x, calls = torch.randn(2, 17, 64), []
-    for kind in (PACKED, "fused", PACKED, "plain"):
-        AttentionKernel().apply(built_of(layer), kind)
-        under_autocast(layer, x)
-        calls.append(len(taken))
-    assert calls == [1, 1, 2, 2]
-
-
 def failing(*_: Any) -> None:
     raise RuntimeError("out of resources\nand more")
 

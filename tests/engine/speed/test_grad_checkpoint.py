@@ -9,12 +9,11 @@ import pytest
 import torch
 from timm.models import create_model
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from engine.amp.overflow import OverflowWatch
 from engine.setup import ReadyToTrain
 from engine.speed.grad_checkpoint import RecomputedBlocks
-from tests.engine.small import build, built_of, chosen, train, windows
+from tests.engine.small import build, built_of, chosen, saved_bytes, train, windows
 from utils.errors import UserError
 
 RANDOM = {"MODEL__DEPTH": 3, "MODEL__DROPOUT": 0.2, "MODEL__ATTENTION_DROPOUT": 0.1, "MODEL__DROPPATH": 0.3}
@@ -24,20 +23,6 @@ AMP = {"AMP__ENABLED": "true", "AMP__INIT_LOSS_SCALING": 1024}
 def trained(ready: ReadyToTrain) -> list[Tensor]:
     train(ready, 3)
     return list(ready.model.state_dict().values())
-
-
-def bytes_kept(model: nn.Module, images: Tensor) -> int:
-    """For the backward pass, parameters among them."""
-    kept: dict[int, int] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with saved_tensors_hooks(note, lambda tensor: tensor):
-        model(images).sum()
-    return sum(kept.values())
 
 
 @pytest.mark.parametrize(
@@ -67,9 +52,9 @@ def test_more_recomputed_blocks_save_more_memory() -> None:
         model = create_model("test_vit", num_classes=3, depth=6, proj_drop_rate=0.1)
         if wanted != "none":
             RecomputedBlocks().apply(built_of(model), wanted)
-        kept[wanted] = bytes_kept(model, torch.randn(8, 3, 160, 160))
+        kept[wanted] = saved_bytes(model, torch.randn(8, 3, 160, 160))
         model.eval()
-        assert bytes_kept(model, torch.randn(8, 3, 160, 160)) > 0.5 * kept["none"], "only training recomputes"
+        assert saved_bytes(model, torch.randn(8, 3, 160, 160)) > 0.5 * kept["none"], "only training recomputes"
     assert kept["blocks"] < kept[2] < kept[3] < kept["none"]
     assert kept["blocks"] < 0.35 * kept["none"]
 
@@ -89,7 +74,7 @@ def test_recomputing_updates_running_statistics_once(name: str) -> None:
         torch.manual_seed(1)
         model(images).square().sum().backward()
         found.append([*(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()])
-        found[-1].append(torch.tensor(bytes_kept(model, images)))
+        found[-1].append(torch.tensor(saved_bytes(model, images)))
     (*plain, kept), (*recomputed, kept_then) = found
     assert len(plain) == len(recomputed)
     assert all(map(torch.equal, plain, recomputed))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +30,7 @@ from engine.trained.model import load_trained
 from tests.engine.small import CPU
 from tests.label_sets import write_recipe, write_set
 from tests.predicted import validation_predictions
-from tests.program import Result, metrics
+from tests.program import Vitamp, metrics
 from utils.distributed.world import ALONE
 from utils.errors import AllRanksError
 
@@ -92,7 +91,7 @@ def test_metrics_equal_scikit_learn(batch_size: int, ranks: int, coarse: bool) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_run_equals_scikit_learn(vitamp: Callable[..., Result], tmp_path: Path, processes: int) -> None:
+def test_a_run_equals_scikit_learn(vitamp: Vitamp, tmp_path: Path, processes: int) -> None:
     """A class of the validation images has no positive, and their number is divided by neither batch nor processes."""
     write_set(tmp_path)
     table = tmp_path / "val.csv"

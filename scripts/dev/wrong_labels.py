@@ -74,7 +74,7 @@ def by_training(line: ToolLine, images: Images, labels: np.ndarray, seed: int) -
         for index, label in enumerate(labels):
             link = Path(folder, "images", images.classes[label], images.name(index).replace("/", "_"))
             link.parent.mkdir(parents=True, exist_ok=True)
-            os.link(Path(images.data.DATA_PATH) / images.name(index), link)
+            os.link(Path(str(images.data.DATA_PATH)) / images.name(index), link)
         flags = {**line.run.flags, "DATA.DATA_PATH": (f"{folder}/images", "")}
         line = replace(line, run=replace(line.run, flags=flags))
         again = open_images(line.load({"MODEL.NUM_CLASSES": ("auto", "")}).config, "all")

@@ -1,13 +1,11 @@
-"""Optimisers beside AdamW, learning rates by layer, and the schedule wsd: imported only where a run asks for them."""
+"""Optimisers beside AdamW, and learning rates by layer: imported only where a run asks for them."""
 
 from __future__ import annotations
 
-import math
 from inspect import signature
 from typing import Any
 
 import torch
-from timm.scheduler.scheduler import Scheduler
 from torch import nn
 from torch.optim import Optimizer
 
@@ -96,27 +94,3 @@ def describe_fine_tuning(config: Config, model: nn.Module, optimizer: Optimizer,
         rates = f"learning rate {most}" if least == most else f"learning rates from {least} to {most}"
         parts.append(f"{rates} (layer decay {train.LAYER_DECAY:g})")
     return "; ".join(parts)
-
-
-class WarmupStableDecay(Scheduler):
-    """Linear warm-up, a constant learning rate, and a decay by 1 - sqrt from update `begin` to update `total`.
-
-    It needs `total` only to decay, so that a run made longer before that goes on as if it had been so from the start.
-    The shape is the best of those compared in https://arxiv.org/abs/2405.18392. timm's WSDLRScheduler has the same, but
-    only in its latest releases.
-    """
-
-    def __init__(
-        self, optimizer: Optimizer, warmup: int, begin: int, total: int, start_lr: float, end_lr: float
-    ) -> None:
-        super().__init__(optimizer, "lr", t_in_epochs=False)
-        self._warmup, self._begin, self._total = warmup, begin, total
-        self._start_lr, self._end_lr = start_lr, end_lr
-
-    def _get_lr(self, t: int) -> list[float]:
-        if t < self._warmup:
-            return [self._start_lr + t * ((base - self._start_lr) / self._warmup) for base in self.base_values]
-        if t <= self._begin:
-            return list(self.base_values)
-        left = 1 - math.sqrt(min(1.0, (t - self._begin) / (self._total - self._begin)))
-        return [self._end_lr + (base - self._end_lr) * left for base in self.base_values]

@@ -15,6 +15,7 @@ from timm.scheduler.cosine_lr import CosineLRScheduler
 from timm.scheduler.multistep_lr import MultiStepLRScheduler
 from timm.scheduler.scheduler import Scheduler
 from timm.scheduler.step_lr import StepLRScheduler
+from timm.scheduler.wsd_lr import WSDLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -39,10 +40,10 @@ def build_scheduler(optimizer: Optimizer, train: TrainConfig, rates: tuple[float
         milestones = sorted(epoch * per_epoch + 1 for epoch in shape.MILESTONES)
         return MultiStepLRScheduler(optimizer, milestones, decay_rate=shape.DECAY_RATE, warmup_prefix=False, **common)
     if shape.NAME == "wsd":
-        begin = round(train.epochs_before_decay * per_epoch)
-        from engine.optim.others import WarmupStableDecay
-
-        return WarmupStableDecay(optimizer, warmup, begin, total, start_lr, end_lr)
+        # Its decay is 1 - sqrt, the best shape of those compared in https://arxiv.org/abs/2405.18392. Where the warm-up
+        # leaves no epoch for a decay, timm still asks for one step of it, which comes after the last update.
+        decay = max(1, total - round(train.epochs_before_decay * per_epoch))
+        return WSDLRScheduler(optimizer, max(1, total - warmup), decay, lr_min=end_lr, **common)
     if shape.NAME == "cosine" or shape.NAME == "warmupcosine":
         # timm warns about a length of 1. A cosine of one update only uses its first value.
         return CosineLRScheduler(optimizer, max(2, total - warmup), lr_min=end_lr, warmup_prefix=True, **common)

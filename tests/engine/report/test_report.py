@@ -14,9 +14,9 @@ from engine.amp.overflow import Blame
 from engine.measure import throughput
 from engine.measure.meters import Position, Reading, clock, seconds_of
 from engine.measure.throughput import Perf, Throughput
-from engine.report.health import report_skip
 from engine.report.reporter import Reporter
 from engine.task.one import Means
+from engine.trainer import report_skip
 from tests.engine.small import CPU
 from utils.config import Config
 from utils.distributed.world import BY_HAND, SLURM, World

@@ -1,21 +1,124 @@
-"""Choose and apply the speed-ups of a model; see speedup.py.
+"""Choose and apply the speed-ups of a model; see speedup.py. That of attention, which every model may have, is here.
 
 The choices are shown in the banner, saved in run.json and checkpoints, and used again by a resumed run.
+
+The kernels of attention give the same result, in times that differ several times over. On a CPU `auto` follows a rule
+from measurements: timing could choose another kernel in the next run, and the same command must give the same bits. On
+a GPU `auto` times the kernels at this model's shape, once, and saves the choice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
 
 from engine.amp.precision import Precision
 from engine.inputs.batches import Inputs
-from engine.speed.attention import AttentionKernel
-from engine.speed.speedup import BuiltModel, Speedup
+from engine.speed.speedup import (
+    FUSED,
+    FUSED_OPERATOR,
+    KINDS,
+    KINDS_ELSEWHERE,
+    OWN,
+    PACKED,
+    PLAIN,
+    BuiltModel,
+    Choice,
+    Speedup,
+    attention_layers,
+    backends_of,
+    packed_is_possible,
+)
 from utils.config import Config
 from utils.distributed.world import World, broadcast, on_every_rank
+from utils.errors import UserError
+
+INSIDE_FUSED = frozenset({"softmax", "matmul", "matmul_v2", "bmm"})
+"""Operators inside a fused kernel, where AMP's lists have no effect."""
+_sdpa_kernel = ExitStack()
+
+
+class AttentionKernel(Speedup):
+    key = "attention"
+
+    def choose(self, built: BuiltModel) -> Choice:
+        wanted = built.config.attention
+        if (by_rule := attention_by_rule(built)) is not None:
+            return by_rule
+        if wanted == "auto" and built.config.DETERMINISTIC:
+            return Choice(FUSED, "torch's choice; not timed, since timing could choose another kind in the next run")
+        # Rank 0 decides for all; times depend on the batch size, which may still be unknown.
+        if not built.world.first or not isinstance(built.config.DATA.BATCH_SIZE, int):
+            return Choice(FUSED if wanted == "auto" else wanted)
+        from engine.speed.attention_race import race_attention
+
+        return race_attention(built)
+
+    def apply(self, built: BuiltModel, value: str) -> None:
+        """Use a kind for every pass of this process, recomputation and validation included."""
+        for layer in attention_layers(built.model):
+            layer.fused_attn = value not in (PLAIN, OWN)
+            if value == PACKED:
+                from engine.speed.packed_attention import use_packed
+
+                use_packed(layer)
+            elif getattr(layer, "packed", False):
+                layer.packed = False
+        _sdpa_kernel.close()
+        backends = backends_of(value)
+        if backends:
+            from torch.nn.attention import sdpa_kernel
+
+            _sdpa_kernel.enter_context(sdpa_kernel(backends, set_priority=True))
+
+    def words(self, choice: Choice) -> str:
+        return f"attention {choice.value}" + (f" ({choice.why})" if choice.why else "")
+
+
+def attention_by_rule(built: BuiltModel) -> Choice | None:
+    """The choice that needs no timing; None if kernels must be timed or tried on this GPU."""
+    config, before, listed = built.config, built.before.get("attention"), built.listed
+    wanted = config.attention
+    named = f"SPEED +{wanted}"
+    device = built.precision.device.type
+    kinds = KINDS.get(device, KINDS_ELSEWHERE)
+    if not attention_layers(built.model):
+        if wanted not in ("auto", PLAIN):
+            raise UserError(f"{named}: {built.name} has no attention layer whose kernel can be chosen; leave it out.")
+        return Choice(OWN)
+    if wanted not in (*kinds, "auto"):
+        raise UserError(f"{named}: {device} supports only {' and '.join(kinds)}; leave it out.")
+    inside = INSIDE_FUSED & listed
+    if inside and wanted not in ("auto", PLAIN):
+        raise UserError(
+            f"{named}: AMP's lists would have no effect on {', '.join(sorted(inside))} inside a "
+            "fused operator; use -fused, or leave it out."
+        )
+    if wanted == PACKED and device == "cuda" and not packed_is_possible(listed):
+        operators = ", ".join(sorted(FUSED_OPERATOR & listed))
+        lists = f"AMP's lists, which affect torch's operators only, name {operators}"
+        why = lists if operators else "it needs the package triton, which is not installed"
+        raise UserError(f"{named}: {why}; use +fused, or leave it out.")
+    if inside:
+        return Choice(PLAIN, "so that AMP's lists take effect")
+    if wanted != "auto":  # a GPU has some kinds for some models only
+        must_try = device == "cuda" and (wanted == PACKED or backends_of(wanted))
+        return None if must_try else Choice(wanted, "as asked for")
+    # packed must be tried on this GPU
+    if before in kinds and before != PACKED and config.wants(str(before)) is not False:
+        return Choice(before, "as before the resume")
+    if device == "cuda":
+        return None
+    # The fastest in measurements from 17 to 197 tokens; see docs/dev/kernels.md.
+    if device != "cpu":
+        return Choice(FUSED, "torch's choice")
+    if built.precision.level != "O0":
+        return Choice(PLAIN, "half precision on a CPU")
+    return Choice(FUSED, "fp32 on a CPU")
+
 
 RECORDED = ("attention", "linear_patches", "fused_mlp", "channels_last")
 """Keys in run.json and checkpoints; the value is False where a speed-up cannot be chosen."""

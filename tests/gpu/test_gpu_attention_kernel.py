@@ -13,10 +13,10 @@ from timm.layers.attention import Attention
 from torch import Tensor
 
 from engine.compile.compiled import CACHE
-from engine.speed.attention import AttentionKernel
 from engine.speed.kernels.attention import packed_attention
 from engine.speed.packed_attention import PackedAttention
 from engine.speed.speedup import KINDS, PACKED
+from engine.speed.tuning import AttentionKernel
 from tests.engine.small import built_of
 from tests.engine.speed import exact_attention as exact
 from tests.gpu.runs import Train, apart, on_a_gpu_alone, skip_if_missing

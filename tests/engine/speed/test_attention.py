@@ -18,12 +18,11 @@ import engine.speed.kernels.attention as kernels
 import engine.speed.packed_attention as packed
 from engine.amp.precision import Precision
 from engine.inputs.batches import Inputs
-from engine.speed.attention import AttentionKernel, attention_by_rule
 from engine.speed.attention_race import first_call, race, race_attention, winner
 from engine.speed.kernels.attention import supports
 from engine.speed.packed_attention import PackedAttention, can_be_packed, packed_only
 from engine.speed.speedup import PACKED, BuiltModel, Choice, attention_layers
-from engine.speed.tuning import speed_up
+from engine.speed.tuning import AttentionKernel, attention_by_rule, speed_up
 from tests.engine.small import BF16, CPU, OFF, build, built_of, chosen, train
 from tests.engine.speed.exact_attention import apart, exact_attention
 from utils.config import AmpConfig, load_config

@@ -34,7 +34,7 @@ from engine.optim.schedule import DeviceSchedule, Schedule, build_scheduler
 from engine.speed.tuning import speed_up
 from engine.task import task_of
 from engine.task.base import Task
-from engine.task.losses import loss_named
+from engine.task.losses import WeightedCrossEntropy, class_weights, loss_named
 from engine.update import TrainState
 from models.build import build_model
 from models.parts import BATCH_NORM, classifiers
@@ -265,8 +265,6 @@ def weights_of_classes(config: Config, train_set: ImageDataset) -> np.ndarray | 
     setting, loss = config.TRAIN.CLASS_WEIGHTS, loss_named(config.TRAIN.LOSS)
     if setting is None or loss.weighs == "nothing":
         return None
-    from engine.task.other_losses import class_weights
-
     return class_weights(setting, config.MODEL.NUM_CLASSES, train_set.sample_labels())
 
 
@@ -294,8 +292,6 @@ def build_train_state(
     criterion = task.loss(train, None if weights is None else torch.tensor(weights, dtype=torch.float32)).to(device)
     mixed, weighted = None, False
     if weights is not None:
-        from engine.task.other_losses import WeightedCrossEntropy
-
         alone = train.ACCUM_ITER * world.size == 1  # one micro-batch an update: its mean is the update's
         if isinstance(criterion, WeightedCrossEntropy):
             weighted = True

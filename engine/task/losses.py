@@ -1,14 +1,96 @@
-"""Losses for labels (TRAIN.LOSS). A teacher's loss is added in `engine/distill`."""
+"""Losses for labels (TRAIN.LOSS) and class weights (TRAIN.CLASS_WEIGHTS). `engine/distill` adds a teacher's loss."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+import numpy as np
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from datasets.labels import images_of_classes
 from utils.config.train import TrainConfig
+from utils.errors import UserError
 from vitamp.registry import own_named
+
+BALANCED = "balanced"
+KEY = "TRAIN.CLASS_WEIGHTS"
+
+
+def class_weights(setting: str, classes: int, labels: np.ndarray) -> np.ndarray:
+    """Weight of each output of the classifier, float64. `labels`: of the training split."""
+    if setting != BALANCED:
+        raise UserError(f"{KEY}: expected {BALANCED} or null, got {setting!r}")
+    counts = images_of_classes(labels, classes)
+    # Classes without images get 1: label smoothing alone ever asks for their weight.
+    return np.where(counts > 0, counts.sum() / ((counts > 0).sum() * np.maximum(counts, 1)), 1.0)
+
+
+class BinaryCrossEntropy(nn.Module):
+    """Binary cross-entropy of each class, as timm's `BinaryCrossEntropy` computes it.
+
+    Labels are made one-hot. Smoothing mixes targets with 1 / `outcomes`. timm does that in its mixup; here the loss
+    does it, with the same result. With one label, the outcomes are the classes; with several, each class has two, so
+    that targets move towards 0.5, as timm's `smooth_dense` does.
+    """
+
+    positive_weights: Tensor | None
+
+    def __init__(self, train: TrainConfig, outcomes: int, positive_weights: Tensor | None = None) -> None:
+        super().__init__()
+        self.outcomes = outcomes
+        self.smoothing, self.threshold = train.SMOOTHING, train.BCE_TARGET_THRESH
+        self.register_buffer("positive_weights", positive_weights)
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if not targets.is_floating_point():
+            classes = torch.arange(logits.shape[-1], device=logits.device)
+            targets = (targets.unsqueeze(1) == classes).to(logits.dtype)
+        if self.smoothing:
+            targets = targets * (1 - self.smoothing) + self.smoothing / self.outcomes
+        if self.threshold is not None:
+            targets = (targets > self.threshold).to(targets.dtype)
+        total = F.binary_cross_entropy_with_logits(logits, targets, pos_weight=self.positive_weights, reduction="sum")
+        return total / logits.numel()
+
+
+class WeightedCrossEntropy(nn.Module):
+    """Mean cross-entropy of a micro-batch, in which each image counts with the weight of its class.
+
+    So the loss of an update is the sum of (class weight x loss) over all its images, divided by the sum of their class
+    weights, however it is cut into micro-batches: `MicroBatch.weight` weighs those.
+
+    For labels it is torch's. For mixed targets, one row of probabilities per image, torch divides by the number of
+    images; this divides by the sum of the images' weights, each the mean of its classes' weights by their
+    probabilities. So a target that is one class alone gives the same as its label.
+    """
+
+    weights: Tensor
+
+    def __init__(self, weights: Tensor, smoothing: float) -> None:
+        super().__init__()
+        self.register_buffer("weights", weights)
+        self.smoothing = smoothing
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if not targets.is_floating_point():
+            return F.cross_entropy(logits, targets, self.weights, label_smoothing=self.smoothing)
+        total = F.cross_entropy(logits, targets, self.weights, label_smoothing=self.smoothing, reduction="sum")
+        # Not a matrix product, which autocast would compute in half precision.
+        return total / (targets * self.weights).sum()
+
+
+class OwnFunction(nn.Module):
+    """A function (logits, targets) as a module."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return self.function(logits, targets)
 
 
 class Loss(NamedTuple):
@@ -25,15 +107,7 @@ class Loss(NamedTuple):
 def _cross_entropy(train: TrainConfig, _outcomes: int, weights: Tensor | None) -> nn.Module:
     if weights is None:
         return nn.CrossEntropyLoss(label_smoothing=train.SMOOTHING)
-    from engine.task.other_losses import WeightedCrossEntropy
-
     return WeightedCrossEntropy(weights, train.SMOOTHING)
-
-
-def _bce(train: TrainConfig, outcomes: int, weights: Tensor | None) -> nn.Module:
-    from engine.task.other_losses import BinaryCrossEntropy
-
-    return BinaryCrossEntropy(train, outcomes, weights)
 
 
 def _describe_bce(train: TrainConfig) -> str:
@@ -43,7 +117,7 @@ def _describe_bce(train: TrainConfig) -> str:
 
 LOSSES = {
     "ce": Loss(_cross_entropy, lambda _train: "", "images"),
-    "bce": Loss(_bce, _describe_bce, "positives"),
+    "bce": Loss(BinaryCrossEntropy, _describe_bce, "positives"),
 }
 
 
@@ -56,8 +130,6 @@ def loss_named(name: str) -> Loss:
         own = own_named("loss", name)
         assert own is not None  # checked with the settings
         made = own.made()
-        from engine.task.other_losses import OwnFunction
-
         return made if isinstance(made, nn.Module) else OwnFunction(made)
 
     return Loss(build, lambda _train: f"loss {name}, of your own", "nothing")

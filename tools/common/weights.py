@@ -16,8 +16,8 @@ from datasets.shards import hub
 from engine.checkpoint.find import OtherVersion, resumable
 from engine.checkpoint.folder import raising_os_errors
 from engine.checkpoint.saver import size_words
-from engine.task.other_losses import BALANCED
-from engine.task.other_losses import KEY as CLASS_WEIGHTS
+from engine.task.losses import BALANCED
+from engine.task.losses import KEY as CLASS_WEIGHTS
 from tools.common.output_file import writing
 from tools.common.turns import progress
 from utils.config.kinds import OWN_SETTING

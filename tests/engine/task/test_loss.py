@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from datasets import EpochOrder
 from engine.distill.teacher import DistillationLoss
 from engine.inputs.mixing import Mixing
+from engine.task.losses import WeightedCrossEntropy, class_weights
 from engine.task.one import OneLabel
-from engine.task.other_losses import WeightedCrossEntropy, class_weights
 from engine.update import accumulate
 from tests.engine.small import build, windows
 from utils.config import TrainConfig
@@ -130,7 +130,7 @@ def test_weights_of_micro_batches_give_the_mean_of_the_global_batch(size: int, a
 def table(monkeypatch: pytest.MonkeyPatch) -> Tensor:
     """Weights that differ more than those of the digits."""
     weights = np.array([0.25 + digit**2 for digit in range(10)])
-    monkeypatch.setattr("engine.task.other_losses.class_weights", lambda *_: weights)
+    monkeypatch.setattr("engine.setup.class_weights", lambda *_: weights)
     return torch.from_numpy(weights)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import platform
@@ -185,10 +186,7 @@ class FolderLock:
                 os.ftruncate(self._handle, 0)  # not removed: two runs could then lock two files of this name
                 # Unlock explicitly: closing is not enough while a data worker that was forked meanwhile has the file
                 # open.
-                with contextlib.suppress(ImportError):
-                    import fcntl
-
-                    fcntl.flock(self._handle, fcntl.LOCK_UN)
+                fcntl.flock(self._handle, fcntl.LOCK_UN)
                 os.close(self._handle)
 
     def _keep_alive(self, handle: int) -> None:
@@ -206,10 +204,6 @@ class FolderLock:
 
 def _locked(handle: int, patience: float) -> bool:
     """Try to lock, for up to `patience` seconds: a killed holder and its data workers may take a moment to exit."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return True
     end = time.monotonic() + patience
     while True:
         try:

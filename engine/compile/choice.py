@@ -172,7 +172,7 @@ def _missing_tool(device: torch.device) -> str | None:
     if not any(map(shutil.which, names)):
         return f"torch.compile needs a compiler, and there is no {' or '.join(names)}"
     headers = Path(sysconfig.get_path("include", "posix_prefix"))  # Debian's default scheme has another folder
-    if sys.platform != "win32" and not (headers / "Python.h").is_file():
+    if not (headers / "Python.h").is_file():
         return f"torch.compile needs Python's headers (python3-dev), and there is no {headers / 'Python.h'}"
     if device.type == "cuda":
         from torch.utils._triton import has_triton

@@ -28,9 +28,8 @@ BEGAN = time.monotonic()
 
 # Requests to stop, by priority: the largest one of all ranks wins.
 NOTHING, TIME_IS_UP, CTRL_C, ENDED = range(4)
-REQUESTS = {signal.SIGINT: CTRL_C, signal.SIGTERM: ENDED}
-if hasattr(signal, "SIGUSR1"):
-    REQUESTS[signal.SIGUSR1] = ENDED  # sent by clusters shortly before they end a job
+# Clusters send SIGUSR1 shortly before they end a job.
+REQUESTS = {signal.SIGINT: CTRL_C, signal.SIGTERM: ENDED, signal.SIGUSR1: ENDED}
 EXIT_CODES = {TIME_IS_UP: EXIT_DONE, CTRL_C: EXIT_INTERRUPTED, ENDED: EXIT_STOPPED}
 
 WORDS = {

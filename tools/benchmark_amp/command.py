@@ -96,7 +96,7 @@ def amp_report(results: Results) -> list[str]:
     # If the time ran out, one may have a window more: averages are over the windows of both.
     both = min(map(len, windows.values()))
     averages = {name: statistics.fmean(seconds[:both]) for name, seconds in windows.items()} if both else {}
-    rows = [["", *(_ordinal(n) for n in range(1, results["rounds"] + 1)), "average", "speed-up"]]
+    rows = [["", *map(str, range(1, results["rounds"] + 1)), "average", "speed-up"]]
     for name, seconds in windows.items():
         cells = [shown(second, 4) for second in seconds[:both]] + ["-"] * (results["rounds"] - both)
         speedup = averages[OFF] / averages[ON] if name == ON and both else None
@@ -105,11 +105,6 @@ def amp_report(results: Results) -> list[str]:
     title = f"Seconds per {iterations} iterations, {results.subject()}; {ON} means {means}"
     choices = results.choices_lines({OFF: OFF, ON: ON})
     return results.report(title, rows, [results.control_line(OFF, "seconds"), *choices, results.iteration_line()])
-
-
-def _ordinal(number: int) -> str:
-    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th") if number % 100 not in (11, 12, 13) else "th"
-    return f"{number}{ending}"
 
 
 PRECISIONS_ABOUT = """Memory, iterations/s, images/s and speed-up of each precision.

@@ -10,7 +10,7 @@ import importlib
 import torch
 
 from datasets.base import HUB_PREFIX, ImageDataset, Samples, Source, distinct, part_of, parts_read
-from datasets.labels import ANY_LABEL, check_gaps
+from datasets.labels import ANY_LABEL, check_gaps, log_unused_outputs
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
 from utils.log import log
@@ -129,8 +129,10 @@ def check_dataset(data: DataConfig, num_classes: int, train: bool = True) -> Non
         if source.check is not None:
             source.check(data, num_classes, train)
         elif source.samples is not None:
-            for part in parts_read(data, train, source.parts(data)):
-                source.samples(data, part, num_classes)
+            parts = parts_read(data, train, source.parts(data))
+            classes, *_ = [source.samples(data, part, num_classes).classes for part in parts]
+            if classes is not None:
+                log_unused_outputs(len(classes), num_classes, f"The data set {data.DATASET}")
     except UserError as error:
         from datasets.recognise import offering_layout
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from datasets.base import UNSPLIT, Part, Source
-from datasets.labels import check_class_count, log_unused_outputs
+from datasets.labels import check_class_count
 from datasets.memory import ArraySamples
 from datasets.sources.split import no_such_part, split, split_by_fold
 from utils.config.data import DataConfig
@@ -29,19 +29,15 @@ VALIDATION_FRACTION = 0.2
 @cache  # both splits are in one file
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
     """Pixels (1797 x 8 x 8, uint8, 0..255) and labels from scikit-learn's file, without importing scikit-learn."""
-    with gzip.open(_file(), "rt", encoding="ascii") as lines:
-        table = np.loadtxt(lines, delimiter=",")
-    pixels = np.rint(table[:, :-1] * (255 / BRIGHTEST)).astype(np.uint8)
-    return pixels.reshape(-1, SIDE, SIDE), table[:, -1].astype(np.int64)
-
-
-def _file() -> Path:
     spec = importlib.util.find_spec("sklearn")
     folders = spec.submodule_search_locations if spec else None
     file = Path(folders[0]) / "datasets" / "data" / "digits.csv.gz" if folders else None
     if file is None or not file.is_file():
         raise UserError("DATA.DATASET digits: scikit-learn is missing. Run: pip install --force-reinstall scikit-learn")
-    return file
+    with gzip.open(file, "rt", encoding="ascii") as lines:
+        table = np.loadtxt(lines, delimiter=",")
+    pixels = np.rint(table[:, :-1] * (255 / BRIGHTEST)).astype(np.uint8)
+    return pixels.reshape(-1, SIDE, SIDE), table[:, -1].astype(np.int64)
 
 
 def _samples(data: DataConfig, part: Part, num_classes: int) -> ArraySamples:
@@ -57,10 +53,4 @@ def _samples(data: DataConfig, part: Part, num_classes: int) -> ArraySamples:
     return ArraySamples(pixels[chosen, :, :, None], labels[chosen], CLASSES, "digits")
 
 
-def _check(data: DataConfig, num_classes: int, train: bool) -> None:  # noqa: ARG001 - both splits are in one file
-    _file()
-    check_class_count(len(CLASSES), num_classes, "The data set digits")
-    log_unused_outputs(len(CLASSES), num_classes, "The data set digits")
-
-
-SOURCE = Source(_samples, _check, arrays="whole", parts=lambda _: UNSPLIT, reads_path=False)
+SOURCE = Source(_samples, arrays="whole", parts=lambda _: UNSPLIT, reads_path=False)

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from datasets.base import UNSPLIT, Part, Source, parts_read
-from datasets.labels import check_class_count, log_unused_outputs
+from datasets.base import UNSPLIT, Part, Source
+from datasets.labels import check_class_count
 from datasets.memory import ArraySamples
 from datasets.sources.files import FileSamples, data_folder, in_any_case, split_files
 from datasets.sources.imagefolder import class_files, subfolders
@@ -137,15 +137,10 @@ def _caltech(classes: int, clutter: str, example: str, megabytes: int, record: s
             raise published.damaged(folder, f"{inner} has no images in class folders")
         return files
 
-    def check(data: DataConfig, num_classes: int, train: bool) -> None:
-        files = files_of(data, num_classes)
-        log_unused_outputs(len(files.classes or ()), num_classes, f"The data set {data.DATASET}")
-        split_files(files, data, parts_read(data, train, UNSPLIT)[-1])
-
     def samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
         return split_files(files_of(data, num_classes), data, part)
 
-    return Source(samples, check, fetches=True, parts=lambda _: UNSPLIT)
+    return Source(samples, fetches=True, parts=lambda _: UNSPLIT)
 
 
 CALTECH101 = _caltech(101, "BACKGROUND_Google", "accordion/image_0001.jpg", 137, "20086")
@@ -221,11 +216,7 @@ def _cifar(
         pixels, labels = map(np.concatenate, zip(*(read(place, name, len(names)) for name in files), strict=True))
         return ArraySamples(pixels, labels, names, f"{data.DATASET}:{'test' if part == 'val' else part}")
 
-    def check(data: DataConfig, num_classes: int, train_split: bool) -> None:
-        names = samples(data, "all" if train_split else "val", num_classes).classes or ()
-        log_unused_outputs(len(names), num_classes, f"The data set {data.DATASET}")
-
-    return Source(samples, check, arrays="cropped", fetches=True)
+    return Source(samples, arrays="cropped", fetches=True)
 
 
 BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))

@@ -36,6 +36,7 @@ def test_digits_split_is_always_the_same() -> None:
 
 
 def test_digits_without_scikit_learn_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_digits.cache_clear()
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"is missing\. Run: pip install --force-reinstall scikit-learn"):
         check_dataset(settings(DATASET="digits"), 10)

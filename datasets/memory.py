@@ -9,12 +9,11 @@ import copy
 
 import numpy as np
 import torch
-from torchvision.transforms import InterpolationMode
-from torchvision.transforms.v2 import functional
 
-from datasets.base import PAD, PADDING, Batch, ImageDataset, Key, Samples, mean_colour, resized_size, sample_table
+from datasets.base import PAD, PADDING, Batch, ImageDataset, Key, Samples, mean_colour, sample_table
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
+from vitamp.timm_model import Resized
 
 
 class BatchAffine:
@@ -172,19 +171,8 @@ class InMemory(ImageDataset):
 
 def resized(images: torch.Tensor, data: DataConfig, squeezed: bool) -> torch.Tensor:
     """Images (B x C x H x W) at the model's size: squeezed into the square, or the centre by DATA.CROP_MODE."""
-    size, mode = data.IMAGE_SIZE, InterpolationMode(data.INTERPOLATION)
-    if squeezed:
-        if images.shape[-2:] == (size, size):
-            return images
-        return functional.resize(images, [size, size], mode, antialias=True)
-    wide, high = resized_size(data, images.shape[-1], images.shape[-2])
-    if (high, wide) != images.shape[-2:]:
-        images = functional.resize(images, [high, wide], mode, antialias=True)
-    if min(wide, high) < size:
-        left, top = max(0, size - wide), max(0, size - high)
-        edges = [left // 2, top // 2, (left + 1) // 2, (top + 1) // 2]
-        images = functional.pad(images, edges, fill=list(mean_colour(data)[: images.shape[1]]))
-    return functional.center_crop(images, [size, size])
+    mode, border = "none" if squeezed else data.CROP_MODE, mean_colour(data)[: images.shape[1]]
+    return Resized(data.IMAGE_SIZE, mode, data.CROP_PCT, data.INTERPOLATION, border)(images)
 
 
 def planes(pixels: np.ndarray, channels: int) -> torch.Tensor:

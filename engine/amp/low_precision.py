@@ -25,7 +25,6 @@ from utils.config.schema import AmpConfig
 from utils.distributed.world import World, sum_over_ranks
 from utils.errors import UserError, nearest
 from utils.log import log
-from utils.text import counted
 
 # Batch norm is always in fp32: its running statistics are, and its kernels take no weights of another dtype.
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, *BATCH_NORM)
@@ -129,7 +128,7 @@ def prepare_model(model: nn.Module, amp: AmpConfig, precision: Precision) -> Non
         get = getattr(model, "get_classifier", None)  # as timm's models report it
         left_out = convert_to_fp8(model, precision.device, get() if get else None, forced_modules(model))
         log.info(
-            "fp8: linear layers left in bf16 (the classifier, or sizes not multiples of 16): %s",
+            "fp8: linear layers left in bf16 (the classifier, adapters, or sizes not multiples of 16): %s",
             ", ".join(left_out) or "none",
         )
     if precision.level == "O3":
@@ -266,15 +265,12 @@ def convert_to_fp8(
             "Real fp8 needs compute capability 8.9 or newer (Ada, Hopper, Blackwell)."
         )
     left_out: list[str] = []
-    adapted: list[str] = []
 
     def is_convertible(module: nn.Module, name: str) -> bool:
         if not isinstance(module, nn.Linear) or is_inside(name, in_fp32):
             return False
-        if has_adapters(module):  # conversion would remove them
-            adapted.append(name)
-            return False
         suits = module is not classifier and module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0
+        suits = suits and not has_adapters(module)  # conversion would remove them
         if not suits:
             left_out.append(name)
         return suits
@@ -284,8 +280,6 @@ def convert_to_fp8(
     # A weight's gradient is summed over the tokens of a batch, whose number must be a multiple of 16 as well.
     object.__setattr__(config, "pad_inner_dim", True)
     convert_to_float8_training(model, config=config, module_filter_fn=is_convertible)
-    if adapted:
-        log.info("fp8: %s with adapters (MODEL.LORA) compute in bf16.", counted(len(adapted), "layer"))
     return left_out
 
 

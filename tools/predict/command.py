@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 
 FORMATS = ("table", "csv", "json", "jsonl")
+DEVICES = ("cpu", "cuda", "mps")
 OWN = (
     Flag(
         "topk",
@@ -74,13 +75,7 @@ OWN = (
     command_line.NO_CALIBRATION,
     *command_line.TRUST,
     replace(BY_NAME["amp"], default_text="as in the run's validation", append=False),
-    Flag(
-        "device",
-        "cpu, cuda or mps",
-        "NAME",
-        default_text="the run's device if available, else the best",
-        choices=("cpu", "cuda", "mps"),
-    ),
+    replace(BY_NAME["device"], default_text="the run's device if available, else the best", choices=DEVICES),
     Flag("batch_size", "images per batch", "N", default_text="as in the run's validation", kind=whole(1)),
     Flag("num_workers", "loading processes", "N", default_text="depends on the number of cores", kind=whole(0)),
 )

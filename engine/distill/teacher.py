@@ -128,12 +128,9 @@ PADDLEVIT = "regnety_160"
 """Architecture of PaddleViT's default teacher, for files that do not say which model they are of"""
 PADDLEVIT_FILE = "regnety_160.pdparams"
 """Where PaddleViT looks for its weights"""
-RANDOM = "random"
-"""NAME=random: random weights, to try out a command"""
 FORMS = (
     f"Give a model of timm that has pretrained weights (for example {EXAMPLE}), a run or checkpoint, or "
-    "NAME=FILE: timm's name of the model, and the file of its weights. NAME=random has random weights, to try out a "
-    "command."
+    "NAME=FILE: timm's name of the model, and the file of its weights."
 )
 
 
@@ -201,17 +198,14 @@ def check_teacher(config: Config) -> None:
     if train.TEACHER_MODEL is None:
         raise UserError(f"TRAIN.DISTILLATION_TYPE {train.DISTILLATION_TYPE} needs a teacher: set {KEY}. {FORMS}")
     name, place = _parse(train.TEACHER_MODEL, config.MODEL.TYPE.casefold() in TAUGHT)
-    if name is not None and place != RANDOM:  # of a run, the files are checked when they are loaded
+    if name is not None:  # of a run, the files are checked when they are loaded
         try:
             with _errors_name_teacher():
                 check_pretrained(place)
         except UserError as error:
             if place != EXAMPLE:
                 raise
-            raise UserError(
-                f"{error}\n  or give PaddleViT's file: -teacher_model {PADDLEVIT_FILE}; or -teacher_model "
-                f"{PADDLEVIT}={RANDOM}, to try out the command with random weights"
-            ) from None
+            raise UserError(f"{error}\n  or give PaddleViT's file: -teacher_model {PADDLEVIT_FILE}") from None
 
 
 def default_teacher(config: Config) -> tuple[str, str] | None:
@@ -293,25 +287,22 @@ def _load_source(setting: str, config: Config, precision: Precision) -> TeacherM
     assert pretrained is not None  # is_timm_name
     classes, header = pretrained.num_classes if place == name else config.MODEL.NUM_CLASSES, {}
     model = timm.create_model(name, num_classes=classes, in_chans=channels)
-    if place == RANDOM:
-        log.warning("%s %s: random weights teach noise; use them only to try out a command.", KEY, setting)
-    else:
-        for parameter in model.parameters():
-            parameter.detach().fill_(torch.nan)
-        try:
-            with _errors_name_teacher():
-                header = preprocessing_in(read_header(Path(place))) or {}
-                check_fields(Input, header, Path(place))
-                load_pretrained(model, place, name)
-        except UserError as error:
-            if name != PADDLEVIT or name in setting:
-                raise
-            raise UserError(f"{error}\n{UNNAMED(setting)}, so {PADDLEVIT} was tried. {FORMS}") from None
-        if any(parameter.isnan().any() for parameter in model.parameters()):
-            raise UserError(
-                f"{KEY} {setting}: some weights of {name} with {classes} classes are missing. A teacher needs its "
-                "classifier, too."
-            )
+    for parameter in model.parameters():
+        parameter.detach().fill_(torch.nan)
+    try:
+        with _errors_name_teacher():
+            header = preprocessing_in(read_header(Path(place))) or {}
+            check_fields(Input, header, Path(place))
+            load_pretrained(model, place, name)
+    except UserError as error:
+        if name != PADDLEVIT or name in setting:
+            raise
+        raise UserError(f"{error}\n{UNNAMED(setting)}, so {PADDLEVIT} was tried. {FORMS}") from None
+    if any(parameter.isnan().any() for parameter in model.parameters()):
+        raise UserError(
+            f"{KEY} {setting}: some weights of {name} with {classes} classes are missing. A teacher needs its "
+            "classifier, too."
+        )
     size = header.get("image_size", pretrained.input_size[-1])
     mean, std = (tuple(header.get(key, getattr(pretrained, key))) for key in ("mean", "std"))
     if len(mean) != channels:  # grey images, and a teacher trained on colour
@@ -331,7 +322,7 @@ def _parse(setting: str, taught: bool) -> tuple[str | None, str]:
     if separator and is_timm_name(name):
         if not file:
             raise UserError(f"{KEY} {setting}: no file after the =. {FORMS}")
-        return name, file if file == RANDOM else str(Path(file).expanduser())
+        return name, str(Path(file).expanduser())
     path = Path(setting).expanduser()
     with _errors_name_teacher():
         header = read_header(path)

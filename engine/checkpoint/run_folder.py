@@ -36,7 +36,7 @@ from utils.record.run_folder import (
 )
 from utils.text import redacted
 from vitamp.checkpoints import BASE, CHECKPOINTS, INDEX
-from vitamp.files import kind_of_path, parse_json, read_regular_text, try_to_write, write_atomically
+from vitamp.files import parse_json, read_regular_text, try_to_write, write_atomically
 from vitamp.metrics import NO_LABELS
 
 WRITTEN_WHOLE = ("broken.txt", "curves.png", INDEX, BASE, CONFIG, ABOUT, DATA, METRICS_FILE, "wandb.json")
@@ -69,19 +69,9 @@ def make_run_folder(run: Run, kind: str, lock: FolderLock | None = None) -> Path
                         path.unlink()
             # An existing folder of checkpoints may be on another disk, or something else: can they be written?
             root = folder / CHECKPOINTS
-            if root.is_dir():
-                if (root / INDEX).exists() and not (root / INDEX).is_file():
-                    raise UserError(
-                        f"{root / INDEX}: is {kind_of_path(root / INDEX)}, so the last and the best checkpoint cannot "
-                        "be recorded. Remove it; resuming does not need it."
-                    )
+            if root.exists() or root.is_symlink():
                 with os_errors_as_user_errors(root):
                     try_to_write(root / INDEX)
-            elif root.exists() or root.is_symlink():
-                what = kind_of_path(root) or f"a link to {os.readlink(root)}, which does not exist"
-                raise UserError(
-                    f"{root}: is {what}, so no checkpoint can be saved. Fix this, or choose another -output."
-                )
         return str(folder)
 
     folder = Path(broadcast(on_rank_0(world, make), world))

@@ -8,7 +8,7 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -126,20 +126,6 @@ def rows_of(images: Images, suspects: Sequence[Suspect], decision: str) -> str:
     return text.getvalue()
 
 
-class Method(Protocol):
-    folds: int
-    features: np.ndarray | None
-    """In which images are near that look alike; None for the logits"""
-
-    def logits(self, images: Images, seed: int) -> np.ndarray:
-        """Of the distinct images, each by a model that was trained without its fold."""
-        ...
-
-    def logits_of_others(self, images: Images) -> np.ndarray:
-        """Of images that were not searched."""
-        ...
-
-
 @dataclass
 class ByFeatures:
     """A linear classifier of a frozen model's features."""
@@ -148,6 +134,7 @@ class ByFeatures:
     pool: str
     folds: int = FOLDS
     features: np.ndarray | None = None
+    """In which images are near that look alike; None for the logits"""
     classifier: Classifier | None = None
     """Of all distinct images"""
 
@@ -169,6 +156,7 @@ class ByFeatures:
             return features_of(trained, trained.config, images.dataset, images.data, ALONE, bar.update)
 
     def logits(self, images: Images, seed: int) -> np.ndarray:
+        """Of the distinct images, each by a model that was trained without its fold."""
         self.features = self._features(images).of(self.pool)
         labels = images.labels[images.distinct]
         labels = labels.astype(np.int64 if labels.ndim == 1 else np.float32)
@@ -182,6 +170,7 @@ class ByFeatures:
         return logits
 
     def logits_of_others(self, images: Images) -> np.ndarray:
+        """Of images that were not searched."""
         assert self.classifier is not None
         return self.classifier.logits(self._features(images).of(self.pool)).numpy()
 
@@ -250,6 +239,9 @@ class ByTraining:
             for trained in map(trained_last, self.runs)
         ]
         return torch.stack(of_models).mean(0).double().cpu().numpy()[:, : len(images.classes)]
+
+
+Method = ByFeatures | ByTraining
 
 
 def load_with(line: ToolLine, given: Mapping[str, tuple[Any, str]]) -> Config:

@@ -115,15 +115,8 @@ def _previous_choice(previous: Mapping[str, Any], device: torch.device) -> tuple
     if how is None:
         return None
     device_before = str(previous.get("computed_in", device.type)).partition(" ")[0]
-    missing = None if how == NONE else _missing_tool(device)
-    if device_before == device.type and missing is None:
-        return how, "as before the resume"
-    log.info(
-        "The resumed run used TRAIN.COMPILE %s, but %s, so TRAIN.COMPILE is chosen again.",
-        how,
-        f"on {device_before} instead of {device.type}" if device_before != device.type else missing,
-    )
-    return None
+    works_here = device_before == device.type and (how == NONE or _missing_tool(device) is None)
+    return (how, "as before the resume") if works_here else None
 
 
 def _by_gain(config: Config, parts: TrainState, updates: int) -> tuple[str, str]:

@@ -118,8 +118,6 @@ def test_gpu_checkpoint_resumes_on_a_cpu_without_compiling(vitamp: Vitamp, tiny:
         told["choices"] |= {"compile": "whole", "computed_in": "cuda fp32"}
         write_meta(meta, told)
     done = vitamp(*words, "-resume", "auto", env={"CXX": "no-such-compiler"}, code=0)
-    chosen_again = "used TRAIN.COMPILE whole, but on cuda instead of cpu, so TRAIN.COMPILE is chosen again."
-    assert f"The resumed run {chosen_again}" in done.out
     assert "compile    none (auto: on cpu compiling takes longer than it saves)" in done.out
     assert json.loads((run / "run.json").read_text())["choices"]["compile"] == "none"
     last = max(run.glob("checkpoints/step-*"))

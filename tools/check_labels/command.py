@@ -22,7 +22,6 @@ before; 130 interrupted.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -120,7 +119,6 @@ def write(images: Images, found: Found, out: Path) -> None:
     files = {
         SUSPECTS: rows_of(images, found.suspects, decision),
         "exclude.txt": "".join(f"{images.line(one)}\n" for one in found.suspects) if found.clear else "",
-        "labels.json": json.dumps(found.as_json(images), indent=1) + "\n",
     }
     for name, content in files.items():
         with writing(out / name, "-output"):

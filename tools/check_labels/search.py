@@ -283,19 +283,6 @@ class Found:
             lines.append(f"Nothing found: {count} look wrong, and {chance}. The difference is too small to tell.")
         return lines
 
-    def as_json(self, images: Images) -> dict[str, Any]:
-        rows = [{"path": images.name(one.image), **one._asdict()} for one in self.suspects]
-        return {
-            "data": source_of(images.data),
-            "images": len(images.labels),
-            "accuracy": self.accuracy,
-            "look_wrong": len(self.suspects),
-            "if_all_were_right": self.if_right,
-            "found": self.clear,
-            "not_judged": self.not_judged,
-            "suspects": rows,
-        }
-
 
 def find(images: Images, method: Method, seed: int) -> Found:
     """Search the labels once."""

@@ -98,7 +98,7 @@ def search_clean(images: Images, features: np.ndarray, draws: int) -> dict[str, 
 
 def main(argv: list[str]) -> int:
     line = TOOL.read(argv)
-    line.asked.path = None
+    line.asked.path = line.asked.budget_min = None
     loaded = line.load({"MODEL.NUM_CLASSES": ("auto", "")})
     images = open_images(loaded.config, "all")
     method = None if line.asked.folds else ByFeatures.of(line, loaded.config)

@@ -24,6 +24,7 @@ SHOWN_LESS = {f"vit_digits_16{how}" for how in ("", "_drop25", "_drop50", "_grow
 OWN_SIZES = {
     "vit_digits",
     "vit_cifar10",
+    "vit_cifar10_small",
     "vit_synthetic",
     "fleet_amp",
     "paddle_amp",

@@ -81,7 +81,7 @@ def kind_of_path(path: Path) -> str | None:
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace a file atomically: a reader finds the old content or the new one. Raises OSError."""
     with replacing(path) as unfinished:
-        unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
+        unfinished.write_bytes(content.encode(errors="surrogateescape") if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import shutil
 from collections import Counter
@@ -70,7 +71,7 @@ def test_planted_labels_are_found_by_features(check: Call, digits_run: Path, tmp
     shutil.copy(tmp_path / "data" / "ant" / "30.png", tmp_path / "data" / "bee" / "copy.png")
     planted["bee/copy.png"] = "ant"
     done = check(digits_run, *of_folders(tmp_path / "data"), "-pool", "both")
-    assert "151 images (all images), 3 classes; 1 have the bytes of another" in done.out
+    assert "151 images (all images), 3 classes; 1 have the bytes of another, 1 of them another label too" in done.out
     rows = listed(out)
     named = {row["path"]: row["proposed"] for row in rows}
     assert named.items() <= planted.items()
@@ -107,6 +108,15 @@ def test_right_labels_are_left_alone(check: Call, digits_run: Path, tmp_path: Pa
     assert "Nothing found" in done.out
     assert {row["decision"] for row in listed(tmp_path / "labels")} <= {"keep"}
     assert excluded(tmp_path / "labels") == set()
+
+
+def test_names_that_are_not_utf8_are_listed(check: Call, digits_run: Path, tmp_path: Path) -> None:
+    planted = write_folders(tmp_path / "data")
+    odd = os.fsencode(tmp_path / "data" / next(iter(planted)))
+    os.rename(odd, odd.replace(b"0.png", b"gr\xfcn.png"))
+    check(digits_run, *of_folders(tmp_path / "data"), "-pool", "both")
+    assert b"gr\xfcn.png," in (tmp_path / "labels" / "suspects.csv").read_bytes()
+    assert (tmp_path / "labels" / "report.html").exists()
 
 
 def test_several_labels_are_judged_one_by_one(check: Call, digits_run: Path, tmp_path: Path) -> None:
@@ -280,6 +290,8 @@ def test_nothing_is_proved_where_nothing_is_found(check: Call, tiny: Path, digit
         (["RUN", "-seeds", "3"], "-seeds 3: only for -prove; a search has one seed, SEED."),
         (["RUN", "-budget_min", "5"], "-budget_min 5: nothing is trained; it is for -folds and -prove."),
         (["RUN", "-output", "TINY"], "tiny.yaml: this is a file; name a folder."),
+        (["-dataset", "digits"], "Name who is asked: a run, -cfg RECIPE, or -model NAME -pretrained FILE."),
+        (["RUN", "DATA.RELABEL=a.csv"], "DATA.RELABEL: the labels are searched as they are in the data; leave"),
     ],
 )
 def test_commands_that_are_refused(words: list[str], why: str, check: Call, digits_run: Path, tiny: Path) -> None:
@@ -294,7 +306,7 @@ def test_labels_that_no_model_knows_are_refused(check: Call, digits_run: Path, t
     for file, place in zip(files, places, strict=True):
         file.rename(tmp_path / "data" / CLASSES[place % 3] / f"again{place}.png")
     said = check(digits_run, *of_folders(tmp_path / "data"), code=2)
-    assert "Their probabilities say too little of the labels: train longer, or give weights" in said.err
+    assert "Their probabilities say too little of the labels: train longer, give weights" in said.err
     assert not (tmp_path / "labels").exists()
 
 

@@ -73,6 +73,8 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{out / SUSPECTS} may have decisions of yours; name another -output, or give -overwrite.")
     if "seeds" in line.given and not asked.prove:
         raise UserError(f"-seeds {asked.seeds}: only for -prove; a search has one seed, SEED.")
+    if not asked.path and line.run.cfg is None and not {"MODEL.NAME", "MODEL.PRETRAINED"} & line.run.flags.keys():
+        raise UserError("Name who is asked: a run, -cfg RECIPE, or -model NAME -pretrained FILE.")
 
     from datasets import comes_unsplit
     from tools.check_labels.prove import prove  # imports torch; a wrong command fails at once
@@ -83,6 +85,8 @@ def main(argv: list[str]) -> int:
     check_one_training(loaded, "check_labels.py")
     for note in (*loaded.notes, *loaded.warnings):
         log.info("%s", note)
+    if loaded.config.DATA.RELABEL:
+        raise UserError("DATA.RELABEL: the labels are searched as they are in the data; leave the table out.")
     by_features = not asked.folds and (asked.path or loaded.config.MODEL.PRETRAINED)
     if asked.budget_min and by_features and not asked.prove:
         raise UserError(f"-budget_min {asked.budget_min:g}: nothing is trained; it is for -folds and -prove.")
@@ -129,7 +133,7 @@ def write(images: Images, found: Found, out: Path) -> None:
         log.info("  %s looks like %s: %s", given or "no class", proposed or "no class", counted(count, "image"))
     log.info("Look at them: %s", page)
     if found.clear:
-        log.info("Edit the decisions in %s (keep, drop, relabel), then train with", out / SUSPECTS)
-        log.info("DATA.RELABEL=%s; or leave all out with DATA.EXCLUDE=%s.", out / SUSPECTS, out / "exclude.txt")
+        log.info("Edit its decisions (keep, drop, relabel), then train with DATA.RELABEL=%s.", out / SUSPECTS)
+        log.info("DATA.EXCLUDE=%s leaves all out, in validation, too.", out / "exclude.txt")
     elif found.suspects:
-        log.info("%s lists the most suspicious ones all the same, with the decision keep.", out / SUSPECTS)
+        log.info("Look at the first ones in %s all the same; their decision is keep.", out / SUSPECTS)

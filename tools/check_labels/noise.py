@@ -25,8 +25,6 @@ CLEARLY = 2
 """Times as many labels as that, and one, must look wrong, since no classifier is calibrated exactly"""
 ROUNDS, UPDATES, STEPS = 40, 8, 6
 """Of calibration and Q in turn; updates of Q and steps of L-BFGS in each"""
-CLOSE = 0.05
-"""Gain in log-likelihood at which the rounds end"""
 EQUAL_SCALES = 2.0
 """How strongly scales of classes are drawn to their mean"""
 EQUAL_ERRORS = 40.0
@@ -101,7 +99,7 @@ def _fit(logits: Tensor, given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
                 matrix = counts / counts.sum(1, keepdim=True)
             joint = right * matrix[:, given].T
             now = float(joint.sum(1).clamp(min=1e-300).log().sum())
-        if now - before < CLOSE:
+        if now - before < 0.05:  # hardly more probable
             break
         before = now
     joint = (joint / joint.sum(1, keepdim=True)).detach()

@@ -87,7 +87,7 @@ class Images:
 
 def open_images(config: Config, part: Part) -> Images:
     """The images of a split."""
-    data = config.DATA.model_copy(update={"PART": part, "FOLD": None})
+    data = config.DATA.model_copy(update={"PART": part, "FOLD": None, "RELABEL": None})
     dataset = open_dataset(data, False, ANY_LABEL, config.SEED, torch.device("cpu"))
     samples = dataset.single_images()
     if samples is None or samples.remote:
@@ -108,10 +108,11 @@ def open_images(config: Config, part: Part) -> Images:
     distinct, places = np.unique(copy_of, return_inverse=True)
     labels = np.asarray(samples.labels)
     classes = list(dataset.classes or map(str, range(labels.shape[1] if labels.ndim == 2 else int(labels.max()) + 1)))
+    contradicting = int((labels != labels[distinct[places]]).reshape(len(labels), -1).any(1).sum())
     log.info(
         "%s: %s images (%s), %d classes; %s",
         *(source_of(data), f"{len(samples):,}", TITLES[part], len(classes)),
-        f"{len(samples) - len(distinct):,} have the bytes of another",
+        f"{len(samples) - len(distinct):,} have the bytes of another, {contradicting:,} of them another label too",
     )
     return Images(data, part, dataset, samples, classes, labels, distinct, places)
 
@@ -278,7 +279,7 @@ class Found:
         count = counted(len(self.suspects), "label")
         chance = f"up to {self.if_right} would if all were right"
         if self.clear:
-            lines.append(f"{count} look wrong; {chance}, so a part of them is not wrong but hard.")
+            lines.append(f"{count} look wrong; {chance}. How many of them are wrong, and not hard, is unknown.")
         else:
             lines.append(f"Nothing found: {count} look wrong, and {chance}. The difference is too small to tell.")
         return lines
@@ -364,7 +365,7 @@ def _accuracy(logits: np.ndarray, labels: np.ndarray, folds: int) -> str:
         words = f"top-1 {reached:.1f} % of the labels as given; always guessing the largest class: {guessing:.1f} %"
     if least <= guessing:
         raise UserError(
-            f"{how}: {words}. Their probabilities say too little of the labels: train longer, or give weights "
-            "(-pretrained) that know such images."
+            f"{how}: {words}. Their probabilities say too little of the labels: train longer, give weights "
+            "(-pretrained) that know such images, or look whether the labels belong to the images."
         )
     return f"{how}: {words}."

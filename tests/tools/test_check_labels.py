@@ -290,7 +290,7 @@ def test_nothing_is_proved_where_nothing_is_found(check: Call, tiny: Path, digit
         (["RUN", "-seeds", "3"], "-seeds 3: only for -prove; a search has one seed, SEED."),
         (["RUN", "-budget_min", "5"], "-budget_min 5: nothing is trained; it is for -folds and -prove."),
         (["RUN", "-output", "TINY"], "tiny.yaml: this is a file; name a folder."),
-        (["-dataset", "digits"], "Name who is asked: a run, -cfg RECIPE, or -model NAME -pretrained FILE."),
+        (["-dataset", "digits"], "Name the model: a run, -cfg RECIPE, or -model NAME -pretrained FILE."),
         (["RUN", "DATA.RELABEL=a.csv"], "DATA.RELABEL: the labels are searched as they are in the data; leave"),
     ],
 )

@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
     if "seeds" in line.given and not asked.prove:
         raise UserError(f"-seeds {asked.seeds}: only for -prove; a search has one seed, SEED.")
     if not asked.path and line.run.cfg is None and not {"MODEL.NAME", "MODEL.PRETRAINED"} & line.run.flags.keys():
-        raise UserError("Name who is asked: a run, -cfg RECIPE, or -model NAME -pretrained FILE.")
+        raise UserError("Name the model: a run, -cfg RECIPE, or -model NAME -pretrained FILE.")
 
     from datasets import comes_unsplit
     from tools.check_labels.prove import prove  # imports torch; a wrong command fails at once

@@ -276,12 +276,12 @@ class Found:
         if self.not_judged:
             names = ", ".join(self.not_judged)
             lines.append(f"Not judged, since they have fewer images than folds, or all in one group: {names}.")
-        count = counted(len(self.suspects), "label")
+        count = f"{counted(len(self.suspects), 'label')} look{'s' * (len(self.suspects) == 1)} wrong"
         chance = f"up to {self.if_right} would if all were right"
         if self.clear:
-            lines.append(f"{count} look wrong; {chance}. How many of them are wrong, and not hard, is unknown.")
+            lines.append(f"{count}; {chance}. How many of them are wrong, and not hard, is unknown.")
         else:
-            lines.append(f"Nothing found: {count} look wrong, and {chance}. The difference is too small to tell.")
+            lines.append(f"Nothing found: {count}, and {chance}. The difference is too small to tell.")
         return lines
 
 

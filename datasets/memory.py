@@ -13,7 +13,7 @@ import torch
 from datasets.base import PAD, PADDING, Batch, ImageDataset, Key, Samples, mean_colour, sample_table
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
-from vitamp.timm_model import Resized
+from vitamp.resize import Resized
 
 
 class BatchAffine:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 from vitamp.errors import UserError
 
 if TYPE_CHECKING:  # command lines have these names before torch is needed
     from torch import Tensor, nn
 
-OwnPool = Literal["class", "mean", "both", "blocks"]
 POOLED, PATCHES = "pooled", "patches"
-POOLS = (POOLED, *get_args(OwnPool))
+POOLS = (POOLED, "class", "mean", "both", "blocks")
 """What the model's own classifier sees; the class token; the mean of the patches; both; and the class tokens of the
 last blocks with the mean of the patches, as DINOv2's evaluation has them"""
 OWN_POOL = "own_pool"

@@ -5,7 +5,6 @@ Only JSON and tensors are read, and nothing is executed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +16,12 @@ import torch
 from PIL import Image, ImageOps
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torchvision.transforms import InterpolationMode, v2
-from torchvision.transforms.v2 import functional
+from torchvision.transforms import v2
 
 from vitamp.errors import UserError
 from vitamp.metrics import CHOICES
 from vitamp.pooling import pool_by
+from vitamp.resize import Resized
 from vitamp.tensors import read_weights
 from vitamp.weights import chosen_at
 
@@ -138,38 +137,6 @@ class Upright:
             if self.background is not None:
                 image = Image.alpha_composite(Image.new("RGBA", image.size, (*self.background, 255)), image)
         return image.convert("L" if self.channels == 1 else "RGB")
-
-
-@dataclass(frozen=True)
-class Resized:
-    """Pixels (C x H x W, uint8) at the model's size."""
-
-    size: int
-    mode: str
-    """What is resized to `size` / `crop_pct` before the centre is cropped, as in timm: center, squash or border; or
-    `none`: the whole image becomes the square"""
-    crop_pct: float
-    interpolation: str
-    border: tuple[int, ...]
-    """Colour around an image that is smaller than the model's"""
-
-    def __call__(self, pixels: Tensor) -> Tensor:
-        (high, wide), side = pixels.shape[-2:], math.floor(self.size / self.crop_pct)
-        if self.mode == "none":
-            high = wide = self.size
-        elif self.mode == "squash":
-            high = wide = side
-        elif self.mode == "border":
-            ratio = max(high, wide) / side
-            high, wide = max(1, round(high / ratio)), max(1, round(wide / ratio))
-        else:
-            high, wide = (int(side * high / wide), side) if wide <= high else (side, int(side * wide / high))
-        pixels = functional.resize(pixels, [high, wide], InterpolationMode(self.interpolation), antialias=True)
-        left, top = max(0, self.size - wide), max(0, self.size - high)
-        if left or top:
-            edges = [left // 2, top // 2, (left + 1) // 2, (top + 1) // 2]
-            pixels = functional.pad(pixels, edges, fill=list(self.border))
-        return functional.center_crop(pixels, [self.size, self.size])
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import numpy as np
 from datasets.base import Part, Samples
 from datasets.decoding import ENDINGS
 from datasets.labels import check_label
-from datasets.sources.split import groups_in_paths, split_rows
+from datasets.sources.grouped import groups_in_paths
+from datasets.sources.split import split_rows
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.log import log, warn_once

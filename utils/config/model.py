@@ -8,7 +8,6 @@ from pydantic import BeforeValidator, Field
 
 from utils.config.fields import TRAINING, Section, excludes, needs, only_with, overridden_by, setting
 from utils.config.kinds import AboveZero, FractionBelowOne, Integers, Names, Positive, PositiveOrAuto, as_names, folded
-from vitamp.pooling import OwnPool
 
 _LABELS = "it learns without labels"
 _MASKED = only_with("MODEL.MAE_PRETRAIN")
@@ -95,7 +94,7 @@ class ModelConfig(Section):
         ),
         only_with("MODEL.PRETRAINED", why="without weights to start from, every classifier is new", at="true|zero"),
     )
-    POOL: OwnPool | None = setting(
+    POOL: Literal["class", "mean", "both", "blocks"] | None = setting(
         None,
         "ViT: what the classifier sees: class (token), mean (of the patches), both, or blocks (class tokens of the "
         "last 4 blocks, and that mean); null: as timm's model.",

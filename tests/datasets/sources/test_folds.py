@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from datasets import check_dataset, open_dataset
-from datasets.sources.split import split, split_by_fold, split_rows, split_several_labels
+from datasets.sources.grouped import split_several_labels
+from datasets.sources.split import split, split_by_fold, split_rows
 from tests.datasets.layouts import lay_out
 from tests.datasets.opened import CPU, settings
 from tests.datasets.shards.tar_files import write_set

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from datasets.sources.split import split_by_group
+from datasets.sources.grouped import split_by_group
 from tests.program import TINY_DIGITS, Result, Vitamp
 from utils.config.data import DataConfig
 

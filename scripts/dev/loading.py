@@ -1,22 +1,25 @@
 #!/usr/bin/env python3
-"""Time vitamp's loader beside timm's, on the training images of a data set.
+"""Time vitamp's loader beside timm's on the images of a data set, as training and as validation see them.
 
     python scripts/dev/loading.py -data_path /data/imagenet
     python scripts/dev/loading.py -cfg recipe.yaml -data_path /data/flowers -num_workers 4
 
-Both loaders read the same samples and make uint8 batches, with the same augmentation. They alternate, in reverse order
-every other round. The output has the medians by wall-clock time, and the ratios taken within a round, also by CPU time.
+Both loaders read the same samples (those of the training split) and make uint8 batches, with the same augmentation.
+They alternate, in reverse order every other round. The output has the medians by wall-clock time and by CPU time, and
+the ratios taken within a round.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import multiprocessing
 import os
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,7 @@ from torch.utils.data import Dataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from datasets import EpochOrder, TrainLoader, check_dataset, open_dataset
+from datasets import EpochOrder, TrainLoader, ValLoader, check_dataset, open_dataset
 from datasets.images import Images
 from datasets.transforms.augment import image_changes
 from tools.common.command_line import Tool, tool
@@ -51,21 +54,25 @@ OWN = (
 class PerSample(Dataset[tuple[Any, int]]):
     """The usual data set of timm: PIL opens the image, a transform does the rest."""
 
-    def __init__(self, images: Images, changes: TrainConfig, order: np.ndarray) -> None:
+    def __init__(self, images: Images, changes: TrainConfig | None, order: np.ndarray) -> None:
+        """`changes`: the augmentations of training; None for validation."""
         self.samples, self.order, data = images.samples, order, images.data
         self.transform: Any = create_transform(
             data.IMAGE_SIZE,
-            is_training=True,
+            is_training=changes is not None,
             scale=data.CROP_SCALE,
             ratio=data.CROP_RATIO,
             hflip=data.FLIP,
             color_jitter=0.0,
             interpolation=data.INTERPOLATION,
             mean=data.IMAGENET_MEAN,
+            crop_pct=data.CROP_PCT,
+            crop_mode=data.CROP_MODE,
             use_prefetcher=True,
         )
-        # The same operations for both: timm's would stop at an image that Pillow 13 refuses to posterise.
-        self.transform.transforms[-1:-1] = image_changes(data, changes)
+        if changes is not None:
+            # The same operations for both: timm's would stop at an image that Pillow 13 refuses to posterise.
+            self.transform.transforms[-1:-1] = image_changes(data, changes)
 
     def __len__(self) -> int:
         return len(self.order)
@@ -98,49 +105,55 @@ def measure(argv: list[str]) -> int:
     torch.set_num_threads(1)
     keep_freed_memory()
     # Only training images are loaded: the data set may be too small for a validation split.
-    check_dataset(config.DATA.model_copy(update={"PART": "train"}), config.MODEL.NUM_CLASSES, train=False)
+    data = config.DATA.model_copy(update={"PART": "train"})
+    check_dataset(data, config.MODEL.NUM_CLASSES, train=False)
     images = open_dataset(config.DATA, True, config.MODEL.NUM_CLASSES, config.SEED, CPU).augment(config.TRAIN)
-    if not isinstance(images, Images):
+    validated = open_dataset(data, False, config.MODEL.NUM_CLASSES, config.SEED, CPU)
+    if not isinstance(images, Images) or not isinstance(validated, Images):
         raise UserError(f"DATA.DATASET {config.DATA.DATASET}: its images are in memory, so there is nothing to load.")
     # Random samples, in an order that suits their source: tar files are read one after another.
     order = images.shuffled(np.random.Generator(np.random.Philox(key=config.SEED)))[: asked.images]
     batch = max(1, min(config.DATA.BATCH_SIZE, len(order) // BATCHES))
     order = order[: len(order) // batch * batch]
-
     workers = config.DATA.NUM_WORKERS or 0
+    print(f"{asked.rounds} rounds of {len(order)} images in batches of {batch}, {workers} loading processes")
+
     epochs = EpochOrder(
         len(order), batch, 1, 0, 1, images.seed, drop_last=True, shuffled=lambda g: g.permutation(order)
     )
-    ours = TrainLoader(images, epochs, images.seed, workers, CPU)
-    dataset: Any = PerSample(images, config.TRAIN, order)
-    transform, size, persistent = dataset.transform, config.DATA.IMAGE_SIZE, workers > 0
-    timms: Any = create_loader(
-        dataset, size, batch, is_training=True, num_workers=workers, persistent_workers=persistent, device=CPU
-    )
-    dataset.transform = transform  # create_loader has set one of its own
-    timms = timms.loader  # its PrefetchLoader would normalise on the device
-    wall: dict[str, list[float]] = {"vitamp": [], "timm": []}
-    cpu: dict[str, list[float]] = {"vitamp": [], "timm": []}
-    # Round 0 starts the processes.
-    for nth, name in alternating_order(tuple(wall), range(asked.rounds + 1)):
-        began = time.perf_counter(), cpu_seconds()
-        if name == "timm":
-            for _ in timms:
+    train = TrainLoader(images, epochs, images.seed, workers, CPU)
+    val = ValLoader(validated, batch, 0, 1, workers, CPU, shard=lambda *_: list(order.reshape(-1, batch)))
+    loaders: dict[str, Callable[[int], Iterable[Any]]] = {
+        "training": lambda epoch: itertools.chain.from_iterable(train.epoch(epoch)),
+        "validation": lambda _epoch: val,
+    }
+    for what, ours in loaders.items():
+        training = what == "training"
+        dataset: Any = PerSample(images if training else validated, config.TRAIN if training else None, order)
+        transform, size, persistent = dataset.transform, config.DATA.IMAGE_SIZE, workers > 0
+        made: Any = create_loader(
+            dataset, size, batch, is_training=training, num_workers=workers, persistent_workers=persistent, device=CPU
+        )
+        dataset.transform = transform  # create_loader has set one of its own
+        timms = made.loader  # its PrefetchLoader would normalise on the device
+        wall: dict[str, list[float]] = {"vitamp": [], "timm": []}
+        cpu: dict[str, list[float]] = {"vitamp": [], "timm": []}
+        # Round 0 starts the processes.
+        for nth, name in alternating_order(tuple(wall), range(asked.rounds + 1)):
+            began = time.perf_counter(), cpu_seconds()
+            for _ in timms if name == "timm" else ours(nth + 1):
                 pass
-        else:
-            for window in ours.epoch(nth + 1):
-                for _ in window:
-                    pass
-        if nth:
-            wall[name].append(len(order) / (time.perf_counter() - began[0]))
-            # The clock of children counts hundredths of a second.
-            cpu[name].append(len(order) / max(cpu_seconds() - began[1], 0.01))
-    ours.close()
-    print(f"{asked.rounds} rounds of {len(order)} images in batches of {batch}, {workers} loading processes")
-    for name, speeds in wall.items():
-        print(f"  {name}: {statistics.median(speeds):.0f} images/s")
-    ratios = [ratio(each["vitamp"], each["timm"]) for each in (wall, cpu)]
-    print(f"  vitamp to timm: {ratios[0]}, by CPU time {ratios[1]}")
+            if nth:
+                wall[name].append(len(order) / (time.perf_counter() - began[0]))
+                # The clock of children counts hundredths of a second.
+                cpu[name].append(len(order) / max(cpu_seconds() - began[1], 0.01))
+        print(f"{what}:")
+        for name, speeds in wall.items():
+            print(f"  {name}: {statistics.median(speeds):.0f} images/s, {statistics.median(cpu[name]):.0f} by CPU time")
+        ratios = [ratio(each["vitamp"], each["timm"]) for each in (wall, cpu)]
+        print(f"  vitamp to timm: {ratios[0]}, by CPU time {ratios[1]}")
+    train.close()
+    val.close()
     return EXIT_DONE
 
 

@@ -113,8 +113,10 @@ def excluded(data: DataConfig) -> dict[str, int]:
     """
     file = Path(data.EXCLUDE or "").expanduser()
     try:
-        lines = read_regular_text(file, "utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_regular_text(file, "utf-8-sig", "surrogateescape").split("\n")
+        if any("\0" in line for line in lines):
+            raise OSError("it is no text")
+    except OSError as error:
         why = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
         raise UserError(
             f"DATA.EXCLUDE: the file {file} {why}. It lists images to leave out, one per line; "
@@ -138,7 +140,9 @@ def read_rows(data: DataConfig) -> tuple[dict[str, Row], str]:
     file, prefix, rows = Path(data.RELABEL or "").expanduser(), name_prefix(data), dict[str, Row]()
     try:
         content = read_regular(file)
-        table = csv.DictReader(io.StringIO(content.decode("utf-8-sig"), newline=""), restval="", strict=True)
+        table = csv.DictReader(
+            io.StringIO(content.decode("utf-8-sig", "surrogateescape"), newline=""), restval="", strict=True
+        )
         if missing := [name for name in COLUMNS if name not in (table.fieldnames or ())]:
             columns = f"the columns {','.join(COLUMNS)}, separated by commas; others are ignored"
             raise UserError(f"DATA.RELABEL {file} has no column {missing[0]}. Its first line must name {columns}.")
@@ -151,7 +155,7 @@ def read_rows(data: DataConfig) -> tuple[dict[str, Row], str]:
             texts = (row["given"], row["proposed"])
             given, proposed = (list(filter(None, text.split("|"))) if data.MULTI_LABEL else [text] for text in texts)
             rows[name] = table.line_num, given, proposed, decision
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, csv.Error) as error:
         why = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
         writer = started_as("scripts/check_labels.py")
         raise UserError(f"DATA.RELABEL: the file {file} {why}. {writer} writes such a file.") from None

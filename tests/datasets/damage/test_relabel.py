@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -112,6 +113,17 @@ def test_class_without_training_images_is_warned_of(
     row = ("images/train/0.png", "0|1" if several else "0", "1", "relabel")
     part(data.model_copy(update={"RELABEL": write(tmp_path / "list.csv", row)}), num_classes=2)
     assert f"DATA.RELABEL {tmp_path}/list.csv leaves no training image of 1 class, such as 0." in said.messages
+
+
+def test_names_that_are_not_utf8(folders: Path, tmp_path: Path) -> None:
+    odd = [os.fsencode(folders / "train" / "ant") + name for name in (b"/gr\xfcn.jpg", b"/wei\xdf.jpg")]
+    for number, name in enumerate(odd):
+        os.rename(folders / "train" / "ant" / f"{number}.jpg", name)
+    (tmp_path / "exclude.txt").write_bytes(b"train/ant/gr\xfcn.jpg\n")
+    (tmp_path / "list.csv").write_bytes(b"path,given,proposed,decision\ntrain/ant/wei\xdf.jpg,ant,bee,relabel\n")
+    data = settings(DATASET="imagefolder", DATA_PATH=str(folders), EXCLUDE=str(tmp_path / "exclude.txt"))
+    found = part(data.model_copy(update={"RELABEL": str(tmp_path / "list.csv")}))
+    assert sorted(found.labels.tolist()) == [0] * 4 + [1] * 7
 
 
 def test_relabel_in_a_run(vitamp: Vitamp, tiny: Path, folders: Path, tmp_path: Path) -> None:

@@ -1,0 +1,41 @@
+#!/usr/bin/env python3
+"""Draw accuracy over minutes, of runs that a results file lists with their seeds.
+
+    python scripts/dev/accuracy_over_minutes.py docs/results/cifar10_scratch.json docs/results/cifar10_scratch.png
+
+Lines are means over the seeds of a program, areas reach from the lowest to the highest.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+
+COLOURS = {"vitamp": "tab:blue", "timm": "tab:orange"}
+
+
+def draw(results: Path, picture: Path) -> None:
+    runs = json.loads(results.read_text(encoding="utf-8"))["runs"]
+    figure, axes = plt.subplots(figsize=(7, 4), constrained_layout=True)
+    for program, budget in sorted({(run["program"], run["budget_minutes"]) for run in runs}):
+        # seeds x validations x (CPU minutes, top-1)
+        points = np.array([run["acc1"] for run in runs if (run["program"], run["budget_minutes"]) == (program, budget)])
+        minutes, accuracy = points[..., 0].mean(0), points[..., 1]
+        colour, mean = COLOURS[program], accuracy.mean(0)
+        axes.plot(minutes, mean, ".-", color=colour, label=f"{program}, {budget} minutes: {mean[-1]:.1f} %")
+        axes.fill_between(minutes, accuracy.min(0), accuracy.max(0), color=colour, alpha=0.2, linewidth=0)
+    axes.set(xlabel="minutes of one CPU thread", ylabel="top-1 on test images (%)", xlim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(picture, dpi=110)
+
+
+if __name__ == "__main__":
+    draw(*map(Path, sys.argv[1:]))

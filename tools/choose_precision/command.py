@@ -303,7 +303,8 @@ def _train(runs: list[Run], seconds: float, again: bool) -> dict[Path, Measured]
                 one.images_per_second, one.skipped = history.images_per_second or 0.0, history.skipped
                 waited = (line["perf"]["data_wait_percent"] for line in lines[1:] or lines)
                 one.data_wait_percent, one.peak_memory_gb = statistics.median(waited), history.peak_memory_gb or 0.0
-                one.updates, one.scale = lines[-1]["update"], lines[-1]["scale"]
+                # The last update of a run is not always a reported one.
+                one.updates, one.scale = max(line.get("update", 0) for line in history.lines), lines[-1]["scale"]
             else:
                 one.failed = one.failed or "not even one update was reported"
             late = "" if is_finished(run.folder) else ", cut short (-budget_min)"

@@ -115,7 +115,7 @@ def excluded(data: DataConfig) -> dict[str, int]:
     try:
         lines = read_regular_text(file, "utf-8-sig", "surrogateescape").split("\n")
         if any("\0" in line for line in lines):
-            raise OSError("it is no text")
+            raise OSError("it is not a text file")
     except OSError as error:
         why = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
         raise UserError(

@@ -13,7 +13,8 @@ if TYPE_CHECKING:  # command lines have these names before torch is needed
 POOLED, PATCHES = "pooled", "patches"
 POOLS = (POOLED, "class", "mean", "both", "blocks")
 """What the model's own classifier sees; the class token; the mean of the patches; both; and the class tokens of the
-last blocks with the mean of the patches, as DINOv2's evaluation has them"""
+last blocks with the mean of the patches, as DINOv2's evaluation has them. MODEL.POOL (utils/config/model.py) names
+all but the first again: settings are read without this module"""
 OWN_POOL = "own_pool"
 """Attribute of a model whose classifier sees another pooling than timm's"""
 BLOCKS = 4

@@ -1,4 +1,4 @@
-"""Resizing of decoded images, in validation as `vitamp.load` does it, and of the images that are held in memory."""
+"""Resize decoded images to the model's size: for `vitamp.load`, and for images that training keeps in memory."""
 
 from __future__ import annotations
 

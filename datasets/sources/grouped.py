@@ -16,7 +16,7 @@ from utils.text import counted
 
 
 def split_several_labels(labels: np.ndarray, data: DataConfig) -> tuple[np.ndarray, np.ndarray]:
-    """The same two splits where samples have several labels (samples x classes), by DATA.FOLD or DATA.VAL_FRACTION."""
+    """Indices of the training and the validation split, each ascending, of `labels` (samples x classes)."""
     fold, images = data.fold, len(labels)
     if fold is not None:
         sizes = [images // fold.folds + (number < images % fold.folds) for number in range(fold.folds)]

@@ -1,4 +1,4 @@
-"""Splits: named by files and folders, or made by DATA.VAL_FRACTION or DATA.FOLD; by groups: grouped.py."""
+"""Splits: named by files and folders, or made by DATA.VAL_FRACTION or DATA.FOLD. For groups see grouped.py."""
 
 from __future__ import annotations
 

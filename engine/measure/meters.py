@@ -7,9 +7,11 @@ both, training accuracy stays far below that of validation.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic import ConfigDict, Field
 from torch import Tensor
@@ -200,6 +202,19 @@ def updates_left(config: Config, position: Position, per_epoch: int) -> int:
     planned = (config.TRAIN.NUM_EPOCHS - position.epoch + 1) * per_epoch - position.step
     limit = config.TRAIN.MAX_UPDATES
     return planned if limit is None else max(0, min(planned, limit - position.update))
+
+
+def work_until(config: Config, epochs: Sequence[float]) -> np.ndarray:
+    """About what is computed until these numbers of epochs, in epochs that train on all pixels and tokens."""
+    train, full = config.TRAIN, config.DATA.IMAGE_SIZE
+    with_all = max(0, train.NUM_EPOCHS - train.TOKEN_DROP_TAIL)
+    starts = (math.ceil(train.epochs_before(start)) for start, _ in train.SIZE_SCHEDULE)
+    changes = sorted({0, with_all, train.NUM_EPOCHS, *(start for start in starts if start < train.NUM_EPOCHS)})
+    shares = [
+        (train.size_in(start + 1, full) / full) ** 2 * (1 - train.TOKEN_DROP if start < with_all else 1)
+        for start in changes[:-1]
+    ]
+    return np.interp(epochs, changes, np.cumsum([0, *(np.diff(changes) * shares)]))
 
 
 class Best(BestState):

@@ -21,7 +21,7 @@ from engine.evaluation.evaluate import on_device, validate
 from engine.machine import stopping
 from engine.machine.device import Run, global_batch, synchronize
 from engine.machine.memory import in_gib, is_out_of_memory, peak_memory_gb, take_peak, total_memory
-from engine.measure.meters import Position, clock, seconds_of
+from engine.measure.meters import Position, clock, seconds_of, work_until
 from engine.measure.throughput import Throughput, bottleneck_of_all
 from engine.memory.out_of_memory import describe, ways_out
 from engine.report.reporter import Reporter
@@ -235,10 +235,14 @@ def _costs(config: Config, ready: ReadyToTrain, costs: dict[str, tuple[float, fl
     if total and peak > NEARLY_FULL * total:
         yield f"           this is nearly all memory; to save some: {'; '.join(ways_out(config, False, device))}"
     if config.TRAIN.SIZE_SCHEDULE or (config.TRAIN.TOKEN_DROP and config.TRAIN.TOKEN_DROP_TAIL):
-        yield "           epochs with larger images, or without dropped tokens, take more memory and time"
-    epochs = updates / ready.train_loader.order.updates
+        yield "           later epochs take more memory; their time is estimated by their pixels and tokens"
+    per_epoch = ready.train_loader.order.updates
+    epochs, at = updates / per_epoch, ready.position.epoch - 1
+    done, one, end = work_until(config, (at, at + 1, at + epochs))
+    computed = per_epoch * (end - done) / max(one - done, 1e-9)  # in updates like those that were timed
+    validations = max(1, round(epochs / config.VALIDATE_FREQ)) * (updates > 0)
     for name, (update, validation) in costs.items():
-        left = updates * update + max(1, round(epochs / config.VALIDATE_FREQ)) * (updates > 0) * validation
+        left = computed * update + validations * validation
         yield (
             f"{name:<11}{update:.3g} s per update, about {clock(validation)} per validation; "
             f"{counted(updates, 'update')} to go ({epochs:,.1f} epochs): about {clock(left)}, until "

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.callback import Figure
-from engine.measure.meters import Best, Position, Reading, clock, updates_left
+from engine.measure.meters import Best, Position, Reading, clock, updates_left, work_until
 from engine.measure.throughput import COMPUTE, Bottleneck, Perf
 from engine.task.base import Metrics
 from utils.config.schema import Config
@@ -56,7 +56,7 @@ class Reporter:
         self._board: Board | None = None
         self._tracked = tracked
         self._last_verdict: Bottleneck | None = None
-        self._first_update = start.update
+        self._start = start.epoch - 1 + start.step / max(per_epoch, 1)
         if folder:
             with os_errors_as_user_errors(folder):
                 self._metrics = MetricsFile(folder, partial(_is_repeated, start))
@@ -101,8 +101,10 @@ class Reporter:
         """`figures`: those of the run's callbacks."""
         now, figures = reading.update, figures or {}
         # At the mean pace of this start, validation and saving included.
-        updates = updates_left(self.config, position, self.per_epoch)
-        left = perf.seconds * updates / max(position.update - self._first_update, 1)
+        at = position.epoch - 1 + position.step / self.per_epoch
+        end = at + updates_left(self.config, position, self.per_epoch) / self.per_epoch
+        before, done, all_work = work_until(self.config, (self._start, at, end))
+        left = perf.seconds * (all_work - done) / max(done - before, 1e-9)
         health = (
             f"Img/s: {perf.images_per_second:.1f}, Data: {perf.data_wait_percent:.0f}%, Grad: {reading.grad_norm:.4f}, "
             f"Scale: {reading.scale:g}, Skipped: {reading.skipped}, Mem: {perf.peak_memory_gb:.2f}GB, "

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from engine.measure.meters import Position
 from engine.memory import dry_run
 from tests.engine.small import CPU
 from tests.program import Vitamp
@@ -54,9 +55,9 @@ def test_dry_run_of_an_evaluation_says_whether_weights_were_loaded(
 def test_dry_run_says_the_time_of_the_updates_left_and_warns_of_too_little_memory(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = load_config(str(tiny), words={"VALIDATE_FREQ": "2"}).config
+    config = load_config(str(tiny), words={"VALIDATE_FREQ": "2", "TRAIN.NUM_EPOCHS": "10"}).config
     loader = SimpleNamespace(order=SimpleNamespace(updates=100))
-    ready: Any = SimpleNamespace(precision=SimpleNamespace(device=CPU), train_loader=loader)
+    ready: Any = SimpleNamespace(precision=SimpleNamespace(device=CPU), train_loader=loader, position=Position())
     monkeypatch.setattr(dry_run, "total_memory", lambda _: 1000)
     costs = "\n".join(dry_run._costs(config, ready, {"time": (2.0, 100.0), "THREADS=1": (0.5, 25.0)}, 1000))
     assert "nearly all memory; to save some: -batch_size 16 -accum_iter 2: " in costs
@@ -67,3 +68,6 @@ def test_dry_run_says_the_time_of_the_updates_left_and_warns_of_too_little_memor
     costs = "\n".join(dry_run._costs(config, ready, {"time": (2.0, 100.0)}, 0))
     assert "nearly" not in costs
     assert "0 updates to go (0.0 epochs): about 0:00:00" in costs
+    config = load_config(str(tiny), words={"TRAIN.NUM_EPOCHS": "10", "TRAIN.SIZE_SCHEDULE": "[[0,4],[0.5,8]]"}).config
+    costs = "\n".join(dry_run._costs(config, ready, {"time": (2.0, 100.0)}, 1000))
+    assert "about 1:40:00, until" in costs, "500 updates of 2 s, 500 of four times as many pixels, 10 validations"

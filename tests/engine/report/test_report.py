@@ -50,6 +50,26 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
 
 
+@pytest.mark.parametrize(
+    ("start", "settings", "hours"),
+    [
+        (Position(), {}, 9),
+        (Position(1, 50, 50), {}, 18),  # the hour went into half an epoch
+        (Position(), {"SIZE_SCHEDULE": [[0, 112], [0.4, 224]]}, 3 + 6 * 4),
+        (Position(), {"SIZE_SCHEDULE": [[0, 112], [0.4, 224]], "MAX_UPDATES": 500}, 3 + 4),
+        (Position(), {"TOKEN_DROP": 0.5, "TOKEN_DROP_TAIL": 2}, 7 + 2 * 2),
+        (Position(), {"TOKEN_DROP": 0.5, "TOKEN_DROP_TAIL": 20}, 9),
+    ],
+)
+def test_time_left_counts_the_pixels_and_tokens_of_later_epochs(
+    caplog: pytest.LogCaptureFixture, start: Position, settings: dict[str, Any], hours: int
+) -> None:
+    config = {"TRAIN": {"NUM_EPOCHS": 10, "WARMUP_EPOCHS": 0, **settings}, "DATA": {"IMAGE_SIZE": 224}}
+    with caplog.at_level("INFO"):
+        reporter(None, start, **config).train(Position(2, 0, 100), READING, replace(PERF, seconds=3600.0))
+    assert f"Time: 1:00:00, Left: {hours}:00:00" in caplog.text
+
+
 def test_train_line_has_exactly_its_fields(tmp_path: Path) -> None:
     reporter(tmp_path).train(Position(2, 5, 105), READING, PERF)
     (line,) = lines(tmp_path)

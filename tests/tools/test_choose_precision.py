@@ -29,6 +29,7 @@ pytestmark = pytest.mark.usefixtures("bf16_cpu")
 
 UPDATES = 12
 SCALE = ("AMP.INIT_LOSS_SCALING=1e30", "AMP.USE_DYNAMIC_LOSS_SCALING=false")
+GROWING = "TRAIN.SIZE_SCHEDULE=[[0,4],[0.5,8]]"
 REPORT = "choose_precision.json"
 
 
@@ -46,7 +47,7 @@ def examined(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def examine(root: Path, cfg: Path) -> tuple[int, str, list[str]]:
     """Run the tool here, and its trainings in processes that have imported torch: exit code, output, runs started."""
     trainings = Trainings(root)
-    words = ("-cfg", cfg, "-updates", UPDATES, "-output", root / "out", "-modes", "fp16,bf16", *SCALE)
+    words = ("-cfg", cfg, "-updates", UPDATES, "-output", root / "out", "-modes", "fp16,bf16", *SCALE, GROWING)
     with pytest.MonkeyPatch.context() as there, contextlib.redirect_stdout(io.StringIO()) as out:
         there.setattr("tools.compare.runs.start", trainings.start)
         code = main([*map(str, words)])
@@ -55,9 +56,10 @@ def examine(root: Path, cfg: Path) -> tuple[int, str, list[str]]:
 
 def test_measurements_are_runs(examined: Any, vitamp: Vitamp, tmp_path: Path) -> None:
     """The baseline is exactly what main_single_gpu.py trains; other seeds train differently."""
-    cfg, _, found, folder = examined
+    cfg, out, found, folder = examined
+    assert "on images of 4 pixels; those of 8 can differ: TRAIN.SIZE_SCHEDULE=[] measures them" in out
     run = tmp_path / "run"
-    vitamp("-cfg", cfg, "-output", run, "REPORT_FREQ=1", f"TRAIN.MAX_UPDATES={UPDATES}", code=0)
+    vitamp("-cfg", cfg, "-output", run, "REPORT_FREQ=1", f"TRAIN.MAX_UPDATES={UPDATES}", GROWING, code=0)
     theirs = [line["loss"] for line in metrics(run, "train")]
     first, second, third = (run["losses"] for run in found["fp32"]["runs"])
     assert first == theirs

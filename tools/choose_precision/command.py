@@ -209,6 +209,9 @@ def main(argv: list[str]) -> int:
     log.info("%s on %s, batch %d, %s", config.MODEL.NAME, config.DATA.DATASET, config.DATA.BATCH_SIZE, where)
     names, updates = ", ".join(["fp32 (three seeds)", *(mode.name for mode in modes)]), counted(asked.updates, "update")
     log.info("measuring %s of each, about %g minutes at most (-budget_min): %s", updates, asked.budget_min, names)
+    if (size := config.TRAIN.size_in(1, config.DATA.IMAGE_SIZE)) != config.DATA.IMAGE_SIZE:
+        grown = config.DATA.IMAGE_SIZE
+        log.info("on images of %d pixels; those of %d can differ: TRAIN.SIZE_SCHEDULE=[] measures them", size, grown)
     for name, why in left_out.items():
         log.info("left out: %s: %s", name, why)
 

@@ -19,6 +19,7 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 
 COLOURS = {"vitamp": "tab:blue", "timm": "tab:orange"}
+STYLES = {30: "-", 60: "--", 120: ":"}
 
 
 def draw(results: Path, picture: Path) -> None:
@@ -29,7 +30,9 @@ def draw(results: Path, picture: Path) -> None:
         points = np.array([run["acc1"] for run in runs if (run["program"], run["budget_minutes"]) == (program, budget)])
         minutes, accuracy = points[..., 0].mean(0), points[..., 1]
         colour, mean = COLOURS[program], accuracy.mean(0)
-        axes.plot(minutes, mean, ".-", color=colour, label=f"{program}, {budget} minutes: {mean[-1]:.1f} %")
+        seeds = f"{len(points)} seed{'s' * (len(points) > 1)}"
+        label = f"{program}, {budget} minutes, {seeds}: {mean[-1]:.1f} %"
+        axes.plot(minutes, mean, marker=".", linestyle=STYLES[budget], color=colour, label=label)
         axes.fill_between(minutes, accuracy.min(0), accuracy.max(0), color=colour, alpha=0.2, linewidth=0)
     axes.set(xlabel="minutes of one CPU thread", ylabel="top-1 on test images (%)", xlim=(0, None))
     axes.grid(alpha=0.3)

@@ -234,12 +234,12 @@ def _costs(config: Config, ready: ReadyToTrain, costs: dict[str, tuple[float, fl
     yield f"memory     {in_gib(peak)}{of} at the peak, {where}"
     if total and peak > NEARLY_FULL * total:
         yield f"           this is nearly all memory; to save some: {'; '.join(ways_out(config, False, device))}"
-    if config.TRAIN.SIZE_SCHEDULE or (config.TRAIN.TOKEN_DROP and config.TRAIN.TOKEN_DROP_TAIL):
+    per_epoch, position = ready.train_loader.order.updates, ready.position
+    epochs, at = updates / per_epoch, position.epoch - 1 + position.step / per_epoch
+    begun, whole, done, end = work_until(config, (position.epoch - 1, position.epoch, at, at + epochs))
+    computed = per_epoch * (end - done) / max(whole - begun, 1e-9)  # in updates like those that were timed
+    if computed > 1.001 * updates:
         yield "           later epochs take more memory; their time is estimated by their pixels and tokens"
-    per_epoch = ready.train_loader.order.updates
-    epochs, at = updates / per_epoch, ready.position.epoch - 1
-    done, one, end = work_until(config, (at, at + 1, at + epochs))
-    computed = per_epoch * (end - done) / max(one - done, 1e-9)  # in updates like those that were timed
     validations = max(1, round(epochs / config.VALIDATE_FREQ)) * (updates > 0)
     for name, (update, validation) in costs.items():
         left = computed * update + validations * validation

@@ -32,7 +32,7 @@ def draw(results: Path, picture: Path) -> None:
         colour, mean = COLOURS[program], accuracy.mean(0)
         seeds = f"{len(points)} seed{'s' * (len(points) > 1)}"
         label = f"{program}, {budget} minutes, {seeds}: {mean[-1]:.1f} %"
-        axes.plot(minutes, mean, marker=".", linestyle=STYLES[budget], color=colour, label=label)
+        axes.plot(minutes, mean, marker=".", linestyle=STYLES.get(budget, "-."), color=colour, label=label)
         axes.fill_between(minutes, accuracy.min(0), accuracy.max(0), color=colour, alpha=0.2, linewidth=0)
     axes.set(xlabel="minutes of one CPU thread", ylabel="top-1 on test images (%)", xlim=(0, None))
     axes.grid(alpha=0.3)

@@ -70,4 +70,12 @@ def test_dry_run_says_the_time_of_the_updates_left_and_warns_of_too_little_memor
     assert "0 updates to go (0.0 epochs): about 0:00:00" in costs
     config = load_config(str(tiny), words={"TRAIN.NUM_EPOCHS": "10", "TRAIN.SIZE_SCHEDULE": "[[0,4],[0.5,8]]"}).config
     costs = "\n".join(dry_run._costs(config, ready, {"time": (2.0, 100.0)}, 1000))
+    assert "later epochs take more memory" in costs
     assert "about 1:40:00, until" in costs, "500 updates of 2 s, 500 of four times as many pixels, 10 validations"
+    ready.position = Position(epoch=5, step=50, update=450)
+    costs = "\n".join(dry_run._costs(config, ready, {"time": (2.0, 100.0)}, 550))
+    assert "about 1:18:20, until" in costs, "50 updates of 2 s, 500 of four times as many pixels, 6 validations"
+    ready.position = Position(epoch=6, step=0, update=500)
+    costs = "\n".join(dry_run._costs(config, ready, {"time": (2.0, 100.0)}, 500))
+    assert "about 0:25:00, until" in costs, "500 updates of 2 s, 5 validations"
+    assert "later epochs" not in costs

@@ -211,7 +211,7 @@ def work_until(config: Config, epochs: Sequence[float]) -> np.ndarray:
     starts = (math.ceil(train.epochs_before(start)) for start, _ in train.SIZE_SCHEDULE)
     changes = sorted({0, with_all, train.NUM_EPOCHS, *(start for start in starts if start < train.NUM_EPOCHS)})
     shares = [
-        (train.size_in(start + 1, full) / full) ** 2 * (1 - train.TOKEN_DROP if start < with_all else 1)
+        (train.size_in(start + 1, full) / full) ** 2 * (1 - train.TOKEN_DROP * train.drops_tokens_in(start + 1))
         for start in changes[:-1]
     ]
     return np.interp(epochs, changes, np.cumsum([0, *(np.diff(changes) * shares)]))

@@ -105,7 +105,7 @@ def settle_epochs(run: Run) -> Run:
 
     def phase(of: TrainConfig, epoch: int) -> tuple[int, bool]:
         """What an epoch's time depends on: the size of its images, and whether tokens are dropped."""
-        return of.size_in(epoch, full), of.TOKEN_DROP > 0 and epoch <= of.NUM_EPOCHS - of.TOKEN_DROP_TAIL
+        return of.size_in(epoch, full), of.drops_tokens_in(epoch)
 
     paces: dict[tuple[int, bool], float] = {}
     position = Position()

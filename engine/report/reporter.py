@@ -56,7 +56,7 @@ class Reporter:
         self._board: Board | None = None
         self._tracked = tracked
         self._last_verdict: Bottleneck | None = None
-        self._first_update, self._start = start.update, start.epoch - 1 + start.step / max(per_epoch, 1)
+        self._first_update, self._epochs_before = start.update, start.epoch - 1 + start.step / max(per_epoch, 1)
         if folder:
             with os_errors_as_user_errors(folder):
                 self._metrics = MetricsFile(folder, partial(_is_repeated, start))
@@ -101,9 +101,9 @@ class Reporter:
         """`figures`: those of the run's callbacks."""
         now, figures = reading.update, figures or {}
         # At the mean pace of this start, validation and saving included.
-        at = self._start + (position.update - self._first_update) / self.per_epoch
+        at = self._epochs_before + (position.update - self._first_update) / self.per_epoch
         end = at + updates_left(self.config, position, self.per_epoch) / self.per_epoch
-        before, done, all_work = work_until(self.config, (self._start, at, end))
+        before, done, all_work = work_until(self.config, (self._epochs_before, at, end))
         left = perf.seconds * (all_work - done) / max(done - before, 1e-9)
         health = (
             f"Img/s: {perf.images_per_second:.1f}, Data: {perf.data_wait_percent:.0f}%, Grad: {reading.grad_norm:.4f}, "

@@ -57,7 +57,7 @@ def examine(root: Path, cfg: Path) -> tuple[int, str, list[str]]:
 def test_measurements_are_runs(examined: Any, vitamp: Vitamp, tmp_path: Path) -> None:
     """The baseline is exactly what main_single_gpu.py trains; other seeds train differently."""
     cfg, out, found, folder = examined
-    assert "on images of 4 pixels; those of 8 can differ: TRAIN.SIZE_SCHEDULE=[] measures them" in out
+    assert "images have 4 pixels, as in the first epochs; TRAIN.SIZE_SCHEDULE=[] measures the final size" in out
     run = tmp_path / "run"
     vitamp("-cfg", cfg, "-output", run, "REPORT_FREQ=1", f"TRAIN.MAX_UPDATES={UPDATES}", GROWING, code=0)
     theirs = [line["loss"] for line in metrics(run, "train")]

@@ -210,8 +210,7 @@ def main(argv: list[str]) -> int:
     names, updates = ", ".join(["fp32 (three seeds)", *(mode.name for mode in modes)]), counted(asked.updates, "update")
     log.info("measuring %s of each, about %g minutes at most (-budget_min): %s", updates, asked.budget_min, names)
     if (size := config.TRAIN.size_in(1, config.DATA.IMAGE_SIZE)) != config.DATA.IMAGE_SIZE:
-        grown = config.DATA.IMAGE_SIZE
-        log.info("on images of %d pixels; those of %d can differ: TRAIN.SIZE_SCHEDULE=[] measures them", size, grown)
+        log.info("images have %d pixels, as in the first epochs; TRAIN.SIZE_SCHEDULE=[] measures the final size", size)
     for name, why in left_out.items():
         log.info("left out: %s: %s", name, why)
 

@@ -190,6 +190,9 @@ class TrainConfig(Section):
         sizes = [size for start, size in self.SIZE_SCHEDULE if epoch - 1 >= self.epochs_before(start)]
         return sizes[-1] if sizes else full
 
+    def drops_tokens_in(self, epoch: int) -> bool:
+        return self.TOKEN_DROP > 0 and epoch <= self.NUM_EPOCHS - self.TOKEN_DROP_TAIL
+
     def epochs_before(self, start: float) -> float:
         """A start in SIZE_SCHEDULE as a number of epochs; below 1 it is a fraction of NUM_EPOCHS."""
         return round(start * self.NUM_EPOCHS, 6) if start < 1 else start

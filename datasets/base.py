@@ -246,7 +246,7 @@ class Source:
     """(data, train) -> number of classes, where it is known without listing every image; None: open the split"""
     parts: Callable[[DataConfig], Parts] = lambda _: SPLIT
     fetches: bool = False
-    """`check` downloads the data set if DATA.DOWNLOAD is set"""
+    """DATA.DOWNLOAD=true downloads the data set"""
     multi_label: bool = False
     """Whether a sample may have several labels (DATA.MULTI_LABEL)"""
     reads_path: bool = True

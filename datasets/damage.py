@@ -15,7 +15,7 @@ from utils.errors import AllRanksError, TrainingError
 from utils.log import log
 from utils.program import started_as
 from utils.text import counted
-from vitamp.files import NotRegular, write_atomically
+from vitamp.files import NotRegular, read_regular_text, write_atomically
 
 Value = TypeVar("Value")
 
@@ -68,7 +68,7 @@ def failure_or(read: Callable[[], Value]) -> Failure | Value:
 
 def allowed(max_bad: float, samples: int) -> int:
     """DATA.MAX_BAD as a number of images. Fractions are rounded up: one bad image of fifty is no reason to stop."""
-    return math.ceil(max_bad * samples) if max_bad < 1 else int(max_bad)
+    return math.ceil(round(max_bad * samples, 6)) if max_bad < 1 else int(max_bad)
 
 
 class BrokenImages:
@@ -125,18 +125,24 @@ class BrokenImages:
             return
         from datasets.exclude import REMARK
 
-        before = self._file.read_text(encoding="utf-8").splitlines() if self._file.exists() else []
+        before = read_regular_text(self._file, errors="surrogateescape").splitlines() if self._file.exists() else []
         known = {line.partition(REMARK)[0] for line in before}
         new = [one.line for one in self._broken.values() if one.line.partition(REMARK)[0] not in known]
         write_atomically(self._file, "".join(f"{line}\n" for line in [*before, *new]))
 
     def _too_many(self) -> str:
         last = list(self._broken.values())[-MOST_NAMED_IN_TRAINING:]
-        return (
+        tool = started_as("scripts/check_data.py")
+        text = (
             f"{counted(len(self._broken), 'training image')} cannot be read, and DATA.MAX_BAD allows {self.limit}. The "
-            f"last: {_names(last)}. Repair them, exclude them with DATA.EXCLUDE={self._file}, which lists them "
-            f"({started_as('scripts/check_data.py')} finds all), or raise DATA.MAX_BAD. Then (after storage errors, "
-            "when the storage is back) use -resume; after excluding images, from the end of an epoch (-last_epoch)."
+            f"last: {_names(last)}. Repair them"
+        )
+        if self.folder is None:  # a dry run, which writes no list
+            return f"{text}, list them in DATA.EXCLUDE ({tool} -fix FILE does), or raise DATA.MAX_BAD."
+        return (
+            f"{text}, exclude them with DATA.EXCLUDE={self._file}, which lists them ({tool} finds all), or raise "
+            "DATA.MAX_BAD. Then (after storage errors, when the storage is back) use -resume; after excluding images, "
+            "from the end of an epoch (-last_epoch)."
         )
 
 

@@ -290,9 +290,11 @@ class Header(NamedTuple):
     """Whether its EXIF data says that it is to be turned"""
 
 
-def header_of(encoded: bytes, channels: int) -> Header:
+def header_of(encoded: Encoded, channels: int) -> Header:
+    if isinstance(encoded, np.ndarray):
+        return Header("", encoded.shape[1::-1])
     try:
-        with Image.open(io.BytesIO(encoded)) as image:
+        with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(encoded)) as image:
             return Header(_unusual_mode(image, channels), image.size, orientation_of(image) in TURNS)
     except Exception:  # only another decoder than Pillow can read it, or a damaged header, which can raise anything
         return Header("", (0, 0))

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from datasets.base import ImageDataset, Samples
+from datasets.base import ImageDataset, Samples, Unreadable
 from datasets.decoding import TRANSPARENT, Header, header_of
 from datasets.labels import images_of_classes
 from utils.config import Config
@@ -104,7 +104,7 @@ def examine(train: Samples, validation: Samples, data: DataConfig) -> Findings:
     if not any(samples.stored == "pixels" or samples.remote for samples in splits.values()):
         findings.copies = find_copies(train, validation, QUICK_SECONDS if quick else float("inf"))
 
-    count = min(LOOKED_AT, len(train)) if quick else len(train)
+    count = 0 if train.stored == "pixels" else min(LOOKED_AT, len(train)) if quick else len(train)
     end = time.monotonic() + (HEADER_SECONDS if quick else float("inf"))
     headers = list(_until(end, _headers(train, count, data)))
     findings.looked_at = len(headers)
@@ -155,19 +155,15 @@ def _sizes(samples: Samples, end: float) -> np.ndarray:
 
 def _digests(samples: Samples, indices: list[int], end: float) -> Iterator[tuple[bytes, int]]:
     for index in _until(end, indices):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, Unreadable):
             yield hashlib.blake2b(bytes(samples.read(index)), digest_size=16).digest(), index
 
 
 def _headers(samples: Samples, count: int, data: DataConfig) -> Iterator[Header]:
     """Headers of `count` images, always the same ones; without images whose file cannot be read."""
     for index in np.random.default_rng(0).permutation(len(samples))[:count].tolist():
-        try:
-            encoded = samples.read(index)
-        except OSError:
-            continue
-        if not isinstance(encoded, np.ndarray):
-            yield header_of(bytes(encoded), data.IMAGE_CHANNELS)
+        with contextlib.suppress(OSError, Unreadable):
+            yield header_of(samples.read(index), data.IMAGE_CHANNELS)
 
 
 def median_side(samples: Samples, data: DataConfig) -> int | None:

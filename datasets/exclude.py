@@ -106,6 +106,11 @@ def _named(unmatched: Mapping[int, str], split: Samples, data: DataConfig) -> st
     return f": {named}. A line is a path below DATA_PATH, as {split.name(0).removeprefix(name_prefix(data))}."
 
 
+def text_of(data: DataConfig) -> str:
+    """The text of DATA.EXCLUDE, empty without one; names in it need not be UTF-8."""
+    return read_regular_text(Path(data.EXCLUDE).expanduser(), "utf-8-sig", "surrogateescape") if data.EXCLUDE else ""
+
+
 def excluded(data: DataConfig) -> dict[str, int]:
     """Names in the file of DATA.EXCLUDE -> their line numbers, from 1.
 
@@ -113,7 +118,7 @@ def excluded(data: DataConfig) -> dict[str, int]:
     """
     file = Path(data.EXCLUDE or "").expanduser()
     try:
-        lines = read_regular_text(file, "utf-8-sig", "surrogateescape").split("\n")
+        lines = text_of(data).split("\n")
         if any("\0" in line for line in lines):
             raise OSError("it is not a text file")
     except OSError as error:

@@ -50,6 +50,8 @@ class BatchAffine:
 class ArraySamples(Samples):
     """Labelled images as one array of pixels (N x H x W x C, uint8)."""
 
+    stored = "pixels"
+
     def __init__(self, pixels: np.ndarray, labels: np.ndarray, classes: list[str], owner: str) -> None:
         # Channels last in memory, as from a decoder: resizing relies on it.
         self.pixels = np.ascontiguousarray(pixels)

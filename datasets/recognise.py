@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from datasets.sources import csv_table, imagenet2012
@@ -45,7 +46,8 @@ def recognise(place: str, needs_labels: bool = True) -> tuple[str, str] | None:
 
 def offering_layout(error: UserError, data: DataConfig) -> UserError:
     """An error of a data set that is not in DATA_PATH, with the layouts that are there."""
-    found = _layouts(Path(data.DATA_PATH)) if data.DATA_PATH and Path(data.DATA_PATH).is_dir() else {}
+    root = Path(data.DATA_PATH or "").expanduser()
+    found = _layouts(root) if data.DATA_PATH and root.is_dir() and os.access(root, os.R_OK | os.X_OK) else {}
     if not found or data.DATASET in found:
         return error
     offers = [f"{data.DATA_PATH} has {what}: -dataset {name} reads them." for name, what in found.items()]

@@ -43,8 +43,9 @@ def check(config: Config, sources: Mapping[str, str] = MappingProxyType({})) -> 
             if config.MAX_TIME is None:
                 raise UserError("TRAIN.NUM_EPOCHS auto: give the time that the epochs are to fill, -max_time HH:MM:SS.")
             if config.TRAIN.WARMUP_EPOCHS >= 1:
+                source = f" ({sources[WARMUP]})" if WARMUP in sources else ""
                 raise UserError(
-                    f"TRAIN.WARMUP_EPOCHS {config.TRAIN.WARMUP_EPOCHS:g} ({sources.get(WARMUP)}): with "
+                    f"TRAIN.WARMUP_EPOCHS {config.TRAIN.WARMUP_EPOCHS:g}{source}: with "
                     "TRAIN.NUM_EPOCHS auto it is a fraction of the run, such as 0.05."
                 )
         if config.TRAIN.AUGMENT:

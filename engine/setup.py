@@ -41,6 +41,7 @@ from models.parts import BATCH_NORM, classifiers
 from utils.config import Config
 from utils.distributed.world import ALONE, World, broadcast, on_every_rank
 from utils.log import DETAIL, log
+from utils.program import started_as
 from utils.seeding import seed_all
 from vitamp.checkpoints import Checkpoint
 
@@ -99,13 +100,13 @@ def build_for_evaluation(run: Run, checkpoint: Checkpoint | None = None) -> Read
     if run.auto_batch_size:
         tuned.choices[BATCH_CHOICE] = data.BATCH_SIZE
     val_set = open_dataset(data, False, config.MODEL.NUM_CLASSES, config.SEED, device)
-    val_batch = data.BATCH_SIZE_EVAL or data.BATCH_SIZE
-    val_loader = ValLoader(val_set, val_batch, world.rank, world.size, _workers(config, world), device)
+    workers = auto_workers(world, data.NUM_WORKERS)
+    val_loader = ValLoader(val_set, data.val_batch, world.rank, world.size, workers, device)
     neighbours = None
     if config.measures_knn:
         from engine.evaluation.knn import Neighbours
 
-        neighbours = Neighbours(config, world, device, _workers(config, world))
+        neighbours = Neighbours(config, world, device, workers)
     return Ready(**vars(tuned), task=task_of(config), val_set=val_set, val_loader=val_loader, neighbours=neighbours)
 
 
@@ -209,8 +210,8 @@ def build_for_training(
     elif config.freezes_backbone and train.NUM_EPOCHS > 1:
         log.info(
             "MODEL.FREEZE backbone: it is computed in each of %d epochs, because the images change at random. "
-            "scripts/evaluate.py -probe computes it once, and fits the classifier in seconds.",
-            train.NUM_EPOCHS,
+            "%s -probe computes it once, and fits the classifier in seconds.",
+            *(train.NUM_EPOCHS, started_as("scripts/evaluate.py")),
         )
     loader.on_arrival = partial(parts.stages.mark, DATA)
     how, why = "none", "as asked for"
@@ -257,7 +258,8 @@ def training_data(config: Config, world: World, device: torch.device) -> tuple[I
         from datasets.variants import Sized
 
         train_set = Sized(train_set, config.TRAIN, data.IMAGE_SIZE)
-    return train_set, TrainLoader(train_set, order, config.SEED, _workers(config, world), device)
+    workers = auto_workers(world, data.NUM_WORKERS)
+    return train_set, TrainLoader(train_set, order, config.SEED, workers, device)
 
 
 def weights_of_classes(config: Config, train_set: ImageDataset) -> np.ndarray | None:
@@ -266,11 +268,6 @@ def weights_of_classes(config: Config, train_set: ImageDataset) -> np.ndarray | 
     if setting is None or loss.weighs == "nothing":
         return None
     return class_weights(setting, config.MODEL.NUM_CLASSES, train_set.sample_labels())
-
-
-def _workers(config: Config, world: World) -> int:
-    given = config.DATA.NUM_WORKERS
-    return auto_workers(world) if given is None else given
 
 
 def build_train_state(
@@ -290,13 +287,10 @@ def build_train_state(
     device = precision.device
     weights = None if train_set is None else weights_of_classes(config, train_set)
     criterion = task.loss(train, None if weights is None else torch.tensor(weights, dtype=torch.float32)).to(device)
-    mixed, weighted = None, False
-    if weights is not None:
-        alone = train.ACCUM_ITER * world.size == 1  # one micro-batch an update: its mean is the update's
-        if isinstance(criterion, WeightedCrossEntropy):
-            weighted = True
-            if train.mixes and train.MIXUP_MODE == "elem" and not alone:
-                mixed = MixedWeights(criterion.weights)
+    mixed, weighted = None, isinstance(criterion, WeightedCrossEntropy)
+    alone = train.ACCUM_ITER * world.size == 1  # one micro-batch an update: its mean is the update's
+    if isinstance(criterion, WeightedCrossEntropy) and train.mixes and train.MIXUP_MODE == "elem" and not alone:
+        mixed = MixedWeights(criterion.weights)
     batch_transform, stages = no_transform, Stages()
     if config.REPORT_STAGES:
         from engine.measure.stages import stages_on

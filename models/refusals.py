@@ -9,7 +9,7 @@ import timm
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from models.sizes import DEFAULTS, RECIPES, Shortcuts, arguments_of, patch_of
+from models.sizes import DEFAULTS, RECIPES, Shortcuts, arguments_of
 from utils.config.kinds import one_line
 from utils.config.model import ModelConfig
 from utils.errors import either, nearest
@@ -90,7 +90,7 @@ def shortcut_problems(shortcuts: Shortcuts, reference: nn.Module, patch: int | N
             for key, value in options.items()
             if value
         ]
-    side = patch or patch_of(reference) or 1
+    side = patch or 1
     odd = [size for size in shortcuts.sizes if size % side]
     return [f"TRAIN.SIZE_SCHEDULE: image size {size} is not divisible by the patch size {side}" for size in odd]
 

@@ -25,8 +25,10 @@ DETAIL = {"detail": True}
 """`extra` of a log line that a terminal with a table of epochs leaves out; log.txt and pipes have it."""
 IN_FULL = {"in_full": True}
 """`extra` of a log line that such a terminal does not shorten before training begins."""
-CONTROL = {code: ascii(chr(code))[1:-1] for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
-"""What log lines show of control characters, which a file's name can have: a terminal would obey them."""
+SHOWN = (*range(32), *range(127, 160), *range(0xDC80, 0xDD00))
+CONTROL = {code: ascii(chr(code))[1:-1] for code in SHOWN if chr(code) not in "\t\n"}
+"""What log lines show of characters that a file's name can have: control characters, which a terminal would obey, and
+bytes that are not UTF-8, which cannot be written."""
 
 
 @contextlib.contextmanager
@@ -139,7 +141,7 @@ def log_into(folder: Path, rank: int) -> None:
         log.removeHandler(buffer)
 
 
-def write_to_files(text: str, rank_0_is_lost: bool = False) -> None:
+def write_to_files(text: str, rank_0_is_lost: bool) -> None:
     """Write an error to this rank's log file without printing it; to log.txt too, if rank 0 no longer can."""
     record = log.makeRecord(log.name, logging.ERROR, __file__, 0, redacted(text), (), None)
     for handler in [handler for handler in log.handlers if isinstance(handler, _File)]:

@@ -6,6 +6,7 @@ import hashlib
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -13,9 +14,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from utils.errors import TrainingError, UserError
+from utils.errors import TrainingError, UserError, nearest
 from vitamp.files import write_atomically
-from vitamp.registry import registered
+from vitamp.registry import KINDS, names_of, registered
 
 FOLDER = "own_code"
 FIELD = "own_code"
@@ -154,3 +155,13 @@ def allow(use: str | None, trust: bool) -> None:
     """Take over the flags -use and -trust."""
     allowed.files = tuple(Path(name.strip()).expanduser() for name in (use or "").split(",") if name.strip())
     allowed.trust = trust
+
+
+def check_name(kind: str, name: str, built_in: Sequence[str] = ()) -> None:
+    """Raise UserError unless something of this kind, built in or registered, has this name."""
+    known = [*built_in, *names_of(kind)]
+    if name not in known:
+        raise UserError(
+            f"{KINDS[kind].setting} {name}: there is no {kind} of this name.{nearest(name, known)} "
+            f"Known: {', '.join(known) or 'none'}. One of your own needs its file: -use FILE."
+        )

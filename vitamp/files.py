@@ -128,7 +128,7 @@ def _kind(mode: int) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, empty if it has another value. UserError if it cannot be read."""
     try:
-        content = parse_json(read_regular_text(path))
+        content = parse_json(read_regular_text(path, errors="surrogateescape"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read ({type(error).__name__}: {error}).") from None
     return content if isinstance(content, dict) else {}

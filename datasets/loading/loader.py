@@ -43,9 +43,9 @@ class Plan:
 MOST_WORKERS = 16
 
 
-def auto_workers(world: World = ALONE) -> int:
-    """Loading processes for this process, from the number of its cores."""
-    return min(MOST_WORKERS, world.own_cores)
+def auto_workers(world: World = ALONE, given: int | None = None) -> int:
+    """Loading processes for this process: `given`, or else from the number of its cores."""
+    return min(MOST_WORKERS, world.own_cores) if given is None else given
 
 
 class Window:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from datasets.base import Encoded, Part, Samples, Source
-from datasets.labels import check_class_count, check_label
+from datasets.labels import check_class_count
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.own_code import OWN_ERRORS, own_lines
@@ -68,7 +68,9 @@ def _opened(name: str, path: str | None, part: Part) -> OwnSamples:
             "whole number per image, and at least one image."
         )
     for index, label in enumerate(labels.tolist()):
-        check_label(label, len(classes), f"{where}, image {index}")
+        if not 0 <= label < len(classes):
+            last = f"{len(classes)} classes are returned, so labels go from 0 to {len(classes) - 1}"
+            raise UserError(f"{where}, image {index}: the label is {label}, but {last}.")
     found = [str(one) if isinstance(one, str | Path) else np.asarray(one) for one in images]
     for index, one in enumerate(found):
         if not isinstance(one, str) and (one.dtype != np.uint8 or one.ndim != 3):

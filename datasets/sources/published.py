@@ -127,7 +127,7 @@ def _caltech(classes: int, clutter: str, example: str, megabytes: int, record: s
         f"Caltech{classes}", megabytes, page, f"caltech{classes}", (inner,), layout=f"{inner}/{example}"
     )
 
-    def files_of(data: DataConfig, num_classes: int) -> FileSamples:
+    def samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
         folder = published.folder_of(data)
         objects = in_any_case(folder, inner)
         names = [name for name in subfolders(objects) if name != clutter]
@@ -135,10 +135,7 @@ def _caltech(classes: int, clutter: str, example: str, megabytes: int, record: s
         files = class_files(objects, names)
         if not len(files):
             raise published.damaged(folder, f"{inner} has no images in class folders")
-        return files
-
-    def samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
-        return split_files(files_of(data, num_classes), data, part)
+        return split_files(files, data, part)
 
     return Source(samples, fetches=True, parts=lambda _: UNSPLIT)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -52,9 +52,9 @@ def parts_in_files(root: Path, data: DataConfig, file_name: Callable[[str], str]
     return {part: file_name(name) for part, name in parts.items()}
 
 
-def split_named_in(name: str, names: Iterable[str] = SPLIT_NAMES) -> str | None:
+def split_named_in(name: str) -> str | None:
     """The word in a file or folder name that names a split."""
-    match = re.search(rf"(?<![a-z])({'|'.join(names)})(?![a-z])", name.lower())
+    match = re.search(rf"(?<![a-z])({'|'.join(SPLIT_NAMES)})(?![a-z])", name.lower())
     return match[1] if match else None
 
 

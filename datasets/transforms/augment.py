@@ -13,9 +13,9 @@ from torchvision.transforms import InterpolationMode, v2
 from datasets.base import mean_colour
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
-from utils.errors import UserError, nearest
-from utils.own_code import OWN_ERRORS, OwnCodeError, execute, own_lines
-from vitamp.registry import names_of, own_named
+from utils.errors import UserError
+from utils.own_code import OWN_ERRORS, OwnCodeError, check_name, execute, own_lines
+from vitamp.registry import own_named
 
 
 class OwnChange:
@@ -89,12 +89,8 @@ def check_augmentations(train: TrainConfig) -> None:
     """Raise UserError for an unknown name in TRAIN.AUGMENT, and for two policies."""
     if len(policies := [name for name in train.AUGMENT if name in POLICIES]) > 1:
         raise UserError(f"TRAIN.AUGMENT {', '.join(policies)}: these were never meant to be combined; choose one.")
-    known = [*POLICIES, *names_of("augmentation")]
-    if unknown := [name for name in train.AUGMENT if name not in known]:
-        raise UserError(
-            f"TRAIN.AUGMENT {unknown[0]}: there is no augmentation of this name.{nearest(unknown[0], known)} Known: "
-            f"{', '.join(known)}. One of your own needs its file: -use FILE."
-        )
+    for name in train.AUGMENT:
+        check_name("augmentation", name, [*POLICIES])
 
 
 def affine_changes(data: DataConfig) -> list[ImageChange]:

@@ -119,8 +119,6 @@ TENSOR_CORE_TILE = 8
 
 def prepare_model(model: nn.Module, amp: AmpConfig, precision: Precision) -> None:
     """Apply AMP.FP32_MODULES, fp8 and O3 (half-precision weights without fp32 masters) to `model`, in place."""
-    if precision.level == "O0":
-        return
     if amp.FP32_MODULES:
         forced = force_fp32(model, amp.FP32_MODULES, precision.device.type)
         log.info("AMP.FP32_MODULES: modules in fp32: %s", ", ".join(forced) or "none")

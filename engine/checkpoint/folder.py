@@ -85,7 +85,7 @@ def new_checkpoint(root: Path, update: int, meta: dict[str, Any]) -> Iterator[Pa
             files[path.name] = {"size": path.stat().st_size, "sha256": digest}
         meta = {"format": FORMAT, **meta, "files": files}
         meta[META_HASH] = hash_of(meta)
-        with (hidden / META).open("w", encoding="utf-8") as file:
+        with (hidden / META).open("w", encoding="utf-8", errors="surrogateescape") as file:
             file.write(json.dumps(meta, indent=2, ensure_ascii=False) + "\n")
             file.flush()
             os.fsync(file.fileno())

@@ -109,7 +109,9 @@ def _is_data_of_run(config: Config, saved: Chosen | None) -> Literal["same place
         return "same place"
     if not samples:
         return "unknown"
-    return "moved" if _has_samples(config, samples) else "other"
+    with suppress(UserError):
+        return "moved" if _has_samples(config, samples) else "other"
+    return "other"
 
 
 def _check_split(saved: Chosen) -> None:
@@ -128,12 +130,13 @@ def _check_split(saved: Chosen) -> None:
 def _has_samples(config: Config, samples: dict[str, Any]) -> bool:
     """Whether the training split has the names and labels of these samples, the `identity_of` a run's."""
     field = "data" if "data" in samples else "order"  # checkpoints of 0.1.0 may have no data
+    one_by_one = _with(config, {"DATA.BATCH_SIZE": 1, PART: AUTO})
+    # The weights of classes may be in a file that is gone.
+    unweighted = one_by_one.TRAIN.model_copy(update={"CLASS_WEIGHTS": None})
     with unheard():  # the split that is made here is not evaluated
-        try:
-            one_by_one = _with(config, {"DATA.BATCH_SIZE": 1, PART: AUTO})
-            train_set, loader = training_data(one_by_one, ALONE, torch.device("cpu"))
-        except UserError:
-            return False
+        train_set, loader = training_data(
+            one_by_one.model_copy(update={"TRAIN": unweighted}), ALONE, torch.device("cpu")
+        )
     return identity_of(train_set, loader.order).get(field) == samples.get(field)
 
 

@@ -46,7 +46,7 @@ def evaluate_only(given: Run, dry: bool) -> None:
             "-eval without -pretrained or a checkpoint: no weights are loaded, the model is randomly initialised."
         )
     if checkpoint and ready.precision.level in ("O1", "O2"):
-        force_fp32(ready.model, read_state(checkpoint)["fp32_modules"], device.type)
+        force_fp32(ready.model, read_state(checkpoint, mapped=True)["fp32_modules"], device.type)
     if folder is None:
         if checkpoint:
             load_weights(ready.model, dict(open_tensors(checkpoint)), str(checkpoint.folder))

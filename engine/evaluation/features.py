@@ -113,8 +113,8 @@ def features_of(
     Several processes share the work; only the first one waits until it is done. `between`: called after so many images.
     """
     model, images, labels = seeing.model, len(dataset), dataset.sample_labels()
-    workers = auto_workers(world) if config.DATA.NUM_WORKERS is None else config.DATA.NUM_WORKERS
-    batch = min(int(config.DATA.BATCH_SIZE_EVAL or config.DATA.BATCH_SIZE), BLOCK)
+    workers = auto_workers(world, config.DATA.NUM_WORKERS)
+    batch = min(config.DATA.val_batch, BLOCK)
     training = model.training
     model.eval()
     try:
@@ -243,8 +243,7 @@ def see_features(run: Run, ready: Validating, parts: TrainState, train_set: Imag
         return FeatureSet(dataset, found, pool, run.device)
 
     train_set, ready.val_set = features(train_set, "train"), features(ready.val_set, "val")
-    batch = config.DATA.BATCH_SIZE_EVAL or config.DATA.BATCH_SIZE
-    ready.val_loader = ValLoader(ready.val_set, batch, world.rank, world.size, 0, run.device)
+    ready.val_loader = ValLoader(ready.val_set, config.DATA.val_batch, world.rank, world.size, 0, run.device)
     for module in parts.weights.values():
         module.forward = MethodType(_of_features, module)
     ready.inputs = parts.inputs = nn.Identity()

@@ -162,7 +162,7 @@ class Neighbours:
         except UserError as error:
             raise UserError(f"The images of TRAIN.KNN: {error}") from None
         self._world, self._workers = world, workers
-        self._batch_size = config.DATA.BATCH_SIZE_EVAL or config.DATA.BATCH_SIZE
+        self._batch_size = config.DATA.val_batch
         labels = self._images.sample_labels()
         largest = 100 * float(np.bincount(labels).max()) / len(labels)
         log.info(
@@ -174,6 +174,11 @@ class Neighbours:
             f"; {always_guessing(largest)}",
             extra=DETAIL,
         )
+
+    @property
+    def batches(self) -> int:
+        """Of this process, at a validation"""
+        return sum(math.ceil(len(each) / self._batch_size / self._world.size) for each in (self._images, self._bank))
 
     @torch.no_grad()
     def accuracy(

@@ -15,15 +15,13 @@ class TokenDrop(Callback):
     """Sets the model's patch dropout. Tokens are drawn anew for each sample, by its micro-batch's random numbers."""
 
     def __init__(self, train: TrainConfig) -> None:
-        self.fraction, self.last = train.TOKEN_DROP, train.NUM_EPOCHS - train.TOKEN_DROP_TAIL
-        self.tail = train.TOKEN_DROP_TAIL
-        self._now = 0.0
+        self._train, self._now = train, 0.0
 
     def phase(self, epoch: int) -> str:
-        return self._share() if epoch <= self.last else ""
+        return self._share() if self._train.drops_tokens_in(epoch) else ""
 
     def enter(self, epoch: int, *models: nn.Module) -> None:
-        self._now = self.fraction if epoch <= self.last else 0.0
+        self._now = self._train.TOKEN_DROP if self._train.drops_tokens_in(epoch) else 0.0
         for module in (module for model in models for module in model.modules()):
             if isinstance(module, PatchDropout):
                 module.prob = self._now
@@ -32,12 +30,12 @@ class TokenDrop(Callback):
         return {"token_drop": Figure(self._now, f"Patches left out: {100 * self._now:g}%")}
 
     def rows(self) -> dict[str, str]:
-        epochs = f"{self.tail} epochs" if self.tail > 1 else "epoch"
-        tail = f", none in the last {epochs}" if self.tail else ""
+        last = self._train.TOKEN_DROP_TAIL
+        tail = f", none in the last {f'{last} epochs' if last > 1 else 'epoch'}" if last else ""
         return {"shortcuts": f"{self._share()}{tail}"}
 
     def _share(self) -> str:
-        return f"{100 * self.fraction:g} % of the patches left out"
+        return f"{100 * self._train.TOKEN_DROP:g} % of the patches left out"
 
 
 class GrowingImages(Callback):

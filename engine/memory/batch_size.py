@@ -231,7 +231,8 @@ class Trial:
         self._micro_batches = 2 if accumulates else 1
         # In the run, the data sets take their part of the memory, too.
         options = config.MODEL.NUM_CLASSES, config.SEED, device
-        self._datasets = [open_dataset(config.DATA, train, *options) for train in (not config.EVAL, False)]
+        splits = (False,) if config.EVAL else (True, False)
+        self._datasets = [open_dataset(config.DATA, train, *options) for train in splits]
         self._tuned = tuned_model(config, device)
         self._parts, self._seconds = None, 0.0
         if not config.EVAL:

@@ -82,8 +82,8 @@ def try_out(run: Run, ready: ReadyToTrain, updates_left: int) -> None:
             raise failure(str(error)) from None
         if not is_out_of_memory(error):
             raise
-        raise failure(describe(error, run, position.update)) from None
-    for line in _costs(config, ready, costs, updates_left):
+        raise failure(describe(error, run, position.update + 1)) from None
+    for line in _costs(config, ready, costs, updates_left, run.auto_batch_size):
         log.info("  %s", line)
     log.info("Dry run: updates, validation and data loading work. Nothing was kept or written.")
 
@@ -179,9 +179,9 @@ def _train(
     position.step %= loader.order.updates
     end = time.perf_counter() + seconds
     for done, window in enumerate(loader.epoch(position.epoch, position.step), start=1):
+        train_update(parts, window, position.update + 1)
         position.step += 1
         position.update += 1
-        train_update(parts, window, position.update)
         pace.count(loader.order.samples_of(position.step - 1))
         if done == SET_UP and position.step < loader.order.updates:
             synchronize(device)
@@ -205,7 +205,8 @@ def _validate(world: World, ready: ReadyToTrain, position: Position, reporter: R
     """Validate all weights that the run keeps. Returns the seconds that this takes."""
     batches, metrics, began = 0, {}, time.perf_counter()
     # Ranks may have one batch more or less than rank 0: all go on to the end, or none.
-    is_long = broadcast(len(ready.val_loader) > MOST_BATCHES + 1, world)
+    every = len(ready.val_loader) + (ready.neighbours.batches if ready.neighbours else 0)
+    is_long = broadcast(every > MOST_BATCHES + 1, world)
 
     def count() -> None:
         nonlocal batches
@@ -219,21 +220,26 @@ def _validate(world: World, ready: ReadyToTrain, position: Position, reporter: R
     except _Enough:
         synchronize(ready.precision.device)
         each = (time.perf_counter() - began) / batches
-        return each * len(ready.val_loader) * len(ready.parts.weights)
+        return each * every * len(ready.parts.weights)
     seconds = time.perf_counter() - began
     reporter.validation(position, metrics, seconds)
     return seconds
 
 
-def _costs(config: Config, ready: ReadyToTrain, costs: dict[str, tuple[float, float]], updates: int) -> Iterator[str]:
-    """`costs`: by heading, seconds per update and per validation. `updates`: those left to train."""
+def _costs(
+    config: Config, ready: ReadyToTrain, costs: dict[str, tuple[float, float]], updates: int, found: bool = False
+) -> Iterator[str]:
+    """`costs`: by heading, seconds per update and per validation. `updates`: those left to train.
+
+    `found`: the batch size is from `auto`.
+    """
     device = ready.precision.device
     peak, total = 1e9 * peak_memory_gb(device), total_memory(device)
     of = f" of {in_gib(total)}" if total else ""
     where = "for each process, its libraries included" if device.type == "cpu" else "on each GPU"
     yield f"memory     {in_gib(peak)}{of} at the peak, {where}"
     if total and peak > NEARLY_FULL * total:
-        yield f"           this is nearly all memory; to save some: {'; '.join(ways_out(config, False, device))}"
+        yield f"           this is nearly all memory; to save some: {'; '.join(ways_out(config, False, device, found))}"
     per_epoch, position = ready.train_loader.order.updates, ready.position
     epochs, at = updates / per_epoch, position.epoch - 1 + position.step / per_epoch
     begun, whole, done, end = work_until(config, (position.epoch - 1, position.epoch, at, at + epochs))
@@ -241,6 +247,7 @@ def _costs(config: Config, ready: ReadyToTrain, costs: dict[str, tuple[float, fl
     if computed > 1.001 * updates:
         yield "           later epochs take more memory; their time is estimated by their pixels and tokens"
     validations = max(1, round(epochs / config.VALIDATE_FREQ)) * (updates > 0)
+    validations += updates // (config.VALIDATE_EVERY_UPDATES or sys.maxsize)
     for name, (update, validation) in costs.items():
         left = computed * update + validations * validation
         yield (

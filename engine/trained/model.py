@@ -29,7 +29,6 @@ from engine.task import task_of
 from engine.task.base import Task
 from utils.cli import CommandLine, amp_settings
 from utils.config import Config
-from utils.config.kinds import AUTO
 from utils.distributed.world import ALONE, World
 from utils.errors import TrainingError, UserError
 from utils.log import unheard
@@ -203,8 +202,6 @@ def _built(config: Config, device: torch.device, world: World, chosen: Chosen) -
 
 VALIDATED = 5
 """Highest logits that validation looks at."""
-BATCH = 64
-"""Batch size if the run's own is unknown."""
 
 
 def guesses(logits: Tensor, count: int = 1) -> Tensor:
@@ -227,9 +224,9 @@ def batches_of(
 
     Raises TrainingError at the end if an image could not be read.
     """
-    number = workers if workers is not None else trained.config.DATA.NUM_WORKERS
-    number = auto_workers() if number is None else number
-    loader = ValLoader(dataset, batch_size(trained), 0, 1, number, trained.precision.device)
+    data = trained.config.DATA
+    number = auto_workers(given=data.NUM_WORKERS if workers is None else workers)
+    loader = ValLoader(dataset, data.val_batch, 0, 1, number, trained.precision.device)
     try:
         for batch in loader:
             real = batch.indices != PADDING
@@ -245,13 +242,6 @@ def split_of_run(trained: Trained, part: str = "val") -> ImageDataset:
     config = trained.config
     data = config.DATA.model_copy(update={"PART": part})
     return open_dataset(data, False, config.MODEL.NUM_CLASSES, config.SEED, trained.precision.device)
-
-
-def batch_size(trained: Trained) -> int:
-    """Batch size with which the run validates."""
-    data = trained.config.DATA
-    given = data.BATCH_SIZE_EVAL or data.BATCH_SIZE
-    return BATCH if given == AUTO else int(given)
 
 
 def name_of(dataset: ImageDataset, index: int) -> str:

@@ -24,6 +24,7 @@ from utils.own_code import (
     OWN_ERRORS,
     Noted,
     allowed,
+    check_name,
     copy_of,
     execute,
     executed,
@@ -35,7 +36,7 @@ from utils.record.history import NO_METRICS
 from utils.record.resumed_run import resumed_run
 from utils.record.run_folder import ABOUT, read_about
 from vitamp.metrics import METRICS, set_of
-from vitamp.registry import KINDS, Own, names_of, registered
+from vitamp.registry import KINDS, Own, registered
 
 IN_TOOLS = ("model", "dataset")
 """What a trained model needs; the others are of training alone."""
@@ -124,20 +125,11 @@ def _bind(config: Config, kinds: Sequence[str]) -> None:
         if own.kind == "model" and not timm.is_model(name):
             _offer(own)
     if "loss" in kinds and config.TRAIN.own_loss:
-        _check_name("loss", config.TRAIN.LOSS, choices("TRAIN.LOSS"))
+        check_name("loss", config.TRAIN.LOSS, choices("TRAIN.LOSS"))
     for name in config.VALIDATE_METRICS if "metric" in kinds else ():
-        _check_name("metric", name)
+        check_name("metric", name)
     for note in bind(config.own_settings, _used(config), all_files=len(kinds) == len(KINDS)):
         log.warning("%s.", note)
-
-
-def _check_name(kind: str, name: str, built_in: Sequence[str] = ()) -> None:
-    known = [*built_in, *names_of(kind)]
-    if name not in known:
-        raise UserError(
-            f"{KINDS[kind].setting} {name}: there is no {kind} of this name.{nearest(name, known)} "
-            f"Known: {', '.join(known) or 'none'}. One of your own needs its file: -use FILE."
-        )
 
 
 def bind(texts: Sequence[str], chosen: Collection[str], all_files: bool) -> list[str]:

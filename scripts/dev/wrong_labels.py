@@ -34,7 +34,7 @@ from sklearn.svm import SVC
 from engine.evaluation.linear import FOLDS, fit
 from tools.check_labels.noise import find_wrong
 from tools.check_labels.search import ByFeatures, ByTraining, Images, open_images, suspects_of
-from tools.common.command_line import POOL, Tool, ToolLine, run_tool
+from tools.common.command_line import POOL, Tool, ToolLine, tool
 from utils.flags import Flag, whole
 from utils.log import log
 from utils.program import typed
@@ -51,7 +51,7 @@ OWN = (
     Flag("similar", "pairs of classes that are taken for each other", "A-B,C-D", default=""),
     Flag("folds", "train the recipe on N folds", "N", kind=whole(2)),
     Flag("clean", "search N draws of images, with the labels as given", "N", kind=whole(1)),
-    Flag("json", "results", "FILE"),
+    Flag("json", "results", "FILE", default="wrong_labels.json"),
 )
 TOOL = Tool("dev/wrong_labels.py", __doc__, OWN)
 
@@ -96,6 +96,7 @@ def search_clean(images: Images, features: np.ndarray, draws: int) -> dict[str, 
     return {"images": CLEAN, "found": sum(row["found"] for row in rows), "draws": rows}
 
 
+@tool
 def main(argv: list[str]) -> int:
     line = TOOL.read(argv)
     line.asked.path = line.asked.budget_min = None
@@ -154,4 +155,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_tool(main, sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

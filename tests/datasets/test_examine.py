@@ -12,7 +12,8 @@ from PIL import Image
 
 from datasets import examine as searching
 from datasets import open_dataset
-from datasets.examine import examine, find_copies, notes_of, warnings_of
+from datasets.base import Unreadable
+from datasets.examine import examine, find_copies, median_side, notes_of, warnings_of
 from datasets.sources.files import FileSamples
 from tests.datasets.opened import CPU
 from tests.datasets.shards.tar_files import write_tar
@@ -187,3 +188,18 @@ def test_a_dry_run_names_a_command_that_runs(icons: Path, vitamp: Vitamp, tmp_pa
     script, *words = done.err.partition("`python ")[2].partition("`")[0].replace("exclude.txt", "o.txt").split()
     found = vitamp(*[str(tmp_path / word) if word == "o.txt" else word for word in words], script=script, code=1)
     assert "There are defects" in found.out
+
+
+def test_arrays_have_sizes_and_broken_ones_are_passed_over(icons: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    split = samples(icons, "train")
+    read = {0: np.zeros((4, 6, 3), dtype=np.uint8)}
+
+    def one(index: int) -> np.ndarray:
+        if index not in read:
+            raise Unreadable("not an .npy file")
+        return read[index]
+
+    monkeypatch.setattr(split, "read", one)
+    found = examine(split, samples(icons, "val"), DataConfig(CHECK="full"))
+    assert found.looked_at == 1
+    assert median_side(split, DataConfig()) == 4

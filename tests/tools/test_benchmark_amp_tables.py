@@ -15,14 +15,23 @@ from typing import Any
 
 import pytest
 import torch
+from timm.layers.patch_dropout import PatchDropout
 
 from tests.program import ROOT, Vitamp
 from tools.benchmark_amp.command import OFF, ON, main
 from tools.benchmark_amp.plan import AGAIN
-from tools.common.sessions import OUT_OF_MEMORY, Session, Worker, own_process
+from tools.common.sessions import OUT_OF_MEMORY, Session, TrainingSession, Worker, own_process
+from utils.config import load_config
 from utils.seeding import seed_all
 
 Fields = dict[str, Any]
+
+
+def test_a_session_drops_tokens_as_the_run_does(tiny: Path) -> None:
+    words = {"TRAIN.TOKEN_DROP": "0.5", "TRAIN.NUM_EPOCHS": "4", "DEVICE": "cpu"}
+    session = TrainingSession(load_config(str(tiny), words=words).config, updates=1)
+    modules = session.ready.model.modules()
+    assert [module.prob for module in modules if isinstance(module, PatchDropout)] == [0.5]
 
 
 @pytest.fixture

@@ -290,12 +290,14 @@ def test_nothing_is_proved_where_nothing_is_found(check: Call, tiny: Path, digit
         (["RUN", "-seeds", "3"], "-seeds 3: only for -prove; a search has one seed, SEED."),
         (["RUN", "-budget_min", "5"], "-budget_min 5: nothing is trained; it is for -folds and -prove."),
         (["RUN", "-output", "TINY"], "tiny.yaml: this is a file; name a folder."),
+        (["RUN", "-output", "TINY/labels"], "is a file, so the folder cannot be created"),
         (["-dataset", "digits"], "Name the model: a run, -cfg RECIPE, or -model NAME -pretrained FILE."),
         (["RUN", "DATA.RELABEL=a.csv"], "DATA.RELABEL: the labels are searched as they are in the data; leave"),
     ],
 )
 def test_commands_that_are_refused(words: list[str], why: str, check: Call, digits_run: Path, tiny: Path) -> None:
-    said = check(*({"RUN": digits_run, "TINY": tiny}.get(word, word) for word in words), code=2)
+    words = [word.replace("TINY", str(tiny)).replace("RUN", str(digits_run)) for word in words]
+    said = check(*words, code=2)
     assert why in said.err
 
 

@@ -114,6 +114,24 @@ def test_average_takes_the_best_checkpoint_of_a_run(tool: Callable[..., Result],
         assert torch.allclose(found[key], (tensor + weights(run, NAMES[0])[key]) / 2, atol=1e-7)
 
 
+@pytest.mark.parametrize("file", [EMA, MODEL])
+def test_average_takes_the_files_that_are_named(
+    tool: Callable[..., Result], run: Path, tmp_path: Path, file: str
+) -> None:
+    out = tmp_path / "soup.safetensors"
+    tool("average", *(run / "checkpoints" / name / file for name in NAMES[:2]), "-out", out)
+    found = safetensors.torch.load_file(out)
+    for key, tensor in weights(run, NAMES[0], file).items():
+        assert torch.allclose(found[key], (tensor + weights(run, NAMES[1], file)[key]) / 2, atol=1e-7)
+
+
+def test_home_is_expanded_in_out(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
+    for script, words in ((TOOL, ("strip", run)), ("scripts/export.py", (run, "-to", "safetensors"))):
+        out = tmp_path / f"{Path(script).stem}.safetensors"
+        vitamp(*words, f"-out=~/{out.name}", script=script, env={"HOME": str(tmp_path)}, code=0)
+        assert out.exists()
+
+
 def test_integer_buffers_are_copied_and_not_averaged(tool: Callable[..., Result], tmp_path: Path) -> None:
     for update, seen in ((1, 10), (2, 21)):
         tensors = {"bn.num_batches_tracked": torch.tensor(seen), "bn.running_mean": torch.full((3,), float(seen))}

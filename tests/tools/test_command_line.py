@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.program import ROOT, Vitamp, save_image
-from tools.common.command_line import Tool, ToolLine, above_zero, run_tool, some_of
+from tools.common.command_line import Tool, ToolLine, above_zero, some_of, tool
 from tools.common.output_file import check_output_file, writing
 from tools.export import command as export
 from utils.errors import EXIT_INTERRUPTED, UserError
@@ -203,7 +203,7 @@ def test_interrupted_tool_lists_what_it_wrote(
 
     with writing(tmp_path / "earlier", "-out"):  # by another tool in this process
         pass
-    assert run_tool(interrupted, []) == EXIT_INTERRUPTED
+    assert tool(interrupted)([]) == EXIT_INTERRUPTED
     assert "interrupted; no result was written" in capsys.readouterr().err
     from tools.export import formats
 

@@ -32,6 +32,7 @@ from vitamp.metrics import AVERAGE, LOSS, PLAIN, TOP1
 
 MODES = ("fp32", "bf16")
 ACCURACY = Judged(TOP1, PLAIN)
+JUDGED = {"metric": TOP1.name, "weights": PLAIN.name}
 
 
 def run(mode: str, seed: int, **metrics: Any) -> dict[str, Any]:
@@ -224,7 +225,8 @@ def test_table_and_notes() -> None:
         bf16={"images_per_second": [2000, 2200], "last_acc1": [96, 98]},
     )
     rows = [row for each in results.values() for row in each.values()]
-    about = {"runs": rows, "device": "cpu: a CPU", "seeds": [0, 1], "compared": list(MODES), "troubles": ["a trouble"]}
+    about = {**JUDGED, "runs": rows, "device": "cpu: a CPU", "seeds": [0, 1], "compared": list(MODES), "data": []}
+    about["troubles"] = ["a trouble"]
     assert table(results, MODES, ACCURACY)[2] == [
         *("bf16", "2", "2,100", "1.5", "2.00", "2.00 GB", "97.00 ± 1.41", "98.00 ± 0.00", "0"),
     ]
@@ -284,7 +286,7 @@ def test_best_two_are_compared_with_each_other() -> None:
 def test_contenders_no_better_than_guessing_are_named() -> None:
     results = runs(fp32={"last_acc1": [34.0, 36.0]}, bf16={"last_acc1": [35.0, 35.0]})
     rows = [{**row, "largest_class_percent": 35.0} for each in results.values() for row in each.values()]
-    about = {"runs": rows, "verdicts": [], "troubles": []}
+    about = {**JUDGED, "runs": rows, "verdicts": [], "troubles": [], "data": []}
     assert "none is better than always guessing the largest class, which has 35.0 %" in sentences(about)[0]
     rows[0]["last_acc1"] = 37.0
     assert sentences(about) == []
@@ -326,7 +328,7 @@ def test_folds_are_named_in_troubles_and_notes() -> None:
         "bf16: with fold 2, 40 of 400 updates were skipped (10 %); docs/amp.md says what to do",
     ]
     rows = [row for each in results.values() for row in each.values()]
-    lines = notes({"runs": rows, "device": "cuda: a GPU", "seeds": [0], "folds": 3})
+    lines = notes({**JUDGED, "runs": rows, "device": "cuda: a GPU", "seeds": [0], "folds": 3})
     assert "accuracy: after the last epoch, mean ± standard deviation over the folds" in lines
     assert "3 folds are few: only large differences in accuracy show" in lines
     verdict = verdict_of(folds(5, fp32=[97.0], bf16=[98.0]))

@@ -409,7 +409,8 @@ def _seen(trained: Trained, part: str, pool: str) -> tuple[np.ndarray, np.ndarra
 
 def test_accuracy_of_a_run(say: Say, digits_run: Path, tmp_path: Path) -> None:
     out = tmp_path / "knn.json"
-    done = say(digits_run, "-knn", 15, "-pool", "mean", "-weights", "ema", "-amp", "off", "-json", out, code=0)
+    words = ("-pool", "mean", "-weights", "ema", "-amp", "off", "-batch_size", "auto")
+    done = say(digits_run, "-knn", 15, *words, "-json", out, code=0)
     found = json.loads(out.read_text())
     assert (found["knn"], found["pool"], found["bank_images"]) == (15, "mean", 1437)
     assert found["data"] == "digits, validation split"

@@ -20,6 +20,7 @@ from PIL import Image
 
 from tests.program import Result, save_image, train_tiny
 from tests.tools.browser import View, views_of
+from tools.common.comparison import Contenders, Judged, by_name, metrics_of
 from tools.common.evaluation import Bin, OneLabel
 from tools.common.report_page import evaluations
 from tools.common.report_page.charts import Chart, Curve, Reliability, Style, charts, styles_of
@@ -27,7 +28,7 @@ from tools.common.report_page.page import write_report
 from tools.common.report_page.runs import Headline, opening_of, read_runs
 from tools.report.command import main
 from utils.text import wilson
-from vitamp.metrics import BALANCED, TOP1
+from vitamp.metrics import BALANCED, PLAIN, TOP1
 
 MISCHIEF = "<script>alert('\"1\"')</script>"
 VERDICT = {"bound": "compute", "text": "compute-bound: the CPU waited for data 2 % of the time."}
@@ -148,7 +149,7 @@ def test_two_runs_are_compared(page: Page, tmp_path: Path) -> None:
 
 def test_skipped_updates_are_marked_and_listed(page: Page, tmp_path: Path) -> None:
     run = make_run(tmp_path / "skipping", skips=[20, 40])
-    [scale] = [chart for chart in charts(read_runs([run])) if chart.title == "Loss scale"]
+    [scale] = [chart for chart in charts(read_runs([run]), [Style(0)]) if chart.title == "Loss scale"]
     assert [point[0] for point in scale.marks[0].points] == [1, 2]
     text = page(run).text
     assert "2 updates were skipped." in text
@@ -256,7 +257,7 @@ def test_charts_show_epoch_means_best_validation_and_resumes(page: Page, tmp_pat
     run = make_run(tmp_path / "whole", best=80.0)
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"event": "run", "epoch": 3, "what": "resume", "update": 50, "perf": {}}) + "\n")
-    accuracy = next(chart for chart in charts(read_runs([run])) if chart.title.startswith("Accuracy"))
+    accuracy = next(chart for chart in charts(read_runs([run]), [Style(0)]) if chart.title.startswith("Accuracy"))
     assert accuracy.x_name == "epoch"
     assert [curve.points for curve in accuracy.curves[:2]] == [[(1, 77), (2, 78), (3, 79), (4, 80)]] * 2
     assert accuracy.marks[0].points == [(4, 80)]
@@ -277,7 +278,7 @@ def test_seeds_share_the_hue_of_their_precision_and_differ_in_shade(page: Page, 
 
 def test_legend_names_only_what_a_chart_shows(page: Page, tmp_path: Path) -> None:
     run = make_run(tmp_path / "night", skips=[20])
-    legends = {chart.title: chart.legend() for chart in charts(read_runs([run]))}
+    legends = {chart.title: chart.legend() for chart in charts(read_runs([run]), [Style(0)])}
     assert [meaning for _, meaning in legends["Loss"]] == ["training, epoch means", "validation", "best validation"]
     assert legends["Learning rate"] == []
     assert legends["Loss scale"] == [("cross", "skipped update")]
@@ -464,6 +465,38 @@ def test_three_settings_are_drawn_and_the_best_two_compared_first(report: Report
     assert "contenders" not in report(runs[0], runs[3])[1].partition("<body>")[2]
     page = report(*runs[::3])[1]
     assert "95 % interval of one run on 360 images" in page
+
+
+def test_contenders_of_a_comparison_are_drawn_as_they_are_given(page: Page, tmp_path: Path, first: Path) -> None:
+    """Settings may differ by seed; and of folds, which share images, the intervals are Nadeau and Bengio's."""
+    runs = [copied(first, f"d-{n}", 50 + n, f"BASE_LR: 0.002 -> BASE_LR: {n + 1}") for n in range(6)]
+    of, out = {run: ("plain", "changed")[n % 2] for n, run in enumerate(runs)}, tmp_path / "page.html"
+    widths = []
+    for of_folds in (False, True):
+        rows = [
+            {"mode": of[run], "seed": n // 2, **metrics_of(run)} | ({"fold": f"{n // 2 + 1}/3"} if of_folds else {})
+            for n, run in enumerate(runs)
+        ]
+        page(*runs, contenders=Contenders(by_name(rows), ["plain", "changed"], Judged(TOP1, PLAIN), of))
+        text = out.read_text(encoding="utf-8")
+        row = r'class="contender (hue\d) shade0[^"]*"><span class="who">(\w+)</span>(.*?)</span>'
+        drawn = re.findall(row, text, re.DOTALL)
+        assert [(hue, name) for hue, name, _ in drawn] == [("hue0", "plain"), ("hue1", "changed")]
+        band = re.search(r'class="band" style="left: [-\d.]+%; width: ([\d.]+)%', drawn[0][2])
+        first_dot, *_, last_dot = re.findall(r'class="dot" style="left: ([\d.]+)%', drawn[0][2])
+        assert band is not None
+        widths.append(float(band[1]) / (float(last_dot) - float(first_dot)))
+    assert widths[1] / widths[0] == pytest.approx(((1 / 3 + 1 / 2) / (1 / 3)) ** 0.5, rel=0.01)
+
+
+def test_runs_are_paired_by_seed_or_not_at_all(report: Report, first: Path) -> None:
+    plain = [copied(first, f"e-{seed}", 90.0 + seed, f"SEED: 0 -> SEED: {seed}") for seed in (1, 2)]
+    other = copied(first, "f-3", 91.0, "SEED: 0 -> SEED: 3", RATE)
+    said = report(*plain, other)[0]
+    assert "no verdict, because BASE_LR=0.004 and BASE_LR=0.002 have no finished run with the same seed" in said
+    again = copied(first, "again", 95.0, "SEED: 0 -> SEED: 1")
+    said = report(plain[0], again, other)[0]
+    assert f"No verdict: {plain[0]} and {again} have the same settings, and the same seed." in said
 
 
 def test_reasons_for_no_verdict(report: Report, first: Path) -> None:

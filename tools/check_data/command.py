@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
         except TooFewToSplit as error:
             log.warning("%s Here all images are checked as training images.", error)
     warn_of_splits(data, samples["training"], samples.get("validation"))
-    workers = auto_workers() if data.NUM_WORKERS is None else data.NUM_WORKERS
+    workers = auto_workers(given=data.NUM_WORKERS)
     splits = []
     for title, found in samples.items():
         if found is None:

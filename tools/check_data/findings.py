@@ -9,7 +9,6 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from datasets import decoding
 from datasets.base import Encoded, Samples
 from datasets.damage import Failure, failure_or
-from datasets.exclude import line_of, name_prefix
+from datasets.exclude import line_of, name_prefix, text_of
 from datasets.labels import images_of_classes
 from datasets.loading.workers import LoadingProcesses
 from datasets.transforms.pixels import Pixels
@@ -245,14 +244,10 @@ class _Scanner(Dataset[Any]):
         if isinstance(encoded, Failure):
             problem = next((kind for kind, reason in KINDS.items() if reason in encoded.reason), encoded.kind)
             return Scan(problem, encoded.reason, b"", decoding.Header("", (0, 0)))
-        if isinstance(encoded, np.ndarray):
-            header = decoding.Header("", encoded.shape[1::-1])
-        else:
-            header = decoding.header_of(encoded, self.channels)
-            damage = (
-                decoding.damage_of(encoded) if self.by_simplejpeg and encoded.startswith(decoding.JPEG_START) else ""
-            )
+        if self.by_simplejpeg and isinstance(encoded, bytes) and encoded.startswith(decoding.JPEG_START):
+            damage = decoding.damage_of(encoded)
         digest = hashlib.blake2b(bytes(encoded), digest_size=16).digest()
+        header = decoding.header_of(encoded, self.channels)
         return Scan("", "", digest, header, damage, self.out.numpy().tobytes())
 
 
@@ -522,7 +517,7 @@ def exclude_list(findings: Findings, data: DataConfig, near: bool) -> tuple[str,
         for found in findings.defects.get(kind, ()):
             if kind in (UNREADABLE, DAMAGED) or found.split == "training":
                 chosen.setdefault((found.split, found.name), (kind, found))
-    before = Path(data.EXCLUDE).expanduser().read_text(encoding="utf-8-sig").rstrip("\n") if data.EXCLUDE else ""
+    before = text_of(data).rstrip("\n")
     today = datetime.date.today().isoformat()
     head = f"# Images to exclude (DATA.EXCLUDE), found by {started_as('scripts/check_data.py')} on {today}"
     lines = [line_of(found.name, found.about, data) for _, found in chosen.values()]

@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tools.common.command_line import OVERWRITE, POOL, TRUST, Tool, above_zero, check_one_training, tool
-from tools.common.output_file import writing
+from tools.common.output_file import results_folder, writing
 from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED, UserError
 from utils.flags import Flag, Positional, whole
 from utils.log import log
 from utils.text import counted
-from vitamp.files import kind_of_path, write_atomically
+from vitamp.files import write_atomically
 from vitamp.pooling import POOLED, POOLS
 
 if TYPE_CHECKING:
@@ -59,9 +59,7 @@ TOOL = Tool("check_labels.py", __doc__, OWN, (Positional("path", "RUN_OR_CHECKPO
 @tool
 def main(argv: list[str]) -> int:
     line = TOOL.read(argv)
-    asked, out = line.asked, Path(line.asked.output).expanduser()
-    if (kind := kind_of_path(out)) not in (None, "a folder"):
-        raise UserError(f"-output {out}: this is {kind}; name a folder.")
+    asked, out = line.asked, results_folder(line.asked.output)
     if asked.path and (line.run.cfg is not None) != bool(asked.prove):
         instead = "leave -cfg out: it has the settings of its own training"
         raise UserError(f"{asked.path}: {'-prove trains a recipe: name it by -cfg' if asked.prove else instead}.")

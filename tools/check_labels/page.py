@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from datasets import source_of
 from engine.trained.model import picture_of
 from tools.check_labels.search import Found, Images
-from tools.common.output_file import writing
-from tools.common.report_page import evaluations
 from tools.common.report_page.evaluations import data_uri
+from tools.common.report_page.page import write_template
 from tools.common.turns import progress
-from vitamp.files import write_atomically
 
 MOST_SHOWN = 200
 """Suspects with pictures"""
@@ -53,9 +49,9 @@ def write_page(images: Images, found: Found, out: Path) -> Path:
         )
     pairs = Counter((one.given, one.proposed) for one in found.suspects)
     of_class = Counter(words.tolist())
-    here = Path(evaluations.__file__).parent / "templates"
-    pages = Environment(loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    text = pages.get_template("labels.html").render(
+    page = out / "report.html"
+    write_template(
+        *("labels.html", page, "-output"),
         title=f"Labels of {source_of(images.data)}",
         words=found.words(),
         tiles=[
@@ -68,9 +64,5 @@ def write_page(images: Images, found: Found, out: Path) -> Path:
         shown=shown,
         left_out=len(found.suspects) - len(shown),
         clear=found.clear,
-        made=time.strftime("%Y-%m-%d %H:%M"),
     )
-    page = out / "report.html"
-    with writing(page, "-output"):
-        write_atomically(page, text.encode(errors="surrogateescape").decode(errors="replace"))
     return page

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from datasets import ImageDataset, comes_unsplit, open_dataset, source_of
-from datasets.base import TITLES, Part, Samples
-from datasets.exclude import line_of, name_prefix
+from datasets.base import TITLES, Part, Samples, Unreadable
+from datasets.exclude import line_of, name_prefix, text_of
 from datasets.labels import ANY_LABEL, images_of_classes
 from engine.evaluation.features import Features, features_of
 from engine.evaluation.linear import FOLDS, Classifier, fit, folds_of
 from engine.task.several import scores_of
-from engine.trained.model import Trained, batch_size, batches_of, load_trained, pretrained, split_of_run
+from engine.trained.model import Trained, batches_of, load_trained, pretrained, split_of_run
 from tools.check_labels.noise import Wrong, find_wrong
 from tools.common.command_line import ToolLine
 from tools.common.comparison import judged_by
@@ -101,7 +101,7 @@ def open_images(config: Config, part: Part) -> Images:
     for index in progress(range(len(samples)), "images read"):
         try:
             read = samples.read(index)
-        except OSError as error:
+        except (OSError, Unreadable) as error:
             raise UserError(f"{samples.name(index)}: cannot be read ({error}); leave it out by DATA.EXCLUDE.") from None
         content = read if isinstance(read, bytes) else str(read.shape).encode() + read.tobytes()
         copy_of[index] = first.setdefault(hashlib.sha256(content).digest(), index)
@@ -153,7 +153,7 @@ class ByFeatures:
 
     def _features(self, images: Images) -> Features:
         trained = self.trained
-        with progress_bar(len(images.samples), "images") as bar, trained.computing(batch_size(trained)):
+        with progress_bar(len(images.samples), "images") as bar, trained.computing(trained.config.DATA.val_batch):
             return features_of(trained, trained.config, images.dataset, images.data, ALONE, bar.update)
 
     def logits(self, images: Images, seed: int) -> np.ndarray:
@@ -200,7 +200,7 @@ class ByTraining:
         names = [samples.name(index) for index in range(len(samples))]
         lines = [line_of(name, "", images.data) for name in names if name.removeprefix(prefix) not in searched]
         if images.data.EXCLUDE:
-            lines.append(Path(images.data.EXCLUDE).expanduser().read_text("utf-8-sig"))
+            lines.append(text_of(images.data))
         # Models of other images or labels are not asked: a fold of theirs may have been another.
         about = repr([images.name(index) for index in range(len(images.labels))]) + "\n".join(lines)
         version = hashlib.sha256(about.encode(errors="surrogateescape") + images.labels.tobytes()).hexdigest()[:8]

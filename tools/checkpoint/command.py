@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     command = first_word(argv, NAME, __doc__, {name: tool.about or "" for name, tool in COMMANDS.items()}, "command")
     asked = COMMANDS[command].read(argv[1:]).asked
     if "out" in asked:
-        check_weights_file(asked.out, fresh=not asked.overwrite)
+        asked.out = check_weights_file(asked.out, fresh=not asked.overwrite)
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from tools.common.weights import average, list_checkpoints, strip, verify_checkpoints

@@ -20,7 +20,7 @@ from engine.setup import ReadyToTrain, tuned_model
 from tools.common.sessions import opened
 from utils.config import Config
 from utils.seeding import seed_all
-from vitamp.files import parse_json
+from vitamp.checkpoints import read_index
 
 if TYPE_CHECKING:
     from tools.compare.runs import Run
@@ -73,8 +73,8 @@ class Layer:
 
 def layers_of(run: Run, scale: float) -> list[Layer]:
     """Examine the layers with the weights of the run's last checkpoint, on the first samples of the next epoch."""
-    last = parse_json((run.folder / "checkpoints" / "index.json").read_text(encoding="utf-8"))["last"]
-    weights = str(run.folder / "checkpoints" / last / "model.safetensors")
+    root = run.folder / "checkpoints"
+    weights = str(root / (read_index(root)["last"] or "") / "model.safetensors")
     config = run.config.model_copy(update={"MODEL": run.config.MODEL.model_copy(update={"PRETRAINED": weights})})
     with opened(config, compiled=False) as (ready, windows):  # eager modules can be hooked, with the same numerics
         return examine_layers(config, ready, next(iter(next(windows))), scale)

@@ -38,6 +38,7 @@ PAGES = {
     "loading.py": "data_speed",
     "pack_images.py": "shards",
     "show_batch.py": "augmentation",
+    "wrong_labels.py": "check_labels",
 }
 """Documentation page of a tool, where it has another name."""
 SAY = {CLASSES: 1000, IMAGE_SIZE: 224, PATCH_SIZE: 16}
@@ -112,12 +113,11 @@ def some_of(*known: str) -> Callable[[str], tuple[str, ...]]:
 
 
 def tool(work: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
-    """For the main function of a tool: `run_tool` runs it."""
-    return partial(run_tool, work)
+    """For the main function of a tool: it reports an error as one line of text, and returns an exit code."""
+    return partial(_run, work)
 
 
-def run_tool(work: Callable[[list[str]], int], argv: list[str]) -> int:
-    """Run `work`; report an error as one line of text and return an exit code."""
+def _run(work: Callable[[list[str]], int], argv: list[str]) -> int:
     die_with_starting_tool()
     import_compiler_late()
     watch_standard_output()

@@ -71,9 +71,8 @@ class Judged:
 
 
 def judged_of(about: Mapping[str, Any]) -> Judged:
-    """Of a compare.json; one of earlier versions compared the accuracy of plain weights."""
-    metric = metric_named(about.get("metric", ONE_LABEL.best.name))
-    return Judged(metric, set_named(about.get("weights", PLAIN.name)))
+    """Of what compare.json holds."""
+    return Judged(metric_named(about["metric"]), set_named(about["weights"]))
 
 
 def judged_by(name: str | None, weights: str | None, configs: Sequence[Config]) -> Judged:
@@ -148,6 +147,11 @@ def interval(values: Sequence[float], comparisons: int, grain: float = 0.0, over
     return Difference(mean, low, high, len(values), seen, needed)
 
 
+def overlap_of(rows: Iterable[Metrics]) -> float:
+    """Validation images per training image in a cross-validation, else 0: see `interval`."""
+    return next((1 / (int(row["fold"].partition("/")[2]) - 1) for row in rows if "fold" in row), 0.0)
+
+
 def _reach(error: float, freedom: int, *levels: float) -> float:
     """Student's quantiles of these levels, added up, times the standard error."""
     from scipy import stats  # a second to import
@@ -204,9 +208,7 @@ def difference_in_metric(
         return None
     images = next((row["validation_images"] for row in ours.values() if row.get("validation_images")), None)
     grain = 100 / images if images and judged.metric.counts_images else 0.0
-    # Validation images per training image in a cross-validation
-    overlap = next((1 / (int(row["fold"].partition("/")[2]) - 1) for row in ours.values() if "fold" in row), 0.0)
-    found = interval([one - other for one, other in pairs], comparisons, grain, overlap)
+    found = interval([one - other for one, other in pairs], comparisons, grain, overlap_of(ours.values()))
     if judged.metric.percent and found.low is not None and found.high is not None:
         # Of few seeds, Student's interval can be wider than any difference of two percentages.
         return replace(found, low=max(found.low, -100.0), high=min(found.high, 100.0))
@@ -448,7 +450,7 @@ def verdict_of(folders: Sequence[Path]) -> list[str]:
     runs, names, judged, _ = found
     base, *others = names
     best = best_two(runs, names, judged) if len(others) > 1 else []
-    if all(len(runs[name].keys() & runs[base].keys()) < 2 for name in others):
+    if all(len(of_one) == 1 for of_one in runs.values()):
         pairs = [(name, base) for name in others]
         first = [] if len(best) < 2 or base in best else [(best[0], best[1])]
         pairs = sorted([*first, *pairs], key=lambda pair: set(pair) != set(best))
@@ -458,12 +460,17 @@ def verdict_of(folders: Sequence[Path]) -> list[str]:
     return in_words(sorted(verdicts, key=lambda each: {each["mode"], each["against"]} != set(best)))
 
 
-def contenders_of(
-    folders: Sequence[Path], judged: Judged | None = None
-) -> tuple[ByName, list[str], Judged, dict[str, Path]] | str:
-    """Finished runs by their settings, seeds and folds aside; the names of these contenders, the baseline first; what
-    is judged; and the folder of a run of each. Or why they cannot be compared. `judged`: None for that of their task.
-    """
+class Contenders(NamedTuple):
+    runs: ByName
+    names: list[str]
+    """The baseline first"""
+    judged: Judged
+    of: dict[Path, str]
+    """Folder of a run -> its contender"""
+
+
+def contenders_of(folders: Sequence[Path]) -> Contenders | str:
+    """Finished runs by their settings, seeds and folds aside; or why they cannot be compared."""
     try:
         runs = [Finished(each, config_of_run(each), metrics_of(each)) for each in folders if is_finished(each)]
     except UserError as error:
@@ -475,13 +482,15 @@ def contenders_of(
         return "these runs have the same settings but for the seed or fold."
     if problem := _not_comparable(runs):
         return problem
-    judged = judged or judged_by(None, None, [run.config for run in runs])
-    rows: list[Metrics] = []
+    rows, of = list[Metrics](), dict[tuple[str, int], Path]()
     for name, run in zip(names, runs, strict=True):
         fold = {} if run.config.DATA.FOLD is None else {"fold": str(run.config.DATA.FOLD)}
         rows.append({"mode": name, "seed": run.config.SEED, **fold, **run.metrics})
-    first = dict(zip(reversed(names), (run.folder for run in reversed(runs)), strict=True))
-    return by_name(rows), list(dict.fromkeys(names)), judged, first
+        other = of.setdefault((name, number_of(rows[-1])), run.folder)
+        if other is not run.folder:
+            return f"{other} and {run.folder} have the same settings, and the same {unit(rows[-1:])}."
+    judged = judged_by(None, None, [run.config for run in runs])
+    return Contenders(by_name(rows), list(dict.fromkeys(names)), judged, {of[key]: key[0] for key in of})
 
 
 def _names(runs: Sequence[Finished]) -> list[str]:

@@ -490,11 +490,11 @@ def measured(percent: float, interval: Interval | None = None) -> str:
     return f"{percent:.2f} %{brackets}" if math.isfinite(percent) else "-"
 
 
-def calibration(confidence: Tensor, right: Tensor, count: int = BINS) -> tuple[float, list[Bin]]:
+def calibration(confidence: Tensor, right: Tensor) -> tuple[float, list[Bin]]:
     """ECE in percent, and its bins of equal width; each includes its upper edge."""
-    number = (confidence.nan_to_num() * count).ceil().long().sub(1).clamp(0, count - 1)
+    number = (confidence.nan_to_num() * BINS).ceil().long().sub(1).clamp(0, BINS - 1)
     images, sure, hits = (
-        torch.zeros(count, dtype=torch.float64).index_add_(0, number, values)
+        torch.zeros(BINS, dtype=torch.float64).index_add_(0, number, values)
         for values in (torch.ones_like(confidence), confidence, right.double())
     )
     ece = 100 * float((sure - hits).abs().sum() / len(confidence))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from utils.errors import UserError
-from utils.record.run_folder import is_run_folder
+from utils.record.run_folder import check_writable, is_run_folder
 from vitamp.files import kind_of_path, try_to_write
 
 written: list[Path] = []
@@ -39,12 +39,12 @@ def check_output_file(path: Path, flag: str, fresh: bool = False, what: str = "f
     return path
 
 
-def check_weights_file(path: Path, fresh: bool) -> None:
+def check_weights_file(path: Path, fresh: bool) -> Path:
     """The same for the -out of a tool that writes weights in the format safetensors."""
     if path.suffix != ".safetensors":
         better = path.parent / f"{path.stem or 'weights'}.safetensors"
         raise UserError(f"-out {path}: the file is written in the safetensors format; use -out {better}")
-    check_output_file(path, "-out", fresh)
+    return check_output_file(path, "-out", fresh)
 
 
 def check_output_folder(path: Path, flag: str, files: tuple[str, ...], fresh: bool) -> Path:
@@ -67,6 +67,15 @@ def check_output_folder(path: Path, flag: str, files: tuple[str, ...], fresh: bo
         )
     for name in files:
         check_output_file(path / name, flag)
+    return path
+
+
+def results_folder(path: Path) -> Path:
+    """Expand `path`, the -output of a tool whose results fill a folder, and check that they can be written there."""
+    path = path.expanduser()
+    if (kind := kind_of_path(path)) not in (None, "a folder"):
+        raise UserError(f"-output {path}: this is {kind}; name a folder.")
+    check_writable(path)
     return path
 
 

@@ -180,9 +180,15 @@ def opened(config: Config, compiled: bool = True) -> Iterator[tuple[ReadyToTrain
             if not compiled:
                 ready.parts.leave_out(Compiling)
             ready.parts.assemble()
-            yield ready, itertools.chain.from_iterable(map(ready.train_loader.epoch, itertools.count(1)))
+            yield ready, _windows(ready)
         finally:
             ready.train_loader.close()
+
+
+def _windows(ready: ReadyToTrain) -> Iterator[Window]:
+    for epoch in itertools.count(1):
+        ready.parts.enter(epoch)
+        yield from ready.train_loader.epoch(epoch)
 
 
 class TrainingSession(Session):

@@ -145,7 +145,7 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
                 "set how many a run keeps."
             )
     else:
-        folders = [checkpoint_of(path)[0] for path in paths]
+        folders = [path if path.is_file() else checkpoint_of(path)[0] for path in paths]
     sources = [chosen_at(folder, weights) for folder in folders]
     checkpoints = [verify(source.checkpoint) for source in sources if source.checkpoint]
     which, why = sources[0].which, f"-weights {weights}"

@@ -33,12 +33,15 @@ from typing import TYPE_CHECKING, Any
 from tools.common.command_line import Tool, above_zero, tool
 from tools.common.comparison import (
     ByName,
+    Contenders,
     Judged,
     Metrics,
     by_name,
     in_words,
+    is_finished,
     judge,
     judged_of,
+    metrics_of,
     number_of,
     spread,
     times_as_fast,
@@ -47,6 +50,7 @@ from tools.common.comparison import (
     values_of,
     variation,
 )
+from tools.common.output_file import results_folder
 from tools.common.tables import in_columns, non_defaults
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, UserError
 from utils.flags import Flag, whole
@@ -54,7 +58,6 @@ from utils.log import log
 from utils.program import typed
 from utils.record.run_folder import git_state, read_data_warnings, write_json
 from utils.text import counted, redacted_values
-from vitamp.files import kind_of_path
 from vitamp.metrics import AVERAGE, ONE_LABEL, PLAIN
 
 if TYPE_CHECKING:
@@ -85,9 +88,7 @@ TOOL = Tool("compare.py", __doc__, OWN)
 @tool
 def main(argv: list[str]) -> int:
     line = TOOL.read(argv)
-    out = Path(line.asked.output).expanduser()
-    if (kind := kind_of_path(out)) not in (None, "a folder"):
-        raise UserError(f"-output {out}: this is {kind}; name a folder.")
+    out = results_folder(line.asked.output)
 
     from tools.compare.runs import Terminated, make_plan, train_all
 
@@ -110,7 +111,6 @@ def main(argv: list[str]) -> int:
 
 def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compare.py") -> dict[str, Any]:
     """Write compare.json with all metrics so far, and return its contents. `script`: of the command."""
-    from tools.common.comparison import is_finished, metrics_of
     from tools.compare.runs import SET_BY_MODE, SET_PER_FOLD, SET_PER_RUN
 
     names, failed = list(plan.contenders), trained.failed
@@ -169,7 +169,9 @@ def report(about: dict[str, Any], out: Path) -> None:
         rows = sorted(about["runs"], key=lambda row: (about["compared"].index(row["mode"]), number_of(row)))
         folders, verdict = [out / row["folder"] for row in rows], "\n".join(sentences(about))
         try:
-            page = write_report(folders, out / "report.html", verdict=verdict, judged=judged_of(about))
+            of = {out / row["folder"]: row["mode"] for row in rows}
+            contenders = Contenders(by_name(rows), about["compared"], judged_of(about), of)
+            page = write_report(folders, out / "report.html", verdict=verdict, contenders=contenders)
         except UserError as error:  # not fatal: the verdict still appears
             log.warning("%s", error)
     what = "settings" if "varied" in about else "mode"
@@ -238,7 +240,7 @@ def sentences(about: dict[str, Any]) -> list[str]:
             f"none is better than always guessing the largest class, which has {max(shares):.1f} % of the validation "
             "images: train longer, or judge by another -metric"
         )
-    return [*lines, *about["troubles"], *about.get("data", ())]
+    return [*lines, *about["troubles"], *about["data"]]
 
 
 def notes(about: dict[str, Any]) -> list[str]:

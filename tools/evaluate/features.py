@@ -19,7 +19,7 @@ from engine.evaluation.data import data_for_evaluation, title_of
 from engine.evaluation.features import features_of
 from engine.evaluation.knn import classify, labelled_data, open_labelled
 from engine.evaluation.linear import FOLDS, STRENGTHS, fit, folds_of
-from engine.trained.model import Trained, batch_size
+from engine.trained.model import Trained
 from tools.common.evaluation import INTERVALS, OneLabel, SeveralLabels, measured
 from tools.common.tables import in_columns
 from tools.common.turns import progress, progress_bar
@@ -51,13 +51,14 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
         data, notes = data_for_evaluation(config, trained.chosen if trained.chosen.meta else None, named)
     count, flag = (COUNT, "-probe") if asked.probe else (asked.knn, "-knn")
     bank, images = open_labelled(data, count, config.SEED, trained.precision.device, flag, NAMED_BY, asked.probe)
+    count = min(count, len(bank))
     log.setLevel("INFO" if world.first else "WARNING")
     log.info("%s: %s", asked.path or config.MODEL.PRETRAINED, trained.chosen.words)
     for note in notes:
         log.info("%s.", note)
     of_bank, parts = data.model_copy(update={"PART": "train"}), []
     for dataset, about in ((bank, of_bank), (images, data)):
-        with progress_bar(len(dataset), "images") as bar, trained.computing(batch_size(trained)):
+        with progress_bar(len(dataset), "images") as bar, trained.computing(trained.config.DATA.val_batch):
             parts.append(features_of(trained, config, dataset, about, world, bar.update))
     if not world.first:
         return None
@@ -104,7 +105,7 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
         found["largest_class_percent"] = largest
         for pool in pools:
             both = (part.rows(pool, trained.precision.device) for part in (seen, known))
-            guesses, truth = classify(next(both), next(both), min(count, len(bank)))
+            guesses, truth = classify(next(both), next(both), count)
             top1 = 100 * int((guesses == truth).sum()) / len(truth)
             interval = wilson(top1, len(truth))
             rows.append([f"{KNN.words}, {pool}", f"{count} nearest", "", measured(top1, interval)])

@@ -110,10 +110,10 @@ def main(argv: list[str]) -> int:
         if others := sorted(line.given - {"path", "to", "out", "overwrite", "name"}):
             raise UserError(f"-{others[0]}: has no effect on PaddleViT's weights ({PADDLE}); leave it out.")
         file = asked.path.expanduser()
-        out = (asked.out or file.with_suffix(ENDINGS["safetensors"])).expanduser()
+        out = asked.out or file.with_suffix(ENDINGS["safetensors"])
         if not file.is_file():
             raise UserError(f"{file}: no such file.")
-        check_weights_file(out, fresh=not asked.overwrite)
+        out = check_weights_file(out, fresh=not asked.overwrite)
 
         from tools.export.paddle import import_weights
 
@@ -206,10 +206,9 @@ def _files(asked: Namespace, formats: list[str]) -> dict[str, Path]:
             many = f"there are {len(singles)} formats; give the name without ending, {asked.out.stem}"
             raise UserError(f"-out {asked.out}: {many}.")
         files = {name: asked.out.with_name(f"{asked.out.name}{ENDINGS[name]}") for name in singles}
-    # ONNX keeps weights beyond 2 GB in a second file.
-    second = [file.with_name(f"{file.name}.data") for name, file in files.items() if name == "onnx"]
-    for file in (*files.values(), *second):
-        check_output_file(file, "-out", fresh=not asked.overwrite)
+    files = {name: check_output_file(file, "-out", fresh=not asked.overwrite) for name, file in files.items()}
+    if "onnx" in files:  # weights beyond 2 GB are kept in a second file
+        check_output_file(files["onnx"].with_name(f"{files['onnx'].name}.data"), "-out", fresh=not asked.overwrite)
     if HUB in formats:
         files[HUB] = check_output_folder(asked.output, "-output", HUB_FILES, fresh=not asked.overwrite)
     return files

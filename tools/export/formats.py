@@ -92,7 +92,7 @@ class CheckImages:
                 yield (part if with_preprocess else trained.inputs(part)).contiguous()
 
 
-def images_for_check(trained: Trained, folder: Path | None, count: int | None, part: str = "val") -> CheckImages:
+def images_for_check(trained: Trained, folder: Path | None, count: int | None, part: str) -> CheckImages:
     """`count` images, evenly chosen from the folder or a split of the run's data; noise if that cannot be read."""
     if folder is not None:
         if not folder.is_dir():

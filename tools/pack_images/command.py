@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
 
     try:
         config, folder = loaded.config, Path(places[1]).expanduser()
-        pack(config.DATA, config.MODEL.NUM_CLASSES, folder, _settings(line, loaded), line.asked.num_workers)
+        pack(config.DATA, folder, _settings(line, loaded), line.asked.num_workers)
     except KeyboardInterrupt:
         log.warning("interrupted; finished tar files stay, and the same command resumes")
         return EXIT_INTERRUPTED

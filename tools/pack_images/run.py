@@ -30,6 +30,7 @@ from datasets.exclude import name_prefix
 from datasets.shards.hub import kind_of
 from datasets.shards.index import IMAGE_KINDS, Folder, TarWriter
 from datasets.shards.source import MADE_BY, MANIFEST, ShardSet, finish_set
+from datasets.sources.split import TooFewToSplit
 from tools.common.turns import progress_bar
 from utils.config.data import DataConfig
 from utils.errors import TrainingError, UserError
@@ -156,13 +157,18 @@ ANY_CLASSES = 1 << 31
 """Packing has no classifier, so no label is out of range"""
 
 
-def pack(data: DataConfig, num_classes: int, folder: Path, settings: dict[str, Any], jobs: int | None) -> None:
-    """Pack both splits of a data set into `folder`."""
+def pack(data: DataConfig, folder: Path, settings: dict[str, Any], jobs: int | None) -> None:
+    """Pack both splits of a data set into `folder`; the images of one that cannot be split are for training."""
     if data.DOWNLOAD:
-        check_dataset(data, num_classes)  # downloads it
+        with contextlib.suppress(TooFewToSplit):
+            check_dataset(data, ANY_CLASSES)  # downloads it
     splits: dict[str, Samples] = {}
     for split, train in SPLITS.items():
-        samples = open_dataset(data, train, ANY_CLASSES, 0, torch.device("cpu")).single_images()
+        try:
+            samples = open_dataset(data, train, ANY_CLASSES, 0, torch.device("cpu")).single_images()
+        except TooFewToSplit as error:
+            log.warning("%s Here all images are packed as training images.", error)
+            continue
         if samples is None:
             raise UserError(f"DATA.DATASET {data.DATASET} is held in memory: packing cannot make it faster.")
         splits[split] = samples
@@ -174,7 +180,7 @@ def pack(data: DataConfig, num_classes: int, folder: Path, settings: dict[str, A
         (folder / RECORDS).mkdir(parents=True, exist_ok=True)
         content = json.dumps({"made_by": MADE_BY, **about}, indent=1)
         write_atomically(folder / RECORDS / SETTINGS, content.encode())
-        for name in SPLITS:
+        for name in splits:
             (folder / name).mkdir(exist_ok=True)
     except OSError as error:
         raise UserError(f"DST {folder} cannot be written: {error}.") from None
@@ -211,7 +217,7 @@ def pack(data: DataConfig, num_classes: int, folder: Path, settings: dict[str, A
     finally:
         stop.set()
         pool.shutdown(cancel_futures=True)
-    names = {split: [name for name in shards if name.startswith(f"{split}/")] for split in SPLITS}
+    names = {split: [name for name in shards if name.startswith(f"{split}/")] for split in splits}
     left_out = [f"{name}: {reason}" for record in records for name, reason in record.left_out]
     try:
         samples = finish_set(folder, names, {"classes": splits["train"].classes, **about, "left_out": left_out})

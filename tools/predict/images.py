@@ -21,7 +21,7 @@ from datasets.base import PADDING
 from datasets.decoding import ENDINGS
 from datasets.given import Unread
 from datasets.sources.files import SkippedFiles, images_below
-from engine.trained.model import Trained, batch_size, guesses
+from engine.trained.model import Trained, guesses
 from tools.common.output_file import writing
 from tools.common.tables import shown
 from utils.errors import EXIT_DONE, EXIT_FAILED, TrainingError, UserError
@@ -46,9 +46,9 @@ def predict_images(
 
     `results`: those of a batch. `progress`: show a bar.
     """
-    workers = auto_workers() if asked.num_workers is None else asked.num_workers
+    workers = auto_workers(given=asked.num_workers)
     failed, row = 0, 0
-    size, unread = asked.batch_size or batch_size(trained), Unread()
+    size, unread = asked.batch_size or trained.config.DATA.val_batch, Unread()
     workers = 0 if len(paths) <= size else workers  # nothing to prefetch
     loader = ValLoader(dataset, size, 0, 1, workers, trained.precision.device, unread)
     bar = tqdm(total=len(paths), unit=" images", file=sys.stderr, disable=not progress, dynamic_ncols=True)

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from utils.config.fields import TRAINING, Section, excludes, needs, overridden_by, setting
 from utils.config.kinds import (
+    AUTO,
     Background,
     Columns,
     Count,
@@ -125,6 +126,12 @@ class DataConfig(Section):
     )
     EXIF_ROTATE: bool = setting(False, "Rotate photographs as their EXIF data says.")
     CACHE: str | None = setting(None, "Folder for compiled code, hf:NAME and indices of tars; null: ~/.cache/vitamp.")
+
+    @property
+    def val_batch(self) -> int:
+        """Images per process in validation; 64 where no training has settled what `auto` is."""
+        given = self.BATCH_SIZE_EVAL or self.BATCH_SIZE
+        return 64 if given == AUTO else int(given)
 
     @property
     def task(self) -> TaskKind:

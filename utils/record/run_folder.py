@@ -42,7 +42,7 @@ def is_of_user(source: str) -> bool:
 def check_output(output: str | None, save: str, resumed: Path | None) -> None:
     """Check, before anything is built, that the run's folder can be used; create nothing."""
     if output is None:
-        _check_writable(Path(save))
+        check_writable(Path(save))
         return
     folder = Path(output)
     if folder.exists() and not folder.is_dir():
@@ -52,10 +52,10 @@ def check_output(output: str | None, save: str, resumed: Path | None) -> None:
             f"-output {folder}: this folder already contains a run, which is not overwritten. "
             f"Resume it with -resume auto, or name another folder."
         )
-    _check_writable(folder)
+    check_writable(folder)
 
 
-def _check_writable(folder: Path) -> None:
+def check_writable(folder: Path) -> None:
     """Check that `folder`, or the nearest parent that exists, is a writable folder."""
     parent = folder.absolute()
     while not parent.exists():

@@ -15,7 +15,7 @@ import torch
 
 from datasets import PADDING, Batch, TrainLoader, ValLoader, open_dataset
 from datasets.base import Samples
-from datasets.damage import PAUSES, BrokenImages
+from datasets.damage import PAUSES, BrokenImages, allowed
 from datasets.images import Images
 from datasets.transforms.pixels import Pixels
 from tests.datasets.opened import CPU, part, settings
@@ -287,3 +287,13 @@ def test_memory_error_is_not_a_broken_image(failing: Loaders, monkeypatch: pytes
     with pytest.raises(TrainingError, match=r"Memory ran out.*NUM_WORKERS.*-resume"):
         epoch(loader)
     assert broken_of(loader).summary() == ""
+
+
+def test_fractions_of_images_are_rounded_up_but_not_their_noise() -> None:
+    assert [allowed(0.07, images) for images in (100, 101)] == [7, 8], "0.07 * 100 is a little more than 7"
+
+
+def test_without_a_folder_no_list_is_named() -> None:
+    broken = BrokenImages(limit=0)
+    with pytest.raises(TrainingError, match=r"list them in DATA\.EXCLUDE \(scripts/check_data\.py -fix FILE does\)"):
+        broken.add([Broken(0, "a.jpg", "damaged")])

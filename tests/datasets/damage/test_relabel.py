@@ -6,6 +6,7 @@ import csv
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -124,6 +125,27 @@ def test_names_that_are_not_utf8(folders: Path, tmp_path: Path) -> None:
     data = settings(DATASET="imagefolder", DATA_PATH=str(folders), EXCLUDE=str(tmp_path / "exclude.txt"))
     found = part(data.model_copy(update={"RELABEL": str(tmp_path / "list.csv")}))
     assert sorted(found.labels.tolist()) == [0] * 4 + [1] * 7
+
+
+def test_names_that_are_not_utf8_go_through_a_run(vitamp: Vitamp, tiny: Path, folders: Path, tmp_path: Path) -> None:
+    """A class, an image that is a copy of another, and one that is broken."""
+    root, run, script = os.fsencode(folders), tmp_path / "run", "scripts/check_data.py"
+    for split in (b"/train/", b"/val/"):
+        os.rename(root + split + b"ant", root + split + b"gr\xfcn")
+    shutil.copy(folders / "train" / "bee" / "0.jpg", root + b"/val/bee/wei\xdf.jpg")
+    (folders / "train" / "bee" / os.fsdecode(b"b\xf6s.jpg")).write_bytes(b"broken")
+    words = ("-dataset", "imagefolder", "-data_path", folders, "DATA.IMAGE_CHANNELS=3", "DATA.NUM_WORKERS=0")
+    words = ("-cfg", tiny, *words, "-num_classes", "auto", "-batch_size", 4, "DATA.MAX_BAD=1")
+    done = vitamp(*words, "TRAIN.NUM_EPOCHS=1", "-output", run, code=0)
+    assert "b\\udcf6s.jpg cannot be read" in done.text
+    assert "(gr\\udcfcn)" in (run / "log.txt").read_text(encoding="utf-8")
+    assert (run / "broken.txt").read_bytes().startswith(b"train/bee/b\xf6s.jpg  # ")
+    assert "1 of 13 validation images are also in training" in vitamp("-resume", run, "TRAIN.NUM_EPOCHS=2", code=0).text
+    given = (f"DATA.EXCLUDE={run / 'broken.txt'}", "-fix", tmp_path / "fixed.txt")
+    done = vitamp("-cfg", run / "config.yaml", *given, script=script, code=1)
+    assert "train/bee/0.jpg: the same bytes as val/bee/wei\\udcdf.jpg" in done.out
+    assert b"b\xf6s.jpg" in (tmp_path / "fixed.txt").read_bytes()
+    assert "gr\\udcfcn" in vitamp(run, script="scripts/evaluate.py", code=0).out
 
 
 def test_relabel_in_a_run(vitamp: Vitamp, tiny: Path, folders: Path, tmp_path: Path) -> None:

@@ -201,12 +201,15 @@ class Reliability:
         return f"Reliability diagram, calibration error {self.ece:.1f} %: {'; '.join(bins)}"
 
 
-def styles_of(runs: Sequence[Run]) -> list[Style]:
-    """One hue per run, or, where settings or a precision have several runs (seeds), one hue for these, in shades."""
+def styles_of(runs: Sequence[Run], contenders: list[tuple[str, ...]] | None = None) -> list[Style]:
+    """One hue per run, or, where settings or a precision have several runs (seeds), one hue for these, in shades.
+
+    `contenders`: of each run, if known; else they are taken from the settings.
+    """
     by_precision: list[tuple[str, ...]] = [(run.precision,) for run in runs]
     different = [texts for key, texts in differing_settings(runs) if key not in (*PAIRED_BY, *PLACES)]
     by_settings = list(zip([run.precision for run in runs], *different, strict=True))
-    for groups in (by_settings, by_precision):
+    for groups in (contenders or by_settings, by_precision):
         order = list(dict.fromkeys(groups))
         if 1 < len(order) < len(runs):
             places = [(order.index(group), groups[:number].count(group)) for number, group in enumerate(groups)]
@@ -214,12 +217,12 @@ def styles_of(runs: Sequence[Run]) -> list[Style]:
     return [Style(number % HUES, number // HUES % SHADES) for number in range(len(runs))]
 
 
-def charts(runs: Sequence[Run]) -> list[Chart]:
+def charts(runs: Sequence[Run], styles: Sequence[Style]) -> list[Chart]:
     """Charts of all runs: loss, accuracy, speed, learning rate, gradient norm, loss scale. Empty ones are left out.
 
     The x axis counts epochs if every run has whole ones, else updates.
     """
-    styled = list(zip(runs, styles_of(runs), strict=True))
+    styled = list(zip(runs, styles, strict=True))
     by_epoch = all(run.history.by_epoch for run in runs)
 
     def label(run: Run, what: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from tools.common.comparison import Judged, contenders_of, interval, unit
+from tools.common.comparison import Contenders, contenders_of, interval, overlap_of, unit
 from tools.common.output_file import check_output_file, writing
 from tools.common.report_page.charts import (
     SIZES,
@@ -33,21 +33,20 @@ LEAST_RUNS = 3
 """Runs of each contender, from which on their spread gives the interval"""
 
 
-def figure_of(folders: Sequence[Path], styles: Sequence[Style], judged: Judged | None = None) -> dict[str, Any] | None:
+def figure_of(found: Contenders | str, styles: dict[Path, Style]) -> dict[str, Any] | None:
     """What templates/contenders.html draws. Positions are percent of its width.
 
-    `styles`: of each run. `judged`: see `contenders_of`. None where the runs cannot be compared, or only two can.
+    `styles`: of the folder of each run. None where the runs cannot be compared, or only two can.
     """
-    found = contenders_of(folders, judged)
-    if isinstance(found, str) or sum(map(len, found[0].values())) < LEAST_RUNS:
+    if isinstance(found, str) or sum(map(len, found.runs.values())) < LEAST_RUNS:
         return None
-    by_name, names, judged, of_each = found
-    hues = {folder: style.hue for folder, style in zip(folders, styles, strict=True)}
+    by_name, names, judged, contender_of = found
+    hues = {name: styles[folder].hue for folder, name in contender_of.items()}
     every = [metrics for runs in by_name.values() for metrics in runs.values()]
     by = unit(every)
     values: dict[str, dict[str, float]] = {}  # of each contender by seed or fold, where they are known
     for name in names:
-        of_runs = {f"{by} {number}": judged.of(run) for number, run in by_name[name].items()}
+        of_runs = {f"{by} {number}": judged.of(run) for number, run in by_name.get(name, {}).items()}
         if known := {which: value for which, value in of_runs.items() if value is not None}:
             values[name] = known
     if len(values) < 2:
@@ -59,7 +58,7 @@ def figure_of(folders: Sequence[Path], styles: Sequence[Style], judged: Judged |
     if all(len(of_runs) >= LEAST_RUNS for of_runs in values.values()):
         kind = f"Lines: mean and its 95 % interval over the {by}s."
         for name, of_runs in values.items():
-            at = interval([*of_runs.values()], 1)
+            at = interval([*of_runs.values()], 1, overlap=overlap_of(every))
             low, high = at.low or 0.0, at.high or 0.0
             intervals[name] = (
                 Interval(max(low, 0.0), min(high, 100.0)) if judged.metric.percent else Interval(low, high)
@@ -90,7 +89,7 @@ def figure_of(folders: Sequence[Path], styles: Sequence[Style], judged: Judged |
                 "band": (place(at.low), round(place(at.high) - place(at.low), 2)) if at else None,
                 "dots": dots,
                 "best": name == best,
-                "hue": Style(hues[of_each[name]]).css,
+                "hue": Style(hues[name]).css,
             }
         )
     return {
@@ -111,14 +110,14 @@ def write_report(
     verdict: str | None = None,
     predictions: bool = True,
     part: str = "val",
-    judged: Judged | None = None,
+    contenders: Contenders | None = None,
 ) -> Path:
     """Write the page and return its path. `out` None: report.html in the folder of the runs, which is always replaced.
 
     `predictions`: evaluate the best checkpoints, on the split `part`.
-    `judged`: of the verdict; None for that of the runs' task.
+    `contenders`: as the verdict compares them; None for those of the runs' settings, judged by the task's metric.
     """
-    read = read_runs(runs)
+    read, judged = read_runs(runs), contenders.judged if contenders else None
     folder = Path(os.path.commonpath([run.folder.resolve() for run in read]))
     folder = Path.cwd() if folder.parent == folder else folder
     out = check_output_file(out or folder / "report.html", "-out")
@@ -130,9 +129,6 @@ def write_report(
         for run in read:
             log.info("%s: evaluating the best checkpoint on its %ss ...", run.name, IMAGE_OF[part])
             evaluations.append(evaluate(run.folder, part, judged.metric if judged else run.deciding))
-    here = Path(__file__).parent / "templates"
-    pages = Environment(loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    pages.filters["started_as"] = started_as
     headlines = [None if isinstance(found, str) else found["headline"] for found in evaluations]
     rows = summary(read, judged.metric if judged else None)
     by_name = dict(rows)
@@ -146,14 +142,17 @@ def write_report(
     what = dict.fromkeys(f"{config.MODEL.NAME} on {config.DATA.DATASET}" for config in known)
     devices = dict.fromkeys(str(run.about["device"]) for run in read if run.about.get("device"))
     readable = len(known) == len(read)
-    styles = styles_of(read)
-    text = pages.get_template("page.html").render(
+    folders = [run.folder for run in read]
+    styles = styles_of(read, [(contenders.of[each],) for each in folders] if contenders else None)
+    figure = figure_of(contenders or contenders_of(folders), dict(zip(folders, styles, strict=True)))
+    write_template(
+        *("page.html", out, "-out"),
         title=read[0].name if len(read) == 1 else f"{len(read)} runs: {', '.join(run.name for run in read)}",
         subtitle="; ".join([*what, *devices]),
         verdict=verdict,
         opening=opening_of(read[0], headlines[0] if headlines else None) if len(read) == 1 else None,
         headlines=headlines,
-        figure=figure_of([run.folder for run in read], styles, judged) if len(read) > 2 else None,
+        figure=figure,
         runs=read,
         styles=styles,
         tiles=tiles,
@@ -161,16 +160,23 @@ def write_report(
         rows=rows,
         settings=differing_settings(read),
         no_settings="None." if readable else "Unknown: the config.yaml of at least one run is missing or unreadable.",
-        charts=charts(read),
+        charts=charts(read, styles),
         amp=[_amp(run) for run in read],
         evaluations=evaluations,
         **SIZES,
-        made=time.strftime("%Y-%m-%d %H:%M"),
     )
-    with writing(out, "-out"):
+    return out
+
+
+def write_template(template: str, out: Path, flag: str, **values: Any) -> None:
+    """Write the page of a template to `out`, the value of `flag`."""
+    here = Path(__file__).parent / "templates"
+    pages = Environment(loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    pages.filters["started_as"] = started_as
+    text = pages.get_template(template).render(**values, made=time.strftime("%Y-%m-%d %H:%M"))
+    with writing(out, flag):
         # File names may have bytes that are not UTF-8: each is shown as a replacement character.
         write_atomically(out, text.encode(errors="surrogateescape").decode(errors="replace"))
-    return out
 
 
 def _amp(run: Run) -> dict[str, Any]:

@@ -133,16 +133,15 @@ class BrokenImages:
     def _too_many(self) -> str:
         last = list(self._broken.values())[-MOST_NAMED_IN_TRAINING:]
         tool = started_as("scripts/check_data.py")
-        text = (
-            f"{counted(len(self._broken), 'training image')} cannot be read, and DATA.MAX_BAD allows {self.limit}. The "
-            f"last: {_names(last)}. Repair them"
-        )
         if self.folder is None:  # a dry run, which writes no list
-            return f"{text}, list them in DATA.EXCLUDE ({tool} -fix FILE does), or raise DATA.MAX_BAD."
+            listed, then = f"list them in DATA.EXCLUDE ({tool} -fix FILE does)", "repeat the command."
+        else:
+            listed = f"exclude them with DATA.EXCLUDE={self._file}, which lists them ({tool} finds all)"
+            then = "use -resume; after excluding images, from the end of an epoch (-last_epoch)."
         return (
-            f"{text}, exclude them with DATA.EXCLUDE={self._file}, which lists them ({tool} finds all), or raise "
-            "DATA.MAX_BAD. Then (after storage errors, when the storage is back) use -resume; after excluding images, "
-            "from the end of an epoch (-last_epoch)."
+            f"{counted(len(self._broken), 'training image')} cannot be read, and DATA.MAX_BAD allows {self.limit}. The "
+            f"last: {_names(last)}. Repair them, {listed}, or raise DATA.MAX_BAD. Then (after storage errors, when the "
+            f"storage is back) {then}"
         )
 
 

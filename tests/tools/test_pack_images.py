@@ -365,14 +365,16 @@ def test_source_is_recognised_under_any_spelling_of_its_path(
         assert capsys.readouterr().out.count("is packed already") == len(ways) - 1
 
 
-def test_one_image_per_class_is_packed_for_training(pack: Pack, tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+def test_one_image_per_class_is_packed_for_training(
+    pack: Pack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for number in range(3):
         photograph(tmp_path / "set" / f"class{number}" / "0.jpg", number)
     assert pack(tmp_path / "set", tmp_path / "out") == 0
-    assert "Here all images are packed as training images." in said.text
+    assert "Here all images are packed as training images." in capsys.readouterr().err
     assert len(members(tmp_path / "out", "train")) == 6
     assert not (tmp_path / "out" / "val").exists()
     assert pack(tmp_path / "set", tmp_path / "out") == 0
-    assert "is packed already" in said.text
+    assert "is packed already" in capsys.readouterr().out
     data = DataConfig(DATASET="shards", DATA_PATH=str(tmp_path / "out"), PART="all", IMAGE_CHANNELS=3)
     assert len(open_dataset(data, False, 3, 0, CPU)) == 3

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from datasets import PADDING, Batch, TrainLoader, ValLoader, open_dataset
-from datasets.base import Samples
+from datasets.base import Broken, Samples
 from datasets.damage import PAUSES, BrokenImages, allowed
 from datasets.images import Images
 from datasets.transforms.pixels import Pixels
@@ -221,12 +221,13 @@ def test_validation_raises_instead_of_replacing_broken_images(listed: Path, spoi
 
 
 @pytest.fixture
-def failing(training: Loaders, monkeypatch: pytest.MonkeyPatch) -> Loaders:
+def failing(training: Loaders, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Loaders:
     """A training loader of the twelve listed images, some of which fail with storage errors."""
     monkeypatch.setattr("datasets.damage.PAUSES", ())
 
     def make(lost: list[int], max_bad: float, error: Exception = EIO) -> TrainLoader:
         loader = training(MAX_BAD=max_bad)
+        broken_of(loader).folder = tmp_path
         made_flaky(loader, dict.fromkeys(lost, 99), error)
         return loader
 
@@ -296,4 +297,4 @@ def test_fractions_of_images_are_rounded_up_but_not_their_noise() -> None:
 def test_without_a_folder_no_list_is_named() -> None:
     broken = BrokenImages(limit=0)
     with pytest.raises(TrainingError, match=r"list them in DATA\.EXCLUDE \(scripts/check_data\.py -fix FILE does\)"):
-        broken.add([Broken(0, "a.jpg", "damaged")])
+        broken.add([Broken(0, "a.jpg", "damaged", "a.jpg  # damaged")])

@@ -226,8 +226,13 @@ def see_features(run: Run, ready: Validating, parts: TrainState, train_set: Imag
     training, agrees = model.training, False
     model.eval()
     with torch.no_grad(), ready.precision.autocast(training=False), contextlib.suppress(Exception):
-        by_parts = _of_features(model, pooled_features(model, pixels, pool))
-        agrees = torch.allclose(model(pixels).float(), by_parts.float(), rtol=1e-2, atol=1e-2)
+        pooled, seen = pooled_features(model, pixels, pool), list[Tensor]()
+        classifier = model.get_submodule(classifiers(model)[0])
+        with classifier.register_forward_pre_hook(lambda _, given: seen.append(given[0])):
+            outputs = model(pixels)
+        # Also what the classifier sees: a new one may be all zeros, and then its outputs tell nothing.
+        pairs = (outputs, _of_features(model, pooled)), (seen[0], pooled)
+        agrees = all(torch.allclose(one.float(), other.float(), rtol=1e-2, atol=1e-2) for one, other in pairs)
     model.train(training)
     if not agrees or len(classifiers(model)) > 1:
         kind = type(model).__name__

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import timm
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from engine.amp.precision import Precision, choose
 from engine.checkpoint.restore import log_resumption, restore
 from engine.evaluation.evaluate import evaluate
+from engine.evaluation.features import see_features
+from engine.machine.device import Run
 from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain
 from models.build import build_without_weights
 from models.freeze import freeze
 from models.parts import classifiers, frozen_weights
 from tests.engine.checkpoint.test_restore import PER_EPOCH, save
-from tests.engine.small import build, saved_bytes, train, windows
+from tests.engine.small import CPU, build, saved_bytes, train, windows
 from utils.config import load_config
 from utils.config.model import ModelConfig
 from utils.distributed.world import ALONE
@@ -194,3 +199,26 @@ def equal_moments(one: ReadyToTrain, other: ReadyToTrain, name: str) -> bool:
     states = [ready.parts.optimizer.state[ready.model.get_parameter(name)] for ready in (one, other)]
     tensors = [{key: value for key, value in state.items() if isinstance(value, Tensor)} for state in states]
     return bool(tensors[0]) and all(torch.equal(value, tensors[1][key]) for key, value in tensors[0].items())
+
+
+class Doubled(VisionTransformer):
+    """Its classifier sees twice its features."""
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        features = super().forward_head(x, pre_logits=True)
+        return features if pre_logits else self.head(2 * features)
+
+
+@pytest.mark.parametrize("deviation", [1.0, 0.0])
+def test_features_are_not_kept_where_the_classifier_sees_others(
+    deviation: float, tiny: Path, said: pytest.LogCaptureFixture
+) -> None:
+    """Nor with a classifier of zeros (MODEL.NEW_CLASSIFIER), whose outputs would be the same."""
+    config = load_config(str(tiny)).config
+    model = Doubled(img_size=8, patch_size=4, in_chans=1, num_classes=10, embed_dim=16, depth=1, num_heads=2)
+    nn.init.normal_(model.get_parameter("head.weight"), std=deviation)
+    precision = Precision(config.AMP, CPU, choose(config.AMP, CPU))
+    ready: Any = SimpleNamespace(model=model, inputs=nn.Identity(), precision=precision)
+    unused: Any = None
+    assert see_features(Run(config, ALONE, CPU, threads=1), ready, unused, unused) is None
+    assert "The features of this Doubled are not kept: its classifier is not applied to them alone." in said.text

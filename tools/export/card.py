@@ -27,7 +27,7 @@ from utils.errors import TrainingError, first_line
 from utils.record.resumed_run import settings_of
 from utils.record.run_folder import is_run_folder
 from vitamp.checkpoints import run_folder_of
-from vitamp.metrics import LOSS, ONE_LABEL
+from vitamp.metrics import LOSS, MACRO_F1, ONE_LABEL
 
 TASK = "image-classification"
 UNKNOWN = "unknown"
@@ -64,7 +64,7 @@ def card_of(export: Export, title: str, license: str | None, run: Run | None, ha
             dataset_type=dataset or UNKNOWN,
             dataset_name=dataset or UNKNOWN,
             dataset_split="validation",
-            metric_type="accuracy",
+            metric_type="f1" if metric is MACRO_F1 else "accuracy",
             metric_name=metric.heading,
             metric_value=round(value, 4),
         )

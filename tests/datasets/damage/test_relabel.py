@@ -132,7 +132,7 @@ def test_names_that_are_not_utf8_go_through_a_run(vitamp: Vitamp, tiny: Path, fo
     root, run, script = os.fsencode(folders), tmp_path / "run", "scripts/check_data.py"
     for split in (b"/train/", b"/val/"):
         os.rename(root + split + b"ant", root + split + b"gr\xfcn")
-    shutil.copy(folders / "train" / "bee" / "0.jpg", root + b"/val/bee/wei\xdf.jpg")
+    shutil.copy(folders / "train" / "bee" / "0.jpg", os.fsdecode(root + b"/val/bee/wei\xdf.jpg"))
     (folders / "train" / "bee" / os.fsdecode(b"b\xf6s.jpg")).write_bytes(b"broken")
     words = ("-dataset", "imagefolder", "-data_path", folders, "DATA.IMAGE_CHANNELS=3", "DATA.NUM_WORKERS=0")
     words = ("-cfg", tiny, *words, "-num_classes", "auto", "-batch_size", 4, "DATA.MAX_BAD=1")

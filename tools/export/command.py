@@ -13,8 +13,8 @@ timm.create_model(..., checkpoint_path=...). hub is a folder for timm.create_mod
 `hf upload me/vit vit` puts it on the Hugging Face Hub. Every format takes any batch size and contains class names,
 mean, standard deviation, image size and crop. docs/export.md has code that uses them.
 
-From PaddleViT's weights (.pdparams), -to safetensors makes a file for timm and vitamp: ViT, DeiT (also distilled) and
-Swin from every PaddleViT version, as plain weights or a training checkpoint. The model follows from the file's name or
+From PaddleViT's weights (.pdparams), -to safetensors makes a file for timm and vitamp: the models of
+docs/paddlevit_weights.md, as plain weights or a training checkpoint. The model follows from the file's name or
 from the tensor sizes, unless -name gives it. The log lists every tensor: used (and under which name), unused, or
 missing. The file is a pickle, but nothing in it is executed: only arrays of numbers are read, and a file that asks for
 any other object is refused. docs/paddlevit_weights.md has more.

@@ -32,6 +32,7 @@ from vitamp.checkpoints import run_folder_of
 from vitamp.weights import Chosen, chosen_at
 
 PART = "DATA.PART"
+OF_SPLIT = ("DATA.FOLD", "DATA.SPLIT_SEED", "DATA.VAL_FRACTION", "DATA.GROUP")
 
 
 def settings_for_evaluation(
@@ -57,8 +58,8 @@ def settings_for_evaluation(
             "well it recognises new images"
         )
     if data_of_run == "same place":
-        if saved is not None and part in (AUTO, "val", "train"):
-            _check_split(saved)
+        if saved is not None and part in (AUTO, "val", "train") and comes_unsplit(config.DATA):
+            _check_split(config, saved)
         return ({PART: "val"} if part == AUTO else {}), notes
     if saved is not None and data_of_run != "moved":
         changes |= {key: default_of(key) for key in OF_OWN_DATA if key not in given}
@@ -114,16 +115,17 @@ def _is_data_of_run(config: Config, saved: Chosen | None) -> Literal["same place
     return "other"
 
 
-def _check_split(saved: Chosen) -> None:
-    """Refuse to evaluate a run of an earlier version whose images this version would split otherwise."""
-    if not saved.samples or "SPEED" in settings_of(saved):  # a setting that every run has since 0.3
+def _check_split(config: Config, saved: Chosen) -> None:
+    """Refuse to evaluate a run whose images would now be split otherwise than in its training."""
+    if not saved.samples:
         return
-    own = config_of(saved)
-    if not _has_samples(own, saved.samples):
+    now = {key: getattr(config.DATA, key.removeprefix("DATA.")) for key in OF_SPLIT}
+    if not _has_samples(_with(config_of(saved), now), saved.samples):
         raise UserError(
-            f"{saved.place} is of an earlier version of vitamp, and {source_of(own.DATA)} would now be split "
-            "otherwise than in its training: images that it was trained on would be evaluated. Name images that "
-            "it was not trained on with -data_path, or use the version that trained it."
+            f"{saved.place}: {source_of(config.DATA)} would now be split otherwise than in its training, so images "
+            f"that it was trained on would be evaluated. The files have changed, or {', '.join(OF_SPLIT)}, or the "
+            "version of vitamp. Restore them, name images that it was not trained on with -data_path, or evaluate all "
+            "with -part all."
         )
 
 

@@ -196,3 +196,19 @@ def test_one_image_per_class_is_evaluated(vitamp: Vitamp, run: Path, tmp_path: P
     assert "rounds of 3 images" in timed
     assert "\nvalidation:\n  vitamp: " in timed
     assert "too few images for a validation split: 3 in" in vitamp(*words, "-output", tmp_path / "x", code=2).err
+
+
+def test_a_split_with_images_of_the_training_is_refused(vitamp: Vitamp, run: Path, place: Path, tmp_path: Path) -> None:
+    evaluate = {"script": "scripts/evaluate.py"}
+    said = "would now be split otherwise than in its training, so images that it was trained on would be"
+    recipe = ("-cfg", place / "icons.yaml", "-eval", "-resume", run, "-output", tmp_path / "eval", "DATA.FOLD=1/5")
+    for words, how in (((run, "DATA.SPLIT_SEED=1"), evaluate), (recipe, {})):
+        assert said in vitamp(*words, **how, code=2).err
+    vitamp(run, "-part", "all", "DATA.SPLIT_SEED=1", **evaluate, code=0)
+    vitamp(run, f"DATA.EXCLUDE={place / 'none.txt'}", **evaluate, code=2)
+    (place / "none.txt").write_text("a/own4.jpg\n")
+    vitamp(run, f"DATA.EXCLUDE={place / 'none.txt'}", **evaluate, code=0)
+    save_image(place / "own" / "a" / "more.jpg", seed=1, size=(12, 12))
+    assert said in vitamp(run, **evaluate, code=2).err
+    (place / "own" / "a" / "more.jpg").unlink()
+    vitamp(run, **evaluate, code=0)

@@ -215,7 +215,9 @@ def build_for_training(
         )
     loader.on_arrival = partial(parts.stages.mark, DATA)
     how, why = "none", "as asked for"
-    if train.COMPILE == "auto":
+    if config.trains_on_features:
+        why = "features are kept, so no model is computed"
+    elif train.COMPILE == "auto":
         why = f"auto: on {device.type} compiling takes longer than it saves"
     if may_compile(config, device, choices):
         from engine.compile.choice import choose_compiling

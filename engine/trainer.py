@@ -18,7 +18,7 @@ from engine.evaluation.evaluate import on_device, validate
 from engine.inputs.batches import input_of
 from engine.machine.device import Run, global_batch
 from engine.machine.stopping import TIME_IS_UP, Deadline, Stopped, Stopping, signals
-from engine.measure.meters import NEVER, Best, Position, Reading, seconds_of
+from engine.measure.meters import MOST_SKIPS, NEVER, Best, Position, Reading, seconds_of
 from engine.measure.throughput import Bottleneck, Throughput, bottleneck_of_all
 from engine.report.curves import Curves, title_of
 from engine.report.outcome import mark_of_best
@@ -221,7 +221,7 @@ class Trainer:
     def _ends_early(self) -> bool:
         """Whether the run ends before its last epoch; if so, log why."""
         position, patience = self.position, self.config.TRAIN.PATIENCE
-        if self._update_limit_reached():
+        if self._update_limit_reached() and position.step != self.per_epoch:  # else the epoch is closed first
             log.info("The run ends here, after update %d, as set by TRAIN.MAX_UPDATES.", position.update)
             return True
         # Only between epochs, also where a run is resumed within one: the rest of the epoch may bring a better metric.
@@ -266,7 +266,7 @@ class Trainer:
             raise AllRanksError(f"{error} The training so far is saved; -resume repeats this validation.") from None
         self._last_metrics = metrics
         self.position.validated = self.position.update
-        here = self.position if self.position.update else replace(self.position, epoch=0)  # before the first epoch
+        here = self.position if self.position.step else replace(self.position, epoch=self.position.epoch - 1)
         by = self.config.SAVE_BEST_BY
         values = {which: means.value(by) for which, means in metrics.items()}
         better = best_set(values, metric_named(by)) or PLAIN
@@ -298,9 +298,10 @@ class Trainer:
         self.reporter.flush()
         metrics = self._last_metrics if position.validated == position.update else {}
         thresholds = {which.name: list(means.thresholds) for which, means in metrics.items() if means.thresholds}
+        ended = finished_epoch or (0 if position.step else position.epoch - 1)  # 0 also before the first epoch
         meta = {
-            "epoch": finished_epoch or position.epoch,
-            "epoch_finished": finished_epoch is not None,
+            "epoch": ended or position.epoch,
+            "epoch_finished": ended > 0,
             "update": position.update,
             "metrics": {
                 f"{which.prefix}{name}": value
@@ -361,8 +362,6 @@ def weights_meta(run: Run, ready: ReadyToTrain) -> dict[str, Any]:
     }
 
 
-MOST_SKIPS = 100
-"""So many skipped updates in a row end the run."""
 TIMES_TO_BLAME = 2
 """A module that is blamed this often moves to fp32 (AMP.AUTO_FP32)."""
 

@@ -29,7 +29,7 @@ NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", t
 SMALLEST_EPS_IN_FP16 = 1e-4
 # Default epsilon of Adam and most of its variants.
 DEFAULT_EPS = 1e-8
-WITHOUT_EPS = {"sgd", "momentum", "nesterov", "lion"}
+WITHOUT_EPS = {"sgd", "sgdw", "csgdw", "sgdc", "csgdc", "momentum", "nesterov", "nesterovw", "lion", "clion", "lionc"}
 
 BF16_FEATURES = ("avx512_bf16", "amx_bf16", "avx_ne_convert")
 """What torch calls bf16 arithmetic of an x86 CPU"""

@@ -50,6 +50,8 @@ def check_and_restore(
     check_batch(checkpoint, config, world)
     position, best = restore(parts, checkpoint, samples["updates"])
     check_samples(checkpoint, position, samples, config, world)
+    if position.step >= checkpoint.meta["samples"]["updates"]:  # at the end of an epoch, which is not trained further
+        position.step = samples["updates"]
     return position, best
 
 

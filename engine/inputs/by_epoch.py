@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from timm.layers.patch_dropout import PatchDropout
 from torch import nn
 
@@ -52,6 +50,6 @@ class GrowingImages(Callback):
         return {"image_size": Figure(self._size, f"Size: {self._size}")}
 
     def rows(self) -> dict[str, str]:
-        starts = [(math.ceil(self._train.epochs_before(start)) + 1, size) for start, size in self._train.SIZE_SCHEDULE]
-        steps = (f"{size} from epoch {epoch}" for epoch, size in starts)
+        first = {self._train.size_in(epoch, self._full): epoch for epoch in range(self._train.NUM_EPOCHS, 0, -1)}
+        steps = (f"{size} from epoch {epoch}" for size, epoch in reversed(first.items()))
         return {"shortcuts": f"images of {', '.join(steps)}"}

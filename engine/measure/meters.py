@@ -25,6 +25,8 @@ from vitamp.metrics import metric_named, set_of
 # Indices into the rows of sums; between them are the two counts of the task.
 LOSS, SAMPLES = 0, 3
 NEVER = -1
+MOST_SKIPS = 100
+"""So many skipped updates in a row end the run."""
 MOST_FACTORS = 64
 GRID = 2.0**20
 
@@ -154,7 +156,8 @@ class TrainMeters:
 
     def restore(self, epoch: list[float], skipped: int, skipped_in_a_row: int) -> None:
         """Restore saved sums: rank 0 holds those of all ranks."""
-        self._in_a_row.fill_(skipped_in_a_row)
+        # A run that they ended is resumed with what should end them, which needs as many updates to show.
+        self._in_a_row.fill_(skipped_in_a_row % MOST_SKIPS)
         found = torch.tensor(epoch, dtype=self._sum_type) * float(self._world.first)
         self._epoch.copy_(found[:4])
         if self._weighted:  # by samples, if the run weighs its classes only from now on
@@ -208,8 +211,8 @@ def work_until(config: Config, epochs: Sequence[float]) -> np.ndarray:
     """About what is computed until these numbers of epochs, in epochs that train on all pixels and tokens."""
     train, full = config.TRAIN, config.DATA.IMAGE_SIZE
     with_all = max(0, train.NUM_EPOCHS - train.TOKEN_DROP_TAIL)
-    starts = (math.ceil(train.epochs_before(start)) for start, _ in train.SIZE_SCHEDULE)
-    changes = sorted({0, with_all, train.NUM_EPOCHS, *(start for start in starts if start < train.NUM_EPOCHS)})
+    last, starts = train.NUM_EPOCHS - 1, (math.ceil(train.epochs_before(start)) for start, _ in train.SIZE_SCHEDULE)
+    changes = sorted({0, with_all, max(last, 0), train.NUM_EPOCHS, *(start for start in starts if start < last)})
     shares = [
         (train.size_in(start + 1, full) / full) ** 2 * (1 - train.TOKEN_DROP * train.drops_tokens_in(start + 1))
         for start in changes[:-1]

@@ -137,6 +137,11 @@ def _with_largest_batch(config: Config, target: int | None, world: World, device
     if fitting < batch:
         words = f"{fitting} fits on every process"
     chosen = fitting if each is None else largest_divisor(each, fitting)
+    if chosen == 1 and config.TRAIN.mixes and not config.EVAL:
+        raise UserError(
+            f"DATA.BATCH_SIZE auto: 1 is the largest divisor of {each} images per update and process that fits, and "
+            "mixup and CutMix mix images of a batch. Set another TRAIN.GLOBAL_BATCH."
+        )
     config = with_batch(config, chosen, config.TRAIN.ACCUM_ITER if each is None else each // chosen)
     if not config.EVAL:
         total = f"{chosen} x {processes} x {config.TRAIN.ACCUM_ITER} accumulated = {global_batch(config, world)}"

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.program import Vitamp, last_weights, metrics, train_tiny, write_meta
+from tests.program import Vitamp, last_weights, metrics, save_image, train_tiny, write_meta
 
 RATE = 2e-3
 BASE = ("SAVE_FREQ=1", "KEEP_LAST=0", "TRAIN.MODEL_EMA=true", "TRAIN.MODEL_EMA_DECAY=0.9")
@@ -285,3 +285,36 @@ def test_best_checkpoint_in_another_folder_is_named_and_still_counts(vitamp: Vit
     assert f"its checkpoint is in another folder ({run / 'checkpoints' / best})" in done.err
     assert index(other)["best"] in saved(other)
     assert "(epoch 3)" in done.out.splitlines()[-1]
+
+
+def test_resume_at_the_end_of_an_epoch_with_fewer_images(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
+    """A validation that cannot be read saves the end of its epoch; then images are excluded."""
+    for number in range(24):
+        save_image(tmp_path / "set" / ("train" if number < 16 else "val") / "ab"[number % 2] / f"{number}.jpg", number)
+    (tmp_path / "set" / "val" / "a" / "broken.jpg").write_bytes(b"broken")
+    data = ("-dataset", "imagefolder", "-data_path", tmp_path / "set", "DATA.IMAGE_CHANNELS=3", "DATA.NUM_WORKERS=0")
+    words = (
+        "-cfg",
+        tiny,
+        *data,
+        "-num_classes",
+        "auto",
+        "-batch_size",
+        4,
+        "TRAIN.NUM_EPOCHS=3",
+        "TRAIN.WARMUP_EPOCHS=0",
+    )
+    run = tmp_path / "run"
+    assert "list them in DATA.EXCLUDE" in vitamp(*words, "-output", run, code=1).err
+    (tmp_path / "exclude.txt").write_text("val/a/broken.jpg\n" + "".join(f"train/a/{n}.jpg\n" for n in (0, 2, 4, 6)))
+    vitamp("-resume", run, f"DATA.EXCLUDE={tmp_path / 'exclude.txt'}", code=0, timeout=60)
+    assert [(line["epoch"], line["update"]) for line in metrics(run, "val")] == [(1, 4), (2, 7), (3, 10)]
+
+
+def test_a_run_that_ends_between_epochs_belongs_to_the_epoch_before(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    vitamp("-cfg", tiny, "-output", run, "TRAIN.MAX_UPDATES=44", "VALIDATE_FREQ=2", "SAVE_FREQ=2", code=0)
+    (meta,) = (json.loads(file.read_text()) for file in run.glob("checkpoints/step-*/meta.json"))
+    assert (meta["epoch"], meta["epoch_finished"], epochs(run, "val")) == (1, True, [1])
+    vitamp("-resume", run, "TRAIN.MAX_UPDATES=null", "VALIDATE_FREQ=1", code=0)
+    assert epochs(run) == [1, 2]

@@ -12,6 +12,7 @@ import torch
 
 from datasets import PADDING, Batch, EpochOrder, ImageDataset, open_dataset
 from datasets.variants import Repeated, Sized
+from engine.inputs.by_epoch import GrowingImages
 from tests.datasets.opened import CPU, settings
 from utils.config.train import TrainConfig
 
@@ -101,6 +102,15 @@ def test_sized_images_equal_a_data_set_of_that_size(
         alone = made(SIZES[epoch])
         for ours, theirs in zip(batch(grown, epoch), batch(alone, epoch), strict=True):
             assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 3])
+def test_the_last_epoch_has_the_final_size(epochs: int) -> None:
+    train = TRAIN.model_copy(update={"NUM_EPOCHS": epochs})
+    sizes = [train.size_in(epoch, 16) for epoch in range(1, epochs + 1)]
+    assert sizes == [8, 8, 16][-epochs:]
+    (told,) = GrowingImages(train, 16).rows().values()
+    assert told.endswith(f"16 from epoch {epochs}")
 
 
 def test_sized_reports_broken_images_of_all_sizes(listed: Path) -> None:

@@ -152,6 +152,10 @@ def test_invalid_flag_that_sets_two_keys_is_reported_once() -> None:
         ("AMP.DECR_EVERY_N_NAN_OR_INF=0", "AMP.DECR_EVERY_N_NAN_OR_INF: expected whole number >= 1, got 0"),
         ("TRAIN.TOKEN_DROP=1", "TRAIN.TOKEN_DROP: expected number >= 0 and < 1, got 1"),
         ("TRAIN.TOKEN_DROP=-0.1", "TRAIN.TOKEN_DROP: expected number >= 0 and < 1, got -0.1"),
+        (
+            f"TRAIN.CUTMIX_MINMAX=[0.5,0.52] {SIZES}=[[0,32],[0.5,64]]",
+            "at least one pixel apart (in images of 32 x 32)",
+        ),
         (f"{SIZES}=[[0,40],[0.5,64]]", "TRAIN.SIZE_SCHEDULE: [40]: not divisible by MODEL.PATCH_SIZE 16"),
         (f"{SIZES}=[[0.1,32],[0.5,64]]", "the first start must be 0"),
         (f"{SIZES}=[[0,32],[300,64]]", "below TRAIN.NUM_EPOCHS 300"),
@@ -165,7 +169,7 @@ def test_invalid_flag_that_sets_two_keys_is_reported_once() -> None:
         ("TRAIN.OPTIMIZER.BETAS=[0.9,1]", "TRAIN.OPTIMIZER.BETAS: expected list of two numbers >= 0 and < 1"),
         ("TRAIN.CUTMIX_MINMAX=[0.8,0.2]", "TRAIN.CUTMIX_MINMAX: [0.8, 0.2] must be the smallest and the largest"),
         ("TRAIN.CUTMIX_MINMAX=[0.2,1.2]", "TRAIN.CUTMIX_MINMAX: expected list of two numbers >= 0 and <= 1"),
-        ("TRAIN.CUTMIX_MINMAX=[0.3,0.35] DATA.IMAGE_SIZE=8", "at least one pixel apart (DATA.IMAGE_SIZE 8)"),
+        ("TRAIN.CUTMIX_MINMAX=[0.3,0.35] DATA.IMAGE_SIZE=8", "at least one pixel apart (in images of 8 x 8)"),
         ("TRAIN.RAND_AUGMENT_MAGNITUDE=11", "RAND_AUGMENT_MAGNITUDE: expected number >= 0 and <= 10, got 11"),
     ],
 )
@@ -185,6 +189,7 @@ def test_conflicting_settings_are_refused(words: str, message: str) -> None:
         "MAX_TIME=100:00:00",
         "DATA.BATCH_SIZE=3 TRAIN.MIXUP_ALPHA=0.8 TRAIN.MIXUP_MODE=pair",
         "TRAIN.CUTMIX_MINMAX=[0,1] DATA.IMAGE_SIZE=8",
+        "TRAIN.CUTMIX_MINMAX=[0.2,0.8] DATA.IMAGE_SIZE=auto",
         "DATA.CROP_SCALE=[1,1] DATA.CROP_RATIO=[1,1]",
     ],
 )

@@ -66,11 +66,12 @@ def _train(config: Config) -> Iterator[Problem]:
     epochs = f"TRAIN.NUM_EPOCHS {config.TRAIN.NUM_EPOCHS}"
     if 0 < train.NUM_EPOCHS <= train.LAST_EPOCH and not config.EVAL:
         yield "TRAIN.LAST_EPOCH", f"{train.LAST_EPOCH} leaves no epoch of {epochs} to train"
-    if train.CUTMIX_MINMAX is not None:
-        low, high = (int(full * side) for side in train.CUTMIX_MINMAX)
+    if train.CUTMIX_MINMAX is not None and full != AUTO:
+        least = min([full, *(size for _, size in train.SIZE_SCHEDULE)])
+        low, high = (int(least * side) for side in train.CUTMIX_MINMAX)
         if low == high:
             sides = f"{one_line(train.CUTMIX_MINMAX)} must be at least one pixel apart"
-            yield "TRAIN.CUTMIX_MINMAX", f"{sides} (DATA.IMAGE_SIZE {full}), as in [0.2, 0.8]"
+            yield "TRAIN.CUTMIX_MINMAX", f"{sides} (in images of {least} x {least}), as in [0.2, 0.8]"
     steps, key = train.SIZE_SCHEDULE, "TRAIN.SIZE_SCHEDULE"
     if not steps:
         return

@@ -186,7 +186,9 @@ class TrainConfig(Section):
         return self.model_copy(update={"NUM_EPOCHS": epochs, "WARMUP_EPOCHS": warmup})
 
     def size_in(self, epoch: int, full: int) -> int:
-        """The size of training images in an epoch; `full` without a schedule."""
+        """The size of training images in an epoch; `full` without a schedule, and in the last epoch."""
+        if epoch >= self.NUM_EPOCHS:
+            return full
         sizes = [size for start, size in self.SIZE_SCHEDULE if epoch - 1 >= self.epochs_before(start)]
         return sizes[-1] if sizes else full
 

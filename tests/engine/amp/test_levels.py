@@ -217,6 +217,7 @@ def test_o3_in_fp16_rejects_a_small_epsilon() -> None:
     check_amp(amp(LEVEL="O3", DTYPE="bf16"), TrainConfig.model_validate({"OPTIMIZER": eps}))
     check_amp(amp(LEVEL="O3", DTYPE="fp16"), TrainConfig.model_validate({"OPTIMIZER": {**eps, "EPS": 1e-4}}))
     check_amp(amp(LEVEL="O3", DTYPE="fp16"), TrainConfig.model_validate({"OPTIMIZER": {"NAME": "SGD"}}))
+    check_amp(amp(LEVEL="O3", DTYPE="fp16"), TrainConfig.model_validate({"OPTIMIZER": {"NAME": "sgdw"}}))
 
 
 @pytest.mark.parametrize("level", ["NAIVE", "O3"])

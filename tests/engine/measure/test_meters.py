@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from engine.measure.meters import NEVER, Reading, TrainMeters
+from engine.measure.meters import MOST_SKIPS, NEVER, Reading, TrainMeters
 from engine.task.one import OneLabel, correct
 from tests.engine.small import CPU
 from utils.distributed.world import ALONE, World
@@ -108,6 +108,15 @@ def test_sums_are_restored_from_a_checkpoint(meters: TrainMeters) -> None:
         one.add(torch.tensor(5.0), logits(0), torch.tensor([0]), 1.0)
     assert closed(fresh, 2, scaled=True) == closed(meters, 2, scaled=True)
     assert closed(fresh, 3).skipped == 1
+
+
+def test_a_run_that_skips_ended_begins_their_count_anew(meters: TrainMeters) -> None:
+    """Else a resume with bf16, which is what the error advises, would end at its first report."""
+    meters.restore([0.0] * 4, 120, MOST_SKIPS)
+    reading = closed(meters, 121)
+    assert (reading.skipped, reading.skipped_in_a_row) == (120, 0)
+    meters.restore([0.0] * 4, 20, 99)
+    assert meters.read(ONE, 0.0).skipped_in_a_row == 99
 
 
 def test_only_rank_0_restores_the_sums() -> None:

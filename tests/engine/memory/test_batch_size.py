@@ -146,6 +146,13 @@ def test_unknown_memory_asks_for_memory_limit(tiny: Path, monkeypatch: pytest.Mo
     assert found(settings(tiny, TRAIN__MEMORY_LIMIT=64))[0] >= 32
 
 
+def test_one_image_at_a_time_is_not_mixed(tiny: Path, memory_of: MemoryOf) -> None:
+    memory_of(100)
+    assert found(settings(tiny, TRAIN__GLOBAL_BATCH=401)) == (1, 401)
+    with pytest.raises(UserError, match=r"1 is the largest divisor of 401 .* mixup and CutMix mix images of a batch"):
+        found(settings(tiny, TRAIN__GLOBAL_BATCH=401, TRAIN__MIXUP_ALPHA=0.8))
+
+
 def test_global_batch_sets_the_accumulation(tiny: Path) -> None:
     def settled(size: str) -> Run:
         config = load_config(str(tiny), words={"TRAIN.GLOBAL_BATCH": size, "TRAIN.ACCUM_ITER": "7"}).config

@@ -152,7 +152,7 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
         wanted, output = (flags.get(key, (None, ""))[0] for key in ("MODEL.RESUME", "OUTPUT"))
         place = output if wanted == "auto" else wanted
         run = run_folder_of(Path(place)) if place else None
-    if run is not None and (run / CONFIG).exists():
+        run = run_folder_of(Path(place).expanduser()) if place else None
         cfg, flags = str(run / CONFIG), {**{key: (default_of(key), "-resume") for key in OF_ONE_START}, **flags}
     loaded = load_config(cfg, flags, command.words)
     if command.action == "print_config":
@@ -234,7 +234,7 @@ def _train(script: str, argv: list[str], loaded: Loaded, world: World | None, co
 
         die_with_launcher()
     loaded = resolve(loaded)
-    check(loaded.config, loaded.sources)
+    check(loaded.config)
     if number > 1:
         from utils.distributed.launch import self_launch
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from types import MappingProxyType
-
 import torch
 
 from datasets import check_dataset
@@ -17,7 +13,7 @@ from engine.optim.build import optimizer_name
 from models.build import check_model
 from utils.config import Config, Loaded
 from utils.config.checks import is_typed
-from utils.config.keys import DATASET, WARMUP
+from utils.config.keys import DATASET
 from utils.config.kinds import AUTO
 from utils.config.read import Entry
 from utils.errors import UserError
@@ -25,8 +21,8 @@ from utils.record.resumed_run import resumed_run, target_folder
 from utils.record.run_folder import check_output, is_of_user, versions
 
 
-def check(config: Config, sources: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Raise UserError for the first problem. `sources`: where each setting comes from."""
+def check(config: Config) -> None:
+    """Raise UserError for the first problem."""
     if config.MODEL.RESUME is not None:
         from engine.checkpoint.find import check_resumable
 
@@ -43,10 +39,9 @@ def check(config: Config, sources: Mapping[str, str] = MappingProxyType({})) -> 
             if config.MAX_TIME is None:
                 raise UserError("TRAIN.NUM_EPOCHS auto: give the time that the epochs are to fill, -max_time HH:MM:SS.")
             if config.TRAIN.WARMUP_EPOCHS >= 1:
-                source = f" ({sources[WARMUP]})" if WARMUP in sources else ""
                 raise UserError(
-                    f"TRAIN.WARMUP_EPOCHS {config.TRAIN.WARMUP_EPOCHS:g}{source}: with "
-                    "TRAIN.NUM_EPOCHS auto it is a fraction of the run, such as 0.05."
+                    f"TRAIN.WARMUP_EPOCHS {config.TRAIN.WARMUP_EPOCHS:g}: with TRAIN.NUM_EPOCHS auto it is a fraction "
+                    "of the run, such as 0.05."
                 )
         if config.TRAIN.AUGMENT:
             from datasets.transforms.augment import check_augmentations
@@ -72,26 +67,7 @@ def check(config: Config, sources: Mapping[str, str] = MappingProxyType({})) -> 
 
         try_own_code(config)
     memory = total_memory(torch.device("cpu"))  # in which weights are initialised
-    try:
-        check_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config), memory)
-    except UserError as error:
-        from models.refusals import NO_SUCH_SIZE
-
-        # The file may be a recipe for another model, chosen by -model.
-        keys = re.findall(rf"(MODEL\.\w+).*{NO_SUCH_SIZE}", str(error))
-        files: dict[str, list[str]] = {}
-        for key in keys:
-            file, _, line = sources.get(key, "").rpartition(":")
-            if line.isdigit():
-                files.setdefault(file, []).append(key)
-        if not files:
-            raise
-        named = "; ".join(f"{', '.join(keys)} in {file}" for file, keys in files.items())
-        raise UserError(
-            f"{error}\nSet by a file of -cfg: {named}. These sizes are for another model. Use a copy of the "
-            "file without these keys, or leave -cfg out and set the data on the command line (-dataset, -image_size, "
-            "-num_classes)."
-        ) from None
+    check_model(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, shortcuts_of(config), memory)
 
 
 def _starts_anew(config: Config) -> bool:

@@ -16,7 +16,6 @@ from utils.errors import either, nearest
 
 MOST_SUGGESTED = 3
 """Models suggested for a name that several begin with"""
-NO_SUCH_SIZE = "has no such size"
 
 
 def unknown_name(model: ModelConfig, name: str, sizes_given: bool) -> str:
@@ -99,6 +98,6 @@ def unchangeable(key: str, value: Any, module: nn.Module, has: dict[str, Any]) -
     """Message for a size that this kind of model does not take from its settings."""
     kind = type(module).__name__
     if key not in has:
-        return f"MODEL.{key} {one_line(value)}: {kind} {NO_SUCH_SIZE}; leave the key out"
+        return f"MODEL.{key} {one_line(value)}: {kind} has no such size; leave the key out, also of the file of -cfg"
     why = f"this {kind} has {one_line(has[key])}"
     return f"MODEL.{key} {one_line(value)}: {why}, which this key cannot change; leave the key out or give that value"

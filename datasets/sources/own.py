@@ -73,9 +73,9 @@ def _opened(name: str, path: str | None, part: Part) -> OwnSamples:
             raise UserError(f"{where}, image {index}: the label is {label}, but {last}.")
     found = [str(one) if isinstance(one, str | Path) else np.asarray(one) for one in images]
     for index, one in enumerate(found):
-        if not isinstance(one, str) and (one.dtype != np.uint8 or one.ndim != 3):
+        if not isinstance(one, str) and (one.dtype != np.uint8 or one.ndim != 3 or one.shape[2] not in (1, 3)):
             raise UserError(
                 f"{where}, image {index}: an array of {one.dtype} of shape {one.shape}. Images are paths, or arrays "
-                "of uint8 of height x width x channels."
+                "of uint8 of height x width x 1 or 3 channels."
             )
     return OwnSamples(f"{own.name}, {part} image", found, labels.astype(np.int64), classes)

@@ -24,7 +24,7 @@ from engine.task.base import sum_type_of
 from utils.config import Config
 from utils.config.data import DataConfig
 from utils.config.keys import default_of
-from utils.distributed.world import ALONE, World, sum_over_ranks
+from utils.distributed.world import ALONE, World, broadcast, sum_over_ranks
 from utils.errors import UserError
 from utils.log import DETAIL, log
 from vitamp.metrics import always_guessing
@@ -213,4 +213,5 @@ class Neighbours:
             model.train(training)
         if sum_over_ranks((~finite).float(), self._world).item():
             return math.nan
-        return 100 * int((guesses == labels).sum()) / len(labels)
+        # Of equally near images, which rank looks first decides.
+        return broadcast(100 * int((guesses == labels).sum()) / len(labels), self._world)

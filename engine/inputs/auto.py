@@ -194,6 +194,8 @@ def _of_fields(fields: Any, where: Path | str) -> Preprocessing | None:
     size = fields.get("input_size")  # timm's
     if isinstance(size, list | tuple) and len(size) == 3 and size[1] == size[2]:
         fields = {**fields, "image_size": size[1]}
+    if fields.get("crop") == "none":
+        fields = {**fields, "crop_mode": "squash", "crop_pct": 1.0}
     known = {name: fields[name] for name in FIELDS if fields.get(name) is not None}
     known = {name: list(value) if isinstance(value, tuple) else value for name, value in known.items()}
     check_fields(Input, known, Path(where))

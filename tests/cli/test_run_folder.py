@@ -174,6 +174,13 @@ def test_save_is_the_parent_folder_and_output_the_run_folder(vitamp: Vitamp, tin
     assert not (tmp_path / "other").exists()
 
 
+def test_home_is_expanded_in_output(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
+    home = {"HOME": str(tmp_path)}
+    vitamp("-cfg", tiny, "OUTPUT=~/run", "TRAIN.MAX_UPDATES=1", env=home, code=0)
+    vitamp("-resume=~/run", "TRAIN.MAX_UPDATES=2", env=home, code=0)
+    assert metrics(tmp_path / "run", "run")[-1]["update"] == 2
+
+
 def test_keep_last_keeps_the_best(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     """The best checkpoint comes early, since the learning rate falls to 0 at the end."""
     words = ("SAVE_EVERY_UPDATES=5", "KEEP_LAST=2", "VALIDATE_EVERY_UPDATES=13", "TRAIN.NUM_EPOCHS=1")

@@ -58,6 +58,9 @@ def test_files_bring_what_is_written_in_them_or_beside_them(tmp_path: Path) -> N
     for place in (tmp_path / "header.safetensors", run, run / "model.safetensors"):
         data = resolved(MODEL__PRETRAINED=str(place)).config.DATA
         assert (data.IMAGE_SIZE, data.IMAGENET_MEAN, data.CROP_PCT) == (64, (0.1, 0.2, 0.3), 0.7)
+    (run / "meta.json").write_text(json.dumps({"input": {**fields, "crop": "none", "crop_mode": "center"}}))
+    data = resolved(MODEL__PRETRAINED=str(run)).config.DATA
+    assert (data.CROP_MODE, data.CROP_PCT) == ("squash", 1.0), "its run squeezed whole images"
     save_file(tensors, tmp_path / f"{DEIT}.safetensors")
     assert resolved(MODEL__PRETRAINED=str(tmp_path / f"{DEIT}.safetensors")).config.DATA.IMAGENET_MEAN == MEAN
 

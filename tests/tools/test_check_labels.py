@@ -90,6 +90,7 @@ def test_planted_labels_are_found_by_features(check: Call, digits_run: Path, tmp
     again = check(*words, "-overwrite")
     assert f"{151 - len(named)} images" in again.out
     assert "Nothing found" in again.out
+    assert excluded(out) == set(named), "those of an earlier list stay"
 
 
 def test_right_labels_are_left_alone(check: Call, digits_run: Path, tmp_path: Path) -> None:

@@ -171,7 +171,16 @@ def test_written_files_have_no_paths(vitamp: Vitamp, run: Path, tmp_path: Path) 
     copy, images = tmp_path / "run", tmp_path / "images"
     shutil.copytree(run, copy)
     save_image(images / "x.png", seed=0)
-    places = ("MODEL.PRETRAINED", "DATA.DATA_PATH", "DATA.CACHE", "DATA.EXCLUDE", "DATA.RELABEL", "SAVE", "TAG")
+    places = (
+        "MODEL.PRETRAINED",
+        "DATA.DATA_PATH",
+        "DATA.CACHE",
+        "DATA.EXCLUDE",
+        "DATA.RELABEL",
+        "SAVE",
+        "TAG",
+        "TRAIN.KNN",
+    )
     paths = dict.fromkeys((*places, "TRAIN.TEACHER_MODEL", "TRAIN.CLASS_WEIGHTS"), f"{tmp_path / 'x'}")
     paths |= {"DATA.DATASET": f"hf:{tmp_path}"}
     public = {"DATA.DATASET": "hf:ylecun/mnist", "TRAIN.CLASS_WEIGHTS": "balanced"}
@@ -197,6 +206,7 @@ def test_bad_commands_are_refused(tool: Callable[..., Result], run: Path, tmp_pa
     shutil.copytree(run / "checkpoints" / NAMES[0], damaged / NAMES[0])
     (damaged / NAMES[0] / MODEL).unlink()
     out = ("-out", tmp_path / "new.safetensors")
+    tool("strip", run, "-out", run / "plain.safetensors")
     for words, said in (
         ((), "one of list, verify, average, strip"),
         (("mend", run), "unknown command 'mend'. The first word must be one of list, verify, average, strip"),
@@ -210,6 +220,7 @@ def test_bad_commands_are_refused(tool: Callable[..., Result], run: Path, tmp_pa
         (("average", run, "-last", 9, *out), "is 4. KEEP_LAST"),
         (("average", run, "-last", 0, *out), "from 1"),
         (("average", run, other, *out), "different architectures"),
+        (("average", run, run / "plain.safetensors", *out), "plain.safetensors: this file holds only weights"),
     ):
         done = tool(*words, code=2)
         assert said in done.err, (words, done.text)

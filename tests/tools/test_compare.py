@@ -231,6 +231,10 @@ def test_ngpus_starts_main_multi_gpu(
         (["-vary", "lrs=a,b"], "neither a setting nor a flag that sets one. Did you mean lr?"),
         (["-vary", "SEED=1,2"], "SEED cannot be varied; give -seeds"),
         (["-vary", "lr=1e-3,1e-4", "TRAIN.BASE_LR=0.1"], "TRAIN.BASE_LR (on the command line): cannot be given here"),
+        (
+            ["-vary", "cfg=configs/vit_digits.yaml,other/vit_digits.yaml"],
+            "vit_digits and vit_digits would have the same",
+        ),
         (["-vary", "lr=1e-3,0.001"], "lr=1e-3 and lr=0.001 have the same settings here"),
         (["-vary", "DATA.SAMPLER=shuffle,sorted"], "DATA.SAMPLER"),
         (["-folds", "1"], "-folds 1: takes a whole number from 2 on"),

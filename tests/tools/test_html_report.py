@@ -507,6 +507,8 @@ def test_reasons_for_no_verdict(report: Report, first: Path) -> None:
     (other / "run.json").write_text(json.dumps(about | {"samples": {"train": 1437, "val": 130}}))
     said, _ = report(first, other)
     assert "No verdict: the runs may validate on different images (their number differs)." in said
+    fold = copied(first, "fold", 90.0, RATE, "FOLD: null -> FOLD: 1/5")
+    assert "No verdict: they are on different numbers of folds (DATA.FOLD)" in report(first, fold)[0]
     cut = copied(first, "cut", 90.0, RATE)
     lines = (cut / "metrics.jsonl").read_text().splitlines(keepends=True)
     (cut / "metrics.jsonl").write_text("".join(lines[:-1]))

@@ -113,14 +113,16 @@ def main(argv: list[str]) -> int:
 
 def write(images: Images, found: Found, out: Path) -> None:
     """Write the lists and the page, and log what was found."""
+    from datasets.exclude import text_of
     from tools.check_labels.page import write_page
     from tools.check_labels.search import rows_of
 
     out.mkdir(parents=True, exist_ok=True)
-    decision = "drop" if found.clear else "keep"
+    decision, before = "drop" if found.clear else "keep", text_of(images.data).rstrip("\n")
+    excluded = [*([before] if before else []), *(images.line(one) for one in found.suspects if found.clear)]
     files = {
         SUSPECTS: rows_of(images, found.suspects, decision),
-        "exclude.txt": "".join(f"{images.line(one)}\n" for one in found.suspects) if found.clear else "",
+        "exclude.txt": "".join(f"{line}\n" for line in excluded),
     }
     for name, content in files.items():
         with writing(out / name, "-output"):

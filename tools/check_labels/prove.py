@@ -62,7 +62,7 @@ def prove(line: ToolLine, config: Config, method: Method, out: Path) -> int:
         log.info("No search found wrong labels: there is nothing to prove.")
         return EXIT_DONE
     others = open_images(config, "val")
-    wrong = suspects_of(others, method.logits_of_others(others), seeds[-1], np.empty(0))[0]
+    wrong = suspects_of(others, method.logits_of_others(others), seeds[-1], np.empty(0, np.int64))[0]
 
     runs = []
     for seed, arm in alternating_order(ARMS, seeds):

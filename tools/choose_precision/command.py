@@ -199,7 +199,7 @@ def main(argv: list[str]) -> int:
     from utils.distributed.world import ALONE
 
     silence_torchao()
-    check(config, loaded.sources)
+    check(config)
     device = pick_device(config.DEVICE, ALONE)
     modes, left_out = modes_to_measure(asked.modes, config, device)
     for note in [*loaded.notes, *about_one_device(loaded)]:
@@ -248,7 +248,7 @@ def main(argv: list[str]) -> int:
             slow = "emulated on this device, so its speed is meaningless" if emulated else ""
             judge(one, base, asked.updates, slow)
     except (KeyboardInterrupt, Terminated) as error:
-        log.warning("interrupted; finished runs are in %s, and the same command with -output resumes", folder)
+        log.warning("interrupted; with -output %s, without -overwrite, the same command resumes", folder)
         return EXIT_STOPPED if isinstance(error, Terminated) else EXIT_INTERRUPTED
 
     advice = recommend(found, base, "-amp off" + " AMP.TF32=false" * config.AMP.TF32)

@@ -506,13 +506,17 @@ def _names(runs: Sequence[Finished]) -> list[str]:
     if len(varied) <= MOST_NAMED:
         tails = [key.rpartition(".")[2] for key in varied]
         return [", ".join(f"{tail}={text}" for tail, text in zip(tails, each, strict=True)) for each in contenders]
-    return [runs[contenders.index(each)].folder.name for each in contenders]
+    first = {each: run.folder for each, run in zip(reversed(contenders), reversed(runs), strict=True)}
+    unique = len({folder.name for folder in first.values()}) == len(first)
+    return [first[each].name if unique else str(first[each]) for each in contenders]
 
 
 def _not_comparable(runs: Sequence[Finished]) -> str:
     kinds = {run.config.task for run in runs}
     if len(kinds) > 1:
         return "the metrics of one and of several labels per image differ."
+    if len({run.config.DATA.fold and run.config.DATA.fold.folds for run in runs}) > 1:
+        return "they are on different numbers of folds (DATA.FOLD), and so on different images."
     different = [key for key in VALIDATION if len({one_line(value_of(run.config, key)) for run in runs}) > 1]
     by_fold: dict[object, set[object]] = {}
     for run in runs:

@@ -63,7 +63,10 @@ SECTIONS = (
     "DIST.STRATEGY",
     "SAVE_BEST_BY",
 )
-PRIVATE = ("MODEL.PRETRAINED", "DATA.DATA_PATH", "DATA.CACHE", "DATA.EXCLUDE", "DATA.RELABEL", "TRAIN.TEACHER_MODEL")
+PRIVATE = (
+    *("MODEL.PRETRAINED", "DATA.DATA_PATH", "DATA.CACHE", "DATA.EXCLUDE", "DATA.RELABEL"),
+    *("TRAIN.TEACHER_MODEL", "TRAIN.KNN"),
+)
 """Settings with private paths, which the header does not get."""
 DATASET = "DATA.DATASET"
 
@@ -147,6 +150,8 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
     else:
         folders = [path if path.is_file() else checkpoint_of(path)[0] for path in paths]
     sources = [chosen_at(folder, weights) for folder in folders]
+    if alone := [folder for folder, source in zip(folders, sources, strict=True) if source.checkpoint is None]:
+        raise UserError(f"{alone[0]}: this file holds only weights; name runs or checkpoints.")
     checkpoints = [verify(source.checkpoint) for source in sources if source.checkpoint]
     which, why = sources[0].which, f"-weights {weights}"
     if weights == BETTER:  # others than the plain ones, if they validated better in most checkpoints

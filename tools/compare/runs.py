@@ -292,9 +292,9 @@ def make_plan(line: ToolLine, out: Path) -> Plan:
     contenders = tuple(Contender(row) for row in itertools.product(*axes.values()))
     names: dict[str, str] = {}
     for contender in contenders:
-        other = names.setdefault(contender.file_name, contender.name)
-        if other != contender.name:
+        if other := names.get(contender.file_name):
             raise UserError(f"-vary: {other} and {contender.name} would have the same folder; compare them separately.")
+        names[contender.file_name] = contender.name
     loaded = {contender.name: contender.load(line) for contender in contenders}
     for (one, first), (other, second) in itertools.combinations(loaded.items(), 2):
         if not differences(first.config, second.config):

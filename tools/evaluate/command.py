@@ -186,14 +186,14 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
 
 def _check(line: command_line.ToolLine) -> None:
     """Raise UserError for flags that do not go together."""
-    asked = line.asked
+    asked, part = line.asked, line.run.words.get("DATA.PART", line.asked.part)
     by = "-probe" if asked.probe else "-knn" if asked.knn is not None else ""
     if not by and asked.pool is not None:
         raise UserError(f"-pool {asked.pool}: chooses the features that -knn and -probe use; give one of them too.")
     if by and (others := [name for name in OF_CLASSIFIER if name in line.given]):
         raise UserError(f"-{others[0]}: does not go with {by}, which leaves out the classifier of the model.")
-    if by and asked.part in MEMORISED:
-        raise UserError(f"-part {asked.part}: {by} learns from the training images, so it needs others: val or test.")
+    if by and part in MEMORISED:
+        raise UserError(f"-part {part}: {by} learns from the training images, so it needs others: val or test.")
     if asked.probe and asked.knn is not None:
         raise UserError("-knn: leave it out; -probe shows it too.")
     if asked.out and not asked.probe:
@@ -208,9 +208,9 @@ def _check(line: command_line.ToolLine) -> None:
     if asked.calibrate:
         if others := [name for name in ("tta", "json", "no_calibration") if name in line.given]:
             raise UserError(f"-{others[0]}: does not go with -calibrate, which only fits a temperature; leave it out.")
-        if asked.part in MEMORISED:
+        if part in MEMORISED:
             raise UserError(
-                f"-part {asked.part}: the model was trained on these images, and is surer of them than of others; "
+                f"-part {part}: the model was trained on these images, and is surer of them than of others; "
                 "-calibrate needs val or test."
             )
     if asked.path is None:

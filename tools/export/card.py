@@ -91,7 +91,7 @@ def card_of(export: Export, title: str, license: str | None, run: Run | None, ha
     found = "These weights were not validated by their run: their accuracy is unknown."
     if metrics:
         epoch, update = chosen.meta.get("epoch"), chosen.meta.get("update")
-        when = f" after epoch {epoch} (update {update:,})" if epoch is not None and update is not None else ""
+        when = f" after epoch {epoch} (update {update:,})" if epoch is not None and update else ""
         stored = "" if export.dtype == "fp32" else f" They are stored in {export.dtype} here."
         found = f"Measured in training, on the validation split, with the {chosen.which.label} weights{when}.{stored}"
         found += f"\n\n{_table(('metric', 'value'), {one.words: one.number(value) for one, value in metrics.items()})}"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
-from pydantic import BeforeValidator, Field, WithJsonSchema, WrapValidator
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, WrapValidator
 
 
 def is_no_value(value: Any) -> bool:
@@ -58,6 +59,8 @@ def one_line(value: Any) -> str:
 
 
 AUTO = "auto"
+Place = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A path, which a shell leaves as it is where it follows a `=`"""
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]

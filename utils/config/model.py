@@ -7,7 +7,17 @@ from typing import Annotated, Literal, get_args
 from pydantic import BeforeValidator, Field
 
 from utils.config.fields import TRAINING, Section, excludes, needs, only_with, overridden_by, setting
-from utils.config.kinds import AboveZero, FractionBelowOne, Integers, Names, Positive, PositiveOrAuto, as_names, folded
+from utils.config.kinds import (
+    AboveZero,
+    FractionBelowOne,
+    Integers,
+    Names,
+    Place,
+    Positive,
+    PositiveOrAuto,
+    as_names,
+    folded,
+)
 
 _LABELS = "it learns without labels"
 _MASKED = only_with("MODEL.MAE_PRETRAIN")
@@ -71,7 +81,7 @@ class ModelConfig(Section):
         "vit_base_patch16_224",
         "A timm model; or any name, with EMBED_DIM, DEPTH or another size and TYPE vit, deit or swin.",
     )
-    RESUME: str | None = setting(
+    RESUME: Place | None = setting(
         None,
         "Run or checkpoint (or a file in one) to resume; 'auto': the run in -output.",
         needs("OUTPUT", at="auto", why="auto looks in the run's own folder", do="name it with -output"),

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from utils.config.data import DataConfig
 from utils.config.fields import Section, excludes, needs, only_with, setting
-from utils.config.kinds import OWN_SETTING, AboveZero, Count, Names, OwnName, Positive, Time, as_names
+from utils.config.kinds import OWN_SETTING, AboveZero, Count, Names, OwnName, Place, Positive, Time, as_names
 from utils.config.model import ModelConfig
 from utils.config.train import TrainConfig
 from vitamp.metrics import METRICS, NO_LABELS, ONE_LABEL, TASKS, TaskKind
@@ -107,8 +107,10 @@ class Config(Section):
     TRAIN: TrainConfig = Field(default_factory=TrainConfig, description="Training.")
     AMP: AmpConfig = Field(default_factory=AmpConfig, description="Mixed precision; `AMP: true` is AMP.ENABLED: true.")
     DIST: DistConfig = Field(default_factory=DistConfig, description="Processes.")
-    SAVE: str = setting("./output", "Folder in which each run creates its own folder.")
-    OUTPUT: str | None = setting(None, "The run's own folder (-output); null: the resumed run's, or a new one in SAVE.")
+    SAVE: Place = setting("./output", "Folder in which each run creates its own folder.")
+    OUTPUT: Place | None = setting(
+        None, "The run's own folder (-output); null: the resumed run's, or a new one in SAVE."
+    )
     TAG: str | None = setting(None, "Any text, shown in the banner, run.json and the curves.")
     SAVE_FREQ: Positive = setting(10, "Epochs between checkpoints, besides those of best validations and the end.")
     SAVE_EVERY_UPDATES: Positive | None = setting(None, "Also save a checkpoint every N updates.")

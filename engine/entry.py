@@ -151,8 +151,8 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
     if cfg is None:  # of a resumed run, its own config.yaml, so that resuming needs no -cfg
         wanted, output = (flags.get(key, (None, ""))[0] for key in ("MODEL.RESUME", "OUTPUT"))
         place = output if wanted == "auto" else wanted
-        run = run_folder_of(Path(place)) if place else None
         run = run_folder_of(Path(place).expanduser()) if place else None
+    if run is not None and (run / CONFIG).exists():
         cfg, flags = str(run / CONFIG), {**{key: (default_of(key), "-resume") for key in OF_ONE_START}, **flags}
     loaded = load_config(cfg, flags, command.words)
     if command.action == "print_config":

@@ -231,10 +231,6 @@ def test_ngpus_starts_main_multi_gpu(
         (["-vary", "lrs=a,b"], "neither a setting nor a flag that sets one. Did you mean lr?"),
         (["-vary", "SEED=1,2"], "SEED cannot be varied; give -seeds"),
         (["-vary", "lr=1e-3,1e-4", "TRAIN.BASE_LR=0.1"], "TRAIN.BASE_LR (on the command line): cannot be given here"),
-        (
-            ["-vary", "cfg=configs/vit_digits.yaml,other/vit_digits.yaml"],
-            "vit_digits and vit_digits would have the same",
-        ),
         (["-vary", "lr=1e-3,0.001"], "lr=1e-3 and lr=0.001 have the same settings here"),
         (["-vary", "DATA.SAMPLER=shuffle,sorted"], "DATA.SAMPLER"),
         (["-folds", "1"], "-folds 1: takes a whole number from 2 on"),
@@ -399,3 +395,8 @@ def test_interrupted_comparison_resumes(
     vitamp(*words, "-amp", "bf16", "-output", tmp_path / "plain", code=0)
     assert metrics(out / "bf16-0", "train") == metrics(tmp_path / "plain", "train")
     assert (out / "report.html").exists()
+
+
+def test_recipes_of_one_name_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["-vary", "cfg=vit_digits,configs/vit_digits.yaml", "-output", str(tmp_path / "out")]) == 2
+    assert "vit_digits and vit_digits would have the same folder" in capsys.readouterr().err

@@ -115,7 +115,8 @@ def test_names_that_are_not_utf8_are_listed(check: Call, digits_run: Path, tmp_p
     planted = write_folders(tmp_path / "data")
     odd = os.fsencode(tmp_path / "data" / next(iter(planted)))
     os.rename(odd, odd.replace(b"0.png", b"gr\xfcn.png"))
-    check(digits_run, *of_folders(tmp_path / "data"), "-pool", "both")
+    done = check(digits_run, "-data_path", tmp_path / "data", "DATA.NUM_WORKERS=0", "-pool", "both")
+    assert "DATA.DATASET imagefolder: " in done.out, "in place of digits"
     assert b"gr\xfcn.png," in (tmp_path / "labels" / "suspects.csv").read_bytes()
     assert (tmp_path / "labels" / "report.html").exists()
 

@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
 
     from datasets import comes_unsplit
     from tools.check_labels.prove import prove  # imports torch; a wrong command fails at once
-    from tools.check_labels.search import ByFeatures, ByTraining, OutOfTimeError, find, open_images
+    from tools.check_labels.search import ByFeatures, ByTraining, OutOfTimeError, find, open_images, searched_by
     from tools.compare.runs import Terminated
 
     loaded = line.load({"MODEL.NUM_CLASSES": ("auto", "check_labels.py")} if asked.path is None else {})
@@ -91,7 +91,7 @@ def main(argv: list[str]) -> int:
     try:
         if by_features:
             method = ByFeatures.of(line, loaded.config)
-            config = method.trained.config
+            config = searched_by(method.trained, line, loaded.config) if asked.path else method.trained.config
         else:
             method, config = ByTraining(line, asked.folds or FOLDS, out / "folds"), loaded.config
             if not asked.folds:

@@ -17,6 +17,7 @@ from datasets import ImageDataset, comes_unsplit, open_dataset, source_of
 from datasets.base import TITLES, Part, Samples, Unreadable
 from datasets.exclude import line_of, name_prefix, text_of
 from datasets.labels import ANY_LABEL, images_of_classes
+from engine.evaluation.data import data_for_evaluation
 from engine.evaluation.features import Features, features_of
 from engine.evaluation.linear import FOLDS, Classifier, fit, folds_of
 from engine.task.several import scores_of
@@ -83,6 +84,21 @@ class Images:
         """The name of a class, or those of several."""
         chosen = np.flatnonzero(label) if label.ndim else [int(label)]
         return "|".join(self.classes[one] for one in chosen)
+
+
+OF_INPUT = ("IMAGE_SIZE", "IMAGE_CHANNELS", "CROP", "CROP_PCT", "CROP_MODE", "INTERPOLATION")
+OF_INPUT += ("IMAGENET_MEAN", "IMAGENET_STD", "EXIF_ROTATE", "BACKGROUND")
+
+
+def searched_by(trained: Trained, line: ToolLine, recipe: Config) -> Config:
+    """Settings of a run's model with the images to search: those of the command line, or with -prove of `recipe`."""
+    config = trained.config
+    if line.asked.prove:
+        data = recipe.DATA.model_copy(update={key: getattr(config.DATA, key) for key in OF_INPUT})
+    else:
+        whole = config.model_copy(update={"DATA": config.DATA.model_copy(update={"PART": "all"})})
+        data, _ = data_for_evaluation(whole, trained.chosen, {*line.run.flags, *line.run.words})
+    return config.model_copy(update={"DATA": data})
 
 
 def open_images(config: Config, part: Part) -> Images:

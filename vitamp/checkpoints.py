@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vitamp.errors import UserError
+from vitamp.errors import UserError, started
 from vitamp.files import only_regular, read_json, write_atomically
 from vitamp.meta import META, read_meta
 from vitamp.metrics import PLAIN
@@ -173,8 +173,8 @@ def base_file(folder: Path, meta: Mapping[str, Any]) -> Path | None:
     raise UserError(
         f"{folder}: these are adapters (MODEL.LORA), which need the frozen weights of their run{made_of}: "
         f"{BASE} with sha256 {seal['sha256'][:12]}... is neither {places[0]} nor {places[1]}. Copy it from the run's "
-        "folder checkpoints/. To take weights elsewhere as one file, use `python scripts/checkpoint.py strip` or "
-        "scripts/export.py in the run's folder: they merge the adapters."
+        f"folder checkpoints/. To take weights elsewhere as one file, use `{started('checkpoint')} strip` or "
+        f"`{started('export')}` in the run's folder: they merge the adapters."
     )
 
 

@@ -1,4 +1,6 @@
-"""The error that users can mend themselves."""
+"""The error that users can mend themselves, and how its text names commands."""
+
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -6,3 +8,11 @@ class UserError(Exception):
 
     The text says what is wrong, where, and what to do.
     """
+
+
+INSTALLED = (Path(__file__).parent / "program").is_dir()
+
+
+def started(script: str) -> str:
+    """The command of a script of a clone, or of the installed program."""
+    return f"vitamp {script}" if INSTALLED else f"python scripts/{script}.py"

@@ -18,15 +18,14 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
-from vitamp.errors import UserError
+from vitamp.errors import INSTALLED, UserError, started
 from vitamp.metrics import CHOICES
 from vitamp.pooling import pool_by
 from vitamp.resize import Resized
 from vitamp.tensors import read_weights
 from vitamp.weights import chosen_at
 
-INSTALLED = (Path(__file__).parent / "program").is_dir()
-EXPORT = "vitamp export" if INSTALLED else "python scripts/export.py"
+EXPORT = started("export")
 TRAIN = "vitamp train" if INSTALLED else "python main_single_gpu.py"
 
 

@@ -19,7 +19,7 @@ from pydantic import Field
 from safetensors import SafetensorError, safe_open
 
 from vitamp.checkpoints import WEIGHTS, Checkpoint, checkpoint_of, files_of, inspect, run_folder_of
-from vitamp.errors import UserError
+from vitamp.errors import INSTALLED, UserError, started
 from vitamp.files import kind_of_path, parse_json, read_json
 from vitamp.meta import META, Fields, Number, WeightsMeta, check_fields
 from vitamp.metrics import (
@@ -40,7 +40,7 @@ CALIBRATION = "calibration.json"
 MADE_BY, EXPORTED = "vitamp", "vitamp"
 """Value of `made_by` in the header; and the one key under which an export has all its fields."""
 NEEDED = ("settings", "classes", "choices", "fp32_modules")
-WRITERS = "scripts/checkpoint.py strip or scripts/export.py -to safetensors"
+WRITERS = f"`{started('checkpoint')} strip` or `{started('export')} -to safetensors`"
 PROGRAMS = (".onnx", ".pt2")
 
 
@@ -269,8 +269,8 @@ def read_weights_meta(file: Path) -> tuple[dict[str, Any], WeightSet]:
     if header.get("made_by") != MADE_BY or not header.keys() >= {*NEEDED}:
         raise UserError(
             f"{file}: its header was not written by {WRITERS}, so the model and its preprocessing are unknown. "
-            f"Evaluate it with the settings of its model, or with -model NAME for one of timm: python "
-            f"main_single_gpu.py -cfg CONFIG.yaml -eval -pretrained {file}"
+            f"Evaluate it with the settings of its model, or with -model NAME for one of timm: "
+            f"{'vitamp train' if INSTALLED else 'python main_single_gpu.py'} -cfg CONFIG.yaml -eval -pretrained {file}"
         )
     check_fields(WeightsMeta, header, file)
     if header.get("calibration"):

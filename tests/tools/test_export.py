@@ -387,7 +387,7 @@ def test_unusable_weights_are_refused_with_working_advice(
     safetensors.torch.save_file(tensors, foreign)
     (tmp_path / "x.onnx").write_bytes(b"x")
     for file, reason in (
-        (older, "its header was not written by scripts/checkpoint.py strip or scripts/export.py"),
+        (older, "its header was not written by `python scripts/checkpoint.py strip` or `python scripts/export.py"),
         (foreign, "its header was not written by"),
         (tmp_path / "x.onnx", "an exported program, not weights for vitamp"),
     ):

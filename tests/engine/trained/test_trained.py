@@ -168,7 +168,7 @@ def test_unloadable_paths_are_refused(digits_run: Path, tmp_path: Path) -> None:
         (damaged, {"weights": "ema"}, f"the contents of {EMA} are not what was written"),
         (newer, {}, "MODEL.NAME: .tiny. is not a timm model"),
         (without, {"weights": "ema"}, r"no EMA \(TRAIN.MODEL_EMA\) weights; use -weights model"),
-        (tmp_path / "foreign.safetensors", {}, "its header was not written by scripts/checkpoint.py strip"),
+        (tmp_path / "foreign.safetensors", {}, "its header was not written by `python scripts/checkpoint.py strip`"),
         (tmp_path / "short.safetensors", {}, "cannot be read as safetensors"),
         (tmp_path / "x.pth", {}, "weights without a description of their model"),
         (digits_run, {"amp": "fp7"}, "its values are auto off fp16"),

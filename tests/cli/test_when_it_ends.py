@@ -86,7 +86,7 @@ def test_auto_counts_what_an_epoch_of_each_size_takes(vitamp: Vitamp, tiny: Path
     ("words", "expected"),
     [
         (("-epochs", "auto"), "give the time that the epochs are to fill, -max_time HH:MM:SS"),
-        (("TRAIN.NUM_EPOCHS=auto", "TRAIN.WARMUP_EPOCHS=2", "-max_time", "1:00:00"), "WARMUP_EPOCHS 2 (command line)"),
+        (("TRAIN.NUM_EPOCHS=auto", "TRAIN.WARMUP_EPOCHS=2", "-max_time", "1:00:00"), "WARMUP_EPOCHS 2: with"),
         (
             (*AUTO, "0:00:01", "MODEL.EMBED_DIM=384", "MODEL.DEPTH=12"),
             "MAX_TIME 0:00:01 is too short: one epoch takes about",

@@ -189,7 +189,7 @@ def test_bad_command_lines_are_refused(
     for words, said in (
         ((), "-h lists all arguments"),
         ((digits_run,), "IMAGE"),
-        ((image, digits_run), "or a file written by scripts/checkpoint.py"),
+        ((image, digits_run), "or a file written by `python scripts/checkpoint.py"),
         ((tmp_path / "none", image), "no such run, checkpoint or file"),
         ((digits_run, tmp_path / "none.png"), "none.png: no such file or folder"),
         ((digits_run, tmp_path / "*.jpg"), "*.jpg: no file matches"),

@@ -204,7 +204,7 @@ def finish_set(folder: Path, splits: dict[str, list[str]], about: dict[str, Any]
         entries[split] = {"samples": len(index), "shards": shards}
         write_atomically(folder / index_name(split), index.to_bytes())
     manifest = {"made_by": MADE_BY, "format": 1, **about, "parts": entries}
-    write_atomically(folder / MANIFEST, (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode())
+    write_atomically(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
     return sum(entry["samples"] for entry in entries.values())
 
 

@@ -243,7 +243,7 @@ def check_batch(checkpoint: Checkpoint, config: Config, world: World) -> None:
     saved, done = state["global_batch"], state["position"]
     position = Position(done["epoch"], done["step"], done["update"])
     now = global_batch(config, world)
-    if not position.step or saved == now:
+    if not 0 < position.step < checkpoint.meta["samples"]["updates"] or saved == now:
         return
     each = checkpoint.meta["batch"]["per_process"]
     each = each if saved % (each * world.size) == 0 else saved // world.size

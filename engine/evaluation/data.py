@@ -29,10 +29,11 @@ from utils.program import tool
 from utils.record.resumed_run import config_of, resumed_run, settings_of
 from utils.record.run_folder import copies_in_words
 from vitamp.checkpoints import run_folder_of
+from vitamp.metrics import NO_LABELS
 from vitamp.weights import Chosen, chosen_at
 
 PART = "DATA.PART"
-OF_SPLIT = ("DATA.FOLD", "DATA.SPLIT_SEED", "DATA.VAL_FRACTION", "DATA.GROUP")
+OF_SPLIT = ("FOLD", "SPLIT_SEED", "VAL_FRACTION", "GROUP")
 
 
 def settings_for_evaluation(
@@ -58,7 +59,7 @@ def settings_for_evaluation(
             "well it recognises new images"
         )
     if data_of_run == "same place":
-        if saved is not None and part in (AUTO, "val", "train") and comes_unsplit(config.DATA):
+        if saved is not None and part in (AUTO, "val") and comes_unsplit(config.DATA):
             _check_split(config, saved)
         return ({PART: "val"} if part == AUTO else {}), notes
     if saved is not None and data_of_run != "moved":
@@ -116,16 +117,21 @@ def _is_data_of_run(config: Config, saved: Chosen | None) -> Literal["same place
 
 
 def _check_split(config: Config, saved: Chosen) -> None:
-    """Refuse to evaluate a run whose images would now be split otherwise than in its training."""
-    if not saved.samples:
+    """Refuse to evaluate a run whose images would now be split otherwise than in its training.
+
+    Its lists of images to leave out or to relabel apply after the split, and may have changed: then it is not known.
+    """
+    own = config_of(saved)
+    if own.task == NO_LABELS:
         return
-    now = {key: getattr(config.DATA, key.removeprefix("DATA.")) for key in OF_SPLIT}
-    if not _has_samples(_with(config_of(saved), now), saved.samples):
+    known = saved.samples if not (own.DATA.EXCLUDE or own.DATA.RELABEL) else None
+    now = {f"DATA.{key}": getattr(config.DATA, key) for key in ("CACHE", "DOWNLOAD")}
+    same = all(getattr(own.DATA, key) == getattr(config.DATA, key) for key in OF_SPLIT)
+    if not same or (known and not _has_samples(_with(own, now), known)):
         raise UserError(
             f"{saved.place}: {source_of(config.DATA)} would now be split otherwise than in its training, so images "
-            f"that it was trained on would be evaluated. The files have changed, or {', '.join(OF_SPLIT)}, or the "
-            "version of vitamp. Restore them, name images that it was not trained on with -data_path, or evaluate all "
-            "with -part all."
+            f"that it was trained on would be evaluated. The files have changed, or DATA.{', DATA.'.join(OF_SPLIT)}, "
+            "or the version of vitamp. Restore them, or name images that it was not trained on with -data_path."
         )
 
 
@@ -133,8 +139,9 @@ def _has_samples(config: Config, samples: dict[str, Any]) -> bool:
     """Whether the training split has the names and labels of these samples, the `identity_of` a run's."""
     field = "data" if "data" in samples else "order"  # checkpoints of 0.1.0 may have no data
     one_by_one = _with(config, {"DATA.BATCH_SIZE": 1, PART: AUTO})
-    # The weights of classes may be in a file that is gone.
-    unweighted = one_by_one.TRAIN.model_copy(update={"CLASS_WEIGHTS": None})
+    # The weights of classes may be in a file that is gone, and augmentations in one that is not executed here.
+    plain = {"CLASS_WEIGHTS": None, "AUGMENT": one_by_one.TRAIN.AUGMENT and ("trivial",)}
+    unweighted = one_by_one.TRAIN.model_copy(update=plain)
     with unheard():  # the split that is made here is not evaluated
         train_set, loader = training_data(
             one_by_one.model_copy(update={"TRAIN": unweighted}), ALONE, torch.device("cpu")

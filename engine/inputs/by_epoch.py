@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from timm.layers.patch_dropout import PatchDropout
 from torch import nn
 
@@ -50,6 +52,6 @@ class GrowingImages(Callback):
         return {"image_size": Figure(self._size, f"Size: {self._size}")}
 
     def rows(self) -> dict[str, str]:
-        first = {self._train.size_in(epoch, self._full): epoch for epoch in range(self._train.NUM_EPOCHS, 0, -1)}
-        steps = (f"{size} from epoch {epoch}" for size, epoch in reversed(first.items()))
+        sizes = [0, *(self._train.size_in(epoch, self._full) for epoch in range(1, self._train.NUM_EPOCHS + 1))]
+        steps = (f"{size} from epoch {k}" for k, (before, size) in enumerate(pairwise(sizes), 1) if size != before)
         return {"shortcuts": f"images of {', '.join(steps)}"}

@@ -94,7 +94,7 @@ class Live:
         if self._bar is not None:
             self._bar.set_description_str(self._place(position), refresh=False)
         if self._table is not None:
-            epochs = max(position.epoch - 1, 0) + position.step / self._per_epoch  # epoch 0: before the first
+            epochs = position.epoch - (position.step > 0) + position.step / self._per_epoch
             self._table.validated(f"{epochs:.2f}", metrics, seconds, mark)
 
     def close(self) -> None:

@@ -20,19 +20,23 @@ from matplotlib import pyplot as plt
 
 COLOURS = {"vitamp": "tab:blue", "timm": "tab:orange"}
 STYLES = {30: "-", 60: "--", 120: ":"}
+MARKERS = {"no CutMix": ".", "CutMix": "s"}
 
 
 def draw(results: Path, picture: Path) -> None:
     runs = json.loads(results.read_text(encoding="utf-8"))["runs"]
     figure, axes = plt.subplots(figsize=(7, 4), constrained_layout=True)
-    for program, budget in sorted({(run["program"], run["budget_minutes"]) for run in runs}):
+    groups = [(run["program"], run["budget_minutes"], run["setting"]) for run in runs]
+    for program, budget, setting in sorted({*groups}):
         # seeds x validations x (CPU minutes, top-1)
-        points = np.array([run["acc1"] for run in runs if (run["program"], run["budget_minutes"]) == (program, budget)])
+        points = np.array(
+            [run["acc1"] for run, of in zip(runs, groups, strict=True) if of == (program, budget, setting)]
+        )
         minutes, accuracy = points[..., 0].mean(0), points[..., 1]
         colour, mean = COLOURS[program], accuracy.mean(0)
         seeds = f"{len(points)} seed{'s' * (len(points) > 1)}"
-        label = f"{program}, {budget} minutes, {seeds}: {mean[-1]:.1f} %"
-        axes.plot(minutes, mean, marker=".", linestyle=STYLES.get(budget, "-."), color=colour, label=label)
+        label = f"{program}, {budget} minutes, {setting}, {seeds}: {mean[-1]:.1f} %"
+        axes.plot(minutes, mean, MARKERS[setting] + STYLES[budget], color=colour, label=label, markersize=4)
         axes.fill_between(minutes, accuracy.min(0), accuracy.max(0), color=colour, alpha=0.2, linewidth=0)
     axes.set(xlabel="minutes of one CPU thread", ylabel="top-1 on test images (%)", xlim=(0, None))
     axes.grid(alpha=0.3)

@@ -28,7 +28,7 @@ from utils.record.resumed_run import settings_of
 from utils.text import aligned, counted
 from vitamp.checkpoints import META, checkpoint_of, checkpoints_at, inspect, read_index, verify
 from vitamp.files import replacing
-from vitamp.metrics import BETTER, LOSS, PLAIN, SETS, task_of
+from vitamp.metrics import BETTER, KNN, LOSS, METRICS, PLAIN, SETS, task_of
 from vitamp.tensors import fp32_modules, open_tensors
 from vitamp.weights import MADE_BY, Chosen, chosen_at, encoded
 
@@ -211,6 +211,8 @@ def needed_by_tools(chosen: Chosen) -> dict[str, Any]:
     public = {key: value for key, value in settings.items() if key.startswith(SECTIONS) and key not in PRIVATE}
     if public.get(CLASS_WEIGHTS) not in (None, BALANCED):  # a file
         del public[CLASS_WEIGHTS]
+    if public.get("SAVE_BEST_BY") not in METRICS.keys() - {KNN.name}:  # a metric of own code, or of TRAIN.KNN
+        public.pop("SAVE_BEST_BY", None)
     if settings.get("USE"):
         public |= {"USE": [one if OWN_SETTING.fullmatch(one) else Path(one).name for one in settings["USE"]]}
     dataset = str(public.get(DATASET))

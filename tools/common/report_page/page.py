@@ -144,7 +144,8 @@ def write_report(
     readable = len(known) == len(read)
     folders = [run.folder for run in read]
     styles = styles_of(read, [(contenders.of[each],) for each in folders] if contenders else None)
-    figure = figure_of(contenders or contenders_of(folders), dict(zip(folders, styles, strict=True)))
+    found = contenders or (contenders_of(folders) if len(folders) >= LEAST_RUNS else "too few")
+    figure = figure_of(found, dict(zip(folders, styles, strict=True)))
     write_template(
         *("page.html", out, "-out"),
         title=read[0].name if len(read) == 1 else f"{len(read)} runs: {', '.join(run.name for run in read)}",

@@ -27,8 +27,7 @@ IN_FULL = {"in_full": True}
 """`extra` of a log line that such a terminal does not shorten before training begins."""
 SHOWN = (*range(32), *range(127, 160), *range(0xDC80, 0xDD00))
 CONTROL = {code: ascii(chr(code))[1:-1] for code in SHOWN if chr(code) not in "\t\n"}
-"""What log lines show of characters that a file's name can have: control characters, which a terminal would obey, and
-bytes that are not UTF-8, which cannot be written."""
+"""What log lines show of control characters in names, which a terminal would obey, and of bytes that are not UTF-8."""
 
 
 @contextlib.contextmanager

@@ -25,8 +25,7 @@ from vitamp.metrics import metric_named, set_of
 # Indices into the rows of sums; between them are the two counts of the task.
 LOSS, SAMPLES = 0, 3
 NEVER = -1
-MOST_SKIPS = 100
-"""So many skipped updates in a row end the run."""
+MOST_SKIPS = 100  # in a row, which end the run
 MOST_FACTORS = 64
 GRID = 2.0**20
 
@@ -155,8 +154,7 @@ class TrainMeters:
         return {"epoch": sums, "skipped": int(self._skipped), "skipped_in_a_row": int(self._in_a_row)}
 
     def restore(self, epoch: list[float], skipped: int, skipped_in_a_row: int) -> None:
-        """Restore saved sums: rank 0 holds those of all ranks."""
-        # A run that they ended is resumed with what should end them, which needs as many updates to show.
+        """Restore saved sums: rank 0 holds those of all ranks. Skips that ended the run are counted anew."""
         self._in_a_row.fill_(skipped_in_a_row % MOST_SKIPS)
         found = torch.tensor(epoch, dtype=self._sum_type) * float(self._world.first)
         self._epoch.copy_(found[:4])

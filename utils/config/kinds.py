@@ -59,8 +59,7 @@ def one_line(value: Any) -> str:
 
 
 AUTO = "auto"
-Place = Annotated[str, AfterValidator(os.path.expanduser)]
-"""A path, which a shell leaves as it is where it follows a `=`"""
+Place = Annotated[str, AfterValidator(os.path.expanduser)]  # a shell leaves the ~ after a `=` as it is
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]

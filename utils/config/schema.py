@@ -108,9 +108,7 @@ class Config(Section):
     AMP: AmpConfig = Field(default_factory=AmpConfig, description="Mixed precision; `AMP: true` is AMP.ENABLED: true.")
     DIST: DistConfig = Field(default_factory=DistConfig, description="Processes.")
     SAVE: Place = setting("./output", "Folder in which each run creates its own folder.")
-    OUTPUT: Place | None = setting(
-        None, "The run's own folder (-output); null: the resumed run's, or a new one in SAVE."
-    )
+    OUTPUT: Place | None = setting(None, "The run's folder (-output); null: the resumed run's, or a new one in SAVE.")
     TAG: str | None = setting(None, "Any text, shown in the banner, run.json and the curves.")
     SAVE_FREQ: Positive = setting(10, "Epochs between checkpoints, besides those of best validations and the end.")
     SAVE_EVERY_UPDATES: Positive | None = setting(None, "Also save a checkpoint every N updates.")

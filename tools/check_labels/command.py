@@ -11,7 +11,8 @@ the fifth, in seconds. With -folds, or without weights, the recipe is trained on
 the same command continues after an interruption. Images with equal bytes, and groups (DATA.GROUP), share a fold.
 
 In -output: report.html shows the suspects; suspects.csv lists them, with a decision (keep, drop or relabel) that you
-may edit and DATA.RELABEL applies; exclude.txt lists them for DATA.EXCLUDE. No image is moved or changed.
+may edit and DATA.RELABEL applies; exclude.txt lists them for DATA.EXCLUDE, after the lines of the list in use. No
+image is moved or changed.
 
 -prove trains the recipe with all labels, without the suspects, with the proposed labels, and without as many random
 images of each class, and compares them on validation images that were not searched. docs/check_labels.md explains it.

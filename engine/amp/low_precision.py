@@ -163,7 +163,7 @@ def force_fp32(model: nn.Module, patterns: Iterable[str], device_type: str) -> l
     compute in fp32 with it. Works in the middle of training too; parameters, their names and dtypes do not change.
     """
     patterns = tuple(patterns)
-    modules = dict(_named(model))
+    modules = {name: module for name, module in model.named_modules() if name}
     for pattern in patterns:
         if not any(_matches(name, module, pattern) for name, module in modules.items()):
             classes = {type(module).__name__ for module in modules.values()}
@@ -196,19 +196,11 @@ def force_fp32(model: nn.Module, patterns: Iterable[str], device_type: str) -> l
 
 def forced_modules(model: nn.Module) -> list[str]:
     """Names of the modules that compute in fp32."""
-    return [name for name, module in _named(model) if is_forced(module)]
+    return [name for name, module in model.named_modules() if is_forced(module)]
 
 
 def is_forced(module: nn.Module) -> bool:
     return getattr(module.forward, "__func__", None) is _forward_in_fp32
-
-
-def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules inside the model, with the names they have before compiling."""
-    for name, module in model.named_modules():
-        own = ".".join(part for part in name.split(".") if part != "_orig_mod")
-        if own and not name.endswith("_orig_mod"):
-            yield own, getattr(module, "_orig_mod", module)
 
 
 def _matches(name: str, module: nn.Module, pattern: str) -> bool:

@@ -364,7 +364,6 @@ class OverflowWatch(Callback):
 
     def __init__(self, seed: int, precision: Precision) -> None:
         self._seed, self._precision = seed, precision
-        self._replay: Replay | None = None
         self.skips = SkipRecord()
         self._now: MicroBatches | None = []
         self._pending: deque[_Pending] = deque()
@@ -381,7 +380,7 @@ class OverflowWatch(Callback):
 
         Earlier updates give up their images first; they can no longer be replayed.
         """
-        if self._replay is None or self._now is None:
+        if self._now is None:
             return
         self._now.append((share, batch))
         size = _size(self._now) + sum(_size(earlier.micro_batches) for earlier in self._pending)
@@ -395,14 +394,11 @@ class OverflowWatch(Callback):
 
     def before_step(self, update: int) -> None:
         """Hold what a replay needs, before the scaler's step changes the scale in place."""
-        if self._replay is not None:
-            self._pending.append(_Pending(update, self._now or [], self._precision.scale_tensor().detach().clone()))
+        self._pending.append(_Pending(update, self._now or [], self._precision.scale_tensor().detach().clone()))
         self._now = []
 
     def after_update(self, update: int, stepped: bool | Tensor) -> None:
         """Record whether the update moved the weights."""
-        if self._replay is None:
-            return
         self._update = update
         self._pending[-1].answer = send_to_host(stepped) if isinstance(stepped, Tensor) else lambda: stepped
         self._check_pending()
@@ -460,7 +456,6 @@ class OverflowWatch(Callback):
             with fork_host_rng(), torch.random.fork_rng(generators, device_type=device.type):
                 for share, batch in skipped.micro_batches:
                     seed_all(self._seed, "micro", skipped.update, share.number)  # the same mixing and dropout
-                    assert self._replay is not None
                     if found := self._replay.run(batch.images, batch.labels, share.weight, skipped.scale):
                         batches, (overflow, rows) = [(share, batch)], found
                         break

@@ -82,7 +82,7 @@ def choose_compiling(
     else:
         choice = _previous_choice(previous, parts.precision.device) or _by_gain(config, parts, updates)
         how, reason = broadcast(choice, world)
-    if how == WHOLE and world.size > 1 and not parts.precision.computes_in_copy:
+    if how == WHOLE and world.size > 1 and (parts.sharding is not None or not parts.precision.computes_in_copy):
         how, reason = BLOCKS, "one graph would delay the all-reduce of gradients until the backward pass has ended"
         if wanted == AUTO and not has_blocks(parts.model):
             how, reason = NONE, f"auto: {reason}, and {type(parts.model).__name__} has no blocks to compile one by one"

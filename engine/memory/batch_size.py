@@ -53,7 +53,8 @@ def settle_batch(run: Run, checkpoint: Checkpoint | None) -> Run:
     before = kept.meta.get("choices", {}).get(BATCH_CHOICE) if kept is not None else None
     target = None if config.EVAL else config.TRAIN.GLOBAL_BATCH
     auto = config.DATA.BATCH_SIZE == AUTO
-    if saved is not None and auto and before == saved["per_process"]:
+    fits_target = saved is not None and (target is None or target % (saved["per_process"] * world.size) == 0)
+    if saved is not None and auto and before == saved["per_process"] and fits_target:
         config = with_batch(config, saved["per_process"], saved["accumulated"])
         log.info("DATA.BATCH_SIZE auto: %d, which this run found when it began.", before)
     elif auto:
@@ -189,8 +190,7 @@ def _search(config: Config, each: int | None, world: World, device: torch.device
                 raise
         gc.collect()
         take_peak(device)
-    least = 2 if config.TRAIN.mixes and not config.EVAL else 1
-    if fitting < least:
+    if fitting < (least := least_batch(config)):
         ways = "-amp, a smaller MODEL.NAME or DATA.IMAGE_SIZE"
         if not config.EVAL:
             ways = (
@@ -199,6 +199,11 @@ def _search(config: Config, each: int | None, world: World, device: torch.device
             )
         raise UserError(f"DATA.BATCH_SIZE auto: not even a batch of {least} fits into {in_gib(limit)}. Try {ways}.")
     return fitting, f"{fitting} fits ({in_gib(peak)} of {in_gib(limit)}{reason})"
+
+
+def least_batch(config: Config) -> int:
+    """Mixing takes two images."""
+    return 2 if config.TRAIN.mixes and not config.EVAL else 1
 
 
 def largest_that_fits(fits: Callable[[int], bool], most: int, enough: Callable[[], bool]) -> int:
@@ -261,7 +266,7 @@ class Trial:
         elif not config.EVAL:
             at_most = samples // (LEAST_UPDATES * size * config.TRAIN.ACCUM_ITER)
             words = f"with more, an epoch of {samples:,} images would have fewer than {LEAST_UPDATES} updates"
-            limits.append((max(1, at_most // STEP * STEP or at_most), words))
+            limits.append((max(least_batch(config), at_most // STEP * STEP or at_most), words))
         return min(limits)
 
     def fits(self, batch: int) -> bool:

@@ -71,7 +71,8 @@ def ways_out(config: Config, validating: bool, device: torch.device, found: bool
     elif not validating and batch > 1:
         factor = next(number for number in range(2, batch + 1) if batch % number == 0)
         accumulation = "" if train.GLOBAL_BATCH else f" -accum_iter {factor * train.ACCUM_ITER}"
-        ways.append(f"-batch_size {batch // factor}{accumulation}: the same images per update, fewer at once")
+        if batch > factor or not train.mixes:  # mixing takes two images
+            ways.append(f"-batch_size {batch // factor}{accumulation}: the same images per update, fewer at once")
     if train.GRAD_CHECKPOINT == "none" and not validating:
         ways.append("TRAIN.GRAD_CHECKPOINT=blocks: fewer saved activations; the backward pass recomputes them")
     if not config.AMP.ENABLED and amp_may_gain(device):

@@ -26,7 +26,8 @@ class Recomputed(nn.Module):
         trains = self.training or (self.frozen and inputs[0].requires_grad)
         if not (self.recomputed and trains and torch.is_grad_enabled()):
             return super().forward(*inputs, **named)
-        if any(isinstance(module, BATCH_NORM) for module in self.modules()):
+        # torch.compile cannot trace it, and its recomputation does not update the statistics again.
+        if not torch.compiler.is_compiling() and any(isinstance(module, BATCH_NORM) for module in self.modules()):
             named["context_fn"] = self._contexts
         return checkpoint(self._eager_forward, *inputs, use_reentrant=False, **named)
 

@@ -43,6 +43,11 @@ class BinaryCrossEntropy(nn.Module):
         self.outcomes = outcomes
         self.smoothing, self.threshold = train.SMOOTHING, train.BCE_TARGET_THRESH
         self.register_buffer("positive_weights", positive_weights)
+        if self.threshold is not None and (lowest := self.smoothing / outcomes) > self.threshold:
+            raise UserError(
+                f"TRAIN.BCE_TARGET_THRESH {self.threshold:g}: TRAIN.SMOOTHING {self.smoothing:g} lifts the targets of "
+                f"wrong classes to {lowest:.2g}, so all would count as 1. Set TRAIN.SMOOTHING=0, or a higher threshold."
+            )
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         if not targets.is_floating_point():
@@ -82,21 +87,13 @@ class WeightedCrossEntropy(nn.Module):
         return total / (targets * self.weights).sum()
 
 
-class OwnFunction(nn.Module):
-    """A function (logits, targets) as a module."""
-
-    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return self.function(logits, targets)
+Criterion = Callable[[Tensor, Tensor], Tensor]  # a module, or a function of the user's own
 
 
 class Loss(NamedTuple):
     """A loss that TRAIN.LOSS names."""
 
-    build: Callable[[TrainConfig, int, Tensor | None], nn.Module]
+    build: Callable[[TrainConfig, int, Tensor | None], Criterion]
     """(settings, outcomes as in `BinaryCrossEntropy`, float32 weights of the classes) -> (logits, targets) -> loss"""
     words: Callable[[TrainConfig], str]
     """For the banner of a run; '' for what is usual"""
@@ -126,10 +123,9 @@ def loss_named(name: str) -> Loss:
     if (row := LOSSES.get(name)) is not None:
         return row
 
-    def build(_train: TrainConfig, _outcomes: int, _weights: Tensor | None) -> nn.Module:
+    def build(_train: TrainConfig, _outcomes: int, _weights: Tensor | None) -> Criterion:
         own = own_named("loss", name)
         assert own is not None  # checked with the settings
-        made = own.made()
-        return made if isinstance(made, nn.Module) else OwnFunction(made)
+        return own.made()
 
     return Loss(build, lambda _train: f"loss {name}, of your own", "nothing")

@@ -51,7 +51,7 @@ def train_one_epoch(epoch, model, loader, optimizer, loss_fn, args, device, lr_s
 @pytest.fixture
 def config(tiny: Path) -> Config:
     torch.set_num_threads(1)
-    return load_config(str(tiny), words={key: str(value) for key, value in TIMM_FIXED.items()}).config
+    return load_config(str(tiny), words={key: json.dumps(value) for key, value in TIMM_FIXED.items()}).config
 
 
 def losses(config: Config, way: Way, updates: int = COMPARED) -> list[float]:
@@ -62,7 +62,10 @@ def losses(config: Config, way: Way, updates: int = COMPARED) -> list[float]:
 def test_table(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "timm.json"
     flags = ["-updates", "2", "-rounds", "1", "-precisions", "bf16,fp32", "-json", str(path)]
-    assert main(["timm", "-cfg", str(tiny), *flags]) == EXIT_DONE
+    recipe = tmp_path / "regularised.yaml"
+    more = "MODEL: {DROPOUT: 0.1}\nTRAIN: {SMOOTHING: 0.1, LINEAR_SCALED_LR: 64}"
+    recipe.write_text(f"BASE: [{tiny}]\n{more}\nAMP: {{CUSTOM_BLACK_LIST: [softmax]}}\n")
+    assert main(["timm", "-cfg", str(recipe), *flags]) == EXIT_DONE
     results, out = json.loads(path.read_text(encoding="utf-8")), capsys.readouterr().out
     loops = [f"{who}, {p}" for p in ("fp32", "bf16") for who in ("timm", "timm, fused", "ours")]
     assert list(results["turns"]) == [*loops, "timm, fp32, again"]

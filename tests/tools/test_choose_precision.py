@@ -120,6 +120,7 @@ def test_budget_cuts_measurements_short(vitamp: Vitamp, tiny: Path, tmp_path: Pa
     [
         (("-modes", "bf16,O2_bf16"), "Did you mean O2-bf16? It takes fp32, tf32"),
         (("-modes", "tf32"), "Ampere"),
+        (("-modes", "fp32"), "-modes fp32: name a precision other than fp32"),
         (("-modes", "NAIVE-bf16", "AMP.FP32_MODULES=head"), "AMP.FP32_MODULES"),
         (("-updates", "2"), "-updates 2"),
         (("-eval",), "EVAL"),

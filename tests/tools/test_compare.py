@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -19,6 +20,7 @@ import yaml
 from tests.label_sets import write_recipe, write_set
 from tests.program import ROOT, Result, Started, metrics
 from tests.waiting import until
+from tools.common import sessions
 from tools.compare import runs
 from tools.compare.command import main
 from tools.compare.runs import read_modes
@@ -144,17 +146,22 @@ def test_parent_holds_no_gpu_during_training(compare: Call, tmp_path: Path, monk
     """Every query of a GPU by torch initialises CUDA first."""
     opened: list[str] = []
 
-    def elsewhere(work: Callable[..., Any], *given: object) -> Any:
-        with monkeypatch.context() as there:
-            there.setattr(torch.cuda, "_lazy_init", lambda: None)
-            return work(*given)
+    class Elsewhere(contextlib.nullcontext[Any]):
+        def submit(self, work: Callable[..., Any], *given: object) -> Any:
+            with monkeypatch.context() as there:
+                there.setattr(torch.cuda, "_lazy_init", lambda: None)
+                found = work(*given)
+            return SimpleNamespace(result=lambda: found)
+
+        def __enter__(self) -> Any:
+            return self
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: opened.append("here"))
     hopper = SimpleNamespace(name="H100", total_memory=80 * 2**30, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "_get_device_properties", lambda _: hopper, raising=False)
-    monkeypatch.setattr(runs, "in_another_process", elsewhere)
+    monkeypatch.setattr(sessions, "own_process", Elsewhere)
     monkeypatch.setattr(runs, "start", lambda *_: SimpleNamespace(wait=lambda _: 1))
     compare("-device", "cuda", "-modes", "fp32,auto,tf32,fp8", "-seeds", "0,", code=1)
     assert metrics_file(tmp_path / "out")["compared"] == ["fp32", "fp16", "tf32", "fp8"]
@@ -239,6 +246,7 @@ def test_ngpus_starts_main_multi_gpu(
         (["-folds", "5", "DATA.FOLD=1/5"], "DATA.FOLD (on the command line): cannot be given here; leave out"),
         (["-folds", "5", "-dataset", "synthetic"], "DATA.FOLD 1/5: the data set synthetic"),
         (["-metric", "map"], "-metric map: not a metric of these runs. It takes loss, acc1, acc5, "),
+        (["-metric", "knn_acc1", "MODEL.MAE_PRETRAIN=true"], "-metric knn_acc1: not a metric of these runs"),
         (["-weights", "ema"], "no run has an EMA; it needs TRAIN.MODEL_EMA=true"),
     ],
 )

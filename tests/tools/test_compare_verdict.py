@@ -213,6 +213,12 @@ def test_troubles_are_reported() -> None:
 def test_mode_without_runs_gets_no_verdict() -> None:
     results = runs(fp32={"last_acc1": [97.0, 98.0]})
     assert text_of(results) == "bf16: no verdict, because bf16 and fp32 have no finished run with the same seed or fold"
+    unmeasured = runs(fp32={"last_acc1": [0.0]}, bf16={"last_acc1": [0.0]})
+    for row in (unmeasured["fp32"][0], unmeasured["bf16"][0]):
+        del row["last_acc1"], row["best_acc1"]
+        row["start_up_counted"] = True
+    assert text_of(unmeasured) == "bf16: no verdict, because bf16 and fp32 have neither a speed nor a metric"
+    assert table(unmeasured, MODES, ACCURACY)[1][-2] == "-"
     head, first, second = table(results, MODES, ACCURACY)
     assert first[:2] == ["fp32", "2"]
     assert second[:3] == ["bf16", "0", "-"]
@@ -318,6 +324,9 @@ def test_interval_is_that_of_pairs_and_for_folds_nadeau_and_bengios() -> None:
     reach = stats.t.ppf(0.975, 4) * spread * np.sqrt(1 / 5 + 1 / 4)
     assert (found.low, found.high) == pytest.approx((found.value - reach, found.value + reach))
     assert "(95 % interval, 5 folds)" in verdict_of(of_folds)["details"]
+    of_folds = folds(5, fp32=theirs, bf16=[91.0, 95.2, 98.3, 98.0, 97.2])
+    assert not difference(of_folds).seen
+    assert "more would" not in verdict_of(of_folds)["details"], "folds cannot be added"
 
 
 def test_folds_are_named_in_troubles_and_notes() -> None:

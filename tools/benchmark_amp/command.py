@@ -283,11 +283,16 @@ TIMM_FIXED: dict[str, Any] = {
     "TRAIN.NUM_EPOCHS": 10,
     "TRAIN.WARMUP_EPOCHS": 0.1,
     "TRAIN.BASE_LR": 1e-3,
+    "TRAIN.LINEAR_SCALED_LR": None,
     "TRAIN.WEIGHT_DECAY": 0.3,
     "TRAIN.GRAD_CLIP": 1.0,
     "TRAIN.MODEL_EMA": True,
     "TRAIN.MODEL_EMA_DECAY": 0.9998,
     "TRAIN.MODEL_EMA_WARMUP": False,
+    **dict.fromkeys(("MODEL.DROPOUT", "MODEL.ATTENTION_DROPOUT", "MODEL.DROPPATH", "TRAIN.SMOOTHING"), 0.0),
+    **dict.fromkeys(("TRAIN.MIXUP_ALPHA", "TRAIN.CUTMIX_ALPHA", "TRAIN.RANDOM_ERASE_PROB"), 0.0),
+    "AMP.CUSTOM_WHITE_LIST": [],
+    "AMP.CUSTOM_BLACK_LIST": [],
 }
 TOLERANCE = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 1e-2}
 """Allowed difference of a loss from timm's in fp32, relative to the loss. fp32 rounds to 6e-8, many times."""

@@ -231,10 +231,6 @@ def main(argv: list[str]) -> int:
     runs = [fp32[0], *others[:half], fp32[1], *others[half:], fp32[2]]
     try:
         measured = _train(runs, 60 * asked.budget_min, bool(asked.overwrite))
-        if failed := next((why for run in fp32 if (why := measured[run.folder].failed)), ""):
-            raise TrainingError(
-                f"fp32 failed, so nothing can be compared with it: {failed}. Try a smaller -batch_size."
-            )
         base, found = Baseline([measured[run.folder] for run in fp32]), [measured[run.folder] for run in others]
         for mode, run, one in zip(modes, others, found, strict=True):
             one.flags = mode.flags(config.AMP)
@@ -242,7 +238,7 @@ def main(argv: list[str]) -> int:
                 try:
                     with unheard(logging.WARNING):  # the model's lines are in the run's own log
                         one.layers = layers_of(run, one.scale)
-                except (MemoryError, RuntimeError, UserError) as error:
+                except Exception as error:  # nothing measured may be lost
                     one.notes.append(f"its layers could not be examined: {reason(error)}")
             emulated = is_emulated(mode, device) or lacks_arithmetic(mode, device)
             slow = "emulated on this device, so its speed is meaningless" if emulated else ""
@@ -308,7 +304,12 @@ def _train(runs: list[Run], seconds: float, again: bool) -> dict[Path, Measured]
                 # The last update of a run is not always a reported one.
                 one.updates, one.scale = max(line.get("update", 0) for line in history.lines), lines[-1]["scale"]
             else:
-                one.failed = one.failed or "not even one update was reported"
+                one.failed = one.failed or "it reported no update in its part of -budget_min"
+            if one.failed and run.contender == FP32:
+                raise TrainingError(
+                    f"fp32 failed, so nothing can be compared with it: {one.failed}. Try a smaller -batch_size, or a "
+                    "longer -budget_min."
+                )
             late = "" if is_finished(run.folder) else ", cut short (-budget_min)"
             speed = f"{counted(one.updates, 'update')}, {rounded(one.images_per_second)} images/s{late}"
             log.info("  %s, seed %d: %s", run.contender, run.seed, one.failed or speed)

@@ -75,7 +75,8 @@ def layers_of(run: Run, scale: float) -> list[Layer]:
     """Examine the layers with the weights of the run's last checkpoint, on the first samples of the next epoch."""
     root = run.folder / "checkpoints"
     weights = str(root / (read_index(root)["last"] or "") / "model.safetensors")
-    config = run.config.model_copy(update={"MODEL": run.config.MODEL.model_copy(update={"PRETRAINED": weights})})
+    trained = {"PRETRAINED": weights, "NEW_CLASSIFIER": False}
+    config = run.config.model_copy(update={"MODEL": run.config.MODEL.model_copy(update=trained)})
     with opened(config, compiled=False) as (ready, windows):  # eager modules can be hooked, with the same numerics
         return examine_layers(config, ready, next(iter(next(windows))), scale)
 

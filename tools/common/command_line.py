@@ -27,7 +27,7 @@ from utils.own_code import allow
 from utils.program import die_with_starting_tool, help_here, started_as
 from utils.record.run_folder import is_of_user
 from utils.standard_output import OutputError, discard_output, flush_after, watch_standard_output
-from vitamp.metrics import BETTER, CHOICES, CHOICES_IN_WORDS, ONE_LABEL
+from vitamp.metrics import BETTER, CHOICES, CHOICES_IN_WORDS, NO_LABELS, ONE_LABEL
 from vitamp.pooling import PATCHES, POOLED, POOLS
 
 PAGES = {
@@ -215,7 +215,8 @@ class ToolLine:
 
             use_own_code(loaded.config, is_of_user(loaded.sources["USE"]), self.run.trust)
         if self.one_label and loaded.config.task != ONE_LABEL:
-            raise UserError(f"{loaded.sources['DATA.MULTI_LABEL']}: DATA.MULTI_LABEL true: {self.one_label}.")
+            key = "MODEL.MAE_PRETRAIN" if loaded.config.task == NO_LABELS else "DATA.MULTI_LABEL"
+            raise UserError(f"{loaded.sources[key]}: {key} true: {self.one_label}.")
         if resolved:
             from engine.preflight import resolve  # imports torch, which takes seconds, so only for valid settings
 

@@ -16,7 +16,7 @@ from utils.errors import UserError, nearest
 from utils.record.history import History, Line, is_end, is_start, last_line
 from utils.record.run_folder import read_about
 from utils.text import wilson
-from vitamp.metrics import AVERAGE, ONE_LABEL, PLAIN, Metric, WeightSet, metric_named, set_named
+from vitamp.metrics import AVERAGE, KNN, ONE_LABEL, PLAIN, Metric, WeightSet, metric_named, set_named
 
 Metrics = dict[str, Any]
 """Metrics of a finished run, as compare.json holds them."""
@@ -82,7 +82,8 @@ def judged_by(name: str | None, weights: str | None, configs: Sequence[Config]) 
         raise UserError("DATA.MULTI_LABEL cannot be varied: the metrics of one and of several labels differ.")
     (kind,) = kinds
     own = [metric_named(name) for config in configs for name in config.VALIDATE_METRICS]
-    known = {metric.name: metric for metric in (*kind.metrics, *own)}
+    has_knn = all(config.measures_knn for config in configs)
+    known = {metric.name: metric for metric in (*kind.metrics, *own) if has_knn or metric is not KNN}
     if name is not None and name not in known:
         raise UserError(
             f"-metric {name}: not a metric of these runs.{nearest(name, known)} It takes {', '.join(known)}."
@@ -107,7 +108,7 @@ class Difference:
     seen: bool = False
     """Whether it is larger than the noise."""
     runs_needed: int | None = None
-    """So many pairs would probably show a difference of this size; None if it is seen, or if they are too many."""
+    """So many pairs would probably show a difference of this size; None if it is seen, if too many, or of folds."""
 
 
 def by_name(rows: Iterable[Metrics]) -> ByName:
@@ -142,9 +143,9 @@ def interval(values: Sequence[float], comparisons: int, grain: float = 0.0, over
     reach = _reach(spread * math.sqrt(1 / len(values) + overlap), len(values) - 1, level)
     low, high = mean - reach, mean + reach
     seen = not low <= 0 <= high
-    more = ((n, spread * math.sqrt(1 / n + overlap)) for n in range(len(values) + 1, MOST_ROUNDS + 1))
-    needed = None if seen else next((n for n, of_n in more if _reach(of_n, n - 1, level, POWER) < abs(mean)), None)
-    return Difference(mean, low, high, len(values), seen, needed)
+    more = () if seen or overlap else range(len(values) + 1, MOST_ROUNDS + 1)
+    needed = (n for n in more if _reach(spread / math.sqrt(n), n - 1, level, POWER) < abs(mean))
+    return Difference(mean, low, high, len(values), seen, next(needed, None))
 
 
 def overlap_of(rows: Iterable[Metrics]) -> float:
@@ -249,7 +250,8 @@ def _verdict(runs: ByName, name: str, against: str, comparisons: int, judged: Ju
     text = (
         f"{who}: {', '.join(part for part in parts if part)}"
         if metric or speed
-        else f"{who}: no verdict, because {name} and {against} have no finished run with the same seed or fold"
+        else f"{who}: no verdict, because {name} and {against} have "
+        + ("neither a speed nor a metric" if ours.keys() & theirs else "no finished run with the same seed or fold")
     )
     found = {"speed": speed, "memory": memory, "accuracy": metric}
     return {
@@ -352,7 +354,7 @@ def _pairs(
 
 
 def values_of(rows: Sequence[Metrics], key: str) -> list[float]:
-    return [row[key] for row in rows if row[key] is not None]
+    return [row[key] for row in rows if row.get(key) is not None]
 
 
 DIVERGED = 1.1

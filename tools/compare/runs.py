@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import multiprocessing
 import re
 import shutil
 import signal
@@ -13,12 +12,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -34,7 +32,7 @@ from utils.config.words import suggest
 from utils.errors import UserError, nearest
 from utils.flags import BY_NAME
 from utils.log import log
-from utils.program import as_child, die_with_parent, started_as
+from utils.program import as_child, started_as
 from utils.text import counted
 from vitamp.files import write_atomically
 
@@ -44,7 +42,6 @@ if TYPE_CHECKING:
     from tools.common.precisions import Mode
 
 
-T = TypeVar("T")
 EXAMPLE = "such as -vary DATA.SAMPLER=shuffle,balanced"
 BRACKETS = {"[": "]", "{": "}", "(": ")"}
 DEFAULT_MODES = "fp32,auto"
@@ -217,8 +214,8 @@ class Plan:
     remarks: tuple[str, ...]
     varied: tuple[str, ...] = ()
     """What varies beside -modes."""
-    budget_min: float | None = None
-    """Minutes after which no run is started."""
+    budget: Budget | None = None
+    """Of time, after which no run is started."""
 
 
 def read_seeds(text: str) -> tuple[int, ...]:
@@ -267,21 +264,27 @@ def make_plan(line: ToolLine, out: Path) -> Plan:
     if "cfg" in axes and line.run.cfg is not None:
         raise UserError(f"-cfg {line.run.cfg}: cannot be given here; list it in -vary cfg=...")
     base = Contender(tuple(values[0] for values in axes.values())).load(line)
+    limits: dict[str, tuple[Any, str]] = {"MAX_TIME": (None, "compare.py")}  # a recipe's would leave runs unfinished
     if base.config.TRAIN.NUM_EPOCHS == AUTO:
-        del refused["MAX_TIME"]  # which the epochs of each run fill
+        del refused["MAX_TIME"], limits["MAX_TIME"]  # which the epochs of each run fill
     for key, instead in refused.items():
         if given_by := line.given_by(key):
             raise UserError(f"{key} ({given_by}): cannot be given here; {instead}.")
     check_one_training(base, "compare.py")
 
     from engine.machine.device import pick_device
+    from tools.common.sessions import own_process
     from utils.distributed.world import ALONE
 
     device = pick_device(base.config.DEVICE, ALONE)
     # A process that queries a GPU keeps a CUDA context on it until it ends, and in exclusive mode the whole GPU.
     many = base.config.NGPUS != -1 or "NGPUS" in {**line.run.flags, **line.run.words}
     query = modes_text, base.config, device, many
-    modes, remarks, name = in_another_process(_query, *query) if device.type == "cuda" else _query(*query)
+    if device.type == "cuda":
+        with own_process() as process:
+            modes, remarks, name = process.submit(_query, *query).result()
+    else:
+        modes, remarks, name = _query(*query)
     if any(key in DATA for axis, values in axes.items() for key in (axis, *values[0].keys)):
         remarks.append("what varies may choose other validation images: then the metrics cannot be compared")
     varied = tuple(axes)
@@ -307,19 +310,14 @@ def make_plan(line: ToolLine, out: Path) -> Plan:
     runs = []
     for (seed, fold), contender in alternating_order(contenders, rounds):
         of_fold = {} if fold is None else {"DATA.FOLD": (str(fold), "-folds")}
-        config = contender.load(line, {"SEED": (seed, "-seeds"), **of_fold}).config
+        config = contender.load(line, {"SEED": (seed, "-seeds"), **of_fold, **limits}).config
         folder = out / f"{contender.file_name}-{seed if fold is None else f'fold{fold.number}'}"
         runs.append(Run(contender.name, seed, config, folder, fold))
     check_runs(runs)
     notes = dict.fromkeys(text for one in loaded.values() for text in (*one.notes, *one.warnings))
     remarks = (*notes, *remarks)
-    return Plan(tuple(loaded), judged, seeds, folds, tuple(runs), name, many, remarks, varied, asked.budget_min)
-
-
-def in_another_process(work: Callable[..., T], *given: object) -> T:
-    """Call `work` in a new process; return its result, or raise its error."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), die_with_parent) as process:
-        return process.submit(work, *given).result()
+    budget = Budget(60 * asked.budget_min) if asked.budget_min else None
+    return Plan(tuple(loaded), judged, seeds, folds, tuple(runs), name, many, remarks, varied, budget)
 
 
 def _query(
@@ -398,7 +396,6 @@ class Trained:
 def train_all(plan: Plan, after_each: Callable[[Trained], object]) -> Trained:
     """Train all runs that are not finished, as far as the budget allows."""
     done, times, total = Trained(), dict[str, list[float]](), len(plan.runs)
-    budget = Budget(60 * plan.budget_min) if plan.budget_min else None
     finished = [run for run in plan.runs if is_finished(run.folder)]
     for run in finished:
         times.setdefault(run.contender, []).append(metrics_of(run.folder)["seconds"])
@@ -409,7 +406,7 @@ def train_all(plan: Plan, after_each: Callable[[Trained], object]) -> Trained:
             known = times.get(run.contender) or [seconds for each in times.values() for seconds in each]
             if is_finished(run.folder):
                 log.info("%d of %d: %s: already finished", nth, total, run.name)
-            elif budget is not None and not budget.allows(sum(known) / max(len(known), 1)):
+            elif plan.budget is not None and not plan.budget.allows(sum(known) / max(len(known), 1)):
                 done.left_out.append(run.name)
                 continue
             else:

@@ -49,11 +49,14 @@ def choose(
     device: str = "cpu",
     began_on: str | None = None,
     fp8: bool = False,
+    level: str = "O0",
+    sharded: bool = False,
     **train: Any,
 ) -> CompileChoice:
     model = model or timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=10, img_size=32)
     parts = parts_of(model, torch.optim.SGD(model.parameters()), OFF)
     parts.precision.device, parts.precision.fp8 = torch.device(device), fp8
+    parts.precision.level, parts.sharding = level, object() if sharded else None  # pyright: ignore[reportAttributeAccessIssue]
     choices = {} if kept is None else {"compile": kept, "computed_in": f"{began_on or device} fp32"}
     return choose_compiling(Config(TRAIN=TrainConfig(**train)), parts, world, updates, choices)
 
@@ -80,6 +83,8 @@ def test_several_processes_compile_blocks() -> None:
     asked = choose(device="cuda", world=TWO, COMPILE="whole")
     assert asked.how == "blocks"
     assert "all-reduce of gradients" in asked.reason
+    assert choose(device="cuda", world=TWO, COMPILE="whole", level="O2").how == "whole"
+    assert choose(device="cuda", world=TWO, COMPILE="whole", level="O2", sharded=True).how == "blocks"
     without_blocks = choose(nn.Linear(2, 2), device="cuda", world=TWO)
     assert without_blocks.how == "none"
     assert without_blocks.reason.endswith("and Linear has no blocks to compile one by one")

@@ -114,6 +114,8 @@ def test_small_data_sets_and_cpus_limit_the_search(tiny: Path, memory_of: Memory
     assert found(settings(tiny)) == (176, 1), "8 updates an epoch of 1,437 images"
     assert found(settings(tiny, TRAIN__GLOBAL_BATCH=1200)) == (600, 2), "of which a CPU is not to try all"
     assert Trial(settings(tiny), None, World(0, 2, 0, 2), CPU, 2**60).most()[0] == 88
+    mixed = settings(tiny, TRAIN__MIXUP_ALPHA=0.8)
+    assert Trial(mixed, None, World(0, 100, 0, 100), CPU, 2**60).most()[0] == 2, "mixing takes two"
 
 
 def test_batch_divides_the_global_batch(tiny: Path, memory_of: MemoryOf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +194,8 @@ def test_auto_batch_equals_the_same_number_and_is_kept_on_resume(vitamp: Vitamp,
     for path in sorted((auto / "checkpoints").glob("step-*"))[1:]:
         shutil.rmtree(path)
     (auto / "checkpoints" / "index.json").unlink()
+    target = f"TRAIN.GLOBAL_BATCH={size - 8}"  # which that size does not divide
+    assert "which this run found" not in vitamp("-cfg", tiny, *AUTO, target, "-resume", auto, "-dry_run", code=0).out
     again = vitamp("-cfg", tiny, *AUTO, *words, "-output", auto, "-resume", "auto", code=0)
     assert f"DATA.BATCH_SIZE auto: {size}, which this run found when it began." in again.out
     assert (auto / "checkpoints" / last / file).read_bytes() == saved[0]

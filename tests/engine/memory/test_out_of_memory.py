@@ -148,6 +148,7 @@ def test_failed_validation_restores_training_mode(tiny: Path) -> None:
         (False, {"DATA.BATCH_SIZE": "15"}, "-batch_size 5 -accum_iter 3:"),
         (False, {"DATA.BATCH_SIZE": "32", "TRAIN.ACCUM_ITER": "3"}, "-batch_size 16 -accum_iter 6:"),
         (False, {"DATA.BATCH_SIZE": "32", "TRAIN.GLOBAL_BATCH": "64"}, "-batch_size 16:"),
+        (False, {"DATA.BATCH_SIZE": "7", "TRAIN.MIXUP_ALPHA": "0.8"}, "TRAIN.GRAD_CHECKPOINT=blocks:"),
         (False, {"DATA.BATCH_SIZE": "1", "TRAIN.GRAD_CHECKPOINT": "blocks"}, "-amp:"),
         (True, {"DATA.BATCH_SIZE": "100", "DATA.BATCH_SIZE_EVAL": "60"}, "-batch_size_eval 30:"),
         (True, {"DATA.BATCH_SIZE_EVAL": "3"}, "-batch_size_eval 1:"),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from engine.amp.overflow import OverflowWatch
 from engine.setup import ReadyToTrain
 from engine.speed.grad_checkpoint import RecomputedBlocks
+from models.parts import blocks_of
 from tests.engine.small import build, built_of, chosen, saved_bytes, train, windows
 from utils.errors import UserError
 
@@ -79,6 +80,20 @@ def test_recomputing_updates_running_statistics_once(name: str) -> None:
     assert len(plain) == len(recomputed)
     assert all(map(torch.equal, plain, recomputed))
     assert kept_then < 0.8 * kept
+
+
+def test_recomputed_blocks_with_batch_norm_can_be_compiled() -> None:
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = create_model("test_resnet", num_classes=3)
+        RecomputedBlocks().apply(built_of(model), "blocks")
+        for _, block in blocks_of(model) if compiled else ():
+            block.compile(backend="aot_eager", fullgraph=True)
+        model(torch.randn(4, 3, 56, 56)).square().sum().backward()
+        found.append([*model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    for eager, traced in zip(*found, strict=True):
+        torch.testing.assert_close(traced, eager)
 
 
 def test_checkpointing_is_rejected_for_models_without_blocks() -> None:

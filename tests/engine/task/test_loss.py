@@ -21,6 +21,7 @@ from engine.task.one import OneLabel
 from engine.update import accumulate
 from tests.engine.small import build, windows
 from utils.config import TrainConfig
+from utils.errors import UserError
 from utils.seeding import seed_all
 
 WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.7, 2.5])
@@ -80,6 +81,13 @@ def test_loss_and_gradient_equal_timm_and_fp64(
     ):
         assert value == pytest.approx(other, rel=1e-6)
         assert torch.allclose(gradient, others_gradient, atol=1e-7, rtol=1e-5)
+
+
+def test_threshold_below_smoothed_targets_is_refused() -> None:
+    """All targets would be 1."""
+    train = TrainConfig(LOSS="bce", SMOOTHING=0.1, BCE_TARGET_THRESH=0)
+    with pytest.raises(UserError, match=r"wrong classes to 0\.02, so all would count as 1\. Set TRAIN\.SMOOTHING=0"):
+        OneLabel(5).loss(train, None)
 
 
 @pytest.mark.parametrize("kind", ["hard", "soft"])

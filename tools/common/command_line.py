@@ -38,7 +38,6 @@ PAGES = {
     "loading.py": "data_speed",
     "pack_images.py": "shards",
     "show_batch.py": "augmentation",
-    "wrong_labels.py": "check_labels",
 }
 """Documentation page of a tool, where it has another name."""
 SAY = {CLASSES: 1000, IMAGE_SIZE: 224, PATCH_SIZE: 16}

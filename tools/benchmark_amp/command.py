@@ -254,7 +254,7 @@ def simplenet_report(results: Results) -> list[str]:
     return results.report(title, rows, [results.control_line(OFF, "seconds")])
 
 
-TIMM_ABOUT = """Speed of vitamp's update and of timm's loop, with its default flags and with its fastest.
+TIMM_ABOUT = """Speed of vitamp's update and of timm's loop, with its default flags and with faster ones.
 
     python scripts/benchmark_amp.py timm -image_size 224 -batch_size 8 -threads 1
     python scripts/benchmark_amp.py timm -image_size 32 -compile
@@ -263,7 +263,7 @@ TIMM_ABOUT = """Speed of vitamp's update and of timm's loop, with its default fl
 All loops have the same model, initial weights, batches, AdamW, cosine schedule, clipping and EMA. First the losses of
 5 updates are compared; if they differ by more than rounding, nothing is measured. timm's loop is in train.py, which is
 in timm's repository but not in its package: give the file with -timm_train. Otherwise, the loop is assembled from parts
-of the package. timm's fastest flags are the fused AdamW and, with -compile, --torchcompile."""
+of the package. timm's faster flags are the fused AdamW and, with -compile, --torchcompile."""
 PRECISIONS = ("fp32", "bf16", "fp16")
 TIMM_FLAGS = (
     MODEL,
@@ -276,7 +276,7 @@ TIMM_FLAGS = (
         kind=some_of(*PRECISIONS),
         default_text="fp32,bf16",
     ),
-    Flag("compile", "also measure compiled versions of vitamp's update and of timm's loop with its fastest flags"),
+    Flag("compile", "also measure compiled versions of vitamp's update and of timm's loop with its faster flags"),
     Flag("timm_train", "train.py of timm's repository, to measure the loop in it", "FILE", kind=Path),
 )
 TIMM_FIXED: dict[str, Any] = {

@@ -17,6 +17,7 @@ from engine.machine.late_compiler import import_compiler_late
 from engine.machine.stopping import CTRL_C, ENDED, signals
 from utils.cli import CommandLine, parse, version_text
 from utils.config import Loaded, format_config, load_config
+from utils.config.checks import is_typed
 from utils.config.keys import OF_ONE_START, default_of
 from utils.distributed.world import ALONE, BY_HAND, OPENMPI, RANK_VARIABLES, SIZES_OF_OTHERS, World
 from utils.errors import (
@@ -150,14 +151,17 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
     cfg, flags, run = command.cfg, command.flags, None
     if cfg is None:  # of a resumed run, its own config.yaml, so that resuming needs no -cfg
         wanted, output = (flags.get(key, (None, ""))[0] for key in ("MODEL.RESUME", "OUTPUT"))
-        place = output if wanted == "auto" else wanted
-        run = run_folder_of(Path(place).expanduser()) if place else None
+        if place := output if wanted == "auto" else wanted:
+            path = Path(os.path.expanduser(place))
+            run = path if wanted == "auto" else run_folder_of(path)  # with auto, perhaps killed before it saved
     if run is not None and (run / CONFIG).exists():
         cfg, flags = str(run / CONFIG), {**{key: (default_of(key), "-resume") for key in OF_ONE_START}, **flags}
     loaded = load_config(cfg, flags, command.words)
+    source = loaded.sources["USE"]
+    given = is_typed(source) or (run is None and is_of_user(source))  # a resumed folder may be someone else's
     if command.action == "print_config":
-        if is_of_user(loaded.sources["USE"]):
-            _use_own_code(loaded, command)
+        if given:
+            _use_own_code(loaded, given, command.trust)
         if loaded.config.DATA.DATA_PATH is not None:
             from engine.preflight import with_data_set
 
@@ -165,7 +169,7 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
         print(format_config(loaded), end="")
         return EXIT_DONE
     if command.action == "print_amp":
-        _use_own_code(loaded, command)
+        _use_own_code(loaded, given, command.trust)
         from engine.amp.precision import check_amp
         from engine.amp.print_amp import show_precisions
         from engine.preflight import resolve
@@ -197,7 +201,7 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
             f"Start {started_as('main_multi_gpu.py')} with the same flags, or start one process."
         )
     try:
-        _use_own_code(loaded, command)
+        _use_own_code(loaded, given, command.trust)
         return _train(script, argv, loaded, world, command, many)
     except Exception as error:
         if world is not None and world.size > 1 and _rank_name() is None:  # it has not joined
@@ -208,12 +212,12 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
         raise
 
 
-def _use_own_code(loaded: Loaded, command: CommandLine) -> None:
+def _use_own_code(loaded: Loaded, given: bool, trust: bool) -> None:
     """Execute the files of USE. Those in the settings of a run count as the run's, not as given."""
     if loaded.config.USE:
         from engine.trained.own_code import use_own_code
 
-        use_own_code(loaded.config, is_of_user(loaded.sources["USE"]), command.trust)
+        use_own_code(loaded.config, given, trust)
 
 
 def _train(script: str, argv: list[str], loaded: Loaded, world: World | None, command: CommandLine, many: bool) -> int:

@@ -19,6 +19,7 @@ from utils.config.read import Entry
 from utils.errors import UserError
 from utils.record.resumed_run import resumed_run, target_folder
 from utils.record.run_folder import check_output, is_of_user, versions
+from vitamp.checkpoints import CHECKPOINTS, checkpoints_in
 
 
 def check(config: Config) -> None:
@@ -71,7 +72,8 @@ def check(config: Config) -> None:
 
 
 def _starts_anew(config: Config) -> bool:
-    return config.MODEL.RESUME in (None, AUTO) and resumed_run(config) is None
+    run = resumed_run(config)
+    return config.MODEL.RESUME in (None, AUTO) and (run is None or not checkpoints_in(run / CHECKPOINTS))
 
 
 # Settings that only the data and the pretrained weights know: layout, number of classes, preprocessing, image size.

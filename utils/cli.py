@@ -27,7 +27,7 @@ from vitamp import __version__
 WIDTH = 100
 """Columns of -h."""
 
-WORD = re.compile(r"([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)*|[A-Za-z_]\w*\.[a-z_]\w*)=(.*)", re.DOTALL)
+WORD = re.compile(r"([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)*|[A-Za-z_]\w*\.[A-Za-z_]\w*)=(.*)", re.DOTALL)
 """A setting, or one of the user's own code (focal.gamma=1.5)"""
 FLAG = re.compile(r"--?([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
 

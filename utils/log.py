@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from tqdm import tqdm
 
-from utils.standard_output import LineFile, discard_output
+from utils.standard_output import LineFile, OutputError, discard_output
 from utils.text import redacted
 
 if TYPE_CHECKING:
@@ -72,12 +72,17 @@ class _Terminal(logging.Handler):
         try:
             tqdm.write(text, file=stream)
             stream.flush()
-        except BrokenPipeError:
-            if not self._survives_closed_pipe:
+        except (OSError, OutputError) as error:
+            in_file = any(isinstance(handler, _File) for handler in log.handlers)  # not in a dry run
+            if not self._survives_closed_pipe or (isinstance(error, OutputError) and not in_file):
                 raise
             discard_output(stream)
             name = "standard error" if stream is sys.stderr else "standard output"
-            log.info("The program reading %s has closed its pipe: the run continues and logs to %s.", name, LOG)
+            if isinstance(error, BrokenPipeError):
+                log.info("The program reading %s has closed its pipe: the run continues and logs to %s.", name, LOG)
+            else:
+                why = error if isinstance(error, OutputError) else f"{name} cannot be written ({error.strerror})"
+                log.warning("%s: the run continues and logs to %s.", why, LOG)
 
 
 class _File(logging.Handler):
@@ -105,8 +110,8 @@ def _make_harmless(record: logging.LogRecord) -> bool:
 def start_log(to_terminal: bool, survives_closed_pipe: bool = False) -> None:
     """Begin logging; only one process of a run logs `to_terminal`.
 
-    `survives_closed_pipe`: continue without the terminal once its reader, `| head` for example, has closed the pipe.
-    Otherwise BrokenPipeError is raised.
+    `survives_closed_pipe`: continue without the terminal once its reader, `| head` for example, has closed the pipe,
+    and with files of the run also once its disk is full. Otherwise the error is raised.
     """
     for handler in list(log.handlers):
         log.removeHandler(handler)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import signal
 import sys
 import traceback
@@ -153,7 +154,7 @@ allowed = Allowed()
 
 def allow(use: str | None, trust: bool) -> None:
     """Take over the flags -use and -trust."""
-    allowed.files = tuple(Path(name.strip()).expanduser() for name in (use or "").split(",") if name.strip())
+    allowed.files = tuple(Path(os.path.expanduser(name.strip())) for name in (use or "").split(",") if name.strip())
     allowed.trust = trust
 
 

@@ -70,6 +70,8 @@ def _choose(config: Config, world: World) -> Checkpoint | None:
     wanted, run = str(config.MODEL.RESUME), resumed_run(config)
     if run is not None:
         bring_back(run / CHECKPOINTS)
+        if wanted == AUTO and config.TRAIN.LAST_EPOCH and checkpoints_in(run / CHECKPOINTS):
+            wanted = str(run)
     if config.EVAL and not config.TRAIN.LAST_EPOCH and (place := run if wanted == AUTO else Path(wanted)):
         try:
             folder, why = checkpoint_of(place)

@@ -17,7 +17,9 @@ import numpy as np
 from engine.machine.device import Run, describe_devices
 from engine.setup import Ready
 from models.parts import count_parameters
-from utils.config import Config, to_yaml
+from utils.config import Config
+from utils.config.keys import nested, values_by_key, values_to_keep
+from utils.config.kinds import as_yaml
 from utils.distributed.world import broadcast, on_rank_0
 from utils.errors import UserError
 from utils.log import log, log_into
@@ -94,7 +96,9 @@ def write_run_files(run: Run, ready: Ready, folder: Path) -> None:
     if not world.first:
         return
     with os_errors_as_user_errors(folder):  # first: a run that is killed from here on resumes with these settings
-        write_atomically(folder / CONFIG, redacted(to_yaml(config)))
+        # What is of this start alone would let a new run with these settings continue this one.
+        values = values_by_key(config) if config.EVAL else values_to_keep(config)
+        write_atomically(folder / CONFIG, redacted(as_yaml(nested(values))))
     choices = {
         "why": ready.precision.choice.reason,
         "threads": threads,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,16 +64,16 @@ def use_own_code(config: Config, given: bool, trust: bool = False) -> None:
     if not given:
         use_of_weights(noted, config, run, IN_VALIDATION if config.EVAL else tuple(KINDS))
         return
-    before = {one.file: one for one in noted}
-    for path in map(Path, config.own_files):
-        was = before.get(path.name)
-        if was is not None and read(path)[1] != was.sha256:
-            copy = f"own_code/{was.copy_name}"
+    paths = [Path(os.path.expanduser(name)) for name in config.own_files]
+    for path in paths:
+        before = {one.sha256: one for one in noted if one.file == path.name}  # of several folders
+        if before and read(path)[1] not in before:
+            copy = f"own_code/{[*before.values()][-1].copy_name}"
             log.warning(
                 "%s has changed since the run's last start (copy: %s). The run continues with the new file.", path, copy
             )
-    for name in config.own_files:
-        execute(Path(name).expanduser())
+    for path in paths:
+        execute(path)
     for file, _ in executed.values():
         log.info("Own code: %s", file.words())
     _bind(config, tuple(KINDS))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.program import Result, Vitamp, last_weights, metrics, save_image, train_tiny
+from utils.config import config_of_run
 
 # Everything that has a state or draws random numbers.
 ALL_ON = [
@@ -82,6 +83,12 @@ def test_resume_auto_starts_resumes_and_detects_a_finished_run(vitamp: Vitamp, t
     assert metrics(run) == before
 
 
+def test_resume_auto_of_an_unsaved_run_has_its_settings(vitamp: Vitamp, digits_run: Path, tmp_path: Path) -> None:
+    shutil.copy(digits_run / "config.yaml", tmp_path)
+    shown = vitamp("-output", tmp_path, "-resume", "auto", "-print_config", code=0)
+    assert f"# {tmp_path}/config.yaml:3\n" in shown.out
+
+
 @pytest.fixture
 def stopped(whole: Path, tmp_path: Path) -> Path:
     """A copy of the whole run, as if stopped after two epochs."""
@@ -113,19 +120,8 @@ def test_resume_into_another_folder(vitamp: Vitamp, stopped: Path, whole: Path) 
     other = stopped.with_name("other")
     vitamp("-resume", stopped, "-output", other, code=0)
     assert last_weights(other) == last_weights(whole)
+    assert config_of_run(other).MODEL.RESUME is None, "as -cfg, the file starts a new run"
     assert not (stopped / "checkpoints" / f"step-{4 * PER_EPOCH:09d}").exists()
-
-
-def test_damaged_checkpoint_falls_back_to_the_one_before(vitamp: Vitamp, stopped: Path, whole: Path) -> None:
-    newest = stopped / "checkpoints" / "step-000000044"
-    content = bytearray((newest / "state.pt").read_bytes())
-    content[len(content) // 2] ^= 1
-    (newest / "state.pt").write_bytes(content)
-    done = vitamp("-resume", "auto", "-output", stopped, code=0)
-    assert "step-000000044" in done.err
-    assert "Trying the checkpoint before it" in done.err
-    assert "resuming from step-000000022" in done.out
-    equal(stopped, whole)
 
 
 def test_last_epoch_chooses_the_checkpoint(vitamp: Vitamp, whole: Path, stopped: Path, tmp_path: Path) -> None:
@@ -142,8 +138,11 @@ def test_last_epoch_chooses_the_checkpoint(vitamp: Vitamp, whole: Path, stopped:
     assert index["last"] == "step-000000044"
     kept = {folder.name for folder in (run / "checkpoints").glob("step-*")}
     assert kept == {index["last"], index["best"]}
-    refused = vitamp("-resume", run, "-last_epoch", 3, code=2)
-    assert "no usable checkpoint of epoch 3" in refused.err
+    for place in (("-resume", run), ("-resume", "auto", "-output", run)):
+        refused = vitamp(*place, "-last_epoch", 3, code=2)
+        assert "no usable checkpoint of epoch 3" in refused.err
+    refused = vitamp("-resume", "auto", "-output", stopped, "-last_epoch", 1, code=2)
+    assert "later checkpoints, up to step-000000044, which are not overwritten" in refused.err
 
 
 def test_resume_removes_unfinished_files_of_a_killed_run(vitamp: Vitamp, digits_run: Path, tmp_path: Path) -> None:

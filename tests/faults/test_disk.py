@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +27,8 @@ from tests.saved import save_checkpoint
 from tests.waiting import until
 from utils.config.schema import Config
 from utils.errors import TrainingError
-from utils.standard_output import LineFile
+from utils.log import log, log_into, start_log
+from utils.standard_output import LineFile, OutputError, watch_standard_output
 from vitamp.checkpoints import MODEL, inspect, read_index, verify
 
 TENSORS = {MODEL: {"weight": torch.arange(50_000.0)}}  # 200 kB
@@ -232,6 +234,21 @@ def test_a_program_error_is_not_taken_for_the_disk(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="not JSON"):
         saver.finish()
     assert names(tmp_path) == []
+
+
+def test_a_run_whose_standard_streams_are_full_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, os.fdopen(os.open("/dev/full", os.O_WRONLY), "w"))
+    watch_standard_output()
+    start_log(to_terminal=True, survives_closed_pipe=True)
+    log.warning("early")
+    with pytest.raises(OutputError):
+        log.info("a dry run, which has no other output")
+    log_into(tmp_path, rank=0)
+    log.info("late")
+    for text in ("early", "standard error cannot be written (No space", "late", "standard output cannot be written"):
+        assert (tmp_path / "log.txt").read_text().count(text) == 1
+    start_log(to_terminal=False)
 
 
 def test_lines_wait_for_room(disk: SmallDisk, said: pytest.LogCaptureFixture) -> None:

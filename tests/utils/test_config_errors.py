@@ -80,12 +80,18 @@ def test_all_errors_are_reported_together_with_their_lines(tmp_path: Path) -> No
         ("SEED: 1\nTAG: [a\n", "run.yaml:3: not valid YAML: expected ',' or ']'"),
         ("[1]: 2\n", "run.yaml:1: a key must be a plain word"),
         ("a: &a {}\n<<: *a\n", "run.yaml:2: a key must be a plain word; instead of `<<`, build on files with BASE"),
+        ("USE: [a.py, a.b=1, {a.c: 2}]\n", "run.yaml:1: USE: expected list of names, got [a.py, [], a.b=1]."),
         ("BASE: [gone.yaml]\n", "gone.yaml cannot be read: No such file or directory."),
         ("TAG: !!python/object/apply:os.system ['exit 1']\n", "run.yaml:1: TAG: expected text or null, got [exit 1]."),
     ],
 )
 def test_error_in_a_file_is_described(tmp_path: Path, text: str, message: str) -> None:
     assert message in file_error(tmp_path, text)
+
+
+def test_a_file_of_ones_own_may_be_called_as_that_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("TRAIN: {BASE_LRR: 0.1}\n", encoding="utf-8")
+    assert "config.yaml:1: unknown key TRAIN.BASE_LRR. Did you mean" in error_of(tmp_path / "config.yaml")
 
 
 def test_foreign_type_is_reported_with_its_keys(tmp_path: Path) -> None:

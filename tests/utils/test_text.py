@@ -18,7 +18,6 @@ from vitamp.metrics import BALANCED, MAP, TOP1
         (1234, "training image", "1,234 training images"),
         *(
             (2, "process", "2 processes"),
-            (2, "class", "2 classes"),
             (2, "batch", "2 batches"),
             (2, "epoch", "2 epochs"),
         ),

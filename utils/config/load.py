@@ -83,10 +83,11 @@ def load_config(
     # Settings of own code stay where another layer names its files: -use FILE with -resume.
     use = [one for layer in layers if "USE" in layer.entries for one in as_names(layer.entries["USE"].value or ())]
     use += (own := [f"{key}={value}" for key, value in (words or {}).items() if not key.isupper()])
-    if of_own := {one.partition("=")[0].strip(): one for one in use if OWN_SETTING.fullmatch(one)}:
+    use = [one for one in use if isinstance(one, str) and OWN_SETTING.fullmatch(one)]
+    if of_own := {one.partition("=")[0].strip(): one for one in use}:
         before = given.get("USE", Entry((), typed.name))
         if before.value:
-            code = [one for one in as_names(before.value) if not OWN_SETTING.fullmatch(one)]
+            code = [one for one in as_names(before.value) if one not in use]
             given["USE"] = Entry([*code, *of_own.values()], before.source)
         elif own:
             problems.append(f"{typed.name}: {own[0]}: no such setting; one of your own code needs its file: -use FILE")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from utils.config.schema import Config
 from utils.errors import UserError
 from utils.log import warn_once
 from utils.record.run_folder import CONFIG
-from vitamp.checkpoints import run_folder_of
+from vitamp.checkpoints import CHECKPOINTS, checkpoints_in, run_folder_of
 from vitamp.meta import unchecked_meta
 
 FROM_WEIGHTS = (
@@ -50,7 +51,9 @@ def resolved_by_run(given: Mapping[str, Entry], kept: Iterable[str] = ()) -> dic
     name = output if resume == AUTO else resume
     if not isinstance(name, str) or not name:
         return {}
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
+    if resume == AUTO and not checkpoints_in(path / CHECKPOINTS):  # it starts anew, perhaps from other weights
+        return {}
     folder, run = path.parent if path.is_file() else path, run_folder_of(path)
     try:
         values = unchecked_meta(folder).get("settings")

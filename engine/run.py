@@ -145,7 +145,7 @@ def train(given: Run, lock: FolderLock | None, lists: OpLists | None) -> int:
         if position.epoch > config.TRAIN.NUM_EPOCHS or (position.update >= limit and not open_end):
             place = resumed_run(config) or folder
             if world.first:
-                log.info(next_commands(run, position, place))
+                log.info(next_commands(run, position, ready.best, place))
             validated = f", best {ready.best.words()}" if ready.best.figure is not None else ""
             updates = counted(position.update, "update")
             log.info("This run had already finished: %s%s; its folder is %s", updates, validated, place)
@@ -192,7 +192,7 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> 
     untrained = trainer.best.figure is not None and trainer.best.update == 0 < trainer.position.update
     if config.MODEL.starts_at_probe and untrained:
         log.info("Training did not improve on the linear probe that it began with: that is the best checkpoint.")
-    commands = next_commands(run, trainer.position, folder, trainer.paused)
+    commands = next_commands(run, trainer.position, trainer.best, folder, trainer.paused)
     by, figure = metric_named(trainer.best.by), trainer.best.figure
     context = in_context(by, figure, len(ready.val_set), largest_class(ready)) if world.first else ""
     copies = copies_in_words(folder, tool("check_data")) if world.first else ""

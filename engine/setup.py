@@ -288,7 +288,8 @@ def build_train_state(
     train, model, precision, task = config.TRAIN, tuned.model, tuned.precision, task_of(config)
     device = precision.device
     weights = None if train_set is None else weights_of_classes(config, train_set)
-    criterion = task.loss(train, None if weights is None else torch.tensor(weights, dtype=torch.float32)).to(device)
+    criterion = task.loss(train, None if weights is None else torch.tensor(weights, dtype=torch.float32))
+    criterion = criterion.to(device) if isinstance(criterion, nn.Module) else criterion
     mixed, weighted = None, isinstance(criterion, WeightedCrossEntropy)
     alone = train.ACCUM_ITER * world.size == 1  # one micro-batch an update: its mean is the update's
     if isinstance(criterion, WeightedCrossEntropy) and train.mixes and train.MIXUP_MODE == "elem" and not alone:

@@ -57,10 +57,10 @@ class Plan:
 
 
 def sizes_in(model: ModelConfig) -> dict[str, Any]:
-    """Sizes of the model that the settings describe; those not given are timm's."""
+    """Sizes and pooling of the model that the settings describe; sizes not given are timm's."""
     sizes = given_sizes(model)
     timm_name, _ = resolve(model, bool(sizes))
-    return sizes_of(_without_weights(timm_name, {})) | sizes
+    return sizes_of(_without_weights(timm_name, {})) | sizes | {"POOL": model.POOL}
 
 
 def build_model(model: ModelConfig, image_size: int, channels: int, shortcuts: Shortcuts = NONE) -> nn.Module:

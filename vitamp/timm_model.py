@@ -66,6 +66,7 @@ def load_model(path: Path, weights: str) -> tuple[nn.Module, Callable[[Image.Ima
         model = _build(about, path)
         model.load_state_dict(read_weights(chosen))
         transform = transform_of(about["input"])
+        temperature = chosen.calibration.temperature if chosen.calibration else 1.0
     except UserError as error:
         raise ValueError(str(error)) from None
     except (KeyError, OSError, SafetensorError) as error:
@@ -73,7 +74,6 @@ def load_model(path: Path, weights: str) -> tuple[nn.Module, Callable[[Image.Ima
     except RuntimeError as error:  # names or shapes of tensors differ
         reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
         raise ValueError(f"{path}: the weights do not fit timm's plain model ({reason}). {_export(path)}") from None
-    temperature = chosen.calibration.temperature if chosen.calibration else 1.0
     vars(model)["vitamp"] = Origin(
         chosen.place, chosen.which.name, chosen.words, chosen.classes, temperature, chosen.thresholds
     )

@@ -165,7 +165,7 @@ def chosen_at(path: Path, weights: str = BETTER) -> Chosen:
         checkpoint = inspect(folder)
         sets = tuple(which for which in SETS if checkpoint.has(which.file))
         found = Chosen(folder, sets[0], "", sets, checkpoint.meta, checkpoint)
-    named = next((which.name for which in SETS if path.name == which.file), BETTER)
+    named = next((which.name for which in SETS if found.checkpoint and path.name == which.file), BETTER)
     asked = weights if weights != BETTER else named
     if asked != BETTER:
         found = found.other(set_named(asked))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from datasets import ImageDataset, open_dataset, source_of
 from datasets.sources.split import split_rows
 from engine.evaluation.features import AT_ONCE, Seeing, features_of
 from engine.machine.device import Run
-from engine.task.base import Task
+from engine.task import task_of
 from engine.task.several import MOST_NAMED, scores_of
 from models.parts import classifiers
 from utils.config.data import DataConfig
@@ -44,12 +44,14 @@ def folds_of(
     samples, fold_of = dataset.single_images(), np.zeros(len(labels), dtype=np.int64)
     groups = (samples.groups if samples is not None else None) or ()
     groups = groups if rows is None or not groups else [groups[row] for row in rows]
-    for number in range(FOLDS):
-        of_fold = data.model_copy(update={"FOLD": f"{number + 1}/{FOLDS}"})
+    if (folds := min(FOLDS, len({*groups} or labels))) < 2:
+        raise UserError(f"{source_of(data)}: a probe needs two images or groups; use MODEL.NEW_CLASSIFIER=zero.")
+    for number in range(folds):
+        of_fold = data.model_copy(update={"FOLD": f"{number + 1}/{folds}"})
         fold_of[split_rows(labels, of_fold, "val", source_of(data), groups)] = number
     counts = labels.sum(0).astype(np.int64) if labels.ndim == 2 else np.bincount(labels)
-    words = f"{FOLDS} folds of the training images choose the strength"
-    if len(few := np.flatnonzero((counts > 0) & (counts < FOLDS))):
+    words = f"{folds} folds of the training images choose the strength"
+    if len(few := np.flatnonzero((counts > 0) & (counts < folds))):
         names = [str((dataset.classes or range(len(counts)))[label]) for label in few]
         names = names[:MOST_NAMED] + ["..."] * (len(few) > MOST_NAMED)
         words += f"; fewer images than folds have {counted(len(few), 'class')}: {', '.join(names)}"
@@ -95,7 +97,7 @@ def fit(
     # In these directions, scaled for each strength, the loss is curved nearly alike: L-BFGS needs few steps.
     curves, directions = torch.linalg.eigh((products / deviation.outer(deviation)).cpu())
     curves, directions = curves.clamp(min=0).to(device) / 4, directions.to(device)
-    models = FOLDS + 1  # each leaves out a fold, the last one none
+    models = int(fold_of.max()) + 2  # each leaves out a fold, the last one none
     shares = 1 / (count - np.bincount(fold_of, minlength=models))
     share = torch.tensor(shares, dtype=torch.float32, device=device)
     found = torch.zeros(width + 1, models * classes, dtype=exact, device=device)
@@ -151,27 +153,23 @@ def fit(
     return one, guesses.numpy()
 
 
-class Starting(Seeing, Protocol):
-    task: Task
-
-
-def start_at_probe(run: Run, ready: Starting) -> None:
+def start_at_probe(run: Run, ready: Seeing) -> None:
     """Fit the model's new classifier to the features of the training images. A collective call."""
     config, model, classes = run.config, ready.model, int(run.config.MODEL.NUM_CLASSES)
     heads: list[Any] = [model.get_submodule(name) for name in classifiers(model)]
-    if not heads or any(getattr(head, "bias", None) is None for head in heads):
+    if any(getattr(head, "bias", None) is None for head in heads):
         raise UserError(
-            f"MODEL.NEW_CLASSIFIER probe: the classifier of this {type(model).__name__} is unknown, or has no bias; "
-            "use true or zero."
+            f"MODEL.NEW_CLASSIFIER probe: the classifier of this {type(model).__name__} has no bias; use true or zero."
         )
     data = config.DATA.model_copy(update={"PART": "train"})
     bank = open_dataset(data, False, classes, config.SEED, run.device)
+    # Before the features, which take time: there may be too few images.
+    fold_of, words = on_every_rank(run.world, lambda: folds_of(bank, bank.sample_labels(), data))
     known = on_every_rank(run.world, lambda: features_of(ready, config, bank, data, run.world))
 
     def fitted() -> Classifier:
-        fold_of, words = folds_of(bank, known.labels, data)
         found, _ = fit(known.of(pool_of(model)), known.labels, fold_of, classes, run.device)
-        by = f"{ready.task.kind.best.words} {found.figure:.2f} %"
+        by = f"{task_of(config).kind.best.words} {found.figure:.2f} %"
         log.info("The new classifier is a linear probe of strength %.2g, %s in folds. %s", found.strength, by, words)
         if config.TRAIN.CLASS_WEIGHTS is not None or config.DATA.SAMPLER == "balanced":
             log.info("In the fit, all images weigh alike: TRAIN.CLASS_WEIGHTS and DATA.SAMPLER have no part in it.")

@@ -1,7 +1,7 @@
 """Settings that are open: `auto` sizes and classes, by what the data set has, and what pretrained weights say.
 
-The run of the weights says the sizes of its model and its preprocessing; their file, their timm name or timm's
-description of the model says the preprocessing alone.
+The run of the weights, or the header that one of its tools wrote, says the sizes of its model and its preprocessing;
+another file, a timm name or timm's description of the model says the preprocessing alone.
 """
 
 from __future__ import annotations
@@ -121,13 +121,14 @@ Preprocessing = tuple[dict[str, Any], str]
 
 
 def with_sizes(loaded: Loaded, source: str) -> Loaded:
-    """Take the sizes of a run's model where the settings leave them open."""
+    """Take the sizes and the pooling of a run's model where the settings leave them open."""
     file, mine, own, theirs = local_weights(source), loaded.config.MODEL, {}, {}
     with contextlib.suppress(UserError, ValueError):  # the build reports what is wrong
         if file and (run := model_of_run(file)):
             own, theirs = sizes_in(mine), sizes_in(run)
     # With a MODEL.NAME, timm resizes patches and windows to those of the name.
     kept = () if loaded.is_default("MODEL.NAME") else RESIZED
+    kept = kept if loaded.is_default("MODEL.POOL") else (*kept, "POOL")  # null too is an answer
     taken = {
         f"MODEL.{key}": Entry(value, str(file))
         for key, value in theirs.items()

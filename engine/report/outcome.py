@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from engine.machine.device import Run
-from engine.measure.meters import Position
+from engine.measure.meters import Best, Position
 from utils.program import start_again, tool
 from utils.text import counted, wilson
 from vitamp.metrics import NO_LABELS, TOP1, Metric, always_guessing
@@ -44,17 +44,18 @@ def in_context(metric: Metric, value: float | None, images: int, guess: float | 
     return f"{words[0].upper()}{words[1:]}." if words else ""
 
 
-def next_commands(run: Run, position: Position, folder: Path, paused: bool = False) -> str:
+def next_commands(run: Run, position: Position, best: Best, folder: Path, paused: bool = False) -> str:
     """Commands to copy, one per line: evaluate, predict, export, report, and resume; those without labels."""
     quoted = shlex.quote(str(folder))
     if run.config.USE:  # the user's own code, which has just been executed
         quoted += " -trust"
-    train = run.config.TRAIN
-    longer = "" if paused else " TRAIN.PATIENCE=null"  # the setting that lets a run that has ended train longer
+    train, longer = run.config.TRAIN, ""  # settings that let a run that has ended train longer
+    if train.PATIENCE is not None and best.stale >= train.PATIENCE:
+        longer += " TRAIN.PATIENCE=null"
     if position.epoch > train.NUM_EPOCHS:
-        longer = f" TRAIN.NUM_EPOCHS={2 * train.NUM_EPOCHS}"
-    elif train.MAX_UPDATES is not None and position.update >= train.MAX_UPDATES:
-        longer = f" TRAIN.MAX_UPDATES={2 * train.MAX_UPDATES}"
+        longer += f" TRAIN.NUM_EPOCHS={2 * train.NUM_EPOCHS}"
+    if train.MAX_UPDATES is not None and position.update >= train.MAX_UPDATES:
+        longer += f" TRAIN.MAX_UPDATES={2 * train.MAX_UPDATES}"
     commands = {
         "evaluate": f"{tool('evaluate')} {quoted}",
         "predict": f"{tool('predict')} {quoted} IMAGE.jpg",

@@ -8,9 +8,10 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from datasets import Batch, ImageDataset
+from engine.task.losses import Criterion
 from utils.config.train import TrainConfig
 from utils.distributed.world import World
 from utils.errors import AllRanksError
@@ -94,7 +95,7 @@ class Task(ABC):
         return {}
 
     @abstractmethod
-    def loss(self, train: TrainConfig, weights: Tensor | None) -> nn.Module:
+    def loss(self, train: TrainConfig, weights: Tensor | None) -> Criterion:
         """(logits, targets) -> loss. `weights`: float32, of the classes; None: all are equal."""
 
     def mixed(self, labels: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from timm.data.mixup import mixup_target
-from torch import Tensor, nn
+from torch import Tensor
 
 from datasets import Batch
 from engine.task.base import Metrics, Tally, Task, check_count, sum_type_of
-from engine.task.losses import loss_named
+from engine.task.losses import Criterion, loss_named
 from utils.config.train import TrainConfig
 from utils.distributed.world import World, sum_over_ranks
 from vitamp.metrics import ONE_LABEL
@@ -44,7 +44,7 @@ class ValidationMeans(Means):
 class OneLabel(Task):
     kind = ONE_LABEL
 
-    def loss(self, train: TrainConfig, weights: Tensor | None) -> nn.Module:
+    def loss(self, train: TrainConfig, weights: Tensor | None) -> Criterion:
         return loss_named(train.LOSS).build(train, self.classes, weights)
 
     def mixed(self, labels: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from utils.distributed.world import World, broadcast
 from utils.errors import AllRanksError, UserError
 from utils.own_code import OWN_ERRORS, OwnCodeError, own_lines
 from utils.seeding import fork_host_rng
+from vitamp.metrics import ONE_LABEL
 from vitamp.registry import own_named
 
 
@@ -41,10 +42,9 @@ class WithOwnMetrics(Tally):
         found: dict[str, float] | str | None = None
         if world.first:
             probabilities, labels = rows[:, : self._task.classes], rows[:, self._task.classes :].long()
+            labels = labels[:, 0] if self._task.kind == ONE_LABEL else labels
             try:
-                found = measured(
-                    self._task.own_metrics, probabilities, labels[:, 0] if labels.shape[1] == 1 else labels
-                )
+                found = measured(self._task.own_metrics, probabilities, labels)
             except OwnCodeError as error:  # which all ranks raise
                 found = str(error)
         found = broadcast(found, world)
@@ -94,7 +94,8 @@ def try_own_code(config: Config) -> None:
             if own := own_named("loss", config.TRAIN.LOSS):
                 task, named = task_of(config), f"{own.file}: loss {own.name}"
                 loss, labels = task.loss(config.TRAIN, None), task.example(SAMPLES, torch.device("cpu"))
-                mixed = [task.mixed(labels, torch.full((SAMPLES, 1), 0.7))[0]] if config.TRAIN.mixes else []
+                rows = config.TRAIN.mixes or config.TRAIN.DISTILLATION_TYPE is not None  # its labels are one-hot
+                mixed = [task.mixed(labels, torch.full((SAMPLES, 1), 0.7))[0]] if rows else []
                 for target in (labels, *mixed):
                     logits = torch.randn(SAMPLES, task.classes, requires_grad=True)
                     value = loss(logits, target)
@@ -103,7 +104,7 @@ def try_own_code(config: Config) -> None:
                     if not value.requires_grad:
                         raise UserError(f"{named} has no gradient with respect to the logits.")
                     value.backward()
-            for name in own_augmentations(config.TRAIN):
+            for name in () if config.EVAL else own_augmentations(config.TRAIN):  # whose file is not executed then
                 pixels = np.random.randint(0, 256, (size, size, 3), dtype=np.uint8)
                 OwnChange(name)(Image.fromarray(pixels if channels == 3 else pixels[:, :, 0]))
             if (own := own_named("model", config.MODEL.NAME)) and not config.MODEL.MAE_PRETRAIN:

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from datasets import Batch, ImageDataset
 from engine.task.base import Metrics, Tally, Task, check_count
-from engine.task.losses import loss_named
+from engine.task.losses import Criterion, loss_named
 from utils.config.train import TrainConfig
 from utils.distributed.world import World, broadcast, sum_over_ranks
 from utils.text import counted, some_of
@@ -64,7 +64,7 @@ class SeveralLabels(Task):
         words = describe_untuned(untuned, [*names, *range(len(names), labels.shape[1])])
         return {"thresholds": words} if words else {}
 
-    def loss(self, train: TrainConfig, weights: Tensor | None) -> nn.Module:
+    def loss(self, train: TrainConfig, weights: Tensor | None) -> Criterion:
         return loss_named("bce" if train.LOSS == "ce" else train.LOSS).build(train, 2, weights)
 
     def mixed(self, labels: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:

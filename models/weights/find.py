@@ -24,7 +24,7 @@ from vitamp.checkpoints import CHECKPOINTS, checkpoint_of, checkpoints_in, files
 from vitamp.files import NotRegular, require_regular
 from vitamp.meta import unchecked_meta
 from vitamp.metrics import BETTER, PLAIN, SETS
-from vitamp.weights import choose_weights
+from vitamp.weights import choose_weights, read_header
 
 TORCH_ENDINGS = (".pth", ".pt", ".bin", ".pth.tar")
 PADDLE = ".pdparams"
@@ -72,8 +72,9 @@ def locate(source: str) -> WeightFiles:
 
 
 def model_of_run(file: Path) -> ModelConfig | None:
-    """The model of the run that saved these weights; None without its meta.json beside them."""
-    saved = unchecked_meta(file.parent).get("settings", {})
+    """The model of the run that saved these weights; None without its meta.json beside them or its settings inside."""
+    saved = (unchecked_meta(file.parent) or read_header(file)).get("settings")
+    saved = saved if isinstance(saved, dict) else {}  # another program's header may say anything
     known = {key: value for key, value in saved.items() if key.startswith("MODEL.") and key in settings()}
     return ModelConfig.model_validate(nested(known)["MODEL"]) if known else None
 

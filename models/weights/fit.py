@@ -36,6 +36,7 @@ from utils.errors import UserError
 from utils.log import log
 from vitamp.checkpoints import LORA, verified_base
 from vitamp.meta import META, Adapters, check_fields, unchecked_meta
+from vitamp.pooling import OWN_POOL
 from vitamp.tensors import JoinedShards, Merged, is_adapter
 
 MOST_NAMED = 5
@@ -60,6 +61,10 @@ def load_pretrained(
     """
     found = locate(source)
     fresh = classifiers(module) if new_classifier else ()
+    if new_classifier and not fresh:
+        raise UserError(
+            f"MODEL.NEW_CLASSIFIER: {type(module).__name__}'s classifier is unknown; get_classifier must return it."
+        )
     if found.file.suffix == ".npz":
         own = {key: value.clone() for key, value in module.state_dict().items() if is_inside(key, fresh)}
         loaded, changes = _load_npz(module, found.file, name)
@@ -137,8 +142,9 @@ def _read(files: Sequence[Path]) -> Weights:
 
 def _filter(module: nn.Module, weights: Weights, file: Path, name: str) -> Weights:
     """timm's conversion for this kind of model: other layouts, resized position embeddings and patches."""
-    package = importlib.import_module(type(module).__module__)
-    convert = getattr(package, "checkpoint_filter_fn", None) or getattr(package, "_filter_fn", None)
+    packages = [importlib.import_module(kind.__module__) for kind in type(module).__mro__]  # ours may extend timm's
+    names = ("checkpoint_filter_fn", "_filter_fn")
+    convert = next((getattr(one, own) for one in packages for own in names if hasattr(one, own)), None)
     if convert is None:
         return dict(weights)
     parameters = inspect.signature(convert).parameters
@@ -196,12 +202,12 @@ def _replace_classifier(
 
 def _misfit(module: nn.Module, weights: Weights, file: Path, name: str) -> str:
     """Beginning of an error: sizes that differ, and the words of a command line that give the model those of a run."""
-    run, own, theirs = None, sizes_of(module), dict[str, Any]()
+    run, own, theirs = None, {**sizes_of(module), "POOL": vars(module).get(OWN_POOL)}, dict[str, Any]()
     with contextlib.suppress(UserError, LookupError, ValueError):  # no ViT or Swin, or names of another program
         run, kind = model_of_run(file), "swin" if any(key.startswith("layers.") for key in weights) else "vit"
         theirs = sizes_in(run) if run else sizes_of_weights(Converted(kind, tensors=weights))
-    differing = {key: value for key, value in theirs.items() if key in own and key not in RESIZED and value is not None}
-    differing = {key: value for key, value in differing.items() if value != own[key]}
+    differing = {key: value for key, value in theirs.items() if key in own and key not in RESIZED}
+    differing = {key: value for key, value in differing.items() if value != own[key] and (run or value is not None)}
     words = "; ".join(
         f"{SIZE_WORDS.get(key, key)} {one_line(value)} in the weights, {one_line(own[key])} in the recipe"
         for key, value in differing.items()

@@ -97,6 +97,21 @@ def test_pretrained_uses_the_better_weights_of_a_run(vitamp: Vitamp, run: Path, 
         assert found["acc1"] == best[f"{prefix}acc1"]
 
 
+def test_pretrained_takes_the_pooling_of_a_run(vitamp: Vitamp, tmp_path: Path) -> None:
+    run, file = train_tiny(tmp_path, "MODEL.POOL=both", "TRAIN.WARMUP_EPOCHS=0"), tmp_path / "ema.safetensors"
+    vitamp("strip", run, "-out", file, script="scripts/checkpoint.py", code=0)
+    for words, script in (
+        (("-cfg", tmp_path / "tiny.yaml", "-eval", "-pretrained", run), "main_single_gpu.py"),
+        (("-cfg", tmp_path / "tiny.yaml", "-eval", "-pretrained", file), "main_single_gpu.py"),
+        ((file,), "scripts/evaluate.py"),  # a name of weights alone chooses none
+    ):
+        assert f"{metrics(run, 'val')[-1]['acc1']:.2f} %" in vitamp(*words, script=script, code=0).text
+    wrong = vitamp(run, "-to", "hub", "-output", tmp_path / "hub", script="scripts/export.py", code=2).err
+    assert "-to hub: timm's model has no MODEL.POOL both; use -to torch or onnx" in wrong
+    wrong = vitamp("-cfg", tmp_path / "tiny.yaml", "-pretrained", run, "MODEL.POOL=null", code=2).err
+    assert "POOL both in the weights, null in the recipe. For the model of the run, add MODEL.POOL=both to" in wrong
+
+
 @pytest.mark.parametrize(
     ("metrics", "by", "words"),
     [
@@ -119,7 +134,7 @@ def test_save_best_by_decides_which_weights_are_better(metrics: dict[str, Any], 
 def test_best_top1_is_equal_in_run_report_and_results(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     """The best over all validations, of plain weights and EMA; here the EMA is better."""
     run = tmp_path / "run"
-    words = ("TRAIN.MODEL_EMA=true", "TRAIN.MODEL_EMA_DECAY=0.98", "TRAIN.BASE_LR=0.05", "REPORT_FREQ=11")
+    words = ("TRAIN.MODEL_EMA=true", "TRAIN.MODEL_EMA_DECAY=0.98", "TRAIN.BASE_LR=0.1", "REPORT_FREQ=11")
     done = vitamp("-cfg", tiny, "-output", run, *words, "TRAIN.LR_SCHEDULER.NAME=step", "TRAIN.NUM_EPOCHS=3", code=0)
     best = max(line[key] for line in metrics(run, "val") for key in ("acc1", "ema_acc1"))
     assert best > max(line["acc1"] for line in metrics(run, "val"))

@@ -114,6 +114,7 @@ LOSS = "from vitamp import loss\n@loss\n"
 SCALED = f"{LOSS}def bad(logits, targets, gamma: float = 2): ...\n"
 METRIC = "from vitamp import metric\n\n\n@metric\n"
 BEYOND = f"{METRIC}def bad(probabilities, labels):\n    return labels[9999]\n"
+NO_ROWS = f"{LOSS}def bad(logits, targets): return logits[range(4), targets].mean()\n"
 BAD = [
     ("TRAIN.LOSS=bad", "def focal(:\n", "line 1: "),
     ("TRAIN.LOSS=bad", "import sys\nsys.exit(0)\n", "mine.py, line 2: SystemExit: 0"),
@@ -128,6 +129,7 @@ BAD = [
     ("TRAIN.LOSS=bad", f"{LOSS}def bad(logits): ...\n", "line 2: loss 'bad' must take"),
     ("TRAIN.LOSS=bad", f"{LOSS}def bad(logits, targets): return logits\n", "as a scalar"),
     ("TRAIN.LOSS=bad", f"{LOSS}def bad(logits, targets):\n    return logits[99]\n", "line 4: IndexError"),
+    ("TRAIN.LOSS=bad TRAIN.DISTILLATION_TYPE=hard TRAIN.TEACHER_MODEL={}", NO_ROWS, "line 3: IndexError"),
     ("TRAIN.LOSS=bad", f"{LOSS}def bade(logits, targets): ...\n", "Did you mean bade?"),
     ("TRAIN.LOSS=bad bad.gamma=high", SCALED, "bad.gamma=high: input should be a valid number"),
     ("TRAIN.LOSS=bad bad.gama=1", SCALED, "Did you mean bad.gamma?"),
@@ -215,11 +217,11 @@ def test_own_code_cannot_end_a_training_as_if_it_were_done(
 
 @pytest.mark.parametrize(("chosen", "text", "words"), BAD, ids=[words for *_, words in BAD])
 def test_an_error_names_file_and_line(
-    vitamp: Vitamp, tiny: Path, tmp_path: Path, chosen: str, text: str, words: str
+    vitamp: Vitamp, tiny: Path, digits_run: Path, tmp_path: Path, chosen: str, text: str, words: str
 ) -> None:
     file = tmp_path / "mine.py"
     file.write_text(text, encoding="utf-8")
-    done = vitamp("-cfg", tiny, "-use", file, *chosen.split(), "-output", tmp_path / "run", code=2)
+    done = vitamp("-cfg", tiny, "-use", file, *chosen.format(digits_run).split(), "-output", tmp_path / "run", code=2)
     assert words in done.err, done.err
     assert not (tmp_path / "run").exists()
 
@@ -254,7 +256,9 @@ def test_the_settings_of_a_run_execute_nothing(vitamp: Vitamp, tmp_path: Path) -
     file.write_text("from pathlib import Path\nPath(__file__).with_suffix('.done').touch()\n", encoding="utf-8")
     based = tmp_path / "based.yaml"
     based.write_text("BASE: [run/config.yaml]\n", encoding="utf-8")
-    for words in (("-cfg", run / "config.yaml"), ("-cfg", based), ("-resume", run), ("-resume", run, "-trust")):
+    (tmp_path / "config.yaml").write_text((run / "config.yaml").read_text())  # and nothing else of a run
+    resumed = (("-resume", run), ("-resume", run, "-trust"), ("-resume", "auto", "-output", tmp_path))
+    for words in (("-cfg", run / "config.yaml"), ("-cfg", based), *resumed):
         done = vitamp(*words, "-dataset", "digits", "-device", "cpu", "-dry_run", code=2)
         assert "there is no loss of this name" in done.err
     assert not file.with_suffix(".done").exists()
@@ -305,14 +309,28 @@ def test_an_error_in_a_loading_process_names_the_line(vitamp: Vitamp, files: Pat
     assert f"{file}, line 8: KeyError: 'lost'" in done.err
 
 
+def test_files_at_home_may_have_one_name_and_capital_settings(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        text = f"{LOSS}def {name}(logits, targets, T: float = 1): return T * logits.square().mean()\n"
+        (tmp_path / name / "loss.py").write_text(text)
+    tiny.write_text(tiny.read_text() + "USE: [~/one/loss.py, ~/two/loss.py]\n")
+    words = ("-cfg", tiny, "TRAIN.LOSS=one", "one.T=2", "-output", tmp_path / "run", "-resume", "auto")
+    vitamp(*words, "TRAIN.MAX_UPDATES=2", env={"HOME": str(tmp_path)}, code=0)
+    done = vitamp(*words, "-dry_run", env={"HOME": str(tmp_path)}, code=0)
+    assert "has changed since the run's last start" not in done.text
+
+
 def test_a_changed_file_is_named_on_resuming(vitamp: Vitamp, tiny: Path, files: Path, tmp_path: Path) -> None:
     file, run = tmp_path / "focal.py", tmp_path / "run"
     file.write_text((files / "focal.py").read_text())
-    vitamp("-cfg", tiny, "-use", file, "TRAIN.LOSS=focal", "-epochs", 1, "-output", run, code=0)
+    use, square = f"{file},{files / 'square.py'}", "TRAIN.AUGMENT=square"
+    vitamp("-cfg", tiny, "-use", use, "TRAIN.LOSS=focal", square, "-epochs", 1, "-output", run, code=0)
+    vitamp("-eval", "-resume", run, "-output", tmp_path / "eval", code=0)  # which needs neither file
     file.write_text(file.read_text() + "\n# changed\n")
-    done = vitamp("-resume", run, "-use", file, "-epochs", 2, code=0)
+    done = vitamp("-resume", run, "-use", use, "-epochs", 2, code=0)
     assert f"{file} has changed since the run's last start" in done.text
-    assert len([*(run / "own_code").iterdir()]) == 2
+    assert len([*(run / "own_code").iterdir()]) == 3
     assert "not used" not in done.text
     own = f"{file},{files / 'Small.py'},{files / 'square.py'},{files / 'stripes.py'},{files / 'kappa.py'}"
     known = ("TRAIN.LOSS=focal", "focal.gamma=3")

@@ -186,6 +186,8 @@ def test_fine_tuning_takes_the_encoder(vitamp: Vitamp, tiny: Path, run: Path, tm
     done = vitamp("-cfg", tiny, PATCHES, "-pretrained", run, "-output", tmp_path / "run", "TRAIN.NUM_EPOCHS=1", code=0)
     assert "tensors of its decoder left out; the file has no head" in done.text
     assert "Open in the settings" not in done.text
+    words = ("-cfg", tiny, *MASKED, "-pretrained", run, "-image_size", 12)  # as a masked autoencoder, at another size
+    assert "pos_embed resized from " in vitamp(*words, "-dry_run", code=0).text
 
 
 def test_fine_tuning_takes_the_sizes_that_the_recipe_leaves_open(

@@ -24,6 +24,8 @@ def test_max_updates_ends_with_validation_and_checkpoint(vitamp: Vitamp, tiny: P
     figures = {line["update"]: line["acc1"] for line in metrics(run, "val")}
     assert figures[50] > figures[44]
     assert index["best"] == "step-000000050"
+    meta = json.loads((run / "checkpoints" / "step-000000050" / "meta.json").read_text())
+    assert meta["metrics"]["acc1"] == figures[50], "saved before the last validation, and again with its metrics"
 
 
 def test_max_time_pauses_and_is_resumed(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
@@ -107,6 +109,9 @@ def test_patience_ends_a_run_without_improvement(vitamp: Vitamp, tiny: Path, tmp
     assert "TRAIN.PATIENCE" in done.out
     assert [line["epoch"] for line in metrics(tmp_path / "run", "val")] == [1, 2, 3]
     assert metrics(tmp_path / "run", "run")[-1]["what"] == "end"
+    reasons = ("TRAIN.PATIENCE=1", "TRAIN.NUM_EPOCHS=2", "TRAIN.MAX_UPDATES=88")
+    done = vitamp("-cfg", tiny, "-output", tmp_path / "many", *words[:2], *reasons, code=0)
+    assert done.out.splitlines()[-2].endswith(" TRAIN.PATIENCE=null TRAIN.NUM_EPOCHS=4 TRAIN.MAX_UPDATES=176")
 
 
 def test_equal_commands_give_equal_results(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:

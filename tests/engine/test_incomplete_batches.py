@@ -103,16 +103,13 @@ def test_gradient_is_the_mean_over_the_images(tiny: Path, teacher: Path, path: s
     assert (stepped - expected).norm() < rounding * expected.norm()
 
 
-def as_words(settings: dict[str, Any]) -> list[str]:
-    return [f"{key.replace('__', '.')}={value}" for key, value in settings.items()]
-
-
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_two_processes_move_by_the_mean_over_the_images(
     vitamp: Vitamp, tiny: Path, tmp_path: Path, strategy: str
 ) -> None:
     """Of the five micro-batches, one process gets three and the other two; the last of these has four images."""
-    run, words = tmp_path / "run", as_words({**ONE_UPDATE, "TRAIN__ACCUM_ITER": 3})
+    run, settings = tmp_path / "run", {**ONE_UPDATE, "TRAIN__ACCUM_ITER": 3}
+    words = [f"{key.replace('__', '.')}={value}" for key, value in settings.items()]
     where = ("-cfg", tiny, "-output", run, "-ngpus", 2, f"DIST.STRATEGY={strategy}")
     vitamp(*where, *words, "TRAIN.MAX_UPDATES=1", "REPORT_FREQ=1", script="main_multi_gpu.py", code=0)
     plain = build(tiny, **ONE_UPDATE)

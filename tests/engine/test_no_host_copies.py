@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from datasets import Window
 from engine.amp.overflow import OverflowWatch
 from tests.engine.amp.modes import MODES
 from tests.engine.small import build, train, windows
@@ -69,22 +67,3 @@ def test_overflowed_update_copies_nothing_to_the_host(tiny: Path) -> None:
     ready.parts.leave_out(OverflowWatch)  # replaying a skipped update does read it, and is meant to
     assert read_backs(ready) == set()
     assert ready.parts.meters.read(ready.parts.precision.scale_tensor(), 0.0).skipped == 4
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here to wait for")
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
-def test_update_never_waits_for_the_gpu(tiny: Path, precision: dict[str, Any], optimizer: str) -> None:
-    ready = build(tiny, torch.device("cuda", 0), **precision, **USUAL, TRAIN__OPTIMIZER__NAME=optimizer)
-    source = windows(ready)
-    train(ready, 3, source)
-    # Loading is not what is tested: the batches are on the GPU before.
-    coming = itertools.islice(source, 3)
-    loaded = [Window(window.shares, iter([batch for _, batch in window])) for window in coming]
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        train(ready, 3, iter(loaded), done=3)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

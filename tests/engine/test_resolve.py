@@ -103,12 +103,6 @@ def test_damaged_preprocessing_is_an_error_that_names_the_file(tmp_path: Path) -
         resolved(MODEL__PRETRAINED=str(tmp_path))
 
 
-def test_auto_classes_are_counted_and_named() -> None:
-    loaded = resolved(MODEL__NUM_CLASSES="auto", DATA__IMAGE_CHANNELS="1")
-    assert loaded.config.MODEL.NUM_CLASSES == 10
-    assert "MODEL.NUM_CLASSES 10: classes of digits" in loaded.notes
-
-
 def of_images(folder: Path, *sizes: tuple[int, int], **words: str) -> Loaded:
     """Image size and patch size `auto`, for two classes of images of these sizes."""
     for number, size in enumerate(2 * sizes):

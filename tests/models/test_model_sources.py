@@ -36,15 +36,6 @@ def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hub"
 
 
-def put_in_cache(cache: Path, name: str, tensors: dict[str, torch.Tensor]) -> None:
-    """The layout of the hub's cache: a reference names the snapshot that holds the file."""
-    repo = cache / f"models--timm--{name}"
-    (repo / "refs").mkdir(parents=True)
-    (repo / "refs" / "main").write_text("abc")
-    (repo / "snapshots" / "abc").mkdir(parents=True)
-    save_file(tensors, repo / "snapshots" / "abc" / "model.safetensors")
-
-
 def test_missing_weights_are_refused_with_the_closest_name(tmp_path: Path) -> None:
     (tmp_path / "vit_base.pth").touch()
     assert "no such file. Did you mean vit_base.pth?" in refusal(tmp_path / "vit_bse.pth")
@@ -126,7 +117,12 @@ def test_cached_weights_are_loaded_without_asking_the_hub(no_cache: Path, monkey
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", ask)
     settings = ModelConfig(NAME="vit_tiny_patch16_224", NUM_CLASSES=21843)
     donor = build_model(settings, 224, 3)
-    put_in_cache(no_cache, HUB_NAME, donor.state_dict())
+    # The layout of the hub's cache: a reference names the snapshot that holds the file.
+    repo = no_cache / f"models--timm--{HUB_NAME}"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("abc")
+    (repo / "snapshots" / "abc").mkdir(parents=True)
+    save_file(donor.state_dict(), repo / "snapshots" / "abc" / "model.safetensors")
     check_pretrained(HUB_NAME)
     ours = build_model(settings.model_copy(update={"NUM_CLASSES": 7}), 224, 3)
     said = load_pretrained(ours, HUB_NAME, "vit_tiny_patch16_224")

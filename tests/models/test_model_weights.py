@@ -304,3 +304,5 @@ def test_new_classifier_with_npz_weights(donor: nn.Module, npz: Path) -> None:
     assert "head left as freshly initialised" in load_pretrained(ours, str(npz), "vit", new_classifier=True)
     assert torch.equal(ours.state_dict()["head.weight"], fresh)
     assert_equal_weights(ours, donor, but=("head.weight", "head.bias"))
+    with pytest.raises(UserError, match="Linear's classifier is unknown"):
+        load_pretrained(nn.Linear(1, 1), str(npz), "linear", new_classifier=True)

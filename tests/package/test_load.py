@@ -24,7 +24,7 @@ from datasets.given import open_given
 from engine.inputs.batches import Inputs, input_of
 from engine.trained.model import load_trained
 from models.weights.find import locate
-from tests.program import change_meta, train_tiny, write_meta
+from tests.program import change_meta, write_meta
 from tools.checkpoint import command as checkpoint
 from tools.export import command as export
 from utils.config.data import DataConfig
@@ -61,12 +61,6 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def copied(digits_run: Path, tmp_path: Path) -> Path:
-    """The best checkpoint of the run, to be changed."""
-    return shutil.copytree(load_trained(digits_run).chosen.place, tmp_path / "checkpoint")
-
-
 def test_two_models_side_by_side_have_the_logits_of_the_program(digits_run: Path, image: Path) -> None:
     state = torch.get_rng_state()
     models = {weights: vitamp.load(digits_run, weights) for weights in ("model", "ema")}
@@ -96,16 +90,7 @@ def test_files_of_weights_are_loaded(digits_run: Path, image: Path, tmp_path: Pa
         assert origin_of(vitamp.load(file)[0]).weights == "ema"
     with pytest.raises(ValueError, match="has no plain weights"):
         vitamp.load(stripped, "model")
-
-
-def test_adapters_are_merged(digits_run: Path, image: Path, tmp_path: Path) -> None:
-    run = train_tiny(tmp_path, "-pretrained", digits_run, "MODEL.LORA.RANK=2", "TRAIN.BASE_LR=0.01")
-    found = loaded(run, image)
-    assert torch.allclose(found, in_program(run, image), rtol=0, atol=1e-6)
-    assert not torch.allclose(found, loaded(digits_run, image), atol=1e-3)
-    (run / "checkpoints" / "base.safetensors").unlink()
-    with pytest.raises(ValueError, match="which need the frozen weights of their run"):
-        vitamp.load(run)
+    assert origin_of(vitamp.load(stripped.rename(tmp_path / "model.safetensors"))[0]).weights == "ema"
 
 
 def test_shards_are_joined_and_calibrations_found(digits_run: Path, image: Path, tmp_path: Path) -> None:
@@ -128,6 +113,9 @@ def test_shards_are_joined_and_calibrations_found(digits_run: Path, image: Path,
     del meta["files"]["model.safetensors"]
     write_meta(origin.path / "meta.json", meta)
     assert torch.equal(loaded(run, image, "model"), loaded(digits_run, image, "model"))
+    (run / "calibration.json").write_text("{")
+    with pytest.raises(ValueError, match=r"calibration\.json"):
+        vitamp.load(run)
 
 
 def test_a_run_with_a_truncated_index_and_a_copy_of_the_users_has_one_answer(
@@ -143,7 +131,9 @@ def test_a_run_with_a_truncated_index_and_a_copy_of_the_users_has_one_answer(
     assert Path(locate(str(run)).file).parent == last
 
 
-def test_what_cannot_be_loaded_names_the_way_on(copied: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_loaded_names_the_way_on(digits_run: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(load_trained(digits_run).chosen.place, tmp_path / "checkpoint")
+
     def error() -> str:
         with pytest.raises(ValueError, match=r"checkpoint") as caught:
             vitamp.load(copied)

@@ -10,7 +10,6 @@ import sys
 import sysconfig
 import venv
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.documents import tracked_files
 from tests.package.test_load import in_program
 from tests.program import ROOT
 from vitamp import __version__
@@ -54,12 +54,6 @@ def run(*words: object, cwd: Path, **env: str) -> str:
     )
     assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
     return done.stdout
-
-
-def tracked_files() -> Iterator[str]:
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
-    yield from (name for name in filter(None, listed.decode().split("\0")) if (ROOT / name).is_file())
 
 
 @pytest.fixture(scope="module")

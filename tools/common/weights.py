@@ -117,9 +117,12 @@ def verify_checkpoints(paths: list[Path]) -> int:
             resumable(inspect(folder))
         except OtherVersion as error:
             log.info("%s", error)
-        except UserError as error:
-            log.error("%s", error)
-            damaged += 1
+        except (UserError, FileNotFoundError) as error:
+            if folder.exists():
+                log.error("%s", error)
+                damaged += 1
+            else:  # of a run that trains
+                log.info("%s: removed by its run meanwhile", folder)
             continue
         log.info("%s: good, %s in %.1f s", folder, size_words(_size(folder)), time.perf_counter() - began)
     return EXIT_FAILED if damaged else EXIT_DONE

@@ -18,7 +18,7 @@ from datasets.base import TITLES, part_of
 from engine.evaluation.data import data_for_evaluation, title_of
 from engine.evaluation.features import features_of
 from engine.evaluation.knn import classify, labelled_data, open_labelled
-from engine.evaluation.linear import FOLDS, STRENGTHS, fit, folds_of
+from engine.evaluation.linear import STRENGTHS, fit, folds_of
 from engine.trained.model import Trained
 from tools.common.evaluation import INTERVALS, OneLabel, SeveralLabels, measured
 from tools.common.tables import in_columns
@@ -57,6 +57,7 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
     for note in notes:
         log.info("%s.", note)
     of_bank, parts = data.model_copy(update={"PART": "train"}), []
+    fold_of, words = folds_of(bank, bank.sample_labels(), data) if asked.probe else (np.empty(0), "")
     for dataset, about in ((bank, of_bank), (images, data)):
         with progress_bar(len(dataset), "images") as bar, trained.computing(trained.config.DATA.val_batch):
             parts.append(features_of(trained, config, dataset, about, world, bar.update))
@@ -81,9 +82,8 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
         "knn": count,
     }
     log.info("%s of %s, in %s", config.MODEL.NAME, trained.chosen.place, trained.precision.name)
-    rows = [["", "strength", f"in {FOLDS} folds", f"{which.mark or which.name}, {TITLES[part_of(data, False)]}"]]
+    rows = [["", "strength", "in folds", f"{which.mark or which.name}, {TITLES[part_of(data, False)]}"]]
     if asked.probe:
-        fold_of, words = folds_of(bank, known.labels, data)
         log.info("%s", words)
         # The classes are those of these images, not the model's.
         about = replace(trained.chosen, meta={**trained.chosen.meta, "classes": images.classes, "thresholds": {}})

@@ -216,7 +216,7 @@ class Hub(Format):
         if run is not None and (run.folder / CURVES).is_file():
             shutil.copyfile(run.folder / CURVES, file / CURVES)
         card = card_of(export, file.name, self.license, run, (file / CURVES).exists())
-        (file / CARD).write_text(card, encoding="utf-8")
+        (file / CARD).write_text(card, encoding="utf-8", errors="replace")
         present = [name for name in (CONFIG, WEIGHTS, CARD, CURVES) if (file / name).exists()]
         return f"{', '.join(present)}, {export.input_summary}"
 

@@ -45,6 +45,7 @@ ENDINGS = {"onnx": ".onnx", "torch": ".pt2", "safetensors": ".safetensors"}
 """Formats that are one file each"""
 HUB, PADDLE = "hub", ".pdparams"
 KNOWN = (*ENDINGS, HUB)
+ONLY_WEIGHTS = ("safetensors", HUB)
 DTYPES = ("fp32", "fp16", "bf16")
 IMAGES_CHECKED = 256
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -148,6 +149,10 @@ def main(argv: list[str]) -> int:
             f"-to {HUB}: this model has several labels per image, but the Hub and timm's example code apply a softmax, "
             "which fits only one label; use safetensors, whose header names the sigmoid."
         )
+    pool, own = trained.config.MODEL.POOL, getattr(trained.model, "global_pool", None)
+    weights = [name for name in formats if name in ONLY_WEIGHTS]
+    if weights and pool is not None and (pool, own) != ("class", "token"):  # these two are the same
+        raise UserError(f"-to {weights[0]}: timm's model has no MODEL.POOL {pool}; use -to torch or onnx.")
     images = images_for_check(trained, asked.images, asked.check, asked.part or "val")
     if asked.with_resize:
         from tools.export.from_image import whole_images
@@ -168,7 +173,7 @@ def _formats(asked: Namespace) -> list[str]:
     names = list(dict.fromkeys(asked.to.split(",")))
     if unknown := [name for name in names if name not in KNOWN]:
         raise UserError(f"-to {asked.to}: unknown format {unknown[0]!r}; formats are {NAMES}.")
-    if asked.with_preprocess and (weights := [name for name in names if name in ("safetensors", HUB)]):
+    if asked.with_preprocess and (weights := [name for name in names if name in ONLY_WEIGHTS]):
         raise UserError(f"-with_preprocess: {weights[0]} holds only weights; leave out the flag or {weights[0]}.")
     if asked.with_resize and (others := [name for name in names if name != "onnx"]):
         raise UserError(f"-with_resize: works only with -to onnx; export {others[0]} by a command of its own.")

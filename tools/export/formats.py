@@ -361,8 +361,6 @@ class Safetensors(Format):
         import safetensors.torch
 
         chosen, tensors = export.trained.chosen, export.model.state_dict()
-        if (pool := export.trained.config.MODEL.POOL) is not None:
-            raise UserError(f"-to safetensors: timm's model has no MODEL.POOL {pool}; use -to torch or onnx.")
         of_run = {key: chosen.meta[key] for key in FOR_TOOLS if key in chosen.meta}
         # One key: safetensors writes several in a different order each time.
         header = encoded({EXPORTED: {**export.metadata(False), **of_run, **needed_by_tools(chosen)}})

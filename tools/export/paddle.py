@@ -12,7 +12,7 @@ import numpy as np
 import timm
 
 from engine.inputs.batches import input_of
-from models.build import build_without_weights, is_timm_name
+from models.build import build_without_weights, is_timm_name, timm_call
 from models.weights.paddle import (
     CLASSIFIERS,
     OF_A_CLASSIFIER,
@@ -136,7 +136,9 @@ def _header(converted: Converted, target: Target, file: Path) -> dict[str, str]:
             "DATA.IMAGENET_STD": list(pretrained.std),
         }
         config = load_config(None, {key: (value, "the file") for key, value in values.items()}, {}).config
+        name, arguments = timm_call(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
         about |= {
+            "timm": {"name": name, "arguments": arguments},
             "model": target.name,
             "made_by": "vitamp",
             "weights": "the model's weights",

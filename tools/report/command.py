@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tools.common.command_line import OVERWRITE, PART, TRUST, Tool, tool
-from utils.errors import EXIT_DONE
+from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional
 from utils.log import log
 
@@ -32,6 +32,8 @@ TOOL = Tool("report.py", __doc__, OWN, (Positional("runs", "RUN", "a run's folde
 @tool
 def main(argv: list[str]) -> int:
     line = TOOL.read(argv)
+    if line.asked.no_predictions and "part" in line.given:
+        raise UserError(f"-part {line.asked.part}: -no_predictions evaluates no split; leave one of them out.")
     asked, out = line.asked, line.file("out", ".html", ".htm")
 
     from tools.common.comparison import verdict_of

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engine.amp.low_precision import force_fp32
 from engine.amp.print_amp import amp_table
-from tests.program import Vitamp, metrics, write_meta
+from tests.program import ROOT, Vitamp, metrics, write_meta
 
 # ---- the table of -print_amp
 
@@ -28,13 +28,13 @@ def rows_of(table: str) -> dict[str, list[str]]:
 
 def test_print_amp_shows_listed_operators_at_o1(vitamp: Vitamp, tiny: Path) -> None:
     """matmul_v2 is Paddle's word, for a linear layer's product as well."""
-    absent = "DATA.DATASET=imagenet2012"  # data are not needed
+    absent, speed = "DATA.DATASET=imagenet2012", "SPEED=-fused,-linear_patches"  # data are not needed
     lists = ("AMP.CUSTOM_WHITE_LIST=layer_norm", "AMP.CUSTOM_BLACK_LIST=[softmax, matmul_v2]")
     for words, *expected in (
         ((), "layer_norm fp32", "softmax bf16", "matmul bf16", "linear bf16"),
         (lists, "layer_norm bf16", "softmax fp32", "matmul fp32", "linear fp32"),
     ):
-        done = vitamp("-cfg", tiny, "-print_amp", "-amp", "bf16", *words, "SPEED=-linear_patches", absent, code=0)
+        done = vitamp("-cfg", tiny, "-print_amp", "-amp", "bf16", *words, speed, absent, code=0)
         above, _, table = done.out.partition("\n\n")
         assert "tiny in bf16 by autocast" in above
         assert ", no loss scaling" in above
@@ -45,6 +45,9 @@ def test_print_amp_shows_listed_operators_at_o1(vitamp: Vitamp, tiny: Path) -> N
         assert expected[2] in attention
         assert rows["blocks.0.attn.qkv"][-1] == expected[3]
         assert rows["patch_embed.proj"][-1] == "conv2d bf16", "what is on no list stays"
+    page = " ".join((ROOT / "docs" / "amp.md").read_text(encoding="utf-8").split())
+    assert "`SPEED=-fused` computes softmax in bf16" in page
+    assert "with `AMP.CUSTOM_BLACK_LIST=[softmax]`, CPUs use fp32 too" in page
 
 
 def table(model: nn.Module, images: Tensor | None = None) -> dict[str, list[str]]:

@@ -20,7 +20,7 @@ from engine.amp import low_precision
 from engine.amp.low_precision import cast_weights, force_fp32, forced_modules
 from engine.amp.precision import check_amp
 from engine.speed.convolutions import LinearPatches
-from engine.update import TrainState, accumulate, train_update
+from engine.update import TrainState, train_update
 from tests.engine.amp.modes import FP32, MODES, PLAIN_STEPS, amp, change
 from tests.engine.small import Scale, build, built_of, flat, parts_of, window_of, windows
 from utils.config import AmpConfig, TrainConfig
@@ -88,15 +88,6 @@ def test_running_statistics_are_those_of_the_masters(level: str) -> None:
         assert (ours[name] - theirs[name]).norm() < 0.05 * stepped, name
     copied = dict(computing[level].named_buffers())
     assert all(copied[name] is buffer for name, buffer in model.named_buffers())
-
-
-def test_frozen_weights_get_no_gradients() -> None:
-    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.Linear(4, 3))
-    model[1].requires_grad_(False)
-    parts = parts_at("NAIVE", model, torch.optim.SGD(model.parameters()))
-    accumulate(parts, window_of(torch.ones(2, 1, 2, 2)), 1)
-    assert [p.grad is None for p in model.parameters()] == [True, True, False, False]
-    assert all(p.grad is None for p in parts.forward.parameters())
 
 
 # ---- AMP.FP32_MODULES

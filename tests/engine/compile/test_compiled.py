@@ -71,10 +71,6 @@ def compiled(ready: ReadyToTrain, how: str, samples: int = 16) -> ReadyToTrain:
     return ready
 
 
-def in_precision(level: str, dtype: str = "bf16") -> Precision:
-    return Precision(AmpConfig.model_validate({"ENABLED": True, "LEVEL": level, "DTYPE": dtype}), torch.device("cpu"))
-
-
 def weights(ready: ReadyToTrain) -> torch.Tensor:
     return torch.cat([value.detach().flatten().float() for value in ready.parts.model.state_dict().values()])
 
@@ -159,6 +155,7 @@ def test_graph_cache_key_includes_the_precision() -> None:
     config: Any = torch.compiler.config
     tags = set()
     for level, dtype in [("O0", "bf16"), ("O1", "bf16"), ("O1", "fp16"), ("O1", "bf16"), ("O2", "fp16")]:
-        compiling._configure_compiler(DataConfig(), in_precision(level, dtype), ALONE)
+        amp = AmpConfig.model_validate({"ENABLED": True, "LEVEL": level, "DTYPE": dtype})
+        compiling._configure_compiler(DataConfig(), Precision(amp, torch.device("cpu")), ALONE)
         tags.add(config.cache_key_tag)
     assert len(tags) == 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +11,11 @@ from timm.data.mixup import Mixup
 from timm.loss.cross_entropy import SoftTargetCrossEntropy
 from torch import Tensor
 
-from datasets import Window
 from engine.amp.overflow import OverflowWatch
 from engine.inputs.batches import TransformedBatch
 from engine.inputs.mixing import Mixing, build_batch_transform
 from engine.task.one import OneLabel
-from tests.engine.small import CPU, build, train, windows
+from tests.engine.small import CPU, build, train
 from utils.config.train import TrainConfig
 from utils.seeding import seed_all
 
@@ -120,37 +118,10 @@ def test_random_erasing_follows_its_settings() -> None:
     assert len(erased(RANDOM_ERASE_PROB=1.0, RANDOM_ERASE_MODE="pixel")[0].unique()) > 6
 
 
-def keeping(parts: Any) -> list[TransformedBatch]:
-    """Every result of parts.batch_transform from now on."""
-    found, inner = [], parts.batch_transform
-
-    def change(images: Tensor, labels: Tensor) -> TransformedBatch:
-        found.append(inner(images, labels))
-        return found[-1]
-
-    parts.batch_transform = change
-    return found
-
-
-def test_batch_transform_depends_on_the_micro_batch_only(tiny: Path) -> None:
-    """The second micro-batch of an update on its own, as another process would have it."""
-    ready = build(tiny, TRAIN__ACCUM_ITER=2, DATA__BATCH_SIZE=16, **ALL_ON)
-    window = next(windows(ready))
-    pairs = list(window)
-    found = keeping(ready.parts)
-    train(ready, 1, iter([Window(window.shares, iter([batch for _, batch in pairs]))]), done=4)
-    both = list(found)
-    found.clear()
-    train(ready, 1, iter([Window(window.shares[1:], iter([pairs[1][1]]))]), done=4)
-    assert torch.equal(found[0].images, both[1].images)
-    assert torch.equal(found[0].targets, both[1].targets)
-    train(ready, 1, iter([Window(window.shares[1:], iter([pairs[1][1]]))]), done=5)
-    assert not torch.equal(found[1].images, found[0].images), "another update draws anew"
-
-
 def test_replay_of_a_skipped_update_mixes_the_same_images(tiny: Path) -> None:
     ready = build(tiny, AMP__ENABLED="true", AMP__DTYPE="fp16", AMP__INIT_LOSS_SCALING=1e30, **ALL_ON)
-    found = keeping(ready.parts)
+    found, inner = list[TransformedBatch](), ready.parts.batch_transform
+    ready.parts.batch_transform = lambda images, labels: found.append(inner(images, labels)) or found[-1]
     ready.parts.assemble()  # so that the replay is watched as well
     train(ready, 1)
     watch = ready.parts.callback(OverflowWatch)

@@ -180,7 +180,8 @@ def test_stages_are_logged_and_do_not_change_training(vitamp: Vitamp, tiny: Path
     for name in ("data_ms", "optimiser_ms"):
         drawn = [point.value for point in board.Scalars(f"train/{name}")]
         assert drawn == pytest.approx([perf[name] for perf in figures], abs=1e-3)
-    assert (tmp_path / "on" / "profile.json").exists()
+    trace = json.loads((tmp_path / "on" / "profile.json").read_text())
+    assert any("aten::addmm" in str(event.get("name")) for event in trace["traceEvents"])
     assert "no trace" not in on.text
 
 

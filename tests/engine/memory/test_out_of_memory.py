@@ -14,7 +14,7 @@ from engine.machine.device import Run
 from engine.machine.memory import IN_VALIDATION, is_out_of_memory
 from engine.memory.out_of_memory import describe, ways_out
 from tests.engine.small import CPU, build
-from tests.program import ROOT, Result, Vitamp, metrics
+from tests.program import ROOT, Result, Vitamp
 from utils.config import load_config
 from utils.distributed.world import ALONE
 
@@ -86,21 +86,6 @@ def test_evaluation_with_auto_batch_advises_a_smaller_one(tiny: Path) -> None:
     told = describe(error, Run(config, ALONE, CPU, threads=1))
     assert "-batch_size_eval N, smaller than the size that auto found" in told
     assert "-batch_size auto" not in told
-
-
-@pytest.mark.slow  # three runs
-def test_advised_flags_resume_the_same_training(small_device: SmallDevice, tmp_path: Path) -> None:
-    run, whole, words = tmp_path / "run", tmp_path / "whole", ["SAVE_FREQ=1", "REPORT_FREQ=1", "TRAIN.MAX_UPDATES=70"]
-    stopped = small_device(*words, "-batch_size", 28, "-output", run, ABOVE=14, FROM=60)
-    assert stopped.code == 1, stopped.text
-    (resume,) = re.findall(r"resume from it with (-resume \S+) and one of these", stopped.err)
-    (advice,) = re.findall(r"Ways out:\n  (-batch_size [^:]+):", stopped.err)
-    on = small_device(*resume.split(), *advice.split(), *words, ABOVE=14)
-    assert on.code == 0, on.text
-    assert small_device(*words, "-batch_size", 28, "-output", whole).code == 0
-    ours, theirs = (metrics(folder, "train") for folder in (run, whole))
-    assert [line["update"] for line in ours] == [line["update"] for line in theirs]
-    assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in theirs], rel=1e-4)
 
 
 def test_out_of_memory_before_the_first_update_exits_with_2(small_device: SmallDevice, tmp_path: Path) -> None:

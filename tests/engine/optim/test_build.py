@@ -118,6 +118,7 @@ def test_momentum_is_initialised_if_the_first_update_is_skipped(monkeypatch: pyt
     model = Scale()
     settings = TrainConfig(OPTIMIZER=OptimizerConfig(NAME="SGD", MOMENTUM=0.5), WEIGHT_DECAY=0)
     parts = parts_of(model, build_optimizer(model, settings, 1.0, CPU), FP16)
+    parts.assemble()
     for update, value in enumerate((3e38, 0.25, 0.25), start=1):
         train_update(parts, window_of(flat(value)), update)
     assert model.weight.item() == 1.0 - 0.25 - (0.25 + 0.125)

@@ -101,7 +101,8 @@ class Reference:
     def step(self, model: nn.Module, rate: float, decay: float) -> None:
         self.updates += 1
         for name, parameter in model.named_parameters():
-            weight, gradient, number = self.weights[name], _gradient(parameter), self.matrices.get(name, 0)
+            assert parameter.grad is not None
+            weight, gradient, number = self.weights[name], parameter.grad.double(), self.matrices.get(name, 0)
             decayed = decay if weight.ndim > 1 else 0.0
             if number:
                 self.first[name] = 0.95 * self.first[name] + 0.05 * gradient
@@ -115,11 +116,6 @@ class Reference:
                 mean = self.first[name] / (1 - 0.9**self.updates)
                 change = mean / ((self.second[name] / (1 - 0.999**self.updates)).sqrt() + 1e-8)
             self.weights[name] = weight * (1 - rate * decayed) - rate * change
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad.double()
 
 
 @pytest.mark.parametrize(

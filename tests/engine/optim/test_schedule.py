@@ -102,6 +102,7 @@ def test_optimizer_steps_with_rates_on_the_device(name: str) -> None:
         settings = TrainConfig(**COSINE, OPTIMIZER=OptimizerConfig(NAME=name))
         optimizer = build_optimizer(model, settings, 1.0, CPU)
         parts = parts_of(model, optimizer, FP16)
+        parts.assemble()
         made = build_scheduler(optimizer, settings, (1.0, 0.1, 0.01), PER_EPOCH)
         parts.schedule = schedule_of(made, optimizer, 30, on_device)
         for update, value in enumerate((0.5, 3e38, 0.25, 3e38, 0.125, 0.5), start=1):
@@ -145,12 +146,3 @@ def test_wsd_is_constant_and_decays_at_the_end(on_device: bool) -> None:
     assert seen[:10] == pytest.approx([0.1 + 0.09 * n for n in range(10)])
     assert seen[10:41] == [1.0] * 31
     assert seen[40:] == pytest.approx([0.01 + 0.99 * (1 - math.sqrt(n / 10)) for n in range(11)])
-
-
-def test_wsd_made_longer_goes_on_at_the_same_rate() -> None:
-    short, long = ({**WSD, "NUM_EPOCHS": epochs} for epochs in (10, 20))
-    seen = [rates_of(*schedule(**settings), updates=50) for settings in (short, long)]
-    assert seen[0][:41] == seen[1][:41]
-    made, optimizer = schedule(**long)
-    made.restore(40)
-    assert rates_of(made, optimizer, 60)[:41] == [1.0] * 41

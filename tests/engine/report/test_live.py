@@ -166,9 +166,3 @@ def test_no_color_leaves_out_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Brief().colours
     monkeypatch.setenv("NO_COLOR", "1")
     assert (Brief().moves, Brief().colours) == (True, False)
-
-
-def test_detail_is_logged_where_nothing_is_shortened(said: pytest.LogCaptureFixture) -> None:
-    log.info("detail", extra=DETAIL)
-    assert said.messages == ["detail"]
-    assert said.records[0].levelno == logging.INFO

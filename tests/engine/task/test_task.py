@@ -7,10 +7,13 @@ from dataclasses import fields
 import pytest
 import torch
 
+from datasets import Batch
+from engine.task import own_code
 from engine.task.base import Metrics
 from engine.task.one import OneLabel, ValidationMeans
 from engine.task.several import LabelMetrics, SeveralLabels
 from utils.config import load_config
+from utils.distributed.world import ALONE
 from utils.errors import UserError
 from vitamp.metrics import METRICS, NO_LABELS, ONE_LABEL, SEVERAL_LABELS, TaskKind
 
@@ -49,3 +52,11 @@ def test_logits_of_the_mean_have_its_probabilities() -> None:
         torch.testing.assert_close(found, torch.stack([activation(logits) for logits in outputs]).mean(0))
     far = [torch.tensor([[-300.0, 300.0]])] * 2
     torch.testing.assert_close(SeveralLabels(2).averaged(far), far[0], msg="far from rounding to 0 and 1")
+
+
+def test_own_metrics_get_the_column_of_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_code, "measured", lambda *given: {"columns": given[-1].ndim})
+    task, cpu = SeveralLabels(1), torch.device("cpu")
+    tally = own_code.WithOwnMetrics(task.tally(1, cpu), task, 1, cpu)
+    tally.add(torch.zeros(1, 1), Batch(torch.zeros(1), torch.ones(1, 1), torch.arange(1)))
+    assert tally.metrics(ALONE).more == {"columns": 2}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,3 +85,9 @@ def spans(path: Path) -> Iterator[str]:
     """`code` in running text and tables."""
     outside = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     yield from re.findall(r"`([^`\n]+)`", outside)
+
+
+def tracked_files() -> Iterator[str]:
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
+    yield from (name for name in filter(None, listed.decode().split("\0")) if (ROOT / name).is_file())

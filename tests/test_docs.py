@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from tests.documents import PAGES, Block, blocks, commands, spans
+from tests.documents import PAGES, Block, blocks, commands, spans, tracked_files
 from tests.lint import for_each
 from tests.program import ROOT
 from utils.cli import FLAG, WORD, entry_parser, parse
@@ -106,14 +106,8 @@ def test_commands_are_those_the_program_takes(page: Path) -> None:
 @pytest.mark.parametrize("block", [pytest.param(block, id=str(block), marks=marks_of(block)) for block in RUN])
 def test_a_block_runs_as_it_is_printed(block: Block, tmp_path: Path) -> None:
     place = tmp_path / "vitamp"
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-    ).stdout
-    for name in filter(None, listed.decode().split("\0")):
-        if (ROOT / name).is_file() and not name.startswith("tests/"):
+    for name in tracked_files():
+        if not name.startswith("tests/"):
             (place / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, place / name)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

@@ -1,29 +1,12 @@
-"""What docs/migrating.md and docs/amp.md say of other programs, checked where these are installed."""
+"""What docs/migrating.md says of other programs."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
 from tests.documents import blocks, commands
-from tests.program import Vitamp
+from tests.program import ROOT
 from utils.cli import parse
 from utils.config import Config, load_config
 from utils.config.keys import default_of
-
-ROOT = Path(__file__).resolve().parents[1]
-
-
-@pytest.mark.parametrize(("more", "precision"), [((), "bf16"), (("AMP.CUSTOM_BLACK_LIST=[softmax]",), "fp32")])
-def test_the_softmax_of_plain_attention_on_a_cpu(
-    vitamp: Vitamp, tiny: Path, more: tuple[str, ...], precision: str
-) -> None:
-    done = vitamp("-cfg", tiny, "-device", "cpu", "-amp", "bf16", "-print_amp", "SPEED=-fused", *more, code=0)
-    assert f"softmax {precision}" in done.out
-    page = " ".join((ROOT / "docs" / "amp.md").read_text(encoding="utf-8").split())
-    assert "`SPEED=-fused` computes softmax in bf16" in page
-    assert "with `AMP.CUSTOM_BLACK_LIST=[softmax]`, CPUs use fp32 too" in page
 
 
 def defaults_rows() -> dict[str, list[str]]:

@@ -89,23 +89,23 @@ def damage(run: Path, file: str, *damages: tuple[str, Any]) -> None:
     (damage_meta if file == META else damage_state)(run, *damages)
 
 
-def damage_meta(run: Path, *damages: tuple[str, Any]) -> None:
-    path = run / "checkpoints" / NEWEST / META
+def damage_meta(run: Path, *damages: tuple[str, Any], name: str = NEWEST) -> None:
+    path = run / "checkpoints" / name / META
     meta = json.loads(path.read_text())
     for place, value in damages:
         replace(meta, place, value)
     write_meta(path, meta)
 
 
-def damage_state(run: Path, *damages: tuple[str, Any]) -> None:
+def damage_state(run: Path, *damages: tuple[str, Any], name: str = NEWEST) -> None:
     """Damage the state, and update its hash."""
-    path = run / "checkpoints" / NEWEST / STATE
+    path = run / "checkpoints" / name / STATE
     state = torch.load(path, weights_only=True)
     for place, value in damages:
         replace(state, place, value)
     torch.save(state, path)
     seal = {"size": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-    damage_meta(run, ("files state.pt", seal))
+    damage_meta(run, ("files state.pt", seal), name=name)
 
 
 def chosen(run: Path) -> str | None:

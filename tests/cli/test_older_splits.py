@@ -5,14 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.program import Vitamp, change_settings, save_image
-
-RECIPE = """\
-DATA: {{DATASET: imagefolder, DATA_PATH: {path}, IMAGE_SIZE: 8, BATCH_SIZE: 4, NUM_WORKERS: 0}}
-MODEL: {{NAME: tiny, NUM_CLASSES: 2, PATCH_SIZE: 4, EMBED_DIM: 16, DEPTH: 1, NUM_HEADS: 2}}
-TRAIN: {{NUM_EPOCHS: 1, WARMUP_EPOCHS: 0, BASE_LR: 2e-3}}
-THREADS: 1
-DEVICE: cpu
-"""
+from tests.tools.test_evaluated_data import RECIPE
 
 
 def test_weights_of_an_earlier_version_are_evaluated_on_the_images_it_did_not_train_on(
@@ -21,8 +14,8 @@ def test_weights_of_an_earlier_version_are_evaluated_on_the_images_it_did_not_tr
     data, run = tmp_path / "set", tmp_path / "run"
     for number in range(24):
         save_image(data / "ab"[number % 2] / f"{number}.jpg", number, (12, 12))
-    (tmp_path / "recipe.yaml").write_text(RECIPE.format(path=data))
-    vitamp("-cfg", tmp_path / "recipe.yaml", "-output", run, code=0)
+    (tmp_path / "recipe.yaml").write_text(RECIPE.format(path=data, exclude="null"))
+    vitamp("-cfg", tmp_path / "recipe.yaml", "-output", run, "MODEL.NUM_CLASSES=2", code=0)
     change_settings(run, {"DATA.LISTING": 1, "TRAIN.OOM": "stop"}, without="SPEED")
     saved = (run / "config.yaml").read_text().replace("  KNN: null\n", "  KNN:\n    K: 20\n")
     (run / "config.yaml").write_text(f"{saved}LOCAL_NOISE: 3\n")

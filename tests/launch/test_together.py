@@ -179,7 +179,7 @@ def test_port_in_use_is_reported(ranks: Ranks) -> None:
     [
         (["-host", "localhost"], {}, "missing: -port -rank -world_size"),
         ([], {"PMI_RANK": "1", "PMI_SIZE": "4"}, "one of 4 processes"),
-        ([], {"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR must be the host of rank 0"),
+        ([], {"RANK": "0", "WORLD_SIZE": "2"}, "rank 0 of 2 (RANK, WORLD_SIZE): MASTER_ADDR must be the host"),
     ],
 )
 def test_incomplete_rank_settings_are_refused(tiny: Path, flags: list[str], env: dict[str, str], said: str) -> None:

@@ -25,15 +25,10 @@ FILE = "calibration.json"
 PREDICT = ("-part", "val", "-topk", "1", "-format", "csv")
 
 
-def overconfident(count: int = 4000) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits that are three times as large as their labels justify."""
-    generator = torch.Generator().manual_seed(5)
-    logits = 2 * torch.randn(count, 6, generator=generator)
-    return 3 * logits, torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
-
-
 def test_fit_finds_the_temperature_of_lowest_nll() -> None:
-    logits, labels = overconfident()
+    generator = torch.Generator().manual_seed(5)
+    justified = 2 * torch.randn(4000, 6, generator=generator)
+    logits, labels = 3 * justified, torch.multinomial(justified.softmax(1), 1, generator=generator)[:, 0]
     found = fit_temperature(logits, labels)
     assert found == pytest.approx(3, rel=0.05)
     losses = [float(F.cross_entropy(logits.double() / (found * factor), labels)) for factor in (0.999, 1, 1.001)]

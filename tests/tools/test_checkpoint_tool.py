@@ -16,7 +16,8 @@ from safetensors import safe_open
 
 from tests.program import Result, Vitamp, change_settings, made_meta, metrics, save_image, train_tiny
 from tests.saved import save_checkpoint
-from vitamp.checkpoints import MODEL
+from tools.common import weights as tool_of_weights
+from vitamp.checkpoints import MODEL, checkpoints_at
 from vitamp.metrics import AVERAGE
 from vitamp.weights import read_header
 
@@ -85,6 +86,11 @@ def test_verify_reports_damage_and_checks_the_rest(tool: Callable[..., Result], 
     assert done.out.count(": good, ") == 3, "the others are verified too"
     one = tool("verify", copy / "checkpoints" / NAMES[0], copy / "checkpoints" / NAMES[1] / MODEL, code=1)
     assert one.out.count(": good, ") == 1
+
+
+def test_verify_goes_on_where_a_run_removes_a_checkpoint(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool_of_weights, "checkpoints_at", lambda path: [path / "gone", *checkpoints_at(path)])
+    assert tool_of_weights.verify_checkpoints([run]) == 0
 
 
 @pytest.mark.parametrize(("flags", "file"), [((), EMA), (("-weights", "model"), MODEL)])

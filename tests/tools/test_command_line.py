@@ -47,11 +47,7 @@ def test_own_flags_and_those_of_the_run_are_kept_apart() -> None:
     [
         (["-cuont", "3"], "unknown flag -cuont. Did you mean -count?"),
         (["-num_clases", "3"], "unknown flag -num_clases. Did you mean -num_classes?"),
-        (["count=3"], "Did you mean -count=3?"),
-        (["count"], "Did you mean -count?"),
         (["-count"], "-count needs a value: -count N (how many)"),
-        (["-quiet=1"], "-quiet takes no value"),
-        (["-quiet", "1"], "-quiet takes no value"),
         (["-dry_run"], "tool.py has no -dry_run; use main_single_gpu.py, which has it"),
     ],
 )
@@ -162,13 +158,11 @@ def test_unusable_output_is_refused_before_the_work(
     assert old.read_text() == "mine"
 
 
-def test_output_file_accepts_only_regular_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
+def test_output_file_accepts_only_regular_files(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "old").write_text("old")
     (tmp_path / "link").symlink_to("old")
     assert check_output_file(tmp_path / "new", "-out") == tmp_path / "new"
-    assert check_output_file(Path("~/new"), "-out") == tmp_path / "new"
     assert check_output_file(tmp_path / "link", "-out") == tmp_path / "link"
     assert (tmp_path / "old").read_text() == "old"
     for path, said in (

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from safetensors.torch import load_file
 from scipy.stats import norm
 from sklearn import metrics as sklearn
@@ -24,9 +23,9 @@ from sklearn.neighbors import KNeighborsClassifier
 from engine.evaluation import knn
 from engine.task.several import scores_of
 from engine.trained.model import Trained, load_trained, split_of_run
+from tests.cli.test_pretraining import dark_and_light
 from tests.predicted import validation_predictions
 from tests.program import Result, Vitamp, metrics, run_program
-from tools.checkpoint import command as checkpoint
 from tools.common.evaluation import OneLabel, balanced_accuracy_interval, macro_f1_interval, ranking_intervals, table_of
 from utils.text import Interval, wilson
 from vitamp.metrics import BALANCED, MACRO_F1, TOP1, TOP5
@@ -236,16 +235,6 @@ def test_bad_command_lines_are_refused(say: Say, digits_run: Path, tmp_path: Pat
         assert "Traceback" not in done.err
 
 
-def test_missing_ema_is_refused_before_the_evaluation(
-    say: Say, digits_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tools.common.evaluation.batches_of", lambda *_: pytest.fail("it was evaluated"))
-    plain = tmp_path / "plain.safetensors"
-    assert checkpoint.main(["strip", str(digits_run), "-weights", "model", "-out", str(plain)]) == 0
-    done = say(plain, "-weights", "ema", code=2)
-    assert "has no EMA (TRAIN.MODEL_EMA) weights; use -weights model" in done.err
-
-
 # 95 % intervals hold the true value about that often.
 
 
@@ -365,12 +354,7 @@ def test_ranking_without_error_and_without_classes() -> None:
 def flowers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two classes of images that any features separate."""
     folder = tmp_path_factory.mktemp("flowers")
-    for number in range(40):
-        path = folder / ("dark" if number % 2 else "striped") / f"{number}.png"
-        path.parent.mkdir(exist_ok=True)
-        pixels = np.random.default_rng(number).integers(0, 40, (8, 8), dtype=np.uint8)
-        pixels[:, :: 2 + 6 * (number % 2)] += 200 - 190 * (number % 2)
-        Image.fromarray(pixels).save(path)
+    dark_and_light(folder)
     return folder
 
 

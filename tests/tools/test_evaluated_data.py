@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.program import Vitamp, metrics, save_image
+from tests.program import Vitamp, metrics, run_program, save_image
 from tools.checkpoint import command as checkpoint
 
 RECIPE = """\
@@ -35,8 +35,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(place: Path) -> Path:
     """A run on 30 images in class folders, without one that DATA.EXCLUDE names."""
-    from tests.program import run_program
-
     folders(place / "own", "own", 10)
     (place / "exclude.txt").write_text("a/own3.jpg\nb/new1.jpg\n")
     recipe = RECIPE.format(path=place / "own", exclude=place / "exclude.txt")
@@ -86,17 +84,13 @@ def test_other_data_with_splits_is_evaluated_on_its_validation_split(vitamp: Vit
     assert test.startswith(f"imagefolder in {tmp_path / 'new'}, test split: 9 images")
 
 
-def of_splits(root: Path) -> Path:
-    """Images in train/, without a class in test/, and a hidden folder."""
-    folders(root / "train", "train", 4)
-    folders(root / "test", "test", 2, "ab")
-    save_image(root / "train" / ".ipynb_checkpoints" / "0.jpg", seed=1, size=(12, 12))
-    return root
-
-
 @pytest.mark.slow
 def test_parts_of_a_run_on_the_folders_train_and_test(vitamp: Vitamp, tmp_path: Path) -> None:
-    own = of_splits(tmp_path / "own")
+    """Images in train/, without a class in test/, and a hidden folder."""
+    own = tmp_path / "own"
+    folders(own / "train", "train", 4)
+    folders(own / "test", "test", 2, "ab")
+    save_image(own / "train" / ".ipynb_checkpoints" / "0.jpg", seed=1, size=(12, 12))
     (tmp_path / "icons.yaml").write_text(RECIPE.format(path=own, exclude="null"))
     done = vitamp("-cfg", tmp_path / "icons.yaml", "-output", tmp_path / "run", code=0)
     assert done.text.count("has no image for") == done.text.count("no image for 1 of its 3 classes (the first: c)") == 1

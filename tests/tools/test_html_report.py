@@ -233,6 +233,7 @@ def test_default_place_of_the_page(tmp_path: Path) -> None:
         (["nowhere"], "nowhere: no run there"),
         (["{run}", "-out", "page"], "-out page: name a file that ends in .html"),
         ([], "-h lists all arguments"),
+        (["{run}", "-no_predictions", "-part", "test"], "-part test: -no_predictions evaluates no split"),
     ],
 )
 def test_bad_command_lines_are_refused(

@@ -31,6 +31,7 @@ from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+import vitamp
 from engine.trained.model import load_trained
 from models.weights.fit import load_pretrained
 from models.weights.paddle import all_rules, convert, read_pdparams, rules_of, sizes_of_weights, timm_name
@@ -232,6 +233,7 @@ def test_model_is_recognised_by_sizes_or_file_name(tool: Tool, tmp_path: Path) -
     with torch.no_grad():
         expected = model(trained.inputs(images))
         assert torch.allclose(of_timm(trained.inputs(images)), expected, atol=1e-6)
+        assert torch.allclose(vitamp.load(out)[0](trained.inputs(images)), expected, atol=1e-6)
     assert torch.allclose(trained.logits(images), expected, atol=1e-5)
     assert trained.config.DATA.IMAGENET_MEAN == (0.485, 0.456, 0.406)
 

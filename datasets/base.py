@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -164,19 +163,6 @@ def mean_colour(data: DataConfig) -> Colour:
 
 PAD = 4
 """Width of the black border of DATA.CROP: pad, in pixels, as is usual for CIFAR"""
-
-
-def resized_size(data: DataConfig, width: int, height: int) -> tuple[int, int]:
-    """Width and height to which validation resizes an image before it takes the centre, by DATA.CROP_MODE."""
-    side = math.floor(data.IMAGE_SIZE / data.CROP_PCT)
-    if data.CROP_MODE == "squash":
-        return side, side
-    if data.CROP_MODE == "border":
-        ratio = max(width, height) / side
-        return max(1, round(width / ratio)), max(1, round(height / ratio))
-    if width <= height:
-        return side, int(side * height / width)
-    return int(side * width / height), side
 
 
 class ImageDataset(Dataset[Batch]):

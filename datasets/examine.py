@@ -226,7 +226,7 @@ def notes_of(found: Findings, data: DataConfig, weighted: bool, check: str) -> l
     of = f"of {found.looked_at:,} training images"
     of += "" if found.looked_at == found.images["training"] else " looked at"
     if number := found.modes.get(TRANSPARENT):
-        notes.append(f"With transparent pixels, composited by DATA.BACKGROUND={data.BACKGROUND}: {number:,} {of}")
+        notes.append(f"With an alpha channel (DATA.BACKGROUND={data.BACKGROUND}): {number:,} {of}")
     if found.turned and not data.EXIF_ROTATE:
         notes.append(
             f"To be turned by their EXIF data, but read as they are stored: {found.turned:,} {of}. "

@@ -73,7 +73,7 @@ class Remaining(Samples):
 def without_excluded(samples: Samples, data: DataConfig) -> Samples:
     """The samples without those that DATA.EXCLUDE lists."""
     lines, prefix = excluded(data), name_prefix(data)
-    line_of_sample = [lines.get(samples.name(index).removeprefix(prefix), 0) for index in range(len(samples))]
+    line_of_sample = [lines.get(below(samples.name(index), prefix), 0) for index in range(len(samples))]
     remaining = np.flatnonzero(np.array(line_of_sample) == 0)
     if not len(remaining):
         raise UserError(f"DATA.EXCLUDE {data.EXCLUDE} lists all {len(samples)} images of a split; none is left.")
@@ -82,7 +82,9 @@ def without_excluded(samples: Samples, data: DataConfig) -> Samples:
 
 def line_of(name: str, remark: str, data: DataConfig) -> str:
     """A line of the list. Names are relative to DATA_PATH, so that the list stays valid when the data moves."""
-    return f"{name.removeprefix(name_prefix(data))}{REMARK}{' '.join(remark.split())}"
+    name = name.removeprefix(name_prefix(data))
+    # A line that begins with a # is a comment.
+    return f"{'./' * name.startswith('#')}{name}{REMARK}{' '.join(remark.split())}"
 
 
 def warn_unmatched(data: DataConfig, splits: Iterable[Samples | None]) -> None:
@@ -103,7 +105,7 @@ def _named(unmatched: Mapping[int, str], split: Samples, data: DataConfig) -> st
     """End of a warning of these lines. `split` has an example of a name."""
     lines = [f"line {number}, {unmatched[number]}" for number in sorted(unmatched)[:MOST_NAMED]]
     named = "; ".join([*lines, "..."] if len(unmatched) > MOST_NAMED else lines)
-    return f": {named}. A line is a path below DATA_PATH, as {split.name(0).removeprefix(name_prefix(data))}."
+    return f": {named}. A line is a path below DATA_PATH, as {below(split.name(0), name_prefix(data))}."
 
 
 def text_of(data: DataConfig) -> str:
@@ -131,12 +133,12 @@ def excluded(data: DataConfig) -> dict[str, int]:
     for number, line in enumerate(lines, start=1):
         for end in [*(mark.start() for mark in MARK.finditer(line)), len(line)]:
             if (text := line[:end].strip()) and not text.startswith("#"):
-                line_of_name[_below(text, prefix)] = number
+                line_of_name[below(text, prefix)] = number
     return line_of_name
 
 
-def _below(path: str, prefix: str) -> str:
-    """A path in a list as `name` has it without the prefix."""
+def below(path: str, prefix: str) -> str:
+    """A path in a list, or the name of a sample, without `name_prefix`."""
     return path.removeprefix(prefix).removeprefix(f"{os.path.abspath(prefix)}/").removeprefix("./")
 
 
@@ -152,7 +154,7 @@ def read_rows(data: DataConfig) -> tuple[dict[str, Row], str]:
             columns = f"the columns {','.join(COLUMNS)}, separated by commas; others are ignored"
             raise UserError(f"DATA.RELABEL {file} has no column {missing[0]}. Its first line must name {columns}.")
         for row in table:
-            where, name = f"{file}:{table.line_num}", _below(row["path"], prefix)
+            where, name = f"{file}:{table.line_num}", below(row["path"], prefix)
             if (decision := row["decision"].strip().casefold()) not in ("keep", "drop", "relabel"):
                 raise UserError(f"{where}: the decision {row['decision']!r} must be keep, drop or relabel.")
             if name in rows:
@@ -175,7 +177,7 @@ def relabelled(samples: Samples, data: DataConfig) -> Samples:
     name_of = {label: str(name) for label, name in enumerate(classes)}
     label_of, remains = {name: label for label, name in name_of.items()}, np.ones(len(labels), dtype=bool)
     for index in range(len(labels)):
-        name = samples.name(index).removeprefix(prefix)
+        name = below(samples.name(index), prefix)
         if name not in rows:
             continue
         unmatched.pop(name, None)
@@ -215,7 +217,7 @@ def warn_unmatched_rows(data: DataConfig, train: Samples, validation: Samples | 
     unmatched, prefix = train.unmatched if isinstance(train, Remaining) else {}, name_prefix(data)
     if not unmatched:
         return
-    validating = {validation.name(index).removeprefix(prefix) for index in range(len(validation))} if validation else ()
+    validating = {below(validation.name(index), prefix) for index in range(len(validation))} if validation else ()
     nowhere = {number: name for name, number in unmatched.items() if name not in validating}
     what = f"DATA.RELABEL {data.RELABEL}: {len(unmatched)} of its lines match no training image"
     which = f"validation images, whose labels stay as given: {len(unmatched) - len(nowhere)}; others: {len(nowhere)}"

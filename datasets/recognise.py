@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from datasets.shards.index import Folder
 from datasets.sources import csv_table, imagenet2012
 from datasets.sources.files import readable_folder
 from datasets.sources.imagefolder import layout_of
@@ -45,13 +46,13 @@ def recognise(place: str, needs_labels: bool = True) -> tuple[str, str] | None:
 
 
 def offering_layout(error: UserError, data: DataConfig) -> UserError:
-    """An error of a data set that is not in DATA_PATH, with the layouts that are there."""
+    """The error of a data set, with the other layouts that are in DATA_PATH."""
     root = Path(data.DATA_PATH or "").expanduser()
     found = _layouts(root) if data.DATA_PATH and root.is_dir() and os.access(root, os.R_OK | os.X_OK) else {}
-    if not found or data.DATASET in found:
-        return error
+    found.pop(data.DATASET, None)
     offers = [f"{data.DATA_PATH} has {what}: -dataset {name} reads them." for name, what in found.items()]
-    return UserError("\n".join([str(error), *offers]))
+    error.args = ("\n".join([str(error), *offers]),)
+    return error
 
 
 def _layouts(root: Path) -> dict[str, str]:
@@ -65,7 +66,7 @@ def _layouts(root: Path) -> dict[str, str]:
         found["imagenet2012"] = " and ".join(lists)
     if tables:
         found["csv"] = " and ".join(tables)
-    if any(any((root / name).glob("*.tar")) for name in ("", *SPLIT_NAMES)):
+    if any(Folder(root).tars(name) for name in ("", *SPLIT_NAMES)):
         found["shards"] = "tar files"
     if folders := layout_of(root):
         found["imagefolder"] = folders

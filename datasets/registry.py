@@ -81,7 +81,7 @@ def count_classes(data: DataConfig, train: bool) -> int:
     try:
         if source.count is not None:
             return source.count(data, train)
-        given = data.model_copy(update={"RELABEL": None})  # a class stays, even if no training image has its label
+        given = data.model_copy(update=dict.fromkeys(("RELABEL", "FOLD", "EXCLUDE")))  # none takes a class away
         split = _open(source, given, train, ANY_LABEL, 0, torch.device("cpu"))
     except UserError as error:
         from datasets.recognise import offering_layout

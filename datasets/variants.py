@@ -43,10 +43,6 @@ class Repeated(Variant):
         super().__init__(inner)
         self.copies = inner.copies = copies
 
-    def augment(self, train: TrainConfig) -> ImageDataset:
-        self.inner = self.inner.augment(train)
-        return self
-
     def at_size(self, size: int) -> ImageDataset:
         return Repeated(self.inner.at_size(size), self.copies)
 
@@ -78,9 +74,6 @@ class Sized(Variant):
         super().__init__(inner)
         self.train, self.full = train, full
         self.by_size = {full: inner} | {size: inner.at_size(size) for _, size in train.SIZE_SCHEDULE if size != full}
-
-    def at_size(self, size: int) -> ImageDataset:
-        return self.inner.at_size(size)
 
     def take_broken(self) -> list[Broken]:
         return [broken for dataset in self.by_size.values() for broken in dataset.take_broken()]

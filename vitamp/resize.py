@@ -10,6 +10,18 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
 
+def resized_size(mode: str, side: int, width: int, height: int) -> tuple[int, int]:
+    """Width and height to which an image is resized before its centre is cropped. `mode`: see `Resized`."""
+    if mode in ("none", "squash"):
+        return side, side
+    if mode == "border":
+        ratio = max(width, height) / side
+        return max(1, round(width / ratio)), max(1, round(height / ratio))
+    if width <= height:
+        return side, int(side * height / width)
+    return int(side * width / height), side
+
+
 @dataclass(frozen=True)
 class Resized:
     """Pixels (C x H x W, uint8) at the model's size."""
@@ -24,16 +36,8 @@ class Resized:
     """Colour around an image that is smaller than the model's"""
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        (high, wide), side = pixels.shape[-2:], math.floor(self.size / self.crop_pct)
-        if self.mode == "none":
-            high = wide = self.size
-        elif self.mode == "squash":
-            high = wide = side
-        elif self.mode == "border":
-            ratio = max(high, wide) / side
-            high, wide = max(1, round(high / ratio)), max(1, round(wide / ratio))
-        else:
-            high, wide = (int(side * high / wide), side) if wide <= high else (side, int(side * wide / high))
+        side = self.size if self.mode == "none" else math.floor(self.size / self.crop_pct)
+        wide, high = resized_size(self.mode, side, pixels.shape[-1], pixels.shape[-2])
         pixels = functional.resize(pixels, [high, wide], InterpolationMode(self.interpolation), antialias=True)
         left, top = max(0, self.size - wide), max(0, self.size - high)
         if left or top:

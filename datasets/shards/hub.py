@@ -76,11 +76,12 @@ def choose_files(root: Path, paths: Iterable[Path], dataset: str) -> dict[str, l
     return splits
 
 
-def columns_of(root: Path, files: list[Path], dataset: str) -> Columns:
-    """Find the columns of the images and labels, by the hub's metadata, else by their names."""
+def columns_of(root: Path, splits: dict[str, list[Path]], dataset: str) -> Columns:
+    """Find the columns of the images and labels, by the hub's metadata, else by their names. Splits need both."""
     import pyarrow as pa
 
-    with _opened(files[0]) as parquet:
+    first = next(iter(splits.values()))[0]
+    with _opened(first) as parquet:
         schema = parquet.schema_arrow
     try:
         features = parse_json((schema.metadata or {})[b"huggingface"])["info"]["features"]
@@ -98,19 +99,25 @@ def columns_of(root: Path, files: list[Path], dataset: str) -> Columns:
     if image is None or label is None:
         what = "images" if image is None else "labels"
         raise UserError(
-            f"DATA.DATASET {dataset}: {files[0]} has no column of {what}; its columns are {', '.join(schema.names)}. "
+            f"DATA.DATASET {dataset}: {first} has no column of {what}; its columns are {', '.join(schema.names)}. "
             f"{LAYOUT.format(root=root)}"
         )
+    # The test split of a competition has no labels.
+    for split, file in [(split, file) for split, files in splits.items() for file in files]:
+        with _opened(file) as parquet:
+            if missing := {image, label}.difference(parquet.schema_arrow.names):
+                log.warning("%s has no column %s; the split %s is left out.", file, min(missing), split)
+                splits.pop(split, None)
     kind = schema.field(label).type
     if pa.types.is_dictionary(kind):  # pandas' categories
         kind = kind.value_type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        batches = (batch for file in files for batch in _batches(file, 1 << 16, [label]))
+        batches = (batch for files in splits.values() for file in files for batch in _batches(file, 1 << 16, [label]))
         names = {name for batch in batches for name in batch.column(label).unique().to_pylist() if name is not None}
         return Columns(image, label, sorted(names), {name: number for number, name in enumerate(sorted(names))})
     if not pa.types.is_integer(kind):
         raise UserError(
-            f"DATA.DATASET {dataset}: the column {label} of {files[0]} is of type {kind}; labels must be whole numbers "
+            f"DATA.DATASET {dataset}: the column {label} of {first} is of type {kind}; labels must be whole numbers "
             "or names. Several labels per image are read from a csv table; see docs/several_labels.md."
         )
     return Columns(image, label, features.get(label, {}).get("names"), None)
@@ -237,11 +244,10 @@ def _parquet_files(name: str, inside: str, revision: str | None) -> dict[str, in
 def _copy(source: Path, folder: Path, data: DataConfig) -> None:
     """Copy into a temporary folder beside `folder`, and rename it when the copy is complete."""
     splits = choose_files(source, source.rglob("*.parquet"), data.DATASET)
-    files = [file for of_split in splits.values() for file in of_split]
-    columns = columns_of(source, files, data.DATASET)
+    columns = columns_of(source, splits, data.DATASET)
     scratch = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(scratch, ignore_errors=True)  # of an interrupted copy
-    size = sum(file.stat().st_size for file in files) / 1e9
+    size = sum(file.stat().st_size for of_split in splits.values() for file in of_split) / 1e9
     log.info("%s: copying its images to %s, once (%.2f GB).", data.DATASET, folder, size)
     try:
         names = {split: _copy_split(of_split, columns, scratch / split) for split, of_split in splits.items()}

@@ -48,8 +48,8 @@ class ShardSet:
                 self.classes, self.splits = manifest["classes"], self._listed(manifest)
                 return
             if (content := store.read_file(CLASS_NAMES)) is not None:
-                lines = content.decode("utf-8-sig", errors="replace").splitlines()
-                self.classes = [line.strip() for line in lines if line.strip()]
+                lines = content.decode("utf-8-sig", errors="replace").rstrip().splitlines()
+                self.classes = [line.strip() for line in lines]
             self.splits = self._found()
 
     @contextlib.contextmanager
@@ -339,6 +339,8 @@ def shard_source(
         classes = shards.classes if shards.classes is not None else range(int(splits[0].labels.max()) + 1)
         log_unused_outputs(len(classes), num_classes, f"The {owner}")
         for part, split in zip(parts, splits, strict=True):
+            if shards.classes is not None and (largest := split.labels.max(initial=-1)) >= len(classes):
+                raise UserError(f"The {owner} has the label {largest}, but {CLASS_NAMES} ends with {len(classes) - 1}.")
             if part == "train" or not shards.split(part)[1]:  # `split_rows` warns of a validation split that it makes
                 warn_empty_classes(split.labels, classes, f"The {TITLES[part]} of the {owner}")
 

@@ -164,7 +164,7 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
     log_unused_outputs(len(classes), num_classes, f"The table {first.file}")
     warn_empty_classes(files.labels, classes, f"The table {first.file}")
     for table in read:
-        check_first_files(table.file, table.paths)
+        check_first_files(table.file, table.paths, data)
 
 
 def _files(data: DataConfig) -> dict[Part, Path]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from datasets.base import Part, Samples
 from datasets.decoding import ENDINGS
+from datasets.exclude import below, excluded, name_prefix
 from datasets.labels import check_label
 from datasets.sources.grouped import groups_in_paths
 from datasets.sources.split import split_rows
@@ -215,11 +216,12 @@ def read_list(file: Path, num_classes: int) -> tuple[PathTable, np.ndarray]:
     return table, np.array(labels, dtype=np.int64)
 
 
-def check_first_files(file: Path, paths: PathTable | Sequence[str]) -> None:
-    """Raise UserError unless the first images that `file` names exist."""
+def check_first_files(file: Path, paths: PathTable | Sequence[str], data: DataConfig) -> None:
+    """Raise UserError unless the first images that `file` names exist, or are left out."""
+    left_out, prefix = excluded(data) if data.EXCLUDE else {}, name_prefix(data)
     for index in range(min(PROBED, len(paths))):
         image = file.parent / paths[index]
-        if not image.is_file():
+        if not image.is_file() and below(str(image), prefix) not in left_out:
             raise UserError(f"{file} names {paths[index]}, but {no_file(image)}. Paths are relative to the file.")
 
 

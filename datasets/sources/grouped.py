@@ -68,7 +68,7 @@ def groups_in_paths(paths: Sequence[str], data: DataConfig) -> list[str]:
         raise UserError(f"{what}: has {pattern.groups} pairs of parentheses; put one around what names the group.")
     groups = []
     for path in paths:
-        if (found := pattern.search(path)) is None:
+        if (found := pattern.search(path)) is None or found[pattern.groups] is None:
             raise UserError(f"{what}: not found in {path!r}. Name a pattern of every path, as (patient[0-9]+)_.")
         groups.append(found[pattern.groups])
     return groups

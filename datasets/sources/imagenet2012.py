@@ -36,7 +36,7 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
     for part in parts_read(data, train, lists) if lists else ():
         file = _list_file(data, lists, part)
         paths, labels = read_list(file, num_classes)
-        check_first_files(file, paths)
+        check_first_files(file, paths, data)
         classes = int(labels.max()) + 1
         log_unused_outputs(classes, num_classes, f"The list {file}")
         warn_empty_classes(labels, range(classes), f"The list {file}")

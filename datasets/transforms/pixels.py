@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from PIL import Image
 
-from datasets.base import PAD, Box, Encoded, mean_colour, resized_size
+from datasets.base import PAD, Box, Encoded, mean_colour
 from datasets.decoding import Reader, decoder_of_jpeg, decoding_errors
 from datasets.transforms.augment import ImageChange, affine_changes, image_changes
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
+from vitamp.resize import resized_size
 
 TRIES = 10
 """Random shapes to try before falling back to a centre crop, as in torchvision and timm."""
@@ -72,7 +73,7 @@ def squeezed_view(data: DataConfig, width: int, height: int) -> View:
 
 def middle_view(data: DataConfig, width: int, height: int) -> View:
     """The centre of the resized image, which can be smaller than the model's input with CROP_MODE border."""
-    wide, high = resized_size(data, width, height)
+    wide, high = resized_size(data.CROP_MODE, math.floor(data.IMAGE_SIZE / data.CROP_PCT), width, height)
     columns, rows = min(wide, data.IMAGE_SIZE), min(high, data.IMAGE_SIZE)
     across, down = width / wide, height / high
     left, top = round((wide - columns) / 2), round((high - rows) / 2)

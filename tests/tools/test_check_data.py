@@ -414,6 +414,18 @@ def test_fix_removes_from_training_what_validation_has(check: Check, leaks: Path
     check(leaks, f"DATA.EXCLUDE={near_too}")
 
 
+def test_fix_removes_no_image_for_a_table_that_names_it_twice(check: Check, tree: Path, tmp_path: Path) -> None:
+    shutil.copy(tree / "train/bee/4.jpg", tree / "train/bee/copy.jpg")
+    ants, bees, cats = ["train/ant/0.jpg"] * 2, ["train/bee/4.jpg", "train/bee/copy.jpg"], ["val/cat/2.jpg"]
+    for part, files in (("train", ants + bees + cats), ("val", cats)):
+        rows = [f"{file},{Path(file).parent.name}" for file in files]
+        (tree / f"{part}.csv").write_text("\n".join(["path,target", *rows]))
+    done, _ = check(tree, "-fix", tmp_path / "fix.txt", dataset="csv", code=1)
+    assert lines_of(tmp_path / "fix.txt") == {"train/bee/copy.jpg"}
+    for name in ("train/ant/0.jpg", "val/cat/2.jpg"):
+        assert f"{tree}/{name}: is listed twice; correct the table" in done.err
+
+
 def test_report_begins_with_numbers_and_names_each_pair_once(check: Check, tree: Path) -> None:
     """Five lines of each kind, with paths below the data."""
     for number in range(7):

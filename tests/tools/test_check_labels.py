@@ -19,9 +19,11 @@ from PIL import Image
 
 from tests.label_sets import named, write_recipe, write_set
 from tests.program import ROOT, Result, Started
-from tools.check_labels import command
+from tools.check_labels import command, search
 from tools.check_labels.noise import find_wrong
+from tools.common.turns import Budget
 from tools.compare import runs
+from utils.errors import TrainingError
 
 Call = Callable[..., Result]
 CLASSES = ("ant", "bee", "cat")
@@ -67,7 +69,7 @@ def excluded(out: Path) -> set[str]:
 
 
 def test_planted_labels_are_found_by_features(check: Call, digits_run: Path, tmp_path: Path) -> None:
-    planted, out = write_folders(tmp_path / "data"), tmp_path / "labels"
+    planted, out = write_folders(tmp_path / "data", wrong=14), tmp_path / "labels"
     shutil.copy(tmp_path / "data" / "ant" / "30.png", tmp_path / "data" / "bee" / "copy.png")
     planted["bee/copy.png"] = "ant"
     done = check(digits_run, *of_folders(tmp_path / "data"), "-pool", "both")
@@ -75,7 +77,7 @@ def test_planted_labels_are_found_by_features(check: Call, digits_run: Path, tmp
     rows = listed(out)
     named = {row["path"]: row["proposed"] for row in rows}
     assert named.items() <= planted.items()
-    assert len(named) >= 8
+    assert len(named) >= 12
     assert {row["decision"] for row in rows} == {"drop"}
     assert [row["given"] for row in rows] == [row["path"].partition("/")[0] for row in rows]
     assert excluded(out) == set(named)
@@ -127,14 +129,15 @@ def test_several_labels_are_judged_one_by_one(check: Call, digits_run: Path, tmp
     for number in range(5, 13):
         rows[number, number % 4] ^= 1
     lines = [f"images/train{number}.png,{';'.join(named(row))}" for number, row in enumerate(rows)]
-    (tmp_path / "train.csv").write_text("\n".join(["path,labels", *lines]) + "\n")
+    (tmp_path / "train.csv").write_text("\n".join(["path,labels", *lines, lines[6]]) + "\n")
     recipe = write_recipe(tmp_path)
     done = check("-cfg", recipe, "-image_size", 32, "-pretrained", digits_run, "-pool", "both")
-    assert "160 images (training split), 4 classes" in done.out
+    assert "161 images (training split), 4 classes" in done.out
+    assert max(Counter(row["path"] for row in listed(tmp_path / "labels")).values()) == 1
     first = {row["path"]: row["proposed"] for row in listed(tmp_path / "labels")[:3]}
     assert first.items() <= right.items()
     assert first["images/train6.png"] == ""
-    assert "south looks like no class: 1 image" in done.out
+    assert "south looks like no class: 2 images" in done.out
     assert {row["decision"] for row in listed(tmp_path / "labels")} == {"keep"}
     assert excluded(tmp_path / "labels") == set()
 
@@ -197,6 +200,20 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             return done.code
 
     monkeypatch.setattr(runs, "start", Run)
+
+
+def test_all_searches_share_one_budget(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[float] = []
+    monkeypatch.setattr(runs, "Budget", lambda seconds: made.append(seconds) or Budget(seconds))
+    monkeypatch.setattr(runs, "train_run", lambda *_, **__: "it died")
+    write_folders(tmp_path / "data", images=30)
+    line = command.TOOL.read([str(word) for word in ("-cfg", tiny, *of_folders(tmp_path / "data"), "-budget_min", 60)])
+    images = search.open_images(line.load({"MODEL.NUM_CLASSES": ("auto", "test")}).config, "all")
+    method = search.ByTraining(line, 2, tmp_path / "folds")
+    for seed in (0, 1):
+        with pytest.raises(TrainingError, match="it died"):
+            method.logits(images, seed)
+    assert made == [3600]
 
 
 @pytest.mark.slow
@@ -294,6 +311,7 @@ def test_nothing_is_proved_where_nothing_is_found(check: Call, tiny: Path, digit
         (["RUN", "-output", "TINY"], "tiny.yaml: this is a file; name a folder."),
         (["RUN", "-output", "TINY/labels"], "is a file, so the folder cannot be created"),
         (["-dataset", "digits"], "Name the model: a run, -cfg RECIPE, or -model NAME -pretrained FILE."),
+        (["RUN", "-cfg", "TINY", "-prove", "DATA.FOLD=1/5"], "DATA.FOLD: a search reads all folds, and -prove needs"),
         (["RUN", "DATA.RELABEL=a.csv"], "DATA.RELABEL: the labels are searched as they are in the data; leave"),
     ],
 )

@@ -177,8 +177,12 @@ def test_killed_packing_resumes(many: Path, tmp_path: Path, pack: Pack, how: sig
     until(lambda: any((tmp_path / "packed" / "train").glob("*.tar")) or not process.is_alive())
     assert process.is_alive(), (tmp_path / "out").read_text()
     shards = sorted((tmp_path / "packed" / "train").glob("*.tar"))
+    os.kill(process.pid or 0, signal.SIGSTOP)
+    second = pack(*words)
     os.kill(process.pid or 0, how)
+    os.kill(process.pid or 0, signal.SIGCONT)
     process.join(60)
+    assert second == 2, "refused while another packs"
     assert process.exitcode == (130 if how == signal.SIGINT else -9)
     if how == signal.SIGINT:
         assert "interrupted; finished tar files stay" in (tmp_path / "out").read_text()
@@ -370,8 +374,10 @@ def test_one_image_per_class_is_packed_for_training(
 ) -> None:
     for number in range(3):
         photograph(tmp_path / "set" / f"class{number}" / "0.jpg", number)
-    assert pack(tmp_path / "set", tmp_path / "out") == 0
-    assert "Here all images are packed as training images." in capsys.readouterr().err
+    assert pack(tmp_path / "set", tmp_path / "out", "DATA.DOWNLOAD=true") == 0
+    said = capsys.readouterr()
+    assert "Here all images are packed as training images." in said.err
+    assert "outputs stay unused" not in said.out
     assert len(members(tmp_path / "out", "train")) == 6
     assert not (tmp_path / "out" / "val").exists()
     assert pack(tmp_path / "set", tmp_path / "out") == 0

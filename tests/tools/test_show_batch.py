@@ -57,7 +57,7 @@ def test_random_erasing_is_visible(tiny: Path) -> None:
 @pytest.mark.parametrize(("count", "channels"), [(1, 1), (5, 3)])
 def test_picture_holds_any_number_of_images(tiny: Path, tmp_path: Path, count: int, channels: int) -> None:
     config = load_config(str(tiny)).config
-    shown = [Shown(np.zeros((8, 8, channels), np.uint8), (("a", 0.7), ("b", 0.3)))] * count
+    shown = [Shown(np.zeros((8, 8, channels), np.uint8), (("$10_$20", 0.7), ("gr\udcfcn", 0.3)))] * count
     draw(tmp_path / "sheet.png", config, shown)
     with Image.open(tmp_path / "sheet.png") as picture:
         assert min(picture.size) > 100

@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
     if not splits:
         return EXIT_DONE
     findings = report.find_problems(splits, config.MODEL.NUM_CLASSES, data.IMAGE_SIZE)
-    content, words, count = report.exclude_list(findings, data, line.asked.near)
+    content, words, count = report.exclude_list(findings, splits, data, line.asked.near)
     advice = [f"Excluded by {fix or 'the list that -fix FILE writes'}:", words] if count else []
     if fix is not None:
         with writing(fix, "-fix"):

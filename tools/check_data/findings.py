@@ -25,6 +25,7 @@ from datasets.transforms.pixels import Pixels
 from tools.common.turns import progress_bar
 from utils.config.data import DataConfig
 from utils.errors import TrainingError
+from utils.log import log
 from utils.program import started_as
 
 SIDE, CELLS, BLOCKS = 32, 16, 8
@@ -505,7 +506,7 @@ REASONS = {
 """Defects whose images the exclude list has"""
 
 
-def exclude_list(findings: Findings, data: DataConfig, near: bool) -> tuple[str, str, int]:
+def exclude_list(findings: Findings, splits: list[Split], data: DataConfig, near: bool) -> tuple[str, str, int]:
     """Content of the exclude list; what it removes and why, one line per split and reason; and how many images.
 
     Images that are nearly the same as one in validation are removed if `near`. Duplicates are removed from the training
@@ -513,9 +514,13 @@ def exclude_list(findings: Findings, data: DataConfig, near: bool) -> tuple[str,
     Lines of the current DATA.EXCLUDE stay, since those images were not checked.
     """
     chosen: dict[tuple[str, str], tuple[str, Found]] = {}
+    validating = {split.samples.name(index) for split in splits[1:] for index in range(len(split.samples))}
     for kind in (kind for kind in REASONS if near or kind != NEAR_OVERLAP):
         for found in findings.defects.get(kind, ()):
-            if kind in (UNREADABLE, DAMAGED) or found.split == "training":
+            intact = kind not in (UNREADABLE, DAMAGED)
+            if intact and (found.name == found.copy_of or found.name in validating):  # a line would remove both
+                log.warning("%s: is listed twice; correct the table, which DATA.EXCLUDE cannot.", found.name)
+            elif not intact or found.split == "training":
                 chosen.setdefault((found.split, found.name), (kind, found))
     before = text_of(data).rstrip("\n")
     today = datetime.date.today().isoformat()

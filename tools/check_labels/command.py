@@ -86,6 +86,8 @@ def main(argv: list[str]) -> int:
         log.info("%s", note)
     if loaded.config.DATA.RELABEL:
         raise UserError("DATA.RELABEL: the labels are searched as they are in the data; leave the table out.")
+    if asked.prove and loaded.config.DATA.FOLD:
+        raise UserError("DATA.FOLD: a search reads all folds, and -prove needs images that it did not; leave it out.")
     by_features = not asked.folds and (asked.path or loaded.config.MODEL.PRETRAINED)
     if asked.budget_min and by_features and not asked.prove:
         raise UserError(f"-budget_min {asked.budget_min:g}: nothing is trained; it is for -folds and -prove.")

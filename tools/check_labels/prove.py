@@ -75,7 +75,7 @@ def prove(line: ToolLine, config: Config, method: Method, out: Path) -> int:
     varied, budget = ("DATA.RELABEL",), line.asked.budget_min
     plan = Plan(ARMS, judged, seeds, None, tuple(runs), describe_device(device), False, (), varied, budget)
     script = "scripts/check_labels.py"
-    trained = train_all(plan, lambda so_far: write(plan, so_far, out, script))
+    trained = train_all(plan, lambda so_far: write(plan, so_far, out, script), method.budget)
     about = write(plan, trained, out, script)
     report(about, out)
     if trained.failed or trained.left_out:

@@ -25,7 +25,7 @@ from engine.trained.model import Trained, batches_of, load_trained, pretrained, 
 from tools.check_labels.noise import Wrong, find_wrong
 from tools.common.command_line import ToolLine
 from tools.common.comparison import judged_by
-from tools.common.turns import progress, progress_bar
+from tools.common.turns import Budget, progress, progress_bar
 from tools.compare.runs import Plan, Run, check_runs, train_all
 from utils.config import Config
 from utils.config.data import DataConfig
@@ -138,8 +138,8 @@ def rows_of(images: Images, suspects: Sequence[Suspect], decision: str) -> str:
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(["path", "given", "proposed", "score", "decision"])
-    for one in suspects:
-        rows.writerow([images.name(one.image), one.given, one.proposed, f"{one.wrong:.4f}", decision])
+    for name, one in {images.name(one.image): one for one in suspects}.items():  # a table may name an image twice
+        rows.writerow([name, one.given, one.proposed, f"{one.wrong:.4f}", decision])
     return text.getvalue()
 
 
@@ -154,6 +154,7 @@ class ByFeatures:
     """In which images are near that look alike; None for the logits"""
     classifier: Classifier | None = None
     """Of all distinct images"""
+    budget: None = None
 
     @classmethod
     def of(cls, line: ToolLine, config: Config) -> ByFeatures:
@@ -199,6 +200,8 @@ class ByTraining:
     line: ToolLine
     folds: int
     out: Path
+    budget: Budget | None = None
+    """From the first training of the command on"""
     features: np.ndarray | None = None
     runs: list[Run] = field(default_factory=list)
 
@@ -233,7 +236,8 @@ class ByTraining:
         check_runs(self.runs)
         judged, budget = judged_by(None, None, [run.config for run in self.runs]), self.line.asked.budget_min
         plan = Plan(("recipe",), judged, (seed,), self.folds, tuple(self.runs), "", False, (), (), budget)
-        done = train_all(plan, lambda _: None)
+        done = train_all(plan, lambda _: None, self.budget)
+        self.budget = done.budget
         if done.failed:
             raise TrainingError(f"A training failed: {next(iter(done.failed.values()))}")
         if done.left_out:

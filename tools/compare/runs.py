@@ -214,8 +214,8 @@ class Plan:
     remarks: tuple[str, ...]
     varied: tuple[str, ...] = ()
     """What varies beside -modes."""
-    budget: Budget | None = None
-    """Of time, after which no run is started."""
+    budget_min: float | None = None
+    """Minutes after which no run is started."""
 
 
 def read_seeds(text: str) -> tuple[int, ...]:
@@ -316,8 +316,7 @@ def make_plan(line: ToolLine, out: Path) -> Plan:
     check_runs(runs)
     notes = dict.fromkeys(text for one in loaded.values() for text in (*one.notes, *one.warnings))
     remarks = (*notes, *remarks)
-    budget = Budget(60 * asked.budget_min) if asked.budget_min else None
-    return Plan(tuple(loaded), judged, seeds, folds, tuple(runs), name, many, remarks, varied, budget)
+    return Plan(tuple(loaded), judged, seeds, folds, tuple(runs), name, many, remarks, varied, asked.budget_min)
 
 
 def _query(
@@ -391,11 +390,13 @@ class Trained:
     """Folder -> reason."""
     left_out: list[str] = field(default_factory=list)
     """Names of runs that -budget_min left no time for."""
+    budget: Budget | None = None
 
 
-def train_all(plan: Plan, after_each: Callable[[Trained], object]) -> Trained:
-    """Train all runs that are not finished, as far as the budget allows."""
-    done, times, total = Trained(), dict[str, list[float]](), len(plan.runs)
+def train_all(plan: Plan, after_each: Callable[[Trained], object], budget: Budget | None = None) -> Trained:
+    """Train all runs that are not finished, as far as the budget allows: that of an earlier plan, or a new one."""
+    budget = budget or (Budget(60 * plan.budget_min) if plan.budget_min else None)
+    done, times, total = Trained(budget=budget), dict[str, list[float]](), len(plan.runs)
     finished = [run for run in plan.runs if is_finished(run.folder)]
     for run in finished:
         times.setdefault(run.contender, []).append(metrics_of(run.folder)["seconds"])
@@ -406,7 +407,7 @@ def train_all(plan: Plan, after_each: Callable[[Trained], object]) -> Trained:
             known = times.get(run.contender) or [seconds for each in times.values() for seconds in each]
             if is_finished(run.folder):
                 log.info("%d of %d: %s: already finished", nth, total, run.name)
-            elif plan.budget is not None and not plan.budget.allows(sum(known) / max(len(known), 1)):
+            elif budget is not None and not budget.allows(sum(known) / max(len(known), 1)):
                 done.left_out.append(run.name)
                 continue
             else:

@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 from PIL import Image
 
-from datasets import check_dataset, open_dataset
+from datasets import open_dataset
 from datasets.base import Box, Encoded, Samples
 from datasets.damage import Failure, allowed, failure_or
 from datasets.decoding import Reader, Turned, decoding_errors, take_transparent
@@ -150,7 +151,7 @@ def _add(number: int, samples: Samples, encoder: Encoder, writer: TarWriter, rec
 
 
 SPLITS = {"train": True, "val": False}
-SETTINGS = "settings.json"
+SETTINGS, LOCK = "settings.json", ".lock"
 KEYS = {"channels": "DATA.IMAGE_CHANNELS", "upright": "DATA.EXIF_ROTATE", "background": "DATA.BACKGROUND"}
 """Entries of a packed data set -> the settings that they are from"""
 ANY_CLASSES = 1 << 31
@@ -159,9 +160,6 @@ ANY_CLASSES = 1 << 31
 
 def pack(data: DataConfig, folder: Path, settings: dict[str, Any], jobs: int | None) -> None:
     """Pack both splits of a data set into `folder`; the images of one that cannot be split are for training."""
-    if data.DOWNLOAD:
-        with contextlib.suppress(TooFewToSplit):
-            check_dataset(data, ANY_CLASSES)  # downloads it
     splits: dict[str, Samples] = {}
     for split, train in SPLITS.items():
         try:
@@ -176,12 +174,17 @@ def pack(data: DataConfig, folder: Path, settings: dict[str, Any], jobs: int | N
     if _is_done(folder, about, data):
         log.info("%s is packed already, with these settings from these images.", folder)
         return
+    lock = FileLock(folder / LOCK)
     try:
         (folder / RECORDS).mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(NotImplementedError):  # by this file system
+            lock.acquire(timeout=3)  # seconds, in which processes of a killed run exit
         content = json.dumps({"made_by": MADE_BY, **about}, indent=1)
         write_atomically(folder / RECORDS / SETTINGS, content.encode())
         for name in splits:
             (folder / name).mkdir(exist_ok=True)
+    except Timeout:
+        raise UserError(f"DST {folder}: another process packs into it. Wait for it, or name another folder.") from None
     except OSError as error:
         raise UserError(f"DST {folder} cannot be written: {error}.") from None
     limit = allowed(data.MAX_BAD, sum(map(len, splits.values())))
@@ -211,22 +214,23 @@ def pack(data: DataConfig, folder: Path, settings: dict[str, Any], jobs: int | N
                         " or repair them or list them in DATA.EXCLUDE, and pack into another folder."
                     )
         records = [future.result() for future in futures]
+        names = {split: [name for name in shards if name.startswith(f"{split}/")] for split in splits}
+        left_out = [f"{name}: {reason}" for record in records for name, reason in record.left_out]
+        try:
+            samples = finish_set(folder, names, {"classes": splits["train"].classes, **about, "left_out": left_out})
+        except OSError as error:
+            raise TrainingError(f"{folder}: the index cannot be written: {error}. The same command resumes.") from None
+        shutil.rmtree(folder / RECORDS)
+        size = sum(record.bytes for record in records) / 1e6
+        packed = f"{counted(samples, 'image')} in {counted(len(records), 'tar file')}, {size:,.1f} MB"
+        log.info("%s, %d left out. Train with: -dataset shards -data_path %s", packed, len(left_out), folder)
     except BrokenProcessPool:
         why = "A packing process was killed, probably by the out-of-memory killer."
         raise TrainingError(f"{why} Resume with the same command and a smaller -num_workers.") from None
     finally:
         stop.set()
         pool.shutdown(cancel_futures=True)
-    names = {split: [name for name in shards if name.startswith(f"{split}/")] for split in splits}
-    left_out = [f"{name}: {reason}" for record in records for name, reason in record.left_out]
-    try:
-        samples = finish_set(folder, names, {"classes": splits["train"].classes, **about, "left_out": left_out})
-    except OSError as error:
-        raise TrainingError(f"{folder}: the index cannot be written: {error}. The same command resumes.") from None
-    shutil.rmtree(folder / RECORDS)
-    size = sum(record.bytes for record in records) / 1e6
-    packed = f"{counted(samples, 'image')} in {counted(len(records), 'tar file')}, {size:,.1f} MB"
-    log.info("%s, %d left out. Train with: -dataset shards -data_path %s", packed, len(left_out), folder)
+        lock.release()
 
 
 def _identity(samples: Samples, data: DataConfig) -> dict[str, Any]:
@@ -248,7 +252,7 @@ def _is_done(folder: Path, about: dict[str, Any], data: DataConfig) -> bool:
         before = parse_json((folder / MANIFEST if finished else folder / RECORDS / SETTINGS).read_bytes())
     except (OSError, ValueError):
         # The settings are written first, so an interruption before them leaves at most the folder of records.
-        other = next((path.name for path in sorted(folder.iterdir()) if path.name != RECORDS), None)
+        other = next((path.name for path in sorted(folder.iterdir()) if path.name not in (RECORDS, LOCK)), None)
         if other is not None:
             raise UserError(f"DST {folder} has other content, such as {other}. Name a new or empty folder.") from None
         return False

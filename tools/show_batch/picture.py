@@ -76,12 +76,13 @@ def draw(path: Path, config: Config, shown: list[Shown]) -> None:
     size = (SIDE_INCHES * max(columns, 3), SIDE_INCHES * 1.25 * rows + 0.5)
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
-    figure.suptitle(f"{config.DATA.DATASET}, {config.DATA.IMAGE_SIZE} x {config.DATA.IMAGE_SIZE}", fontsize=9)
+    figure.suptitle("{}, {} x {}".format(config.DATA.DATASET, *shown[0].pixels.shape), fontsize=9, parse_math=False)
     for axis in axes.flat:
         axis.set_axis_off()
     for axis, one in zip(axes.flat, shown, strict=False):
         axis.imshow(one.pixels.squeeze(-1) if one.pixels.shape[-1] == 1 else one.pixels, cmap="gray", vmin=0, vmax=255)
         title = "\n".join(f"{name}: {100 * fraction:.0f} %" for name, fraction in one.labels)
-        axis.set_title(one.labels[0][0] if len(one.labels) == 1 else title, fontsize=7)
+        title = (one.labels[0][0] if len(one.labels) == 1 else title).encode(errors="backslashreplace").decode()
+        axis.set_title(title, fontsize=7, parse_math=False)
     with writing(path, "-out"):
         figure.savefig(path, dpi=120)

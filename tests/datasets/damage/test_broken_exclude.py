@@ -11,8 +11,9 @@ import pytest
 
 from datasets import check_dataset, open_dataset
 from datasets.base import Samples
-from datasets.exclude import Remaining, warn_unmatched
-from tests.datasets.opened import CPU, settings
+from datasets.exclude import Remaining, line_of, warn_unmatched
+from tests.datasets.layouts import lay_out
+from tests.datasets.opened import CPU, part, settings
 from utils.errors import UserError
 
 
@@ -54,6 +55,17 @@ def test_exclude_accepts_bom_and_hash_in_names(names, listed: Path) -> None:
     assert "c # 4.png" not in names("train/c # 4.png  # its reason", encoding="utf-8-sig")[0]
     assert "c # 4.png" not in names("train/c # 4.png")[0]
     assert len(names("train/c")[0]) == 12
+
+
+@pytest.mark.parametrize("name", ["./images/train/0.png", "images/train/0.png", "#memes/0.png"])
+def test_written_lines_exclude_a_missing_image(tmp_path: Path, name: str) -> None:
+    data = settings(**lay_out("csv", tmp_path, {"train": [("0.png", "a"), ("1.png", "a")], "val": [("0.png", "a")]}))
+    table = tmp_path / "train.csv"
+    table.write_text(table.read_text().replace("images/train/0.png", name))
+    (tmp_path / "images/train/0.png").unlink()
+    (tmp_path / "exclude.txt").write_text(line_of(f"{tmp_path}/{name}", "missing", data) + "\n")
+    found = part(data.model_copy(update={"EXCLUDE": str(tmp_path / "exclude.txt")}))
+    assert [found.name(0), len(found)] == [f"{tmp_path}/images/train/1.png", 1]
 
 
 def test_exclude_matches_absolute_lines_with_a_relative_data_path(

@@ -146,6 +146,7 @@ def test_names_that_are_not_utf8_go_through_a_run(vitamp: Vitamp, tiny: Path, fo
     assert "train/bee/0.jpg: the same bytes as val/bee/wei\\udcdf.jpg" in done.out
     assert b"b\xf6s.jpg" in (tmp_path / "fixed.txt").read_bytes()
     assert "gr\\udcfcn" in vitamp(run, script="scripts/evaluate.py", code=0).out
+    vitamp(run, "-to", "hub", "-output", tmp_path / "hub", script="scripts/export.py", code=0)
 
 
 def test_relabel_in_a_run(vitamp: Vitamp, tiny: Path, folders: Path, tmp_path: Path) -> None:
@@ -155,19 +156,8 @@ def test_relabel_in_a_run(vitamp: Vitamp, tiny: Path, folders: Path, tmp_path: P
     table, run = tmp_path / "list.csv", tmp_path / "run"
     write(table, *rows, *more)
     data = ("-dataset", "imagefolder", "-data_path", folders, "DATA.IMAGE_CHANNELS=3", "DATA.NUM_WORKERS=0")
-    words = (
-        "-cfg",
-        tiny,
-        "-output",
-        run,
-        *data,
-        "-num_classes",
-        "auto",
-        "-batch_size",
-        4,
-        "TRAIN.CLASS_WEIGHTS=balanced",
-    )
-    words = (*words, "-resume", "auto", f"DATA.RELABEL={table}")
+    words = ("-cfg", tiny, "-output", run, "-resume", "auto", *data, "-num_classes", "auto", "-batch_size", 4)
+    words = (*words, "TRAIN.CLASS_WEIGHTS=balanced", f"DATA.RELABEL={table}")
     done = vitamp(*words, "TRAIN.MAX_UPDATES=1", "DATA.DROP_LAST=false", code=0)
     assert f"DATA.RELABEL {table}: 1 training image left out, 2 with another label, 1 as before." in done.text
     assert "2 of its lines match no training image (validation images, whose labels stay as given: 1; " in done.err

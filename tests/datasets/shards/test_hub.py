@@ -129,6 +129,13 @@ def test_parquet_files_in_no_split_are_named(tmp_path: Path, said: pytest.LogCap
     assert said.text.count("nor in the validation split: extra/part.parquet") == 1
 
 
+def test_test_split_without_labels_is_left_out(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    write(tmp_path / "set" / "train.parquet", range(8), notes=None, labels=["cat", "ant"] * 4)
+    write(tmp_path / "set" / "test.parquet", range(4), columns=("image", "id_again"))
+    assert len(part(of_hub(tmp_path / "set"))) + len(part(of_hub(tmp_path / "set"), train=False)) == 8
+    assert "test.parquet has no column label; the split val is left out." in said.text
+
+
 def test_parquet_labels_may_be_categories(tmp_path: Path) -> None:
     """A column of categories as pandas writes it: numbers and their names."""
     for name, numbers, categories in (("train", range(6), ["cat", "ant", "bee"]), ("val", range(3), ["bee", "ant"])):

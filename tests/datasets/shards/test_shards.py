@@ -95,10 +95,10 @@ def test_shard_labels_as_text_or_json(tmp_path: Path) -> None:
     ]
     write_tar(tmp_path / "train" / "0.tar", members)
     write_tar(tmp_path / "val" / "0.tar", samples([1]))
-    (tmp_path / "classes.txt").write_text("ant\nbee\ncat\n")
+    (tmp_path / "classes.txt").write_text("ant\n\ncat\n \n")
     train = part(of_shards(tmp_path))
     assert train.labels.tolist() == [2, 1, 0, 1]
-    assert train.classes == ["ant", "bee", "cat"]
+    assert train.classes == ["ant", "", "cat"]
     assert [Path(train.name(k)).name for k in range(4)] == ["x.png", "y.JPG", "z.webp", "both.png"]
 
 

@@ -145,9 +145,13 @@ def test_tar_files_without_images_or_with_two_of_a_sample_are_refused(tmp_path: 
         check(tmp_path)
 
 
-def test_more_shard_classes_than_num_classes_are_refused(tmp_path: Path) -> None:
-    (write_set(tmp_path) / "classes.txt").write_text("a\nb\nc\nd\n")
+def test_more_or_fewer_shard_classes_than_labels_are_refused(tmp_path: Path) -> None:
+    names = write_set(tmp_path) / "classes.txt"
+    names.write_text("a\nb\nc\nd\n")
     with pytest.raises(UserError, match=r"has 4 classes, but MODEL\.NUM_CLASSES is 3"):
+        check(tmp_path)
+    names.write_text("a\nb\n\n")
+    with pytest.raises(UserError, match=r"has the label 2, but classes\.txt ends with 1\."):
         check(tmp_path)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from datasets import check_dataset, open_dataset
+from datasets import check_dataset, count_classes, open_dataset
 from datasets.sources.grouped import split_several_labels
 from datasets.sources.split import split, split_by_fold, split_rows
 from tests.datasets.layouts import lay_out
@@ -73,11 +73,12 @@ def both(data: DataConfig, classes: int) -> tuple[list[str], list[str]]:
 
 @pytest.mark.parametrize("kind", ["imagefolder", "csv", "shards"])
 def test_each_source_without_a_split_has_folds(kind: str, tmp_path: Path) -> None:
-    rows = [(f"{number:02d}.png", number % 3) for number in range(12)]
+    rows = [(f"{number:02d}.png", number % 3 if number else 3) for number in range(12)]
     given = lay_out(kind, tmp_path, {"": rows})
     validated = []
     for number in range(1, 5):
-        train, validation = both(settings(**given, FOLD=f"{number}/4"), 3)
+        train, validation = both(settings(**given, FOLD=f"{number}/4"), 4)
+        assert count_classes(settings(**given, FOLD=f"{number}/4"), True) == 4, "also without its only image"
         assert (len(train), len(validation)) == (9, 3)
         assert not set(train) & set(validation)
         validated += validation

@@ -88,6 +88,7 @@ def test_paths_and_columns_name_groups(vitamp: Vitamp, tmp_path: Path) -> None:
     [
         (("DATA.GROUP=(",), "DATA.GROUP (: not a regular expression"),
         (("DATA.GROUP=visit[0-9]",), "DATA.GROUP visit[0-9]: not found in 'ill/patient0_0.png'. Name a pattern"),
+        (("DATA.GROUP=(t1)_|ill",), "DATA.GROUP (t1)_|ill: not found in 'ill/patient0_0.png'. Name a pattern"),
         (("DATA.GROUP=(p)(a)",), "has 2 pairs of parentheses; put one around what names the group"),
         (("DATA.GROUP=png",), "1 group, too few for two splits; groups stay whole"),
         ((r"DATA.GROUP=patient\d", "DATA.FOLD=1/9"), "6 groups, fewer than the 9 folds"),

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from datasets import count_classes
+from datasets import check_dataset, count_classes
 from datasets.recognise import recognise
 from tests.datasets.layouts import lay_out
 from tests.datasets.opened import settings
+from tests.datasets.shards.tar_files import write_tar
 from tests.program import save_image
 from utils.errors import UserError
 
@@ -45,6 +46,15 @@ def test_lists_take_precedence_and_the_other_layout_is_named(tmp_path: Path) -> 
     name, what = recognise(str(tmp_path)) or ("", "")
     assert name == "imagenet2012"
     assert "it also has class folders in train/ and val/, which -dataset imagefolder reads" in what
+
+
+def test_an_archive_beside_class_folders(tmp_path: Path) -> None:
+    given = lay_out("imagefolder", tmp_path, {"train": ROWS, "val": ROWS})
+    (tmp_path / "._archive.tar").touch()
+    assert (recognise(str(tmp_path)) or [""])[0] == "imagefolder"
+    write_tar(tmp_path / "archive.tar", [("train/0/0.png", b"image")])
+    with pytest.raises(UserError, match=r"train/0/0.png has no label.*\n.*: -dataset imagefolder reads them."):
+        check_dataset(settings(**{**given, "DATASET": "shards"}), 5)
 
 
 def test_a_table_of_test_images_beside_class_folders_is_no_data_set(tmp_path: Path) -> None:

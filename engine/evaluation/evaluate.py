@@ -9,43 +9,33 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from datasets import ValLoader
-from engine.amp.precision import Precision
 from engine.machine.late_compiler import uncompiled
 from engine.machine.memory import IN_VALIDATION, is_out_of_memory
 from engine.setup import Ready
-from engine.task.base import Metrics, Task
+from engine.task.base import Metrics
 from utils.distributed.world import World
 from vitamp.metrics import KNN
 
 
 @torch.no_grad()  # not inference mode: fp8 layers do not run in it
-def evaluate(
-    model: nn.Module,
-    loader: ValLoader,
-    samples: int,
-    inputs: nn.Module,
-    precision: Precision,
-    world: World,
-    task: Task,
-    between: Callable[[], None] = lambda: None,
-) -> Metrics:
-    """Metrics of the validation split. A collective call.
+def validate(ready: Ready, model: nn.Module, world: World, between: Callable[[], None] = lambda: None) -> Metrics:
+    """All metrics of the validation split, of `model`, which is the run's own or has its shape. A collective call.
 
     `between` is called before each batch, and may raise to end the validation.
     """
-    tally = task.tally(samples, precision.device)
+    loader, task, precision = ready.val_loader, ready.task, ready.precision
+    tally = task.tally(len(ready.val_set), precision.device)
     if task.own_metrics:
         from engine.task.own_code import WithOwnMetrics
 
-        tally = WithOwnMetrics(tally, task, samples, precision.device)
+        tally = WithOwnMetrics(tally, task, len(ready.val_set), precision.device)
     training = model.training
     model.eval()
     try:
         for batch in loader:
             between()
             with uncompiled(), precision.autocast(training=False):
-                logits = model(inputs(batch.images))
+                logits = model(ready.inputs(batch.images))
             tally.add(logits.float(), batch)
     except Exception as error:
         if is_out_of_memory(error):
@@ -55,16 +45,10 @@ def evaluate(
         model.train(training)
     if loader.broken is not None:
         loader.broken.raise_together(world)
-    return tally.metrics(world)
-
-
-def validate(ready: Ready, model: nn.Module, world: World, between: Callable[[], None] = lambda: None) -> Metrics:
-    """All metrics of a validation of `model`, which is the run's own or has its shape. Otherwise as `evaluate`."""
-    inputs, precision = ready.inputs, ready.precision
-    metrics = evaluate(model, ready.val_loader, len(ready.val_set), inputs, precision, world, ready.task, between)
+    metrics = tally.metrics(world)
     if ready.neighbours is None:
         return metrics
-    accuracy = ready.neighbours.accuracy(model, inputs, precision, between)
+    accuracy = ready.neighbours.accuracy(model, ready.inputs, precision, between)
     return replace(metrics, more={**metrics.more, KNN.name: accuracy})
 
 

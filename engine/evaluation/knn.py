@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from datasets.base import TITLES
 from datasets.loading.order import whole_batches
 from engine.amp.precision import Precision
 from engine.machine.late_compiler import uncompiled
-from engine.parallel.shards import whole_outside_blocks
+from engine.parallel.shards import is_sharded
 from engine.task.base import sum_type_of
 from utils.config import Config
 from utils.config.data import DataConfig
@@ -184,7 +185,7 @@ class Neighbours:
     def accuracy(
         self, model: nn.Module, inputs: nn.Module, precision: Precision, between: Callable[[], None] = lambda: None
     ) -> float:
-        """In percent; NaN if features are not finite. A collective call. `between`: as in `evaluate`."""
+        """In percent; NaN if features are not finite. A collective call. `between`: as in `validate`."""
         training, finite = model.training, torch.ones((), dtype=torch.bool, device=precision.device)
 
         def rows(dataset: ImageDataset) -> Iterator[Rows]:
@@ -205,11 +206,15 @@ class Neighbours:
             finally:
                 loader.close()
 
+        sharded: Any = model if any(is_sharded(weight) for weight in model.parameters()) else None
         model.eval()
         try:
-            with whole_outside_blocks(model):
-                guesses, labels = classify(rows(self._images), rows(self._bank), COUNT, self._world)
+            if sharded is not None:  # blocks gather their own weights; the others only where forward is called
+                sharded.unshard()
+            guesses, labels = classify(rows(self._images), rows(self._bank), COUNT, self._world)
         finally:
+            if sharded is not None:
+                sharded.reshard()
             model.train(training)
         if sum_over_ranks((~finite).float(), self._world).item():
             return math.nan

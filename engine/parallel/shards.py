@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -16,20 +14,3 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 def is_sharded(tensor: object) -> bool:
     return hasattr(tensor, "to_local")
-
-
-@contextlib.contextmanager
-def whole_outside_blocks(model: nn.Module) -> Iterator[None]:
-    """Gather the weights of a sharded model that no block has, to call another method than its forward.
-
-    Blocks gather their own. A collective call.
-    """
-    sharded = cast(Any, model)
-    if not any(is_sharded(weight) for weight in model.parameters()):
-        yield
-        return
-    sharded.unshard()
-    try:
-        yield
-    finally:
-        sharded.reshard()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from datasets import PADDING, Batch, validation_batches
 from datasets.damage import BrokenInValidation
 from engine.amp.precision import Precision
-from engine.evaluation.evaluate import evaluate
+from engine.evaluation.evaluate import validate
 from engine.task.one import OneLabel, ValidationMeans
 from tests.engine.small import CPU, OFF
 from utils.config import AmpConfig
@@ -54,7 +56,9 @@ def model() -> nn.Module:
 
 
 def figures(net: nn.Module, loader: Loader, amp: AmpConfig = OFF, samples: int = SAMPLES) -> ValidationMeans:
-    found = evaluate(net, loader, samples, Floats(), Precision(amp, CPU), ALONE, OneLabel(10))  # pyright: ignore[reportArgumentType]
+    ready: Any = SimpleNamespace(val_loader=loader, val_set=range(samples), task=OneLabel(10), neighbours=None)
+    ready.inputs, ready.precision = Floats(), Precision(amp, CPU)
+    found = validate(ready, net, ALONE)
     assert isinstance(found, ValidationMeans)
     return found
 

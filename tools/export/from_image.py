@@ -51,7 +51,7 @@ SIZES = {
   high = Identity (side)
   wide = Identity (side)""",
 }
-"""DATA.CROP_MODE -> nodes that compute the size before the crop, as `crops.resized_size` does"""
+"""DATA.CROP_MODE -> nodes that compute the size before the crop, as `vitamp.resize.resized_size` does"""
 GREY = """
   channel_axis = Constant <value_ints = [1]> ()
   integers = Cast <to = 6> (batch)

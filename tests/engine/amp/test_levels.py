@@ -16,7 +16,7 @@ from datasets import Batch, MicroBatch, Window
 from engine.amp.low_precision import tile_size_hint
 from engine.amp.overflow import OverflowWatch
 from engine.amp.precision import check_amp
-from engine.evaluation.evaluate import evaluate
+from engine.evaluation.evaluate import validate
 from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain
 from engine.update import train_update
@@ -181,7 +181,7 @@ def test_dtypes_of_weights_gradients_optimizer_state_and_file(tiny: Path, tmp_pa
 
 
 def validated(ready: ReadyToTrain) -> Any:
-    return evaluate(ready.model, ready.val_loader, len(ready.val_set), ready.inputs, ready.precision, ALONE, ready.task)
+    return validate(ready, ready.model, ALONE)
 
 
 @pytest.mark.parametrize("mode", ["O1 fp16", "O3 bf16", "fp8"])

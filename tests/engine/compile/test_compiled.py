@@ -18,7 +18,7 @@ from engine.amp.precision import Precision
 from engine.compile import compiled as compiling
 from engine.compile.choice import BLOCKS, WHOLE, Compiling
 from engine.compile.compiled import CACHE
-from engine.evaluation.evaluate import evaluate
+from engine.evaluation.evaluate import validate
 from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain
 from tests.engine.amp.modes import MODES
@@ -125,7 +125,7 @@ def test_smaller_micro_batches_and_validation_are_not_compiled(tiny: Path, how: 
     source = windows(ready)
     train(ready, 1, source)
     before = graphs()
-    evaluate(ready.model, ready.val_loader, len(ready.val_set), ready.inputs, ready.precision, ALONE, ready.task)
+    validate(ready, ready.model, ALONE)
     sizes = []
     for window in source:
         _, batch = next(iter(window))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.evaluation.evaluate import evaluate
+from engine.evaluation.evaluate import validate
 from engine.machine.device import Run
 from engine.machine.memory import IN_VALIDATION, is_out_of_memory
 from engine.memory.out_of_memory import describe, ways_out
@@ -120,7 +120,7 @@ def test_failed_validation_restores_training_mode(tiny: Path) -> None:
 
     full.model.register_forward_pre_hook(fail)
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        evaluate(full.model, full.val_loader, len(full.val_set), full.inputs, full.precision, ALONE, full.task)
+        validate(full, full.model, ALONE)
     assert full.model.training
     told = describe(caught.value, Run(load_config(str(tiny)).config, ALONE, CPU, threads=1), 7)
     peak = r"the peak was .+ on cpu \(.+\), of [\d.]+ GiB in total, and 20\.00 MiB more were requested\.\n"

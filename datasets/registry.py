@@ -81,8 +81,10 @@ def count_classes(data: DataConfig, train: bool) -> int:
     try:
         if source.count is not None:
             return source.count(data, train)
-        given = data.model_copy(update=dict.fromkeys(("RELABEL", "FOLD", "EXCLUDE")))  # none takes a class away
-        split = _open(source, given, train, ANY_LABEL, 0, torch.device("cpu"))
+        # None of these takes a class away: of folds, all images count.
+        whole = {"FOLD": None, "PART": "all"} if data.FOLD else {}
+        given = data.model_copy(update={"RELABEL": None, "EXCLUDE": None, **whole})
+        split = _open(source, given, train and not whole, ANY_LABEL, 0, torch.device("cpu"))
     except UserError as error:
         from datasets.recognise import offering_layout
 

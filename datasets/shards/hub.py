@@ -106,6 +106,8 @@ def columns_of(root: Path, splits: dict[str, list[Path]], dataset: str) -> Colum
     for split, file in [(split, file) for split, files in splits.items() for file in files]:
         with _opened(file) as parquet:
             if missing := {image, label}.difference(parquet.schema_arrow.names):
+                if split == "train":
+                    raise UserError(f"DATA.DATASET {dataset}: {file} has no column {min(missing)}, which {first} has.")
                 log.warning("%s has no column %s; the split %s is left out.", file, min(missing), split)
                 splits.pop(split, None)
     kind = schema.field(label).type

@@ -60,6 +60,8 @@ def chosen_checkpoint(config: Config, world: World) -> Checkpoint | None:
     name = broadcast(str(checkpoint.folder) if checkpoint else None, world)
     if config.MODEL.RESUME == AUTO:
         what = f"{'evaluating' if config.EVAL else 'resuming from'} {Path(name).name}" if name else ""
+        if what and config.TRAIN.LAST_EPOCH and not config.EVAL:  # a new run begins after it
+            what += f", the newest; -last_epoch {config.TRAIN.LAST_EPOCH} chooses a checkpoint with -resume RUN only"
         nothing = "no checkpoint found, -pretrained is used" if config.EVAL else "no checkpoint yet, starting a new run"
         log.info("-resume auto: %s", what or nothing)
     # A rank that cannot see the folder is reported now, not when it loads the weights.
@@ -70,7 +72,7 @@ def _choose(config: Config, world: World) -> Checkpoint | None:
     wanted, run = str(config.MODEL.RESUME), resumed_run(config)
     if run is not None:
         bring_back(run / CHECKPOINTS)
-        if wanted == AUTO and config.TRAIN.LAST_EPOCH and checkpoints_in(run / CHECKPOINTS):
+        if wanted == AUTO and config.EVAL and config.TRAIN.LAST_EPOCH and checkpoints_in(run / CHECKPOINTS):
             wanted = str(run)
     if config.EVAL and not config.TRAIN.LAST_EPOCH and (place := run if wanted == AUTO else Path(wanted)):
         try:

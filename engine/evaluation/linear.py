@@ -45,7 +45,7 @@ def folds_of(
     groups = (samples.groups if samples is not None else None) or ()
     groups = groups if rows is None or not groups else [groups[row] for row in rows]
     if (folds := min(FOLDS, len({*groups} or labels))) < 2:
-        raise UserError(f"{source_of(data)}: a probe needs two images or groups; use MODEL.NEW_CLASSIFIER=zero.")
+        raise UserError(f"{source_of(data)}: a probe needs two images or groups; MODEL.NEW_CLASSIFIER=zero needs none.")
     for number in range(folds):
         of_fold = data.model_copy(update={"FOLD": f"{number + 1}/{folds}"})
         fold_of[split_rows(labels, of_fold, "val", source_of(data), groups)] = number

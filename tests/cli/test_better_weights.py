@@ -108,6 +108,9 @@ def test_pretrained_takes_the_pooling_of_a_run(vitamp: Vitamp, tmp_path: Path) -
         assert f"{metrics(run, 'val')[-1]['acc1']:.2f} %" in vitamp(*words, script=script, code=0).text
     wrong = vitamp(run, "-to", "hub", "-output", tmp_path / "hub", script="scripts/export.py", code=2).err
     assert "-to hub: timm's model has no MODEL.POOL both; use -to torch or onnx" in wrong
+    again = ("-cfg", tmp_path / "tiny.yaml", "-pretrained", run, "-output", tmp_path / "again", "-resume", "auto")
+    for updates in (4, 8):  # the resumed run has the pooling of its own checkpoint
+        vitamp(*again, f"TRAIN.MAX_UPDATES={updates}", code=0)
     wrong = vitamp("-cfg", tmp_path / "tiny.yaml", "-pretrained", run, "MODEL.POOL=null", code=2).err
     assert "POOL both in the weights, null in the recipe. For the model of the run, add MODEL.POOL=both to" in wrong
 

@@ -424,6 +424,8 @@ def test_fix_removes_no_image_for_a_table_that_names_it_twice(check: Check, tree
     assert lines_of(tmp_path / "fix.txt") == {"train/bee/copy.jpg"}
     for name in ("train/ant/0.jpg", "val/cat/2.jpg"):
         assert f"{tree}/{name}: is listed twice; correct the table" in done.err
+    shutil.copy(tree / "val/cat/2.jpg", tree / "val/cat/twin.jpg")
+    assert "listed twice" not in check(tree, "-fix", tmp_path / "folders.txt", code=1)[0].err
 
 
 def test_report_begins_with_numbers_and_names_each_pair_once(check: Check, tree: Path) -> None:

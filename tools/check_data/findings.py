@@ -518,7 +518,8 @@ def exclude_list(findings: Findings, splits: list[Split], data: DataConfig, near
     for kind in (kind for kind in REASONS if near or kind != NEAR_OVERLAP):
         for found in findings.defects.get(kind, ()):
             intact = kind not in (UNREADABLE, DAMAGED)
-            if intact and (found.name == found.copy_of or found.name in validating):  # a line would remove both
+            twice = found.name == found.copy_of or (found.split == "training" and found.name in validating)
+            if intact and twice:  # a line would remove both
                 log.warning("%s: is listed twice; correct the table, which DATA.EXCLUDE cannot.", found.name)
             elif not intact or found.split == "training":
                 chosen.setdefault((found.split, found.name), (kind, found))

@@ -202,6 +202,8 @@ def main(argv: list[str]) -> int:
     check(config)
     device = pick_device(config.DEVICE, ALONE)
     modes, left_out = modes_to_measure(asked.modes, config, device)
+    if not modes:
+        raise UserError(f"-modes {asked.modes}: name a precision other than fp32, with which all are compared.")
     for note in [*loaded.notes, *about_one_device(loaded)]:
         log.info(note)
     threads = set_up_device(config, device, ALONE)

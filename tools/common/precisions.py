@@ -94,9 +94,7 @@ def modes_to_measure(text: str | None, config: Config, device: torch.device) -> 
     """What to compare with fp32, by -modes. Without it, also name -> why it is left out."""
     if text is not None:
         named = {mode for _, mode in modes_named(text, config, device)}
-        if not (modes := tuple(mode for mode in MODES[1:] if mode in named)):
-            raise UserError(f"-modes {text}: name a precision other than fp32, with which all are compared.")
-        return modes, {}
+        return tuple(mode for mode in MODES[1:] if mode in named), {}
     left_out = {mode.name: why for mode in MODES[1:] if (why := _why_not(mode, config, device))}
     return tuple(mode for mode in MODES[1:] if mode.name not in left_out), left_out
 

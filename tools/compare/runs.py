@@ -264,9 +264,8 @@ def make_plan(line: ToolLine, out: Path) -> Plan:
     if "cfg" in axes and line.run.cfg is not None:
         raise UserError(f"-cfg {line.run.cfg}: cannot be given here; list it in -vary cfg=...")
     base = Contender(tuple(values[0] for values in axes.values())).load(line)
-    limits: dict[str, tuple[Any, str]] = {"MAX_TIME": (None, "compare.py")}  # a recipe's would leave runs unfinished
     if base.config.TRAIN.NUM_EPOCHS == AUTO:
-        del refused["MAX_TIME"], limits["MAX_TIME"]  # which the epochs of each run fill
+        del refused["MAX_TIME"]  # which the epochs of each run fill
     for key, instead in refused.items():
         if given_by := line.given_by(key):
             raise UserError(f"{key} ({given_by}): cannot be given here; {instead}.")
@@ -310,7 +309,10 @@ def make_plan(line: ToolLine, out: Path) -> Plan:
     runs = []
     for (seed, fold), contender in alternating_order(contenders, rounds):
         of_fold = {} if fold is None else {"DATA.FOLD": (str(fold), "-folds")}
-        config = contender.load(line, {"SEED": (seed, "-seeds"), **of_fold, **limits}).config
+        # A recipe's limit would leave runs unfinished, unless their epochs fill it.
+        filled = loaded[contender.name].config.TRAIN.NUM_EPOCHS == AUTO
+        limit = {} if filled else {"MAX_TIME": (None, "compare.py")}
+        config = contender.load(line, {"SEED": (seed, "-seeds"), **of_fold, **limit}).config
         folder = out / f"{contender.file_name}-{seed if fold is None else f'fold{fold.number}'}"
         runs.append(Run(contender.name, seed, config, folder, fold))
     check_runs(runs)

@@ -176,9 +176,14 @@ def pack(data: DataConfig, folder: Path, settings: dict[str, Any], jobs: int | N
         return
     lock = FileLock(folder / LOCK)
     try:
-        (folder / RECORDS).mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(NotImplementedError):  # by this file system
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
             lock.acquire(timeout=3)  # seconds, in which processes of a killed run exit
+        except (NotImplementedError, OSError) as error:
+            if isinstance(error, Timeout):  # it is an OSError
+                raise
+            log.warning("%s cannot be locked (%s): let no second process pack into it.", folder, error)
+        (folder / RECORDS).mkdir(exist_ok=True)
         content = json.dumps({"made_by": MADE_BY, **about}, indent=1)
         write_atomically(folder / RECORDS / SETTINGS, content.encode())
         for name in splits:

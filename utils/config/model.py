@@ -107,7 +107,7 @@ class ModelConfig(Section):
     POOL: Literal["class", "mean", "both", "blocks"] | None = setting(
         None,
         "ViT: what the classifier sees: class (token), mean (of the patches), both, or blocks (class tokens of the "
-        "last 4 blocks, and that mean); null: as timm's model.",
+        "last 4 blocks, and that mean); null: as timm's model. Unset, with -pretrained: as the run of the weights.",
         excludes("MODEL.MAE_PRETRAIN", why=f"{_LABELS} and has no classifier"),
         excludes("TRAIN.DISTILLATION_TYPE", why="a distilled model has two classifiers", when=TRAINING),
     )

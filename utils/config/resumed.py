@@ -24,7 +24,7 @@ FROM_WEIGHTS = (
     *(IMAGE_SIZE, "DATA.CROP_PCT", "DATA.CROP_MODE", "DATA.INTERPOLATION"),
     *("DATA.IMAGENET_MEAN", "DATA.IMAGENET_STD"),
     *("MODEL.EMBED_DIM", "MODEL.DEPTH", "MODEL.NUM_HEADS", "MODEL.MLP_RATIO", "MODEL.QKV_BIAS"),
-    *("MODEL.PATCH_SIZE", "MODEL.STAGE_DEPTHS", "MODEL.WINDOW_SIZE"),
+    *("MODEL.PATCH_SIZE", "MODEL.STAGE_DEPTHS", "MODEL.WINDOW_SIZE", "MODEL.POOL"),
 )
 """Settings that a new run takes from its pretrained weights if they are not set; see engine/preflight.py."""
 

@@ -138,10 +138,10 @@ def _model(config: Config, device: torch.device, replaced: bool) -> nn.Module:
         new, whole = config.MODEL.NEW_CLASSIFIER, config.EVAL
         log.info(load_pretrained(model, config.MODEL.PRETRAINED, config.MODEL.NAME, bool(new), whole))
         if new == "zero":
-            for layer in (one for name in classifiers(model) for one in model.get_submodule(name).modules()):
-                if isinstance(layer, nn.Linear | nn.Conv2d):  # a norm before them stays
-                    for weight in layer.parameters():
-                        torch.nn.init.zeros_(weight)
+            for head in map(model.get_submodule, classifiers(model)):
+                layers = [layer for layer in head.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
+                for weight in layers[-1].parameters():  # with zeros before it, nothing would learn
+                    torch.nn.init.zeros_(weight)
     elif not replaced:
         log.info("The weights are freshly initialised, from SEED %d.", config.SEED, extra=DETAIL)
     if config.MODEL.LORA.RANK is not None and not config.EVAL:  # else the adapters are merged into the weights

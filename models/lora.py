@@ -85,9 +85,12 @@ def layers_to_adapt(model: nn.Module, lora: LoraConfig, heads: Iterable[str]) ->
     linear: dict[str, nn.Linear] = {}
     for name, layer in modules.items():
         if type(layer) is nn.Linear and not is_inside(name, heads):
-            # Its rows must be what its name says. With `head_first`, timm keeps q, k and v of each head together.
-            parts, by_head = len(parts_of(name)), getattr(modules[name.rpartition(".")[0]], "head_first", False)
-            if parts == 1 or (layer.out_features % parts == 0 and not by_head):
+            # Its rows must be what its name says. With `head_first` or `val_dim`, timm keeps q, k and v of each head
+            # together, and GCViT's global attention has no q of its own.
+            parts, parent = len(parts_of(name)), modules[name.rpartition(".")[0]]
+            by_head = getattr(parent, "head_first", False) or hasattr(parent, "val_dim")
+            rows = parts * getattr(getattr(parent, "proj", None), "in_features", layer.out_features // parts)
+            if parts == 1 or (layer.out_features == rows and not by_head):
                 linear[name] = layer
     there = {part for name in linear for part in parts_of(name)}
     for target in lora.TARGETS:

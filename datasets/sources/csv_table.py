@@ -146,12 +146,19 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
     given = _files(data)
     parts = parts_read(data, train, given)
     first = _read(given.get("all") or given["train"], data)
-    if first.several and first.columns is None:
+    if any(len(labels) > 1 for labels in first.sets) and first.columns is None:
         log.info("%s: the labels of an image are separated by %r.", first.file, first.separator)
-    looks_like_list = (row for row, label in first.each() if ";" in label or "|" in label)
-    if not first.several and (row := next(looks_like_list, None)) is not None:
-        what = f"{first.where(row)}: the label {first.sets[row][0]!r} is read as one class."
-        log.warning("%s If it lists several labels, set DATA.MULTI_LABEL=true.", what)
+    elif first.columns is None:
+        marks, do = (" ", "separate them by ';'") if first.several else (";|", "set DATA.MULTI_LABEL=true")
+        looks_like_list = (row for row, label in first.each() if any(mark in label for mark in marks))
+        if (row := next(looks_like_list, None)) is not None:
+            what = f"{first.where(row)}: the label {first.sets[row][0]!r} is read as one class."
+            log.warning("%s If it lists several labels, %s.", what, do)
+    row_of: dict[str, int] = {}
+    for row, path in enumerate(first.paths if first.several else ()):
+        if first.sets[row_of.setdefault(path, row)] != first.sets[row]:
+            before = f"{first.where(row)}: {path} has other labels in line {first.numbers[row_of[path]]}."
+            raise UserError(f"{before} With DATA.MULTI_LABEL, a line has all labels of its image.")
     files = first.labelled(first, num_classes)
     if "all" in given:
         read = [first]

@@ -20,6 +20,7 @@ from engine.checkpoint.find import ended_epochs
 from engine.checkpoint.state import OPTIMIZER, trained_weights
 from engine.machine.device import global_batch
 from engine.measure.meters import Best, Position
+from engine.optim.schedule import SCALE
 from engine.parallel.shards import is_sharded, local_shard
 from engine.update import TrainState
 from models.parts import base_weights, frozen_weights
@@ -199,6 +200,9 @@ def load_optimizer(parts: TrainState, state: dict[str, Any], moments: Mapping[st
                 if isinstance(value, Tensor):
                     values[key] = sharding.like(value, weights[number])
     # Settings are those of now. A key that a new group lacks is no setting: LAMB counts its steps there.
+    # A factor of the rate is one, which only groups of LAYER_DECAY have.
+    for group in saved[GROUPS]:
+        group.pop(SCALE, None)
     groups = [{**old, **new} for old, new in zip(saved[GROUPS], now[GROUPS], strict=True)]
     optimizer.load_state_dict({"state": saved["state"], GROUPS: groups})
     # Fused kernels need the state in the memory format of its weights.

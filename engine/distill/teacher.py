@@ -40,6 +40,7 @@ from utils.log import log
 from utils.record.resumed_run import config_of
 from vitamp.checkpoints import META
 from vitamp.meta import Input, check_fields
+from vitamp.metrics import ONE_LABEL
 from vitamp.tensors import fp32_modules, read_weights
 from vitamp.weights import chosen_at, preprocessing_in, read_header
 
@@ -270,6 +271,8 @@ def _load_source(setting: str, config: Config, precision: Precision) -> TeacherM
         with _errors_name_teacher():
             chosen = chosen_at(Path(place))
             theirs = config_of(chosen)
+        if theirs.task != ONE_LABEL:
+            raise UserError(f"{KEY} {setting}: trained {theirs.task.words}; a teacher needs one label per image.")
         data = theirs.DATA
         if data.IMAGE_CHANNELS != config.DATA.IMAGE_CHANNELS:
             raise UserError(
@@ -284,7 +287,8 @@ def _load_source(setting: str, config: Config, precision: Precision) -> TeacherM
         where, normalised = f"{theirs.MODEL.NAME} of {chosen.file}", (data.IMAGENET_MEAN, data.IMAGENET_STD)
         return TeacherModel(model, where, data.IMAGE_SIZE, *normalised, theirs.MODEL.NUM_CLASSES, chosen.classes)
     pretrained, channels = timm.get_pretrained_cfg(name), config.DATA.IMAGE_CHANNELS
-    assert pretrained is not None  # is_timm_name
+    if pretrained is None:
+        raise UserError(f"{KEY} {setting}: {name} is a model of your own code; name the folder of its run.")
     classes, header = pretrained.num_classes if place == name else config.MODEL.NUM_CLASSES, {}
     model = timm.create_model(name, num_classes=classes, in_chans=channels)
     for parameter in model.parameters():

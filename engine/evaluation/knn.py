@@ -30,6 +30,7 @@ from utils.errors import UserError
 from utils.log import DETAIL, log
 from vitamp.metrics import always_guessing
 from vitamp.pooling import POOLED, pooled_features
+from vitamp.registry import own_named
 
 OF_OWN_DATA = ("DATA.EXCLUDE", "DATA.RELABEL", "DATA.FOLD", "DATA.GROUP", "DATA.COLUMNS")
 """Settings that fit the run's own data alone."""
@@ -54,7 +55,8 @@ def labelled_data(config: Config) -> DataConfig:
     """
     text = config.TRAIN.KNN or ""
     name, named, path = text.partition("=")
-    if not named and (text in names() or text.startswith("hf:")):
+    named = named and not os.path.exists(os.path.expanduser(text))
+    if not named and (text in names() or own_named("dataset", text) or text.startswith("hf:")):
         path = None
     elif not named:
         from datasets.recognise import recognise

@@ -43,10 +43,12 @@ class BinaryCrossEntropy(nn.Module):
         self.outcomes = outcomes
         self.smoothing, self.threshold = train.SMOOTHING, train.BCE_TARGET_THRESH
         self.register_buffer("positive_weights", positive_weights)
-        if self.threshold is not None and (lowest := self.smoothing / outcomes) > self.threshold:
+        lowest = self.smoothing / outcomes
+        highest = 1 - self.smoothing + lowest
+        if self.threshold is not None and not lowest <= self.threshold < highest:
             raise UserError(
-                f"TRAIN.BCE_TARGET_THRESH {self.threshold:g}: TRAIN.SMOOTHING {self.smoothing:g} lifts the targets of "
-                f"wrong classes to {lowest:.2g}, so all would count as 1. Set TRAIN.SMOOTHING=0, or a higher threshold."
+                f"TRAIN.BCE_TARGET_THRESH {self.threshold:g}: with TRAIN.SMOOTHING {self.smoothing:g}, targets are "
+                f"{lowest:.2g} and {highest:.2g}, so all would count alike. Set TRAIN.SMOOTHING=0."
             )
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:

@@ -220,6 +220,10 @@ def test_frozen_backbone_trains_on_kept_features_as_on_images(
         done = vitamp(*words, tmp_path / "resumed", "-resume", "auto", *alone, *limit, code=0)
         assert done.out.count("images; features are kept in") == 2
     assert losses("resumed") == losses("features")
+    ema = ("-cfg", tiny, "-output", tmp_path / "ema", "TRAIN.MODEL_EMA=true", "-resume", "auto")
+    vitamp(*ema, "TRAIN.MAX_UPDATES=10", code=0)
+    done = vitamp(*ema, *words[4:5], "DATA.CROP=none", "DATA.FLIP=0", "TRAIN.MAX_UPDATES=12", code=0)
+    assert "are not kept: the EMA has another backbone" in done.out
     two = ("-ngpus", 2, f"DATA.CACHE={tmp_path / 'two'}")
     assert vitamp(*words, tmp_path / "two_ranks", *two, script="main_multi_gpu.py", code=0).out.count(new) == 2
     assert losses("two_ranks") == pytest.approx(losses("features"), rel=1e-5)

@@ -14,7 +14,7 @@ import yaml
 
 from tests.launch import clusters
 from tests.launch.clusters import MPI_AS_ROOT, MULTI, SINGLE, Command, Slurm, launch, needs, torchrun, two_machines
-from tests.program import ROOT, TINY_DIGITS, Result, Started, Vitamp, metrics, run_program
+from tests.program import ROOT, TINY_DIGITS, Result, Started, Vitamp, metrics, run_program, save_image
 from tests.waiting import free_port
 from utils.cli import parse
 
@@ -152,6 +152,22 @@ def test_ranks_by_hand(alone: object, place: Path, by: str) -> None:
     well(first, "by hand, 2 processes on 1 machine")
     assert (other.code, other.text) == (0, "")
     assert outcome(run) == alone
+
+
+def test_machines_with_other_images_are_refused(place: Path) -> None:
+    """The copy of the second one is not complete."""
+    run, ranks = place / "others", []
+    by_hand = ["-host", "localhost", "-port", str(free_port()), "-world_size", "2", "-data_path", "data"]
+    for rank in (0, 1):
+        (machine := place / f"machine{rank}").mkdir()
+        for number in range(9 - rank):
+            for part in ("train", "val"):
+                save_image(machine / "data" / part / f"class{number % 2}" / f"{number}.png", seed=number)
+        words = [*program(run)[1:], "DATA.DATASET=imagefolder", "-num_classes", "2", "-batch_size", "2", *by_hand]
+        ranks.append(Started(MULTI, [*words, "-rank", str(rank)], machine, {}, machine))
+    first, other = (rank.end(120) for rank in ranks)
+    assert (first.code, other.code) == (2, 2)
+    assert "rank 1 has other training images than rank 0, by their names and labels (8 and 9)" in first.err
 
 
 def mpirun() -> list[object]:

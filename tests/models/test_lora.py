@@ -171,6 +171,7 @@ def test_fused_mlp_is_refused_where_it_would_leave_adapters_out() -> None:
         ("beit_base_patch16_224", {}, "Beit does not call its layer blocks.0.attn.qkv, but computes with its weight"),
         ("beit_base_patch16_224", {"TARGETS": ["proj", "fc1"]}, None),
         ("convnext_tiny", {"TARGETS": "proj"}, "TARGETS proj: ConvNeXt has no such linear layer; it has fc1"),
+        ("tiny_vit_5m_224", {}, "MODEL.LORA.TARGETS q: TinyVit has no such linear layer"),
         ("swin_tiny_patch4_window7_224", {}, None),
         ("cait_xxs24_224", {}, None),
     ],

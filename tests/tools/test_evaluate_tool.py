@@ -343,7 +343,17 @@ def test_ranking_without_error_and_without_classes() -> None:
     assert of_area is not None
     assert of_area.high == of_map.high == 100
     assert 50 < of_map.low < 95
-    assert ranking_intervals(np.zeros((20, 1)), np.ones((20, 1), dtype=bool)) == (None, None)
+    of_every_image = np.ones((20, 1), dtype=bool)
+    assert ranking_intervals(np.zeros((20, 1)), of_every_image) == (None, None)
+    scores, more = np.random.default_rng(0).normal(size=(200, 2)) + np.eye(200, 2), np.ones((200, 1), dtype=bool)
+    known = np.random.default_rng(1).random((200, 2)) < 0.3
+    (alone, area), (both, same_area) = (
+        ranking_intervals(*given) for given in ((scores, known), (np.c_[scores, scores[:, :1]], np.c_[known, more]))
+    )
+    assert alone is not None
+    assert both is not None
+    assert same_area == area, "AUROC leaves the class out"
+    assert (both.low, both.high) == pytest.approx(((2 * alone.low + 100) / 3, (2 * alone.high + 100) / 3), abs=2)
     assert ranking_intervals(np.full((20, 1), np.nan), truth) == (None, None)
 
 

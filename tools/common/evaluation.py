@@ -93,10 +93,11 @@ def ranking_intervals(scores: np.ndarray, truth: np.ndarray) -> tuple[Interval |
         on_precision += of_precision
         on_area += of_area
         most += 4 * positives[label] * (images - positives[label]) / images
-    precision, unbiased, area = (sums / len(usable)).tolist()
-    variances = [float((influence**2).sum()) / len(usable) ** 2 for influence in (on_precision, on_area)]
-    of_map = _around(precision, unbiased, variances[0], most, positives[usable])
-    return of_map, _of_variance(area, variances[1], most)
+    always = int((positives == images).sum())  # classes of every image: an average precision of 1, and no AUROC
+    ranked, of_area = len(usable) + always, len(usable)
+    precision, unbiased = ((sums[:2] + always) / ranked).tolist()
+    of_map = _around(precision, unbiased, float((on_precision**2).sum()) / ranked**2, most, positives[usable])
+    return of_map, _of_variance(float(sums[2]) / of_area, float((on_area**2).sum()) / of_area**2, most)
 
 
 def _influences(scores: np.ndarray, truth: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -181,9 +181,7 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
     for folder in folders:
         log.info("  %s", folder)
     log.info(
-        "The accuracy of the average is unknown; validate it with %s, the run's settings and -eval -pretrained %s.",
-        started_as("main_single_gpu.py"),
-        out,
+        "The accuracy of the average is unknown; validate it with `%s %s`.", started_as("scripts/evaluate.py"), out
     )
     return EXIT_DONE
 

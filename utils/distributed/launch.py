@@ -59,6 +59,7 @@ def self_launch(script: str, argv: list[str], processes: int) -> int:
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
+        local_addr="127.0.0.1",  # else the host's name, which need not resolve
         max_restarts=0,
         signals_to_handle="SIGHUP,SIGQUIT",  # the others are ours
     )

@@ -264,6 +264,19 @@ def test_each_separator_is_recognised_in_the_training_table(
     assert f"{root / 'train.csv'}: the labels of an image are separated by {separator.strip()!r}." in said.text
 
 
+def test_lines_with_a_part_of_the_labels_are_refused_and_lists_of_words_warned_of(
+    table: Callable[..., Path], said: pytest.LogCaptureFixture
+) -> None:
+    root = two(table, rows(["bee", "ant cow"]), rows(["bee"]))
+    check_dataset(of_csv(root, MULTI_LABEL=True), 2)
+    assert "the label 'ant cow' is read as one class. If it lists several labels, separate them by ';'" in said.text
+    assert "are separated by" not in said.text
+    text = (root / "train.csv").read_text()
+    (root / "train.csv").write_text(text + text.splitlines()[1].replace("bee", "ant cow") + "\n")
+    with pytest.raises(UserError, match=r"train\.csv:4: .* has other labels in line 2\. With DATA\.MULTI_LABEL"):
+        check_dataset(of_csv(root, MULTI_LABEL=True), 2)
+
+
 @pytest.mark.parametrize(("label", "warned"), [("ant;cow", True), ("ant|cow", True), ("Smith, John", False)])
 def test_targets_that_look_like_lists_are_warned_of(
     table: Callable[..., Path], said: pytest.LogCaptureFixture, label: str, warned: bool

@@ -15,6 +15,7 @@ from engine.optim.build import build_optimizer
 from engine.optim.others import describe_fine_tuning
 from engine.optim.schedule import DeviceSchedule, Schedule, build_scheduler
 from tests.engine.small import CPU, build, train
+from tests.program import Vitamp, metrics
 from utils.config import Config, TrainConfig
 
 SWIN: dict[str, Any] = {"img_size": 56, "depths": (2, 2), "num_heads": (2, 4), "embed_dim": 16}
@@ -65,6 +66,15 @@ def test_schedule_sets_all_rates_and_reports_the_unscaled_one(tiny: Path) -> Non
     assert base < 2e-3, "the cosine has begun to fall"
     uneven = build(tiny, **words, TRAIN__LAYER_DECAY=0.7).parts.schedule
     assert [uneven.rate_at(update) for update in range(44)] == [plain.parts.schedule.rate_at(n) for n in range(44)]
+
+
+def test_run_resumed_without_them_has_one_rate(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
+    words = ("-cfg", tiny, "-output", tmp_path / "run", "-resume", "auto", "TRAIN.WARMUP_EPOCHS=0", "REPORT_FREQ=1")
+    vitamp(*words, "TRAIN.LAYER_DECAY=0.5", "TRAIN.MAX_UPDATES=3", code=0)
+    vitamp(*words, "TRAIN.LAYER_DECAY=null", "TRAIN.MAX_UPDATES=6", code=0)
+    rates = [line["lr"] for line in metrics(tmp_path / "run", "train")]
+    assert len(rates) == 6
+    assert rates[-1] > 0.9 * rates[0]
 
 
 def test_layer_rates_on_the_device() -> None:

@@ -83,10 +83,10 @@ def test_loss_and_gradient_equal_timm_and_fp64(
         assert torch.allclose(gradient, others_gradient, atol=1e-7, rtol=1e-5)
 
 
-def test_threshold_below_smoothed_targets_is_refused() -> None:
-    """All targets would be 1."""
-    train = TrainConfig(LOSS="bce", SMOOTHING=0.1, BCE_TARGET_THRESH=0)
-    with pytest.raises(UserError, match=r"wrong classes to 0\.02, so all would count as 1\. Set TRAIN\.SMOOTHING=0"):
+@pytest.mark.parametrize("threshold", [0, 0.95])
+def test_threshold_outside_smoothed_targets_is_refused(threshold: float) -> None:
+    train = TrainConfig(LOSS="bce", SMOOTHING=0.1, BCE_TARGET_THRESH=threshold)
+    with pytest.raises(UserError, match=r"targets are 0\.02 and 0\.92, so all would count alike"):
         OneLabel(5).loss(train, None)
 
 

@@ -38,6 +38,7 @@ from utils.config.data import DataConfig
 from utils.distributed.world import ALONE, World, on_every_rank
 from utils.errors import AllRanksError, UserError
 from utils.log import log
+from utils.own_code import executed
 from vitamp.pooling import BLOCKS, POOLED, pool_of, pooled_features, pools_of
 
 if TYPE_CHECKING:
@@ -122,6 +123,8 @@ def features_of(
         shape = images, _columns(seeing, empty).shape[1]
         model_is = [config.MODEL.NAME, str(sizes_of(model)), _weights(model)]
         about = [1, shape, *model_is, _images(dataset), seeing.precision.name, config.AMP.model_dump(mode="json")]
+        if config.USE:  # the same weights, and perhaps another forward
+            about += [sorted(own.sha256 for own, _ in executed.values()), list(config.USE)]
         key = hashlib.sha256(json.dumps([*about, input_of(data)]).encode()).hexdigest()[:16]
         folder = cache_folder(data, f"features/{key}")
         needed, free = 4 * shape[0] * shape[1], shutil.disk_usage(folder).free

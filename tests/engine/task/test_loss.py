@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from datasets import EpochOrder
 from engine.distill.teacher import DistillationLoss
 from engine.inputs.mixing import Mixing
-from engine.task.losses import WeightedCrossEntropy, class_weights
+from engine.task.losses import Criterion, WeightedCrossEntropy, class_weights
 from engine.task.one import OneLabel
 from engine.update import accumulate
 from tests.engine.small import build, windows
@@ -33,7 +33,7 @@ def batch(count: int = 24) -> tuple[Tensor, Tensor]:
     return torch.randn(count, 5, generator=generator) * 3, torch.randint(5, (count,), generator=generator)
 
 
-def value_and_gradient(loss: nn.Module, logits: Tensor, targets: Tensor) -> tuple[float, Tensor]:
+def value_and_gradient(loss: Criterion, logits: Tensor, targets: Tensor) -> tuple[float, Tensor]:
     leaf = logits.clone().requires_grad_()
     value = loss(leaf, targets)
     value.backward()

@@ -200,7 +200,8 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
             "process would train a model of its own. "
             f"Start {started_as('main_multi_gpu.py')} with the same flags, or start one process."
         )
-    if loaded.sources["NGPUS"] == "-ngpus" and (world is not None or not many):
+    started = (world or ALONE).local_size
+    if loaded.sources["NGPUS"] == "-ngpus" and loaded.config.NGPUS not in (-1, started) and (world or not many):
         log.warning("-ngpus has no effect: only main_multi_gpu.py without a launcher starts processes.")
     try:
         _use_own_code(loaded, given, command.trust)

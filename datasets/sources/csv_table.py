@@ -157,8 +157,8 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
     row_of: dict[str, int] = {}
     for row, path in enumerate(first.paths if first.several else ()):
         if first.sets[row_of.setdefault(path, row)] != first.sets[row]:
-            before = f"{first.where(row)}: {path} has other labels in line {first.numbers[row_of[path]]}."
-            raise UserError(f"{before} With DATA.MULTI_LABEL, a line has all labels of its image.")
+            what = f"{first.where(row)}: {path} has other labels in line {first.numbers[row_of[path]]}."
+            raise UserError(f"{what} With DATA.MULTI_LABEL, a line has all labels of its image.")
     files = first.labelled(first, num_classes)
     if "all" in given:
         read = [first]

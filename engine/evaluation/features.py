@@ -237,18 +237,12 @@ def see_features(run: Run, ready: Validating, parts: TrainState, train_set: Imag
         pairs = (outputs, _of_features(model, pooled)), (seen[0], pooled)
         agrees = all(torch.allclose(one.float(), other.float(), rtol=1e-2, atol=1e-2) for one, other in pairs)
     model.train(training)
-    kind, heads = type(model).__name__, classifiers(model)
-    if not agrees or len(heads) > 1:
+    kind = type(model).__name__
+    if not agrees or len(classifiers(model)) > 1:
         log.info("The features of this %s are not kept: its classifier is not applied to them alone.", kind)
         return None
     # One backbone's features are those of all: an average may be of earlier updates, which trained it.
-    states = [module.state_dict() for module in parts.weights.values()]
-    if not all(
-        torch.equal(states[0][name].float().cpu(), weight.float().cpu())
-        for state in states[1:]
-        for name, weight in state.items()
-        if not is_inside(name, heads)
-    ):
+    if len({_weights(module) for module in parts.weights.values()}) > 1:
         log.info("The features of this %s are not kept: the EMA has another backbone.", kind)
         return None
 

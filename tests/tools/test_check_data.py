@@ -405,7 +405,7 @@ def test_fix_removes_from_training_what_validation_has(check: Check, leaks: Path
     assert [Path(one["name"]).name for one in told["notes"]["of_one_colour"]] == ["white.png"]
     assert told["notes"]["tiny_classes"] == ["few (2)"]
     assert "1 training images: also in validation, byte for byte" in done.out
-    assert "nearly the same as a validation image stay: look at them, then add -near" in done.out
+    assert "nearly the same as a validation image stay: look at them, then add -near -overwrite" in done.out
     assert lines_of(listed) == {"train/bee/exact.png"}
     done, _ = check(leaks, "-fix", near_too, "-near", code=1)
     assert f"{len(CHANGES)} training images: nearly the same as an image in validation" in done.out

@@ -228,6 +228,7 @@ def test_bad_command_lines_are_refused(say: Say, digits_run: Path, tmp_path: Pat
         ((digits_run, "-probe", "-pool", "patches"), "-pool patches: takes "),
         (("-probe",), "RUN_OR_CHECKPOINT is missing"),
         (("-pretrained", "w.pth"), "RUN_OR_CHECKPOINT is missing"),
+        (("-probe", "-cfg", "configs/vit_digits.yaml"), "has no MODEL.PRETRAINED; add -pretrained FILE_OR_NAME"),
         (("-probe", "-model", "resnet10t", "-pretrained", "w.pth", "-dataset", "digits"), "w.pth"),
     ):
         done = say(*words, code=2)

@@ -240,7 +240,8 @@ def test_probes_of_a_masked_autoencoder_and_of_weights_without_tokens(
 
     torch.save(timm.create_model("resnet10t").state_dict(), tmp_path / "w.pth")
     named = ("-model", "resnet10t", "-pretrained", tmp_path / "w.pth", *greys, "-image_size", 8, "DEVICE=cpu")
-    done = say(*named, "-probe", "-pool", "class", code=2)
+    (tmp_path / "recipe.yaml").write_text(f"MODEL: {{NAME: resnet10t, PRETRAINED: {tmp_path / 'w.pth'}}}")
+    done = say("-cfg", tmp_path / "recipe.yaml", *named[4:], "-probe", "-pool", "class", code=2)
     assert "-pool class: this ResNet has no such tokens; use pooled." in done.err
     found = probed(say, tmp_path, *named, "-out", tmp_path / "cnn")
     assert (found["source"], set(found["probes"])) == (str(tmp_path / "w.pth"), {"pooled"})

@@ -83,9 +83,11 @@ def main(argv: list[str]) -> int:
     if fix is not None:
         with writing(fix, "-fix"):
             write_atomically(fix, content)
-        advice.append(f"{counted(count, 'image')} to exclude; to exclude them, add DATA.EXCLUDE={fix}")
+        how = f"; to exclude them, add DATA.EXCLUDE={fix}" if count else ""
+        advice.append(f"{counted(count, 'image')} to exclude{how}")
     if report.NEAR_OVERLAP in findings.defects and not line.asked.near:
-        advice.append("Images that are nearly the same as a validation image stay: look at them, then add -near.")
+        text = "Images that are nearly the same as a validation image stay: look at them, then add -near -overwrite."
+        advice.append(text)
     log.info(report.text(findings, data, advice))
     if json_file is not None:
         with writing(json_file, "-json"):

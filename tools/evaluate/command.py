@@ -130,6 +130,8 @@ def _features(line: command_line.ToolLine, given: CommandLine) -> dict[str, Any]
     else:
         about_classes = {"MODEL.NEW_CLASSIFIER": (True, "-probe"), "MODEL.NUM_CLASSES": ("auto", "-probe")}
         loaded = line.load(about_classes)
+        if not loaded.config.MODEL.PRETRAINED:
+            raise UserError(f"-cfg {line.run.cfg}: has no MODEL.PRETRAINED; add -pretrained FILE_OR_NAME.")
         for note in loaded.notes:
             log.info("%s", note)
         data = loaded.config.DATA.model_copy(update={"PART": given.flags["DATA.PART"][0]})
@@ -200,10 +202,10 @@ def _check(line: command_line.ToolLine) -> None:
         raise UserError(f"-out {asked.out}: the run that -probe saves; give that too.")
     if asked.out and is_run_folder(Path(asked.out)):
         raise UserError(f"-out {asked.out}: this folder has a run, which is not overwritten; name another folder.")
-    if asked.path is None and not (by and line.given_by("MODEL.PRETRAINED")):
+    if asked.path is None and not (by and (line.run.cfg or line.given_by("MODEL.PRETRAINED"))):
         raise UserError(
             "RUN_OR_CHECKPOINT is missing: name a run, a checkpoint or a file of weights. -probe and -knn also take "
-            "weights of another program: -model NAME -pretrained FILE."
+            "weights of another program: -model NAME -pretrained FILE_OR_NAME, or the -cfg of a recipe that has both."
         )
     if asked.calibrate:
         if others := [name for name in ("tta", "json", "no_calibration") if name in line.given]:

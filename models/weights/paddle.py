@@ -1,8 +1,8 @@
 """PaddleViT's weights: reading them without running any code in them, and their conversion to timm's names.
 
 A .pdparams file is a pickle, and a pickle is a program. This unpickler knows dicts and arrays of numbers, and refuses
-every other name: none of what the file asks for by name is called but the four functions here. ViT, DeiT and Swin have
-their rules of conversion here, the other families in paddle_rules.yaml.
+every other name: none of what the file asks for by name is called but the four functions here. The rules of conversion
+are in paddle_rules.yaml.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import pickle
 import re
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -123,7 +123,7 @@ NUMBER = re.compile(r"<(\d+)((?:[-+*/]\d+)*)>")
 """In a replacement, after its groups were filled in: <2*2+1> is 5"""
 STEP = re.compile(r"([-+*/])(\d+)")
 STEPS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}
-OF_BATCH_NORM = (("._mean", ".running_mean"), ("._variance", ".running_var"))
+OF_BATCH_NORM = ((r"\._mean$", ".running_mean"), (r"\._variance$", ".running_var"))
 
 
 @dataclass(frozen=True)
@@ -132,20 +132,22 @@ class FamilyRules:
 
     family: str
     """TYPE in small letters"""
-    signs: tuple[str, ...]
+    signs: Sequence[str]
     """Patterns that a file of this family has a name for, each"""
-    names: tuple[tuple[str, str], ...] = ()
+    names: Sequence[Sequence[str]] = ()
     """Patterns and replacements, applied in order; <\\1+1> is a number that is computed"""
     computed: str = "$^"
     """Names of tensors that follow from the sizes"""
-    split: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    split: Sequence[tuple[str, Sequence[str]]] = ()
     """A fused linear layer, and timm's layers for its parts"""
-    folded: tuple[tuple[str, str], ...] = ()
+    folded: Sequence[Sequence[str]] = ()
     """A bias that timm's layer lacks, and the mean of the batch norm behind it, which takes it up"""
-    equal: tuple[tuple[str, str], ...] = ()
+    equal: Sequence[Sequence[str]] = ()
     """Weights that timm's model shares, and so must be equal in the file"""
     refused: str = ""
     """Why PaddleViT's model computes something else than timm's, if it does"""
+    closed: bool = False
+    """Whether tensors that no pattern names are reported; else they keep their name, which timm's model may not have"""
 
     @property
     def title(self) -> str:
@@ -156,13 +158,9 @@ class FamilyRules:
         for pattern, parts in self.split:
             if re.search(pattern, name):
                 return [re.sub(pattern, part, name) for part in parts]
-        for pattern, new in self.names:
+        for pattern, new in (*self.names, *OF_BATCH_NORM):
             name = re.sub(pattern, new, name)
-        name = NUMBER.sub(_computed, name)
-        for paddle, torchs in OF_BATCH_NORM:
-            if name.endswith(paddle):
-                return [name.removesuffix(paddle) + torchs]
-        return [name]
+        return [NUMBER.sub(_computed, name)]
 
     def prepared(self, arrays: dict[str, np.ndarray], where: object) -> dict[str, np.ndarray]:
         """The arrays without what timm computes or lacks. Raise UserError for weights that timm's model cannot have."""
@@ -192,63 +190,17 @@ def _computed(found: re.Match[str]) -> str:
     return str(number)
 
 
-def rules_of(names: Collection[str]) -> FamilyRules | None:
-    """The rules for a file with these names; None for ViT, DeiT and Swin, and for families without rules."""
-    return next(
-        (one for one in all_rules() if all(any(re.search(sign, name) for name in names) for sign in one.signs)), None
-    )
+def rules_of(names: Collection[str]) -> FamilyRules:
+    """The rules for a file with these names: those of ViT, the last, where none fits."""
+    return next(one for one in all_rules() if all(any(re.search(sign, name) for name in names) for sign in one.signs))
 
 
 @cache
 def all_rules() -> tuple[FamilyRules, ...]:
     tables: dict[str, dict[str, Any]] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
-    rules = []
-    for word, table in tables.items():
-        pairs = {key: tuple((a, b) for a, b in table.get(key, ())) for key in ("names", "folded", "equal")}
-        split = tuple((pattern, tuple(parts)) for pattern, parts in table.get("split", ()))
-        words = {key: table[key] for key in ("computed", "refused") if key in table}
-        rules.append(FamilyRules(word.partition(" ")[0], tuple(table["signs"]), split=split, **pairs, **words))
-    return tuple(rules)
+    return tuple(FamilyRules(word.partition(" ")[0], **table) for word, table in tables.items())
 
 
-Rules = tuple[tuple[str, str], ...]
-
-# For all versions of PaddleViT: its first ViT nested everything in `transformer`, its first DeiT was close to timm.
-BLOCK = r"(?:transformer\.)?(?:encoder\.)?layers\.(\d+)\."
-VIT: Rules = (
-    (r"(?:(?:transformer\.embeddings|patch_embedding)\.)?(?:cls_token|class_token)", "cls_token"),
-    (r"(?:(?:transformer\.embeddings|patch_embedding)\.)?(?:position_embeddings?|pos_embed)", "pos_embed"),
-    (r"dist_token|distill_token", "dist_token"),
-    (
-        r"(?:transformer\.embeddings\.patch_embeddings|patch_embedding\.patch_embedding|patch_embed\.proj)\.(\w+)",
-        r"patch_embed.proj.\1",
-    ),
-    (BLOCK + r"(?:attn_norm|norm1)\.(\w+)", r"blocks.\1.norm1.\2"),
-    (BLOCK + r"(?:mlp_norm|norm2)\.(\w+)", r"blocks.\1.norm2.\2"),
-    (BLOCK + r"attn\.(?:out|proj)\.(\w+)", r"blocks.\1.attn.proj.\2"),
-    (BLOCK + r"(attn\.qkv|mlp\.fc1|mlp\.fc2)\.(\w+)", r"blocks.\1.\2.\3"),
-    (r"(?:(?:transformer\.)?encoder\.encoder_norm|norm)\.(\w+)", r"norm.\1"),
-    (r"(?:classifier|head)\.(weight|bias)", r"head.\1"),
-    (r"(?:classifier_dist|head_distill)\.(\w+)", r"head_dist.\1"),
-)
-SWIN: Rules = (
-    (r"patch_embedding\.patch_embed\.(\w+)", r"patch_embed.proj.\1"),
-    (r"patch_embedding\.norm\.(\w+)", r"patch_embed.norm.\1"),
-    (
-        r"stages\.(\d+)\.blocks\.(\d+)\.((?:norm1|norm2|attn\.qkv|attn\.proj|mlp\.fc1|mlp\.fc2)\.\w+)",
-        r"layers.\1.blocks.\2.\3",
-    ),
-    (
-        r"stages\.(\d+)\.blocks\.(\d+)\.attn\.relative_position_bias_table",
-        r"layers.\1.blocks.\2.attn.relative_position_bias_table",
-    ),
-    (r"norm\.(\w+)", r"norm.\1"),
-    (r"fc\.(\w+)", r"head.fc.\1"),
-)
-MERGING = r"stages\.(\d+)\.downsample\.(reduction\.weight|norm\.\w+)"
-"""PaddleViT merges patches at the end of a stage, timm at the beginning of the next one."""
-COMPUTED = re.compile(r"stages\.\d+\.blocks\.\d+\.(?:attn\.relative_position_index|attn_mask)")
-"""Buffers that follow from the sizes"""
 CLASSIFIERS = ("head.", "head_dist.")
 OF_A_CLASSIFIER = ("classifier.", "classifier_dist.", "pre_logits.", "head.", "head_distill.", "fc.")
 """PaddleViT's names of the classifier, which timm's model may lack"""
@@ -276,8 +228,8 @@ class Converted:
 
     family: str
     """vit, deit, swin, or another TYPE of PaddleViT"""
-    by_rules: bool = False
-    """Whether by paddle_rules.yaml: then every tensor gets a name, which timm's model may not have"""
+    closed: bool = True
+    """See `FamilyRules`"""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     used: dict[str, str] = field(default_factory=dict)
     """Name in the file -> timm's name, the first of several"""
@@ -290,37 +242,23 @@ class Converted:
 
 def convert(arrays: dict[str, np.ndarray], where: object = "the file") -> Converted:
     """Rename the arrays, and transpose the weights of linear layers, which Paddle stores the other way round."""
-    if rules := rules_of(arrays):
-        converted, kept = Converted(rules.family, by_rules=True), rules.prepared(arrays, where)
-        gone = [name for name in arrays if name not in kept]
-        converted.folded = [name for name in gone if any(re.search(bias, name) for bias, _ in rules.folded)]
-        converted.computed = [name for name in gone if name not in converted.folded]
-        for name, array in kept.items():
-            news = rules.timm_names(name)
-            tensor = _tensor(array, transposed=is_transposed(name, array))
-            converted.used[name] = news[0]
-            converted.tensors |= dict(zip(news, tensor.tensor_split(len(news)), strict=True))
-        for name in [name for name in converted.tensors if name.endswith(".running_mean")]:
-            counter = f"{name.removesuffix('.running_mean')}.num_batches_tracked"  # which Paddle does not count
-            converted.tensors[counter] = torch.tensor(0)
-        return converted
-    swin = any(name.startswith("stages.") for name in arrays)
-    deit = any(name in ("dist_token", "distill_token", "class_token") for name in arrays)
-    converted = Converted("swin" if swin else "deit" if deit else "vit")
-    for name, array in arrays.items():
-        if swin and COMPUTED.fullmatch(name):
-            converted.computed.append(name)
-            continue
-        new = next(
-            (found.expand(to) for old, to in (SWIN if swin else VIT) if (found := re.fullmatch(old, name))), None
-        )
-        if swin and (merging := re.fullmatch(MERGING, name)):
-            new = f"layers.{int(merging[1]) + 1}.downsample.{merging[2]}"
-        if new is None or new in converted.tensors:
+    rules = rules_of(arrays)
+    converted, kept = Converted(rules.family, rules.closed), rules.prepared(arrays, where)
+    gone = [name for name in arrays if name not in kept]
+    converted.folded = [name for name in gone if any(re.search(bias, name) for bias, _ in rules.folded)]
+    converted.computed = [name for name in gone if name not in converted.folded]
+    for name, array in kept.items():
+        news = rules.timm_names(name)
+        unnamed = not any(re.search(pattern, name) for pattern, _ in rules.names)
+        if rules.closed and (unnamed or news[0] in converted.tensors):
             converted.unused.append(name)
             continue
-        converted.used[name] = new
-        converted.tensors[new] = _tensor(array, transposed=is_transposed(name, array))
+        tensor = _tensor(array, transposed=is_transposed(name, array))
+        converted.used[name] = news[0]
+        converted.tensors |= dict(zip(news, tensor.tensor_split(len(news)), strict=True))
+    for name in [name for name in converted.tensors if name.endswith(".running_mean")]:
+        counter = f"{name.removesuffix('.running_mean')}.num_batches_tracked"  # which Paddle does not count
+        converted.tensors[counter] = torch.tensor(0)
     return converted
 
 

@@ -88,7 +88,7 @@ def import_weights(file: Path, out: Path, name: str | None) -> int:
     ):
         if lines or title in ("unused", "missing"):
             log.info("\n".join([f"{title} ({len(lines)}):", *(f"  {line}" for line in lines)]))
-    left_out = () if converted.by_rules else OF_A_CLASSIFIER
+    left_out = OF_A_CLASSIFIER if converted.closed else ()
     lacking = [key for key in missing if not key.startswith(target.classifiers)]
     # Those that do not match the model, but for a classifier's
     unmatched = [*(paddle for paddle in unused if not paddle.startswith(left_out)), *lacking, *resized]
@@ -167,7 +167,7 @@ def target_of(file: Path, arrays: dict[str, np.ndarray], converted: Converted, n
             f"-name {name}: timm has no model of that name; main_single_gpu.py -list_models lists all models."
         )
     stem = file.name.partition(".")[0]
-    if converted.by_rules:  # the model of -name or of the file's name, else the first of the family with such tensors
+    if not converted.closed:  # the model of -name or of the file's name, else the first of the family with such tensors
         family = families()[converted.family]
         named = family.timm_name(stem)
         best, fewest = None, math.inf

@@ -18,18 +18,7 @@ from PIL import Image, UnidentifiedImageError
 from datasets.base import Box, Colour, Encoded, Unreadable, background_of
 from utils.config.data import DataConfig
 from utils.log import log
-
-OPAQUE = 255
-
-_transparent = 0
-
-
-def take_transparent() -> int:
-    """How many images with transparent pixels this process has read since the last call."""
-    global _transparent
-    count, _transparent = _transparent, 0
-    return count
-
+from vitamp.colours import as_rgb_or_grey
 
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
 """Formats that PIL may open. It knows more, but one of them starts a program, and none is for photographs."""
@@ -47,6 +36,8 @@ class Stored(ABC):
 
     width: int
     height: int
+    transparent = False
+    """Whether the last `cut` had transparent pixels"""
 
     @abstractmethod
     def cut(self, box: Box) -> np.ndarray:
@@ -80,8 +71,8 @@ class PilStored(Stored):
         part = self.image
         if box != (0, 0, *part.size):
             part = part.crop((left, top, left + width, top + height))
-        pixels = np.asarray(as_rgb_or_grey(part, self.channels, self.background))
-        return pixels if pixels.ndim == 3 else pixels[:, :, None]
+        part, self.transparent = as_rgb_or_grey(part, self.channels, self.background)
+        return np.atleast_3d(np.asarray(part))
 
 
 def in_channels(pixels: np.ndarray, channels: int) -> np.ndarray:
@@ -89,30 +80,6 @@ def in_channels(pixels: np.ndarray, channels: int) -> np.ndarray:
     if channels == 1 and pixels.shape[2] != 1:
         return np.asarray(Image.fromarray(pixels).convert("L"))[:, :, None]
     return pixels
-
-
-def as_rgb_or_grey(image: Image.Image, channels: int, background: Colour | None) -> Image.Image:
-    """An image of any mode as RGB, or as grey for one channel. ValueError if its value for white is unknown.
-
-    Transparent pixels are composited on `background`; without one, the colours stored under them appear.
-    """
-    global _transparent
-    if image.mode == "F":
-        raise ValueError("its pixels are floating-point numbers of unknown range; store 8 or 16 bits")
-    if image.mode.startswith("I"):
-        # Pillow's own conversion clips at 255, which turns most 16-bit images white. Mode "I" has 32 bits; Pillow uses
-        # it for 16-bit files of some formats, such as PGM, and scales their values to 65535.
-        stored, transparent = np.asarray(image), image.info.get("transparency")
-        image = Image.fromarray((stored.clip(0, 65535) >> 8).astype(np.uint8))
-        if isinstance(transparent, int):  # a shade of 16 bits
-            image.putalpha(Image.fromarray(np.where(stored == transparent, 0, OPAQUE).astype(np.uint8)))
-    if image.has_transparency_data:
-        image = image if image.mode == "RGBA" else image.convert("RGBA")
-        if image.getchannel("A").getextrema()[0] != OPAQUE:
-            _transparent += 1
-            if background is not None:
-                image = Image.alpha_composite(Image.new("RGBA", image.size, (*background, OPAQUE)), image)
-    return image.convert("L" if channels == 1 else "RGB")
 
 
 @functools.cache

@@ -150,12 +150,15 @@ def verify(checkpoint: Checkpoint, only: str | None = None) -> Checkpoint:
 
     The frozen weights that adapters need are checked too.
     """
-    verified_base(checkpoint.folder, checkpoint.meta)
     files = checkpoint.meta["files"]
-    for name in files if only is None else files_of(only, files):
-        with open(checkpoint.folder / name, "rb", opener=only_regular) as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != files[name]["sha256"]:
-                raise UserError(f"{checkpoint.folder}: damaged, the contents of {name} are not what was written.")
+    try:
+        verified_base(checkpoint.folder, checkpoint.meta)
+        for name in files if only is None else files_of(only, files):
+            with open(checkpoint.folder / name, "rb", opener=only_regular) as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != files[name]["sha256"]:
+                    raise UserError(f"{checkpoint.folder}: damaged, the contents of {name} are not what was written.")
+    except PermissionError as error:
+        raise UserError(f"{error.filename}: cannot be read ({error.strerror}).") from None
     return checkpoint
 
 

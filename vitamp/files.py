@@ -64,10 +64,8 @@ def read_regular_text(path: str | os.PathLike[str], encoding: str = "utf-8", err
 
 
 def require_regular(path: str | os.PathLike[str]) -> None:
-    """Raise NotRegular unless `path`, which a library is about to open, is a regular file."""
-    mode = os.stat(path).st_mode
-    if not stat.S_ISREG(mode):
-        raise _error_for(path, mode)
+    """Raise OSError unless `path`, which a library is about to open, is a regular file that this user may read."""
+    os.close(only_regular(path, os.O_RDONLY))
 
 
 def kind_of_path(path: Path) -> str | None:
@@ -95,7 +93,11 @@ def replacing(path: Path, sync: bool = True, one_writer: bool = False) -> Iterat
     ending = "part" if one_writer else int.from_bytes(os.urandom(4))
     unfinished = path.with_name(f".{path.name}.{ending}")
     try:
+        unfinished.touch()
+        mode = unfinished.stat().st_mode
         yield unfinished
+        with contextlib.suppress(OSError):  # safetensors makes files that only their owner may read
+            unfinished.chmod(mode)
         if sync:
             with open(unfinished, "rb") as file:
                 os.fsync(file.fileno())

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import timm
 import torch
 from PIL import Image, ImageOps
@@ -18,6 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
+from vitamp.colours import as_rgb_or_grey
 from vitamp.errors import INSTALLED, UserError, started
 from vitamp.metrics import CHOICES
 from vitamp.pooling import pool_by
@@ -56,16 +56,9 @@ def load_model(path: Path, weights: str) -> tuple[nn.Module, Callable[[Image.Ima
         raise FileNotFoundError(f"{path}: no such file or folder. Name a run, a checkpoint, or a file of weights.")
     try:
         chosen = chosen_at(path, weights)
-        about = chosen.meta
-        if "timm_name" in about:  # an export has all at the top
-            about = {
-                **about,
-                "timm": {"name": about["timm_name"], "arguments": about["timm_arguments"]},
-                "input": about,
-            }
-        model = _build(about, path)
+        model = _build(chosen.meta, path)
         model.load_state_dict(read_weights(chosen))
-        transform = transform_of(about["input"])
+        transform = transform_of(chosen.meta["input"])
         temperature = chosen.calibration.temperature if chosen.calibration else 1.0
     except UserError as error:
         raise ValueError(str(error)) from None
@@ -129,13 +122,7 @@ class Upright:
     def __call__(self, image: Image.Image) -> Image.Image:
         if self.rotate:
             image = ImageOps.exif_transpose(image)
-        if image.mode.startswith("I"):  # 16 bits, of which the upper 8 are kept
-            image = Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8))
-        if image.has_transparency_data:
-            image = image.convert("RGBA")
-            if self.background is not None:
-                image = Image.alpha_composite(Image.new("RGBA", image.size, (*self.background, 255)), image)
-        return image.convert("L" if self.channels == 1 else "RGB")
+        return as_rgb_or_grey(image, self.channels, self.background)[0]
 
 
 @dataclass(frozen=True)

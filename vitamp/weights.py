@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 
 from vitamp.checkpoints import WEIGHTS, Checkpoint, checkpoint_of, files_of, inspect, run_folder_of
 from vitamp.errors import INSTALLED, UserError, started
-from vitamp.files import kind_of_path, parse_json, read_json
-from vitamp.meta import META, Fields, Number, WeightsMeta, check_fields
+from vitamp.files import kind_of_path, parse_json, read_json, require_regular
+from vitamp.meta import META, Fields, Number, WeightsMeta, check_fields, unchecked_meta
 from vitamp.metrics import (
     BETTER,
     METRICS,
@@ -157,7 +157,8 @@ def chosen_at(path: Path, weights: str = BETTER) -> Chosen:
         raise UserError(f"{path}: no such file or folder. Name a run, a checkpoint, or a file of weights.")
     if not path.is_file() and not path.is_dir():
         raise UserError(f"{path}: this is {kind_of_path(path)}. Name a run, a checkpoint, or a file of weights.")
-    if path.is_file() and not (path.parent / META).exists():
+    files = unchecked_meta(path.parent).get("files") if path.is_file() else None
+    if path.is_file() and path.name != META and not (isinstance(files, Mapping) and path.name in files):
         meta, only = read_weights_meta(path)
         found, why = Chosen(path, only, "", (only,), meta), ""
     else:
@@ -230,10 +231,11 @@ def read_calibrations(place: Path) -> list[Fitted]:
 
 
 def read_header(file: Path) -> dict[str, Any]:
-    """Decoded header of a safetensors file; empty for another kind of file."""
+    """Decoded header of a safetensors file, with the names of meta.json; empty for another kind of file."""
     if file.suffix != ".safetensors" or not file.is_file():
         return {}
     try:
+        require_regular(file)  # safetensors says of a file that may not be read that it does not exist
         with safe_open(str(file), framework="np") as opened:
             header = dict(opened.metadata() or {})
     except (OSError, SafetensorError) as error:
@@ -245,12 +247,11 @@ def read_header(file: Path) -> dict[str, Any]:
             if value is None or isinstance(value, dict | list):
                 fields[key] = value
     exported = fields.get(EXPORTED)
-    return exported if isinstance(exported, dict) else fields
-
-
-def preprocessing_in(header: dict[str, Any]) -> Any:
-    """Fields of `Input`; None if the header has none."""
-    return header if "timm_name" in header else header.get("input")  # an export has them at the top level
+    found = exported if isinstance(exported, dict) else fields
+    if "timm_name" in found:  # an export has all at the top
+        call = {"name": found["timm_name"], "arguments": found.get("timm_arguments", {})}
+        found = {**found, "timm": call, "input": found}
+    return found
 
 
 def read_weights_meta(file: Path) -> tuple[dict[str, Any], WeightSet]:

@@ -18,15 +18,8 @@ import torch
 from torch import Tensor
 
 from utils.errors import UserError
-from vitamp.checkpoints import (
-    META,
-    NAME,
-    STATE,
-    checkpoints_in,
-    folder_name,
-    inspect,
-    update_in,
-)
+from vitamp.checkpoints import META, NAME, STATE, checkpoints_in, folder_name, inspect, update_in
+from vitamp.files import write_atomically
 from vitamp.meta import FORMAT, META_HASH, hash_of
 
 REPLACED, REMOVED = ".tmp-old-", ".tmp-gone-"
@@ -79,16 +72,15 @@ def new_checkpoint(root: Path, update: int, meta: dict[str, Any]) -> Iterator[Pa
         yield hidden
         files: dict[str, Any] = {}
         for path in sorted(hidden.iterdir()):
+            with contextlib.suppress(OSError):  # safetensors makes files that only their owner may read
+                shutil.copymode(hidden / STATE, path)
             with path.open("rb") as file:
                 os.fsync(file.fileno())
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             files[path.name] = {"size": path.stat().st_size, "sha256": digest}
         meta = {"format": FORMAT, **meta, "files": files}
         meta[META_HASH] = hash_of(meta)
-        with (hidden / META).open("w", encoding="utf-8", errors="surrogateescape") as file:
-            file.write(json.dumps(meta, indent=2, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        write_atomically(hidden / META, json.dumps(meta, indent=2, ensure_ascii=False) + "\n")
         _sync_folder(hidden)
         replaced = _hide(final, REPLACED)
         hidden.rename(final)

@@ -42,7 +42,7 @@ from vitamp.checkpoints import META
 from vitamp.meta import Input, check_fields
 from vitamp.metrics import ONE_LABEL
 from vitamp.tensors import fp32_modules, read_weights
-from vitamp.weights import chosen_at, preprocessing_in, read_header
+from vitamp.weights import chosen_at, read_header
 
 
 class DistillationLoss(nn.Module):
@@ -295,7 +295,7 @@ def _load_source(setting: str, config: Config, precision: Precision) -> TeacherM
         parameter.detach().fill_(torch.nan)
     try:
         with _errors_name_teacher():
-            header = preprocessing_in(read_header(Path(place))) or {}
+            header = read_header(Path(place)).get("input") or {}
             check_fields(Input, header, Path(place))
             load_pretrained(model, place, name)
     except UserError as error:

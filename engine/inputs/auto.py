@@ -28,7 +28,7 @@ from utils.errors import UserError
 from vitamp.files import read_json
 from vitamp.meta import META, Input, check_fields, unchecked_meta
 from vitamp.metrics import NO_LABELS, ONE_LABEL
-from vitamp.weights import preprocessing_in, read_header
+from vitamp.weights import read_header
 
 SIZES = range(32, 97)
 """Image sizes that `auto` chooses from"""
@@ -180,7 +180,7 @@ def preprocessing_of(source: str) -> Preprocessing | None:
     meta, config = file.with_name(META), file.with_name(TIMMS_CONFIG)
     if meta.is_file():
         return _of_fields(unchecked_meta(file.parent).get("input"), meta)
-    if fields := preprocessing_in(read_header(file)):
+    if fields := read_header(file).get("input"):
         return _of_fields(fields, file)
     if config.is_file():
         return _of_fields(read_json(config).get("pretrained_cfg"), config)

@@ -99,7 +99,7 @@ def check_file(path: Path) -> None:
             zipfile.ZipFile(path).close()
         elif path.name.endswith(".npz") or not start.startswith(b"\x80"):
             raise UserError(unreadable(path, "wrong first bytes"))
-    except NotRegular as error:
+    except (NotRegular, PermissionError) as error:
         raise UserError(f"Pretrained weights {path}: {error.strerror}.") from None
     except (SafetensorError, zipfile.BadZipFile, OSError) as error:
         raise UserError(unreadable(path, error)) from None

@@ -82,6 +82,9 @@ def test_the_examples_of_the_page_train_resume_and_predict(vitamp: Vitamp, files
     for consent in (("-trust",), ("-use", own)):
         predicted = vitamp(run, "-part", "val", *consent, script="scripts/predict.py", code=0)
         assert "horizontal" in predicted.out
+    words = (run, "-trust", "-to", "torch,hub", "-out", tmp_path / "m.pt2", "-output", tmp_path / "hub")
+    refused = vitamp(*words, script="scripts/export.py", code=2)
+    assert "-to hub: timm does not have Small, a model of your own; use -to torch or onnx" in refused.err
 
     alone = tmp_path / "alone.safetensors"
     vitamp("strip", run, "-out", alone, script="scripts/checkpoint.py", code=0)

@@ -14,7 +14,7 @@ import timm
 import torch
 from safetensors import safe_open
 
-from tests.program import Result, Vitamp, change_settings, made_meta, metrics, save_image, train_tiny
+from tests.program import Result, Vitamp, change_meta, change_settings, made_meta, metrics, save_image, train_tiny
 from tests.saved import save_checkpoint
 from tools.common import weights as tool_of_weights
 from vitamp.checkpoints import MODEL, checkpoints_at
@@ -155,6 +155,7 @@ def test_stripped_weights_load_into_a_run_and_into_timm(
     newest = run / "checkpoints" / NAMES[3]
     tool("strip", newest, "-out", out)
     assert out.stat().st_size < (newest / EMA).stat().st_size + 16_000, "weights and a header"
+    assert out.stat().st_mode == (newest / "state.pt").stat().st_mode, "others may read it"
     told = header(out)
     meta = json.loads((newest / "meta.json").read_text())
     assert json.loads(told["classes"]) == [str(digit) for digit in range(10)]
@@ -211,8 +212,10 @@ def test_bad_commands_are_refused(tool: Callable[..., Result], run: Path, tmp_pa
     damaged = tmp_path / "damaged"
     shutil.copytree(run / "checkpoints" / NAMES[0], damaged / NAMES[0])
     (damaged / NAMES[0] / MODEL).unlink()
+    copied = shutil.copytree(run / "checkpoints" / NAMES[0], tmp_path / "copied")
+    change_meta(copied, classes=[*map(str, range(9)), "x"])
     out = ("-out", tmp_path / "new.safetensors")
-    tool("strip", run, "-out", run / "plain.safetensors")
+    tool("strip", run, "-out", copied / "plain.safetensors")
     for words, said in (
         ((), "one of list, verify, average, strip"),
         (("mend", run), "unknown command 'mend'. The first word must be one of list, verify, average, strip"),
@@ -226,7 +229,8 @@ def test_bad_commands_are_refused(tool: Callable[..., Result], run: Path, tmp_pa
         (("average", run, "-last", 9, *out), "is 4. KEEP_LAST"),
         (("average", run, "-last", 0, *out), "from 1"),
         (("average", run, other, *out), "different architectures"),
-        (("average", run, run / "plain.safetensors", *out), "plain.safetensors: this file holds only weights"),
+        (("average", run, copied, *out), "of different models and cannot be averaged: class 9 is x and 9."),
+        (("average", run, copied / "plain.safetensors", *out), "plain.safetensors: this file holds only weights"),
     ):
         done = tool(*words, code=2)
         assert said in done.err, (words, done.text)

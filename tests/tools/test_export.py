@@ -231,6 +231,7 @@ ODD_FILES: dict[str, Image.Image] = {
     "alpha": Image.merge("RGBA", (DISC, DISC.rotate(90), DISC.rotate(180), DISC)),
     "grey and alpha": Image.merge("LA", (DISC, DISC.rotate(90))),
 }
+ODD_FILES["16 bits"].info["transparency"] = int(np.asarray(ODD_FILES["16 bits"])[15, 20])
 
 
 PREPARED = [

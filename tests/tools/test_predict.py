@@ -186,6 +186,8 @@ def test_bad_command_lines_are_refused(
     (tmp_path / "empty").mkdir()
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
     image = next(digits.iterdir())
+    gone = {"DATA.DATASET": "imagefolder", "DATA.DATA_PATH": "/gone", "DIST.STRATEGY": "fsdp", "DIST.HSDP": "true"}
+    moved = untrained(tmp_path / "moved", gone)
     for words, said in (
         ((), "-h lists all arguments"),
         ((digits_run,), "IMAGE"),
@@ -201,6 +203,8 @@ def test_bad_command_lines_are_refused(
         ((digits_run, image, "-cfg", "x.yaml"), "-cfg"),
         ((digits_run, image, "-features", "x.txt"), "name a file that ends in .npz, such as x.npz"),
         ((digits_run, image, "-features", tmp_path / "x.npz", "-topk", 2), "-topk: does not go with -features"),
+        ((moved, "-part", "val"), "/gone does not exist. predict.py cannot change where the run's data is: name the"),
+        ((moved, image, "-device", "mps"), "this machine has no mps device"),
         ((digits_run, image, "-pool", "mean"), "-pool mean: chooses the features that -features FILE writes"),
     ):
         done = say(*words, code=2)

@@ -167,12 +167,17 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
     files = [open_tensors(checkpoint, which.file) for checkpoint in checkpoints]
     shapes = [{key: file.shape(key) for key in file} for file in files]
     for checkpoint, own in zip(checkpoints, shapes, strict=True):
+        both = f"{checkpoint.folder} and {checkpoints[0].folder}"
         if own != shapes[0]:
             key = next(k for k in sorted({*own, *shapes[0]}) if own.get(k) != shapes[0].get(k))
             raise UserError(
-                f"{checkpoint.folder} and {checkpoints[0].folder} have different architectures and cannot be averaged: "
+                f"{both} have different architectures and cannot be averaged: "
                 f"the shape of {key} is {own.get(key, 'missing')} and {shapes[0].get(key, 'missing')}."
             )
+        about, first = _besides_weights(checkpoint.meta), _besides_weights(checkpoints[0].meta)
+        if other := [key for key in about if about[key] != first.get(key, about[key])]:
+            words = f"{other[0]} is {about[other[0]]} and {first[other[0]]}"
+            raise UserError(f"{both} are of different models and cannot be averaged: {words}.")
     mean = {key: _mean([file[key] for file in files]) for key in progress(list(shapes[0]), "tensors")}
     names = [folder.name if last else f"{folder}" for folder in folders]
     header = _header(sources[-1], {"weights": f"average of {which.words}", "from": names}, averaged=True)
@@ -184,6 +189,14 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
         "The accuracy of the average is unknown; validate it with `%s %s`.", started_as("scripts/evaluate.py"), out
     )
     return EXIT_DONE
+
+
+def _besides_weights(meta: dict[str, Any]) -> dict[str, Any]:
+    """What makes two models different even if their weights have the same shapes, as far as it is known."""
+    found = {"MODEL.POOL": meta["settings"].get("MODEL.POOL")}
+    for field in ("input", "timm"):
+        found |= {f"{field}.{key}": value for key, value in (meta.get(field) or {}).items()}
+    return found | {f"class {label}": name for label, name in enumerate(meta.get("classes") or ())}
 
 
 def _mean(tensors: list[Tensor]) -> Tensor:

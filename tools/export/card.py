@@ -15,7 +15,6 @@ from timm.data.config import resolve_model_data_config
 from torch import Tensor
 
 from datasets.base import HUB_PREFIX
-from datasets.decoding import OPAQUE
 from datasets.shards import hub as hub_data
 from engine.checkpoint.folder import raising_os_errors
 from models.build import is_timm_name
@@ -27,6 +26,7 @@ from utils.errors import TrainingError, first_line
 from utils.record.resumed_run import settings_of
 from utils.record.run_folder import is_run_folder
 from vitamp.checkpoints import run_folder_of
+from vitamp.colours import OPAQUE
 from vitamp.metrics import LOSS, MACRO_F1, ONE_LABEL
 
 TASK = "image-classification"
@@ -90,7 +90,7 @@ def card_of(export: Export, title: str, license: str | None, run: Run | None, ha
     )
     found = "These weights were not validated by their run: their accuracy is unknown."
     if metrics:
-        epoch, update = chosen.meta.get("epoch"), chosen.meta.get("update")
+        epoch, update = chosen.meta.get("epoch"), int(chosen.meta.get("update") or 0)  # a file's header has text
         when = f" after epoch {epoch} (update {update:,})" if epoch is not None and update else ""
         stored = "" if export.dtype == "fp32" else f" They are stored in {export.dtype} here."
         found = f"Measured in training, on the validation split, with the {chosen.which.label} weights{when}.{stored}"
@@ -116,9 +116,8 @@ def _loading(export: Export, about: dict[str, Any], title: str) -> str:
     rotated = ["    image = ImageOps.exif_transpose(image)"] if about["exif_rotate"] else []
     behind = [
         "    if image.has_transparency_data:",
-        '        image = image.convert("RGBA")',
         f'        behind = Image.new("RGBA", image.size, {(*(about["background"] or ()), OPAQUE)})',
-        "        image = Image.alpha_composite(behind, image)",
+        '        image = Image.alpha_composite(behind, image.convert("RGBA"))',
     ]
     lines = [
         "```python",
@@ -139,7 +138,9 @@ def _loading(export: Export, about: dict[str, Any], title: str) -> str:
         "    image = Image.open(path)",
         *rotated,
         '    if image.mode.startswith("I"):  # 16 bits',
+        '        opaque = np.uint8(255) * (np.asarray(image) != image.info.get("transparency"))',
         "        image = Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8))",
+        "        image.putalpha(Image.fromarray(opaque))",
         *(behind if about["background"] is not None else ()),
         f'    return image.convert("{"L" if about["channels"] == 1 else "RGB"}")',
         "",

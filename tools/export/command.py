@@ -40,6 +40,7 @@ from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional
 from utils.log import log
 from vitamp.metrics import ONE_LABEL
+from vitamp.registry import own_named
 
 ENDINGS = {"onnx": ".onnx", "torch": ".pt2", "safetensors": ".safetensors"}
 """Formats that are one file each"""
@@ -111,10 +112,9 @@ def main(argv: list[str]) -> int:
         if others := sorted(line.given - {"path", "to", "out", "overwrite", "name"}):
             raise UserError(f"-{others[0]}: has no effect on PaddleViT's weights ({PADDLE}); leave it out.")
         file = asked.path.expanduser()
-        out = asked.out or file.with_suffix(ENDINGS["safetensors"])
         if not file.is_file():
             raise UserError(f"{file}: no such file.")
-        out = check_weights_file(out, fresh=not asked.overwrite)
+        out = check_weights_file(asked.out or file.with_suffix(ENDINGS["safetensors"]), fresh=not asked.overwrite)
 
         from tools.export.paddle import import_weights
 
@@ -153,6 +153,8 @@ def main(argv: list[str]) -> int:
     weights = [name for name in formats if name in ONLY_WEIGHTS]
     if weights and pool is not None and (pool, own) != ("class", "token"):  # these two are the same
         raise UserError(f"-to {weights[0]}: timm's model has no MODEL.POOL {pool}; use -to torch or onnx.")
+    if weights and own_named("model", name := trained.config.MODEL.NAME):
+        raise UserError(f"-to {weights[0]}: timm does not have {name}, a model of your own; use -to torch or onnx.")
     images = images_for_check(trained, asked.images, asked.check, asked.part or "val")
     if asked.with_resize:
         from tools.export.from_image import whole_images

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import shutil
 import tempfile
 import warnings
@@ -40,6 +39,7 @@ from tools.export import CONFIG, HUB_FILES
 from utils.errors import TrainingError, UserError, first_line
 from utils.log import log
 from utils.text import counted
+from vitamp.files import replacing
 from vitamp.metrics import ONE_LABEL
 from vitamp.pooling import pool_by
 from vitamp.weights import EXPORTED, MADE_BY, encoded
@@ -424,13 +424,9 @@ def _move_into_place(folder: Path, out: Path) -> None:
         target.mkdir(exist_ok=True)
         for old in (target / name for name in HUB_FILES if not (source / name).exists()):
             old.unlink(missing_ok=True)  # of an earlier export
-    mask = os.umask(0)
-    os.umask(mask)
     for file in sorted(source.iterdir(), key=lambda path: path.name == last):
-        file.chmod(0o666 & ~mask)  # safetensors makes its files readable by their owner only
-        with file.open("rb") as handle:
-            os.fsync(handle.fileno())
-        file.replace(target / file.name)
+        with replacing(target / file.name) as unfinished:
+            file.replace(unfinished)
 
 
 @contextlib.contextmanager

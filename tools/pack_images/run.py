@@ -26,7 +26,7 @@ from PIL import Image
 from datasets import open_dataset
 from datasets.base import Box, Encoded, Samples
 from datasets.damage import Failure, allowed, failure_or
-from datasets.decoding import Reader, Turned, decoding_errors, take_transparent
+from datasets.decoding import Reader, Turned, decoding_errors
 from datasets.exclude import name_prefix
 from datasets.shards.hub import kind_of
 from datasets.shards.index import IMAGE_KINDS, Folder, TarWriter
@@ -53,7 +53,6 @@ class Encoder:
 
     def __call__(self, encoded: Encoded, name: str) -> tuple[str, bytes]:
         """Ending and content of the packed file."""
-        take_transparent()  # of the image before
         with decoding_errors(encoded):
             stored = self.reader.open(encoded)
             pixels = stored.cut(Box(0, 0, stored.width, stored.height))
@@ -61,7 +60,7 @@ class Encoder:
         small = self.kind == "keep" or min(height, width) <= self.short_side
         raw = self.kind == "raw" or isinstance(encoded, np.ndarray)
         # A file that is kept would follow the settings of training, not those of the other packed images.
-        plain = self.kind == "keep" or not (isinstance(stored, Turned) or take_transparent())
+        plain = self.kind == "keep" or not (isinstance(stored, Turned) or stored.transparent)
         if small and plain and not raw:
             ending = name.rpartition(".")[2].lower()
             return ending if ending in IMAGE_KINDS and ending != "npy" else kind_of(bytes(encoded)), bytes(encoded)

@@ -107,7 +107,14 @@ def main(argv: list[str]) -> int:
         needs_labels=asked.features is None,
     )
     trained.flip = bool(asked.tta)
-    dataset = split_of_run(trained, asked.part) if asked.part else open_given(paths, trained.config.DATA)
+    if asked.part is None:
+        dataset = open_given(paths, trained.config.DATA)
+    else:
+        try:
+            dataset = split_of_run(trained, asked.part)
+        except UserError as error:
+            way = "predict.py cannot change where the run's data is: name the images instead."
+            raise UserError(f"{error} {way}") from None
     paths = paths or [name_of(dataset, index) for index in range(len(dataset))]
     if asked.features is not None:
         return write_features(asked, trained, dataset, paths)

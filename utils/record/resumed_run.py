@@ -48,8 +48,8 @@ def settings_of(chosen: Chosen) -> dict[str, Any]:
 def config_of(
     chosen: Chosen, flags: dict[str, tuple[Any, str]] | None = None, given: CommandLine | None = None
 ) -> Config:
-    """The same, checked and overridden by `flags` and `given`. Adapters are merged, so they are none of the model."""
+    """The same, checked and overridden by `flags` and `given`: of a whole model, without adapters or shards."""
     base = {key: (value, f"{chosen.place}") for key, value in settings_of(chosen).items()}
     unset: dict[str, Any] = dict.fromkeys(("MODEL.RESUME", "MODEL.PRETRAINED", "MODEL.LORA.RANK"), (None, ""))
-    unset["MODEL.NEW_CLASSIFIER"] = (False, "")
+    unset |= {"MODEL.NEW_CLASSIFIER": (False, ""), "DIST.STRATEGY": ("ddp", ""), "DIST.HSDP": (False, "")}
     return load_config(None, {**base, **unset, **(flags or {})}, given.words if given else {}).config

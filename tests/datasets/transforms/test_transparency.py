@@ -11,12 +11,13 @@ import pytest
 import torch
 from PIL import Image
 
-from datasets.decoding import take_transparent
+from datasets.base import background_of
 from datasets.given import ArrayPixels
 from tests.datasets.opened import settings
 from tests.datasets.pictures import encoded, square
 from tools.pack_images.run import Encoder
 from utils.config.data import DataConfig
+from vitamp.timm_model import Upright
 
 SIDE = 8
 HIDDEN, SHOWN = (0, 200, 0), (200, 0, 0)
@@ -81,7 +82,11 @@ def by_packing(data: DataConfig, file: bytes) -> np.ndarray:
     return np.load(io.BytesIO(Encoder(data, {"kind": "raw", "short_side": SIDE})(file, "a.png")[1]))
 
 
-@pytest.mark.parametrize("reader", [by_training, in_memory, by_packing])
+def by_load(data: DataConfig, file: bytes) -> np.ndarray:
+    return np.asarray(Upright(data.IMAGE_CHANNELS, False, background_of(data))(Image.open(io.BytesIO(file))))
+
+
+@pytest.mark.parametrize("reader", [by_training, in_memory, by_packing, by_load])
 @pytest.mark.parametrize("name", [*COLOURED, *GREY])
 def test_every_file_and_reader_shows_the_background(
     name: str, reader: Callable[[DataConfig, bytes], np.ndarray]
@@ -112,17 +117,7 @@ def test_half_transparent_pixels_are_mixed_with_the_background() -> None:
 def test_packing_keeps_no_small_file_with_transparent_pixels() -> None:
     """Else its background would be that of the training, and that of larger images the one of the packing."""
     opaque = encoded(Image.new("RGBA", (SIDE, SIDE), (200, 100, 0, 255)), "PNG")
-    encode = Encoder(settings(), {"kind": "jpeg", "short_side": SIDE, "quality": 90})
-    assert [encode(file, "a.png")[0] for file in (opaque, COLOURED["png"])] == ["png", "jpg"]
-
-
-def test_images_with_transparent_pixels_are_counted_and_opaque_ones_are_not() -> None:
-    opaque = encoded(Image.new("RGBA", (SIDE, SIDE), (200, 100, 0, 255)), "PNG")
-    take_transparent()
     for background in ("white", "drop"):
-        data = settings(IMAGE_SIZE=SIDE, BACKGROUND=background)
-        assert square(data, False, opaque)[:, 0, 0].tolist() == [200, 100, 0]
-        assert take_transparent() == 0
-        square(data, False, COLOURED["png"])
-        square(data, False, COLOURED["palette"])
-        assert take_transparent() == 2
+        encode = Encoder(settings(BACKGROUND=background), {"kind": "jpeg", "short_side": SIDE, "quality": 90})
+        files = (opaque, COLOURED["png"], opaque, COLOURED["palette"])
+        assert [encode(file, "a.png")[0] for file in files] == ["png", "jpg"] * 2

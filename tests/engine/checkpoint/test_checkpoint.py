@@ -213,6 +213,20 @@ def test_checkpoint_of_another_update_than_its_name_is_refused(tmp_path: Path) -
     assert inspect((tmp_path / "copy").rename(tmp_path / folder_name(12)))
 
 
+def test_others_may_read_it_and_a_file_that_may_not_be_read_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(tmp_path, 1)
+    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1
+
+    def denied(path: Path, _: int) -> int:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr("vitamp.checkpoints.only_regular", denied)
+    with pytest.raises(UserError, match=rf"{MODEL}: cannot be read \(Permission denied\)"):
+        verify(inspect(folder))
+
+
 def test_inspect_names_missing_or_unreadable_file(tmp_path: Path) -> None:
     (tmp_path / MODEL).write_bytes(b"nonsense")
     with pytest.raises(UserError, match=MODEL):

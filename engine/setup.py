@@ -197,9 +197,10 @@ def build_for_training(
     parts = build_train_state(config, world, ready, updates, sharding, train_set, choices)
     position, best = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * updates), Best()
     if checkpoint is not None:
-        from engine.checkpoint.restore import check_and_restore
+        from engine.checkpoint.restore import check_and_restore, check_classes
 
         position, best = check_and_restore(parts, checkpoint, identity_of(train_set, loader.order), config, world)
+        check_classes(checkpoint.folder, checkpoint.meta.get("classes"), train_set.classes, config)
     elif train.LAST_EPOCH:
         parts.schedule.restore(position.update)
     if config.trains_on_features and not dry:
@@ -360,10 +361,12 @@ def callbacks(
         from engine.amp.low_precision import HalfCopy
 
         yield HalfCopy(precision, world)
-    if precision.scaler.is_enabled() and not sharded:  # it replays the copy, or the model without DDP
-        from engine.amp.overflow import OverflowWatch
+    if precision.scaler.is_enabled():
+        from engine.amp.overflow import KeptStatistics, OverflowWatch
 
-        yield OverflowWatch(config.SEED, precision)
+        yield KeptStatistics()
+        if not sharded:  # it replays the copy, or the model without DDP
+            yield OverflowWatch(config.SEED, precision)
     if may_compile(config, precision.device, resumed):  # what is inside DDP
         from engine.compile.choice import Compiling
 

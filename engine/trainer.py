@@ -19,7 +19,7 @@ from engine.inputs.batches import input_of
 from engine.machine.device import Run, global_batch
 from engine.machine.stopping import TIME_IS_UP, Deadline, Stopped, Stopping, signals
 from engine.measure.meters import MOST_SKIPS, NEVER, Best, Position, Reading, seconds_of
-from engine.measure.throughput import Bottleneck, Throughput, bottleneck_of_all
+from engine.measure.throughput import Bottleneck, Throughput, find_bottleneck
 from engine.report.curves import Curves, title_of
 from engine.report.outcome import mark_of_best
 from engine.report.reporter import Reporter
@@ -137,7 +137,8 @@ class Trainer:
         self._validate_and_save(last=True)
 
     def _bottleneck(self) -> Bottleneck | None:
-        return bottleneck_of_all(self.throughput.tally, self._setting, self.world)
+        tally = self.throughput.tally
+        return find_bottleneck(tally, self._setting, all_gather([tally.waited_percent], self.world))
 
     def _epoch(self) -> None:
         """Train from the current position to the end of the epoch, or to TRAIN.MAX_UPDATES."""
@@ -242,7 +243,9 @@ class Trainer:
         return parts.meters.read(parts.precision.scale_tensor(), parts.schedule.last_rate())
 
     def _stop_on_nan(self, reading: Reading) -> None:
-        self._health.stop_on_nan(reading, self.position, self.folder)
+        if reading.first_bad != NEVER:
+            self._saver.finish_after_failure()  # the error names the last checkpoint, which may not be written yet
+            self._health.stop_on_nan(reading, self.position, self.folder)
 
     def _validate(self) -> bool:
         """Validate all weights that the run keeps, unless it is done. True if one of them is now the best so far."""
@@ -437,9 +440,7 @@ class Health:
         )
 
     def stop_on_nan(self, reading: Reading, position: Position, folder: Path) -> None:
-        """Raise AllRanksError if a gradient was NaN: without loss scaling, no bad update is skipped."""
-        if reading.first_bad == NEVER:
-            return
+        """Raise AllRanksError for the gradient that was NaN: without loss scaling, no bad update is skipped."""
         update = reading.first_bad
         since = position.update - update  # in the same epoch: the device is read at the end of each
         rate = self.parts.schedule.rate_at(self.parts.schedule.stepped - since - 1)

@@ -20,7 +20,7 @@ from datasets import Batch, MicroBatch
 from engine.amp.op_lists import HALVES, cast_floats, operators_named
 from engine.amp.precision import Precision
 from engine.callback import Callback, Computing
-from models.parts import BATCH_NORM, has_adapters, is_inside
+from models.parts import BATCH_NORM, classifiers, has_adapters, is_inside
 from utils.config.schema import AmpConfig
 from utils.distributed.world import World, sum_over_ranks
 from utils.errors import UserError, nearest
@@ -83,7 +83,8 @@ class HalfCopy(Callback):
 def half_copy_of(master: nn.Module, precision: Precision) -> tuple[nn.Module, Pairs]:
     """The copy of `master` that AMP.LEVEL O2 or NAIVE computes with, and its trained weights with their masters.
 
-    Norms (NAIVE: only batch norms) and forced modules share the master's fp32 weights; all modules share its buffers.
+    Norms (NAIVE: only batch norms) and forced modules share the master's fp32 weights. All modules share its buffers,
+    except in NAIVE floating ones of 16-bit modules: without autocast, a mask in fp32 makes the activations fp32.
     """
     model, in_fp32 = copy.deepcopy(master), forced_modules(master)
     norms_in_fp32 = precision.level == "O2"
@@ -100,8 +101,9 @@ def half_copy_of(master: nn.Module, precision: Precision) -> tuple[nn.Module, Pa
             ours._parameters[own] = half
             if parameter.requires_grad:
                 pairs.append((parameter, half))
-        for own, _ in list(theirs.named_buffers(recurse=False)):
-            ours._buffers[own] = theirs._buffers[own]
+        for own, buffer in theirs.named_buffers(recurse=False):
+            half = buffer.is_floating_point() and not (shared or norms_in_fp32)
+            ours._buffers[own] = buffer.to(precision.choice.dtype) if half else buffer
     return model, pairs
 
 
@@ -123,8 +125,7 @@ def prepare_model(model: nn.Module, amp: AmpConfig, precision: Precision) -> Non
         forced = force_fp32(model, amp.FP32_MODULES, precision.device.type)
         log.info("AMP.FP32_MODULES: modules in fp32: %s", ", ".join(forced) or "none")
     if precision.fp8:
-        get = getattr(model, "get_classifier", None)  # as timm's models report it
-        left_out = convert_to_fp8(model, precision.device, get() if get else None, forced_modules(model))
+        left_out = convert_to_fp8(model, precision.device)
         log.info(
             "fp8: linear layers left in bf16 (the classifier, adapters, or sizes not multiples of 16): %s",
             ", ".join(left_out) or "none",
@@ -239,12 +240,10 @@ def hardware_has_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
 
 
-def convert_to_fp8(
-    model: nn.Module, device: torch.device, classifier: nn.Module | None, in_fp32: list[str]
-) -> list[str]:
+def convert_to_fp8(model: nn.Module, device: torch.device) -> list[str]:
     """Convert linear layers of suitable size to fp8, one scale per tensor, in place. Returns the names of the others.
 
-    `in_fp32`: names of modules to leave alone, with everything inside them.
+    Modules that compute in fp32 are left alone, with everything inside them.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -255,12 +254,13 @@ def convert_to_fp8(
             "Real fp8 needs compute capability 8.9 or newer (Ada, Hopper, Blackwell)."
         )
     left_out: list[str] = []
+    in_fp32, heads = forced_modules(model), classifiers(model)
 
     def is_convertible(module: nn.Module, name: str) -> bool:
         if not isinstance(module, nn.Linear) or is_inside(name, in_fp32):
             return False
-        suits = module is not classifier and module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0
-        suits = suits and not has_adapters(module)  # conversion would remove them
+        suits = module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0
+        suits = suits and not is_inside(name, heads) and not has_adapters(module)  # which conversion would remove
         if not suits:
             left_out.append(name)
         return suits

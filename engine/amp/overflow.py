@@ -28,6 +28,7 @@ from engine.amp.precision import Precision, dtype_name
 from engine.callback import Callback, Computing
 from engine.machine.late_compiler import uncompiled
 from engine.measure.meters import SkipRecord
+from models.parts import BATCH_NORM
 from utils.log import log
 from utils.seeding import fork_host_rng, seed_all
 from utils.text import counted
@@ -232,39 +233,6 @@ class _ExtremesRecorder(TorchDispatchMode):
         return found, rows
 
 
-class Replay:
-    """Replays micro-batches without side effects on gradients, buffers and hooks. Callers protect random generators."""
-
-    def __init__(self, to: Computing, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._model, self._inputs, self._criterion = to.forward, to.inputs, to.criterion
-        self._batch_transform, self._autocast = to.batch_transform, autocast
-
-    def run(self, images: Tensor, labels: Tensor, weight: float, scale: Tensor) -> Found | None:
-        """Run one micro-batch, forward and backward, and find its overflow."""
-        teacher = getattr(self._batch_transform, "teacher", None)  # set in distillation
-        tracker = _CallTracker(self._model, teacher and teacher.model)
-        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        recorder = _ExtremesRecorder(tracker, names, len(images))
-        # Compiled parts run in eager mode: operations inside a compiled graph cannot be named.
-        with torch.enable_grad(), uncompiled(), recorder:
-            with tracker.hooked(recorder.module_output), tracker:
-                recorder.batch_images(images)
-                with self._autocast():
-                    with tracker.inside_module(INPUTS):
-                        images = _call_with_copied_buffers(self._inputs, images)
-                        images, targets, _ = self._batch_transform(images, labels)
-                    with tracker.inside_module(type(self._model).__name__):
-                        logits = _call_with_copied_buffers(self._model, images)
-                    loss = self._criterion(logits.float(), targets)
-                records_before_loss = len(recorder.records)
-            with tracker.calling_function("scaling"):
-                scaled = loss * weight * scale
-            # Hooks are off here: activation checkpointing calls modules again, whose nodes are not in this graph.
-            # Not backward(), which would add to .grad and start DDP's all-reduce.
-            torch.autograd.grad(scaled, [p for p in self._model.parameters() if p.requires_grad], allow_unused=True)
-        return recorder.first_overflow(loss, records_before_loss)
-
-
 def _call_with_copied_buffers(module: nn.Module, images: Tensor) -> Tensor:
     """Call a module without changing its running statistics."""
     return functional_call(module, {name: buffer.clone() for name, buffer in module.named_buffers()}, (images,))
@@ -356,6 +324,25 @@ class _Pending:
     answer: Answer | None = None
 
 
+class KeptStatistics(Callback):
+    """Undoes what skipped updates did to the running statistics of batch norm, which infinity would spoil for good."""
+
+    def attach(self, to: Computing) -> None:
+        norms = [module for module in to.model.modules() if isinstance(module, BATCH_NORM)]
+        self._statistics = [buffer for norm in norms for buffer in norm.buffers() if buffer.is_floating_point()]
+        self._sizes = list(map(len, self._statistics))
+        self._kept = torch.cat(self._statistics) if self._statistics else None
+
+    def after_update(self, update: int, stepped: bool | Tensor) -> None:
+        if self._kept is None:
+            return
+        if isinstance(stepped, Tensor):
+            self._kept = torch.where(stepped.bool(), torch.cat(self._statistics), self._kept)
+        elif stepped:
+            self._kept = torch.cat(self._statistics)
+        torch._foreach_copy_(self._statistics, self._kept.split(self._sizes))  # pyright: ignore[reportPrivateImportUsage]
+
+
 class OverflowWatch(Callback):
     """Holds the micro-batches of recent updates and replays those that were skipped. Other updates cost nothing.
 
@@ -373,7 +360,7 @@ class OverflowWatch(Callback):
 
     def attach(self, to: Computing) -> None:
         """What computes now is replayed. It must be neither compiled nor wrapped by DDP."""
-        self._replay = Replay(to, self._precision.autocast)
+        self._to, self._model = to, to.forward
 
     def after_backward(self, share: MicroBatch, batch: Batch) -> None:
         """Hold a micro-batch; none of the current update once these alone exceed MAX_BYTES.
@@ -456,7 +443,7 @@ class OverflowWatch(Callback):
             with fork_host_rng(), torch.random.fork_rng(generators, device_type=device.type):
                 for share, batch in skipped.micro_batches:
                     seed_all(self._seed, "micro", skipped.update, share.number)  # the same mixing and dropout
-                    if found := self._replay.run(batch.images, batch.labels, share.weight, skipped.scale):
+                    if found := self._replay(batch, share.weight, skipped.scale):
                         batches, (overflow, rows) = [(share, batch)], found
                         break
                 else:
@@ -479,6 +466,34 @@ class OverflowWatch(Callback):
             passed_over=self.skips.passed_over,
             reason=reason,
         )
+
+    def _replay(self, batch: Batch, weight: float, scale: Tensor) -> Found | None:
+        """Replay a micro-batch, forward and backward, and find its overflow.
+
+        It has no side effects on gradients, buffers and hooks. Callers protect random generators.
+        """
+        model, teacher = self._model, getattr(self._to.batch_transform, "teacher", None)  # set in distillation
+        tracker = _CallTracker(model, teacher and teacher.model)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        recorder = _ExtremesRecorder(tracker, names, len(batch.images))
+        # Compiled parts run in eager mode: operations inside a compiled graph cannot be named.
+        with torch.enable_grad(), uncompiled(), recorder:
+            with tracker.hooked(recorder.module_output), tracker:
+                recorder.batch_images(batch.images)
+                with self._precision.autocast():
+                    with tracker.inside_module(INPUTS):
+                        images = _call_with_copied_buffers(self._to.inputs, batch.images)
+                        images, targets, _ = self._to.batch_transform(images, batch.labels)
+                    with tracker.inside_module(type(model).__name__):
+                        logits = _call_with_copied_buffers(model, images)
+                    loss = self._to.criterion(logits.float(), targets)
+                records_before_loss = len(recorder.records)
+            with tracker.calling_function("scaling"):
+                scaled = loss * weight * scale
+            # Hooks are off here: activation checkpointing calls modules again, whose nodes are not in this graph.
+            # Not backward(), which would add to .grad and start DDP's all-reduce.
+            torch.autograd.grad(scaled, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
+        return recorder.first_overflow(loss, records_before_loss)
 
 
 def _size(micro_batches: MicroBatches) -> int:

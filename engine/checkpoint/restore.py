@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from datasets import comes_unsplit, source_of
 from engine.amp.precision import PRECISION
 from engine.checkpoint.find import ended_epochs
 from engine.checkpoint.state import OPTIMIZER, trained_weights
@@ -25,7 +26,7 @@ from engine.parallel.shards import is_sharded, local_shard
 from engine.update import TrainState
 from models.parts import base_weights, frozen_weights
 from utils.config import Config, differences, load_config
-from utils.config.keys import OF_ONE_START
+from utils.config.keys import OF_ONE_START, default_of, value_of
 from utils.config.kinds import AUTO, one_line
 from utils.config.model import LoraConfig
 from utils.config.resumed import known_settings
@@ -241,6 +242,23 @@ def check_task(checkpoint: Checkpoint, config: Config, world: World) -> None:
     )
 
 
+def check_classes(place: Path, known: list[str] | None, now: list[str] | None, config: Config) -> None:
+    """Raise UserError if a label of the data was another class in the training of the weights at `place`.
+
+    `known`, `now`: names of the classes then and now, in the order of their labels; None if they have no names.
+    """
+    if config.MODEL.MAE_PRETRAIN or known is None or now is None or now == known[: len(now)]:
+        return
+    label = next(number for number, name in enumerate(now) if [name] != known[number : number + 1])
+    way = "Restore the names, or start a new run with -pretrained."
+    if config.EVAL:
+        way = f"`{tool('evaluate')} {shlex.quote(str(place))}`, with the same data, matches classes by name."
+    raise UserError(
+        f"{place}: label {label} was {[*known, 'no class'][label]} in training, but is {now[label]} in "
+        f"{source_of(config.DATA)}. {way}"
+    )
+
+
 def check_batch(checkpoint: Checkpoint, config: Config, world: World) -> None:
     """Raise UserError for another global batch within an epoch: the rest of the epoch would have other samples."""
     state = read_state(checkpoint, mapped=True)
@@ -286,18 +304,19 @@ def check_adapters(checkpoint: Checkpoint, lora: LoraConfig) -> None:
 def check_samples(
     checkpoint: Checkpoint, position: Position, now: dict[str, Any], config: Config, world: World
 ) -> None:
-    """Raise UserError for another fold, or if the rest of an epoch would have other samples or another order.
+    """Raise UserError for another split, or if the rest of an epoch would have other samples or another order.
 
     `now`: the `identity_of` them.
     """
     settings, data = checkpoint.meta["settings"], config.DATA
-    of_folds = {"DATA.SPLIT_SEED": data.SPLIT_SEED} if data.FOLD is not None else {}
-    for key, own in {"DATA.FOLD": data.FOLD, **of_folds, "DATA.GROUP": data.GROUP}.items():
-        if (before := settings.get(key, 0 if key in of_folds else None)) != own:
+    unsplit = comes_unsplit(data)
+    of_split = ["DATA.FOLD", "DATA.GROUP", "DATA.SPLIT_SEED", *["DATA.VAL_FRACTION"] * (data.FOLD is None)]
+    for key in of_split if unsplit else ():
+        before, own = settings.get(key, default_of(key)), value_of(config, key)
+        if before != own:
             raise UserError(
-                f"{checkpoint.folder}: trained with {key} {'null' if before is None else before}; with "
-                f"{'null' if own is None else own} it would be validated on images that it was trained on. Set it "
-                "back, or start a new run."
+                f"{checkpoint.folder}: trained with {key} {one_line(before)}; with {one_line(own)} it would be "
+                "validated on images that it was trained on. Set it back, or start a new run."
             )
     saved = checkpoint.meta["samples"]
     if saved["number"] != now["number"]:
@@ -309,7 +328,9 @@ def check_samples(
     else:
         return
     if not 0 < position.step < saved["updates"]:
-        log.warning("The training samples have changed since the checkpoint: %s.", change)
+        leaks = unsplit and saved.get("data") != now["data"]
+        more = " Validation may now have images that the run was trained on." if leaks else ""
+        log.warning("The training samples have changed since the checkpoint: %s.%s", change, more)
         return
     raise UserError(
         f"{checkpoint.folder}: saved within epoch {position.epoch}, but the training samples have changed since: "

@@ -20,6 +20,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from engine.checkpoint.folder import raising_os_errors
 from engine.checkpoint.saver import RankSaver, Saver, Snapshot, size_words
@@ -112,12 +113,12 @@ def state_of(
     """
     return {
         "version": VERSION,
-        "optimizer": _plain(parts.optimizer.state_dict()),
+        "optimizer": tree_map_only(torch.dtype, str, parts.optimizer.state_dict()),  # a setting of timm's Adafactor
         "optimizer_name": type(parts.optimizer).__name__,
         "trained": trained_weights(parts.model, parts.optimizer),
         "fp32_modules": list(parts.moved_to_fp32),
         "moved": parts.schedule.stepped,
-        "scaler": _plain(parts.precision.scaler.state_dict()),
+        "scaler": parts.precision.scaler.state_dict(),
         "position": asdict(position),
         "best": best.model_dump(),
         "meters": meters,
@@ -139,18 +140,6 @@ def snapshot_of(
     if parts.sharding is not None:
         tensors, state = into_shards(tensors, state, parts.sharding)
     return Snapshot(tensors, state, meta, best.update if best.figure is not None else None)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, Tensor):
-        return value.detach()
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return value.item() if hasattr(value, "item") else str(value)
 
 
 def finite(tensors: dict[str, Tensor]) -> bool:

@@ -8,7 +8,7 @@ import sys
 import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -45,11 +45,6 @@ REQUIRED_RATIO = 2.0
 """Time saved divided by compile time, above which `auto` compiles."""
 
 
-class CompileChoice(NamedTuple):
-    how: str
-    reason: str
-
-
 class Compiling(Callback):
     """Compiles the forward and backward pass, once `how` says so. What compiles is imported only then."""
 
@@ -71,8 +66,8 @@ class Compiling(Callback):
 
 def choose_compiling(
     config: Config, parts: TrainState, world: World, updates: int, previous: Mapping[str, Any]
-) -> CompileChoice:
-    """Choose what the callback compiles. A collective call.
+) -> tuple[str, str]:
+    """Choose what the callback compiles; the reason comes with it. A collective call.
 
     `updates`: number of updates left. `previous`: choices of the run that is resumed.
     """
@@ -106,7 +101,7 @@ def choose_compiling(
     on_every_rank(world, check)
     if (compiling := parts.callback(Compiling)) is not None:
         compiling.how = how
-    return CompileChoice(how, reason)
+    return how, reason
 
 
 def _previous_choice(previous: Mapping[str, Any], device: torch.device) -> tuple[str, str] | None:

@@ -6,7 +6,7 @@ import time
 
 from engine.amp.low_precision import force_fp32
 from engine.checkpoint.find import chosen_checkpoint
-from engine.checkpoint.restore import check_task, load_weights
+from engine.checkpoint.restore import check_classes, check_task, load_weights
 from engine.checkpoint.run_folder import largest_class, make_run_folder, write_run_files
 from engine.evaluation.data import copies_evaluated, evaluated_weights
 from engine.evaluation.evaluate import validate
@@ -38,6 +38,9 @@ def evaluate_only(given: Run, dry: bool) -> None:
         run = settle_batch(given, checkpoint)
     config = run.config
     ready = on_every_rank(world, lambda: build_for_evaluation(run, checkpoint))
+    saved = evaluated_weights(config)
+    if saved is not None:
+        on_every_rank(world, lambda: check_classes(saved.place, saved.classes, ready.val_set.classes, config))
     folder = None if dry else make_run_folder(run, "eval")
     log.info(banner(run, ready, folder))
     has_weights = checkpoint is not None or bool(config.MODEL.PRETRAINED)
@@ -71,7 +74,6 @@ def evaluate_only(given: Run, dry: bool) -> None:
     better = best_set(values, by) or PLAIN
     if words := in_context(by, values[better], len(ready.val_set), largest_class(ready)):
         log.info(words)
-    saved = evaluated_weights(config)
     if saved is not None and (words := copies_evaluated(config, saved, len(ready.val_set))):
         log.info(words)
     # All metrics of the better weights; of the others, the one that they are compared by.

@@ -15,7 +15,6 @@ import torch
 
 from datasets.base import StorageKind
 from engine.machine.memory import peak_memory_gb
-from utils.distributed.world import World, all_gather
 from utils.program import started_as
 from utils.text import counted
 
@@ -225,7 +224,10 @@ class Bottleneck:
 
 
 def find_bottleneck(tally: Tally, setting: Setting, waited: list[float] | None = None) -> Bottleneck | None:
-    """The bottleneck, or None after too few updates. `waited`: of each rank, the percent spent waiting for data."""
+    """The bottleneck, or None after too few updates.
+
+    `waited`: of each rank, the percent spent waiting for data; a slow loader on one makes the others wait for it.
+    """
     if tally.updates < MIN_UPDATES:
         return None
     ranks = waited or [tally.waited_percent]
@@ -267,14 +269,6 @@ def find_bottleneck(tally: Tally, setting: Setting, waited: list[float] | None =
 def shown_rate(images_per_second: float) -> str:
     """1234.5 -> '1,234', 0.31 -> '0.31'."""
     return f"{images_per_second:,.0f}" if images_per_second >= 10 else f"{images_per_second:.2g}"
-
-
-def bottleneck_of_all(tally: Tally, setting: Setting, world: World) -> Bottleneck | None:
-    """The bottleneck over all ranks: a slow loader on one makes the others wait in the all-reduce.
-
-    A collective call.
-    """
-    return find_bottleneck(tally, setting, all_gather([tally.waited_percent], world))
 
 
 def advise_faster_loading(setting: Setting) -> str:

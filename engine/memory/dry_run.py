@@ -22,14 +22,14 @@ from engine.machine import stopping
 from engine.machine.device import Run, global_batch, synchronize
 from engine.machine.memory import in_gib, is_out_of_memory, peak_memory_gb, take_peak, total_memory
 from engine.measure.meters import Position, clock, seconds_of, work_until
-from engine.measure.throughput import Throughput, bottleneck_of_all
+from engine.measure.throughput import Throughput, find_bottleneck
 from engine.memory.out_of_memory import describe, ways_out
 from engine.report.reporter import Reporter
 from engine.setup import ReadyToTrain, build_for_training, setting_of, sharding_of
 from engine.update import train_update
 from utils.config import Config
 from utils.config.train import TrainConfig
-from utils.distributed.world import World, broadcast, on_every_rank
+from utils.distributed.world import World, all_gather, broadcast, on_every_rank
 from utils.errors import TrainingError, UserError
 from utils.log import log, unheard
 from utils.seeding import fork_host_rng
@@ -196,7 +196,8 @@ def _train(
         log.warning(
             "The loss or its gradient is NaN or infinite in these updates; see docs/troubleshooting.md for remedies."
         )
-    if found := bottleneck_of_all(pace.tally, setting_of(ready), world):
+    tally = pace.tally
+    if found := find_bottleneck(tally, setting_of(ready), all_gather([tally.waited_percent], world)):
         log.info("Where the time went: %s", found.text)
     return perf.images_per_second
 

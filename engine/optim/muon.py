@@ -108,15 +108,13 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        """Update the weights. `closure`: torch's type hints want it; nothing gives one."""
         by_shape: dict[torch.Size, list[tuple[Tensor, Tensor, float]]] = {}
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
             if not weights:
                 continue
+            gradients: list[Tensor] = [weight.grad for weight in weights]
             if not group[MATRICES]:
                 for weight in (weight for weight in weights if not self.state[weight]):
                     state, device = self.state[weight], weight.device if group["fused"] else None
@@ -125,7 +123,7 @@ class Muon(Optimizer):
                 means, squares = ([self.state[weight][key] for weight in weights] for key in ("exp_avg", "exp_avg_sq"))
                 adamw(
                     weights,
-                    _gradients(weights),
+                    gradients,
                     means,
                     squares,
                     [],
@@ -146,7 +144,6 @@ class Muon(Optimizer):
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(weight)
                 buffers.append(state["momentum_buffer"])
-            gradients = _gradients(weights)
             torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
             ahead = torch._foreach_lerp(gradients, buffers, group["momentum"])  # as Nesterov looks
             for weight, update in zip(weights, ahead, strict=True):
@@ -160,7 +157,6 @@ class Muon(Optimizer):
             orthogonal = zeropower_via_newtonschulz(directions, NS_STEPS, COEFFICIENTS, dtype=self.dtype)
             for (matrix, _, rate), change in zip(same, orthogonal.unbind(), strict=True):
                 matrix.add_(change.view(matrix.shape).to(matrix.dtype), alpha=-rate * 0.2 * max(shape) ** 0.5)
-        return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that has the same parameters in Muon's and AdamW's hands."""
@@ -174,7 +170,3 @@ class Muon(Optimizer):
                     "Start a new run with -pretrained."
                 )
         super().load_state_dict(state_dict)
-
-
-def _gradients(weights: list[Tensor]) -> list[Tensor]:
-    return [weight.grad for weight in weights if weight.grad is not None]

@@ -25,6 +25,8 @@ def test_diverging_run_stops(vitamp: Vitamp, tiny: Path, tmp_path: Path, how: tu
     for advice in ("TRAIN.BASE_LR", "TRAIN.WARMUP_EPOCHS", "TRAIN.GRAD_CLIP"):
         assert advice in done.err
     assert ("-amp off" in done.err) == ("-amp" in how)
+    last = max(path.name for path in (run / "checkpoints").glob("step-*"))
+    assert f"The last checkpoint is {last}; resume from it with -resume." in done.err
     assert all(line["what"] != "end" for line in metrics(run, "run"))
     for weights in run.rglob("*.safetensors"):
         assert all(torch.isfinite(tensor).all() for tensor in load_file(weights).values()), weights

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.program import ROOT, Vitamp, save_image
-from tools.common.command_line import Tool, ToolLine, above_zero, some_of, tool
+from tools.common.command_line import Tool, ToolLine, above_zero, tool
 from tools.common.output_file import check_output_file, writing
 from tools.export import command as export
 from utils.errors import EXIT_INTERRUPTED, UserError
@@ -22,7 +22,6 @@ OWN = (
     Flag("count", "how many", "N", default=7, kind=whole(1, 8)),
     Flag("quiet", "say less"),
     Flag("above", "a number", "X", kind=above_zero),
-    Flag("words", "some words", "A,B", kind=some_of("red", "green")),
 )
 TOOL = Tool("tool.py", "What it does.", OWN)
 
@@ -71,13 +70,11 @@ def test_help_shows_own_flags_and_exits_with_0(word: str, capsys: pytest.Capture
 def test_values_of_flags_and_files(tmp_path: Path) -> None:
     assert (read().asked.count, read("-count", "3").asked.count) == (7, 3)
     assert read("-above", "0.5").asked.above == 0.5
-    assert read("-words", "green,red,green").asked.words == ("green", "red")
     for words, said in (
         (("-count", "0"), "-count 0: takes a whole number from 1 to 8."),
         (("-count", "1.5"), "-count 1.5: takes a whole number"),
         (("-above", "0"), "-above 0: takes a number above 0."),
         (("-above", "nan"), "-above nan: takes a number above 0."),
-        (("-words", "red,gren"), "-words red,gren: unknown 'gren'. Did you mean green? Known: red,green."),
     ):
         with pytest.raises(UserError) as error:
             read(*words)

@@ -383,7 +383,7 @@ def test_confusion_and_classes_that_are_never_recognised_are_named(monkeypatch: 
 
     def remarks(guesses: str) -> list[str]:
         logits = torch.eye(3)[["abc".index(letter) for letter in guesses]]
-        monkeypatch.setattr(evaluations, "with_bar", lambda *_: [(logits, labels, torch.arange(13))])
+        monkeypatch.setattr(evaluations, "with_bar", lambda *_: [(logits, labels)])
         headline = evaluations._one_label(trained, images, "validation image", BALANCED)["headline"]
         assert headline.value == OneLabel.of(trained, [(logits, labels)]).values[BALANCED]
         assert headline.guess == pytest.approx(100 / 3)

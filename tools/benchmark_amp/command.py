@@ -39,12 +39,12 @@ from tools.benchmark_amp.plan import (
     users_data,
     with_columns,
 )
-from tools.common.command_line import MODES, OVERWRITE, Tool, ToolLine, above_zero, first_word, some_of, tool
+from tools.common.command_line import MODES, OVERWRITE, Tool, ToolLine, above_zero, first_word, tool
 from tools.common.output_file import writing
 from tools.common.tables import non_defaults
 from tools.common.turns import Budget, alternating_order, progress_bar
 from utils.config import AmpConfig, Config
-from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, TrainingError
+from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, TrainingError, nearest
 from utils.flags import Flag, whole
 from utils.log import log
 from utils.program import typed
@@ -265,6 +265,17 @@ All loops have the same model, initial weights, batches, AdamW, cosine schedule,
 in timm's repository but not in its package: give the file with -timm_train. Otherwise, the loop is assembled from parts
 of the package. timm's faster flags are the fused AdamW and, with -compile, --torchcompile."""
 PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+def _precisions(text: str) -> list[str]:
+    """For `Flag.kind`: fp32 first, with which the others are compared."""
+    names = dict.fromkeys(text.split(","))
+    for name in names:
+        if name not in PRECISIONS:
+            raise ValueError(f"unknown {name!r}.{nearest(name, PRECISIONS)} Known: {','.join(PRECISIONS)}")
+    return sorted(names, key=lambda name: name != FP32)
+
+
 TIMM_FLAGS = (
     MODEL,
     Flag("updates", "updates per measurement", "N", kind=whole(1), default_text="50; on a CPU 5"),
@@ -273,7 +284,8 @@ TIMM_FLAGS = (
         "precisions",
         f"precisions to measure, from {','.join(PRECISIONS)}",
         "A,B",
-        kind=some_of(*PRECISIONS),
+        default=("fp32", "bf16"),
+        kind=_precisions,
         default_text="fp32,bf16",
     ),
     Flag("compile", "also measure compiled versions of vitamp's update and of timm's loop with its faster flags"),
@@ -299,9 +311,7 @@ TOLERANCE = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 1e-2}
 
 
 def plan_timm(line: ToolLine) -> Plan:
-    # fp32 first: the other precisions are compared with it.
-    precisions = sorted(line.asked.precisions or ("fp32", "bf16"), key=lambda name: name != "fp32")
-    compiled, train_py = bool(line.asked.compile), line.asked.timm_train
+    precisions, compiled, train_py = line.asked.precisions, bool(line.asked.compile), line.asked.timm_train
     loaded, device, where, remarks = set_up(line, fixed=TIMM_FIXED)
     updates = line.asked.updates or (5 if device.type == "cpu" else 50)
 

@@ -29,7 +29,8 @@ from timm.data.loader import PrefetchLoader
 from torch import Tensor, nn
 
 from datasets import Batch, MicroBatch, Window
-from engine.amp.precision import Precision, switch_tf32
+from engine.amp.low_precision import prepare_model
+from engine.amp.precision import Precision, check_amp, switch_tf32
 from engine.compile.choice import NONE, WHOLE, choose_compiling
 from engine.inputs.batches import TransformedBatch, per_channel
 from engine.machine.device import pick_device, set_up_device, synchronize
@@ -267,6 +268,7 @@ class SimpleNet(Session):
     ) -> None:
         set_up_device(config, device, ALONE)
         self._config, self._device = changed(config, "AMP", ENABLED=enabled), device
+        check_amp(self._config.AMP, config.TRAIN)
         self._width, self._accumulated = width, accumulated
         generator = torch.Generator(device).manual_seed(config.SEED)
         size = config.DATA.BATCH_SIZE
@@ -283,7 +285,10 @@ class SimpleNet(Session):
             seed_all(config.SEED, "init")
             layers = [nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)]
             model = nn.Sequential(*layers).to(self._device)
-            tuned = TunedModel(model, nn.Identity(), Precision(config.AMP, self._device))
+            precision = Precision(config.AMP, self._device)
+            if precision.level != "O0":
+                prepare_model(model, config.AMP, precision)
+            tuned = TunedModel(model, nn.Identity(), precision)
             parts = build_train_state(config, ALONE, tuned, len(self._batches))
             parts.criterion = nn.MSELoss()
             parts.batch_transform = lambda numbers, labels: TransformedBatch(numbers[0], numbers[1], labels)

@@ -193,7 +193,7 @@ def main(argv: list[str]) -> int:
     from engine.machine.device import describe_devices, pick_device, set_up_device
     from engine.preflight import check
     from tools.choose_precision.layers import layers_of
-    from tools.common.precisions import REFERENCE, is_emulated, lacks_arithmetic, modes_to_measure
+    from tools.common.precisions import REFERENCE, emulated, modes_to_measure
     from tools.common.sessions import reason, silence_torchao
     from tools.compare.runs import Run, Terminated
     from utils.distributed.world import ALONE
@@ -213,6 +213,8 @@ def main(argv: list[str]) -> int:
     log.info("measuring %s of each, about %g minutes at most (-budget_min): %s", updates, asked.budget_min, names)
     if (size := config.TRAIN.size_in(1, config.DATA.IMAGE_SIZE)) != config.DATA.IMAGE_SIZE:
         log.info("images have %d pixels, as in the first epochs; TRAIN.SIZE_SCHEDULE=[] measures the final size", size)
+    if config.TRAIN.COMPILE == "auto" and device.type == "cuda":
+        log.info("TRAIN.COMPILE auto sees only these %s; set TRAIN.COMPILE=whole if your run will be compiled", updates)
     for name, why in left_out.items():
         log.info("left out: %s: %s", name, why)
 
@@ -242,9 +244,7 @@ def main(argv: list[str]) -> int:
                         one.layers = layers_of(run, one.scale)
                 except Exception as error:  # nothing measured may be lost
                     one.notes.append(f"its layers could not be examined: {reason(error)}")
-            emulated = is_emulated(mode, device) or lacks_arithmetic(mode, device)
-            slow = "emulated on this device, so its speed is meaningless" if emulated else ""
-            judge(one, base, asked.updates, slow)
+            judge(one, base, asked.updates, emulated(mode, device))
     except (KeyboardInterrupt, Terminated) as error:
         log.warning("interrupted; with -output %s, without -overwrite, the same command resumes", folder)
         return EXIT_STOPPED if isinstance(error, Terminated) else EXIT_INTERRUPTED

@@ -98,19 +98,6 @@ def number(words: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
 above_zero = number("above 0", lambda value: 0 < value < math.inf)
 
 
-def some_of(*known: str) -> Callable[[str], tuple[str, ...]]:
-    """For `Flag.kind`: some of the `known` words, separated by commas."""
-
-    def names(text: str) -> tuple[str, ...]:
-        words = tuple(dict.fromkeys(text.split(",")))
-        for word in words:
-            if word not in known:
-                raise ValueError(f"unknown {word!r}.{nearest(word, known)} Known: {','.join(known)}")
-        return words
-
-    return names
-
-
 def tool(work: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
     """For the main function of a tool: it reports an error as one line of text, and returns an exit code."""
     return partial(_run, work)
@@ -190,20 +177,12 @@ class ToolLine:
     one_label: str = ""
     """As in `Tool`."""
 
-    def load(
-        self,
-        more: dict[str, tuple[Any, str]] | None = None,
-        resolved: bool = True,
-        cfg: str | None = None,
-        words: Mapping[str, str] | None = None,
-    ) -> Loaded:
+    def load(self, more: dict[str, tuple[Any, str]] | None = None, resolved: bool = True) -> Loaded:
         """Checked settings. `more`: further settings, by key, with their source. Does not initialise CUDA.
 
-        `resolved`: with what the data and the weights say (engine/preflight.py), for a tool that reads them. `cfg`,
-        `words`: a recipe in place of -cfg, and further KEY=VALUE.
+        `resolved`: with what the data and the weights say (engine/preflight.py), for a tool that reads them.
         """
-        flags, typed = {**self.run.flags, **(more or {})}, {**self.run.words, **(words or {})}
-        loaded = load_config(cfg or self.run.cfg, flags, typed)
+        loaded = load_config(self.run.cfg, {**self.run.flags, **(more or {})}, self.run.words)
         if loaded.config.DATA.BATCH_SIZE == AUTO:
             where = loaded.sources["DATA.BATCH_SIZE"]
             raise UserError(

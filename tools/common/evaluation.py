@@ -470,12 +470,12 @@ class SeveralLabels(Evaluation):
         return plain(found)
 
 
-def with_bar(trained: Trained, dataset: ImageDataset) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Logits, labels and indices batch by batch, on the device, with a progress bar."""
+def with_bar(trained: Trained, dataset: ImageDataset) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits and labels batch by batch, on the device, in the order of the images, with a progress bar."""
     with progress_bar(len(dataset), "images") as bar:
-        for batch in batches_of(trained, dataset):
-            yield batch
-            bar.update(len(batch[1]))
+        for logits, labels, _ in batches_of(trained, dataset):
+            yield logits, labels
+            bar.update(len(labels))
 
 
 def table_of(found: OneLabel | SeveralLabels, title: str) -> list[str]:

@@ -62,8 +62,6 @@ def mode_of(word: str, amp: AmpConfig, device: torch.device) -> Mode | None:
     name = word.replace(":", "-").casefold().removeprefix("o1-")
     if name in BY_NAME:
         return BY_NAME[name]
-    if name == "o0":
-        return REFERENCE
     settings = amp_settings_of(name)
     if settings is None:
         return None
@@ -104,10 +102,8 @@ def _why_not(mode: Mode, config: Config, device: torch.device) -> str | None:
     if why := cannot(mode, config, device):
         return why
     anyway = "(list it in -modes to measure it anyway)"
-    if lacks_arithmetic(mode, device):
-        return f"this CPU has no fp16 arithmetic and emulates every product {anyway}"
-    if is_emulated(mode, device):
-        return f"emulated on this device, so its speed is meaningless {anyway}"
+    if why := emulated(mode, device):
+        return f"{why} {anyway}"
     if mode.name == "apex":
         return f"autocast with other operator lists {anyway}"
     return f"keeps no fp32 master weights {anyway}" if mode.level == "O3" else None
@@ -126,11 +122,8 @@ def cannot(mode: Mode, config: Config, device: torch.device) -> str | None:
     return None
 
 
-def lacks_arithmetic(mode: Mode, device: torch.device) -> bool:
-    """Whether it is fp16 on a CPU without fp16 arithmetic, which emulates every product."""
-    return mode.dtype == "fp16" and device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_fp16_supported()
-
-
-def is_emulated(mode: Mode, device: torch.device) -> bool:
-    """Whether it is emulated: its results are right, and its speed is meaningless."""
-    return mode.dtype == "fp8" and not hardware_has_fp8(device)
+def emulated(mode: Mode, device: torch.device) -> str:
+    """Why its speed is meaningless here, though its results are right; '' if it is not."""
+    on_cpu = mode.dtype == "fp16" and device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    is_emulated = on_cpu or (mode.dtype == "fp8" and not hardware_has_fp8(device))
+    return "emulated on this device, so it is slow, and its speed is meaningless" if is_emulated else ""

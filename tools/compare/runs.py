@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -114,10 +114,11 @@ class Contender:
 
     def load(self, line: ToolLine, more: Mapping[str, tuple[Any, str]] | None = None) -> Loaded:
         """Its settings. `more`: further ones, with their source."""
-        cfg = next((value.cfg for value in self.values if value.cfg), None)
+        cfg = next((value.cfg for value in self.values if value.cfg), line.run.cfg)
         flags = {key: given for value in self.values for key, given in value.flags.items()}
         words = {key: text for value in self.values for key, text in value.words.items()}
-        return line.load({**flags, **(more or {})}, cfg=cfg, words=words)
+        run = replace(line.run, cfg=cfg, words={**line.run.words, **words})
+        return replace(line, run=run).load({**flags, **(more or {})})
 
 
 def read_axes(texts: Sequence[str]) -> Axes:
@@ -326,16 +327,10 @@ def _query(
 ) -> tuple[tuple[Mode, ...], list[str], str]:
     """Everything that needs the device itself: modes, remarks on them, the device's name."""
     from engine.machine.device import describe_device, visible_devices
-    from tools.common.precisions import is_emulated, lacks_arithmetic
+    from tools.common.precisions import emulated
 
     modes, remarks = () if modes_text is None else read_modes(modes_text, config, device), list[str]()
-    for mode in modes:
-        if lacks_arithmetic(mode, device):
-            remarks.append(
-                f"{mode.name}: this CPU has no fp16 arithmetic; expect this mode to be many times slower than fp32"
-            )
-        if is_emulated(mode, device):
-            remarks.append(f"{mode.name}: emulated on this device; its accuracy is meaningful, its speed is not")
+    remarks += [f"{mode.name}: {why}" for mode in modes if (why := emulated(mode, device))]
     if many:
         processes = counted(visible_devices(config), "process")
         remarks.append(f"each run: {processes}, started by {started_as('main_multi_gpu.py')} (-ngpus)")

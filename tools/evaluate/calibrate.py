@@ -35,7 +35,7 @@ def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
     log.info("%s: %s", path, trained.chosen.words)
     for note in notes:
         log.info("%s.", note)
-    rows = [(logits.cpu(), part.labels(labels).cpu()) for logits, labels, _ in with_bar(trained, part.dataset)]
+    rows = [(logits.cpu(), part.labels(labels).cpu()) for logits, labels in with_bar(trained, part.dataset)]
     logits, labels = (torch.cat(column) for column in zip(*rows, strict=True))
     if not bool(logits.isfinite().all()):
         raise UserError("-calibrate: the model has NaN or infinite logits on these images; nothing can be fitted.")

@@ -153,7 +153,7 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
         log.info("%s.", note)
     if asked.tta:
         log.info("-tta %s: mean of the probabilities of each image and its mirror image.", asked.tta)
-    batches = ((logits, data.labels(labels)) for logits, labels, _ in with_bar(trained, data.dataset))
+    batches = ((logits, data.labels(labels)) for logits, labels in with_bar(trained, data.dataset))
     found = (OneLabel if one_label else SeveralLabels).of(trained, batches)
     thresholds = "" if one_label else f"; {trained.thresholds()[1]}"
     crossfitted, kept = [], chosen.calibration if trained.calibrated else None

@@ -102,12 +102,20 @@ def test_bad_groups_are_refused(vitamp: Vitamp, tmp_path: Path, words: tuple[str
     assert said in done.err
 
 
-def test_a_run_is_not_resumed_with_another_group(vitamp: Vitamp, tmp_path: Path) -> None:
+def test_a_run_is_not_resumed_with_another_split(vitamp: Vitamp, tmp_path: Path) -> None:
     patients(tmp_path / "data")
     (tmp_path / "tiny.yaml").write_text(TINY_DIGITS, encoding="utf-8")
     run, place = tmp_path / "run", ("-dataset", "imagefolder", "-data_path", tmp_path / "data")
     words = ("-num_classes", "auto", "-batch_size", "8", "-epochs", "1", "DATA.GROUP=patient[0-9]")
     assert vitamp("-cfg", tmp_path / "tiny.yaml", "-output", run, *place, *words).code == 0
-    again = vitamp("-resume", run, "-epochs", "2", "DATA.GROUP=_[0-9]", code=2)
-    assert "trained with DATA.GROUP patient[0-9]; with _[0-9] it would be validated on images" in again.err
-    assert vitamp("-resume", run, "-epochs", "2").code == 0
+    groups = ("GROUP", "'patient[0-9]'", "'_[0-9]'")
+    for name, before, now in (groups, ("SPLIT_SEED", "0", "1"), ("VAL_FRACTION", "0.1", "0.2")):
+        again = vitamp("-resume", run, "-epochs", "2", f"DATA.{name}={now}", code=2)
+        assert f"trained with DATA.{name} {before}; with {now} it would be validated on images" in again.err
+    assert "samples have changed" not in vitamp("-resume", run, "-epochs", "2", code=0).err
+    (tmp_path / "data" / "ill" / "patient0_0.png").unlink()
+    done = vitamp("-resume", run, "-epochs", "3", code=0)
+    assert "Validation may now have images that the run was trained on." in done.err
+    (tmp_path / "data" / "ill").rename(tmp_path / "data" / "x")
+    again = vitamp("-resume", run, "-epochs", "4", code=2)
+    assert f"label 0 was ill in training, but is well in imagefolder in {tmp_path / 'data'}. Restore" in again.err

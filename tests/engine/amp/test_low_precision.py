@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine.amp import low_precision
 from engine.amp.low_precision import cast_weights, force_fp32, forced_modules
-from engine.amp.precision import check_amp
+from engine.amp.overflow import OverflowWatch
+from engine.amp.precision import Precision, check_amp
 from engine.speed.convolutions import LinearPatches
 from engine.update import TrainState, train_update
 from tests.engine.amp.modes import FP32, MODES, PLAIN_STEPS, amp, change
@@ -30,8 +31,10 @@ from utils.log import log
 # ---- a half-precision copy that computes over fp32 masters
 
 
-def parts_at(level: str, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> TrainState:
-    parts = parts_of(model, optimizer, amp(DTYPE="bf16", LEVEL=level), **options)  # pyright: ignore[reportArgumentType]
+def parts_at(
+    level: str, model: nn.Module, optimizer: torch.optim.Optimizer, dtype: str = "bf16", **options: Any
+) -> TrainState:
+    parts = parts_of(model, optimizer, amp(DTYPE=dtype, LEVEL=level, INIT_LOSS_SCALING=1.0), **options)
     parts.assemble()
     return parts
 
@@ -88,6 +91,28 @@ def test_running_statistics_are_those_of_the_masters(level: str) -> None:
         assert (ours[name] - theirs[name]).norm() < 0.05 * stepped, name
     copied = dict(computing[level].named_buffers())
     assert all(copied[name] is buffer for name, buffer in model.named_buffers())
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2", "NAIVE"])
+def test_skipped_update_leaves_the_running_statistics(level: str, on_device: bool) -> None:
+    model, images = timm.create_model("test_resnet", num_classes=10), torch.randn(2, 3, 16, 16)
+    parts = parts_at(level, model, torch.optim.SGD(model.parameters()), "fp16", criterion=nn.CrossEntropyLoss())
+    if on_device:  # as with a fused optimiser on a GPU
+        parts.leave_out(OverflowWatch)  # it waits for an event, and a CPU has none
+        step = parts.precision.step
+        parts.precision.step = lambda optimizer: torch.tensor(step(optimizer))
+    for update, factor in enumerate((1.0, torch.inf, 1.0), 1):
+        before = statistics(model)
+        train_update(parts, window_of(images, factor * images), update)
+        same = [torch.equal(now, before[name]) for name, now in statistics(model).items() if "running" in name]
+        assert set(same) == {factor == torch.inf}
+
+
+def test_naive_computes_with_masks_and_biases_of_16_bits() -> None:
+    model = timm.create_model("swinv2_tiny_window8_256", img_size=64, depths=(2,), embed_dim=32, num_heads=(2,))
+    parts = parts_at("NAIVE", model, torch.optim.SGD(model.parameters()), criterion=nn.CrossEntropyLoss())
+    train_update(parts, window_of(torch.randn(2, 3, 64, 64)), 1)
 
 
 # ---- AMP.FP32_MODULES
@@ -218,7 +243,7 @@ def test_fp8_supports_any_number_of_tokens_on_a_gpu(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(low_precision, "hardware_has_fp8", lambda _: True)
     with FakeTensorMode():
         model = nn.Sequential(nn.Linear(32, 64, bias=False, device="cuda", dtype=torch.bfloat16))
-        low_precision.convert_to_fp8(model, torch.device("cuda"), None, [])
+        low_precision.convert_to_fp8(model, torch.device("cuda"))
         images = torch.empty(8, 197, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         node: Any = model(images).grad_fn
         while "matmul_with_hp" not in type(node).__name__:
@@ -228,11 +253,12 @@ def test_fp8_supports_any_number_of_tokens_on_a_gpu(monkeypatch: pytest.MonkeyPa
         assert of_weight.shape == (32, 64)
 
 
-def test_fp32_modules_are_not_converted_to_fp8(tiny: Path) -> None:
-    ready = build(tiny, **MODES["fp8"], AMP__FP32_MODULES="blocks.0.mlp")
-    kinds = linears(ready.model)
-    assert kinds["blocks.0.mlp.fc1"] == kinds["blocks.0.mlp.fc2"] == "Linear"
-    assert kinds["blocks.0.attn.qkv"] == "Float8Linear"
+def test_fp32_modules_and_both_classifiers_are_not_converted_to_fp8() -> None:
+    model = timm.create_model("deit_tiny_distilled_patch16_224", depth=1, num_classes=16, img_size=32)
+    settings = amp(DTYPE="fp8", FP32_MODULES=("blocks.0.mlp",))
+    low_precision.prepare_model(model, settings, Precision(settings, torch.device("cpu")))
+    kept = {name for name, kind in linears(model).items() if kind == "Linear"}
+    assert kept == {"blocks.0.mlp.fc1", "blocks.0.mlp.fc2", "head", "head_dist"}
 
 
 def test_fp8_without_torchao_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

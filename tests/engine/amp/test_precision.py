@@ -85,7 +85,7 @@ def test_auto_on_a_cpu_is_the_dtype_it_supports(cpu, fp16: bool, bf16: bool, dty
     assert (choice.warning is not None) is warns
 
 
-def test_bf16_and_levels_are_kept_on_a_cpu_without_bf16(cpu) -> None:
+def test_what_is_asked_for_is_kept_on_a_cpu_without_it(cpu) -> None:
     without = cpu(False, False)
     for amp in (BF16, AUTO.model_copy(update={"LEVEL": "O2"})):
         choice = choose(amp, without)
@@ -93,9 +93,6 @@ def test_bf16_and_levels_are_kept_on_a_cpu_without_bf16(cpu) -> None:
         assert "slower" in str(choice.warning)
     assert not amp_may_gain(without)
     assert amp_may_gain(cpu(False, True))
-
-
-def test_fp16_warns_on_a_cpu_without_it(cpu) -> None:
     assert "many times slower" in str(choose(FP16, cpu(False, True)).warning)
     assert choose(FP16, cpu(True, True)).warning is None
 

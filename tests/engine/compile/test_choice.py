@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from engine.compile import choice
-from engine.compile.choice import CompileChoice, choose_compiling, training_flops
+from engine.compile.choice import choose_compiling, training_flops
 from models.build import build_without_weights
 from tests.engine.small import OFF, parts_of
 from tests.program import Vitamp, write_meta
@@ -22,6 +23,7 @@ from utils.errors import UserError
 
 TWO = World(rank=0, size=2, local_rank=0, local_size=2)
 LONG, SHORT = 500_000, 100
+Chosen = namedtuple("Chosen", ("how", "reason"))
 
 
 @pytest.fixture
@@ -52,19 +54,18 @@ def choose(
     level: str = "O0",
     sharded: bool = False,
     **train: Any,
-) -> CompileChoice:
+) -> Chosen:
     model = model or timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=10, img_size=32)
     parts = parts_of(model, torch.optim.SGD(model.parameters()), OFF)
     parts.precision.device, parts.precision.fp8 = torch.device(device), fp8
     parts.precision.level, parts.sharding = level, object() if sharded else None  # pyright: ignore[reportAttributeAccessIssue]
     choices = {} if kept is None else {"compile": kept, "computed_in": f"{began_on or device} fp32"}
-    return choose_compiling(Config(TRAIN=TrainConfig(**train)), parts, world, updates, choices)
+    return Chosen(*choose_compiling(Config(TRAIN=TrainConfig(**train)), parts, world, updates, choices))
 
 
 def test_cpu_compiles_only_on_request() -> None:
     assert choose().how == "none"
-    assert "on cpu" in choose().reason
-    assert choose(COMPILE="whole") == CompileChoice("whole", "as asked for")
+    assert choose(COMPILE="whole") == ("whole", "as asked for")
     assert choose(COMPILE="blocks").how == "blocks"
 
 
@@ -102,14 +103,14 @@ def test_fp8_that_auto_does_not_compile_is_warned_of(said: pytest.LogCaptureFixt
 
 @pytest.mark.usefixtures("gpu")
 def test_resumed_run_keeps_its_choice_unless_set() -> None:
-    assert choose(kept="whole") == CompileChoice("whole", "as before the resume")
+    assert choose(kept="whole") == ("whole", "as before the resume")
     assert choose(kept="whole", COMPILE="none").how == "none"
     assert choose(kept="none", COMPILE="blocks").how == "blocks"
 
 
 @pytest.mark.usefixtures("gpu")
 def test_run_resumed_on_another_kind_of_device_chooses_again() -> None:
-    assert choose(kept="whole", began_on="cuda") == CompileChoice("none", choose().reason)
+    assert choose(kept="whole", began_on="cuda") == ("none", choose().reason)
     assert choose(kept="none", began_on="cpu", device="cuda").how == "whole"
     assert choose(kept="whole", began_on="cuda", COMPILE="blocks").how == "blocks", "as asked for"
 

@@ -59,8 +59,7 @@ def evaluate(folder: Path, part: str, deciding: Metric) -> Shown | str:
 
 
 def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Metric) -> Shown:
-    numbers: list[torch.Tensor] = []
-    found = OneLabel.of(trained, _outputs(trained, dataset, numbers))
+    found = OneLabel.of(trained, with_bar(trained, dataset))
     classes = _rows_of_classes(trained, found)
     for row in classes:
         other, count = found.taken_for(row["label"])
@@ -86,10 +85,9 @@ def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Me
     matrix = found.confusion(chosen)
     percents = 100 * matrix / np.maximum(found.support[chosen], 1)[:, None]
     worst = wrong[found.rows.confidence[wrong].argsort(descending=True, stable=True)][:MOST_MISTAKES]
-    indices = torch.cat(numbers)
     mistakes = [
         {
-            **_pictured(dataset, int(indices[row])),
+            **_pictured(dataset, row),
             "true": trained.name_of(int(true[row])),
             "guess": trained.name_of(int(guess[row])),
             "confidence": 100 * float(found.rows.confidence[row]),
@@ -130,8 +128,7 @@ def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Me
 
 
 def _several_labels(trained: Trained, dataset: ImageDataset, image: str, deciding: Metric) -> Shown:
-    numbers: list[torch.Tensor] = []
-    found = SeveralLabels.of(trained, _outputs(trained, dataset, numbers))
+    found = SeveralLabels.of(trained, with_bar(trained, dataset))
     classes = _rows_of_classes(trained, found)
     for row in classes:
         label = row["label"]
@@ -149,8 +146,7 @@ def _several_labels(trained: Trained, dataset: ImageDataset, image: str, decidin
             f"Weakest class: {weakest['name']} ({precision}, {weakest['images']:,} of {found.images:,} images)."
         )
     at = found.intervals[metric.name]
-    probabilities, truth = found.rows
-    predicted = probabilities >= found.thresholds
+    examples, wrong = _examples(trained, dataset, found)
     return {
         "template": "several.html",
         "headline": Headline(metric, found.values[metric], at, found.images, image, guess, guessing, remarks),
@@ -170,26 +166,24 @@ def _several_labels(trained: Trained, dataset: ImageDataset, image: str, decidin
         "classes": classes[:MOST_ROWS],
         "left_out": max(0, len(classes) - MOST_ROWS),
         "unmeasured": int((found.support == 0).sum()),
-        "wrong": int((predicted != truth).any(1).sum()),
-        "examples": _examples(trained, dataset, torch.cat(numbers), probabilities, truth, predicted),
+        "wrong": wrong,
+        "examples": examples,
     }
 
 
-def _examples(
-    trained: Trained,
-    dataset: ImageDataset,
-    numbers: torch.Tensor,
-    probabilities: np.ndarray,
-    truth: np.ndarray,
-    predicted: np.ndarray,
-) -> list[Shown]:
-    """Images with wrong labels, those with the most first, of equally many the most confident; then right ones."""
+def _examples(trained: Trained, dataset: ImageDataset, found: SeveralLabels) -> tuple[list[Shown], int]:
+    """Images with wrong labels, those with the most first, of equally many the most confident; then right ones.
+
+    Also returns how many images have wrong labels.
+    """
+    probabilities, truth = found.rows
+    predicted = probabilities >= found.thresholds
     wrong = predicted != truth
     error = np.where(wrong, np.abs(probabilities - truth), 0)
     order = np.lexsort((-error.max(1), -wrong.sum(1)))
     mistaken = int(wrong.any(1).sum())
     most = max(MOST_WRONG, MOST_EXAMPLES - (len(order) - mistaken))
-    found = []
+    examples = []
     for row in map(int, [*order[: min(mistaken, most)], *order[mistaken:]][:MOST_EXAMPLES]):
         labels = [
             {
@@ -199,8 +193,8 @@ def _examples(
             }
             for label in np.flatnonzero(predicted[row] | truth[row]).tolist()
         ]
-        found.append({**_pictured(dataset, int(numbers[row])), "labels": labels})
-    return found
+        examples.append({**_pictured(dataset, row), "labels": labels})
+    return examples, mistaken
 
 
 def _without_labels(trained: Trained, dataset: ImageDataset, _image: str, _deciding: Metric) -> Shown:
@@ -223,13 +217,6 @@ def _without_labels(trained: Trained, dataset: ImageDataset, _image: str, _decid
             for row, index in enumerate(indices)
         ],
     }
-
-
-def _outputs(trained: Trained, dataset: ImageDataset, numbers: list[torch.Tensor]) -> Any:
-    """Logits and labels, batch by batch. Collects the indices of the images in `numbers`."""
-    for logits, labels, indices in with_bar(trained, dataset):
-        numbers.append(indices.cpu())
-        yield logits, labels
 
 
 def _rows_of_classes(trained: Trained, found: Evaluation) -> list[Shown]:

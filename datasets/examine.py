@@ -22,9 +22,10 @@ import numpy as np
 
 from datasets.base import ImageDataset, Samples, Unreadable
 from datasets.decoding import TRANSPARENT, Header, header_of
-from datasets.labels import images_of_classes
+from datasets.labels import distinct_names, images_of_classes
 from utils.config import Config
 from utils.config.data import DataConfig
+from utils.config.train import LOSSES, TrainConfig
 from utils.log import log
 from utils.program import tool
 from utils.record.run_folder import CONFIG, DATA, write_json
@@ -87,7 +88,7 @@ def examine(train: Samples, validation: Samples, data: DataConfig) -> Findings:
     """Look at both splits, as far as DATA.CHECK allows."""
     splits = {"training": train, "validation": validation}
     if train.classes is not None:
-        names = [str(name) for name in train.classes]
+        names = distinct_names(train.classes)
     else:
         several = train.labels.ndim == 2
         most = train.labels.shape[1] if several else 1 + max(one.labels.max(initial=-1) for one in splits.values())
@@ -190,7 +191,7 @@ def check_data(config: Config, train_set: ImageDataset, val_set: ImageDataset, f
     same = [word for word in sys.argv[1:] if word.lstrip("-") != "dry_run"]
     settings = same if folder is None else ["-cfg", str(folder / CONFIG)]
     check = f"{tool('check_data')} {shlex.join(settings)}"
-    notes = notes_of(found, config.DATA, config.TRAIN.CLASS_WEIGHTS is not None, check)
+    notes = notes_of(found, config.DATA, config.TRAIN, check)
     warnings = warnings_of(found, check)
     for note in notes:
         log.info("%s.", note)
@@ -204,8 +205,8 @@ def check_data(config: Config, train_set: ImageDataset, val_set: ImageDataset, f
         log.warning("%s: cannot be written (%s).", folder / DATA, error.strerror)
 
 
-def notes_of(found: Findings, data: DataConfig, weighted: bool, check: str) -> list[str]:
-    """Lines for the log. `weighted`: by TRAIN.CLASS_WEIGHTS. `check`: the command that checks this data set."""
+def notes_of(found: Findings, data: DataConfig, train: TrainConfig, check: str) -> list[str]:
+    """Lines for the log. `check`: the command that checks this data set."""
     training = found.classes["training"]
     text = f"Data: {', '.join(f'{count:,} {title}' for title, count in found.images.items())} images"
     if training:
@@ -217,11 +218,13 @@ def notes_of(found: Findings, data: DataConfig, weighted: bool, check: str) -> l
     notes = [text]
 
     counts = [count for count in training.values() if count]
-    balanced = weighted or data.SAMPLER == "balanced"
+    balanced = train.CLASS_WEIGHTS is not None or data.SAMPLER == "balanced"
     if found.largest_class_percent is not None and not balanced and counts and max(counts) >= UNEQUAL * min(counts):
+        # Neither the loss of a distillation nor one of the user's own has class weights.
+        weights = " or TRAIN.CLASS_WEIGHTS=balanced" * (train.DISTILLATION_TYPE is None and train.LOSS in LOSSES)
         notes.append(
             f"The largest class has {max(counts) / min(counts):.0f} times as many images as the smallest: top-1 mostly "
-            "counts the large ones. DATA.SAMPLER=balanced or TRAIN.CLASS_WEIGHTS=balanced would weigh classes alike"
+            f"counts the large ones. DATA.SAMPLER=balanced{weights} would weigh classes alike"
         )
     of = f"of {found.looked_at:,} training images"
     of += "" if found.looked_at == found.images["training"] else " looked at"

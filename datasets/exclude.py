@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from datasets.base import Encoded, Samples
+from datasets.labels import distinct_names
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
 from utils.log import log, warn_once
@@ -174,7 +175,7 @@ def relabelled(samples: Samples, data: DataConfig) -> Samples:
     (rows, sha256), prefix, several = read_rows(data), name_prefix(data), data.MULTI_LABEL
     labels, unmatched, done = samples.labels.copy(), {name: row[0] for name, row in rows.items()}, Counter[str]()
     classes = samples.classes or range(labels.shape[1] if several else int(labels.max(initial=-1)) + 1)
-    name_of = {label: str(name) for label, name in enumerate(classes)}
+    name_of = dict(enumerate(distinct_names(classes)))
     label_of, remains = {name: label for label, name in name_of.items()}, np.ones(len(labels), dtype=bool)
     for index in range(len(labels)):
         name = below(samples.name(index), prefix)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -20,6 +21,13 @@ def members_of_classes(labels: np.ndarray) -> list[np.ndarray]:
     """Indices of the samples of each class that has any, ascending; classes in the order of their labels."""
     _, sizes = np.unique(labels, return_counts=True)
     return np.split(np.argsort(labels, kind="stable"), np.cumsum(sizes)[:-1])[: len(sizes)]
+
+
+def distinct_names(classes: Iterable[object]) -> list[str]:
+    """Names of the classes, with the label where several share one: ImageNet has two classes called crane."""
+    names = [*map(str, classes)]
+    times = Counter(names)
+    return [name if times[name] == 1 else f"{name} (label {label})" for label, name in enumerate(names)]
 
 
 def images_of_classes(labels: np.ndarray, classes: int) -> np.ndarray:

@@ -32,7 +32,7 @@ from utils.config.kinds import AUTO
 from utils.distributed.world import World, all_gather, on_every_rank, on_rank_0
 from utils.errors import EXIT_DONE, AllRanksUserError, TrainingError, UserError
 from utils.log import DETAIL, brief_terminal, log, print_on_terminal
-from utils.program import FOLDER_FILE, tool
+from utils.program import FOLDER_FILE
 from utils.record.resumed_run import resumed_run
 from utils.record.run_folder import copies_in_words
 from utils.text import counted
@@ -202,7 +202,7 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> 
     commands = next_commands(run, trainer.position, trainer.best, folder, trainer.paused)
     by, figure = metric_named(trainer.best.by), trainer.best.figure
     context = in_context(by, figure, len(ready.val_set), largest_class(ready)) if world.first else ""
-    copies = copies_in_words(folder, tool("check_data")) if world.first else ""
+    copies = copies_in_words(folder) if world.first else ""
     if world.first:
         for line in filter(None, (context, copies)):
             log.info(line)

@@ -165,7 +165,7 @@ def help_text(flag: Flag) -> str:
     if default is None and flag.keys and flag.keys[0] in settings():
         default = default_of(flag.keys[0])
     about = help_here(flag.about)
-    return about if default is None or isinstance(default, bool) else f"{about} (default: {default})"
+    return about if default in (None, ()) or isinstance(default, bool) else f"{about} (default: {default})"
 
 
 def _value(name: str, argument: Flag | Positional, text: str) -> Any:

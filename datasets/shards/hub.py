@@ -18,10 +18,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from datasets.base import HUB_PREFIX, distinct
+from datasets.base import HUB_PREFIX
 from datasets.shards.index import Folder, TarWriter
 from datasets.shards.source import MANIFEST, ShardSet, finish_set, shard_source
-from datasets.sources.split import SPLIT_NAMES, named_parts, split_named_in, warn_of_skipped
+from datasets.sources.split import SPLIT_NAMES, TEST, named_parts, split_named_in, warn_of_skipped
 from utils.cache import cache_folder, process_lock
 from utils.config.data import DataConfig
 from utils.errors import UserError
@@ -60,7 +60,8 @@ def choose_files(root: Path, paths: Iterable[Path], dataset: str) -> dict[str, l
         words = map(split_named_in, reversed(path.relative_to(root).parts))  # of the file, else of its nearest folder
         named[next(filter(None, words), "")].append(path)
     parts = named_parts([name for name in SPLIT_NAMES if name in named], root)
-    splits = {part: named[parts[part]] for part in distinct(parts)}
+    # A test split that validates too is kept as what it is, so that DATA.PART=test finds it.
+    splits = {part: named[name] for part, name in parts.items() if (part, name) != ("val", TEST)}
     if not splits:
         splits = {"train": named[""]}
     else:

@@ -61,10 +61,11 @@ class ShardSet:
 
     def split(self, part: Part) -> tuple[str, bool]:
         """Name of the stored split to read, and whether training and validation share it."""
-        names = {"train": ("train", "all"), "val": ("val", "train", "all"), "test": ("test",), "all": ("train", "all")}
-        for name in names[part]:
+        # Some of the hub's data sets have a test split, and no other for validation.
+        names = {"val": ("val", "test", "train", "all"), "test": ("test",)}
+        for name in names.get(part, ("train", "all")):
             if name in self.splits:
-                return name, name == "all" or (name == "train" and "val" not in self.splits)
+                return name, name == "all" or (name == "train" and not {"val", "test"} & self.splits.keys())
         if part == "test" and self.splits:
             raise no_such_part(part, self.store.root)
         what = "no tar file for training" if self.splits else "no tar file"
@@ -74,9 +75,11 @@ class ShardSet:
 
     def parts(self) -> Parts:
         """See `Source.parts`."""
-        if self.split("val")[1]:
+        validation, shared = self.split("val")
+        if shared:
             return {"all": "all"}
-        return {part: self.splits[part] for part in ("train", "val", "test") if part in self.splits}
+        names: dict[Part, str] = {"train": "train", "val": validation, "test": "test"}
+        return {part: self.splits[name] for part, name in names.items() if name in self.splits}
 
     def index(self, split: str) -> ShardIndex:
         """The stored index of a split if it is current, else a new one from all headers.

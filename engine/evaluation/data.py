@@ -25,7 +25,6 @@ from utils.config.kinds import AUTO
 from utils.distributed.world import ALONE
 from utils.errors import UserError
 from utils.log import unheard
-from utils.program import tool
 from utils.record.resumed_run import config_of, resumed_run, settings_of
 from utils.record.run_folder import copies_in_words
 from vitamp.checkpoints import run_folder_of
@@ -172,7 +171,7 @@ def copies_evaluated(config: Config, saved: Chosen, images: int) -> str:
     run = run_folder_of(saved.place)
     if run is None or config.DATA.PART not in ("val", AUTO) or _is_data_of_run(config, saved) != "same place":
         return ""
-    return copies_in_words(run, tool("check_data"), images)
+    return copies_in_words(run, images)
 
 
 def evaluated_weights(config: Config) -> Chosen | None:

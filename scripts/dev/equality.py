@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTED, RESUMED, UPDATES = 6, 10, 14
@@ -184,15 +185,8 @@ def _contents(folder: Path) -> dict[str, Any]:
     return values
 
 
-def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, part in value.items():
-            yield from _leaves(part, f"{name}.{key}")
-    elif isinstance(value, list | tuple):
-        for number, part in enumerate(value):
-            yield from _leaves(part, f"{name}.{number}")
-    else:
-        yield name, value
+def _leaves(value: Any, name: str) -> dict[str, Any]:
+    return {f"{name}{keystr(path)}": leaf for path, leaf in tree_flatten_with_path(value)[0]}
 
 
 def _same(a: Any, b: Any) -> bool:

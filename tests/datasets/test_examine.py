@@ -11,15 +11,15 @@ import pytest
 from PIL import Image
 
 from datasets import examine as searching
-from datasets import open_dataset
 from datasets.base import Unreadable
-from datasets.examine import examine, find_copies, median_side, notes_of, warnings_of
+from datasets.examine import examine, median_side, notes_of, warnings_of
 from datasets.sources.files import FileSamples
-from tests.datasets.opened import CPU
+from tests.datasets.opened import of_shards, part
 from tests.datasets.shards.tar_files import write_tar
 from tests.program import TINY_DIGITS, Result, Vitamp, metrics
 from utils.config import load_config
 from utils.config.data import DataConfig
+from utils.config.train import TrainConfig
 
 COUNTS = {"arrow": 40, "bell": 12, "cog": 3}
 
@@ -129,7 +129,7 @@ def test_a_part_is_compared_where_the_time_is_short(icons: Path, monkeypatch: py
     assert found.copies is not None
     assert 0 < found.copies.compared < 13
     assert 0 < found.looked_at < 56
-    said = notes_of(found, DataConfig(), False, "check")
+    said = notes_of(found, DataConfig(), TrainConfig(), "check")
     assert any(f"only {found.copies.compared} of 13 validation images" in line and "`check`" in line for line in said)
     assert any(f"of {found.looked_at} training images looked at" in line for line in said)
     everything = examine(samples(icons, "train"), samples(icons, "val"), DataConfig(CHECK="full"))
@@ -141,7 +141,7 @@ def test_a_part_is_compared_where_the_time_is_short(icons: Path, monkeypatch: py
     found = examine(samples(icons, "train"), samples(icons, "val"), DataConfig(IMAGE_CHANNELS=3))
     assert found.copies is not None
     assert 0 < found.copies.training < 56
-    said = notes_of(found, DataConfig(), False, "check")
+    said = notes_of(found, DataConfig(), TrainConfig(), "check")
     assert any(f"images with {found.copies.training} of 56 training images, in the time" in line for line in said)
 
 
@@ -162,11 +162,16 @@ def test_images_that_are_not_compared_are_named(icons: Path) -> None:
         vars(split).update(change)
         for check in ("quick", "full"):
             data = DataConfig(CHECK=check)
-            said = notes_of(examine(split, samples(icons, "val"), data), data, False, "check")
-            assert any(
-                "Not searched for copies" in line and "raw pixels or not on this machine" in line for line in said
-            )
+            said = notes_of(examine(split, samples(icons, "val"), data), data, TrainConfig(), "check")
+            assert any("the images are raw pixels or not on this machine" in line for line in said)
             assert not any("DATA.CHECK quick" in line for line in said)
+
+
+def test_class_weights_are_advised_where_a_loss_takes_them(icons: Path) -> None:
+    found = examine(samples(icons, "train"), samples(icons, "val"), DataConfig())
+    for train in (TrainConfig(), TrainConfig(DISTILLATION_TYPE="soft"), TrainConfig(LOSS="mine")):
+        (said,) = (line for line in notes_of(found, DataConfig(), train, "check") if "14 times" in line)
+        assert ("CLASS_WEIGHTS" in said) == (train == TrainConfig())
 
 
 def test_images_in_tar_files_are_compared(icons: Path) -> None:
@@ -174,12 +179,12 @@ def test_images_in_tar_files_are_compared(icons: Path) -> None:
         images = enumerate(sorted((icons / split).rglob("*.*g")))
         pairs = (((f"{k}{path.suffix}", path.read_bytes()), (f"{k}.cls", b"0")) for k, path in images)
         write_tar(icons / f"{split}-0.tar", [member for pair in pairs for member in pair])
-    data = DataConfig(DATASET="shards", DATA_PATH=str(icons))
-    train, validation = (open_dataset(data, part, 3, 0, CPU).single_images() for part in (True, False))
-    assert train is not None
-    assert validation is not None
-    found = find_copies(train, validation, 1e9)
-    assert (found.found, found.compared, found.training) == (3, 13, 56)
+    (icons / "classes.txt").write_text("crane\ndog\ncrane\n")
+    data = of_shards(icons, CHECK="full")
+    found = examine(part(data), part(data, train=False), data)
+    assert found.copies is not None
+    assert (found.copies.found, found.copies.compared, found.copies.training) == (3, 13, 56)
+    assert found.classes["training"] == {"crane (label 0)": 56, "dog": 0, "crane (label 2)": 0}
 
 
 def test_a_dry_run_names_a_command_that_runs(icons: Path, vitamp: Vitamp, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from utils.errors import TrainingError
 
 SCRIPT = "scripts/check_data.py"
 CLASSES = ("ant", "bee", "cat")
+OF_SHARDS = ("crane (label 0)", "bee", "crane (label 2)")
 Check = Callable[..., tuple[Result, dict[str, Any]]]
 
 
@@ -173,12 +174,12 @@ def as_lists(tree: Path, labels: list[int]) -> Path:
 
 
 def as_shards(tree: Path, labels: list[int]) -> Path:
-    """Both splits as tar files, with names for the three classes."""
+    """Both splits as tar files, with names for the three classes, of which two share one."""
     for part, told in (("train", labels), ("val", [0, 1, 2, 0, 1, 2])):
         images = [(tree / part / CLASSES[i % 3] / f"{i}.jpg").read_bytes() for i in range(len(told))]
         pairs = (((f"{i}.jpg", images[i]), (f"{i}.cls", str(k).encode())) for i, k in enumerate(told))
         write_tar(tree / "tars" / f"{part}-0.tar", [member for pair in pairs for member in pair])
-    (tree / "tars" / "classes.txt").write_text("\n".join(CLASSES) + "\n")
+    (tree / "tars" / "classes.txt").write_text("crane\nbee\ncrane\n")
     return tree / "tars"
 
 
@@ -198,18 +199,20 @@ def test_lists_and_shards_are_checked(
 
 
 @pytest.mark.parametrize(
-    ("dataset", "made", "known"), [("imagenet2012", as_lists, ("0", "1", "2")), ("shards", as_shards, CLASSES)]
+    ("dataset", "made", "known"), [("imagenet2012", as_lists, ("0", "1", "2")), ("shards", as_shards, OF_SHARDS)]
 )
 def test_every_label_out_of_range_is_reported(
     check: Check, tree: Path, dataset: str, made: Callable[[Path, list[int]], Path], known: tuple[str, ...]
 ) -> None:
     labels = [i % 3 for i in range(24)]
     labels[4], labels[5], labels[7] = -1, 2_000_000_000, 7
+    shutil.copy(tree / "train" / "ant" / "0.jpg", tree / "train" / "cat" / "2.jpg")
     _, found = check(made(tree, labels), "-num_classes", 4, dataset=dataset, code=1)
     wrong = found["defects"]["label_out_of_range"]
     assert [Path(one["name"]).stem for one in wrong] == ["4", "5", "7"]
     assert [one["about"].partition(";")[0] for one in wrong] == ["label -1", "label 2000000000", "label 7"]
-    assert sum(bool(defects) for defects in found["defects"].values()) == 1, found["defects"]
+    numbers = {kind: len(defects) for kind, defects in found["defects"].items() if defects}
+    assert numbers == {"label_out_of_range": 3, "conflicting_labels": 2}, found["defects"]
     assert found["classes"]["training"] == {
         **dict(zip(known, (8, 6, 7), strict=True)),
         **{f"label {label}": 1 for label in (-1, 7, 2_000_000_000)},

@@ -226,6 +226,7 @@ def test_help_shows_defaults() -> None:
     shown = " ".join(entry_parser("main.py").format_help().split())
     assert "-image_size PIXELS|auto height and width of the model's input (default: 224)" in shown
     assert "-num_workers N loading processes per rank (default: depends on the number of cores)" in shown
+    assert "(default: ())" not in shown
     written_by_hand = [flag.name for group in FLAGS.values() for flag in group if "default" in flag.about]
     assert not written_by_hand, "defaults belong in Flag.default_text"
 

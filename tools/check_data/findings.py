@@ -9,6 +9,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from datasets import decoding
 from datasets.base import Encoded, Samples
 from datasets.damage import Failure, failure_or
 from datasets.exclude import line_of, name_prefix, text_of
-from datasets.labels import images_of_classes
+from datasets.labels import distinct_names, images_of_classes
 from datasets.loading.workers import LoadingProcesses
 from datasets.transforms.pixels import Pixels
 from tools.common.turns import progress_bar
@@ -185,6 +186,11 @@ class Split:
     samples: Samples
     scans: list[Scan]
 
+    @cached_property
+    def names(self) -> list[str]:
+        """Of the classes, if known"""
+        return distinct_names(self.samples.classes or ())
+
 
 def scan_split(title: str, samples: Samples, data: DataConfig, workers: int) -> Split:
     """Scan every image of a split."""
@@ -301,10 +307,9 @@ class _Image(NamedTuple):
     @property
     def label(self) -> str:
         """The name of the class, or of all of them, as in cat;dog; numbers where classes have no names."""
-        label, classes = self.split.samples.labels[self.number], self.split.samples.classes
+        label, names = self.split.samples.labels[self.number], self.split.names
         numbers = [int(label)] if np.ndim(label) == 0 else np.flatnonzero(label).tolist()
-        names = [classes[one] if classes and 0 <= one < len(classes) else f"label {one}" for one in numbers]
-        return ";".join(map(str, names)) or "no label"
+        return ";".join(names[one] if 0 <= one < len(names) else f"label {one}" for one in numbers) or "no label"
 
     def found(self, about: str, kind: str = "", copy_of: str = "") -> Found:
         return Found(self.split.title, self.split.samples.name(self.number), about, kind, copy_of)
@@ -367,20 +372,18 @@ def _counts(splits: list[Split], num_classes: int) -> dict[str, dict[str, int]]:
     Without names, the labels from 0 to the largest valid one are the names.
     """
     first = splits[0].samples
-    several, names = first.labels.ndim == 2, first.classes
-    if names is None:
+    several, names = first.labels.ndim == 2, splits[0].names
+    if not names:
         labels = np.unique(np.concatenate([split.samples.labels for split in splits]))
         largest = labels[(labels >= 0) & (labels < num_classes)].max(initial=-1)
         names = [str(label) for label in range(first.labels.shape[1] if several else int(largest) + 1)]
-    times = Counter(names)
-    titles = [name if times[name] == 1 else f"{name} (label {label})" for label, name in enumerate(names)]
-    counts = {split.title: dict.fromkeys(titles, 0) for split in splits}
+    counts = {split.title: dict.fromkeys(names, 0) for split in splits}
     for split in splits:
         labels = split.samples.labels
         each = np.unique(labels, return_counts=True)
         found = enumerate(images_of_classes(labels, len(names))) if several else zip(*each, strict=True)
         for label, count in found:
-            counts[split.title][titles[label] if 0 <= label < len(names) else f"label {label}"] = int(count)
+            counts[split.title][names[label] if 0 <= label < len(names) else f"label {label}"] = int(count)
     return counts
 
 

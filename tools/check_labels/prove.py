@@ -50,14 +50,10 @@ def prove(line: ToolLine, config: Config, method: Method, out: Path) -> int:
         log.info("Search with seed %d: %s", seed, " ".join(found.words()))
         if not found.clear:
             continue
-        chosen = {
-            WITHOUT: found.suspects,
-            RELABELLED: found.suspects,
-            RANDOM: random_like(images, found.suspects, seed),
-        }
-        for arm, rows in chosen.items():
+        for arm, decision in DECISIONS.items():
+            rows = random_like(images, found.suspects, seed) if arm == RANDOM else found.suspects
             lists[arm, seed] = file = out / "lists" / f"{arm.replace(' ', '_')}-{seed}.csv"
-            write_atomically(file, rows_of(images, rows, DECISIONS[arm]))
+            write_atomically(file, rows_of(images, rows, decision))
     if not lists:
         log.info("No search found wrong labels: there is nothing to prove.")
         return EXIT_DONE

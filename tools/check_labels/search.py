@@ -16,7 +16,7 @@ import torch
 from datasets import ImageDataset, comes_unsplit, open_dataset, source_of
 from datasets.base import TITLES, Part, Samples, Unreadable
 from datasets.exclude import line_of, name_prefix, text_of
-from datasets.labels import ANY_LABEL, images_of_classes
+from datasets.labels import ANY_LABEL, distinct_names, images_of_classes
 from engine.evaluation.data import data_for_evaluation
 from engine.evaluation.features import Features, features_of
 from engine.evaluation.linear import FOLDS, Classifier, fit, folds_of
@@ -62,7 +62,6 @@ class Images:
     """Images that are searched, with their labels as given."""
 
     data: DataConfig
-    part: Part
     dataset: ImageDataset
     samples: Samples
     classes: list[str]
@@ -123,14 +122,14 @@ def open_images(config: Config, part: Part) -> Images:
         copy_of[index] = first.setdefault(hashlib.sha256(content).digest(), index)
     distinct, places = np.unique(copy_of, return_inverse=True)
     labels = np.asarray(samples.labels)
-    classes = list(dataset.classes or map(str, range(labels.shape[1] if labels.ndim == 2 else int(labels.max()) + 1)))
+    classes = distinct_names(dataset.classes or range(labels.shape[1] if labels.ndim == 2 else int(labels.max()) + 1))
     contradicting = int((labels != labels[distinct[places]]).reshape(len(labels), -1).any(1).sum())
     log.info(
         "%s: %s images (%s), %d classes; %s",
         *(source_of(data), f"{len(samples):,}", TITLES[part], len(classes)),
         f"{len(samples) - len(distinct):,} have the bytes of another, {contradicting:,} of them another label too",
     )
-    return Images(data, part, dataset, samples, classes, labels, distinct, places)
+    return Images(data, dataset, samples, classes, labels, distinct, places)
 
 
 def rows_of(images: Images, suspects: Sequence[Suspect], decision: str) -> str:

@@ -125,10 +125,6 @@ class History:
         return [lines for lines in starts if lines]
 
     @property
-    def ended(self) -> bool:
-        return bool(self.lines) and is_end(self.lines[-1])
-
-    @property
     def images_per_second(self) -> float | None:
         """Median over the reports; the first one after each start is left out, because it includes warming up."""
         speeds = self.speeds

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.errors import UserError
-from utils.program import INSTALLED, ROOT, as_typed
+from utils.program import INSTALLED, ROOT, as_typed, tool
 from utils.record.history import METRICS_FILE
 from utils.text import redacted
 from vitamp import __version__
@@ -148,38 +148,32 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 
 def read_data(folder: Path) -> dict[str, Any]:
-    """The content of a run's data.json; empty for a run without image files."""
-    return read_json(folder / DATA) if (folder / DATA).exists() else {}
+    """The content of a run's data.json; empty for a run without image files, and if the file is damaged."""
+    with contextlib.suppress(UserError):
+        return read_json(folder / DATA)
+    return {}
 
 
 def read_data_notes(folder: Path, kinds: Sequence[str] = ("warnings", "notes")) -> list[str]:
-    """What a run said of its data before training, warnings first; nothing for a run without image files."""
+    """What a run said of its data before training, warnings first."""
     found = read_data(folder)
     return [str(line) for kind in kinds for line in found.get(kind, [])]
 
 
-def copies_in_words(folder: Path, check_data: str, images: int | None = None) -> str:
+def copies_in_words(folder: Path, images: int | None = None) -> str:
     """One line for the end of a run or an evaluation, if validation images of the run are also in training.
 
-    `check_data`: the command that starts this tool. `images`: the number of those evaluated; if it is not that of the
-    run's validation split, nothing is said of them.
+    `images`: the number of those evaluated; if it is not that of the run's validation split, nothing is said of them.
     """
+    found = read_data(folder)
     try:
-        found = read_data(folder)
         copies, compared = found["copies"]["found"], found["copies"]["compared"]
         if not copies or images not in (None, found["images"]["validation"]):
             return ""
-    except (UserError, KeyError, TypeError):  # not looked for, or a damaged file
+    except (KeyError, TypeError):  # not looked for, or a damaged file
         return ""
-    check = f"{check_data} -cfg {shlex.quote(str(folder / CONFIG))} -fix exclude.txt"
+    check = f"{tool('check_data')} -cfg {shlex.quote(str(folder / CONFIG))} -fix exclude.txt"
     return (
         f"{copies:,} of {compared:,} validation images are also in training, which raises the metrics: `{check}` lists "
         "them, and DATA.EXCLUDE=exclude.txt trains without them."
     )
-
-
-def read_data_warnings(folder: Path) -> list[str]:
-    """The warnings alone; none if the file is damaged."""
-    with contextlib.suppress(UserError):
-        return read_data_notes(folder, ("warnings",))
-    return []

@@ -18,6 +18,8 @@ from datasets.exclude import name_prefix
 from tests.datasets.layouts import lay_out
 from tests.datasets.opened import CPU, part, settings
 from tests.program import Vitamp, save_image
+from tools.check_labels.search import open_images
+from utils.config import Config
 from utils.config.data import DataConfig
 from utils.errors import UserError
 
@@ -38,20 +40,24 @@ def labels_of(samples: Samples, data: DataConfig) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("kind", "fold"),
     [
-        *((kind, None) for kind in ("imagefolder", "csv", "several", "lists", "shards")),
+        *((kind, None) for kind in ("imagefolder", "csv", "several", "lists", "shards", "named shards")),
         *((kind, "2/3") for kind in ("imagefolder", "csv", "several", "shards")),
     ],
 )
 def test_relabel_changes_the_training_split_alone(tmp_path: Path, kind: str, fold: str | None) -> None:
-    several, classes = kind == "several", ("0", "1", "2") if kind in ("lists", "shards") else ("ant", "bee", "cat")
+    several, classes = kind == "several", "012" if kind == "lists" or "shards" in kind else ("ant", "bee", "cat")
     images = [
         (f"{'klmnopqrstuvwxy'[k]}.png", f"{classes[k % 3]};ant" if several and k % 3 else classes[k % 3])
         for k in range(15)
     ]
     splits = ("train", "val") if fold is None else ("train",) if kind == "shards" else ("",)
-    place = lay_out("csv" if several else kind, tmp_path / "set", dict.fromkeys(splits, images))
+    place = lay_out("csv" if several else kind.removeprefix("named "), tmp_path / "set", dict.fromkeys(splits, images))
     data = settings(**place, MULTI_LABEL=several, FOLD=fold, EXCLUDE=str(tmp_path / "exclude.txt"))
     (tmp_path / "exclude.txt").write_text("")
+    if kind == "named shards":  # as check_labels.py names them
+        (tmp_path / "set" / "classes.txt").write_text("crane\ndog\ncrane\n")
+        classes = tuple(open_images(Config(DATA=data), "train").classes)
+        assert classes == ("crane (label 0)", "dog", "crane (label 2)")
     before, scored = (labels_of(part(data, train), data) for train in (True, False))
     kept, dropped, moved, excluded, emptied, *_ = before
     (tmp_path / "exclude.txt").write_text(excluded)

@@ -26,6 +26,7 @@ def test_hub_images_are_copied_unchanged(tmp_path: Path, kind: str) -> None:
     train, val = part(of_hub(tmp_path)), part(of_hub(tmp_path), train=False)
     assert content(train) == [picture(k, kind) for k in range(15)]
     assert content(val) == [picture(k, kind) for k in range(20, 24)]
+    assert content(part(of_hub(tmp_path, PART="test"), train=False)) == content(val)
     assert train.labels.tolist() == [k % 3 for k in range(15)]
     assert val.labels.tolist() == [k % 3 for k in range(20, 24)]
     assert train.classes == ["ant", "bee", "cat"]
@@ -133,7 +134,7 @@ def test_test_split_without_labels_is_left_out(tmp_path: Path, said: pytest.LogC
     write(tmp_path / "set" / "train.parquet", range(8), notes=None, labels=["cat", "ant"] * 4)
     write(tmp_path / "set" / "test.parquet", range(4), columns=("image", "id_again"))
     assert len(part(of_hub(tmp_path / "set"))) + len(part(of_hub(tmp_path / "set"), train=False)) == 8
-    assert "test.parquet has no column label; the split val is left out." in said.text
+    assert "test.parquet has no column label; the split test is left out." in said.text
 
 
 def test_parquet_labels_may_be_categories(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ class Run:
     @property
     def data_notes(self) -> list[str]:
         """What was said of the data before training."""
-        return _unless_damaged(read_data_notes, self.folder, [])
+        return read_data_notes(self.folder)
 
     @property
     def epochs(self) -> str:
@@ -213,7 +213,7 @@ def opening_of(run: Run, headline: Headline | None) -> dict[str, Any]:
         remarks.insert(0, f"The run has not finished{epochs}{after}")
     elif not found:
         remarks.append("The run ended without a validation.")
-    data = _unless_damaged(read_data, run.folder, {})
+    data = read_data(run.folder)
     copies, images = data.get("copies") or {}, data.get("images", {}).get("validation")
     if copies.get("compared") and copies.get("found"):
         have = "image has a copy" if copies["found"] == 1 else "images have a copy"

@@ -11,7 +11,6 @@ import pytest
 import timm
 import torch
 import yaml
-from safetensors import safe_open
 from timm.models import save_for_hf
 
 from datasets.given import open_given
@@ -20,6 +19,7 @@ from tests.datasets.pictures import decoded_by
 from tests.predicted import validation_predictions
 from tests.program import ROOT, Result, Vitamp, metrics, run_program, save_image
 from tests.tools.timm_alone import in_timm_alone
+from vitamp.weights import read_header
 
 MEAN, STD = (0.4, 0.45, 0.55), (0.2, 0.21, 0.22)
 SIZES: dict[str, Any] = {"depth": 1, "embed_dim": 32, "num_heads": 2}
@@ -137,8 +137,7 @@ def test_the_run_is_evaluated_used_and_exported_with_the_preprocessing_of_the_we
     assert "class_" in used.out
     out = tmp_path / "exported.safetensors"
     vitamp(run, "-to", "safetensors", "-out", out, script="scripts/export.py", code=0)
-    with safe_open(str(out), framework="pt") as file:
-        header = json.loads(file.metadata()["vitamp"])
+    header = read_header(out)
     assert (header["mean"], header["crop_pct"], header["interpolation"]) == (list(MEAN), 0.95, "bilinear")
     assert (header["crop"], header["crop_mode"]) == ("middle", "squash")
 

@@ -29,6 +29,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def in_order(loader: TrainLoader, epoch: int, start: int = 0) -> list[tuple[list[int], bytes]]:
-    batches = [batch for window in loader.epoch(epoch, start) for _, batch in window]
-    return [(batch.indices.tolist(), batch.images.numpy().tobytes()) for batch in batches]
+def in_order(loader: TrainLoader, epoch: int = 1) -> list[tuple[list[int], list[int], bytes]]:
+    """Indices, labels and pixels of each batch, to be compared with those of another loader."""
+    batches = [batch for window in loader.epoch(epoch) for _, batch in window]
+    return [(one.indices.tolist(), one.labels.tolist(), one.images.numpy().tobytes()) for one in batches]

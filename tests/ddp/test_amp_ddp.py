@@ -14,46 +14,32 @@ from safetensors.torch import save_file
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from datasets import Window
-from engine.machine.device import Run
 from engine.optim.ema import Ema
-from engine.setup import ReadyToTrain, build_for_training
+from engine.setup import ReadyToTrain
 from engine.update import train_update
+from tests.engine.amp.modes import MODES, PLAIN_STEPS, WITH_MASTERS
 from tests.engine.small import CPU, build
 from tests.program import Vitamp, metrics
-from utils.config import load_config
 from utils.distributed.world import ALONE, World
 
-LEVELS = {
-    "fp32": {},
-    "O1 bf16": {"AMP.ENABLED": "true", "AMP.DTYPE": "bf16"},
-    "O2 bf16": {"AMP.ENABLED": "true", "AMP.DTYPE": "bf16", "AMP.LEVEL": "O2"},
-    "NAIVE bf16": {"AMP.ENABLED": "true", "AMP.DTYPE": "bf16", "AMP.LEVEL": "NAIVE"},
-    "O1 fp16": {"AMP.ENABLED": "true", "AMP.DTYPE": "fp16", "AMP.INIT_LOSS_SCALING": "1024"},
-    "O2 fp16": {"AMP.ENABLED": "true", "AMP.DTYPE": "fp16", "AMP.INIT_LOSS_SCALING": "1024", "AMP.LEVEL": "O2"},
-}
+LEVELS = {"fp32": {}, **{mode: MODES[mode] for mode in WITH_MASTERS if mode != "NAIVE fp16"}}
 GATHERS_IN_HALF = hasattr(MixedPrecisionPolicy, "param_dtype_override_fn")
 """From torch 2.15 on, which FSDP needs at O2 and NAIVE"""
 FSDP_LEVELS = ["O1", *["O2"] * GATHERS_IN_HALF]
-PLAIN_STEPS = {
-    "TRAIN.OPTIMIZER.NAME": "SGD",
-    "TRAIN.OPTIMIZER.MOMENTUM": "0",
-    "TRAIN.WEIGHT_DECAY": "0",
-    "TRAIN.BASE_LR": "1",
-    "TRAIN.WARMUP_EPOCHS": "0",
-    "TRAIN.MODEL_EMA": "true",
-    "DATA.BATCH_SIZE": "16",
-    "MODEL.DEPTH": "2",
+WORDS = {
+    **PLAIN_STEPS,
+    "TRAIN__GRAD_CLIP": 1,
+    "TRAIN__MODEL_EMA": "true",
+    "DATA__BATCH_SIZE": 16,
+    "MODEL__DEPTH": 2,
 }
 UPDATES = 3
 NEVER = 0
 
 
-def train(config_file: Path, words: dict[str, str], world: World, overflow_at: int) -> dict[str, Any]:
+def train(tiny: Path, words: dict[str, object], world: World, overflow_at: int) -> dict[str, Any]:
     """A few updates; at `overflow_at` the last rank, and it alone, is given images that are not finite."""
-    torch.set_num_threads(1)
-    config = load_config(str(config_file), words=words).config
-    ready = build_for_training(Run(config, world, CPU, threads=1), None)
-    ready.parts.assemble()
+    ready = build(tiny, CPU, world, **words)
     seen: list[int] = []
     exchanges = 0
     exchange = torch.distributed.all_reduce
@@ -110,12 +96,12 @@ def _rank(rank: int, folder: Path, call: Callable[..., None], *given: object) ->
     torch.distributed.destroy_process_group()
 
 
-def train_and_save(world: World, tiny: Path, words: dict[str, str], overflow_at: int) -> None:
+def train_and_save(world: World, tiny: Path, words: dict[str, object], overflow_at: int) -> None:
     torch.save(train(tiny, words, world, overflow_at), tiny.with_name(f"{world.rank}.pt"))
 
 
-def on_two(tiny: Path, words: dict[str, str], overflow_at: int = NEVER) -> list[dict[str, Any]]:
-    in_two_processes(tiny.parent, train_and_save, tiny, {**PLAIN_STEPS, **words}, overflow_at)
+def on_two(tiny: Path, words: dict[str, object], overflow_at: int = NEVER) -> list[dict[str, Any]]:
+    in_two_processes(tiny.parent, train_and_save, tiny, {**WORDS, **words}, overflow_at)
     return [torch.load(tiny.with_name(f"{rank}.pt"), weights_only=True) for rank in range(2)]
 
 
@@ -130,14 +116,14 @@ def alike(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("level", [*LEVELS])
 def test_two_processes_with_accumulation_are_one_with_more_of_it(tiny: Path, level: str) -> None:
-    first, second = on_two(tiny, {**LEVELS[level], "TRAIN.ACCUM_ITER": "2"})
+    first, second = on_two(tiny, {**LEVELS[level], "TRAIN__ACCUM_ITER": 2})
     alike(first, second)
     assert not set(first["seen"]) & set(second["seen"]), "each its own samples"
     assert first["exchanges"] == UPDATES, "once an update, not once a micro-batch"
-    words = {**PLAIN_STEPS, **LEVELS[level], "TRAIN.ACCUM_ITER": "4"}
+    words = {**WORDS, **LEVELS[level], "TRAIN__ACCUM_ITER": 4}
     alone = train(tiny, words, ALONE, NEVER)
     assert alone["moved"] == first["moved"] == UPDATES
-    model = build(tiny, **{key.replace(".", "__"): value for key, value in words.items()}).model
+    model = build(tiny, **words).model
     start = torch.cat([weight.detach().flatten() for weight in model.parameters()])
     moved = (alone["weights"] - start).norm()
     assert (first["weights"] - alone["weights"]).norm() < 1e-5 * moved
@@ -146,7 +132,7 @@ def test_two_processes_with_accumulation_are_one_with_more_of_it(tiny: Path, lev
 
 @pytest.mark.parametrize("level", [level for level in LEVELS if level.endswith("fp16")])
 def test_one_rank_s_overflow_is_skipped_by_both(tiny: Path, level: str) -> None:
-    first, second = on_two(tiny, {**LEVELS[level], "TRAIN.ACCUM_ITER": "2"}, overflow_at=2)
+    first, second = on_two(tiny, {**LEVELS[level], "TRAIN__ACCUM_ITER": 2}, overflow_at=2)
     alike(first, second)
     assert (first["moved"], first["averaged"], first["skipped"], first["scale"]) == (UPDATES - 1, UPDATES - 1, 1, 512)
     assert first["weights"].isfinite().all()

@@ -22,7 +22,7 @@ from engine.speed.tuning import speedups
 from engine.task.one import OneLabel
 from engine.update import TrainState, train_update
 from utils.config import AmpConfig, Config, TrainConfig, load_config
-from utils.distributed.world import ALONE
+from utils.distributed.world import ALONE, World
 
 CPU = torch.device("cpu")
 FP16 = AmpConfig(ENABLED=True, DTYPE="fp16")
@@ -30,14 +30,14 @@ BF16 = AmpConfig(ENABLED=True, DTYPE="bf16")
 OFF = AmpConfig()
 
 
-def build(tiny: Path, device: torch.device = CPU, /, **words: object) -> ReadyToTrain:
+def build(tiny: Path, device: torch.device = CPU, world: World = ALONE, /, **words: object) -> ReadyToTrain:
     """The tiny recipe, ready for its first update. AMP__DTYPE is AMP.DTYPE."""
     torch.set_num_threads(1)
     settings = {key.replace("__", "."): str(value) for key, value in words.items()}
     if device.type != "cpu":
         settings["DEVICE"] = device.type
     config = load_config(str(tiny), words=settings).config
-    ready = build_for_training(Run(config, ALONE, device, threads=1), None)
+    ready = build_for_training(Run(config, world, device, threads=1), None)
     ready.parts.assemble()
     return ready
 

@@ -18,7 +18,7 @@ import torch
 from engine.machine import stopping
 from engine.machine.stopping import Deadline
 from tests.faults.killing import ENDLESS, Run, drawn_curves, reported
-from tests.program import ROOT, Started, Vitamp, metrics, train_tiny
+from tests.program import ROOT, Started, Vitamp, last_weights, metrics, train_tiny
 from tests.waiting import until
 
 # 12 updates an epoch; every fifth is followed by a validation in batches of two, which takes a while.
@@ -40,11 +40,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def told(run: Path) -> list[dict[str, Any]]:
     return [line for line in metrics(run) if line["event"] != "run"]
-
-
-def weights(run: Path) -> tuple[bytes, bytes]:
-    last = max((run / "checkpoints").glob("step-*"))
-    return (last / "model.safetensors").read_bytes(), (last / "ema.safetensors").read_bytes()
 
 
 def lines(run: Path, event: str) -> list[int]:
@@ -96,7 +91,7 @@ def test_stopped_in_any_phase_it_saves_and_goes_on(
     done = begin("-output", run, *GO_ON, *WORDS).end(60)
     assert done.code == 0, done.text
     assert told(run) == told(undisturbed)
-    assert weights(run) == weights(undisturbed)
+    assert last_weights(run) == last_weights(undisturbed)
     assert drawn_curves(run) == drawn_curves(undisturbed)
 
 

@@ -101,8 +101,8 @@ def test_windows_that_do_not_come_out_even(vitamp: Vitamp, place: Path) -> None:
 
 def test_without_a_gpu_and_without_ngpus_one_process_and_it_says_so(vitamp: Vitamp, place: Path) -> None:
     run = place / "one"
-    done = vitamp(*("-cfg", place / "tiny.yaml", "-output", run, "TRAIN.MAX_UPDATES=1"), script="main_multi_gpu.py")
-    assert done.code == 0, done.text
+    words = ("-cfg", place / "tiny.yaml", "-output", run, "TRAIN.MAX_UPDATES=1")
+    done = vitamp(*words, script="main_multi_gpu.py", code=0)
     assert "One process" in done.out
     assert "-ngpus N" in done.out
     assert [path.name for path in (run / "ranks").iterdir()] == ["0.log"]

@@ -93,13 +93,6 @@ def test_training_begins_at_the_pretrained_model_and_with_the_same_numbers_each_
     assert own["blocks.0.attn.qkv.lora_q_A"].abs().max() <= WIDTH**-0.5
 
 
-def pretrained(tiny: Path, place: Path, **sizes: object) -> Path:
-    """Weights for the tiny recipe."""
-    file = place / "base.safetensors"
-    save_file(build(tiny, MODEL__DEPTH=2, SEED=9, **sizes).model.state_dict(), file)
-    return file
-
-
 HOW = {
     **{name: words for name, words in FREEZE_HOW.items() if name not in ("a block in fp32", "patches by a product")},
     "linear layers in fp32": {**AMP, "AMP__DTYPE": "bf16", "AMP__FP32_MODULES": "Linear"},
@@ -123,7 +116,9 @@ def merged_logits(ready: ReadyToTrain, images: Tensor) -> Tensor:
 @pytest.mark.parametrize("how", [*HOW.values(), FP8, COMPILED], ids=[*HOW, "fp8", "compiled"])
 def test_only_adapters_and_classifier_are_trained(tiny: Path, tmp_path: Path, how: dict[str, object]) -> None:
     words = {**RANDOM, **EMA, "MODEL__LORA__RANK": RANK, "TRAIN__BASE_LR": 0.05, **how}
-    file = pretrained(tiny, tmp_path, **{key: value for key, value in how.items() if key == "MODEL__EMBED_DIM"})
+    file = tmp_path / "base.safetensors"
+    sizes = {key: value for key, value in how.items() if key == "MODEL__EMBED_DIM"}
+    save_file(build(tiny, MODEL__DEPTH=2, SEED=9, **sizes).model.state_dict(), file)
     ready = build(tiny, MODEL__PRETRAINED=file, **words)
     ema = ready.parts.callback(Ema)
     assert ema is not None

@@ -4,16 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from tests.program import Result, train_tiny
+from tests.program import ROOT, Result, Started, train_tiny
 from tests.tools.timm_alone import Tool
 from tools.evaluate import command as evaluate
 from tools.export import command as export
+
+
+class FromServer:
+    """A run's process, forked from a server that has imported torch."""
+
+    def __init__(self, command: list[str], output: IO[bytes], streams: Path) -> None:
+        script, *words = command
+        self._started, self._output = Started(str(ROOT / script), words, Path.cwd(), {}, streams), output
+
+    def wait(self, timeout: float | None = None) -> int:
+        del timeout
+        done = self._started.end(120)
+        self._output.write(done.text.encode())
+        return done.code
+
+
+class Trainings:
+    """Records the runs that are started."""
+
+    def __init__(self, streams: Path) -> None:
+        self.streams, self.started = streams, list[str]()
+
+    def start(self, command: list[str], output: IO[bytes]) -> FromServer:
+        self.started.append(Path(command[command.index("-output") + 1]).name)
+        return FromServer(command, output, self.streams)
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +71,13 @@ def in_process(capsys: pytest.CaptureFixture[str]) -> Callable[[Callable[[list[s
         return call
 
     return of
+
+
+@pytest.fixture
+def trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainings:
+    trainings = Trainings(tmp_path)
+    monkeypatch.setattr("tools.compare.runs.start", trainings.start)
+    return trainings
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import yaml
 from PIL import Image
 
 from tests.label_sets import named, write_recipe, write_set
-from tests.program import ROOT, Result, Started
+from tests.program import Result
 from tools.check_labels import command, search
 from tools.check_labels.noise import find_wrong
 from tools.common.turns import Budget
@@ -34,11 +34,7 @@ STRIPES = np.s_[:, :4], np.s_[:4], np.s_[::2]
 @pytest.fixture
 def check(in_process: Callable[[Any], Call], tmp_path: Path) -> Call:
     """check_labels.py in this process; its output is in tmp_path/labels."""
-
-    def call(*words: object, code: int = 0) -> Result:
-        return in_process(command.main)("-output", tmp_path / "labels", *words, code=code)
-
-    return call
+    return lambda *words, code=0: in_process(command.main)("-output", tmp_path / "labels", *words, code=code)
 
 
 def write_folders(root: Path, wrong: int = 8, images: int = 150, seed: int = 0) -> dict[str, str]:
@@ -97,12 +93,10 @@ def test_planted_labels_are_found_by_features(check: Call, digits_run: Path, tmp
 
 def test_right_labels_are_left_alone(check: Call, digits_run: Path, tmp_path: Path) -> None:
     write_folders(tmp_path / "data", wrong=0)
-    (tmp_path / "data" / "dog").mkdir()
-    for number in range(4):
-        Image.new("L", (8, 8), 60 * number).save(tmp_path / "data" / "dog" / f"{number}.png")
-    (tmp_path / "data" / "elk").mkdir()
-    for number in range(12):
-        Image.new("L", (8, 8), 20 * number).save(tmp_path / "data" / "elk" / f"one-{number}.png")
+    for images, name, prefix in ((4, "dog", ""), (12, "elk", "one-")):
+        (tmp_path / "data" / name).mkdir()
+        for number in range(images):
+            Image.new("L", (8, 8), 240 // images * number).save(tmp_path / "data" / name / f"{prefix}{number}.png")
     (tmp_path / "labels").mkdir()
     (tmp_path / "labels" / "exclude.txt").write_text("of an earlier search\n")
     group = r"DATA.GROUP=(\w+)[-.]"  # the images of elk are one group, the others one each
@@ -186,22 +180,6 @@ def test_flips_are_found(seed: int, kind: str) -> None:
 # Folds.
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Trainings in processes that the tests' server forks."""
-
-    class Run:
-        def __init__(self, words: list[str], output: Any) -> None:
-            self.started, self.output = Started(str(ROOT / words[0]), words[1:], ROOT, {}, tmp_path), output
-
-        def wait(self, _: float) -> int:
-            done = self.started.end(120)
-            self.output.write(done.text.encode())
-            return done.code
-
-    monkeypatch.setattr(runs, "start", Run)
-
-
 def test_all_searches_share_one_budget(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[float] = []
     monkeypatch.setattr(runs, "Budget", lambda seconds: made.append(seconds) or Budget(seconds))
@@ -217,7 +195,7 @@ def test_all_searches_share_one_budget(tiny: Path, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("started")
+@pytest.mark.usefixtures("trainings")
 def test_folds_train_the_recipe_and_go_on(check: Call, tiny: Path, tmp_path: Path) -> None:
     planted = write_folders(tmp_path / "data")
     shutil.copy(tmp_path / "data" / "ant" / "30.png", tmp_path / "data" / "bee" / "copy.png")
@@ -245,7 +223,7 @@ def test_folds_train_the_recipe_and_go_on(check: Call, tiny: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("started")
+@pytest.mark.usefixtures("trainings")
 def test_proof_compares_four_trainings_per_seed(check: Call, tiny: Path, digits_run: Path, tmp_path: Path) -> None:
     planted, out = write_folders(tmp_path / "data" / "train", wrong=24, images=240), tmp_path / "labels"
     write_folders(tmp_path / "data" / "val", wrong=15, images=150, seed=1)

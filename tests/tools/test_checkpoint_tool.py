@@ -37,13 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tool(vitamp: Vitamp) -> Callable[..., Result]:
     """Run a command, which ends with `code`."""
-
-    def call(*words: object, code: int = 0) -> Result:
-        done = vitamp(*words, script=TOOL)
-        assert done.code == code, (words, done.text)
-        return done
-
-    return call
+    return lambda *words, code=0: vitamp(*words, script=TOOL, code=code)
 
 
 def weights(run: Path, name: str, file: str = MODEL) -> dict[str, torch.Tensor]:
@@ -93,42 +87,31 @@ def test_verify_goes_on_where_a_run_removes_a_checkpoint(run: Path, monkeypatch:
     assert tool_of_weights.verify_checkpoints([run]) == 0
 
 
-@pytest.mark.parametrize(("flags", "file"), [((), EMA), (("-weights", "model"), MODEL)])
-def test_average_of_the_last_checkpoints(
-    tool: Callable[..., Result], run: Path, tmp_path: Path, flags: tuple[str, ...], file: str
+@pytest.mark.parametrize(
+    ("words", "names", "file"),
+    [
+        ("{run} -last 3", NAMES[1:], EMA),
+        ("{run} -last 3 -weights model", NAMES[1:], MODEL),
+        ("{run} {first} -weights=model", ["{best}", NAMES[0]], MODEL),
+        *((f"{{first}}/{file} {{second}}/{file}", NAMES[:2], file) for file in (EMA, MODEL)),
+    ],
+)
+def test_average_of_the_last_the_best_and_named_checkpoints(
+    tool: Callable[..., Result], run: Path, tmp_path: Path, words: str, names: list[str], file: str
 ) -> None:
-    out = tmp_path / "mean.safetensors"
-    tool("average", run, "-last", 3, "-out", out, *flags)
-    sources = [weights(run, name, file) for name in NAMES[1:]]
+    out, (first, second) = tmp_path / "mean.safetensors", (run / "checkpoints" / name for name in NAMES[:2])
+    tool("average", *words.format(run=run, first=first, second=second).split(), f"--out={out}")
+    best = json.loads((run / "checkpoints" / "index.json").read_text())["best"]
+    sources = [weights(run, name.format(best=best), file) for name in names]
     found = safetensors.torch.load_file(out)
     assert found.keys() == sources[0].keys()
     for key, tensor in found.items():
         exact = torch.stack([source[key].double() for source in sources]).mean(0)
         assert tensor.dtype == sources[0][key].dtype
         assert torch.allclose(tensor.double(), exact, rtol=1e-7, atol=0), key
-    assert json.loads(header(out)["from"]) == NAMES[1:]
+    if "-last" in words:
+        assert json.loads(header(out)["from"]) == names
     assert "metrics" not in header(out), "an average has not been validated"
-
-
-def test_average_takes_the_best_checkpoint_of_a_run(tool: Callable[..., Result], run: Path, tmp_path: Path) -> None:
-    out = tmp_path / "soup.safetensors"
-    best = json.loads((run / "checkpoints" / "index.json").read_text())["best"]
-    first = run / "checkpoints" / NAMES[0]
-    tool("average", run, first, f"--out={out}", "-weights=model")
-    found = safetensors.torch.load_file(out)
-    for key, tensor in weights(run, best).items():
-        assert torch.allclose(found[key], (tensor + weights(run, NAMES[0])[key]) / 2, atol=1e-7)
-
-
-@pytest.mark.parametrize("file", [EMA, MODEL])
-def test_average_takes_the_files_that_are_named(
-    tool: Callable[..., Result], run: Path, tmp_path: Path, file: str
-) -> None:
-    out = tmp_path / "soup.safetensors"
-    tool("average", *(run / "checkpoints" / name / file for name in NAMES[:2]), "-out", out)
-    found = safetensors.torch.load_file(out)
-    for key, tensor in weights(run, NAMES[0], file).items():
-        assert torch.allclose(found[key], (tensor + weights(run, NAMES[1], file)[key]) / 2, atol=1e-7)
 
 
 def test_home_is_expanded_in_out(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from engine.amp.precision import Precision
 from tests.conftest import TINY_DIGITS
 from tests.engine.small import CPU, build, train, windows
 from tests.program import Result, Vitamp, metrics
-from tests.tools.test_compare import Trainings
+from tests.tools.conftest import Trainings
 from tools.choose_precision.command import Baseline, Measured, details, judge, largest_difference, main, recommend
 from tools.choose_precision.layers import Layer, Scaled, examine_layers
 from tools.common.precisions import BY_NAME, MODES, Mode, mode_of, modes_to_measure

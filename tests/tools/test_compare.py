@@ -18,7 +18,8 @@ import torch
 import yaml
 
 from tests.label_sets import write_recipe, write_set
-from tests.program import ROOT, Result, Started, metrics
+from tests.program import ROOT, Result, metrics
+from tests.tools.conftest import Trainings
 from tests.waiting import until
 from tools.common import sessions
 from tools.compare import runs
@@ -30,47 +31,13 @@ Call = Callable[..., Result]
 pytestmark = pytest.mark.usefixtures("bf16_cpu")
 
 
-class FromServer:
-    """A run's process, forked from a server that has imported torch."""
-
-    def __init__(self, command: list[str], output: IO[bytes], streams: Path) -> None:
-        script, *words = command
-        self._started, self._output = Started(str(ROOT / script), words, Path.cwd(), {}, streams), output
-
-    def wait(self, timeout: float | None = None) -> int:
-        del timeout
-        done = self._started.end(120)
-        self._output.write(done.text.encode())
-        return done.code
-
-
-class Trainings:
-    """Records the runs that are started."""
-
-    def __init__(self, streams: Path) -> None:
-        self.streams, self.started = streams, list[str]()
-
-    def start(self, command: list[str], output: IO[bytes]) -> FromServer:
-        self.started.append(Path(command[command.index("-output") + 1]).name)
-        return FromServer(command, output, self.streams)
-
-
-@pytest.fixture
-def trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainings:
-    trainings = Trainings(tmp_path)
-    monkeypatch.setattr(runs, "start", trainings.start)
-    return trainings
-
-
 @pytest.fixture
 def compare(tiny: Path, tmp_path: Path, in_process: Callable[..., Callable[..., Result]]) -> Call:
     """Run compare.py, which ends with `code`, with a few updates per run."""
 
     def call(*words: object, code: int = 0) -> Result:
         small = ("TRAIN.MAX_UPDATES=6", "REPORT_FREQ=2", "DATA.BATCH_SIZE_EVAL=360")
-        done = in_process(main)("-cfg", tiny, "-output", tmp_path / "out", *words, *small)
-        assert done.code == code, done.text
-        return done
+        return in_process(main)("-cfg", tiny, "-output", tmp_path / "out", *words, *small, code=code)
 
     return call
 

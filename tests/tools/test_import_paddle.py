@@ -292,10 +292,6 @@ def by_persistent_id() -> bytes:
     return stream.getvalue()
 
 
-def objects() -> np.ndarray:
-    return np.array([Calls(os.system, "touch ran"), 1], dtype=object)
-
-
 MALICIOUS: dict[str, tuple[bytes, str]] = {
     "os.system": (pickle.dumps({"w": Calls(os.system, "touch ran")}), "posix.system"),
     "os.system, protocol 0": (pickle.dumps({"w": Calls(os.system, "touch ran")}, 0), "posix.system"),
@@ -303,7 +299,7 @@ MALICIOUS: dict[str, tuple[bytes, str]] = {
     "nested": (pickle.dumps({"model": {"w": [({"a": Calls(eval, "open('ran', 'w')")},)]}}), "builtins.eval"),
     "in a persistent id": (by_persistent_id(), "posix.system"),
     "a persistent id": (b"\x80\x02}U\x01wU\x01xQs.", "persistent ids"),
-    "an array of objects": (pickle.dumps({"w": objects()}), "'O8'"),
+    "an array of objects": (pickle.dumps({"w": np.array([Calls(os.system, "touch ran"), 1], dtype=object)}), "'O8'"),
     "an array of records": (pickle.dumps({"w": np.zeros(2, [("a", "f4")])}), "'V4'"),
     "an instance": (b"(iposix\nsystem\np0\n.", "posix.system"),
     "an object": (b"(cposix\nsystem\nS'touch ran'\no.", "posix.system"),

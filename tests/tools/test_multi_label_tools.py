@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors import safe_open
 from sklearn.metrics import average_precision_score
 
 from engine.report.curves import draw_curves
 from tests.label_sets import CLASSES, named, truth, write_images, write_recipe, write_set
 from tests.program import Result, metrics, run_program
 from vitamp.metrics import MAP
+from vitamp.weights import read_header
 
 Tool = Callable[..., Result]
 LONGER = ("TRAIN.NUM_EPOCHS=4", "DATA.BATCH_SIZE=8", "TRAIN.MODEL_EMA=true", "SAVE_FREQ=1", "REPORT_FREQ=40")
@@ -35,11 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tool(vitamp: Tool) -> Tool:
     """Call a tool by its name, which must succeed."""
-
-    def call(name: str, *words: object) -> Result:
-        return vitamp(*words, script=f"scripts/{name}.py", code=0)
-
-    return call
+    return lambda name, *words: vitamp(*words, script=f"scripts/{name}.py", code=0)
 
 
 def best(run: Path) -> dict[str, Any]:
@@ -216,8 +212,7 @@ def test_check_data_compares_all_labels_of_copies(vitamp: Tool, tmp_path: Path) 
 def test_export_notes_the_sigmoid(tool: Tool, run: Path, tmp_path: Path) -> None:
     done = tool("export", run, "-to", "onnx,torch,safetensors", "-weights", "model", "-out", tmp_path / "m")
     assert done.out.count("labels the same on all; apply a sigmoid to the logits") == 3
-    with safe_open(str(tmp_path / "m.safetensors"), framework="pt") as file:
-        header = json.loads(file.metadata()["vitamp"])
+    header = read_header(tmp_path / "m.safetensors")
     assert (header["multi_label"], header["activation"]) == (True, "sigmoid")
     assert header["class_thresholds"] == best(run)["thresholds"]["model"]
     words = ("-to", "onnx", "-with_resize", "-weights", "model", "-check", 8, "-out", tmp_path / "whole.onnx")

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,11 @@ from tools.pack_images.command import main
 from utils.config.data import DataConfig
 
 CPU = torch.device("cpu")
-Pack = Callable[..., int]
 
 
-@pytest.fixture
-def pack() -> Pack:
+def pack(*words: object) -> int:
     """Call pack_images.py in this process: starting another takes seconds."""
-    return lambda *words: main([str(word) for word in words])
+    return main([str(word) for word in words])
 
 
 def photograph(path: Path, seed: int, size: tuple[int, int] = (96, 64), **how: Any) -> Path:
@@ -82,7 +79,7 @@ def opened(folder: Path, train: bool, dataset: str = "shards", classes: int = 3)
     return open_dataset(data, train, classes, 0, CPU)
 
 
-def test_images_become_small_baseline_jpegs(source: Path, tmp_path: Path, pack: Pack) -> None:
+def test_images_become_small_baseline_jpegs(source: Path, tmp_path: Path) -> None:
     assert pack(source, tmp_path / "packed", "-short_side", 48, "-shard_images", 5) == 0
     found = members(tmp_path / "packed", "train")
     sizes, kept = [], 0
@@ -107,7 +104,7 @@ def test_images_become_small_baseline_jpegs(source: Path, tmp_path: Path, pack: 
     assert not (tmp_path / "packed" / ".packing").exists()
 
 
-def test_packed_images_keep_labels_and_pixels(source: Path, tmp_path: Path, pack: Pack) -> None:
+def test_packed_images_keep_labels_and_pixels(source: Path, tmp_path: Path) -> None:
     assert pack(source, tmp_path / "packed", "-short_side", 60, "-quality", 95) == 0
     places = ((source, "imagefolder"), (tmp_path / "packed", "shards"))
     before, after = (opened(place, True, name) for place, name in places)
@@ -119,7 +116,7 @@ def test_packed_images_keep_labels_and_pixels(source: Path, tmp_path: Path, pack
     assert (one.images.float() - two.images.float()).abs().mean() < 3
 
 
-def test_keep_copies_bytes_and_validates_the_same(imagenet: Path, tmp_path: Path, pack: Pack) -> None:
+def test_keep_copies_bytes_and_validates_the_same(imagenet: Path, tmp_path: Path) -> None:
     packed = tmp_path / "packed"
     assert pack(imagenet, packed, "-keep", "-shard_images", 10) == 0
     for part, count in (("train", 24), ("val", 8)):
@@ -133,7 +130,7 @@ def test_keep_copies_bytes_and_validates_the_same(imagenet: Path, tmp_path: Path
         assert torch.equal(ours, theirs)
 
 
-def test_raw_stores_resized_pixels(source: Path, tmp_path: Path, pack: Pack) -> None:
+def test_raw_stores_resized_pixels(source: Path, tmp_path: Path) -> None:
     assert pack(source, tmp_path / "packed", "-raw", "-short_side", 48) == 0
     found = members(tmp_path / "packed", "val")
     arrays = [np.load(io.BytesIO(content)) for name, content in found.items() if name.endswith(".npy")]
@@ -144,7 +141,7 @@ def test_raw_stores_resized_pixels(source: Path, tmp_path: Path, pack: Pack) -> 
     assert batch.images.flatten(1).any(1).all()
 
 
-def test_packing_is_reproducible(source: Path, tmp_path: Path, pack: Pack) -> None:
+def test_packing_is_reproducible(source: Path, tmp_path: Path) -> None:
     for name, jobs in (("one", 1), ("two", 3)):
         assert pack(source, tmp_path / name, "-short_side", 48, "-shard_images", 4, "-num_workers", jobs) == 0
     assert all_bytes(tmp_path / "one") == all_bytes(tmp_path / "two")
@@ -170,7 +167,7 @@ def _become(words: list[str], out: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_killed_packing_resumes(many: Path, tmp_path: Path, pack: Pack, how: signal.Signals) -> None:
+def test_killed_packing_resumes(many: Path, tmp_path: Path, how: signal.Signals) -> None:
     words = [f"{many}", f"{tmp_path}/packed", *["-short_side", "200", "-shard_images", "10", "-num_workers", "2"]]
     process = multiprocessing.get_context("fork").Process(target=_become, args=(words, tmp_path / "out"))
     process.start()
@@ -200,7 +197,7 @@ def test_killed_packing_resumes(many: Path, tmp_path: Path, pack: Pack, how: sig
 
 
 def test_full_disk_is_reported_and_packing_resumes(
-    many: Path, tmp_path: Path, pack: Pack, capsys: pytest.CaptureFixture[str]
+    many: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -237,7 +234,7 @@ def spoil(source: Path, root: Path) -> Path:
 
 @pytest.mark.parametrize("how", ["-keep", "-raw", "-quality=80"])
 def test_unreadable_images_are_named_and_left_out(
-    source: Path, tmp_path: Path, pack: Pack, capsys: pytest.CaptureFixture[str], how: str
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
     root = spoil(source, tmp_path / "spoiled")
     assert pack(root, tmp_path / "packed", how, "DATA.MAX_BAD=2") == 1
@@ -255,7 +252,7 @@ def test_unreadable_images_are_named_and_left_out(
 
 
 def test_bad_command_lines_are_refused(
-    source: Path, tmp_path: Path, pack: Pack, capsys: pytest.CaptureFixture[str], imagenet: Path
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], imagenet: Path
 ) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "diary.txt").write_text("mine")
@@ -290,7 +287,7 @@ def test_bad_command_lines_are_refused(
     assert not (tmp_path / "new").exists()
 
 
-def test_exif_rotation_is_applied_to_small_images(tmp_path: Path, pack: Pack) -> None:
+def test_exif_rotation_is_applied_to_small_images(tmp_path: Path) -> None:
     """Photographs of 60 x 40: one with EXIF rotation, one without EXIF, one with orientation 1, which means upright."""
     orientation, folder = 0x0112, tmp_path / "src" / "train" / "a"
     for name, number in (("side", 6), ("plain", None), ("upright", 1)):
@@ -311,7 +308,7 @@ def test_exif_rotation_is_applied_to_small_images(tmp_path: Path, pack: Pack) ->
 
 
 def test_storage_error_stops_packing_and_leaves_no_image_out(
-    source: Path, tmp_path: Path, pack: Pack, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("datasets.damage.PAUSES", (0.01,))
     lost = source / "train" / "a" / "0.jpg"
@@ -334,26 +331,22 @@ def test_storage_error_stops_packing_and_leaves_no_image_out(
     assert "0 left out" in capsys.readouterr().out
 
 
-def test_settings_are_written_atomically(
-    source: Path, tmp_path: Path, pack: Pack, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_are_written_atomically(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The disk takes 100 bytes, about half of the settings file."""
     words = (source, tmp_path / "packed", "-keep")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
         assert pack(*words) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
     assert "packed cannot be written: " in capsys.readouterr().err
     assert not [path for path in tmp_path.glob("packed/.packing/*") if path.is_file()]
     assert pack(*words) == 0
 
 
 def test_source_is_recognised_under_any_spelling_of_its_path(
-    source: Path, tmp_path: Path, pack: Pack, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = shutil.copytree(source, tmp_path / "src")
     lines = [f"{path.relative_to(source)},{path.parent.name}\n" for path in sorted(source.rglob("*.jpg"))]
@@ -369,9 +362,7 @@ def test_source_is_recognised_under_any_spelling_of_its_path(
         assert capsys.readouterr().out.count("is packed already") == len(ways) - 1
 
 
-def test_one_image_per_class_is_packed_for_training(
-    pack: Pack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_image_per_class_is_packed_for_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(3):
         photograph(tmp_path / "set" / f"class{number}" / "0.jpg", number)
     assert pack(tmp_path / "set", tmp_path / "out", "DATA.DOWNLOAD=true") == 0

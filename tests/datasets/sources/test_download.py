@@ -158,21 +158,20 @@ def test_download_by_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(open_dataset(data, True, 257, 0, CPU)) > 0
 
 
-def test_download_warns_for_data_sets_without_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "vitamp"):
-        check_dataset(settings(DATASET="digits", DOWNLOAD=True), 10)
-        assert "DATA.DOWNLOAD has no effect on the data set digits" in caplog.text
-        caplog.clear()
-        MAKERS["cifar10"](tmp_path)
-        check_dataset(settings(DATASET="cifar10", DATA_PATH=str(tmp_path), DOWNLOAD=True), 10)
-    assert "DOWNLOAD" not in caplog.text
+def test_download_warns_for_data_sets_without_one(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    check_dataset(settings(DATASET="digits", DOWNLOAD=True), 10)
+    assert "DATA.DOWNLOAD has no effect on the data set digits" in said.text
+    said.clear()
+    MAKERS["cifar10"](tmp_path)
+    check_dataset(settings(DATASET="cifar10", DATA_PATH=str(tmp_path), DOWNLOAD=True), 10)
+    assert "DOWNLOAD" not in said.text
 
 
 def test_download_without_a_network_ends_the_run_with_a_remedy(tmp_path: Path, tiny: Path, vitamp: Vitamp) -> None:
     nobody = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
     changes = ("-dataset", "cifar10", "-data_path", tmp_path / "data", "DATA.DOWNLOAD=true")
-    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *changes, env={**nobody, "no_proxy": "", "NO_PROXY": ""})
-    assert done.code == 2
+    env = {**nobody, "no_proxy": "", "NO_PROXY": ""}
+    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *changes, env=env, code=2)
     assert "DATA.DOWNLOAD: cifar-10-batches-py could not be fetched: " in done.err
     assert "refused" in done.err
     assert "fetch it yourself from https://www.cs.toronto.edu/~kriz/cifar.html" in done.err

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from datasets.sources.grouped import split_by_group
-from tests.program import TINY_DIGITS, Result, Vitamp
+from tests.program import Result, Vitamp
 from utils.config.data import DataConfig
 
 
@@ -60,17 +60,15 @@ def patients(root: Path) -> None:
                 Image.fromarray(pixels).save(root / name / f"patient{patient}_{shot}.png")
 
 
-def train(vitamp: Vitamp, tmp_path: Path, *words: object) -> Result:
-    (tmp_path / "tiny.yaml").write_text(TINY_DIGITS, encoding="utf-8")
+def train(vitamp: Vitamp, tiny: Path, *words: object, code: int) -> Result:
     small = ("-num_classes", "auto", "TRAIN.MAX_UPDATES=1", "-batch_size", "8", "-dry_run")
-    return vitamp("-cfg", tmp_path / "tiny.yaml", *words, *small)
+    return vitamp("-cfg", tiny, *words, *small, code=code)
 
 
-def test_paths_and_columns_name_groups(vitamp: Vitamp, tmp_path: Path) -> None:
+def test_paths_and_columns_name_groups(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     patients(tmp_path / "data")
     folder = ("-dataset", "imagefolder", "-data_path", tmp_path / "data")
-    done = train(vitamp, tmp_path, *folder, r"DATA.GROUP=(patient\d+)_", "DATA.VAL_FRACTION=0.3")
-    assert done.code == 0, done.text
+    done = train(vitamp, tiny, *folder, r"DATA.GROUP=(patient\d+)_", "DATA.VAL_FRACTION=0.3", code=0)
     # Both classes have images of each patient, so whole patients are 8 images.
     assert "32 training and 16 validation images" in done.out
     assert r"split at random by DATA.VAL_FRACTION 0.3, groups by DATA.GROUP (patient\d+)_" in done.out
@@ -78,8 +76,7 @@ def test_paths_and_columns_name_groups(vitamp: Vitamp, tmp_path: Path) -> None:
     rows = [f"{p.relative_to(tmp_path)},{p.parent.name},{p.name[7]}" for p in sorted(tmp_path.glob("data/*/*.png"))]
     (tmp_path / "all.csv").write_text("\n".join(["path,target,who", *rows]) + "\n", encoding="utf-8")
     table = ("-dataset", "csv", "-data_path", tmp_path / "all.csv")
-    done = train(vitamp, tmp_path, *table, "DATA.GROUP=who", "DATA.FOLD=2/3")
-    assert done.code == 0, done.text
+    done = train(vitamp, tiny, *table, "DATA.GROUP=who", "DATA.FOLD=2/3", code=0)
     assert "32 training and 16 validation images" in done.out
 
 
@@ -95,19 +92,17 @@ def test_paths_and_columns_name_groups(vitamp: Vitamp, tmp_path: Path) -> None:
         (("DATA.GROUP=x", "-dataset", "digits", "DATA.DATA_PATH=null"), "the data set digits names no groups"),
     ],
 )
-def test_bad_groups_are_refused(vitamp: Vitamp, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+def test_bad_groups_are_refused(vitamp: Vitamp, tiny: Path, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
     patients(tmp_path / "data")
-    done = train(vitamp, tmp_path, "-dataset", "imagefolder", "-data_path", tmp_path / "data", *words)
-    assert done.code == 2
+    done = train(vitamp, tiny, "-dataset", "imagefolder", "-data_path", tmp_path / "data", *words, code=2)
     assert said in done.err
 
 
-def test_a_run_is_not_resumed_with_another_split(vitamp: Vitamp, tmp_path: Path) -> None:
+def test_a_run_is_not_resumed_with_another_split(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     patients(tmp_path / "data")
-    (tmp_path / "tiny.yaml").write_text(TINY_DIGITS, encoding="utf-8")
     run, place = tmp_path / "run", ("-dataset", "imagefolder", "-data_path", tmp_path / "data")
     words = ("-num_classes", "auto", "-batch_size", "8", "-epochs", "1", "DATA.GROUP=patient[0-9]")
-    assert vitamp("-cfg", tmp_path / "tiny.yaml", "-output", run, *place, *words).code == 0
+    vitamp("-cfg", tiny, "-output", run, *place, *words, code=0)
     groups = ("GROUP", "'patient[0-9]'", "'_[0-9]'")
     for name, before, now in (groups, ("SPLIT_SEED", "0", "1"), ("VAL_FRACTION", "0.1", "0.2")):
         again = vitamp("-resume", run, "-epochs", "2", f"DATA.{name}={now}", code=2)

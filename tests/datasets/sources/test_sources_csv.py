@@ -162,13 +162,12 @@ def test_missing_csv_error_shows_the_expected_layout(
     for name in {"both": ["train.csv", "val.csv"], "folder": [], "path": []}.get(missing, [missing]):
         (root / name).unlink()
     given = {"folder": ("-data_path", root / "no"), "path": ()}.get(missing, ("-data_path", root))
-    done = vitamp("-cfg", tiny, "-dataset", "csv", *given, "-output", tmp_path / "run")
+    done = vitamp("-cfg", tiny, "-dataset", "csv", *given, "-output", tmp_path / "run", code=2)
     named = {
         "both": f"no file {root / 'train.csv'}",
         "folder": f"there is no file {root / 'no'}",
         "path": "needs DATA.DATA_PATH",
     }
-    assert done.code == 2
     assert named.get(missing, f"no file {root / missing}") in done.err
     assert "val.csv" in done.err
     assert "images/cat 1.jpg,cat" in done.err

@@ -62,13 +62,12 @@ def test_data_path_one_folder_too_high_is_refused(unparted: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["train", "val", "test"])
-def test_class_may_have_the_name_of_a_split(unparted: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
+def test_class_may_have_the_name_of_a_split(unparted: Path, said: pytest.LogCaptureFixture, name: str) -> None:
     for number in range(10):
         image(unparted / name / f"{number}.png")
     data = settings(DATASET="imagefolder", DATA_PATH=str(unparted))
-    with caplog.at_level(logging.WARNING, "vitamp"):
-        check_dataset(data, 3)
-    assert f"{unparted / name} is taken for a class" in caplog.text
+    check_dataset(data, 3)
+    assert f"{unparted / name} is taken for a class" in said.text
     assert open_dataset(data, True, 3, 0, CPU).classes == sorted(["daisy", "rose", name])
 
 

@@ -62,21 +62,19 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     ],
 )
 def test_time_left_counts_the_pixels_and_tokens_of_later_epochs(
-    caplog: pytest.LogCaptureFixture, start: Position, settings: dict[str, Any], hours: int
+    said: pytest.LogCaptureFixture, start: Position, settings: dict[str, Any], hours: int
 ) -> None:
     config = {"TRAIN": {"NUM_EPOCHS": 10, "WARMUP_EPOCHS": 0, **settings}, "DATA": {"IMAGE_SIZE": 224}}
-    with caplog.at_level("INFO"):
-        reporter(None, start, **config).train(Position(2, 0, 100), READING, replace(PERF, seconds=3600.0))
-    assert f"Time: 1:00:00, Left: {hours}:00:00" in caplog.text
+    reporter(None, start, **config).train(Position(2, 0, 100), READING, replace(PERF, seconds=3600.0))
+    assert f"Time: 1:00:00, Left: {hours}:00:00" in said.text
 
 
-def test_time_left_of_a_dry_run_that_begins_its_epoch_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_time_left_of_a_dry_run_that_begins_its_epoch_again(said: pytest.LogCaptureFixture) -> None:
     """A dry run from the end of an epoch makes the first updates of the same epoch."""
     start = Position(1, 100, 100)
-    with caplog.at_level("INFO"):
-        again = Position(1, 20, 120)
-        reporter(None, start, TRAIN={"NUM_EPOCHS": 2}).train(again, READING, replace(PERF, seconds=20.0))
-    assert "Time: 0:00:20, Left: 0:01:20" in caplog.text
+    again = Position(1, 20, 120)
+    reporter(None, start, TRAIN={"NUM_EPOCHS": 2}).train(again, READING, replace(PERF, seconds=20.0))
+    assert "Time: 0:00:20, Left: 0:01:20" in said.text
 
 
 def test_train_line_has_exactly_its_fields(tmp_path: Path) -> None:

@@ -80,6 +80,8 @@ class BrokenImages:
         """The run's, for the list of them"""
         self._broken: dict[int, Broken] = {}
         self._not_shared: list[Broken] = []
+        self._unwritten = False
+        """The list lacks images, because its disk did not take them."""
 
     def add(self, images: Iterable[Broken]) -> None:
         """Record and log images of this rank; TrainingError if there are too many."""
@@ -93,7 +95,7 @@ class BrokenImages:
         new, self._not_shared = all_gather(self._not_shared, world), []
         for broken in new:
             self._record(broken)
-        if new and world.first:
+        if (new or self._unwritten) and world.first:
             self._write()
         if len(self._broken) > self.limit:
             raise AllRanksError(self._too_many())
@@ -125,10 +127,17 @@ class BrokenImages:
             return
         from datasets.exclude import REMARK
 
-        before = read_regular_text(self._file, errors="surrogateescape").splitlines() if self._file.exists() else []
-        known = {line.partition(REMARK)[0] for line in before}
-        new = [one.line for one in self._broken.values() if one.line.partition(REMARK)[0] not in known]
-        write_atomically(self._file, "".join(f"{line}\n" for line in [*before, *new]))
+        try:
+            before = read_regular_text(self._file, errors="surrogateescape").splitlines() if self._file.exists() else []
+            known = {line.partition(REMARK)[0] for line in before}
+            new = [one.line for one in self._broken.values() if one.line.partition(REMARK)[0] not in known]
+            write_atomically(self._file, "".join(f"{line}\n" for line in [*before, *new]))
+        except OSError as error:
+            if not self._unwritten:
+                log.warning("%s cannot be written (%s); retried after each epoch.", self._file, error.strerror)
+            self._unwritten = True
+        else:
+            self._unwritten = False
 
     def _too_many(self) -> str:
         last = list(self._broken.values())[-MOST_NAMED_IN_TRAINING:]

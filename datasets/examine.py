@@ -23,6 +23,7 @@ import numpy as np
 from datasets.base import ImageDataset, Samples, Unreadable
 from datasets.decoding import TRANSPARENT, Header, header_of
 from datasets.labels import distinct_names, images_of_classes
+from datasets.registry import comes_unsplit
 from utils.config import Config
 from utils.config.data import DataConfig
 from utils.config.train import LOSSES, TrainConfig
@@ -144,11 +145,12 @@ def find_copies(train: Samples, validation: Samples, seconds: float) -> Copies:
 
 
 def _sizes(samples: Samples, end: float) -> np.ndarray:
-    """Sizes of blocks of neighbours in random order, as long as there is time; -1 for the others."""
+    """Sizes of blocks of neighbours in random order, as long as there is time; -1 for the others, 0 without a file."""
     sizes = np.full(len(samples), -1, dtype=np.int64)
     blocks = np.random.default_rng(0).permutation(-(-len(samples) // BLOCK)).tolist()
     for block in _until(end, blocks):
         for index in range(block * BLOCK, min((block + 1) * BLOCK, len(samples))):
+            sizes[index] = 0
             with contextlib.suppress(OSError, ValueError):  # unreadable: reported when it is trained on
                 sizes[index] = samples.size(index)
     return sizes
@@ -156,7 +158,7 @@ def _sizes(samples: Samples, end: float) -> np.ndarray:
 
 def _digests(samples: Samples, indices: list[int], end: float) -> Iterator[tuple[bytes, int]]:
     for index in _until(end, indices):
-        with contextlib.suppress(OSError, Unreadable):
+        with contextlib.suppress(OSError, ValueError, Unreadable):
             yield hashlib.blake2b(bytes(samples.read(index)), digest_size=16).digest(), index
 
 
@@ -187,12 +189,12 @@ def check_data(config: Config, train_set: ImageDataset, val_set: ImageDataset, f
     found = examine(train, validation, config.DATA)
     if config.task == NO_LABELS:
         found = replace(found, classes={title: {} for title in found.classes}, largest_class_percent=None)
-    # A dry run has no config.yaml: check_data.py takes the same flags.
+    # A dry run has no config.yaml: check_data.py takes the same flags, and a number in place of `-batch_size auto`.
     same = [word for word in sys.argv[1:] if word.lstrip("-") != "dry_run"]
-    settings = same if folder is None else ["-cfg", str(folder / CONFIG)]
+    settings = ["-cfg", str(folder / CONFIG)] if folder else [*same, f"DATA.BATCH_SIZE={config.DATA.BATCH_SIZE}"]
     check = f"{tool('check_data')} {shlex.join(settings)}"
     notes = notes_of(found, config.DATA, config.TRAIN, check)
-    warnings = warnings_of(found, check)
+    warnings = [*warnings_of(found, config.DATA, check)]
     for note in notes:
         log.info("%s.", note)
     for warning in warnings:
@@ -250,13 +252,19 @@ def notes_of(found: Findings, data: DataConfig, train: TrainConfig, check: str) 
     return notes
 
 
-def warnings_of(found: Findings, check: str) -> list[str]:
-    """What makes the metrics of a validation wrong, with the command that mends it."""
-    if found.copies is None or not found.copies.found:
-        return []
-    of = f"{found.copies.found:,} of {found.copies.compared:,} validation images"
-    one, other = found.copies.examples[0]
-    return [
-        f"Copies of training images, on which a model does better than on new ones: {of}. {one} has the bytes of "
-        f"{other}. `{check} -fix exclude.txt` lists the copies; train with DATA.EXCLUDE=exclude.txt."
-    ]
+def warnings_of(found: Findings, data: DataConfig, check: str) -> Iterator[str]:
+    """What makes the metrics of a validation wrong, and what mends it."""
+    training, validation = found.classes["training"], found.classes["validation"]
+    missing = [name for name, count in training.items() if count and not validation[name]]
+    # Of a validation split that comes with the data, these have warned.
+    warned = data.DATASET.partition(":")[0] in ("hf", "imagefolder", "imagenet2012", "shards")
+    if missing and (not warned or comes_unsplit(data)):
+        of = f"{len(missing):,} of {len(training):,} (the first: {missing[0]})"
+        yield f"Classes without validation images, of which no metric tells: {of}. Validation needs images of them."
+    if found.copies is not None and found.copies.found:
+        of = f"{found.copies.found:,} of {found.copies.compared:,} validation images"
+        one, other = found.copies.examples[0]
+        yield (
+            f"Copies of training images, on which a model does better than on new ones: {of}. {one} has the bytes of "
+            f"{other}. `{check} -fix exclude.txt` lists the copies; train with DATA.EXCLUDE=exclude.txt."
+        )

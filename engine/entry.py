@@ -13,7 +13,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from engine.machine.late_compiler import import_compiler_late
+from engine.machine import late_compiler, stopping
 from engine.machine.stopping import CTRL_C, ENDED, signals
 from utils.cli import CommandLine, parse, version_text
 from utils.config import Loaded, format_config, load_config
@@ -46,7 +46,7 @@ def main(script: str, many: bool) -> NoReturn:
     die_with_starting_tool()
     # timm imports wandb if it is installed, which takes as long as importing torch. None marks a missing module.
     sys.modules.setdefault("wandb", None)  # pyright: ignore[reportArgumentType]
-    import_compiler_late()
+    late_compiler.import_compiler_late()
     watch_standard_output()
     # Without it, c10d prints a C++ stack trace whenever the connection to a rank or launcher that died is closed.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -150,7 +150,8 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
         return EXIT_DONE if names else EXIT_USAGE
     cfg, flags, run = command.cfg, command.flags, None
     if cfg is None:  # of a resumed run, its own config.yaml, so that resuming needs no -cfg
-        wanted, output = (flags.get(key, (None, ""))[0] for key in ("MODEL.RESUME", "OUTPUT"))
+        named = {**{key: value for key, (value, _) in flags.items()}, **command.words}
+        wanted, output = named.get("MODEL.RESUME"), named.get("OUTPUT")
         if place := output if wanted == "auto" else wanted:
             path = Path(os.path.expanduser(place))
             run = path if wanted == "auto" else run_folder_of(path)  # with auto, perhaps killed before it saved
@@ -245,6 +246,7 @@ def _train(script: str, argv: list[str], loaded: Loaded, world: World | None, co
     if number > 1:
         from utils.distributed.launch import self_launch
 
+        os.environ[stopping.LAUNCHER_BEGAN] = str(stopping.BEGAN)
         return self_launch(script, argv, number)
     from engine.run import run
 

@@ -10,6 +10,8 @@ from engine.amp.precision import check_amp
 from engine.inputs.batches import shortcuts_of
 from engine.machine.memory import total_memory
 from engine.optim.build import optimizer_name
+from engine.task import task_of
+from engine.task.losses import BALANCED, KEY
 from models.build import check_model
 from utils.config import Config, Loaded
 from utils.config.checks import is_typed
@@ -18,7 +20,7 @@ from utils.config.kinds import AUTO
 from utils.config.read import Entry
 from utils.errors import UserError
 from utils.record.resumed_run import resumed_run, target_folder
-from utils.record.run_folder import check_output, is_of_user, versions
+from utils.record.run_folder import check_output, is_of_user
 from vitamp.checkpoints import CHECKPOINTS, checkpoints_in
 
 
@@ -39,21 +41,24 @@ def check(config: Config) -> None:
         if config.TRAIN.NUM_EPOCHS == AUTO:
             if config.MAX_TIME is None:
                 raise UserError("TRAIN.NUM_EPOCHS auto: give the time that the epochs are to fill, -max_time HH:MM:SS.")
-            if config.TRAIN.WARMUP_EPOCHS >= 1:
-                raise UserError(
-                    f"TRAIN.WARMUP_EPOCHS {config.TRAIN.WARMUP_EPOCHS:g}: with TRAIN.NUM_EPOCHS auto it is a fraction "
-                    "of the run, such as 0.05."
-                )
+            if (warm_up := config.TRAIN.WARMUP_EPOCHS) >= 1:
+                why = "with TRAIN.NUM_EPOCHS auto it is a fraction of the run, such as 0.05."
+                raise UserError(f"TRAIN.WARMUP_EPOCHS {warm_up:g}: {why}")
+            if (name := config.TRAIN.LR_SCHEDULER.NAME) in ("step", "multi-step"):
+                why = "decays at fixed epochs; with NUM_EPOCHS auto, use cosine or wsd."
+                raise UserError(f"TRAIN.LR_SCHEDULER.NAME {name}: {why}")
         if config.TRAIN.AUGMENT:
             from datasets.transforms.augment import check_augmentations
 
             check_augmentations(config.TRAIN)
-        # Not an import, which would take a folder of its name, as wandb makes, for the package.
-        if config.WANDB is not None and not versions("wandb"):
-            raise UserError(
-                f"WANDB {config.WANDB}: the package wandb is not installed. Run: pip install wandb   or leave WANDB "
-                "out."
-            )
+        if (weights := config.TRAIN.CLASS_WEIGHTS) not in (None, BALANCED):  # earlier versions took files
+            raise UserError(f"{KEY}: expected {BALANCED} or null, got {weights!r}")
+        if config.TRAIN.BCE_TARGET_THRESH is not None:
+            task_of(config).loss(config.TRAIN, None)  # which refuses a threshold beside its targets
+        if config.WANDB is not None:
+            from engine.report.trackers import check_project
+
+            check_project(config.WANDB)
     check_amp(config.AMP, config.TRAIN)
     if config.TRAIN.DISTILLATION_TYPE is not None or config.TRAIN.TEACHER_MODEL is not None:
         from engine.distill.teacher import check_teacher

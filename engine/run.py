@@ -31,7 +31,7 @@ from utils.config import Loaded
 from utils.config.kinds import AUTO
 from utils.distributed.world import World, all_gather, on_every_rank, on_rank_0
 from utils.errors import EXIT_DONE, AllRanksUserError, TrainingError, UserError
-from utils.log import DETAIL, brief_terminal, log, print_on_terminal
+from utils.log import CONTROL, DETAIL, brief_terminal, log, print_on_terminal
 from utils.program import FOLDER_FILE
 from utils.record.resumed_run import resumed_run
 from utils.record.run_folder import copies_in_words
@@ -58,7 +58,10 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
             from engine.machine.environment import join_run
 
             join_run(config, world, device, threads)
-        this = Run(config, world, device, threads)
+        if world.size == 1 and config.DIST.STRATEGY == "fsdp":
+            log.info("DIST.STRATEGY fsdp has no effect with one process.")
+            config = config.model_copy(update={"DIST": config.DIST.model_copy(update={"STRATEGY": "ddp"})})
+        this = Run(config, world, device, threads, asked={"DIST.STRATEGY": loaded.config.DIST.STRATEGY})
         try:
             check_precision(config.AMP, device)
             with ExitStack() as until_the_end:
@@ -130,7 +133,7 @@ def train(given: Run, lock: FolderLock | None, lists: OpLists | None) -> int:
     text = banner(run, ready, folder)
     log.info(text, extra=DETAIL)
     if (brief := brief_terminal()) and folder is not None:
-        print_on_terminal(brief.banner(text))
+        print_on_terminal(brief.banner(text.translate(CONTROL)))
     for warning in ready.train_loader.order.warnings():
         log.warning(warning)
     if checkpoint:

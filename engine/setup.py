@@ -140,7 +140,9 @@ def _model(config: Config, device: torch.device, replaced: bool) -> nn.Module:
         if new == "zero":
             for head in map(model.get_submodule, classifiers(model)):
                 layers = [layer for layer in head.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
-                for weight in layers[-1].parameters():  # with zeros before it, nothing would learn
+                # With zeros before the last one, nothing would learn. CrossViT averages several that are as wide.
+                last = [layer for layer in layers if len(layer.weight) == len(layers[-1].weight)]
+                for weight in (weight for layer in last for weight in layer.parameters()):
                     torch.nn.init.zeros_(weight)
     elif not replaced:
         log.info("The weights are freshly initialised, from SEED %d.", config.SEED, extra=DETAIL)
@@ -267,10 +269,9 @@ def training_data(config: Config, world: World, device: torch.device) -> tuple[I
 
 def weights_of_classes(config: Config, train_set: ImageDataset) -> np.ndarray | None:
     """Weight of each class in the loss, or with bce of its positives; None without TRAIN.CLASS_WEIGHTS."""
-    setting, loss = config.TRAIN.CLASS_WEIGHTS, loss_named(config.TRAIN.LOSS)
-    if setting is None or loss.weighs == "nothing":
+    if config.TRAIN.CLASS_WEIGHTS is None or loss_named(config.TRAIN.LOSS).weighs == "nothing":
         return None
-    return class_weights(setting, config.MODEL.NUM_CLASSES, train_set.sample_labels())
+    return class_weights(config.MODEL.NUM_CLASSES, train_set.sample_labels())
 
 
 def build_train_state(

@@ -349,7 +349,7 @@ def weights_meta(run: Run, ready: ReadyToTrain) -> dict[str, Any]:
             "per_process": data.BATCH_SIZE,
             "accumulated": config.TRAIN.ACCUM_ITER,
             "processes": run.world.size,
-            "asked": run.asked_accumulation or config.TRAIN.ACCUM_ITER,
+            "asked": run.asked.get("TRAIN.ACCUM_ITER", config.TRAIN.ACCUM_ITER),
         },
         "choices": ready.choices,
         "samples": identity_of(ready.train_set, ready.train_loader.order),

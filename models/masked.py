@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from timm.layers.patch_embed import PatchEmbed
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
@@ -111,6 +112,7 @@ class MaskedAutoencoder(VisionTransformer):
         return Masked(order[:, :kept], order[:, kept:])
 
     def encode(self, images: Tensor, masked: Masked) -> Tensor:
+        images = images.to(self.decoder.embed.weight.dtype)  # O3 casts in the model's forward
         tokens = self._pos_embed(self.patch_embed(images))
         prefix, patches = tokens[:, : self.num_prefix_tokens], tokens[:, self.num_prefix_tokens :]
         return self.norm(self.blocks(self.norm_pre(torch.cat((prefix, chosen(patches, masked.seen)), 1))))
@@ -162,10 +164,10 @@ def masked_autoencoder(vit: Any, model: ModelConfig) -> MaskedAutoencoder:
 def masking_problems(reference: nn.Module, model: ModelConfig) -> list[str]:
     """Why this model cannot be the encoder."""
     problems = []
-    if type(reference) is not VisionTransformer or "PATCH_SIZE" not in sizes_of(reference):
-        problems.append(
-            f"MODEL.MAE_PRETRAIN: needs a plain ViT as encoder; {model.NAME} is a {type(reference).__name__}"
-        )
+    of = type(reference), type(getattr(reference, "patch_embed", None))
+    if of != (VisionTransformer, PatchEmbed) or "PATCH_SIZE" not in sizes_of(reference):
+        kind = "hybrid" if of[0] is VisionTransformer else of[0].__name__
+        problems.append(f"MODEL.MAE_PRETRAIN: needs a plain ViT as encoder; {model.NAME} is a {kind}")
     width, heads = model.DECODER.EMBED_DIM, model.DECODER.NUM_HEADS
     if width % heads or width % 4:
         problems.append(f"MODEL.DECODER.EMBED_DIM {width}: must be divisible by 4 and by DECODER.NUM_HEADS {heads}")

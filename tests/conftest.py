@@ -65,6 +65,14 @@ def tiny(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the runs of a file of tests, with the recipe `tiny.yaml` in it."""
+    folder = tmp_path_factory.mktemp("place")
+    (folder / "tiny.yaml").write_text(TINY_DIGITS, encoding="utf-8")
+    return folder
+
+
 @pytest.fixture(scope="session")
 def imagenet(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A made-up ImageNet of 24 + 8 images in PaddleViT's layout: list files, images beside them."""

@@ -55,13 +55,13 @@ def become(script: str, argv: list[str], cwd: str, env: dict[str, str], streams:
     os.environ.update(env)
     if not any(name.startswith("PYTHON") for name in env):
         _fork_ranks(script)
+    from engine.machine import stopping
+
+    stopping.BEGAN = time.monotonic()
     _run(script, argv)
 
 
 def _run(script: str, argv: list[str]) -> None:
-    from engine.machine import stopping
-
-    stopping.BEGAN = time.monotonic()
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.argv = [script, *argv]

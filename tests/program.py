@@ -34,6 +34,12 @@ class Result:
     def text(self) -> str:
         return self.out + self.err
 
+    def expect(self, code: int) -> Result:
+        """Itself; it must have ended with this exit code, and without a traceback."""
+        assert self.code == code, f"exit code {self.code}, not {code}:\n{self.text}"
+        assert "Traceback" not in self.text, self.text
+        return self
+
 
 Vitamp = Callable[..., Result]
 """The fixture: `run_program` with a folder for the streams"""
@@ -64,10 +70,7 @@ def run_program(
         result = Result(done.returncode, done.stdout, done.stderr)
     else:
         result = Started(path, argv, cwd, env or {}, streams).end(timeout)
-    if code is not None:
-        assert result.code == code, f"exit code {result.code}, not {code}:\n{result.text}"
-        assert "Traceback" not in result.text, result.text
-    return result
+    return result if code is None else result.expect(code)
 
 
 def write_meta(path: Path, meta: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Saves a checkpoint in the test's own process."""
+"""Saves a checkpoint in the test's own process, and lists those of a folder."""
 
 from __future__ import annotations
 
@@ -19,3 +19,8 @@ def save_checkpoint(
     with new_checkpoint(root, update, meta) as folder:
         write_files(folder, tensors, state)
     return root / folder_name(update)
+
+
+def names(root: Path) -> list[str]:
+    """Of the checkpoints in this folder."""
+    return sorted(path.name for path in root.glob("step-*"))

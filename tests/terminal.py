@@ -40,13 +40,15 @@ def screen(raw: str) -> list[str]:
 def on_terminal(
     *args: object, columns: int = 100, interrupt_at: str | None = None, env: dict[str, str] | None = None, code: int = 0
 ) -> Shown:
-    """Run main_single_gpu.py, which must end with `code`. `interrupt_at`: send SIGINT once this was written."""
+    """Run main_single_gpu.py, which must end with `code`. `interrupt_at`: then comes SIGINT, or with 143 a hang-up."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 40, columns, 0, 0))
     command = [sys.executable, str(ROOT / "main_single_gpu.py"), *map(str, args)]
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
     environment |= {"TERM": "xterm", "PYTHONIOENCODING": "utf-8", **(env or {})}
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # if the tests were started by nohup
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
+        signal.signal(signal.SIGHUP, ignored)
         os.close(theirs)
         raw = b""
         while True:
@@ -55,8 +57,10 @@ def on_terminal(
             except OSError:  # the other end has gone
                 break
             if interrupt_at is not None and interrupt_at.encode() in raw:
-                process.send_signal(signal.SIGINT)
+                process.send_signal(signal.SIGHUP if code == 143 else signal.SIGINT)
                 interrupt_at = None
-    os.close(ours)
+                if code == 143:
+                    break
+        os.close(ours)
     assert process.returncode == code, raw.decode()
     return Shown(raw.decode())

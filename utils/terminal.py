@@ -63,5 +63,5 @@ class Brief:
         """The main rows of the banner. From now on, only as many notes are shown as there is room for."""
         self._banner = True
         head, *rows = text.splitlines()
-        lines = [head, *(row for row in rows if row.split()[0] in MAIN_ROWS)]
+        lines = [head, *(row for row in rows if row.startswith(tuple(f"  {name} " for name in MAIN_ROWS)))]
         return "\n".join(map(shortened, lines))

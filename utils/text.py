@@ -49,8 +49,9 @@ def wilson(percent: float, images: float, z: float = Z) -> Interval:
 
 HIDDEN = "***"
 _USER = re.compile(r"(?<=://)[^/\s@'\"]+@")
+_QUERY = r"(?:[^\s'\"\\]|\\[^\s'\"])*"  # in JSON, the backslash before a quotation mark is no part of it
 _SIGNED = re.compile(
-    r"(://[^\s?'\"]+)\?[^\s'\"]*(?:sig|token|key|credential|secret|password|auth)[^\s'\"]*", re.IGNORECASE
+    rf"(://[^\s?'\"]+)\?{_QUERY}(?:sig|token|key|credential|secret|password|auth){_QUERY}", re.IGNORECASE
 )
 """A URL whose query has a signature or a token."""
 

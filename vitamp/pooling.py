@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +24,14 @@ BLOCKS = 4
 
 def pools_of(model: nn.Module) -> tuple[str, ...]:
     """Those that the model has: without tokens, or without a class token, fewer."""
-    if not hasattr(model, "num_prefix_tokens"):
+    own: Any = model
+    if not (hasattr(model, "num_prefix_tokens") and hasattr(model, "embed_dim")):
         return (POOLED,)
-    return POOLS if getattr(model, "cls_token", None) is not None else (POOLED, "mean")
+    if getattr(model, "cls_token", None) is None:
+        return (POOLED, "mean")
+    # CaiT, XCiT and ConViT have a class token in their last layers only.
+    in_each_block = "return_prefix_tokens" in signature(own.forward_intermediates).parameters
+    return POOLS if in_each_block else POOLS[:-1]
 
 
 def check_pool(model: nn.Module, pool: str, where: str = "-pool") -> None:

@@ -172,7 +172,7 @@ class LoadingProcesses:
 
 def start_worker(_: int) -> None:
     """Initialise a loading process. It ignores signals, because the training process ends it, and never outlives it."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     # Errors are sent to the training process; the rest is noise of shutting down when that process ends.

@@ -98,7 +98,7 @@ def write_run_files(run: Run, ready: Ready, folder: Path) -> None:
     with os_errors_as_user_errors(folder):  # first: a run that is killed from here on resumes with these settings
         # What is of this start alone would let a new run with these settings continue this one.
         values = values_by_key(config) if config.EVAL else values_to_keep(config)
-        write_atomically(folder / CONFIG, redacted(as_yaml(nested(values))))
+        write_atomically(folder / CONFIG, redacted(as_yaml(nested({**values, **run.asked}))))
     choices = {
         "why": ready.precision.choice.reason,
         "threads": threads,

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from engine.compile.compiled import Compiled
 
 AUTO, NONE, BLOCKS, WHOLE = "auto", "none", "blocks", "whole"
+of_trial: tuple[str, str] | None = None
+"""What the trial of TRAIN.NUM_EPOCHS auto chose, and the reason: the run is planned at that speed."""
 
 
 # Whether compiling on a GPU is worthwhile is estimated from measurements on an H200 (docs/benchmarks.md), so the gain
@@ -75,7 +77,7 @@ def choose_compiling(
     if wanted != AUTO:
         how, reason = wanted, "as asked for"
     else:
-        choice = _previous_choice(previous, parts.precision.device) or _by_gain(config, parts, updates)
+        choice = _previous_choice(previous, parts.precision.device) or of_trial or _by_gain(config, parts, updates)
         how, reason = broadcast(choice, world)
     if how == WHOLE and world.size > 1 and (parts.sharding is not None or not parts.precision.computes_in_copy):
         how, reason = BLOCKS, "one graph would delay the all-reduce of gradients until the backward pass has ended"

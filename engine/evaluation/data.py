@@ -11,6 +11,7 @@ import torch
 
 from datasets import check_dataset, comes_unsplit, identity_of, source_of, validates_on_test
 from datasets.base import TITLES
+from datasets.exclude import excluded, read_rows
 from datasets.labels import ANY_LABEL
 from datasets.recognise import recognise
 from datasets.registry import unread_path
@@ -110,6 +111,12 @@ def _is_data_of_run(config: Config, saved: Chosen | None) -> Literal["same place
         return "same place"
     if not samples:
         return "unknown"
+    for key, read in (("EXCLUDE", excluded), ("RELABEL", read_rows)):
+        try:  # without the run's list, its own images would be taken for others
+            if getattr(config.DATA, key):
+                read(config.DATA)
+        except UserError as error:
+            raise UserError(f"{error} For other images than the run's, give DATA.{key}=null.") from None
     with suppress(UserError):
         return "moved" if _has_samples(config, samples) else "other"
     return "other"

@@ -21,7 +21,7 @@ from numpy.lib.format import open_memmap
 from torch import Tensor, nn
 
 from datasets import Batch, ImageDataset, ValLoader, auto_workers, open_dataset
-from datasets.base import TITLES, Key, Part, part_of
+from datasets.base import TITLES, Key, Part, Unreadable, part_of
 from datasets.damage import BrokenInValidation
 from datasets.loading.order import data_identity
 from datasets.variants import Variant
@@ -94,7 +94,7 @@ def _columns(seeing: Seeing, images: Tensor) -> Tensor:
 def _pools(model: Any, end: int) -> dict[str, slice]:
     """Where each pooling is in `_columns`, which are `end` in number."""
     known, width = pools_of(model), getattr(model, "embed_dim", 0)
-    parts = {POOLED: 0, "mean": 1, "blocks": 1 + min(BLOCKS, len(getattr(model, "blocks", ())))}[known[-1]]
+    parts = {POOLED: 0, "mean": 1, "both": 2, "blocks": 1 + min(BLOCKS, len(getattr(model, "blocks", ())))}[known[-1]]
     first, both = end - parts * width, end - 2 * width
     columns = {POOLED: (0, first), "class": (both, end - width), "mean": (end - width, end), "both": (both, end)}
     columns["blocks"] = (first, end)
@@ -147,12 +147,12 @@ def features_of(
             loader = ValLoader(dataset, batch, 0, 1, workers, seeing.precision.device, broken, lambda *_: plan)
             try:
                 for one in loader:
-                    rows = one.indices.cpu().numpy()
-                    table[rows] = found = _columns(seeing, one.images).cpu().numpy()
-                    try:
+                    try:  # before a broken image, whose index is -1, is written as the last row
                         broken.raise_together(ALONE)
                     except AllRanksError as error:  # here nothing is trained yet
                         raise UserError(str(error)) from None
+                    rows = one.indices.cpu().numpy()
+                    table[rows] = found = _columns(seeing, one.images).cpu().numpy()
                     if not np.isfinite(found).all():
                         raise UserError("The model has NaN or infinite features; nothing can be compared.")
                     if (last := int(rows[-1]) + 1) % BLOCK == 0 or last == images:
@@ -196,8 +196,9 @@ def _images(dataset: ImageDataset) -> str:
             try:
                 about = os.stat(samples.name(index))
                 digest.update(f"{about.st_size} {about.st_mtime_ns} ".encode())
-            except OSError:  # no file, such as an image that own code makes
-                digest.update(bytes(np.asarray(samples.read(index)).data))
+            except OSError:  # no file, such as an image that own code makes; loading reports one that is missing
+                with contextlib.suppress(OSError, Unreadable):
+                    digest.update(bytes(np.asarray(samples.read(index)).data))
     pixels = getattr(getattr(dataset, "samples", None), "pixels", None)
     if pixels is not None:
         digest.update(pixels.data)

@@ -7,7 +7,7 @@ import os
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -161,8 +161,8 @@ class Run:
     """CPU threads of this process."""
     auto_batch_size: bool = False
     """Whether DATA.BATCH_SIZE was found by `auto`."""
-    asked_accumulation: int | None = None
-    """TRAIN.ACCUM_ITER of the settings; the run may have chosen another to keep its global batch."""
+    asked: Mapping[str, object] = field(default_factory=dict)
+    """Settings by dotted key, as given, where this number of processes needs others: config.yaml keeps these."""
 
 
 def global_batch(config: Config, world: World) -> int:

@@ -23,22 +23,22 @@ from utils.log import log
 if TYPE_CHECKING:
     import torch
 
-BEGAN = time.monotonic()
-"""Approximate start of this process."""
+LAUNCHER_BEGAN = "VITAMP_LAUNCHER_BEGAN"
+BEGAN = float(os.environ.get(LAUNCHER_BEGAN) or time.monotonic())
+"""Approximate start of this process, or of main_multi_gpu.py, if that started it: all processes have the same clock."""
 
 # Requests to stop, by priority: the largest one of all ranks wins.
 NOTHING, TIME_IS_UP, CTRL_C, ENDED = range(4)
 # Clusters send SIGUSR1 shortly before they end a job.
-REQUESTS = {signal.SIGINT: CTRL_C, signal.SIGTERM: ENDED, signal.SIGUSR1: ENDED}
+REQUESTS = {signal.SIGINT: CTRL_C, signal.SIGTERM: ENDED, signal.SIGUSR1: ENDED, signal.SIGHUP: ENDED}
 EXIT_CODES = {TIME_IS_UP: EXIT_DONE, CTRL_C: EXIT_INTERRUPTED, ENDED: EXIT_STOPPED}
 
 WORDS = {
     TIME_IS_UP: "-max_time leaves no time for more training",
     CTRL_C: "Interrupted (press Ctrl-C again to exit at once)",
-    ENDED: "Asked to stop (SIGTERM or SIGUSR1)",
+    ENDED: "Asked to stop (SIGTERM, SIGHUP or SIGUSR1)",
 }
 SECONDS_BETWEEN_EXCHANGES, MOST_UPDATES_BETWEEN_EXCHANGES = 0.05, 8
-
 
 _WHAT_IS_LEFT = {
     True: "; earlier checkpoints are intact, and -resume continues from the newest",
@@ -79,8 +79,9 @@ class Signals:
     def listen(self) -> None:
         self._owner = os.getpid()
         for number in REQUESTS:
-            # A shell script's background jobs ignore Ctrl-C, but a launcher among them stops its ranks with it.
-            if signal.getsignal(number) != signal.SIG_IGN or "RANK" in os.environ:
+            # A shell script's background jobs ignore Ctrl-C, but a launcher among them stops its ranks with it. SIGHUP
+            # stays ignored, as nohup wants it.
+            if signal.getsignal(number) != signal.SIG_IGN or ("RANK" in os.environ and number != signal.SIGHUP):
                 signal.signal(number, self._handle)
 
     def failure_was_reported(self) -> None:

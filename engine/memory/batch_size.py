@@ -47,7 +47,7 @@ def settle_batch(run: Run, checkpoint: Checkpoint | None) -> Run:
 
     A collective call: all ranks get the same numbers. A resumed run keeps the batch size that it found.
     """
-    config, world = run.config, run.world
+    config, world, asked = run.config, run.world, run.asked
     kept = None if config.EVAL else checkpoint
     saved = kept.meta["batch"] if kept is not None else None
     before = kept.meta.get("choices", {}).get(BATCH_CHOICE) if kept is not None else None
@@ -65,12 +65,8 @@ def settle_batch(run: Run, checkpoint: Checkpoint | None) -> Run:
     elif kept is not None:
         settled, resumed = config, kept
         config = on_every_rank(world, lambda: _with_kept_batch(settled, resumed, world.size))
-    return replace(
-        run,
-        config=config,
-        auto_batch_size=auto or before == config.DATA.BATCH_SIZE,
-        asked_accumulation=run.config.TRAIN.ACCUM_ITER,
-    )
+        asked = {**asked, "TRAIN.ACCUM_ITER": settled.TRAIN.ACCUM_ITER}
+    return replace(run, config=config, auto_batch_size=auto or before == config.DATA.BATCH_SIZE, asked=asked)
 
 
 def _with_kept_batch(config: Config, checkpoint: Checkpoint, processes: int) -> Config:

@@ -6,6 +6,7 @@ Everything is built as for a run, and nothing is written.
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import sys
 import time
@@ -17,9 +18,10 @@ from datetime import datetime, timedelta
 import torch
 
 from engine.checkpoint.saver import estimate_seconds
+from engine.compile import choice
 from engine.evaluation.evaluate import on_device, validate
 from engine.machine import stopping
-from engine.machine.device import Run, global_batch, synchronize
+from engine.machine.device import Run, synchronize
 from engine.machine.memory import in_gib, is_out_of_memory, peak_memory_gb, take_peak, total_memory
 from engine.measure.meters import Position, clock, seconds_of, work_until
 from engine.measure.throughput import Throughput, find_bottleneck
@@ -29,7 +31,7 @@ from engine.setup import ReadyToTrain, build_for_training, setting_of, sharding_
 from engine.update import train_update
 from utils.config import Config
 from utils.config.train import TrainConfig
-from utils.distributed.world import World, all_gather, broadcast, on_every_rank
+from utils.distributed.world import all_gather, broadcast, on_every_rank
 from utils.errors import TrainingError, UserError
 from utils.log import log, unheard
 from utils.seeding import fork_host_rng
@@ -37,9 +39,9 @@ from utils.text import counted
 
 SET_UP = 3
 """First updates, which allocate and start processes: they are not timed."""
-MOST_UPDATES, SECONDS_OF_UPDATES = 20, 30.0
-MOST_BATCHES = 20
-"""Of a validation: the time of a longer one is estimated."""
+LEAST_UPDATES, MOST_UPDATES, MOST_SECONDS = 5, 20, 30.0
+MOST_BATCHES, SHORT = 20, 5.0
+"""Of a validation: a longer one is estimated; one of fewer seconds is timed again, without the start of processes."""
 NEARLY_FULL = 0.9
 MOST_SECONDS_ALONE = 40.0
 """One thread of a CPU, often faster with small models or on a busy machine, is not tried if it may take longer."""
@@ -48,7 +50,7 @@ LONGEST_RUN = 10_000
 SPARE = 0.03
 """Fraction of MAX_TIME that auto leaves for what it did not measure"""
 SHARE_OF_TRIAL = 0.02
-"""Fraction of MAX_TIME that auto measures updates for, at most: by time, because images may have been loaded ahead"""
+"""Fraction of MAX_TIME that auto measures updates for, about: by time, because images may have been loaded ahead"""
 
 
 class _Enough(Exception):
@@ -65,8 +67,7 @@ def try_out(run: Run, ready: ReadyToTrain, updates_left: int) -> None:
     costs: dict[str, tuple[float, float]] = {}
 
     def measure(name: str) -> None:
-        update = global_batch(config, world) / max(_train(world, ready, position, reporter), 1e-9)
-        costs[name] = update, _validate(world, ready, position, reporter)
+        costs[name] = _train(ready, position, reporter), _validate(ready, position, reporter)
 
     try:
         measure("time")
@@ -102,6 +103,9 @@ def settle_epochs(run: Run) -> Run:
             "seconds; set -epochs to a number."
         )
     train, full, began = config.TRAIN.spanning(LONGEST_RUN), config.DATA.IMAGE_SIZE, time.monotonic()
+    saved = choice.FRACTION_SAVED * seconds_of(given)
+    if train.COMPILE == choice.AUTO and saved <= choice.REQUIRED_RATIO * choice.SECONDS_TO_COMPILE:
+        train = train.model_copy(update={"COMPILE": choice.NONE})
 
     def phase(of: TrainConfig, epoch: int) -> tuple[int, bool]:
         """What an epoch's time depends on: the size of its images, and whether tokens are dropped."""
@@ -121,11 +125,11 @@ def settle_epochs(run: Run) -> Run:
             position, seconds = Position(epoch), SHARE_OF_TRIAL * seconds_of(given) / len(first)
             ready.parts.enter(epoch)
             started = time.monotonic()
-            images = _train(world, ready, position, reporter, min(SECONDS_OF_UPDATES, seconds), sys.maxsize)
-            paces[one] = global_batch(config, world) / max(images, 1e-9)
+            paces[one] = _train(ready, position, reporter, min(MOST_SECONDS, seconds), sys.maxsize)
             # What the first updates take longer, such as compiling, the run spends again.
-            set_up += max(0.0, time.monotonic() - started - position.step * paces[one])
-        validation = _validate(world, ready, position, reporter)
+            set_up += max(0.0, time.monotonic() - started - position.update * paces[one])
+        validation = _validate(ready, position, reporter)
+        choice.of_trial = ready.choices["compile"], "auto: as in the trial that found TRAIN.NUM_EPOCHS"
         saving = estimate_seconds(ready.parts)
         ready.train_loader.close()
         ready.val_loader.close()
@@ -160,51 +164,55 @@ def settle_epochs(run: Run) -> Run:
 
 
 def _train(
-    world: World,
-    ready: ReadyToTrain,
-    position: Position,
-    reporter: Reporter,
-    seconds: float = SECONDS_OF_UPDATES,
-    most: int = MOST_UPDATES,
+    ready: ReadyToTrain, position: Position, reporter: Reporter, seconds: float = MOST_SECONDS, most: int = MOST_UPDATES
 ) -> float:
-    """Train within one epoch, for about so many seconds and updates. Returns the images per second."""
+    """Train for about so many seconds and updates: in one epoch, or in whole ones if that is shorter.
+
+    Returns the seconds per update. An epoch begins with an empty loader: its first wait counts once per epoch.
+    """
     parts, loader, device = ready.parts, ready.train_loader, ready.precision.device
-    pace = Throughput(device, parts.stages)
-
-    def restart() -> None:
-        loader.take_wait()
-        pace.restart()
-
-    parts.after_pause = restart
-    position.step %= loader.order.updates
-    end = time.perf_counter() + seconds
-    for done, window in enumerate(loader.epoch(position.epoch, position.step), start=1):
+    pace, per_epoch = Throughput(device, parts.stages), loader.order.updates
+    began, done, waits = 0.0, 0, list[float]()
+    position.step = max(0, per_epoch - SET_UP)
+    # The end of an epoch, to set up, and then the whole epoch again and again
+    starts = itertools.chain([position.step], itertools.repeat(0))
+    windows = (window for start in starts for window in loader.epoch(position.epoch, start))
+    for done, window in enumerate(windows, start=1 - min(SET_UP, per_epoch)):
+        if position.step == per_epoch:
+            synchronize(device)
+        if done == 1:
+            loader.take_wait()
+            began = time.perf_counter()
         train_update(parts, window, position.update + 1)
-        position.step += 1
+        position.step = position.step % per_epoch + 1
         position.update += 1
         pace.count(loader.order.samples_of(position.step - 1))
-        if done == SET_UP and position.step < loader.order.updates:
-            synchronize(device)
-            restart()
-        if not broadcast(done <= SET_UP or (done < most and time.perf_counter() < end), world):
+        if done > 0 and position.step == 1:
+            waits.append(loader.take_wait())
+        if done == 1:
+            pace.restart()
+        enough = done >= most or (done >= LEAST_UPDATES and time.perf_counter() - began >= seconds)
+        if broadcast(enough and (done <= per_epoch or position.step == per_epoch), parts.world):
             break
     synchronize(device)
+    waited = sum(waits)
+    update = (time.perf_counter() - began - waited) / done + waited / (len(waits) * per_epoch)
     reading = parts.meters.read(parts.precision.scale_tensor(), parts.schedule.last_rate())
-    perf = pace.read(loader.take_wait())
+    perf = pace.read(loader.take_wait() + sum(waits[1:]))
     reporter.train(position, reading, perf, parts.figures())
     if not math.isfinite(reading.epoch.loss) or reading.first_bad >= 0:
         log.warning(
             "The loss or its gradient is NaN or infinite in these updates; see docs/troubleshooting.md for remedies."
         )
     tally = pace.tally
-    if found := find_bottleneck(tally, setting_of(ready), all_gather([tally.waited_percent], world)):
+    if found := find_bottleneck(tally, setting_of(ready), all_gather([tally.waited_percent], parts.world)):
         log.info("Where the time went: %s", found.text)
-    return perf.images_per_second
+    return update
 
 
-def _validate(world: World, ready: ReadyToTrain, position: Position, reporter: Reporter) -> float:
-    """Validate all weights that the run keeps. Returns the seconds that this takes."""
-    batches, metrics, began = 0, {}, time.perf_counter()
+def _validate(ready: ReadyToTrain, position: Position, reporter: Reporter | None) -> float:
+    """Validate all weights that the run keeps. Returns the seconds that this takes. `reporter` None: once more."""
+    world, batches, metrics, began = ready.parts.world, 0, {}, time.perf_counter()
     # Ranks may have one batch more or less than rank 0: all go on to the end, or none.
     every = len(ready.val_loader) + (ready.neighbours.batches if ready.neighbours else 0)
     is_long = broadcast(every > MOST_BATCHES + 1, world)
@@ -223,8 +231,10 @@ def _validate(world: World, ready: ReadyToTrain, position: Position, reporter: R
         each = (time.perf_counter() - began) / batches
         return each * every * len(ready.parts.weights)
     seconds = time.perf_counter() - began
+    if reporter is None:
+        return seconds
     reporter.validation(position, metrics, seconds)
-    return seconds
+    return _validate(ready, position, None) if broadcast(seconds < SHORT, world) else seconds
 
 
 def _costs(

@@ -20,7 +20,6 @@ from utils.config import Config
 from utils.config.schema import DistConfig
 from utils.distributed.world import World, raise_on_every_rank
 from utils.errors import UserError
-from utils.log import log
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -45,7 +44,6 @@ def check_sharding(config: Config) -> None:
 def build_sharding(config: Config, world: World, device: torch.device) -> Sharding | None:
     """The sharding that DIST asks for; None with one process. A collective call."""
     if world.size == 1:
-        log.info("DIST.STRATEGY fsdp has no effect with one process.")
         return None
     uneven = world.size % world.local_size or world.rank % world.local_size != world.local_rank
     problem = (

@@ -78,8 +78,10 @@ def draw_curves(folder: Path, title: str, by: Metric = TOP1) -> Path | None:
     _train_and_validation(accuracy, history, history.task.best.name, by)
     # The metric of SAVE_BEST_BY, for which the best validation is marked, and those that the run asks for.
     beside = {metric for metric in (by, *history.metrics) if metric is by or metric.beside}
-    for metric, colour in zip(sorted(beside - {LOSS, history.task.best}), BESIDE, strict=False):
-        _curve(accuracy, history.points("val", metric.name), f"validation, {metric.words}", color=colour)
+    for metric, colour in zip(sorted(beside - {LOSS, history.task.best}), BESIDE * len(beside), strict=False):
+        for which in SETS:
+            points, line = history.points("val", f"{which.prefix}{metric.name}"), "--" if which.mark else "-"
+            _curve(accuracy, points, f"validation, {which.marked(metric.words)}", color=colour, linestyle=line)
     _finish(accuracy, history, history.task.axis)
     _curve(rate, history.points("train", "lr"), "learning rate")
     _finish(rate, history, "learning rate")

@@ -5,9 +5,11 @@ Everything is shown from numbers that the host already has: nothing here waits f
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 from tqdm import tqdm
 
@@ -16,6 +18,7 @@ from engine.measure.throughput import Perf, shown_rate
 from engine.task.base import Metrics
 from utils.config import Config
 from utils.log import brief_terminal, print_on_terminal
+from utils.standard_output import OutputError
 from utils.terminal import Brief, terminal_width
 from vitamp.metrics import AVERAGE, KNN, LOSS, MACRO_F1, PLAIN, TOP5, Metric, WeightSet, metric_named
 
@@ -28,6 +31,12 @@ BESIDE_WORDS = 42
 """Columns of the bar's line for all but its last words; with less room than those need, tqdm would cut them anywhere"""
 
 
+class _Bar(tqdm):
+    def display(self, msg: str | None = None, pos: int | None = None) -> Any:
+        with contextlib.suppress(OutputError):  # the terminal has hung up, and the run is about to save
+            return super().display(msg, pos)
+
+
 class Live:
     """Follows a training; its methods are called in the order of the events.
 
@@ -37,12 +46,13 @@ class Live:
 
     def __init__(self, config: Config, per_epoch: int, start: Position) -> None:
         self._config, self._per_epoch, self._epoch = config, per_epoch, start.epoch
+        self._resumed = start.update > 0
         brief = brief_terminal()
         self._table = brief and EpochTable(config, brief)
         stream = sys.stderr if brief is None else sys.stdout
         self._bar: tqdm | None = None
         if sys.stderr.isatty() if brief is None else brief.moves:
-            self._bar = tqdm(
+            self._bar = _Bar(
                 desc=self._place(start),
                 total=per_epoch,
                 initial=start.step,
@@ -70,6 +80,8 @@ class Live:
     def reported(self, reading: Reading, perf: Perf, left: float) -> None:
         """The metrics of an update were read. `left`: seconds of the run."""
         if self._table is not None:
+            if self._resumed and self._table.rate is None:  # its count is of the whole run
+                self._table.skipped_before = reading.skipped
             self._table.lr, self._table.rate = reading.lr, perf.images_per_second
             self._table.skipped = reading.skipped
         if self._bar is not None:
@@ -138,7 +150,7 @@ class EpochTable:
         self.lr: float | None = None
         self.rate: float | None = None
         """Images per second, of the last report"""
-        self.skipped = self._skipped_before = 0
+        self.skipped = self.skipped_before = 0
         """Updates up to now, and up to the last row"""
         brief.training = True
         if brief.left_out:
@@ -178,9 +190,9 @@ class EpochTable:
         text = GAP.join(row.get(name, NOTHING).rjust(width) for name, width in self._widths.items())
         mark = self._mark if len(text + GAP + self._mark) <= terminal_width() else self._mark.split(" (")[0]
         notes = [self._brief.coloured(mark, GREEN) if mark == self._mark == "best" else mark]
-        if self.skipped > self._skipped_before:
-            notes.append(f"{self.skipped - self._skipped_before:,} skipped")
-        self._skipped_before = self.skipped
+        if self.skipped > self.skipped_before:
+            notes.append(f"{self.skipped - self.skipped_before:,} skipped")
+        self.skipped_before = self.skipped
         print_on_terminal(f"{text}{GAP}{', '.join(filter(None, notes))}".rstrip())
 
     def _print_header(self) -> None:

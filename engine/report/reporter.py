@@ -156,7 +156,7 @@ class Reporter:
             self.live.validated(position, metrics, seconds, mark)
 
     def _summary(self, what: str, position: Position, means: Metrics, seconds: float, whose: str = "") -> None:
-        epoch = f"Epoch[{position.epoch:03d}/{self.config.TRAIN.NUM_EPOCHS:03d}], "
+        epoch = f"Epoch[{position.epoch:03d}/{self.config.TRAIN.NUM_EPOCHS:0>3}], "  # with -eval perhaps auto
         if self.config.EVAL and not position.update:  # weights that are no run's
             epoch = ""
         elif self._fleet:
@@ -234,13 +234,13 @@ class Board:
             return
         try:
             call(*args)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the package takes no folder whose name is not UTF-8
             self._ended = True
             log.warning(
                 "%s cannot be written (%s): TensorBoard shows no later points. Training continues, and metrics.jsonl "
                 "has them all; if you remove the folder, a resumed run draws them again.",
                 self._folder,
-                error.strerror,
+                getattr(error, "strerror", error),
             )
 
 

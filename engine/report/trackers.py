@@ -19,6 +19,7 @@ from utils.config import Config
 from utils.errors import UserError, first_line
 from utils.log import log
 from utils.record.history import History
+from utils.record.run_folder import versions
 from utils.text import redacted, redacted_values
 from vitamp.files import parse_json, read_regular_text, write_atomically
 from vitamp.metrics import SETS, TASKS
@@ -28,6 +29,22 @@ if TYPE_CHECKING:
 
 NOTE = "wandb.json"
 """File in the run's folder with the id of the run at the service, which a resumed run continues there."""
+LONGEST_TAG = 64
+"""Characters; the service takes no longer one."""
+
+
+def check_project(name: str) -> None:
+    """Refuse what the service would refuse only once training has begun."""
+    # Not an import, which would take a folder of its name, as wandb makes, for the package.
+    if not versions("wandb"):
+        raise UserError(
+            f"WANDB {name}: the package wandb is not installed. Run: pip install wandb   or leave WANDB out."
+        )
+    if len(name) > 128 or set(name) & set("/\\#?%:"):
+        raise UserError(
+            f"WANDB {name}: name a project, with at most 128 characters and none of / \\ # ? % : in its name; the "
+            "environment variable WANDB_ENTITY names the team."
+        )
 
 
 class TrackedRun:
@@ -71,7 +88,7 @@ class TrackedRun:
             name=folder.name,
             resume="allow",
             config={**redacted_values(config.model_dump(mode="json")), "precision": precision},
-            tags=[precision, *([config.TAG] if config.TAG else [])],
+            tags=[precision, *([config.TAG[:LONGEST_TAG]] if config.TAG else [])],
             allow_val_change=True,
             settings=settings,
         )

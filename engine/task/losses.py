@@ -19,10 +19,8 @@ BALANCED = "balanced"
 KEY = "TRAIN.CLASS_WEIGHTS"
 
 
-def class_weights(setting: str, classes: int, labels: np.ndarray) -> np.ndarray:
-    """Weight of each output of the classifier, float64. `labels`: of the training split."""
-    if setting != BALANCED:
-        raise UserError(f"{KEY}: expected {BALANCED} or null, got {setting!r}")
+def class_weights(classes: int, labels: np.ndarray) -> np.ndarray:
+    """Balanced weight of each output of the classifier, float64. `labels`: of the training split."""
     counts = images_of_classes(labels, classes)
     # Classes without images get 1: label smoothing alone ever asks for their weight.
     return np.where(counts > 0, counts.sum() / ((counts > 0).sum() * np.maximum(counts, 1)), 1.0)

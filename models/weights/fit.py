@@ -59,9 +59,9 @@ def load_pretrained(
     `new_classifier`: keep the model's own classifier. `complete`: refuse weights that leave a
     classifier freshly initialised, as evaluation needs.
     """
-    found = locate(source)
+    found, masking = locate(source), hasattr(module, DECODER)
     fresh = classifiers(module) if new_classifier else ()
-    if new_classifier and not fresh:
+    if new_classifier and not fresh and not masking:
         raise UserError(
             f"MODEL.NEW_CLASSIFIER: {type(module).__name__}'s classifier is unknown; get_classifier must return it."
         )
@@ -72,9 +72,9 @@ def load_pretrained(
         changes += [f"{', '.join(fresh)} left as {FRESH}"] if own else []
     else:
         weights, file = _read(found.files), found.file
-        kept = (key for key in weights if hasattr(module, DECODER) or not key.startswith(f"{DECODER}."))
-        given = {key: weights[key] for key in kept}  # without the decoder of a masked autoencoder
-        changes = [f"{len(weights) - len(given)} tensors of its decoder left out"] * (len(given) < len(weights))
+        unused = "head" if masking else DECODER  # a masked autoencoder has no classifier, others have no decoder
+        given = {key: value for key, value in weights.items() if not key.startswith(f"{unused}.")}
+        changes = [f"{len(weights) - len(given)} tensors of its {unused} left out"] * (len(given) < len(weights))
         before = {key: tuple(value.shape) for key, value in given.items()}
         weights, target = _adapt_channels(module, _filter(module, given, file, name)), module.state_dict()
         changes += [
@@ -83,6 +83,9 @@ def load_pretrained(
             if key in before and before[key] != tuple(value.shape)
         ]
         missing, replacements = _replace_classifier(module, weights, target, found.label_offset, fresh)
+        if masking and not any(key.startswith(DECODER) for key in weights):
+            missing |= {key for key in target if key.startswith(DECODER)}
+            replacements.append(f"the {DECODER} stays {FRESH}")
         if lines := _mismatches(weights, before, target, missing):
             raise UserError("\n".join([f"{_misfit(module, given, file, name)}:", *lines]))
         module.load_state_dict(weights, strict=False)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.label_sets import write_recipe, write_set
-from tests.program import TINY_DIGITS, Vitamp, last_weights, metrics, run_program
+from tests.program import Vitamp, last_weights, metrics, run_program
 
 
 class Ability(NamedTuple):
@@ -91,10 +91,8 @@ def cases(fast: tuple[str, ...]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def command(tmp_path_factory: pytest.TempPathFactory, digits_run: Path) -> Callable[[str], list[object]]:
+def command(place: Path, digits_run: Path) -> Callable[[str], list[object]]:
     """The words of a run with this ability."""
-    place = tmp_path_factory.mktemp("recipes")
-    (place / "tiny.yaml").write_text(TINY_DIGITS, encoding="utf-8")
     write_set(place / "labels")
     recipes = {"several labels": write_recipe(place / "labels")}
 

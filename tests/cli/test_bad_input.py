@@ -54,7 +54,12 @@ def refuses(vitamp: Vitamp, tiny: Path, tmp_path_factory: pytest.TempPathFactory
             ["DATA.BATCH_SIZE", "1 is not possible with TRAIN.MIXUP", "2 or more"],
         ),
         (["TRAIN.OPTIMIZER.NAME=muon", "DIST.STRATEGY=fsdp"], ["muon orthogonalises whole matrices", "STRATEGY fsdp"]),
-        (["TRAIN.CLASS_WEIGHTS=none.txt"], ["TRAIN.CLASS_WEIGHTS: expected balanced or null, got 'none.txt'"]),
+        # Said before the error of MODEL.DEPTH, so before anything is built.
+        (["TRAIN.CLASS_WEIGHTS=a.txt", "MODEL.DEPTH=99999999"], ["CLASS_WEIGHTS: expected balanced or null, got 'a"]),
+        (
+            ["TRAIN.LOSS=bce", "TRAIN.BCE_TARGET_THRESH=0", "TRAIN.SMOOTHING=0.1", "MODEL.DEPTH=99999999"],
+            ["TRAIN.BCE_TARGET_THRESH 0: with TRAIN.SMOOTHING 0.1"],
+        ),
         (["-max_time", "90"], ["MAX_TIME", "HH:MM:SS"]),
         (["-amp", "fp16", "AMP.INIT_LOSS_SCALING=1e308"], ["SCALING: expected number > 0 and <= 3e+38, got 1e308"]),
         (["THREADS=99999999999999"], ["THREADS: expected whole number >= 1 and <= 4096"]),

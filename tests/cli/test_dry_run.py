@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 
+from datasets import TrainLoader
+from engine.machine.device import Run
 from engine.measure.meters import Position
 from engine.memory import dry_run
+from engine.task.one import Means
 from tests.engine.small import CPU
 from tests.program import Vitamp
 from utils.config import load_config
+from utils.distributed.world import ALONE
 
 
 def test_dry_run_of_two_processes_leaves_no_files(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
@@ -52,9 +56,7 @@ def test_dry_run_of_an_evaluation_says_whether_weights_were_loaded(
         assert f"Dry run: {said}. {ending}" in done.out
 
 
-def test_dry_run_says_the_time_of_the_updates_left_and_warns_of_too_little_memory(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dry_run_says_the_time_left_and_warns_of_little_memory(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(str(tiny), words={"VALIDATE_FREQ": "2", "TRAIN.NUM_EPOCHS": "10"}).config
     loader = SimpleNamespace(order=SimpleNamespace(updates=100))
     ready: Any = SimpleNamespace(precision=SimpleNamespace(device=CPU), train_loader=loader, position=Position())
@@ -83,3 +85,29 @@ def test_dry_run_says_the_time_of_the_updates_left_and_warns_of_too_little_memor
     costs = "\n".join(dry_run._costs(config, ready, {"time": (2.0, 100.0)}, 500))
     assert "about 0:25:00, until" in costs, "500 updates of 2 s, 5 validations"
     assert "later epochs" not in costs
+
+
+@pytest.mark.parametrize(("batch", "updates"), [(32, 44), (359, 4), (700, 2), (1400, 1)])
+def test_auto_counts_the_wait_that_every_epoch_begins_with(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture, batch: int, updates: int
+) -> None:
+    """It takes 1.5 s, and each update 0.1 s. The first wait and the first validation also start processes."""
+    times, waited, waits, validations = [0.0], [0.0], iter([9.0] + [1.5] * 9), iter([0.2, 0.03])
+
+    def train_update(_parts: object, first: bool, _update: int) -> None:
+        waited.append(next(waits) if first else 0.0)
+        times.append(0.1 + waited[-1])
+
+    clock = dict.fromkeys(("monotonic", "perf_counter"), lambda: sum(times))
+    monkeypatch.setattr(dry_run, "time", SimpleNamespace(**clock))
+    monkeypatch.setattr(dry_run.stopping, "BEGAN", 0.0)
+    monkeypatch.setattr(dry_run.choice, "of_trial", None)
+    monkeypatch.setattr(dry_run, "train_update", train_update)
+    monkeypatch.setattr(dry_run, "validate", lambda *_: times.append(next(validations)) or Means(0.2, 12.5, 50.0))
+    monkeypatch.setattr(TrainLoader, "epoch", lambda _, _epoch, start=0: [True] + [False] * (updates - start - 1))
+    monkeypatch.setattr(TrainLoader, "take_wait", lambda _: sum(waited.pop() for _ in list(waited)))
+    given = {"TRAIN.NUM_EPOCHS": "auto", "TRAIN.WARMUP_EPOCHS": "0.5", "MAX_TIME": "0:01:00"}
+    config = load_config(str(tiny), words={**given, "DATA.BATCH_SIZE": str(batch)}).config
+    dry_run.settle_epochs(Run(config, ALONE, CPU, threads=1))
+    assert f" ({0.1 + 1.5 / updates:.3g} s per update, 0.03 s per validation)" in said.text
+    assert dry_run.choice.of_trial == ("none", "auto: as in the trial that found TRAIN.NUM_EPOCHS")

@@ -205,7 +205,8 @@ def test_frozen_backbone_trains_on_kept_features_as_on_images(
     words = ("-cfg", tiny, "-pretrained", digits_run, "MODEL.FREEZE=backbone", "MODEL.NEW_CLASSIFIER=true")
     words += ("DATA.CROP=none", "DATA.FLIP=0", f"DATA.CACHE={tmp_path / 'cache'}", "-batch_size", 16)
     words += ("REPORT_FREQ=1", "SAVE_FREQ=1", "-output")
-    alone, new = ("-accum_iter", 2), "images; no features of these very weights and images are kept yet"
+    alone = ("-accum_iter", 2, "DIST.STRATEGY=fsdp")
+    new = "images; no features of these very weights and images are kept yet"
 
     def losses(name: str) -> list[float]:
         of_epochs = [line["loss"] for line in metrics(tmp_path / name, "val") if line["update"] in (45, 90)]
@@ -215,6 +216,7 @@ def test_frozen_backbone_trains_on_kept_features_as_on_images(
     vitamp(*words, tmp_path / "images", *alone, script=str(tmp_path / "on_images.py"), code=0)
     assert vitamp(*words, tmp_path / "features", *alone, code=0).out.count(new) == 2
     assert losses("features") == pytest.approx(losses("images"), rel=1e-5)
+    assert "STRATEGY: fsdp" in (tmp_path / "features" / "config.yaml").read_text(), "for several processes"
     for limit in (("TRAIN.MAX_UPDATES=20",), ("TRAIN.MAX_UPDATES=60",), ()):
         done = vitamp(*words, tmp_path / "resumed", "-resume", "auto", *alone, *limit, code=0)
         assert done.out.count("images; features are kept in") == 2

@@ -188,6 +188,9 @@ def test_fine_tuning_takes_the_encoder(vitamp: Vitamp, tiny: Path, run: Path, tm
     assert "Open in the settings" not in done.text
     words = ("-cfg", tiny, *MASKED, "-pretrained", run, "-image_size", 12)  # as a masked autoencoder, at another size
     assert "pos_embed resized from " in vitamp(*words, "-dry_run", code=0).text
+    # Weights of a classifier, such as timm's, begin a masked autoencoder too, with a recipe that fine-tunes.
+    words = ("-cfg", tiny, *MASKED, "-pretrained", tmp_path / "run", "MODEL.NEW_CLASSIFIER=probe")
+    assert "tensors of its head left out; the decoder stays freshly" in vitamp(*words, "-dry_run", code=0).text
 
 
 def test_fine_tuning_takes_the_sizes_that_the_recipe_leaves_open(

@@ -85,8 +85,9 @@ def test_resume_auto_starts_resumes_and_detects_a_finished_run(vitamp: Vitamp, t
 
 def test_resume_auto_of_an_unsaved_run_has_its_settings(vitamp: Vitamp, digits_run: Path, tmp_path: Path) -> None:
     shutil.copy(digits_run / "config.yaml", tmp_path)
-    shown = vitamp("-output", tmp_path, "-resume", "auto", "-print_config", code=0)
-    assert f"# {tmp_path}/config.yaml:3\n" in shown.out
+    for words in (("-output", tmp_path, "-resume", "auto"), (f"OUTPUT={tmp_path}", "MODEL.RESUME=auto")):
+        shown = vitamp(*words, "-print_config", code=0)
+        assert f"# {tmp_path}/config.yaml:3\n" in shown.out
 
 
 @pytest.fixture

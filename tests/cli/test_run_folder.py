@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from engine.report.curves import draw_curves
-from tests.program import TINY_DIGITS, Result, Vitamp, metrics, run_program
+from tests.program import Result, Vitamp, metrics, run_program
 from utils.config import config_hash, load_config
 from vitamp.checkpoints import inspect, verify
 
@@ -40,10 +40,8 @@ FIELDS = {
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+def finished(place: Path) -> tuple[Path, Result]:
     """A finished run with an EMA, made once for this file."""
-    place = tmp_path_factory.mktemp("finished")
-    (place / "tiny.yaml").write_text(TINY_DIGITS)
     words = ("-amp", "fp16", "TRAIN.MODEL_EMA=true", "TAG=night watch")
     result = run_program("-cfg", place / "tiny.yaml", "-output", place / "run", *words, streams=place, code=0)
     return place / "run", result

@@ -6,10 +6,11 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.program import ROOT, TINY_DIGITS
+from tests.program import ROOT
 
 LATE = {
     *("tensorboard", "matplotlib", "torchao", "sklearn", "pandas", "pyarrow", "fsspec", "onnx", "scipy", "sympy"),
@@ -20,10 +21,8 @@ MOST_MODULES = 2400
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+def told(place: Path) -> tuple[str, str]:
     """The output of a run with `-X importtime`, before and after the log line of its first update."""
-    place = tmp_path_factory.mktemp("startup")
-    (place / "tiny.yaml").write_text(TINY_DIGITS, encoding="utf-8")
     words = ["-cfg", place / "tiny.yaml", "-output", place / "run", "REPORT_FREQ=1", "TRAIN.MAX_UPDATES=1"]
     command = [sys.executable, "-u", "-X", "importtime", ROOT / "main_single_gpu.py", *words]
     done = subprocess.run(
@@ -66,6 +65,7 @@ def in_python(code: str) -> str:
 def test_settings_are_checked_without_torch() -> None:
     code = """
 import sys
+from pathlib import Path
 from utils.config import load_config
 load_config("configs/vit_digits.yaml", words={"TRAIN.TOKEN_DROP": "0.5"})
 import engine.entry

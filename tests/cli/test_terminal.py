@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from tests.program import Vitamp
+from tests.program import Vitamp, metrics
 from tests.terminal import on_terminal
 
 BAR = r"epoch \d/8 \S* +\d+/44 \[\d\d:\d\d left, run \d:\d\d:\d\d left, loss \d+\.\d{4}, [\d,.]+ images/s\]"
@@ -67,10 +67,16 @@ def test_narrow_terminal_and_ctrl_c(tiny: Path, tmp_path: Path) -> None:
     assert lines[-1] == "", "the shell's prompt begins a line"
 
 
+def test_closed_terminal(tiny: Path, tmp_path: Path) -> None:
+    on_terminal("-cfg", tiny, "-output", tmp_path / "run", "TRAIN.NUM_EPOCHS=800", interrupt_at="  2/800  ", code=143)
+    assert metrics(tmp_path / "run", "run")[-1]["what"] == "paused"
+
+
 def test_plain_terminals(tiny: Path, tmp_path: Path) -> None:
-    """Without cursor movement, colours and Unicode; `paddlevit` are the lines that a pipe gets."""
+    """Without cursor movement, colours and Unicode, in the output folder's name either."""
     plain = {"TERM": "dumb", "PYTHONIOENCODING": "ascii"}
-    shown = on_terminal("-cfg", tiny, "-output", tmp_path / "dumb", env=plain)
+    shown = on_terminal("-cfg", tiny, "-output", tmp_path / "du\x1bm\udcffb", env=plain)
+    assert r"/du\x1bm\udcffb" in shown.raw
     assert "\x1b" not in shown.raw
     assert "\r" not in shown.raw.replace("\r\n", "")
     assert shown.raw.isascii()

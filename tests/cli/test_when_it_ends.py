@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.program import Vitamp, last_weights, metrics
+from tests.program import ROOT, Vitamp, last_weights, metrics
 from utils.config import config_of_run
 from utils.text import wilson
 
@@ -28,9 +28,14 @@ def test_max_updates_ends_with_validation_and_checkpoint(vitamp: Vitamp, tiny: P
     assert meta["metrics"]["acc1"] == figures[50], "saved before the last validation, and again with its metrics"
 
 
-def test_max_time_pauses_and_is_resumed(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_max_time_pauses_and_is_resumed(vitamp: Vitamp, tiny: Path, tmp_path: Path, processes: int) -> None:
+    """It counts from the start of the process that starts the others: here, nearly an hour ago."""
+    start = f"import runpy, sys\nsys.path[0] = {str(ROOT)!r}\nimport engine.machine.stopping as s\ns.BEGAN -= 3599\n"
+    (tmp_path / "early.py").write_text(f"{start}runpy.run_path('{ROOT}/main_multi_gpu.py', run_name='__main__')\n")
     run, words = tmp_path / "run", ("TRAIN.NUM_EPOCHS=1000", "REPORT_FREQ=5")
-    done = vitamp("-cfg", tiny, "-output", run, *words, "-max_time", "0:00:01", code=0)
+    limit = ("-max_time", "1:00:00", "-ngpus", processes)
+    done = vitamp("-cfg", tiny, "-output", run, *words, *limit, script=str(tmp_path / "early.py"), code=0)
     assert "Paused, to be resumed" in done.out.splitlines()[-1]
     paused = metrics(run, "run")[-1]
     assert paused["what"] == "paused"
@@ -68,18 +73,8 @@ def test_auto_trains_as_many_epochs_as_fit(vitamp: Vitamp, tiny: Path, tmp_path:
 
 
 def test_auto_counts_what_an_epoch_of_each_size_takes(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
-    done = vitamp(
-        "-cfg",
-        tiny,
-        "-output",
-        tmp_path / "run",
-        *AUTO,
-        "0:03:00",
-        "TRAIN.MAX_UPDATES=3",
-        *GROWING,
-        "MODEL.PATCH_SIZE=4",
-        code=0,
-    )
+    words = (*AUTO, "0:03:00", "TRAIN.MAX_UPDATES=3", *GROWING, "MODEL.PATCH_SIZE=4")
+    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *words, code=0)
     small, large = re.findall(r"auto: .* \((\S+) to (\S+) s per update", done.out)[0]
     assert float(small) < float(large)
 
@@ -89,10 +84,8 @@ def test_auto_counts_what_an_epoch_of_each_size_takes(vitamp: Vitamp, tiny: Path
     [
         (("-epochs", "auto"), "give the time that the epochs are to fill, -max_time HH:MM:SS"),
         (("TRAIN.NUM_EPOCHS=auto", "TRAIN.WARMUP_EPOCHS=2", "-max_time", "1:00:00"), "WARMUP_EPOCHS 2: with"),
-        (
-            (*AUTO, "0:00:01", "MODEL.EMBED_DIM=384", "MODEL.DEPTH=12"),
-            "MAX_TIME 0:00:01 is too short: one epoch takes about",
-        ),
+        ((*AUTO, "1:00:00", "TRAIN.LR_SCHEDULER.NAME=multi-step"), "NAME multi-step: decays at fixed epochs"),
+        ((*AUTO, "0:00:01", "MODEL.EMBED_DIM=384", "MODEL.DEPTH=12"), "MAX_TIME 0:00:01 is too short: one epoch takes"),
         ((*AUTO, "0:00:01", *GROWING, "MODEL.PATCH_SIZE=4", *DROPPING, "MODEL.DEPTH=12"), "one epoch takes about"),
         (("-epochs", "auto", "-max_time", "1:00:00", "TRAIN.LAST_EPOCH=1"), "leaves no epoch of TRAIN.NUM_EPOCHS auto"),
     ],
@@ -137,7 +130,7 @@ def test_eval_reproduces_the_metrics_of_training(vitamp: Vitamp, tiny: Path, tmp
 
     evaluated = tmp_path / "by_pretrained"
     file = run / "checkpoints" / "step-000000044" / "model.safetensors"
-    done = vitamp("-cfg", tiny, "-eval", "-pretrained", file, "-output", evaluated, code=0)
+    done = vitamp("-cfg", tiny, "-eval", "-pretrained", file, "-output", evaluated, "TRAIN.NUM_EPOCHS=auto", code=0)
     (figures,) = metrics(evaluated, "val")
     assert {key: figures[key] for key in ("loss", "acc1", "acc5")} == {
         key: validated[key] for key in ("loss", "acc1", "acc5")

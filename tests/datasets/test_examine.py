@@ -150,7 +150,11 @@ def test_unreadable_files_are_no_copies_of_each_other(icons: Path) -> None:
     found = examine(samples(icons, "train"), samples(icons, "val"), DataConfig())
     assert found.copies is not None
     assert found.copies.found == 3, "copy2, the empty file, and the damaged one"
-    assert warnings_of(found, "check")[0].startswith("Copies of training images")
+    assert not any("Searched" in line for line in notes_of(found, DataConfig(), TrainConfig(), "check"))
+    data = [DataConfig(DATASET="imagefolder", DATA_PATH=str(root)) for root in (icons, icons / "train")]
+    told = [[*warnings_of(found, one, "check")] for one in (*data, DataConfig(DATASET="csv"))]
+    assert all(one[-1].startswith("Copies of training images") for one in told)
+    assert [one[0].count("1 of 3 (the first: cog)") for one in told] == [0, 1, 1], "before, of val/ alone"
 
 
 def test_images_that_are_not_compared_are_named(icons: Path) -> None:
@@ -185,7 +189,7 @@ def test_images_in_tar_files_are_compared(icons: Path) -> None:
 
 
 def test_a_dry_run_names_a_command_that_runs(icons: Path, vitamp: Vitamp, tmp_path: Path) -> None:
-    done = lines(icons, tmp_path / "run", vitamp, "-dry_run")
+    done = lines(icons, tmp_path / "run", vitamp, "-dry_run", "-batch_size", "auto", "TRAIN.MEMORY_LIMIT=2")
     script, *words = done.err.partition("`python ")[2].partition("`")[0].replace("exclude.txt", "o.txt").split()
     found = vitamp(*[str(tmp_path / word) if word == "o.txt" else word for word in words], script=script, code=1)
     assert "There are defects" in found.out

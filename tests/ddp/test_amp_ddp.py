@@ -26,13 +26,7 @@ LEVELS = {"fp32": {}, **{mode: MODES[mode] for mode in WITH_MASTERS if mode != "
 GATHERS_IN_HALF = hasattr(MixedPrecisionPolicy, "param_dtype_override_fn")
 """From torch 2.15 on, which FSDP needs at O2 and NAIVE"""
 FSDP_LEVELS = ["O1", *["O2"] * GATHERS_IN_HALF]
-WORDS = {
-    **PLAIN_STEPS,
-    "TRAIN__GRAD_CLIP": 1,
-    "TRAIN__MODEL_EMA": "true",
-    "DATA__BATCH_SIZE": 16,
-    "MODEL__DEPTH": 2,
-}
+WORDS = {**PLAIN_STEPS, "TRAIN__GRAD_CLIP": 1, "TRAIN__MODEL_EMA": "true", "DATA__BATCH_SIZE": 16, "MODEL__DEPTH": 2}
 UPDATES = 3
 NEVER = 0
 

@@ -31,12 +31,9 @@ RESNET = [
 @pytest.mark.slow
 def test_ema_is_validated_as_it_is_saved(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     """Two processes have seen other images each; one process then finds the same metrics in what they saved."""
-    done = vitamp(
-        *("-cfg", tiny, "-output", tmp_path / "run", *RESNET, "TRAIN.BASE_LR=0.1"),
-        *("DATA.SYNTHETIC_TRAIN=32", "DATA.SYNTHETIC_VAL=32", "TRAIN.MODEL_EMA=true"),
-        script="main_multi_gpu.py",
-    )
-    assert done.code == 0, done.text
+    words = ("TRAIN.BASE_LR=0.1", "DATA.SYNTHETIC_TRAIN=32", "DATA.SYNTHETIC_VAL=32", "TRAIN.MODEL_EMA=true")
+    where = ("-cfg", tiny, "-output", tmp_path / "run")
+    done = vitamp(*where, *RESNET, *words, script="main_multi_gpu.py", code=0)
     assert "Batch norm: each process normalises its own images (4 per micro-batch)" in done.text
     (wanted,) = metrics(tmp_path / "run", "val")
     vitamp("-eval", "-resume", tmp_path / "run", "-output", tmp_path / "eval", code=0)

@@ -21,7 +21,6 @@ from engine.setup import ReadyToTrain, build_for_training
 from engine.update import accumulate
 from tests.ddp.test_amp_ddp import FSDP_LEVELS, GATHERS_IN_HALF, in_two_processes
 from tests.engine.small import CPU
-from tests.program import TINY_DIGITS
 from utils.config import load_config
 from utils.distributed.world import World
 
@@ -129,12 +128,10 @@ def count(world: World, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Counts], dict[str, list[int]]]:
+def counted(place: Path) -> tuple[dict[str, Counts], dict[str, list[int]]]:
     """Counts by way, and shapes of the weights."""
-    folder = tmp_path_factory.mktemp("bytes")
-    (folder / "tiny.yaml").write_text(TINY_DIGITS)
-    in_two_processes(folder, count, folder)
-    counts, shapes = json.loads((folder / "counts.json").read_text())
+    in_two_processes(place, count, place)
+    counts, shapes = json.loads((place / "counts.json").read_text())
     return {name: Counts(**numbers) for name, numbers in counts.items()}, shapes
 
 

@@ -28,6 +28,9 @@ def test_the_global_batch_is_kept_and_every_bit_with_it(vitamp: Vitamp, stopped:
     assert "TRAIN.ACCUM_ITER is 1 instead of 2, so that the global batch stays 32" in there.out
     assert last_weights(stopped) == last_weights(elsewhere)
     assert metrics(stopped, "train") == metrics(elsewhere, "train")
+    shutil.rmtree(elsewhere / "checkpoints" / "step-000000060")
+    (elsewhere / "checkpoints" / "index.json").unlink()
+    vitamp("-resume", elsewhere, "-dry_run", code=0)  # as if it had been killed before it saved
 
 
 def test_the_same_command_keeps_the_global_batch_in_a_second_resume_on_fewer_processes(

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from engine.amp.precision import Precision, choose
 from engine.checkpoint.restore import log_resumption, restore
-from engine.evaluation.features import see_features
+from engine.evaluation.features import _pools, see_features
 from engine.machine.device import Run
 from engine.optim.ema import Ema
-from engine.setup import ReadyToTrain
+from engine.setup import ReadyToTrain, _model
 from models.build import build_without_weights
 from models.freeze import freeze
 from models.parts import classifiers, frozen_weights
@@ -28,6 +28,7 @@ from utils.config import load_config
 from utils.config.model import ModelConfig
 from utils.distributed.world import ALONE
 from utils.errors import UserError
+from vitamp.pooling import POOLED, pooled_features, pools_of
 
 BACKBONE = {"MODEL__FREEZE": "backbone"}
 RANDOM = {"MODEL__DEPTH": 3, "MODEL__DROPOUT": 0.2, "MODEL__ATTENTION_DROPOUT": 0.1, "MODEL__DROPPATH": 0.3}
@@ -178,6 +179,22 @@ def equal_moments(one: ReadyToTrain, other: ReadyToTrain, name: str) -> bool:
     states = [ready.parts.optimizer.state[ready.model.get_parameter(name)] for ready in (one, other)]
     tensors = [{key: value for key, value in state.items() if isinstance(value, Tensor)} for state in states]
     return bool(tensors[0]) and all(torch.equal(value, tensors[1][key]) for key, value in tensors[0].items())
+
+
+@pytest.mark.parametrize("name", ["cait_xxs24_224", "xcit_nano_12_p16_224", "convit_tiny", "mvitv2_tiny"])
+def test_models_have_every_pooling_that_they_promise(name: str) -> None:
+    size: Any = {} if name == "mvitv2_tiny" else {"depth": 1}
+    model, pixels = timm.create_model(name, img_size=64, **size).eval(), torch.rand(2, 3, 64, 64)
+    table = pooled_features(model, pixels, *dict.fromkeys((POOLED, pools_of(model)[-1])))
+    for pool, columns in _pools(model, table.shape[1]).items():
+        torch.testing.assert_close(table[:, columns], pooled_features(model, pixels, pool))
+
+
+def test_every_layer_of_a_new_classifier_is_zero(tmp_path: Path) -> None:
+    torch.save(timm.create_model("crossvit_tiny_240").state_dict(), tmp_path / "w.pth")
+    words = {"MODEL.NAME": "crossvit_tiny_240", "DATA.IMAGE_SIZE": "240", "MODEL.NEW_CLASSIFIER": "zero"}
+    model = _model(load_config(words={**words, "MODEL.PRETRAINED": str(tmp_path / "w.pth")}).config, CPU, False)
+    assert not any(weight.any() for head in classifiers(model) for weight in model.get_submodule(head).parameters())
 
 
 class Doubled(VisionTransformer):

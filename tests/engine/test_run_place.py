@@ -47,6 +47,8 @@ def test_run_folder_with_a_run_is_rejected(run: Path, tmp_path: Path) -> None:
         check_output(str(run), "out", None)
     with pytest.raises(UserError, match="already contains a run"):
         check_output(str(run), "out", tmp_path / "another")
+    with pytest.raises(UserError, match="x: cannot be written \\(File name too long\\)"):
+        check_output(str(tmp_path / ("x" * 256)), "out", None)
     check_output(str(run), "out", run)
     check_output(str(run), "out", run / ".." / "run")
     check_output(str(tmp_path / "new" / "run"), "out", None)

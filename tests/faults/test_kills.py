@@ -158,8 +158,7 @@ def disturb(run: Run, planned: Kill, draw: random.Random) -> None:
         planned.update = goal
     time.sleep(planned.delay)
     if run.process.poll() is not None:
-        done = run.end(5)
-        assert done.code == 0, done.text
+        run.end(5).expect(0)
         planned.code, planned.note = 0, TOO_LATE
         return
     kill(run, planned.way, draw)
@@ -181,45 +180,33 @@ def disturb(run: Run, planned: Kill, draw: random.Random) -> None:
     run.nothing_is_left(60)
 
 
-def compared(
-    begin: Callable[..., Run], folder: Path, shapes: Sequence[Shape], ways: Sequence[str], number: int
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shapes", "ways", "number"),
+    [
+        pytest.param([Shape(2, 2)], random.Random(SEED).sample(WAYS, 1), 1, marks=pytest.mark.every_slice),
+        ([Shape(2, 2)], WAYS, 20),
+        ([Shape(2, 2, optimizer="Muon")], WAYS, 20),
+        ([Shape(2, 1), Shape(1, 2)], WAYS, 10),
+        ([Shape(2, 2, "fsdp")], WAYS, 10),
+    ],
+    ids=["a sample, for every day", "AdamW", "Muon", "moved between two processes and one", "fsdp"],
+)
+def test_killed_anywhere_it_is_the_run_that_was_never_killed(
+    begin: Callable[..., Run], tmp_path: Path, shapes: Sequence[Shape], ways: Sequence[str], number: int
 ) -> None:
     draw = random.Random(SEED)
-    undisturbed = begin(folder / "undisturbed", shapes[0], 2).end(180)
-    assert undisturbed.code == 0, undisturbed.text
-    wanted, told = outcome(folder / "undisturbed")
+    begin(tmp_path / "undisturbed", shapes[0], 2).end(180).expect(0)
+    wanted, told = outcome(tmp_path / "undisturbed")
     assert wanted["state.meters.skipped"] > 0, "the scaler had something to do"
     kills = drawn(number, ways, shapes, draw)
     print(f"\nkills drawn from VITAMP_KILL_SEED={SEED}")
     by_processes = {shape.processes: shape for shape in shapes}
     for planned in kills:
-        disturb(begin(folder / "killed", by_processes[planned.processes], planned.workers), planned, draw)
+        disturb(begin(tmp_path / "killed", by_processes[planned.processes], planned.workers), planned, draw)
         print(planned)
-    last = begin(folder / "killed", draw.choice(shapes), draw.choice((0, 2))).end(180)
-    assert last.code == 0, last.text
+    begin(tmp_path / "killed", draw.choice(shapes), draw.choice((0, 2))).end(180).expect(0)
     assert sum(planned.note == TOO_LATE for planned in kills) <= number // 4, "most kills met a run at work"
-    found, told_again = outcome(folder / "killed")
+    found, told_again = outcome(tmp_path / "killed")
     assert told_again == told
     assert [name for name in wanted if found.get(name) != wanted[name]] == []
-
-
-@pytest.mark.slow
-@pytest.mark.every_slice
-def test_killed_anywhere_it_is_the_run_that_was_never_killed(begin: Callable[..., Run], tmp_path: Path) -> None:
-    """A sample, for every day."""
-    compared(begin, tmp_path, [Shape(2, 2)], random.Random(SEED).sample(WAYS, 1), 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("shapes", "number"),
-    [
-        ([Shape(2, 2)], 20),
-        ([Shape(2, 2, optimizer="Muon")], 20),
-        ([Shape(2, 1), Shape(1, 2)], 10),
-        ([Shape(2, 2, "fsdp")], 10),
-    ],
-    ids=["AdamW", "Muon", "moved between two processes and one", "fsdp"],
-)
-def test_killed_many_times(begin: Callable[..., Run], tmp_path: Path, shapes: list[Shape], number: int) -> None:
-    compared(begin, tmp_path, shapes, WAYS, number)

@@ -47,7 +47,7 @@ def test_of_many_runs_at_once_into_a_new_folder_one_trains(begin: Callable[..., 
     assert [json.loads(line)["update"] for line in lines if '"train"' in line] == [1, 2, 3, 4, 5]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_lock, "SECONDS_BETWEEN_HEARTBEATS", 0.1)
     monkeypatch.setattr(run_lock, "SECONDS_TO_WATCH", 2.0)
@@ -61,7 +61,6 @@ def write_as(folder: Path, sign: int, host: str = "elsewhere") -> None:
         file.write(json.dumps(about) + "\n")
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_run_on_another_machine_that_lives(tmp_path: Path) -> None:
     """Where the file system keeps no locks between machines, its sign of life tells."""
     over = threading.Event()
@@ -83,7 +82,6 @@ def test_a_run_on_another_machine_that_lives(tmp_path: Path) -> None:
         thread.join()
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_run_on_another_machine_that_is_dead(tmp_path: Path) -> None:
     write_as(tmp_path, 1)
     with FolderLock() as mine:
@@ -92,7 +90,6 @@ def test_a_run_on_another_machine_that_is_dead(tmp_path: Path) -> None:
     assert (tmp_path / run_lock.NAME).read_text() == ""
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_run_that_died_on_this_machine_keeps_nobody_waiting(tmp_path: Path) -> None:
     write_as(tmp_path, 1, platform.node())
     began = time.monotonic()
@@ -101,7 +98,6 @@ def test_a_run_that_died_on_this_machine_keeps_nobody_waiting(tmp_path: Path) ->
     assert time.monotonic() - began < 1
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_loading_process_that_outlives_the_run_does_not_hold_the_lock(tmp_path: Path) -> None:
     with FolderLock() as mine:
         mine.take(tmp_path)
@@ -117,7 +113,6 @@ def test_a_loading_process_that_outlives_the_run_does_not_hold_the_lock(tmp_path
         os.waitpid(child, 0)
 
 
-@pytest.mark.usefixtures("quick")
 def test_it_shows_that_it_lives(tmp_path: Path) -> None:
     with FolderLock() as mine:
         mine.take(tmp_path)

@@ -140,11 +140,18 @@ def test_what_a_killed_run_wrote_last_is_written_anew(
     assert metrics(run, "train") == [*kept, *ninth]
 
 
-def test_one_rank_was_told_and_all_stop(start: Callable[..., Run]) -> None:
+@pytest.mark.parametrize("how", ["a rank", "hang-up", pytest.param("hang-up, nohup", marks=pytest.mark.slow)])
+def test_one_was_told_and_all_stop(start: Callable[..., Run], how: str) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if "nohup" in how else signal.SIG_DFL)
     run = start(*ENDLESS, "REPORT_FREQ=1")
+    signal.signal(signal.SIGHUP, before)
     run.wait_for_updates()
     assert len(run.ranks()) == 2
-    os.kill(run.ranks()[1], signal.SIGUSR1)
+    for pid in (run.process.pid, *(run.ranks() if "nohup" in how else ())):
+        os.kill(pid, signal.SIGHUP if "hang-up" in how else 0)
+    if how != "hang-up":
+        run.wait_for_updates(reported(run.folder) + 30)
+        os.kill(run.ranks()[1], signal.SIGUSR1)
     done = run.end(60)
     assert done.code == 143, done.text
     stopped = metrics(run.folder)[-1]

@@ -21,14 +21,10 @@ from engine.checkpoint.find import newest_good
 from engine.checkpoint.folder import bring_back
 from engine.checkpoint.saver import HostCopy, Saver, Snapshot
 from tests.program import made_meta as meta
-from tests.saved import save_checkpoint
+from tests.saved import names, save_checkpoint
 from utils.config.schema import Config
 from vitamp.checkpoints import MODEL, STATE, folder_name, inspect, verify
 from vitamp.tensors import open_tensors, read_state
-
-
-def names(root: Path) -> list[str]:
-    return sorted(path.name for path in root.glob("step-*"))
 
 
 @dataclass(frozen=True)
@@ -179,11 +175,12 @@ def test_killed_between_two_renames_nothing_is_lost(tmp_path: Path, monkeypatch:
     assert dict(open_tensors(verify(inspect(root / folder_name(5)))))["weight"].item() == 1
 
 
-def killed_while_saving(place: Path, kills: int, seed: int) -> None:
+@pytest.mark.parametrize(("kills", "seed"), [(10, 11), pytest.param(200, 12, marks=pytest.mark.slow)])
+def test_killed_while_saving(tmp_path: Path, kills: int, seed: int) -> None:
     """Kill a process that saves for ever at random moments; each time, all that is there must be good."""
     print(f"the moments follow from seed {seed}")
     chance, halves, newest = random.Random(seed), 0, 0
-    root, processes = place / "checkpoints", multiprocessing.get_context("forkserver")
+    root, processes = tmp_path / "checkpoints", multiprocessing.get_context("forkserver")
     for _ in range(kills):
         ready = processes.Event()
         process = processes.Process(target=save_for_ever, args=(root, newest + 1, ready))
@@ -217,12 +214,3 @@ def save_for_ever(root: Path, first: int, ready: Any) -> None:
         saver.save(Snapshot(tensors, {"update": update}, meta(update), None))
         if update == first + 1:  # the first one is there
             ready.set()
-
-
-def test_killed_while_saving(tmp_path: Path) -> None:
-    killed_while_saving(tmp_path, kills=10, seed=11)
-
-
-@pytest.mark.slow
-def test_killed_200_times_while_saving(tmp_path: Path) -> None:
-    killed_while_saving(tmp_path, kills=200, seed=12)

@@ -15,12 +15,8 @@ import torch
 
 from engine.checkpoint.find import newest_good
 from tests.program import Vitamp, made_meta, metrics, write_meta
-from tests.saved import save_checkpoint
+from tests.saved import names, save_checkpoint
 from vitamp.checkpoints import MODEL, STATE, folder_name, read_index
-
-
-def names(root: Path) -> list[str]:
-    return sorted(path.name for path in root.glob("step-*"))
 
 
 @pytest.mark.parametrize(("by", "better"), [("acc5", max), ("balanced_acc", max), ("loss", min)])
@@ -44,15 +40,10 @@ def test_some_epochs_are_kept_for_ever(vitamp: Vitamp, tiny: Path, tmp_path: Pat
     assert names(tmp_path / "run" / "checkpoints") == [folder_name(44 * epoch) for epoch in (2, 4, 6, 7)]
 
 
-@pytest.fixture
-def many(tmp_path: Path) -> Path:
-    root = tmp_path / "run" / "checkpoints"
+def test_one_of_fifty_is_picked_at_once_and_hashed_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    many = tmp_path / "run" / "checkpoints"
     for update in range(1, 51):
-        save_checkpoint(root, update, {MODEL: {"weight": torch.zeros(2500)}}, {}, made_meta(update))
-    return root
-
-
-def test_one_of_fifty_is_picked_at_once_and_hashed_alone(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        save_checkpoint(many, update, {MODEL: {"weight": torch.zeros(2500)}}, {}, made_meta(update))
     (many / folder_name(50) / MODEL).unlink()
     (many / folder_name(49) / STATE).write_bytes(b"short")
     hashed, digest = [], hashlib.file_digest

@@ -14,7 +14,7 @@ import yaml
 
 from tests.launch import clusters
 from tests.launch.clusters import MPI_AS_ROOT, MULTI, SINGLE, Command, Slurm, launch, needs, torchrun, two_machines
-from tests.program import ROOT, TINY_DIGITS, Result, Started, Vitamp, metrics, run_program, save_image
+from tests.program import ROOT, Result, Started, Vitamp, metrics, run_program, save_image
 from tests.waiting import free_port
 from utils.cli import parse
 
@@ -23,13 +23,6 @@ WORDS = [
     *("-amp", "bf16", "MODEL.DROPOUT=0.1", "MODEL.DROPPATH=0.1", "MODEL.DEPTH=2", "TRAIN.MODEL_EMA=true"),
     *("REPORT_FREQ=1", "-batch_size_eval", "77"),
 ]
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("launch")
-    (folder / "tiny.yaml").write_text(TINY_DIGITS)
-    return folder
 
 
 def program(run: Path) -> list[str]:

@@ -126,6 +126,7 @@ def test_second_number_is_the_variance_of_the_target() -> None:
     [
         ({"MODEL.NAME": "resnet18"}, "needs a plain ViT as encoder; resnet18 is a ResNet"),
         ({"MODEL.NAME": "deit_tiny_distilled_patch16_224"}, "is a VisionTransformerDistilled"),
+        ({"MODEL.NAME": "vit_tiny_r_s16_p8_224"}, "needs a plain ViT as encoder; vit_tiny_r_s16_p8_224 is a hybrid"),
         ({"MODEL.DECODER.EMBED_DIM": "30"}, "MODEL.DECODER.EMBED_DIM 30: must be divisible by 4"),
     ],
 )

@@ -18,8 +18,8 @@ import yaml
 from PIL import Image
 
 from tests.label_sets import named, write_recipe, write_set
-from tests.program import Result
-from tools.check_labels import command, search
+from tests.program import Result, metrics
+from tools.check_labels import command, prove, search
 from tools.check_labels.noise import find_wrong
 from tools.common.turns import Budget
 from tools.compare import runs
@@ -274,6 +274,12 @@ def test_nothing_is_proved_where_nothing_is_found(check: Call, tiny: Path, digit
     assert not list((tmp_path / "labels").glob("all_labels*"))
 
 
+def test_proof_looks_at_the_weights_that_it_compares(digits_run: Path) -> None:
+    run, last = runs.Run("", 0, search.load_trained(digits_run).config, digits_run), metrics(digits_run, "val")[-1]
+    for which in (search.PLAIN, search.AVERAGE):
+        assert prove._accuracy(run, np.arange(360), which) == pytest.approx(last[f"{which.prefix}acc1"])
+
+
 # Refusals.
 
 
@@ -290,10 +296,12 @@ def test_nothing_is_proved_where_nothing_is_found(check: Call, tiny: Path, digit
         (["RUN", "-output", "TINY/labels"], "is a file, so the folder cannot be created"),
         (["-dataset", "digits"], "Name the model: a run, -cfg RECIPE, or -model NAME -pretrained FILE."),
         (["RUN", "-cfg", "TINY", "-prove", "DATA.FOLD=1/5"], "DATA.FOLD: a search reads all folds, and -prove needs"),
+        (["RUN", "-data_path", "TINY.csv"], "/0.png: the label -1 is below 0. Correct it, or leave the image out by"),
         (["RUN", "DATA.RELABEL=a.csv"], "DATA.RELABEL: the labels are searched as they are in the data; leave"),
     ],
 )
 def test_commands_that_are_refused(words: list[str], why: str, check: Call, digits_run: Path, tiny: Path) -> None:
+    Path(f"{tiny}.csv").write_text("path,target\n0.png,-1\n")
     words = [word.replace("TINY", str(tiny)).replace("RUN", str(digits_run)) for word in words]
     said = check(*words, code=2)
     assert why in said.err

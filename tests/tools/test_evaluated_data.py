@@ -132,6 +132,10 @@ def test_data_that_has_moved_keeps_the_split_of_the_run(
     found = evaluated(vitamp, run, "-data_path", tmp_path / "moved")
     assert found.startswith(f"imagefolder in {tmp_path / 'moved'}, validation split: 3 images\n")
     assert "is the data that the model was trained on, in another place." in found
+    listed = (place / "exclude.txt").rename(tmp_path / "exclude.txt")
+    done = vitamp(run, "-data_path", tmp_path / "moved", script="scripts/evaluate.py")
+    listed.rename(place / "exclude.txt")
+    assert (done.code, "For other images than the run's, give DATA.EXCLUDE=null." in done.err) == (2, True), done.text
     (tmp_path / "moved" / "a" / "own3.jpg").rename(tmp_path / "moved" / "a" / "own99.jpg")
     assert "all images: 30 images" in evaluated(vitamp, run, "-data_path", tmp_path / "moved")
 

@@ -364,10 +364,9 @@ def test_predict_and_evaluate_load_an_export(
     acc1 = json.loads((tmp_path / "eval.json").read_text())["figures"]["ema"]["acc1"]
     assert acc1 == pytest.approx(best["ema_acc1"], abs=0 if dtype == "fp32" else 1)
     said = [
-        vitamp(path, image, "-weights", "ema", "-format", "jsonl", script="scripts/predict.py")
+        vitamp(path, image, "-weights", "ema", "-format", "jsonl", script="scripts/predict.py", code=0)
         for path in (digits_run, out)
     ]
-    assert [each.code for each in said] == [0, 0], said[1].text
     if dtype == "fp32":
         assert said[0].out == said[1].out
 

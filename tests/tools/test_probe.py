@@ -182,7 +182,7 @@ def greys(tmp_path: Path) -> tuple[object, ...]:
 
 @pytest.mark.usefixtures("quick")
 def test_changed_images_weights_and_inputs_are_computed_anew(
-    say: Say, digits_run: Path, greys: tuple[object, ...], tmp_path: Path
+    say: Say, digits_run: Path, greys: tuple[object, ...], tmp_path: Path, cache: Path
 ) -> None:
     def counts(*more: object) -> tuple[int, int]:
         done = say(digits_run, *greys, "-probe", "-pool", "mean", *more, code=0)
@@ -193,6 +193,11 @@ def test_changed_images_weights_and_inputs_are_computed_anew(
     assert [counts(*more) for more in (("-weights", "ema"), ("DATA.IMAGENET_MEAN=0.4",))] == [(2, 0)] * 2
     Image.new("L", (8, 8)).save(tmp_path / "data" / "dark" / "0.png")
     assert counts() == (1, 1)
+    before, gone = kept(cache), tmp_path / "data" / "grey" / "gone.png"
+    gone.symlink_to("nowhere")
+    said = say(digits_run, *greys, "-probe", "-pool", "mean", code=2).err
+    assert f"1 image cannot be read: {gone} (it does not exist)" in said
+    assert not any(any(content[128:]) for name, content in kept(cache).items() if name not in before), "not even a row"
 
 
 @pytest.mark.usefixtures("quick")

@@ -32,6 +32,8 @@ def test_images_are_those_of_the_first_updates(tiny: Path) -> None:
     ):
         assert np.array_equal(one.pixels, pixels.permute(1, 2, 0).numpy())
         assert one.labels == ((str(int(label)), 1.0),)
+    growing = {"TRAIN.NUM_EPOCHS": "auto", "TRAIN.SIZE_SCHEDULE": "[[0, 4], [0.5, 8]]"}
+    assert images(tiny, 1, **growing)[0].pixels.shape == (4, 4, 1)
 
 
 def test_mixed_images_have_both_labels_with_fractions(tiny: Path) -> None:
@@ -79,6 +81,7 @@ def test_command_writes_a_picture(imagenet: Path, tmp_path: Path, vitamp: Vitamp
         (["-count", "0"], ["-count 0", "from 1 to 256"]),
         (["-out", "seen.jpg"], ["-out seen.jpg", "seen.png"]),
         (["-eval"], ["-eval", "shows training images"]),
+        (["TRAIN.AUGMENT=trivail"], ["TRAIN.AUGMENT", "Did you mean trivial?"]),
     ],
     ids=lambda value: str(value[0]),
 )

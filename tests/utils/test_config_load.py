@@ -162,6 +162,7 @@ SHORT = {"TRAIN.NUM_EPOCHS": ("12", "-epochs")}
         ("TRAIN: {NUM_EPOCHS: 200, WARMUP_EPOCHS: 10}", SHORT, {"TRAIN.WARMUP_EPOCHS": "3"}, 3),
         ("TRAIN: {NUM_EPOCHS: 12, WARMUP_EPOCHS: 10}", SHORT, {}, 10),
         ("TRAIN: {NUM_EPOCHS: 200, WARMUP_EPOCHS: 0}", SHORT, {}, 0),
+        ("TRAIN: {WARMUP_EPOCHS: 1}", SHORT, {}, 1),
         ("BASE: base.yaml\nTRAIN: {NUM_EPOCHS: 12, WARMUP_EPOCHS: 5}", {}, {}, 5),
         ("BASE: base.yaml\nTRAIN: {NUM_EPOCHS: 12}", {}, {}, 10),
         ("MODEL: {TYPE: swin}", {"TRAIN.NUM_EPOCHS": ("30", "-epochs")}, {}, 2),
@@ -296,6 +297,17 @@ def test_typed_rate_scaled_by_a_file_or_a_family_is_warned_about(tmp_path: Path)
 def test_expected_scaling_gives_no_warning(tmp_path: Path, words: dict[str, str]) -> None:
     typed = {f"TRAIN.{key}": value for key, value in words.items()}
     assert load_config(write(tmp_path, SCALED), words=typed).warnings == ()
+
+
+def test_setting_too_high_beside_one_on_the_command_line_is_warned_about() -> None:
+    for recipe, key, value, high in (
+        ("caltech256_resnet50", "BASE_LR", "3e-5", "END_LR 0.0001"),
+        ("resnet50", "BASE_LR", "1e-4", "WARMUP_START_LR 0.001"),
+        ("resnet50", "NUM_EPOCHS", "30", "LR_SCHEDULER.MILESTONES [30, 60, 80]"),
+        ("vit_digits_16_drop25", "NUM_EPOCHS", "4", "TOKEN_DROP_TAIL 4"),
+    ):
+        (line,) = load_config(recipe, words={f"TRAIN.{key}": value, "TRAIN.LINEAR_SCALED_LR": "null"}).warnings
+        assert line.startswith(f"TRAIN.{high} (")
 
 
 def test_name_finds_the_recipe_and_its_base_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

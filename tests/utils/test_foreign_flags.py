@@ -70,6 +70,7 @@ def test_value_of_the_other_program_is_suggested_only_if_it_is_valid_here() -> N
     assert "DATA.INTERPOLATION=bilinear?" in error_of("--interpolation", "bilinear")
     assert "DATA.INTERPOLATION=...?" in error_of("--interpolation", "random")
     assert "TRAIN.MIXUP_PROB=0.5?" in error_of("--mixup-prob", "0.5")
+    assert "TRAIN.OPTIMIZER.NAME=nesterov or TRAIN.OPTIMIZER.NAME=SGD? " in error_of("--opt", "sgd")
     assert "TRAIN.WARMUP_START_LR=...?" in error_of("--lr-warmup-decay", "0.01"), "there a factor"
 
 

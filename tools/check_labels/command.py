@@ -50,7 +50,7 @@ OWN = (
     Flag("prove", "train with and without the suspects, and compare"),
     Flag("seeds", "-prove: number of seeds, such as 3, or a list of seeds, such as 0,1,5", "N", default="3"),
     Flag("budget_min", "start no training that would end after so many minutes", "N", kind=above_zero),
-    Flag("output", "folder of the results", "DIR", default="output/labels", kind=Path),
+    Flag("output", "folder of the results", "DIR", default=Path("output/labels"), kind=Path),
     *TRUST,
     replace(OVERWRITE, about="replace suspects.csv, with the decisions in it"),
 )

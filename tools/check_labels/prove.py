@@ -35,7 +35,7 @@ from utils.distributed.world import ALONE
 from utils.errors import EXIT_DONE, EXIT_FAILED
 from utils.log import log
 from vitamp.files import write_atomically
-from vitamp.metrics import TOP1
+from vitamp.metrics import TOP1, WeightSet
 
 ALL, WITHOUT, RELABELLED, RANDOM = ARMS = ("all labels", "without suspects", "relabelled", "without random images")
 DECISIONS = {WITHOUT: "drop", RELABELLED: "relabel", RANDOM: "drop"}
@@ -94,7 +94,7 @@ def prove(line: ToolLine, config: Config, method: Method, out: Path) -> int:
             *(len(wrong), len(remaining)),
         )
         for arm in ARMS:
-            shares = [_accuracy(run, remaining) for run in runs if run.contender == arm]
+            shares = [_accuracy(run, remaining, judged.weights) for run in runs if run.contender == arm]
             log.info("  %s: top-1 %s %%", arm, spread(shares))
     return EXIT_DONE
 
@@ -110,8 +110,8 @@ def random_like(images: Images, suspects: Sequence[Suspect], seed: int) -> list[
     return chosen
 
 
-def _accuracy(run: Run, rows: np.ndarray) -> float:
+def _accuracy(run: Run, rows: np.ndarray, which: WeightSet) -> float:
     """Top-1 of a run on some of its validation images."""
-    trained = trained_last(run)
+    trained = trained_last(run, which)
     right = [guesses(logits)[:, 0] == labels for logits, labels, _ in batches_of(trained, split_of_run(trained))]
     return 100 * float(torch.cat(right).cpu()[rows].float().mean())

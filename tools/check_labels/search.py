@@ -36,7 +36,7 @@ from utils.log import log
 from utils.text import counted, wilson
 from vitamp.checkpoints import read_index
 from vitamp.files import write_atomically
-from vitamp.metrics import AVERAGE, PLAIN
+from vitamp.metrics import AVERAGE, PLAIN, WeightSet
 from vitamp.pooling import check_pool, pool_of
 
 
@@ -111,6 +111,10 @@ def open_images(config: Config, part: Part) -> Images:
             f"{source_of(data)}: its images are {where}; check_labels.py needs them as files on a disk, such as one "
             "folder per class."
         )
+    labels = np.asarray(samples.labels)
+    if len(wrong := np.flatnonzero(labels < 0)):
+        label = f"{samples.name(int(wrong[0]))}: the label {labels[wrong[0]]}"
+        raise UserError(f"{label} is below 0. Correct it, or leave the image out by DATA.EXCLUDE.")
     first: dict[bytes, int] = {}
     copy_of = np.empty(len(samples), dtype=np.int64)
     for index in progress(range(len(samples)), "images read"):
@@ -121,7 +125,6 @@ def open_images(config: Config, part: Part) -> Images:
         content = read if isinstance(read, bytes) else str(read.shape).encode() + read.tobytes()
         copy_of[index] = first.setdefault(hashlib.sha256(content).digest(), index)
     distinct, places = np.unique(copy_of, return_inverse=True)
-    labels = np.asarray(samples.labels)
     classes = distinct_names(dataset.classes or range(labels.shape[1] if labels.ndim == 2 else int(labels.max()) + 1))
     contradicting = int((labels != labels[distinct[places]]).reshape(len(labels), -1).any(1).sum())
     log.info(
@@ -270,10 +273,10 @@ def load_with(line: ToolLine, given: Mapping[str, tuple[Any, str]]) -> Config:
     return replace(line, run=replace(line.run, words=words)).load(dict(given)).config
 
 
-def trained_last(run: Run) -> Trained:
-    """The weights after the last epoch; the EMA, if the run has one."""
-    root = run.folder / "checkpoints"
-    return load_trained(root / read_index(root)["last"], (AVERAGE if run.config.TRAIN.MODEL_EMA else PLAIN).name)
+def trained_last(run: Run, which: WeightSet | None = None) -> Trained:
+    """The weights after the last epoch; the EMA, if the run has one and `which` names none."""
+    root, which = run.folder / "checkpoints", which or (AVERAGE if run.config.TRAIN.MODEL_EMA else PLAIN)
+    return load_trained(root / read_index(root)["last"], which.name)
 
 
 @dataclass
@@ -297,11 +300,9 @@ class Found:
             lines.append(f"Not judged, since they have fewer images than folds, or all in one group: {names}.")
         count = f"{counted(len(self.suspects), 'label')} look{'s' * (len(self.suspects) == 1)} wrong"
         chance = f"up to {self.if_right} would if all were right"
-        if self.clear:
-            lines.append(f"{count}; {chance}. How many of them are wrong, and not hard, is unknown.")
-        else:
-            lines.append(f"Nothing found: {count}, and {chance}. The difference is too small to tell.")
-        return lines
+        found = f"{count}; {chance}. How many of them are wrong, and not hard, is unknown."
+        nothing = f"Nothing found: {count}, and {chance}. The difference is too small to tell."
+        return [*lines, found if self.clear else nothing]
 
 
 def find(images: Images, method: Method, seed: int) -> Found:

@@ -80,7 +80,7 @@ OWN = (
         choices=(PLAIN.name, AVERAGE.name),
     ),
     Flag("budget_min", "start no run that would end after so many minutes", "N", kind=above_zero),
-    Flag("output", "folder of all runs", "DIR", default="output/compare", kind=Path),
+    Flag("output", "folder of all runs", "DIR", default=Path("output/compare"), kind=Path),
 )
 TOOL = Tool("compare.py", __doc__, OWN)
 
@@ -146,7 +146,7 @@ def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compar
         "settings": {key: value for key, value in non_defaults(plan.runs[0].config).items() if key not in set_here},
         "runs": [{key: value for key, value in row.items() if key not in ("device", "versions")} for row in rows],
         "failed": failed,
-        **({"left_out": trained.left_out} if trained.left_out else {}),
+        **({"left_out": trained.left_out, "advice": trained.advice} if trained.left_out else {}),
         "verdicts": judge(runs, names, plan.judged),
         "troubles": troubles(runs, reasons, names),
         "data": next((read_data_notes(out / row["folder"], ("warnings",)) for row in rows), []),
@@ -181,9 +181,7 @@ def report(about: dict[str, Any], out: Path) -> None:
     print("\n".join(["", *sentences(about), ""]))
     if left_out := about.get("left_out"):
         log.warning(
-            "-budget_min: no time for %s: %s; repeat the command to go on",
-            counted(len(left_out), "run"),
-            "; ".join(left_out),
+            "-budget_min: no time for %s: %s; %s", counted(len(left_out), "run"), "; ".join(left_out), about["advice"]
         )
     if "unwritten" not in about:
         log.info("all metrics: %s", out / "compare.json")

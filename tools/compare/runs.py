@@ -26,14 +26,15 @@ from tools.common.comparison import VALIDATION, Judged, fraction_done, is_finish
 from tools.common.turns import Budget, alternating_order, progress_bar
 from utils.cli import command_line
 from utils.config import Config, Loaded, differences, load_config, to_yaml
-from utils.config.keys import settings
-from utils.config.kinds import AUTO, Fold
+from utils.config.keys import settings, values_by_key
+from utils.config.kinds import AUTO, Fold, one_line
 from utils.config.words import suggest
 from utils.errors import UserError, nearest
 from utils.flags import BY_NAME
 from utils.log import log
 from utils.program import as_child, started_as
-from utils.text import counted
+from utils.record.history import History
+from utils.text import counted, redacted
 from vitamp.files import write_atomically
 
 if TYPE_CHECKING:
@@ -165,9 +166,9 @@ def _value(name: str, label: str, text: str) -> Value:
             given = [text] if flag.append else flag.kind(text)
         except ValueError as error:
             raise UserError(f"-vary {name}={text}: {error}.") from None
-        value = Value(f"{label}={text}", flags=command_line({name: given}, {}).flags)
+        value = Value(f"{label}={redacted(text)}", flags=command_line({name: given}, {}).flags)
     elif name in settings():
-        value = Value(f"{label}={text}", words={name: text})
+        value = Value(f"{label}={redacted(text)}", words={name: text})
     elif name.isupper():
         raise UserError(f"-vary {name}: unknown key.{suggest(name)}")
     else:
@@ -387,6 +388,8 @@ class Trained:
     """Folder -> reason."""
     left_out: list[str] = field(default_factory=list)
     """Names of runs that -budget_min left no time for."""
+    advice: str = "repeat the command to go on"
+    """What to do about them."""
     budget: Budget | None = None
 
 
@@ -400,12 +403,15 @@ def train_all(plan: Plan, after_each: Callable[[Trained], object], budget: Budge
     with terminating(), progress_bar(total, "runs") as bar:
         bar.initial = len(finished)  # which took none of the time that the bar divides by
         for nth, run in enumerate(plan.runs, start=1):
-            # How long it may take: the mean of this contender's runs, or of all if it has none yet
+            # How long it may take: the mean of this contender's runs, or of all if it has none yet, less what is done
             known = times.get(run.contender) or [seconds for each in times.values() for seconds in each]
+            left = max(0.0, sum(known) / max(len(known), 1) - History.of_run(run.folder).seconds)
             if is_finished(run.folder):
                 log.info("%d of %d: %s: already finished", nth, total, run.name)
-            elif budget is not None and not budget.allows(sum(known) / max(len(known), 1)):
+            elif budget is not None and not budget.allows(left):
                 done.left_out.append(run.name)
+                if plan.budget_min and left > 60 * plan.budget_min:
+                    done.advice = f"one run takes about {clock(left)}: give a larger -budget_min"
                 continue
             else:
                 began = time.monotonic()
@@ -418,7 +424,7 @@ def train_all(plan: Plan, after_each: Callable[[Trained], object], budget: Budge
                     why = "exit code 0, but it did not finish"
                 seconds = time.monotonic() - began
                 if why is None:
-                    times.setdefault(run.contender, []).append(seconds)
+                    times.setdefault(run.contender, []).append(metrics_of(run.folder)["seconds"])
                     last, metric = plan.judged.of(metrics_of(run.folder)), plan.judged.metric
                     reached = "" if last is None else f"{metric.words} {metric.number(last)}, "
                     log.info("%d of %d: %s: %sin %s", nth, total, run.name, reached, clock(seconds))
@@ -437,8 +443,11 @@ def train_run(run: Run, show: Callable[[float], None], *words: str, many: bool =
     """
     if not run.settings_file.exists():  # a later call compares its settings with it
         run.settings_file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(run.settings_file, f"# {run.name}; made by vitamp\n{to_yaml(run.config)}")
+        write_atomically(run.settings_file, redacted(f"# {run.name}; made by vitamp\n{to_yaml(run.config)}"))
     script = "main_multi_gpu.py" if many else "main_single_gpu.py"
+    # No file has the password of a URL, so each start gets the URL as a user gives it.
+    texts = [f"{key}={one_line(value)}" for key, value in values_by_key(run.config).items()]
+    words = (*words, *(text for text in texts if redacted(text) != text))
     command = [script, "-cfg", str(run.settings_file), "-output", str(run.folder), "-resume", "auto", *words]
     train = run.config.TRAIN
     with tempfile.TemporaryFile() as output:

@@ -37,9 +37,11 @@ def main(argv: list[str]) -> int:
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from datasets import check_dataset
+    from datasets.transforms.augment import check_augmentations
     from tools.show_batch.picture import draw, first_images
 
     check_dataset(loaded.config.DATA, loaded.config.MODEL.NUM_CLASSES)
+    check_augmentations(loaded.config.TRAIN)
     for note in loaded.notes:
         log.info(note)
     shown = first_images(loaded.config, count)

@@ -1,13 +1,13 @@
 """Conflicts between settings, each valid by itself, notes on settings without effect, and warnings.
 
-Rules that no table can hold, because they calculate, are here; `fields.py` has the others.
+Rules that no table can hold, because they calculate, are here (of growing images: `words.py`); `fields.py` has the
+others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from itertools import pairwise
 
 from utils.config.fields import broken, rules_of
 from utils.config.keys import default_of, settings, value_of
@@ -62,7 +62,7 @@ def _data_and_model(config: Config) -> Iterator[Problem]:
 
 
 def _train(config: Config) -> Iterator[Problem]:
-    train, full, patch = config.TRAIN.spanning(1), config.DATA.IMAGE_SIZE, config.MODEL.PATCH_SIZE
+    train, full = config.TRAIN.spanning(1), config.DATA.IMAGE_SIZE
     epochs = f"TRAIN.NUM_EPOCHS {config.TRAIN.NUM_EPOCHS}"
     if 0 < train.NUM_EPOCHS <= train.LAST_EPOCH and not config.EVAL:
         yield "TRAIN.LAST_EPOCH", f"{train.LAST_EPOCH} leaves no epoch of {epochs} to train"
@@ -72,21 +72,10 @@ def _train(config: Config) -> Iterator[Problem]:
         if low == high:
             sides = f"{one_line(train.CUTMIX_MINMAX)} must be at least one pixel apart"
             yield "TRAIN.CUTMIX_MINMAX", f"{sides} (in images of {least} x {least}), as in [0.2, 0.8]"
-    steps, key = train.SIZE_SCHEDULE, "TRAIN.SIZE_SCHEDULE"
-    if not steps:
-        return
-    starts = [train.epochs_before(start) for start, _ in steps]
-    if starts[0] != 0 or any(a >= b for a, b in pairwise(starts)) or starts[-1] >= train.NUM_EPOCHS:
-        yield (
-            key,
-            f"{one_line(steps)}: the first start must be 0, and each later start above the previous one and below "
-            f"{epochs}, as in [[0, 160], [0.75, 224]]; a start below 1 is a fraction of the run",
-        )
-    if full != AUTO and steps[-1][1] != full:
-        ends = f"{one_line(steps)} ends with size {steps[-1][1]}"
-        yield key, f"{ends}; it must end with DATA.IMAGE_SIZE {full}, the size of validation"
-    if patch and patch != AUTO and (odd := sorted({size for _, size in steps if size % patch and size != full})):
-        yield key, f"{one_line(tuple(odd))}: not divisible by MODEL.PATCH_SIZE {patch}"
+    if train.SIZE_SCHEDULE:
+        from utils.config.words import size_problems
+
+        yield from (("TRAIN.SIZE_SCHEDULE", text) for text in size_problems(config))
 
 
 def _names(config: Config) -> Iterator[Problem]:
@@ -116,11 +105,8 @@ def notes(config: Config, given: Mapping[str, str]) -> Iterator[str]:
 
 
 def warnings(config: Config, sources: Mapping[str, str]) -> Iterator[str]:
-    """Learning rates of the command line that LINEAR_SCALED_LR of a file or family multiplies. `sources`: key -> where.
-
-    Whoever gives a rate there may not expect it.
-    """
-    reference = config.TRAIN.scale_reference
+    """Rates and numbers of epochs with results that whoever gives some may not expect. `sources`: key -> where."""
+    train, shape, reference = config.TRAIN, config.TRAIN.LR_SCHEDULER, config.TRAIN.scale_reference
     rates = [
         f"{key} {one_line(value_of(config, key))} ({sources[key]})"
         for key in ("TRAIN.BASE_LR", "TRAIN.WARMUP_START_LR", "TRAIN.END_LR")
@@ -131,6 +117,20 @@ def warnings(config: Config, sources: Mapping[str, str]) -> Iterator[str]:
             f"{', '.join(rates)}: multiplied by (global batch / {reference:g}), because {SCALE} is {reference:g} "
             f"({sources[SCALE]}). Set {SCALE}=null to train at the given learning rate"
         )
+    base, epochs = train.BASE_LR, 0 if train.NUM_EPOCHS == AUTO else train.NUM_EPOCHS
+    first, tail = min(shape.MILESTONES, default=0), train.TOKEN_DROP_TAIL if train.TOKEN_DROP else 0
+    never = "the learning rate never decays"
+    for name, other, result, wrong in (
+        ("END_LR", "BASE_LR", "the learning rate rises", "step" not in shape.NAME and base < train.END_LR),
+        ("WARMUP_START_LR", "BASE_LR", "the warm-up falls", train.WARMUP_EPOCHS > 0 and base < train.WARMUP_START_LR),
+        ("LR_SCHEDULER.MILESTONES", "NUM_EPOCHS", never, shape.NAME == "multi-step" and 0 < epochs <= first),
+        ("LR_SCHEDULER.DECAY_EPOCHS", "NUM_EPOCHS", never, shape.NAME == "step" and 0 < epochs <= shape.DECAY_EPOCHS),
+        ("TOKEN_DROP_TAIL", "NUM_EPOCHS", "no token is dropped", 0 < epochs <= tail),
+    ):
+        if wrong:
+            key, limit = f"TRAIN.{name}", f"TRAIN.{other}"
+            high, low = (f"{one} {one_line(value_of(config, one))} ({sources[one]})" for one in (key, limit))
+            yield f"{high} is too high beside {low}, so {result}: set a lower {key}"
 
 
 def is_typed(source: str) -> bool:

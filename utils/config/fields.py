@@ -85,13 +85,14 @@ def holds(condition: str, read: Read) -> bool:
     """Whether a condition on a setting holds.
 
     `KEY`: it is set (not null, false, 0 or empty). `KEY=a|b`: it is one of these, or matches a glob such as `*muon`.
-    `KEY!=a|b`: it is set, and none of these.
+    `KEY!=a|b`: it, or one of several values, is set and none of these.
     """
     key, sign, patterns = condition.partition("=")
     value = read(key.rstrip("!"))
     if sign and not key.endswith("!"):
         return _matches(value, patterns)
-    return bool(value) and not (sign and _matches(value, patterns))
+    values = value if isinstance(value, tuple) else (value,)
+    return bool(value) and not (sign and all(_matches(one, patterns) for one in values))
 
 
 def _matches(value: Any, patterns: str) -> bool:

@@ -92,7 +92,8 @@ def load_config(
         elif own:
             problems.append(f"{typed.name}: {own[0]}: no such setting; one of your own code needs its file: -use FILE")
 
-    proportional = EPOCHS in typed.entries and WARMUP not in typed.entries
+    pair, recipe = {EPOCHS, WARMUP}, _merged(files)  # a recipe's warm-up belongs to its number of epochs
+    proportional = pair & typed.entries.keys() == {EPOCHS} and pair & recipe.keys() != {WARMUP}
     set_before, of_run, defaults = dict(given), {}, {}
     if "MODEL.RESUME" in given:
         from utils.config.resumed import resolved_by_run
@@ -106,8 +107,8 @@ def load_config(
         defaults, about = defaults_by(set_before)
         entries, lines = {**defaults, **set_before}, [*lines, *about]
     config, sources = _checked(entries, problems)
-    if proportional and WARMUP not in of_run:  # a recipe's warm-up belongs to its number of epochs
-        below = {EPOCHS: Entry(default_of(EPOCHS), DEFAULT), **defaults, **_merged(files)}
+    if proportional and WARMUP not in of_run:
+        below = {EPOCHS: Entry(default_of(EPOCHS), DEFAULT), **defaults, **recipe}
         before, now, warmup = as_integer(below[EPOCHS].value), config.TRAIN.NUM_EPOCHS, config.TRAIN.WARMUP_EPOCHS
         # With auto, the warm-up is a fraction: of a run of one epoch.
         length, of = (1 if folded(value) == AUTO else value for value in (now, before))

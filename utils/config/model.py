@@ -103,6 +103,7 @@ class ModelConfig(Section):
             do="name weights with -pretrained",
         ),
         only_with("MODEL.PRETRAINED", why="without weights to start from, every classifier is new", at="true|zero"),
+        overridden_by("MODEL.MAE_PRETRAIN", why=f"{_LABELS} and has no classifier"),
     )
     POOL: Literal["class", "mean", "both", "blocks"] | None = setting(
         None,
@@ -144,4 +145,4 @@ class ModelConfig(Section):
     @property
     def starts_at_probe(self) -> bool:
         """Whether the new classifier of pretrained weights is fitted to features before training."""
-        return self.NEW_CLASSIFIER == "probe" and self.PRETRAINED is not None
+        return self.NEW_CLASSIFIER == "probe" and self.PRETRAINED is not None and not self.MAE_PRETRAIN

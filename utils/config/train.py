@@ -28,6 +28,9 @@ from utils.config.kinds import (
 _MUON = only_with("TRAIN.OPTIMIZER.NAME=*Muon")
 _RAND, _AUTO, _TRIVIAL = "TRAIN.RAND_AUGMENT", "TRAIN.AUTO_AUGMENT", "TRAIN.AUGMENT=trivial"
 _BCE = only_with("TRAIN.LOSS=bce")
+_MIXED = only_with("TRAIN.MIXUP_PROB")
+_NOT_SGD = overridden_by("TRAIN.OPTIMIZER.NAME=sgd|momentum|nesterov")
+_STEPS = only_with("TRAIN.LR_SCHEDULER.NAME=multi-step")
 _LABELLED = overridden_by("MODEL.MAE_PRETRAIN", why="images without labels are not mixed or erased")
 
 _MASKED = only_with("MODEL.MAE_PRETRAIN")
@@ -46,8 +49,8 @@ class MuonConfig(Section):
 
 class OptimizerConfig(Section):
     NAME: str = setting("AdamW", "An optimiser of torch or timm: AdamW, SGD, LAMB, Lion, Muon, ...")
-    EPS: AboveZero | None = setting(None, "eps of Adam and its relatives; null: the optimiser's default.")
-    BETAS: Betas | None = setting(None, "betas of Adam and its relatives; null: the optimiser's default.")
+    EPS: AboveZero | None = setting(None, "eps of Adam and its relatives; null: the optimiser's default.", _NOT_SGD)
+    BETAS: Betas | None = setting(None, "betas of Adam and its relatives; null: the optimiser's default.", _NOT_SGD)
     MOMENTUM: FractionBelowOne | None = setting(
         None, "Momentum of SGD and its relatives; null: the optimiser's default, or 0.9 if that is 0."
     )
@@ -67,8 +70,8 @@ class SchedulerConfig(Section):
     NAME: Literal["warmupcosine", "cosine", "step", "multi-step", "wsd"] = setting(
         "warmupcosine", "Schedule after the warm-up; wsd: constant, with a decay in the last fifth of the run."
     )
-    MILESTONES: Integers = setting((30, 60, 90), "multi-step: epochs after which the rate is multiplied by DECAY_RATE.")
-    DECAY_EPOCHS: Positive = setting(30, "step: epochs between two decays.")
+    MILESTONES: Integers = setting((30, 60, 90), "Epochs after which the rate is multiplied by DECAY_RATE.", _STEPS)
+    DECAY_EPOCHS: Positive = setting(30, "Epochs between two decays.", only_with("TRAIN.LR_SCHEDULER.NAME=step"))
     DECAY_RATE: AboveZero = setting(0.1, "step, multi-step: factor by which each decay multiplies the learning rate.")
 
 
@@ -122,7 +125,7 @@ class TrainConfig(Section):
         excludes("TRAIN.DISTILLATION_TYPE", when=TRAINING, why="its loss has none", do="use DATA.SAMPLER=balanced"),
     )
     MODEL_EMA: bool = setting(False, "Keep an exponential moving average of the weights, and validate it too.")
-    MODEL_EMA_DECAY: FractionBelowOne = setting(0.99996, "Decay of the EMA per update.")
+    MODEL_EMA_DECAY: FractionBelowOne = setting(0.99996, "Decay of the EMA per update.", only_with("TRAIN.MODEL_EMA"))
     MODEL_EMA_WARMUP: bool = setting(True, "Let the EMA's decay grow from 0.1 to MODEL_EMA_DECAY, for short runs.")
     MODEL_EMA_FORCE_CPU: bool = setting(
         False, "Keep the EMA in host memory, slower.", excludes("DIST.STRATEGY=fsdp", why="FSDP shards the EMA")
@@ -132,21 +135,21 @@ class TrainConfig(Section):
     COLOR_JITTER: NonNegative = setting(0.0, "Strength of colour jitter.", overridden_by(_RAND, _AUTO, _TRIVIAL))
     AUTO_AUGMENT: bool = setting(False, "AutoAugment.", overridden_by(_RAND))
     RAND_AUGMENT: bool = setting(False, "RandAugment.")
-    RAND_AUGMENT_LAYERS: Positive = setting(2, "RandAugment: operations per sample.")
-    RAND_AUGMENT_MAGNITUDE: float = setting(9, "RandAugment: magnitude.", ge=0, le=10)
+    RAND_AUGMENT_LAYERS: Positive = setting(2, "RandAugment: operations per sample.", only_with(_RAND))
+    RAND_AUGMENT_MAGNITUDE: float = setting(9, "RandAugment: magnitude.", only_with(_RAND), ge=0, le=10)
     AUGMENT: Names = setting(
         (),
         "More augmentations of single images: trivial (TrivialAugment, wide) or three (ThreeAugment of DeiT III: "
         "greyscale, solarise or blur), then your own, by their names in the files of USE, in this order.",
         excludes(_RAND, _AUTO, at="trivial|three", why="they were never meant to be combined", do="choose one of them"),
     )
-    MIXUP_ALPHA: NonNegative = setting(0.0, "Mixup: alpha of its Beta distribution; 0: off.", _LABELLED)
+    MIXUP_ALPHA: NonNegative = setting(0.0, "Mixup: alpha of its Beta distribution; 0: off.", _LABELLED, _MIXED)
     MIXUP_PROB: Fraction = setting(1.0, "Probability of mixup or CutMix for a batch, pair or sample (MIXUP_MODE).")
     MIXUP_SWITCH_PROB: Fraction = setting(0.5, "Probability of CutMix instead of mixup, if both are on.")
     MIXUP_MODE: Literal["batch", "pair", "elem"] = setting("batch", "Mixup, CutMix: drawn per batch, pair or sample.")
-    CUTMIX_ALPHA: NonNegative = setting(0.0, "CutMix: alpha of its Beta distribution; 0: off.", _LABELLED)
+    CUTMIX_ALPHA: NonNegative = setting(0.0, "CutMix: alpha of its Beta distribution; 0: off.", _LABELLED, _MIXED)
     CUTMIX_MINMAX: Fractions | None = setting(
-        None, "CutMix: smallest and largest side of the box as fractions; replaces CUTMIX_ALPHA.", _LABELLED
+        None, "CutMix: smallest and largest side of the box as fractions; replaces CUTMIX_ALPHA.", _LABELLED, _MIXED
     )
     RANDOM_ERASE_PROB: Fraction = setting(0.0, "Probability of random erasing; 0: off.", _LABELLED)
     RANDOM_ERASE_MODE: Literal["const", "rand", "pixel"] = setting("pixel", "Fill with zeros, one colour or noise.")
@@ -170,8 +173,8 @@ class TrainConfig(Section):
         "Distillation: learn the teacher's top class (hard) or its probabilities (soft); null: off.",
         excludes("DATA.MULTI_LABEL", when=TRAINING, why="its loss is a softmax cross-entropy over the classes"),
     )
-    DISTILLATION_ALPHA: Fraction = setting(0.5, "Distillation: weight of the teacher's loss.")
-    DISTILLATION_TAU: AboveZero = setting(1.0, "Distillation: temperature for type soft.")
+    DISTILLATION_ALPHA: Fraction = setting(0.5, "Weight of the teacher's loss.", only_with("TRAIN.DISTILLATION_TYPE"))
+    DISTILLATION_TAU: AboveZero = setting(1.0, "Temperature of the logits.", only_with("TRAIN.DISTILLATION_TYPE=soft"))
     TEACHER_MODEL: str | None = setting(
         None,
         "Teacher for distillation: a timm model, a run or checkpoint, or NAME=FILE (timm's name and the file of its "

@@ -5,14 +5,15 @@ It is imported where there is something to say.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from utils.config.families import FAMILIES, TYPE, type_of
 from utils.config.fields import Read, Rule, holds
 from utils.config.keys import canonical, sections, settings
-from utils.config.kinds import is_no_value, one_line
+from utils.config.kinds import AUTO, is_no_value, one_line
 from utils.config.read import Entry
 from utils.config.schema import Config
 from utils.errors import closest, either, nearest
@@ -151,6 +152,23 @@ def rule_note(key: str, rule: Rule, read: Read) -> str:
         name, _, values = other.partition("=")
         missed.append(f"{name} is {one_line(read(name))}" + (f", not {either(values.split('|'))}" if values else ""))
     return f"{key} has no effect: {' and '.join(missed)}{f'; {rule.why}' if rule.why else ''}"
+
+
+def size_problems(config: Config) -> Iterator[str]:
+    """What is wrong with a TRAIN.SIZE_SCHEDULE."""
+    train, full, patch = config.TRAIN.spanning(1), config.DATA.IMAGE_SIZE, config.MODEL.PATCH_SIZE
+    steps, epochs = train.SIZE_SCHEDULE, f"TRAIN.NUM_EPOCHS {config.TRAIN.NUM_EPOCHS}"
+    starts = [train.epochs_before(start) for start, _ in steps]
+    if starts[0] != 0 or any(a >= b for a, b in pairwise(starts)) or starts[-1] >= train.NUM_EPOCHS:
+        yield (
+            f"{one_line(steps)}: the first start must be 0, and each later start above the previous one and below "
+            f"{epochs}, as in [[0, 160], [0.75, 224]]; a start below 1 is a fraction of the run"
+        )
+    if full != AUTO and steps[-1][1] != full:
+        ends = f"{one_line(steps)} ends with size {steps[-1][1]}"
+        yield f"{ends}; it must end with DATA.IMAGE_SIZE {full}, the size of validation"
+    if patch and patch != AUTO and (odd := sorted({size for _, size in steps if size % patch and size != full})):
+        yield f"{one_line(tuple(odd))}: not divisible by MODEL.PATCH_SIZE {patch}"
 
 
 def _conditions(texts: Sequence[str]) -> list[str]:

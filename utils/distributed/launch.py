@@ -29,8 +29,6 @@ def self_launch(script: str, argv: list[str], processes: int) -> int:
 
     os.environ[LAUNCHER_PID] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks set their own number; this only silences a warning
-    # After SIGHUP or SIGQUIT the ranks save and exit. After a rank's failure, torch gives the others 30 s in any case.
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_SAVE))
     # It logs every rank that exits with another code than 0; the ranks report that themselves.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     exit_code = 0  # that of the first signal
@@ -49,7 +47,7 @@ def self_launch(script: str, argv: list[str], processes: int) -> int:
             timer.daemon = True
             timer.start()
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, forward)
     config = LaunchConfig(
@@ -61,7 +59,7 @@ def self_launch(script: str, argv: list[str], processes: int) -> int:
         rdzv_endpoint="localhost:0",
         local_addr="127.0.0.1",  # else the host's name, which need not resolve
         max_restarts=0,
-        signals_to_handle="SIGHUP,SIGQUIT",  # the others are ours
+        signals_to_handle="SIGQUIT",  # the others are ours; for SIGHUP, torch would end what nohup started
     )
     try:
         elastic_launch(config, sys.executable)("-u", script, *argv)

@@ -236,8 +236,10 @@ class History:
     def skips(self, by_epoch: bool | None = None) -> Points:
         """(position, loss scale) of each report that has more skipped updates than the one before."""
         points: Points = []
-        before = 0
-        for line in self.of("train"):
+        before, trained = 0, self.of("train")
+        if trained and self.lines[0].get("what") == "resume":  # of another run, whose skipped updates count on
+            before = trained[0].get("skipped") or 0
+        for line in trained:
             if (line.get("skipped") or 0) > before and line.get("scale"):
                 points.append((self.place(line["update"], by_epoch), float(line["scale"])))
             before = line.get("skipped") or before

@@ -30,7 +30,7 @@ FILES_OF_A_RUN = (CONFIG, ABOUT, METRICS_FILE, CHECKPOINTS)
 
 
 def is_run_folder(folder: Path) -> bool:
-    return any((folder / name).exists() for name in FILES_OF_A_RUN)
+    return any(os.path.exists(folder / name) for name in FILES_OF_A_RUN)
 
 
 def is_of_user(source: str) -> bool:
@@ -42,18 +42,16 @@ def is_of_user(source: str) -> bool:
 
 def check_output(output: str | None, save: str, resumed: Path | None) -> None:
     """Check, before anything is built, that the run's folder can be used; create nothing."""
-    if output is None:
-        check_writable(Path(save))
-        return
-    folder = Path(output)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"-output {folder}: this is a file; name a folder for the run.")
-    if is_run_folder(folder) and (resumed is None or resumed.resolve() != folder.resolve()):
-        raise UserError(
-            f"-output {folder}: this folder already contains a run, which is not overwritten. "
-            f"Resume it with -resume auto, or name another folder."
-        )
-    check_writable(folder)
+    folder = Path(save if output is None else output)
+    with os_errors_as_user_errors(folder):  # of a name that is too long, for example
+        if output is not None and folder.exists() and not folder.is_dir():
+            raise UserError(f"-output {folder}: this is a file; name a folder for the run.")
+        if output is not None and is_run_folder(folder) and (resumed is None or resumed.resolve() != folder.resolve()):
+            raise UserError(
+                f"-output {folder}: this folder already contains a run, which is not overwritten. "
+                f"Resume it with -resume auto, or name another folder."
+            )
+        check_writable(folder)
 
 
 def check_writable(folder: Path) -> None:

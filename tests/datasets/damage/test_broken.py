@@ -120,14 +120,18 @@ def test_more_broken_images_than_max_bad_end_the_run(
     assert {line.split("  # ")[0] for line in (tmp_path / "broken.txt").read_text().splitlines()} == names
 
 
-def test_broken_list_keeps_lines_of_an_earlier_start(listed: Path, training: Loaders, tmp_path: Path) -> None:
+def test_broken_list_keeps_lines_of_an_earlier_start(
+    listed: Path, training: Loaders, tmp_path: Path, said: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "broken.txt").write_text("train/3.png  # long ago\n")
     image(listed, 3).write_bytes(b"x")
     image(listed, 6).unlink()
     loader = training()
-    broken_of(loader).folder = tmp_path
     epoch(loader)
-    broken_of(loader).share(World())
+    for folder in (tmp_path / "gone", tmp_path / "gone", tmp_path):
+        broken_of(loader).folder = folder
+        broken_of(loader).share(World())
+    assert said.text.count("gone/broken.txt cannot be written (No such file or directory)") == 1
     assert (tmp_path / "broken.txt").read_text().splitlines() == [
         "train/3.png  # long ago",
         "train/6.png  # it does not exist",

@@ -19,7 +19,7 @@ from tests.datasets.shards.tar_files import write_set
 from tests.program import Vitamp
 from utils.config.data import DataConfig
 from utils.errors import UserError
-from utils.text import redacted
+from utils.text import redacted, redacted_values
 
 
 @pytest.fixture
@@ -126,6 +126,7 @@ def test_password_of_a_url_reaches_no_file(tmp_path: Path, vitamp: Vitamp, addre
         ("at http://ann:pw@host:80/a b", "at http://***@host:80/a b"),
         ('"https://token@host/x"', '"https://***@host/x"'),
         ("'https://h/a.tar?X-Amz-Signature=1&b=2' z", "'https://h/a.tar?***' z"),
+        ('see "https://h/a?token=1", "b"', 'see "https://h/a?***", "b"'),
         ("https://h/a?page=2 and me@example.org", "https://h/a?page=2 and me@example.org"),
         ("s3://bucket/a@b/c", "s3://bucket/a@b/c"),
     ],
@@ -133,3 +134,4 @@ def test_password_of_a_url_reaches_no_file(tmp_path: Path, vitamp: Vitamp, addre
 def test_urls_are_shown_without_secrets(text: str, shown: str) -> None:
     assert redacted(text) == shown
     assert redacted(shown) == shown
+    assert redacted_values({"tag": [text]}) == {"tag": [shown]}

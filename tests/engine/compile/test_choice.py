@@ -70,12 +70,14 @@ def test_cpu_compiles_only_on_request() -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_gpu_compiles_where_it_is_worthwhile() -> None:
+def test_gpu_compiles_where_it_is_worthwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(device="cuda", updates=SHORT).how == "none"
     assert "no more than 2 times" in choose(device="cuda", updates=SHORT).reason
     assert choose(device="cuda", updates=LONG).how == "whole"
     assert choose(device="cuda", updates=LONG, GRAD_CHECKPOINT="blocks").how == "blocks"
     assert "500,000 updates" in choose(device="cuda", updates=LONG).reason
+    monkeypatch.setattr(choice, "of_trial", ("whole", "as in the trial"))
+    assert choose(device="cuda", updates=SHORT) == ("whole", "as in the trial")
 
 
 @pytest.mark.usefixtures("gpu", "two")
@@ -102,14 +104,10 @@ def test_fp8_that_auto_does_not_compile_is_warned_of(said: pytest.LogCaptureFixt
 
 
 @pytest.mark.usefixtures("gpu")
-def test_resumed_run_keeps_its_choice_unless_set() -> None:
+def test_resumed_run_keeps_its_choice_on_such_a_device_unless_set() -> None:
     assert choose(kept="whole") == ("whole", "as before the resume")
     assert choose(kept="whole", COMPILE="none").how == "none"
     assert choose(kept="none", COMPILE="blocks").how == "blocks"
-
-
-@pytest.mark.usefixtures("gpu")
-def test_run_resumed_on_another_kind_of_device_chooses_again() -> None:
     assert choose(kept="whole", began_on="cuda") == ("none", choose().reason)
     assert choose(kept="none", began_on="cpu", device="cuda").how == "whole"
     assert choose(kept="whole", began_on="cuda", COMPILE="blocks").how == "blocks", "as asked for"

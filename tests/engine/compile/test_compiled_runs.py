@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.program import TINY_DIGITS, Vitamp, metrics, run_program
+from tests.program import Vitamp, metrics, run_program
 
 RANDOM = ("MODEL.DROPOUT=0.1", "MODEL.DROPPATH=0.1", "TRAIN.MODEL_EMA=true", "TRAIN.NUM_EPOCHS=1")
 FILES = ("model.safetensors", "ema.safetensors")
@@ -48,9 +48,7 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    place = tmp_path_factory.mktemp("compiled_runs")
-    (place / "tiny.yaml").write_text(TINY_DIGITS, encoding="utf-8")
+def runs(place: Path) -> Runs:
     words = ("-cfg", place / "tiny.yaml", *RANDOM, f"DATA.CACHE={place / 'cache'}")
     made = Runs(words, whole=place / "whole", eager=place / "eager")
     done = run_program(

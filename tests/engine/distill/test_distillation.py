@@ -273,10 +273,9 @@ def test_distillation_on_two_sharded_processes_equals_one(
     given = [f"{key.replace('__', '.')}={value}" for key, value in {**DISTILLED, **MIXED}.items()]
     words = ("-cfg", tiny, *given, "TRAIN.DISTILLATION_TYPE=hard", "-teacher_model", teacher_run, "REPORT_FREQ=1")
     words = (*words, "TRAIN.MAX_UPDATES=8", "TRAIN.GLOBAL_BATCH=64")
-    one = vitamp(*words, "-output", tmp_path / "one")
+    vitamp(*words, "-output", tmp_path / "one", code=0)
     sharded = ("-output", tmp_path / "two", "-ngpus", 2, "DIST.STRATEGY=fsdp")
-    two = vitamp(*words, *sharded, script="main_multi_gpu.py", timeout=300)
-    assert (one.code, two.code) == (0, 0), one.text + two.text
+    vitamp(*words, *sharded, script="main_multi_gpu.py", timeout=300, code=0)
     losses = [[line["loss"] for line in metrics(tmp_path / name, "train")] for name in ("one", "two")]
     assert len(losses[0]) == 8
     assert max(abs(a - b) for a, b in zip(*losses, strict=True)) < 1e-5

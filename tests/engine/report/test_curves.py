@@ -63,11 +63,13 @@ def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Dr
 
 def test_curves_show_training_and_validation(drawn: Callable[..., Drawn], tmp_path: Path) -> None:
     val = {"event": "val", "epoch": 1, "update": 20, "loss": 0.5, "acc1": 80.0, "ema_acc1": 90.0, "perf": {}}
+    val |= {f"{which}own{n}": 80.0 + n for which in ("", "ema_") for n in range(5)}
     write(tmp_path, line(10, loss=2.0), line(15, loss=None), line(20), val)
     found = drawn("digits, AMP fp16, best top-1 80 %")
     assert found["title"] == {"digits, AMP fp16, best top-1 80 %": []}
     assert found["loss"] == {"training": [(10, 2.0), (20, 1.0)], "validation": [(20, 0.5)]}
     assert found["top-1 accuracy (%)"]["validation of the EMA"] == [(20, 90.0)]
+    assert found["top-1 accuracy (%)"]["validation, EMA own4"] == [(20, 84.0)]
     assert found["images/s"] == {"images/s": [(10, 100), (15, 100), (20, 100)]}
 
 
@@ -114,8 +116,11 @@ def test_title_names_model_data_and_precision(amp: bool, tag: str | None, said: 
 
 def test_skipped_updates_are_marked(drawn: Callable[..., Drawn], tmp_path: Path) -> None:
     skipped = (0, 1, 1, 3)
-    write(tmp_path, *(line(10 * n + 10, skipped=count, scale=2.0 ** (16 - n)) for n, count in enumerate(skipped)))
-    assert drawn()["loss scale"]["updates skipped"] == [(20, 2.0**15), (40, 2.0**13)]
+    resumed = {"event": "run", "epoch": 1, "what": "resume", "update": 0, "perf": {}}
+    for before, first in ((0, []), (7, [resumed])):  # of the run that it branched off from
+        lines = [line(10 * n + 10, skipped=before + k, scale=2.0 ** (16 - n)) for n, k in enumerate(skipped)]
+        write(tmp_path, *first, *lines)
+        assert drawn()["loss scale"]["updates skipped"] == [(20, 2.0**15), (40, 2.0**13)]
 
 
 @pytest.mark.parametrize("scale", [1.0, None])

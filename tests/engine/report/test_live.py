@@ -63,12 +63,15 @@ def test_narrow_bar_drops_whole_words(monkeypatch: pytest.MonkeyPatch, width: in
     terminal = open_terminal(monkeypatch)
     monkeypatch.setenv("COLUMNS", f"{width}")
     end = Position(step=44, update=44 * 90, epoch=90)
-    live = Live(CONFIG, 44, Position(epoch=90))
+    live = Live(CONFIG, 44, Position(epoch=90, update=44 * 89))
     live.stepped(end)
-    live.reported(Reading(MEANS, MEANS, 1.0, 1.0, 1e-3, 0, 0, 0), Perf(1234.5, 0.0, 1.0, 1.0), 0.0)
+    for skipped in (7, 9):  # 7 of them before it was resumed
+        live.reported(Reading(MEANS, MEANS, 1.0, 1.0, 1e-3, skipped, 0, 0), Perf(1234.5, 0.0, 1.0, 1.0), 0.0)
     live.validating(end)
     assert screen(terminal.getvalue())[-1].endswith(last)
+    live.epoch_ended(end, MEANS, 1.0)
     live.close()
+    assert screen(terminal.getvalue())[-2].endswith("  2 skipped")
 
 
 def test_second_ctrl_c_leaves_no_bar_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +106,7 @@ def test_many_notes_on_the_data_are_counted_instead(monkeypatch: pytest.MonkeyPa
     terminal = open_terminal(monkeypatch)
     brief = brief_terminal()
     assert brief is not None
-    print_on_terminal(brief.banner("vitamp\n  inputs     mean\n  data       digits"))
+    print_on_terminal(brief.banner("vitamp\n  tag        text\n\n  inputs     mean\n  data       digits"))
     for number in range(9):
         log.info("note %d", number)
     log.warning("shown")

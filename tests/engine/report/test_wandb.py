@@ -15,6 +15,7 @@ import pytest
 
 from engine import preflight
 from engine.measure.meters import Best
+from engine.report import trackers
 from engine.report.trackers import TrackedRun
 from tests.program import Vitamp, metrics
 from utils.config import Config, load_config
@@ -25,7 +26,7 @@ def test_resumed_run_continues_at_wandb(vitamp: Vitamp, tiny: Path, tmp_path: Pa
     """With the package itself, offline; training is not affected."""
     pytest.importorskip("wandb")
     words = ("-cfg", tiny, "-amp", "bf16", "REPORT_FREQ=5", "SAVE_EVERY_UPDATES=10")
-    sent, env = ("-output", tmp_path / "run", "WANDB=digits"), {"WANDB_MODE": "offline"}
+    sent, env = ("-output", tmp_path / "run", "WANDB=digits", f"TAG={'long ' * 20}"), {"WANDB_MODE": "offline"}
     for more in (("TRAIN.MAX_UPDATES=10",), ("-resume", tmp_path / "run", "TRAIN.MAX_UPDATES=15")):
         done = vitamp(*words, *sent, *more, env=env, code=0)
         assert "Weights & Biases" not in done.err
@@ -134,8 +135,12 @@ def test_failed_run_is_reported_as_failed(board: Callable[[Service], TrackedRun]
         assert service.defined[name] == {"step_metric": "update", "summary": "max"}
 
 
-def test_missing_wandb_package_is_an_error(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "versions", lambda *_: {})
+def test_missing_package_and_impossible_names_are_errors(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "versions", lambda *names: dict.fromkeys(names, "1"))
+    for name in ("team/digits", 129 * "d"):
+        with pytest.raises(UserError, match=f"WANDB {name}: name a project, with at most 128 characters and none of /"):
+            preflight.check(load_config(str(tiny), words={"WANDB": name}).config)
+    monkeypatch.setattr(trackers, "versions", lambda *_: {})
     preflight.check(load_config(str(tiny)).config)
     preflight.check(load_config(str(tiny), words={"WANDB": "mine", "EVAL": "true"}).config)
     with pytest.raises(UserError, match=r"WANDB mine: the package wandb is not installed\. Run: pip install wandb"):

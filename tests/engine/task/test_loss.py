@@ -188,7 +188,7 @@ def test_mixed_images_of_several_micro_batches_count_by_their_mixed_weights(
 
 
 def test_balanced_weights_make_all_classes_count_equally() -> None:
-    weights = class_weights("balanced", 6, SKEWED)
+    weights = class_weights(6, SKEWED)
     counts = np.bincount(SKEWED, minlength=6)
     assert weights[5] == 1, "a class without images"
     assert np.allclose((weights * counts)[:5], 203 / 5)

@@ -214,11 +214,12 @@ def opening_of(run: Run, headline: Headline | None) -> dict[str, Any]:
     elif not found:
         remarks.append("The run ended without a validation.")
     data = read_data(run.folder)
-    copies, images = data.get("copies") or {}, data.get("images", {}).get("validation")
+    copies = data.get("copies") or {}
+    compared = {"training": copies.get("training"), "validation": copies.get("compared")}
     if copies.get("compared") and copies.get("found"):
         have = "image has a copy" if copies["found"] == 1 else "images have a copy"
         remarks.append(f"{copies['found']:,} validation {have} in training: expect less on new images.")
-    elif copies.get("compared") == images and copies.get("found") == 0:
+    elif copies.get("found") == 0 and data.get("images") == compared:
         remarks.append("No validation image is a copy of a training image.")
     if found is None:
         return {"learnt": learnt, "figure": "", "remarks": remarks}

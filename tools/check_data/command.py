@@ -86,8 +86,8 @@ def main(argv: list[str]) -> int:
         how = f"; to exclude them, add DATA.EXCLUDE={fix}" if count else ""
         advice.append(f"{counted(count, 'image')} to exclude{how}")
     if report.NEAR_OVERLAP in findings.defects and not line.asked.near:
-        text = "Images that are nearly the same as a validation image stay: look at them, then add -near -overwrite."
-        advice.append(text)
+        way = "-near -overwrite" if fix else "-fix FILE -near"
+        advice.append(f"Images that are nearly the same as a validation image stay: look at them, then add {way}.")
     log.info(report.text(findings, data, advice))
     if json_file is not None:
         with writing(json_file, "-json"):

@@ -411,7 +411,7 @@ def train_all(plan: Plan, after_each: Callable[[Trained], object], budget: Budge
             elif budget is not None and not budget.allows(left):
                 done.left_out.append(run.name)
                 if plan.budget_min and left > 60 * plan.budget_min:
-                    done.advice = f"one run takes about {clock(left)}: give a larger -budget_min"
+                    done.advice = f"{run.name} takes about {clock(left)} more: give a larger -budget_min"
                 continue
             else:
                 began = time.monotonic()

@@ -58,10 +58,11 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
             from engine.machine.environment import join_run
 
             join_run(config, world, device, threads)
-        if world.size == 1 and config.DIST.STRATEGY == "fsdp":
+        dist = config.DIST
+        if world.size == 1 and dist.STRATEGY == "fsdp":
             log.info("DIST.STRATEGY fsdp has no effect with one process.")
-            config = config.model_copy(update={"DIST": config.DIST.model_copy(update={"STRATEGY": "ddp"})})
-        this = Run(config, world, device, threads, asked={"DIST.STRATEGY": loaded.config.DIST.STRATEGY})
+            config = config.model_copy(update={"DIST": dist.model_copy(update={"STRATEGY": "ddp", "HSDP": False})})
+        this = Run(config, world, device, threads, asked={"DIST.STRATEGY": dist.STRATEGY, "DIST.HSDP": dist.HSDP})
         try:
             check_precision(config.AMP, device)
             with ExitStack() as until_the_end:

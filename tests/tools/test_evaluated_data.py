@@ -108,12 +108,14 @@ def test_parts_of_a_run_on_the_folders_train_and_test(vitamp: Vitamp, tmp_path: 
 
 def test_eval_refuses_classes_with_other_labels(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
     weights = ("-cfg", run.parent / "icons.yaml", "-pretrained", run)
-    for classes, words, code in (("ab", ("-resume", run), 0), ("bc", ("-resume", run), 2), ("bc", weights, 2)):
+    resumed = ("-resume", run)
+    for classes, words, code in (("ab", resumed, 0), ("xyz", resumed, 0), ("bc", resumed, 2), ("bc", weights, 2)):
         other = folders(tmp_path / classes, "new", 2, classes)
         done = vitamp("-eval", *words, "-data_path", other, f"SAVE={tmp_path / 'evals'}", code=code)
         said = f"label 0 was a in training, but is b in imagefolder in {other}. `python scripts/evaluate.py {run}"
         assert (said in done.err) == (code == 2)
-    assert len([*(tmp_path / "evals").iterdir()]) == 1
+        assert ("its classes had other names (now: x, y, z, ...)" in done.err) == (classes == "xyz")
+    assert len([*(tmp_path / "evals").iterdir()]) == 2
     assert "4 images of 2 classes" in vitamp(run, "-data_path", other, script="scripts/evaluate.py", code=0).out
 
 

@@ -408,6 +408,11 @@ def test_speed_excludes_the_first_report_after_each_start_if_there_are_others(fo
     results = metrics_of(folder)
     assert results["images_per_second"] == 1000.0
     assert results["seconds_per_update"] == pytest.approx(50 * 2 * 4 / 1000)
+    (folder / "checkpoints" / "step-35").mkdir(parents=True)
+    (folder / "checkpoints" / "index.json").write_text('{"last": "step-35"}')
+    batch = {"per_process": 50, "accumulated": 3, "processes": 1}  # as the run went on
+    (folder / "checkpoints" / "step-35" / "meta.json").write_text(json.dumps({"batch": batch}))
+    assert metrics_of(folder)["seconds_per_update"] == pytest.approx(50 * 3 / 1000)
     assert results["seconds_per_epoch"] == 5.0
     assert not results["start_up_counted"]
     assert results["peak_memory_gb"] == 2.5

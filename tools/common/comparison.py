@@ -16,6 +16,8 @@ from utils.errors import UserError, nearest
 from utils.record.history import History, Line, is_end, is_start, last_line
 from utils.record.run_folder import read_about
 from utils.text import wilson
+from vitamp.checkpoints import CHECKPOINTS, read_index
+from vitamp.meta import unchecked_meta
 from vitamp.metrics import AVERAGE, KNN, ONE_LABEL, PLAIN, Metric, WeightSet, metric_named, set_named
 
 Metrics = dict[str, Any]
@@ -395,6 +397,10 @@ def metrics_of(folder: Path) -> Metrics:
     about, config, history = read_about(folder), config_of_run(folder), History.of_run(folder)
     speed, speeds = history.images_per_second, history.speeds
     batch = config.DATA.BATCH_SIZE * config.TRAIN.ACCUM_ITER * about["choices"]["world_size"]
+    root = folder / CHECKPOINTS
+    # A run that went on with another number of processes accumulates otherwise than its config.yaml says.
+    if saved := unchecked_meta(root / (read_index(root)["last"] or "none")).get("batch"):
+        batch = saved["per_process"] * saved["accumulated"] * saved["processes"]
     return {
         "precision": about["choices"]["precision"],
         "images_per_second": speed,

@@ -6,7 +6,6 @@ and CUDA graphs do not look into it. No two programs add to the same sum, so the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import log2
 from typing import Any
 
@@ -23,37 +22,18 @@ MIN_DOT_SIZE = 16
 LOG2_E = log2(2.718281828459045)
 
 
-@dataclass(frozen=True)
-class Forward:
-    """Launch options: a program computes one head, `rows` queries at a time, against all its keys."""
-
-    rows: int = 64
-    warps: int = 4
-    stages: int = 3
-
-    def options(self, tokens: int, heads: int, width: int) -> dict[str, Any]:
-        first, second, third = key_blocks(tokens)
-        sizes = {"N": tokens, "H": heads, "D": width, "ROWS": min(self.rows, _next_power_of_2(tokens))}
-        return sizes | {"K1": first, "K2": second, "K3": third, "num_warps": self.warps, "num_stages": self.stages}
+def forward_options(tokens: int, heads: int, width: int) -> dict[str, Any]:
+    """How to launch it: a program computes one head, up to 64 queries at a time, against all its keys."""
+    first, second, third = key_blocks(tokens)
+    sizes = {"N": tokens, "H": heads, "D": width, "ROWS": min(64, _next_power_of_2(tokens))}
+    return sizes | {"K1": first, "K2": second, "K3": third, "num_warps": 4, "num_stages": 3}
 
 
-@dataclass(frozen=True)
-class Backward:
-    """Launch options: a program computes one head, `keys` keys at a time, and for these `rows` queries at a time."""
-
-    rows: int = 32
-    keys: int = 256
-    warps: int = 8
-    stages: int = 3
-
-    def options(self, tokens: int, heads: int, width: int) -> dict[str, Any]:
-        rows, keys = (min(most, _next_power_of_2(tokens)) for most in (self.rows, self.keys))
-        warps = self.warps if keys == self.keys else self.warps // 2
-        sizes = {"N": tokens, "H": heads, "D": width, "ROWS": rows, "KEYS": keys}
-        return sizes | {"num_warps": warps, "num_stages": self.stages}
-
-
-FORWARD, BACKWARD = Forward(), Backward()
+def backward_options(tokens: int, heads: int, width: int) -> dict[str, Any]:
+    """How to launch it: a program computes one head, all its keys at once, and for them up to 32 queries at a time."""
+    keys = _next_power_of_2(tokens)
+    sizes = {"N": tokens, "H": heads, "D": width, "ROWS": min(32, keys), "KEYS": keys}
+    return sizes | {"num_warps": 8 if keys == MAX_TOKENS else 4, "num_stages": 3}
 
 
 def supports(tokens: int, width: int, dtype: torch.dtype) -> bool:
@@ -91,7 +71,7 @@ def packed_attention(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 
     with torch.cuda.device_of(qkv):
         kernels.forward_kernel[(batch * heads,)](
-            qkv, out, logsumexp, width**-0.5 * LOG2_E, **FORWARD.options(tokens, heads, width)
+            qkv, out, logsumexp, width**-0.5 * LOG2_E, **forward_options(tokens, heads, width)
         )
     return out, logsumexp
 
@@ -106,7 +86,7 @@ def packed_attention_backward(grad: Tensor, qkv: Tensor, out: Tensor, logsumexp:
     scale = width**-0.5
     with torch.cuda.device_of(qkv):
         kernels.backward_kernel[(batch * heads,)](
-            qkv, out, logsumexp, grad, dqkv, scale, scale * LOG2_E, **BACKWARD.options(tokens, heads, width)
+            qkv, out, logsumexp, grad, dqkv, scale, scale * LOG2_E, **backward_options(tokens, heads, width)
         )
     return dqkv
 

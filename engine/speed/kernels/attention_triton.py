@@ -92,7 +92,7 @@ def backward_kernel(
     qkv, out, logsumexp, grad, dqkv, scale, log_scale,
     N: tl.constexpr, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """KEYS keys at a time, and for these ROWS queries at a time; gradients of queries are summed in dqkv."""
+    """All keys at once (KEYS, a power of 2, is at least their number N), and for them ROWS queries at a time."""
     WIDTH: tl.constexpr = H * D
     head = tl.program_id(0)
     place = qkv + (head // H).to(tl.int64) * (N * 3 * WIDTH) + head % H * D
@@ -100,33 +100,26 @@ def backward_kernel(
     out += (head // H).to(tl.int64) * (N * WIDTH) + head % H * D
     grad += (head // H).to(tl.int64) * (N * WIDTH) + head % H * D
     logsumexp += head.to(tl.int64) * N
-    for first in range(0, N, KEYS):
-        k = _load(place + WIDTH, first, N, 3 * WIDTH, D, KEYS)
-        v = _load(place + 2 * WIDTH, first, N, 3 * WIDTH, D, KEYS)
-        keys = first + tl.arange(0, KEYS)
-        dk = tl.zeros([KEYS, D], tl.float32)
-        dv = tl.zeros([KEYS, D], tl.float32)
-        for start in range(0, N, ROWS):
-            q = _load(place, start, N, 3 * WIDTH, D, ROWS)
-            do = _load(grad, start, N, WIDTH, D, ROWS)
-            o = _load(out, start, N, WIDTH, D, ROWS)
-            rows = start + tl.arange(0, ROWS)
-            lse = tl.load(logsumexp + rows, mask=rows < N, other=float("inf"))  # rows beyond N get weight 0
-            delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
-            p = tl.exp2(tl.dot(k, tl.trans(q)) * log_scale - tl.expand_dims(lse, 0))
-            p = tl.where(tl.expand_dims(keys, 1) < N, p, 0.0)
-            dp = tl.dot(v, tl.trans(do))
-            dv = tl.dot(p.to(do.dtype), do, dv)
-            ds = (p * (dp - tl.expand_dims(delta, 0))).to(q.dtype)
-            dk = tl.dot(ds, q, dk)
-            # The warp-group instruction needs 64 rows; with fewer, the transposed product has them as columns.
-            dq = tl.dot(tl.trans(ds), k) if ROWS >= 64 else tl.trans(tl.dot(tl.trans(k), ds))
-            dq *= scale
-            if KEYS < N:
-                stored = tl.where(first > 0, N, 0)  # for the first keys, dqkv holds no sums yet
-                dq += _load(dplace, start, stored, 3 * WIDTH, D, ROWS).to(tl.float32)
-            _save(dplace, start, dq, N, 3 * WIDTH, D, ROWS)
-        _save(dplace + WIDTH, first, dk * scale, N, 3 * WIDTH, D, KEYS)
-        _save(dplace + 2 * WIDTH, first, dv, N, 3 * WIDTH, D, KEYS)
-        if KEYS < N:
-            tl.debug_barrier()  # another thread may have written the sums that the next keys add to
+    k = _load(place + WIDTH, 0, N, 3 * WIDTH, D, KEYS)
+    v = _load(place + 2 * WIDTH, 0, N, 3 * WIDTH, D, KEYS)
+    keys = tl.arange(0, KEYS)
+    dk = tl.zeros([KEYS, D], tl.float32)
+    dv = tl.zeros([KEYS, D], tl.float32)
+    for start in range(0, N, ROWS):
+        q = _load(place, start, N, 3 * WIDTH, D, ROWS)
+        do = _load(grad, start, N, WIDTH, D, ROWS)
+        o = _load(out, start, N, WIDTH, D, ROWS)
+        rows = start + tl.arange(0, ROWS)
+        lse = tl.load(logsumexp + rows, mask=rows < N, other=float("inf"))  # rows beyond N get weight 0
+        delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
+        p = tl.exp2(tl.dot(k, tl.trans(q)) * log_scale - tl.expand_dims(lse, 0))
+        p = tl.where(tl.expand_dims(keys, 1) < N, p, 0.0)
+        dp = tl.dot(v, tl.trans(do))
+        dv = tl.dot(p.to(do.dtype), do, dv)
+        ds = (p * (dp - tl.expand_dims(delta, 0))).to(q.dtype)
+        dk = tl.dot(ds, q, dk)
+        # The warp-group instruction needs 64 rows; the transposed product has the up to 32 queries as columns.
+        dq = tl.trans(tl.dot(tl.trans(k), ds))
+        _save(dplace, start, dq * scale, N, 3 * WIDTH, D, ROWS)
+    _save(dplace + WIDTH, 0, dk * scale, N, 3 * WIDTH, D, KEYS)
+    _save(dplace + 2 * WIDTH, 0, dv, N, 3 * WIDTH, D, KEYS)

@@ -190,9 +190,11 @@ def check_data(config: Config, train_set: ImageDataset, val_set: ImageDataset, f
     if config.task == NO_LABELS:
         found = replace(found, classes={title: {} for title in found.classes}, largest_class_percent=None)
     # A dry run has no config.yaml: check_data.py takes the same flags, and a number in place of `-batch_size auto`.
-    same = [word for word in sys.argv[1:] if word.lstrip("-") != "dry_run"]
+    same = [word for word in sys.argv[1:] if word.lstrip("-").replace("-", "_") != "dry_run"]
     settings = ["-cfg", str(folder / CONFIG)] if folder else [*same, f"DATA.BATCH_SIZE={config.DATA.BATCH_SIZE}"]
-    check = f"{tool('check_data')} {shlex.join(settings)}"
+    # A tool executes no code that the run's settings name.
+    use = ["-use", ",".join(config.own_files)] if config.own_files and (folder or "-use" not in same) else []
+    check = f"{tool('check_data')} {shlex.join([*settings, *use])}"
     notes = notes_of(found, config.DATA, config.TRAIN, check)
     warnings = [*warnings_of(found, config.DATA, check)]
     for note in notes:
@@ -202,7 +204,7 @@ def check_data(config: Config, train_set: ImageDataset, val_set: ImageDataset, f
     if folder is None:
         return
     try:
-        write_json(folder / DATA, {**asdict(found), "notes": notes, "warnings": warnings})
+        write_json(folder / DATA, {**asdict(found), "notes": notes, "warnings": warnings, "use": use})
     except OSError as error:  # only a description: the training does not need it
         log.warning("%s: cannot be written (%s).", folder / DATA, error.strerror)
 
@@ -220,7 +222,8 @@ def notes_of(found: Findings, data: DataConfig, train: TrainConfig, check: str) 
     notes = [text]
 
     counts = [count for count in training.values() if count]
-    balanced = train.CLASS_WEIGHTS is not None or data.SAMPLER == "balanced"
+    # Without epochs, such as for a probe, nothing is weighed.
+    balanced = train.CLASS_WEIGHTS is not None or data.SAMPLER == "balanced" or train.NUM_EPOCHS == 0
     if found.largest_class_percent is not None and not balanced and counts and max(counts) >= UNEQUAL * min(counts):
         # Neither the loss of a distillation nor one of the user's own has class weights.
         weights = " or TRAIN.CLASS_WEIGHTS=balanced" * (train.DISTILLATION_TYPE is None and train.LOSS in LOSSES)
@@ -235,7 +238,7 @@ def notes_of(found: Findings, data: DataConfig, train: TrainConfig, check: str) 
     if found.turned and not data.EXIF_ROTATE:
         notes.append(
             f"To be turned by their EXIF data, but read as they are stored: {found.turned:,} {of}. "
-            "DATA.EXIF_ROTATE=true turns them"
+            f"DATA.EXIF_ROTATE=true turns them{', in pack_images.py too' * (data.DATASET == 'shards')}"
         )
     copies, images = found.copies, found.images
     if copies is None:

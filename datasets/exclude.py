@@ -177,19 +177,17 @@ def relabelled(samples: Samples, data: DataConfig) -> Samples:
     classes = samples.classes or range(labels.shape[1] if several else int(labels.max(initial=-1)) + 1)
     name_of = dict(enumerate(distinct_names(classes)))
     label_of, remains = {name: label for label, name in name_of.items()}, np.ones(len(labels), dtype=bool)
+    others = dict[str, str]()  # of a name that a table has again, another label than that of its line
     for index in range(len(labels)):
         name = below(samples.name(index), prefix)
         if name not in rows:
             continue
-        unmatched.pop(name, None)
         number, given, proposed, decision = rows[name]
         own = np.flatnonzero(labels[index]).tolist() if several else [int(labels[index])]
         if {label_of.get(one) for one in given} != {*own}:
-            has = "|".join(name_of.get(label, f"{label}") for label in own)
-            raise UserError(
-                f"{data.RELABEL}:{number}: given is {'|'.join(given)!r}, but {name} has the label {has!r}. The "
-                "list was made for other labels: make it again, or correct the line."
-            )
+            others[name] = "|".join(name_of.get(label, f"{label}") for label in own)
+            continue
+        unmatched.pop(name, None)
         new = proposed if decision == "relabel" else given
         if (wrong := next((one for one in new if one not in label_of), None)) is not None:
             closest = nearest(wrong, label_of) or f" Give a name as {name_of[0]!r}."
@@ -198,6 +196,12 @@ def relabelled(samples: Samples, data: DataConfig) -> Samples:
         labels[index] = np.isin(np.arange(labels.shape[-1]), wanted) if several else wanted[0]
         remains[index] = decision != "drop"
         done["drop" if decision == "drop" else "keep" if {*wanted} == {*own} else "relabel"] += 1
+    if (name := next(filter(unmatched.get, others), None)) is not None:
+        number, given, *_ = rows[name]
+        raise UserError(
+            f"{data.RELABEL}:{number}: given is {'|'.join(given)!r}, but {name} has the label {others[name]!r}. The "
+            "list was made for other labels: make it again, or correct the line."
+        )
     if not remains.any():
         raise UserError(f"DATA.RELABEL {data.RELABEL} leaves out all {len(labels)} training images.")
     found = Remaining(samples, np.flatnonzero(remains), samples.lines if isinstance(samples, Remaining) else set())

@@ -57,7 +57,7 @@ def check_label(label: int, num_classes: int, where: str) -> None:
     if not least <= label < num_classes:
         raise UserError(
             f"{where}: label {label} does not fit MODEL.NUM_CLASSES {num_classes}: "
-            f"labels go from {least} to {num_classes - 1}. Correct the line, or train with a larger -num_classes."
+            f"labels go from {least} to {num_classes - 1}. Correct it, or train with a larger -num_classes."
         )
 
 

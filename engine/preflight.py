@@ -11,7 +11,7 @@ from engine.inputs.batches import shortcuts_of
 from engine.machine.memory import total_memory
 from engine.optim.build import optimizer_name
 from engine.task import task_of
-from engine.task.losses import BALANCED, KEY
+from engine.task.losses import BALANCED, KEY, loss_named
 from models.build import check_model
 from utils.config import Config, Loaded
 from utils.config.checks import is_typed
@@ -53,6 +53,9 @@ def check(config: Config) -> None:
             check_augmentations(config.TRAIN)
         if (weights := config.TRAIN.CLASS_WEIGHTS) not in (None, BALANCED):  # earlier versions took files
             raise UserError(f"{KEY}: expected {BALANCED} or null, got {weights!r}")
+        one_by_one = config.TRAIN.mixes and config.TRAIN.MIXUP_MODE == "elem"
+        if weights and one_by_one and loss_named(config.TRAIN.LOSS).weighs == "images":
+            raise UserError(f"TRAIN.MIXUP_MODE elem: with {KEY}, images must be mixed in pairs; use pair or batch.")
         if config.TRAIN.BCE_TARGET_THRESH is not None:
             task_of(config).loss(config.TRAIN, None)  # which refuses a threshold beside its targets
         if config.WANDB is not None:
@@ -65,9 +68,9 @@ def check(config: Config) -> None:
 
         check_teacher(config)
     if config.MODEL.PRETRAINED and _starts_anew(config):
-        from models.weights.find import check_pretrained
+        from models.weights.find import locate
 
-        check_pretrained(config.MODEL.PRETRAINED)
+        locate(config.MODEL.PRETRAINED, download=False)
     if config.USE:
         from engine.task.own_code import try_own_code
 
@@ -118,6 +121,10 @@ def resolve(loaded: Loaded) -> Loaded:
         from engine.inputs.auto import with_preprocessing, with_sizes
 
         loaded = with_preprocessing(with_sizes(loaded, source), source)
+    if loaded.config.DATA.DATASET == "shards" and not loaded.config.EVAL:
+        from engine.inputs.auto import with_packing
+
+        loaded = with_packing(loaded)
     if loaded.config.TRAIN.DISTILLATION_TYPE is not None:
         from engine.distill.teacher import default_teacher
 

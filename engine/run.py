@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from datasets import identity_of
 from engine.amp.precision import check_precision
 from engine.checkpoint.run_folder import (
     FolderLock,
@@ -29,8 +28,8 @@ from engine.setup import ReadyToTrain, build_for_training, sharding_of
 from engine.trainer import Trainer
 from utils.config import Loaded
 from utils.config.kinds import AUTO
-from utils.distributed.world import World, all_gather, on_every_rank, on_rank_0
-from utils.errors import EXIT_DONE, AllRanksUserError, TrainingError, UserError
+from utils.distributed.world import World, on_every_rank, on_rank_0
+from utils.errors import EXIT_DONE, TrainingError, UserError
 from utils.log import CONTROL, DETAIL, brief_terminal, log, print_on_terminal
 from utils.program import FOLDER_FILE
 from utils.record.resumed_run import resumed_run
@@ -116,13 +115,10 @@ def train(given: Run, lock: FolderLock | None, lists: OpLists | None) -> int:
         config = run.config
     sharding = sharding_of(config, world, run.device)
     ready = on_every_rank(world, lambda: build_for_training(run, checkpoint, sharding, dry=lock is None))
+    if world.size > 1:
+        from engine.machine.environment import check_images
 
-    known = all_gather([identity_of(ready.train_set, ready.train_loader.order)] if world.size > 1 else [], world)
-    if (other := next((rank for rank, one in enumerate(known) if one != known[0]), None)) is not None:
-        raise AllRanksUserError(
-            f"rank {other} has other training images than rank 0, by their names and labels ({known[other]['number']} "
-            f"and {known[0]['number']}). Each machine needs the same copy of the data set, complete."
-        )
+        check_images(ready, world)
     if warning := ready.precision.choice.warning:
         log.warning(warning)
     if ready.precision.level != "O0" and run.device.type == "cuda":

@@ -25,7 +25,7 @@ from datasets import (
 )
 from engine.amp.precision import PRECISION, Precision, amp_may_gain, choose
 from engine.callback import Callback
-from engine.inputs.batches import Inputs, MixedWeights, no_transform, shortcuts_of
+from engine.inputs.batches import Inputs, no_transform, shortcuts_of
 from engine.machine.device import Run, global_batch
 from engine.measure.meters import Best, Position, TrainMeters, updates_left
 from engine.measure.throughput import DATA, Setting, Stages
@@ -225,7 +225,8 @@ def build_for_training(
     if may_compile(config, device, choices):
         from engine.compile.choice import choose_compiling
 
-        how, why = choose_compiling(config, parts, world, updates_left(config, position, updates), choices)
+        left = updates_left(config, position, updates)
+        how, why = choose_compiling(config, parts, world, left, choices, run.compiling)
     ready.choices |= {"compile": how, "compile_why": why}
     for callback in parts.callbacks:
         ready.choices |= callback.noted()
@@ -292,10 +293,6 @@ def build_train_state(
     weights = None if train_set is None else weights_of_classes(config, train_set)
     criterion = task.loss(train, None if weights is None else torch.tensor(weights, dtype=torch.float32))
     criterion = criterion.to(device) if isinstance(criterion, nn.Module) else criterion
-    mixed, weighted = None, isinstance(criterion, WeightedCrossEntropy)
-    alone = train.ACCUM_ITER * world.size == 1  # one micro-batch an update: its mean is the update's
-    if isinstance(criterion, WeightedCrossEntropy) and train.mixes and train.MIXUP_MODE == "elem" and not alone:
-        mixed = MixedWeights(criterion.weights)
     batch_transform, stages = no_transform, Stages()
     if config.REPORT_STAGES:
         from engine.measure.stages import stages_on
@@ -304,7 +301,7 @@ def build_train_state(
     if train.RANDOM_ERASE_PROB or train.mixes:
         from engine.inputs.mixing import build_batch_transform
 
-        batch_transform = build_batch_transform(train, task, device, mixed)
+        batch_transform = build_batch_transform(train, task, device)
     classes = None if train_set is None else train_set.classes
     built = tuple(callbacks(config, tuned, world, sharding is not None, resumed, classes))
     if sharding is not None:
@@ -326,12 +323,11 @@ def build_train_state(
         optimizer=optimizer,
         schedule=schedule,
         precision=precision,
-        meters=TrainMeters(device, world, task, weighted=weighted),
+        meters=TrainMeters(device, world, task, weighted=isinstance(criterion, WeightedCrossEntropy)),
         grad_clip=train.GRAD_CLIP,
         seed=config.SEED,
         world=world,
         batch_transform=batch_transform,
-        mixed_weights=mixed,
         sharding=sharding,
         stages=stages,
         callbacks=built,
@@ -400,5 +396,5 @@ def setting_of(ready: ReadyToTrain) -> Setting:
     # A data set without single images is an array of pixels.
     stored, remote = ("pixels", False) if samples is None else (samples.stored, samples.remote)
     compiled = ready.choices.get("compile", "none") != "none"
-    here = ready.parts.world.own_cores
-    return Setting(device.type, amp, compiled, workers, here, stored, remote, torch.get_num_threads())
+    here, several = ready.parts.world.own_cores, ready.train_set.sample_labels().ndim > 1
+    return Setting(device.type, amp, compiled, workers, here, stored, remote, torch.get_num_threads(), several)

@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from datasets import Batch, Window
 from engine.amp.precision import Precision
 from engine.callback import A, Callback, Figure
-from engine.inputs.batches import BatchTransform, MixedWeights, no_transform
+from engine.inputs.batches import BatchTransform, no_transform
 from engine.measure.meters import TrainMeters
 from engine.measure.throughput import BACKWARD, COPY, FORWARD, OPTIMISER, OTHER, Stages
 from engine.optim.build import Gradients
 from engine.optim.schedule import Schedule
-from utils.distributed.world import World, sum_over_ranks
+from utils.distributed.world import World
 from utils.seeding import seed_all
 from vitamp.metrics import PLAIN, WeightSet
 
@@ -52,7 +52,6 @@ class TrainState:
     seed: int
     world: World
     batch_transform: BatchTransform = no_transform
-    mixed_weights: MixedWeights | None = None
     callbacks: tuple[Callback, ...] = ()
     sharding: Sharding | None = None
     stages: Stages = field(default_factory=Stages)
@@ -133,6 +132,7 @@ def train_update(parts: TrainState, window: Window, update: int) -> None:
         callback.before_step(update)
     precision.scaler.unscale_(optimizer)  # once per update, before anything uses the gradients
     norm = parts.gradients.clip(parts.grad_clip)
+    seed_all(parts.seed, "step", update)  # Kron draws, and each rank was seeded by its own micro-batches
     stepped = precision.step(optimizer)
     optimizer.zero_grad(set_to_none=True)
     parts.schedule.advance(stepped)
@@ -144,8 +144,7 @@ def train_update(parts: TrainState, window: Window, update: int) -> None:
 
 def accumulate(parts: TrainState, window: Window, update: int) -> None:
     """Compute the gradients of all micro-batches of `window`."""
-    precision, mark, mixed = parts.precision, parts.stages.mark, parts.mixed_weights
-    ratio, total = 1.0, 0.0
+    precision, mark = parts.precision, parts.stages.mark
     for nth, (share, batch) in enumerate(window, start=1):
         mark(COPY)
         # Erasing, mixing, dropout and stochastic depth depend on the position of a micro-batch in the run, not on the
@@ -154,18 +153,12 @@ def accumulate(parts: TrainState, window: Window, update: int) -> None:
         with sync_gradients(parts, last=nth == len(window)):
             loss, logits, labels = parts.compute(batch)
             mark(FORWARD)
-            ratio = 1.0 if mixed is None else mixed.ratio
-            precision.backward(loss * (share.weight * ratio))
-            total += share.weight * ratio
+            precision.backward(loss * share.weight)
         for callback in parts.callbacks:
             callback.after_backward(share, batch)
         mark(BACKWARD)
-        parts.meters.add(loss.detach(), logits, labels, share.weight, share.counts, ratio)
+        parts.meters.add(loss.detach(), logits, labels, share.weight, share.counts)
         mark(OTHER)
-    if isinstance(total, Tensor):
-        total = sum_over_ranks(total, parts.world)
-        parts.gradients.divide(total)
-        parts.meters.divide_loss(total)
 
 
 def sync_gradients(parts: TrainState, last: bool) -> AbstractContextManager[None]:

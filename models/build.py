@@ -38,6 +38,8 @@ LAYER_SCALE = ("init_values", "ls_init_value", "eta")
 """Names of the initial value of layer scale in timm's models"""
 LABEL = "vitamp_name"
 """Attribute of a built model with its MODEL.NAME"""
+OWN_SCALE = "own_init_values"
+"""Attribute of a built model with its MODEL.INIT_VALUES"""
 BYTES = 4
 """Bytes of a weight when it is initialised."""
 INITIALISERS = {"normal_", "uniform_", "erfinv_", "mul_", "add_", "clamp_", "fill_", "zero_"}
@@ -57,10 +59,10 @@ class Plan:
 
 
 def sizes_in(model: ModelConfig) -> dict[str, Any]:
-    """Sizes and pooling of the model that the settings describe; sizes not given are timm's."""
+    """Sizes, pooling and layer scale of the model that the settings describe; sizes not given are timm's."""
     sizes = given_sizes(model)
     timm_name, _ = resolve(model, bool(sizes))
-    return sizes_of(_without_weights(timm_name, {})) | sizes | {"POOL": model.POOL}
+    return sizes_of(_without_weights(timm_name, {})) | sizes | {"POOL": model.POOL, "INIT_VALUES": model.INIT_VALUES}
 
 
 def build_model(model: ModelConfig, image_size: int, channels: int, shortcuts: Shortcuts = NONE) -> nn.Module:
@@ -72,7 +74,7 @@ def build_model(model: ModelConfig, image_size: int, channels: int, shortcuts: S
     for note in plan.notes:
         log.info(note, extra=DETAIL)
     module = timm.create_model(plan.timm_name, **plan.arguments)
-    vars(module)[LABEL] = model.NAME.strip()
+    vars(module).update({LABEL: model.NAME.strip(), OWN_SCALE: model.INIT_VALUES})
     whose = "timm's" if type(module).__module__.startswith("timm.") else "your own"
     masked = ", as the encoder of a masked autoencoder" * model.MAE_PRETRAIN
     log.info("Model %s: %s %s%s", model.NAME, whose, type(module).__name__, masked, extra=DETAIL)

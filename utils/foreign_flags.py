@@ -1,4 +1,4 @@
-"""What a mistake on the command line may mean: a typo, or a flag of another training program.
+"""What an unknown flag, word or key may mean: a typo, or one of another training program.
 
 Imported only where there is a mistake; docs/migrating.md says what differs between flags of other programs and ours.
 """
@@ -9,11 +9,13 @@ from collections.abc import Iterable, Mapping
 
 from pydantic import ValidationError
 
+from utils.config.families import FAMILIES, TYPE, type_of
 from utils.config.keys import nested, settings
+from utils.config.read import Entry
 from utils.config.schema import Config
 from utils.config.words import allowed, suggest
 from utils.errors import UserError, closest, either, nearest
-from utils.flags import IGNORED, Flag
+from utils.flags import BY_NAME, IGNORED, Flag
 from utils.precisions import AMP_WORDS, amp_settings_of
 
 ELSEWHERE = {
@@ -24,7 +26,13 @@ ELSEWHERE = {
     "-amp off": ("use_amp 0", "a 0"),
     "-amp fp16": ("amp_dtype", "amp_dtype float16", "fp16", "half"),
     "-batch_size": ("b", "bs", "per_device_train_batch_size"),
-    "-batch_size_eval": ("vb", "validation_batch_size", "eval_batch_size", "per_device_eval_batch_size"),
+    "-batch_size_eval": (
+        "vb",
+        "val_batch_size",
+        "validation_batch_size",
+        "eval_batch_size",
+        "per_device_eval_batch_size",
+    ),
     "-cfg": ("c", "config", "cfg_file"),
     "-data_path": ("data_dir", "data", "root"),
     "-epochs": ("num_train_epochs",),
@@ -58,6 +66,8 @@ ELSEWHERE = {
     "SAVE_BEST_BY=acc1": ("eval_metric top1",),
     "SAVE_EVERY_UPDATES": ("recovery_interval",),
     "SPEED=+channels_last": ("channels_last",),
+    "TRAIN.AUGMENT=three": ("aa 3a",),
+    "TRAIN.AUGMENT=trivial": ("auto_augment ta_wide",),
     "TRAIN.AUTO_AUGMENT=true": ("aa original", "aa v0", "auto_augment"),
     "TRAIN.BASE_LR": ("lr_base", "blr"),
     "TRAIN.COMPILE=blocks": ("torchcompile",),
@@ -72,7 +82,9 @@ ELSEWHERE = {
     "TRAIN.LR_SCHEDULER.DECAY_RATE": ("lr_gamma",),
     "TRAIN.LR_SCHEDULER.MILESTONES=...": ("decay_milestones",),
     "TRAIN.LR_SCHEDULER.NAME": ("sched", "lr_scheduler", "scheduler"),
+    "TRAIN.MAX_UPDATES": ("max_steps",),
     "TRAIN.MIXUP_ALPHA": ("mixup",),
+    "TRAIN.MODEL_EMA_DECAY": ("ema_decay",),
     "TRAIN.OPTIMIZER.BETAS=...": ("opt_betas",),
     "TRAIN.OPTIMIZER.EPS": ("opt_eps",),
     "TRAIN.OPTIMIZER.NAME": ("opt", "optim", "optimizer"),
@@ -91,6 +103,8 @@ ELSEWHERE = {
     "WANDB": ("log_wandb", "wandb_project"),
 }
 """Our flag or setting -> flags of others, or flags with a value. Left out: those that are spelt nearly as ours are."""
+ALSO: dict[str, str] = dict.fromkeys(("lr_base", "blr"), " and TRAIN.LINEAR_SCALED_LR=256")
+"""Flag of others -> the end of its advice: what it does besides"""
 ABSENT = {
     "Not needed: there is nothing to set": ("pin_mem", "no_prefetcher", "fast_norm", "sched_on_updates", "dist_eval"),
     "Not needed: splits are found, or made by DATA.VAL_FRACTION": ("train_split", "val_split"),
@@ -131,15 +145,15 @@ def suggest_flag(flag: str, value: str, known: list[str], takes_settings: bool) 
             if spelt in flags and (one.split()[0][1:] in known if one.startswith("-") else takes_settings)
         ]
         if ours:
-            return f" Did you mean {either(ours)}?"
+            return f" Did you mean {either(ours)}{ALSO.get(name, '')}?"
         for why, flags in ABSENT.items():
             if spelt in flags:
                 return f" {why}."
-    if intended := closest(name, known, cutoff=0.9):
-        return f" Did you mean -{intended}?"
     same = [key for key in settings() if takes_settings and key.rpartition(".")[2] == name.upper()]
     if len(same) == 1:
         return f" Did you mean {_with_value(same[0], value)}?"
+    if intended := closest(name, known, cutoff=0.9):
+        return f" Did you mean -{intended}?"
     setting = suggest(name.upper()) if same else ""
     harmless = [one for one in known if one != "use" or "_" not in name]  # -use executes files
     return setting.replace("?", f"={value or ANY_VALUE}?") or nearest(name, harmless).replace("mean ", "mean -")
@@ -160,6 +174,33 @@ def _with_value(ours: str, value: str) -> str:
     return f"{ours}={value}"
 
 
+def _setting_for(key: str) -> str:
+    """Our setting for a key of another program, such as one in timm's args.yaml; '' if there is none."""
+    name = key.rpartition(".")[2].casefold()
+    ours = next((one for one, flags in ELSEWHERE.items() if name in flags), f"-{name}")
+    if not ours.startswith("-"):
+        return ours.partition("=")[0]
+    flag = BY_NAME.get(ours[1:])
+    return flag.keys[0] if flag and flag.keys else ""
+
+
+def unknown_keys(given: Mapping[str, Entry], unknown: Mapping[str, Entry]) -> list[str]:
+    """One line per key; the keys of a model that vitamp does not build are reported with its MODEL.TYPE."""
+    kind, ours = type_of(given), settings()
+    foreign = [key for key in unknown if key.startswith("MODEL.") and not closest(key, ours, 0.9)]
+    of_type = foreign if kind not in FAMILIES else []
+    rest = {key: one.source for key, one in unknown.items() if key not in of_type}
+    lines = [f"{source}: unknown key {key}.{suggest(key, _setting_for(key))}" for key, source in rest.items()]
+    if of_type:
+        left_out = ", ".join(of_type[:6]) + (", ..." if of_type[6:] else "")
+        lines.append(
+            f"{given[TYPE].source}: MODEL.TYPE {kind} is not one of {', '.join(FAMILIES)}, nor has a family of "
+            "docs/migrating.md these keys. To train a model of timm, set MODEL.NAME (-list_models "
+            f"'*{kind}*' lists names) and leave out MODEL.TYPE, {left_out}"
+        )
+    return lines
+
+
 def unrecognised(text: str, before: Flag | None, known: Mapping[str, Flag], takes_settings: bool) -> UserError:
     """The error for a word, after the flag `before`, that is neither a flag, nor a flag's value, nor KEY=VALUE."""
     key, separator, value = text.partition("=")
@@ -171,7 +212,7 @@ def unrecognised(text: str, before: Flag | None, known: Mapping[str, Flag], take
     elif name in known:
         advice = f" Did you mean -{text if separator else name}?"
     elif separator and takes_settings:
-        suggestion = suggest(key.upper()).replace("?", f"={value}?")
+        suggestion = suggest(key.upper(), _setting_for(key)).replace("?", f"={value}?")
         advice = suggestion or " Settings have the form KEY=VALUE, such as TRAIN.BASE_LR=1e-4."
     elif before is not None and before.name == "amp":
         advice = f" {amp_advice(text)}"

@@ -69,6 +69,8 @@ class Fitted(Calibration):
     """NLL and ECE (in percent) of the uncalibrated model"""
     crossfitted: dict[str, float]
     """The same, of images that the temperature was not fitted on"""
+    input: dict[str, Any] | None = None
+    """As in meta.json; None: not known, in a file of an earlier version"""
 
 
 class _Calibrations(Fields):

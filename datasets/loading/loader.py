@@ -55,25 +55,16 @@ class Window:
     """Whether a batch was taken."""
 
     def __init__(self, shares: tuple[MicroBatch, ...], batches: Iterator[Batch]) -> None:
-        self.shares = shares
-        self._rest = self._pairs(batches)
-
-    def _pairs(self, batches: Iterator[Batch]) -> Iterator[tuple[MicroBatch, Batch]]:
-        for share in self.shares:
-            batch = next(batches)
-            self.begun = True
-            yield share, batch
+        self.shares, self._batches = shares, batches
 
     def __len__(self) -> int:
         return len(self.shares)
 
     def __iter__(self) -> Iterator[tuple[MicroBatch, Batch]]:
-        return self._rest
-
-    def finish(self) -> None:
-        """Discard the remaining batches, so that the next window begins with its own."""
-        for _ in self._rest:
-            pass
+        for share in self.shares:
+            batch = next(self._batches)
+            self.begun = True
+            yield share, batch
 
 
 class _Loader:
@@ -192,9 +183,7 @@ class TrainLoader(_Loader):
         windows, ahead = itertools.tee(self.order.windows(epoch, start))
         batches = self._batches(epoch, (share.indices for shares in ahead for share in shares))
         for shares in windows:
-            window = Window(shares, batches)
-            yield window
-            window.finish()
+            yield Window(shares, batches)
 
 
 class ValLoader(_Loader):

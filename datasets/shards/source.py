@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from datasets.base import TITLES, Encoded, Part, Parts, Samples, Source, Unreadable, part_of, parts_read
-from datasets.labels import ANY_LABEL, check_class_count, log_unused_outputs, warn_empty_classes
+from datasets.labels import check_class_count, check_label, log_unused_outputs, warn_empty_classes
 from datasets.shards.index import Folder, Remote, ShardFile, ShardIndex, Store, from_bytes, make_index, open_store
 from datasets.sources.files import leads_out
 from datasets.sources.split import SPLIT_NAMES, named_parts, no_such_part, split_named_in, split_rows, warn_of_skipped
@@ -43,9 +43,10 @@ class ShardSet:
     def __init__(self, store: Store, data: DataConfig) -> None:
         self.store, self.data = store, data
         self.classes: list[str] | None = None
+        self.how: dict[str, Any] = {}  # it was packed
         with self._reading():
             if manifest := self._read_manifest():
-                self.classes, self.splits = manifest["classes"], self._listed(manifest)
+                self.classes, self.splits, self.how = manifest["classes"], self._listed(manifest), manifest["how"]
                 return
             if (content := store.read_file(CLASS_NAMES)) is not None:
                 lines = content.decode("utf-8-sig", errors="replace").rstrip().splitlines()
@@ -142,6 +143,7 @@ class ShardSet:
             manifest = parse_json(content) if content is not None else None
             if not isinstance(manifest, dict) or manifest.get("made_by") != MADE_BY:
                 return None
+            manifest["how"] = {**manifest.get("how", {})}
             shards = [shard for part in manifest["parts"].values() for shard in part["shards"]]
             if any(shard["bytes"] < 0 or leads_out(shard["name"]) for shard in shards) or not isinstance(
                 manifest["classes"], list | None
@@ -312,13 +314,9 @@ def open_split(shards: ShardSet, data: DataConfig, part: Part, num_classes: int,
     name, shared = shards.split(part)
     index = shards.index(name)
     wrong = np.flatnonzero((index.label < 0) | (index.label >= num_classes))
-    if wrong.size and num_classes != ANY_LABEL:
-        row = int(wrong[0])
-        raise UserError(
-            f"{shards.store.root}/{index.files[index.shard[row]].name}: the label of {index.name(row)} is "
-            f"{index.label[row]}, which does not fit MODEL.NUM_CLASSES {num_classes}: labels go from 0 to "
-            f"{num_classes - 1}. Correct it, or train with a larger -num_classes."
-        )
+    for row in wrong[:1].tolist():
+        where = f"{shards.store.root}/{index.files[index.shard[row]].name}: {index.name(row)}"
+        check_label(int(index.label[row]), num_classes, where)
     rows = split_rows(index.label, data, part, shards.store.root) if shared else np.arange(len(index))
     return ShardSamples(shards, index, window, rows)
 

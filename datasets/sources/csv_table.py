@@ -156,7 +156,7 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
             log.warning("%s If it lists several labels, %s.", what, do)
     row_of: dict[str, int] = {}
     for row, path in enumerate(first.paths if first.several else ()):
-        if first.sets[row_of.setdefault(path, row)] != first.sets[row]:
+        if {*first.sets[row_of.setdefault(path, row)]} != {*first.sets[row]}:
             what = f"{first.where(row)}: {path} has other labels in line {first.numbers[row_of[path]]}."
             raise UserError(f"{what} With DATA.MULTI_LABEL, a line has all labels of its image.")
     files = first.labelled(first, num_classes)

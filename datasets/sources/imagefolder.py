@@ -65,6 +65,10 @@ def check(data: DataConfig, num_classes: int, train: bool) -> None:
                     f"DATA.DATA_PATH (-data_path): {root} seems to be one folder too high: {root / name} has "
                     f"class folders in {' and '.join(f'{split}/' for split in splits)}. Try -data_path {root / name}."
                 )
+        each = [{*subfolders(root / name)} for name in classes if any(split in name.lower() for split in SPLIT_NAMES)]
+        if len(each) == len(classes) > 1 and (same := set.intersection(*each)):
+            what = f"{' and '.join(classes)} seem to be splits, not classes, because each has a folder {min(same)}"
+            raise UserError(f"DATA.DATA_PATH (-data_path): {root}: {what}. Call them train, val and test.")
         files = samples(data, "all", num_classes)
         for name in sorted({*SPLIT_NAMES}.intersection(classes)):
             log.warning("%s is taken for a class, not for a split, because no folder in it has images.", root / name)

@@ -71,7 +71,8 @@ def _opened(name: str, path: str | None, part: Part) -> OwnSamples:
         if not 0 <= label < len(classes):
             last = f"{len(classes)} classes are returned, so labels go from 0 to {len(classes) - 1}"
             raise UserError(f"{where}, image {index}: the label is {label}, but {last}.")
-    found = [str(one) if isinstance(one, str | Path) else np.asarray(one) for one in images]
+    # Resizing reads no negative strides, as those of `pixels[:, :, ::-1]`.
+    found = [str(one) if isinstance(one, str | Path) else np.ascontiguousarray(one) for one in images]
     for index, one in enumerate(found):
         if not isinstance(one, str) and (one.dtype != np.uint8 or one.ndim != 3 or one.shape[2] not in (1, 3)):
             raise UserError(

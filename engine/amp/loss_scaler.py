@@ -37,22 +37,18 @@ class LossScaler(torch.amp.GradScaler):
 
     def overflow(self, optimizer: Optimizer) -> Tensor:
         """Above 0 if a gradient of this update is not finite; valid only after `unscale_`."""
-        flags = list(self._found_inf_per_device(optimizer).values())
-        return torch.stack(flags).sum() if len(flags) > 1 else flags[0].clone()
+        (flag,) = self._found_inf_per_device(optimizer).values()  # one device
+        return flag.clone()
 
-    def update(self, new_scale: float | Tensor | None = None) -> None:
-        if not self.is_enabled() or new_scale is not None:
-            super().update(new_scale)
-            return
+    def update(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # no scale is given from outside
         scale, _ = self._check_scale_growth_tracker("update")
         if self._dynamic and self._backoff_after == 1:
             super().update()
             scale.clamp_(min=self._floor)
             return
-        flags = [
-            flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
-        ]
-        overflowed = torch.stack([flag.to(scale.device) for flag in flags]).sum() > 0
+        (state,) = self._per_optimizer_states.values()
+        (flag,) = state["found_inf_per_device"].values()
+        overflowed = flag > 0
         growth, backoff = self._growth_factor, self._backoff_factor
         # torch's kernel counts the good updates. Lowering the scale is done here, so torch's own backoff is disabled.
         self._backoff_factor = 1.0

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from datasets import comes_unsplit, source_of
 from engine.amp.precision import PRECISION
 from engine.checkpoint.find import ended_epochs
-from engine.checkpoint.state import OPTIMIZER, trained_weights
+from engine.checkpoint.sharded_saver import OPTIMIZER
+from engine.checkpoint.state import trained_weights
 from engine.machine.device import global_batch
 from engine.measure.meters import Best, Position
+from engine.optim.build import optimizer_name
 from engine.optim.schedule import SCALE
 from engine.parallel.shards import is_sharded, local_shard
 from engine.update import TrainState
@@ -49,6 +51,7 @@ def check_and_restore(
     """Restore the training state if the checkpoint fits the run. `samples`: `identity_of` those of the run."""
     check_task(checkpoint, config, world)
     check_adapters(checkpoint, config.MODEL.LORA)
+    check_optimizer(checkpoint, config)
     check_batch(checkpoint, config, world)
     position, best = restore(parts, checkpoint, samples["updates"])
     check_samples(checkpoint, position, samples, config, world)
@@ -173,11 +176,6 @@ GROUPS = "param_groups"
 def load_optimizer(parts: TrainState, state: dict[str, Any], moments: Mapping[str, Tensor]) -> None:
     """Load the saved `state` of the optimiser. `moments`: the part of it that is in a checkpoint's shards."""
     optimizer, sharding = parts.optimizer, parts.sharding
-    if state["optimizer_name"] != type(optimizer).__name__:
-        raise UserError(
-            f"TRAIN.OPTIMIZER.NAME: the run was trained with {state['optimizer_name']}, but the optimiser "
-            f"is {type(optimizer).__name__} now. Set the name back, or start a new run with -pretrained."
-        )
     saved, now = state["optimizer"], optimizer.state_dict()
     for name, moment in moments.items():  # which `into_shards` took out
         number, _, key = name.partition(".")
@@ -193,7 +191,7 @@ def load_optimizer(parts: TrainState, state: dict[str, Any], moments: Mapping[st
             for number, name in enumerate(names)
             if name in states or name in fresh
         }
-        saved = {"state": numbered, GROUPS: [{**saved[GROUPS][0], **group} for group in now[GROUPS]]}
+        saved |= {"state": numbered, GROUPS: [{**saved[GROUPS][0], **group} for group in now[GROUPS]]}
     if sharding is not None:
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         for number, values in saved["state"].items():
@@ -205,7 +203,7 @@ def load_optimizer(parts: TrainState, state: dict[str, Any], moments: Mapping[st
     for group in saved[GROUPS]:
         group.pop(SCALE, None)
     groups = [{**old, **new} for old, new in zip(saved[GROUPS], now[GROUPS], strict=True)]
-    optimizer.load_state_dict({"state": saved["state"], GROUPS: groups})
+    optimizer.load_state_dict({**saved, GROUPS: groups})
     # Fused kernels need the state in the memory format of its weights.
     for parameter, values in optimizer.state.items():
         for name, value in values.items():
@@ -306,6 +304,18 @@ def check_adapters(checkpoint: Checkpoint, lora: LoraConfig) -> None:
         f"{checkpoint.folder}: the run has {then}, but MODEL.LORA is {one_line(lora.model_dump())} now. Set it back; "
         f"or start a new run from its merged weights, with -pretrained {checkpoint.folder} in place of -resume."
     )
+
+
+def check_optimizer(checkpoint: Checkpoint, config: Config) -> None:
+    """Raise UserError for another optimiser, or if Muon or one of its relatives would update other parameters."""
+    of_muon = [("TRAIN.OPTIMIZER.MUON.EVERY_MATRIX", bool)] * config.TRAIN.OPTIMIZER.NAME.casefold().endswith("muon")
+    for key, as_built in (("TRAIN.OPTIMIZER.NAME", optimizer_name), *of_muon):
+        before, now = checkpoint.meta["settings"].get(key, default_of(key)), value_of(config, key)
+        if as_built(before) != as_built(now):
+            raise UserError(
+                f"{key}: the run was trained with {one_line(before)}, but it is {one_line(now)} now. Set it back, or "
+                "start a new run with -pretrained."
+            )
 
 
 def check_samples(

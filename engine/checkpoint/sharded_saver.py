@@ -1,5 +1,9 @@
 """Saving with several ranks that hold shards: each rank writes its own rows, and rank 0 the rest.
 
+With FSDP, each rank writes its rows of the weights into a file of its own: `model.safetensors` becomes
+`model.shard-1-of-2.safetensors` and `model.shard-2-of-2.safetensors`. Both have the same tensor names; rows of the
+first file come before rows of the second. So any number of ranks can read what any other number wrote.
+
 Rank 0 puts an order with the hidden folder's path into the store that the ranks met at, and each other rank puts its
 answer there. Only threads beside training use the store; nothing passes through the process group.
 """
@@ -13,22 +17,47 @@ import json
 import os
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from engine.checkpoint.folder import write_files, write_tensors
 from engine.checkpoint.saver import SECONDS_AFTER_A_FAILURE, HostCopy, RankSaver, Saver, Snapshot
+from engine.parallel.shards import is_sharded, local_shard
 from utils.config import Config
 from utils.errors import TrainingError
 from utils.log import log
-from vitamp.checkpoints import folder_name
+from vitamp.checkpoints import folder_name, shard_name
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+    from engine.parallel.fsdp import Sharding
+
 SECONDS_BETWEEN_LOOKS = 0.2
+OPTIMIZER = "optimizer.safetensors"
+
+
+def into_shards(
+    tensors: Mapping[str, Mapping[str, Tensor]], state: dict[str, Any], sharding: Sharding
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """Tensors that this rank saves, by file, and the state without the moments that are among them."""
+    moments: dict[str, Tensor] = {}  # sharded tensors of the optimizer's state, by number and key
+    rest: dict[Any, dict[str, Any]] = {}
+    for number, values in state["optimizer"]["state"].items():
+        moments |= {f"{number}.{key}": value for key, value in values.items() if is_sharded(value)}
+        rest[number] = {key: value for key, value in values.items() if not is_sharded(value)}
+    shards: dict[str, dict[str, Tensor]] = {}
+    for file, named in {**tensors, OPTIMIZER: moments}.items():
+        # This rank's rows of sharded tensors, if it has any. The first rank also saves what is not sharded.
+        shards[shard_name(file, sharding.nth, sharding.count)] = {
+            name: local_shard(tensor.detach())
+            for name, tensor in named.items()
+            if (len(local_shard(tensor)) if is_sharded(tensor) else sharding.nth == 0)
+        }
+    return shards, {**state, "optimizer": {**state["optimizer"], "state": rest}}
 
 
 def connect_to_store() -> Store:

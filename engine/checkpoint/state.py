@@ -1,30 +1,23 @@
-"""What a checkpoint saves: the weights, the training state with its fields, and the rows of each rank.
-
-With FSDP, each rank writes its rows of the weights into a file of its own: `model.safetensors` becomes
-`model.shard-1-of-2.safetensors` and `model.shard-2-of-2.safetensors`. Both have the same tensor names; rows of the
-first file come before rows of the second. So any number of ranks can read what any other number wrote.
-"""
+"""What a checkpoint saves: the weights and the training state, whose fields are in find.py."""
 
 # torch's own optimisers are built on torch._foreach_*; its type stubs call them private.
 # pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import safetensors.torch
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from engine.checkpoint.folder import raising_os_errors
 from engine.checkpoint.saver import RankSaver, Saver, Snapshot, size_words
-from engine.measure.meters import Best, Position, SkipRecord
+from engine.measure.meters import Best, Position
 from engine.parallel.shards import is_sharded, local_shard
 from engine.update import TrainState
 from models.parts import base_weights
@@ -34,68 +27,11 @@ from utils.distributed.world import World, sum_over_ranks
 from utils.log import log
 from utils.record.run_folder import os_errors_as_user_errors
 from utils.text import redacted
-from vitamp.checkpoints import BASE, CHECKPOINTS, LORA, Checkpoint, sha256_of, shard_name
+from vitamp.checkpoints import BASE, CHECKPOINTS, LORA, Checkpoint, sha256_of
 from vitamp.files import replacing
-from vitamp.meta import BestState, Count, Fields, Number
-
-if TYPE_CHECKING:
-    from engine.parallel.fsdp import Sharding
 
 VERSION = "0.3"
 """Of the program's minor version whose runs this one resumes. The weights of every version can be used."""
-
-
-class Group(Fields):
-    params: list[Count]
-
-
-class OptimizerState(Fields):
-    state: dict[int, dict[str, Any]]
-    param_groups: Annotated[list[Group], Field(min_length=1)]
-
-
-class ScalerState(Fields):
-    scale: Annotated[float, Field(gt=0)]
-    growth_tracker: Annotated[Count, Field(alias="_growth_tracker")]
-    bad_in_a_row: Count
-
-
-class PositionState(Fields):
-    epoch: Number
-    step: Count
-    update: Count
-    validated: Count
-
-
-class MeterState(Fields):
-    epoch: Annotated[list[float], Field(min_length=4, max_length=5)]
-    skipped: Count
-    skipped_in_a_row: Count
-
-
-class State(Fields):
-    """state.pt"""
-
-    fp32_modules: list[str]
-    optimizer: OptimizerState
-    optimizer_name: str
-    trained: list[str]
-    moved: Count
-    scaler: Annotated[dict[str, Any], Field(max_length=0)] | ScalerState
-    """Empty if loss scaling is off."""
-    skips: SkipRecord = SkipRecord()
-    ema_updates: Count = 0
-    position: PositionState
-    best: BestState
-    meters: MeterState
-    global_batch: Number
-
-    @model_validator(mode="after")
-    def _names_all_weights(self) -> State:
-        groups = sum(len(group.params) for group in self.optimizer.param_groups)
-        if len(self.trained) != groups:
-            raise ValueError(f"'trained' names {len(self.trained)} weights, but the optimizer has {groups}")
-        return self
 
 
 def trained_weights(model: nn.Module, optimizer: Optimizer) -> list[str]:
@@ -114,7 +50,6 @@ def state_of(
     return {
         "version": VERSION,
         "optimizer": tree_map_only(torch.dtype, str, parts.optimizer.state_dict()),  # a setting of timm's Adafactor
-        "optimizer_name": type(parts.optimizer).__name__,
         "trained": trained_weights(parts.model, parts.optimizer),
         "fp32_modules": list(parts.moved_to_fp32),
         "moved": parts.schedule.stepped,
@@ -138,6 +73,8 @@ def snapshot_of(
     }
     state = state_of(parts, position, best, global_batch, meters)
     if parts.sharding is not None:
+        from engine.checkpoint.sharded_saver import into_shards
+
         tensors, state = into_shards(tensors, state, parts.sharding)
     return Snapshot(tensors, state, meta, best.update if best.figure is not None else None)
 
@@ -178,29 +115,6 @@ def saver_of(folder: Path, config: Config, parts: TrainState, world: World) -> R
     if world.first:
         return ShardedSaver(root, config, pinned, connect_to_store(), sharding.count)
     return ShardWriter(root, world.rank, connect_to_store(), pinned)
-
-
-OPTIMIZER = "optimizer.safetensors"
-
-
-def into_shards(
-    tensors: Mapping[str, Mapping[str, Tensor]], state: dict[str, Any], sharding: Sharding
-) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """Tensors that this rank saves, by file, and the state without the moments that are among them."""
-    moments: dict[str, Tensor] = {}  # sharded tensors of the optimizer's state, by number and key
-    rest: dict[Any, dict[str, Any]] = {}
-    for number, values in state["optimizer"]["state"].items():
-        moments |= {f"{number}.{key}": value for key, value in values.items() if is_sharded(value)}
-        rest[number] = {key: value for key, value in values.items() if not is_sharded(value)}
-    shards: dict[str, dict[str, Tensor]] = {}
-    for file, named in {**tensors, OPTIMIZER: moments}.items():
-        # This rank's rows of sharded tensors, if it has any. The first rank also saves what is not sharded.
-        shards[shard_name(file, sharding.nth, sharding.count)] = {
-            name: local_shard(tensor.detach())
-            for name, tensor in named.items()
-            if (len(local_shard(tensor)) if is_sharded(tensor) else sharding.nth == 0)
-        }
-    return shards, {**state, "optimizer": {**state["optimizer"], "state": rest}}
 
 
 def keep_base(folder: Path, model: nn.Module, settings: ModelConfig, resumed: Checkpoint | None) -> dict[str, Any]:

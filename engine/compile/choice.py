@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from engine.compile.compiled import Compiled
 
 AUTO, NONE, BLOCKS, WHOLE = "auto", "none", "blocks", "whole"
-of_trial: tuple[str, str] | None = None
-"""What the trial of TRAIN.NUM_EPOCHS auto chose, and the reason: the run is planned at that speed."""
-
 
 # Whether compiling on a GPU is worthwhile is estimated from measurements on an H200 (docs/benchmarks.md), so the gain
 # must exceed the cost by far.
@@ -67,11 +64,16 @@ class Compiling(Callback):
 
 
 def choose_compiling(
-    config: Config, parts: TrainState, world: World, updates: int, previous: Mapping[str, Any]
+    config: Config,
+    parts: TrainState,
+    world: World,
+    updates: int,
+    previous: Mapping[str, Any],
+    of_trial: tuple[str, str] | None = None,
 ) -> tuple[str, str]:
     """Choose what the callback compiles; the reason comes with it. A collective call.
 
-    `updates`: number of updates left. `previous`: choices of the run that is resumed.
+    `updates`: number of updates left. `previous`: choices of the run that is resumed. `of_trial`: `Run.compiling`.
     """
     wanted = config.TRAIN.COMPILE
     if wanted != AUTO:

@@ -30,7 +30,7 @@ from engine.speed.speedup import mix_in
 from models.build import build_model, is_timm_name
 from models.parts import count_parameters
 from models.refusals import similar_models
-from models.weights.find import check_pretrained
+from models.weights.find import locate
 from models.weights.fit import load_pretrained
 from utils.config import Config
 from utils.config.families import TAUGHT
@@ -202,7 +202,7 @@ def check_teacher(config: Config) -> None:
     if name is not None:  # of a run, the files are checked when they are loaded
         try:
             with _errors_name_teacher():
-                check_pretrained(place)
+                locate(place, download=False)
         except UserError as error:
             if place != EXAMPLE:
                 raise

@@ -14,7 +14,7 @@ from datasets.base import TITLES
 from datasets.exclude import excluded, read_rows
 from datasets.labels import ANY_LABEL
 from datasets.recognise import recognise
-from datasets.registry import unread_path
+from datasets.registry import squeezes, unread_path
 from datasets.sources.split import TooFewToSplit
 from engine.evaluation.knn import OF_OWN_DATA, place_of
 from engine.setup import training_data
@@ -32,7 +32,7 @@ from vitamp.checkpoints import run_folder_of
 from vitamp.metrics import NO_LABELS
 from vitamp.weights import Chosen, chosen_at
 
-PART = "DATA.PART"
+PART, CROP = "DATA.PART", "DATA.CROP"
 OF_SPLIT = ("FOLD", "SPLIT_SEED", "VAL_FRACTION", "GROUP")
 
 
@@ -64,6 +64,8 @@ def settings_for_evaluation(
         return ({PART: "val"} if part == AUTO else {}), notes
     if saved is not None and data_of_run != "moved":
         changes |= {key: default_of(key) for key in OF_OWN_DATA if key not in given}
+        if CROP not in given and squeezes(DataConfig(DATASET=settings_of(saved).get(DATASET, ""))):
+            changes[CROP] = "none"  # its own data set squeezes images whatever CROP is, as digits
         if config.DATA.EXCLUDE is not None and "DATA.EXCLUDE" in changes:
             notes.append(f"DATA.EXCLUDE {config.DATA.EXCLUDE} of the run has no effect: {place} is other data")
     if part != AUTO:
@@ -189,7 +191,7 @@ def evaluated_weights(config: Config) -> Chosen | None:
             return chosen_at(run)
         if wanted not in (None, AUTO):
             return chosen_at(Path(str(wanted)))
-        file = local_weights(source) if source else None
-        return chosen_at(file) if file else None
+        found = local_weights(source) if source else None
+        return chosen_at(found.file) if found else None
     except UserError:  # loading the weights reports it, if it is one
         return None

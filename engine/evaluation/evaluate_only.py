@@ -38,6 +38,10 @@ def evaluate_only(given: Run, dry: bool) -> None:
         run = settle_batch(given, checkpoint)
     config = run.config
     ready = on_every_rank(world, lambda: build_for_evaluation(run, checkpoint))
+    if world.size > 1:
+        from engine.machine.environment import check_images
+
+        check_images(ready, world)
     saved = evaluated_weights(config)
     if saved is not None:
         on_every_rank(world, lambda: check_classes(saved.place, saved.classes, ready.val_set.classes, config))

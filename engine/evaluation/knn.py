@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from datasets import ImageDataset, ValLoader, check_dataset, count_classes, has_labels, names, open_dataset, source_of
 from datasets.base import TITLES
 from datasets.loading.order import whole_batches
+from datasets.registry import squeezes
 from engine.amp.precision import Precision
 from engine.machine.late_compiler import uncompiled
 from engine.parallel.shards import is_sharded
@@ -71,8 +72,9 @@ def labelled_data(config: Config) -> DataConfig:
     data = config.DATA.model_copy(update={"DATASET": name, "DATA_PATH": path, "PART": "val"})
     if place_of(data) == place_of(config.DATA):
         return data
-    fitting = [key for key in OF_OWN_DATA if key != "DATA.EXCLUDE"]
-    return data.model_copy(update={key.removeprefix("DATA."): default_of(key) for key in fitting})
+    own = {"DATA.CROP": "none"} if squeezes(config.DATA) else {}  # as of digits, whatever CROP is
+    own |= {key: default_of(key) for key in OF_OWN_DATA if key != "DATA.EXCLUDE"}
+    return data.model_copy(update={key.removeprefix("DATA."): value for key, value in own.items()})
 
 
 def open_labelled(

@@ -32,6 +32,7 @@ STALE = 3
 """Strengths without a better result after which weaker ones are not tried"""
 ITERATIONS = 100
 """Of L-BFGS for a strength"""
+UNWEIGHTED = "In the fit, all images weigh alike: TRAIN.CLASS_WEIGHTS and DATA.SAMPLER have no part in it"
 
 
 def folds_of(
@@ -172,7 +173,7 @@ def start_at_probe(run: Run, ready: Seeing) -> None:
         by = f"{task_of(config).kind.best.words} {found.figure:.2f} %"
         log.info("The new classifier is a linear probe of strength %.2g, %s in folds. %s", found.strength, by, words)
         if config.TRAIN.CLASS_WEIGHTS is not None or config.DATA.SAMPLER == "balanced":
-            log.info("In the fit, all images weigh alike: TRAIN.CLASS_WEIGHTS and DATA.SAMPLER have no part in it.")
+            log.info("%s.", UNWEIGHTED)
         return found
 
     found = broadcast(on_rank_0(run.world, fitted), run.world)

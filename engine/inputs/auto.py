@@ -15,6 +15,8 @@ import timm
 import torch
 
 from datasets import count_classes, open_dataset, source_of
+from datasets.shards.index import open_store
+from datasets.shards.source import ShardSet
 from models.build import is_timm_name, sizes_in
 from models.build import resolve as timm_base
 from models.sizes import RESIZED, given_sizes
@@ -101,6 +103,20 @@ def with_patch_size(loaded: Loaded) -> Loaded:
     return loaded.with_values({PATCH_SIZE: Entry(patch, f"{IMAGE_SIZE} {size}")}, [note])
 
 
+def with_packing(loaded: Loaded) -> Loaded:
+    """Take what packing made of EXIF data and transparency, since tools have to make the same of other images."""
+    how = ShardSet(open_store(loaded.config.DATA.DATA_PATH), loaded.config.DATA).how
+    for name, key in (("upright", "DATA.EXIF_ROTATE"), ("background", "DATA.BACKGROUND")):
+        packed = f"{how.get(name)}".lower()
+        if how.get("kind") == "keep" or packed in ("none", one_line(value_of(loaded.config, key))):
+            continue
+        said = f"{source_of(loaded.config.DATA)} was packed with {key} {packed}"
+        if not (loaded.is_default(key) or loaded.config.MODEL.RESUME):
+            raise UserError(f"{loaded.sources[key]}: {said}. Give that, or pack the original images with your value.")
+        loaded = loaded.with_values({key: Entry(packed, "packing")}, [said])
+    return loaded
+
+
 INTERPOLATION, CROP_MODE = "DATA.INTERPOLATION", "DATA.CROP_MODE"
 FIELDS = {
     "image_size": "DATA.IMAGE_SIZE",
@@ -121,14 +137,16 @@ Preprocessing = tuple[dict[str, Any], str]
 
 
 def with_sizes(loaded: Loaded, source: str) -> Loaded:
-    """Take the sizes and the pooling of a run's model where the settings leave them open."""
-    file, mine, own, theirs = local_weights(source), loaded.config.MODEL, {}, {}
+    """Take the sizes, the pooling and the layer scale of a run's model where the settings leave them open."""
+    if (found := local_weights(source)) is None:
+        return loaded
+    file, mine, own, theirs = found.file, loaded.config.MODEL, {}, {}
     with contextlib.suppress(UserError, ValueError):  # the build reports what is wrong
-        if file and (run := model_of_run(file)):
+        if run := model_of_run(file):
             own, theirs = sizes_in(mine), sizes_in(run)
     # With a MODEL.NAME, timm resizes patches and windows to those of the name.
-    kept = () if loaded.is_default("MODEL.NAME") else RESIZED
-    kept = kept if loaded.is_default("MODEL.POOL") else (*kept, "POOL")  # null too is an answer
+    kept = [] if loaded.is_default("MODEL.NAME") else [*RESIZED]
+    kept += [key for key in ("POOL", "INIT_VALUES") if not loaded.is_default(f"MODEL.{key}")]  # null too is an answer
     taken = {
         f"MODEL.{key}": Entry(value, str(file))
         for key, value in theirs.items()
@@ -174,10 +192,9 @@ def with_preprocessing(loaded: Loaded, source: str) -> Loaded:
 
 def preprocessing_of(source: str) -> Preprocessing | None:
     """The preprocessing that MODEL.PRETRAINED (a run, a checkpoint, a file, or a timm name) itself says, or None."""
-    file = local_weights(source)
-    if file is None:
+    if (found := local_weights(source)) is None:
         return _of_timms_name(source, f"timm's {source}")
-    meta, config = file.with_name(META), file.with_name(TIMMS_CONFIG)
+    file, meta, config = found.file, found.file.with_name(META), found.file.with_name(TIMMS_CONFIG)
     if meta.is_file():
         return _of_fields(unchecked_meta(file.parent).get("input"), meta)
     if fields := read_header(file).get("input"):

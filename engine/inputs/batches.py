@@ -33,22 +33,6 @@ def no_transform(images: Tensor, labels: Tensor) -> TransformedBatch:
     return TransformedBatch(images, labels, labels)
 
 
-class MixedWeights:
-    """Class weights of images that MIXUP_MODE elem mixes one by one.
-
-    An image and its partner then do not share out their weights, so what a micro-batch counts for is known only when
-    it is mixed; `MicroBatch` counts it by its own labels.
-    """
-
-    def __init__(self, weights: Tensor) -> None:
-        self._weights = weights
-        self.ratio = torch.ones((), device=weights.device)
-        """What the last micro-batch counts for, relative to its share"""
-
-    def note(self, targets: Tensor, labels: Tensor) -> None:
-        self.ratio = (targets * self._weights).sum() / self._weights[labels].sum()
-
-
 def per_channel(values: tuple[float, ...], channels: int) -> list[float]:
     """One value per channel. If their numbers differ, the first value serves every channel."""
     return list(values) if len(values) == channels else [values[0]] * channels

@@ -14,7 +14,7 @@ from timm.data.mixup import Mixup, cutmix_bbox_and_lam
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
-from engine.inputs.batches import BatchTransform, MixedWeights, TransformedBatch, no_transform
+from engine.inputs.batches import BatchTransform, TransformedBatch, no_transform
 from engine.task.base import Task
 from utils.config.train import TrainConfig
 
@@ -22,9 +22,7 @@ ERASE_SPLITS = 2
 """RANDOM_ERASE_SPLIT does not erase in the first 1 / ERASE_SPLITS of a micro-batch."""
 
 
-def build_batch_transform(
-    train: TrainConfig, task: Task, device: torch.device, weights: MixedWeights | None = None
-) -> BatchTransform:
+def build_batch_transform(train: TrainConfig, task: Task, device: torch.device) -> BatchTransform:
     """The batch transform that TRAIN asks for. Validation has none."""
     if not task.mixes:
         return no_transform
@@ -37,7 +35,7 @@ def build_batch_transform(
             num_splits=ERASE_SPLITS if train.RANDOM_ERASE_SPLIT else 0,
             device=device,  # pyright: ignore[reportArgumentType]  # timm passes it to torch unchanged
         )
-    mix = Mixing(train, task, weights) if train.mixes else None
+    mix = Mixing(train, task) if train.mixes else None
     if erase is None and mix is None:
         return no_transform
 
@@ -75,8 +73,8 @@ class Mixing(Mixup):
     in timm, the i-th from the end; the middle one of an odd batch is its own partner and stays unmixed.
     """
 
-    def __init__(self, train: TrainConfig, task: Task, weights: MixedWeights | None = None) -> None:
-        self._task, self._weights = task, weights
+    def __init__(self, train: TrainConfig, task: Task) -> None:
+        self._task = task
         super().__init__(
             mixup_alpha=train.MIXUP_ALPHA,
             cutmix_alpha=train.CUTMIX_ALPHA,
@@ -100,10 +98,7 @@ class Mixing(Mixup):
         in_box = (row >= top) & (row < bottom) & (column >= left) & (column < right)
         own = torch.where(is_mixup > 0, lam, 1.0).masked_fill(in_box, 0.0)
         mixed = torch.lerp(images.flip(0), images, own.to(images.dtype))
-        targets, shown = self._task.mixed(labels, lam.reshape(count, 1))
-        if self._weights is not None:
-            self._weights.note(targets, labels)
-        return TransformedBatch(mixed, targets, shown)
+        return TransformedBatch(mixed, *self._task.mixed(labels, lam.reshape(count, 1)))
 
     def _draw(self, count: int, size: tuple[int, int]) -> _Draw:
         """Draw random numbers in timm's order, so that the same seed gives the same ones."""

@@ -163,6 +163,8 @@ class Run:
     """Whether DATA.BATCH_SIZE was found by `auto`."""
     asked: Mapping[str, object] = field(default_factory=dict)
     """Settings by dotted key, as given, where this number of processes needs others: config.yaml keeps these."""
+    compiling: tuple[str, str] | None = None
+    """What the trial of TRAIN.NUM_EPOCHS auto chose to compile, and why: the epochs are planned at that speed."""
 
 
 def global_batch(config: Config, world: World) -> int:

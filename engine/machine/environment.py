@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
+from datasets.loading.order import data_identity, identity_of
 from engine.machine.device import describe_device, libraries
+from engine.setup import Ready, ReadyToTrain
 from utils.cli import version_text
 from utils.config import Config
 from utils.config.keys import settings, value_of
 from utils.distributed.group import backend_of, join
-from utils.distributed.world import World
+from utils.distributed.world import World, all_gather
 from utils.errors import AllRanksUserError
 from utils.log import DETAIL, log
 from utils.program import LAUNCHER_PID, started_as
@@ -57,6 +59,21 @@ def _check_devices(members: list[dict[str, Any]]) -> None:
                 f"ranks {before} and {member['rank']} on {member['host']} were given the same GPU; start one process "
                 "per GPU. Ranks started by hand or by a script each need their own LOCAL_RANK in the environment."
             )
+
+
+def check_images(ready: Ready, world: World) -> None:
+    """Reject ranks whose copy of the data set is not that of rank 0. A collective call."""
+    found: dict[str, tuple[int, Any]] = {"validation": (len(ready.val_set), data_identity(ready.val_set))}
+    if isinstance(ready, ReadyToTrain):
+        found["training"] = len(ready.train_set), identity_of(ready.train_set, ready.train_loader.order)
+    known = all_gather([found], world)
+    for rank, other in enumerate(known):
+        for split, first in known[0].items():
+            if other[split] != first:
+                raise AllRanksUserError(
+                    f"rank {rank} has other {split} images than rank 0, by their names and labels ({other[split][0]} "
+                    f"and {first[0]}). Each machine needs the same copy of the data set, complete."
+                )
 
 
 def environment_table(config: Config, world: World, device: torch.device, members: list[dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""Memory of a device: total, free, in use and limited; and which errors mean out of memory."""
+"""Memory of a device: total, limited and at the peak; and which errors mean out of memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import resource
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -38,50 +37,14 @@ def in_gib(size: float) -> str:
     return f"{size / unit:.1f} {name}"
 
 
-def free_memory(device: torch.device, processes: int) -> int | None:
-    """Free bytes of `device` for this process, one of `processes` on this machine; None if unknown."""
-    if device.type == "cuda":
-        # Memory that torch has reserved and does not use is free too.
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory()
-    left_in_groups = (max(0, limit - used) for limit, used in _groups())
-    known = [size for size in (_meminfo("MemAvailable"), *left_in_groups) if size is not None]
-    return min(known) // processes if known else None
-
-
 def total_memory(device: torch.device) -> int | None:
     """Total bytes of `device`; on a CPU, at most the limit of this process's control group."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
-    known = [size for size in (_meminfo("MemTotal"), *(limit for limit, _ in _groups())) if size is not None]
+    known = [size for size in (meminfo("MemTotal"), *(limit for limit, _ in cgroups())) if size is not None]
     return min(known) if known else None
-
-
-@contextmanager
-def limited(device: torch.device, limit: int) -> Iterator[None]:
-    """Limit a GPU's memory: allocations beyond `limit` bytes raise torch.OutOfMemoryError.
-
-    Where a host runs out of memory there is no error: the kernel kills the process.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
-
-
-def held_memory(device: torch.device) -> int:
-    """Bytes that this process holds now, libraries and data included; 0 on a GPU, whose libraries are no part of it."""
-    if device.type != "cpu":
-        return 0
-    return _meminfo("VmRSS", STATUS) or round(1e9 * peak_memory_gb(device))
 
 
 def take_peak(device: torch.device) -> int:
@@ -95,14 +58,15 @@ def take_peak(device: torch.device) -> int:
         peak = torch.mps.driver_allocated_memory()
         torch.mps.empty_cache()
         return peak
-    peak = _meminfo("VmHWM", STATUS) or round(1e9 * peak_memory_gb(device))
+    peak = meminfo("VmHWM", STATUS) or round(1e9 * peak_memory_gb(device))
     return_freed_memory()
     with contextlib.suppress(OSError):  # then the peak is that since the process began
         Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to VmRSS
     return peak
 
 
-def _meminfo(name: str, file: Path | None = None) -> int | None:
+def meminfo(name: str, file: Path | None = None) -> int | None:
+    """Bytes of an entry of /proc/meminfo, or of `file`; None if unknown."""
     try:
         lines = (file or MEMINFO).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -110,7 +74,7 @@ def _meminfo(name: str, file: Path | None = None) -> int | None:
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), None)
 
 
-def _groups() -> Iterator[tuple[int, int]]:
+def cgroups() -> Iterator[tuple[int, int]]:
     """(limit, bytes in use) of every control group with a limit that this process is in."""
     for folder in control_groups():
         try:

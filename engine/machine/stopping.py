@@ -52,15 +52,7 @@ class Stopped(Exception):
 
     def __init__(self, request: int) -> None:
         super().__init__(request)
-        self.request = request
-
-    @property
-    def words(self) -> str:
-        return WORDS[self.request]
-
-    @property
-    def exit_code(self) -> int:
-        return EXIT_CODES[self.request]
+        self.request, self.words, self.exit_code = request, WORDS[request], EXIT_CODES[request]
 
 
 class Signals:

@@ -22,8 +22,8 @@ from utils.distributed.world import World, sum_over_ranks
 from vitamp.meta import BestState, Count, Fields
 from vitamp.metrics import metric_named, set_of
 
-# Indices into the rows of sums; between them are the two counts of the task.
-LOSS, SAMPLES = 0, 3
+SAMPLES = 3
+"""Index into the rows of sums; before it are the loss and the two counts of the task."""
 NEVER = -1
 MOST_SKIPS = 100  # in a row, which end the run
 MOST_FACTORS = 64
@@ -61,24 +61,16 @@ class TrainMeters:
         self._first_bad = torch.full((), NEVER, dtype=torch.int64, device=device)
 
     @torch.no_grad()
-    def add(
-        self,
-        loss: Tensor,
-        logits: Tensor,
-        labels: Tensor,
-        weight: float,
-        counts: float = 0.0,
-        ratio: float | Tensor = 1.0,
-    ) -> None:
+    def add(self, loss: Tensor, logits: Tensor, labels: Tensor, weight: float, counts: float = 0.0) -> None:
         """Count one micro-batch. One of weight 0 is skipped: it only keeps this rank in step with the others.
 
-        `counts`: as in `MicroBatch`; `ratio`: as in `MixedWeights`.
+        `counts`: as in `MicroBatch`.
         """
         if weight == 0.0:
             return
         n = float(len(labels))
         first, second = self._task.counts(logits, labels, self._sum_type)
-        loss = loss.to(self._sum_type) * ratio
+        loss = loss.to(self._sum_type)
         row = torch.stack((loss, first, second, self._one))
         self._update += row * self._factors(weight, n)
         # One forward pass that overflows must not turn the epoch's mean into NaN.
@@ -87,13 +79,9 @@ class TrainMeters:
             # Unlike numbers of samples, weights are no round numbers. On a grid, their sums do not depend on the order,
             # and so not on the number of processes.
             sums = (sums * GRID).round() / GRID
-            counted = (self._one * counts * ratio).where(torch.isfinite(loss), 0.0)
+            counted = (self._one * counts).where(torch.isfinite(loss), 0.0)
             self._epoch_counts += (counted * GRID).round() / GRID
         self._epoch += sums
-
-    def divide_loss(self, by: Tensor) -> None:
-        """Divide the loss of the update that is not closed yet."""
-        self._update[LOSS] /= by
 
     def _factors(self, of_loss: float, samples: float) -> Tensor:
         """Factors of a row of sums, on the device; cached, since there are few kinds without class weights."""

@@ -203,6 +203,8 @@ class Setting:
     remote: bool = False
     threads: int = 1
     """Of this process's computing on a CPU."""
+    several: bool = False
+    """Several labels per image, which packed images cannot have"""
 
 
 @dataclass(frozen=True)
@@ -279,14 +281,14 @@ def advise_faster_loading(setting: Setting) -> str:
     if setting.remote or setting.workers < setting.cores:
         now = f"now {setting.workers}" if setting.workers else "now 0: the training process loads the images itself"
         ways.append(f"more loading processes (-num_workers, {now})")
-    if setting.stored == "files":
+    if setting.stored == "files" and not setting.several:
         ways.append(f"packed images ({started_as('scripts/pack_images.py')})")
     elif setting.stored == "tar files":
         ways.append(f"packed pixels instead of encoded images ({started_as('scripts/pack_images.py')} -raw)")
     if not ways:
+        packed = ", and the images are packed as pixels already" * (setting.stored == "pixels")
         return (
-            f"There are {setting.workers} loading processes for {counted(setting.cores, 'core')}, and the images are "
-            "packed as pixels already: only more cores, a faster disk or less augmentation would help; see "
-            "docs/data_speed.md"
+            f"There are {setting.workers} loading processes for {counted(setting.cores, 'core')}{packed}: only more "
+            "cores, a faster disk or less augmentation would help; see docs/data_speed.md"
         )
     return f"To speed up, try {' or '.join(ways)}; see docs/data_speed.md"

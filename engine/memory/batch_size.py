@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from datasets import Batch, MicroBatch, Window, open_dataset
 from engine.amp.overflow import OverflowWatch
 from engine.machine.device import Run, global_batch, synchronize, with_batch
-from engine.machine.memory import GIB, free_memory, held_memory, in_gib, is_out_of_memory, limited, take_peak
+from engine.machine.memory import GIB, STATUS, cgroups, in_gib, is_out_of_memory, meminfo, peak_memory_gb, take_peak
 from engine.setup import BATCH_CHOICE, build_train_state, tuned_model
 from engine.task import task_of
 from engine.update import train_update
@@ -195,6 +196,42 @@ def _search(config: Config, each: int | None, world: World, device: torch.device
             )
         raise UserError(f"DATA.BATCH_SIZE auto: not even a batch of {least} fits into {in_gib(limit)}. Try {ways}.")
     return fitting, f"{fitting} fits ({in_gib(peak)} of {in_gib(limit)}{reason})"
+
+
+def free_memory(device: torch.device, processes: int) -> int | None:
+    """Free bytes of `device` for this process, one of `processes` on this machine; None if unknown."""
+    if device.type == "cuda":
+        # Memory that torch has reserved and does not use is free too.
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    left_in_groups = (max(0, limit - used) for limit, used in cgroups())
+    known = [size for size in (meminfo("MemAvailable"), *left_in_groups) if size is not None]
+    return min(known) // processes if known else None
+
+
+def held_memory(device: torch.device) -> int:
+    """Bytes that this process holds now, libraries and data included; 0 on a GPU, whose libraries are no part of it."""
+    if device.type != "cpu":
+        return 0
+    return meminfo("VmRSS", STATUS) or round(1e9 * peak_memory_gb(device))
+
+
+@contextmanager
+def limited(device: torch.device, limit: int) -> Iterator[None]:
+    """Limit a GPU's memory: allocations beyond `limit` bytes raise torch.OutOfMemoryError.
+
+    Where a host runs out of memory there is no error: the kernel kills the process.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 def least_batch(config: Config) -> int:

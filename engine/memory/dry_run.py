@@ -129,7 +129,7 @@ def settle_epochs(run: Run) -> Run:
             # What the first updates take longer, such as compiling, the run spends again.
             set_up += max(0.0, time.monotonic() - started - position.update * paces[one])
         validation = _validate(ready, position, reporter)
-        choice.of_trial = ready.choices["compile"], "auto: as in the trial that found TRAIN.NUM_EPOCHS"
+        compiling = ready.choices["compile"], "auto: as in the trial that found TRAIN.NUM_EPOCHS"
         saving = estimate_seconds(ready.parts)
         ready.train_loader.close()
         ready.val_loader.close()
@@ -160,7 +160,7 @@ def settle_epochs(run: Run) -> Run:
         "validation)",
         *(epochs, config.TRAIN.WARMUP_EPOCHS, clock(needed(epochs)), given, each, validation),
     )
-    return replace(run, config=config)
+    return replace(run, config=config, compiling=compiling)
 
 
 def _train(

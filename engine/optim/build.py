@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from engine.optim.schedule import SCALE
-from engine.parallel.shards import is_sharded, local_shard
+from engine.parallel.shards import is_sharded
 from models.parts import count_parameters
 from utils.config.train import TrainConfig
 from utils.errors import UserError
@@ -137,11 +137,6 @@ class Gradients:
 
     def __init__(self, model: nn.Module) -> None:
         self._weights = list(model.parameters())
-
-    def divide(self, by: Tensor) -> None:
-        for weight in self._weights:
-            if weight.grad is not None:
-                local_shard(weight.grad).div_(by)
 
     def clip(self, limit: float | None) -> Tensor:
         """Clip the unscaled gradients to norm `limit`. Returns their norm before clipping."""

@@ -157,16 +157,3 @@ class Muon(Optimizer):
             orthogonal = zeropower_via_newtonschulz(directions, NS_STEPS, COEFFICIENTS, dtype=self.dtype)
             for (matrix, _, rate), change in zip(same, orthogonal.unbind(), strict=True):
                 matrix.add_(change.view(matrix.shape).to(matrix.dtype), alpha=-rate * 0.2 * max(shape) ** 0.5)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state that has the same parameters in Muon's and AdamW's hands."""
-        for group in state_dict["param_groups"]:
-            needed = "momentum_buffer" if group[MATRICES] else "exp_avg"
-            states = [state_dict["state"][number] for number in group["params"] if number in state_dict["state"]]
-            if any(needed not in state for state in states):
-                raise UserError(
-                    "TRAIN.OPTIMIZER.NAME: in the checkpoint, Muon updated other parameters than it does now; perhaps "
-                    "TRAIN.OPTIMIZER.MUON.EVERY_MATRIX was another, and earlier versions of vitamp used timm's Muon. "
-                    "Start a new run with -pretrained."
-                )
-        super().load_state_dict(state_dict)

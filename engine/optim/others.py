@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from inspect import signature
 from typing import Any
 
@@ -59,6 +60,11 @@ def build_other(name: str, groups: list[dict[str, Any]], train: TrainConfig, bas
     if momentum is None:
         momentum = (parameters["momentum"].default if "momentum" in parameters else None) or DEFAULT_MOMENTUM
     options = settings.arguments()  # the factory drops those that the optimiser does not take
+    for key, taken in {"EPS": info.has_eps, "BETAS": info.has_betas, "MOMENTUM": info.has_momentum}.items():
+        if not taken and getattr(settings, key) is not None:
+            log.info("TRAIN.OPTIMIZER.%s has no effect with TRAIN.OPTIMIZER.NAME %s", key, settings.NAME)
+    if "max_grad_norm" in parameters:  # LAMB's own clipping, at 1 if not set; not None, which apex's LAMB cannot take
+        options["max_grad_norm"] = math.inf
     if info.has_betas and settings.BETAS is not None and info.num_betas != len(settings.BETAS):
         log.info("TRAIN.OPTIMIZER.BETAS has no effect: %s takes %d betas; its defaults are used.", name, info.num_betas)
         del options["betas"]

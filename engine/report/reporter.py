@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -18,19 +17,16 @@ from engine.measure.throughput import COMPUTE, Bottleneck, Perf
 from engine.task.base import Metrics
 from utils.config.schema import Config
 from utils.log import DETAIL, log
-from utils.record.history import Line, MetricsFile, plain, read_lines
+from utils.record.history import Line, MetricsFile, plain
 from utils.record.run_folder import os_errors_as_user_errors
 from utils.text import redacted
-from vitamp.metrics import METRICS, WeightSet, metric_named, set_of, task_of
+from vitamp.metrics import WeightSet, metric_named
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
 
     from engine.report.live import Live
     from engine.report.trackers import TrackedRun
-
-NOT_DRAWN = ("event", "epoch", "step", "update", "perf", "data_wait_percent", "peak_memory_gb", "seconds")
-"""Fields of a line of metrics.jsonl that TensorBoard and Weights & Biases do not get."""
 
 
 class Reporter:
@@ -60,17 +56,8 @@ class Reporter:
         if folder:
             with os_errors_as_user_errors(folder):
                 self._metrics = MetricsFile(folder, partial(_is_repeated, start))
-            since = start.update if (folder / "tensorboard").exists() else 0
-            self._board = Board(folder / "tensorboard", start.update)
-            # Points from this start on are drawn again: a resumed Board hides them, as it may repeat a validation.
-            for line in read_lines(folder):
-                if line["update"] >= since and line["event"] in ("train", "val"):
-                    values = {**line, **line["perf"]}
-                    drawn = {name: value for name, value in values.items() if name not in NOT_DRAWN}
-                    of_others = METRICS.keys() - {metric.name for metric in task_of([line]).metrics}  # null
-                    drawn = {name: value for name, value in drawn.items() if set_of(name)[1] not in of_others}
-                    numbers = {name: math.nan if value is None else value for name, value in drawn.items()}
-                    self._plot(line["event"], numbers, line["update"])
+            # Points up to the checkpoint were flushed before it was saved.
+            self._board = Board(folder / "tensorboard", start.update + 1)
         self.live: Live | None = None
         if prints and not config.EVAL and (sys.stdout.isatty() or sys.stderr.isatty()):
             from engine.report.live import Live
@@ -176,8 +163,7 @@ class Reporter:
         values = {name: value for name, value in metrics.items() if value is not None}  # a task may lack some
         if self._board:
             for name, value in values.items():
-                # NaN for infinity, too: metrics.jsonl, from which a resumed run redraws, does not tell them apart.
-                self._board.add(f"{group}/{name}", value if math.isfinite(value) else math.nan, update)
+                self._board.add(f"{group}/{name}", value, update)
         if self._tracked:
             self._tracked.add(group, values, update)
 
@@ -238,7 +224,7 @@ class Board:
             self._ended = True
             log.warning(
                 "%s cannot be written (%s): TensorBoard shows no later points. Training continues, and metrics.jsonl "
-                "has them all; if you remove the folder, a resumed run draws them again.",
+                "has them all.",
                 self._folder,
                 getattr(error, "strerror", error),
             )

@@ -49,26 +49,9 @@ class WeightFiles:
         return self.files[0]
 
 
-def check_pretrained(source: str) -> None:
-    """Raise UserError unless the weights exist and can be read, as far as that is known without a model."""
-    if _local(source) is None:
-        _on_hub(_timm_config(source), source, download=False)
-
-
-def local_weights(source: str) -> Path | None:
-    """The file of these weights at a path, checked; None if `source` is a timm name."""
-    found = _local(source)
-    return found.file if found else None
-
-
-def locate(source: str) -> WeightFiles:
-    """The file of these weights, downloaded if `source` is a timm name that is not in the cache."""
-    if (found := _local(source)) is not None:
-        return found
-    config = _timm_config(source)
-    file = _on_hub(config, source, download=True)
-    assert file is not None
-    return WeightFiles((file,), config.label_offset or 0)
+def locate(source: str, download: bool = True) -> WeightFiles | None:
+    """These weights, at a path, in the hub's cache or downloaded. Without `download`, the hub is only asked: None."""
+    return local_weights(source) or _on_hub(source, download)
 
 
 def model_of_run(file: Path) -> ModelConfig | None:
@@ -109,7 +92,7 @@ def unreadable(path: Path, reason: object) -> str:
     return f"Pretrained weights {path}: the file is damaged, or its extension does not match its format ({reason})."
 
 
-def _local(source: str) -> WeightFiles | None:
+def local_weights(source: str) -> WeightFiles | None:
     """The file at a path, checked; None if `source` is a timm name."""
     path = Path(source).expanduser()
     if path.is_dir():  # of a run, its best checkpoint
@@ -149,17 +132,13 @@ def _local(source: str) -> WeightFiles | None:
     raise UserError(f"Pretrained weights {path}: no such file.{nearest(path.name, sorted(os.listdir(folder)))}")
 
 
-def _timm_config(name: str) -> Any:
+def _on_hub(name: str, download: bool) -> WeightFiles | None:
+    """timm's weights of this name."""
     config = timm.get_pretrained_cfg(name)
     if config is None or not config.has_weights:
         tags = timm.list_pretrained(f"{name.partition('.')[0]}*")
         instead = f" Similar names with weights: {', '.join(tags[:5])}." if tags else ""
         raise UserError(f"MODEL.PRETRAINED '{name}': timm has this architecture but no weights for it.{instead}")
-    return config
-
-
-def _on_hub(config: Any, name: str, download: bool) -> Path | None:
-    """The cached file of timm's weights. If there is none, ask the hub, and download the file if `download`."""
     if not config.hf_hub_id:  # a few of timm's weights
         raise UserError(
             f"MODEL.PRETRAINED '{name}': these weights are not on the hub. Download {config.url}, and name the file."
@@ -169,7 +148,7 @@ def _on_hub(config: Any, name: str, download: bool) -> Path | None:
     for file in files:
         cached = huggingface_hub.try_to_load_from_cache(repo, file, revision=revision or None)
         if isinstance(cached, str):
-            return Path(cached)
+            return WeightFiles((Path(cached),), config.label_offset or 0)
     hub = huggingface_hub.constants
     where = f"{' or '.join(files)} of {repo} on {hub.ENDPOINT}; cache {hub.HF_HUB_CACHE}"
     for file in files:
@@ -178,7 +157,8 @@ def _on_hub(config: Any, name: str, download: bool) -> Path | None:
             _within(PROBE_SECONDS, lambda url=url: huggingface_hub.get_hf_file_metadata(url, timeout=PROBE_SECONDS - 1))
             if not download:
                 return None
-            return Path(huggingface_hub.hf_hub_download(repo, file, revision=revision or None))
+            fetched = Path(huggingface_hub.hf_hub_download(repo, file, revision=revision or None))
+            return WeightFiles((fetched,), config.label_offset or 0)
         except EntryNotFoundError:
             continue
         except HfHubHTTPError as error:

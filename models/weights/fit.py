@@ -17,7 +17,7 @@ import torch
 from timm.models import adapt_input_conv, load_state_dict
 from torch import Tensor, nn
 
-from models.build import sizes_in
+from models.build import OWN_SCALE, sizes_in
 from models.masked import DECODER
 from models.parts import classifiers, is_inside, names_in_cfg
 from models.sizes import RESIZED, SIZE_WORDS, given_sizes, sizes_of
@@ -39,6 +39,8 @@ from vitamp.meta import META, Adapters, check_fields, unchecked_meta
 from vitamp.pooling import OWN_POOL
 from vitamp.tensors import JoinedShards, Merged, is_adapter
 
+COUNTER = ".num_batches_tracked"
+"""Of a batch norm: older files have none, and torch loads them too"""
 MOST_NAMED = 5
 """Tensors of each kind that an error names"""
 FRESH = "freshly initialised"
@@ -60,6 +62,7 @@ def load_pretrained(
     classifier freshly initialised, as evaluation needs.
     """
     found, masking = locate(source), hasattr(module, DECODER)
+    assert found is not None  # downloaded, or an error was raised
     fresh = classifiers(module) if new_classifier else ()
     if new_classifier and not fresh and not masking:
         raise UserError(
@@ -82,11 +85,17 @@ def load_pretrained(
             for key, value in weights.items()
             if key in before and before[key] != tuple(value.shape)
         ]
-        missing, replacements = _replace_classifier(module, weights, target, found.label_offset, fresh)
+        heads = names_in_cfg(module, "classifier") or classifiers(module)
+        missing, replacements = _replace_classifier(heads, weights, target, found.label_offset, fresh)
         if masking and not any(key.startswith(DECODER) for key in weights):
             missing |= {key for key in target if key.startswith(DECODER)}
             replacements.append(f"the {DECODER} stays {FRESH}")
         if lines := _mismatches(weights, before, target, missing):
+            if not heads:
+                lines.append(
+                    f"  {type(module).__name__}'s classifier is unknown; if get_classifier returns it, one with other "
+                    "classes is new, or with MODEL.NEW_CLASSIFIER any"
+                )
             raise UserError("\n".join([f"{_misfit(module, given, file, name)}:", *lines]))
         module.load_state_dict(weights, strict=False)
         loaded, changes = f"{len(weights)} of {len(target)} tensors", [*changes, *replacements]
@@ -174,7 +183,7 @@ def _adapt_channels(module: nn.Module, weights: Weights) -> Weights:
 
 
 def _replace_classifier(
-    module: nn.Module, weights: Weights, target: Weights, label_offset: int, unwanted: tuple[str, ...]
+    heads: tuple[str, ...], weights: Weights, target: Weights, label_offset: int, unwanted: tuple[str, ...]
 ) -> tuple[set[str], list[str]]:
     """Drop a classifier that is unwanted or has another number of classes.
 
@@ -184,7 +193,7 @@ def _replace_classifier(
     for key in [key for key in weights if is_inside(key, unwanted)]:
         del weights[key]
     changes = [f"{prefix} left as {FRESH} (MODEL.NEW_CLASSIFIER)" for prefix in unwanted]
-    for prefix in names_in_cfg(module, "classifier"):
+    for prefix in heads:
         keys = [key for key in (f"{prefix}.weight", f"{prefix}.bias") if key in target]
         if not keys or fresh.issuperset(keys):
             continue
@@ -205,7 +214,8 @@ def _replace_classifier(
 
 def _misfit(module: nn.Module, weights: Weights, file: Path, name: str) -> str:
     """Beginning of an error: sizes that differ, and the words of a command line that give the model those of a run."""
-    run, own, theirs = None, {**sizes_of(module), "POOL": vars(module).get(OWN_POOL)}, dict[str, Any]()
+    run, theirs, noted = None, dict[str, Any](), vars(module)
+    own = {**sizes_of(module), "POOL": noted.get(OWN_POOL), "INIT_VALUES": noted.get(OWN_SCALE)}
     with contextlib.suppress(UserError, LookupError, ValueError):  # no ViT or Swin, or names of another program
         run, kind = model_of_run(file), "swin" if any(key.startswith("layers.") for key in weights) else "vit"
         theirs = sizes_in(run) if run else sizes_of_weights(Converted(kind, tensors=weights))
@@ -234,7 +244,7 @@ def _mismatches(weights: Weights, before: dict[str, tuple[int, ...]], target: We
         for key, own in target.items()
         if key in weights and weights[key].shape != own.shape
     ]
-    missing = [key for key in target if key not in weights and key not in fresh]
+    missing = [key for key in target if key not in weights and key not in fresh and not key.endswith(COUNTER)]
     unexpected = [key for key in weights if key not in target]
     lines: list[str] = []
     for title, tensors in (

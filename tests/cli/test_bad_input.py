@@ -57,6 +57,10 @@ def refuses(vitamp: Vitamp, tiny: Path, tmp_path_factory: pytest.TempPathFactory
         # Said before the error of MODEL.DEPTH, so before anything is built.
         (["TRAIN.CLASS_WEIGHTS=a.txt", "MODEL.DEPTH=99999999"], ["CLASS_WEIGHTS: expected balanced or null, got 'a"]),
         (
+            ["TRAIN.CLASS_WEIGHTS=balanced", "TRAIN.MIXUP_ALPHA=0.8", "TRAIN.MIXUP_MODE=elem", "MODEL.DEPTH=99999999"],
+            ["TRAIN.MIXUP_MODE elem: with TRAIN.CLASS_WEIGHTS", "use pair or batch"],
+        ),
+        (
             ["TRAIN.LOSS=bce", "TRAIN.BCE_TARGET_THRESH=0", "TRAIN.SMOOTHING=0.1", "MODEL.DEPTH=99999999"],
             ["TRAIN.BCE_TARGET_THRESH 0: with TRAIN.SMOOTHING 0.1"],
         ),
@@ -102,7 +106,7 @@ def test_main_single_gpu_in_two_ranks_is_refused(refuses: Vitamp) -> None:
 @pytest.fixture
 def run_folder(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> Path:
     """A run with one checkpoint."""
-    vitamp("-cfg", tiny, "-output", tmp_path / "run", "TRAIN.MAX_UPDATES=3", code=0)
+    vitamp("-cfg", tiny, "-output", tmp_path / "run", "TRAIN.MAX_UPDATES=3", "TRAIN.OPTIMIZER.NAME=AdaMuon", code=0)
     return tmp_path / "run"
 
 
@@ -115,9 +119,10 @@ def test_what_does_not_go_with_a_run_is_refused_and_leaves_it_as_it_is(refuses: 
         ("MODEL.EMBED_DIM=24", ("model.safetensors", "weights of another architecture", wider)),
         ("MODEL.DEPTH=2", ("weights of another architecture", deeper)),
         ("DATA.IMAGE_SIZE=16", ("weights of another architecture", "pos_embed")),
-        ("TRAIN.OPTIMIZER.NAME=SGD", ("TRAIN.OPTIMIZER.NAME: the run was trained with AdamW", "SGD")),
+        ("TRAIN.OPTIMIZER.NAME=Muon", ("TRAIN.OPTIMIZER.NAME: the run was trained with AdaMuon", "Muon now")),
+        ("TRAIN.OPTIMIZER.MUON.EVERY_MATRIX=true", ("EVERY_MATRIX: the run was trained with false",)),
     ):
-        refuses("-resume", run_folder, word, said=said)
+        refuses("-resume", run_folder, "TRAIN.OPTIMIZER.NAME=AdaMuon", word, said=said)
     assert {path: path.read_bytes() for path in run_folder.rglob("*") if path.is_file()} == before
 
 

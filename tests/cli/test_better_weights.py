@@ -97,8 +97,9 @@ def test_pretrained_uses_the_better_weights_of_a_run(vitamp: Vitamp, run: Path, 
         assert found["acc1"] == best[f"{prefix}acc1"]
 
 
-def test_pretrained_takes_the_pooling_of_a_run(vitamp: Vitamp, tmp_path: Path) -> None:
-    run, file = train_tiny(tmp_path, "MODEL.POOL=both", "TRAIN.WARMUP_EPOCHS=0"), tmp_path / "ema.safetensors"
+def test_pretrained_takes_pooling_and_layer_scale_of_a_run(vitamp: Vitamp, tmp_path: Path) -> None:
+    run = train_tiny(tmp_path, "MODEL.POOL=both", "MODEL.INIT_VALUES=0.5", "TRAIN.WARMUP_EPOCHS=0")
+    file = tmp_path / "ema.safetensors"
     vitamp("strip", run, "-out", file, script="scripts/checkpoint.py", code=0)
     for words, script in (
         (("-cfg", tmp_path / "tiny.yaml", "-eval", "-pretrained", run), "main_single_gpu.py"),
@@ -111,8 +112,8 @@ def test_pretrained_takes_the_pooling_of_a_run(vitamp: Vitamp, tmp_path: Path) -
     again = ("-cfg", tmp_path / "tiny.yaml", "-pretrained", run, "-output", tmp_path / "again", "-resume", "auto")
     for updates in (4, 8):  # the resumed run has the pooling of its own checkpoint
         vitamp(*again, f"TRAIN.MAX_UPDATES={updates}", code=0)
-    wrong = vitamp("-cfg", tmp_path / "tiny.yaml", "-pretrained", run, "MODEL.POOL=null", code=2).err
-    assert "POOL both in the weights, null in the recipe. For the model of the run, add MODEL.POOL=both to" in wrong
+    wrong = vitamp(*again[:4], "MODEL.POOL=null", "MODEL.INIT_VALUES=null", code=2).err
+    assert "null in the recipe. For the model of the run, add MODEL.POOL=both MODEL.INIT_VALUES=0.5 to" in wrong
 
 
 @pytest.mark.parametrize(

@@ -101,13 +101,12 @@ def test_auto_counts_the_wait_that_every_epoch_begins_with(
     clock = dict.fromkeys(("monotonic", "perf_counter"), lambda: sum(times))
     monkeypatch.setattr(dry_run, "time", SimpleNamespace(**clock))
     monkeypatch.setattr(dry_run.stopping, "BEGAN", 0.0)
-    monkeypatch.setattr(dry_run.choice, "of_trial", None)
     monkeypatch.setattr(dry_run, "train_update", train_update)
     monkeypatch.setattr(dry_run, "validate", lambda *_: times.append(next(validations)) or Means(0.2, 12.5, 50.0))
     monkeypatch.setattr(TrainLoader, "epoch", lambda _, _epoch, start=0: [True] + [False] * (updates - start - 1))
     monkeypatch.setattr(TrainLoader, "take_wait", lambda _: sum(waited.pop() for _ in list(waited)))
     given = {"TRAIN.NUM_EPOCHS": "auto", "TRAIN.WARMUP_EPOCHS": "0.5", "MAX_TIME": "0:01:00"}
     config = load_config(str(tiny), words={**given, "DATA.BATCH_SIZE": str(batch)}).config
-    dry_run.settle_epochs(Run(config, ALONE, CPU, threads=1))
+    run = dry_run.settle_epochs(Run(config, ALONE, CPU, threads=1))
     assert f" ({0.1 + 1.5 / updates:.3g} s per update, 0.03 s per validation)" in said.text
-    assert dry_run.choice.of_trial == ("none", "auto: as in the trial that found TRAIN.NUM_EPOCHS")
+    assert run.compiling == ("none", "auto: as in the trial that found TRAIN.NUM_EPOCHS")

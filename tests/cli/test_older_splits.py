@@ -27,6 +27,8 @@ def test_weights_of_an_earlier_version_are_evaluated_on_the_images_it_did_not_tr
     assert "validation split: 3 images" in done.text
     change_settings(run, {"TRAIN.CLASS_WEIGHTS": str(tmp_path / "gone.csv")})
     vitamp(run, script="scripts/evaluate.py", code=0)
+    change_settings(run, {"TRAIN.CLASS_WEIGHTS": "balanced", "TRAIN.MIXUP_ALPHA": 0.8, "TRAIN.MIXUP_MODE": "elem"})
+    vitamp(run, script="scripts/evaluate.py", code=0)
     moved = data.rename(tmp_path / "moved")
     assert f"{data}" in vitamp(run, script="scripts/evaluate.py", code=2).err
     moved.rename(data)

@@ -117,6 +117,7 @@ LOSS = "from vitamp import loss\n@loss\n"
 SCALED = f"{LOSS}def bad(logits, targets, gamma: float = 2): ...\n"
 METRIC = "from vitamp import metric\n\n\n@metric\n"
 BEYOND = f"{METRIC}def bad(probabilities, labels):\n    return labels[9999]\n"
+LEARNED = f"from torch import nn\n{LOSS}class bad(nn.PReLU):\n forward = lambda self, x, y: (self.weight * x).mean()\n"
 NO_ROWS = f"{LOSS}def bad(logits, targets): return logits[range(4), targets].mean()\n"
 BAD = [
     ("TRAIN.LOSS=bad", "def focal(:\n", "line 1: "),
@@ -133,6 +134,7 @@ BAD = [
     ("TRAIN.LOSS=bad", f"{LOSS}def bad(logits, targets): return logits\n", "as a scalar"),
     ("TRAIN.LOSS=bad", f"{LOSS}def bad(logits, targets):\n    return logits[99]\n", "line 4: IndexError"),
     ("TRAIN.LOSS=bad TRAIN.DISTILLATION_TYPE=hard TRAIN.TEACHER_MODEL={}", NO_ROWS, "line 3: IndexError"),
+    ("TRAIN.LOSS=bad", LEARNED, "loss bad has weights that nothing trains"),
     ("TRAIN.LOSS=bad", f"{LOSS}def bade(logits, targets): ...\n", "Did you mean bade?"),
     ("TRAIN.LOSS=bad bad.gamma=high", SCALED, "bad.gamma=high: input should be a valid number"),
     ("TRAIN.LOSS=bad bad.gama=1", SCALED, "Did you mean bad.gamma?"),
@@ -304,9 +306,10 @@ def test_an_error_in_a_loading_process_names_the_line(vitamp: Vitamp, files: Pat
     file = tmp_path / "late.py"
     file.write_text(
         "import torch.utils.data\nfrom vitamp import augmentation\n\n\n@augmentation\ndef late(image):\n"
-        "    if torch.utils.data.get_worker_info():\n        raise KeyError('lost')\n    return image\n"
+        "    if torch.utils.data.get_worker_info():\n        raise KeyError('lost')\n    return image\n\n\n"
+        + (files / "stripes.py").read_text().replace("images,", "images[..., ::-1],")  # with negative strides
     )
-    settings = ("-dataset", "stripes", "-use", f"{files / 'stripes.py'},{file}", "TRAIN.AUGMENT=late")
+    settings = ("-dataset", "stripes", "-use", file, "TRAIN.AUGMENT=late")
     sizes = ("-model", "vit_tiny_patch16_224", "-image_size", 32, "-num_workers", 1, "-batch_size", 8, "-epochs", 1)
     done = vitamp(*settings, *sizes, "-device", "cpu", "-output", tmp_path / "run", code=1)
     assert f"{file}, line 8: KeyError: 'lost'" in done.err

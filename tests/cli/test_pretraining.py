@@ -14,6 +14,7 @@ from PIL import Image
 
 from datasets import open_dataset
 from datasets.recognise import UNLABELLED, recognise
+from engine.evaluation.knn import labelled_data
 from tests.program import Vitamp, change_settings, last_weights, metrics, train_tiny
 from tests.terminal import on_terminal
 from utils.config import load_config
@@ -152,6 +153,7 @@ def test_knn_accuracy_of_a_folder_decides(vitamp: Vitamp, tiny: Path, tmp_path: 
     assert "-pretrained" in text.partition("\n  finetune ")[2].splitlines()[0]
     (val,) = metrics(tmp_path / "run", "val")
     assert val["knn_acc1"] == 100
+    assert labelled_data(load_config(f"{tmp_path}/run/config.yaml").config).CROP == "none", "as the digits are seen"
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "10 images of imagefolder in" in log
     assert "Done: best k-NN top-1 100.00 %" in log

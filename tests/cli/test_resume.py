@@ -84,6 +84,11 @@ def test_resume_auto_starts_resumes_and_detects_a_finished_run(vitamp: Vitamp, t
 
 
 def test_resume_auto_of_an_unsaved_run_has_its_settings(vitamp: Vitamp, digits_run: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(digits_run / "checkpoints" / "step-000000088", tmp_path / "copied" / "step-000000088")
+    shutil.copytree(copied, tmp_path / "run" / "checkpoints" / copied.name)
+    for place in (copied, copied / "model.safetensors", tmp_path / "run"):
+        shown = vitamp("-resume", place, "-print_config", code=0)
+        assert " BASE_LR: 0.002 " in shown.out
     shutil.copy(digits_run / "config.yaml", tmp_path)
     for words in (("-output", tmp_path, "-resume", "auto"), (f"OUTPUT={tmp_path}", "MODEL.RESUME=auto")):
         shown = vitamp(*words, "-print_config", code=0)

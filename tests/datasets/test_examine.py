@@ -92,13 +92,18 @@ def test_training_says_what_its_data_is_like(icons: Path, vitamp: Vitamp, tmp_pa
     assert "Always guessing the largest class would give 61.5 % in validation" in text
 
 
-def test_the_command_it_names_removes_the_copies(icons: Path, vitamp: Vitamp, tmp_path: Path) -> None:
-    first = lines(icons, tmp_path / "run", vitamp)
-    command = first.err.partition("`python ")[2].partition("`")[0].replace("exclude.txt", str(tmp_path / "out.txt"))
-    script, *words = command.split()
-    assert script == "scripts/check_data.py"
-    assert vitamp(*words, script=script).code == 1, "there are defects"
-    again = lines(icons, tmp_path / "again", vitamp, f"DATA.EXCLUDE={tmp_path / 'out.txt'}")
+def test_the_commands_it_names_remove_the_copies(icons: Path, vitamp: Vitamp, tmp_path: Path) -> None:
+    own, run, listed, command = tmp_path / "own.py", tmp_path / "run", tmp_path / "out.txt", ""
+    own.write_text("from vitamp import loss\n@loss\ndef mine(logits, targets):\n    return logits.square().mean()\n")
+    dry = lines(icons, tmp_path / "dry", vitamp, "-dry-run", "-batch_size", "auto", "TRAIN.MEMORY_LIMIT=2")
+    first = lines(icons, run, vitamp, "-use", str(own), "TRAIN.LOSS=mine")
+    resumed = vitamp("-resume", run, "-trust", "-dry_run", "TRAIN.MAX_UPDATES=4", code=0)
+    for done in (dry, resumed, first):
+        command = done.err.partition("`python ")[2].partition("`")[0]
+        script, *words = command.replace("exclude.txt", str(listed)).split()
+        assert "There are defects" in vitamp(*words, "-overwrite", script=script, code=1).out
+    assert f"`python {command}` lists them" in first.out
+    again = lines(icons, tmp_path / "again", vitamp, f"DATA.EXCLUDE={listed}")
     assert "Copies of training images" not in again.err
     assert json.loads((tmp_path / "again/data.json").read_text())["images"] == {"training": 53, "validation": 13}
 
@@ -173,6 +178,7 @@ def test_class_weights_are_advised_where_a_loss_takes_them(icons: Path) -> None:
     for train in (TrainConfig(), TrainConfig(DISTILLATION_TYPE="soft"), TrainConfig(LOSS="mine")):
         (said,) = (line for line in notes_of(found, DataConfig(), train, "check") if "14 times" in line)
         assert ("CLASS_WEIGHTS" in said) == (train == TrainConfig())
+    assert "14 times" not in "".join(notes_of(found, DataConfig(), TrainConfig(NUM_EPOCHS=0), "check")), "of a probe"
 
 
 def test_images_in_tar_files_are_compared(icons: Path) -> None:
@@ -186,13 +192,6 @@ def test_images_in_tar_files_are_compared(icons: Path) -> None:
     assert found.copies is not None
     assert (found.copies.found, found.copies.compared, found.copies.training) == (3, 13, 56)
     assert found.classes["training"] == {"crane (label 0)": 56, "dog": 0, "crane (label 2)": 0}
-
-
-def test_a_dry_run_names_a_command_that_runs(icons: Path, vitamp: Vitamp, tmp_path: Path) -> None:
-    done = lines(icons, tmp_path / "run", vitamp, "-dry_run", "-batch_size", "auto", "TRAIN.MEMORY_LIMIT=2")
-    script, *words = done.err.partition("`python ")[2].partition("`")[0].replace("exclude.txt", "o.txt").split()
-    found = vitamp(*[str(tmp_path / word) if word == "o.txt" else word for word in words], script=script, code=1)
-    assert "There are defects" in found.out
 
 
 def test_arrays_have_sizes_and_broken_ones_are_passed_over(icons: Path, monkeypatch: pytest.MonkeyPatch) -> None:

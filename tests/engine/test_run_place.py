@@ -51,6 +51,11 @@ def test_run_folder_with_a_run_is_rejected(run: Path, tmp_path: Path) -> None:
         check_output(str(tmp_path / ("x" * 256)), "out", None)
     check_output(str(run), "out", run)
     check_output(str(run), "out", run / ".." / "run")
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(UserError, match="is yours, which is not overwritten"):  # with -resume auto too
+        check_output(str(tmp_path), "out", tmp_path)
+    (tmp_path / "log.txt").touch()  # a run that was killed before it saved
+    check_output(str(tmp_path), "out", tmp_path)
     check_output(str(tmp_path / "new" / "run"), "out", None)
     assert not (tmp_path / "new").exists(), "checking makes nothing"
 

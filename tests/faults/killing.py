@@ -85,7 +85,8 @@ def drawn_curves(run: Path) -> dict[str, list[tuple[int, str]]]:
     """TensorBoard's curves, NaN equal to NaN; but of the speed only where its points are."""
     board = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
     board.Reload()
-    curves = {tag: [(point.step, repr(point.value)) for point in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
+    points = {tag: [(point.step, repr(point.value)) for point in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
+    curves = {tag: list(dict.fromkeys(both)) for tag, both in points.items()}  # a resumed run may repeat a validation
     speed = curves.pop("train/images_per_second")
     return {**curves, "speed": [(step, "") for step, _ in speed]}
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from models.build import build_model
 from models.weights import find
-from models.weights.find import check_pretrained
+from models.weights.find import locate
 from models.weights.fit import load_pretrained
 from utils.config.model import ModelConfig
 from utils.errors import UserError
@@ -24,7 +24,7 @@ HUB_NAME = "vit_tiny_patch16_224.augreg_in21k"
 
 def refusal(source: Path | str) -> str:
     with pytest.raises(UserError) as caught:
-        check_pretrained(str(source))
+        locate(str(source), download=False)
     return str(caught.value)
 
 
@@ -48,7 +48,7 @@ def test_pdparams_are_found_with_or_without_extension(tmp_path: Path) -> None:
     for name in ("vit.pdparams", "vit"):  # PaddleViT's command lines omit the extension
         assert "vit.pdparams: the file is damaged" in refusal(tmp_path / name)
     (tmp_path / "vit.pdparams").write_bytes(b"\x80\x04}.")
-    check_pretrained(str(tmp_path / "vit"))
+    locate(str(tmp_path / "vit"), download=False)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_cached_weights_are_loaded_without_asking_the_hub(no_cache: Path, monkey
     (repo / "refs" / "main").write_text("abc")
     (repo / "snapshots" / "abc").mkdir(parents=True)
     save_file(donor.state_dict(), repo / "snapshots" / "abc" / "model.safetensors")
-    check_pretrained(HUB_NAME)
+    locate(HUB_NAME, download=False)
     ours = build_model(settings.model_copy(update={"NUM_CLASSES": 7}), 224, 3)
     said = load_pretrained(ours, HUB_NAME, "vit_tiny_patch16_224")
     assert "head freshly initialised (21843 classes in the file, 7 in the model" in said

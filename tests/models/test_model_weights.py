@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from models.build import build_model
-from models.parts import classifiers
+from models.parts import classifiers, pretrained_cfg
 from models.weights.fit import load_pretrained
 from tests.models.test_model_build import TINY_SWIN, TINY_VIT
 from utils.config.model import ModelConfig
@@ -271,13 +271,15 @@ def test_new_classifier_keeps_the_models_own(tmp_path: Path, family: str, classe
     def made(seed: int, classes: int) -> nn.Module:
         torch.manual_seed(seed)
         settings = {**FAMILIES[family], "NUM_CLASSES": classes, "FREEZE": ("backbone",)}
-        return build_model(ModelConfig(**settings), 32, 3)
+        model = build_model(ModelConfig(**settings), 32, 3)
+        vars(model)["pretrained_cfg"] = {} if family == "resnet" else pretrained_cfg(model)  # as one of the user's own
+        return model
 
     donor = made(0, 5)
-    for tensor in donor.state_dict().values():
-        if tensor.is_floating_point():
-            nn.init.normal_(tensor)
-    save_file(donor.state_dict(), tmp_path / "w.safetensors")
+    older = {name: tensor for name, tensor in donor.state_dict().items() if tensor.is_floating_point()}  # no counters
+    for tensor in older.values():
+        nn.init.normal_(tensor)
+    save_file(older, tmp_path / "w.safetensors")
     ours, untouched = made(1, classes), made(1, classes)
     said = load_pretrained(ours, str(tmp_path / "w.safetensors"), family, new_classifier=asked)
     heads = classifiers(ours)
@@ -291,11 +293,12 @@ def test_new_classifier_keeps_the_models_own(tmp_path: Path, family: str, classe
         assert f"{head} {'left as ' * asked}freshly initialised{' (5 classes in the file, 7' * (not asked)}" in said
 
 
-def test_new_classifier_with_npz_weights(donor: nn.Module, npz: Path) -> None:
+def test_new_classifier_with_npz_weights(donor: nn.Module, npz: Path, weights: Path) -> None:
     ours = build(1)
     fresh = ours.state_dict()["head.weight"].clone()
     assert "head left as freshly initialised" in load_pretrained(ours, str(npz), "vit", new_classifier=True)
     assert torch.equal(ours.state_dict()["head.weight"], fresh)
     assert_equal_weights(ours, donor, but=("head.weight", "head.bias"))
-    with pytest.raises(UserError, match="Linear's classifier is unknown"):
-        load_pretrained(nn.Linear(1, 1), str(npz), "linear", new_classifier=True)
+    for file, asked in ((npz, True), (weights, False)):
+        with pytest.raises(UserError, match=r"Linear's classifier is unknown; (if )?get_classifier"):
+            load_pretrained(nn.Linear(1, 1), str(file), "linear", new_classifier=asked)

@@ -23,7 +23,7 @@ import vitamp
 from datasets.given import open_given
 from engine.inputs.batches import Inputs, input_of
 from engine.trained.model import load_trained
-from models.weights.find import locate
+from models.weights.find import local_weights
 from tests.program import change_meta, write_meta
 from tools.checkpoint import command as checkpoint
 from tools.export import command as export
@@ -128,7 +128,8 @@ def test_a_run_with_a_truncated_index_and_a_copy_of_the_users_has_one_answer(
     (checkpoints / "index.json").write_text((checkpoints / "index.json").read_text()[:20])
     assert origin_of(vitamp.load(run)[0]).path == load_trained(run).chosen.place == last
     assert torch.allclose(loaded(run, image, "ema"), in_program(run, image, "ema"), rtol=0, atol=1e-6)
-    assert Path(locate(str(run)).file).parent == last
+    assert (found := local_weights(str(run)))
+    assert found.file.parent == last
 
 
 def test_what_cannot_be_loaded_names_the_way_on(digits_run: Path, tmp_path: Path) -> None:

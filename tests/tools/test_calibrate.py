@@ -84,10 +84,12 @@ def test_temperature_is_crossfitted_kept_and_applied(
         told[name] = done.out, written["figures"][weights]
     assert f"calibrated (temperature {temperature:.4g}, fitted on 360 images)" in told["after"][0]
     numbers = "calibration error {ece:.2f} %, NLL {nll:.4f}.".format(**kept["crossfitted"])
-    line = "The temperature was fitted on these images: cross-fitted, "
-    assert line + numbers in told["after"][0], "those of the table are too low"
+    line = "The temperature was fitted on these images"
+    assert f"{line}: cross-fitted, {numbers}" in told["after"][0], "those of the table are too low"
     others = say(run, "-weights", "model", "-part", "train", code=0)
     assert not any(line in text for text in (others.out, told["left_out"][0], told["ema"][0]))
+    for word in ("--tta=flip", "--amp=off", "DATA.INTERPOLATION=bilinear"):
+        assert f"{line}.\n" in say(run, "-weights", "model", word, code=0).out, "another predictor"
     assert "-no_calibration" in told["left_out"][0]
     assert "of other weights" in told["ema"][0], "another set of weights has no temperature"
     scaled = float(F.cross_entropy(logits / temperature, labels))
@@ -123,8 +125,9 @@ def test_exports_are_calibrated(export_tool: Callable[..., str], run: Path, tmp_
     said = export_tool(run, "-weights", "model", "-no_calibration", "-to", "hub", "-output", tmp_path / "plain")
     assert "model(image[None]).softmax(1)" in (tmp_path / "plain" / "README.md").read_text()
     said = export_tool(run, "-weights", "model", "-to", "hub", "-output", tmp_path / "hub")
-    calibrated = f"(model(image[None]) / {kept['temperature']:.6g}).softmax(1)"
-    assert calibrated in (tmp_path / "hub" / "README.md").read_text()
+    card = (tmp_path / "hub" / "README.md").read_text()
+    assert f"(model(image[None]) / {kept['temperature']:.6g}).softmax(1)" in card
+    assert "fitted on 360 images" in card
 
 
 def test_what_cannot_be_calibrated_is_refused(say: Callable[..., Result], run: Path, tmp_path: Path) -> None:

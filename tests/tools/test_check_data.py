@@ -101,6 +101,7 @@ def test_each_planted_defect_is_reported_and_nothing_else(check: Check, tree: Pa
     (val / "cat" / "2.jpg").write_bytes(b"\xff\xd8\xff\xe0garbage")
     Image.new("1", (30_000, 30_000)).save(train / "ant" / "bomb.png")
     (train / "ant" / "gone.jpg").symlink_to(tmp_path / "nowhere.jpg")
+    (train / "ant" / "lost.jpg").symlink_to("/proc/self/mem")  # reading it is a storage error
     shutil.copy(train / "ant" / "3.jpg", train / "ant" / "copy.jpg")
     for copy in (train / "bee" / "wrong.jpg", train / "ant" / "again.jpg", val / "cat" / "copy.jpg"):
         shutil.copy(train / "ant" / "6.jpg", copy)
@@ -117,6 +118,7 @@ def test_each_planted_defect_is_reported_and_nothing_else(check: Check, tree: Pa
         "train/ant/0.jpg": "empty",
         "train/ant/bomb.png": "too large",
         "train/ant/gone.jpg": "missing",
+        "train/ant/lost.jpg": "storage",
         "train/bee/1.jpg": "no image",
         "train/cat/2.jpg": "damaged",
         "val/cat/2.jpg": "damaged",
@@ -139,9 +141,12 @@ def test_each_planted_defect_is_reported_and_nothing_else(check: Check, tree: Pa
     assert names(notes["smaller_than_image_size"]) == ["train/cat/small.jpg"]
     for name in [*list(kinds)[:5], "train/ant/copy.jpg", "train/bee/wrong.jpg", "train/cat/small.jpg"]:
         assert name in done.out
+    assert "because of storage errors: 1. Check again when the storage is back" in done.err
 
     # The list has what was asked for; without it the data is clean. A copy in validation stays, so that results on it
     # remain comparable.
+    (train / "ant" / "lost.jpg").unlink()
+    kinds["# train/ant/lost.jpg"] = kinds.pop("train/ant/lost.jpg")
     assert lines_of(listed) == {*kinds, "train/ant/copy.jpg", "train/bee/4.jpg", *conflicts[:3]}
     check(tree, f"DATA.EXCLUDE={listed}", "-fix", listed, "-overwrite")
     assert len(listed.read_text().splitlines()) == 2 + len(kinds) + 5, "earlier lines stay"

@@ -102,23 +102,16 @@ def test_average_of_the_last_the_best_and_named_checkpoints(
     out, (first, second) = tmp_path / "mean.safetensors", (run / "checkpoints" / name for name in NAMES[:2])
     tool("average", *words.format(run=run, first=first, second=second).split(), f"--out={out}")
     best = json.loads((run / "checkpoints" / "index.json").read_text())["best"]
-    sources = [weights(run, name.format(best=best), file) for name in names]
+    names = [name.format(best=best) for name in names]
+    sources = [weights(run, name, file) for name in names]
     found = safetensors.torch.load_file(out)
     assert found.keys() == sources[0].keys()
     for key, tensor in found.items():
         exact = torch.stack([source[key].double() for source in sources]).mean(0)
         assert tensor.dtype == sources[0][key].dtype
         assert torch.allclose(tensor.double(), exact, rtol=1e-7, atol=0), key
-    if "-last" in words:
-        assert json.loads(header(out)["from"]) == names
+    assert json.loads(header(out)["from"]) == names
     assert "metrics" not in header(out), "an average has not been validated"
-
-
-def test_home_is_expanded_in_out(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
-    for script, words in ((TOOL, ("strip", run)), ("scripts/export.py", (run, "-to", "safetensors"))):
-        out = tmp_path / f"{Path(script).stem}.safetensors"
-        vitamp(*words, f"-out=~/{out.name}", script=script, env={"HOME": str(tmp_path)}, code=0)
-        assert out.exists()
 
 
 def test_integer_buffers_are_copied_and_not_averaged(tool: Callable[..., Result], tmp_path: Path) -> None:
@@ -157,34 +150,27 @@ def test_stripped_weights_load_into_a_run_and_into_timm(
         assert torch.equal(model.state_dict()[key], tensor)
 
 
-def test_written_files_have_no_paths(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
+def test_files_are_written_below_home_and_have_no_paths(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
     copy, images = tmp_path / "run", tmp_path / "images"
     shutil.copytree(run, copy)
+    for folder in (copy / "checkpoints").glob("step-*"):
+        change_meta(folder, choices={"teacher_model": f"{tmp_path}", "teacher": f"resnet18 of {tmp_path}"})
     save_image(images / "x.png", seed=0)
-    places = (
-        "MODEL.PRETRAINED",
-        "DATA.DATA_PATH",
-        "DATA.CACHE",
-        "DATA.EXCLUDE",
-        "DATA.RELABEL",
-        "SAVE",
-        "TAG",
-        "TRAIN.KNN",
-    )
-    paths = dict.fromkeys((*places, "TRAIN.TEACHER_MODEL", "TRAIN.CLASS_WEIGHTS"), f"{tmp_path / 'x'}")
-    paths |= {"DATA.DATASET": f"hf:{tmp_path}"}
+    places = ("MODEL.PRETRAINED", "DATA.DATA_PATH", "DATA.CACHE", "DATA.EXCLUDE", "DATA.RELABEL", "SAVE", "TAG")
+    more = ("TRAIN.KNN", "TRAIN.TEACHER_MODEL", "TRAIN.CLASS_WEIGHTS")
+    paths = dict.fromkeys((*places, *more), f"{tmp_path / 'x'}") | {"DATA.DATASET": f"hf:{tmp_path}"}
     public = {"DATA.DATASET": "hf:ylecun/mnist", "TRAIN.CLASS_WEIGHTS": "balanced"}
     for given, kept in ((paths, {"DATA.DATASET": "hf:"}), (public, public)):
         change_settings(copy, given)
         for name, script, *words in (
             ("strip", TOOL, "strip", copy),
-            ("average", TOOL, "average", copy, "-last", 2),
+            ("average", TOOL, "average", copy, copy / "checkpoints" / NAMES[0]),
             ("export", "scripts/export.py", copy, "-to", "safetensors", "-images", images),
             ("again", "scripts/export.py", tmp_path / "strip.safetensors", "-to", "safetensors", "-images", images),
         ):
             out = tmp_path / f"{name}.safetensors"
             out.unlink(missing_ok=True)
-            vitamp(*words, "-out", out, script=script, code=0)
+            vitamp(*words, f"-out=~/{out.name}", script=script, env={"HOME": str(tmp_path)}, code=0)
             assert str(tmp_path) not in str(header(out)), name
             assert {key: read_header(out)["settings"].get(key) for key in given} == {**dict.fromkeys(given), **kept}
 
@@ -197,6 +183,8 @@ def test_bad_commands_are_refused(tool: Callable[..., Result], run: Path, tmp_pa
     (damaged / NAMES[0] / MODEL).unlink()
     copied = shutil.copytree(run / "checkpoints" / NAMES[0], tmp_path / "copied")
     change_meta(copied, classes=[*map(str, range(9)), "x"])
+    fold = shutil.copytree(run / "checkpoints" / NAMES[0], tmp_path / "fold")
+    change_meta(fold, settings={"DATA.FOLD": "1/5"})
     out = ("-out", tmp_path / "new.safetensors")
     tool("strip", run, "-out", copied / "plain.safetensors")
     for words, said in (
@@ -212,7 +200,8 @@ def test_bad_commands_are_refused(tool: Callable[..., Result], run: Path, tmp_pa
         (("average", run, "-last", 9, *out), "is 4. KEEP_LAST"),
         (("average", run, "-last", 0, *out), "from 1"),
         (("average", run, other, *out), "different architectures"),
-        (("average", run, copied, *out), "of different models and cannot be averaged: class 9 is x and 9."),
+        (("average", run, fold, *out), "cannot be averaged: DATA.FOLD is 1/5 and None."),
+        (("average", run, copied, *out), "different models or splits and cannot be averaged: class 9 is x and 9."),
         (("average", run, copied / "plain.safetensors", *out), "plain.safetensors: this file holds only weights"),
     ):
         done = tool(*words, code=2)

@@ -142,9 +142,12 @@ def test_unusable_output_is_refused_before_the_work(
         str(tmp_path / ("x" * 300)): "cannot be written (File name too long)",
         str(tmp_path / "old"): "already exists; name another file, or give -overwrite to replace it",
     }
+    if tool in ("predict", "evaluate", "report"):
+        places[str(tmp_path / "new")] = f"{tool}.py was started in 8 processes (OpenMPI); start one process"
+    of_many = {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
     for out, said in places.items():
         words = [word.format(out=out, tree=tree, run=digits_run) for word in TOOLS[tool]]
-        done = vitamp(*words, script=f"scripts/{tool.split()[0]}.py", code=2)
+        done = vitamp(*words, script=f"scripts/{tool.split()[0]}.py", env=of_many, code=2)
         assert said in done.err
         assert done.out == "", "no work was done"
     assert old.read_text() == "mine"

@@ -167,7 +167,7 @@ def tree(digits_run: Path, tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-OTHER = ("-dataset", "imagefolder", "DATA.CROP=none")
+OTHER = ("-dataset", "imagefolder")
 
 
 def test_classes_of_other_data_are_matched_by_name(

@@ -102,6 +102,22 @@ def test_file_with_different_outputs_is_not_left_behind(export_tool: Tool, run: 
         assert file.get_tensor("head.weight").dtype is torch.float16
 
 
+def test_model_with_a_module_in_two_places_is_exported(
+    export_tool: Tool, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tensors share memory, as those of CoaT."""
+
+    def shared(*words: Any, **sizes: Any) -> Any:
+        model: Any = create_model(*words, **sizes)
+        model.blocks[0].norm2 = model.blocks[0].norm1
+        return model
+
+    create_model = timm.create_model
+    monkeypatch.setattr(timm, "create_model", shared)
+    for words in (("-to=safetensors", "-out", tmp_path / "m.safetensors"), ("-to=hub", "-output", tmp_path / "hub")):
+        assert "top-1 the same on all" in export_tool(run, *words)
+
+
 def test_check_on_images_of_a_folder(export_tool: Tool, run: Path, tmp_path: Path) -> None:
     pictures = tmp_path / "pictures"
     for number in range(3):

@@ -24,9 +24,12 @@ from PIL import Image
 
 from datasets import check_dataset, open_dataset
 from datasets.sources.files import FileSamples
+from engine.preflight import resolve
 from tests.waiting import until
 from tools.pack_images.command import main
+from utils.config import load_config
 from utils.config.data import DataConfig
+from utils.errors import UserError
 
 CPU = torch.device("cpu")
 
@@ -296,7 +299,11 @@ def test_exif_rotation_is_applied_to_small_images(tmp_path: Path) -> None:
             exif[orientation] = number
         photograph(folder / f"{name}.jpg", 3, size=(60, 40), exif=exif)
     photograph(tmp_path / "src" / "val" / "a" / "0.jpg", 4)
-    assert pack(tmp_path / "src", tmp_path / "packed", "DATA.EXIF_ROTATE=true") == 0
+    assert pack(tmp_path / "src", tmp_path / "packed", "DATA.EXIF_ROTATE=true", "DATA.BACKGROUND=mean") == 0
+    words = {"DATA.DATASET": "shards", "DATA.DATA_PATH": f"{tmp_path / 'packed'}", "MODEL.NUM_CLASSES": "1"}
+    assert resolve(load_config(words=words)).config.DATA.EXIF_ROTATE, "what a run records"
+    with pytest.raises(UserError, match=r"line: shards in .* packed with DATA\.BACKGROUND \[128, 128, 128\]\. Give"):
+        resolve(load_config(words=words | {"DATA.BACKGROUND": "black"}))
     packed = [content for name, content in members(tmp_path / "packed", "train").items() if name.endswith(".jpg")]
     kept = [(folder / f"{name}.jpg").read_bytes() for name in ("plain", "upright")]
     (turned,) = (content for content in packed if content not in kept)

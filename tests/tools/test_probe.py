@@ -187,9 +187,10 @@ def test_changed_images_weights_and_inputs_are_computed_anew(
     def counts(*more: object) -> tuple[int, int]:
         done = say(digits_run, *greys, "-probe", "-pool", "mean", *more, code=0)
         assert "fewer images than folds have 1 class: light." in done.out
+        assert ("all images weigh alike: TRAIN.CLASS_WEIGHTS" in done.out) == ("TRAIN.CLASS_WEIGHTS=balanced" in more)
         return done.out.count(NEW_FEATURES), done.out.count(KEPT)
 
-    assert (counts(), counts()) == ((2, 0), (0, 2))
+    assert (counts(), counts("TRAIN.CLASS_WEIGHTS=balanced")) == ((2, 0), (0, 2))
     assert [counts(*more) for more in (("-weights", "ema"), ("DATA.IMAGENET_MEAN=0.4",))] == [(2, 0)] * 2
     Image.new("L", (8, 8)).save(tmp_path / "data" / "dark" / "0.png")
     assert counts() == (1, 1)

@@ -242,8 +242,9 @@ def test_signals_reach_the_training(house: Path, number: signal.Signals, how: st
 def test_slurm_job_resumes_as_told_until_its_folder_has_checkpoints(tmp_path: Path) -> None:
     env = {**os.environ, "SLURM_SUBMIT_DIR": str(tmp_path), "BASH_FUNC_srun%%": '() { echo "$*"; }'}
     job = ["bash", str(ROOT / "scripts" / "slurm" / "train.sbatch"), "-output", "a run"]
-    for own, added in (("", " -resume auto"), (" -resume b", ""), (" -resume b", " -resume auto")):
+    for number, own in enumerate(("", " -resume b", " MODEL.RESUME=b", " -resume b", " MODEL.RESUME=b")):
+        if number == 3:
+            (tmp_path / "a run" / "checkpoints" / "step-000000001").mkdir(parents=True)
         done = subprocess.run([*job, *own.split()], env=env, stdout=subprocess.PIPE, text=True, check=True)
+        added = "" if number in (1, 2) else " MODEL.RESUME=auto"
         assert done.stdout.endswith(f" -output a run{own}{added}\n")
-        if own:
-            (tmp_path / "a run" / "checkpoints" / "step-000000001").mkdir(parents=True, exist_ok=True)

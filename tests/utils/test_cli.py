@@ -133,11 +133,11 @@ def test_local_rank_of_launchers_is_ignored(line: str) -> None:
         ("-amp=none", "none: -amp alone turns AMP on; its values are auto"),
         ("--max-epochs=5", "unknown flag --max-epochs. Did you mean -epochs?"),
         ("-lr -amp", "-lr needs a value: -lr RATE"),
-        ("-blr 1e-3", "unknown flag -blr. Did you mean TRAIN.BASE_LR=1e-3?"),  # scaled with the batch, unlike -lr
+        ("-blr 1e-3", "Did you mean TRAIN.BASE_LR=1e-3 and TRAIN.LINEAR_SCALED_LR=256?"),  # unlike -lr
         ("-sched -amp", "unknown flag -sched. Did you mean TRAIN.LR_SCHEDULER.NAME=...?"),
         ("--mean 0.4 0.5 0.6 -amp", "Did you mean DATA.IMAGENET_MEAN=0.4,0.5,0.6?"),
         ("--amp --amp-dtype bfloat16", "unknown flag --amp-dtype. Did you mean -amp bf16?"),
-        ("-depth 3", "unknown flag -depth. Did you mean MODEL.DEPTH=3?"),
+        ("--patch-size 3", "unknown flag --patch-size. Did you mean MODEL.PATCH_SIZE=3?"),  # not -batch_size
         ("configs/x.yaml", "Did you mean -cfg configs/x.yaml?"),
         ("amp", "Did you mean -amp?"),
         ("batch_size=3", "Did you mean -batch_size=3?"),
@@ -148,7 +148,7 @@ def test_local_rank_of_launchers_is_ignored(line: str) -> None:
         ("-amp=", "-amp=: "),
         ("-amp -1", "unrecognised argument '-1'. -amp alone"),
         ("-list_models a b", "unrecognised argument 'b'."),
-        ("A..B=3", "unrecognised argument 'A..B=3'. Settings have the form KEY=VALUE"),
+        ("A..Z=3", "unrecognised argument 'A..Z=3'. Settings have the form KEY=VALUE"),
         ("-dry_run -print_config", "-dry_run and -print_config exclude each other"),
     ],
 )

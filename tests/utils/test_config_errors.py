@@ -73,7 +73,9 @@ def test_all_errors_are_reported_together_with_their_lines(tmp_path: Path) -> No
             "TRAIN:\n  LR: 3\n",
             "unknown key TRAIN.LR. Did you mean TRAIN.WARMUP_START_LR, TRAIN.BASE_LR, TRAIN.END_LR or",
         ),
+        ("mixup: 1\nlr: 1\n", " TRAIN.MIXUP_ALPHA?\n  run.yaml:2: unknown key lr. Did you mean TRAIN.BASE_LR?"),
         ("SEED: 1\nSEED: 2\n", "run.yaml:2: SEED is set twice: run.yaml:1 has another value"),
+        ("BASE: a.yaml\nBASE: []\n", "run.yaml:2: BASE is set twice: run.yaml:1 has another value"),
         ("MODEL:\n  DEPTH: 3\n  TRANS: {DEPTH: 4}\n", "run.yaml:3: MODEL.DEPTH is set twice: "),
         ("MODEL: {TRANS: {HYBRID: false}}\n", "run.yaml:1: unknown key MODEL.HYBRID."),
         ("- a\n- b\n", "run.yaml:1: expected `KEY: value` lines"),
@@ -96,12 +98,12 @@ def test_a_file_of_ones_own_may_be_called_as_that_of_a_run(tmp_path: Path) -> No
 
 def test_foreign_type_is_reported_with_its_keys(tmp_path: Path) -> None:
     """A file of a model that vitamp does not build: its keys are no misspelt keys of ours."""
-    keys = "MODEL: {TYPE: Sequencer, DEPTH: 24, DEPTH_TOKEN_ONLY: 2}\nDATA: {FMAP_SIZE: 14}\n"
-    message = file_error(tmp_path, f"{keys}TRAIN: {{NUM_EPOCH: 3}}\n")
-    first, second = [line.strip() for line in message.splitlines()[1:]]
-    assert first == "run.yaml:3: unknown key TRAIN.NUM_EPOCH. Did you mean TRAIN.NUM_EPOCHS?"
-    assert second.startswith("run.yaml:1: MODEL.TYPE sequencer is not one of vit, deit, swin, mae, nor has a family of")
-    assert second.endswith("and leave out MODEL.TYPE, MODEL.DEPTH_TOKEN_ONLY, DATA.FMAP_SIZE")
+    keys = "MODEL: {TYPE: Sequencer, DEPTH: 24, DEPTH_TOKEN_ONLY: 2, NUM_CLASS: 3}\nTRAIN: {MIXUP: 0.8}\n"
+    first, second, last = [line.strip() for line in file_error(tmp_path, keys).splitlines()[1:]]
+    assert first == "run.yaml:1: unknown key MODEL.NUM_CLASS. Did you mean MODEL.NUM_CLASSES?"
+    assert second == "run.yaml:2: unknown key TRAIN.MIXUP. Did you mean TRAIN.MIXUP_ALPHA?"
+    assert last.startswith("run.yaml:1: MODEL.TYPE sequencer is not one of vit, deit, swin, mae, nor has a family of")
+    assert last.endswith("and leave out MODEL.TYPE, MODEL.DEPTH_TOKEN_ONLY")
     ours = file_error(tmp_path, keys.replace("Sequencer", "ViT"))
     assert "unknown key MODEL.DEPTH_TOKEN_ONLY. Did you mean MODEL.DEPTH?" in ours
 
@@ -280,8 +282,12 @@ def test_unbroken_rule_is_silent(words: list[str]) -> None:
         ("MODEL.NEW_CLASSIFIER=true", [], ": MODEL.PRETRAINED is null; without weights to start from, every"),
         ("TRAIN.BCE_TARGET_THRESH=0.2", [], ": TRAIN.LOSS is ce, not bce"),
         ("TRAIN.MIXUP_ALPHA=0.8", ["TRAIN.MIXUP_PROB=0"], ": TRAIN.MIXUP_PROB is 0.0"),
+        ("TRAIN.MIXUP_PROB=0.8", [], ": TRAIN.MIXUP_ALPHA is 0.0 and TRAIN.CUTMIX_ALPHA is 0.0"),
+        ("DATA.CROP_SCALE=[0.1, 1]", ["DATA.CROP=pad"], ": DATA.CROP is pad, not random"),
+        ("DATA.CROP_PCT=0.9", ["DATA.CROP=none"], "with DATA.CROP none"),
+        ("TRAIN.END_LR=0.1", ["TRAIN.LR_SCHEDULER.NAME=step"], "with TRAIN.LR_SCHEDULER.NAME step"),
+        ("TRAIN.OPTIMIZER.MOMENTUM=0.9", [], "with TRAIN.OPTIMIZER.NAME AdamW"),
         ("TRAIN.MODEL_EMA_DECAY=0.9", [], ": TRAIN.MODEL_EMA is false"),
-        ("TRAIN.LR_SCHEDULER.MILESTONES=5", [], ": TRAIN.LR_SCHEDULER.NAME is warmupcosine, not multi-step"),
         ("TRAIN.OPTIMIZER.BETAS=[0.9, 0.95]", ["TRAIN.OPTIMIZER.NAME=SGD"], "with TRAIN.OPTIMIZER.NAME SGD"),
         ("TRAIN.COLOR_JITTER=0.4", ["TRAIN.AUGMENT=trivial"], "with TRAIN.AUGMENT"),
         ("TRAIN.AUTO_AUGMENT=true", ["TRAIN.RAND_AUGMENT=true"], "with TRAIN.RAND_AUGMENT"),
@@ -303,6 +309,7 @@ def test_setting_without_effect_is_noted(word: str, others: list[str], reason: s
         ["MODEL.NEW_CLASSIFIER=true", "MODEL.PRETRAINED=a run"],
         ["MODEL.PRETRAINED=a", "MODEL.RESUME=auto", "OUTPUT=/no"],
         ["TRAIN.COLOR_JITTER=0.4", "TRAIN.AUGMENT=three"],
+        ["TRAIN.MIXUP_PROB=0"],
     ],
 )
 def test_setting_with_effect_is_not_noted(words: list[str]) -> None:

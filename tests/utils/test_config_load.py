@@ -304,6 +304,7 @@ def test_setting_too_high_beside_one_on_the_command_line_is_warned_about() -> No
         ("caltech256_resnet50", "BASE_LR", "3e-5", "END_LR 0.0001"),
         ("resnet50", "BASE_LR", "1e-4", "WARMUP_START_LR 0.001"),
         ("resnet50", "NUM_EPOCHS", "30", "LR_SCHEDULER.MILESTONES [30, 60, 80]"),
+        ("resnet50", "WARMUP_EPOCHS", "30", "WARMUP_EPOCHS 30.0"),
         ("vit_digits_16_drop25", "NUM_EPOCHS", "4", "TOKEN_DROP_TAIL 4"),
     ):
         (line,) = load_config(recipe, words={f"TRAIN.{key}": value, "TRAIN.LINEAR_SCALED_LR": "null"}).warnings

@@ -45,21 +45,26 @@ def test_watchdog_blames_the_rank_that_is_elsewhere(others: list[dict[str, Any]]
     )
 
 
-def test_watchdog_names_all_suspects_if_no_rank_stands_out() -> None:
+def test_watchdog_names_all_suspects_that_have_not_left() -> None:
     said = blamed(READS, HANGS)
     assert "rank 0 on node0 is in engine/measure/meters.py:70 (read); rank 1 on node1 is in datasets" in said
     assert blamed(WAITS, WAITS, WAITS, WAITS).endswith("; and 1 more")
-
-
-def test_watchdog_does_not_blame_a_rank_that_has_left() -> None:
     assert "rank 2" in blamed(WAITS, {"left": True}, HANGS)
 
 
-def test_leaving_after_the_store_has_closed_is_no_failure() -> None:
+@pytest.mark.parametrize("served", [False, True])
+def test_ranks_may_save_after_a_launcher_that_served_the_store(served: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("utils.distributed.watchdog.SECONDS_OF_GRACE", 0)
+    monkeypatch.setattr(Watchdog, "_end", end := mock.Mock())
     fails = mock.Mock(side_effect=ConnectionError)
     store = mock.Mock(set=fails, add=fails, get=fails, check=fails)
-    watchdog = Watchdog(store, World(1, 2, 1, 2, "SLURM"), members(1, 2), 600)
-    watchdog.leave(1)
+    watchdogs = [Watchdog(store, World(1, 2, served=served), members(1, 2), 600) for _ in range(2)]
+    watchdogs[0]._thread.join(1)
+    watchdogs[0].leave(1)
+    assert end.called is not served, "rank 0 served it, and cannot save"
+    watchdogs[1].expect_lost_rank()
+    watchdogs[1]._thread.join(5)
+    assert end.called, "a rank was lost, too"
     assert "watchdog" not in [thread.name for thread in threading.enumerate()]
 
 

@@ -515,6 +515,7 @@ def exclude_list(findings: Findings, splits: list[Split], data: DataConfig, near
     Images that are nearly the same as one in validation are removed if `near`. Duplicates are removed from the training
     split alone, so that results on the validation split stay comparable.
     Lines of the current DATA.EXCLUDE stay, since those images were not checked.
+    Images with storage errors are comments, because the storage may return later.
     """
     chosen: dict[tuple[str, str], tuple[str, Found]] = {}
     validating = {split.samples.name(index) for split in splits[1:] for index in range(len(split.samples))}
@@ -529,7 +530,9 @@ def exclude_list(findings: Findings, splits: list[Split], data: DataConfig, near
     before = text_of(data).rstrip("\n")
     today = datetime.date.today().isoformat()
     head = f"# Images to exclude (DATA.EXCLUDE), found by {started_as('scripts/check_data.py')} on {today}"
-    lines = [line_of(found.name, found.about, data) for _, found in chosen.values()]
-    counts = Counter((found.split, kind) for kind, found in chosen.values())
+    lines = ["# " * (one.kind == "storage") + line_of(one.name, one.about, data) for _, one in chosen.values()]
+    counts = Counter((found.split, kind) for kind, found in chosen.values() if found.kind != "storage")
+    if lost := len(chosen) - counts.total():
+        log.warning("Images not excluded, because of storage errors: %d. Check again when the storage is back.", lost)
     words = [f"  {count:>7,} {split} images: {REASONS[kind]}" for (split, kind), count in counts.items()]
-    return "\n".join([*([before] if before else []), head, *lines]) + "\n", "\n".join(words), len(chosen)
+    return "\n".join([*([before] if before else []), head, *lines]) + "\n", "\n".join(words), counts.total()

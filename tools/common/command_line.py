@@ -19,7 +19,7 @@ from utils.cli import WIDTH, CommandLine, Parser, command_line
 from utils.config import Loaded, load_config
 from utils.config.keys import AUTO_BY_DATA, CLASSES, IMAGE_SIZE, PATCH_SIZE, value_of
 from utils.config.kinds import AUTO
-from utils.distributed.launchers import read_world
+from utils.distributed.launchers import world_from_launcher
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainingError, UserError, nearest
 from utils.flags import BY_NAME, HELP, Flag, Positional
 from utils.log import log, start_log
@@ -273,6 +273,11 @@ def check_one_training(loaded: Loaded, tool: str) -> None:
     ):
         if given:
             raise UserError(f"{loaded.sources[key.split()[0]]}: {tool} has no {key}; {instead}.")
-    world = read_world()
+    check_one_process(tool)
+
+
+def check_one_process(tool: str) -> None:
+    """Refuse a launch in several processes, each of which would do all the work."""
+    world = world_from_launcher()
     if world is not None and world.size > 1:
         raise UserError(f"{tool} was started in {world.size} processes ({world.launcher}); start one process.")

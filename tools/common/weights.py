@@ -20,6 +20,7 @@ from engine.task.losses import BALANCED
 from engine.task.losses import KEY as CLASS_WEIGHTS
 from tools.common.output_file import writing
 from tools.common.turns import progress
+from utils.config.keys import default_of
 from utils.config.kinds import OWN_SETTING
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.log import log
@@ -41,7 +42,6 @@ COPIED = (
     "own_code",
     "input",
     "timm",
-    "choices",
     "epoch",
     "update",
     "metrics",
@@ -65,10 +65,11 @@ SECTIONS = (
 )
 PRIVATE = (
     *("MODEL.PRETRAINED", "DATA.DATA_PATH", "DATA.CACHE", "DATA.EXCLUDE", "DATA.RELABEL"),
-    *("TRAIN.TEACHER_MODEL", "TRAIN.KNN"),
+    *("TRAIN.TEACHER_MODEL", "TRAIN.KNN", "teacher_model", "teacher"),
 )
-"""Settings with private paths, which the header does not get."""
+"""Settings and choices with private paths, which the header does not get."""
 DATASET = "DATA.DATASET"
+OF_SPLIT = ("DATA.FOLD", "DATA.SPLIT_SEED", "DATA.VAL_FRACTION", "DATA.GROUP")
 
 
 def list_checkpoints(path: Path) -> int:
@@ -177,9 +178,9 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
         about, first = _besides_weights(checkpoint.meta), _besides_weights(checkpoints[0].meta)
         if other := [key for key in about if about[key] != first.get(key, about[key])]:
             words = f"{other[0]} is {about[other[0]]} and {first[other[0]]}"
-            raise UserError(f"{both} are of different models and cannot be averaged: {words}.")
+            raise UserError(f"{both} have different models or splits and cannot be averaged: {words}.")
     mean = {key: _mean([file[key] for file in files]) for key in progress(list(shapes[0]), "tensors")}
-    names = [folder.name if last else f"{folder}" for folder in folders]
+    names = [source.place.name for source in sources]
     header = _header(sources[-1], {"weights": f"average of {which.words}", "from": names}, averaged=True)
     write_weights(out, mean, header)
     log.info("%s: uniform average of %s of %d checkpoints:", out, which.words, len(sources))
@@ -192,8 +193,11 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
 
 
 def _besides_weights(meta: dict[str, Any]) -> dict[str, Any]:
-    """What makes two models different even if their weights have the same shapes, as far as it is known."""
-    found = {"MODEL.POOL": meta["settings"].get("MODEL.POOL")}
+    """What makes two models different even if their weights have the same shapes, as far as it is known.
+
+    With another split, the mean would be validated on images that one of them was trained on.
+    """
+    found = {key: meta["settings"].get(key, default_of(key)) for key in ("MODEL.POOL", *OF_SPLIT)}
     for field in ("input", "timm"):
         found |= {f"{field}.{key}": value for key, value in (meta.get(field) or {}).items()}
     return found | {f"class {label}": name for label, name in enumerate(meta.get("classes") or ())}
@@ -217,7 +221,7 @@ def _header(source: Chosen, origin: dict[str, Any], averaged: bool = False) -> d
 
 
 def needed_by_tools(chosen: Chosen) -> dict[str, Any]:
-    """Settings that rebuild the model, for the header of a file that predict.py and other tools read.
+    """Settings that rebuild the model, and choices, for the header of a file that predict.py and other tools read.
 
     They are those of SECTIONS, without the paths of this machine.
     """
@@ -232,7 +236,8 @@ def needed_by_tools(chosen: Chosen) -> dict[str, Any]:
     dataset = str(public.get(DATASET))
     if dataset.startswith(HUB_PREFIX) and hub.is_path(dataset.removeprefix(HUB_PREFIX)):
         public[DATASET] = HUB_PREFIX  # without the key, the default would name another data set
-    return {"settings": public, "fp32_modules": fp32_modules(chosen)}
+    choices = {key: value for key, value in chosen.choices.items() if key not in PRIVATE}
+    return {"settings": public, "choices": choices, "fp32_modules": fp32_modules(chosen)}
 
 
 def write_weights(out: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> None:

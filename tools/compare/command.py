@@ -56,7 +56,7 @@ from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED,
 from utils.flags import Flag, whole
 from utils.log import log
 from utils.program import typed
-from utils.record.run_folder import git_state, read_data_notes, write_json
+from utils.record.run_folder import git_state, read_data, write_json
 from utils.text import counted, redacted_values
 from vitamp.metrics import AVERAGE, ONE_LABEL, PLAIN
 
@@ -149,7 +149,7 @@ def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compar
         **({"left_out": trained.left_out, "advice": trained.advice} if trained.left_out else {}),
         "verdicts": judge(runs, names, plan.judged),
         "troubles": troubles(runs, reasons, names),
-        "data": next((read_data_notes(out / row["folder"], ("warnings",)) for row in rows), []),
+        "data": next((read_data(out / row["folder"]).get("warnings", []) for row in rows), []),
     }
     about = redacted_values(about)
     try:

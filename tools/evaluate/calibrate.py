@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.inputs.batches import input_of
 from engine.trained.model import Trained, guesses
 from tools.common.evaluation import BINS, calibration, open_part, with_bar
 from tools.common.tables import in_columns
@@ -61,6 +62,7 @@ def calibrate(trained: Trained, given: CommandLine, path: str) -> None:
         precision=trained.precision.name,
         before=before,
         crossfitted=after,
+        input=input_of(trained.config.DATA),
     )
     others = [one for one in read_calibrations(chosen.place) if one.sha256 != chosen.hashes]
     write_json(file, {"temperatures": [one.model_dump() for one in (*others, *((kept,) if helps else ()))]})

@@ -28,6 +28,7 @@ name images with labels, if the run's have none.
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -97,6 +98,7 @@ def main(argv: list[str]) -> int:
     if by_features:
         found = _features(line, given)
     else:
+        command_line.check_one_process("evaluate.py")
         log.setLevel("WARNING")  # building the model logs what the training has logged already
 
         from engine.trained.model import load_trained  # torch takes seconds to import; a wrong command fails at once
@@ -142,6 +144,7 @@ def _features(line: command_line.ToolLine, given: CommandLine) -> dict[str, Any]
 def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str, Any]:
     """Log the metrics, and return what the JSON file says of the evaluation."""
     from engine.evaluation.data import copies_evaluated
+    from engine.inputs.batches import input_of
     from tools.common.evaluation import OneLabel, SeveralLabels, open_part, table_of, with_bar
 
     one_label, chosen, config = trained.task.kind == ONE_LABEL, trained.chosen, trained.config
@@ -159,9 +162,10 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
     crossfitted, kept = [], chosen.calibration if trained.calibrated else None
     # The errors above are too low if the temperature was fitted on these images.
     if isinstance(kept, Fitted) and (kept.data, kept.images) == (data.title, len(data.dataset)):
-        ece, nll = kept.crossfitted["ece"], kept.crossfitted["nll"]
-        words = f"cross-fitted, calibration error {ece:.2f} %, NLL {nll:.4f}"
-        crossfitted = [f"The temperature was fitted on these images: {words}."]
+        words, now = "", json.loads(json.dumps(input_of(config.DATA)))  # JSON has no tuples
+        if not asked.tta and (kept.precision, kept.input) == (trained.precision.name, now):
+            words = ": cross-fitted, calibration error {ece:.2f} %, NLL {nll:.4f}".format_map(kept.crossfitted)
+        crossfitted = [f"The temperature was fitted on these images{words}."]
     text = [
         f"{config.MODEL.NAME} of {chosen.place}, in {trained.precision.name}{thresholds}",
         f"{data.title}: {found.words()}",

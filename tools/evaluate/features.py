@@ -18,7 +18,7 @@ from datasets.base import TITLES, part_of
 from engine.evaluation.data import data_for_evaluation, title_of
 from engine.evaluation.features import features_of
 from engine.evaluation.knn import classify, labelled_data, open_labelled
-from engine.evaluation.linear import STRENGTHS, fit, folds_of
+from engine.evaluation.linear import STRENGTHS, UNWEIGHTED, fit, folds_of
 from engine.trained.model import Trained
 from tools.common.evaluation import INTERVALS, OneLabel, SeveralLabels, measured
 from tools.common.tables import in_columns
@@ -49,6 +49,8 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
         notes = [f"The run's images have no labels: those of TRAIN.KNN are taken, {source_of(data)}"]
     else:
         data, notes = data_for_evaluation(config, trained.chosen if trained.chosen.meta else None, named)
+    if asked.probe and named & {"TRAIN.CLASS_WEIGHTS", "DATA.SAMPLER"}:
+        notes.append(UNWEIGHTED)
     count, flag = (COUNT, "-probe") if asked.probe else (asked.knn, "-knn")
     bank, images = open_labelled(data, count, config.SEED, trained.precision.device, flag, NAMED_BY, asked.probe)
     count = min(count, len(bank))

@@ -165,7 +165,7 @@ def _data(about: dict[str, Any], names: list[str] | None, dataset: str | None, s
     listed = ", ".join(_code(name) for name in (names or [])[:MOST_CLASSES])
     more = f", and {len(names) - MOST_CLASSES:,} more in config.json" if names and len(names) > MOST_CLASSES else ""
     kept, behind = about.get("calibration"), about["background"]
-    fitted = "{temperature:.6g}, fitted on {images:,} validation images: divide the logits by it, as above"
+    fitted = "{temperature:.6g}, fitted on {images:,} images: divide the logits by it, as above"
     rows = {
         "data set": _code(dataset) if dataset else f"{UNKNOWN}: the run knows no name of it",
         "training images": f"{samples['train']:,}" if "train" in samples else "",
@@ -207,6 +207,8 @@ class Hub(Format):
         config = {**kept, **_data_config(export), "num_classes": classes, "custom_load": False}
         vars(export.model)["pretrained_cfg"] = config
         names = {"label_names": export.trained.names()} if chosen.classes else {}
+        tensors = export.tensors()
+        export.model.register_state_dict_post_hook(lambda _, found, *__: found.update(tensors))
         with raising_os_errors(file):
             timm.models.save_for_hf(
                 export.model, str(file), model_config=names, model_args=export.timm_arguments, safe_serialization=True

@@ -202,7 +202,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 TORCH_KEYS = ("pkg.", "namespace")
 """Prefixes of what torch notes at each node, paths of source files on this machine among it"""
 
-FOR_TOOLS = ("choices", "metrics", "thresholds", "own_code")
+FOR_TOOLS = ("metrics", "thresholds", "own_code")
 """Fields of meta.json that vitamp's own tools need of safetensors, besides the metadata"""
 
 
@@ -228,6 +228,11 @@ class Export:
         """Two input images, because torch would fix the batch size at that of one; one, if the file takes one."""
         first = next(self.images.batches(self.trained, self.with_preprocess))
         return self.images.pixels[:1].contiguous() if self.with_resize else torch.cat([first, first])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights for safetensors, which refuses tensors that share memory, as those of CoaT do."""
+        found = self.model.state_dict()
+        return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in found.items()}
 
     @property
     def input_summary(self) -> str:
@@ -360,12 +365,12 @@ class Safetensors(Format):
     def write(self, export: Export, file: Path) -> str:
         import safetensors.torch
 
-        chosen, tensors = export.trained.chosen, export.model.state_dict()
+        chosen = export.trained.chosen
         of_run = {key: chosen.meta[key] for key in FOR_TOOLS if key in chosen.meta}
         # One key: safetensors writes several in a different order each time.
         header = encoded({EXPORTED: {**export.metadata(False), **of_run, **needed_by_tools(chosen)}})
         with raising_os_errors(file):
-            safetensors.torch.save_file({k: v.contiguous() for k, v in tensors.items()}, file, metadata=header)
+            safetensors.torch.save_file(export.tensors(), file, metadata=header)
         return "weights under timm's names"
 
     def run(self, export: Export, file: Path, batches: Iterable[Tensor]) -> Tensor:

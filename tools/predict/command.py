@@ -15,8 +15,8 @@ by batch.
 -features FILE writes what the model has learned to see in each image, in place of classes: vectors of numbers, for
 search, clustering, or another classifier. A model that learned without labels has these alone.
 
-Exit codes: 0 done, 1 some images could not be read (each is named; the others are predicted), 2 anything wrong with
-the command, the model, or the disk.
+Exit codes: 0 done, 1 some images could not be predicted (each is named; the others are), 2 anything wrong with the
+command, the model, or the disk.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ def main(argv: list[str]) -> int:
     line = TOOL.read(argv)
     asked = line.asked
     _check(line)
+    command_line.check_one_process("predict.py")
     log.setLevel("WARNING")  # standard output is for the results
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.

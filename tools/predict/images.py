@@ -44,20 +44,21 @@ def predict_images(
 ) -> Iterator[tuple[str, Any, str]]:
     """Name in `paths`, result and reason of each image, in order: an unreadable one has a reason and no result.
 
-    `results`: those of a batch. `progress`: show a bar.
+    `results`: those of a batch, None where the model computes NaN or infinity. `progress`: show a bar.
     """
     workers = auto_workers(given=asked.num_workers)
     failed, row = 0, 0
     size, unread = asked.batch_size or trained.config.DATA.val_batch, Unread()
     workers = 0 if len(paths) <= size else workers  # nothing to prefetch
+    not_finite = f"the model computes NaN or infinity{'; try -amp off' * (trained.precision.level != 'O0')}"
     loader = ValLoader(dataset, size, 0, 1, workers, trained.precision.device, unread)
     bar = tqdm(total=len(paths), unit=" images", file=sys.stderr, disable=not progress, dynamic_ncols=True)
     try:
         for batch in loader:
             for index, result in zip(batch.indices.tolist()[: len(paths) - row], results(batch), strict=False):
-                if index == PADDING:
-                    failed, reason = failed + 1, unread.take(row) or ""
-                    log.warning("%s cannot be read: %s", paths[row], reason)
+                if index == PADDING or result is None:
+                    failed, reason = failed + 1, unread.take(row) or not_finite
+                    log.warning("%s cannot be predicted: %s", paths[row], reason)
                     yield paths[row], None, reason
                 else:
                     yield paths[row], result, ""
@@ -67,7 +68,7 @@ def predict_images(
         loader.close()
         bar.close()
     if failed:
-        log.warning("%d of %d images could not be read.", failed, len(paths))
+        log.warning("%d of %d images could not be predicted.", failed, len(paths))
 
 
 def write_features(asked: Namespace, trained: Trained, dataset: ImageDataset, paths: list[str]) -> int:
@@ -78,14 +79,15 @@ def write_features(asked: Namespace, trained: Trained, dataset: ImageDataset, pa
     check_pool(trained.model, asked.pool)
     print(f"{asked.path}: {trained.chosen.words}", file=sys.stderr)
 
-    def results(batch: Batch) -> Iterable[tuple[np.ndarray, np.ndarray]]:
+    def results(batch: Batch) -> Iterable[tuple[np.ndarray, np.ndarray] | None]:
         features = trained.features(batch.images, asked.pool).cpu().numpy()
-        return zip(features, batch.labels.cpu().numpy(), strict=True)
+        found = zip(features, batch.labels.cpu().numpy(), strict=True)
+        return (one if np.isfinite(one[0]).all() else None for one in found)
 
     found = predict_images(trained, dataset, paths, results, asked, sys.stderr.isatty())
     rows = [(path, *seen) for path, seen, reason in found if not reason]
     if not rows:
-        raise TrainingError(f"None of the images can be read; {asked.features} is not written.")
+        raise TrainingError(f"No image has features; {asked.features} is not written.")
     readable, features, labels = zip(*rows, strict=True)
     arrays = {"features": np.stack(features), "paths": np.array(readable)}
     if asked.part is not None and has_labels(trained.config.DATA):
@@ -127,8 +129,8 @@ class Chosen:
             limits, self.words = [threshold] * classes, f"a class is predicted if its probability reaches {threshold:g}"
         self._limits = torch.tensor(limits, dtype=torch.float64)
 
-    def __call__(self, logits: Tensor) -> list[list[Guess]]:
-        """Of each image, the most probable class first."""
+    def __call__(self, logits: Tensor) -> list[list[Guess] | None]:
+        """Of each image, the most probable class first; None where logits are NaN or infinite."""
         if self._limits is None:
             labels = guesses(logits, self.most)
             found = [*zip(labels.cpu(), torch.softmax(logits, dim=-1).gather(-1, labels).cpu(), strict=True)]
@@ -139,7 +141,8 @@ class Chosen:
                 order = chosen[row[chosen].argsort(descending=True, stable=True)][: self.most]
                 found.append((order, row[order]))
         pairs = (zip(labels.tolist(), values.tolist(), strict=True) for labels, values in found)
-        return [[Guess(label, self._trained.name_of(label), value) for label, value in row] for row in pairs]
+        rows = [[Guess(label, self._trained.name_of(label), value) for label, value in row] for row in pairs]
+        return [row if finite else None for row, finite in zip(rows, logits.isfinite().all(1).tolist(), strict=True)]
 
 
 NO_IMAGES = f"no images found (files ending in {' '.join(ENDINGS)})"
@@ -182,7 +185,7 @@ def _paths_of(word: str, skipped: SkippedFiles) -> list[str]:
 LONGEST_IMAGE = 60
 """Longer paths move the columns of their line"""
 Rows = Iterable[tuple[str, list[Guess] | None, str]]
-"""Path, guesses, and why the image cannot be read, which standard error says besides"""
+"""Path, guesses, and why there are none, which standard error says besides"""
 
 
 def write_csv(stream: TextIO, rows: Rows, *_: object) -> None:
@@ -227,7 +230,7 @@ def write_table(stream: TextIO, rows: Rows, classes: Sequence[str], topk: int, p
     write_line("image", map(str, range(1, min(topk, len(classes)) + 1)))
     for path, best, reason in rows:
         cells = [f"{shown(one.name).ljust(class_width)} {100 * one.probability:5.1f} %" for one in best or ()]
-        write_line(path, [f"cannot be read: {shown(reason)}"] if reason else cells or ["-"])
+        write_line(path, [f"cannot be predicted: {shown(reason)}"] if reason else cells or ["-"])
 
 
 FORMS = {"table": write_table, "csv": write_csv, "json": write_json, "jsonl": write_jsonl}

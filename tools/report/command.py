@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tools.common.command_line import OVERWRITE, PART, TRUST, Tool, tool
+from tools.common.command_line import OVERWRITE, PART, TRUST, Tool, check_one_process, tool
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional
 from utils.log import log
@@ -35,6 +35,7 @@ def main(argv: list[str]) -> int:
     if line.asked.no_predictions and "part" in line.given:
         raise UserError(f"-part {line.asked.part}: -no_predictions evaluates no split; leave one of them out.")
     asked, out = line.asked, line.file("out", ".html", ".htm")
+    check_one_process("report.py")
 
     from tools.common.comparison import verdict_of
     from tools.common.report_page.page import write_report

@@ -118,13 +118,15 @@ def warnings(config: Config, sources: Mapping[str, str]) -> Iterator[str]:
             f"({sources[SCALE]}). Set {SCALE}=null to train at the given learning rate"
         )
     base, epochs = train.BASE_LR, 0 if train.NUM_EPOCHS == AUTO else train.NUM_EPOCHS
-    first, tail = min(shape.MILESTONES, default=0), train.TOKEN_DROP_TAIL if train.TOKEN_DROP else 0
-    never = "the learning rate never decays"
+    tail, steps = train.TOKEN_DROP_TAIL if train.TOKEN_DROP else 0, "step" in shape.NAME
+    decay = f"LR_SCHEDULER.{'DECAY_EPOCHS' if shape.NAME == 'step' else 'MILESTONES'}"
+    first = shape.DECAY_EPOCHS if shape.NAME == "step" else min(shape.MILESTONES, default=0)
+    never, early = "the learning rate never decays", 0 < first < epochs and first <= train.WARMUP_EPOCHS
     for name, other, result, wrong in (
-        ("END_LR", "BASE_LR", "the learning rate rises", "step" not in shape.NAME and base < train.END_LR),
+        ("END_LR", "BASE_LR", "the learning rate rises", not steps and base < train.END_LR),
         ("WARMUP_START_LR", "BASE_LR", "the warm-up falls", train.WARMUP_EPOCHS > 0 and base < train.WARMUP_START_LR),
-        ("LR_SCHEDULER.MILESTONES", "NUM_EPOCHS", never, shape.NAME == "multi-step" and 0 < epochs <= first),
-        ("LR_SCHEDULER.DECAY_EPOCHS", "NUM_EPOCHS", never, shape.NAME == "step" and 0 < epochs <= shape.DECAY_EPOCHS),
+        (decay, "NUM_EPOCHS", never, steps and 0 < epochs <= first),
+        ("WARMUP_EPOCHS", decay, "the learning rate decays as soon as the warm-up ends", steps and early),
         ("TOKEN_DROP_TAIL", "NUM_EPOCHS", "no token is dropped", 0 < epochs <= tail),
     ):
         if wrong:

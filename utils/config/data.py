@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from utils.config.fields import TRAINING, Section, excludes, needs, overridden_by, setting
+from utils.config.fields import TRAINING, Section, excludes, needs, only_with, overridden_by, setting
 from utils.config.kinds import (
     AUTO,
     Background,
@@ -32,6 +32,7 @@ from vitamp.metrics import ONE_LABEL, SEVERAL_LABELS, TaskKind
 DropLast = Annotated[
     Literal["batch", "update"] | bool, AfterValidator(lambda value: "batch" if value is True else value)
 ]
+_RANDOM, _CROPPED = only_with("DATA.CROP=random"), overridden_by("DATA.CROP=none")
 _MIXING = ("TRAIN.MIXUP_ALPHA", "TRAIN.CUTMIX_ALPHA", "TRAIN.CUTMIX_MINMAX")
 
 
@@ -55,11 +56,12 @@ class DataConfig(Section):
         224, "Side of the model's input in pixels; auto: of the weights, or the median image (docs/small_images.md)."
     )
     IMAGE_CHANNELS: Annotated[Literal[1, 3], BeforeValidator(as_integer)] = setting(3, "3 for RGB, 1 for grey.")
-    CROP_PCT: float = setting(0.875, "Validation: centre crop as a fraction of the short side.", gt=0, le=1)
+    CROP_PCT: float = setting(0.875, "Validation: centre crop as a fraction of the short side.", _CROPPED, gt=0, le=1)
     CROP_MODE: Literal["center", "squash", "border"] = setting(
         "center",
         "Validation, what is resized to IMAGE_SIZE / CROP_PCT: the short side; squash: both sides; border: the long "
         "side, with IMAGENET_MEAN around. Then the centre is cropped.",
+        _CROPPED,
     )
     NUM_WORKERS: int | None = setting(
         None, "Loading processes per rank; null: one per core that it has, at most 16; see THREADS.", ge=0, le=1024
@@ -80,8 +82,8 @@ class DataConfig(Section):
         "Training: random: by CROP_SCALE and CROP_RATIO. pad: squash to IMAGE_SIZE, pad by 4 pixels, crop at random. "
         "none: squash to IMAGE_SIZE, in validation too.",
     )
-    CROP_SCALE: FractionsAboveZero = setting((0.05, 1.0), "Training: smallest and largest area of the random crop.")
-    CROP_RATIO: Ratios = setting((0.75, 4 / 3), "Training: smallest and largest width / height of the random crop.")
+    CROP_SCALE: FractionsAboveZero = setting((0.05, 1.0), "Training: smallest and largest area of a crop.", _RANDOM)
+    CROP_RATIO: Ratios = setting((0.75, 4 / 3), "Training: smallest and largest width / height of a crop.", _RANDOM)
     FLIP: Fraction = setting(0.5, "Training: probability of a horizontal flip.")
     INTERPOLATION: Literal["bicubic", "bilinear"] = setting("bicubic", "Interpolation when images are resized.")
     SHIFT: Fraction = setting(0.0, "Training: largest random shift, as a fraction of width and height.")

@@ -65,9 +65,9 @@ def excludes(*others: str, why: str, do: str = "", at: str = "", when: str = "")
     return Rule("not with", others, why, do, at, when)
 
 
-def only_with(*others: str, why: str = "", at: str = "") -> Rule:
+def only_with(*others: str, why: str = "", at: str = "", when: str = "") -> Rule:
     """Where none of the others holds, the setting has no effect, and its other rules say nothing."""
-    return Rule("only with", others, why, at=at)
+    return Rule("only with", others, why, at=at, when=when)
 
 
 def overridden_by(*others: str, why: str = "") -> Rule:

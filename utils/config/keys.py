@@ -13,8 +13,8 @@ from pydantic.fields import FieldInfo
 
 from utils.config.schema import Config
 
-# Names in earlier PaddleViT files -> the key of today.
-RENAMED = {"MODEL.IN_CHANNELS": "DATA.IMAGE_CHANNELS"}
+# Names in files of PaddleViT -> the key here.
+RENAMED = {"MODEL.IN_CHANNELS": "DATA.IMAGE_CHANNELS", "MODEL.ETA": "MODEL.INIT_VALUES"}
 OF_ONE_START = ("OUTPUT", "TRAIN.LAST_EPOCH", "MODEL.RESUME", "MAX_TIME", "PROFILE", "EVAL", "DATA.PART", "NGPUS")
 """Settings of one start, not of the run: where it was, how it was launched, and for how long."""
 DATASET, CLASSES = "DATA.DATASET", "MODEL.NUM_CLASSES"

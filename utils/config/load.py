@@ -75,7 +75,7 @@ def load_config(
             layer.entries = {key: entry for key, entry in layer.entries.items() if key not in gone}
     given = _merged(layers)
     if unknown := {key: entry for key, entry in given.items() if key not in settings()}:
-        from utils.config.words import unknown_keys
+        from utils.foreign_flags import unknown_keys
 
         problems += unknown_keys(given, unknown)
         given = {key: entry for key, entry in given.items() if key not in unknown}
@@ -98,7 +98,7 @@ def load_config(
     if "MODEL.RESUME" in given:
         from utils.config.resumed import resolved_by_run
 
-        of_run = resolved_by_run(given, (WARMUP,) if proportional else ())
+        of_run = resolved_by_run(given, None if cfg is None else (WARMUP,) if proportional else ())
         set_before |= of_run
     entries = set_before
     if type_of(given) != "vit" or "DATA.MULTI_LABEL" in given or "MODEL.MAE_PRETRAIN" in given:

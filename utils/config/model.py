@@ -108,7 +108,7 @@ class ModelConfig(Section):
     POOL: Literal["class", "mean", "both", "blocks"] | None = setting(
         None,
         "ViT: what the classifier sees: class (token), mean (of the patches), both, or blocks (class tokens of the "
-        "last 4 blocks, and that mean); null: as timm's model. Unset, with -pretrained: as the run of the weights.",
+        "last 4 blocks, and that mean); null: as timm's model. Unset, with -pretrained: the run's.",
         excludes("MODEL.MAE_PRETRAIN", why=f"{_LABELS} and has no classifier"),
         excludes("TRAIN.DISTILLATION_TYPE", why="a distilled model has two classifiers", when=TRAINING),
     )
@@ -130,7 +130,9 @@ class ModelConfig(Section):
     DROPOUT: FractionBelowOne = setting(0.0, "Dropout after position embedding and projections, and in MLPs.")
     ATTENTION_DROPOUT: FractionBelowOne = setting(0.0, "Dropout of attention weights.")
     DROPPATH: FractionBelowOne = setting(0.0, "Stochastic depth rate of the last block; lower in earlier ones.")
-    INIT_VALUES: AboveZero | None = setting(None, "Initial layer scale (CaiT, ...; adds it to a ViT); null: timm's.")
+    INIT_VALUES: AboveZero | None = setting(
+        None, "Initial layer scale (CaiT, ...; adds it to ViTs); null: timm's. Unset, with -pretrained: the run's."
+    )
     PATCH_SIZE: PositiveOrAuto | None = setting(
         None, "Side of a patch in pixels; 16 for ViT-B/16; auto: 4 to 8, for about 8 patches a row."
     )

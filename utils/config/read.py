@@ -81,12 +81,10 @@ def read_files(name: str, above: tuple[Path, ...] = ()) -> list[Layer]:
         raise UserError(f"{name}: not a YAML text file: {' '.join(str(error).split())}") from None
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise UserError(f"{name}:{root.start_mark.line + 1}: expected `KEY: value` lines")
-    bases: list[str] = []
     for key, value, source in _leaves(root, "", layer) if root is not None else ():
-        if key == "BASE":
-            bases = [str(base) for base in as_names(value or ()) if base]
-        else:
-            layer.set(key, value, source)
+        layer.set(key, value, source)
+    given = layer.entries.pop("BASE", Entry((), name)).value
+    bases = [str(base) for base in as_names(given or ()) if base]
     below = [read_files(str(path.parent / base), (*above, path.resolve())) for base in bases]
     return [*(one for layers in below for one in layers), layer]
 

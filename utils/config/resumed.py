@@ -17,14 +17,14 @@ from utils.config.schema import Config
 from utils.errors import UserError
 from utils.log import warn_once
 from utils.record.run_folder import CONFIG
-from vitamp.checkpoints import CHECKPOINTS, checkpoints_in, run_folder_of
+from vitamp.checkpoints import CHECKPOINTS, checkpoints_at, checkpoints_in, run_folder_of
 from vitamp.meta import unchecked_meta
 
 FROM_WEIGHTS = (
     *(IMAGE_SIZE, "DATA.CROP_PCT", "DATA.CROP_MODE", "DATA.INTERPOLATION"),
     *("DATA.IMAGENET_MEAN", "DATA.IMAGENET_STD"),
     *("MODEL.EMBED_DIM", "MODEL.DEPTH", "MODEL.NUM_HEADS", "MODEL.MLP_RATIO", "MODEL.QKV_BIAS"),
-    *("MODEL.PATCH_SIZE", "MODEL.STAGE_DEPTHS", "MODEL.WINDOW_SIZE", "MODEL.POOL"),
+    *("MODEL.PATCH_SIZE", "MODEL.STAGE_DEPTHS", "MODEL.WINDOW_SIZE", "MODEL.POOL", "MODEL.INIT_VALUES"),
 )
 """Settings that a new run takes from its pretrained weights if they are not set; see engine/preflight.py."""
 
@@ -41,11 +41,11 @@ def without_words(where: object, gone: Iterable[str]) -> str:
     return f"{where} is of another version of vitamp; its settings that this version does not have: {', '.join(gone)}"
 
 
-def resolved_by_run(given: Mapping[str, Entry], kept: Iterable[str] = ()) -> dict[str, Entry]:
+def resolved_by_run(given: Mapping[str, Entry], kept: Iterable[str] | None = ()) -> dict[str, Entry]:
     """The values that the resumed run got from its data and weights, for settings that would look them up now.
 
-    And its values of `kept`. The data may have grown by a class since, and the weights may be gone. Nothing, if the
-    run's settings cannot be read, which loading reports later.
+    And its values of `kept`; None: of all other settings. The data may have grown by a class since, and the weights may
+    be gone. Nothing, if the run's settings cannot be read, which loading reports later.
     """
     resume, output = (given[key].value if key in given else None for key in ("MODEL.RESUME", "OUTPUT"))
     name = output if resume == AUTO else resume
@@ -59,6 +59,8 @@ def resolved_by_run(given: Mapping[str, Entry], kept: Iterable[str] = ()) -> dic
         values = unchecked_meta(folder).get("settings")
         if values is None and run is not None and (run / CONFIG).is_file():
             values = {key: entry.value for key, entry in read_files(str(run / CONFIG))[-1].entries.items()}
+        elif values is None:
+            values = unchecked_meta(checkpoints_at(path)[-1]).get("settings")
         known = {key: value for key, value in (values or {}).items() if key in settings()}
         saved = Config.model_validate(nested(known))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError, ValidationError):
@@ -68,6 +70,7 @@ def resolved_by_run(given: Mapping[str, Entry], kept: Iterable[str] = ()) -> dic
     keys += [key for key in AUTO_BY_DATA if key in given and folded(given[key].value) == AUTO]
     if EPOCHS in given and folded(given[EPOCHS].value) == AUTO:
         keys += (EPOCHS, WARMUP)
-    keys += kept
+    keys += known.keys() - {"USE", *given} if kept is None else kept  # code needs consent
     values = {key: value_of(saved, key) for key in keys if known}
-    return {key: Entry(value, f"run in {run or folder}") for key, value in values.items() if value != AUTO}
+    found = values if kept is None else {key: value for key, value in values.items() if value != AUTO}
+    return {key: Entry(value, f"run in {run or folder}") for key, value in found.items()}

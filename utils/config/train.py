@@ -29,8 +29,11 @@ _MUON = only_with("TRAIN.OPTIMIZER.NAME=*Muon")
 _RAND, _AUTO, _TRIVIAL = "TRAIN.RAND_AUGMENT", "TRAIN.AUTO_AUGMENT", "TRAIN.AUGMENT=trivial"
 _BCE = only_with("TRAIN.LOSS=bce")
 _MIXED = only_with("TRAIN.MIXUP_PROB")
+_MIXING = only_with("TRAIN.MIXUP_ALPHA", "TRAIN.CUTMIX_ALPHA", "TRAIN.CUTMIX_MINMAX", when="TRAIN.MIXUP_PROB!=0")
 _NOT_SGD = overridden_by("TRAIN.OPTIMIZER.NAME=sgd|momentum|nesterov")
+_NOT_ADAM = overridden_by("TRAIN.OPTIMIZER.NAME=Adam|AdamW")
 _STEPS = only_with("TRAIN.LR_SCHEDULER.NAME=multi-step")
+_NOT_STEPS = overridden_by("TRAIN.LR_SCHEDULER.NAME=step|multi-step")
 _LABELLED = overridden_by("MODEL.MAE_PRETRAIN", why="images without labels are not mixed or erased")
 
 _MASKED = only_with("MODEL.MAE_PRETRAIN")
@@ -52,7 +55,7 @@ class OptimizerConfig(Section):
     EPS: AboveZero | None = setting(None, "eps of Adam and its relatives; null: the optimiser's default.", _NOT_SGD)
     BETAS: Betas | None = setting(None, "betas of Adam and its relatives; null: the optimiser's default.", _NOT_SGD)
     MOMENTUM: FractionBelowOne | None = setting(
-        None, "Momentum of SGD and its relatives; null: the optimiser's default, or 0.9 if that is 0."
+        None, "Momentum; null: the optimiser's default, or 0.9 if that is 0.", _NOT_ADAM
     )
     MUON: MuonConfig = Field(default_factory=MuonConfig, description="Muon and its relatives.")
 
@@ -87,7 +90,7 @@ class TrainConfig(Section):
     WARMUP_EPOCHS: NonNegative = setting(32, "Epochs of linear warm-up, clipped to NUM_EPOCHS; -epochs scales them.")
     WARMUP_START_LR: NonNegative = setting(1e-6, "Learning rate of the first update of the warm-up.")
     BASE_LR: NonNegative = setting(3e-3, "Learning rate after the warm-up.")
-    END_LR: NonNegative = setting(0.0, "Learning rate at the end of the cosine, or of the decay of wsd.")
+    END_LR: NonNegative = setting(0.0, "Learning rate at the end.", _NOT_STEPS)
     LINEAR_SCALED_LR: AboveZero | bool | None = setting(None, "Multiply these rates by global batch / N (true: 512).")
     LAYER_DECAY: FractionAboveZero | None = setting(None, "A layer's learning rate as a fraction of the next one's.")
     WEIGHT_DECAY: NonNegative = setting(0.3, "Weight decay: decoupled in AdamW and Lion, not in SGD and Adam.")
@@ -119,8 +122,7 @@ class TrainConfig(Section):
     SMOOTHING: FractionBelowOne = setting(0.0, "Label smoothing.", _LABELLED, _OF_PROGRAM)
     CLASS_WEIGHTS: str | None = setting(
         None,
-        "Class weights in the training loss; in bce of positive targets. balanced: inversely proportional to the "
-        "images per class.",
+        "Class weights in the loss; in bce of positives. balanced: inverse to class sizes.",
         _OF_PROGRAM,
         excludes("TRAIN.DISTILLATION_TYPE", when=TRAINING, why="its loss has none", do="use DATA.SAMPLER=balanced"),
     )
@@ -144,7 +146,7 @@ class TrainConfig(Section):
         excludes(_RAND, _AUTO, at="trivial|three", why="they were never meant to be combined", do="choose one of them"),
     )
     MIXUP_ALPHA: NonNegative = setting(0.0, "Mixup: alpha of its Beta distribution; 0: off.", _LABELLED, _MIXED)
-    MIXUP_PROB: Fraction = setting(1.0, "Probability of mixup or CutMix for a batch, pair or sample (MIXUP_MODE).")
+    MIXUP_PROB: Fraction = setting(1.0, "Probability of mixup or CutMix.", _MIXING)
     MIXUP_SWITCH_PROB: Fraction = setting(0.5, "Probability of CutMix instead of mixup, if both are on.")
     MIXUP_MODE: Literal["batch", "pair", "elem"] = setting("batch", "Mixup, CutMix: drawn per batch, pair or sample.")
     CUTMIX_ALPHA: NonNegative = setting(0.0, "CutMix: alpha of its Beta distribution; 0: off.", _LABELLED, _MIXED)

@@ -5,16 +5,14 @@ It is imported where there is something to say.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from utils.config.families import FAMILIES, TYPE, type_of
 from utils.config.fields import Read, Rule, holds
 from utils.config.keys import canonical, sections, settings
 from utils.config.kinds import AUTO, is_no_value, one_line
-from utils.config.read import Entry
 from utils.config.schema import Config
 from utils.errors import closest, either, nearest
 
@@ -79,8 +77,11 @@ def _limits(entry: dict[str, Any]) -> str:
     return " " + " and ".join(limits) if limits else ""
 
 
-def suggest(key: str) -> str:
-    """' Did you mean DATA.BATCH_SIZE?' for an unknown key, searched in all sections; '' if none is close."""
+def suggest(key: str, theirs: str = "") -> str:
+    """' Did you mean DATA.BATCH_SIZE?' for an unknown key, searched in all sections; '' if none is close.
+
+    `theirs`: our key for this one of another program, which counts more than a similar spelling.
+    """
     known = {**settings(), **sections()}
     name = key.rpartition(".")[2].upper()
     same_name = sorted((k for k in known if k.rpartition(".")[2] == name), key=lambda k: k.count("."))
@@ -91,29 +92,9 @@ def suggest(key: str) -> str:
     if ending := [k for k in inside.values() if k.endswith(f"_{name}")]:
         return f" Did you mean {either(ending)}?"
     anywhere = {k.rpartition(".")[2]: k for k in known}
-    match = (
-        inside.get(closest(name, inside) or "") or closest(key, known) or anywhere.get(closest(name, anywhere) or "")
-    )
+    similar = inside.get(closest(name, inside) or "") or closest(key, known)
+    match = theirs or similar or anywhere.get(closest(name, anywhere) or "")
     return f" Did you mean {match}?" if match else ""
-
-
-def unknown_keys(given: Mapping[str, Entry], unknown: Mapping[str, Entry]) -> list[str]:
-    """One line per key; the keys of a model that vitamp does not build are reported with its MODEL.TYPE."""
-    kind = type_of(given)
-    of_type = [
-        key
-        for key in unknown
-        if kind not in FAMILIES and (key.startswith("MODEL.") or not closest(key, settings(), 0.9))
-    ]
-    lines = [f"{one.source}: unknown key {key}.{suggest(key)}" for key, one in unknown.items() if key not in of_type]
-    if of_type:
-        left_out = ", ".join(of_type[:6]) + (", ..." if of_type[6:] else "")
-        lines.append(
-            f"{given[TYPE].source}: MODEL.TYPE {kind} is not one of {', '.join(FAMILIES)}, nor has a family of "
-            "docs/migrating.md these keys. To train a model of timm, set MODEL.NAME (-list_models "
-            f"'*{kind}*' lists names) and leave out MODEL.TYPE, {left_out}"
-        )
-    return lines
 
 
 def expected(key: str, value: Any) -> str:

@@ -125,9 +125,9 @@ def _open_store(world: World, timeout: datetime.timedelta) -> tuple[Store, str]:
         for number, handler in before.items():
             signal.signal(number, handler)
     # Another job may have a port that follows from the same number. And torchrun keeps its store through restarts, with
-    # the keys of an earlier start.
-    start = f"{world.job or 'run'}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    return PrefixStore(start, store), f"{host}:{port}"
+    # the keys of an earlier start. Rank 0's store is always new, and torchrun may count differently on each machine.
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if world.served else "0"
+    return PrefixStore(f"{world.job or 'run'}-{start}", store), f"{host}:{port}"
 
 
 def _gather(

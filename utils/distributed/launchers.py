@@ -39,14 +39,12 @@ def read_world(given: Mapping[str, Any] | None = None, env: Mapping[str, str] = 
     if rank is not None and rank >= size:
         raise UserError(f"-rank {rank} is not below -world_size {size}; ranks count from 0.")
     world = world_from_launcher(env)
-    if world is not None and "RANK" in env and "WORLD_SIZE" in env:
+    if world is not None and world.launcher in (BY_HAND, TORCHRUN):
         if rank is not None and (world.rank, world.size) != (rank, size):
             raise UserError(
                 f"-rank {rank} -world_size {size}, but the launcher made this process rank "
                 f"{world.rank} of {world.size} (RANK, WORLD_SIZE); leave -host, -port, -rank and -world_size out."
             )
-        if world.size == 1:
-            return world
         # The address in the environment, as torchrun and others that set RANK give it.
         host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT", "")
         if not host or not port.isdigit():
@@ -80,13 +78,13 @@ def world_from_launcher(env: Mapping[str, str] = os.environ) -> World | None:
         rank = RANK_VARIABLES[launcher]
         if rank not in env or size not in env:
             continue
-        if launcher != TORCHRUN and int(env[size]) == 1:
-            continue  # one shell or launcher per machine, which may start processes of its own
-        if launcher == SLURM:
-            return _of_slurm(env)
         # A Kubernetes operator or a shell script may set RANK, too, without local rank and size: one process per
         # machine is assumed.
         name = BY_HAND if launcher == TORCHRUN and "TORCHELASTIC_RUN_ID" not in env else launcher
+        if name != TORCHRUN and int(env[size]) == 1:
+            continue  # one shell, pod or launcher per machine, which may start processes of its own
+        if launcher == SLURM:
+            return _of_slurm(env)
         local = int(env.get(local_rank, 0)), int(env.get(local_size, 1))
         return World(int(env[rank]), int(env[size]), *local, name)
     return None

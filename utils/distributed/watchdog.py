@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from utils.distributed.launch import SECONDS_TO_SAVE
 from utils.distributed.world import BY_HAND, OPENMPI, TORCHRUN, World, name_of
 from utils.errors import EXIT_FAILED
 from utils.log import log, logs_to_terminal, write_to_files
@@ -37,7 +38,7 @@ SECONDS_OF_SILENCE = 60.0
 """A rank without a heartbeat for so long is stopped, swapped out, or its machine or network is down."""
 SECONDS_OF_SILENCE_AFTER_DISCONNECT = 4.0
 """The limit once a rank has lost its connection to another."""
-SECONDS_FOR_THE_LAUNCHER = 5.0
+SECONDS_OF_GRACE = 5.0
 LAUNCHERS_THAT_NAME_THE_KILLED = (TORCHRUN, OPENMPI)
 """They print which of their processes was killed, and end the others a moment later."""
 # A main thread in one of these files, or in what they call, waits for other ranks: it is not the one to blame.
@@ -208,12 +209,13 @@ class Watchdog:
         if 0 in self._killed():
             text, on_terminal = self._death_of(0)
             self._end(text, 1, on_terminal)
-        end = time.monotonic() + SECONDS_FOR_THE_LAUNCHER
-        while time.monotonic() < end:
+        # Ranks whose launcher was killed first finish an update and save, unless they have lost each other, too.
+        began, served = time.monotonic(), self._world.served
+        while time.monotonic() - began < (SECONDS_TO_SAVE if served and not self._disconnected else SECONDS_OF_GRACE):
             if self._stopped:
                 return
             time.sleep(0.1)
-        if self._world.launcher == TORCHRUN:
+        if served:
             self._end(f"the launcher has ended ({error})", found_by=0)
         self._end(f"{self._names[0]} {DIED}", found_by=1)
 

@@ -10,12 +10,13 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from utils.errors import UserError
+from utils.log import LOG
 from utils.program import INSTALLED, ROOT, as_typed, tool
 from utils.record.history import METRICS_FILE
 from utils.text import redacted
@@ -36,7 +37,7 @@ def is_run_folder(folder: Path) -> bool:
 def is_of_user(source: str) -> bool:
     """Whether a setting comes from the user, by its `Loaded.sources`. A run's config.yaml may be someone else's."""
     file = Path(source.rpartition(":")[0])
-    others = (file.parent / name for name in FILES_OF_A_RUN if name != CONFIG)
+    others = (file.parent / name for name in (LOG, *FILES_OF_A_RUN) if name != CONFIG)
     return file.name != CONFIG or not any(path.exists() for path in others)
 
 
@@ -46,6 +47,8 @@ def check_output(output: str | None, save: str, resumed: Path | None) -> None:
     with os_errors_as_user_errors(folder):  # of a name that is too long, for example
         if output is not None and folder.exists() and not folder.is_dir():
             raise UserError(f"-output {folder}: this is a file; name a folder for the run.")
+        if output is not None and is_run_folder(folder) and is_of_user(f"{folder / CONFIG}:"):
+            raise UserError(f"-output {folder}: its {CONFIG} is yours, which is not overwritten; name another folder.")
         if output is not None and is_run_folder(folder) and (resumed is None or resumed.resolve() != folder.resolve()):
             raise UserError(
                 f"-output {folder}: this folder already contains a run, which is not overwritten. "
@@ -152,12 +155,6 @@ def read_data(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def read_data_notes(folder: Path, kinds: Sequence[str] = ("warnings", "notes")) -> list[str]:
-    """What a run said of its data before training, warnings first."""
-    found = read_data(folder)
-    return [str(line) for kind in kinds for line in found.get(kind, [])]
-
-
 def copies_in_words(folder: Path, images: int | None = None) -> str:
     """One line for the end of a run or an evaluation, if validation images of the run are also in training.
 
@@ -170,7 +167,7 @@ def copies_in_words(folder: Path, images: int | None = None) -> str:
             return ""
     except (KeyError, TypeError):  # not looked for, or a damaged file
         return ""
-    check = f"{tool('check_data')} -cfg {shlex.quote(str(folder / CONFIG))} -fix exclude.txt"
+    check = f"{tool('check_data')} {shlex.join(['-cfg', str(folder / CONFIG), *found.get('use', ())])} -fix exclude.txt"
     return (
         f"{copies:,} of {compared:,} validation images are also in training, which raises the metrics: `{check}` lists "
         "them, and DATA.EXCLUDE=exclude.txt trains without them."

@@ -16,7 +16,7 @@ from datasets.decoding import ENDINGS
 from datasets.given import open_given
 from datasets.shards.index import IMAGE_KINDS
 from datasets.sources.imagefolder import class_files
-from models.weights.find import check_pretrained
+from models.weights.find import locate
 from tests.datasets.opened import settings
 from tests.datasets.shards.tar_files import picture, samples, write_set, write_tar
 from tests.program import ROOT, Vitamp, save_image
@@ -111,7 +111,7 @@ def test_settings_that_name_a_pipe_are_refused(words: tuple[str, ...], tmp_path:
 def test_weights_that_are_a_pipe_are_refused(tmp_path: Path, name: str) -> None:
     odd(tmp_path / name, "pipe")
     with pytest.raises(UserError, match=rf"{name}: it is a named pipe, not a file\.$"):
-        check_pretrained(str(tmp_path / name))
+        locate(str(tmp_path / name), download=False)
 
 
 @pytest.mark.parametrize(

@@ -46,16 +46,6 @@ def test_repeated_augmentation_repeats_drawn_samples() -> None:
     assert len(set(repeated.tolist())) == len(repeated)
 
 
-def test_words_of_the_banner() -> None:
-    assert BalancedOrder(LABELS).words() == (
-        "sampler balanced: 200 images of each of 5 classes per epoch, each image at most 40 times"
-    )
-    assert (
-        "1 or 2 images of each of 2 classes per epoch, each image at most 2 times"
-        in BalancedOrder(np.array([0, 0, 1])).words()
-    )
-
-
 def digits(**words: object) -> Config:
     given = {"DATA.DATASET": "digits", "DATA.IMAGE_SIZE": 8, "DATA.IMAGE_CHANNELS": 1, "MODEL.NUM_CLASSES": 10}
     given |= {"DATA.SAMPLER": "balanced", "DATA.BATCH_SIZE": 32, "DATA.SHIFT": 0.2} | words

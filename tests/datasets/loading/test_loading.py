@@ -46,12 +46,6 @@ def test_window_shares_are_known_before_loading(training) -> None:
             assert batch.labels.tolist() == [i % 3 for i in batch.indices.tolist()]
 
 
-def test_window_left_early_does_not_shift_the_next(training) -> None:
-    for window in training(batch=2, accum=3).epoch(0):
-        share, batch = next(iter(window))
-        assert batch.indices.tolist() == share.indices.tolist()
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_loading_leaves_the_random_numbers_of_training_alone(training, workers: int) -> None:
     def draws() -> tuple[float, float, float]:

@@ -184,8 +184,8 @@ def test_parquet_files_without_images_or_labels_are_refused(
         ("train", [0.5, 1.5, 2.5], "the column label of .* is of type double; labels must be whole numbers or names"),
         ("train", [[0], [1, 2], []], "or names. Several labels per image are read from a csv table"),
         ("train", [0, None, 1], r"train\.parquet, row 1: the column label has no label"),
-        ("train", [0, 3, 1], "label of 00000/00000001.png is 3, which does not fit"),
-        ("test", [-1, -1, -1], "label of 00000/00000000.png is -1, which does not fit"),
+        ("train", [0, 3, 1], "00000/00000001.png: label 3 does not fit"),
+        ("test", [-1, -1, -1], "00000/00000000.png: label -1 does not fit"),
     ],
 )
 def test_bad_parquet_labels_are_refused(

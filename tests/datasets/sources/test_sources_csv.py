@@ -255,9 +255,10 @@ def test_each_separator_is_recognised_in_the_training_table(
     table: Callable[..., Path], said: pytest.LogCaptureFixture, separator: str
 ) -> None:
     targets = [f"ant{separator}cow", "", "bee", f"cow{separator}bee"]
-    root = two(table, rows([f'"{target}"' for target in targets]), rows([f'"bee{separator}ant"']))
+    again = f'3.png,"bee{separator}cow"\n'  # the labels of the last line, in another order
+    root = two(table, rows([f'"{target}"' for target in targets]) + again, rows([f'"bee{separator}ant"']))
     data = of_csv(root, MULTI_LABEL=True)
-    assert label_rows(data, True) == [[1, 0, 1], [0, 0, 0], [0, 1, 0], [0, 1, 1]]
+    assert label_rows(data, True) == [[1, 0, 1], [0, 0, 0], [0, 1, 0], [0, 1, 1], [0, 1, 1]]
     assert label_rows(data, False) == [[1, 1, 0]]
     assert "one class" not in said.text
     assert f"{root / 'train.csv'}: the labels of an image are separated by {separator.strip()!r}." in said.text

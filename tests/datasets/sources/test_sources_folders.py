@@ -71,11 +71,12 @@ def test_class_may_have_the_name_of_a_split(unparted: Path, said: pytest.LogCapt
     assert open_dataset(data, True, 3, 0, CPU).classes == sorted(["daisy", "rose", name])
 
 
-def test_split_folders_without_class_folders_are_not_classes(tmp_path: Path) -> None:
-    for part in ("train", "val"):
+@pytest.mark.parametrize("parts", [("train", "val"), ("Testing/glioma", "Training/glioma")])
+def test_split_folders_are_not_classes(tmp_path: Path, parts: tuple[str, ...]) -> None:
+    for part in parts:
         for number in range(10):
             image(tmp_path / part / f"{number}.png")
-    with pytest.raises(UserError, match="has no images in class folders"):
+    with pytest.raises(UserError, match=r"has no images in class folders|Testing and Training seem to be splits"):
         check_dataset(settings(DATASET="imagefolder", DATA_PATH=str(tmp_path)), 2)
 
 

@@ -126,6 +126,13 @@ def test_resume_takes_optimizer_settings_from_config(tiny: Path, tmp_path: Path)
     assert {group["betas"] for group in groups} == {(0.8, 0.9)}
 
 
+def test_resume_restores_the_random_state_of_kron(tiny: Path, tmp_path: Path) -> None:
+    ready, resumed = (build(tiny, TRAIN__OPTIMIZER__NAME="Kron") for _ in range(2))
+    vars(ready.parts.optimizer)["rng"].random()
+    restore(resumed.parts, save(ready, tmp_path, 1), PER_EPOCH)
+    assert resumed.parts.optimizer.state_dict()["rng_state"] == ready.parts.optimizer.state_dict()["rng_state"]
+
+
 def test_resume_with_another_architecture_lists_differences(tiny: Path, tmp_path: Path) -> None:
     checkpoint = save(build(tiny), tmp_path, 1)
     with pytest.raises(UserError) as error:

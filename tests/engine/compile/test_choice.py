@@ -53,6 +53,7 @@ def choose(
     fp8: bool = False,
     level: str = "O0",
     sharded: bool = False,
+    of_trial: tuple[str, str] | None = None,
     **train: Any,
 ) -> Chosen:
     model = model or timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=10, img_size=32)
@@ -60,7 +61,7 @@ def choose(
     parts.precision.device, parts.precision.fp8 = torch.device(device), fp8
     parts.precision.level, parts.sharding = level, object() if sharded else None  # pyright: ignore[reportAttributeAccessIssue]
     choices = {} if kept is None else {"compile": kept, "computed_in": f"{began_on or device} fp32"}
-    return Chosen(*choose_compiling(Config(TRAIN=TrainConfig(**train)), parts, world, updates, choices))
+    return Chosen(*choose_compiling(Config(TRAIN=TrainConfig(**train)), parts, world, updates, choices, of_trial))
 
 
 def test_cpu_compiles_only_on_request() -> None:
@@ -70,14 +71,14 @@ def test_cpu_compiles_only_on_request() -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_gpu_compiles_where_it_is_worthwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_compiles_where_it_is_worthwhile() -> None:
     assert choose(device="cuda", updates=SHORT).how == "none"
     assert "no more than 2 times" in choose(device="cuda", updates=SHORT).reason
     assert choose(device="cuda", updates=LONG).how == "whole"
     assert choose(device="cuda", updates=LONG, GRAD_CHECKPOINT="blocks").how == "blocks"
     assert "500,000 updates" in choose(device="cuda", updates=LONG).reason
-    monkeypatch.setattr(choice, "of_trial", ("whole", "as in the trial"))
-    assert choose(device="cuda", updates=SHORT) == ("whole", "as in the trial")
+    in_trial = ("whole", "as in the trial")
+    assert choose(device="cuda", updates=SHORT, of_trial=in_trial) == in_trial
 
 
 @pytest.mark.usefixtures("gpu", "two")

@@ -125,8 +125,3 @@ def test_only_rank_0_restores_the_sums() -> None:
     second.restore([8.0, 4.0, 4.0, 4.0], 3, 0)
     assert second._epoch.tolist() == [0.0] * 4
     assert int(second._skipped) == 3
-
-
-def test_empty_meters_read_as_zero(meters: TrainMeters) -> None:
-    reading = meters.read(ONE, 0.0)
-    assert (reading.epoch.loss, reading.epoch.fields()["acc1"], reading.skipped) == (0.0, 0.0, 0)

@@ -57,14 +57,18 @@ def test_common_optimizers_are_fused(name: str) -> None:
 def test_settings_override_the_optimizers_defaults() -> None:
     made = optimizer_of(nn.Linear(2, 2), "AdaBelief", EPS=1e-8, BETAS=(0.8, 0.9))
     assert (made.defaults["eps"], made.defaults["betas"]) == (1e-8, (0.8, 0.9))
+    assert optimizer_of(nn.Linear(2, 2), "LAMBC").defaults["max_grad_norm"] == torch.inf, "GRAD_CLIP alone clips"
     blocks = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))  # which Muon needs
     assert optimizer_of(blocks, "Muon", MOMENTUM=0.5).defaults["momentum"] == 0.5
 
 
-def test_wrong_number_of_betas_is_reported(said: pytest.LogCaptureFixture) -> None:
+def test_wrong_number_of_betas_and_what_an_optimizer_does_not_take_are_reported(said: pytest.LogCaptureFixture) -> None:
     made = optimizer_of(nn.Linear(2, 2), "Adan", BETAS=(0.8, 0.9))
     assert made.defaults["betas"] == (0.98, 0.92, 0.99)
     assert "TRAIN.OPTIMIZER.BETAS has no effect: adan takes 3 betas; its defaults are used" in said.text
+    for name, key, value in (("Lion", "EPS", 1e-8), ("LARS", "BETAS", (0.8, 0.9)), ("Lion", "MOMENTUM", 0.5)):
+        optimizer_of(nn.Linear(2, 2), name, **{key: value})
+        assert f"TRAIN.OPTIMIZER.{key} has no effect with TRAIN.OPTIMIZER.NAME {name}" in said.text
 
 
 def test_describe_optimizer_names_the_values_it_uses() -> None:
@@ -110,6 +114,15 @@ def test_optimizers_train_in_fp16(tiny: Path, name: str) -> None:
     reading = ready.parts.meters.read(ready.parts.precision.scale_tensor(), ready.parts.schedule.last_rate())
     assert (reading.skipped, ready.parts.schedule.stepped) == (1, 2)
     assert reading.scale == 512.0, "halved by the overflow"
+
+
+def test_optimizer_draws_the_same_after_any_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So do all ranks, which compute different ones: with DDP, each steps its own copy of the weights."""
+    monkeypatch.setattr("timm.optim.kron.has_dynamo", False)  # compiling takes a minute
+    models = Scale(), Scale()
+    for model, images in zip(models, ([flat(0.5)], [flat(0.5)] * 2), strict=True):
+        train_update(parts_of(model, optimizer_of(model, "kron")), window_of(*images), 1)
+    assert models[0].weight.item() == models[1].weight.item() != 1
 
 
 def test_momentum_is_initialised_if_the_first_update_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:

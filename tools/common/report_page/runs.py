@@ -17,7 +17,7 @@ from utils.config.keys import OF_ONE_START, settings, value_of
 from utils.config.kinds import one_line
 from utils.errors import UserError
 from utils.record.history import History, Line
-from utils.record.run_folder import is_run_folder, read_about, read_data, read_data_notes
+from utils.record.run_folder import is_run_folder, read_about, read_data
 from utils.text import Interval, counted, wilson
 from vitamp.checkpoints import run_folder_of
 from vitamp.metrics import LOSS, METRICS, ONE_LABEL, SEVERAL_LABELS, TOP1, Metric, metric_named
@@ -68,8 +68,9 @@ class Run:
 
     @property
     def data_notes(self) -> list[str]:
-        """What was said of the data before training."""
-        return read_data_notes(self.folder)
+        """What was said of the data before training, warnings first."""
+        found = read_data(self.folder)
+        return [str(line) for kind in ("warnings", "notes") for line in found.get(kind, [])]
 
     @property
     def epochs(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,6 @@ class Family:
     defaults: Mapping[str, Any]
     """Setting -> the family's default"""
     names: Sequence[Sequence[str]] = ()
-    renamed: Mapping[str, str] = field(default_factory=dict)
     image: str = ""
     """MODEL key whose first number is the image size"""
 
@@ -101,8 +100,6 @@ def translate(layers: Sequence[Layer]) -> list[str]:
             short = key.removeprefix("MODEL.")
             if short in has:
                 sizes[short] = layer.entries.pop(key)
-            elif short in family.renamed:  # a setting of ours that PaddleViT calls by another name
-                layer.entries[family.renamed[short]] = layer.entries.pop(key)
         if NAME in layer.entries:
             layer.entries[NAME] = Entry(named, layer.entries[NAME].source)
     sizes = {key: entry for key, entry in sizes.items() if entry.value is not None and not is_no_value(entry.value)}

@@ -47,6 +47,8 @@ def check(config: Config) -> None:
             if (name := config.TRAIN.LR_SCHEDULER.NAME) in ("step", "multi-step"):
                 why = "decays at fixed epochs; with NUM_EPOCHS auto, use cosine or wsd."
                 raise UserError(f"TRAIN.LR_SCHEDULER.NAME {name}: {why}")
+            if config.DATA.CHECK == "full":
+                raise UserError("DATA.CHECK full: NUM_EPOCHS auto cannot plan its time; use quick, or check_data.py.")
         if config.TRAIN.AUGMENT:
             from datasets.transforms.augment import check_augmentations
 
@@ -62,7 +64,7 @@ def check(config: Config) -> None:
             from engine.report.trackers import check_project
 
             check_project(config.WANDB)
-    check_amp(config.AMP, config.TRAIN)
+    check_amp(config.AMP, None if config.EVAL else config.TRAIN)
     if config.TRAIN.DISTILLATION_TYPE is not None or config.TRAIN.TEACHER_MODEL is not None:
         from engine.distill.teacher import check_teacher
 

@@ -293,6 +293,8 @@ def build_train_state(
     weights = None if train_set is None else weights_of_classes(config, train_set)
     criterion = task.loss(train, None if weights is None else torch.tensor(weights, dtype=torch.float32))
     criterion = criterion.to(device) if isinstance(criterion, nn.Module) else criterion
+    if train.own_loss:  # outside autocast, which would compute its matrix products in half precision
+        criterion = torch.autocast(device.type, enabled=False)(criterion)
     batch_transform, stages = no_transform, Stages()
     if config.REPORT_STAGES:
         from engine.measure.stages import stages_on

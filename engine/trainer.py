@@ -31,7 +31,7 @@ from models.parts import frozen_weights
 from utils.config import config_hash
 from utils.config.keys import values_to_keep
 from utils.config.schema import AmpConfig
-from utils.distributed.world import World, all_gather, broadcast_buffers
+from utils.distributed.world import World, all_gather, broadcast, broadcast_buffers
 from utils.errors import EXIT_DONE, AllRanksError
 from utils.log import log
 from utils.text import redacted_values
@@ -68,6 +68,7 @@ class Trainer:
                 words = self.best.words()
                 log.info("SAVE_BEST_BY is now %s: the best so far, %s, is ignored.", config.SAVE_BEST_BY, words)
             self.best = Best(kind=config.SAVE_BEST_BY)
+        self._best_before = self.best
         self.per_epoch = self.train_loader.order.updates
         self.paused = False
         self._setting, self._judged = setting_of(ready), False
@@ -188,11 +189,11 @@ class Trainer:
         self._restart_clocks()
 
     def _stop_waiting(self) -> None:
-        """End a long wait for a batch if asked to; with several ranks, the others would wait for this one."""
-        if signals.request and self.world.size == 1:
-            if self._window is not None and self._window.begun:  # half an update cannot be saved
-                signals.leave()
-            raise Stopped(signals.request)
+        """End a long wait for a batch if it is time to stop; with several ranks, the others would wait for this one."""
+        if self.world.size == 1 and (self._window is None or not self._window.begun):
+            self._stopping.check()
+        elif self.world.size == 1 and signals.request:  # half an update cannot be saved
+            signals.leave()
 
     def _validate_and_save(self, finished: int | None = None, last: bool = False) -> None:
         """Do what is due after this update. `finished`: the epoch that it ends. `last`: of the run, so both are due."""
@@ -233,6 +234,9 @@ class Trainer:
         return True
 
     def _stop_on_skips(self, reading: Reading) -> None:
+        if reading.skipped_in_a_row >= MOST_SKIPS:  # unless AMP.AUTO_FP32 now moves the module that overflows
+            self._health.report(self.position, together=True)
+            reading = self._read()
         if error := self._health.too_many_skips(reading, self.position.update):
             self._save()
             self._finish_saving()
@@ -263,10 +267,15 @@ class Trainer:
                 model = on_device(weights, self.ready.precision.device)
                 broadcast_buffers(model, self.world)
                 metrics[which] = validate(self.ready, model, self.world, check)
-        except AllRanksError as error:  # raised by all ranks alike; the training so far must not be lost with it
-            self._save()
-            self._finish_saving()
-            raise AllRanksError(f"{error} The training so far is saved; -resume repeats this validation.") from None
+        except Exception as error:
+            # The training so far must not be lost with it. Of several ranks, all raise only an AllRanksError alike.
+            if not isinstance(error, Stopped) and (self.world.size == 1 or isinstance(error, AllRanksError)):
+                self._save()
+                self._finish_saving()
+                log.warning("The training so far is saved; -resume repeats this validation.")
+            raise
+        seconds = perf_counter() - began
+        self._wait_for_writer()
         self._last_metrics = metrics
         self.position.validated = self.position.update
         here = self.position if self.position.step else replace(self.position, epoch=self.position.epoch - 1)
@@ -277,10 +286,10 @@ class Trainer:
         improved = best_now.figure is not None and self.best.is_beaten_by(best_now.figure)
         top1 = getattr(metrics[better], TOP1.name, None) if by == TOP1.name else None
         mark = mark_of_best(self._guess, top1) if improved else ""
-        self.reporter.validation(here, metrics, perf_counter() - began, mark)
+        self.reporter.validation(here, metrics, seconds, mark)
         self._restart_clocks()
         if improved:
-            self.best = best_now
+            self._best_before, self.best = self.best, best_now
         else:
             self.best.stale += 1
         return improved
@@ -294,7 +303,7 @@ class Trainer:
         self._health.report(position, together=True)  # report skips now: what was found is not in the checkpoint
         began = perf_counter()
         meters = parts.meters.state()
-        self._saver.wait_for_writer()
+        self._wait_for_writer()
         if not finite_everywhere(parts):
             raise AllRanksError(f"update {position.update}: the weights contain NaN or infinity; they are not saved.")
         self._saved_at = position.update
@@ -317,6 +326,16 @@ class Trainer:
         }
         snapshot = snapshot_of(parts, position, self.best, global_batch(self.config, self.world), meters, meta)
         self._saver.save(replace(snapshot, paused_at=began))
+
+    def _wait_for_writer(self) -> None:
+        """Wait until the previous checkpoint is written. If the best could not be, return to the best before.
+
+        A collective call.
+        """
+        self._saver.wait_for_writer()
+        if self.best.figure is not None and broadcast(self.best.update in self._saver.failing, self.world):
+            lost, self.best = self.best, self._best_before
+            log.warning("Best so far: %s. Lost with its checkpoint: %s.", self.best.words(), lost.words())
 
     def _finish_saving(self) -> None:
         self._saver.finish()
@@ -412,6 +431,7 @@ class Health:
             if blamed[module] == TIMES_TO_BLAME:
                 self.parts.force_fp32([module])
                 watch.begin_anew()
+                self.parts.meters.forget_skips()
                 log.info(
                     "AMP.AUTO_FP32: %s overflowed %d times and computes in fp32 from now on", module, TIMES_TO_BLAME
                 )
@@ -428,7 +448,8 @@ class Health:
             advice = "The scale is fixed (AMP.USE_DYNAMIC_LOSS_SCALING false): set a smaller AMP.INIT_LOSS_SCALING"
         elif blame is not None and blame.module.startswith("teacher."):
             advice = "The teacher overflows, whatever the loss scale: use bf16, or another TRAIN.TEACHER_MODEL"
-        elif self.amp.LEVEL not in ("NAIVE", "O3") and self.parts.sharding is None:  # where there is AUTO_FP32
+        elif self.amp.LEVEL not in ("NAIVE", "O3") and self.parts.sharding is None and not self.amp.AUTO_FP32:
+            # It may be switched on.
             advice += "; AMP.AUTO_FP32=true moves modules that overflow to fp32"
             if blame is not None and blame.is_forward and self._is_in_model(blame):
                 keep = f"AMP.FP32_MODULES=['{blame.module}'], or AMP.AUTO_FP32=true"

@@ -157,8 +157,8 @@ def verify(checkpoint: Checkpoint, only: str | None = None) -> Checkpoint:
             with open(checkpoint.folder / name, "rb", opener=only_regular) as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != files[name]["sha256"]:
                     raise UserError(f"{checkpoint.folder}: damaged, the contents of {name} are not what was written.")
-    except PermissionError as error:
-        raise UserError(f"{error.filename}: cannot be read ({error.strerror}).") from None
+    except OSError as error:  # of the disk itself, it names no file
+        raise UserError(f"{error.filename or checkpoint.folder}: cannot be read ({error.strerror or error}).") from None
     return checkpoint
 
 

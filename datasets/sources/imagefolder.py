@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -65,7 +66,8 @@ def check(data: DataConfig, num_classes: int, train: bool) -> None:
                     f"DATA.DATA_PATH (-data_path): {root} seems to be one folder too high: {root / name} has "
                     f"class folders in {' and '.join(f'{split}/' for split in splits)}. Try -data_path {root / name}."
                 )
-        each = [{*subfolders(root / name)} for name in classes if any(split in name.lower() for split in SPLIT_NAMES)]
+        splits = [name for name in classes if re.search(r"(?<![a-z])(train|val|test|dev)", name.lower())]
+        each = [{*subfolders(root / name)} for name in splits]
         if len(each) == len(classes) > 1 and (same := set.intersection(*each)):
             what = f"{' and '.join(classes)} seem to be splits, not classes, because each has a folder {min(same)}"
             raise UserError(f"DATA.DATA_PATH (-data_path): {root}: {what}. Call them train, val and test.")

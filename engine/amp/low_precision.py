@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from types import MethodType
 from typing import Any
 
 import torch
 import torch._functorch.config as autograd_config
+from timm import layers
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
@@ -26,8 +27,10 @@ from utils.distributed.world import World, sum_over_ranks
 from utils.errors import UserError, nearest
 from utils.log import log
 
+RMS_NORMS = (nn.RMSNorm, layers.RmsNorm, layers.RmsNorm2d, layers.RmsNormFp32, layers.RmsNorm2dFp32)
+SIMPLE_NORMS = (layers.SimpleNorm, layers.SimpleNorm2d, layers.SimpleNormFp32, layers.SimpleNorm2dFp32)
 # Batch norm is always in fp32: its running statistics are, and its kernels take no weights of another dtype.
-NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, *BATCH_NORM)
+NORMS = (nn.LayerNorm, nn.GroupNorm, *RMS_NORMS, *SIMPLE_NORMS, *BATCH_NORM)
 Pairs = list[tuple[nn.Parameter, nn.Parameter]]
 """(master, half-precision copy) of each trained weight."""
 
@@ -90,21 +93,21 @@ def half_copy_of(master: nn.Module, precision: Precision) -> tuple[nn.Module, Pa
     norms_in_fp32 = precision.level == "O2"
     if not norms_in_fp32:
         cast_inputs_to_half(model)
-    pairs: Pairs = []
+    halves: dict[nn.Parameter, nn.Parameter] = {}
     for (name, ours), theirs in zip(model.named_modules(), master.modules(), strict=True):
         shared = is_inside(name, in_fp32) or isinstance(ours, NORMS if norms_in_fp32 else BATCH_NORM)
-        for own, parameter in theirs.named_parameters(recurse=False):
+        for own, parameter in theirs.named_parameters(recurse=False, remove_duplicate=False):
             if shared or not parameter.is_floating_point():
                 ours._parameters[own] = parameter
                 continue
-            half = nn.Parameter(parameter.detach().to(precision.choice.dtype), requires_grad=parameter.requires_grad)
-            ours._parameters[own] = half
-            if parameter.requires_grad:
-                pairs.append((parameter, half))
+            if parameter not in halves:  # tied weights have one copy, whose gradient is that of all their uses
+                half = parameter.detach().to(precision.choice.dtype)
+                halves[parameter] = nn.Parameter(half, requires_grad=parameter.requires_grad)
+            ours._parameters[own] = halves[parameter]
         for own, buffer in theirs.named_buffers(recurse=False):
             half = buffer.is_floating_point() and not (shared or norms_in_fp32)
             ours._buffers[own] = buffer.to(precision.choice.dtype) if half else buffer
-    return model, pairs
+    return model, [(weight, half) for weight, half in halves.items() if weight.requires_grad]
 
 
 def cast_inputs_to_half(model: nn.Module) -> None:
@@ -186,6 +189,8 @@ def force_fp32(model: nn.Module, patterns: Iterable[str], device_type: str) -> l
                 if not is_forced(inner):
                     # Instance attributes: the state dict's keys do not change, and a deep copy's method is bound to it.
                     inner.fp32_on = device_type  # pyright: ignore[reportArgumentType]
+                    # The user may have given this module a forward of its own, in place of its class's.
+                    inner.own_forward = vars(inner).get("forward")  # pyright: ignore[reportArgumentType]
                     inner.forward = MethodType(_forward_in_fp32, inner)
                     newly_forced.append(part)
     if newly_forced:
@@ -224,7 +229,8 @@ def _forward_in_fp32(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     under_autocast = torch.is_autocast_enabled(device_type)
     with torch.autocast(device_type, enabled=False):
         fp32_args, fp32_kwargs = (cast_floats(values, torch.float32, device_type) for values in (args, kwargs))
-        outputs = type(self).forward(self, *fp32_args, **fp32_kwargs)
+        own: Callable[..., Any] | None = self.own_forward  # pyright: ignore[reportAssignmentType]
+        outputs = own(*fp32_args, **fp32_kwargs) if own else type(self).forward(self, *fp32_args, **fp32_kwargs)
     given = next((x.dtype for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), torch.float32)
     # Without autocast the next module's weights are in half precision, and it takes no other dtype.
     return outputs if under_autocast or given not in HALVES else cast_floats(outputs, given, device_type)

@@ -219,8 +219,8 @@ def switch_tf32(on: bool) -> None:
         place.fp32_precision = "tf32" if on else "ieee"  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def check_amp(amp: AmpConfig, train: TrainConfig) -> None:
-    """Reject AMP settings that work on no device; called before processes start."""
+def check_amp(amp: AmpConfig, train: TrainConfig | None) -> None:
+    """Reject AMP settings that work on no device; called before processes start. `train`: None without training."""
     if amp.CUSTOM_WHITE_LIST or amp.CUSTOM_BLACK_LIST:
         from engine.amp.op_lists import check_names
 
@@ -242,6 +242,8 @@ def check_amp(amp: AmpConfig, train: TrainConfig) -> None:
                 f"{', '.join(given)} cannot be used with AMP.LEVEL {amp.LEVEL}, which works without autocast "
                 "and cannot choose the precision of single operators or modules; use O1 or O2."
             )
+    if train is None:
+        return
     has_eps, eps = train.OPTIMIZER.NAME.casefold() not in WITHOUT_EPS, train.OPTIMIZER.EPS or DEFAULT_EPS
     if has_eps and amp.LEVEL == "O3" and amp.DTYPE == "fp16" and eps < SMALLEST_EPS_IN_FP16:
         raise UserError(

@@ -22,6 +22,7 @@ from utils.distributed.world import World, broadcast, on_every_rank, on_rank_0
 from utils.errors import UserError
 from utils.log import log
 from utils.program import start_again
+from utils.record.history import read_lines
 from utils.record.resumed_run import resumed_run, target_folder
 from utils.record.run_folder import read_about
 from vitamp.checkpoints import (
@@ -35,6 +36,7 @@ from vitamp.checkpoints import (
     checkpoints_in,
     inspect,
     place_of,
+    read_index,
     run_folder_of,
     verify,
 )
@@ -160,11 +162,16 @@ def _choose(config: Config, world: World) -> Checkpoint | None:
         if (checkpoint := newest_good(root, check=check)) is not None:
             return checkpoint
         if checkpoints_in(root):
-            advice = (
-                "" if config.EVAL else ", and a new run would overwrite them. Name another -output, or move them away"
-            )
+            advice = "" if config.EVAL else ", and a new run would overwrite them. Name another -output, or move them"
             raise UserError(
                 f"-resume auto: none of the checkpoints in {root} is usable (see the warnings above){advice}."
+            )
+        # A run is paused or ends only once it is saved.
+        saved = (line.get("what") in ("paused", "end") and line.get("update") for line in read_lines(run))
+        if not config.EVAL and (read_index(root)["last"] or any(saved)):
+            raise UserError(
+                f"-resume auto: the checkpoints of this run are gone from {root}, and a new run would overwrite its "
+                "metrics. Bring them back, or name another -output."
             )
     if config.EVAL and not config.MODEL.PRETRAINED:
         raise UserError(
@@ -280,6 +287,6 @@ def newest_good(root: Path, epoch: int = 0, check: Check = verify) -> Checkpoint
             return check(found)
         except OtherVersion:
             raise
-        except UserError as error:
+        except (UserError, OSError) as error:
             log.warning("%s Trying the checkpoint before it.", error)
     return None

@@ -11,7 +11,7 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -131,12 +131,14 @@ class RankSaver:
 
     longest = 0.0
     """Seconds that the slowest checkpoint took to write; only rank 0 knows."""
+    failing: Mapping[int, str] = {}
+    """The update whose checkpoint could not be written, and why, until one is written; only rank 0 knows."""
 
     def save(self, snapshot: Snapshot) -> None:
         """Save `snapshot`, whose tensors training may change as soon as this returns."""
 
     def wait_for_writer(self) -> None:
-        """Wait until the previous snapshot is written."""
+        """Wait until the previous snapshot is written, and log the outcome."""
 
     def report(self) -> None:
         """Log what has been written, or could not be, since the last call."""
@@ -157,7 +159,7 @@ class Saver(RankSaver):
         self._thread: threading.Thread | None = None
         self._outcomes: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._unsaved: Snapshot | None = None
-        self._failing: dict[int, str] = {}
+        self._ending = False
         self._pauses: dict[str, float] = {}
 
     def save(self, snapshot: Snapshot) -> None:
@@ -191,8 +193,8 @@ class Saver(RankSaver):
             self._outcomes.get()()
 
     def finish(self) -> None:
+        self._ending = True
         self.wait_for_writer()
-        self.report()
         for pause in PAUSES_AT_THE_END:
             if self._unsaved is None:
                 return
@@ -204,7 +206,7 @@ class Saver(RankSaver):
             last = read_index(self._root)["last"]
             raise TrainingError(
                 f"the state after update {self._unsaved.update} could not be saved and is lost: "
-                f"{self._failing.get(self._unsaved.update, self._root)}. "
+                f"{self.failing.get(self._unsaved.update, self._root)}. "
                 + (
                     f"The last checkpoint is {last}; fix the cause and resume with -resume."
                     if last
@@ -217,12 +219,12 @@ class Saver(RankSaver):
             self._thread.join(SECONDS_AFTER_A_FAILURE)
 
     def wait_for_writer(self) -> None:
-        """Wait until the thread has ended its attempt."""
         thread, self._thread = self._thread, None
         while thread is not None and thread.is_alive():
             thread.join(SECONDS_OF_SILENCE)
             if thread.is_alive():
                 log.warning("Still waiting for a checkpoint to be written to %s.", self._root)
+        self.report()
 
     def _attempt(self, snapshot: Snapshot) -> None:
         """Write a snapshot, and note the outcome for `report`."""
@@ -254,9 +256,9 @@ class Saver(RankSaver):
             size_words(size),
             seconds,
             self._pauses.pop(name, 0.0),
-            extra=None if self._failing else DETAIL,
+            extra=None if self.failing else DETAIL,
         )
-        self._failing = {}
+        self.failing = {}
         if index_error:
             words = "index.json was not updated, or older checkpoints were not removed: %s."
             log.warning(words, self._words(index_error))
@@ -265,20 +267,18 @@ class Saver(RankSaver):
         if not isinstance(error, OSError):
             raise error
         words = self._words(error)
-        if self._failing.get(update) != words:  # another attempt may fail for another reason
+        if self.failing.get(update) != words:  # another attempt may fail for another reason
             log.warning(
-                "The checkpoint of update %d could not be written: %s. %s; training continues, and the next save "
-                "writes a newer state.",
+                "The checkpoint of update %d could not be written: %s. %s%s.",
                 update,
                 words,
                 "Earlier checkpoints are untouched" if signals.saved else "Nothing is saved yet",
+                "" if self._ending else "; training continues, and the next save writes a newer state",
             )
-        self._failing = {update: words}
+        self.failing = {update: words}
 
     def _words(self, error: OSError) -> str:
         # The hidden folder is removed by now, so its path would only confuse.
         where = self._root if ".tmp-" in str(error.filename) else error.filename
-        text = f"{where or self._root}: {error.strerror or error}"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            text += f", {size_words(shutil.disk_usage(self._root.parent).free)} free"
-        return text
+        free = f", {size_words(shutil.disk_usage(self._root.parent).free)} free" if error.errno == errno.ENOSPC else ""
+        return f"{where or self._root}: {error.strerror or error}{free}"

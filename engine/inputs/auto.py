@@ -15,6 +15,7 @@ import timm
 import torch
 
 from datasets import count_classes, open_dataset, source_of
+from datasets.base import background_of
 from datasets.shards.index import open_store
 from datasets.shards.source import ShardSet
 from models.build import is_timm_name, sizes_in
@@ -22,6 +23,7 @@ from models.build import resolve as timm_base
 from models.sizes import RESIZED, given_sizes
 from models.weights.find import local_weights, model_of_run
 from utils.config import DataConfig, Loaded
+from utils.config.checks import is_typed
 from utils.config.keys import CLASSES, IMAGE_SIZE, PATCH_SIZE, value_of
 from utils.config.kinds import AUTO, one_line
 from utils.config.read import Entry
@@ -108,10 +110,12 @@ def with_packing(loaded: Loaded) -> Loaded:
     how = ShardSet(open_store(loaded.config.DATA.DATA_PATH), loaded.config.DATA).how
     for name, key in (("upright", "DATA.EXIF_ROTATE"), ("background", "DATA.BACKGROUND")):
         packed = f"{how.get(name)}".lower()
-        if how.get("kind") == "keep" or packed in ("none", one_line(value_of(loaded.config, key))):
+        own = value_of(loaded.config, key)
+        own = background_of(loaded.config.DATA) if own == "mean" else own
+        if how.get("kind") == "keep" or packed in ("none", one_line(own)):
             continue
         said = f"{source_of(loaded.config.DATA)} was packed with {key} {packed}"
-        if not (loaded.is_default(key) or loaded.config.MODEL.RESUME):
+        if is_typed(loaded.sources[key]) and loaded.sources[key] != "-probe":
             raise UserError(f"{loaded.sources[key]}: {said}. Give that, or pack the original images with your value.")
         loaded = loaded.with_values({key: Entry(packed, "packing")}, [said])
     return loaded

@@ -150,6 +150,10 @@ class TrainMeters:
             self._epoch_counts.copy_(found[-1])
         self._skipped.fill_(skipped)
 
+    def forget_skips(self) -> None:
+        """Begin a new row of skipped updates, as after an update that was not skipped."""
+        self._in_a_row.zero_()
+
     def start_epoch(self) -> None:
         self._epoch.zero_()
         self._epoch_counts.zero_()

@@ -20,6 +20,7 @@ from datasets import Batch, MicroBatch, Window, open_dataset
 from engine.amp.overflow import OverflowWatch
 from engine.machine.device import Run, global_batch, synchronize, with_batch
 from engine.machine.memory import GIB, STATUS, cgroups, in_gib, is_out_of_memory, meminfo, peak_memory_gb, take_peak
+from engine.memory.out_of_memory import ways_out
 from engine.setup import BATCH_CHOICE, build_train_state, tuned_model
 from engine.task import task_of
 from engine.update import train_update
@@ -56,7 +57,8 @@ def settle_batch(run: Run, checkpoint: Checkpoint | None) -> Run:
     auto = config.DATA.BATCH_SIZE == AUTO
     fits_target = saved is not None and (target is None or target % (saved["per_process"] * world.size) == 0)
     if saved is not None and auto and before == saved["per_process"] and fits_target:
-        config = with_batch(config, saved["per_process"], saved["accumulated"])
+        accumulated = config.TRAIN.ACCUM_ITER if config.TRAIN.ACCUM_ITER > 1 else saved["accumulated"]  # by default 1
+        config = with_batch(config, saved["per_process"], accumulated)
         log.info("DATA.BATCH_SIZE auto: %d, which this run found when it began.", before)
     elif auto:
         config = _with_largest_batch(config, target or (_global(saved) if saved else None), world, run.device)
@@ -188,13 +190,12 @@ def _search(config: Config, each: int | None, world: World, device: torch.device
         gc.collect()
         take_peak(device)
     if fitting < (least := least_batch(config)):
-        ways = "-amp, a smaller MODEL.NAME or DATA.IMAGE_SIZE"
+        smallest = with_batch(config, 1, config.TRAIN.ACCUM_ITER)
+        ways = [way.partition(":")[0] for way in ways_out(smallest, config.EVAL, device, found=True)]
+        words = f"Try {', '.join([*ways, 'a smaller MODEL.NAME or DATA.IMAGE_SIZE'])}"
         if not config.EVAL:
-            ways = (
-                f"TRAIN.GRAD_CHECKPOINT=blocks, {ways}; or, on several devices, DIST.STRATEGY=fsdp with a number as "
-                "-batch_size"
-            )
-        raise UserError(f"DATA.BATCH_SIZE auto: not even a batch of {least} fits into {in_gib(limit)}. Try {ways}.")
+            words += "; or, on several devices, DIST.STRATEGY=fsdp with a number as -batch_size"
+        raise UserError(f"DATA.BATCH_SIZE auto: not even a batch of {least} fits into {in_gib(limit)}. {words}.")
     return fitting, f"{fitting} fits ({in_gib(peak)} of {in_gib(limit)}{reason})"
 
 

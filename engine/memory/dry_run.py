@@ -17,6 +17,7 @@ from datetime import datetime, timedelta
 
 import torch
 
+from datasets.examine import HEADER_SECONDS, QUICK_SECONDS
 from engine.checkpoint.saver import estimate_seconds
 from engine.compile import choice
 from engine.evaluation.evaluate import on_device, validate
@@ -131,6 +132,8 @@ def settle_epochs(run: Run) -> Run:
         validation = _validate(ready, position, reporter)
         compiling = ready.choices["compile"], "auto: as in the trial that found TRAIN.NUM_EPOCHS"
         saving = estimate_seconds(ready.parts)
+        if config.DATA.CHECK == "quick" and ready.train_set.single_images() is not None:
+            set_up += QUICK_SECONDS + HEADER_SECONDS  # of check_data, which comes later
         ready.train_loader.close()
         ready.val_loader.close()
         del ready
@@ -173,6 +176,8 @@ def _train(
     parts, loader, device = ready.parts, ready.train_loader, ready.precision.device
     pace, per_epoch = Throughput(device, parts.stages), loader.order.updates
     began, done, waits = 0.0, 0, list[float]()
+    # Processes that begin together deliver in waves. To count whole waves, timing ends with the first update of one.
+    wave = max(1, -(-loader.workers // loader.order.accum))
     position.step = max(0, per_epoch - SET_UP)
     # The end of an epoch, to set up, and then the whole epoch again and again
     starts = itertools.chain([position.step], itertools.repeat(0))
@@ -191,7 +196,8 @@ def _train(
             waits.append(loader.take_wait())
         if done == 1:
             pace.restart()
-        enough = done >= most or (done >= LEAST_UPDATES and time.perf_counter() - began >= seconds)
+        whole = done % wave == 1 % wave or done >= per_epoch
+        enough = (done >= most and whole) or (done >= LEAST_UPDATES and time.perf_counter() - began >= seconds)
         if broadcast(enough and (done <= per_epoch or position.step == per_epoch), parts.world):
             break
     synchronize(device)

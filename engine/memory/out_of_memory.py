@@ -19,10 +19,12 @@ from vitamp.checkpoints import CHECKPOINTS, read_index
 
 def while_training(error: BaseException, trainer: Trainer) -> TrainingError:
     """Error for a training that ran out of memory, with the checkpoint to resume from."""
-    words = describe(error, trainer.run, trainer.position.update + 1)
+    words, config = describe(error, trainer.run, trainer.position.update + 1), trainer.run.config
     last = read_index(trainer.folder / CHECKPOINTS)["last"]
     resume = f"The last checkpoint is {last}: resume from it with -resume {trainer.folder} and one of these."
-    return TrainingError(f"{words}\n{resume if last else 'There is no checkpoint yet: start again with one of these.'}")
+    taken = config.OUTPUT is not None and config.MODEL.RESUME != AUTO  # the folder contains a run now
+    again = f"There is no checkpoint yet: start again with {'another -output and ' * taken}one of these."
+    return TrainingError(f"{words}\n{resume if last else again}")
 
 
 def describe(error: BaseException, run: Run, update: int | None = None) -> str:
@@ -58,26 +60,26 @@ def describe(error: BaseException, run: Run, update: int | None = None) -> str:
 
 
 def ways_out(config: Config, validating: bool, device: torch.device, found: bool = False) -> list[str]:
-    """Flags and settings that take less memory, each with its effect. `found`: the batch size is from `auto`."""
+    """What to add to a command for less memory: KEY=VALUE beats flags. `found`: the batch size is from `auto`."""
     train, batch = config.TRAIN, config.DATA.BATCH_SIZE
     validated = config.DATA.BATCH_SIZE_EVAL or batch
     ways = []
     if validating and validated == AUTO:
         ways.append(
-            "-batch_size_eval N, smaller than the size that auto found: a validation's metrics do not depend on it"
+            "DATA.BATCH_SIZE_EVAL=N, smaller than the size that auto found: a validation's metrics do not depend on it"
         )
     elif validating and validated > 1:
-        ways.append(f"-batch_size_eval {validated // 2}: a validation's metrics do not depend on it")
+        ways.append(f"DATA.BATCH_SIZE_EVAL={validated // 2}: a validation's metrics do not depend on it")
     elif not validating and batch > 1:
         factor = next(number for number in range(2, batch + 1) if batch % number == 0)
-        accumulation = "" if train.GLOBAL_BATCH else f" -accum_iter {factor * train.ACCUM_ITER}"
+        accumulation = "" if train.GLOBAL_BATCH else f" TRAIN.ACCUM_ITER={factor * train.ACCUM_ITER}"
         if batch > factor or not train.mixes:  # mixing takes two images
-            ways.append(f"-batch_size {batch // factor}{accumulation}: the same images per update, fewer at once")
+            ways.append(f"DATA.BATCH_SIZE={batch // factor}{accumulation}: the same images per update, fewer at once")
     if train.GRAD_CHECKPOINT == "none" and not validating:
         ways.append("TRAIN.GRAD_CHECKPOINT=blocks: fewer saved activations; the backward pass recomputes them")
     if not config.AMP.ENABLED and amp_may_gain(device):
         ways.append("-amp: most activations take half the memory")
     own_size = validating and config.DATA.BATCH_SIZE_EVAL is not None
     if not found and not own_size and config.DIST.STRATEGY != "fsdp":
-        ways.append("-batch_size auto: finds how many images fit")
+        ways.append("DATA.BATCH_SIZE=auto: finds how many images fit")
     return ways

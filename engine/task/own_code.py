@@ -94,7 +94,8 @@ def try_own_code(config: Config) -> None:
             if own := own_named("loss", config.TRAIN.LOSS):
                 task, named = task_of(config), f"{own.file}: loss {own.name}"
                 loss, labels = task.loss(config.TRAIN, None), task.example(SAMPLES, torch.device("cpu"))
-                if isinstance(loss, nn.Module) and any(weight.requires_grad for weight in loss.parameters()):
+                weights = loss.parameters() if isinstance(loss, nn.Module) and not config.EVAL else ()
+                if any(weight.requires_grad for weight in weights):
                     raise UserError(f"{named} has weights that nothing trains; make them part of a model of your own.")
                 rows = config.TRAIN.mixes or config.TRAIN.DISTILLATION_TYPE is not None  # its labels are one-hot
                 mixed = [task.mixed(labels, torch.full((SAMPLES, 1), 0.7))[0]] if rows else []

@@ -193,7 +193,7 @@ def pretrained(config: Config, world: World) -> Trained:
 
 
 def _built(config: Config, device: torch.device, world: World, chosen: Chosen) -> Trained:
-    check_amp(config.AMP, config.TRAIN)
+    check_amp(config.AMP, None)
     check_precision(config.AMP, device)
     set_up_device(config, device, world)
     tuned = tuned_model(config, device, choices=chosen.choices)

@@ -36,8 +36,6 @@ STARTED, RESUMED, UPDATES = 6, 10, 14
 SHOWN = 8
 """Differences of each kind that are printed."""
 
-TIMES = {"time", "perf", "seconds", "eval_seconds", "train_seconds", "epoch_seconds", "images_per_second"}
-"""Fields of a line of metrics that depend on time."""
 NUMBERS_OF_META = ("epoch", "epoch_finished", "update", "metrics", "best")
 
 
@@ -168,7 +166,7 @@ def differing_numbers(one: Path, other: Path, only_numbers: bool) -> Iterator[st
 
 def _metrics(run: Path) -> list[dict[str, Any]]:
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in lines]
+    return [{key: value for key, value in json.loads(line).items() if key != "perf"} for line in lines]
 
 
 def _contents(folder: Path) -> dict[str, Any]:

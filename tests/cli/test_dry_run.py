@@ -62,14 +62,14 @@ def test_dry_run_says_the_time_left_and_warns_of_little_memory(tiny: Path, monke
     ready: Any = SimpleNamespace(precision=SimpleNamespace(device=CPU), train_loader=loader, position=Position())
     monkeypatch.setattr(dry_run, "total_memory", lambda _: 1000)
     costs = "\n".join(dry_run._costs(config, ready, {"time": (2.0, 100.0), "THREADS=1": (0.5, 25.0)}, 1000))
-    assert "nearly all memory; to save some: -batch_size 16 -accum_iter 2: " in costs
+    assert "nearly all memory; to save some: DATA.BATCH_SIZE=16 TRAIN.ACCUM_ITER=2: " in costs
     assert "2 s per update, about 0:01:40 per validation" in costs
     assert "1,000 updates to go (10.0 epochs): about 0:41:40" in costs, "1,000 updates of 2 s, 5 validations of 100 s"
     assert re.search(r"THREADS=1  0\.5 s per update, .* about 0:10:25, until", costs)
     more = config.model_copy(update={"VALIDATE_EVERY_UPDATES": 300})
     assert "about 0:46:40" in "\n".join(dry_run._costs(more, ready, {"time": (2.0, 100.0)}, 1000)), "3 more validations"
     costs = "\n".join(dry_run._costs(config, ready, {"time": (2.0, 100.0)}, 1000, found=True))
-    assert "-batch_size auto" not in costs
+    assert "DATA.BATCH_SIZE=auto" not in costs
     monkeypatch.setattr(dry_run, "total_memory", lambda _: 2**60)
     costs = "\n".join(dry_run._costs(config, ready, {"time": (2.0, 100.0)}, 0))
     assert "nearly" not in costs

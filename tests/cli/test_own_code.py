@@ -21,6 +21,7 @@ from engine.task.one import OneLabel
 from engine.trained.model import load_trained
 from engine.trained.own_code import bind
 from tests.documents import blocks, commands
+from tests.engine.small import build
 from tests.predicted import validation_predictions
 from tests.program import Result, Vitamp, metrics
 from tools.common.comparison import judged_by, metrics_of
@@ -289,6 +290,15 @@ def test_a_loss_gets_its_settings(files: Path) -> None:
     assert torch.allclose(OneLabel(3).loss(train, None)(logits, labels), expected)
     bind([], ["focal"], all_files=True)  # the default
     assert OneLabel(3).loss(train, None)(logits, labels) < expected
+
+
+@pytest.mark.usefixtures("nothing_registered")
+def test_a_loss_computes_in_fp32_with_amp(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "gram.py").write_text(f"{LOSS}def gram(logits, targets): return (logits @ logits.T).mean()\n")
+    execute(tmp_path / "gram.py")
+    loss, logits = build(tiny, USE=tmp_path / "gram.py", TRAIN__LOSS="gram").parts.criterion, torch.randn(8, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert loss(logits, logits).dtype is torch.float32, "a product of bf16 would be bf16"
 
 
 @pytest.mark.usefixtures("nothing_registered")

@@ -80,6 +80,8 @@ def test_resume_auto_starts_resumes_and_detects_a_finished_run(vitamp: Vitamp, t
     before = metrics(run)
     done = vitamp(*words, "TRAIN.NUM_EPOCHS=2", code=0)
     assert "had already finished: 88 updates" in done.out.splitlines()[-1]
+    shutil.rmtree(run / "checkpoints")
+    assert "a new run would overwrite its metrics" in vitamp(*words, code=2).err
     assert metrics(run) == before
 
 

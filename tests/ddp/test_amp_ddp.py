@@ -136,7 +136,8 @@ def test_what_one_rank_found_is_told_once_and_both_move_the_module(vitamp: Vitam
     weights = {name: tensor.clone() for name, tensor in build(tiny).model.state_dict().items()}
     weights["blocks.0.mlp.fc1.bias"].fill_(7e4)
     save_file(weights, tmp_path / "bias.safetensors")
-    words = ("-amp", "fp16", "AMP.AUTO_FP32=true", "TRAIN.WARMUP_EPOCHS=0", "TRAIN.MAX_UPDATES=16", "REPORT_FREQ=4")
+    # Reports are so rare that before the first one, enough updates are skipped to end the run.
+    words = ("-amp", "fp16", "AMP.AUTO_FP32=true", "TRAIN.WARMUP_EPOCHS=0", "REPORT_FREQ=100", "-batch_size", 4)
     done = vitamp(
         *("-cfg", tiny, "-output", tmp_path / "run", "-pretrained", tmp_path / "bias.safetensors", "-ngpus", 2),
         *words,
@@ -150,5 +151,5 @@ def test_what_one_rank_found_is_told_once_and_both_move_the_module(vitamp: Vitam
     assert [skip["update"] for skip in skips] == sorted({skip["update"] for skip in skips}), "one line an update"
     assert skips[0]["module"] == "blocks.0.mlp.fc1"
     last = metrics(tmp_path / "run", "train")[-1]
-    assert last["skipped"] < 16
+    assert last["skipped"] < 200
     assert last["grad_norm"] > 0

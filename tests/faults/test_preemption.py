@@ -9,17 +9,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from engine.machine import stopping
-from engine.machine.stopping import Deadline
+from engine.machine.stopping import Deadline, Stopped, Stopping
+from engine.trainer import Trainer
 from tests.faults.killing import ENDLESS, Run, drawn_curves, reported
 from tests.program import ROOT, Started, Vitamp, last_weights, metrics, train_tiny
 from tests.waiting import until
+from utils.distributed.world import ALONE
 
 # 12 updates an epoch; every fifth is followed by a validation in batches of two, which takes a while.
 WORDS = (
@@ -219,6 +223,9 @@ def test_the_time_given_leaves_room_for_saving(monkeypatch: pytest.MonkeyPatch) 
     assert not after(1.0)
     assert after(6.0), "updates have become slow: another two might be too many"
     assert not Deadline(None, lambda: 1e9).passed()
+    waiting: Any = SimpleNamespace(world=ALONE, _window=None, _stopping=Stopping(ALONE, lambda: True, timedelta()))
+    with pytest.raises(Stopped):
+        Trainer._stop_waiting(waiting)
 
 
 PHOTOS = (

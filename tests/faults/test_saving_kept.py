@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,13 +33,24 @@ def test_the_best_by_another_figure(
     assert words[by].format(best) in done.out.splitlines()[-1]
 
 
+def test_a_best_that_the_disk_refuses_does_not_count(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
+    """A link without a target blocks the first; with learning rate 0, the second is no better."""
+    root = tmp_path / "run" / "checkpoints"
+    root.mkdir(parents=True)
+    (root / folder_name(44)).symlink_to("nowhere")
+    words = ("TRAIN.NUM_EPOCHS=2", "TRAIN.BASE_LR=0", "TRAIN.WARMUP_START_LR=0", "-resume", "auto")
+    done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *words, code=0)
+    assert "Best so far: no validation yet. Lost with its checkpoint: top-1" in done.err
+    assert read_index(root)["best"] == folder_name(88)
+
+
 def test_some_epochs_are_kept_for_ever(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     words = ("TRAIN.NUM_EPOCHS=7", "KEEP_EVERY=2", "KEEP_LAST=1", "SAVE_FREQ=3", "VALIDATE_FREQ=100")
     vitamp("-cfg", tiny, "-output", tmp_path / "run", *words, code=0)
     assert names(tmp_path / "run" / "checkpoints") == [folder_name(44 * epoch) for epoch in (2, 4, 6, 7)]
 
 
-def test_one_of_fifty_is_picked_at_once_and_hashed_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_fifty_is_hashed_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     many = tmp_path / "run" / "checkpoints"
     for update in range(1, 51):
         save_checkpoint(many, update, {MODEL: {"weight": torch.zeros(2500)}}, {}, made_meta(update))
@@ -53,13 +63,10 @@ def test_one_of_fifty_is_picked_at_once_and_hashed_alone(tmp_path: Path, monkeyp
         return digest(file, kind)
 
     monkeypatch.setattr(hashlib, "file_digest", counting)
-    began = time.perf_counter()
     found = newest_good(many)
-    passed = time.perf_counter() - began
     assert found is not None
     assert found.folder == many / folder_name(48)
     assert sorted(hashed) == [found.folder / MODEL, found.folder / STATE], "not those of a wrong size, not the others"
-    assert passed < 1.0
 
 
 @pytest.mark.parametrize(

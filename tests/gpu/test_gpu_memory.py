@@ -45,9 +45,9 @@ def test_where_memory_ends_it_is_told_what_helps(with_little: Train) -> None:
         "more were requested",
         "256 images at a time, of 8 x 8 x 1.",
         "Allocations that take the most memory: ",
-        "-batch_size 128 -accum_iter 2",
+        "DATA.BATCH_SIZE=128 TRAIN.ACCUM_ITER=2",
         "TRAIN.GRAD_CHECKPOINT=blocks",
-        "-batch_size auto",
+        "DATA.BATCH_SIZE=auto",
         "There is no checkpoint yet",
     ):
         assert part in run.text, part

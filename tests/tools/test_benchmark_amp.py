@@ -118,6 +118,8 @@ def test_report_has_command_machine_date_and_noise(turns: Turns) -> None:
         (["amp", "-iters", "0"], ["-iters 0", "from 1"]),
         (["amp", "-budget_min", "no"], ["-budget_min no", "above 0"]),
         (["amp", "-json", "a.txt"], ["-json a.txt", "a.json"]),
+        (["amp", "-amp", "bf16", "AMP.CUSTOM_BLACK_LIST=[sofmax]"], ["'sofmax'", "Did you mean softmax"]),
+        (["amp", "-amp", "fp8", "AMP.LEVEL=O2"], ["fp8 works with AMP.LEVEL O1 only"]),
         (["amp", "-eval"], ["-eval", "leave it out, since the tool trains"]),
         (["amp", "-batch_size", "auto"], ["BATCH_SIZE auto", "give a number"]),
         (["precisions", "-modes", "bf17"], ["'bf17'", "Did you mean bf16"]),

@@ -292,7 +292,6 @@ def test_proof_looks_at_the_weights_that_it_compares(digits_run: Path) -> None:
         (["RUN", "-folds", "2"], "-folds 2: trains a recipe, so leave"),
         (["RUN", "-seeds", "3"], "-seeds 3: only for -prove; a search has one seed, SEED."),
         (["RUN", "-budget_min", "5"], "-budget_min 5: nothing is trained; it is for -folds and -prove."),
-        (["RUN", "-output", "TINY"], "tiny.yaml: this is a file; name a folder."),
         (["RUN", "-output", "TINY/labels"], "is a file, so the folder cannot be created"),
         (["-dataset", "digits"], "Name the model: a run, -cfg RECIPE, or -model NAME -pretrained FILE."),
         (["RUN", "-cfg", "TINY", "-prove", "DATA.FOLD=1/5"], "DATA.FOLD: a search reads all folds, and -prove needs"),

@@ -172,14 +172,6 @@ def test_output_file_accepts_only_regular_files(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "old", "pipe"], "the check leaves no file"
 
 
-def test_write_error_at_the_end_is_one_line() -> None:
-    with (
-        pytest.raises(UserError, match=r"-out x: cannot be written \(No space left on device\)"),
-        writing(Path("x"), "-out"),
-    ):
-        raise OSError(28, "No space left on device")
-
-
 def test_interrupted_tool_lists_what_it_wrote(
     tmp_path: Path, digits_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -32,14 +31,10 @@ sys.exit(f"imported {ours}" if ours else 0)
 """
 
 
-def in_timm_alone(
-    model: str, colours: str, paths: list[Path], place: Path, env: dict[str, str] | None = None
-) -> tuple[torch.Tensor, list[str] | None]:
+def in_timm_alone(model: str, colours: str, paths: list[Path], place: Path) -> tuple[torch.Tensor, list[str] | None]:
     """Logits and class names, from a process that cannot import vitamp."""
     words = [sys.executable, "-I", "-c", CONSUMER, model, colours, str(place / "logits.pt"), *map(str, paths)]
-    done = subprocess.run(
-        words, cwd=place, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = subprocess.run(words, cwd=place, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return torch.load(place / "logits.pt", weights_only=True)
 

@@ -87,7 +87,7 @@ def set_up(
                 f"{flag} {asked[key]}: this table measures no files, only data made on the device. Leave {flag} out, "
                 "or use the table amp or precisions, which read the images of a data set."
             )
-    from engine.amp.precision import amp_may_gain
+    from engine.amp.precision import amp_may_gain, check_amp, check_precision
     from engine.machine.device import describe_devices, pick_device, set_up_device
     from models.build import build_without_weights
     from utils.distributed.world import ALONE
@@ -109,6 +109,9 @@ def set_up(
         small = ", ".join(f"{key} {value}" for key, value in defaults.items())
         remarks.append(f"on a CPU, defaults are small: {small}")
     config = loaded.config
+    amp = changed(config, "AMP", ENABLED=True).AMP  # the tables switch it on themselves
+    check_amp(amp, config.TRAIN)
+    check_precision(amp, device)
     build_without_weights(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
     where = describe_devices(device, ALONE, set_up_device(config, device, ALONE))
     return loaded, device, where, remarks

@@ -73,8 +73,6 @@ def check_output_folder(path: Path, flag: str, files: tuple[str, ...], fresh: bo
 def results_folder(path: Path) -> Path:
     """Expand `path`, the -output of a tool whose results fill a folder, and check that they can be written there."""
     path = path.expanduser()
-    if (kind := kind_of_path(path)) not in (None, "a folder"):
-        raise UserError(f"-output {path}: this is {kind}; name a folder.")
     check_writable(path)
     return path
 

@@ -118,7 +118,7 @@ def verify_checkpoints(paths: list[Path]) -> int:
             resumable(inspect(folder))
         except OtherVersion as error:
             log.info("%s", error)
-        except (UserError, FileNotFoundError) as error:
+        except (UserError, OSError) as error:
             if folder.exists():
                 log.error("%s", error)
                 damaged += 1
@@ -175,7 +175,9 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
                 f"{both} have different architectures and cannot be averaged: "
                 f"the shape of {key} is {own.get(key, 'missing')} and {shapes[0].get(key, 'missing')}."
             )
-        about, first = _besides_weights(checkpoint.meta), _besides_weights(checkpoints[0].meta)
+        trained_on = {(one.meta.get("samples") or {}).get("data") for one in (checkpoint, checkpoints[0])}
+        split = () if len(trained_on - {None}) == 1 else OF_SPLIT
+        about, first = (_besides_weights(one.meta, split) for one in (checkpoint, checkpoints[0]))
         if other := [key for key in about if about[key] != first.get(key, about[key])]:
             words = f"{other[0]} is {about[other[0]]} and {first[other[0]]}"
             raise UserError(f"{both} have different models or splits and cannot be averaged: {words}.")
@@ -192,12 +194,12 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
     return EXIT_DONE
 
 
-def _besides_weights(meta: dict[str, Any]) -> dict[str, Any]:
+def _besides_weights(meta: dict[str, Any], split: tuple[str, ...]) -> dict[str, Any]:
     """What makes two models different even if their weights have the same shapes, as far as it is known.
 
-    With another split, the mean would be validated on images that one of them was trained on.
+    `split`: settings of the split; with another, the mean would be validated on images that one was trained on.
     """
-    found = {key: meta["settings"].get(key, default_of(key)) for key in ("MODEL.POOL", *OF_SPLIT)}
+    found = {key: meta["settings"].get(key, default_of(key)) for key in ("MODEL.POOL", *split)}
     for field in ("input", "timm"):
         found |= {f"{field}.{key}": value for key, value in (meta.get(field) or {}).items()}
     return found | {f"class {label}": name for label, name in enumerate(meta.get("classes") or ())}

@@ -32,7 +32,7 @@ from utils.config.words import suggest
 from utils.errors import UserError, nearest
 from utils.flags import BY_NAME
 from utils.log import log
-from utils.program import as_child, started_as
+from utils.program import ROOT, as_child, started_as
 from utils.record.history import History
 from utils.text import counted, redacted
 from vitamp.files import write_atomically
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 
 EXAMPLE = "such as -vary DATA.SAMPLER=shuffle,balanced"
-BRACKETS = {"[": "]", "{": "}", "(": ")"}
 DEFAULT_MODES = "fp32,auto"
 SET_BY_MODE = {
     **dict.fromkeys(("AMP.ENABLED", "AMP.DTYPE", "AMP.LEVEL"), "list the precisions to compare in -modes"),
@@ -144,13 +143,10 @@ def read_axes(texts: Sequence[str]) -> Axes:
 
 def _at_top_level(text: str) -> list[str]:
     """Split at commas outside brackets."""
-    parts, open_brackets = [""], ""
+    parts, depth = [""], 0
     for letter in text:
-        if letter in BRACKETS:
-            open_brackets += BRACKETS[letter]
-        elif open_brackets.endswith(letter):
-            open_brackets = open_brackets[:-1]
-        if letter == "," and not open_brackets:
+        depth += (letter in "[{(") - (letter in ")}]")
+        if letter == "," and not depth:
             parts.append("")
         else:
             parts[-1] += letter
@@ -360,7 +356,6 @@ def check_runs(runs: Sequence[Run], again: bool = False) -> None:
             raise UserError(f"{run.folder}: already exists and was not made by this tool; choose another -output.")
 
 
-ROOT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.5
 
 
@@ -422,12 +417,11 @@ def train_all(plan: Plan, after_each: Callable[[Trained], object], budget: Budge
                     why = train_run(run, show, many=plan.many)
                 if why is None and not is_finished(run.folder):
                     why = "exit code 0, but it did not finish"
-                seconds = time.monotonic() - began
                 if why is None:
                     times.setdefault(run.contender, []).append(metrics_of(run.folder)["seconds"])
                     last, metric = plan.judged.of(metrics_of(run.folder)), plan.judged.metric
                     reached = "" if last is None else f"{metric.words} {metric.number(last)}, "
-                    log.info("%d of %d: %s: %sin %s", nth, total, run.name, reached, clock(seconds))
+                    log.info("%d of %d: %s: %sin %s", nth, total, run.name, reached, clock(time.monotonic() - began))
                 else:
                     done.failed[run.folder.name] = why
                     log.warning("%d of %d: %s failed: %s", nth, total, run.name, why)

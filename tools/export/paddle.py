@@ -26,6 +26,7 @@ from models.weights.paddle import (
 from tools.common.weights import write_weights
 from utils.config import load_config
 from utils.config.keys import values_to_keep
+from utils.config.kinds import one_line
 from utils.config.model import ModelConfig
 from utils.config.paddlevit import families
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
@@ -62,7 +63,7 @@ def import_weights(file: Path, out: Path, name: str | None) -> int:
     arrays = read_pdparams(file)
     converted = convert(arrays, file)
     target = target_of(file, arrays, converted, name)
-    sizes = ", ".join(f"{key} {_text(value)}" for key, value in target.sizes.items() if value is not None)
+    sizes = ", ".join(f"{key} {one_line(value)}" for key, value in target.sizes.items() if value is not None)
     named = f"timm's {target.name}" if target.name else f"a {converted.family} that has no name in timm"
     log.info("%s: %s (%s)", file, named, sizes)
     missing = [key for key in target.shapes if key not in converted.tensors]
@@ -112,7 +113,7 @@ def import_weights(file: Path, out: Path, name: str | None) -> int:
     ]
     for key, value in given.items():
         if not target.name and key not in (*IMAGE_KEYS, "NUM_CLASSES"):
-            words.append(f"MODEL.{key}={'N' if value is None else _text(value)}")
+            words.append(f"MODEL.{key}={'N' if value is None else one_line(value)}")
     flags = shlex.join([str(out), *words])
     log.info("%s: %d tensors. To use it: -pretrained %s", out, len(tensors), flags)
     return EXIT_DONE
@@ -149,12 +150,6 @@ def _header(converted: Converted, target: Target, file: Path) -> dict[str, str]:
             "fp32_modules": [],
         }
     return {"format": "pt", **encoded(about)}
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value).replace(" ", "")
 
 
 def _shape(shape: Any) -> str:

@@ -149,7 +149,6 @@ def _add(number: int, samples: Samples, encoder: Encoder, writer: TarWriter, rec
     record.left_out.append((name, found.reason))
 
 
-SPLITS = {"train": True, "val": False}
 SETTINGS, LOCK = "settings.json", ".lock"
 KEYS = {"channels": "DATA.IMAGE_CHANNELS", "upright": "DATA.EXIF_ROTATE", "background": "DATA.BACKGROUND"}
 """Entries of a packed data set -> the settings that they are from"""
@@ -160,9 +159,9 @@ ANY_CLASSES = 1 << 31
 def pack(data: DataConfig, folder: Path, settings: dict[str, Any], jobs: int | None) -> None:
     """Pack both splits of a data set into `folder`; the images of one that cannot be split are for training."""
     splits: dict[str, Samples] = {}
-    for split, train in SPLITS.items():
+    for split in ("train", "val"):
         try:
-            samples = open_dataset(data, train, ANY_CLASSES, 0, torch.device("cpu")).single_images()
+            samples = open_dataset(data, split == "train", ANY_CLASSES, 0, torch.device("cpu")).single_images()
         except TooFewToSplit as error:
             log.warning("%s Here all images are packed as training images.", error)
             continue

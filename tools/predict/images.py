@@ -142,7 +142,7 @@ class Chosen:
                 found.append((order, row[order]))
         pairs = (zip(labels.tolist(), values.tolist(), strict=True) for labels, values in found)
         rows = [[Guess(label, self._trained.name_of(label), value) for label, value in row] for row in pairs]
-        return [row if finite else None for row, finite in zip(rows, logits.isfinite().all(1).tolist(), strict=True)]
+        return [row if finite else None for row, finite in zip(rows, (~logits.isnan().any(1)).tolist(), strict=True)]
 
 
 NO_IMAGES = f"no images found (files ending in {' '.join(ENDINGS)})"

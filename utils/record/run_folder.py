@@ -37,7 +37,7 @@ def is_run_folder(folder: Path) -> bool:
 def is_of_user(source: str) -> bool:
     """Whether a setting comes from the user, by its `Loaded.sources`. A run's config.yaml may be someone else's."""
     file = Path(source.rpartition(":")[0])
-    others = (file.parent / name for name in (LOG, *FILES_OF_A_RUN) if name != CONFIG)
+    others = (file.parent / name for name in FILES_OF_A_RUN if name != CONFIG)
     return file.name != CONFIG or not any(path.exists() for path in others)
 
 
@@ -47,7 +47,8 @@ def check_output(output: str | None, save: str, resumed: Path | None) -> None:
     with os_errors_as_user_errors(folder):  # of a name that is too long, for example
         if output is not None and folder.exists() and not folder.is_dir():
             raise UserError(f"-output {folder}: this is a file; name a folder for the run.")
-        if output is not None and is_run_folder(folder) and is_of_user(f"{folder / CONFIG}:"):
+        begun = (folder / LOG).exists()  # a run that was killed early has no other file
+        if output is not None and is_run_folder(folder) and not begun and is_of_user(f"{folder / CONFIG}:"):
             raise UserError(f"-output {folder}: its {CONFIG} is yours, which is not overwritten; name another folder.")
         if output is not None and is_run_folder(folder) and (resumed is None or resumed.resolve() != folder.resolve()):
             raise UserError(

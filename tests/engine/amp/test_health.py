@@ -152,9 +152,11 @@ def health(tiny: Path) -> Made:
 )
 def test_module_that_overflows_twice_moves_to_fp32(health: Made, blames: list[Blame], moved: list[str]) -> None:
     made, told = health(*blames)
+    made.parts.meters.restore([0.0] * 4, 99, 99)
     made.report(Position(), together=False)
     assert forced_modules(made.parts.model) == moved
     assert told == [(one.module, one.update) for one in blames]
+    assert made.parts.meters.read(torch.tensor(1.0), 0.0).skipped_in_a_row == (0 if moved else 99)
 
 
 def test_ranks_log_one_line_per_skipped_update(health: Made) -> None:
@@ -172,3 +174,4 @@ def test_only_consecutive_skips_end_the_run(health: Made) -> None:
         reading = meters.read(torch.tensor(1.0), 0.0)
         assert (made.too_many_skips(reading, update) is not None) is (update == 160)
     assert (reading.skipped, reading.skipped_in_a_row) == (159, 100)
+    assert "AUTO_FP32" not in str(made.too_many_skips(reading, 160)), "it is on"

@@ -147,9 +147,9 @@ def dtypes(tensors: Any) -> set[torch.dtype]:
     return {t.dtype for t in tensors if isinstance(t, Tensor) and t.is_floating_point()}
 
 
-@pytest.mark.parametrize("mode", list(MODES))
-def test_dtypes_of_weights_gradients_optimizer_state_and_file(tiny: Path, tmp_path: Path, mode: str) -> None:
-    ready = build(tiny, **MODES[mode], TRAIN__MODEL_EMA="true")
+@pytest.mark.parametrize(("mode", "name"), [*((mode, "tiny") for mode in MODES), ("O2 bf16", "aimv2_huge_patch14_224")])
+def test_dtypes_of_weights_gradients_optimizer_and_file(tiny: Path, tmp_path: Path, mode: str, name: str) -> None:
+    ready = build(tiny, **MODES[mode], TRAIN__MODEL_EMA="true", MODEL__NAME=name)
     parts = ready.parts
     ema = parts.callback(Ema)
     assert ema is not None
@@ -215,25 +215,17 @@ def test_o3_in_fp16_rejects_a_small_epsilon() -> None:
     with pytest.raises(UserError, match=r"O3 in fp16.*EPS 1e-08.*explode.*0\.0001.*bf16.*O2"):
         check_amp(amp(LEVEL="O3", DTYPE="fp16"), TrainConfig.model_validate({"OPTIMIZER": eps}))
     check_amp(amp(LEVEL="O3", DTYPE="bf16"), TrainConfig.model_validate({"OPTIMIZER": eps}))
-    check_amp(amp(LEVEL="O3", DTYPE="fp16"), TrainConfig.model_validate({"OPTIMIZER": {**eps, "EPS": 1e-4}}))
-    check_amp(amp(LEVEL="O3", DTYPE="fp16"), TrainConfig.model_validate({"OPTIMIZER": {"NAME": "SGD"}}))
-    check_amp(amp(LEVEL="O3", DTYPE="fp16"), TrainConfig.model_validate({"OPTIMIZER": {"NAME": "sgdw"}}))
+    for fine in ({**eps, "EPS": 1e-4}, {"NAME": "SGD"}, {"NAME": "sgdw"}):
+        check_amp(amp(LEVEL="O3", DTYPE="fp16"), TrainConfig.model_validate({"OPTIMIZER": fine}))
 
 
 @pytest.mark.parametrize("level", ["NAIVE", "O3"])
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("CUSTOM_WHITE_LIST", ["softmax"]),
-        ("CUSTOM_BLACK_LIST", ["gelu"]),
-        ("FP32_MODULES", ["head"]),
-        ("AUTO_FP32", True),
-    ],
-)
-def test_naive_and_o3_reject_lists_and_fp32_modules(level: str, key: str, value: Any) -> None:
-    with pytest.raises(UserError, match=rf"AMP\.{key} .*{level}.*use O1 or O2"):
-        check_amp(amp(LEVEL=level, **{key: value}), TrainConfig())
-    check_amp(amp(LEVEL="O2", **{key: value}), TrainConfig())
+def test_naive_and_o3_reject_lists_and_fp32_modules(level: str) -> None:
+    lists = {"CUSTOM_WHITE_LIST": ["softmax"], "CUSTOM_BLACK_LIST": ["gelu"], "FP32_MODULES": ["head"]}
+    for key, value in {**lists, "AUTO_FP32": True}.items():
+        with pytest.raises(UserError, match=rf"AMP\.{key} .*{level}.*use O1 or O2"):
+            check_amp(amp(LEVEL=level, **{key: value}), TrainConfig())
+        check_amp(amp(LEVEL="O2", **{key: value}), TrainConfig())
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

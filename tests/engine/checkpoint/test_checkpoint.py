@@ -116,12 +116,6 @@ def test_any_flipped_bit_in_meta_is_handled(tmp_path: Path) -> None:
     assert refused > len(whole)
 
 
-def test_unknown_format_version_is_refused(tmp_path: Path) -> None:
-    folder = save(tmp_path, 1, format=2)
-    with pytest.raises(UserError, match="format 2"):
-        inspect(folder)
-
-
 def test_index_round_trip_and_damage(tmp_path: Path) -> None:
     assert read_index(tmp_path) == {"last": None, "best": None}
     write_index(tmp_path, "step-2", "step-1")
@@ -220,10 +214,10 @@ def test_others_may_read_it_and_a_file_that_may_not_be_read_is_not_called_damage
     assert len({file.stat().st_mode for file in folder.iterdir()}) == 1
 
     def denied(path: Path, _: int) -> int:
-        raise PermissionError(13, "Permission denied", path)
+        raise OSError(5, "Input/output error", path)
 
     monkeypatch.setattr("vitamp.checkpoints.only_regular", denied)
-    with pytest.raises(UserError, match=rf"{MODEL}: cannot be read \(Permission denied\)"):
+    with pytest.raises(UserError, match=rf"{MODEL}: cannot be read \(Input/output error\)"):
         verify(inspect(folder))
 
 

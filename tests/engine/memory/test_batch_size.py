@@ -26,6 +26,7 @@ from utils.config import Config, load_config
 from utils.distributed.world import ALONE, World
 from utils.errors import UserError
 from utils.machine import cpus
+from vitamp.checkpoints import Checkpoint
 
 AUTO = ("-batch_size", "auto")
 MemoryOf = Callable[[float], None]
@@ -36,9 +37,9 @@ def settings(tiny: Path, **words: object) -> Config:
     return load_config(str(tiny), words={"DATA.BATCH_SIZE": "auto", **given}).config
 
 
-def found(config: Config) -> tuple[int, int]:
+def found(config: Config, checkpoint: Checkpoint | None = None) -> tuple[int, int]:
     """Batch and accumulation."""
-    settled = settle_batch(Run(config, ALONE, CPU, threads=1), None).config
+    settled = settle_batch(Run(config, ALONE, CPU, threads=1), checkpoint).config
     return settled.DATA.BATCH_SIZE, settled.TRAIN.ACCUM_ITER
 
 
@@ -134,11 +135,11 @@ def test_too_little_memory_for_one_image_is_refused(
     tiny: Path, memory_of: MemoryOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory_of(1)
-    with pytest.raises(UserError, match=r"not even a batch of 1 fits into 1\.0 MiB"):
+    with pytest.raises(UserError, match=r"not even a batch of 1 fits into 1\.0 MiB\. Try TRAIN\.GRAD"):
         found(settings(tiny))
     monkeypatch.setattr(Trial, "fits", lambda _, batch: batch == 1)  # none to mix it with
-    with pytest.raises(UserError, match="not even a batch of 2"):
-        found(settings(tiny, TRAIN__MIXUP_ALPHA=0.8))
+    with pytest.raises(UserError, match=r"not even a batch of 2 .* Try a smaller MODEL"):
+        found(settings(tiny, TRAIN__MIXUP_ALPHA=0.8, TRAIN__GRAD_CHECKPOINT="blocks", AMP__ENABLED=True))
 
 
 def test_unknown_memory_asks_for_memory_limit(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +166,14 @@ def test_global_batch_sets_the_accumulation(tiny: Path) -> None:
         assert found == (32, accumulated, False)
     with pytest.raises(UserError, match=r"100 is not a multiple of the 32 images .* Use 96 or 128"):
         settled("100")
+
+
+def test_resume_with_auto_keeps_the_global_batch_unless_the_accumulation_changed(tiny: Path) -> None:
+    """The saved run began on one process, and was resumed on two."""
+    batch = {"per_process": 96, "accumulated": 2, "processes": 2, "asked": 4}
+    saved = Checkpoint(tiny, {"batch": batch, "choices": {"batch_size": 96}})
+    for given, accumulated in ((1, 4), (2, 4), (4, 4), (3, 3)):
+        assert found(settings(tiny, TRAIN__ACCUM_ITER=given), saved) == (96, accumulated)
 
 
 def test_auto_batch_equals_the_same_number_and_is_kept_on_resume(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:

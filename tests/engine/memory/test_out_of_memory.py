@@ -72,9 +72,11 @@ def test_out_of_memory_is_reported_once_with_ways_out(small_device: SmallDevice,
     assert done.err.count("out of memory in update 60") == 1
     assert " on cpu (" in done.err
     assert "and 2.00 GiB more were requested.\n  28 images at a time, of 8 x 8 x 1.\nWays out:\n" in done.err
-    for way in ("-batch_size 14 -accum_iter 2", "TRAIN.GRAD_CHECKPOINT=blocks", "-batch_size auto"):
+    for way in ("DATA.BATCH_SIZE=14 TRAIN.ACCUM_ITER=2", "TRAIN.GRAD_CHECKPOINT=blocks", "DATA.BATCH_SIZE=auto"):
         assert f"\n  {way}: " in done.err
     assert f"The last checkpoint is step-000000051: resume from it with -resume {run}" in done.err
+    done = small_device("-output", tmp_path / "validating", code=1, ABOVE_EVAL=16)
+    assert "The last checkpoint is step-000000044" in done.err, "saved though its validation failed"
 
 
 def test_evaluation_with_auto_batch_advises_a_smaller_one(tiny: Path) -> None:
@@ -82,17 +84,19 @@ def test_evaluation_with_auto_batch_advises_a_smaller_one(tiny: Path) -> None:
     error.add_note(IN_VALIDATION)
     config = load_config(str(tiny), words={"DATA.BATCH_SIZE": "auto"}).config
     told = describe(error, Run(config, ALONE, CPU, threads=1))
-    assert "-batch_size_eval N, smaller than the size that auto found" in told
-    assert "-batch_size auto" not in told
+    assert "DATA.BATCH_SIZE_EVAL=N, smaller than the size that auto found" in told
+    assert "DATA.BATCH_SIZE=auto" not in told
 
 
 def test_out_of_memory_before_the_first_update_exits_with_2(small_device: SmallDevice, tmp_path: Path) -> None:
     done = small_device("-dry_run", code=2, ABOVE=16, FROM=1)
     assert "out of memory in update 1: " in done.err
-    assert "-batch_size 16 -accum_iter 2" in done.err
+    assert "DATA.BATCH_SIZE=16 TRAIN.ACCUM_ITER=2" in done.err
     done = small_device("-eval", "-output", tmp_path / "run", code=2, ABOVE_EVAL=16, FROM=0)
     assert f"out of memory {IN_VALIDATION}: " in done.err
-    assert "-batch_size_eval 16" in done.err
+    assert "DATA.BATCH_SIZE_EVAL=16" in done.err
+    done = small_device("-output", tmp_path / "begun", code=1, ABOVE=16)
+    assert "There is no checkpoint yet: start again with another -output and one of these." in done.err
 
 
 @pytest.mark.slow  # two processes, and only what one of them says is new
@@ -104,7 +108,7 @@ def test_rank_out_of_memory_is_named_and_ends_the_others(vitamp: Vitamp, tiny: P
     done = vitamp(*words, script="main_multi_gpu.py", env=small, code=1)
     assert done.err.count("out of memory in update 13") == 1
     assert "rank 1 on " in done.err
-    assert "-batch_size 8 -accum_iter 2" in done.err
+    assert "DATA.BATCH_SIZE=8 TRAIN.ACCUM_ITER=2" in done.err
 
 
 def test_failed_validation_restores_training_mode(tiny: Path) -> None:
@@ -125,13 +129,13 @@ def test_failed_validation_restores_training_mode(tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("validating", "words", "first"),
     [
-        (False, {"DATA.BATCH_SIZE": "15"}, "-batch_size 5 -accum_iter 3:"),
-        (False, {"DATA.BATCH_SIZE": "32", "TRAIN.ACCUM_ITER": "3"}, "-batch_size 16 -accum_iter 6:"),
-        (False, {"DATA.BATCH_SIZE": "32", "TRAIN.GLOBAL_BATCH": "64"}, "-batch_size 16:"),
+        (False, {"DATA.BATCH_SIZE": "15"}, "DATA.BATCH_SIZE=5 TRAIN.ACCUM_ITER=3:"),
+        (False, {"DATA.BATCH_SIZE": "32", "TRAIN.ACCUM_ITER": "3"}, "DATA.BATCH_SIZE=16 TRAIN.ACCUM_ITER=6:"),
+        (False, {"DATA.BATCH_SIZE": "32", "TRAIN.GLOBAL_BATCH": "64"}, "DATA.BATCH_SIZE=16:"),
         (False, {"DATA.BATCH_SIZE": "7", "TRAIN.MIXUP_ALPHA": "0.8"}, "TRAIN.GRAD_CHECKPOINT=blocks:"),
         (False, {"DATA.BATCH_SIZE": "1", "TRAIN.GRAD_CHECKPOINT": "blocks"}, "-amp:"),
-        (True, {"DATA.BATCH_SIZE": "100", "DATA.BATCH_SIZE_EVAL": "60"}, "-batch_size_eval 30:"),
-        (True, {"DATA.BATCH_SIZE_EVAL": "3"}, "-batch_size_eval 1:"),
+        (True, {"DATA.BATCH_SIZE": "100", "DATA.BATCH_SIZE_EVAL": "60"}, "DATA.BATCH_SIZE_EVAL=30:"),
+        (True, {"DATA.BATCH_SIZE_EVAL": "3"}, "DATA.BATCH_SIZE_EVAL=1:"),
         (True, {"DATA.BATCH_SIZE_EVAL": "1"}, "-amp:"),
     ],
 )
@@ -144,13 +148,9 @@ def test_ways_out_keep_the_images_of_an_update(tiny: Path, validating: bool, wor
 
 def test_ways_out_omit_what_is_in_use(tiny: Path) -> None:
     every = ways_out(load_config(str(tiny)).config, False, GPU)
-    smaller = "-batch_size 16 -accum_iter 2"
-    assert [way.partition(":")[0] for way in every] == [
-        smaller,
-        "TRAIN.GRAD_CHECKPOINT=blocks",
-        "-amp",
-        "-batch_size auto",
-    ]
+    smaller = "DATA.BATCH_SIZE=16 TRAIN.ACCUM_ITER=2"
+    others = ["TRAIN.GRAD_CHECKPOINT=blocks", "-amp", "DATA.BATCH_SIZE=auto"]
+    assert [way.partition(":")[0] for way in every] == [smaller, *others]
     done = {"TRAIN.GRAD_CHECKPOINT": "blocks", "AMP.ENABLED": "true"}
     left = ways_out(load_config(str(tiny), words=done).config, False, GPU, found=True)
     assert left == [f"{smaller}: the same images per update, fewer at once"]

@@ -121,8 +121,8 @@ def test_header_says_which_weights_a_file_has(stripped: Path, tmp_path: Path, wo
 
 
 def test_precision_is_the_runs_or_as_given(digits_run: Path) -> None:
-    names = [load_trained(digits_run, amp=amp).precision.name for amp in (None, "off", "fp16", "on")]
-    assert names == ["bf16", "fp32", "fp16", "bf16"]
+    names = [load_trained(digits_run, amp=amp).precision.name for amp in (None, "off", "fp16", "on", "O3-fp16")]
+    assert names == ["bf16", "fp32", "fp16", "bf16", "O3-fp16"]
     images = torch.zeros(2, 1, 8, 8, dtype=torch.uint8)
     low, full = (load_trained(digits_run, amp=amp).logits(images) for amp in ("bf16", "off"))
     assert low.dtype == torch.float32

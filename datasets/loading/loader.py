@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,11 +11,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from datasets.base import PADDING, Batch, Broken, ImageDataset, Key
+from datasets.base import Batch, Broken, ImageDataset, Key
 from datasets.loading.order import EpochOrder, MicroBatch, validation_batches
 from utils.distributed.world import ALONE, World
 from utils.errors import TrainingError
-from utils.text import counted
 
 if TYPE_CHECKING:
     from datasets.damage import BrokenImages, BrokenInValidation
@@ -26,18 +24,13 @@ if TYPE_CHECKING:
 class Plan:
     """Batch sampler of the loader. Keys contain the epoch, so loading processes need no state."""
 
-    def __init__(self) -> None:
-        self.begin(0, ())
+    _rest: Iterator[list[Key]] = iter(())
 
     def begin(self, epoch: int, batches: Iterable[np.ndarray]) -> None:
-        self._rest: Iterator[list[Key]] = ([(epoch, index) for index in batch.tolist()] for batch in batches)
-        self.under_way: deque[list[Key]] = deque()
-        """Batches that the loader has asked for and not received, the next one first."""
+        self._rest = ([(epoch, index) for index in batch.tolist()] for batch in batches)
 
     def __iter__(self) -> Iterator[list[Key]]:
-        for keys in self._rest:
-            self.under_way.append(keys)
-            yield keys
+        return self._rest
 
 
 MOST_WORKERS = 16
@@ -109,7 +102,7 @@ class _Loader:
             if self._processes is None:
                 from datasets.loading.workers import LoadingProcesses
 
-                self._processes = LoadingProcesses(self._loader, self._awaited)
+                self._processes = LoadingProcesses(self._loader)
             else:
                 self._processes.begin_epoch()
             source = iter(self._processes)
@@ -133,17 +126,7 @@ class _Loader:
             self._processes.end()
         self._processes = self._loader = None
 
-    def _awaited(self) -> str:
-        """Words for the images of the batch that comes next."""
-        indices = [index for _, index in self._plan.under_way[0] if index != PADDING] if self._plan.under_way else []
-        samples = self._fetch.dataset.single_images()
-        if samples is None or not indices:
-            return f"a batch of {counted(len(indices), 'image')}"
-        names = [samples.name(index % len(samples)) for index in (indices[0], indices[-1])]
-        return f"{names[0]}, ..., {names[1]} ({counted(len(indices), 'image')})"
-
     def _receive(self, fetched: Fetched) -> Batch:
-        self._plan.under_way.popleft()
         if self.on_arrival is not None:
             self.on_arrival()
         if self._broken is not None:
@@ -169,7 +152,7 @@ class TrainLoader(_Loader):
     """The windows of an epoch, one per update, with their batches on the device."""
 
     def __init__(self, dataset: ImageDataset, order: EpochOrder, seed: int, workers: int, device: torch.device) -> None:
-        self.order, self.workers = order, workers
+        self.order = order
         self.broken: BrokenImages | None = None
         """Images that could not be read; None for images in memory"""
         if not dataset.in_memory:

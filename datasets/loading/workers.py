@@ -57,9 +57,8 @@ on_long_wait: Callable[[], None] | None = None
 class LoadingProcesses:
     """The batches of a DataLoader with persistent processes, which end with `end`, or with this process."""
 
-    def __init__(self, loader: DataLoader[Any], awaited: Callable[[], str]) -> None:
-        """`awaited`: words for the images of the batch that comes next."""
-        self._loader, self._awaited = loader, awaited
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
         self._batches: Any = None
         self._waits_since: float | None = None
         self._ended = threading.Event()
@@ -145,9 +144,9 @@ class LoadingProcesses:
             if now - since > SECONDS_TO_WARN and reported != since:
                 reported = since
                 number = (self._batches._task_info.get(self._batches._rcvd_idx) or [0])[0]
-                process = f"loading process {self._batches._workers[number].pid}"
-                doing = f"{process} does not finish; its storage may hang, or it is stopped (SIGSTOP)"
-                log.warning("No batch for %.0f s: %s. It loads %s.", now - since, doing, self._awaited())
+                pid = self._batches._workers[number].pid
+                doing = f"loading process {pid} does not finish; its storage may hang, or it is stopped (SIGSTOP)"
+                log.warning("No batch for %.0f s: %s. `ls -l /proc/%d/fd` lists its files.", now - since, doing, pid)
             signal.pthread_kill(main, signal.SIGCHLD)
 
     def _dead(self) -> list[Any]:

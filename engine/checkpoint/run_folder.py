@@ -23,12 +23,10 @@ from utils.config.kinds import as_yaml
 from utils.distributed.world import broadcast, on_rank_0
 from utils.errors import UserError
 from utils.log import log, log_into
-from utils.record.history import METRICS_FILE
 from utils.record.resumed_run import resumed_run, target_folder
 from utils.record.run_folder import (
     ABOUT,
     CONFIG,
-    DATA,
     check_output,
     describe_run,
     is_run_folder,
@@ -37,12 +35,9 @@ from utils.record.run_folder import (
     write_json,
 )
 from utils.text import redacted
-from vitamp.checkpoints import BASE, CHECKPOINTS, INDEX
+from vitamp.checkpoints import CHECKPOINTS, INDEX
 from vitamp.files import parse_json, read_regular_text, try_to_write, write_atomically
 from vitamp.metrics import NO_LABELS
-
-WRITTEN_WHOLE = ("broken.txt", "curves.png", INDEX, BASE, CONFIG, ABOUT, DATA, METRICS_FILE, "wandb.json")
-"""Files of a run that are named .NAME.NUMBER until they are complete."""
 
 
 def lock_existing_folder(config: Config, lock: FolderLock) -> None:
@@ -63,12 +58,6 @@ def make_run_folder(run: Run, kind: str, lock: FolderLock | None = None) -> Path
         if lock is not None and lock.take(folder) and is_run_folder(folder):
             raise UserError(f"{folder}: another run has just started in this folder; name another -output.")
         if lock is not None:  # no run is alive in this folder
-            # Remove files that a killed run was still writing.
-            for path in (*folder.glob(".*"), *(folder / CHECKPOINTS).glob(".*")):
-                name, _, number = path.name[1:].rpartition(".")
-                if name in WRITTEN_WHOLE and number.isdecimal():
-                    with contextlib.suppress(OSError):
-                        path.unlink()
             # An existing folder of checkpoints may be on another disk, or something else: can they be written?
             root = folder / CHECKPOINTS
             if root.exists() or root.is_symlink():

@@ -110,9 +110,8 @@ def with_packing(loaded: Loaded) -> Loaded:
     how = ShardSet(open_store(loaded.config.DATA.DATA_PATH), loaded.config.DATA).how
     for name, key in (("upright", "DATA.EXIF_ROTATE"), ("background", "DATA.BACKGROUND")):
         packed = f"{how.get(name)}".lower()
-        own = value_of(loaded.config, key)
-        own = background_of(loaded.config.DATA) if own == "mean" else own
-        if how.get("kind") == "keep" or packed in ("none", one_line(own)):
+        own = one_line(value_of(loaded.config, key)), one_line(background_of(loaded.config.DATA))  # mean: a colour
+        if how.get("kind") == "keep" or packed in ("none", *own):
             continue
         said = f"{source_of(loaded.config.DATA)} was packed with {key} {packed}"
         if is_typed(loaded.sources[key]) and loaded.sources[key] != "-probe":

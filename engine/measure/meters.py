@@ -26,7 +26,6 @@ SAMPLES = 3
 """Index into the rows of sums; before it are the loss and the two counts of the task."""
 NEVER = -1
 MOST_SKIPS = 100  # in a row, which end the run
-MOST_FACTORS = 64
 GRID = 2.0**20
 
 
@@ -54,7 +53,6 @@ class TrainMeters:
         self._epoch_counts = torch.zeros((), dtype=self._sum_type, device=device)
         """What the images of the epoch count for in the loss, if they are weighted"""
         self._one = torch.ones((), dtype=self._sum_type, device=device)
-        self._factors_cache: dict[tuple[float, float], Tensor] = {}
         self._norm = torch.zeros((), device=device)
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._in_a_row = torch.zeros_like(self._skipped)
@@ -71,10 +69,11 @@ class TrainMeters:
         n = float(len(labels))
         first, second = self._task.counts(logits, labels, self._sum_type)
         loss = loss.to(self._sum_type)
-        row = torch.stack((loss, first, second, self._one))
-        self._update += row * self._factors(weight, n)
+        samples = self._one * n
+        self._update += torch.stack((loss * weight, first, second, samples))
         # One forward pass that overflows must not turn the epoch's mean into NaN.
-        sums = (row * self._factors(counts if self._weighted else n, n)).where(torch.isfinite(loss), 0.0)
+        of_epoch = loss * (counts if self._weighted else n)
+        sums = torch.stack((of_epoch, first, second, samples)).where(torch.isfinite(loss), 0.0)
         if self._weighted:
             # Unlike numbers of samples, weights are no round numbers. On a grid, their sums do not depend on the order,
             # and so not on the number of processes.
@@ -82,16 +81,6 @@ class TrainMeters:
             counted = (self._one * counts).where(torch.isfinite(loss), 0.0)
             self._epoch_counts += (counted * GRID).round() / GRID
         self._epoch += sums
-
-    def _factors(self, of_loss: float, samples: float) -> Tensor:
-        """Factors of a row of sums, on the device; cached, since there are few kinds without class weights."""
-        factors = self._factors_cache.get((of_loss, samples))
-        if factors is None:
-            if len(self._factors_cache) == MOST_FACTORS:
-                self._factors_cache.clear()
-            factors = torch.stack([torch.full_like(self._one, value) for value in (of_loss, 1.0, 1.0, samples)])
-            self._factors_cache[of_loss, samples] = factors
-        return factors
 
     @torch.no_grad()
     def close_update(self, update: int, norm: Tensor, stepped: bool | Tensor, scaled: bool) -> None:

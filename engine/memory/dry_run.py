@@ -176,8 +176,6 @@ def _train(
     parts, loader, device = ready.parts, ready.train_loader, ready.precision.device
     pace, per_epoch = Throughput(device, parts.stages), loader.order.updates
     began, done, waits = 0.0, 0, list[float]()
-    # Processes that begin together deliver in waves. To count whole waves, timing ends with the first update of one.
-    wave = max(1, -(-loader.workers // loader.order.accum))
     position.step = max(0, per_epoch - SET_UP)
     # The end of an epoch, to set up, and then the whole epoch again and again
     starts = itertools.chain([position.step], itertools.repeat(0))
@@ -196,8 +194,7 @@ def _train(
             waits.append(loader.take_wait())
         if done == 1:
             pace.restart()
-        whole = done % wave == 1 % wave or done >= per_epoch
-        enough = (done >= most and whole) or (done >= LEAST_UPDATES and time.perf_counter() - began >= seconds)
+        enough = done >= most or (done >= LEAST_UPDATES and time.perf_counter() - began >= seconds)
         if broadcast(enough and (done <= per_epoch or position.step == per_epoch), parts.world):
             break
     synchronize(device)

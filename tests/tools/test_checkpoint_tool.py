@@ -184,7 +184,7 @@ def test_bad_commands_are_refused(tool: Callable[..., Result], run: Path, tmp_pa
     copied = shutil.copytree(run / "checkpoints" / NAMES[0], tmp_path / "copied")
     change_meta(copied, classes=[*map(str, range(9)), "x"])
     fold = shutil.copytree(run / "checkpoints" / NAMES[0], tmp_path / "fold")
-    change_meta(fold, settings={"DATA.FOLD": "1/5"})
+    change_meta(fold, settings={"DATA.FOLD": "1/5"}, samples={"number": 9, "updates": 1, "order": "", "data": "other"})
     out = ("-out", tmp_path / "new.safetensors")
     tool("strip", run, "-out", copied / "plain.safetensors")
     for words, said in (

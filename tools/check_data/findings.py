@@ -205,19 +205,17 @@ def scan_split(title: str, samples: Samples, data: DataConfig, workers: int) -> 
         persistent_workers=bool(workers and chunks),
     )
     scans: list[Scan] = []
-
-    def next_images() -> str:
-        others = CHUNK * workers * PREFETCH - 1
-        return f"{samples.name(len(scans))} or one of the next {others} images of the {title} split"
-
     with warnings.catch_warnings(action="ignore"), progress_bar(len(samples), "images", title) as bar:
-        processes = LoadingProcesses(loader, next_images) if loader.num_workers else None
+        processes = LoadingProcesses(loader) if loader.num_workers else None
         try:
             for chunk in processes or loader:
                 scans.extend(chunk)
                 bar.update(len(chunk))
         except TrainingError as death:
-            raise TrainingError(f"{death} If an image caused this, it is {next_images()}.") from None
+            near = (
+                f"{samples.name(len(scans))} or one of the next {CHUNK * workers * PREFETCH - 1} images of the {title}"
+            )
+            raise TrainingError(f"{death} If an image caused this, it is {near} split.") from None
         finally:
             if processes is not None:
                 processes.end()

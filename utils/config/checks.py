@@ -24,7 +24,7 @@ SCALE = "TRAIN.LINEAR_SCALED_LR"
 
 def conflicts(config: Config) -> list[Problem]:
     """All conflicts, to be reported together."""
-    return [*_broken_rules(config, errors=True), *_data_and_model(config), *_train(config), *_names(config)]
+    return [*_broken_rules(config, errors=True), *_data(config), *_train(config), *_names(config)]
 
 
 def _broken_rules(config: Config, errors: bool) -> Iterator[Problem]:
@@ -38,8 +38,8 @@ def _broken_rules(config: Config, errors: bool) -> Iterator[Problem]:
                 yield key, (rule_error if errors else rule_note)(key, rule, read)
 
 
-def _data_and_model(config: Config) -> Iterator[Problem]:
-    data, model, size = config.DATA, config.MODEL, config.DATA.IMAGE_SIZE
+def _data(config: Config) -> Iterator[Problem]:
+    data = config.DATA
     needed = "1" if data.IMAGE_CHANNELS == 1 else f"1 or {data.IMAGE_CHANNELS}"
     for key, values in (("DATA.IMAGENET_MEAN", data.IMAGENET_MEAN), ("DATA.IMAGENET_STD", data.IMAGENET_STD)):
         equal_for_grey = data.IMAGE_CHANNELS == 1 and len(set(values)) == 1
@@ -50,15 +50,6 @@ def _data_and_model(config: Config) -> Iterator[Problem]:
         pair = value_of(config, key)
         if pair is not None and pair[0] > pair[1]:
             yield key, f"{one_line(pair)} must be the smallest and the largest, in this order"
-    if model.PATCH_SIZE and AUTO not in (model.PATCH_SIZE, size) and size % model.PATCH_SIZE:
-        below = size - size % model.PATCH_SIZE
-        near = either([below, below + model.PATCH_SIZE] if below else [model.PATCH_SIZE])
-        yield "DATA.IMAGE_SIZE", f"{size} is not divisible by MODEL.PATCH_SIZE {model.PATCH_SIZE}; nearest: {near}"
-    heads, width = model.NUM_HEADS, model.EMBED_DIM
-    if isinstance(heads, int) and width and width % heads:
-        divisors = [n for n in range(1, width + 1) if width % n == 0]
-        near = either(sorted(sorted(divisors, key=lambda n: abs(n - heads))[:2]))
-        yield "MODEL.NUM_HEADS", f"{heads} does not divide MODEL.EMBED_DIM {width}; nearest: {near}"
 
 
 def _train(config: Config) -> Iterator[Problem]:

@@ -137,7 +137,7 @@ def rule_note(key: str, rule: Rule, read: Read) -> str:
 
 def size_problems(config: Config) -> Iterator[str]:
     """What is wrong with a TRAIN.SIZE_SCHEDULE."""
-    train, full, patch = config.TRAIN.spanning(1), config.DATA.IMAGE_SIZE, config.MODEL.PATCH_SIZE
+    train, full = config.TRAIN.spanning(1), config.DATA.IMAGE_SIZE
     steps, epochs = train.SIZE_SCHEDULE, f"TRAIN.NUM_EPOCHS {config.TRAIN.NUM_EPOCHS}"
     starts = [train.epochs_before(start) for start, _ in steps]
     if starts[0] != 0 or any(a >= b for a, b in pairwise(starts)) or starts[-1] >= train.NUM_EPOCHS:
@@ -148,8 +148,6 @@ def size_problems(config: Config) -> Iterator[str]:
     if full != AUTO and steps[-1][1] != full:
         ends = f"{one_line(steps)} ends with size {steps[-1][1]}"
         yield f"{ends}; it must end with DATA.IMAGE_SIZE {full}, the size of validation"
-    if patch and patch != AUTO and (odd := sorted({size for _, size in steps if size % patch and size != full})):
-        yield f"{one_line(tuple(odd))}: not divisible by MODEL.PATCH_SIZE {patch}"
 
 
 def _conditions(texts: Sequence[str]) -> list[str]:

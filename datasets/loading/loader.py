@@ -152,7 +152,7 @@ class TrainLoader(_Loader):
     """The windows of an epoch, one per update, with their batches on the device."""
 
     def __init__(self, dataset: ImageDataset, order: EpochOrder, seed: int, workers: int, device: torch.device) -> None:
-        self.order = order
+        self.order, self.workers = order, workers
         self.broken: BrokenImages | None = None
         """Images that could not be read; None for images in memory"""
         if not dataset.in_memory:

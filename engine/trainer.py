@@ -191,7 +191,8 @@ class Trainer:
     def _stop_waiting(self) -> None:
         """End a long wait for a batch if it is time to stop; with several ranks, the others would wait for this one."""
         if self.world.size == 1 and (self._window is None or not self._window.begun):
-            self._stopping.check()
+            if signals.request or self.position.update:  # before the first update there is nothing to save
+                self._stopping.check()
         elif self.world.size == 1 and signals.request:  # half an update cannot be saved
             signals.leave()
 
@@ -269,7 +270,8 @@ class Trainer:
                 metrics[which] = validate(self.ready, model, self.world, check)
         except Exception as error:
             # The training so far must not be lost with it. Of several ranks, all raise only an AllRanksError alike.
-            if not isinstance(error, Stopped) and (self.world.size == 1 or isinstance(error, AllRanksError)):
+            alike = self.world.size == 1 or isinstance(error, AllRanksError)
+            if self.position.update and alike and not isinstance(error, Stopped):
                 self._save()
                 self._finish_saving()
                 log.warning("The training so far is saved; -resume repeats this validation.")

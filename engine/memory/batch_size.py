@@ -57,8 +57,7 @@ def settle_batch(run: Run, checkpoint: Checkpoint | None) -> Run:
     auto = config.DATA.BATCH_SIZE == AUTO
     fits_target = saved is not None and (target is None or target % (saved["per_process"] * world.size) == 0)
     if saved is not None and auto and before == saved["per_process"] and fits_target:
-        accumulated = config.TRAIN.ACCUM_ITER if config.TRAIN.ACCUM_ITER > 1 else saved["accumulated"]  # by default 1
-        config = with_batch(config, saved["per_process"], accumulated)
+        config = with_batch(config, saved["per_process"], saved["accumulated"])
         log.info("DATA.BATCH_SIZE auto: %d, which this run found when it began.", before)
     elif auto:
         config = _with_largest_batch(config, target or (_global(saved) if saved else None), world, run.device)

@@ -153,20 +153,6 @@ def test_last_epoch_chooses_the_checkpoint(vitamp: Vitamp, whole: Path, stopped:
     assert "step-000000044, the newest; -last_epoch 3 chooses a checkpoint with -resume" in vitamp(*auto, code=0).out
 
 
-def test_resume_removes_unfinished_files_of_a_killed_run(vitamp: Vitamp, digits_run: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(digits_run, run)
-    left = [run / ".curves.png.4242", run / ".run.json.17", run / "checkpoints" / ".index.json.4242"]
-    others = [run / ".report.html.4242", run / ".curves.png.bak"]
-    for path in (*left, *others):
-        path.write_text("half")
-    vitamp("-resume", run, "-dry_run", code=0)
-    assert all(path.exists() for path in left), "a dry run changes nothing"
-    vitamp("-resume", run, code=0)
-    assert not any(path.exists() for path in left)
-    assert all(path.exists() for path in others)
-
-
 def test_changed_samples_are_refused_only_in_the_middle_of_an_epoch(
     vitamp: Vitamp, tiny: Path, imagenet: Path, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ import torch
 
 from engine.machine import stopping
 from engine.machine.stopping import Deadline, Stopped, Stopping
+from engine.measure.meters import Position
 from engine.trainer import Trainer
 from tests.faults.killing import ENDLESS, Run, drawn_curves, reported
 from tests.program import ROOT, Started, Vitamp, last_weights, metrics, train_tiny
@@ -224,6 +225,9 @@ def test_the_time_given_leaves_room_for_saving(monkeypatch: pytest.MonkeyPatch) 
     assert after(6.0), "updates have become slow: another two might be too many"
     assert not Deadline(None, lambda: 1e9).passed()
     waiting: Any = SimpleNamespace(world=ALONE, _window=None, _stopping=Stopping(ALONE, lambda: True, timedelta()))
+    waiting.position = Position(update=0)
+    Trainer._stop_waiting(waiting)
+    waiting.position.update = 1
     with pytest.raises(Stopped):
         Trainer._stop_waiting(waiting)
 

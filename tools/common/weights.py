@@ -176,7 +176,7 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
                 f"the shape of {key} is {own.get(key, 'missing')} and {shapes[0].get(key, 'missing')}."
             )
         trained_on = {(one.meta.get("samples") or {}).get("data") for one in (checkpoint, checkpoints[0])}
-        split = () if len(trained_on - {None}) == 1 else OF_SPLIT
+        split = () if len(trained_on) == 1 and None not in trained_on else OF_SPLIT
         about, first = (_besides_weights(one.meta, split) for one in (checkpoint, checkpoints[0]))
         if other := [key for key in about if about[key] != first.get(key, about[key])]:
             words = f"{other[0]} is {about[other[0]]} and {first[other[0]]}"

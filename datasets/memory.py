@@ -173,7 +173,10 @@ class InMemory(ImageDataset):
 
 def resized(images: torch.Tensor, data: DataConfig, squeezed: bool) -> torch.Tensor:
     """Images (B x C x H x W) at the model's size: squeezed into the square, or the centre by DATA.CROP_MODE."""
-    mode, border = "none" if squeezed else data.CROP_MODE, mean_colour(data)[: images.shape[1]]
+    mode = "none" if squeezed else data.CROP_MODE
+    if mode == "border":  # the mean may be no grey
+        images = images.expand(-1, data.IMAGE_CHANNELS, -1, -1)
+    border = mean_colour(data)[: images.shape[1]]
     return Resized(data.IMAGE_SIZE, mode, data.CROP_PCT, data.INTERPOLATION, border)(images)
 
 

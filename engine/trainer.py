@@ -78,13 +78,13 @@ class Trainer:
         self._curves = Curves(folder, config.SAVE_BEST_BY)
         self._health = Health(config.AMP, self.parts, world, reporter, op_lists)
         self._saver = saver_of(folder, config, self.parts, world)
-        self._saved_at = self.position.update
+        self._saved_at = self.position.update, self.position.validated
         self._last_metrics: dict[WeightSet, Metrics] = {}
         limit = config.MAX_TIME
-        deadline = Deadline(
+        self._deadline = Deadline(
             seconds_of(limit) if limit else None, lambda: self._saver.longest or estimate_seconds(self.parts)
         )
-        self._stopping = Stopping(world, deadline.passed, config.DIST.group_timeout)
+        self._stopping = Stopping(world, self._deadline.passed, config.DIST.group_timeout)
         self._window: Window | None = None
         if not ready.train_set.in_memory:
             from datasets.loading import workers
@@ -214,6 +214,7 @@ class Trainer:
 
     def _restart_clocks(self) -> None:
         """Leave validation and saving out of the training's time and of its waiting for data."""
+        self._deadline.restart()
         self.train_loader.take_wait()
         self.throughput.restart()
 
@@ -299,7 +300,7 @@ class Trainer:
     def _save(self, finished_epoch: int | None = None, anew: bool = False) -> None:
         """Save a checkpoint, unless this update is saved; also then at the end of `finished_epoch`, or `anew`."""
         parts, position = self.parts, self.position
-        if self._saved_at == position.update and finished_epoch is None and not anew:
+        if self._saved_at == (position.update, position.validated) and finished_epoch is None and not anew:
             return
         self._stop_on_nan(self._read())
         self._health.report(position, together=True)  # report skips now: what was found is not in the checkpoint
@@ -308,7 +309,7 @@ class Trainer:
         self._wait_for_writer()
         if not finite_everywhere(parts):
             raise AllRanksError(f"update {position.update}: the weights contain NaN or infinity; they are not saved.")
-        self._saved_at = position.update
+        self._saved_at = position.update, position.validated
         self.reporter.flush()
         metrics = self._last_metrics if position.validated == position.update else {}
         thresholds = {which.name: list(means.thresholds) for which, means in metrics.items() if means.thresholds}

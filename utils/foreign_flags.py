@@ -68,7 +68,7 @@ ELSEWHERE = {
     "SPEED=+channels_last": ("channels_last",),
     "TRAIN.AUGMENT=three": ("aa 3a",),
     "TRAIN.AUGMENT=trivial": ("auto_augment ta_wide",),
-    "TRAIN.AUTO_AUGMENT=true": ("aa original", "aa v0", "auto_augment"),
+    "TRAIN.AUTO_AUGMENT=true": ("aa original", "auto_augment imagenet"),
     "TRAIN.BASE_LR": ("lr_base", "blr"),
     "TRAIN.COMPILE=blocks": ("torchcompile",),
     "TRAIN.CUTMIX_ALPHA": ("cutmix",),
@@ -85,14 +85,16 @@ ELSEWHERE = {
     "TRAIN.MAX_UPDATES": ("max_steps",),
     "TRAIN.MIXUP_ALPHA": ("mixup",),
     "TRAIN.MODEL_EMA_DECAY": ("ema_decay",),
+    "TRAIN.MODEL_EMA_DECAY=...": ("model_ema_decay",),
     "TRAIN.OPTIMIZER.BETAS=...": ("opt_betas",),
     "TRAIN.OPTIMIZER.EPS": ("opt_eps",),
     "TRAIN.OPTIMIZER.NAME": ("opt", "optim", "optimizer"),
     "TRAIN.OPTIMIZER.NAME=nesterov": ("opt sgd", "opt sgd_nesterov"),
     "TRAIN.OPTIMIZER.NAME=SGD": ("opt sgd",),
+    "TRAIN.RANDOM_ERASE_COUNT": ("recount",),
     "TRAIN.RANDOM_ERASE_MODE": ("remode",),
     "TRAIN.RANDOM_ERASE_PROB": ("reprob", "random_erase"),
-    "TRAIN.RAND_AUGMENT=true": ("aa", "auto_augment"),
+    "TRAIN.RAND_AUGMENT=true": ("aa rand", "auto_augment ra"),
     "TRAIN.SIZE_SCHEDULE=...": ("train_img_sizes", "train_size_schedule"),
     "TRAIN.SMOOTHING": ("label_smoothing",),
     "TRAIN.TEACHER_MODEL": ("kd_model_name",),
@@ -115,8 +117,9 @@ ABSENT = {
     "Not available here: no schedule waits for a plateau; TRAIN.PATIENCE ends the run": ("patience_epochs",),
     "Not available here: each process normalises its own images": ("dist_bn", "split_bn", "sync_bn"),
     "Not available here: TRAIN.CLASS_WEIGHTS=balanced weighs positives by class": ("bce_pos_weight",),
+    "Not available here: ours are in docs/augmentation.md": ("aa", "auto_augment"),
     "Not available here: TRAIN.COLOR_JITTER changes every image": ("color_jitter_prob",),
-    "Not available here": ("bce_sum", "fuser", "recount", "save_images", "torchcompile_mode", "train_crop_mode"),
+    "Not available here": ("bce_sum", "fuser", "save_images", "torchcompile_mode", "train_crop_mode"),
     "Not available here: each setting has its own key, so a misspelt key is an error": ("opt_kwargs", "model_kwargs"),
 }
 ANY_VALUE = "..."
@@ -138,7 +141,7 @@ def unknown_flags(unknown: Iterable[tuple[str, str]], known: Mapping[str, Flag],
 def suggest_flag(flag: str, value: str, known: list[str], takes_settings: bool) -> str:
     """' Did you mean TRAIN.SMOOTHING=0.1?' for `-label_smoothing 0.1`; '' if nothing is close. `known`: our flags."""
     name = flag.lstrip("-").replace("-", "_")
-    for spelt in (f"{name} {value}", name):
+    for spelt in (f"{name} {value}", f"{name} {value.partition('-')[0]}", name):
         ours = [
             _with_value(one, value)
             for one, flags in ELSEWHERE.items()

@@ -124,6 +124,10 @@ class Deadline:
         """`to_save` returns the seconds that saving takes."""
         self._end = None if seconds is None else BEGAN + seconds
         self._to_save = to_save
+        self.restart()
+
+    def restart(self) -> None:
+        """Leave what was no update, such as compiling or saving, out of the measured time."""
         self._last_call = time.monotonic()
 
     def passed(self) -> bool:

@@ -183,7 +183,7 @@ def updates_left(config: Config, position: Position, per_epoch: int) -> int:
     """Number of updates left. `update` alone is not enough: earlier epochs may have had more or fewer updates."""
     planned = (config.TRAIN.NUM_EPOCHS - position.epoch + 1) * per_epoch - position.step
     limit = config.TRAIN.MAX_UPDATES
-    return planned if limit is None else max(0, min(planned, limit - position.update))
+    return max(0, planned if limit is None else min(planned, limit - position.update))
 
 
 def work_until(config: Config, epochs: Sequence[float]) -> np.ndarray:

@@ -63,7 +63,7 @@ def settle_batch(run: Run, checkpoint: Checkpoint | None) -> Run:
         config = _with_largest_batch(config, target or (_global(saved) if saved else None), world, run.device)
     if target is not None:
         given = config
-        config = on_every_rank(world, lambda: _with_global_batch(given, target, world))
+        config = on_every_rank(world, lambda: with_global_batch(given, target, world))
     elif kept is not None:
         settled, resumed = config, kept
         config = on_every_rank(world, lambda: _with_kept_batch(settled, resumed, world.size))
@@ -100,7 +100,7 @@ def _global(saved: dict[str, Any]) -> int:
     return saved["per_process"] * saved["accumulated"] * saved["processes"]
 
 
-def _with_global_batch(config: Config, target: int, world: World) -> Config:
+def with_global_batch(config: Config, target: int, world: World) -> Config:
     """Set the TRAIN.ACCUM_ITER that gives TRAIN.GLOBAL_BATCH."""
     batch, before = config.DATA.BATCH_SIZE, config.TRAIN.ACCUM_ITER
     at_once, processes = batch * world.size, counted(world.size, "process")

@@ -258,7 +258,7 @@ def _costs(
     epochs, at = updates / per_epoch, position.epoch - 1 + position.step / per_epoch
     begun, whole, done, end = work_until(config, (position.epoch - 1, position.epoch, at, at + epochs))
     computed = per_epoch * (end - done) / max(whole - begun, 1e-9)  # in updates like those that were timed
-    if computed > 1.001 * updates:
+    if computed > 1.001 * updates > 0:
         yield "           later epochs take more memory; their time is estimated by their pixels and tokens"
     validations = max(1, round(epochs / config.VALIDATE_FREQ)) * (updates > 0)
     validations += updates // (config.VALIDATE_EVERY_UPDATES or sys.maxsize)

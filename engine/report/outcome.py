@@ -53,9 +53,9 @@ def next_commands(run: Run, position: Position, best: Best, folder: Path, paused
     if train.PATIENCE is not None and best.stale >= train.PATIENCE:
         longer += " TRAIN.PATIENCE=null"
     if position.epoch > train.NUM_EPOCHS:
-        longer += f" TRAIN.NUM_EPOCHS={2 * train.NUM_EPOCHS}"
+        longer += f" TRAIN.NUM_EPOCHS={2 * (position.epoch - 1)}"
     if train.MAX_UPDATES is not None and position.update >= train.MAX_UPDATES:
-        longer += f" TRAIN.MAX_UPDATES={2 * train.MAX_UPDATES}"
+        longer += f" TRAIN.MAX_UPDATES={2 * position.update}"
     commands = {
         "evaluate": f"{tool('evaluate')} {quoted}",
         "predict": f"{tool('predict')} {quoted} IMAGE.jpg",

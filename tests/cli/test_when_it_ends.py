@@ -26,6 +26,10 @@ def test_max_updates_ends_with_validation_and_checkpoint(vitamp: Vitamp, tiny: P
     assert index["best"] == "step-000000050"
     meta = json.loads((run / "checkpoints" / "step-000000050" / "meta.json").read_text())
     assert meta["metrics"]["acc1"] == figures[50], "saved before the last validation, and again with its metrics"
+    words = ("TRAIN.BASE_LR=0", "TRAIN.WARMUP_START_LR=0", "TRAIN.MAX_UPDATES=50", "SAVE_EVERY_UPDATES=50")
+    vitamp("-cfg", tiny, "-output", run.with_name("constant"), *words, code=0)
+    again = vitamp("-cfg", tiny, "-output", run.with_name("constant"), *words, "-resume", "auto", code=0)
+    assert "This run had already finished" in again.out, "also where the last validation improved nothing"
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -106,6 +110,8 @@ def test_patience_ends_a_run_without_improvement(vitamp: Vitamp, tiny: Path, tmp
     reasons = ("TRAIN.PATIENCE=1", "TRAIN.NUM_EPOCHS=2", "TRAIN.MAX_UPDATES=88")
     done = vitamp("-cfg", tiny, "-output", tmp_path / "many", *words[:2], *reasons, code=0)
     assert done.out.splitlines()[-2].endswith(" TRAIN.PATIENCE=null TRAIN.NUM_EPOCHS=4 TRAIN.MAX_UPDATES=176")
+    done = vitamp("-resume", tmp_path / "many", "TRAIN.NUM_EPOCHS=1", "TRAIN.MAX_UPDATES=5", code=0)
+    assert done.out.splitlines()[-2].endswith(" TRAIN.NUM_EPOCHS=4 TRAIN.MAX_UPDATES=176"), "more than what is done"
 
 
 def test_equal_commands_give_equal_results(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:

@@ -107,6 +107,9 @@ def test_memory_grey_images_become_three_equal_channels() -> None:
     data = settings(IMAGE_SIZE=SIDE, CROP="none")
     got = open_arrays(samples(channels=1), data, False, 0, CPU).__getitems__([(1, 3)]).images
     assert got.shape == (1, 3, SIDE, SIDE)
+    bordered = settings(IMAGE_SIZE=8, CROP_MODE="border", CROP_PCT=1.0, IMAGENET_MEAN=(0.2, 0.4, 0.8))
+    ArrayPixels(bordered)(np.full((8, 4, 1), 9, dtype=np.uint8), out := torch.empty(3, 8, 8, dtype=torch.uint8))
+    assert out[:, 0, 0].tolist() == [51, 102, 204]
     assert got.is_contiguous()
     assert (got == got[:, :1]).all()
 

@@ -224,6 +224,10 @@ def test_the_time_given_leaves_room_for_saving(monkeypatch: pytest.MonkeyPatch) 
     assert not after(1.0)
     assert after(6.0), "updates have become slow: another two might be too many"
     assert not Deadline(None, lambda: 1e9).passed()
+    now[0], deadline = 100.0, Deadline(60.0, lambda: 0.0)
+    now[0] = 120.0
+    deadline.restart()
+    assert not after(1.0), "compiling is no update"
     waiting: Any = SimpleNamespace(world=ALONE, _window=None, _stopping=Stopping(ALONE, lambda: True, timedelta()))
     waiting.position = Position(update=0)
     Trainer._stop_waiting(waiting)

@@ -54,6 +54,12 @@ def test_random_erasing_is_visible(tiny: Path) -> None:
         changed = two.pixels[one.pixels != two.pixels]
         assert set(changed.tolist()) <= {127, 128}, "a normalised 0 is the mean"
     assert sum(not np.array_equal(one.pixels, two.pixels) for one, two in zip(plain, erased, strict=True)) >= 7
+    half = {"TRAIN.RANDOM_ERASE_PROB": "1.0", "DATA.BATCH_SIZE": "4"}
+    given, found = (
+        images(tiny, 8, **half, **{"TRAIN.ACCUM_ITER": "2"}),
+        images(tiny, 8, **half, **{"TRAIN.GLOBAL_BATCH": "8"}),
+    )
+    assert all(np.array_equal(one.pixels, two.pixels) for one, two in zip(given, found, strict=True))
 
 
 @pytest.mark.parametrize(("count", "channels"), [(1, 1), (5, 3)])

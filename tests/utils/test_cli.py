@@ -138,6 +138,9 @@ def test_local_rank_of_launchers_is_ignored(line: str) -> None:
         ("--mean 0.4 0.5 0.6 -amp", "Did you mean DATA.IMAGENET_MEAN=0.4,0.5,0.6?"),
         ("--amp --amp-dtype bfloat16", "unknown flag --amp-dtype. Did you mean -amp bf16?"),
         ("--patch-size 3", "unknown flag --patch-size. Did you mean MODEL.PATCH_SIZE=3?"),  # not -batch_size
+        ("--recount 3", "unknown flag --recount. Did you mean TRAIN.RANDOM_ERASE_COUNT=3?"),
+        ("--aa original-mstd0.5", "Did you mean TRAIN.AUTO_AUGMENT=true?"),
+        ("--aa augmix-m5-w4-d2", "unknown flag --aa. Not available here: ours are in docs/augmentation.md."),
         ("configs/x.yaml", "Did you mean -cfg configs/x.yaml?"),
         ("amp", "Did you mean -amp?"),
         ("batch_size=3", "Did you mean -batch_size=3?"),

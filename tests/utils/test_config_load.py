@@ -163,6 +163,7 @@ SHORT = {"TRAIN.NUM_EPOCHS": ("12", "-epochs")}
         ("TRAIN: {NUM_EPOCHS: 12, WARMUP_EPOCHS: 10}", SHORT, {}, 10),
         ("TRAIN: {NUM_EPOCHS: 200, WARMUP_EPOCHS: 0}", SHORT, {}, 0),
         ("TRAIN: {WARMUP_EPOCHS: 1}", SHORT, {}, 1),
+        ("TRAIN: {NUM_EPOCHS: 200, WARMUP_EPOCHS: 10}", {}, {"TRAIN.NUM_EPOCHS": "0"}, 10),
         ("BASE: base.yaml\nTRAIN: {NUM_EPOCHS: 12, WARMUP_EPOCHS: 5}", {}, {}, 5),
         ("BASE: base.yaml\nTRAIN: {NUM_EPOCHS: 12}", {}, {}, 10),
         ("MODEL: {TYPE: swin}", {"TRAIN.NUM_EPOCHS": ("30", "-epochs")}, {}, 2),
@@ -297,6 +298,11 @@ def test_typed_rate_scaled_by_a_file_or_a_family_is_warned_about(tmp_path: Path)
 def test_expected_scaling_gives_no_warning(tmp_path: Path, words: dict[str, str]) -> None:
     typed = {f"TRAIN.{key}": value for key, value in words.items()}
     assert load_config(write(tmp_path, SCALED), words=typed).warnings == ()
+
+
+def test_mean_of_pixels_up_to_255_is_warned_about() -> None:
+    (line,) = load_config(None, words={"DATA.IMAGENET_MEAN": "[123.7, 116.3, 103.5]"}).warnings
+    assert "divide mean and std by 255" in line
 
 
 def test_setting_too_high_beside_one_on_the_command_line_is_warned_about() -> None:

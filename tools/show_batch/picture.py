@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from engine.inputs.batches import Inputs
 from engine.inputs.mixing import build_batch_transform
 from engine.machine.device import pick_device, set_up_device
+from engine.memory.batch_size import with_global_batch
 from engine.memory.dry_run import LONGEST_RUN
 from engine.setup import training_data
 from engine.task import task_of
@@ -43,6 +44,8 @@ def first_images(config: Config, count: int) -> list[Shown]:
     """First `count` training images of the run, augmented with the random numbers of training."""
     # TRAIN.NUM_EPOCHS auto: a long run's first ones, as its length is not known
     config = config.model_copy(update={"TRAIN": config.TRAIN.spanning(LONGEST_RUN)})
+    if (total := config.TRAIN.GLOBAL_BATCH) is not None:
+        config = with_global_batch(config, total, ALONE)
     device = pick_device(config.DEVICE, ALONE)
     set_up_device(config, device, ALONE)
     samples, loader = training_data(config, ALONE, device)

@@ -108,6 +108,9 @@ def warnings(config: Config, sources: Mapping[str, str]) -> Iterator[str]:
             f"{', '.join(rates)}: multiplied by (global batch / {reference:g}), because {SCALE} is {reference:g} "
             f"({sources[SCALE]}). Set {SCALE}=null to train at the given learning rate"
         )
+    if max(config.DATA.IMAGENET_MEAN) > 1:
+        mean = one_line(config.DATA.IMAGENET_MEAN)
+        yield f"DATA.IMAGENET_MEAN {mean}: images are scaled to 0..1 before; divide mean and std by 255"
     base, epochs = train.BASE_LR, 0 if train.NUM_EPOCHS == AUTO else train.NUM_EPOCHS
     tail, steps = train.TOKEN_DROP_TAIL if train.TOKEN_DROP else 0, "step" in shape.NAME
     decay = f"LR_SCHEDULER.{'DECAY_EPOCHS' if shape.NAME == 'step' else 'MILESTONES'}"

@@ -89,7 +89,9 @@ class DataConfig(Section):
     SHIFT: Fraction = setting(0.0, "Training: largest random shift, as a fraction of width and height.")
     ZOOM: FractionBelowOne = setting(0.0, "Training: largest random change of scale; 0.1 means 90 % to 110 %.")
     ROTATE: float = setting(0.0, "Training: largest random rotation, in degrees.", ge=0, le=180)
-    AFFINE_PROB: Fraction = setting(1.0, "Training: probability that SHIFT, ZOOM and ROTATE are applied to a sample.")
+    AFFINE_PROB: Fraction = setting(
+        1.0, "Training: probability that a sample is changed so.", only_with("DATA.SHIFT", "DATA.ZOOM", "DATA.ROTATE")
+    )
     REPEATED_AUGMENT: Positive = setting(1, "Copies of a sample per epoch, which stays as long; each is augmented.")
     SYNTHETIC_TRAIN: Positive = setting(12800, "Data set 'synthetic': number of training images.")
     SYNTHETIC_VAL: Positive = setting(1280, "Data set 'synthetic': number of validation images.")

@@ -112,7 +112,7 @@ def load_config(
         before, now, warmup = as_integer(below[EPOCHS].value), config.TRAIN.NUM_EPOCHS, config.TRAIN.WARMUP_EPOCHS
         # With auto, the warm-up is a fraction: of a run of one epoch.
         length, of = (1 if folded(value) == AUTO else value for value in (now, before))
-        if warmup and isinstance(of, int) and of not in (0, length):
+        if warmup and length and isinstance(of, int) and of not in (0, length):
             part, by = round(warmup * length / of, 6), sources[EPOCHS]
             config, sources = _checked({**entries, WARMUP: Entry(part, f"{by}, in proportion")}, [])
             lines.append(

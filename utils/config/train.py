@@ -33,6 +33,8 @@ _MIXING = only_with("TRAIN.MIXUP_ALPHA", "TRAIN.CUTMIX_ALPHA", "TRAIN.CUTMIX_MIN
 _NOT_SGD = overridden_by("TRAIN.OPTIMIZER.NAME=sgd|momentum|nesterov")
 _NOT_ADAM = overridden_by("TRAIN.OPTIMIZER.NAME=Adam|AdamW")
 _STEPS = only_with("TRAIN.LR_SCHEDULER.NAME=multi-step")
+_DECAYS = only_with("TRAIN.LR_SCHEDULER.NAME=step|multi-step")
+_EMA, _ERASED = only_with("TRAIN.MODEL_EMA"), only_with("TRAIN.RANDOM_ERASE_PROB")
 _NOT_STEPS = overridden_by("TRAIN.LR_SCHEDULER.NAME=step|multi-step")
 _LABELLED = overridden_by("MODEL.MAE_PRETRAIN", why="images without labels are not mixed or erased")
 
@@ -75,7 +77,7 @@ class SchedulerConfig(Section):
     )
     MILESTONES: Integers = setting((30, 60, 90), "Epochs after which the rate is multiplied by DECAY_RATE.", _STEPS)
     DECAY_EPOCHS: Positive = setting(30, "Epochs between two decays.", only_with("TRAIN.LR_SCHEDULER.NAME=step"))
-    DECAY_RATE: AboveZero = setting(0.1, "step, multi-step: factor by which each decay multiplies the learning rate.")
+    DECAY_RATE: AboveZero = setting(0.1, "Factor by which each decay multiplies the learning rate.", _DECAYS)
 
 
 class TrainConfig(Section):
@@ -127,10 +129,10 @@ class TrainConfig(Section):
         excludes("TRAIN.DISTILLATION_TYPE", when=TRAINING, why="its loss has none", do="use DATA.SAMPLER=balanced"),
     )
     MODEL_EMA: bool = setting(False, "Keep an exponential moving average of the weights, and validate it too.")
-    MODEL_EMA_DECAY: FractionBelowOne = setting(0.99996, "Decay of the EMA per update.", only_with("TRAIN.MODEL_EMA"))
-    MODEL_EMA_WARMUP: bool = setting(True, "Let the EMA's decay grow from 0.1 to MODEL_EMA_DECAY, for short runs.")
+    MODEL_EMA_DECAY: FractionBelowOne = setting(0.99996, "Decay of the EMA per update.", _EMA)
+    MODEL_EMA_WARMUP: bool = setting(True, "Let the decay grow from 0.1 to MODEL_EMA_DECAY, for short runs.", _EMA)
     MODEL_EMA_FORCE_CPU: bool = setting(
-        False, "Keep the EMA in host memory, slower.", excludes("DIST.STRATEGY=fsdp", why="FSDP shards the EMA")
+        False, "Keep the EMA in host memory, slower.", _EMA, excludes("DIST.STRATEGY=fsdp", why="FSDP shards the EMA")
     )
     MAX_UPDATES: Positive | None = setting(None, "End the run after this many updates.")
     PATIENCE: Positive | None = setting(None, "End the run after this many validations without improvement.")
@@ -147,16 +149,20 @@ class TrainConfig(Section):
     )
     MIXUP_ALPHA: NonNegative = setting(0.0, "Mixup: alpha of its Beta distribution; 0: off.", _LABELLED, _MIXED)
     MIXUP_PROB: Fraction = setting(1.0, "Probability of mixup or CutMix.", _MIXING)
-    MIXUP_SWITCH_PROB: Fraction = setting(0.5, "Probability of CutMix instead of mixup, if both are on.")
-    MIXUP_MODE: Literal["batch", "pair", "elem"] = setting("batch", "Mixup, CutMix: drawn per batch, pair or sample.")
-    CUTMIX_ALPHA: NonNegative = setting(0.0, "CutMix: alpha of its Beta distribution; 0: off.", _LABELLED, _MIXED)
+    MIXUP_SWITCH_PROB: Fraction = setting(0.5, "Probability of CutMix instead of mixup, if both are on.", _MIXING)
+    MIXUP_MODE: Literal["batch", "pair", "elem"] = setting("batch", "Drawn per batch, pair or sample.", _MIXING)
+    CUTMIX_ALPHA: NonNegative = setting(
+        0.0, "CutMix: alpha of its Beta distribution; 0: off.", _LABELLED, _MIXED, overridden_by("TRAIN.CUTMIX_MINMAX")
+    )
     CUTMIX_MINMAX: Fractions | None = setting(
-        None, "CutMix: smallest and largest side of the box as fractions; replaces CUTMIX_ALPHA.", _LABELLED, _MIXED
+        None, "CutMix: smallest and largest side of the box as fractions.", _LABELLED, _MIXED
     )
     RANDOM_ERASE_PROB: Fraction = setting(0.0, "Probability of random erasing; 0: off.", _LABELLED)
-    RANDOM_ERASE_MODE: Literal["const", "rand", "pixel"] = setting("pixel", "Fill with zeros, one colour or noise.")
-    RANDOM_ERASE_COUNT: Positive = setting(1, "Random erasing: largest number of boxes.")
-    RANDOM_ERASE_SPLIT: bool = setting(False, "Random erasing: skip the first half of each micro-batch.")
+    RANDOM_ERASE_MODE: Literal["const", "rand", "pixel"] = setting(
+        "pixel", "Fill with zeros, one colour or noise.", _ERASED
+    )
+    RANDOM_ERASE_COUNT: Positive = setting(1, "Largest number of boxes.", _ERASED)
+    RANDOM_ERASE_SPLIT: bool = setting(False, "Skip the first half of each micro-batch.", _ERASED)
     TOKEN_DROP: FractionBelowOne = setting(0.0, "Fraction of the patch tokens dropped at random in training.")
     TOKEN_DROP_TAIL: Count = setting(0, "Number of epochs without TOKEN_DROP, at the end.")
     SIZE_SCHEDULE: SizeSteps = setting(

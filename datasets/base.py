@@ -174,8 +174,8 @@ class ImageDataset(Dataset[Batch]):
     """Batches come straight from (device) memory; loading processes would only slow this down."""
     copies: int = 1
     """How often a sample can be in an epoch, each time with other random numbers; see `variants.Repeated`."""
-    max_bad: int = 0
-    """Number of unreadable images at which training still continues."""
+    data: DataConfig
+    """The settings that it was opened with"""
 
     def augment(self, train: TrainConfig) -> ImageDataset:
         """This split with the single-image augmentations of TRAIN. Images in memory do not support them."""

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 from datasets.base import Broken, Unreadable
+from datasets.exclude import REMARK, text_of
+from utils.config.data import DataConfig
 from utils.distributed.world import World, all_gather
 from utils.errors import AllRanksError, TrainingError
 from utils.log import log
 from utils.program import started_as
-from utils.text import counted
+from utils.text import counted, some_of
 from vitamp.files import NotRegular, read_regular_text, write_atomically
 
 Value = TypeVar("Value")
@@ -22,7 +24,7 @@ Value = TypeVar("Value")
 PAUSES = (0.1, 1.0, 3.0)
 """Seconds between retries after a storage error; network file systems have temporary ones."""
 NOT_RETRIED = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
-LIST = "broken.txt"
+LISTS = "broken.txt", "broken-2.txt"
 MOST_NAMED_IN_TRAINING, MOST_NAMED_IN_VALIDATION = 3, 10
 
 
@@ -74,8 +76,9 @@ def allowed(max_bad: float, samples: int) -> int:
 class BrokenImages:
     """Unreadable training images of a run, on all ranks. Each is logged once, however often it is read."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, data: DataConfig, samples: int) -> None:
+        self.limit = allowed(data.MAX_BAD, samples)
+        self._list_read, self._lines_read = Path(data.EXCLUDE or "").expanduser(), text_of(data).splitlines()
         self.folder: Path | None = None
         """The run's, for the list of them"""
         self._broken: dict[int, Broken] = {}
@@ -109,7 +112,9 @@ class BrokenImages:
 
     @property
     def _file(self) -> Path:
-        return (self.folder or Path()) / LIST
+        """Not the list that the run reads: to be resumed within an epoch, it needs the same again."""
+        first, second = ((self.folder or Path()) / name for name in LISTS)
+        return second if first.resolve() == self._list_read.resolve() else first
 
     def _record(self, broken: Broken) -> bool:
         """Record and log an image; False if it was known."""
@@ -122,16 +127,14 @@ class BrokenImages:
         return True
 
     def _write(self) -> None:
-        """Append new images to the list, which may have lines of an earlier start of this run."""
+        """Write the list: the lines of the one that the run reads, those of an earlier start, and new images."""
         if self.folder is None:
             return
-        from datasets.exclude import REMARK
-
         try:
             before = read_regular_text(self._file, errors="surrogateescape").splitlines() if self._file.exists() else []
-            known = {line.partition(REMARK)[0] for line in before}
-            new = [one.line for one in self._broken.values() if one.line.partition(REMARK)[0] not in known]
-            write_atomically(self._file, "".join(f"{line}\n" for line in [*before, *new]))
+            lines = [*self._lines_read, *before, *(one.line for one in self._broken.values())]
+            newest = {line.partition(REMARK)[0]: line for line in lines}
+            write_atomically(self._file, "".join(f"{line}\n" for line in newest.values()))
         except OSError as error:
             if not self._unwritten:
                 log.warning("%s cannot be written (%s); retried after each epoch.", self._file, error.strerror)
@@ -155,7 +158,7 @@ class BrokenImages:
 
 
 def _names(broken: list[Broken]) -> str:
-    return "; ".join(f"{one.name} ({one.reason})" for one in broken)
+    return some_of([f"{one.name} ({one.reason})" for one in broken], MOST_NAMED_IN_VALIDATION, "; ")
 
 
 class BrokenInValidation:
@@ -173,10 +176,8 @@ class BrokenInValidation:
         broken, self._broken = all_gather(self._broken, world), []
         if not broken:
             return
-        text = f"{counted(len(broken), self._what)} cannot be read: {_names(broken[:MOST_NAMED_IN_VALIDATION])}"
-        if len(broken) > MOST_NAMED_IN_VALIDATION:
-            text += "; ..."
         raise AllRanksError(
-            f"{text}. Repair them, or list them in DATA.EXCLUDE ({started_as('scripts/check_data.py')} -fix FILE does)."
+            f"{counted(len(broken), self._what)} cannot be read: {_names(broken)}. Repair them, "
+            f"or list them in DATA.EXCLUDE ({started_as('scripts/check_data.py')} -fix FILE does)."
             " After storage errors, when the storage is back, repeat the command, or resume a training with -resume."
         )

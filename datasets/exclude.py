@@ -20,13 +20,12 @@ from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
 from utils.log import log, warn_once
 from utils.program import started_as
-from utils.text import counted
+from utils.text import counted, some_of
 from vitamp.files import read_regular, read_regular_text
 
 REMARK = "  # "
 """Between a name in the list and the reason, which is ignored."""
 MARK = re.compile(r"(?:^|\s)#")
-MOST_NAMED = 5
 COLUMNS = ("path", "given", "proposed", "decision")
 """Of DATA.RELABEL"""
 Row = tuple[int, list[str], list[str], str]
@@ -82,10 +81,15 @@ def without_excluded(samples: Samples, data: DataConfig) -> Samples:
 
 
 def line_of(name: str, remark: str, data: DataConfig) -> str:
-    """A line of the list. Names are relative to DATA_PATH, so that the list stays valid when the data moves."""
-    name = name.removeprefix(name_prefix(data))
-    # A line that begins with a # is a comment.
-    return f"{'./' * name.startswith('#')}{name}{REMARK}{' '.join(remark.split())}"
+    """A line of the list."""
+    return f"{path_in_list(name, data)}{REMARK}{' '.join(remark.split())}"
+
+
+def path_in_list(name: str, data: DataConfig) -> str:
+    """The name of a sample, relative to DATA_PATH, so that the list stays valid when the data moves."""
+    path = name.removeprefix(prefix := name_prefix(data))
+    # A line that begins with a # is a comment, and from one that begins with DATA_PATH `below` takes it off.
+    return f"./{path}" if path.startswith(("#", prefix or "#")) else path
 
 
 def warn_unmatched(data: DataConfig, splits: Iterable[Samples | None]) -> None:
@@ -104,9 +108,8 @@ def warn_unmatched(data: DataConfig, splits: Iterable[Samples | None]) -> None:
 
 def _named(unmatched: Mapping[int, str], split: Samples, data: DataConfig) -> str:
     """End of a warning of these lines. `split` has an example of a name."""
-    lines = [f"line {number}, {unmatched[number]}" for number in sorted(unmatched)[:MOST_NAMED]]
-    named = "; ".join([*lines, "..."] if len(unmatched) > MOST_NAMED else lines)
-    return f": {named}. A line is a path below DATA_PATH, as {below(split.name(0), name_prefix(data))}."
+    named = some_of([f"line {number}, {unmatched[number]}" for number in sorted(unmatched)], separator="; ")
+    return f": {named}. A line is a path below DATA_PATH, as {path_in_list(split.name(0), data)}."
 
 
 def text_of(data: DataConfig) -> str:
@@ -119,7 +122,6 @@ def excluded(data: DataConfig) -> dict[str, int]:
 
     A # may be part of a name, so a line can mean several names.
     """
-    file = Path(data.EXCLUDE or "").expanduser()
     try:
         lines = text_of(data).split("\n")
         if any("\0" in line for line in lines):
@@ -127,7 +129,7 @@ def excluded(data: DataConfig) -> dict[str, int]:
     except OSError as error:
         why = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
         raise UserError(
-            f"DATA.EXCLUDE: the file {file} {why}. It lists images to leave out, one per line; "
+            f"DATA.EXCLUDE: the file {data.EXCLUDE} {why}. It lists images to leave out, one per line; "
             f"{started_as('scripts/check_data.py')} -fix FILE writes such a file."
         ) from None
     prefix, line_of_name = name_prefix(data), dict[str, int]()

@@ -12,6 +12,7 @@ from torch.utils.data import get_worker_info
 
 from datasets.base import PADDING, Batch, Broken, Encoded, ImageDataset, Key, Samples, part_of
 from datasets.damage import Failure, allowed, failure_or
+from datasets.exclude import line_of, relabelled, without_excluded
 from datasets.transforms.pixels import Pixels
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
@@ -27,12 +28,8 @@ class Images(ImageDataset):
 
     def __init__(self, samples: Samples, data: DataConfig, train: bool, seed: int) -> None:
         if data.EXCLUDE is not None:
-            from datasets.exclude import without_excluded
-
             samples = without_excluded(samples, data)
         if data.RELABEL is not None and part_of(data, train) == "train":
-            from datasets.exclude import relabelled
-
             samples = relabelled(samples, data)
         self.samples = samples
         self.classes = samples.classes
@@ -123,8 +120,6 @@ class Images(ImageDataset):
         raise TrainingError(f"No image could be read in place of {self.samples.name(wanted)}.")
 
     def _broken(self, index: int, failure: Failure) -> Broken:
-        from datasets.exclude import line_of
-
         name, storage = self.samples.name(index), failure.kind == "storage"
         line = line_of(name, failure.reason, self.data)
         # As a comment, so that using the list as DATA.EXCLUDE does not drop images that the storage may return later.

@@ -150,12 +150,12 @@ def unread_path(data: DataConfig) -> str:
     )
 
 
-def warn_of_splits(data: DataConfig, train: Samples | None, validation: Samples | None) -> None:
-    """Warn of what shows only once both splits are open. None stands for a split in memory."""
+def warn_of_splits(data: DataConfig, train: Samples | None, validation: Samples | None, *knn: Samples | None) -> None:
+    """Warn of what shows only once both splits are open. None stands for a split in memory. `knn`: of TRAIN.KNN."""
     if data.EXCLUDE is not None:
         from datasets.exclude import warn_unmatched
 
-        warn_unmatched(data, (train, validation))
+        warn_unmatched(data, (train, validation, *knn))
     if data.RELABEL is not None and train is not None:
         from datasets.exclude import warn_unmatched_rows
 
@@ -218,7 +218,7 @@ def _named(data: DataConfig) -> Source:
     if source is None:
         raise UserError(
             f"DATA.DATASET (-dataset): unknown data set {data.DATASET!r}.{nearest(data.DATASET, PLACES)} "
-            f"Known data sets: {', '.join(names())}, and hf:NAME_OR_PATH."
+            f"Known data sets: {', '.join(names())}, and hf:NAME_OR_PATH. One of your own needs its file: -use FILE."
         )
     return source
 

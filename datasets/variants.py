@@ -16,7 +16,7 @@ class Variant(ImageDataset):
 
     def __init__(self, inner: ImageDataset) -> None:
         self.inner = inner
-        self.classes, self.in_memory, self.max_bad = inner.classes, inner.in_memory, inner.max_bad
+        self.classes, self.in_memory, self.data = inner.classes, inner.in_memory, inner.data
 
     def __len__(self) -> int:
         return len(self.inner)

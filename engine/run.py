@@ -159,7 +159,7 @@ def train(given: Run, lock: FolderLock | None, lists: OpLists | None) -> int:
             return EXIT_DONE
         from engine.checkpoint.restore import best_to_beat
 
-        ready.best = best_to_beat(ready.best, folder, checkpoint, world)
+        ready.best = best_to_beat(ready.best, folder, checkpoint, config, world)
     if config.MODEL.LORA.RANK is not None:
         from engine.checkpoint.state import keep_base
 

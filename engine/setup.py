@@ -187,7 +187,8 @@ def build_for_training(
         )
     train_set, loader = training_data(config, world, device)
     if world.first:
-        warn_of_splits(config.DATA, train_set.single_images(), ready.val_set.single_images())
+        knn = (ready.neighbours.bank, ready.neighbours.images) if ready.neighbours else ()
+        warn_of_splits(config.DATA, *(each.single_images() for each in (train_set, ready.val_set, *knn)))
     train, updates = config.TRAIN, loader.order.updates
     choices = checkpoint.meta.get("choices", {}) if checkpoint else {}
     if sharding is not None and checkpoint is not None and ready.precision.level in ("O1", "O2"):
@@ -197,7 +198,8 @@ def build_for_training(
         # FSDP decides once, when it shards them, in which dtype it gathers weights.
         force_fp32(ready.model, read_state(checkpoint, mapped=True)["fp32_modules"], device.type)
     parts = build_train_state(config, world, ready, updates, sharding, train_set, choices)
-    position, best = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * updates), Best()
+    position = Position(epoch=train.LAST_EPOCH + 1, update=train.LAST_EPOCH * updates)
+    best = Best(kind=config.SAVE_BEST_BY)
     if checkpoint is not None:
         from engine.checkpoint.restore import check_and_restore, check_classes
 
@@ -367,7 +369,7 @@ def callbacks(
         if not sharded:  # it replays the copy, or the model without DDP
             yield OverflowWatch(config.SEED, precision)
     if may_compile(config, precision.device, resumed):  # what is inside DDP
-        from engine.compile.choice import Compiling
+        from engine.compile.compiled import Compiling
 
         yield Compiling(config.DATA, precision, world, sharded)
     if world.size > 1 and not sharded and not precision.computes_in_copy:  # the copy sums gradients itself

@@ -63,11 +63,6 @@ class Trainer:
         self.config, self.world = config, world
         self.parts, self.position, self.train_loader = ready.parts, ready.position, ready.train_loader
         self.best = ready.best
-        if self.best.by != config.SAVE_BEST_BY:
-            if self.best.figure is not None:
-                words = self.best.words()
-                log.info("SAVE_BEST_BY is now %s: the best so far, %s, is ignored.", config.SAVE_BEST_BY, words)
-            self.best = Best(kind=config.SAVE_BEST_BY)
         self._best_before = self.best
         self.per_epoch = self.train_loader.order.updates
         self.paused = False

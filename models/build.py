@@ -32,7 +32,6 @@ from utils.config.kinds import one_line
 from utils.config.model import ModelConfig
 from utils.errors import UserError
 from utils.log import DETAIL, log
-from vitamp.registry import own_named
 
 LAYER_SCALE = ("init_values", "ls_init_value", "eta")
 """Names of the initial value of layer scale in timm's models"""
@@ -138,10 +137,7 @@ def check_model(
 def timm_call(model: ModelConfig, image_size: int, channels: int) -> tuple[str, dict[str, Any]]:
     """Arguments of timm.create_model for using the weights without vitamp; without rates, which matter in training."""
     plan = _plan(model, image_size, channels, NONE)
-    arguments = {name: value for name, value in plan.arguments.items() if not name.endswith("_rate")}
-    if own := own_named("model", plan.timm_name):
-        arguments |= own.values
-    return plan.timm_name, arguments
+    return plan.timm_name, {name: value for name, value in plan.arguments.items() if not name.endswith("_rate")}
 
 
 def describe(module: nn.Module) -> str:

@@ -19,9 +19,9 @@ BACKBONE, NORMS = "backbone", "batch_norm"
 def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
     """Disable gradients of the weights that match `patterns`, and keep fully frozen modules in eval mode.
 
-    A pattern is `backbone`, `batch_norm` (of which a model may have none), or a glob over names of weights and modules
-    (`pos_embed`, `blocks.[0-5].*`) or over class names (`*Norm*`). A fully frozen module stays in eval mode also when
-    the model is set to training: its running statistics do not change, and its dropout and stochastic depth are off.
+    A pattern is `backbone`, `batch_norm` (outside the classifier; a model may have none), or a glob over names of
+    weights and modules (`pos_embed`, `blocks.[0-5].*`) or over class names (`*Norm*`). A fully frozen module stays in
+    eval mode also in training: its running statistics do not change, and its dropout and stochastic depth are off.
     """
     patterns = tuple(patterns)
     found = [name for pattern in patterns for name in _matching(pattern, model)]
@@ -44,9 +44,8 @@ def keep_in_eval(model: nn.Module, parts: Iterable[str]) -> None:
 
 def _matching(pattern: str, model: nn.Module) -> list[str]:
     """Names of the weights that match a pattern; UserError for none."""
-    weights = [name for name, _ in model.named_parameters()]
+    weights, heads = [name for name, _ in model.named_parameters()], classifiers(model)
     if pattern == BACKBONE:
-        heads = classifiers(model)
         if not heads:
             raise UserError(
                 f"MODEL.FREEZE {BACKBONE}: the classifier of {type(model).__name__} is unknown; use globs instead."
@@ -54,7 +53,7 @@ def _matching(pattern: str, model: nn.Module) -> list[str]:
         return [name for name in weights if not is_inside(name, heads)]
     if pattern == NORMS:
         norms = [name for name, module in model.named_modules() if isinstance(module, BATCH_NORM)]
-        return [name for name in weights if is_inside(name, norms)]
+        return [name for name in weights if is_inside(name, norms) and not is_inside(name, heads)]
     modules = {name: type(module).__name__ for name, module in model.named_modules() if name}
     matches = [name for name, kind in modules.items() if fnmatchcase(name, pattern) or fnmatchcase(kind, pattern)]
     names = [name for name in weights if fnmatchcase(name, pattern) or is_inside(name, matches)]

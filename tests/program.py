@@ -41,6 +41,16 @@ class Result:
         return self
 
 
+class Calls:
+    """Pickles to a call of any function."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.function, self.arguments = function, arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.function, self.arguments
+
+
 Vitamp = Callable[..., Result]
 """The fixture: `run_program` with a folder for the streams"""
 

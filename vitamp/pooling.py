@@ -85,6 +85,9 @@ def pool_by(module: nn.Module, pool: str) -> None:
     model.head = nn.Linear(parts * model.embed_dim, old.out_features).to(old.weight)
     nn.init.zeros_(model.head.weight)
     nn.init.zeros_(model.head.bias)
+    for name, weight in model.named_parameters():
+        if name.startswith(("fc_norm.", "attn_pool.")):  # not used now: DDP would wait for their gradients
+            weight.requires_grad_(False)
     vars(model)[OWN_POOL] = pool
     model.forward = MethodType(_forward, model)
 

@@ -50,7 +50,7 @@ class Own:
     settings: type[BaseModel]
     file: str
     values: dict[str, Any] = field(default_factory=dict)
-    """Its own settings, checked"""
+    """Those of its own settings that are given, checked"""
 
     def made(self) -> Callable[..., Any]:
         """The function, or an object of the class. Its own settings are filled in."""
@@ -128,7 +128,8 @@ def _settings_of(kind: str, name: str, call: Callable[..., Any]) -> type[BaseMod
     for one in parameters[len(first) :]:
         if one.name in about.named or one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
             continue
-        fields[one.name] = (hints.get(one.name, Any), ... if one.default is one.empty else one.default)
+        of_default = {bool: bool, int: int | float, float: float}.get(type(one.default), Any)
+        fields[one.name] = (hints.get(one.name, of_default), ... if one.default is one.empty else one.default)
     config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
     try:
         return create_model(name, __config__=config, **fields)

@@ -158,7 +158,7 @@ class TrainLoader(_Loader):
         if not dataset.in_memory:
             from datasets.damage import BrokenImages
 
-            self.broken = BrokenImages(dataset.max_bad)
+            self.broken = BrokenImages(dataset.data, len(dataset))
         super().__init__(dataset, workers, seed, device, self.broken)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Window]:

@@ -9,13 +9,9 @@ import contextlib
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import Field, model_validator
 
 from engine.checkpoint.folder import bring_back
 from engine.checkpoint.state import VERSION
-from engine.measure.meters import SkipRecord
 from utils.config import Config
 from utils.config.kinds import AUTO
 from utils.distributed.world import World, broadcast, on_every_rank, on_rank_0
@@ -29,7 +25,6 @@ from vitamp.checkpoints import (
     CHECKPOINTS,
     META,
     PREFIX,
-    STATE,
     WEIGHTS,
     Checkpoint,
     checkpoint_of,
@@ -40,7 +35,6 @@ from vitamp.checkpoints import (
     run_folder_of,
     verify,
 )
-from vitamp.meta import BestState, Count, Fields, Number, check_fields
 from vitamp.tensors import read_state
 
 PADDLE_ENDINGS = (".pdparams", ".pdopt", ".pdema", ".pdstates")
@@ -56,58 +50,6 @@ class OtherVersion(UserError):
             f"{place}: vitamp {wrote} wrote its training state, and this version resumes only runs of {VERSION}; start "
             f"a new run from its weights with -pretrained {place}."
         )
-
-
-class Group(Fields):
-    params: list[Count]
-
-
-class OptimizerState(Fields):
-    state: dict[int, dict[str, Any]]
-    param_groups: Annotated[list[Group], Field(min_length=1)]
-
-
-class ScalerState(Fields):
-    scale: Annotated[float, Field(gt=0)]
-    growth_tracker: Annotated[Count, Field(alias="_growth_tracker")]
-    bad_in_a_row: Count
-
-
-class PositionState(Fields):
-    epoch: Number
-    step: Count
-    update: Count
-    validated: Count
-
-
-class MeterState(Fields):
-    epoch: Annotated[list[float], Field(min_length=4, max_length=5)]
-    skipped: Count
-    skipped_in_a_row: Count
-
-
-class State(Fields):
-    """state.pt"""
-
-    fp32_modules: list[str]
-    optimizer: OptimizerState
-    trained: list[str]
-    moved: Count
-    scaler: Annotated[dict[str, Any], Field(max_length=0)] | ScalerState
-    """Empty if loss scaling is off."""
-    skips: SkipRecord = SkipRecord()
-    ema_updates: Count = 0
-    position: PositionState
-    best: BestState
-    meters: MeterState
-    global_batch: Number
-
-    @model_validator(mode="after")
-    def _names_all_weights(self) -> State:
-        groups = sum(len(group.params) for group in self.optimizer.param_groups)
-        if len(self.trained) != groups:
-            raise ValueError(f"'trained' names {len(self.trained)} weights, but the optimizer has {groups}")
-        return self
 
 
 def chosen_checkpoint(config: Config, world: World) -> Checkpoint | None:
@@ -182,11 +124,9 @@ def _choose(config: Config, world: World) -> Checkpoint | None:
 
 
 def resumable(checkpoint: Checkpoint) -> Checkpoint:
-    """Check that the files are undamaged and that the state has every field that a resumed run reads."""
-    state = read_state(verify(checkpoint), mapped=True)
-    if (version := state.get("version")) != VERSION:
+    """Check that the files are undamaged, and that this version resumes from the state."""
+    if (version := read_state(verify(checkpoint), mapped=True).get("version")) != VERSION:
         raise OtherVersion(checkpoint.folder, version or "of before 0.3")
-    check_fields(State, state, checkpoint.folder / STATE)
     return checkpoint
 
 

@@ -38,7 +38,7 @@ from utils.log import IN_FULL, log
 from utils.program import start_again, tool
 from utils.text import counted
 from vitamp.checkpoints import CHECKPOINTS, LORA, MODEL, Checkpoint, folder_name, run_folder_of
-from vitamp.metrics import PLAIN
+from vitamp.metrics import KNN, PLAIN
 from vitamp.tensors import open_tensors, read_state
 
 if TYPE_CHECKING:
@@ -121,10 +121,16 @@ def load_weights(model: nn.Module, saved: Mapping[str, Tensor], where: str, shar
         local_shard(value).copy_(sharding.rows(saved[name]) if is_sharded(value) else saved[name])
 
 
-def best_to_beat(best: Best, folder: Path, checkpoint: Checkpoint, world: World) -> Best:
-    """Best metric so far, or none if the checkpoint that reached it is not in this run's folder."""
+def best_to_beat(best: Best, folder: Path, checkpoint: Checkpoint, config: Config, world: World) -> Best:
+    """Best metric so far, or none if it is measured otherwise now, or its checkpoint is not in this run's folder."""
     if best.figure is None:
-        return best
+        return Best(kind=config.SAVE_BEST_BY, stale=best.stale)
+    measured = "TRAIN.KNN" if best.by == KNN.name else "MODEL.MASK_RATIO"
+    settings = checkpoint.meta["settings"]
+    for key, before in (("SAVE_BEST_BY", best.by), (measured, settings.get(measured, default_of(measured)))):
+        if (now := value_of(config, key)) != before:
+            log.info("%s is now %s: the best so far, %s, is ignored.", key, now, best.words())
+            return Best(kind=config.SAVE_BEST_BY)
     name = folder_name(best.update)
     exists = world.first and (folder / CHECKPOINTS / name).is_dir()
     if broadcast(exists, world):

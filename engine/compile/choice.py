@@ -8,27 +8,22 @@ import sys
 import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from engine.amp.precision import Precision
-from engine.callback import Callback, Computing
+from engine.compile.compiled import BLOCKS, NONE, Compiling
 from engine.update import TrainState
 from models.build import build_without_weights
 from models.parts import blocks_of
 from utils.config import Config
-from utils.config.data import DataConfig
 from utils.distributed.world import World, broadcast, on_every_rank
 from utils.errors import UserError
 from utils.log import log
 from utils.text import counted
 
-if TYPE_CHECKING:
-    from engine.compile.compiled import Compiled
-
-AUTO, NONE, BLOCKS, WHOLE = "auto", "none", "blocks", "whole"
+AUTO, WHOLE = "auto", "whole"
 
 # Whether compiling on a GPU is worthwhile is estimated from measurements on an H200 (docs/benchmarks.md), so the gain
 # must exceed the cost by far.
@@ -42,25 +37,6 @@ FLOPS_PER_SECOND = {False: 4e13, True: 2e14}
 """Speed of training on a large GPU, in fp32 and in half precision."""
 REQUIRED_RATIO = 2.0
 """Time saved divided by compile time, above which `auto` compiles."""
-
-
-class Compiling(Callback):
-    """Compiles the forward and backward pass, once `how` says so. What compiles is imported only then."""
-
-    def __init__(self, data: DataConfig, precision: Precision, world: World, sharded: bool) -> None:
-        self.how = NONE
-        self._data, self._precision, self._world, self._sharded = data, precision, world, sharded
-        self._compiled: Compiled | None = None
-
-    def attach(self, to: Computing) -> None:
-        """Compile the modules that compute now."""
-        if self.how == NONE:
-            return
-        from engine.compile.compiled import Compiled
-
-        if self._compiled is None:
-            self._compiled = Compiled(self.how == BLOCKS, self._data, self._precision, self._world, self._sharded)
-        self._compiled.attach(to)
 
 
 def choose_compiling(

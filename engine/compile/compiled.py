@@ -21,7 +21,7 @@ from torch import Tensor
 
 from datasets import Batch
 from engine.amp.precision import Precision
-from engine.callback import Computing
+from engine.callback import Callback, Computing
 from engine.inputs.batches import no_transform
 from engine.machine.device import processor
 from engine.machine.late_compiler import uncompiled
@@ -41,16 +41,19 @@ MAX_GRAPHS = 256
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
-class Compiled:
-    """Compiles the forward and backward pass of whole micro-batches.
+NONE, BLOCKS = "none", "blocks"
+
+
+class Compiling(Callback):
+    """Compiles the forward and backward pass of whole micro-batches, once `how` says so.
 
     Each image size, and each fraction of tokens that is left out, is compiled when it first occurs.
 
     The last micro-batch of an epoch may be smaller. It runs in eager mode, as it is not worth another graph.
     """
 
-    def __init__(self, in_blocks: bool, data: DataConfig, precision: Precision, world: World, sharded: bool) -> None:
-        self._in_blocks = in_blocks
+    def __init__(self, data: DataConfig, precision: Precision, world: World, sharded: bool) -> None:
+        self.how = NONE
         self.seconds = 0.0
         """Time spent compiling so far."""
         self._data, self._precision, self._world, self._sharded = data, precision, world, sharded
@@ -58,13 +61,15 @@ class Compiled:
 
     def attach(self, to: Computing) -> None:
         """Compile the modules that compute now, and compute in their place."""
+        if self.how == NONE:
+            return
         _configure_compiler(self._data, self._precision, self._world)
         self._to = to
         self._done.clear()
         options: dict[str, Any] = {"backend": BACKEND, "fullgraph": True, "dynamic": False}
-        self._compute = to.eager if self._in_blocks else self._one_graph(options)
+        self._compute = to.eager if self.how == BLOCKS else self._one_graph(options)
         # Each block by itself, so that the last blocks' gradients are all-reduced during the backward pass.
-        for _, block in blocks_of(to.forward) if self._in_blocks else ():
+        for _, block in blocks_of(to.forward) if self.how == BLOCKS else ():
             if self._sharded:  # only the block's own code: FSDP's hooks around it gather and free the weights
                 block.forward = torch.compile(block.forward, **options)
             else:
@@ -83,7 +88,7 @@ class Compiled:
         from torch._dynamo.exc import TorchDynamoException
 
         began, (size, phase) = perf_counter(), kind
-        what = "each block" if self._in_blocks else "the forward and backward pass"
+        what = "each block" if self.how == BLOCKS else "the forward and backward pass"
         duration = "minutes on a CPU" if batch.images.device.type == "cpu" else "about a minute"
         special = f", {phase}" if phase else ""
         log.info("Compiling %s for %d x %d pixels%s: this update takes %s.", what, *size[-2:], special, duration)
@@ -93,7 +98,7 @@ class Compiled:
             failure = TrainingError if self.seconds else UserError  # UserError before the first update is done
             raise failure(
                 f"TRAIN.COMPILE: torch cannot compile this model ({first_line(error)}). Set TRAIN.COMPILE=none"
-                f"{'' if self._in_blocks else ', or blocks'}. If a run was killed while it compiled, remove the "
+                f"{'' if self.how == BLOCKS else ', or blocks'}. If a run was killed while it compiled, remove the "
                 f"incomplete files in {os.environ[CACHE]} first."
             ) from error
         took = perf_counter() - began

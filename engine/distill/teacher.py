@@ -193,7 +193,7 @@ def check_teacher(config: Config) -> None:
         if train.TEACHER_MODEL is not None:
             raise UserError(
                 f"{KEY} {train.TEACHER_MODEL}: a teacher has no effect while TRAIN.DISTILLATION_TYPE is null. Set it "
-                "to hard or soft, or leave the teacher out."
+                f"to hard or soft, or {KEY} to null."
             )
         return
     if train.TEACHER_MODEL is None:
@@ -331,7 +331,7 @@ def _parse(setting: str, taught: bool) -> tuple[str | None, str]:
     with _errors_name_teacher():
         header = read_header(path)
     if path.is_file() and "settings" not in header and not (path.parent / META).exists():
-        candidates = [str(header.get("model", "")), path.name.partition(".")[0], path.stem]
+        candidates = [str(header.get("model", "")), path.stem, path.name.partition(".")[0]]
         model = next(filter(is_timm_name, filter(None, candidates)), None)
         if model is None and not taught:
             raise UserError(f"{UNNAMED(setting)}. {FORMS}")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from datasets import check_dataset, comes_unsplit, identity_of, source_of, validates_on_test
+from datasets import check_dataset, comes_unsplit, has_labels, identity_of, source_of, validates_on_test
 from datasets.base import TITLES
 from datasets.exclude import excluded, read_rows
 from datasets.labels import ANY_LABEL
@@ -37,16 +37,16 @@ OF_SPLIT = ("FOLD", "SPLIT_SEED", "VAL_FRACTION", "GROUP")
 
 
 def settings_for_evaluation(
-    config: Config, saved: Chosen | None, given: Collection[str]
+    config: Config, saved: Chosen | None, given: Collection[str], needs_labels: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
     """Settings of DATA that an evaluation of the weights `saved` changes, by key, and notes for the log.
 
-    `given`: the settings on the command line, which stay.
+    `given`: the settings on the command line, which stay. `needs_labels`: whatever the run learned from.
     """
     changes: dict[str, Any] = {}
     notes: list[str] = []
     if "DATA.DATA_PATH" in given:
-        if DATASET not in given and (found := _other_layout(config.DATA)):
+        if DATASET not in given and (found := _other_layout(config.DATA, needs_labels)):
             changes, notes = {DATASET: found[0]}, [f"{DATASET} {': '.join(found)}"]
             config = _with(config, changes)
         if unread := unread_path(config.DATA):
@@ -59,12 +59,12 @@ def settings_for_evaluation(
             "well it recognises new images"
         )
     if data_of_run == "same place":
-        if saved is not None and part in (AUTO, "val") and comes_unsplit(config.DATA):
-            _check_split(config, saved)
+        if saved is not None:
+            check_split(config, saved, part)
         return ({PART: "val"} if part == AUTO else {}), notes
     if saved is not None and data_of_run != "moved":
         changes |= {key: default_of(key) for key in OF_OWN_DATA if key not in given}
-        if CROP not in given and squeezes(DataConfig(DATASET=settings_of(saved).get(DATASET, ""))):
+        if CROP not in given and squeezes(DataConfig(DATASET=settings_of(saved).get(DATASET, config.DATA.DATASET))):
             changes[CROP] = "none"  # its own data set squeezes images whatever CROP is, as digits
         if config.DATA.EXCLUDE is not None and "DATA.EXCLUDE" in changes:
             notes.append(f"DATA.EXCLUDE {config.DATA.EXCLUDE} of the run has no effect: {place} is other data")
@@ -93,10 +93,10 @@ def settings_for_evaluation(
     return {**changes, PART: part}, notes
 
 
-def _other_layout(data: DataConfig) -> tuple[str, str] | None:
+def _other_layout(data: DataConfig, needs_labels: bool) -> tuple[str, str] | None:
     """What `recognise` finds in DATA_PATH; None if the data set that DATA names is there, or nothing is recognised."""
     with unheard(), suppress(UserError):
-        if not unread_path(data):
+        if not unread_path(data) and (has_labels(data) or not needs_labels):
             check_dataset(data.model_copy(update={"DOWNLOAD": False}), ANY_LABEL, train=False)
             return None
     with suppress(UserError):  # the check of the data set that DATA names reports what is missing
@@ -119,18 +119,21 @@ def _is_data_of_run(config: Config, saved: Chosen | None) -> Literal["same place
                 read(config.DATA)
         except UserError as error:
             raise UserError(f"{error} For other images than the run's, give DATA.{key}=null.") from None
-    with suppress(UserError):
-        return "moved" if _has_samples(config, samples) else "other"
+    as_trained = _with(config, {key: own.get(key) for key in ("DATA.EXCLUDE", "DATA.RELABEL")})
+    for one in (config, as_trained)[: 1 + (as_trained.DATA != config.DATA)]:  # an evaluation may leave out others
+        with suppress(UserError):
+            if _has_samples(one, samples):
+                return "moved"
     return "other"
 
 
-def _check_split(config: Config, saved: Chosen) -> None:
+def check_split(config: Config, saved: Chosen, part: str) -> None:
     """Refuse to evaluate a run whose images would now be split otherwise than in its training.
 
     Its lists of images to leave out or to relabel apply after the split, and may have changed: then it is not known.
     """
     own = config_of(saved)
-    if own.task == NO_LABELS:
+    if part not in (AUTO, "val") or not comes_unsplit(config.DATA) or own.task == NO_LABELS:
         return
     known = saved.samples if not (own.DATA.EXCLUDE or own.DATA.RELABEL) else None
     now = {f"DATA.{key}": getattr(config.DATA, key) for key in ("CACHE", "DOWNLOAD")}
@@ -163,9 +166,11 @@ def _with(config: Config, changes: dict[str, Any]) -> Config:
     return config.model_copy(update={"DATA": data})
 
 
-def data_for_evaluation(config: Config, saved: Chosen | None, given: Collection[str]) -> tuple[DataConfig, list[str]]:
+def data_for_evaluation(
+    config: Config, saved: Chosen | None, given: Collection[str], needs_labels: bool = False
+) -> tuple[DataConfig, list[str]]:
     """DATA as `settings_for_evaluation` changes it, and the notes."""
-    changes, notes = settings_for_evaluation(config, saved, given)
+    changes, notes = settings_for_evaluation(config, saved, given, needs_labels)
     return _with(config, changes).DATA, notes
 
 

@@ -219,27 +219,32 @@ class FeatureSet(Variant):
         return Batch(*(torch.from_numpy(column).to(self._device) for column in columns))
 
 
+def sees_features_alone(seeing: Seeing, data: DataConfig) -> bool:
+    """Whether the model's output is that of its classifier for the features, as of `_of_features`."""
+    model, size, device = seeing.model, data.IMAGE_SIZE, seeing.precision.device
+    pixels = seeing.inputs(torch.zeros(1, data.IMAGE_CHANNELS, size, size, device=device))
+    training, agrees = model.training, False
+    model.eval()
+    with torch.no_grad(), seeing.precision.autocast(training=False), contextlib.suppress(Exception):
+        calls, classifier = list[Any](), model.get_submodule(classifiers(model)[0])
+        with classifier.register_forward_hook(lambda _, *call: calls.append(call)):
+            outputs = model(pixels)
+        ((seen,), found), pooled = calls[0], pooled_features(model, pixels, pool_of(model))
+        # What the classifier sees, not only its output: a new one may be all zeros.
+        pairs = ([one.float().flatten(1) for one in pair] for pair in ((outputs, found), (seen, pooled)))
+        agrees = all(torch.allclose(one, other, rtol=1e-2, atol=1e-2) for one, other in pairs)
+    model.train(training)
+    return agrees
+
+
 def see_features(run: Run, ready: Validating, parts: TrainState, train_set: ImageDataset) -> ImageDataset | None:
     """Let training and validation read features in place of images. Returns the training split. A collective call.
 
     None: the model does more with its features than `_of_features`.
     """
     config, model, world = run.config, ready.model, run.world
-    pool, size = pool_of(model), config.DATA.IMAGE_SIZE
-    pixels = ready.inputs(torch.zeros(1, config.DATA.IMAGE_CHANNELS, size, size, device=run.device))
-    training, agrees = model.training, False
-    model.eval()
-    with torch.no_grad(), ready.precision.autocast(training=False), contextlib.suppress(Exception):
-        pooled, seen = pooled_features(model, pixels, pool), list[Tensor]()
-        classifier = model.get_submodule(classifiers(model)[0])
-        with classifier.register_forward_pre_hook(lambda _, given: seen.append(given[0])):
-            outputs = model(pixels)
-        # Also what the classifier sees: a new one may be all zeros, and then its outputs tell nothing.
-        pairs = (outputs, _of_features(model, pooled)), (seen[0], pooled)
-        agrees = all(torch.allclose(one.float(), other.float(), rtol=1e-2, atol=1e-2) for one, other in pairs)
-    model.train(training)
-    kind = type(model).__name__
-    if not agrees or len(classifiers(model)) > 1:
+    pool, kind = pool_of(model), type(model).__name__
+    if not sees_features_alone(ready, config.DATA) or len(classifiers(model)) > 1:
         log.info("The features of this %s are not kept: its classifier is not applied to them alone.", kind)
         return None
     # One backbone's features are those of all: an average may be of earlier updates, which trained it.
@@ -264,4 +269,5 @@ def see_features(run: Run, ready: Validating, parts: TrainState, train_set: Imag
 
 
 def _of_features(self: nn.Module, seen: Tensor) -> Tensor:
-    return self.get_submodule(classifiers(self)[0])(seen)
+    classifier = self.get_submodule(classifiers(self)[0])
+    return classifier(seen[..., None, None] if isinstance(classifier, nn.Conv2d) else seen).flatten(1)

@@ -163,19 +163,19 @@ class Neighbours:
     def __init__(self, config: Config, world: World, device: torch.device, workers: int) -> None:
         data = labelled_data(config)
         try:
-            self._bank, self._images = open_labelled(data, COUNT, config.SEED, device, "TRAIN.KNN", "TRAIN.KNN=DIR")
+            self.bank, self.images = open_labelled(data, COUNT, config.SEED, device, "TRAIN.KNN", "TRAIN.KNN=DIR")
         except UserError as error:
             raise UserError(f"The images of TRAIN.KNN: {error}") from None
         self._world, self._workers = world, workers
         self._batch_size = config.DATA.val_batch
-        labels = self._images.sample_labels()
+        labels = self.images.sample_labels()
         largest = 100 * float(np.bincount(labels).max()) / len(labels)
         log.info(
             "TRAIN.KNN: at each validation, %s images of %s get the class of the nearest %d of %s training images%s.",
-            f"{len(self._images):,}",
+            f"{len(self.images):,}",
             source_of(data),
             COUNT,
-            f"{len(self._bank):,}",
+            f"{len(self.bank):,}",
             f"; {always_guessing(largest)}",
             extra=DETAIL,
         )
@@ -183,7 +183,7 @@ class Neighbours:
     @property
     def batches(self) -> int:
         """Of this process, at a validation"""
-        return sum(math.ceil(len(each) / self._batch_size / self._world.size) for each in (self._images, self._bank))
+        return sum(math.ceil(len(each) / self._batch_size / self._world.size) for each in (self.images, self.bank))
 
     @torch.no_grad()
     def accuracy(
@@ -215,7 +215,7 @@ class Neighbours:
         try:
             if sharded is not None:  # blocks gather their own weights; the others only where forward is called
                 sharded.unshard()
-            guesses, labels = classify(rows(self._images), rows(self._bank), COUNT, self._world)
+            guesses, labels = classify(rows(self.images), rows(self.bank), COUNT, self._world)
         finally:
             if sharded is not None:
                 sharded.reshard()

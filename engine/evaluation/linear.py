@@ -10,10 +10,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim import LBFGS
 
 from datasets import ImageDataset, open_dataset, source_of
 from datasets.sources.split import split_rows
-from engine.evaluation.features import AT_ONCE, Seeing, features_of
+from engine.evaluation.features import AT_ONCE, Seeing, features_of, sees_features_alone
 from engine.machine.device import Run
 from engine.task import task_of
 from engine.task.several import MOST_NAMED, scores_of
@@ -132,7 +133,8 @@ def fit(
         scale = (curves + strength).sqrt()
         basis = directions / scale
         weights = torch.cat(((directions * scale).T @ found[:-1], found[-1:])).requires_grad_(True)
-        steps = torch.optim.LBFGS([weights], 1, ITERATIONS, tolerance_grad=1e-5, line_search_fn="strong_wolfe")
+        # The history, as long as scikit-learn's, takes 20 times the memory of all classifiers.
+        steps = LBFGS([weights], 1, ITERATIONS, tolerance_grad=1e-5, history_size=10, line_search_fn="strong_wolfe")
         steps.step(partial(loss, weights, basis, strength))
         with torch.no_grad():
             found = torch.cat((basis @ weights[:-1], weights[-1:]))
@@ -158,9 +160,11 @@ def start_at_probe(run: Run, ready: Seeing) -> None:
     """Fit the model's new classifier to the features of the training images. A collective call."""
     config, model, classes = run.config, ready.model, int(run.config.MODEL.NUM_CLASSES)
     heads: list[Any] = [model.get_submodule(name) for name in classifiers(model)]
-    if any(getattr(head, "bias", None) is None for head in heads):
+    fits = len(heads) > 1 or sees_features_alone(ready, config.DATA)  # two do by their mean, see below
+    if not fits or any(getattr(head, "bias", None) is None for head in heads):
         raise UserError(
-            f"MODEL.NEW_CLASSIFIER probe: the classifier of this {type(model).__name__} has no bias; use true or zero."
+            f"MODEL.NEW_CLASSIFIER probe: {type(model).__name__}'s classifier is not one linear layer with a bias that "
+            "sees the features themselves; use zero or true."
         )
     data = config.DATA.model_copy(update={"PART": "train"})
     bank = open_dataset(data, False, classes, config.SEED, run.device)

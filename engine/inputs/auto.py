@@ -111,12 +111,16 @@ def with_packing(loaded: Loaded) -> Loaded:
     for name, key in (("upright", "DATA.EXIF_ROTATE"), ("background", "DATA.BACKGROUND")):
         packed = f"{how.get(name)}".lower()
         own = one_line(value_of(loaded.config, key)), one_line(background_of(loaded.config.DATA))  # mean: a colour
-        if how.get("kind") == "keep" or packed in ("none", *own):
+        # Kept files have both unless they were packed before.
+        if (how.get("kind") == "keep" and "background" not in how) or packed in ("none", *own):
             continue
         said = f"{source_of(loaded.config.DATA)} was packed with {key} {packed}"
         if is_typed(loaded.sources[key]) and loaded.sources[key] != "-probe":
             raise UserError(f"{loaded.sources[key]}: {said}. Give that, or pack the original images with your value.")
         loaded = loaded.with_values({key: Entry(packed, "packing")}, [said])
+    if how.get("channels") == 1 and how.get("kind") != "keep" and loaded.config.DATA.IMAGE_CHANNELS == 3:
+        note = "was packed in grey, but tools will see other images in colour; to prevent that, DATA.IMAGE_CHANNELS=1"
+        loaded = loaded.with_values({}, [f"{source_of(loaded.config.DATA)} {note}"])
     return loaded
 
 

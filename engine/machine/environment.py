@@ -66,6 +66,9 @@ def check_images(ready: Ready, world: World) -> None:
     found: dict[str, tuple[int, Any]] = {"validation": (len(ready.val_set), data_identity(ready.val_set))}
     if isinstance(ready, ReadyToTrain):
         found["training"] = len(ready.train_set), identity_of(ready.train_set, ready.train_loader.order)
+    if ready.neighbours is not None:
+        for split, each in (("training", ready.neighbours.bank), ("validation", ready.neighbours.images)):
+            found[f"TRAIN.KNN's {split}"] = len(each), data_identity(each)
     known = all_gather([found], world)
     for rank, other in enumerate(known):
         for split, first in known[0].items():

@@ -91,12 +91,13 @@ def try_own_code(config: Config) -> None:
     size, channels = config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS
     with fork_host_rng():
         try:
-            if own := own_named("loss", config.TRAIN.LOSS):
+            if (own := own_named("loss", config.TRAIN.LOSS)) and not config.MODEL.MAE_PRETRAIN:
                 task, named = task_of(config), f"{own.file}: loss {own.name}"
                 loss, labels = task.loss(config.TRAIN, None), task.example(SAMPLES, torch.device("cpu"))
                 weights = loss.parameters() if isinstance(loss, nn.Module) and not config.EVAL else ()
                 if any(weight.requires_grad for weight in weights):
-                    raise UserError(f"{named} has weights that nothing trains; make them part of a model of your own.")
+                    what = "weights that nothing trains; train them in a model, or freeze them: requires_grad_(False)"
+                    raise UserError(f"{named} has {what}.")
                 rows = config.TRAIN.mixes or config.TRAIN.DISTILLATION_TYPE is not None  # its labels are one-hot
                 mixed = [task.mixed(labels, torch.full((SAMPLES, 1), 0.7))[0]] if rows else []
                 for target in (labels, *mixed):

@@ -154,16 +154,6 @@ class Scores(NamedTuple):
     """AUROC of each class; NaN without positives or without negatives."""
 
 
-class Ranked(NamedTuple):
-    """Of one class; NaN where it is undefined."""
-
-    average_precision: float
-    """As scikit-learn defines it"""
-    threshold: float
-    """The one with the highest F1"""
-    auroc: float
-
-
 def scores_of(probabilities: np.ndarray, truth: np.ndarray) -> Scores:
     """`probabilities`: float64, N x C. `truth`: bool, N x C."""
     ranked = [rank(probabilities[:, label], truth[:, label]) for label in range(truth.shape[1])]
@@ -197,10 +187,11 @@ def describe_untuned(untuned: Sequence[int] | np.ndarray, names: Sequence[object
     )
 
 
-def rank(scores: np.ndarray, truth: np.ndarray) -> Ranked:
+def rank(scores: np.ndarray, truth: np.ndarray) -> tuple[float, float, float]:
+    """Average precision as scikit-learn defines it, threshold with the highest F1, AUROC; NaN where undefined."""
     positives = int(truth.sum())
     if not positives or np.isnan(scores).any():
-        return Ranked(np.nan, HALF, np.nan)
+        return np.nan, HALF, np.nan
     order = np.argsort(-scores, kind="stable")
     scores, hits = scores[order], np.cumsum(truth[order])
     last = np.flatnonzero(np.append(scores[1:] != scores[:-1], True))  # equal scores are predicted together
@@ -215,7 +206,7 @@ def rank(scores: np.ndarray, truth: np.ndarray) -> Ranked:
     if misses[-1]:
         heights = hits - np.diff(hits, prepend=0) / 2  # a positive and a negative of equal score count as half right
         auroc = float((heights * np.diff(misses, prepend=0)).sum() / (hits[-1] * misses[-1]))
-    return Ranked(average, threshold, auroc)
+    return average, threshold, auroc
 
 
 def f1(chosen: np.ndarray, truth: np.ndarray) -> tuple[np.ndarray, float, float]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import timm
+import torch
 from pydantic import ValidationError
 from timm.models import register_model
 from torch import nn
@@ -94,6 +95,8 @@ def use_of_weights(noted: Sequence[Noted], config: Config, run: Path | None, kin
     used = _used(config)
     needed = [one for one in noted if any(kind in kinds and name in used for name, kind in one.registers.items())]
     own = {read(path)[1]: path for path in allowed.files}
+    if run is None:  # weights alone, without copies: their data set may be left alone until its images are asked for
+        needed = [one for one in needed if one.sha256 in own or "model" in one.registers.values()]
     strange = [one for one in needed if one.sha256 not in own]
     if strange and not allowed.trust:
         raise UserError(
@@ -139,13 +142,13 @@ def bind(texts: Sequence[str], chosen: Collection[str], all_files: bool) -> list
     `chosen`: the names that the run uses. Only they must have all their settings. `all_files`: whether all files of USE
     were executed; otherwise other names may be theirs.
     """
-    given: dict[str, dict[str, str]] = {}
+    given: dict[str, dict[str, Any]] = {}
     problems: list[str] = []
     for text in texts:
         match = OWN_SETTING.fullmatch(text)
         assert match is not None
         if match[1] in registered:
-            given.setdefault(match[1], {})[match[2]] = match[3]
+            given.setdefault(match[1], {})[match[2]] = parse_text(match[3])
         elif all_files:
             problems.append(
                 f"{text}: nothing is registered as {match[1]!r}.{nearest(match[1], registered)} "
@@ -159,7 +162,7 @@ def bind(texts: Sequence[str], chosen: Collection[str], all_files: bool) -> list
             notes += [f"{name}: its settings have no effect, because {setting} does not name {name}"] * bool(values)
             continue
         try:
-            own.values = dict(own.settings(**{key: parse_text(text) for key, text in values.items()}))
+            own.values = {key: value for key, value in own.settings(**values) if key in values}
         except ValidationError as error:
             for one in error.errors():
                 key = ".".join([name, *map(str, one["loc"])])
@@ -185,12 +188,19 @@ def _offer(own: Own) -> None:
     """Offer a model through timm under its name, so that all of the program finds it."""
 
     def build(pretrained: bool = False, **given: Any) -> nn.Module:  # noqa: ARG001 - timm passes it
-        # Arguments of timm's own that this model lacks are left out; a size that was asked for is not.
+        # Arguments of timm's own that this model lacks are left out; a size that was asked for is not. A rate of 0, the
+        # default of MODEL, leaves the model's own.
         dropped = {name for name in (*KINDS["model"].named, *OF_TIMM) if not own.takes(name)}
-        taken = {name: value for name, value in given.items() if value is not None and name not in dropped}
+        dropped |= {name for name, value in given.items() if value is None or (name.endswith("_rate") and not value)}
+        taken = {"num_classes": CLASSES, **{name: given[name] for name in given.keys() - dropped}}
+        if both := taken.keys() & own.values:
+            raise UserError(f"{own.name}.{min(both)}: a key of MODEL sets it too ({taken[min(both)]}); leave one out.")
         try:
-            module = own.call(**{"num_classes": CLASSES, **taken, **own.values})
+            module = own.call(**taken, **own.values)
         except OWN_ERRORS as error:
+            if torch.get_default_device().type == "meta":
+                with torch.device("cpu"):  # where `.item()` works
+                    return build(**given).to("meta")
             raise UserError(own_lines(error) or f"model {own.name}: {error}") from None
         if not isinstance(module, nn.Module):
             raise UserError(f"-use {own.file}: model {own.name} returned {type(module).__name__}, not an nn.Module.")

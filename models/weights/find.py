@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
 import zipfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 import timm
@@ -31,7 +28,7 @@ PADDLE = ".pdparams"
 ENDINGS = (".safetensors", *TORCH_ENDINGS, ".npz", PADDLE)
 HUB_FILES = (PLAIN.file, "pytorch_model.bin")
 PROBE_SECONDS = 4.0
-"""Time limit for the hub's answer; its own client tries for more than 20 s."""
+"""Time limit for the hub's answer"""
 
 
 @dataclass(frozen=True)
@@ -154,7 +151,7 @@ def _on_hub(name: str, download: bool) -> WeightFiles | None:
     for file in files:
         url = huggingface_hub.hf_hub_url(repo, file, revision=revision or None)
         try:
-            _within(PROBE_SECONDS, lambda url=url: huggingface_hub.get_hf_file_metadata(url, timeout=PROBE_SECONDS - 1))
+            huggingface_hub.get_hf_file_metadata(url, timeout=PROBE_SECONDS)
             if not download:
                 return None
             fetched = Path(huggingface_hub.hf_hub_download(repo, file, revision=revision or None))
@@ -171,22 +168,3 @@ def _on_hub(name: str, download: bool) -> WeightFiles | None:
                 "MODEL.PRETRAINED to its path; or copy that machine's cache here"
             ) from None
     raise UserError(f"MODEL.PRETRAINED '{name}': {repo} has none of {', '.join(files)}.")
-
-
-def _within(seconds: float, ask: Callable[[], Any]) -> None:
-    """Run `ask` with a time limit: resolving a host name can hang longer than any timeout of a client."""
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            ask()
-        except Exception as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        raise TimeoutError(f"no answer within {seconds:g} s")
-    if failed:
-        raise failed[0]

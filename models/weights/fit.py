@@ -18,7 +18,7 @@ from timm.models import adapt_input_conv, load_state_dict
 from torch import Tensor, nn
 
 from models.build import OWN_SCALE, sizes_in
-from models.masked import DECODER
+from models.masked import DECODER, MaskedAutoencoder
 from models.parts import classifiers, is_inside, names_in_cfg
 from models.sizes import RESIZED, SIZE_WORDS, given_sizes, sizes_of
 from models.weights.find import PADDLE, locate, model_of_run, unreadable
@@ -61,7 +61,7 @@ def load_pretrained(
     `new_classifier`: keep the model's own classifier. `complete`: refuse weights that leave a
     classifier freshly initialised, as evaluation needs.
     """
-    found, masking = locate(source), hasattr(module, DECODER)
+    found, masking = locate(source), isinstance(module, MaskedAutoencoder)
     assert found is not None  # downloaded, or an error was raised
     fresh = classifiers(module) if new_classifier else ()
     if new_classifier and not fresh and not masking:
@@ -75,11 +75,12 @@ def load_pretrained(
         changes += [f"{', '.join(fresh)} left as {FRESH}"] if own else []
     else:
         weights, file = _read(found.files), found.file
-        unused = "head" if masking else DECODER  # a masked autoencoder has no classifier, others have no decoder
-        given = {key: value for key, value in weights.items() if not key.startswith(f"{unused}.")}
+        target = module.state_dict()
+        unused = "head" if masking else DECODER  # a masked autoencoder has no classifier, others seldom a decoder
+        given = {key: value for key, value in weights.items() if not key.startswith(f"{unused}.") or key in target}
         changes = [f"{len(weights) - len(given)} tensors of its {unused} left out"] * (len(given) < len(weights))
         before = {key: tuple(value.shape) for key, value in given.items()}
-        weights, target = _adapt_channels(module, _filter(module, given, file, name)), module.state_dict()
+        weights = _adapt_channels(module, _filter(module, given, file, name))
         changes += [
             f"{key} resized from {_shape(before[key])} to {_shape(tuple(value.shape))}"
             for key, value in weights.items()

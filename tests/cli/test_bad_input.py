@@ -48,7 +48,7 @@ def refuses(vitamp: Vitamp, tiny: Path, tmp_path_factory: pytest.TempPathFactory
         (["-device", "cuda"], ["-device cuda", "no GPU", "-device cpu"]),
         (["-amp", "O3", "AMP.DTYPE=fp16"], ["AMP.LEVEL O3 in fp16", "TRAIN.OPTIMIZER.EPS 1e-08", "O2"]),
         (["TRAIN.DISTILLATION_TYPE=hard"], ["DISTILLATION_TYPE hard", "needs a teacher", "NAME=FILE"]),
-        (["-teacher_model", "resnet18"], ["TRAIN.TEACHER_MODEL resnet18", "DISTILLATION_TYPE is null", "hard or soft"]),
+        (["-teacher_model", "resnet18"], ["is null. Set it to hard or soft, or TRAIN.TEACHER_MODEL to null"]),
         (
             ["-batch_size", 1, "TRAIN.MIXUP_ALPHA=0.8"],
             ["DATA.BATCH_SIZE", "1 is not possible with TRAIN.MIXUP", "2 or more"],

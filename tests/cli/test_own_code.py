@@ -18,14 +18,17 @@ from torch.nn import functional as F
 
 from datasets.transforms.augment import OwnChange
 from engine.task.one import OneLabel
+from engine.task.own_code import try_own_code
 from engine.trained.model import load_trained
-from engine.trained.own_code import bind
+from engine.trained.own_code import bind, use_own_code
+from models.build import build_model
 from tests.documents import blocks, commands
 from tests.engine.small import build
 from tests.predicted import validation_predictions
 from tests.program import Result, Vitamp, metrics
 from tools.common.comparison import judged_by, metrics_of
-from utils.config import TrainConfig, config_of_run
+from utils.config import TrainConfig, config_of_run, load_config
+from utils.errors import UserError
 from utils.own_code import execute, executed
 from utils.record.run_folder import read_about
 from vitamp import registry
@@ -83,9 +86,11 @@ def test_the_examples_of_the_page_train_resume_and_predict(vitamp: Vitamp, files
     for consent in (("-trust",), ("-use", own)):
         predicted = vitamp(run, "-part", "val", *consent, script="scripts/predict.py", code=0)
         assert "horizontal" in predicted.out
-    words = (run, "-trust", "-to", "torch,hub", "-out", tmp_path / "m.pt2", "-output", tmp_path / "hub")
-    refused = vitamp(*words, script="scripts/export.py", code=2)
+    refused = vitamp(run, "-trust", "-to", "hub", "-output", tmp_path / "hub", script="scripts/export.py", code=2)
     assert "-to hub: timm does not have Small, a model of your own; use -to torch or onnx" in refused.err
+    vitamp(run, "-trust", "-to", "torch", "-out", tmp_path / "m.pt2", script="scripts/export.py", code=0)
+    torch.export.load(tmp_path / "m.pt2", extra_files=(about := {"vitamp.json": ""}))
+    assert '"timm_name": null, "timm_arguments": null,' in str(about["vitamp.json"])
 
     alone = tmp_path / "alone.safetensors"
     vitamp("strip", run, "-out", alone, script="scripts/checkpoint.py", code=0)
@@ -119,6 +124,7 @@ SCALED = f"{LOSS}def bad(logits, targets, gamma: float = 2): ...\n"
 METRIC = "from vitamp import metric\n\n\n@metric\n"
 BEYOND = f"{METRIC}def bad(probabilities, labels):\n    return labels[9999]\n"
 LEARNED = f"from torch import nn\n{LOSS}class bad(nn.PReLU):\n forward = lambda self, x, y: (self.weight * x).mean()\n"
+MODEL = "from torch import nn\nfrom vitamp import model\n@model\ndef bad(num_classes):\n "
 NO_ROWS = f"{LOSS}def bad(logits, targets): return logits[range(4), targets].mean()\n"
 BAD = [
     ("TRAIN.LOSS=bad", "def focal(:\n", "line 1: "),
@@ -126,27 +132,21 @@ BAD = [
     ("TRAIN.LOSS=bad", "raise KeyboardInterrupt\n", "mine.py, line 1: KeyboardInterrupt"),
     ("TRAIN.LOSS=bad", "x = 1\n", "registers nothing"),
     ("TRAIN.LOSS=ce", f"{LOSS}def ce(logits, targets): ...\n", "the loss ce is vitamp's own already"),
-    (
-        "TRAIN.AUGMENT=Trivial",
-        "from vitamp import augmentation\n\n@augmentation\ndef Trivial(image): ...\n",
-        "vitamp's own",
-    ),
+    ("TRAIN.AUGMENT=Trivial", "from vitamp import *\n@augmentation\ndef Trivial(image): ...\n", "is vitamp's own"),
     ("TRAIN.LOSS=bad", f"{LOSS}def bad(logits): ...\n", "line 2: loss 'bad' must take"),
     ("TRAIN.LOSS=bad", f"{LOSS}def bad(logits, targets): return logits\n", "as a scalar"),
     ("TRAIN.LOSS=bad", f"{LOSS}def bad(logits, targets):\n    return logits[99]\n", "line 4: IndexError"),
     ("TRAIN.LOSS=bad TRAIN.DISTILLATION_TYPE=hard TRAIN.TEACHER_MODEL={}", NO_ROWS, "line 3: IndexError"),
-    ("TRAIN.LOSS=bad", LEARNED, "loss bad has weights that nothing trains"),
+    ("TRAIN.LOSS=bad", LEARNED, "freeze them: requires_grad_(False)"),
     ("TRAIN.LOSS=bad", f"{LOSS}def bade(logits, targets): ...\n", "Did you mean bade?"),
     ("TRAIN.LOSS=bad bad.gamma=high", SCALED, "bad.gamma=high: input should be a valid number"),
     ("TRAIN.LOSS=bad bad.gama=1", SCALED, "Did you mean bad.gamma?"),
+    ("-model bad", f"{MODEL}return nn.Flatten(0)\n", "model bad returned (256,) for 4 images"),
+    ("-model bad", f"{MODEL}m = nn.Identity()\n m.forward = lambda x: x.no\n return m\n", "line 6: AttributeError"),
     ("VALIDATE_METRICS=bad", f"{METRIC}def bad(probabilities): ...\n", "line 4: metric 'bad' must take the arguments"),
     ("VALIDATE_METRICS=bad", BEYOND, "line 6: IndexError"),
     ("VALIDATE_METRICS=bad", f"{METRIC}def bad(probabilities, labels): return labels\n", "bad returned a tensor of"),
-    (
-        "VALIDATE_METRICS=bad",
-        f"{METRIC}def macro_f1(probabilities, labels): ...\n",
-        "the metric macro_f1 is vitamp's own",
-    ),
+    ("VALIDATE_METRICS=bad", f"{METRIC}def macro_f1(probabilities, labels): ...\n", "macro_f1 is vitamp's own"),
     ("VALIDATE_METRICS=bad", f"{METRIC}def ema_f(probabilities, labels): ...\n", "the metric ema_f is vitamp's own"),
     ("VALIDATE_METRICS=bad", f"{METRIC}def bade(probabilities, labels): ...\n", "bad: there is no metric of this"),
 ]
@@ -232,15 +232,29 @@ def test_an_error_names_file_and_line(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_model_is_tried_before_training(vitamp: Vitamp, tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    head = "from torch import nn\nfrom vitamp import model\n\n@model\nclass Mine(nn.Module):\n"
-    init = "    def __init__(self, num_classes, in_chans=1):\n        super().__init__()\n"
-    for forward, words in (("x.mean()", "model Mine returned () for 4 images"), ("x.no", "line 9: AttributeError")):
-        file.write_text(f"{head}{init}    def forward(self, x):\n        return {forward}\n", encoding="utf-8")
-        plain = ("-dataset", "digits", "-image_size", 8, "DATA.IMAGE_CHANNELS=1", "-device", "cpu")
-        done = vitamp(*plain, "-use", file, "-model", "Mine", "-output", tmp_path / "run", code=2)
-        assert words in done.err
+NET = """import torch
+from vitamp import model
+@model
+class Net(torch.nn.Linear):
+    def __init__(self, num_classes, drop_path_rate=0.1, act=torch.relu, wide=True, width=64):
+        super().__init__(width, num_classes, bias=wide)
+        self.last = torch.linspace(0, drop_path_rate, 3)[-1].item()
+    forward = lambda self, images: torch.nn.Linear.forward(self, images.flatten(1))
+"""
+
+
+@pytest.mark.usefixtures("nothing_registered")
+def test_a_model_gets_settings_of_model_and_its_own(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(NET)
+    image = {"DATA.IMAGE_SIZE": "8", "DATA.IMAGE_CHANNELS": "1", "USE": f"{tmp_path / 'net.py'}", "MODEL.NAME": "Net"}
+    own = {"Net.wide": "false", "Net.width": "64", "Net.drop_path_rate": "0.2"}
+    for typed, last in (({}, 0.1), ({"MODEL.DROPPATH": "0.3"}, 0.3), (own, 0.2)):
+        use_own_code(config := load_config(words={**image, **typed}).config, given=True)
+        try_own_code(config)  # without weights, although `.item()` reads one
+        built: Any = build_model(config.MODEL, 8, 1)
+        assert (built.last, built.bias is None) == (pytest.approx(last), typed is own)
+    with pytest.raises(UserError, match=r"Net.drop_path_rate: a key of MODEL sets it too \(0.3\)"):
+        build_model(config.MODEL.model_copy(update={"DROPPATH": 0.3}), 8, 1)
 
 
 def test_the_command_of_the_page_needs_no_recipe_and_sizes_of_one_are_named(
@@ -299,6 +313,8 @@ def test_a_loss_computes_in_fp32_with_amp(tiny: Path, tmp_path: Path) -> None:
     loss, logits = build(tiny, USE=tmp_path / "gram.py", TRAIN__LOSS="gram").parts.criterion, torch.randn(8, 3)
     with torch.autocast("cpu", torch.bfloat16):
         assert loss(logits, logits).dtype is torch.float32, "a product of bf16 would be bf16"
+    words = {"USE": "gram.py", "TRAIN.LOSS": "gram", "MODEL.MAE_PRETRAIN": "true", "TRAIN.MIXUP_ALPHA": "0.8"}
+    try_own_code(load_config(words=words).config)  # without labels, which computes no loss of one's own
 
 
 @pytest.mark.usefixtures("nothing_registered")

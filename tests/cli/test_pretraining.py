@@ -178,16 +178,23 @@ def test_knn_leaves_out_excluded_images(vitamp: Vitamp, tiny: Path, tmp_path: Pa
         path.write_bytes(b"no image")
     (tmp_path / "exclude.txt").write_text("".join(f"{path}\n" for path in broken))
     data = ("-dataset", "images", "-data_path", places[0], f"DATA.EXCLUDE={tmp_path / 'exclude.txt'}")
-    knn = (f"TRAIN.KNN={places[-1]}", "DATA.VAL_FRACTION=0.25", "-num_workers", 0)
+    knn = (f"TRAIN.KNN={places[-1]}", "SAVE_BEST_BY=knn_acc1", "DATA.VAL_FRACTION=0.25", "-num_workers", 0)
     vitamp("-cfg", tiny, *MASKED, *data, *knn, "TRAIN.NUM_EPOCHS=1", "-output", tmp_path / "run", code=0)
-    vitamp("-resume", tmp_path / "run", "TRAIN.NUM_EPOCHS=2", code=0)
+    spelt = f"imagefolder={places[-1]}"
+    done = vitamp("-resume", tmp_path / "run", "TRAIN.NUM_EPOCHS=2", f"TRAIN.KNN={spelt}", code=0)
+    assert f"TRAIN.KNN is now {spelt}: the best so far, k-NN top-1 100.00 % (epoch 1), is" in done.text
+    assert "match no image" not in done.text
     assert [line["knn_acc1"] for line in metrics(tmp_path / "run", "val")] == [100, 100]
+    tested = vitamp(tmp_path / "run", "-knn", "-part", "test", script="scripts/evaluate.py", code=2)
+    assert f"-part) test: {places[-1]} has no test split" in tested.err
 
 
 def test_fine_tuning_takes_the_encoder(vitamp: Vitamp, tiny: Path, run: Path, tmp_path: Path) -> None:
     done = vitamp("-cfg", tiny, PATCHES, "-pretrained", run, "-output", tmp_path / "run", "TRAIN.NUM_EPOCHS=1", code=0)
     assert "tensors of its decoder left out; the file has no head" in done.text
     assert "Open in the settings" not in done.text
+    mean = ("average", run, "-last", 2, "-out", tmp_path / "mean.safetensors")
+    assert "; fine-tune it with -pretrained " in vitamp(*mean, script="scripts/checkpoint.py", code=0).text
     words = ("-cfg", tiny, *MASKED, "-pretrained", run, "-image_size", 12)  # as a masked autoencoder, at another size
     assert "pos_embed resized from " in vitamp(*words, "-dry_run", code=0).text
     # Weights of a classifier, such as timm's, begin a masked autoencoder too, with a recipe that fine-tunes.

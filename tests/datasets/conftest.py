@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,9 +57,17 @@ def training(listed: Path) -> Iterator[Callable[..., TrainLoader]]:
     """Loaders of the twelve listed images, with every random transform on."""
     opened: list[TrainLoader] = []
 
-    def make(batch: int = 4, accum: int = 1, workers: int = 0, copies: int = 1, **values: object) -> TrainLoader:
+    def make(
+        *,
+        batch: int = 4,
+        accum: int = 1,
+        workers: int = 0,
+        copies: int = 1,
+        around: Any = lambda one: one,
+        **values: object,
+    ) -> TrainLoader:
         given = {"SHIFT": 0.2, "ZOOM": 0.2, "ROTATE": 20, "AFFINE_PROB": 0.7, "MAX_BAD": 6, **values}
-        dataset = open_dataset(settings(DATA_PATH=str(listed), **given), True, 3, 5, CPU)
+        dataset = around(open_dataset(settings(DATA_PATH=str(listed), **given), True, 3, 5, CPU))
         order = EpochOrder(len(dataset), batch, accum, 0, 1, 5, True, copies)
         opened.append(TrainLoader(Repeated(dataset, copies) if copies > 1 else dataset, order, 5, workers, CPU))
         return opened[-1]

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from datasets import TrainLoader
+from utils.distributed.watchdog import start_time_of
 
 
 def children(pid: int) -> list[int]:
@@ -15,18 +16,9 @@ def children(pid: int) -> list[int]:
 def gone(pids: set[int], seconds: float = 5) -> bool:
     """Whether all end in time. A child that was not waited for yet counts as ended."""
     deadline = time.monotonic() + seconds
-    while any(alive(pid) for pid in pids):
-        if time.monotonic() > deadline:
-            return False
+    while (alive := any(start_time_of(pid) is not None for pid in pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return True
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
+    return not alive
 
 
 def in_order(loader: TrainLoader, epoch: int = 1) -> list[tuple[list[int], list[int], bytes]]:

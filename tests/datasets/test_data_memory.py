@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from datasets import Batch, EpochOrder, ImageDataset, TrainLoader, open_dataset
-from datasets.images import Images
+from datasets import Batch, EpochOrder, TrainLoader, open_dataset
+from datasets.variants import Variant
 from tests.datasets.opened import CPU
 from tests.program import save_image
 from utils.config.data import DataConfig
 
 IMAGES, CLASSES = 1_281_167, 1000
 PER_FOLDER = -(-IMAGES // CLASSES)
-WORKERS = 4
+WORKERS, BATCH = 4, 8192
 MOST_PRIVATE_MB = 60
 """A list of Python strings takes 115 MB in each worker, this table 15."""
 
@@ -45,58 +45,38 @@ def imagenet(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="module")
-def training_set(imagenet: Path) -> Images:
-    data = DataConfig(DATASET="imagenet2012", DATA_PATH=str(imagenet), IMAGE_SIZE=16)
-    found = open_dataset(data, True, CLASSES, 0, CPU)
-    assert isinstance(found, Images)
-    return found
-
-
-class LookedUp(ImageDataset):
+class LookedUp(Variant):
     """Names and labels of samples without their images, so that an epoch takes seconds, not an hour."""
 
-    def __init__(self, images: Images) -> None:
-        self.samples = images.samples
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
     def __getitems__(self, keys: list[tuple[int, int]]) -> Batch:
-        indices = [index for _, index in keys]
-        letters = sum(len(self.samples.name(index)) for index in indices)
-        labels = torch.tensor([int(self.samples.labels[index]) for index in indices])
+        indices, samples = [index for _, index in keys], self.inner.single_images()
+        assert samples is not None
+        letters = sum(len(samples.name(index)) for index in indices)
+        labels = torch.tensor([int(samples.labels[index]) for index in indices])
         return Batch(torch.tensor([letters]), labels, torch.tensor(indices))
 
 
-def test_workers_share_the_path_table(training_set: Images) -> None:
+def test_workers_share_the_path_table(imagenet: Path) -> None:
     """Python strings would be copied into a worker when it reads them, all of them within an epoch.
 
-    A quarter of an epoch is enough: in random order, it touches nearly every page of memory.
+    A quarter of an epoch is enough: in random order, it touches nearly every page of memory. Modules imported before
+    the fork stay shared, so what is private is the cost of the data plus a little.
     """
-    assert len(training_set) == IMAGES
-    private = private_memory_of_workers(LookedUp(training_set), samples=IMAGES // 4, batch=8192)
-    assert max(private) < MOST_PRIVATE_MB, private
-
-
-def private_memory_of_workers(dataset: ImageDataset, samples: int, batch: int) -> list[float]:
-    """Megabytes that each worker does not share with other processes, after `samples` samples.
-
-    Modules imported before the fork stay shared, so this is the cost of the data plus a little.
-    """
-    order = EpochOrder(len(dataset), batch, 1, 0, 1, 0, drop_last=True)
+    data = DataConfig(DATASET="imagenet2012", DATA_PATH=str(imagenet), IMAGE_SIZE=16)
+    dataset = LookedUp(open_dataset(data, True, CLASSES, 0, CPU))
+    assert len(dataset) == IMAGES
+    order = EpochOrder(IMAGES, BATCH, 1, 0, 1, 0, drop_last=True)
     loader = TrainLoader(dataset, order, 0, WORKERS, CPU)
     others, seen = set(multiprocessing.active_children()), 0
     try:
-        for window in itertools.islice(loader.epoch(1), samples // batch):
+        for window in itertools.islice(loader.epoch(1), IMAGES // 4 // BATCH):
             seen += sum(len(one.indices) for _, one in window)
-        workers = set(multiprocessing.active_children()) - others
-        found = [private_megabytes(worker) for worker in workers]
+        private = [private_megabytes(worker) for worker in set(multiprocessing.active_children()) - others]
     finally:
         loader.close()
-    assert seen > 0.99 * samples
-    assert len(found) == WORKERS
-    return found
+    assert seen > 0.99 * (IMAGES // 4)
+    assert len(private) == WORKERS
+    assert max(private) < MOST_PRIVATE_MB, private
 
 
 def private_megabytes(process: BaseProcess) -> float:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from engine.amp.precision import Precision, choose
 from engine.checkpoint.restore import log_resumption, restore
 from engine.evaluation.features import _pools, see_features
+from engine.evaluation.linear import start_at_probe
 from engine.machine.device import Run
 from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain, _model
@@ -28,7 +29,7 @@ from utils.config import load_config
 from utils.config.model import ModelConfig
 from utils.distributed.world import ALONE
 from utils.errors import UserError
-from vitamp.pooling import POOLED, pooled_features, pools_of
+from vitamp.pooling import POOLED, pool_by, pooled_features, pools_of
 
 BACKBONE = {"MODEL__FREEZE": "backbone"}
 RANDOM = {"MODEL__DEPTH": 3, "MODEL__DROPOUT": 0.2, "MODEL__ATTENTION_DROPOUT": 0.1, "MODEL__DROPPATH": 0.3}
@@ -190,6 +191,19 @@ def test_models_have_every_pooling_that_they_promise(name: str) -> None:
         torch.testing.assert_close(table[:, columns], pooled_features(model, pixels, pool))
 
 
+@pytest.mark.parametrize("own", ["avg", "map"])
+def test_weights_that_another_pooling_leaves_out_are_frozen(own: str) -> None:
+    model = timm.create_model("test_vit", global_pool=own, num_classes=3)
+    pool_by(model, "both")
+    model(torch.rand(1, 3, 160, 160)).sum().backward()
+    assert all((weight.grad is None) != weight.requires_grad for weight in model.parameters())
+
+
+def test_batch_norm_of_the_classifier_is_trained() -> None:
+    model = build_without_weights(ModelConfig(TYPE="timm", NAME="levit_128s", FREEZE=("batch_norm",)), 224, 3)
+    assert {name.split(".")[0] for name in frozen_weights(model)} == {"stem", "stages"}
+
+
 def test_every_layer_of_a_new_classifier_is_zero(tmp_path: Path) -> None:
     torch.save(timm.create_model("crossvit_tiny_240").state_dict(), tmp_path / "w.pth")
     words = {"MODEL.NAME": "crossvit_tiny_240", "DATA.IMAGE_SIZE": "240", "MODEL.NEW_CLASSIFIER": "zero"}
@@ -218,3 +232,5 @@ def test_features_are_not_kept_where_the_classifier_sees_others(
     unused: Any = None
     assert see_features(Run(config, ALONE, CPU, threads=1), ready, unused, unused) is None
     assert "The features of this Doubled are not kept: its classifier is not applied to them alone." in said.text
+    with pytest.raises(UserError, match=r"Doubled's classifier is not one linear layer .* use zero or true"):
+        start_at_probe(Run(config, ALONE, CPU, threads=1), ready)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from engine.checkpoint.find import newest_good
-from tests.program import Vitamp, made_meta, metrics, write_meta
+from tests.program import Calls, Vitamp, made_meta, metrics, write_meta
 from tests.saved import names, save_checkpoint
 from vitamp.checkpoints import MODEL, STATE, folder_name, read_index
 
@@ -89,7 +89,7 @@ def test_a_checkpoint_that_would_run_code_is_refused(vitamp: Vitamp, tiny: Path,
     run = tmp_path / "run"
     assert vitamp("-cfg", tiny, "-output", run, "TRAIN.MAX_UPDATES=2").code == 0
     folder = run / "checkpoints" / folder_name(2)
-    torch.save({"optimizer": Harm(tmp_path / "harm")}, folder / STATE)
+    torch.save({"optimizer": Calls(os.mkdir, str(tmp_path / "harm"))}, folder / STATE)
     # The right size and hash: whoever can write the one can write the others.
     content = json.loads((folder / "meta.json").read_text())
     data = (folder / STATE).read_bytes()
@@ -98,11 +98,3 @@ def test_a_checkpoint_that_would_run_code_is_refused(vitamp: Vitamp, tiny: Path,
     done = vitamp("-resume", run, code=2)
     assert f"{folder / STATE}: cannot be read" in done.err
     assert not (tmp_path / "harm").exists()
-
-
-class Harm:
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self._path),)

@@ -69,6 +69,10 @@ def test_safetensors_file_is_loaded(donor: nn.Module, weights: Path) -> None:
     ours, said = load(weights)
     assert_equal_weights(ours, donor)
     assert f"32 of 32 tensors from {weights}" in said
+    donor, ours = (nn.ModuleDict({"decoder": nn.Linear(1, 1), "head": nn.Linear(1, 1)}) for _ in range(2))
+    save_file(donor.state_dict(), weights)
+    load_pretrained(ours, str(weights), "own")
+    assert_equal_weights(ours, donor)
 
 
 @pytest.mark.parametrize("ending", [".pth", ".pt", ".bin", ".pth.tar"])
@@ -126,25 +130,19 @@ def test_weights_without_a_classifier_are_loaded(donor: nn.Module, tmp_path: Pat
     assert_equal_weights(ours, donor, but=("head.weight", "head.bias"))
 
 
-def test_position_embedding_is_resized_to_the_image(donor: nn.Module, weights: Path) -> None:
+def test_weights_are_adapted_to_other_images_and_windows(donor: nn.Module, weights: Path) -> None:
     ours, said = load(weights, image_size=64)
     assert "pos_embed resized from 1x17x16 to 1x65x16" in said
     assert torch.equal(ours.pos_embed[:, 0], donor.pos_embed[:, 0])  # pyright: ignore
     assert ours.pos_embed.shape == (1, 65, 16)  # pyright: ignore
     assert_equal_weights(ours, donor, but=("pos_embed",))
-
-
-def test_first_convolution_is_adapted_to_grey_images(donor: nn.Module, weights: Path) -> None:
     ours, said = load(weights, channels=1)
     assert "patch_embed.proj.weight resized from 16x3x8x8 to 16x1x8x8" in said
     grey = torch.rand(1, 1, 32, 32)
     with torch.no_grad():  # a grey image and its three-channel copy give the same output
         torch.testing.assert_close(ours(grey), donor(grey.expand(-1, 3, -1, -1)))
-
-
-def test_swin_weights_with_another_window_are_adapted(tmp_path: Path) -> None:
-    save_file(build(0, **SWIN).state_dict(), tmp_path / "w.safetensors")
-    _, said = load(tmp_path / "w.safetensors", **{**SWIN, "WINDOW_SIZE": 2})
+    save_file(build(0, **SWIN).state_dict(), weights)
+    _, said = load(weights, **{**SWIN, "WINDOW_SIZE": 2})
     assert "relative_position_bias_table resized from 49x2 to 9x2" in said
 
 
@@ -232,7 +230,9 @@ def test_npz_of_other_depth_width_or_model_is_refused(npz: Path, tmp_path: Path)
     assert "other.npz" in refusal(tmp_path / "other.npz")
 
 
-def test_malicious_weights_are_refused(donor: nn.Module, tmp_path: Path) -> None:
+def test_weights_with_code_or_without_tensors_are_refused(donor: nn.Module, tmp_path: Path) -> None:
+    torch.save({"epoch": 3}, tmp_path / "w.pth")
+    assert re.search("no tensors.*epoch", refusal(tmp_path / "w.pth"), re.DOTALL)
     torch.save(donor, tmp_path / "whole.pth")
     assert re.search(r"whole\.pth.*could run malicious code", refusal(tmp_path / "whole.pth"), re.DOTALL)
 
@@ -250,11 +250,6 @@ def test_damaged_weights_are_refused(donor: nn.Module, weights: Path, npz: Path,
     content[start : start + 40] = bytes(40)
     (tmp_path / "inside.npz").write_bytes(content)
     assert "inside.npz" in refusal(tmp_path / "inside.npz")
-
-
-def test_weights_file_without_tensors_is_refused(tmp_path: Path) -> None:
-    torch.save({"epoch": 3}, tmp_path / "w.pth")
-    assert re.search("no tensors.*epoch", refusal(tmp_path / "w.pth"), re.DOTALL)
 
 
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 import numpy as np
 import pytest
@@ -40,6 +40,10 @@ class Trainings:
     def start(self, command: list[str], output: IO[bytes]) -> FromServer:
         self.started.append(Path(command[command.index("-output") + 1]).name)
         return FromServer(command, output, self.streams)
+
+
+def interrupted(*_: object, **__: object) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 @pytest.fixture(autouse=True)

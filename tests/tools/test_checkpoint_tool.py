@@ -158,9 +158,10 @@ def test_files_are_written_below_home_and_have_no_paths(vitamp: Vitamp, run: Pat
     save_image(images / "x.png", seed=0)
     places = ("MODEL.PRETRAINED", "DATA.DATA_PATH", "DATA.CACHE", "DATA.EXCLUDE", "DATA.RELABEL", "SAVE", "TAG")
     more = ("TRAIN.KNN", "TRAIN.TEACHER_MODEL", "TRAIN.CLASS_WEIGHTS")
-    paths = dict.fromkeys((*places, *more), f"{tmp_path / 'x'}") | {"DATA.DATASET": f"hf:{tmp_path}"}
+    paths: dict[str, Any] = dict.fromkeys((*places, *more), f"{tmp_path / 'x'}") | {"DATA.DATASET": f"hf:{tmp_path}"}
+    paths["USE"] = [f"{tmp_path}/net.py", "Net.width=8", f"Net.root={tmp_path}", f"Net.both=[x, '{tmp_path}']"]
     public = {"DATA.DATASET": "hf:ylecun/mnist", "TRAIN.CLASS_WEIGHTS": "balanced"}
-    for given, kept in ((paths, {"DATA.DATASET": "hf:"}), (public, public)):
+    for given, kept in ((paths, {"DATA.DATASET": "hf:", "USE": ["net.py", "Net.width=8"]}), (public, public)):
         change_settings(copy, given)
         for name, script, *words in (
             ("strip", TOOL, "strip", copy),

@@ -18,7 +18,7 @@ from engine.amp.precision import Precision
 from tests.conftest import TINY_DIGITS
 from tests.engine.small import CPU, build, train, windows
 from tests.program import Result, Vitamp, metrics
-from tests.tools.conftest import Trainings
+from tests.tools.conftest import Trainings, interrupted
 from tools.choose_precision.command import Baseline, Measured, details, judge, largest_difference, main, recommend
 from tools.choose_precision.layers import Layer, Scaled, examine_layers
 from tools.common.precisions import BY_NAME, MODES, Mode, mode_of, modes_to_measure
@@ -115,7 +115,6 @@ def test_budget_cuts_measurements_short(vitamp: Vitamp, tiny: Path, tmp_path: Pa
         (("-modes", "tf32"), "Ampere"),
         (("-modes", "fp32"), "-modes fp32: name a precision other than fp32"),
         (("-modes", "NAIVE-bf16", "AMP.FP32_MODULES=head"), "AMP.FP32_MODULES"),
-        (("-updates", "2"), "-updates 2"),
         (("-eval",), "EVAL"),
     ],
 )
@@ -127,13 +126,16 @@ def test_bad_input_is_refused_before_measuring(
     assert not (tmp_path / "out").exists()
 
 
-def test_existing_report_is_not_overwritten(
-    in_process: Callable[..., Callable[..., Result]], tiny: Path, tmp_path: Path
+def test_existing_report_is_overwritten_only_if_asked(
+    in_process: Callable[..., Callable[..., Result]], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / REPORT).write_text("mine", encoding="utf-8")
     result = in_process(main)("-cfg", tiny, "-output", tmp_path, code=2)
     assert f"{REPORT} exists" in result.err
     assert (tmp_path / REPORT).read_text(encoding="utf-8") == "mine"
+    monkeypatch.setattr("tools.compare.runs.start", interrupted)
+    for words in (("-overwrite",), ()):
+        in_process(main)("-cfg", tiny, "-output", tmp_path, "-modes", "bf16", *words, code=130)
 
 
 # Modes

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.program import ROOT, Vitamp, save_image
+from tests.tools.conftest import interrupted
 from tools.common.command_line import Tool, ToolLine, above_zero, tool
 from tools.common.output_file import check_output_file, writing
 from tools.export import command as export
@@ -143,7 +144,7 @@ def test_unusable_output_is_refused_before_the_work(
         str(tmp_path / "old"): "already exists; name another file, or give -overwrite to replace it",
     }
     if tool in ("predict", "evaluate", "report"):
-        places[str(tmp_path / "new")] = f"{tool}.py was started in 8 processes (OpenMPI); start one process"
+        places[str(tmp_path / "new")] = "is one of 8 (OpenMPI). Start one; if this is the only one, put env -u OMPI_"
     of_many = {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
     for out, said in places.items():
         words = [word.format(out=out, tree=tree, run=digits_run) for word in TOOLS[tool]]
@@ -175,9 +176,6 @@ def test_output_file_accepts_only_regular_files(tmp_path: Path) -> None:
 def test_interrupted_tool_lists_what_it_wrote(
     tmp_path: Path, digits_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(_argv: list[str]) -> int:
-        raise KeyboardInterrupt
-
     with writing(tmp_path / "earlier", "-out"):  # by another tool in this process
         pass
     assert tool(interrupted)([]) == EXIT_INTERRUPTED

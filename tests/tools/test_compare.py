@@ -19,12 +19,12 @@ import yaml
 
 from tests.label_sets import write_recipe, write_set
 from tests.program import ROOT, Result, metrics
-from tests.tools.conftest import Trainings
+from tests.tools.conftest import Trainings, interrupted
 from tests.waiting import until
 from tools.common import sessions
 from tools.compare import runs
 from tools.compare.command import main
-from tools.compare.runs import read_modes
+from tools.compare.runs import Run, read_modes
 from utils.config import Config, load_config
 
 Call = Callable[..., Result]
@@ -107,6 +107,8 @@ def test_two_modes_are_trained_once_and_compared(
     assert results["verdicts"][0]["text"] in said.out, "the verdict is printed although the disk is full"
     assert f"{out / 'compare.json'}: cannot be written (No space left on device)" in said.err
     assert "all metrics:" not in said.out
+    monkeypatch.setattr("tools.common.report_page.page.write_report", interrupted)
+    assert results["verdicts"][0]["text"] in compare("-modes", "fp32,bf16", "-seeds", "0,", code=130).out
 
 
 def test_parent_holds_no_gpu_during_training(compare: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +200,6 @@ def test_ngpus_starts_main_multi_gpu(
         (["SEED=3"], "SEED (on the command line): cannot be given here; give -seeds"),
         (["-resume", "x"], "compare.py has no MODEL.RESUME"),
         (["-max_time", "1:00:00"], "MAX_TIME (-max_time): cannot be given here; interrupt with Ctrl-C instead"),
-        (["TRAIN.OPTIMIZER.NAME=Adamm"], "Adamm"),
         (["-batch_size", "auto"], "auto does not work in this tool; give a number"),
         (["-vary", "DATA.SAMPLER=shuffle"], "-vary DATA.SAMPLER=shuffle: name a setting or flag and at least two"),
         (["-vary", "DATA.SAMPLERS=a,b"], "-vary DATA.SAMPLERS: unknown key. Did you mean DATA.SAMPLER?"),
@@ -207,7 +208,6 @@ def test_ngpus_starts_main_multi_gpu(
         (["-vary", "lr=1e-3,1e-4", "TRAIN.BASE_LR=0.1"], "TRAIN.BASE_LR (on the command line): cannot be given here"),
         (["-vary", "lr=1e-3,0.001"], "lr=1e-3 and lr=0.001 have the same settings here"),
         (["-vary", "DATA.SAMPLER=shuffle,sorted"], "DATA.SAMPLER"),
-        (["-folds", "1"], "-folds 1: takes a whole number from 2 on"),
         (["-folds", "5", "-seeds", "3"], "-folds 5 -seeds 3: with -folds, all runs have the same seed"),
         (["-folds", "5", "DATA.FOLD=1/5"], "DATA.FOLD (on the command line): cannot be given here; leave out"),
         (["-folds", "5", "-dataset", "synthetic"], "DATA.FOLD 1/5: the data set synthetic"),
@@ -234,6 +234,17 @@ def test_folder_with_other_settings_is_refused(compare: Call, tmp_path: Path) ->
     assert sorted(path.stem for path in (tmp_path / "out").glob("*.yaml")) == [
         *("O2-bf16-0", "O2-bf16-1", "bf16-0", "fp32-0", "fp32-1"),
     ]
+    listed = tmp_path / "list.txt"
+    for name, code in (("a.jpg", 1), ("a.jpg", 1), ("b.jpg", 2)):
+        listed.write_text(name)
+        said = compare("-vary", f"DATA.EXCLUDE=null,{listed}", "-seeds", "1", code=code).err
+    assert "list.txt-0: was trained with other settings: DATA.EXCLUDE or DATA.RELABEL: other lines. Give" in said
+    table, titles = tmp_path / "list.csv", list[str]()  # scores and order do not count
+    run = Run("", 0, Config.model_validate({"DATA": {"RELABEL": str(table)}}), tmp_path)
+    for rows in ("1,a,b,.9,drop\n2,a,b,.8,drop", "2,a,b,.7,drop\n1,a,b,.9,drop", "1,a,b,.9,drop\n2,a,b,.8,keep"):
+        table.write_text(f"path,given,proposed,score,decision\n{rows}\n")
+        titles.append(run.title)
+    assert titles[0] == titles[1] != titles[2]
 
 
 def test_read_modes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,6 +256,8 @@ def test_read_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     on_gpu = read_modes("tf32,auto,O2", Config(), torch.device("cuda"))
     assert [mode.name for mode in on_gpu] == ["tf32", "fp16", "O2-fp16"]
+    own = Config.model_validate({"AMP": {"LEVEL": "O2", "DTYPE": "fp16"}})
+    assert [mode.name for mode in read_modes("auto,on,NAIVE", own, cpu)] == ["O2-bf16", "O2-fp16", "NAIVE-fp16"]
 
 
 def test_grid_of_settings(compare: Call, trainings: Trainings, tmp_path: Path) -> None:

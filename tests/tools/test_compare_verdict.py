@@ -14,6 +14,7 @@ from tools.common.comparison import (
     ByName,
     Difference,
     Judged,
+    best_two,
     by_name,
     chance,
     difference_in_metric,
@@ -21,6 +22,7 @@ from tools.common.comparison import (
     interval,
     is_finished,
     judge,
+    judged_by,
     metrics_of,
     times_as_fast,
     times_the_memory,
@@ -92,13 +94,13 @@ def test_seed_counts_only_in_pairs() -> None:
     for mode, base in (MODES, MODES[::-1]):
         found = difference(results, mode, base)
         assert (found.value, found.runs) == (0.0, 2)
+    assert "accuracy 92.5 ± 3.5 against 92.5 ± 3.5: difference within noise" in text_of(results)
 
 
 def test_details_bound_the_unseen_loss() -> None:
     results = runs(fp32={"last_acc1": [97.0, 98.0, 97.5]}, bf16={"last_acc1": [97.5, 97.2, 97.6]})
     verdict = verdict_of(results)
     low = verdict["accuracy"]["low"]
-    assert low < -1
     assert "difference within noise" in verdict["text"]
     assert f"a drop in accuracy of up to {-low:.2f} points could be hidden in the noise" in verdict["details"]
 
@@ -110,8 +112,6 @@ def test_one_seed_is_too_few() -> None:
     verdict = verdict_of(results)
     assert "1.9x faster in one run each" in verdict["text"]
     assert "accuracy 90.0 against 98.0: one seed is too few to compare accuracy" in verdict["text"]
-    assert not verdict["speed"]["seen"]
-    assert not verdict["accuracy"]["seen"]
 
 
 def test_interval_of_percentages_ends_where_percentages_do() -> None:
@@ -141,7 +141,6 @@ def test_differences_of_one_image_are_noise() -> None:
     results = runs(fp32={"last_acc1": [97.5] * 3}, bf16={"last_acc1": [97.5 - image] * 3})
     found = difference(results)
     assert not found.seen
-    assert not interval([0.0, 0.0, 0.0], 1, grain=image).seen
 
 
 def test_speed_up_within_the_variation_of_a_mode_is_noise() -> None:
@@ -238,6 +237,7 @@ def test_table_and_notes() -> None:
     ]
     lines = notes(about)
     assert "noise: the speed of runs of the same mode varied by up to 10 %" in lines
+    assert not any(note.startswith("noise") for note in notes({**about, "runs": rows[::2]})), "one run each"
     assert "2 seeds are few: only large differences in accuracy show" in lines
     assert any(note.startswith("memory: peak of the whole process") for note in lines)
     assert not any("slow first updates" in note for note in lines)
@@ -275,6 +275,10 @@ def test_average_is_judged_in_runs_that_have_one() -> None:
     results = runs(fp32={"last_acc1": [90.0, 91.0]}, bf16={"last_acc1": [80.0, 81.0], "last_ema_acc1": [95.0, 96.0]})
     assert verdict_of(results, Judged(TOP1, AVERAGE))["accuracy"]["value"] == 5.0
     assert verdict_of(results)["accuracy"]["value"] == -10.0
+    kept = ({}, {"MODEL_EMA": True}, {"MODEL_EMA": True, "MODEL_EMA_DECAY": 0.9})
+    none, one, other = (Config.model_validate({"TRAIN": each}) for each in kept)
+    judged = [judged_by(None, None, pair).weights for pair in ((none, one), (one, other), (one, one))]
+    assert judged == [AVERAGE, AVERAGE, PLAIN], "by default"
 
 
 def test_best_two_are_compared_with_each_other() -> None:
@@ -287,6 +291,9 @@ def test_best_two_are_compared_with_each_other() -> None:
     quantiles = [stats.t.ppf(1 - 0.05 / comparisons / 2, 2) for comparisons in (3, 2)]
     assert wide / narrow > quantiles[0] / quantiles[1] * 0.5, "any pair could have been the best two"
     assert len(judge(results, ("b", "a", "c"), ACCURACY)) == 2, "the baseline is one of the best two"
+    del results["b"][2]
+    results["c"][2]["last_acc1"] = 99.9
+    assert best_two(results, "abcd", ACCURACY) == ["b", "c"], "by the seeds that all have"
 
 
 def test_contenders_no_better_than_guessing_are_named() -> None:
@@ -428,7 +435,7 @@ def test_speed_excludes_the_first_report_after_each_start_if_there_are_others(fo
 
 @pytest.mark.parametrize(
     ("losses", "diverged"),
-    [((2.3, 0.5), False), ((2.3, 2.31, 2.29), False), ((2.3, 4.0, 6.0, 9.0), True), ((2.3, 1.0, None), True)],
+    [((2.3, 2.31, 2.29), False), ((0.5, 1.5, 0.5, 1.5, 1.4), False), ((2.3, 4.0, 6.0, 9.0), True), ((2.3, None), True)],
 )
 def test_divergence(folder: Path, losses: tuple[float | None, ...], diverged: bool) -> None:
     write(folder, *(train(nth, 10.0, loss) for nth, loss in enumerate(losses)))

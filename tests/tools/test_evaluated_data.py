@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.program import Vitamp, metrics, run_program, save_image
+from tests.program import Vitamp, change_settings, metrics, run_program, save_image
 from tools.checkpoint import command as checkpoint
 
 RECIPE = """\
@@ -134,6 +134,9 @@ def test_data_that_has_moved_keeps_the_split_of_the_run(
     found = evaluated(vitamp, run, "-data_path", tmp_path / "moved")
     assert found.startswith(f"imagefolder in {tmp_path / 'moved'}, validation split: 3 images\n")
     assert "is the data that the model was trained on, in another place." in found
+    (tmp_path / "others.txt").write_text("a/own5.jpg\n")  # for training
+    found = evaluated(vitamp, run, "-data_path", tmp_path / "moved", f"DATA.EXCLUDE={tmp_path / 'others.txt'}")
+    assert found.startswith(f"imagefolder in {tmp_path / 'moved'}, validation split: 3 images\n")
     listed = (place / "exclude.txt").rename(tmp_path / "exclude.txt")
     done = vitamp(run, "-data_path", tmp_path / "moved", script="scripts/evaluate.py")
     listed.rename(place / "exclude.txt")
@@ -151,6 +154,8 @@ def test_stripped_weights_recognise_the_data_of_their_run(
         words = ("-data_path", data, f"DATA.EXCLUDE={place / 'exclude.txt'}" if data != other else "SEED=0")
         done = vitamp(tmp_path / "w.safetensors", *words, script="scripts/evaluate.py", code=0)
         assert said in done.out
+    change_settings(copied := shutil.copytree(run, tmp_path / "run"), {}, without="DATA.DATASET")
+    vitamp(copied, "-dataset", "imagefolder", "-data_path", other, script="scripts/evaluate.py", code=0)
 
 
 def test_part_is_for_evaluation(vitamp: Vitamp, place: Path, run: Path, tmp_path: Path) -> None:
@@ -226,4 +231,5 @@ def test_a_split_with_images_of_the_training_is_refused(vitamp: Vitamp, run: Pat
     vitamp(plain, f"DATA.EXCLUDE={place / 'exclude.txt'}", **evaluate, code=0)
     save_image(own / "a" / "more.jpg", seed=1, size=(12, 12))
     assert said in vitamp(plain, **evaluate, code=2).err
+    assert said in vitamp(plain, "-part", "val", script="scripts/predict.py", code=2).err
     assert said in vitamp(run, "DATA.SPLIT_SEED=1", **evaluate, code=2).err

@@ -460,8 +460,9 @@ def test_three_settings_are_drawn_and_the_best_two_compared_first(report: Report
     assert "accuracy 96.0 ± 1.0 against 92.0 ± 1.0: 4.00 points higher" in said
     assert "(95 % interval, 3 seeds)" in page
     assert "contenders" not in report(runs[0], runs[3])[1].partition("<body>")[2]
-    page = report(*runs[::3])[1]
+    page = report(*runs[::3], copied(first, "d", 99.9, "SEED: 0 -> SEED: 9"))[1]
     assert "95 % interval of one run on 360 images" in page
+    assert re.search(r'best"><span class="who">BASE_LR=0.004<', page), "by the seeds that all have"
 
 
 def test_contenders_of_a_comparison_are_drawn_as_they_are_given(page: Page, tmp_path: Path, first: Path) -> None:
@@ -494,6 +495,10 @@ def test_runs_are_paired_by_seed_or_not_at_all(report: Report, first: Path) -> N
     again = copied(first, "again", 95.0, "SEED: 0 -> SEED: 1")
     said = report(plain[0], again, other)[0]
     assert f"No verdict: {plain[0]} and {again} have the same settings, and the same seed." in said
+    shutil.rmtree(again / "checkpoints")  # which say the batch
+    text = (again / "run.json").read_text()
+    (again / "run.json").write_text(text.replace('"world_size": 1', '"world_size": 2'))
+    assert "processes=2 against processes=1: accuracy" in report(plain[0], again)[0]
 
 
 def test_reasons_for_no_verdict(report: Report, first: Path) -> None:
@@ -504,6 +509,10 @@ def test_reasons_for_no_verdict(report: Report, first: Path) -> None:
     (other / "run.json").write_text(json.dumps(about | {"samples": {"train": 1437, "val": 130}}))
     said, _ = report(first, other)
     assert "No verdict: the runs may validate on different images (their number differs)." in said
+    mae = copied(first, "mae", 90.0, "MAE_PRETRAIN: .+ -> MAE_PRETRAIN: true", "SAVE_BEST_BY: .+ -> SAVE_BEST_BY: loss")
+    assert "the metrics of runs with one label per image and without labels differ" in report(first, mae)[0]
+    half = copied(mae, "half", 90.0, "MASK_RATIO: 0.75 -> MASK_RATIO: 0.5")
+    assert "the runs may validate on different patches (MODEL.MASK_RATIO)" in report(mae, half)[0]
     fold = copied(first, "fold", 90.0, RATE, "FOLD: null -> FOLD: 1/5")
     assert "No verdict: they are on different numbers of folds (DATA.FOLD)" in report(first, fold)[0]
     cut = copied(first, "cut", 90.0, RATE)

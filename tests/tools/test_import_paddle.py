@@ -35,6 +35,7 @@ import vitamp
 from engine.trained.model import load_trained
 from models.weights.fit import load_pretrained
 from models.weights.paddle import all_rules, convert, read_pdparams, rules_of, sizes_of_weights, timm_name
+from tests.program import Calls
 from tests.tools.timm_alone import Tool
 from utils.config.paddlevit import families
 from utils.errors import UserError
@@ -268,16 +269,6 @@ def test_bad_commands_are_refused(tool: Tool, tmp_path: Path) -> None:
         said = tool(*words, code=2)
         assert told in said
     tool(file, "-name", "vit_tiny_patch16_224", code=1)
-
-
-class Calls:
-    """Pickles to a call of any function."""
-
-    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
-        self.function, self.arguments = function, arguments
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.function, self.arguments
 
 
 class WithId(pickle.Pickler):

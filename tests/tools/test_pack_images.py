@@ -252,6 +252,9 @@ def test_unreadable_images_are_named_and_left_out(
     left_out = json.loads((tmp_path / "packed" / "dataset.json").read_text())["left_out"]
     assert len(left_out) == 3
     assert all(any(name in line for line in left_out) for name in broken)
+    shutil.copy(root / "train" / "a" / "0.jpg", root / "train" / "b" / "1.jpg")
+    assert pack(root, tmp_path / "packed", how) == 0
+    assert re.search(r"packed lacks .*; pack repaired images into another folder\.", capsys.readouterr().err)
 
 
 def test_bad_command_lines_are_refused(
@@ -280,7 +283,6 @@ def test_bad_command_lines_are_refused(
         ([source, tmp_path / "new", "-keep", "-short_side", 80], "-short_side has no effect with -keep"),
         ([source, tmp_path / "new", "-keep", "DATA.EXIF_ROTATE=true"], "DATA.EXIF_ROTATE has no effect with -keep"),
         ([source, tmp_path / "new", "-quality", 101], "-quality 101: takes a whole number from 1 to 100"),
-        ([source, tmp_path / "new", "-short_side", "big"], "-short_side big: takes a whole number"),
         ([source, tmp_path / "new", "-data_path", source], "-data_path: give the path as SRC"),
         ([source, tmp_path / "new", "-dataset", "digits"], "is held in memory"),
     ):
@@ -304,6 +306,12 @@ def test_exif_rotation_is_applied_to_small_images(tmp_path: Path) -> None:
     assert resolve(load_config(words=words)).config.DATA.EXIF_ROTATE, "what a run records"
     with pytest.raises(UserError, match=r"line: shards in .* packed with DATA\.BACKGROUND \[128, 128, 128\]\. Give"):
         resolve(load_config(words=words | {"DATA.BACKGROUND": "black"}))
+    assert pack(tmp_path / "src", tmp_path / "grey", "DATA.IMAGE_CHANNELS=1") == 0
+    notes = resolve(load_config(words=words | {"DATA.DATA_PATH": f"{tmp_path / 'grey'}"})).notes
+    assert any("was packed in grey, but tools will see other images in colour" in note for note in notes)
+    assert pack(tmp_path / "packed", tmp_path / "again", "-keep") == 0
+    data = resolve(load_config(words=words | {"DATA.DATA_PATH": f"{tmp_path / 'again'}"})).config.DATA
+    assert (data.EXIF_ROTATE, data.BACKGROUND) == (True, (128, 128, 128))
     packed = [content for name, content in members(tmp_path / "packed", "train").items() if name.endswith(".jpg")]
     kept = [(folder / f"{name}.jpg").read_bytes() for name in ("plain", "upright")]
     (turned,) = (content for content in packed if content not in kept)

@@ -21,9 +21,11 @@ from engine.inputs.batches import Inputs
 from engine.setup import tuned_model
 from engine.trained.model import load_trained
 from tests.predicted import validation_predictions
-from tests.program import ROOT, Result, made_meta, metrics, save_image
+from tests.program import ROOT, Result, change_meta, made_meta, metrics, save_image
 from tests.saved import save_checkpoint
+from tools.common.weights import strip
 from tools.predict import command as predict
+from tools.predict.images import Chosen
 from utils.config import load_config
 from utils.config.keys import values_to_keep
 from vitamp.checkpoints import MODEL
@@ -153,19 +155,25 @@ def test_images_without_a_result_are_named_and_the_rest_predicted(
         assert lines_of(alone.out) == [rows[0], rows[2], rows[4]]
         say(digits_run, good[0], white, "-features", tmp_path / f"{workers}.npz", code=1)
         assert np.load(tmp_path / f"{workers}.npz")["paths"].tolist() == [f"{good[0]}"]
+    logits = torch.tensor([[torch.inf, 0], [-torch.inf, -torch.inf], [-torch.inf, 0]])
+    assert [one is None for one in Chosen(load_trained(digits_run), 1, None)(logits)] == [True, True, False]
 
 
 def test_table_has_a_line_per_image(say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = untrained(tmp_path, {"DATA.DATASET": "imagefolder"}, ("ant", "\x1b[31mred", "a long name"))
+    data = {"DATA.DATASET": "stripes", "USE": "stripes.py"}
+    checkpoint = untrained(tmp_path / "run", data, ("ant", "\x1b[31mred", "a long name"))
+    change_meta(checkpoint, own_code=[{"file": "stripes.py", "sha256": "", "registers": {"stripes": "dataset"}}])
+    strip(checkpoint, tmp_path / "w.safetensors", "model")  # without the code of its data set
     monkeypatch.chdir(tmp_path)
     for name in ("x.png", "short.png"):
         save_image(tmp_path / name, seed=1)
-    done = say(checkpoint, "x.png", "short.png", "-topk", 9, code=0)
+    done = say("w.safetensors", "x.png", "short.png", "-topk", 9, code=0)
     head, *rows = done.out.splitlines()
     assert head.split() == ["image", "1", "2", "3"]
     assert [row.split()[0] for row in rows] == ["x.png", "short.png"]
     assert all(row.count("%") == 3 and "\\x1b[31mred" in row for row in rows)
     assert len({row.index(" %") for row in rows}) == 1
+    assert "One of your own needs its file: -use FILE" in say("w.safetensors", "-part", "val", code=2).err
 
 
 def test_odd_names_survive_csv_and_json(say: Say, tmp_path: Path) -> None:

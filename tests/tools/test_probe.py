@@ -110,7 +110,9 @@ def test_probe_is_logistic_regression_whose_strength_folds_choose(
 
 
 @pytest.mark.slow
-def test_probe_of_several_labels_is_one_regression_per_class(say: Say, in_process: Tool, tmp_path: Path) -> None:
+def test_probe_of_several_labels_is_one_regression_per_class(
+    say: Say, in_process: Tool, unlabelled_run: Path, tmp_path: Path
+) -> None:
     write_set(tmp_path)
     run_program("-cfg", write_recipe(tmp_path), "-output", tmp_path / "run", streams=tmp_path, code=0)
     found = probed(say, tmp_path, tmp_path / "run")
@@ -120,6 +122,10 @@ def test_probe_of_several_labels_is_one_regression_per_class(say: Say, in_proces
     scores = np.stack([logistic(strength, bank, column).decision_function(images) for column in labels.T], 1)
     assert found["probes"]["mean"]["map"] == pytest.approx(100 * average_precision_score(truth, scores), abs=0.1)
     assert "neighbours" not in found
+    masked = ("-model", "vit_tiny_patch16_224", "-pretrained", unlabelled_run, "-image_size", 8, "DEVICE=cpu")
+    masked += ("MODEL.PATCH_SIZE=4", "DATA.IMAGE_CHANNELS=1")
+    found = probed(say, tmp_path, *masked, "-data_path", tmp_path, "DATA.MULTI_LABEL=true")
+    assert found["probes"]["mean"]["map"] > 50, "of a run whose own settings exclude several labels"
 
 
 # Features that are kept.

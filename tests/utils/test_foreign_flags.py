@@ -72,6 +72,7 @@ def test_value_of_the_other_program_is_suggested_only_if_it_is_valid_here() -> N
     assert "TRAIN.MIXUP_PROB=0.5?" in error_of("--mixup-prob", "0.5")
     assert "TRAIN.OPTIMIZER.NAME=nesterov or TRAIN.OPTIMIZER.NAME=SGD? " in error_of("--opt", "sgd")
     assert "TRAIN.WARMUP_START_LR=...?" in error_of("--lr-warmup-decay", "0.01"), "there a factor"
+    assert "EMA_DECAY=...?" in error_of("--model-ema-decay", "0.99998"), "which torchvision scales by the batch"
 
 
 def test_flag_for_amp_keeps_its_value_and_no_flag_leads_to_executed_files(vitamp: Vitamp) -> None:

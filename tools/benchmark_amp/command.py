@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 from tools.benchmark_amp.plan import (
     AGAIN,
     FUSED,
-    MODEL,
     ON_THE_DEVICE,
     OURS,
     ROUNDS,
@@ -44,7 +43,7 @@ from tools.common.output_file import writing
 from tools.common.tables import non_defaults
 from tools.common.turns import Budget, alternating_order, progress_bar
 from utils.config import AmpConfig, Config
-from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, TrainingError, nearest
+from utils.errors import EXIT_DONE, TrainingError, nearest
 from utils.flags import Flag, whole
 from utils.log import log
 from utils.program import typed
@@ -68,7 +67,6 @@ AMP_ABOUT = """Seconds per 100 iterations in seven windows, AMP off and AMP on; 
 Images are made on the device, unless -dataset or -data_path names others. -amp chooses the precision of `AMP on`
 (default: what AMP.DTYPE auto chooses on this device)."""
 AMP_FLAGS = (
-    MODEL,
     Flag("iters", "iterations per window", "N", kind=whole(1), default_text="100; on a CPU 10"),
     Flag("windows", "windows for AMP off and for AMP on", "N", default=7, kind=whole(1)),
 )
@@ -115,7 +113,6 @@ PRECISIONS_ABOUT = """Memory, iterations/s, images/s and speed-up of each precis
 Every measurement runs in a process of its own, so that its peak memory is known. Synthetic images are generated on the
 device. If -dataset or -data_path names images, these are measured as well."""
 PRECISIONS_FLAGS = (
-    MODEL,
     Flag("iters", "iterations per measurement", "N", kind=whole(1), default_text="50; on a CPU 5"),
     ROUNDS,
     MODES,
@@ -277,7 +274,6 @@ def _precisions(text: str) -> list[str]:
 
 
 TIMM_FLAGS = (
-    MODEL,
     Flag("updates", "updates per measurement", "N", kind=whole(1), default_text="50; on a CPU 5"),
     Flag("rounds", "how often each contender is measured", "N", default=7, kind=whole(1)),
     Flag(
@@ -429,13 +425,7 @@ def main(argv: list[str]) -> int:
     line = Tool(NAME, about, (*flags, *OWN), command=name, one_label=ONE_LABEL).read(argv[1:])
     json_file = line.file("json", ".json")
     budget = Budget(60 * line.asked.budget_min)
-    try:
-        results = measure(name, plan(line), budget, json_file, argv)
-    except KeyboardInterrupt:
-        if json_file is None or not json_file.exists():
-            raise
-        log.warning("interrupted; every finished measurement is in %s", json_file)
-        return EXIT_INTERRUPTED
+    results = measure(name, plan(line), budget, json_file, argv)
     print("\n".join(report(results)))
     if results["cut"]:
         log.warning("the time ran out (-budget_min) before all rounds were done")

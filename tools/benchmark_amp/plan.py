@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from tools.common.sessions import Worker
 
-MODEL = Flag("model", "name of the model (or give -cfg FILE)", "NAME")
 ROUNDS = Flag("rounds", "how often each contender is measured", "N", default=3, kind=whole(1))
 ON_CPU: dict[str, Any] = {"MODEL.NAME": "vit_tiny_patch16_224", "DATA.BATCH_SIZE": 8}
 """Defaults on a CPU, where the usual ones would take hours."""
@@ -93,7 +92,6 @@ def set_up(
     from utils.distributed.world import ALONE
 
     given: dict[str, Any] = {key: (value, "benchmark_amp.py") for key, value in (fixed or {}).items()}
-    given |= {"MODEL.NAME": (line.asked.model, "-model")} if "model" in line.given else {}
     loaded = line.load(given, resolved=False)
     device = pick_device(loaded.config.DEVICE, ALONE)
     defaults = on_cpu if device.type == "cpu" else on_gpu or {}

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tools.common.command_line import OVERWRITE, POOL, TRUST, Tool, above_zero, check_one_training, tool
-from tools.common.output_file import results_folder, writing
-from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED, UserError
+from tools.common.output_file import if_interrupted, results_folder, writing
+from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional, whole
 from utils.log import log
 from utils.text import counted
@@ -78,7 +78,6 @@ def main(argv: list[str]) -> int:
     from datasets import comes_unsplit
     from tools.check_labels.prove import prove  # imports torch; a wrong command fails at once
     from tools.check_labels.search import ByFeatures, ByTraining, OutOfTimeError, find, open_images, searched_by
-    from tools.compare.runs import Terminated
 
     loaded = line.load({"MODEL.NUM_CLASSES": ("auto", "check_labels.py")} if asked.path is None else {})
     check_one_training(loaded, "check_labels.py")
@@ -91,6 +90,7 @@ def main(argv: list[str]) -> int:
     by_features = not asked.folds and (asked.path or loaded.config.MODEL.PRETRAINED)
     if asked.budget_min and by_features and not asked.prove:
         raise UserError(f"-budget_min {asked.budget_min:g}: nothing is trained; it is for -folds and -prove.")
+    if_interrupted.append("the same command resumes")
     try:
         if by_features:
             method = ByFeatures.of(line, loaded.config)
@@ -104,9 +104,6 @@ def main(argv: list[str]) -> int:
         # Data that comes without a validation split is searched whole.
         images = open_images(config, "all" if comes_unsplit(config.DATA) else "train")
         found = find(images, method, config.SEED)
-    except (KeyboardInterrupt, Terminated) as error:
-        log.warning("interrupted; the same command resumes")
-        return EXIT_STOPPED if isinstance(error, Terminated) else EXIT_INTERRUPTED
     except OutOfTimeError as error:
         log.warning("%s", error)
         return EXIT_DONE

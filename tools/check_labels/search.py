@@ -15,7 +15,7 @@ import torch
 
 from datasets import ImageDataset, comes_unsplit, open_dataset, source_of
 from datasets.base import TITLES, Part, Samples, Unreadable
-from datasets.exclude import line_of, name_prefix, text_of
+from datasets.exclude import line_of, path_in_list, text_of
 from datasets.labels import ANY_LABEL, distinct_names, images_of_classes
 from engine.evaluation.data import data_for_evaluation
 from engine.evaluation.features import Features, features_of
@@ -73,7 +73,7 @@ class Images:
     """Of each image, the place in `distinct` of the one with the same bytes"""
 
     def name(self, index: int) -> str:
-        return self.samples.name(index).removeprefix(name_prefix(self.data))
+        return path_in_list(self.samples.name(index), self.data)
 
     def line(self, one: Suspect) -> str:
         remark = f"labelled {one.given}, looks like {one.proposed}"
@@ -217,9 +217,8 @@ class ByTraining:
         every = open_dataset(images.data.model_copy(update={"PART": "all"}), False, ANY_LABEL, 0, torch.device("cpu"))
         samples, searched = every.single_images(), {images.name(index) for index in images.distinct.tolist()}
         assert samples is not None
-        prefix = name_prefix(images.data)
         names = [samples.name(index) for index in range(len(samples))]
-        lines = [line_of(name, "", images.data) for name in names if name.removeprefix(prefix) not in searched]
+        lines = [line_of(name, "", images.data) for name in names if path_in_list(name, images.data) not in searched]
         if images.data.EXCLUDE:
             lines.append(text_of(images.data))
         # Models of other images or labels are not asked: a fold of theirs may have been another.
@@ -251,7 +250,7 @@ class ByTraining:
             fold = dataset.single_images()
             assert fold is not None
             for logits, _, indices in batches_of(trained, dataset):
-                rows = [place[fold.name(index).removeprefix(prefix)] for index in indices.tolist()]
+                rows = [place[path_in_list(fold.name(index), images.data)] for index in indices.tolist()]
                 found[rows] = logits.double().cpu().numpy()[:, : len(images.classes)]
         assert np.isfinite(found).all()
         return found

@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tools.common.command_line import MODES, OVERWRITE, Tool, about_one_device, above_zero, check_one_training, tool
-from tools.common.output_file import writing
+from tools.common.output_file import if_interrupted, writing
 from tools.common.tables import in_columns
-from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED, TrainingError, UserError
+from utils.errors import EXIT_DONE, TrainingError, UserError
 from utils.flags import Flag, whole
 from utils.log import log, unheard
 from utils.record.history import History, plain
@@ -195,7 +195,7 @@ def main(argv: list[str]) -> int:
     from tools.choose_precision.layers import layers_of
     from tools.common.precisions import REFERENCE, emulated, modes_to_measure
     from tools.common.sessions import reason, silence_torchao
-    from tools.compare.runs import Run, Terminated
+    from tools.compare.runs import Run
     from utils.distributed.world import ALONE
 
     silence_torchao()
@@ -233,21 +233,18 @@ def main(argv: list[str]) -> int:
     half, others = len(modes) // 2, [run_of(mode, config.SEED) for mode in modes]
     fp32 = [run_of(REFERENCE, config.SEED + number) for number in range(3)]
     runs = [fp32[0], *others[:half], fp32[1], *others[half:], fp32[2]]
-    try:
-        measured = _train(runs, 60 * asked.budget_min, bool(asked.overwrite))
-        base, found = Baseline([measured[run.folder] for run in fp32]), [measured[run.folder] for run in others]
-        for mode, run, one in zip(modes, others, found, strict=True):
-            one.flags = mode.flags(config.AMP)
-            if mode.dtype and not one.failed:
-                try:
-                    with unheard(logging.WARNING):  # the model's lines are in the run's own log
-                        one.layers = layers_of(run, one.scale)
-                except Exception as error:  # nothing measured may be lost
-                    one.notes.append(f"its layers could not be examined: {reason(error)}")
-            judge(one, base, asked.updates, emulated(mode, device))
-    except (KeyboardInterrupt, Terminated) as error:
-        log.warning("interrupted; with -output %s, without -overwrite, the same command resumes", folder)
-        return EXIT_STOPPED if isinstance(error, Terminated) else EXIT_INTERRUPTED
+    if_interrupted.append(f"with -output {folder}, without -overwrite, the same command resumes")
+    measured = _train(runs, 60 * asked.budget_min, bool(asked.overwrite))
+    base, found = Baseline([measured[run.folder] for run in fp32]), [measured[run.folder] for run in others]
+    for mode, run, one in zip(modes, others, found, strict=True):
+        one.flags = mode.flags(config.AMP)
+        if mode.dtype and not one.failed:
+            try:
+                with unheard(logging.WARNING):  # the model's lines are in the run's own log
+                    one.layers = layers_of(run, one.scale)
+            except Exception as error:  # nothing measured may be lost
+                one.notes.append(f"its layers could not be examined: {reason(error)}")
+        judge(one, base, asked.updates, emulated(mode, device))
 
     advice = recommend(found, base, "-amp off" + " AMP.TF32=false" * config.AMP.TF32)
     log.info("\n%s\n", "\n".join(in_columns(_rows(found, base))))
@@ -288,6 +285,7 @@ def _train(runs: list[Run], seconds: float, again: bool) -> dict[Path, Measured]
     from tools.compare.runs import check_runs, terminating, train_run
 
     check_runs(runs, again)
+    (runs[0].folder.parent / f"{NAME}.json").unlink(missing_ok=True)  # -overwrite has deleted the runs in it
     measured: dict[Path, Measured] = {}
     end = time.monotonic() + seconds
     with terminating():

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from engine.machine.late_compiler import import_compiler_late
-from tools.common.output_file import check_output_file, written
+from tools.common.output_file import check_output_file, if_interrupted, written
 from utils.cli import WIDTH, CommandLine, Parser, command_line
 from utils.config import Loaded, load_config
 from utils.config.keys import AUTO_BY_DATA, CLASSES, IMAGE_SIZE, PATCH_SIZE, value_of
 from utils.config.kinds import AUTO
 from utils.distributed.launchers import world_from_launcher
+from utils.distributed.world import RANK_VARIABLES
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainingError, UserError, nearest
 from utils.flags import BY_NAME, HELP, Flag, Positional
 from utils.log import log, start_log
@@ -109,6 +110,7 @@ def _run(work: Callable[[list[str]], int], argv: list[str]) -> int:
     watch_standard_output()
     start_log(to_terminal=True)
     written.clear()  # of another tool in this process
+    if_interrupted.clear()
     try:
         return flush_after(lambda: work(argv))
     except (UserError, TrainingError) as error:
@@ -121,10 +123,10 @@ def _run(work: Callable[[list[str]], int], argv: list[str]) -> int:
     except BrokenPipeError:  # `| head` has seen enough
         discard_output()
         return EXIT_DONE
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         files = f"already written and complete: {', '.join(map(str, written))}" if written else "no result was written"
-        log.warning("interrupted; %s", files)
-        return EXIT_INTERRUPTED
+        log.warning("interrupted; %s", if_interrupted[-1] if if_interrupted else files)
+        return getattr(error, "exit_code", EXIT_INTERRUPTED)  # by SIGTERM another
 
 
 @dataclass(frozen=True)
@@ -280,4 +282,8 @@ def check_one_process(tool: str) -> None:
     """Refuse a launch in several processes, each of which would do all the work."""
     world = world_from_launcher()
     if world is not None and world.size > 1:
-        raise UserError(f"{tool} was started in {world.size} processes ({world.launcher}); start one process.")
+        rank = RANK_VARIABLES.get(world.launcher, "RANK")
+        raise UserError(
+            f"{tool} is one process, but {rank} says that this is one of {world.size} ({world.launcher}). Start one; "
+            f"if this is the only one, put env -u {rank} before the command."
+        )

@@ -13,12 +13,12 @@ from utils.config import Config, config_of_run
 from utils.config.keys import OF_ONE_START, settings, value_of
 from utils.config.kinds import AUTO, one_line
 from utils.errors import UserError, nearest
-from utils.record.history import History, Line, is_end, is_start, last_line
+from utils.record.history import History, is_end, is_start, last_line
 from utils.record.run_folder import read_about
 from utils.text import wilson
 from vitamp.checkpoints import CHECKPOINTS, read_index
 from vitamp.meta import unchecked_meta
-from vitamp.metrics import AVERAGE, KNN, ONE_LABEL, PLAIN, Metric, WeightSet, metric_named, set_named
+from vitamp.metrics import AVERAGE, KNN, NO_LABELS, ONE_LABEL, PLAIN, Metric, WeightSet, metric_named, set_named
 
 Metrics = dict[str, Any]
 """Metrics of a finished run, as compare.json holds them."""
@@ -78,11 +78,10 @@ def judged_of(about: Mapping[str, Any]) -> Judged:
 
 
 def judged_by(name: str | None, weights: str | None, configs: Sequence[Config]) -> Judged:
-    """-metric and -weights. By default the task's best metric; of the average if only some of the runs have one."""
-    kinds = {config.task for config in configs}
-    if len(kinds) > 1:
-        raise UserError("DATA.MULTI_LABEL cannot be varied: the metrics of one and of several labels differ.")
-    (kind,) = kinds
+    """-metric and -weights. By default the task's best metric; of the EMA if settings vary that change it alone."""
+    kind, *others = dict.fromkeys(config.task for config in configs)
+    if others:
+        raise UserError(f"the metrics of runs {kind.words} and {others[0].words} differ: compare runs of one task.")
     own = [metric_named(name) for config in configs for name in config.VALIDATE_METRICS]
     has_knn = all(config.measures_knn for config in configs)
     known = {metric.name: metric for metric in (*kind.metrics, *own) if has_knn or metric is not KNN}
@@ -90,10 +89,11 @@ def judged_by(name: str | None, weights: str | None, configs: Sequence[Config]) 
         raise UserError(
             f"-metric {name}: not a metric of these runs.{nearest(name, known)} It takes {', '.join(known)}."
         )
-    averaging = {bool(value_of(config, AVERAGE.setting)) for config in configs}
-    if weights == AVERAGE.name and averaging == {False}:
+    averaging = any(value_of(config, AVERAGE.setting) for config in configs)
+    if weights == AVERAGE.name and not averaging:
         raise UserError(f"-weights {weights}: no run has an {AVERAGE.label}; it needs {AVERAGE.setting}=true.")
-    default = AVERAGE if len(averaging) > 1 else PLAIN
+    kept = {tuple(value_of(config, key) for key in settings() if key.startswith(AVERAGE.setting)) for config in configs}
+    default = AVERAGE if averaging and len(kept) > 1 else PLAIN
     return Judged(known[name] if name else kind.best, set_named(weights) if weights else default)
 
 
@@ -233,9 +233,13 @@ def judge(runs: ByName, names: Sequence[str], judged: Judged, named: bool = Fals
 
 
 def best_two(runs: ByName, names: Sequence[str], judged: Judged) -> list[str]:
-    means = {name: judged.values(list(runs.get(name, {}).values())) for name in names}
-    known = {name: statistics.fmean(values) for name, values in means.items() if values}
-    return sorted(known, key=lambda name: known[name], reverse=judged.metric.higher)[:2]
+    """By the means over the seeds or folds that all have; over all, if they have none in common."""
+    rows = {name: {each: row for each, row in runs[name].items() if judged.of(row) is not None} for name in runs}
+    known = {name: rows[name] for name in names if rows.get(name)}
+    common = set[int]().union(*known.values()).intersection(*known.values())
+    values = {name: judged.values([ours[each] for each in common or ours]) for name, ours in known.items()}
+    means = {name: statistics.fmean(each) for name, each in values.items()}
+    return sorted(means, key=lambda name: means[name], reverse=judged.metric.higher)[:2]
 
 
 def in_words(verdicts: Sequence[dict[str, Any]]) -> list[str]:
@@ -314,7 +318,8 @@ def _metric_words(
 ) -> str:
     if difference is None:
         return ""
-    mine, other = (spread(judged.values(list(rows.values())), judged.digits) for rows in (ours, theirs))
+    pairs = _pairs(ours, theirs, judged.of)  # of which the difference is the mean
+    mine, other = (spread(values, judged.digits) for values in zip(*pairs, strict=True))
     text = f"{judged.words} {mine} against {other}: "
     if difference.low is None:
         return text + f"one {unit(ours.values())} is too few to compare {judged.words}"
@@ -360,7 +365,7 @@ def values_of(rows: Sequence[Metrics], key: str) -> list[float]:
 
 
 DIVERGED = 1.1
-"""A run diverged if its last losses exceed this multiple of the first; smaller rises may be noise of the batches."""
+"""A run diverged if its last losses exceed this multiple of the first, and the noise of single batches."""
 PAIRED_BY = ("SEED", "DATA.FOLD")
 PLACES = ("SAVE", "TAG", "DATA.CACHE")
 """Settings that do not make another contender of a run, beside those of one start."""
@@ -373,8 +378,15 @@ VALIDATION = (
     "DATA.COLUMNS",
     "DATA.EXCLUDE",
 )
+HIDDEN = ("MODEL.MASK_RATIO", "MODEL.PATCH_SIZE", "DATA.IMAGE_SIZE")
+"""They choose the patches that a run without labels hides, and is validated on."""
 MOST_NAMED = 3
 """Contenders that differ in more settings are called by a run's folder."""
+
+
+def validation_keys(config: Config) -> tuple[str, ...]:
+    """Settings that may choose what a run is validated on."""
+    return VALIDATION + HIDDEN * (config.task == NO_LABELS)
 
 
 def is_finished(folder: Path) -> bool:
@@ -403,6 +415,7 @@ def metrics_of(folder: Path) -> Metrics:
         batch = saved["per_process"] * saved["accumulated"] * saved["processes"]
     return {
         "precision": about["choices"]["precision"],
+        "global_batch": batch,
         "images_per_second": speed,
         "images_per_second_quartiles": statistics.quantiles(speeds, n=4)[::2] if len(speeds) > 3 else None,
         "seconds_per_update": batch / speed if speed else None,
@@ -411,7 +424,7 @@ def metrics_of(folder: Path) -> Metrics:
         "peak_memory_gb": history.peak_memory_gb,
         "updates": max((line["update"] for line in history.lines), default=0),
         "skipped": history.skipped,
-        "diverged": _diverged(history.of("train")),
+        "diverged": _diverged([line["loss"] for line in history.of("train")]),
         **{
             f"last_{which.prefix}{metric.name}": value
             for metric in history.metrics
@@ -428,15 +441,14 @@ def metrics_of(folder: Path) -> Metrics:
     }
 
 
-def _diverged(train: list[Line]) -> bool:
-    """Whether the loss ended as NaN, or clearly above its start."""
-    if not train:
-        return False
-    first, last = train[0]["loss"], [line["loss"] for line in train[-3:]]
-    if last[-1] is None:
+def _diverged(losses: Sequence[float | None]) -> bool:
+    """Whether the loss ended as NaN, or above its start by more than losses of single updates vary."""
+    if losses and losses[-1] is None:
         return True
-    known = [loss for loss in last if loss is not None]
-    return first is not None and statistics.fmean(known) > DIVERGED * first
+    logs = [math.log(loss) for loss in losses if loss is not None and loss > 0] or [0.0]
+    # How far each is from the middle of its neighbours: a trend is no noise.
+    noise = [abs(one - (before + after) / 2) for before, one, after in zip(logs, logs[1:], logs[2:], strict=False)]
+    return statistics.fmean(logs[-3:]) - logs[0] > max(math.log(DIVERGED), 3 * statistics.fmean(noise or [0.0]))
 
 
 class Finished(NamedTuple):
@@ -481,10 +493,11 @@ def contenders_of(folders: Sequence[Path]) -> Contenders | str:
     """Finished runs by their settings, seeds and folds aside; or why they cannot be compared."""
     try:
         runs = [Finished(each, config_of_run(each), metrics_of(each)) for each in folders if is_finished(each)]
+        if len(runs) < 2:
+            return "fewer than two of these runs are finished."
+        judged = judged_by(None, None, [run.config for run in runs])
     except UserError as error:
         return str(error)
-    if len(runs) < 2:
-        return "fewer than two of these runs are finished."
     names = _names(runs)
     if len(set(names)) == 1:
         return "these runs have the same settings but for the seed or fold."
@@ -497,7 +510,6 @@ def contenders_of(folders: Sequence[Path]) -> Contenders | str:
         other = of.setdefault((name, number_of(rows[-1])), run.folder)
         if other is not run.folder:
             return f"{other} and {run.folder} have the same settings, and the same {unit(rows[-1:])}."
-    judged = judged_by(None, None, [run.config for run in runs])
     return Contenders(by_name(rows), list(dict.fromkeys(names)), judged, {of[key]: key[0] for key in of})
 
 
@@ -505,6 +517,9 @@ def _names(runs: Sequence[Finished]) -> list[str]:
     """The settings in which each run differs from others, without seed and fold; runs with equal names are paired."""
     keys = [key for key in settings() if key not in (*OF_ONE_START, *PAIRED_BY, *PLACES)]
     texts = {key: [one_line(value_of(run.config, key)) for run in runs] for key in keys}
+    # The batch is per process, so the same settings on more processes train otherwise.
+    own = [run.config.DATA.BATCH_SIZE * run.config.TRAIN.ACCUM_ITER for run in runs]
+    texts["processes"] = [str(run.metrics["global_batch"] // size) for run, size in zip(runs, own, strict=True)]
     varied = [key for key, of_runs in texts.items() if len(set(of_runs)) > 1]
     contenders = list(zip(*(texts[key] for key in varied), strict=True)) or [()] * len(runs)
     if varied and all(key.startswith("AMP.") for key in varied):
@@ -520,17 +535,16 @@ def _names(runs: Sequence[Finished]) -> list[str]:
 
 
 def _not_comparable(runs: Sequence[Finished]) -> str:
-    kinds = {run.config.task for run in runs}
-    if len(kinds) > 1:
-        return "the metrics of one and of several labels per image differ."
     if len({run.config.DATA.fold and run.config.DATA.fold.folds for run in runs}) > 1:
         return "they are on different numbers of folds (DATA.FOLD), and so on different images."
-    different = [key for key in VALIDATION if len({one_line(value_of(run.config, key)) for run in runs}) > 1]
+    keys = validation_keys(runs[0].config)
+    different = [key for key in keys if len({one_line(value_of(run.config, key)) for run in runs}) > 1]
     by_fold: dict[object, set[object]] = {}
     for run in runs:
         by_fold.setdefault(run.config.DATA.FOLD, set()).add(run.metrics["validation_images"])
     if different or any(len(images) > 1 for images in by_fold.values()):
-        return f"the runs may validate on different images ({', '.join(different) or 'their number differs'})."
+        what = "patches" if {*different} & {*HIDDEN} else "images"
+        return f"the runs may validate on different {what} ({', '.join(different) or 'their number differs'})."
     return ""
 
 

@@ -13,6 +13,8 @@ from vitamp.files import kind_of_path, try_to_write
 
 written: list[Path] = []
 """Files and folders that are complete"""
+if_interrupted: list[str] = []
+"""What a tool that can go on says then, in place of what is written"""
 
 
 def check_output_file(path: Path, flag: str, fresh: bool = False, what: str = "file") -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from engine.amp.low_precision import hardware_has_fp8
-from engine.amp.precision import check_amp, check_precision, choose
+from engine.amp.precision import check_amp, check_precision, choose, dtype_name
 from utils.config import AmpConfig, Config
 from utils.errors import UserError, nearest
 from utils.precisions import AMP_WORDS, PRECISIONS, amp_settings_of
@@ -67,12 +67,13 @@ def mode_of(word: str, amp: AmpConfig, device: torch.device) -> Mode | None:
         return None
     if not settings["ENABLED"]:
         return REFERENCE
-    level = settings.get("LEVEL", "O1")
-    chosen = choose(amp.model_copy(update={"ENABLED": True, "DTYPE": "auto", "LEVEL": level}), device).dtype
+    amp = amp.model_copy(update=settings)  # which may leave the level or the dtype as it is
+    check_amp(amp, None)  # no level but O1 has fp8
+    chosen = choose(amp, device).dtype
     if chosen is torch.float32:  # a CPU without 16-bit arithmetic
         return REFERENCE
-    dtype = {torch.float16: "fp16", torch.bfloat16: "bf16"}[chosen]
-    return BY_NAME[(dtype if level == "O1" else f"{level}-{dtype}").casefold()]
+    dtype = "fp8" if amp.DTYPE == "fp8" else dtype_name(chosen)
+    return BY_NAME[(dtype if amp.LEVEL == "O1" else f"{amp.LEVEL}-{dtype}").casefold()]
 
 
 def modes_named(text: str, config: Config, device: torch.device) -> list[tuple[str, Mode]]:

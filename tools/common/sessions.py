@@ -20,7 +20,7 @@ import torch
 
 from datasets import Window
 from engine.amp.op_lists import OpLists
-from engine.compile.choice import Compiling
+from engine.compile.compiled import Compiling
 from engine.machine.device import Run, pick_device, set_up_device, synchronize
 from engine.machine.memory import is_out_of_memory, peak_memory_gb
 from engine.setup import ReadyToTrain, build_for_training, sharding_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -188,9 +189,10 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
     log.info("%s: uniform average of %s of %d checkpoints:", out, which.words, len(sources))
     for folder in folders:
         log.info("  %s", folder)
-    log.info(
-        "The accuracy of the average is unknown; validate it with `%s %s`.", started_as("scripts/evaluate.py"), out
-    )
+    way = f"validate it with `{started_as('scripts/evaluate.py')} {out}`"
+    if settings_of(sources[-1]).get("MODEL.MAE_PRETRAIN"):
+        way = f"fine-tune it with -pretrained {out}"
+    log.info("The accuracy of the average is unknown; %s.", way)
     return EXIT_DONE
 
 
@@ -234,7 +236,8 @@ def needed_by_tools(chosen: Chosen) -> dict[str, Any]:
     if public.get("SAVE_BEST_BY") not in METRICS.keys() - {KNN.name}:  # a metric of own code, or of TRAIN.KNN
         public.pop("SAVE_BEST_BY", None)
     if settings.get("USE"):
-        public |= {"USE": [one if OWN_SETTING.fullmatch(one) else Path(one).name for one in settings["USE"]]}
+        words = (one if OWN_SETTING.fullmatch(one) else Path(one).name for one in settings["USE"])
+        public["USE"] = [one for one in words if not re.search(r"[\s=,\[('\"][~/]", one)]  # as in Net.root=/home/me
     dataset = str(public.get(DATASET))
     if dataset.startswith(HUB_PREFIX) and hub.is_path(dataset.removeprefix(HUB_PREFIX)):
         public[DATASET] = HUB_PREFIX  # without the key, the default would name another data set

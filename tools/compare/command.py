@@ -50,9 +50,9 @@ from tools.common.comparison import (
     values_of,
     variation,
 )
-from tools.common.output_file import results_folder
+from tools.common.output_file import if_interrupted, results_folder
 from tools.common.tables import in_columns, non_defaults
-from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, UserError
+from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.flags import Flag, whole
 from utils.log import log
 from utils.program import typed
@@ -76,7 +76,7 @@ OWN = (
         "weights",
         f"weights that are judged: plain ({PLAIN.name}), or the {AVERAGE.label} of runs that have one",
         f"{PLAIN.name}|{AVERAGE.name}",
-        default_text=f"{PLAIN.name}; {AVERAGE.name} if {AVERAGE.setting} varies",
+        default_text=f"{PLAIN.name}; {AVERAGE.name} if {AVERAGE.setting}* varies",
         choices=(PLAIN.name, AVERAGE.name),
     ),
     Flag("budget_min", "start no run that would end after so many minutes", "N", kind=above_zero),
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> int:
     line = TOOL.read(argv)
     out = results_folder(line.asked.output)
 
-    from tools.compare.runs import Terminated, make_plan, train_all
+    from tools.compare.runs import make_plan, train_all
 
     plan = make_plan(line, out)
     for remark in plan.remarks:
@@ -100,12 +100,9 @@ def main(argv: list[str]) -> int:
     if plan.folds is not None:
         rounds = f"each on {plan.folds} folds, with seed {plan.seeds[0]}"
     log.info("%s: %s, %s; in %s", counted(len(plan.runs), "run"), names, rounds, out)
-    try:
-        trained = train_all(plan, lambda so_far: write(plan, so_far, out))
-        report(write(plan, trained, out), out)
-    except (KeyboardInterrupt, Terminated) as error:
-        log.warning("interrupted; finished runs are in %s, and the same command resumes", out)
-        return EXIT_STOPPED if isinstance(error, Terminated) else EXIT_INTERRUPTED
+    if_interrupted.append(f"finished runs are in {out}, and the same command resumes")
+    trained = train_all(plan, lambda so_far: write(plan, so_far, out))
+    report(write(plan, trained, out), out)
     return EXIT_FAILED if trained.failed else EXIT_DONE
 
 
@@ -162,18 +159,6 @@ def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compar
 
 def report(about: dict[str, Any], out: Path) -> None:
     """Print the table and the verdict, and write report.html."""
-    page = None
-    if about["runs"]:
-        from tools.common.report_page.page import write_report
-
-        rows = sorted(about["runs"], key=lambda row: (about["compared"].index(row["mode"]), number_of(row)))
-        folders, verdict = [out / row["folder"] for row in rows], "\n".join(sentences(about))
-        try:
-            of = {out / row["folder"]: row["mode"] for row in rows}
-            contenders = Contenders(by_name(rows), about["compared"], judged_of(about), of)
-            page = write_report(folders, out / "report.html", verdict=verdict, contenders=contenders)
-        except UserError as error:  # not fatal: the verdict still appears
-            log.warning("%s", error)
     what = "settings" if "varied" in about else "mode"
     print("\n".join(["", *in_columns(table(by_name(about["runs"]), about["compared"], judged_of(about), what)), ""]))
     for note in notes(about):
@@ -185,8 +170,18 @@ def report(about: dict[str, Any], out: Path) -> None:
         )
     if "unwritten" not in about:
         log.info("all metrics: %s", out / "compare.json")
-    if page is not None:
-        log.info("report: %s", page)
+    if about["runs"]:
+        from tools.common.report_page.page import write_report
+
+        rows = sorted(about["runs"], key=lambda row: (about["compared"].index(row["mode"]), number_of(row)))
+        folders, verdict = [out / row["folder"] for row in rows], "\n".join(sentences(about))
+        try:
+            of = {out / row["folder"]: row["mode"] for row in rows}
+            contenders = Contenders(by_name(rows), about["compared"], judged_of(about), of)
+            page = write_report(folders, out / "report.html", verdict=verdict, contenders=contenders)
+            log.info("report: %s", page)
+        except UserError as error:  # not fatal
+            log.warning("%s", error)
 
 
 def table(runs: ByName, names: Sequence[str], judged: Judged, what: str = "mode") -> list[list[str]]:
@@ -253,9 +248,8 @@ def notes(about: dict[str, Any]) -> list[str]:
     ]
     if about["device"].startswith("cpu"):
         lines.append("memory: peak of the whole process, libraries and data included, because there is no GPU")
-    noise = max((variation(of_one.values()) for of_one in by_name(rows).values()), default=1.0)
-    if rounds > 1:
-        lines.append(f"noise: the speed of runs of the same mode varied by up to {100 * (noise - 1):.0f} %")
+    if noises := [variation(of_one.values()) for of_one in by_name(rows).values() if len(of_one) > 1]:
+        lines.append(f"noise: the speed of runs of the same mode varied by up to {100 * (max(noises) - 1):.0f} %")
     if 1 < rounds < 5:
         lines.append(f"{rounds} {by}s are few: only large differences in {judged.words} show")
     if any(row["start_up_counted"] for row in rows):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import re
 import shutil
@@ -22,14 +23,14 @@ from tqdm import tqdm
 
 from engine.measure.meters import clock
 from tools.common.command_line import ToolLine, check_one_training
-from tools.common.comparison import VALIDATION, Judged, fraction_done, is_finished, judged_by, metrics_of
+from tools.common.comparison import Judged, fraction_done, is_finished, judged_by, metrics_of, validation_keys
 from tools.common.turns import Budget, alternating_order, progress_bar
 from utils.cli import command_line
 from utils.config import Config, Loaded, differences, load_config, to_yaml
 from utils.config.keys import settings, values_by_key
 from utils.config.kinds import AUTO, Fold, one_line
 from utils.config.words import suggest
-from utils.errors import UserError, nearest
+from utils.errors import EXIT_STOPPED, UserError, nearest
 from utils.flags import BY_NAME
 from utils.log import log
 from utils.program import ROOT, as_child, started_as
@@ -69,8 +70,6 @@ NOT_VARIED = SET_PER_RUN | {
     "MODEL.RESUME": "every run starts anew",
 }
 """Settings that -vary refuses -> why, or what to give instead."""
-DATA = (*VALIDATION, "DATA.PART", "cfg")
-"""What may choose other validation images."""
 MAY_DIFFER = ("OUTPUT", "SAVE", "MODEL.RESUME")
 """Settings that may change when a run is resumed."""
 
@@ -194,6 +193,16 @@ class Run:
         """The file given to the run by -cfg."""
         return self.folder.with_name(f"{self.folder.name}.yaml")
 
+    @property
+    def title(self) -> str:
+        """The first line of that file, with a hash of lists of images, whose lines may change under the same name."""
+        from datasets.exclude import read_rows, text_of
+
+        data = self.config.DATA  # of a table that is written again, scores and order may change by themselves
+        rows = data.RELABEL and sorted((name, *row[1:]) for name, row in read_rows(data)[0].items())
+        lists = hashlib.sha256(repr((text_of(data), rows)).encode()).hexdigest()
+        return f"# {self.name}; made by vitamp, lists {lists}"
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -282,8 +291,9 @@ def make_plan(line: ToolLine, out: Path) -> Plan:
             modes, remarks, name = process.submit(_query, *query).result()
     else:
         modes, remarks, name = _query(*query)
-    if any(key in DATA for axis, values in axes.items() for key in (axis, *values[0].keys)):
-        remarks.append("what varies may choose other validation images: then the metrics cannot be compared")
+    validation = (*validation_keys(base.config), "DATA.PART", "cfg")
+    if any(key in validation for axis, values in axes.items() for key in (axis, *values[0].keys)):
+        remarks.append("what varies may change what is validated on: then the metrics cannot be compared")
     varied = tuple(axes)
     if modes:
         given = {mode.name: {f"AMP.{key}": (each, "-modes") for key, each in mode.settings.items()} for mode in modes}
@@ -347,6 +357,9 @@ def check_runs(runs: Sequence[Run], again: bool = False) -> None:
         if run.settings_file.exists():
             before = load_config(str(run.settings_file)).config
             changed = [text for text in differences(before, run.config) if text.partition(":")[0] not in MAY_DIFFER]
+            title = run.settings_file.read_text(encoding="utf-8").partition("\n")[0]
+            if ", lists " in title and title.split()[-1] != run.title.split()[-1]:  # earlier versions noted none
+                changed.append("DATA.EXCLUDE or DATA.RELABEL: other lines")
             if changed:
                 raise UserError(
                     f"{run.folder}: was trained with other settings: {'; '.join(changed)}. "
@@ -359,8 +372,10 @@ def check_runs(runs: Sequence[Run], again: bool = False) -> None:
 POLL_SECONDS = 0.5
 
 
-class Terminated(Exception):
+class Terminated(KeyboardInterrupt):
     """SIGTERM was received; the run in progress saves and exits."""
+
+    exit_code = EXIT_STOPPED
 
 
 def start(command: list[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
@@ -437,7 +452,7 @@ def train_run(run: Run, show: Callable[[float], None], *words: str, many: bool =
     """
     if not run.settings_file.exists():  # a later call compares its settings with it
         run.settings_file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(run.settings_file, redacted(f"# {run.name}; made by vitamp\n{to_yaml(run.config)}"))
+        write_atomically(run.settings_file, redacted(f"{run.title}\n{to_yaml(run.config)}"))
     script = "main_multi_gpu.py" if many else "main_single_gpu.py"
     # No file has the password of a URL, so each start gets the URL as a user gives it.
     texts = [f"{key}={one_line(value)}" for key, value in values_by_key(run.config).items()]
@@ -453,8 +468,8 @@ def train_run(run: Run, show: Callable[[float], None], *words: str, many: bool =
                     break
                 except subprocess.TimeoutExpired:
                     show(fraction_done(run.folder, train.NUM_EPOCHS, train.MAX_UPDATES))
-        except (KeyboardInterrupt, Terminated) as error:
-            _forward(process, signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
+        except KeyboardInterrupt as error:
+            _forward(process, signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
             raise
         if not code:
             return None
@@ -472,7 +487,7 @@ def _forward(process: subprocess.Popen[bytes], number: int) -> None:
         try:
             process.wait()
             return
-        except (KeyboardInterrupt, Terminated):
+        except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)
 
 

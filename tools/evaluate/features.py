@@ -45,10 +45,10 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
         check_pool(model, asked.pool)
     named = {*given.flags, *given.words}
     if config.measures_knn and not named & {"DATA.DATASET", "DATA.DATA_PATH"} and not has_labels(config.DATA):
-        data = labelled_data(config)
+        data = labelled_data(config).model_copy(update={"PART": config.DATA.PART})
         notes = [f"The run's images have no labels: those of TRAIN.KNN are taken, {source_of(data)}"]
     else:
-        data, notes = data_for_evaluation(config, trained.chosen if trained.chosen.meta else None, named)
+        data, notes = data_for_evaluation(config, trained.chosen if trained.chosen.meta else None, named, True)
     if asked.probe and named & {"TRAIN.CLASS_WEIGHTS", "DATA.SAMPLER"}:
         notes.append(UNWEIGHTED)
     count, flag = (COUNT, "-probe") if asked.probe else (asked.knn, "-knn")

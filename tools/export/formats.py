@@ -42,6 +42,7 @@ from utils.text import counted
 from vitamp.files import replacing
 from vitamp.metrics import ONE_LABEL
 from vitamp.pooling import pool_by
+from vitamp.registry import own_named
 from vitamp.weights import EXPORTED, MADE_BY, encoded
 
 TOLERANCES = {"fp32": 2e-5, "fp16": 1e-2, "bf16": 5e-2}
@@ -247,14 +248,14 @@ class Export:
         """
         trained, config, data = self.trained, self.trained.config, self.trained.config.DATA
         crop_mode, crop_pct = crop_of(data)
-        chosen = trained.chosen
+        chosen, by_timm = trained.chosen, own_named("model", self.timm_name) is None
         about = {
             "made_by": MADE_BY,
             "model": config.MODEL.NAME,
             "checkpoint": chosen.place.name,
             "weights": chosen.which.name,
-            "timm_name": self.timm_name,
-            "timm_arguments": self.timm_arguments,
+            "timm_name": self.timm_name if by_timm else None,
+            "timm_arguments": self.timm_arguments if by_timm else None,
             "classes": chosen.classes,
             "num_classes": config.MODEL.NUM_CLASSES,
             "input": "pixels" if self.with_preprocess else "normalised",

@@ -16,11 +16,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from tools.common.command_line import Tool, ToolLine, tool
+from tools.common.output_file import if_interrupted
 from utils.config import Loaded
 from utils.config.kinds import one_line
-from utils.errors import EXIT_DONE, EXIT_INTERRUPTED, UserError
+from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional, whole
-from utils.log import log
 
 OWN = (
     Flag(
@@ -61,12 +61,8 @@ def main(argv: list[str]) -> int:
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from tools.pack_images.run import pack
 
-    try:
-        config, folder = loaded.config, Path(places[1]).expanduser()
-        pack(config.DATA, folder, _settings(line, loaded), line.asked.num_workers)
-    except KeyboardInterrupt:
-        log.warning("interrupted; finished tar files stay, and the same command resumes")
-        return EXIT_INTERRUPTED
+    if_interrupted.append("finished tar files stay, and the same command resumes")
+    pack(loaded.config.DATA, Path(places[1]).expanduser(), _settings(line, loaded), line.asked.num_workers)
     return EXIT_DONE
 
 
@@ -83,8 +79,9 @@ def _settings(line: ToolLine, loaded: Loaded) -> dict[str, int | str | bool]:
         raise UserError(f"-{given[0]} has no effect with -{kind}; leave it out.")
     names = [name for name in ("short_side", "quality", "shard_images") if name not in useless]
     settings: dict[str, int | str | bool] = {"kind": kind, **{name: getattr(asked, name) for name in names}}
-    if kind != "keep":
+    keys = ("DATA.EXIF_ROTATE", "DATA.BACKGROUND")
+    if kind != "keep" or any(loaded.sources[key] == "packing" for key in keys):  # SRC is packed with them
         settings["background"] = one_line(background_of(data) if data.BACKGROUND == "mean" else data.BACKGROUND)
-    elif odd := [key for key in ("DATA.EXIF_ROTATE", "DATA.BACKGROUND") if not loaded.is_default(key)]:
+    elif odd := [key for key in keys if not loaded.is_default(key)]:
         raise UserError(f"{odd[0]} has no effect with -keep. Leave it out here, and set it when training.")
     return {**settings, "channels": data.IMAGE_CHANNELS, "upright": data.EXIF_ROTATE}

@@ -39,7 +39,7 @@ from utils.log import log
 from utils.machine.cpus import cores
 from utils.program import die_with_parent
 from utils.seeding import key
-from utils.text import counted
+from utils.text import counted, some_of
 from vitamp.files import parse_json, replacing, write_atomically
 
 
@@ -177,17 +177,14 @@ def pack(data: DataConfig, folder: Path, settings: dict[str, Any], jobs: int | N
         folder.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(timeout=3)  # seconds, in which processes of a killed run exit
+        except Timeout:
+            raise UserError(f"DST {folder}: another process packs into it. Wait, or name another folder.") from None
         except (NotImplementedError, OSError) as error:
-            if isinstance(error, Timeout):  # it is an OSError
-                raise
             log.warning("%s cannot be locked (%s): let no second process pack into it.", folder, error)
         (folder / RECORDS).mkdir(exist_ok=True)
-        content = json.dumps({"made_by": MADE_BY, **about}, indent=1)
-        write_atomically(folder / RECORDS / SETTINGS, content.encode())
+        write_atomically(folder / RECORDS / SETTINGS, json.dumps({"made_by": MADE_BY, **about}, indent=1))
         for name in splits:
             (folder / name).mkdir(exist_ok=True)
-    except Timeout:
-        raise UserError(f"DST {folder}: another process packs into it. Wait for it, or name another folder.") from None
     except OSError as error:
         raise UserError(f"DST {folder} cannot be written: {error}.") from None
     limit = allowed(data.MAX_BAD, sum(map(len, splits.values())))
@@ -269,6 +266,8 @@ def _is_done(folder: Path, about: dict[str, Any], data: DataConfig) -> bool:
         raise UserError(f"DST {folder} has a data set packed {how}. Name another folder.")
     if finished:
         ShardSet(Folder(folder), data)  # raises UserError if a tar file is missing or has another size
+        if left_out := before.get("left_out"):
+            log.warning("%s lacks %s; pack repaired images into another folder.", folder, some_of(left_out))
     else:
         log.info("%s: packing resumes; finished tar files are verified and kept.", folder)
     return finished

@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from tools.common import command_line
-from tools.common.output_file import writing
-from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError
+from tools.common.output_file import if_interrupted, writing
+from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.flags import BY_NAME, Flag, Positional, whole
 from utils.log import log
 from vitamp.files import replacing
@@ -98,6 +98,7 @@ def main(argv: list[str]) -> int:
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from datasets.given import open_given
+    from engine.evaluation.data import check_split
     from engine.trained.model import load_trained, name_of, split_of_run
     from tools.predict.images import FORMS, Chosen, find_images, predict_images, write_features
 
@@ -112,6 +113,7 @@ def main(argv: list[str]) -> int:
         dataset = open_given(paths, trained.config.DATA)
     else:
         try:
+            check_split(trained.config, trained.chosen, asked.part)
             dataset = split_of_run(trained, asked.part)
         except UserError as error:
             way = "predict.py cannot change where the run's data is: name the images instead."
@@ -137,15 +139,11 @@ def main(argv: list[str]) -> int:
             unreadable.extend(filter(None, [reason]))
             yield path, guesses, reason
 
+    if asked.out is None:
+        if_interrupted.append("the rows written so far are valid")
     with _opened(asked.out) as stream:
-        try:
-            form(stream, rows(), trained.names(), choose.most, paths)
-            stream.flush()
-        except KeyboardInterrupt:
-            if asked.out is not None:
-                raise
-            log.warning("interrupted")  # the rows written so far are valid
-            return EXIT_INTERRUPTED
+        form(stream, rows(), trained.names(), choose.most, paths)
+        stream.flush()
     return EXIT_FAILED if unreadable else EXIT_DONE
 
 

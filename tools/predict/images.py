@@ -130,7 +130,7 @@ class Chosen:
         self._limits = torch.tensor(limits, dtype=torch.float64)
 
     def __call__(self, logits: Tensor) -> list[list[Guess] | None]:
-        """Of each image, the most probable class first; None where logits are NaN or infinite."""
+        """Of each image, the most probable class first; None where the highest logit is NaN or infinite."""
         if self._limits is None:
             labels = guesses(logits, self.most)
             found = [*zip(labels.cpu(), torch.softmax(logits, dim=-1).gather(-1, labels).cpu(), strict=True)]
@@ -142,7 +142,7 @@ class Chosen:
                 found.append((order, row[order]))
         pairs = (zip(labels.tolist(), values.tolist(), strict=True) for labels, values in found)
         rows = [[Guess(label, self._trained.name_of(label), value) for label, value in row] for row in pairs]
-        return [row if finite else None for row, finite in zip(rows, (~logits.isnan().any(1)).tolist(), strict=True)]
+        return [row if finite else None for row, finite in zip(rows, logits.amax(1).isfinite().tolist(), strict=True)]
 
 
 NO_IMAGES = f"no images found (files ending in {' '.join(ENDINGS)})"

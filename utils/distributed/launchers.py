@@ -59,7 +59,7 @@ def read_world(given: Mapping[str, Any] | None = None, env: Mapping[str, str] = 
         local = int(env.get("LOCAL_RANK", "0")), int(env.get("LOCAL_WORLD_SIZE", "1"))
         return World(rank, by_name["world_size"], *local, BY_HAND, (host, port))
     if world is None:
-        if given:
+        if given and env.get("WORLD_SIZE") != "1":  # a script may give host and port to any number of machines
             raise UserError(f"Without a launcher, {needed}.")
         return None
     job = None  # a name that no other job has

@@ -120,22 +120,27 @@ def test_more_broken_images_than_max_bad_end_the_run(
     assert {line.split("  # ")[0] for line in (tmp_path / "broken.txt").read_text().splitlines()} == names
 
 
-def test_broken_list_keeps_lines_of_an_earlier_start(
-    listed: Path, training: Loaders, tmp_path: Path, said: pytest.LogCaptureFixture
+@pytest.mark.parametrize("read", [None, "exclude.txt", "broken.txt"])
+def test_broken_list_keeps_lines_of_other_lists(
+    listed: Path, training: Loaders, tmp_path: Path, said: pytest.LogCaptureFixture, read: str | None
 ) -> None:
+    """Those of an earlier start, and of the list that the run reads, which stays as it is."""
     (tmp_path / "broken.txt").write_text("train/3.png  # long ago\n")
+    (tmp_path / "exclude.txt").write_text("train/1.png\n")
     image(listed, 3).write_bytes(b"x")
     image(listed, 6).unlink()
-    loader = training()
+    loader = training(batch=1, EXCLUDE=read and str(tmp_path / read))
     epoch(loader)
-    for folder in (tmp_path / "gone", tmp_path / "gone", tmp_path):
+    for folder in (tmp_path / "gone", tmp_path / "gone", tmp_path, tmp_path):
         broken_of(loader).folder = folder
         broken_of(loader).share(World())
     assert said.text.count("gone/broken.txt cannot be written (No such file or directory)") == 1
-    assert (tmp_path / "broken.txt").read_text().splitlines() == [
-        "train/3.png  # long ago",
-        "train/6.png  # it does not exist",
-    ]
+    file, why = tmp_path / "broken.txt", "not an image in a known format"
+    if read == "broken.txt":
+        file, why = tmp_path / "broken-2.txt", "long ago"
+    lines = ["train/1.png"] * (read == "exclude.txt") + [f"train/3.png  # {why}", "train/6.png  # it does not exist"]
+    assert file.read_text().splitlines() == lines
+    assert read is None or "6.png" not in (tmp_path / read).read_text()
 
 
 class Flaky(Samples):
@@ -158,7 +163,7 @@ class Flaky(Samples):
         return self.good.name(index)
 
 
-def made_flaky(loader: TrainLoader | ValLoader, failures: dict[int, int], error: Exception | bytes) -> Flaky:
+def made_flaky(loader: TrainLoader, failures: dict[int, int], error: Exception | bytes) -> Flaky:
     images = loader._fetch.dataset
     assert isinstance(images, Images)
     images.samples = Flaky(images.samples, failures, error)
@@ -214,6 +219,7 @@ def test_validation_raises_instead_of_replacing_broken_images(listed: Path, spoi
     loader.close()
     text = str(caught.value)
     assert f"{listed / 'val' / '5.png'} (" in text
+    assert "After storage errors, when the storage is back, repeat the command" in text
     assert "DATA.EXCLUDE" in text
     assert "check_data.py" in text
     assert "\n" not in text
@@ -243,18 +249,6 @@ def test_storage_failures_end_training_whatever_max_bad_is(failing: Loaders, max
     assert "Input/output error" in text
     assert "when the storage is back" in text.casefold()
     assert "-resume" in text
-
-
-def test_validation_error_after_storage_failure_does_not_blame_the_file(
-    listed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("datasets.damage.PAUSES", ())
-    loader = ValLoader(open_dataset(settings(DATA_PATH=str(listed)), False, 3, 5, CPU), 4, 0, 1, 0, CPU)
-    made_flaky(loader, {2: 99}, EIO)
-    assert sum(int((batch.indices >= 0).sum()) for batch in loader) == 6
-    assert loader.broken is not None
-    with pytest.raises(TrainingError, match=r"Input/output error.*when the storage is back, repeat the command"):
-        loader.broken.raise_together(ALONE)
 
 
 def test_storage_failures_are_comments_in_the_broken_list(failing: Loaders, listed: Path, tmp_path: Path) -> None:
@@ -293,6 +287,6 @@ def test_fractions_of_images_are_rounded_up_but_not_their_noise() -> None:
 
 
 def test_without_a_folder_no_list_is_named() -> None:
-    broken = BrokenImages(limit=0)
+    broken = BrokenImages(settings(MAX_BAD=0), 1)
     with pytest.raises(TrainingError, match=r"list them in DATA\.EXCLUDE \(scripts/check_data\.py -fix FILE does\)"):
         broken.add([Broken(0, "a.jpg", "damaged", "a.jpg  # damaged")])

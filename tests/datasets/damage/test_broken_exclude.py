@@ -13,6 +13,8 @@ from datasets.base import Samples
 from datasets.exclude import Remaining, line_of, warn_unmatched
 from tests.datasets.layouts import lay_out
 from tests.datasets.opened import CPU, part, settings
+from tools.check_labels.search import Suspect, open_images, rows_of
+from utils.config import Config
 from utils.errors import UserError
 
 
@@ -56,15 +58,25 @@ def test_exclude_accepts_bom_and_hash_in_names(names, listed: Path) -> None:
     assert len(names("train/c")[0]) == 12
 
 
+@pytest.mark.parametrize("relative", [False, True])
 @pytest.mark.parametrize("name", ["./images/train/0.png", "images/train/0.png", "#memes/0.png"])
-def test_written_lines_exclude_a_missing_image(tmp_path: Path, name: str) -> None:
-    data = settings(**lay_out("csv", tmp_path, {"train": [("0.png", "a"), ("1.png", "a")], "val": [("0.png", "a")]}))
-    table = tmp_path / "train.csv"
+def test_written_lines_exclude_a_missing_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, relative: bool
+) -> None:
+    """A relative DATA_PATH is also the name of a folder in it."""
+    monkeypatch.chdir(tmp_path)
+    root, images = Path("images") if relative else tmp_path / "images", [("0.png", "a"), ("1.png", "a")]
+    data, table = settings(**lay_out("csv", root, {"train": images, "val": images})), root / "train.csv"
     table.write_text(table.read_text().replace("images/train/0.png", name))
-    (tmp_path / "images/train/0.png").unlink()
-    (tmp_path / "exclude.txt").write_text(line_of(f"{tmp_path}/{name}", "missing", data) + "\n")
-    found = part(data.model_copy(update={"EXCLUDE": str(tmp_path / "exclude.txt")}))
-    assert [found.name(0), len(found)] == [f"{tmp_path}/images/train/1.png", 1]
+    (root / "images/train/0.png").unlink()
+    (tmp_path / "exclude.txt").write_text(line_of(f"{root}/{name}", "missing", data) + "\n")
+    data = data.model_copy(update={"EXCLUDE": str(tmp_path / "exclude.txt")})
+    found = part(data)
+    assert [found.name(0), len(found)] == [f"{root}/images/train/1.png", 1]
+    rows = rows_of(open_images(Config(DATA=data), "train"), [Suspect(0, "a", "a", 1, 0, 0)], "keep")
+    (tmp_path / "list.csv").write_text(rows)
+    found = part(data.model_copy(update={"RELABEL": str(tmp_path / "list.csv")}))
+    assert vars(found)["unmatched"] == {}
 
 
 def test_exclude_matches_absolute_lines_with_a_relative_data_path(

@@ -7,19 +7,19 @@ from collections import Counter
 import numpy as np
 import torch
 
-from datasets import Batch, EpochOrder
+from datasets import EpochOrder
 from datasets.loading.order import BalancedOrder
 from engine.setup import training_data
 from tests.datasets.opened import CPU
-from utils.config import Config, load_config
-from utils.distributed.world import ALONE, World
+from utils.config import load_config
+from utils.distributed.world import ALONE
 
 SIZES = (700, 200, 70, 25, 5)
 LABELS = np.random.default_rng(0).permutation(np.repeat(np.arange(5) * 2, SIZES))  # the odd labels have no images
 
 
-def order_of(labels: np.ndarray, rank: int = 0, world: int = 1, batch: int = 8, repeated: int = 1) -> EpochOrder:
-    return EpochOrder(len(labels), batch, 4 // world, rank, world, 3, False, repeated, BalancedOrder(labels))
+def order_of(labels: np.ndarray, repeated: int = 1) -> EpochOrder:
+    return EpochOrder(len(labels), 8, 4, 0, 1, 3, False, repeated, BalancedOrder(labels))
 
 
 def test_every_class_is_equally_frequent_in_an_epoch() -> None:
@@ -46,26 +46,16 @@ def test_repeated_augmentation_repeats_drawn_samples() -> None:
     assert len(set(repeated.tolist())) == len(repeated)
 
 
-def digits(**words: object) -> Config:
-    given = {"DATA.DATASET": "digits", "DATA.IMAGE_SIZE": 8, "DATA.IMAGE_CHANNELS": 1, "MODEL.NUM_CLASSES": 10}
-    given |= {"DATA.SAMPLER": "balanced", "DATA.BATCH_SIZE": 32, "DATA.SHIFT": 0.2} | words
-    return load_config(None, words={key: str(value) for key, value in given.items()}).config
-
-
-def epoch_of(config: Config, world: World = ALONE) -> list[Batch]:
-    _, loader = training_data(config, world, CPU)
-    try:
-        return [batch for window in loader.epoch(1) for _, batch in window]
-    finally:
-        loader.close()
-
-
 def test_copies_of_an_image_are_augmented_differently() -> None:
-    batches = epoch_of(digits())
+    given = {"DATA.DATASET": "digits", "DATA.IMAGE_SIZE": 8, "DATA.IMAGE_CHANNELS": 1, "MODEL.NUM_CLASSES": 10}
+    given |= {"DATA.SAMPLER": "balanced", "DATA.BATCH_SIZE": 32, "DATA.SHIFT": 0.2}
+    config = load_config(None, words={key: str(value) for key, value in given.items()}).config
+    _, loader = training_data(config, ALONE, CPU)
     seen: dict[int, list[torch.Tensor]] = {}
-    for batch in batches:
-        for index, pixels in zip(batch.indices.tolist(), batch.images, strict=True):
-            seen.setdefault(index, []).append(pixels)
+    for window in loader.epoch(1):
+        for _, batch in window:
+            for index, pixels in zip(batch.indices.tolist(), batch.images, strict=True):
+                seen.setdefault(index, []).append(pixels)
     twice = [copies for copies in seen.values() if len(copies) == 2]
     assert twice
     assert not any(torch.equal(*copies) for copies in twice)

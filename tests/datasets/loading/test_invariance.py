@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import io
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from PIL import Image
 
 from datasets import Batch
 from engine.setup import training_data
-from tests.datasets.shards.tar_files import write_tar
+from tests.datasets.layouts import lay_out
 from utils.config import Config, load_config
 from utils.distributed.world import World
 
@@ -43,30 +42,11 @@ def jpeg(number: int) -> bytes:
     return file.getvalue()
 
 
-def as_folders(root: Path) -> None:
-    for number in range(SAMPLES):
-        path = root / "train" / f"class{number % CLASSES}" / f"{number:03d}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(jpeg(number))
-    (root / "val").symlink_to("train")
-
-
-def as_shards(root: Path) -> None:
-    """Seven tar files, the last of them short."""
-    for shard, first in enumerate(range(0, SAMPLES, 16)):
-        numbers = range(first, min(first + 16, SAMPLES))
-        pairs = (((f"{k:06d}.jpg", jpeg(k)), (f"{k:06d}.cls", str(k % CLASSES).encode())) for k in numbers)
-        write_tar(root / "train" / f"{shard:06d}.tar", [member for pair in pairs for member in pair])
-    (root / "val").symlink_to("train")
-
-
-SOURCES: dict[str, Callable[[Path], None]] = {"imagefolder": as_folders, "shards": as_shards}
-
-
-@pytest.fixture(scope="module", params=SOURCES)
+@pytest.fixture(scope="module", params=("imagefolder", "shards"))
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     root = tmp_path_factory.mktemp(request.param)
-    SOURCES[request.param](root)
+    lay_out(request.param, root, {"train": [(f"{k:03d}.jpg", k % CLASSES) for k in range(SAMPLES)]}, jpeg)
+    (root / "val").symlink_to("train")
     return request.param, root
 
 

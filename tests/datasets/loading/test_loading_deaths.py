@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from datasets import Batch, EpochOrder, ImageDataset, TrainLoader, open_dataset
-from datasets.base import Samples
+from datasets.variants import Variant
 from tests.datasets.opened import CPU
 from tests.datasets.processes import children, gone, in_order
 from utils.config.data import DataConfig
@@ -49,53 +49,28 @@ def _load_without_closing(listed: Path) -> None:
 _unclosed: list[TrainLoader] = []
 
 
-class Deadly(ImageDataset):
-    """Images that kill the loading process that reads them (0: end it with code 3), until their lives are used up."""
+class Deadly(Variant):
+    """Its loading process ends when it reads image 7: by a signal, or (0) with code 3."""
 
-    def __init__(self, images: ImageDataset, lives: Path, signal_number: int) -> None:
-        self.images, self.lives, self.signal_number = images, lives, signal_number
-
-    def __len__(self) -> int:
-        return len(self.images)
+    def __init__(self, inner: ImageDataset, number: int) -> None:
+        super().__init__(inner)
+        self.number = number
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> Batch:
-        for _, index in keys:
-            for life in self.lives.glob(f"{index}-*"):
-                life.unlink()
-                if not self.signal_number:
-                    os._exit(3)
-                os.kill(os.getpid(), self.signal_number)
-        return self.images.__getitems__(keys)
-
-
-@pytest.fixture
-def deadly(training, tmp_path: Path) -> Iterator[Callable[..., TrainLoader]]:
-    """`deadly({3: 2})` makes a loader whose processes die twice, when they read image 3."""
-    opened: list[TrainLoader] = []
-
-    def make(times: dict[int, int], workers: int = 2, signal_number: int = signal.SIGKILL) -> TrainLoader:
-        lives = tmp_path / "lives"
-        lives.mkdir()
-        for index, count in times.items():
-            for life in range(count):
-                (lives / f"{index}-{life}").touch()
-        plain = training(batch=2)
-        dataset = Deadly(plain._fetch.dataset, lives, signal_number)
-        opened.append(TrainLoader(dataset, plain.order, 5, workers, CPU))
-        return opened[-1]
-
-    yield make
-    for loader in opened:
-        loader.close()
+        if any(index == 7 for _, index in keys):
+            if not self.number:
+                os._exit(3)
+            os.kill(os.getpid(), self.number)
+        return self.inner.__getitems__(keys)
 
 
 @pytest.mark.parametrize(
     ("signal_number", "hint"),
     [(signal.SIGKILL, "probably out of memory"), (signal.SIGBUS, "/dev/shm"), (0, "ended with code 3")],
 )
-def test_dead_loading_process_ends_the_run_with_its_reason(deadly, signal_number: int, hint: str) -> None:
+def test_dead_loading_process_ends_the_run_with_its_reason(training, signal_number: int, hint: str) -> None:
     before, handler = set(children(os.getpid())), signal.getsignal(signal.SIGCHLD)
-    loader = deadly({7: 1}, 2, signal_number)
+    loader = training(batch=2, workers=2, around=lambda images: Deadly(images, signal_number))
     with pytest.raises(TrainingError) as caught:
         in_order(loader, 1)
     assert "A batch could not be loaded: the loading process" in str(caught.value)
@@ -131,23 +106,18 @@ def test_started_processes_end_if_another_cannot_start(training, monkeypatch: py
     assert gone(set(children(os.getpid())) - before, seconds=2)
 
 
-class Interrupting(ImageDataset):
+class Interrupting(Variant):
     """Its loading process is killed or stopped in the middle of a message that is larger than a pipe's buffer."""
 
-    def __init__(self, images: ImageDataset, signal_number: int) -> None:
-        self.images, self.signal_number = images, signal_number
-
-    def __len__(self) -> int:
-        return len(self.images)
+    def __init__(self, inner: ImageDataset, number: int) -> None:
+        super().__init__(inner)
+        self.number = number
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> Batch:
         pid = os.getpid()
         if multiprocessing.parent_process() is not None:
-            subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -{int(self.signal_number)} {pid}"])
-        return self.images.__getitems__(keys)
-
-    def single_images(self) -> Samples | None:
-        return self.images.single_images()
+            subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -{int(self.number)} {pid}"])
+        return self.inner.__getitems__(keys)
 
     def take_broken(self) -> list[Any]:
         return [_Large()]
@@ -161,29 +131,19 @@ class _Large:
 
 
 @pytest.fixture
-def half_sent(training, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], TrainLoader]]:
+def half_sent(training, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], TrainLoader]:
     """A loader whose process gets a signal after half of its first message."""
-    opened: list[TrainLoader] = []
+    real = Connection._send  # pyright: ignore[reportAttributeAccessIssue]
 
-    def make(signal_number: int) -> TrainLoader:
-        plain = training(batch=2)
-        dataset = Interrupting(plain._fetch.dataset, signal_number)
-        opened.append(TrainLoader(dataset, plain.order, 5, 1, CPU))
-        real = Connection._send  # pyright: ignore[reportAttributeAccessIssue]
+    def in_two(self: Any, data: Any, *more: Any) -> None:
+        if multiprocessing.parent_process() is not None and len(data) > 1_000_000:
+            real(self, data[:1000], *more)
+            time.sleep(5)
+            data = data[1000:]
+        real(self, data, *more)
 
-        def in_two(self: Any, data: Any, *more: Any) -> None:
-            if multiprocessing.parent_process() is not None and len(data) > 1_000_000:
-                real(self, data[:1000], *more)
-                time.sleep(5)
-                data = data[1000:]
-            real(self, data, *more)
-
-        monkeypatch.setattr(Connection, "_send", in_two)
-        return opened[-1]
-
-    yield make
-    for loader in opened:
-        loader.close()
+    monkeypatch.setattr(Connection, "_send", in_two)
+    return lambda number: training(batch=2, workers=1, around=lambda images: Interrupting(images, number))
 
 
 def test_process_killed_in_the_middle_of_a_message_ends_the_run(half_sent) -> None:

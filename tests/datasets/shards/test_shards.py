@@ -24,6 +24,7 @@ from datasets.shards.index import MOST_OPEN, Folder, from_bytes
 from datasets.shards.source import pixels_of
 from tests.datasets.opened import CPU, of_shards, part, pixels, settings
 from tests.datasets.shards.tar_files import picture, samples, write_set, write_tar
+from tests.program import Calls
 
 
 def test_shards_give_the_same_pixels_as_folders(tmp_path: Path) -> None:
@@ -143,11 +144,6 @@ def test_open_files_are_limited(tmp_path: Path) -> None:
         train.read(len(train) - 1)
 
 
-class Bomb:
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.mkdir, ("exploded",)
-
-
 def npy(array: np.ndarray, **how: object) -> bytes:
     file = io.BytesIO()
     np.lib.format.write_array(file, array, **how)  # pyright: ignore[reportArgumentType]
@@ -161,11 +157,11 @@ def npy(array: np.ndarray, **how: object) -> bytes:
         npy(np.zeros((4, 4, 4), np.uint8)),
         npy(np.zeros((4, 0, 3), np.uint8)),
         npy(np.asfortranarray(np.zeros((4, 5, 3), np.uint8))),
-        npy(np.array([Bomb()], dtype=object), allow_pickle=True),
+        npy(np.array([Calls(os.mkdir, "exploded")], dtype=object), allow_pickle=True),
         npy(np.zeros((4, 4, 3), np.uint8))[:-5],
         npy(np.zeros((4, 4, 3), np.uint8))[:60],
         b"\x93NUMPY\x01\x00\x20\x00{'descr':__import__('os').mkdir('exploded')}",
-        pickle.dumps(Bomb()),
+        pickle.dumps(Calls(os.mkdir, "exploded")),
         b"",
     ],
     ids=["floats", "four channels", "empty", "columns first", "objects", "cut", "cut header", "code", "pickle", "none"],

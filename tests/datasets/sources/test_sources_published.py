@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from datasets import check_dataset, open_dataset
 from datasets.images import Images
 from tests.datasets.opened import CPU, settings
 from tests.datasets.sources.published import FOLDERS, MAKERS, cifar10, cifar100, python_two, torchvisions
-from tests.program import Vitamp
+from tests.program import Calls, Vitamp
 from utils.config.data import DataConfig
 from utils.errors import UserError
 
@@ -153,22 +152,12 @@ def test_damaged_cifar_file_is_refused(tmp_path: Path, damage: str) -> None:
         check_dataset(settings(DATASET="cifar100", DATA_PATH=str(tmp_path)), 100)
 
 
-class Harm:
-    """Python's own unpickler would run a command."""
-
-    def __init__(self, command: str) -> None:
-        self.command = command
-
-    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
-        return os.system, (self.command,)
-
-
 @pytest.mark.parametrize("name", ["data_batch_2", "test_batch", "batches.meta"])
 @pytest.mark.parametrize("protocol", [0, 2, 4])
 def test_malicious_cifar_file_is_refused(tmp_path: Path, name: str, protocol: int) -> None:
     cifar10(tmp_path)
     trace = tmp_path / "was here"
-    harmful = {"data": Harm(f"touch '{trace}'"), "labels": [0], "label_names": ["a"]}
+    harmful = {"data": Calls(os.system, f"touch '{trace}'"), "labels": [0], "label_names": ["a"]}
     (tmp_path / "cifar-10-batches-py" / name).write_bytes(pickle.dumps(harmful, protocol))
     with pytest.raises(UserError, match=r"calls \w+\.system, which no CIFAR file of its publisher does"):
         check_dataset(settings(DATASET="cifar10", DATA_PATH=str(tmp_path)), 10)

@@ -16,8 +16,8 @@ import torch
 
 from engine.amp.precision import Precision
 from engine.compile import compiled as compiling
-from engine.compile.choice import BLOCKS, WHOLE, Compiling
-from engine.compile.compiled import CACHE
+from engine.compile.choice import WHOLE
+from engine.compile.compiled import BLOCKS, CACHE, Compiling
 from engine.evaluation.evaluate import validate
 from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain

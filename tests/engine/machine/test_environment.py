@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from engine.machine import device
+from datasets import open_dataset
+from engine.machine import device, environment
 from engine.machine.device import pick_device
 from engine.machine.environment import _check_devices, environment_table
 from tests.program import Vitamp
 from utils.config import Config
 from utils.config.data import DataConfig
-from utils.distributed.world import World
+from utils.distributed.world import ALONE, World
 from utils.errors import AllRanksUserError, UserError
 
 CPU = torch.device("cpu")
@@ -57,6 +59,17 @@ def test_ranks_that_share_a_gpu_are_rejected() -> None:
     _check_devices(members(2, 2))
     with pytest.raises(AllRanksUserError, match="ranks 0 and 1 on node0 were given the same GPU"):
         _check_devices(members(1, 2, gpu="GPU-the-one"))
+
+
+def test_ranks_with_other_images_of_knn_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    train, val = (open_dataset(DataConfig(DATASET="digits"), part, 10, 0, CPU) for part in (True, False))
+    told: list[Any] = []
+    monkeypatch.setattr(environment, "all_gather", lambda found, _: told.extend(found) or told)
+    ready: Any = SimpleNamespace(val_set=val, neighbours=SimpleNamespace(bank=train, images=val))
+    environment.check_images(ready, ALONE)
+    ready.neighbours.bank = val
+    with pytest.raises(AllRanksUserError, match=r"rank 1 has other TRAIN.KNN's training images than"):
+        environment.check_images(ready, ALONE)
 
 
 def test_launcher_may_show_each_process_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

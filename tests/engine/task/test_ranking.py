@@ -167,11 +167,11 @@ def test_rare_classes_keep_a_threshold_of_a_half() -> None:
 
 def test_rank_of_odd_scores() -> None:
     yes, no = np.array([True, True]), np.array([False, False])
-    assert rank(np.array([0.2, 0.9]), no).threshold == HALF
+    assert rank(np.array([0.2, 0.9]), no)[1] == HALF
     assert rank(np.array([0.2, 0.9]), yes)[:2] == (1.0, 0.1)
-    assert np.isnan(rank(np.array([0.2, 0.9]), yes).auroc), "no negative to rank the positives above"
+    assert np.isnan(rank(np.array([0.2, 0.9]), yes)[2]), "no negative to rank the positives above"
     equal = rank(np.array([0.7, 0.7]), np.array([True, False]))
-    assert (equal.average_precision, equal.auroc) == (0.5, 0.5)
+    assert (equal[0], equal[2]) == (0.5, 0.5)
     assert np.isnan(rank(np.array([np.nan, 0.9]), yes)[0])
     near = np.nextafter(0.5, 1)
     assert rank(np.array([near, 0.5]), np.array([True, False])) == (1.0, near, 1.0), "no number is between them"

@@ -17,6 +17,7 @@ from PIL import Image
 
 from datasets import ImageDataset
 from datasets.labels import images_of_classes
+from engine.evaluation.data import check_split
 from engine.trained.model import Trained, load_trained, name_of, picture_of, split_of_run
 from tools.common.evaluation import Evaluation, OneLabel, SeveralLabels, with_bar
 from tools.common.report_page.charts import Reliability
@@ -50,6 +51,7 @@ def evaluate(folder: Path, part: str, deciding: Metric) -> Shown | str:
     """
     try:
         trained = load_trained(folder, needs_labels=False)
+        check_split(trained.config, trained.chosen, part)
         dataset, image = split_of_run(trained, part), IMAGE_OF[part]
         kind = {ONE_LABEL: _one_label, NO_LABELS: _without_labels}.get(trained.task.kind, _several_labels)
         weights = f"{trained.words()}: {trained.chosen.words}"

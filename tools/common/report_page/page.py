@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from tools.common.comparison import Contenders, contenders_of, interval, overlap_of, unit
+from tools.common.comparison import Contenders, best_two, contenders_of, interval, overlap_of, unit
 from tools.common.output_file import check_output_file, writing
 from tools.common.report_page.charts import (
     SIZES,
@@ -73,7 +73,7 @@ def figure_of(found: Contenders | str, styles: dict[Path, Style]) -> dict[str, A
     def place(value: float) -> float:
         return round(100 * (value - low) / (high - low), 2)
 
-    best = (max if judged.metric.higher else min)(means, key=lambda name: means[name])
+    best = best_two(by_name, names, judged)[0]
     rows = []
     for name, of_runs in values.items():
         at, spread = intervals.get(name), list(of_runs.values())

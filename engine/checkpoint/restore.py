@@ -124,7 +124,7 @@ def load_weights(model: nn.Module, saved: Mapping[str, Tensor], where: str, shar
 def best_to_beat(best: Best, folder: Path, checkpoint: Checkpoint, config: Config, world: World) -> Best:
     """Best metric so far, or none if it is measured otherwise now, or its checkpoint is not in this run's folder."""
     if best.figure is None:
-        return Best(kind=config.SAVE_BEST_BY, stale=best.stale)
+        return Best(kind=config.SAVE_BEST_BY, stale=best.stale if best.by == config.SAVE_BEST_BY else 0)
     measured = "TRAIN.KNN" if best.by == KNN.name else "MODEL.MASK_RATIO"
     settings = checkpoint.meta["settings"]
     for key, before in (("SAVE_BEST_BY", best.by), (measured, settings.get(measured, default_of(measured)))):

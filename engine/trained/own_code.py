@@ -164,8 +164,8 @@ def bind(texts: Sequence[str], chosen: Collection[str], all_files: bool) -> list
         try:
             own.values = {key: value for key, value in own.settings(**values) if key in values}
         except ValidationError as error:
-            for one in error.errors():
-                key = ".".join([name, *map(str, one["loc"])])
+            for one in {one["loc"][0]: one for one in error.errors()}.values():  # a number's type may be one of two
+                key = f"{name}.{one['loc'][0]}"
                 known = [f"{name}.{field}" for field in own.settings.model_fields]
                 if one["type"] == "extra_forbidden":
                     has = f"{own.kind} {name} has {', '.join(known) or 'no settings'}"

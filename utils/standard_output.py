@@ -37,7 +37,7 @@ def flush_after(work: Callable[[], int]) -> int:
     """Do `work` and flush what it printed, while a failed write can still be reported."""
     try:
         code = work()
-    except SystemExit:  # -h
+    except (SystemExit, KeyboardInterrupt):  # -h, Ctrl-C
         sys.stdout.flush()
         raise
     sys.stdout.flush()

@@ -435,7 +435,10 @@ def test_speed_excludes_the_first_report_after_each_start_if_there_are_others(fo
 
 @pytest.mark.parametrize(
     ("losses", "diverged"),
-    [((2.3, 2.31, 2.29), False), ((0.5, 1.5, 0.5, 1.5, 1.4), False), ((2.3, 4.0, 6.0, 9.0), True), ((2.3, None), True)],
+    [
+        *(((2.3, 2.31, 2.29), False), ((0.5, 1.5, 0.5, 1.5, 1.4), False)),
+        *(((2.3, 4.0, 6.0, 9.0), True), ((2.3, 2.2, 2.1, 2.0, 1.9, 1.8, 1.7, 6.9), True), ((2.3, None), True)),
+    ],
 )
 def test_divergence(folder: Path, losses: tuple[float | None, ...], diverged: bool) -> None:
     write(folder, *(train(nth, 10.0, loss) for nth, loss in enumerate(losses)))

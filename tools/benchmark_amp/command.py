@@ -39,7 +39,7 @@ from tools.benchmark_amp.plan import (
     with_columns,
 )
 from tools.common.command_line import MODES, OVERWRITE, Tool, ToolLine, above_zero, first_word, tool
-from tools.common.output_file import writing
+from tools.common.output_file import if_interrupted, writing
 from tools.common.tables import non_defaults
 from tools.common.turns import Budget, alternating_order, progress_bar
 from utils.config import AmpConfig, Config
@@ -451,6 +451,7 @@ def measure(table: str, plan: Plan, budget: Budget, path: Path | None, words: Se
         if path is not None:
             with writing(path, "-json"):
                 write_json(path, results)
+            if_interrupted[:] = [f"every finished measurement is in {path}"]
 
     longest: dict[str, float] = {}
     try:

@@ -107,6 +107,7 @@ def main(argv: list[str]) -> int:
     except OutOfTimeError as error:
         log.warning("%s", error)
         return EXIT_DONE
+    if_interrupted.clear()
     write(images, found, out)
     return EXIT_DONE
 

@@ -265,6 +265,7 @@ def main(argv: list[str]) -> int:
         "runs": [run.folder.name for run in runs],
     }
     report = folder / f"{NAME}.json"
+    if_interrupted.clear()
     with writing(report, "-output"):
         write_json(report, redacted_values(plain(about)))
     from tools.common.report_page.page import write_report

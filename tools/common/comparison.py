@@ -446,9 +446,11 @@ def _diverged(losses: Sequence[float | None]) -> bool:
     if losses and losses[-1] is None:
         return True
     logs = [math.log(loss) for loss in losses if loss is not None and loss > 0] or [0.0]
-    # How far each is from the middle of its neighbours: a trend is no noise.
-    noise = [abs(one - (before + after) / 2) for before, one, after in zip(logs, logs[1:], logs[2:], strict=False)]
-    return statistics.fmean(logs[-3:]) - logs[0] > max(math.log(DIVERGED), 3 * statistics.fmean(noise or [0.0]))
+    # How far each is from the middle of its neighbours: a trend is no noise, nor is a jump at the end.
+    steady = logs[:-3] if len(logs) > 5 else logs
+    apart = [abs(one - (left + right) / 2) for left, one, right in zip(steady, steady[1:], steady[2:], strict=False)]
+    noise = min(3 * statistics.fmean(apart or [0.0]), math.log(3))
+    return statistics.fmean(logs[-3:]) - logs[0] > max(math.log(DIVERGED), noise)
 
 
 class Finished(NamedTuple):

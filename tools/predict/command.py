@@ -139,7 +139,7 @@ def main(argv: list[str]) -> int:
             unreadable.extend(filter(None, [reason]))
             yield path, guesses, reason
 
-    if asked.out is None:
+    if asked.out is None and form is not FORMS["json"]:
         if_interrupted.append("the rows written so far are valid")
     with _opened(asked.out) as stream:
         form(stream, rows(), trained.names(), choose.most, paths)

@@ -231,7 +231,7 @@ MUON = ["TRAIN.OPTIMIZER.NAME=NMuon"]
         ("MODEL.RESUME=auto", [], "needs OUTPUT: auto looks in the run's own folder; name it with -output"),
         ("TRAIN.LOSS=ce", LABELS, "DATA.MULTI_LABEL: cross-entropy has one class per image; leave TRAIN.LOSS out"),
         ("TRAIN.CLASS_WEIGHTS=balanced", TEACHER, "TRAIN.DISTILLATION_TYPE hard: its loss has none; use DATA.SAMPLER"),
-        ("TRAIN.MODEL_EMA_FORCE_CPU=true", FSDP, "DIST.STRATEGY fsdp: FSDP shards the EMA; leave TRAIN.MODEL_EMA_FORC"),
+        ("TRAIN.MODEL_EMA_FORCE_CPU=true", [*FSDP, "TRAIN.MODEL_EMA=true"], "DIST.STRATEGY fsdp: FSDP shards the EMA;"),
         ("TRAIN.AUGMENT=[trivial]", ["TRAIN.AUTO_AUGMENT=true"], "TRAIN.AUTO_AUGMENT: they were never meant"),
         (
             "TRAIN.AUGMENT=[three]",

@@ -37,7 +37,7 @@ def test_flag_of_another_program_gets_our_flag_or_setting(both: tuple[str, str])
 
 @for_each([(flag, why) for why, flags in ABSENT.items() for flag in flags])
 def test_flag_without_an_equivalent_says_why(both: tuple[str, str]) -> None:
-    assert both[1][1:] in error_of(f"--{both[0]}")
+    assert both[1][1:] in error_of(*f"--{both[0]}".split())
 
 
 @for_each(list(ELSEWHERE))

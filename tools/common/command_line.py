@@ -126,7 +126,7 @@ def _run(work: Callable[[list[str]], int], argv: list[str]) -> int:
     except KeyboardInterrupt as error:
         files = f"already written and complete: {', '.join(map(str, written))}" if written else "no result was written"
         log.warning("interrupted; %s", if_interrupted[-1] if if_interrupted else files)
-        return getattr(error, "exit_code", EXIT_INTERRUPTED)  # by SIGTERM another
+        return getattr(error, "exit_code", EXIT_INTERRUPTED)  # SIGTERM has a code of its own
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from utils.errors import AllRanksError, TrainingError
 from utils.log import log
 from utils.program import started_as
 from utils.text import counted, some_of
-from vitamp.files import NotRegular, read_regular_text, write_atomically
+from vitamp.files import write_atomically
 
 Value = TypeVar("Value")
 
@@ -32,8 +32,8 @@ class Failure(NamedTuple):
     """Why an image cannot be read."""
 
     reason: str
-    kind: Literal["missing", "not a file", "storage", "damaged"]
-    """not a file: a pipe, a socket or a device. storage: a storage error, after which the image may be intact."""
+    kind: Literal["missing", "storage", "damaged"]
+    """storage: a storage error, after which the image may be intact."""
 
 
 def failure_or(read: Callable[[], Value]) -> Failure | Value:
@@ -55,8 +55,6 @@ def failure_or(read: Callable[[], Value]) -> Failure | Value:
                 return Failure("its symbolic links form a loop", "missing")
             if isinstance(error, NOT_RETRIED):
                 return Failure("it does not exist" if isinstance(error, FileNotFoundError) else text, "missing")
-            if isinstance(error, NotRegular):
-                return Failure(text, "not a file")
             pause = next(pauses, None)
             if pause is None:
                 return Failure(text, "storage")
@@ -131,7 +129,7 @@ class BrokenImages:
         if self.folder is None:
             return
         try:
-            before = read_regular_text(self._file, errors="surrogateescape").splitlines() if self._file.exists() else []
+            before = self._file.read_text("utf-8", "surrogateescape").splitlines() if self._file.exists() else []
             lines = [*self._lines_read, *before, *(one.line for one in self._broken.values())]
             newest = {line.partition(REMARK)[0]: line for line in lines}
             write_atomically(self._file, "".join(f"{line}\n" for line in newest.values()))

@@ -47,18 +47,16 @@ class Repeated(Variant):
         return Repeated(self.inner.at_size(size), self.copies)
 
     def __getitems__(self, keys: list[Key]) -> Batch:
-        rows: dict[int, list[int]] = defaultdict(list)
-        for row, (_, index) in enumerate(keys):
-            rows[max(index, 0) // len(self.inner)].append(row)
-        # Each copy has its own epochs: random numbers depend on epoch and index alone. And each gets a call of its own,
-        # because a data set in memory draws the transforms of one epoch at a time. Padding is in the first.
-        batches = []
-        for copy, of_copy in rows.items():
-            old = (keys[row] for row in of_copy)
-            new = [((epoch - 1) * self.copies + copy + 1, index - copy * len(self.inner)) for epoch, index in old]
-            batches.append(self.inner.__getitems__(new))
-        if len(batches) == 1:
-            return batches[0]
+        # Each copy has its own epochs: random numbers depend on epoch and index alone. Padding is in the first.
+        rows, own = defaultdict[int, list[int]](list), list[Key]()
+        for row, (epoch, index) in enumerate(keys):
+            copy = max(index, 0) // len(self.inner)
+            own.append(((epoch - 1) * self.copies + copy + 1, index - copy * len(self.inner)))
+            rows[copy].append(row)
+        if not self.in_memory or len(rows) == 1:
+            return self.inner.__getitems__(own)
+        # A data set in memory draws the transforms of one epoch at a time.
+        batches = [self.inner.__getitems__([own[row] for row in of_copy]) for of_copy in rows.values()]
         order = torch.tensor([row for copy in rows for row in rows[copy]]).argsort()
         order = order.to(batches[0].images.device, non_blocking=True)
         return Batch(*(torch.cat(fields)[order] for fields in zip(*batches, strict=True)))

@@ -96,7 +96,7 @@ def _finished(module: nn.Module, model: ModelConfig, shortcuts: Shortcuts) -> nn
     """What timm's model becomes: a masked autoencoder, or one with frozen parts."""
     if shortcuts.token_drop:
         # timm creates the patch dropout before it adds the distillation token. No patches are dropped until an epoch
-        # begins: trials before training, such as that of the batch size, must see the most expensive case.
+        # begins: trials before training must see the most expensive case.
         for part in module.modules():
             if isinstance(part, PatchDropout):
                 part.prob, part.num_prefix_tokens = 0.0, getattr(module, "num_prefix_tokens", part.num_prefix_tokens)

@@ -1,15 +1,10 @@
-"""Reads regular files only, and writes files atomically.
-
-A named pipe without a writer, or a device without an end, would be read for ever.
-"""
+"""Writes files atomically, and reads JSON."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
-import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,63 +12,12 @@ from typing import Any
 
 from vitamp.errors import UserError
 
-_KINDS = {
-    stat.S_IFREG: "a file",
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a character device",
-    stat.S_IFBLK: "a block device",
-}
-_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
-"""Without O_NONBLOCK, opening a named pipe waits for a writer. It has no effect on regular files."""
-
-
-class NotRegular(OSError):
-    """The path leads to something other than a regular file."""
-
-
-def only_regular(path: str | os.PathLike[str], flags: int) -> int:
-    """An `opener` for `open` that raises NotRegular unless the path, links followed, is a regular file.
-
-    It checks the open file, which costs almost nothing even for a million images.
-    """
-    try:
-        handle = os.open(path, flags | _FLAGS)
-    except OSError as error:
-        if error.errno == errno.ENXIO:  # a socket, which cannot be opened
-            raise _error_for(path, os.stat(path).st_mode) from None
-        raise
-    mode = os.fstat(handle).st_mode
-    if stat.S_ISREG(mode):
-        return handle
-    os.close(handle)
-    raise _error_for(path, mode)
-
-
-def read_regular(path: str | os.PathLike[str]) -> bytes:
-    """The bytes of a regular file."""
-    with open(path, "rb", buffering=0, opener=only_regular) as file:
-        return file.readall()
-
-
-def read_regular_text(path: str | os.PathLike[str], encoding: str = "utf-8", errors: str = "strict") -> str:
-    """The text of a regular file."""
-    with open(path, encoding=encoding, errors=errors, opener=only_regular) as file:
-        return file.read()
-
-
-def require_regular(path: str | os.PathLike[str]) -> None:
-    """Raise OSError unless `path`, which a library is about to open, is a regular file that this user may read."""
-    os.close(only_regular(path, os.O_RDONLY))
-
 
 def kind_of_path(path: Path) -> str | None:
-    """'a folder', 'a named pipe' and the like, links followed; None if the path does not exist."""
-    try:
-        return _kind(path.stat().st_mode)
-    except OSError:
-        return None
+    """'a folder' and the like, links followed; None if the path does not exist."""
+    if os.path.isdir(path):
+        return "a folder"
+    return "a file" if os.path.isfile(path) else "a pipe or device" if os.path.exists(path) else None
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -118,19 +62,10 @@ def try_to_write(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _error_for(path: str | os.PathLike[str], mode: int) -> OSError:
-    kind = NotRegular if not stat.S_ISDIR(mode) else IsADirectoryError
-    return kind(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, f"it is {_kind(mode)}, not a file", str(path))
-
-
-def _kind(mode: int) -> str:
-    return _KINDS.get(stat.S_IFMT(mode), "something unknown")
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, empty if it has another value. UserError if it cannot be read."""
     try:
-        content = parse_json(read_regular_text(path, errors="surrogateescape"))
+        content = parse_json(path.read_text("utf-8", "surrogateescape"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read ({type(error).__name__}: {error}).") from None
     return content if isinstance(content, dict) else {}

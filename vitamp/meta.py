@@ -109,6 +109,8 @@ class Meta(WeightsMeta):
     batch: Batch
     frozen: list[str] = []
     lora: Adapters | None = None
+    val_data: str | None = None
+    """Hash of the names and labels of the validation images"""
     samples: Samples  # pyright: ignore[reportIncompatibleVariableOverride,reportGeneralTypeIssues]
 
     @model_validator(mode="after")

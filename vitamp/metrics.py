@@ -29,6 +29,8 @@ class Metric(NamedTuple):
     """For a reader who does not train models; '': `words`"""
     without_learning: tuple[float, str] | None = None
     """What a model that has learnt nothing reaches, and how"""
+    trivial: int = 0
+    """Number of classes up to which it is always 100 %"""
 
     @property
     def heading(self) -> str:
@@ -60,7 +62,7 @@ class TaskKind:
 
 LOSS = Metric("loss", "loss", "Loss", percent=False, higher=False)
 TOP1 = Metric("acc1", "top-1", "Accuracy, top-1 (%)", counts_images=True, plain_words="accuracy (top-1)")
-TOP5 = Metric("acc5", "top-5", counts_images=True)
+TOP5 = Metric("acc5", "top-5", counts_images=True, trivial=5)
 BALANCED = Metric("balanced_acc", "balanced accuracy", "Balanced accuracy (%)")
 MACRO_F1 = Metric("macro_f1", "macro F1", "F1, macro (%)")
 MAP = Metric("map", "mAP", "Mean average precision (%)", plain_words="mean average precision (mAP)")

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from vitamp.checkpoints import WEIGHTS, Checkpoint, checkpoint_of, files_of, inspect, run_folder_of
 from vitamp.errors import INSTALLED, UserError, started
-from vitamp.files import kind_of_path, parse_json, read_json, require_regular
+from vitamp.files import kind_of_path, parse_json, read_json
 from vitamp.meta import META, Fields, Number, WeightsMeta, check_fields, unchecked_meta
 from vitamp.metrics import (
     BETTER,
@@ -237,8 +237,8 @@ def read_header(file: Path) -> dict[str, Any]:
     if file.suffix != ".safetensors" or not file.is_file():
         return {}
     try:
-        require_regular(file)  # safetensors says of a file that may not be read that it does not exist
-        with safe_open(str(file), framework="np") as opened:
+        # safetensors says of a file that may not be read that it does not exist
+        with open(file, "rb"), safe_open(str(file), framework="np") as opened:
             header = dict(opened.metadata() or {})
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file}: cannot be read as safetensors ({error}).") from None

@@ -21,14 +21,16 @@ from typing import Any, NamedTuple
 from datasets.base import HUB_PREFIX
 from datasets.shards.index import Folder, TarWriter
 from datasets.shards.source import MANIFEST, ShardSet, finish_set, shard_source
+from datasets.sources.files import images_below
 from datasets.sources.split import SPLIT_NAMES, TEST, named_parts, split_named_in, warn_of_skipped
 from utils.cache import cache_folder, process_lock
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.log import log
-from vitamp.files import parse_json, require_regular
+from vitamp.files import parse_json
 
 IMAGE_COLUMNS, LABEL_COLUMNS = ("image", "img"), ("label", "labels", "fine_label", "target", "class")
+PARQUET = (".parquet",)
 ROWS = 64
 """Rows read at once, which bounds the memory in use, besides a piece of the file."""
 LAYOUT = """Expected layout:
@@ -138,7 +140,6 @@ def _opened(file: Path) -> Iterator[Any]:
     import pyarrow.parquet as pq
 
     try:
-        require_regular(file)
         # Buffered in small pieces: a row group can hold a gigabyte of images.
         yield pq.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
     except (OSError, pa.ArrowException) as error:
@@ -175,7 +176,8 @@ def _copied_folder(data: DataConfig) -> Path:
     # The copy's name changes with the files of a local folder; a data set of the hub is downloaded once.
     identity, source = [place], Path(place).expanduser()
     if local:
-        files = sorted((str(path), path.stat()) for path in source.resolve().rglob("*.parquet"))
+        paths = map(source.resolve().joinpath, images_below(str(source), endings=PARQUET))
+        files = sorted((str(path), path.stat()) for path in paths)
         identity = [str(source.resolve()), *(f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in files)]
     digest = hashlib.sha256("\n".join(identity).encode(errors="surrogateescape")).hexdigest()[:12]
     name = f"{re.sub(r'[^A-Za-z0-9._]+', '-', place).strip('-.')[-60:]}-{digest}"
@@ -246,7 +248,7 @@ def _parquet_files(name: str, inside: str, revision: str | None) -> dict[str, in
 
 def _copy(source: Path, folder: Path, data: DataConfig) -> None:
     """Copy into a temporary folder beside `folder`, and rename it when the copy is complete."""
-    splits = choose_files(source, source.rglob("*.parquet"), data.DATASET)
+    splits = choose_files(source, map(source.joinpath, images_below(str(source), endings=PARQUET)), data.DATASET)
     columns = columns_of(source, splits, data.DATASET)
     scratch = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(scratch, ignore_errors=True)  # of an interrupted copy

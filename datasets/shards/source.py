@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -228,15 +229,15 @@ class ShardSamples(Samples):
         self._is_array = np.isin(index.names[index.name_ends - 1], np.frombuffer(b"yY", dtype=np.uint8))
         self.stored = "pixels" if self._is_array.all() else "tar files"
         self.remote = self.store.remote
-        self._prefetched: dict[int, np.ndarray] = {}
+        self._prefetched: dict[int, list[np.ndarray]] = {}
+        """By row, once for each time that it will be read"""
 
     def read(self, index: int) -> Encoded:
         row = int(self._rows[index])
         wanted = self._range(row)
         is_array = self._is_array[row]
-        content = self._prefetched.pop(row, None)
-        if content is None:
-            content = self.store.range(wanted)
+        there = self._prefetched.get(row)
+        content = there.pop() if there else self.store.range(wanted)
         name, offset, size = wanted
         if len(content) < size:
             raise OSError(f"{self.store.root}/{name} ends before byte {offset + size}, where the image ends")
@@ -261,10 +262,11 @@ class ShardSamples(Samples):
     def prefetch(self, indices: Sequence[int]) -> None:
         if not isinstance(self.store, Remote):
             return
-        rows = [int(self._rows[index]) for index in indices]
+        rows = Counter(int(self._rows[index]) for index in indices)  # DATA.REPEATED_AUGMENT reads some several times
         contents = self.store.ranges([self._range(row) for row in rows])
         # Failed ranges are requested again when they are read, and raise there.
-        self._prefetched = {row: content for row, content in zip(rows, contents, strict=False) if content is not None}
+        found = zip(rows.items(), contents, strict=False)
+        self._prefetched = {row: [content] * count for (row, count), content in found if content is not None}
 
     def shuffled(self, generator: np.random.Generator) -> np.ndarray:
         """Shuffle the shards, then the samples within each `window` of shards, so that few files are read at once."""

@@ -26,7 +26,6 @@ from utils.config.data import DataConfig
 from utils.config.kinds import COLUMN
 from utils.errors import UserError, nearest
 from utils.log import log, warn_once
-from vitamp.files import read_regular
 
 SEPARATORS = (";", "|", ",")
 """Between the labels of an image; the first that occurs in the training table separates"""
@@ -73,8 +72,8 @@ class _Table:
 
     def is_numbered(self) -> bool:
         """Whether the labels are numbers, as the first one says."""
-        first = next((label for _, label in self.each()), None)
-        if first is None:
+        first = next((label for _, label in self.each()), "")
+        if not first and self.columns is None:
             raise UserError(f"The table {self.file}: no image has a label.")
         return self.columns is None and _whole_number(first) is not None
 
@@ -154,23 +153,23 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
         if (row := next(looks_like_list, None)) is not None:
             what = f"{first.where(row)}: the label {first.sets[row][0]!r} is read as one class."
             log.warning("%s If it lists several labels, %s.", what, do)
-    row_of: dict[str, int] = {}
-    for row, path in enumerate(first.paths if first.several else ()):
-        if {*first.sets[row_of.setdefault(path, row)]} != {*first.sets[row]}:
-            what = f"{first.where(row)}: {path} has other labels in line {first.numbers[row_of[path]]}."
-            raise UserError(f"{what} With DATA.MULTI_LABEL, a line has all labels of its image.")
+    if train and not any(first.sets):
+        raise UserError(f"The table {first.file}: no image has a label.")
     files = first.labelled(first, num_classes)
     if "all" in given:
-        read = [first]
         split_files(files, data, parts[-1])
-    else:
-        read = [_read_part(given, part, first, data) for part in parts]
-        for table in read:
-            table.labelled(first, num_classes)
+    read = [first] if "all" in given else [_read_part(given, part, first, data) for part in parts]
     classes = first.classes()
     log_unused_outputs(len(classes), num_classes, f"The table {first.file}")
     warn_empty_classes(files.labels, classes, f"The table {first.file}")
     for table in read:
+        if table is not first:
+            table.labelled(first, num_classes)
+        row_of: dict[str, int] = {}
+        for row, path in enumerate(table.paths if table.several else ()):
+            if {*table.sets[row_of.setdefault(path, row)]} != {*table.sets[row]}:
+                what = f"{table.where(row)}: {path} has other labels in line {table.numbers[row_of[path]]}."
+                raise UserError(f"{what} With DATA.MULTI_LABEL, a line has all labels of its image.")
         check_first_files(table.file, table.paths, data)
 
 
@@ -182,8 +181,7 @@ def _files(data: DataConfig) -> dict[Part, Path]:
     if root.is_file():
         return {"all": root}
     parts = parts_in_files(root, data, table_name)
-    missing = next((part for part in ("train", "val") if part not in parts), None)
-    if missing:
+    if missing := next((part for part in ("train", "val") if part not in parts), None):
         problem = no_file(root / table_name(missing) if root.is_dir() else root)
         raise UserError(f"DATA.DATA_PATH (-data_path): {problem}. {LAYOUT.format(root=root)}")
     return {part: root / file for part, file in parts.items()}
@@ -199,7 +197,7 @@ def _read(file: Path, data: DataConfig, separator: str | None = None) -> _Table:
     """`separator`: of the training table's labels; None: this is it."""
     paths, texts, numbers, groups = [], [], [], []
     try:
-        content = read_regular(file)
+        content = file.read_bytes()
         try:
             text = content.decode("utf-8-sig")
         except UnicodeDecodeError:
@@ -219,8 +217,11 @@ def _read(file: Path, data: DataConfig, separator: str | None = None) -> _Table:
             if not any(field.strip() for field in row):
                 continue
             where = f"{file}:{rows.line_num}"
-            if len(row) <= last:
-                raise UserError(f"{where} has {len(row)} fields; the header has {len(header)}.")
+            beyond = any(field.strip() for field in row[len(header) :])
+            if len(row) <= last or beyond:
+                or_separate = " or separate labels by ';'" if data.MULTI_LABEL else ""
+                advice = f" Put fields with {delimiter!r} in quotes{or_separate}." if beyond else ""
+                raise UserError(f"{where} has {len(row)} fields; the header has {len(header)}.{advice}")
             paths.append(check_path(row[path].strip(), where))
             texts.append([row[place].strip() for place in targets])
             numbers.append(rows.line_num)
@@ -245,7 +246,7 @@ def _label_set(fields: list[str], table: _Table, where: str) -> tuple[str, ...]:
             if text not in ("0", "1", "0.0", "1.0"):
                 raise UserError(
                     f"{where}: the column {name} holds {text!r}. Without a column of labels, every column but the "
-                    "path is a class and holds 0 or 1."
+                    "path and that of DATA.GROUP is a class and holds 0 or 1."
                 )
         return tuple(name for name, text in zip(table.columns, fields, strict=True) if text.startswith("1"))
     (text,) = fields
@@ -256,8 +257,7 @@ def _label_set(fields: list[str], table: _Table, where: str) -> tuple[str, ...]:
     labels = tuple(part.strip() for part in text.split(table.separator)) if text else ()
     if "" in labels:
         raise UserError(f"{where}: {text!r} has an empty label; separate labels by one {table.separator}")
-    if len(set(labels)) < len(labels):
-        repeated = next(label for label in labels if labels.count(label) > 1)
+    if repeated := next((label for label in labels if labels.count(label) > 1), None):
         raise UserError(f"{where}: the label {repeated!r} appears twice; give each label once.")
     return labels
 

@@ -18,7 +18,7 @@ from datasets.sources.split import split_rows
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.log import log, warn_once
-from vitamp.files import kind_of_path, only_regular, read_regular
+from vitamp.files import kind_of_path
 
 MOST_NAMES, MOST_KINDS = 2, 8
 """Files named of each kind, and kinds named, in one line"""
@@ -55,12 +55,16 @@ class SkippedFiles:
 
 
 def images_below(
-    folder: str, skipped: SkippedFiles | None = None, inside: str = "", above: tuple[tuple[int, int], ...] = ()
+    folder: str,
+    skipped: SkippedFiles | None = None,
+    inside: str = "",
+    above: tuple[tuple[int, int], ...] = (),
+    endings: tuple[str, ...] = ENDINGS,
 ) -> Iterator[str]:
     """Paths relative to `folder`: its own images in the order of names, then those of each subfolder.
 
     Links to folders are followed, unless they lead back to a folder above. What is not read is counted in `skipped`.
-    `inside` and `above`: the way to a subfolder, and device and inode of each folder on it.
+    `inside` and `above`: the way to a subfolder, and device and inode of each folder on it. `endings`: of the files.
     """
     try:
         stat = os.stat(folder)
@@ -78,13 +82,13 @@ def images_below(
     for name, is_folder in names:
         if is_hidden(name):
             skipped.add(name, HIDDEN_FOLDER if is_folder else HIDDEN)
-        elif not is_folder and name.lower().endswith(ENDINGS):
+        elif not is_folder and name.lower().endswith(endings):
             yield f"{inside}{name}"
         elif not is_folder:
             skipped.add(name)
     for name, is_folder in names:
         if is_folder and not is_hidden(name):
-            yield from images_below(f"{folder}/{name}", skipped, f"{inside}{name}/", (*above, own_id))
+            yield from images_below(f"{folder}/{name}", skipped, f"{inside}{name}/", (*above, own_id), endings)
 
 
 def is_hidden(name: str) -> bool:
@@ -131,7 +135,7 @@ class FileSamples(Samples):
         self.paths = paths if isinstance(paths, PathTable) else PathTable(paths)
 
     def read(self, index: int) -> bytes:
-        return read_regular(self.name(index))
+        return Path(self.name(index)).read_bytes()
 
     def name(self, index: int) -> str:
         return os.path.join(self.root, self.paths[index])
@@ -192,7 +196,7 @@ def read_list(file: Path, num_classes: int) -> tuple[PathTable, np.ndarray]:
     labels: list[int] = []
 
     def paths() -> Iterator[str]:  # one by one, so that a million lines never exist as Python strings at once
-        with open(file, encoding="utf-8-sig", opener=only_regular) as lines:
+        with open(file, encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.isspace():
                     continue

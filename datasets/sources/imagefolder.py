@@ -89,12 +89,9 @@ def check(data: DataConfig, num_classes: int, train: bool) -> None:
 
 
 def parts(data: DataConfig) -> Parts:
-    """The splits that are folders; a folder test without class folders is none, unless it is for validation."""
+    """The splits that are folders."""
     root = data_folder(data)
-    if not _has_splits(root):
-        return UNSPLIT
-    found, tested = _named(root, data), TEST in _split_folders(root)
-    return {part: name for part, name in found.items() if part != "test" or tested or found["val"] == TEST}
+    return _named(root, data) if _has_splits(root) else UNSPLIT
 
 
 def count(data: DataConfig, train: bool) -> int:
@@ -148,7 +145,8 @@ def _split_folders(root: Path) -> list[str]:
 
 
 def _named(root: Path, data: DataConfig) -> dict[Part, str]:
-    return named_parts([name for name in SPLIT_NAMES if (root / name).is_dir()], root, part_of(data, False))
+    names = _split_folders(root) or subfolders(root)  # if no folder has images, the error names those that exist
+    return named_parts([name for name in SPLIT_NAMES if name in names], root, part_of(data, False))
 
 
 def _split(root: Path, data: DataConfig, part: Part) -> tuple[Path, list[str]]:
@@ -163,7 +161,7 @@ def _split(root: Path, data: DataConfig, part: Part) -> tuple[Path, list[str]]:
         if part == "test":
             raise no_such_part(part, root)
         expected = " or ".join(str(root / name) for name in ((TRAIN,) if part == "train" else VALIDATION_NAMES))
-        raise UserError(f"DATA.DATA_PATH (-data_path): there is no folder {expected}. {LAYOUT.format(root=root)}")
+        raise _no_images(expected, root)
     folder, train = root / found[part], root / TRAIN
     classes = subfolders(train if train.is_dir() else folder)
     if not classes:
@@ -181,9 +179,11 @@ def _has_images(folder: Path) -> bool:
     return next(images_below(str(folder)), None) is not None
 
 
-def _no_images(folder: Path, root: Path) -> UserError:
-    kinds = " ".join(ENDINGS)
-    return UserError(f"{folder} has no images in class folders (they end in {kinds}). {LAYOUT.format(root=root)}")
+def _no_images(folder: Path | str, root: Path) -> UserError:
+    what = f"there are no images in class folders of {folder} (they end in {' '.join(ENDINGS)})"
+    alone = _split_folders(root) == [TRAIN]
+    advice = f"\nTo split {TRAIN}/ by DATA.VAL_FRACTION: -data_path {root / TRAIN}" if alone else ""
+    return UserError(f"DATA.DATA_PATH (-data_path): {what}. {LAYOUT.format(root=root)}{advice}")
 
 
 SOURCE = Source(samples, check, count=count, parts=parts, groups=True)

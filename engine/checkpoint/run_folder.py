@@ -36,7 +36,7 @@ from utils.record.run_folder import (
 )
 from utils.text import redacted
 from vitamp.checkpoints import CHECKPOINTS, INDEX
-from vitamp.files import parse_json, read_regular_text, try_to_write, write_atomically
+from vitamp.files import parse_json, try_to_write, write_atomically
 from vitamp.metrics import NO_LABELS
 
 
@@ -207,7 +207,7 @@ def _locked(handle: int, patience: float) -> bool:
 
 def _read(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        found = parse_json(read_regular_text(path, errors="replace"))
+        found = parse_json(path.read_text(encoding="utf-8", errors="replace"))
         return found if isinstance(found, dict) else {}
     return {}
 

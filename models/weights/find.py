@@ -18,7 +18,6 @@ from utils.config.keys import nested, settings
 from utils.config.model import ModelConfig
 from utils.errors import UserError, nearest
 from vitamp.checkpoints import CHECKPOINTS, checkpoint_of, checkpoints_in, files_of
-from vitamp.files import NotRegular, require_regular
 from vitamp.meta import unchecked_meta
 from vitamp.metrics import BETTER, PLAIN, SETS
 from vitamp.weights import choose_weights, read_header
@@ -64,12 +63,11 @@ def check_file(path: Path) -> None:
     if not path.name.endswith(ENDINGS):
         raise UserError(f"Pretrained weights {path}: unknown kind of file; known extensions: {', '.join(ENDINGS)}.")
     try:
-        require_regular(path)
+        with path.open("rb") as file:
+            start = file.read(64)
         if path.name.endswith(".safetensors"):
             with safe_open(str(path), framework="pt"):
                 return
-        with path.open("rb") as file:
-            start = file.read(64)
         if start.startswith(b"version https://git-lfs"):
             raise UserError(
                 f"Pretrained weights {path}: this is a Git LFS pointer, not the weights; run `git lfs pull`."
@@ -79,7 +77,7 @@ def check_file(path: Path) -> None:
             zipfile.ZipFile(path).close()
         elif path.name.endswith(".npz") or not start.startswith(b"\x80"):
             raise UserError(unreadable(path, "wrong first bytes"))
-    except (NotRegular, PermissionError) as error:
+    except PermissionError as error:
         raise UserError(f"Pretrained weights {path}: {error.strerror}.") from None
     except (SafetensorError, zipfile.BadZipFile, OSError) as error:
         raise UserError(unreadable(path, error)) from None

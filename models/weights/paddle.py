@@ -26,7 +26,6 @@ from models.build import is_timm_name
 from utils.config.paddlevit import families
 from utils.errors import UserError
 from utils.log import log
-from vitamp.files import only_regular
 
 EMA_KEYS = ("model_ema", "state_dict_ema")
 WEIGHTS_KEYS = (*EMA_KEYS, "model", "state_dict")
@@ -45,7 +44,7 @@ class _Refused(Exception):
 def read_pdparams(path: Path) -> dict[str, np.ndarray]:
     """Arrays by name in a file that paddle.save wrote; in a checkpoint, those of the model."""
     try:
-        with open(path, "rb", opener=only_regular) as file:
+        with open(path, "rb") as file:
             content = _Unpickler(file, encoding="latin1").load()
         return _arrays(content, path.stat().st_size)
     except _Refused as refused:

@@ -162,9 +162,9 @@ def test_output_file_accepts_only_regular_files(tmp_path: Path) -> None:
     assert check_output_file(tmp_path / "link", "-out") == tmp_path / "link"
     assert (tmp_path / "old").read_text() == "old"
     for path, said in (
-        (tmp_path / "pipe", "is a named pipe; name a file"),
+        (tmp_path / "pipe", "is a pipe or device; name a file"),
         (tmp_path, "is a folder; name a file"),
-        (Path("/dev/null"), "is a character device; name a file"),
+        (Path("/dev/null"), "is a pipe or device; name a file"),
     ):
         with pytest.raises(UserError, match=f"-out {path}: {said}"):
             check_output_file(path, "-out")

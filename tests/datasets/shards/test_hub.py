@@ -123,6 +123,14 @@ def test_parquet_files_of_any_name_are_read(tmp_path: Path, first: str, second: 
     assert train.name(6).endswith("/train/00000.tar/00001/00000002.png"), "the second file, and the row in it"
 
 
+def test_parquet_files_in_linked_folders_are_read(tmp_path: Path) -> None:
+    write(tmp_path / "set" / "train.parquet", range(4))
+    write(tmp_path / "elsewhere" / "0.parquet", range(4, 7))
+    (tmp_path / "set" / "validation").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "set")
+    assert content(part(of_hub(tmp_path / "set"), train=False)) == [picture(k) for k in range(4, 7)]
+
+
 def test_parquet_files_in_no_split_are_named(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     for name in ("train", "val", "extra/part"):
         write(tmp_path / "set" / f"{name}.parquet", range(4))

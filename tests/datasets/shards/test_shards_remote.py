@@ -12,6 +12,7 @@ import torch
 
 from datasets import EpochOrder, TrainLoader, check_dataset, open_dataset
 from datasets.images import Images
+from datasets.variants import Repeated
 from tests.datasets.opened import CPU, of_shards, pixels
 from tests.datasets.processes import in_order
 from tests.datasets.shards.serving import ByteRanges, serving
@@ -72,9 +73,11 @@ def test_remote_shards_are_fetched_batch_by_batch(tmp_path: Path, monkeypatch: p
         )
         expected = open_dataset(of_shards(tmp_path), True, 3, 0, CPU)
         assert torch.equal(pixels(train, 3, 8, 1, 3), pixels(expected, 3, 8, 1, 3))
-        assert asked == [4]
+        keys = [(1, 3), (1, 3 + len(train)), (1, 8)]
+        assert torch.equal(*(Repeated(split, 2).__getitems__(keys).images for split in (train, expected)))
+        assert asked == [3, 2], "each image once"
         everything = open_dataset(of_shards("memory://bucket/set", PART="all"), False, 3, 0, CPU)
-        assert pixels(everything, *range(len(everything))).shape[0] == sum(asked) - 4, "-part all, too"
+        assert pixels(everything, *range(len(everything))).shape[0] == sum(asked) - 5, "-part all, too"
         store.rm("/bucket/set/train/0001.tar")
         with pytest.raises(OSError, match="0001"):
             train.samples.read(6)

@@ -85,7 +85,7 @@ def test_csv_columns_have_several_names_and_any_position(table: Callable[..., Pa
 
 def test_csv_fields_may_be_quoted_and_lines_blank(tmp_path: Path, table: Callable[..., Path]) -> None:
     image(tmp_path / "a, b" / 'the "best" one.png')
-    lines = ['"a, b/the ""best"" one.png","dog, big"', "", " , ", "1.png,cat"]
+    lines = ['"a, b/the ""best"" one.png","dog, big"', "", " , ", "1.png,cat, ,"]
     text = "\ufeff" + "\r\n".join(["path,target", *lines, ""])
     path = two(table, text, text)
     expected = [('the "best" one.png', 1), ("1.png", 0)]
@@ -130,6 +130,7 @@ def test_columns_that_are_not_there_or_not_of_a_table_are_refused(table: Callabl
         ("path,target\n0.png,c\xe4t\0\n", "train.csv cannot be read: 'utf-8' codec can't decode"),
         ("path,target\n", "has no lines below its header"),
         ("path,target\n0.png,cat\n1.png\n", "train.csv:3 has 1 fields; the header has 2"),
+        ("path,target\n0.png,cat\n1, 1.png,dog\n", "train.csv:3 has 3 fields; the header has 2. Put fields with ','"),
         ("path,target\n0.png,3\n1.png,10\n", "train.csv:3: label 10 does not fit MODEL.NUM_CLASSES 10"),
         ("path,target\n0.png,3\n\n1.png,-1\n", "train.csv:4: label -1 does not fit"),
         ("path,target\n0.png,3\n1.png,1.5\n", "train.csv:3: the label '1.5' is not a whole number"),
@@ -217,11 +218,13 @@ def test_columns_of_the_validation_table_may_have_another_order(table: Callable[
         ("path,labels\n0.png,ant;;bee", "all.csv:2: 'ant;;bee' has an empty label; separate labels by one ;"),
         ("path,labels\n0.png,ant;ant", "all.csv:2: the label 'ant' appears twice"),
         ("path,labels\n0.png,\n1.png, ", "all.csv: no image has a label"),
+        ("path,labels\n0.png,ant,bee", "header has 2. Put fields with ',' in quotes or separate labels by ';'"),
         ("path,labels\n0.png,0;two", "all.csv:2: the label 'two' is not a whole number, but the first label is"),
         ("path,labels\n0.png,0;-1", "all.csv:2: label -1 does not fit MODEL.NUM_CLASSES 3"),
         ("path,labels\n0.png,0;3", "all.csv:2: label 3 does not fit MODEL.NUM_CLASSES 3"),
         ("path,labels\n0.png,a;b;c;d", "has 4 classes, but MODEL.NUM_CLASSES is 3"),
-        ("path,ant,bee\n0.png,1,2", "all.csv:2: the column bee holds '2'. Without a column of labels, every"),
+        ("path,ant,bee\n0.png,1,2", "Without a column of labels, every column but the path and that of DATA.GROUP"),
+        ("path,ant,bee\n0.png,0,0", "all.csv: no image has a label"),
         ("path,ant,ant\n0.png,1,0", "two columns are called 'ant'"),
         ("path,ant\n0.png,1", "has neither a column called target or label or class or targets or labels or"),
     ],
@@ -271,10 +274,10 @@ def test_lines_with_a_part_of_the_labels_are_refused_and_lists_of_words_warned_o
     check_dataset(of_csv(root, MULTI_LABEL=True), 2)
     assert "the label 'ant cow' is read as one class. If it lists several labels, separate them by ';'" in said.text
     assert "are separated by" not in said.text
-    text = (root / "train.csv").read_text()
-    (root / "train.csv").write_text(text + text.splitlines()[1].replace("bee", "ant cow") + "\n")
-    with pytest.raises(UserError, match=r"train\.csv:4: .* has other labels in line 2\. With DATA\.MULTI_LABEL"):
-        check_dataset(of_csv(root, MULTI_LABEL=True), 2)
+    for name, line in (("val.csv", 3), ("train.csv", 4)):
+        (root / name).write_text((root / name).read_text() + "0.png,ant cow\n")
+        with pytest.raises(UserError, match=rf"{name}:{line}: .* has other labels in line 2\. With DATA\.MULTI_LABEL"):
+            check_dataset(of_csv(root, MULTI_LABEL=True), 2)
 
 
 @pytest.mark.parametrize(("label", "warned"), [("ant;cow", True), ("ant|cow", True), ("Smith, John", False)])

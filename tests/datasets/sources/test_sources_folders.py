@@ -76,8 +76,22 @@ def test_split_folders_are_not_classes(tmp_path: Path, parts: tuple[str, ...]) -
     for part in parts:
         for number in range(10):
             image(tmp_path / part / f"{number}.png")
-    with pytest.raises(UserError, match=r"has no images in class folders|Testing and Training seem to be splits"):
+    with pytest.raises(UserError, match=r"no images in class folders of|Testing and Training seem to be splits"):
         check_dataset(settings(DATASET="imagefolder", DATA_PATH=str(tmp_path)), 2)
+
+
+def test_folder_without_class_folders_is_no_split(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    for folder in ("train/ant", "train/bee", "test"):
+        image(tmp_path / folder / "0.png")
+    (tmp_path / "val").mkdir()
+    data = settings(DATASET="imagefolder", DATA_PATH=str(tmp_path))
+    advice = f"(?s)folders of {tmp_path}/val or .*To split train/ by DATA.VAL_FRACTION: -data_path {tmp_path}/train"
+    with pytest.raises(UserError, match=advice):
+        check_dataset(data, 2)
+    image(tmp_path / "valid" / "ant" / "0.png")
+    check_dataset(data, 2)
+    assert [len(paths(data, train)) for train in (True, False)] == [2, 1]
+    assert "validation" not in said.text
 
 
 def warnings_of(data: DataConfig, classes: int, said: pytest.LogCaptureFixture, train: bool = True) -> list[str]:

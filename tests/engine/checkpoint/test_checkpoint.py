@@ -213,10 +213,10 @@ def test_others_may_read_it_and_a_file_that_may_not_be_read_is_not_called_damage
     folder = save(tmp_path, 1)
     assert len({file.stat().st_mode for file in folder.iterdir()}) == 1
 
-    def denied(path: Path, _: int) -> int:
-        raise OSError(5, "Input/output error", path)
+    def denied(*_: Any) -> Any:
+        raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("vitamp.checkpoints.only_regular", denied)
+    monkeypatch.setattr("vitamp.checkpoints.hashlib.file_digest", denied)
     with pytest.raises(UserError, match=rf"{MODEL}: cannot be read \(Input/output error\)"):
         verify(inspect(folder))
 

@@ -399,6 +399,7 @@ def setting_of(ready: ReadyToTrain) -> Setting:
     samples = ready.train_set.single_images()
     # A data set without single images is an array of pixels.
     stored, remote = ("pixels", False) if samples is None else (samples.stored, samples.remote)
-    compiled = ready.choices.get("compile", "none") != "none"
+    # Only who has switched compiling off may gain by it: auto has weighed it.
+    compiled = (ready.choices.get("compile"), ready.choices.get("compile_why")) != ("none", "as asked for")
     here, several = ready.parts.world.own_cores, ready.train_set.sample_labels().ndim > 1
     return Setting(device.type, amp, compiled, workers, here, stored, remote, torch.get_num_threads(), several)

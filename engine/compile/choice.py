@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.compile.compiled import BLOCKS, NONE, Compiling
+from engine.compile.compiled import BLOCKS, NONE, WHOLE, Compiling
+from engine.measure.meters import work_until
 from engine.update import TrainState
 from models.build import build_without_weights
 from models.parts import blocks_of
@@ -23,7 +24,7 @@ from utils.errors import UserError
 from utils.log import log
 from utils.text import counted
 
-AUTO, WHOLE = "auto", "whole"
+AUTO = "auto"
 
 # Whether compiling on a GPU is worthwhile is estimated from measurements on an H200 (docs/benchmarks.md), so the gain
 # must exceed the cost by far.
@@ -80,7 +81,7 @@ def choose_compiling(
 
     on_every_rank(world, check)
     if (compiling := parts.callback(Compiling)) is not None:
-        compiling.how = how
+        compiling.how, compiling.auto = how, wanted == AUTO
     return how, reason
 
 
@@ -102,12 +103,17 @@ def _by_gain(config: Config, parts: TrainState, updates: int) -> tuple[str, str]
         return NONE, f"auto: {missing}"
     without_weights = build_without_weights(config.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
     flops = training_flops(without_weights, data.IMAGE_CHANNELS, data.IMAGE_SIZE) or 0.0
-    micro_batch = flops * data.BATCH_SIZE / FLOPS_PER_SECOND[parts.precision.level != "O0"]
+    train, full = config.TRAIN, data.IMAGE_SIZE
+    # Each size of images, with all tokens or fewer, is compiled by itself.
+    epochs = range(1, train.NUM_EPOCHS + 1)
+    cost = SECONDS_TO_COMPILE * len({(train.size_in(epoch, full), train.drops_tokens_in(epoch)) for epoch in epochs})
+    share = work_until(config, [len(epochs)])[0] / max(1, len(epochs))
+    micro_batch = share * flops * data.BATCH_SIZE / FLOPS_PER_SECOND[parts.precision.level != "O0"]
     seconds = max(FRACTION_SAVED * micro_batch, SAVED_PER_MICRO_BATCH) * config.TRAIN.ACCUM_ITER * updates
-    is_worthwhile = seconds > REQUIRED_RATIO * SECONDS_TO_COMPILE
+    is_worthwhile = seconds > REQUIRED_RATIO * cost
     words = (
         f"auto: about {seconds:,.0f} s saved in {counted(updates, 'update')}, {'more' if is_worthwhile else 'no more'} "
-        f"than {REQUIRED_RATIO:g} times the {SECONDS_TO_COMPILE:.0f} s of compiling"
+        f"than {REQUIRED_RATIO:g} times the {cost:.0f} s of compiling"
     )
     if not is_worthwhile:
         return NONE, words

@@ -41,7 +41,7 @@ MAX_GRAPHS = 256
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
-NONE, BLOCKS = "none", "blocks"
+NONE, BLOCKS, WHOLE = "none", "blocks", "whole"
 
 
 class Compiling(Callback):
@@ -54,6 +54,8 @@ class Compiling(Callback):
 
     def __init__(self, data: DataConfig, precision: Precision, world: World, sharded: bool) -> None:
         self.how = NONE
+        self.auto = False
+        """Whether `how` was chosen for the user: then code that cannot be compiled is no error"""
         self.seconds = 0.0
         """Time spent compiling so far."""
         self._data, self._precision, self._world, self._sharded = data, precision, world, sharded
@@ -95,6 +97,11 @@ class Compiling(Callback):
         try:
             computed = self._compute(batch)
         except TorchDynamoException as error:
+            if self.auto and self.how == WHOLE:
+                words = "TRAIN.COMPILE auto: torch cannot compile this model (%s), so it is not compiled."
+                log.warning(words, first_line(error))
+                self._to.compute = self._to.eager
+                return self._to.eager(batch)
             failure = TrainingError if self.seconds else UserError  # UserError before the first update is done
             raise failure(
                 f"TRAIN.COMPILE: torch cannot compile this model ({first_line(error)}). Set TRAIN.COMPILE=none"

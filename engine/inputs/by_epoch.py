@@ -52,6 +52,6 @@ class GrowingImages(Callback):
         return {"image_size": Figure(self._size, f"Size: {self._size}")}
 
     def rows(self) -> dict[str, str]:
-        sizes = [0, *(self._train.size_in(epoch, self._full) for epoch in range(1, self._train.NUM_EPOCHS + 1))]
+        sizes = [0, *(self._train.size_in(epoch, self._full) for epoch in range(1, max(1, self._train.NUM_EPOCHS) + 1))]
         steps = (f"{size} from epoch {k}" for k, (before, size) in enumerate(pairwise(sizes), 1) if size != before)
         return {"shortcuts": f"images of {', '.join(steps)}"}

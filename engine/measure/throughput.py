@@ -195,6 +195,7 @@ class Setting:
     amp: bool
     """AMP is on, or the device gains nothing from it."""
     compiled: bool
+    """It is compiled, or `auto` has found that it cannot be or would not gain"""
     workers: int | None
     """Loading processes; None if the images are in memory."""
     cores: int

@@ -283,6 +283,7 @@ class Trial:
             self._parts = build_train_state(numbered, ALONE, self._tuned, per_epoch=1000)
             self._parts.leave_out(OverflowWatch)  # it would replay overflows; MARGIN has room for what it keeps
             self._parts.assemble()
+            self._parts.enter(config.TRAIN.NUM_EPOCHS)  # the last epoch has most pixels and tokens
         self.peaks: dict[int, int] = {}
         """Bytes by batch size; also of those that did not fit."""
 

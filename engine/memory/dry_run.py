@@ -260,6 +260,9 @@ def _costs(
     computed = per_epoch * (end - done) / max(whole - begun, 1e-9)  # in updates like those that were timed
     if computed > 1.001 * updates > 0:
         yield "           later epochs take more memory; their time is estimated by their pixels and tokens"
+    if config.trains_on_features and updates:
+        yield "           its features are kept: estimated is one pass over the images; then an epoch takes seconds"
+        updates, computed, epochs = per_epoch, per_epoch, 1.0
     validations = max(1, round(epochs / config.VALIDATE_FREQ)) * (updates > 0)
     validations += updates // (config.VALIDATE_EVERY_UPDATES or sys.maxsize)
     for name, (update, validation) in costs.items():

@@ -96,6 +96,8 @@ def race_attention(built: BuiltModel) -> Choice:
         known = [kind for kind in KINDS["cuda"] if built.config.wants(kind) is not False]
         if PACKED in known and not packed_is_possible(built.listed):
             known.remove(PACKED)
+        if FUSED in known and wanted == "auto" and built.left_out:  # torch might take one of them
+            known.remove(FUSED)
         if wanted == "auto" and before in known and _works(call, before):
             return Choice(before, "as before the resume")
         kinds = [kind for kind in known if _works(call, kind)]

@@ -6,7 +6,7 @@ Speed-ups change the model itself, for training, evaluation and tools. tuning.py
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -40,6 +40,11 @@ class BuiltModel:
     def listed(self) -> frozenset[str]:
         """Operators on AMP's lists, which have no effect on an operator within another."""
         return frozenset((*self.config.AMP.CUSTOM_WHITE_LIST, *self.config.AMP.CUSTOM_BLACK_LIST))
+
+    @property
+    def left_out(self) -> list[str]:
+        """torch's own kernels of attention that SPEED leaves out."""
+        return [kind for kind in (FLASH, EFFICIENT, CUDNN) if self.config.wants(kind) is False]
 
     @property
     def sharded(self) -> bool:
@@ -105,16 +110,18 @@ def packed_is_possible(listed: frozenset[str]) -> bool:
     return not FUSED_OPERATOR & listed and find_spec("triton") is not None
 
 
-def backends_of(kind: str, strictly: bool = False) -> list[Any]:
-    """torch's backends for a kind, by preference; empty for torch's own choice.
+def backends_of(kind: str, strictly: bool = False, left_out: Sequence[str] = ()) -> list[Any]:
+    """torch's backends for a kind, by preference; empty for torch's own choice, which takes none that is `left_out`.
 
     The others are fallbacks: flash and cuDNN do not support fp32, in which a run may validate.
     """
-    if kind not in (FLASH, EFFICIENT, CUDNN):
+    if kind not in (FLASH, EFFICIENT, CUDNN) and not (kind == FUSED and left_out):
         return []
     from torch.nn.attention import SDPBackend
 
     named = {FLASH: SDPBackend.FLASH_ATTENTION, EFFICIENT: SDPBackend.EFFICIENT_ATTENTION}
     named[CUDNN] = SDPBackend.CUDNN_ATTENTION
+    if kind == FUSED:
+        return [*(backend for name, backend in named.items() if name not in left_out), SDPBackend.MATH]
     fallbacks = [] if strictly else [named[EFFICIENT], SDPBackend.MATH]
     return list(dict.fromkeys([named[kind], *fallbacks]))

@@ -68,7 +68,7 @@ class AttentionKernel(Speedup):
             elif getattr(layer, "packed", False):
                 layer.packed = False
         _sdpa_kernel.close()
-        backends = backends_of(value)
+        backends = backends_of(value, left_out=built.left_out)
         if backends:
             from torch.nn.attention import sdpa_kernel
 

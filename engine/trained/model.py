@@ -177,6 +177,10 @@ def load_trained(
             pick_device(config.DEVICE, world)
             name = config.DEVICE
     where = pick_device(name, world)
+    elsewhere = amp is not None or not str(chosen.choices.get("computed_in", "")).startswith(where.type)
+    if elsewhere and "SPEED" not in overridden:  # what the run forced may not exist here
+        kept = [word for word in config.SPEED if not word.startswith("+")]
+        config = config.model_copy(update={"SPEED": kept or ["auto"]})
     with unheard(logging.WARNING):  # lines about building belong to training: "freshly initialised" would mislead
         trained = _built(config, where, world, chosen)
     if trained.precision.level in ("O1", "O2") and (moved := fp32_modules(chosen)):

@@ -74,6 +74,11 @@ def test_dry_run_says_the_time_left_and_warns_of_little_memory(tiny: Path, monke
     costs = "\n".join(dry_run._costs(config, ready, {"time": (2.0, 100.0)}, 0))
     assert "nearly" not in costs
     assert "0 updates to go (0.0 epochs): about 0:00:00" in costs
+    alike = {"MODEL.FREEZE": "backbone", "DATA.CROP": "none", "DATA.FLIP": "0", "MODEL.DROPOUT": "0"}
+    frozen = load_config(str(tiny), words=alike).config
+    costs = "\n".join(dry_run._costs(frozen, ready, {"time": (2.0, 100.0)}, 1000))
+    assert "features are kept" in costs
+    assert "100 updates to go (1.0 epochs): about 0:05:00" in costs, "one pass and one validation"
     config = load_config(str(tiny), words={"TRAIN.NUM_EPOCHS": "10", "TRAIN.SIZE_SCHEDULE": "[[0,4],[0.5,8]]"}).config
     costs = "\n".join(dry_run._costs(config, ready, {"time": (2.0, 100.0)}, 1000))
     assert "later epochs take more memory" in costs

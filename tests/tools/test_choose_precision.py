@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.amp.precision import Precision
+from engine.setup import setting_of
 from tests.conftest import TINY_DIGITS
 from tests.engine.small import CPU, build, train, windows
 from tests.program import Result, Vitamp, metrics
@@ -22,6 +23,7 @@ from tests.tools.conftest import Trainings, interrupted
 from tools.choose_precision.command import Baseline, Measured, details, judge, largest_difference, main, recommend
 from tools.choose_precision.layers import Layer, Scaled, examine_layers
 from tools.common.precisions import BY_NAME, MODES, Mode, mode_of, modes_to_measure
+from tools.common.sessions import opened
 from utils.cli import parse
 from utils.config import AmpConfig, Config, load_config
 
@@ -246,6 +248,15 @@ def advice(*measured: Measured, against: Baseline | None = None, slow: str = "")
     for one in measured:
         judge(one, against or base(), 100, slow)
     return recommend(list(measured), against or base(), "-amp off")
+
+
+def test_measured_updates_accumulate_as_the_run_does(tiny: Path) -> None:
+    config = load_config(str(tiny), words={"TRAIN.GLOBAL_BATCH": "64"}).config
+    with opened(config) as (ready, windows):
+        assert [share.weight for share in next(windows).shares] == [0.5, 0.5]
+        assert (ready.choices["compile"], ready.choices["compile_why"]) == ("none", "as asked for")
+        assert not setting_of(ready).compiled, "whoever switched it off may gain by it"
+    assert setting_of(build(tiny)).compiled, "auto has found that it would not"
 
 
 def test_curves_are_smoothed_over_common_updates() -> None:

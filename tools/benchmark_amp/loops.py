@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from datasets import Batch, MicroBatch, Window
 from engine.amp.low_precision import prepare_model
 from engine.amp.precision import Precision, check_amp, switch_tf32
-from engine.compile.choice import WHOLE, choose_compiling
-from engine.compile.compiled import NONE
+from engine.compile.choice import choose_compiling
+from engine.compile.compiled import NONE, WHOLE
 from engine.inputs.batches import TransformedBatch, per_channel
 from engine.machine.device import pick_device, set_up_device, synchronize
 from engine.machine.memory import peak_memory_gb

@@ -132,7 +132,7 @@ def users_data(loaded: Loaded) -> tuple[Config | None, str]:
 
 def synthetic(config: Config, updates: int) -> Config:
     """`config` on images made on the device, with at least `updates` updates per epoch."""
-    samples = config.DATA.BATCH_SIZE * config.TRAIN.ACCUM_ITER * updates
+    samples = (config.TRAIN.GLOBAL_BATCH or config.DATA.BATCH_SIZE * config.TRAIN.ACCUM_ITER) * updates
     data = {"DATASET": "synthetic", "DATA_PATH": None, "SYNTHETIC_TRAIN": samples, "DROP_LAST": True}
     return changed(config, "DATA", **data)
 

@@ -214,7 +214,7 @@ def main(argv: list[str]) -> int:
     if (size := config.TRAIN.size_in(1, config.DATA.IMAGE_SIZE)) != config.DATA.IMAGE_SIZE:
         log.info("images have %d pixels, as in the first epochs; TRAIN.SIZE_SCHEDULE=[] measures the final size", size)
     if config.TRAIN.COMPILE == "auto" and device.type == "cuda":
-        log.info("TRAIN.COMPILE auto sees only these %s; set TRAIN.COMPILE=whole if your run will be compiled", updates)
+        log.info("TRAIN.COMPILE auto compiles nothing here; set TRAIN.COMPILE=whole if your run will be compiled")
     for name, why in left_out.items():
         log.info("left out: %s: %s", name, why)
 

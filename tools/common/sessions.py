@@ -23,6 +23,7 @@ from engine.amp.op_lists import OpLists
 from engine.compile.compiled import Compiling
 from engine.machine.device import Run, pick_device, set_up_device, synchronize
 from engine.machine.memory import is_out_of_memory, peak_memory_gb
+from engine.memory.batch_size import with_global_batch
 from engine.setup import ReadyToTrain, build_for_training, sharding_of
 from engine.update import train_update
 from utils.config import Config
@@ -170,8 +171,13 @@ def opened(config: Config, compiled: bool = True) -> Iterator[tuple[ReadyToTrain
     """Build everything that a run builds before its first update; close it afterwards.
 
     With it come the windows of its updates, epoch after epoch, without end. `compiled`: compile as TRAIN.COMPILE says.
-    False: stay eager.
+    False: stay eager. `auto` compiles nothing: these updates are few, and modes that it compiles or not are not alike.
     """
+    train = config.TRAIN
+    if train.COMPILE == "auto":
+        config = config.model_copy(update={"TRAIN": train.model_copy(update={"COMPILE": "none"})})
+    if train.GLOBAL_BATCH is not None:
+        config = with_global_batch(config, train.GLOBAL_BATCH, ALONE)
     device = pick_device(config.DEVICE, ALONE)
     threads = set_up_device(config, device, ALONE)
     with OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST):

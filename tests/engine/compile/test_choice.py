@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -72,13 +73,15 @@ def test_cpu_compiles_only_on_request() -> None:
 
 @pytest.mark.usefixtures("gpu")
 def test_gpu_compiles_where_it_is_worthwhile() -> None:
-    assert choose(device="cuda", updates=SHORT).how == "none"
     assert "no more than 2 times" in choose(device="cuda", updates=SHORT).reason
-    assert choose(device="cuda", updates=LONG).how == "whole"
     assert choose(device="cuda", updates=LONG, GRAD_CHECKPOINT="blocks").how == "blocks"
     assert "500,000 updates" in choose(device="cuda", updates=LONG).reason
-    in_trial = ("whole", "as in the trial")
-    assert choose(device="cuda", updates=SHORT, of_trial=in_trial) == in_trial
+    growing: dict[str, Any] = {"NUM_EPOCHS": 4, "SIZE_SCHEDULE": ((0.0, 112), (0.5, 224)), "TOKEN_DROP": 0.5}
+    runs = [choose(device="cuda", **train).reason for train in ({}, growing, {**growing, "TOKEN_DROP_TAIL": 1})]
+    seconds = [[*map(int, re.findall(r"(\d+) s ", run.replace(",", "")))] for run in runs]
+    assert [cost for _, cost in seconds] == [60, 120, 180], "compiled anew for each size, and for all tokens"
+    assert [gain / seconds[0][0] for gain, _ in seconds] == pytest.approx([1, 2.5 / 8, 3.5 / 8], rel=1e-4)
+    assert choose(device="cuda", updates=SHORT, of_trial=("whole", "in the trial")) == ("whole", "in the trial")
 
 
 @pytest.mark.usefixtures("gpu", "two")

@@ -16,8 +16,7 @@ import torch
 
 from engine.amp.precision import Precision
 from engine.compile import compiled as compiling
-from engine.compile.choice import WHOLE
-from engine.compile.compiled import BLOCKS, CACHE, Compiling
+from engine.compile.compiled import BLOCKS, CACHE, WHOLE, Compiling
 from engine.evaluation.evaluate import validate
 from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain
@@ -116,6 +115,23 @@ def test_end_of_token_dropping_is_logged_as_compiling_and_not_counted_as_trainin
     assert compiled_at == [1, 2], "not at the second update of an epoch"
     lines = [line for line in said.messages if line.startswith("Compiling")]
     assert [", 50 % of the patches left out" in line for line in lines] == [True, False]
+
+
+def test_code_that_cannot_be_compiled_is_an_error_only_if_asked_for(tiny: Path, said: pytest.LogCaptureFixture) -> None:
+    """A loss of one's own that reads a value, as a default run on a GPU meets it."""
+    written, asked, auto = (build(tiny, DATA__BATCH_SIZE=16) for _ in range(3))
+    for ready in (written, asked, auto):
+        own = ready.parts.criterion
+        ready.parts.criterion = lambda x, y, own=own: own(x, y) if x.sum() < 1e9 else 2 * own(x, y)
+    with pytest.raises(UserError, match="torch cannot compile this model"):
+        train(compiled(asked, WHOLE), 1)
+    compiling = compiled(auto, WHOLE).parts.callback(Compiling)
+    assert compiling is not None
+    compiling.auto = True
+    for ready in (written, auto):
+        train(ready, 2)
+    assert torch.equal(weights(written), weights(auto))
+    assert len([line for line in said.messages if "so it is not compiled" in line]) == 1
 
 
 @pytest.mark.slow

@@ -115,6 +115,11 @@ def test_small_data_sets_and_cpus_limit_the_search(tiny: Path, memory_of: Memory
     assert found(settings(tiny)) == (176, 1), "8 updates an epoch of 1,437 images"
     assert found(settings(tiny, TRAIN__GLOBAL_BATCH=1200)) == (600, 2), "of which a CPU is not to try all"
     assert Trial(settings(tiny), None, World(0, 2, 0, 2), CPU, 2**60).most()[0] == 88
+    for tail, dropped in ((0, 0.5), (1, 0.0)):  # the tokens of the last epoch
+        settled = settings(tiny, TRAIN__TOKEN_DROP=0.5, TRAIN__TOKEN_DROP_TAIL=tail)
+        parts = Trial(settled, None, ALONE, CPU, 2**60)._parts
+        assert parts is not None
+        assert parts.figures()["token_drop"].value == dropped
     mixed = settings(tiny, TRAIN__MIXUP_ALPHA=0.8)
     assert Trial(mixed, None, World(0, 100, 0, 100), CPU, 2**60).most()[0] == 2, "mixing takes two"
 

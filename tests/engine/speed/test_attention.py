@@ -146,6 +146,10 @@ def test_race_includes_only_kinds_that_work(vit: nn.Module, monkeypatch: pytest.
     assert "fused" in raced
     assert "cudnn" not in raced
     assert "plain" not in raced, "101 tokens: its matrices may not fit where a batch was found to"
+    raced.clear()
+    race_attention(on_cpu(vit, "-cudnn"))
+    assert raced
+    assert "fused" not in raced, "torch might take cuDNN"
     with pytest.raises(UserError, match=r"SPEED \+cudnn does not support this GPU.*use fused, plain"):
         race_attention(on_cpu(vit, "+cudnn"))
 
@@ -185,6 +189,10 @@ def test_apply_attention_sets_and_resets_torchs_backends(vit: nn.Module) -> None
     assert flags.math_sdp_enabled()
     assert not flags.flash_sdp_enabled()
     assert kinds_of(vit) == {"fused"}
+    AttentionKernel().apply(built_of(vit, SPEED=["-flash"]), "fused")
+    assert flags.mem_efficient_sdp_enabled()
+    assert flags.cudnn_sdp_enabled()
+    assert not flags.flash_sdp_enabled(), "left out of torch's own choice, too"
     AttentionKernel().apply(built_of(vit), "plain")
     assert flags.flash_sdp_enabled()
     assert kinds_of(vit) == {"plain"}

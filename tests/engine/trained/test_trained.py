@@ -16,7 +16,7 @@ from safetensors import safe_open
 from engine.amp.low_precision import forced_modules
 from engine.trained.model import guesses, load_trained
 from tests.predicted import Predictions, validation_predictions
-from tests.program import Vitamp, change_meta, metrics
+from tests.program import Vitamp, change_meta, metrics, write_meta
 from tests.saved import save_checkpoint
 from tools.checkpoint import command as checkpoint
 from utils.errors import TrainingError, UserError
@@ -89,6 +89,14 @@ def test_checkpoint_or_weights_alone_can_be_loaded(digits_run: Path, stripped: P
     weights = load_trained(stripped)
     assert (weights.chosen.which, weights.chosen.classes) == (PLAIN, outside.chosen.classes)
     assert torch.equal(validation_predictions(weights, workers=0).logits, inside)
+
+
+def test_kernel_that_a_run_forced_on_its_gpu_is_not_asked_for_here(digits_run: Path, tmp_path: Path) -> None:
+    meta = alone(digits_run, tmp_path / "mine") / "meta.json"
+    told = json.loads(meta.read_text())
+    told["settings"]["SPEED"], told["choices"]["computed_in"] = ["+flash", "-linear_patches"], "cuda bf16"
+    write_meta(meta, told)
+    assert load_trained(meta.parent).config.SPEED == ["-linear_patches"]
 
 
 def test_modules_moved_to_fp32_stay_in_fp32(digits_run: Path, tmp_path: Path) -> None:

@@ -16,12 +16,13 @@ from models.build import check_model
 from utils.config import Config, Loaded
 from utils.config.checks import is_typed
 from utils.config.keys import DATASET
-from utils.config.kinds import AUTO
+from utils.config.kinds import AUTO, one_line
 from utils.config.read import Entry
 from utils.errors import UserError
 from utils.record.resumed_run import resumed_run, target_folder
 from utils.record.run_folder import check_output, is_of_user
 from vitamp.checkpoints import CHECKPOINTS, checkpoints_in
+from vitamp.metrics import metric_named
 
 
 def check(config: Config) -> None:
@@ -38,6 +39,8 @@ def check(config: Config) -> None:
 
         check_sharding(config)
     if not config.EVAL:
+        if metric_named(by := config.SAVE_BEST_BY).trivial >= config.MODEL.NUM_CLASSES:
+            raise UserError(f"SAVE_BEST_BY {by}: always 100 % with {config.MODEL.NUM_CLASSES} classes; use acc1.")
         if config.TRAIN.NUM_EPOCHS == AUTO:
             if config.MAX_TIME is None:
                 raise UserError("TRAIN.NUM_EPOCHS auto: give the time that the epochs are to fill, -max_time HH:MM:SS.")
@@ -49,6 +52,10 @@ def check(config: Config) -> None:
                 raise UserError(f"TRAIN.LR_SCHEDULER.NAME {name}: {why}")
             if config.DATA.CHECK == "full":
                 raise UserError("DATA.CHECK full: NUM_EPOCHS auto cannot plan its time; use quick, or check_data.py.")
+        steps, full = config.TRAIN.SIZE_SCHEDULE, config.DATA.IMAGE_SIZE
+        if steps and steps[-1][1] != full:  # checked here, since the data or the weights may have given the full size
+            ends = f"TRAIN.SIZE_SCHEDULE: {one_line(steps)} ends with size {steps[-1][1]}"
+            raise UserError(f"{ends}; it must end with DATA.IMAGE_SIZE {full}, the size of validation.")
         if config.TRAIN.AUGMENT:
             from datasets.transforms.augment import check_augmentations
 

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from datasets import data_identity
 from engine.amp.precision import check_precision
 from engine.checkpoint.run_folder import (
     FolderLock,
@@ -28,10 +29,11 @@ from engine.setup import ReadyToTrain, build_for_training, sharding_of
 from engine.trainer import Trainer
 from utils.config import Loaded
 from utils.config.kinds import AUTO
-from utils.distributed.world import World, on_every_rank, on_rank_0
+from utils.distributed.world import World, broadcast, on_every_rank, on_rank_0
 from utils.errors import EXIT_DONE, TrainingError, UserError
 from utils.log import CONTROL, DETAIL, brief_terminal, log, print_on_terminal
 from utils.program import FOLDER_FILE
+from utils.record.history import is_end, last_line
 from utils.record.resumed_run import resumed_run
 from utils.record.run_folder import copies_in_words
 from utils.text import counted
@@ -149,7 +151,10 @@ def train(given: Run, lock: FolderLock | None, lists: OpLists | None) -> int:
     if checkpoint:
         position, limit = ready.position, config.TRAIN.MAX_UPDATES or sys.maxsize
         open_end = position.update == limit and position.validated < limit  # stopped within the last validation
-        if position.epoch > config.TRAIN.NUM_EPOCHS or (position.update >= limit and not open_end):
+        reached = position.epoch > config.TRAIN.NUM_EPOCHS or (position.update >= limit and not open_end)
+        # A run that was killed between its last checkpoint and its last line goes through its end below.
+        last = last_line(folder)
+        if reached and broadcast(not last or is_end(last), world):
             place = resumed_run(config) or folder
             if world.first:
                 log.info(next_commands(run, position, ready.best, place))
@@ -159,7 +164,8 @@ def train(given: Run, lock: FolderLock | None, lists: OpLists | None) -> int:
             return EXIT_DONE
         from engine.checkpoint.restore import best_to_beat
 
-        ready.best = best_to_beat(ready.best, folder, checkpoint, config, world)
+        val_data = data_identity(ready.val_set)
+        ready.best = best_to_beat(ready.best, val_data, folder, checkpoint, config, world)
     if config.MODEL.LORA.RANK is not None:
         from engine.checkpoint.state import keep_base
 

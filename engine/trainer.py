@@ -10,14 +10,14 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from datasets import identity_of
+from datasets import data_identity, identity_of
 from engine.checkpoint.run_folder import largest_class
 from engine.checkpoint.saver import estimate_seconds
 from engine.checkpoint.state import finite_everywhere, saver_of, snapshot_of
 from engine.evaluation.evaluate import on_device, validate
 from engine.inputs.batches import input_of
 from engine.machine.device import Run, global_batch
-from engine.machine.stopping import TIME_IS_UP, Deadline, Stopped, Stopping, signals
+from engine.machine.stopping import Deadline, Stopped, Stopping, signals
 from engine.measure.meters import MOST_SKIPS, NEVER, Best, Position, Reading, seconds_of
 from engine.measure.throughput import Bottleneck, Throughput, find_bottleneck
 from engine.report.curves import Curves, title_of
@@ -98,13 +98,12 @@ class Trainer:
             if self.broken is not None:
                 self.broken.share(self.world)
         except Stopped as stopped:
-            # Save, so that the resumed run logs and does all that is still to be logged and done after this update.
+            # Save, so that the resumed run logs and does all that is still to be logged and done after this update. It
+            # also draws: there is no time left for that here.
             self.paused = True
             log.info("%s: saving after update %d; resume with -resume.", stopped.words, self.position.update)
             self._save()
             self._finish_saving()
-            if stopped.request == TIME_IS_UP:  # a signal leaves no time for drawing
-                self._draw(force=True)
             self.reporter.run("paused", self.position, self.throughput.total)
             self._stopping.wait_for_all()
             return stopped.exit_code
@@ -152,10 +151,8 @@ class Trainer:
                 self.reporter.live.stepped(position)
             self._profiled()
             self._health.report(position, together=False)
-            due = position.step % freq == 0 or position.step == self.per_epoch
-            if self.config.LOG_STYLE == "fleet":  # counts from 0, and reports its batch 0
-                due = (position.step - 1) % freq == 0
-            if due:
+            number = position.step - (self.config.LOG_STYLE == "fleet")  # which counts from 0, and reports its batch 0
+            if number % freq == 0 or position.step == self.per_epoch:
                 reading = self._read()
                 perf = self.throughput.read(self.train_loader.take_wait())
                 self._health.report(position, together=True)
@@ -370,6 +367,7 @@ def weights_meta(run: Run, ready: ReadyToTrain) -> dict[str, Any]:
         },
         "choices": ready.choices,
         "samples": identity_of(ready.train_set, ready.train_loader.order),
+        "val_data": data_identity(ready.val_set),
         "settings": redacted_values(values_to_keep(config)),
         **own_code,
         "model": config.MODEL.NAME,

@@ -112,6 +112,7 @@ class Parser(argparse.ArgumentParser):
         positionals: list[str] = []
         words: dict[str, str] = {}
         unknown: list[tuple[str, str]] = []
+        strays: list[UserError] = []
         before: Flag | None = None
         many = any(one.nargs in ("+", "*") for one in self.positionals)
         while rest:
@@ -127,31 +128,33 @@ class Parser(argparse.ArgumentParser):
                 else:
                     from utils.foreign_flags import unrecognised
 
-                    raise unrecognised(text, before, self.known, self.settings)
+                    strays.append(unrecognised(text, before, self.known, self.settings))
                 before = None
                 continue
             before, value = self.known.get(match[1].replace("-", "_")), match[2]
             if before is None:
-                if value is None:  # its values: all words up to the next flag or KEY=VALUE
-                    values = []
-                    while rest and not FLAG.fullmatch(rest[0]) and not WORD.fullmatch(rest[0]):
-                        values.append(rest.pop(0))
-                    value = ",".join(values)
+                if value is None:  # all words up to the next flag or KEY=VALUE; a path comes alone
+                    own = []
+                    while rest and not (FLAG.fullmatch(rest[0]) or WORD.fullmatch(rest[0]) or (own and "/" in rest[0])):
+                        own.append(rest.pop(0))
+                    value = ",".join(own)
                 unknown.append((text.partition("=")[0], value))
                 continue
             if value is not None and not before.value:
                 raise UserError(f"{text}: -{before.name} takes no value; leave out '={value}'")
             # `-ngpus -1` is a value; a value that begins like a flag needs `-flag=value`.
             follows = bool(before.value and value is None and rest and not FLAG.fullmatch(rest[0]))
+            if follows and self.settings and "=" not in before.value and (word := WORD.fullmatch(rest[0])):
+                follows = word[1] not in settings()  # in `-output $EMPTY SEED=1`, no value
             if follows and (not before.optional_value or before.accepts(rest[0])):
                 value = rest.pop(0)
             elif value is None and before.value and not before.optional_value:
                 value = ""
             flags.append(f"-{before.name}" if value is None else f"-{before.name}={value}")
-        if unknown:
+        if unknown or strays:
             from utils.foreign_flags import unknown_flags
 
-            raise unknown_flags(unknown, self.known, self.settings)
+            raise unknown_flags(unknown, strays, self.known, self.settings)
         positionals += files
         return vars(self.parse_args([*flags, *["--"] * bool(positionals), *positionals])), words
 

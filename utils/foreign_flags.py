@@ -6,6 +6,7 @@ Imported only where there is a mistake; docs/migrating.md says what differs betw
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -68,7 +69,7 @@ ELSEWHERE = {
     "SPEED=+channels_last": ("channels_last",),
     "TRAIN.AUGMENT=three": ("aa 3a",),
     "TRAIN.AUGMENT=trivial": ("auto_augment ta_wide",),
-    "TRAIN.AUTO_AUGMENT=true": ("aa original", "auto_augment imagenet"),
+    "TRAIN.AUTO_AUGMENT=true": ("aa original", "aa originalr", "auto_augment imagenet"),
     "TRAIN.BASE_LR": ("lr_base", "blr"),
     "TRAIN.COMPILE=blocks": ("torchcompile",),
     "TRAIN.CUTMIX_ALPHA": ("cutmix",),
@@ -117,7 +118,7 @@ ABSENT = {
     "Not available here: no schedule waits for a plateau; TRAIN.PATIENCE ends the run": ("patience_epochs",),
     "Not available here: each process normalises its own images": ("dist_bn", "split_bn", "sync_bn"),
     "Not available here: TRAIN.CLASS_WEIGHTS=balanced weighs positives by class": ("bce_pos_weight",),
-    "Not available here: ours are in docs/augmentation.md": ("aa augmix", "aa v0", "auto_augment augmix"),
+    "Not available here: ours are in docs/augmentation.md": ("aa augmix", "aa v0", "aa v0r", "auto_augment augmix"),
     "Not available here: TRAIN.COLOR_JITTER changes every image": ("color_jitter_prob",),
     "Not available here": ("bce_sum", "fuser", "save_images", "torchcompile_mode", "train_crop_mode"),
     "Not available here: each setting has its own key, so a misspelt key is an error": ("opt_kwargs", "model_kwargs"),
@@ -126,16 +127,17 @@ ANY_VALUE = "..."
 """After `KEY=`: the value of the other program means something else here."""
 
 
-def unknown_flags(unknown: Iterable[tuple[str, str]], known: Mapping[str, Flag], takes_settings: bool) -> UserError:
-    """The error for flags, each with its values, that are none of the `known`."""
+def unknown_flags(
+    unknown: Iterable[tuple[str, str]], strays: list[UserError], known: Mapping[str, Flag], takes_settings: bool
+) -> UserError:
+    """The error for flags, each with its values, that are none of the `known`, and for `strays`, other words."""
     names = [name for name in known if name != IGNORED.name]
     lines = [f"{flag}.{suggest_flag(flag, value, names, takes_settings)}" for flag, value in dict(unknown).items()]
-    if len(lines) == 1:
-        return UserError(f"unknown flag {lines[0]} -h lists all flags.")
-    found = "".join(f"\n  {line}" for line in lines)
-    return UserError(
-        f"{len(lines)} unknown flags; -h lists all flags, docs/migrating.md those of other programs:{found}"
-    )
+    if len(lines) + len(strays) == 1:
+        return strays[0] if strays else UserError(f"unknown flag {lines[0]} -h lists all flags.")
+    found = "".join(f"\n  {line}" for line in (*strays, *lines))
+    what = f"{len(lines) + len(strays)} unknown {'arguments' if strays else 'flags'}"
+    return UserError(f"{what}; -h lists all flags, docs/migrating.md those of other programs:{found}")
 
 
 def suggest_flag(flag: str, value: str, known: list[str], takes_settings: bool) -> str:
@@ -217,6 +219,8 @@ def unrecognised(text: str, before: Flag | None, known: Mapping[str, Flag], take
     elif separator and takes_settings:
         suggestion = suggest(key.upper(), _setting_for(key)).replace("?", f"={value}?")
         advice = suggestion or " Settings have the form KEY=VALUE, such as TRAIN.BASE_LR=1e-4."
+    elif "data_path" in known and ("/" in text or Path(text).exists()):
+        advice = f" Did you mean -data_path {text}?"
     elif before is not None and before.name == "amp":
         advice = f" {amp_advice(text)}"
     elif before is not None and not before.value:

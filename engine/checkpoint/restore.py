@@ -26,12 +26,13 @@ from engine.optim.build import optimizer_name
 from engine.optim.schedule import SCALE
 from engine.parallel.shards import is_sharded, local_shard
 from engine.update import TrainState
+from models.build import sizes_in
 from models.parts import base_weights, frozen_weights
 from utils.config import Config, differences, load_config
 from utils.config.keys import OF_ONE_START, default_of, value_of
 from utils.config.kinds import AUTO, one_line
 from utils.config.model import LoraConfig
-from utils.config.resumed import known_settings
+from utils.config.resumed import FROM_WEIGHTS, known_settings
 from utils.distributed.world import World, broadcast
 from utils.errors import UserError
 from utils.log import IN_FULL, log
@@ -51,7 +52,7 @@ def check_and_restore(
     """Restore the training state if the checkpoint fits the run. `samples`: `identity_of` those of the run."""
     check_task(checkpoint, config, world)
     check_adapters(checkpoint, config.MODEL.LORA)
-    check_optimizer(checkpoint, config)
+    check_unchanged(checkpoint, config)
     check_batch(checkpoint, config, world)
     position, best = restore(parts, checkpoint, samples["updates"])
     check_samples(checkpoint, position, samples, config, world)
@@ -121,8 +122,8 @@ def load_weights(model: nn.Module, saved: Mapping[str, Tensor], where: str, shar
         local_shard(value).copy_(sharding.rows(saved[name]) if is_sharded(value) else saved[name])
 
 
-def best_to_beat(best: Best, folder: Path, checkpoint: Checkpoint, config: Config, world: World) -> Best:
-    """Best metric so far, or none if it is measured otherwise now, or its checkpoint is not in this run's folder."""
+def best_to_beat(best: Best, val_data: str, folder: Path, checkpoint: Checkpoint, config: Config, world: World) -> Best:
+    """Best metric so far; none if measured otherwise or on other images, or its checkpoint is not in this folder."""
     if best.figure is None:
         return Best(kind=config.SAVE_BEST_BY, stale=best.stale if best.by == config.SAVE_BEST_BY else 0)
     measured = "TRAIN.KNN" if best.by == KNN.name else "MODEL.MASK_RATIO"
@@ -131,6 +132,9 @@ def best_to_beat(best: Best, folder: Path, checkpoint: Checkpoint, config: Confi
         if (now := value_of(config, key)) != before:
             log.info("%s is now %s: the best so far, %s, is ignored.", key, now, best.words())
             return Best(kind=config.SAVE_BEST_BY)
+    if checkpoint.meta.get("val_data", val_data) != val_data:
+        log.info("The validation images have changed: the best so far, %s, is ignored.", best.words())
+        return Best(kind=config.SAVE_BEST_BY)
     name = folder_name(best.update)
     exists = world.first and (folder / CHECKPOINTS / name).is_dir()
     if broadcast(exists, world):
@@ -312,16 +316,20 @@ def check_adapters(checkpoint: Checkpoint, lora: LoraConfig) -> None:
     )
 
 
-def check_optimizer(checkpoint: Checkpoint, config: Config) -> None:
-    """Raise UserError for another optimiser, or if Muon or one of its relatives would update other parameters."""
+def check_unchanged(checkpoint: Checkpoint, config: Config) -> None:
+    """Raise UserError for another optimiser or other use of the same weights; in an evaluation, log other input."""
+    named = config.MODEL.model_copy(update={"NUM_HEADS": None})  # with the heads of timm's model
+    of_model = ("MODEL.POOL", one_line), ("MODEL.NUM_HEADS", lambda n: one_line(n or sizes_in(named).get("NUM_HEADS")))
+    of_input = [(key, one_line) for key in FROM_WEIGHTS if key.startswith("DATA.")]
     of_muon = [("TRAIN.OPTIMIZER.MUON.EVERY_MATRIX", bool)] * config.TRAIN.OPTIMIZER.NAME.casefold().endswith("muon")
-    for key, as_built in (("TRAIN.OPTIMIZER.NAME", optimizer_name), *of_muon):
+    others = of_input if config.EVAL else (("TRAIN.OPTIMIZER.NAME", optimizer_name), *of_muon)
+    for key, as_built in (*of_model, *others):
         before, now = checkpoint.meta["settings"].get(key, default_of(key)), value_of(config, key)
-        if as_built(before) != as_built(now):
-            raise UserError(
-                f"{key}: the run was trained with {one_line(before)}, but it is {one_line(now)} now. Set it back, or "
-                "start a new run with -pretrained."
-            )
+        if before != now and as_built(before) != as_built(now):
+            changed = f"{key}: the run was trained with {one_line(before)}, but it is {one_line(now)} now."
+            if not key.startswith("DATA."):
+                raise UserError(f"{changed} Set it back, leave out -cfg, or start a new run with -pretrained.")
+            log.info(changed)
 
 
 def check_samples(
@@ -359,8 +367,9 @@ def check_samples(
         return
     raise UserError(
         f"{checkpoint.folder}: saved within epoch {position.epoch}, but the training samples have changed since: "
-        f"{change}. They depend on SEED, DATA.SAMPLER, DATA.EXCLUDE, DATA.RELABEL, DATA.VAL_FRACTION, DATA.GROUP and "
-        f"the files. Restore the former samples and order, or go back:\n{_go_back(checkpoint, position, config, world)}"
+        f"{change}. They depend on SEED, DATA.SAMPLER, DATA.REPEATED_AUGMENT, DATA.EXCLUDE, DATA.RELABEL, "
+        "DATA.VAL_FRACTION, DATA.GROUP and the files. Restore the former samples and order, or go back:\n"
+        f"{_go_back(checkpoint, position, config, world)}"
     )
 
 

@@ -6,7 +6,7 @@ import time
 
 from engine.amp.low_precision import force_fp32
 from engine.checkpoint.find import chosen_checkpoint
-from engine.checkpoint.restore import check_classes, check_task, load_weights
+from engine.checkpoint.restore import check_classes, check_task, check_unchanged, load_weights
 from engine.checkpoint.run_folder import largest_class, make_run_folder, write_run_files
 from engine.evaluation.data import copies_evaluated, evaluated_weights
 from engine.evaluation.evaluate import validate
@@ -30,7 +30,7 @@ def evaluate_only(given: Run, dry: bool) -> None:
     checkpoint = chosen_checkpoint(given.config, world)
     if checkpoint is not None:
         on_every_rank(world, lambda: check_task(checkpoint, given.config, world))
-    began = time.perf_counter()
+        on_every_rank(world, lambda: check_unchanged(checkpoint, given.config))
     run = given
     if given.config.DATA.BATCH_SIZE == AUTO:
         from engine.memory.batch_size import settle_batch
@@ -61,6 +61,7 @@ def evaluate_only(given: Run, dry: bool) -> None:
         log.info("Dry run: %s. Nothing was validated or written.", weights)
         return
     write_run_files(run, ready, folder)
+    began = time.perf_counter()
     metrics: dict[WeightSet, Metrics] = {}
     for which in SETS if checkpoint else (PLAIN,):
         if checkpoint:

@@ -31,12 +31,12 @@ def refuses(vitamp: Vitamp, tiny: Path, tmp_path_factory: pytest.TempPathFactory
     ("words", "said"),
     [
         (["-batchsize=8"], ["unknown flag -batchsize", "Did you mean -batch_size"]),
-        (["TRAIN.BASELR=1e-4"], ["TRAIN.BASELR", "Did you mean TRAIN.BASE_LR"]),
-        (["-batch_size", 0], ["-batch_size", "DATA.BATCH_SIZE", "0", ">= 1"]),
         (["-batch_size", 5000], ["DATA.BATCH_SIZE is 5000", "1437 images"]),
         (["-image_size", 30], ["DATA.IMAGE_SIZE", "30 is not divisible by MODEL.PATCH_SIZE 4", "28 or 32"]),
+        (["TRAIN.SIZE_SCHEDULE=[[0,4]]"], ["[[0.0, 4]] ends with size 4; it must end with DATA.IMAGE_SIZE 8"]),
         (["MODEL.NUM_HEADS=3"], ["MODEL.NUM_HEADS", "MODEL.EMBED_DIM 16 is not divisible by MODEL.NUM_HEADS 3"]),
         (["-num_classes", 7], ["10 classes", "MODEL.NUM_CLASSES is 7"]),
+        (["-dataset", "synthetic", "-num_classes", 5, "SAVE_BEST_BY=acc5"], ["acc5: always 100 % with 5 classes"]),
         (["-dataset", "digit"], ["DATA.DATASET", "'digit'", "Did you mean digits", "digits, imagefolder, imagen"]),
         (["TRAIN.OPTIMIZER.NAME=AdamX"], ["TRAIN.OPTIMIZER.NAME", "AdamX", "Did you mean"]),
         (["MODEL.TYPE=timm", "MODEL.NAME=vit_tny_patch16_224"], ["vit_tny_patch16_224", "Did you mean"]),
@@ -64,7 +64,6 @@ def refuses(vitamp: Vitamp, tiny: Path, tmp_path_factory: pytest.TempPathFactory
             ["TRAIN.LOSS=bce", "TRAIN.BCE_TARGET_THRESH=0", "TRAIN.SMOOTHING=0.1", "MODEL.DEPTH=99999999"],
             ["TRAIN.BCE_TARGET_THRESH 0: with TRAIN.SMOOTHING 0.1"],
         ),
-        (["-max_time", "90"], ["MAX_TIME", "HH:MM:SS"]),
         (["-amp", "fp16", "AMP.INIT_LOSS_SCALING=1e308"], ["SCALING: expected number > 0 and <= 3e+38, got 1e308"]),
         (["THREADS=99999999999999"], ["THREADS: expected whole number >= 1 and <= 4096"]),
         (["MODEL.DEPTH=99999999"], ["99,999,999 blocks; at most 10,000 are supported"]),
@@ -117,10 +116,12 @@ def test_what_does_not_go_with_a_run_is_refused_and_leaves_it_as_it_is(refuses: 
         ("MODEL.EMBED_DIM=24", ("model.safetensors", "weights of another architecture", wider)),
         ("MODEL.DEPTH=2", ("weights of another architecture", deeper)),
         ("DATA.IMAGE_SIZE=16", ("weights of another architecture", "pos_embed")),
+        ("MODEL.NUM_HEADS=1", ("MODEL.NUM_HEADS: the run was trained with 2, but it is 1 now",)),
+        ("-eval MODEL.POOL=mean", ("MODEL.POOL: the run was trained with null, but it is mean now",)),
         ("TRAIN.OPTIMIZER.NAME=Muon", ("TRAIN.OPTIMIZER.NAME: the run was trained with AdaMuon", "Muon now")),
         ("TRAIN.OPTIMIZER.MUON.EVERY_MATRIX=true", ("EVERY_MATRIX: the run was trained with false",)),
     ):
-        refuses("-resume", run_folder, "TRAIN.OPTIMIZER.NAME=AdaMuon", word, said=said)
+        refuses("-resume", run_folder, "TRAIN.OPTIMIZER.NAME=AdaMuon", *word.split(), said=said)
     assert {path: path.read_bytes() for path in run_folder.rglob("*") if path.is_file()} == before
 
 

@@ -77,6 +77,12 @@ def test_resume_auto_starts_resumes_and_detects_a_finished_run(vitamp: Vitamp, t
     assert "changed since: TRAIN.NUM_EPOCHS: 1 -> 2" in more.out
     assert "the schedule now spans 2 epochs instead of 1" in more.out
     assert [line["epoch"] for line in metrics(run, "epoch")] == [1, 2]
+    for name in ("metrics.jsonl", "config.yaml"):  # as if it was killed before its end, or when it was made longer
+        text = (run / name).read_text().replace("NUM_EPOCHS: 2", "NUM_EPOCHS: 3")
+        (run / name).write_text("".join(line for line in text.splitlines(True) if '"end"' not in line))
+    vitamp(*words, "TRAIN.NUM_EPOCHS=2", code=0)
+    assert [line["what"] for line in metrics(run, "run")] == ["start", "resume", "resume", "end"]
+    assert "NUM_EPOCHS: 2" in (run / "config.yaml").read_text()
     before = metrics(run)
     done = vitamp(*words, "TRAIN.NUM_EPOCHS=2", code=0)
     assert "had already finished: 88 updates" in done.out.splitlines()[-1]

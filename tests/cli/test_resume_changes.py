@@ -163,8 +163,9 @@ def test_max_updates_is_independent_of_the_batch_size(vitamp: Vitamp, run: Path)
 def test_batch_and_order_cannot_change_in_the_middle_of_an_epoch(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     vitamp("-cfg", tiny, "-output", run, "TRAIN.MAX_UPDATES=5", code=0)
-    order = "1437 as before, in another order. They depend on SEED, DATA.SAMPLER, DATA.EXCLUDE"
-    for word, why in (("DATA.BATCH_SIZE=64", ""), ("SEED=1", order), ("DATA.SAMPLER=balanced", order)):
+    order = "1437 as before, in another order. They depend on SEED, DATA.SAMPLER, DATA.REPEATED_AUGMENT, DATA.EXCLUDE"
+    others = ("SEED=1", "DATA.SAMPLER=balanced", "DATA.REPEATED_AUGMENT=3")
+    for word, why in (("DATA.BATCH_SIZE=64", ""), *((word, order) for word in others)):
         done = vitamp("-resume", run, "TRAIN.MAX_UPDATES=9", word, code=2)
         assert "saved within" in done.err
         assert why in done.err
@@ -280,27 +281,21 @@ def test_best_checkpoint_in_another_folder_is_named_and_still_counts(vitamp: Vit
 
 
 def test_resume_at_the_end_of_an_epoch_with_fewer_images(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
-    """A validation that cannot be read saves the end of its epoch; then images are excluded."""
+    """A validation that cannot be read saves the end of its epoch; then images are excluded, twice."""
     for number in range(24):
         save_image(tmp_path / "set" / ("train" if number < 16 else "val") / "ab"[number % 2] / f"{number}.jpg", number)
     (tmp_path / "set" / "val" / "a" / "broken.jpg").write_bytes(b"broken")
     data = ("-dataset", "imagefolder", "-data_path", tmp_path / "set", "DATA.IMAGE_CHANNELS=3", "DATA.NUM_WORKERS=0")
-    words = (
-        "-cfg",
-        tiny,
-        *data,
-        "-num_classes",
-        "auto",
-        "-batch_size",
-        4,
-        "TRAIN.NUM_EPOCHS=3",
-        "TRAIN.WARMUP_EPOCHS=0",
-    )
+    sizes = ("-num_classes", "auto", "-batch_size", 4, "TRAIN.NUM_EPOCHS=3", "TRAIN.WARMUP_EPOCHS=0")
     run = tmp_path / "run"
-    assert "list them in DATA.EXCLUDE" in vitamp(*words, "-output", run, code=1).err
+    assert "list them in DATA.EXCLUDE" in vitamp("-cfg", tiny, *data, *sizes, "-output", run, code=1).err
     (tmp_path / "exclude.txt").write_text("val/a/broken.jpg\n" + "".join(f"train/a/{n}.jpg\n" for n in (0, 2, 4, 6)))
     vitamp("-resume", run, f"DATA.EXCLUDE={tmp_path / 'exclude.txt'}", code=0, timeout=60)
     assert [(line["epoch"], line["update"]) for line in metrics(run, "val")] == [(1, 4), (2, 7), (3, 10)]
+    (tmp_path / "exclude.txt").open("a").write("val/a/16.jpg\n")
+    done = vitamp("-resume", run, "TRAIN.NUM_EPOCHS=4", code=0, timeout=60)
+    assert "The validation images have changed: the best so far, top-1" in done.out
+    assert index(run)["best"] == index(run)["last"]
 
 
 def test_a_run_that_ends_between_epochs_belongs_to_the_epoch_before(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:

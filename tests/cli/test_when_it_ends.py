@@ -37,13 +37,13 @@ def test_max_time_pauses_and_is_resumed(vitamp: Vitamp, tiny: Path, tmp_path: Pa
     """It counts from the start of the process that starts the others: here, nearly an hour ago."""
     start = f"import runpy, sys\nsys.path[0] = {str(ROOT)!r}\nimport engine.machine.stopping as s\ns.BEGAN -= 3599\n"
     (tmp_path / "early.py").write_text(f"{start}runpy.run_path('{ROOT}/main_multi_gpu.py', run_name='__main__')\n")
-    run, words = tmp_path / "run", ("TRAIN.NUM_EPOCHS=1000", "REPORT_FREQ=5")
+    run, words = tmp_path / "run", ("TRAIN.NUM_EPOCHS=1000", "REPORT_FREQ=1")
     limit = ("-max_time", "1:00:00", "-ngpus", processes)
     done = vitamp("-cfg", tiny, "-output", run, *words, *limit, script=str(tmp_path / "early.py"), code=0)
     assert "Paused, to be resumed" in done.out.splitlines()[-1]
     paused = metrics(run, "run")[-1]
-    assert paused["what"] == "paused"
     assert 0 < paused["update"] < 44000
+    assert not (run / "curves.png").exists(), "there is no time left for drawing"
     more = f"TRAIN.MAX_UPDATES={paused['update'] + 3}"
     vitamp("-cfg", tiny, "-output", run, *words, "-resume", "auto", more, code=0)
     assert [line["what"] for line in metrics(run, "run")] == ["start", "paused", "resume", "end"]
@@ -126,7 +126,7 @@ def test_equal_commands_give_equal_results(vitamp: Vitamp, tiny: Path, tmp_path:
 
 def test_eval_reproduces_the_metrics_of_training(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    vitamp("-cfg", tiny, "-output", run, "TRAIN.MODEL_EMA=true", "TRAIN.NUM_EPOCHS=1", code=0)
+    vitamp("-cfg", tiny, "-output", run, "TRAIN.MODEL_EMA=true", "TRAIN.NUM_EPOCHS=1", "MODEL.POOL=mean", code=0)
     (validated,) = metrics(run, "val")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
@@ -134,6 +134,8 @@ def test_eval_reproduces_the_metrics_of_training(vitamp: Vitamp, tiny: Path, tmp
     vitamp("-cfg", tiny, "-eval", "-resume", run, "-output", evaluated, code=0)
     assert metrics(evaluated, "val") == [validated]
     assert not (evaluated / "checkpoints").exists()
+    done = vitamp("-cfg", tiny, "-eval", "-resume", run, "DATA.IMAGENET_MEAN=0.4", "-dry_run", code=0)
+    assert "DATA.IMAGENET_MEAN: the run was trained with [0.5], but it is [0.4] now." in done.text
 
     evaluated = tmp_path / "by_pretrained"
     file = run / "checkpoints" / "step-000000044" / "model.safetensors"
@@ -149,6 +151,8 @@ def test_eval_reproduces_the_metrics_of_training(vitamp: Vitamp, tiny: Path, tmp
     assert f"{said}; always guessing the largest class: {guessing:.1f} % top-1." in done.out
     assert "----- Validation Loss: " in done.out
     assert "Epoch[" not in done.out, "these weights are of no known epoch"
+    began, ended = ((evaluated / name).stat().st_mtime for name in ("run.json", "metrics.jsonl"))
+    assert float(re.findall(r"time: ([\d.]+)", done.out)[0]) < ended - began + 0.02, "without the start"
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 

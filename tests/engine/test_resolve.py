@@ -148,6 +148,8 @@ def test_auto_image_size_is_that_of_pretrained_weights(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(1)}, tmp_path / "a.safetensors", metadata={"input": json.dumps({"image_size": 64})})
     loaded = of_images(tmp_path, (40, 40), MODEL__PRETRAINED=str(tmp_path / "a.safetensors"))
     assert sizes_of(loaded) == (64, 8)
+    growing = {"TRAIN__SIZE_SCHEDULE": "[[0, 32], [0.5, 64]]"}
+    assert resolved(MODEL__PRETRAINED=str(tmp_path / "a.safetensors"), **growing).config.DATA.IMAGE_SIZE == 64
 
 
 def test_a_resumed_run_keeps_its_auto_sizes(tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ def test_local_rank_of_launchers_is_ignored(line: str) -> None:
         ("-output", "-output needs a value: -output DIR"),
         ("-output=", "-output needs a value: -output DIR"),
         ("-output -amp", "-output needs a value: -output DIR"),
+        ("-output TRAIN.NUM_EPOCHS=5", "-output needs a value: -output DIR"),  # of an empty shell variable
         ("-eval=yes", "-eval takes no value; leave out '=yes'"),
         ("-eval yes", "unrecognised argument 'yes'. -eval takes no value."),
         ("-amp fp61", "unrecognised argument 'fp61'. Did you mean fp16? -amp alone turns AMP on"),
@@ -139,8 +140,8 @@ def test_local_rank_of_launchers_is_ignored(line: str) -> None:
         ("--amp --amp-dtype bfloat16", "unknown flag --amp-dtype. Did you mean -amp bf16?"),
         ("--patch-size 3", "unknown flag --patch-size. Did you mean MODEL.PATCH_SIZE=3?"),  # not -batch_size
         ("--recount 3", "unknown flag --recount. Did you mean TRAIN.RANDOM_ERASE_COUNT=3?"),
-        ("--aa original-mstd0.5", "Did you mean TRAIN.AUTO_AUGMENT=true?"),
-        ("--aa augmix-m5-w4-d2", "unknown flag --aa. Not available here: ours are in docs/augmentation.md."),
+        ("--aa originalr-mstd0.5", "Did you mean TRAIN.AUTO_AUGMENT=true?"),
+        ("--aa v0r-mstd0.5", "unknown flag --aa. Not available here: ours are in docs/augmentation.md."),
         ("configs/x.yaml", "Did you mean -cfg configs/x.yaml?"),
         ("amp", "Did you mean -amp?"),
         ("batch_size=3", "Did you mean -batch_size=3?"),
@@ -160,10 +161,11 @@ def test_mistake_gets_a_suggestion(line: str, message: str) -> None:
 
 
 def test_unknown_flags_of_a_timm_command_are_reported_together() -> None:
-    line = "--data-dir /data --model vit_tiny_patch16_224 --opt adamw --lr 1e-3 --aa rand-m9-mstd0.5-inc1 --model-ema"
-    assert error_of(f"{line} --drop-path 0.1 --sched cosine -amp").splitlines() == [
-        "6 unknown flags; -h lists all flags, docs/migrating.md those of other programs:",
-        "  --data-dir. Did you mean -data_path?",
+    line = "/data/in1k --model vit_tiny_patch16_224 --opt adamw --lr 1e-3 --aa rand-m9-mstd0.5-inc1 --model-ema"
+    assert error_of(f"{line} --drop-path 0.1 data/b --sched cosine -amp").splitlines() == [
+        "7 unknown arguments; -h lists all flags, docs/migrating.md those of other programs:",
+        "  unrecognised argument '/data/in1k'. Did you mean -data_path /data/in1k?",
+        "  unrecognised argument 'data/b'. Did you mean -data_path data/b?",
         "  --opt. Did you mean TRAIN.OPTIMIZER.NAME=adamw?",
         "  --aa. Did you mean TRAIN.RAND_AUGMENT=true?",
         "  --model-ema. Did you mean TRAIN.MODEL_EMA=true?",
@@ -211,7 +213,7 @@ def test_examples_in_help_are_valid() -> None:
     [
         ("-ngpus -1", "NGPUS", "-1"),
         ("-batch_size_eval -8", "DATA.BATCH_SIZE_EVAL", "-8"),
-        ("-output=-x", "OUTPUT", "-x"),
+        ("-output=SEED=1", "OUTPUT", "SEED=1"),
         ("-output A=B=C", "OUTPUT", "A=B=C"),
         ("-teacher_model_path x=y.z", "TRAIN.TEACHER_MODEL", "x=y.z"),
         ("-pretrained x -pretrained y", "MODEL.PRETRAINED", "y"),

@@ -157,7 +157,6 @@ def test_invalid_flag_that_sets_two_keys_is_reported_once() -> None:
         ("AMP.DECR_RATIO=1", "AMP.DECR_RATIO: expected number > 0 and < 1, got 1"),
         ("AMP.DECR_EVERY_N_NAN_OR_INF=0", "AMP.DECR_EVERY_N_NAN_OR_INF: expected whole number >= 1, got 0"),
         ("TRAIN.TOKEN_DROP=1", "TRAIN.TOKEN_DROP: expected number >= 0 and < 1, got 1"),
-        ("TRAIN.TOKEN_DROP=-0.1", "TRAIN.TOKEN_DROP: expected number >= 0 and < 1, got -0.1"),
         (
             f"TRAIN.CUTMIX_MINMAX=[0.5,0.52] {SIZES}=[[0,32],[0.5,64]]",
             "at least one pixel apart (in images of 32 x 32)",
@@ -165,12 +164,9 @@ def test_invalid_flag_that_sets_two_keys_is_reported_once() -> None:
         (f"{SIZES}=[[0.1,32],[0.5,64]]", "the first start must be 0"),
         (f"{SIZES}=[[0,32],[300,64]]", "below TRAIN.NUM_EPOCHS 300"),
         (f"{SIZES}=[[0,32],[0,64]]", "each later start above the previous one"),
-        (f"{SIZES}=[[0,32]]", "ends with size 32; it must end with DATA.IMAGE_SIZE 64"),
         (f"{SIZES}=[[0,32,64]]", "list of lists of two numbers"),
-        (f"{SIZES}=32", "list of lists of two numbers"),
         ("MAX_TIME=90", "MAX_TIME: expected a time as HH:MM:SS, such as 11:30:00 or null, got 90."),
         ("MAX_TIME=1:60:00", "MAX_TIME: expected a time"),
-        ("TRAIN.LAST_EPOCH=5 TRAIN.NUM_EPOCHS=5", "TRAIN.LAST_EPOCH: 5 leaves no epoch"),
         ("TRAIN.OPTIMIZER.BETAS=[0.9,1]", "TRAIN.OPTIMIZER.BETAS: expected list of two numbers >= 0 and < 1"),
         ("TRAIN.CUTMIX_MINMAX=[0.8,0.2]", "TRAIN.CUTMIX_MINMAX: [0.8, 0.2] must be the smallest and the largest"),
         ("TRAIN.CUTMIX_MINMAX=[0.2,1.2]", "TRAIN.CUTMIX_MINMAX: expected list of two numbers >= 0 and <= 1"),
@@ -196,6 +192,8 @@ def test_conflicting_settings_are_refused(words: str, message: str) -> None:
         "TRAIN.CUTMIX_MINMAX=[0,1] DATA.IMAGE_SIZE=8",
         "TRAIN.CUTMIX_MINMAX=[0.2,0.8] DATA.IMAGE_SIZE=auto",
         "DATA.CROP_SCALE=[1,1] DATA.CROP_RATIO=[1,1]",
+        "TRAIN.NUM_EPOCHS=0 TRAIN.SIZE_SCHEDULE=[[0,8],[0.75,224]]",
+        "EVAL=true DATA.IMAGE_SIZE=24 TRAIN.SIZE_SCHEDULE=[[0,8],[0.75,16]]",
     ],
 )
 def test_compatible_settings_are_accepted(words: str) -> None:

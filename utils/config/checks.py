@@ -63,7 +63,7 @@ def _train(config: Config) -> Iterator[Problem]:
         if low == high:
             sides = f"{one_line(train.CUTMIX_MINMAX)} must be at least one pixel apart"
             yield "TRAIN.CUTMIX_MINMAX", f"{sides} (in images of {least} x {least}), as in [0.2, 0.8]"
-    if train.SIZE_SCHEDULE:
+    if train.SIZE_SCHEDULE and train.NUM_EPOCHS and not config.EVAL:
         from utils.config.words import size_problems
 
         yield from (("TRAIN.SIZE_SCHEDULE", text) for text in size_problems(config))

@@ -26,7 +26,7 @@ FROM_WEIGHTS = (
     *("MODEL.EMBED_DIM", "MODEL.DEPTH", "MODEL.NUM_HEADS", "MODEL.MLP_RATIO", "MODEL.QKV_BIAS"),
     *("MODEL.PATCH_SIZE", "MODEL.STAGE_DEPTHS", "MODEL.WINDOW_SIZE", "MODEL.POOL", "MODEL.INIT_VALUES"),
 )
-"""Settings that a new run takes from its pretrained weights if they are not set; see engine/preflight.py."""
+"""Settings that a new run takes from its pretrained weights, and a resumed one from itself, if they are not set."""
 
 
 def known_settings(saved: Mapping[str, Any], where: object) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def without_words(where: object, gone: Iterable[str]) -> str:
 
 
 def resolved_by_run(given: Mapping[str, Entry], kept: Iterable[str] | None = ()) -> dict[str, Entry]:
-    """The values that the resumed run got from its data and weights, for settings that would look them up now.
+    """The resumed run's data set, preprocessing and model, for settings that are open now.
 
     And its values of `kept`; None: of all other settings. The data may have grown by a class since, and the weights may
     be gone. Nothing, if the run's settings cannot be read, which loading reports later.
@@ -65,8 +65,7 @@ def resolved_by_run(given: Mapping[str, Entry], kept: Iterable[str] | None = ())
         saved = Config.model_validate(nested(known))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError, ValidationError):
         return {}
-    looked_up = (DATASET, *(FROM_WEIGHTS if saved.MODEL.PRETRAINED else ()))
-    keys = [key for key in looked_up if key not in given or is_no_value(str(given[key].value))]
+    keys = [key for key in (DATASET, *FROM_WEIGHTS) if key not in given or is_no_value(str(given[key].value))]
     keys += [key for key in AUTO_BY_DATA if key in given and folded(given[key].value) == AUTO]
     if EPOCHS in given and folded(given[EPOCHS].value) == AUTO:
         keys += (EPOCHS, WARMUP)

@@ -12,7 +12,7 @@ from typing import Any
 
 from utils.config.fields import Read, Rule, holds
 from utils.config.keys import canonical, sections, settings
-from utils.config.kinds import AUTO, is_no_value, one_line
+from utils.config.kinds import is_no_value, one_line
 from utils.config.schema import Config
 from utils.errors import closest, either, nearest
 
@@ -136,8 +136,8 @@ def rule_note(key: str, rule: Rule, read: Read) -> str:
 
 
 def size_problems(config: Config) -> Iterator[str]:
-    """What is wrong with a TRAIN.SIZE_SCHEDULE."""
-    train, full = config.TRAIN.spanning(1), config.DATA.IMAGE_SIZE
+    """What is wrong with the starts of a TRAIN.SIZE_SCHEDULE; engine/preflight.py checks its last size."""
+    train = config.TRAIN.spanning(1)
     steps, epochs = train.SIZE_SCHEDULE, f"TRAIN.NUM_EPOCHS {config.TRAIN.NUM_EPOCHS}"
     starts = [train.epochs_before(start) for start, _ in steps]
     if starts[0] != 0 or any(a >= b for a, b in pairwise(starts)) or starts[-1] >= train.NUM_EPOCHS:
@@ -145,9 +145,6 @@ def size_problems(config: Config) -> Iterator[str]:
             f"{one_line(steps)}: the first start must be 0, and each later start above the previous one and below "
             f"{epochs}, as in [[0, 160], [0.75, 224]]; a start below 1 is a fraction of the run"
         )
-    if full != AUTO and steps[-1][1] != full:
-        ends = f"{one_line(steps)} ends with size {steps[-1][1]}"
-        yield f"{ends}; it must end with DATA.IMAGE_SIZE {full}, the size of validation"
 
 
 def _conditions(texts: Sequence[str]) -> list[str]:

@@ -35,10 +35,10 @@ def is_run_folder(folder: Path) -> bool:
 
 
 def is_of_user(source: str) -> bool:
-    """Whether a setting comes from the user, by its `Loaded.sources`. A run's config.yaml may be someone else's."""
+    """Whether a setting is the user's, not a resumed run's, by its `Loaded.sources`. A config.yaml may be another's."""
     file = Path(source.rpartition(":")[0])
     others = (file.parent / name for name in FILES_OF_A_RUN if name != CONFIG)
-    return file.name != CONFIG or not any(path.exists() for path in others)
+    return not source.startswith("run in ") and (file.name != CONFIG or not any(path.exists() for path in others))
 
 
 def check_output(output: str | None, save: str, resumed: Path | None) -> None:

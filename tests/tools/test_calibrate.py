@@ -17,9 +17,11 @@ import torch.nn.functional as F
 from engine.trained.model import load_trained
 from tests.predicted import validation_predictions
 from tests.program import Result, Vitamp
+from tools.common.report_page import evaluations
 from tools.evaluate import command as evaluate
 from tools.evaluate.calibrate import fit_temperature, measure
 from utils.errors import UserError
+from vitamp.metrics import TOP1
 
 FILE = "calibration.json"
 PREDICT = ("-part", "val", "-topk", "1", "-format", "csv")
@@ -98,6 +100,11 @@ def test_temperature_is_crossfitted_kept_and_applied(
     assert told["after"][1]["acc1"] == told["left_out"][1]["acc1"]
     averaged = validation_predictions(load_trained(run, "ema"), workers=0).logits
     assert told["ema"][1]["nll"] == pytest.approx(float(F.cross_entropy(averaged, labels)), rel=1e-6)
+
+    page = evaluations.evaluate(load_trained(run, "model").chosen.file, "val", TOP1)
+    assert isinstance(page, dict)
+    assert f"; calibrated (temperature {temperature:.4g}, fitted on 360 images)" in page["weights"]
+    assert page["reliability"].ece == pytest.approx(told["after"][1]["ece"])
 
     guessed = vitamp(run, "-weights", "model", *PREDICT, script="scripts/predict.py")
     assert "calibrated (temperature" in guessed.err

@@ -211,7 +211,7 @@ def test_ngpus_starts_main_multi_gpu(
         (["-folds", "5", "-seeds", "3"], "-folds 5 -seeds 3: with -folds, all runs have the same seed"),
         (["-folds", "5", "DATA.FOLD=1/5"], "DATA.FOLD (on the command line): cannot be given here; leave out"),
         (["-folds", "5", "-dataset", "synthetic"], "DATA.FOLD 1/5: the data set synthetic"),
-        (["-metric", "map"], "-metric map: not a metric of these runs. It takes loss, acc1, acc5, "),
+        (["-metric", "map", "-dataset=synthetic", "-num_classes=5"], "these runs. It takes loss, acc1, balanced_acc, "),
         (["-metric", "knn_acc1", "MODEL.MAE_PRETRAIN=true"], "-metric knn_acc1: not a metric of these runs"),
         (["-weights", "ema"], "no run has an EMA; it needs TRAIN.MODEL_EMA=true"),
     ],

@@ -194,6 +194,9 @@ def test_a_table_is_recognised_as_in_training(vitamp: Vitamp, run: Path, tmp_pat
     table.write_text("\n".join(["Datei;Klasse", *lines]) + "\n")
     found = evaluated(vitamp, run, "-data_path", table)
     assert found.startswith(f"csv in {table}, all images: 6 images\nDATA.DATASET csv: a table.\n")
+    alone = shutil.copytree(next(run.glob("checkpoints/step-*")), tmp_path / "alone")
+    done = vitamp("-eval", "-resume", alone, "-data_path", table, "-output", tmp_path / "eval", code=0)
+    assert "DATA.DATASET csv: a table\n" in done.text
     table.write_text("\n".join(["id;Datei;Klasse", *(f"1;{line}" for line in lines)]) + "\n")
     assert "all images: 6 images" in evaluated(vitamp, run, "-data_path", table, "-columns", "file=Datei,label=Klasse")
 

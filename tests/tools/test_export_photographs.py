@@ -112,6 +112,7 @@ def test_card_has_metadata_results_settings_and_no_path(
     best = max(line["acc1"] for line in metrics(photo_run, "val"))
     (results,) = yaml.safe_load(text.split("---")[1])["model-index"]
     values = {one["name"]: one["value"] for one in results["results"][0]["metrics"]}
+    assert values.keys() == {"top-1 (%)", "balanced accuracy (%)", "macro F1 (%)"}, "top-5 of 3 classes says nothing"
     assert values["top-1 (%)"] == pytest.approx(best, abs=1e-4)
     for expected in (
         f"| top-1 | {best:.2f} % |",

@@ -43,16 +43,12 @@ def best(run: Path) -> dict[str, Any]:
     return json.loads((run / "checkpoints" / index["best"] / "meta.json").read_text())
 
 
-def evaluated(tool: Tool, run: Path, out: Path, *words: object) -> tuple[str, dict[str, Any]]:
-    done = tool("evaluate", run, "-json", out, *words)
-    return done.out, json.loads(out.read_text())
-
-
 def test_evaluate_has_the_metrics_of_the_run(tool: Tool, run: Path, tmp_path: Path) -> None:
     meta = best(run)
     which = "ema" if meta["best"]["kind"].startswith("ema_") else "model"
-    text, found = evaluated(tool, run, tmp_path / "e.json")
-    ours, theirs, prefix = found["figures"][which], meta["metrics"], "ema_" * (which == "ema")
+    text = tool("evaluate", run, "-json", tmp_path / "e.json").out
+    ours = json.loads((tmp_path / "e.json").read_text())["figures"][which]
+    theirs, prefix = meta["metrics"], "ema_" * (which == "ema")
     for name in ("map", "auroc", "f1_micro", "f1_macro", "exact_match", "loss"):
         assert ours[name] == pytest.approx(theirs[prefix + name], abs=1e-4), name
     # Thresholds from the same images, so the tuned F1 of the validation.
@@ -76,21 +72,29 @@ def test_evaluate_has_the_metrics_of_the_run(tool: Tool, run: Path, tmp_path: Pa
 
 
 def test_evaluate_matches_classes_of_other_data_by_name(tool: Tool, run: Path, tmp_path: Path) -> None:
-    """Its own 0/1 columns, in another order, without one of the classes."""
+    """Its own 0/1 columns, in another order, without one of the classes, with one of groups."""
     rows = truth(40, seed=5)
     paths = write_images(tmp_path, rows, "other", seed=5)
-    columns = ("west", "east", "north")
-    lines = [",".join(["path", *columns])]
-    for path, row in zip(paths, rows, strict=True):
-        lines.append(",".join([path, *(str(row[CLASSES.index(name)]) for name in columns)]))
+    order = [CLASSES.index(name) for name in ("west", "east", "north")]
+    lines = [f"{path},p1,{','.join(map(str, row[order]))}" for path, row in zip(paths, rows, strict=True)]
     for name in ("train", "val"):
-        (tmp_path / f"{name}.csv").write_text("\n".join(lines) + "\n")
-    _, found = evaluated(tool, run, tmp_path / "e.json", "-data_path", tmp_path)
-    (figures,) = found["figures"].values()
-    counts = rows.sum(0)
-    counts[CLASSES.index("south")] = 0
+        (tmp_path / f"{name}.csv").write_text("\n".join(["path,patient,west,east,north", *lines, ""]))
+    done = tool("evaluate", run, "-json", tmp_path / "e.json", "-data_path", tmp_path, "DATA.GROUP=patient")
+    assert f"csv in {tmp_path}, validation split has no class south: predictions of it count as mistakes" in done.err
+    (figures,) = json.loads((tmp_path / "e.json").read_text())["figures"].values()
+    counts = rows.sum(0) * (np.array(CLASSES) != "south")
     assert figures["per_class"]["images"] == counts.tolist()
     assert figures["per_class"]["average_precision"][CLASSES.index("south")] is None
+
+
+def test_images_without_any_label_have_no_table(tool: Tool, run: Path, tmp_path: Path) -> None:
+    for name in ("none.csv", "test.csv"):
+        (run.parent / name).write_text(f"path,{','.join(CLASSES)}\nimages/val0.png,0,0,0,0\n")
+    done = tool("evaluate", run, "-data_path", run.parent / "none.csv")
+    assert "1 images with 0 labels of 0 classes; 1 images without a label" in done.out
+    tool("report", run, "-part", "test", "-out", tmp_path / "r.html")
+    (run.parent / "test.csv").unlink()
+    assert "could not be evaluated: no test image has a label" in (tmp_path / "r.html").read_text()
 
 
 def predicted(tool: Tool, run: Path, *words: object) -> list[dict[str, Any]]:

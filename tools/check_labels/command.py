@@ -119,8 +119,8 @@ def write(images: Images, found: Found, out: Path) -> None:
     from tools.check_labels.search import rows_of
 
     out.mkdir(parents=True, exist_ok=True)
-    decision, before = "drop" if found.clear else "keep", text_of(images.data).rstrip("\n")
-    excluded = [*([before] if before else []), *(images.line(one) for one in found.suspects if found.clear)]
+    decision, before = "drop" if found.verdict.clear else "keep", text_of(images.data).rstrip("\n")
+    excluded = [*([before] if before else []), *(images.line(one) for one in found.suspects if found.verdict.clear)]
     files = {
         SUSPECTS: rows_of(images, found.suspects, decision),
         "exclude.txt": "".join(f"{line}\n" for line in excluded),
@@ -133,7 +133,7 @@ def write(images: Images, found: Found, out: Path) -> None:
     for (given, proposed), count in Counter((one.given, one.proposed) for one in found.suspects).most_common(5):
         log.info("  %s looks like %s: %s", given or "no class", proposed or "no class", counted(count, "image"))
     log.info("Look at them: %s", page)
-    if found.clear:
+    if found.verdict.clear:
         log.info("Edit its decisions (keep, drop, relabel), then train with DATA.RELABEL=%s.", out / SUSPECTS)
         log.info("DATA.EXCLUDE=%s leaves all out, in validation, too.", out / "exclude.txt")
     elif found.suspects:

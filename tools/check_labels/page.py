@@ -56,13 +56,13 @@ def write_page(images: Images, found: Found, out: Path) -> Path:
         words=found.words(),
         tiles=[
             (f"{len(images.labels):,}", "images searched"),
-            (f"{len(found.suspects):,}", "labels look wrong"),
-            (f"{found.if_right:,}", "at most would, if all were right"),
+            (f"{found.verdict.number:,}", "labels look wrong"),
+            (f"{found.verdict.if_right:,}", "at most would, if all were right"),
         ],
         pairs=[(*pair, count, 100 * count / of_class[pair[0]]) for pair, count in pairs.most_common(MOST_PAIRS)],
         more_pairs=max(0, len(pairs) - MOST_PAIRS),
         shown=shown,
         left_out=len(found.suspects) - len(shown),
-        clear=found.clear,
+        clear=found.verdict.clear,
     )
     return page

@@ -48,7 +48,7 @@ def prove(line: ToolLine, config: Config, method: Method, out: Path) -> int:
     for seed in seeds:
         found = find(images, method, seed)
         log.info("Search with seed %d: %s", seed, " ".join(found.words()))
-        if not found.clear:
+        if not found.verdict.clear:
             continue
         for arm, decision in DECISIONS.items():
             rows = random_like(images, found.suspects, seed) if arm == RANDOM else found.suspects

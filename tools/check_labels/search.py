@@ -282,9 +282,7 @@ def trained_last(run: Run, which: WeightSet | None = None) -> Trained:
 class Found:
     suspects: list[Suspect]
     """The most probable first"""
-    if_right: int
-    clear: bool
-    """See `Wrong` for both"""
+    verdict: Wrong
     accuracy: str
     """Of the models on images that they did not see, in words"""
     not_judged: list[str]
@@ -297,11 +295,11 @@ class Found:
         if self.not_judged:
             names = ", ".join(self.not_judged)
             lines.append(f"Not judged, since they have fewer images than folds, or all in one group: {names}.")
-        count = f"{counted(len(self.suspects), 'label')} look{'s' * (len(self.suspects) == 1)} wrong"
-        chance = f"up to {self.if_right} would if all were right"
+        count = f"{counted(self.verdict.number, 'label')} look{'s' * (self.verdict.number == 1)} wrong"
+        chance = f"up to {self.verdict.if_right} would if all were right"
         found = f"{count}; {chance}. How many of them are wrong, and not hard, is unknown."
         nothing = f"Nothing found: {count}, and {chance}. The difference is too small to tell."
-        return [*lines, found if self.clear else nothing]
+        return [*lines, found if self.verdict.clear else nothing]
 
 
 def find(images: Images, method: Method, seed: int) -> Found:
@@ -317,17 +315,17 @@ def find(images: Images, method: Method, seed: int) -> Found:
             has = labels[:, label] > 0 if labels.ndim == 2 else labels == label
             few[label] |= len(np.unique(group_of[has])) == 1
     few = np.flatnonzero(few)
-    suspects, if_right, clear = suspects_of(images, logits, seed, few)
+    suspects, verdict = suspects_of(images, logits, seed, few)
     near = logits if method.features is None else np.asarray(method.features)
-    return Found(suspects, if_right, clear, accuracy, [images.classes[label] for label in few], near)
+    return Found(suspects, verdict, accuracy, [images.classes[label] for label in few], near)
 
 
-def suspects_of(images: Images, logits: np.ndarray, seed: int, few: np.ndarray) -> tuple[list[Suspect], int, bool]:
-    """The suspects, and what `Wrong` says of their number. `few`: labels that are not judged."""
+def suspects_of(images: Images, logits: np.ndarray, seed: int, few: np.ndarray) -> tuple[list[Suspect], Wrong]:
+    """The suspects, and the verdict that they are of. `few`: labels that are not judged."""
     if images.labels.ndim == 1:
         judged = np.flatnonzero(~np.isin(images.labels, few))
         found = find_wrong(logits[judged], images.labels[judged], seed)
-        return _one(images, found, judged), found.if_right, found.clear
+        return _one(images, found, judged), found
     # Each class by itself: whether an image has it.
     columns = zip(logits.T, images.labels.T.astype(np.int64), strict=True)
     each = [find_wrong(np.stack([0 * column, column], 1), has, seed) for column, has in columns]
@@ -339,7 +337,7 @@ def suspects_of(images: Images, logits: np.ndarray, seed: int, few: np.ndarray) 
         sum(one.if_right for label, one in enumerate(each) if label not in few),
     )
     found.probability[:, few] = 0
-    return _several(images, found), found.if_right, found.clear
+    return _several(images, found), found
 
 
 def _one(images: Images, found: Wrong, judged: np.ndarray) -> list[Suspect]:

@@ -84,7 +84,9 @@ def judged_by(name: str | None, weights: str | None, configs: Sequence[Config]) 
         raise UserError(f"the metrics of runs {kind.words} and {others[0].words} differ: compare runs of one task.")
     own = [metric_named(name) for config in configs for name in config.VALIDATE_METRICS]
     has_knn = all(config.measures_knn for config in configs)
-    known = {metric.name: metric for metric in (*kind.metrics, *own) if has_knn or metric is not KNN}
+    classes = max(config.MODEL.NUM_CLASSES for config in configs)
+    every = [metric for metric in (*kind.metrics, *own) if metric.trivial < classes]
+    known = {metric.name: metric for metric in every if has_knn or metric is not KNN}
     if name is not None and name not in known:
         raise UserError(
             f"-metric {name}: not a metric of these runs.{nearest(name, known)} It takes {', '.join(known)}."

@@ -32,6 +32,7 @@ from tools.common.tables import in_columns, shown
 from tools.common.turns import progress_bar
 from utils.cli import CommandLine
 from utils.errors import UserError, nearest
+from utils.log import log
 from utils.record.history import plain
 from utils.text import Interval, some_of, wilson
 from vitamp.metrics import AUROC, BALANCED, LOSS, MACRO_F1, MAP, TOP1, TOP5, Metric, always_guessing
@@ -200,7 +201,7 @@ class Evaluation:
     @property
     def shown(self) -> dict[Metric, float]:
         """The metrics to list: without top-5, if that is always right."""
-        return {metric: value for metric, value in self.values.items() if metric is not TOP5 or len(self.support) > 5}
+        return {metric: value for metric, value in self.values.items() if metric.trivial < len(self.support)}
 
     def without_interval(self) -> str:
         """A sentence about the metrics without an interval; '' if each has one."""
@@ -221,7 +222,7 @@ class Evaluation:
             {"class": shown(trained.name_of(label)), "images": f"{self.support[label]}", **cells(label)}
             for label in labels
         ]
-        return [head, *in_columns([list(rows[0]), *(list(row.values()) for row in rows)])]
+        return [head, *in_columns([list(rows[0]), *(list(row.values()) for row in rows)])] if rows else []
 
     def _fields(self, of_class: Mapping[str, np.ndarray]) -> dict[str, Any]:
         """Of the JSON file, what every evaluation has."""
@@ -293,8 +294,7 @@ class OneLabel(Evaluation):
             MACRO_F1: 100 * counts.macro_f1(),
         }
         intervals = {
-            TOP1.name: wilson(values[TOP1], images),
-            TOP5.name: wilson(values[TOP5], images),
+            **{metric.name: wilson(values[metric], images) for metric in (TOP1, TOP5)},
             BALANCED.name: balanced_accuracy_interval(*seen),
             MACRO_F1.name: macro_f1_interval(*seen),
         }
@@ -563,4 +563,6 @@ def _to_models(trained: Trained, dataset: ImageDataset, title: str) -> Tensor | 
             f"{title}: classes are matched by name, but the model has several classes named {some_of(twice, 10)}. Use "
             "a data set with the classes of the training data, in the same order."
         )
+    if trained.config.DATA.MULTI_LABEL and (absent := [name for name in ours if name not in theirs]):
+        log.warning("%s has no class %s: predictions of it count as mistakes.", title, some_of(absent, 10))
     return torch.tensor([places[name] for name in theirs])

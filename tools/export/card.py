@@ -47,7 +47,8 @@ def card_of(export: Export, title: str, license: str | None, run: Run | None, ha
     """`run`: of the weights, if it is known."""
     trained, about = export.trained, export.metadata(False)
     chosen = trained.chosen
-    metrics = {metric: chosen.metrics[metric.name] for metric in SHOWN if metric.name in chosen.metrics}
+    shown = [metric for metric in SHOWN if metric.trivial < about["num_classes"]]
+    metrics = {metric: chosen.metrics[metric.name] for metric in shown if metric.name in chosen.metrics}
     samples = run.about.get("samples", {}) if run else {}
     name, dataset = trained.config.DATA.DATASET, None  # of the data set, if the run knows one; never a path
     if name.startswith(HUB_PREFIX):

@@ -50,11 +50,13 @@ def evaluate(folder: Path, part: str, deciding: Metric) -> Shown | str:
     `deciding`: the metric of the headline.
     """
     try:
-        trained = load_trained(folder, needs_labels=False)
+        trained = load_trained(folder, calibrated=True, needs_labels=False)
         check_split(trained.config, trained.chosen, part)
         dataset, image = split_of_run(trained, part), IMAGE_OF[part]
         kind = {ONE_LABEL: _one_label, NO_LABELS: _without_labels}.get(trained.task.kind, _several_labels)
         weights = f"{trained.words()}: {trained.chosen.words}"
+        if calibration := trained.chosen.describe_calibration(applied=True):
+            weights += f"; {calibration}"
         return {"weights": weights, "image": image, **kind(trained, dataset, image, deciding)}
     except (UserError, TrainingError) as error:
         return str(error)
@@ -130,6 +132,8 @@ def _one_label(trained: Trained, dataset: ImageDataset, image: str, deciding: Me
 
 
 def _several_labels(trained: Trained, dataset: ImageDataset, image: str, deciding: Metric) -> Shown:
+    if not dataset.sample_labels().any():
+        raise UserError(f"no {image} has a label, so nothing can be measured.")
     found = SeveralLabels.of(trained, with_bar(trained, dataset))
     classes = _rows_of_classes(trained, found)
     for row in classes:
@@ -137,9 +141,8 @@ def _several_labels(trained: Trained, dataset: ImageDataset, image: str, decidin
         row |= {"average_precision": found.average_precision[label], "auroc": found.auroc_text(label)}
         row["threshold"] = found.thresholds[label]
     classes.sort(key=lambda row: (row["average_precision"], row["name"]))
-    metric = AUROC if deciding is AUROC else MAP
-    guess, guessing = float(found.support[found.support > 0].mean()), "ordering the images at random"
-    guess = 50.0 if metric is AUROC else 100 * guess / found.images
+    metric, guessing = AUROC if deciding is AUROC else MAP, "ordering the images at random"
+    guess = 50.0 if metric is AUROC else float(np.mean([row["prevalence"] for row in classes]))
     remarks = [f"Its macro F1 is {found.at_thresholds['f1_macro']:.2f} %."]
     if len(classes) > 1:
         weakest = classes[0]

@@ -153,6 +153,9 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
         if (row := next(looks_like_list, None)) is not None:
             what = f"{first.where(row)}: the label {first.sets[row][0]!r} is read as one class."
             log.warning("%s If it lists several labels, %s.", what, do)
+    if data.GROUP is not None and "all" not in given and not first.groups:
+        why = f"no column of {first.file}, which comes with its own validation split"
+        raise UserError(f"DATA.GROUP {data.GROUP}: {why}. Leave DATA.GROUP out.")
     if train and not any(first.sets):
         raise UserError(f"The table {first.file}: no image has a label.")
     files = first.labelled(first, num_classes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import median
@@ -49,6 +49,8 @@ class Call:
     inputs: tuple[Any, ...]
     named: dict[str, Any]
     precision: Precision
+    left_out: Sequence[str] = ()
+    """See `backends_of`"""
 
     @property
     def tokens(self) -> int:
@@ -77,7 +79,7 @@ class Call:
             return packed_only(self.layer, self.tokens, self.precision.choice.dtype if low else x.dtype, x.device)
         from torch.nn.attention import sdpa_kernel
 
-        backends = backends_of(kind, strictly=True)
+        backends = backends_of(kind, strictly=True, left_out=self.left_out)
         return sdpa_kernel(backends) if backends else nullcontext()
 
 
@@ -93,11 +95,10 @@ def race_attention(built: BuiltModel) -> Choice:
     torch.ones((), device=device, requires_grad=True).square().backward()
     with torch.random.fork_rng(devices=[images.device] if images.is_cuda else []):
         call = first_call(built.model, images, precision)
+        call.left_out = built.left_out
         known = [kind for kind in KINDS["cuda"] if built.config.wants(kind) is not False]
         if PACKED in known and not packed_is_possible(built.listed):
             known.remove(PACKED)
-        if FUSED in known and wanted == "auto" and built.left_out:  # torch might take one of them
-            known.remove(FUSED)
         if wanted == "auto" and before in known and _works(call, before):
             return Choice(before, "as before the resume")
         kinds = [kind for kind in known if _works(call, kind)]

@@ -44,7 +44,7 @@ class BuiltModel:
     @property
     def left_out(self) -> list[str]:
         """torch's own kernels of attention that SPEED leaves out."""
-        return [kind for kind in (FLASH, EFFICIENT, CUDNN) if self.config.wants(kind) is False]
+        return [kind for kind in (FLASH, EFFICIENT, CUDNN) if f"-{kind}" in self.config.SPEED]
 
     @property
     def sharded(self) -> bool:

@@ -108,8 +108,8 @@ def test_trainings_end_for_each_other_without_memory_for_two(monkeypatch: pytest
 
 def test_precisions(measured: Callable[..., tuple[Fields, str]], imagenet: Path) -> None:
     """From files, if a data set is named."""
-    data = ("-dataset", "imagenet2012", "-data_path", imagenet, *SMALL, "-num_workers", 0)
-    results, output = measured("precisions", *data, "-modes", "O2-bf16", "-accum_iter", 2, "-iters", 1, "-rounds", 1)
+    data = ("-dataset", "imagenet2012", "-data_path", imagenet, *SMALL, "-num_workers", 0, "TRAIN.GLOBAL_BATCH=8")
+    results, output = measured("precisions", *data, "-modes", "O2-bf16", "-iters", 1, "-rounds", 1)
     assert list(results["turns"]) == [
         "fp32, synthetic", "O2-bf16, synthetic", "fp32, synthetic, again", "fp32, files", "O2-bf16, files"
     ]  # fmt: skip

@@ -68,6 +68,7 @@ def test_measurements_are_runs(examined: Any, vitamp: Vitamp, tmp_path: Path) ->
     assert first[0] != second[0] != third[0]
     assert found["runs"] == ["fp32-5", "bf16-5", "fp32-6", "fp16-5", "fp32-7"]
     assert [line["loss"] for line in metrics(folder / "fp32-5", "train")] == theirs
+    assert "COMPILE: none" in (folder / "fp32-5" / "config.yaml").read_text(), "auto could choose another way in bf16"
 
 
 def test_same_command_resumes_finished_runs(examined: Any) -> None:

@@ -204,7 +204,8 @@ class Results(dict[str, Any]):
     def iteration_line(self) -> str:
         """Note on the number of images per iteration."""
         settings = DEFAULTS | self["settings"]
-        batch, parts = int(settings["DATA.BATCH_SIZE"]), int(settings["TRAIN.ACCUM_ITER"])
+        batch, total = int(settings["DATA.BATCH_SIZE"]), settings.get("TRAIN.GLOBAL_BATCH")
+        parts = int(total) // batch if total else int(settings["TRAIN.ACCUM_ITER"])
         images = f"{batch} images" if parts == 1 else f"{parts} micro-batches of {batch} images"
         return f"an iteration is one update of {images}"
 

@@ -220,7 +220,8 @@ def main(argv: list[str]) -> int:
 
     began = time.monotonic()
     folder = make_folder(config.OUTPUT, config.SAVE, NAME)
-    train = config.TRAIN.model_copy(update={"MAX_UPDATES": asked.updates})
+    compiled = "none" if config.TRAIN.COMPILE == "auto" else config.TRAIN.COMPILE  # auto could compile fp32 alone
+    train = config.TRAIN.model_copy(update={"MAX_UPDATES": asked.updates, "COMPILE": compiled})
     changes = {"TRAIN": train, "REPORT_FREQ": max(1, asked.updates // POINTS), "OUTPUT": None}
     short = config.model_copy(update=changes)
 

@@ -278,6 +278,8 @@ def test_lines_with_a_part_of_the_labels_are_refused_and_lists_of_words_warned_o
         (root / name).write_text((root / name).read_text() + "0.png,ant cow\n")
         with pytest.raises(UserError, match=rf"{name}:{line}: .* has other labels in line 2\. With DATA\.MULTI_LABEL"):
             check_dataset(of_csv(root, MULTI_LABEL=True), 2)
+    with pytest.raises(UserError, match=r"DATA\.GROUP who: no column of .*train\.csv, which comes with its own val"):
+        check_dataset(of_csv(root, MULTI_LABEL=True, GROUP="who"), 2)
 
 
 @pytest.mark.parametrize(("label", "warned"), [("ant;cow", True), ("ant|cow", True), ("Smith, John", False)])

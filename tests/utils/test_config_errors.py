@@ -114,7 +114,7 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
         f"{tmp_path}/vit_bse.yaml cannot be read: No such file or directory. Did you mean {tmp_path}/vit_base.yaml?"
     )
     assert "The folder" in error_of(tmp_path / "none/x.yaml")
-    assert "it is a folder" in error_of(tmp_path)
+    assert "Is a directory" in error_of(tmp_path)
     (tmp_path / "binary.yaml").write_bytes(b"TAG: \xb0\xff\n")
     assert "not a YAML text file" in error_of(tmp_path / "binary.yaml")
 

@@ -214,7 +214,7 @@ def test_others_may_read_it_and_a_file_that_may_not_be_read_is_not_called_damage
     assert len({file.stat().st_mode for file in folder.iterdir()}) == 1
 
     def denied(*_: Any) -> Any:
-        raise OSError(5, "Input/output error")
+        raise OSError(5, "Input/output error", str(folder / MODEL))
 
     monkeypatch.setattr("vitamp.checkpoints.hashlib.file_digest", denied)
     with pytest.raises(UserError, match=rf"{MODEL}: cannot be read \(Input/output error\)"):

@@ -98,8 +98,8 @@ class Trainer:
             if self.broken is not None:
                 self.broken.share(self.world)
         except Stopped as stopped:
-            # Save, so that the resumed run logs and does all that is still to be logged and done after this update. It
-            # also draws: there is no time left for that here.
+            # Save, so that the resumed run logs and does all that is still to be logged and done after this update. The
+            # curves are left to it as well, because there is no time to draw them.
             self.paused = True
             log.info("%s: saving after update %d; resume with -resume.", stopped.words, self.position.update)
             self._save()

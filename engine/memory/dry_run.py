@@ -261,7 +261,7 @@ def _costs(
     if computed > 1.001 * updates > 0:
         yield "           later epochs take more memory; their time is estimated by their pixels and tokens"
     if config.trains_on_features and updates:
-        yield "           its features are kept: estimated is one pass over the images; then an epoch takes seconds"
+        yield "           features are kept: the estimate is one pass over the images; then an epoch takes seconds"
         updates, computed, epochs = per_epoch, per_epoch, 1.0
     validations = max(1, round(epochs / config.VALIDATE_FREQ)) * (updates > 0)
     validations += updates // (config.VALIDATE_EVERY_UPDATES or sys.maxsize)

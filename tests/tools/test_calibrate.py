@@ -103,7 +103,8 @@ def test_temperature_is_crossfitted_kept_and_applied(
 
     page = evaluations.evaluate(load_trained(run, "model").chosen.file, "val", TOP1)
     assert isinstance(page, dict)
-    assert f"; calibrated (temperature {temperature:.4g}, fitted on 360 images): if on these" in page["weights"]
+    fitted = f"; calibrated (temperature {temperature:.4g}, fitted on 360 images); if it was fitted on these"
+    assert fitted in page["weights"]
     assert page["reliability"].ece == pytest.approx(told["after"][1]["ece"])
 
     guessed = vitamp(run, "-weights", "model", *PREDICT, script="scripts/predict.py")

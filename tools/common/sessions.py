@@ -171,7 +171,7 @@ def opened(config: Config, compiled: bool = True) -> Iterator[tuple[ReadyToTrain
     """Build everything that a run builds before its first update; close it afterwards.
 
     With it come the windows of its updates, epoch after epoch, without end. `compiled`: compile as TRAIN.COMPILE says.
-    False: stay eager. `auto` compiles nothing: these updates are few, and modes that it compiles or not are not alike.
+    False: stay eager. `auto` compiles nothing: it might compile one precision and not another.
     """
     train = config.TRAIN
     if train.COMPILE == "auto":

@@ -58,7 +58,7 @@ def evaluate(folder: Path, part: str, deciding: Metric) -> Shown | str:
         if calibration := trained.chosen.describe_calibration(applied=True):
             weights += f"; {calibration}"
             if (kept := trained.chosen.calibration) is not None and kept.images == len(dataset):
-                weights += ": if on these, calibration errors here are too low"
+                weights += "; if it was fitted on these images, their calibration errors are too low"
         return {"weights": weights, "image": image, **kind(trained, dataset, image, deciding)}
     except (UserError, TrainingError) as error:
         return str(error)

@@ -23,9 +23,10 @@ ELSEWHERE = {
     "-accum_iter": ("gradient_accumulation_steps", "accumulation_steps", "accumulate_grad_batches"),
     "-amp": ("precision", "native_amp", "use_amp", "a yes", "a no"),
     "-amp O1": ("amp_impl", "apex_amp"),
-    "-amp bf16": ("amp_dtype bfloat16", "bf16"),
-    "-amp off": ("use_amp 0", "a 0"),
-    "-amp fp16": ("amp_dtype", "amp_dtype float16", "fp16", "half"),
+    "-amp O3-bf16": ("model_dtype bfloat16", "precision bf16-true"),
+    "-amp bf16": ("amp_dtype bfloat16", "bf16", "precision bf16"),
+    "-amp off": ("use_amp 0", "a 0", "precision 32", "fp16 False", "bf16 False"),
+    "-amp fp16": ("amp_dtype", "amp_dtype float16", "fp16", "half", "precision 16"),
     "-batch_size": ("b", "bs", "per_device_train_batch_size"),
     "-batch_size_eval": (
         "vb",
@@ -38,6 +39,7 @@ ELSEWHERE = {
     "-data_path": ("data_dir", "data", "root"),
     "-epochs": ("num_train_epochs",),
     "-eval": ("test_only", "e", "validate"),
+    "-host": ("master_addr",),
     "-image_size": ("input_size", "val_crop_size", "train_crop_size", "resolution"),
     "-log_freq": ("log_interval", "print_freq"),
     "-lr": ("learning_rate",),
@@ -45,6 +47,7 @@ ELSEWHERE = {
     "-ngpus": ("nproc", "nproc_per_node"),
     "-num_workers": ("j", "nw"),
     "-output": ("experiment", "log_dir", "o", "save_dir"),
+    "-port": ("master_port",),
     "-pretrained": ("initial_checkpoint", "no_resume_opt", "weights"),
     "-validate_freq": ("val_interval",),
     "-weight_decay": ("wd",),
@@ -109,10 +112,10 @@ ELSEWHERE = {
 ALSO: dict[str, str] = dict.fromkeys(("lr_base", "blr"), " and TRAIN.LINEAR_SCALED_LR=256")
 """Flag of others -> the end of its advice: what it does besides"""
 ABSENT = {
-    "Not needed: there is nothing to set": ("pin_mem", "no_prefetcher", "fast_norm", "sched_on_updates", "dist_eval"),
+    "Not needed: there is nothing to set": ("pin_mem", "no_prefetcher", "fast_norm", "sched_on_updates", "dist_eval", "cache_mode"),
     "Not needed: splits are found, or made by DATA.VAL_FRACTION": ("train_split", "val_split"),
     "Not needed: torchrun is detected": ("from_torch",),
-    "Not needed: set CUDA_VISIBLE_DEVICES=0,1 before the command": ("gpus", "gpu", "gpu_ids"),
+    "Not needed: write CUDA_VISIBLE_DEVICES=... before the command": ("gpus", "gpu", "gpu_ids"),
     "Not available here: all images of an epoch have one size": ("multi_scale_sampler_ddp",),
     "Not available here: TRAIN.GRAD_CLIP limits the norm of all gradients": ("clip_mode",),
     "Not available here: no schedule waits for a plateau; TRAIN.PATIENCE ends the run": ("patience_epochs",),
@@ -120,7 +123,7 @@ ABSENT = {
     "Not available here: TRAIN.CLASS_WEIGHTS=balanced weighs positives by class": ("bce_pos_weight",),
     "Not available here: ours are in docs/augmentation.md": ("aa augmix", "aa v0", "aa v0r", "auto_augment augmix"),
     "Not available here: TRAIN.COLOR_JITTER changes every image": ("color_jitter_prob",),
-    "Not available here": ("bce_sum", "fuser", "save_images", "torchcompile_mode", "train_crop_mode"),
+    "Not available here": ("bce_sum", "epoch_repeats", "fuser", "save_images", "torchcompile_mode", "train_crop_mode"),
     "Not available here: each setting has its own key, so a misspelt key is an error": ("opt_kwargs", "model_kwargs"),
 }
 ANY_VALUE = "..."

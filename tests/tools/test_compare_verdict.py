@@ -18,7 +18,6 @@ from tools.common.comparison import (
     by_name,
     chance,
     difference_in_metric,
-    fraction_done,
     interval,
     is_finished,
     judge,
@@ -445,15 +444,8 @@ def test_divergence(folder: Path, losses: tuple[float | None, ...], diverged: bo
     assert metrics_of(folder)["diverged"] is diverged
 
 
-def test_fraction_done(folder: Path) -> None:
-    assert fraction_done(folder, 4, None) == 0.0
+def test_is_finished(folder: Path) -> None:
     write(folder, line("run", 0, what="start"), line("epoch", 10), train(15, 1.0, epoch=2), rest='{"event": "tra')
-    assert fraction_done(folder, 4, None) == 0.25
-    assert fraction_done(folder, 4, 20) == 0.75
     assert not is_finished(folder)
-    many = [train(nth, 1.0) for nth in range(1000)]
-    write(folder, *many, line("epoch", 20, 2), rest="{")
-    assert fraction_done(folder, 4, None) == 0.5
     write(folder, line("run", 40, 5, what="end"))
-    assert fraction_done(folder, 4, None) == 1.0
     assert is_finished(folder)

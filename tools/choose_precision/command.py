@@ -296,7 +296,7 @@ def _train(runs: list[Run], seconds: float, again: bool) -> dict[Path, Measured]
             if not is_finished(run.folder):
                 own = math.ceil(max(1.0, (end - time.monotonic()) / (len(runs) - len(measured) + 1)))
                 limit = f"MAX_TIME={own // 3600:02d}:{own // 60 % 60:02d}:{own % 60:02d}"
-                one.failed = train_run(run, lambda _: None, limit) or ""
+                one.failed = train_run(run, limit) or ""
             history = History.of_run(run.folder)
             if not one.failed and (lines := history.of("train")):
                 one.losses = [math.nan if line["loss"] is None else line["loss"] for line in lines]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from utils.config import Config, config_of_run
 from utils.config.keys import OF_ONE_START, settings, value_of
-from utils.config.kinds import AUTO, one_line
+from utils.config.kinds import one_line
 from utils.errors import UserError, nearest
 from utils.record.history import History, is_end, is_start, last_line
 from utils.record.run_folder import read_about
@@ -393,17 +393,6 @@ def validation_keys(config: Config) -> tuple[str, ...]:
 
 def is_finished(folder: Path) -> bool:
     return is_end(last_line(folder))
-
-
-def fraction_done(folder: Path, epochs: int, updates: int | None) -> float:
-    """Progress of a run by its last line; `updates`: TRAIN.MAX_UPDATES."""
-    last = last_line(folder)
-    if not last:
-        return 0.0
-    if epochs == AUTO:
-        epochs = config_of_run(folder).TRAIN.NUM_EPOCHS
-    whole = last["epoch"] - (last["event"] not in ("epoch", "val"))
-    return min(1.0, max(whole / max(epochs, 1), last.get("update", 0) / updates if updates else 0.0))
 
 
 def metrics_of(folder: Path) -> Metrics:

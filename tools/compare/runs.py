@@ -14,16 +14,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from engine.measure.meters import clock
 from tools.common.command_line import ToolLine, check_one_training
-from tools.common.comparison import Judged, fraction_done, is_finished, judged_by, metrics_of, validation_keys
+from tools.common.comparison import Judged, is_finished, judged_by, metrics_of, validation_keys
 from tools.common.turns import Budget, alternating_order, progress_bar
 from utils.cli import command_line
 from utils.config import Config, Loaded, differences, load_config, to_yaml
@@ -369,9 +366,6 @@ def check_runs(runs: Sequence[Run], again: bool = False) -> None:
             raise UserError(f"{run.folder}: already exists and was not made by this tool; choose another -output.")
 
 
-POLL_SECONDS = 0.5
-
-
 class Terminated(KeyboardInterrupt):
     """SIGTERM was received; the run in progress saves and exits."""
 
@@ -413,6 +407,8 @@ def train_all(plan: Plan, after_each: Callable[[Trained], object], budget: Budge
     with terminating(), progress_bar(total, "runs") as bar:
         bar.initial = len(finished)  # which took none of the time that the bar divides by
         for nth, run in enumerate(plan.runs, start=1):
+            bar.set_description_str(run.name)
+            bar.update(nth - 1 - bar.n)
             # How long it may take: the mean of this contender's runs, or of all if it has none yet, less what is done
             known = times.get(run.contender) or [seconds for each in times.values() for seconds in each]
             left = max(0.0, sum(known) / max(len(known), 1) - History.of_run(run.folder).seconds)
@@ -425,11 +421,10 @@ def train_all(plan: Plan, after_each: Callable[[Trained], object], budget: Budge
                 continue
             else:
                 began = time.monotonic()
-                show = partial(_show, bar, nth, run.name)
-                why = train_run(run, show, many=plan.many)
+                why = train_run(run, many=plan.many)
                 if why is None and run.config.TRAIN.NUM_EPOCHS == AUTO and not is_finished(run.folder):
                     log.warning("%s was slower than it had planned; beyond MAX_TIME, it trains what is left", run.name)
-                    why = train_run(run, show, many=plan.many)
+                    why = train_run(run, many=plan.many)
                 if why is None and not is_finished(run.folder):
                     why = "exit code 0, but it did not finish"
                 if why is None:
@@ -445,10 +440,10 @@ def train_all(plan: Plan, after_each: Callable[[Trained], object], budget: Budge
     return done
 
 
-def train_run(run: Run, show: Callable[[float], None], *words: str, many: bool = False) -> str | None:
+def train_run(run: Run, *words: str, many: bool = False) -> str | None:
     """Train or resume one run, by main_multi_gpu.py if `many`. Returns the reason if it fails, else None.
 
-    `show` gets the fraction that is done, a few times a second. `words`: more of the command line.
+    `words`: more of the command line.
     """
     if not run.settings_file.exists():  # a later call compares its settings with it
         run.settings_file.parent.mkdir(parents=True, exist_ok=True)
@@ -458,16 +453,10 @@ def train_run(run: Run, show: Callable[[float], None], *words: str, many: bool =
     texts = [f"{key}={one_line(value)}" for key, value in values_by_key(run.config).items()]
     words = (*words, *(text for text in texts if redacted(text) != text))
     command = [script, "-cfg", str(run.settings_file), "-output", str(run.folder), "-resume", "auto", *words]
-    train = run.config.TRAIN
     with tempfile.TemporaryFile() as output:
         process = start(command, output)
         try:
-            while True:
-                try:
-                    code = process.wait(POLL_SECONDS)
-                    break
-                except subprocess.TimeoutExpired:
-                    show(fraction_done(run.folder, train.NUM_EPOCHS, train.MAX_UPDATES))
+            code = process.wait()
         except KeyboardInterrupt as error:
             _forward(process, signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
             raise
@@ -489,11 +478,6 @@ def _forward(process: subprocess.Popen[bytes], number: int) -> None:
             return
         except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)
-
-
-def _show(bar: tqdm, nth: int, name: str, fraction: float) -> None:
-    bar.n = nth - 1 + fraction
-    bar.set_description_str(f"run {nth} of {bar.total}: {name}")
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from datasets import data_identity
-from engine.amp.precision import check_precision
 from engine.checkpoint.run_folder import (
     FolderLock,
     largest_class,
@@ -65,7 +64,6 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
             config = config.model_copy(update={"DIST": dist.model_copy(update={"STRATEGY": "ddp", "HSDP": False})})
         this = Run(config, world, device, threads, asked={"DIST.STRATEGY": dist.STRATEGY, "DIST.HSDP": dist.HSDP})
         try:
-            check_precision(config.AMP, device)
             with ExitStack() as until_the_end:
                 lock, lists = until_the_end.enter_context(FolderLock()), None
                 if config.AMP.CUSTOM_WHITE_LIST or config.AMP.CUSTOM_BLACK_LIST:
@@ -149,12 +147,18 @@ def train(given: Run, lock: FolderLock | None, lists: OpLists | None) -> int:
         try_out(run, ready, updates_left(config, ready.position, ready.train_loader.order.updates))
         return EXIT_DONE
     if checkpoint:
-        position, limit = ready.position, config.TRAIN.MAX_UPDATES or sys.maxsize
+        position, limit, patience = ready.position, config.TRAIN.MAX_UPDATES or sys.maxsize, config.TRAIN.PATIENCE
         open_end = position.update == limit and position.validated < limit  # stopped within the last validation
         reached = position.epoch > config.TRAIN.NUM_EPOCHS or (position.update >= limit and not open_end)
         # A run that was killed between its last checkpoint and its last line goes through its end below.
         last = last_line(folder)
-        if reached and broadcast(not last or is_end(last), world):
+        over = broadcast(not last or is_end(last), world)
+        if not (reached and over):  # TRAIN.PATIENCE counts validations since the best only if that is still to beat
+            from engine.checkpoint.restore import best_to_beat
+
+            ready.best = best_to_beat(ready.best, data_identity(ready.val_set), folder, checkpoint, config, world)
+            reached = patience is not None and position.step == 0 and ready.best.stale >= patience
+        if reached and over:
             place = resumed_run(config) or folder
             if world.first:
                 log.info(next_commands(run, position, ready.best, place))
@@ -162,10 +166,6 @@ def train(given: Run, lock: FolderLock | None, lists: OpLists | None) -> int:
             updates = counted(position.update, "update")
             log.info("This run had already finished: %s%s; its folder is %s", updates, validated, place)
             return EXIT_DONE
-        from engine.checkpoint.restore import best_to_beat
-
-        val_data = data_identity(ready.val_set)
-        ready.best = best_to_beat(ready.best, val_data, folder, checkpoint, config, world)
     if config.MODEL.LORA.RANK is not None:
         from engine.checkpoint.state import keep_base
 

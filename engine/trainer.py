@@ -35,7 +35,7 @@ from utils.distributed.world import World, all_gather, broadcast, broadcast_buff
 from utils.errors import EXIT_DONE, AllRanksError
 from utils.log import log
 from utils.text import redacted_values
-from vitamp.checkpoints import CHECKPOINTS, LORA, read_index
+from vitamp.checkpoints import CHECKPOINTS, LORA, folder_name, read_index
 from vitamp.metrics import PLAIN, TOP1, WeightSet, best_set, metric_named
 from vitamp.registry import own_named
 
@@ -95,8 +95,6 @@ class Trainer:
         self.reporter.run("resume" if self.position.update else "start", self.position, self.throughput.total)
         try:
             self._train()
-            if self.broken is not None:
-                self.broken.share(self.world)
         except Stopped as stopped:
             # Save, so that the resumed run logs and does all that is still to be logged and done after this update. The
             # curves are left to it as well, because there is no time to draw them.
@@ -117,6 +115,9 @@ class Trainer:
 
     def _train(self) -> None:
         position = self.position
+        here = (self.folder / CHECKPOINTS / folder_name(position.update)).exists()
+        if position.update and not broadcast(here, self.world):
+            self._save(anew=True)  # a run that begins at another's checkpoint: -resume auto needs one in this folder
         if 0 < position.step < self.per_epoch:
             self._validate_and_save()  # the run may have been stopped in a validation
         if position.update == 0 and self.config.MODEL.starts_at_probe:
@@ -336,6 +337,8 @@ class Trainer:
         self._saver.finish()
         if self.parts.sharding is not None:  # rank 0 may still ask a rank for its rows
             self._stopping.wait_for_all()
+        if self.broken is not None:  # a paused run names the list too
+            self.broken.share(self.world)
 
     def _draw(self, force: bool = False) -> None:
         if self.world.first:
@@ -401,7 +404,7 @@ class Health:
 
         One process reports skips at once; several ranks only when all of them call it.
         """
-        if self.op_lists is not None:  # the model has been computed by now
+        if self.op_lists is not None and not together:  # after an update: the model has been computed
             self.op_lists.warn_uncalled()
             self.op_lists = None
         if not self.parts.precision.scaler.is_enabled() or (self.world.size > 1 and not together):

@@ -108,12 +108,12 @@ def _choose(config: Config, world: World) -> Checkpoint | None:
             raise UserError(
                 f"-resume auto: none of the checkpoints in {root} is usable (see the warnings above){advice}."
             )
-        # A run is paused or ends only once it is saved.
-        saved = (line.get("what") in ("paused", "end") and line.get("update") for line in read_lines(run))
+        # A run is paused or ends only once it is saved, and resumes from what was saved, if in another folder.
+        saved = (line.get("what") in ("resume", "paused", "end") and line.get("update") for line in read_lines(run))
         if not config.EVAL and (read_index(root)["last"] or any(saved)):
             raise UserError(
-                f"-resume auto: the checkpoints of this run are gone from {root}, and a new run would overwrite its "
-                "metrics. Bring them back, or name another -output."
+                f"-resume auto: the checkpoints of this run are not in {root}, and a new run would overwrite its "
+                "metrics. Bring them back, or repeat the command that started the run with another -output."
             )
     if config.EVAL and not config.MODEL.PRETRAINED:
         raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -18,9 +19,9 @@ import torch
 from torch import Tensor
 
 from utils.errors import UserError
-from vitamp.checkpoints import META, NAME, STATE, checkpoints_in, folder_name, inspect, update_in
+from vitamp.checkpoints import META, NAME, STATE, checkpoints_in, folder_name, update_in
 from vitamp.files import write_atomically
-from vitamp.meta import FORMAT, META_HASH, hash_of
+from vitamp.meta import FORMAT, META_HASH, hash_of, read_meta
 
 REPLACED, REMOVED = ".tmp-old-", ".tmp-gone-"
 _HIDDEN = rf"\.tmp-(\d+-\d+|(old|gone)-{NAME})"
@@ -113,6 +114,9 @@ def _sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):  # file systems that cannot sync folders
+            raise
     finally:
         os.close(handle)
 
@@ -127,9 +131,7 @@ def prune(root: Path, keep: int, last: str, best: str | None, every: int | None 
     folders = [path for update, path in checkpoints_in(root).items() if update <= newest and (path / META).exists()]
     kept = {folder.name for folder in folders[-keep:]} | {best}
     for folder in folders:
-        if folder.name in kept or folder.is_symlink():
-            continue
-        with contextlib.suppress(UserError):  # damaged: not worth keeping
-            if every and (meta := inspect(folder).meta)["epoch_finished"] and meta["epoch"] % every == 0:
-                continue
-        shutil.rmtree(_hide(folder, REMOVED), ignore_errors=True)
+        with contextlib.suppress(UserError):  # unreadable, perhaps only for now: it may be one of an `every`th epoch
+            for_ever = every and (meta := read_meta(folder / META))["epoch_finished"] and meta["epoch"] % every == 0
+            if not (folder.name in kept or folder.is_symlink() or for_ever):
+                shutil.rmtree(_hide(folder, REMOVED), ignore_errors=True)

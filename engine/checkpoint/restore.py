@@ -36,6 +36,7 @@ from utils.config.resumed import FROM_WEIGHTS, known_settings
 from utils.distributed.world import World, broadcast
 from utils.errors import UserError
 from utils.log import IN_FULL, log
+from utils.own_code import FIELD, noted_files
 from utils.program import start_again, tool
 from utils.text import counted
 from vitamp.checkpoints import CHECKPOINTS, LORA, MODEL, Checkpoint, folder_name, run_folder_of
@@ -127,22 +128,25 @@ def best_to_beat(best: Best, val_data: str, folder: Path, checkpoint: Checkpoint
     if best.figure is None:
         return Best(kind=config.SAVE_BEST_BY, stale=best.stale if best.by == config.SAVE_BEST_BY else 0)
     measured = "TRAIN.KNN" if best.by == KNN.name else "MODEL.MASK_RATIO"
-    settings = checkpoint.meta["settings"]
-    for key, before in (("SAVE_BEST_BY", best.by), (measured, settings.get(measured, default_of(measured)))):
-        if (now := value_of(config, key)) != before:
-            log.info("%s is now %s: the best so far, %s, is ignored.", key, now, best.words())
-            return Best(kind=config.SAVE_BEST_BY)
-    if checkpoint.meta.get("val_data", val_data) != val_data:
-        log.info("The validation images have changed: the best so far, %s, is ignored.", best.words())
+    meta, settings = checkpoint.meta, checkpoint.meta["settings"]
+    before = {"SAVE_BEST_BY": best.by, measured: settings.get(measured, default_of(measured))}
+    changed = [f"{key} is now {now}" for key, old in before.items() if (now := value_of(config, key)) != old]
+    if meta.get("val_data", val_data) != val_data:
+        changed.append("The validation images have changed")
+    hashes = {one["sha256"] for one in (*noted_files(), *meta.get(FIELD, ())) if best.by in one["registers"]}
+    words = {*config.USE} ^ {*settings.get("USE", ())}
+    if len(hashes) > 1 or any(word.startswith(f"{best.by}.") for word in words):
+        changed.append(f"The metric {best.by} has changed")  # one of the user's own, in its file or a setting
+    if changed:
+        log.info("%s: the best so far, %s, is ignored.", changed[0], best.words())
         return Best(kind=config.SAVE_BEST_BY)
     name = folder_name(best.update)
-    exists = world.first and (folder / CHECKPOINTS / name).is_dir()
-    if broadcast(exists, world):
+    if broadcast((folder / CHECKPOINTS / name).is_dir(), world):
         return best
     elsewhere = checkpoint.folder.parent / name
     where = f"its checkpoint is in another folder ({elsewhere})" if elsewhere.is_dir() else "its checkpoint is gone"
     log.warning("Best so far: %s, but %s. The search for the best starts anew in this run.", best.words(), where)
-    return Best(kind=best.kind, stale=best.stale)
+    return Best(kind=best.kind)
 
 
 def log_resumption(checkpoint: Checkpoint, config: Config, parts: TrainState, position: Position) -> None:

@@ -80,6 +80,9 @@ def test_resume_auto_starts_resumes_and_detects_a_finished_run(vitamp: Vitamp, t
     for name in ("metrics.jsonl", "config.yaml"):  # as if it was killed before its end, or when it was made longer
         text = (run / name).read_text().replace("NUM_EPOCHS: 2", "NUM_EPOCHS: 3")
         (run / name).write_text("".join(line for line in text.splitlines(True) if '"end"' not in line))
+    moved = (run / "checkpoints").rename(tmp_path / "moved")
+    assert "a new run would overwrite its metrics" in vitamp(*words, code=2).err
+    moved.rename(run / "checkpoints")
     vitamp(*words, "TRAIN.NUM_EPOCHS=2", code=0)
     assert [line["what"] for line in metrics(run, "run")] == ["start", "resume", "resume", "end"]
     assert "NUM_EPOCHS: 2" in (run / "config.yaml").read_text()

@@ -270,16 +270,6 @@ def test_the_state_of_another_version_is_refused_in_one_line_and_its_weights_are
     vitamp("verify", run, script="scripts/checkpoint.py", code=0)
 
 
-def test_best_checkpoint_in_another_folder_is_named_and_still_counts(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
-    other, best = tmp_path / "other", index(run)["best"]
-    done = vitamp(
-        "-resume", run, "-output", other, "TRAIN.NUM_EPOCHS=3", "TRAIN.BASE_LR=0", "TRAIN.MODEL_EMA=false", code=0
-    )
-    assert f"its checkpoint is in another folder ({run / 'checkpoints' / best})" in done.err
-    assert index(other)["best"] in saved(other)
-    assert "(epoch 3)" in done.out.splitlines()[-1]
-
-
 def test_resume_at_the_end_of_an_epoch_with_fewer_images(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     """A validation that cannot be read saves the end of its epoch; then images are excluded, twice."""
     for number in range(24):

@@ -100,13 +100,19 @@ def test_auto_says_what_it_lacks(vitamp: Vitamp, tiny: Path, tmp_path: Path, wor
     assert not (tmp_path / "run").exists()
 
 
-def test_patience_ends_a_run_without_improvement(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
+def test_patience_ends_a_run_without_improvement_but_not_its_branch(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
     """With learning rate 0, nothing improves after the first validation."""
     words = ("TRAIN.BASE_LR=0", "TRAIN.WARMUP_START_LR=0", "TRAIN.PATIENCE=2", "TRAIN.NUM_EPOCHS=9")
     done = vitamp("-cfg", tiny, "-output", tmp_path / "run", *words, code=0)
     assert "TRAIN.PATIENCE" in done.out
     assert [line["epoch"] for line in metrics(tmp_path / "run", "val")] == [1, 2, 3]
     assert metrics(tmp_path / "run", "run")[-1]["what"] == "end"
+    assert "This run had already finished" in vitamp("-resume", "auto", "-output", tmp_path / "run", code=0).out
+    root, branch = tmp_path / "run" / "checkpoints", tmp_path / "branch" / "checkpoints"
+    done = vitamp("-resume", tmp_path / "run", "-output", branch.parent, "TRAIN.MAX_UPDATES=133", code=0)
+    assert f"its checkpoint is in another folder ({root}/step-000000044)" in done.err
+    assert {folder.name for folder in branch.glob("step-*")} == {"step-000000132", "step-000000133"}, "start and end"
+    assert json.loads((branch / "index.json").read_text())["best"] == "step-000000133"
     reasons = ("TRAIN.PATIENCE=1", "TRAIN.NUM_EPOCHS=2", "TRAIN.MAX_UPDATES=88")
     done = vitamp("-cfg", tiny, "-output", tmp_path / "many", *words[:2], *reasons, code=0)
     assert done.out.splitlines()[-2].endswith(" TRAIN.PATIENCE=null TRAIN.NUM_EPOCHS=4 TRAIN.MAX_UPDATES=176")

@@ -203,10 +203,10 @@ def test_tried_again_with_the_next_save(
 
 
 def test_an_end_without_room_tells_what_is_left_and_uses_room_that_comes(
-    disk: SmallDisk, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    disk: SmallDisk, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(saving, "PAUSES_AT_THE_END", (0.01, 0.01))
-    root = disk.folder / "checkpoints"
+    (root := tmp_path / "checkpoints").symlink_to(disk.folder)  # on another disk than the run
     saver = Saver(root, Config(), pinned=False)
     saver.save(Snapshot(TENSORS, {}, meta(1), None))
     saver.finish()

@@ -23,6 +23,8 @@ Value = TypeVar("Value")
 
 PAUSES = (0.1, 1.0, 3.0)
 """Seconds between retries after a storage error; network file systems have temporary ones."""
+FAILURES_OF_STORAGE = 8
+"""Storage failures in a row that end training, elsewhere retries: so many are not a problem of single images."""
 NOT_RETRIED = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 LISTS = "broken.txt", "broken-2.txt"
 MOST_NAMED_IN_TRAINING, MOST_NAMED_IN_VALIDATION = 3, 10
@@ -36,12 +38,13 @@ class Failure(NamedTuple):
     """storage: a storage error, after which the image may be intact."""
 
 
-def failure_or(read: Callable[[], Value]) -> Failure | Value:
+def failure_or(read: Callable[[], Value], storage_failures: int = 0) -> Failure | Value:
     """Call `read` until it succeeds or retries are used up; what it returns after success.
 
+    `storage_failures`: so many images in a row failed before, and FAILURES_OF_STORAGE end the retries.
     Raises TrainingError if memory runs out, which is not the image's fault.
     """
-    pauses, decoded_before = iter(PAUSES), False
+    pauses, decoded_before = iter(PAUSES if storage_failures < FAILURES_OF_STORAGE else ()), False
     while True:
         try:
             return read()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -11,16 +13,13 @@ import torch
 from torch.utils.data import get_worker_info
 
 from datasets.base import PADDING, Batch, Broken, Encoded, ImageDataset, Key, Samples, part_of
-from datasets.damage import Failure, allowed, failure_or
-from datasets.exclude import line_of, relabelled, without_excluded
+from datasets.damage import FAILURES_OF_STORAGE, Failure, allowed, failure_or
+from datasets.exclude import line_of, name_prefix, relabelled, without_excluded
 from datasets.transforms.pixels import Pixels
 from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 from utils.errors import TrainingError
 from utils.seeding import fork_host_rng, seed_host
-
-FAILURES_OF_STORAGE = 8
-"""Storage failures in a row that end training: so many are not a problem of single images."""
 
 
 class Images(ImageDataset):
@@ -39,6 +38,7 @@ class Images(ImageDataset):
         self.max_bad = allowed(data.MAX_BAD, len(self.samples))
         self._failures: dict[int, Failure] = {}  # of damaged images, which are not read again in later epochs
         self._new_broken: dict[int, Broken] = {}
+        self._storage_failures = 0  # in a row
 
     def augment(self, train: TrainConfig) -> ImageDataset:
         self.augmentation, self.pixels = train, Pixels(self.data, self.train, train)
@@ -83,7 +83,7 @@ class Images(ImageDataset):
                 continue
             if self.train:
                 index = self._fill(images[row], key)
-            elif failure := failure_or(partial(self._write, images[row], key, index)):
+            elif failure := failure_or(partial(self._write, images[row], key, index), self._storage_failures):
                 # Black and not counted. The error comes at the end of the validation pass, because all ranks go through
                 # their batches together.
                 self._new_broken[index] = self._broken(index, failure)
@@ -97,7 +97,7 @@ class Images(ImageDataset):
 
         A replacement uses the random numbers of the sample that it replaces.
         """
-        wanted, storage_failures = key[1], 0
+        wanted = key[1]
         for step in range(len(self)):
             index = (wanted + step) % len(self)
             if step and index in self._failures:
@@ -108,8 +108,7 @@ class Images(ImageDataset):
             self._new_broken[index] = broken = self._broken(index, failure)
             if not broken.storage:
                 self._failures[index] = failure
-            storage_failures += broken.storage
-            if storage_failures == FAILURES_OF_STORAGE:
+            if self._storage_failures >= FAILURES_OF_STORAGE:
                 raise TrainingError(
                     f"Storage failure: {FAILURES_OF_STORAGE} training images in a row could not be read, the last "
                     f"{broken.name}: {failure.reason}. When the storage is back, resume with -resume."
@@ -120,7 +119,12 @@ class Images(ImageDataset):
         raise TrainingError(f"No image could be read in place of {self.samples.name(wanted)}.")
 
     def _broken(self, index: int, failure: Failure) -> Broken:
-        name, storage = self.samples.name(index), failure.kind == "storage"
+        name, storage = self.samples.name(index), failure.kind != "damaged"
+        if failure.kind == "missing":
+            # The image may be intact if its whole folder is missing or empty, as when a file system is unmounted.
+            with contextlib.suppress(OSError), os.scandir(name_prefix(self.data) or ".") as entries:
+                storage = not any(entries)
+        self._storage_failures += storage
         line = line_of(name, failure.reason, self.data)
         # As a comment, so that using the list as DATA.EXCLUDE does not drop images that the storage may return later.
         return Broken(index, name, failure.reason, f"# {line}" if storage else line, storage)
@@ -129,6 +133,7 @@ class Images(ImageDataset):
         if self.train:
             seed_host(self.seed, "sample", *key)
         self.pixels(self.samples.read(index), out)
+        self._storage_failures = 0
 
 
 class Joined(Samples):

@@ -29,7 +29,7 @@ from engine.inputs.batches import Inputs, no_transform, shortcuts_of
 from engine.machine.device import Run, global_batch
 from engine.measure.meters import Best, Position, TrainMeters, updates_left
 from engine.measure.throughput import DATA, Setting, Stages
-from engine.optim.build import build_optimizer, describe_parameters, scaled_learning_rates
+from engine.optim.build import build_optimizer, scaled_learning_rates
 from engine.optim.schedule import DeviceSchedule, Schedule, build_scheduler
 from engine.speed.tuning import speed_up
 from engine.task import task_of
@@ -177,7 +177,6 @@ def build_for_training(
         from engine.evaluation.linear import start_at_probe
 
         start_at_probe(run, ready)
-    log.info(describe_parameters(ready.model), extra=DETAIL)
     norms = [module for module in ready.model.modules() if isinstance(module, BATCH_NORM)]
     if world.size > 1 and any(norm.training for norm in norms):  # frozen: statistics stay
         log.info(
@@ -243,7 +242,7 @@ def training_data(config: Config, world: World, device: torch.device) -> tuple[I
     train_set = open_dataset(data, True, config.MODEL.NUM_CLASSES, config.SEED, device).augment(config.TRAIN)
     balanced = None
     if data.SAMPLER == "balanced":
-        balanced = BalancedOrder(train_set.sample_labels())
+        balanced = BalancedOrder(train_set.sample_labels(), data.REPEATED_AUGMENT)
     weighs_images = loss_named(config.TRAIN.LOSS).weighs == "images"
     weights = weights_of_classes(config, train_set) if weighs_images else None
     order = EpochOrder(
@@ -258,7 +257,7 @@ def training_data(config: Config, world: World, device: torch.device) -> tuple[I
         balanced or train_set.shuffled,
         None if weights is None else weights[train_set.sample_labels()],
     )
-    if (copies := data.REPEATED_AUGMENT * (balanced.copies if balanced else 1)) > 1:
+    if (copies := balanced.copies if balanced else data.REPEATED_AUGMENT) > 1:
         from datasets.variants import Repeated
 
         train_set = Repeated(train_set, copies)

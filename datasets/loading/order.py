@@ -149,22 +149,22 @@ class EpochOrder:
 
 
 class BalancedOrder:
-    """DATA.SAMPLER balanced: draws as many samples as there are, equally many of each class that has any.
+    """DATA.SAMPLER balanced: an epoch of as many samples as there are, equally many of each class that has any.
 
     All images of a class are drawn before one is drawn again. Copy c of sample i is i + c * samples, so that
     `variants.Repeated` augments each copy differently. Drawing equally many, instead of leaving the class of every
     sample to chance, spares rare classes the noise of chance.
     """
 
-    def __init__(self, labels: np.ndarray) -> None:
+    def __init__(self, labels: np.ndarray, repeated: int = 1) -> None:
+        """`repeated`: times that `EpochOrder` repeats each sample that is drawn."""
         self._members = members_of_classes(labels)
-        self._samples = len(labels)
+        self._samples, self._repeated = len(labels), repeated
         self.classes = len(self._members)
-        self.least = self._samples // max(self.classes, 1)
-        """Samples of each class per epoch; some classes get one more, in every epoch others."""
-        self._more = self._samples % max(self.classes, 1)
-        most, smallest = self.least + (self._more > 0), min(map(len, self._members), default=1)
-        self.copies = max(1, -(-most // smallest))
+        self.least, self._more = divmod(-(-self._samples // repeated), max(self.classes, 1))
+        """Samples drawn of each class per epoch; some classes get one more, in every epoch others."""
+        self._most, smallest = self.least + (self._more > 0), min(map(len, self._members), default=1)
+        self.copies = max(1, -(-self._most // smallest)) * repeated
         """Most copies of a sample in an epoch."""
 
     def __call__(self, generator: np.random.Generator) -> np.ndarray:
@@ -179,7 +179,7 @@ class BalancedOrder:
 
     def words(self) -> str:
         """For the banner of a run."""
-        each = f"{self.least:,}" + (f" or {self.least + 1:,}" if self._more else "")
+        each = " or ".join(f"{number * self._repeated:,}" for number in range(self.least, self._most + 1))
         repeated = f", each image at most {self.copies} times" if self.copies > 1 else ""
         return f"sampler balanced: {each} images of each of {self.classes} classes per epoch{repeated}"
 

@@ -161,10 +161,11 @@ class ShardSet:
         splits = {}
         for split, entry in manifest["parts"].items():
             splits[split] = [ShardFile(shard["name"], shard["bytes"], "") for shard in entry["shards"]]
-            sizes = {file.name: file.size for file in self.store.tars(split)}
-            if not sizes and self.store.remote:
-                continue  # many web servers do not list their files
-            for shard in splits[split]:
+            sizes: dict[str, int] = {}
+            # Many web servers do not list their files. If this one is down, reading the first tar file fails.
+            with contextlib.suppress(OSError) if self.store.remote else contextlib.nullcontext():
+                sizes = {file.name: file.size for file in self.store.tars(split)}
+            for shard in splits[split] if sizes or not self.store.remote else ():
                 if sizes.get(shard.name) != shard.size:
                     problem = f"has {sizes[shard.name]:,} bytes" if shard.name in sizes else "is missing"
                     raise UserError(
@@ -176,14 +177,13 @@ class ShardSet:
     def _found(self) -> dict[str, list[ShardFile]]:
         """Shards by folder, else by file name."""
         named: dict[str, list[ShardFile]] = {name: self.store.tars(name) for name in SPLIT_NAMES}
-        if any(named.values()):
-            # A server may list the folders of the splits and refuse to list the one above them.
-            others = [] if self.store.remote else self.store.tars()
-        else:
-            others = []
+        others: list[ShardFile] = []
+        if not any(named.values()):
             for file in self.store.tars():
                 split = split_named_in(file.name)
                 (named[split] if split else others).append(file)
+        elif not self.store.remote:  # a server may list the folders of the splits and refuse to list the one above
+            others = self.store.tars()
         parts = named_parts(
             [name for name, files in named.items() if files], self.store.root, part_of(self.data, False)
         )

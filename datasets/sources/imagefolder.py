@@ -38,6 +38,18 @@ def samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
     """All images of a split, in the order of class and path."""
     root = data_folder(data)
     folder, classes = _split(root, data, part)
+    if folder == root:
+        for name in classes:
+            if splits := _split_folders(root / name):
+                raise UserError(
+                    f"DATA.DATA_PATH (-data_path): {root} seems to be one folder too high: {root / name} has "
+                    f"class folders in {' and '.join(f'{split}/' for split in splits)}. Try -data_path {root / name}."
+                )
+        splits = [name for name in classes if re.search(r"(?<![a-z])(train|val|test|dev)", name.lower())]
+        each = [{*subfolders(root / name)} for name in splits]
+        if len(each) == len(classes) > 1 and (same := set.intersection(*each)):
+            what = f"{' and '.join(classes)} seem to be splits, not classes, because each has a folder {min(same)}"
+            raise UserError(f"DATA.DATA_PATH (-data_path): {root}: {what}. Call them train, val and test.")
     check_class_count(len(classes), num_classes, f"The data set in {root}")
     files = class_files(folder, classes)
     if not len(files):
@@ -60,17 +72,6 @@ def check(data: DataConfig, num_classes: int, train: bool) -> None:
             warn_empty_classes(with_images, classes, str(folder))
     else:
         classes = subfolders(root)
-        for name in classes:
-            if splits := _split_folders(root / name):
-                raise UserError(
-                    f"DATA.DATA_PATH (-data_path): {root} seems to be one folder too high: {root / name} has "
-                    f"class folders in {' and '.join(f'{split}/' for split in splits)}. Try -data_path {root / name}."
-                )
-        splits = [name for name in classes if re.search(r"(?<![a-z])(train|val|test|dev)", name.lower())]
-        each = [{*subfolders(root / name)} for name in splits]
-        if len(each) == len(classes) > 1 and (same := set.intersection(*each)):
-            what = f"{' and '.join(classes)} seem to be splits, not classes, because each has a folder {min(same)}"
-            raise UserError(f"DATA.DATA_PATH (-data_path): {root}: {what}. Call them train, val and test.")
         files = samples(data, "all", num_classes)
         for name in sorted({*SPLIT_NAMES}.intersection(classes)):
             log.warning("%s is taken for a class, not for a split, because no folder in it has images.", root / name)

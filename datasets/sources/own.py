@@ -41,13 +41,13 @@ def source_of_own(own: Own) -> Source:
 
 
 def _samples(data: DataConfig, part: Part, num_classes: int) -> OwnSamples:
-    samples = _opened(data.DATASET, data.DATA_PATH, part)
+    samples = _opened(data.DATASET, data.DATA_PATH, part, repr(own_named("dataset", data.DATASET)))
     check_class_count(len(samples.classes or ()), num_classes, f"The data set {data.DATASET}")
     return samples
 
 
 @cache
-def _opened(name: str, path: str | None, part: Part) -> OwnSamples:
+def _opened(name: str, path: str | None, part: Part, own_is: str) -> OwnSamples:  # noqa: ARG001 - with its settings
     """What the function returns for a split, checked."""
     own = own_named("dataset", name)
     assert own is not None  # the registry found it

@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.datasets.conftest import cache  # noqa: F401 - a fixture for all tests
 from tests.program import ROOT, Result, Started, train_tiny
 from tests.tools.timm_alone import Tool
 from tools.evaluate import command as evaluate
@@ -44,14 +45,6 @@ class Trainings:
 
 def interrupted(*_: object, **__: object) -> NoReturn:
     raise KeyboardInterrupt
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that DATA.CACHE names if it is not set, in this process."""
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setattr("utils.cache.DEFAULT", str(folder))
-    return folder
 
 
 @pytest.fixture

@@ -171,7 +171,8 @@ def test_files_are_written_below_home_and_have_no_paths(vitamp: Vitamp, run: Pat
         ):
             out = tmp_path / f"{name}.safetensors"
             out.unlink(missing_ok=True)
-            vitamp(*words, f"-out=~/{out.name}", script=script, env={"HOME": str(tmp_path)}, code=0)
+            done = vitamp(*words, f"-out=~/{out.name}", script=script, env={"HOME": str(tmp_path)}, code=0)
+            assert (f".safetensors -data_path {tmp_path}/x`" in done.out) == (name == "average")
             assert str(tmp_path) not in str(header(out)), name
             assert {key: read_header(out)["settings"].get(key) for key in given} == {**dict.fromkeys(given), **kept}
 

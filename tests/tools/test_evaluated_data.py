@@ -178,6 +178,9 @@ def test_other_tools_take_a_part_of_the_runs_data(vitamp: Vitamp, run: Path, tmp
     exported = ("-to", "safetensors", "-out", tmp_path / "w.safetensors", "-part", "train")
     done = vitamp(run, *exported, script="scripts/export.py", code=0)
     assert "checked on 26 images of the run's training split" in done.text
+    again = ("-data_path", run.parent / "own", f"DATA.EXCLUDE={run.parent / 'exclude.txt'}")
+    done = vitamp(tmp_path / "w.safetensors", *again, script="scripts/evaluate.py", code=0)
+    assert "is the data that the model was trained on, in another place" in done.text
     for words, said in (
         ((run,), "IMAGE is missing"),
         ((run, "-part", "val", "x.jpg"), "-part val predicts the images of the run's data; leave x.jpg out"),

@@ -212,10 +212,8 @@ def scan_split(title: str, samples: Samples, data: DataConfig, workers: int) -> 
                 scans.extend(chunk)
                 bar.update(len(chunk))
         except TrainingError as death:
-            near = (
-                f"{samples.name(len(scans))} or one of the next {CHUNK * workers * PREFETCH - 1} images of the {title}"
-            )
-            raise TrainingError(f"{death} If an image caused this, it is {near} split.") from None
+            near = f"{samples.name(len(scans))} or one of the next {CHUNK * workers * PREFETCH - 1} images"
+            raise TrainingError(f"{death} If an image caused this, it is {near} of the {title} split.") from None
         finally:
             if processes is not None:
                 processes.end()
@@ -231,9 +229,7 @@ class _Scanner(Dataset[Any]):
         self.pixels = Pixels(data.model_copy(update=whole), train=False)
         self.by_simplejpeg = decoding.decoder_of_jpeg() == "simplejpeg"
         self.out = torch.empty(data.IMAGE_CHANNELS, SIDE, SIDE, dtype=torch.uint8)
-
-    def __len__(self) -> int:
-        return len(self.samples)
+        self.storage_failures = 0  # in a row
 
     def __getitems__(self, indices: list[int]) -> list[Scan]:
         self.samples.prefetch(indices)
@@ -245,10 +241,12 @@ class _Scanner(Dataset[Any]):
             self.pixels(read, self.out)
             return read
 
-        encoded, damage = failure_or(decode), ""
+        encoded, damage = failure_or(decode, self.storage_failures), ""
         if isinstance(encoded, Failure):
+            self.storage_failures += encoded.kind == "storage"
             problem = next((kind for kind, reason in KINDS.items() if reason in encoded.reason), encoded.kind)
             return Scan(problem, encoded.reason, b"", decoding.Header("", (0, 0)))
+        self.storage_failures = 0
         if self.by_simplejpeg and isinstance(encoded, bytes) and encoded.startswith(decoding.JPEG_START):
             damage = decoding.damage_of(encoded)
         digest = hashlib.blake2b(bytes(encoded), digest_size=16).digest()

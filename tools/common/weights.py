@@ -21,7 +21,7 @@ from engine.task.losses import BALANCED
 from engine.task.losses import KEY as CLASS_WEIGHTS
 from tools.common.output_file import writing
 from tools.common.turns import progress
-from utils.config.keys import default_of
+from utils.config.keys import DATASET, default_of
 from utils.config.kinds import OWN_SETTING
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.log import log
@@ -69,7 +69,6 @@ PRIVATE = (
     *("TRAIN.TEACHER_MODEL", "TRAIN.KNN", "teacher_model", "teacher"),
 )
 """Settings and choices with private paths, which the header does not get."""
-DATASET = "DATA.DATASET"
 OF_SPLIT = ("DATA.FOLD", "DATA.SPLIT_SEED", "DATA.VAL_FRACTION", "DATA.GROUP")
 
 
@@ -189,8 +188,10 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
     log.info("%s: uniform average of %s of %d checkpoints:", out, which.words, len(sources))
     for folder in folders:
         log.info("  %s", folder)
-    way = f"validate it with `{started_as('scripts/evaluate.py')} {out}`"
-    if settings_of(sources[-1]).get("MODEL.MAE_PRETRAIN"):
+    settings = settings_of(sources[-1])
+    data = f" -data_path {path}" if (path := settings.get("DATA.DATA_PATH")) else ""  # the header has no paths
+    way = f"validate it with `{started_as('scripts/evaluate.py')} {out}{data}`"
+    if settings.get("MODEL.MAE_PRETRAIN"):
         way = f"fine-tune it with -pretrained {out}"
     log.info("The accuracy of the average is unknown; %s.", way)
     return EXIT_DONE

@@ -203,7 +203,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 TORCH_KEYS = ("pkg.", "namespace")
 """Prefixes of what torch notes at each node, paths of source files on this machine among it"""
 
-FOR_TOOLS = ("metrics", "thresholds", "own_code")
+FOR_TOOLS = ("metrics", "thresholds", "own_code", "samples")
 """Fields of meta.json that vitamp's own tools need of safetensors, besides the metadata"""
 
 

@@ -23,11 +23,12 @@ import torch
 from filelock import FileLock, Timeout
 from PIL import Image
 
-from datasets import open_dataset
+from datasets import check_dataset, open_dataset, warn_of_splits
 from datasets.base import Box, Encoded, Samples
 from datasets.damage import Failure, allowed, failure_or
 from datasets.decoding import Reader, Turned, decoding_errors
 from datasets.exclude import name_prefix
+from datasets.labels import ANY_LABEL
 from datasets.shards.hub import kind_of
 from datasets.shards.index import IMAGE_KINDS, Folder, TarWriter
 from datasets.shards.source import MADE_BY, MANIFEST, ShardSet, finish_set
@@ -159,15 +160,16 @@ ANY_CLASSES = 1 << 31
 def pack(data: DataConfig, folder: Path, settings: dict[str, Any], jobs: int | None) -> None:
     """Pack both splits of a data set into `folder`; the images of one that cannot be split are for training."""
     splits: dict[str, Samples] = {}
-    for split in ("train", "val"):
-        try:
+    try:
+        for split in ("train", "val"):
             samples = open_dataset(data, split == "train", ANY_CLASSES, 0, torch.device("cpu")).single_images()
-        except TooFewToSplit as error:
-            log.warning("%s Here all images are packed as training images.", error)
-            continue
-        if samples is None:
-            raise UserError(f"DATA.DATASET {data.DATASET} is held in memory: packing cannot make it faster.")
-        splits[split] = samples
+            if samples is None:
+                raise UserError(f"DATA.DATASET {data.DATASET} is held in memory: packing cannot make it faster.")
+            splits[split] = samples
+        check_dataset(data, ANY_LABEL)  # as before training; there is no model whose outputs could stay unused
+    except TooFewToSplit as error:
+        log.warning("%s Here all images are packed as training images.", error)
+    warn_of_splits(data, splits["train"], splits.get("val"))
     about = {"how": settings, "source": {split: _identity(samples, data) for split, samples in splits.items()}}
     if _is_done(folder, about, data):
         log.info("%s is packed already, with these settings from these images.", folder)

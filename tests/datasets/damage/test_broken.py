@@ -6,7 +6,7 @@ import errno
 import shutil
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from datasets.images import Images
 from datasets.transforms.pixels import Pixels
 from tests.datasets.opened import CPU, part, settings
 from tests.datasets.processes import in_order
+from tools.check_data.findings import scan_split
 from utils.distributed.world import ALONE, World
 from utils.errors import TrainingError
 
@@ -163,7 +164,7 @@ class Flaky(Samples):
         return self.good.name(index)
 
 
-def made_flaky(loader: TrainLoader, failures: dict[int, int], error: Exception | bytes) -> Flaky:
+def made_flaky(loader: TrainLoader | ValLoader, failures: dict[int, int], error: Exception | bytes) -> Flaky:
     images = loader._fetch.dataset
     assert isinstance(images, Images)
     images.samples = Flaky(images.samples, failures, error)
@@ -192,7 +193,7 @@ def test_temporary_failure_changes_no_pixels(
 
 @pytest.mark.parametrize(
     ("error", "tries"),
-    [(EIO, 4), (b"garbage", 2), (FileNotFoundError(2, "x"), 1), (PermissionError(13, "Permission denied"), 1)],
+    [(EIO, 4), (b"garbage", 2), *((OSError(code, "x"), 1) for code in (errno.ENOENT, errno.EACCES, errno.ELOOP))],
 )
 def test_number_of_retries_by_kind_of_failure(
     training: Loaders, monkeypatch: pytest.MonkeyPatch, error: Exception | bytes, tries: int
@@ -204,6 +205,16 @@ def test_number_of_retries_by_kind_of_failure(
     epoch(loader)
     assert samples.tries == tries
     assert slept == list(PAUSES) * (error is EIO), "network file systems are waited for, nothing else"
+
+
+def test_lost_storage_ends_retries_in_validation_and_check_data(listed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("datasets.damage.time.sleep", slept.append)
+    loader = ValLoader(open_dataset(settings(DATA_PATH=str(listed), PART="all"), False, 3, 0, CPU), 4, 0, 1, 0, CPU)
+    lost = made_flaky(loader, dict.fromkeys(range(19), 99), EIO)
+    assert all((batch.indices == PADDING).all() for batch in loader)
+    scan_split("validation", lost, settings(), 0)
+    assert (slept, lost.tries) == (2 * 8 * [*PAUSES], 2 * (8 * 4 + 11))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -239,14 +250,20 @@ def failing(training: Loaders, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     return make
 
 
+@pytest.mark.parametrize(("lost", "why"), [(range(12), "Input/output error"), ((), "it does not exist")])
 @pytest.mark.parametrize("max_bad", [0, 1, 7, 8, 1000])
-def test_storage_failures_end_training_whatever_max_bad_is(failing: Loaders, max_bad: int) -> None:
+def test_storage_failures_end_training_whatever_max_bad_is(
+    failing: Loaders, listed: Path, max_bad: int, lost: Sequence[int], why: str
+) -> None:
+    loader = failing([*lost], max_bad)
+    if not lost:  # the file system is unmounted
+        shutil.rmtree(listed)
     with pytest.raises(TrainingError) as caught:
-        epoch(failing(list(range(12)), max_bad))
+        epoch(loader)
     text = str(caught.value)
     assert text.startswith("Storage failure: 8 training images in a row") == (max_bad >= 8)
     assert text.startswith("8 training images cannot be read, and DATA.MAX_BAD allows") == (max_bad < 8)
-    assert "Input/output error" in text
+    assert why in text
     assert "when the storage is back" in text.casefold()
     assert "-resume" in text
 

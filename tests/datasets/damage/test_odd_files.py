@@ -10,7 +10,6 @@ import pytest
 from PIL import Image
 
 from datasets import check_dataset
-from datasets.damage import Failure, failure_or
 from datasets.decoding import ENDINGS
 from datasets.given import open_given
 from datasets.shards.index import IMAGE_KINDS
@@ -21,12 +20,6 @@ from tests.program import ROOT, save_image
 from tools.predict.images import find_images
 from utils.config.data import DataConfig
 from utils.errors import UserError
-
-
-def test_link_to_itself_is_missing_without_retries(tmp_path: Path) -> None:
-    (tmp_path / "x.png").symlink_to("x.png")
-    failure = failure_or((tmp_path / "x.png").read_bytes)
-    assert failure == Failure("its symbolic links form a loop", "missing")
 
 
 def test_image_extensions_are_the_same_everywhere(tmp_path: Path) -> None:

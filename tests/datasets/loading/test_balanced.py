@@ -19,12 +19,12 @@ LABELS = np.random.default_rng(0).permutation(np.repeat(np.arange(5) * 2, SIZES)
 
 
 def order_of(labels: np.ndarray, repeated: int = 1) -> EpochOrder:
-    return EpochOrder(len(labels), 8, 4, 0, 1, 3, False, repeated, BalancedOrder(labels))
+    return EpochOrder(len(labels), 8, 4, 0, 1, 3, False, repeated, BalancedOrder(labels, repeated))
 
 
 def test_every_class_is_equally_frequent_in_an_epoch() -> None:
-    for labels, counts in ((LABELS, {200}), (LABELS[:-1], {199, 200})):
-        drawn = order_of(labels).permutation(1)
+    for labels, repeated, counts in ((LABELS, 1, {200}), (LABELS[:-1], 1, {199, 200}), (LABELS, 2, {200})):
+        drawn = order_of(labels, repeated).permutation(1)
         assert len(drawn) == len(labels)
         assert set(Counter(labels[drawn % len(labels)].tolist()).values()) == counts
 
@@ -41,9 +41,11 @@ def test_images_of_a_class_repeat_only_after_all_others() -> None:
 
 
 def test_repeated_augmentation_repeats_drawn_samples() -> None:
-    drawn, repeated = order_of(LABELS).permutation(1), order_of(LABELS, repeated=2).permutation(1)
-    assert np.array_equal(repeated % len(LABELS), np.repeat(drawn[:500] % len(LABELS), 2))
+    repeated, order = order_of(LABELS, repeated=2).permutation(1), BalancedOrder(LABELS, 2)
+    assert np.array_equal(repeated[::2] % len(LABELS), repeated[1::2] % len(LABELS))
     assert len(set(repeated.tolist())) == len(repeated)
+    assert repeated.max() // len(LABELS) + 1 == order.copies == 40
+    assert order.words().endswith("200 images of each of 5 classes per epoch, each image at most 40 times")
 
 
 def test_copies_of_an_image_are_augmented_differently() -> None:

@@ -17,6 +17,7 @@ from tests.datasets.opened import CPU, of_shards, pixels
 from tests.datasets.processes import in_order
 from tests.datasets.shards.serving import ByteRanges, serving
 from tests.datasets.shards.tar_files import write_set
+from tests.datasets.shards.test_shards_bad import manifest
 from tests.program import Vitamp
 from utils.config.data import DataConfig
 from utils.errors import UserError
@@ -40,7 +41,9 @@ def batches(data: DataConfig, workers: int) -> list[tuple[list[int], list[int], 
         loader.close()
 
 
-def test_remote_shards_equal_local_ones(tmp_path: Path, address: str, said: pytest.LogCaptureFixture) -> None:
+def test_remote_shards_equal_local_ones(
+    tmp_path: Path, address: str, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also in loading processes, which have their own connections."""
     pytest.importorskip("aiohttp", reason="reading over http needs aiohttp")
     write_set(tmp_path / "set", [6, 5, 9])
@@ -53,6 +56,9 @@ def test_remote_shards_equal_local_ones(tmp_path: Path, address: str, said: pyte
     for workers in (0, 2):
         assert batches(there, workers) == expected
     assert "Reading the headers" not in said.text, "the index is kept on this machine"
+    manifest(tmp_path / "set")
+    monkeypatch.setattr(ByteRanges, "list_directory", lambda self, _: self.send_error(403))  # as nginx by default
+    assert batches(there, 0) == expected
 
 
 def test_remote_shards_are_fetched_batch_by_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,7 +202,7 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
             f"Start {started_as('main_multi_gpu.py')} with the same flags, or start one process."
         )
     started = (world or ALONE).local_size
-    if loaded.sources["NGPUS"] == "-ngpus" and loaded.config.NGPUS not in (-1, started) and (world or not many):
+    if is_typed(loaded.sources["NGPUS"]) and loaded.config.NGPUS not in (-1, started) and (world or not many):
         log.warning("-ngpus has no effect: only main_multi_gpu.py without a launcher starts processes.")
     try:
         _use_own_code(loaded, given, command.trust)
@@ -218,7 +218,7 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
 
 def _use_own_code(loaded: Loaded, given: bool, trust: bool) -> None:
     """Execute the files of USE. Those in the settings of a run count as the run's, not as given."""
-    if loaded.config.USE:
+    if loaded.config.USE or trust:
         from engine.trained.own_code import use_own_code
 
         use_own_code(loaded.config, given, trust)

@@ -77,7 +77,7 @@ def execute(path: Path, known_as: str = "") -> None:
     """Execute a file once in this process. UserError, with file and line, if it fails or registers nothing."""
     name = str(path)
     source, sha256 = read(path)
-    if name in executed and executed[name][0].sha256 == sha256:
+    if sha256 in {one.sha256 for one, _ in executed.values()}:
         return
     before = set(registered)
     module = ModuleType(f"own_code_{len(executed)}_{path.stem}")
@@ -133,7 +133,7 @@ def copy_of(run: Path | None, noted: Noted) -> Path:
     """The run's copy of a file. UserError if it is missing or was changed."""
     path = None if run is None else run / FOLDER / noted.copy_name
     if path is None or not path.is_file():
-        raise UserError(f"There is no copy of {noted.file} beside these weights. Name the file itself: -use FILE.")
+        raise UserError(f"There is no copy of {noted.file}, sha256 {noted.sha256}. Name the file itself: -use FILE.")
     if read(path)[1] != noted.sha256:
         raise UserError(
             f"{path}: the copy was changed (its sha256 is not {noted.sha256}). Name your own file: -use FILE."

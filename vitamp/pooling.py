@@ -35,7 +35,9 @@ def pools_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def check_pool(model: nn.Module, pool: str, where: str = "-pool") -> None:
-    """Raise UserError if the model does not have the tokens for this pooling."""
+    """Raise UserError if the model does not have features, or the tokens for this pooling."""
+    if not (hasattr(model, "forward_features") and hasattr(model, "forward_head")):
+        raise UserError(f"{type(model).__name__} has no features: it needs timm's forward_features and forward_head.")
     known = pools_of(model)
     if pool not in (*known, *([] if known == (POOLED,) else [PATCHES])):
         raise UserError(f"{where} {pool}: this {type(model).__name__} has no such tokens; use {' or '.join(known)}.")

@@ -37,10 +37,12 @@ from utils.config.families import TAUGHT
 from utils.config.train import TrainConfig
 from utils.errors import UserError
 from utils.log import log
+from utils.own_code import FIELD, noted_of
 from utils.record.resumed_run import config_of
-from vitamp.checkpoints import META
+from vitamp.checkpoints import META, run_folder_of
 from vitamp.meta import Input, check_fields
 from vitamp.metrics import ONE_LABEL
+from vitamp.registry import own_named
 from vitamp.tensors import fp32_modules, read_weights
 from vitamp.weights import chosen_at, read_header
 
@@ -271,6 +273,13 @@ def _load_source(setting: str, config: Config, precision: Precision) -> TeacherM
         with _errors_name_teacher():
             chosen = chosen_at(Path(place))
             theirs = config_of(chosen)
+            own = own_named("model", theirs.MODEL.NAME)  # if the model to train is this one too
+            values = own.values if own else {}
+            if theirs.USE:
+                from engine.trained.own_code import use_of_weights
+
+                run, noted = run_folder_of(chosen.place), noted_of(chosen.meta.get(FIELD), chosen.place)
+                use_of_weights(noted, theirs, run, ("model",))
         if theirs.task != ONE_LABEL:
             raise UserError(f"{KEY} {setting}: trained {theirs.task.words}; a teacher needs one label per image.")
         data = theirs.DATA
@@ -280,6 +289,8 @@ def _load_source(setting: str, config: Config, precision: Precision) -> TeacherM
                 f"{config.DATA.IMAGE_CHANNELS}."
             )
         model = build_model(theirs.MODEL, data.IMAGE_SIZE, data.IMAGE_CHANNELS)
+        if own:
+            own.values = values
         load_weights(model, read_weights(chosen), f"{chosen.file}")
         log.info("Teacher %s: %s", setting, chosen.words)
         if precision.level != "O0":

@@ -88,7 +88,7 @@ FOR_METRICS, MOST_FOR_METRICS = 64, 2048
 
 def try_own_code(config: Config) -> None:
     """Raise UserError, with the user's line, for what fails on made-up data."""
-    size, channels = config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS
+    size, channels, named = config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS, ", ".join(config.own_files)
     with fork_host_rng():
         try:
             if (own := own_named("loss", config.TRAIN.LOSS)) and not config.MODEL.MAE_PRETRAIN:
@@ -112,7 +112,8 @@ def try_own_code(config: Config) -> None:
                 pixels = np.random.randint(0, 256, (size, size, 3), dtype=np.uint8)
                 OwnChange(name)(Image.fromarray(pixels if channels == 3 else pixels[:, :, 0]))
             if (own := own_named("model", config.MODEL.NAME)) and not config.MODEL.MAE_PRETRAIN:
-                _try_model(config, f"{own.file}: model {own.name}")
+                named = f"{own.file}: model {own.name}"
+                _try_model(config, named)
             if config.VALIDATE_METRICS:
                 task = task_of(config)
                 # All classes are among the labels, unless there are very many.
@@ -125,9 +126,8 @@ def try_own_code(config: Config) -> None:
         except UserError:
             raise
         except OWN_ERRORS as error:
-            if lines := own_lines(error):
-                raise UserError(lines) from None
-            raise
+            # Of torch or timm, without a line of the file: of layers that it only builds.
+            raise UserError(own_lines(error) or f"{named}: {type(error).__name__}: {error}") from None
 
 
 def _try_model(config: Config, named: str) -> None:

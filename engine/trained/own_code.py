@@ -94,6 +94,8 @@ def use_of_weights(noted: Sequence[Noted], config: Config, run: Path | None, kin
     """Execute what `config` uses of the files that are noted beside weights, as -use and -trust allow."""
     used = _used(config)
     needed = [one for one in noted if any(kind in kinds and name in used for name, kind in one.registers.items())]
+    done = {one.sha256 for one, _ in executed.values() if one.registers}  # with consent, perhaps at another path
+    needed = [one for one in needed if one.sha256 not in done]
     own = {read(path)[1]: path for path in allowed.files}
     if run is None:  # weights alone, without copies: their data set may be left alone until its images are asked for
         needed = [one for one in needed if one.sha256 in own or "model" in one.registers.values()]
@@ -101,19 +103,16 @@ def use_of_weights(noted: Sequence[Noted], config: Config, run: Path | None, kin
     if strange and not allowed.trust:
         raise UserError(
             "This model uses code of its run, which is not executed without your consent:\n"
-            + "\n".join(f"  {one.words()}, sha256 {one.sha256}\n    copy: {_place(run, one)}" for one in strange)
+            + "\n".join(f"  {one.words()}, sha256 {one.sha256}\n    copy: {copy_of(run, one)}" for one in strange)
             + "\nRead it. Then add -trust to execute the copy, or -use FILE with a file of the same sha256."
         )
     for one in needed:
         execute(own[one.sha256] if one.sha256 in own else copy_of(run, one), one.file)
+    name = config.DATA.DATASET  # perhaps one of -use, which the run does not have
+    if not (IS_BUILT_IN["dataset"](name) or any(name in one.registers for one in noted)):
+        for path in allowed.files:
+            execute(path)
     _bind(config, kinds)
-
-
-def _place(run: Path | None, noted: Noted) -> str:
-    try:
-        return str(copy_of(run, noted))
-    except UserError as error:
-        return str(error)
 
 
 def _used(config: Config) -> set[str]:
@@ -132,7 +131,8 @@ def _bind(config: Config, kinds: Sequence[str]) -> None:
         check_name("loss", config.TRAIN.LOSS, choices("TRAIN.LOSS"))
     for name in config.VALIDATE_METRICS if "metric" in kinds else ():
         check_name("metric", name)
-    for note in bind(config.own_settings, _used(config), all_files=len(kinds) == len(KINDS)):
+    chosen = _used(config) if len(kinds) > 1 else {config.MODEL.NAME.strip()}  # of a teacher, its model alone
+    for note in bind(config.own_settings, chosen, all_files=len(kinds) == len(KINDS)):
         log.warning("%s.", note)
 
 
@@ -147,7 +147,7 @@ def bind(texts: Sequence[str], chosen: Collection[str], all_files: bool) -> list
     for text in texts:
         match = OWN_SETTING.fullmatch(text)
         assert match is not None
-        if match[1] in registered:
+        if match[1] in (registered if all_files else chosen):
             given.setdefault(match[1], {})[match[2]] = parse_text(match[3])
         elif all_files:
             problems.append(
@@ -204,9 +204,9 @@ def _offer(own: Own) -> None:
             raise UserError(own_lines(error) or f"model {own.name}: {error}") from None
         if not isinstance(module, nn.Module):
             raise UserError(f"-use {own.file}: model {own.name} returned {type(module).__name__}, not an nn.Module.")
-        if own.takes("img_size") and not getattr(module, "pretrained_cfg", None):
+        if own.takes("img_size"):
             # What timm says of models that are built for one size: the program then passes it.
-            vars(module)["pretrained_cfg"] = {"fixed_input_size": True}
+            vars(module).setdefault("pretrained_cfg", {})["fixed_input_size"] = True
         return module
 
     build.__name__ = own.name

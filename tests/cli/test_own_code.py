@@ -16,6 +16,7 @@ from PIL import Image
 from sklearn.metrics import cohen_kappa_score
 from torch.nn import functional as F
 
+from datasets import open_dataset
 from datasets.transforms.augment import OwnChange
 from engine.task.one import OneLabel
 from engine.task.own_code import try_own_code
@@ -23,6 +24,7 @@ from engine.trained.model import load_trained
 from engine.trained.own_code import bind, use_own_code
 from models.build import build_model
 from tests.documents import blocks, commands
+from tests.engine.distill.test_distillation import teacher_in
 from tests.engine.small import build
 from tests.predicted import validation_predictions
 from tests.program import Result, Vitamp, metrics
@@ -33,11 +35,7 @@ from utils.own_code import execute, executed
 from utils.record.run_folder import read_about
 from vitamp import registry
 
-SETTINGS = (
-    *("focal.gamma=1.5", "Small.width=8", "square.size=5", "stripes.count=16"),
-    "TRAIN.WARMUP_EPOCHS=0",
-    "VALIDATE_METRICS=kappa",
-)
+OWN = ("focal.gamma=1.5", "Small.width=8", "square.size=5", "stripes.count=16", "VALIDATE_METRICS=kappa")
 
 
 @pytest.fixture(scope="module")
@@ -52,15 +50,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _train(vitamp: Vitamp, files: Path, output: Path, *more: object, **how: Any) -> Result:
     use = ",".join(str(files / f"{name}.py") for name in ("focal", "Small", "square", "stripes", "kappa"))
-    chosen = ("-dataset", "stripes", "-model", "Small", "TRAIN.LOSS=focal", "TRAIN.AUGMENT=square", *SETTINGS)
-    sizes = ("-batch_size", 8, "-image_size", 24, "-num_workers", 1, "-epochs", 1, "-device", "cpu")
-    return vitamp("-use", use, *chosen, *sizes, "-num_classes", 2, "-output", output, *more, **how)
+    chosen = ("-dataset", "stripes", "-model", "Small", "TRAIN.LOSS=focal", "TRAIN.AUGMENT=square", *OWN)
+    sizes = ("-batch_size", 8, "-image_size", 24, "-num_classes", 2, "-num_workers", 1, "-epochs", 1, "-device", "cpu")
+    return vitamp("-use", use, *chosen, *sizes, "TRAIN.WARMUP_EPOCHS=0", "-output", output, *more, **how)
 
 
 @pytest.mark.slow
 def test_the_examples_of_the_page_train_resume_and_predict(vitamp: Vitamp, files: Path, tmp_path: Path) -> None:
     assert sorted(path.stem for path in files.iterdir()) == ["Small", "focal", "kappa", "square", "stripes"]
-    assert all(len(path.read_text().splitlines()) < 25 for path in files.iterdir())
     run = tmp_path / "run"
     done = _train(vitamp, files, run, code=0)
     assert "loss focal, of your own" in done.text
@@ -122,7 +119,6 @@ def test_own_code_computes_the_same_in_two_processes(vitamp: Vitamp, files: Path
 LOSS = "from vitamp import loss\n@loss\n"
 SCALED = f"{LOSS}def bad(logits, targets, gamma: float = 2): ...\n"
 METRIC = "from vitamp import metric\n\n\n@metric\n"
-BEYOND = f"{METRIC}def bad(probabilities, labels):\n    return labels[9999]\n"
 LEARNED = f"from torch import nn\n{LOSS}class bad(nn.PReLU):\n forward = lambda self, x, y: (self.weight * x).mean()\n"
 MODEL = "from torch import nn\nfrom vitamp import model\n@model\ndef bad(num_classes):\n "
 NO_ROWS = f"{LOSS}def bad(logits, targets): return logits[range(4), targets].mean()\n"
@@ -141,14 +137,14 @@ BAD = [
     ("TRAIN.LOSS=bad", f"{LOSS}def bade(logits, targets): ...\n", "Did you mean bade?"),
     ("TRAIN.LOSS=bad bad.gamma=high", SCALED, "bad.gamma=high: input should be a valid number"),
     ("TRAIN.LOSS=bad bad.gama=1", SCALED, "Did you mean bad.gamma?"),
+    ("TRAIN.LOSS=bad", f"from torch import nn\n{LOSS}class bad(nn.MarginRankingLoss): ...\n", "loss bad: TypeError: "),
     ("-model bad", f"{MODEL}return nn.Flatten(0)\n", "model bad returned (256,) for 4 images"),
+    ("-model bad", f"{MODEL}return nn.Linear(3, num_classes)\n", "model bad: RuntimeError: "),
     ("-model bad", f"{MODEL}m = nn.Identity()\n m.forward = lambda x: x.no\n return m\n", "line 6: AttributeError"),
-    ("VALIDATE_METRICS=bad", f"{METRIC}def bad(probabilities): ...\n", "line 4: metric 'bad' must take the arguments"),
-    ("VALIDATE_METRICS=bad", BEYOND, "line 6: IndexError"),
+    ("VALIDATE_METRICS=bad", f"{METRIC}def bad(probabilities, labels): return labels[9999]\n", "line 5: IndexError"),
     ("VALIDATE_METRICS=bad", f"{METRIC}def bad(probabilities, labels): return labels\n", "bad returned a tensor of"),
     ("VALIDATE_METRICS=bad", f"{METRIC}def macro_f1(probabilities, labels): ...\n", "macro_f1 is vitamp's own"),
     ("VALIDATE_METRICS=bad", f"{METRIC}def ema_f(probabilities, labels): ...\n", "the metric ema_f is vitamp's own"),
-    ("VALIDATE_METRICS=bad", f"{METRIC}def bade(probabilities, labels): ...\n", "bad: there is no metric of this"),
 ]
 
 
@@ -168,14 +164,13 @@ NEAR = f"""{METRIC}class near:
 def test_metrics_of_ones_own_decide_and_are_shown(vitamp: Vitamp, tiny: Path, files: Path, tmp_path: Path) -> None:
     """One is a function, the other a class with a setting. Log, report, evaluation and a resumed run have them."""
     file, run = tmp_path / "near.py", tmp_path / "run"
-    file.write_text(NEAR, encoding="utf-8")
-    use = ("-use", f"{files / 'kappa.py'},{file}")
+    file.write_text((files / "kappa.py").read_text() + NEAR, encoding="utf-8")
+    use = ("-use", file)
     own = ("VALIDATE_METRICS=kappa,near", "SAVE_BEST_BY=kappa", "near.digits=3", "kappa.weights=linear")
     words = ("-cfg", tiny, *use, *own, "TRAIN.MODEL_EMA=true", "-output", run)
     vitamp(*words, "TRAIN.NUM_EPOCHS=1", code=0)
     (line,) = metrics(run, "val")
-    trained = load_trained(run, "ema")
-    found = validation_predictions(trained)
+    found = validation_predictions(load_trained(run, "ema"))
     guesses = found.logits.argmax(1)
     assert line["ema_kappa"] == pytest.approx(cohen_kappa_score(found.labels, guesses, weights="linear"), abs=1e-9)
     assert line["ema_near"] == pytest.approx(float(((guesses - found.labels).abs() < 3).double().mean()))
@@ -195,6 +190,10 @@ def test_metrics_of_ones_own_decide_and_are_shown(vitamp: Vitamp, tiny: Path, fi
     assert ">near<" in page
     judged = judged_by("near", "model", [config_of_run(run)])
     assert judged.of(metrics_of(run)) == metrics(run, "val")[-1]["near"]
+    for updates in (89, 90):  # with another setting, and with another file
+        words = ("kappa.weights=quadratic", "TRAIN.NUM_EPOCHS=3", f"TRAIN.MAX_UPDATES={updates}")
+        assert "The metric kappa has changed: the best so far, " in vitamp("-resume", run, *use, *words, code=0).text
+        file.write_text(f"{file.read_text()}# changed\n")
 
 
 def test_an_error_of_a_metric_in_training_loses_nothing(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
@@ -210,9 +209,7 @@ def test_an_error_of_a_metric_in_training_loses_nothing(vitamp: Vitamp, tiny: Pa
 
 
 @pytest.mark.parametrize("what", ["sys.exit(0)", "raise KeyboardInterrupt"])
-def test_own_code_cannot_end_a_training_as_if_it_were_done(
-    vitamp: Vitamp, tiny: Path, tmp_path: Path, what: str
-) -> None:
+def test_own_code_cannot_end_a_training_as_done(vitamp: Vitamp, tiny: Path, tmp_path: Path, what: str) -> None:
     file = tmp_path / "mine.py"
     head = "import sys\nfrom torch.nn import functional as F\nfrom vitamp import loss\n@loss\n"
     body = f"    if len(logits) > 4:\n        {what}\n    return F.cross_entropy(logits, targets)\n"
@@ -236,35 +233,47 @@ NET = """import torch
 from vitamp import model
 @model
 class Net(torch.nn.Linear):
-    def __init__(self, num_classes, drop_path_rate=0.1, act=torch.relu, wide=True, width=64):
+    def __init__(self, num_classes, drop_path_rate=0.1, act=torch.relu, wide=True, width=64, img_size=9):
         super().__init__(width, num_classes, bias=wide)
         self.last = torch.linspace(0, drop_path_rate, 3)[-1].item()
+        self.size, self.pretrained_cfg = img_size, {"num_classes": 1000}  # timm's models have it
     forward = lambda self, images: torch.nn.Linear.forward(self, images.flatten(1))
 """
 
 
 @pytest.mark.usefixtures("nothing_registered")
-def test_a_model_gets_settings_of_model_and_its_own(tmp_path: Path) -> None:
-    (tmp_path / "net.py").write_text(NET)
-    image = {"DATA.IMAGE_SIZE": "8", "DATA.IMAGE_CHANNELS": "1", "USE": f"{tmp_path / 'net.py'}", "MODEL.NAME": "Net"}
+def test_a_model_and_its_teacher_get_their_settings(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:
+    file, run = tmp_path / "net.py", tmp_path / "run"
+    file.write_text(NET)
+    image = {"DATA.IMAGE_SIZE": "8", "DATA.IMAGE_CHANNELS": "1", "USE": f"{file}", "MODEL.NAME": "Net"}
     own = {"Net.wide": "false", "Net.width": "64", "Net.drop_path_rate": "0.2"}
     for typed, last in (({}, 0.1), ({"MODEL.DROPPATH": "0.3"}, 0.3), (own, 0.2)):
         use_own_code(config := load_config(words={**image, **typed}).config, given=True)
         try_own_code(config)  # without weights, although `.item()` reads one
         built: Any = build_model(config.MODEL, 8, 1)
-        assert (built.last, built.bias is None) == (pytest.approx(last), typed is own)
+        assert (built.last, built.bias is None, built.size) == (pytest.approx(last), typed is own, 8)
     with pytest.raises(UserError, match=r"Net.drop_path_rate: a key of MODEL sets it too \(0.3\)"):
         build_model(config.MODEL.model_copy(update={"DROPPATH": 0.3}), 8, 1)
+    words = ("-dataset", "digits", "-num_classes", 10, *(f"{key}={value}" for key, value in image.items()))
+    vitamp(*words, "Net.drop_path_rate=0.4", "TRAIN.MAX_UPDATES=1", "-device", "cpu", "-output", run, code=0)
+    execute(file.rename(tmp_path / "moved.py"))  # the same code, as of another run
+    taught = teacher_in(build(tiny, TRAIN__DISTILLATION_TYPE="hard", TRAIN__TEACHER_MODEL=run)).model.last
+    mine = registry.registered["Net"].values["drop_path_rate"]
+    assert (taught, mine, load_trained(run).model.last) == pytest.approx((0.4, 0.2, 0.4))
+    words = ("-cfg", tiny, "-teacher_model", run, "TRAIN.DISTILLATION_TYPE=hard", "-dry_run")
+    assert "net.py (model Net), sha256" in vitamp(*words, code=2).err
+    vitamp(*words, "-trust", code=0)
+    assert "Net has no features" in vitamp(run, "-knn", 3, "-trust", script="scripts/evaluate.py", code=2).err
 
 
-def test_the_command_of_the_page_needs_no_recipe_and_sizes_of_one_are_named(
-    vitamp: Vitamp, files: Path, tmp_path: Path
-) -> None:
+def test_the_command_of_the_page_needs_no_recipe(vitamp: Vitamp, files: Path, tmp_path: Path) -> None:
     (tmp_path / "small.py").write_text((files / "Small.py").read_text(), encoding="utf-8")
     (page,) = (block.text for block in blocks() if block.page == "docs/own_code.md" and "-model Small" in block.text)
     ((_, *words),) = commands(page)
     done = vitamp(*words, "-device", "cpu", "-dry_run", cwd=tmp_path, code=0)
     assert "Small (Small), 330 parameters" in done.text
+    done = vitamp("amp", *words[:4], script="scripts/benchmark_amp.py", cwd=tmp_path, code=2)
+    assert "benchmark_amp.py has no USE; its processes execute no code of your own" in done.err
     done = vitamp("-cfg", "vit_digits", "-use", "small.py", "-model", "Small", "-dry_run", cwd=tmp_path, code=2)
     assert "MODEL.PATCH_SIZE 2: Small has no such size; leave the key out, also of the file of -cfg" in done.err
 
@@ -295,7 +304,7 @@ def nothing_registered() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("nothing_registered")
-def test_a_loss_gets_its_settings(files: Path) -> None:
+def test_a_loss_and_a_data_set_get_their_settings(files: Path) -> None:
     execute(files / "focal.py")
     logits, labels = torch.randn(8, 3), torch.arange(8) % 3
     train = TrainConfig.model_validate({"LOSS": "focal"})
@@ -304,6 +313,11 @@ def test_a_loss_gets_its_settings(files: Path) -> None:
     assert torch.allclose(OneLabel(3).loss(train, None)(logits, labels), expected)
     bind([], ["focal"], all_files=True)  # the default
     assert OneLabel(3).loss(train, None)(logits, labels) < expected
+    execute(files / "stripes.py")
+    data = load_config(words={"DATA.DATASET": "stripes"}).config.DATA
+    for count in (16, 64):  # of two runs in one process
+        bind([f"stripes.count={count}"], ["stripes"], all_files=True)
+        assert len(open_dataset(data, False, 2, 0, torch.device("cpu"))) == count
 
 
 @pytest.mark.usefixtures("nothing_registered")
@@ -353,7 +367,7 @@ def test_files_at_home_may_have_one_name_and_capital_settings(vitamp: Vitamp, ti
     assert "has changed since the run's last start" not in done.text
 
 
-def test_a_changed_file_is_named_on_resuming(vitamp: Vitamp, tiny: Path, files: Path, tmp_path: Path) -> None:
+def test_a_changed_file_is_named(vitamp: Vitamp, tiny: Path, files: Path, digits_run: Path, tmp_path: Path) -> None:
     file, run = tmp_path / "focal.py", tmp_path / "run"
     file.write_text((files / "focal.py").read_text())
     use, square = f"{file},{files / 'square.py'}", "TRAIN.AUGMENT=square"
@@ -365,15 +379,16 @@ def test_a_changed_file_is_named_on_resuming(vitamp: Vitamp, tiny: Path, files: 
     assert len([*(run / "own_code").iterdir()]) == 3
     assert "not used" not in done.text
     own = f"{file},{files / 'Small.py'},{files / 'square.py'},{files / 'stripes.py'},{files / 'kappa.py'}"
-    known = ("TRAIN.LOSS=focal", "focal.gamma=3")
-    shown = vitamp("-cfg", tiny, "-use", own, *known, "VALIDATE_METRICS=kappa", "-print_config")
+    shown = vitamp("-cfg", tiny, "-use", own, "focal.gamma=3", "VALIDATE_METRICS=kappa", "-print_config")
     assert "focal.gamma=3" in shown.out
     lines = [line for line in shown.out.splitlines() if "not used" in line]
     assert lines == [
+        "loss focal of focal.py is registered, but not used; TRAIN.LOSS=focal chooses it",
         "model Small of Small.py is registered, but not used; MODEL.NAME=Small chooses it",
         "augmentation square of square.py is registered, but not used; TRAIN.AUGMENT=square chooses it",
         "dataset stripes of stripes.py is registered, but not used; DATA.DATASET=stripes chooses it",
     ]
-    shown = vitamp("-cfg", tiny, "-use", own, "VALIDATE_METRICS=kappa", "-print_config")
-    assert "loss focal of focal.py is registered, but not used; TRAIN.LOSS=focal chooses it" in shown.out
     vitamp(run, script="scripts/evaluate.py", code=0)  # a loss is not needed
+    file.write_text((files / "stripes.py").read_text().replace('"horizontal", "vertical"', '"0", "1"'))
+    done = vitamp(digits_run, "-use", file, "-dataset", "stripes", script="scripts/evaluate.py", code=0)
+    assert "stripes, validation split: 64 images" in done.out

@@ -7,7 +7,7 @@
 The contenders (the precisions or loops compared) alternate after a warm-up, in reverse order every other round. The
 report shows medians, and ratios taken within a round. One contender runs twice as a control: the ratio of its two
 results shows the noise. -json is written after every measurement. The settings and flags of main_single_gpu.py are
-accepted; -eval and -resume are refused, and those without a meaning here, such as -output and -ngpus, have no effect.
+accepted; -eval, -resume and -use are refused; those without a meaning here, as -output and -ngpus, have no effect.
 """
 
 from __future__ import annotations

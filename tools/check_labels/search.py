@@ -37,7 +37,7 @@ from utils.text import counted, wilson
 from vitamp.checkpoints import read_index
 from vitamp.files import write_atomically
 from vitamp.metrics import AVERAGE, PLAIN, WeightSet
-from vitamp.pooling import check_pool, pool_of
+from vitamp.pooling import POOLED, check_pool, pool_of
 
 
 class OutOfTimeError(Exception):
@@ -166,8 +166,7 @@ class ByFeatures:
             log.info("If it was trained on these very images, it may have memorised wrong labels, and hides them.")
         else:
             trained = pretrained(config, ALONE)
-        if line.asked.pool is not None:
-            check_pool(trained.model, line.asked.pool)
+        check_pool(trained.model, line.asked.pool or POOLED)
         return cls(trained, line.asked.pool or pool_of(trained.model))
 
     def _features(self, images: Images) -> Features:

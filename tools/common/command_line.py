@@ -266,10 +266,11 @@ def about_one_device(loaded: Loaded) -> list[str]:
 
 
 def check_one_training(loaded: Loaded, tool: str) -> None:
-    """Refuse settings that evaluate or resume, and a launch in several processes: the tool starts its own."""
+    """Refuse settings that the tool does not have, and a launch in several processes: it starts its own."""
     config, resume = loaded.config, "give -pretrained RUN to start from its weights"
     for key, given, instead in (
         ("EVAL", config.EVAL, "leave it out, since the tool trains"),
+        ("USE", config.USE and tool == "benchmark_amp.py", "its processes execute no code of your own"),
         ("MODEL.RESUME", config.MODEL.RESUME, resume),
         ("TRAIN.NUM_EPOCHS auto", config.TRAIN.NUM_EPOCHS == AUTO and tool != "compare.py", "give a number"),
     ):

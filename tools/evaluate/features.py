@@ -41,8 +41,7 @@ NAMED_BY = "-dataset imagefolder -data_path DIR"
 def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, world: World) -> dict[str, Any] | None:
     """Log the accuracy, and return what the JSON file says of the evaluation. None: another process does so."""
     which, config, model = trained.chosen.which, trained.config, trained.model
-    if asked.pool is not None:
-        check_pool(model, asked.pool)
+    check_pool(model, asked.pool or POOLED)
     named = {*given.flags, *given.words}
     if config.measures_knn and not named & {"DATA.DATASET", "DATA.DATA_PATH"} and not has_labels(config.DATA):
         data = labelled_data(config).model_copy(update={"PART": config.DATA.PART})

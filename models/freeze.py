@@ -84,6 +84,9 @@ def _frozen_parts(model: nn.Module) -> tuple[str, ...]:
             between += [] if isinstance(module, PatchDropout) else [name]
             continue
         whole = not any(weight.requires_grad for weight in inside)
+        if whole and isinstance(module, BATCH_NORM):  # with FREEZE=batch_norm, its neighbours are trained
+            parts.append(name)
+            continue
         own = inside if whole else list(module.parameters(recurse=False))
         if not own:  # its submodules follow
             continue

@@ -155,6 +155,8 @@ def masked_autoencoder(vit: Any, model: ModelConfig) -> MaskedAutoencoder:
     """Make timm's ViT, built without a classifier, the encoder of a masked autoencoder."""
     high, wide = vit.patch_embed.patch_size
     values = high * wide * vit.patch_embed.proj.weight.shape[1]
+    for pooling in filter(None, (vit.fc_norm, vit.attn_pool)):  # not used now: DDP would wait for their gradients
+        pooling.requires_grad_(False)
     vit.__class__ = MaskedAutoencoder
     vit.decoder = Decoder(vit.embed_dim, vit.patch_embed.grid_size, values, model.DECODER)
     vit.mask_ratio = model.MASK_RATIO

@@ -39,8 +39,6 @@ ATTENTION = " attention="
 MAX_GRAPHS = 256
 """Per function. Each stochastic-depth rate of a block and each image size need a graph."""
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
-
-
 NONE, BLOCKS, WHOLE = "none", "blocks", "whole"
 
 
@@ -56,6 +54,7 @@ class Compiling(Callback):
         self.how = NONE
         self.auto = False
         """Whether `how` was chosen for the user: then code that cannot be compiled is no error"""
+        self._gave_up = False
         self.seconds = 0.0
         """Time spent compiling so far."""
         self._data, self._precision, self._world, self._sharded = data, precision, world, sharded
@@ -79,7 +78,7 @@ class Compiling(Callback):
         to.compute = self
 
     def __call__(self, batch: Batch) -> ForwardResult:
-        if len(batch.images) != self._data.BATCH_SIZE:
+        if self._gave_up or len(batch.images) != self._data.BATCH_SIZE:
             with uncompiled():
                 return self._to.eager(batch)
         kind = batch.images.shape, self._to.phase
@@ -97,11 +96,11 @@ class Compiling(Callback):
         try:
             computed = self._compute(batch)
         except TorchDynamoException as error:
-            if self.auto and self.how == WHOLE:
+            if self.auto:
                 words = "TRAIN.COMPILE auto: torch cannot compile this model (%s), so it is not compiled."
                 log.warning(words, first_line(error))
-                self._to.compute = self._to.eager
-                return self._to.eager(batch)
+                self._gave_up = True
+                return self(batch)
             failure = TrainingError if self.seconds else UserError  # UserError before the first update is done
             raise failure(
                 f"TRAIN.COMPILE: torch cannot compile this model ({first_line(error)}). Set TRAIN.COMPILE=none"

@@ -36,7 +36,7 @@ from utils.cache import cache_folder, process_lock
 from utils.config import Config
 from utils.config.data import DataConfig
 from utils.distributed.world import ALONE, World, on_every_rank
-from utils.errors import AllRanksError, UserError
+from utils.errors import AllRanksError, TrainingError, UserError
 from utils.log import log
 from utils.own_code import executed
 from vitamp.pooling import BLOCKS, POOLED, pool_of, pooled_features, pools_of
@@ -149,8 +149,8 @@ def features_of(
                 for one in loader:
                     try:  # before a broken image, whose index is -1, is written as the last row
                         broken.raise_together(ALONE)
-                    except AllRanksError as error:  # here nothing is trained yet
-                        raise UserError(str(error)) from None
+                    except AllRanksError as error:  # nothing is trained yet; a TrainingError ends others at once
+                        raise (UserError if world.size == 1 else TrainingError)(str(error)) from None
                     rows = one.indices.cpu().numpy()
                     table[rows] = found = _columns(seeing, one.images).cpu().numpy()
                     if not np.isfinite(found).all():
@@ -170,7 +170,7 @@ def features_of(
             "%s: %s images; %s %s (%s).", TITLES[part_of(data, False)], f"{images:,}", what, folder, size_words(needed)
         )
         between(images - left)
-        compute(missing[world.rank :: world.size])
+        compute([one for one in missing if one % world.size == world.rank])  # others may have begun already
         while world.first and len(missing := np.flatnonzero(~complete)):  # of a process that is slower
             compute([int(missing[-1])])
         return Features(table, labels.astype(np.int64 if labels.ndim == 1 else np.float32), _pools(model, shape[1]))

@@ -31,7 +31,7 @@ def refuses(vitamp: Vitamp, tiny: Path, tmp_path_factory: pytest.TempPathFactory
     ("words", "said"),
     [
         (["-batchsize=8"], ["unknown flag -batchsize", "Did you mean -batch_size"]),
-        (["-batch_size", 5000], ["DATA.BATCH_SIZE is 5000", "1437 images"]),
+        (["-batch_size", 5000, "NGPUS=2"], ["-ngpus has no effect", "DATA.BATCH_SIZE is 5000", "1437 images"]),
         (["-image_size", 30], ["DATA.IMAGE_SIZE", "30 is not divisible by MODEL.PATCH_SIZE 4", "28 or 32"]),
         (["TRAIN.SIZE_SCHEDULE=[[0,4]]"], ["[[0.0, 4]] ends with size 4; it must end with DATA.IMAGE_SIZE 8"]),
         (["MODEL.NUM_HEADS=3"], ["MODEL.NUM_HEADS", "MODEL.EMBED_DIM 16 is not divisible by MODEL.NUM_HEADS 3"]),

@@ -22,11 +22,12 @@ from engine.optim.ema import Ema
 from engine.setup import ReadyToTrain, _model
 from models.build import build_without_weights
 from models.freeze import freeze
+from models.masked import masked_autoencoder
 from models.parts import classifiers, frozen_weights
 from tests.engine.checkpoint.test_restore import PER_EPOCH, save
 from tests.engine.small import CPU, build, saved_bytes, train, windows
 from utils.config import load_config
-from utils.config.model import ModelConfig
+from utils.config.model import DecoderConfig, ModelConfig
 from utils.distributed.world import ALONE
 from utils.errors import UserError
 from vitamp.pooling import POOLED, pool_by, pooled_features, pools_of
@@ -193,15 +194,18 @@ def test_models_have_every_pooling_that_they_promise(name: str) -> None:
 
 @pytest.mark.parametrize("own", ["avg", "map"])
 def test_weights_that_another_pooling_leaves_out_are_frozen(own: str) -> None:
-    model = timm.create_model("test_vit", global_pool=own, num_classes=3)
+    model, encoder = (timm.create_model("test_vit", global_pool=own, num_classes=classes) for classes in (3, 0))
     pool_by(model, "both")
-    model(torch.rand(1, 3, 160, 160)).sum().backward()
-    assert all((weight.grad is None) != weight.requires_grad for weight in model.parameters())
+    for one in (model, masked_autoencoder(encoder, ModelConfig(DECODER=DecoderConfig(DEPTH=1)))):
+        one(torch.rand(1, 3, 160, 160)).sum().backward()
+        assert all((weight.grad is None) != weight.requires_grad for weight in one.parameters())
 
 
-def test_batch_norm_of_the_classifier_is_trained() -> None:
-    model = build_without_weights(ModelConfig(TYPE="timm", NAME="levit_128s", FREEZE=("batch_norm",)), 224, 3)
+@pytest.mark.parametrize("name", ["levit_128s", "repvgg_b0"])
+def test_freezing_batch_norms_spares_the_classifier_and_stochastic_depth(name: str) -> None:
+    model = build_without_weights(ModelConfig(NAME=name, DROPPATH=0.1, FREEZE=("batch_norm",)), 224, 3).train()
     assert {name.split(".")[0] for name in frozen_weights(model)} == {"stem", "stages"}
+    assert all(part.training for name, part in model.named_modules() if "drop_path" in name)
 
 
 def test_every_layer_of_a_new_classifier_is_zero(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from tests.waiting import free_port
 from tools.export import command as export
 from tools.predict import command as predict
 from tools.report import command as report
+from utils.distributed.world import ALONE, World
 from vitamp.pooling import POOLS
 
 Say = Callable[..., Result]
@@ -154,12 +156,14 @@ def test_killed_probe_resumes_and_processes_share_the_work(run: Path, tmp_path: 
         return Started(str(tmp_path / "patched.py"), words, ROOT, env, streams)
 
     whole = start("first", "whole").end(60)
-    assert start("second", "killed", KILLED_IN="40").end(60).code == -9
+    both = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "PACE": "0.02"}
+    assert start("second", "killed", KILLED_IN="24").end(60).code == -9
+    late = start("late", "killed", RANK="1", **both).end(60)
+    assert computed(late) == 512, "its own block, the second one, whatever other processes have done by then"
     again, third = start("third", "killed").end(60), start("fourth", "killed").end(60)
     assert f"training split: 1,437 images; {NEW_FEATURES}, 413 are computed now in {tmp_path}" in again.out
     assert (computed(again), computed(third), third.out.count(KEPT)) == (413 + 360, 0, 2)
 
-    both = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "PACE": "0.02"}
     began = [start(f"rank{rank}", "shared", RANK=str(rank), **both) for rank in range(2)]
     first, second = (one.end(60) for one in began)
     assert (whole.code, first.code, second.code) == (0, 0, 0), first.text + second.text
@@ -202,8 +206,10 @@ def test_changed_images_weights_and_inputs_are_computed_anew(
     assert counts() == (1, 1)
     before, gone = kept(cache), tmp_path / "data" / "grey" / "gone.png"
     gone.symlink_to("nowhere")
-    said = say(digits_run, *greys, "-probe", "-pool", "mean", code=2).err
-    assert f"1 image cannot be read: {gone} (it does not exist)" in said
+    for world, code in ((ALONE, 2), (World(0, 2), 1)):
+        with mock.patch("tools.evaluate.command.read_world", return_value=world):
+            said = say(digits_run, *greys, "-probe", "-pool", "mean", code=code).err
+        assert f"1 image cannot be read: {gone} (it does not exist)" in said
     assert not any(any(content[128:]) for name, content in kept(cache).items() if name not in before), "not even a row"
 
 

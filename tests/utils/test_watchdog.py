@@ -77,6 +77,19 @@ def test_lost_store_is_not_this_ranks_failure(monkeypatch: pytest.MonkeyPatch) -
     assert not group.caused_by_lost_rank(RuntimeError("Broken pipe of one's own"))
 
 
+def test_time_in_which_all_ranks_were_suspended_is_not_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, decided = [0.0], list[str]()
+    monkeypatch.setattr("utils.distributed.watchdog.time", mock.Mock(monotonic=lambda: now[0]))
+    monkeypatch.setattr(Watchdog, "_decide", lambda _self, text, *_: decided.append(text))
+    watchdog = Watchdog(HashStore(), World(0, 2), members(os.getpid(), os.getpid()), 600)
+    watchdog._stop()
+    for seconds in (1000, 1000, *[1] * 61):  # the main thread's place, too, is only new at the first check
+        assert not decided, now
+        now[0] += seconds
+        watchdog._check()
+    assert "has sent no heartbeat for 60 s" in decided[0]
+
+
 @pytest.mark.parametrize("left", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_watchdog_notices_a_killed_process_at_once(left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     child = subprocess.Popen(["sleep", "60"])

@@ -48,11 +48,6 @@ def test_torchrun_may_serve_the_store(served: bool) -> None:
     assert world == World(9, 16, 1, 8, "torchrun", ("node0", 29501), served=served)
 
 
-def test_rank_and_world_size_alone_mean_one_process_per_machine() -> None:
-    world = read_world(NO_FLAGS, {"RANK": "1", "WORLD_SIZE": "4", **ADDRESS})
-    assert world == World(1, 4, 0, 1, "by hand", ("node0", 29501))
-
-
 def test_srun_gives_the_first_node_and_the_step() -> None:
     world = world_of(SRUN)
     assert world == World(5, 6, 1, 2, "SLURM", ("gpu03", 25227), "SLURM  4711.0")
@@ -115,7 +110,9 @@ def test_innermost_launcher_counts() -> None:
         assert (world_from_launcher({**SRUN, **inner}) or ALONE).launcher == name
 
 
-def test_rank_flags_give_the_world() -> None:
+def test_ranks_by_hand_are_one_per_machine_unless_said() -> None:
+    env = {"RANK": "1", "WORLD_SIZE": "4", **ADDRESS}
+    assert read_world(NO_FLAGS, env) == World(1, 4, 0, 1, "by hand", ("node0", 29501))
     flags = {"host": "a", "port": 1, "rank": 1, "world_size": 2}
     assert read_world(flags, {}) == World(1, 2, 0, 1, "by hand", ("a", 1))
     assert read_world(flags, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}) == World(1, 2, 1, 2, "by hand", ("a", 1))

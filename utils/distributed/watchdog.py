@@ -70,7 +70,7 @@ class Watchdog:
         self._local = {m["rank"]: m for m in others if m["started"] and start_time_of(m["pid"]) == m["started"]}
         self._interval = max(HEARTBEAT, HEARTBEAT_PER_RANK * world.size)
         self._stack: tuple[tuple[int, int], ...] = ()
-        self._moved = time.monotonic()
+        self._moved = self._checked = time.monotonic()
         self._mine: dict[str, Any] = {"number": 0}
         # For each other rank, the number of its last heartbeat and when it arrived, by our own clock.
         self._last_change = {member["rank"]: (-1, self._moved) for member in others}
@@ -124,6 +124,10 @@ class Watchdog:
 
     def _check(self) -> None:
         """Send a heartbeat, and read those of others."""
+        now = time.monotonic()
+        if now - self._checked > 5 * self._interval:  # this process was suspended, and perhaps all: nobody was silent
+            self._moved, self._last_change = now, {rank: (n, now) for rank, (n, _) in self._last_change.items()}
+        self._checked = now
         killed = self._killed()  # before "end" is read, where a killed rank may have left its reason
         idle = self._look_at_main_thread()
         self._store.set(f"heartbeat/{self._world.rank}", json.dumps(self._mine))
@@ -141,7 +145,7 @@ class Watchdog:
         for rank in killed:
             if "left" not in heartbeats[rank]:
                 self._decide(*self._death_of(rank))
-        now, disconnected = time.monotonic(), self._store.check(["disconnected"])
+        disconnected = self._store.check(["disconnected"])
         limit = min(SECONDS_OF_SILENCE_AFTER_DISCONNECT if disconnected else SECONDS_OF_SILENCE, self._timeout)
         limit = max(limit, 3 * self._interval)
         for rank, heartbeat in heartbeats.items():

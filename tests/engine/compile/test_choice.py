@@ -69,6 +69,8 @@ def test_cpu_compiles_only_on_request() -> None:
     assert choose().how == "none"
     assert choose(COMPILE="whole") == ("whole", "as asked for")
     assert choose(COMPILE="blocks").how == "blocks"
+    with pytest.raises(UserError, match="Linear has no sequence of equal blocks to compile; use whole or none"):
+        choose(nn.Linear(2, 2), COMPILE="blocks")
 
 
 @pytest.mark.usefixtures("gpu")
@@ -130,11 +132,6 @@ def test_gpu_checkpoint_resumes_on_a_cpu_without_compiling(vitamp: Vitamp, tiny:
     assert json.loads((run / "run.json").read_text())["choices"]["compile"] == "none"
     last = max(run.glob("checkpoints/step-*"))
     assert json.loads((last / "meta.json").read_text())["choices"]["compile"] == "none"
-
-
-def test_compile_blocks_is_rejected_for_models_without_blocks() -> None:
-    with pytest.raises(UserError, match="Linear has no sequence of equal blocks to compile; use whole or none"):
-        choose(nn.Linear(2, 2), COMPILE="blocks")
 
 
 def test_missing_compiler_is_one_clear_error(vitamp: Vitamp, tiny: Path, tmp_path: Path) -> None:

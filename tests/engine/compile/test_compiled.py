@@ -60,10 +60,10 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     torch.compiler.reset()
 
 
-def compiled(ready: ReadyToTrain, how: str, samples: int = 16) -> ReadyToTrain:
+def compiled(ready: ReadyToTrain, how: str, sharded: bool = False, auto: bool = False) -> ReadyToTrain:
     parts = ready.parts
-    compiling = Compiling(DataConfig(BATCH_SIZE=samples), parts.precision, ALONE, False)
-    compiling.how = how
+    compiling = Compiling(DataConfig(BATCH_SIZE=16), parts.precision, ALONE, sharded)
+    compiling.how, compiling.auto = how, auto
     before = [one for one in parts.callbacks if not isinstance(one, Ema)]
     parts.callbacks = (*before, compiling, *parts.callbacks[len(before) :])
     parts.assemble()
@@ -117,18 +117,19 @@ def test_end_of_token_dropping_is_logged_as_compiling_and_not_counted_as_trainin
     assert [", 50 % of the patches left out" in line for line in lines] == [True, False]
 
 
-def test_code_that_cannot_be_compiled_is_an_error_only_if_asked_for(tiny: Path, said: pytest.LogCaptureFixture) -> None:
-    """A loss of one's own that reads a value, as a default run on a GPU meets it."""
+@pytest.mark.parametrize(("how", "sharded"), [(WHOLE, False), (BLOCKS, False), (BLOCKS, True)])
+def test_code_that_cannot_be_compiled_is_an_error_only_if_asked_for(
+    tiny: Path, said: pytest.LogCaptureFixture, how: str, sharded: bool
+) -> None:
+    """A block of one's own that reads a value, as a default run on a GPU meets it."""
     written, asked, auto = (build(tiny, DATA__BATCH_SIZE=16) for _ in range(3))
     for ready in (written, asked, auto):
-        own = ready.parts.criterion
-        ready.parts.criterion = lambda x, y, own=own: own(x, y) if x.sum() < 1e9 else 2 * own(x, y)
-    with pytest.raises(UserError, match="torch cannot compile this model"):
-        train(compiled(asked, WHOLE), 1)
-    compiling = compiled(auto, WHOLE).parts.callback(Compiling)
-    assert compiling is not None
-    compiling.auto = True
-    for ready in (written, auto):
+        own: Any = ready.model.get_submodule("blocks.0.mlp")
+        own.register_forward_hook(lambda _module, _seen, found: found if found.sum() < 1e9 else 2 * found)
+    remedy = "TRAIN.COMPILE=none, or blocks" if how == WHOLE else r"TRAIN.COMPILE=none\."
+    with pytest.raises(UserError, match=f"torch cannot compile this model .* {remedy}"):
+        train(compiled(asked, how, sharded), 1)
+    for ready in (written, compiled(auto, how, sharded, auto=True)):
         train(ready, 2)
     assert torch.equal(weights(written), weights(auto))
     assert len([line for line in said.messages if "so it is not compiled" in line]) == 1
@@ -153,18 +154,6 @@ def test_smaller_micro_batches_and_validation_are_not_compiled(tiny: Path, how: 
     assert sizes[-1] == 1437 % 16
     assert set(sizes[:-1]) == {16}
     assert graphs() == before
-
-
-def test_model_that_cannot_be_compiled_is_an_error_with_a_remedy(tiny: Path) -> None:
-    ready = build(tiny, DATA__BATCH_SIZE=16)
-
-    def curious(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        torch._dynamo.graph_break()
-        return torch.nn.functional.cross_entropy(logits, labels)
-
-    ready.parts.criterion = curious
-    with pytest.raises(UserError, match=r"torch cannot compile this model .* TRAIN.COMPILE=none, or blocks"):
-        train(compiled(ready, WHOLE), 1)
 
 
 def test_graph_cache_key_includes_the_precision() -> None:

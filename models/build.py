@@ -6,7 +6,7 @@ import fnmatch
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import timm
 import torch
@@ -32,6 +32,7 @@ from utils.config.kinds import one_line
 from utils.config.model import ModelConfig
 from utils.errors import UserError
 from utils.log import DETAIL, log
+from vitamp.registry import own_named
 
 LAYER_SCALE = ("init_values", "ls_init_value", "eta")
 """Names of the initial value of layer scale in timm's models"""
@@ -266,10 +267,10 @@ def _rate_arguments(model: ModelConfig, module: nn.Module) -> tuple[dict[str, fl
     # Arguments of the class's constructor with their defaults, including those passed on to its base classes.
     defaults: dict[str, Any] = {}
     for base in type(module).__mro__:
-        if base is nn.Module:
-            break
         for name, parameter in inspect.signature(base.__init__).parameters.items():
             defaults.setdefault(name, parameter.default)
+            for kind in get_args(parameter.annotation):  # NaFlexVit takes the fields of its configuration
+                defaults |= {key: field.default for key, field in getattr(kind, "__dataclass_fields__", {}).items()}
     # DROPOUT means dropout inside the blocks; models without it (ResNet) have dropout in the head alone.
     inside = [name for name in ("pos_drop_rate", "proj_drop_rate") if name in defaults]
     wanted = {
@@ -283,8 +284,11 @@ def _rate_arguments(model: ModelConfig, module: nn.Module) -> tuple[dict[str, fl
         known = [name for name in names if name in defaults]
         if rate and not known:
             problems.append(f"MODEL.{key} {rate}: {type(module).__name__} has no such rate; set the key to 0")
-        # A rate of 0 is passed only if timm's default is not 0, as for Swin's drop path: 0 in the YAML means 0.
-        arguments |= {name: rate for name in known if rate or defaults[name]}
+        # A rate of 0 is passed only if timm's is not 0, as for Swin's drop path: 0 in the YAML means 0. For some names,
+        # such as efficientformerv2_l, timm's rate is not the default of the class. What a user's function sets, stays.
+        of_timm = key == "DROPPATH" and own_named("model", model.NAME.strip()) is None
+        drops = of_timm and any(getattr(part, "drop_prob", 0) for part in module.modules())
+        arguments |= {name: rate for name in known if rate or defaults[name] or drops}
     if model.INIT_VALUES is not None:
         known = [name for name in LAYER_SCALE if name in defaults]
         arguments |= dict.fromkeys(known, model.INIT_VALUES)

@@ -231,7 +231,7 @@ def _of_fields(fields: Any, where: Path | str) -> Preprocessing | None:
 
 
 def _of_timms_name(name: str, where: str) -> Preprocessing | None:
-    cfg = timm.get_pretrained_cfg(name)
+    cfg = timm.get_pretrained_cfg(timm.models.get_deprecated_models().get(name) or name)  # it may be an old name
     return None if cfg is None else _of_fields(asdict(cfg), where)
 
 

@@ -129,7 +129,7 @@ def local_weights(source: str) -> WeightFiles | None:
 
 def _on_hub(name: str, download: bool) -> WeightFiles | None:
     """timm's weights of this name."""
-    config = timm.get_pretrained_cfg(name)
+    config = timm.get_pretrained_cfg(timm.models.get_deprecated_models().get(name) or name)  # it may be an old name
     if config is None or not config.has_weights:
         tags = timm.list_pretrained(f"{name.partition('.')[0]}*")
         instead = f" Similar names with weights: {', '.join(tags[:5])}." if tags else ""

@@ -44,6 +44,7 @@ COUNTER = ".num_batches_tracked"
 MOST_NAMED = 5
 """Tensors of each kind that an error names"""
 FRESH = "freshly initialised"
+OTHER_SIZE = "timm cannot resize the position embedding of this kind of model; use the DATA.IMAGE_SIZE of the weights"
 REPLACED = f"{{}} {FRESH} ({{}} classes in the file, {{}} in the model)"
 
 Weights = dict[str, Tensor]
@@ -92,12 +93,13 @@ def load_pretrained(
             missing |= {key for key in target if key.startswith(DECODER)}
             replacements.append(f"the {DECODER} stays {FRESH}")
         if lines := _mismatches(weights, before, target, missing):
+            fixed = all(re.match(r" +\S*pos_embed\S*: ", line) for line in lines[1:])  # only these differ
             if not heads:
                 lines.append(
                     f"  {type(module).__name__}'s classifier is unknown; if get_classifier returns it, one with other "
                     "classes is new, or with MODEL.NEW_CLASSIFIER any"
                 )
-            raise UserError("\n".join([f"{_misfit(module, given, file, name)}:", *lines]))
+            raise UserError("\n".join([f"{_misfit(module, given, file, name, OTHER_SIZE * fixed)}:", *lines]))
         module.load_state_dict(weights, strict=False)
         loaded, changes = f"{len(weights)} of {len(target)} tensors", [*changes, *replacements]
     sentence = f"Pretrained weights: {'; '.join([f'{loaded} from {found.file}', *changes])}"
@@ -127,14 +129,13 @@ def _read(files: Sequence[Path]) -> Weights:
     try:
         whole: Any = load_state_dict(str(file), weights_only=True) if len(files) == 1 else JoinedShards([*files])
         weights = dict(whole)
-    except RuntimeError as error:
+        weights.pop("n_averaged", None)  # a counter of torch's AveragedModel, the EMA of torchvision's checkpoints
+    except Exception as error:  # a damaged pickle can raise anything
         if "weights_only" in str(error):
             raise UserError(
                 f"Pretrained weights {file}: the file holds more than tensors, and loading it could run malicious "
                 "code. Save the model's state_dict() alone."
             ) from None
-        raise UserError(unreadable(file, error)) from None
-    except Exception as error:  # a damaged pickle can raise anything
         raise UserError(unreadable(file, error)) from None
     if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
         keys = ", ".join(map(str, list(weights)[:MOST_NAMED])) or "nothing"
@@ -213,7 +214,7 @@ def _replace_classifier(
     return fresh, changes
 
 
-def _misfit(module: nn.Module, weights: Weights, file: Path, name: str) -> str:
+def _misfit(module: nn.Module, weights: Weights, file: Path, name: str, why: str = "") -> str:
     """Beginning of an error: sizes that differ, and the words of a command line that give the model those of a run."""
     run, theirs, noted = None, dict[str, Any](), vars(module)
     own = {**sizes_of(module), "POOL": noted.get(OWN_POOL), "INIT_VALUES": noted.get(OWN_SCALE)}
@@ -226,7 +227,7 @@ def _misfit(module: nn.Module, weights: Weights, file: Path, name: str) -> str:
         f"{SIZE_WORDS.get(key, key)} {one_line(value)} in the weights, {one_line(own[key])} in the recipe"
         for key, value in differing.items()
     )
-    words = words or "they may be of another model, which -model names (-list_models prints timm's)"
+    words = why or words or "they may be of another model, which -model names (-list_models prints timm's)"
     text = f"Pretrained weights {file} do not fit {name}: {words}"
     if run and own.keys() != theirs.keys():  # a model of another kind
         differing = {"TYPE": run.TYPE, "NAME": run.NAME, **given_sizes(run)}

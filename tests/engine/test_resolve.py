@@ -67,13 +67,13 @@ def test_files_bring_what_is_written_in_them_or_beside_them(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "name",
-    ["tf_efficientnet_lite0", "resnet50", "vit_base_patch16_224", "swin_tiny_patch4_window7_224", "convnext_tiny"],
+    ["tf_efficientnet_lite0", "resnet50", "vit_base_patch16_224", "convnext_tiny", "tf_efficientnet_b0_ns"],
 )
 def test_weights_that_say_nothing_get_the_preprocessing_of_timms_model(tmp_path: Path, name: str) -> None:
     file = tmp_path / "mine.safetensors"
     save_file({"a": torch.zeros(1)}, file)
     loaded = resolved(MODEL__PRETRAINED=str(file), MODEL__NAME=name, EVAL="true", MODEL__TYPE=name.partition("_")[0])
-    cfg, data = timm.get_pretrained_cfg(name), loaded.config.DATA
+    cfg, data = timm.get_pretrained_cfg(name.replace("_ns", ".ns_jft_in1k")), loaded.config.DATA
     assert cfg is not None
     theirs = resolve_data_config({"model": name}, cfg.to_dict())
     assert (theirs["mean"], theirs["std"]) == (data.IMAGENET_MEAN, data.IMAGENET_STD)

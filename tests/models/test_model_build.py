@@ -9,7 +9,7 @@ import timm
 import torch
 from torch import nn
 
-from models.build import build_model, check_model, describe
+from models.build import build_model, build_without_weights, check_model, describe
 from models.parts import count_parameters
 from utils.config.model import ModelConfig
 from utils.errors import UserError
@@ -127,15 +127,16 @@ def test_swin_rates_reach_the_modules_and_zero_means_zero(said: pytest.LogCaptur
     assert rates["layers.0.blocks.0.attn.proj_drop"] == rates["layers.1.blocks.1.mlp.drop1"] == 0.1
     assert rates["layers.0.blocks.0.attn.attn_drop"] == 0.2
     assert swin.layers[1].blocks[1].drop_path1.drop_prob == pytest.approx(0.3)  # pyright: ignore
-    # timm's Swin has a drop path of 0.1 by default.
-    without = build(**TINY_SWIN)
-    assert not [part for part in without.modules() if getattr(part, "drop_prob", 0)]
+    # By default, timm's Swin has a drop path of 0.1, and its EfficientFormerV2-S one of 0.02.
+    for without in (build(**TINY_SWIN), build_without_weights(ModelConfig(NAME="efficientformerv2_s2"), 224, 3)):
+        assert not [part for part in without.modules() if getattr(part, "drop_prob", 0)]
 
 
-def test_resnet_rates_reach_the_modules() -> None:
+def test_rates_of_other_models_reach_the_modules() -> None:
     resnet = build(NAME="resnet10t", DROPOUT=0.1, DROPPATH=0.2)
     assert resnet.drop_rate == 0.1
-    assert max(getattr(part, "drop_prob", 0) or 0 for part in resnet.modules()) == pytest.approx(0.2)
+    for model in (resnet, build_without_weights(ModelConfig(NAME="naflexvit_base_patch16_gap", DROPPATH=0.2), 224, 3)):
+        assert max(getattr(part, "drop_prob", 0) or 0 for part in model.modules()) == pytest.approx(0.2)
 
 
 def test_describe_names_sizes_and_parameters() -> None:

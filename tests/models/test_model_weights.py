@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from models.build import build_model
 from models.parts import classifiers, pretrained_cfg
@@ -89,7 +90,7 @@ def test_ema_in_a_checkpoint_is_used_and_logged(
     donor: nn.Module, tmp_path: Path, said: pytest.LogCaptureFixture
 ) -> None:
     plain, file = build(seed=9), tmp_path / "w.pth"
-    torch.save({"model": plain.state_dict(), "model_ema": donor.state_dict()}, file)
+    torch.save({"model": plain.state_dict(), "model_ema": AveragedModel(donor).state_dict()}, file)  # torchvision's
     assert_equal_weights(load(file)[0], donor)
     assert f"{file} holds model_ema and model: the EMA is used." in said.text
 
@@ -158,6 +159,10 @@ def test_other_architecture_is_refused_with_mismatched_tensors(weights: Path) ->
     assert "missing in the file (12):" in said
     assert "blocks.2.norm1.weight" in said
     assert "do not fit tiny: they may be of another model, which -model names" in refusal(weights, **SWIN)
+    donor, ours = (build_model(ModelConfig(NAME="convit_tiny", NUM_CLASSES=size), size, 3) for size in (32, 64))
+    save_file(donor.state_dict(), weights)
+    with pytest.raises(UserError, match=r"fit convit_tiny: timm cannot resize .* DATA\.IMAGE_SIZE of the weights"):
+        load_pretrained(ours, str(weights), "convit_tiny")
 
 
 def augreg(module: Any) -> dict[str, np.ndarray]:

@@ -129,7 +129,7 @@ class ModelConfig(Section):
     NUM_CLASSES: PositiveOrAuto = setting(1000, "Number of classes; auto: as many as the data set has.")
     DROPOUT: FractionBelowOne = setting(0.0, "Dropout after position embedding and projections, and in MLPs.")
     ATTENTION_DROPOUT: FractionBelowOne = setting(0.0, "Dropout of attention weights.")
-    DROPPATH: FractionBelowOne = setting(0.0, "Stochastic depth rate of the last block; lower in earlier ones.")
+    DROPPATH: FractionBelowOne = setting(0.0, "Stochastic depth rate of the last block; usually lower in earlier ones.")
     INIT_VALUES: AboveZero | None = setting(
         None, "Initial layer scale (CaiT, ...; adds it to ViTs); null: timm's. Unset, with -pretrained: the run's."
     )

@@ -112,7 +112,14 @@ ELSEWHERE = {
 ALSO: dict[str, str] = dict.fromkeys(("lr_base", "blr"), " and TRAIN.LINEAR_SCALED_LR=256")
 """Flag of others -> the end of its advice: what it does besides"""
 ABSENT = {
-    "Not needed: there is nothing to set": ("pin_mem", "no_prefetcher", "fast_norm", "sched_on_updates", "dist_eval", "cache_mode"),
+    "Not needed: there is nothing to set": (
+        "pin_mem",
+        "no_prefetcher",
+        "fast_norm",
+        "sched_on_updates",
+        "dist_eval",
+        "cache_mode",
+    ),
     "Not needed: splits are found, or made by DATA.VAL_FRACTION": ("train_split", "val_split"),
     "Not needed: torchrun is detected": ("from_torch",),
     "Not needed: write CUDA_VISIBLE_DEVICES=... before the command": ("gpus", "gpu", "gpu_ids"),

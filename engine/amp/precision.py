@@ -251,13 +251,3 @@ def check_amp(amp: AmpConfig, train: TrainConfig | None) -> None:
             f"divided by TRAIN.OPTIMIZER.EPS {eps:g} alone, and the first updates explode or become NaN. "
             f"Set EPS to {SMALLEST_EPS_IN_FP16:g} or more, or use bf16, or O2, which keeps fp32 master weights."
         )
-
-
-def check_precision(amp: AmpConfig, device: torch.device) -> None:
-    """Reject a precision that `device` does not support."""
-    if not amp.ENABLED or device.type != "mps":
-        return
-    if amp.LEVEL == "O3" and amp.DTYPE == "auto":
-        raise UserError("AMP.LEVEL O3 chooses bf16, which is not supported on mps; use O1 or O2.")
-    if amp.DTYPE in ("bf16", "fp8"):
-        raise UserError(f"AMP.DTYPE {amp.DTYPE} is not supported on mps; use fp16.")

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from engine.amp.low_precision import half_copy_of, is_forced
 from engine.amp.op_lists import OPERATORS, OpLists
-from engine.amp.precision import check_precision, dtype_name
+from engine.amp.precision import dtype_name
 from engine.machine.device import pick_device, set_up_device
 from engine.setup import tuned_model
 from utils.config import Config
@@ -65,7 +65,6 @@ def show_precisions(config: Config) -> str:
     """The table for -print_amp."""
     device = pick_device(config.DEVICE, ALONE)
     set_up_device(config, device, ALONE)
-    check_precision(config.AMP, device)
     tuned = tuned_model(config, device)
     model, inputs, precision = tuned.model, tuned.inputs, tuned.precision
     if precision.computes_in_copy:

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from engine.optim.schedule import SCALE
 from engine.parallel.shards import is_sharded
-from models.parts import count_parameters
 from utils.config.train import TrainConfig
 from utils.errors import UserError
 
@@ -125,11 +124,6 @@ def describe_learning_rate(train: TrainConfig, global_batch: int) -> str:
     if reference is None:
         return rate
     return f"{rate} = BASE_LR {train.BASE_LR:g} x global batch {global_batch} / LINEAR_SCALED_LR {reference:g}"
-
-
-def describe_parameters(model: nn.Module) -> str:
-    total, trained = count_parameters(model)
-    return f"Parameters: {total:,}, trainable {trained:,} ({100 * trained / total:.1f} %)"
 
 
 class Gradients:

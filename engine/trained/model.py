@@ -20,7 +20,7 @@ from datasets import ImageDataset, ValLoader, auto_workers, open_dataset
 from datasets.base import PADDING
 from engine.amp.low_precision import force_fp32
 from engine.amp.op_lists import OpLists
-from engine.amp.precision import Precision, check_amp, check_precision
+from engine.amp.precision import Precision, check_amp
 from engine.checkpoint.restore import load_weights
 from engine.machine.device import pick_device, set_up_device
 from engine.machine.memory import is_out_of_memory
@@ -32,6 +32,7 @@ from utils.config import Config
 from utils.distributed.world import ALONE, World
 from utils.errors import TrainingError, UserError
 from utils.log import unheard
+from utils.own_code import FIELD, allowed, noted_of
 from utils.record.resumed_run import config_of
 from utils.text import counted
 from vitamp.checkpoints import run_folder_of
@@ -165,9 +166,8 @@ def load_trained(
             f"{path}: this model learned without labels and has no classes yet. Train it on images with labels: "
             f"-cfg RECIPE.yaml -data_path LABELLED_IMAGES -pretrained {path} (docs/pretraining.md)."
         )
-    if config.USE:
+    if config.USE or allowed.files:
         from engine.trained.own_code import use_of_weights
-        from utils.own_code import FIELD, noted_of
 
         use_of_weights(noted_of(chosen.meta.get(FIELD), place), config, run_folder_of(place))
     overridden = {**given.flags, **given.words}.keys() if given else ()
@@ -198,7 +198,6 @@ def pretrained(config: Config, world: World) -> Trained:
 
 def _built(config: Config, device: torch.device, world: World, chosen: Chosen) -> Trained:
     check_amp(config.AMP, None)
-    check_precision(config.AMP, device)
     set_up_device(config, device, world)
     tuned = tuned_model(config, device, choices=chosen.choices)
     return Trained(tuned.model.eval(), tuned.inputs, tuned.precision, config, chosen)

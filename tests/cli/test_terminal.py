@@ -12,7 +12,6 @@ from tests.terminal import on_terminal
 BAR = r"epoch \d/8 \S* +\d+/44 \[\d\d:\d\d left, run \d:\d\d:\d\d left, loss \d+\.\d{4}, [\d,.]+ images/s\]"
 ROW = r" +{}/{}  +\d+\.\d{{4}}  +\d+\.\d{{4}}  +\d+\.\d\d  +\d+\.\d\d  0:00:\d\d  +[\d,]+  +\d\.\d\de-\d\d(  best)?"
 
-
 SPEED = "Where the time went"
 
 
@@ -38,9 +37,8 @@ def test_terminal_shows_a_table_of_epochs(vitamp: Vitamp, tiny: Path, tmp_path: 
     assert bars, shown.raw
     assert not [line for line in lines if "left" in line], "the bar is gone at the end"
     end = "\n".join(lines[header + 9 :])
-    assert re.search(r"Done: best top-1 [\d.]+ % \(epoch \d\); total time 0:00:\d\d; everything is in /\S+/a\n", end), (
-        end
-    )
+    done = r"Done: best top-1 [\d.]+ % \(epoch \d\); total time 0:00:\d\d; everything is in /\S+/a\n"
+    assert re.search(done, end), end
     assert re.search(r"\n  evaluate +python \S+/evaluate.py \S+/a\n", end), end
     assert "Step[" not in shown.raw
 

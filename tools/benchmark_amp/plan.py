@@ -86,7 +86,7 @@ def set_up(
                 f"{flag} {asked[key]}: this table measures no files, only data made on the device. Leave {flag} out, "
                 "or use the table amp or precisions, which read the images of a data set."
             )
-    from engine.amp.precision import amp_may_gain, check_amp, check_precision
+    from engine.amp.precision import amp_may_gain, check_amp
     from engine.machine.device import describe_devices, pick_device, set_up_device
     from models.build import build_without_weights
     from utils.distributed.world import ALONE
@@ -109,7 +109,6 @@ def set_up(
     config = loaded.config
     amp = changed(config, "AMP", ENABLED=True).AMP  # the tables switch it on themselves
     check_amp(amp, config.TRAIN)
-    check_precision(amp, device)
     build_without_weights(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)
     where = describe_devices(device, ALONE, set_up_device(config, device, ALONE))
     return loaded, device, where, remarks

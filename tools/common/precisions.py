@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from engine.amp.low_precision import hardware_has_fp8
-from engine.amp.precision import check_amp, check_precision, choose, dtype_name
+from engine.amp.precision import check_amp, choose, dtype_name
 from utils.config import AmpConfig, Config
 from utils.errors import UserError, nearest
 from utils.precisions import AMP_WORDS, PRECISIONS, amp_settings_of
@@ -117,7 +117,6 @@ def cannot(mode: Mode, config: Config, device: torch.device) -> str | None:
     amp = mode.amp(config.AMP)
     try:
         check_amp(amp, config.TRAIN)
-        check_precision(amp, device)
     except UserError as error:
         return str(error)
     return None

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from engine.amp import precision
-from engine.amp.precision import Precision, amp_may_gain, check_precision, choose, switch_tf32
+from engine.amp.precision import Precision, amp_may_gain, choose, switch_tf32
 from tests.engine.small import BF16, CPU, FP16, OFF
 from utils.config import AmpConfig
-from utils.errors import UserError
 
 AUTO = AmpConfig(ENABLED=True)
 GPU = torch.device("cuda", 0)
@@ -104,14 +103,6 @@ def test_amp_off_is_fp32(amp: AmpConfig) -> None:
     assert (off.name, off.level, off.scaler.is_enabled()) == ("fp32", "O0", False)
     with off.autocast():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
-
-
-def test_bf16_is_rejected_on_mps() -> None:
-    with pytest.raises(UserError, match="fp16"):
-        check_precision(BF16, torch.device("mps"))
-    with pytest.raises(UserError, match="O3 chooses bf16"):
-        check_precision(AmpConfig(ENABLED=True, LEVEL="O3"), torch.device("mps"))
-    check_precision(AmpConfig(ENABLED=True, LEVEL="O3"), CPU)
 
 
 @pytest.mark.parametrize(("amp", "dtype", "scaled"), [(FP16, torch.float16, True), (BF16, torch.bfloat16, False)])

@@ -37,7 +37,7 @@ from utils.config.families import TAUGHT
 from utils.config.train import TrainConfig
 from utils.errors import UserError
 from utils.log import log
-from utils.own_code import FIELD, noted_of
+from utils.own_code import FIELD, noted_files, noted_of
 from utils.record.resumed_run import config_of
 from vitamp.checkpoints import META, run_folder_of
 from vitamp.meta import Input, check_fields
@@ -279,7 +279,10 @@ def _load_source(setting: str, config: Config, precision: Precision) -> TeacherM
                 from engine.trained.own_code import use_of_weights
 
                 run, noted = run_folder_of(chosen.place), noted_of(chosen.meta.get(FIELD), chosen.place)
-                use_of_weights(noted, theirs, run, ("model",))
+                use_of_weights([] if own else noted, theirs, run, ("model",))
+                used = {one["sha256"] for one in noted_files() if theirs.MODEL.NAME in one["registers"]}
+                if own and used.isdisjoint(one.sha256 for one in noted):
+                    log.warning("Teacher %s: %s has changed since; it is built by the new file.", setting, own.file)
         if theirs.task != ONE_LABEL:
             raise UserError(f"{KEY} {setting}: trained {theirs.task.words}; a teacher needs one label per image.")
         data = theirs.DATA

@@ -15,6 +15,7 @@ from torch import nn
 
 import datasets
 from datasets.transforms.augment import POLICIES
+from models.parts import pretrained_cfg
 from utils.config import Config
 from utils.config.keys import value_of
 from utils.config.kinds import OWN_SETTING, parse_text
@@ -206,7 +207,7 @@ def _offer(own: Own) -> None:
             raise UserError(f"-use {own.file}: model {own.name} returned {type(module).__name__}, not an nn.Module.")
         if own.takes("img_size"):
             # What timm says of models that are built for one size: the program then passes it.
-            vars(module).setdefault("pretrained_cfg", {})["fixed_input_size"] = True
+            vars(module)["pretrained_cfg"] = {**pretrained_cfg(module), "fixed_input_size": True}
         return module
 
     build.__name__ = own.name

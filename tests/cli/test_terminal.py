@@ -12,12 +12,10 @@ from tests.terminal import on_terminal
 BAR = r"epoch \d/8 \S* +\d+/44 \[\d\d:\d\d left, run \d:\d\d:\d\d left, loss \d+\.\d{4}, [\d,.]+ images/s\]"
 ROW = r" +{}/{}  +\d+\.\d{{4}}  +\d+\.\d{{4}}  +\d+\.\d\d  +\d+\.\d\d  0:00:\d\d  +[\d,]+  +\d\.\d\de-\d\d(  best)?"
 
-SPEED = "Where the time went"
-
 
 def forms(log: str) -> Counter[str]:
     """Lines without their numbers, paths and arguments, and without the line that a busy CPU changes."""
-    lines = [line for line in log.splitlines() if "arguments" not in line and SPEED not in line]
+    lines = [line for line in log.splitlines() if "arguments" not in line and "Where the time went" not in line]
     return Counter(re.sub(r"/\S+", "PATH", re.sub(r"[\d.,]+", "N", line)) for line in lines)
 
 

@@ -14,9 +14,8 @@ from vitamp.metrics import BALANCED, MAP, TOP1
     ("number", "noun", "text"),
     [
         *((1, "update", "1 update"), (0, "update", "0 updates"), (1.0, "minute", "1 minute")),
-        (1234, "training image", "1,234 training images"),
+        *((1234, "training image", "1,234 training images"), (0.5, "minute", "0.5 minutes")),
         *((2, "process", "2 processes"), (2, "batch", "2 batches"), (2, "epoch", "2 epochs")),
-        (0.5, "minute", "0.5 minutes"),
     ],
 )
 def test_noun_follows_its_number(number: float, noun: str, text: str) -> None:

@@ -30,7 +30,7 @@ from models.build import sizes_in
 from models.parts import base_weights, frozen_weights
 from utils.config import Config, differences, load_config
 from utils.config.keys import OF_ONE_START, default_of, value_of
-from utils.config.kinds import AUTO, one_line
+from utils.config.kinds import AUTO, OWN_SETTING, one_line
 from utils.config.model import LoraConfig
 from utils.config.resumed import FROM_WEIGHTS, known_settings
 from utils.distributed.world import World, broadcast
@@ -134,7 +134,7 @@ def best_to_beat(best: Best, val_data: str, folder: Path, checkpoint: Checkpoint
     if meta.get("val_data", val_data) != val_data:
         changed.append("The validation images have changed")
     hashes = {one["sha256"] for one in (*noted_files(), *meta.get(FIELD, ())) if best.by in one["registers"]}
-    words = {*config.USE} ^ {*settings.get("USE", ())}
+    words = {*config.own_settings} ^ {one for one in settings.get("USE", ()) if OWN_SETTING.fullmatch(one)}
     if len(hashes) > 1 or any(word.startswith(f"{best.by}.") for word in words):
         changed.append(f"The metric {best.by} has changed")  # one of the user's own, in its file or a setting
     if changed:

@@ -280,6 +280,8 @@ class Saver(RankSaver):
     def _words(self, error: OSError) -> str:
         # The hidden folder is removed by now, so its path would only confuse.
         where = self._root if ".tmp-" in str(error.filename) else error.filename
-        disk = self._root if self._root.exists() else self._root.parent  # it may be a link to another disk
-        free = f", {size_words(shutil.disk_usage(disk).free)} free" if error.errno == errno.ENOSPC else ""
+        free = ""
+        if error.errno == errno.ENOSPC:
+            disk = self._root if self._root.exists() else self._root.parent  # it may be a link to another disk
+            free = f", {size_words(shutil.disk_usage(disk).free)} free"
         return f"{where or self._root}: {error.strerror or error}{free}"

@@ -15,7 +15,7 @@ from utils.cli import version_text
 from utils.config import Config
 from utils.config.keys import settings, value_of
 from utils.distributed.group import backend_of, join
-from utils.distributed.world import BY_HAND, World, all_gather, name_of
+from utils.distributed.world import World, all_gather
 from utils.errors import AllRanksUserError
 from utils.log import DETAIL, log
 from utils.program import LAUNCHER_PID, started_as
@@ -32,7 +32,6 @@ def join_run(config: Config, world: World, device: torch.device, threads: int) -
         "rank": world.rank,
         "size": world.size,
         "local_rank": world.local_rank,
-        "local_size": world.local_size,
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "started": start_time_of(os.getpid()),
@@ -44,25 +43,22 @@ def join_run(config: Config, world: World, device: torch.device, threads: int) -
     }
     common = {key: str(value_of(config, key)) for key in settings() if key != "NGPUS"}
     members = join(world, config.DIST, device, member, common)
-    _check_devices(members, world)
+    _check_devices(members)
     log.info(environment_table(config, world, device, members), extra=DETAIL)
 
 
-def _check_devices(members: list[dict[str, Any]], world: World) -> None:
-    """Reject ranks that share a GPU or cores, with the same error on all."""
+def _check_devices(members: list[dict[str, Any]]) -> None:
+    """Reject ranks that share a GPU. All ranks get the same result."""
     taken: dict[tuple[str, str], int] = {}
     for member in members:
+        if member["gpu"] is None:
+            continue
         before = taken.setdefault((member["host"], member["gpu"]), member["rank"])
-        if member["gpu"] is not None and before != member["rank"]:
+        if before != member["rank"]:
             raise AllRanksUserError(
                 f"ranks {before} and {member['rank']} on {member['host']} were given the same GPU; start one process "
                 "per GPU. Ranks started by hand or by a script each need LOCAL_RANK, their number on the machine, and "
                 "LOCAL_WORLD_SIZE, how many it runs, in the environment."
-            )
-        if world.launcher == BY_HAND and member["local_rank"] >= member["local_size"]:
-            raise AllRanksUserError(
-                f"{name_of(member)}: LOCAL_RANK {member['local_rank']} is not below LOCAL_WORLD_SIZE "
-                f"{member['local_size']}; set both for each rank: its number on its machine, and how many run there."
             )
 
 

@@ -163,7 +163,7 @@ NEAR = f"""{METRIC}class near:
 
 def test_metrics_of_ones_own_decide_and_are_shown(vitamp: Vitamp, tiny: Path, files: Path, tmp_path: Path) -> None:
     """One is a function, the other a class with a setting. Log, report, evaluation and a resumed run have them."""
-    file, run = tmp_path / "near.py", tmp_path / "run"
+    file, run = tmp_path / "kappa.py", tmp_path / "run"
     file.write_text((files / "kappa.py").read_text() + NEAR, encoding="utf-8")
     use = ("-use", file)
     own = ("VALIDATE_METRICS=kappa,near", "SAVE_BEST_BY=kappa", "near.digits=3", "kappa.weights=linear")
@@ -190,7 +190,9 @@ def test_metrics_of_ones_own_decide_and_are_shown(vitamp: Vitamp, tiny: Path, fi
     assert ">near<" in page
     judged = judged_by("near", "model", [config_of_run(run)])
     assert judged.of(metrics_of(run)) == metrics(run, "val")[-1]["near"]
-    for updates in (89, 90):  # with another setting, and with another file
+    words = ("-resume", run, "-use", f"{tmp_path}/./kappa.py", "TRAIN.NUM_EPOCHS=3", "TRAIN.MAX_UPDATES=89")
+    assert "kappa has changed" not in vitamp(*words, code=0).text
+    for updates in (90, 91):  # with another setting, and with another file
         words = ("kappa.weights=quadratic", "TRAIN.NUM_EPOCHS=3", f"TRAIN.MAX_UPDATES={updates}")
         assert "The metric kappa has changed: the best so far, " in vitamp("-resume", run, *use, *words, code=0).text
         file.write_text(f"{file.read_text()}# changed\n")

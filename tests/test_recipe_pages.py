@@ -135,7 +135,7 @@ def test_a_frozen_backbone_stands_still_by_the_command_line(vitamp: Vitamp, plac
     run = place / "runs" / "amp_yes"
     stood_still(run, first)
     trained = 512 * 256 + 256
-    assert f"trainable {trained:,} " in done.out
+    assert f"({trained:,} trainable" in done.out
     assert "caltech256: 27 training and 3 validation images of 64 x 64 x 3, 256 classes" in done.out
     assert re.search("(bf16|fp16) by autocast|-amp computes in fp32 here", done.text), "as the CPU computes"
     assert metrics(run, "train")[-1]["update"] == 3

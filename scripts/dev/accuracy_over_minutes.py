@@ -21,7 +21,7 @@ from matplotlib import pyplot as plt
 
 COLOURS = {"vitamp": "tab:blue", "timm": "tab:orange"}
 STYLES = {30: "-", 60: "--", 120: ":"}
-MARKERS = {"no CutMix": ".", "CutMix": "s", "growing": ".", "growing, CutMix": "s"}
+MARKERS = {"no CutMix": ".", "CutMix": "s", "growing": ".", "growing, nmuon at 0.005": "^", "growing, CutMix": "s"}
 
 
 def draw(results: Path, picture: Path) -> None:

@@ -48,7 +48,7 @@ def ending_at_once(monkeypatch: pytest.MonkeyPatch, code: int) -> list[str]:
 
     def start(command: list[str], _output: IO[bytes]) -> Any:
         started.append(Path(command[command.index("-output") + 1]).name)
-        return SimpleNamespace(wait=lambda _: code)
+        return SimpleNamespace(wait=lambda: code)
 
     monkeypatch.setattr(runs, "start", start)
     return started
@@ -131,7 +131,7 @@ def test_parent_holds_no_gpu_during_training(compare: Call, tmp_path: Path, monk
     hopper = SimpleNamespace(name="H100", total_memory=80 * 2**30, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "_get_device_properties", lambda _: hopper, raising=False)
     monkeypatch.setattr(sessions, "own_process", Elsewhere)
-    monkeypatch.setattr(runs, "start", lambda *_: SimpleNamespace(wait=lambda _: 1))
+    monkeypatch.setattr(runs, "start", lambda *_: SimpleNamespace(wait=lambda: 1))
     compare("-device", "cuda", "-modes", "fp32,auto,tf32,fp8", "-seeds", "0,", code=1)
     assert metrics_file(tmp_path / "out")["compared"] == ["fp32", "fp16", "tf32", "fp8"]
     assert metrics_file(tmp_path / "out")["device"] == "H100, 80 GiB, compute capability 9.0"
@@ -147,7 +147,7 @@ def test_failed_run_is_reported_and_the_others_are_compared(
         name = Path(command[command.index("-output") + 1]).name
         if name == "fp32-0":
             output.write(b"Epoch 1\nwarning: hm\nerror: the gradients stopped being numbers\nand so on\n")
-        return SimpleNamespace(wait=lambda _: {"fp32-0": 1, "bf16-0": -9, "fp32-1": 0, "bf16-1": 1}[name])
+        return SimpleNamespace(wait=lambda: {"fp32-0": 1, "bf16-0": -9, "fp32-1": 0, "bf16-1": 1}[name])
 
     monkeypatch.setattr(runs, "start", start)
     said = compare("-modes", "fp32,bf16", "-seeds", "2", code=1)
@@ -180,7 +180,7 @@ def test_ngpus_starts_main_multi_gpu(
 ) -> None:
     scripts = set[str]()
     monkeypatch.setattr("engine.machine.device.visible_gpus", lambda _: 2)
-    monkeypatch.setattr(runs, "start", lambda command, _: scripts.add(command[0]) or SimpleNamespace(wait=lambda _: 1))
+    monkeypatch.setattr(runs, "start", lambda command, _: scripts.add(command[0]) or SimpleNamespace(wait=lambda: 1))
     done = compare("-modes", "fp32,bf16", "-seeds", "0,", *words, code=1 if script else 2)
     assert scripts == ({script} if script else set())
     assert said in done.text

@@ -46,7 +46,10 @@ def train(vitamp: Vitamp, tiny: Path, photos: Path) -> Callable[..., Result]:
     return call
 
 
-@pytest.mark.parametrize("words", [(), ("DATA.BATCH_SIZE=200", "-max_time", "0:00:01")], ids=["", "paused in an epoch"])
+PAUSED = ("DATA.BATCH_SIZE=200", "TRAIN.NUM_EPOCHS=800", "-max_time", "0:00:01")
+
+
+@pytest.mark.parametrize("words", [(), PAUSED], ids=["", "paused"])
 def test_training_ends_well_with_one_broken_image_in_a_hundred(
     train: Callable[..., Result], photos: Path, tmp_path: Path, words: tuple[object, ...]
 ) -> None:

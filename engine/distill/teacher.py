@@ -282,7 +282,7 @@ def _load_source(setting: str, config: Config, precision: Precision) -> TeacherM
                 use_of_weights([] if own else noted, theirs, run, ("model",))
                 used = {one["sha256"] for one in noted_files() if theirs.MODEL.NAME in one["registers"]}
                 if own and used.isdisjoint(one.sha256 for one in noted):
-                    log.warning("Teacher %s: %s has changed since; it is built by the new file.", setting, own.file)
+                    log.warning("Teacher %s: %s has changed since; the new file builds the teacher.", setting, own.file)
         if theirs.task != ONE_LABEL:
             raise UserError(f"{KEY} {setting}: trained {theirs.task.words}; a teacher needs one label per image.")
         data = theirs.DATA

@@ -267,7 +267,7 @@ def test_a_model_and_its_teacher_get_their_settings(vitamp: Vitamp, tiny: Path, 
     vitamp(*words, "-trust", code=0)
     file.write_text(f"{NET}# changed\n")
     words = ("-dataset", "digits", "-num_classes", 10, *(f"{key}={value}" for key, value in image.items()), *words[2:])
-    assert "net.py has changed since; it is built by the new file" in vitamp(*words, "-device", "cpu", code=0).text
+    assert "net.py has changed since; the new file builds" in vitamp(*words, "-device", "cpu", code=0).text
     assert "Net has no features" in vitamp(run, "-knn", 3, "-trust", script="scripts/evaluate.py", code=2).err
 
 

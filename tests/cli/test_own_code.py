@@ -190,8 +190,8 @@ def test_metrics_of_ones_own_decide_and_are_shown(vitamp: Vitamp, tiny: Path, fi
     assert ">near<" in page
     judged = judged_by("near", "model", [config_of_run(run)])
     assert judged.of(metrics_of(run)) == metrics(run, "val")[-1]["near"]
-    words = ("-resume", run, "-use", f"{tmp_path}/./kappa.py", "TRAIN.NUM_EPOCHS=3", "TRAIN.MAX_UPDATES=89")
-    assert "kappa has changed" not in vitamp(*words, code=0).text
+    words = ("-resume", run, "-use", "kappa.py", "TRAIN.NUM_EPOCHS=3", "TRAIN.MAX_UPDATES=89")
+    assert "kappa has changed" not in vitamp(*words, cwd=tmp_path, code=0).text
     for updates in (90, 91):  # with another setting, and with another file
         words = ("kappa.weights=quadratic", "TRAIN.NUM_EPOCHS=3", f"TRAIN.MAX_UPDATES={updates}")
         assert "The metric kappa has changed: the best so far, " in vitamp("-resume", run, *use, *words, code=0).text

@@ -11,6 +11,7 @@ from typing import Any, get_args
 import timm
 import torch
 from timm.layers.patch_dropout import PatchDropout
+from timm.models import PretrainedCfg
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -246,6 +247,11 @@ def is_timm_name(name: str) -> bool:
     if not timm.is_model(architecture):
         return False
     return not tag or name in timm.list_pretrained(f"{architecture}.*")
+
+
+def timm_weights(name: str) -> PretrainedCfg | None:
+    """timm's facts about the weights of this name, perhaps a former one; None for a model of one's own code."""
+    return timm.get_pretrained_cfg(timm.models.get_deprecated_models().get(name) or name)
 
 
 def resolve(model: ModelConfig, sizes_given: bool) -> tuple[str, bool]:

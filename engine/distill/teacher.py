@@ -27,7 +27,7 @@ from engine.inputs.batches import BatchTransform, TransformedBatch, per_channel
 from engine.machine.memory import is_out_of_memory
 from engine.measure.throughput import FORWARD, TEACHER
 from engine.speed.speedup import mix_in
-from models.build import build_model, is_timm_name
+from models.build import build_model, is_timm_name, timm_weights
 from models.parts import count_parameters
 from models.refusals import similar_models
 from models.weights.find import locate
@@ -300,7 +300,7 @@ def _load_source(setting: str, config: Config, precision: Precision) -> TeacherM
             force_fp32(model, [*theirs.AMP.FP32_MODULES, *fp32_modules(chosen)], precision.device.type)
         where, normalised = f"{theirs.MODEL.NAME} of {chosen.file}", (data.IMAGENET_MEAN, data.IMAGENET_STD)
         return TeacherModel(model, where, data.IMAGE_SIZE, *normalised, theirs.MODEL.NUM_CLASSES, chosen.classes)
-    pretrained, channels = timm.get_pretrained_cfg(name), config.DATA.IMAGE_CHANNELS
+    pretrained, channels = timm_weights(name), config.DATA.IMAGE_CHANNELS
     if pretrained is None:
         raise UserError(f"{KEY} {setting}: {name} is a model of your own code; name the folder of its run.")
     classes, header = pretrained.num_classes if place == name else config.MODEL.NUM_CLASSES, {}

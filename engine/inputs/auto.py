@@ -11,14 +11,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 
 from datasets import count_classes, open_dataset, source_of
 from datasets.base import background_of
 from datasets.shards.index import open_store
 from datasets.shards.source import ShardSet
-from models.build import is_timm_name, sizes_in
+from models.build import is_timm_name, sizes_in, timm_weights
 from models.build import resolve as timm_base
 from models.sizes import RESIZED, given_sizes
 from models.weights.find import local_weights, model_of_run
@@ -231,7 +230,7 @@ def _of_fields(fields: Any, where: Path | str) -> Preprocessing | None:
 
 
 def _of_timms_name(name: str, where: str) -> Preprocessing | None:
-    cfg = timm.get_pretrained_cfg(timm.models.get_deprecated_models().get(name) or name)  # it may be an old name
+    cfg = timm_weights(name)
     return None if cfg is None else _of_fields(asdict(cfg), where)
 
 

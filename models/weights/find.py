@@ -12,7 +12,7 @@ import timm
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 
-from models.build import is_timm_name
+from models.build import is_timm_name, timm_weights
 from models.refusals import similar_models
 from utils.config.keys import nested, settings
 from utils.config.model import ModelConfig
@@ -129,7 +129,7 @@ def local_weights(source: str) -> WeightFiles | None:
 
 def _on_hub(name: str, download: bool) -> WeightFiles | None:
     """timm's weights of this name."""
-    config = timm.get_pretrained_cfg(timm.models.get_deprecated_models().get(name) or name)  # it may be an old name
+    config = timm_weights(name)
     if config is None or not config.has_weights:
         tags = timm.list_pretrained(f"{name.partition('.')[0]}*")
         instead = f" Similar names with weights: {', '.join(tags[:5])}." if tags else ""

@@ -17,7 +17,7 @@ from torch import Tensor
 from datasets.base import HUB_PREFIX
 from datasets.shards import hub as hub_data
 from engine.checkpoint.folder import raising_os_errors
-from models.build import is_timm_name
+from models.build import is_timm_name, timm_weights
 from models.parts import count_parameters
 from tools.common.report_page.runs import LAYOUTS, Run, read_runs
 from tools.export import CARD, CONFIG, CURVES, WEIGHTS
@@ -57,7 +57,7 @@ def card_of(export: Export, title: str, license: str | None, run: Run | None, ha
     elif name not in LAYOUTS:
         dataset = name
     base = settings_of(chosen).get("MODEL.PRETRAINED")
-    timms = timm.get_pretrained_cfg(base) if isinstance(base, str) and is_timm_name(base) else None
+    timms = timm_weights(base) if isinstance(base, str) and is_timm_name(base) else None
     base = timms.hf_hub_id if timms is not None else None  # on the Hub; None without weights, or with those of a file
     results = [
         EvalResult(

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import timm
 
 from engine.inputs.batches import input_of
-from models.build import build_without_weights, is_timm_name, timm_call
+from models.build import build_without_weights, is_timm_name, timm_call, timm_weights
 from models.weights.paddle import (
     CLASSIFIERS,
     OF_A_CLASSIFIER,
@@ -124,7 +123,7 @@ def _header(converted: Converted, target: Target, file: Path) -> dict[str, str]:
     about: dict[str, Any] = {"converted_from": file.name, "num_classes": target.sizes["NUM_CLASSES"]}
     if target.name and target.sizes["NUM_CLASSES"]:
         # Settings of the model and of its image preparation, which is timm's for the same model.
-        pretrained = timm.get_pretrained_cfg(target.name)
+        pretrained = timm_weights(target.name)
         assert pretrained is not None  # is_timm_name
         values: dict[str, Any] = {
             "MODEL.TYPE": converted.family,
@@ -201,7 +200,7 @@ def target_of(file: Path, arrays: dict[str, np.ndarray], converted: Converted, n
 
 
 def _published(converted: Converted, name: str) -> Target:
-    pretrained = timm.get_pretrained_cfg(name)
+    pretrained = timm_weights(name)
     assert pretrained is not None  # is_timm_name
     given: Any = pretrained.classifier
     classifiers = (given,) if isinstance(given, str) else tuple(given or ())

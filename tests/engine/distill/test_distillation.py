@@ -160,7 +160,7 @@ def test_teacher_gets_images_in_its_own_size_and_normalisation(tiny: Path, tmp_p
     expected = whole.eval()((large - mean) / std)
     assert torch.allclose(teacher((pixels - 0.3) / 0.2), expected, atol=2e-4)
     assert expected.std() > 1e-3
-    tagged = tmp_path / "tf_efficientnet_b0.ap_in1k.safetensors"  # other tags have another mean
+    tagged = tmp_path / "tf_efficientnet_b0_ap.safetensors"  # the former name of a tag with another mean
     save_file(timm.create_model("tf_efficientnet_b0", num_classes=10, in_chans=1).state_dict(), tagged)
     ready = build(tiny, TRAIN__DISTILLATION_TYPE="hard", TRAIN__TEACHER_MODEL=tagged)
     assert teacher_in(ready).source.mean == (0.5,)

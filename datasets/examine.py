@@ -259,9 +259,9 @@ def warnings_of(found: Findings, data: DataConfig, check: str) -> Iterator[str]:
     """What makes the metrics of a validation wrong, and what mends it."""
     training, validation = found.classes["training"], found.classes["validation"]
     missing = [name for name, count in training.items() if count and not validation[name]]
-    # Of a validation split that comes with the data, these have warned.
+    # Of a validation split that comes with the data, these have warned, before DATA.EXCLUDE.
     warned = data.DATASET.partition(":")[0] in ("hf", "imagefolder", "imagenet2012", "shards")
-    if missing and (not warned or comes_unsplit(data)):
+    if missing and (not warned or data.EXCLUDE or comes_unsplit(data)):
         of = f"{len(missing):,} of {len(training):,} (the first: {missing[0]})"
         yield f"Classes without validation images, of which no metric tells: {of}. Validation needs images of them."
     if found.copies is not None and found.copies.found:

@@ -20,7 +20,7 @@ from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
 from utils.log import log, warn_once
 from utils.program import started_as
-from utils.text import counted, some_of
+from utils.text import counted, redacted, some_of
 
 REMARK = "  # "
 """Between a name in the list and the reason, which is ignored."""
@@ -81,7 +81,7 @@ def without_excluded(samples: Samples, data: DataConfig) -> Samples:
 
 def line_of(name: str, remark: str, data: DataConfig) -> str:
     """A line of the list."""
-    return f"{path_in_list(name, data)}{REMARK}{' '.join(remark.split())}"
+    return f"{path_in_list(name, data)}{REMARK}{redacted(' '.join(remark.split()))}"
 
 
 def path_in_list(name: str, data: DataConfig) -> str:

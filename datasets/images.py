@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -156,6 +156,10 @@ class Joined(Samples):
     def size(self, index: int) -> int:
         split, inside = self._place(index)
         return split.size(inside)
+
+    def names(self) -> Iterator[bytes]:
+        for split in self.splits:
+            yield from split.names()
 
     def prefetch(self, indices: Sequence[int]) -> None:
         for begin, split in zip(self._begins.tolist(), self.splits, strict=False):

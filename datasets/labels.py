@@ -34,7 +34,7 @@ def images_of_classes(labels: np.ndarray, classes: int) -> np.ndarray:
     """Number of images of each class. `labels`: see `Samples.labels`."""
     if labels.ndim == 2:
         return labels.sum(0, dtype=np.int64)[:classes]
-    return np.bincount(labels, minlength=classes)[:classes]
+    return np.bincount(labels[labels >= 0], minlength=classes)[:classes]  # -1: an image without label
 
 
 def check_gaps(labels: Sequence[int] | np.ndarray, where: Callable[[int], str]) -> None:

@@ -98,10 +98,3 @@ def test_torch_loads_weights_only() -> None:
     loads = [ast.unparse(call) for call in calls if ast.unparse(call.func) == "torch.load"]
     assert loads
     assert all("weights_only=True" in load for load in loads), loads
-
-
-def test_our_datasets_folder_is_the_one_imported() -> None:
-    """Hugging Face's package of the same name must never win."""
-    import datasets
-
-    assert [Path(p).resolve() for p in datasets.__path__] == [ROOT / "datasets"]

@@ -60,7 +60,8 @@ def run_folder_of(path: Path) -> Path | None:
     if (folder_of_path / CHECKPOINTS).is_dir():
         return folder_of_path
     absolute = folder_of_path.absolute()
-    return next((one.parent for one in (absolute, absolute.parent) if one.name == CHECKPOINTS), None)
+    places = absolute, absolute.parent, folder_of_path.resolve().parent  # the last one for a link to a checkpoint
+    return next((one.parent for one in places if one.name == CHECKPOINTS), None)
 
 
 def checkpoints_in(root: Path) -> dict[int, Path]:
@@ -86,6 +87,8 @@ def checkpoints_at(path: Path) -> list[Path]:
     if not path.exists():
         raise UserError(f"{path}: no such file or folder.")
     folder, root = place_of(path)
+    if path.is_file() and folder is None and path.name.endswith(WEIGHTS):
+        raise UserError(f"{path}: this file holds only weights; name a run or a checkpoint.")
     found = [folder] if folder is not None else [*checkpoints_in(root).values()]
     if not found:
         raise UserError(f"{path}: no checkpoint found (looked for {root}/{PREFIX}*).")
@@ -166,7 +169,8 @@ def base_file(folder: Path, meta: Mapping[str, Any]) -> Path | None:
     """The file of frozen weights of the checkpoint `folder`, by its size; None if the checkpoint needs none."""
     if meta.get(LORA) is None:
         return None
-    seal, places = meta[LORA]["base"], (folder.absolute() / BASE, folder.absolute().parent / BASE)
+    places = folder.absolute() / BASE, folder.absolute().parent / BASE, folder.resolve().parent / BASE
+    seal = meta[LORA]["base"]
     if found := next((place for place in places if place.is_file()), None):
         if found.stat().st_size != seal["size"]:
             raise UserError(f"{found}: damaged or of another run, it does not have the size that {folder} records.")

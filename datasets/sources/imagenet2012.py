@@ -33,12 +33,14 @@ def _samples(data: DataConfig, part: Part, num_classes: int) -> FileSamples:
 def _check(data: DataConfig, num_classes: int, train: bool) -> None:
     if not (lists := _lists(data)):
         imagefolder.check(data, num_classes, train)
+    classes = 0
     for part in parts_read(data, train, lists) if lists else ():
         file = _list_file(data, lists, part)
         paths, labels = read_list(file, num_classes)
         check_first_files(file, paths, data)
-        classes = int(labels.max()) + 1
-        log_unused_outputs(classes, num_classes, f"The list {file}")
+        if not classes:  # the first list, as a rule that of training
+            log_unused_outputs(int(labels.max()) + 1, num_classes, f"The list {file}")
+        classes = max(classes, int(labels.max()) + 1)
         warn_empty_classes(labels, range(classes), f"The list {file}")
 
 

@@ -10,6 +10,7 @@ import timm
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from datasets import Batch
 from datasets.transforms.augment import OwnChange, own_augmentations
@@ -100,7 +101,7 @@ def try_own_code(config: Config) -> None:
                     raise UserError(f"{named} has {what}.")
                 rows = config.TRAIN.mixes or config.TRAIN.DISTILLATION_TYPE is not None  # its labels are one-hot
                 mixed = [task.mixed(labels, torch.full((SAMPLES, 1), 0.7))[0]] if rows else []
-                for target in (labels, *mixed):
+                for target in mixed or [labels]:
                     logits = torch.randn(SAMPLES, task.classes, requires_grad=True)
                     value = loss(logits, target)
                     if not isinstance(value, Tensor) or value.ndim:
@@ -118,8 +119,8 @@ def try_own_code(config: Config) -> None:
                 task = task_of(config)
                 # All classes are among the labels, unless there are very many.
                 images = min(max(FOR_METRICS, 2 * task.classes), MOST_FOR_METRICS)
-                labels = task.example(images, torch.device("cpu"))
-                labels = torch.arange(images) % task.classes if labels.ndim == 1 else labels.long()
+                labels = torch.arange(images) % task.classes
+                labels = labels if task.kind == ONE_LABEL else F.one_hot(labels, task.classes)
                 measured(config.VALIDATE_METRICS, task.probabilities(torch.randn(images, task.classes)), labels)
         except OwnCodeError as error:
             raise UserError(str(error)) from None

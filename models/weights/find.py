@@ -65,13 +65,13 @@ def check_file(path: Path) -> None:
     try:
         with path.open("rb") as file:
             start = file.read(64)
-        if path.name.endswith(".safetensors"):
-            with safe_open(str(path), framework="pt"):
-                return
         if start.startswith(b"version https://git-lfs"):
             raise UserError(
                 f"Pretrained weights {path}: this is a Git LFS pointer, not the weights; run `git lfs pull`."
             )
+        if path.name.endswith(".safetensors"):
+            with safe_open(str(path), framework="pt"):
+                return
         # torch's current format and .npz are zip files; torch's older format is a pickle, which begins with 0x80.
         if start.startswith(b"PK"):
             zipfile.ZipFile(path).close()

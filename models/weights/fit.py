@@ -34,7 +34,7 @@ from models.weights.paddle import (
 from utils.config.kinds import one_line
 from utils.errors import UserError
 from utils.log import log
-from vitamp.checkpoints import LORA, verified_base
+from vitamp.checkpoints import LORA, sha256_of, verified_base
 from vitamp.meta import META, Adapters, check_fields, unchecked_meta
 from vitamp.pooling import OWN_POOL
 from vitamp.tensors import JoinedShards, Merged, is_adapter
@@ -115,6 +115,11 @@ def load_pretrained(
 def _read(files: Sequence[Path]) -> Weights:
     """Tensors of a file or its shards, without the wrappings of DDP, torch.compile and training scripts."""
     file = files[0]
+    for one in files:  # a checkpoint records the hashes of its files
+        seals = unchecked_meta(one.parent).get("files")
+        seal = seals.get(one.name) if isinstance(seals, dict) else None
+        if isinstance(seal, dict) and sha256_of(one) != seal.get("sha256"):
+            raise UserError(f"Pretrained weights {one}: damaged, its contents are not what was written.")
     if file.suffix == PADDLE:
         converted = convert(arrays := read_pdparams(file), file)
         # Those that timm's model does not have are included, so that `_mismatches` reports them with all others.

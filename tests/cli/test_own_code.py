@@ -123,6 +123,7 @@ LEARNED = f"from torch import nn\n{LOSS}class bad(nn.PReLU):\n forward = lambda 
 MODEL = "from torch import nn\nfrom vitamp import model\n@model\ndef bad(num_classes):\n "
 NO_ROWS = f"{LOSS}def bad(logits, targets): return logits[range(4), targets].mean()\n"
 BAD = [
+    ("TRAIN.LOSS=bad TRAIN.MIXUP_ALPHA=1", f"{LOSS}def bad(logits, targets): return targets.sum(1)\n", "as a scalar"),
     ("TRAIN.LOSS=bad", "def focal(:\n", "line 1: "),
     ("TRAIN.LOSS=bad", "import sys\nsys.exit(0)\n", "mine.py, line 2: SystemExit: 0"),
     ("TRAIN.LOSS=bad", "raise KeyboardInterrupt\n", "mine.py, line 1: KeyboardInterrupt"),

@@ -75,14 +75,6 @@ def test_list_models_prints_timm_names(vitamp: Vitamp) -> None:
     assert every == sorted(every)
 
 
-def test_version_and_help_are_printed(vitamp: Vitamp) -> None:
-    version = vitamp("-version", code=0)
-    assert re.fullmatch(r"vitamp \S+\ntorch 2\.\S+\ntimm 1\.\S+\n", version.out)
-    usage = vitamp("-h", code=0)
-    for words in ("usage: python main_single_gpu.py", "Precision:", "-amp [HOW]", "-batch_size N", "-resume PATH|auto"):
-        assert words in usage.out
-
-
 def test_next_commands_have_the_folder_and_come_before_the_last_line(
     vitamp: Vitamp, tiny: Path, tmp_path: Path
 ) -> None:

@@ -26,7 +26,8 @@ def run(tmp_path: Path) -> Path:
 def test_run_folder_of_a_checkpoint(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = run / "checkpoints" / "step-000000001"
     monkeypatch.chdir(step.parent)
-    for path in (run, run / "config.yaml", step.parent, step.parent / "i", step, step / MODEL, Path(step.name)):
+    (link := run.parent / "best").symlink_to(step)
+    for path in (run, run / "config.yaml", step.parent, step.parent / "i", step, step / MODEL, Path(step.name), link):
         found = run_folder_of(path)
         assert found is not None, path
         assert found.resolve() == run

@@ -39,7 +39,6 @@ def with_little(train: Train, tmp_path: Path) -> Callable[..., object]:
 def test_where_memory_ends_it_is_told_what_helps(with_little: Train) -> None:
     run = with_little("run", *DEEP, "-batch_size", 256, "SAVE_FREQ=1", gib=1, updates=5, code=1)
     assert run.text.count("out of memory in update 1: ") == 1
-    assert "Traceback" not in run.text
     for part in (
         " on cuda:0 (",
         "more were requested",

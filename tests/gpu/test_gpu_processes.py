@@ -51,6 +51,5 @@ def test_torchrun_with_one_by_nccl(small: Path, alone: Run, tmp_path: Path) -> N
     start = torchrun("--nproc_per_node", 1, "--master_port", free_port())
     backend = ["-backend", "nccl"] if KIND == "cuda" else []
     words = ["-cfg", small, "-output", tmp_path / "run", *WORDS, *backend, "TRAIN.MAX_UPDATES=12"]
-    done = Command(*start, MULTI, *words, env={"OMP_NUM_THREADS": "1"}).end(180)
-    assert done.code == 0, done.text
+    done = Command(*start, MULTI, *words, env={"OMP_NUM_THREADS": "1"}).end(180).expect(0)
     assert Run(tmp_path / "run", done).of("train") == alone.of("train")

@@ -58,7 +58,7 @@ def test_pdparams_are_found_with_or_without_extension(tmp_path: Path) -> None:
         ("w.pth", b"", "damaged"),
         ("w.pth", b"PK\x03\x04 cut off", "damaged"),
         ("w.npz", b"\x80 no zip file", "damaged"),
-        ("w.pth", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+        *((f"w.{one}", b"version https://git-lfs.github.com/spec/v1\n", "lfs pull") for one in ("pth", "safetensors")),
         ("w.onnx", b"1", "unknown kind of file"),
     ],
 )

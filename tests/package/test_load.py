@@ -24,10 +24,12 @@ from datasets.given import open_given
 from engine.inputs.batches import Inputs, input_of
 from engine.trained.model import load_trained
 from models.weights.find import local_weights
+from models.weights.fit import load_pretrained
 from tests.program import change_meta, write_meta
 from tools.checkpoint import command as checkpoint
 from tools.export import command as export
 from utils.config.data import DataConfig
+from utils.errors import UserError
 from vitamp.timm_model import transform_of
 
 
@@ -160,6 +162,8 @@ def test_what_cannot_be_loaded_names_the_way_on(digits_run: Path, tmp_path: Path
     file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
     with pytest.raises(ValueError, match=r"damaged, the contents of model\.safetensors"):
         vitamp.load(copied, "model")
+    with pytest.raises(UserError, match=r"model\.safetensors: damaged, its contents are not"):
+        load_pretrained(nn.Linear(1, 1), f"{file}", "mine")
     file.unlink()
     with pytest.raises(ValueError, match="no checkpoint found"):
         vitamp.load(tmp_path)

@@ -10,6 +10,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -203,7 +204,7 @@ def test_folds_train_the_recipe_and_go_on(check: Call, tiny: Path, tmp_path: Pat
     planted = write_folders(tmp_path / "data")
     shutil.copy(tmp_path / "data" / "ant" / "30.png", tmp_path / "data" / "bee" / "copy.png")
     small = ("-epochs", 40, "-lr", 1e-2, "-batch_size", 16, "DATA.CROP=none", "DATA.FLIP=0", "TRAIN.PATIENCE=1")
-    words = ("-cfg", tiny, *of_folders(tmp_path / "data"), "-folds", 2, *small)
+    words = ("-cfg", tiny, *of_folders(tmp_path / "data"), "-folds", 2, *small, "-max_time", "0:00:01")
     said = check(*words, "-budget_min", 1e-4)
     assert "-budget_min: no time was left for all folds; repeat the command to continue." in said.err
     assert not (tmp_path / "labels" / "report.html").exists()
@@ -258,7 +259,7 @@ def test_proof_compares_four_trainings_per_seed(check: Call, tiny: Path, digits_
         # As many of each given label, other images.
         random = tables["without_random_images"]
         assert Counter(row["given"] for row in random) == Counter(row["given"] for row in suspects.values())
-        assert {row["path"] for row in random} - suspects.keys()
+        assert not {row["path"] for row in random} & suspects.keys()
         trained = yaml.safe_load((out / f"relabelled-{seed}" / "config.yaml").read_text())
         assert trained["DATA"]["RELABEL"] == str(out / "lists" / f"relabelled-{seed}.csv")
         assert trained["SEED"] == seed
@@ -267,6 +268,14 @@ def test_proof_compares_four_trainings_per_seed(check: Call, tiny: Path, digits_
             found = images.search((out / f"{arm}-{seed}" / "log.txt").read_text())
             assert found, arm
             assert int(found[1]) == count, arm
+
+
+def test_random_images_are_others() -> None:
+    images: Any = SimpleNamespace(label_words=str, labels=np.array([0, 1, 0, 1, 0, 1, 1]))
+    suspects = [search.Suspect(image, "", "", 1, 0, 0) for image in (0, 2, 3)]
+    assert [one.image for one in prove.random_like(images, suspects, 0) if one.given == "0"] == [4], "it has no second"
+    images.labels = np.eye(7, dtype=np.uint8)  # several labels, each image with others
+    assert {one.image for one in prove.random_like(images, suspects, 0)} < {1, 4, 5, 6}
 
 
 def test_nothing_is_proved_where_nothing_is_found(check: Call, tiny: Path, digits_run: Path, tmp_path: Path) -> None:

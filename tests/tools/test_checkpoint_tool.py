@@ -188,14 +188,16 @@ def test_bad_commands_are_refused(tool: Callable[..., Result], run: Path, tmp_pa
     fold = shutil.copytree(run / "checkpoints" / NAMES[0], tmp_path / "fold")
     change_meta(fold, settings={"DATA.FOLD": "1/5"}, samples={"number": 9, "updates": 1, "order": "", "data": "other"})
     out = ("-out", tmp_path / "new.safetensors")
-    tool("strip", run, "-out", copied / "plain.safetensors")
+    for place in (copied, run := Path(shutil.copytree(run, tmp_path / "run"))):
+        tool("strip", run, "-out", place / "plain.safetensors")
+    first = run / "checkpoints" / NAMES[0]
     for words, said in (
         ((), "one of list, verify, average, strip"),
         (("mend", run), "unknown command 'mend'. The first word must be one of list, verify, average, strip"),
         (("list", tmp_path / "nothing"), ": no such file or folder"),
         (("list", tmp_path), "no checkpoint found"),
         (("strip", run), "-out"),
-        (("strip", run, "-out", tmp_path / "x.pth"), f"use -out {tmp_path}/x.safetensors"),
+        (("strip", run, "-out", tmp_path / "x.pth"), "name a file that ends in .safetensors, such as x.safetensors"),
         (("strip", damaged / NAMES[0], *out), f"{MODEL} is missing"),
         (("strip", other, "-weights", "ema", *out), "has no EMA"),
         (("average", run, *out), "give one run with -last K"),
@@ -205,6 +207,8 @@ def test_bad_commands_are_refused(tool: Callable[..., Result], run: Path, tmp_pa
         (("average", run, fold, *out), "cannot be averaged: DATA.FOLD is 1/5 and None."),
         (("average", run, copied, *out), "different models or splits and cannot be averaged: class 9 is x and 9."),
         (("average", run, copied / "plain.safetensors", *out), "plain.safetensors: this file holds only weights"),
+        (("average", run, first / MODEL, *out), "a file of other weights than the EMA is named"),
+        (("verify", run / "plain.safetensors"), "plain.safetensors: this file holds only weights"),
     ):
         done = tool(*words, code=2)
         assert said in done.err, (words, done.text)

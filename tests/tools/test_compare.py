@@ -292,7 +292,9 @@ def test_recipes_and_values_with_commas_are_compared(tiny: Path, tmp_path: Path,
     assert main([*words, "-vary", "TRAIN.OPTIMIZER.BETAS=[0.9,0.95],[0.9,0.999]"]) == 1
     betas = ("BETAS-0.9-0.95-0", "BETAS-0.9-0.999-0")
     assert failing == [f"{recipe}-{each}" for recipe in (tiny.stem, "deeper") for each in betas]
-    assert "deeper, BETAS=[0.9,0.999]" in metrics_file(tmp_path / "out")["compared"]
+    results = metrics_file(tmp_path / "out")
+    assert "deeper, BETAS=[0.9,0.999]" in results["compared"]
+    assert not {"MODEL.DEPTH", "TRAIN.OPTIMIZER.BETAS"} & results["settings"].keys(), "those of all runs"
     config = load_config(str(tmp_path / "out" / f"deeper-{betas[1]}.yaml")).config
     assert (config.MODEL.DEPTH, config.TRAIN.OPTIMIZER.BETAS) == (2, (0.9, 0.999))
 

@@ -159,9 +159,13 @@ def test_small_difference_in_memory_is_ignored() -> None:
     results = runs(fp32={"peak_memory_gb": [2.0, 2.6]}, bf16={"peak_memory_gb": [1.5, 2.1]})
     assert "bf16: speed within noise (1.00x), memory within noise (0.78x)" in text_of(results)
     results = runs(fp32={"peak_memory_gb": [2.0, 2.0]}, bf16={"peak_memory_gb": [2.5, 2.5]})
-    for row in results["bf16"].values():
-        row |= {"device": "cpu: a CPU, 1 thread", "images_per_second": 800.0}
-    assert "bf16: 1.25x slower, 25 % more process memory" in text_of(results)
+    for mode, speed, said in (
+        ("bf16", 800.0, "difference within noise, speed and memory not compared, because the devices differ"),
+        ("fp32", 1000.0, "bf16: 1.25x slower, 25 % more process memory"),
+    ):
+        for seed, row in results[mode].items():
+            row |= {"device": f"cpu: a CPU, {1 + seed} threads", "images_per_second": speed}
+        assert said in text_of(results)
     for mode, each in (("fp32", 0.79), ("bf16", 0.85)):
         for row in results[mode].values():
             row["peak_memory_gb"] = each

@@ -100,7 +100,7 @@ def test_certain_model_and_model_with_nan() -> None:
     assert (certain.values[TOP1], certain.ece, certain.brier) == pytest.approx((100, 0, 0))
     assert certain.bins[-1].images == 5
     broken = of_logits(torch.full((5, 5), torch.nan), labels)
-    assert broken.not_finite == 5
+    assert "5 images have NaN or infinite logits." in broken.remarks()
     told = json.dumps(broken.as_json(), allow_nan=False)
     assert json.loads(told)["ece"] is None
 
@@ -229,6 +229,8 @@ def test_bad_command_lines_are_refused(say: Say, digits_run: Path, tmp_path: Pat
         (("-pretrained", "w.pth"), "RUN_OR_CHECKPOINT is missing"),
         (("-probe", "-cfg", "configs/vit_digits.yaml"), "has no MODEL.PRETRAINED; add -pretrained FILE_OR_NAME"),
         (("-probe", "-model", "resnet10t", "-pretrained", "w.pth", "-dataset", "digits"), "w.pth"),
+        (("-probe", "-pretrained", "w.pth", "-model", "resnet10t", "-weights", "ema"), "of a run, and no run is named"),
+        (("-knn", "-pretrained", "w.pth", "-model", "resnet10t", "-use", "no.py"), "no.py"),
     ):
         done = say(*words, code=2)
         assert said in done.err, (words, done.err)

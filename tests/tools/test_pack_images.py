@@ -127,6 +127,8 @@ def test_keep_copies_bytes_and_validates_the_same(imagenet: Path, tmp_path: Path
         images = sorted(image for name, image in members(packed, part).items() if not name.endswith(".cls"))
         assert len(images) == count
         assert images == files
+    words = {"DATA.DATASET": "shards", "DATA.DATA_PATH": f"{packed}", "MODEL.NUM_CLASSES": "4"}
+    resolve(load_config(words=words | {"DATA.BACKGROUND": "black"}))  # which is not fixed by packing
     keys = [(0, k) for k in range(8)]
     one, two = opened(imagenet, False, "imagenet2012", 4), opened(packed, False, "shards", 4)
     for ours, theirs in zip(one.__getitems__(keys), two.__getitems__(keys), strict=True):
@@ -246,7 +248,7 @@ def test_unreadable_images_are_named_and_left_out(
     broken = ("train/a/text.jpg", "train/b/empty.jpg", "train/b/1.jpg")
     assert all(f"{root}/{name}" in said.err for name in broken), said.err
     assert "19 images in 2 tar files" in said.out
-    assert "3 left out" in said.out
+    assert f"3 left out. Train with: -dataset shards -data_path {tmp_path / 'packed'}" in said.out
     left_out = json.loads((tmp_path / "packed" / "dataset.json").read_text())["left_out"]
     assert len(left_out) == 3
     assert all(any(name in line for line in left_out) for name in broken)
@@ -274,6 +276,7 @@ def test_bad_command_lines_are_refused(
         ([source, done, "-short_side", 50], "packed with short_side 48, not 50"),
         ([source, done, "-short_side", 48, "DATA.IMAGE_CHANNELS=1"], "packed with DATA.IMAGE_CHANNELS 3, not 1"),
         ([source, done, "-short_side", 48, "DATA.EXIF_ROTATE=true"], "packed with DATA.EXIF_ROTATE false, not true"),
+        ([source, done, "-short_side", 48, "DATA.BACKGROUND=drop"], "packed with DATA.BACKGROUND white, not drop"),
         ([source, done, "-raw", "-short_side", 48], "packed with kind jpeg, not raw"),
         ([imagenet, done, "-short_side", 48], "packed from other images"),
         ([tmp_path / "nowhere", tmp_path / "new"], "does not exist"),
@@ -282,6 +285,7 @@ def test_bad_command_lines_are_refused(
         ([source, tmp_path / "new", "-raw", "-quality", 80], "-quality has no effect with -raw"),
         ([source, tmp_path / "new", "-keep", "-short_side", 80], "-short_side has no effect with -keep"),
         ([source, tmp_path / "new", "-keep", "DATA.EXIF_ROTATE=true"], "DATA.EXIF_ROTATE has no effect with -keep"),
+        ([source, tmp_path / "new", "-keep", "DATA.BACKGROUND=black"], "Leave it out here, and set it when training"),
         ([source, tmp_path / "new", "-quality", 101], "-quality 101: takes a whole number from 1 to 100"),
         ([source, tmp_path / "new", "-data_path", source], "-data_path: give the path as SRC"),
         ([source, tmp_path / "new", "-dataset", "digits"], "is held in memory"),

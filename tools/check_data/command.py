@@ -22,7 +22,7 @@ from tools.common.output_file import writing
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.flags import Flag
 from utils.log import log
-from utils.text import counted
+from utils.text import counted, redacted_values
 from vitamp.files import write_atomically
 
 if TYPE_CHECKING:
@@ -91,6 +91,6 @@ def main(argv: list[str]) -> int:
     log.info(report.text(findings, data, advice))
     if json_file is not None:
         with writing(json_file, "-json"):
-            write_atomically(json_file, json.dumps(report.as_json(findings), indent=1) + "\n")
+            write_atomically(json_file, json.dumps(redacted_values(report.as_json(findings)), indent=1) + "\n")
     log.info("\n%s", "No defects." if findings.clean else "There are defects.")
     return EXIT_DONE if findings.clean else EXIT_FAILED

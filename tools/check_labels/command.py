@@ -72,7 +72,8 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{out / SUSPECTS} may have decisions of yours; name another -output, or give -overwrite.")
     if "seeds" in line.given and not asked.prove:
         raise UserError(f"-seeds {asked.seeds}: only for -prove; a search has one seed, SEED.")
-    if not asked.path and line.run.cfg is None and not {"MODEL.NAME", "MODEL.PRETRAINED"} & line.run.flags.keys():
+    given = {*line.run.flags, *line.run.words}
+    if not asked.path and line.run.cfg is None and not {"MODEL.NAME", "MODEL.PRETRAINED"} & given:
         raise UserError("Name the model: a run, -cfg RECIPE, or -model NAME -pretrained FILE.")
 
     from datasets import comes_unsplit

@@ -12,7 +12,7 @@ from engine.trained.model import picture_of
 from tools.check_labels.search import Found, Images
 from tools.common.report_page.evaluations import data_uri
 from tools.common.report_page.page import write_template
-from tools.common.turns import progress
+from tools.common.turns import progress_bar
 
 MOST_SHOWN = 200
 """Suspects with pictures"""
@@ -30,7 +30,7 @@ def write_page(images: Images, found: Found, out: Path) -> Path:
     suspected[[one.image for one in found.suspects]] = True
     words = np.array([images.label_words(label) for label in images.labels])
     shown = []
-    for one in progress(found.suspects[:MOST_SHOWN], "pictures"):
+    for one in progress_bar(found.suspects[:MOST_SHOWN], "pictures"):
         likeness = features @ features[one.image]
         # A copy of the image says nothing of its label.
         likeness[suspected | (images.copy_of == images.copy_of[one.image])] = -np.inf

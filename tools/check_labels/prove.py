@@ -6,6 +6,7 @@ Each seed has a search of its own. A validation split that no search reads decid
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def prove(line: ToolLine, config: Config, method: Method, out: Path) -> int:
     if not lists:
         log.info("No search found wrong labels: there is nothing to prove.")
         return EXIT_DONE
-    others = open_images(config, "val")
+    others = replace(open_images(config, "val"), classes=images.classes)  # it may have no image of the last classes
     wrong = suspects_of(others, method.logits_of_others(others), seeds[-1], np.empty(0, np.int64))[0]
 
     runs = []
@@ -100,13 +101,14 @@ def prove(line: ToolLine, config: Config, method: Method, out: Path) -> int:
 
 
 def random_like(images: Images, suspects: Sequence[Suspect], seed: int) -> list[Suspect]:
-    """As many images of each given label as suspects, at random."""
+    """As many images as suspects, at random, of each given label; with several labels per image, of all."""
     generator, chosen = np.random.default_rng(seed), []
-    words = np.array([images.label_words(label) for label in images.labels])
-    for given in sorted({one.given for one in suspects}):
-        of_label = [one for one in suspects if one.given == given]
-        drawn = generator.choice(np.flatnonzero(words == given), len(of_label), replace=False)
-        chosen += [one._replace(image=int(index)) for one, index in zip(of_label, drawn, strict=True)]
+    kinds = images.labels if images.labels.ndim == 1 else np.zeros(len(images.labels))
+    others = np.setdiff1d(np.arange(len(kinds)), [one.image for one in suspects])
+    for kind in np.unique(kinds):
+        of_kind, pool = [one for one in suspects if kinds[one.image] == kind], others[kinds[others] == kind]
+        for one, index in zip(of_kind, generator.permutation(pool).tolist(), strict=False):
+            chosen.append(one._replace(image=index, given=images.label_words(images.labels[index])))
     return chosen
 
 

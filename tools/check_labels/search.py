@@ -25,7 +25,7 @@ from engine.trained.model import Trained, batches_of, load_trained, pretrained, 
 from tools.check_labels.noise import Wrong, find_wrong
 from tools.common.command_line import ToolLine
 from tools.common.comparison import judged_by
-from tools.common.turns import Budget, progress, progress_bar
+from tools.common.turns import Budget, progress_bar
 from tools.compare.runs import Plan, Run, check_runs, train_all
 from utils.config import Config
 from utils.config.data import DataConfig
@@ -117,7 +117,7 @@ def open_images(config: Config, part: Part) -> Images:
         raise UserError(f"{label} is below 0. Correct it, or leave the image out by DATA.EXCLUDE.")
     first: dict[bytes, int] = {}
     copy_of = np.empty(len(samples), dtype=np.int64)
-    for index in progress(range(len(samples)), "images read"):
+    for index in progress_bar(range(len(samples)), "images read"):
         try:
             read = samples.read(index)
         except (OSError, Unreadable) as error:
@@ -266,9 +266,10 @@ Method = ByFeatures | ByTraining
 
 
 def load_with(line: ToolLine, given: Mapping[str, tuple[Any, str]]) -> Config:
-    """The settings with `given`, which win over those on the command line."""
+    """The settings with `given`, which win over those on the command line; without a limit, which would only pause."""
+    given = {**given, "MAX_TIME": (None, "check_labels.py")}
     words = {key: text for key, text in line.run.words.items() if key not in given}
-    return replace(line, run=replace(line.run, words=words)).load(dict(given)).config
+    return replace(line, run=replace(line.run, words=words)).load(given).config
 
 
 def trained_last(run: Run, which: WeightSet | None = None) -> Trained:

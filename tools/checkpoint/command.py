@@ -19,7 +19,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from tools.common.command_line import OVERWRITE, WEIGHTS, Tool, first_word, tool
-from tools.common.output_file import check_weights_file
 from utils.errors import UserError
 from utils.flags import Flag, Positional, whole
 
@@ -49,9 +48,10 @@ COMMANDS = {
 @tool
 def main(argv: list[str]) -> int:
     command = first_word(argv, NAME, __doc__, {name: tool.about or "" for name, tool in COMMANDS.items()}, "command")
-    asked = COMMANDS[command].read(argv[1:]).asked
+    line = COMMANDS[command].read(argv[1:])
+    asked = line.asked
     if "out" in asked:
-        asked.out = check_weights_file(asked.out, fresh=not asked.overwrite)
+        asked.out = line.file("out", ".safetensors")
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from tools.common.weights import average, list_checkpoints, strip, verify_checkpoints

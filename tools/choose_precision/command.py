@@ -283,7 +283,7 @@ def main(argv: list[str]) -> int:
 def _train(runs: list[Run], seconds: float, again: bool) -> dict[Path, Measured]:
     """Train what is not trained yet; each run gets an equal part of the time left, and is paused when that is over."""
     from tools.common.comparison import is_finished
-    from tools.common.turns import progress
+    from tools.common.turns import progress_bar
     from tools.compare.runs import check_runs, terminating, train_run
 
     check_runs(runs, again)
@@ -291,7 +291,7 @@ def _train(runs: list[Run], seconds: float, again: bool) -> dict[Path, Measured]
     measured: dict[Path, Measured] = {}
     end = time.monotonic() + seconds
     with terminating():
-        for run in progress(runs, "runs"):
+        for run in progress_bar(runs, "runs"):
             one = measured[run.folder] = Measured(run.contender)
             if not is_finished(run.folder):
                 own = math.ceil(max(1.0, (end - time.monotonic()) / (len(runs) - len(measured) + 1)))

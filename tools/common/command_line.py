@@ -116,6 +116,9 @@ def _run(work: Callable[[list[str]], int], argv: list[str]) -> int:
     except (UserError, TrainingError) as error:
         log.error("%s", error)
         return EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED
+    except PermissionError as error:  # a folder that others may not enter
+        log.error("%s: no permission to read it.", error.filename)
+        return EXIT_USAGE
     except OutputError as error:
         log.error("%s; the output is incomplete.", error)
         discard_output()
@@ -184,7 +187,10 @@ class ToolLine:
 
         `resolved`: with what the data and the weights say (engine/preflight.py), for a tool that reads them.
         """
-        loaded = load_config(self.run.cfg, {**self.run.flags, **(more or {})}, self.run.words)
+        flags = {**self.run.flags, **(more or {})}
+        if getattr(self.asked, "use", None) and not self.asked.path:  # otherwise it is the file of that run
+            flags["USE"] = (self.asked.use, "-use")
+        loaded = load_config(self.run.cfg, flags, self.run.words)
         if loaded.config.DATA.BATCH_SIZE == AUTO:
             where = loaded.sources["DATA.BATCH_SIZE"]
             raise UserError(

@@ -251,9 +251,14 @@ def in_words(verdicts: Sequence[dict[str, Any]]) -> list[str]:
 
 def _verdict(runs: ByName, name: str, against: str, comparisons: int, judged: Judged, named: bool) -> dict[str, Any]:
     ours, theirs = runs.get(name, {}), runs.get(against, {})
-    speed, memory = times_as_fast(ours, theirs, comparisons), times_the_memory(runs, name, against, comparisons)
+    # Without the numbers of processes and threads, which settings choose.
+    rows = (*ours.values(), *theirs.values())
+    machines = {row.get("device", "").partition(": ")[2].rpartition(", ")[0] for row in rows}
+    speed = times_as_fast(ours, theirs, comparisons) if len(machines) < 2 else None
+    memory = times_the_memory(runs, name, against, comparisons) if len(machines) < 2 else None
+    other = "speed and memory not compared, because the devices differ" if len(machines) > 1 else ""
     metric = difference_in_metric(ours, theirs, comparisons, judged)
-    parts = [_speed_words(speed), _memory_words(memory, ours), _metric_words(metric, ours, theirs, judged)]
+    parts = [_speed_words(speed), _memory_words(memory, ours), _metric_words(metric, ours, theirs, judged), other]
     who = f"{name} against {against}" if named else name
     text = (
         f"{who}: {', '.join(part for part in parts if part)}"

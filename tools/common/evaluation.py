@@ -203,11 +203,13 @@ class Evaluation:
         """The metrics to list: without top-5, if that is always right."""
         return {metric: value for metric, value in self.values.items() if metric.trivial < len(self.support)}
 
-    def without_interval(self) -> str:
-        """A sentence about the metrics without an interval; '' if each has one."""
+    def remarks(self) -> list[str]:
+        """Sentences about the metrics without an interval, and about images whose logits are not finite."""
         known = {metric: value for metric, value in self.values.items() if math.isfinite(value)}
         names = [metric.words for metric in known if self.intervals[metric.name] is None]
-        return f"No interval of {' and '.join(names)}: too few images per class." if names else ""
+        few = f"No interval of {' and '.join(names)}: too few images per class." if names else ""
+        bad = f"{self.not_finite} images have NaN or infinite logits." if self.not_finite else ""
+        return [*filter(None, (few, bad))]
 
     def _class_table(
         self, trained: Trained, worst: tuple[str, np.ndarray], cells: Callable[[int], dict[str, str]]
@@ -479,10 +481,7 @@ def with_bar(trained: Trained, dataset: ImageDataset) -> Iterator[tuple[Tensor, 
 
 
 def table_of(found: OneLabel | SeveralLabels, title: str) -> list[str]:
-    """The metrics, and lines about missing intervals and logits that are not finite."""
-    bad = f"{found.not_finite} images have NaN or infinite logits." if found.not_finite else ""
-    notes = (INTERVALS, found.without_interval(), bad)
-    return [*in_columns([["", title], *found.cells().items()]), *filter(None, notes)]
+    return [*in_columns([["", title], *found.cells().items()]), INTERVALS, *found.remarks()]
 
 
 def measured(percent: float, interval: Interval | None = None) -> str:

@@ -41,14 +41,6 @@ def check_output_file(path: Path, flag: str, fresh: bool = False, what: str = "f
     return path
 
 
-def check_weights_file(path: Path, fresh: bool) -> Path:
-    """The same for the -out of a tool that writes weights in the format safetensors."""
-    if path.suffix != ".safetensors":
-        better = path.parent / f"{path.stem or 'weights'}.safetensors"
-        raise UserError(f"-out {path}: the file is written in the safetensors format; use -out {better}")
-    return check_output_file(path, "-out", fresh)
-
-
 def check_output_folder(path: Path, flag: str, files: tuple[str, ...], fresh: bool) -> Path:
     """Expand `path`, the value of `flag`, and check that it can become a folder with these files.
 

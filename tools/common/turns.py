@@ -14,17 +14,10 @@ Item = TypeVar("Item")
 Round = TypeVar("Round")
 
 
-def progress_bar(total: int, unit: str, what: str | None = None) -> tqdm:
-    """A bar on standard error, if that is a terminal. Log lines are printed above it."""
-    return tqdm(total=total, unit=f" {unit}", desc=what, disable=None, leave=False, dynamic_ncols=True)
-
-
-def progress(things: Sequence[Item], unit: str) -> Iterator[Item]:
-    """Iterate over `things` with a bar."""
-    with progress_bar(len(things), unit) as bar:
-        for thing in things:
-            yield thing
-            bar.update()
+def progress_bar(of: int | Sequence[Item], unit: str, what: str | None = None) -> tqdm:
+    """A bar on standard error, if that is a terminal, over things or their number. Log lines are printed above it."""
+    things, total = (None, of) if isinstance(of, int) else (of, len(of))
+    return tqdm(things, total=total, unit=f" {unit}", desc=what, disable=None, leave=False, dynamic_ncols=True)
 
 
 class Budget:

@@ -20,7 +20,7 @@ from engine.checkpoint.saver import size_words
 from engine.task.losses import BALANCED
 from engine.task.losses import KEY as CLASS_WEIGHTS
 from tools.common.output_file import writing
-from tools.common.turns import progress
+from tools.common.turns import progress_bar
 from utils.config.keys import DATASET, default_of
 from utils.config.kinds import OWN_SETTING
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
@@ -112,7 +112,7 @@ def _size(folder: Path) -> int:
 def verify_checkpoints(paths: list[Path]) -> int:
     """Verify every checkpoint, also after a damaged one. Exit code 1 if any is damaged."""
     damaged = 0
-    for folder in progress([folder for path in paths for folder in checkpoints_at(path)], "checkpoints"):
+    for folder in progress_bar([folder for path in paths for folder in checkpoints_at(path)], "checkpoints"):
         began = time.perf_counter()
         try:
             resumable(inspect(folder))
@@ -162,6 +162,8 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
         available = [one for one in SETS if all(one in source.sets for source in sources)]
         votes = Counter(source.which for source in sources)
         which = next((one for one in available if 2 * votes[one] > len(sources)), PLAIN)
+        if any(path.is_file() and source.which != which for path, source in zip(paths, sources, strict=False)):
+            raise UserError(f"average: a file of other weights than {which.words} is named; choose by -weights.")
         better = "{} is better in {} of {} checkpoints".format
         why = "; ".join(better(one.words, votes[one], len(sources)) for one in available if one != PLAIN)
     log.info("%s weights%s", which.label, f" ({why})" if why else "")
@@ -181,7 +183,7 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
         if other := [key for key in about if about[key] != first.get(key, about[key])]:
             words = f"{other[0]} is {about[other[0]]} and {first[other[0]]}"
             raise UserError(f"{both} have different models or splits and cannot be averaged: {words}.")
-    mean = {key: _mean([file[key] for file in files]) for key in progress(list(shapes[0]), "tensors")}
+    mean = {key: _mean([file[key] for file in files]) for key in progress_bar(list(shapes[0]), "tensors")}
     names = [source.place.name for source in sources]
     header = _header(sources[-1], {"weights": f"average of {which.words}", "from": names}, averaged=True)
     write_weights(out, mean, header)

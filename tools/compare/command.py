@@ -108,10 +108,8 @@ def main(argv: list[str]) -> int:
 
 def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compare.py") -> dict[str, Any]:
     """Write compare.json with all metrics so far, and return its contents. `script`: of the command."""
-    from tools.compare.runs import SET_BY_MODE, SET_PER_FOLD, SET_PER_RUN
-
     names, failed = list(plan.contenders), trained.failed
-    set_here = SET_BY_MODE | SET_PER_RUN | SET_PER_FOLD
+    first, *others = (non_defaults(run.config) for run in plan.runs)
     rows = [
         {
             "mode": run.contender,
@@ -140,7 +138,11 @@ def write(plan: Plan, trained: Trained, out: Path, script: str = "scripts/compar
         "device": next((row["device"] for row in rows), plan.device),
         "versions": next((row["versions"] for row in rows), {}),
         "git": git_state(),
-        "settings": {key: value for key, value in non_defaults(plan.runs[0].config).items() if key not in set_here},
+        "settings": {
+            key: value
+            for key, value in first.items()
+            if key not in ("SEED", "OUTPUT") and all(one.get(key) == value for one in others)
+        },
         "runs": [{key: value for key, value in row.items() if key not in ("device", "versions")} for row in rows],
         "failed": failed,
         **({"left_out": trained.left_out, "advice": trained.advice} if trained.left_out else {}),

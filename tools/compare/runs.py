@@ -300,7 +300,7 @@ def make_plan(line: ToolLine, out: Path) -> Plan:
     names: dict[str, str] = {}
     for contender in contenders:
         if other := names.get(contender.file_name):
-            raise UserError(f"-vary: {other} and {contender.name} would have the same folder; compare them separately.")
+            raise UserError(f"-vary: {other} and {contender.name} would have the same folder; give one another name.")
         names[contender.file_name] = contender.name
     loaded = {contender.name: contender.load(line) for contender in contenders}
     for (one, first), (other, second) in itertools.combinations(loaded.items(), 2):

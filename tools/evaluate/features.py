@@ -22,7 +22,7 @@ from engine.evaluation.linear import STRENGTHS, UNWEIGHTED, fit, folds_of
 from engine.trained.model import Trained
 from tools.common.evaluation import INTERVALS, OneLabel, SeveralLabels, measured
 from tools.common.tables import in_columns
-from tools.common.turns import progress, progress_bar
+from tools.common.turns import progress_bar
 from utils.cli import CommandLine
 from utils.config import load_config
 from utils.config.data import DataConfig
@@ -92,7 +92,7 @@ def evaluate_features(trained: Trained, given: CommandLine, asked: Namespace, wo
         of_data = replace(trained, chosen=about, config=config.model_copy(update={"DATA": data, "MODEL": other}))
         kind = SeveralLabels if data.MULTI_LABEL else OneLabel
         found["probes"] = {}
-        for pool in progress(pools, "poolings"):
+        for pool in progress_bar(pools, "poolings"):
             one, _ = fit(known.of(pool), known.labels, fold_of, classes, trained.precision.device)
             outputs = [(one.logits(seen.of(pool)).float(), torch.from_numpy(seen.labels))]
             result, best = kind.of(of_data, outputs), of_data.task.kind.best

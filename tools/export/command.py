@@ -34,7 +34,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tools.common.command_line import NO_CALIBRATION, OVERWRITE, PART, TRUST, WEIGHTS, Tool, number, tool
-from tools.common.output_file import check_output_file, check_output_folder, check_weights_file
+from tools.common.output_file import check_output_file, check_output_folder
 from tools.export import HUB_FILES
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional
@@ -114,11 +114,12 @@ def main(argv: list[str]) -> int:
         file = asked.path.expanduser()
         if not file.is_file():
             raise UserError(f"{file}: no such file.")
-        out = check_weights_file(asked.out or file.with_suffix(ENDINGS["safetensors"]), fresh=not asked.overwrite)
+        asked.out = asked.out or file.with_suffix(ENDINGS["safetensors"])
+        asked.out = line.file("out", ENDINGS["safetensors"])
 
         from tools.export.paddle import import_weights
 
-        return import_weights(file, out, asked.name)
+        return import_weights(file, asked.out, asked.name)
     if asked.name is not None:
         raise UserError(f"-name {asked.name}: works only with PaddleViT's weights, a {PADDLE} file; leave it out.")
     formats = _formats(asked)

@@ -132,6 +132,7 @@ def _header(converted: Converted, target: Target, file: Path) -> dict[str, str]:
             **{f"DATA.{key}": target.sizes[key] for key in IMAGE_KEYS},
             "DATA.CROP_PCT": pretrained.crop_pct,
             "DATA.CROP_MODE": pretrained.crop_mode,
+            "DATA.INTERPOLATION": pretrained.interpolation,
             "DATA.IMAGENET_MEAN": list(pretrained.mean),
             "DATA.IMAGENET_STD": list(pretrained.std),
         }

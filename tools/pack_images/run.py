@@ -40,7 +40,7 @@ from utils.log import log
 from utils.machine.cpus import cores
 from utils.program import die_with_parent
 from utils.seeding import key
-from utils.text import counted, some_of
+from utils.text import counted, redacted, some_of
 from vitamp.files import parse_json, replacing, write_atomically
 
 
@@ -217,7 +217,7 @@ def pack(data: DataConfig, folder: Path, settings: dict[str, Any], jobs: int | N
                     )
         records = [future.result() for future in futures]
         names = {split: [name for name in shards if name.startswith(f"{split}/")] for split in splits}
-        left_out = [f"{name}: {reason}" for record in records for name, reason in record.left_out]
+        left_out = [redacted(f"{name}: {reason}") for record in records for name, reason in record.left_out]
         try:
             samples = finish_set(folder, names, {"classes": splits["train"].classes, **about, "left_out": left_out})
         except OSError as error:

@@ -87,7 +87,7 @@ def notes(config: Config, given: Mapping[str, str]) -> Iterator[str]:
     """Lines for the log about settings without the expected effect. `given`: keys that were set -> where."""
     span = config.TRAIN.spanning(1)
     warmup, epochs = span.WARMUP_EPOCHS, span.NUM_EPOCHS
-    if warmup > epochs:  # it stays as it is: a resume may lengthen the run
+    if warmup > epochs > 0 and not config.EVAL:  # it stays as it is: a resume may lengthen the run
         yield (
             f"TRAIN.WARMUP_EPOCHS {warmup:g} is more than TRAIN.NUM_EPOCHS {epochs}: clipped to {epochs}, so the "
             "learning rate rises until the end"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from datasets import check_dataset, open_dataset
+from datasets.labels import ANY_LABEL
 from tests.datasets.opened import CPU, settings
 from utils.config.data import DataConfig
 from utils.errors import UserError
@@ -67,6 +68,7 @@ def test_label_outside_the_classes_is_refused(listed: Path, label: int) -> None:
     said = complaint(settings(DATA_PATH=str(listed)))
     assert said.startswith(f"{listed / 'val_list.txt'}:2: label {label} ")
     assert "NUM_CLASSES 3" in said
+    check_dataset(settings(DATA_PATH=str(listed)), ANY_LABEL, train=False)  # its labels are checked later
     with pytest.raises(UserError, match=f"label {label}"):
         open_dataset(settings(DATA_PATH=str(listed)), False, 3, 0, CPU)
 

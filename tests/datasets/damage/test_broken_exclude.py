@@ -69,7 +69,8 @@ def test_written_lines_exclude_a_missing_image(
     data, table = settings(**lay_out("csv", root, {"train": images, "val": images})), root / "train.csv"
     table.write_text(table.read_text().replace("images/train/0.png", name))
     (root / "images/train/0.png").unlink()
-    (tmp_path / "exclude.txt").write_text(line_of(f"{root}/{name}", "missing", data) + "\n")
+    (tmp_path / "exclude.txt").write_text(line_of(f"{root}/{name}", "https://me:secret@a/", data) + "\n")
+    assert "secret" not in (tmp_path / "exclude.txt").read_text()
     data = data.model_copy(update={"EXCLUDE": str(tmp_path / "exclude.txt")})
     found = part(data)
     assert [found.name(0), len(found)] == [f"{root}/images/train/1.png", 1]

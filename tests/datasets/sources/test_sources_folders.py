@@ -111,6 +111,11 @@ def test_empty_classes_of_lists_and_folders_are_named(
     if kind == "imagefolder":
         (tmp_path / "set" / splits[0] / "none").mkdir()
     assert warnings_of(settings(**given), 4, said)[0].endswith(warning)
+    if kind == "lists":  # the classes are those of training
+        (listed := tmp_path / "set" / "val_list.txt").write_text(listed.read_text().replace(" 3", " 1"))
+        assert warnings_of(settings(**given), 4, said)[1].endswith(
+            "val_list.txt has no image for 2 of its 4 classes (the first: 2)."
+        )
 
 
 def test_empty_classes_of_shards_are_named(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:

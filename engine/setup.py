@@ -298,9 +298,9 @@ def build_train_state(
         criterion = torch.autocast(device.type, enabled=False)(criterion)
     batch_transform, stages = no_transform, Stages()
     if config.REPORT_STAGES:
-        from engine.measure.stages import stages_on
+        from engine.measure.stages import EventStages, HostEvent
 
-        stages = stages_on(device)
+        stages = EventStages(partial(torch.cuda.Event, enable_timing=True) if device.type == "cuda" else HostEvent)
     if train.RANDOM_ERASE_PROB or train.mixes:
         from engine.inputs.mixing import build_batch_transform
 

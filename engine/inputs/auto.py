@@ -169,7 +169,7 @@ def with_preprocessing(loaded: Loaded, source: str) -> Loaded:
     if known is None:  # the best guess: that of timm's own weights for the model, unless its sizes are the user's
         name, is_label = timm_base(model, sizes_given := bool(given_sizes(model)))
         if not (is_label and sizes_given):
-            known = _of_timms_name(name, f"timm's {name} (MODEL.NAME; {source} does not say its own)")
+            known = of_timms_name(name, f"timm's {name} (MODEL.NAME; {source} does not say its own)")
     unset = [key for key in FIELDS.values() if loaded.is_default(key) or value_of(loaded.config, key) == AUTO]
     if known is None:
         now = _in_words({key: value_of(loaded.config, key) for key in FIELDS.values()})
@@ -199,7 +199,7 @@ def with_preprocessing(loaded: Loaded, source: str) -> Loaded:
 def preprocessing_of(source: str) -> Preprocessing | None:
     """The preprocessing that MODEL.PRETRAINED (a run, a checkpoint, a file, or a timm name) itself says, or None."""
     if (found := local_weights(source)) is None:
-        return _of_timms_name(source, f"timm's {source}")
+        return of_timms_name(source, f"timm's {source}")
     file, meta, config = found.file, found.file.with_name(META), found.file.with_name(TIMMS_CONFIG)
     if meta.is_file():
         return _of_fields(unchecked_meta(file.parent).get("input"), meta)
@@ -208,7 +208,7 @@ def preprocessing_of(source: str) -> Preprocessing | None:
     if config.is_file():
         return _of_fields(read_json(config).get("pretrained_cfg"), config)
     name = next((name for name in (file.stem, file.name.partition(".")[0]) if is_timm_name(name)), None)
-    return _of_timms_name(name, f"timm's {name} (recognised by the name of {file})") if name else None
+    return of_timms_name(name, f"timm's {name} (recognised by the name of {file})") if name else None
 
 
 def _of_fields(fields: Any, where: Path | str) -> Preprocessing | None:
@@ -229,7 +229,7 @@ def _of_fields(fields: Any, where: Path | str) -> Preprocessing | None:
     return {FIELDS[name]: value for name, value in values.items()}, str(where)
 
 
-def _of_timms_name(name: str, where: str) -> Preprocessing | None:
+def of_timms_name(name: str, where: str) -> Preprocessing | None:
     cfg = timm_weights(name)
     return None if cfg is None else _of_fields(asdict(cfg), where)
 

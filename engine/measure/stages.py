@@ -68,10 +68,6 @@ class EventStages(Stages):
         self._paused = False
 
 
-def stages_on(device: torch.device) -> Stages:
-    return EventStages((lambda: torch.cuda.Event(enable_timing=True)) if device.type == "cuda" else HostEvent)
-
-
 def _no_times() -> dict[str, float]:
     return defaultdict(float, dict.fromkeys(STAGES, 0.0))
 

@@ -74,7 +74,6 @@ def draw_curves(folder: Path, title: str, by: Metric = TOP1) -> Path | None:
     figure.suptitle(title, parse_math=False)  # a TAG may contain dollar signs
     (loss, accuracy, rate), (norm, scale, speed) = axes
     _train_and_validation(loss, history, LOSS.name, by)
-    _finish(loss, history, "loss")
     _train_and_validation(accuracy, history, history.task.best.name, by)
     # The metric of SAVE_BEST_BY, for which the best validation is marked, and those that the run asks for.
     beside = {metric for metric in (by, *history.metrics) if metric is by or metric.beside}
@@ -82,22 +81,26 @@ def draw_curves(folder: Path, title: str, by: Metric = TOP1) -> Path | None:
         for which in SETS:
             points, line = history.points("val", f"{which.prefix}{metric.name}"), "--" if which.mark else "-"
             _curve(accuracy, points, f"validation, {which.marked(metric.words)}", color=colour, linestyle=line)
-    _finish(accuracy, history, history.task.axis)
     _curve(rate, history.points("train", "lr"), "learning rate")
-    _finish(rate, history, "learning rate")
     _curve(norm, history.points("train", "grad_norm"), "gradient norm, unscaled")
-    _finish(norm, history, "gradient norm")
-    if any(line["scale"] not in (None, 1) for line in train):
+    if scaled := any(line["scale"] not in (None, 1) for line in train):
         _curve(scale, history.points("train", "scale"), "loss scale")
         if skips := history.skips():
             scale.plot(*zip(*skips, strict=True), "x", color="tab:red", label="updates skipped")
         scale.set_yscale("log", base=2)
-        _finish(scale, history, "loss scale")
-    else:  # the loss is not scaled
+    else:
         _curve(scale, history.points("train", "data_wait_percent"), "waiting for data")
-        _finish(scale, history, "time (%)")
     _curve(speed, history.points("train", "images_per_second"), "images/s")
-    _finish(speed, history, "images/s")
+    of_scale = "loss scale" if scaled else "time (%)"
+    names = ("loss", history.task.axis, "learning rate", "gradient norm", of_scale, "images/s")
+    for plot, name in zip(figure.axes, names, strict=True):
+        for number, place in enumerate(history.resumes()):
+            plot.axvline(place, color="tab:gray", linestyle=":", linewidth=1, label="" if number else "resumed")
+        plot.set_xlabel("epoch" if history.by_epoch else "update")
+        plot.set_ylabel(name)
+        plot.grid(alpha=0.3)
+        if plot.lines:
+            plot.legend(fontsize="small")
     picture = io.BytesIO()
     figure.savefig(picture, dpi=110, format="png")
     plt.close(figure)
@@ -123,13 +126,3 @@ def _curve(axes: Axes, points: Points, label: str, **look: Any) -> None:
     if points:
         look = {"color": "tab:blue", "linewidth": 1.4, "marker": "." if len(points) < FEW_POINTS else None, **look}
         axes.plot(*zip(*points, strict=True), label=label, **look)
-
-
-def _finish(axes: Axes, history: History, name: str) -> None:
-    for number, place in enumerate(history.resumes()):
-        axes.axvline(place, color="tab:gray", linestyle=":", linewidth=1, label="" if number else "resumed")
-    axes.set_xlabel("epoch" if history.by_epoch else "update")
-    axes.set_ylabel(name)
-    axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend(fontsize="small")

@@ -43,6 +43,7 @@ from tools.common.output_file import if_interrupted, writing
 from tools.common.tables import non_defaults
 from tools.common.turns import Budget, alternating_order, progress_bar
 from utils.config import AmpConfig, Config
+from utils.config.keys import default_of
 from utils.errors import EXIT_DONE, TrainingError, nearest
 from utils.flags import Flag, whole
 from utils.log import log
@@ -152,7 +153,7 @@ def precisions_report(results: Results) -> list[str]:
         return f"{100 * memory / of_base:.0f} %" if memory is not None and of_base else "-"
 
     def speedup(source: str):
-        return lambda mode: shown(results.ratio(mode + source, FP32 + source, "images_per_second"))
+        return lambda mode: results.ratio(mode + source, FP32 + source, "images_per_second")
 
     columns = [
         ("memory (GB)", column("peak_memory_gb")),
@@ -240,7 +241,7 @@ def simplenet_report(results: Results) -> list[str]:
     columns = [
         ("precision", lambda name: results.first(name, "precision", "-")),
         ("seconds", lambda name: results.cell(name, "seconds", 4)),
-        ("speed-up", lambda name: shown(results.ratio(OFF, name, "seconds"))),
+        ("speed-up", lambda name: results.ratio(OFF, name, "seconds")),
         ("loss", lambda name: results.cell(name, "loss", 4)),
     ]
     title = (
@@ -287,6 +288,9 @@ TIMM_FLAGS = (
     Flag("compile", "also measure compiled versions of vitamp's update and of timm's loop with its faster flags"),
     Flag("timm_train", "train.py of timm's repository, to measure the loop in it", "FILE", kind=Path),
 )
+OF_TIMMS_LOOP = ("AMP.LEVEL", "MODEL.PRETRAINED", "MODEL.NEW_CLASSIFIER", "TRAIN.OPTIMIZER.NAME", "TRAIN.LAYER_DECAY")
+OF_TIMMS_LOOP += ("TRAIN.GRAD_CHECKPOINT", "TRAIN.SIZE_SCHEDULE", "TRAIN.TOKEN_DROP")
+"""Settings that have their default, whatever a recipe says: timm's loop, as it is measured, has no other."""
 TIMM_FIXED: dict[str, Any] = {
     "TRAIN.NUM_EPOCHS": 10,
     "TRAIN.WARMUP_EPOCHS": 0.1,
@@ -301,6 +305,7 @@ TIMM_FIXED: dict[str, Any] = {
     **dict.fromkeys(("TRAIN.MIXUP_ALPHA", "TRAIN.CUTMIX_ALPHA", "TRAIN.RANDOM_ERASE_PROB"), 0.0),
     "AMP.CUSTOM_WHITE_LIST": [],
     "AMP.CUSTOM_BLACK_LIST": [],
+    **{key: default_of(key) for key in OF_TIMMS_LOOP},
 }
 TOLERANCE = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 1e-2}
 """Allowed difference of a loss from timm's in fp32, relative to the loss. fp32 rounds to 6e-8, many times."""
@@ -378,7 +383,7 @@ def timm_report(results: Results) -> list[str]:
     first, to_ms = f"{TIMM}, {settings['precisions'].partition(',')[0]}", 1000 / settings["updates"]
 
     def speedup(key: str, over: str | None = None) -> Callable[[str], str]:
-        return lambda name: shown(results.ratio(over or f"{TIMM}, {_precision_of(name)}", name, key))
+        return lambda name: results.ratio(over or f"{TIMM}, {_precision_of(name)}", name, key)
 
     columns = [
         ("ms/update", lambda name: results.cell(name, "seconds", 4, to_ms)),

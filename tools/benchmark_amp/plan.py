@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tools.common.command_line import ToolLine, about_one_device, check_one_training
 from tools.common.tables import in_columns
-from tools.common.turns import Ratio, ratio
+from tools.common.turns import ratio
 from utils.config import Config, Loaded
 from utils.errors import UserError
 from utils.flags import Flag, whole
@@ -92,6 +92,8 @@ def set_up(
     from utils.distributed.world import ALONE
 
     given: dict[str, Any] = {key: (value, "benchmark_amp.py") for key, value in (fixed or {}).items()}
+    if typed := given.keys() & line.run.words.keys():
+        raise UserError(f"{min(typed)}: this table has a value of its own for all loops; leave it out.")
     loaded = line.load(given, resolved=False)
     device = pick_device(loaded.config.DEVICE, ALONE)
     defaults = on_cpu if device.type == "cpu" else on_gpu or {}
@@ -157,7 +159,7 @@ class Results(dict[str, Any]):
         values = self.per_turn(name, key)
         return statistics.median(values) if values else None
 
-    def ratio(self, name: str, other: str, key: str) -> Ratio | None:
+    def ratio(self, name: str, other: str, key: str) -> str:
         """Metric `key` of one contender relative to another's."""
         return ratio(self.per_turn(name, key), self.per_turn(other, key))
 
@@ -180,7 +182,7 @@ class Results(dict[str, Any]):
 
     def control_line(self, name: str, key: str, label: str = "") -> str:
         """Note on the noise, measured by the contender that runs twice. `label`: its name in the table, if another."""
-        control = shown(self.ratio(name + AGAIN, name, key))
+        control = self.ratio(name + AGAIN, name, key)
         return f"control: {quoted([label or name])} against itself: {control}; ratios within this range are noise"
 
     def choices_lines(self, labels: Mapping[str, str]) -> list[str]:
@@ -236,8 +238,8 @@ def quoted(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def shown(value: float | Ratio | None, digits: int = 3) -> str:
+def shown(value: float | None, digits: int = 3) -> str:
     """A cell of a table, with as many digits as are meaningful; '-' for None."""
-    if value is None or isinstance(value, Ratio):
-        return "-" if value is None else str(value)
+    if value is None:
+        return "-"
     return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"

@@ -181,7 +181,8 @@ def opened(config: Config, compiled: bool = True) -> Iterator[tuple[ReadyToTrain
     device = pick_device(config.DEVICE, ALONE)
     threads = set_up_device(config, device, ALONE)
     with OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST):
-        ready = build_for_training(Run(config, ALONE, device, threads), None, sharding_of(config, ALONE, device))
+        run, shared = Run(config, ALONE, device, threads), sharding_of(config, ALONE, device)
+        ready = build_for_training(run, None, shared, dry=True)  # of updates, not of a pass for features before them
         try:
             if not compiled:
                 ready.parts.leave_out(Compiling)

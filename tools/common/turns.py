@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from tqdm import tqdm
@@ -42,19 +41,10 @@ def alternating_order(items: Sequence[Item], rounds: Iterable[Round]) -> Iterato
             yield each, item
 
 
-@dataclass(frozen=True)
-class Ratio:
-    """Ratio of two contenders: median, minimum and maximum over the rounds."""
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    """Of two contenders: median, minimum and maximum over the rounds; '-' without a round of both.
 
-    median: float
-    least: float
-    most: float
-
-    def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.least:.2f} to {self.most:.2f})"
-
-
-def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio | None:
-    """Taken round by round, so that a slow moment of the machine is in both values."""
+    Taken round by round, so that a slow moment of the machine is in both values.
+    """
     pairs = [mine / other for mine, other in zip(ours, theirs, strict=False)]
-    return Ratio(statistics.median(pairs), min(pairs), max(pairs)) if pairs else None
+    return f"{statistics.median(pairs):.2f} ({min(pairs):.2f} to {max(pairs):.2f})" if pairs else "-"

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.inputs.auto import of_timms_name
 from engine.inputs.batches import input_of
 from models.build import build_without_weights, is_timm_name, timm_call, timm_weights
 from models.weights.paddle import (
@@ -123,18 +124,14 @@ def _header(converted: Converted, target: Target, file: Path) -> dict[str, str]:
     about: dict[str, Any] = {"converted_from": file.name, "num_classes": target.sizes["NUM_CLASSES"]}
     if target.name and target.sizes["NUM_CLASSES"]:
         # Settings of the model and of its image preparation, which is timm's for the same model.
-        pretrained = timm_weights(target.name)
-        assert pretrained is not None  # is_timm_name
+        preprocessing = of_timms_name(target.name, f"timm's {target.name}")
+        assert preprocessing is not None  # is_timm_name
         values: dict[str, Any] = {
+            **preprocessing[0],
             "MODEL.TYPE": converted.family,
             "MODEL.NAME": target.name,
             "MODEL.NUM_CLASSES": target.sizes["NUM_CLASSES"],
             **{f"DATA.{key}": target.sizes[key] for key in IMAGE_KEYS},
-            "DATA.CROP_PCT": pretrained.crop_pct,
-            "DATA.CROP_MODE": pretrained.crop_mode,
-            "DATA.INTERPOLATION": pretrained.interpolation,
-            "DATA.IMAGENET_MEAN": list(pretrained.mean),
-            "DATA.IMAGENET_STD": list(pretrained.std),
         }
         config = load_config(None, {key: (value, "the file") for key, value in values.items()}, {}).config
         name, arguments = timm_call(config.MODEL, config.DATA.IMAGE_SIZE, config.DATA.IMAGE_CHANNELS)

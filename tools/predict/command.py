@@ -27,7 +27,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from tools.common import command_line
 from tools.common.output_file import if_interrupted, writing
@@ -36,10 +36,6 @@ from utils.flags import BY_NAME, Flag, Positional, whole
 from utils.log import log
 from vitamp.files import replacing
 from vitamp.pooling import POOLED
-
-if TYPE_CHECKING:
-    from tools.predict.images import Guess
-
 
 FORMATS = ("table", "csv", "json", "jsonl")
 DEVICES = ("cpu", "cuda", "mps")
@@ -129,22 +125,16 @@ def main(argv: list[str]) -> int:
 
     ending = asked.out.suffix.lower().removeprefix(".") if asked.out else ""
     form = FORMS[asked.format or (ending if ending in FORMATS else FORMATS[0])]
-    progress, unreadable = sys.stderr.isatty() and not (asked.out is None and sys.stdout.isatty()), list[str]()
-
-    def rows() -> Iterator[tuple[str, list[Guess] | None, str]]:
-        results = predict_images(
-            trained, dataset, paths, lambda batch: choose(trained.logits(batch.images)), asked, progress
-        )
-        for path, guesses, reason in results:
-            unreadable.extend(filter(None, [reason]))
-            yield path, guesses, reason
-
+    progress, failed = sys.stderr.isatty() and not (asked.out is None and sys.stdout.isatty()), list[str]()
+    rows = predict_images(
+        trained, dataset, paths, lambda batch: choose(trained.logits(batch.images)), asked, progress, failed
+    )
     if asked.out is None and form is not FORMS["json"]:
         if_interrupted.append("the rows written so far are valid")
     with _opened(asked.out) as stream:
-        form(stream, rows(), trained.names(), choose.most, paths)
+        form(stream, rows, trained.names(), choose.most, paths)
         stream.flush()
-    return EXIT_FAILED if unreadable else EXIT_DONE
+    return EXIT_FAILED if failed else EXIT_DONE
 
 
 def _check(line: command_line.ToolLine) -> None:

@@ -41,14 +41,15 @@ def predict_images(
     results: Callable[[Batch], Iterable[Any]],
     asked: Namespace,
     progress: bool,
+    failed: list[str],
 ) -> Iterator[tuple[str, Any, str]]:
     """Name in `paths`, result and reason of each image, in order: an unreadable one has a reason and no result.
 
-    `results`: those of a batch, None where the model computes NaN or infinity. `progress`: show a bar.
+    `results`: those of a batch, None where the model computes NaN or infinity. `progress`: show a bar. `failed` gets
+    the names of images without a result.
     """
     workers = auto_workers(given=asked.num_workers)
-    failed, row = 0, 0
-    size, unread = asked.batch_size or trained.config.DATA.val_batch, Unread()
+    size, unread, row = asked.batch_size or trained.config.DATA.val_batch, Unread(), 0
     workers = 0 if len(paths) <= size else workers  # nothing to prefetch
     not_finite = f"the model computes NaN or infinity{'; try -amp off' * (trained.precision.level != 'O0')}"
     loader = ValLoader(dataset, size, 0, 1, workers, trained.precision.device, unread)
@@ -57,7 +58,8 @@ def predict_images(
         for batch in loader:
             for index, result in zip(batch.indices.tolist()[: len(paths) - row], results(batch), strict=False):
                 if index == PADDING or result is None:
-                    failed, reason = failed + 1, unread.take(row) or not_finite
+                    reason = unread.take(row) or not_finite
+                    failed.append(paths[row])
                     log.warning("%s cannot be predicted: %s", paths[row], reason)
                     yield paths[row], None, reason
                 else:
@@ -68,7 +70,7 @@ def predict_images(
         loader.close()
         bar.close()
     if failed:
-        log.warning("%d of %d images could not be predicted.", failed, len(paths))
+        log.warning("%d of %d images could not be predicted.", len(failed), len(paths))
 
 
 def write_features(asked: Namespace, trained: Trained, dataset: ImageDataset, paths: list[str]) -> int:
@@ -84,7 +86,7 @@ def write_features(asked: Namespace, trained: Trained, dataset: ImageDataset, pa
         found = zip(features, batch.labels.cpu().numpy(), strict=True)
         return (one if np.isfinite(one[0]).all() else None for one in found)
 
-    found = predict_images(trained, dataset, paths, results, asked, sys.stderr.isatty())
+    found = predict_images(trained, dataset, paths, results, asked, sys.stderr.isatty(), [])
     rows = [(path, *seen) for path, seen, reason in found if not reason]
     if not rows:
         raise TrainingError(f"No image has features; {asked.features} is not written.")

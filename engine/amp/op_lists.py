@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -92,9 +92,9 @@ PADDLE: dict[str, tuple[str, ...]] = {
 _FIRST_INPUT_ONLY = ("batch_norm",)
 
 
-def check_names(white: Iterable[str], black: Iterable[str]) -> None:
+def check_names(white: Sequence[str], black: Sequence[str]) -> None:
     """Reject unknown operators, and operators that are on both lists."""
-    lists = {"AMP.CUSTOM_WHITE_LIST": tuple(white), "AMP.CUSTOM_BLACK_LIST": tuple(black)}
+    lists = {"AMP.CUSTOM_WHITE_LIST": white, "AMP.CUSTOM_BLACK_LIST": black}
     known = [*OPERATORS, *PADDLE]
     for key, names in lists.items():
         for name in names:
@@ -104,13 +104,10 @@ def check_names(white: Iterable[str], black: Iterable[str]) -> None:
                 )
         if "mul" in names:
             log.warning("%s: mul is torch's elementwise product; Paddle's mul is called linear here.", key)
-    on_white, on_black = (operators_named(names).keys() for names in lists.values())
-    both = on_white & on_black
-    if both:
-        names = ", ".join(sorted(both))
+    if both := operators_named(white).keys() & operators_named(black).keys():
         raise UserError(
-            f"AMP.CUSTOM_WHITE_LIST and AMP.CUSTOM_BLACK_LIST both name {names} (under torch's or Paddle's name); an "
-            "operator can be on only one list."
+            f"AMP.CUSTOM_WHITE_LIST and AMP.CUSTOM_BLACK_LIST both name {', '.join(sorted(both))} (under torch's or "
+            "Paddle's name); an operator can be on only one list."
         )
 
 

@@ -42,7 +42,6 @@ from utils.own_code import executed
 from vitamp.pooling import BLOCKS, POOLED, pool_of, pooled_features, pools_of
 
 if TYPE_CHECKING:
-    from engine.setup import Ready
     from engine.update import TrainState
 
 BLOCK = 512
@@ -57,6 +56,11 @@ class Seeing(Protocol):
     model: nn.Module
     inputs: nn.Module
     precision: Precision
+
+
+class Validating(Seeing, Protocol):
+    val_set: ImageDataset
+    val_loader: ValLoader
 
 
 class Features(NamedTuple):
@@ -233,7 +237,7 @@ def sees_features_alone(seeing: Seeing, data: DataConfig) -> bool:
     return agrees
 
 
-def see_features(run: Run, ready: Ready, parts: TrainState, train_set: ImageDataset) -> ImageDataset | None:
+def see_features(run: Run, ready: Validating, parts: TrainState, train_set: ImageDataset) -> ImageDataset | None:
     """Let training and validation read features in place of images. Returns the training split. A collective call.
 
     None: the model does more with its features than `_of_features`.

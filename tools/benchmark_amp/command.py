@@ -288,8 +288,8 @@ TIMM_FLAGS = (
     Flag("compile", "also measure compiled versions of vitamp's update and of timm's loop with its faster flags"),
     Flag("timm_train", "train.py of timm's repository, to measure the loop in it", "FILE", kind=Path),
 )
-OF_TIMMS_LOOP = ("AMP.LEVEL", "MODEL.PRETRAINED", "MODEL.NEW_CLASSIFIER", "TRAIN.OPTIMIZER.NAME", "TRAIN.LAYER_DECAY")
-OF_TIMMS_LOOP += ("TRAIN.GRAD_CHECKPOINT", "TRAIN.SIZE_SCHEDULE", "TRAIN.TOKEN_DROP")
+OF_TIMMS_LOOP = ("AMP.LEVEL", "MODEL.PRETRAINED", "MODEL.NEW_CLASSIFIER", "MODEL.LORA.RANK", "TRAIN.LAYER_DECAY")
+OF_TIMMS_LOOP += ("TRAIN.OPTIMIZER.NAME", "TRAIN.GRAD_CHECKPOINT", "TRAIN.SIZE_SCHEDULE", "TRAIN.TOKEN_DROP")
 """Settings that have their default, whatever a recipe says: timm's loop, as it is measured, has no other."""
 TIMM_FIXED: dict[str, Any] = {
     "TRAIN.NUM_EPOCHS": 10,

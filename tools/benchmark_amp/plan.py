@@ -92,8 +92,8 @@ def set_up(
     from utils.distributed.world import ALONE
 
     given: dict[str, Any] = {key: (value, "benchmark_amp.py") for key, value in (fixed or {}).items()}
-    if typed := given.keys() & line.run.words.keys():
-        raise UserError(f"{min(typed)}: this table has a value of its own for all loops; leave it out.")
+    if typed := [key for key, (value, _) in given.items() if key in asked and asked[key] != value]:
+        raise UserError(f"{typed[0]}: this table has a value of its own for all loops; leave it out.")
     loaded = line.load(given, resolved=False)
     device = pick_device(loaded.config.DEVICE, ALONE)
     defaults = on_cpu if device.type == "cpu" else on_gpu or {}

@@ -116,8 +116,10 @@ def _run(work: Callable[[list[str]], int], argv: list[str]) -> int:
     except (UserError, TrainingError) as error:
         log.error("%s", error)
         return EXIT_USAGE if isinstance(error, UserError) else EXIT_FAILED
-    except PermissionError as error:  # a folder that others may not enter
-        log.error("%s: no permission to read it.", error.filename)
+    except PermissionError as error:  # such as of a folder that others may not enter
+        if error.filename is None:
+            raise
+        log.error("%s: no permission.", error.filename)
         return EXIT_USAGE
     except OutputError as error:
         log.error("%s; the output is incomplete.", error)
@@ -228,7 +230,7 @@ class ToolLine:
         if text is None:
             return None
         path = Path(text).expanduser()
-        if endings and path.suffix.lower() not in endings:
+        if endings and path.suffix not in endings:
             such = f"{path.stem or 'result'}{endings[0]}"
             raise UserError(f"{flag} {text}: name a file that ends in {' or '.join(endings)}, such as {such}.")
         return check_output_file(path, flag, fresh=not getattr(self.asked, "overwrite", True))

@@ -92,7 +92,7 @@ def main(argv: list[str]) -> int:
     _check(line)
     by_features = asked.knn is not None or asked.probe
     # For these the training images vote, so both splits are needed.
-    part = asked.part or (line.run.words.get("DATA.PART", "val") if by_features else None)
+    part = asked.part or ("val" if by_features else None)
     flags = {**line.run.flags, "EVAL": (True, "evaluate.py")} | ({"DATA.PART": (part, "-part")} if part else {})
     given = replace(line.run, flags=flags)
     if by_features:
@@ -198,7 +198,7 @@ def _check(line: command_line.ToolLine) -> None:
         raise UserError(f"-pool {asked.pool}: chooses the features that -knn and -probe use; give one of them too.")
     if by and (others := [name for name in OF_CLASSIFIER if name in line.given]):
         raise UserError(f"-{others[0]}: does not go with {by}, which leaves out the classifier of the model.")
-    if asked.path is None and "weights" in line.given:
+    if by and asked.path is None and "weights" in line.given:
         raise UserError(f"-weights {asked.weights}: chooses among those of a run, and no run is named; leave it out.")
     if by and part in MEMORISED:
         raise UserError(f"-part {part}: {by} learns from the training images, so it needs others: val or test.")

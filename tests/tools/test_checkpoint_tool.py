@@ -207,7 +207,7 @@ def test_bad_commands_are_refused(tool: Callable[..., Result], run: Path, tmp_pa
         (("average", run, fold, *out), "cannot be averaged: DATA.FOLD is 1/5 and None."),
         (("average", run, copied, *out), "different models or splits and cannot be averaged: class 9 is x and 9."),
         (("average", run, copied / "plain.safetensors", *out), "plain.safetensors: this file holds only weights"),
-        (("average", run, first / MODEL, *out), "a file of other weights than the EMA is named"),
+        (("average", run, first / EMA, *out), "a file of other weights than"),
         (("verify", run / "plain.safetensors"), "plain.safetensors: this file holds only weights"),
     ):
         done = tool(*words, code=2)

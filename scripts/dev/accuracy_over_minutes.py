@@ -21,7 +21,8 @@ from matplotlib import pyplot as plt
 
 COLOURS = {"vitamp": "tab:blue", "timm": "tab:orange"}
 STYLES = {30: "-", 60: "--", 120: ":"}
-MARKERS = {"no CutMix": ".", "CutMix": "s", "growing": ".", "growing, nmuon at 0.005": "^", "growing, CutMix": "s"}
+MARKERS = {"nmuon": "^", "no CutMix": ".", "CutMix": "s", "growing": "."}
+"""By the first of these words in a run's setting"""
 
 
 def draw(results: Path, picture: Path) -> None:
@@ -38,7 +39,8 @@ def draw(results: Path, picture: Path) -> None:
         colour, mean = COLOURS[program], accuracy.mean(0)
         seeds = f"{len(points)} seed{'s' * (len(points) > 1)}"
         label = f"{program}, {budget} minutes, {setting}, {seeds}: {mean[-1]:.1f} %"
-        axes.plot(minutes, mean, MARKERS[setting] + STYLES[budget], color=colour, label=label, markersize=4)
+        marker = next(mark for word, mark in MARKERS.items() if word in setting)
+        axes.plot(minutes, mean, marker + STYLES[budget], color=colour, label=label, markersize=4)
         axes.fill_between(minutes, accuracy.min(0), accuracy.max(0), color=colour, alpha=0.2, linewidth=0)
     for device, axes in zip(devices, places, strict=True):
         axes.set(title=device, xlabel="minutes of one CPU thread", ylabel="top-1 on test images (%)", xlim=(0, None))

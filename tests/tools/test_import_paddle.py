@@ -261,7 +261,7 @@ def test_bad_commands_are_refused(tool: Tool, tmp_path: Path) -> None:
     other = write(tmp_path / "other.pdparams", {"conv1.weight": np.ones((2, 2))})
     for words, told in (
         ([tmp_path / "no.pdparams"], "no such file"),
-        ([file, "-out", tmp_path / "w.pth"], f"use -out {tmp_path}/w.safetensors"),
+        ([file, "-out", tmp_path / "w.pth"], "name a file that ends in .safetensors, such as w.safetensors."),
         ([file, "-name", "vit_of_mine"], "timm has no model of that name"),
         ([other], "that can be converted: 1 of 1 tensors match no rule (conv1.weight), and"),
         ([], "-h lists"),

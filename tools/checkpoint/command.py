@@ -17,6 +17,7 @@ Exit codes: 0 done, 1 `verify` found damage, 2 anything wrong with the command, 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from tools.common.command_line import OVERWRITE, WEIGHTS, Tool, first_word, tool
 from utils.errors import UserError
@@ -50,8 +51,7 @@ def main(argv: list[str]) -> int:
     command = first_word(argv, NAME, __doc__, {name: tool.about or "" for name, tool in COMMANDS.items()}, "command")
     line = COMMANDS[command].read(argv[1:])
     asked = line.asked
-    if "out" in asked:
-        asked.out = line.file("out", ".safetensors")
+    out: Any = line.file("out", ".safetensors") if "out" in asked else None
 
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from tools.common.weights import average, list_checkpoints, strip, verify_checkpoints
@@ -61,9 +61,9 @@ def main(argv: list[str]) -> int:
     if command == "verify":
         return verify_checkpoints(asked.path)
     if command == "strip":
-        return strip(asked.path, asked.out, asked.weights)
+        return strip(asked.path, out, asked.weights)
     if asked.last is not None and len(asked.path) > 1:
         raise UserError(f"-last {asked.last}: takes one run, but {len(asked.path)} paths are given.")
     if asked.last is None and len(asked.path) < 2:
         raise UserError("average: give one run with -last K, or several checkpoints.")
-    return average(asked.path, asked.last, asked.out, asked.weights)
+    return average(asked.path, asked.last, out, asked.weights)

@@ -32,6 +32,7 @@ from argparse import Namespace
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from tools.common.command_line import NO_CALIBRATION, OVERWRITE, PART, TRUST, WEIGHTS, Tool, number, tool
 from tools.common.output_file import check_output_file, check_output_folder
@@ -115,11 +116,11 @@ def main(argv: list[str]) -> int:
         if not file.is_file():
             raise UserError(f"{file}: no such file.")
         asked.out = asked.out or file.with_suffix(ENDINGS["safetensors"])
-        asked.out = line.file("out", ENDINGS["safetensors"])
+        out: Any = line.file("out", ENDINGS["safetensors"])
 
         from tools.export.paddle import import_weights
 
-        return import_weights(file, asked.out, asked.name)
+        return import_weights(file, out, asked.name)
     if asked.name is not None:
         raise UserError(f"-name {asked.name}: works only with PaddleViT's weights, a {PADDLE} file; leave it out.")
     formats = _formats(asked)

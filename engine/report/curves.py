@@ -93,7 +93,7 @@ def draw_curves(folder: Path, title: str, by: Metric = TOP1) -> Path | None:
     _curve(speed, history.points("train", "images_per_second"), "images/s")
     of_scale = "loss scale" if scaled else "time (%)"
     names = ("loss", history.task.axis, "learning rate", "gradient norm", of_scale, "images/s")
-    for plot, name in zip(figure.axes, names, strict=True):
+    for plot, name in zip((loss, accuracy, rate, norm, scale, speed), names, strict=True):
         for number, place in enumerate(history.resumes()):
             plot.axvline(place, color="tab:gray", linestyle=":", linewidth=1, label="" if number else "resumed")
         plot.set_xlabel("epoch" if history.by_epoch else "update")

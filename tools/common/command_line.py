@@ -230,7 +230,7 @@ class ToolLine:
         if text is None:
             return None
         path = Path(text).expanduser()
-        if endings and path.suffix not in endings:
+        if endings and path.suffix.lower() not in endings:
             such = f"{path.stem or 'result'}{endings[0]}"
             raise UserError(f"{flag} {text}: name a file that ends in {' or '.join(endings)}, such as {such}.")
         return check_output_file(path, flag, fresh=not getattr(self.asked, "overwrite", True))

@@ -306,6 +306,7 @@ def test_proof_looks_at_the_weights_that_it_compares(digits_run: Path) -> None:
         (["RUN", "-budget_min", "5"], "-budget_min 5: nothing is trained; it is for -folds and -prove."),
         (["RUN", "-output", "TINY/labels"], "is a file, so the folder cannot be created"),
         (["-dataset", "digits"], "Name the model: a run, -cfg RECIPE, or -model NAME -pretrained FILE."),
+        (["-dataset", "digits", "MODEL.PRETRAINED=gone.pth"], "gone.pth: no such file"),
         (["RUN", "-cfg", "TINY", "-prove", "DATA.FOLD=1/5"], "DATA.FOLD: a search reads all folds, and -prove needs"),
         (["RUN", "-data_path", "TINY.csv"], "/0.png: the label -1 is below 0. Correct it, or leave the image out by"),
         (["RUN", "DATA.RELABEL=a.csv"], "DATA.RELABEL: the labels are searched as they are in the data; leave"),

@@ -124,6 +124,7 @@ def with_packing(loaded: Loaded) -> Loaded:
 
 
 INTERPOLATION, CROP_MODE = "DATA.INTERPOLATION", "DATA.CROP_MODE"
+HEADS = "NUM_HEADS"
 FIELDS = {
     "image_size": "DATA.IMAGE_SIZE",
     "crop_pct": "DATA.CROP_PCT",
@@ -160,6 +161,10 @@ def with_sizes(loaded: Loaded, source: str) -> Loaded:
         if getattr(mine, key) == AUTO or (getattr(mine, key) is None and key not in kept)
     }
     words = f"Open in the settings, so as in {file}: {_in_words({key: one.value for key, one in taken.items()})}"
+    if own.get(HEADS) != theirs.get(HEADS) and own.keys() == theirs.keys() and (key := f"MODEL.{HEADS}") not in taken:
+        said = f"{key} {own[HEADS]} is used; {file} was trained with {theirs[HEADS]}, which its shapes do not show"
+        said = f"{loaded.sources[key]}: {said}"
+        loaded = replace(loaded, warnings=(*loaded.warnings, said))
     return loaded.with_values(taken, [words]) if taken else loaded
 
 

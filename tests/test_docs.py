@@ -212,15 +212,6 @@ def test_messages_in_troubleshooting_are_the_programs_own() -> None:
     assert "vit_digits" not in remedies, "a reader with images of their own must not be shown the digits"
 
 
-def test_flags_in_the_tables_of_migrating_exist() -> None:
-    """Those of the second column."""
-    page = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (`.+?) \| (.*?) \|", page, flags=re.MULTILINE)
-    ours = [flag for _, cell in rows for flag in re.findall(r"`-(\w+)", cell)]
-    assert [name for name in ours if name not in BY_NAME] == []
-    assert len(rows) >= 40
-
-
 PADDLEVITS = {"MODEL.USE_REL_POS_BIAS"}
 """Keys that its YAML files have, and our schema does not."""
 

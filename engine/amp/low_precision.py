@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from types import MethodType
 from typing import Any
@@ -167,7 +167,7 @@ def force_fp32(model: nn.Module, patterns: Iterable[str], device_type: str) -> l
     compute in fp32 with it. Works in the middle of training too; parameters, their names and dtypes do not change.
     """
     patterns = tuple(patterns)
-    modules = {name: module for name, module in model.named_modules() if name}
+    modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     for pattern in patterns:
         if not any(_matches(name, module, pattern) for name, module in modules.items()):
             classes = {type(module).__name__ for module in modules.values()}
@@ -177,22 +177,24 @@ def force_fp32(model: nn.Module, patterns: Iterable[str], device_type: str) -> l
                 f"{', '.join(name for name in modules if '.' not in name)}. Classes: {', '.join(sorted(classes))}."
             )
     newly_forced: list[str] = []
-    outermost = ""
+    outermost, containers = "", set[str]()  # what matches a container is done to its members
     for name, module in modules.items():
         if outermost and name.startswith(outermost + "."):
             continue
-        if is_forced(module):
-            outermost = name
-        elif any(_matches(name, module, pattern) for pattern in patterns):
-            outermost = name
-            for part, inner in _callable_parts(name, module):
-                if not is_forced(inner):
-                    # Instance attributes: the state dict's keys do not change, and a deep copy's method is bound to it.
-                    inner.fp32_on = device_type  # pyright: ignore[reportArgumentType]
-                    # The user may have given this module a forward of its own, in place of its class's.
-                    inner.own_forward = vars(inner).get("forward")  # pyright: ignore[reportArgumentType]
-                    inner.forward = MethodType(_forward_in_fp32, inner)
-                    newly_forced.append(part)
+        if not is_forced(module):
+            inherits = name.rpartition(".")[0] in containers
+            if not inherits and not any(_matches(name, module, pattern) for pattern in patterns):
+                continue
+            if type(module) in CONTAINERS:
+                containers.add(name)
+                continue
+            # Instance attributes: the state dict's keys do not change, and a deep copy's method is bound to it.
+            module.fp32_on = device_type  # pyright: ignore[reportArgumentType]
+            # The user may have given this module a forward of its own, in place of its class's.
+            module.own_forward = vars(module).get("forward")  # pyright: ignore[reportArgumentType]
+            module.forward = MethodType(_forward_in_fp32, module)
+            newly_forced.append(name)
+        outermost = name
     if newly_forced:
         # Unlike an eager backward pass, a compiled one runs under the autocast around its forward call. That would
         # compute these modules' gradients in low precision.
@@ -211,14 +213,6 @@ def is_forced(module: nn.Module) -> bool:
 
 def _matches(name: str, module: nn.Module, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(type(module).__name__, pattern)
-
-
-def _callable_parts(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    if type(module) not in CONTAINERS:
-        yield name, module
-        return
-    for child_name, child in module.named_children():
-        yield from _callable_parts(f"{name}.{child_name}", child)
 
 
 def _forward_in_fp32(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -104,15 +104,13 @@ class _CallTracker(TorchFunctionMode):
         self._names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
         if teacher is not None:
             self._names |= {id(module): f"teacher.{name}" for name, module in teacher.named_modules() if name}
-        self._stack = [LOSS]
-        self._function = ""
+        self._here = self._last_backward = Place(LOSS, "")
         self._numbers: list[int] = []
         self._places: list[Place] = []
-        self._last_backward = Place(LOSS, "")
 
     def here(self) -> tuple[Place, str]:
         if torch._C._current_graph_task_id() == -1:
-            return Place(self._stack[-1], self._function), FORWARD
+            return self._here, FORWARD
         node = torch._C._current_autograd_node()
         if node is not None:  # None while the engine adds gradients of a tensor that was used twice
             at = bisect_right(self._numbers, node._sequence_nr()) - 1
@@ -120,23 +118,16 @@ class _CallTracker(TorchFunctionMode):
         return self._last_backward, BACKWARD
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with self.calling_function(getattr(func, "__name__", "").strip("_")):
+        with self.at(function=getattr(func, "__name__", "").strip("_")):
             return func(*args, **(kwargs or {}))
 
     @contextlib.contextmanager
-    def inside_module(self, module: str) -> Iterator[None]:
-        self._stack.append(module)
+    def at(self, **place: str) -> Iterator[None]:
+        """Inside another `module`, or calling another `function`."""
+        outer, self._here = self._here, self._here._replace(**place)
         self._mark()
         yield
-        self._stack.pop()
-        self._mark()
-
-    @contextlib.contextmanager
-    def calling_function(self, function: str) -> Iterator[None]:
-        outer, self._function = self._function, function
-        self._mark()
-        yield
-        self._function = outer
+        self._here = outer
         self._mark()
 
     @contextlib.contextmanager
@@ -146,7 +137,7 @@ class _CallTracker(TorchFunctionMode):
 
         def before(module: nn.Module, _: Any) -> None:
             if id(module) in self._names:
-                inside.append(self.inside_module(self._names[id(module)]))
+                inside.append(self.at(module=self._names[id(module)]))
                 inside[-1].__enter__()
 
         def after(module: nn.Module, _: Any, output: Any) -> None:
@@ -154,16 +145,12 @@ class _CallTracker(TorchFunctionMode):
                 on_output(output)
                 inside.pop().__exit__(None, None, None)
 
-        handles = register_module_forward_pre_hook(before), register_module_forward_hook(after)
-        try:
+        with register_module_forward_pre_hook(before), register_module_forward_hook(after):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _mark(self) -> None:
         self._numbers.append(torch.autograd._get_sequence_nr())  # pyright: ignore[reportPrivateImportUsage]
-        self._places.append(Place(self._stack[-1], self._function))
+        self._places.append(self._here)
 
 
 class _ExtremesRecorder(TorchDispatchMode):
@@ -481,14 +468,14 @@ class OverflowWatch(Callback):
             with tracker.hooked(recorder.module_output), tracker:
                 recorder.batch_images(batch.images)
                 with self._precision.autocast():
-                    with tracker.inside_module(INPUTS):
+                    with tracker.at(module=INPUTS):
                         images = _call_with_copied_buffers(self._to.inputs, batch.images)
                         images, targets, _ = self._to.batch_transform(images, batch.labels)
-                    with tracker.inside_module(type(model).__name__):
+                    with tracker.at(module=type(model).__name__):
                         logits = _call_with_copied_buffers(model, images)
                     loss = self._to.criterion(logits.float(), targets)
                 records_before_loss = len(recorder.records)
-            with tracker.calling_function("scaling"):
+            with tracker.at(function="scaling"):
                 scaled = loss * weight * scale
             # Hooks are off here: activation checkpointing calls modules again, whose nodes are not in this graph.
             # Not backward(), which would add to .grad and start DDP's all-reduce.

@@ -40,7 +40,6 @@ def refuses(vitamp: Vitamp, tiny: Path, tmp_path_factory: pytest.TempPathFactory
         (["-dataset", "digit"], ["DATA.DATASET", "'digit'", "Did you mean digits", "digits, imagefolder, imagen"]),
         (["TRAIN.OPTIMIZER.NAME=AdamX"], ["TRAIN.OPTIMIZER.NAME", "AdamX", "Did you mean"]),
         (["MODEL.TYPE=timm", "MODEL.NAME=vit_tny_patch16_224"], ["vit_tny_patch16_224", "Did you mean"]),
-        (["-resume", "auto"], ["MODEL.RESUME", "-output"]),
         (["-resume", "nowhere"], ["nowhere", "no such file or folder"]),
         (["-resume", "~nobody_here/x"], ["-resume ~nobody_here/x: no such file or folder"]),
         (["-use", "~nobody_here/x.py"], ["-use ~nobody_here/x.py: cannot be read (No such file"]),
@@ -49,10 +48,6 @@ def refuses(vitamp: Vitamp, tiny: Path, tmp_path_factory: pytest.TempPathFactory
         (["-amp", "O3", "AMP.DTYPE=fp16"], ["AMP.LEVEL O3 in fp16", "TRAIN.OPTIMIZER.EPS 1e-08", "O2"]),
         (["TRAIN.DISTILLATION_TYPE=hard"], ["DISTILLATION_TYPE hard", "needs a teacher", "NAME=FILE"]),
         (["-teacher_model", "resnet18"], ["is null. Set it to hard or soft, or TRAIN.TEACHER_MODEL to null"]),
-        (
-            ["-batch_size", 1, "TRAIN.MIXUP_ALPHA=0.8"],
-            ["DATA.BATCH_SIZE", "1 is not possible with TRAIN.MIXUP", "2 or more"],
-        ),
         (["TRAIN.OPTIMIZER.NAME=muon", "DIST.STRATEGY=fsdp"], ["muon orthogonalises whole matrices", "STRATEGY fsdp"]),
         # Said before the error of MODEL.DEPTH, so before anything is built.
         (["TRAIN.CLASS_WEIGHTS=a.txt", "MODEL.DEPTH=99999999"], ["CLASS_WEIGHTS: expected balanced or null, got 'a"]),

@@ -31,6 +31,11 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(np.clip(np.asarray(image, dtype=np.int16) + grain, 0, 255).astype(np.uint8))
 
 
+def deep(image: Image.Image) -> Image.Image:
+    """A 16-bit grey image."""
+    return Image.fromarray(np.asarray(image.convert("L")).astype(np.uint16) * 256 + 77)
+
+
 def encoded(image: Image.Image, kind: str = "JPEG", **how: Any) -> bytes:
     """The bytes of a file."""
     file = io.BytesIO()

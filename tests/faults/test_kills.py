@@ -89,19 +89,14 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def begin(tmp_path: Path, images: Path) -> Any:
-    (tmp_path / "killed.yaml").write_text(RECIPE)
-    runs: list[Run] = []
+def begin(start: Callable[..., Run], tiny: Path, images: Path) -> Callable[..., Run]:
+    tiny.write_text(RECIPE)
 
     def call(folder: Path, shape: Shape, workers: int) -> Run:
-        words = ("-cfg", tmp_path / "killed.yaml", f"DATA.DATA_PATH={images}", "-resume", "auto")
-        ngpus = shape.processes if shape.processes > 1 else 0
-        runs.append(Run(folder, *words, *shape.words(workers), ngpus=ngpus))
-        return runs[-1]
+        words = (f"DATA.DATA_PATH={images}", "-resume", "auto", *shape.words(workers))
+        return start(*words, folder=folder, ngpus=shape.processes if shape.processes > 1 else 0)
 
-    yield call
-    for run in runs:
-        run.kill_all()
+    return call
 
 
 def outcome(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -28,11 +28,6 @@ def folders(root: Path, prefix: str, each: int, classes: str = "abc") -> Path:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("place")
-
-
-@pytest.fixture(scope="module")
 def run(place: Path) -> Path:
     """A run on 30 images in class folders, without one that DATA.EXCLUDE names."""
     folders(place / "own", "own", 10)

@@ -60,6 +60,8 @@ def test_flags_on_the_page_are_known() -> None:
     first = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `-")]
     flags = [flag for cell in first for flag in re.findall(r"`-+([\w-]+)(?: \w+)?`", cell)]
     assert len(flags) > 40
+    ours = re.findall(r"`-(\w+)", " ".join(re.findall(r"^\| `.+? \| (.*?) \|", page, re.MULTILINE)))
+    assert [flag for flag in ours if flag not in BY_NAME] == [], "of the second column"
     for flag in (name.replace("-", "_") for name in flags):
         assert flag in BY_NAME or re.search("Did you mean|Not needed", error_of(f"-{flag}")), flag
 

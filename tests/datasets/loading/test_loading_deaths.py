@@ -106,12 +106,8 @@ def test_started_processes_end_if_another_cannot_start(training, monkeypatch: py
     assert gone(set(children(os.getpid())) - before, seconds=2)
 
 
-class Interrupting(Variant):
+class Interrupting(Deadly):
     """Its loading process is killed or stopped in the middle of a message that is larger than a pipe's buffer."""
-
-    def __init__(self, inner: ImageDataset, number: int) -> None:
-        super().__init__(inner)
-        self.number = number
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> Batch:
         pid = os.getpid()

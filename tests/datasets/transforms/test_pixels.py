@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 from datasets.base import Unreadable
 from datasets.transforms.pixels import Pixels
 from tests.datasets.opened import settings
-from tests.datasets.pictures import apart, decoded_by, encoded, picture, square
+from tests.datasets.pictures import apart, decoded_by, deep, encoded, picture, square
 
 Kind = Callable[[Image.Image], bytes | np.ndarray]
 
@@ -36,11 +36,6 @@ def clear(image: Image.Image) -> Image.Image:
     image = image.convert("RGBA")
     image.putalpha(image.getchannel("G"))
     return image
-
-
-def deep(image: Image.Image) -> Image.Image:
-    """A 16-bit grey image."""
-    return Image.fromarray(np.asarray(image.convert("L")).astype(np.uint16) * 256 + 77)
 
 
 KINDS: dict[str, Kind] = {

@@ -14,7 +14,7 @@ from PIL import Image
 from datasets.base import background_of
 from datasets.given import ArrayPixels
 from tests.datasets.opened import settings
-from tests.datasets.pictures import encoded, square
+from tests.datasets.pictures import deep, encoded, square
 from tools.pack_images.run import Encoder
 from utils.config.data import DataConfig
 from vitamp.timm_model import Upright
@@ -43,11 +43,6 @@ def palette() -> Image.Image:
     return image
 
 
-def deep(shown: int, hidden: int) -> Image.Image:
-    """A grey image of 16 bits."""
-    return Image.fromarray(np.asarray(halves("L", shown, hidden)).astype(np.uint16) * 256 + 7)
-
-
 RGBA = halves("RGBA", (*SHOWN, 255), (*HIDDEN, 0))
 COLOURED = {
     "png": encoded(RGBA, "PNG"),
@@ -63,7 +58,7 @@ GREY = {
     "grey png": encoded(halves("LA", (GREY_SHOWN, 255), (GREY_HIDDEN, 0)), "PNG"),
     "one transparent grey": encoded(halves("L", GREY_SHOWN, GREY_HIDDEN), "PNG", transparency=GREY_HIDDEN),
     "one transparent grey of 16 bits": encoded(
-        deep(GREY_SHOWN, GREY_HIDDEN), "PNG", transparency=GREY_HIDDEN * 256 + 7
+        deep(halves("L", GREY_SHOWN, GREY_HIDDEN)), "PNG", transparency=GREY_HIDDEN * 256 + 77
     ),
 }
 

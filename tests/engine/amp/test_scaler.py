@@ -12,15 +12,12 @@ from torch import nn
 
 from engine.amp.loss_scaler import LossScaler
 from engine.checkpoint.restore import restore
-from engine.checkpoint.state import state_of
-from engine.measure.meters import Best, Position
 from engine.setup import ReadyToTrain
 from tests.engine.amp.modes import amp
+from tests.engine.checkpoint.test_restore import save
 from tests.engine.small import build, train
-from tests.program import made_meta
-from tests.saved import save_checkpoint
 from utils.config import AmpConfig
-from vitamp.checkpoints import MODEL, Checkpoint, inspect
+from vitamp.checkpoints import Checkpoint
 
 INF = float("inf")
 
@@ -100,12 +97,6 @@ def test_scale_follows_paddles_rule_for_random_overflows(dynamic: bool, cut_afte
 OVERFLOWING = {"AMP__ENABLED": "true", "AMP__DTYPE": "fp16", "AMP__INIT_LOSS_SCALING": 2.0**60}
 
 
-def saved(ready: ReadyToTrain, root: Path, update: int) -> Checkpoint:
-    state = state_of(ready.parts, Position(1, update, update), Best(), 32, ready.parts.meters.state())
-    tensors = {MODEL: ready.parts.model.state_dict()}
-    return inspect(save_checkpoint(root, update, tensors, state, made_meta(update)))
-
-
 def gone_on(tiny: Path, checkpoint: Checkpoint, **words: object) -> ReadyToTrain:
     ready = build(tiny, **words)
     restore(ready.parts, checkpoint, 44)
@@ -121,7 +112,7 @@ def test_overflows_in_a_row_are_counted_across_resumes_and_levels(
     ready = build(tiny, **words, AMP__LEVEL=first)
     train(ready, 2)
     assert ready.parts.precision.scaler.get_scale() == 2.0**60, "two of three"
-    resumed = gone_on(tiny, saved(ready, tmp_path, 2), **words, AMP__LEVEL=then)
+    resumed = gone_on(tiny, save(ready, tmp_path, 2, (1, 2)), **words, AMP__LEVEL=then)
     scale = resumed.parts.precision.scaler.get_scale
     train(resumed, 1, done=2)
     assert scale() == 2.0**59, "the third"
@@ -136,7 +127,7 @@ def test_fixed_scale_comes_from_the_settings_after_a_resume(tiny: Path, tmp_path
     words = {**OVERFLOWING, "AMP__USE_DYNAMIC_LOSS_SCALING": "false"}
     ready = build(tiny, **words)
     train(ready, 2)
-    resumed = gone_on(tiny, saved(ready, tmp_path, 2), **{**words, "AMP__INIT_LOSS_SCALING": 128})
+    resumed = gone_on(tiny, save(ready, tmp_path, 2, (1, 2)), **{**words, "AMP__INIT_LOSS_SCALING": 128})
     train(resumed, 1, done=2)
     assert resumed.parts.precision.scaler.get_scale() == 128
     assert resumed.parts.schedule.stepped == 1

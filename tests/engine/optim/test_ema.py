@@ -60,18 +60,6 @@ def test_ema_equals_its_formula(decay: float, warmup: bool, as_tensor: bool) -> 
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_skipped_update_does_not_change_the_ema(as_tensor: bool) -> None:
-    """Running statistics too: those of a pass that overflowed may be infinite."""
-    ema, model = averaged(0.9, True, [True, True], as_tensor)
-    before = {name: tensor.clone() for name, tensor in ema.module.state_dict().items()}
-    wander(model, 7)
-    model.norm.running_mean.fill_(float("inf"))  # pyright: ignore[reportOptionalMemberAccess]
-    ema.after_update(1, torch.tensor(False) if as_tensor else False)
-    assert int(ema.updates) == 2
-    assert all(torch.equal(before[name], tensor) for name, tensor in ema.module.state_dict().items())
-
-
-@pytest.mark.parametrize("as_tensor", [False, True])
 def test_ema_copies_or_leaves_buffers_of_any_dtype_bit_for_bit(as_tensor: bool) -> None:
     model = Net().half()  # its average is in fp32
     for name, buffer in {
@@ -84,11 +72,10 @@ def test_ema_copies_or_leaves_buffers_of_any_dtype_bit_for_bit(as_tensor: bool) 
         model.register_buffer(name, buffer)
     ema = Ema(model, TrainConfig(MODEL_EMA_DECAY=0.5, MODEL_EMA_WARMUP=False), CPU)
     taken = {name: buffer.clone() for name, buffer in ema.module.named_buffers()}
-    for stepped in (True, False, True):
+    for stepped in (True, False, True):  # statistics of a pass that overflowed may be infinite
         for buffer in model.buffers():
-            buffer.copy_(
-                torch.randn(buffer.shape) > 0 if buffer.dtype is torch.bool else 100 * torch.randn(buffer.shape)
-            )
+            drawn = torch.randn(buffer.shape)
+            buffer.copy_(drawn > 0 if buffer.dtype is torch.bool else drawn * (100 if stepped else torch.inf))
         if stepped:
             taken = {name: buffer.to(taken[name].dtype) for name, buffer in model.named_buffers()}
         ema.after_update(1, torch.tensor(stepped) if as_tensor else stepped)

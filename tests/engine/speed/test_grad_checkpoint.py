@@ -15,10 +15,8 @@ from engine.setup import ReadyToTrain
 from engine.speed.grad_checkpoint import RecomputedBlocks
 from models.parts import blocks_of
 from tests.engine.small import build, built_of, chosen, saved_bytes, train, windows
+from tests.engine.test_freeze import AMP, HOW, RANDOM
 from utils.errors import UserError
-
-RANDOM = {"MODEL__DEPTH": 3, "MODEL__DROPOUT": 0.2, "MODEL__ATTENTION_DROPOUT": 0.1, "MODEL__DROPPATH": 0.3}
-AMP = {"AMP__ENABLED": "true", "AMP__INIT_LOSS_SCALING": 1024}
 
 
 def trained(ready: ReadyToTrain) -> list[Tensor]:
@@ -29,11 +27,7 @@ def trained(ready: ReadyToTrain) -> list[Tensor]:
 @pytest.mark.parametrize(
     "how",
     [
-        {},
-        {**AMP, "AMP__DTYPE": "bf16"},
-        {**AMP, "AMP__DTYPE": "fp16", "TRAIN__ACCUM_ITER": 2},
-        {**AMP, "AMP__DTYPE": "bf16", "AMP__LEVEL": "O2"},
-        {**AMP, "AMP__DTYPE": "bf16", "AMP__LEVEL": "NAIVE"},
+        *(HOW[name] for name in ("fp32", "bf16", "fp16, accumulated", "O2", "NAIVE")),
         {**AMP, "AMP__DTYPE": "bf16", "AMP__FP32_MODULES": "blocks.1.mlp.*,blocks.2"},
     ],
     ids=["fp32", "bf16", "fp16", "O2", "NAIVE", "some modules in fp32"],

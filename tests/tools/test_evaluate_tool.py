@@ -107,7 +107,8 @@ def test_certain_model_and_model_with_nan() -> None:
 
 @pytest.mark.parametrize(("which", "prefix"), [("model", ""), ("ema", "ema_")])
 def test_metrics_are_those_of_validation(say: Say, digits_run: Path, tmp_path: Path, which: str, prefix: str) -> None:
-    done = say(digits_run, "-weights", which, "-json", tmp_path / "eval.json", code=0)
+    done = say(digits_run, "-weights", which, "-json", tmp_path / "eval.json", "-ngpus", 2, code=0)
+    assert "-ngpus has no effect" in done.text
     validated = metrics(digits_run, "val")[-1]
     told = json.loads((tmp_path / "eval.json").read_text(encoding="utf-8"))
     assert told["classes"] == [str(digit) for digit in range(10)]

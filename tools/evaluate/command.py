@@ -90,6 +90,8 @@ def main(argv: list[str]) -> int:
     asked = line.asked
     out = line.file("json", ".json")
     _check(line)
+    if line.given_by("NGPUS"):
+        log.warning("-ngpus has no effect: only main_multi_gpu.py without a launcher starts processes.")
     by_features = asked.knn is not None or asked.probe
     # For these the training images vote, so both splits are needed.
     part = asked.part or ("val" if by_features else None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
 import socket
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from datasets.labels import check_class_count
 from datasets.memory import ArraySamples
 from datasets.sources.files import FileSamples, data_folder, in_any_case, split_files
 from datasets.sources.imagefolder import class_files, subfolders
+from utils.arrays_only import ArraysOnly, Refused
 from utils.cache import process_lock
 from utils.config.data import DataConfig
 from utils.errors import UserError
@@ -144,27 +144,6 @@ CALTECH256 = _caltech(256, "257.clutter", "001.ak47/001_0001.jpg", 1183, "20087"
 
 
 SHAPE = (3, 32, 32)
-# Callables in the pickles of arrays, numbers and bytes, by their names in older versions of numpy and Python.
-_ALLOWED: dict[tuple[str, str], Any] = {
-    ("numpy", "ndarray"): np.ndarray,
-    ("numpy", "dtype"): np.dtype,
-    ("numpy.core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
-    ("numpy.core.multiarray", "scalar"): np.int64(0).__reduce__()[0],
-    ("numpy.core.numeric", "_frombuffer"): np.empty(0).__reduce_ex__(pickle.HIGHEST_PROTOCOL)[0],
-    ("_codecs", "encode"): lambda text, _: text.encode("latin1"),  # bytes, by protocol 2 of Python 3
-}
-
-
-class _ArraysOnly(pickle.Unpickler):
-    """Unpickler of arrays. A pickle can name any function and have it called; this one allows those of arrays."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (known := (module.replace("numpy._core", "numpy.core"), name)) in _ALLOWED:
-            return _ALLOWED[known]
-        raise UserError(
-            f"A file of the data set calls {module}.{name}, which no CIFAR file of its publisher does: another program "
-            "wrote or changed it. Nothing was run. Remove the data set and fetch it from its publisher."
-        )
 
 
 def _cifar(
@@ -185,12 +164,15 @@ def _cifar(
         """Values of these keys in a file."""
         try:
             with open(in_any_case(place, name), "rb") as opened:
-                table = _ArraysOnly(opened, encoding="latin1").load()
+                table = ArraysOnly(opened, encoding="latin1").load()
             # A newer Python may have stored the text of Python 2 as bytes.
             table = {key.decode() if isinstance(key, bytes) else key: value for key, value in table.items()}
             return [table[key] for key in keys]
-        except UserError:
-            raise
+        except Refused as refused:
+            raise UserError(
+                f"{place / name}: {refused}, which no CIFAR file of its publisher does: another program wrote or "
+                "changed it. Nothing was run. Remove the data set and fetch it from its publisher."
+            ) from None
         except Exception as error:  # a damaged file can raise nearly anything
             raise published.damaged(place, f"{name} cannot be read ({type(error).__name__}: {error})") from None
 

@@ -1,16 +1,9 @@
-"""PaddleViT's weights: reading them without running any code in them, and their conversion to timm's names.
-
-A .pdparams file is a pickle, and a pickle is a program. This unpickler knows dicts and arrays of numbers, and refuses
-every other name: none of what the file asks for by name is called but the four functions here. The rules of conversion
-are in paddle_rules.yaml.
-"""
+"""PaddleViT's weights: reading them, and their conversion to timm's names, by the rules in paddle_rules.yaml."""
 
 from __future__ import annotations
 
 import math
-import pickle
 import re
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,6 +16,7 @@ import yaml
 from torch import Tensor
 
 from models.build import is_timm_name
+from utils.arrays_only import ArraysOnly, Refused
 from utils.config.paddlevit import families
 from utils.errors import UserError
 from utils.log import log
@@ -32,22 +26,15 @@ WEIGHTS_KEYS = (*EMA_KEYS, "model", "state_dict")
 """Keys of the weights in a checkpoint; the EMA takes precedence, as in timm."""
 SLICES = "UnpackBigParamInfor@@"
 """Paddle's entry about large arrays that are cut into pieces"""
-KINDS = frozenset({"f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1"})
-_ARRAY = object()
-"""Stands for numpy.ndarray, so that the file cannot call it"""
-
-
-class _Refused(Exception):
-    """A request of the file that is refused; the text describes it."""
 
 
 def read_pdparams(path: Path) -> dict[str, np.ndarray]:
     """Arrays by name in a file that paddle.save wrote; in a checkpoint, those of the model."""
     try:
         with open(path, "rb") as file:
-            content = _Unpickler(file, encoding="latin1").load()
+            content = ArraysOnly(file, encoding="latin1").load()
         return _arrays(content, path.stat().st_size)
-    except _Refused as refused:
+    except Refused as refused:
         raise UserError(
             f"{path}: {refused}. No valid file of weights does this; the file is refused, and nothing in it was run."
         ) from None
@@ -56,42 +43,6 @@ def read_pdparams(path: Path) -> dict[str, np.ndarray]:
             f"{path} cannot be read as a file of paddle.save ({error or type(error).__name__}): it is damaged, cut "
             "off, or in another format."
         ) from None
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-            module = "numpy"
-        known = {
-            "numpy.ndarray": _ARRAY,
-            "numpy.dtype": _dtype,
-            "numpy._reconstruct": _new_array,
-            "numpy.scalar": lambda kind, data: np.frombuffer(data, kind)[0],
-            "_codecs.encode": lambda text, _encoding: text.encode("latin1"),  # bytes, as protocol 2 writes them
-            "collections.OrderedDict": OrderedDict,
-            # Name and array of a tensor, as newer versions of paddle.save write it.
-            "builtins.tuple": tuple,
-            "__builtin__.tuple": tuple,
-        }
-        if f"{module}.{name}" not in known:
-            raise _Refused(f"it imports {module}.{name}")
-        return known[f"{module}.{name}"]
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise _Refused("it uses persistent ids")
-
-
-def _dtype(code: Any, *_flags: Any) -> np.dtype[Any]:
-    if code not in KINDS:
-        raise _Refused(f"it has an array of dtype {code!r}; only real numbers and booleans can be read")
-    return np.dtype(code, copy=True)  # the byte order, which comes next, is set in it
-
-
-def _new_array(kind: Any, *_: Any) -> np.ndarray:
-    """An empty array: its shape and numbers come next, and numpy checks that they agree."""
-    if kind is not _ARRAY:
-        raise _Refused("it creates an array in another way than numpy does")
-    return np.ndarray((0,), "b")
 
 
 def _arrays(content: Any, size: int) -> dict[str, np.ndarray]:
@@ -108,7 +59,7 @@ def _arrays(content: Any, size: int) -> dict[str, np.ndarray]:
             arrays[str(name)] = array
     # Many names for the same bytes would take much more memory once they are converted.
     if sum(array.nbytes for array in arrays.values()) > size:
-        raise _Refused("its arrays are larger than the file")
+        raise Refused("its arrays are larger than the file")
     for name, entry in (inner.get(SLICES) or {}).items():
         pieces = [arrays.pop(piece).reshape(-1) for piece in entry["slices"]]
         arrays[str(name)] = np.concatenate(pieces).reshape([int(side) for side in entry["OriginShape"]])

@@ -166,15 +166,16 @@ class BrokenInValidation:
     """Unreadable images of one validation. A single one is an error: every validation image counts once."""
 
     def __init__(self, what: str = "validation image") -> None:
-        self._broken: list[Broken] = []
+        self.images: dict[int, Broken] = {}
+        """By their index"""
         self._what = what
 
     def add(self, images: Iterable[Broken]) -> None:
-        self._broken += images
+        self.images |= {broken.sample: broken for broken in images}
 
     def raise_together(self, world: World) -> None:
         """At the end of a validation, raise the same error on all ranks if any of them could not read an image."""
-        broken, self._broken = all_gather(self._broken, world), []
+        broken, self.images = all_gather([*self.images.values()], world), {}
         if not broken:
             return
         raise AllRanksError(

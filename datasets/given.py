@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from datasets.base import Box, Broken, Encoded
-from datasets.damage import BrokenInValidation
+from datasets.base import Box, Encoded
 from datasets.decoding import Reader, decoding_errors
 from datasets.images import Images
 from datasets.memory import planes, resized
@@ -41,18 +40,3 @@ class ArrayPixels:
             stored = self.reader.open(encoded)
             pixels = stored.cut(Box(0, 0, stored.width, stored.height))
         out.copy_(resized(planes(pixels[None], self.data.IMAGE_CHANNELS), self.data, self.squeezed)[0])
-
-
-class Unread(BrokenInValidation):
-    """Images that could not be read, by index, until their reason is taken."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._reasons: dict[int, str] = {}
-
-    def add(self, images: Iterable[Broken]) -> None:
-        self._reasons |= {broken.sample: broken.reason for broken in images}
-
-    def take(self, index: int) -> str | None:
-        """Remove and return the reason why an image could not be read; None if it could."""
-        return self._reasons.pop(index, None)

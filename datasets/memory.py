@@ -64,17 +64,6 @@ class ArraySamples(Samples):
         return f"{self.owner}:{index}"
 
 
-def open_arrays(
-    samples: ArraySamples, data: DataConfig, train: bool, seed: int, device: torch.device, cropped: bool = True
-) -> ImageDataset:
-    """The split in memory, unless its crops are random: these are made one image at a time, in loading processes."""
-    if train and cropped and data.CROP == "random":
-        from datasets.images import Images
-
-        return Images(samples, data, train, seed)
-    return InMemory(samples, data, train, seed, device, cropped)
-
-
 class InMemory(ImageDataset):
     """A split that is held on the device at the size it is stored in."""
 

@@ -58,14 +58,15 @@ def _open(
 ) -> ImageDataset:
     if source.open is not None:
         return source.open(data, train, num_classes, seed, device)
-    part, opened = part_of(data, train), source.samples
+    part, opened, cropped = part_of(data, train), source.samples, source.arrays == "cropped"
     assert opened is not None, "a source has one of the two"
-    if source.arrays is not None:
-        from datasets.memory import ArraySamples, open_arrays
+    # Random crops of arrays, too, are made one image at a time, in loading processes.
+    if source.arrays is not None and not (train and cropped and data.CROP == "random"):
+        from datasets.memory import ArraySamples, InMemory
 
         samples = opened(data, part, num_classes)
         assert isinstance(samples, ArraySamples)
-        return open_arrays(samples, data, train, seed, device, source.arrays == "cropped")
+        return InMemory(samples, data, train, seed, device, cropped)
     from datasets.images import Images, Joined
 
     if part == "all" and "all" not in (parts := source.parts(data)):

@@ -10,12 +10,14 @@ import torch
 from PIL import Image
 from timm.data.transforms_factory import transforms_imagenet_eval
 
-from datasets.base import sample_table
+from datasets import registry
+from datasets.base import ImageDataset, Source, sample_table
 from datasets.given import ArrayPixels
 from datasets.images import Images
-from datasets.memory import ArraySamples, InMemory, open_arrays
+from datasets.memory import ArraySamples, InMemory
 from datasets.variants import Repeated
 from tests.datasets.opened import CPU, settings
+from utils.config.data import DataConfig
 from utils.config.train import TrainConfig
 
 COUNT, SIDE, MARGIN = 300, 12, 4
@@ -29,9 +31,7 @@ def samples(count: int = COUNT, side: int = SIDE, channels: int = 3) -> ArraySam
 
 def opened(train: bool = True, seed: int = 5, **values: Any) -> InMemory:
     data = settings(**{"IMAGE_SIZE": SIDE, "CROP": "pad", "FLIP": 0.5, **values})
-    dataset = open_arrays(samples(), data, train, seed, CPU)
-    assert isinstance(dataset, InMemory)
-    return dataset
+    return InMemory(samples(), data, train, seed, CPU)
 
 
 def images(dataset: InMemory, indices: list[int], epoch: int = 1) -> torch.Tensor:
@@ -105,13 +105,17 @@ def test_memory_grey_equals_pils() -> None:
 
 def test_memory_grey_images_become_three_equal_channels() -> None:
     data = settings(IMAGE_SIZE=SIDE, CROP="none")
-    got = open_arrays(samples(channels=1), data, False, 0, CPU).__getitems__([(1, 3)]).images
+    got = InMemory(samples(channels=1), data, False, 0, CPU).__getitems__([(1, 3)]).images
     assert got.shape == (1, 3, SIDE, SIDE)
     bordered = settings(IMAGE_SIZE=8, CROP_MODE="border", CROP_PCT=1.0, IMAGENET_MEAN=(0.2, 0.4, 0.8))
     ArrayPixels(bordered)(np.full((8, 4, 1), 9, dtype=np.uint8), out := torch.empty(3, 8, 8, dtype=torch.uint8))
     assert out[:, 0, 0].tolist() == [51, 102, 204]
     assert got.is_contiguous()
     assert (got == got[:, :1]).all()
+
+
+def of_arrays(data: DataConfig, train: bool) -> ImageDataset:
+    return registry._open(Source(lambda *_: samples(), arrays="cropped"), data, train, 10, 0, CPU)
 
 
 def test_single_image_augmentation_uses_loading_processes() -> None:
@@ -123,12 +127,12 @@ def test_single_image_augmentation_uses_loading_processes() -> None:
         (free, plain, False),
         (free, policy, False),
     ):
-        dataset = open_arrays(samples(), data, True, 0, CPU).augment(train)
+        dataset = of_arrays(data, True).augment(train)
         assert (dataset.in_memory, isinstance(dataset, Images)) == (in_memory, not in_memory)
         batch = dataset.__getitems__([(1, index) for index in range(8)])
         assert batch.images.shape == (8, 3, SIDE, SIDE)
         assert batch.labels.tolist() == samples().labels[:8].tolist()
-    assert open_arrays(samples(), free, False, 0, CPU).in_memory
+    assert of_arrays(free, False).in_memory
 
 
 def test_digits_warn_of_single_image_augmentation(said: pytest.LogCaptureFixture) -> None:

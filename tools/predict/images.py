@@ -19,7 +19,6 @@ from tqdm import tqdm
 from datasets import Batch, ImageDataset, ValLoader, auto_workers, has_labels
 from datasets.base import PADDING
 from datasets.decoding import ENDINGS
-from datasets.given import Unread
 from datasets.sources.files import SkippedFiles, images_below
 from engine.trained.model import Trained, guesses
 from tools.common.output_file import writing
@@ -49,16 +48,17 @@ def predict_images(
     the names of images without a result.
     """
     workers = auto_workers(given=asked.num_workers)
-    size, unread, row = asked.batch_size or trained.config.DATA.val_batch, Unread(), 0
+    size, row = asked.batch_size or trained.config.DATA.val_batch, 0
     workers = 0 if len(paths) <= size else workers  # nothing to prefetch
     not_finite = f"the model computes NaN or infinity{'; try -amp off' * (trained.precision.level != 'O0')}"
-    loader = ValLoader(dataset, size, 0, 1, workers, trained.precision.device, unread)
+    loader = ValLoader(dataset, size, 0, 1, workers, trained.precision.device)
+    unread = loader.broken.images if loader.broken else {}
     bar = tqdm(total=len(paths), unit=" images", file=sys.stderr, disable=not progress, dynamic_ncols=True)
     try:
         for batch in loader:
             for index, result in zip(batch.indices.tolist()[: len(paths) - row], results(batch), strict=False):
                 if index == PADDING or result is None:
-                    reason = unread.take(row) or not_finite
+                    reason = unread.pop(row).reason if row in unread else not_finite
                     failed.append(paths[row])
                     log.warning("%s cannot be predicted: %s", paths[row], reason)
                     yield paths[row], None, reason

@@ -17,6 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from models.parts import count_parameters, pretrained_cfg
+from models.refusals import geometry_problems, shortcut_problems, unchangeable, unknown_name
 from models.sizes import (
     DEFAULTS,
     NONE,
@@ -190,28 +191,19 @@ def _plan(model: ModelConfig, image_size: int, channels: int, shortcuts: Shortcu
         from models.masked import masking_problems
 
         problems += masking_problems(reference, model)
-    sizes, unsupported, geometry = {**has, **edited} if takes else {}, [], []
+    sizes, unsupported = {**has, **edited} if takes else {}, []
     patch = edited.get("PATCH_SIZE") or patch_of(reference) if "img_size" in arguments else None
     if shortcuts != NONE:
-        from models.refusals import shortcut_problems
-
         unsupported = shortcut_problems(shortcuts, reference, patch)
         if not unsupported:
             arguments |= {"patch_drop_rate": shortcuts.token_drop} if shortcuts.token_drop else {}
             arguments |= {"dynamic_img_size": True} if shortcuts.sizes else {}
-    heads, width = sizes.get("NUM_HEADS"), sizes.get("EMBED_DIM")
-    suits = heads is None or ("STAGE_DEPTHS" not in sizes and isinstance(heads, int) and width and width % heads == 0)
-    if not suits or (patch and image_size % patch):
-        from models.refusals import geometry_problems
-
-        geometry = geometry_problems(reference, sizes, patch, image_size)
+    geometry = geometry_problems(reference, sizes, patch, image_size)
     built, weights = has, 0
     if not geometry:
         built, weights, geometry = _trial(timm_name, arguments, has, image_size)
     for key_name, value in wanted.items():
         if key_name not in takes and not same(key_name, value, built):
-            from models.refusals import unchangeable
-
             problems.append(unchangeable(key_name, value, reference, built))
     problems += geometry + unsupported
     if problems:
@@ -263,8 +255,6 @@ def resolve(model: ModelConfig, sizes_given: bool) -> tuple[str, bool]:
         return DEFAULTS[name.casefold()], True
     if model.TYPE in DEFAULTS and sizes_given:
         return DEFAULTS[model.TYPE], True
-    from models.refusals import unknown_name
-
     raise UserError(unknown_name(model, name, sizes_given))
 
 

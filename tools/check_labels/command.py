@@ -23,22 +23,15 @@ before; 130 interrupted.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tools.common.command_line import OVERWRITE, POOL, TRUST, Tool, above_zero, check_one_training, tool
-from tools.common.output_file import if_interrupted, results_folder, writing
+from tools.common.output_file import if_interrupted, results_folder
 from utils.errors import EXIT_DONE, UserError
 from utils.flags import Flag, Positional, whole
 from utils.log import log
-from utils.text import counted
-from vitamp.files import write_atomically
 from vitamp.pooling import POOLED, POOLS
-
-if TYPE_CHECKING:
-    from tools.check_labels.search import Found, Images
 
 FOLDS = 5
 SUSPECTS = "suspects.csv"
@@ -77,7 +70,8 @@ def main(argv: list[str]) -> int:
         raise UserError("Name the model: a run, -cfg RECIPE, or -model NAME -pretrained FILE.")
 
     from datasets import comes_unsplit
-    from tools.check_labels.prove import prove  # imports torch; a wrong command fails at once
+    from tools.check_labels.page import write  # imports torch; a wrong command fails at once
+    from tools.check_labels.prove import prove
     from tools.check_labels.search import ByFeatures, ByTraining, OutOfTimeError, find, open_images, searched_by
 
     loaded = line.load({"MODEL.NUM_CLASSES": ("auto", "check_labels.py")} if asked.path is None else {})
@@ -109,33 +103,5 @@ def main(argv: list[str]) -> int:
         log.warning("%s", error)
         return EXIT_DONE
     if_interrupted.clear()
-    write(images, found, out)
+    write(images, found, out / SUSPECTS)
     return EXIT_DONE
-
-
-def write(images: Images, found: Found, out: Path) -> None:
-    """Write the lists and the page, and log what was found."""
-    from datasets.exclude import text_of
-    from tools.check_labels.page import write_page
-    from tools.check_labels.search import rows_of
-
-    out.mkdir(parents=True, exist_ok=True)
-    decision, before = "drop" if found.verdict.clear else "keep", text_of(images.data).rstrip("\n")
-    excluded = [*([before] if before else []), *(images.line(one) for one in found.suspects if found.verdict.clear)]
-    files = {
-        SUSPECTS: rows_of(images, found.suspects, decision),
-        "exclude.txt": "".join(f"{line}\n" for line in excluded),
-    }
-    for name, content in files.items():
-        with writing(out / name, "-output"):
-            write_atomically(out / name, content)
-    page = write_page(images, found, out)
-    log.info("%s", "\n".join([*found.words(), ""]))
-    for (given, proposed), count in Counter((one.given, one.proposed) for one in found.suspects).most_common(5):
-        log.info("  %s looks like %s: %s", given or "no class", proposed or "no class", counted(count, "image"))
-    log.info("Look at them: %s", page)
-    if found.verdict.clear:
-        log.info("Edit its decisions (keep, drop, relabel), then train with DATA.RELABEL=%s.", out / SUSPECTS)
-        log.info("DATA.EXCLUDE=%s leaves all out, in validation, too.", out / "exclude.txt")
-    elif found.suspects:
-        log.info("Look at the first ones in %s all the same; their decision is keep.", out / SUSPECTS)

@@ -1,4 +1,4 @@
-"""report.html of check_labels.py: each suspect with images of both classes that look like it."""
+"""What a search writes: two lists, and report.html, each suspect with images of both classes that look like it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ from pathlib import Path
 import numpy as np
 
 from datasets import source_of
+from datasets.exclude import text_of
 from engine.trained.model import picture_of
-from tools.check_labels.search import Found, Images
+from tools.check_labels.search import Found, Images, rows_of
+from tools.common.output_file import writing
 from tools.common.report_page.evaluations import data_uri
 from tools.common.report_page.page import write_template
 from tools.common.turns import progress_bar
+from utils.log import log
+from utils.text import counted
+from vitamp.files import write_atomically
 
 MOST_SHOWN = 200
 """Suspects with pictures"""
@@ -23,7 +28,17 @@ SMALL = 48
 MOST_PAIRS = 20
 
 
-def write_page(images: Images, found: Found, out: Path) -> Path:
+def write(images: Images, found: Found, table: Path) -> None:
+    """Write `table`, of the suspects, and the list and the page beside it; log what was found."""
+    listed, page = table.with_name("exclude.txt"), table.with_name("report.html")
+    table.parent.mkdir(parents=True, exist_ok=True)
+    decision, before = "drop" if found.verdict.clear else "keep", text_of(images.data).rstrip("\n")
+    excluded = [*([before] if before else []), *(images.line(one) for one in found.suspects if found.verdict.clear)]
+    rows = rows_of(images, found.suspects, decision)
+    for file, content in ((table, rows), (listed, "".join(f"{line}\n" for line in excluded))):
+        with writing(file, "-output"):
+            write_atomically(file, content)
+
     features = found.near - found.near.mean(0)
     features = features / np.linalg.norm(features, axis=1, keepdims=True).clip(1e-12)
     suspected = np.zeros(len(images.labels), bool)
@@ -49,7 +64,6 @@ def write_page(images: Images, found: Found, out: Path) -> Path:
         )
     pairs = Counter((one.given, one.proposed) for one in found.suspects)
     of_class = Counter(words.tolist())
-    page = out / "report.html"
     write_template(
         *("labels.html", page, "-output"),
         title=f"Labels of {source_of(images.data)}",
@@ -65,4 +79,12 @@ def write_page(images: Images, found: Found, out: Path) -> Path:
         left_out=len(found.suspects) - len(shown),
         clear=found.verdict.clear,
     )
-    return page
+    log.info("%s", "\n".join([*found.words(), ""]))
+    for (given, proposed), count in pairs.most_common(5):
+        log.info("  %s looks like %s: %s", given or "no class", proposed or "no class", counted(count, "image"))
+    log.info("Look at them: %s", page)
+    if found.verdict.clear:
+        log.info("Edit its decisions (keep, drop, relabel), then train with DATA.RELABEL=%s.", table)
+        log.info("DATA.EXCLUDE=%s leaves all out, in validation, too.", listed)
+    elif found.suspects:
+        log.info("Look at the first ones in %s all the same; their decision is keep.", table)

@@ -322,10 +322,17 @@ def find(images: Images, method: Method, seed: int) -> Found:
 
 def suspects_of(images: Images, logits: np.ndarray, seed: int, few: np.ndarray) -> tuple[list[Suspect], Wrong]:
     """The suspects, and the verdict that they are of. `few`: labels that are not judged."""
+    suspects: list[Suspect] = []
     if images.labels.ndim == 1:
         judged = np.flatnonzero(~np.isin(images.labels, few))
         found = find_wrong(logits[judged], images.labels[judged], seed)
-        return _one(images, found, judged), found
+        for row in np.argsort(-found.probability, kind="stable")[: found.number].tolist():
+            index, proposed, right = int(judged[row]), int(found.proposed[row]), found.right[row]
+            given = int(images.labels[index])
+            names = images.classes[given], images.classes[proposed]
+            wrong = float(found.probability[row])
+            suspects.append(Suspect(index, *names, wrong, float(right[given]), float(right[proposed])))
+        return suspects, found
     # Each class by itself: whether an image has it.
     columns = zip(logits.T, images.labels.T.astype(np.int64), strict=True)
     each = [find_wrong(np.stack([0 * column, column], 1), has, seed) for column, has in columns]
@@ -337,28 +344,10 @@ def suspects_of(images: Images, logits: np.ndarray, seed: int, few: np.ndarray) 
         sum(one.if_right for label, one in enumerate(each) if label not in few),
     )
     found.probability[:, few] = 0
-    return _several(images, found), found
-
-
-def _one(images: Images, found: Wrong, judged: np.ndarray) -> list[Suspect]:
-    """`judged`: the images that `found` is about."""
-    rows = []
-    for row in np.argsort(-found.probability, kind="stable")[: found.number].tolist():
-        index, proposed, right = int(judged[row]), int(found.proposed[row]), found.right[row]
-        given = int(images.labels[index])
-        names = images.classes[given], images.classes[proposed]
-        wrong = float(found.probability[row])
-        rows.append(Suspect(index, *names, wrong, float(right[given]), float(right[proposed])))
-    return rows
-
-
-def _several(images: Images, found: Wrong) -> list[Suspect]:
-    """All labels of one image together."""
     flat = np.argsort(-found.probability, axis=None, kind="stable")[: found.number]
-    of_image: dict[int, list[int]] = {}
+    of_image: dict[int, list[int]] = {}  # all labels of one image together
     for index, label in zip(*np.unravel_index(flat, found.probability.shape), strict=True):
         of_image.setdefault(int(index), []).append(int(label))
-    rows = []
     for index, labels in of_image.items():
         proposed = images.labels[index].copy()
         proposed[labels] = 1 - proposed[labels]
@@ -366,8 +355,8 @@ def _several(images: Images, found: Wrong) -> list[Suspect]:
         has = float(found.right[index, first])
         of_given = has if images.labels[index, first] else 1 - has
         words = images.label_words(images.labels[index]), images.label_words(proposed)
-        rows.append(Suspect(index, *words, float(found.probability[index, first]), of_given, 1 - of_given))
-    return rows
+        suspects.append(Suspect(index, *words, float(found.probability[index, first]), of_given, 1 - of_given))
+    return suspects, found
 
 
 def _accuracy(logits: np.ndarray, labels: np.ndarray, folds: int) -> str:

@@ -94,20 +94,13 @@ def modes_to_measure(text: str | None, config: Config, device: torch.device) -> 
     if text is not None:
         named = {mode for _, mode in modes_named(text, config, device)}
         return tuple(mode for mode in MODES[1:] if mode in named), {}
-    left_out = {mode.name: why for mode in MODES[1:] if (why := _why_not(mode, config, device))}
+    left_out: dict[str, str] = {}
+    for mode in MODES[1:]:
+        why = emulated(mode, device) or ("autocast with other operator lists" if mode.name == "apex" else "")
+        why = why or ("keeps no fp32 master weights" if mode.level == "O3" else "")
+        if why := cannot(mode, config, device) or (why and f"{why} (list it in -modes to measure it anyway)"):
+            left_out[mode.name] = why
     return tuple(mode for mode in MODES[1:] if mode.name not in left_out), left_out
-
-
-def _why_not(mode: Mode, config: Config, device: torch.device) -> str | None:
-    """Why a precision is not measured by default; None if it is."""
-    if why := cannot(mode, config, device):
-        return why
-    anyway = "(list it in -modes to measure it anyway)"
-    if why := emulated(mode, device):
-        return f"{why} {anyway}"
-    if mode.name == "apex":
-        return f"autocast with other operator lists {anyway}"
-    return f"keeps no fp32 master weights {anyway}" if mode.level == "O3" else None
 
 
 def cannot(mode: Mode, config: Config, device: torch.device) -> str | None:

@@ -6,8 +6,6 @@ the run. Erasing comes before mixing, as in DeiT and Swin.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from timm.data.mixup import Mixup, cutmix_bbox_and_lam
@@ -47,25 +45,6 @@ def build_batch_transform(train: TrainConfig, task: Task, device: torch.device) 
     return transform
 
 
-class _Draw(NamedTuple):
-    """Random numbers of a micro-batch, one row per image."""
-
-    lam: np.ndarray
-    """Weight of the image itself, as in timm; its partner has 1 - lam."""
-    boxes: np.ndarray
-    """Cutmix: top, bottom, left, right of the box that the partner fills. Zeros for mixup."""
-    is_mixup: np.ndarray
-
-    def repeated(self, count: int) -> _Draw:
-        """The one row, for every image."""
-        return _Draw(*(column.repeat(count, axis=0) for column in self))
-
-    def mirrored(self, count: int) -> _Draw:
-        """The rows of half a batch, also for their partners. The middle image of an odd batch stays unmixed."""
-        middle = _Draw(np.ones(count % 2), np.zeros((count % 2, 4), dtype=np.int64), np.ones(count % 2, dtype=bool))
-        return _Draw(*(np.concatenate((a, b, a[::-1])) for a, b in zip(self, middle, strict=True)))
-
-
 class Mixing(Mixup):
     """Mixup and cutmix with timm's random draws, computed for all images at once.
 
@@ -88,8 +67,7 @@ class Mixing(Mixup):
     def mixed(self, images: Tensor, labels: Tensor) -> TransformedBatch:
         """Mix images and labels with those of their partners, into new tensors."""
         count, height, width = len(images), images.shape[-2], images.shape[-1]
-        draw = self._draw(count, (height, width))
-        table = np.column_stack((draw.lam, draw.boxes, draw.is_mixup)).astype(np.float32)
+        table = self._draw(count, (height, width)).astype(np.float32)
         lam, top, bottom, left, right, is_mixup = (
             torch.from_numpy(table).to(images.device, non_blocking=True)[..., None, None, None].unbind(1)
         )
@@ -100,18 +78,20 @@ class Mixing(Mixup):
         mixed = torch.lerp(images.flip(0), images, own.to(images.dtype))
         return TransformedBatch(mixed, *self._task.mixed(labels, lam.reshape(count, 1)))
 
-    def _draw(self, count: int, size: tuple[int, int]) -> _Draw:
-        """Draw random numbers in timm's order, so that the same seed gives the same ones."""
-        if self.mode == "batch":
-            lam, use_cutmix = self._params_per_batch()
-            return self._with_boxes(np.array([lam]), np.array([use_cutmix]), size).repeated(count)
-        if self.mode == "elem":
-            return self._with_boxes(*self._params_per_elem(count), size)
-        return self._with_boxes(*self._params_per_elem(count // 2), size).mirrored(count)
+    def _draw(self, count: int, size: tuple[int, int]) -> np.ndarray:
+        """Random numbers of each image, drawn in timm's order, so that the same seed gives the same ones.
 
-    def _with_boxes(self, lam: np.ndarray, use_cutmix: np.ndarray, size: tuple[int, int]) -> _Draw:
-        lam, boxes = lam.astype(np.float64), np.zeros((len(lam), 4), dtype=np.int64)
-        for row in np.flatnonzero(use_cutmix & (lam != 1)):
-            box, lam[row] = cutmix_bbox_and_lam(size, lam[row], self.cutmix_minmax, self.correct_lam)
-            boxes[row] = [int(edge) for edge in box]
-        return _Draw(lam, boxes, ~use_cutmix)
+        In a row: the image's own weight, as in timm (its partner has the rest); top, bottom, left and right of the box
+        that the partner fills, zeros for mixup; whether it is mixup.
+        """
+        if self.mode == "batch":
+            lam, use_cutmix = map(np.atleast_1d, self._params_per_batch())
+        else:
+            lam, use_cutmix = self._params_per_elem(count if self.mode == "elem" else count // 2)
+        rows = np.column_stack((lam.astype(np.float64), np.zeros((len(lam), 4)), ~use_cutmix))
+        for nth in np.flatnonzero(use_cutmix & (lam != 1)):
+            rows[nth, 1:5], rows[nth, 0] = cutmix_bbox_and_lam(size, rows[nth, 0], self.cutmix_minmax, self.correct_lam)
+        if self.mode == "batch":
+            return rows.repeat(count, axis=0)
+        middle = np.array([[1, 0, 0, 0, 0, 1]])[: count % 2]  # of an odd batch: it stays unmixed
+        return rows if self.mode == "elem" else np.concatenate((rows, middle, rows[::-1]))

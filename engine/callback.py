@@ -29,8 +29,6 @@ class Computing(Protocol):
     """Forward pass of a micro-batch, compiled or eager."""
     eager: Callable[[Batch], Any]
     """The same without compiled code around it."""
-    phase: str
-    """What is special in this epoch; see `Callback.phase`."""
     after_pause: Callable[[], None]
     """To be called after what is no training, such as compiling."""
 
@@ -51,10 +49,6 @@ class Callback:
 
         Called anew when modules move to fp32.
         """
-
-    def phase(self, epoch: int) -> str:
-        """What this epoch computes otherwise than others, in words; code is compiled once for each phase."""
-        return ""
 
     def enter(self, epoch: int, *models: nn.Module) -> None:
         """Prepare these models for an epoch."""

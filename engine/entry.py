@@ -185,11 +185,9 @@ def _dispatch(script: str, argv: list[str], many: bool) -> int:
     world = None if many else _launched_as()
     launched = any(name in os.environ for name in (*RANK_VARIABLES.values(), *SIZES_OF_OTHERS))
     if world is None and (launched or command.ranks):
-        from utils.distributed.launchers import check_rank_is_known, read_world
+        from utils.distributed.launchers import read_world
 
         world = read_world(command.ranks)
-        if world is None:
-            check_rank_is_known()
     if world is not None and not world.first:  # a rank set with -rank is known only now
         start_log(to_terminal=False)
     terminal = world is None or world.launcher != OPENMPI  # mpirun gives ranks one even where its output is a file

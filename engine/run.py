@@ -20,11 +20,10 @@ from engine.machine.device import Run, no_gpu_notice, pick_device, set_up_device
 from engine.machine.memory import is_out_of_memory
 from engine.machine.stopping import signals
 from engine.measure.meters import clock, updates_left
-from engine.measure.throughput import Throughput
 from engine.report.banner import banner
 from engine.report.outcome import in_context, next_commands
 from engine.report.reporter import Reporter
-from engine.setup import ReadyToTrain, build_for_training, sharding_of
+from engine.setup import ReadyToTrain, build_for_training
 from engine.trainer import Trainer
 from utils.config import Loaded
 from utils.config.kinds import AUTO
@@ -113,8 +112,7 @@ def train(given: Run, lock: FolderLock | None, lists: OpLists | None) -> int:
 
         run = settle_epochs(run)
         config = run.config
-    sharding = sharding_of(config, world, run.device)
-    ready = on_every_rank(world, lambda: build_for_training(run, checkpoint, sharding, dry=lock is None))
+    ready = on_every_rank(world, lambda: build_for_training(run, checkpoint, dry=lock is None))
     if world.size > 1:
         from engine.machine.environment import check_images
 
@@ -183,12 +181,10 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> 
         from engine.report.trackers import TrackedRun
 
         tracked = TrackedRun(config, folder, ready.precision.name)
-    reporter = Reporter(
-        config, ready.train_loader.order.updates, folder if world.first else None, world.first, ready.position, tracked
-    )
-    pace = Throughput(ready.precision.device, ready.parts.stages)
+    own = folder if world.first else None
+    reporter = Reporter(config, ready.train_loader.order.updates, own, ready.position, tracked)
     # Without AMP the notes on the settings say already that the lists have no effect.
-    trainer = Trainer(run, ready, folder, reporter, pace, lists if ready.precision.level != "O0" else None)
+    trainer = Trainer(run, ready, folder, reporter, lists if ready.precision.level != "O0" else None)
     try:
         code = trainer.fit()
         reporter.ended(trainer.best)

@@ -153,23 +153,17 @@ def _model(config: Config, device: torch.device, replaced: bool) -> nn.Module:
     return model.to(device)
 
 
-def sharding_of(config: Config, world: World, device: torch.device) -> Sharding | None:
-    """The sharding that DIST.STRATEGY asks for, if it does. A collective call."""
-    if config.DIST.STRATEGY != "fsdp":
-        return None
-    from engine.parallel.fsdp import build_sharding
-
-    return build_sharding(config, world, device)
-
-
-def build_for_training(
-    run: Run, checkpoint: Checkpoint | None, sharding: Sharding | None = None, dry: bool = False
-) -> ReadyToTrain:
+def build_for_training(run: Run, checkpoint: Checkpoint | None, dry: bool = False) -> ReadyToTrain:
     """Build all that training needs, and restore `checkpoint` if there is one. A collective call.
 
     `dry`: keep no features, and fit nothing to them.
     """
     config, world, device = run.config, run.world, run.device
+    sharding = None
+    if config.DIST.STRATEGY == "fsdp":
+        from engine.parallel.fsdp import build_sharding
+
+        sharding = build_sharding(config, world, device)
     ready = build_for_evaluation(run, checkpoint)
     if dry and (config.MODEL.starts_at_probe or config.trains_on_features):
         log.info("-dry_run keeps no features: training begins with a pass over the images, which is left out here.")

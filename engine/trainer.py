@@ -49,17 +49,12 @@ class Trainer:
     """Trains what `ready` holds, and keeps its position and best metric up to date."""
 
     def __init__(
-        self,
-        run: Run,
-        ready: ReadyToTrain,
-        folder: Path,
-        reporter: Reporter,
-        pace: Throughput,
-        op_lists: OpLists | None = None,
+        self, run: Run, ready: ReadyToTrain, folder: Path, reporter: Reporter, op_lists: OpLists | None
     ) -> None:
         """`op_lists`: lists whose operators that the model never calls are reported."""
         config, world = run.config, run.world
-        self.run, self.ready, self.folder, self.reporter, self.throughput = run, ready, folder, reporter, pace
+        self.run, self.ready, self.folder, self.reporter = run, ready, folder, reporter
+        self.throughput = Throughput(ready.precision.device, ready.parts.stages)
         self.config, self.world = config, world
         self.parts, self.position, self.train_loader = ready.parts, ready.position, ready.train_loader
         self.best = ready.best

@@ -17,7 +17,7 @@ from engine.callback import A, Callback, Figure
 from engine.inputs.batches import BatchTransform, no_transform
 from engine.measure.meters import TrainMeters
 from engine.measure.throughput import BACKWARD, COPY, FORWARD, OPTIMISER, OTHER, Stages
-from engine.optim.build import Gradients
+from engine.optim.build import clip_gradients
 from engine.optim.schedule import Schedule
 from utils.distributed.world import World
 from utils.seeding import seed_all
@@ -57,13 +57,12 @@ class TrainState:
     stages: Stages = field(default_factory=Stages)
     moved_to_fp32: list[str] = field(default_factory=list)
     """Modules that AMP.AUTO_FP32 has moved to fp32, besides AMP.FP32_MODULES."""
-    phase: str = ""
     after_pause: Callable[[], None] = lambda: None
     compute: Callable[[Batch], ForwardResult] = field(init=False)
     _assembled: bool = False
 
     def __post_init__(self) -> None:
-        self.gradients = Gradients(self.model)
+        self.parameters = list(self.model.parameters())
         self.compute = self.eager
 
     @property
@@ -98,7 +97,6 @@ class TrainState:
         """Prepare for an epoch."""
         for callback in self.callbacks:
             callback.enter(epoch, self.model, self.forward)
-        self.phase = ", ".join(filter(None, (callback.phase(epoch) for callback in self.callbacks)))
 
     def figures(self) -> dict[str, Figure]:
         """What the callbacks report of the last update. A collective call."""
@@ -131,7 +129,7 @@ def train_update(parts: TrainState, window: Window, update: int) -> None:
     for callback in parts.callbacks:
         callback.before_step(update)
     precision.scaler.unscale_(optimizer)  # once per update, before anything uses the gradients
-    norm = parts.gradients.clip(parts.grad_clip)
+    norm = clip_gradients(parts.parameters, parts.grad_clip)
     seed_all(parts.seed, "step", update)  # Kron draws, and each rank was seeded by its own micro-batches
     stepped = precision.step(optimizer)
     optimizer.zero_grad(set_to_none=True)

@@ -17,7 +17,8 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from timm.layers.patch_dropout import PatchDropout
+from torch import Tensor, nn
 
 from datasets import Batch
 from engine.amp.precision import Precision
@@ -58,7 +59,8 @@ class Compiling(Callback):
         self.seconds = 0.0
         """Time spent compiling so far."""
         self._data, self._precision, self._world, self._sharded = data, precision, world, sharded
-        self._done: set[tuple[torch.Size, str]] = set()
+        self._left_out = 0.0
+        self._done: set[tuple[torch.Size, float]] = set()
 
     def attach(self, to: Computing) -> None:
         """Compile the modules that compute now, and compute in their place."""
@@ -77,21 +79,26 @@ class Compiling(Callback):
                 block.compile(**options)
         to.compute = self
 
+    def enter(self, epoch: int, *models: nn.Module) -> None:
+        """After `TokenDrop`, which sets what is left out."""
+        modules = (module for model in models for module in model.modules())
+        self._left_out = max((module.prob for module in modules if isinstance(module, PatchDropout)), default=0.0)
+
     def __call__(self, batch: Batch) -> ForwardResult:
         if self._gave_up or len(batch.images) != self._data.BATCH_SIZE:
             with uncompiled():
                 return self._to.eager(batch)
-        kind = batch.images.shape, self._to.phase
+        kind = batch.images.shape, self._left_out
         return self._compute(batch) if kind in self._done else self._compile_for(batch, kind)
 
-    def _compile_for(self, batch: Batch, kind: tuple[torch.Size, str]) -> ForwardResult:
+    def _compile_for(self, batch: Batch, kind: tuple[torch.Size, float]) -> ForwardResult:
         """Forward pass of the first micro-batch of its kind. It compiles the backward pass too."""
         from torch._dynamo.exc import TorchDynamoException
 
-        began, (size, phase) = perf_counter(), kind
+        began, (size, left_out) = perf_counter(), kind
         what = "each block" if self.how == BLOCKS else "the forward and backward pass"
         duration = "minutes on a CPU" if batch.images.device.type == "cpu" else "about a minute"
-        special = f", {phase}" if phase else ""
+        special = f", {100 * left_out:g} % of the patches left out" if left_out else ""
         log.info("Compiling %s for %d x %d pixels%s: this update takes %s.", what, *size[-2:], special, duration)
         try:
             computed = self._compute(batch)

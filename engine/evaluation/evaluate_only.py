@@ -71,7 +71,7 @@ def evaluate_only(given: Run, dry: bool) -> None:
         metrics[which] = validate(ready, ready.model, world)
     # The epoch that the weights come from; the saved position may already be the start of the next one.
     position = Position(epoch=checkpoint.meta["epoch"], update=checkpoint.meta["update"]) if checkpoint else Position()
-    reporter = Reporter(config, 1, folder if world.first else None, False, Position())
+    reporter = Reporter(config, 1, folder if world.first else None, Position())
     reporter.validation(position, metrics, time.perf_counter() - began)
     reporter.close()
     by = metric_named(config.SAVE_BEST_BY)

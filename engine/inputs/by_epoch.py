@@ -17,9 +17,6 @@ class TokenDrop(Callback):
     def __init__(self, train: TrainConfig) -> None:
         self._train, self._now = train, 0.0
 
-    def phase(self, epoch: int) -> str:
-        return self._share() if self._train.drops_tokens_in(epoch) else ""
-
     def enter(self, epoch: int, *models: nn.Module) -> None:
         self._now = self._train.TOKEN_DROP if self._train.drops_tokens_in(epoch) else 0.0
         for module in (module for model in models for module in model.modules()):
@@ -32,10 +29,7 @@ class TokenDrop(Callback):
     def rows(self) -> dict[str, str]:
         last = self._train.TOKEN_DROP_TAIL
         tail = f", none in the last {f'{last} epochs' if last > 1 else 'epoch'}" if last else ""
-        return {"shortcuts": f"{self._share()}{tail}"}
-
-    def _share(self) -> str:
-        return f"{100 * self._train.TOKEN_DROP:g} % of the patches left out"
+        return {"shortcuts": f"{100 * self._train.TOKEN_DROP:g} % of the patches left out{tail}"}
 
 
 class GrowingImages(Callback):

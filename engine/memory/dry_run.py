@@ -28,7 +28,7 @@ from engine.measure.meters import Position, clock, seconds_of, work_until
 from engine.measure.throughput import Throughput, find_bottleneck
 from engine.memory.out_of_memory import describe, ways_out
 from engine.report.reporter import Reporter
-from engine.setup import ReadyToTrain, build_for_training, setting_of, sharding_of
+from engine.setup import ReadyToTrain, build_for_training, setting_of
 from engine.update import train_update
 from utils.config import Config
 from utils.config.train import TrainConfig
@@ -64,7 +64,7 @@ def try_out(run: Run, ready: ReadyToTrain, updates_left: int) -> None:
     parts.assemble()
     parts.enter(ready.position.epoch)
     position, per_epoch = replace(ready.position), ready.train_loader.order.updates
-    reporter = Reporter(config, per_epoch, None, False, position)
+    reporter = Reporter(config, per_epoch, None, position)
     costs: dict[str, tuple[float, float]] = {}
 
     def measure(name: str) -> None:
@@ -116,11 +116,10 @@ def settle_epochs(run: Run) -> Run:
     position = Position()
     with unheard(), fork_host_rng():  # the run logs these lines itself, and draws from its own beginning
         trial = replace(run, config=config.model_copy(update={"TRAIN": train}))
-        shared = sharding_of(config, world, run.device)
-        ready = on_every_rank(world, lambda: build_for_training(trial, None, shared, dry=True))
+        ready = on_every_rank(world, lambda: build_for_training(trial, None, dry=True))
         ready.parts.assemble()
         set_up = time.monotonic() - began
-        per_epoch, reporter = ready.train_loader.order.updates, Reporter(trial.config, 1, None, False, Position())
+        per_epoch, reporter = ready.train_loader.order.updates, Reporter(trial.config, 1, None, Position())
         first = {phase(train, epoch): epoch for epoch in range(LONGEST_RUN, 0, -1)}
         for one, epoch in first.items():
             position, seconds = Position(epoch), SHARE_OF_TRIAL * seconds_of(given) / len(first)

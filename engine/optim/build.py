@@ -126,21 +126,14 @@ def describe_learning_rate(train: TrainConfig, global_batch: int) -> str:
     return f"{rate} = BASE_LR {train.BASE_LR:g} x global batch {global_batch} / LINEAR_SCALED_LR {reference:g}"
 
 
-class Gradients:
-    """Norm and clipping of the gradients. The list of weights is made once."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._weights = list(model.parameters())
-
-    def clip(self, limit: float | None) -> Tensor:
-        """Clip the unscaled gradients to norm `limit`. Returns their norm before clipping."""
-        gradients = [p.grad for p in self._weights if p.grad is not None]
-        norm: Any = get_total_norm(gradients)
-        if is_sharded(norm):
-            norm = norm.full_tensor()
-        # Where clipping would multiply by exactly 1, it is skipped. Known without waiting on a CPU only. The factor is
-        # computed as torch does, to the last bit.
-        within = norm.device.type == "cpu" and limit and bool((limit / (norm + 1e-6)).float().numpy() >= 1)
-        if limit is not None and not within:
-            clip_grads_with_norm_(self._weights, limit, norm)
-        return torch.as_tensor(norm)
+def clip_gradients(weights: list[nn.Parameter], limit: float | None) -> Tensor:
+    """Clip the unscaled gradients of `weights` to norm `limit`. Returns their norm before clipping."""
+    norm: Any = get_total_norm([p.grad for p in weights if p.grad is not None])
+    if is_sharded(norm):
+        norm = norm.full_tensor()
+    # Where clipping would multiply by exactly 1, it is skipped. Known without waiting on a CPU only. The factor is
+    # computed as torch does, to the last bit.
+    within = norm.device.type == "cpu" and limit and bool((limit / (norm + 1e-6)).float().numpy() >= 1)
+    if limit is not None and not within:
+        clip_grads_with_norm_(weights, limit, norm)
+    return torch.as_tensor(norm)

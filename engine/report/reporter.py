@@ -33,15 +33,9 @@ class Reporter:
     """Reports to all of these on rank 0; on other ranks, only log lines, which go to their own log files."""
 
     def __init__(
-        self,
-        config: Config,
-        per_epoch: int,
-        folder: Path | None,
-        prints: bool,
-        start: Position,
-        tracked: TrackedRun | None = None,
+        self, config: Config, per_epoch: int, folder: Path | None, start: Position, tracked: TrackedRun | None = None
     ) -> None:
-        """`folder` None: write no files. `prints`: show the progress on the terminal. `start`: position to start at."""
+        """`folder` None: write no files, and show no progress on the terminal. `start`: position to start at."""
         self.config, self.per_epoch, self.folder = config, per_epoch, folder
         self._fleet = config.LOG_STYLE == "fleet"
         if self._fleet:
@@ -59,7 +53,7 @@ class Reporter:
             # Points up to the checkpoint were flushed before it was saved.
             self._board = Board(folder / "tensorboard", start.update + 1)
         self.live: Live | None = None
-        if prints and not config.EVAL and (sys.stdout.isatty() or sys.stderr.isatty()):
+        if folder and not config.EVAL and (sys.stdout.isatty() or sys.stderr.isatty()):
             from engine.report.live import Live
 
             self.live = Live(config, per_epoch, start)

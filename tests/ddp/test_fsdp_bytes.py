@@ -15,7 +15,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.machine.device import Run
-from engine.parallel.fsdp import build_sharding
 from engine.parallel.shards import local_shard
 from engine.setup import ReadyToTrain, build_for_training
 from engine.update import accumulate
@@ -120,7 +119,7 @@ def count(world: World, folder: Path) -> None:
     counts = {}
     for name, words in WAYS.items():
         config = load_config(str(folder / "tiny.yaml"), words=WORDS | words).config
-        ready = build_for_training(Run(config, world, CPU, 1), None, build_sharding(config, world, CPU))
+        ready = build_for_training(Run(config, world, CPU, 1), None)
         counts[name] = vars(counts_of(ready))
         shapes = {name: list(weight.shape) for name, weight in ready.model.named_parameters()}
         if world.rank == 0:

@@ -8,7 +8,7 @@ import pytest
 
 from utils.distributed import launchers
 from utils.distributed import world as world_of_ranks
-from utils.distributed.launchers import check_rank_is_known, first_host, read_world, world_from_launcher
+from utils.distributed.launchers import first_host, read_world, world_from_launcher
 from utils.distributed.world import ALONE, World
 from utils.errors import UserError
 
@@ -83,7 +83,7 @@ def test_flags_and_environment_can_name_the_host_of_rank_0() -> None:
 
 
 def test_process_alone_needs_no_rank() -> None:
-    check_rank_is_known({"PMI_RANK": "0", "PMI_SIZE": "1"})
+    assert read_world(NO_FLAGS, {"PMI_RANK": "0", "PMI_SIZE": "1"}) is None
     assert read_world(NO_FLAGS, {"RANK": "0", "WORLD_SIZE": "1"}) is None, "a pod may start processes of its own"
     assert read_world({"host": "a", "port": 1}, {"RANK": "0", "WORLD_SIZE": "1"}) is None
     batch = {key: text for key, text in SRUN.items() if "STEP" not in key} | {"SLURM_PROCID": "0"}

@@ -24,7 +24,7 @@ from engine.compile.compiled import Compiling
 from engine.machine.device import Run, pick_device, set_up_device, synchronize
 from engine.machine.memory import is_out_of_memory, peak_memory_gb
 from engine.memory.batch_size import with_global_batch
-from engine.setup import ReadyToTrain, build_for_training, sharding_of
+from engine.setup import ReadyToTrain, build_for_training
 from engine.update import train_update
 from utils.config import Config
 from utils.distributed.world import ALONE
@@ -181,8 +181,8 @@ def opened(config: Config, compiled: bool = True) -> Iterator[tuple[ReadyToTrain
     device = pick_device(config.DEVICE, ALONE)
     threads = set_up_device(config, device, ALONE)
     with OpLists(device.type, config.AMP.CUSTOM_WHITE_LIST, config.AMP.CUSTOM_BLACK_LIST):
-        run, shared = Run(config, ALONE, device, threads), sharding_of(config, ALONE, device)
-        ready = build_for_training(run, None, shared, dry=True)  # of updates, not of a pass for features before them
+        run = Run(config, ALONE, device, threads)
+        ready = build_for_training(run, None, dry=True)  # of updates, not of a pass for features before them
         try:
             if not compiled:
                 ready.parts.leave_out(Compiling)

@@ -61,6 +61,13 @@ def read_world(given: Mapping[str, Any] | None = None, env: Mapping[str, str] = 
     if world is None:
         if given and env.get("WORLD_SIZE") != "1":  # a script may give host and port to any number of machines
             raise UserError(f"Without a launcher, {needed}.")
+        for name in SIZES_OF_OTHERS:  # one of several processes without a rank: each would train a model of its own
+            if env.get(name, "1").isdigit() and int(env.get(name, "1")) > 1 and "SLURM_STEP_NUM_TASKS" not in env:
+                raise UserError(
+                    f"this is one of {env[name]} processes ({name}), but its rank or local rank is in no "
+                    "environment variable that vitamp reads. Use torchrun or srun, or give each process -host, -port, "
+                    "-rank and -world_size."
+                )
         return None
     job = None  # a name that no other job has
     if world.launcher == SLURM:
@@ -88,17 +95,6 @@ def world_from_launcher(env: Mapping[str, str] = os.environ) -> World | None:
         local = int(env.get(local_rank, 0)), int(env.get(local_size, 1))
         return World(int(env[rank]), int(env[size]), *local, name)
     return None
-
-
-def check_rank_is_known(env: Mapping[str, str] = os.environ) -> None:
-    """Refuse to run as one of several processes without a rank: each would train a model of its own."""
-    for name in SIZES_OF_OTHERS:
-        if env.get(name, "1").isdigit() and int(env.get(name, "1")) > 1 and "SLURM_STEP_NUM_TASKS" not in env:
-            raise UserError(
-                f"this is one of {env[name]} processes ({name}), but its rank or local rank is in no "
-                "environment variable that vitamp reads. Use torchrun or srun, or give each process -host, -port, "
-                "-rank and -world_size."
-            )
 
 
 def _of_slurm(env: Mapping[str, str]) -> World:

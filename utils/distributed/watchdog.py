@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 from types import FrameType
@@ -186,20 +187,14 @@ class Watchdog:
 
     def _look_at_main_thread(self) -> float:
         """Note in our heartbeat where the main thread is. Returns the seconds since any frame of its stack moved."""
-        frame = innermost = sys._current_frames().get(threading.main_thread().ident or 0)
-        ours, stack = None, []
-        while frame is not None:
-            stack.append((id(frame.f_code), frame.f_lasti))
-            if ours is None and _is_ours(frame.f_code.co_filename):
-                ours = frame
-            frame = frame.f_back
-        if tuple(stack) != self._stack:
-            self._stack, self._moved = tuple(stack), time.monotonic()
-        place, in_collective = "", False
-        if innermost is not None:
-            called_from = f", called from {_place(ours)}" if ours not in (None, innermost) else ""
-            place = _place(innermost) + called_from
-            in_collective = any(part in innermost.f_code.co_filename for part in _COLLECTIVES)
+        innermost = sys._current_frames()[threading.main_thread().ident or 0]
+        frames = [frame for frame, _ in traceback.walk_stack(innermost)]
+        stack = tuple((id(frame.f_code), frame.f_lasti) for frame in frames)
+        if stack != self._stack:
+            self._stack, self._moved = stack, time.monotonic()
+        ours = next((frame for frame in frames if _is_ours(frame.f_code.co_filename)), innermost)
+        place = _place(innermost) + (f", called from {_place(ours)}" if ours is not innermost else "")
+        in_collective = any(part in innermost.f_code.co_filename for part in _COLLECTIVES)
         self._mine = {"number": self._mine["number"] + 1, "place": place, "in_collective": in_collective}
         return time.monotonic() - self._moved
 

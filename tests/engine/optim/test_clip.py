@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from engine.optim.build import Gradients
+from engine.optim.build import clip_gradients
 
 
 def model_of(size: float, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -30,7 +30,7 @@ def gradients_of(model: nn.Module) -> list[torch.Tensor]:
 @pytest.mark.parametrize("size", [0.01, 0.5, 0.98, 1.0, 1.02, 3.0, math.inf, math.nan])
 def test_clipping_equals_torchs(size: float, dtype: torch.dtype) -> None:
     ours, torchs = model_of(size, dtype), model_of(size, dtype)
-    norm, expected = Gradients(ours).clip(1.0), clip_grad_norm_(torchs.parameters(), 1.0)
+    norm, expected = clip_gradients([*ours.parameters()], 1.0), clip_grad_norm_(torchs.parameters(), 1.0)
     torch.testing.assert_close(norm, expected, rtol=0, atol=0, equal_nan=True)
     for own, other in zip(gradients_of(ours), gradients_of(torchs), strict=True):
         torch.testing.assert_close(own, other, rtol=0, atol=0, equal_nan=True)
@@ -40,11 +40,11 @@ def test_clipping_of_a_norm_equal_to_the_limit() -> None:
     """Torch's factor is below 1 there now and then, where the norm is not above the limit."""
     for step in range(200):
         ours = model_of(0.5)
-        limit = float(Gradients(ours).clip(None)) * (1 + (step - 20) * 2e-8) + 1e-6
+        limit = float(clip_gradients([*ours.parameters()], None)) * (1 + (step - 20) * 2e-8) + 1e-6
         torchs = copy.deepcopy(ours)
         for own, other in zip(ours.parameters(), torchs.parameters(), strict=True):
             other.grad = None if own.grad is None else own.grad.clone()
-        Gradients(ours).clip(limit)
+        clip_gradients([*ours.parameters()], limit)
         clip_grad_norm_(torchs.parameters(), limit)
         for own, other in zip(gradients_of(ours), gradients_of(torchs), strict=True):
             assert torch.equal(own, other), step

@@ -37,7 +37,7 @@ READING = Reading(
 
 
 def reporter(folder: Path | None, start: Position | None = None, **settings: Any) -> Reporter:
-    return Reporter(Config(**settings), 100, folder, False, start or Position())
+    return Reporter(Config(**settings), 100, folder, start or Position())
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Pickles of arrays, read without running any code in them: PaddleViT's weights and CIFAR's files.
 
-A pickle is a program. This unpickler knows dicts and arrays of numbers, and refuses every other name: none of what the
-file asks for by name is called but the functions here.
+A pickle is a program. This unpickler knows dicts and arrays of numbers or text, and refuses every other name: none of
+what the file asks for by name is called but the functions here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-KINDS = frozenset({"f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1"})
+KINDS = re.compile(r"f[248]|[iu][1248]|b1|[SU]\d+")
+"""Of numbers and text"""
 _ARRAY = object()
 """Stands for numpy.ndarray, so that the file cannot call it"""
 
@@ -29,7 +30,7 @@ class ArraysOnly(pickle.Unpickler):
             "numpy.dtype": _dtype,
             "numpy._reconstruct": _new_array,
             "numpy._frombuffer": lambda data, kind, shape, order: np.frombuffer(data, kind).reshape(shape, order=order),
-            "numpy.scalar": lambda kind, data: np.frombuffer(data, kind)[0],
+            "numpy.scalar": _number,
             "_codecs.encode": lambda text, _encoding: text.encode("latin1"),  # bytes, as protocol 2 writes them
             "collections.OrderedDict": OrderedDict,
             # Name and array of a tensor, as newer versions of paddle.save write it.
@@ -45,9 +46,13 @@ class ArraysOnly(pickle.Unpickler):
         raise Refused("it uses persistent ids")
 
 
+def _number(kind: Any, data: Any) -> Any:
+    return np.frombuffer(data.encode("latin1") if isinstance(data, str) else data, kind)[0]  # Python 2 wrote a str
+
+
 def _dtype(code: Any, *_flags: Any) -> np.dtype[Any]:
-    if code not in KINDS:
-        raise Refused(f"it has an array of dtype {code!r}; only real numbers and booleans can be read")
+    if not KINDS.fullmatch(str(code)):
+        raise Refused(f"it has an array of dtype {code!r}; only real numbers, booleans and text can be read")
     return np.dtype(code, copy=True)  # the byte order, which comes next, is set in it
 
 

@@ -161,7 +161,8 @@ def with_sizes(loaded: Loaded, source: str) -> Loaded:
         if getattr(mine, key) == AUTO or (getattr(mine, key) is None and key not in kept)
     }
     words = f"Open in the settings, so as in {file}: {_in_words({key: one.value for key, one in taken.items()})}"
-    if own.get(HEADS) != theirs.get(HEADS) and own.keys() == theirs.keys() and (key := f"MODEL.{HEADS}") not in taken:
+    differs = own.get(HEADS) != theirs.get(HEADS) and own.keys() == theirs.keys() and isinstance(own[HEADS], int)
+    if differs and (key := f"MODEL.{HEADS}") not in taken:  # the shapes of a Swin do show them
         said = f"{key} {own[HEADS]} is used; {file} was trained with {theirs[HEADS]}, which its shapes do not show"
         said = f"{loaded.sources[key]}: {said}"
         loaded = replace(loaded, warnings=(*loaded.warnings, said))

@@ -55,7 +55,7 @@ def _arrays(content: Any, size: int) -> dict[str, np.ndarray]:
     arrays: dict[str, np.ndarray] = {}
     for name, value in inner.items():
         array = value[1] if isinstance(value, tuple) and len(value) == 2 else value
-        if isinstance(array, np.ndarray):
+        if isinstance(array, np.ndarray) and array.dtype.kind in "biuf":
             arrays[str(name)] = array
     # Many names for the same bytes would take much more memory once they are converted.
     if sum(array.nbytes for array in arrays.values()) > size:

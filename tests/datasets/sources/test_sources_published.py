@@ -164,16 +164,16 @@ def test_malicious_cifar_file_is_refused(tmp_path: Path, name: str, protocol: in
     assert not trace.exists()
 
 
-@pytest.mark.parametrize("protocol", [2, 4, 5])
-def test_cifar_files_of_a_newer_python_are_read(tmp_path: Path, protocol: int) -> None:
+@pytest.mark.parametrize("protocol", ["Python 2", 2, 4, 5])
+def test_cifar_files_that_numpy_wrote_again_are_read(tmp_path: Path, protocol: int | str) -> None:
     cifar10(tmp_path)
     data = settings(DATASET="cifar10", DATA_PATH=str(tmp_path), IMAGE_SIZE=32, CROP="none")
     before = opened(data)
     for file in (tmp_path / "cifar-10-batches-py").iterdir():
         table = pickle.loads(file.read_bytes(), encoding="bytes")  # noqa: S301 - made above
         if b"labels" in table:
-            table[b"labels"] = list(np.array(table[b"labels"]))
-        file.write_bytes(pickle.dumps(table, protocol))
+            table[b"labels"], table[b"filenames"] = list(np.array(table[b"labels"])), np.array(table[b"filenames"])
+        file.write_bytes(pickle.dumps(table, protocol) if isinstance(protocol, int) else python_two(table))
     after = opened(data)
     assert after.classes == before.classes
     for one, other in zip(*(dataset.__getitems__([(1, 0), (1, 19)]) for dataset in (before, after)), strict=True):

@@ -170,7 +170,7 @@ def _cifar(
             return [table[key] for key in keys]
         except Refused as refused:
             raise UserError(
-                f"{place / name}: {refused}, which no CIFAR file of its publisher does: another program wrote or "
+                f"{place / name}: {refused}. No CIFAR file of its publisher does this: another program wrote or "
                 "changed it. Nothing was run. Remove the data set and fetch it from its publisher."
             ) from None
         except Exception as error:  # a damaged file can raise nearly anything

@@ -162,9 +162,9 @@ def with_sizes(loaded: Loaded, source: str) -> Loaded:
     }
     words = f"Open in the settings, so as in {file}: {_in_words({key: one.value for key, one in taken.items()})}"
     differs = own.get(HEADS) != theirs.get(HEADS) and own.keys() == theirs.keys() and isinstance(own[HEADS], int)
-    if differs and (key := f"MODEL.{HEADS}") not in taken:  # the shapes of a Swin do show them
-        said = f"{key} {own[HEADS]} is used; {file} was trained with {theirs[HEADS]}, which its shapes do not show"
-        said = f"{loaded.sources[key]}: {said}"
+    if differs and (key := f"MODEL.{HEADS}") not in taken:  # a Swin with others does not load
+        trained = f"{file} was trained with {theirs[HEADS]}, and computes something else with another number"
+        said = f"{loaded.sources[key]}: {key} {own[HEADS]} is used; {trained}"
         loaded = replace(loaded, warnings=(*loaded.warnings, said))
     return loaded.with_values(taken, [words]) if taken else loaded
 

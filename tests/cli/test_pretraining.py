@@ -198,7 +198,7 @@ def test_fine_tuning_takes_the_encoder(vitamp: Vitamp, tiny: Path, run: Path, tm
     words = ("-cfg", tiny, *MASKED, "-pretrained", run, "-image_size", 12)  # as a masked autoencoder, at another size
     done = vitamp(*words, "MODEL.NUM_HEADS=4", "-dry_run", code=0)
     assert "pos_embed resized from " in done.text
-    assert re.search(r"line: MODEL.NUM_HEADS 4 is used; \S+ was trained with 2, which its shapes", done.text)
+    assert re.search(r"line: MODEL.NUM_HEADS 4 is used; \S+ was trained with 2, and computes something else", done.text)
     # Weights of a classifier, such as timm's, begin a masked autoencoder too, with a recipe that fine-tunes.
     words = ("-cfg", tiny, *MASKED, "-pretrained", tmp_path / "run", "MODEL.NEW_CLASSIFIER=probe")
     assert "tensors of its head left out; the decoder stays freshly" in vitamp(*words, "-dry_run", code=0).text

@@ -159,7 +159,7 @@ def test_malicious_cifar_file_is_refused(tmp_path: Path, name: str, protocol: in
     trace = tmp_path / "was here"
     harmful = {"data": Calls(os.system, f"touch '{trace}'"), "labels": [0], "label_names": ["a"]}
     (tmp_path / "cifar-10-batches-py" / name).write_bytes(pickle.dumps(harmful, protocol))
-    with pytest.raises(UserError, match=r"calls \w+\.system, which no CIFAR file of its publisher does"):
+    with pytest.raises(UserError, match=r"it calls \w+\.system\. No CIFAR file of its publisher does this"):
         check_dataset(settings(DATASET="cifar10", DATA_PATH=str(tmp_path)), 10)
     assert not trace.exists()
 

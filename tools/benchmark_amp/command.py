@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +45,7 @@ from tools.common.command_line import MODES, OVERWRITE, Tool, ToolLine, above_ze
 from tools.common.output_file import if_interrupted, writing
 from tools.common.tables import non_defaults
 from tools.common.turns import Budget, alternating_order, progress_bar
+from utils.cli import command_line, entry_parser
 from utils.config import AmpConfig, Config
 from utils.config.keys import default_of
 from utils.errors import EXIT_DONE, TrainingError, nearest
@@ -184,6 +188,49 @@ def precisions_report(results: Results) -> list[str]:
     return results.report(title, with_columns(modes, columns, "mode"), notes)
 
 
+SETTINGS_ABOUT = """Speed and memory of an update with other flags and settings beside those given.
+
+    python scripts/benchmark_amp.py settings -model vit_base_patch16_224 -batch_size 128 -amp \\
+        -try TRAIN.COMPILE=whole -try="-amp bf16" -try "TRAIN.COMPILE=whole SPEED=-packed"
+
+Each -try is a row: the command line with these words added. The first row, `given`, has none, and runs twice as a
+control. Images are made on the device. TRAIN.COMPILE auto compiles nothing here."""
+SETTINGS_FLAGS = (
+    Flag("try", "flags and settings of a further row", "KEY=VALUE", default=(), append=True),
+    Flag("iters", "updates per measurement", "N", kind=whole(1), default_text="50; on a CPU 5"),
+    ROUNDS,
+)
+GIVEN = "given"
+
+
+def plan_settings(line: ToolLine) -> Plan:
+    loaded, device, where, remarks = set_up(line)
+    updates, workers = line.asked.iters or (5 if device.type == "cpu" else 50), list["Worker"]()
+    configs = {GIVEN: loaded.config, GIVEN + AGAIN: loaded.config}
+    for words in vars(line.asked)["try"]:
+        added = command_line(*entry_parser(NAME).read(shlex.split(words)))
+        run = replace(line.run, flags=line.run.flags | added.flags, words=line.run.words | added.words)
+        configs[words] = set_up(replace(line, run=run))[0].config
+    contenders = {
+        name: _training(synthetic(config, updates), config.AMP, updates, workers) for name, config in configs.items()
+    }
+    settings = {"iterations": updates, **non_defaults(loaded.config)}
+    return Plan(contenders, line.asked.rounds, settings, where, ON_THE_DEVICE, remarks=remarks)
+
+
+def settings_report(results: Results) -> list[str]:
+    names = [name for name in results.turns if not name.endswith(AGAIN)]
+    columns = [
+        ("precision", lambda name: results.first(name, "precision", "-")),
+        ("memory (GB)", lambda name: results.cell(name, "peak_memory_gb")),
+        ("images/s", lambda name: results.cell(name, "images_per_second")),
+        ("speed-up", lambda name: results.ratio(name, GIVEN, "images_per_second")),
+    ]
+    notes = [*results.choices_lines({name: name for name in names}), results.control_line(GIVEN, "images_per_second")]
+    title = f"Settings, {results.subject()}, {results['settings']['iterations']} updates per measurement"
+    return results.report(title, with_columns(names, columns, "words"), [*notes, results.iteration_line()])
+
+
 SIMPLENET_ABOUT = """Time and loss of three linear layers on random numbers: no AMP, AMP, AMP with accumulation.
 
     python scripts/benchmark_amp.py simplenet
@@ -317,7 +364,7 @@ def plan_timm(line: ToolLine) -> Plan:
     updates = line.asked.updates or (5 if device.type == "cpu" else 50)
 
     from tools.benchmark_amp.loops import LoopSession, read_train_py
-    from tools.common.sessions import Worker
+    from tools.common.sessions import OUT_OF_MEMORY, Worker
 
     if train_py is not None:
         train_py = train_py.expanduser().resolve()
@@ -333,7 +380,12 @@ def plan_timm(line: ToolLine) -> Plan:
     workers = {name: Worker(partial(LoopSession, way, loaded.config, updates), []) for name, way in by_name.items()}
     log.info("building the loops and comparing their first losses: %s", "; ".join(workers))
     try:
-        answers = {name: worker.start() for name, worker in workers.items()}
+        # Compiling keeps one core busy and leaves a GPU idle, so there a few loops are built side by side.
+        with ThreadPoolExecutor(3 if device.type == "cuda" else 1) as pool:
+            answers = dict(zip(workers, pool.map(Worker.start, workers.values()), strict=True))
+        for name in [name for name, answer in answers.items() if answer.get("failed") == OUT_OF_MEMORY]:
+            workers[name].close()  # perhaps only beside the others
+            answers[name] = workers[name].start()
         left_out = {name: answer["failed"] for name, answer in answers.items() if "failed" in answer}
         if first in left_out:
             raise TrainingError(f"the baseline {first} failed: {left_out[first]}")
@@ -409,6 +461,7 @@ def timm_report(results: Results) -> list[str]:
 TABLES = {
     "amp": (AMP_ABOUT, AMP_FLAGS, plan_amp, amp_report),
     "precisions": (PRECISIONS_ABOUT, PRECISIONS_FLAGS, plan_precisions, precisions_report),
+    "settings": (SETTINGS_ABOUT, SETTINGS_FLAGS, plan_settings, settings_report),
     "simplenet": (SIMPLENET_ABOUT, SIMPLENET_FLAGS, plan_simplenet, simplenet_report),
     "timm": (TIMM_ABOUT, TIMM_FLAGS, plan_timm, timm_report),
 }

@@ -1,0 +1,107 @@
+#!/usr/bin/env python3
+"""Show what scripts/dev/on_gpu.sh found, as one table in words.
+
+python scripts/dev/gpu_table.py on_gpu            # show it
+python scripts/dev/gpu_table.py on_gpu -write     # put speeds into docs/results, README.md and docs/benchmarks.md
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS, PAGES = ROOT / "docs" / "results", ("README.md", "docs/benchmarks.md")
+BEGIN, END = "<!-- speed on a GPU, from docs/results by scripts/dev/gpu_table.py -->", "<!-- end of it -->"
+SIZES = ("small", "base", "large")
+OUTCOMES = {0: "ok", 124: "did not end in time", 125: "no time was left for it"}
+
+
+def speeds(results: dict[str, Any], precision: str) -> list[float]:
+    """Median images/s of timm's loop, of timm's loop with its fastest flags, and of ours, compiled; [] if one lacks."""
+    names = (f"timm, {precision}", f"timm, fused, compiled, {precision}", f"ours, compiled, {precision}")
+    turns = [
+        [turn["images_per_second"] for turn in results["turns"].get(name, ()) if "failed" not in turn] for name in names
+    ]
+    return [statistics.median(numbers) for numbers in turns] if all(turns) else []
+
+
+def rows(results: dict[str, Any]) -> list[str]:
+    settings = results["settings"]
+    model = f"{settings.get('MODEL.NAME', 'vit_base_patch16_224')}, {settings.get('DATA.BATCH_SIZE', 256)}"
+    found = []
+    for precision in settings["precisions"].split(","):
+        if numbers := speeds(results, precision):
+            timm, fastest, ours = numbers
+            found.append(
+                f"| {model} | {precision} | {timm:,.0f} images/s | {fastest:,.0f} | **{ours:,.0f}** | "
+                f"{ours / timm:.2f}x, {ours / fastest:.2f}x |"
+            )
+    return found
+
+
+def table(files: list[Path]) -> list[str]:
+    """The table of the pages, with the card, the command and the commit."""
+    every = [json.loads(path.read_text(encoding="utf-8")) for path in files]
+    if not every:
+        return []
+    one = every[0]
+    card = one["device"].removeprefix("cuda: ").partition(",")[0]
+    sources = {(results["date"], results["git"]["commit"][:7]) for results in every}
+    when = "; ".join(f"{date}, commit {commit}" for date, commit in sorted(sources))
+    versions = ", ".join(f"{name} {one['versions'][name]}" for name in ("torch", "timm"))
+    return [
+        "| model, batch | precision | timm | timm, fused AdamW, compiled | vitamp, compiled | speed-up over each |",
+        "| --- | --- | --- | --- | --- | --- |",
+        *(row for results in every for row in rows(results)),
+        "",
+        f"One {card}, {versions}, {when}; `python scripts/benchmark_amp.py timm -model MODEL -batch_size N -precisions "
+        f"{one['settings']['precisions']} -compile -timm_train train.py`, {one['rounds']} rounds, without dropout.",
+    ]
+
+
+def write(out: Path) -> None:
+    """Keep the results of the speed table, and put it on the pages."""
+    for size in SIZES:
+        if (new := out / f"peers_{size}.json").exists():
+            (RESULTS / f"peers_gpu_{size}.json").write_bytes(new.read_bytes())
+    if (levers := out / "levers.json").exists():
+        (RESULTS / "levers_gpu.json").write_bytes(levers.read_bytes())
+    text = "\n".join([BEGIN, *kept_table(), END])
+    for page in PAGES:
+        before, _, rest = (ROOT / page).read_text(encoding="utf-8").partition(BEGIN)
+        (ROOT / page).write_text(before + text + rest.partition(END)[2], encoding="utf-8")
+
+
+def kept_table() -> list[str]:
+    return table([path for size in SIZES if (path := RESULTS / f"peers_gpu_{size}.json").exists()])
+
+
+def show(out: Path) -> None:
+    print("| part | what | outcome | seconds |\n|---|---|---|---|")
+    checks = out / "checks.jsonl"
+    for line in checks.read_text(encoding="utf-8").splitlines() if checks.exists() else ():
+        check = json.loads(line)
+        outcome = OUTCOMES.get(check["code"], f"FAILED with code {check['code']}")
+        print(f"| {check['part']} | {check['name']} | {outcome} | {check['seconds']} |")
+    for log in sorted(out.glob("*tests.log")):
+        lines = log.read_text(encoding="utf-8").splitlines()
+        print("", log.stem, *(line for line in lines if line.startswith(("FAILED", "ERROR"))), *lines[-1:], sep="\n")
+    print("", *table(sorted(out.glob("peers_*.json"))), sep="\n")
+    if (levers := out / "levers.json").exists():
+        results = json.loads(levers.read_text(encoding="utf-8"))
+        print("", "| levers | images/s |", "|---|---|", sep="\n")
+        for name, turns in results["turns"].items():
+            numbers = [turn["images_per_second"] for turn in turns if "failed" not in turn]
+            failed = next((turn["failed"] for turn in turns if "failed" in turn), "not measured")
+            print(f"| {name} | {format(statistics.median(numbers), ',.0f') if numbers else failed} |")
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    show(folder)
+    if "-write" in sys.argv[2:]:
+        write(folder)

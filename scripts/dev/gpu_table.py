@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def table(files: list[Path]) -> list[str]:
         return []
     one = every[0]
     card = one["device"].removeprefix("cuda: ").partition(",")[0]
-    sources = {(results["date"], results["git"]["commit"][:7]) for results in every}
+    sources = {(results["date"], (results["git"] or {"commit": "unknown"})["commit"][:7]) for results in every}
     when = "; ".join(f"{date}, commit {commit}" for date, commit in sorted(sources))
     versions = ", ".join(f"{name} {one['versions'][name]}" for name in ("torch", "timm"))
     return [
@@ -65,11 +66,15 @@ def table(files: list[Path]) -> list[str]:
 
 def write(out: Path) -> None:
     """Keep the results of the speed table, and put it on the pages."""
-    for size in SIZES:
-        if (new := out / f"peers_{size}.json").exists():
-            (RESULTS / f"peers_gpu_{size}.json").write_bytes(new.read_bytes())
-    if (levers := out / "levers.json").exists():
-        (RESULTS / "levers_gpu.json").write_bytes(levers.read_bytes())
+    here = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    for name in (*(f"peers_{size}" for size in SIZES), "levers"):
+        if (new := out / f"{name}.json").exists():
+            results = json.loads(new.read_text(encoding="utf-8"))
+            results["git"] = results["git"] or {"commit": here}  # the GPU's machine had a copy of this checkout
+            kept = RESULTS / f"gpu_{name.removeprefix('peers_')}.json"
+            kept.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     text = "\n".join([BEGIN, *kept_table(), END])
     for page in PAGES:
         before, _, rest = (ROOT / page).read_text(encoding="utf-8").partition(BEGIN)
@@ -77,7 +82,7 @@ def write(out: Path) -> None:
 
 
 def kept_table() -> list[str]:
-    return table([path for size in SIZES if (path := RESULTS / f"peers_gpu_{size}.json").exists()])
+    return table([path for size in SIZES if (path := RESULTS / f"gpu_{size}.json").exists()])
 
 
 def show(out: Path) -> None:

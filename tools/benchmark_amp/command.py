@@ -51,6 +51,7 @@ from utils.config.keys import default_of
 from utils.errors import EXIT_DONE, TrainingError, nearest
 from utils.flags import Flag, whole
 from utils.log import log
+from utils.machine.cpus import cores
 from utils.program import typed
 from utils.record.run_folder import git_state, versions, write_json
 from utils.text import counted, redacted
@@ -381,7 +382,7 @@ def plan_timm(line: ToolLine) -> Plan:
     log.info("building the loops and comparing their first losses: %s", "; ".join(workers))
     try:
         # Compiling keeps one core busy and leaves a GPU idle, so there a few loops are built side by side.
-        with ThreadPoolExecutor(3 if device.type == "cuda" else 1) as pool:
+        with ThreadPoolExecutor(max(1, cores() // 3) if device.type == "cuda" else 1) as pool:
             answers = dict(zip(workers, pool.map(Worker.start, workers.values()), strict=True))
         for name in [name for name, answer in answers.items() if answer.get("failed") == OUT_OF_MEMORY]:
             workers[name].close()  # perhaps only beside the others

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from timm.layers import activations
 from timm.layers.mlp import Mlp
 from torch import Tensor, nn
+from torch.nn.modules import module as modules
 
 from engine.amp.low_precision import is_forced
 from engine.amp.op_lists import HALVES
@@ -118,5 +119,6 @@ def _in_half(x: Tensor) -> bool:
 
 
 def _has_own_call(part: nn.Module) -> bool:
-    """Whether a layer must be called by itself: it is forced to fp32, or has hooks."""
-    return is_forced(part) or bool(part._forward_hooks or part._forward_pre_hooks or part._backward_hooks)
+    """Whether a layer must be called by itself: it is forced to fp32, or has hooks, if only those of all modules."""
+    hooks = part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or modules._global_forward_hooks
+    return is_forced(part) or bool(hooks)

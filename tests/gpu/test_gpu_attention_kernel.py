@@ -104,7 +104,7 @@ def test_the_race_is_told_and_kept(train: Train) -> None:
     assert kind in KINDS["cuda"]
     (told,) = [line for line in run.result.out.splitlines() if line.startswith("  computing ")]
     assert f"attention {kind} (" in told
-    assert "raced against" in told or f"x {'fused'} in a race of" in told
+    assert "timed against " in told or "x as fast as fused; timed: " in told
     assert run.choices["computed_in"] == "cuda fp16"
     meta = json.loads((run.checkpoint / "meta.json").read_text(encoding="utf-8"))
     assert meta["choices"]["attention"] == kind

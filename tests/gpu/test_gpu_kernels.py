@@ -108,12 +108,12 @@ def test_a_run_takes_them_tells_it_and_learns_alike(train: Train, words: tuple[s
     assert 0 < apart(run.losses, plain.losses) < 2.0**-6
 
 
-def test_compiled_updates_take_them_too(train: Train) -> None:
+@pytest.mark.parametrize("how", ["whole", "blocks"])
+def test_compiled_updates_take_them_too(train: Train, how: str) -> None:
     as_written = train("written", "-amp", "bf16", "TRAIN.COMPILE=none", *DESCENT, "SPEED=+fused,+fused_mlp")
-    for how in ("whole", "blocks"):
-        run = train(how, "-amp", "bf16", f"TRAIN.COMPILE={how}", *DESCENT, "SPEED=+fused,+fused_mlp")
-        assert run.choices["fused_mlp"] is True
-        assert apart(run.losses, as_written.losses) < 2.0**-6
+    run = train(how, "-amp", "bf16", f"TRAIN.COMPILE={how}", *DESCENT, "SPEED=+fused,+fused_mlp")
+    assert run.choices["fused_mlp"] is True
+    assert apart(run.losses, as_written.losses) < 2.0**-6
 
 
 def test_a_validation_in_fp32_computes_as_without_them(train: Train) -> None:

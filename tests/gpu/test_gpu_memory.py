@@ -43,7 +43,6 @@ def test_where_memory_ends_it_is_told_what_helps(with_little: Train) -> None:
         " on cuda:0 (",
         "more were requested",
         "256 images at a time, of 8 x 8 x 1.",
-        "Allocations that take the most memory: ",
         "DATA.BATCH_SIZE=128 TRAIN.ACCUM_ITER=2",
         "TRAIN.GRAD_CHECKPOINT=blocks",
         "DATA.BATCH_SIZE=auto",

@@ -23,13 +23,13 @@ BF16 = 2.0**-8
 @on_a_gpu_alone
 def test_the_digits_are_learnt_in_what_the_gpu_gains_from(vitamp: Callable[..., Result], tmp_path: Path) -> None:
     """No device is named, and no precision but by -amp."""
-    done = vitamp("-cfg", ROOT / "configs" / "vit_digits.yaml", "-amp", "-output", tmp_path / "run", timeout=240)
+    done = vitamp("-cfg", ROOT / "configs" / "vit_digits.yaml", "-amp", "-epochs", 20, "-output", tmp_path / "run")
     assert done.code == 0, done.text
     run = Run(tmp_path / "run", done)
     capability = torch.cuda.get_device_capability()
     assert re.search(r"  device     cuda: .*compute capability {}\.{}".format(*capability), done.out)
     assert re.search(r"  precision  fp16 .*with loss scaling", done.out)
-    assert max(line["ema_acc1"] for line in run.of("val")) > 97
+    assert max(line["ema_acc1"] for line in run.of("val")) > 95
     assert run.of("train")[-1]["skipped"] < 20
     assert run.of("train")[-1]["scale"] >= 1024
 
@@ -101,7 +101,7 @@ def test_with_everything_listed_training_is_fp32(train: Train) -> None:
     assert apart(modules.losses, exact.losses) < 1e-5
     black = "AMP.CUSTOM_BLACK_LIST=[linear, matmul, conv2d, softmax, layer_norm, gelu]"
     listed = train("listed", "-amp", "bf16", *DESCENT[:2], black)
-    assert "AMP's lists reach into it" in listed.text
+    assert "attention plain (so that AMP's lists take effect)" in listed.text
     assert apart(listed.losses, exact.losses) < 1e-5
 
 

@@ -18,9 +18,9 @@ ALL_ON = [
     *("-amp", "fp16" if KIND == "cuda" else "bf16", "AMP.INIT_LOSS_SCALING=1e7", "AMP.INCR_EVERY_N_STEPS=7"),
     *("MODEL.DROPOUT=0.1", "MODEL.DROPPATH=0.1", "TRAIN.MIXUP_ALPHA=0.8", "TRAIN.CUTMIX_ALPHA=1.0"),
     *("TRAIN.MODEL_EMA=true", "TRAIN.ACCUM_ITER=2", "DATA.SHIFT=0.1", "DATA.ROTATE=5", "REPORT_FREQ=2"),
-    *("DETERMINISTIC=true", "SPEED=+fused", "TRAIN.NUM_EPOCHS=12", "SAVE_EVERY_UPDATES=20"),
+    *("DETERMINISTIC=true", "SPEED=+fused", "TRAIN.NUM_EPOCHS=6", "SAVE_EVERY_UPDATES=20"),
 ]
-LAST = 12 * UPDATES // 2
+LAST = 6 * UPDATES // 2
 FILES = ("model.safetensors", "ema.safetensors")
 
 

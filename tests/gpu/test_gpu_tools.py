@@ -32,18 +32,19 @@ def test_evaluate(vitamp: Callable[..., Result], trained: Run, tmp_path: Path) -
     tool(vitamp, "evaluate", trained.folder, "-weights", "ema", "-json", tmp_path / "here.json")
     found, told = json.loads((tmp_path / "here.json").read_text())["figures"], trained.of("val")[-1]
     assert found["ema"]["nll"] == pytest.approx(told["ema_loss"], rel=1e-4)
-    tool(vitamp, "evaluate", trained.folder, "-device", "cpu", "-amp", "off", "-json", tmp_path / "there.json")
+    exactly = ("-weights", "ema", "-device", "cpu", "-amp", "off")
+    tool(vitamp, "evaluate", trained.folder, *exactly, "-json", tmp_path / "there.json")
     exact = json.loads((tmp_path / "there.json").read_text())["figures"]["ema"]
     assert exact["nll"] == pytest.approx(found["ema"]["nll"], rel=0.02)
 
 
 def test_choose_precision(vitamp: Callable[..., Result], small: Path, tmp_path: Path) -> None:
-    modes = "tf32,fp16,bf16" if KIND == "cuda" else "bf16"
+    modes = "tf32,fp16" if KIND == "cuda" else "bf16"
     done = tool(vitamp, "choose_precision", "-cfg", small, "-updates", 12, "-modes", modes, "-output", tmp_path / "out")
     found = json.loads((tmp_path / "out" / "choose_precision.json").read_text())
     assert {mode["name"] for mode in found["modes"]} == set(modes.split(","))
     assert found["recommendation"]["sentence"] in done.text
-    assert (KIND == "cuda") == ("TRAIN.COMPILE auto sees only these 12 updates" in done.text)
+    assert (KIND == "cuda") == ("TRAIN.COMPILE auto compiles nothing here" in done.text)
 
 
 def test_export(vitamp: Callable[..., Result], trained: Run, tmp_path: Path) -> None:

@@ -30,9 +30,13 @@ def speeds(results: dict[str, Any], precision: str) -> list[float]:
     return [statistics.median(numbers) for numbers in turns] if all(turns) else []
 
 
+def model_of(results: dict[str, Any]) -> str:
+    return results["settings"].get("MODEL.NAME", "vit_base_patch16_224")
+
+
 def rows(results: dict[str, Any]) -> list[str]:
     settings = results["settings"]
-    model = f"{settings.get('MODEL.NAME', 'vit_base_patch16_224')}, {settings.get('DATA.BATCH_SIZE', 256)}"
+    model = f"{model_of(results)}, {settings.get('DATA.BATCH_SIZE', 256)}"
     found = []
     for precision in settings["precisions"].split(","):
         if numbers := speeds(results, precision):
@@ -45,23 +49,33 @@ def rows(results: dict[str, Any]) -> list[str]:
 
 
 def table(files: list[Path]) -> list[str]:
-    """The table of the pages, with the card, the command and the commit."""
+    """The table of the pages, and under it what each row was measured with."""
     every = [json.loads(path.read_text(encoding="utf-8")) for path in files]
-    if not every:
+    found = [row for results in every for row in rows(results)]
+    if not found:
         return []
-    one = every[0]
-    card = one["device"].removeprefix("cuda: ").partition(",")[0]
-    sources = {(results["date"], (results["git"] or {"commit": "unknown"})["commit"][:7]) for results in every}
-    when = "; ".join(f"{date}, commit {commit}" for date, commit in sorted(sources))
-    versions = ", ".join(f"{name} {one['versions'][name]}" for name in ("torch", "timm"))
+    command = (
+        "python scripts/benchmark_amp.py timm -model MODEL -batch_size N -precisions A,B -compile -timm_train train.py"
+    )
     return [
         "| model, batch | precision | timm | timm, fused AdamW, compiled | vitamp, compiled | speed-up over each |",
         "| --- | --- | --- | --- | --- | --- |",
-        *(row for results in every for row in rows(results)),
+        *found,
         "",
-        f"One {card}, {versions}, {when}; `python scripts/benchmark_amp.py timm -model MODEL -batch_size N -precisions "
-        f"{one['settings']['precisions']} -compile -timm_train train.py`, {one['rounds']} rounds, without dropout.",
+        f"Medians of images/s on one GPU, without dropout, by `{command}`: {measured_with(every)}.",
     ]
+
+
+def measured_with(every: list[dict[str, Any]]) -> str:
+    """What the models were measured with, those alike together."""
+    alike: dict[str, list[str]] = {}
+    for results in every:
+        card = results["device"].removeprefix("cuda: ").partition(",")[0]
+        versions = ", ".join(f"{name} {results['versions'][name]}" for name in ("torch", "timm"))
+        commit = (results["git"] or {"commit": "unknown"})["commit"][:7]
+        words = f"{card}, {versions}, {results['rounds']} rounds, {results['date']}, commit {commit}"
+        alike.setdefault(words, []).append(model_of(results))
+    return "; ".join(f"{' and '.join(models)}: {words}" for words, models in alike.items())
 
 
 def write(out: Path) -> None:
@@ -72,7 +86,8 @@ def write(out: Path) -> None:
     for name in (*(f"peers_{size}" for size in SIZES), "levers"):
         if (new := out / f"{name}.json").exists():
             results = json.loads(new.read_text(encoding="utf-8"))
-            results["git"] = results["git"] or {"commit": here}  # the GPU's machine had a copy of this checkout
+            if not results["git"] or results["git"]["changed"]:  # the GPU's machine had a copy of this checkout
+                results["git"] = {"commit": here, "changed": False}
             kept = RESULTS / f"gpu_{name.removeprefix('peers_')}.json"
             kept.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     text = "\n".join([BEGIN, *kept_table(), END])

@@ -29,7 +29,7 @@ def test_the_digits_are_learnt_in_what_the_gpu_gains_from(vitamp: Callable[..., 
     capability = torch.cuda.get_device_capability()
     assert re.search(r"  device     cuda: .*compute capability {}\.{}".format(*capability), done.out)
     assert re.search(r"  precision  fp16 .*with loss scaling", done.out)
-    assert max(line["ema_acc1"] for line in run.of("val")) > 95
+    assert max(line["ema_acc1"] for line in run.of("val")) > 92
     assert run.of("train")[-1]["skipped"] < 20
     assert run.of("train")[-1]["scale"] >= 1024
 

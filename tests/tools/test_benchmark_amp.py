@@ -124,6 +124,7 @@ def test_report_has_command_machine_date_and_noise(turns: Turns) -> None:
         (["amp", "-batch_size", "auto"], ["BATCH_SIZE auto", "give a number"]),
         (["precisions", "-modes", "bf17"], ["'bf17'", "Did you mean bf16"]),
         (["precisions", "-modes", "tf32"], ["-modes tf32", "Ampere"]),
+        (["settings", "-try", "SPEED=plan"], ["SPEED", "got plan."]),
         (["timm", "-precisions", "bf17"], ["-precisions bf17", "'bf17'. Did you mean bf16? Known: fp32,bf16,fp16."]),
         (["timm", "TRAIN.MODEL_EMA=false"], ["TRAIN.MODEL_EMA: this table has a value of its own for all loops"]),
         (["timm", "-model", "vit_huge_patch14_224", "-image_size", "32"], ["not divisible"]),

@@ -123,6 +123,19 @@ def test_precisions(measured: Callable[..., tuple[Fields, str]], imagenet: Path)
     assert f"{fast / base:.2f}" in row
 
 
+def test_settings(measured: Callable[..., tuple[Fields, str]]) -> None:
+    less = "-amp off MODEL.DEPTH=1"
+    results, output = measured(
+        "settings", "-amp", "bf16", "-try", "SPEED=plain", f"-try={less}", "-iters", 1, *("-rounds", 1)
+    )
+    assert {name: turns[0]["precision"] for name, turns in results["turns"].items()} == {
+        "given": "bf16", "given, again": "bf16", "SPEED=plain": "bf16", less: "fp32"
+    }  # fmt: skip
+    assert [results["turns"][name][0]["choices"]["linear_patches"] for name in ("given", "SPEED=plain")] == [True, False]
+    assert f"  {less} " in output
+    assert "control: `given` against itself" in output
+
+
 def test_simplenet_has_the_losses_of_a_loop_by_hand(measured: Callable[..., tuple[Fields, str]]) -> None:
     words = ("-width", 16, "-batches", 4, "-epochs", 2, "-accumulated", 2, "-batch_size", 8, "-rounds", 1, "SEED=3")
     results, output = measured("simplenet", *words)

@@ -381,9 +381,13 @@ def plan_timm(line: ToolLine) -> Plan:
     workers = {name: Worker(partial(LoopSession, way, loaded.config, updates), []) for name, way in by_name.items()}
     log.info("building the loops and comparing their first losses: %s", "; ".join(workers))
     try:
-        # Compiling keeps one core busy and leaves a GPU idle, so there a few loops are built side by side.
-        with ThreadPoolExecutor(max(1, cores() // 3) if device.type == "cuda" else 1) as pool:
-            answers = dict(zip(workers, pool.map(Worker.start, workers.values()), strict=True))
+        # Compiling keeps one core busy and leaves a GPU idle, so there a few of timm's loops are built side by side.
+        # Ours are built one by one: they choose their attention by the clock.
+        side_by_side = [name for name in workers if device.type == "cuda" and not name.startswith(OURS)]
+        with ThreadPoolExecutor(max(1, cores() // 3)) as pool:
+            answers = dict(zip(side_by_side, pool.map(lambda name: workers[name].start(), side_by_side), strict=True))
+        answers |= {name: worker.start() for name, worker in workers.items() if name not in answers}
+        answers = {name: answers[name] for name in workers}
         for name in [name for name, answer in answers.items() if answer.get("failed") == OUT_OF_MEMORY]:
             workers[name].close()  # perhaps only beside the others
             answers[name] = workers[name].start()

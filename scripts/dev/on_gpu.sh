@@ -72,7 +72,7 @@ if [[ $DEVICE == cpu ]]; then
 else
     recipe=(-cfg configs/vit_small_patch16_224.yaml -batch_size 64 DATA.SYNTHETIC_TRAIN=1280)
     auto=("${recipe[@]}" -dataset synthetic -epochs 1 TRAIN.MEMORY_LIMIT=6)
-    digits=(-cfg configs/vit_digits.yaml) half=fp16 limit_tests=165
+    digits=(-cfg configs/vit_digits.yaml) half=fp16 limit_tests=180
     sizes=('small 512 -updates 12' 'base 256 -updates 12' 'large 128 -updates 12') precisions=fp16,bf16 rounds=3
     levers=(base 128 -iters 12)
 fi

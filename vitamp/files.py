@@ -18,6 +18,7 @@ from typing import Any
 from vitamp.errors import UserError
 
 ODD = "a pipe or device"
+LINK = "it is a link, which is not followed here"
 
 
 class NotRegular(OSError):
@@ -36,8 +37,7 @@ def only_regular(path: str | os.PathLike[str], flags: int) -> int:
     except OSError as error:
         is_link = flags & os.O_NOFOLLOW and os.path.islink(path)
         if is_link or error.errno == errno.ENXIO:  # a socket, or a pipe that nobody reads
-            why = "it is a link, which is not followed here" if is_link else why
-            raise NotRegular(error.errno, why, str(path)) from None
+            raise NotRegular(error.errno, LINK if is_link else why, str(path)) from None
         raise
     mode = os.fstat(handle).st_mode
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode):  # `open` refuses folders itself

@@ -19,7 +19,7 @@ from engine.checkpoint.run_folder import (
 from engine.machine.device import Run, no_gpu_notice, pick_device, set_up_device
 from engine.machine.memory import is_out_of_memory
 from engine.machine.stopping import signals
-from engine.measure.meters import Best, clock, updates_left
+from engine.measure.meters import clock, updates_left
 from engine.report.banner import banner
 from engine.report.outcome import in_context, next_commands
 from engine.report.reporter import Reporter
@@ -209,7 +209,7 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> 
         commands = next_commands(run, trainer.position, trainer.best, folder, trainer.paused)
         for line in filter(None, (context, copies_in_words(folder), commands)):
             log.info(line)
-        place = f"; {_whereabouts(run, ready, folder, trainer.best)}"
+        place = f"; {_whereabouts(run, ready, folder, trainer)}"
     words = "Paused, to be resumed with -resume" if trainer.paused else "Done"
     best, total = trainer.best_words(": best "), clock(trainer.throughput.total)
     log.info("%s%s; total time %s%s", words, best, total, place)
@@ -218,11 +218,11 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> 
     return code
 
 
-def _whereabouts(run: Run, ready: ReadyToTrain, folder: Path, best: Best) -> str:
+def _whereabouts(run: Run, ready: ReadyToTrain, folder: Path, trainer: Trainer) -> str:
     """Where the run's files are. Those that were removed while it trained are written again, or else named."""
-    best_name = None if best.figure is None else folder_name(best.update)
-    if missing_from(folder, best_name):
+    best = None if trainer.best.figure is None else folder_name(trainer.best.update)
+    if missing_from(folder, best):
         with suppress(UserError):
             write_run_files(run, ready, folder)
-    gone = missing_from(folder, best_name)
+    gone = missing_from(folder, best) + trainer.reporter.lost
     return f"{folder} lacks {some_of(gone)}: removed while the run trained" if gone else f"everything is in {folder}"

@@ -166,6 +166,11 @@ class Reporter:
         if self._tracked:
             self._tracked.ended(best)
 
+    @property
+    def lost(self) -> list[str]:
+        """What is no longer in the run's folder, besides the files of every run."""
+        return ["tensorboard"] if self._board and self._board.lost else []
+
     def close(self) -> None:
         for one in (self.live, self._metrics, self._board, self._tracked):
             if one:
@@ -198,6 +203,10 @@ class Board:
 
             self._writer = SummaryWriter(str(self._folder), purge_step=self._start)
         self._writer.add_scalar(name, value, update)
+
+    @property
+    def lost(self) -> bool:
+        return self._writer is not None and not self._folder.exists()
 
     def flush(self) -> None:
         if self._writer is not None:

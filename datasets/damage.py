@@ -17,7 +17,7 @@ from utils.errors import AllRanksError, TrainingError
 from utils.log import log
 from utils.program import started_as
 from utils.text import counted, some_of
-from vitamp.files import NotRegular, read_regular_text, write_atomically
+from vitamp.files import NotRegular, read_regular, write_atomically
 
 Value = TypeVar("Value")
 
@@ -132,8 +132,8 @@ class BrokenImages:
         if self.folder is None:
             return
         try:
-            before = read_regular_text(self._file, errors="surrogateescape").splitlines() if self._file.exists() else []
-            lines = [*self._lines_read, *before, *(one.line for one in self._broken.values())]
+            before = read_regular(self._file).decode("utf-8", "surrogateescape") if self._file.exists() else ""
+            lines = [*self._lines_read, *before.splitlines(), *(one.line for one in self._broken.values())]
             newest = {line.partition(REMARK)[0]: line for line in lines}
             write_atomically(self._file, "".join(f"{line}\n" for line in newest.values()))
         except OSError as error:

@@ -21,7 +21,7 @@ from utils.errors import UserError, nearest
 from utils.log import log, warn_once
 from utils.program import started_as
 from utils.text import counted, redacted, some_of
-from vitamp.files import read_regular, read_regular_text
+from vitamp.files import only_regular, read_regular
 
 REMARK = "  # "
 """Between a name in the list and the reason, which is ignored."""
@@ -114,7 +114,11 @@ def _named(unmatched: Mapping[int, str], split: Samples, data: DataConfig) -> st
 
 def text_of(data: DataConfig) -> str:
     """The text of DATA.EXCLUDE, empty without one; names in it need not be UTF-8."""
-    return read_regular_text(Path(data.EXCLUDE).expanduser(), "utf-8-sig", "surrogateescape") if data.EXCLUDE else ""
+    if not data.EXCLUDE:
+        return ""
+    file = Path(data.EXCLUDE).expanduser()
+    with open(file, encoding="utf-8-sig", errors="surrogateescape", opener=only_regular) as lines:
+        return lines.read()
 
 
 def excluded(data: DataConfig) -> dict[str, int]:

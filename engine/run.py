@@ -202,14 +202,13 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> 
     untrained = trainer.best.figure is not None and trainer.best.update == 0 < trainer.position.update
     if config.MODEL.starts_at_probe and untrained:
         log.info("Training did not improve on the linear probe that it began with: that is the best checkpoint.")
-    place = ""
     if world.first:
         by, figure = metric_named(trainer.best.by), trainer.best.figure
         context = in_context(by, figure, len(ready.val_set), largest_class(ready))
         commands = next_commands(run, trainer.position, trainer.best, folder, trainer.paused)
         for line in filter(None, (context, copies_in_words(folder), commands)):
             log.info(line)
-        place = f"; {_whereabouts(run, ready, folder, trainer)}"
+    place = f"; {_whereabouts(run, ready, folder, trainer)}" if world.first else ""
     words = "Paused, to be resumed with -resume" if trainer.paused else "Done"
     best, total = trainer.best_words(": best "), clock(trainer.throughput.total)
     log.info("%s%s; total time %s%s", words, best, total, place)

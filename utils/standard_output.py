@@ -80,10 +80,9 @@ class LineFile:
         self._warned = False
         try:
             self._open()
-        except NotRegular:  # a link or a pipe, which someone else has put there
-            raise
-        except OSError:  # reported with the first line
-            pass
+        except OSError as error:  # reported with the first line, but for a link or a pipe from someone else
+            if isinstance(error, NotRegular):
+                raise
 
     def add(self, line: str) -> None:
         self._unwritten.append(f"{line}\n".encode())

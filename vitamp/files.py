@@ -1,7 +1,4 @@
-"""Reads regular files only, and writes files atomically.
-
-A pipe without a writer, or a device without an end, would be read for ever.
-"""
+"""Reads regular files only, and writes files atomically."""
 
 from __future__ import annotations
 
@@ -26,36 +23,30 @@ class NotRegular(OSError):
 
 
 def only_regular(path: str | os.PathLike[str], flags: int) -> int:
-    """An `opener` for `open` that raises NotRegular unless the path leads to a regular file.
+    """An `opener` for `open` that raises NotRegular for what could be read for ever, as a pipe or a device.
 
     It never waits for the other end of a pipe, and checks the open file, which costs next to nothing even for a million
     images. With os.O_NOFOLLOW in `flags`, a link is refused, too.
     """
-    why = f"it is {ODD}, not a file"
     try:
         handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        is_link = flags & os.O_NOFOLLOW and os.path.islink(path)
-        if is_link or error.errno == errno.ENXIO:  # a socket, or a pipe that nobody reads
-            raise NotRegular(error.errno, LINK if is_link else why, str(path)) from None
-        raise
-    mode = os.fstat(handle).st_mode
-    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):  # `open` refuses folders itself
-        return handle
-    os.close(handle)
-    raise NotRegular(errno.EINVAL, why, str(path))
+        if flags & os.O_NOFOLLOW and os.path.islink(path):
+            raise NotRegular(error.errno, LINK, str(path)) from None
+        if error.errno != errno.ENXIO:  # of a socket, or of a pipe that nobody reads
+            raise
+    else:
+        mode = os.fstat(handle).st_mode
+        if stat.S_ISREG(mode) or stat.S_ISDIR(mode):  # `open` refuses folders itself
+            return handle
+        os.close(handle)
+    raise NotRegular(errno.EINVAL, f"it is {ODD}, not a file", str(path))
 
 
 def read_regular(path: str | os.PathLike[str]) -> bytes:
     """The bytes of a regular file."""
     with open(path, "rb", buffering=0, opener=only_regular) as file:
         return file.readall()
-
-
-def read_regular_text(path: str | os.PathLike[str], encoding: str = "utf-8", errors: str = "strict") -> str:
-    """The text of a regular file."""
-    with open(path, encoding=encoding, errors=errors, opener=only_regular) as file:
-        return file.read()
 
 
 def leads_to(path: Path, handle: int) -> bool:
@@ -119,9 +110,10 @@ def try_to_write(path: Path) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, empty if it has another value. UserError if it cannot be read."""
     try:
-        content = parse_json(read_regular_text(path, errors="surrogateescape"))
+        content = parse_json(read_regular(path).decode("utf-8", "surrogateescape"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({type(error).__name__}: {error}).") from None
+        why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        raise UserError(f"{path}: cannot be read ({why}).") from None
     return content if isinstance(content, dict) else {}
 
 

@@ -37,7 +37,7 @@ from utils.record.run_folder import (
 )
 from utils.text import redacted, some_of
 from vitamp.checkpoints import CHECKPOINTS, INDEX, checkpoints_in
-from vitamp.files import leads_to, only_regular, parse_json, read_regular_text, try_to_write, write_atomically
+from vitamp.files import leads_to, only_regular, parse_json, read_regular, try_to_write, write_atomically
 from vitamp.metrics import NO_LABELS
 
 
@@ -219,7 +219,7 @@ def _locked(handle: int, patience: float) -> bool:
 
 def _read(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        found = parse_json(read_regular_text(path, errors="replace"))
+        found = parse_json(read_regular(path))
         return found if isinstance(found, dict) else {}
     return {}
 

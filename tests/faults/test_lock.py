@@ -125,7 +125,7 @@ def test_lock_that_is_removed_is_taken_again(tmp_path: Path) -> None:
     with FolderLock() as first:
         first.take(tmp_path)
         (tmp_path / run_lock.NAME).unlink()
-        until(lambda: (tmp_path / run_lock.NAME).exists(), 10)
+        until((tmp_path / run_lock.NAME).exists, 10)
         with pytest.raises(UserError, match="another run is using this folder"), FolderLock() as second:
             second.take(tmp_path)
     with FolderLock() as third:

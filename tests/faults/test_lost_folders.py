@@ -15,6 +15,9 @@ from tests.waiting import until
 UPDATES = 700
 WORDS = ("TRAIN.NUM_EPOCHS=30", f"TRAIN.MAX_UPDATES={UPDATES}", "REPORT_FREQ=1", "VALIDATE_FREQ=5", "SAVE_FREQ=5")
 
+STANDING = ("TRAIN.BASE_LR=1e-12", "TRAIN.WARMUP_EPOCHS=0", "TRAIN.END_LR=0")
+"""The first validation stays the best."""
+
 
 def remove(run: Path) -> None:
     while run.exists():  # the run may write a file while its folder is removed
@@ -63,9 +66,7 @@ def test_two_ranks_write_again_what_goes(start: Callable[..., Run]) -> None:
 
 def test_checkpoint_that_is_lost_is_named(begin: Callable[..., Started], vitamp: Vitamp, tmp_path: Path) -> None:
     run, best = tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-000000220"
-    started = begin(
-        "-output", run, *WORDS, "TRAIN.BASE_LR=1e-12", "TRAIN.WARMUP_EPOCHS=0", "TRAIN.END_LR=0"
-    )  # its first validation stays the best
+    started = begin("-output", run, *WORDS, *STANDING)
     until(lambda: reported(run) > 250 or not started.running(), 60)
     shutil.rmtree(best)
     done = started.end(120).expect(0)

@@ -1,8 +1,5 @@
 """Starts one process per device on this machine with torchrun's launcher, and exits with their exit code."""
 
-# torch exports its stores for everybody; its type stubs call them private.
-# pyright: reportPrivateImportUsage=false
-
 from __future__ import annotations
 
 import contextlib
@@ -27,7 +24,7 @@ SECONDS_TO_EXIT = 5  # after a second Ctrl-C
 
 def self_launch(script: str, argv: list[str], processes: int) -> int:
     """Run `script` in `processes` ranks and return the run's exit code."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from utils.standard_output import LineFile
-from vitamp.files import only_regular, parse_json, read_regular_text, write_atomically
+from vitamp.files import only_regular, parse_json, read_regular, write_atomically
 from vitamp.metrics import METRICS, SETS, Metric, TaskKind, WeightSet, metric_named, set_of, task_of
 
 METRICS_FILE = "metrics.jsonl"
@@ -63,7 +63,7 @@ def is_end(line: Line) -> bool:
 
 
 def _texts(path: Path) -> list[str]:
-    return read_regular_text(path, errors="replace").splitlines()
+    return read_regular(path).decode("utf-8", "replace").splitlines()
 
 
 def _parsed(texts: list[str]) -> list[Line]:

@@ -26,6 +26,7 @@ from vitamp.files import read_json, write_atomically
 
 CONFIG, ABOUT = "config.yaml", "run.json"
 STARTED = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+"""When this process began"""
 DATA = "data.json"
 """What was said of the data before training"""
 FILES_OF_A_RUN = (CONFIG, ABOUT, METRICS_FILE, CHECKPOINTS)

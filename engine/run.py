@@ -224,4 +224,5 @@ def _whereabouts(run: Run, ready: ReadyToTrain, folder: Path, trainer: Trainer) 
         with suppress(UserError):
             write_run_files(run, ready, folder)
     gone = missing_from(folder, best) + trainer.reporter.lost
-    return f"{folder} lacks {some_of(gone)}: removed while the run trained" if gone else f"everything is in {folder}"
+    what = f"{folder} lacks {some_of(gone)}, removed or not written while the run trained"
+    return what if gone else f"everything is in {folder}"

@@ -13,7 +13,6 @@ import torch
 
 from engine.measure.throughput import OTHER, STAGES, Stages, StageTimes
 from utils.log import log
-from vitamp.files import replacing
 
 
 class HostEvent:
@@ -82,8 +81,7 @@ def profiled(updates: int, folder: Path) -> Iterator[Callable[[], None]]:
     trace = folder / "profile.json"
 
     def write(profiler: torch.profiler.profile) -> None:
-        with replacing(trace, sync=False) as unfinished:  # it may be a link in someone else's folder
-            profiler.export_chrome_trace(str(unfinished))
+        profiler.export_chrome_trace(str(trace))
         log.info("Profile written to %s (open it in chrome://tracing or Perfetto).", trace)
 
     with torch.profiler.profile(

@@ -168,8 +168,8 @@ class Reporter:
 
     @property
     def lost(self) -> list[str]:
-        """What is no longer in the run's folder, besides the files of every run."""
-        return ["tensorboard"] if self._board and self._board.lost else []
+        """What the run's folder lacks, in words."""
+        return ["later points in tensorboard"] if self._board and self._board.ended else []
 
     def close(self) -> None:
         for one in (self.live, self._metrics, self._board, self._tracked):
@@ -184,7 +184,8 @@ class Board:
         """`start`: points that an earlier process wrote from this update on are hidden."""
         self._folder, self._start = folder, start
         self._writer: SummaryWriter | None = None
-        self._ended = False
+        self.ended = False
+        """Whether a point could not be written; later ones are left out."""
         before = threading.excepthook
 
         def hook(args: threading.ExceptHookArgs) -> None:
@@ -204,10 +205,6 @@ class Board:
             self._writer = SummaryWriter(str(self._folder), purge_step=self._start)
         self._writer.add_scalar(name, value, update)
 
-    @property
-    def lost(self) -> bool:
-        return self._writer is not None and not self._folder.exists()
-
     def flush(self) -> None:
         if self._writer is not None:
             self._attempt(self._writer.flush)
@@ -219,12 +216,12 @@ class Board:
                 self._writer.close()
 
     def _attempt(self, call: Callable[..., object], *args: object) -> None:
-        if self._ended:
+        if self.ended:
             return
         try:
             call(*args)
         except (OSError, UnicodeError) as error:  # the package takes no folder whose name is not UTF-8
-            self._ended = True
+            self.ended = True
             log.warning(
                 "%s cannot be written (%s): TensorBoard shows no later points. Training continues, and metrics.jsonl "
                 "has them all.",

@@ -45,12 +45,6 @@ def test_link_in_place_of_a_file_is_refused(vitamp: Vitamp, run: Path, tmp_path:
     assert target.read_text() == "export A=1\n"
 
 
-def test_link_in_place_of_the_profile_is_replaced(vitamp: Vitamp, run: Path, tmp_path: Path) -> None:
-    (run / "profile.json").symlink_to(tmp_path / "theirs")
-    vitamp("-resume", run, MORE, "-profile", 1, timeout=SECONDS, code=0)
-    assert not (tmp_path / "theirs").exists()
-
-
 def test_line_breaks_of_settings_are_escaped_in_the_log(vitamp: Vitamp, run: Path) -> None:
     text = (run / "config.yaml").read_text()
     for key in ("TAG", "  CACHE"):

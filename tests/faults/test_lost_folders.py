@@ -51,7 +51,7 @@ def test_files_that_go_are_written_again(begin: Callable[..., Started], tmp_path
     done = started.end(120).expect(0)
     check_complete(run, done.text)
     assert ("metrics.jsonl was removed or moved" in done.text) == (loss != "settings removed")
-    lacks = "; everything is in" if (run / "tensorboard").exists() else f"; {run} lacks tensorboard: removed"
+    lacks = "; everything is in" if (run / "tensorboard").exists() else f"; {run} lacks later points in tensorboard,"
     assert lacks in done.out.splitlines()[-1]
 
 
@@ -70,7 +70,7 @@ def test_checkpoint_that_is_lost_is_named(begin: Callable[..., Started], vitamp:
     until(lambda: reported(run) > 250 or not started.running(), 60)
     shutil.rmtree(best)
     done = started.end(120).expect(0)
-    assert f"; {run} lacks checkpoints/{best.name}: removed while the run trained" in done.out.splitlines()[-1]
+    assert f"; {run} lacks checkpoints/{best.name}, removed or not written while" in done.out.splitlines()[-1]
     assert "everything is in" not in done.out
     (run / "log.txt").unlink()
     (run / "run.json").unlink()

@@ -105,15 +105,13 @@ def _open_store(world: World, timeout: datetime.timedelta) -> tuple[Store, str]:
             f"rank {world.rank} of {world.size}: the host {host!r} cannot be resolved to an address ({why}). It must "
             "be the machine of rank 0; check -host (MASTER_ADDR)."
         ) from None
-    serves, listener = world.first and not world.served, None
+    serves, fd = world.first and not world.served, None
     # A rank that waits for others inside torch would run no handler of ours.
     before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         if serves and host in (LOOPBACK, "localhost"):  # torch itself would listen on every network
-            listener = socket.create_server((LOOPBACK, port)).detach()
-        store = TCPStore(
-            host, port, is_master=serves, timeout=timeout, wait_for_workers=False, master_listen_fd=listener
-        )
+            fd = socket.create_server((LOOPBACK, port)).detach()
+        store = TCPStore(host, port, is_master=serves, timeout=timeout, wait_for_workers=False, master_listen_fd=fd)
     except (DistNetworkError, DistStoreError, OSError) as error:
         if serves:
             why = str(error).partition("\n")[0].partition(" - ")[0].rstrip(". ")

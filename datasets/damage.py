@@ -17,7 +17,7 @@ from utils.errors import AllRanksError, TrainingError
 from utils.log import log
 from utils.program import started_as
 from utils.text import counted, some_of
-from vitamp.files import write_atomically
+from vitamp.files import NotRegular, read_regular, write_atomically
 
 Value = TypeVar("Value")
 
@@ -25,7 +25,7 @@ PAUSES = (0.1, 1.0, 3.0)
 """Seconds between retries after a storage error; network file systems have temporary ones."""
 FAILURES_OF_STORAGE = 8
 """Storage failures in a row that end training, elsewhere retries: so many are not a problem of single images."""
-NOT_RETRIED = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+NOT_RETRIED = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, NotRegular)
 LISTS = "broken.txt", "broken-2.txt"
 MOST_NAMED_IN_TRAINING, MOST_NAMED_IN_VALIDATION = 3, 10
 
@@ -132,8 +132,8 @@ class BrokenImages:
         if self.folder is None:
             return
         try:
-            before = self._file.read_text("utf-8", "surrogateescape").splitlines() if self._file.exists() else []
-            lines = [*self._lines_read, *before, *(one.line for one in self._broken.values())]
+            before = read_regular(self._file).decode("utf-8", "surrogateescape") if self._file.exists() else ""
+            lines = [*self._lines_read, *before.splitlines(), *(one.line for one in self._broken.values())]
             newest = {line.partition(REMARK)[0]: line for line in lines}
             write_atomically(self._file, "".join(f"{line}\n" for line in newest.values()))
         except OSError as error:

@@ -21,6 +21,7 @@ from utils.errors import UserError, nearest
 from utils.log import log, warn_once
 from utils.program import started_as
 from utils.text import counted, redacted, some_of
+from vitamp.files import only_regular, read_regular
 
 REMARK = "  # "
 """Between a name in the list and the reason, which is ignored."""
@@ -113,7 +114,11 @@ def _named(unmatched: Mapping[int, str], split: Samples, data: DataConfig) -> st
 
 def text_of(data: DataConfig) -> str:
     """The text of DATA.EXCLUDE, empty without one; names in it need not be UTF-8."""
-    return Path(data.EXCLUDE).expanduser().read_text("utf-8-sig", "surrogateescape") if data.EXCLUDE else ""
+    if not data.EXCLUDE:
+        return ""
+    file = Path(data.EXCLUDE).expanduser()
+    with open(file, encoding="utf-8-sig", errors="surrogateescape", opener=only_regular) as lines:
+        return lines.read()
 
 
 def excluded(data: DataConfig) -> dict[str, int]:
@@ -148,7 +153,7 @@ def read_rows(data: DataConfig) -> tuple[dict[str, Row], str]:
     """The rows of DATA.RELABEL by the name of their image, without `name_prefix`, and the hash of the file."""
     file, prefix, rows = Path(data.RELABEL or "").expanduser(), name_prefix(data), dict[str, Row]()
     try:
-        content = file.read_bytes()
+        content = read_regular(file)
         table = csv.DictReader(
             io.StringIO(content.decode("utf-8-sig", "surrogateescape"), newline=""), restval="", strict=True
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,12 +29,13 @@ from utils.config import Loaded
 from utils.config.kinds import AUTO
 from utils.distributed.world import World, broadcast, on_every_rank, on_rank_0
 from utils.errors import EXIT_DONE, TrainingError, UserError
-from utils.log import CONTROL, DETAIL, brief_terminal, log, print_on_terminal
+from utils.log import CONTROL, DETAIL, IN_LINE, brief_terminal, log, print_on_terminal
 from utils.program import FOLDER_FILE
 from utils.record.history import is_end, last_line
 from utils.record.resumed_run import resumed_run
-from utils.record.run_folder import copies_in_words
-from utils.text import counted
+from utils.record.run_folder import copies_in_words, missing_from
+from utils.text import counted, some_of
+from vitamp.checkpoints import folder_name
 from vitamp.metrics import metric_named
 
 if TYPE_CHECKING:
@@ -48,9 +49,9 @@ def run(loaded: Loaded, world: World, dry: bool) -> int:
         device = pick_device(config.DEVICE, world)
         threads = set_up_device(config, device, world)
         for note in loaded.notes:
-            log.info(note)
+            log.info(note.translate(IN_LINE))
         for warning in loaded.warnings:
-            log.warning(warning)
+            log.warning(warning.translate(IN_LINE))
         if world.first and (advice := no_gpu_notice(config, device)):
             log.info(advice)
         if world.size > 1:
@@ -207,9 +208,21 @@ def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> 
         commands = next_commands(run, trainer.position, trainer.best, folder, trainer.paused)
         for line in filter(None, (context, copies_in_words(folder), commands)):
             log.info(line)
+    place = f"; {_whereabouts(run, ready, folder, trainer)}" if world.first else ""
     words = "Paused, to be resumed with -resume" if trainer.paused else "Done"
     best, total = trainer.best_words(": best "), clock(trainer.throughput.total)
-    log.info("%s%s; total time %s; everything is in %s", words, best, total, folder)
+    log.info("%s%s; total time %s%s", words, best, total, place)
     if world.first and (file := os.environ.get(FOLDER_FILE)):
         Path(file).write_text(f"{folder}\n", encoding="utf-8")
     return code
+
+
+def _whereabouts(run: Run, ready: ReadyToTrain, folder: Path, trainer: Trainer) -> str:
+    """Where the run's files are. Those that were removed while it trained are written again, or else named."""
+    best = None if trainer.best.figure is None else folder_name(trainer.best.update)
+    if missing_from(folder, best):
+        with suppress(UserError):
+            write_run_files(run, ready, folder)
+    gone = missing_from(folder, best) + trainer.reporter.lost
+    what = f"{folder} lacks {some_of(gone)}, removed or not written while the run trained"
+    return what if gone else f"everything is in {folder}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import sys
@@ -15,6 +16,7 @@ from tqdm import tqdm
 
 from utils.standard_output import LineFile, OutputError, discard_output
 from utils.text import redacted
+from vitamp.files import LINK, NotRegular
 
 if TYPE_CHECKING:
     from utils.terminal import Brief
@@ -26,8 +28,10 @@ DETAIL = {"detail": True}
 IN_FULL = {"in_full": True}
 """`extra` of a log line that such a terminal does not shorten before training begins."""
 SHOWN = (*range(32), *range(127, 160), *range(0xDC80, 0xDD00))
-CONTROL = {code: ascii(chr(code))[1:-1] for code in SHOWN if chr(code) not in "\t\n"}
-"""What log lines show of control characters in names, which a terminal would obey, and of bytes that are not UTF-8."""
+IN_LINE = {code: ascii(chr(code))[1:-1] for code in SHOWN}
+"""What a line shows of control characters in a name or setting, and of bytes that are not UTF-8"""
+CONTROL = {code: text for code, text in IN_LINE.items() if chr(code) not in "\t\n"}
+"""The same for a text with lines of its own; a terminal would obey the others."""
 
 
 @contextlib.contextmanager
@@ -103,6 +107,10 @@ class _File(logging.Handler):
 
 def _make_harmless(record: logging.LogRecord) -> bool:
     """Filter of the logger: messages of libraries, too, may have a URL or a file's name in them."""
+    if isinstance(record.args, tuple) and str(record.msg).strip() != "%s":  # else it is a text with lines of its own
+        record.args = tuple(
+            str(value).translate(IN_LINE) if isinstance(value, str | Path) else value for value in record.args
+        )
     record.msg, record.args = redacted(record.getMessage()).translate(CONTROL), None
     return True
 
@@ -133,8 +141,9 @@ def log_into(folder: Path, rank: int) -> None:
     if rank == 0:
         files.append(folder / LOG)
     buffers = [handler for handler in log.handlers if isinstance(handler, MemoryHandler)]
+    if files[0].parent.is_symlink():
+        raise NotRegular(errno.ELOOP, LINK, str(files[0].parent))
     for path in files:
-        path.parent.mkdir(parents=True, exist_ok=True)
         handler = _File(path)
         handler.setFormatter(_WithLevel("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
         log.addHandler(handler)
@@ -151,10 +160,11 @@ def write_to_files(text: str, rank_0_is_lost: bool) -> None:
     for handler in [handler for handler in log.handlers if isinstance(handler, _File)]:
         handler.handle(record)
         if rank_0_is_lost:
-            run_log = _File(handler.path.parents[1] / LOG)
-            run_log.setFormatter(handler.formatter)
-            run_log.handle(record)
-            run_log.close()
+            with contextlib.suppress(NotRegular):
+                run_log = _File(handler.path.parents[1] / LOG)
+                run_log.setFormatter(handler.formatter)
+                run_log.handle(record)
+                run_log.close()
 
 
 def logs_to_terminal() -> bool:

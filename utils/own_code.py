@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from utils.errors import TrainingError, UserError, nearest
-from vitamp.files import write_atomically
+from vitamp.files import read_regular, write_atomically
 from vitamp.registry import KINDS, names_of, registered
 
 FOLDER = "own_code"
@@ -62,7 +62,7 @@ class OwnCodeError(TrainingError):
 def read(path: Path) -> tuple[bytes, str]:
     """The text of a file, and its sha256."""
     try:
-        source = path.read_bytes()
+        source = read_regular(path)
     except OSError as error:
         raise UserError(f"-use {path}: cannot be read ({error.strerror}).") from None
     return source, hashlib.sha256(source).hexdigest()

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from vitamp.files import NotRegular, leads_to, only_regular
+
 
 class OutputError(Exception):
     """Standard output cannot be written, for example on a full disk. Not an OSError: argparse swallows those."""
@@ -76,12 +78,16 @@ class LineFile:
         """Length of all whole lines; after a failed write, half a line may follow them."""
         self._unwritten: list[bytes] = []
         self._warned = False
-        with contextlib.suppress(OSError):  # reported with the first line
+        try:
             self._open()
+        except OSError as error:  # reported with the first line, but for a link or a pipe from someone else
+            if isinstance(error, NotRegular):
+                raise
 
     def add(self, line: str) -> None:
         self._unwritten.append(f"{line}\n".encode())
         try:
+            lost = self._lost()
             self._write()
         except OSError as error:
             self._release()
@@ -96,6 +102,8 @@ class LineFile:
         if self._warned:
             self._warned = False
             log.info("%s can be written again; no line is lost.", self._path)
+        if lost:
+            log.warning("%s %s.", self._path, lost)
 
     def sync(self) -> None:
         """Flush to the disk; a failure is reported with the next line."""
@@ -121,8 +129,22 @@ class LineFile:
 
     def _open(self) -> int:
         if self._file is None:
-            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            # For reading too, by `_lost`. No link is followed: the folder may come from someone else.
+            self._file = only_regular(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW)
         return self._file
+
+    def _lost(self) -> str:
+        """What happened to the file, if its path no longer leads to it, else ''. Its lines are then written again."""
+        if self._file is None or leads_to(self._path, self._file):
+            return ""
+        lines = b"" if os.path.lexists(self._path) else os.pread(self._file, self._whole_bytes or 0, 0)
+        self._release()
+        self._whole_bytes = None
+        if not lines:
+            return "was replaced while the run was writing it; later lines go to the new file"
+        self._unwritten.insert(0, lines)
+        return "was removed or moved while the run was writing it; all its lines are written there again"
 
     def _write(self) -> None:
         file = self._open()

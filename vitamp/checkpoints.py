@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vitamp.errors import UserError, started
-from vitamp.files import read_json, write_atomically
+from vitamp.files import only_regular, read_json, write_atomically
 from vitamp.meta import META, read_meta
 from vitamp.metrics import PLAIN
 
@@ -157,7 +157,7 @@ def verify(checkpoint: Checkpoint, only: str | None = None) -> Checkpoint:
     try:
         verified_base(checkpoint.folder, checkpoint.meta)
         for name in files if only is None else files_of(only, files):
-            with open(checkpoint.folder / name, "rb") as file:
+            with open(checkpoint.folder / name, "rb", opener=only_regular) as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != files[name]["sha256"]:
                     raise UserError(f"{checkpoint.folder}: damaged, the contents of {name} are not what was written.")
     except OSError as error:  # of the disk itself, it names no file
@@ -201,7 +201,7 @@ def sha256_of(file: Path) -> str:
 
 @cache
 def _digest(file: Path, _size: int, _changed: int) -> str:
-    with file.open("rb") as opened:
+    with open(file, "rb", opener=only_regular) as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 

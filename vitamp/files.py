@@ -1,10 +1,12 @@
-"""Writes files atomically, and reads JSON."""
+"""Reads regular files only, and writes files atomically."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +14,54 @@ from typing import Any
 
 from vitamp.errors import UserError
 
+ODD = "a pipe or device"
+LINK = "it is a link, which is not followed here"
+
+
+class NotRegular(OSError):
+    """The path leads to a pipe, a socket or a device, or is a link where none is followed."""
+
+
+def only_regular(path: str | os.PathLike[str], flags: int) -> int:
+    """An `opener` for `open` that raises NotRegular for what could be read for ever, as a pipe or a device.
+
+    It never waits for the other end of a pipe, and checks the open file, which costs next to nothing even for a million
+    images. With os.O_NOFOLLOW in `flags`, a link is refused, too.
+    """
+    try:
+        handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if flags & os.O_NOFOLLOW and os.path.islink(path):
+            raise NotRegular(error.errno, LINK, str(path)) from None
+        if error.errno != errno.ENXIO:  # of a socket, or of a pipe that nobody reads
+            raise
+    else:
+        mode = os.fstat(handle).st_mode
+        if stat.S_ISREG(mode) or stat.S_ISDIR(mode):  # `open` refuses folders itself
+            return handle
+        os.close(handle)
+    raise NotRegular(errno.EINVAL, f"it is {ODD}, not a file", str(path))
+
+
+def read_regular(path: str | os.PathLike[str]) -> bytes:
+    """The bytes of a regular file."""
+    with open(path, "rb", buffering=0, opener=only_regular) as file:
+        return file.readall()
+
+
+def leads_to(path: Path, handle: int) -> bool:
+    """Whether `path` is still the open file: after `rm` or `mv` it is another, or none."""
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(handle))
+    except FileNotFoundError:
+        return False
+
 
 def kind_of_path(path: Path) -> str | None:
     """'a folder' and the like, links followed; None if the path does not exist."""
     if os.path.isdir(path):
         return "a folder"
-    return "a file" if os.path.isfile(path) else "a pipe or device" if os.path.exists(path) else None
+    return "a file" if os.path.isfile(path) else ODD if os.path.exists(path) else None
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -37,7 +81,8 @@ def replacing(path: Path, sync: bool = True, one_writer: bool = False) -> Iterat
     ending = "part" if one_writer else int.from_bytes(os.urandom(4))
     unfinished = path.with_name(f".{path.name}.{ending}")
     try:
-        unfinished.touch()
+        unfinished.unlink(missing_ok=True)  # what a killed process left, or someone else's link
+        unfinished.touch(exist_ok=False)
         mode = unfinished.stat().st_mode
         yield unfinished
         with contextlib.suppress(OSError):  # safetensors makes files that only their owner may read
@@ -65,9 +110,10 @@ def try_to_write(path: Path) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, empty if it has another value. UserError if it cannot be read."""
     try:
-        content = parse_json(path.read_text("utf-8", "surrogateescape"))
+        content = parse_json(read_regular(path).decode("utf-8", "surrogateescape"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({type(error).__name__}: {error}).") from None
+        why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        raise UserError(f"{path}: cannot be read ({why}).") from None
     return content if isinstance(content, dict) else {}
 
 

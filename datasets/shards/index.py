@@ -23,7 +23,7 @@ from datasets.decoding import ENDINGS
 from datasets.sources.files import SkippedFiles, leads_out, readable_folder
 from utils.errors import UserError
 from utils.text import is_redacted
-from vitamp.files import parse_json
+from vitamp.files import only_regular, parse_json, read_regular
 
 MOST_OPEN = 64
 """Files that a process keeps open: the shards of a window are read alternately, and opening one per image is slow."""
@@ -64,12 +64,12 @@ class Folder:
     def read_file(self, name: str) -> bytes | None:
         """Content of a small file; None if it does not exist. Raises OSError."""
         try:
-            return Path(self.root, name).read_bytes()
+            return read_regular(os.path.join(self.root, name))
         except FileNotFoundError:
             return None
 
     def open(self, name: str) -> BinaryIO:
-        return open(os.path.join(self.root, name), "rb")
+        return open(os.path.join(self.root, name), "rb", opener=only_regular)
 
     def range(self, wanted: Range) -> np.ndarray:
         """Bytes of a range, fewer if the file ends early. Raises OSError."""

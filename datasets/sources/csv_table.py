@@ -26,6 +26,7 @@ from utils.config.data import DataConfig
 from utils.config.kinds import COLUMN
 from utils.errors import UserError, nearest
 from utils.log import log, warn_once
+from vitamp.files import read_regular
 
 SEPARATORS = (";", "|", ",")
 """Between the labels of an image; the first that occurs in the training table separates"""
@@ -200,7 +201,7 @@ def _read(file: Path, data: DataConfig, separator: str | None = None) -> _Table:
     """`separator`: of the training table's labels; None: this is it."""
     paths, texts, numbers, groups = [], [], [], []
     try:
-        content = file.read_bytes()
+        content = read_regular(file)
         try:
             text = content.decode("utf-8-sig")
         except UnicodeDecodeError:

@@ -18,7 +18,7 @@ from datasets.sources.split import split_rows
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.log import log, warn_once
-from vitamp.files import kind_of_path
+from vitamp.files import kind_of_path, only_regular, read_regular
 
 MOST_NAMES, MOST_KINDS = 2, 8
 """Files named of each kind, and kinds named, in one line"""
@@ -72,21 +72,23 @@ def images_below(
         if own_id in above:
             return
         with os.scandir(folder) as entries:
-            names = sorted((entry.name, is_folder_entry(entry)) for entry in entries)
+            names = sorted((entry.name, is_folder_entry(entry), is_odd_entry(entry)) for entry in entries)
     except FileNotFoundError:  # a split may lack the folder of a class, which is then reported as empty
         return
     except OSError as error:
         log.warning("Skipping the folder %s, which cannot be read: %s.", folder, error.strerror)
         return
     skipped = SkippedFiles() if skipped is None else skipped
-    for name, is_folder in names:
+    for name, is_folder, is_odd in names:
         if is_hidden(name):
             skipped.add(name, HIDDEN_FOLDER if is_folder else HIDDEN)
+        elif is_odd:
+            skipped.add(name, "pipes and devices")
         elif not is_folder and name.lower().endswith(endings):
             yield f"{inside}{name}"
         elif not is_folder:
             skipped.add(name)
-    for name, is_folder in names:
+    for name, is_folder, _ in names:
         if is_folder and not is_hidden(name):
             yield from images_below(f"{folder}/{name}", skipped, f"{inside}{name}/", (*above, own_id), endings)
 
@@ -99,6 +101,14 @@ def is_folder_entry(entry: os.DirEntry[str]) -> bool:
     """Whether an entry is a folder. A broken or circular link counts as a file: reading it gives a clear error."""
     try:
         return entry.is_dir()
+    except OSError:
+        return False
+
+
+def is_odd_entry(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a pipe, a socket or a device, links followed. Of a plain file or folder, it needs no stat."""
+    try:
+        return not entry.is_file() and not entry.is_dir() and os.path.exists(entry.path)
     except OSError:
         return False
 
@@ -135,7 +145,7 @@ class FileSamples(Samples):
         self.paths = paths if isinstance(paths, PathTable) else PathTable(paths)
 
     def read(self, index: int) -> bytes:
-        return Path(self.name(index)).read_bytes()
+        return read_regular(self.name(index))
 
     def name(self, index: int) -> str:
         return os.path.join(self.root, self.paths[index])
@@ -196,7 +206,7 @@ def read_list(file: Path, num_classes: int) -> tuple[PathTable, np.ndarray]:
     labels: list[int] = []
 
     def paths() -> Iterator[str]:  # one by one, so that a million lines never exist as Python strings at once
-        with open(file, encoding="utf-8-sig") as lines:
+        with open(file, encoding="utf-8-sig", opener=only_regular) as lines:
             for number, line in enumerate(lines, start=1):
                 if line.isspace():
                     continue

@@ -13,6 +13,7 @@ from datasets.labels import check_class_count
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.own_code import OWN_ERRORS, own_lines
+from vitamp.files import read_regular
 from vitamp.registry import Own, own_named
 
 
@@ -24,7 +25,7 @@ class OwnSamples(Samples):
 
     def read(self, index: int) -> Encoded:
         image = self._images[index]
-        return Path(image).read_bytes() if isinstance(image, str) else image
+        return read_regular(image) if isinstance(image, str) else image
 
     def name(self, index: int) -> str:
         image = self._images[index]

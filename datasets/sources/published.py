@@ -22,6 +22,7 @@ from utils.cache import process_lock
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.log import log
+from vitamp.files import only_regular
 
 STALLED_AFTER = 60.0
 """Seconds without data after which a download fails."""
@@ -163,7 +164,7 @@ def _cifar(
     def entries(place: Path, name: str, *keys: str) -> list[Any]:
         """Values of these keys in a file."""
         try:
-            with open(in_any_case(place, name), "rb") as opened:
+            with open(in_any_case(place, name), "rb", opener=only_regular) as opened:
                 table = ArraysOnly(opened, encoding="latin1").load()
             # A newer Python may have stored the text of Python 2 as bytes.
             table = {key.decode() if isinstance(key, bytes) else key: value for key, value in table.items()}

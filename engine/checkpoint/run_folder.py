@@ -20,7 +20,7 @@ from models.parts import count_parameters
 from utils.config import Config
 from utils.config.keys import nested, values_by_key, values_to_keep
 from utils.config.kinds import as_yaml
-from utils.distributed.world import broadcast, on_rank_0
+from utils.distributed.world import broadcast, on_every_rank, on_rank_0
 from utils.errors import UserError
 from utils.log import log, log_into
 from utils.record.resumed_run import resumed_run, target_folder
@@ -31,12 +31,13 @@ from utils.record.run_folder import (
     describe_run,
     is_run_folder,
     make_folder,
+    missing_from,
     os_errors_as_user_errors,
     write_json,
 )
-from utils.text import redacted
-from vitamp.checkpoints import CHECKPOINTS, INDEX
-from vitamp.files import parse_json, try_to_write, write_atomically
+from utils.text import redacted, some_of
+from vitamp.checkpoints import CHECKPOINTS, INDEX, checkpoints_in
+from vitamp.files import leads_to, only_regular, parse_json, read_regular, try_to_write, write_atomically
 from vitamp.metrics import NO_LABELS
 
 
@@ -46,6 +47,8 @@ def lock_existing_folder(config: Config, lock: FolderLock) -> None:
     if target is not None and Path(target).is_dir():
         lock.take(Path(target))
         check_output(target, config.SAVE, resumed_run(config))
+        if checkpoints_in(Path(target) / CHECKPOINTS) and (gone := missing_from(Path(target))):
+            log.warning("Missing in %s, although the run had written it: %s.", target, some_of(gone))
 
 
 def make_run_folder(run: Run, kind: str, lock: FolderLock | None = None) -> Path:
@@ -65,9 +68,12 @@ def make_run_folder(run: Run, kind: str, lock: FolderLock | None = None) -> Path
                     try_to_write(root / INDEX)
         return str(folder)
 
+    def begin_log() -> None:
+        with os_errors_as_user_errors(folder):
+            log_into(folder, world.rank)
+
     folder = Path(broadcast(on_rank_0(world, make), world))
-    with os_errors_as_user_errors(folder):
-        log_into(folder, world.rank)
+    on_every_rank(world, begin_log)
     return folder
 
 
@@ -116,6 +122,7 @@ def write_run_files(run: Run, ready: Ready, folder: Path) -> None:
 
 
 NAME = ".lock"
+LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW  # the folder may come from someone else
 SECONDS_BETWEEN_HEARTBEATS = 5.0
 SECONDS_TO_WATCH = 20.0
 SECONDS_TO_EXIT = 3.0
@@ -142,7 +149,7 @@ class FolderLock:
             return False
         path = folder / NAME
         with os_errors_as_user_errors(path):
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            handle = only_regular(path, LOCK_FLAGS)
         free = _locked(handle, SECONDS_TO_EXIT)
         about = _read(path)
         if not free or (about.get("host", platform.node()) != platform.node() and _is_alive(path, about)):
@@ -156,7 +163,7 @@ class FolderLock:
         self._handle = handle
         with os_errors_as_user_errors(path):
             self._write_heartbeat(handle)
-        threading.Thread(target=self._keep_alive, args=(handle,), name="lock", daemon=True).start()
+        threading.Thread(target=self._keep_alive, args=(path, handle), name="lock", daemon=True).start()
         return True
 
     def __enter__(self) -> FolderLock:
@@ -172,9 +179,14 @@ class FolderLock:
                 fcntl.flock(self._handle, fcntl.LOCK_UN)
                 os.close(self._handle)
 
-    def _keep_alive(self, handle: int) -> None:
+    def _keep_alive(self, path: Path, handle: int) -> None:
         while not self._released.wait(SECONDS_BETWEEN_HEARTBEATS):
             with contextlib.suppress(OSError):  # a network file system may be away for a while
+                if not leads_to(path, handle):  # it was removed or moved: lock what a second run would find
+                    new = only_regular(path, LOCK_FLAGS)
+                    if _locked(new, 0):
+                        os.dup2(new, handle, inheritable=False)
+                    os.close(new)
                 self._write_heartbeat(handle)
 
     def _write_heartbeat(self, handle: int) -> None:
@@ -207,7 +219,7 @@ def _locked(handle: int, patience: float) -> bool:
 
 def _read(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        found = parse_json(path.read_text(encoding="utf-8", errors="replace"))
+        found = parse_json(read_regular(path))
         return found if isinstance(found, dict) else {}
     return {}
 

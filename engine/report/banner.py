@@ -22,6 +22,7 @@ from models.parts import frozen_weights
 from utils.cli import version_text
 from utils.config import Config
 from utils.distributed.world import World
+from utils.log import IN_LINE
 from utils.text import counted
 
 
@@ -70,7 +71,7 @@ def banner(run: Run, ready: Ready, folder: Path | None) -> str:
     if config.TAG:
         rows.insert(0, ("tag", config.TAG))
     head = ", ".join(version_text().splitlines())
-    return "\n".join([head, *(f"  {name:<10} {text}" for name, text in rows)])
+    return "\n".join([head, *(f"  {name:<10} {text.translate(IN_LINE)}" for name, text in rows)])
 
 
 def _data(config: Config, ready: Ready) -> str:

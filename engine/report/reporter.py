@@ -166,6 +166,11 @@ class Reporter:
         if self._tracked:
             self._tracked.ended(best)
 
+    @property
+    def lost(self) -> list[str]:
+        """What the run's folder lacks, in words."""
+        return ["later points in tensorboard"] if self._board and self._board.ended else []
+
     def close(self) -> None:
         for one in (self.live, self._metrics, self._board, self._tracked):
             if one:
@@ -179,7 +184,8 @@ class Board:
         """`start`: points that an earlier process wrote from this update on are hidden."""
         self._folder, self._start = folder, start
         self._writer: SummaryWriter | None = None
-        self._ended = False
+        self.ended = False
+        """Whether a point could not be written; later ones are left out."""
         before = threading.excepthook
 
         def hook(args: threading.ExceptHookArgs) -> None:
@@ -210,12 +216,12 @@ class Board:
                 self._writer.close()
 
     def _attempt(self, call: Callable[..., object], *args: object) -> None:
-        if self._ended:
+        if self.ended:
             return
         try:
             call(*args)
         except (OSError, UnicodeError) as error:  # the package takes no folder whose name is not UTF-8
-            self._ended = True
+            self.ended = True
             log.warning(
                 "%s cannot be written (%s): TensorBoard shows no later points. Training continues, and metrics.jsonl "
                 "has them all.",

@@ -21,7 +21,7 @@ from utils.log import log
 from utils.record.history import History
 from utils.record.run_folder import versions
 from utils.text import redacted, redacted_values
-from vitamp.files import parse_json, write_atomically
+from vitamp.files import parse_json, read_regular, write_atomically
 from vitamp.metrics import SETS, TASKS
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class TrackedRun:
 
         note = folder / NOTE
         try:
-            name = str(parse_json(note.read_bytes())["id"])
+            name = str(parse_json(read_regular(note))["id"])
         except (OSError, ValueError, KeyError, TypeError):
             name, self._sent = secrets.token_hex(4), {}
             write_atomically(note, json.dumps({"project": config.WANDB, "id": name}) + "\n")

@@ -18,6 +18,7 @@ from utils.config.keys import nested, settings
 from utils.config.model import ModelConfig
 from utils.errors import UserError, nearest
 from vitamp.checkpoints import CHECKPOINTS, checkpoint_of, checkpoints_in, files_of
+from vitamp.files import NotRegular, only_regular
 from vitamp.meta import unchecked_meta
 from vitamp.metrics import BETTER, PLAIN, SETS
 from vitamp.weights import choose_weights, read_header
@@ -63,7 +64,7 @@ def check_file(path: Path) -> None:
     if not path.name.endswith(ENDINGS):
         raise UserError(f"Pretrained weights {path}: unknown kind of file; known extensions: {', '.join(ENDINGS)}.")
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=only_regular) as file:
             start = file.read(64)
         if start.startswith(b"version https://git-lfs"):
             raise UserError(
@@ -77,7 +78,7 @@ def check_file(path: Path) -> None:
             zipfile.ZipFile(path).close()
         elif path.name.endswith(".npz") or not start.startswith(b"\x80"):
             raise UserError(unreadable(path, "wrong first bytes"))
-    except PermissionError as error:
+    except (PermissionError, NotRegular) as error:
         raise UserError(f"Pretrained weights {path}: {error.strerror}.") from None
     except (SafetensorError, zipfile.BadZipFile, OSError) as error:
         raise UserError(unreadable(path, error)) from None

@@ -119,3 +119,14 @@ def test_it_shows_that_it_lives(tmp_path: Path) -> None:
         path = tmp_path / run_lock.NAME
         first = json.loads(path.read_text())["sign"]
         until(lambda: json.loads(path.read_text() or "{}").get("sign", 0) > first, 5)
+
+
+def test_lock_that_is_removed_is_taken_again(tmp_path: Path) -> None:
+    with FolderLock() as first:
+        first.take(tmp_path)
+        (tmp_path / run_lock.NAME).unlink()
+        until((tmp_path / run_lock.NAME).exists, 10)
+        with pytest.raises(UserError, match="another run is using this folder"), FolderLock() as second:
+            second.take(tmp_path)
+    with FolderLock() as third:
+        third.take(tmp_path)

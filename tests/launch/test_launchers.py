@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -13,7 +14,18 @@ import pytest
 import yaml
 
 from tests.launch import clusters
-from tests.launch.clusters import MPI_AS_ROOT, MULTI, SINGLE, Command, Slurm, launch, needs, torchrun, two_machines
+from tests.launch.clusters import (
+    MPI_AS_ROOT,
+    MULTI,
+    SINGLE,
+    Command,
+    Slurm,
+    launch,
+    marked,
+    needs,
+    torchrun,
+    two_machines,
+)
 from tests.program import ROOT, Result, Started, Vitamp, metrics, run_program, save_image
 from tests.waiting import free_port
 from utils.cli import parse
@@ -73,6 +85,26 @@ def test_main_multi_gpu_starts_its_own_ranks(alone: object, place: Path) -> None
     assert (run / "log.txt").read_text() == (run / "ranks" / "0.log").read_text()
     assert batch in (run / "ranks" / "1.log").read_text()
     assert outcome(run) == alone
+
+
+@pytest.mark.parametrize("by", ["itself", "hand"])
+def test_local_ranks_listen_on_this_machine_only(place: Path, by: str) -> None:
+    words = ["-ngpus", 2] if by == "itself" else ["-host=127.0.0.1", f"-port={free_port()}", "-rank=0", "-world_size=2"]
+    seen: list[str] = []
+    started = Command(sys.executable, *program(place / f"ports_{by}"), *words, "TRAIN.NUM_EPOCHS=10000")
+    try:
+        started.wait_until(lambda: seen.extend(listening(marked(started.mark))) or seen, 60)
+    finally:
+        started.kill()
+    assert {address.partition(":")[0] for address in seen} == {"0100007F"}
+
+
+def listening(pids: list[int]) -> list[str]:
+    """Addresses and ports, as /proc has them, that these processes listen on."""
+    links = [link for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir()]
+    opened = {os.path.basename(os.path.realpath(link)) for link in links}  # some are closed by now
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    return [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in opened]
 
 
 def test_windows_that_do_not_come_out_even(vitamp: Vitamp, place: Path) -> None:

@@ -16,6 +16,7 @@ import yaml
 from utils.config.keys import canonical, sections, settings
 from utils.config.kinds import as_names, is_no_value
 from utils.errors import UserError
+from vitamp.files import only_regular
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def read_files(name: str, above: tuple[Path, ...] = ()) -> list[Layer]:
     if path.resolve() in above:
         raise UserError(f"{name}: BASE leads back to this file; remove it from one of the BASE lists")
     try:
-        with open(name, "rb") as stream:
+        with open(name, "rb", opener=only_regular) as stream:
             # Composing creates no Python object, whatever tags the file contains.
             root = yaml.compose(stream, Loader=yaml.SafeLoader)
     except OSError as error:

@@ -15,6 +15,7 @@ from utils.config.keys import canonical, sections, settings
 from utils.config.kinds import is_no_value, one_line
 from utils.config.schema import Config
 from utils.errors import closest, either, nearest
+from utils.log import IN_LINE
 
 
 @cache
@@ -106,7 +107,7 @@ def expected(key: str, value: Any) -> str:
 
 def _source_text(value: Any) -> str:
     """A value as its file or command line has it."""
-    return f"[{', '.join(map(_source_text, value))}]" if isinstance(value, list) else str(value)
+    return f"[{', '.join(map(_source_text, value))}]" if isinstance(value, list) else str(value).translate(IN_LINE)
 
 
 def rule_in_words(rule: Rule) -> str:

@@ -20,7 +20,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from utils.config.schema import DistConfig
-from utils.distributed.world import World, name_of
+from utils.distributed.world import LOOPBACK, World, name_of
 from utils.errors import AllRanksError, AllRanksUserError, UserError
 from utils.text import counted, some_of
 
@@ -105,12 +105,14 @@ def _open_store(world: World, timeout: datetime.timedelta) -> tuple[Store, str]:
             f"rank {world.rank} of {world.size}: the host {host!r} cannot be resolved to an address ({why}). It must "
             "be the machine of rank 0; check -host (MASTER_ADDR)."
         ) from None
-    serves = world.first and not world.served
+    serves, fd = world.first and not world.served, None
     # A rank that waits for others inside torch would run no handler of ours.
     before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        store = TCPStore(host, port, is_master=serves, timeout=timeout, wait_for_workers=False)
-    except (DistNetworkError, DistStoreError) as error:
+        if serves and host in (LOOPBACK, "localhost"):  # torch itself would listen on every network
+            fd = socket.create_server((LOOPBACK, port)).detach()
+        store = TCPStore(host, port, is_master=serves, timeout=timeout, wait_for_workers=False, master_listen_fd=fd)
+    except (DistNetworkError, DistStoreError, OSError) as error:
         if serves:
             why = str(error).partition("\n")[0].partition(" - ")[0].rstrip(". ")
             raise UserError(

@@ -13,6 +13,7 @@ import uuid
 from pathlib import Path
 from types import FrameType
 
+from utils.distributed.world import LOOPBACK
 from utils.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 from utils.program import LAUNCHER_PID, die_with
 from utils.text import counted
@@ -23,6 +24,7 @@ SECONDS_TO_EXIT = 5  # after a second Ctrl-C
 
 def self_launch(script: str, argv: list[str], processes: int) -> int:
     """Run `script` in `processes` ranks and return the run's exit code."""
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -50,14 +52,18 @@ def self_launch(script: str, argv: list[str], processes: int) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, forward)
+    # All ranks are on this machine. torch itself would listen on every network; it takes the server that is there.
+    listener = socket.create_server((LOOPBACK, 0)).detach()
+    store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=processes,
         run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="127.0.0.1",  # else the host's name, which need not resolve
+        rdzv_backend="static",
+        rdzv_endpoint=f"{LOOPBACK}:{store.port}",
+        rdzv_configs={"rank": 0},
+        local_addr=LOOPBACK,  # else the host's name, which need not resolve
         max_restarts=0,
         signals_to_handle="SIGQUIT",  # the others are ours; for SIGHUP, torch would end what nohup started
     )

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from utils.distributed.world import BY_HAND, OPENMPI, RANK_VARIABLES, SIZES_OF_OTHERS, SLURM, TORCHRUN, World
+from utils.distributed.world import BY_HAND, LOOPBACK, OPENMPI, RANK_VARIABLES, SIZES_OF_OTHERS, SLURM, TORCHRUN, World
 from utils.errors import UserError
 from utils.machine.cpus import cores
 
@@ -120,7 +120,7 @@ def _host(world: World, env: Mapping[str, str]) -> str:
     """The host of rank 0."""
     host = env.get("MASTER_ADDR")
     if host is None and world.local_size == world.size:
-        host = "127.0.0.1"
+        host = LOOPBACK
     if host is None and world.launcher in (SLURM, OPENMPI):  # rank 0 of mpirun in a job is on the job's first machine
         machines = env.get("SLURM_STEP_NODELIST" if world.launcher == SLURM else "SLURM_JOB_NODELIST")
         host = first_host(machines) if machines else None

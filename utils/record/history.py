@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from utils.standard_output import LineFile
-from vitamp.files import parse_json, write_atomically
+from vitamp.files import only_regular, parse_json, read_regular, write_atomically
 from vitamp.metrics import METRICS, SETS, Metric, TaskKind, WeightSet, metric_named, set_of, task_of
 
 METRICS_FILE = "metrics.jsonl"
@@ -45,7 +45,7 @@ def read_lines(folder: Path) -> list[Line]:
 def last_line(folder: Path) -> Line:
     """The last whole line, without reading a long file; empty if there is none."""
     try:
-        with open(folder / METRICS_FILE, "rb") as file:
+        with open(folder / METRICS_FILE, "rb", opener=only_regular) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
             tail = file.read().decode(errors="replace")
     except OSError:
@@ -63,7 +63,7 @@ def is_end(line: Line) -> bool:
 
 
 def _texts(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return read_regular(path).decode("utf-8", "replace").splitlines()
 
 
 def _parsed(texts: list[str]) -> list[Line]:

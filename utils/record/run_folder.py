@@ -21,10 +21,12 @@ from utils.program import INSTALLED, ROOT, as_typed, tool
 from utils.record.history import METRICS_FILE
 from utils.text import redacted
 from vitamp import __version__
-from vitamp.checkpoints import CHECKPOINTS
+from vitamp.checkpoints import CHECKPOINTS, INDEX, read_index
 from vitamp.files import read_json, write_atomically
 
 CONFIG, ABOUT = "config.yaml", "run.json"
+STARTED = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+"""When this process began"""
 DATA = "data.json"
 """What was said of the data before training"""
 FILES_OF_A_RUN = (CONFIG, ABOUT, METRICS_FILE, CHECKPOINTS)
@@ -32,6 +34,14 @@ FILES_OF_A_RUN = (CONFIG, ABOUT, METRICS_FILE, CHECKPOINTS)
 
 def is_run_folder(folder: Path) -> bool:
     return any(os.path.exists(folder / name) for name in FILES_OF_A_RUN)
+
+
+def missing_from(folder: Path, best: str | None = None) -> list[str]:
+    """Files that a run with a checkpoint has written, and that are no longer in its folder. `best`: its checkpoint."""
+    root = folder / CHECKPOINTS
+    saved = dict.fromkeys(filter(None, (read_index(root)["last"], best)))
+    names = [CONFIG, ABOUT, METRICS_FILE, LOG, *(f"{CHECKPOINTS}/{name}" for name in (INDEX, *saved))]
+    return [name for name in names if not (folder / name).exists()]
 
 
 def is_of_user(source: str) -> bool:
@@ -104,7 +114,7 @@ def describe_run(device: str, choices: dict[str, Any], tag: str | None) -> dict[
     """The content of run.json: how this run was started, on which device, with which versions."""
     return {
         "command": as_typed(sys.argv),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "started": STARTED,
         "folder": os.getcwd(),
         "host": platform.node(),
         "tag": tag,

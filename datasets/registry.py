@@ -192,7 +192,8 @@ def _check_fold(source: Source, data: DataConfig) -> None:
     if data.fold is not None and not source.is_unsplit(data):
         raise UserError(
             f"DATA.FOLD {data.fold}: the data set {source_of(data)} comes with its own validation split. Leave "
-            "DATA.FOLD out, or use class folders alone, one csv file, or tar files named neither train nor val."
+            "DATA.FOLD out, or use class folders alone, one csv file without a column of splits, or tar files named "
+            "neither train nor val."
         )
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
+import logging
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from datasets.base import Part, Source, parts_read
+from datasets.base import Part, Source, part_of, parts_read
 from datasets.decoding import ENDINGS
 from datasets.labels import (
     ANY_LABEL,
@@ -18,14 +21,16 @@ from datasets.labels import (
     check_gaps,
     check_label,
     log_unused_outputs,
+    warn_alike_names,
     warn_empty_classes,
 )
 from datasets.sources.files import FileSamples, check_first_files, check_path, no_file, split_files
-from datasets.sources.split import no_such_part, parts_in_files
+from datasets.sources.split import SPLIT_NAMES, TEST, TRAIN, named_parts, no_such_part, parts_in_files
 from utils.config.data import DataConfig
 from utils.config.kinds import COLUMN
 from utils.errors import UserError, nearest
 from utils.log import log, warn_once
+from utils.text import some_of
 
 SEPARATORS = (";", "|", ",")
 """Between the labels of an image; the first that occurs in the training table separates"""
@@ -34,12 +39,15 @@ PATHS = ("path", "image_path", "image", "file", "filename")
 TARGETS = ("target", "label", "class")
 PLURALS = ("targets", "labels", "classes")
 """Names of the column that may hold several labels, besides TARGETS"""
+SPLITS = ("split", "set", "fold", "partition", "subset")
+"""Names of the column that may say which split an image of a single table is in"""
 table_name = "{}.csv".format
 """File name of the table of a split"""
 LAYOUT = """Expected layout:
   {root}/train.csv    a header such as path,target, then lines such as images/cat 1.jpg,cat
   {root}/val.csv    (or valid.csv, validation.csv, dev.csv; test.csv if there is one)
-or a single file, given as DATA.DATA_PATH and split by DATA.VAL_FRACTION: {root}/all.csv
+or a single file, given as DATA.DATA_PATH: {root}/all.csv
+It is split by its column split, which holds train, val or test; without one by DATA.VAL_FRACTION.
 Paths are relative to the file; a target is a name or a whole number from 0. With DATA.MULTI_LABEL=true
 a target is a list of any length, such as cat;dog, or every column but the path is a class and holds 0 or 1."""
 
@@ -165,59 +173,112 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
     classes = first.classes()
     log_unused_outputs(len(classes), num_classes, f"The table {first.file}")
     warn_empty_classes(files.labels, classes, f"The table {first.file}")
+    warn_alike_names(classes, f"The table {first.file}")
+    row_of: dict[str, tuple[_Table, int]] = {}
     for table in read:
         if table is not first:
             table.labelled(first, num_classes)
-        row_of: dict[str, int] = {}
-        for row, path in enumerate(table.paths if table.several else ()):
-            if {*table.sets[row_of.setdefault(path, row)]} != {*table.sets[row]}:
-                what = f"{table.where(row)}: {path} has other labels in line {table.numbers[row_of[path]]}."
-                raise UserError(f"{what} With DATA.MULTI_LABEL, a line has all labels of its image.")
+        for row, path in enumerate(table.paths):
+            other, before = row_of.setdefault(path, (table, row))
+            if {*other.sets[before]} != {*table.sets[row]}:
+                what = f"{table.where(row)}: {path} has other labels in {other.where(before)}."
+                correct = "" if table.several else " Correct one of them."
+                raise UserError(f"{what}{correct} With DATA.MULTI_LABEL, a line has all labels of its image.")
         check_first_files(table.file, table.paths, data)
 
 
-def _files(data: DataConfig) -> dict[Part, Path]:
-    """The file of each split, or one file for all."""
+def _files(data: DataConfig) -> dict[Part, tuple[Path, str]]:
+    """The file of each split, or one file for all. With it, the split's name in the file's column of splits, if any."""
     if data.DATA_PATH is None:
         raise UserError(f"DATA.DATASET csv needs DATA.DATA_PATH (-data_path). {LAYOUT.format(root='/data/cats')}")
     root = Path(data.DATA_PATH).expanduser()
     if root.is_file():
-        return {"all": root}
+        names = _splits_in(root, data)
+        if not names:
+            return {"all": (root, "")}
+        return {part: (root, name) for part, name in named_parts(names, root, part_of(data, False)).items()}
     parts = parts_in_files(root, data, table_name)
     if missing := next((part for part in ("train", "val") if part not in parts), None):
         problem = no_file(root / table_name(missing) if root.is_dir() else root)
         raise UserError(f"DATA.DATA_PATH (-data_path): {problem}. {LAYOUT.format(root=root)}")
-    return {part: root / file for part, file in parts.items()}
+    return {part: (root / file, "") for part, file in parts.items()}
 
 
-def _read_part(files: dict[Part, Path], part: Part, training: _Table, data: DataConfig) -> _Table:
+def _splits_in(file: Path, data: DataConfig) -> list[str]:
+    """The splits that the column of splits of a single table names, in the order of SPLIT_NAMES; none without one."""
+    line_of: dict[str, int] = {}
+    with contextlib.suppress(OSError, UnicodeDecodeError, csv.Error):  # `_read` says what is wrong
+        rows = _reader(file, data)
+        header = [text.strip() for text in next(rows, [])]
+        if (place := _split_column(header, data)) is None:
+            return []
+        for row in rows:
+            if any(field.strip() for field in row):
+                line_of.setdefault(_split_named(row, place), rows.line_num)
+        column = f"the column {header[place]!r}"
+        if TRAIN not in line_of or len(line_of) == 1:
+            if len(header) > 2 and not data.MULTI_LABEL:  # else it has the labels
+                values = f"it holds {some_of([*line_of])}, not train and val or test"
+                way = f"DATA.GROUP={header[place]} keeps images of one value together, in folds (DATA.FOLD) too"
+                warn_once(f"{file}: {column} is not read as splits: {values}. {way}.")
+            return []
+        if (wrong := next((name for name in line_of if name not in SPLIT_NAMES), None)) is not None:
+            raise UserError(f"{file}:{line_of[wrong]}: {column} holds {wrong!r}; it must hold train, val or test.")
+        names = [name for name in SPLIT_NAMES if name in line_of]
+        warn_once(f"{file}: {column} says which split an image is in: {', '.join(names)}.", logging.INFO)
+        return names
+    return []
+
+
+def _split_column(header: list[str], data: DataConfig) -> int | None:
+    taken = {data.GROUP, *dict(re.findall(COLUMN, data.COLUMNS or "")).values()}
+    columns = [name.casefold() for name in header]
+    return next((columns.index(name) for name in SPLITS if name in columns and name not in taken), None)
+
+
+def _split_named(row: list[str], place: int) -> str:
+    text = row[place].strip().casefold() if place < len(row) else ""
+    return {"training": TRAIN, "testing": TEST}.get(text, text)
+
+
+def _read_part(files: dict[Part, tuple[Path, str]], part: Part, training: _Table, data: DataConfig) -> _Table:
     if part not in files:
-        raise no_such_part(part, training.file.parent)
+        raise no_such_part(part, data.DATA_PATH)
     return training if part == "train" else _read(files[part], data, training.separator)
 
 
-def _read(file: Path, data: DataConfig, separator: str | None = None) -> _Table:
-    """`separator`: of the training table's labels; None: this is it."""
+def _reader(file: Path, data: DataConfig) -> Any:
+    """The rows of a table as csv.reader gives them, of which the header is the first."""
+    content = file.read_bytes()
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        if b"\0" in content:  # no text, or of 16 bits
+            raise
+        text = content.decode("latin1")
+        warn_once(f"{file} is not UTF-8 and is read as Latin-1.")
+    delimiter = max(",\t" if data.MULTI_LABEL else ",;\t", key=text.partition("\n")[0].count)
+    if delimiter != ",":
+        warn_once(f"{file}: columns are separated by {delimiter!r}, as in its header.")
+    return csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+
+
+def _read(place: tuple[Path, str], data: DataConfig, separator: str | None = None) -> _Table:
+    """`place`: see `_files`. `separator`: of the training table's labels; None: this is it."""
+    file, split_name = place
     paths, texts, numbers, groups = [], [], [], []
     try:
-        content = file.read_bytes()
-        try:
-            text = content.decode("utf-8-sig")
-        except UnicodeDecodeError:
-            if b"\0" in content:  # no text, or of 16 bits
-                raise
-            text = content.decode("latin1")
-            warn_once(f"{file} is not UTF-8 and is read as Latin-1.")
-        delimiter = max(",\t" if data.MULTI_LABEL else ",;\t", key=text.partition("\n")[0].count)
-        if delimiter != ",":
-            warn_once(f"{file}: columns are separated by {delimiter!r}, as in its header.")
-        rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        rows = _reader(file, data)
+        delimiter = rows.dialect.delimiter
         header = [text.strip() for text in next(rows, [])]
-        path, targets = _places(file, header, data)
+        split = _split_column(header, data) if split_name else None
+        path, targets = _places(file, header, data, split)
         group = header.index(data.GROUP) if data.GROUP in header else None
         last = max(path, *targets, group or 0)
         for row in rows:
             if not any(field.strip() for field in row):
+                continue
+            if split is not None and _split_named(row, split) != split_name:
                 continue
             where = f"{file}:{rows.line_num}"
             beyond = any(field.strip() for field in row[len(header) :])
@@ -265,8 +326,8 @@ def _label_set(fields: list[str], table: _Table, where: str) -> tuple[str, ...]:
     return labels
 
 
-def _places(file: Path, header: list[str], data: DataConfig) -> tuple[int, list[int]]:
-    """Places of the column of paths, and of the one of labels, or of one per class.
+def _places(file: Path, header: list[str], data: DataConfig, split: int | None) -> tuple[int, list[int]]:
+    """Places of the column of paths, and of the one of labels, or of one per class. `split`: that of splits.
 
     With DATA.MULTI_LABEL and no column of labels, all columns but the path are classes. Two columns may have any names.
     """
@@ -278,7 +339,7 @@ def _places(file: Path, header: list[str], data: DataConfig) -> tuple[int, list[
         next((columns.index(name.casefold()) for name in names if name.casefold() in columns), None)
         for names in (paths, targets)
     )
-    own = [place for place in range(len(header)) if header[place] != data.GROUP]
+    own = [place for place in range(len(header)) if header[place] != data.GROUP and place != split]
     layout = LAYOUT.format(root=file.parent)
     advice = "Name the columns in a header, such as path,target, or with -columns file=NAME,label=NAME."
     if len(own) == 2 and None in (path, target) and not data.MULTI_LABEL and not given:
@@ -294,6 +355,9 @@ def _places(file: Path, header: list[str], data: DataConfig) -> tuple[int, list[
             f"{file} has no column {' or '.join(names)}; its columns are {', '.join(header) or 'none'}.{suggestion} "
             f"{advice} {layout}"
         )
+    read = [place for place in (path, target, split) if place is not None]
+    if repeated := next((header[place] for place in read if columns.count(columns[place]) > 1), None):
+        raise UserError(f"{file}: two columns are called {repeated!r}; rename the one that is not to be read.")
     if target is not None:
         return path, [target]
     classes = [place for place in own if place != path]

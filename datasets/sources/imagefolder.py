@@ -10,7 +10,7 @@ import numpy as np
 
 from datasets.base import TITLES, UNSPLIT, Part, Parts, Source, part_of, parts_read
 from datasets.decoding import ENDINGS
-from datasets.labels import check_class_count, log_unused_outputs, warn_empty_classes
+from datasets.labels import check_class_count, log_unused_outputs, warn_alike_names, warn_empty_classes
 from datasets.sources.files import (
     HIDDEN_FOLDER,
     FileSamples,
@@ -86,6 +86,7 @@ def check(data: DataConfig, num_classes: int, train: bool) -> None:
             f"DATA.DATA_PATH (-data_path): {root} has one class, {classes[0]}, so there is nothing to learn: "
             f"{f'try -data_path {inner}' if below else instead}."
         )
+    warn_alike_names(classes, owner)
     log_unused_outputs(len(classes), num_classes, owner)
 
 

@@ -30,7 +30,7 @@ from utils.config.data import DataConfig
 from utils.config.kinds import COLUMN
 from utils.errors import UserError, nearest
 from utils.log import log, warn_once
-from utils.text import some_of
+from utils.text import one_line, some_of
 
 SEPARATORS = (";", "|", ",")
 """Between the labels of an image; the first that occurs in the training table separates"""
@@ -287,7 +287,7 @@ def _read(place: tuple[Path, str], data: DataConfig, separator: str | None = Non
                 advice = f" Put fields with {delimiter!r} in quotes{or_separate}." if beyond else ""
                 raise UserError(f"{where} has {len(row)} fields; the header has {len(header)}.{advice}")
             paths.append(check_path(row[path].strip(), where))
-            texts.append([row[place].strip() for place in targets])
+            texts.append([one_line(row[place].strip()) for place in targets])
             numbers.append(rows.line_num)
             if group is not None:
                 groups.append(row[group].strip())

@@ -25,6 +25,7 @@ from datasets.sources.split import SPLIT_NAMES, TEST, TRAIN, VALIDATION_NAMES, n
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
 from utils.log import log
+from utils.text import one_line
 
 LAYOUT = """Expected layout:
   {root}/train/<class>/image.jpg
@@ -122,7 +123,7 @@ def class_files(folder: Path, classes: list[str]) -> FileSamples:
     skipped.warn(str(folder))
     paths = [f"{name}/{path}" for name, of_class in zip(classes, by_class, strict=True) for path in of_class]
     labels = np.repeat(np.arange(len(classes)), [len(of_class) for of_class in by_class])
-    return FileSamples(folder, paths, labels, classes)
+    return FileSamples(folder, paths, labels, [*map(one_line, classes)])
 
 
 def subfolders(folder: Path) -> list[str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import logging
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from datasets.labels import (
     warn_empty_classes,
 )
 from datasets.sources.files import FileSamples, check_first_files, check_path, no_file, split_files
-from datasets.sources.split import SPLIT_NAMES, TEST, TRAIN, named_parts, no_such_part, parts_in_files
+from datasets.sources.split import SPLIT_NAMES, TRAIN, named_parts, no_such_part, parts_in_files
 from utils.config.data import DataConfig
 from utils.config.kinds import COLUMN
 from utils.errors import UserError, nearest
@@ -182,8 +181,7 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
             other, before = row_of.setdefault(path, (table, row))
             if {*other.sets[before]} != {*table.sets[row]}:
                 what = f"{table.where(row)}: {path} has other labels in {other.where(before)}."
-                correct = "" if table.several else " Correct one of them."
-                raise UserError(f"{what}{correct} With DATA.MULTI_LABEL, a line has all labels of its image.")
+                raise UserError(f"{what} An image has one label, or, with DATA.MULTI_LABEL, all of them in one line.")
         check_first_files(table.file, table.paths, data)
 
 
@@ -193,10 +191,7 @@ def _files(data: DataConfig) -> dict[Part, tuple[Path, str]]:
         raise UserError(f"DATA.DATASET csv needs DATA.DATA_PATH (-data_path). {LAYOUT.format(root='/data/cats')}")
     root = Path(data.DATA_PATH).expanduser()
     if root.is_file():
-        names = _splits_in(root, data)
-        if not names:
-            return {"all": (root, "")}
-        return {part: (root, name) for part, name in named_parts(names, root, part_of(data, False)).items()}
+        return {part: (root, name) for part, name in _splits_in(root, data).items()}
     parts = parts_in_files(root, data, table_name)
     if missing := next((part for part in ("train", "val") if part not in parts), None):
         problem = no_file(root / table_name(missing) if root.is_dir() else root)
@@ -204,41 +199,36 @@ def _files(data: DataConfig) -> dict[Part, tuple[Path, str]]:
     return {part: (root / file, "") for part, file in parts.items()}
 
 
-def _splits_in(file: Path, data: DataConfig) -> list[str]:
-    """The splits that the column of splits of a single table names, in the order of SPLIT_NAMES; none without one."""
+def _splits_in(file: Path, data: DataConfig) -> dict[Part, str]:
+    """The splits that a single table's column of splits names, and their names there; `all` without such a column."""
+    rows = _rows(file, data)
+    _, header = next(rows)
+    if (place := _split_column(header, data)) is None:
+        return {"all": ""}
     line_of: dict[str, int] = {}
-    with contextlib.suppress(OSError, UnicodeDecodeError, csv.Error):  # `_read` says what is wrong
-        rows = _reader(file, data)
-        header = [text.strip() for text in next(rows, [])]
-        if (place := _split_column(header, data)) is None:
-            return []
-        for row in rows:
-            if any(field.strip() for field in row):
-                line_of.setdefault(_split_named(row, place), rows.line_num)
-        column = f"the column {header[place]!r}"
-        if TRAIN not in line_of or len(line_of) == 1:
-            if len(header) > 2 and not data.MULTI_LABEL:  # else it has the labels
-                values = f"it holds {some_of([*line_of])}, not train and val or test"
-                way = f"DATA.GROUP={header[place]} keeps images of one value together, in folds (DATA.FOLD) too"
-                warn_once(f"{file}: {column} is not read as splits: {values}. {way}.")
-            return []
-        if (wrong := next((name for name in line_of if name not in SPLIT_NAMES), None)) is not None:
-            raise UserError(f"{file}:{line_of[wrong]}: {column} holds {wrong!r}; it must hold train, val or test.")
-        names = [name for name in SPLIT_NAMES if name in line_of]
-        warn_once(f"{file}: {column} says which split an image is in: {', '.join(names)}.", logging.INFO)
-        return names
-    return []
+    for number, fields in rows:
+        line_of.setdefault(_split_named(fields, place), number)
+    column = f"the column {header[place]!r}"
+    if TRAIN not in line_of or len(line_of) == 1:
+        if len(header) > 2 and not data.MULTI_LABEL:  # else it has the labels
+            what = f"{column} is not read as splits: it holds {some_of([*line_of])}, not train and val or test"
+            warn_once(f"{file}: {what}. DATA.GROUP={header[place]} keeps images of one value together.")
+        return {"all": ""}
+    if (wrong := next((name for name in line_of if name not in SPLIT_NAMES), None)) is not None:
+        raise UserError(f"{file}:{line_of[wrong]}: {column} holds {wrong!r}; it must hold train, val or test.")
+    names = [name for name in SPLIT_NAMES if name in line_of]
+    warn_once(f"{file}: {column} says which split an image is in: {', '.join(names)}.", logging.INFO)
+    return named_parts(names, file, part_of(data, False))
 
 
 def _split_column(header: list[str], data: DataConfig) -> int | None:
-    taken = {data.GROUP, *dict(re.findall(COLUMN, data.COLUMNS or "")).values()}
-    columns = [name.casefold() for name in header]
-    return next((columns.index(name) for name in SPLITS if name in columns and name not in taken), None)
+    taken = (data.GROUP or "", *(name for _, name in re.findall(COLUMN, data.COLUMNS or "")))
+    columns = ["" if name in taken else name.casefold() for name in header]
+    return next((columns.index(name) for name in SPLITS if name in columns), None)
 
 
-def _split_named(row: list[str], place: int) -> str:
-    text = row[place].strip().casefold() if place < len(row) else ""
-    return {"training": TRAIN, "testing": TEST}.get(text, text)
+def _split_named(fields: list[str], place: int) -> str:
+    return fields[place].casefold().removesuffix("ing") if place < len(fields) else ""  # training, testing
 
 
 def _read_part(files: dict[Part, tuple[Path, str]], part: Part, training: _Table, data: DataConfig) -> _Table:
@@ -247,52 +237,56 @@ def _read_part(files: dict[Part, tuple[Path, str]], part: Part, training: _Table
     return training if part == "train" else _read(files[part], data, training.separator)
 
 
-def _reader(file: Path, data: DataConfig) -> Any:
-    """The rows of a table as csv.reader gives them, of which the header is the first."""
-    content = file.read_bytes()
+def _rows(file: Path, data: DataConfig) -> Iterator[tuple[int, list[str]]]:
+    """Line number and fields of the header, then of each line that is not blank."""
     try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        if b"\0" in content:  # no text, or of 16 bits
-            raise
-        text = content.decode("latin1")
-        warn_once(f"{file} is not UTF-8 and is read as Latin-1.")
-    delimiter = max(",\t" if data.MULTI_LABEL else ",;\t", key=text.partition("\n")[0].count)
-    if delimiter != ",":
-        warn_once(f"{file}: columns are separated by {delimiter!r}, as in its header.")
-    return csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        content = file.read_bytes()
+        try:
+            text = content.decode("utf-8-sig")
+        except UnicodeDecodeError:
+            if b"\0" in content:  # no text, or of 16 bits
+                raise
+            text = content.decode("latin1")
+            warn_once(f"{file} is not UTF-8 and is read as Latin-1.")
+        delimiter = max(",\t" if data.MULTI_LABEL else ",;\t", key=text.partition("\n")[0].count)
+        if delimiter != ",":
+            warn_once(f"{file}: columns are separated by {delimiter!r}, as in its header.")
+        rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        header = [field.strip() for field in next(rows, [])]
+        yield 1, header
+        for row in rows:
+            fields = [field.strip() for field in row]
+            if any(fields[len(header) :]):
+                or_separate = " or separate labels by ';'" if data.MULTI_LABEL else ""
+                advice = f"Put fields with {delimiter!r} in quotes{or_separate}."
+                raise UserError(f"{file}:{rows.line_num} has {len(row)} fields; the header has {len(header)}. {advice}")
+            if any(fields):
+                yield rows.line_num, fields
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"The table {file} cannot be read: {error}.") from None
 
 
 def _read(place: tuple[Path, str], data: DataConfig, separator: str | None = None) -> _Table:
     """`place`: see `_files`. `separator`: of the training table's labels; None: this is it."""
     file, split_name = place
+    rows = _rows(file, data)
+    _, header = next(rows)
+    split = _split_column(header, data) if split_name else None
+    path, targets = _places(file, header, data, split)
+    group = header.index(data.GROUP) if data.GROUP in header else None
+    last = max(path, *targets, group or 0)
     paths, texts, numbers, groups = [], [], [], []
-    try:
-        rows = _reader(file, data)
-        delimiter = rows.dialect.delimiter
-        header = [text.strip() for text in next(rows, [])]
-        split = _split_column(header, data) if split_name else None
-        path, targets = _places(file, header, data, split)
-        group = header.index(data.GROUP) if data.GROUP in header else None
-        last = max(path, *targets, group or 0)
-        for row in rows:
-            if not any(field.strip() for field in row):
-                continue
-            if split is not None and _split_named(row, split) != split_name:
-                continue
-            where = f"{file}:{rows.line_num}"
-            beyond = any(field.strip() for field in row[len(header) :])
-            if len(row) <= last or beyond:
-                or_separate = " or separate labels by ';'" if data.MULTI_LABEL else ""
-                advice = f" Put fields with {delimiter!r} in quotes{or_separate}." if beyond else ""
-                raise UserError(f"{where} has {len(row)} fields; the header has {len(header)}.{advice}")
-            paths.append(check_path(row[path].strip(), where))
-            texts.append([one_line(row[place].strip()) for place in targets])
-            numbers.append(rows.line_num)
-            if group is not None:
-                groups.append(row[group].strip())
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"The table {file} cannot be read: {error}.") from None
+    for number, fields in rows:
+        if split is not None and _split_named(fields, split) != split_name:
+            continue
+        where = f"{file}:{number}"
+        if len(fields) <= last:
+            raise UserError(f"{where} has {len(fields)} fields; the header has {len(header)}.")
+        paths.append(check_path(fields[path], where))
+        texts.append([one_line(fields[place]) for place in targets])
+        numbers.append(number)
+        if group is not None:
+            groups.append(fields[group])
     if not paths:
         raise UserError(f"{file} has no lines below its header. {LAYOUT.format(root=file.parent)}")
     columns = [header[place] for place in targets] if len(targets) > 1 else None
@@ -355,16 +349,12 @@ def _places(file: Path, header: list[str], data: DataConfig, split: int | None) 
             f"{file} has no column {' or '.join(names)}; its columns are {', '.join(header) or 'none'}.{suggestion} "
             f"{advice} {layout}"
         )
-    read = [place for place in (path, target, split) if place is not None]
-    if repeated := next((header[place] for place in read if columns.count(columns[place]) > 1), None):
-        raise UserError(f"{file}: two columns are called {repeated!r}; rename the one that is not to be read.")
-    if target is not None:
-        return path, [target]
-    classes = [place for place in own if place != path]
-    if len(classes) < 2:
+    classes = [place for place in own if place != path] if target is None else [target]
+    if target is None and len(classes) < 2:
         raise UserError(f"{file} has neither a column called {' or '.join(targets)} nor one column per class. {layout}")
-    if repeated := next((header[place] for place in classes if header.count(header[place]) > 1), None):
-        raise UserError(f"{file}: two columns are called {repeated!r}; give each class one column.")
+    names = header if target is None else columns  # classes may be a and A
+    if repeated := next((header[place] for place in (path, *classes) if names.count(names[place]) > 1), None):
+        raise UserError(f"{file}: two columns are called {repeated!r}; remove or rename one.")
     return path, classes
 
 

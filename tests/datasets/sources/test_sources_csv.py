@@ -139,7 +139,7 @@ def test_columns_that_are_not_there_or_not_of_a_table_are_refused(table: Callabl
         ("path,target\n/etc/passwd,cat\n", "train.csv:2: /etc/passwd leads out of the data folder"),
         ("path,target\na/../../x.png,cat\n", "train.csv:2: a/../../x.png leads out of the data folder"),
         ("path,target\n0.png,cat\nno.png,cat\n", "train.csv names no.png, but there is no file"),
-        ("path,Label,label\n0.png,cat,ant\n", "train.csv: two columns are called 'Label'; rename"),
+        ("path,Label,label\n0.png,cat,ant\n", "train.csv: two columns are called 'Label'; remove or rename"),
         ("path,target\n0.png,cat\n1.png,ant\n0.png,ant\n", "train.csv:4: 0.png has other labels in"),
         ('path,target\n"0.png,cat\n', "train.csv cannot be read: unexpected end of data"),
         ("path,target\n" + "".join(f"0.png,c{k}\n" for k in range(11)), "11 classes, but MODEL.NUM_CLASSES is 10"),
@@ -273,7 +273,7 @@ def test_lines_with_a_part_of_the_labels_are_refused_and_lists_of_words_warned_o
     assert "are separated by" not in said.text
     for name, line in (("val.csv", 3), ("train.csv", 4)):
         (root / name).write_text((root / name).read_text() + "0.png,ant cow\n")
-        with pytest.raises(UserError, match=rf"{name}:{line}: .* has other labels in .*csv:2\. With DATA\.MULTI_LABEL"):
+        with pytest.raises(UserError, match=rf"{name}:{line}: .* has other labels in .*csv:2\. An image has one label"):
             check_dataset(of_csv(root, MULTI_LABEL=True), 2)
     with pytest.raises(UserError, match=r"DATA\.GROUP who: no column of .*train\.csv, which comes with its own val"):
         check_dataset(of_csv(root, MULTI_LABEL=True, GROUP="who"), 2)

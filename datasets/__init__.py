@@ -12,6 +12,7 @@ from datasets.registry import (
     has_labels,
     names,
     open_dataset,
+    open_test,
     source_of,
     validates_on_test,
     warn_of_splits,

@@ -23,7 +23,7 @@ import numpy as np
 from datasets.base import ImageDataset, Samples, Unreadable
 from datasets.decoding import TRANSPARENT, Header, header_of
 from datasets.labels import distinct_names, images_of_classes
-from datasets.registry import comes_unsplit
+from datasets.registry import comes_unsplit, open_test
 from utils.config import Config
 from utils.config.data import DataConfig
 from utils.config.train import LOSSES, TrainConfig
@@ -58,15 +58,15 @@ def _until(end: float, items: Iterable[Item]) -> Iterator[Item]:
 
 @dataclass
 class Copies:
-    """Validation images whose bytes are those of a training image."""
+    """Images of one split, such as validation, whose bytes are those of an image in another, such as training."""
 
     found: int
     compared: int
-    """Validation images that were compared with all training images of their size"""
+    """Images of the one that were compared with all images of their size in the other"""
     examples: list[tuple[str, str]] = field(default_factory=list)
-    """Names in validation and in training"""
+    """Names in the one and in the other"""
     training: int = 0
-    """Training images that they were compared with; fewer than all where time was too short"""
+    """Images of the other that they were compared with; fewer than all where time was too short"""
 
 
 @dataclass
@@ -78,16 +78,24 @@ class Findings:
     largest_class_percent: float | None = None
     """Top-1 of always guessing the most frequent class of the validation split; None with several labels"""
     copies: Copies | None = None
-    """None where they were not looked for"""
+    """Of training images in validation; None where they were not looked for"""
+    copies_in_test: dict[str, Copies] = field(default_factory=dict)
+    """Of images of each other split in the test split"""
     looked_at: int = 0
     """Images whose headers were read"""
     modes: dict[str, int] = field(default_factory=dict)
     turned: int = 0
 
+    def pairs(self) -> list[tuple[str, str, Copies]]:
+        """For each two splits that were compared: the one, the other, and the images of the one that are copies."""
+        of_test = [("test", title, copies) for title, copies in self.copies_in_test.items()]
+        return [("validation", "training", self.copies), *of_test] if self.copies is not None else []
 
-def examine(train: Samples, validation: Samples, data: DataConfig) -> Findings:
-    """Look at both splits, as far as DATA.CHECK allows."""
+
+def examine(train: Samples, validation: Samples, data: DataConfig, test: Samples | None = None) -> Findings:
+    """Look at all splits, as far as DATA.CHECK allows."""
     splits = {"training": train, "validation": validation}
+    splits |= {"test": test} if test is not None else {}
     if train.classes is not None:
         names = distinct_names(train.classes)
     else:
@@ -104,7 +112,11 @@ def examine(train: Samples, validation: Samples, data: DataConfig) -> Findings:
     findings = Findings({title: len(samples) for title, samples in splits.items()}, by_class, share)
     quick = data.CHECK == "quick"
     if not any(samples.stored == "pixels" or samples.remote for samples in splits.values()):
-        findings.copies = find_copies(train, validation, QUICK_SECONDS if quick else float("inf"))
+        seconds = QUICK_SECONDS / (1 if test is None else 3) if quick else float("inf")
+        findings.copies = find_copies(train, validation, seconds)
+        if test is not None:
+            for title, of in (("training", train), ("validation", validation)):
+                findings.copies_in_test[title] = find_copies(of, test, seconds)
 
     count = 0 if train.stored == "pixels" else min(LOOKED_AT, len(train)) if quick else len(train)
     end = time.monotonic() + (HEADER_SECONDS if quick else float("inf"))
@@ -186,7 +198,7 @@ def check_data(config: Config, train_set: ImageDataset, val_set: ImageDataset, f
     train, validation = train_set.single_images(), val_set.single_images()
     if train is None or validation is None:
         return
-    found = examine(train, validation, config.DATA)
+    found = examine(train, validation, config.DATA, None if train.remote else open_test(config.DATA))
     if config.task == NO_LABELS:
         found = replace(found, classes={title: {} for title in found.classes}, largest_class_percent=None)
     # A dry run has no config.yaml: check_data.py takes the same flags, and a number in place of `-batch_size auto`.
@@ -240,18 +252,18 @@ def notes_of(found: Findings, data: DataConfig, train: TrainConfig, check: str) 
             f"To be turned by their EXIF data, but read as they are stored: {found.turned:,} {of}. "
             f"DATA.EXIF_ROTATE=true turns them{', in pack_images.py too' * (data.DATASET == 'shards')}"
         )
-    copies, images = found.copies, found.images
-    if copies is None:
+    if found.copies is None:
         notes.append(
             "Not searched for copies in both splits, because the images are raw pixels or not on this machine; "
             f"`{check}` does it"
         )
-    elif copies.compared < images["validation"] or copies.training < images["training"]:
-        some = f"{copies.compared:,} of {images['validation']:,} validation images"
-        if copies.training < images["training"]:
-            some += f" with {copies.training:,} of {images['training']:,} training images"
-        only = f"only {some}, in the time of DATA.CHECK quick"
-        notes.append(f"Searched for copies in both splits: {only}; `{check}` compares all")
+    for one, other, copies in found.pairs():
+        if copies.compared < found.images[one] or copies.training < found.images[other]:
+            some = f"{copies.compared:,} of {found.images[one]:,} {one} images"
+            if copies.training < found.images[other]:
+                some += f" with {copies.training:,} of {found.images[other]:,} {other} images"
+            only = f"only {some}, in the time of DATA.CHECK quick"
+            notes.append(f"Searched for copies in both splits: {only}; `{check}` compares all")
     return notes
 
 
@@ -264,10 +276,10 @@ def warnings_of(found: Findings, data: DataConfig, check: str) -> Iterator[str]:
     if missing and (not warned or data.EXCLUDE or comes_unsplit(data)):
         of = f"{len(missing):,} of {len(training):,} (the first: {missing[0]})"
         yield f"Classes without validation images, of which no metric tells: {of}. Validation needs images of them."
-    if found.copies is not None and found.copies.found:
-        of = f"{found.copies.found:,} of {found.copies.compared:,} validation images"
-        one, other = found.copies.examples[0]
-        yield (
-            f"Copies of training images, on which a model does better than on new ones: {of}. {one} has the bytes of "
-            f"{other}. `{check} -fix exclude.txt` lists the copies; train with DATA.EXCLUDE=exclude.txt."
-        )
+    for one, other, copies in found.pairs():
+        for copy, original in copies.examples[:1]:
+            of = f"{copies.found:,} of {copies.compared:,} {one} images. {copy} has the bytes of {original}"
+            lists = f"`{check}` lists them"
+            if other == "training":
+                lists = f"`{check} -fix exclude.txt` lists the copies; train with DATA.EXCLUDE=exclude.txt"
+            yield f"Copies of {other} images, on which a model does better than on new ones: {of}. {lists}."

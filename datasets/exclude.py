@@ -20,7 +20,7 @@ from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
 from utils.log import log, warn_once
 from utils.program import started_as
-from utils.text import counted, redacted, some_of
+from utils.text import counted, one_line, redacted, some_of
 from vitamp.files import only_regular, read_regular
 
 REMARK = "  # "
@@ -161,7 +161,7 @@ def read_rows(data: DataConfig) -> tuple[dict[str, Row], str]:
             columns = f"the columns {','.join(COLUMNS)}, separated by commas; others are ignored"
             raise UserError(f"DATA.RELABEL {file} has no column {missing[0]}. Its first line must name {columns}.")
         for row in table:
-            where, name = f"{file}:{table.line_num}", below(row["path"], prefix)
+            where, name = f"{file}:{table.line_num}", below(one_line(row["path"]), prefix)
             if (decision := row["decision"].strip().casefold()) not in ("keep", "drop", "relabel"):
                 raise UserError(f"{where}: the decision {row['decision']!r} must be keep, drop or relabel.")
             if name in rows:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import unicodedata
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from utils.errors import UserError
 from utils.log import IN_FULL, log
+from utils.text import some_of
 
 ANY_LABEL = 2**63
 """In place of a number of classes: labels are not checked. For tools that look for wrong labels. Exceeds int64."""
@@ -38,10 +40,13 @@ def images_of_classes(labels: np.ndarray, classes: int) -> np.ndarray:
 
 
 def check_gaps(labels: Sequence[int] | np.ndarray, where: Callable[[int], str]) -> None:
-    """Raise UserError if a few labels, as a rule one that is wrong, would make most of very many classes.
+    """Raise UserError for a label below 0, and if a few, as a rule one that is wrong, would make most of many classes.
 
     `where`: begins the message about the label at an index.
     """
+    least = int(np.argmin(labels))
+    if labels[least] < 0:
+        raise UserError(f"{where(least)}: the label {labels[least]} is below 0; labels are whole numbers from 0.")
     largest, occurring = int(np.argmax(labels)), len(np.unique(labels))
     classes = int(labels[largest]) + 1
     if classes > MOST_WITH_GAPS and occurring < classes / 2:
@@ -83,3 +88,16 @@ def warn_empty_classes(labels: np.ndarray, classes: Sequence[object], owner: str
     if len(empty):
         first = classes[empty[0]]
         log.warning("%s has no image for %d of its %d classes (the first: %s).", owner, len(empty), len(classes), first)
+
+
+def warn_alike_names(classes: Sequence[object], owner: str) -> None:
+    """Warn of classes, as a rule one, whose names differ only in capital letters or in how accents are encoded."""
+    alike: dict[str, list[str]] = defaultdict(list)
+    for name in map(str, classes):
+        normal = unicodedata.normalize("NFKC", name)
+        # Two encodings of an accent look the same, so the characters of the other one are shown.
+        alike[normal.casefold()].append(name if name == normal else ascii(name))
+    pairs = [" and ".join(names) for names in alike.values() if len(names) > 1]
+    if pairs:
+        what = "has classes whose names differ only in capital letters or in how accents are encoded"
+        log.warning("%s %s: %s. If they are one class, give it one name.", owner, what, some_of(pairs, separator="; "))

@@ -12,8 +12,9 @@ import torch
 from datasets.base import HUB_PREFIX, ImageDataset, Samples, Source, distinct, part_of, parts_read
 from datasets.labels import ANY_LABEL, check_gaps, log_unused_outputs
 from utils.config.data import DataConfig
+from utils.config.kinds import AUTO
 from utils.errors import UserError, nearest
-from utils.log import log
+from utils.log import log, warn_once
 from vitamp.registry import own_named
 
 PLACES = {
@@ -74,6 +75,18 @@ def _open(
     else:
         samples = opened(data, part, num_classes)
     return Images(samples, data, train, seed)
+
+
+def open_test(data: DataConfig) -> Samples | None:
+    """The test split, to look at it; None without one of its own, and, with a warning, if it cannot be opened."""
+    if "test" not in distinct(_named(data).parts(data)) or data.PART not in (AUTO, "val"):
+        return None
+    try:
+        data = data.model_copy(update={"PART": "test"})
+        return open_dataset(data, False, ANY_LABEL, 0, torch.device("cpu")).single_images()
+    except UserError as error:
+        warn_once(f"The test split is not checked: {error}")
+        return None
 
 
 def count_classes(data: DataConfig, train: bool) -> int:
@@ -156,7 +169,7 @@ def warn_of_splits(data: DataConfig, train: Samples | None, validation: Samples 
     if data.EXCLUDE is not None:
         from datasets.exclude import warn_unmatched
 
-        warn_unmatched(data, (train, validation, *knn))
+        warn_unmatched(data, (train, validation, open_test(data), *knn))
     if data.RELABEL is not None and train is not None:
         from datasets.exclude import warn_unmatched_rows
 
@@ -192,7 +205,7 @@ def _check_fold(source: Source, data: DataConfig) -> None:
     if data.fold is not None and not source.is_unsplit(data):
         raise UserError(
             f"DATA.FOLD {data.fold}: the data set {source_of(data)} comes with its own validation split. Leave "
-            "DATA.FOLD out, or use class folders alone, one csv file, or tar files named neither train nor val."
+            "DATA.FOLD out, or use data that names no splits: class folders alone, one csv file, or tar files."
         )
 
 

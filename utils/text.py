@@ -21,6 +21,14 @@ def some_of(names: Sequence[object], most: int = 5, separator: str = ", ") -> st
     return separator.join(map(str, names[:most])) + more
 
 
+LINE_BREAKING = {code: ascii(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
+
+
+def one_line(name: str) -> str:
+    """A file's name with its control characters as escapes: it can neither forge a line of a log nor break a list."""
+    return name if name.isprintable() else name.translate(LINE_BREAKING)
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a table: columns two blanks apart, padded to their widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -24,6 +24,7 @@ from utils.cache import cache_folder, process_lock
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.log import log, warn_once
+from utils.text import one_line
 from vitamp.files import parse_json, write_atomically
 
 MANIFEST, CLASS_NAMES = "dataset.json", "classes.txt"
@@ -245,7 +246,7 @@ class ShardSamples(Samples):
 
     def name(self, index: int) -> str:
         row = int(self._rows[index])
-        return f"{self.store.root}/{self._index.files[self._index.shard[row]].name}/{self._index.name(row)}"
+        return one_line(f"{self.store.root}/{self._index.files[self._index.shard[row]].name}/{self._index.name(row)}")
 
     def size(self, index: int) -> int:
         return int(self._index.size[self._rows[index]])
@@ -318,7 +319,7 @@ def open_split(shards: ShardSet, data: DataConfig, part: Part, num_classes: int,
     wrong = np.flatnonzero((index.label < 0) | (index.label >= num_classes))
     for row in wrong[:1].tolist():
         where = f"{shards.store.root}/{index.files[index.shard[row]].name}: {index.name(row)}"
-        check_label(int(index.label[row]), num_classes, where)
+        check_label(int(index.label[row]), num_classes, one_line(where))
     rows = split_rows(index.label, data, part, shards.store.root) if shared else np.arange(len(index))
     return ShardSamples(shards, index, window, rows)
 

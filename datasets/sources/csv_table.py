@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import csv
 import io
+import logging
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from datasets.base import Part, Source, parts_read
+from datasets.base import Part, Source, part_of, parts_read
 from datasets.decoding import ENDINGS
 from datasets.labels import (
     ANY_LABEL,
@@ -18,14 +20,16 @@ from datasets.labels import (
     check_gaps,
     check_label,
     log_unused_outputs,
+    warn_alike_names,
     warn_empty_classes,
 )
 from datasets.sources.files import FileSamples, check_first_files, check_path, no_file, split_files
-from datasets.sources.split import no_such_part, parts_in_files
+from datasets.sources.split import SPLIT_NAMES, TRAIN, named_parts, no_such_part, parts_in_files
 from utils.config.data import DataConfig
 from utils.config.kinds import COLUMN
 from utils.errors import UserError, nearest
 from utils.log import log, warn_once
+from utils.text import one_line, some_of
 from vitamp.files import read_regular
 
 SEPARATORS = (";", "|", ",")
@@ -35,12 +39,15 @@ PATHS = ("path", "image_path", "image", "file", "filename")
 TARGETS = ("target", "label", "class")
 PLURALS = ("targets", "labels", "classes")
 """Names of the column that may hold several labels, besides TARGETS"""
+SPLITS = ("split", "set", "fold", "partition", "subset")
+"""Names of the column that may say which split an image of a single table is in"""
 table_name = "{}.csv".format
 """File name of the table of a split"""
 LAYOUT = """Expected layout:
   {root}/train.csv    a header such as path,target, then lines such as images/cat 1.jpg,cat
   {root}/val.csv    (or valid.csv, validation.csv, dev.csv; test.csv if there is one)
-or a single file, given as DATA.DATA_PATH and split by DATA.VAL_FRACTION: {root}/all.csv
+or a single file, given as DATA.DATA_PATH: {root}/all.csv
+It is split by its column split, which holds train, val or test; without one by DATA.VAL_FRACTION.
 Paths are relative to the file; a target is a name or a whole number from 0. With DATA.MULTI_LABEL=true
 a target is a list of any length, such as cat;dog, or every column but the path is a class and holds 0 or 1."""
 
@@ -166,40 +173,73 @@ def _check(data: DataConfig, num_classes: int, train: bool) -> None:
     classes = first.classes()
     log_unused_outputs(len(classes), num_classes, f"The table {first.file}")
     warn_empty_classes(files.labels, classes, f"The table {first.file}")
+    warn_alike_names(classes, f"The table {first.file}")
+    row_of: dict[str, tuple[_Table, int]] = {}
     for table in read:
         if table is not first:
             table.labelled(first, num_classes)
-        row_of: dict[str, int] = {}
-        for row, path in enumerate(table.paths if table.several else ()):
-            if {*table.sets[row_of.setdefault(path, row)]} != {*table.sets[row]}:
-                what = f"{table.where(row)}: {path} has other labels in line {table.numbers[row_of[path]]}."
-                raise UserError(f"{what} With DATA.MULTI_LABEL, a line has all labels of its image.")
+        for row, path in enumerate(table.paths):
+            other, before = row_of.setdefault(path, (table, row))
+            if {*other.sets[before]} != {*table.sets[row]}:
+                what = f"{table.where(row)}: {path} has other labels in {other.where(before)}."
+                raise UserError(f"{what} An image has one label, or, with DATA.MULTI_LABEL, all of them in one line.")
         check_first_files(table.file, table.paths, data)
 
 
-def _files(data: DataConfig) -> dict[Part, Path]:
-    """The file of each split, or one file for all."""
+def _files(data: DataConfig) -> dict[Part, tuple[Path, str]]:
+    """The file of each split, or one file for all. With it, the split's name in the file's column of splits, if any."""
     if data.DATA_PATH is None:
         raise UserError(f"DATA.DATASET csv needs DATA.DATA_PATH (-data_path). {LAYOUT.format(root='/data/cats')}")
     root = Path(data.DATA_PATH).expanduser()
     if root.is_file():
-        return {"all": root}
+        return {part: (root, name) for part, name in _splits_in(root, data).items()}
     parts = parts_in_files(root, data, table_name)
     if missing := next((part for part in ("train", "val") if part not in parts), None):
         problem = no_file(root / table_name(missing) if root.is_dir() else root)
         raise UserError(f"DATA.DATA_PATH (-data_path): {problem}. {LAYOUT.format(root=root)}")
-    return {part: root / file for part, file in parts.items()}
+    return {part: (root / file, "") for part, file in parts.items()}
 
 
-def _read_part(files: dict[Part, Path], part: Part, training: _Table, data: DataConfig) -> _Table:
+def _splits_in(file: Path, data: DataConfig) -> dict[Part, str]:
+    """The splits that a single table's column of splits names, and their names there; `all` without such a column."""
+    rows = _rows(file, data)
+    _, header = next(rows)
+    if (place := _split_column(header, data)) is None:
+        return {"all": ""}
+    line_of: dict[str, int] = {}
+    for number, fields in rows:
+        line_of.setdefault(_split_named(fields, place), number)
+    column = f"the column {header[place]!r}"
+    if TRAIN not in line_of or len(line_of) == 1:
+        if len(header) > 2 and not data.MULTI_LABEL:  # else it has the labels
+            what = f"{column} is not read as splits: it holds {some_of([*line_of])}, not train and val or test"
+            warn_once(f"{file}: {what}. DATA.GROUP={header[place]} keeps images of one value together.")
+        return {"all": ""}
+    if (wrong := next((name for name in line_of if name not in SPLIT_NAMES), None)) is not None:
+        raise UserError(f"{file}:{line_of[wrong]}: {column} holds {wrong!r}; it must hold train, val or test.")
+    names = [name for name in SPLIT_NAMES if name in line_of]
+    warn_once(f"{file}: {column} says which split an image is in: {', '.join(names)}.", logging.INFO)
+    return named_parts(names, file, part_of(data, False))
+
+
+def _split_column(header: list[str], data: DataConfig) -> int | None:
+    taken = (data.GROUP or "", *(name for _, name in re.findall(COLUMN, data.COLUMNS or "")))
+    columns = ["" if name in taken else name.casefold() for name in header]
+    return next((columns.index(name) for name in SPLITS if name in columns), None)
+
+
+def _split_named(fields: list[str], place: int) -> str:
+    return fields[place].casefold().removesuffix("ing") if place < len(fields) else ""  # training, testing
+
+
+def _read_part(files: dict[Part, tuple[Path, str]], part: Part, training: _Table, data: DataConfig) -> _Table:
     if part not in files:
-        raise no_such_part(part, training.file.parent)
+        raise no_such_part(part, data.DATA_PATH)
     return training if part == "train" else _read(files[part], data, training.separator)
 
 
-def _read(file: Path, data: DataConfig, separator: str | None = None) -> _Table:
-    """`separator`: of the training table's labels; None: this is it."""
-    paths, texts, numbers, groups = [], [], [], []
+def _rows(file: Path, data: DataConfig) -> Iterator[tuple[int, list[str]]]:
+    """Line number and fields of the header, then of each line that is not blank."""
     try:
         content = read_regular(file)
         try:
@@ -213,26 +253,41 @@ def _read(file: Path, data: DataConfig, separator: str | None = None) -> _Table:
         if delimiter != ",":
             warn_once(f"{file}: columns are separated by {delimiter!r}, as in its header.")
         rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-        header = [text.strip() for text in next(rows, [])]
-        path, targets = _places(file, header, data)
-        group = header.index(data.GROUP) if data.GROUP in header else None
-        last = max(path, *targets, group or 0)
+        header = [field.strip() for field in next(rows, [])]
+        yield 1, header
         for row in rows:
-            if not any(field.strip() for field in row):
-                continue
-            where = f"{file}:{rows.line_num}"
-            beyond = any(field.strip() for field in row[len(header) :])
-            if len(row) <= last or beyond:
+            fields = [field.strip() for field in row]
+            if any(fields[len(header) :]):
                 or_separate = " or separate labels by ';'" if data.MULTI_LABEL else ""
-                advice = f" Put fields with {delimiter!r} in quotes{or_separate}." if beyond else ""
-                raise UserError(f"{where} has {len(row)} fields; the header has {len(header)}.{advice}")
-            paths.append(check_path(row[path].strip(), where))
-            texts.append([row[place].strip() for place in targets])
-            numbers.append(rows.line_num)
-            if group is not None:
-                groups.append(row[group].strip())
+                advice = f"Put fields with {delimiter!r} in quotes{or_separate}."
+                raise UserError(f"{file}:{rows.line_num} has {len(row)} fields; the header has {len(header)}. {advice}")
+            if any(fields):
+                yield rows.line_num, fields
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"The table {file} cannot be read: {error}.") from None
+
+
+def _read(place: tuple[Path, str], data: DataConfig, separator: str | None = None) -> _Table:
+    """`place`: see `_files`. `separator`: of the training table's labels; None: this is it."""
+    file, split_name = place
+    rows = _rows(file, data)
+    _, header = next(rows)
+    split = _split_column(header, data) if split_name else None
+    path, targets = _places(file, header, data, split)
+    group = header.index(data.GROUP) if data.GROUP in header else None
+    last = max(path, *targets, group or 0)
+    paths, texts, numbers, groups = [], [], [], []
+    for number, fields in rows:
+        if split is not None and _split_named(fields, split) != split_name:
+            continue
+        where = f"{file}:{number}"
+        if len(fields) <= last:
+            raise UserError(f"{where} has {len(fields)} fields; the header has {len(header)}.")
+        paths.append(check_path(fields[path], where))
+        texts.append([one_line(fields[place]) for place in targets])
+        numbers.append(number)
+        if group is not None:
+            groups.append(fields[group])
     if not paths:
         raise UserError(f"{file} has no lines below its header. {LAYOUT.format(root=file.parent)}")
     columns = [header[place] for place in targets] if len(targets) > 1 else None
@@ -266,8 +321,8 @@ def _label_set(fields: list[str], table: _Table, where: str) -> tuple[str, ...]:
     return labels
 
 
-def _places(file: Path, header: list[str], data: DataConfig) -> tuple[int, list[int]]:
-    """Places of the column of paths, and of the one of labels, or of one per class.
+def _places(file: Path, header: list[str], data: DataConfig, split: int | None) -> tuple[int, list[int]]:
+    """Places of the column of paths, and of the one of labels, or of one per class. `split`: that of splits.
 
     With DATA.MULTI_LABEL and no column of labels, all columns but the path are classes. Two columns may have any names.
     """
@@ -279,7 +334,7 @@ def _places(file: Path, header: list[str], data: DataConfig) -> tuple[int, list[
         next((columns.index(name.casefold()) for name in names if name.casefold() in columns), None)
         for names in (paths, targets)
     )
-    own = [place for place in range(len(header)) if header[place] != data.GROUP]
+    own = [place for place in range(len(header)) if header[place] != data.GROUP and place != split]
     layout = LAYOUT.format(root=file.parent)
     advice = "Name the columns in a header, such as path,target, or with -columns file=NAME,label=NAME."
     if len(own) == 2 and None in (path, target) and not data.MULTI_LABEL and not given:
@@ -295,13 +350,12 @@ def _places(file: Path, header: list[str], data: DataConfig) -> tuple[int, list[
             f"{file} has no column {' or '.join(names)}; its columns are {', '.join(header) or 'none'}.{suggestion} "
             f"{advice} {layout}"
         )
-    if target is not None:
-        return path, [target]
-    classes = [place for place in own if place != path]
-    if len(classes) < 2:
+    classes = [place for place in own if place != path] if target is None else [target]
+    if target is None and len(classes) < 2:
         raise UserError(f"{file} has neither a column called {' or '.join(targets)} nor one column per class. {layout}")
-    if repeated := next((header[place] for place in classes if header.count(header[place]) > 1), None):
-        raise UserError(f"{file}: two columns are called {repeated!r}; give each class one column.")
+    names = header if target is None else columns  # classes may be a and A
+    if repeated := next((header[place] for place in (path, *classes) if names.count(names[place]) > 1), None):
+        raise UserError(f"{file}: two columns are called {repeated!r}; remove or rename one.")
     return path, classes
 
 

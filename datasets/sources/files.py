@@ -18,6 +18,7 @@ from datasets.sources.split import split_rows
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.log import log, warn_once
+from utils.text import one_line
 from vitamp.files import kind_of_path, only_regular, read_regular
 
 MOST_NAMES, MOST_KINDS = 2, 8
@@ -37,7 +38,7 @@ class SkippedFiles:
     def add(self, name: str, kind: str | None = None) -> None:
         """Add a file. `kind`: what to count it as, if not its extension."""
         kind = kind or os.path.splitext(name)[1].lower() or "no extension"
-        self._names.setdefault(kind, []).append(name)
+        self._names.setdefault(one_line(kind), []).append(one_line(name))
 
     def line(self) -> str:
         """'skipped .heic 3 (photo.heic, ...)'; '' for none."""
@@ -76,7 +77,7 @@ def images_below(
     except FileNotFoundError:  # a split may lack the folder of a class, which is then reported as empty
         return
     except OSError as error:
-        log.warning("Skipping the folder %s, which cannot be read: %s.", folder, error.strerror)
+        log.warning("Skipping the folder %s, which cannot be read: %s.", one_line(folder), error.strerror)
         return
     skipped = SkippedFiles() if skipped is None else skipped
     for name, is_folder, is_odd in names:
@@ -145,9 +146,15 @@ class FileSamples(Samples):
         self.paths = paths if isinstance(paths, PathTable) else PathTable(paths)
 
     def read(self, index: int) -> bytes:
-        return read_regular(self.name(index))
+        return read_regular(self._path(index))
 
     def name(self, index: int) -> str:
+        return one_line(self._path(index))
+
+    def size(self, index: int) -> int:
+        return os.stat(self._path(index)).st_size
+
+    def _path(self, index: int) -> str:
         return os.path.join(self.root, self.paths[index])
 
     def names(self) -> Iterator[bytes]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from datasets.base import TITLES, UNSPLIT, Part, Parts, Source, part_of, parts_read
 from datasets.decoding import ENDINGS
-from datasets.labels import check_class_count, log_unused_outputs, warn_empty_classes
+from datasets.labels import check_class_count, log_unused_outputs, warn_alike_names, warn_empty_classes
 from datasets.sources.files import (
     HIDDEN_FOLDER,
     FileSamples,
@@ -25,6 +25,7 @@ from datasets.sources.split import SPLIT_NAMES, TEST, TRAIN, VALIDATION_NAMES, n
 from utils.config.data import DataConfig
 from utils.errors import UserError, nearest
 from utils.log import log
+from utils.text import one_line
 
 LAYOUT = """Expected layout:
   {root}/train/<class>/image.jpg
@@ -86,6 +87,7 @@ def check(data: DataConfig, num_classes: int, train: bool) -> None:
             f"DATA.DATA_PATH (-data_path): {root} has one class, {classes[0]}, so there is nothing to learn: "
             f"{f'try -data_path {inner}' if below else instead}."
         )
+    warn_alike_names(classes, owner)
     log_unused_outputs(len(classes), num_classes, owner)
 
 
@@ -121,7 +123,7 @@ def class_files(folder: Path, classes: list[str]) -> FileSamples:
     skipped.warn(str(folder))
     paths = [f"{name}/{path}" for name, of_class in zip(classes, by_class, strict=True) for path in of_class]
     labels = np.repeat(np.arange(len(classes)), [len(of_class) for of_class in by_class])
-    return FileSamples(folder, paths, labels, classes)
+    return FileSamples(folder, paths, labels, [*map(one_line, classes)])
 
 
 def subfolders(folder: Path) -> list[str]:

@@ -13,6 +13,7 @@ from datasets.labels import check_class_count
 from utils.config.data import DataConfig
 from utils.errors import UserError
 from utils.own_code import OWN_ERRORS, own_lines
+from utils.text import one_line
 from vitamp.files import read_regular
 from vitamp.registry import Own, own_named
 
@@ -29,7 +30,7 @@ class OwnSamples(Samples):
 
     def name(self, index: int) -> str:
         image = self._images[index]
-        return image if isinstance(image, str) else f"{self._name} {index}"
+        return one_line(image) if isinstance(image, str) else f"{self._name} {index}"
 
     def size(self, index: int) -> int:
         image = self._images[index]

@@ -108,6 +108,24 @@ def test_the_commands_it_names_remove_the_copies(icons: Path, vitamp: Vitamp, tm
     assert json.loads((tmp_path / "again/data.json").read_text())["images"] == {"training": 53, "validation": 13}
 
 
+def test_the_test_split_is_counted_and_its_copies_are_named(icons: Path, vitamp: Vitamp, tmp_path: Path) -> None:
+    for index in range(4):
+        write(icons / f"test/bell/{index}.png", 5000 + index)
+    shutil.copy(icons / "train/cog/1.png", icons / "test/bell/4.png")
+    shutil.copy(icons / "test/bell/0.png", icons / "val/bell/test0.png")
+    done = lines(icons, tmp_path / "run", vitamp)
+    assert "Data: 56 training, 14 validation, 5 test images in 3 classes" in done.out
+    for other, original, copy in (("training", "train/cog/1", "4"), ("validation", "val/bell/test0", "0")):
+        text = f"Copies of {other} images, on which a model does better than on new ones: 1 of 5 test images. "
+        assert f"{text}{icons}/test/bell/{copy}.png has the bytes of {icons}/{original}.png." in done.err
+    told = json.loads((tmp_path / "run/data.json").read_text())
+    assert {title: one["found"] for title, one in told["copies_in_test"].items()} == {"training": 1, "validation": 1}
+    (icons / "test/unknown").mkdir()
+    write(icons / "test/unknown/0.png", 1)
+    again = lines(icons, tmp_path / "again", vitamp)
+    assert f"The test split is not checked: {icons}/test/unknown: the training split" in again.err
+
+
 def test_check_changes_no_number_and_can_be_off(icons: Path, vitamp: Vitamp, tmp_path: Path) -> None:
     for how in ("quick", "full", "off"):
         done = lines(icons, tmp_path / how, vitamp, f"DATA.CHECK={how}")

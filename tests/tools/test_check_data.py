@@ -406,19 +406,42 @@ def test_fix_removes_from_training_what_validation_has(check: Check, leaks: Path
     done, told = check(leaks, "-fix", listed, code=1)
     near = {Path(one["name"]).name: one["about"] for one in told["defects"]["nearly_in_both_parts"]}
     assert set(near) == {f"leak{number}.png" for number in range(len(CHANGES))}
-    assert near["leak0.png"].endswith("val/ant/0.png, but bee instead of ant")
-    assert near["leak1.png"].endswith("val/bee/1.png")
+    assert near["leak0.png"].endswith("val/ant/0.png in the validation split, but bee instead of ant")
+    assert near["leak1.png"].endswith("val/bee/1.png in the validation split")
     assert [Path(one["name"]).name for one in told["notes"]["nearly_duplicate"]] == ["again.jpg"]
     assert [Path(one["name"]).name for one in told["notes"]["of_one_colour"]] == ["white.png"]
     assert told["notes"]["tiny_classes"] == ["few (2)"]
-    assert "1 training images: also in validation, byte for byte" in done.out
-    assert "nearly the same as a validation image stay: look at them, then add -near -overwrite" in done.out
+    assert "1 training images: also in another split, byte for byte" in done.out
+    assert "nearly the same as one of another split stay: look at them, then add -near -overwrite" in done.out
     assert lines_of(listed) == {"train/bee/exact.png"}
     done, _ = check(leaks, "-fix", near_too, "-near", code=1)
-    assert f"{len(CHANGES)} training images: nearly the same as an image in validation" in done.out
+    assert f"{len(CHANGES)} training images: nearly the same as one of another split" in done.out
     assert "add -near" not in done.out
     assert lines_of(near_too) == {"train/bee/exact.png", *(f"train/bee/{name}" for name in near)}
     check(leaks, f"DATA.EXCLUDE={near_too}")
+
+
+def test_copies_of_test_images_are_found_in_each_other_split(check: Check, tree: Path, tmp_path: Path) -> None:
+    for number in range(6):
+        (place := tree / "test" / CLASSES[number % 3]).mkdir(parents=True, exist_ok=True)
+        picture(200, 180, 900 + number).save(place / f"{number}.jpg")
+    (tree / "test/cat/5.jpg").write_text("broken")
+    for name, split in (("ant/0", "train"), ("bee/1", "val")):
+        shutil.copy(tree / f"test/{name}.jpg", tree / split / f"{name}_copy.jpg")
+    for name, split in (("cat/2", "train"), ("ant/3", "val")):
+        Image.open(tree / f"test/{name}.jpg").resize((100, 90)).save(tree / split / f"{name}_near.jpg")
+    listed = tmp_path / "fix.txt"
+    done, found = check(tree, "-fix", listed, "-near", code=1)
+    assert found["classes"]["test"] == dict.fromkeys(CLASSES, 2)
+    assert "Test split: 6 images in 3 classes" in done.out
+    assert names(found["defects"]["unreadable"]) == ["test/cat/5.jpg"]
+    assert names(found["defects"]["in_both_parts"]) == ["train/ant/0_copy.jpg", "val/bee/1_copy.jpg"]
+    assert sorted(names(found["defects"]["nearly_in_both_parts"])) == ["train/cat/2_near.jpg", "val/ant/3_near.jpg"]
+    assert "val/bee/1_copy.jpg: the same bytes as test/bee/1.jpg in the test split" in done.out
+    assert lines_of(listed) == {"test/cat/5.jpg", "train/ant/0_copy.jpg", "train/cat/2_near.jpg"}
+    done, _ = check(tree, f"DATA.EXCLUDE={listed}", code=1)
+    assert "DEFECT: in two splits: 1\n" in done.out
+    assert "match no image" not in done.err, "a line may name a test image"
 
 
 def test_fix_removes_no_image_for_a_table_that_names_it_twice(check: Check, tree: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@
     python scripts/check_data.py -cfg configs/vit_base_patch16_224.yaml -data_path /data/imagenet -fix exclude.txt
 
 Defects: unreadable and damaged images, labels out of range, classes without training images, duplicates (equal bytes),
-images that are in both splits, or nearly so (encoded again, resized).
+images that are in two splits, or nearly so (encoded again, resized). The test split is checked too, if there is one.
 Notes: near duplicates within a split, images of one colour, tiny classes, classes without validation images, images
 that must be converted, and images smaller than IMAGE_SIZE.
 Exit codes: 0 no defects, 1 defects or an unfinished check, 2 anything wrong with the command or the data set.
@@ -32,10 +32,10 @@ OWN = (
     Flag(
         "fix",
         "write a list for DATA.EXCLUDE: unreadable and damaged images, and training images that are duplicates, have "
-        "conflicting labels, or are in validation too",
+        "conflicting labels, or are in another split too",
         "FILE",
     ),
-    Flag("near", "-fix: list training images that are nearly the same as a validation image too; look at them first"),
+    Flag("near", "-fix: list training images that are nearly the same as one of another split too; look at them first"),
     Flag("json", "write all findings as JSON", "FILE"),
     OVERWRITE,
 )
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     import torch
 
-    from datasets import auto_workers, open_dataset, warn_of_splits
+    from datasets import auto_workers, open_dataset, open_test, warn_of_splits
     from datasets.labels import ANY_LABEL
     from datasets.sources.split import TooFewToSplit
     from tools.check_data import findings as report
@@ -67,6 +67,8 @@ def main(argv: list[str]) -> int:
             samples[title] = split.single_images()
         except TooFewToSplit as error:
             log.warning("%s Here all images are checked as training images.", error)
+    if (test := open_test(data)) is not None:
+        samples["test"] = test
     warn_of_splits(data, samples["training"], samples.get("validation"))
     workers = auto_workers(given=data.NUM_WORKERS)
     splits = []
@@ -85,9 +87,9 @@ def main(argv: list[str]) -> int:
             write_atomically(fix, content)
         how = f"; to exclude them, add DATA.EXCLUDE={fix}" if count else ""
         advice.append(f"{counted(count, 'image')} to exclude{how}")
-    if report.NEAR_OVERLAP in findings.defects and not line.asked.near:
+    if not line.asked.near and any(one.split == "training" for one in findings.defects[report.NEAR_OVERLAP]):
         way = "-near -overwrite" if fix else "-fix FILE -near"
-        advice.append(f"Images that are nearly the same as a validation image stay: look at them, then add {way}.")
+        advice.append(f"Images that are nearly the same as one of another split stay: look at them, then add {way}.")
     log.info(report.text(findings, data, advice))
     if json_file is not None:
         with writing(json_file, "-json"):

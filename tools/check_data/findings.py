@@ -314,7 +314,8 @@ class _Image(NamedTuple):
         """Finding of this image, which has the bytes of `other`, or nearly its pixels."""
         labels = "" if self.label == other.label else f", but {self.label} instead of {other.label}"
         name = other.split.samples.name(other.number)
-        return self.found(f"{alike} {name}{labels}", copy_of=name)
+        where = "" if self.split is other.split else f" in the {other.split.title} split"
+        return self.found(f"{alike} {name}{where}{labels}", copy_of=name)
 
 
 def find_problems(splits: list[Split], num_classes: int, image_size: int) -> Findings:
@@ -351,13 +352,12 @@ def find_problems(splits: list[Split], num_classes: int, image_size: int) -> Fin
                 other = next(one for one in same if one.label != copy.label)
                 findings.defects[CONFLICTS].append(copy.copy_of(other))
             continue
-        # One is spared, in validation first.
+        # One is spared, in the last split.
         by_split = [list(of_split) for _, of_split in itertools.groupby(same, key=lambda copy: copy.split.title)]
         for first, *later in by_split:
             findings.defects[DUPLICATES] += [copy.copy_of(first) for copy in later]
-        if len(by_split) == 2:
-            training, validation = by_split
-            findings.defects[OVERLAP] += [copy.copy_of(validation[0]) for copy in training]
+        for of_split in by_split[:-1]:
+            findings.defects[OVERLAP] += [copy.copy_of(by_split[-1][0]) for copy in of_split]
     _add_near(findings, splits)
     return findings
 
@@ -386,7 +386,7 @@ def _counts(splits: list[Split], num_classes: int) -> dict[str, dict[str, int]]:
 def _add_near(findings: Findings, splits: list[Split]) -> None:
     """Images that are nearly the same, though not byte for byte; of byte-identical ones, one stands for all.
 
-    Validation comes first, so that an image of the training split is reported as a copy of one in validation.
+    The last split comes first, so that an image of the training split is reported as a copy of one in validation.
     """
     by_digest: dict[bytes, _Image] = {}
     for split in reversed(splits):
@@ -425,8 +425,8 @@ HEADINGS = {
     LABELS: "labels out of range",
     CONFLICTS: "the same bytes with different labels",
     DUPLICATES: "duplicates within a split",
-    OVERLAP: "in the training and in the validation split",
-    NEAR_OVERLAP: "nearly the same in the training and in the validation split (encoded again, resized)",
+    OVERLAP: "in two splits",
+    NEAR_OVERLAP: "nearly the same in two splits (encoded again, resized)",
     NEAR_DUPLICATES: "nearly the same within a split",
     FLAT_IMAGES: "of one colour; if they should not be, see DATA.BACKGROUND",
     MODES: "stored in another colour mode; converted when read (transparent images by DATA.BACKGROUND)",
@@ -497,8 +497,8 @@ def as_json(findings: Findings) -> dict[str, Any]:
 REASONS = {
     UNREADABLE: "cannot be read",
     DAMAGED: "damaged",
-    OVERLAP: "also in validation, byte for byte",
-    NEAR_OVERLAP: "nearly the same as an image in validation",
+    OVERLAP: "also in another split, byte for byte",
+    NEAR_OVERLAP: "nearly the same as one of another split",
     CONFLICTS: "copies with different labels, of which none is known to be right",
     DUPLICATES: "duplicates",
 }
@@ -508,8 +508,8 @@ REASONS = {
 def exclude_list(findings: Findings, splits: list[Split], data: DataConfig, near: bool) -> tuple[str, str, int]:
     """Content of the exclude list; what it removes and why, one line per split and reason; and how many images.
 
-    Images that are nearly the same as one in validation are removed if `near`. Duplicates are removed from the training
-    split alone, so that results on the validation split stay comparable.
+    Images that are nearly the same as one of another split are removed if `near`. Copies are removed from the training
+    split alone, so that results on the other splits stay comparable.
     Lines of the current DATA.EXCLUDE stay, since those images were not checked.
     Images with storage errors are comments, because the storage may return later.
     """

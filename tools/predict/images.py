@@ -25,6 +25,7 @@ from tools.common.output_file import writing
 from tools.common.tables import shown
 from utils.errors import EXIT_DONE, EXIT_FAILED, TrainingError, UserError
 from utils.log import log
+from utils.text import one_line
 from vitamp.files import replacing
 from vitamp.metrics import ONE_LABEL
 from vitamp.pooling import check_pool
@@ -60,7 +61,7 @@ def predict_images(
                 if index == PADDING or result is None:
                     reason = unread.pop(row).reason if row in unread else not_finite
                     failed.append(paths[row])
-                    log.warning("%s cannot be predicted: %s", paths[row], reason)
+                    log.warning("%s cannot be predicted: %s", one_line(paths[row]), reason)
                     yield paths[row], None, reason
                 else:
                     yield paths[row], result, ""

@@ -13,6 +13,7 @@ from datasets.base import Samples
 from datasets.exclude import Remaining, line_of, warn_unmatched
 from tests.datasets.layouts import lay_out
 from tests.datasets.opened import CPU, part, settings
+from tests.program import Vitamp, save_image
 from tools.check_labels.search import Suspect, open_images, rows_of
 from utils.config import Config
 from utils.errors import UserError
@@ -130,3 +131,28 @@ def test_missing_exclude_file_is_refused_before_the_run(listed: Path) -> None:
 def test_exclude_of_all_images_is_refused(names) -> None:
     with pytest.raises(UserError, match="all 7 images of a split"):
         names("\n".join(f"val/{i}.png" for i in range(7)))
+
+
+def test_names_with_line_breaks_are_one_line_of_log_and_lists(tmp_path: Path, vitamp: Vitamp, tiny: Path) -> None:
+    data, run = tmp_path / "data", tmp_path / "run"
+    for number in range(12):
+        save_image(data / ("val" if number < 4 else "train") / "ab"[number % 2] / f"{number}.jpg", number)
+    save_image(data / "train/a/y\nval.jpg", 99)
+    (data / "train/a/x\nDone: forged\r\x85.jpg").write_bytes(b"no image")
+    (data / "train/a/z.a\nforged").touch()
+    words = ("-cfg", tiny, "-dataset", "imagefolder", "-data_path", data, "-num_classes", 2, "DATA.IMAGE_CHANNELS=3")
+    words = (*words, "-batch_size", 2, "TRAIN.MAX_UPDATES=5", "DATA.DROP_LAST=false")
+    first = vitamp(*words, "-output", run, "DATA.MAX_BAD=1", code=0)
+    assert "a/x\\nDone: forged\\r\\x85.jpg cannot be read: not an image in a known format" in first.err
+    assert "skipped .a\\nforged 1 (z.a\\nforged)" in first.err
+    assert "\nDone: forged" not in first.text
+    assert "\nforged" not in first.text
+    listed = (run / "broken.txt").read_text()
+    assert listed == "train/a/x\\nDone: forged\\r\\x85.jpg  # not an image in a known format\n"
+    again = vitamp(*words, "-output", tmp_path / "again", f"DATA.EXCLUDE={run / 'broken.txt'}", code=0)
+    assert "Data: 9 training, 4 validation images" in again.out
+    assert "cannot be read" not in again.err
+    assert "match no image" not in again.err
+    relabelled = settings(DATASET="imagefolder", DATA_PATH=str(data), EXCLUDE=str(run / "broken.txt"))
+    (tmp_path / "list.csv").write_text("path,given,proposed,decision\n" + "train/a/y\\nval.jpg,a,b,drop\n")
+    assert len(part(relabelled.model_copy(update={"RELABEL": str(tmp_path / "list.csv")}))) == 8

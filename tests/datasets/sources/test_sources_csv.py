@@ -139,6 +139,8 @@ def test_columns_that_are_not_there_or_not_of_a_table_are_refused(table: Callabl
         ("path,target\n/etc/passwd,cat\n", "train.csv:2: /etc/passwd leads out of the data folder"),
         ("path,target\na/../../x.png,cat\n", "train.csv:2: a/../../x.png leads out of the data folder"),
         ("path,target\n0.png,cat\nno.png,cat\n", "train.csv names no.png, but there is no file"),
+        ("path,Label,label\n0.png,cat,ant\n", "train.csv: two columns are called 'Label'; remove or rename"),
+        ("path,target\n0.png,cat\n1.png,ant\n0.png,ant\n", "train.csv:4: 0.png has other labels in"),
         ('path,target\n"0.png,cat\n', "train.csv cannot be read: unexpected end of data"),
         ("path,target\n" + "".join(f"0.png,c{k}\n" for k in range(11)), "11 classes, but MODEL.NUM_CLASSES is 10"),
     ],
@@ -254,7 +256,7 @@ def test_each_separator_is_recognised_in_the_training_table(
 ) -> None:
     targets = [f"ant{separator}cow", "", "bee", f"cow{separator}bee"]
     again = f'3.png,"bee{separator}cow"\n'  # the labels of the last line, in another order
-    root = two(table, rows([f'"{target}"' for target in targets]) + again, rows([f'"bee{separator}ant"']))
+    root = two(table, rows([f'"{target}"' for target in targets]) + again, rows([f'"bee{separator}ant"'], first=4))
     data = of_csv(root, MULTI_LABEL=True)
     assert label_rows(data, True) == [[1, 0, 1], [0, 0, 0], [0, 1, 0], [0, 1, 1], [0, 1, 1]]
     assert label_rows(data, False) == [[1, 1, 0]]
@@ -271,7 +273,7 @@ def test_lines_with_a_part_of_the_labels_are_refused_and_lists_of_words_warned_o
     assert "are separated by" not in said.text
     for name, line in (("val.csv", 3), ("train.csv", 4)):
         (root / name).write_text((root / name).read_text() + "0.png,ant cow\n")
-        with pytest.raises(UserError, match=rf"{name}:{line}: .* has other labels in line 2\. With DATA\.MULTI_LABEL"):
+        with pytest.raises(UserError, match=rf"{name}:{line}: .* has other labels in .*csv:2\. An image has one label"):
             check_dataset(of_csv(root, MULTI_LABEL=True), 2)
     with pytest.raises(UserError, match=r"DATA\.GROUP who: no column of .*train\.csv, which comes with its own val"):
         check_dataset(of_csv(root, MULTI_LABEL=True, GROUP="who"), 2)
@@ -305,3 +307,55 @@ def test_a_table_of_one_class_is_not_trained_on(table: Callable[..., Path], vita
     place = table(rows(["cat"] * 12))
     done = vitamp("-data_path", place, "-num_classes", "auto", code=2)
     assert f"csv in {place} has one class, so there is nothing to learn" in done.err
+
+
+def test_labels_below_0_are_named_before_classes_are_counted(table: Callable[..., Path], vitamp: Vitamp) -> None:
+    place = table(rows(["0", "-1", "0"]))
+    done = vitamp("-data_path", place, "-num_classes", "auto", code=2)
+    assert f"{place}:3: the label -1 is below 0; labels are whole numbers from 0" in done.err
+
+
+def test_a_column_of_splits_splits_a_single_table(
+    tmp_path: Path, table: Callable[..., Path], vitamp: Vitamp, tiny: Path
+) -> None:
+    lines = ["cat,Train", "bee,test", "cat,val", "bee,training", "bee,val", "cat,train"]
+    place = table(rows(lines, header="path,label,split"))
+    words = ("-dataset", "csv", "-data_path", place, "-num_classes", "auto", "-batch_size", 2, "DATA.IMAGE_CHANNELS=3")
+    done = vitamp("-cfg", tiny, *words, "-output", tmp_path / "run", "TRAIN.MAX_UPDATES=1", code=0)
+    assert f"{place}: the column 'split' says which split an image is in: train, val, test." in done.out
+    assert "csv: 3 training and 2 validation images of 8 x 8 x 3, 2 classes\n" in done.out
+    data = of_csv(place)
+    assert parts(data) == [[("0.png", 1), ("3.png", 0), ("5.png", 1)], [("2.png", 1), ("4.png", 0)]]
+    test = open_dataset(data.model_copy(update={"PART": "test"}), False, 2, 0, CPU)
+    assert test.sample_labels().tolist() == [0]
+    several = of_csv(table(rows(["1,0,train", "0,1,val"], header="path,ant,bee,Set")), MULTI_LABEL=True)
+    assert label_rows(several, False, classes=2) == [[0, 1]]
+
+
+def test_a_column_with_other_values_than_splits_is_refused_or_warned_of(
+    table: Callable[..., Path], said: pytest.LogCaptureFixture
+) -> None:
+    place = table(rows(["cat,train", "bee,val", "cat,"], header="path,label,subset"))
+    with pytest.raises(UserError, match=r"all.csv:4: the column 'subset' holds ''; it must hold train, val or test"):
+        check_dataset(of_csv(place), 2)
+    check_dataset(
+        of_csv(table(rows([f"{name},{k % 2}" for k, name in enumerate(ANIMALS)], header="path,label,fold"))), 3
+    )
+    assert (
+        "the column 'fold' is not read as splits: it holds 0, 1, not train and val or test. DATA.GROUP=fold"
+        in said.text
+    )
+
+
+def test_class_names_that_differ_by_case_or_encoding_are_warned_of(
+    tmp_path: Path, table: Callable[..., Path], said: pytest.LogCaptureFixture
+) -> None:
+    names = ["Cat", "cat", "caf\u00e9", "cafe\u0301", "bee"]
+    check_dataset(of_csv(table(rows(names * 2))), 5)
+    for name in names[:2]:
+        image(tmp_path / "folders" / name / "0.png", 1)
+        image(tmp_path / "folders" / name / "1.png", 2)
+    check_dataset(settings(DATASET="imagefolder", DATA_PATH=str(tmp_path / "folders")), 2)
+    table_, folders = [line for line in said.messages if "differ only in capital letters" in line]
+    assert "are encoded: Cat and cat; 'cafe\\u0301' and caf\u00e9. If they are one class" in table_
+    assert "Cat and cat. If" in folders

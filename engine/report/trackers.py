@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,13 +33,22 @@ if TYPE_CHECKING:
 
 LONGEST_TAG = 64
 """Characters; the service takes no longer one."""
+MOST_PARAMETERS = 100
+"""MLflow's limit for one request"""
+MLFLOW_DEFAULTS = {
+    # Its own are two minutes and seven retries, for which training would wait.
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+"""Environment variables of mlflow that are set unless the user has set them"""
 
 
 def check_project(key: str, name: str) -> None:
     """Refuse what the service would refuse only once training has begun."""
     package = key.lower()
     # Not an import, which would take a folder of its name, as wandb makes, for the package.
-    if not versions(package):
+    if not versions(package, f"{package}-skinny"):  # the smaller package of MLflow sends to a server
         raise UserError(
             f"{key} {name}: the package {package} is not installed. Run: pip install {package}   or leave {key} out."
         )
@@ -91,14 +101,10 @@ class MlflowRun:
     """A run of MLflow, with the methods of one of Weights & Biases."""
 
     def __init__(self, config: Config, folder: Path, name: str | None, settings: dict[str, Any]) -> None:
-        # Its own are two minutes and seven retries, for which training would wait.
-        for key, value in (
-            ("HTTP_REQUEST_TIMEOUT", "10"),
-            ("HTTP_REQUEST_MAX_RETRIES", "2"),
-            ("DISABLE_TELEMETRY", "1"),
-        ):
-            os.environ.setdefault(f"MLFLOW_{key}", value)
+        for key, value in MLFLOW_DEFAULTS.items():
+            os.environ.setdefault(key, value)
         mlflow, project = importlib.import_module("mlflow"), str(config.MLFLOW)
+        self._metric, parameter = mlflow.entities.Metric, mlflow.entities.Param
         for package in ("mlflow", "alembic"):
             logging.getLogger(package).setLevel(logging.WARNING)  # they report how a new store's tables are made
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.resolve() / 'mlflow.db'}"
@@ -111,13 +117,15 @@ class MlflowRun:
             experiment = found.experiment_id if found else self._client.create_experiment(project)
             tags = {"precision": settings["precision"], "tag": config.TAG or ""}
             self.id: str = self._client.create_run(experiment, tags=tags, run_name=folder.name).info.run_id
-            for key, value in values_by_key(config).items():  # of the first start: MLflow does not change them
-                self._client.log_param(self.id, key, redacted(str(value)))
+            parameters = [parameter(key, redacted(str(value))) for key, value in values_by_key(config).items()]
+            for first in range(0, len(parameters), MOST_PARAMETERS):  # of the first start: they cannot change there
+                self._client.log_batch(self.id, params=parameters[first : first + MOST_PARAMETERS])
         log.info("MLflow: the metrics go to the experiment %s in %s", project, redacted(uri))
 
     def log(self, values: dict[str, float]) -> None:
-        for name in values.keys() - {"update"}:
-            self._client.log_metric(self.id, name, values[name], step=int(values["update"]))
+        now, step = int(1000 * time.time()), int(values["update"])
+        metrics = [self._metric(name, value, now, step) for name, value in values.items() if name != "update"]
+        self._client.log_batch(self.id, metrics=metrics)
 
     def _log_best(self, best: dict[str, float]) -> None:
         self.log({**best, "update": best["best/update"]})

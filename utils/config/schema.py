@@ -88,8 +88,8 @@ class DistConfig(Section):
         excludes(
             "DIST.STRATEGY=fsdp",
             "AMP.LEVEL=O2|NAIVE",
-            why="the copies and shards there are not supported",
-            do="use ddp, O1",
+            why="it is not supported there",
+            do="use ddp and O1",
         ),
         excludes("AMP.AUTO_FP32", why="its updates are not replayed", do="set AMP.FP32_MODULES"),
     )

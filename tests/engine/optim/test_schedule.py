@@ -61,7 +61,7 @@ def test_cosine_after_warmup(on_device: bool) -> None:
 @pytest.mark.parametrize("name", ["cosine", "wsd"])
 @pytest.mark.parametrize("on_device", [False, True])
 def test_cooldown_stays_at_the_last_rate(name: str, on_device: bool) -> None:
-    both = {"LR_SCHEDULER": SchedulerConfig(NAME=name)}
+    both = {"LR_SCHEDULER": SchedulerConfig.model_validate({"NAME": name})}
     made, optimizer = schedule(on_device, **both, **{**COSINE, "NUM_EPOCHS": 9}, COOLDOWN_EPOCHS=3)
     seen = rates_of(made, optimizer, 45, on_device)
     assert seen[:30] == rates_of(*schedule(on_device, **both, **COSINE), updates=30, on_device=on_device)

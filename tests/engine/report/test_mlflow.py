@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,11 +37,9 @@ class Client:
         self.calls.append(("run", experiment, tags, run_name))
         return SimpleNamespace(info=SimpleNamespace(run_id="made"))
 
-    def log_param(self, run: str, key: str, value: str) -> None:
-        self.calls.append((run, key, value))
-
-    def log_metric(self, run: str, name: str, value: float, step: int) -> None:
-        self.calls.append((run, name, value, step))
+    def log_batch(self, run: str, params: Sequence[Any] = (), metrics: Sequence[Any] = ()) -> None:
+        assert len(params) <= 100
+        self.calls += [(run, *one) for one in (*params, *metrics)]
 
     def update_run(self, run: str, status: str) -> None:
         self.calls.append((run, status))
@@ -51,7 +50,9 @@ class Client:
 def test_settings_and_metrics_reach_one_run_also_after_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=Client))  # pyright: ignore[reportArgumentType]
+    entities = SimpleNamespace(Param=lambda *one: one, Metric=lambda name, value, _, step: (name, value, step))
+    fake: Any = SimpleNamespace(MlflowClient=Client, entities=entities)
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     Client.calls = calls = []
     config = Config(MLFLOW="mine", TAG="first")

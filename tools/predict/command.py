@@ -144,7 +144,8 @@ def main(argv: list[str]) -> int:
 def _check(line: command_line.ToolLine) -> None:
     asked = line.asked
     asked.models = [asked.path]
-    while asked.images and is_model(Path(asked.images[0]).expanduser()):
+    # Where the first is no model, an error that names it follows.
+    while asked.images and all(_is_model(path) for path in (asked.path, Path(asked.images[0]))):
         asked.models.append(Path(asked.images.pop(0)))
     if bool(asked.images) == bool(asked.part):
         if asked.part:
@@ -165,7 +166,8 @@ def _check(line: command_line.ToolLine) -> None:
     asked.features = line.file("features", ".npz")
 
 
-def is_model(path: Path) -> bool:
+def _is_model(path: Path) -> bool:
+    path = path.expanduser()
     return path.suffix == ".safetensors" or is_run_folder(path) or (path / META).is_file()
 
 

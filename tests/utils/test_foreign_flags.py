@@ -133,6 +133,7 @@ def test_flags_and_values_of_tools_that_are_gone_say_so(vitamp: Vitamp) -> None:
         ("momentun=0.8", "Did you mean TRAIN.OPTIMIZER.MOMENTUM=0.8?"),
         ("box=7.5", "Settings have the form KEY=VALUE"),
         ("trainer.max_epochs=3", "needs its file: -use FILE. Did you mean -epochs?"),
+        ("optimizer.lr=3", "needs its file: -use FILE. Did you mean -lr?"),
     ],
 )
 def test_words_of_other_programs_get_the_right_hint_or_none(vitamp: Vitamp, word: str, advice: str) -> None:

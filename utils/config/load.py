@@ -93,8 +93,9 @@ def load_config(
         elif own:
             from utils.foreign_flags import by_table
 
-            name, _, value = own[0].partition("=")
-            advice = by_table(name.rpartition(".")[2], value, BY_NAME)
+            key, _, value = own[0].partition("=")
+            name = key.rpartition(".")[2]  # of another program, such as trainer.max_epochs=3
+            advice = f" Did you mean -{name}?" if name in BY_NAME else by_table(name, value, BY_NAME)
             problems.append(
                 f"{typed.name}: {own[0]}: no such setting; one of your own code needs its file: -use FILE.{advice}"
             )

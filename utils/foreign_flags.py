@@ -25,8 +25,8 @@ TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="u
 INSTEAD: dict[str, list[str]] = TABLE["instead"]
 ABSENT: dict[str, list[str]] = TABLE["absent"]
 GONE: dict[str, list[str]] = TABLE["gone"]
-CLOSE = 0.7
-"""Similarity from which a flag or word is taken for a misspelt one of ours: a wrong suggestion is worse than none."""
+CLOSE, CLOSE_WORD = 0.7, 0.85
+"""Similarity from which a flag, or a KEY=VALUE word, is taken for one of ours: a wrong suggestion is worse than none"""
 ANY_VALUE = "..."
 """After `KEY=`: the value of the other program means something else here."""
 
@@ -161,7 +161,7 @@ def unrecognised(text: str, before: Flag | None, known: Mapping[str, Flag], take
 
 def _similar_setting(key: str, value: str) -> str:
     names = [one.rpartition(".")[2] for one in settings()]
-    return suggest(key.upper()).replace("?", f"={value}?") if closest(key.rpartition(".")[2], names, CLOSE) else ""
+    return suggest(key.upper()).replace("?", f"={value}?") if closest(key.rpartition(".")[2], names, CLOSE_WORD) else ""
 
 
 def amp_advice(value: str) -> str:

@@ -85,12 +85,12 @@ class InMemory(ImageDataset):
         self.labels = torch.from_numpy(samples.labels).to(device)
         self.squeezed = not cropped or train or data.CROP == "none"
         self.margin = PAD if train and cropped and data.CROP == "pad" else 0
-        self.flip = data.FLIP if train and cropped else 0.0
-        self.crops = self.margin > 0 or self.flip > 0
+        self.flip, self.vertical_flip = (data.FLIP, data.VERTICAL_FLIP) if train and cropped else (0.0, 0.0)
+        self.crops = self.margin > 0 or self.flip > 0 or self.vertical_flip > 0
         self.affine = BatchAffine(data, device) if train and data.has_affine else None
         self._transforms: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
-        """Epoch -> random transforms, one row per sample: top and left edge of the crop, and 1 for a mirrored image;
-        `BatchAffine.matrices`. None where the settings turn a kind off."""
+        """Epoch -> random transforms, one row per sample: top and left edge of the crop, 1 for a mirrored image and 1
+        for one upside down; `BatchAffine.matrices`. None where the settings turn a kind off."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -122,12 +122,13 @@ class InMemory(ImageDataset):
             crops, matrices = self._transforms_of(keys[0][0])
             if crops is not None:  # pad with a black margin, crop each image to its size at its own place, mirror some
                 side = images.shape[-1]
-                top, left, mirrored = crops[chosen][:, :, None].unbind(1)
+                top, left, mirrored, turned = crops[chosen][:, :, None].unbind(1)
                 if self.margin:
                     images = torch.nn.functional.pad(images, (self.margin,) * 4)
                 places = torch.arange(side, device=images.device)
                 columns = left + torch.where(mirrored > 0, side - 1 - places, places)
-                pixels = ((top + places)[:, :, None] * images.shape[-1] + columns[:, None, :]).flatten(1)
+                rows = top + torch.where(turned > 0, side - 1 - places, places)
+                pixels = (rows[:, :, None] * images.shape[-1] + columns[:, None, :]).flatten(1)
                 images = images.flatten(2).gather(2, pixels[:, None].expand(-1, images.shape[1], -1))
                 images = images.unflatten(2, (side, side))
             if self.affine is not None and matrices is not None:
@@ -146,12 +147,14 @@ class InMemory(ImageDataset):
         crops = matrices = None
         columns = BatchAffine.COLUMNS
         if self.crops or self.affine is not None:
-            uniform = sample_table(self.seed, epoch, len(self), columns + 3 * self.crops)
+            turns = self.vertical_flip > 0  # only then with a column more, which would change all other numbers
+            uniform = sample_table(self.seed, epoch, len(self), columns + 3 * self.crops + turns)
             if self.affine is not None:
                 matrices = self.affine.matrices(uniform[:, :columns]).to(self.device, non_blocking=True)
             if self.crops:
                 edges = (uniform[:, columns : columns + 2] * (2 * self.margin + 1)).astype(np.int64)
-                crops = torch.from_numpy(np.c_[edges, uniform[:, columns + 2] < self.flip])
+                turned = uniform[:, -1] < self.vertical_flip  # none if it is 0
+                crops = torch.from_numpy(np.c_[edges, uniform[:, columns + 2] < self.flip, turned])
                 crops = crops.to(self.device, non_blocking=True)
         self._transforms[epoch] = crops, matrices
         # Copies of a sample have epochs of their own, which alternate.

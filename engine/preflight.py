@@ -15,7 +15,7 @@ from engine.task.losses import BALANCED, KEY, loss_named
 from models.build import check_model
 from utils.config import Config, Loaded
 from utils.config.checks import is_typed
-from utils.config.keys import DATASET
+from utils.config.keys import DATASET, value_of
 from utils.config.kinds import AUTO, one_line
 from utils.config.read import Entry
 from utils.errors import UserError
@@ -67,10 +67,11 @@ def check(config: Config) -> None:
             raise UserError(f"TRAIN.MIXUP_MODE elem: with {KEY}, images must be mixed in pairs; use pair or batch.")
         if config.TRAIN.BCE_TARGET_THRESH is not None:
             task_of(config).loss(config.TRAIN, None)  # which refuses a threshold beside its targets
-        if config.WANDB is not None:
-            from engine.report.trackers import check_project
+        for key in ("WANDB", "MLFLOW"):
+            if (project := value_of(config, key)) is not None:
+                from engine.report.trackers import check_project
 
-            check_project(config.WANDB)
+                check_project(key, project)
     check_amp(config.AMP, None if config.EVAL else config.TRAIN)
     if config.TRAIN.DISTILLATION_TYPE is not None or config.TRAIN.TEACHER_MODEL is not None:
         from engine.distill.teacher import check_teacher

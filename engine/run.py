@@ -26,6 +26,7 @@ from engine.report.reporter import Reporter
 from engine.setup import ReadyToTrain, build_for_training
 from engine.trainer import Trainer
 from utils.config import Loaded
+from utils.config.keys import value_of
 from utils.config.kinds import AUTO
 from utils.distributed.world import World, broadcast, on_every_rank, on_rank_0
 from utils.errors import EXIT_DONE, TrainingError, UserError
@@ -177,11 +178,12 @@ def train(given: Run, lock: FolderLock | None, lists: OpLists | None) -> int:
 def _fit(run: Run, ready: ReadyToTrain, folder: Path, lists: OpLists | None) -> int:
     """Train, close what was opened, and log how it ended."""
     config, world = run.config, run.world
-    tracked = None
-    if world.first and config.WANDB is not None:
-        from engine.report.trackers import TrackedRun
+    tracked = []
+    for key in ("WANDB", "MLFLOW"):
+        if world.first and value_of(config, key) is not None:
+            from engine.report.trackers import TrackedRun
 
-        tracked = TrackedRun(config, folder, ready.precision.name)
+            tracked.append(TrackedRun(key, config, folder, ready.precision.name))
     own = folder if world.first else None
     reporter = Reporter(config, ready.train_loader.order.updates, own, ready.position, tracked)
     # Without AMP the notes on the settings say already that the lists have no effect.

@@ -173,11 +173,9 @@ def build_for_training(run: Run, checkpoint: Checkpoint | None, dry: bool = Fals
         start_at_probe(run, ready)
     norms = [module for module in ready.model.modules() if isinstance(module, BATCH_NORM)]
     if world.size > 1 and any(norm.training for norm in norms):  # frozen: statistics stay
-        log.info(
-            "Batch norm: each process normalises its own images (%d per micro-batch); validation and checkpoints use "
-            "the running statistics of rank 0.",
-            config.DATA.BATCH_SIZE,
-        )
+        from engine.parallel.ddp import settle_batch_norms
+
+        settle_batch_norms(ready.model, config, device)
     train_set, loader = training_data(config, world, device)
     if world.first:
         knn = (ready.neighbours.bank, ready.neighbours.images) if ready.neighbours else ()
@@ -359,7 +357,8 @@ def callbacks(
         from engine.amp.overflow import KeptStatistics, OverflowWatch
 
         yield KeptStatistics()
-        if not sharded:  # it replays the copy, or the model without DDP
+        # It replays the copy, or the model without DDP, in one rank, where shared batch norms would wait for all.
+        if not sharded and not (world.size > 1 and config.DIST.SYNC_BATCHNORM):
             yield OverflowWatch(config.SEED, precision)
     if may_compile(config, precision.device, resumed):  # what is inside DDP
         from engine.compile.compiled import Compiling

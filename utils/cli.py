@@ -176,7 +176,10 @@ def _value(name: str, argument: Flag | Positional, text: str) -> Any:
         if not text and not argument.optional_value:
             raise UserError(f"{name} needs a value: {name} {argument.value} ({argument.about})")
         if argument.choices and text not in argument.choices:
-            raise UserError(f"{name} {text}: takes {either(argument.choices)}.{nearest(text, argument.choices)}")
+            from utils.foreign_flags import why_not
+
+            advice = why_not(f"{argument.name} {text}") or nearest(text, argument.choices)
+            raise UserError(f"{name} {text}: takes {either(argument.choices)}.{advice}")
     try:
         return argument.kind(text)
     except ValueError as error:

@@ -152,7 +152,7 @@ class Pixels:
         self.views = partial(squeezed_view if squeezed else random_view if train else middle_view, data)
         self.resize: Resize = (PilResize if decoder_of_jpeg() == "pil" else TorchResize)(data.INTERPOLATION)
         self.pad = PAD if train and data.CROP == "pad" else 0
-        self.flip = data.FLIP if train else 0.0
+        self.flip, self.vertical_flip = (data.FLIP, data.VERTICAL_FLIP) if train else (0.0, 0.0)
         self.border = mean_colour(data)[: self.channels]
         self.changes: list[ImageChange] = []
         if train:
@@ -188,6 +188,8 @@ class Pixels:
             pixels = padded[top : top + high, left : left + wide]
         if self.flip > 0 and random.random() < self.flip:
             pixels = torch.from_numpy(pixels).flip(1).numpy()  # seven times as fast as numpy
+        if self.vertical_flip > 0 and random.random() < self.vertical_flip:
+            pixels = torch.from_numpy(pixels).flip(0).numpy()
         if self.changes:
             grey = pixels.shape[2] == 1
             image = Image.fromarray(pixels[:, :, 0] if grey else pixels)

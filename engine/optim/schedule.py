@@ -28,10 +28,9 @@ SCALE = "lr_scale"
 def build_scheduler(optimizer: Optimizer, train: TrainConfig, rates: tuple[float, float, float], per_epoch: int):
     """timm's schedule of the name in TRAIN.LR_SCHEDULER, in updates."""
     _, start_lr, end_lr = rates
-    total = train.NUM_EPOCHS * per_epoch
+    shape, total = train.LR_SCHEDULER, train.epochs_of_schedule * per_epoch  # after it, timm's stay at END_LR
     warmup = min(max(round(train.WARMUP_EPOCHS * per_epoch), train.WARMUP_EPOCHS > 0), total)
     common = {"warmup_t": warmup, "warmup_lr_init": start_lr, "t_in_epochs": False}
-    shape = train.LR_SCHEDULER
     if shape.NAME == "step":
         decay = shape.DECAY_EPOCHS * per_epoch
         return StepLRScheduler(optimizer, decay, decay_rate=shape.DECAY_RATE, warmup_prefix=False, **common)
@@ -53,11 +52,13 @@ def build_scheduler(optimizer: Optimizer, train: TrainConfig, rates: tuple[float
 def describe_schedule(train: TrainConfig, end_lr: float) -> str:
     """Shape after the warm-up, for the banner: 'cosine to 0'."""
     name = train.LR_SCHEDULER.NAME.removeprefix("warmup")
-    if name == "wsd" and train.epochs_before_decay >= train.NUM_EPOCHS:
+    last = train.NUM_EPOCHS - train.epochs_of_schedule
+    end = f"{end_lr:.3g}" + (f" at epoch {train.epochs_of_schedule}, then constant" if last else "")
+    if name == "wsd" and train.epochs_before_decay >= train.epochs_of_schedule:
         return "wsd: the warm-up leaves no epoch for the constant learning rate or the decay"
     if name == "wsd":
-        return f"wsd: constant through epoch {train.epochs_before_decay:g}, then decaying (1 - sqrt) to {end_lr:.3g}"
-    return f"cosine to {end_lr:.3g}" if name == "cosine" else name
+        return f"wsd: constant through epoch {train.epochs_before_decay:g}, then decaying (1 - sqrt) to {end}"
+    return f"cosine to {end}" if name == "cosine" else name
 
 
 class Schedule:

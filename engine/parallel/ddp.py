@@ -1,13 +1,17 @@
-"""DistributedDataParallel with gradients summed, not averaged, over ranks."""
+"""DistributedDataParallel with gradients summed, not averaged, over ranks; batch norms over all of them."""
 
 # No `from __future__ import annotations` here: DDP compares the annotations of its hooks with real types.
 
 import torch
 import torch.distributed
+from timm.layers.norm_act import convert_sync_batchnorm  # torch's own drops activations that timm fuses with a norm
+from torch import nn
 from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
 
 from engine.callback import Callback, Computing
+from utils.config import Config
+from utils.log import log
 
 
 class Ddp(Callback):
@@ -23,6 +27,18 @@ class Ddp(Callback):
             self._forward = DistributedDataParallel(to.model, device_ids=devices, gradient_as_bucket_view=True)
             self._forward.register_comm_hook(None, _sum_gradients)
         to.forward = self._forward
+
+
+def settle_batch_norms(model: nn.Module, config: Config, device: torch.device) -> None:
+    """Compute the statistics of batch norms over all processes, if DIST.SYNC_BATCHNORM is set; log whose they are."""
+    whose = "each process normalises its own images"
+    if config.DIST.SYNC_BATCHNORM and device.type == "cuda":
+        convert_sync_batchnorm(model)
+        whose = "all processes together normalise their images"
+    elif config.DIST.SYNC_BATCHNORM:
+        log.warning("DIST.SYNC_BATCHNORM has no effect on %s: torch's SyncBatchNorm needs GPUs.", device.type)
+    images = f"{whose} ({config.DATA.BATCH_SIZE} per process and micro-batch)"
+    log.info("Batch norm: %s; validation and checkpoints use the running statistics of rank 0.", images)
 
 
 def _sum_gradients(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Reports of a run: log lines, metrics.jsonl, TensorBoard, Weights & Biases, the progress bar."""
+"""Reports of a run: log lines, metrics.jsonl, TensorBoard, trackers, the progress bar."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ class Reporter:
     """Reports to all of these on rank 0; on other ranks, only log lines, which go to their own log files."""
 
     def __init__(
-        self, config: Config, per_epoch: int, folder: Path | None, start: Position, tracked: TrackedRun | None = None
+        self, config: Config, per_epoch: int, folder: Path | None, start: Position, tracked: Sequence[TrackedRun] = ()
     ) -> None:
         """`folder` None: write no files, and show no progress on the terminal. `start`: position to start at."""
         self.config, self.per_epoch, self.folder = config, per_epoch, folder
@@ -158,13 +158,13 @@ class Reporter:
         if self._board:
             for name, value in values.items():
                 self._board.add(f"{group}/{name}", value, update)
-        if self._tracked:
-            self._tracked.add(group, values, update)
+        for service in self._tracked:
+            service.add(group, values, update)
 
     def ended(self, best: Best) -> None:
-        """Report success to Weights & Biases, at the end of training or when it is paused."""
-        if self._tracked:
-            self._tracked.ended(best)
+        """Report success to the services, at the end of training or when it is paused."""
+        for service in self._tracked:
+            service.ended(best)
 
     @property
     def lost(self) -> list[str]:
@@ -172,7 +172,7 @@ class Reporter:
         return ["later points in tensorboard"] if self._board and self._board.ended else []
 
     def close(self) -> None:
-        for one in (self.live, self._metrics, self._board, self._tracked):
+        for one in (self.live, self._metrics, self._board, *self._tracked):
             if one:
                 one.close()
 

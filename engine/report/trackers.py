@@ -1,21 +1,25 @@
-"""Weights & Biases, which gets a run's metrics beside TensorBoard. Imported only where WANDB is set.
+"""Weights & Biases and MLflow, which get metrics beside TensorBoard. Imported only where WANDB or MLFLOW is set.
 
-Each update is sent once, also after a resume, and no failure of the service ends training.
+Each update is sent once, also after a resume, and no failure of a service ends training.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import logging
 import math
 import os
-import secrets
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from engine.measure.meters import Best
 from utils.config import Config
+from utils.config.keys import values_by_key
 from utils.errors import UserError, first_line
 from utils.log import log
 from utils.record.history import History
@@ -27,19 +31,29 @@ from vitamp.metrics import SETS, TASKS
 if TYPE_CHECKING:
     import wandb
 
-NOTE = "wandb.json"
-"""File in the run's folder with the id of the run at the service, which a resumed run continues there."""
 LONGEST_TAG = 64
 """Characters; the service takes no longer one."""
+MOST_PARAMETERS = 100
+"""MLflow's limit for one request"""
+MLFLOW_DEFAULTS = {
+    # Its own are two minutes and seven retries, for which training would wait.
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+"""Environment variables of mlflow that are set unless the user has set them"""
 
 
-def check_project(name: str) -> None:
+def check_project(key: str, name: str) -> None:
     """Refuse what the service would refuse only once training has begun."""
+    package = key.lower()
     # Not an import, which would take a folder of its name, as wandb makes, for the package.
-    if not versions("wandb"):
+    if not versions(package, f"{package}-skinny"):  # the smaller package of MLflow sends to a server
         raise UserError(
-            f"WANDB {name}: the package wandb is not installed. Run: pip install wandb   or leave WANDB out."
+            f"{key} {name}: the package {package} is not installed. Run: pip install {package}   or leave {key} out."
         )
+    if key == "MLFLOW":
+        return
     if len(name) > 128 or set(name) & set("/\\#?%:"):
         raise UserError(
             f"WANDB {name}: name a project, with at most 128 characters and none of / \\ # ? % : in its name; the "
@@ -47,32 +61,21 @@ def check_project(name: str) -> None:
         )
 
 
-class TrackedRun:
-    """Run at the service, the same one for all starts of a run here. Only rank 0 has one."""
+def _begin_wandb(config: Config, folder: Path, name: str | None, settings: dict[str, Any]) -> wandb.Run:
+    if sys.modules.get("wandb", sys) is None:  # hidden at the start (engine/entry.py)
+        del sys.modules["wandb"]
+    import wandb
 
-    def __init__(self, config: Config, folder: Path, precision: str) -> None:
-        # The last update in metrics.jsonl: earlier starts of this run have sent those up to it.
-        history = History.of_run(folder)
-        self._sent = {
-            kind: max((line.get("update", -1) for line in history.of(kind)), default=-1) for kind in ("train", "val")
-        }
-        self._run: wandb.Run | None = None
-        self._succeeded = False
-        failure = "cannot be used; WANDB_MODE=offline keeps the metrics in the run's folder, for `wandb sync`"
-        self._attempt(failure, self._begin, config, folder, precision)
-
-    def _begin(self, config: Config, folder: Path, precision: str) -> None:
-        if sys.modules.get("wandb", sys) is None:  # hidden at the start (engine/entry.py)
-            del sys.modules["wandb"]
-        import wandb
-
-        note = folder / NOTE
-        try:
-            name = str(parse_json(read_regular(note))["id"])
-        except (OSError, ValueError, KeyError, TypeError):
-            name, self._sent = secrets.token_hex(4), {}
-            write_atomically(note, json.dumps({"project": config.WANDB, "id": name}) + "\n")
-        settings = wandb.Settings(
+    run = wandb.init(
+        project=config.WANDB,
+        dir=folder,
+        id=name,
+        name=folder.name,
+        resume="allow",
+        config=settings,
+        tags=[settings["precision"], *([config.TAG[:LONGEST_TAG]] if config.TAG else [])],
+        allow_val_change=True,
+        settings=wandb.Settings(
             # The run's own log keeps what is printed, and its run.json the command and the state of git.
             console="off",
             silent=True,
@@ -80,27 +83,82 @@ class TrackedRun:
             init_timeout=30,
             login_timeout=60,
             finish_timeout=30,
-        )
-        run = wandb.init(
-            project=config.WANDB,
-            dir=folder,
-            id=name,
-            name=folder.name,
-            resume="allow",
-            config={**redacted_values(config.model_dump(mode="json")), "precision": precision},
-            tags=[precision, *([config.TAG[:LONGEST_TAG]] if config.TAG else [])],
-            allow_val_change=True,
-            settings=settings,
-        )
-        if run.disabled and os.environ.get("WANDB_MODE") != "disabled":  # nobody answered its question for the key
-            raise UserError("nobody is logged in")
-        if run.url:
-            log.info("Weights & Biases: the metrics go to %s", run.url)
-        run.define_metric("update")
-        run.define_metric("train/*", step_metric="update")
-        run.define_metric("val/*", step_metric="update")
-        for figure in (f"{which.prefix}{kind.best.name}" for kind in TASKS for which in SETS):
-            run.define_metric(f"val/{figure}", step_metric="update", summary="max")
+        ),
+    )
+    if run.disabled and os.environ.get("WANDB_MODE") != "disabled":  # nobody answered its question for the key
+        raise UserError("nobody is logged in")
+    if run.url:
+        log.info("Weights & Biases: the metrics go to %s", run.url)
+    run.define_metric("update")
+    run.define_metric("train/*", step_metric="update")
+    run.define_metric("val/*", step_metric="update")
+    for figure in (f"{which.prefix}{kind.best.name}" for kind in TASKS for which in SETS):
+        run.define_metric(f"val/{figure}", step_metric="update", summary="max")
+    return run
+
+
+class MlflowRun:
+    """A run of MLflow, with the methods of one of Weights & Biases."""
+
+    def __init__(self, config: Config, folder: Path, name: str | None, settings: dict[str, Any]) -> None:
+        for key, value in MLFLOW_DEFAULTS.items():
+            os.environ.setdefault(key, value)
+        mlflow, project = importlib.import_module("mlflow"), str(config.MLFLOW)
+        self._metric, parameter = mlflow.entities.Metric, mlflow.entities.Param
+        for package in ("mlflow", "alembic"):
+            logging.getLogger(package).setLevel(logging.WARNING)  # they report how a new store's tables are made
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.resolve() / 'mlflow.db'}"
+        self._client, self.summary = mlflow.MlflowClient(uri), SimpleNamespace(update=self._log_best)
+        if name:
+            self.id = name
+            self._client.update_run(name, status="RUNNING")
+        else:
+            found = self._client.get_experiment_by_name(project)
+            experiment = found.experiment_id if found else self._client.create_experiment(project)
+            tags = {"precision": settings["precision"], "tag": config.TAG or ""}
+            self.id: str = self._client.create_run(experiment, tags=tags, run_name=folder.name).info.run_id
+            parameters = [parameter(key, redacted(str(value))) for key, value in values_by_key(config).items()]
+            for first in range(0, len(parameters), MOST_PARAMETERS):  # of the first start: they cannot change there
+                self._client.log_batch(self.id, params=parameters[first : first + MOST_PARAMETERS])
+        log.info("MLflow: the metrics go to the experiment %s in %s", project, redacted(uri))
+
+    def log(self, values: dict[str, float]) -> None:
+        now, step = int(1000 * time.time()), int(values["update"])
+        metrics = [self._metric(name, value, now, step) for name, value in values.items() if name != "update"]
+        self._client.log_batch(self.id, metrics=metrics)
+
+    def _log_best(self, best: dict[str, float]) -> None:
+        self.log({**best, "update": best["best/update"]})
+
+    def finish(self, exit_code: int) -> None:
+        self._client.set_terminated(self.id, "FAILED" if exit_code else "FINISHED")
+
+
+class TrackedRun:
+    """Run at a service, the same one for all starts of a run here. Only rank 0 has one."""
+
+    def __init__(self, key: str, config: Config, folder: Path, precision: str) -> None:
+        """`key`: the setting that names the project, WANDB or MLFLOW."""
+        # The last update in metrics.jsonl: earlier starts of this run have sent those up to it.
+        history = History.of_run(folder)
+        self._sent = {
+            kind: max((line.get("update", -1) for line in history.of(kind)), default=-1) for kind in ("train", "val")
+        }
+        self._run: wandb.Run | MlflowRun | None = None
+        self._title, failure, self._begin_run = SERVICES[key]
+        self._succeeded = False
+        self._attempt(f"cannot be used{failure}", self._begin, key, config, folder, precision)
+
+    def _begin(self, key: str, config: Config, folder: Path, precision: str) -> None:
+        note = folder / f"{key.lower()}.json"  # the id of the run at the service, which a resumed run continues there
+        try:
+            name = str(parse_json(read_regular(note))["id"])
+        except (OSError, ValueError, KeyError, TypeError):
+            name, self._sent = None, {}
+        settings = {**redacted_values(config.model_dump(mode="json")), "precision": precision}
+        run = self._begin_run(config, folder, name, settings)
+        if name is None:
+            write_atomically(note, json.dumps({"project": getattr(config, key), "id": run.id}) + "\n")
         self._run = run
 
     def add(self, group: str, values: dict[str, float], update: int) -> None:
@@ -127,4 +185,15 @@ class TrackedRun:
             call(*args)
         except Exception as error:
             self._run = None
-            log.warning("Weights & Biases %s (%s); the run is not affected.", failure, redacted(first_line(error)))
+            log.warning("%s %s (%s); the run is not affected.", self._title, failure, redacted(first_line(error)))
+
+
+SERVICES: dict[str, tuple[str, str, Callable[..., wandb.Run | MlflowRun]]] = {
+    "WANDB": (
+        "Weights & Biases",
+        "; WANDB_MODE=offline keeps the metrics in the run's folder, for `wandb sync`",
+        _begin_wandb,
+    ),
+    "MLFLOW": ("MLflow", "", MlflowRun),
+}
+"""Setting that names a project -> the service's name, what to do where it cannot be used, and what begins a run"""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from engine.amp.low_precision import force_fp32
 from engine.amp.op_lists import OpLists
 from engine.amp.precision import Precision, check_amp
 from engine.checkpoint.restore import load_weights
+from engine.inputs.batches import input_of
 from engine.machine.device import pick_device, set_up_device
 from engine.machine.memory import is_out_of_memory
 from engine.setup import tuned_model
@@ -58,11 +59,13 @@ class Trained:
     temperature: float = 1.0
     flip: bool = False
     """-tta flip: average the probabilities of each image and its mirror image"""
+    others: tuple[Trained, ...] = ()
+    """Models of other runs; the probabilities are the mean of theirs and its own"""
 
     def logits(self, images: Tensor) -> Tensor:
         """Logits in fp32 of uint8 images (B x C x S x S), computed as in validation.
 
-        With `flip`, they are the logits of the mean of both probabilities.
+        With `flip` and `others`, they are the logits of the mean of the probabilities.
         """
         with self.computing(len(images)):
             images = images.to(self.precision.device)
@@ -70,7 +73,8 @@ class Trained:
             logits = [self.model(self.inputs(view)).float() for view in views]
             if self.temperature != 1:
                 logits = [output / self.temperature for output in logits]
-            return logits[0] if len(logits) == 1 else self.task.averaged(logits)
+            own = logits[0] if len(logits) == 1 else self.task.averaged(logits)
+        return self.task.averaged([own, *(one.logits(images) for one in self.others)]) if self.others else own
 
     @contextlib.contextmanager
     def computing(self, images: int) -> Iterator[None]:
@@ -102,7 +106,7 @@ class Trained:
         """With several labels: the threshold of each class, and their origin for the log."""
         from engine.task.several import HALF, describe_untuned
 
-        found, classes = self.chosen.thresholds, int(self.config.MODEL.NUM_CLASSES)
+        found, classes = None if self.others else self.chosen.thresholds, int(self.config.MODEL.NUM_CLASSES)
         if found is None or len(found) != classes:
             words = f"a class is predicted if its probability reaches {HALF}, because these weights have no thresholds"
             return [HALF] * classes, words
@@ -188,6 +192,23 @@ def load_trained(
     trained.calibrated = calibrated
     trained.take(chosen.which)
     return trained
+
+
+def together(paths: Sequence[Path | str], load: Callable[[Path | str], Trained]) -> Trained:
+    """The model at the first path, which averages its probabilities with those of the models at the others."""
+    first, *others = [load(path) for path in paths]
+    for path, other in zip(paths[1:], others, strict=True):
+        ours, theirs = (
+            {"classes": one.names(), "labels": one.task.kind, **input_of(one.config.DATA), "mean": 0, "std": 0}
+            for one in (first, other)  # each normalises by its own mean and std
+        )
+        if different := [what for what in ours if ours[what] != theirs[what]]:
+            raise UserError(
+                f"{paths[0]} and {path}: their {different[0]} differ, so their probabilities cannot be averaged. Use "
+                "each alone."
+            )
+    first.others = tuple(others)
+    return first
 
 
 def pretrained(config: Config, world: World) -> Trained:

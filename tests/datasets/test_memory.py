@@ -51,6 +51,14 @@ def test_memory_crop_uses_each_samples_own_numbers() -> None:
     assert batch.labels.tolist() == samples().labels.tolist()
 
 
+def test_memory_vertical_flip_turns_images_upside_down() -> None:
+    plain = {"CROP": "none", "FLIP": 0.0}
+    upright, turned = (images(opened(VERTICAL_FLIP=p, **plain), list(range(COUNT))) for p in (0.0, 1.0))
+    assert torch.equal(turned, upright.flip(2))
+    some = images(opened(VERTICAL_FLIP=0.25, **plain), list(range(COUNT)))
+    assert 0 < sum(torch.equal(one, other) for one, other in zip(some, turned, strict=True)) < COUNT / 2
+
+
 @pytest.mark.parametrize("values", [{}, {"SHIFT": 0.1, "ROTATE": 10}, {"IMAGE_SIZE": 20}, {"CROP": "none"}])
 def test_memory_sample_does_not_depend_on_its_batch(values: dict[str, Any]) -> None:
     dataset, other = opened(**values), opened(**values)

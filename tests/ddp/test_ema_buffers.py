@@ -34,7 +34,7 @@ def test_ema_is_validated_as_it_is_saved(vitamp: Vitamp, tiny: Path, tmp_path: P
     words = ("TRAIN.BASE_LR=0.1", "DATA.SYNTHETIC_TRAIN=32", "DATA.SYNTHETIC_VAL=32", "TRAIN.MODEL_EMA=true")
     where = ("-cfg", tiny, "-output", tmp_path / "run")
     done = vitamp(*where, *RESNET, *words, script="main_multi_gpu.py", code=0)
-    assert "Batch norm: each process normalises its own images (4 per micro-batch)" in done.text
+    assert "Batch norm: each process normalises its own images (4 per process and micro-batch)" in done.text
     (wanted,) = metrics(tmp_path / "run", "val")
     vitamp("-eval", "-resume", tmp_path / "run", "-output", tmp_path / "eval", code=0)
     (found,) = metrics(tmp_path / "eval", "val")

@@ -28,7 +28,7 @@ from utils.log import log
 from utils.program import started_as
 from utils.record.resumed_run import settings_of
 from utils.text import aligned, counted
-from vitamp.checkpoints import META, checkpoint_of, checkpoints_at, inspect, read_index, verify
+from vitamp.checkpoints import META, checkpoint_of, checkpoints_at, inspect, read_index, run_folder_of, verify
 from vitamp.files import replacing
 from vitamp.metrics import BETTER, KNN, LOSS, METRICS, PLAIN, SETS, task_of
 from vitamp.tensors import fp32_modules, open_tensors
@@ -183,6 +183,13 @@ def average(paths: list[Path], last: int | None, out: Path, weights: str) -> int
         if other := [key for key in about if about[key] != first.get(key, about[key])]:
             words = f"{other[0]} is {about[other[0]]} and {first[other[0]]}"
             raise UserError(f"{both} have different models or splits and cannot be averaged: {words}.")
+    starts = {settings_of(source).get("MODEL.PRETRAINED") for source in sources}
+    if len({run_folder_of(source.place) for source in sources}) > 1 and (len(starts) > 1 or None in starts):
+        log.warning(
+            "These runs did not begin with the same pretrained weights. Unless one was resumed from the other, the "
+            "mean of their weights is most likely useless. `%s RUN RUN` and predict.py average their predictions.",
+            started_as("scripts/evaluate.py"),
+        )
     mean = {key: _mean([file[key] for file in files]) for key in progress_bar(list(shapes[0]), "tensors")}
     names = [source.place.name for source in sources]
     header = _header(sources[-1], {"weights": f"average of {which.words}", "from": names}, averaged=True)

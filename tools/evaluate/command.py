@@ -4,6 +4,7 @@
     python scripts/evaluate.py runs/flowers -weights ema -json eval.json
     python scripts/evaluate.py runs/flowers -calibrate
     python scripts/evaluate.py runs/flowers -knn
+    python scripts/evaluate.py runs/a runs/b runs/c
     python scripts/evaluate.py -model vit_small_patch16_224 -pretrained w.pth -data_path flowers -probe -out runs/probe
     python scripts/evaluate.py runs/flowers -dataset imagefolder -data_path /data/other_flowers
 
@@ -15,6 +16,8 @@ those of the model. Other data than the run's is evaluated whole, unless it has 
 Precision, recall and F1 are means over the classes that have images. The calibration error is ECE: the mean distance
 between confidence and accuracy, over bins of equal width. A model with several labels per image gets mAP, F1 and exact
 match, and average precision for each class.
+
+Of several models, the mean of their probabilities is evaluated.
 
 -calibrate fits a temperature to the weights, so that the probabilities are as often right as they say. It is kept in
 the run's calibration.json; predict.py, export.py and later evaluations of these weights divide the logits by it.
@@ -76,7 +79,9 @@ OWN = (
     *command_line.TRUST,
     command_line.OVERWRITE,
 )
-TOOL = command_line.Tool("evaluate.py", __doc__, OWN, (Positional("path", "RUN_OR_CHECKPOINT", "the model", "?"),))
+TOOL = command_line.Tool(
+    "evaluate.py", __doc__, OWN, (Positional("path", "RUN_OR_CHECKPOINT", "the model, or several", "*"),)
+)
 MEMORISED = ("train", "all")
 """Values of -part that include training images"""
 OF_CLASSIFIER = ("calibrate", "no_calibration", "tta")
@@ -88,6 +93,8 @@ REFUSED = ("MODEL.RESUME", "MODEL.PRETRAINED", "TRAIN.LAST_EPOCH", "MODEL.NUM_CL
 def main(argv: list[str]) -> int:
     line = TOOL.read(argv)
     asked = line.asked
+    asked.models = asked.path or []
+    asked.path = asked.models[0] if asked.models else None
     out = line.file("json", ".json")
     _check(line)
     if line.given_by("NGPUS"):
@@ -103,15 +110,17 @@ def main(argv: list[str]) -> int:
         command_line.check_one_process("evaluate.py")
         log.setLevel("WARNING")  # building the model logs what the training has logged already
 
-        from engine.trained.model import load_trained  # torch takes seconds to import; a wrong command fails at once
+        # Torch takes seconds to import; a wrong command fails at once.
+        from engine.trained.model import load_trained, together
 
-        calibrated = not (asked.no_calibration or asked.calibrate)
-        trained = load_trained(asked.path, asked.weights, given=given, calibrated=calibrated)
-        trained.flip = bool(asked.tta)
+        how: Any = {"given": given, "calibrated": not (asked.no_calibration or asked.calibrate)}
+        trained = together(asked.models, lambda at: load_trained(at, asked.weights, **how))
+        for one in (trained, *trained.others):
+            one.flip = bool(asked.tta)
         if asked.calibrate:
             from tools.evaluate.calibrate import calibrate
 
-            calibrate(trained, given, asked.path)
+            calibrate(trained, given, asked.models[0])
             return EXIT_DONE
         found = _metrics(trained, given, asked)
     if out is not None and found is not None:
@@ -151,9 +160,16 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
 
     one_label, chosen, config = trained.task.kind == ONE_LABEL, trained.chosen, trained.config
     data, notes = open_part(trained, given)
+    models = (trained, *trained.others)
     log.setLevel("INFO")
-    calibration = chosen.describe_calibration(trained.calibrated)
-    log.info("%s: %s", asked.path, "; ".join(filter(None, (chosen.words, calibration))))
+    for path, one in zip(asked.models, models, strict=True):
+        calibration = one.chosen.describe_calibration(one.calibrated)
+        log.info("%s: %s", path, "; ".join(filter(None, (one.chosen.words, calibration))))
+    if len({(one.chosen.samples or {}).get("data") for one in models}) > 1:
+        log.warning(
+            "The models were not all trained on the same images. Where one was trained on images that are evaluated "
+            "here, the metrics are too good; -part test or -data_path names others."
+        )
     for note in notes:
         log.info("%s.", note)
     if asked.tta:
@@ -161,34 +177,39 @@ def _metrics(trained: Trained, given: CommandLine, asked: Namespace) -> dict[str
     batches = ((logits, data.labels(labels)) for logits, labels in with_bar(trained, data.dataset))
     found = (OneLabel if one_label else SeveralLabels).of(trained, batches)
     thresholds = "" if one_label else f"; {trained.thresholds()[1]}"
-    crossfitted, kept = [], chosen.calibration if trained.calibrated else None
+    crossfitted, kept = [], chosen.calibration if trained.calibrated and not trained.others else None
     # The errors above are too low if the temperature was fitted on these images.
     if isinstance(kept, Fitted) and (kept.data, kept.images) == (data.title, len(data.dataset)):
         words, now = "", json.loads(json.dumps(input_of(config.DATA)))  # JSON has no tuples
         if not asked.tta and (kept.precision, kept.input) == (trained.precision.name, now):
             words = ": cross-fitted, calibration error {ece:.2f} %, NLL {nll:.4f}".format_map(kept.crossfitted)
         crossfitted = [f"The temperature was fitted on these images{words}."]
+    places, title = [f"{one.chosen.place}" for one in models], chosen.which.mark or chosen.which.name
+    what = f"{config.MODEL.NAME} of {chosen.place}"
+    if trained.others:
+        what, title = f"Mean of the probabilities of these {len(models)} models", "mean"
     text = [
-        f"{config.MODEL.NAME} of {chosen.place}, in {trained.precision.name}{thresholds}",
+        f"{what}, in {trained.precision.name}{thresholds}",
         f"{data.title}: {found.words()}",
         "",
-        *table_of(found, chosen.which.mark or chosen.which.name),
+        *table_of(found, title),
         *crossfitted,
         "",
         *found.class_table(trained),
     ]
     log.info("%s", "\n".join(text))
-    if copies := copies_evaluated(config, chosen, len(data.dataset)):
-        log.info("%s", copies)
+    copies = [copies_evaluated(config, one.chosen, len(data.dataset)) for one in models]
+    for words in filter(None, dict.fromkeys(copies)):
+        log.info("%s", words)
     return {
         "model": config.MODEL.NAME,
-        "source": f"{chosen.place}",
+        "source": places if trained.others else places[0],
         "precision": trained.precision.name,
         "tta": asked.tta,
         "temperature": {chosen.which.name: trained.temperature},
         "data": data.title,
         "classes": trained.names(),
-        "figures": {chosen.which.name: found.as_json()},
+        "figures": {"mean" if trained.others else chosen.which.name: found.as_json()},
     }
 
 
@@ -196,6 +217,9 @@ def _check(line: command_line.ToolLine) -> None:
     """Raise UserError for flags that do not go together."""
     asked, part = line.asked, line.run.words.get("DATA.PART", line.asked.part)
     by = "-probe" if asked.probe else "-knn" if asked.knn is not None else ""
+    one_alone = by or ("-calibrate" if asked.calibrate else "")
+    if one_alone and len(asked.models) > 1:
+        raise UserError(f"{one_alone}: takes one model, but {len(asked.models)} are given.")
     if not by and asked.pool is not None:
         raise UserError(f"-pool {asked.pool}: chooses the features that -knn and -probe use; give one of them too.")
     if by and (others := [name for name in OF_CLASSIFIER if name in line.given]):

@@ -4,13 +4,14 @@
     python scripts/predict.py runs/flowers 'holiday/*.jpg' more_photos/ -topk 3
     python scripts/predict.py runs/flowers photos/ -format csv -out found.csv
     python scripts/predict.py runs/flowers -part test -out found.csv
+    python scripts/predict.py runs/a runs/b runs/c photos/
     python scripts/predict.py runs/flowers photos/ -features photos.npz
     find /data -name '*.jpg' | python scripts/predict.py runs/flowers - -format jsonl -amp bf16 | gzip > all.jsonl.gz
 
-The model is a run (its best checkpoint), a checkpoint, or weights written by scripts/checkpoint.py. Images are files,
-folders with their subfolders, globs, or `-` for a list of files on standard input; or with -part a split of the run's
-data. They are prepared exactly as in the run's validation. Results keep the order of the images and are written batch
-by batch.
+The model is a run (its best checkpoint), a checkpoint, or weights written by scripts/checkpoint.py. With several, one
+after another, the mean of their probabilities is predicted. Images are files, folders with their subfolders, globs, or
+`-` for a list of files on standard input; or with -part a split of the run's data. They are prepared exactly as in the
+run's validation. Results keep the order of the images and are written batch by batch.
 
 -features FILE writes what the model has learned to see in each image, in place of classes: vectors of numbers, for
 search, clustering, or another classifier. A model that learned without labels has these alone.
@@ -27,13 +28,15 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from tools.common import command_line
 from tools.common.output_file import if_interrupted, writing
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.flags import BY_NAME, Flag, Positional, whole
 from utils.log import log
+from utils.record.run_folder import is_run_folder
+from vitamp.checkpoints import META
 from vitamp.files import replacing
 from vitamp.pooling import POOLED
 
@@ -95,21 +98,20 @@ def main(argv: list[str]) -> int:
     # Imported late: torch takes seconds to import, and a wrong command should fail at once.
     from datasets.given import open_given
     from engine.evaluation.data import check_split
-    from engine.trained.model import load_trained, name_of, split_of_run
+    from engine.trained.model import load_trained, name_of, split_of_run, together
     from tools.predict.images import FORMS, Chosen, find_images, predict_images, write_features
 
     paths = find_images(asked.images) if asked.images else []
-    trained = load_trained(
-        *(asked.path, asked.weights, asked.device, asked.amp),
-        calibrated=not asked.no_calibration,
-        needs_labels=asked.features is None,
-    )
-    trained.flip = bool(asked.tta)
+    how: Any = {"calibrated": not asked.no_calibration, "needs_labels": asked.features is None}
+    trained = together(asked.models, lambda at: load_trained(at, asked.weights, asked.device, asked.amp, **how))
+    for one in (trained, *trained.others):
+        one.flip = bool(asked.tta)
     if asked.part is None:
         dataset = open_given(paths, trained.config.DATA)
     else:
         try:
-            check_split(trained.config, trained.chosen, asked.part)
+            for one in (trained, *trained.others):
+                check_split(trained.config, one.chosen, asked.part)
             dataset = split_of_run(trained, asked.part)
         except UserError as error:
             way = "predict.py cannot change where the run's data is: name the images instead."
@@ -118,10 +120,12 @@ def main(argv: list[str]) -> int:
     if asked.features is not None:
         return write_features(asked, trained, dataset, paths)
     choose = Chosen(trained, asked.topk, asked.threshold)
-    calibration = trained.chosen.describe_calibration(trained.calibrated)
     mirrored = "mean of the probabilities of each image and its mirror image" if trained.flip else ""
-    words = (trained.chosen.words, choose.words, calibration, mirrored)
-    print(f"{asked.path}: {'; '.join(filter(None, words))}", file=sys.stderr)
+    for path, one in zip(asked.models, (trained, *trained.others), strict=True):
+        words = (one.chosen.words, choose.words, one.chosen.describe_calibration(one.calibrated), mirrored)
+        print(f"{path}: {'; '.join(filter(None, words))}", file=sys.stderr)
+    if trained.others:
+        print(f"mean of the probabilities of these {len(asked.models)} models", file=sys.stderr)
 
     ending = asked.out.suffix.lower().removeprefix(".") if asked.out else ""
     form = FORMS[asked.format or (ending if ending in FORMATS else FORMATS[0])]
@@ -139,6 +143,10 @@ def main(argv: list[str]) -> int:
 
 def _check(line: command_line.ToolLine) -> None:
     asked = line.asked
+    asked.models = [asked.path]
+    # Where the first is no model, an error that names it follows.
+    while asked.images and all(_is_model(path) for path in (asked.path, Path(asked.images[0]))):
+        asked.models.append(Path(asked.images.pop(0)))
     if bool(asked.images) == bool(asked.part):
         if asked.part:
             raise UserError(f"-part {asked.part} predicts the images of the run's data; leave {asked.images[0]} out.")
@@ -150,10 +158,17 @@ def _check(line: command_line.ToolLine) -> None:
         if asked.pool is not None:
             raise UserError(f"-pool {asked.pool}: chooses the features that -features FILE writes; give that too.")
         return
+    if len(asked.models) > 1:
+        raise UserError(f"-features: takes one model, but {len(asked.models)} are given; their features differ.")
     asked.pool = asked.pool or POOLED
     if others := [name for name in OF_CLASSES if name in line.given]:
         raise UserError(f"-{others[0]}: does not go with -features, which writes no classes; leave it out.")
     asked.features = line.file("features", ".npz")
+
+
+def _is_model(path: Path) -> bool:
+    path = path.expanduser()
+    return path.suffix == ".safetensors" or is_run_folder(path) or (path / META).is_file()
 
 
 @contextlib.contextmanager

@@ -57,6 +57,8 @@ def _train(config: Config) -> Iterator[Problem]:
     epochs = f"TRAIN.NUM_EPOCHS {config.TRAIN.NUM_EPOCHS}"
     if 0 < train.NUM_EPOCHS <= train.LAST_EPOCH and not config.EVAL:
         yield "TRAIN.LAST_EPOCH", f"{train.LAST_EPOCH} leaves no epoch of {epochs} to train"
+    if train.NUM_EPOCHS > 0 >= train.epochs_of_schedule and not config.EVAL:
+        yield "TRAIN.COOLDOWN_EPOCHS", f"{train.COOLDOWN_EPOCHS} leaves no epoch of {epochs} for the schedule"
     if train.CUTMIX_MINMAX is not None and full != AUTO:
         least = min([full, *(size for _, size in train.SIZE_SCHEDULE)])
         low, high = (int(least * side) for side in train.CUTMIX_MINMAX)

@@ -17,6 +17,7 @@ from utils.config.kinds import AUTO, OWN_SETTING, as_integer, as_names, as_yaml,
 from utils.config.read import Entry, Layer, read_files, read_words, type_of
 from utils.config.schema import Config
 from utils.errors import UserError
+from utils.flags import BY_NAME
 from utils.record.run_folder import CONFIG, is_of_user
 from utils.text import redacted
 
@@ -90,7 +91,14 @@ def load_config(
             code = [one for one in as_names(before.value) if one not in use]
             given["USE"] = Entry([*code, *of_own.values()], before.source)
         elif own:
-            problems.append(f"{typed.name}: {own[0]}: no such setting; one of your own code needs its file: -use FILE")
+            from utils.foreign_flags import by_table
+
+            key, _, value = own[0].partition("=")
+            name = key.rpartition(".")[2]  # of another program, such as trainer.max_epochs=3
+            advice = f" Did you mean -{name}?" if name in BY_NAME else by_table(name, value, BY_NAME)
+            problems.append(
+                f"{typed.name}: {own[0]}: no such setting; one of your own code needs its file: -use FILE.{advice}"
+            )
 
     pair, recipe = {EPOCHS, WARMUP}, _merged(files)  # a recipe's warm-up belongs to its number of epochs
     proportional = pair & typed.entries.keys() == {EPOCHS} and pair & recipe.keys() != {WARMUP}

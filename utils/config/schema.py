@@ -82,6 +82,17 @@ class DistConfig(Section):
         needs("DIST.STRATEGY=fsdp", why="it says how FSDP shards the weights"),
     )
     BACKEND: Literal["nccl", "gloo"] | None = setting(None, "Communication; null: nccl on GPUs, gloo elsewhere.")
+    SYNC_BATCHNORM: bool = setting(
+        False,
+        "On several GPUs, batch norms compute their statistics on the images of all processes.",
+        excludes(
+            "DIST.STRATEGY=fsdp",
+            "AMP.LEVEL=O2|NAIVE",
+            why="it is not supported there",
+            do="use ddp and O1",
+        ),
+        excludes("AMP.AUTO_FP32", why="its updates are not replayed", do="set AMP.FP32_MODULES"),
+    )
     TIMEOUT: float = setting(10.0, "Minutes that ranks wait for another rank; then the run ends with an error.", gt=0)
 
     @property
@@ -133,6 +144,7 @@ class Config(Section):
     DETERMINISTIC: bool = setting(False, "Use deterministic kernels only; an operation without one is an error.")
     EVAL: bool = setting(False, "Validate once and exit.")
     WANDB: str | None = setting(None, "Project of Weights & Biases to log the metrics to; see docs/trackers.md.")
+    MLFLOW: str | None = setting(None, "Experiment of MLflow to log the metrics to; see docs/trackers.md.")
     LOG_STYLE: Literal["auto", "paddlevit", "fleet"] = setting(
         "auto", "Training log lines. auto: on a terminal a table of epochs and a progress bar, elsewhere paddlevit."
     )
@@ -189,8 +201,9 @@ class Config(Section):
     def trains_on_features(self) -> bool:
         """Whether a frozen backbone sees the same images in each epoch, so that its features are computed once."""
         data, train = self.DATA, self.TRAIN
-        changed = data.CROP != "none" or data.FLIP or data.has_affine or train.single_image_keys or train.TOKEN_DROP
-        changed = changed or train.mixes or train.RANDOM_ERASE_PROB or train.SIZE_SCHEDULE or self.MODEL.DROPOUT
+        moved = data.CROP != "none" or data.FLIP or data.VERTICAL_FLIP or data.has_affine
+        changed = moved or train.single_image_keys or train.TOKEN_DROP or train.SIZE_SCHEDULE or self.MODEL.DROPOUT
+        changed = changed or train.mixes or train.RANDOM_ERASE_PROB
         return self.freezes_backbone and (train.NUM_EPOCHS == 0 or not changed)
 
     @property

@@ -90,6 +90,12 @@ class TrainConfig(Section):
         "WARMUP_EPOCHS then is a fraction.",
     )
     WARMUP_EPOCHS: NonNegative = setting(32, "Epochs of linear warm-up, clipped to NUM_EPOCHS; -epochs scales them.")
+    COOLDOWN_EPOCHS: Count = setting(
+        0,
+        "Epochs at END_LR, the last ones of NUM_EPOCHS.",
+        _NOT_STEPS,
+        only_with("TRAIN.END_LR", why="at a rate of 0 nothing is learned"),
+    )
     WARMUP_START_LR: NonNegative = setting(1e-6, "Learning rate of the first update of the warm-up.")
     BASE_LR: NonNegative = setting(3e-3, "Learning rate after the warm-up.")
     END_LR: NonNegative = setting(0.0, "Learning rate at the end.", _NOT_STEPS)
@@ -211,10 +217,15 @@ class TrainConfig(Section):
         return round(start * self.NUM_EPOCHS, 6) if start < 1 else start
 
     @property
+    def epochs_of_schedule(self) -> int:
+        """NUM_EPOCHS without COOLDOWN_EPOCHS, which a schedule in steps does not have."""
+        return self.NUM_EPOCHS - (0 if "step" in self.LR_SCHEDULER.NAME else self.COOLDOWN_EPOCHS)
+
+    @property
     def epochs_before_decay(self) -> float:
         """Schedule wsd: epochs before the learning rate decays. A long warm-up makes the decay shorter."""
-        stable = round(self.NUM_EPOCHS * (1 - WSD_DECAY), 6)
-        return max(min(self.WARMUP_EPOCHS, self.NUM_EPOCHS), stable)
+        length = self.epochs_of_schedule
+        return max(min(self.WARMUP_EPOCHS, length), round(length * (1 - WSD_DECAY), 6))
 
     @property
     def scale_reference(self) -> float | None:

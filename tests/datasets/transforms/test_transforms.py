@@ -77,6 +77,19 @@ def test_flip_follows_its_setting() -> None:
     assert 60 < mirrored < 140
 
 
+def test_vertical_flip_turns_images_upside_down_and_draws_nothing_if_it_is_off() -> None:
+    half = np.zeros((16, 16, 1), np.uint8)
+    half[:8] = 255
+    whole: dict[str, Any] = {"CROP": "none", "IMAGE_SIZE": 16, "IMAGE_CHANNELS": 1}
+    assert np.array_equal(pixels_of(settings(**whole, VERTICAL_FLIP=1.0), True, half), half[::-1])
+    assert np.array_equal(pixels_of(settings(**whole, VERTICAL_FLIP=1.0), False, half), half)
+    random.seed(3)
+    pixels_of(settings(**whole), True, half)
+    drawn = random.random()
+    random.seed(3)
+    assert drawn == [random.random() for _ in range(2)][1], "one number, that of FLIP"
+
+
 def test_crop_pad_shifts_the_image_over_black() -> None:
     image = noise(10, 10) | 1
     data = settings(IMAGE_SIZE=10, CROP="pad", FLIP=0.0)

@@ -58,6 +58,16 @@ def test_cosine_after_warmup(on_device: bool) -> None:
     assert seen[30] == pytest.approx(0.01), "END_LR when all updates are made"
 
 
+@pytest.mark.parametrize("name", ["cosine", "wsd"])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_cooldown_stays_at_the_last_rate(name: str, on_device: bool) -> None:
+    both = {"LR_SCHEDULER": SchedulerConfig.model_validate({"NAME": name})}
+    made, optimizer = schedule(on_device, **both, **{**COSINE, "NUM_EPOCHS": 9}, COOLDOWN_EPOCHS=3)
+    seen = rates_of(made, optimizer, 45, on_device)
+    assert seen[:30] == rates_of(*schedule(on_device, **both, **COSINE), updates=30, on_device=on_device)
+    assert seen[30:] == pytest.approx([0.01] * 15)
+
+
 def test_shortest_warmup_is_one_update() -> None:
     assert rates_of(*schedule(**{**COSINE, "WARMUP_EPOCHS": 0.01}), updates=2) == pytest.approx([0.1, 1.0])
 

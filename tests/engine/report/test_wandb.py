@@ -43,7 +43,7 @@ class Service:
         self.troubles, self.calls, self.sent = troubles, list[str](), list[dict[str, Any]]()
         self.defined: dict[str, dict[str, str]] = {}
         self.summary, self.url, self.disabled = {}, "there", False
-        self.Settings = SimpleNamespace
+        self.Settings, self.id = SimpleNamespace, "made"
 
     def _do(self, name: str) -> None:
         self.calls.append(name)
@@ -75,7 +75,7 @@ def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Service]
 
     def make(service: Service) -> TrackedRun:
         monkeypatch.setitem(sys.modules, "wandb", service)
-        return TrackedRun(Config(WANDB="mine"), tmp_path, "fp32")
+        return TrackedRun("WANDB", Config(WANDB="mine"), tmp_path, "fp32")
 
     return make
 

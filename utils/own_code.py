@@ -6,16 +6,19 @@ import hashlib
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from pydantic import BaseModel
 
-from utils.errors import TrainingError, UserError, nearest
+from utils.errors import EXIT_FAILED, TrainingError, UserError, nearest
+from utils.log import log, logs_to_terminal
 from vitamp.files import write_atomically
 from vitamp.registry import KINDS, names_of, registered
 
@@ -79,6 +82,7 @@ def execute(path: Path, known_as: str = "") -> None:
     source, sha256 = read(path)
     if sha256 in {one.sha256 for one, _ in executed.values()}:
         return
+    os._exit = partial(_exit, os.getpid())
     before = set(registered)
     module = ModuleType(f"own_code_{len(executed)}_{path.stem}")
     module.__file__ = name
@@ -100,6 +104,27 @@ def execute(path: Path, known_as: str = "") -> None:
             f"-use {path}: the file registers nothing. Put @loss, @model, @augmentation, @dataset or @metric above a "
             "function or a class (from vitamp import loss); see docs/own_code.md."
         )
+
+
+_exit_at_once = os._exit
+
+
+def _exit(owner: int, status: int) -> NoReturn:
+    """In place of os._exit, by which the user's own code would end a run in silence, and with 0 as if it were done.
+
+    `owner`: the process that executed the file. Processes that it forks may exit.
+    """
+    own = [frame for frame in traceback.extract_stack() if frame.filename in executed]
+    if os.getpid() == owner and own:
+        error = RuntimeError(f"os._exit({status}) before the run has ended; to end it, raise an exception")
+        if threading.current_thread() is threading.main_thread():
+            raise error
+        text = f"{own[-1].filename}, line {own[-1].lineno}: {error}"
+        log.error(text)
+        if not logs_to_terminal():
+            print(f"error: {text}", file=sys.stderr)
+        status = EXIT_FAILED
+    _exit_at_once(status)
 
 
 def own_lines(error: BaseException) -> str:

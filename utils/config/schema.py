@@ -82,7 +82,7 @@ class DistConfig(Section):
         needs("DIST.STRATEGY=fsdp", why="it says how FSDP shards the weights"),
     )
     BACKEND: Literal["nccl", "gloo"] | None = setting(None, "Communication; null: nccl on GPUs, gloo elsewhere.")
-    TIMEOUT: float = setting(10.0, "Minutes that ranks wait for another rank; then the run ends with an error.", gt=0)
+    TIMEOUT: float = setting(10.0, "Minutes that ranks wait for another rank; then the run ends with an error.", gt=0, le=1e6)
 
     @property
     def group_timeout(self) -> timedelta:
@@ -109,7 +109,9 @@ class Config(Section):
     DIST: DistConfig = Field(default_factory=DistConfig, description="Processes.")
     SAVE: Place = setting("./output", "Folder in which each run creates its own folder.")
     OUTPUT: Place | None = setting(None, "The run's folder (-output); null: the resumed run's, or a new one in SAVE.")
-    TAG: str | None = setting(None, "Any text, shown in the banner, run.json and the curves.")
+    TAG: Annotated[str, Field(max_length=1000)] | None = setting(
+        None, "Any text, shown in the banner, run.json and the curves."
+    )
     SAVE_FREQ: Positive = setting(10, "Epochs between checkpoints, besides those of best validations and the end.")
     SAVE_EVERY_UPDATES: Positive | None = setting(None, "Also save a checkpoint every N updates.")
     SAVE_BEST_BY: BestBy = setting(

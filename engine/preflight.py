@@ -26,7 +26,6 @@ from utils.record.run_folder import check_output, is_of_user
 from vitamp.checkpoints import CHECKPOINTS, checkpoints_in
 from vitamp.metrics import metric_named
 
-
 LEAST_FILES = 256
 """Open files that a run may need, of which a batch from a loading process is one or more"""
 

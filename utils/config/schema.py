@@ -82,7 +82,9 @@ class DistConfig(Section):
         needs("DIST.STRATEGY=fsdp", why="it says how FSDP shards the weights"),
     )
     BACKEND: Literal["nccl", "gloo"] | None = setting(None, "Communication; null: nccl on GPUs, gloo elsewhere.")
-    TIMEOUT: float = setting(10.0, "Minutes that ranks wait for another rank; then the run ends with an error.", gt=0, le=1e6)
+    TIMEOUT: float = setting(
+        10.0, "Minutes that ranks wait for another rank; then the run ends with an error.", gt=0, le=1e6
+    )
 
     @property
     def group_timeout(self) -> timedelta:
@@ -142,7 +144,8 @@ class Config(Section):
     NGPUS: int = setting(-1, "Processes that main_multi_gpu.py starts; -1: one per visible GPU.", ge=-1, le=1024)
     THREADS: int | None = setting(
         None,
-        "CPU threads per process; null: what SLURM reserves per task, else usable cores / ranks on this machine.",
+        "CPU threads per process; null: OMP_NUM_THREADS, else what SLURM reserves per task, else usable cores / ranks "
+        "on this machine.",
         ge=1,
         le=4096,
     )

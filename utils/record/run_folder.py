@@ -87,7 +87,9 @@ def make_folder(output: str | None, save: str, kind: str) -> Path:
                 return folder
         raise UserError(f"{save}: too many runs were started in the same second; start this one again.")
     except OSError as error:
-        raise UserError(f"{output or save}: the run's folder cannot be created ({reason(error, Path(output or save))}).") from None
+        raise UserError(
+            f"{output or save}: the run's folder cannot be created ({reason(error, Path(output or save))})."
+        ) from None
 
 
 @contextlib.contextmanager

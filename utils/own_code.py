@@ -6,7 +6,6 @@ import hashlib
 import os
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +16,7 @@ from typing import Any, NoReturn
 
 from pydantic import BaseModel
 
-from utils.errors import EXIT_FAILED, TrainingError, UserError, nearest
-from utils.log import log, logs_to_terminal
+from utils.errors import TrainingError, UserError, nearest
 from vitamp.files import write_atomically
 from vitamp.registry import KINDS, names_of, registered
 
@@ -114,16 +112,8 @@ def _exit(owner: int, status: int) -> NoReturn:
 
     `owner`: the process that executed the file. Processes that it forks may exit.
     """
-    own = [frame for frame in traceback.extract_stack() if frame.filename in executed]
-    if os.getpid() == owner and own:
-        error = RuntimeError(f"os._exit({status}) before the run has ended; to end it, raise an exception")
-        if threading.current_thread() is threading.main_thread():
-            raise error
-        text = f"{own[-1].filename}, line {own[-1].lineno}: {error}"
-        log.error(text)
-        if not logs_to_terminal():
-            print(f"error: {text}", file=sys.stderr)
-        status = EXIT_FAILED
+    if os.getpid() == owner and any(frame.filename in executed for frame in traceback.extract_stack()):
+        raise RuntimeError(f"os._exit({status}) before the run has ended; to end it, raise an exception")
     _exit_at_once(status)
 
 

@@ -204,8 +204,8 @@ def check_batch(run: Run) -> None:
     There the system would kill the program without a word.
     """
     config, device, batch = run.config, run.device, run.config.DATA.BATCH_SIZE
-    free = free_memory(device, run.world.local_size)
-    if batch <= STEP or run.auto_batch_size or device.type == "cuda" or free is None:
+    free, sharded = free_memory(device, run.world.local_size), config.DIST.STRATEGY == "fsdp"
+    if batch <= STEP or run.auto_batch_size or device.type == "cuda" or sharded or free is None:
         return
     limit, size = int((free + held_memory(device)) * (1 - MARGIN)), least_batch(config)
     with unheard(), fork_host_rng():

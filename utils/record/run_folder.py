@@ -87,9 +87,8 @@ def make_folder(output: str | None, save: str, kind: str) -> Path:
                 return folder
         raise UserError(f"{save}: too many runs were started in the same second; start this one again.")
     except OSError as error:
-        raise UserError(
-            f"{output or save}: the run's folder cannot be created ({reason(error, Path(output or save))})."
-        ) from None
+        place = Path(output or save)
+        raise UserError(f"{place}: the run's folder cannot be created ({reason(error, place)}).") from None
 
 
 @contextlib.contextmanager
